@@ -1,0 +1,1 @@
+"""maxbatch: a batch-size-first trainer for language models in JAX."""

@@ -1,0 +1,1 @@
+"""Configuration: YAML and key=value at the edge, frozen dataclasses inside."""

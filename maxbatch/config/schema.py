@@ -1,0 +1,193 @@
+"""Every configuration key with its type and its range.
+
+One frozen dataclass per section; functions take the narrowest section they need. Keys are flat:
+each belongs to exactly one section. Defaults and meanings live in `configs/base.yml`, whose keys
+equal these fields (a test holds the two together).
+"""
+
+import dataclasses
+from fractions import Fraction
+from typing import Annotated, Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+  """The closed interval a number must lie in; `also` names one value allowed outside it."""
+
+  low: float | None = None
+  high: float | None = None
+  also: float | None = None
+
+  def holds(self, value: float | Fraction) -> bool:
+    """Whether `value` is allowed."""
+    if self.also is not None and value == self.also:
+      return True
+    return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+  def __str__(self) -> str:
+    low = "" if self.low is None else f"at least {self.low:g}"
+    high = "" if self.high is None else f"at most {self.high:g}"
+    text = " and ".join(part for part in (low, high) if part)
+    return text if self.also is None else f"{text}, or {self.also:g}"
+
+
+Positive = Annotated[int, Range(low=1)]
+NonNegative = Annotated[int, Range(low=0)]
+PositiveOrUnset = Annotated[int, Range(low=1, also=-1)]
+NonNegativeOrUnset = Annotated[int, Range(low=0, also=-1)]
+Probability = Annotated[float, Range(low=0, high=1)]
+NonNegativeFloat = Annotated[float, Range(low=0)]
+DType = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+  """Where the run lives, how long it lasts and what it shows."""
+
+  run_name: str
+  base_output_directory: str
+  steps: PositiveOrUnset
+  total_samples: PositiveOrUnset
+  total_tokens: PositiveOrUnset
+  schedule_unit: Literal["steps", "samples", "tokens"]
+  log_period: Positive
+  eval_interval: PositiveOrUnset
+  eval_steps: PositiveOrUnset
+  generate_length: NonNegative
+  prompt: str
+  decode_sampling_temperature: NonNegativeFloat
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchConfig:
+  """The sizes from which BatchPlan derives every other size."""
+
+  per_device_batch_size: Annotated[Fraction, Range(low=0)]
+  gradient_accumulation_steps: Positive
+  expansion_factor_real_data: Fraction
+  eval_per_device_batch_size: Annotated[Fraction, Range(low=0)]
+  max_target_length: Positive
+  accumulation: Literal["fused", "streamed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+  """The devices and how the mesh axes divide them: ici inside a slice, dcn between slices."""
+
+  num_simulated_devices: NonNegative
+  ici_data_parallelism: PositiveOrUnset
+  ici_fsdp_parallelism: PositiveOrUnset
+  ici_tensor_parallelism: PositiveOrUnset
+  ici_pipeline_parallelism: PositiveOrUnset
+  dcn_data_parallelism: PositiveOrUnset
+  dcn_fsdp_parallelism: PositiveOrUnset
+  dcn_tensor_parallelism: PositiveOrUnset
+  dcn_pipeline_parallelism: PositiveOrUnset
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+  """The model's shape and how it is computed."""
+
+  model_name: str
+  decoder_block: str
+  vocab_size: Positive
+  base_emb_dim: Positive
+  base_num_decoder_layers: Positive
+  base_num_query_heads: Positive
+  base_num_kv_heads: Positive
+  head_dim: Positive
+  base_mlp_dim: Positive
+  mlp_activation: Literal["gelu", "swiglu"]
+  normalization: Literal["rmsnorm", "layernorm"]
+  normalization_layer_epsilon: Annotated[float, Range(low=0)]
+  position_embedding: Literal["rope", "learned"]
+  rope_max_timescale: Annotated[float, Range(low=1)]
+  sliding_window_size: NonNegative
+  logits_via_embedding: bool
+  use_qk_norm: bool
+  attention_qkv_bias: bool
+  attention_out_bias: bool
+  mlp_bias: bool
+  dropout_rate: Annotated[float, Range(low=0, high=0.99)]
+  init_weights_seed: NonNegative
+  dtype: DType
+  weight_dtype: DType
+  attention: Literal["auto", "dot_product", "flash"]
+  scan_layers: bool
+  remat_policy: Literal["none", "minimal", "full"]
+  num_vocab_tiling: NonNegative
+  z_loss_multiplier: NonNegativeFloat
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+  """What is trained on and how it is read."""
+
+  dataset_type: Literal["text", "synthetic"]
+  dataset_path: str
+  eval_dataset_path: str
+  eval_fraction: Annotated[float, Range(low=0, high=0.9)]
+  dataset_cache_directory: str
+  data_shuffle_seed: NonNegative
+  packing: bool
+  grain_worker_count: NonNegative
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+  """The optimizer and its learning rate."""
+
+  opt_type: str
+  learning_rate: NonNegativeFloat
+  lr_schedule_type: str
+  learning_rate_schedule_steps: PositiveOrUnset
+  warmup_steps: NonNegativeOrUnset
+  warmup_steps_fraction: Probability
+  learning_rate_final_fraction: Probability
+  wsd_decay_steps_fraction: Probability
+  gradient_clipping_threshold: NonNegativeFloat
+  adam_b1: Annotated[float, Range(low=0, high=0.99999)]
+  adam_b2: Annotated[float, Range(low=0, high=0.999999)]
+  adam_eps: Annotated[float, Range(low=0)]
+  adam_weight_decay: NonNegativeFloat
+  sgd_momentum: Annotated[float, Range(low=0, high=0.99999)]
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+  """When checkpoints are written, how many stay, and what a resume accepts."""
+
+  enable_checkpointing: bool
+  async_checkpointing: bool
+  checkpoint_period: Positive
+  max_num_checkpoints_to_keep: Positive
+  checkpoint_keep_period: PositiveOrUnset
+  allow_changed_resume: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+  """A whole run, by section."""
+
+  run: RunConfig
+  batch: BatchConfig
+  mesh: MeshConfig
+  model: ModelConfig
+  data: DataConfig
+  optimizer: OptimizerConfig
+  checkpoint: CheckpointConfig
+
+
+def sections() -> dict[str, type]:
+  """Section name to section class, in the order of `Config`."""
+  return {field.name: field.type for field in dataclasses.fields(Config)}  # pyright: ignore
+
+
+def fields() -> dict[str, tuple[str, dataclasses.Field]]:
+  """Every key, mapped to its section's name and its field."""
+  return {
+    field.name: (name, field)
+    for name, section in sections().items()
+    for field in dataclasses.fields(section)
+  }
