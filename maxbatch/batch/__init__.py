@@ -1,0 +1,1 @@
+"""Batch sizes: the only place where they are multiplied and divided."""

@@ -1,0 +1,94 @@
+"""The learning rate as a pure function of progress, in steps, samples or tokens.
+
+A schedule maps progress in [0, 1] after the warm-up to a share of the peak. Add one by writing a
+function and registering it in SCHEDULES.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from maxbatch.batch.plan import BatchPlan, Position, Unit
+from maxbatch.config.schema import OptimizerConfig
+from maxbatch.errors import UserError
+
+
+def constant(progress: float, config: OptimizerConfig) -> float:
+  """The peak throughout."""
+  del progress, config
+  return 1.0
+
+
+def linear(progress: float, config: OptimizerConfig) -> float:
+  """From the peak to learning_rate_final_fraction in a straight line."""
+  final = config.learning_rate_final_fraction
+  return 1.0 + (final - 1.0) * progress
+
+
+def cosine(progress: float, config: OptimizerConfig) -> float:
+  """From the peak to learning_rate_final_fraction along half a cosine (Loshchilov & Hutter 2017)."""
+  final = config.learning_rate_final_fraction
+  return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def wsd(progress: float, config: OptimizerConfig) -> float:
+  """The peak, then a straight decay over the last wsd_decay_steps_fraction (Hu et al. 2024)."""
+  start = 1.0 - config.wsd_decay_steps_fraction
+  if progress <= start:
+    return 1.0
+  return linear((progress - start) / (1.0 - start), config)
+
+
+Schedule = Callable[[float, OptimizerConfig], float]
+SCHEDULES: dict[str, Schedule] = {
+  "constant": constant,
+  "cosine": cosine,
+  "linear": linear,
+  "wsd": wsd,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningRate:
+  """The learning rate of a run: warm-up, then the schedule, then its final value."""
+
+  config: OptimizerConfig
+  plan: BatchPlan
+  unit: Unit
+  schedule: Schedule
+  length: float
+  warmup: float
+
+  def __call__(self, position: Position) -> float:
+    """The rate of the update that starts at `position`."""
+    at = self.plan.measure(position, self.unit)
+    peak = self.config.learning_rate
+    if at < self.warmup:
+      # The update moves by the rate reached at its end, so that the very first one is not zero.
+      after = self.plan.measure(self.plan.advance(position), self.unit)
+      return peak * min(1.0, after / self.warmup)
+    progress = (at - self.warmup) / max(self.length - self.warmup, 1)
+    return peak * self.schedule(min(progress, 1.0), self.config)
+
+
+def learning_rate(config: OptimizerConfig, plan: BatchPlan, unit: Unit) -> LearningRate:
+  """The run's learning rate.
+
+  Raises:
+    UserError: for an unknown schedule, or a warm-up longer than the schedule.
+  """
+  if config.lr_schedule_type not in SCHEDULES:
+    raise UserError(
+      f"lr_schedule_type={config.lr_schedule_type!r} is unknown; known: {', '.join(SCHEDULES)}"
+    )
+  length = config.learning_rate_schedule_steps
+  length = plan.measure(plan.end(), unit) if length == -1 else length
+  warmup = config.warmup_steps
+  warmup = length * config.warmup_steps_fraction if warmup == -1 else warmup
+  if warmup > length:
+    raise UserError(
+      f"warmup_steps={warmup} is longer than the schedule of {length} {unit}; the warm-up is part "
+      f"of the schedule; for example warmup_steps={length // 10}"
+    )
+  schedule = SCHEDULES[config.lr_schedule_type]
+  return LearningRate(config, plan, unit, schedule, length, warmup)

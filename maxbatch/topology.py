@@ -1,0 +1,92 @@
+"""How many devices there are along each mesh axis, in plain integers: no jax, no devices touched."""
+
+import dataclasses
+import math
+
+from maxbatch.config.schema import MeshConfig
+from maxbatch.errors import UserError
+
+AXES = ("data", "fsdp", "tensor", "stage")
+BATCH_AXES = ("data", "fsdp")
+"""Devices apart along these axes see different samples; along the others they share them."""
+
+_CONFIG_NAMES = {"data": "data", "fsdp": "fsdp", "tensor": "tensor", "stage": "pipeline"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+  """Devices per mesh axis: `ici` inside a slice, `dcn` between slices, both in the order of AXES."""
+
+  ici: tuple[int, int, int, int]
+  dcn: tuple[int, int, int, int]
+
+  @property
+  def shape(self) -> dict[str, int]:
+    """Devices along each mesh axis."""
+    return {axis: i * d for axis, i, d in zip(AXES, self.ici, self.dcn, strict=True)}
+
+  @property
+  def num_devices(self) -> int:
+    """All devices of the mesh."""
+    return math.prod(self.ici) * math.prod(self.dcn)
+
+  @property
+  def num_slices(self) -> int:
+    """Slices, each one a set of devices joined by the fast interconnect."""
+    return math.prod(self.dcn)
+
+  @property
+  def num_batch_groups(self) -> int:
+    """Groups of devices that see different samples."""
+    return math.prod(self.shape[axis] for axis in BATCH_AXES)
+
+  def __str__(self) -> str:
+    return " × ".join(f"{axis} {size}" for axis, size in self.shape.items())
+
+
+def topology(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> Topology:
+  """Divides `num_devices` devices in `num_slices` slices over the mesh axes.
+
+  Raises:
+    UserError: if the axis sizes do not multiply to the devices there are.
+  """
+  ici = tuple(getattr(mesh, f"ici_{_CONFIG_NAMES[axis]}_parallelism") for axis in AXES)
+  dcn = tuple(getattr(mesh, f"dcn_{_CONFIG_NAMES[axis]}_parallelism") for axis in AXES)
+  return Topology(
+    ici=_fill("ici", ici, num_devices // num_slices, "devices of a slice"),
+    dcn=_fill("dcn", dcn, num_slices, "slices"),
+  )
+
+
+def _fill(prefix: str, sizes: tuple[int, ...], total: int, what: str) -> tuple[int, int, int, int]:
+  """Replaces the one −1 by what is left, and checks that the product is `total`."""
+  names = [f"{prefix}_{_CONFIG_NAMES[axis]}_parallelism" for axis in AXES]
+  given = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
+  open_axes = [name for name, size in zip(names, sizes, strict=True) if size == -1]
+  if len(open_axes) > 1:
+    raise UserError(
+      f"{given}: only one axis can be -1 (whatever is left), not {len(open_axes)}; "
+      f"give {open_axes[1]} a number, for example {open_axes[1]}=1"
+    )
+  product = math.prod(size for size in sizes if size != -1)
+  if open_axes and total % product == 0:
+    data, fsdp, tensor, stage = (total // product if size == -1 else size for size in sizes)
+    return data, fsdp, tensor, stage
+  if open_axes or product != total:
+    raise UserError(
+      f"{given}: the product of the axes, {product}, must "
+      f"{'divide' if open_axes else 'equal'} the {total} {what}; "
+      f"for example {_working_example(names, sizes, total)}"
+    )
+  data, fsdp, tensor, stage = sizes
+  return data, fsdp, tensor, stage
+
+
+def _working_example(names: list[str], sizes: tuple[int, ...], total: int) -> str:
+  """The given sizes, each cut to the largest that still divides what is left; data takes the rest."""
+  left, example = total, []
+  for name, size in list(zip(names, sizes, strict=True))[1:]:
+    fitting = math.gcd(max(size, 1), left)
+    left //= fitting
+    example.append(f"{name}={fitting}")
+  return ", ".join([f"{names[0]}={left}", *example])

@@ -1,0 +1,19 @@
+"""All tests see 8 simulated CPU devices and a compile cache shared by the whole suite."""
+
+import os
+import pathlib
+
+import jax
+import pytest
+
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compile_cache():
+  jax.config.update("jax_compilation_cache_dir", os.environ.get("MAXBATCH_TEST_CACHE", str(CACHE)))
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
