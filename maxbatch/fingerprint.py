@@ -1,0 +1,89 @@
+"""One number per array by which two copies of it can be told apart.
+
+The fingerprint of an array is Σᵢ bitsᵢ·wᵢ mod 2³², where bitsᵢ is element i read as an unsigned
+integer and wᵢ is an odd weight drawn from its flat index i. Odd numbers have an inverse mod 2³², so
+a change of any single element changes the sum, always; swapped or shifted elements change it
+because weights differ. Integer sums do not depend on their order, so neither does the fingerprint
+on how the array is divided over devices.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+
+
+def named_leaves(tree: object) -> dict[str, jax.Array]:
+  """The leaves of `tree` by their path, such as `params/layers/kernel`, in the tree's own order.
+
+  Raises:
+    ValueError: two leaves would have the same name.
+  """
+  leaves = jax.tree_util.tree_leaves_with_path(tree)
+  named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+  if len(named) != len(leaves):
+    raise ValueError("Two leaves of the tree have the same path.")
+  return named
+
+
+def fingerprints(tree: object) -> dict[str, int]:
+  """The fingerprint of every leaf of `tree`, by name, each in [0, 2³²).
+
+  Leaves are numbers or booleans of at most 8 bytes, of any shape and sharding (not PRNG keys).
+  They stay where they are; one dispatch computes all the sums and one transfer brings them here.
+  Waits until the leaves are computed.
+  """
+  leaves = named_leaves(tree)
+  if not leaves:
+    return {}
+  sums = _compiled(_replicated_like(leaves))(list(leaves.values()))
+  return dict(zip(leaves, np.asarray(sums).tolist(), strict=True))
+
+
+def _replicated_like(leaves: dict[str, jax.Array]) -> Sharding | None:
+  """A sharding that gives every process the whole result; None where one device holds it all."""
+  for leaf in leaves.values():
+    if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
+      return NamedSharding(leaf.sharding.mesh, PartitionSpec())
+  return None
+
+
+@functools.cache
+def _compiled(out_sharding: Sharding | None):
+  return jax.jit(
+    lambda leaves: jnp.stack([_fingerprint(leaf) for leaf in leaves]), out_shardings=out_sharding
+  )
+
+
+def _fingerprint(leaf: jax.Array) -> jax.Array:
+  """The fingerprint of one array, a uint32 scalar."""
+  bits = _bits(leaf)
+  return jnp.sum(bits * _odd_weights(bits.shape), dtype=jnp.uint32)
+
+
+def _bits(leaf: jax.Array) -> jax.Array:
+  """The elements as uint32; an 8-byte element becomes two, along a new last dim."""
+  if leaf.dtype == jnp.bool_:
+    return leaf.astype(jnp.uint32)
+  unsigned = _UNSIGNED[leaf.dtype.itemsize]
+  return jax.lax.bitcast_convert_type(leaf, unsigned).astype(jnp.uint32)
+
+
+def _odd_weights(shape: tuple[int, ...]) -> jax.Array:
+  """An odd uint32 for every element, scattered by the finalizer of MurmurHash3 over flat indices.
+
+  Scattered, because under weights linear in the index two swapped rows of bfloat16-like values
+  (low bits zero) can cancel.
+  """
+  index = jnp.zeros(shape, jnp.uint32)
+  stride = 1
+  for axis in reversed(range(len(shape))):
+    index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
+    stride *= shape[axis]
+  index = (index ^ (index >> 16)) * np.uint32(0x85EBCA6B)
+  index = (index ^ (index >> 13)) * np.uint32(0xC2B2AE35)
+  return (index ^ (index >> 16)) | np.uint32(1)
