@@ -1,0 +1,160 @@
+"""From command-line arguments to a Config: which files are read, and which value wins.
+
+Later wins: the root file (usually base.yml), then configs/models/NAME.yml, then the files that
+build on the root, then the command line. So a key that you set yourself always beats the model's.
+The model file is read when model_name is set after the root, or by a file called base.yml; any
+other root gives every key itself, the model's included, as a written-out config.yml does.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from maxbatch.config import schema
+from maxbatch.config.find import base_config_path, config_path, did_you_mean, model_path
+from maxbatch.config.value import convert, holds_text, plain
+from maxbatch.config.yaml_file import COMMAND_LINE, Entry, read_argument, read_file
+from maxbatch.errors import UserError
+
+Layer = dict[str, Entry]
+
+
+def load_config(arguments: Sequence[str]) -> schema.Config:
+  """The Config that `config=FILE key=value ...` describes.
+
+  Raises:
+    UserError: a file, key or value is not as it must be; the message says what works.
+  """
+  name, overrides = _read_arguments(arguments)
+  root_path, root, children = _read_chain(config_path(name))
+  layers = [*children, overrides]
+  merged = ConfigDict(_root_values(root_path, root)).lock()
+  for layer in [*_model_layers(root_path, root, layers), *layers]:
+    merged.update(_values(layer))
+  return _assemble(merged.to_dict())
+
+
+def to_flat_dict(config: schema.Config) -> dict[str, object]:
+  """Every key with a value that YAML can hold; loading it as a file gives `config` back.
+
+  Exact numbers are whole numbers where they are, decimals where short ones exist, else `1/3`.
+  """
+  return {
+    field.name: plain(vars(section)[field.name])
+    for section in vars(config).values()
+    for field in dataclasses.fields(section)
+  }
+
+
+def _read_arguments(arguments: Sequence[str]) -> tuple[str, Layer]:
+  """The value of config=, and the other arguments; of one key given twice the later wins."""
+  names: list[str] = []
+  overrides: Layer = {}
+  for argument in arguments:
+    key, equals, text = argument.partition("=")
+    _check_argument(argument, key, equals)
+    if key == "config":
+      names.append(text)
+    else:
+      overrides[key] = read_argument(key, text, _holds_text(key, COMMAND_LINE))
+  if not names:
+    raise UserError("No configuration is given. Write config=base, or config= and your own file.")
+  if len(set(names)) > 1:
+    given = " and ".join(f"config={name}" for name in names)
+    raise UserError(f"{given}: only one file can be given; let one name the other as base_config.")
+  return names[0], overrides
+
+
+def _check_argument(argument: str, key: str, equals: str) -> None:
+  if key.startswith("-"):
+    bare = argument.lstrip("-")
+    raise UserError(
+      f"{argument}: options have no dashes; write {bare if equals else bare + '=...'}"
+    )
+  if not equals:
+    meant = f"config={argument}" if argument.endswith((".yml", ".yaml")) else f"{argument}=VALUE"
+    raise UserError(f"{argument}: expected key=value. Did you mean {meant}?")
+  if key == "base_config":
+    raise UserError(f"{argument}: base_config belongs in a file; on the command line use config=")
+
+
+def _read_chain(path: Path) -> tuple[Path, Layer, list[Layer]]:
+  """The root file with its entries, and the entries of the files that build on it, in order."""
+  visited: list[Path] = []
+  layers: list[Layer] = []
+  while True:
+    seen = [other.resolve() for other in visited]
+    visited.append(path)
+    if path.resolve() in seen:
+      circle = visited[seen.index(path.resolve()) :]
+      raise UserError(
+        f"base_config goes in a circle: {' -> '.join(map(str, circle))}. "
+        "Let one of them say `base_config: base`."
+      )
+    layer = read_file(path)
+    base = layer.pop("base_config", None)
+    layers.insert(0, layer)
+    if base is None:
+      return path, layers[0], layers[1:]
+    path = base_config_path(str(convert(base, str)), path, base.where)
+
+
+def _root_values(path: Path, root: Layer) -> dict[str, object]:
+  values = _values(root)
+  missing = [key for key in schema.fields() if key not in values]
+  if missing:
+    more = f" and {len(missing) - 6} more" if len(missing) > 6 else ""
+    raise UserError(
+      f"{path}: no value for {', '.join(missing[:6])}{more}. A file without base_config gives "
+      "every key itself; add the line `base_config: base` to take the others from base.yml."
+    )
+  return values
+
+
+def _model_layers(path: Path, root: Layer, layers: Sequence[Layer]) -> list[Layer]:
+  """The model file's entries, as zero or one layer."""
+  named = [layer["model_name"] for layer in layers if "model_name" in layer]
+  if path.name == "base.yml":
+    named.insert(0, root["model_name"])
+  if not named:
+    return []
+  model = read_file(model_path(str(convert(named[-1], str)), named[-1].folder))
+  for key in ("model_name", "base_config"):
+    if key in model:
+      raise UserError(
+        f"{model[key].where}: {key} cannot be set in a model's file; remove the line."
+      )
+  return [model]
+
+
+def _values(layer: Layer) -> dict[str, object]:
+  return {key: convert(entry, _annotation(key, entry.where)) for key, entry in layer.items()}
+
+
+def _annotation(key: str, where: str) -> object:
+  """The type that `key` declares; UserError with the nearest name if there is no such key."""
+  fields = schema.fields()
+  if key in fields:
+    return fields[key][1].type
+  extra = ["config"] if where == COMMAND_LINE else ["base_config"]
+  hint = did_you_mean(key, [*fields, *extra])
+  flat = " Keys stand in the first column, without sections." if key in schema.sections() else ""
+  raise UserError(f"{where}: there is no key {key!r}.{flat or hint} --help lists every key.")
+
+
+def _holds_text(key: str, where: str) -> bool:
+  return holds_text(_annotation(key, where))
+
+
+def _assemble(values: dict[str, object]) -> schema.Config:
+  built = {
+    name: section(**{key: values[key] for key in _names(section)})
+    for name, section in schema.sections().items()
+  }
+  return schema.Config(**built)
+
+
+def _names(section: type) -> Iterable[str]:
+  return (field.name for field in dataclasses.fields(section))

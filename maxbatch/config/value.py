@@ -1,0 +1,207 @@
+"""One value, from YAML node to the Python type its key declares, or an error that says what works.
+
+Numbers are read from the text as written: a Fraction never passes through binary floating point.
+"""
+
+import dataclasses
+import math
+import re
+import typing
+from collections.abc import Callable
+from fractions import Fraction
+
+import yaml
+
+from maxbatch.config.find import closest
+from maxbatch.config.schema import Range
+from maxbatch.config.yaml_file import Entry
+from maxbatch.errors import UserError
+
+_INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
+# Exponents stay below 1000: a larger one is a typing mistake, and exact would fill the memory.
+_DECIMAL = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]{1,3})?")
+_RATIO = re.compile(r"[-+]?[0-9][0-9_]*\s*/\s*0*[1-9][0-9_]*")
+_BOOLEANS = {"true": True, "false": False}
+_YAML_TAG = "tag:yaml.org,2002:"
+
+
+class _WrongTypeError(Exception):
+  """The text is not a value of the type; the message is one that would be, if one is near."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+  """How one Python type is read from a scalar, and how it is called in messages and --help."""
+
+  words: str
+  read: Callable[[yaml.ScalarNode], object]
+  example: str
+
+
+def convert(entry: Entry, annotation: object) -> object:
+  """The value of `entry` as `annotation` demands.
+
+  Raises:
+    UserError: wrong type, outside the range, or not among the choices.
+  """
+  bare, interval = _split(annotation)
+  if typing.get_origin(bare) is tuple:
+    return _convert_list(entry, typing.get_args(bare)[0])
+  try:
+    value = _read(entry.node, bare)
+  except _WrongTypeError as wrong:
+    raise UserError(_type_message(entry, annotation, str(wrong))) from None
+  if interval is not None and not interval.holds(typing.cast(float, value)):
+    raise UserError(_range_message(entry, interval, typing.cast(float, value)))
+  return value
+
+
+def describe(annotation: object) -> str:
+  """The type in words for --help: `whole number, at least 1, or -1`."""
+  bare, interval = _split(annotation)
+  if typing.get_origin(bare) is typing.Literal:
+    return " | ".join(str(choice) for choice in typing.get_args(bare))
+  if typing.get_origin(bare) is tuple:
+    return f"list: {describe(typing.get_args(bare)[0])}"
+  words = _KINDS[typing.cast(type, bare)].words
+  return words if interval is None else f"{words}, {interval}"
+
+
+def holds_text(annotation: object) -> bool:
+  """Whether keys of this type take their text as it stands."""
+  return _split(annotation)[0] is str
+
+
+def plain(value: object) -> object:
+  """`value` as YAML can hold it, such that `convert` gives the same value back."""
+  if isinstance(value, tuple):
+    return [plain(item) for item in value]
+  if not isinstance(value, Fraction):
+    return value
+  if value.denominator == 1:
+    return value.numerator
+  # A float prints the shortest decimal that means it, so a short decimal fraction survives.
+  decimal = value.numerator / value.denominator if abs(value) < 1e15 else math.inf
+  exact = math.isfinite(decimal) and Fraction(repr(decimal)) == value
+  return decimal if exact else f"{value.numerator}/{value.denominator}"
+
+
+def _split(annotation: object) -> tuple[object, Range | None]:
+  if typing.get_origin(annotation) is not typing.Annotated:
+    return annotation, None
+  bare, *extras = typing.get_args(annotation)
+  return bare, next((extra for extra in extras if isinstance(extra, Range)), None)
+
+
+def _convert_list(entry: Entry, item: object) -> tuple[object, ...]:
+  if not isinstance(entry.node, yaml.SequenceNode):
+    raise UserError(_type_message(entry, tuple[item, ...], f"[{entry.text}]"))
+  items = (dataclasses.replace(entry, node=node) for node in entry.node.value)
+  return tuple(convert(part, item) for part in items)
+
+
+def _read(node: yaml.Node, bare: object) -> object:
+  if typing.get_origin(bare) is typing.Literal:
+    return _read_choice(node, typing.get_args(bare))
+  kind = _KINDS[typing.cast(type, bare)]
+  if not isinstance(node, yaml.ScalarNode) or not node.tag.startswith(_YAML_TAG):
+    raise _WrongTypeError(kind.example)
+  return kind.read(node)
+
+
+def _read_choice(node: yaml.Node, choices: tuple[object, ...]) -> object:
+  written = node.value if isinstance(node, yaml.ScalarNode) else None
+  for choice in choices:
+    if str(choice) == written:
+      return choice
+  raise _WrongTypeError(closest(str(written), map(str, choices)) or str(choices[0]))
+
+
+def _number_text(node: yaml.ScalarNode, example: str) -> str:
+  # 400 in quotes is text by YAML's rules; guessing otherwise would hide a mistake.
+  if node.style in ("'", '"', "|", ">"):
+    near = node.value if _DECIMAL.fullmatch(node.value) else example
+    raise _WrongTypeError(near)
+  return node.value
+
+
+def _read_bool(node: yaml.ScalarNode) -> bool:
+  text = node.value.lower()
+  if node.style is None and text in _BOOLEANS and node.value in (text, text.title(), text.upper()):
+    return _BOOLEANS[text]
+  raise _WrongTypeError("false" if text in ("false", "no", "off", "n", "0") else "true")
+
+
+def _read_int(node: yaml.ScalarNode) -> int:
+  text = _number_text(node, "1")
+  if _INTEGER.fullmatch(text) and len(text) < 100:
+    return int(text)
+  near = str(round(Fraction(text))) if _DECIMAL.fullmatch(text) else "1"
+  raise _WrongTypeError(near if len(near) < 25 else "1")
+
+
+def _read_float(node: yaml.ScalarNode) -> float:
+  text = _number_text(node, "0.1")
+  if not _DECIMAL.fullmatch(text) or not _underscores_separate_digits(text):
+    raise _WrongTypeError("0.1")
+  value = float(text)
+  if math.isinf(value):
+    raise _WrongTypeError("1e300")
+  return value
+
+
+def _read_fraction(node: yaml.ScalarNode) -> Fraction:
+  # Quotes are allowed here: "1/3" is as natural to write as 1/3.
+  text = node.value
+  if not _underscores_separate_digits(text) or not (
+    _DECIMAL.fullmatch(text) or _RATIO.fullmatch(text)
+  ):
+    raise _WrongTypeError("1/2")
+  return Fraction("".join(text.replace("_", "").split()))
+
+
+def _underscores_separate_digits(text: str) -> bool:
+  return re.search(r"(?<![0-9])_|_(?![0-9])", text) is None
+
+
+def _read_str(node: yaml.ScalarNode) -> str:
+  if node.tag == f"{_YAML_TAG}null":
+    raise _WrongTypeError('""')
+  return node.value
+
+
+_KINDS: dict[type, _Kind] = {
+  bool: _Kind("true or false", _read_bool, "true"),
+  int: _Kind("whole number", _read_int, "1"),
+  float: _Kind("number", _read_float, "0.1"),
+  Fraction: _Kind("exact number (2, 0.25, 1/3)", _read_fraction, "1/2"),
+  str: _Kind("text", _read_str, '""'),
+}
+
+
+def _type_message(entry: Entry, annotation: object, near: str) -> str:
+  bare, interval = _split(annotation)
+  if typing.get_origin(bare) is typing.Literal:
+    rule = f"must be one of {', '.join(str(choice) for choice in typing.get_args(bare))}"
+  else:
+    rule = f"must be a {describe(annotation)}" if bare is not bool else "must be true or false"
+  if interval is not None and _DECIMAL.fullmatch(near):
+    near = _clamped(interval, float(near), near)
+  return (
+    f"{entry.where}: {entry.assigned(entry.text)}: {entry.key} {rule}. Write {entry.assigned(near)}"
+  )
+
+
+def _range_message(entry: Entry, interval: Range, value: float) -> str:
+  near = _clamped(interval, value, entry.text)
+  return (
+    f"{entry.where}: {entry.assigned(entry.text)}: {entry.key} must be {interval}. "
+    f"The nearest value that works: {entry.assigned(near)}"
+  )
+
+
+def _clamped(interval: Range, value: float, text: str) -> str:
+  if interval.holds(value):
+    return text
+  too_low = interval.low is not None and value < interval.low
+  return f"{interval.low if too_low else interval.high:g}"
