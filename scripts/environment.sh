@@ -1,0 +1,62 @@
+# Sourced by the other scripts: makes .venv in the repository root, with the pinned packages.
+# A finished installation leaves a stamp, so that the next call starts at once and an interrupted
+# one is repaired.
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=.venv
+stamp="$venv/maxbatch-installed"
+install_log="$venv/maxbatch-install.log"
+
+# Prints the first Python that runs and is new enough: a name on the PATH can be a shim that fails.
+find_python() {
+  local name
+  for name in python3.14 python3.13 python3.12 python3.11 python3 python; do
+    if "$name" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
+      >/dev/null 2>&1; then
+      echo "$name"
+      return
+    fi
+  done
+  echo "maxbatch needs Python 3.11 or newer (with its venv module); none was found on the PATH." >&2
+  return 1
+}
+
+# What was installed and where from: a moved repository must be installed again.
+fingerprint() {
+  { echo "$1"; pwd; cat pyproject.toml constraints.txt; } | cksum
+}
+
+# ensure_environment EXTRAS: installs the package with EXTRAS ("" or "test") unless that is done.
+# An environment with the test extra also serves callers that need none.
+ensure_environment() {
+  local extras="$1" candidate
+  for candidate in "$extras" test; do
+    if [[ -f "$stamp" && "$(cat "$stamp")" == "$(fingerprint "$candidate")" ]] \
+      && "$venv/bin/python" -c '' 2>/dev/null; then
+      return
+    fi
+  done
+  install_package "$extras"
+}
+
+install_package() {
+  local extras="$1" target="." python
+  [[ -z "$extras" ]] || target=".[$extras]"
+  # A half-made or moved environment cannot be repaired by pip: make it anew.
+  if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    python="$(find_python)"
+    echo "Making $venv with $("$python" --version)." >&2
+    "$python" -m venv --clear "$venv"
+  fi
+  rm -f "$stamp"
+  echo "Installing maxbatch and its pinned packages into $venv: 1 to 5 minutes, once." >&2
+  if ! "$venv/bin/python" -m pip install --disable-pip-version-check --quiet \
+    -c constraints.txt -e "$target" >"$install_log" 2>&1; then
+    grep -v '^WARNING' "$install_log" | tail -n 15 >&2
+    echo "The packages could not be installed (all of pip's words: $install_log)." >&2
+    echo "Is there a network? Run the same command again; it continues where this one stopped." >&2
+    return 1
+  fi
+  fingerprint "$extras" >"$stamp.new"
+  mv "$stamp.new" "$stamp"
+}

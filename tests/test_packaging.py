@@ -1,0 +1,164 @@
+"""The scripts make the environment once, and an installed package finds its configuration files.
+
+A stand-in for Python records how the scripts call it, so that no network is needed.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+STAND_IN = """#!/bin/bash
+echo "$*" >> "$CALLS"
+case "$*" in
+  "-m venv --clear .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+  *"pip install"*) [[ ! -e "$CALLS.offline" ]] || { echo "ERROR: no such host"; exit 1; } ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+  """A checkout in a folder with a space in its name, beside a stand-in for Python 3.14."""
+  root = tmp_path / "a checkout"
+  shutil.copytree(ROOT / "scripts", root / "scripts", ignore=shutil.ignore_patterns("__pycache__"))
+  for name in ("pyproject.toml", "constraints.txt"):
+    shutil.copy(ROOT / name, root / name)
+  python = tmp_path / "bin" / "python3.14"
+  python.parent.mkdir()
+  python.write_text(STAND_IN)
+  python.chmod(0o755)
+  return root
+
+
+def call(checkout: Path, script: str, *arguments: str, path: str | None = None):
+  """Runs a script from another folder; returns the process and the calls of Python it made."""
+  calls = checkout.parent / "calls"
+  calls.write_text("")
+  path = f"{checkout.parent / 'bin'}:{os.environ['PATH']}" if path is None else path
+  process = subprocess.run(
+    ["/bin/bash", str(checkout / "scripts" / script), *arguments],
+    capture_output=True,
+    text=True,
+    cwd=checkout.parent,
+    env={"PATH": path, "CALLS": str(calls)},
+  )
+  lines = calls.read_text().splitlines()
+  return process, [line for line in lines if not line.startswith(("-c", "--version"))]
+
+
+INSTALL = "-m pip install --disable-pip-version-check --quiet -c constraints.txt -e"
+
+
+def test_first_call_installs_and_second_starts_at_once(checkout: Path):
+  process, calls = call(checkout, "test.sh", "-k", "a b")
+  assert process.returncode == 0, process.stderr
+  assert calls == ["-m venv --clear .venv", f"{INSTALL} .[test]", "-m pytest -k a b"]
+  assert "1 to 5 minutes, once" in process.stderr
+  process, calls = call(checkout, "test.sh")
+  assert calls == ["-m pytest"]
+  assert process.stderr == ""
+
+
+def test_train_shares_the_environment_of_the_tests(checkout: Path):
+  call(checkout, "test.sh")
+  _, calls = call(checkout, "train.sh", "steps=3")
+  assert calls == ["-m maxbatch.train config=configs/base.yml steps=3"]
+
+
+def test_tests_add_what_training_did_not_need(checkout: Path):
+  call(checkout, "train.sh")
+  _, calls = call(checkout, "test.sh")
+  assert f"{INSTALL} .[test]" in calls
+  assert "-m venv --clear .venv" not in calls
+
+
+def test_own_config_replaces_the_default(checkout: Path):
+  _, calls = call(checkout, "train.sh", "steps=3", "config=mine.yml")
+  assert calls[-1] == "-m maxbatch.train steps=3 config=mine.yml"
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "constraints.txt"])
+def test_changed_requirements_are_installed(checkout: Path, name: str):
+  call(checkout, "train.sh")
+  with (checkout / name).open("a") as file:
+    file.write("# changed\n")
+  _, calls = call(checkout, "train.sh")
+  assert f"{INSTALL} ." in calls
+
+
+def test_failed_installation_says_so_and_is_repaired(checkout: Path):
+  offline = checkout.parent / "calls.offline"
+  offline.touch()
+  process, calls = call(checkout, "train.sh")
+  assert process.returncode != 0
+  assert "ERROR: no such host" in process.stderr
+  assert "Is there a network?" in process.stderr
+  assert not any("maxbatch.train" in line for line in calls)
+  offline.unlink()
+  process, calls = call(checkout, "train.sh")
+  assert process.returncode == 0
+  assert calls[-2:] == [f"{INSTALL} .", "-m maxbatch.train config=configs/base.yml"]
+
+
+def test_half_made_environment_is_made_anew(checkout: Path):
+  broken = checkout / ".venv" / "bin" / "python"
+  broken.parent.mkdir(parents=True)
+  broken.write_text("#!/bin/bash\nexit 1\n")
+  broken.chmod(0o755)
+  process, calls = call(checkout, "train.sh")
+  assert process.returncode == 0, process.stderr
+  assert calls[0] == "-m venv --clear .venv"
+
+
+def test_without_a_new_enough_python_the_message_names_the_version(checkout: Path):
+  tools = checkout.parent / "tools"
+  tools.mkdir()
+  for name in ("dirname", "cat", "cksum"):
+    (tools / name).symlink_to(str(shutil.which(name)))
+  old = tools / "python3"
+  old.write_text("#!/bin/bash\nexit 1\n")
+  old.chmod(0o755)
+  process, _ = call(checkout, "train.sh", path=str(tools))
+  assert process.returncode != 0
+  assert "maxbatch needs Python 3.11 or newer" in process.stderr
+
+
+def test_installed_package_finds_base(tmp_path: Path):
+  included = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+  target = included["targets"]["wheel"]["force-include"]["configs"]
+  shutil.copytree(ROOT / "maxbatch", tmp_path / "site" / "maxbatch")
+  shutil.copytree(ROOT / "configs", tmp_path / "site" / target)
+  code = (
+    "from maxbatch.config.load import load_config\n"
+    "from maxbatch.config.find import config_path\n"
+    "assert load_config(['config=base', 'model_name=gpt2-small']).model.vocab_size == 50257\n"
+    "print(config_path('base'))"
+  )
+  output = subprocess.run(
+    [sys.executable, "-c", code],
+    capture_output=True,
+    text=True,
+    cwd=tmp_path,
+    env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+  )
+  assert output.stderr == ""
+  assert output.stdout.strip() == str(tmp_path / "site" / "maxbatch" / "configs" / "base.yml")
+
+
+def test_every_installed_package_is_pinned():
+  lines = (ROOT / "constraints.txt").read_text().splitlines()
+  pins = [line for line in lines if not line.startswith("#")]
+  assert pins
+  assert all("==" in line and "/" not in line for line in pins)
+  names = {line.partition("==")[0].lower().replace("_", "-") for line in pins}
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  required = project["dependencies"] + project["optional-dependencies"]["dev"]
+  bare = {name.partition(">")[0].lower().replace("_", "-") for name in required}
+  assert bare <= names
