@@ -1,0 +1,1 @@
+"""The data layer: from files to batches on devices, the same samples in the same order always."""

@@ -1,0 +1,35 @@
+"""What every dataset offers: rows addressed by number, for training and for validation."""
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+Arrays = dict[str, np.ndarray]
+"""Rows on the host, with the field names of `maxbatch.rows.Rows`."""
+
+
+class RowSource(Protocol):
+  """Rows addressed by number. Pickled to worker processes, so it holds no tokens itself."""
+
+  def __len__(self) -> int:
+    """Number of rows."""
+    ...
+
+  def rows(self, indices: np.ndarray) -> Arrays:
+    """The rows int[R] as new arrays: inputs, targets int32[R, T], weights float32[R, T], and
+    segment_ids, positions int32[R, T] when the rows are packed."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+  """A named dataset, ready to read."""
+
+  train: RowSource
+  validation: RowSource | None
+  """None: nothing is kept for validation."""
+  fingerprint: str
+  """Equal exactly when the training tokens are equal; a resume compares it."""
+  description: str
+  """What was found, in a line or two for the person who starts the run."""

@@ -1,0 +1,171 @@
+"""Reads the rows of a process step by step, on the host, through grain.
+
+R rows, T tokens per row, k microbatches, C the capacity of the step's array in microbatches.
+
+One grain element is one load. Loads are cut into steps here, in the order of samples, so neither
+the size of a load nor the number of workers can change what a step holds. This file and what it
+imports do not use devices: worker processes run it too.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+import grain
+import numpy as np
+from absl import flags
+
+from maxbatch.data.dataset import Arrays, RowSource
+from maxbatch.data.row_plan import StepRows, StepTable
+from maxbatch.data.stream import SampleStream
+from maxbatch.errors import UserError
+
+# Sample ids travel as int32; they begin again at 0 after 2**31 samples.
+_ID_MASK = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadOrder:
+  """Turns sample ids into rows: the shuffled, endless stream, or the source's own order once."""
+
+  source: RowSource
+  seed: int | None
+  """None reads the source in its own order; samples beyond its end are padding."""
+
+  @functools.cached_property
+  def _stream(self) -> SampleStream:
+    assert self.seed is not None
+    return SampleStream(len(self.source), self.seed)
+
+  def __call__(self, sample_ids: np.ndarray) -> Arrays:
+    """The rows of the samples int64[R], with `sample_ids` int32[R]."""
+    if self.seed is None:
+      arrays = self._in_order(sample_ids)
+    else:
+      arrays = self.source.rows(self._stream(sample_ids))
+    return arrays | {"sample_ids": (sample_ids & _ID_MASK).astype(np.int32)}
+
+  def _in_order(self, sample_ids: np.ndarray) -> Arrays:
+    real = sample_ids < len(self.source)
+    if real.all():
+      return self.source.rows(sample_ids)
+    # Row 0 stands in where there is none, and is then cleared: weight 0 and all else 0.
+    arrays = self.source.rows(np.where(real, sample_ids, 0))
+    for array in arrays.values():
+      array[~real] = 0
+    return arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadPlan:
+  """What one process reads for a sequence of steps, load by load."""
+
+  steps: StepTable
+  columns: np.ndarray
+  """int64[R]: this process's places in every microbatch, ascending."""
+  bounds: np.ndarray
+  """int64[loads + 1]: the sample each load begins at, and the end."""
+
+  def __len__(self) -> int:
+    return len(self.bounds) - 1
+
+  def __getitem__(self, index: int) -> np.ndarray:
+    """The samples int64[R] of load number `index` that belong to this process, ascending."""
+    begin, end = int(self.bounds[index]), int(self.bounds[index + 1])
+    return self.steps.samples_between(begin, end, self.columns)
+
+
+class StepReader:
+  """Iterates over steps: arrays [C, R, …] of this process's rows; microbatches beyond k are 0."""
+
+  def __init__(
+    self,
+    order: ReadOrder,
+    steps: Sequence[StepRows],
+    micro_batch: int,
+    columns: np.ndarray,
+    capacity: int,
+    load_factor: Fraction,
+    worker_count: int,
+  ):
+    table = StepTable(steps, micro_batch)
+    self._plan = ReadPlan(table, columns, table.load_bounds(load_factor))
+    self._capacity = capacity
+    self._workers = worker_count
+    self._loads = _start(self._plan, order, worker_count)
+    self._pending: list[Arrays] = []
+    self._load = 0
+    self._step = 0
+
+  def __iter__(self) -> Iterator[Arrays]:
+    return self
+
+  def __next__(self) -> Arrays:
+    if self._step == len(self._plan.steps):
+      raise StopIteration
+    microbatches = int(self._plan.steps.num_microbatches[self._step])
+    if microbatches > self._capacity:
+      raise ValueError(f"{microbatches} microbatches exceed the capacity of {self._capacity}")
+    wanted = len(self._plan.steps.samples(self._step, self._plan.columns))
+    pieces = self._take(wanted)
+    self._step += 1
+    return {
+      name: self._stack([piece[name] for piece in pieces], microbatches) for name in pieces[0]
+    }
+
+  def close(self) -> None:
+    """Stops the threads and processes that read ahead."""
+    self._loads.close()
+
+  def _take(self, wanted: int) -> list[Arrays]:
+    """The next `wanted` rows, as views of the loads they lie in."""
+    pieces: list[Arrays] = []
+    while wanted:
+      if not self._pending:
+        self._pending.append(self._next_load())
+      load = self._pending.pop()
+      size = len(load["sample_ids"])
+      # A load smaller than a microbatch may hold no row of this process.
+      if size:
+        pieces.append({name: array[:wanted] for name, array in load.items()})
+      if size > wanted:
+        self._pending.append({name: array[wanted:] for name, array in load.items()})
+      wanted -= min(size, wanted)
+    return pieces
+
+  def _next_load(self) -> Arrays:
+    try:
+      load = next(self._loads)
+    except (OSError, RuntimeError, StopIteration) as error:
+      begin, end = self._plan.bounds[self._load : self._load + 2]
+      raise UserError(
+        f"reading samples {begin} to {end - 1} failed: {error or 'reading ended early'}; if a reading process was killed, "
+        f"memory may have run out: lower grain_worker_count={self._workers}; if a file is gone, "
+        "start again and the token cache is rebuilt"
+      ) from error
+    self._load += 1
+    return load
+
+  def _stack(self, pieces: Sequence[np.ndarray], microbatches: int) -> np.ndarray:
+    """One array [C, R, …] of the pieces' rows; without copying where they already are one."""
+    shape = (self._capacity, len(self._plan.columns), *pieces[0].shape[1:])
+    # Rows from a worker lie in shared memory that is given back when grain's array dies: copy.
+    if len(pieces) == 1 and microbatches == self._capacity and not self._workers:
+      return pieces[0].reshape(shape)
+    stacked = np.zeros(shape, pieces[0].dtype)
+    np.concatenate(pieces, out=stacked[:microbatches].reshape(-1, *shape[2:]))
+    return stacked
+
+
+def _start(plan: ReadPlan, order: ReadOrder, worker_count: int) -> grain.DatasetIterator[Arrays]:
+  """Begins to read loads ahead: in a thread, or in processes that take turns."""
+  loads = grain.MapDataset.source(plan).map(order)
+  if not worker_count:
+    return iter(loads.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
+  # grain reads its options from absl flags, which nobody has parsed.
+  if not flags.FLAGS.is_parsed():
+    flags.FLAGS.mark_as_parsed()
+  alone = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+  options = grain.MultiprocessingOptions(num_workers=worker_count, per_worker_buffer_size=2)
+  return iter(loads.to_iter_dataset(alone).mp_prefetch(options))

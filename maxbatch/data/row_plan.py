@@ -1,0 +1,122 @@
+"""Which sample goes to which microbatch, device group and host, and which samples are read at once.
+
+Canonical order: the step that begins at sample s holds samples s … s+B−1. With k microbatches of
+D·b rows over D batch-sharding groups, row m·D·b + d·b + j of the step is slot j of group d in
+microbatch m. An array [k, D·b, …] divided over its second dimension therefore puts every row where
+it belongs, and no device hands a row to another.
+
+A process reads the rows of its own groups only: the same columns of every microbatch.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from fractions import Fraction
+
+import numpy as np
+
+from maxbatch.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPlan:
+  """How a step's rows lie in its array [num_microbatches, micro_batch, …]."""
+
+  num_microbatches: int
+  micro_batch: int
+  num_groups: int = 1
+
+  def __post_init__(self):
+    if self.micro_batch % self.num_groups:
+      raise ValueError(f"{self.num_groups} groups do not divide {self.micro_batch} rows evenly")
+
+  @property
+  def num_rows(self) -> int:
+    """Rows of the step: its global batch."""
+    return self.num_microbatches * self.micro_batch
+
+  def columns_of_group(self, group: int) -> np.ndarray:
+    """The places int64[b] in every microbatch that belong to device group `group`."""
+    size = self.micro_batch // self.num_groups
+    return np.arange(group * size, (group + 1) * size)
+
+  def rows_of_group(self, group: int) -> np.ndarray:
+    """Offsets int64[k, b] from the step's first sample of the rows of device group `group`."""
+    return self.rows_at(self.columns_of_group(group))
+
+  def rows_at(self, columns: np.ndarray) -> np.ndarray:
+    """Offsets int64[k, len(columns)] of the rows at these places of every microbatch."""
+    return np.arange(self.num_microbatches)[:, None] * self.micro_batch + columns[None, :]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRows:
+  """One step: the sample it begins at and its number of microbatches."""
+
+  first_sample: int
+  num_microbatches: int
+
+
+def steps_in_order(num_rows: int, batch: int, limit: int) -> list[StepRows]:
+  """Steps of one microbatch of `batch` rows that cover `num_rows`; at most `limit`, -1: all."""
+  needed = -(-num_rows // batch)
+  return [StepRows(step * batch, 1) for step in range(needed if limit < 0 else min(limit, needed))]
+
+
+class StepTable:
+  """The steps of a run as two arrays: a million of them travel to a worker as 16 MB."""
+
+  def __init__(self, steps: Sequence[StepRows], micro_batch: int):
+    self.micro_batch = micro_batch
+    self.first_samples = np.array([step.first_sample for step in steps], np.int64)
+    self.num_microbatches = np.array([step.num_microbatches for step in steps], np.int64)
+    ends = self.first_samples + self.num_microbatches * micro_batch
+    gaps = np.flatnonzero(ends[:-1] != self.first_samples[1:])
+    if gaps.size:
+      raise ValueError(f"step {gaps[0]} ends at {ends[gaps[0]]}, where the next does not begin")
+    self.end = int(ends[-1]) if len(steps) else 0
+
+  def __len__(self) -> int:
+    return len(self.first_samples)
+
+  def plan(self, step: int) -> RowPlan:
+    """How the rows of step `step` of the table lie."""
+    return RowPlan(int(self.num_microbatches[step]), self.micro_batch)
+
+  def samples(self, step: int, columns: np.ndarray) -> np.ndarray:
+    """The samples int64[k·len(columns)], ascending, at these places of the step's microbatches."""
+    return self.first_samples[step] + self.plan(step).rows_at(columns).reshape(-1)
+
+  def samples_between(self, begin: int, end: int, columns: np.ndarray) -> np.ndarray:
+    """As `samples`, of all steps, from sample `begin` up to but not including `end`."""
+    first = int(np.searchsorted(self.first_samples, begin, side="right")) - 1
+    last = int(np.searchsorted(self.first_samples, end, side="left"))
+    samples = np.concatenate([self.samples(step, columns) for step in range(first, last)])
+    return samples[(samples >= begin) & (samples < end)]
+
+  def load_bounds(self, factor: Fraction) -> np.ndarray:
+    """Where loads begin, and last the end: int64[loads + 1].
+
+    A load is `factor` times the batch of the step it begins in; the last one takes what is left.
+
+    Raises:
+      UserError: that is not a whole number of samples.
+    """
+    if factor == 1:
+      return np.append(self.first_samples, self.end)
+    bounds, step = [int(self.first_samples[0])] if len(self) else [0], 0
+    while bounds[-1] < self.end:
+      while step + 1 < len(self) and self.first_samples[step + 1] <= bounds[-1]:
+        step += 1
+      bounds.append(min(bounds[-1] + self._load_size(step, factor), self.end))
+    return np.array(bounds, np.int64)
+
+  def _load_size(self, step: int, factor: Fraction) -> int:
+    batch = self.plan(step).num_rows
+    size = factor * batch
+    if size.denominator != 1 or size <= 0:
+      raise UserError(
+        f"expansion_factor_real_data={factor} times global_batch_to_train={batch} is {size} "
+        "samples; a load is a whole number of them, at least 1: choose a factor that "
+        f"{batch} makes whole, such as {Fraction(1, batch)} or 2"
+      )
+    return int(size)

@@ -1,0 +1,193 @@
+"""Which files a `dataset_path` means, and which of them are kept for validation."""
+
+import collections
+import dataclasses
+import glob
+import hashlib
+import os
+import stat
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from maxbatch.errors import UserError
+
+STDLIB = "stdlib"
+# About 8 MB of the standard library: a first run starts within seconds.
+STDLIB_BYTES = 8_000_000
+STDLIB_SKIPPED_FOLDERS = frozenset(
+  {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "_bundled"}
+)
+_PROSE = {"txt", "text", "md", "markdown", "rst", "tex", "org", "adoc", "srt", "vtt", "log"}
+_RECORDS = {"csv", "tsv", "json", "jsonl", "ndjson", "xml", "html", "htm", "yaml", "yml", "toml"}
+_SETTINGS = {"ini", "cfg", "conf", "css", "sql", "sh", "bash", "lua", "r", "jl", "ipynb", "tsx"}
+_CODE = {"py", "pyi", "c", "h", "cc", "cpp", "cxx", "hpp", "cu", "java", "kt", "scala", "go", "rs"}
+_MORE_CODE = {"js", "mjs", "ts", "jsx", "rb", "php", "pl", "pm", "swift", "hs", "ml", "ex", "lisp"}
+TEXT_SUFFIXES = frozenset(_PROSE | _RECORDS | _SETTINGS | _CODE | _MORE_CODE)
+
+_EXAMPLE = f"'texts/**/*.txt', or {STDLIB} for the text of the Python standard library"
+
+Kind = Literal["file", "folder", "glob", "stdlib"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceFile:
+  """One input file; `name` is its path relative to the dataset, equal on every machine."""
+
+  name: str
+  path: str
+  size_bytes: int
+  modified_ns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Sources:
+  """The files a path means, sorted by name, and how many others were passed over, and why."""
+
+  key: str
+  path: str
+  kind: Kind
+  files: tuple[SourceFile, ...]
+  skipped: tuple[tuple[str, int], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+  """The part of a file's bytes from the fraction `begin` to the fraction `end`."""
+
+  file: SourceFile
+  begin: float = 0.0
+  end: float = 1.0
+
+
+def resolve(key: str, path: str) -> Sources:
+  """The files that `path`, the value of the configuration key `key`, stands for.
+
+  Raises:
+    UserError: nothing is there, nothing in it is text, or it cannot be read.
+  """
+  if path == STDLIB:
+    return _stdlib(key)
+  expanded = os.path.expanduser(path)
+  if not path:
+    raise UserError(f"{key} is empty: give a text file, a folder, a glob such as {_EXAMPLE}")
+  if os.path.isdir(expanded):
+    return _folder(key, path, Path(expanded))
+  if os.path.lexists(expanded):
+    return Sources(key, path, "file", (_source_file(key, Path(expanded), Path(expanded).parent),))
+  if glob.has_magic(expanded):
+    return _glob(key, path, expanded)
+  raise UserError(f"{key}={path}: no such file or folder; use a path that exists or {_EXAMPLE}")
+
+
+def split(
+  sources: Sources, eval_fraction: float
+) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
+  """Divides the files into training and validation documents.
+
+  A file's side depends on its name alone, so adding files moves none of the others. One file is
+  divided by position: its last `eval_fraction` of bytes is validation. 0 keeps nothing back.
+  """
+  files = sources.files
+  if eval_fraction == 0:
+    return tuple(Document(file) for file in files), ()
+  if len(files) == 1:
+    cut = 1 - eval_fraction
+    return (Document(files[0], end=cut),), (Document(files[0], begin=cut),)
+  ranked = sorted(files, key=lambda file: (_rank(file.name, "split"), file.name))
+  wanted = sum(_rank(file.name, "split") < eval_fraction for file in ranked)
+  kept = {file.name for file in ranked[: min(max(wanted, 1), len(files) - 1)]}
+  train = tuple(Document(file) for file in files if file.name not in kept)
+  return train, tuple(Document(file) for file in files if file.name in kept)
+
+
+def _rank(name: str, purpose: str) -> float:
+  """A number in [0, 1) drawn from the name; each purpose has its own draw."""
+  digest = hashlib.blake2b(f"{purpose}\0{name}".encode(errors="surrogateescape"), digest_size=6)
+  return int.from_bytes(digest.digest(), "big") / 2**48
+
+
+def _source_file(key: str, path: Path, root: Path) -> SourceFile:
+  name = path.relative_to(root).as_posix()
+  try:
+    status = path.stat()
+  except OSError as error:
+    raise UserError(f"{key}: cannot read {path}: {error.strerror}") from error
+  if not stat.S_ISREG(status.st_mode):
+    raise UserError(f"{key}: {path} is not a regular file; give a text file, a folder or a glob")
+  return SourceFile(name, str(path.absolute()), status.st_size, status.st_mtime_ns)
+
+
+def _folder(key: str, path: str, root: Path) -> Sources:
+  kept: list[SourceFile] = []
+  skipped: collections.Counter[str] = collections.Counter()
+  for file in _walk(key, root, lambda name: not name.startswith(".") and name != "__pycache__"):
+    reason = _reason_to_skip(file)
+    if reason:
+      skipped[reason] += 1
+    else:
+      kept.append(_source_file(key, file, root))
+  if not kept:
+    seen = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "no files at all"
+    raise UserError(
+      f"{key}={path}: the folder holds no text files ({seen}); name them with a glob, "
+      f"for example {key}='{path.rstrip('/')}/**/*'"
+    )
+  return Sources(key, path, "folder", _by_name(kept), tuple(sorted(skipped.items())))
+
+
+def _reason_to_skip(file: Path) -> str:
+  """Why a file met in a folder is not read; empty when it is."""
+  if file.name.startswith("."):
+    return "hidden"
+  suffixes = [suffix[1:].lower() for suffix in file.suffixes]
+  if suffixes and suffixes[-1] == "gz":
+    suffixes.pop()
+  if not suffixes or suffixes[-1] in TEXT_SUFFIXES:
+    return ""
+  return f".{suffixes[-1]}"
+
+
+def _walk(key: str, root: Path, enter) -> Iterator[Path]:
+  """All regular files below `root`, in the subfolders whose name `enter` accepts."""
+
+  def refuse(error: OSError):
+    raise UserError(f"{key}: cannot read the folder {error.filename}: {error.strerror}") from error
+
+  for folder, subfolders, names in os.walk(root, onerror=refuse):
+    subfolders[:] = sorted(name for name in subfolders if enter(name))
+    yield from (Path(folder, name) for name in sorted(names))
+
+
+def _glob(key: str, path: str, pattern: str) -> Sources:
+  matches = [Path(match) for match in glob.glob(pattern, recursive=True)]
+  paths = sorted(match for match in matches if not match.is_dir())
+  if not paths:
+    raise UserError(f"{key}={path}: the glob matches no file; '**' reaches into subfolders")
+  root = Path(os.path.commonpath([match.parent for match in paths]))
+  files = _by_name([_source_file(key, file, root) for file in paths])
+  return Sources(key, path, "glob", files)
+
+
+def _stdlib(key: str) -> Sources:
+  """Python's own library, without tests and caches, cut to the same few megabytes each time."""
+  root = Path(sysconfig.get_path("stdlib"))
+  skip = STDLIB_SKIPPED_FOLDERS | {"__pycache__"}
+  walk = _walk(key, root, lambda name: name not in skip)
+  found = [_source_file(key, file, root) for file in walk if file.suffix in (".py", ".txt")]
+  found = [file for file in found if file.size_bytes]
+  if len(found) < 2:
+    raise UserError(
+      f"{key}={STDLIB}: this Python has no source text in {root}; give {key} a text file or folder"
+    )
+  kept, total = [], 0
+  for file in sorted(found, key=lambda file: (_rank(file.name, "stdlib"), file.name)):
+    if total < STDLIB_BYTES:
+      kept.append(file)
+      total += file.size_bytes
+  return Sources(key, STDLIB, "stdlib", _by_name(kept))
+
+
+def _by_name(files: list[SourceFile]) -> tuple[SourceFile, ...]:
+  return tuple(sorted(files, key=lambda file: file.name))

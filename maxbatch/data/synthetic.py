@@ -1,0 +1,64 @@
+"""Random tokens: what the training loop costs when reading costs nothing.
+
+R rows, T tokens per row, S = T + 1.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from maxbatch.config.schema import DataConfig
+from maxbatch.data.dataset import Arrays, Dataset
+from maxbatch.data.tokenizer import BOS
+from maxbatch.data.windows import segments
+
+# The most rows the shuffle can number: as good as unlimited.
+_TRAIN_ROWS = 2**31 - 1
+# A bounded set, so that "the whole validation set" ends.
+_VALIDATION_ROWS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class SyntheticRows:
+  """Row i is a pure function of (seed, part, i)."""
+
+  seed: int
+  part: int
+  num_rows: int
+  length: int
+  packing: bool
+
+  def __len__(self) -> int:
+    return self.num_rows
+
+  def rows(self, indices: np.ndarray) -> Arrays:
+    """The rows int[R], see `RowSource.rows`; all weights are 1, each row is one segment."""
+    tokens_RS = np.empty((len(indices), self.length + 1), np.int32)
+    for row, index in enumerate(indices):
+      tokens_RS[row] = self._tokens(int(index))
+    arrays = {
+      "inputs": np.ascontiguousarray(tokens_RS[:, :-1]),
+      "targets": np.ascontiguousarray(tokens_RS[:, 1:]),
+      "weights": np.ones((len(indices), self.length), np.float32),
+    }
+    if self.packing:
+      arrays["segment_ids"], arrays["positions"] = segments(arrays["inputs"])
+    return arrays
+
+  def _tokens(self, index: int) -> np.ndarray:
+    generator = np.random.default_rng((self.seed, self.part, index))
+    return generator.integers(0, BOS, self.length + 1, dtype=np.uint16)
+
+
+def build(data: DataConfig, max_target_length: int) -> Dataset:
+  """Random bytes in rows of `max_target_length`; `dataset_path` is not read."""
+
+  def part(number: int, rows: int) -> SyntheticRows:
+    return SyntheticRows(data.data_shuffle_seed, number, rows, max_target_length, data.packing)
+
+  return Dataset(
+    train=part(0, _TRAIN_ROWS),
+    validation=part(1, _VALIDATION_ROWS),
+    fingerprint=f"synthetic-{data.data_shuffle_seed}",
+    description=f"random tokens, seed {data.data_shuffle_seed}",
+  )
