@@ -1,0 +1,79 @@
+"""Gradients of many microbatches as one sum, reduced over the data axis once.
+
+k microbatches, B rows of a microbatch over all devices, T tokens.
+
+A plain loop under jit would sum gradients between devices after every microbatch. Here a shard_map
+takes over the data axis: each replica adds up its own microbatches, and one psum after the loop
+joins the replicas. The other axes stay with the compiler. The number of trips is data, so that
+another number of microbatches runs the same program.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from maxbatch.loss import loss_sum
+from maxbatch.models.registry import Model, Parameters
+from maxbatch.rows import Rows
+from maxbatch.sharding import constrain
+from maxbatch.state import Sums, zero_sums
+
+
+def summed_gradients(
+  model: Model,
+  mesh: Mesh,
+  params: Parameters,
+  rows: Rows,
+  trips: jax.Array,
+  dropout_key: jax.Array,
+) -> tuple[Parameters, Sums]:
+  """Gradients and loss, summed over all tokens of the first `trips` microbatches.
+
+  Args:
+    model: the model.
+    mesh: the devices.
+    params: the parameters.
+    rows: microbatches (k, B, T), B divided over the data and fsdp axes.
+    trips: int32 scalar, at most k; what lies beyond is never read.
+    dropout_key: the run's dropout key.
+
+  Returns:
+    Gradients in float32, laid out like the parameters, and the sums of loss and weight.
+  """
+  local = functools.partial(_local_sums, model)
+  if mesh.shape["data"] == 1:
+    return local(params, rows, trips, dropout_key)
+  on_data = jax.tree.map(lambda _: PartitionSpec(None, "data"), rows)
+  whole = PartitionSpec()
+  return jax.shard_map(
+    lambda *arguments: jax.lax.psum(local(*arguments), "data"),
+    mesh=mesh,
+    in_specs=(whole, on_data, whole, whole),
+    out_specs=whole,
+    axis_names={"data"},
+    check_vma=False,
+  )(params, rows, trips, dropout_key)
+
+
+def _local_sums(
+  model: Model, params: Parameters, rows: Rows, trips: jax.Array, dropout_key: jax.Array
+) -> tuple[Parameters, Sums]:
+  """The sums of one replica's microbatches."""
+  axes = model.axes()
+
+  def laid_out(gradients: Parameters) -> Parameters:
+    return jax.tree_util.tree_map_with_path(
+      lambda path, g: constrain(g, axes[tuple(entry.key for entry in path)]), gradients
+    )
+
+  def add_microbatch(index: jax.Array, carry: tuple[Parameters, Sums]) -> tuple[Parameters, Sums]:
+    gradients, sums = carry
+    micro = jax.tree.map(lambda x: x[index], rows)
+    loss, new = jax.value_and_grad(lambda p: loss_sum(model, p, micro, dropout_key))(params)
+    gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, new)
+    return laid_out(gradients), Sums(sums.loss + loss, sums.weight + micro.weights.sum())
+
+  zeros = laid_out(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
+  return jax.lax.fori_loop(0, trips, add_microbatch, (zeros, zero_sums()))

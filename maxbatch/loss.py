@@ -1,0 +1,131 @@
+"""Cross entropy as a sum over tokens, holding the logits of one tile of tokens at a time.
+
+B rows, T tokens, D width, V vocabulary, C tokens of a tile.
+
+Value and gradient are formed in the same pass over the logits: they are neither kept for the
+backward pass nor computed twice. Sums, not means, so that microbatches and devices add up to
+exactly the loss of the whole batch; the one division by the step's weight comes later.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from maxbatch.config.schema import ModelConfig
+from maxbatch.dropout import sample_keys
+from maxbatch.models.registry import Model, Parameters
+from maxbatch.rows import Rows
+from maxbatch.sharding import constrain
+
+_TILE_BYTES = 64 * 2**20
+
+
+def loss_sum(
+  model: Model, parameters: Parameters, rows: Rows, dropout_key: jax.Array | None
+) -> jax.Array:
+  """Weighted sum over tokens of cross entropy (nats) and z-loss, float32.
+
+  Args:
+    model: the model.
+    parameters: its parameters.
+    rows: a microbatch.
+    dropout_key: the run's dropout key; None evaluates without dropout and without z-loss.
+  """
+  config = model.config
+  dropping = dropout_key is not None and config.dropout_rate > 0
+  keys_B = sample_keys(dropout_key, rows.sample_ids) if dropping else None
+  bound = model.bind(parameters)
+  hidden_BTD = bound(rows, keys_B)
+  z_weight = 0.0 if dropout_key is None else config.z_loss_multiplier
+  tiles = num_tiles(config, *hidden_BTD.shape[:2])
+  matrix_DV = bound.output_matrix()
+  return cross_entropy_sum(hidden_BTD, matrix_DV, rows.targets, rows.weights, tiles, z_weight)
+
+
+def num_tiles(config: ModelConfig, rows: int, length: int) -> int:
+  """Tiles into which `length` tokens are cut: num_vocab_tiling, or few enough for 64 MiB each."""
+  wanted = config.num_vocab_tiling or -(-rows * length * config.vocab_size * 4 // _TILE_BYTES)
+  return next(tiles for tiles in range(min(wanted, length), length + 1) if length % tiles == 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def cross_entropy_sum(
+  hidden_BTD: jax.Array,
+  matrix_DV: jax.Array,
+  targets_BT: jax.Array,
+  weights_BT: jax.Array,
+  tiles: int,
+  z_weight: float,
+) -> jax.Array:
+  """Σ weight · (log Z − logit[target] + z_weight · (log Z)²), with log Z in float32."""
+
+  def add_tile(total: jax.Array, tile: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+    return total + _tile_sum(*tile, matrix_DV, z_weight)[0], None
+
+  cut = _cut(tiles, hidden_BTD, targets_BT, weights_BT)
+  return _scan(add_tile, jnp.zeros((), jnp.float32), cut, tiles)[0]
+
+
+def _forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight):
+  """The sum, and its gradients by hidden states and matrix, one tile at a time."""
+
+  def add_tile(carry, tile):
+    total, d_matrix_DV = carry
+    loss, d_logits_BCV = _tile_sum(*tile, matrix_DV, z_weight)
+    d_logits_XV = d_logits_BCV.astype(hidden_BTD.dtype).reshape(-1, d_logits_BCV.shape[-1])
+    hidden_XD = tile[0].reshape(-1, tile[0].shape[-1])
+    d_hidden_BCD = (d_logits_XV @ matrix_DV.T).reshape(tile[0].shape)
+    d_tile_DV = jnp.matmul(hidden_XD.T, d_logits_XV, preferred_element_type=jnp.float32)
+    return (total + loss, d_matrix_DV + d_tile_DV), d_hidden_BCD
+
+  zeros = jnp.zeros((), jnp.float32), jnp.zeros(matrix_DV.shape, jnp.float32)
+  cut = _cut(tiles, hidden_BTD, targets_BT, weights_BT)
+  (total, d_matrix_DV), d_hidden = _scan(add_tile, zeros, cut, tiles)
+  d_hidden_BTD = jnp.moveaxis(d_hidden, 0, 1).reshape(hidden_BTD.shape)
+  return total, (d_hidden_BTD, d_matrix_DV.astype(matrix_DV.dtype))
+
+
+def _backward(tiles, z_weight, gradients, d_total):
+  del tiles, z_weight
+  d_hidden_BTD, d_matrix_DV = gradients
+  scale = d_total.astype(d_hidden_BTD.dtype)
+  return d_hidden_BTD * scale, d_matrix_DV * d_total.astype(d_matrix_DV.dtype), None, None
+
+
+cross_entropy_sum.defvjp(_forward, _backward)
+
+
+def _tile_sum(hidden_BCD, targets_BC, weights_BC, matrix_DV, z_weight):
+  """Loss of a tile and its gradient by the logits, both float32."""
+  B, C, D = hidden_BCD.shape
+  hidden_XD = hidden_BCD.reshape(-1, D)
+  logits_XV = jnp.matmul(hidden_XD, matrix_DV, preferred_element_type=jnp.float32)
+  logits_BCV = constrain(logits_XV.reshape(B, C, -1), ("batch", "length", "vocab"))
+  max_BC1 = logits_BCV.max(-1, keepdims=True)
+  exp_BCV = jnp.exp(logits_BCV - max_BC1)
+  sum_BC1 = exp_BCV.sum(-1, keepdims=True)
+  log_z_BC = (jnp.log(sum_BC1) + max_BC1).squeeze(-1)
+  # A comparison instead of a gather: it also works where the vocabulary is divided over devices.
+  hit_BCV = targets_BC[..., None] == jnp.arange(logits_BCV.shape[-1])[None, None]
+  target_BC = jnp.where(hit_BCV, logits_BCV, 0.0).sum(-1)
+  loss = (weights_BC * (log_z_BC - target_BC + z_weight * log_z_BC**2)).sum()
+  d_log_z_BC1 = (1.0 + 2.0 * z_weight * log_z_BC)[..., None]
+  d_logits_BCV = weights_BC[..., None] * (exp_BCV / sum_BC1 * d_log_z_BC1 - hit_BCV)
+  return loss, d_logits_BCV
+
+
+def _cut(tiles: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+  """(B, T, …) → (tiles, B, C, …): cut along T, which no mesh axis divides."""
+  return tuple(
+    jnp.moveaxis(x.reshape(x.shape[0], tiles, x.shape[1] // tiles, *x.shape[2:]), 1, 0)
+    for x in arrays
+  )
+
+
+def _scan(body, carry, cut, tiles: int):
+  """As lax.scan; a single tile needs no loop."""
+  if tiles > 1:
+    return jax.lax.scan(body, carry, cut)
+  carry, out = body(carry, tuple(x[0] for x in cut))
+  return carry, None if out is None else out[None]

@@ -1,0 +1,1 @@
+"""Models: functions from rows of tokens to hidden states, as flax.nnx modules."""

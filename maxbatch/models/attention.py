@@ -1,0 +1,116 @@
+"""Causal self-attention: projections, rotary positions, and the choice of kernel.
+
+B rows, T query and S key tokens, D width, N query heads, K key/value heads, G = N/K query heads
+per key/value head, H width of a head.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxbatch.config.schema import ModelConfig
+from maxbatch.models.layers import Norm, Projection
+from maxbatch.sharding import constrain
+
+
+class Places(NamedTuple):
+  """What attention needs to know of the rows, computed once and shared by all layers."""
+
+  mask_BTS: jax.Array
+  """bool[B or 1, T, S]: which tokens each token sees."""
+  cos_BTH: jax.Array | None
+  """float32[B or 1, T, H/2]: rotation of each position; None without rope."""
+  sin_BTH: jax.Array | None
+  segment_ids_BT: jax.Array | None
+
+
+def places(
+  config: ModelConfig,
+  length: int,
+  segment_ids_BT: jax.Array | None,
+  positions_BT: jax.Array | None,
+) -> Places:
+  """The mask and rotations of rows of `length` tokens."""
+  cos = sin = None
+  if config.position_embedding == "rope":
+    positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
+    cos, sin = _rotations(positions, config.head_dim, config.rope_max_timescale)
+  mask = _mask(length, config.sliding_window_size, segment_ids_BT)
+  return Places(mask, cos, sin, segment_ids_BT)
+
+
+def _mask(length: int, window: int, segment_ids_BT: jax.Array | None) -> jax.Array:
+  """Tokens see themselves and what is before them, in the window and in their own segment."""
+  back_TS = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
+  mask_TS = back_TS >= 0
+  if window:
+    mask_TS = mask_TS & (back_TS < window)
+  if segment_ids_BT is None:
+    return mask_TS[None]
+  return mask_TS[None] & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
+
+
+def _rotations(
+  positions_BT: jax.Array, head_dim: int, timescale: float
+) -> tuple[jax.Array, jax.Array]:
+  """cos and sin of each position at each of head_dim/2 frequencies (Su et al. 2021)."""
+  exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+  angles_BTH = positions_BT[..., None] * (timescale**-exponents)[None, None]
+  return jnp.cos(angles_BTH), jnp.sin(angles_BTH)
+
+
+def rotate(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
+  """Rotates pairs (i, i + H/2) of every head by its position's angle, as Llama's weights expect."""
+  first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+  cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
+  rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+  return rotated.astype(x_BTNH.dtype)
+
+
+def dot_product_attention(
+  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array
+) -> jax.Array:
+  """Softmax attention by matrix products; logits and softmax in float32. Returns (B, T, N, H)."""
+  B, T, N, H = q_BTNH.shape
+  K = k_BSKH.shape[2]
+  q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) / math.sqrt(H)
+  logits_BKGTS = jnp.einsum(
+    "btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
+  )
+  logits_BKGTS = jnp.where(mask_BTS[:, None, None], logits_BKGTS, jnp.finfo(jnp.float32).min)
+  weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v_BSKH.dtype)
+  return jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS, v_BSKH).reshape(B, T, N, H)
+
+
+class Attention(nnx.Module):
+  """Multi-head or grouped-query causal self-attention."""
+
+  def __init__(self, rngs: nnx.Rngs, config: ModelConfig, residual_scale: float):
+    D, H = config.base_emb_dim, config.head_dim
+    N, K = config.base_num_query_heads, config.base_num_kv_heads
+    bias = config.attention_qkv_bias
+    q_axes, kv_axes = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
+    self.query = Projection(rngs, config, (D,), (N, H), q_axes, bias=bias)
+    self.key = Projection(rngs, config, (D,), (K, H), kv_axes, bias=bias)
+    self.value = Projection(rngs, config, (D,), (K, H), kv_axes, bias=bias)
+    out_axes, out_bias = ("heads", "head_dim", "embed"), config.attention_out_bias
+    self.out = Projection(rngs, config, (N, H), (D,), out_axes, bias=out_bias, scale=residual_scale)
+    self.query_norm = Norm(config, H, "head_dim") if config.use_qk_norm else None
+    self.key_norm = Norm(config, H, "head_dim") if config.use_qk_norm else None
+    self.config = config
+
+  def __call__(self, x_BTD: jax.Array, at: Places) -> jax.Array:
+    """(B, T, D) → (B, T, D)."""
+    q_BTNH, k_BSKH, v_BSKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
+    if self.query_norm is not None and self.key_norm is not None:
+      q_BTNH, k_BSKH = self.query_norm(q_BTNH), self.key_norm(k_BSKH)
+    if at.cos_BTH is not None and at.sin_BTH is not None:
+      q_BTNH = rotate(q_BTNH, at.cos_BTH, at.sin_BTH)
+      k_BSKH = rotate(k_BSKH, at.cos_BTH, at.sin_BTH)
+    q_BTNH = constrain(q_BTNH, ("batch", "length", "heads", "head_dim"))
+    k_BSKH = constrain(k_BSKH, ("batch", "length", "kv_heads", "head_dim"))
+    out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.mask_BTS)
+    return self.out(constrain(out_BTNH, ("batch", "length", "heads", "head_dim")))

@@ -1,0 +1,103 @@
+"""Models by name (`decoder_block`), and a model as a pure function of its parameters.
+
+To add a model: write a module in this folder whose class has the methods of `LanguageModel`, and
+register it in MODELS.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import jax
+from flax import nnx
+
+from maxbatch.config.schema import ModelConfig
+from maxbatch.errors import UserError
+from maxbatch.models import transformer
+from maxbatch.models.layers import Parameter
+from maxbatch.rows import Rows
+from maxbatch.sharding import LogicalAxes
+
+Parameters = dict[str, Any]
+"""Nested dicts of arrays, by module and parameter name."""
+
+
+class LanguageModel(Protocol):
+  """What a model offers."""
+
+  def __call__(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
+    """Hidden states (B, T, D); keys_B, one random key per row, are there only in training."""
+    ...
+
+  def output_matrix(self) -> jax.Array:
+    """The matrix (D, V) from hidden states to logits, in the hidden states' dtype."""
+    ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Registered:
+  """A model's constructor, taking (rngs, config, max_target_length), and the check of its keys."""
+
+  create: Callable[[nnx.Rngs, ModelConfig, int], Any]
+  validate: Callable[[ModelConfig], None]
+
+
+MODELS: Mapping[str, Registered] = {
+  "transformer": Registered(transformer.Transformer, transformer.validate),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+  """A model split into its structure and its parameters' shapes; holds no arrays."""
+
+  config: ModelConfig
+  create: Callable[[jax.Array], nnx.Module]
+  graph: nnx.GraphDef
+  abstract: nnx.State
+
+  def init(self, key: jax.Array) -> Parameters:
+    """Fresh parameters; run under jit with shardings, so that no device ever holds all of them."""
+    return nnx.to_pure_dict(nnx.state(self.create(key), Parameter))
+
+  def bind(self, parameters: Parameters) -> LanguageModel:
+    """The model with these parameters, ready to be called."""
+    state = jax.tree.map(lambda leaf: leaf, self.abstract)
+    nnx.replace_by_pure_dict(state, parameters)
+    return nnx.merge(self.graph, state)
+
+  def shapes(self) -> Parameters:
+    """Shape and dtype of every parameter."""
+    return nnx.to_pure_dict(self.abstract)
+
+  def axes(self) -> dict[tuple[str, ...], LogicalAxes]:
+    """Logical axes of every parameter by its path; stacked layers have `layers` in front."""
+    return {
+      tuple(str(part) for part in path): _axes(variable)
+      for path, variable in nnx.to_flat_state(self.abstract)
+    }
+
+
+def _axes(variable: nnx.Variable) -> LogicalAxes:
+  axes: LogicalAxes = variable.get_metadata()["axes"]
+  return ("layers",) * (variable.ndim - len(axes)) + axes
+
+
+def build_model(config: ModelConfig, max_target_length: int) -> Model:
+  """The model that `decoder_block` names, for rows of `max_target_length` tokens.
+
+  Raises:
+    UserError: for an unknown name, or keys that contradict each other.
+  """
+  if config.decoder_block not in MODELS:
+    raise UserError(
+      f"decoder_block={config.decoder_block!r} is unknown; known: {', '.join(MODELS)}"
+    )
+  registered = MODELS[config.decoder_block]
+  registered.validate(config)
+
+  def create(key: jax.Array) -> nnx.Module:
+    return registered.create(nnx.Rngs(params=key), config, max_target_length)
+
+  graph, abstract = nnx.split(nnx.eval_shape(create, jax.random.key(0)), Parameter)
+  return Model(config, create, graph, abstract)

@@ -1,0 +1,152 @@
+"""A decoder-only transformer that expresses GPT-2, Llama, Mistral and Qwen 3.
+
+B rows, T tokens, D width of the residual stream, V vocabulary, L layers.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxbatch.config.schema import ModelConfig
+from maxbatch.dropout import dropout, fold
+from maxbatch.errors import UserError
+from maxbatch.models.attention import Attention, Places, places
+from maxbatch.models.layers import FeedForward, Norm, parameter
+from maxbatch.rows import Rows
+from maxbatch.sharding import constrain
+
+_EMBEDDING_STD = 0.02
+
+REMAT_POLICIES = {
+  "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+  "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Block(nnx.Module):
+  """One layer: attention and feed-forward, each normalized before and added to the stream."""
+
+  def __init__(self, rngs: nnx.Rngs, config: ModelConfig):
+    # Two additions to the stream per layer: keeps its variance near one at any depth (GPT-2).
+    residual_scale = 1.0 / math.sqrt(2 * config.base_num_decoder_layers)
+    self.attention_norm = Norm(config, config.base_emb_dim, "embed")
+    self.attention = Attention(rngs, config, residual_scale)
+    self.mlp_norm = Norm(config, config.base_emb_dim, "embed")
+    self.mlp = FeedForward(rngs, config, residual_scale)
+    self.dropout_rate = config.dropout_rate
+
+  def __call__(self, x_BTD: jax.Array, at: Places, keys_B: jax.Array | None) -> jax.Array:
+    """(B, T, D) → (B, T, D)."""
+    y_BTD = self.attention(self.attention_norm(x_BTD), at)
+    x_BTD = x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 0))
+    y_BTD = self.mlp(self.mlp_norm(x_BTD))
+    x_BTD = x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 1))
+    return constrain(x_BTD, ("batch", "length", "activation_embed"))
+
+
+class Transformer(nnx.Module):
+  """Token ids in, normalized hidden states out; the loss applies the output matrix itself.
+
+  The layers' parameters are stacked in a leading dim L whether or not scan_layers is set, so that
+  checkpoints do not depend on it.
+  """
+
+  def __init__(self, rngs: nnx.Rngs, config: ModelConfig, max_target_length: int):
+    D, V = config.base_emb_dim, config.vocab_size
+    dtype, std = config.weight_dtype, _EMBEDDING_STD
+    self.embedding = parameter(rngs, std, (V, D), ("vocab", "embed"), dtype)
+    learned, shape = config.position_embedding == "learned", (max_target_length, D)
+    self.position_embedding = (
+      parameter(rngs, std, shape, ("length", "embed"), dtype) if learned else None
+    )
+    self.layers = _stacked_blocks(rngs, config)
+    self.final_norm = Norm(config, D, "embed")
+    tied = config.logits_via_embedding
+    self.head = None if tied else parameter(rngs, std, (D, V), ("embed", "vocab"), dtype)
+    self.config = config
+
+  def __call__(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
+    """Hidden states (B, T, D) after the final norm, in config.dtype."""
+    config, T = self.config, rows.inputs.shape[1]
+    x_BTD = self.embedding.ready(config.dtype)[rows.inputs]
+    if self.position_embedding is not None:
+      table_TD = self.position_embedding.ready(config.dtype)
+      x_BTD = x_BTD + (table_TD[None, :T] if rows.positions is None else table_TD[rows.positions])
+    x_BTD = constrain(x_BTD, ("batch", "length", "activation_embed"))
+    # Layers fold their own index, from 0, into the rows' keys; the embedding takes the next one.
+    embedding_keys_B = fold(keys_B, config.base_num_decoder_layers)
+    x_BTD = dropout(x_BTD, config.dropout_rate, embedding_keys_B)
+    at = places(config, T, rows.segment_ids, rows.positions)
+    return self.final_norm(_apply_layers(self.layers, config, x_BTD, at, keys_B))
+
+  def output_matrix(self) -> jax.Array:
+    """The matrix (D, V) from hidden states to logits, in config.dtype."""
+    dtype = self.config.dtype
+    return self.embedding.ready(dtype).T if self.head is None else self.head.ready(dtype)
+
+
+def _stacked_blocks(rngs: nnx.Rngs, config: ModelConfig) -> Block:
+  """All layers as one Block whose parameters have a leading dim L."""
+
+  @nnx.split_rngs(splits=config.base_num_decoder_layers)
+  @nnx.vmap(axis_size=config.base_num_decoder_layers)
+  def create(rngs: nnx.Rngs) -> Block:
+    return Block(rngs, config)
+
+  return create(rngs)
+
+
+def _apply_layers(
+  stacked: Block, config: ModelConfig, x_BTD: jax.Array, at: Places, keys_B: jax.Array | None
+) -> jax.Array:
+  """All layers in turn: one compiled body in a scan, or each layer compiled on its own."""
+  graph, parameters = nnx.split(stacked)
+
+  def layer(x_BTD: jax.Array, item: tuple[nnx.State, jax.Array | int]) -> tuple[jax.Array, None]:
+    parameters, index = item
+    return nnx.merge(graph, parameters)(x_BTD, at, fold(keys_B, index)), None
+
+  if config.remat_policy != "none":
+    policy = REMAT_POLICIES[config.remat_policy]
+    layer = functools.partial(jax.checkpoint, policy=policy, prevent_cse=not config.scan_layers)(
+      layer
+    )
+  L = config.base_num_decoder_layers
+  if config.scan_layers:
+    return jax.lax.scan(layer, x_BTD, (parameters, jnp.arange(L)))[0]
+  for index, one in enumerate(_unstack(parameters, L)):
+    x_BTD, _ = layer(x_BTD, (one, index))
+  return x_BTD
+
+
+def _unstack(parameters: nnx.State, length: int) -> list[nnx.State]:
+  """Layer by layer. Splitting, unlike indexing, has one concatenation as its gradient."""
+  leaves, structure = jax.tree.flatten(parameters)
+  pieces = [jax.lax.split(leaf, (1,) * length, axis=0) for leaf in leaves]
+  return [
+    jax.tree.unflatten(structure, [piece[index].squeeze(0) for piece in pieces])
+    for index in range(length)
+  ]
+
+
+def validate(config: ModelConfig) -> None:
+  """Checks the sizes that depend on each other.
+
+  Raises:
+    UserError: naming the keys, their values and values that work.
+  """
+  N, K = config.base_num_query_heads, config.base_num_kv_heads
+  if N % K:
+    working = max(k for k in range(1, K) if N % k == 0)
+    raise UserError(
+      f"base_num_query_heads={N} must be a multiple of base_num_kv_heads={K}; "
+      f"for example base_num_kv_heads={working}"
+    )
+  if config.position_embedding == "rope" and config.head_dim % 2:
+    raise UserError(
+      f"head_dim={config.head_dim} must be even with position_embedding=rope, which rotates pairs; "
+      f"for example head_dim={config.head_dim + 1}"
+    )

@@ -1,0 +1,163 @@
+"""One optimizer update as a compiled function of pytrees, fed in one of two ways.
+
+fused: all microbatches in one dispatch; streamed: one dispatch per microbatch, summed by
+optax.MultiSteps across dispatches. Both are built from the same two pieces, summed gradients and
+their update, and agree to rounding.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from maxbatch.accumulate import summed_gradients
+from maxbatch.loss import loss_sum
+from maxbatch.models.registry import Model, Parameters
+from maxbatch.optim import AverageState
+from maxbatch.rows import Rows
+from maxbatch.sharding import replicated, sharding
+from maxbatch.state import Sums, TrainState, state_shardings, zero_sums
+
+
+class StepMetrics(NamedTuple):
+  """What a step reports, as scalars on the devices."""
+
+  loss: jax.Array
+  """float32: mean over the step's tokens of the loss, in nats."""
+  grad_norm: jax.Array
+  """float32: global norm of the mean gradient, before clipping."""
+  weight: jax.Array
+  """float32: tokens that counted."""
+
+
+Step = Callable[[TrainState, Rows, jax.Array, jax.Array], tuple[TrainState, StepMetrics]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+  """The pieces a step is made of."""
+
+  model: Model
+  optimizer: optax.MultiSteps
+  mesh: Mesh
+  dropout_key: jax.Array
+
+
+def fused_step(
+  trainer: Trainer, state: TrainState, rows: Rows, trips: jax.Array, learning_rate: jax.Array
+) -> tuple[TrainState, StepMetrics]:
+  """A whole step.
+
+  Args:
+    trainer: model, optimizer and mesh.
+    state: the state before.
+    rows: microbatches (k, B, T), of which the first `trips` are trained on.
+    trips: int32 scalar.
+    learning_rate: float32 scalar.
+  """
+  gradients, sums = summed_gradients(
+    trainer.model, trainer.mesh, state.params, rows, trips, trainer.dropout_key
+  )
+  # Between steps MultiSteps holds zeros; saying so lets the compiler drop the addition.
+  opt_state = state.opt_state._replace(
+    mini_step=jnp.zeros((), jnp.int32),
+    acc_grads=jax.tree.map(jnp.zeros_like, state.opt_state.acc_grads),
+  )
+  state = state._replace(opt_state=opt_state, sums=zero_sums())
+  return _update(trainer, state, gradients, sums, last=jnp.array(True), rate=learning_rate)
+
+
+def streamed_step(
+  trainer: Trainer, state: TrainState, rows: Rows, last: jax.Array, learning_rate: jax.Array
+) -> tuple[TrainState, StepMetrics]:
+  """One microbatch of a step: rows (1, B, T). The update happens when `last` is true."""
+  gradients, sums = summed_gradients(
+    trainer.model, trainer.mesh, state.params, rows, jnp.int32(1), trainer.dropout_key
+  )
+  return _update(trainer, state, gradients, sums, last=last, rate=learning_rate)
+
+
+def _update(
+  trainer: Trainer,
+  state: TrainState,
+  gradients: Parameters,
+  sums: Sums,
+  *,
+  last: jax.Array,
+  rate: jax.Array,
+) -> tuple[TrainState, StepMetrics]:
+  """Hands one sum of gradients to MultiSteps, which updates the parameters when `last`."""
+  sums = jax.tree.map(jnp.add, state.sums, sums)
+  updates, opt_state = trainer.optimizer.update(
+    gradients, state.opt_state, state.params, weight=sums.weight, learning_rate=rate, last=last
+  )
+  params = optax.apply_updates(state.params, updates)
+  average = _average_state(opt_state)
+  metrics = StepMetrics(
+    loss=sums.loss / jnp.maximum(sums.weight, 1.0), grad_norm=average.grad_norm, weight=sums.weight
+  )
+  carried = jax.tree.map(lambda x: jnp.where(last, 0.0, x), sums)
+  return TrainState(params, opt_state, carried), metrics
+
+
+def _average_state(opt_state: optax.MultiStepsState) -> AverageState:
+  states = jax.tree.leaves(opt_state, is_leaf=lambda leaf: isinstance(leaf, AverageState))
+  return next(leaf for leaf in states if isinstance(leaf, AverageState))
+
+
+def compile_step(trainer: Trainer, rows: Rows, *, streamed: bool) -> Step:
+  """The step as a jitted function with its buffers donated and every sharding fixed.
+
+  Args:
+    trainer: model, optimizer and mesh.
+    rows: shapes of what the step is fed (arrays or ShapeDtypeStructs).
+    streamed: one microbatch per dispatch instead of all.
+  """
+  body = streamed_step if streamed else fused_step
+
+  def step(state: TrainState, rows: Rows, count: jax.Array, rate: jax.Array):
+    return body(trainer, state, rows, count, rate)
+
+  places = state_shardings(trainer.model, trainer.optimizer, trainer.mesh)
+  whole = replicated(trainer.mesh)
+  return jax.jit(
+    step,
+    in_shardings=(places, rows_shardings(rows, trainer.mesh), whole, whole),
+    out_shardings=(places, whole),
+    donate_argnums=0,
+  )
+
+
+def rows_shardings(rows: Rows, mesh: Mesh) -> Rows:
+  """Rows of microbatches (k, B, …): divided along B."""
+  return jax.tree.map(
+    lambda x: sharding((None, "batch", *(None,) * (x.ndim - 2)), x.shape, mesh), rows
+  )
+
+
+def compile_eval(trainer: Trainer, rows: Rows) -> Callable[[Parameters, Rows], Sums]:
+  """Loss and weight of a batch (B, T), without dropout, as a jitted function."""
+
+  def evaluate(params: Parameters, rows: Rows) -> Sums:
+    return Sums(loss_sum(trainer.model, params, rows, None), rows.weights.sum())
+
+  places = state_shardings(trainer.model, trainer.optimizer, trainer.mesh).params
+  return jax.jit(
+    evaluate,
+    in_shardings=(places, eval_shardings(rows, trainer.mesh)),
+    out_shardings=replicated(trainer.mesh),
+  )
+
+
+def eval_shardings(rows: Rows, mesh: Mesh) -> Rows:
+  """Rows (B, …): divided along B."""
+  return jax.tree.map(lambda x: sharding(("batch", *(None,) * (x.ndim - 1)), x.shape, mesh), rows)
+
+
+def microbatches(rows: Rows, count: int) -> Sequence[Rows]:
+  """The first `count` microbatches, each keeping a leading dim of 1."""
+  return [jax.tree.map(lambda x, at=index: x[at : at + 1], rows) for index in range(count)]
