@@ -27,38 +27,38 @@ def model_names() -> list[str]:
 
 def config_path(name: str) -> Path:
   """The file that a path or a packaged bare name (`base`) means; UserError if there is none."""
-  return _existing("config", name, Path(), _packaged(name))
+  return _existing(f"config={name}", _packaged(name) or Path(name))
 
 
-def base_config_path(name: str, child: Path, where: str) -> Path:
-  """The file that `base_config: name` means when written in the file `child`, at `where`.
+def base_config_path(name: str, child: Path, given: str) -> Path:
+  """The file that `base_config: name` means when written in the file `child`.
 
   A bare name is a packaged file; a path is relative to the folder of `child`. `base.yml` is the
-  packaged file too where no other file of that name lies beside `child`.
+  packaged file too where no other file of that name lies beside `child`. `given` starts the message
+  when there is no such file.
   """
-  packaged = _packaged(name)
-  if packaged is None and name in (f"{known}.yml" for known in packaged_names()):
-    beside = child.parent / name
-    if not beside.is_file() or beside.resolve() == child.resolve():
-      packaged = packaged_folder() / name
-  return _existing(f"{where}: base_config", name, child.parent, packaged)
+  beside = child.parent / name
+  is_other = beside.is_file() and beside.resolve() != child.resolve()
+  packaged = _packaged(name) or (None if is_other else _packaged(name.removesuffix(".yml")))
+  return _existing(given, packaged or beside)
 
 
-def model_path(name: str, folder: Path) -> Path:
+def model_path(name: str, folder: Path, given: str) -> Path:
   """The file that `model_name` means: a known name, or the path of a .yml file.
 
   The path is relative to `folder` (that of the file that names it), else to the working directory.
+  `given` starts the message when there is no such file.
   """
-  if not name.endswith((".yml", ".yaml")):
-    if name in model_names():
-      return packaged_folder() / "models" / f"{name}.yml"
-    hint = did_you_mean(name, model_names())
-    raise UserError(
-      f"model_name={name}: there is no model of that name.{hint} "
-      f"Known: {', '.join(model_names())}; or give the path of a .yml file."
-    )
-  here = Path(name) if Path(name).is_file() and not (folder / name).is_file() else None
-  return _existing("model_name", name, folder, here)
+  if name in model_names():
+    return packaged_folder() / "models" / f"{name}.yml"
+  if name.endswith((".yml", ".yaml")):
+    for path in (folder / name, Path(name)):
+      if path.is_file():
+        return path
+  raise UserError(
+    f"{given}: there is no such model.{did_you_mean(name, model_names())} "
+    f"Known: {', '.join(model_names())}; or give the path of a .yml file."
+  )
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
@@ -82,14 +82,19 @@ def _packaged(name: str) -> Path | None:
   return packaged_folder() / f"{name}.yml" if name in packaged_names() else None
 
 
-def _existing(key: str, name: str, folder: Path, known: Path | None) -> Path:
-  path = known or folder / name
+def _existing(given: str, path: Path) -> Path:
   if path.is_file():
     return path
-  what = "a folder, not a file" if path.is_dir() else "no such file"
-  beside = [str(other) for pattern in ("*.yml", "*.yaml") for other in path.parent.glob(pattern)]
-  hint = did_you_mean(str(path), beside) or did_you_mean(Path(name).stem, packaged_names())
+  what = "that is a folder, not a file" if path.is_dir() else "there is no such file"
   raise UserError(
-    f"{key}={name}: {what}.{hint} "
+    f"{given}: {what}.{_file_hint(path)} "
     f"Give the path of a .yml file, or one that comes with maxbatch: {', '.join(packaged_names())}."
   )
+
+
+def _file_hint(path: Path) -> str:
+  if path.stem in model_names():
+    return f" That is a model: write config=base model_name={path.stem}."
+  beside = {other.stem: other for end in ("yml", "yaml") for other in path.parent.glob(f"*.{end}")}
+  found = closest(path.stem, beside)
+  return f" Did you mean {beside[found]}?" if found else did_you_mean(path.stem, packaged_names())

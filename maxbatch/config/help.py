@@ -64,7 +64,8 @@ def _opening(command: str) -> Iterator[str]:
   yield from textwrap.wrap(
     f"FILE is a path, or comes with maxbatch: {', '.join(packaged_names())}. In your own file, "
     "`base_config: base` takes every other key from base.yml. Later wins: base.yml, the file of "
-    "model_name, your file, the command line. Values are YAML. Below, each key with its default.",
+    "model_name, your file, the command line. Values are YAML, exact numbers also fractions (1/3). "
+    "Below, each key with its default.",
     _WIDTH,
   )
   yield from textwrap.wrap(f"Models for model_name: {', '.join(model_names())}.", _WIDTH)

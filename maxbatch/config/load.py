@@ -7,7 +7,7 @@ other root gives every key itself, the model's included, as a written-out config
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -59,7 +59,7 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[str, Layer]:
       names.append(text)
     else:
       overrides[key] = read_argument(key, text, _holds_text(key, COMMAND_LINE))
-  if not names:
+  if not any(names):
     raise UserError("No configuration is given. Write config=base, or config= and your own file.")
   if len(set(names)) > 1:
     given = " and ".join(f"config={name}" for name in names)
@@ -73,9 +73,10 @@ def _check_argument(argument: str, key: str, equals: str) -> None:
     raise UserError(
       f"{argument}: options have no dashes; write {bare if equals else bare + '=...'}"
     )
-  if not equals:
-    meant = f"config={argument}" if argument.endswith((".yml", ".yaml")) else f"{argument}=VALUE"
-    raise UserError(f"{argument}: expected key=value. Did you mean {meant}?")
+  if not equals or not key:
+    is_file = argument.endswith((".yml", ".yaml"))
+    meant = f"config={argument}" if is_file else f"{key or 'steps'}=VALUE"
+    raise UserError(f"{argument!r} is not of the form key=value. Did you mean {meant}?")
   if key == "base_config":
     raise UserError(f"{argument}: base_config belongs in a file; on the command line use config=")
 
@@ -98,7 +99,9 @@ def _read_chain(path: Path) -> tuple[Path, Layer, list[Layer]]:
     layers.insert(0, layer)
     if base is None:
       return path, layers[0], layers[1:]
-    path = base_config_path(str(convert(base, str)), path, base.where)
+    if not base.text:
+      raise UserError(f"{base.where}: base_config has no value. Write `base_config: base`.")
+    path = base_config_path(str(convert(base, str)), path, _given(base))
 
 
 def _root_values(path: Path, root: Layer) -> dict[str, object]:
@@ -120,13 +123,18 @@ def _model_layers(path: Path, root: Layer, layers: Sequence[Layer]) -> list[Laye
     named.insert(0, root["model_name"])
   if not named:
     return []
-  model = read_file(model_path(str(convert(named[-1], str)), named[-1].folder))
+  entry = named[-1]
+  model = read_file(model_path(str(convert(entry, str)), entry.folder, _given(entry)))
   for key in ("model_name", "base_config"):
     if key in model:
       raise UserError(
         f"{model[key].where}: {key} cannot be set in a model's file; remove the line."
       )
   return [model]
+
+
+def _given(entry: Entry) -> str:
+  return f"{entry.where}: {entry.assigned(entry.text)}"
 
 
 def _values(layer: Layer) -> dict[str, object]:
@@ -138,10 +146,11 @@ def _annotation(key: str, where: str) -> object:
   fields = schema.fields()
   if key in fields:
     return fields[key][1].type
-  extra = ["config"] if where == COMMAND_LINE else ["base_config"]
-  hint = did_you_mean(key, [*fields, *extra])
-  flat = " Keys stand in the first column, without sections." if key in schema.sections() else ""
-  raise UserError(f"{where}: there is no key {key!r}.{flat or hint} --help lists every key.")
+  special = "config" if where == COMMAND_LINE else "base_config"
+  hint = did_you_mean(key.rpartition(".")[2], [*fields, special])
+  if key in schema.sections():
+    hint = f" Keys are flat, without sections: {next(_names(schema.sections()[key]))} and so on."
+  raise UserError(f"{where}: there is no key {key!r}.{hint} --help lists every key.")
 
 
 def _holds_text(key: str, where: str) -> bool:
@@ -156,5 +165,5 @@ def _assemble(values: dict[str, object]) -> schema.Config:
   return schema.Config(**built)
 
 
-def _names(section: type) -> Iterable[str]:
+def _names(section: type) -> Iterator[str]:
   return (field.name for field in dataclasses.fields(section))

@@ -23,6 +23,9 @@ _DECIMAL = re.compile(r"[-+]?([0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0
 _RATIO = re.compile(r"[-+]?[0-9][0-9_]*\s*/\s*0*[1-9][0-9_]*")
 _BOOLEANS = {"true": True, "false": False}
 _YAML_TAG = "tag:yaml.org,2002:"
+_TAGS = {f"{_YAML_TAG}{name}" for name in ("null", "bool", "int", "float", "str")}
+# Plain text that YAML 1.1 takes for something else: 2026-01-02, << and =.
+_TAGS |= {f"{_YAML_TAG}{name}" for name in ("timestamp", "merge", "value")}
 
 
 class _WrongTypeError(Exception):
@@ -31,9 +34,10 @@ class _WrongTypeError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-  """How one Python type is read from a scalar, and how it is called in messages and --help."""
+  """How one Python type is read from a scalar, and how --help and messages call it."""
 
   words: str
+  phrase: str
   read: Callable[[yaml.ScalarNode], object]
   example: str
 
@@ -104,7 +108,7 @@ def _read(node: yaml.Node, bare: object) -> object:
   if typing.get_origin(bare) is typing.Literal:
     return _read_choice(node, typing.get_args(bare))
   kind = _KINDS[typing.cast(type, bare)]
-  if not isinstance(node, yaml.ScalarNode) or not node.tag.startswith(_YAML_TAG):
+  if not isinstance(node, yaml.ScalarNode) or node.tag not in _TAGS:
     raise _WrongTypeError(kind.example)
   return kind.read(node)
 
@@ -145,8 +149,9 @@ def _read_float(node: yaml.ScalarNode) -> float:
   if not _DECIMAL.fullmatch(text) or not _underscores_separate_digits(text):
     raise _WrongTypeError("0.1")
   value = float(text)
-  if math.isinf(value):
-    raise _WrongTypeError("1e300")
+  underflow = value == 0 and Fraction(text) != 0
+  if math.isinf(value) or underflow:
+    raise _WrongTypeError("0.1")
   return value
 
 
@@ -171,25 +176,33 @@ def _read_str(node: yaml.ScalarNode) -> str:
 
 
 _KINDS: dict[type, _Kind] = {
-  bool: _Kind("true or false", _read_bool, "true"),
-  int: _Kind("whole number", _read_int, "1"),
-  float: _Kind("number", _read_float, "0.1"),
-  Fraction: _Kind("exact number (2, 0.25, 1/3)", _read_fraction, "1/2"),
-  str: _Kind("text", _read_str, '""'),
+  bool: _Kind("true or false", "true or false", _read_bool, "true"),
+  int: _Kind("whole number", "a whole number", _read_int, "1"),
+  float: _Kind("number", "a finite number", _read_float, "0.1"),
+  Fraction: _Kind("exact number", "a number such as 2, 0.25 or 1/3", _read_fraction, "1/2"),
+  str: _Kind("text", "text", _read_str, '""'),
 }
 
 
 def _type_message(entry: Entry, annotation: object, near: str) -> str:
-  bare, interval = _split(annotation)
-  if typing.get_origin(bare) is typing.Literal:
-    rule = f"must be one of {', '.join(str(choice) for choice in typing.get_args(bare))}"
-  else:
-    rule = f"must be a {describe(annotation)}" if bare is not bool else "must be true or false"
+  _, interval = _split(annotation)
   if interval is not None and _DECIMAL.fullmatch(near):
     near = _clamped(interval, float(near), near)
+  given = entry.assigned(entry.text) if entry.text else f"{entry.key} has no value"
   return (
-    f"{entry.where}: {entry.assigned(entry.text)}: {entry.key} {rule}. Write {entry.assigned(near)}"
+    f"{entry.where}: {given}: {entry.key} must be {_phrase(annotation)}. "
+    f"A value that works: {entry.assigned(near)}"
   )
+
+
+def _phrase(annotation: object) -> str:
+  bare, interval = _split(annotation)
+  if typing.get_origin(bare) is typing.Literal:
+    return f"one of {', '.join(str(choice) for choice in typing.get_args(bare))}"
+  if typing.get_origin(bare) is tuple:
+    return f"a list, each {_phrase(typing.get_args(bare)[0])}"
+  phrase = _KINDS[typing.cast(type, bare)].phrase
+  return phrase if interval is None else f"{phrase}, {interval}"
 
 
 def _range_message(entry: Entry, interval: Range, value: float) -> str:
@@ -203,5 +216,6 @@ def _range_message(entry: Entry, interval: Range, value: float) -> str:
 def _clamped(interval: Range, value: float, text: str) -> str:
   if interval.holds(value):
     return text
-  too_low = interval.low is not None and value < interval.low
-  return f"{interval.low if too_low else interval.high:g}"
+  allowed = [edge for edge in (interval.low, interval.high, interval.also) if edge is not None]
+  near = min(allowed, key=lambda edge: abs(edge - value))
+  return str(int(near) if near == int(near) else near)

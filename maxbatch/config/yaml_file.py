@@ -8,7 +8,9 @@ import dataclasses
 from pathlib import Path
 
 import yaml
+from yaml.reader import ReaderError
 
+from maxbatch.config.yaml_words import plain_words
 from maxbatch.errors import UserError
 
 
@@ -25,9 +27,10 @@ class Entry:
 
   @property
   def text(self) -> str:
-    """The value as it was written, shortened to what fits in a message."""
+    """The value as it was written; lists and mappings shortened to fit in a message."""
     if isinstance(self.node, yaml.ScalarNode):
-      return self.node.value
+      quote = self.node.style if self.node.style in ("'", '"') else ""
+      return f"{quote}{self.node.value}{quote}"
     return "[...]" if isinstance(self.node, yaml.SequenceNode) else "{...}"
 
   def assigned(self, value: object) -> str:
@@ -81,9 +84,9 @@ def read_argument(key: str, text: str, holds_text: bool) -> Entry:
 
 def _argument_node(key: str, text: str) -> yaml.Node:
   try:
-    node = yaml.compose(text, yaml.SafeLoader)
+    node = _compose(text)
   except yaml.YAMLError as error:
-    raise UserError(f"{COMMAND_LINE}: {key}={text}: {_plain_words(error)}") from error
+    raise UserError(f"{COMMAND_LINE}: {key}={text}: {plain_words(error)}") from error
   if node is None:
     raise UserError(f"{COMMAND_LINE}: {key}={text} has no value; write one after the equals sign.")
   return node
@@ -107,15 +110,25 @@ def _read_text(path: Path) -> str:
     raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
 
 
-def _root_node(path: Path, text: str) -> yaml.Node | None:
+def _compose(text: str) -> yaml.Node | None:
   try:
     return yaml.compose(text, yaml.SafeLoader)
+  except RecursionError as error:
+    raise yaml.YAMLError("brackets are nested too deeply") from error
+
+
+def _root_node(path: Path, text: str) -> yaml.Node | None:
+  try:
+    return _compose(text)
   except yaml.MarkedYAMLError as error:
     line = _error_line(error)
-    shown = text.splitlines()[line - 1].strip() if line <= len(text.splitlines()) else ""
-    raise UserError(f"{path}:{line}: {_plain_words(error)}\n  {shown}") from error
+    shown = "".join(text.splitlines()[line - 1 : line])
+    raise UserError(f"{path}:{line}: {plain_words(error, shown)}\n  {shown}") from error
+  except ReaderError as error:
+    line = text.count("\n", 0, error.position) + 1
+    raise UserError(f"{path}:{line}: {plain_words(error)}") from error
   except yaml.YAMLError as error:
-    raise UserError(f"{path}: {_plain_words(error)}") from error
+    raise UserError(f"{path}: {plain_words(error)}") from error
 
 
 def _entry(path: Path, key_node: yaml.Node, value_node: yaml.Node) -> Entry:
@@ -130,34 +143,8 @@ def _line(node: yaml.Node) -> int:
 
 
 def _error_line(error: yaml.MarkedYAMLError) -> int:
-  # The parser notices an open quote or bracket only at the end; people look for where it opened.
-  opened = "quoted scalar" in (error.context or "") or "flow" in (error.context or "")
-  mark = error.context_mark if opened else error.problem_mark
-  mark = mark or error.problem_mark
+  # The parser notices an open quote or bracket, or a missing colon, only further down.
+  context = error.context or ""
+  began = any(part in context for part in ("quoted scalar", "flow", "simple key"))
+  mark = (error.context_mark if began else None) or error.problem_mark
   return 1 if mark is None else mark.line + 1
-
-
-_PLAIN_WORDS = {
-  "mapping values are not allowed": "a second `: ` in one line; put the value in quotes.",
-  "could not find expected ':'": "expected `key: value`, with a space after the colon.",
-  r"found character '\t'": "a tab stands where YAML wants spaces.",
-  "quoted scalar": "a quote is opened and never closed.",
-  "flow sequence": "a list is opened with [ and not closed; write [1, 2, 3].",
-  "flow mapping": "a mapping is opened with { and not closed; write {name: 1}.",
-  "expected <block end>": "this line does not line up with the ones above; start keys in column 1.",
-  "a single document": "a second `---` document; a configuration is one document.",
-  "unacceptable character": "a control character; remove it.",
-  "special characters are not allowed": "a control character; remove it.",
-  "undefined alias": "a value that starts with * must be in quotes.",
-  "alias": "a value that starts with * must be in quotes.",
-  "anchor": "a value that starts with & must be in quotes.",
-  "cannot start any token": "a value that starts with @, `, % or a comma must be in quotes.",
-}
-
-
-def _plain_words(error: yaml.YAMLError) -> str:
-  text = str(error)
-  for found, meaning in _PLAIN_WORDS.items():
-    if found in text:
-      return f"not valid YAML: {meaning}"
-  return f"not valid YAML: {text.splitlines()[0]}. Write `key: value`, one a line."

@@ -1,0 +1,265 @@
+"""Which value wins, what is read from where, and that nothing is lost on the way."""
+
+import dataclasses
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import yaml
+
+from maxbatch.config import schema
+from maxbatch.config.find import config_path, model_names, packaged_folder
+from maxbatch.config.help import documented_keys, help_text, wants_help
+from maxbatch.config.load import load_config, to_flat_dict
+from maxbatch.config.value import convert
+from maxbatch.config.yaml_file import read_argument, read_file
+from maxbatch.errors import UserError
+
+BASE = load_config(["config=base"])
+
+
+def write(path: Path, text: str) -> str:
+  path.parent.mkdir(parents=True, exist_ok=True)
+  path.write_text(text, encoding="utf-8")
+  return f"config={path}"
+
+
+# --- base.yml and the models ---------------------------------------------------------------------
+
+
+def test_base_has_exactly_the_keys_of_the_schema():
+  assert list(read_file(config_path("base"))) == list(schema.fields())
+
+
+@pytest.mark.parametrize("key", schema.fields())
+def test_default_is_of_its_type_and_range(key: str):
+  entry = read_file(config_path("base"))[key]
+  section, field = schema.fields()[key]
+  assert convert(entry, field.type) == vars(vars(BASE)[section])[key]
+
+
+def test_every_key_has_one_line_of_why():
+  documented = documented_keys()
+  assert [entry.key for entry in documented] == list(schema.fields())
+  for entry in documented:
+    assert len(entry.comments) == 1, entry.key
+    assert len(entry.comments[0]) > 10, entry.key
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_model_loads_and_takes_effect(name: str):
+  config = load_config(["config=base", f"model_name={name}"])
+  flat = to_flat_dict(config)
+  written = yaml.safe_load((packaged_folder() / "models" / f"{name}.yml").read_text())
+  assert {key: flat[key] for key in written} == pytest.approx(written)
+  assert flat["model_name"] == name
+
+
+# Parameters of the published checkpoints, counted by their publishers.
+PUBLISHED_PARAMETERS = {
+  "gpt2-small": 124_439_808,
+  "llama2-7b": 6_738_415_616,
+  "llama3-8b": 8_030_261_248,
+  "mistral-7b": 7_241_732_096,
+  "qwen3-0.6b": 596_049_920,
+}
+
+
+def parameters(config: schema.Config) -> int:
+  """Counts weights from the shapes alone, as the papers describe the layers."""
+  model = config.model
+  width, heads, kv_heads = model.base_emb_dim, model.base_num_query_heads, model.base_num_kv_heads
+  qkv_width = (heads + 2 * kv_heads) * model.head_dim
+  norm = width * (2 if model.normalization == "layernorm" else 1)
+  layer = width * qkv_width + heads * model.head_dim * width + 2 * norm
+  layer += model.attention_qkv_bias * qkv_width + model.attention_out_bias * width
+  layer += width * model.base_mlp_dim * (3 if model.mlp_activation == "swiglu" else 2)
+  layer += model.mlp_bias * (model.base_mlp_dim + width)
+  layer += model.use_qk_norm * 2 * model.head_dim
+  tables = model.vocab_size * width * (1 if model.logits_via_embedding else 2)
+  if model.position_embedding == "learned":
+    tables += config.batch.max_target_length * width
+  return tables + norm + layer * model.base_num_decoder_layers
+
+
+@pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)
+def test_shapes_give_the_published_parameter_count(name: str):
+  config = load_config(["config=base", f"model_name={name}"])
+  assert parameters(config) == PUBLISHED_PARAMETERS[name]
+
+
+# --- which value wins ----------------------------------------------------------------------------
+
+
+def test_later_argument_wins():
+  assert load_config(["steps=3", "config=base", "steps=5"]).run.steps == 5
+
+
+def test_command_line_beats_file_beats_its_base(tmp_path: Path):
+  write(tmp_path / "mid.yml", "base_config: base\nsteps: 11\nlog_period: 11\neval_steps: 11")
+  top = write(tmp_path / "top.yml", "base_config: mid.yml\nsteps: 22\nlog_period: 22")
+  run = load_config([top, "steps=33"]).run
+  assert (run.steps, run.log_period, run.eval_steps) == (33, 22, 11)
+  assert run.prompt == BASE.run.prompt
+
+
+@pytest.mark.parametrize("base", ["base", "base.yml"])
+def test_a_file_called_base_can_build_on_the_packaged_one(tmp_path: Path, base: str):
+  own = write(tmp_path / "base.yml", f"base_config: {base}\nsteps: 7")
+  assert load_config([own]).run.steps == 7
+
+
+def test_a_base_yml_beside_the_file_is_meant_by_its_file_name(tmp_path: Path):
+  write(tmp_path / "base.yml", "base_config: base\nsteps: 7")
+  assert load_config([write(tmp_path / "a.yml", "base_config: base.yml")]).run.steps == 7
+  assert load_config([write(tmp_path / "b.yml", "base_config: base")]).run.steps == BASE.run.steps
+
+
+def test_keys_set_by_the_user_beat_the_model(tmp_path: Path):
+  own = write(tmp_path / "own.yml", "base_config: base\nbase_num_decoder_layers: 2")
+  model = load_config([own, "model_name=llama3-8b", "vocab_size=300"]).model
+  assert (model.base_num_decoder_layers, model.vocab_size, model.base_emb_dim) == (2, 300, 4096)
+
+
+def test_model_named_in_the_users_file(tmp_path: Path):
+  own = write(tmp_path / "own.yml", "base_config: base\nmodel_name: qwen3-0.6b")
+  config = load_config([own])
+  assert config.model.use_qk_norm
+  assert config.mesh.ici_fsdp_parallelism == -1
+  assert load_config([own, "model_name=default"]).model == BASE.model
+
+
+def test_model_named_in_a_base_yml_takes_effect(tmp_path: Path):
+  text = config_path("base").read_text().replace('"default"', '"llama2-7b"')
+  assert load_config([write(tmp_path / "base.yml", text)]).model.base_emb_dim == 4096
+
+
+def test_shape_edited_in_base_yml_takes_effect(tmp_path: Path):
+  text = config_path("base").read_text().replace("base_emb_dim: 128", "base_emb_dim: 256")
+  assert load_config([write(tmp_path / "base.yml", text)]).model.base_emb_dim == 256
+
+
+def test_model_changed_over_a_written_out_file_takes_effect(tmp_path: Path):
+  own = write(tmp_path / "config.yml", yaml.safe_dump(to_flat_dict(BASE)))
+  assert load_config([own, "model_name=llama2-7b"]).model.base_emb_dim == 4096
+
+
+def test_model_from_a_path_relative_to_its_file(tmp_path: Path):
+  write(tmp_path / "shapes" / "tiny.yml", "base_emb_dim: 8")
+  own = write(tmp_path / "own.yml", "base_config: base\nmodel_name: shapes/tiny.yml")
+  assert load_config([own]).model.base_emb_dim == 8
+
+
+# --- how values are read -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("argument", "expected"),
+  [
+    ("packing=False", False),
+    ("packing=true", True),
+    ("steps=1_000", 1000),
+    ("steps=+7", 7),
+    ("learning_rate=3e-4", 3e-4),
+    ("learning_rate=1", 1.0),
+    ("learning_rate=.5", 0.5),
+    ("adam_eps=1E-10", 1e-10),
+    ("per_device_batch_size=0.29", Fraction(29, 100)),
+    ("per_device_batch_size=1/3", Fraction(1, 3)),
+    ('per_device_batch_size="1/3"', Fraction(1, 3)),
+    ("per_device_batch_size=1e-2", Fraction(1, 100)),
+    ("expansion_factor_real_data=-0.1", Fraction(-1, 10)),
+    ("per_device_batch_size=0.1000000000000000055", Fraction("0.1000000000000000055")),
+    ("run_name=7", "7"),
+    ("run_name=007", "007"),
+    ("run_name=2026-01-02", "2026-01-02"),
+    ("eval_dataset_path=", ""),
+    ('eval_dataset_path=""', ""),
+    ("prompt=def ", "def "),
+    ("prompt=# a: b", "# a: b"),
+    ('prompt="tab\\t"', "tab\t"),
+    ('prompt="a" or "b"', '"a" or "b"'),
+    ("accumulation=streamed", "streamed"),
+    ('accumulation="streamed"', "streamed"),
+  ],
+)
+def test_value_is_read_by_the_type_of_its_key(argument: str, expected: object):
+  key = argument.partition("=")[0]
+  config = load_config(["config=base", argument])
+  section, _ = schema.fields()[key]
+  value = vars(vars(config)[section])[key]
+  assert value == expected
+  assert type(value) is type(expected)
+
+
+@pytest.mark.parametrize(
+  ("text", "key", "expected"),
+  [
+    ("learning_rate: 3e-4", "learning_rate", 3e-4),
+    ("per_device_batch_size: 0.29", "per_device_batch_size", Fraction(29, 100)),
+    ("run_name: 7  # lucky", "run_name", "7"),
+    ("prompt: |\n  two\n  lines\n", "prompt", "two\nlines\n"),
+    ("\ufeffsteps: 5", "steps", 5),
+  ],
+)
+def test_value_in_a_file(tmp_path: Path, text: str, key: str, expected: object):
+  config = load_config([write(tmp_path / "own.yml", f"{text}\nbase_config: base\n")])
+  assert vars(vars(config)[schema.fields()[key][0]])[key] == expected
+
+
+def test_lists_are_yaml():
+  assert read_list("[1, 2_000]") == (1, 2000)
+  with pytest.raises(UserError, match="whole number"):
+    read_list("[1, x]")
+  with pytest.raises(UserError, match=r"works: tiles=\[3\]"):
+    read_list("3")
+
+
+def read_list(text: str) -> object:
+  return convert(read_argument("tiles", text, holds_text=False), tuple[schema.Positive, ...])
+
+
+# --- help and speed ------------------------------------------------------------------------------
+
+
+def test_help_shows_every_key_with_type_default_and_meaning():
+  text = help_text("python -m maxbatch.train")
+  lines = text.splitlines()
+  assert max(map(len, lines)) <= 100
+  assert lines[0] == "Usage: python -m maxbatch.train config=FILE [key=value ...]"
+  assert "  steps=400  (whole number, at least 1, or -1)" in lines
+  assert '  remat_policy="none"  (none | minimal | full)' in lines
+  flowing = " ".join(text.split())
+  for entry in documented_keys():
+    assert f"  {entry.key}={entry.default}  (" in text
+    assert " ".join(entry.comments) in flowing
+  headings = [line for line in lines if line and not line.startswith(" ")][-7:]
+  assert headings[:3] == ["The run", "The batch", "The mesh"]
+  assert headings[-1] == "Checkpoints"
+
+
+def test_wants_help():
+  assert wants_help(["steps=3", "--help"])
+  assert wants_help(["-h"])
+  assert not wants_help(["config=base", "run_name=help"])
+
+
+def test_loading_is_quick_and_leaves_jax_alone():
+  code = (
+    "import sys, time; from maxbatch.config.load import load_config\n"
+    "def timed():\n"
+    "  start = time.perf_counter(); load_config(['config=base', 'model_name=llama3-8b'])\n"
+    "  return time.perf_counter() - start\n"
+    "print(min(timed() for _ in range(3)), 'jax' in sys.modules, 'numpy' in sys.modules)"
+  )
+  output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+  seconds, jax, numpy = output.stdout.split()
+  assert float(seconds) < 0.2
+  assert (jax, numpy) == ("False", "False")
+
+
+def test_config_is_frozen():
+  with pytest.raises(dataclasses.FrozenInstanceError):
+    BASE.run.steps = 5  # pyright: ignore[reportAttributeAccessIssue]

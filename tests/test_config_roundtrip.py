@@ -1,0 +1,78 @@
+"""A configuration that is written out loads back to the same one, exact numbers included."""
+
+import dataclasses
+import typing
+from fractions import Fraction
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from maxbatch.config import schema
+from maxbatch.config.find import model_names
+from maxbatch.config.load import load_config, to_flat_dict
+
+BASE = load_config(["config=base"])
+
+SCALARS = {
+  bool: st.booleans(),
+  int: st.integers(-(10**12), 10**12),
+  float: st.floats(allow_nan=False, allow_infinity=False),
+  Fraction: st.fractions() | st.decimals(-99, 99, places=3).map(Fraction),
+  str: st.text()
+  | st.sampled_from(["null", "yes", "7", "1e3", "", " a ", "'", "a: b # c", "=", "<<"]),
+}
+
+
+def values_of(annotation: typing.Any) -> st.SearchStrategy:
+  """Values that a key of this type may have."""
+  ranges = []
+  if typing.get_origin(annotation) is typing.Annotated:
+    annotation, *ranges = typing.get_args(annotation)
+  if annotation not in SCALARS:
+    return st.sampled_from(typing.get_args(annotation))
+  return SCALARS[annotation].filter(lambda value: all(limit.holds(value) for limit in ranges))
+
+
+VALUES = {key: values_of(field.type) for key, (_, field) in schema.fields().items()}
+VALUES["model_name"] = st.sampled_from(model_names())
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> schema.Config:
+  """The default with a few keys drawn anew."""
+  drawn = {key: draw(VALUES[key]) for key in draw(st.sets(st.sampled_from(list(VALUES))))}
+  sections = {
+    name: dataclasses.replace(section, **{key: drawn[key] for key in vars(section) if key in drawn})
+    for name, section in vars(BASE).items()
+  }
+  return schema.Config(**sections)
+
+
+# The first draw builds hypothesis' tables of Unicode, which takes seconds on a busy machine.
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(config=configs())
+def test_written_out_config_loads_back_to_the_same(
+  tmp_path_factory: pytest.TempPathFactory, config: schema.Config
+):
+  path = tmp_path_factory.mktemp("written") / "config.yml"
+  path.write_text(yaml.safe_dump(to_flat_dict(config), allow_unicode=True), encoding="utf-8")
+  assert load_config([f"config={path}"]) == config
+
+
+@pytest.mark.parametrize(
+  ("value", "expected"),
+  [
+    (Fraction(4), 4),
+    (Fraction(1, 4), 0.25),
+    (Fraction(29, 100), 0.29),
+    (Fraction(1, 3), "1/3"),
+    (Fraction(10**400 + 1, 2), f"{10**400 + 1}/2"),
+  ],
+)
+def test_exact_numbers_are_written_plainly(value: Fraction, expected: object):
+  batch = dataclasses.replace(BASE.batch, per_device_batch_size=value)
+  written = to_flat_dict(dataclasses.replace(BASE, batch=batch))["per_device_batch_size"]
+  assert written == expected
+  assert type(written) is type(expected)
