@@ -107,6 +107,23 @@ def test_failed_installation_says_so_and_is_repaired(checkout: Path):
   assert calls[-2:] == [f"{INSTALL} .", "-m maxbatch.train config=configs/base.yml"]
 
 
+def test_failed_upgrade_is_repaired_even_when_the_change_is_undone(checkout: Path):
+  call(checkout, "train.sh")
+  pins = (checkout / "constraints.txt").read_text()
+  (checkout / "constraints.txt").write_text(pins + "# newer\n")
+  (checkout.parent / "calls.offline").touch()
+  assert call(checkout, "train.sh")[0].returncode != 0
+  (checkout.parent / "calls.offline").unlink()
+  (checkout / "constraints.txt").write_text(pins)
+  assert f"{INSTALL} ." in call(checkout, "train.sh")[1]
+
+
+def test_moved_checkout_is_installed_again(checkout: Path):
+  call(checkout, "train.sh")
+  moved = checkout.rename(checkout.parent / "moved")
+  assert f"{INSTALL} ." in call(moved, "train.sh")[1]
+
+
 def test_half_made_environment_is_made_anew(checkout: Path):
   broken = checkout / ".venv" / "bin" / "python"
   broken.parent.mkdir(parents=True)
