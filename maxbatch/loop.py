@@ -1,0 +1,162 @@
+"""The training loop: batch, step, metrics of the step before, now and then eval and checkpoint."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxbatch.batch.interval import is_due
+from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.checkpoint import Checkpointer
+from maxbatch.config.schema import CheckpointConfig, RunConfig
+from maxbatch.data.loader import Loader
+from maxbatch.errors import TrainingDivergedError
+from maxbatch.learning_rate import LearningRate
+from maxbatch.metrics import MetricsLog, Record
+from maxbatch.models.registry import Parameters
+from maxbatch.progress import Progress
+from maxbatch.state import Sums, TrainState, to_save
+from maxbatch.step import Step, StepMetrics
+from maxbatch.stop import StopSignals
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """All that the loop needs, made ready: compiled functions, loaders and open files."""
+
+  plan: BatchPlan
+  run: RunConfig
+  checkpoint: CheckpointConfig
+  learning_rate: LearningRate
+  step: Step
+  streamed: bool
+  eval_step: Callable[[Parameters, Any], Sums]
+  train_rows: Callable[[Position], Loader]
+  eval_rows: Callable[[], Loader] | None
+  checkpointer: Checkpointer | None
+  log: MetricsLog
+  progress: Progress
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+  """A step whose metrics may still be on the devices."""
+
+  position: Position
+  learning_rate: float
+  metrics: StepMetrics
+
+
+def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, Position]:
+  """Trains from `position` to the end of the plan, or to the first stop signal.
+
+  Returns the state and how far it came; all of it is saved. Metrics of a step are fetched after
+  the next one is dispatched, so that the devices never wait for the host.
+
+  Raises:
+    TrainingDivergedError: a loss or gradient is not finite; nothing of that step is saved.
+  """
+  clock, pending = _Clock(), None
+  with job.train_rows(position) as loader, StopSignals() as stop:
+    while position.step < job.plan.steps and not stop.requested:
+      rate = job.learning_rate(position)
+      state, metrics = _dispatch(job, state, loader, rate)
+      if pending:
+        _note(job, _fetch(job, pending, clock))
+      before, position = position, job.plan.advance(position)
+      pending = _Pending(position, rate, metrics)
+      ending = stop.requested or position.step == job.plan.steps
+      evaluating = ending or _due(job, before, position, job.run.eval_interval)
+      saving = ending or _due(job, before, position, job.checkpoint.checkpoint_period)
+      if evaluating or saving:
+        record = _fetch(job, pending, clock)
+        pending = None
+        _note(job, record | (evaluate(job, state.params) if evaluating else {}))
+        if saving and job.checkpointer:
+          job.checkpointer.save(to_save(state), position, job.plan.as_dict())
+        clock = _Clock()
+  return state, position
+
+
+def _dispatch(
+  job: Job, state: TrainState, loader: Loader, rate: float
+) -> tuple[TrainState, StepMetrics]:
+  """Sends one whole step to the devices."""
+  trips, learning_rate = job.plan.gradient_accumulation_steps, np.float32(rate)
+  if not job.streamed:
+    return job.step(state, next(loader), np.int32(trips), learning_rate)
+  for _ in range(trips - 1):
+    state, _ = job.step(state, next(loader), np.bool_(False), learning_rate)
+  return job.step(state, next(loader), np.bool_(True), learning_rate)
+
+
+def _due(job: Job, before: Position, after: Position, period: int) -> bool:
+  return is_due(job.plan, before, after, period, job.run.schedule_unit)
+
+
+class _Clock:
+  """Seconds between the ends of consecutive steps."""
+
+  def __init__(self) -> None:
+    self._last = time.perf_counter()
+
+  def lap(self) -> float:
+    """Seconds since the clock was made or last asked."""
+    last, self._last = self._last, time.perf_counter()
+    return self._last - last
+
+
+def _fetch(job: Job, pending: _Pending, clock: _Clock) -> Record:
+  """Waits for a step to end; its record. Raises TrainingDivergedError if it is not finite."""
+  loss, grad_norm, _ = (float(value) for value in jax.device_get(pending.metrics))
+  seconds, plan, position = clock.lap(), job.plan, pending.position
+  if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+    raise TrainingDivergedError(_diverged(job, position, loss, grad_norm))
+  return {
+    "step": position.step,
+    "samples": position.samples,
+    "tokens": plan.tokens(position.samples),
+    "loss": loss,
+    "grad_norm": grad_norm,
+    "learning_rate": pending.learning_rate,
+    "global_batch_to_train": plan.global_batch_to_train,
+    "micro_batch_to_train": plan.micro_batch_to_train,
+    "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+    "step_seconds": seconds,
+    "tokens_per_second": plan.tokens_per_step / seconds,
+  }
+
+
+def _note(job: Job, record: Record) -> None:
+  job.log.write(record)
+  job.progress.show(record)
+
+
+def evaluate(job: Job, params: Parameters) -> Record:
+  """Loss per token over the validation batches, in nats; {} without validation data."""
+  if job.eval_rows is None:
+    return {}
+  with job.eval_rows() as batches:
+    sums = jax.device_get([job.eval_step(params, rows) for rows in batches])
+  return {"eval/loss": sum(float(s.loss) for s in sums) / sum(float(s.weight) for s in sums)}
+
+
+def _diverged(job: Job, position: Position, loss: float, grad_norm: float) -> str:
+  saved = job.checkpointer.steps() if job.checkpointer else []
+  last = f"the last good checkpoint is step {saved[-1]}" if saved else "there is no checkpoint"
+  return (
+    f"step {position.step}: loss={loss} and grad_norm={grad_norm}, which must be finite; {last}. "
+    "Nothing after it is saved. A lower learning_rate, a longer warmup_steps or a smaller "
+    "gradient_clipping_threshold may help."
+  )
+
+
+def first_record(job: Job, params: Parameters) -> Mapping[str, int | float]:
+  """The record of step 0: the model before training, on the validation set."""
+  record: Record = {"step": 0, "samples": 0, "tokens": 0} | evaluate(job, params)
+  _note(job, record)
+  return record
