@@ -30,7 +30,7 @@ def checked_size(key: str, file: SourceFile) -> int:
     carried = len(decoder.getstate()[0])
     nul = chunk.find(0)
     try:
-      decoder.decode(chunk if nul < 0 else chunk[:nul], final=not chunk)
+      decoder.decode(chunk if nul < 0 else chunk[:nul], final=not chunk or nul >= 0)
     except UnicodeDecodeError as error:
       bad = error.object[error.start]
       raise _not_text(key, file, size - carried + error.start, bad) from None

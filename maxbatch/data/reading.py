@@ -139,10 +139,11 @@ class StepReader:
       load = next(self._loads)
     except (OSError, RuntimeError, StopIteration) as error:
       begin, end = self._plan.bounds[self._load : self._load + 2]
+      advice = "start again and a lost token cache is rebuilt"
+      if self._workers:
+        advice += f"; if memory ran out, lower grain_worker_count={self._workers}"
       raise UserError(
-        f"reading samples {begin} to {end - 1} failed: {error or 'reading ended early'}; if a reading process was killed, "
-        f"memory may have run out: lower grain_worker_count={self._workers}; if a file is gone, "
-        "start again and the token cache is rebuilt"
+        f"reading samples {begin} to {end - 1} failed: {str(error) or 'it ended early'}; {advice}"
       ) from error
     self._load += 1
     return load

@@ -1,0 +1,287 @@
+"""Which files a path means, how they are divided, and what is refused, in which words."""
+
+import gzip
+import os
+from pathlib import Path
+
+import pytest
+
+from maxbatch.config.schema import DataConfig
+from maxbatch.data import documents
+from maxbatch.data.dataset import Dataset
+from maxbatch.data.registry import build_dataset
+from maxbatch.data.sources import STDLIB_BYTES, Document, resolve, split
+from maxbatch.data.tokenizer import decode
+from maxbatch.data.windows import TokenWindows
+from maxbatch.errors import UserError
+
+
+def write(folder: Path, files: dict[str, bytes]) -> None:
+  for name, data in files.items():
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(data)
+
+
+def build(path: Path | str, cache: Path, length: int = 4, **changes) -> Dataset:
+  keys = {
+    "dataset_type": "text",
+    "dataset_path": str(path),
+    "eval_dataset_path": "",
+    "eval_fraction": 0.25,
+    "dataset_cache_directory": str(cache),
+    "data_shuffle_seed": 0,
+    "packing": True,
+    "grain_worker_count": 0,
+  }
+  return build_dataset(DataConfig(**(keys | changes)), length)
+
+
+def refusal(*args, **changes) -> str:
+  with pytest.raises(UserError) as caught:
+    build(*args, **changes)
+  return str(caught.value)
+
+
+def text_of(rows) -> str:
+  assert isinstance(rows, TokenWindows)
+  return decode(rows.cache.tokens)
+
+
+def names(path: Path | str) -> list[str]:
+  return [file.name for file in resolve("dataset_path", str(path)).files]
+
+
+def test_a_folder_is_read_recursively_and_says_what_it_passes_over(tmp_path):
+  write(
+    tmp_path / "in",
+    {
+      "b.txt": b"bb",
+      "sub/a.md": b"aa",
+      "LICENSE": b"free",
+      "sub/c.txt.gz": gzip.compress(b"cc"),
+      "picture.png": b"\x89PNG",
+      ".hidden.txt": b"no",
+      ".git/config": b"no",
+      "empty.txt": b"",
+    },
+  )
+  sources = resolve("dataset_path", str(tmp_path / "in"))
+  found = [file.name for file in sources.files]
+  assert found == ["LICENSE", "b.txt", "empty.txt", "sub/a.md", "sub/c.txt.gz"]
+  assert dict(sources.skipped) == {".png": 1, "hidden": 1}
+  dataset = build(tmp_path / "in", tmp_path / "cache")
+  assert "files passed over: 1 .png, 1 empty, 1 hidden" in dataset.description
+  both = text_of(dataset.train) + text_of(dataset.validation)
+  assert sorted(both) == sorted("bbaafreecc")
+
+
+def test_a_glob_reads_exactly_what_it_matches(tmp_path):
+  write(tmp_path, {"x/a.txt": b"1", "x/y/b.txt": b"2", "x/y/c.rst": b"3", "z.txt": b"4"})
+  assert names(tmp_path / "x/**/*.txt") == ["a.txt", "y/b.txt"]
+  assert names(tmp_path / "x/y/*") == ["b.txt", "c.rst"]
+
+
+def test_an_existing_name_with_glob_characters_is_a_file(tmp_path):
+  write(tmp_path, {"part[1].txt": b"one"})
+  assert names(tmp_path / "part[1].txt") == ["part[1].txt"]
+
+
+def test_gzip_and_plain_files_hold_the_same_tokens(tmp_path):
+  write(tmp_path, {"a.txt": b"hello world", "b.txt.gz": gzip.compress(b"hello world")})
+  plain = build(tmp_path / "a.txt", tmp_path / "cache")
+  packed = build(tmp_path / "b.txt.gz", tmp_path / "cache")
+  assert plain.fingerprint == packed.fingerprint
+  assert text_of(plain.train) + text_of(plain.validation) == "hello world"
+
+
+def test_one_file_is_divided_by_position(tmp_path):
+  write(tmp_path, {"a.txt": bytes(range(1, 101))})
+  dataset = build(tmp_path / "a.txt", tmp_path / "cache", eval_fraction=0.2)
+  assert text_of(dataset.train) == bytes(range(1, 81)).decode()
+  assert text_of(dataset.validation) == bytes(range(81, 101)).decode()
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.3, 0.9])
+def test_both_sides_of_one_file_get_something(fraction):
+  file = resolve("dataset_path", __file__).files
+  (train,), (kept,) = split(resolve("dataset_path", __file__), fraction)
+  size = file[0].size_bytes
+  first, second = documents.byte_range(train, size), documents.byte_range(kept, size)
+  assert first[0] == 0
+  assert 0 < first[1] == second[0] < second[1] == size
+
+
+@pytest.mark.parametrize("fraction", [0.0001, 0.3, 0.9])
+def test_files_are_divided_by_name_alone(tmp_path, fraction):
+  for copy in ("one", "two"):
+    write(tmp_path / copy, {f"{i}.txt": bytes([65 + i % 26]) * (i + 1) for i in range(40)})
+  sides = []
+  for copy in ("one", "two"):
+    train, kept = split(resolve("dataset_path", str(tmp_path / copy)), fraction)
+    sides.append(([doc.file.name for doc in train], [doc.file.name for doc in kept]))
+  assert sides[0] == sides[1]
+  train, kept = sides[0]
+  assert train
+  assert kept
+  assert not set(train) & set(kept)
+  assert len(train) + len(kept) == 40
+  assert abs(len(kept) - 40 * fraction) <= 8
+
+
+def test_another_file_moves_none_of_the_others(tmp_path):
+  write(tmp_path, {f"{i}.txt": b"text" for i in range(40)})
+  before = {doc.file.name for doc in split(resolve("dataset_path", str(tmp_path)), 0.3)[1]}
+  write(tmp_path, {f"more{i}.txt": b"text" for i in range(10)})
+  after = {doc.file.name for doc in split(resolve("dataset_path", str(tmp_path)), 0.3)[1]}
+  assert before == {name for name in after if not name.startswith("more")}
+
+
+def test_eval_fraction_zero_keeps_nothing_back(tmp_path):
+  write(tmp_path, {"a.txt": b"all of it"})
+  dataset = build(tmp_path / "a.txt", tmp_path / "cache", eval_fraction=0.0)
+  assert dataset.validation is None
+  assert text_of(dataset.train) == "all of it"
+
+
+def test_eval_dataset_path_replaces_the_split(tmp_path):
+  write(tmp_path, {"a.txt": b"for training", "b.txt": b"for validation"})
+  other = str(tmp_path / "b.txt")
+  dataset = build(tmp_path / "a.txt", tmp_path / "cache", eval_dataset_path=other)
+  assert text_of(dataset.train) == "for training"
+  assert text_of(dataset.validation) == "for validation"
+
+
+def test_stdlib_is_deterministic_small_and_without_tests():
+  sources = resolve("dataset_path", "stdlib")
+  assert sources == resolve("dataset_path", "stdlib")
+  total = sum(file.size_bytes for file in sources.files)
+  assert 0.9 * STDLIB_BYTES < total < 1.2 * STDLIB_BYTES
+  for file in sources.files:
+    assert not {"site-packages", "test", "lib2to3", "__pycache__"} & set(file.name.split("/"))
+    assert file.name.endswith((".py", ".txt"))
+  train, kept = split(sources, 0.05)
+  assert not {doc.file.name for doc in train} & {doc.file.name for doc in kept}
+  assert len(train) + len(kept) == len(sources.files)
+  assert 0.01 < len(kept) / len(sources.files) < 0.12
+
+
+def test_stdlib_only_counts_a_file_that_is_not_utf8(tmp_path, monkeypatch):
+  write(tmp_path / "lib", {"a.py": b"x = 1\n" * 9, "b.py": b"y = 2\n" * 9, "bad.py": b"\xff\xfe"})
+  monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "lib"))
+  dataset = build("stdlib", tmp_path / "cache", eval_fraction=0.0)
+  assert "files passed over: 1 not UTF-8" in dataset.description
+  assert text_of(dataset.train) == "x = 1\n" * 9 + "y = 2\n" * 9
+
+
+def test_missing_path(tmp_path):
+  message = refusal(tmp_path / "nothing.txt", tmp_path)
+  assert message.startswith(f"dataset_path={tmp_path}/nothing.txt: no such file or folder; use")
+  assert "stdlib" in message
+  assert refusal("", tmp_path).startswith("dataset_path is empty: give a text file")
+
+
+def test_missing_eval_path_names_its_own_key(tmp_path):
+  write(tmp_path, {"a.txt": b"for training"})
+  message = refusal(tmp_path / "a.txt", tmp_path, eval_dataset_path=str(tmp_path / "b.txt"))
+  assert message.startswith(f"eval_dataset_path={tmp_path}/b.txt: no such file or folder")
+
+
+def test_glob_without_match(tmp_path):
+  assert "the glob matches no file" in refusal(tmp_path / "*.txt", tmp_path)
+
+
+def test_folder_without_text(tmp_path):
+  write(tmp_path / "in", {"a.png": b"1", "b.png": b"2"})
+  message = refusal(tmp_path / "in", tmp_path)
+  assert "the folder holds no text files (2 .png); name them with a glob" in message
+  (tmp_path / "bare").mkdir()
+  assert "(no files at all)" in refusal(tmp_path / "bare", tmp_path)
+
+
+def test_not_a_regular_file(tmp_path):
+  os.mkfifo(tmp_path / "pipe")
+  assert f"{tmp_path}/pipe is not a regular file" in refusal(tmp_path / "pipe", tmp_path)
+
+
+def test_dangling_link(tmp_path):
+  (tmp_path / "in").mkdir()
+  (tmp_path / "in" / "link.txt").symlink_to(tmp_path / "gone")
+  message = refusal(tmp_path / "in", tmp_path)
+  assert message == f"dataset_path: cannot read {tmp_path}/in/link.txt: No such file or directory"
+
+
+def test_file_without_permission(tmp_path, monkeypatch):
+  write(tmp_path, {"a.txt": b"secret"})
+
+  def deny(path, *_):
+    raise PermissionError(13, "Permission denied", path)
+
+  # Tests may run as root, who may read everything.
+  monkeypatch.setattr(documents, "open", deny, raising=False)
+  message = refusal(tmp_path / "a.txt", tmp_path / "cache")
+  assert message == f"dataset_path: cannot read {tmp_path}/a.txt: Permission denied"
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-12], lambda data: b"not gzip" + data])
+def test_damaged_gzip(tmp_path, damage):
+  write(tmp_path, {"a.txt.gz": damage(gzip.compress(b"text " * 1000))})
+  message = refusal(tmp_path / "a.txt.gz", tmp_path / "cache")
+  assert f"{tmp_path}/a.txt.gz is not a whole gzip file" in message
+
+
+@pytest.mark.parametrize(
+  ("data", "what"),
+  [
+    (b"abc\xffdef", "byte 0xff, not UTF-8, at offset 3"),
+    (b"abc\0def", "a NUL byte at offset 3"),
+    ("caf\u00e9".encode()[:-1], "byte 0xc3, not UTF-8, at offset 3"),
+    (b"ab\xc3\0", "byte 0xc3, not UTF-8, at offset 2"),
+  ],
+)
+@pytest.mark.parametrize("where", ["in/a.txt", "in", "in/*.txt"])
+def test_not_text(tmp_path, data, what, where):
+  write(tmp_path, {"in/a.txt": data})
+  message = refusal(tmp_path / where, tmp_path / "cache")
+  assert message.startswith(f"dataset_path: {tmp_path}/in/a.txt is not text: {what}")
+  assert "glob" in message
+
+
+def test_bad_byte_is_counted_from_the_file_s_begin_in_later_chunks(tmp_path, monkeypatch):
+  monkeypatch.setattr(documents, "_CHUNK_BYTES", 4)
+  good = "abc\u00e9\u20ac\U0001f600".encode() * 3
+  write(tmp_path, {"good.txt": good, "bad.txt": good + b"x\xe2\x82" + good})
+  file = resolve("dataset_path", str(tmp_path / "good.txt")).files[0]
+  assert documents.checked_size("dataset_path", file) == len(good)
+  message = refusal(tmp_path / "bad.txt", tmp_path / "cache")
+  assert f"at offset {len(good) + 1};" in message
+
+
+def test_document_pieces_join_whatever_the_chunks(tmp_path, monkeypatch):
+  monkeypatch.setattr(documents, "_CHUNK_BYTES", 3)
+  write(tmp_path, {"a.txt": b"0123456789"})
+  file = resolve("dataset_path", str(tmp_path / "a.txt")).files[0]
+  halves = [Document(file, end=0.5), Document(file, begin=0.5)]
+  texts = [b"".join(documents.text_chunks("dataset_path", half, 10)) for half in halves]
+  assert texts == [b"01234", b"56789"]
+
+
+def test_empty_file(tmp_path):
+  write(tmp_path, {"a.txt": b""})
+  message = refusal(tmp_path / "a.txt", tmp_path / "cache")
+  assert message.startswith(f"dataset_path={tmp_path}/a.txt is empty: a run needs text")
+
+
+def test_empty_validation_file(tmp_path):
+  write(tmp_path, {"a.txt": b"for training", "b.txt": b""})
+  other = str(tmp_path / "b.txt")
+  message = refusal(tmp_path / "a.txt", tmp_path / "cache", eval_dataset_path=other)
+  assert message.startswith(f"eval_dataset_path={tmp_path}/b.txt: the text for validation is empty")
+
+
+def test_too_short_for_one_row_names_a_length_that_works(tmp_path):
+  write(tmp_path, {"a.txt": b"0123456789"})
+  message = refusal(tmp_path / "a.txt", tmp_path / "cache", length=64, eval_fraction=0.0)
+  assert "12 tokens for training, and one row needs max_target_length + 1 = 65" in message
+  assert "set max_target_length=11" in message
+  dataset = build(tmp_path / "a.txt", tmp_path / "cache", length=11, eval_fraction=0.0)
+  assert len(dataset.train) == 1

@@ -1,0 +1,216 @@
+"""The cache is built once, rebuilt when it must be, and safe to build twice at once."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cloudpickle
+import numpy as np
+import pytest
+
+from maxbatch.data import token_cache
+from maxbatch.data.sources import Document, resolve
+from maxbatch.data.token_cache import TokenCache, cache_folder, open_or_build
+from maxbatch.data.tokenizer import BOS, EOS, PAD, VOCAB_SIZE, decode, encode
+from maxbatch.errors import UserError
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+  folder = tmp_path / "corpus"
+  folder.mkdir()
+  (folder / "a.txt").write_text("first")
+  (folder / "b.txt").write_text("second one")
+  return folder
+
+
+def cached(corpus: Path, folder: Path) -> TokenCache:
+  sources = resolve("dataset_path", str(corpus))
+  return open_or_build(sources, [Document(file) for file in sources.files], folder, "train")
+
+
+def forbid_writing(monkeypatch) -> None:
+  def fail(*_):
+    raise AssertionError("the cache was built again")
+
+  monkeypatch.setattr(token_cache, "_write", fail)
+
+
+def test_tokenizer_round_trip_and_special_tokens():
+  text = "na\u00efve \u20ac"
+  ids = encode(text.encode())
+  assert ids.dtype == np.uint16
+  assert decode([BOS, *ids, EOS, PAD, PAD]) == text
+  assert decode(ids[:3]) == "na\ufffd"
+  assert (BOS, EOS, PAD, VOCAB_SIZE) == (256, 257, 258, 259)
+
+
+def test_documents_are_wrapped_and_in_order(corpus, tmp_path):
+  cache = cached(corpus, tmp_path / "cache")
+  expected = [BOS, *b"first", EOS, BOS, *b"second one", EOS]
+  assert cache.tokens.tolist() == expected
+  assert (cache.num_tokens, cache.num_documents) == (len(expected), 2)
+
+
+def test_built_once(corpus, tmp_path, monkeypatch):
+  first = cached(corpus, tmp_path / "cache")
+  forbid_writing(monkeypatch)
+  assert cached(corpus, tmp_path / "cache") == first
+  assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".json", ".tokens"]
+
+
+def test_rebuilt_when_a_source_changes(corpus, tmp_path):
+  first = cached(corpus, tmp_path / "cache")
+  (corpus / "a.txt").write_text("FIRST")
+  status = (corpus / "a.txt").stat()
+  os.utime(corpus / "a.txt", ns=(status.st_atime_ns, status.st_mtime_ns + 1))
+  second = cached(corpus, tmp_path / "cache")
+  assert second.fingerprint != first.fingerprint
+  assert decode(second.tokens).startswith("FIRST")
+  assert decode(first.tokens).startswith("first"), "an open cache must not change"
+  (corpus / "c.txt").write_text("third")
+  assert cached(corpus, tmp_path / "cache").num_documents == 3
+
+
+def test_the_fingerprint_knows_the_text_and_not_the_machine(corpus, tmp_path):
+  first = cached(corpus, tmp_path / "cache")
+  corpus.rename(tmp_path / "elsewhere")
+  os.utime(tmp_path / "elsewhere" / "a.txt", ns=(5, 5))
+  moved = cached(tmp_path / "elsewhere", tmp_path / "other")
+  assert moved.fingerprint == first.fingerprint
+  assert moved.path != first.path
+
+
+@pytest.mark.parametrize("damage", ["cut", "longer", "flipped", "metadata", "no metadata", "key"])
+def test_a_damaged_cache_is_built_again_and_says_so(corpus, tmp_path, damage, caplog):
+  first = cached(corpus, tmp_path / "cache")
+  good = first.tokens.tolist()
+  path, metadata = Path(first.path), Path(first.path).with_suffix(".json")
+  data = path.read_bytes()
+  if damage == "no metadata":
+    metadata.unlink()
+  elif damage in ("metadata", "key"):
+    metadata.write_text("{" if damage == "metadata" else json.dumps({"num_tokens": 3}))
+  else:
+    changed = {"cut": data[:-2], "longer": data + b"xx", "flipped": b"\x07" + data[1:]}
+    path.write_bytes(changed[damage])
+  again = cached(corpus, tmp_path / "cache")
+  assert again == first
+  assert again.tokens.tolist() == good
+  assert f"The token cache {path} is damaged: " in caplog.text
+  caplog.clear()
+  cached(corpus, tmp_path / "cache")
+  assert caplog.text == ""
+
+
+def test_two_processes_build_it_at_once(corpus, tmp_path):
+  (corpus / "big.txt").write_text("some text to keep the builders busy\n" * 100_000)
+  program = f"""
+import sys, time
+from pathlib import Path
+from maxbatch.data import token_cache
+from maxbatch.data.sources import Document, resolve
+sources = resolve("dataset_path", {str(corpus)!r})
+inner = token_cache._write
+def write(*arguments):
+  # Both are past looking for a finished cache before either may go on.
+  Path({str(tmp_path)!r}, "ready-" + sys.argv[1]).touch()
+  while len(list(Path({str(tmp_path)!r}).glob("ready-*"))) < 2:
+    time.sleep(0.01)
+  return inner(*arguments)
+token_cache._write = write
+documents = [Document(file) for file in sources.files]
+print(token_cache.open_or_build(sources, documents, Path({str(tmp_path / "cache")!r}), "train"))
+"""
+  runs = [
+    subprocess.Popen([sys.executable, "-c", program, number], stdout=-1, stderr=-1, text=True)
+    for number in "12"
+  ]
+  outputs = [run.communicate(timeout=60) for run in runs]
+  assert [run.returncode for run in runs] == [0, 0], outputs
+  assert outputs[0][0] == outputs[1][0]
+  cache = cached(corpus, tmp_path / "cache")
+  assert repr(cache) == outputs[0][0].strip()
+  assert decode(cache.tokens).endswith("busy\n")
+  assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_disk_full_names_path_and_need_and_leaves_nothing(corpus, tmp_path, monkeypatch):
+  def full(_):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+  monkeypatch.setattr("os.fsync", full)
+  with pytest.raises(UserError) as caught:
+    cached(corpus, tmp_path / "cache")
+  message = str(caught.value)
+  assert message.startswith(
+    f"dataset_cache_directory={tmp_path}/cache: cannot write the token cache"
+  )
+  assert "No space left on device; it needs about 38 bytes, " in message
+  assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_refused_document_leaves_nothing(corpus, tmp_path):
+  (corpus / "b.txt").write_bytes(b"\xff")
+  with pytest.raises(UserError, match="not text"):
+    cached(corpus, tmp_path / "cache")
+  assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_file_that_grows_while_it_is_read_is_refused(corpus, tmp_path, monkeypatch):
+  inner = token_cache.reading.checked_size
+
+  def grow(key, file):
+    size = inner(key, file)
+    with open(file.path, "a") as stream:
+      stream.write("more")
+    return size
+
+  monkeypatch.setattr(token_cache.reading, "checked_size", grow)
+  with pytest.raises(UserError, match=r"a\.txt changed from 5 to 9 bytes while it was read"):
+    cached(corpus, tmp_path / "cache")
+
+
+def test_a_folder_that_cannot_be_made(corpus, tmp_path):
+  (tmp_path / "file").write_text("in the way")
+  with pytest.raises(UserError, match=r"dataset_cache_directory=.*cannot write the token cache"):
+    cached(corpus, tmp_path / "file" / "cache")
+
+
+def test_the_default_folder_is_the_user_s_cache(monkeypatch, tmp_path):
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+  assert cache_folder("") == tmp_path / "maxbatch"
+  monkeypatch.delenv("XDG_CACHE_HOME")
+  monkeypatch.setenv("HOME", str(tmp_path))
+  assert cache_folder("") == tmp_path / ".cache" / "maxbatch"
+  assert cache_folder("~/here") == tmp_path / "here"
+
+
+def test_a_pickled_cache_leaves_the_tokens_on_disk(corpus, tmp_path):
+  (corpus / "big.txt").write_text("x" * 100_000)
+  cache = cached(corpus, tmp_path / "cache")
+  assert cache.tokens.size > 100_000
+  pickled = cloudpickle.dumps(cache)
+  assert len(pickled) < 2000
+  np.testing.assert_array_equal(cloudpickle.loads(pickled).tokens, cache.tokens)
+
+
+def test_a_cache_deleted_or_cut_behind_our_back_is_an_error(corpus, tmp_path):
+  cache = cached(corpus, tmp_path / "cache")
+  Path(cache.path).write_bytes(b"1234")
+  with pytest.raises(OSError, match="holds 2 tokens instead of"):
+    _ = cache.tokens
+  Path(cache.path).unlink()
+  with pytest.raises(FileNotFoundError):
+    _ = cache.tokens
+
+
+def test_progress_is_shown_on_a_terminal_only(corpus, tmp_path, monkeypatch, capsys):
+  cached(corpus, tmp_path / "one")
+  assert capsys.readouterr().err == ""
+  monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+  cached(corpus, tmp_path / "two")
+  assert "tokenizing train" in capsys.readouterr().err

@@ -1,0 +1,120 @@
+"""Rows against a slow reference: windows, padding, weights, segments, positions."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from maxbatch.config.schema import DataConfig
+from maxbatch.data.dataset import Dataset
+from maxbatch.data.registry import DATASETS, build_dataset
+from maxbatch.data.token_cache import TokenCache
+from maxbatch.data.tokenizer import BOS, EOS, PAD
+from maxbatch.data.windows import TokenWindows
+
+
+def windows(path: Path, tokens: list[int], length: int, packing: bool) -> TokenWindows:
+  np.array(tokens, "<u2").tofile(path)
+  return TokenWindows(TokenCache(str(path), len(tokens), "", 1), length, packing)
+
+
+def slow_row(tokens: list[int], index: int, length: int, packing: bool) -> dict[str, list]:
+  """One row, token by token."""
+  row: dict[str, list] = {
+    name: [] for name in ("inputs", "targets", "weights", "segment_ids", "positions")
+  }
+  segment, position = 0, 0
+  for column in range(length):
+    place = index * length + column
+    here = tokens[place] if place < len(tokens) else PAD
+    there = tokens[place + 1] if place + 1 < len(tokens) else PAD
+    if here == BOS or column == 0:
+      segment, position = segment + 1, 0
+    row["inputs"].append(here)
+    row["targets"].append(there)
+    row["weights"].append(float(there != PAD and not (packing and there == BOS)))
+    row["segment_ids"].append(0 if here == PAD else segment)
+    row["positions"].append(0 if here == PAD else position)
+    position += 1
+  return row
+
+
+documents = st.lists(st.binary(max_size=9), min_size=1, max_size=6)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(documents, st.integers(1, 12), st.booleans(), st.randoms(use_true_random=False))
+def test_rows_equal_the_slow_reference(tmp_path, texts, length, packing, random):
+  tokens = [token for text in texts for token in (BOS, *text, EOS)]
+  source = windows(tmp_path / "tokens", tokens, length, packing)
+  indices = [random.randrange(len(source)) for _ in range(5)]
+  rows = source.rows(np.array(indices))
+  names = {"inputs", "targets", "weights"} | ({"segment_ids", "positions"} if packing else set())
+  assert set(rows) == names
+  for place, index in enumerate(indices):
+    reference = slow_row(tokens, index, length, packing)
+    for name in names:
+      assert rows[name][place].tolist() == reference[name], name
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.integers(2, 60), st.integers(1, 12))
+def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path, count, length):
+  source = windows(tmp_path / "tokens", list(range(count)), length, packing=False)
+  rows = source.rows(np.arange(len(source)))
+  counted = rows["targets"][rows["weights"] == 1]
+  assert counted.tolist() == list(range(1, count))
+
+
+def test_the_last_window_is_padded_not_dropped(tmp_path):
+  tokens = [BOS, 10, 11, 12, 13, EOS]
+  source = windows(tmp_path / "tokens", tokens, 4, packing=True)
+  assert len(source) == 2
+  rows = source.rows(np.array([1]))
+  assert rows["inputs"].tolist() == [[13, EOS, PAD, PAD]]
+  assert rows["targets"].tolist() == [[EOS, PAD, PAD, PAD]]
+  assert rows["weights"].tolist() == [[1, 0, 0, 0]]
+  assert rows["segment_ids"].tolist() == [[1, 1, 0, 0]]
+  assert rows["positions"].tolist() == [[0, 1, 0, 0]]
+
+
+def test_dtypes_and_fresh_memory(tmp_path):
+  source = windows(tmp_path / "tokens", [BOS, 1, 2, 3, EOS], 2, packing=True)
+  first, second = source.rows(np.array([0])), source.rows(np.array([0]))
+  for name, array in first.items():
+    assert array.dtype == (np.float32 if name == "weights" else np.int32)
+    assert not np.shares_memory(array, second[name])
+
+
+def synthetic(seed: int) -> Dataset:
+  return build_dataset(DataConfig("synthetic", "", "", 0.1, "", seed, True, 0), 16)
+
+
+def test_synthetic_rows_are_a_pure_function_of_seed_and_index():
+  source = synthetic(seed=3).train
+  many = source.rows(np.array([5, 2**31 - 2, 5, 0]))
+  for name, array in many.items():
+    assert array.shape == (4, 16)
+    np.testing.assert_array_equal(array[0], array[2])
+    np.testing.assert_array_equal(array[1], source.rows(np.array([2**31 - 2]))[name][0])
+  assert (many["inputs"][0] != many["inputs"][3]).any()
+  np.testing.assert_array_equal(many["inputs"][0, 1:], many["targets"][0, :-1])
+  assert many["inputs"].max() < BOS
+  assert (many["weights"] == 1).all()
+  other = synthetic(seed=4)
+  assert (other.train.rows(np.array([5]))["inputs"] != many["inputs"][:1]).any()
+
+
+def test_synthetic_validation_is_other_rows_and_ends():
+  dataset = synthetic(seed=3)
+  assert dataset.validation is not None
+  assert len(dataset.validation) == 256
+  first = np.array([0])
+  assert (dataset.validation.rows(first)["inputs"] != dataset.train.rows(first)["inputs"]).any()
+
+
+@pytest.mark.parametrize("name", DATASETS)
+def test_every_registered_dataset_is_a_value_of_dataset_type(name):
+  assert name in str(DataConfig.__annotations__["dataset_type"])

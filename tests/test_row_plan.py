@@ -1,0 +1,109 @@
+"""Which sample goes where: against counting by hand, for any sizes; without jax."""
+
+import itertools
+import subprocess
+import sys
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxbatch.data.row_plan import RowPlan, StepRows, StepTable, steps_in_order
+from maxbatch.errors import UserError
+
+small = st.integers(1, 5)
+
+
+def steps_of(microbatches: list[int], micro_batch: int, first: int) -> list[StepRows]:
+  steps = []
+  for count in microbatches:
+    steps.append(StepRows(first, count))
+    first += count * micro_batch
+  return steps
+
+
+@given(small, small, small)
+def test_rows_of_the_groups_are_the_canonical_order(microbatches, groups, slots):
+  plan = RowPlan(microbatches, groups * slots, groups)
+  offset = 0
+  parts = [plan.rows_of_group(group) for group in range(groups)]
+  for microbatch in range(microbatches):
+    for group in range(groups):
+      for slot in range(slots):
+        assert parts[group][microbatch, slot] == offset
+        offset += 1
+  assert plan.num_rows == offset
+
+
+@given(small, small, small)
+def test_dividing_the_array_gives_each_group_its_rows(microbatches, groups, slots):
+  plan = RowPlan(microbatches, groups * slots, groups)
+  array = np.arange(plan.num_rows).reshape(microbatches, groups * slots)
+  for group, part in enumerate(np.split(array, groups, axis=1)):
+    np.testing.assert_array_equal(part, plan.rows_of_group(group))
+
+
+def test_groups_must_divide_a_microbatch():
+  with pytest.raises(ValueError, match="3 groups do not divide 4 rows evenly"):
+    RowPlan(1, 4, 3)
+
+
+@given(st.lists(small, min_size=1, max_size=8), small, st.integers(0, 99), st.data())
+def test_samples_between_equals_counting(microbatches, micro_batch, first, data):
+  table = StepTable(steps_of(microbatches, micro_batch, first), micro_batch)
+  columns = np.array(sorted(data.draw(st.sets(st.integers(0, micro_batch - 1), min_size=1))))
+  begin = data.draw(st.integers(first, table.end - 1))
+  end = data.draw(st.integers(begin + 1, table.end))
+  # Steps begin at multiples of the microbatch after `first`, so the column repeats evenly.
+  expected = [s for s in range(begin, end) if (s - first) % micro_batch in columns]
+  assert table.samples_between(begin, end, columns).tolist() == expected
+
+
+@given(
+  st.lists(small, min_size=1, max_size=8),
+  st.integers(0, 99),
+  st.sampled_from([Fraction(1, 4), Fraction(1, 2), Fraction(1), Fraction(3, 2), Fraction(3)]),
+)
+def test_loads_cover_all_samples_once_in_the_right_size(microbatches, first, factor):
+  table = StepTable(steps_of(microbatches, 4, first), 4)
+  bounds = table.load_bounds(factor).tolist()
+  assert bounds[0] == first
+  assert bounds[-1] == table.end
+  for begin, end in itertools.pairwise(bounds[:-1]):
+    step = max(i for i in range(len(table)) if table.first_samples[i] <= begin)
+    assert end - begin == factor * microbatches[step] * 4
+  if factor != 1:
+    assert bounds[-2] < bounds[-1]
+
+
+def test_a_load_that_is_not_whole_is_refused():
+  table = StepTable([StepRows(0, 3)], 2)
+  with pytest.raises(UserError) as caught:
+    table.load_bounds(Fraction(1, 4))
+  message = str(caught.value)
+  assert "expansion_factor_real_data=1/4 times global_batch_to_train=6 is 3/2 samples" in message
+  assert "such as 1/6 or 2" in message
+
+
+def test_a_gap_between_steps_is_refused():
+  with pytest.raises(ValueError, match="step 0 ends at 8"):
+    StepTable([StepRows(0, 2), StepRows(9, 2)], 4)
+
+
+def test_no_steps():
+  table = StepTable([], 4)
+  assert len(table.load_bounds(Fraction(1))) == 1
+  assert len(table.load_bounds(Fraction(2))) == 1
+
+
+def test_steps_in_order_cover_the_rows():
+  assert steps_in_order(10, 4, -1) == [StepRows(0, 1), StepRows(4, 1), StepRows(8, 1)]
+  assert steps_in_order(10, 4, 2) == [StepRows(0, 1), StepRows(4, 1)]
+  assert steps_in_order(8, 4, 9) == [StepRows(0, 1), StepRows(4, 1)]
+
+
+def test_the_row_plan_does_not_import_jax():
+  program = "import sys, maxbatch.data.row_plan; assert 'jax' not in sys.modules"
+  subprocess.run([sys.executable, "-c", program], check=True)
