@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import pathlib
 import shutil
-import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -22,10 +21,11 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, NamedSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
+from maxbatch.batch.plan import Position
 from maxbatch.checkpoint_record import (
-  Position,
   changed_leaves,
   identity_differences,
   is_intact,
@@ -208,7 +208,7 @@ class Checkpointer:
     steps = [good for good in self.steps() if good not in self._damaged]
     self._failure = (
       f"checkpoint step {step} could not be written to {self._directory}"
-      f" ({_free_bytes(self._directory)} bytes free): {_first_line(error)}"
+      f" ({_free_bytes(self._directory)} bytes free): {_cause(error)}"
     )
     last = f"the newest checkpoint is step {steps[-1]}" if steps else "there is no checkpoint yet"
     self._report(f"warning: {self._failure}; training goes on, {last}")
@@ -287,7 +287,7 @@ class Checkpointer:
       cause = _root_cause(error)
       if not isinstance(cause, _UNREADABLE):
         raise
-      raise _DamagedError(f"its {item} cannot be read: {_first_line(cause)}") from None
+      raise _DamagedError(f"its {item} cannot be read: {_cause(cause)}") from None
 
   def _changed_resume(self, step: int, changed: list[str]) -> str:
     return (
@@ -315,6 +315,9 @@ class Checkpointer:
 
 
 def _on_devices(leaf: Any) -> jax.ShapeDtypeStruct:
+  """`leaf` with a sharding on real devices; a mistake in it must not pass for a damaged file."""
+  if isinstance(leaf.sharding, NamedSharding) and isinstance(leaf.sharding.mesh, AbstractMesh):
+    raise TypeError(f"The sharding {leaf.sharding} of a restored leaf names no devices.")
   sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
@@ -325,9 +328,11 @@ def _root_cause(error: BaseException) -> BaseException:
   return error
 
 
-def _first_line(error: BaseException) -> str:
-  text = str(error).strip() or type(error).__name__
-  return textwrap.shorten(text.splitlines()[0], 200, placeholder=" ...")
+def _cause(error: BaseException) -> str:
+  """What went wrong, in one line: the start says where, the end why."""
+  text = repr(error) if isinstance(error, LookupError) or not str(error) else str(error)
+  line = text.splitlines()[0].split(" [tensorstore_spec")[0]
+  return line if len(line) <= 220 else f"{line[:70]} ... {line[-140:]}"
 
 
 def _free_bytes(directory: pathlib.Path) -> str:

@@ -12,18 +12,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from maxbatch.batch.plan import Position
 from maxbatch.fingerprint import fingerprints, named_leaves
 
 _ABSENT = "(absent)"
 _SHOWN = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Position:
-  """How far a run has come: optimizer updates done, and samples consumed by them."""
-
-  step: int
-  samples: int
 
 
 def make_record(
@@ -42,10 +35,12 @@ def make_record(
   return fields | {"checksum": _checksum(fields)}
 
 
-def is_intact(record: dict[str, Any]) -> bool:
-  """Whether the record is what was written, by its checksum."""
+def is_intact(record: object) -> bool:
+  """Whether what was read is a record as it was written, by its checksum."""
+  if not isinstance(record, dict):
+    return False
   fields = {key: value for key, value in record.items() if key != "checksum"}
-  return record["checksum"] == _checksum(fields)
+  return record.get("checksum") == _checksum(fields)
 
 
 def identity_differences(record: dict[str, Any], identity: Mapping[str, object]) -> list[str]:

@@ -14,9 +14,7 @@ import sys
 def silence_orbax() -> None:
   """Drops log lines of Orbax and the complaints of its abandoned reads and writes, from now on."""
   logging.getLogger("absl").addFilter(lambda record: not _of_orbax(record.pathname))
-  logging.getLogger("asyncio").addFilter(
-    lambda record: not ("Task was destroyed" in record.getMessage() and _mentions_orbax(record))
-  )
+  logging.getLogger("asyncio").addFilter(lambda record: not _is_about_leftovers(record))
   told_before = sys.unraisablehook
 
   def hook(unraisable: "sys.UnraisableHookArgs") -> None:
@@ -30,8 +28,10 @@ def _of_orbax(path: str) -> bool:
   return "orbax" in pathlib.PurePath(path).parts
 
 
-def _mentions_orbax(record: logging.LogRecord) -> bool:
-  return "orbax" in record.getMessage()
+def _is_about_leftovers(record: logging.LogRecord) -> bool:
+  """Tasks that failed or were dropped after the first failure: `never retrieved`, `destroyed`."""
+  message = record.getMessage()
+  return "orbax" in message or "tensorstore" in message or "OCDBT" in message
 
 
 def _is_leftover(unraisable: "sys.UnraisableHookArgs") -> bool:
