@@ -14,9 +14,7 @@ from maxbatch.models.registry import Model, Parameters
 from maxbatch.rows import Rows
 
 
-def generate(
-  model: Model, params: Parameters, prompt: str, length: int, temperature: float
-) -> str:
+def generate(model: Model, params: Parameters, prompt: str, length: int, temperature: float) -> str:
   """The prompt and `length` bytes after it, the same at every call.
 
   Each token costs a forward pass over the whole text: meant for samples, not for serving.

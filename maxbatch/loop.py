@@ -61,8 +61,9 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
     TrainingDivergedError: a loss or gradient is not finite; nothing of that step is saved.
   """
   clock, pending = _Clock(), None
+  ending = position.step >= job.plan.steps
   with job.train_rows(position) as loader, StopSignals() as stop:
-    while position.step < job.plan.steps and not stop.requested:
+    while not ending:
       rate = job.learning_rate(position)
       state, metrics = _dispatch(job, state, loader, rate)
       if pending:

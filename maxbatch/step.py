@@ -6,7 +6,7 @@ their update, and agree to rounding.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -34,7 +34,9 @@ class StepMetrics(NamedTuple):
   """float32: tokens that counted."""
 
 
-Step = Callable[[TrainState, Rows, jax.Array, jax.Array], tuple[TrainState, StepMetrics]]
+Step = Callable[..., tuple[TrainState, StepMetrics]]
+"""(state, rows, trips or last, learning_rate) → (state, metrics); the given state is consumed."""
+EvalStep = Callable[[Parameters, Rows], Sums]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +111,7 @@ def _average_state(opt_state: optax.MultiStepsState) -> AverageState:
   return next(leaf for leaf in states if isinstance(leaf, AverageState))
 
 
-def compile_step(trainer: Trainer, rows: Rows, *, streamed: bool) -> Step:
+def step_function(trainer: Trainer, rows: Rows, *, streamed: bool) -> jax.stages.Wrapped:
   """The step as a jitted function with its buffers donated and every sharding fixed.
 
   Args:
@@ -119,8 +121,11 @@ def compile_step(trainer: Trainer, rows: Rows, *, streamed: bool) -> Step:
   """
   body = streamed_step if streamed else fused_step
 
-  def step(state: TrainState, rows: Rows, count: jax.Array, rate: jax.Array):
-    return body(trainer, state, rows, count, rate)
+  def step(
+    state: TrainState, rows: Rows, count: jax.Array, rate: jax.Array
+  ) -> tuple[TrainState, StepMetrics]:
+    with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
+      return body(trainer, state, rows, count, rate)
 
   places = state_shardings(trainer.model, trainer.optimizer, trainer.mesh)
   whole = replicated(trainer.mesh)
@@ -139,11 +144,12 @@ def rows_shardings(rows: Rows, mesh: Mesh) -> Rows:
   )
 
 
-def compile_eval(trainer: Trainer, rows: Rows) -> Callable[[Parameters, Rows], Sums]:
+def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
   """Loss and weight of a batch (B, T), without dropout, as a jitted function."""
 
   def evaluate(params: Parameters, rows: Rows) -> Sums:
-    return Sums(loss_sum(trainer.model, params, rows, None), rows.weights.sum())
+    with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
+      return Sums(loss_sum(trainer.model, params, rows, None), rows.weights.sum())
 
   places = state_shardings(trainer.model, trainer.optimizer, trainer.mesh).params
   return jax.jit(
@@ -156,8 +162,3 @@ def compile_eval(trainer: Trainer, rows: Rows) -> Callable[[Parameters, Rows], S
 def eval_shardings(rows: Rows, mesh: Mesh) -> Rows:
   """Rows (B, …): divided along B."""
   return jax.tree.map(lambda x: sharding(("batch", *(None,) * (x.ndim - 1)), x.shape, mesh), rows)
-
-
-def microbatches(rows: Rows, count: int) -> Sequence[Rows]:
-  """The first `count` microbatches, each keeping a leading dim of 1."""
-  return [jax.tree.map(lambda x, at=index: x[at : at + 1], rows) for index in range(count)]

@@ -14,6 +14,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.errors import UserError
 
 
@@ -54,6 +55,21 @@ class StepRows:
 
   first_sample: int
   num_microbatches: int
+
+
+def dispatches(plan: BatchPlan, start: Position, *, streamed: bool) -> list[StepRows]:
+  """What is sent to the devices from `start` to the end of the run: whole steps, or, streamed,
+  their microbatches one by one."""
+  per_dispatch = 1 if streamed else plan.gradient_accumulation_steps
+  size = plan.micro_batch_to_train * per_dispatch
+  samples = range(start.samples, plan.samples_at(plan.steps), size)
+  return [StepRows(sample, per_dispatch) for sample in samples]
+
+
+def load_factor(plan: BatchPlan, *, streamed: bool) -> Fraction:
+  """Samples loaded at once, as a multiple of what one dispatch takes."""
+  taken = plan.micro_batch_to_train if streamed else plan.global_batch_to_train
+  return Fraction(plan.global_batch_to_load, taken)
 
 
 def steps_in_order(num_rows: int, batch: int, limit: int) -> list[StepRows]:

@@ -1,0 +1,143 @@
+"""From a Config to a Job ready to run: every part built, checked and compiled in order."""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+
+from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.config.schema import Config
+from maxbatch.data import tokenizer
+from maxbatch.data.dataset import Dataset, RowSource
+from maxbatch.data.loader import Loader, eval_loader, train_loader
+from maxbatch.data.row_plan import dispatches, load_factor
+from maxbatch.errors import UserError
+from maxbatch.models.registry import Model, build_model
+from maxbatch.optim import make_optimizer
+from maxbatch.rows import Rows
+from maxbatch.sharding import make_mesh, sharding, undivided
+from maxbatch.state import abstract_state
+from maxbatch.step import (
+  EvalStep,
+  Step,
+  Trainer,
+  eval_function,
+  step_function,
+)
+
+
+def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[jax.Device]) -> Trainer:
+  """Model, optimizer and mesh, none of which holds an array yet.
+
+  Raises:
+    UserError: keys that contradict each other.
+  """
+  if config.model.vocab_size < tokenizer.VOCAB_SIZE:
+    raise UserError(
+      f"vocab_size={config.model.vocab_size} must be at least the {tokenizer.VOCAB_SIZE} tokens of "
+      f"the byte tokenizer; for example vocab_size={tokenizer.VOCAB_SIZE}"
+    )
+  model = build_model(config.model, config.batch.max_target_length)
+  every_k = plan.gradient_accumulation_steps if streams(config) else 1
+  return Trainer(
+    model=model,
+    optimizer=make_optimizer(config.optimizer, model.axes(), every_k),
+    mesh=make_mesh(plan.topology, devices),
+    # Another key than the weights', from the same seed.
+    dropout_key=jax.random.fold_in(jax.random.key(config.model.init_weights_seed), 1),
+  )
+
+
+def streams(config: Config) -> bool:
+  """Whether a step is one dispatch per microbatch."""
+  return config.batch.accumulation == "streamed"
+
+
+def undivided_parameters(trainer: Trainer) -> list[str]:
+  """Parameters that the mesh cannot divide as the table says, a line each."""
+  shapes = {
+    tuple(entry.key for entry in path): leaf.shape
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trainer.model.shapes())
+  }
+  return [
+    f"{'.'.join(path)}: {problem}"
+    for path, axes in trainer.model.axes().items()
+    for problem in undivided(axes, shapes[path], trainer.mesh)
+  ]
+
+
+def num_parameters(model: Model) -> int:
+  """Parameters of a model."""
+  return sum(leaf.size for leaf in jax.tree.leaves(model.shapes()))
+
+
+def compiled_step(config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource) -> Step:
+  """The training step, compiled for exactly the arrays it will be fed."""
+  capacity = 1 if streams(config) else plan.trip_capacity
+  rows = _shapes(source, (capacity, plan.micro_batch_to_train))
+  function = step_function(trainer, rows, streamed=streams(config))
+  count = jax.ShapeDtypeStruct((), np.bool_ if streams(config) else np.int32)
+  rate = jax.ShapeDtypeStruct((), np.float32)
+  state = abstract_state(trainer.model, trainer.optimizer, trainer.mesh)
+  return function.lower(state, rows, count, rate).compile()
+
+
+def compiled_eval(plan: BatchPlan, trainer: Trainer, source: RowSource) -> EvalStep:
+  """The evaluation of one batch, compiled."""
+  rows = _shapes(source, (plan.eval_batch,))
+  params = abstract_state(trainer.model, trainer.optimizer, trainer.mesh).params
+  return eval_function(trainer, rows).lower(params, rows).compile()
+
+
+def _shapes(source: RowSource, leading: tuple[int, ...]) -> Rows:
+  """What a loader of `source` yields, without reading more than its first row."""
+  one = source.rows(np.zeros(1, np.int64)) | {"sample_ids": np.zeros(1, np.int32)}
+  return Rows(
+    **{name: jax.ShapeDtypeStruct(leading + x.shape[1:], x.dtype) for name, x in one.items()}
+  )
+
+
+def train_rows(
+  config: Config, plan: BatchPlan, trainer: Trainer, dataset: Dataset
+) -> Callable[[Position], Loader]:
+  """Opens the training rows from any position on."""
+  T, micro = config.batch.max_target_length, plan.micro_batch_to_train
+  streamed = streams(config)
+  capacity = 1 if streamed else plan.trip_capacity
+  place = sharding((None, "batch", None), (capacity, micro, T), trainer.mesh)
+
+  def open_at(position: Position) -> Loader:
+    return train_loader(
+      dataset.train,
+      config.data.data_shuffle_seed,
+      dispatches(plan, position, streamed=streamed),
+      micro_batch=micro,
+      capacity=capacity,
+      sharding=place,
+      load_factor=load_factor(plan, streamed=streamed),
+      worker_count=config.data.grain_worker_count,
+    )
+
+  return open_at
+
+
+def eval_rows(
+  config: Config, plan: BatchPlan, trainer: Trainer, dataset: Dataset
+) -> Callable[[], Loader] | None:
+  """Opens the validation rows from their beginning; None without validation data."""
+  source = dataset.validation
+  if source is None:
+    return None
+  shape = (plan.eval_batch, config.batch.max_target_length)
+  place = sharding(("batch", None), shape, trainer.mesh)
+
+  def open_all() -> Loader:
+    return eval_loader(
+      source,
+      eval_batch=plan.eval_batch,
+      eval_steps=config.run.eval_steps,
+      sharding=place,
+      worker_count=config.data.grain_worker_count,
+    )
+
+  return open_all

@@ -1,0 +1,201 @@
+"""python -m maxbatch.train config=… [key=value …]: trains a language model."""
+
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+
+import yaml
+
+from maxbatch.batch.plan import BatchPlan, Position, plan_batches
+from maxbatch.checkpoint import Checkpointer
+from maxbatch.config.help import help_text, wants_help
+from maxbatch.config.load import load_config, to_flat_dict
+from maxbatch.config.schema import Config
+from maxbatch.data.registry import build_dataset
+from maxbatch.devices import find_devices, num_slices
+from maxbatch.errors import EXIT_DIVERGED, EXIT_USER_ERROR, TrainingDivergedError, UserError
+from maxbatch.generate import generate
+from maxbatch.identity import identity
+from maxbatch.learning_rate import learning_rate
+from maxbatch.loop import Job, first_record, train
+from maxbatch.metrics import MetricsLog, read_metrics
+from maxbatch.models.registry import Parameters
+from maxbatch.prepare import (
+  build_trainer,
+  compiled_eval,
+  compiled_step,
+  eval_rows,
+  num_parameters,
+  streams,
+  train_rows,
+  undivided_parameters,
+)
+from maxbatch.progress import Progress
+from maxbatch.state import TrainState, abstract_state, from_saved, init_state, to_save
+from maxbatch.step import Trainer
+from maxbatch.topology import topology
+
+COMMAND = "python -m maxbatch.train"
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str]) -> int:
+  """Runs the command; returns its exit code."""
+  if wants_help(arguments):
+    print(help_text(COMMAND))
+    return 0
+  try:
+    run(load_config(arguments))
+  except UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return EXIT_USER_ERROR
+  except TrainingDivergedError as error:
+    print(f"stopped: {error}", file=sys.stderr)
+    return EXIT_DIVERGED
+  except KeyboardInterrupt:
+    print("interrupted; what was saved before is kept", file=sys.stderr)
+    return _INTERRUPTED
+  return 0
+
+
+def run(config: Config) -> None:
+  """Plans, prepares, trains and sums up one run.
+
+  Raises:
+    UserError: something in the configuration or the input does not work.
+    TrainingDivergedError: the loss or a gradient is not finite.
+  """
+  devices = find_devices(config.mesh.num_simulated_devices)
+  layout = topology(config.mesh, len(devices), num_slices(devices))
+  plan = plan_batches(config.batch, config.run, layout)
+  print(f"{plan}\n", flush=True)
+  rate = learning_rate(config.optimizer, plan, config.run.schedule_unit)
+  trainer = build_trainer(config, plan, devices)
+  dataset = build_dataset(config.data, config.batch.max_target_length)
+  folder = pathlib.Path(config.run.base_output_directory) / config.run.run_name
+  _describe(config, plan, trainer, dataset.description, folder)
+  with _checkpointer(config, folder, dataset.fingerprint) as checkpointer:
+    state, position = _init_or_restore(config, trainer, checkpointer)
+    if position.step >= plan.steps:
+      print(f"This run is complete at step {position.step}. For more, raise its budget.")
+      return
+    began = time.perf_counter()
+    step = compiled_step(config, plan, trainer, dataset.train)
+    eval_step = compiled_eval(plan, trainer, dataset.validation or dataset.train)
+    print(f"Compiled in {time.perf_counter() - began:.1f} s\n", flush=True)
+    _write_config(config, plan, folder)
+    with (
+      MetricsLog(folder, position.step) as log,
+      Progress(position.step, plan.steps, config.run.log_period) as progress,
+    ):
+      job = Job(
+        plan=plan,
+        run=config.run,
+        checkpoint=config.checkpoint,
+        learning_rate=rate,
+        step=step,
+        streamed=streams(config),
+        eval_step=eval_step,
+        train_rows=train_rows(config, plan, trainer, dataset),
+        eval_rows=eval_rows(config, plan, trainer, dataset),
+        checkpointer=checkpointer if config.checkpoint.enable_checkpointing else None,
+        log=log,
+        progress=progress,
+      )
+      if position.step == 0:
+        first_record(job, state.params)
+        _keep_sample(config, trainer, state.params, folder)
+      state, position = train(job, state, position)
+  _sum_up(config, plan, trainer, state, position, folder)
+
+
+def _checkpointer(config: Config, folder: pathlib.Path, dataset_fingerprint: str) -> Checkpointer:
+  return Checkpointer(
+    folder / "checkpoints", config.checkpoint, identity(config, dataset_fingerprint)
+  )
+
+
+def _init_or_restore(
+  config: Config, trainer: Trainer, checkpointer: Checkpointer
+) -> tuple[TrainState, Position]:
+  """The newest good checkpoint of this run's folder, or a fresh start."""
+  fresh = init_state(trainer.model, trainer.optimizer, trainer.mesh, config.model.init_weights_seed)
+  if not config.checkpoint.enable_checkpointing:
+    return fresh, Position(0, 0)
+  wanted = abstract_state(trainer.model, trainer.optimizer, trainer.mesh)
+  restored = checkpointer.restore(to_save(wanted))
+  if restored is None:
+    return fresh, Position(0, 0)
+  at = restored.position
+  print(f"Resuming after step {at.step} ({at.samples:,} samples)", flush=True)
+  return from_saved(restored.state, fresh), at
+
+
+def _describe(
+  config: Config, plan: BatchPlan, trainer: Trainer, data: str, folder: pathlib.Path
+) -> None:
+  """What the run is made of, in a few lines."""
+  print(f"Model  {config.model.model_name}: {num_parameters(trainer.model):,} parameters")
+  print(f"Data   {data}")
+  print(f"Mesh   {plan.topology} on {trainer.mesh.devices.flat[0].device_kind}")
+  for line in undivided_parameters(trainer):
+    print(f"       {line}")
+  print(f"Folder {folder}", flush=True)
+
+
+def _write_config(config: Config, plan: BatchPlan, folder: pathlib.Path) -> None:
+  """config.yml: every key, and what was derived from them."""
+  folder.mkdir(parents=True, exist_ok=True)
+  values = to_flat_dict(config) | {"derived": plan.as_dict()}
+  (folder / "config.yml").write_text(yaml.safe_dump(values, sort_keys=False))
+
+
+def _sample(config: Config, trainer: Trainer, params: Parameters) -> str:
+  run = config.run
+  return generate(
+    trainer.model, params, run.prompt, run.generate_length, run.decode_sampling_temperature
+  )
+
+
+def _sample_file(folder: pathlib.Path) -> pathlib.Path:
+  return folder / "text_before_training.txt"
+
+
+def _keep_sample(
+  config: Config, trainer: Trainer, params: Parameters, folder: pathlib.Path
+) -> None:
+  if config.run.generate_length:
+    _sample_file(folder).write_text(_sample(config, trainer, params))
+
+
+def _sum_up(
+  config: Config,
+  plan: BatchPlan,
+  trainer: Trainer,
+  state: TrainState,
+  position: Position,
+  folder: pathlib.Path,
+) -> None:
+  """The last lines: how far, how well, where, and what next."""
+  complete = position.step == plan.steps
+  if complete and config.run.generate_length:
+    if _sample_file(folder).exists():
+      print(f"\n--- text before training\n{_sample_file(folder).read_text()}")
+    print(f"--- text after training\n{_sample(config, trainer, state.params)}\n---")
+  tokens = plan.tokens(position.samples)
+  print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
+  print(f"{position.samples:,} samples, {tokens:,} tokens")
+  losses = [record["eval/loss"] for record in read_metrics(folder) if "eval/loss" in record]
+  if losses:
+    print(f"Validation loss {losses[0]:.3f} → {losses[-1]:.3f} nats per token")
+  print(f"Everything is in {folder}; next:")
+  print(f"  curves:  tensorboard --logdir {folder / 'tensorboard'}")
+  if not complete:
+    print("  go on:   the same command again")
+  elif config.checkpoint.enable_checkpointing:
+    print(f"  longer:  the same command with a larger budget, for example steps={2 * plan.steps}")
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))
