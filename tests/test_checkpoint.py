@@ -325,7 +325,7 @@ def test_a_damaged_step_is_kept_and_can_be_written_again(folder):
 
 
 def test_an_unfinished_save_is_ignored_then_removed(folder, tmp_path):
-  unfinished = copy(folder / "2", folder / "3.orbax-checkpoint-tmp")
+  unfinished = copy(folder / "2", folder / "5.orbax-checkpoint-tmp")
   restored, lines = resume(folder)
   assert restored is not None
   assert (restored.position.step, lines) == (2, [])
