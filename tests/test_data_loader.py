@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from maxbatch.data import loader as loading
+from maxbatch.data import reading
 from maxbatch.data.dataset import Arrays
 from maxbatch.data.loader import Loader, eval_loader, train_loader
 from maxbatch.data.reading import ReadOrder, StepReader
@@ -231,6 +232,15 @@ def test_a_failure_is_repeated_not_taken_for_the_end():
     for _ in range(3):
       with pytest.raises(UserError, match="reading samples"):
         list(loader)
+
+
+def test_loads_that_end_early_are_a_failure_not_the_end(monkeypatch):
+  monkeypatch.setattr(reading, "_start", lambda *_: (_ for _ in ()))
+  with (
+    train(microbatches=[1]) as loader,
+    pytest.raises(UserError, match="reading samples 0 to 7 failed: it ended early"),
+  ):
+    next(loader)
 
 
 def test_a_cache_deleted_under_the_workers_is_named(tmp_path):

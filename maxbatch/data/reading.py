@@ -151,7 +151,7 @@ class StepReader:
   def _stack(self, pieces: Sequence[np.ndarray], microbatches: int) -> np.ndarray:
     """One array [C, R, …] of the pieces' rows; without copying where they already are one."""
     shape = (self._capacity, len(self._plan.columns), *pieces[0].shape[1:])
-    # Rows from a worker lie in shared memory that is given back when grain's array dies: copy.
+    # Rows from a worker lie in shared memory, of which containers have little: a copy frees it.
     if len(pieces) == 1 and microbatches == self._capacity and not self._workers:
       return pieces[0].reshape(shape)
     stacked = np.zeros(shape, pieces[0].dtype)
