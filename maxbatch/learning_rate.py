@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 
 from maxbatch.batch.plan import BatchPlan, Position, Unit
+from maxbatch.config.registered import registered
 from maxbatch.config.schema import OptimizerConfig
 from maxbatch.errors import UserError
 
@@ -67,8 +68,9 @@ class LearningRate:
       # The update moves by the rate reached at its end, so that the very first one is not zero.
       after = self.plan.measure(self.plan.advance(position), self.unit)
       return peak * min(1.0, after / self.warmup)
-    progress = (at - self.warmup) / max(self.length - self.warmup, 1)
-    return peak * self.schedule(min(progress, 1.0), self.config)
+    done = at >= self.length
+    progress = 1.0 if done else (at - self.warmup) / (self.length - self.warmup)
+    return peak * self.schedule(progress, self.config)
 
 
 def learning_rate(config: OptimizerConfig, plan: BatchPlan, unit: Unit) -> LearningRate:
@@ -77,10 +79,7 @@ def learning_rate(config: OptimizerConfig, plan: BatchPlan, unit: Unit) -> Learn
   Raises:
     UserError: for an unknown schedule, or a warm-up longer than the schedule.
   """
-  if config.lr_schedule_type not in SCHEDULES:
-    raise UserError(
-      f"lr_schedule_type={config.lr_schedule_type!r} is unknown; known: {', '.join(SCHEDULES)}"
-    )
+  schedule = registered("lr_schedule_type", config.lr_schedule_type, SCHEDULES)
   length = config.learning_rate_schedule_steps
   length = plan.measure(plan.end(), unit) if length == -1 else length
   warmup = config.warmup_steps
@@ -90,5 +89,4 @@ def learning_rate(config: OptimizerConfig, plan: BatchPlan, unit: Unit) -> Learn
       f"warmup_steps={warmup} is longer than the schedule of {length} {unit}; the warm-up is part "
       f"of the schedule; for example warmup_steps={length // 10}"
     )
-  schedule = SCHEDULES[config.lr_schedule_type]
   return LearningRate(config, plan, unit, schedule, length, warmup)

@@ -24,22 +24,29 @@ class MetricsLog:
   def __init__(self, folder: pathlib.Path, step: int):
     """Opens the files to go on after `step`; what an interrupted run wrote beyond it is dropped.
 
+    A run that starts at step 0 writes that record again, so it keeps nothing.
+
     Raises:
-      UserError: the folder cannot be written to.
+      UserError: the folder cannot be written to, or holds a damaged metrics.jsonl.
     """
-    self._path = folder / "metrics.jsonl"
+    path, first = folder / "metrics.jsonl", step + 1 if step else 0
     try:
       folder.mkdir(parents=True, exist_ok=True)
-      _cut_after(self._path, step)
-      self._file = self._path.open("a", buffering=1)
+      _cut(path, first)
+      self._board = tensorboardX.SummaryWriter(
+        str(folder / "tensorboard"),
+        purge_step=first,
+        flush_secs=10,
+        # Files are named by the second: without this a quick restart would overwrite the last one.
+        filename_suffix=f".{first}",
+      )
+      self._file = path.open("a", buffering=1)
     except OSError as error:
       raise UserError(
-        f"base_output_directory, run_name: {folder} cannot be written to ({error.strerror}); "
-        "choose a folder that can, for example base_output_directory=/tmp/runs"
+        f"base_output_directory={folder.parent} run_name={folder.name}: {error.filename or folder} "
+        f"cannot be written to ({error.strerror}); choose a folder that can, "
+        "for example base_output_directory=runs"
       ) from None
-    self._board = tensorboardX.SummaryWriter(
-      str(folder / "tensorboard"), purge_step=step + 1, flush_secs=10
-    )
 
   def __enter__(self) -> Self:
     return self
@@ -53,24 +60,44 @@ class MetricsLog:
     self._file.write(json.dumps(record) + "\n")
     for key, value in record.items():
       if key not in _NOT_PLOTTED:
-        self._board.add_scalar(key, value, record["step"])
+        self._board.add_scalar(key, value, int(record["step"]))
 
 
 def read_metrics(folder: pathlib.Path) -> list[Record]:
-  """All records of a run's folder, oldest first; a last line cut off by a crash is left out."""
+  """All records of a run's folder, oldest first; a last line cut off by a crash is left out.
+
+  Raises:
+    UserError: another line is not a record.
+  """
   path = folder / "metrics.jsonl"
-  return [json.loads(line) for line in _whole_lines(path)] if path.exists() else []
+  return [record for _, record in _lines(path)] if path.exists() else []
 
 
-def _whole_lines(path: pathlib.Path) -> list[str]:
-  return [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+def _lines(path: pathlib.Path) -> list[tuple[str, Record]]:
+  """Every whole line with its record."""
+  lines = path.read_text().splitlines(keepends=True)
+  if lines and not lines[-1].endswith("\n"):
+    del lines[-1]
+  return [(line, _parse(path, number, line)) for number, line in enumerate(lines, start=1)]
 
 
-def _cut_after(path: pathlib.Path, step: int) -> None:
-  """Leaves only the records up to `step`, replacing the file in one move."""
+def _parse(path: pathlib.Path, number: int, line: str) -> Record:
+  try:
+    record = json.loads(line)
+  except json.JSONDecodeError:
+    record = None
+  if isinstance(record, dict) and "step" in record:
+    return record
+  raise UserError(
+    f"{path}:{number}: not a record of a step; remove the line, or choose another run_name"
+  )
+
+
+def _cut(path: pathlib.Path, first: int) -> None:
+  """Leaves only the records before step `first`, replacing the file in one move."""
   if not path.exists():
     return
-  kept = [line for line in _whole_lines(path) if json.loads(line)["step"] <= step]
+  kept = [line for line, record in _lines(path) if record["step"] < first]
   temporary = path.with_suffix(".tmp")
   temporary.write_text("".join(kept))
   os.replace(temporary, path)

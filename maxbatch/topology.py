@@ -48,8 +48,13 @@ def topology(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> Topolog
   """Divides `num_devices` devices in `num_slices` slices over the mesh axes.
 
   Raises:
-    UserError: if the axis sizes do not multiply to the devices there are.
+    UserError: if the axis sizes do not multiply to the devices there are, or the slices differ.
   """
+  if num_devices % num_slices:
+    raise UserError(
+      f"{num_devices} devices in {num_slices} slices: every slice must have as many devices as the "
+      f"others; for example {num_devices // num_slices * num_slices} devices"
+    )
   ici = tuple(getattr(mesh, f"ici_{_CONFIG_NAMES[axis]}_parallelism") for axis in AXES)
   dcn = tuple(getattr(mesh, f"dcn_{_CONFIG_NAMES[axis]}_parallelism") for axis in AXES)
   return Topology(
@@ -66,7 +71,7 @@ def _fill(prefix: str, sizes: tuple[int, ...], total: int, what: str) -> tuple[i
   if len(open_axes) > 1:
     raise UserError(
       f"{given}: only one axis can be -1 (whatever is left), not {len(open_axes)}; "
-      f"give {open_axes[1]} a number, for example {open_axes[1]}=1"
+      f"for example {_working_example(names, sizes, total)}"
     )
   product = math.prod(size for size in sizes if size != -1)
   if open_axes and total % product == 0:
@@ -85,7 +90,7 @@ def _fill(prefix: str, sizes: tuple[int, ...], total: int, what: str) -> tuple[i
 def _working_example(names: list[str], sizes: tuple[int, ...], total: int) -> str:
   """The given sizes, each cut to the largest that still divides what is left; data takes the rest."""
   left, example = total, []
-  for name, size in list(zip(names, sizes, strict=True))[1:]:
+  for name, size in zip(names[1:], sizes[1:], strict=True):
     fitting = math.gcd(max(size, 1), left)
     left //= fitting
     example.append(f"{name}={fitting}")

@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Literal
 
 from maxbatch.config.schema import BatchConfig, RunConfig
+from maxbatch.config.value import plain
 from maxbatch.errors import UserError
 from maxbatch.topology import Topology
 
@@ -103,45 +104,58 @@ class BatchPlan:
     }
 
   def __str__(self) -> str:
-    devices, per_device = self.topology.num_devices, _text(self.per_device_batch_size)
+    rows = self._derivation()
+    how_width = max(len(how) for _, how, _, _ in rows)
+    size_width = max(len(f"{size:,}") for _, _, size, _ in rows)
+    lines = [
+      f"  {name:<21}  {how:<{how_width}} = {size:>{size_width},} {unit}"
+      for name, how, size, unit in rows
+    ]
+    return "\n".join(["Batch plan", *lines])
+
+  def _derivation(self) -> list[tuple[str, str, int, str]]:
+    """Name, derivation, size and unit of every size, each derived from those above it."""
+    devices = self.topology.num_devices
     micro, batch = self.micro_batch_to_train, self.global_batch_to_train
-    rows = [
+    per_device, factor = _text(self.per_device_batch_size), _text(self.expansion_factor_real_data)
+    per_device_eval = _text(Fraction(self.eval_batch, devices))
+    times = f"{devices:,} devices ×"
+    accumulation, length = f"{self.gradient_accumulation_steps:,}", f"{self.max_target_length:,}"
+    return [
       ("num_devices", str(self.topology), devices, "devices"),
       (
         "micro_batch_to_train",
-        f"{devices} devices × per_device_batch_size {per_device}",
+        f"{times} per_device_batch_size {per_device}",
         micro,
-        "samples in one forward/backward",
+        "samples per pass",
       ),
       (
         "global_batch_to_train",
-        f"{micro} × gradient_accumulation_steps {self.gradient_accumulation_steps}",
+        f"{micro:,} × gradient_accumulation_steps {accumulation}",
         batch,
-        "samples in one step",
+        "samples per step",
       ),
       (
         "global_batch_to_load",
-        f"{batch} × expansion_factor_real_data {_text(self.expansion_factor_real_data)}",
+        f"{batch:,} × expansion_factor_real_data {factor}",
         self.global_batch_to_load,
-        "samples loaded at once",
+        "samples per load",
       ),
       (
-        "tokens per step",
-        f"{batch} × max_target_length {self.max_target_length}",
+        "eval_batch",
+        f"{times} eval_per_device_batch_size {per_device_eval}",
+        self.eval_batch,
+        "samples per pass",
+      ),
+      (
+        "tokens_per_step",
+        f"{batch:,} × max_target_length {length}",
         self.tokens_per_step,
         "tokens",
       ),
-      ("total_samples", f"{self.steps:,} steps × {batch}", self.total_samples, "samples"),
-      (
-        "total_tokens",
-        f"{self.total_samples:,} × {self.max_target_length}",
-        self.total_tokens,
-        "tokens",
-      ),
+      ("total_samples", f"{batch:,} × steps {self.steps:,}", self.total_samples, "samples"),
+      ("total_tokens", f"{self.total_samples:,} × {length}", self.total_tokens, "tokens"),
     ]
-    width = max(len(how) for _, how, _, _ in rows)
-    lines = [f"  {name:<22} {how:<{width}} = {size:>13,} {unit}" for name, how, size, unit in rows]
-    return "\n".join(["Batch plan", *lines])
 
 
 def plan_batches(batch: BatchConfig, run: RunConfig, topology: Topology) -> BatchPlan:
@@ -202,29 +216,27 @@ def _batch_to_load(global_batch: int, factor: Fraction) -> int:
 
 def _steps(run: RunConfig, global_batch: int, max_target_length: int) -> int:
   """The budget in steps; exactly one of the three budget keys is given."""
-  budgets = {
-    "steps": (run.steps, 1, "1 step"),
-    "total_samples": (run.total_samples, global_batch, f"{global_batch} samples a step"),
-    "total_tokens": (
-      run.total_tokens,
-      global_batch * max_target_length,
-      f"{global_batch * max_target_length} tokens a step",
-    ),
+  per_step = {
+    "steps": 1,
+    "total_samples": global_batch,
+    "total_tokens": global_batch * max_target_length,
   }
-  given = [key for key, (size, _, _) in budgets.items() if size != -1]
+  sizes = {"steps": run.steps, "total_samples": run.total_samples, "total_tokens": run.total_tokens}
+  given = [key for key, size in sizes.items() if size != -1]
   if len(given) != 1:
-    values = ", ".join(f"{key}={size}" for key, (size, _, _) in budgets.items())
+    # Of several the last is kept: steps comes from base.yml, the others from a person.
     unset = " ".join(f"{key}=-1" for key in given[:-1]) or "steps=1000"
+    values = ", ".join(f"{key}={size}" for key, size in sizes.items())
     raise UserError(f"{values}: exactly one must be set, the others -1; for example {unset}")
   key = given[0]
-  total, per_step, text = budgets[key]
-  if total % per_step == 0:
-    return total // per_step
-  below, above = _neighbours(Fraction(total, per_step))
-  nearest = [str(count * per_step) for count in (below, above) if count > 0]
+  steps, rest = divmod(sizes[key], per_step[key])
+  if rest == 0:
+    return steps
+  unit = key.removeprefix("total_")
+  nearest = [str(count * per_step[key]) for count in (steps, steps + 1) if count > 0]
   raise UserError(
-    f"{key}={total} is {total / per_step:.2f} steps at {text}, and a run ends with a whole step; "
-    f"nearest: {_choices(key, nearest)}"
+    f"{key}={sizes[key]} is {steps} steps of {per_step[key]} {unit} and {rest} {unit} more, and a "
+    f"run ends with a whole step; nearest: {_choices(key, nearest)}"
   )
 
 
@@ -238,11 +250,5 @@ def _choices(key: str, values: list[str]) -> str:
 
 
 def _text(value: Fraction) -> str:
-  """A fraction as people write it: 4, 0.25, 1/3."""
-  if value.denominator == 1:
-    return str(value.numerator)
-  reduced = value.denominator
-  for prime in (2, 5):
-    while reduced % prime == 0:
-      reduced //= prime
-  return str(float(value)) if reduced == 1 else f"{value.numerator}/{value.denominator}"
+  """A fraction as people write it and the configuration reads it: 4, 0.25, 1/3."""
+  return str(plain(value))

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import jax
 from flax import nnx
 
+from maxbatch.config.registered import registered
 from maxbatch.config.schema import ModelConfig
-from maxbatch.errors import UserError
 from maxbatch.models import transformer
 from maxbatch.models.layers import Parameter
 from maxbatch.rows import Rows
@@ -89,15 +89,11 @@ def build_model(config: ModelConfig, max_target_length: int) -> Model:
   Raises:
     UserError: for an unknown name, or keys that contradict each other.
   """
-  if config.decoder_block not in MODELS:
-    raise UserError(
-      f"decoder_block={config.decoder_block!r} is unknown; known: {', '.join(MODELS)}"
-    )
-  registered = MODELS[config.decoder_block]
-  registered.validate(config)
+  chosen = registered("decoder_block", config.decoder_block, MODELS)
+  chosen.validate(config)
 
   def create(key: jax.Array) -> nnx.Module:
-    return registered.create(nnx.Rngs(params=key), config, max_target_length)
+    return chosen.create(nnx.Rngs(params=key), config, max_target_length)
 
   graph, abstract = nnx.split(nnx.eval_shape(create, jax.random.key(0)), Parameter)
   return Model(config, create, graph, abstract)

@@ -1,0 +1,96 @@
+"""What a terminal shows, and what a file or a pipe gets instead."""
+
+import io
+import re
+
+import pytest
+
+from maxbatch.metrics import Record
+from maxbatch.progress import Progress
+
+
+class Terminal(io.StringIO):
+  def isatty(self) -> bool:
+    return True
+
+
+def record(step: int, **more: float) -> Record:
+  return {
+    "step": step,
+    "loss": 2.5,
+    "learning_rate": 3e-3,
+    "global_batch_to_train": 32,
+    "tokens_per_second": 12345.6,
+  } | more
+
+
+def run(steps: int, log_period: int, *, start: int = 0) -> None:
+  with Progress(start, steps, log_period) as progress:
+    for step in range(start + 1, steps + 1):
+      progress.show(record(step))
+
+
+def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+  stream = Terminal()
+  monkeypatch.setattr("sys.stdout", stream)
+  return stream
+
+
+def test_a_pipe_gets_plain_lines_every_period_and_at_the_end(capsys):
+  run(7, 3)
+  out, err = capsys.readouterr()
+  assert re.sub(r"eta \d\d:\d\d", "eta 00:00", out) == (
+    "step 3/7  loss 2.500  lr 3.00e-03  batch 32  12,346 tokens/s  eta 00:00\n"
+    "step 6/7  loss 2.500  lr 3.00e-03  batch 32  12,346 tokens/s  eta 00:00\n"
+    "step 7/7  loss 2.500  lr 3.00e-03  batch 32  12,346 tokens/s  eta 00:00\n"
+  )
+  assert err == ""
+
+
+def test_a_pipe_gets_every_evaluation(capsys):
+  with Progress(0, 9, 5) as progress:
+    progress.show({"step": 0, "eval/loss": 5.5})
+    progress.show(record(1))
+    progress.show(record(2, **{"eval/loss": 4.25}))
+    progress.say("Saved")
+  lines = capsys.readouterr().out.splitlines()
+  assert lines[0].startswith("step 0/9  eval loss 5.500  eta ")
+  assert lines[1].startswith("step 2/9  loss 2.500  eval loss 4.250  lr 3.00e-03")
+  assert lines[2:] == ["Saved"]
+
+
+def test_the_time_left_counts_the_steps_of_this_run_only(capsys, monkeypatch):
+  now = iter([100.0, 120.0])
+  monkeypatch.setattr("time.perf_counter", lambda: next(now))
+  with Progress(90, 110, 100) as progress:
+    progress.show(record(100))
+  # Ten steps took 20 s, and ten are left.
+  assert capsys.readouterr().out.endswith("eta 00:20\n")
+
+
+def test_a_terminal_gets_one_live_line(monkeypatch):
+  terminal = on_terminal(monkeypatch)
+  run(7, 3)
+  text = terminal.getvalue()
+  assert "\r" in text
+  assert text.count("\n") == 1
+  last = text.rstrip("\n").rpartition("\r")[2]
+  assert "7/7" in last
+  assert "loss 2.500  lr 3.00e-03  batch 32  12,346 tokens/s" in last
+
+
+def test_a_resumed_bar_begins_where_the_run_does(monkeypatch):
+  terminal = on_terminal(monkeypatch)
+  with Progress(90, 100, 10):
+    pass
+  assert "90/100" in terminal.getvalue()
+
+
+def test_lines_beside_the_bar_stay_whole(monkeypatch):
+  terminal = on_terminal(monkeypatch)
+  with Progress(0, 4, 1) as progress:
+    progress.show(record(1, **{"eval/loss": 4.25}))
+    progress.say("Saved")
+  lines = [line.rpartition("\r")[2] for line in terminal.getvalue().split("\n")]
+  assert any(line.startswith("step 1/4  loss 2.500  eval loss 4.250") for line in lines)
+  assert "Saved" in lines

@@ -1,0 +1,118 @@
+"""Devices over mesh axes: what is left over, what is refused, and that the offered way out works."""
+
+import itertools
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import MeshConfig
+from maxbatch.errors import UserError
+from maxbatch.topology import AXES, Topology, topology
+
+_DEFAULT = load_config(["config=base"]).mesh
+_KEYS = [
+  f"{kind}_{name}_parallelism"
+  for kind, name in itertools.product(("ici", "dcn"), ("data", "fsdp", "tensor", "pipeline"))
+]
+axis_sizes = st.sampled_from([-1, 1, 2, 3, 4, 6, 8])
+
+
+def mesh_of(
+  ici: tuple[int, ...] = (-1, 1, 1, 1), dcn: tuple[int, ...] = (1, 1, 1, 1)
+) -> MeshConfig:
+  return MeshConfig(**(vars(_DEFAULT) | dict(zip(_KEYS, ici + dcn, strict=True))))
+
+
+def message(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> str:
+  with pytest.raises(UserError) as caught:
+    topology(mesh, num_devices, num_slices)
+  return str(caught.value)
+
+
+def test_minus_one_takes_whatever_is_left():
+  assert topology(mesh_of(), 8).ici == (8, 1, 1, 1)
+  assert topology(mesh_of((2, -1, 2, 1)), 16).ici == (2, 4, 2, 1)
+  assert topology(mesh_of((1, 2, 2, -1)), 4).ici == (1, 2, 2, 1)
+
+
+def test_products():
+  layout = Topology((2, 3, 4, 5), (7, 1, 1, 2))
+  assert layout.shape == {"data": 14, "fsdp": 3, "tensor": 4, "stage": 10}
+  assert layout.num_devices == 14 * 3 * 4 * 10
+  assert layout.num_slices == 14
+  assert layout.num_batch_groups == 14 * 3
+  assert str(layout) == "data 14 × fsdp 3 × tensor 4 × stage 10"
+
+
+def test_slices_are_divided_by_the_dcn_axes():
+  layout = topology(mesh_of((-1, 1, 2, 1), (-1, 1, 1, 2)), 32, num_slices=4)
+  assert (layout.ici, layout.dcn) == ((4, 1, 2, 1), (2, 1, 1, 2))
+  assert layout.shape == {"data": 8, "fsdp": 1, "tensor": 2, "stage": 2}
+
+
+def test_a_product_that_is_not_the_number_of_devices():
+  assert message(mesh_of((2, 1, 3, 1)), 8) == (
+    "ici_data_parallelism=2, ici_fsdp_parallelism=1, ici_tensor_parallelism=3, "
+    "ici_pipeline_parallelism=1: the product of the axes, 6, must equal the 8 devices of a slice; "
+    "for example ici_data_parallelism=8, ici_fsdp_parallelism=1, ici_tensor_parallelism=1, "
+    "ici_pipeline_parallelism=1"
+  )
+
+
+def test_what_is_left_must_be_whole():
+  assert message(mesh_of((-1, 2, 3, 1)), 8) == (
+    "ici_data_parallelism=-1, ici_fsdp_parallelism=2, ici_tensor_parallelism=3, "
+    "ici_pipeline_parallelism=1: the product of the axes, 6, must divide the 8 devices of a slice; "
+    "for example ici_data_parallelism=4, ici_fsdp_parallelism=2, ici_tensor_parallelism=1, "
+    "ici_pipeline_parallelism=1"
+  )
+
+
+def test_only_one_axis_can_be_left_open():
+  assert message(mesh_of((-1, -1, 4, 1)), 8) == (
+    "ici_data_parallelism=-1, ici_fsdp_parallelism=-1, ici_tensor_parallelism=4, "
+    "ici_pipeline_parallelism=1: only one axis can be -1 (whatever is left), not 2; "
+    "for example ici_data_parallelism=2, ici_fsdp_parallelism=1, ici_tensor_parallelism=4, "
+    "ici_pipeline_parallelism=1"
+  )
+
+
+def test_slices_must_be_named_on_an_axis():
+  text = message(mesh_of(), 8, num_slices=2)
+  assert "dcn_data_parallelism=1" in text
+  assert "the product of the axes, 1, must equal the 2 slices" in text
+  assert "for example dcn_data_parallelism=2" in text
+
+
+def test_slices_of_different_sizes_are_refused():
+  assert message(mesh_of(), 7, num_slices=2) == (
+    "7 devices in 2 slices: every slice must have as many devices as the others; "
+    "for example 6 devices"
+  )
+
+
+@given(
+  st.tuples(*[axis_sizes] * 4), st.tuples(*[axis_sizes] * 4), st.integers(1, 24), st.integers(1, 6)
+)
+def test_a_layout_uses_every_device_or_the_offered_example_does(ici, dcn, per_slice, slices):
+  sizes = dict(zip(_KEYS, ici + dcn, strict=True))
+  for _ in range(3):  # Both ici and dcn may be wrong: one message each.
+    mesh = MeshConfig(**(vars(_DEFAULT) | sizes))
+    try:
+      layout = topology(mesh, per_slice * slices, slices)
+    except UserError as error:
+      example = re.findall(r"(\w+)=(\d+)", str(error).partition("for example ")[2])
+      assert len(example) == len(AXES)
+      sizes |= {key: int(value) for key, value in example}
+      continue
+    assert math.prod(layout.ici) == per_slice
+    assert math.prod(layout.dcn) == layout.num_slices == slices
+    assert layout.num_devices == per_slice * slices
+    wanted = tuple(sizes[key] for key in _KEYS)
+    assert all(size in (-1, got) for size, got in zip(wanted, layout.ici + layout.dcn, strict=True))
+    return
+  pytest.fail("the offered examples did not work")
