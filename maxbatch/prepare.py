@@ -12,6 +12,7 @@ from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.loader import Loader, eval_loader, train_loader
 from maxbatch.data.row_plan import dispatches, load_factor
 from maxbatch.errors import UserError
+from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, build_model
 from maxbatch.optim import make_optimizer
 from maxbatch.rows import Rows
@@ -37,7 +38,8 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[jax.Device]
       f"vocab_size={config.model.vocab_size} must be at least the {tokenizer.VOCAB_SIZE} tokens of "
       f"the byte tokenizer; for example vocab_size={tokenizer.VOCAB_SIZE}"
     )
-  model = build_model(config.model, config.batch.max_target_length)
+  length = config.batch.max_target_length
+  model = build_model(resolve_attention(config.model, length, devices[0]), length)
   every_k = plan.gradient_accumulation_steps if streams(config) else 1
   return Trainer(
     model=model,

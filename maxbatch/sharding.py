@@ -43,11 +43,13 @@ def make_mesh(topology: Topology, devices: Sequence[jax.Device]) -> Mesh:
       f"the mesh {topology} needs {topology.num_devices} devices, and {len(devices)} are there"
     )
   if topology.num_slices > 1:
-    array = mesh_utils.create_hybrid_device_mesh(topology.ici, topology.dcn, devices)
+    array = mesh_utils.create_hybrid_device_mesh(
+      topology.ici, topology.dcn, devices, allow_split_physical_axes=True
+    )
   elif devices[0].platform == "cpu":
     array = np.array(devices).reshape(topology.ici)
   else:
-    array = mesh_utils.create_device_mesh(topology.ici, devices)
+    array = mesh_utils.create_device_mesh(topology.ici, devices, allow_split_physical_axes=True)
   return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
@@ -90,20 +92,24 @@ def undivided(axes: LogicalAxes, shape: Sequence[int], mesh: Mesh) -> list[str]:
 def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
   """Asks the compiler to keep activation `x` divided as the table says.
 
-  Inside a shard_map the axes it has taken over are already divided, so they are left out. Without
-  a mesh (one device, or a model called by hand) nothing happens.
+  Without a mesh (one device, or a model called by hand) nothing happens.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return x
+  places = open_spec(axes, x.shape)
+  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, places)) if any(places) else x
+
+
+def open_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
+  """As `spec`, for the mesh of the code around.
+
+  Inside a shard_map the axes it has taken over are already divided, so they are left out.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
   sizes = {name: 1 if name in mesh.manual_axes else size for name, size in mesh.shape.items()}
-  open_axes = [
-    _without(_divide(axis, size, sizes), mesh.manual_axes)
-    for axis, size in zip(axes, x.shape, strict=True)
-  ]
-  if not any(open_axes):
-    return x
-  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*open_axes)))
+  divided = (_divide(axis, size, sizes) for axis, size in zip(axes, shape, strict=True))
+  return PartitionSpec(*(_without(names, mesh.manual_axes) for names in divided))
 
 
 def gathered(parameter: jax.Array, axes: LogicalAxes) -> jax.Array:

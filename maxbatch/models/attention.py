@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
+from maxbatch.models import flash
 from maxbatch.models.layers import Norm, Projection
 from maxbatch.sharding import constrain
 
@@ -112,5 +113,9 @@ class Attention(nnx.Module):
       k_BSKH = rotate(k_BSKH, at.cos_BTH, at.sin_BTH)
     q_BTNH = constrain(q_BTNH, ("batch", "length", "heads", "head_dim"))
     k_BSKH = constrain(k_BSKH, ("batch", "length", "kv_heads", "head_dim"))
-    out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.mask_BTS)
+    if self.config.attention == "flash" and flash.has_devices():
+      window = self.config.sliding_window_size
+      out_BTNH = flash.flash_attention(q_BTNH, k_BSKH, v_BSKH, at.segment_ids_BT, window)
+    else:
+      out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.mask_BTS)
     return self.out(constrain(out_BTNH, ("batch", "length", "heads", "head_dim")))

@@ -1,0 +1,239 @@
+"""Flash attention: softmax attention whose logits never reach the devices' main memory.
+
+B rows, T query and S key tokens, N query heads, K key/value heads, H width of a head, X tokens
+of a block.
+
+The kernels are jax's own: splash attention, written in Pallas, on TPU, and cuDNN's on NVIDIA GPUs
+(Dao et al. 2022 is the algorithm of both). Both keep logits, maximum and sum of the softmax in
+float32 and round the weights as the chip's matrix unit does, so they agree with
+dot_product_attention to the rounding of the inputs' dtype, not bit by bit.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+from maxbatch.config.schema import ModelConfig
+from maxbatch.errors import UserError
+from maxbatch.sharding import open_spec
+
+Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, int], jax.Array]
+"""(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window) → out_BTNH, on one device."""
+
+_LANES = 128
+"""Tokens in the smallest block the TPU kernel works on."""
+
+_BLOCKS = (512, 384, 256, 128)
+"""Blocks of tokens, the best first: larger ones keep the matrix unit busier, and these fit in the
+vector memory of every TPU up to a head_dim of 256 in float32."""
+
+_AMPERE, _HOPPER = (8, 0), (9, 0)
+
+
+def resolve_attention(
+  config: ModelConfig, max_target_length: int, device: jax.Device
+) -> ModelConfig:
+  """The same configuration with attention=auto replaced by what `device` can do.
+
+  Raises:
+    UserError: attention=flash where there is no kernel for it.
+  """
+  if config.attention == "dot_product":
+    return config
+  capability = str(getattr(device, "compute_capability", ""))
+  obstacle = flash_obstacle(config, max_target_length, device.platform, capability)
+  if obstacle is None:
+    return dataclasses.replace(config, attention="flash")
+  if config.attention == "flash":
+    raise UserError(f"attention=flash: {obstacle}; or use attention=dot_product or attention=auto")
+  return dataclasses.replace(config, attention="dot_product")
+
+
+def flash_obstacle(
+  config: ModelConfig, max_target_length: int, platform: str, compute_capability: str = ""
+) -> str | None:
+  """Why flash attention cannot be used, and what would work; None if it can.
+
+  Args:
+    config: the model.
+    max_target_length: tokens in a row.
+    platform: of the devices, as jax calls it: cpu, gpu or tpu.
+    compute_capability: of a GPU, for example 9.0; AMD's begin with gfx.
+  """
+  if platform == "tpu":
+    return None
+  if platform != "gpu" or not compute_capability[:1].isdigit():
+    chips = f"{platform} {compute_capability}".strip()
+    return f"there is a kernel for TPUs and NVIDIA GPUs, but the devices are {chips}"
+  return _cudnn_obstacle(config, max_target_length, compute_capability)
+
+
+def _cudnn_obstacle(config: ModelConfig, max_target_length: int, capability: str) -> str | None:
+  """The limits of cuDNN's kernel, as jax checks them while it compiles, only earlier."""
+  chip = tuple(int(part) for part in capability.split("."))
+  if chip < _AMPERE:
+    return f"cuDNN's kernel needs compute capability 8.0, but the GPU has {capability}"
+  if config.dtype != "bfloat16":
+    return f"cuDNN's kernel computes in bfloat16, not in dtype={config.dtype}; use dtype=bfloat16"
+  widest = 256 if chip >= _HOPPER else 128
+  if config.head_dim % 8 or config.head_dim > widest:
+    working = min(widest, -(-config.head_dim // 8) * 8)
+    return (
+      f"on this GPU cuDNN's kernel takes a head_dim that is a multiple of 8 and at most {widest}, "
+      f"not head_dim={config.head_dim}; use for example head_dim={working}"
+    )
+  if max_target_length % 2:
+    return (
+      "cuDNN's kernel, when rows are packed, takes an even max_target_length, not "
+      f"max_target_length={max_target_length}; use max_target_length={max_target_length + 1}"
+    )
+  return None
+
+
+def has_devices() -> bool:
+  """Whether it is known here what the devices are: under a mesh, as in training and evaluation.
+
+  A model called without one, to write a sample of text, multiplies matrices instead.
+  """
+  return jax.sharding.get_abstract_mesh().abstract_device is not None
+
+
+def flash_attention(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  segment_ids_BT: jax.Array | None,
+  window: int,
+  kernel: Kernel | None = None,
+) -> jax.Array:
+  """Causal attention, each device working on its own rows and heads. Returns (B, T, N, H).
+
+  The compiler cannot divide these kernels by itself. So a shard_map takes over all mesh axes that
+  none around it has taken: rows are divided over fsdp and heads over tensor, as everywhere.
+
+  Args:
+    q_BTNH: queries.
+    k_BSKH: keys, S equal to T.
+    v_BSKH: values.
+    segment_ids_BT: tokens see only their own segment; None: each row is one segment.
+    window: tokens each token sees, itself included; 0: all before it.
+    kernel: what to run on each device; None: what belongs to the mesh's devices.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  run = kernel or KERNELS[mesh.abstract_device.platform]
+  k_BSKH, v_BSKH = (_divisible(x, q_BTNH.shape[2], mesh.shape["tensor"]) for x in (k_BSKH, v_BSKH))
+  queries = open_spec(("batch", "length", "heads", "head_dim"), q_BTNH.shape)
+  keys = open_spec(("batch", "length", "kv_heads", "head_dim"), k_BSKH.shape)
+  rows = open_spec(("batch", "length"), q_BTNH.shape[:2])
+  # Without check_vma, which splash attention does not know, an axis that divides nothing costs an
+  # all-reduce of equal gradients: correct, but only `stage` can be such an axis and be large.
+  return jax.shard_map(
+    lambda q, k, v, ids: run(q, k, v, ids, window),
+    in_specs=(queries, keys, keys, rows),
+    out_specs=queries,
+    axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+    check_vma=False,
+  )(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
+
+
+def _divisible(x_BSKH: jax.Array, num_query_heads: int, ways: int) -> jax.Array:
+  """Key/value heads repeated until `ways` devices divide them, where they divide the query heads.
+
+  Each device then holds just the heads its queries need: one, if K is less than `ways`.
+  """
+  K = x_BSKH.shape[2]
+  repeats = math.lcm(K, ways) // K if num_query_heads % ways == 0 else 1
+  return jnp.repeat(x_BSKH, repeats, axis=2) if repeats > 1 else x_BSKH
+
+
+def tpu_attention(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  segment_ids_BT: jax.Array | None,
+  window: int,
+  *,
+  interpret: bool = False,
+) -> jax.Array:
+  """Splash attention of one device's rows and heads; `interpret` runs it, slowly, without a TPU.
+
+  Rows are padded to whole blocks. The padding comes last, so no token sees it.
+  """
+  T, N, H = q_BTNH.shape[1:]
+  length = -(-T // _LANES) * _LANES
+  pad = functools.partial(_pad, length=length)
+  segments = None if segment_ids_BT is None else splash.SegmentIds(*(pad(segment_ids_BT),) * 2)
+  q_BNTH, k_BKSH, v_BKSH = (
+    jnp.swapaxes(pad(x), 1, 2) for x in (q_BTNH / math.sqrt(H), k_BSKH, v_BSKH)
+  )
+  kernel = _splash_kernel(N, length, window, interpret=interpret)
+  out_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments)
+  return jnp.swapaxes(out_BNTH, 1, 2)[:, :T]
+
+
+def _splash_kernel(
+  num_heads: int, length: int, window: int, *, interpret: bool
+) -> Callable[..., Any]:
+  """The kernel for one row of `length` tokens; it skips the blocks that the mask leaves empty."""
+  if window:
+    mask = splash.LocalMask((length, length), window_size=(window - 1, 0), offset=0)
+  else:
+    mask = splash.CausalMask((length, length))
+  X = next(block for block in _BLOCKS if length % block == 0)
+  return splash.make_splash_mha(
+    splash.MultiHeadMask([mask] * num_heads),
+    block_sizes=splash.BlockSizes(
+      block_q=X,
+      block_kv=X,
+      block_q_dkv=X,
+      block_kv_dkv=X,
+      block_q_dq=X,
+      block_kv_dq=X,
+    ),
+    head_shards=1,
+    q_seq_shards=1,
+    interpret=interpret,
+  )
+
+
+def _pad(x: jax.Array, length: int) -> jax.Array:
+  """Zeros after the tokens of (B, T, …), up to `length`."""
+  return jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+
+
+def gpu_attention(
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  segment_ids_BT: jax.Array | None,
+  window: int,
+  *,
+  implementation: Literal["cudnn", "xla"] = "cudnn",
+) -> jax.Array:
+  """cuDNN's attention of one device's rows and heads; implementation="xla" runs anywhere.
+
+  jax can tell cuDNN about segments only by a mask: (B, 1, T, S) in bfloat16, and as much again for
+  its gradient, which nobody needs. That is 2·N times smaller than float32 logits but still grows
+  with T². Without segments (packing=false) there is no mask.
+  """
+  attend = functools.partial(
+    jax.nn.dot_product_attention, is_causal=True, implementation=implementation
+  )
+  if segment_ids_BT is None:
+    local = (window - 1, 0) if 0 < window < q_BTNH.shape[1] else None
+    return attend(q_BTNH, k_BSKH, v_BSKH, local_window_size=local)
+  mask_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+  if window:
+    # In the mask, because cuDNN before 9.10.2 takes a mask or a window, not both.
+    places_T = jnp.arange(q_BTNH.shape[1])
+    mask_BTS &= (places_T[:, None] - places_T[None, :] < window)[None]
+  return attend(q_BTNH, k_BSKH, v_BSKH, mask=mask_BTS[:, None])
+
+
+KERNELS: Mapping[str, Kernel] = {"tpu": tpu_attention, "gpu": gpu_attention}
