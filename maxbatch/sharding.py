@@ -5,7 +5,7 @@ axes. A dimension that the devices do not divide evenly is kept whole on each of
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import numpy as np
@@ -95,10 +95,30 @@ def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
   Without a mesh (one device, or a model called by hand) nothing happens.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  if mesh.empty:
+  open_sizes = [size for name, size in mesh.shape.items() if name not in mesh.manual_axes]
+  if all(size == 1 for size in open_sizes):
     return x
-  places = open_spec(axes, x.shape)
-  return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, places)) if any(places) else x
+  places = NamedSharding(mesh, open_spec(axes, x.shape))
+  return jax.lax.with_sharding_constraint(x, places)
+
+
+def over_rows(function: Callable[..., jax.Array], whole: jax.Array, rows: jax.Array) -> jax.Array:
+  """`function(whole, rows)`, run by each device on its own rows.
+
+  For gathers: the compiler would rather send rows between the devices that fsdp sets apart.
+  `whole` must not be divided over fsdp; its gradient is summed over it.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if "fsdp" in mesh.manual_axes or mesh.shape.get("fsdp", 1) == 1:
+    return function(whole, rows)
+  on_fsdp = PartitionSpec("fsdp")
+  return jax.shard_map(
+    function,
+    in_specs=(PartitionSpec(), on_fsdp),
+    out_specs=on_fsdp,
+    axis_names={"fsdp"},
+    check_vma=False,
+  )(whole, rows)
 
 
 def open_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:

@@ -10,7 +10,7 @@ import yaml
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
 from maxbatch.checkpoint import Checkpointer
 from maxbatch.config.help import help_text, wants_help
-from maxbatch.config.load import load_config, to_flat_dict
+from maxbatch.config.load import DERIVED, load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.data.registry import build_dataset
 from maxbatch.devices import find_devices, num_slices
@@ -147,7 +147,7 @@ def _describe(
 def _write_config(config: Config, plan: BatchPlan, folder: pathlib.Path) -> None:
   """config.yml: every key, and what was derived from them."""
   folder.mkdir(parents=True, exist_ok=True)
-  values = to_flat_dict(config) | {"derived": plan.as_dict()}
+  values = to_flat_dict(config) | {DERIVED: plan.as_dict()}
   (folder / "config.yml").write_text(yaml.safe_dump(values, sort_keys=False))
 
 

@@ -20,6 +20,9 @@ from maxbatch.errors import UserError
 
 Layer = dict[str, Entry]
 
+DERIVED = "derived"
+"""Where a run's config.yml keeps what follows from its keys; ignored when it is read back."""
+
 
 def load_config(arguments: Sequence[str]) -> schema.Config:
   """The Config that `config=FILE key=value ...` describes.
@@ -95,6 +98,7 @@ def _read_chain(path: Path) -> tuple[Path, Layer, list[Layer]]:
         "Let one of them say `base_config: base`."
       )
     layer = read_file(path)
+    layer.pop(DERIVED, None)
     base = layer.pop("base_config", None)
     layers.insert(0, layer)
     if base is None:

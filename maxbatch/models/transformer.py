@@ -16,7 +16,7 @@ from maxbatch.errors import UserError
 from maxbatch.models.attention import Attention, Places, places
 from maxbatch.models.layers import FeedForward, Norm, parameter
 from maxbatch.rows import Rows
-from maxbatch.sharding import constrain
+from maxbatch.sharding import constrain, over_rows
 
 _EMBEDDING_STD = 0.02
 
@@ -71,7 +71,7 @@ class Transformer(nnx.Module):
   def __call__(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
     """Hidden states (B, T, D) after the final norm, in config.dtype."""
     config, T = self.config, rows.inputs.shape[1]
-    x_BTD = self.embedding.ready(config.dtype)[rows.inputs]
+    x_BTD = over_rows(_look_up, self.embedding.ready(config.dtype), rows.inputs)
     if self.position_embedding is not None:
       table_TD = self.position_embedding.ready(config.dtype)
       x_BTD = x_BTD + (table_TD[None, :T] if rows.positions is None else table_TD[rows.positions])
@@ -86,6 +86,10 @@ class Transformer(nnx.Module):
     """The matrix (D, V) from hidden states to logits, in config.dtype."""
     dtype = self.config.dtype
     return self.embedding.ready(dtype).T if self.head is None else self.head.ready(dtype)
+
+
+def _look_up(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
+  return table_VD[ids_BT]
 
 
 def _stacked_blocks(rngs: nnx.Rngs, config: ModelConfig) -> Block:

@@ -1,0 +1,80 @@
+"""Small models, rows and meshes that many tests share."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config, ModelConfig
+from maxbatch.rows import Rows
+from maxbatch.sharding import make_mesh
+from maxbatch.topology import Topology
+
+TINY = {
+  "base_emb_dim": 32,
+  "base_num_decoder_layers": 2,
+  "base_num_query_heads": 4,
+  "base_num_kv_heads": 2,
+  "head_dim": 8,
+  "base_mlp_dim": 64,
+  "vocab_size": 264,
+  "max_target_length": 16,
+}
+
+
+def config(**keys: object) -> Config:
+  """The default configuration with a tiny model, and `keys` on top."""
+  return load_config(["config=base", *(f"{key}={value}" for key, value in (TINY | keys).items())])
+
+
+def model_config(**keys: object) -> ModelConfig:
+  """The model section of `config`."""
+  return config(**keys).model
+
+
+def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, stage: int = 1) -> Mesh:
+  """A mesh of the first simulated devices."""
+  topology = Topology((data, fsdp, tensor, stage), (1, 1, 1, 1))
+  return make_mesh(topology, jax.devices()[: topology.num_devices])
+
+
+def uneven_rows(count: int, length: int, seed: int = 0) -> Rows:
+  """`count` rows [count, T] with very different numbers of tokens, rows 8 to 11 without any."""
+  random = np.random.default_rng(seed)
+  tokens = random.integers(0, 256, (count, length + 1)).astype(np.int32)
+  counts = random.integers(0, length + 1, (count, 1))
+  counts[8:12] = 0
+  weights = (np.arange(length)[None] < counts).astype(np.float32)
+  return Rows(tokens[:, :-1], tokens[:, 1:], weights, np.arange(count, dtype=np.int32))  # pyright: ignore
+
+
+def in_microbatches(rows: Rows, k: int, capacity: int) -> Rows:
+  """(B, T) → (capacity, B/k, T): k microbatches, the rest zeros as the loader leaves them."""
+
+  def cut(x: Any) -> np.ndarray:
+    micro = np.asarray(x).reshape(k, x.shape[0] // k, *x.shape[1:])
+    return np.concatenate([micro, np.zeros((capacity - k, *micro.shape[1:]), micro.dtype)])
+
+  return jax.tree.map(cut, rows)
+
+
+def relative_errors(tree: Any, reference: Any) -> dict[str, float]:
+  """‖a − b‖ / ‖b‖ of every leaf, by its path."""
+  errors = jax.tree.map(
+    lambda a, b: float(jnp.linalg.norm(a - b) / jnp.maximum(jnp.linalg.norm(b), 1e-30)),
+    jax.tree.map(lambda x: np.asarray(x, np.float64), tree),
+    jax.tree.map(lambda x: np.asarray(x, np.float64), reference),
+  )
+  return {jax.tree_util.keystr(path): e for path, e in jax.tree_util.tree_leaves_with_path(errors)}
+
+
+def replaced(config: Config, **sections: dict[str, object]) -> Config:
+  """The configuration with some keys of some sections replaced."""
+  changed = {
+    name: dataclasses.replace(getattr(config, name), **keys) for name, keys in sections.items()
+  }
+  return dataclasses.replace(config, **changed)

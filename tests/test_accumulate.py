@@ -1,0 +1,165 @@
+"""The batch split any way: the same loss and the same gradient, at the cost of one reduction."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import config, in_microbatches, mesh, model_config, relative_errors, uneven_rows
+
+from maxbatch.accumulate import summed_gradients
+from maxbatch.loss import loss_sum
+from maxbatch.models.registry import Model, build_model
+from maxbatch.optim import make_optimizer
+from maxbatch.rows import Rows
+from maxbatch.state import init_state
+from maxbatch.step import rows_shardings
+
+T = 16
+DROPOUT_KEY = jax.random.key(7)
+CAPACITY = 8
+ROWS = 64
+
+EVERY_K = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (8, 1, 1), (1, 8, 1), (2, 2, 2)]
+"""Devices along data, fsdp and tensor."""
+REMAINING = [(4, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (4, 2, 1), (1, 4, 2), (4, 1, 2), (2, 1, 4)]
+
+
+def run_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], capacity: int):
+  """Summed gradients and losses of `rows` in k microbatches on a mesh, by the training code."""
+  compiled, params, fed = lowered_sums(model, rows, k, axes, capacity)
+  return jax.device_get(compiled.compile()(params, fed, jnp.int32(k)))
+
+
+def lowered_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], capacity: int):
+  """That program, its parameters and its rows, laid out as in training."""
+  devices = mesh(*axes)
+  fed = in_microbatches(rows, k, capacity)
+  fed = jax.device_put(fed, rows_shardings(fed, devices))
+  optimizer = make_optimizer(config().optimizer, model.axes(), 1)
+  params = init_state(model, optimizer, devices, seed=0).params
+
+  def sums(params, rows, trips):
+    with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
+      return summed_gradients(model, devices, params, rows, trips, DROPOUT_KEY)
+
+  return jax.jit(sums).lower(params, fed, jnp.int32(k)), params, fed
+
+
+def error(grads, expected) -> float:
+  """‖difference‖ / ‖expected‖ of the whole gradient, computed in float64."""
+  flat = [
+    np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
+    for tree in (grads, expected)
+  ]
+  return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]))
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+  return build_model(model_config(dropout_rate=0.1), T)
+
+
+@pytest.fixture(scope="module")
+def whole(model):
+  """The batch in one piece on one device."""
+  return run_sums(model, uneven_rows(ROWS, T), 1, (1, 1, 1), 1)
+
+
+def test_one_piece_is_the_plain_gradient_of_the_loss(model, whole):
+  rows = uneven_rows(ROWS, T)
+  params = model.init(jax.random.key(0))
+  loss, grads = jax.value_and_grad(lambda p: loss_sum(model, p, rows, DROPOUT_KEY))(params)
+  assert error(whole[0], grads) < 1e-6
+  assert whole[1].loss == pytest.approx(float(loss), rel=1e-6)
+  assert whole[1].weight == np.sum(rows.weights)
+
+
+@pytest.mark.parametrize(
+  ("axes", "k"),
+  [(axes, k) for axes in EVERY_K for k in (1, 2, 4, 8)] + [(axes, 4) for axes in REMAINING],
+  ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else str(value),
+)
+def test_any_split_gives_the_same_sums(model, whole, axes, k):
+  grads, sums = run_sums(model, uneven_rows(ROWS, T), k, axes, CAPACITY)
+  assert error(grads, whole[0]) < 1e-6
+  assert max(relative_errors(grads, whole[0]).values()) < 2e-6
+  assert sums.loss == pytest.approx(float(whole[1].loss), rel=1e-6)
+  assert sums.weight == whole[1].weight
+
+
+def test_the_rows_hold_a_microbatch_of_padding_only():
+  weights = in_microbatches(uneven_rows(ROWS, T), 16, 16).weights
+  assert 0 in weights.sum((1, 2))
+
+
+def test_accumulation_512_stays_exact(model):
+  rows = uneven_rows(512, T)
+  grads, sums = run_sums(model, rows, 512, (1, 1, 1), 512)
+  expected, expected_sums = run_sums(model, rows, 1, (1, 1, 1), 1)
+  assert error(grads, expected) < 1e-5
+  assert sums.loss == pytest.approx(float(expected_sums.loss), rel=1e-5)
+
+
+def test_bfloat16_parameters_accumulate_in_float32():
+  model = build_model(model_config(weight_dtype="bfloat16", dtype="bfloat16"), T)
+  grads, _ = run_sums(model, uneven_rows(ROWS, T), 8, (1, 1, 1), CAPACITY)
+  assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
+
+
+def test_sums_do_not_depend_on_what_lies_beyond_the_trips(model):
+  lowered, params, fed = lowered_sums(model, uneven_rows(ROWS, T), 8, (1, 1, 1), CAPACITY)
+  compiled = lowered.compile()
+  cut = fed._replace(weights=fed.weights.at[4:].set(0.0))
+  other = fed._replace(weights=fed.weights.at[4:].set(jnp.nan))
+  expected = jax.device_get(compiled(params, cut, jnp.int32(4)))
+  jax.tree.map(
+    np.testing.assert_array_equal, jax.device_get(compiled(params, other, jnp.int32(4))), expected
+  )
+
+
+# What the compiled program does between devices.
+
+COLLECTIVE = re.compile(
+  r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
+)
+
+
+def collectives(text: str) -> dict[str, list[str]]:
+  """Collective operations of a compiled program, by whether they run in a loop or once."""
+  found: dict[str, list[str]] = {"loop": [], "once": []}
+  bodies = set(re.findall(r"(?:body|condition)=%?([\w.\-]+)", text))
+  where = "once"
+  for line in text.splitlines():
+    head = re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
+    if head:
+      where = "loop" if head[1] in bodies else "once"
+    if match := COLLECTIVE.search(line):
+      found[where].append(match[1])
+  return found
+
+
+def test_replicas_talk_once_per_step(model):
+  lowered, _, _ = lowered_sums(model, uneven_rows(ROWS, T), 4, (8, 1, 1), CAPACITY)
+  found = collectives(lowered.compile().as_text())
+  assert found["loop"] == []
+  assert set(found["once"]) == {"all-reduce"}
+
+
+def test_rows_are_never_moved_between_devices(model):
+  for axes in [(8, 1, 1), (2, 2, 2), (1, 8, 1)]:
+    lowered, _, _ = lowered_sums(model, uneven_rows(ROWS, T), 4, axes, CAPACITY)
+    found = collectives(lowered.compile().as_text())
+    assert "all-to-all" not in found["loop"] + found["once"]
+    assert not re.search(
+      r"= s32\[[^=]*(all-gather|collective-permute)", lowered.compile().as_text()
+    )
+
+
+def test_memory_is_flat_in_the_number_of_microbatches(model):
+  temporary = {}
+  for k in (2, 64):
+    lowered, _, _ = lowered_sums(model, uneven_rows(8 * k, T), k, (2, 1, 1), k)
+    temporary[k] = lowered.compile().memory_analysis().temp_size_in_bytes
+  assert temporary[64] == pytest.approx(temporary[2], rel=0.05)
