@@ -9,6 +9,7 @@ a function of the position in the run and comes in as an argument. Add a rule by
 and registering it in OPTIMIZERS.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxbatch.config.registered import registered
 from maxbatch.config.schema import OptimizerConfig
-from maxbatch.errors import UserError
 from maxbatch.models.registry import Parameters
 from maxbatch.sharding import LogicalAxes
 
@@ -43,9 +44,10 @@ def average_by_weight() -> optax.GradientTransformationExtraArgs:
     return AverageState(jnp.zeros((), jnp.float32))
 
   def update(
-    updates: Any, state: AverageState, params: Any = None, *, weight: jax.Array, **extra: Any
+    updates: Any, state: Any, params: Any = None, **extra: Any
   ) -> tuple[Any, AverageState]:
-    del state, params, extra
+    del state, params
+    weight = extra["weight"]
     # A step of padding only has weight 0 and gradient 0; the average is then 0, not NaN.
     updates = jax.tree.map(lambda g: g / jnp.maximum(weight, 1.0), updates)
     return updates, AverageState(optax.tree.norm(updates))
@@ -56,11 +58,9 @@ def average_by_weight() -> optax.GradientTransformationExtraArgs:
 def scale_by_given_rate() -> optax.GradientTransformationExtraArgs:
   """Multiplies updates by the extra argument `learning_rate`."""
 
-  def update(
-    updates: Any, state: Any, params: Any = None, *, learning_rate: jax.Array, **extra: Any
-  ) -> tuple[Any, Any]:
-    del params, extra
-    return jax.tree.map(lambda u: u * learning_rate, updates), state
+  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    del params
+    return jax.tree.map(lambda u: u * extra["learning_rate"], updates), state
 
   return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
@@ -91,24 +91,41 @@ def adafactor(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformati
 
 
 def muon(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
-  """Muon (Jordan et al. 2024) for the layers' matrices, Adam for everything else."""
+  """Muon (Jordan et al. 2024) for the layers' matrices, AdamW for everything else.
+
+  Masks rather than optax.contrib.muon, whose other half is NAdam without weight decay, and
+  whose state lies under other paths than the parameters, by which both are laid on the devices.
+  """
   dims = {path: _matrix_dims(path, names) for path, names in axes.items()}
 
-  def dimension_numbers(params: Parameters) -> Any:
-    return jax.tree_util.tree_map_with_path(
-      lambda path, _: dims[tuple(entry.key for entry in path)], params
-    )
+  def of_each(params: Any) -> Any:
+    return _map_by_path(lambda path: dims[path], params)
 
-  return optax.contrib.muon(
-    1.0,
-    weight_decay=config.adam_weight_decay,
-    weight_decay_mask=_decayed,
-    adam_b1=config.adam_b1,
-    adam_b2=config.adam_b2,
-    eps=config.adam_eps,
-    muon_weight_dimension_numbers=dimension_numbers,
-    consistent_rms=_MUON_RMS,
+  def in_kernels(params: Any) -> Any:
+    return _map_by_path(lambda path: dims[path] is not None, params)
+
+  def elsewhere(params: Any) -> Any:
+    return _map_by_path(lambda path: dims[path] is None, params)
+
+  kernels = optax.chain(
+    optax.contrib.scale_by_muon(weight_dimension_numbers=of_each),
+    _scale_to_rms(of_each),
+    optax.add_decayed_weights(config.adam_weight_decay),
+    optax.scale(-1.0),
   )
+  return optax.chain(
+    optax.masked(kernels, in_kernels), optax.masked(adamw(config, axes), elsewhere)
+  )
+
+
+def _scale_to_rms(dims_of_each: Callable[[Any], Any]) -> optax.GradientTransformation:
+  """Orthogonal matrices to a root mean square of _MUON_RMS, whatever their shape."""
+
+  def scale(update: jax.Array, dims: Any) -> jax.Array:
+    longer = max(math.prod(update.shape[dim] for dim in side) for side in dims)
+    return update * (_MUON_RMS * math.sqrt(longer))
+
+  return optax.stateless(lambda updates, _: jax.tree.map(scale, updates, dims_of_each(updates)))
 
 
 def _matrix_dims(
@@ -131,9 +148,16 @@ OPTIMIZERS: dict[str, Callable[[OptimizerConfig, Axes], optax.GradientTransforma
 }
 
 
-def _decayed(params: Parameters) -> Any:
+def _decayed(params: Any) -> Any:
   """True for matrices and tables, False for the scales and biases that weight decay would harm."""
-  return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key not in _UNDECAYED, params)
+  return _map_by_path(lambda path: path[-1] not in _UNDECAYED, params)
+
+
+def _map_by_path(function: Callable[[tuple[str, ...]], Any], params: Any) -> Any:
+  """The tree of `function` of each parameter's path."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: function(tuple(entry.key for entry in path)), params
+  )
 
 
 def make_optimizer(config: OptimizerConfig, axes: Axes, dispatches: int) -> optax.MultiSteps:
@@ -148,13 +172,12 @@ def make_optimizer(config: OptimizerConfig, axes: Axes, dispatches: int) -> opta
   Raises:
     UserError: for an unknown opt_type.
   """
-  if config.opt_type not in OPTIMIZERS:
-    raise UserError(f"opt_type={config.opt_type!r} is unknown; known: {', '.join(OPTIMIZERS)}")
+  rule = registered("opt_type", config.opt_type, OPTIMIZERS)
   clip = config.gradient_clipping_threshold
   inner = optax.chain(
     average_by_weight(),
     optax.clip_by_global_norm(clip) if clip else optax.identity(),
-    OPTIMIZERS[config.opt_type](config, axes),
+    _on_float32(rule(config, axes)),
     scale_by_given_rate(),
   )
   # MultiSteps runs the rule at every dispatch and discards all results but the last: skip them.
@@ -162,6 +185,16 @@ def make_optimizer(config: OptimizerConfig, axes: Axes, dispatches: int) -> opta
     inner, lambda step, *, last, **extra: last, forward_extra_args=True
   )
   return optax.MultiSteps(inner, every_k_schedule=dispatches, use_grad_mean=False)
+
+
+def _on_float32(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+  """`rule` shown float32 parameters: some (Adafactor) keep their moments in the parameters' dtype."""
+  rule = optax.with_extra_args_support(rule)
+
+  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    return rule.update(updates, state, optax.tree.cast(params, jnp.float32), **extra)
+
+  return optax.GradientTransformationExtraArgs(rule.init, update)
 
 
 def init_in_float32(optimizer: optax.MultiSteps, params: Parameters) -> optax.MultiStepsState:
