@@ -51,7 +51,7 @@ def resolve_attention(
   if obstacle is None:
     return dataclasses.replace(config, attention="flash")
   if config.attention == "flash":
-    raise UserError(f"attention=flash: {obstacle}; or use attention=dot_product or attention=auto")
+    raise UserError(f"attention=flash: {obstacle}; attention=auto and attention=dot_product work")
   return dataclasses.replace(config, attention="dot_product")
 
 

@@ -1,0 +1,229 @@
+"""Flash attention: when it can be had, and that its kernels compute what matrix products compute.
+
+B rows, T query and S key tokens, N query heads, K key/value heads, H width of a head.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from maxbatch.batch.plan import plan_batches
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import ModelConfig
+from maxbatch.errors import UserError
+from maxbatch.models import attention, flash
+from maxbatch.prepare import build_trainer
+from maxbatch.topology import AXES, topology
+
+KERNELS = {
+  "tpu": functools.partial(flash.tpu_attention, interpret=True),
+  "gpu": functools.partial(flash.gpu_attention, implementation="xla"),
+}
+
+
+def model(**keys: object) -> ModelConfig:
+  """The default model with `keys` changed."""
+  return load_config(["config=base", *(f"{key}={value}" for key, value in keys.items())]).model
+
+
+def test_every_tpu_has_a_kernel():
+  assert flash.flash_obstacle(model(dtype="float32", head_dim=80), 1000, "tpu") is None
+
+
+def test_an_nvidia_gpu_has_a_kernel_for_bfloat16():
+  assert flash.flash_obstacle(model(dtype="bfloat16", head_dim=64), 128, "gpu", "9.0") is None
+
+
+@pytest.mark.parametrize(
+  ("keys", "length", "platform", "capability", "message"),
+  [
+    (
+      {},
+      128,
+      "cpu",
+      "",
+      "there is a kernel for TPUs and NVIDIA GPUs, but the devices are cpu",
+    ),
+    (
+      {"dtype": "bfloat16"},
+      128,
+      "gpu",
+      "gfx942",
+      "there is a kernel for TPUs and NVIDIA GPUs, but the devices are gpu gfx942",
+    ),
+    (
+      {"dtype": "bfloat16"},
+      128,
+      "gpu",
+      "7.5",
+      "cuDNN's kernel needs compute capability 8.0, but the GPU has 7.5",
+    ),
+    (
+      {"dtype": "float32"},
+      128,
+      "gpu",
+      "9.0",
+      "cuDNN's kernel computes in bfloat16, not in dtype=float32; use dtype=bfloat16",
+    ),
+    (
+      {"dtype": "bfloat16", "head_dim": 256},
+      128,
+      "gpu",
+      "8.6",
+      "on this GPU cuDNN's kernel takes a head_dim that is a multiple of 8 and at most 128, not "
+      "head_dim=256; use for example head_dim=128",
+    ),
+    (
+      {"dtype": "bfloat16", "head_dim": 100},
+      128,
+      "gpu",
+      "10.0",
+      "on this GPU cuDNN's kernel takes a head_dim that is a multiple of 8 and at most 256, not "
+      "head_dim=100; use for example head_dim=104",
+    ),
+    (
+      {"dtype": "bfloat16"},
+      127,
+      "gpu",
+      "9.0",
+      "cuDNN's kernel, when rows are packed, takes an even max_target_length, not "
+      "max_target_length=127; use max_target_length=128",
+    ),
+  ],
+)
+def test_an_obstacle_names_what_is_wrong_and_what_works(
+  keys: dict[str, object], length: int, platform: str, capability: str, message: str
+):
+  assert flash.flash_obstacle(model(**keys), length, platform, capability) == message
+
+
+def test_auto_multiplies_matrices_on_cpu():
+  config = load_config(["config=base", "attention=auto"])
+  layout = topology(config.mesh, 8)
+  trainer = build_trainer(config, plan_batches(config.batch, config.run, layout), jax.devices())
+  assert trainer.model.config == dataclasses.replace(config.model, attention="dot_product")
+
+
+def test_auto_and_flash_are_flash_where_there_is_a_kernel(monkeypatch: pytest.MonkeyPatch):
+  monkeypatch.setattr(flash, "flash_obstacle", lambda *_: None)
+  for choice in ("auto", "flash", "dot_product"):
+    resolved = flash.resolve_attention(model(attention=choice), 128, jax.devices()[0])
+    assert resolved.attention == ("dot_product" if choice == "dot_product" else "flash")
+
+
+def test_flash_on_cpu_is_refused_before_anything_is_compiled():
+  config = load_config(["config=base", "attention=flash"])
+  layout = topology(config.mesh, 8)
+  plan = plan_batches(config.batch, config.run, layout)
+  message = (
+    "attention=flash: there is a kernel for TPUs and NVIDIA GPUs, but the devices are cpu; "
+    "attention=auto and attention=dot_product work"
+  )
+  with pytest.raises(UserError) as raised:
+    build_trainer(config, plan, jax.devices())
+  assert str(raised.value) == message
+
+
+def operands(N: int, K: int, T: int, B: int = 2) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Queries, keys and values of `B` rows with heads of 16."""
+  q, k, v = jax.random.split(jax.random.key(N), 3)
+  return (
+    jax.random.normal(q, (B, T, N, 16)),
+    jax.random.normal(k, (B, T, K, 16)),
+    jax.random.normal(v, (B, T, K, 16)),
+  )
+
+
+def segments(B: int, T: int) -> jax.Array:
+  """Three segments in every row, the borders elsewhere in each."""
+  borders_B2 = np.array([[T // 5 + row, T // 2 + 3 * row] for row in range(B)])
+  return jnp.asarray((np.arange(T)[None, :, None] >= borders_B2[:, None]).sum(-1), jnp.int32)
+
+
+def with_gradients(attend, q_BTNH, k_BSKH, v_BSKH) -> list[np.ndarray]:
+  """The output and its gradients by queries, keys and values, for one fixed cotangent."""
+  cotangent = jnp.cos(jnp.arange(q_BTNH.size, dtype=jnp.float32)).reshape(q_BTNH.shape)
+
+  @jax.jit
+  def run(*arguments):
+    out, pull = jax.vjp(attend, *arguments)
+    return out, *pull(cotangent)
+
+  return [np.asarray(x) for x in run(q_BTNH, k_BSKH, v_BSKH)]
+
+
+def by_products(segment_ids_BT: jax.Array | None, window: int):
+  """The same attention by matrix products, the mask written out."""
+
+  def attend(q_BTNH, k_BSKH, v_BSKH):
+    B, T = q_BTNH.shape[:2]
+    back_TS = np.arange(T)[:, None] - np.arange(T)[None]
+    seen_TS = (back_TS >= 0) & (back_TS < (window or T))
+    ids_BT = jnp.zeros((B, T), int) if segment_ids_BT is None else segment_ids_BT
+    mask_BTS = jnp.asarray(seen_TS)[None] & (ids_BT[:, :, None] == ids_BT[:, None])
+    return attention.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+
+  return attend
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+  ("K", "T", "packed", "window"),
+  [(4, 128, False, 0), (2, 160, True, 0), (1, 256, False, 40), (2, 256, True, 40)],
+  ids=["plain", "grouped, packed, padded", "one key head, window", "all at once"],
+)
+def test_a_kernel_equals_matrix_products(kernel: str, K: int, T: int, packed: bool, window: int):
+  arrays, ids_BT = operands(4, K, T), segments(2, T) if packed else None
+  got = with_gradients(lambda q, k, v: KERNELS[kernel](q, k, v, ids_BT, window), *arrays)
+  wanted = with_gradients(by_products(ids_BT, window), *arrays)
+  for ours, theirs in zip(got, wanted, strict=True):
+    np.testing.assert_allclose(ours, theirs, atol=3e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+  ("sizes", "N", "K"),
+  [
+    ((1, 2, 4, 1), 4, 2),
+    ((2, 2, 2, 1), 4, 4),
+    ((2, 1, 2, 2), 4, 1),
+    ((1, 4, 2, 1), 3, 3),
+  ],
+  ids=["key heads repeated", "all axes", "stage idle", "heads whole"],
+)
+def test_devices_with_their_own_rows_and_heads_equal_one(
+  sizes: tuple[int, int, int, int], N: int, K: int
+):
+  """Under a mesh, and inside a shard_map over data as in the step; gradients too."""
+  mesh = Mesh(np.array(jax.devices()).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * 4)
+  arrays, ids_BT = operands(N, K, 128, B=8), segments(8, 128)
+
+  def attend(q_BTNH, k_BSKH, v_BSKH, ids_BT):
+    return flash.flash_attention(q_BTNH, k_BSKH, v_BSKH, ids_BT, 40, KERNELS["gpu"])
+
+  def on_data(q_BTNH, k_BSKH, v_BSKH):
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+      if sizes[0] == 1:
+        return attend(q_BTNH, k_BSKH, v_BSKH, ids_BT)
+      rows = PartitionSpec("data")
+      return jax.shard_map(
+        attend, in_specs=rows, out_specs=rows, axis_names={"data"}, check_vma=False
+      )(q_BTNH, k_BSKH, v_BSKH, ids_BT)
+
+  with jax.set_mesh(mesh):
+    got = with_gradients(on_data, *arrays)
+  wanted = with_gradients(by_products(ids_BT, 40), *arrays)
+  for ours, theirs in zip(got, wanted, strict=True):
+    np.testing.assert_allclose(ours, theirs, atol=3e-6, rtol=1e-5)
+
+
+def test_without_a_mesh_nothing_is_known_of_the_devices():
+  """A sample of text is written without one, so the model must multiply matrices there."""
+  mesh = Mesh(np.array(jax.devices()).reshape(8, 1, 1, 1), AXES)
+  assert not flash.has_devices()
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    assert flash.has_devices()
