@@ -1,0 +1,216 @@
+"""The tiled cross entropy: equal to the plain formula, without ever holding all logits.
+
+B rows, T tokens, D width, V vocabulary.
+"""
+
+import functools
+import math
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_model import loud_parameters, random_rows, tiny_config, tiny_model
+
+from maxbatch.loss import cross_entropy_sum, loss_sum, num_tiles
+
+B, T, D, V = 3, 12, 8, 29
+
+
+class Inputs(NamedTuple):
+  hidden_BTD: jax.Array
+  matrix_DV: jax.Array
+  targets_BT: jax.Array
+  weights_BT: jax.Array
+
+
+def inputs(scale: float = 1.0, dtype: str = "float32") -> Inputs:
+  """Random arrays; weights are 0, 1 or between, and the last row is all padding."""
+  random = np.random.default_rng(0)
+  weights_BT = random.choice([0.0, 0.5, 1.0], (B, T))
+  weights_BT[-1] = 0.0
+  return Inputs(
+    hidden_BTD=jnp.asarray(random.normal(size=(B, T, D)) * scale, dtype),
+    matrix_DV=jnp.asarray(random.normal(size=(D, V)), dtype),
+    targets_BT=jnp.asarray(random.integers(0, V, (B, T)), jnp.int32),
+    weights_BT=jnp.asarray(weights_BT, jnp.float32),
+  )
+
+
+class Result(NamedTuple):
+  loss: np.ndarray
+  d_hidden_BTD: np.ndarray
+  d_matrix_DV: np.ndarray
+
+
+def tiled(x: Inputs, tiles: int, z_weight: float = 0.0) -> Result:
+  """Value and gradients by the function under test; of 3 times the sum, as a caller may scale."""
+
+  def total(hidden_BTD: jax.Array, matrix_DV: jax.Array) -> jax.Array:
+    return cross_entropy_sum(hidden_BTD, matrix_DV, x.targets_BT, x.weights_BT, tiles, z_weight)
+
+  scaled = jax.value_and_grad(lambda *arrays: 3 * total(*arrays), (0, 1))
+  loss, gradients = jax.jit(scaled)(*x[:2])
+  value = total(*x[:2])
+  np.testing.assert_allclose(loss, 3 * value, rtol=1e-6)
+  return Result(np.asarray(value), *(np.asarray(gradient) for gradient in gradients))
+
+
+def plain(x: Inputs, z_weight: float = 0.0) -> Result:
+  """The same by the formula and automatic differentiation, in float64."""
+
+  def loss(hidden_BTD, matrix_DV):
+    logits_BTV = hidden_BTD @ matrix_DV
+    log_z_BT = jax.nn.logsumexp(logits_BTV, -1)
+    target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], -1)[..., 0]
+    return (weights_BT * (log_z_BT - target_BT + z_weight * log_z_BT**2)).sum()
+
+  with jax.enable_x64(True):
+    targets_BT, weights_BT = (jnp.asarray(np.asarray(part)) for part in x[2:])
+    weights_BT = weights_BT.astype(jnp.float64)
+    wide = (jnp.asarray(np.asarray(part, np.float64)) for part in x[:2])
+    value, gradients = jax.value_and_grad(loss, (0, 1))(*wide)
+    return Result(np.asarray(value), *(3 * np.asarray(gradient) for gradient in gradients))
+
+
+def assert_close(found: Result, expected: Result, rtol: float) -> None:
+  for name, a, b in zip(Result._fields, found, expected, strict=True):
+    allowed = rtol * np.abs(b).max()
+    np.testing.assert_allclose(a.astype(np.float64), b, rtol=0, atol=allowed, err_msg=name)
+
+
+# --- values and gradients -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("z_weight", [0.0, 0.01])
+@pytest.mark.parametrize("tiles", [1, 2, T])
+def test_equals_the_formula(tiles, z_weight):
+  x = inputs()
+  assert_close(tiled(x, tiles, z_weight), plain(x, z_weight), 2e-6)
+
+
+def test_z_loss_matters():
+  assert plain(inputs(), 0.01).loss > 1.01 * plain(inputs()).loss
+
+
+@pytest.mark.parametrize("tiles", [1, T])
+def test_tokens_of_weight_zero_give_nothing(tiles):
+  x = inputs()._replace(weights_BT=jnp.zeros((B, T)))
+  found = tiled(x, tiles, 0.01)
+  assert all(not part.any() for part in found)
+  assert not tiled(inputs(), tiles, 0.01).d_hidden_BTD[-1].any()
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_bfloat16_states_cost_no_more_than_their_own_rounding(tiles):
+  x = inputs(dtype="bfloat16")
+  found = tiled(x, tiles, 0.01)
+  assert found.loss.dtype == np.float32
+  assert found.d_hidden_BTD.dtype == found.d_matrix_DV.dtype == jnp.bfloat16
+  expected = plain(x, 0.01)
+  np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-5)
+  assert_close(found, expected, 0.01)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_huge_logits_stay_finite(dtype):
+  x = inputs(scale=1e4, dtype=dtype)
+  found = tiled(x, 2)
+  assert float(jnp.abs(x.hidden_BTD @ x.matrix_DV).max()) > 1e4
+  assert all(np.isfinite(part).all() for part in found)
+  np.testing.assert_allclose(found.loss, plain(x).loss, rtol=1e-5)
+
+
+# --- through the model ----------------------------------------------------------------------------
+
+
+def test_z_loss_is_for_training_only():
+  plain_model, model = tiny_model(), tiny_model("z_loss_multiplier=0.1")
+  parameters, rows = loud_parameters(model), random_rows(2)
+  without = loss_sum(plain_model, parameters, rows, None)
+  np.testing.assert_array_equal(loss_sum(model, parameters, rows, None), without)
+  assert float(loss_sum(model, parameters, rows, jax.random.key(0))) > 1.01 * float(without)
+
+
+def test_padding_does_not_count():
+  model, rows = tiny_model(), random_rows(2)
+  parameters = loud_parameters(model)
+  weights_BT = rows.weights.at[1, 5:].set(0.0)
+  padded = rows._replace(weights=weights_BT)
+  other = padded._replace(targets=rows.targets.at[1, 5:].set(0))
+  loss = loss_sum(model, parameters, padded, None)
+  np.testing.assert_array_equal(loss_sum(model, parameters, other, None), loss)
+  assert float(loss) < float(loss_sum(model, parameters, rows, None))
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+LARGE_V, LARGE_T, LARGE_B = 4096, 64, 2
+
+
+@functools.cache
+def compiled_gradient(tiles: int) -> jax.stages.Compiled:
+  """Loss and gradients of a narrow model with a large vocabulary."""
+  large = f"vocab_size={LARGE_V}", f"num_vocab_tiling={tiles}", "base_num_decoder_layers=1"
+  model = tiny_model(*large, "logits_via_embedding=true", "base_emb_dim=4", length=LARGE_T)
+  rows = random_rows(LARGE_B, LARGE_T)
+  step = jax.value_and_grad(lambda parameters: loss_sum(model, parameters, rows, None))
+  return jax.jit(step).lower(model.shapes()).compile()
+
+
+def largest_array(compiled: jax.stages.Compiled) -> int:
+  """Elements of the largest array in the compiled program."""
+  text = compiled.as_text()
+  assert text is not None
+  shapes = re.findall(r"\b(?:f32|bf16|pred|s32)\[([\d,]+)\]", text)
+  return max(math.prod(int(size) for size in shape.split(",")) for shape in shapes)
+
+
+def temporary_bytes(compiled: jax.stages.Compiled) -> int:
+  analysis = compiled.memory_analysis()
+  assert analysis is not None
+  return analysis.temp_size_in_bytes
+
+
+def test_all_logits_at_once_are_never_held():
+  logits = LARGE_B * LARGE_T * LARGE_V
+  assert largest_array(compiled_gradient(1)) >= logits
+  assert largest_array(compiled_gradient(8)) <= logits / 8
+
+
+def test_memory_shrinks_with_the_tiles():
+  one, four, eight = (temporary_bytes(compiled_gradient(tiles)) for tiles in (1, 4, 8))
+  logits_bytes = LARGE_B * LARGE_T * LARGE_V * 4
+  assert one >= logits_bytes
+  assert four < one - 0.7 * logits_bytes
+  assert eight < four - 0.1 * logits_bytes
+
+
+# --- how many tiles -------------------------------------------------------------------------------
+
+
+@given(wanted=st.integers(1, 60), length=st.integers(1, 48))
+def test_the_wanted_tiles_or_the_next_that_divide_the_row(wanted, length):
+  divisors = [tiles for tiles in range(1, length + 1) if length % tiles == 0]
+  expected = min((tiles for tiles in divisors if tiles >= wanted), default=length)
+  assert num_tiles(tiny_config(f"num_vocab_tiling={wanted}"), 2, length) == expected
+
+
+@pytest.mark.parametrize(
+  ("rows", "length", "vocabulary", "tiles"),
+  [
+    (8, 128, 259, 1),
+    (1, 4096, 4096, 1),
+    (2, 4096, 4096, 2),
+    # 8 × 2048 × 128256 × 4 bytes are 125.25 times 64 MiB; 128 is the next that divides 2048.
+    (8, 2048, 128_256, 128),
+    # A single token of all rows may be larger than a tile: then it is the tile.
+    (100_000, 2, 128_256, 2),
+  ],
+)
+def test_unset_cuts_into_pieces_of_64_mebibytes(rows, length, vocabulary, tiles):
+  assert num_tiles(tiny_config(f"vocab_size={vocabulary}"), rows, length) == tiles

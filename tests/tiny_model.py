@@ -1,0 +1,60 @@
+"""A model of a few hundred weights, and rows to feed it, for tests of the model and the loss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import ModelConfig
+from maxbatch.models.registry import Model, Parameters, build_model
+from maxbatch.rows import Rows
+
+VOCABULARY = 37
+_SIZES = (
+  f"vocab_size={VOCABULARY}",
+  "base_emb_dim=16",
+  "base_num_decoder_layers=2",
+  "base_num_query_heads=4",
+  "base_num_kv_heads=2",
+  "head_dim=6",
+  "base_mlp_dim=24",
+)
+GPT2_LIKE = (
+  "base_num_kv_heads=4",
+  "mlp_activation=gelu",
+  "normalization=layernorm",
+  "position_embedding=learned",
+  "logits_via_embedding=true",
+  "attention_qkv_bias=true",
+  "attention_out_bias=true",
+  "mlp_bias=true",
+)
+
+
+def tiny_config(*overrides: str) -> ModelConfig:
+  """The model section of base.yml with tiny sizes and `overrides`."""
+  return load_config(["config=base", *_SIZES, *overrides]).model
+
+
+def tiny_model(*overrides: str, length: int = 12) -> Model:
+  """A tiny Llama-like model for rows of `length` tokens."""
+  return build_model(tiny_config(*overrides), length)
+
+
+def loud_parameters(model: Model) -> Parameters:
+  """Parameters large enough for uneven attention, no bias zero and no scale one."""
+  leaves, structure = jax.tree.flatten(model.shapes())
+  random = np.random.default_rng(1)
+  loud = [jnp.asarray(random.normal(size=x.shape) * 0.3, x.dtype) for x in leaves]
+  return jax.tree.unflatten(structure, loud)
+
+
+def random_rows(batch: int, length: int = 12, seed: int = 0) -> Rows:
+  """Rows of random tokens, the samples 10, 11, …"""
+  tokens = np.random.default_rng(seed).integers(0, VOCABULARY, (batch, length + 1)).astype(np.int32)
+  return Rows(
+    inputs=jnp.asarray(tokens[:, :-1]),
+    targets=jnp.asarray(tokens[:, 1:]),
+    weights=jnp.ones((batch, length)),
+    sample_ids=jnp.arange(10, 10 + batch),
+  )
