@@ -30,8 +30,8 @@ _LANES = 128
 """Tokens in the smallest block the TPU kernel works on."""
 
 _BLOCKS = (512, 384, 256, 128)
-"""Blocks of tokens, the best first: larger ones keep the matrix unit busier, and these fit in the
-vector memory of every TPU up to a head_dim of 256 in float32."""
+"""Blocks of tokens, the best first: larger ones keep the matrix unit busier. The largest still fits
+in the vector memory of a v5e and a v6e with head_dim=256 in float32."""
 
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
