@@ -59,8 +59,8 @@ def main(arguments: Sequence[str]) -> int:
   return 0
 
 
-def run(config: Config) -> None:
-  """Plans, prepares, trains and sums up one run.
+def run(config: Config) -> tuple[TrainState, Position]:
+  """Plans, prepares, trains and sums up one run; its state and position at the end.
 
   Raises:
     UserError: something in the configuration or the input does not work.
@@ -79,7 +79,7 @@ def run(config: Config) -> None:
     state, position = _init_or_restore(config, trainer, checkpointer)
     if position.step >= plan.steps:
       print(f"This run is complete at step {position.step}. For more, raise its budget.")
-      return
+      return state, position
     began = time.perf_counter()
     step = compiled_step(config, plan, trainer, dataset.train)
     eval_step = compiled_eval(plan, trainer, dataset.validation or dataset.train)
@@ -108,6 +108,7 @@ def run(config: Config) -> None:
         _keep_sample(config, trainer, state.params, folder)
       state, position = train(job, state, position)
   _sum_up(config, plan, trainer, state, position, folder)
+  return state, position
 
 
 def _checkpointer(config: Config, folder: pathlib.Path, dataset_fingerprint: str) -> Checkpointer:

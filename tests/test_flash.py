@@ -16,7 +16,8 @@ from maxbatch.batch.plan import plan_batches
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import ModelConfig
 from maxbatch.errors import UserError
-from maxbatch.models import attention, flash
+from maxbatch.models import flash
+from maxbatch.models.dot_product import dot_product_attention
 from maxbatch.prepare import build_trainer
 from maxbatch.topology import AXES, topology
 
@@ -166,7 +167,7 @@ def by_products(segment_ids_BT: jax.Array | None, window: int):
     seen_TS = (back_TS >= 0) & (back_TS < (window or T))
     ids_BT = jnp.zeros((B, T), int) if segment_ids_BT is None else segment_ids_BT
     mask_BTS = jnp.asarray(seen_TS)[None] & (ids_BT[:, :, None] == ids_BT[:, None])
-    return attention.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+    return dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
 
   return attend
 

@@ -4,7 +4,6 @@ B rows, T query and S key tokens, D width, N query heads, K key/value heads, G =
 per key/value head, H width of a head.
 """
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -13,6 +12,7 @@ from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.models import flash
+from maxbatch.models.dot_product import dot_product_attention
 from maxbatch.models.layers import Norm, Projection
 from maxbatch.sharding import constrain
 
@@ -69,21 +69,6 @@ def rotate(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Arr
   cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
   rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
   return rotated.astype(x_BTNH.dtype)
-
-
-def dot_product_attention(
-  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, mask_BTS: jax.Array
-) -> jax.Array:
-  """Softmax attention by matrix products; logits and softmax in float32. Returns (B, T, N, H)."""
-  B, T, N, H = q_BTNH.shape
-  K = k_BSKH.shape[2]
-  q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H) / math.sqrt(H)
-  logits_BKGTS = jnp.einsum(
-    "btkgh,bskh->bkgts", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32
-  )
-  logits_BKGTS = jnp.where(mask_BTS[:, None, None], logits_BKGTS, jnp.finfo(jnp.float32).min)
-  weights_BKGTS = jax.nn.softmax(logits_BKGTS, axis=-1).astype(v_BSKH.dtype)
-  return jnp.einsum("bkgts,bskh->btkgh", weights_BKGTS, v_BSKH).reshape(B, T, N, H)
 
 
 class Attention(nnx.Module):

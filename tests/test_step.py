@@ -1,0 +1,150 @@
+"""The compiled step: two ways to feed it, one result; donated, sharded, compiled once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import config, in_microbatches, mesh, relative_errors, uneven_rows
+
+from maxbatch.models.registry import build_model
+from maxbatch.optim import make_optimizer
+from maxbatch.rows import Rows
+from maxbatch.state import TrainState, abstract_state, init_state
+from maxbatch.step import Trainer, eval_function, rows_shardings, step_function
+
+T, ROWS, CAPACITY = 16, 32, 16
+
+
+def trainer(axes=(1, 1, 1), dispatches=1, **keys) -> Trainer:
+  settings = config(dropout_rate=0.1, **keys)
+  model = build_model(settings.model, T)
+  optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches)
+  return Trainer(model, optimizer, mesh(*axes), jax.random.key(7))
+
+
+def fresh(parts: Trainer) -> TrainState:
+  return init_state(parts.model, parts.optimizer, parts.mesh, seed=0)
+
+
+def fused(parts: Trainer, steps: list[tuple[Rows, int]]):
+  """The state after steps of (rows, number of microbatches), and each step's metrics."""
+  state, metrics = fresh(parts), []
+  for rows, k in steps:
+    fed = in_microbatches(rows, k, CAPACITY)
+    function = step_function(parts, fed, streamed=False)
+    placed = jax.device_put(fed, rows_shardings(fed, parts.mesh))
+    state, values = function(state, placed, jnp.int32(k), jnp.float32(1e-2))
+    metrics.append(values)
+  return jax.device_get((state, metrics))
+
+
+def streamed(parts: Trainer, steps: list[tuple[Rows, int]]):
+  state, metrics = fresh(parts), []
+  for rows, k in steps:
+    fed = in_microbatches(rows, k, k)
+    for index in range(k):
+      micro = jax.tree.map(lambda x, at=index: x[at : at + 1], fed)
+      function = step_function(parts, micro, streamed=True)
+      placed = jax.device_put(micro, rows_shardings(micro, parts.mesh))
+      state, values = function(state, placed, jnp.bool_(index == k - 1), jnp.float32(1e-2))
+    metrics.append(values)
+  return jax.device_get((state, metrics))
+
+
+@pytest.mark.parametrize("axes", [(1, 1, 1), (2, 2, 2)])
+@pytest.mark.parametrize("k", [1, 4])
+def test_streamed_equals_fused(axes, k):
+  # SGD: Adam's first steps are the signs of the gradient, which turn rounding into differences.
+  steps = [(uneven_rows(ROWS, T, seed), k) for seed in (0, 1)]
+  one, one_metrics = fused(trainer(axes, opt_type="sgd"), steps)
+  other, other_metrics = streamed(trainer(axes, dispatches=k, opt_type="sgd"), steps)
+  assert max(relative_errors(other.params, one.params).values()) < 1e-6
+  for a, b in zip(other_metrics, one_metrics, strict=True):
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_the_step_of_padding_only_changes_nothing_but_decay():
+  rows = uneven_rows(ROWS, T)._replace(weights=np.zeros((ROWS, T), np.float32))
+  parts = trainer(opt_type="sgd")
+  state, metrics = fused(parts, [(rows, 2)])
+  assert (metrics[0].loss, metrics[0].grad_norm, metrics[0].weight) == (0.0, 0.0, 0.0)
+  jax.tree.map(np.testing.assert_array_equal, state.params, jax.device_get(fresh(parts).params))
+
+
+def test_another_accumulation_compiles_nothing_new():
+  parts = trainer((2, 1, 1))
+  fed = in_microbatches(uneven_rows(ROWS, T), 8, CAPACITY)
+  placed = jax.device_put(fed, rows_shardings(fed, parts.mesh))
+  function = step_function(parts, fed, streamed=False)
+  losses = []
+  for trips in (1, 2, 8):
+    _, metrics = function(fresh(parts), placed, jnp.int32(trips), jnp.float32(0.0))
+    losses.append(float(metrics.loss))
+  assert function._cache_size() == 1
+  assert len(set(losses)) == 3
+
+
+def test_the_state_is_donated():
+  parts = trainer((2, 1, 1))
+  fed = in_microbatches(uneven_rows(ROWS, T), 2, CAPACITY)
+  state = fresh(parts)
+  function = step_function(parts, fed, streamed=False)
+  placed = jax.device_put(fed, rows_shardings(fed, parts.mesh))
+  lowered = function.lower(state, placed, jnp.int32(2), jnp.float32(0.1))
+  memory = lowered.compile().memory_analysis()
+  held = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(state))
+  assert memory.alias_size_in_bytes >= held
+  function(state, placed, jnp.int32(2), jnp.float32(0.1))
+  assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("opt_type", ["adamw", "adafactor", "muon"])
+def test_the_state_is_divided_from_birth(opt_type):
+  parts = trainer((1, 8, 1), opt_type=opt_type)
+  state = fresh(parts)
+  sizes = {axis: leaf.shape for axis, leaf in _named(state.params).items()}
+  whole = {name: np.prod(shape) for name, shape in sizes.items()}
+  share = {name: leaf.addressable_data(0).size for name, leaf in _named(state.params).items()}
+  assert all(share[name] * 8 == whole[name] for name in whole)
+  moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim > 1]
+  divided = [leaf for leaf in moments if leaf.addressable_data(0).size < leaf.size]
+  assert len(divided) >= len(moments) * (0.4 if opt_type == "adafactor" else 1.0)
+
+
+def test_no_device_ever_holds_the_whole_state():
+  parts = trainer((1, 8, 1), base_emb_dim=64, base_mlp_dim=256)
+  wanted = abstract_state(parts.model, parts.optimizer, parts.mesh)
+  whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(wanted.params))
+  places = jax.tree.map(lambda leaf: leaf.sharding, wanted.params)
+  create = jax.jit(parts.model.init, out_shardings=places)
+  memory = create.lower(jax.random.key(0)).compile().memory_analysis()
+  assert memory.output_size_in_bytes + memory.temp_size_in_bytes < whole / 2
+
+
+def _named(tree) -> dict[str, jax.Array]:
+  return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_a_stage_axis_divides_the_layers():
+  parts = Trainer(
+    *(lambda p: (p.model, p.optimizer))(trainer()), mesh(data=2, stage=2), jax.random.key(7)
+  )
+  state = fresh(parts)
+  kernel = state.params["layers"]["mlp"]["up"]["kernel"]
+  assert kernel.addressable_data(0).shape[0] * 2 == kernel.shape[0]
+  steps = [(uneven_rows(ROWS, T), 2)]
+  expected, _ = fused(trainer(opt_type="sgd"), steps)
+  plain = trainer(opt_type="sgd")
+  staged = Trainer(plain.model, plain.optimizer, mesh(data=2, stage=2), jax.random.key(7))
+  result, _ = fused(staged, steps)
+  assert max(relative_errors(result.params, expected.params).values()) < 1e-6
+
+
+def test_evaluation_has_no_dropout_and_no_z_loss():
+  rows = uneven_rows(ROWS, T)
+  results = []
+  for keys in ({}, {"z_loss_multiplier": 0.1}):
+    parts = trainer((2, 1, 1), **keys)
+    function = eval_function(parts, rows)
+    results.append(float(function(fresh(parts).params, rows).loss))
+  assert results[0] == results[1]

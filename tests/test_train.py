@@ -1,0 +1,329 @@
+"""Whole runs of the command: what they leave behind, how they stop, and that they resume exactly."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from maxbatch import loop
+from maxbatch.errors import TrainingDivergedError
+from maxbatch.fingerprint import fingerprints
+from maxbatch.metrics import read_metrics
+from maxbatch.train import load_config, main, run
+
+STEPS = 6
+TIMES = ("step_seconds", "tokens_per_second")
+REPOSITORY = pathlib.Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> pathlib.Path:
+  path = tmp_path_factory.mktemp("text") / "words.txt"
+  path.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
+  return path
+
+
+def arguments(text: pathlib.Path, folder: pathlib.Path, **keys: object) -> list[str]:
+  defaults: dict[str, object] = {
+    "base_output_directory": folder,
+    "dataset_path": text,
+    "dataset_cache_directory": text.parent / "cache",
+    "steps": STEPS,
+    "eval_steps": 1,
+    "eval_interval": 2,
+    "checkpoint_period": 2,
+    "generate_length": 0,
+    "per_device_batch_size": 1,
+    "base_emb_dim": 16,
+    "base_num_decoder_layers": 1,
+    "base_num_query_heads": 2,
+    "base_num_kv_heads": 2,
+    "head_dim": 8,
+    "base_mlp_dim": 32,
+    "vocab_size": 264,
+    "max_target_length": 16,
+    "dropout_rate": 0.1,
+  }
+  return ["config=base", *(f"{key}={value}" for key, value in (defaults | keys).items())]
+
+
+def train(text: pathlib.Path, folder: pathlib.Path, **keys: object):
+  return run(load_config(arguments(text, folder, **keys)))
+
+
+def without_times(folder: pathlib.Path) -> list[dict[str, float]]:
+  records = read_metrics(folder / "first_run")
+  return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(text, tmp_path_factory):
+  folder = tmp_path_factory.mktemp("uninterrupted")
+  state, _ = train(text, folder)
+  return fingerprints(state.params), without_times(folder), folder
+
+
+def stop_at(monkeypatch, step: int) -> None:
+  """Sends SIGTERM to this process while `step` is under way."""
+  dispatch, calls = loop._dispatch, []
+
+  def dispatch_and_stop(*arguments):
+    calls.append(arguments)
+    if len(calls) == step:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return dispatch(*arguments)
+
+  monkeypatch.setattr(loop, "_dispatch", dispatch_and_stop)
+
+
+def test_the_folder_holds_what_the_contract_says(uninterrupted):
+  folder = uninterrupted[2] / "first_run"
+  records = read_metrics(folder)
+  assert [record["step"] for record in records] == list(range(STEPS + 1))
+  keys = "step samples tokens loss grad_norm learning_rate global_batch_to_train"
+  keys += " micro_batch_to_train gradient_accumulation_steps step_seconds tokens_per_second"
+  assert all(set(keys.split()) <= record.keys() for record in records[1:])
+  assert [r["step"] for r in records if "eval/loss" in r] == [0, 2, 4, 6]
+  assert (records[-1]["samples"], records[-1]["tokens"]) == (48, 48 * 16)
+  written = yaml.safe_load((folder / "config.yml").read_text())
+  assert written["derived"]["global_batch_to_train"] == 8
+  assert written["max_target_length"] == 16
+  assert list((folder / "tensorboard").glob("events*"))
+  assert (folder / "checkpoints" / "6").is_dir()
+
+
+def test_the_written_config_starts_the_same_run(uninterrupted, capsys):
+  assert main([f"config={uninterrupted[2] / 'first_run' / 'config.yml'}"]) == 0
+  assert "complete at step 6" in capsys.readouterr().out
+
+
+def test_the_plan_comes_first(text, tmp_path, capsys):
+  train(text, tmp_path, steps=1)
+  assert capsys.readouterr().out.startswith("Batch plan\n")
+
+
+@pytest.mark.parametrize("step", range(1, STEPS))
+def test_interrupted_anywhere_is_bit_identical(uninterrupted, text, tmp_path, monkeypatch, step):
+  expected, records, _ = uninterrupted
+  with monkeypatch.context() as patch:
+    stop_at(patch, step)
+    _, position = train(text, tmp_path)
+  assert position.step == step
+  state, position = train(text, tmp_path)
+  assert position.step == STEPS
+  assert fingerprints(state.params) == expected
+  # Being stopped adds an evaluation; everything else is the same to the last bit.
+  mine = without_times(tmp_path)
+  assert len(mine) == len(records)
+  for a, b in zip(mine, records, strict=True):
+    assert {key: a[key] for key in b} == b
+
+
+@pytest.mark.parametrize(
+  "changed",
+  [
+    {"ici_data_parallelism": 1, "ici_fsdp_parallelism": 8},
+    {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
+    {"gradient_accumulation_steps": 4, "ici_tensor_parallelism": 4, "per_device_batch_size": 0.25},
+    {"accumulation": "streamed"},
+  ],
+  ids=lambda keys: "-".join(map(str, keys.values())),
+)
+def test_resumed_on_another_mesh_goes_on_alike(uninterrupted, text, tmp_path, monkeypatch, changed):
+  with monkeypatch.context() as patch:
+    stop_at(patch, 2)
+    train(text, tmp_path)
+  train(text, tmp_path, **changed)
+  for a, b in zip(without_times(tmp_path), uninterrupted[1], strict=True):
+    assert a["samples"] == b["samples"]
+    for key in ("loss", "eval/loss"):
+      if key in b:
+        assert a[key] == pytest.approx(b[key], rel=1e-5)
+
+
+def test_streamed_training_equals_fused(text, tmp_path):
+  one, _ = train(text, tmp_path / "fused", gradient_accumulation_steps=2, opt_type="sgd")
+  other, _ = train(
+    text,
+    tmp_path / "streamed",
+    gradient_accumulation_steps=2,
+    opt_type="sgd",
+    accumulation="streamed",
+  )
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one.params, other.params
+  )
+
+
+@pytest.mark.parametrize("factor", ["0.5", "2", "1.5"])
+def test_loading_more_or_less_at_once_changes_nothing(uninterrupted, text, tmp_path, factor):
+  state, _ = train(text, tmp_path, expansion_factor_real_data=factor)
+  assert fingerprints(state.params) == uninterrupted[0]
+
+
+def test_a_larger_budget_goes_on_from_the_end(text, tmp_path):
+  keys = {"lr_schedule_type": "constant", "warmup_steps": 0}
+  longer, _ = train(text, tmp_path / "at-once", **keys)
+  train(text, tmp_path / "in-two", steps=4, **keys)
+  state, position = train(text, tmp_path / "in-two", **keys)
+  assert position.step == STEPS
+  assert fingerprints(state.params) == fingerprints(longer.params)
+
+
+@pytest.mark.parametrize(
+  ("changed", "named"),
+  [
+    ({"data_shuffle_seed": 5}, "data_shuffle_seed is 0 in the checkpoint and 5 now"),
+    ({"init_weights_seed": 5}, "init_weights_seed is 0 in the checkpoint and 5 now"),
+    ({"normalization": "layernorm"}, "normalization is rmsnorm"),
+    ({"dataset_path": str(pathlib.Path(__file__))}, "dataset is "),
+  ],
+)
+def test_resuming_something_else_is_refused(uninterrupted, text, capsys, changed, named):
+  code = main(arguments(text, uninterrupted[2], steps=8, **changed))
+  message = capsys.readouterr().err
+  assert code == 2
+  assert named in message
+  assert "allow_changed_resume=true" in message
+  assert "Traceback" not in message
+
+
+def test_resuming_another_seed_works_when_asked_for(text, tmp_path, capsys):
+  train(text, tmp_path, steps=2)
+  _, position = train(text, tmp_path, data_shuffle_seed=5, allow_changed_resume=True)
+  assert position.step == STEPS
+  assert "data_shuffle_seed is 0 in the checkpoint and 5 now" in capsys.readouterr().out
+
+
+def test_divergence_names_the_step_and_saves_nothing_after_it(text, tmp_path, capsys):
+  bad = {"learning_rate": 1e30, "gradient_clipping_threshold": 0, "warmup_steps": 0}
+  code = main(arguments(text, tmp_path, checkpoint_period=1, opt_type="sgd", **bad))
+  message = capsys.readouterr().err
+  assert code == 3
+  assert "which must be finite" in message
+  records = read_metrics(tmp_path / "first_run")
+  assert all(np.isfinite(record["loss"]) for record in records[1:])
+  saved = [int(path.name) for path in (tmp_path / "first_run" / "checkpoints").glob("[0-9]*")]
+  assert max(saved, default=0) <= records[-1]["step"]
+
+
+def test_divergence_is_not_hidden_by_the_lag_of_metrics(text, tmp_path):
+  bad = {"learning_rate": 1e30, "gradient_clipping_threshold": 0, "warmup_steps": 0}
+  with pytest.raises(TrainingDivergedError):
+    train(text, tmp_path, checkpoint_period=100, eval_interval=-1, opt_type="sgd", **bad)
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(uninterrupted, text, tmp_path, capsys):
+  train(text, tmp_path, steps=4, learning_rate_schedule_steps=STEPS)
+  files = (tmp_path / "first_run" / "checkpoints" / "4" / "state").rglob("*")
+  largest = max((path for path in files if path.is_file()), key=lambda path: path.stat().st_size)
+  content = bytearray(largest.read_bytes())
+  content[len(content) // 2] ^= 1
+  largest.write_bytes(content)
+  state, _ = train(text, tmp_path, learning_rate_schedule_steps=STEPS)
+  out = capsys.readouterr().out
+  assert "checkpoint step 4 is damaged" in out
+  assert "Resuming after step 2" in out
+  assert fingerprints(state.params) == uninterrupted[0]
+
+
+@pytest.mark.parametrize(
+  ("keys", "named"),
+  [
+    ({"stesp": 3}, "steps"),
+    ({"per_device_batch_size": 0.3}, "per_device_batch_size=0.3"),
+    ({"ici_tensor_parallelism": 3}, "ici_tensor_parallelism=3"),
+    ({"dataset_path": "/no/such/file"}, "/no/such/file"),
+    ({"opt_type": "adam"}, "adamw"),
+    ({"lr_schedule_type": "cosin"}, "cosine"),
+    ({"attention": "flash"}, "attention=flash"),
+    ({"vocab_size": 100}, "vocab_size=100"),
+    ({"base_num_kv_heads": 3, "base_num_query_heads": 4}, "base_num_kv_heads=3"),
+    ({"total_tokens": 1000}, "total_tokens=1000"),
+    ({"base_output_directory": "/proc/nowhere"}, "base_output_directory"),
+  ],
+)
+def test_mistakes_end_with_exit_code_2_and_a_sentence(text, tmp_path, capsys, keys, named):
+  code = main(arguments(text, tmp_path, **keys))
+  captured = capsys.readouterr()
+  assert code == 2
+  assert named in captured.err
+  assert captured.err.startswith("error: ")
+  assert "Traceback" not in captured.err + captured.out
+
+
+def test_help_lists_every_key(capsys):
+  assert main(["--help"]) == 0
+  assert "gradient_accumulation_steps" in capsys.readouterr().out
+
+
+def command(*arguments: str) -> list[str]:
+  return [sys.executable, "-m", "maxbatch.train", *arguments]
+
+
+def wait_for(condition, process, seconds: float = 120) -> None:
+  end = time.monotonic() + seconds
+  while not condition():
+    assert process.poll() is None, process.communicate()
+    assert time.monotonic() < end
+    time.sleep(0.02)
+
+
+def start(text, folder, **keys) -> subprocess.Popen[str]:
+  return subprocess.Popen(
+    command(*arguments(text, folder, **keys)),
+    cwd=REPOSITORY,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+
+
+def test_killed_and_interrupted_runs_go_on_exactly_on_other_devices(text, tmp_path):
+  keys = {
+    "steps": 300,
+    "checkpoint_period": 20,
+    "eval_interval": -1,
+    "lr_schedule_type": "constant",
+  }
+  checkpoints = tmp_path / "first_run" / "checkpoints"
+  killed = start(text, tmp_path, **keys)
+  wait_for(lambda: (checkpoints / "40").is_dir(), killed)
+  killed.kill()
+  killed.communicate()
+  halves = {"num_simulated_devices": 2, "gradient_accumulation_steps": 4}
+  stopped = start(text, tmp_path, **keys, **halves)
+  wait_for(lambda: (checkpoints / "100").is_dir(), stopped)
+  stopped.send_signal(signal.SIGINT)
+  output, _ = stopped.communicate(timeout=60)
+  assert stopped.returncode == 0, output
+  assert "Resuming after step" in output
+  assert "go on:   the same command again" in output
+  reached = read_metrics(tmp_path / "first_run")[-1]["step"]
+  assert 100 <= reached < 300
+  train(text, tmp_path / "whole", **(keys | {"steps": reached}), learning_rate_schedule_steps=300)
+  for a, b in zip(without_times(tmp_path), without_times(tmp_path / "whole"), strict=True):
+    assert a["samples"] == b["samples"]
+    assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-4)
+
+
+def test_piped_output_has_no_progress_bar(text, tmp_path):
+  done = subprocess.run(
+    command(*arguments(text, tmp_path, steps=2, generate_length=4)),
+    cwd=REPOSITORY,
+    capture_output=True,
+    text=True,
+    check=True,
+  )
+  assert "\r" not in done.stdout
+  assert done.stderr == ""
+  assert "text before training" in done.stdout
+  assert json.loads((tmp_path / "first_run" / "metrics.jsonl").read_text().splitlines()[0])
