@@ -48,6 +48,10 @@ SCHEDULES: dict[str, Schedule] = {
   "wsd": wsd,
 }
 
+COUPLINGS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
+"""The power of (batch / final batch) that multiplies the rate. Linear keeps the noise of SGD's path
+(Goyal et al. 2017), the root that of Adam's (Malladi et al. 2022)."""
+
 
 @dataclasses.dataclass(frozen=True)
 class LearningRate:
@@ -63,7 +67,9 @@ class LearningRate:
   def __call__(self, position: Position) -> float:
     """The rate of the update that starts at `position`."""
     at = self.plan.measure(position, self.unit)
-    peak = self.config.learning_rate
+    exponent = COUPLINGS[self.config.learning_rate_batch_coupling]
+    share = self.plan.share_of_batch(position)
+    peak = self.config.learning_rate * float(share) ** exponent
     if at < self.warmup:
       # The update moves by the rate reached at its end, so that the very first one is not zero.
       after = self.plan.measure(self.plan.advance(position), self.unit)

@@ -30,7 +30,7 @@ ARGUMENTS = {
   "zzz=1": f"command line: there is no key 'zzz'. {HELP}",
   "batch=1": (
     "command line: there is no key 'batch'. Keys are flat, without sections: "
-    f"per_device_batch_size and so on. {HELP}"
+    f"batch_size and so on. {HELP}"
   ),
   "steps=1.5": f"command line: steps=1.5: steps {STEPS} steps=2",
   "steps=1e3": f"command line: steps=1e3: steps {STEPS} steps=1000",
@@ -63,7 +63,15 @@ ARGUMENTS = {
   ),
   "per_device_batch_size=1/0": (
     "command line: per_device_batch_size=1/0: per_device_batch_size must be a number such as 2, "
-    "0.25 or 1/3, at least 0. A value that works: per_device_batch_size=1/2"
+    "0.25 or 1/3, at least 0, or -1. A value that works: per_device_batch_size=1/2"
+  ),
+  "micro_batch_size=auto": (
+    "command line: micro_batch_size=auto: micro_batch_size must be a number such as 2, 0.25 or 1/3, "
+    "at least 0, or -1, or none. A value that works: micro_batch_size=1/2"
+  ),
+  "batch_schedule=[0, 32]": (
+    "command line: batch_schedule=[...]: batch_schedule must be a list, each a list, each a whole "
+    "number. A value that works: batch_schedule=[[0]]"
   ),
   "dtype=bfloat61": (
     "command line: dtype=bfloat61: dtype must be one of float32, bfloat16. "

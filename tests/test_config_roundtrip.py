@@ -1,6 +1,7 @@
 """A configuration that is written out loads back to the same one, exact numbers included."""
 
 import dataclasses
+import types
 import typing
 from fractions import Fraction
 
@@ -27,6 +28,10 @@ SCALARS = {
 
 def values_of(annotation: typing.Any) -> st.SearchStrategy:
   """Values that a key of this type may have."""
+  if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    return st.one_of(*map(values_of, typing.get_args(annotation)))
+  if typing.get_origin(annotation) is tuple:
+    return st.lists(values_of(typing.get_args(annotation)[0]), max_size=3).map(tuple)
   ranges = []
   if typing.get_origin(annotation) is typing.Annotated:
     annotation, *ranges = typing.get_args(annotation)

@@ -27,6 +27,9 @@ LAYERS = {
     "config.load",
     "config.help",
     "topology",
+    "batch.solve",
+    "batch.stages",
+    "batch.schedule",
     "batch.plan",
     "batch.interval",
     "data.row_plan",
@@ -56,6 +59,7 @@ LAYERS = {
     "sharding",
     "dropout",
     "models.layers",
+    "models.dot_product",
     "models.flash",
     "models.attention",
     "models.transformer",
@@ -157,7 +161,14 @@ print(maxbatch.batch.plan.plan_batches(config.batch, config.run, layout).total_s
 
 
 # One place for the arithmetic of batch sizes; row_plan and the arrays laid out by it count rows.
-ARITHMETIC = {"batch.plan", "batch.interval", "data.row_plan"}
+ARITHMETIC = {
+  "batch.solve",
+  "batch.stages",
+  "batch.schedule",
+  "batch.plan",
+  "batch.interval",
+  "data.row_plan",
+}
 BATCH_SIZE = re.compile(
   r"(.*_)?(batch|batch_size|batch_to_train|batch_to_load|accumulation_steps|microbatches|devices"
   r"|num_slices|num_batch_groups|expansion_factor_real_data|tokens_per_step)"

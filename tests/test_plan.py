@@ -143,11 +143,11 @@ def test_the_budget_is_given_exactly_once():
 def test_a_budget_ends_with_a_whole_step():
   assert message(devices(data=8), run_of(total_samples=1000)) == (
     "total_samples=1000 is 31 steps of 32 samples and 8 samples more, and a run ends with a whole "
-    "step; nearest: total_samples=992 or total_samples=1024"
+    "microbatch (32 samples); nearest: total_samples=992 or total_samples=1024"
   )
   assert message(devices(data=8), run_of(total_tokens=100)) == (
     "total_tokens=100 is 0 steps of 4096 tokens and 100 tokens more, and a run ends with a whole "
-    "step; nearest: total_tokens=4096"
+    "microbatch (4096 tokens); nearest: total_tokens=4096"
   )
 
 

@@ -1,7 +1,8 @@
 """BatchPlan: every batch size of a run, derived exactly and explained line by line.
 
 Sizes are rational numbers until they count samples, so that 0.29 samples on each of 100 devices
-are 29 samples, and nothing is ever truncated.
+are 29 samples, and nothing is ever truncated. Whoever needs a size asks the plan: which batch is in
+force at a position, how many passes it takes, where the next step begins, where the run ends.
 """
 
 import dataclasses
@@ -9,8 +10,18 @@ import math
 from fractions import Fraction
 from typing import Literal
 
+from maxbatch.batch.schedule import Request, batch_schedule
+from maxbatch.batch.solve import Given, solve, text, wanted, whole_micro_batch
+from maxbatch.batch.stages import (
+  BatchSchedule,
+  Budget,
+  Position,
+  Stage,
+  lay_out,
+  stage_at_sample,
+  stage_at_step,
+)
 from maxbatch.config.schema import BatchConfig, RunConfig
-from maxbatch.config.value import plain
 from maxbatch.errors import UserError
 from maxbatch.topology import Topology
 
@@ -21,16 +32,11 @@ _SMALLEST_TRIP_CAPACITY = 16
 
 
 @dataclasses.dataclass(frozen=True)
-class Position:
-  """A place in the run: updates made and samples consumed."""
-
-  step: int
-  samples: int
-
-
-@dataclasses.dataclass(frozen=True)
 class BatchPlan:
-  """The sizes of a run. Samples are rows of `max_target_length` tokens."""
+  """The sizes of a run. Samples are rows of `max_target_length` tokens.
+
+  Sizes without a position are those of the run's batch, at which a ramp arrives.
+  """
 
   topology: Topology
   max_target_length: int
@@ -41,7 +47,10 @@ class BatchPlan:
   global_batch_to_train: int
   global_batch_to_load: int
   eval_batch: int
-  steps: int
+  schedule: BatchSchedule
+  budget: Budget
+  stages: tuple[Stage, ...]
+  """What lies between the plan's start and its end, at least one stage."""
 
   @property
   def tokens_per_step(self) -> int:
@@ -49,9 +58,14 @@ class BatchPlan:
     return self.tokens(self.global_batch_to_train)
 
   @property
+  def steps(self) -> int:
+    """Updates made when the run ends."""
+    return self.end().step
+
+  @property
   def total_samples(self) -> int:
     """Samples consumed when the run ends."""
-    return self.samples_at(self.steps)
+    return self.end().samples
 
   @property
   def total_tokens(self) -> int:
@@ -60,24 +74,50 @@ class BatchPlan:
 
   @property
   def trip_capacity(self) -> int:
-    """Microbatches the compiled fused step has room for.
+    """Microbatches the compiled fused step has room for, in every stage.
 
     A power of two, so that changing gradient_accumulation_steps within it compiles nothing new.
     """
-    needed = max(self.gradient_accumulation_steps, _SMALLEST_TRIP_CAPACITY)
+    needed = max(_SMALLEST_TRIP_CAPACITY, *(point.trips for point in self.schedule.points))
     return 1 << (needed - 1).bit_length()
+
+  @property
+  def micro_batches(self) -> tuple[int, ...]:
+    """The different microbatches of the stages, each one shape to compile, as they first occur."""
+    return tuple(dict.fromkeys(stage.micro_batch for stage in self.stages))
 
   def tokens(self, samples: int) -> int:
     """Tokens in `samples` samples."""
     return samples * self.max_target_length
 
+  def per_device(self, micro_batch: int) -> Fraction:
+    """Samples of a microbatch on one device."""
+    return Fraction(micro_batch, self.topology.num_devices)
+
+  def stage_at(self, samples: int) -> Stage:
+    """The stage of the step that begins when `samples` are consumed."""
+    return stage_at_sample(self.stages, samples)
+
+  def batch_at(self, samples: int) -> int:
+    """Samples of the step that begins when `samples` are consumed."""
+    return self.stage_at(samples).batch
+
+  def trips_at(self, position: Position) -> int:
+    """Passes of the step that begins at `position`."""
+    return self.stage_at(position.samples).trips
+
+  def share_of_batch(self, position: Position) -> Fraction:
+    """The batch at `position` over the run's batch."""
+    return Fraction(self.batch_at(position.samples), self.global_batch_to_train)
+
   def samples_at(self, step: int) -> int:
     """Samples consumed before `step` (0-based)."""
-    return step * self.global_batch_to_train
+    stage = stage_at_step(self.stages, step)
+    return stage.after(step - stage.first.step).samples
 
   def advance(self, position: Position) -> Position:
     """The position one step further."""
-    return Position(position.step + 1, position.samples + self.global_batch_to_train)
+    return Position(position.step + 1, position.samples + self.batch_at(position.samples))
 
   def measure(self, position: Position, unit: Unit) -> int:
     """A position counted in steps, samples or tokens."""
@@ -87,21 +127,37 @@ class BatchPlan:
 
   def end(self) -> Position:
     """The position at which the run is complete."""
-    return Position(self.steps, self.total_samples)
+    return self.stages[-1].end
 
-  def as_dict(self) -> dict[str, int | float | str]:
+  def starting_at(self, position: Position) -> "BatchPlan":
+    """The plan from `position` on: a resumed run, whose steps until there another plan made.
+
+    On this plan's own way it changes nothing. Elsewhere the schedule takes effect from exactly the
+    samples that are consumed, and a budget in samples or tokens ends where it did.
+
+    Raises:
+      UserError: the budget ends inside a microbatch.
+    """
+    stages = lay_out(self.schedule, self.budget, position)
+    return dataclasses.replace(self, stages=stages)
+
+  def as_dict(self) -> dict[str, object]:
     """The derived sizes, for the run's config.yml and its checkpoints."""
     names = ("micro_batch_to_train", "global_batch_to_train", "global_batch_to_load", "eval_batch")
-    sizes: dict[str, int | float | str] = {name: getattr(self, name) for name in names}
-    return sizes | {
+    sizes: dict[str, object] = {name: getattr(self, name) for name in names}
+    sizes |= {
       "num_devices": self.topology.num_devices,
-      "per_device_batch_size": _text(self.per_device_batch_size),
+      "per_device_batch_size": text(self.per_device_batch_size),
       "gradient_accumulation_steps": self.gradient_accumulation_steps,
       "tokens_per_step": self.tokens_per_step,
       "steps": self.steps,
       "total_samples": self.total_samples,
       "total_tokens": self.total_tokens,
     }
+    if len(self.stages) > 1:
+      rows = [[stage.first.samples, stage.batch, stage.trips] for stage in self.stages]
+      sizes["batch_stages"] = rows
+    return sizes
 
   def __str__(self) -> str:
     rows = self._derivation()
@@ -111,16 +167,29 @@ class BatchPlan:
       f"  {name:<21}  {how:<{how_width}} = {size:>{size_width},} {unit}"
       for name, how, size, unit in rows
     ]
-    return "\n".join(["Batch plan", *lines])
+    return "\n".join(["Batch plan", *lines, *self._stage_lines()])
+
+  def _stage_lines(self) -> list[str]:
+    """A line per stage, if there are several."""
+    if len(self.stages) == 1:
+      return []
+    return [
+      f"  from sample {stage.first.samples:>13,}: {stage.batch:,} samples per step, "
+      f"{stage.trips:,} × {stage.micro_batch:,}, {stage.num_steps:,} steps"
+      for stage in self.stages
+    ]
 
   def _derivation(self) -> list[tuple[str, str, int, str]]:
     """Name, derivation, size and unit of every size, each derived from those above it."""
     devices = self.topology.num_devices
     micro, batch = self.micro_batch_to_train, self.global_batch_to_train
-    per_device, factor = _text(self.per_device_batch_size), _text(self.expansion_factor_real_data)
-    per_device_eval = _text(Fraction(self.eval_batch, devices))
+    per_device, factor = text(self.per_device_batch_size), text(self.expansion_factor_real_data)
+    per_device_eval = text(self.per_device(self.eval_batch))
     times = f"{devices:,} devices ×"
     accumulation, length = f"{self.gradient_accumulation_steps:,}", f"{self.max_target_length:,}"
+    constant = len(self.stages) == 1
+    summed = f"{batch:,} × steps {self.steps:,}"
+    summed = summed if constant else f"{len(self.stages)} stages, steps {self.steps:,}"
     return [
       ("num_devices", str(self.topology), devices, "devices"),
       (
@@ -153,74 +222,67 @@ class BatchPlan:
         self.tokens_per_step,
         "tokens",
       ),
-      ("total_samples", f"{batch:,} × steps {self.steps:,}", self.total_samples, "samples"),
+      ("total_samples", summed, self.total_samples, "samples"),
       ("total_tokens", f"{self.total_samples:,} × {length}", self.total_tokens, "tokens"),
     ]
 
 
 def plan_batches(batch: BatchConfig, run: RunConfig, topology: Topology) -> BatchPlan:
-  """Derives every size from the configuration and the devices.
+  """Derives every size from the configuration and the devices, and checks every stage.
 
   Raises:
-    UserError: if a size is not whole, with the nearest values that are.
+    UserError: sizes contradict each other or are not whole; the message offers what is.
   """
-  micro_batch = _micro_batch("per_device_batch_size", batch.per_device_batch_size, topology)
-  global_batch = micro_batch * batch.gradient_accumulation_steps
+  sizes = solve(wanted(batch), topology)
+  schedule = batch_schedule(Request(batch, sizes, topology))
   factor = batch.expansion_factor_real_data
   factor = factor if factor > 0 else Fraction(1)
-  per_device_eval = batch.eval_per_device_batch_size or batch.per_device_batch_size
+  _check_loads(schedule, factor)
+  budget = _budget(run, batch.max_target_length)
   return BatchPlan(
     topology=topology,
     max_target_length=batch.max_target_length,
-    per_device_batch_size=batch.per_device_batch_size,
-    gradient_accumulation_steps=batch.gradient_accumulation_steps,
+    per_device_batch_size=Fraction(sizes.micro_batch, topology.num_devices),
+    gradient_accumulation_steps=sizes.passes,
     expansion_factor_real_data=factor,
-    micro_batch_to_train=micro_batch,
-    global_batch_to_train=global_batch,
-    global_batch_to_load=_batch_to_load(global_batch, factor),
-    eval_batch=_micro_batch("eval_per_device_batch_size", per_device_eval, topology),
-    steps=_steps(run, global_batch, batch.max_target_length),
+    micro_batch_to_train=sizes.micro_batch,
+    global_batch_to_train=sizes.batch,
+    global_batch_to_load=int(sizes.batch * factor),
+    eval_batch=_eval_batch(batch.eval_per_device_batch_size, sizes.micro_batch, topology),
+    schedule=schedule,
+    budget=budget,
+    stages=lay_out(schedule, budget, Position(0, 0)),
   )
 
 
-def _micro_batch(key: str, per_device: Fraction, topology: Topology) -> int:
-  """num_devices × per-device size; every group of devices must get whole samples."""
-  devices, groups = topology.num_devices, topology.num_batch_groups
-  samples = per_device * devices
-  rows_per_group = samples / groups
-  if rows_per_group.denominator == 1 and rows_per_group > 0:
-    return int(samples)
-  below, above = _neighbours(rows_per_group)
-  nearest = [_text(Fraction(rows * groups, devices)) for rows in (below, above) if rows > 0]
-  raise UserError(
-    f"{key}={_text(per_device)} on {devices} devices is {_text(samples)} samples, which must be a "
-    f"positive multiple of the {groups} groups of devices that see different samples "
-    f"(data {topology.shape['data']} × fsdp {topology.shape['fsdp']}); "
-    f"nearest: {_choices(key, nearest)}"
-  )
+def _eval_batch(per_device: Fraction, micro_batch: int, topology: Topology) -> int:
+  """Samples of one evaluation pass: by its own key, or as in training."""
+  if per_device == 0:
+    return micro_batch
+  return whole_micro_batch(Given("eval_per_device_batch_size", per_device), topology)
 
 
-def _batch_to_load(global_batch: int, factor: Fraction) -> int:
-  """global_batch_to_train × factor, whole."""
-  loaded = global_batch * factor
-  if loaded.denominator == 1:
-    return int(loaded)
-  below, above = _neighbours(loaded)
-  nearest = [_text(Fraction(size, global_batch)) for size in (below, above) if size > 0]
-  raise UserError(
-    f"expansion_factor_real_data={_text(factor)} × global_batch_to_train={global_batch} is "
-    f"{_text(loaded)}, but global_batch_to_load counts whole samples; "
-    f"nearest: {_choices('expansion_factor_real_data', nearest)}"
-  )
+def _check_loads(schedule: BatchSchedule, factor: Fraction) -> None:
+  """batch × factor must be whole in every stage."""
+  batches = [point.batch for point in schedule.points]
+  for number, batch in enumerate(batches, 1):
+    loaded = batch * factor
+    if loaded.denominator == 1:
+      continue
+    # The factor must make all stages whole.
+    common = math.gcd(*batches)
+    counts = (math.floor(common * factor), math.floor(common * factor) + 1)
+    offers = [text(Fraction(count, common)) for count in counts if count > 0]
+    stage = f" of stage {number}" if len(batches) > 1 else ""
+    raise UserError(
+      f"expansion_factor_real_data={text(factor)} × global_batch_to_train={batch}{stage} is "
+      f"{text(loaded)}, but global_batch_to_load counts whole samples; "
+      f"nearest: {' or '.join(f'expansion_factor_real_data={offer}' for offer in offers)}"
+    )
 
 
-def _steps(run: RunConfig, global_batch: int, max_target_length: int) -> int:
-  """The budget in steps; exactly one of the three budget keys is given."""
-  per_step = {
-    "steps": 1,
-    "total_samples": global_batch,
-    "total_tokens": global_batch * max_target_length,
-  }
+def _budget(run: RunConfig, max_target_length: int) -> Budget:
+  """The budget; exactly one of the three keys gives it."""
   sizes = {"steps": run.steps, "total_samples": run.total_samples, "total_tokens": run.total_tokens}
   given = [key for key, size in sizes.items() if size != -1]
   if len(given) != 1:
@@ -228,27 +290,8 @@ def _steps(run: RunConfig, global_batch: int, max_target_length: int) -> int:
     unset = " ".join(f"{key}=-1" for key in given[:-1]) or "steps=1000"
     values = ", ".join(f"{key}={size}" for key, size in sizes.items())
     raise UserError(f"{values}: exactly one must be set, the others -1; for example {unset}")
-  key = given[0]
-  steps, rest = divmod(sizes[key], per_step[key])
-  if rest == 0:
-    return steps
-  unit = key.removeprefix("total_")
-  nearest = [str(count * per_step[key]) for count in (steps, steps + 1) if count > 0]
-  raise UserError(
-    f"{key}={sizes[key]} is {steps} steps of {per_step[key]} {unit} and {rest} {unit} more, and a "
-    f"run ends with a whole step; nearest: {_choices(key, nearest)}"
-  )
-
-
-def _neighbours(value: Fraction) -> tuple[int, int]:
-  """The whole numbers on both sides."""
-  return math.floor(value), math.floor(value) + 1
-
-
-def _choices(key: str, values: list[str]) -> str:
-  return " or ".join(f"{key}={value}" for value in values)
-
-
-def _text(value: Fraction) -> str:
-  """A fraction as people write it and the configuration reads it: 4, 0.25, 1/3."""
-  return str(plain(value))
+  if given[0] == "total_tokens":
+    return Budget("total_tokens", Fraction(run.total_tokens, max_target_length), max_target_length)
+  if given[0] == "total_samples":
+    return Budget("total_samples", Fraction(run.total_samples))
+  return Budget("steps", Fraction(run.steps))

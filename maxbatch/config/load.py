@@ -33,7 +33,8 @@ def load_config(arguments: Sequence[str]) -> schema.Config:
   name, overrides = _read_arguments(arguments)
   root_path, root, children = _read_chain(config_path(name))
   layers = [*children, overrides]
-  merged = ConfigDict(_root_values(root_path, root)).lock()
+  # Types are checked when a value is read; one key may take a number in one file, a word in another.
+  merged = ConfigDict(_root_values(root_path, root), type_safe=False).lock()
   for layer in [*_model_layers(root_path, root, layers), *layers]:
     merged.update(_values(layer))
   return _assemble(merged.to_dict())

@@ -35,6 +35,7 @@ Positive = Annotated[int, Range(low=1)]
 NonNegative = Annotated[int, Range(low=0)]
 PositiveOrUnset = Annotated[int, Range(low=1, also=-1)]
 NonNegativeOrUnset = Annotated[int, Range(low=0, also=-1)]
+ExactOrUnset = Annotated[Fraction, Range(low=0, also=-1)]
 Probability = Annotated[float, Range(low=0, high=1)]
 NonNegativeFloat = Annotated[float, Range(low=0)]
 DType = Literal["float32", "bfloat16"]
@@ -62,12 +63,26 @@ class RunConfig:
 class BatchConfig:
   """The sizes from which BatchPlan derives every other size."""
 
-  per_device_batch_size: Annotated[Fraction, Range(low=0)]
-  gradient_accumulation_steps: Positive
+  batch_size: PositiveOrUnset
+  global_batch_to_train: PositiveOrUnset
+  tokens_per_step: PositiveOrUnset
+  per_device_batch_size: ExactOrUnset
+  micro_batch_size: ExactOrUnset | Literal["none"]
+  gradient_accumulation_steps: PositiveOrUnset
   expansion_factor_real_data: Fraction
   eval_per_device_batch_size: Annotated[Fraction, Range(low=0)]
   max_target_length: Positive
   accumulation: Literal["fused", "streamed"]
+  enable_rampup_batch_size: bool
+  per_device_batch_size_start: Annotated[Fraction, Range(low=0)]
+  per_device_batch_size_increment: Annotated[Fraction, Range(low=0)]
+  global_rampup_samples: Positive
+  batch_schedule: tuple[tuple[int, ...], ...]
+  batch_schedule_type: str
+  batch_schedule_unit: Literal["steps", "samples", "tokens"]
+  batch_schedule_length: PositiveOrUnset
+  batch_size_start: PositiveOrUnset
+  batch_size_increment: PositiveOrUnset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +157,7 @@ class OptimizerConfig:
   learning_rate: NonNegativeFloat
   lr_schedule_type: str
   learning_rate_schedule_steps: PositiveOrUnset
+  learning_rate_batch_coupling: Literal["none", "linear", "sqrt"]
   warmup_steps: NonNegativeOrUnset
   warmup_steps_fraction: Probability
   learning_rate_final_fraction: Probability

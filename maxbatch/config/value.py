@@ -6,6 +6,7 @@ Numbers are read from the text as written: a Fraction never passes through binar
 import dataclasses
 import math
 import re
+import types
 import typing
 from collections.abc import Callable
 from fractions import Fraction
@@ -48,9 +49,9 @@ def convert(entry: Entry, annotation: object) -> object:
   Raises:
     UserError: wrong type, outside the range, or not among the choices.
   """
+  if (word := _word(entry.node, annotation)) is not None:
+    return word
   bare, interval = _split(annotation)
-  if typing.get_origin(bare) is tuple:
-    return _convert_list(entry, typing.get_args(bare)[0])
   try:
     value = _read(entry.node, bare)
   except _WrongTypeError as wrong:
@@ -67,8 +68,9 @@ def describe(annotation: object) -> str:
     return " | ".join(str(choice) for choice in typing.get_args(bare))
   if typing.get_origin(bare) is tuple:
     return f"list: {describe(typing.get_args(bare)[0])}"
-  words = _KINDS[typing.cast(type, bare)].words
-  return words if interval is None else f"{words}, {interval}"
+  kind = _KINDS[typing.cast(type, bare)].words
+  ranged = kind if interval is None else f"{kind}, {interval}"
+  return " | ".join([ranged, *_words(annotation)])
 
 
 def holds_text(annotation: object) -> bool:
@@ -90,23 +92,33 @@ def plain(value: object) -> object:
   return decimal if exact else f"{value.numerator}/{value.denominator}"
 
 
+def _words(annotation: object) -> tuple[str, ...]:
+  """The words that a key of type `number | Literal[words]` takes besides numbers."""
+  if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+    return ()
+  return typing.get_args(typing.get_args(annotation)[1])
+
+
+def _word(node: yaml.Node, annotation: object) -> str | None:
+  """The word that is meant, if it is one."""
+  written = node.value if isinstance(node, yaml.ScalarNode) else None
+  return next((word for word in _words(annotation) if word == written), None)
+
+
 def _split(annotation: object) -> tuple[object, Range | None]:
+  if _words(annotation):
+    annotation = typing.get_args(annotation)[0]
   if typing.get_origin(annotation) is not typing.Annotated:
     return annotation, None
   bare, *extras = typing.get_args(annotation)
   return bare, next((extra for extra in extras if isinstance(extra, Range)), None)
 
 
-def _convert_list(entry: Entry, item: object) -> tuple[object, ...]:
-  if not isinstance(entry.node, yaml.SequenceNode):
-    raise UserError(_type_message(entry, tuple[item, ...], f"[{entry.text}]"))
-  items = (dataclasses.replace(entry, node=node) for node in entry.node.value)
-  return tuple(convert(part, item) for part in items)
-
-
 def _read(node: yaml.Node, bare: object) -> object:
   if typing.get_origin(bare) is typing.Literal:
     return _read_choice(node, typing.get_args(bare))
+  if typing.get_origin(bare) is tuple:
+    return _read_list(node, typing.get_args(bare)[0])
   kind = _KINDS[typing.cast(type, bare)]
   if not isinstance(node, yaml.ScalarNode) or node.tag not in _TAGS:
     raise _WrongTypeError(kind.example)
@@ -119,6 +131,22 @@ def _read_choice(node: yaml.Node, choices: tuple[object, ...]) -> object:
     if str(choice) == written:
       return choice
   raise _WrongTypeError(closest(str(written), map(str, choices)) or str(choices[0]))
+
+
+def _read_list(node: yaml.Node, item: object) -> tuple[object, ...]:
+  """A list, whose items may be lists."""
+  is_list = isinstance(node, yaml.SequenceNode)
+  bare, interval = _split(item)
+  try:
+    items = tuple(_read(part, bare) for part in (node.value if is_list else [node]))
+  except _WrongTypeError as wrong:
+    raise _WrongTypeError(f"[{wrong}]") from None
+  for value in [] if interval is None else typing.cast(tuple[float, ...], items):
+    if not interval.holds(value):
+      raise _WrongTypeError(f"[{_clamped(interval, value, str(value))}]")
+  if not is_list:
+    raise _WrongTypeError(f"[{node.value}]")
+  return items
 
 
 def _number_text(node: yaml.ScalarNode, example: str) -> str:
@@ -202,7 +230,8 @@ def _phrase(annotation: object) -> str:
   if typing.get_origin(bare) is tuple:
     return f"a list, each {_phrase(typing.get_args(bare)[0])}"
   phrase = _KINDS[typing.cast(type, bare)].phrase
-  return phrase if interval is None else f"{phrase}, {interval}"
+  ranged = phrase if interval is None else f"{phrase}, {interval}"
+  return ", or ".join([ranged, *_words(annotation)])
 
 
 def _range_message(entry: Entry, interval: Range, value: float) -> str:

@@ -60,10 +60,13 @@ class StepRows:
 def dispatches(plan: BatchPlan, start: Position, *, streamed: bool) -> list[StepRows]:
   """What is sent to the devices from `start` to the end of the run: whole steps, or, streamed,
   their microbatches one by one."""
-  per_dispatch = 1 if streamed else plan.gradient_accumulation_steps
-  size = plan.micro_batch_to_train * per_dispatch
-  samples = range(start.samples, plan.samples_at(plan.steps), size)
-  return [StepRows(sample, per_dispatch) for sample in samples]
+  sent: list[StepRows] = []
+  for stage in plan.starting_at(start).stages:
+    per_dispatch = 1 if streamed else stage.trips
+    size = stage.micro_batch * per_dispatch
+    samples = range(stage.first.samples, stage.end.samples, size)
+    sent += [StepRows(sample, per_dispatch) for sample in samples]
+  return sent
 
 
 def load_factor(plan: BatchPlan, *, streamed: bool) -> Fraction:

@@ -1,0 +1,262 @@
+"""Which size follows from which: any sufficient subset of a run's sizes determines the others.
+
+With G groups of devices that see different samples, r samples per group in one pass, and k passes:
+
+    micro batch = G · r      per-device size = G · r / devices      batch = G · r · k
+
+What is not given is derived. What stays open then is 1 pass, and after that
+DEFAULT_PER_DEVICE_BATCH_SIZE samples per device.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from maxbatch.config.schema import BatchConfig
+from maxbatch.config.value import plain
+from maxbatch.errors import UserError
+from maxbatch.topology import Topology
+
+DEFAULT_PER_DEVICE_BATCH_SIZE = Fraction(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+  """A size as one key gives it; `scale` times the size is the key's value."""
+
+  key: str
+  size: Fraction
+  scale: int = 1
+  word: str = ""
+  """The key's value where it is not a number."""
+
+  def assigned(self, size: Fraction | int | None = None) -> str:
+    """`key=value`, of this size or of another."""
+    value = text(Fraction(self.size if size is None else size) * self.scale)
+    return f"{self.key}={self.word or value}"
+
+  def __str__(self) -> str:
+    return self.assigned() + (f" ({text(self.size)} samples)" if self.scale != 1 else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+  """What the configuration says about the three sizes; None where it says nothing."""
+
+  batch: Given | None
+  per_device: Given | None
+  passes: Given | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """The solution: samples of one pass over all devices, and passes per step."""
+
+  micro_batch: int
+  passes: int
+
+  @property
+  def batch(self) -> int:
+    """Samples of one step."""
+    return self.micro_batch * self.passes
+
+
+def wanted(config: BatchConfig) -> Wanted:
+  """Reads the keys of both vocabularies.
+
+  Raises:
+    UserError: two keys give one size different values.
+  """
+  none = config.micro_batch_size == "none"
+  last = config.batch_schedule[-1][1:2] if config.batch_schedule else ()
+  return Wanted(
+    batch=_agreed(
+      *(Given("the last batch of batch_schedule", Fraction(size)) for size in last),
+      *_if_set("batch_size", config.batch_size),
+      *_if_set("global_batch_to_train", config.global_batch_to_train),
+      *_if_set("tokens_per_step", config.tokens_per_step, config.max_target_length),
+    ),
+    per_device=_agreed(
+      *_if_set("per_device_batch_size", config.per_device_batch_size),
+      *([] if none else _if_set("micro_batch_size", Fraction(config.micro_batch_size))),
+    ),
+    passes=_agreed(
+      *_if_set("gradient_accumulation_steps", config.gradient_accumulation_steps),
+      *([Given("micro_batch_size", Fraction(1), word="none")] if none else []),
+    ),
+  )
+
+
+def solve(want: Wanted, topology: Topology) -> Sizes:
+  """The sizes on these devices.
+
+  Raises:
+    UserError: the given sizes contradict each other or leave a remainder.
+  """
+  batch, per_device, passes = want.batch, want.per_device, want.passes
+  if batch is None:
+    default = Given("per_device_batch_size", DEFAULT_PER_DEVICE_BATCH_SIZE)
+    micro_batch = whole_micro_batch(per_device or default, topology)
+    return Sizes(micro_batch, int(passes.size) if passes else 1)
+  if per_device is None:
+    return _from_batch(batch, passes, topology)
+  if passes is None:
+    return _from_batch_and_micro_batch(batch, per_device, topology)
+  sizes = Sizes(whole_micro_batch(per_device, topology), int(passes.size))
+  if batch.size != sizes.batch:
+    offers = _ways_out(batch, per_device, passes, topology)
+    raise UserError(
+      f"{batch}, but {per_device} on {topology.num_devices} devices with {passes} is {sizes.batch} "
+      f"samples per step; change one of them: {', or '.join(offers)}"
+    )
+  return sizes
+
+
+def solve_num_devices(want: Wanted) -> int:
+  """The devices on which the given sizes hold.
+
+  Raises:
+    UserError: too little is given, or the number is not whole.
+  """
+  if want.batch is None or want.per_device is None:
+    raise UserError(
+      "num_devices=-1 is derived from the batch and the per-device size, which must both be given; "
+      "for example batch_size=512 micro_batch_size=64"
+    )
+  each = want.per_device.size * (want.passes.size if want.passes else 1)
+  devices = want.batch.size / each if each else Fraction(0)
+  if devices.denominator == 1 and devices > 0:
+    return int(devices)
+  passes = f" × {want.passes}" if want.passes else ""
+  nearest = [want.batch.assigned(size * each) for size in _around(devices) if size * each > 0]
+  raise UserError(
+    f"{want.batch} / {want.per_device}{passes} is {text(devices)} devices, which must be whole; "
+    f"nearest: {' or '.join(nearest) or 'micro_batch_size=1'}"
+  )
+
+
+def whole_micro_batch(given: Given, topology: Topology) -> int:
+  """num_devices × per-device size; every group of devices must get whole samples.
+
+  Raises:
+    UserError: it does not, with the nearest sizes that do.
+  """
+  devices, groups = topology.num_devices, topology.num_batch_groups
+  samples = given.size * devices
+  rows = samples / groups
+  if rows.denominator == 1 and rows > 0:
+    return int(samples)
+  nearest = [given.assigned(Fraction(near * groups, devices)) for near in _around(rows) if near > 0]
+  raise UserError(
+    f"{given} on {devices} devices is {text(samples)} samples, which must be a positive multiple "
+    f"of {groups_of(topology)}; nearest: {' or '.join(nearest)}"
+  )
+
+
+def groups_of(topology: Topology) -> str:
+  """The groups of devices in words."""
+  return (
+    f"the {topology.num_batch_groups} groups of devices that see different samples "
+    f"(data {topology.shape['data']} × fsdp {topology.shape['fsdp']})"
+  )
+
+
+def text(value: Fraction) -> str:
+  """A fraction as people write it and the configuration reads it: 4, 0.25, 1/3."""
+  return str(plain(value))
+
+
+def nearest_divisors(number: int, near: Fraction) -> list[int]:
+  """The divisors of `number` next to `near` on both sides, itself not included."""
+  small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+  divisors = sorted({*small, *(number // n for n in small)})
+  below = [n for n in divisors if n < near]
+  above = [n for n in divisors if n > near]
+  return below[-1:] + above[:1]
+
+
+def nearest_multiples(unit: Fraction | int, near: Fraction) -> list[Fraction]:
+  """The positive multiples of `unit` next to `near` on both sides."""
+  return [Fraction(unit * count) for count in _around(near / unit) if count > 0]
+
+
+def _around(value: Fraction) -> tuple[int, int]:
+  """The whole numbers on both sides of one that is not whole."""
+  return math.floor(value), math.floor(value) + 1
+
+
+def _if_set(key: str, value: Fraction | int, scale: int = 1) -> list[Given]:
+  return [] if value == -1 else [Given(key, Fraction(value) / scale, scale)]
+
+
+def _agreed(*given: Given) -> Given | None:
+  """The one size that all these keys mean."""
+  for other in given[1:]:
+    if other.size != given[0].size:
+      free = next(one.key for one in (other, given[0]) if " " not in one.key)
+      raise UserError(
+        f"{given[0]} and {other} give the same size two values; keep one of them, for example "
+        f"with {free}=-1"
+      )
+  return given[0] if given else None
+
+
+def _from_batch_and_micro_batch(batch: Given, per_device: Given, topology: Topology) -> Sizes:
+  """Passes = batch / micro batch."""
+  devices, groups = topology.num_devices, topology.num_batch_groups
+  micro_batch = whole_micro_batch(per_device, topology)
+  passes, rows = batch.size / micro_batch, batch.size / groups
+  if passes.denominator == 1:
+    return Sizes(micro_batch, int(passes))
+  fitting = (
+    nearest_divisors(int(rows), Fraction(micro_batch, groups)) if rows.denominator == 1 else []
+  )
+  sizes = [Fraction(near * groups, devices) for near in fitting]
+  raise UserError(
+    f"{batch} over {devices} devices is {text(batch.size / devices)} per device, not a multiple of "
+    f"{per_device}; "
+    + _nearest_of((batch, nearest_multiples(micro_batch, batch.size)), (per_device, sizes))
+  )
+
+
+def _from_batch(batch: Given, passes: Given | None, topology: Topology) -> Sizes:
+  """Micro batch = batch / passes, in 1 pass unless another number is given."""
+  count, groups = int(passes.size) if passes else 1, topology.num_batch_groups
+  rows = batch.size / (groups * count)
+  if rows.denominator == 1 and rows > 0:
+    return Sizes(int(rows) * groups, count)
+  per_group = batch.size / groups
+  divisors = []
+  if passes and not passes.word and per_group.denominator == 1:
+    divisors = nearest_divisors(int(per_group), passes.size)
+  options = [(batch, nearest_multiples(groups * count, batch.size))]
+  if passes and divisors:
+    options.append((passes, [Fraction(near) for near in divisors]))
+  raise UserError(
+    f"{batch} in {count} {'passes' if count > 1 else 'pass'} ({passes or 'one unless given'}) is "
+    f"{text(batch.size / count)} samples a pass, which must be a multiple of "
+    f"{groups_of(topology)}; " + _nearest_of(*options)
+  )
+
+
+def _nearest_of(*options: tuple[Given, Sequence[Fraction]]) -> str:
+  """The nearest value of each key, and those on the other side."""
+  nearest, others = [], []
+  for given, sizes in options:
+    ordered = sorted(sizes, key=lambda size: abs(size - given.size))
+    nearest += [given.assigned(size) for size in ordered[:1]]
+    others += [given.assigned(size) for size in ordered[1:]]
+  other_side = f" (on the other side: {', or '.join(others)})" if others else ""
+  return f"nearest: {', or '.join(nearest)}{other_side}"
+
+
+def _ways_out(batch: Given, per_device: Given, passes: Given, topology: Topology) -> list[str]:
+  """Each of three sizes as the other two make it, where that is whole."""
+  each = per_device.size * topology.num_devices
+  offers = [batch.assigned(each * passes.size)]
+  if (batch.size / each).denominator == 1 and not passes.word:
+    offers.append(passes.assigned(batch.size / each))
+  if (batch.size / (passes.size * topology.num_batch_groups)).denominator == 1:
+    offers.append(per_device.assigned(batch.size / (passes.size * topology.num_devices)))
+  return offers
