@@ -46,6 +46,7 @@ class Job:
 class _Pending:
   """A step whose metrics may still be on the devices."""
 
+  before: Position
   position: Position
   learning_rate: float
   metrics: StepMetrics
@@ -65,11 +66,12 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
   with job.train_rows(position) as loader, StopSignals() as stop:
     while not ending:
       rate = job.learning_rate(position)
-      state, metrics = _dispatch(job, state, loader, rate)
+      trips = job.plan.trips_at(position)
+      state, metrics = _dispatch(job, state, loader, trips, rate)
       if pending:
         _note(job, _fetch(job, pending, clock))
       before, position = position, job.plan.advance(position)
-      pending = _Pending(position, rate, metrics)
+      pending = _Pending(before, position, rate, metrics)
       ending = stop.requested or position.step == job.plan.steps
       evaluating = ending or _due(job, before, position, job.run.eval_interval)
       saving = ending or _due(job, before, position, job.checkpoint.checkpoint_period)
@@ -84,10 +86,10 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
 
 
 def _dispatch(
-  job: Job, state: TrainState, loader: Loader, rate: float
+  job: Job, state: TrainState, loader: Loader, trips: int, rate: float
 ) -> tuple[TrainState, StepMetrics]:
   """Sends one whole step to the devices."""
-  trips, learning_rate = job.plan.gradient_accumulation_steps, np.float32(rate)
+  learning_rate = np.float32(rate)
   if not job.streamed:
     return job.step(state, next(loader), np.int32(trips), learning_rate)
   for _ in range(trips - 1):
@@ -115,6 +117,7 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock) -> Record:
   """Waits for a step to end; its record. Raises TrainingDivergedError if it is not finite."""
   loss, grad_norm, _ = (float(value) for value in jax.device_get(pending.metrics))
   seconds, plan, position = clock.lap(), job.plan, pending.position
+  stage = plan.stage_at(pending.before.samples)
   if not (math.isfinite(loss) and math.isfinite(grad_norm)):
     raise TrainingDivergedError(_diverged(job, position, loss, grad_norm))
   return {
@@ -124,11 +127,11 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock) -> Record:
     "loss": loss,
     "grad_norm": grad_norm,
     "learning_rate": pending.learning_rate,
-    "global_batch_to_train": plan.global_batch_to_train,
-    "micro_batch_to_train": plan.micro_batch_to_train,
-    "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+    "global_batch_to_train": stage.batch,
+    "micro_batch_to_train": stage.micro_batch,
+    "gradient_accumulation_steps": stage.trips,
     "step_seconds": seconds,
-    "tokens_per_second": plan.tokens_per_step / seconds,
+    "tokens_per_second": plan.tokens(stage.batch) / seconds,
   }
 
 

@@ -1,5 +1,6 @@
 """From a Config to a Job ready to run: every part built, checked and compiled in order."""
 
+import math
 from collections.abc import Callable, Sequence
 
 import jax
@@ -38,6 +39,7 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[jax.Device]
       f"vocab_size={config.model.vocab_size} must be at least the {tokenizer.VOCAB_SIZE} tokens of "
       f"the byte tokenizer; for example vocab_size={tokenizer.VOCAB_SIZE}"
     )
+  _check_stages(config, plan)
   length = config.batch.max_target_length
   model = build_model(resolve_attention(config.model, length, devices[0]), length)
   every_k = plan.gradient_accumulation_steps if streams(config) else 1
@@ -48,6 +50,22 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[jax.Device]
     # Another key than the weights', from the same seed.
     dropout_key=jax.random.fold_in(jax.random.key(config.model.init_weights_seed), 1),
   )
+
+
+def _check_stages(config: Config, plan: BatchPlan) -> None:
+  """A step is compiled once, so every stage must be made of the same microbatches."""
+  if plan.micro_batches != (plan.micro_batch_to_train,):
+    sizes = ", ".join(map(str, plan.micro_batches))
+    one = plan.per_device(math.gcd(*plan.micro_batches))
+    raise UserError(
+      f"the stages of the batch schedule have microbatches of {sizes} samples, and a run compiles "
+      f"one; for example batch_size={plan.global_batch_to_train} micro_batch_size={one}"
+    )
+  if streams(config) and len({stage.trips for stage in plan.stages}) > 1:
+    raise UserError(
+      "accumulation=streamed takes the same number of microbatches in every step, and the batch "
+      "schedule or the budget changes it; use accumulation=fused"
+    )
 
 
 def streams(config: Config) -> bool:

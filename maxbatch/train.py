@@ -70,13 +70,14 @@ def run(config: Config) -> tuple[TrainState, Position]:
   layout = topology(config.mesh, len(devices), num_slices(devices))
   plan = plan_batches(config.batch, config.run, layout)
   print(f"{plan}\n", flush=True)
-  rate = learning_rate(config.optimizer, plan, config.run.schedule_unit)
+  learning_rate(config.optimizer, plan, config.run.schedule_unit)  # Refuses before anything slow.
   trainer = build_trainer(config, plan, devices)
   dataset = build_dataset(config.data, config.batch.max_target_length)
   folder = pathlib.Path(config.run.base_output_directory) / config.run.run_name
   _describe(config, plan, trainer, dataset.description, folder)
   with _checkpointer(config, folder, dataset.fingerprint) as checkpointer:
     state, position = _init_or_restore(config, trainer, checkpointer)
+    plan = plan.starting_at(position)
     if position.step >= plan.steps:
       print(f"This run is complete at step {position.step}. For more, raise its budget.")
       return state, position
@@ -93,7 +94,7 @@ def run(config: Config) -> tuple[TrainState, Position]:
         plan=plan,
         run=config.run,
         checkpoint=config.checkpoint,
-        learning_rate=rate,
+        learning_rate=learning_rate(config.optimizer, plan, config.run.schedule_unit),
         step=step,
         streamed=streams(config),
         eval_step=eval_step,
