@@ -37,7 +37,7 @@ class Given:
     return f"{self.key}={self.word or value}"
 
   def __str__(self) -> str:
-    return self.assigned() + (f" ({text(self.size)} samples)" if self.scale != 1 else "")
+    return self.assigned() + (f" ({counted(self.size, 'sample')})" if self.scale != 1 else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ def solve(want: Wanted, topology: Topology) -> Sizes:
     return _from_batch(batch, passes, topology)
   if passes is None:
     return _from_batch_and_micro_batch(batch, per_device, topology)
-  sizes = Sizes(whole_micro_batch(per_device, topology), int(passes.size))
+  sizes = Sizes(whole_micro_batch(per_device, topology, batch, passes), int(passes.size))
   if batch.size != sizes.batch:
     offers = _ways_out(batch, per_device, passes, topology)
     raise UserError(
@@ -136,28 +136,50 @@ def solve_num_devices(want: Wanted) -> int:
   )
 
 
-def whole_micro_batch(given: Given, topology: Topology) -> int:
+def whole_micro_batch(
+  given: Given, topology: Topology, batch: Given | None = None, passes: Given | None = None
+) -> int:
   """num_devices × per-device size; every group of devices must get whole samples.
 
   Raises:
-    UserError: it does not, with the nearest sizes that do.
+    UserError: it does not, with the nearest sizes that do, and that fit `batch` and `passes`.
   """
   devices, groups = topology.num_devices, topology.num_batch_groups
   samples = given.size * devices
   rows = samples / groups
   if rows.denominator == 1 and rows > 0:
     return int(samples)
-  nearest = [given.assigned(Fraction(near * groups, devices)) for near in _around(rows) if near > 0]
+  fitting = _fitting_rows(rows, batch, passes, groups)
+  alone = fitting or [near for near in _around(rows) if near > 0]
+  nearest = [given.assigned(Fraction(near * groups, devices)) for near in alone]
+  if batch and not fitting:
+    # No size fits this batch, so a batch is offered beside each.
+    units = [near * groups * (passes.size if passes else 1) for near in alone]
+    beside = [nearest_multiples(unit, batch.size)[-1] if not passes else unit for unit in units]
+    pairs = zip(nearest, beside, strict=True)
+    nearest = [f"{offer} with {batch.assigned(size)}" for offer, size in pairs]
   raise UserError(
     f"{given} on {devices} devices is {text(samples)} samples, which must be a positive multiple "
     f"of {groups_of(topology)}; nearest: {' or '.join(nearest)}"
   )
 
 
+def _fitting_rows(
+  rows: Fraction, batch: Given | None, passes: Given | None, groups: int
+) -> list[int]:
+  """Samples per group in a pass, near `rows`, that make up the batch."""
+  if batch is None:
+    return []
+  per_group = batch.size / groups / (passes.size if passes else 1)
+  if per_group.denominator != 1:
+    return []
+  return [int(per_group)] if passes else nearest_divisors(int(per_group), rows)
+
+
 def groups_of(topology: Topology) -> str:
   """The groups of devices in words."""
   return (
-    f"the {topology.num_batch_groups} groups of devices that see different samples "
+    f"the {counted(topology.num_batch_groups, 'group')} of devices that see different samples "
     f"(data {topology.shape['data']} × fsdp {topology.shape['fsdp']})"
   )
 
@@ -165,6 +187,11 @@ def groups_of(topology: Topology) -> str:
 def text(value: Fraction) -> str:
   """A fraction as people write it and the configuration reads it: 4, 0.25, 1/3."""
   return str(plain(value))
+
+
+def counted(number: Fraction | int, noun: str) -> str:
+  """`1 sample`, `2 samples`."""
+  return f"{text(Fraction(number))} {noun}{'' if number == 1 else 's'}"
 
 
 def nearest_divisors(number: int, near: Fraction) -> list[int]:
@@ -205,7 +232,7 @@ def _agreed(*given: Given) -> Given | None:
 def _from_batch_and_micro_batch(batch: Given, per_device: Given, topology: Topology) -> Sizes:
   """Passes = batch / micro batch."""
   devices, groups = topology.num_devices, topology.num_batch_groups
-  micro_batch = whole_micro_batch(per_device, topology)
+  micro_batch = whole_micro_batch(per_device, topology, batch)
   passes, rows = batch.size / micro_batch, batch.size / groups
   if passes.denominator == 1:
     return Sizes(micro_batch, int(passes))
