@@ -160,6 +160,10 @@ class BatchPlan:
     return sizes
 
   def __str__(self) -> str:
+    return "\n".join([self.derivation(), *self._stage_lines()])
+
+  def derivation(self) -> str:
+    """Every size with how it comes about, a line each."""
     rows = self._derivation()
     how_width = max(len(how) for _, how, _, _ in rows)
     size_width = max(len(f"{size:,}") for _, _, size, _ in rows)
@@ -167,7 +171,7 @@ class BatchPlan:
       f"  {name:<21}  {how:<{how_width}} = {size:>{size_width},} {unit}"
       for name, how, size, unit in rows
     ]
-    return "\n".join(["Batch plan", *lines, *self._stage_lines()])
+    return "\n".join(["Batch plan", *lines])
 
   def _stage_lines(self) -> list[str]:
     """A line per stage, if there are several."""
@@ -189,7 +193,7 @@ class BatchPlan:
     accumulation, length = f"{self.gradient_accumulation_steps:,}", f"{self.max_target_length:,}"
     constant = len(self.stages) == 1
     summed = f"{batch:,} × steps {self.steps:,}"
-    summed = summed if constant else f"{len(self.stages)} stages, steps {self.steps:,}"
+    summed = summed if constant else f"sum of the stages, steps {self.steps:,}"
     return [
       ("num_devices", str(self.topology), devices, "devices"),
       (

@@ -189,9 +189,10 @@ def text(value: Fraction) -> str:
   return str(plain(value))
 
 
-def counted(number: Fraction | int, noun: str) -> str:
-  """`1 sample`, `2 samples`."""
-  return f"{text(Fraction(number))} {noun}{'' if number == 1 else 's'}"
+def counted(number: Fraction | int, one: str, many: str = "") -> str:
+  """`1 sample`, `2,000 samples`."""
+  shown = f"{int(number):,}" if number == int(number) else text(Fraction(number))
+  return f"{shown} {one if number == 1 else many or one + 's'}"
 
 
 def nearest_divisors(number: int, near: Fraction) -> list[int]:
@@ -261,7 +262,7 @@ def _from_batch(batch: Given, passes: Given | None, topology: Topology) -> Sizes
   if passes and divisors:
     options.append((passes, [Fraction(near) for near in divisors]))
   raise UserError(
-    f"{batch} in {count} {'passes' if count > 1 else 'pass'} ({passes or 'one unless given'}) is "
+    f"{batch} in {counted(count, 'pass', 'passes')} ({passes or 'one unless given'}) is "
     f"{text(batch.size / count)} samples a pass, which must be a multiple of "
     f"{groups_of(topology)}; " + _nearest_of(*options)
   )

@@ -1,0 +1,160 @@
+"""python -m maxbatch.plan config=… [key=value …]: what a run would do, on any devices, at once."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from maxbatch.accelerators import slice_named
+from maxbatch.batch.loading import host_loads
+from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.solve import solve_num_devices, wanted
+from maxbatch.config.help import help_text, wants_help
+from maxbatch.config.load import load_config, to_flat_dict
+from maxbatch.config.schema import Config
+from maxbatch.errors import EXIT_USER_ERROR, UserError
+from maxbatch.learning_rate import learning_rate
+from maxbatch.plan_plot import plot
+from maxbatch.plan_report import Report
+from maxbatch.topology import topology
+
+COMMAND = "python -m maxbatch.plan"
+HELP = f"""\
+Usage: {COMMAND} config=FILE [key=value ...] [--json] [--plot FILE.svg]
+
+Prints every batch size, who loads what, every stage of the batch schedule, and what limits it,
+without touching a device. The devices are num_simulated_devices unless you name others:
+  compile_topology=v5e-256       a TPU slice by name: v4-…, v5p-…, v5e-…, v6e-…
+  compile_topology_num_slices=2  as many of them
+  num_devices=100000             any number; -1: derived from batch_size and micro_batch_size
+  num_hosts=12500                the hosts these devices belong to
+  --json                         the same as JSON
+  --plot FILE.svg                draws batch and learning rate over the samples
+"""
+_OWN_KEYS = ("compile_topology", "compile_topology_num_slices", "num_devices", "num_hosts")
+_SIZE_KEYS = ("batch_size", "global_batch_to_train", "tokens_per_step", "per_device_batch_size")
+_SIZE_KEYS += ("micro_batch_size", "gradient_accumulation_steps", "batch_schedule")
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """The command line, taken apart."""
+
+  config: Config
+  own: dict[str, str]
+  as_json: bool
+  plot_file: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Devices:
+  """How many devices, in how many slices, on how many hosts."""
+
+  num_devices: int
+  num_slices: int
+  num_hosts: int
+
+
+def main(arguments: Sequence[str]) -> int:
+  """Runs the command; returns its exit code."""
+  if wants_help(arguments):
+    print(HELP)
+    print(help_text(COMMAND).partition("\n\n")[2])
+    return 0
+  try:
+    request = read_request(arguments)
+    report = make_report(request.config, find_devices(request.config, request.own))
+    if request.plot_file is not None:
+      _write_plot(report, request.plot_file, request.config.run.run_name)
+  except UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return EXIT_USER_ERROR
+  print(json.dumps(report.as_dict(), indent=2) if request.as_json else report)
+  return 0
+
+
+def read_request(arguments: Sequence[str]) -> Request:
+  """Separates what belongs to this command from the configuration.
+
+  Raises:
+    UserError: an option lacks its file, or the configuration has a mistake.
+  """
+  own: dict[str, str] = {}
+  rest, as_json, plot_file = [], False, None
+  remaining = iter(arguments)
+  for argument in remaining:
+    key, equals, value = argument.partition("=")
+    if argument == "--json":
+      as_json = True
+    elif key == "--plot":
+      plot_file = value if equals else next(remaining, "")
+    elif key in _OWN_KEYS:
+      own[key] = value
+    else:
+      rest.append(argument)
+  if plot_file is not None and not plot_file.endswith(".svg"):
+    raise UserError(f"--plot {plot_file}: name a file to draw to; for example --plot batch.svg")
+  return Request(load_config(rest), own, as_json, plot_file)
+
+
+def find_devices(config: Config, own: dict[str, str]) -> Devices:
+  """The devices that are asked for.
+
+  Raises:
+    UserError: the keys contradict each other or are no whole numbers.
+  """
+  slices = _positive(own, "compile_topology_num_slices", 1)
+  if "compile_topology" in own:
+    if "num_devices" in own:
+      raise UserError(
+        f"compile_topology={own['compile_topology']} already says how many devices there are; "
+        f"leave out num_devices={own['num_devices']}"
+      )
+    named = slice_named(own["compile_topology"]).times(slices)
+    return Devices(named.num_devices, slices, _positive(own, "num_hosts", named.num_hosts))
+  if own.get("num_devices") == "-1":
+    count = solve_num_devices(wanted(config.batch))
+  else:
+    count = _positive(own, "num_devices", config.mesh.num_simulated_devices)
+  if count == 0:
+    raise UserError(
+      "num_simulated_devices=0 means the devices that are there, and a plan looks at none; for "
+      "example num_devices=8 or compile_topology=v5e-8"
+    )
+  return Devices(count, slices, _positive(own, "num_hosts", 1))
+
+
+def make_report(config: Config, devices: Devices) -> Report:
+  """Plans the run on these devices.
+
+  Raises:
+    UserError: something in the configuration does not work.
+  """
+  layout = topology(config.mesh, devices.num_devices, devices.num_slices)
+  plan = plan_batches(config.batch, config.run, layout)
+  flat, unset = to_flat_dict(config), (-1, [])
+  return Report(
+    plan=plan,
+    rate=learning_rate(config.optimizer, plan, config.run.schedule_unit),
+    loads=host_loads(plan, devices.num_hosts),
+    given=[f"{key}={flat[key]}" for key in _SIZE_KEYS if flat[key] not in unset],
+  )
+
+
+def _positive(own: dict[str, str], key: str, default: int) -> int:
+  text = own.get(key, str(default))
+  if not text.replace("_", "").isdecimal() or (key in own and int(text) < 1):
+    raise UserError(f"{key}={text} must be a whole number, at least 1; for example {key}=8")
+  return int(text)
+
+
+def _write_plot(report: Report, file: str, run_name: str) -> None:
+  try:
+    pathlib.Path(file).write_text(plot(report.plan, report.rate, run_name), encoding="utf-8")
+  except OSError as error:
+    raise UserError(f"--plot {file}: cannot be written: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

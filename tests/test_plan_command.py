@@ -1,0 +1,297 @@
+"""The plan command as people call it, and who loads what against placing every sample."""
+
+import dataclasses
+import itertools
+import json
+import re
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxbatch.accelerators import FAMILIES, slice_named
+from maxbatch.batch.loading import host_loads
+from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.config.load import load_config
+from maxbatch.errors import UserError
+from maxbatch.plan import main
+from maxbatch.topology import topology
+
+ROOT = Path(__file__).resolve().parent.parent
+RAMP = ["batch_size=512", "micro_batch_size=8", "batch_schedule_type=doubling"]
+RAMP += ["batch_schedule_length=30000", "batch_size_start=64"]
+
+
+def show(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+  assert main(["config=base", *arguments]) == 0
+  return capsys.readouterr().out
+
+
+def facts(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+  return json.loads(show(capsys, *arguments, "--json"))
+
+
+def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+  assert main(["config=base", *arguments]) == 2
+  return capsys.readouterr().err.removeprefix("error: ").strip()
+
+
+PRINTED = """\
+Given  batch_size=512, micro_batch_size=8
+
+Batch plan
+  num_devices            data 8 × fsdp 1 × tensor 1 × stage 1     =          8 devices
+  micro_batch_to_train   8 devices × per_device_batch_size 8      =         64 samples per pass
+  global_batch_to_train  64 × gradient_accumulation_steps 8       =        512 samples per step
+  global_batch_to_load   512 × expansion_factor_real_data 2       =      1,024 samples per load
+  eval_batch             8 devices × eval_per_device_batch_size 8 =         64 samples per pass
+  tokens_per_step        512 × max_target_length 128              =     65,536 tokens
+  total_samples          sum of the stages, steps 411             =    100,032 samples
+  total_tokens           100,032 × 128                            = 12,804,096 tokens
+
+Loading
+  hosts 0 to 1: 256 samples per step each
+  hosts 2 to 3: read nothing, and get their samples from the others
+
+Stages
+  stage  first step  first sample  first token  steps  batch  per device  passes  learning rate
+      1           0             0            0    157     64           8       1          0.003
+      2         157        10,048    1,286,144     78    128           8       2          0.003
+      3         235        20,032    2,564,096     39    256           8       4          0.003
+      4         274        30,016    3,842,048    136    512           8       8          0.003
+      4         410        99,648   12,754,944      1    384           8       6          0.003  the rest of the budget
+
+Limits
+  at this microbatch the batch is a multiple of 64: next to 512, 448 and 576
+  this batch fits on at most 512 devices; at 8 per device also on 4 devices (16 passes) and 16 devices (4 passes)
+  1 microbatch shape to compile; room for 16 passes per step
+  total_samples=100032 ends the run, with a last step of 384 samples
+"""
+
+
+def test_what_is_printed(capsys):
+  text = show(
+    capsys,
+    *RAMP,
+    "steps=-1",
+    "total_samples=100_032",
+    "num_hosts=4",
+    "expansion_factor_real_data=2",
+    "lr_schedule_type=constant",
+    "warmup_steps=0",
+  )
+  assert text == PRINTED
+
+
+def test_a_plan_takes_less_than_a_second_and_no_jax():
+  code = (
+    "import sys; from maxbatch.plan import main; "
+    "code = main(sys.argv[1:]); "
+    "assert 'jax' not in sys.modules and 'numpy' not in sys.modules; sys.exit(code)"
+  )
+  keys = ["config=base", "num_devices=100000", "num_hosts=12500", "steps=1_000_000", "--json"]
+  keys += ["batch_size=6_400_000", "micro_batch_size=1", "batch_schedule_type=linear"]
+  keys += ["batch_schedule_length=1_000_000_000"]
+  began = time.perf_counter()
+  done = subprocess.run(
+    [sys.executable, "-c", code, *keys], capture_output=True, text=True, cwd=ROOT, check=False
+  )
+  assert time.perf_counter() - began < 1
+  assert (done.returncode, done.stderr) == (0, "")
+  assert len(json.loads(done.stdout)["stages"]) == 64
+
+
+def test_json_says_the_same(capsys):
+  told = facts(capsys, *RAMP)
+  assert told["given"] == ["batch_size=512", "micro_batch_size=8"]
+  assert told["sizes"]["gradient_accumulation_steps"] == 8
+  stages = told["stages"]
+  assert [stage["global_batch_to_train"] for stage in stages] == [64, 128, 256, 512]
+  assert stages[0]["learning_rate_first"] == pytest.approx(3e-3 / 40)
+  for before, after in itertools.pairwise(stages):
+    taken = before["steps"] * before["global_batch_to_train"]
+    assert before["first_sample"] + taken == after["first_sample"]
+    assert after["first_token"] == after["first_sample"] * 128
+
+
+def test_the_coupling_is_shown(capsys):
+  keys = ["lr_schedule_type=constant", "warmup_steps=0", "learning_rate=1"]
+  told = facts(capsys, *RAMP, *keys, "learning_rate_batch_coupling=linear")
+  rates = [stage["learning_rate_first"] for stage in told["stages"]]
+  assert rates == [0.125, 0.25, 0.5, 1.0]
+
+
+def test_stages_that_are_not_reached_are_named(capsys):
+  assert facts(capsys, *RAMP, "steps=200")["stages_not_reached"] == [3, 4]
+  assert "  without a step: 3, 4\n" in show(capsys, *RAMP, "steps=200")
+
+
+def test_a_stage_of_another_shape_says_so(capsys):
+  text = show(capsys, "batch_schedule=[[0, 8], [80, 64]]")
+  assert re.search(r"^ +1 .* another shape$", text, re.MULTILINE)
+  assert "2 microbatch shapes to compile" in text
+
+
+def test_the_number_of_devices_can_be_derived(capsys):
+  told = facts(capsys, "batch_size=512", "micro_batch_size=64", "num_devices=-1")
+  assert told["mesh"]["data"] == 8
+
+
+@pytest.mark.parametrize(
+  ("name", "expected"),
+  [
+    ("v5e-256", (256, 64)),
+    ("v5litepod-16", (16, 4)),
+    ("v5e-8", (8, 1)),
+    ("v5e-1", (1, 1)),
+    ("v6e-256", (256, 64)),
+    ("v5p-8", (4, 1)),
+    ("v5p-128", (64, 16)),
+    ("v4-32", (16, 4)),
+  ],
+)
+def test_slices_by_name(capsys, name, expected):
+  found = slice_named(name)
+  assert (found.num_devices, found.num_hosts) == expected
+  told = facts(capsys, f"compile_topology={name}")
+  assert (told["sizes"]["num_devices"], told["num_hosts"]) == expected
+
+
+def test_several_slices(capsys):
+  told = facts(
+    capsys, "compile_topology=v5e-16", "compile_topology_num_slices=2", "dcn_data_parallelism=2"
+  )
+  assert (told["num_slices"], told["num_hosts"], told["mesh"]["data"]) == (2, 8, 32)
+
+
+ERRORS = {
+  "compile_topology=v5e-100": (
+    "compile_topology=v5e-100: v5e has no slice of this size; nearest: compile_topology=v5e-128"
+  ),
+  "compile_topology=v5x-8": (
+    "compile_topology=v5x-8: there is no such slice. Did you mean v5p? "
+    "Known: v4-8192, v5p-17920, v5e-256, v6e-256 and smaller"
+  ),
+  "num_hosts=3": "num_hosts=3 must divide the 8 devices evenly; for example num_hosts=2",
+  "num_devices=many": (
+    "num_devices=many must be a whole number, at least 1; for example num_devices=8"
+  ),
+  "num_simulated_devices=0": (
+    "num_simulated_devices=0 means the devices that are there, and a plan looks at none; "
+    "for example num_devices=8 or compile_topology=v5e-8"
+  ),
+  "--plot": "--plot : name a file to draw to; for example --plot batch.svg",
+  "num_device=8": (
+    "command line: there is no key 'num_device'. Did you mean num_simulated_devices? "
+    "--help lists every key."
+  ),
+}
+
+
+@pytest.mark.parametrize("argument", ERRORS)
+def test_errors(capsys, argument):
+  assert error(capsys, argument) == ERRORS[argument]
+
+
+def test_a_topology_and_a_number_of_devices(capsys):
+  assert error(capsys, "compile_topology=v5e-8", "num_devices=4") == (
+    "compile_topology=v5e-8 already says how many devices there are; leave out num_devices=4"
+  )
+
+
+def test_every_generation_has_whole_hosts():
+  for name, family in FAMILIES.items():
+    for size in family.sizes:
+      found = slice_named(f"{name}-{size}")
+      assert found.num_devices % found.num_hosts == 0
+
+
+def test_help(capsys):
+  text = show(capsys, "--help")
+  assert text.startswith("Usage: python -m maxbatch.plan config=FILE")
+  assert "compile_topology=v5e-256" in text
+  assert "  batch_size=-1  (whole number, at least 1, or -1)" in text
+
+
+def test_the_plot_shows_every_stage(capsys, tmp_path):
+  file = tmp_path / "out.svg"
+  show(capsys, *RAMP, "--plot", str(file))
+  tree = ElementTree.parse(file)
+  name = "{http://www.w3.org/2000/svg}"
+  curves = [line.attrib["points"].split() for line in tree.iter(f"{name}polyline")]
+  assert len(curves) == 2
+  assert len({point.split(",")[1] for point in curves[0]}) == 4
+  words = [text.text for text in tree.iter(f"{name}text")]
+  assert {"batch (samples per step)", "learning rate", "samples consumed"} <= set(words)
+  assert error(capsys, *RAMP, "--plot", str(tmp_path / "no" / "out.svg")).endswith(
+    "cannot be written: No such file or directory"
+  )
+
+
+# --- who loads what ------------------------------------------------------------------------------
+
+
+def plan_of(num_devices: int, *keys: str) -> BatchPlan:
+  config = load_config(["config=base", *keys])
+  return plan_batches(config.batch, config.run, topology(config.mesh, num_devices))
+
+
+def expanded(batch: int, factor: Fraction, num_devices: int) -> BatchPlan:
+  plan = plan_of(num_devices)
+  return dataclasses.replace(
+    plan,
+    global_batch_to_train=batch,
+    global_batch_to_load=int(batch * factor),
+    expansion_factor_real_data=factor,
+  )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(1, 5))
+def test_without_expansion_a_host_reads_what_its_devices_take(hosts, local, tensor, rows):
+  devices = hosts * local * tensor
+  keys = [f"ici_tensor_parallelism={tensor}", f"batch_size={rows * hosts * local}"]
+  plan = plan_of(devices, *keys)
+  num_hosts = hosts * tensor  # So that a group of devices may lie on several hosts.
+  groups_of_host = [
+    {device // tensor for device in range(host * local, (host + 1) * local)}
+    for host in range(num_hosts)
+  ]
+  expected = [len(groups) * rows for groups in groups_of_host]
+  found = [one.samples for one in host_loads(plan, num_hosts) for _ in range(one.num_hosts)]
+  assert found == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 12), st.integers(1, 6), st.fractions(1, 14, max_denominator=3))
+def test_with_expansion_the_first_hosts_read_everything_once(hosts, rows, factor):
+  plan = expanded(6 * rows * hosts, factor, hosts)
+  loads = host_loads(plan, hosts)
+  samples = [one.samples for one in loads for _ in range(one.num_hosts)]
+  each = 6 * rows * factor
+  # Every sample of the load has its host; a step is the first part of them.
+  readers = [int(sample // each) for sample in range(plan.global_batch_to_train)]
+  assert samples == [readers.count(host) for host in range(hosts)]
+  assert sum(1 for one in samples if one) == -(-hosts // factor)
+
+
+def test_a_load_that_does_not_divide_over_the_hosts():
+  plan = plan_of(4, "batch_size=6", "ici_data_parallelism=2", "ici_tensor_parallelism=2")
+  assert [one.samples for one in host_loads(plan, 4)] == [3]
+  uneven = plan_of(
+    4, "batch_size=6", "ici_data_parallelism=2", "ici_tensor_parallelism=2",
+    "expansion_factor_real_data=1.5",
+  )  # fmt: skip
+  with pytest.raises(UserError) as caught:
+    host_loads(uneven, 4)
+  assert str(caught.value) == (
+    "global_batch_to_load=9 over num_hosts=4 is 2.25 samples per host, which must be whole; "
+    "nearest: expansion_factor_real_data=4/3 or expansion_factor_real_data=2"
+  )
