@@ -159,6 +159,12 @@ KEYS = {
   "gradient_accumulation_steps": st.integers(1, 8),
 }
 some_keys = st.fixed_dictionaries({}, optional=KEYS)
+keys_once = some_keys.map(lambda keys: without_second(keys, "batch_size", "tokens_per_step"))
+
+
+def without_second(keys: dict[str, Any], first: str, second: str) -> dict[str, Any]:
+  """The keys, of two that mean one size only the first."""
+  return {key: value for key, value in keys.items() if key != second or first not in keys}
 
 
 PAIRS = [(rows, k) for rows in range(1, 81) for k in range(1, 81) if rows * k <= 288]
@@ -202,12 +208,12 @@ def test_the_solution_is_the_one_that_agrees_with_every_key(data, tensor, keys):
 
 
 @settings(max_examples=1000, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 3), some_keys)
+@given(st.integers(1, 6), st.integers(1, 3), keys_once)
 def test_every_value_that_a_message_offers_works(data, tensor, keys):
-  assume(not {"batch_size", "tokens_per_step"} <= keys.keys())  # One size needs only one key.
   topology = devices(data, tensor)
   refusal = refused(topology, keys)
-  assume(refusal and "two values" not in refusal)
+  if not refusal:
+    return
   offers = re.split(r"nearest: |change one of them: ", refusal)[-1]
   assert offers != refusal
   for offer in re.split(r", or | or | \(on the other side: ", offers.rstrip(")")):
