@@ -137,7 +137,7 @@ def eval_rows(
     return eval_loader(
       source,
       eval_batch=plan.eval_batch,
-      eval_steps=config.run.eval_steps,
+      eval_samples=config.run.eval_samples,
       sharding=place,
       worker_count=config.data.grain_worker_count,
     )

@@ -61,13 +61,15 @@ def fused_step(
     trips: int32 scalar.
     learning_rate: float32 scalar.
   """
+  # Between steps MultiSteps' accumulators are zeros: the sums are formed in them, and MultiSteps
+  # is then told of zeros outright, so that the compiler drops its own addition.
+  zeros = state.opt_state.acc_grads
   gradients, sums = summed_gradients(
-    trainer.model, trainer.mesh, state.params, rows, trips, trainer.dropout_key
+    trainer.model, trainer.mesh, state.params, zeros, rows, trips, trainer.dropout_key
   )
-  # Between steps MultiSteps holds zeros; saying so lets the compiler drop the addition.
   opt_state = state.opt_state._replace(
     mini_step=jnp.zeros((), jnp.int32),
-    acc_grads=jax.tree.map(jnp.zeros_like, state.opt_state.acc_grads),
+    acc_grads=jax.tree.map(jnp.zeros_like, zeros),
   )
   state = state._replace(opt_state=opt_state, sums=zero_sums())
   return _update(trainer, state, gradients, sums, last=jnp.array(True), rate=learning_rate)
@@ -77,8 +79,10 @@ def streamed_step(
   trainer: Trainer, state: TrainState, rows: Rows, last: jax.Array, learning_rate: jax.Array
 ) -> tuple[TrainState, StepMetrics]:
   """One microbatch of a step: rows (1, B, T). The update happens when `last` is true."""
+  zeros = jax.tree.map(jnp.zeros_like, state.opt_state.acc_grads)
+  one = jnp.int32(1)
   gradients, sums = summed_gradients(
-    trainer.model, trainer.mesh, state.params, rows, jnp.int32(1), trainer.dropout_key
+    trainer.model, trainer.mesh, state.params, zeros, rows, one, trainer.dropout_key
   )
   return _update(trainer, state, gradients, sums, last=last, rate=learning_rate)
 

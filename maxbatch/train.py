@@ -1,5 +1,6 @@
 """python -m maxbatch.train config=… [key=value …]: trains a language model."""
 
+import io
 import pathlib
 import sys
 import time
@@ -45,6 +46,9 @@ def main(arguments: Sequence[str]) -> int:
   if wants_help(arguments):
     print(help_text(COMMAND))
     return 0
+  for stream in (sys.stdout, sys.stderr):
+    if isinstance(stream, io.TextIOWrapper):
+      stream.reconfigure(errors="replace")  # × and → must not end a run on a terminal without them
   try:
     run(load_config(arguments))
   except UserError as error:
@@ -80,15 +84,15 @@ def run(config: Config) -> tuple[TrainState, Position]:
     if position.step >= plan.steps:
       print(f"This run is complete at step {position.step}. For more, raise its budget.")
       return state, position
-    began = time.perf_counter()
-    step = compiled_step(config, plan, trainer, dataset.train)
-    eval_step = compiled_eval(plan, trainer, dataset.validation or dataset.train)
-    print(f"Compiled in {time.perf_counter() - began:.1f} s\n", flush=True)
-    _write_config(config, plan, folder)
     with (
       MetricsLog(folder, position.step) as log,
       Progress(position.step, plan.steps, config.run.log_period) as progress,
     ):
+      _write_config(config, plan, folder)
+      began = time.perf_counter()
+      step = compiled_step(config, plan, trainer, dataset.train)
+      eval_step = compiled_eval(plan, trainer, dataset.validation or dataset.train)
+      print(f"Compiled in {time.perf_counter() - began:.1f} s\n", flush=True)
       job = Job(
         plan=plan,
         run=config.run,
@@ -147,7 +151,6 @@ def _describe(
 
 def _write_config(config: Config, plan: BatchPlan, folder: pathlib.Path) -> None:
   """config.yml: every key, and what was derived from them."""
-  folder.mkdir(parents=True, exist_ok=True)
   values = to_flat_dict(config) | {DERIVED: plan.as_dict()}
   (folder / "config.yml").write_text(yaml.safe_dump(values, sort_keys=False))
 

@@ -5,6 +5,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from support import config, in_microbatches, mesh, model_config, relative_errors, uneven_rows
 
@@ -41,8 +42,9 @@ def lowered_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], c
   params = init_state(model, optimizer, devices, seed=0).params
 
   def sums(params, rows, trips):
+    zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
-      return summed_gradients(model, devices, params, rows, trips, DROPOUT_KEY)
+      return summed_gradients(model, devices, params, zeros, rows, trips, DROPOUT_KEY)
 
   return jax.jit(sums).lower(params, fed, jnp.int32(k)), params, fed
 
