@@ -17,7 +17,6 @@ from maxbatch.models.registry import Model, build_model
 from maxbatch.optim import make_optimizer
 from maxbatch.rows import Rows
 from maxbatch.sharding import make_mesh, sharding, undivided
-from maxbatch.state import abstract_state
 from maxbatch.step import (
   EvalStep,
   Step,
@@ -80,15 +79,13 @@ def compiled_step(config: Config, plan: BatchPlan, trainer: Trainer, source: Row
   function = step_function(trainer, rows, streamed=streams(config))
   count = jax.ShapeDtypeStruct((), np.bool_ if streams(config) else np.int32)
   rate = jax.ShapeDtypeStruct((), np.float32)
-  state = abstract_state(trainer.model, trainer.optimizer, trainer.mesh)
-  return function.lower(state, rows, count, rate).compile()
+  return function.lower(trainer.abstract, rows, count, rate).compile()
 
 
 def compiled_eval(plan: BatchPlan, trainer: Trainer, source: RowSource) -> EvalStep:
   """The evaluation of one batch, compiled."""
   rows = _shapes(source, (plan.eval_batch,))
-  params = abstract_state(trainer.model, trainer.optimizer, trainer.mesh).params
-  return eval_function(trainer, rows).lower(params, rows).compile()
+  return eval_function(trainer, rows).lower(trainer.abstract.params, rows).compile()
 
 
 def _shapes(source: RowSource, leading: tuple[int, ...]) -> Rows:

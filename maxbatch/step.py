@@ -6,6 +6,7 @@ their update, and agree to rounding.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from maxbatch.models.registry import Model, Parameters
 from maxbatch.optim import AverageState
 from maxbatch.rows import Rows
 from maxbatch.sharding import replicated, sharding
-from maxbatch.state import Sums, TrainState, state_shardings, zero_sums
+from maxbatch.state import Sums, TrainState, abstract_state, init_state, shardings, zero_sums
 
 
 class StepMetrics(NamedTuple):
@@ -47,6 +48,15 @@ class Trainer:
   optimizer: optax.MultiSteps
   mesh: Mesh
   dropout_key: jax.Array
+
+  @functools.cached_property
+  def abstract(self) -> TrainState:
+    """The state's shapes, dtypes and shardings."""
+    return abstract_state(self.model, self.optimizer, self.mesh)
+
+  def init(self, seed: int) -> TrainState:
+    """A fresh state, divided over the devices."""
+    return init_state(self.model, self.optimizer, self.abstract, seed)
 
 
 def fused_step(
@@ -131,7 +141,7 @@ def step_function(trainer: Trainer, rows: Rows, *, streamed: bool) -> jax.stages
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
       return body(trainer, state, rows, count, rate)
 
-  places = state_shardings(trainer.model, trainer.optimizer, trainer.mesh)
+  places = shardings(trainer.abstract)
   whole = replicated(trainer.mesh)
   return jax.jit(
     step,
@@ -155,7 +165,7 @@ def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
       return Sums(loss_sum(trainer.model, params, rows, None), rows.weights.sum())
 
-  places = state_shardings(trainer.model, trainer.optimizer, trainer.mesh).params
+  places = shardings(trainer.abstract.params)
   return jax.jit(
     evaluate,
     in_shardings=(places, eval_shardings(rows, trainer.mesh)),

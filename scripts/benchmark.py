@@ -46,7 +46,6 @@ from maxbatch.loop import Job, train
 from maxbatch.loss import loss_sum
 from maxbatch.metrics import MetricsLog, read_metrics
 from maxbatch.progress import Progress
-from maxbatch.state import init_state
 from maxbatch.topology import topology
 
 ROWS, LENGTH = 16, 256
@@ -98,7 +97,7 @@ class Bench:
 
   def fresh(self):
     """A new state."""
-    return init_state(self.trainer.model, self.trainer.optimizer, self.trainer.mesh, 0)
+    return self.trainer.init(0)
 
 
 def seconds_per_step(run: Callable[[int], object], steps: int) -> float:

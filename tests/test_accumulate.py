@@ -11,10 +11,11 @@ from support import config, in_microbatches, mesh, model_config, relative_errors
 
 from maxbatch.accumulate import summed_gradients
 from maxbatch.loss import loss_sum
+from maxbatch.models import transformer
 from maxbatch.models.registry import Model, build_model
 from maxbatch.optim import make_optimizer
 from maxbatch.rows import Rows
-from maxbatch.state import init_state
+from maxbatch.state import abstract_state, init_state
 from maxbatch.step import rows_shardings
 
 T = 16
@@ -39,7 +40,8 @@ def lowered_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], c
   fed = in_microbatches(rows, k, capacity)
   fed = jax.device_put(fed, rows_shardings(fed, devices))
   optimizer = make_optimizer(config().optimizer, model.axes(), 1)
-  params = init_state(model, optimizer, devices, seed=0).params
+  abstract = abstract_state(model, optimizer, devices)
+  params = init_state(model, optimizer, abstract, seed=0).params
 
   def sums(params, rows, trips):
     zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
@@ -165,3 +167,17 @@ def test_memory_is_flat_in_the_number_of_microbatches(model):
     lowered, _, _ = lowered_sums(model, uneven_rows(8 * k, T), k, (2, 1, 1), k)
     temporary[k] = lowered.compile().memory_analysis().temp_size_in_bytes
   assert temporary[64] == pytest.approx(temporary[2], rel=0.05)
+
+
+def test_fsdp_keeps_no_gathered_parameters_for_the_backward_pass(monkeypatch):
+  keys = {"base_num_decoder_layers": 6, "base_mlp_dim": 512}
+  gathers, temporary = [], []
+  for policy in (transformer._remat_policy, lambda name: None):
+    monkeypatch.setattr(transformer, "_remat_policy", policy)
+    deep = build_model(model_config(**keys), T)
+    lowered, _, _ = lowered_sums(deep, uneven_rows(8, T), 1, (1, 8, 1), 1)
+    compiled = lowered.compile()
+    gathers.append(collectives(compiled.as_text())["loop"].count("all-gather"))
+    temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+  assert gathers[0] > gathers[1]
+  assert temporary[0] < temporary[1] - 6 * 3 * 32 * 512 * 4 / 2

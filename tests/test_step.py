@@ -9,7 +9,7 @@ from support import config, in_microbatches, mesh, relative_errors, uneven_rows
 from maxbatch.models.registry import build_model
 from maxbatch.optim import make_optimizer
 from maxbatch.rows import Rows
-from maxbatch.state import TrainState, abstract_state, init_state
+from maxbatch.state import TrainState
 from maxbatch.step import Trainer, eval_function, rows_shardings, step_function
 
 T, ROWS, CAPACITY = 16, 32, 16
@@ -23,7 +23,7 @@ def trainer(axes=(1, 1, 1), dispatches=1, **keys) -> Trainer:
 
 
 def fresh(parts: Trainer) -> TrainState:
-  return init_state(parts.model, parts.optimizer, parts.mesh, seed=0)
+  return parts.init(seed=0)
 
 
 def fused(parts: Trainer, steps: list[tuple[Rows, int]]):
@@ -114,7 +114,7 @@ def test_the_state_is_divided_from_birth(opt_type):
 
 def test_no_device_ever_holds_the_whole_state():
   parts = trainer((1, 8, 1), base_emb_dim=64, base_mlp_dim=256)
-  wanted = abstract_state(parts.model, parts.optimizer, parts.mesh)
+  wanted = parts.abstract
   whole = sum(leaf.size * 4 for leaf in jax.tree.leaves(wanted.params))
   places = jax.tree.map(lambda leaf: leaf.sharding, wanted.params)
   create = jax.jit(parts.model.init, out_shardings=places)
