@@ -1,6 +1,7 @@
 """From a Config to a Job ready to run: every part built, checked and compiled in order."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from maxbatch.data import tokenizer
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.loader import Loader, eval_loader, train_loader
 from maxbatch.data.row_plan import dispatches, load_factor
+from maxbatch.devices import Device
 from maxbatch.errors import UserError
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, build_model
@@ -26,7 +28,7 @@ from maxbatch.step import (
 )
 
 
-def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[jax.Device]) -> Trainer:
+def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) -> Trainer:
   """Model, optimizer and mesh, none of which holds an array yet.
 
   Raises:
@@ -91,9 +93,10 @@ def compiled_eval(plan: BatchPlan, trainer: Trainer, source: RowSource) -> EvalS
 def _shapes(source: RowSource, leading: tuple[int, ...]) -> Rows:
   """What a loader of `source` yields, without reading more than its first row."""
   one = source.rows(np.zeros(1, np.int64)) | {"sample_ids": np.zeros(1, np.int32)}
-  return Rows(
-    **{name: jax.ShapeDtypeStruct(leading + x.shape[1:], x.dtype) for name, x in one.items()}
-  )
+  fields: dict[str, Any] = {
+    name: jax.ShapeDtypeStruct(leading + x.shape[1:], x.dtype) for name, x in one.items()
+  }
+  return Rows(**fields)
 
 
 def train_rows(

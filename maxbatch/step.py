@@ -8,7 +8,7 @@ their update, and agree to rounding.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +111,7 @@ def _update(
   updates, opt_state = trainer.optimizer.update(
     gradients, state.opt_state, state.params, weight=sums.weight, learning_rate=rate, last=last
   )
-  params = optax.apply_updates(state.params, updates)
+  params = cast(Parameters, optax.apply_updates(state.params, updates))
   average = _average_state(opt_state)
   metrics = StepMetrics(
     loss=sums.loss / jnp.maximum(sums.weight, 1.0), grad_norm=average.grad_norm, weight=sums.weight

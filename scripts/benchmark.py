@@ -46,6 +46,7 @@ from maxbatch.loop import Job, train
 from maxbatch.loss import loss_sum
 from maxbatch.metrics import MetricsLog, read_metrics
 from maxbatch.progress import Progress
+from maxbatch.state import zero_sums
 from maxbatch.topology import topology
 
 ROWS, LENGTH = 16, 256
@@ -118,6 +119,7 @@ def bare_runner(bench: Bench, trips: int) -> Callable[[int], object]:
   held = [bench.fresh()]
 
   def run(steps: int) -> object:
+    metrics = None
     for _ in range(steps):
       held[0], metrics = step(held[0], rows, np.int32(trips), np.float32(1e-3))
     return metrics
@@ -143,7 +145,7 @@ def loop_runner(bench: Bench) -> Callable[[int], float]:
           learning_rate=learning_rate(config.optimizer, short, "steps"),
           step=step,
           streamed=False,
-          eval_step=lambda params, rows: params,
+          eval_step=lambda params, rows: zero_sums(),
           train_rows=prepare.train_rows(config, short, trainer, dataset),
           eval_rows=None,
           checkpointer=None,
@@ -174,6 +176,7 @@ def plain_runner(bench: Bench) -> Callable[[int], object]:
   held = [state]
 
   def run(steps: int) -> object:
+    value = None
     for _ in range(steps):
       held[0], value = function(held[0], *fed)
     return value
@@ -204,6 +207,7 @@ def parts_runners(bench: Bench) -> tuple[Callable[[int], object], Callable[[int]
   params = bench.fresh().params
 
   def run_gradient(steps: int) -> object:
+    out = None
     for _ in range(steps):
       out = gradient(params)
     return out

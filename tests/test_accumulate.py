@@ -7,7 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import config, in_microbatches, mesh, model_config, relative_errors, uneven_rows
+from support import (
+  config,
+  in_microbatches,
+  memory,
+  mesh,
+  model_config,
+  program_text,
+  relative_errors,
+  uneven_rows,
+)
 
 from maxbatch.accumulate import summed_gradients
 from maxbatch.loss import loss_sum
@@ -146,7 +155,7 @@ def collectives(text: str) -> dict[str, list[str]]:
 
 def test_replicas_talk_once_per_step(model):
   lowered, _, _ = lowered_sums(model, uneven_rows(ROWS, T), 4, (8, 1, 1), CAPACITY)
-  found = collectives(lowered.compile().as_text())
+  found = collectives(program_text(lowered))
   assert found["loop"] == []
   assert set(found["once"]) == {"all-reduce"}
 
@@ -154,18 +163,16 @@ def test_replicas_talk_once_per_step(model):
 def test_rows_are_never_moved_between_devices(model):
   for axes in [(8, 1, 1), (2, 2, 2), (1, 8, 1)]:
     lowered, _, _ = lowered_sums(model, uneven_rows(ROWS, T), 4, axes, CAPACITY)
-    found = collectives(lowered.compile().as_text())
+    found = collectives(program_text(lowered))
     assert "all-to-all" not in found["loop"] + found["once"]
-    assert not re.search(
-      r"= s32\[[^=]*(all-gather|collective-permute)", lowered.compile().as_text()
-    )
+    assert not re.search(r"= s32\[[^=]*(all-gather|collective-permute)", program_text(lowered))
 
 
 def test_memory_is_flat_in_the_number_of_microbatches(model):
   temporary = {}
   for k in (2, 64):
     lowered, _, _ = lowered_sums(model, uneven_rows(8 * k, T), k, (2, 1, 1), k)
-    temporary[k] = lowered.compile().memory_analysis().temp_size_in_bytes
+    temporary[k] = memory(lowered).temp_size_in_bytes
   assert temporary[64] == pytest.approx(temporary[2], rel=0.05)
 
 
@@ -176,8 +183,7 @@ def test_fsdp_keeps_no_gathered_parameters_for_the_backward_pass(monkeypatch):
     monkeypatch.setattr(transformer, "_remat_policy", policy)
     deep = build_model(model_config(**keys), T)
     lowered, _, _ = lowered_sums(deep, uneven_rows(8, T), 1, (1, 8, 1), 1)
-    compiled = lowered.compile()
-    gathers.append(collectives(compiled.as_text())["loop"].count("all-gather"))
-    temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+    gathers.append(collectives(program_text(lowered))["loop"].count("all-gather"))
+    temporary.append(memory(lowered).temp_size_in_bytes)
   assert gathers[0] > gathers[1]
   assert temporary[0] < temporary[1] - 6 * 3 * 32 * 512 * 4 / 2

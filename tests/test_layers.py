@@ -57,6 +57,7 @@ LAYERS = {
     "dropout",
     "models.layers",
     "models.flash",
+    "models.dot_product",
     "models.attention",
     "models.transformer",
     "models.registry",
