@@ -135,6 +135,8 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock) -> Record:
 def _note(job: Job, record: Record) -> None:
   job.log.write(record)
   job.progress.show(record)
+  if job.checkpointer:
+    job.checkpointer.poll()
 
 
 def evaluate(job: Job, params: Parameters) -> Record:
