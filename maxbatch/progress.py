@@ -58,6 +58,7 @@ def _bar(start: int, steps: int) -> tqdm.tqdm:
     file=sys.stdout,
     ncols=size.columns,
     nrows=size.lines,
+    bar_format="step {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
   )
 
 
