@@ -25,6 +25,7 @@ def summed_gradients(
   model: Model,
   mesh: Mesh,
   params: Parameters,
+  zeros: Parameters,
   rows: Rows,
   trips: jax.Array,
   dropout_key: jax.Array,
@@ -35,6 +36,8 @@ def summed_gradients(
     model: the model.
     mesh: the devices.
     params: the parameters.
+    zeros: float32 zeros of the parameters' shapes, where the sums may be formed: donated ones
+      save the memory of a second set.
     rows: microbatches (k, B, T), B divided over the data and fsdp axes.
     trips: int32 scalar, at most k; what lies beyond is never read.
     dropout_key: the run's dropout key.
@@ -44,21 +47,26 @@ def summed_gradients(
   """
   local = functools.partial(_local_sums, model)
   if mesh.shape["data"] == 1:
-    return local(params, rows, trips, dropout_key)
+    return local(params, zeros, rows, trips, dropout_key)
   on_data = jax.tree.map(lambda _: PartitionSpec(None, "data"), rows)
   whole = PartitionSpec()
   return jax.shard_map(
     lambda *arguments: jax.lax.psum(local(*arguments), "data"),
     mesh=mesh,
-    in_specs=(whole, on_data, whole, whole),
+    in_specs=(whole, whole, on_data, whole, whole),
     out_specs=whole,
     axis_names={"data"},
     check_vma=False,
-  )(params, rows, trips, dropout_key)
+  )(params, zeros, rows, trips, dropout_key)
 
 
 def _local_sums(
-  model: Model, params: Parameters, rows: Rows, trips: jax.Array, dropout_key: jax.Array
+  model: Model,
+  params: Parameters,
+  zeros: Parameters,
+  rows: Rows,
+  trips: jax.Array,
+  dropout_key: jax.Array,
 ) -> tuple[Parameters, Sums]:
   """The sums of one replica's microbatches."""
   axes = model.axes()
@@ -75,5 +83,4 @@ def _local_sums(
     gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, new)
     return laid_out(gradients), Sums(sums.loss + loss, sums.weight + micro.weights.sum())
 
-  zeros = laid_out(jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params))
-  return jax.lax.fori_loop(0, trips, add_microbatch, (zeros, zero_sums()))
+  return jax.lax.fori_loop(0, trips, add_microbatch, (laid_out(zeros), zero_sums()))

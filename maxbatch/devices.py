@@ -1,13 +1,28 @@
 """The devices of this run: those that are there, or simulated ones on the CPU."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 
 from maxbatch.errors import UserError
 
 
-def find_devices(num_simulated_devices: int) -> Sequence[jax.Device]:
+class Device(Protocol):
+  """What we ask of a jax device."""
+
+  @property
+  def platform(self) -> str:
+    """cpu, gpu or tpu."""
+    ...
+
+  @property
+  def device_kind(self) -> str:
+    """The model of the device."""
+    ...
+
+
+def find_devices(num_simulated_devices: int) -> Sequence[Device]:
   """All devices of all processes.
 
   Args:
@@ -34,6 +49,6 @@ def _simulate(count: int) -> None:
       ) from error
 
 
-def num_slices(devices: Sequence[jax.Device]) -> int:
+def num_slices(devices: Sequence[Device]) -> int:
   """Slices the devices belong to; 1 where the platform knows none."""
   return len({getattr(device, "slice_index", 0) for device in devices})

@@ -138,6 +138,8 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock) -> Record:
 def _note(job: Job, record: Record) -> None:
   job.log.write(record)
   job.progress.show(record)
+  if job.checkpointer:
+    job.checkpointer.poll()
 
 
 def evaluate(job: Job, params: Parameters) -> Record:
@@ -146,15 +148,27 @@ def evaluate(job: Job, params: Parameters) -> Record:
     return {}
   with job.eval_rows() as batches:
     sums = jax.device_get([job.eval_step(params, rows) for rows in batches])
-  return {"eval/loss": sum(float(s.loss) for s in sums) / sum(float(s.weight) for s in sums)}
+  loss = sum(float(each.loss) for each in sums) / sum(float(each.weight) for each in sums)
+  if not math.isfinite(loss):
+    raise TrainingDivergedError(
+      f"the validation loss is {loss}, which must be finite; {_kept(job)}"
+    )
+  return {"eval/loss": loss}
 
 
 def _diverged(job: Job, position: Position, loss: float, grad_norm: float) -> str:
+  return (
+    f"step {position.step}: loss={loss} and grad_norm={grad_norm}, which must be finite; "
+    f"{_kept(job)}"
+  )
+
+
+def _kept(job: Job) -> str:
+  """What is left when a run diverges, and what may help."""
   saved = job.checkpointer.steps() if job.checkpointer else []
   last = f"the last good checkpoint is step {saved[-1]}" if saved else "there is no checkpoint"
   return (
-    f"step {position.step}: loss={loss} and grad_norm={grad_norm}, which must be finite; {last}. "
-    "Nothing after it is saved. A lower learning_rate, a longer warmup_steps or a smaller "
+    f"{last}. Nothing after it is saved. A lower learning_rate, a longer warmup_steps or a smaller "
     "gradient_clipping_threshold may help."
   )
 

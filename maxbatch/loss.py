@@ -7,7 +7,8 @@ backward pass nor computed twice. Sums, not means, so that microbatches and devi
 exactly the loss of the whole batch; the one division by the step's weight comes later.
 """
 
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +34,9 @@ def loss_sum(
     dropout_key: the run's dropout key; None evaluates without dropout and without z-loss.
   """
   config = model.config
-  dropping = dropout_key is not None and config.dropout_rate > 0
-  keys_B = sample_keys(dropout_key, rows.sample_ids) if dropping else None
+  keys_B = None
+  if dropout_key is not None and config.dropout_rate > 0:
+    keys_B = sample_keys(dropout_key, rows.sample_ids)
   bound = model.bind(parameters)
   hidden_BTD = bound(rows, keys_B)
   z_weight = 0.0 if dropout_key is None else config.z_loss_multiplier
@@ -49,7 +51,6 @@ def num_tiles(config: ModelConfig, rows: int, length: int) -> int:
   return next(tiles for tiles in range(min(wanted, length), length + 1) if length % tiles == 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def cross_entropy_sum(
   hidden_BTD: jax.Array,
   matrix_DV: jax.Array,
@@ -59,9 +60,14 @@ def cross_entropy_sum(
   z_weight: float,
 ) -> jax.Array:
   """Σ weight · (log Z − logit[target] + z_weight · (log Z)²), with log Z in float32."""
+  return _cross_entropy_sum(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight)
 
-  def add_tile(total: jax.Array, tile: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
-    return total + _tile_sum(*tile, matrix_DV, z_weight)[0], None
+
+def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight):
+  """The sum, for evaluation."""
+
+  def add_tile(total, tile):
+    return total + _tile_sum(tile, matrix_DV, z_weight)[0], None
 
   cut = _cut(tiles, hidden_BTD, targets_BT, weights_BT)
   return _scan(add_tile, jnp.zeros((), jnp.float32), cut, tiles)[0]
@@ -72,7 +78,7 @@ def _forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight):
 
   def add_tile(carry, tile):
     total, d_matrix_DV = carry
-    loss, d_logits_BCV = _tile_sum(*tile, matrix_DV, z_weight)
+    loss, d_logits_BCV = _tile_sum(tile, matrix_DV, z_weight)
     d_logits_XV = d_logits_BCV.astype(hidden_BTD.dtype).reshape(-1, d_logits_BCV.shape[-1])
     hidden_XD = tile[0].reshape(-1, tile[0].shape[-1])
     d_hidden_BCD = (d_logits_XV @ matrix_DV.T).reshape(tile[0].shape)
@@ -93,11 +99,15 @@ def _backward(tiles, z_weight, gradients, d_total):
   return d_hidden_BTD * scale, d_matrix_DV * d_total.astype(d_matrix_DV.dtype), None, None
 
 
-cross_entropy_sum.defvjp(_forward, _backward)
+_cross_entropy_sum = jax.custom_vjp(_sum_only, nondiff_argnums=(4, 5))
+_cross_entropy_sum.defvjp(_forward, _backward)
 
 
-def _tile_sum(hidden_BCD, targets_BC, weights_BC, matrix_DV, z_weight):
+def _tile_sum(
+  tile: tuple[jax.Array, jax.Array, jax.Array], matrix_DV: jax.Array, z_weight: float
+) -> tuple[jax.Array, jax.Array]:
   """Loss of a tile and its gradient by the logits, both float32."""
+  hidden_BCD, targets_BC, weights_BC = tile
   B, C, D = hidden_BCD.shape
   hidden_XD = hidden_BCD.reshape(-1, D)
   logits_XV = jnp.matmul(hidden_XD, matrix_DV, preferred_element_type=jnp.float32)
@@ -123,7 +133,7 @@ def _cut(tiles: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
   )
 
 
-def _scan(body, carry, cut, tiles: int):
+def _scan(body: Callable[..., Any], carry: Any, cut: tuple[jax.Array, ...], tiles: int) -> Any:
   """As lax.scan; a single tile needs no loop."""
   if tiles > 1:
     return jax.lax.scan(body, carry, cut)

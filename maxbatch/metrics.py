@@ -56,8 +56,18 @@ class MetricsLog:
     self._board.close()
 
   def write(self, record: Record) -> None:
-    """Appends one step's record, which has at least the keys step, samples and tokens."""
-    self._file.write(json.dumps(record) + "\n")
+    """Appends one step's record, which has at least the keys step, samples and tokens.
+
+    Raises:
+      UserError: the disk is full, or the folder has become unwritable.
+    """
+    try:
+      self._file.write(json.dumps(record) + "\n")
+    except OSError as error:
+      raise UserError(
+        f"step {record['step']}: {self._file.name} cannot be written to ({error.strerror}); make "
+        "room there and start again: the run goes on from its last checkpoint"
+      ) from None
     for key, value in record.items():
       if key not in _NOT_PLOTTED:
         self._board.add_scalar(key, value, int(record["step"]))

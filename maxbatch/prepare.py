@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,13 +13,13 @@ from maxbatch.data import tokenizer
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.loader import Loader, eval_loader, train_loader
 from maxbatch.data.row_plan import dispatches, load_factor
+from maxbatch.devices import Device
 from maxbatch.errors import UserError
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, build_model
 from maxbatch.optim import make_optimizer
 from maxbatch.rows import Rows
 from maxbatch.sharding import make_mesh, sharding, undivided
-from maxbatch.state import abstract_state
 from maxbatch.step import (
   EvalStep,
   Step,
@@ -28,7 +29,7 @@ from maxbatch.step import (
 )
 
 
-def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[jax.Device]) -> Trainer:
+def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) -> Trainer:
   """Model, optimizer and mesh, none of which holds an array yet.
 
   Raises:
@@ -98,23 +99,22 @@ def compiled_step(config: Config, plan: BatchPlan, trainer: Trainer, source: Row
   function = step_function(trainer, rows, streamed=streams(config))
   count = jax.ShapeDtypeStruct((), np.bool_ if streams(config) else np.int32)
   rate = jax.ShapeDtypeStruct((), np.float32)
-  state = abstract_state(trainer.model, trainer.optimizer, trainer.mesh)
-  return function.lower(state, rows, count, rate).compile()
+  return function.lower(trainer.abstract, rows, count, rate).compile()
 
 
 def compiled_eval(plan: BatchPlan, trainer: Trainer, source: RowSource) -> EvalStep:
   """The evaluation of one batch, compiled."""
   rows = _shapes(source, (plan.eval_batch,))
-  params = abstract_state(trainer.model, trainer.optimizer, trainer.mesh).params
-  return eval_function(trainer, rows).lower(params, rows).compile()
+  return eval_function(trainer, rows).lower(trainer.abstract.params, rows).compile()
 
 
 def _shapes(source: RowSource, leading: tuple[int, ...]) -> Rows:
   """What a loader of `source` yields, without reading more than its first row."""
   one = source.rows(np.zeros(1, np.int64)) | {"sample_ids": np.zeros(1, np.int32)}
-  return Rows(
-    **{name: jax.ShapeDtypeStruct(leading + x.shape[1:], x.dtype) for name, x in one.items()}
-  )
+  fields: dict[str, Any] = {
+    name: jax.ShapeDtypeStruct(leading + x.shape[1:], x.dtype) for name, x in one.items()
+  }
+  return Rows(**fields)
 
 
 def train_rows(
@@ -155,7 +155,7 @@ def eval_rows(
     return eval_loader(
       source,
       eval_batch=plan.eval_batch,
-      eval_steps=config.run.eval_steps,
+      eval_samples=config.run.eval_samples,
       sharding=place,
       worker_count=config.data.grain_worker_count,
     )

@@ -1,5 +1,6 @@
 """What a person sees while a run goes on: one live line on a terminal, plain lines elsewhere."""
 
+import shutil
 import sys
 import time
 from typing import Self
@@ -15,11 +16,7 @@ class Progress:
   def __init__(self, start: int, steps: int, log_period: int):
     self._steps, self._period, self._start = steps, log_period, start
     self._began = time.perf_counter()
-    self._bar = (
-      tqdm.tqdm(total=steps, initial=start, unit="step", file=sys.stdout, dynamic_ncols=True)
-      if sys.stdout.isatty()
-      else None
-    )
+    self._bar = _bar(start, steps) if sys.stdout.isatty() else None
 
   def __enter__(self) -> Self:
     return self
@@ -49,6 +46,20 @@ class Progress:
   def _eta(self, step: int) -> str:
     per_step = (time.perf_counter() - self._began) / max(step - self._start, 1)
     return tqdm.tqdm.format_interval(per_step * (self._steps - step))
+
+
+def _bar(start: int, steps: int) -> tqdm.tqdm:
+  # Terminals without a size of their own (in containers) count as 80 by 24, not as 0 by 0.
+  size = shutil.get_terminal_size()
+  return tqdm.tqdm(
+    total=steps,
+    initial=start,
+    unit="step",
+    file=sys.stdout,
+    ncols=size.columns,
+    nrows=size.lines,
+    bar_format="step {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+  )
 
 
 def _figures(record: Record) -> str:

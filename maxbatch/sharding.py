@@ -12,6 +12,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from maxbatch.devices import Device
 from maxbatch.errors import UserError
 from maxbatch.topology import AXES, Topology
 
@@ -32,7 +33,7 @@ LOGICAL_AXIS_RULES: dict[str | None, tuple[str, ...]] = {
 }
 
 
-def make_mesh(topology: Topology, devices: Sequence[jax.Device]) -> Mesh:
+def make_mesh(topology: Topology, devices: Sequence[Device]) -> Mesh:
   """The mesh of all `devices`, neighbours on the interconnect kept together where it is known.
 
   Raises:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.optim import init_in_float32
@@ -37,39 +37,36 @@ def _init(model: Model, optimizer: optax.MultiSteps, key: jax.Array) -> TrainSta
   return TrainState(params, init_in_float32(optimizer, params), zero_sums())
 
 
-def state_shardings(model: Model, optimizer: optax.MultiSteps, mesh: Mesh) -> TrainState:
-  """The sharding of every leaf of the state.
+def abstract_state(model: Model, optimizer: optax.MultiSteps, mesh: Mesh) -> TrainState:
+  """Shape, dtype and sharding of every leaf: what a compiler or a restore needs to know.
 
-  Optimizer state that mirrors a parameter (same path, same shape) lies where the parameter lies;
+  Optimizer state that mirrors a parameter (same path, same rank) lies where the parameter lies;
   the rest (counters, Adafactor's rows and columns) is small and on every device.
   """
   shapes = jax.eval_shape(lambda key: _init(model, optimizer, key), jax.random.key(0))
   axes = model.axes()
 
-  def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+  def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     names = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
-    if names in axes and len(axes[names]) == leaf.ndim and leaf.ndim > 0:
-      return sharding(axes[names], leaf.shape, mesh)
-    return replicated(mesh)
+    mirrors = names in axes and len(axes[names]) == leaf.ndim
+    where = sharding(axes[names], leaf.shape, mesh) if mirrors else replicated(mesh)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
   return jax.tree_util.tree_map_with_path(place, shapes)
 
 
-def abstract_state(model: Model, optimizer: optax.MultiSteps, mesh: Mesh) -> TrainState:
-  """Shape, dtype and sharding of every leaf: what a compiler or a restore needs to know."""
-  shapes = jax.eval_shape(lambda key: _init(model, optimizer, key), jax.random.key(0))
-  return jax.tree.map(
-    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-    shapes,
-    state_shardings(model, optimizer, mesh),
-  )
+def shardings(abstract: Any) -> Any:
+  """The sharding of every leaf of an abstract state, or of a part of one."""
+  return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def init_state(model: Model, optimizer: optax.MultiSteps, mesh: Mesh, seed: int) -> TrainState:
+def init_state(
+  model: Model, optimizer: optax.MultiSteps, abstract: TrainState, seed: int
+) -> TrainState:
   """A fresh state, created in its place: no device ever holds more than its share."""
   create = jax.jit(
     lambda key: _init(model, optimizer, key),
-    out_shardings=state_shardings(model, optimizer, mesh),
+    out_shardings=shardings(abstract),
   )
   return create(jax.random.key(seed))
 
@@ -84,9 +81,17 @@ def to_save(state: TrainState) -> dict[str, Any]:
   }
 
 
-def from_saved(saved: dict[str, Any], empty: TrainState) -> TrainState:
-  """The state that `to_save` came from; `empty` supplies what was zero."""
-  opt_state = empty.opt_state._replace(
+def from_saved(saved: dict[str, Any], abstract: TrainState) -> TrainState:
+  """The state that `to_save` came from, with fresh zeros for what was not saved."""
+  empty = abstract._replace(
+    params={}, opt_state=abstract.opt_state._replace(inner_opt_state=(), gradient_step=())
+  )
+
+  def zeros() -> TrainState:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), empty)
+
+  made = jax.jit(zeros, out_shardings=shardings(empty))()
+  opt_state = made.opt_state._replace(
     inner_opt_state=saved["opt_state"], gradient_step=saved["gradient_step"]
   )
-  return TrainState(saved["params"], opt_state, empty.sums)
+  return TrainState(saved["params"], opt_state, made.sums)

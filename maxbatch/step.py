@@ -6,8 +6,9 @@ their update, and agree to rounding.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from maxbatch.models.registry import Model, Parameters
 from maxbatch.optim import AverageState
 from maxbatch.rows import Rows
 from maxbatch.sharding import replicated, sharding
-from maxbatch.state import Sums, TrainState, state_shardings, zero_sums
+from maxbatch.state import Sums, TrainState, abstract_state, init_state, shardings, zero_sums
 
 
 class StepMetrics(NamedTuple):
@@ -48,6 +49,15 @@ class Trainer:
   mesh: Mesh
   dropout_key: jax.Array
 
+  @functools.cached_property
+  def abstract(self) -> TrainState:
+    """The state's shapes, dtypes and shardings."""
+    return abstract_state(self.model, self.optimizer, self.mesh)
+
+  def init(self, seed: int) -> TrainState:
+    """A fresh state, divided over the devices."""
+    return init_state(self.model, self.optimizer, self.abstract, seed)
+
 
 def fused_step(
   trainer: Trainer, state: TrainState, rows: Rows, trips: jax.Array, learning_rate: jax.Array
@@ -61,13 +71,15 @@ def fused_step(
     trips: int32 scalar.
     learning_rate: float32 scalar.
   """
+  # Between steps MultiSteps' accumulators are zeros: the sums are formed in them, and MultiSteps
+  # is then told of zeros outright, so that the compiler drops its own addition.
+  zeros = state.opt_state.acc_grads
   gradients, sums = summed_gradients(
-    trainer.model, trainer.mesh, state.params, rows, trips, trainer.dropout_key
+    trainer.model, trainer.mesh, state.params, zeros, rows, trips, trainer.dropout_key
   )
-  # Between steps MultiSteps holds zeros; saying so lets the compiler drop the addition.
   opt_state = state.opt_state._replace(
     mini_step=jnp.zeros((), jnp.int32),
-    acc_grads=jax.tree.map(jnp.zeros_like, state.opt_state.acc_grads),
+    acc_grads=jax.tree.map(jnp.zeros_like, zeros),
   )
   state = state._replace(opt_state=opt_state, sums=zero_sums())
   return _update(trainer, state, gradients, sums, last=jnp.array(True), rate=learning_rate)
@@ -77,8 +89,10 @@ def streamed_step(
   trainer: Trainer, state: TrainState, rows: Rows, last: jax.Array, learning_rate: jax.Array
 ) -> tuple[TrainState, StepMetrics]:
   """One microbatch of a step: rows (1, B, T). The update happens when `last` is true."""
+  zeros = jax.tree.map(jnp.zeros_like, state.opt_state.acc_grads)
+  one = jnp.int32(1)
   gradients, sums = summed_gradients(
-    trainer.model, trainer.mesh, state.params, rows, jnp.int32(1), trainer.dropout_key
+    trainer.model, trainer.mesh, state.params, zeros, rows, one, trainer.dropout_key
   )
   return _update(trainer, state, gradients, sums, last=last, rate=learning_rate)
 
@@ -97,7 +111,7 @@ def _update(
   updates, opt_state = trainer.optimizer.update(
     gradients, state.opt_state, state.params, weight=sums.weight, learning_rate=rate, last=last
   )
-  params = optax.apply_updates(state.params, updates)
+  params = cast(Parameters, optax.apply_updates(state.params, updates))
   average = _average_state(opt_state)
   metrics = StepMetrics(
     loss=sums.loss / jnp.maximum(sums.weight, 1.0), grad_norm=average.grad_norm, weight=sums.weight
@@ -127,7 +141,7 @@ def step_function(trainer: Trainer, rows: Rows, *, streamed: bool) -> jax.stages
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
       return body(trainer, state, rows, count, rate)
 
-  places = state_shardings(trainer.model, trainer.optimizer, trainer.mesh)
+  places = shardings(trainer.abstract)
   whole = replicated(trainer.mesh)
   return jax.jit(
     step,
@@ -151,7 +165,7 @@ def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
       return Sums(loss_sum(trainer.model, params, rows, None), rows.weights.sum())
 
-  places = state_shardings(trainer.model, trainer.optimizer, trainer.mesh).params
+  places = shardings(trainer.abstract.params)
   return jax.jit(
     evaluate,
     in_shardings=(places, eval_shardings(rows, trainer.mesh)),

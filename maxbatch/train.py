@@ -1,17 +1,20 @@
 """python -m maxbatch.train config=… [key=value …]: trains a language model."""
 
+import io
 import pathlib
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import yaml
 
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
-from maxbatch.checkpoint import Checkpointer
+from maxbatch.checkpoint import Checkpointer, Restored
 from maxbatch.config.help import help_text, wants_help
 from maxbatch.config.load import DERIVED, load_config, to_flat_dict
 from maxbatch.config.schema import Config
+from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
 from maxbatch.devices import find_devices, num_slices
 from maxbatch.errors import EXIT_DIVERGED, EXIT_USER_ERROR, TrainingDivergedError, UserError
@@ -32,8 +35,8 @@ from maxbatch.prepare import (
   undivided_parameters,
 )
 from maxbatch.progress import Progress
-from maxbatch.state import TrainState, abstract_state, from_saved, init_state, to_save
-from maxbatch.step import Trainer
+from maxbatch.state import TrainState, from_saved, to_save
+from maxbatch.step import EvalStep, Step, Trainer
 from maxbatch.topology import topology
 
 COMMAND = "python -m maxbatch.train"
@@ -45,6 +48,9 @@ def main(arguments: Sequence[str]) -> int:
   if wants_help(arguments):
     print(help_text(COMMAND))
     return 0
+  for stream in (sys.stdout, sys.stderr):
+    if isinstance(stream, io.TextIOWrapper):
+      stream.reconfigure(errors="replace")  # × and → must not end a run on a terminal without them
   try:
     run(load_config(arguments))
   except UserError as error:
@@ -76,20 +82,18 @@ def run(config: Config) -> tuple[TrainState, Position]:
   folder = pathlib.Path(config.run.base_output_directory) / config.run.run_name
   _describe(config, plan, trainer, dataset.description, folder)
   with _checkpointer(config, folder, dataset.fingerprint) as checkpointer:
-    state, position = _init_or_restore(config, trainer, checkpointer)
+    restored = _restore(config, trainer, checkpointer)
+    position = restored.position if restored else Position(0, 0)
     plan = plan.starting_at(position)
-    if position.step >= plan.steps:
+    if restored and position.step >= plan.steps:
       print(f"This run is complete at step {position.step}. For more, raise its budget.")
-      return state, position
-    began = time.perf_counter()
-    step = compiled_step(config, plan, trainer, dataset.train)
-    eval_step = compiled_eval(plan, trainer, dataset.validation or dataset.train)
-    print(f"Compiled in {time.perf_counter() - began:.1f} s\n", flush=True)
-    _write_config(config, plan, folder)
+      return from_saved(restored.state, trainer.abstract), position
     with (
       MetricsLog(folder, position.step) as log,
       Progress(position.step, plan.steps, config.run.log_period) as progress,
     ):
+      _write_config(config, plan, folder)
+      state, step, eval_step = _make_ready(config, plan, trainer, dataset, restored)
       job = Job(
         plan=plan,
         run=config.run,
@@ -118,20 +122,32 @@ def _checkpointer(config: Config, folder: pathlib.Path, dataset_fingerprint: str
   )
 
 
-def _init_or_restore(
-  config: Config, trainer: Trainer, checkpointer: Checkpointer
-) -> tuple[TrainState, Position]:
-  """The newest good checkpoint of this run's folder, or a fresh start."""
-  fresh = init_state(trainer.model, trainer.optimizer, trainer.mesh, config.model.init_weights_seed)
+def _restore(config: Config, trainer: Trainer, checkpointer: Checkpointer) -> Restored | None:
+  """The newest good checkpoint of this run's folder; None for a fresh start."""
   if not config.checkpoint.enable_checkpointing:
-    return fresh, Position(0, 0)
-  wanted = abstract_state(trainer.model, trainer.optimizer, trainer.mesh)
-  restored = checkpointer.restore(to_save(wanted))
-  if restored is None:
-    return fresh, Position(0, 0)
-  at = restored.position
-  print(f"Resuming after step {at.step} ({at.samples:,} samples)", flush=True)
-  return from_saved(restored.state, fresh), at
+    return None
+  restored = checkpointer.restore(to_save(trainer.abstract))
+  if restored:
+    at = restored.position
+    print(f"Resuming after step {at.step} ({at.samples:,} samples)", flush=True)
+  return restored
+
+
+def _make_ready(
+  config: Config, plan: BatchPlan, trainer: Trainer, dataset: Dataset, restored: Restored | None
+) -> tuple[TrainState, Step, EvalStep]:
+  """State and compiled functions, side by side: compiling leaves the interpreter free."""
+  began = time.perf_counter()
+  with ThreadPoolExecutor(2) as pool:
+    step = pool.submit(compiled_step, config, plan, trainer, dataset.train)
+    evaluation = pool.submit(compiled_eval, plan, trainer, dataset.validation or dataset.train)
+    if restored:
+      state = from_saved(restored.state, trainer.abstract)
+    else:
+      state = trainer.init(config.model.init_weights_seed)
+    compiled = step.result(), evaluation.result()
+  print(f"Compiled in {time.perf_counter() - began:.1f} s\n", flush=True)
+  return state, *compiled
 
 
 def _describe(
@@ -148,7 +164,6 @@ def _describe(
 
 def _write_config(config: Config, plan: BatchPlan, folder: pathlib.Path) -> None:
   """config.yml: every key, and what was derived from them."""
-  folder.mkdir(parents=True, exist_ok=True)
   values = to_flat_dict(config) | {DERIVED: plan.as_dict()}
   (folder / "config.yml").write_text(yaml.safe_dump(values, sort_keys=False))
 

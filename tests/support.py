@@ -1,6 +1,5 @@
 """Small models, rows and meshes that many tests share."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -72,9 +71,13 @@ def relative_errors(tree: Any, reference: Any) -> dict[str, float]:
   return {jax.tree_util.keystr(path): e for path, e in jax.tree_util.tree_leaves_with_path(errors)}
 
 
-def replaced(config: Config, **sections: dict[str, object]) -> Config:
-  """The configuration with some keys of some sections replaced."""
-  changed = {
-    name: dataclasses.replace(getattr(config, name), **keys) for name, keys in sections.items()
-  }
-  return dataclasses.replace(config, **changed)
+def program_text(lowered: jax.stages.Lowered) -> str:
+  """The compiled program."""
+  text = lowered.compile().as_text()
+  assert text is not None
+  return text
+
+
+def memory(lowered: jax.stages.Lowered) -> Any:
+  """The compiled program's memory, by the compiler's account."""
+  return lowered.compile().memory_analysis()

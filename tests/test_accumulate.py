@@ -5,15 +5,26 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
-from support import config, in_microbatches, mesh, model_config, relative_errors, uneven_rows
+from support import (
+  config,
+  in_microbatches,
+  memory,
+  mesh,
+  model_config,
+  program_text,
+  relative_errors,
+  uneven_rows,
+)
 
 from maxbatch.accumulate import summed_gradients
 from maxbatch.loss import loss_sum
+from maxbatch.models import transformer
 from maxbatch.models.registry import Model, build_model
 from maxbatch.optim import make_optimizer
 from maxbatch.rows import Rows
-from maxbatch.state import init_state
+from maxbatch.state import abstract_state, init_state
 from maxbatch.step import rows_shardings
 
 T = 16
@@ -23,7 +34,10 @@ ROWS = 64
 
 EVERY_K = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (8, 1, 1), (1, 8, 1), (2, 2, 2)]
 """Devices along data, fsdp and tensor."""
-REMAINING = [(4, 1, 1), (2, 2, 1), (1, 2, 2), (2, 1, 2), (4, 2, 1), (1, 4, 2), (4, 1, 2), (2, 1, 4)]
+REMAINING = [
+  *[(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (1, 2, 2), (2, 1, 2)],
+  *[(1, 1, 8), (4, 2, 1), (2, 4, 1), (1, 4, 2), (1, 2, 4), (4, 1, 2), (2, 1, 4)],
+]
 
 
 def run_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], capacity: int):
@@ -38,11 +52,13 @@ def lowered_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], c
   fed = in_microbatches(rows, k, capacity)
   fed = jax.device_put(fed, rows_shardings(fed, devices))
   optimizer = make_optimizer(config().optimizer, model.axes(), 1)
-  params = init_state(model, optimizer, devices, seed=0).params
+  abstract = abstract_state(model, optimizer, devices)
+  params = init_state(model, optimizer, abstract, seed=0).params
 
   def sums(params, rows, trips):
+    zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
-      return summed_gradients(model, devices, params, rows, trips, DROPOUT_KEY)
+      return summed_gradients(model, devices, params, zeros, rows, trips, DROPOUT_KEY)
 
   return jax.jit(sums).lower(params, fed, jnp.int32(k)), params, fed
 
@@ -142,7 +158,7 @@ def collectives(text: str) -> dict[str, list[str]]:
 
 def test_replicas_talk_once_per_step(model):
   lowered, _, _ = lowered_sums(model, uneven_rows(ROWS, T), 4, (8, 1, 1), CAPACITY)
-  found = collectives(lowered.compile().as_text())
+  found = collectives(program_text(lowered))
   assert found["loop"] == []
   assert set(found["once"]) == {"all-reduce"}
 
@@ -150,16 +166,27 @@ def test_replicas_talk_once_per_step(model):
 def test_rows_are_never_moved_between_devices(model):
   for axes in [(8, 1, 1), (2, 2, 2), (1, 8, 1)]:
     lowered, _, _ = lowered_sums(model, uneven_rows(ROWS, T), 4, axes, CAPACITY)
-    found = collectives(lowered.compile().as_text())
+    found = collectives(program_text(lowered))
     assert "all-to-all" not in found["loop"] + found["once"]
-    assert not re.search(
-      r"= s32\[[^=]*(all-gather|collective-permute)", lowered.compile().as_text()
-    )
+    assert not re.search(r"= s32\[[^=]*(all-gather|collective-permute)", program_text(lowered))
 
 
 def test_memory_is_flat_in_the_number_of_microbatches(model):
   temporary = {}
   for k in (2, 64):
     lowered, _, _ = lowered_sums(model, uneven_rows(8 * k, T), k, (2, 1, 1), k)
-    temporary[k] = lowered.compile().memory_analysis().temp_size_in_bytes
+    temporary[k] = memory(lowered).temp_size_in_bytes
   assert temporary[64] == pytest.approx(temporary[2], rel=0.05)
+
+
+def test_fsdp_keeps_no_gathered_parameters_for_the_backward_pass(monkeypatch):
+  keys = {"base_num_decoder_layers": 6, "base_mlp_dim": 512}
+  gathers, temporary = [], []
+  for policy in (transformer._remat_policy, lambda name: None):
+    monkeypatch.setattr(transformer, "_remat_policy", policy)
+    deep = build_model(model_config(**keys), T)
+    lowered, _, _ = lowered_sums(deep, uneven_rows(8, T), 1, (1, 8, 1), 1)
+    gathers.append(collectives(program_text(lowered))["loop"].count("all-gather"))
+    temporary.append(memory(lowered).temp_size_in_bytes)
+  assert gathers[0] > gathers[1]
+  assert temporary[0] < temporary[1] - 6 * 3 * 32 * 512 * 4 / 2

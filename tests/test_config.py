@@ -98,10 +98,10 @@ def test_later_argument_wins():
 
 
 def test_command_line_beats_file_beats_its_base(tmp_path: Path):
-  write(tmp_path / "mid.yml", "base_config: base\nsteps: 11\nlog_period: 11\neval_steps: 11")
+  write(tmp_path / "mid.yml", "base_config: base\nsteps: 11\nlog_period: 11\neval_samples: 11")
   top = write(tmp_path / "top.yml", "base_config: mid.yml\nsteps: 22\nlog_period: 22")
   run = load_config([top, "steps=33"]).run
-  assert (run.steps, run.log_period, run.eval_steps) == (33, 22, 11)
+  assert (run.steps, run.log_period, run.eval_samples) == (33, 22, 11)
   assert run.prompt == BASE.run.prompt
 
 

@@ -306,7 +306,7 @@ def test_no_more_than_two_steps_are_kept_on_the_devices(monkeypatch):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_validation_is_in_order_and_its_last_batch_is_filled_up(workers):
   batches = eval_loader(
-    Numbered(20), eval_batch=8, eval_steps=-1, sharding=sharding("data"), worker_count=workers
+    Numbered(20), eval_batch=8, eval_samples=-1, sharding=sharding("data"), worker_count=workers
   )
   with batches:
     found = list(batches)
@@ -317,9 +317,14 @@ def test_validation_is_in_order_and_its_last_batch_is_filled_up(workers):
   assert weights.tolist() == [1.0] * 20 + [0.0] * 4
 
 
-def test_eval_steps_limits_the_batches():
-  with eval_loader(Numbered(20), eval_batch=8, eval_steps=2, sharding=sharding("data")) as batches:
-    assert len(list(batches)) == 2
+@pytest.mark.parametrize("batch", [8, 16])
+def test_the_validation_set_is_the_same_however_it_is_split(batch):
+  place = sharding("data")
+  with eval_loader(Numbered(40), eval_batch=batch, eval_samples=20, sharding=place) as batches:
+    found = list(batches)
+  inputs = np.concatenate([np.asarray(rows.inputs)[:, 0] for rows in found])
+  weights = np.concatenate([np.asarray(rows.weights)[:, 0] for rows in found])
+  assert inputs[weights > 0].tolist() == list(range(1, 21))
 
 
 def test_packed_text_reaches_the_devices_with_all_its_fields(tmp_path):

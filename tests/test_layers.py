@@ -66,6 +66,7 @@ LAYERS = {
     "models.layers",
     "models.dot_product",
     "models.flash",
+    "models.dot_product",
     "models.attention",
     "models.transformer",
     "models.registry",

@@ -53,7 +53,7 @@ class RunConfig:
   schedule_unit: Literal["steps", "samples", "tokens"]
   log_period: Positive
   eval_interval: PositiveOrUnset
-  eval_steps: PositiveOrUnset
+  eval_samples: PositiveOrUnset
   generate_length: NonNegative
   prompt: str
   decode_sampling_temperature: NonNegativeFloat

@@ -23,6 +23,21 @@ class RowSource(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class FirstRows:
+  """The first `count` rows of a source, or all if it has fewer."""
+
+  source: RowSource
+  count: int
+
+  def __len__(self) -> int:
+    return min(self.count, len(self.source))
+
+  def rows(self, indices: np.ndarray) -> Arrays:
+    """See `RowSource.rows`."""
+    return self.source.rows(indices)
+
+
+@dataclasses.dataclass(frozen=True)
 class Dataset:
   """A named dataset, ready to read."""
 

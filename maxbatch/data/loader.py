@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxbatch.data.dataset import Arrays, RowSource
+from maxbatch.data.dataset import Arrays, FirstRows, RowSource
 from maxbatch.data.reading import ReadOrder, StepReader
 from maxbatch.data.row_plan import StepRows, steps_in_order
 from maxbatch.rows import Rows
@@ -62,16 +62,17 @@ def eval_loader(
   source: RowSource,
   *,
   eval_batch: int,
-  eval_steps: int,
+  eval_samples: int,
   sharding: NamedSharding,
   worker_count: int = 0,
 ) -> "Loader":
-  """The first `eval_steps` batches (-1: all) of `source` in its own order, as `Rows` [B, T].
+  """The first `eval_samples` rows (-1: all) of `source` in its own order, as `Rows` [B, T].
 
   The last batch is filled up with rows of weight 0. `sharding` is of [B, T] and may divide B.
   """
   place = _Place(sharding, row_dim=0, num_rows=eval_batch)
-  steps = steps_in_order(len(source), eval_batch, eval_steps)
+  source = source if eval_samples < 0 else FirstRows(source, eval_samples)
+  steps = steps_in_order(len(source), eval_batch)
   reader = StepReader(
     ReadOrder(source, None), steps, eval_batch, place.columns, 1, Fraction(1), worker_count
   )

@@ -75,10 +75,9 @@ def load_factor(plan: BatchPlan, *, streamed: bool) -> Fraction:
   return Fraction(plan.global_batch_to_load, taken)
 
 
-def steps_in_order(num_rows: int, batch: int, limit: int) -> list[StepRows]:
-  """Steps of one microbatch of `batch` rows that cover `num_rows`; at most `limit`, -1: all."""
-  needed = -(-num_rows // batch)
-  return [StepRows(step * batch, 1) for step in range(needed if limit < 0 else min(limit, needed))]
+def steps_in_order(num_rows: int, batch: int) -> list[StepRows]:
+  """Steps of one microbatch of `batch` rows that cover `num_rows`."""
+  return [StepRows(first, 1) for first in range(0, num_rows, batch)]
 
 
 class StepTable:

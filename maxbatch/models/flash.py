@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from maxbatch.config.schema import ModelConfig
+from maxbatch.devices import Device
 from maxbatch.errors import UserError
 from maxbatch.sharding import open_spec
 
@@ -36,9 +37,7 @@ in the vector memory of a v5e and a v6e with head_dim=256 in float32."""
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
-def resolve_attention(
-  config: ModelConfig, max_target_length: int, device: jax.Device
-) -> ModelConfig:
+def resolve_attention(config: ModelConfig, max_target_length: int, device: Device) -> ModelConfig:
   """The same configuration with attention=auto replaced by what `device` can do.
 
   Raises:

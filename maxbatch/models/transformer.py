@@ -5,6 +5,8 @@ B rows, T tokens, D width of the residual stream, V vocabulary, L layers.
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -113,8 +115,8 @@ def _apply_layers(
     parameters, index = item
     return nnx.merge(graph, parameters)(x_BTD, at, fold(keys_B, index)), None
 
-  if config.remat_policy != "none":
-    policy = REMAT_POLICIES[config.remat_policy]
+  policy = _remat_policy(config.remat_policy)
+  if policy is not None:
     layer = functools.partial(jax.checkpoint, policy=policy, prevent_cse=not config.scan_layers)(
       layer
     )
@@ -124,6 +126,23 @@ def _apply_layers(
   for index, one in enumerate(_unstack(parameters, L)):
     x_BTD, _ = layer(x_BTD, (one, index))
   return x_BTD
+
+
+def _remat_policy(name: str) -> Callable[..., bool] | None:
+  """What the backward pass may keep; None: everything.
+
+  Where fsdp divides the parameters even `none` keeps no gathered copies: those of all layers
+  together would be the whole model on every device.
+  """
+  if name != "none":
+    return REMAT_POLICIES[name]
+  divided = jax.sharding.get_abstract_mesh().shape.get("fsdp", 1) > 1
+  return _all_but_moved if divided else None
+
+
+def _all_but_moved(primitive: Any, *_: Any, **__: Any) -> bool:
+  """Keeps what was computed; what was only gathered, cast or reshaped is so again."""
+  return primitive.name not in ("sharding_constraint", "convert_element_type", "reshape")
 
 
 def _unstack(parameters: nnx.State, length: int) -> list[nnx.State]:

@@ -1,0 +1,367 @@
+"""How fast maxbatch trains: ratios measured side by side, never absolute promises.
+
+  python scripts/benchmark.py [--devices 1 8] [--accumulation 1 4] [--rounds 5] [--peer COMMAND]
+
+Inside one process, in turns (so that a machine that slows down slows all of them):
+  step / plain   the compiled step against scripts/plain_step.py, the same model by hand
+  loop / step    the training loop against the bare compiled step
+  16 / parts     accumulation of 16 against 16 times one forward/backward plus one update
+Against a peer, each a process of its own, in turns: tokens per second, and seconds from process
+start to the first finished step. COMMAND is a shell command in which {devices}, {per_device},
+{accumulation} and {steps} are filled in, and which prints `completed step: N, seconds: S`.
+
+The shapes: 6 layers, width 256, 8 heads of 32, feed-forward 1024, 256 tokens a row, 16 rows a
+microbatch, float32. Run it with the environment that scripts/train.sh sets, or without.
+"""
+
+import argparse
+import dataclasses
+import io
+import json
+import pathlib
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import plain_step
+from jax.sharding import NamedSharding, PartitionSpec
+
+from maxbatch import prepare
+from maxbatch.batch.plan import BatchPlan, Position, plan_batches
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config
+from maxbatch.data.registry import build_dataset
+from maxbatch.devices import find_devices
+from maxbatch.learning_rate import learning_rate
+from maxbatch.loop import Job, train
+from maxbatch.loss import loss_sum
+from maxbatch.metrics import MetricsLog, read_metrics
+from maxbatch.progress import Progress
+from maxbatch.state import zero_sums
+from maxbatch.topology import topology
+
+ROWS, LENGTH = 16, 256
+SHAPES = {
+  "base_num_decoder_layers": 6,
+  "base_emb_dim": 256,
+  "base_mlp_dim": 1024,
+  "base_num_query_heads": 8,
+  "base_num_kv_heads": 8,
+  "head_dim": 32,
+  "max_target_length": LENGTH,
+  "vocab_size": 260,
+}
+PEER_STEP = re.compile(r"completed step: (\d+), seconds: ([\d.]+)")
+OWN_STEP = re.compile(r"^step (\d+)/")
+WARM_UP = 3
+
+
+def arguments(devices: int, accumulation: int, **keys: object) -> list[str]:
+  """The command line of a run of these shapes."""
+  values = SHAPES | {
+    "num_simulated_devices": devices,
+    "per_device_batch_size": ROWS // devices,
+    "gradient_accumulation_steps": accumulation,
+    "dataset_type": "synthetic",
+    "enable_checkpointing": "false",
+    "generate_length": 0,
+    "eval_samples": ROWS,
+    "log_period": 1,
+  }
+  return ["config=base", *(f"{key}={value}" for key, value in (values | keys).items())]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+  """One configuration, ready to be timed."""
+
+  config: Config
+  plan: BatchPlan
+  trainer: prepare.Trainer
+
+  @classmethod
+  def of(cls, devices: int, **keys: object) -> "Bench":
+    """As a run of the command prepares it."""
+    config = load_config(arguments(devices, 1, packing="false", **keys))
+    found = find_devices(devices)
+    plan = plan_batches(config.batch, config.run, topology(config.mesh, devices))
+    return cls(config, plan, prepare.build_trainer(config, plan, found))
+
+  def fresh(self):
+    """A new state."""
+    return self.trainer.init(0)
+
+
+def seconds_per_step(run: Callable[[int], object], steps: int) -> float:
+  """Mean over `steps` steps that are dispatched without waiting for each other."""
+  began = time.perf_counter()
+  jax.block_until_ready(run(steps))
+  return (time.perf_counter() - began) / steps
+
+
+def bare_runner(bench: Bench, trips: int) -> Callable[[int], object]:
+  """The compiled step over and over on one batch."""
+  dataset = build_dataset(bench.config.data, LENGTH)
+  step = prepare.compiled_step(bench.config, bench.plan, bench.trainer, dataset.train)
+  with prepare.train_rows(bench.config, bench.plan, bench.trainer, dataset)(
+    Position(0, 0)
+  ) as loader:
+    rows = next(loader)
+  held = [bench.fresh()]
+
+  def run(steps: int) -> object:
+    metrics = None
+    for _ in range(steps):
+      held[0], metrics = step(held[0], rows, np.int32(trips), np.float32(1e-3))
+    return metrics
+
+  return run
+
+
+def loop_runner(bench: Bench) -> Callable[[int], float]:
+  """The training loop as the command runs it: loader, metrics, files. Seconds per step."""
+  config, plan, trainer = bench.config, bench.plan, bench.trainer
+  dataset = build_dataset(config.data, LENGTH)
+  step = prepare.compiled_step(config, plan, trainer, dataset.train)
+
+  def run(steps: int) -> float:
+    short = dataclasses.replace(plan, steps=steps)
+    with tempfile.TemporaryDirectory() as name, redirect_stdout(io.StringIO()):
+      folder = pathlib.Path(name)
+      with MetricsLog(folder, 0) as log, Progress(0, steps, 1) as progress:
+        job = Job(
+          plan=short,
+          run=config.run,
+          checkpoint=config.checkpoint,
+          learning_rate=learning_rate(config.optimizer, short, "steps"),
+          step=step,
+          streamed=False,
+          eval_step=lambda params, rows: zero_sums(),
+          train_rows=prepare.train_rows(config, short, trainer, dataset),
+          eval_rows=None,
+          checkpointer=None,
+          log=log,
+          progress=progress,
+        )
+        train(job, bench.fresh(), Position(0, 0))
+      times = [record["step_seconds"] for record in read_metrics(folder)]
+    return sum(times[1:]) / (steps - 1)
+
+  return run
+
+
+def plain_runner(bench: Bench) -> Callable[[int], object]:
+  """The hand-written step, its batch divided over the devices."""
+  model, mesh = bench.config.model, bench.trainer.mesh
+  whole, by_rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
+  params = plain_step.init(model, jax.random.key(0))
+  zeros = jax.tree.map(jnp.zeros_like, params)
+  state = jax.device_put((params, zeros, jax.tree.map(jnp.copy, zeros), jnp.zeros(())), whole)
+  tokens = jax.random.randint(jax.random.key(1), (ROWS, LENGTH + 1), 0, 256)
+  fed = jax.device_put((tokens[:, :-1], tokens[:, 1:]), by_rows)
+  function = jax.jit(
+    lambda state, x, y: plain_step.step(model, state, x, y, 1e-3),
+    donate_argnums=0,
+    out_shardings=whole,
+  )
+  held = [state]
+
+  def run(steps: int) -> object:
+    value = None
+    for _ in range(steps):
+      held[0], value = function(held[0], *fed)
+    return value
+
+  return run
+
+
+def parts_runners(bench: Bench) -> tuple[Callable[[int], object], Callable[[int], object]]:
+  """One forward/backward of a microbatch, and one update, each alone."""
+  model, optimizer = bench.trainer.model, bench.trainer.optimizer
+  dataset = build_dataset(bench.config.data, LENGTH)
+  with prepare.train_rows(bench.config, bench.plan, bench.trainer, dataset)(
+    Position(0, 0)
+  ) as loader:
+    rows = jax.tree.map(lambda x: x[0], next(loader))
+  key = bench.trainer.dropout_key
+  gradient = jax.jit(jax.value_and_grad(lambda params: loss_sum(model, params, rows, key)))
+
+  def update(params, opt_state, gradients):
+    extra = {"weight": 1e3, "learning_rate": 1e-3, "last": jnp.array(True)}
+    updates, opt_state = optimizer.update(gradients, opt_state, params, **extra)
+    return optax.apply_updates(params, updates), opt_state
+
+  apply = jax.jit(update, donate_argnums=(0, 1))
+  state = bench.fresh()
+  gradients = gradient(bench.fresh().params)[1]
+  held = [(state.params, state.opt_state)]
+  params = bench.fresh().params
+
+  def run_gradient(steps: int) -> object:
+    out = None
+    for _ in range(steps):
+      out = gradient(params)
+    return out
+
+  def run_update(steps: int) -> object:
+    for _ in range(steps):
+      held[0] = apply(*held[0], gradients)
+    return held[0]
+
+  return run_gradient, run_update
+
+
+def inside(devices: int, rounds: int, scan: bool) -> dict[str, list[float]]:
+  """The ratios of the first table, one value a round."""
+  bench = Bench.of(devices, scan_layers=str(scan).lower())
+  bare, plain, loop = bare_runner(bench, 1), plain_runner(bench), loop_runner(bench)
+  # Small microbatches: 16 of them in one step, and the cost of the update shows.
+  small = Bench.of(
+    devices,
+    scan_layers=str(scan).lower(),
+    per_device_batch_size=max(4 // devices, 1),
+    gradient_accumulation_steps=16,
+  )
+  sixteen = bare_runner(small, 16)
+  gradient, update = parts_runners(small)
+  found: dict[str, list[float]] = {"step / plain": [], "loop / step": [], "16 / parts": []}
+  for number in range(rounds + 1):
+    step_time = seconds_per_step(bare, 4)
+    plain_time = seconds_per_step(plain, 4)
+    loop_time = loop(5)
+    step_again = seconds_per_step(bare, 4)
+    sixteen_time = seconds_per_step(sixteen, 1)
+    parts_time = 16 * seconds_per_step(gradient, 8) + seconds_per_step(update, 4)
+    if number:  # the first round warms up
+      found["step / plain"].append((step_time + step_again) / 2 / plain_time)
+      found["loop / step"].append(loop_time / ((step_time + step_again) / 2))
+      found["16 / parts"].append(sixteen_time / parts_time)
+  return found
+
+
+def lines_with_times(command: Sequence[str] | str) -> Iterator[tuple[float, str]]:
+  """A command's output lines, each with the seconds since its start."""
+  began = time.perf_counter()
+  process = subprocess.Popen(
+    command,
+    shell=isinstance(command, str),
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+  assert process.stdout is not None
+  for line in process.stdout:
+    yield time.perf_counter() - began, line
+  if process.wait():
+    raise SystemExit(f"{command} failed with exit code {process.returncode}")
+
+
+def run_own(devices: int, accumulation: int, steps: int, **keys: object) -> tuple[float, float]:
+  """Tokens per second, and seconds to the first finished step, of the command itself."""
+  with tempfile.TemporaryDirectory() as folder:
+    keys = keys | {"base_output_directory": folder, "steps": steps}
+    command = [sys.executable, "-m", "maxbatch.train", *arguments(devices, accumulation, **keys)]
+    first = 0.0
+    for at, line in lines_with_times(command):
+      match = OWN_STEP.match(line)
+      if match and int(match[1]) == 1:
+        first = at
+    records = read_metrics(pathlib.Path(folder) / "first_run")
+  return statistics.median(r["tokens_per_second"] for r in records[1 + WARM_UP :]), first
+
+
+def run_peer(command: str, devices: int, accumulation: int, steps: int) -> tuple[float, float]:
+  """The same of the peer."""
+  filled = command.format(
+    devices=devices, per_device=ROWS // devices, accumulation=accumulation, steps=steps
+  )
+  first, seconds = 0.0, []
+  for at, line in lines_with_times(filled):
+    if match := PEER_STEP.search(line):
+      first = first or at
+      if int(match[1]) >= WARM_UP:
+        seconds.append(float(match[2]))
+  return ROWS * LENGTH * accumulation / statistics.median(seconds), first
+
+
+def spread(values: Sequence[float]) -> str:
+  """Median with the range."""
+  return f"{statistics.median(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def main() -> None:
+  """Measures and prints Markdown tables."""
+  parser = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
+  parser.add_argument("--devices", type=int, nargs="+", default=[1, 8])
+  parser.add_argument("--accumulation", type=int, nargs="+", default=[1, 4])
+  parser.add_argument("--rounds", type=int, default=5)
+  parser.add_argument("--steps", type=int, default=10, help="steps of a run beside the peer")
+  parser.add_argument("--peer", help="the peer's shell command")
+  parser.add_argument("--scan", action="store_true", help="scan over layers, for all of ours")
+  parser.add_argument("--skip-inside", action="store_true")
+  parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)
+  options = parser.parse_args()
+  if options.inside:
+    print(json.dumps(inside(options.inside, options.rounds, options.scan)))
+    return
+  if not options.skip_inside:
+    inside_table(options)
+  peer_table(options)
+
+
+def inside_table(options: argparse.Namespace) -> None:
+  """One process per number of devices, as jax can only simulate one at a time."""
+  print("| devices | step / plain | loop / step | 16 / parts |\n|---|---|---|---|")
+  for devices in options.devices:
+    command = [sys.executable, __file__, "--inside", str(devices), "--rounds", str(options.rounds)]
+    command += ["--scan"] if options.scan else []
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(f"| {devices} | " + " | ".join(spread(found[key]) for key in found) + " |", flush=True)
+  print()
+
+
+def peer_table(options: argparse.Namespace) -> None:
+  """Whole processes in turns."""
+  print(
+    "| devices | accumulation | ours, tokens/s | peer | ratio | ours, s to step 1 | peer | ratio |"
+  )
+  print("|---|---|---|---|---|---|---|---|")
+  scan = str(options.scan).lower()
+  for devices in options.devices:
+    for accumulation in options.accumulation:
+      own, peer = [], []
+      for _ in range(max(options.rounds // 2, 1)):
+        own.append(run_own(devices, accumulation, options.steps, scan_layers=scan))
+        if options.peer:
+          peer.append(run_peer(options.peer, devices, accumulation, options.steps))
+      print(f"| {devices} | {accumulation} | {_columns(own, peer)} |", flush=True)
+
+
+def _columns(own: list[tuple[float, float]], peer: list[tuple[float, float]]) -> str:
+  """Medians of both sides, and the median of the ratios of each round."""
+  columns = []
+  for index, form in enumerate(("{:,.0f}", "{:.1f}")):
+    columns.append(form.format(statistics.median(each[index] for each in own)))
+    if peer:
+      columns.append(form.format(statistics.median(each[index] for each in peer)))
+      ratios = [a[index] / b[index] for a, b in zip(own, peer, strict=True)]
+      columns.append(spread(ratios))
+    else:
+      columns += ["-", "-"]
+  return " | ".join(columns)
+
+
+if __name__ == "__main__":
+  main()
