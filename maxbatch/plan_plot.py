@@ -82,7 +82,7 @@ def _panel(top: float, label: str, curve: Curve, x_end: float, color: str) -> li
 
 
 def _ticks(end: float) -> list[float]:
-  """Round numbers from 0 to `end`, four to ten of them."""
+  """Round numbers from 0 to `end`, a handful of them."""
   unit = 10.0 ** math.floor(math.log10(end))
   step = next(unit * part for part in (0.1, 0.2, 0.5, 1, 2) if end / (unit * part) <= 6)
   return [step * count for count in range(math.floor(end / step) + 1)]
