@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
 from maxbatch.batch.schedule import SCHEDULES, RampupBatchManager
 from maxbatch.config.load import load_config
-from maxbatch.data.row_plan import dispatches
+from maxbatch.data.row_plan import StepRows, dispatches
 from maxbatch.errors import UserError
 from maxbatch.learning_rate import learning_rate
 from maxbatch.topology import Topology
@@ -63,6 +63,11 @@ def walk(plan: BatchPlan, start: Position = START) -> list[Position]:
   return positions
 
 
+def sent(plan: BatchPlan, start: Position = START) -> list[StepRows]:
+  """What goes to the devices, step by step."""
+  return dispatches(plan, start, streamed=False)
+
+
 def batches(plan: BatchPlan) -> list[int]:
   return [after.samples - before.samples for before, after in itertools.pairwise(walk(plan))]
 
@@ -75,10 +80,9 @@ def test_the_ramp_counts_accumulation():
   plan = ramp(devices(8), 1, 1, 1152, per_device_batch_size=4, gradient_accumulation_steps=4)
   assert [stage.batch for stage in plan.stages] == [32, 64, 96, 128]
   assert [stage.first.samples for stage in plan.stages] == [0, 384, 768, 1152]
-  sent = dispatches(plan, START, streamed=False)
   taken = [
     sample
-    for one in sent
+    for one in sent(plan)
     for sample in range(one.first_sample, one.first_sample + one.num_microbatches * 32)
   ]
   assert taken == list(range(plan.total_samples))
@@ -95,9 +99,8 @@ def test_a_resume_goes_on_at_the_next_step_also_after_the_first():
 def test_a_resume_loses_no_rows():
   # Defect 3: a resume after 2 steps lost 16 of 32 rows, the end of the ramp 24.
   plan = ramp(devices(8), 1, 1, 100)
-  everything = dispatches(plan, START, streamed=False)
   for position in walk(plan):
-    assert dispatches(plan, position, streamed=False) == everything[position.step :]
+    assert sent(plan, position) == sent(plan)[position.step :]
 
 
 def test_overshoot_is_carried_into_the_next_stage():
@@ -221,6 +224,11 @@ def test_samples_and_tokens_are_one_schedule(scale):
   assert [stage.first.samples for stage in plan.stages] == [0, 104, 344]
 
 
+def test_there_is_room_for_the_stage_with_the_most_passes():
+  plan = plan_of(devices(8), batch_schedule=((0, 800), (9999, 8)), micro_batch_size=1)
+  assert (plan.gradient_accumulation_steps, plan.trip_capacity) == (1, 128)
+
+
 def test_a_schedule_in_steps_changes_at_its_steps():
   plan = plan_of(
     devices(8), batch_schedule=((0, 8), (5, 16), (7, 24)), batch_schedule_unit="steps", steps=9
@@ -276,8 +284,7 @@ def test_the_plan_is_what_a_loop_would_take(drawn, steps):
   assert [plan.samples_at(step) for step in range(steps + 1)] == totals
   positions = [Position(step, samples) for step, samples in enumerate(totals[:-1])]
   assert [plan.trips_at(at) * plan.stage_at(at.samples).micro_batch for at in positions] == taken
-  sent = dispatches(plan, START, streamed=False)
-  assert [one.first_sample for one in sent] == totals[:-1]
+  assert [one.first_sample for one in sent(plan)] == totals[:-1]
 
 
 @settings(max_examples=300, deadline=None)

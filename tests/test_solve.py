@@ -109,6 +109,10 @@ def test_devices_that_share_a_sample_take_a_fraction_of_it():
   )
 
 
+_GROUPS = (
+  "which must be a positive multiple of the 2 groups of devices that see different samples "
+  "(data 2 × fsdp 1)"
+)
 MESSAGES = {
   (2, ("batch_size", 500), ("micro_batch_size", 64)): (
     "batch_size=500 over 2 devices is 250 per device, not a multiple of micro_batch_size=64; "
@@ -135,6 +139,17 @@ MESSAGES = {
     "batch_size=512, but micro_batch_size=64 on 2 devices with gradient_accumulation_steps=2 is "
     "256 samples per step; change one of them: batch_size=256, or gradient_accumulation_steps=4, "
     "or micro_batch_size=128"
+  ),
+  (2, ("batch_size", 64), ("micro_batch_size", "2.5")): (
+    f"micro_batch_size=2.5 on 2 devices is 5 samples, {_GROUPS}; "
+    "nearest: micro_batch_size=2 or micro_batch_size=4"
+  ),
+  (2, ("batch_size", 64), ("micro_batch_size", "2.5"), ("gradient_accumulation_steps", 4)): (
+    f"micro_batch_size=2.5 on 2 devices is 5 samples, {_GROUPS}; nearest: micro_batch_size=8"
+  ),
+  (2, ("batch_size", 63), ("micro_batch_size", "2.5")): (
+    f"micro_batch_size=2.5 on 2 devices is 5 samples, {_GROUPS}; "
+    "nearest: micro_batch_size=2 with batch_size=64 or micro_batch_size=3 with batch_size=66"
   ),
   (2, ("batch_size", 512), ("tokens_per_step", 4)): (
     "batch_size=512 and tokens_per_step=4 (1 sample) give the same size two values; "
