@@ -66,7 +66,6 @@ LAYERS = {
     "models.layers",
     "models.dot_product",
     "models.flash",
-    "models.dot_product",
     "models.attention",
     "models.transformer",
     "models.registry",

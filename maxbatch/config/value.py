@@ -141,8 +141,8 @@ def _read_list(node: yaml.Node, item: object) -> tuple[object, ...]:
     items = tuple(_read(part, bare) for part in (node.value if is_list else [node]))
   except _WrongTypeError as wrong:
     raise _WrongTypeError(f"[{wrong}]") from None
-  for value in [] if interval is None else typing.cast(tuple[float, ...], items):
-    if not interval.holds(value):
+  for value in typing.cast(tuple[float, ...], items):
+    if interval is not None and not interval.holds(value):
       raise _WrongTypeError(f"[{_clamped(interval, value, str(value))}]")
   if not is_list:
     raise _WrongTypeError(f"[{node.value}]")
