@@ -11,16 +11,18 @@ import numpy as np
 
 from maxbatch.batch.interval import is_due
 from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.batch.stages import Stage
 from maxbatch.checkpoint import Checkpointer
 from maxbatch.config.schema import CheckpointConfig, RunConfig
-from maxbatch.data.loader import Loader
+from maxbatch.data.loader import ChainedLoader, Loader
 from maxbatch.errors import TrainingDivergedError
 from maxbatch.learning_rate import LearningRate
 from maxbatch.metrics import MetricsLog, Record
 from maxbatch.models.registry import Parameters
+from maxbatch.programs import StepPrograms
 from maxbatch.progress import Progress
 from maxbatch.state import Sums, TrainState, to_save
-from maxbatch.step import Step, StepMetrics
+from maxbatch.step import StepMetrics
 from maxbatch.stop import StopSignals
 
 
@@ -32,10 +34,10 @@ class Job:
   run: RunConfig
   checkpoint: CheckpointConfig
   learning_rate: LearningRate
-  step: Step
+  programs: StepPrograms
   streamed: bool
   eval_step: Callable[[Parameters, Any], Sums]
-  train_rows: Callable[[Position], Loader]
+  train_rows: Callable[[Position], ChainedLoader]
   eval_rows: Callable[[], Loader] | None
   checkpointer: Checkpointer | None
   log: MetricsLog
@@ -66,8 +68,8 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
   with job.train_rows(position) as loader, StopSignals() as stop:
     while not ending:
       rate = job.learning_rate(position)
-      trips = job.plan.trips_at(position)
-      state, metrics = _dispatch(job, state, loader, trips, rate)
+      stage = job.plan.stage_at(position.samples)
+      state, metrics = _dispatch(job, state, loader, stage, rate)
       if pending:
         _note(job, _fetch(job, pending, clock))
       before, position = position, job.plan.advance(position)
@@ -86,15 +88,15 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
 
 
 def _dispatch(
-  job: Job, state: TrainState, loader: Loader, trips: int, rate: float
+  job: Job, state: TrainState, loader: ChainedLoader, stage: Stage, rate: float
 ) -> tuple[TrainState, StepMetrics]:
   """Sends one whole step to the devices."""
-  learning_rate = np.float32(rate)
+  step, learning_rate = job.programs(stage.micro_batch), np.float32(rate)
   if not job.streamed:
-    return job.step(state, next(loader), np.int32(trips), learning_rate)
-  for _ in range(trips - 1):
-    state, _ = job.step(state, next(loader), np.bool_(False), learning_rate)
-  return job.step(state, next(loader), np.bool_(True), learning_rate)
+    return step(state, next(loader), np.int32(stage.trips), learning_rate)
+  for _ in range(stage.trips - 1):
+    state, _ = step(state, next(loader), np.bool_(False), learning_rate)
+  return step(state, next(loader), np.bool_(True), learning_rate)
 
 
 def _due(job: Job, before: Position, after: Position, period: int) -> bool:

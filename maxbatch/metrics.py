@@ -15,6 +15,8 @@ from maxbatch.errors import UserError
 
 Record = dict[str, int | float]
 
+_OVER_SAMPLES = frozenset({"loss", "eval/loss", "learning_rate", "global_batch_to_train"})
+"""Plotted against samples too: runs with different batches compare there."""
 _NOT_PLOTTED = ("step", "samples", "tokens")
 
 
@@ -71,6 +73,8 @@ class MetricsLog:
     for key, value in record.items():
       if key not in _NOT_PLOTTED:
         self._board.add_scalar(key, value, int(record["step"]))
+    for key in _OVER_SAMPLES & record.keys():
+      self._board.add_scalar(f"over_samples/{key}", record[key], int(record["samples"]))
 
 
 def read_metrics(folder: pathlib.Path) -> list[Record]:

@@ -160,14 +160,17 @@ def _map_by_path(function: Callable[[tuple[str, ...]], Any], params: Any) -> Any
   )
 
 
-def make_optimizer(config: OptimizerConfig, axes: Axes, dispatches: int) -> optax.MultiSteps:
+def make_optimizer(
+  config: OptimizerConfig, axes: Axes, dispatches: int | optax.Schedule
+) -> optax.MultiSteps:
   """The optimizer of a run, whose updates take the extra arguments of `average_by_weight`,
   `scale_by_given_rate` and `last`: whether this dispatch ends the step.
 
   Args:
     config: which rule, and its constants.
     axes: logical axes of every parameter by its path.
-    dispatches: dispatches in a step, each of which hands over one sum of gradients.
+    dispatches: dispatches in a step, each of which hands over one sum of gradients; a number, or a
+      function of the number of updates made.
 
   Raises:
     UserError: for an unknown opt_type.

@@ -1,18 +1,20 @@
 """From a Config to a Job ready to run: every part built, checked and compiled in order."""
 
-import math
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.config.schema import Config
 from maxbatch.data import tokenizer
 from maxbatch.data.dataset import Dataset, RowSource
-from maxbatch.data.loader import Loader, eval_loader, train_loader
-from maxbatch.data.row_plan import dispatches, load_factor
+from maxbatch.data.loader import ChainedLoader, Loader, eval_loader, train_loader
+from maxbatch.data.row_plan import Segment, dispatches, load_factor
 from maxbatch.devices import Device
 from maxbatch.errors import UserError
 from maxbatch.models.flash import resolve_attention
@@ -40,10 +42,9 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
       f"vocab_size={config.model.vocab_size} must be at least the {tokenizer.VOCAB_SIZE} tokens of "
       f"the byte tokenizer; for example vocab_size={tokenizer.VOCAB_SIZE}"
     )
-  _check_stages(config, plan)
   length = config.batch.max_target_length
   model = build_model(resolve_attention(config.model, length, devices[0]), length)
-  every_k = plan.gradient_accumulation_steps if streams(config) else 1
+  every_k = _microbatches_per_update(config, plan)
   return Trainer(
     model=model,
     optimizer=make_optimizer(config.optimizer, model.axes(), every_k),
@@ -53,20 +54,17 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
   )
 
 
-def _check_stages(config: Config, plan: BatchPlan) -> None:
-  """A step is compiled once, so every stage must be made of the same microbatches."""
-  if plan.micro_batches != (plan.micro_batch_to_train,):
-    sizes = ", ".join(map(str, plan.micro_batches))
-    one = plan.per_device(math.gcd(*plan.micro_batches))
-    raise UserError(
-      f"the stages of the batch schedule have microbatches of {sizes} samples, and a run compiles "
-      f"one; for example batch_size={plan.global_batch_to_train} micro_batch_size={one}"
-    )
-  if streams(config) and len({stage.trips for stage in plan.stages}) > 1:
-    raise UserError(
-      "accumulation=streamed takes the same number of microbatches in every step, and the batch "
-      "schedule or the budget changes it; use accumulation=fused"
-    )
+def _microbatches_per_update(config: Config, plan: BatchPlan) -> optax.Schedule | int:
+  """Dispatches that MultiSteps sums up: one when fused, else the microbatches of each stage."""
+  if not streams(config):
+    return 1
+  firsts = np.array([stage.first.step for stage in plan.stages])
+  trips = np.array([stage.trips for stage in plan.stages])
+
+  def every_k(step: jax.typing.ArrayLike) -> jax.Array:
+    return jnp.asarray(trips)[jnp.searchsorted(firsts, step, side="right") - 1]
+
+  return every_k
 
 
 def streams(config: Config) -> bool:
@@ -92,10 +90,12 @@ def num_parameters(model: Model) -> int:
   return sum(leaf.size for leaf in jax.tree.leaves(model.shapes()))
 
 
-def compiled_step(config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource) -> Step:
-  """The training step, compiled for exactly the arrays it will be fed."""
+def compiled_step(
+  config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource, micro_batch: int
+) -> Step:
+  """The training step, compiled for exactly the arrays that stages of `micro_batch` feed it."""
   capacity = 1 if streams(config) else plan.trip_capacity
-  rows = _shapes(source, (capacity, plan.micro_batch_to_train))
+  rows = _shapes(source, (capacity, micro_batch))
   function = step_function(trainer, rows, streamed=streams(config))
   count = jax.ShapeDtypeStruct((), np.bool_ if streams(config) else np.int32)
   rate = jax.ShapeDtypeStruct((), np.float32)
@@ -119,21 +119,26 @@ def _shapes(source: RowSource, leading: tuple[int, ...]) -> Rows:
 
 def train_rows(
   config: Config, plan: BatchPlan, trainer: Trainer, dataset: Dataset
-) -> Callable[[Position], Loader]:
+) -> Callable[[Position], ChainedLoader]:
   """Opens the training rows from any position on."""
-  T, micro = config.batch.max_target_length, plan.micro_batch_to_train
   streamed = streams(config)
   capacity = 1 if streamed else plan.trip_capacity
-  place = sharding((None, "batch", None), (capacity, micro, T), trainer.mesh)
 
-  def open_at(position: Position) -> Loader:
+  def open_at(position: Position) -> ChainedLoader:
+    return ChainedLoader(
+      functools.partial(_open_segment, segment)
+      for segment in dispatches(plan, position, streamed=streamed)
+    )
+
+  def _open_segment(segment: Segment) -> Loader:
+    shape = (capacity, segment.micro_batch, config.batch.max_target_length)
     return train_loader(
       dataset.train,
       config.data.data_shuffle_seed,
-      dispatches(plan, position, streamed=streamed),
-      micro_batch=micro,
+      segment.steps,
+      micro_batch=segment.micro_batch,
       capacity=capacity,
-      sharding=place,
+      sharding=sharding((None, "batch", None), shape, trainer.mesh),
       load_factor=load_factor(plan, streamed=streamed),
       worker_count=config.data.grain_worker_count,
     )

@@ -1,5 +1,7 @@
 """python -m maxbatch.train config=… [key=value …]: trains a language model."""
 
+import contextlib
+import functools
 import io
 import pathlib
 import sys
@@ -34,9 +36,10 @@ from maxbatch.prepare import (
   train_rows,
   undivided_parameters,
 )
+from maxbatch.programs import StepPrograms
 from maxbatch.progress import Progress
 from maxbatch.state import TrainState, from_saved, to_save
-from maxbatch.step import EvalStep, Step, Trainer
+from maxbatch.step import EvalStep, Trainer
 from maxbatch.topology import topology
 
 COMMAND = "python -m maxbatch.train"
@@ -85,21 +88,29 @@ def run(config: Config) -> tuple[TrainState, Position]:
     restored = _restore(config, trainer, checkpointer)
     position = restored.position if restored else Position(0, 0)
     plan = plan.starting_at(position)
+    if restored:
+      _tell_changes(plan, restored)
+      trainer = build_trainer(config, plan, devices)
     if restored and position.step >= plan.steps:
       print(f"This run is complete at step {position.step}. For more, raise its budget.")
       return from_saved(restored.state, trainer.abstract), position
     with (
       MetricsLog(folder, position.step) as log,
       Progress(position.step, plan.steps, config.run.log_period) as progress,
+      contextlib.ExitStack() as resources,
     ):
       _write_config(config, plan, folder)
-      state, step, eval_step = _make_ready(config, plan, trainer, dataset, restored)
+      programs = StepPrograms(
+        functools.partial(compiled_step, config, plan, trainer, dataset.train), plan.micro_batches
+      )
+      resources.enter_context(programs)
+      state, eval_step = _make_ready(config, plan, trainer, dataset, restored, programs)
       job = Job(
         plan=plan,
         run=config.run,
         checkpoint=config.checkpoint,
         learning_rate=learning_rate(config.optimizer, plan, config.run.schedule_unit),
-        step=step,
+        programs=programs,
         streamed=streams(config),
         eval_step=eval_step,
         train_rows=train_rows(config, plan, trainer, dataset),
@@ -133,21 +144,37 @@ def _restore(config: Config, trainer: Trainer, checkpointer: Checkpointer) -> Re
   return restored
 
 
+def _tell_changes(plan: BatchPlan, restored: Restored) -> None:
+  """Says if the batch goes on otherwise than the run that wrote the checkpoint would have."""
+  before, now = restored.plan.get("batch_schedule"), plan.as_dict()["batch_schedule"]
+  if before != now:
+    print(
+      f"The batch schedule is another one from sample {restored.position.samples:,} on: "
+      f"{now} instead of {before} ([from {plan.schedule.unit}, samples per step])"
+    )
+
+
 def _make_ready(
-  config: Config, plan: BatchPlan, trainer: Trainer, dataset: Dataset, restored: Restored | None
-) -> tuple[TrainState, Step, EvalStep]:
+  config: Config,
+  plan: BatchPlan,
+  trainer: Trainer,
+  dataset: Dataset,
+  restored: Restored | None,
+  programs: StepPrograms,
+) -> tuple[TrainState, EvalStep]:
   """State and compiled functions, side by side: compiling leaves the interpreter free."""
   began = time.perf_counter()
   with ThreadPoolExecutor(2) as pool:
-    step = pool.submit(compiled_step, config, plan, trainer, dataset.train)
+    first_step = pool.submit(programs, plan.stages[0].micro_batch)
     evaluation = pool.submit(compiled_eval, plan, trainer, dataset.validation or dataset.train)
     if restored:
       state = from_saved(restored.state, trainer.abstract)
     else:
       state = trainer.init(config.model.init_weights_seed)
-    compiled = step.result(), evaluation.result()
+    first_step.result()
+    eval_step = evaluation.result()
   print(f"Compiled in {time.perf_counter() - began:.1f} s\n", flush=True)
-  return state, *compiled
+  return state, eval_step
 
 
 def _describe(

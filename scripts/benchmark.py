@@ -45,8 +45,10 @@ from maxbatch.learning_rate import learning_rate
 from maxbatch.loop import Job, train
 from maxbatch.loss import loss_sum
 from maxbatch.metrics import MetricsLog, read_metrics
+from maxbatch.programs import StepPrograms
 from maxbatch.progress import Progress
 from maxbatch.state import zero_sums
+from maxbatch.step import Step
 from maxbatch.topology import topology
 
 ROWS, LENGTH = 16, 256
@@ -101,6 +103,12 @@ class Bench:
     return self.trainer.init(0)
 
 
+def _compiled(bench: Bench) -> Step:
+  source = build_dataset(bench.config.data, LENGTH).train
+  micro_batch = bench.plan.micro_batch_to_train
+  return prepare.compiled_step(bench.config, bench.plan, bench.trainer, source, micro_batch)
+
+
 def seconds_per_step(run: Callable[[int], object], steps: int) -> float:
   """Mean over `steps` steps that are dispatched without waiting for each other."""
   began = time.perf_counter()
@@ -111,7 +119,7 @@ def seconds_per_step(run: Callable[[int], object], steps: int) -> float:
 def bare_runner(bench: Bench, trips: int) -> Callable[[int], object]:
   """The compiled step over and over on one batch."""
   dataset = build_dataset(bench.config.data, LENGTH)
-  step = prepare.compiled_step(bench.config, bench.plan, bench.trainer, dataset.train)
+  step = _compiled(bench)
   with prepare.train_rows(bench.config, bench.plan, bench.trainer, dataset)(
     Position(0, 0)
   ) as loader:
@@ -131,19 +139,24 @@ def loop_runner(bench: Bench) -> Callable[[int], float]:
   """The training loop as the command runs it: loader, metrics, files. Seconds per step."""
   config, plan, trainer = bench.config, bench.plan, bench.trainer
   dataset = build_dataset(config.data, LENGTH)
-  step = prepare.compiled_step(config, plan, trainer, dataset.train)
+  step = _compiled(bench)
 
   def run(steps: int) -> float:
-    short = dataclasses.replace(plan, steps=steps)
+    short_run = dataclasses.replace(config.run, steps=steps)
+    short = plan_batches(config.batch, short_run, plan.topology)
     with tempfile.TemporaryDirectory() as name, redirect_stdout(io.StringIO()):
       folder = pathlib.Path(name)
-      with MetricsLog(folder, 0) as log, Progress(0, steps, 1) as progress:
+      with (
+        MetricsLog(folder, 0) as log,
+        Progress(0, steps, 1) as progress,
+        StepPrograms(lambda micro_batch: step, plan.micro_batches) as programs,
+      ):
         job = Job(
           plan=short,
           run=config.run,
           checkpoint=config.checkpoint,
           learning_rate=learning_rate(config.optimizer, short, "steps"),
-          step=step,
+          programs=programs,
           streamed=False,
           eval_step=lambda params, rows: zero_sums(),
           train_rows=prepare.train_rows(config, short, trainer, dataset),
@@ -265,8 +278,12 @@ def lines_with_times(command: Sequence[str] | str) -> Iterator[tuple[float, str]
     raise SystemExit(f"{command} failed with exit code {process.returncode}")
 
 
-def run_own(devices: int, accumulation: int, steps: int, **keys: object) -> tuple[float, float]:
-  """Tokens per second, and seconds to the first finished step, of the command itself."""
+Timed = tuple[float, float, float]
+"""Tokens per second in the median and in the best step; seconds to the first finished step."""
+
+
+def run_own(devices: int, accumulation: int, steps: int, **keys: object) -> Timed:
+  """One run of the command itself."""
   with tempfile.TemporaryDirectory() as folder:
     keys = keys | {"base_output_directory": folder, "steps": steps}
     command = [sys.executable, "-m", "maxbatch.train", *arguments(devices, accumulation, **keys)]
@@ -276,11 +293,12 @@ def run_own(devices: int, accumulation: int, steps: int, **keys: object) -> tupl
       if match and int(match[1]) == 1:
         first = at
     records = read_metrics(pathlib.Path(folder) / "first_run")
-  return statistics.median(r["tokens_per_second"] for r in records[1 + WARM_UP :]), first
+  speeds = [record["tokens_per_second"] for record in records[1 + WARM_UP :]]
+  return statistics.median(speeds), max(speeds), first
 
 
-def run_peer(command: str, devices: int, accumulation: int, steps: int) -> tuple[float, float]:
-  """The same of the peer."""
+def run_peer(command: str, devices: int, accumulation: int, steps: int) -> Timed:
+  """One run of the peer."""
   filled = command.format(
     devices=devices, per_device=ROWS // devices, accumulation=accumulation, steps=steps
   )
@@ -290,7 +308,8 @@ def run_peer(command: str, devices: int, accumulation: int, steps: int) -> tuple
       first = first or at
       if int(match[1]) >= WARM_UP:
         seconds.append(float(match[2]))
-  return ROWS * LENGTH * accumulation / statistics.median(seconds), first
+  tokens = ROWS * LENGTH * accumulation
+  return tokens / statistics.median(seconds), tokens / min(seconds), first
 
 
 def spread(values: Sequence[float]) -> str:
@@ -334,10 +353,9 @@ def inside_table(options: argparse.Namespace) -> None:
 
 def peer_table(options: argparse.Namespace) -> None:
   """Whole processes in turns."""
-  print(
-    "| devices | accumulation | ours, tokens/s | peer | ratio | ours, s to step 1 | peer | ratio |"
-  )
-  print("|---|---|---|---|---|---|---|---|")
+  measures = ("tokens/s, median step", "tokens/s, best step", "s to step 1")
+  heads = " | ".join(f"ours: {measure} | peer | ratio" for measure in measures)
+  print(f"| devices | accumulation | {heads} |\n|{'---|' * 11}")
   scan = str(options.scan).lower()
   for devices in options.devices:
     for accumulation in options.accumulation:
@@ -349,15 +367,19 @@ def peer_table(options: argparse.Namespace) -> None:
       print(f"| {devices} | {accumulation} | {_columns(own, peer)} |", flush=True)
 
 
-def _columns(own: list[tuple[float, float]], peer: list[tuple[float, float]]) -> str:
-  """Medians of both sides, and the median of the ratios of each round."""
+def _columns(own: list[Timed], peer: list[Timed]) -> str:
+  """Both sides and their ratio: medians over the rounds, or the best where the best is asked for.
+
+  On a machine that others slow down now and then, the best step says most about the program.
+  """
   columns = []
-  for index, form in enumerate(("{:,.0f}", "{:.1f}")):
-    columns.append(form.format(statistics.median(each[index] for each in own)))
+  reduce = (statistics.median, max, min)
+  for index, form in enumerate(("{:,.0f}", "{:,.0f}", "{:.1f}")):
+    ours = reduce[index](each[index] for each in own)
+    columns.append(form.format(ours))
     if peer:
-      columns.append(form.format(statistics.median(each[index] for each in peer)))
-      ratios = [a[index] / b[index] for a, b in zip(own, peer, strict=True)]
-      columns.append(spread(ratios))
+      theirs = reduce[index](each[index] for each in peer)
+      columns += [form.format(theirs), f"{ours / theirs:.2f}"]
     else:
       columns += ["-", "-"]
   return " | ".join(columns)

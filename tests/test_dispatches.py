@@ -41,7 +41,8 @@ def test_every_sample_from_the_start_on_is_sent_once_and_in_order(
   plan = plan_of(micro, accumulation, steps)
   step = data.draw(st.integers(0, steps))
   start = Position(step, plan.samples_at(step))
-  sent = dispatches(plan, start, streamed=streamed)
+  (segment,) = dispatches(plan, start, streamed=streamed)
+  sent = segment.steps
   assert samples_of(sent, micro) == list(range(start.samples, plan.total_samples))
   assert len(sent) == (steps - step) * (accumulation if streamed else 1)
 
@@ -51,6 +52,21 @@ def test_what_is_loaded_at_once_does_not_depend_on_how_it_is_sent(
   micro, accumulation, factor, streamed
 ):
   plan = plan_of(micro, accumulation, 10, factor)
-  first = dispatches(plan, Position(0, 0), streamed=streamed)[0]
+  first = dispatches(plan, Position(0, 0), streamed=streamed)[0].steps[0]
   taken = len(samples_of([first], micro))
   assert load_factor(plan, streamed=streamed) * taken == plan.global_batch_to_load
+
+
+@given(st.booleans(), st.integers(0, 200))
+def test_stages_of_another_microbatch_are_segments_of_their_own(streamed, start):
+  keys = ["batch_size=12", "micro_batch_size=4", "batch_schedule=[[0, 4], [40, 6], [80, 12]]"]
+  config = load_config(["config=base", *keys, "steps=30"])
+  plan = plan_batches(config.batch, config.run, Topology((1, 1, 1, 1), (1, 1, 1, 1)))
+  position = Position(0, 0)
+  while position.samples < min(start, plan.total_samples):
+    position = plan.advance(position)
+  segments = dispatches(plan, position, streamed=streamed)
+  expected = [4, 3, 4] if position.samples < 40 else [3, 4] if position.samples < 80 else [4]
+  assert [segment.micro_batch for segment in segments] == expected
+  samples = [sample for one in segments for sample in samples_of(one.steps, one.micro_batch)]
+  assert samples == list(range(position.samples, plan.total_samples))

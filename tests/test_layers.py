@@ -74,7 +74,7 @@ LAYERS = {
     "optim",
   ],
   "L2: the step": ["state", "accumulate", "step"],
-  "L3: around the step": ["checkpoint_record", "checkpoint", "prepare", "loop"],
+  "L3: around the step": ["checkpoint_record", "checkpoint", "programs", "prepare", "loop"],
   "L4: the commands": ["train", "plan"],
 }
 ORDER = [module for modules in LAYERS.values() for module in modules]

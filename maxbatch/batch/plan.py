@@ -153,6 +153,7 @@ class BatchPlan:
       "steps": self.steps,
       "total_samples": self.total_samples,
       "total_tokens": self.total_tokens,
+      "batch_schedule": [[text(point.at), point.batch] for point in self.schedule.points],
     }
     if len(self.stages) > 1:
       rows = [[stage.first.samples, stage.batch, stage.trips] for stage in self.stages]

@@ -9,7 +9,7 @@ into global arrays without sending anything.
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 
@@ -127,6 +127,36 @@ class Loader(Iterator[Rows]):
 
   def _bring(self) -> Rows:
     return self._place(next(self._reader))
+
+
+class ChainedLoader(Iterator[Rows]):
+  """Loaders one after the other, each opened when the one before it is empty; a context manager."""
+
+  def __init__(self, opened: Iterable[Callable[[], Loader]]):
+    self._left = iter(opened)
+    self._current: Loader | None = None
+
+  def __next__(self) -> Rows:
+    """The next step; see `Loader`."""
+    while True:
+      if self._current is None:
+        self._current = next(self._left)()
+      rows = next(self._current, None)
+      if rows is not None:
+        return rows
+      self.close()
+
+  def __enter__(self) -> "ChainedLoader":
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Closes the loader that is open."""
+    if self._current is not None:
+      self._current.close()
+      self._current = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,16 +57,26 @@ class StepRows:
   num_microbatches: int
 
 
-def dispatches(plan: BatchPlan, start: Position, *, streamed: bool) -> list[StepRows]:
+@dataclasses.dataclass(frozen=True)
+class Segment:
+  """Consecutive dispatches with the same microbatch: what one compiled program is fed."""
+
+  micro_batch: int
+  steps: list[StepRows]
+
+
+def dispatches(plan: BatchPlan, start: Position, *, streamed: bool) -> list[Segment]:
   """What is sent to the devices from `start` to the end of the run: whole steps, or, streamed,
   their microbatches one by one."""
-  sent: list[StepRows] = []
+  segments: list[Segment] = []
   for stage in plan.starting_at(start).stages:
     per_dispatch = 1 if streamed else stage.trips
     size = stage.micro_batch * per_dispatch
     samples = range(stage.first.samples, stage.end.samples, size)
-    sent += [StepRows(sample, per_dispatch) for sample in samples]
-  return sent
+    if not segments or segments[-1].micro_batch != stage.micro_batch:
+      segments.append(Segment(stage.micro_batch, []))
+    segments[-1].steps.extend(StepRows(sample, per_dispatch) for sample in samples)
+  return segments
 
 
 def load_factor(plan: BatchPlan, *, streamed: bool) -> Fraction:

@@ -1,0 +1,240 @@
+"""Whole runs whose batch grows: exact to the sample, compiled once, resumed anywhere."""
+
+import logging
+import os
+import pathlib
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from maxbatch import loop, prepare
+from maxbatch.batch.plan import plan_batches
+from maxbatch.config.load import load_config
+from maxbatch.fingerprint import fingerprints
+from maxbatch.metrics import read_metrics
+from maxbatch.topology import topology
+from maxbatch.train import run
+
+RAMP = {
+  "batch_size": 32,
+  "per_device_batch_size": 1,
+  "batch_schedule_type": "linear",
+  "batch_schedule_length": 96,
+  "batch_size_start": 8,
+  "batch_size_increment": 8,
+  "steps": -1,
+  "total_samples": 160,
+}
+"""8, 16, 24, 32 samples a step on 8 devices, 32 samples (and what a step takes over) each."""
+TIMES = ("step_seconds", "tokens_per_second")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> pathlib.Path:
+  path = tmp_path_factory.mktemp("text") / "words.txt"
+  path.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
+  return path
+
+
+def settings(text: pathlib.Path, folder: pathlib.Path, **keys: object):
+  defaults: dict[str, object] = {
+    "base_output_directory": folder,
+    "dataset_path": text,
+    "dataset_cache_directory": text.parent / "cache",
+    "eval_interval": -1,
+    "eval_samples": 8,
+    "generate_length": 0,
+    "base_emb_dim": 16,
+    "base_num_decoder_layers": 1,
+    "base_num_query_heads": 2,
+    "base_num_kv_heads": 2,
+    "head_dim": 8,
+    "base_mlp_dim": 32,
+    "vocab_size": 264,
+    "max_target_length": 16,
+    "schedule_unit": "samples",
+    "checkpoint_period": 1000,
+  }
+  values = defaults | RAMP | keys
+  return load_config(["config=base", *(f"{key}={value}" for key, value in values.items())])
+
+
+def train(text: pathlib.Path, folder: pathlib.Path, **keys: object):
+  return run(settings(text, folder, **keys))
+
+
+def records(folder: pathlib.Path) -> list[dict[str, float]]:
+  found = read_metrics(folder / "first_run")
+  return [{key: value for key, value in one.items() if key not in TIMES} for one in found]
+
+
+def batches(folder: pathlib.Path) -> list[float]:
+  return [record["global_batch_to_train"] for record in records(folder)[1:]]
+
+
+def stop_at(monkeypatch, step: int) -> None:
+  """Sends SIGTERM to this process while `step` is under way."""
+  dispatch, calls = loop._dispatch, []
+
+  def dispatch_and_stop(*arguments):
+    calls.append(arguments)
+    if len(calls) == step:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return dispatch(*arguments)
+
+  monkeypatch.setattr(loop, "_dispatch", dispatch_and_stop)
+
+
+@pytest.fixture(scope="module")
+def whole(text, tmp_path_factory):
+  folder = tmp_path_factory.mktemp("whole")
+  state, position = train(text, folder)
+  assert position.samples == 160
+  return fingerprints(state.params), records(folder), folder
+
+
+def test_the_loop_takes_what_the_plan_says(whole, text, tmp_path):
+  config = settings(text, tmp_path)
+  plan = plan_batches(config.batch, config.run, topology(config.mesh, 8))
+  expected = [stage.batch for stage in plan.stages for _ in range(stage.num_steps)]
+  assert batches(whole[2]) == expected
+  assert len(set(expected)) >= 4
+  assert sum(expected) == 160
+
+
+@pytest.mark.parametrize("step", range(1, 10))
+def test_resumed_after_any_step_of_a_ramp(whole, text, tmp_path, monkeypatch, step):
+  if step >= len(whole[1]) - 1:
+    pytest.skip("the ramp has fewer steps")
+  with monkeypatch.context() as patch:
+    stop_at(patch, step)
+    _, position = train(text, tmp_path)
+  assert position.step == step
+  state, _ = train(text, tmp_path)
+  assert fingerprints(state.params) == whole[0]
+  assert [r["samples"] for r in records(tmp_path)] == [r["samples"] for r in whole[1]]
+
+
+def test_resumed_in_a_ramp_on_another_mesh(whole, text, tmp_path, monkeypatch):
+  with monkeypatch.context() as patch:
+    stop_at(patch, 3)
+    train(text, tmp_path)
+  half = {"ici_tensor_parallelism": 2, "per_device_batch_size": 0.5}
+  train(text, tmp_path, **half)
+  for a, b in zip(records(tmp_path), whole[1], strict=True):
+    assert a["samples"] == b["samples"]
+    assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-5)
+
+
+def test_the_batch_is_kept_on_fewer_replicas(text, tmp_path, monkeypatch):
+  keys = {"batch_schedule_type": "constant", "batch_schedule_length": -1, "batch_size": 16}
+  train(text, tmp_path / "whole", **keys)
+  with monkeypatch.context() as patch:
+    stop_at(patch, 3)
+    train(text, tmp_path / "moved", **keys)
+  train(text, tmp_path / "moved", **keys, ici_tensor_parallelism=4, per_device_batch_size=0.25)
+  expected, found = records(tmp_path / "whole"), records(tmp_path / "moved")
+  assert found[-1]["gradient_accumulation_steps"] == 8
+  for a, b in zip(found, expected, strict=True):
+    assert a["samples"] == b["samples"]
+    assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-5)
+
+
+def test_ten_stages_at_one_microbatch_compile_once(text, tmp_path, monkeypatch):
+  compiled, compile_step = [], prepare.compiled_step
+  monkeypatch.setattr(
+    "maxbatch.train.compiled_step", lambda *all_: compiled.append(all_[-1]) or compile_step(*all_)
+  )
+  keys = {"batch_size": 80, "batch_schedule_length": 720, "total_samples": 1040}
+  train(text, tmp_path, **keys)
+  assert len(set(batches(tmp_path))) == 10
+  assert compiled == [8]
+
+
+def test_nothing_compiles_inside_the_loop_of_a_ramp(text, tmp_path, caplog):
+  with caplog.at_level(logging.WARNING, "jax"), jax.log_compiles():
+    train(text, tmp_path)
+  steps = [
+    r.message for r in caplog.records if "Finished XLA compilation of jit(step)" in r.message
+  ]
+  assert len(steps) <= 1
+
+
+def test_another_microbatch_is_compiled_before_its_stage(text, tmp_path, monkeypatch):
+  events, compile_step, dispatch = [], prepare.compiled_step, loop._dispatch
+
+  def compile_noted(*arguments):
+    step = compile_step(*arguments)
+    events.append(("compiled", arguments[-1]))
+    return step
+
+  def dispatch_noted(job, state, loader, stage, rate):
+    events.append(("step", stage.micro_batch))
+    return dispatch(job, state, loader, stage, rate)
+
+  monkeypatch.setattr("maxbatch.train.compiled_step", compile_noted)
+  monkeypatch.setattr(loop, "_dispatch", dispatch_noted)
+  keys = {
+    "batch_schedule_type": "constant",
+    "batch_schedule_length": -1,
+    "batch_size_start": -1,
+    "per_device_batch_size": 2,
+    "batch_size": 32,
+    "batch_schedule": "[[0, 8], [80, 32]]",
+    "total_samples": 240,
+  }
+  train(text, tmp_path, **keys)
+  assert batches(tmp_path) == [8] * 10 + [32] * 5
+  assert events.count(("compiled", 8)) == events.count(("compiled", 16)) == 1
+  assert events.index(("step", 8)) < events.index(("step", 16))
+  assert events.index(("compiled", 16)) < events.index(("step", 16))
+  samples = [record["samples"] for record in records(tmp_path)]
+  assert samples == [*range(0, 81, 8), *range(112, 241, 32)]
+
+
+def test_a_streamed_ramp_equals_a_fused_one(text, tmp_path):
+  fused, _ = train(text, tmp_path / "fused", opt_type="sgd")
+  streamed, _ = train(text, tmp_path / "streamed", opt_type="sgd", accumulation="streamed")
+  assert batches(tmp_path / "fused") == batches(tmp_path / "streamed")
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7),
+    streamed.params,
+    fused.params,
+  )
+
+
+def test_a_schedule_edited_at_a_restart_takes_effect_from_the_sample(
+  text, tmp_path, monkeypatch, capsys
+):
+  with monkeypatch.context() as patch:
+    stop_at(patch, 3)
+    _, position = train(text, tmp_path)
+  capsys.readouterr()
+  train(text, tmp_path, batch_size_start=16, batch_schedule_length=64)
+  out = capsys.readouterr().out
+  assert f"The batch schedule is another one from sample {position.samples} on" in out
+  found = [record["samples"] for record in records(tmp_path)]
+  assert found[: position.step + 1][-1] == position.samples
+  assert found[-1] == 160
+
+
+def test_a_ramp_moves_neither_rates_nor_evaluations(text, tmp_path):
+  keys = {"eval_interval": 40, "warmup_steps": 32}
+  train(text, tmp_path / "ramp", **keys)
+  flat = {"batch_schedule_type": "constant", "batch_schedule_length": -1, "batch_size": 8}
+  train(text, tmp_path / "flat", **keys, **flat)
+  ramp = {r["samples"]: r for r in records(tmp_path / "ramp")}
+  flat_records = {r["samples"]: r for r in records(tmp_path / "flat")}
+  starts = dict(zip([0, *ramp], list(ramp), strict=False))
+  for begun, after in starts.items():
+    if begun >= 32 and after in ramp and begun + 8 in flat_records and after > begun:
+      assert ramp[after]["learning_rate"] == flat_records[begun + 8]["learning_rate"]
+  crossed = [s for s in sorted(ramp) if "eval/loss" in ramp[s]]
+  assert [s // 40 for s in crossed] == [0, 1, 2, 3, 4]
+
+
+def test_tensorboard_shows_the_batch_over_samples(whole):
+  (events,) = (whole[2] / "first_run" / "tensorboard").glob("events*")
+  assert b"over_samples/global_batch_to_train" in events.read_bytes()
