@@ -65,7 +65,7 @@ def walk(plan: BatchPlan, start: Position = START) -> list[Position]:
 
 def sent(plan: BatchPlan, start: Position = START) -> list[StepRows]:
   """What goes to the devices, step by step."""
-  return dispatches(plan, start, streamed=False)
+  return [step for segment in dispatches(plan, start, streamed=False) for step in segment.steps]
 
 
 def batches(plan: BatchPlan) -> list[int]:

@@ -273,4 +273,5 @@ def test_the_derived_sizes_are_plain_values():
     "steps": 10,
     "total_samples": 20,
     "total_tokens": 2560,
+    "batch_schedule": [["0", 2]],
   }
