@@ -1,6 +1,5 @@
 """python -m maxbatch.train config=… [key=value …]: trains a language model."""
 
-import contextlib
 import functools
 import io
 import pathlib
@@ -97,13 +96,11 @@ def run(config: Config) -> tuple[TrainState, Position]:
     with (
       MetricsLog(folder, position.step) as log,
       Progress(position.step, plan.steps, config.run.log_period) as progress,
-      contextlib.ExitStack() as resources,
+      StepPrograms(
+        functools.partial(compiled_step, config, plan, trainer, dataset.train), plan.micro_batches
+      ) as programs,
     ):
       _write_config(config, plan, folder)
-      programs = StepPrograms(
-        functools.partial(compiled_step, config, plan, trainer, dataset.train), plan.micro_batches
-      )
-      resources.enter_context(programs)
       state, eval_step = _make_ready(config, plan, trainer, dataset, restored, programs)
       job = Job(
         plan=plan,

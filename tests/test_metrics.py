@@ -63,7 +63,13 @@ def test_tensorboard_gets_what_is_measured(tmp_path):
     for event in events(tmp_path)
     for value in event.summary.value
   }
-  assert plotted == {("loss", 1): 1.5, ("eval/loss", 1): 5.25, ("loss", 2): 0.5}
+  over_steps = {key: value for key, value in plotted.items() if "over_samples" not in key[0]}
+  assert over_steps == {("loss", 1): 1.5, ("eval/loss", 1): 5.25, ("loss", 2): 0.5}
+  assert {key: plotted[key] for key in plotted.keys() - over_steps.keys()} == {
+    ("over_samples/loss", 4): 1.5,
+    ("over_samples/eval/loss", 4): 5.25,
+    ("over_samples/loss", 8): 0.5,
+  }
 
 
 def test_a_resumed_run_goes_on_after_its_step(tmp_path):

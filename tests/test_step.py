@@ -32,24 +32,25 @@ def fresh(parts: Trainer) -> TrainState:
 
 def fused(parts: Trainer, steps: list[tuple[Rows, int]]):
   """The state after steps of (rows, number of microbatches), and each step's metrics."""
+  fed = [in_microbatches(rows, k, CAPACITY) for rows, k in steps]
+  function = step_function(parts, fed[0], streamed=False)
   state, metrics = fresh(parts), []
-  for rows, k in steps:
-    fed = in_microbatches(rows, k, CAPACITY)
-    function = step_function(parts, fed, streamed=False)
-    placed = jax.device_put(fed, rows_shardings(fed, parts.mesh))
+  for rows, (_, k) in zip(fed, steps, strict=True):
+    placed = jax.device_put(rows, rows_shardings(rows, parts.mesh))
     state, values = function(state, placed, jnp.int32(k), jnp.float32(1e-2))
     metrics.append(values)
   return jax.device_get((state, metrics))
 
 
 def streamed(parts: Trainer, steps: list[tuple[Rows, int]]):
+  """The same, a dispatch per microbatch."""
+  function = None
   state, metrics = fresh(parts), []
   for rows, k in steps:
-    fed = in_microbatches(rows, k, k)
-    values = None
+    fed, values = in_microbatches(rows, k, k), None
     for index in range(k):
       micro = jax.tree.map(lambda x, at=index: x[at : at + 1], fed)
-      function = step_function(parts, micro, streamed=True)
+      function = function or step_function(parts, micro, streamed=True)
       placed = jax.device_put(micro, rows_shardings(micro, parts.mesh))
       state, values = function(state, placed, jnp.bool_(index == k - 1), jnp.float32(1e-2))
     metrics.append(values)
