@@ -167,7 +167,7 @@ def by_products(segment_ids_BT: jax.Array | None, window: int):
     seen_TS = (back_TS >= 0) & (back_TS < (window or T))
     ids_BT = jnp.zeros((B, T), int) if segment_ids_BT is None else segment_ids_BT
     mask_BTS = jnp.asarray(seen_TS)[None] & (ids_BT[:, :, None] == ids_BT[:, None])
-    return dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask_BTS)
+    return dot_product_attention(q_BTNH, k_BSKH, v_BSKH, jnp.argmax(mask_BTS, axis=-1))
 
   return attend
 

@@ -20,8 +20,8 @@ from maxbatch.sharding import constrain
 class Places(NamedTuple):
   """What attention needs to know of the rows, computed once and shared by all layers."""
 
-  mask_BTS: jax.Array
-  """bool[B or 1, T, S]: which tokens each token sees."""
+  first_BT: jax.Array
+  """int32[B or 1, T]: the first token that each token sees; the last is itself."""
   cos_BTH: jax.Array | None
   """float32[B or 1, T, H/2]: rotation of each position; None without rope."""
   sin_BTH: jax.Array | None
@@ -34,24 +34,26 @@ def places(
   segment_ids_BT: jax.Array | None,
   positions_BT: jax.Array | None,
 ) -> Places:
-  """The mask and rotations of rows of `length` tokens."""
+  """The reach and rotations of rows of `length` tokens."""
   cos = sin = None
   if config.position_embedding == "rope":
     positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
     cos, sin = _rotations(positions, config.head_dim, config.rope_max_timescale)
-  mask = _mask(length, config.sliding_window_size, segment_ids_BT)
-  return Places(mask, cos, sin, segment_ids_BT)
+  first = _first_seen(length, config.sliding_window_size, segment_ids_BT)
+  return Places(first, cos, sin, segment_ids_BT)
 
 
-def _mask(length: int, window: int, segment_ids_BT: jax.Array | None) -> jax.Array:
-  """Tokens see themselves and what is before them, in the window and in their own segment."""
-  back_TS = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
-  mask_TS = back_TS >= 0
+def _first_seen(length: int, window: int, segment_ids_BT: jax.Array | None) -> jax.Array:
+  """Where what a token sees begins: its segment, a run of equal ids, or the window, if later."""
+  places_1T = jnp.arange(length)[None]
+  first_BT = jnp.zeros_like(places_1T)
+  if segment_ids_BT is not None:
+    before_BT = jnp.pad(segment_ids_BT[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    begins_BT = jnp.where(segment_ids_BT != before_BT, places_1T, 0)
+    first_BT = jax.lax.cummax(begins_BT, axis=1)
   if window:
-    mask_TS = mask_TS & (back_TS < window)
-  if segment_ids_BT is None:
-    return mask_TS[None]
-  return mask_TS[None] & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
+    first_BT = jnp.maximum(first_BT, places_1T - window + 1)
+  return first_BT
 
 
 def _rotations(
@@ -102,5 +104,5 @@ class Attention(nnx.Module):
       window = self.config.sliding_window_size
       out_BTNH = flash.flash_attention(q_BTNH, k_BSKH, v_BSKH, at.segment_ids_BT, window)
     else:
-      out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.mask_BTS)
+      out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.first_BT)
     return self.out(constrain(out_BTNH, ("batch", "length", "heads", "head_dim")))
