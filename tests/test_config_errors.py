@@ -65,9 +65,21 @@ ARGUMENTS = {
     "command line: per_device_batch_size=1/0: per_device_batch_size must be a number such as 2, "
     "0.25 or 1/3, at least 0, or -1. A value that works: per_device_batch_size=1/2"
   ),
-  "micro_batch_size=auto": (
-    "command line: micro_batch_size=auto: micro_batch_size must be a number such as 2, 0.25 or 1/3, "
-    "at least 0, or -1, or none. A value that works: micro_batch_size=1/2"
+  "micro_batch_size=largest": (
+    "command line: micro_batch_size=largest: micro_batch_size must be a number such as 2, 0.25 or "
+    "1/3, at least 0, or -1, or none, or auto, or explore. A value that works: micro_batch_size=1/2"
+  ),
+  "micro_batch_size=atuo": (
+    "command line: micro_batch_size=atuo: micro_batch_size must be a number such as 2, 0.25 or 1/3, "
+    "at least 0, or -1, or none, or auto, or explore. A value that works: micro_batch_size=auto"
+  ),
+  "micro_batch_size={explore: {mon: 3}}": (
+    "command line: micro_batch_size={...}: micro_batch_size must be explore or {explore: {min: 1}}, "
+    "with any of min, max"
+  ),
+  "micro_batch_size={explore: {max: 0}}": (
+    "command line: micro_batch_size.explore.max=0: micro_batch_size.explore.max must be at least 1, "
+    "or -1. The nearest value that works: micro_batch_size.explore.max=1"
   ),
   "batch_schedule=[0, 32]": (
     "command line: batch_schedule=[...]: batch_schedule must be a list, each a list, each a whole "

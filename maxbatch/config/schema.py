@@ -42,6 +42,14 @@ DType = Literal["float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True)
+class Explore:
+  """`explore`, or `{explore: {min: 1, max: 16}}`: the sizes that are tried."""
+
+  min: Positive = 1
+  max: PositiveOrUnset = -1
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
   """Where the run lives, how long it lasts and what it shows."""
 
@@ -67,7 +75,7 @@ class BatchConfig:
   global_batch_to_train: PositiveOrUnset
   tokens_per_step: PositiveOrUnset
   per_device_batch_size: ExactOrUnset
-  micro_batch_size: ExactOrUnset | Literal["none"]
+  micro_batch_size: ExactOrUnset | Literal["none", "auto"] | Explore
   gradient_accumulation_steps: PositiveOrUnset
   expansion_factor_real_data: Fraction
   eval_per_device_batch_size: Annotated[Fraction, Range(low=0)]
@@ -98,6 +106,20 @@ class MeshConfig:
   dcn_fsdp_parallelism: PositiveOrUnset
   dcn_tensor_parallelism: PositiveOrUnset
   dcn_pipeline_parallelism: PositiveOrUnset
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileConfig:
+  """What is done before a run or instead of one: checks, compilation, the choice of microbatch."""
+
+  validate_only: bool
+  compile_only: bool
+  compile_topology: str
+  compile_topology_num_slices: Positive
+  save_compiled_step: str
+  compiled_step: str
+  jax_cache_dir: str
+  device_memory_gb: NonNegativeFloat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +211,7 @@ class Config:
   run: RunConfig
   batch: BatchConfig
   mesh: MeshConfig
+  compile: CompileConfig
   model: ModelConfig
   data: DataConfig
   optimizer: OptimizerConfig

@@ -51,6 +51,8 @@ def convert(entry: Entry, annotation: object) -> object:
   """
   if (word := _word(entry.node, annotation)) is not None:
     return word
+  if (structured := _structured(entry, annotation)) is not None:
+    return structured
   bare, interval = _split(annotation)
   try:
     value = _read(entry.node, bare)
@@ -70,7 +72,7 @@ def describe(annotation: object) -> str:
     return f"list: {describe(typing.get_args(bare)[0])}"
   kind = _KINDS[typing.cast(type, bare)].words
   ranged = kind if interval is None else f"{kind}, {interval}"
-  return " | ".join([ranged, *_words(annotation)])
+  return " | ".join([ranged, *_words(annotation), *map(_name, _structures(annotation))])
 
 
 def holds_text(annotation: object) -> bool:
@@ -82,6 +84,9 @@ def plain(value: object) -> object:
   """`value` as YAML can hold it, such that `convert` gives the same value back."""
   if isinstance(value, tuple):
     return [plain(item) for item in value]
+  if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    fields = {name: plain(part) for name, part in vars(value).items()}
+    return {_name(type(value)): fields}
   if not isinstance(value, Fraction):
     return value
   if value.denominator == 1:
@@ -97,6 +102,53 @@ def _words(annotation: object) -> tuple[str, ...]:
   if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
     return ()
   return typing.get_args(typing.get_args(annotation)[1])
+
+
+def _structures(annotation: object) -> tuple[type, ...]:
+  """The dataclasses that a key of type `number | Literal[words] | Dataclass` takes besides."""
+  return typing.get_args(annotation)[2:] if _words(annotation) else ()
+
+
+def _name(structure: type) -> str:
+  return structure.__name__.lower()
+
+
+def _structured(entry: Entry, annotation: object) -> object | None:
+  """The dataclass that is meant by its name alone, or by `{name: {field: value}}`."""
+  node = entry.node
+  for structure in _structures(annotation):
+    if isinstance(node, yaml.ScalarNode) and node.value == _name(structure):
+      return structure()
+    if isinstance(node, yaml.MappingNode):
+      pairs = [(key.value, value) for key, value in node.value]
+      if [key for key, _ in pairs] != [_name(structure)]:
+        raise UserError(_structure_message(entry, structure))
+      return structure(**_fields(entry, structure, pairs[0][1]))
+  return None
+
+
+def _fields(entry: Entry, structure: type, node: yaml.Node) -> dict[str, object]:
+  """The fields that a mapping gives."""
+  types = {field.name: field.type for field in dataclasses.fields(structure)}
+  if not isinstance(node, yaml.MappingNode) or any(
+    not isinstance(key, yaml.ScalarNode) or key.value not in types for key, _ in node.value
+  ):
+    raise UserError(_structure_message(entry, structure))
+  return {
+    key.value: convert(
+      dataclasses.replace(entry, key=f"{entry.key}.{_name(structure)}.{key.value}", node=value),
+      types[key.value],
+    )
+    for key, value in node.value
+  }
+
+
+def _structure_message(entry: Entry, structure: type) -> str:
+  names = [field.name for field in dataclasses.fields(structure)]
+  return (
+    f"{entry.where}: {entry.assigned(entry.text)}: {entry.key} must be {_name(structure)} or "
+    f"{{{_name(structure)}: {{{names[0]}: 1}}}}, with any of {', '.join(names)}"
+  )
 
 
 def _word(node: yaml.Node, annotation: object) -> str | None:
@@ -216,6 +268,7 @@ def _type_message(entry: Entry, annotation: object, near: str) -> str:
   _, interval = _split(annotation)
   if interval is not None and _DECIMAL.fullmatch(near):
     near = _clamped(interval, float(near), near)
+  near = closest(entry.text, _words(annotation)) or near
   given = entry.assigned(entry.text) if entry.text else f"{entry.key} has no value"
   return (
     f"{entry.where}: {given}: {entry.key} must be {_phrase(annotation)}. "
@@ -231,7 +284,7 @@ def _phrase(annotation: object) -> str:
     return f"a list, each {_phrase(typing.get_args(bare)[0])}"
   phrase = _KINDS[typing.cast(type, bare)].phrase
   ranged = phrase if interval is None else f"{phrase}, {interval}"
-  return ", or ".join([ranged, *_words(annotation)])
+  return ", or ".join([ranged, *_words(annotation), *map(_name, _structures(annotation))])
 
 
 def _range_message(entry: Entry, interval: Range, value: float) -> str:
