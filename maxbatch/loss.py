@@ -60,7 +60,8 @@ def cross_entropy_sum(
   z_weight: float,
 ) -> jax.Array:
   """Σ weight · (log Z − logit[target] + z_weight · (log Z)²), with log Z in float32."""
-  return _cross_entropy_sum(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight)
+  with jax.named_scope("head"):
+    return _cross_entropy_sum(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight)
 
 
 def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight):

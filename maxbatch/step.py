@@ -97,6 +97,7 @@ def streamed_step(
   return _update(trainer, state, gradients, sums, last=last, rate=learning_rate)
 
 
+@jax.named_scope("optimizer")
 def _update(
   trainer: Trainer,
   state: TrainState,

@@ -90,6 +90,7 @@ class Attention(nnx.Module):
     self.key_norm = Norm(config, H, "head_dim") if config.use_qk_norm else None
     self.config = config
 
+  @jax.named_scope("attention")
   def __call__(self, x_BTD: jax.Array, at: Places) -> jax.Array:
     """(B, T, D) → (B, T, D)."""
     q_BTNH, k_BSKH, v_BSKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)

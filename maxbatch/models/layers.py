@@ -78,6 +78,7 @@ class Norm(nnx.Module):
     self.bias = _constant(0.0, (width,), (axis,), config) if centred else None
     self.epsilon = config.normalization_layer_epsilon
 
+  @jax.named_scope("norm")
   def __call__(self, x: jax.Array) -> jax.Array:
     """Same shape and dtype as x."""
     y = x.astype(jnp.float32)
@@ -108,6 +109,7 @@ class FeedForward(nnx.Module):
       rngs, config, (F,), (D,), ("mlp", "embed"), bias=bias, scale=residual_scale
     )
 
+  @jax.named_scope("mlp")
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     """(B, T, D) → (B, T, D)."""
     h_BTF = self.up(x_BTD)

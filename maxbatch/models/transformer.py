@@ -73,17 +73,23 @@ class Transformer(nnx.Module):
   def __call__(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
     """Hidden states (B, T, D) after the final norm, in config.dtype."""
     config, T = self.config, rows.inputs.shape[1]
-    x_BTD = over_rows(_look_up, self.embedding.ready(config.dtype), rows.inputs)
-    if self.position_embedding is not None:
-      table_TD = self.position_embedding.ready(config.dtype)
-      x_BTD = x_BTD + (table_TD[None, :T] if rows.positions is None else table_TD[rows.positions])
-    x_BTD = constrain(x_BTD, ("batch", "length", "activation_embed"))
     # Layers fold their own index, from 0, into the rows' keys; the embedding takes the next one.
     embedding_keys_B = fold(keys_B, config.base_num_decoder_layers)
-    x_BTD = dropout(x_BTD, config.dropout_rate, embedding_keys_B)
+    x_BTD = dropout(self._embed(rows), config.dropout_rate, embedding_keys_B)
     at = places(config, T, rows.segment_ids, rows.positions)
     return self.final_norm(_apply_layers(self.layers, config, x_BTD, at, keys_B))
 
+  @jax.named_scope("embedding")
+  def _embed(self, rows: Rows) -> jax.Array:
+    """Tokens, and learned positions, as vectors (B, T, D)."""
+    dtype, T = self.config.dtype, rows.inputs.shape[1]
+    x_BTD = over_rows(_look_up, self.embedding.ready(dtype), rows.inputs)
+    if self.position_embedding is not None:
+      table_TD = self.position_embedding.ready(dtype)
+      x_BTD = x_BTD + (table_TD[None, :T] if rows.positions is None else table_TD[rows.positions])
+    return constrain(x_BTD, ("batch", "length", "activation_embed"))
+
+  @jax.named_scope("head")
   def output_matrix(self) -> jax.Array:
     """The matrix (D, V) from hidden states to logits, in config.dtype."""
     dtype = self.config.dtype
