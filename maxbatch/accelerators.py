@@ -1,51 +1,97 @@
-"""Devices and hosts of a TPU slice by its name: no jax, nothing touched."""
+"""TPU slices by their names: devices, hosts and what the TPU compiler asks. No jax, nothing touched.
+
+The names and shapes are those of the public pages on TPU v4, v5e, v5p, v6e and TPU7x
+(docs.cloud.google.com/tpu/docs) and of MaxText's accelerator_to_spec_map.py. A host is a virtual
+machine, which runs one process: a physical v5e or v6e host of 8 chips is two of 4 in larger slices.
+"""
 
 import dataclasses
+import functools
+import math
 
 from maxbatch.config.find import did_you_mean
 from maxbatch.errors import UserError
 
+Shape = tuple[int, int, int]
+
+_CUBE = 4
+"""A 3-D slice of 64 chips or more is made of cubes with this edge, joined by optical switches."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """How the slices of one generation are named and built.
+  """How the slices of one generation are named and built."""
 
-  Names count chips, or TensorCores of which two make one chip; a chip is one device.
-  """
-
+  compiler_name: str
+  """What the TPU compiler calls the generation."""
+  dimensions: int
+  """Of the shape as it is written: 2 or 3."""
   named_units_per_chip: int
-  chips_per_host: int
-  sizes: tuple[int, ...]
-  """The sizes, in the units of the name, that exist."""
+  """2 where a name counts TensorCores, 1 where it counts chips."""
+  devices_per_chip: int
+  """1, or 2 where jax sees every TensorCore."""
+  chip_config_name: str
+  chips: tuple[int, ...]
+  """The sizes that are standard, ascending."""
+
+  @property
+  def sizes(self) -> tuple[int, ...]:
+    """The same sizes in the units of the name."""
+    return tuple(count * self.named_units_per_chip for count in self.chips)
 
 
-_SMALL = (1, 4, 8, 16, 32, 64, 128, 256)
+def _cubes(*counts: int) -> tuple[int, ...]:
+  return tuple(count * _CUBE**3 for count in counts)
+
+
+# A slice has no edge longer than 256 chips: a prime number of more than 64 cubes has no shape.
+_UP_TO_96_CUBES = _cubes(
+  *(count for count in range(1, 97) if count not in (67, 71, 73, 79, 83, 89))
+)
+_FLAT = (1, 4, 8, 16, 32, 64, 128, 256)
+_LESS_THAN_A_CUBE = (4, 8, 16, 32)
 FAMILIES = {
-  "v4": Family(2, 4, tuple(range(8, 8193, 8))),
-  "v5p": Family(2, 4, tuple(range(8, 17921, 8))),
-  "v5e": Family(1, 4, _SMALL),
-  "v6e": Family(1, 4, _SMALL),
+  "v4": Family("v4", 3, 2, 1, "megacore", _LESS_THAN_A_CUBE + _cubes(1, 2, 3, 4, 8, 12, 16, 32)),
+  "v5p": Family("v5", 3, 2, 1, "megacore", _LESS_THAN_A_CUBE + _UP_TO_96_CUBES + _cubes(108, 140)),
+  "v5e": Family("v5e", 2, 1, 1, "default", _FLAT),
+  "v6e": Family("v6e", 2, 1, 1, "default", _FLAT),
+  "tpu7x": Family(
+    "tpu7x",
+    3,
+    2,
+    2,
+    "default",
+    (1, *_LESS_THAN_A_CUBE, *_UP_TO_96_CUBES, *_cubes(108, 128, 140, 144)),
+  ),
 }
 _ALIASES = {"v5litepod": "v5e"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-  """The devices of a slice, or of several, and the hosts they belong to."""
+  """The devices of a slice, or of several, their hosts, and how the TPU compiler calls one."""
 
   num_devices: int
   num_hosts: int
+  topology_name: str
+  """The generation and the shape in chips, as v5e:16x16 or v5:4x4x8."""
+  chip_config_name: str
+  """megacore where the two TensorCores of a chip are one device, else default."""
+  chips_per_host_bounds: Shape
 
   def times(self, count: int) -> "Slice":
-    """The devices and hosts of `count` such slices together."""
-    return Slice(self.num_devices * count, self.num_hosts * count)
+    """The devices and hosts of `count` such slices together; one slice's topology."""
+    return dataclasses.replace(
+      self, num_devices=self.num_devices * count, num_hosts=self.num_hosts * count
+    )
 
 
 def slice_named(name: str) -> Slice:
   """The slice that a name such as v5e-256 or v5p-128 means.
 
   Raises:
-    UserError: there is no such generation or size; offers the nearest.
+    UserError: there is no such generation or no standard slice of this size; offers the nearest
+      and lists the known ones.
   """
   generation, _, size = name.partition("-")
   family = FAMILIES.get(_ALIASES.get(generation, generation))
@@ -59,9 +105,74 @@ def slice_named(name: str) -> Slice:
     near = min(family.sizes, key=lambda known: abs(known - wanted))
     raise UserError(
       f"compile_topology={name}: {generation} has no slice of this size; "
-      f"nearest: compile_topology={generation}-{near}"
+      f"nearest: compile_topology={generation}-{near}. Known: {_in_words(family.sizes)}"
     )
-  chips = int(size) // family.named_units_per_chip
-  # v5e and v6e also have hosts of one and of eight chips, which make a slice of their own.
-  single = chips <= family.chips_per_host or (family.named_units_per_chip == 1 and chips == 8)
-  return Slice(chips, 1 if single else chips // family.chips_per_host)
+  return _slice(family, int(size) // family.named_units_per_chip)
+
+
+def _slice(family: Family, chips: int) -> Slice:
+  shape = _flat_shape(chips) if family.dimensions == 2 else _cubic_shape(chips)
+  host = _host_bounds(family, shape)
+  return Slice(
+    num_devices=chips * family.devices_per_chip,
+    num_hosts=chips // math.prod(host),
+    topology_name=f"{family.compiler_name}:{'x'.join(map(str, shape[: family.dimensions]))}",
+    chip_config_name=family.chip_config_name,
+    chips_per_host_bounds=host,
+  )
+
+
+def _host_bounds(family: Family, shape: Shape) -> Shape:
+  """Hosts have 2x2 chips; but one chip has a host, and so have the 8 of v5e-8 and v6e-8."""
+  return shape if family.dimensions == 2 and math.prod(shape) <= 8 else _smaller(shape, (2, 2, 1))
+
+
+def _smaller(one: Shape, other: Shape) -> Shape:
+  return (min(one[0], other[0]), min(one[1], other[1]), min(one[2], other[2]))
+
+
+def _flat_shape(chips: int) -> Shape:
+  """The squarest rectangle with edges that are powers of two, the shorter first."""
+  short = 2 ** ((chips.bit_length() - 1) // 2)
+  return (short, chips // short, 1)
+
+
+def _cubic_shape(chips: int) -> Shape:
+  """The box nearest a cube, edges ascending; of whole cubes from 64 chips on."""
+  if chips == 4:
+    return (2, 2, 1)  # one host, which the compiler and the clouds write this way round
+  edge = _CUBE if chips >= _CUBE**3 else 1
+  a, b, c = _most_cubic(chips // edge**3)
+  return (a * edge, b * edge, c * edge)
+
+
+@functools.cache
+def _most_cubic(count: int) -> Shape:
+  boxes = (
+    (a, b, count // (a * b))
+    for a in _divisors(count)
+    for b in _divisors(count // a)
+    if a <= b <= count // (a * b)
+  )
+  return min(boxes, key=sum)
+
+
+def _divisors(count: int) -> list[int]:
+  return [number for number in range(1, count + 1) if count % number == 0]
+
+
+def _in_words(sizes: tuple[int, ...]) -> str:
+  """Such as 8, 16, 32, 64, 128 to 8448 by 128: three or more in equal steps told as a range."""
+  words: list[str] = []
+  start = 0
+  while start < len(sizes):
+    end = start + 1
+    while end + 1 < len(sizes) and sizes[end + 1] - sizes[end] == sizes[start + 1] - sizes[start]:
+      end += 1
+    if end < len(sizes) and end - start >= 3:
+      words.append(f"{sizes[start]} to {sizes[end]} by {sizes[end] - sizes[end - 1]}")
+      start = end + 1
+    else:
+      words.append(str(sizes[start]))
+      start += 1
+  return ", ".join(words)
