@@ -69,6 +69,9 @@ def wanted(config: BatchConfig) -> Wanted:
     UserError: two keys give one size different values.
   """
   none = config.micro_batch_size == "none"
+  # auto and explore give no size: batch/candidates.py lists those that are chosen from.
+  micro_batch_size = config.micro_batch_size
+  micro_batch_size = micro_batch_size if isinstance(micro_batch_size, Fraction) else -1
   last = config.batch_schedule[-1][1:2] if config.batch_schedule else ()
   return Wanted(
     batch=_agreed(
@@ -79,7 +82,7 @@ def wanted(config: BatchConfig) -> Wanted:
     ),
     per_device=_agreed(
       *_if_set("per_device_batch_size", config.per_device_batch_size),
-      *([] if none else _if_set("micro_batch_size", Fraction(config.micro_batch_size))),
+      *_if_set("micro_batch_size", micro_batch_size),
     ),
     passes=_agreed(
       *_if_set("gradient_accumulation_steps", config.gradient_accumulation_steps),

@@ -1,0 +1,194 @@
+"""The microbatch sizes a run may choose from: those for which its whole plan works.
+
+With the batch given they are the divisors of its samples per group of devices. Without it they are
+powers of two of samples per group, and the batch follows from the size that is chosen.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.solve import Wanted, counted, solve, text, wanted
+from maxbatch.config.schema import BatchConfig, Explore, RunConfig
+from maxbatch.errors import UserError
+from maxbatch.topology import Topology
+
+_MOST_TOKENS = 1 << 17
+"""Tokens of one pass on one device beyond which no size is looked for when the batch is open."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+  """A size to choose, with the plan it makes."""
+
+  per_device: Fraction
+  """Samples of one pass on one device."""
+  passes: int
+  """Passes per step."""
+  micro_batch: int
+  """Samples of one pass on all devices."""
+  batch: int
+  """Samples of one step."""
+  max_target_length: int
+  remat_policy: str = ""
+  """Where the policy is explored too: the one that this candidate takes."""
+
+  @property
+  def tokens(self) -> int:
+    """Tokens of one step, padding included."""
+    return self.batch * self.max_target_length
+
+  @property
+  def device_tokens(self) -> Fraction:
+    """Tokens of one pass on one device."""
+    return self.per_device * self.max_target_length
+
+  def samples_per_second(self, step_seconds: float) -> float:
+    """Speed, when a step takes that long."""
+    return self.batch / step_seconds
+
+  def suggested_batches(self) -> tuple[int, ...]:
+    """Global batches that this size divides: the plan's own, and those next to it."""
+    near = (self.batch - self.micro_batch, self.batch, self.batch + self.micro_batch)
+    return tuple(batch for batch in near if batch > 0)
+
+
+def is_open(batch: BatchConfig) -> bool:
+  """Whether the microbatch is to be chosen: micro_batch_size is auto or explore."""
+  return batch.micro_batch_size == "auto" or isinstance(batch.micro_batch_size, Explore)
+
+
+def batch_follows(batch: BatchConfig) -> bool:
+  """Whether the batch is open as well and follows from the microbatch that is chosen."""
+  return wanted(batch).batch is None
+
+
+def with_size(batch: BatchConfig, per_device: Fraction) -> BatchConfig:
+  """The configuration with the choice made."""
+  return dataclasses.replace(batch, micro_batch_size=per_device)
+
+
+def candidates(batch: BatchConfig, run: RunConfig, topology: Topology) -> tuple[Candidate, ...]:
+  """All sizes that the plan allows, ascending.
+
+  Args:
+    batch: the sizes; micro_batch_size is auto or explore.
+    run: the run's budget, which ends with a whole microbatch.
+    topology: the devices.
+
+  Raises:
+    UserError: the size is given by other keys, no size makes a plan, or none lies in the range.
+  """
+  want = wanted(batch)
+  _check_open(batch, want)
+  sizes = _divisors(want, topology) if want.batch else _powers_of_two(batch, topology)
+  allowed = _with_a_plan(batch, run, topology, sizes)
+  chosen = [one for one in allowed if _in_range(batch, one.per_device)]
+  if not chosen:
+    raise UserError(_none_in_range(batch, allowed))
+  return tuple(chosen)
+
+
+def asked(batch: BatchConfig) -> str:
+  """The key and its value, as it is written."""
+  value = batch.micro_batch_size
+  if value == Explore():
+    return "micro_batch_size=explore"
+  if isinstance(value, Explore):
+    return f"micro_batch_size={{explore: {{min: {value.min}, max: {value.max}}}}}"
+  return f"micro_batch_size={value}"
+
+
+def _check_open(batch: BatchConfig, want: Wanted) -> None:
+  """The size must not follow from other keys."""
+  if want.per_device:
+    raise UserError(
+      f"{want.per_device} already gives the size that {asked(batch)} is to choose; keep one of "
+      f"them, for example with {want.per_device.key}=-1"
+    )
+  if want.batch and want.passes:
+    raise UserError(
+      f"{want.batch} with {want.passes} already gives the size that {asked(batch)} is to choose; "
+      f"keep two of the three, for example with {want.passes.key}=-1"
+    )
+
+
+def _divisors(want: Wanted, topology: Topology) -> list[Fraction]:
+  """Per-device sizes that divide the batch.
+
+  Raises:
+    UserError: the batch does not divide into the groups of devices.
+  """
+  rows = solve(want, topology).micro_batch // topology.num_batch_groups
+  small = [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
+  divisors = sorted({*small, *(rows // n for n in small)})
+  return [_per_device(rows, topology) for rows in divisors]
+
+
+def _powers_of_two(batch: BatchConfig, topology: Topology) -> list[Fraction]:
+  """Per-device sizes of 1, 2, 4, … samples per group, at most _MOST_TOKENS, at least two."""
+  sizes = [_per_device(1, topology), _per_device(2, topology)]
+  top = batch.micro_batch_size.max if isinstance(batch.micro_batch_size, Explore) else -1
+  most = Fraction(_MOST_TOKENS, batch.max_target_length) if top == -1 else top
+  while sizes[-1] * 2 <= most:
+    sizes.append(sizes[-1] * 2)
+  return sizes
+
+
+def _per_device(rows: int, topology: Topology) -> Fraction:
+  """Samples per device when each group of devices gets `rows`."""
+  return Fraction(rows * topology.num_batch_groups, topology.num_devices)
+
+
+def _with_a_plan(
+  batch: BatchConfig, run: RunConfig, topology: Topology, sizes: Sequence[Fraction]
+) -> list[Candidate]:
+  """Those of the sizes with which every stage, load and budget of the plan works.
+
+  Raises:
+    UserError: none of them; says what is wrong with the smallest.
+  """
+  found, problem = [], None
+  for size in sizes:
+    try:
+      plan = plan_batches(with_size(batch, size), run, topology)
+    except UserError as error:
+      problem = problem or error
+      continue
+    found.append(
+      Candidate(
+        per_device=size,
+        passes=plan.gradient_accumulation_steps,
+        micro_batch=plan.micro_batch_to_train,
+        batch=plan.global_batch_to_train,
+        max_target_length=plan.max_target_length,
+      )
+    )
+  if found or problem is None:
+    return found
+  raise UserError(
+    f"{asked(batch)}: no size makes a plan; the smallest, micro_batch_size={text(sizes[0])}: "
+    f"{problem}"
+  )
+
+
+def _in_range(batch: BatchConfig, size: Fraction) -> bool:
+  value = batch.micro_batch_size
+  if not isinstance(value, Explore):
+    return True
+  # Sizes below 1 exist where devices share a sample; no whole minimum could name them.
+  return (value.min == 1 or size >= value.min) and (value.max == -1 or size <= value.max)
+
+
+def _none_in_range(batch: BatchConfig, allowed: Sequence[Candidate]) -> str:
+  sizes = [text(one.per_device) for one in allowed]
+  shown = sizes if len(sizes) < 12 else [*sizes[:5], "…", *sizes[-5:]]
+  # explore's bounds are whole: the smallest and the largest size, rounded outwards.
+  low, high = math.floor(allowed[0].per_device), math.ceil(allowed[-1].per_device)
+  return (
+    f"{asked(batch)}: none of the {counted(len(sizes), 'size')} that the plan allows lies in this "
+    f"range; allowed: {', '.join(shown)} samples per device; for example "
+    f"micro_batch_size={{explore: {{min: {max(1, low)}, max: {high}}}}}"
+  )
