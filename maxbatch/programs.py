@@ -24,9 +24,10 @@ class StepPrograms:
   def __enter__(self) -> Self:
     return self
 
-  def __exit__(self, *_: object) -> None:
-    # A compilation under way cannot be stopped; it is waited for, the ones after it are dropped.
-    self._pool.shutdown(wait=True, cancel_futures=True)
+  def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    # A compilation under way cannot be stopped; it is waited for unless a person is in a hurry.
+    hurried = kind is not None and issubclass(kind, KeyboardInterrupt)
+    self._pool.shutdown(wait=not hurried, cancel_futures=True)
 
   def __call__(self, micro_batch: int) -> Step:
     """The step for this microbatch; begins to compile the one that comes after it."""

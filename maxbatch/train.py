@@ -39,10 +39,10 @@ from maxbatch.programs import StepPrograms
 from maxbatch.progress import Progress
 from maxbatch.state import TrainState, from_saved, to_save
 from maxbatch.step import EvalStep, Trainer
+from maxbatch.stop import EndingSignals, Interrupted, leave
 from maxbatch.topology import topology
 
 COMMAND = "python -m maxbatch.train"
-_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -54,16 +54,17 @@ def main(arguments: Sequence[str]) -> int:
     if isinstance(stream, io.TextIOWrapper):
       stream.reconfigure(errors="replace")  # × and → must not end a run on a terminal without them
   try:
-    run(load_config(arguments))
+    with EndingSignals():
+      run(load_config(arguments))
   except UserError as error:
     print(f"error: {error}", file=sys.stderr)
     return EXIT_USER_ERROR
   except TrainingDivergedError as error:
     print(f"stopped: {error}", file=sys.stderr)
     return EXIT_DIVERGED
-  except KeyboardInterrupt:
+  except Interrupted as interrupted:
     print("interrupted; what was saved before is kept", file=sys.stderr)
-    return _INTERRUPTED
+    return interrupted.exit_code
   return 0
 
 
@@ -161,7 +162,8 @@ def _make_ready(
 ) -> tuple[TrainState, EvalStep]:
   """State and compiled functions, side by side: compiling leaves the interpreter free."""
   began = time.perf_counter()
-  with ThreadPoolExecutor(2) as pool:
+  pool = ThreadPoolExecutor(2)
+  try:
     first_step = pool.submit(programs, plan.stages[0].micro_batch)
     evaluation = pool.submit(compiled_eval, plan, trainer, dataset.validation or dataset.train)
     if restored:
@@ -170,6 +172,8 @@ def _make_ready(
       state = trainer.init(config.model.init_weights_seed)
     first_step.result()
     eval_step = evaluation.result()
+  finally:
+    pool.shutdown(wait=False, cancel_futures=True)  # An error or a signal waits for no compiler.
   print(f"Compiled in {time.perf_counter() - began:.1f} s\n", flush=True)
   return state, eval_step
 
@@ -239,4 +243,4 @@ def _sum_up(
 
 
 if __name__ == "__main__":
-  sys.exit(main(sys.argv[1:]))
+  leave(main(sys.argv[1:]))

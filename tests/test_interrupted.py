@@ -1,0 +1,107 @@
+"""Signals outside the training steps: a sentence, an exit code, no waiting, nothing harmed."""
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from maxbatch import loop
+from maxbatch.metrics import read_metrics
+from maxbatch.train import main
+
+REPOSITORY = pathlib.Path(__file__).parents[1]
+SENTENCE = "interrupted; what was saved before is kept"
+TIMES = ("step_seconds", "tokens_per_second")
+
+# A run that gets the signal in the named function, which would then take a minute more.
+DRIVER = """
+import os, sys, time
+from maxbatch import train
+where, number = sys.argv[1], int(sys.argv[2])
+def long_one(*_):
+  os.kill(os.getpid(), number)
+  time.sleep(60)
+setattr(train, where, long_one)
+train.leave(train.main(sys.argv[3:]))
+"""
+
+
+def arguments(folder: pathlib.Path, steps: int) -> list[str]:
+  text = folder / "words.txt"
+  text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
+  sizes = "base_emb_dim=16 base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=2"
+  sizes += " head_dim=8 base_mlp_dim=32 vocab_size=264 max_target_length=16 generate_length=0"
+  sizes += " eval_samples=8 eval_interval=-1 per_device_batch_size=1 lr_schedule_type=constant"
+  paths = [f"base_output_directory={folder}", f"dataset_path={text}"]
+  paths += [f"dataset_cache_directory={folder / 'cache'}"]
+  return ["config=base", *sizes.split(), *paths, f"steps={steps}"]
+
+
+def interrupted(folder: pathlib.Path, where: str, number: int) -> subprocess.CompletedProcess[str]:
+  return subprocess.run(
+    [sys.executable, "-c", DRIVER, where, str(number), *arguments(folder, 4)],
+    cwd=REPOSITORY,
+    capture_output=True,
+    text=True,
+    timeout=50,
+  )
+
+
+def contents(folder: pathlib.Path) -> dict[str, bytes]:
+  files = [path for path in folder.rglob("*") if path.is_file()]
+  return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def records(folder: pathlib.Path) -> list[dict[str, float]]:
+  found = read_metrics(folder / "first_run")
+  return [{key: value for key, value in one.items() if key not in TIMES} for one in found]
+
+
+@pytest.mark.parametrize(
+  ("where", "number", "exit_code"),
+  [
+    ("build_dataset", signal.SIGTERM, 143),
+    ("compiled_step", signal.SIGTERM, 143),
+    ("compiled_step", signal.SIGINT, 130),
+    ("first_record", signal.SIGTERM, 143),
+  ],
+)
+def test_before_the_first_step(tmp_path, where, number, exit_code):
+  done = interrupted(tmp_path, where, number)
+  assert done.returncode == exit_code
+  assert done.stderr.strip() == SENTENCE
+  assert main(arguments(tmp_path, 2)) == 0
+  assert [record["step"] for record in records(tmp_path)] == [0, 1, 2]
+
+
+def test_before_the_first_step_of_a_resumed_run(tmp_path):
+  assert main(arguments(tmp_path, 2)) == 0
+  checkpoints = tmp_path / "first_run" / "checkpoints"
+  saved, before = contents(checkpoints), records(tmp_path)
+  done = interrupted(tmp_path, "compiled_step", signal.SIGTERM)
+  assert "Resuming after step 2" in done.stdout
+  assert (done.returncode, done.stderr.strip()) == (143, SENTENCE)
+  assert contents(checkpoints) == saved
+  assert records(tmp_path) == before
+  assert main(arguments(tmp_path, 4)) == 0
+  assert [record["step"] for record in records(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_second_signal_in_a_step_stops_at_once(tmp_path, monkeypatch, capsys, number, exit_code):
+  def twice(*_: object) -> None:
+    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), number)
+
+  monkeypatch.setattr(loop, "_dispatch", twice)
+  assert main(arguments(tmp_path, 2)) == exit_code
+  assert capsys.readouterr().err.strip() == SENTENCE
+
+
+def test_the_handlers_of_before_are_put_back(tmp_path):
+  before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+  assert main(arguments(tmp_path, 1)) == 0
+  assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
