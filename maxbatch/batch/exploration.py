@@ -83,8 +83,8 @@ class Exploration:
     return {
       "recommended": self.best.size if self.best else None,
       "confidence": self.confidence,
-      "fitting": [_values(one) for one in self.ranked],
-      "not_fitting": [_values(one) for one in self._too_large()]
+      "fitting": [one.as_dict() for one in self.ranked],
+      "not_fitting": [one.as_dict() for one in self._too_large()]
       + [{"micro_batch_size": text(one.candidate.per_device)} for one in self.skipped],
     }
 
@@ -216,26 +216,3 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     if len(row) < len(rows[0]):
       cells[-1] = row[-1]
     yield "  ".join(cells).rstrip()
-
-
-def _values(one: Tried) -> dict[str, Any]:
-  """A row as plain values."""
-  probe, candidate = one.probe, one.candidate
-  known = {
-    "remat_policy": candidate.remat_policy or None,
-    "step_seconds": one.step_seconds,
-    "samples_per_second": one.samples_per_second or None,
-    "tokens_per_second": one.samples_per_second * candidate.max_target_length or None,
-    "utilisation": probe.utilisation,
-  }
-  return {
-    "micro_batch_size": one.size,
-    "gradient_accumulation_steps": candidate.passes,
-    "peak_bytes": probe.peak_bytes,
-    "capacity_bytes": probe.capacity_bytes,
-    "fits": probe.fits,
-    "how": probe.how,
-    "spread": probe.spread,
-    "coverage": probe.coverage,
-    "suggested_global_batches": list(candidate.suggested_batches()),
-  } | {key: value for key, value in known.items() if value is not None}

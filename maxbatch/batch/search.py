@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 from maxbatch.batch.candidates import Candidate
 from maxbatch.batch.solve import counted, text
@@ -71,6 +71,29 @@ class Tried:
   def size(self) -> str:
     """The size as the configuration reads it."""
     return text(self.candidate.per_device)
+
+  def as_dict(self) -> dict[str, Any]:
+    """As plain values; what is not known is left out."""
+    probe, candidate = self.probe, self.candidate
+    speed = self.samples_per_second
+    known = {
+      "remat_policy": candidate.remat_policy or None,
+      "step_seconds": self.step_seconds,
+      "samples_per_second": speed or None,
+      "tokens_per_second": speed * candidate.max_target_length or None,
+      "utilisation": probe.utilisation,
+    }
+    return {
+      "micro_batch_size": self.size,
+      "gradient_accumulation_steps": candidate.passes,
+      "peak_bytes": probe.peak_bytes,
+      "capacity_bytes": probe.capacity_bytes,
+      "fits": probe.fits,
+      "how": probe.how,
+      "spread": probe.spread,
+      "coverage": probe.coverage,
+      "suggested_global_batches": list(candidate.suggested_batches()),
+    } | {key: value for key, value in known.items() if value is not None}
 
 
 ProbeSize = Callable[[Candidate], Probe]

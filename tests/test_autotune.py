@@ -1,0 +1,310 @@
+"""The choice tied together: one line, remembered, agreed on by all processes, and truly the largest."""
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import jax
+import pytest
+from support import config
+
+from maxbatch.batch import autotune
+from maxbatch.batch.autotune import Place, choose, explore_sizes, what_it_depends_on
+from maxbatch.batch.candidates import Candidate, candidates
+from maxbatch.batch.search import Probe
+from maxbatch.config.schema import Config
+from maxbatch.errors import UserError
+from maxbatch.topology import Topology, topology
+
+GIB = 1 << 30
+
+
+def place(settings: Config | None = None) -> Place:
+  settings = settings or config()
+  return Place(jax.devices(), topology(settings.mesh, 8))
+
+
+class Machine:
+  """1.2 + 1.25 GiB per sample, of 15.75; counts what is asked of it."""
+
+  def __init__(self, seconds: Callable[[int], float] = float):
+    self.asked: list[int] = []
+    self.seconds = seconds
+
+  def __call__(self, candidate: Candidate) -> Probe:
+    size = int(candidate.per_device)
+    self.asked.append(size)
+    peak, capacity = round((1.2 + 1.25 * size) * GIB), round(15.75 * GIB)
+    return Probe(candidate.per_device, peak, capacity, peak <= capacity, self.seconds(size))
+
+
+def auto(**keys: object) -> Config:
+  return config(micro_batch_size="auto", **{"batch_size": 256} | keys)
+
+
+def chosen(settings: Config, folder: pathlib.Path, **options: Any) -> tuple[Config, str, Machine]:
+  """What is chosen, what is said, and the machine that was asked."""
+  machine, lines = options.pop("machine", None) or Machine(), []
+  result = choose(settings, place(), machine, folder, say=lines.append, **options)
+  return result, "\n".join(lines), machine
+
+
+def test_auto_becomes_a_number_and_the_line_says_why(tmp_path):
+  result, said, _ = chosen(auto(), tmp_path)
+  assert result == dataclasses.replace(
+    auto(), batch=dataclasses.replace(auto().batch, micro_batch_size=Fraction(8))
+  )
+  assert result == config(batch_size=256, micro_batch_size=8)
+  (file,) = tmp_path.iterdir()
+  assert said == (
+    "micro_batch_size auto: 8 samples per device (largest that fits of 1…32: 11.2 of 15.75 GiB; "
+    f"next size 16 needs 21.2 GiB); remembered in {file}"
+  )
+
+
+def test_a_second_start_asks_nothing(tmp_path):
+  first, _, _ = chosen(auto(), tmp_path)
+  second, said, machine = chosen(auto(), tmp_path)
+  assert machine.asked == []
+  assert second == first
+  (file,) = tmp_path.iterdir()
+  assert said == (
+    "micro_batch_size auto: 8 samples per device (largest that fits of 1…32: 11.2 of 15.75 GiB; "
+    f"next size 16 needs 21.2 GiB) (remembered from {file}; --forget measures anew)"
+  )
+
+
+def test_forgetting_measures_anew(tmp_path):
+  chosen(auto(), tmp_path)
+  result, said, machine = chosen(
+    auto(), tmp_path, forgetting=True, machine=Machine(lambda n: 1.0 if n == 4 else float(n))
+  )
+  assert machine.asked
+  assert result.batch.micro_batch_size == 4
+  assert "300% more samples per second, measured, than 8, the largest that fits" in said
+  assert chosen(auto(), tmp_path)[0] == result
+
+
+def test_without_a_batch_it_follows_from_the_size(tmp_path):
+  result, said, _ = chosen(auto(batch_size=-1, gradient_accumulation_steps=3), tmp_path)
+  assert result.batch.micro_batch_size == 8
+  assert "; batch_size follows: 192; remembered in" in said
+  _, said, _ = chosen(auto(batch_size=-1, gradient_accumulation_steps=3), tmp_path)
+  assert "; batch_size follows: 192 (remembered from" in said
+
+
+def test_a_number_is_left_alone(tmp_path):
+  for value in (4, "none", -1):
+    settings = config(micro_batch_size=value, batch_size=256)
+    result, said, machine = chosen(settings, tmp_path)
+    assert (result, said, machine.asked) == (settings, "", [])
+
+
+@pytest.mark.parametrize("content", ["{", '{"choice": 1}', None])
+def test_a_damaged_memory_is_said_and_replaced(tmp_path, content):
+  chosen(auto(), tmp_path)
+  (file,) = tmp_path.iterdir()
+  if content is None:
+    content = json.dumps(json.loads(file.read_text()) | {"choice": {"micro_batch_size": "7"}})
+  file.write_text(content)
+  result, said, machine = chosen(auto(), tmp_path)
+  assert said.startswith(f"micro_batch_size auto: {file} ")
+  assert said.splitlines()[0].endswith("; measured anew")
+  assert machine.asked
+  assert result.batch.micro_batch_size == 8
+  assert chosen(auto(), tmp_path)[2].asked == []
+
+
+def test_a_folder_that_cannot_be_written_costs_the_memory_not_the_run(tmp_path):
+  folder = tmp_path / "file"
+  folder.write_text("")
+  result, said, _ = chosen(auto(), folder)
+  assert result.batch.micro_batch_size == 8
+  assert said.endswith(f"; not remembered, {folder} cannot be written: Not a directory") or (
+    said.endswith(f"; not remembered, {folder} cannot be written: File exists")
+  )
+
+
+CHANGES = [
+  {"base_mlp_dim": 128},
+  {"remat_policy": "full"},
+  {"dtype": "bfloat16"},
+  {"weight_dtype": "bfloat16"},
+  {"attention": "dot_product"},
+  {"scan_layers": False},
+  {"opt_type": "sgd"},
+  {"max_target_length": 32},
+  {"batch_size": 512},
+  {"accumulation": "streamed"},
+  {"packing": False},
+  {"device_memory_gb": 15},
+  {"steps": -1, "total_samples": 25600 + 8},
+  {"batch_schedule_type": "linear", "batch_schedule_length": 100},
+  {"compile_topology": "v5e-16"},
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_any_change_of_what_it_depends_on_measures_anew(tmp_path, change):
+  chosen(auto(), tmp_path)
+  assert chosen(auto(**change), tmp_path)[2].asked
+
+
+def test_what_does_not_matter_keeps_the_choice(tmp_path):
+  chosen(auto(), tmp_path)
+  same = auto(learning_rate=0.1, run_name="other", init_weights_seed=5, steps=17)
+  assert chosen(same, tmp_path)[2].asked == []
+
+
+def depends_on(layout: Topology | None = None) -> dict[str, Any]:
+  settings, where = auto(), place()
+  where = dataclasses.replace(where, layout=layout or where.layout)
+  sizes = candidates(settings.batch, settings.run, where.layout)
+  return what_it_depends_on(settings, where, sizes)
+
+
+def test_devices_versions_and_variables_matter(monkeypatch):
+  base = depends_on()
+  assert json.loads(json.dumps(base)) == base
+  others = [depends_on(Topology((4, 2, 1, 1), (1, 1, 1, 1)))]
+  others.append(depends_on(Topology((4, 1, 1, 1), (2, 1, 1, 1))))
+  monkeypatch.setenv("XLA_FLAGS", "--xla_another=1")
+  others.append(depends_on())
+  monkeypatch.undo()
+  monkeypatch.setattr(importlib.metadata, "version", lambda package: "9.9")
+  others.append(depends_on())
+  assert all(other != base for other in others)
+  assert set(base["versions"]) == {"jax", "jaxlib", "libtpu", "maxbatch"}
+  assert base["devices"]["kind"] == "cpu"
+  assert base["devices"]["count"] == 8
+
+
+def test_nothing_fits_names_the_ways_out(tmp_path):
+  def small(candidate: Candidate) -> Probe:
+    return Probe(candidate.per_device, 21 * GIB + 1, 16 * GIB, False)
+
+  with pytest.raises(UserError) as caught:
+    choose(auto(), place(), small, tmp_path)
+  assert str(caught.value) == (
+    "not even micro_batch_size=1, the smallest size allowed, fits: 1 sample per device in a pass "
+    "needs 21 of 16 GiB; what helps: remat_policy=full (now none), a larger ici_fsdp_parallelism "
+    "(now 1), a smaller max_target_length (now 16), or device_memory_gb=22 if the devices have "
+    "that much"
+  )
+  assert "remat_policy" not in autotune.ways_out(auto(remat_policy="full"))
+  assert list(tmp_path.iterdir()) == []
+
+
+# --- explore --------------------------------------------------------------------------------------
+
+
+def exploring(value: str = "explore", **keys: object) -> Config:
+  return config(micro_batch_size=value, **{"batch_size": 256, "compile_only": True} | keys)
+
+
+def test_explore_tries_all_in_range_and_recommends_the_best():
+  machine, lines = Machine(lambda n: 1.0 if n == 4 else float(n)), []
+  settings = exploring("{explore: {min: 2, max: 16}}")
+  result, found = explore_sizes(settings, place(), machine, say=lines.append)
+  assert sorted(machine.asked) == [2, 4, 8, 16]
+  assert result.batch.micro_batch_size == 4
+  assert found.as_dict()["recommended"] == "4"
+  infos = [line for line in lines if line.startswith("INFO: Current recommended micro_batch_size")]
+  assert len(infos) == 3  # The first of all, 16, does not fit.
+  assert infos[-1].startswith(
+    "INFO: Current recommended micro_batch_size: 4, measured performance: 4.00x base, "
+    "exploration progress: 100%, confidence: "
+  )
+  assert str(found) in lines[-1]
+
+
+@pytest.mark.parametrize("compile_only", [True, False])
+def test_choose_does_not_explore(tmp_path, compile_only):
+  with pytest.raises(UserError, match="micro_batch_size=explore tries every size"):
+    choose(exploring(compile_only=compile_only), place(), Machine(), tmp_path)
+
+
+def test_explore_is_for_compile_only():
+  with pytest.raises(UserError) as caught:
+    explore_sizes(exploring(compile_only=False), place(), Machine())
+  assert str(caught.value) == (
+    "micro_batch_size=explore tries every size before it ranks them, and needs compile_only=true "
+    "(now false); micro_batch_size=auto chooses one for a run"
+  )
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+_PROCESS = """
+import pathlib, sys
+import jax
+port, number, folder = sys.argv[1:]
+jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.distributed.initialize(f"localhost:{port}", 2, int(number))
+from maxbatch.agreement import from_process_0
+from maxbatch.batch.autotune import Place, choose
+from maxbatch.batch.search import Probe
+from maxbatch.config.load import load_config
+from maxbatch.topology import topology
+
+config = load_config(["config=base", "micro_batch_size=auto", "batch_size=256"])
+place = Place(jax.devices(), topology(config.mesh, 8))
+asked = []
+
+def probe(candidate):
+  # Process 1 believes that little fits, and that the clock runs another way.
+  size, fits = int(candidate.per_device), candidate.per_device <= (16 if number == "0" else 2)
+  asked.append(size)
+  seconds = size if number == "0" else size * size
+  return Probe(candidate.per_device, size, 16, fits, float(seconds))
+
+assert from_process_0({"number": number, "text": "a" * (10 + int(number))})["number"] == "0"
+for _ in range(2):
+  chosen = choose(config, place, probe, pathlib.Path(folder) / number)
+  print("chosen", chosen.batch.micro_batch_size, asked, flush=True)
+"""
+
+
+def test_all_processes_take_process_0s_decision(tmp_path):
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = free.getsockname()[1]
+  environment = os.environ | {"PYTHONPATH": str(pathlib.Path(autotune.__file__).parents[2])}
+  processes = [
+    subprocess.Popen(
+      [sys.executable, "-c", _PROCESS, str(port), number, str(tmp_path)],
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+      env=environment,
+    )
+    for number in ("0", "1")
+  ]
+  try:
+    results = [process.communicate(timeout=120) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  assert [process.returncode for process in processes] == [0, 0], results
+  spoken = [
+    [line for line in output.splitlines() if not line.startswith("[Gloo]")] for output, _ in results
+  ]
+  # The same path through the search in both; the second choice asks nothing.
+  assert spoken[1] == ["chosen 16 [4, 16, 32, 8]"] * 2
+  assert [line for line in spoken[0] if line.startswith("chosen")] == spoken[1]
+  said = [line for line in spoken[0] if line.startswith("micro_batch_size auto: 16 samples")]
+  assert [("remembered in" in line, "remembered from" in line) for line in said] == [
+    (True, False),
+    (False, True),
+  ]
+  # Only process 0 writes.
+  assert [path.name for path in tmp_path.iterdir()] == ["0"]

@@ -1,0 +1,161 @@
+"""The clock on a compiled step: pass and rest apart, nothing of the training touched, memory freed."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import config
+
+from maxbatch import measure
+from maxbatch.batch.plan import plan_batches
+from maxbatch.data.registry import build_dataset
+from maxbatch.measure import Timing, measure_step
+from maxbatch.prepare import build_trainer, compiled_step, streams
+from maxbatch.rows import Rows
+from maxbatch.step import Step, Trainer
+from maxbatch.topology import topology
+
+
+@dataclasses.dataclass
+class Made:
+  """A compiled step with what it was compiled from."""
+
+  trainer: Trainer
+  step: Step
+  shapes: Rows
+  streamed: bool
+
+
+@functools.cache
+def made(accumulation: str = "fused", packing: bool = False) -> Made:
+  settings = config(
+    accumulation=accumulation,
+    packing=packing,
+    dataset_type="synthetic",
+    gradient_accumulation_steps=4,
+    per_device_batch_size=2,
+  )
+  plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, 8))
+  parts = build_trainer(settings, plan, jax.devices())
+  source = build_dataset(settings.data, settings.batch.max_target_length).train
+  streamed = streams(settings)
+  capacity = 1 if streamed else plan.trip_capacity
+  one = source.rows(np.zeros(1, np.int64)) | {"sample_ids": np.zeros(1, np.int32)}
+  leading = (capacity, plan.micro_batch_to_train)
+  shapes: dict[str, Any] = {
+    name: jax.ShapeDtypeStruct(leading + x.shape[1:], x.dtype) for name, x in one.items()
+  }
+  step = compiled_step(settings, plan, parts, source, plan.micro_batch_to_train)
+  return Made(parts, step, Rows(**shapes), streamed)
+
+
+class Pretend:
+  """A clock that advances by what the steps it wraps are said to take."""
+
+  def __init__(self, parts: Made, rest: float, per_pass: float, scatter: float = 0.0):
+    self.now, self.parts, self.rest, self.per_pass = 0.0, parts, rest, per_pass
+    self.scatter, self.random = scatter, np.random.default_rng(0)
+    self.trips: list[Any] = []
+
+  def clock(self) -> float:
+    return self.now
+
+  def step(self, state, rows, count, rate):
+    self.trips.append(count.item())
+    ended = bool(count) if self.parts.streamed else True
+    passes = 1 if self.parts.streamed else int(count)
+    took = self.per_pass * passes + (self.rest if ended else 0.0)
+    self.now += took * (1 + self.scatter * self.random.normal())
+    return self.parts.step(state, rows, count, rate)
+
+  def timing(self, passes: int) -> Timing:
+    parts = self.parts
+    return measure_step(
+      parts.trainer, self.step, parts.shapes,
+      streamed=parts.streamed, passes=passes, clock=self.clock,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("accumulation", ["fused", "streamed"])
+@pytest.mark.parametrize("passes", [1, 2, 4])
+def test_pass_and_rest_come_apart(accumulation, passes):
+  pretend = Pretend(made(accumulation), rest=0.03, per_pass=0.02)
+  timing = pretend.timing(passes)
+  assert timing.seconds_per_pass == pytest.approx(0.02)
+  assert timing.seconds_rest == pytest.approx(0.03)
+  assert timing.spread == pytest.approx(0.0)
+  if accumulation == "fused":
+    # As many passes as the run's step takes, and never fewer than two.
+    assert set(pretend.trips) == {1, max(2, passes)}
+
+
+def test_the_longer_step_has_room_in_the_program_and_in_the_time():
+  quick = Pretend(made(), rest=0.001, per_pass=0.001)
+  quick.timing(passes=50)
+  assert max(quick.trips) == 16  # the capacity
+  slow = Pretend(made(), rest=10.0, per_pass=20.0)
+  assert slow.timing(passes=16).repeats == 3
+  assert max(slow.trips) == 2
+
+
+def test_scatter_is_told():
+  timing = Pretend(made(), rest=0.0, per_pass=0.01, scatter=0.1).timing(passes=4)
+  assert 0.02 < timing.spread < 0.15
+  assert timing.repeats == 15
+  assert timing.seconds_per_pass == pytest.approx(0.01, rel=0.1)
+
+
+def test_a_rest_lost_in_scatter_is_none_at_all():
+  # A step of one pass that seems shorter than a pass.
+  assert measure._timing([0.9] * 3, [4.0] * 3, 4) == Timing(1.0, 0.0, 0.0, 3)
+  # More passes that seem to take no longer.
+  assert measure._timing([4.0] * 3, [4.0] * 3, 4) == Timing(1.0, 0.0, 0.0, 3)
+
+
+@pytest.mark.parametrize("accumulation", ["fused", "streamed"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_real_steps_are_timed_and_their_memory_is_freed(accumulation, packing, monkeypatch):
+  monkeypatch.setattr(measure, "_SECONDS", 0.1)
+  parts = made(accumulation, packing)
+  before = {id(array) for array in jax.live_arrays()}
+  timing = measure_step(parts.trainer, parts.step, parts.shapes, streamed=parts.streamed, passes=4)
+  assert 0 < timing.seconds_per_pass < 10
+  assert 0 <= timing.seconds_rest < 10
+  assert 0 <= timing.spread < 5
+  held = [x for x in jax.live_arrays() if id(x) not in before and x.nbytes > 8]
+  assert held == []
+
+
+def test_what_breaks_off_holds_no_memory_either():
+  parts = made()
+  before = {id(array) for array in jax.live_arrays()}
+
+  def broken(*_: object) -> Any:
+    raise RuntimeError("out of order")
+
+  with pytest.raises(RuntimeError, match="out of order"):
+    measure_step(parts.trainer, broken, parts.shapes, streamed=False, passes=1)
+  assert [x for x in jax.live_arrays() if id(x) not in before and x.nbytes > 8] == []
+
+
+def test_synthetic_rows_look_like_the_loaders():
+  parts = made(packing=True)
+  rows = measure._synthetic(parts.trainer, parts.shapes)
+  for made_row, shape in zip(jax.tree.leaves(rows), jax.tree.leaves(parts.shapes), strict=True):
+    assert (made_row.shape, made_row.dtype) == (shape.shape, shape.dtype)
+  assert len(jnp.unique(rows.inputs)) > 100
+  assert int(rows.inputs.max()) < 256
+  assert float(rows.weights.min()) == 1.0
+
+
+def test_the_training_state_is_not_touched(monkeypatch):
+  monkeypatch.setattr(measure, "_SECONDS", 0.1)
+  parts = made()
+  state = parts.trainer.init(seed=0)
+  before = jax.device_get(state)
+  measure_step(parts.trainer, parts.step, parts.shapes, streamed=False, passes=2)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)
