@@ -169,6 +169,7 @@ def test_the_manager_is_the_formula():
 fractions = st.fractions(Fraction(1, 8), 3, max_denominator=8)
 
 
+@settings(deadline=None)
 @given(fractions, fractions, st.integers(1, 12), st.integers(1, 5000), st.integers(1, 9))
 def test_the_manager_agrees_with_adding_increments_up(start, increment, count, samples, scale):
   manager = RampupBatchManager(
@@ -190,7 +191,7 @@ TYPES = {
   "rampup": ({"enable_rampup_batch_size": True}, None),
   "list": ({"batch_schedule": ((0, 32), (99, 64))}, [(0, 32), (99, 64)]),
   "linear": (
-    {"batch_schedule_type": "linear", "batch_schedule_length": 300},
+    {"batch_schedule_type": "linear", "batch_schedule_length": 300, "batch_size_start": 16},
     [(0, 16), (100, 32), (200, 48), (300, 64)],
   ),
   "doubling": (
@@ -214,6 +215,16 @@ def test_schedules(name):
 def test_the_last_batch_of_a_list_is_the_batch():
   plan = plan_of(devices(2), batch_schedule=((0, 32), (10_000, 64)), micro_batch_size=16)
   assert (plan.global_batch_to_train, plan.gradient_accumulation_steps) == (64, 2)
+
+
+@pytest.mark.parametrize("name", ["list", "linear", "doubling"])
+def test_schedules_do_not_depend_on_devices_or_microbatches(name):
+  # A microbatch may be chosen by memory; samples per update must not follow it.
+  found = {
+    plan_of(devices(count), batch_size=64, micro_batch_size=micro, **TYPES[name][0]).schedule.points
+    for count, micro in [(8, 2), (4, 2), (8, 1), (2, 4)]
+  }
+  assert len({tuple((point.at, point.batch) for point in points) for points in found}) == 1
 
 
 @pytest.mark.parametrize("scale", [1, 128])
@@ -434,8 +445,26 @@ REFUSALS = {
     "batch_schedule_type=linear needs the length of its ramp in samples; for example "
     "batch_schedule_length=10000",
   ),
+  "no start": (
+    {"batch_schedule_type": "linear", "batch_size": 64, "batch_schedule_length": 9},
+    "batch_schedule_type=linear needs batch_size_start, the samples of its first updates; "
+    "for example batch_size_start=8",
+  ),
+  "no start of an odd batch": (
+    {"batch_schedule_type": "doubling", "batch_size": 24, "batch_schedule_length": 9},
+    "batch_schedule_type=doubling needs batch_size_start, the samples of its first updates; but "
+    "batch_size=24 has no half on the 8 groups of devices that see different samples "
+    "(data 8 × fsdp 1): use linear",
+  ),
+  "no room for a start": (
+    {"batch_schedule_type": "linear", "batch_size": 8, "batch_schedule_length": 9},
+    "batch_schedule_type=linear needs batch_size_start, the samples of its first updates; but "
+    "nothing is below batch_size=8 on the 8 groups of devices that see different samples "
+    "(data 8 × fsdp 1); raise it",
+  ),
   "no doubling": (
-    {"batch_schedule_type": "doubling", "batch_size": 96, "batch_size_start": 32},
+    {"batch_schedule_type": "doubling", "batch_size": 96, "batch_size_start": 32,
+     "batch_schedule_length": 9},
     "batch_size_start=32 does not reach batch_size=96 by doubling; nearest: batch_size_start=24 or "
     "batch_size_start=48",
   ),

@@ -87,9 +87,11 @@ def test_explore_keeps_to_its_range():
 
 
 def test_a_schedule_leaves_the_sizes_that_work_in_every_stage():
-  ramp = {"batch_schedule_type": "linear", "batch_schedule_length": 1000}
-  # The ramp begins at one microbatch and must begin below the batch.
-  assert sizes(devices(8), batch_size=96, **ramp) == [1, 2, 3, 4, 6]
+  ramp = {"enable_rampup_batch_size": True, "global_rampup_samples": 1000}
+  # The ramp begins at one sample per device and pass and must begin below the run's size.
+  assert sizes(devices(8), batch_size=96, **ramp) == [2, 3, 4, 6, 12]
+  linear = {"batch_schedule_type": "linear", "batch_schedule_length": 1000, "batch_size_start": 8}
+  assert sizes(devices(8), batch_size=96, **linear) == [1, 2, 3, 4, 6, 12]
   listed = {"batch_schedule": "[[0, 32], [100, 96]]"}
   assert sizes(devices(8), **listed) == [1, 2, 3, 4, 6, 12]
 

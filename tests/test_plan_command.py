@@ -98,7 +98,7 @@ def test_a_plan_takes_less_than_a_second_and_no_jax():
   )
   keys = ["config=base", "num_devices=100000", "num_hosts=12500", "steps=1_000_000", "--json"]
   keys += ["batch_size=6_400_000", "micro_batch_size=1", "batch_schedule_type=linear"]
-  keys += ["batch_schedule_length=1_000_000_000"]
+  keys += ["batch_schedule_length=1_000_000_000", "batch_size_start=100_000"]
   began = time.perf_counter()
   done = subprocess.run(
     [sys.executable, "-c", code, *keys], capture_output=True, text=True, cwd=ROOT, check=False

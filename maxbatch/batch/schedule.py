@@ -97,18 +97,18 @@ def rampup(request: Request) -> Steps:
 
 def linear(request: Request) -> Steps:
   """From batch_size_start by batch_size_increment, over batch_schedule_length."""
-  start, target = _start(request), Fraction(request.sizes.batch)
-  increment = request.config.batch_size_increment
-  increment = Fraction(request.sizes.micro_batch if increment == -1 else increment)
+  length, start, target = _length(request), _start(request), Fraction(request.sizes.batch)
+  given = request.config.batch_size_increment
+  increment = start if given == -1 else Fraction(given)
   unit = Fraction(request.topology.num_batch_groups)
   keys = ("batch_size_start", "batch_size_increment")
   _check_increments(keys, (start, increment, target), unit, "batch_size")
-  return RampupBatchManager(start, increment, target, _length(request), 1).steps()
+  return RampupBatchManager(start, increment, target, length, 1).steps()
 
 
 def doubling(request: Request) -> Steps:
   """From batch_size_start to the run's batch by doubling, all batches for equally long."""
-  start, target = _start(request), request.sizes.batch
+  whole, start, target = _length(request), _start(request), request.sizes.batch
   doublings = (target / start).numerator.bit_length() - 1
   if start * 2**doublings != target or doublings == 0:
     halves = [target >> n for n in range(1, target.bit_length()) if target % (1 << n) == 0]
@@ -119,7 +119,7 @@ def doubling(request: Request) -> Steps:
       f"batch_size_start={text(start)} does not reach batch_size={target} by doubling; "
       + (f"nearest: {offers}" if near else "an odd multiple of the groups has no half: use linear")
     )
-  length = _length(request) / doublings
+  length = whole / doublings
   return [(stage * length, start * 2**stage) for stage in range(doublings + 1)]
 
 
@@ -207,9 +207,24 @@ def _largest_divisor(number: int, at_most: int) -> int:
 
 
 def _start(request: Request) -> Fraction:
-  """batch_size_start, by default one microbatch, which is checked like every stage."""
-  size = request.config.batch_size_start
-  return Fraction(request.sizes.micro_batch if size == -1 else size)
+  """batch_size_start, which has no default: a microbatch depends on the devices and their memory.
+
+  So would the ramp, and a run resumed on other devices would take other steps.
+  """
+  if request.config.batch_size_start != -1:
+    return Fraction(request.config.batch_size_start)
+  kind, target = request.config.batch_schedule_type, request.sizes.batch
+  groups = request.topology.num_batch_groups
+  halved = next((n for n in (8, 4, 2) if target % (n * groups) == 0), None)
+  if kind == "doubling" and halved is None:
+    offer = f"but batch_size={target} has no half on {groups_of(request.topology)}: use linear"
+  elif target == groups:
+    offer = f"but nothing is below batch_size={target} on {groups_of(request.topology)}; raise it"
+  else:
+    offer = f"for example batch_size_start={target // halved if halved else groups}"
+  raise UserError(
+    f"batch_schedule_type={kind} needs batch_size_start, the samples of its first updates; {offer}"
+  )
 
 
 def _length(request: Request) -> Fraction:
