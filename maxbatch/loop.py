@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -175,8 +175,6 @@ def _kept(job: Job) -> str:
   )
 
 
-def first_record(job: Job, params: Parameters) -> Mapping[str, int | float]:
-  """The record of step 0: the model before training, on the validation set."""
-  record: Record = {"step": 0, "samples": 0, "tokens": 0} | evaluate(job, params)
-  _note(job, record)
-  return record
+def first_record(job: Job, params: Parameters) -> None:
+  """Writes the record of step 0: the model before training, on the validation set."""
+  _note(job, {"step": 0, "samples": 0, "tokens": 0} | evaluate(job, params))

@@ -42,11 +42,11 @@ def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, stage: int = 1) -> Mesh:
 
 
 def uneven_rows(count: int, length: int, seed: int = 0) -> Rows:
-  """`count` rows [count, T] with very different numbers of tokens, rows 8 to 11 without any."""
+  """`count` rows [count, T] with very different numbers of tokens, rows 8 to 15 without any."""
   random = np.random.default_rng(seed)
   tokens = random.integers(0, 256, (count, length + 1)).astype(np.int32)
   counts = random.integers(0, length + 1, (count, 1))
-  counts[8:12] = 0
+  counts[8:16] = 0
   weights = (np.arange(length)[None] < counts).astype(np.float32)
   return Rows(tokens[:, :-1], tokens[:, 1:], weights, np.arange(count, dtype=np.int32))  # pyright: ignore
 

@@ -106,7 +106,7 @@ def test_any_split_gives_the_same_sums(model, whole, axes, k):
 
 
 def test_the_rows_hold_a_microbatch_of_padding_only():
-  weights = in_microbatches(uneven_rows(ROWS, T), 16, 16).weights
+  weights = in_microbatches(uneven_rows(ROWS, T), 8, CAPACITY).weights
   assert 0 in weights.sum((1, 2))
 
 
