@@ -7,6 +7,7 @@ backward pass nor computed twice. Sums, not means, so that microbatches and devi
 exactly the loss of the whole batch; the one division by the step's weight comes later.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from maxbatch.config.schema import ModelConfig
 from maxbatch.dropout import sample_keys
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.rows import Rows
-from maxbatch.sharding import constrain
+from maxbatch.sharding import constrain, local_shape, over_rows
 
 _TILE_BYTES = 64 * 2**20
 
@@ -46,8 +47,9 @@ def loss_sum(
 
 
 def num_tiles(config: ModelConfig, rows: int, length: int) -> int:
-  """Tiles into which `length` tokens are cut: num_vocab_tiling, or few enough for 64 MiB each."""
-  wanted = config.num_vocab_tiling or -(-rows * length * config.vocab_size * 4 // _TILE_BYTES)
+  """Tiles into which `length` tokens are cut: num_vocab_tiling, or few enough for 64 MiB a device."""
+  held = local_shape(("batch", "length", "vocab"), (rows, length, config.vocab_size))
+  wanted = config.num_vocab_tiling or -(-math.prod(held) * 4 // _TILE_BYTES)
   return next(tiles for tiles in range(min(wanted, length), length + 1) if length % tiles == 0)
 
 
@@ -60,8 +62,15 @@ def cross_entropy_sum(
   z_weight: float,
 ) -> jax.Array:
   """Σ weight · (log Z − logit[target] + z_weight · (log Z)²), with log Z in float32."""
+
+  def of_rows(matrix_DV: jax.Array, *rows: jax.Array) -> jax.Array:
+    hidden_BTD, targets_BT, weights_BT = rows
+    total = _cross_entropy_sum(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight)
+    return total[None]
+
   with jax.named_scope("head"):
-    return _cross_entropy_sum(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight)
+    axes = ("embed", "vocab")
+    return over_rows(of_rows, matrix_DV, axes, hidden_BTD, targets_BT, weights_BT).sum()
 
 
 def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight):

@@ -4,6 +4,7 @@ Parameters and activations name their dimensions with logical axes; the table ma
 axes. A dimension that the devices do not divide evenly is kept whole on each of them, and reported.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -103,23 +104,40 @@ def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
   return jax.lax.with_sharding_constraint(x, places)
 
 
-def over_rows(function: Callable[..., jax.Array], whole: jax.Array, rows: jax.Array) -> jax.Array:
-  """`function(whole, rows)`, run by each device on its own rows.
+def over_rows(
+  function: Callable[..., jax.Array], stored: jax.Array, axes: LogicalAxes, *rows: jax.Array
+) -> jax.Array:
+  """`function(whole parameter, *rows)`, run by each device on its own rows (B, …) → (B, …).
 
-  For gathers: the compiler would rather send rows between the devices that fsdp sets apart.
-  `whole` must not be divided over fsdp; its gradient is summed over it.
+  For what the compiler would divide otherwise: gathers, for which it sends rows between the devices
+  that fsdp sets apart, and sums over tokens in a loop, which it completes in every turn. Here the
+  parameter is gathered before and its gradient summed after, once.
+
+  Args:
+    function: of the whole parameter and one device's rows.
+    stored: the parameter, laid out as the table says or in any other way.
+    axes: its logical axes.
+    rows: arrays whose first dimension is the batch.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if "fsdp" in mesh.manual_axes or mesh.shape.get("fsdp", 1) == 1:
-    return function(whole, rows)
-  on_fsdp = PartitionSpec("fsdp")
+    return function(stored, *rows)
+  place = PartitionSpec(
+    *("fsdp" if names == "fsdp" else None for names in open_spec(axes, stored.shape))
+  )
+
+  def local(part: jax.Array, *rows: jax.Array) -> jax.Array:
+    if "fsdp" in place:
+      part = jax.lax.all_gather(part, "fsdp", axis=place.index("fsdp"), tiled=True)
+    return function(part, *rows)
+
   return jax.shard_map(
-    function,
-    in_specs=(PartitionSpec(), on_fsdp),
-    out_specs=on_fsdp,
+    local,
+    in_specs=(place, *(PartitionSpec("fsdp") for _ in rows)),
+    out_specs=PartitionSpec("fsdp"),
     axis_names={"fsdp"},
     check_vma=False,
-  )(whole, rows)
+  )(stored, *rows)
 
 
 def open_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
@@ -128,17 +146,44 @@ def open_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
   Inside a shard_map the axes it has taken over are already divided, so they are left out.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  sizes = {name: 1 if name in mesh.manual_axes else size for name, size in mesh.shape.items()}
+  sizes = _open_sizes()
   divided = (_divide(axis, size, sizes) for axis, size in zip(axes, shape, strict=True))
   return PartitionSpec(*(_without(names, mesh.manual_axes) for names in divided))
+
+
+def _open_sizes() -> dict[str, int]:
+  """Devices along each axis that is not taken over around; 1 for the others, or without a mesh."""
+  mesh = jax.sharding.get_abstract_mesh()
+  return {name: 1 if name in mesh.manual_axes else mesh.shape.get(name, 1) for name in AXES}
+
+
+def local_shape(axes: LogicalAxes, shape: Sequence[int]) -> tuple[int, ...]:
+  """What one device holds of an array of this shape, in the code around."""
+  sizes = _open_sizes()
+  divided = (_divide(axis, size, sizes) for axis, size in zip(axes, shape, strict=True))
+  ways = (math.prod(sizes[name] for name in names or ()) for names in divided)
+  return tuple(size // by for size, by in zip(shape, ways, strict=True))
 
 
 def gathered(parameter: jax.Array, axes: LogicalAxes) -> jax.Array:
   """A parameter as it is used: whole along `embed`, which fsdp divides only to store it.
 
-  Said outright, because the compiler may otherwise move activations instead of parameters.
+  Said outright, because the compiler may otherwise move activations instead of parameters. Its
+  gradient is asked for as the parameter is stored: each device then receives only its share of the
+  sum. (The gradient of a constraint is the same constraint: everyone would receive everything.)
   """
+  return _gathered(parameter, axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gathered(parameter: jax.Array, axes: LogicalAxes) -> jax.Array:
   return constrain(parameter, tuple(None if axis == "embed" else axis for axis in axes))
+
+
+_gathered.defvjp(
+  lambda parameter, axes: (_gathered(parameter, axes), None),
+  lambda axes, _, gradient: (constrain(gradient, axes),),
+)
 
 
 def _without(axes: tuple[str, ...] | None, taken: Sequence[str]) -> tuple[str, ...] | None:

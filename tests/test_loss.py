@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support import mesh
 from tiny_model import loud_parameters, random_rows, tiny_config, tiny_model
 
 from maxbatch.loss import cross_entropy_sum, loss_sum, num_tiles
@@ -214,3 +215,10 @@ def test_the_wanted_tiles_or_the_next_that_divide_the_row(wanted, length):
 )
 def test_unset_cuts_into_pieces_of_64_mebibytes(rows, length, vocabulary, tiles):
   assert num_tiles(tiny_config(f"vocab_size={vocabulary}"), rows, length) == tiles
+
+
+def test_tiles_are_sized_by_what_one_device_holds():
+  config = tiny_config("vocab_size=65536")
+  assert num_tiles(config, 16, 64) == 4
+  with jax.sharding.use_abstract_mesh(mesh(fsdp=2, tensor=2).abstract_mesh):
+    assert num_tiles(config, 16, 64) == 1

@@ -18,7 +18,12 @@ class Parameter(nnx.Param):
 
   def ready(self, dtype: jax.typing.DTypeLike) -> jax.Array:
     """The value in the precision of the computation, gathered from where it is stored."""
-    return gathered(self[...].astype(dtype), self.get_metadata()["axes"])
+    return gathered(self[...].astype(dtype), self.axes)
+
+  @property
+  def axes(self) -> LogicalAxes:
+    """The logical axes of its dimensions, without that of stacked layers."""
+    return self.get_metadata()["axes"]
 
 
 def parameter(

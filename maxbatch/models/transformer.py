@@ -28,6 +28,9 @@ REMAT_POLICIES = {
 }
 
 
+_MOVES = ("sharding_constraint", "convert_element_type", "reshape")
+
+
 class Block(nnx.Module):
   """One layer: attention and feed-forward, each normalized before and added to the stream."""
 
@@ -83,7 +86,8 @@ class Transformer(nnx.Module):
   def _embed(self, rows: Rows) -> jax.Array:
     """Tokens, and learned positions, as vectors (B, T, D)."""
     dtype, T = self.config.dtype, rows.inputs.shape[1]
-    x_BTD = over_rows(_look_up, self.embedding.ready(dtype), rows.inputs)
+    table_VD = self.embedding[...].astype(dtype)
+    x_BTD = over_rows(_look_up, table_VD, self.embedding.axes, rows.inputs)
     if self.position_embedding is not None:
       table_TD = self.position_embedding.ready(dtype)
       x_BTD = x_BTD + (table_TD[None, :T] if rows.positions is None else table_TD[rows.positions])
@@ -91,9 +95,9 @@ class Transformer(nnx.Module):
 
   @jax.named_scope("head")
   def output_matrix(self) -> jax.Array:
-    """The matrix (D, V) from hidden states to logits, in config.dtype."""
+    """The matrix (D, V) from hidden states to logits, in config.dtype, laid out as it is stored."""
     dtype = self.config.dtype
-    return self.embedding.ready(dtype).T if self.head is None else self.head.ready(dtype)
+    return (self.embedding[...].T if self.head is None else self.head[...]).astype(dtype)
 
 
 def _look_up(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
@@ -146,9 +150,11 @@ def _remat_policy(name: str) -> Callable[..., bool] | None:
   return _all_but_moved if divided else None
 
 
-def _all_but_moved(primitive: Any, *_: Any, **__: Any) -> bool:
+def _all_but_moved(primitive: Any, *_: Any, **parameters: Any) -> bool:
   """Keeps what was computed; what was only gathered, cast or reshaped is so again."""
-  return primitive.name not in ("sharding_constraint", "convert_element_type", "reshape")
+  inside = parameters.get("call_jaxpr")  # of a function with a gradient of its own, as `gathered`
+  names = [primitive.name] if inside is None else [each.primitive.name for each in inside.eqns]
+  return any(name not in _MOVES for name in names)
 
 
 def _unstack(parameters: nnx.State, length: int) -> list[nnx.State]:

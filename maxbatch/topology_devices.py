@@ -1,0 +1,63 @@
+"""The devices a program is compiled for: those of the run, or those of a TPU slice that is not here.
+
+The TPU compiler runs on any machine. It describes a slice's devices, and programs can be compiled
+for these, but never run.
+"""
+
+import importlib.util
+import os
+from collections.abc import Sequence
+
+import jax
+from jax.experimental import topologies
+
+from maxbatch.accelerators import slice_named
+from maxbatch.config.schema import Config
+from maxbatch.devices import Device, find_devices
+from maxbatch.errors import UserError
+
+_ENVIRONMENT = {
+  # Else the TPU library asks a cloud's metadata server about the machine it is on, for minutes.
+  "TPU_SKIP_MDS_QUERY": "1",
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+  # Compiling holds no TPU, so nobody needs to be kept out.
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+def devices_of(config: Config) -> Sequence[Device]:
+  """What the configuration's programs are compiled for.
+
+  Raises:
+    UserError: as `topology_devices` and `find_devices`.
+  """
+  name = config.compile.compile_topology
+  if not name:
+    return find_devices(config.mesh.num_simulated_devices)
+  return topology_devices(name, config.compile.compile_topology_num_slices)
+
+
+def topology_devices(name: str, num_slices: int = 1) -> Sequence[Device]:
+  """The devices of `num_slices` TPU slices of this name, for compiling only.
+
+  Raises:
+    UserError: there is no such slice, or the TPU compiler is not installed.
+  """
+  slice_ = slice_named(name)
+  if importlib.util.find_spec("libtpu") is None:
+    raise UserError(
+      f"compile_topology={name} needs the TPU compiler, which is not installed; "
+      "pip install 'maxbatch[tpu]' installs it, on any Linux machine"
+    )
+  for key, value in _ENVIRONMENT.items():
+    os.environ.setdefault(key, value)
+  if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_platforms", "cpu")
+  return topologies.get_topology_desc(
+    platform="tpu",
+    topology_name=slice_.topology_name,
+    chip_config_name=slice_.chip_config_name,
+    chips_per_host_bounds=slice_.chips_per_host_bounds,
+    num_slices=num_slices,
+  ).devices
