@@ -1,0 +1,116 @@
+"""What the makers publish about TPUs, as one device of each generation has it.
+
+Bandwidths are sums over all links in one direction: of a published bidirectional figure, half.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+  """One device as jax counts them: a chip of v4 to v6e, half a chip of tpu7x."""
+
+  generation: str
+  device_kind: str
+  """As jax reports it."""
+  peak_flops: float
+  """bfloat16 FLOPs per second."""
+  hbm_bytes: int
+  hbm_bandwidth: float
+  """Bytes per second of main memory."""
+  ici_bandwidth: float
+  """Bytes per second that the links to other chips of a slice take in, all together."""
+  ici_links: int
+  dcn_bandwidth: float
+  """Bytes per second to other slices: the host's network divided by its devices."""
+  clock: float
+  """Hz: the compiler's estimated cycles divided by this are seconds."""
+  matrix_unit: int
+  """Width of a matrix unit; a narrower product leaves the rest of it idle."""
+
+
+_GIB = 2**30
+_BIT = 1 / 8
+
+CHIPS: Mapping[str, Chip] = {
+  chip.generation: chip
+  for chip in (
+    # cloud.google.com/tpu/docs/v4: 275 TFLOPs, 32 GiB, 1200 GBps. Links: Jouppi et al. 2023,
+    # arxiv.org/abs/2304.01433, six of 50 GB/s each way, in line with that page's all-reduce
+    # bandwidth of 1.1 PB/s for 4096 chips. No figure for the network: v5p's is assumed.
+    Chip(
+      generation="v4",
+      device_kind="TPU v4",
+      peak_flops=275e12,
+      hbm_bytes=32 * _GIB,
+      hbm_bandwidth=1200e9,
+      ici_bandwidth=6 * 50e9,
+      ici_links=6,
+      dcn_bandwidth=50e9 * _BIT,
+      clock=1.05e9,
+      matrix_unit=128,
+    ),
+    # cloud.google.com/tpu/docs/v5e: 197 TFLOPs, 16 GB, 819 GBps (another version: 800 GiBps), ICI
+    # 400 GBps bidirectional over 4 ports, 6.4 Tbps of network for 256 chips.
+    Chip(
+      generation="v5e",
+      device_kind="TPU v5 lite",
+      peak_flops=197e12,
+      hbm_bytes=16 * _GIB,
+      hbm_bandwidth=819e9,
+      ici_bandwidth=400e9 / 2,
+      ici_links=4,
+      dcn_bandwidth=6.4e12 / 256 * _BIT,
+      clock=1.5e9,
+      matrix_unit=128,
+    ),
+    # cloud.google.com/tpu/docs/v5p: 459 TFLOPs, 95 GiB, 2765 GBps, ICI 1200 GBps bidirectional in
+    # a 3D torus, network 50 Gbps per chip.
+    Chip(
+      generation="v5p",
+      device_kind="TPU v5",
+      peak_flops=459e12,
+      hbm_bytes=95 * _GIB,
+      hbm_bandwidth=2765e9,
+      ici_bandwidth=1200e9 / 2,
+      ici_links=6,
+      dcn_bandwidth=50e9 * _BIT,
+      clock=1.75e9,
+      matrix_unit=128,
+    ),
+    # cloud.google.com/tpu/docs/v6e: 918 TFLOPs, 32 GB, 1638 GBps, ICI 800 GBps bidirectional over
+    # 4 ports, 256x256 matrix units; cloud.google.com/tpu/docs/tpu7x: network 100 Gbps per chip.
+    Chip(
+      generation="v6e",
+      device_kind="TPU v6 lite",
+      peak_flops=918e12,
+      hbm_bytes=32 * _GIB,
+      hbm_bandwidth=1638e9,
+      ici_bandwidth=800e9 / 2,
+      ici_links=4,
+      dcn_bandwidth=100e9 * _BIT,
+      clock=1.75e9,
+      matrix_unit=256,
+    ),
+    # cloud.google.com/tpu/docs/tpu7x, halved, for a chip shows itself as two devices: 2307 TFLOPs,
+    # 192 GiB, 7380 GBps, ICI 1200 GBps bidirectional in a 3D torus, network 100 Gbps per chip.
+    Chip(
+      generation="tpu7x",
+      device_kind="TPU7x",
+      peak_flops=2307e12 / 2,
+      hbm_bytes=192 * _GIB // 2,
+      hbm_bandwidth=7380e9 / 2,
+      ici_bandwidth=1200e9 / 2 / 2,
+      ici_links=6,
+      dcn_bandwidth=100e9 * _BIT / 2,
+      clock=2.2e9,
+      matrix_unit=256,
+    ),
+  )
+}
+
+
+def chip_for(device_kind: str) -> Chip | None:
+  """The chip that jax calls `device_kind`; None if nothing is known about it."""
+  return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)

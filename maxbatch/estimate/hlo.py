@@ -1,0 +1,243 @@
+"""Compiled HLO text as computations and instructions. No jax, no protobuf: the text is enough.
+
+The format is that of `jax.stages.Compiled.as_text()`. What a field means:
+https://openxla.org/xla/operation_semantics and openxla.org/xla/hlo_dumps. A TPU's backend_config
+and memory spaces, S(n) behind a layout, are documented nowhere; they are read as they appear.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+
+from maxbatch.estimate.replica_groups import ReplicaGroups, parse_groups
+
+_BITS = re.compile(r"(?:s|u|f|bf|c)(\d+)")
+_BODY_START = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*|.*-> .*)?\{")
+_BODY_END = re.compile(r"\}(?:, execution_thread.*)?")
+_ASSIGNED = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
+_SPACE = re.compile(r"S\((\d+)\)")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_BRACKET = re.compile(r"[()]")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(
+  r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation"
+  r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
+)
+_OP_NAME = re.compile(r'metadata=\{[^}]*?op_name="([^"]*)"')
+_CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_COST = re.compile(r'"?cost_estimate"?[:=]\{([^}]*)\}')
+_NUMBER = re.compile(r'"?(\w+)"?[:=]"?(\d+)')
+_PARTITIONS = re.compile(r"(?:num_partitions|replica_count)=(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+  """An array: its element type, its sizes, and the memory it lives in (0: main memory)."""
+
+  dtype: str
+  dims: tuple[int, ...]
+  space: int = 0
+
+  @property
+  def elements(self) -> int:
+    """How many there are; 1 for a scalar."""
+    return math.prod(self.dims)
+
+  @property
+  def bytes(self) -> int:
+    """Without the padding of a tiled layout; tokens and opaque values have none."""
+    return -(-self.elements * _bits(self.dtype) // 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+  """One line of HLO."""
+
+  name: str
+  opcode: str
+  shapes: tuple[Shape, ...]
+  """The result's arrays; those of a nested tuple one after another."""
+  operands: tuple[str, ...]
+  """Names, within the same computation."""
+  arguments: str
+  """What stands in the parentheses: a constant's value, a parameter's number."""
+  attributes: str
+  """What follows the parentheses, as text."""
+  called: Mapping[str, tuple[str, ...]]
+  """Computations by the attribute that names them: calls, to_apply, body, condition, …"""
+  op_name: str
+  """The path of named scopes and transformations that jax gave it; empty if unknown."""
+  cycles: int | None
+  """The compiler's own estimate of one execution (TPU); None if it has none."""
+  target: str
+  """What a custom call calls; empty for others."""
+
+  @property
+  def bytes(self) -> int:
+    """Bytes of the whole result."""
+    return sum(shape.bytes for shape in self.shapes)
+
+  @property
+  def computations(self) -> tuple[str, ...]:
+    """All computations it calls."""
+    return tuple(name for names in self.called.values() for name in names)
+
+  @property
+  def cost_estimate(self) -> Mapping[str, int]:
+    """A custom call's own: flops, transcendentals, bytes_accessed; empty if it states none."""
+    found = _COST.search(self.attributes)
+    return {key: int(n) for key, n in _NUMBER.findall(found[1])} if found else {}
+
+  @property
+  def known_trips(self) -> int | None:
+    """Trips of a while loop where the compiler wrote them down."""
+    found = _TRIPS.search(self.attributes)
+    return int(found[1]) if found else None
+
+  @property
+  def index(self) -> int | None:
+    """Which element a get-tuple-element takes."""
+    found = re.search(r"\bindex=(\d+)", self.attributes)
+    return int(found[1]) if found else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+  """Instructions by name, in the order of the text."""
+
+  name: str
+  instructions: Mapping[str, Instruction]
+  root: str
+
+  def __iter__(self) -> Iterator[Instruction]:
+    return iter(self.instructions.values())
+
+  def operand(self, instruction: Instruction, number: int) -> Instruction | None:
+    """The instruction that makes an operand; None if there is no such operand."""
+    if number >= len(instruction.operands):
+      return None
+    return self.instructions.get(instruction.operands[number])
+
+  def parameters(self) -> list[Instruction]:
+    """By their number."""
+    found = [one for one in self if one.opcode == "parameter"]
+    return sorted(found, key=lambda one: int(one.arguments))
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """A compiled module."""
+
+  computations: Mapping[str, Computation]
+  entry: str
+  num_devices: int
+  """Devices that run it together: replicas times partitions."""
+
+  def called_by(self, instruction: Instruction) -> list[Computation]:
+    """The computations an instruction calls."""
+    return [self.computations[name] for name in instruction.computations]
+
+  def groups(self, instruction: Instruction) -> ReplicaGroups:
+    """The devices among which a collective communicates."""
+    return parse_groups(instruction.attributes, self.num_devices)
+
+
+def parse(text: str) -> Program:
+  """The program that `compiled.as_text()` shows.
+
+  Raises:
+    ValueError: the text is no HLO module or has no entry computation.
+  """
+  computations: dict[str, Computation] = {}
+  entry = ""
+  for is_entry, name, lines in _bodies(text):
+    computations[name] = _computation(name, lines)
+    entry = name if is_entry else entry
+  if not entry:
+    raise ValueError("this is no HLO text: it has no ENTRY computation")
+  devices = math.prod(map(int, _PARTITIONS.findall(text.partition("\n")[0])))
+  return Program(computations, entry, devices)
+
+
+def _bodies(text: str) -> Iterator[tuple[bool, str, list[str]]]:
+  """(is entry, name, instructions) of each computation; a kernel's metadata may span lines."""
+  head: tuple[bool, str] | None = None
+  lines: list[str] = []
+  for line in text.splitlines():
+    if head is None:
+      start = _BODY_START.fullmatch(line.rstrip())
+      if start and start[2] != "HloModule":
+        head, lines = (bool(start[1]), start[2]), []
+    elif _BODY_END.fullmatch(line):
+      yield *head, lines
+      head = None
+    elif _ASSIGNED.match(line):
+      lines.append(line)
+    elif lines:
+      lines[-1] += line
+
+
+def _computation(name: str, lines: list[str]) -> Computation:
+  instructions: dict[str, Instruction] = {}
+  root = ""
+  for line in lines:
+    found = _ASSIGNED.match(line)
+    assert found is not None
+    one = _instruction(found[2], line[found.end() :])
+    instructions[one.name] = one
+    root = one.name if found[1] else root
+  return Computation(name, instructions, root or next(reversed(instructions), ""))
+
+
+def _instruction(name: str, text: str) -> Instruction:
+  """Of `type opcode(arguments), attributes`."""
+  end_of_type = _closing(text, 0) if text.startswith("(") else text.find(" ")
+  opcode = _OPCODE.match(text, end_of_type)
+  if opcode is None:
+    raise ValueError(f"this is no HLO instruction: %{name} = {text[:80]}")
+  end = _closing(text, opcode.end() - 1)
+  arguments, attributes = text[opcode.end() : end - 1], text[end:]
+  op_name, cycles = _OP_NAME.search(attributes), _CYCLES.search(attributes)
+  target = _TARGET.search(attributes)
+  return Instruction(
+    name,
+    opcode[1],
+    _shapes(text[:end_of_type]),
+    () if opcode[1] in ("constant", "parameter") else tuple(_OPERAND.findall(arguments)),
+    arguments,
+    attributes,
+    {key: tuple(re.findall(r"[\w.\-]+", names)) for key, names in _CALLED.findall(attributes)},
+    op_name[1] if op_name else "",
+    int(cycles[1]) if cycles else None,
+    target[1] if target else "",
+  )
+
+
+def _closing(text: str, start: int) -> int:
+  """Just behind the parenthesis that closes the one at `start`."""
+  depth = 0
+  for bracket in _BRACKET.finditer(text, start):
+    depth += 1 if bracket[0] == "(" else -1
+    if depth == 0:
+      return bracket.end()
+  raise ValueError(f"this is no HLO: a parenthesis is never closed in {text[:80]}")
+
+
+def _shapes(text: str) -> tuple[Shape, ...]:
+  """The arrays in a type such as f32[8,128]{1,0:T(8,128)S(1)} or a tuple of them."""
+  shapes = []
+  for dtype, dims, layout in _ARRAY.findall(text):
+    space = _SPACE.search(layout)
+    sizes = tuple(int(size.lstrip("<=")) for size in dims.split(",") if size)
+    shapes.append(Shape(dtype, sizes, int(space[1]) if space else 0))
+  return tuple(shapes)
+
+
+def _bits(dtype: str) -> int:
+  """Of one element; f8e4m3 and its like begin with their width."""
+  found = _BITS.match(dtype)
+  return int(found[1]) if found else 8 * (dtype == "pred")

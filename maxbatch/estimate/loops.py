@@ -1,0 +1,121 @@
+"""How often a while loop runs, as far as its program says."""
+
+import dataclasses
+import re
+
+from maxbatch.estimate.hlo import Computation, Instruction, Program
+
+_SAME_VALUE = ("copy", "convert", "bitcast", "reshape", "broadcast", "copy-done", "copy-start")
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+  """A computation together with the instruction that runs it, in whose frame its operands are."""
+
+  computation: Computation
+  caller: Instruction | None = None
+  outer: "Frame | None" = None
+
+  def inner(self, computation: Computation, caller: Instruction) -> "Frame":
+    """The frame of what `caller`, in this one, runs."""
+    return Frame(computation, caller, self)
+
+
+def trips(program: Program, frame: Frame, loop: Instruction) -> int | None:
+  """Trips of `loop`; None if they are data, as those of the loop over microbatches.
+
+  The compiler writes the number down on some platforms. Elsewhere the condition compares a counter
+  to a constant, which may have been carried in from outside.
+  """
+  if loop.known_trips is not None:
+    return loop.known_trips
+  condition = frame.inner(program.computations[loop.called["condition"][0]], loop)
+  return _limit(program, condition, condition.computation.instructions[condition.computation.root])
+
+
+def _limit(program: Program, frame: Frame, test: Instruction) -> int | None:
+  """The trips after which `test` fails."""
+  if test.opcode == "fusion":
+    called = frame.inner(program.called_by(test)[0], test)
+    return _limit(program, called, called.computation.instructions[called.computation.root])
+  if test.opcode != "compare":
+    return None
+  up = "direction=L" in test.attributes
+  counter, limit = (
+    frame.computation.operand(test, number) for number in ((0, 1) if up else (1, 0))
+  )
+  source = _carry_of(frame, counter) if counter else None
+  last = _value(program, frame, limit) if limit else None
+  if source is None or last is None:
+    return None
+  loop, taken = source
+  carried = _carried(loop, taken)
+  first = _value(program, *carried) if carried else None
+  if first is None:
+    return None
+  last += "direction=LE" in test.attributes or "direction=GE" in test.attributes
+  return max(0, -(-(last - first) // _step(program, loop, taken)))
+
+
+def _carry_of(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] | None:
+  """The get-tuple-element, and its frame, that takes `one` from a loop's carry."""
+  while one.opcode in _SAME_VALUE and one.operands:
+    one = frame.computation.instructions[one.operands[0]]
+  if one.opcode == "parameter" and frame.caller and frame.outer:
+    outer = frame.outer.computation.operand(frame.caller, int(one.arguments))
+    return _carry_of(frame.outer, outer) if outer else None
+  return (frame, one) if one.opcode == "get-tuple-element" else None
+
+
+def _step(program: Program, frame: Frame, counter: Instruction) -> int:
+  """What a trip adds to the counter: 1, unless the body says otherwise, as where it was unrolled."""
+  assert frame.caller is not None
+  assert frame.outer is not None
+  assert counter.index is not None
+  body = frame.outer.inner(program.computations[frame.caller.called["body"][0]], frame.caller)
+  new = body.computation.operand(
+    body.computation.instructions[body.computation.root], counter.index
+  )
+  if new is None or new.opcode != "add":
+    return 1
+  added = (body.computation.instructions[name] for name in new.operands)
+  return next((value for one in added if (value := _value(program, body, one))), 1)
+
+
+def _value(program: Program, frame: Frame, one: Instruction) -> int | None:
+  """A scalar integer's value, if it is the same in all trips of the loops around it."""
+  if one.opcode == "constant":
+    return int(one.arguments) if re.fullmatch(r"-?\d+", one.arguments) else None
+  if one.opcode in _SAME_VALUE and one.operands:
+    return _value(program, frame, frame.computation.instructions[one.operands[0]])
+  if one.opcode == "parameter" and frame.caller and frame.caller.opcode != "while" and frame.outer:
+    outer = frame.outer.computation.operand(frame.caller, int(one.arguments))
+    return _value(program, frame.outer, outer) if outer else None
+  if one.opcode != "get-tuple-element" or not _is_kept(program, frame, one):
+    return None
+  carried = _carried(frame, one)
+  return _value(program, *carried) if carried else None
+
+
+def _carried(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] | None:
+  """What stood outside the loop in the element of the carry that `one` takes."""
+  source = frame.computation.operand(one, 0)
+  if one.opcode != "get-tuple-element" or source is None or source.opcode != "parameter":
+    return None
+  if frame.caller is None or frame.outer is None or frame.caller.opcode != "while":
+    return None
+  initial = frame.outer.computation.operand(frame.caller, 0)
+  if initial is None or initial.opcode != "tuple" or one.index is None:
+    return None
+  element = frame.outer.computation.operand(initial, one.index)
+  return (frame.outer, element) if element else None
+
+
+def _is_kept(program: Program, frame: Frame, one: Instruction) -> bool:
+  """Whether the body of the loop hands on unchanged the element of the carry that `one` takes."""
+  if frame.caller is None or frame.caller.opcode != "while" or one.index is None:
+    return False
+  body = program.computations[frame.caller.called["body"][0]]
+  root = body.instructions[body.root]
+  new = body.operand(root, one.index) if root.opcode == "tuple" else None
+  return new is not None and new.opcode == "get-tuple-element" and new.index == one.index

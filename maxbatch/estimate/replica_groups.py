@@ -1,0 +1,108 @@
+"""Which devices a collective joins, from the three ways in which HLO writes it down.
+
+Explicit lists {{0,1},{2,3}}; an iota that is reshaped and transposed, [2,2]<=[4] or
+[2,2]<=[2,2]T(1,0); and axes of a mesh, mesh['a'=2,'b'=2] {'b'}.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Sequence
+
+_LISTS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"(?:replica_groups=|device_ids=\(?)\[([\d,]+)\](?:<=\[([\d,]+)\])?")
+_TURN = re.compile(r"(?:<=)?\[[\d,]+\]\)?\s*T\(([\d,]+)\)")
+_MESH = re.compile(r"replica_groups=@?\w*mesh\w*\[([^\]]*)\](.*?)\{([^}]*)\}")
+_AXIS = re.compile(r"'([^']+)'=(\d+)")
+_USED = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
+_PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaGroups:
+  """Groups of device numbers; each group communicates among itself."""
+
+  groups: tuple[tuple[int, ...], ...]
+
+  @property
+  def size(self) -> int:
+    """Devices of the largest group."""
+    return max((len(group) for group in self.groups), default=1)
+
+  def crosses(self, devices_per_slice: int) -> bool:
+    """Whether some group has devices of two slices, numbered one slice after another."""
+    return any(len({one // devices_per_slice for one in group}) > 1 for group in self.groups)
+
+
+def parse_groups(attributes: str, num_devices: int) -> ReplicaGroups:
+  """The groups in a collective's attributes; none written, or empty ones, mean all devices."""
+  if found := _PAIRS.search(attributes):
+    return ReplicaGroups(_lists(found[1]))
+  if found := _MESH.search(attributes):
+    return ReplicaGroups(_mesh_groups(*found.groups()))
+  if found := _IOTA.search(attributes):
+    turn = _TURN.search(attributes, found.start())
+    return ReplicaGroups(_iota_groups(found[1], found[2] or "", turn[1] if turn else ""))
+  found = _LISTS.search(attributes)
+  groups = _lists(found[1]) if found else ()
+  return ReplicaGroups(groups or (tuple(range(num_devices)),))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+  return tuple(int(number) for number in text.split(",") if number)
+
+
+def _lists(text: str) -> tuple[tuple[int, ...], ...]:
+  return tuple(_numbers(group) for group in re.findall(r"\{([\d,]*)\}", text))
+
+
+def _iota_groups(shape: str, source: str, turn: str) -> tuple[tuple[int, ...], ...]:
+  """[number of groups, size of each] over a transposed iota."""
+  sizes = _numbers(shape)
+  devices = _transposed(_numbers(source) or (math.prod(sizes),), _numbers(turn))
+  return _cut(devices, sizes[-1])
+
+
+def _mesh_groups(mesh: str, order: str, used: str) -> tuple[tuple[int, ...], ...]:
+  """Groups along the axes `used`, over the devices of the mesh in row-major order.
+
+  An axis may be used in part, 'a':(p)s: s of its devices, whose numbers differ by what the axis
+  has left below p·s. The axis is then cut into three, of which the middle one is used.
+  """
+  parts: list[int] = []
+  inside: list[int] = []
+  chosen = {name: (before, size) for name, before, size in _USED.findall(used)}
+  for name, size in _AXIS.findall(mesh):
+    before, part = chosen.get(name, ("", ""))
+    if not part:
+      inside += [len(parts)] if name in chosen else []
+      parts.append(int(size))
+      continue
+    inside.append(len(parts) + 1)
+    parts += [int(before), int(part), int(size) // (int(before) * int(part))]
+  outside = [axis for axis in range(len(parts)) if axis not in inside]
+  places = _transposed(parts, [*outside, *inside])
+  devices = _device_order(order, math.prod(parts))
+  return _cut([devices[place] for place in places], math.prod(parts[axis] for axis in inside))
+
+
+def _device_order(text: str, count: int) -> Sequence[int]:
+  """The mesh's devices, row-major: counted up, unless device_ids say otherwise."""
+  found = _IOTA.search(text)
+  if found is None:
+    return range(count)
+  turn = _TURN.search(text, found.start())
+  return _transposed(_numbers(found[2] or found[1]), _numbers(turn[1]) if turn else ())
+
+
+def _transposed(sizes: Sequence[int], turn: Sequence[int]) -> list[int]:
+  """0, 1, 2, … in an array of `sizes`, read after its axes were permuted by `turn`."""
+  strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
+  axes = turn or range(len(sizes))
+  steps = ([strides[axis] * place for place in range(sizes[axis])] for axis in axes)
+  return [sum(offsets) for offsets in itertools.product(*steps)]
+
+
+def _cut(devices: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
+  return tuple(tuple(devices[at : at + size]) for at in range(0, len(devices), size))

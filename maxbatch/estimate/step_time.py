@@ -1,0 +1,315 @@
+"""From costs to seconds: of one trip of the loop over microbatches, and of the rest of a step.
+
+How a time is bounded
+- An operation takes the compiler's cycles, where it has stated some. Else it takes the roofline:
+  the longer of its matrix products at peak and of its bytes at the main memory's bandwidth. Kernels
+  whose heads are narrower than the matrix unit are charged the whole unit.
+- A collective takes its bytes over all links of a chip at once, or over the host's network where a
+  group crosses slices: latency, and links that a group's shape leaves idle, are not counted.
+- Operations follow one another. A synchronous collective stops them. Asynchronous collectives and
+  copies run beside the operations of the same loop body, and only what is longer than those adds to
+  the time.
+So operations without the compiler's estimate and all collectives are at least as slow as said here.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+from maxbatch.estimate.chips import Chip
+from maxbatch.estimate.costs import Collective, Cost
+
+How = Literal["compiler", "roofline"]
+Limit = Literal["compute", "memory bandwidth", "interconnect"]
+
+_NUM_LARGEST = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+  """One operation in a pass, or in the rest of a step."""
+
+  name: str
+  scope: str
+  seconds: float
+  """All its executions together."""
+  how: How
+  count: int
+  in_microbatch_loop: bool
+  op_name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+  """Collectives that are alike: kind, group and place."""
+
+  kind: str
+  in_microbatch_loop: bool
+  overlapped: bool
+  group_size: int
+  crosses_slices: bool
+  count: int
+  """Executions in a pass, or in the rest of a step."""
+  bytes: int
+  """Of all executions: what gathers yield and reductions take in, on each device."""
+  seconds: float
+  """On the links. If overlapped, only part of it or nothing adds to the step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+  """Seconds by what is being waited for; they add up."""
+
+  compute: float = 0.0
+  memory: float = 0.0
+  interconnect: float = 0.0
+
+  @property
+  def total(self) -> float:
+    """All of them."""
+    return self.compute + self.memory + self.interconnect
+
+  @property
+  def limit(self) -> Limit:
+    """The largest."""
+    named: dict[Limit, float] = {
+      "compute": self.compute,
+      "memory bandwidth": self.memory,
+      "interconnect": self.interconnect,
+    }
+    return max(named, key=named.__getitem__)
+
+  def __add__(self, other: "Parts") -> "Parts":
+    return Parts(
+      self.compute + other.compute,
+      self.memory + other.memory,
+      self.interconnect + other.interconnect,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class StepEstimate:
+  """What a step of any number of microbatches takes, on one device of many that work alike."""
+
+  pass_parts: Parts
+  rest_parts: Parts
+  pass_flops: int
+  """Of matrix products, as compiled."""
+  rest_flops: int
+  coverage: float
+  """Matrix-product FLOPs that have a time, over those expected; nan if none are expected."""
+  compiler_share: float
+  """Of those that have a time, the share timed by the compiler; the rest has the roofline's."""
+  pass_scopes: Mapping[str, float]
+  """Seconds by scope; only time in which something waits, so they add up to pass_seconds."""
+  rest_scopes: Mapping[str, float]
+  largest: Sequence[Operation]
+  """The longest operations and synchronous collectives of a step of one pass, longest first."""
+  unestimated: Sequence[Operation]
+  """All operations with the roofline's time, longest first. Collectives are listed by themselves,
+  and copies that run beside operations are none."""
+  collectives: Sequence[Exchange]
+
+  @property
+  def pass_seconds(self) -> float:
+    """One trip of the loop over microbatches; 0 where the program has no such loop."""
+    return self.pass_parts.total
+
+  @property
+  def rest_seconds(self) -> float:
+    """All of a step but the loop over microbatches."""
+    return self.rest_parts.total
+
+  def step_seconds(self, trips: int) -> float:
+    """A step of `trips` microbatches."""
+    return self.rest_seconds + trips * self.pass_seconds
+
+  def by_scope(self, trips: int) -> dict[str, float]:
+    """Seconds of a step of `trips` microbatches by scope, the longest first."""
+    scopes = self.pass_scopes.keys() | self.rest_scopes.keys()
+    seconds = {
+      scope: self.rest_scopes.get(scope, 0.0) + trips * self.pass_scopes.get(scope, 0.0)
+      for scope in scopes
+    }
+    return dict(sorted(seconds.items(), key=lambda entry: -entry[1]))
+
+  @property
+  def limited_by(self) -> Limit:
+    """What most of a pass is spent waiting for; of the rest, where there is no pass."""
+    return (self.pass_parts if self.pass_seconds else self.rest_parts).limit
+
+
+def estimate(
+  costs: Sequence[Cost],
+  chip: Chip,
+  expected_pass_flops: float,
+  expected_rest_flops: float = 0.0,
+  devices_per_slice: int | None = None,
+) -> StepEstimate:
+  """The time of a compiled step on `chip`.
+
+  Args:
+    costs: of the program, as program_costs lists them.
+    chip: one device.
+    expected_pass_flops: matrix-product FLOPs that one device should do in one trip of the loop over
+      microbatches, of causal attention only the half below the diagonal.
+    expected_rest_flops: the same for the rest of a step.
+    devices_per_slice: where there are several slices; None: all devices are on one.
+  """
+  inside = [cost for cost in costs if cost.in_microbatch_loop]
+  outside = [cost for cost in costs if not cost.in_microbatch_loop]
+  pass_parts, pass_scopes = _elapsed(inside, chip, devices_per_slice)
+  rest_parts, rest_scopes = _elapsed(outside, chip, devices_per_slice)
+  timed = [_operation(cost, _busy_seconds(cost, chip)) for cost in costs if _is_operation(cost)]
+  timed.sort(key=lambda one: -one.seconds)
+  stops = [
+    _operation(cost, _link_seconds(cost.collective, chip, devices_per_slice))
+    for cost in costs
+    if cost.collective and not cost.overlapped
+  ]
+  flops, by_compiler = _flops(costs), _flops(c for c in costs if c.cycles is not None)
+  expected = expected_pass_flops + expected_rest_flops
+  return StepEstimate(
+    pass_parts=pass_parts,
+    rest_parts=rest_parts,
+    pass_flops=_flops(inside),
+    rest_flops=_flops(outside),
+    coverage=flops / expected if expected else math.nan,
+    compiler_share=by_compiler / flops if flops else math.nan,
+    pass_scopes=pass_scopes,
+    rest_scopes=rest_scopes,
+    largest=sorted([*timed, *stops], key=lambda one: -one.seconds)[:_NUM_LARGEST],
+    unestimated=[one for one in timed if one.how == "roofline"],
+    collectives=_exchanges(costs, chip, devices_per_slice),
+  )
+
+
+def _flops(costs: Iterable[Cost]) -> int:
+  return sum(cost.flops * cost.count for cost in costs)
+
+
+def _is_operation(cost: Cost) -> bool:
+  """Whether it keeps the device itself busy, not only its links or its copying."""
+  return not cost.overlapped and (cost.collective is None or cost.flops > 0)
+
+
+def _operation(cost: Cost, seconds: float) -> Operation:
+  """Of a cost whose every execution takes `seconds`."""
+  return Operation(
+    name=cost.name,
+    scope=cost.scope,
+    seconds=seconds * cost.count,
+    how="roofline" if cost.cycles is None else "compiler",
+    count=cost.count,
+    in_microbatch_loop=cost.in_microbatch_loop,
+    op_name=cost.op_name,
+  )
+
+
+def _busy_seconds(cost: Cost, chip: Chip) -> float:
+  """One execution of an operation."""
+  if cost.cycles is not None:
+    return cost.cycles / chip.clock
+  return max(_product_seconds(cost, chip), cost.bytes / chip.hbm_bandwidth)
+
+
+def _product_seconds(cost: Cost, chip: Chip) -> float:
+  """Of the matrix products of one execution, a narrow kernel's rounded up to the matrix unit."""
+  width = cost.products.width
+  rounded = -(-width // chip.matrix_unit) * chip.matrix_unit / width if width else 1.0
+  return cost.products.executed * rounded / chip.peak_flops
+
+
+def _link_seconds(one: Collective, chip: Chip, devices_per_slice: int | None) -> float:
+  """One execution of a collective: a ring's bytes over the bandwidth of all links."""
+  size = one.group_size
+  if size == 1:
+    return 0.0
+  crossing = one.crosses(devices_per_slice)
+  bandwidth = chip.dcn_bandwidth if crossing else chip.ici_bandwidth
+  if one.kind in ("collective-permute", "collective-broadcast"):
+    # It goes one way, to one neighbour.
+    return one.bytes / (bandwidth if crossing else bandwidth / chip.ici_links)
+  times = 2 if one.kind == "all-reduce" else 1
+  return times * one.bytes * (size - 1) / size / bandwidth
+
+
+def _elapsed(
+  costs: Sequence[Cost], chip: Chip, devices_per_slice: int | None
+) -> tuple[Parts, dict[str, float]]:
+  """Time by what is waited for, and by scope; each loop body overlaps only with itself."""
+  bodies: dict[str, list[Cost]] = collections.defaultdict(list)
+  for cost in costs:
+    bodies[cost.loop].append(cost)
+  total = Parts()
+  scopes: dict[str, float] = collections.defaultdict(float)
+  for body in bodies.values():
+    for scope, parts in _body(body, chip, devices_per_slice):
+      total += parts
+      scopes[scope] += parts.total
+  return total, dict(scopes)
+
+
+def _body(
+  costs: Sequence[Cost], chip: Chip, devices_per_slice: int | None
+) -> Iterator[tuple[str, Parts]]:
+  """(scope, time) of all trips of one loop body: what runs in turn, then what sticks out."""
+  links = [
+    (cost, cost.count * _link_seconds(cost.collective, chip, devices_per_slice))
+    for cost in costs
+    if cost.collective
+  ]
+  busy = [(cost.scope, _waiting(cost, chip)) for cost in costs if _is_operation(cost)]
+  stops = [(cost.scope, Parts(interconnect=s)) for cost, s in links if not cost.overlapped]
+  yield from busy
+  yield from stops
+  beside = [(cost, seconds) for cost, seconds in links if cost.overlapped]
+  working = sum(parts.total for _, parts in busy)
+  late = max(0.0, sum(seconds for _, seconds in beside) - working)
+  for cost, share in _shares(beside):
+    yield cost.scope, Parts(interconnect=late * share)
+  moved = [(cost, cost.count * cost.bytes / chip.hbm_bandwidth) for cost in costs]
+  elapsed = working + sum(parts.total for _, parts in stops) + late
+  queued = max(0.0, sum(seconds for _, seconds in moved) - elapsed)
+  for cost, share in _shares([one for one in moved if one[0].overlapped]):
+    yield cost.scope, Parts(memory=queued * share)
+
+
+def _shares(timed: Sequence[tuple[Cost, float]]) -> Iterator[tuple[Cost, float]]:
+  """Each one's share of the sum."""
+  total = sum(seconds for _, seconds in timed)
+  return ((cost, seconds / total) for cost, seconds in timed if total)
+
+
+def _waiting(cost: Cost, chip: Chip) -> Parts:
+  """All executions: memory's where bytes take longer than products, and most of the time."""
+  seconds = _busy_seconds(cost, chip)
+  moving = cost.bytes / chip.hbm_bandwidth
+  if moving > max(seconds / 2, _product_seconds(cost, chip)):
+    return Parts(memory=seconds * cost.count)
+  return Parts(compute=seconds * cost.count)
+
+
+def _exchanges(costs: Sequence[Cost], chip: Chip, devices_per_slice: int | None) -> list[Exchange]:
+  """Collectives, alike ones together, those inside the loop first and the longest first."""
+  alike: dict[tuple[str, bool, bool, int, bool], list[tuple[Cost, Collective]]]
+  alike = collections.defaultdict(list)
+  for cost in costs:
+    if one := cost.collective:
+      crossing = one.crosses(devices_per_slice)
+      key = one.kind, cost.in_microbatch_loop, cost.overlapped, one.group_size, crossing
+      alike[key].append((cost, one))
+  found = [
+    Exchange(
+      *key,
+      count=sum(cost.count for cost, _ in members),
+      bytes=sum(cost.count * one.bytes for cost, one in members),
+      seconds=sum(
+        cost.count * _link_seconds(one, chip, devices_per_slice) for cost, one in members
+      ),
+    )
+    for key, members in alike.items()
+  ]
+  return sorted(found, key=lambda one: (not one.in_microbatch_loop, -one.seconds))

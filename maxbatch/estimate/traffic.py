@@ -1,0 +1,146 @@
+"""Bytes that an instruction reads from main memory and writes to it.
+
+Operands and results that live elsewhere, such as a TPU's vector memory S(1), cost nothing here.
+Slices read, and updates in place write, only their own part of an array.
+"""
+
+from collections.abc import Iterator
+
+from maxbatch.estimate.hlo import Computation, Instruction, Program, Shape
+
+FREE = frozenset(
+  (
+    "parameter",
+    "recv",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "opt-barrier",
+    "after-all",
+    "partition-id",
+    "replica-id",
+    "add-dependency",
+    "domain",
+    "while",
+    "call",
+    "conditional",
+  )
+)
+"""Opcodes that do no work themselves."""
+
+_SLICES = ("dynamic-slice", "slice", "gather")
+_UPDATES = ("dynamic-update-slice", "scatter")
+_MOVES = ("copy-start", "slice-start")
+COLLECTIVES = (
+  "all-gather",
+  "all-reduce",
+  "reduce-scatter",
+  "all-to-all",
+  "ragged-all-to-all",
+  "collective-permute",
+  "collective-broadcast",
+)
+
+
+def traffic(program: Program, within: Computation, one: Instruction) -> int:
+  """Bytes of one execution of `one`."""
+  if one.opcode in FREE or one.opcode.endswith("-done"):
+    return 0
+  if one.opcode in _MOVES:
+    return _moved(one)
+  if one.opcode == "send":
+    return within.instructions[one.operands[0]].bytes
+  if one.opcode == "fusion":
+    return _fusion(program, within, one)
+  operands = [within.instructions[name] for name in one.operands]
+  read = sum(_read(program, one, number, operand) for number, operand in enumerate(operands))
+  return read + _written(within, one, one.shapes)
+
+
+def _moved(one: Instruction) -> int:
+  """From one memory to another: the smaller of source and target, once for each in main memory."""
+  ends = one.shapes[:2]
+  return min(end.bytes for end in ends) * sum(end.space == 0 for end in ends)
+
+
+def _read(program: Program, user: Instruction, number: int, operand: Instruction) -> int:
+  """Bytes that `user` reads of its operand `number`, an array or a tuple of them."""
+  if user.opcode in _SLICES and number == 0:
+    return sum(shape.bytes for shape in user.shapes if operand.shapes[0].space == 0)
+  if user.opcode in _UPDATES and number == 0:
+    return 0
+  return _in_main_memory(operand.shapes)
+
+
+def _in_main_memory(shapes: tuple[Shape, ...]) -> int:
+  return sum(shape.bytes for shape in shapes if shape.space == 0)
+
+
+def _written(within: Computation, one: Instruction, places: tuple[Shape, ...]) -> int:
+  """Bytes that `one`, whose results lie at `places`, writes."""
+  if one.opcode not in _UPDATES:
+    return _in_main_memory(places)
+  update = within.operand(one, 2 if one.opcode == "scatter" else 1)
+  return sum(shape.bytes for shape in update.shapes) if update and places[0].space == 0 else 0
+
+
+def _fusion(program: Program, within: Computation, one: Instruction) -> int:
+  """What goes in and out at the edge of a fusion; nothing inside it reaches main memory."""
+  body = program.called_by(one)[0]
+  total = 0
+  for parameter, name in zip(body.parameters(), one.operands, strict=True):
+    shapes = within.instructions[name].shapes
+    if any(shape.space == 0 for shape in shapes):
+      total += min(_used(program, body, parameter), sum(shape.bytes for shape in shapes))
+  for result, place in zip(_results(body), one.shapes, strict=False):
+    total += _made(program, body, result, place)
+  return total
+
+
+def _used(program: Program, body: Computation, value: Instruction) -> int:
+  """Bytes of `value`, in main memory, that its users in a fusion read."""
+  total = 0
+  for user, number in _users(body, value):
+    if user.opcode == "bitcast":
+      total += _used(program, body, user)
+    elif user.opcode == "fusion":
+      inner = program.called_by(user)[0]
+      total += _used(program, inner, inner.parameters()[number])
+    elif user.opcode in _SLICES and number == 0:
+      total += user.bytes
+    elif not _hands_on(user, number):
+      return value.bytes
+  return total
+
+
+def _hands_on(user: Instruction, number: int) -> bool:
+  """Whether the operand is passed along, updated in place or sent away rather than read."""
+  in_place = user.opcode in _UPDATES and number == 0
+  return in_place or user.opcode == "tuple" or user.opcode in COLLECTIVES
+
+
+def _users(body: Computation, value: Instruction) -> Iterator[tuple[Instruction, int]]:
+  for user in body:
+    for number, name in enumerate(user.operands):
+      if name == value.name:
+        yield user, number
+
+
+def _results(body: Computation) -> list[Instruction]:
+  root = body.instructions[body.root]
+  if root.opcode == "tuple":
+    return [body.instructions[name] for name in root.operands]
+  return [root]
+
+
+def _made(program: Program, body: Computation, result: Instruction, place: Shape) -> int:
+  """Bytes written at `place` by the instruction in a fusion that makes this result."""
+  while result.opcode == "bitcast":
+    result = body.instructions[result.operands[0]]
+  if result.opcode == "fusion":
+    inner = program.called_by(result)[0]
+    return _made(program, inner, inner.instructions[inner.root], place)
+  if result.opcode == "parameter" or result.opcode in COLLECTIVES:
+    return 0
+  return _written(body, result, (place,))
