@@ -88,6 +88,13 @@ def test_scopes():
   assert scopes["weights.1"] == "other"
 
 
+def test_what_has_no_scope_has_that_of_the_loop_around():
+  plain = loop("compare(%j, %five), direction=LT")
+  assert costs_of(plain)["next"].scope == "other"
+  within = plain.replace("body=%body", 'body=%body, metadata={op_name="jit(step)/mlp/while"}')
+  assert costs_of(within)["next"].scope == "mlp"
+
+
 def test_the_innermost_scope_counts():
   line = '%x = f32[8]{0} sqrt(%y), metadata={op_name="jit(step)/transpose(jvp(mlp))/norm/mul"}'
   assert costs_of(entry("%y = f32[8]{0} parameter(0)", line))["x"].scope == "norm"
@@ -212,6 +219,27 @@ def test_slices_copied_between_memories():
   program = parse(entry("%p = f32[9,8]{1,0:T(8,128)} parameter(0)", line))
   main = program.computations["main"]
   assert traffic(program, main, main.instructions["s"]) == 32
+
+
+def test_an_asynchronous_operation_costs_what_it_wraps():
+  text = """HloModule m
+
+%wrapped (p: f32[9,8]) -> f32[1,8] {
+  %p = f32[9,8]{1,0:T(8,128)} parameter(0)
+  ROOT %slice = f32[1,8]{1,0:T(8,128)S(1)} slice(%p), slice={[0:1], [0:8]}
+}
+
+ENTRY %main (a: f32[9,8]) -> f32[1,8] {
+  %a = f32[9,8]{1,0:T(8,128)} parameter(0)
+  %s = ((f32[9,8]{1,0:T(8,128)}), f32[1,8]{1,0:T(8,128)S(1)}, s32[]) async-start(%a), calls=%wrapped
+  %u = ((f32[9,8]{1,0:T(8,128)}), f32[1,8]{1,0:T(8,128)S(1)}, s32[]) async-update(%s)
+  ROOT %d = f32[1,8]{1,0:T(8,128)S(1)} async-done(%u)
+}
+"""
+  costs = costs_of(text)
+  assert list(costs) == ["s"]
+  assert costs["s"].bytes == 32
+  assert costs["s"].overlapped
 
 
 def test_dots():

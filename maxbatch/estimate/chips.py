@@ -4,6 +4,7 @@ Bandwidths are sums over all links in one direction: of a published bidirectiona
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 
@@ -109,6 +110,21 @@ CHIPS: Mapping[str, Chip] = {
     ),
   )
 }
+
+
+NO_FIGURES = Chip(
+  generation="",
+  device_kind="",
+  peak_flops=math.inf,
+  hbm_bytes=0,
+  hbm_bandwidth=math.inf,
+  ici_bandwidth=math.inf,
+  ici_links=1,
+  dcn_bandwidth=math.inf,
+  clock=math.inf,
+  matrix_unit=1,
+)
+"""For counting work and traffic where no time is to be estimated: everything takes none."""
 
 
 def chip_for(device_kind: str) -> Chip | None:

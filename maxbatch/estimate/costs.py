@@ -81,6 +81,8 @@ class _Place:
   loop: str
   count: int
   in_microbatch_loop: bool
+  scope: str = OTHER
+  """That of the loop around it."""
 
 
 def program_costs(program: Program) -> Sequence[Cost]:
@@ -119,6 +121,7 @@ def _inside_loop(program: Program, place: _Place, loop: Instruction) -> _Place:
     body.name,
     place.count * (1 if number is None else number),
     place.in_microbatch_loop or number is None,
+    _scope(program, loop.op_name, (), place.scope),
   )
 
 
@@ -156,7 +159,7 @@ def _operation(
     name=one.name,
     opcode=one.opcode,
     op_name=one.op_name,
-    scope=_scope(program, one),
+    scope=_scope(program, one.op_name or one.name, program.called_by(one), place.scope),
     loop=place.loop,
     in_microbatch_loop=place.in_microbatch_loop,
     count=place.count,
@@ -239,20 +242,20 @@ def _cycles(program: Program, within: Computation, one: Instruction) -> int | No
   return total or None
 
 
-def _scope(program: Program, one: Instruction) -> str:
-  """The innermost scope in its own path; else the most frequent one inside it."""
-  own = _scope_of_path(one.op_name or one.name)
+def _scope(program: Program, path: str, called: Sequence[Computation], around: str) -> str:
+  """The innermost scope in the path; else the most frequent in what is called; else `around`."""
+  own = _scope_of_path(path)
   if own != OTHER:
     return own
-  inner = [scope for name in _inner_paths(program, one) if (scope := _scope_of_path(name)) != OTHER]
-  return max(SCOPES, key=inner.count) if inner else OTHER
+  inner = [_scope_of_path(name) for body in called for name in _inner_paths(program, body)]
+  return max(SCOPES, key=inner.count) if set(inner) - {OTHER} else around
 
 
-def _inner_paths(program: Program, one: Instruction) -> Iterator[str]:
-  for body in program.called_by(one):
-    for inner in body:
-      yield inner.op_name
-      yield from _inner_paths(program, inner)
+def _inner_paths(program: Program, body: Computation) -> Iterator[str]:
+  for inner in body:
+    yield inner.op_name
+    for called in program.called_by(inner):
+      yield from _inner_paths(program, called)
 
 
 def _scope_of_path(path: str) -> str:

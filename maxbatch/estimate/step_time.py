@@ -98,6 +98,9 @@ class StepEstimate:
   pass_flops: int
   """Of matrix products, as compiled."""
   rest_flops: int
+  pass_bytes: int
+  """Read from and written to main memory."""
+  rest_bytes: int
   coverage: float
   """Matrix-product FLOPs that have a time, over those expected; nan if none are expected."""
   compiler_share: float
@@ -176,6 +179,8 @@ def estimate(
     rest_parts=rest_parts,
     pass_flops=_flops(inside),
     rest_flops=_flops(outside),
+    pass_bytes=_bytes(inside),
+    rest_bytes=_bytes(outside),
     coverage=flops / expected if expected else math.nan,
     compiler_share=by_compiler / flops if flops else math.nan,
     pass_scopes=pass_scopes,
@@ -188,6 +193,10 @@ def estimate(
 
 def _flops(costs: Iterable[Cost]) -> int:
   return sum(cost.flops * cost.count for cost in costs)
+
+
+def _bytes(costs: Iterable[Cost]) -> int:
+  return sum(cost.bytes * cost.count for cost in costs)
 
 
 def _is_operation(cost: Cost) -> bool:

@@ -51,6 +51,9 @@ def traffic(program: Program, within: Computation, one: Instruction) -> int:
     return _moved(one)
   if one.opcode == "send":
     return within.instructions[one.operands[0]].bytes
+  if one.opcode == "async-start":
+    bodies = program.called_by(one)
+    return sum(traffic(program, body, inner) for body in bodies for inner in body)
   if one.opcode == "fusion":
     return _fusion(program, within, one)
   operands = [within.instructions[name] for name in one.operands]
