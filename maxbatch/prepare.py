@@ -90,16 +90,25 @@ def num_parameters(model: Model) -> int:
   return sum(leaf.size for leaf in jax.tree.leaves(model.shapes()))
 
 
+def step_rows(config: Config, plan: BatchPlan, source: RowSource, micro_batch: int) -> Rows:
+  """The shapes of what stages of `micro_batch` feed the step."""
+  return _shapes(source, (1 if streams(config) else plan.trip_capacity, micro_batch))
+
+
+def traced_step(config: Config, trainer: Trainer, rows: Rows) -> jax.stages.Traced:
+  """The training step, traced for these rows, with every sharding fixed."""
+  function = step_function(trainer, rows, streamed=streams(config))
+  count = jax.ShapeDtypeStruct((), np.bool_ if streams(config) else np.int32)
+  rate = jax.ShapeDtypeStruct((), np.float32)
+  return function.trace(trainer.abstract, rows, count, rate)
+
+
 def compiled_step(
   config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource, micro_batch: int
 ) -> Step:
   """The training step, compiled for exactly the arrays that stages of `micro_batch` feed it."""
-  capacity = 1 if streams(config) else plan.trip_capacity
-  rows = _shapes(source, (capacity, micro_batch))
-  function = step_function(trainer, rows, streamed=streams(config))
-  count = jax.ShapeDtypeStruct((), np.bool_ if streams(config) else np.int32)
-  rate = jax.ShapeDtypeStruct((), np.float32)
-  return function.lower(trainer.abstract, rows, count, rate).compile()
+  rows = step_rows(config, plan, source, micro_batch)
+  return traced_step(config, trainer, rows).lower().compile()
 
 
 def compiled_eval(plan: BatchPlan, trainer: Trainer, source: RowSource) -> EvalStep:

@@ -1,0 +1,123 @@
+"""Floating-point operations: what a model asks for, and what a traced step will do.
+
+Only matrix products count, 2 FLOPs for a multiplication and its addition; of causal attention only
+the half below the diagonal, as MaxText and most published utilisations count.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+from jax.extend import core
+
+from maxbatch.models.registry import Model
+
+_SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+"""Products of T × T × H in each of the flash attention kernels; the backward ones form the weights
+anew."""
+
+
+class StepFlops(NamedTuple):
+  """Of all devices together."""
+
+  of_pass: float
+  """One trip of the loop over microbatches."""
+  of_rest: float
+  """A step outside that loop."""
+
+
+def model_flops_per_token(model: Model, length: int) -> float:
+  """FLOPs that training on one token needs, forward and backward, nothing computed twice.
+
+  6 for every parameter that takes part in a matrix product, and 12 · layers · width of all heads ·
+  tokens seen on average (Chowdhery et al. 2022, appendix B, with the causal half).
+  """
+  config = model.config
+  tables = 0 if config.logits_via_embedding else 1  # an untied embedding is looked up, no product
+  shapes = dict(_paths(model.shapes()))
+  matrices = sum(
+    math.prod(shapes[path])
+    for path, axes in model.axes().items()
+    if len([axis for axis in axes if axis != "layers"]) > 1
+    and axes[0] != "length"
+    and path[-1] != "bias"
+    and not (tables and axes[0] == "vocab")
+  )
+  window = min(config.sliding_window_size or length, length)
+  seen = window - window * (window - 1) / (2 * length) - 0.5
+  width = config.base_num_query_heads * config.head_dim
+  return 6 * matrices + 12 * config.base_num_decoder_layers * width * seen
+
+
+def _paths(shapes: Any) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
+  for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+    yield tuple(entry.key for entry in path), leaf.shape
+
+
+def step_flops(traced: core.ClosedJaxpr) -> StepFlops:
+  """What the traced step does, whatever the compiler makes of it.
+
+  The loop whose number of trips is data is the loop over microbatches. Of a conditional the dearest
+  branch counts.
+  """
+  inside, outside = _flops(traced.jaxpr)
+  return StepFlops(inside, outside)
+
+
+def _flops(jaxpr: core.Jaxpr) -> tuple[float, float]:
+  """Inside and outside of the loop over microbatches."""
+  inside = outside = 0.0
+  for equation in jaxpr.eqns:
+    in_loop, beside = _of_equation(equation)
+    inside, outside = inside + in_loop, outside + beside
+  return inside, outside
+
+
+def _of_equation(equation: Any) -> tuple[float, float]:
+  name, parameters = equation.primitive.name, equation.params
+  if name == "dot_general":
+    return 0.0, _product(equation)
+  if name == "pallas_call":
+    return 0.0, _splash(equation)
+  if name == "while":
+    return sum(_flops(parameters["body_jaxpr"].jaxpr)), 0.0
+  if name == "cond":
+    return max((_flops(branch.jaxpr) for branch in parameters["branches"]), key=sum)
+  parts = [_flops(each) for value in parameters.values() for each in _jaxprs(value)]
+  times = _times(name, parameters)
+  return times * sum(part[0] for part in parts), times * sum(part[1] for part in parts)
+
+
+def _times(name: str, parameters: dict[str, Any]) -> int:
+  """Executions of what an equation contains, over all devices."""
+  if name == "scan":
+    return parameters["length"]
+  if name == "shard_map":
+    return math.prod(parameters["mesh"].shape[axis] for axis in parameters["newly_manual_axes"])
+  return 1
+
+
+def _jaxprs(value: Any) -> Iterator[core.Jaxpr]:
+  for each in value if isinstance(value, tuple | list) else [value]:
+    if isinstance(each, core.ClosedJaxpr):
+      yield each.jaxpr
+    elif isinstance(each, core.Jaxpr):
+      yield each
+
+
+def _product(equation: Any) -> float:
+  """2 · size of the result · contracted size."""
+  (contracted, _), _ = equation.params["dimension_numbers"]
+  left = equation.invars[0].aval.shape
+  result = math.prod(equation.outvars[0].aval.shape)
+  return 2.0 * result * math.prod(left[axis] for axis in contracted)
+
+
+def _splash(equation: Any) -> float:
+  """A flash attention kernel on one device: queries are its largest operand (…, N, T, H)."""
+  products = next(
+    (count for word, count in _SPLASH_PRODUCTS.items() if f"_{word}_" in equation.params["name"]), 0
+  )
+  queries = max((each.aval.shape for each in equation.invars), key=math.prod)
+  return products * 2.0 * math.prod(queries) * queries[-2] / 2

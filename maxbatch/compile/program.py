@@ -1,0 +1,134 @@
+"""The training step as a compiled program, with what its compiler says about memory."""
+
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Sequence
+
+import jax
+
+from maxbatch.batch.plan import BatchPlan
+from maxbatch.compile.flops import StepFlops, step_flops
+from maxbatch.config.schema import Config
+from maxbatch.data.dataset import RowSource
+from maxbatch.devices import Device
+from maxbatch.estimate.chips import chip_for
+from maxbatch.prepare import step_rows, traced_step
+from maxbatch.rows import Rows
+from maxbatch.step import Trainer
+
+_GIB = 2**30
+_TOO_LARGE = re.compile(
+  r"memory required for [\w ]+\((?P<needed>[\d.]+)(?P<unit>[KMGT])\)|"
+  r"Used (?P<used>[\d.]+)(?P<used_unit>[KMGT]) of "
+)
+_UNITS = {"K": 2**10, "M": 2**20, "G": _GIB, "T": 2**40}
+
+
+class DoesNotFitError(Exception):
+  """The compiler found no way to run the step in a device's memory."""
+
+  def __init__(self, needed_bytes: int):
+    """`needed_bytes`: of one device, as far as the compiler says."""
+    super().__init__(f"the step needs {needed_bytes / _GIB:.2f} GiB a device")
+    self.needed_bytes = needed_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+  """Bytes of one device while the step runs."""
+
+  arguments: int
+  """State and rows before the step."""
+  outputs: int
+  """State and metrics after it."""
+  aliased: int
+  """Outputs that take the place of arguments."""
+  temporaries: int
+  """Activations, gathered parameters and other values that live inside the step."""
+  peak: int
+  """At the worst moment."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+  """The step for one microbatch shape."""
+
+  step: jax.stages.Compiled
+  rows: Rows
+  """The shapes it is fed."""
+  memory: Memory
+  flops: StepFlops
+  """Matrix products of all devices, as traced."""
+  compile_seconds: float
+
+  def text(self) -> str:
+    """The optimized program."""
+    return self.step.as_text() or ""
+
+
+def compile_program(
+  config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource, micro_batch: int
+) -> Program:
+  """Compiles exactly the step that training runs for stages of `micro_batch`.
+
+  Raises:
+    DoesNotFitError: the compiler refuses it for its memory.
+  """
+  began = time.perf_counter()
+  rows = step_rows(config, plan, source, micro_batch)
+  traced = traced_step(config, trainer, rows)
+  try:
+    step = traced.lower().compile()
+  except jax.errors.JaxRuntimeError as error:
+    if "RESOURCE_EXHAUSTED" not in str(error):
+      raise
+    raise DoesNotFitError(_needed_bytes(str(error))) from error
+  return Program(
+    step=step,
+    rows=rows,
+    memory=memory_of(step, trainer.mesh.devices.flat[0].platform),
+    flops=step_flops(traced.jaxpr),
+    compile_seconds=time.perf_counter() - began,
+  )
+
+
+def memory_of(step: jax.stages.Compiled, platform: str) -> Memory:
+  """What the compiler says of a step's memory.
+
+  The peak is the compiler's on TPU and GPU. XLA's CPU compiler leaves temporaries out of it, so
+  there it is the sum of all that lives.
+  """
+  known = step.memory_analysis()
+  assert known is not None
+  sizes = (known.argument_size_in_bytes, known.output_size_in_bytes, known.alias_size_in_bytes)
+  total = sizes[0] + sizes[1] - sizes[2] + known.temp_size_in_bytes
+  peak = known.peak_memory_in_bytes if platform != "cpu" else 0
+  return Memory(*sizes, known.temp_size_in_bytes, peak or total)
+
+
+def _needed_bytes(message: str) -> int:
+  found = _TOO_LARGE.search(message)
+  if found is None:
+    return 0
+  number, unit = found["needed"] or found["used"], found["unit"] or found["used_unit"]
+  return int(float(number) * _UNITS[unit])
+
+
+def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
+  """Memory that one device may use.
+
+  device_memory_gb where it is set; else what the device reports, what is published of a TPU that is
+  not here, or, for CPU devices, the machine's memory divided by their number.
+  """
+  if device_memory_gb:
+    return int(device_memory_gb * _GIB)
+  first = devices[0]
+  if first.platform == "cpu":
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+  chip = chip_for(first.device_kind)
+  if chip is not None:
+    return chip.hbm_bytes
+  reported = jax.local_devices()[0].memory_stats() or {}
+  return reported.get("bytes_limit", 0)

@@ -1,0 +1,316 @@
+"""The compile report: what a compiled step needs and how long it takes, before it ever runs.
+
+Every number says where it comes from: the compiler (memory), an estimate (TPU time, from the
+compiler's cycles and the chip's published figures), or a measurement on the devices present.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from maxbatch.batch.plan import BatchPlan
+from maxbatch.batch.solve import text
+from maxbatch.compile.flops import model_flops_per_token
+from maxbatch.compile.program import Program
+from maxbatch.estimate import hlo
+from maxbatch.estimate.chips import NO_FIGURES, Chip, chip_for
+from maxbatch.estimate.costs import program_costs
+from maxbatch.estimate.step_time import Exchange, StepEstimate, estimate
+from maxbatch.measure import Timing
+from maxbatch.state import TrainState
+from maxbatch.step import Trainer
+
+_GIB = 2**30
+_NUM_LARGEST = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class StateBytes:
+  """What one device holds between steps."""
+
+  parameters: int
+  optimizer_state: int
+  accumulators: int
+
+  @property
+  def total(self) -> int:
+    """All of it."""
+    return self.parameters + self.optimizer_state + self.accumulators
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+  """Seconds of a step of n passes: rest + n × per_pass."""
+
+  per_pass: float
+  rest: float
+  how: str
+  """estimate or measured."""
+  spread: float | None = None
+  """Of a measurement, as a share."""
+
+  def of(self, passes: int) -> float:
+    """A step of `passes` passes."""
+    return self.rest + passes * self.per_pass
+
+
+@dataclasses.dataclass(frozen=True)
+class CompileReport:
+  """One compiled step: the program for stages of one microbatch."""
+
+  title: str
+  plan: BatchPlan
+  micro_batch: int
+  program: Program
+  state: StateBytes
+  capacity_bytes: int
+  chip: Chip | None
+  """Published figures of the device; None where there are none here."""
+  work: StepEstimate
+  time: StepTime | None
+  """None: the devices are not here and nothing is published about them."""
+  model_flops_per_token: float
+
+  @property
+  def passes(self) -> int:
+    """Passes of the largest step of this shape."""
+    return max(stage.trips for stage in self.plan.stages if stage.micro_batch == self.micro_batch)
+
+  @property
+  def tokens_per_step(self) -> int:
+    """Of that step."""
+    return self.plan.tokens(self.micro_batch) * self.passes
+
+  @property
+  def fits(self) -> bool:
+    """Whether the peak is within the capacity."""
+    return self.program.memory.peak <= self.capacity_bytes
+
+  @property
+  def step_seconds(self) -> float | None:
+    """Of a step of `passes` passes."""
+    return self.time.of(self.passes) if self.time else None
+
+  @property
+  def utilisation(self) -> float | None:
+    """Model FLOPs over what the devices could do at their peak in the same time."""
+    if self.chip is None or self.step_seconds is None:
+      return None
+    flops = self.model_flops_per_token * self.tokens_per_step / self.plan.topology.num_devices
+    return flops / self.step_seconds / self.chip.peak_flops
+
+  def as_dict(self) -> dict[str, Any]:
+    """Plain values; what is not known is left out."""
+    memory, work, plan = self.program.memory, self.work, self.plan
+    found: dict[str, Any] = {
+      "title": self.title,
+      "micro_batch_to_train": self.micro_batch,
+      "per_device_batch_size": text(plan.per_device(self.micro_batch)),
+      "gradient_accumulation_steps": self.passes,
+      "tokens_per_step": self.tokens_per_step,
+      "memory_bytes_per_device": {
+        **dataclasses.asdict(self.state),
+        "rows": max(0, memory.arguments - self.state.total),
+        "activations_and_temporaries": memory.temporaries,
+        "peak": memory.peak,
+        "capacity": self.capacity_bytes,
+        "fits": self.fits,
+      },
+      "flops_per_device": {
+        "model_step": self.model_flops_per_token * self.tokens_per_step / plan.topology.num_devices,
+        "program_pass": work.pass_flops,
+        "program_rest": work.rest_flops,
+      },
+      "bytes_per_device": {"pass": work.pass_bytes, "rest": work.rest_bytes},
+      "collectives": [dataclasses.asdict(each) for each in work.collectives],
+      "compile_seconds": self.program.compile_seconds,
+    }
+    if self.time is not None and self.step_seconds is not None:
+      found["time"] = {
+        "how": self.time.how,
+        "step_seconds": self.step_seconds,
+        "seconds_per_pass": self.time.per_pass,
+        "seconds_rest": self.time.rest,
+        "tokens_per_second": self.tokens_per_step / self.step_seconds,
+      }
+      found["time"] |= {"spread": self.time.spread} if self.time.spread is not None else {}
+      found["time"] |= {"model_flop_utilisation": self.utilisation} if self.utilisation else {}
+    if self.time is not None and self.time.how == "estimate":
+      found["estimate"] = {
+        "limited_by": work.limited_by,
+        "coverage": work.coverage,
+        "compiler_share": work.compiler_share,
+        "seconds_by_scope": work.by_scope(self.passes),
+        "largest": [dataclasses.asdict(each) for each in work.largest],
+        "bounded_by_roofline": [dataclasses.asdict(each) for each in work.unestimated],
+      }
+    return found
+
+  def __str__(self) -> str:
+    parts = [self.title, self._memory(), self._work(), self._time(), *self._where(), self._moved()]
+    return "\n\n".join(part for part in parts if part)
+
+  def _memory(self) -> str:
+    memory, state = self.program.memory, self.state
+    rows = [
+      ("parameters", state.parameters),
+      ("optimizer state", state.optimizer_state),
+      ("gradient accumulators", state.accumulators),
+      ("rows of the step", max(0, memory.arguments - state.total)),
+      ("activations, temporaries", memory.temporaries),
+      ("peak", memory.peak),
+    ]
+    lines = [f"  {name:<26}{size / _GIB:10.3f} GiB" for name, size in rows]
+    verdict = "fits" if self.fits else "DOES NOT FIT"
+    lines[-1] += f" of {self.capacity_bytes / _GIB:.2f}: {verdict}"
+    return "\n".join(["Memory of a device (compiler)", *lines])
+
+  def _work(self) -> str:
+    plan, work, passes = self.plan, self.work, self.passes
+    per_device = plan.tokens(self.micro_batch) / plan.topology.num_devices
+    model = self.model_flops_per_token * per_device
+    again = f" ({work.pass_flops / model:.2f} of the model's: what is computed again counts twice)"
+    shape = f"{text(plan.per_device(self.micro_batch))} samples per device"
+    return "\n".join(
+      [
+        f"Work of a device in one pass of {shape}, of which a step has {passes:,}",
+        f"  model                     {model / 1e12:10.4g} TFLOP",
+        f"  program                   {work.pass_flops / 1e12:10.4g} TFLOP{again if model else ''}",
+        f"  main memory               {work.pass_bytes / 1e9:10.4g} GB read and written",
+      ]
+    )
+
+  def _time(self) -> str:
+    time, seconds = self.time, self.step_seconds
+    if time is None or seconds is None:
+      return "Time: unknown; the devices are not here, and no figures of them are known"
+    speed = self.tokens_per_step / seconds
+    each = speed / self.plan.topology.num_devices
+    spread = f" ± {time.spread:.1%}" if time.spread is not None else ""
+    lines = [
+      f"Time ({time.how})",
+      f"  a step                    {seconds:10.4g} s{spread}: {time.rest:.4g} s + {self.passes:,} "
+      f"× {time.per_pass:.4g} s a pass",
+      f"  tokens per second         {speed:10,.0f} ({each:,.0f} a device)",
+    ]
+    if self.utilisation is not None and self.chip is not None:
+      peak = f"of {self.chip.peak_flops / 1e12:g} TFLOP/s"
+      lines.append(f"  model-FLOP utilisation    {self.utilisation:10.1%} {peak}")
+    if time.how == "estimate":
+      work = self.work
+      lines += [
+        f"  limited by                {work.limited_by:>10}",
+        f"  coverage                  {work.coverage:10.1%} of the matrix products have a time, "
+        f"{work.compiler_share:.1%} of these from the compiler, the rest from the roofline",
+      ]
+    return "\n".join(lines)
+
+  def _where(self) -> list[str]:
+    """Time by part of the model, and the largest single operations."""
+    if self.time is None or self.time.how != "estimate":
+      return []
+    scopes = self.work.by_scope(self.passes)
+    total = sum(scopes.values())
+    by_part = [f"  {scope:<26}{s:10.4g} s {s / total:6.1%}" for scope, s in scopes.items()]
+    bounded = sum(one.seconds for one in self.work.unestimated if one.in_microbatch_loop)
+    largest = [
+      f"  {one.seconds:10.4g} s  {one.scope:<10} {one.how:<9} {one.count:>5} × {one.name}"
+      for one in self.work.largest[:_NUM_LARGEST]
+    ]
+    names = sorted({one.name.partition(".")[0] for one in self.work.unestimated[:_NUM_LARGEST]})
+    note = (
+      f"  roofline: {bounded:.4g} s of a pass are bounds from the chip's figures, not the "
+      f"compiler's estimates; the longest are {', '.join(names)}"
+    )
+    return [
+      "\n".join(["Where a step's time goes (estimate)", *by_part]),
+      "\n".join(["Largest operations (estimate; all passes' share of one pass)", *largest, note]),
+    ]
+
+  def _moved(self) -> str:
+    """Collectives, inside and outside of the loop over microbatches."""
+    found = self.work.collectives
+    if not found:
+      return "Collectives: none"
+    return "\n".join(["Collectives of a device", *(self._exchange(each) for each in found)])
+
+  def _exchange(self, one: Exchange) -> str:
+    where = "each pass" if one.in_microbatch_loop else "each step"
+    beside = "beside the work" if one.overlapped else "work waits"
+    seconds = f", {one.seconds:.3g} s on the links (estimate)" if self.chip else ""
+    slices = ", across slices" if one.crosses_slices else ""
+    return (
+      f"  {where}  {one.count:>5} × {one.kind:<19} {one.bytes / 1e9:9.4g} GB in groups of "
+      f"{one.group_size}{slices}, {beside}{seconds}"
+    )
+
+
+def state_bytes(abstract: TrainState) -> StateBytes:
+  """Bytes of the state on one device."""
+  accumulated = abstract.opt_state.acc_grads
+  rest = abstract.opt_state._replace(acc_grads=())
+  return StateBytes(_held(abstract.params), _held(rest), _held(accumulated))
+
+
+def _held(tree: Any) -> int:
+  return sum(
+    int(leaf.dtype.itemsize) * _size(leaf.sharding.shard_shape(leaf.shape))
+    for leaf in jax.tree.leaves(tree)
+  )
+
+
+def _size(shape: Sequence[int]) -> int:
+  size = 1
+  for each in shape:
+    size *= each
+  return size
+
+
+def make_report(
+  plan: BatchPlan,
+  trainer: Trainer,
+  program: Program,
+  micro_batch: int,
+  capacity: int,
+  measured: Timing | None,
+  title: str,
+) -> CompileReport:
+  """Puts together what is known of a compiled step.
+
+  Args:
+    plan: the run's sizes.
+    trainer: model, optimizer and mesh.
+    program: the compiled step.
+    micro_batch: samples of one of its passes, on all devices.
+    capacity: bytes that a device may use.
+    measured: its time on the devices, where they are here; None asks for an estimate.
+    title: the first line.
+  """
+  layout = plan.topology
+  chip = chip_for(trainer.mesh.devices.flat[0].device_kind)
+  work = estimate(
+    program_costs(hlo.parse(program.text())),
+    chip or NO_FIGURES,
+    program.flops.of_pass / layout.num_devices,
+    program.flops.of_rest / layout.num_devices,
+    layout.num_devices // layout.num_slices if layout.num_slices > 1 else None,
+  )
+  time = None
+  if measured is not None:
+    time = StepTime(measured.seconds_per_pass, measured.seconds_rest, "measured", measured.spread)
+  elif chip is not None:
+    time = StepTime(work.pass_seconds, work.rest_seconds, "estimate")
+  return CompileReport(
+    title=title,
+    plan=plan,
+    micro_batch=micro_batch,
+    program=program,
+    state=state_bytes(trainer.abstract),
+    capacity_bytes=capacity,
+    chip=chip,
+    work=work,
+    time=time,
+    model_flops_per_token=model_flops_per_token(trainer.model, plan.max_target_length),
+  )
