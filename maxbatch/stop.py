@@ -1,12 +1,17 @@
 """Ctrl-C and SIGTERM: an end with a sentence, and in the loop only after the step under way."""
 
 import os
+import queue
 import signal
 import sys
+import threading
 import types
 from typing import NoReturn, Self
 
+INTERRUPTED = "interrupted; what was saved before is kept"
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PATIENCE_SECONDS = 5.0
+"""For files and threads to be closed; an exception may also be lost, in a destructor or a lock."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -24,18 +29,38 @@ class EndingSignals:
   a cache that is cut off is ignored by the next run.
   """
 
+  def __init__(self) -> None:
+    # A SimpleQueue, as a signal handler may take no lock that the main thread may hold.
+    self._exit_codes: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+
   def __enter__(self) -> Self:
-    self._before = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
+    threading.Thread(target=self._insist, daemon=True).start()
+    self._before = {number: signal.signal(number, self._interrupt) for number in _SIGNALS}
     return self
 
   def __exit__(self, *_: object) -> None:
+    self._exit_codes.put(None)
     for number, handler in self._before.items():
       signal.signal(number, handler)
 
+  def _interrupt(self, number: int, frame: types.FrameType | None) -> None:
+    del frame
+    interrupted = Interrupted(number)
+    self._exit_codes.put(interrupted.exit_code)
+    raise interrupted
 
-def _interrupt(number: int, frame: types.FrameType | None) -> None:
-  del frame
-  raise Interrupted(number)
+  def _insist(self) -> None:
+    """Ends the process if the exception does not, or at a second signal."""
+    exit_code = self._exit_codes.get()
+    if exit_code is None:
+      return
+    try:
+      second = self._exit_codes.get(timeout=_PATIENCE_SECONDS)
+    except queue.Empty:
+      second = exit_code
+    if second is not None:
+      print(INTERRUPTED, file=sys.stderr)
+      leave(second)
 
 
 def leave(exit_code: int) -> NoReturn:

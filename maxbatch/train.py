@@ -39,7 +39,7 @@ from maxbatch.programs import StepPrograms
 from maxbatch.progress import Progress
 from maxbatch.state import TrainState, from_saved, to_save
 from maxbatch.step import EvalStep, Trainer
-from maxbatch.stop import EndingSignals, Interrupted, leave
+from maxbatch.stop import INTERRUPTED, EndingSignals, Interrupted, leave
 from maxbatch.topology import topology
 
 COMMAND = "python -m maxbatch.train"
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     print(f"stopped: {error}", file=sys.stderr)
     return EXIT_DIVERGED
   except Interrupted as interrupted:
-    print("interrupted; what was saved before is kept", file=sys.stderr)
+    print(INTERRUPTED, file=sys.stderr)
     return interrupted.exit_code
   return 0
 
