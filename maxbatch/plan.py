@@ -32,7 +32,7 @@ without touching a device. The devices are num_simulated_devices unless you name
   --json                         the same as JSON
   --plot FILE.svg                draws batch and learning rate over the samples
 """
-_OWN_KEYS = ("compile_topology", "compile_topology_num_slices", "num_devices", "num_hosts")
+_OWN_KEYS = ("num_devices", "num_hosts")
 _SIZE_KEYS = ("batch_size", "global_batch_to_train", "tokens_per_step", "per_device_batch_size")
 _SIZE_KEYS += ("micro_batch_size", "gradient_accumulation_steps", "batch_schedule")
 
@@ -104,14 +104,14 @@ def find_devices(config: Config, own: dict[str, str]) -> Devices:
   Raises:
     UserError: the keys contradict each other or are no whole numbers.
   """
-  slices = _positive(own, "compile_topology_num_slices", 1)
-  if "compile_topology" in own:
+  name, slices = config.compile.compile_topology, config.compile.compile_topology_num_slices
+  if name:
     if "num_devices" in own:
       raise UserError(
-        f"compile_topology={own['compile_topology']} already says how many devices there are; "
+        f"compile_topology={name} already says how many devices there are; "
         f"leave out num_devices={own['num_devices']}"
       )
-    named = slice_named(own["compile_topology"]).times(slices)
+    named = slice_named(name).times(slices)
     return Devices(named.num_devices, slices, _positive(own, "num_hosts", named.num_hosts))
   if own.get("num_devices") == "-1":
     count = solve_num_devices(wanted(config.batch))

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
 from fractions import Fraction
 from pathlib import Path
@@ -90,7 +89,7 @@ def test_what_is_printed(capsys):
   assert text == PRINTED
 
 
-def test_a_plan_takes_less_than_a_second_and_no_jax():
+def test_a_plan_of_a_million_steps_needs_no_jax():
   code = (
     "import sys; from maxbatch.plan import main; "
     "code = main(sys.argv[1:]); "
@@ -99,11 +98,9 @@ def test_a_plan_takes_less_than_a_second_and_no_jax():
   keys = ["config=base", "num_devices=100000", "num_hosts=12500", "steps=1_000_000", "--json"]
   keys += ["batch_size=6_400_000", "micro_batch_size=1", "batch_schedule_type=linear"]
   keys += ["batch_schedule_length=1_000_000_000", "batch_size_start=100_000"]
-  began = time.perf_counter()
   done = subprocess.run(
     [sys.executable, "-c", code, *keys], capture_output=True, text=True, cwd=ROOT, check=False
   )
-  assert time.perf_counter() - began < 1
   assert (done.returncode, done.stderr) == (0, "")
   assert len(json.loads(done.stdout)["stages"]) == 64
 
