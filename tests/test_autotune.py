@@ -147,7 +147,7 @@ CHANGES = [
   {"packing": False},
   {"device_memory_gb": 15},
   {"steps": -1, "total_samples": 25600 + 8},
-  {"batch_schedule_type": "linear", "batch_schedule_length": 100},
+  {"batch_schedule_type": "linear", "batch_schedule_length": 100, "batch_size_start": 32},
   {"compile_topology": "v5e-16"},
 ]
 
@@ -238,6 +238,35 @@ def test_explore_is_for_compile_only():
   assert str(caught.value) == (
     "micro_batch_size=explore tries every size before it ranks them, and needs compile_only=true "
     "(now false); micro_batch_size=auto chooses one for a run"
+  )
+
+
+def test_policies_are_explored_beside_the_sizes():
+  settings = exploring("{explore: {min: 2, max: 16}}", remat_policy="explore")
+
+  def probe(candidate: Candidate) -> Probe:
+    factor = {"none": 4, "minimal": 2, "full": 1, None: 99}[candidate.remat_policy]
+    peak = factor * int(candidate.per_device) * GIB
+    seconds = float(candidate.per_device) + {"none": 0.0, "minimal": 0.1, "full": 9.0}[
+      str(candidate.remat_policy)
+    ] / factor  # fmt: skip
+    return Probe(candidate.per_device, peak, 16 * GIB, peak <= 16 * GIB, seconds)
+
+  result, found = explore_sizes(settings, place(), probe, say=lambda line: None)
+  assert found.total == 12
+  assert (result.batch.micro_batch_size, result.model.remat_policy) == (4, "none")
+  assert {one.candidate.remat_policy for one in found.ranked} == {"none", "minimal", "full"}
+
+
+@pytest.mark.parametrize("keys", [{"micro_batch_size": 4}, {"micro_batch_size": "auto"}])
+def test_a_policy_is_explored_only_with_the_sizes(tmp_path, keys):
+  settings = config(remat_policy="explore", batch_size=256, **keys)
+  with pytest.raises(UserError) as caught:
+    choose(settings, place(), Machine(), tmp_path)
+  assert str(caught.value) == (
+    "remat_policy=explore is tried beside every size, and needs micro_batch_size=explore "
+    f"compile_only=true (now micro_batch_size={keys['micro_batch_size']} compile_only=false); for "
+    "a run, remat_policy=full"
   )
 
 

@@ -143,6 +143,20 @@ def test_speed_is_that_of_a_whole_step_at_the_batch():
   assert chosen(choose_largest(candidates, machine, WAYS_OUT))[0] == 2
 
 
+def test_the_way_down_ends_with_the_probes():
+  machine = Machine(linear, capacity=99, seconds={n: n**1.5 for n in range(1, 9)})
+  choice = choose_largest(sizes(*range(1, 9)), machine, WAYS_OUT)
+  assert machine.asked == [4, 6, 7, 8, 3]
+  assert chosen(choice) == (3, 8, None)
+
+
+def test_what_does_not_fit_is_never_taken_however_fast_it_is_said_to_be():
+  def hasty(candidate: Candidate) -> Probe:
+    return dataclasses.replace(Machine(linear)(candidate), seconds_per_pass=1.0)
+
+  assert chosen(choose_largest(sizes(1, 2, 4, 8), hasty, WAYS_OUT)) == (4, 4, 8)
+
+
 def test_without_times_the_largest_is_taken():
   def untimed(candidate: Candidate) -> Probe:
     return dataclasses.replace(Machine(linear)(candidate), seconds_per_pass=None)

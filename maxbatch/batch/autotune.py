@@ -23,7 +23,7 @@ from maxbatch.batch.candidates import (
   batch_follows,
   candidates,
   is_open,
-  with_size,
+  with_policies,
 )
 from maxbatch.batch.exploration import Exploration, explore
 from maxbatch.batch.remembered import file_of, forget, recall, remember
@@ -82,8 +82,10 @@ def choose(
     say: prints a line; called in process 0 only.
 
   Raises:
-    UserError: nothing fits, the size follows from other keys, or micro_batch_size is explore.
+    UserError: nothing fits, the size follows from other keys, or something is to be explored.
   """
+  if config.model.remat_policy == "explore":
+    raise UserError(_policy_not_here(config))
   if not is_open(config.batch):
     return config
   if config.batch.micro_batch_size != "auto":
@@ -96,13 +98,15 @@ def choose(
     choice = choose_largest(sizes, _agreed(probe), ways_out(config))
     size = choice.chosen.candidate
     say(_line(config, size, choice.why()) + _kept(memory, choice))
-  return dataclasses.replace(config, batch=with_size(config.batch, size.per_device))
+  return size.applied_to(config)
 
 
 def explore_sizes(
   config: Config, place: Place, probe: ProbeSize, *, say: Say = print
 ) -> tuple[Config, Exploration]:
   """Tries every size that micro_batch_size=explore asks for, says how it goes, and ranks them.
+
+  With remat_policy=explore, every size is tried with every policy.
 
   Args:
     config: micro_batch_size is explore, and compile_only is set.
@@ -111,7 +115,7 @@ def explore_sizes(
     say: prints a line; called in process 0 only.
 
   Returns:
-    The configuration with the recommended size, and all that was learnt.
+    The configuration with what is recommended, and all that was learnt.
 
   Raises:
     UserError: compile_only is not set, or nothing fits.
@@ -119,11 +123,11 @@ def explore_sizes(
   if not config.compile.compile_only:
     raise UserError(_not_here(config))
   sizes = candidates(config.batch, config.run, place.layout)
+  sizes = with_policies(sizes) if config.model.remat_policy == "explore" else sizes
   say = _in_process_0(say)
   found = explore(sizes, _agreed(probe), ways_out(config), say)
   say(f"\n{found}")
-  best = found.ranked[0].candidate
-  return dataclasses.replace(config, batch=with_size(config.batch, best.per_device)), found
+  return found.ranked[0].candidate.applied_to(config), found
 
 
 def what_it_depends_on(config: Config, place: Place, sizes: Sequence[Candidate]) -> dict[str, Any]:
@@ -164,7 +168,7 @@ def ways_out(config: Config) -> str:
     f"a larger ici_fsdp_parallelism (now {fsdp})",
     f"a smaller max_target_length (now {length})",
   ]
-  if config.model.remat_policy != "full":
+  if config.model.remat_policy in ("none", "minimal"):
     ways.insert(0, f"remat_policy=full (now {config.model.remat_policy})")
   return f"what helps: {', '.join(ways)}"
 
@@ -173,6 +177,14 @@ def _not_here(config: Config) -> str:
   return (
     f"{asked(config.batch)} tries every size before it ranks them, and needs compile_only=true "
     f"(now {str(config.compile.compile_only).lower()}); micro_batch_size=auto chooses one for a run"
+  )
+
+
+def _policy_not_here(config: Config) -> str:
+  return (
+    f"remat_policy=explore is tried beside every size, and needs micro_batch_size=explore "
+    f"compile_only=true (now {asked(config.batch)} "
+    f"compile_only={str(config.compile.compile_only).lower()}); for a run, remat_policy=full"
   )
 
 

@@ -8,13 +8,17 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Literal, get_args
 
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.solve import Wanted, counted, solve, text, wanted
-from maxbatch.config.schema import BatchConfig, Explore, RunConfig
+from maxbatch.config.schema import BatchConfig, Config, Explore, RunConfig
 from maxbatch.errors import UserError
 from maxbatch.topology import Topology
 
+RematPolicy = Literal["none", "minimal", "full"]
+REMAT_POLICIES: tuple[RematPolicy, ...] = get_args(RematPolicy)
+"""What remat_policy=explore tries, the fastest where it fits first."""
 _MOST_TOKENS = 1 << 17
 """Tokens of one pass on one device beyond which no size is looked for when the batch is open."""
 
@@ -32,7 +36,7 @@ class Candidate:
   batch: int
   """Samples of one step."""
   max_target_length: int
-  remat_policy: str = ""
+  remat_policy: RematPolicy | None = None
   """Where the policy is explored too: the one that this candidate takes."""
 
   @property
@@ -44,6 +48,14 @@ class Candidate:
   def device_tokens(self) -> Fraction:
     """Tokens of one pass on one device."""
     return self.per_device * self.max_target_length
+
+  def applied_to(self, config: Config) -> Config:
+    """The configuration with this choice made."""
+    config = dataclasses.replace(config, batch=with_size(config.batch, self.per_device))
+    if not self.remat_policy:
+      return config
+    model = dataclasses.replace(config.model, remat_policy=self.remat_policy)
+    return dataclasses.replace(config, model=model)
 
   def samples_per_second(self, step_seconds: float) -> float:
     """Speed, when a step takes that long."""
@@ -89,6 +101,13 @@ def candidates(batch: BatchConfig, run: RunConfig, topology: Topology) -> tuple[
   if not chosen:
     raise UserError(_none_in_range(batch, allowed))
   return tuple(chosen)
+
+
+def with_policies(sizes: Sequence[Candidate]) -> tuple[Candidate, ...]:
+  """Every size with every remat_policy, one policy after the other."""
+  return tuple(
+    dataclasses.replace(size, remat_policy=policy) for policy in REMAT_POLICIES for size in sizes
+  )
 
 
 def asked(batch: BatchConfig) -> str:

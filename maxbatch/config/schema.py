@@ -152,7 +152,7 @@ class ModelConfig:
   weight_dtype: DType
   attention: Literal["auto", "dot_product", "flash"]
   scan_layers: bool
-  remat_policy: Literal["none", "minimal", "full"]
+  remat_policy: Literal["none", "minimal", "full", "explore"]
   num_vocab_tiling: NonNegative
   z_loss_multiplier: NonNegativeFloat
 
