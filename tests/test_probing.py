@@ -1,0 +1,124 @@
+"""Real steps on 8 simulated devices: auto's fit holds, the next size up exceeds the budget."""
+
+import functools
+from fractions import Fraction
+
+import jax
+import pytest
+from support import config
+
+from maxbatch import measure
+from maxbatch.batch.autotune import Place, choose, explore_sizes
+from maxbatch.batch.candidates import Candidate, candidates
+from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.search import Probe
+from maxbatch.compile import compile_only
+from maxbatch.compile.compile_only import make_probe
+from maxbatch.compile.program import compile_program
+from maxbatch.config.schema import Config
+from maxbatch.data.registry import build_dataset
+from maxbatch.measure import Timing
+from maxbatch.prepare import build_trainer
+from maxbatch.topology import topology
+
+GIB = 1 << 30
+KEYS = {"dataset_type": "synthetic", "batch_size": 32, "steps": 3, "base_num_decoder_layers": 1}
+
+
+def settings(value: object = "auto", **keys: object) -> Config:
+  return config(micro_batch_size=value, **KEYS | keys)
+
+
+PLACE = Place(jax.devices(), topology(settings().mesh, 8))
+SOURCE = build_dataset(settings().data, settings().batch.max_target_length).train
+
+
+def sizes(of: Config) -> tuple[Candidate, ...]:
+  return candidates(of.batch, of.run, PLACE.layout)
+
+
+@pytest.fixture(autouse=True)
+def _quick_clock(monkeypatch):
+  monkeypatch.setattr(measure, "_SECONDS", 0.05)
+
+
+class Counted:
+  """A probe that keeps what it saw."""
+
+  def __init__(self, of: Config):
+    self.probe = make_probe(of, PLACE.devices, PLACE.layout)
+    self.probes: list[Probe] = []
+
+  def __call__(self, candidate: Candidate) -> Probe:
+    self.probes.append(self.probe(candidate))
+    return self.probes[-1]
+
+
+@pytest.fixture
+def _no_clock(monkeypatch):
+  """A pass takes a second, however large: the largest is the fastest."""
+  monkeypatch.setattr(compile_only, "measure_step", lambda *_, **__: Timing(1.0, 0.0, 0.0, 3))
+
+
+@functools.cache
+def peak_by_hand(size: int, **keys: object) -> int:
+  """The peak of the step that a run with this number compiles."""
+  of = settings(size, **keys)
+  plan = plan_batches(of.batch, of.run, PLACE.layout)
+  trainer = build_trainer(of, plan, PLACE.devices)
+  return compile_program(of, plan, trainer, SOURCE, plan.micro_batch_to_train).memory.peak
+
+
+@pytest.mark.usefixtures("_no_clock")
+def test_auto_takes_the_largest_that_fits_the_budget_and_the_next_exceeds_it(tmp_path):
+  two, four = peak_by_hand(2), peak_by_hand(4)
+  assert two < four
+  of = settings(device_memory_gb=(two + four) / 2 / GIB)
+  probe, lines = Counted(of), []
+  chosen = choose(of, PLACE, probe, tmp_path, say=lines.append)
+  # The same configuration as by hand, and so the same run: nothing else is handed on.
+  assert chosen == settings(2, device_memory_gb=of.compile.device_memory_gb)
+  peaks = {one.per_device: one.peak_bytes for one in probe.probes}
+  assert (peaks[Fraction(2)], peaks[Fraction(4)]) == (two, four)
+  assert "micro_batch_size auto: 2 samples per device (largest that fits of 1…4" in lines[0]
+  # The second start compiles nothing.
+  again = Counted(of)
+  assert choose(of, PLACE, again, tmp_path, say=lines.append) == chosen
+  assert again.probes == []
+
+
+@pytest.mark.usefixtures("_no_clock")
+def test_the_budget_is_exact():
+  two = peak_by_hand(2)
+  for budget, fits in ((two, True), (two - 1, False)):
+    of = settings(device_memory_gb=budget / GIB)
+    (candidate,) = [one for one in sizes(of) if one.per_device == 2]
+    assert make_probe(of, PLACE.devices, PLACE.layout)(candidate).fits is fits
+
+
+@pytest.mark.parametrize("accumulation", ["fused", "streamed"])
+def test_what_fits_is_timed_and_what_does_not_is_not(accumulation):
+  budget = (peak_by_hand(4, accumulation=accumulation) - 1) / GIB
+  of = settings(
+    "{explore: {min: 2, max: 4}}",
+    accumulation=accumulation,
+    compile_only=True,
+    device_memory_gb=budget,
+  )
+  probe = Counted(of)
+  chosen, found = explore_sizes(of, PLACE, probe, say=lambda line: None)
+  assert {one.fits for one in probe.probes} == {True, False}
+  for one in probe.probes:
+    assert (one.seconds_per_pass is not None) == one.fits
+    assert one.how == "measured" or not one.fits
+  assert found.best is not None
+  assert chosen.batch.micro_batch_size == found.best.candidate.per_device
+  assert found.best.samples_per_second > 0
+
+
+def test_nothing_is_left_on_the_devices():
+  of = settings()
+  before = {id(array) for array in jax.live_arrays()}
+  Counted(of)(sizes(of)[0])
+  # The trainer's dropout key goes with the trainer.
+  assert [x for x in jax.live_arrays() if id(x) not in before and x.nbytes > 8] == []
