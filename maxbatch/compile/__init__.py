@@ -1,0 +1,1 @@
+"""Before a run: checks, the cache of compiled programs, the compiled step as a file."""

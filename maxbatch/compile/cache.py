@@ -1,0 +1,151 @@
+"""Compiled programs kept on disk between starts: jax's persistent compilation cache.
+
+jax finds a program by a hash of its text, the versions, the flags and the devices (on CPU with the
+instructions the processor knows), so an entry is never used for anything else, and a folder may be
+shared by machines of different kinds. Whoever can write to the folder can run code here: it must
+belong to you.
+"""
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+
+from maxbatch.data.token_cache import cache_folder
+
+OFF = "none"
+_FOLDER = "compiled"
+_LARGEST_BYTES = 8 * 2**30
+_ENTRIES = "*-cache"
+_MINIMUM = "jax_persistent_cache_min_compile_time_secs"
+_DIRECTORY = "jax_compilation_cache_dir"
+
+
+def enable(jax_cache_dir: str) -> Path | None:
+  """Turns the cache on; call it once the devices are known and before anything is compiled.
+
+  A folder that is already set, by the environment's JAX_COMPILATION_CACHE_DIR or through
+  jax.config, stays: whoever set it knows the machine, and jax does not change folders under way.
+  `none` turns that one off too.
+
+  Args:
+    jax_cache_dir: the folder; empty: one in the user's cache folder; `none`: no cache.
+
+  Returns:
+    The folder in use; None if there is none, which a line on stderr explains unless it was asked
+    for. No run fails for want of a cache.
+  """
+  if jax_cache_dir == OFF:
+    jax.config.update(_DIRECTORY, None)
+    compilation_cache.reset_cache()
+    return None
+  folder = Path(jax_cache_dir).expanduser().absolute() if jax_cache_dir else default_folder()
+  there = _setting(_DIRECTORY)
+  if there:
+    if jax_cache_dir and str(folder) != there:
+      _tell(f"jax_cache_dir={jax_cache_dir} is not used: jax already keeps programs in {there}")
+    return Path(there)
+  obstacle = _obstacle(folder)
+  if obstacle:
+    _tell(f"jax_cache_dir={jax_cache_dir or folder}: {obstacle}; every start compiles anew")
+    return None
+  _drop_oldest(folder)
+  # A start has many small programs that take longer to compile than to load.
+  if _MINIMUM.upper() not in os.environ:
+    jax.config.update(_MINIMUM, 0.0)
+  jax.config.update(_DIRECTORY, str(folder))
+  return folder
+
+
+def default_folder() -> Path:
+  """Where programs are kept unless a key says otherwise."""
+  return cache_folder("") / _FOLDER
+
+
+@contextlib.contextmanager
+def bypassed() -> Iterator[None]:
+  """Inside, programs are compiled anew, neither read from the cache nor written to it.
+
+  For programs that are to be saved to a file: on CPU, XLA leaves the machine code out of what was
+  itself loaded, and the copy fails when it runs. And for those of a TPU slice that is not here: jax
+  writes them to the cache, and warns at every later start that it cannot read them back.
+  """
+  before = _setting(_DIRECTORY)
+  jax.config.update(_DIRECTORY, None)
+  compilation_cache.reset_cache()
+  try:
+    yield
+  finally:
+    jax.config.update(_DIRECTORY, before)
+    compilation_cache.reset_cache()
+
+
+def _setting(name: str) -> Any:
+  return jax.config.values[name]
+
+
+def _tell(line: str) -> None:
+  print(line, file=sys.stderr, flush=True)
+
+
+def _obstacle(folder: Path) -> str | None:
+  """Why programs cannot be kept in `folder`, which is made if need be; None if they can."""
+  try:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+      file.write(b"x")
+  except OSError as error:
+    return f"cannot be written ({error.strerror or error})"
+  if jax.default_backend() == "cpu" and not _loads_quietly():
+    return "XLA refuses to load its own programs on this CPU (jax issue 38445)"
+  return None
+
+
+def _loads_quietly() -> bool:
+  """Whether XLA takes back what it has just compiled for this CPU.
+
+  For some Intel processors it notes preferences as if they were instructions, misses them when it
+  loads, and writes pages of errors straight to file descriptor 2 at every start.
+  """
+  compiled = jax.jit(lambda x: x + x).lower(np.zeros(8, np.float32)).compile()
+  saved = serialize_executable.serialize(compiled)
+  with tempfile.TemporaryFile() as written:
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    os.dup2(written.fileno(), 2)
+    try:
+      serialize_executable.deserialize_and_load(*saved, execution_devices=jax.devices()[:1])
+    except jax.errors.JaxRuntimeError:
+      return False
+    finally:
+      os.dup2(stderr, 2)
+      os.close(stderr)
+    written.seek(0)
+    return b"XLA:CPU AOT" not in written.read()
+
+
+def _drop_oldest(folder: Path, largest_bytes: int = _LARGEST_BYTES) -> None:
+  """Removes the entries that were not used for longest until `largest_bytes` are left.
+
+  jax's own limit needs another package, and stops writing once an entry lost its companion file.
+  """
+  found = []
+  for entry in folder.glob(_ENTRIES):
+    with contextlib.suppress(OSError):  # Another run may have removed it.
+      status = entry.stat()
+      found.append((max(status.st_atime, status.st_mtime), status.st_size, entry))
+  total = sum(size for _, size, _ in found)
+  for _, size, entry in sorted(found):
+    if total <= largest_bytes:
+      return
+    with contextlib.suppress(OSError):
+      entry.unlink()
+    total -= size

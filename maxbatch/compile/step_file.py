@@ -1,0 +1,209 @@
+"""A compiled step as a file, and the refusal to run it for any other run than the one it is for.
+
+The file: a magic line; length and SHA-256 of a JSON header; the header; the programs, one per
+microbatch. The header lists everything the programs were made from, and each program's length and
+SHA-256. Versions, devices and keys that differ are named before anything of the file is executed.
+
+The programs are pickles around machine code, so loading one runs what its author wanted: use files
+of people you trust. The checksums find damage, not malice.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import jax
+from jax.experimental import serialize_executable
+
+from maxbatch.compile.made_from import MICRO_BATCHES
+from maxbatch.errors import UserError
+
+_MAGIC = b"maxbatch compiled step 1\n"
+_LENGTH_BYTES, _HASH_BYTES = 8, 32
+
+
+class _Opened(NamedTuple):
+  """The parts of a file: what the programs were made from, and where each of them lies."""
+
+  made_from: dict[str, Any]
+  programs: list[dict[str, Any]]
+  payloads: BinaryIO
+
+
+class _DamagedError(Exception):
+  """The file is not what was written; the message says how."""
+
+
+def save(
+  path: str, header: Mapping[str, object], programs: Mapping[int, jax.stages.Compiled]
+) -> None:
+  """Writes the compiled steps, by microbatch, to `path`; it appears there whole or not at all.
+
+  On CPU the programs must come from the compiler, not from the compilation cache
+  (`cache.bypassed`). With several processes, process 0 alone should call this.
+
+  Raises:
+    UserError: the file cannot be written, or a program cannot be saved.
+  """
+  payloads = {size: _payload(path, program) for size, program in programs.items()}
+  described = [
+    {"micro_batch": size, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    for size, data in payloads.items()
+  ]
+  text = json.dumps({"made_from": dict(header), "programs": described}).encode()
+  try:
+    with _appearing(Path(path)) as file:
+      file.write(_MAGIC + len(text).to_bytes(_LENGTH_BYTES, "big"))
+      file.write(hashlib.sha256(text).digest() + text)
+      for data in payloads.values():
+        file.write(data)
+  except OSError as error:
+    raise UserError(
+      f"save_compiled_step={path}: cannot be written: {error.strerror or error}; name a file in a "
+      "folder you can write to, with room for it"
+    ) from error
+
+
+def load(path: str, header: Mapping[str, object]) -> dict[int, jax.stages.Compiled]:
+  """The compiled steps of a file by microbatch, loaded onto the devices of this process.
+
+  Args:
+    path: the value of `compiled_step`.
+    header: what this run would make its programs from.
+
+  Raises:
+    UserError: there is no such file, it is damaged, or it was made for another run; names what
+      differs.
+  """
+  try:
+    with open(path, "rb") as file:
+      opened = _open(file)
+      _refuse_differences(path, opened.made_from, json.loads(json.dumps(dict(header))))
+      payloads = {entry["micro_batch"]: _read(opened, entry) for entry in opened.programs}
+  except OSError as error:
+    raise UserError(
+      f"compiled_step={path}: cannot be read: {error.strerror or error}; save_compiled_step={path} "
+      "writes it"
+    ) from error
+  except _DamagedError as damage:
+    raise UserError(
+      f"compiled_step={path}: {damage}; write it again with save_compiled_step={path}"
+    ) from damage
+  return {size: _program(path, payload) for size, payload in payloads.items()}
+
+
+def differences(file: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
+  """What a file was made from that this run is not, a line each; both as JSON gives them back."""
+  absent = "nothing"
+  return [
+    f"{key}: the file has {_shown(file.get(key, absent))}, this run {_shown(run.get(key, absent))}"
+    for key in {**run, **file}
+    if not _serves(key, file.get(key, absent), run.get(key, absent))
+  ]
+
+
+def _serves(key: str, file: Any, run: Any) -> bool:
+  """A file may hold programs that a run no longer needs, as one resumed in a later stage does."""
+  return set(run) <= set(file) if key == MICRO_BATCHES else file == run
+
+
+def _shown(value: Any) -> str:
+  if isinstance(value, list):
+    return ", ".join(map(_shown, value))
+  return {"": "''", None: "none"}.get(value, str(value))
+
+
+def _refuse_differences(path: str, file: dict[str, Any], run: dict[str, Any]) -> None:
+  lines = differences(file, run)
+  if lines:
+    listed = "\n".join(f"  {line}" for line in lines)
+    raise UserError(
+      f"compiled_step={path} was compiled for another run:\n{listed}\n"
+      "Set these back, or compile for this run: leave out compiled_step, or replace it by "
+      f"save_compiled_step={path}"
+    )
+
+
+def _open(file: BinaryIO) -> _Opened:
+  """Reads and checks all but the programs."""
+  if file.read(len(_MAGIC)) != _MAGIC:
+    raise _DamagedError("this is not a compiled step")
+  length = int.from_bytes(file.read(_LENGTH_BYTES), "big")
+  digest = file.read(_HASH_BYTES)
+  # A damaged length may ask for more than there is memory.
+  text = file.read(min(length, os.fstat(file.fileno()).st_size))
+  if hashlib.sha256(text).digest() != digest:
+    raise _DamagedError("its header is damaged or cut short")
+  header = json.loads(text)
+  return _Opened(header["made_from"], header["programs"], file)
+
+
+def _read(opened: _Opened, entry: dict[str, Any]) -> bytes:
+  """The next program's bytes, which are what was written."""
+  data = opened.payloads.read(entry["bytes"])
+  if len(data) != entry["bytes"]:
+    raise _DamagedError("it is cut short")
+  if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+    raise _DamagedError(f"its program for microbatches of {entry['micro_batch']} is damaged")
+  return data
+
+
+def _payload(path: str, program: jax.stages.Compiled) -> bytes:
+  """A program and the structure of its arguments and results, as bytes."""
+  saved = serialize_executable.serialize(program)
+  if _platform(program) == "cpu" and _is_hollow(saved):
+    raise UserError(
+      f"save_compiled_step={path}: this step was loaded from a cache or a file, and on CPU XLA "
+      "cannot save such a one again; leave out compiled_step, and use jax_cache_dir=none"
+    )
+  return pickle.dumps(saved)
+
+
+def _platform(program: jax.stages.Compiled) -> str:
+  """What the program runs on, which need not be here."""
+  place = jax.tree.leaves(program.output_shardings)[0]
+  return next(iter(place.device_set)).platform
+
+
+def _is_hollow(saved: tuple[bytes, Any, Any]) -> bool:
+  """Whether XLA left the machine code out, as it does with what was itself loaded on CPU.
+
+  Then nothing shrinks when it is loaded and saved once more; or it does not load at all.
+  """
+  try:
+    again = serialize_executable.serialize(serialize_executable.deserialize_and_load(*saved))
+  except jax.errors.JaxRuntimeError:
+    return True
+  return len(again[0]) >= len(saved[0])
+
+
+def _program(path: str, payload: bytes) -> jax.stages.Compiled:
+  saved = pickle.loads(payload)
+  try:
+    return serialize_executable.deserialize_and_load(*saved)
+  except jax.errors.JaxRuntimeError as error:
+    raise UserError(
+      f"compiled_step={path}: these devices do not take it: {str(error).splitlines()[0]}; leave "
+      "out compiled_step"
+    ) from error
+
+
+@contextlib.contextmanager
+def _appearing(path: Path) -> Iterator[BinaryIO]:
+  """A file that appears at `path` when it is whole and on disk; after an error nothing is left."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
+    try:
+      yield file  # pyright: ignore[reportReturnType]
+      file.flush()
+      os.fsync(file.fileno())
+      os.replace(file.name, path)
+    except BaseException:
+      os.unlink(file.name)
+      raise

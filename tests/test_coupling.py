@@ -1,0 +1,242 @@
+"""Models that couple the samples of a batch are found, and are never split into passes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from support import TINY, config
+
+from maxbatch.batch.plan import plan_batches
+from maxbatch.compile import coupling
+from maxbatch.config.schema import Config
+from maxbatch.dropout import fold
+from maxbatch.errors import UserError
+from maxbatch.models import registry
+from maxbatch.models.layers import parameter
+from maxbatch.models.registry import Registered
+from maxbatch.topology import topology
+
+GPT2 = {
+  "base_num_kv_heads": 4,
+  "mlp_activation": "gelu",
+  "normalization": "layernorm",
+  "position_embedding": "learned",
+  "logits_via_embedding": "true",
+  "attention_qkv_bias": "true",
+  "attention_out_bias": "true",
+  "mlp_bias": "true",
+}
+
+
+class Normalized(nnx.Module):
+  """Token embeddings, a linear map, and a normalization of each feature over `axes` of (B, T)."""
+
+  def __init__(self, rngs, config, axes, only_in_training):
+    V, D = config.vocab_size, config.base_emb_dim
+    self.embedding = parameter(rngs, 0.02, (V, D), ("vocab", "embed"), config.weight_dtype)
+    self.kernel = parameter(rngs, 0.02, (D, D), ("embed", "mlp"), config.weight_dtype)
+    self.axes, self.only_in_training = axes, only_in_training
+
+  def __call__(self, rows, keys_B):
+    x_BTD = self.embedding[...][rows.inputs] @ self.kernel[...]
+    if self.only_in_training and keys_B is None:
+      return x_BTD
+    mean = x_BTD.mean(self.axes, keepdims=True)
+    spread = jnp.sqrt(x_BTD.var(self.axes, keepdims=True) + 1e-3)
+    return (x_BTD - mean) / spread
+
+  def output_matrix(self):
+    return self.embedding[...].T
+
+
+def register(monkeypatch, name, axes=(0, 1), only_in_training=False, validate=lambda config: None):
+  def create(rngs, config, length):
+    del length
+    return Normalized(rngs, config, axes, only_in_training)
+
+  monkeypatch.setattr(registry, "MODELS", {**registry.MODELS, name: Registered(create, validate)})
+
+
+@pytest.fixture
+def batch_norm(monkeypatch):
+  register(monkeypatch, "batch_norm")
+
+
+def couples(**keys) -> bool:
+  run = config(**keys)
+  return coupling.couples_samples(run.model, run.batch.max_target_length, packing=run.data.packing)
+
+
+def settle(**keys) -> Config:
+  run = config(**keys)
+  return coupling.settle_accumulation(run, topology(run.mesh, 8))
+
+
+def passes(run: Config) -> int:
+  return plan_batches(run.batch, run.run, topology(run.mesh, 8)).gradient_accumulation_steps
+
+
+def test_batch_normalization_couples(batch_norm):
+  assert couples(decoder_block="batch_norm")
+  assert couples(decoder_block="batch_norm", packing="false", dtype="bfloat16")
+
+
+def test_normalization_within_a_sample_does_not(monkeypatch):
+  register(monkeypatch, "sample_norm", axes=(1,))
+  assert not couples(decoder_block="sample_norm")
+
+
+def test_coupling_in_training_alone_is_found_too(monkeypatch):
+  register(monkeypatch, "training_norm", only_in_training=True)
+  assert couples(decoder_block="training_norm", dropout_rate=0.1)
+  assert not couples(decoder_block="training_norm", dropout_rate=0)
+
+
+def test_dropout_shared_by_the_batch_couples(monkeypatch):
+  def by_place(key, sample_ids_B):
+    return fold(jnp.broadcast_to(key, sample_ids_B.shape), len(sample_ids_B))
+
+  monkeypatch.setattr("maxbatch.loss.sample_keys", by_place)
+  assert couples(dropout_rate=0.2)
+
+
+@pytest.mark.parametrize(
+  "keys",
+  [
+    {},
+    GPT2,
+    {"packing": "false"},
+    GPT2 | {"packing": "false"},
+    {"use_qk_norm": "true", "sliding_window_size": 3},
+    {"dropout_rate": 0.3, "z_loss_multiplier": 0.1},
+    {"remat_policy": "full", "scan_layers": "false", "num_vocab_tiling": 4},
+    {"remat_policy": "minimal", "weight_dtype": "bfloat16", "dtype": "bfloat16"},
+    {"base_num_query_heads": 12, "base_num_kv_heads": 3, "head_dim": 6, "attention": "flash"},
+    {"base_num_query_heads": 6, "base_num_kv_heads": 1, "max_target_length": 1},
+  ],
+  ids=lambda keys: "-".join(keys) or "llama",
+)
+def test_no_shipped_model_couples(keys):
+  assert not couples(**keys)
+
+
+@pytest.mark.parametrize("name", ["llama2-7b", "llama3-8b", "gpt2-small"])
+def test_the_probe_of_a_large_model_is_small(name):
+  large = dataclasses.replace(config(model_name=name, base_emb_dim=4096).model)
+  leaves = jax.tree.leaves(registry.build_model(coupling.tiny(large), 16).shapes())
+  assert sum(leaf.size for leaf in leaves) < 20_000
+
+
+def test_every_option_is_probed_as_it_is_configured():
+  sizes = {"vocab_size", "dtype", "weight_dtype", "attention", "remat_policy"}
+  sizes |= {key for key in TINY if key.startswith("base_")} | {"head_dim"}
+  model = config(**GPT2, use_qk_norm="true", dropout_rate=0.1, remat_policy="full").model
+  small = dataclasses.asdict(coupling.tiny(model))
+  given = dataclasses.asdict(model)
+  assert {key for key in given if given[key] != small[key]} <= sizes
+
+
+@pytest.mark.parametrize(
+  ("keys", "told"),
+  [
+    (
+      {"gradient_accumulation_steps": 4},
+      "gradient_accumulation_steps=4 takes 4 passes; for example gradient_accumulation_steps=1",
+    ),
+    (
+      {"micro_batch_size": 2, "batch_size": 64},
+      "micro_batch_size=2 takes 4 passes; for example micro_batch_size=none",
+    ),
+    (
+      {"per_device_batch_size": 0.5, "ici_tensor_parallelism": 2, "batch_size": 8},
+      "per_device_batch_size=0.5 takes 2 passes; for example per_device_batch_size=-1 "
+      "micro_batch_size=none",
+    ),
+    (
+      {"micro_batch_size": 1, "batch_schedule": "[[0, 8], [800, 16]]"},
+      "micro_batch_size=1 takes 2 passes; for example micro_batch_size=none",
+    ),
+    (
+      {"micro_batch_size": "auto", "gradient_accumulation_steps": 2},
+      "gradient_accumulation_steps=2 takes 2 passes; for example gradient_accumulation_steps=1",
+    ),
+  ],
+  ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_passes_asked_for_by_number_are_refused(batch_norm, keys, told):
+  with pytest.raises(UserError) as refusal:
+    settle(decoder_block="batch_norm", **keys)
+  assert str(refusal.value).endswith(f"cannot be split into passes, but {told}")
+  assert str(refusal.value).startswith("decoder_block=batch_norm couples the samples of a batch")
+
+
+@pytest.mark.parametrize(
+  "keys",
+  [
+    {"gradient_accumulation_steps": 1},
+    {"micro_batch_size": "none", "batch_size": 64},
+    {"per_device_batch_size": -1, "micro_batch_size": "none", "batch_size": 8},
+    {"micro_batch_size": "none", "batch_schedule": "[[0, 8], [800, 16]]"},
+  ],
+  ids=lambda keys: "-".join(keys),
+)
+def test_the_ways_out_work_and_one_pass_is_not_probed(batch_norm, monkeypatch, keys):
+  monkeypatch.setattr(coupling, "couples_samples", lambda *_, **__: pytest.fail("probed"))
+  run = settle(decoder_block="batch_norm", **keys)
+  assert run == config(decoder_block="batch_norm", **keys)
+  assert passes(run) == 1
+
+
+@pytest.mark.parametrize("asked", ["auto", "explore", "{explore: {min: 1, max: 4}}"])
+def test_a_choice_becomes_none_with_a_warning(batch_norm, capfd, asked):
+  run = settle(decoder_block="batch_norm", micro_batch_size=asked, batch_size=64)
+  assert run == config(decoder_block="batch_norm", micro_batch_size="none", batch_size=64)
+  assert passes(run) == 1
+  out, err = capfd.readouterr()
+  assert out == ""
+  assert err.startswith("warning: decoder_block=batch_norm couples the samples")
+  asked = "explore: {min" if asked.startswith("{") else asked
+  assert f"micro_batch_size=none instead of micro_batch_size={asked}" in err.replace("={e", "=e")
+  assert len(err.splitlines()) == 1
+
+
+def test_an_uncoupled_model_keeps_its_passes_and_its_choice(capfd):
+  for keys in ({"gradient_accumulation_steps": 4}, {"micro_batch_size": "auto", "batch_size": 64}):
+    assert settle(**keys) == config(**keys)
+  assert capfd.readouterr() == ("", "")
+
+
+def test_a_model_that_cannot_be_made_small_is_told_and_left_alone(monkeypatch, capfd):
+  def validate(config):
+    if config.base_emb_dim < 32:
+      raise UserError("base_emb_dim must be at least 32")
+
+  register(monkeypatch, "wide", validate=validate)
+  keys = {"decoder_block": "wide", "gradient_accumulation_steps": 4}
+  assert settle(**keys) == config(**keys)
+  told = "warning: decoder_block=wide was not tried at a small size: base_emb_dim must be at"
+  assert capfd.readouterr().err.startswith(told)
+
+
+def test_the_parts_add_up_only_where_they_must(batch_norm, monkeypatch):
+  # The tolerance is far from both sides: a tenth and a hundred times of it decide alike.
+  for tolerance in (1e-5, 1e-3):
+    monkeypatch.setattr(coupling, "_TOLERANCE", tolerance)
+    assert couples(decoder_block="batch_norm")
+    assert not couples()
+    assert not couples(**GPT2)
+
+
+def test_it_is_one_program(monkeypatch):
+  compiled = []
+
+  def listen(event: str, duration_secs: float, **_: object) -> None:
+    if event.endswith("backend_compile_duration"):
+      compiled.append(duration_secs)
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  run = config(base_num_decoder_layers=7)
+  coupling.couples_samples(run.model, 16)
+  assert len(compiled) == 1

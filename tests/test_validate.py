@@ -1,0 +1,338 @@
+"""validate_only: every check finds what it is for, compiles nothing and leaves nothing behind."""
+
+import collections
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from support import config
+
+from maxbatch.batch.plan import Position, plan_batches
+from maxbatch.checkpoint import Checkpointer
+from maxbatch.compile import validate as module
+from maxbatch.compile.validate import validate
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config
+from maxbatch.data.registry import build_dataset
+from maxbatch.errors import UserError
+from maxbatch.identity import identity
+from maxbatch.prepare import build_trainer
+from maxbatch.state import TrainState, to_save
+from maxbatch.topology import topology
+from maxbatch.topology_devices import topology_devices
+
+CHECKS = ["configuration", "batch plan", "mesh", "model", "memory", "learning rate", "dataset"]
+CHECKS += ["step", "folder", "checkpoints", "resume"]
+ROOT = pathlib.Path(__file__).parents[1]
+LLAMA = "model_name=llama2-7b ici_data_parallelism=1 ici_fsdp_parallelism=256 remat_policy=full"
+LLAMA += " max_target_length=2048 dtype=bfloat16 dataset_type=synthetic"
+DiskUsage = collections.namedtuple("DiskUsage", "total used free")
+
+
+def run(folder: pathlib.Path, **keys: object) -> Config:
+  return config(**({"base_output_directory": folder, "dataset_type": "synthetic"} | keys))
+
+
+def check(folder: pathlib.Path, **keys: object) -> list[str]:
+  """The lines of a validation on 8 simulated devices."""
+  lines: list[str] = []
+  validate(run(folder, **keys), jax.devices(), lines.append)
+  return lines
+
+
+def refusal(folder: pathlib.Path, **keys: object) -> tuple[str, list[str]]:
+  """The error of a validation, and what was checked before it."""
+  lines: list[str] = []
+  with pytest.raises(UserError) as error:
+    validate(run(folder, **keys), jax.devices(), lines.append)
+  return str(error.value), passed(lines)
+
+
+def passed(lines: list[str]) -> list[str]:
+  return [line[5:18].strip() for line in lines if line.startswith("ok   ")]
+
+
+def found(lines: list[str], name: str) -> str:
+  return next(line[20:] for line in lines if line[5:].startswith(name))
+
+
+def abstract_state(here: Config) -> TrainState:
+  plan = plan_batches(here.batch, here.run, topology(here.mesh, 8))
+  return build_trainer(here, plan, jax.devices()).abstract
+
+
+def zeros(abstract: Any) -> Any:
+  """Real arrays, where the abstract ones say."""
+  return jax.tree.map(
+    lambda leaf: jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding), abstract
+  )
+
+
+@pytest.fixture
+def compiled():
+  """The names of programs that are compiled."""
+  names: list[object] = []
+
+  def listen(event: str, duration_secs: float, **more: object) -> None:
+    if "backend_compile" in event:
+      names.append((more.get("fun_name"), duration_secs))
+
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  return names
+
+
+@pytest.mark.parametrize("keys", [{}, {"dropout_rate": 0.1, "accumulation": "streamed"}], ids=str)
+def test_everything_is_checked_in_order_and_nothing_compiled(tmp_path, compiled, keys):
+  folder = tmp_path / "not yet" / "there"
+  jax.clear_caches()
+  arrays = len(jax.live_arrays())
+  lines = check(folder, **keys)
+  assert passed(lines) == CHECKS
+  assert lines[-1] == "Valid: nothing was compiled. Next: compile_only=true"
+  assert compiled == []
+  assert len(jax.live_arrays()) == arrays
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_a_compilation_would_be_seen(compiled):
+  jax.jit(lambda x: x * 17.25).lower(1.0).compile()
+  assert len(compiled) == 1
+
+
+def test_the_plan_is_printed_whole(tmp_path):
+  lines = check(tmp_path, batch_schedule="[[0, 32], [320, 64]]", batch_schedule_unit="samples")
+  assert found(lines, "batch plan") == "2 stages, 400 steps"
+  assert any("total_samples" in line for line in lines)
+  assert any("from sample           320: 64 samples per step" in line for line in lines)
+
+
+def test_a_7b_model_on_a_slice_that_is_not_here(tmp_path, compiled):
+  pytest.importorskip("libtpu")
+  lines: list[str] = []
+  keys = [*LLAMA.split(), "compile_topology=v5e-256", f"base_output_directory={tmp_path}"]
+  validate(load_config(["config=base", *keys]), topology_devices("v5e-256"), lines.append)
+  assert passed(lines) == CHECKS
+  assert found(lines, "mesh").endswith("fsdp 256 × tensor 1 × stage 1 on TPU v5 lite")
+  assert found(lines, "model") == "llama2-7b: 6,738,415,616 parameters"
+  # 4 bytes of weights, 8 of Adam's moments and 4 of accumulators, over 256 devices.
+  assert found(lines, "memory").startswith(f"{16 * 6738415616 / 256 / 2**30:.3f} GiB per device")
+  assert compiled == []
+
+
+def test_a_7b_model_on_256_simulated_devices(tmp_path):
+  program = f"""
+import jax
+from maxbatch.compile.validate import validate
+from maxbatch.config.load import load_config
+from maxbatch.devices import find_devices
+compiled = []
+def listen(event, duration_secs, **more):
+  if "backend_compile" in event:
+    compiled.append(event)
+jax.monitoring.register_event_duration_secs_listener(listen)
+config = load_config("config=base {LLAMA} enable_checkpointing=false "
+                     "base_output_directory={tmp_path}".split())
+validate(config, find_devices(256))
+assert not compiled
+"""
+  done = subprocess.run(
+    [sys.executable, "-c", program],
+    capture_output=True,
+    text=True,
+    check=False,
+    env=os.environ | {"PYTHONPATH": "."},
+    cwd=ROOT,
+  )
+  assert (done.returncode, done.stderr) == (0, "")
+  assert passed(done.stdout.splitlines()) == CHECKS[:-2]
+
+
+def test_memory_is_what_the_devices_will_hold(tmp_path):
+  keys = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "weight_dtype": "bfloat16"}
+  here = run(tmp_path, **keys)
+  abstract = abstract_state(here)
+  for part in (abstract.params, abstract.opt_state.acc_grads, abstract.opt_state):
+    held = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(zeros(part))]
+    assert module._bytes_per_device(part) == sum(held)
+
+
+def test_parameters_that_stay_whole_are_named(tmp_path):
+  lines = check(tmp_path, vocab_size=261, ici_tensor_parallelism=2)
+  assert "     embedding: vocab 261 is not a multiple of tensor = 2: kept whole" in lines
+  assert not any("kept whole" in line for line in check(tmp_path))
+
+
+def test_a_microbatch_that_is_still_to_be_chosen_is_checked_at_its_smallest(tmp_path):
+  lines = check(tmp_path, micro_batch_size="auto", batch_size=64)
+  line = "     micro_batch_size=auto will choose from 4 sizes, 1 to 8; checked with 1"
+  assert line in lines
+  assert found(lines, "step") == "can be traced, for microbatches of 8"
+
+
+@pytest.mark.parametrize(
+  ("keys", "told", "last"),
+  [
+    ({"ici_data_parallelism": 3}, "ici_data_parallelism=3", "configuration"),
+    ({"batch_size": 7}, "batch_size=7", "configuration"),
+    ({"vocab_size": 8}, "vocab_size=8 must be at least", "batch plan"),
+    ({"base_num_kv_heads": 3}, "base_num_query_heads=4 must be a multiple", "batch plan"),
+    ({"device_memory_gb": 0.0001}, "device_memory_gb=0.0001 is less than the", "model"),
+    ({"warmup_steps": 999}, "warmup_steps=999 is longer than the schedule", "memory"),
+    (
+      {"dataset_type": "text", "dataset_path": "/absent"},
+      "dataset_path=/absent",
+      "learning rate",
+    ),
+  ],
+  ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_the_first_failure_is_the_error_of_a_run(tmp_path, keys, told, last):
+  message, before = refusal(tmp_path, **keys)
+  assert told in message
+  assert before == CHECKS[: CHECKS.index(last) + 1]
+
+
+def test_the_offer_for_too_little_memory_works(tmp_path):
+  limit = {"device_memory_gb": 0.0002}
+  message, _ = refusal(tmp_path, **limit)
+  offer = re.search(r"for example ici_fsdp_parallelism=(\d+)$", message)
+  assert offer, message
+  assert passed(check(tmp_path, **limit, ici_fsdp_parallelism=offer[1])) == CHECKS
+
+
+def test_rows_that_cannot_be_read_are_found(tmp_path, monkeypatch):
+  def gone(self, indices):
+    raise UserError(f"part {self.part}: gone")
+
+  rows = "maxbatch.data.synthetic.SyntheticRows.rows"
+  monkeypatch.setattr(rows, gone)
+  assert refusal(tmp_path)[0] == "part 0: gone"
+  monkeypatch.undo()
+  read = module._first_row
+  monkeypatch.setattr(module, "_first_row", lambda s: gone(s, 0) if s.part == 1 else read(s))
+  assert refusal(tmp_path)[0] == "part 1: gone"
+
+
+def test_a_model_whose_step_cannot_be_traced_is_found(tmp_path, monkeypatch):
+  monkeypatch.setattr("maxbatch.loss.num_tiles", lambda *_: [][0])
+  with pytest.raises(IndexError):
+    check(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_found(tmp_path):
+  (tmp_path / "file").touch()
+  message, before = refusal(tmp_path / "file" / "runs")
+  assert message.startswith(f"base_output_directory={tmp_path}/file/runs: {tmp_path}/file cannot")
+  assert before[-1] == "step"
+
+
+def test_a_folder_that_is_there_stays_as_it_is(tmp_path):
+  (tmp_path / "first_run").mkdir()
+  before = (tmp_path / "first_run").stat().st_ino
+  assert found(check(tmp_path), "folder") == f"{tmp_path}/first_run can be written"
+  assert list((tmp_path / "first_run").iterdir()) == []
+  assert (tmp_path / "first_run").stat().st_ino == before
+
+
+def checkpoint_bytes(folder: pathlib.Path) -> int:
+  return sum(leaf.nbytes for leaf in jax.tree.leaves(zeros(to_save(abstract_state(run(folder))))))
+
+
+@pytest.mark.parametrize(
+  ("keys", "count"),
+  [({}, 4), ({"max_num_checkpoints_to_keep": 1}, 2), ({"checkpoint_keep_period": 100}, 8)],
+  ids=["4", "2", "8"],
+)
+def test_disk_space_is_asked_for_to_the_byte(tmp_path, monkeypatch, keys, count):
+  needed = count * checkpoint_bytes(tmp_path)
+  disk = {"free": needed}
+  monkeypatch.setattr(shutil, "disk_usage", lambda path: DiskUsage(0, 0, disk["free"]))
+  assert found(check(tmp_path, **keys), "checkpoints").startswith(f"room for {count} checkpoints")
+  disk["free"] -= 1
+  message, before = refusal(tmp_path, **keys)
+  assert f"needs room for {count} checkpoints of" in message
+  assert before[-1] == "folder"
+  assert passed(check(tmp_path, **keys, enable_checkpointing="false")) == CHECKS[:-2]
+  offer = re.search(r"for example (\w+)=(\w+)", message)
+  assert offer
+  assert set(passed(check(tmp_path, **keys | {offer[1]: offer[2]}))) >= set(CHECKS[:-2])
+
+
+def test_the_disk_of_another_machine_is_only_told(tmp_path, monkeypatch):
+  monkeypatch.setattr(shutil, "disk_usage", lambda path: DiskUsage(0, 0, 10))
+  lines = check(tmp_path, compile_topology="v5e-8")
+  assert "which this machine has not" in found(lines, "checkpoints")
+
+
+@pytest.fixture(scope="module")
+def resumable(tmp_path_factory) -> pathlib.Path:
+  """A run with checkpoints at steps 2 and 4."""
+  folder = tmp_path_factory.mktemp("resumable")
+  here = run(folder)
+  state = zeros(to_save(abstract_state(here)))
+  data = build_dataset(here.data, here.batch.max_target_length)
+  directory = folder / "first_run" / "checkpoints"
+  with Checkpointer(directory, here.checkpoint, identity(here, data.fingerprint)) as checkpointer:
+    for step in (2, 4):
+      checkpointer.save(state, Position(step, step * 32), {})
+  return folder
+
+
+def files(folder: pathlib.Path) -> set[pathlib.Path]:
+  return set(folder.rglob("*"))
+
+
+def test_a_run_that_can_go_on_says_from_where(resumable, compiled):
+  before = files(resumable)
+  compiled.clear()
+  lines = check(resumable)
+  assert found(lines, "resume") == "goes on after step 4 (128 samples)"
+  assert found(lines, "checkpoints").startswith("room for 2 checkpoints")
+  assert compiled == []
+  assert files(resumable) == before
+
+
+def test_a_run_that_is_over_says_so(resumable):
+  assert found(check(resumable, steps=4), "resume").startswith("is complete at step 4")
+
+
+@pytest.mark.parametrize(
+  ("keys", "told"),
+  [
+    ({"data_shuffle_seed": 5}, "  data_shuffle_seed is 0 in the checkpoint and 5 now\n"),
+    ({"base_mlp_dim": 32}, "[2, 64, 32] in the checkpoint and float32[2, 32, 32] now\n"),
+  ],
+  ids=["identity", "shapes"],
+)
+def test_another_runs_checkpoint_is_refused(resumable, keys, told):
+  message, before = refusal(resumable, **keys)
+  assert message.startswith("This run cannot go on from checkpoint step 4 in")
+  assert told in message
+  assert before[-1] == "checkpoints"
+
+
+def test_a_changed_run_may_go_on_when_allowed(resumable):
+  lines = check(resumable, data_shuffle_seed=5, allow_changed_resume="true")
+  assert found(lines, "resume").startswith("goes on after step 4")
+  message, _ = refusal(resumable, data_shuffle_seed=5)
+  assert "allow_changed_resume=true" in message
+  assert "allow_changed_resume" not in refusal(resumable, base_mlp_dim=32)[0].splitlines()[-1]
+
+
+def test_damaged_records_are_passed_over(resumable, tmp_path):
+  shutil.copytree(resumable, tmp_path, dirs_exist_ok=True)
+  records = [tmp_path / "first_run/checkpoints" / step / "record/metadata" for step in "24"]
+  record = json.loads(records[1].read_text())
+  records[1].write_text(json.dumps(record | {"samples": 7}))
+  assert found(check(tmp_path), "resume").startswith("goes on after step 2")
+  records[0].write_text("{")
+  message, _ = refusal(tmp_path)
+  assert "has a record that can be read: [2, 4]" in message
