@@ -238,6 +238,12 @@ def test_the_table_ranks_what_fits_and_says_what_does_not():
   ]
 
 
+def test_the_table_says_how_times_scatter():
+  _, result = explored(sizes(2), Machine(linear, spread=0.021))
+  assert "  2 s ± 2.1%  " in str(result)
+  assert result.as_dict()["fitting"][0]["spread"] == 0.021
+
+
 def test_the_table_as_plain_values():
   machine = Machine(linear, seconds={2: 2.0, 4: 3.0})
   _, result = explored(sizes(2, 4, 8, 16, batch=32), machine)
@@ -269,8 +275,8 @@ def test_policies_are_explored_jointly():
   """A policy that needs less memory fits larger sizes; only its own misfits are skipped."""
 
   def probe(candidate: Candidate) -> Probe:
-    factor = {"none": 4.0, "full": 1.0}[candidate.remat_policy]
-    seconds = {"none": 1.0, "full": 2.0}[candidate.remat_policy] * (candidate.per_device + 1)
+    factor = {"none": 4.0, "full": 1.0}[str(candidate.remat_policy)]
+    seconds = {"none": 1.0, "full": 2.0}[str(candidate.remat_policy)] * (candidate.per_device + 1)
     need = factor * float(candidate.per_device)
     return Probe(candidate.per_device, int(need * GIB), 8 * GIB, need <= 8, float(seconds))
 

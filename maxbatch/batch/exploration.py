@@ -192,12 +192,18 @@ def _fitting_row(rank: int, one: Tried) -> tuple[str, ...]:
     str(rank),
     *_start_of_row(one.candidate),
     one.probe.memory,
-    "" if one.step_seconds is None else f"{one.step_seconds:.4g} s",
+    _step_time(one),
     f"{speed:,.4g}",
     f"{speed * one.candidate.max_target_length:,.0f}",
     "" if used is None else f"{used:.1%}",
     ", ".join(f"{batch:,}" for batch in one.candidate.suggested_batches()),
   )
+
+
+def _step_time(one: Tried) -> str:
+  """`0.41 s ± 2%`; without a spread where there is none."""
+  spread = f" ± {one.probe.spread:.1%}" if one.probe.spread else ""
+  return "" if one.step_seconds is None else f"{one.step_seconds:.4g} s{spread}"
 
 
 def _start_of_row(candidate: Candidate) -> tuple[str, str]:
