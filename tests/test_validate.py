@@ -322,6 +322,8 @@ def test_another_runs_checkpoint_is_refused(resumable, keys, told):
 def test_a_changed_run_may_go_on_when_allowed(resumable):
   lines = check(resumable, data_shuffle_seed=5, allow_changed_resume="true")
   assert found(lines, "resume").startswith("goes on after step 4")
+  message, _ = refusal(resumable, base_mlp_dim=32, allow_changed_resume="true")
+  assert "float32[2, 32, 32] now" in message
   message, _ = refusal(resumable, data_shuffle_seed=5)
   assert "allow_changed_resume=true" in message
   assert "allow_changed_resume" not in refusal(resumable, base_mlp_dim=32)[0].splitlines()[-1]
