@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxbatch.batch.candidates import Candidate, batch_follows, candidates, is_open, with_size
+from maxbatch.batch.candidates import (
+  Candidate,
+  batch_follows,
+  candidates,
+  is_open,
+  offered,
+  with_size,
+)
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.solve import wanted
 from maxbatch.config.load import load_config
@@ -173,6 +180,18 @@ def test_messages_name_keys_values_rule_and_what_works(arguments):
   # The last value offered works.
   key, value = re.findall(r"(\w+)=(-?\d+|\{[^}]*\}\})", MESSAGES[arguments])[-1]
   assert sizes(devices(8), **keys | {key: value})
+
+
+def test_what_is_chosen_from_in_a_sentence():
+  batch = config_of(batch_size=96).batch
+  assert offered(batch, found(devices(8), batch_size=96)) == (
+    "micro_batch_size=auto chooses from 1, 2, 3, 4, 6, 12 samples per device and pass"
+  )
+  assert offered(config_of().batch, found(devices(8))[:2]) == (
+    "micro_batch_size=auto chooses from 1, 2 samples per device and pass, and batch_size follows"
+  )
+  many = found(devices(1), batch_size=5040)
+  assert "1, 2, 3, 4, 5, …, 1008, 1260, 1680, 2520, 5040 samples" in offered(batch, many)
 
 
 def test_a_choice_made_is_a_plan_as_by_hand():

@@ -120,6 +120,18 @@ def asked(batch: BatchConfig) -> str:
   return f"micro_batch_size={value}"
 
 
+def offered(batch: BatchConfig, sizes: Sequence[Candidate]) -> str:
+  """What is chosen from, in a sentence: `micro_batch_size=auto chooses from 1, 2, 4 samples …`."""
+  line = f"{asked(batch)} chooses from {_listed(sizes)} samples per device and pass"
+  return f"{line}, and batch_size follows" if batch_follows(batch) else line
+
+
+def _listed(sizes: Sequence[Candidate]) -> str:
+  """The sizes, the middle left out where they are many."""
+  shown = [text(one.per_device) for one in sizes]
+  return ", ".join(shown if len(shown) < 12 else [*shown[:5], "…", *shown[-5:]])
+
+
 def _check_open(batch: BatchConfig, want: Wanted) -> None:
   """The size must not follow from other keys."""
   if want.per_device:
@@ -202,12 +214,10 @@ def _in_range(batch: BatchConfig, size: Fraction) -> bool:
 
 
 def _none_in_range(batch: BatchConfig, allowed: Sequence[Candidate]) -> str:
-  sizes = [text(one.per_device) for one in allowed]
-  shown = sizes if len(sizes) < 12 else [*sizes[:5], "…", *sizes[-5:]]
   # explore's bounds are whole: the smallest and the largest size, rounded outwards.
   low, high = math.floor(allowed[0].per_device), math.ceil(allowed[-1].per_device)
   return (
-    f"{asked(batch)}: none of the {counted(len(sizes), 'size')} that the plan allows lies in this "
-    f"range; allowed: {', '.join(shown)} samples per device; for example "
+    f"{asked(batch)}: none of the {counted(len(allowed), 'size')} that the plan allows lies in this "
+    f"range; allowed: {_listed(allowed)} samples per device; for example "
     f"micro_batch_size={{explore: {{min: {max(1, low)}, max: {high}}}}}"
   )
