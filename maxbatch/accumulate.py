@@ -80,6 +80,9 @@ def _local_sums(
     gradients, sums = carry
     micro = jax.tree.map(lambda x: x[index], rows)
     loss, new = jax.value_and_grad(lambda p: loss_sum(model, p, micro, dropout_key))(params)
+    # Without the barrier XLA moves reductions over fsdp behind the loop, and the loop then carries
+    # whole gradients on every device: for Llama-2-7B on 256 TPUs 2 of 5.7 GiB.
+    new = jax.lax.optimization_barrier(new)
     gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, new)
     return laid_out(gradients), Sums(sums.loss + loss, sums.weight + micro.weights.sum())
 

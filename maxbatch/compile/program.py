@@ -2,13 +2,16 @@
 
 import dataclasses
 import os
+import pathlib
 import re
+import tempfile
 import time
 from collections.abc import Sequence
 
 import jax
 
 from maxbatch.batch.plan import BatchPlan
+from maxbatch.compile.cache import bypassed
 from maxbatch.compile.flops import StepFlops, step_flops
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import RowSource
@@ -62,10 +65,8 @@ class Program:
   flops: StepFlops
   """Matrix products of all devices, as traced."""
   compile_seconds: float
-
-  def text(self) -> str:
-    """The optimized program."""
-    return self.step.as_text() or ""
+  text: str
+  """The optimized program."""
 
 
 def compile_program(
@@ -79,8 +80,9 @@ def compile_program(
   began = time.perf_counter()
   rows = step_rows(config, plan, source, micro_batch)
   traced = traced_step(config, trainer, rows)
+  compile_it = _compiled_elsewhere if config.compile.compile_topology else _compiled_here
   try:
-    step = traced.lower().compile()
+    step, text = compile_it(traced.lower())
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
@@ -91,7 +93,27 @@ def compile_program(
     memory=memory_of(step, trainer.mesh.devices.flat[0].platform),
     flops=step_flops(traced.jaxpr),
     compile_seconds=time.perf_counter() - began,
+    text=text,
   )
+
+
+def _compiled_here(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
+  step = lowered.compile()
+  return step, step.as_text() or ""
+
+
+def _compiled_elsewhere(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
+  """Compiled for devices that are not here, its text as the compiler itself writes it to a folder.
+
+  Asked for by as_text() instead, libtpu's text of some programs (gathers that a v6e leaves to its
+  SparseCore) cannot be read back by jaxlib.
+  """
+  with tempfile.TemporaryDirectory() as folder, bypassed():
+    options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+    step = lowered.compile(compiler_options=options)
+    written = pathlib.Path(folder).glob("*jit_step*after_codegen.txt")
+    text = max((file.read_text() for file in written), key=len, default="")
+  return step, text or step.as_text() or ""
 
 
 def memory_of(step: jax.stages.Compiled, platform: str) -> Memory:

@@ -291,7 +291,7 @@ def make_report(
   layout = plan.topology
   chip = chip_for(trainer.mesh.devices.flat[0].device_kind)
   work = estimate(
-    program_costs(hlo.parse(program.text())),
+    program_costs(hlo.parse(program.text)),
     chip or NO_FIGURES,
     program.flops.of_pass / layout.num_devices,
     program.flops.of_rest / layout.num_devices,
