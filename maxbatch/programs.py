@@ -13,7 +13,7 @@ from maxbatch.step import Step
 
 
 class StepPrograms:
-  """Compiled steps by microbatch size; a context manager."""
+  """Step steps by microbatch size; a context manager."""
 
   def __init__(self, compile_for: Callable[[int], Step], micro_batches: Sequence[int]):
     """`micro_batches`: the shapes in the order in which the run first meets them."""
@@ -37,6 +37,10 @@ class StepPrograms:
     if after < len(self._order):
       self._program(self._order[after])
     return step
+
+  def all(self) -> dict[int, Step]:
+    """Every step of the run by microbatch, once all are compiled."""
+    return {size: self._program(size).result() for size in self._order}
 
   def _program(self, micro_batch: int) -> Future[Step]:
     if micro_batch not in self._programs:

@@ -36,6 +36,11 @@ class Topology:
     return math.prod(self.dcn)
 
   @property
+  def devices_per_slice(self) -> int:
+    """Devices joined by the fast interconnect."""
+    return math.prod(self.ici)
+
+  @property
   def num_batch_groups(self) -> int:
     """Groups of devices that see different samples."""
     return math.prod(self.shape[axis] for axis in BATCH_AXES)

@@ -1,6 +1,5 @@
 """python -m maxbatch.train config=… [key=value …]: trains a language model."""
 
-import functools
 import io
 import pathlib
 import sys
@@ -12,6 +11,8 @@ import yaml
 
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
 from maxbatch.checkpoint import Checkpointer, Restored
+from maxbatch.compile import cache
+from maxbatch.compile.modes import is_run, prepare_only, save_steps, settled, step_compiler
 from maxbatch.config.help import help_text, wants_help
 from maxbatch.config.load import DERIVED, load_config, to_flat_dict
 from maxbatch.config.schema import Config
@@ -28,7 +29,6 @@ from maxbatch.models.registry import Parameters
 from maxbatch.prepare import (
   build_trainer,
   compiled_eval,
-  compiled_step,
   eval_rows,
   num_parameters,
   streams,
@@ -43,19 +43,21 @@ from maxbatch.stop import INTERRUPTED, EndingSignals, Interrupted, leave
 from maxbatch.topology import topology
 
 COMMAND = "python -m maxbatch.train"
+_FORGET = "--forget"
+_OPTIONS = {_FORGET: "choose micro_batch_size=auto anew instead of taking what is remembered"}
 
 
 def main(arguments: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
   if wants_help(arguments):
-    print(help_text(COMMAND))
+    print(help_text(COMMAND, _OPTIONS))
     return 0
   for stream in (sys.stdout, sys.stderr):
     if isinstance(stream, io.TextIOWrapper):
       stream.reconfigure(errors="replace")  # × and → must not end a run on a terminal without them
   try:
     with EndingSignals():
-      run(load_config(arguments))
+      _run_or_prepare(arguments)
   except UserError as error:
     print(f"error: {error}", file=sys.stderr)
     return EXIT_USER_ERROR
@@ -68,15 +70,30 @@ def main(arguments: Sequence[str]) -> int:
   return 0
 
 
-def run(config: Config) -> tuple[TrainState, Position]:
+def _run_or_prepare(arguments: Sequence[str]) -> None:
+  forgetting = _FORGET in arguments
+  config = load_config([argument for argument in arguments if argument != _FORGET])
+  if is_run(config):
+    run(config, forgetting=forgetting)
+  else:
+    prepare_only(config, forgetting=forgetting)
+
+
+def run(config: Config, *, forgetting: bool = False) -> tuple[TrainState, Position]:
   """Plans, prepares, trains and sums up one run; its state and position at the end.
+
+  Args:
+    config: the run.
+    forgetting: choose micro_batch_size=auto anew, whatever is remembered.
 
   Raises:
     UserError: something in the configuration or the input does not work.
     TrainingDivergedError: the loss or a gradient is not finite.
   """
   devices = find_devices(config.mesh.num_simulated_devices)
+  cache.enable(config.compile.jax_cache_dir)
   layout = topology(config.mesh, len(devices), num_slices(devices))
+  config = settled(config, devices, layout, forgetting=forgetting)
   plan = plan_batches(config.batch, config.run, layout)
   print(f"{plan}\n", flush=True)
   learning_rate(config.optimizer, plan, config.run.schedule_unit)  # Refuses before anything slow.
@@ -98,11 +115,13 @@ def run(config: Config) -> tuple[TrainState, Position]:
       MetricsLog(folder, position.step) as log,
       Progress(position.step, plan.steps, config.run.log_period) as progress,
       StepPrograms(
-        functools.partial(compiled_step, config, plan, trainer, dataset.train), plan.micro_batches
+        step_compiler(config, plan, trainer, dataset.train), plan.micro_batches
       ) as programs,
     ):
       _write_config(config, plan, folder)
       state, eval_step = _make_ready(config, plan, trainer, dataset, restored, programs)
+      if config.compile.save_compiled_step:
+        save_steps(config, plan, trainer, programs.all())
       job = Job(
         plan=plan,
         run=config.run,

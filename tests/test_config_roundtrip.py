@@ -34,7 +34,7 @@ def values_of(annotation: typing.Any) -> st.SearchStrategy:
     return st.one_of(*map(values_of, typing.get_args(annotation)))
   if typing.get_origin(annotation) is tuple:
     return st.lists(values_of(typing.get_args(annotation)[0]), max_size=3).map(tuple)
-  if dataclasses.is_dataclass(annotation):
+  if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
     fields = {field.name: values_of(field.type) for field in dataclasses.fields(annotation)}
     return st.builds(annotation, **fields)
   ranges = []

@@ -13,7 +13,7 @@ from maxbatch.batch.candidates import Candidate, candidates
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.search import Probe
 from maxbatch.compile import compile_only
-from maxbatch.compile.compile_only import make_probe
+from maxbatch.compile.compile_only import Prober
 from maxbatch.compile.program import compile_program
 from maxbatch.config.schema import Config
 from maxbatch.data.registry import build_dataset
@@ -46,7 +46,7 @@ class Counted:
   """A probe that keeps what it saw."""
 
   def __init__(self, of: Config):
-    self.probe = make_probe(of, PLACE.devices, PLACE.layout)
+    self.probe = Prober(of, PLACE.devices, PLACE.layout)
     self.probes: list[Probe] = []
 
   def __call__(self, candidate: Candidate) -> Probe:
@@ -93,7 +93,7 @@ def test_the_budget_is_exact():
   for budget, fits in ((two, True), (two - 1, False)):
     of = settings(device_memory_gb=budget / GIB)
     (candidate,) = [one for one in sizes(of) if one.per_device == 2]
-    assert make_probe(of, PLACE.devices, PLACE.layout)(candidate).fits is fits
+    assert Prober(of, PLACE.devices, PLACE.layout)(candidate).fits is fits
 
 
 @pytest.mark.parametrize("accumulation", ["fused", "streamed"])

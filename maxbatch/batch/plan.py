@@ -94,6 +94,15 @@ class BatchPlan:
     """Samples of a microbatch on one device."""
     return Fraction(micro_batch, self.topology.num_devices)
 
+  def device_tokens(self, micro_batch: int) -> Fraction:
+    """Tokens of a microbatch on one device."""
+    return self.per_device(micro_batch) * self.max_target_length
+
+  def largest_stage(self, micro_batch: int) -> Stage:
+    """The stage with the most passes of this microbatch."""
+    stages = [stage for stage in self.stages if stage.micro_batch == micro_batch]
+    return max(stages, key=lambda stage: stage.trips)
+
   def stage_at(self, samples: int) -> Stage:
     """The stage of the step that begins when `samples` are consumed."""
     return stage_at_sample(self.stages, samples)

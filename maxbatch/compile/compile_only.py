@@ -1,13 +1,13 @@
 """Compiling without training: the step's programs with their reports, and one size's probe."""
 
-import dataclasses
 import json
 import pathlib
 from collections.abc import Sequence
 
-from maxbatch.batch.candidates import Candidate, with_size
+from maxbatch.agreement import from_process_0
+from maxbatch.batch.candidates import Candidate
 from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.search import Probe, ProbeSize
+from maxbatch.batch.search import Probe
 from maxbatch.batch.solve import text
 from maxbatch.compile.program import (
   DoesNotFitError,
@@ -43,38 +43,56 @@ def compile_reports(
   return [_report(config, plan, trainer, devices, each) for each in plan.micro_batches]
 
 
-def make_probe(config: Config, devices: Sequence[Device], layout: Topology) -> ProbeSize:
-  """What one microbatch size needs and takes, found by compiling, never by running out of memory."""
+class Prober:
+  """What one microbatch size needs and takes, found by compiling, never by running out of memory.
 
-  def probe(candidate: Candidate) -> Probe:
-    sized = _sized(config, candidate)
-    plan = plan_batches(sized.batch, sized.run, layout)
+  Called with a candidate; keeps the reports of those that fit.
+  """
+
+  def __init__(self, config: Config, devices: Sequence[Device], layout: Topology):
+    self._config, self._devices, self._layout = config, devices, layout
+    self.reports: dict[Candidate, CompileReport] = {}
+
+  def __call__(self, candidate: Candidate) -> Probe:
+    """Compiles this size; measures or estimates it if it fits.
+
+    Raises:
+      UserError: a device's memory is not known.
+    """
+    config, devices = candidate.applied_to(self._config), self._devices
+    plan = plan_batches(config.batch, config.run, self._layout)
+    trainer = build_trainer(config, plan, devices)
     capacity = capacity_bytes(devices, config.compile.device_memory_gb)
-    trainer = build_trainer(sized, plan, devices)
     try:
-      report = _try_report(sized, plan, trainer, devices, plan.micro_batch_to_train)
+      report = _try_report(config, plan, trainer, devices, plan.micro_batch_to_train)
     except DoesNotFitError as error:
-      return Probe(candidate.per_device, error.needed_bytes, capacity, fits=False)
+      needed = max(error.needed_bytes, capacity + 1)
+      return Probe(candidate.per_device, needed, capacity, fits=False)
+    if report.fits:
+      self.reports[candidate] = report
     return _as_probe(candidate, report)
 
-  return probe
 
+def write_reports(
+  reports: Sequence[CompileReport], folder: pathlib.Path
+) -> tuple[pathlib.Path, pathlib.Path]:
+  """compile_report.txt and .json in `folder`; returns their paths.
 
-def _sized(config: Config, candidate: Candidate) -> Config:
-  model = config.model
-  if candidate.remat_policy:
-    model = dataclasses.replace(model, remat_policy=candidate.remat_policy)
-  return dataclasses.replace(
-    config, batch=with_size(config.batch, candidate.per_device), model=model
-  )
-
-
-def write_reports(reports: Sequence[CompileReport], folder: pathlib.Path) -> None:
-  """compile_report.txt and .json in `folder`."""
-  folder.mkdir(parents=True, exist_ok=True)
-  (folder / REPORT_TEXT).write_text("\n\n\n".join(map(str, reports)) + "\n", encoding="utf-8")
+  Raises:
+    UserError: they cannot be written.
+  """
+  as_text, as_json = folder / REPORT_TEXT, folder / REPORT_JSON
   content = [report.as_dict() for report in reports]
-  (folder / REPORT_JSON).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    as_text.write_text("\n\n\n".join(map(str, reports)) + "\n", encoding="utf-8")
+    as_json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+  except OSError as error:
+    raise UserError(
+      f"base_output_directory: {folder} cannot be written: {error.strerror}; name a folder that can, "
+      "for example base_output_directory=runs"
+    ) from error
+  return as_text, as_json
 
 
 def _report(
@@ -105,7 +123,9 @@ def _try_report(
   program = compile_program(config, plan, trainer, source, micro_batch)
   capacity = capacity_bytes(devices, config.compile.device_memory_gb)
   measured = None
-  if not config.compile.compile_topology and program.memory.peak <= capacity:
+  # All processes measure or none does: each waits for the others in the step's reductions.
+  fits = from_process_0(program.memory.peak <= capacity)
+  if fits and not config.compile.compile_topology:
     measured = _measured(config, plan, trainer, program, micro_batch)
   return make_report(
     plan, trainer, program, micro_batch, capacity, measured, _title(config, plan, devices)

@@ -19,7 +19,7 @@ anew."""
 
 
 class StepFlops(NamedTuple):
-  """Of all devices together."""
+  """Of matrix products."""
 
   of_pass: float
   """One trip of the loop over microbatches."""
@@ -56,7 +56,7 @@ def _paths(shapes: Any) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
 
 
 def step_flops(traced: core.ClosedJaxpr) -> StepFlops:
-  """What the traced step does, whatever the compiler makes of it.
+  """What the traced step does on all devices together, whatever the compiler makes of it.
 
   The loop whose number of trips is data is the loop over microbatches. Of a conditional the dearest
   branch counts.

@@ -1,5 +1,6 @@
 """The training step as a compiled program, with what its compiler says about memory."""
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -16,6 +17,7 @@ from maxbatch.compile.flops import StepFlops, step_flops
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import RowSource
 from maxbatch.devices import Device
+from maxbatch.errors import UserError
 from maxbatch.estimate.chips import chip_for
 from maxbatch.prepare import step_rows, traced_step
 from maxbatch.rows import Rows
@@ -63,7 +65,7 @@ class Program:
   """The shapes it is fed."""
   memory: Memory
   flops: StepFlops
-  """Matrix products of all devices, as traced."""
+  """Matrix products of one device, as traced."""
   compile_seconds: float
   text: str
   """The optimized program."""
@@ -80,9 +82,12 @@ def compile_program(
   began = time.perf_counter()
   rows = step_rows(config, plan, source, micro_batch)
   traced = traced_step(config, trainer, rows)
-  compile_it = _compiled_elsewhere if config.compile.compile_topology else _compiled_here
+  keys = config.compile
   try:
-    step, text = compile_it(traced.lower())
+    if keys.compile_topology:
+      step, text = _compiled_elsewhere(traced.lower())
+    else:
+      step, text = _compiled_here(traced.lower(), anew=bool(keys.save_compiled_step))
   except jax.errors.JaxRuntimeError as error:
     if "RESOURCE_EXHAUSTED" not in str(error):
       raise
@@ -91,14 +96,16 @@ def compile_program(
     step=step,
     rows=rows,
     memory=memory_of(step, trainer.mesh.devices.flat[0].platform),
-    flops=step_flops(traced.jaxpr),
+    flops=StepFlops(*(flops / trainer.mesh.size for flops in step_flops(traced.jaxpr))),
     compile_seconds=time.perf_counter() - began,
     text=text,
   )
 
 
-def _compiled_here(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
-  step = lowered.compile()
+def _compiled_here(lowered: jax.stages.Lowered, *, anew: bool) -> tuple[jax.stages.Compiled, str]:
+  """`anew`: not out of the compilation cache."""
+  with bypassed() if anew else contextlib.nullcontext():
+    step = lowered.compile()
   return step, step.as_text() or ""
 
 
@@ -143,6 +150,9 @@ def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
 
   device_memory_gb where it is set; else what the device reports, what is published of a TPU that is
   not here, or, for CPU devices, the machine's memory divided by their number.
+
+  Raises:
+    UserError: none of these is known.
   """
   if device_memory_gb:
     return int(device_memory_gb * _GIB)
@@ -153,4 +163,9 @@ def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
   if chip is not None:
     return chip.hbm_bytes
   reported = jax.local_devices()[0].memory_stats() or {}
-  return reported.get("bytes_limit", 0)
+  if "bytes_limit" not in reported:
+    raise UserError(
+      f"{first.device_kind} does not say how much memory it has; set device_memory_gb, for example "
+      "device_memory_gb=16"
+    )
+  return reported["bytes_limit"]

@@ -76,12 +76,17 @@ class CompileReport:
   @property
   def passes(self) -> int:
     """Passes of the largest step of this shape."""
-    return max(stage.trips for stage in self.plan.stages if stage.micro_batch == self.micro_batch)
+    return self.plan.largest_stage(self.micro_batch).trips
 
   @property
-  def tokens_per_step(self) -> int:
-    """Of that step."""
-    return self.plan.tokens(self.micro_batch) * self.passes
+  def step_tokens(self) -> int:
+    """Tokens of that step."""
+    return self.plan.tokens(self.plan.largest_stage(self.micro_batch).batch)
+
+  @property
+  def model_pass_flops(self) -> float:
+    """What the model asks of one device in one pass."""
+    return self.model_flops_per_token * float(self.plan.device_tokens(self.micro_batch))
 
   @property
   def fits(self) -> bool:
@@ -98,8 +103,7 @@ class CompileReport:
     """Model FLOPs over what the devices could do at their peak in the same time."""
     if self.chip is None or self.step_seconds is None:
       return None
-    flops = self.model_flops_per_token * self.tokens_per_step / self.plan.topology.num_devices
-    return flops / self.step_seconds / self.chip.peak_flops
+    return self.passes * self.model_pass_flops / self.step_seconds / self.chip.peak_flops
 
   def as_dict(self) -> dict[str, Any]:
     """Plain values; what is not known is left out."""
@@ -109,7 +113,7 @@ class CompileReport:
       "micro_batch_to_train": self.micro_batch,
       "per_device_batch_size": text(plan.per_device(self.micro_batch)),
       "gradient_accumulation_steps": self.passes,
-      "tokens_per_step": self.tokens_per_step,
+      "tokens_per_step": self.step_tokens,
       "memory_bytes_per_device": {
         **dataclasses.asdict(self.state),
         "rows": max(0, memory.arguments - self.state.total),
@@ -119,7 +123,7 @@ class CompileReport:
         "fits": self.fits,
       },
       "flops_per_device": {
-        "model_step": self.model_flops_per_token * self.tokens_per_step / plan.topology.num_devices,
+        "model_pass": self.model_pass_flops,
         "program_pass": work.pass_flops,
         "program_rest": work.rest_flops,
       },
@@ -133,7 +137,7 @@ class CompileReport:
         "step_seconds": self.step_seconds,
         "seconds_per_pass": self.time.per_pass,
         "seconds_rest": self.time.rest,
-        "tokens_per_second": self.tokens_per_step / self.step_seconds,
+        "tokens_per_second": self.step_tokens / self.step_seconds,
       }
       found["time"] |= {"spread": self.time.spread} if self.time.spread is not None else {}
       found["time"] |= {"model_flop_utilisation": self.utilisation} if self.utilisation else {}
@@ -169,8 +173,7 @@ class CompileReport:
 
   def _work(self) -> str:
     plan, work, passes = self.plan, self.work, self.passes
-    per_device = plan.tokens(self.micro_batch) / plan.topology.num_devices
-    model = self.model_flops_per_token * per_device
+    model = self.model_pass_flops
     again = f" ({work.pass_flops / model:.2f} of the model's: what is computed again counts twice)"
     shape = f"{text(plan.per_device(self.micro_batch))} samples per device"
     return "\n".join(
@@ -186,8 +189,8 @@ class CompileReport:
     time, seconds = self.time, self.step_seconds
     if time is None or seconds is None:
       return "Time: unknown; the devices are not here, and no figures of them are known"
-    speed = self.tokens_per_step / seconds
-    each = speed / self.plan.topology.num_devices
+    speed = self.step_tokens / seconds
+    each = self.passes * float(self.plan.device_tokens(self.micro_batch)) / seconds
     spread = f" ± {time.spread:.1%}" if time.spread is not None else ""
     lines = [
       f"Time ({time.how})",
@@ -293,9 +296,9 @@ def make_report(
   work = estimate(
     program_costs(hlo.parse(program.text)),
     chip or NO_FIGURES,
-    program.flops.of_pass / layout.num_devices,
-    program.flops.of_rest / layout.num_devices,
-    layout.num_devices // layout.num_slices if layout.num_slices > 1 else None,
+    program.flops.of_pass,
+    program.flops.of_rest,
+    layout.devices_per_slice if layout.num_slices > 1 else None,
   )
   time = None
   if measured is not None:

@@ -3,7 +3,8 @@
 import dataclasses
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from maxbatch.config import schema
 from maxbatch.config.find import config_path, model_names, packaged_names
@@ -29,9 +30,12 @@ def wants_help(arguments: Sequence[str]) -> bool:
   return any(argument in ("--help", "-help", "-h", "help") for argument in arguments)
 
 
-def help_text(command: str) -> str:
-  """The help of `command` (such as `python -m maxbatch.train`), at most 100 columns wide."""
-  lines = list(_opening(command))
+def help_text(command: str, options: Mapping[str, str] = MappingProxyType({})) -> str:
+  """The help of `command` (such as `python -m maxbatch.train`), at most 100 columns wide.
+
+  `options`: what it takes besides keys, with what each does.
+  """
+  lines = [*_opening(command), *(f"  {option}  {what}" for option, what in options.items())]
   heading = ""
   for entry in documented_keys():
     if entry.heading != heading:

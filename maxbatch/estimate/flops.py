@@ -92,8 +92,8 @@ def _convolution_flops(within: Computation, one: Instruction) -> int:
     if axis.isdigit()
   )
   groups = _BATCH_GROUPS.search(one.attributes)
-  batch = data["b"] // (int(groups[1]) if groups else 1)
-  return 2 * batch * result["f"] * kernel["i"] * places
+  rows = data["b"] // (int(groups[1]) if groups else 1)
+  return 2 * rows * result["f"] * kernel["i"] * places
 
 
 def _window(one: Instruction) -> Mapping[str, list[tuple[int, ...]]]:
