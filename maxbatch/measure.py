@@ -19,9 +19,10 @@ from maxbatch.rows import Rows
 from maxbatch.state import TrainState
 from maxbatch.step import Step, Trainer, rows_shardings
 
-_SECONDS = 4.0
-"""How long the repeats of one program may take together, roughly."""
-_FEWEST, _MOST = 3, 15
+SECONDS = 4.0
+"""How long the repeats of one program take together, roughly, unless asked otherwise."""
+_FEWEST = 3
+_MOST_A_SECOND = 3.75
 """Repeats."""
 _TOKENS = 251
 """Synthetic token ids are below this; the byte tokenizer has more."""
@@ -45,6 +46,7 @@ def measure_step(
   *,
   streamed: bool,
   passes: int,
+  seconds: float | None = None,
   clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
   """Times steps of 1 pass and of more, so that what belongs to a pass comes apart from the rest.
@@ -55,6 +57,7 @@ def measure_step(
     shapes: the rows it takes: (capacity, B, …), with capacity 1 when streamed.
     streamed: one dispatch per pass, instead of one for all.
     passes: of the run's step; as many are timed if that is quick, at least 2 where they fit.
+    seconds: how long the repeats may take together, roughly; None: SECONDS.
     clock: seconds.
 
   In several processes all must call it together, and repeat as often as process 0's clock says.
@@ -63,7 +66,7 @@ def measure_step(
   try:
     most = max(2, passes) if streamed else min(max(2, passes), shapes.inputs.shape[0])
     bench.run(1)  # The first run of a program loads it.
-    many, repeats = from_process_0(_affordable(bench.run(1), most))
+    many, repeats = from_process_0(_affordable(bench.run(1), most, seconds or SECONDS))
     bench.run(many)
     pairs = [(bench.run(1), bench.run(many)) for _ in range(repeats)]
   finally:
@@ -126,11 +129,12 @@ def _numbered(x: Any, dim: int) -> jax.Array:
   return jax.lax.broadcasted_iota(x.dtype, x.shape, dim)
 
 
-def _affordable(one: float, most: int) -> tuple[int, int]:
+def _affordable(one: float, most: int, seconds: float) -> tuple[int, int]:
   """Passes of the longer step, and repeats, when a step of one pass takes `one` seconds."""
   one = max(one, 1e-6)
-  many = min(most, max(2, int(_SECONDS / (_FEWEST * one))))
-  repeats = min(_MOST, max(_FEWEST, int(_SECONDS / ((1 + many) * one))))
+  many = min(most, max(2, int(seconds / (_FEWEST * one))))
+  enough = max(_FEWEST, int(_MOST_A_SECOND * seconds))
+  repeats = min(enough, max(_FEWEST, int(seconds / ((1 + many) * one))))
   return many, repeats
 
 

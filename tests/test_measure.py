@@ -119,7 +119,7 @@ def test_a_rest_lost_in_scatter_is_none_at_all():
 @pytest.mark.parametrize("accumulation", ["fused", "streamed"])
 @pytest.mark.parametrize("packing", [False, True])
 def test_real_steps_are_timed_and_their_memory_is_freed(accumulation, packing, monkeypatch):
-  monkeypatch.setattr(measure, "_SECONDS", 0.1)
+  monkeypatch.setattr(measure, "SECONDS", 0.1)
   parts = made(accumulation, packing)
   before = {id(array) for array in jax.live_arrays()}
   timing = measure_step(parts.trainer, parts.step, parts.shapes, streamed=parts.streamed, passes=4)
@@ -155,7 +155,7 @@ def test_synthetic_rows_look_like_the_loaders():
 
 
 def test_the_training_state_is_not_touched(monkeypatch):
-  monkeypatch.setattr(measure, "_SECONDS", 0.1)
+  monkeypatch.setattr(measure, "SECONDS", 0.1)
   parts = made()
   state = parts.trainer.init(seed=0)
   before = jax.device_get(state)

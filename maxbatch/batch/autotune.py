@@ -29,6 +29,7 @@ from maxbatch.batch.exploration import Exploration, explore
 from maxbatch.batch.remembered import file_of, forget, recall, remember
 from maxbatch.batch.search import Choice, Probe, ProbeSize, choose_largest
 from maxbatch.batch.solve import counted, text
+from maxbatch.compile.program import ways_out
 from maxbatch.config.schema import Config
 from maxbatch.config.value import plain
 from maxbatch.devices import Device
@@ -159,18 +160,6 @@ def what_it_depends_on(config: Config, place: Place, sizes: Sequence[Candidate])
     "versions": {package: _version(package) for package in _PACKAGES},
     "environment": {name: os.environ.get(name, "") for name in _VARIABLES},
   }
-
-
-def ways_out(config: Config) -> str:
-  """What makes room, as keys with their values."""
-  fsdp, length = config.mesh.ici_fsdp_parallelism, config.batch.max_target_length
-  ways = [
-    f"a larger ici_fsdp_parallelism (now {fsdp})",
-    f"a smaller max_target_length (now {length})",
-  ]
-  if config.model.remat_policy in ("none", "minimal"):
-    ways.insert(0, f"remat_policy=full (now {config.model.remat_policy})")
-  return f"what helps: {', '.join(ways)}"
 
 
 def _not_here(config: Config) -> str:

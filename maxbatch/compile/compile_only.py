@@ -14,6 +14,7 @@ from maxbatch.compile.program import (
   Program,
   capacity_bytes,
   compile_program,
+  ways_out,
 )
 from maxbatch.compile.report import CompileReport, make_report
 from maxbatch.config.schema import Config
@@ -105,8 +106,8 @@ def _report(
     capacity = capacity_bytes(devices, config.compile.device_memory_gb)
     raise UserError(
       f"per_device_batch_size={size}: the step needs {error.needed_bytes / _GIB:.2f} GiB a device, "
-      f"which has {capacity / _GIB:.2f}; micro_batch_size=auto finds the largest that fits, "
-      "remat_policy=full and a larger ici_fsdp_parallelism make room"
+      f"which has {capacity / _GIB:.2f}; micro_batch_size=auto finds the largest that fits; "
+      f"{ways_out(config)}"
     ) from error
 
 

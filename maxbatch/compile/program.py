@@ -169,3 +169,15 @@ def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
       "device_memory_gb=16"
     )
   return reported["bytes_limit"]
+
+
+def ways_out(config: Config) -> str:
+  """What makes room, as keys with their values."""
+  fsdp, length = config.mesh.ici_fsdp_parallelism, config.batch.max_target_length
+  ways = [
+    f"a larger ici_fsdp_parallelism (now {fsdp})",
+    f"a smaller max_target_length (now {length})",
+  ]
+  if config.model.remat_policy in ("none", "minimal"):
+    ways.insert(0, f"remat_policy=full (now {config.model.remat_policy})")
+  return f"what helps: {', '.join(ways)}"

@@ -1,0 +1,65 @@
+"""Is what micro_batch_size=explore recommends really the fastest? Runs every size for longer.
+
+    .venv/bin/python scripts/check_explore.py [seconds per size] [key=value ...]
+
+Prints how fast each size is when it runs for many steps, sizes in turn, and how far the recommended
+one is from the fastest.
+"""
+
+import statistics
+import sys
+
+from maxbatch.batch.autotune import Place, explore_sizes
+from maxbatch.batch.candidates import Candidate, candidates
+from maxbatch.batch.solve import text
+from maxbatch.compile.compile_only import Prober
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config
+from maxbatch.measure import measure_step
+from maxbatch.prepare import build_trainer
+from maxbatch.topology import topology
+from maxbatch.topology_devices import devices_of
+
+ROUNDS = 3
+"""Every size is measured this often, in turn, so that a slow spell of the machine meets them all."""
+
+
+def main(arguments: list[str]) -> None:
+  """Explores, then checks."""
+  seconds = float(arguments.pop(0)) if arguments and "=" not in arguments[0] else 20.0
+  keys = ["config=base", "batch_size=128", "compile_only=true", "micro_batch_size=explore"]
+  config = load_config([*keys, *arguments])
+  devices = devices_of(config)
+  layout = topology(config.mesh, len(devices))
+  prober = Prober(config, devices, layout)
+  _, found = explore_sizes(config, Place(devices, layout), prober)
+  recommended = found.ranked[0].candidate
+  sizes = candidates(config.batch, config.run, layout)
+  speeds: dict[Candidate, list[float]] = {size: [] for size in sizes}
+  for _ in range(ROUNDS):
+    for size in sizes:
+      speeds[size].append(_speed(config, size, prober, seconds / ROUNDS))
+  medians = {size: statistics.median(speeds[size]) for size in sizes}
+  best = max(medians, key=medians.__getitem__)
+  print(f"\nEvery size for {seconds:g} s, {ROUNDS} rounds in turn:")
+  for size, speed in sorted(medians.items(), key=lambda one: -one[1]):
+    marks = "recommended" if size == recommended else ""
+    print(
+      f"  {text(size.per_device):>4}  {speed:8.1f} samples/s  {speed / medians[best]:6.1%}  {marks}"
+    )
+  print(f"The recommended size has {medians[recommended] / medians[best]:.1%} of the best speed.")
+
+
+def _speed(config: Config, size: Candidate, prober: Prober, seconds: float) -> float:
+  """Samples per second at the run's batch, measured for `seconds`."""
+  report = prober.reports[size]
+  program = report.program
+  trainer = build_trainer(size.applied_to(config), report.plan, devices_of(config))
+  timing = measure_step(
+    trainer, program.step, program.rows, streamed=False, passes=size.passes, seconds=seconds
+  )
+  return size.samples_per_second(timing.seconds_rest + size.passes * timing.seconds_per_pass)
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])
