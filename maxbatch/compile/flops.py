@@ -115,9 +115,15 @@ def _product(equation: Any) -> float:
 
 
 def _splash(equation: Any) -> float:
-  """A flash attention kernel on one device: queries are its largest operand (…, N, T, H)."""
+  """A flash attention kernel on one device.
+
+  Queries are its largest operand (…, N, T, H), and its first one is a grid of blocks to visit: a
+  square one is causal, of which half counts; a window makes it narrower, and all that is left does.
+  """
   products = next(
     (count for word, count in _SPLASH_PRODUCTS.items() if f"_{word}_" in equation.params["name"]), 0
   )
-  queries = max((each.aval.shape for each in equation.invars), key=math.prod)
-  return products * 2.0 * math.prod(queries) * queries[-2] / 2
+  shapes = [each.aval.shape for each in equation.invars]
+  queries, (rows, columns) = max(shapes, key=math.prod), shapes[0][-2:]
+  share = 0.5 if rows == columns else min(rows, columns) / max(rows, columns)
+  return products * 2.0 * math.prod(queries) * queries[-2] * share
