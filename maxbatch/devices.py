@@ -1,11 +1,22 @@
 """The devices of this run: those that are there, or simulated ones on the CPU."""
 
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
 import jax
 
 from maxbatch.errors import UserError
+
+_NO_TPU = {
+  # Else the TPU library asks a cloud's metadata server about the machine it is on, for minutes.
+  "TPU_SKIP_MDS_QUERY": "1",
+  # Else it prints that it does not find these.
+  "TPU_WORKER_HOSTNAMES": "localhost",
+  "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+  # Compiling holds no TPU, so nobody needs to be kept out.
+  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 
 
 class Device(Protocol):
@@ -33,7 +44,22 @@ def find_devices(num_simulated_devices: int) -> Sequence[Device]:
   """
   if num_simulated_devices:
     _simulate(num_simulated_devices)
+  elif not platforms():
+    # Where jax finds a TPU it has named it there. Elsewhere it tries the TPU library all the same,
+    # if only the compiler in it is wanted, and its complaints would come before our first line.
+    keep_tpu_library_quiet()
   return jax.devices()
+
+
+def platforms() -> str:
+  """The platforms that jax is told to use; empty: it looks for itself."""
+  return jax.config.values["jax_platforms"] or ""
+
+
+def keep_tpu_library_quiet() -> None:
+  """Tells the TPU library, where there is no TPU, what it would otherwise look and wait for."""
+  for key, value in _NO_TPU.items():
+    os.environ.setdefault(key, value)
 
 
 def _simulate(count: int) -> None:

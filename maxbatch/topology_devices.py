@@ -5,7 +5,6 @@ for these, but never run.
 """
 
 import importlib.util
-import os
 from collections.abc import Sequence
 
 import jax
@@ -13,17 +12,8 @@ from jax.experimental import topologies
 
 from maxbatch.accelerators import slice_named
 from maxbatch.config.schema import Config
-from maxbatch.devices import Device, find_devices
+from maxbatch.devices import Device, find_devices, keep_tpu_library_quiet, platforms
 from maxbatch.errors import UserError
-
-_ENVIRONMENT = {
-  # Else the TPU library asks a cloud's metadata server about the machine it is on, for minutes.
-  "TPU_SKIP_MDS_QUERY": "1",
-  "TPU_WORKER_HOSTNAMES": "localhost",
-  "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-  # Compiling holds no TPU, so nobody needs to be kept out.
-  "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 
 
 def devices_of(config: Config) -> Sequence[Device]:
@@ -48,11 +38,10 @@ def topology_devices(name: str, num_slices: int = 1) -> Sequence[Device]:
   if importlib.util.find_spec("libtpu") is None:
     raise UserError(
       f"compile_topology={name} needs the TPU compiler, which is not installed; "
-      "pip install 'maxbatch[tpu]' installs it, on any Linux machine"
+      "pip install 'maxbatch[tpu]' installs it, on any x86-64 Linux machine"
     )
-  for key, value in _ENVIRONMENT.items():
-    os.environ.setdefault(key, value)
-  if not jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+  keep_tpu_library_quiet()
+  if not platforms():
     jax.config.update("jax_platforms", "cpu")
   return topologies.get_topology_desc(
     platform="tpu",

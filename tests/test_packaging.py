@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -176,6 +177,28 @@ def test_every_installed_package_is_pinned():
   assert all("==" in line and "/" not in line for line in pins)
   names = {line.partition("==")[0].lower().replace("_", "-") for line in pins}
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-  required = project["dependencies"] + project["optional-dependencies"]["dev"]
-  bare = {name.partition(">")[0].lower().replace("_", "-") for name in required}
+  required = project["dependencies"] + with_extras(project["optional-dependencies"], "dev")
+  bare = {Requirement(line).name.lower().replace("_", "-") for line in required}
   assert bare <= names
+
+
+def with_extras(extras: dict[str, list[str]], name: str) -> list[str]:
+  """What an extra requires, and the extras of our own that it names."""
+  found = [Requirement(line) for line in extras[name]]
+  inner = [extra for one in found if one.name == "maxbatch" for extra in sorted(one.extras)]
+  named = [str(one) for one in found if one.name != "maxbatch"]
+  return [*named, *(line for extra in inner for line in with_extras(extras, extra))]
+
+
+def test_the_tests_bring_the_tpu_compiler_where_there_is_one():
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  extras = project["optional-dependencies"]
+  (compiler,) = extras["tpu"]
+  for name in ("test", "dev"):
+    assert str(Requirement(compiler)) in with_extras(extras, name)
+  marker = Requirement(compiler).marker
+  assert marker is not None
+  linux, mac = {"sys_platform": "linux"}, {"sys_platform": "darwin"}
+  assert marker.evaluate({**linux, "platform_machine": "x86_64"})
+  assert not marker.evaluate({**linux, "platform_machine": "aarch64"})
+  assert not marker.evaluate({**mac, "platform_machine": "arm64"})

@@ -1,0 +1,65 @@
+"""The devices that a run finds, and that finding them says nothing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maxbatch import devices
+
+ROOT = Path(__file__).resolve().parent.parent
+_TPU_VARIABLES = ("TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE")
+
+
+def found(simulated: int, **environment: str) -> subprocess.CompletedProcess[str]:
+  """The devices of a new process, on which this one has had no influence."""
+  kept = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
+  program = (
+    "from maxbatch.devices import find_devices\n"
+    f"found = find_devices({simulated})\n"
+    "print(len(found), found[0].platform)"
+  )
+  return subprocess.run(
+    [sys.executable, "-c", program],
+    capture_output=True,
+    text=True,
+    check=False,
+    cwd=ROOT,
+    env=kept | environment,
+    timeout=60,
+  )
+
+
+def test_simulated_devices_are_found_in_silence():
+  done = found(8)
+  assert (done.stdout, done.stderr) == ("8 cpu\n", "")
+
+
+def test_the_tpu_compiler_does_not_speak_where_there_is_no_tpu():
+  pytest.importorskip("libtpu")
+  if (Path("/dev") / "accel0").exists() or (Path("/dev") / "vfio" / "0").exists():
+    pytest.skip("there may be a TPU")
+  done = found(0)
+  assert done.stderr == ""
+  assert done.stdout
+
+
+def test_where_platforms_are_named_the_environment_stays(monkeypatch):
+  # jax itself names them where it finds a TPU, whose hosts must not be told to be alone.
+  for name in _TPU_VARIABLES:
+    monkeypatch.delenv(name, raising=False)
+  assert devices.platforms() == "cpu"
+  devices.find_devices(0)
+  assert not [name for name in _TPU_VARIABLES if name in os.environ]
+
+
+def test_what_the_environment_says_goes_before(monkeypatch):
+  monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "host7")
+  for name in ("TPU_SKIP_MDS_QUERY", "TPU_ACCELERATOR_TYPE", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+  devices.keep_tpu_library_quiet()
+  assert os.environ["TPU_WORKER_HOSTNAMES"] == "host7"
+  assert os.environ["TPU_SKIP_MDS_QUERY"] == "1"
