@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from maxbatch.accelerators import slice_named
+from maxbatch.batch.candidates import candidates, is_open, offered
 from maxbatch.batch.loading import host_loads
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.solve import solve_num_devices, wanted
@@ -17,7 +18,7 @@ from maxbatch.errors import EXIT_USER_ERROR, UserError
 from maxbatch.learning_rate import learning_rate
 from maxbatch.plan_plot import plot
 from maxbatch.plan_report import Report
-from maxbatch.topology import topology
+from maxbatch.topology import Topology, topology
 
 COMMAND = "python -m maxbatch.plan"
 HELP = f"""\
@@ -139,7 +140,19 @@ def make_report(config: Config, devices: Devices) -> Report:
     rate=learning_rate(config.optimizer, plan, config.run.schedule_unit),
     loads=host_loads(plan, devices.num_hosts),
     given=[f"{key}={flat[key]}" for key in _SIZE_KEYS if flat[key] not in unset],
+    choice=_choice(config, layout),
   )
+
+
+def _choice(config: Config, layout: Topology) -> str:
+  """What a run would choose its microbatch from; empty if there is nothing to choose.
+
+  Raises:
+    UserError: other keys leave no choice.
+  """
+  if not is_open(config.batch):
+    return ""
+  return offered(config.batch, candidates(config.batch, config.run, layout))
 
 
 def _positive(own: dict[str, str], key: str, default: int) -> int:

@@ -21,12 +21,15 @@ class Report:
   loads: Sequence[HostLoad]
   given: Sequence[str]
   """The sizes that were given, as key=value."""
+  choice: str
+  """What the microbatch is chosen from when the run starts; empty if it is known."""
 
   def as_dict(self) -> dict[str, Any]:
     """For --json: numbers are numbers, fractions text."""
     plan = self.plan
     return {
       "given": list(self.given),
+      "choice": self.choice,
       "mesh": plan.topology.shape,
       "num_slices": plan.topology.num_slices,
       "num_hosts": sum(load.num_hosts for load in self.loads),
@@ -43,13 +46,20 @@ class Report:
   def __str__(self) -> str:
     given = ", ".join(self.given) or "nothing; 1 pass of 4 samples per device"
     parts = [
-      f"Given  {given}",
+      f"Given  {given}{self._open()}",
       self.plan.derivation(),
       "\n".join(["Loading", *map(_load_line, self.loads)]),
       self._table(),
       "\n".join(["Limits", *(f"  {line}" for line in limits(self.plan))]),
     ]
     return "\n\n".join(parts)
+
+  def _open(self) -> str:
+    """A line on what is still to be chosen, and what the numbers below assume instead."""
+    if not self.choice:
+      return ""
+    assumed = counted(self.plan.per_device(self.plan.micro_batch_to_train), "sample")
+    return f"\nOpen   {self.choice}; below as if it were {assumed}"
 
   def _stage(self, stage: Stage) -> dict[str, Any]:
     plan = self.plan

@@ -204,6 +204,38 @@ def test_a_topology_and_a_number_of_devices(capsys):
   )
 
 
+@pytest.mark.parametrize(
+  ("keys", "line"),
+  [
+    (
+      ["micro_batch_size=auto", "batch_size=96"],
+      "Open   micro_batch_size=auto chooses from 1, 2, 3, 4, 6, 12 samples per device and pass; "
+      "below as if it were 12 samples",
+    ),
+    (
+      ["micro_batch_size={explore: {min: 2, max: 8}}"],
+      "Open   micro_batch_size={explore: {min: 2, max: 8}} chooses from 2, 4, 8 samples per device "
+      "and pass, and batch_size follows; below as if it were 4 samples",
+    ),
+  ],
+)
+def test_what_is_to_be_chosen_is_said(capsys, keys, line):
+  lines = show(capsys, *keys).splitlines()
+  assert lines[0].startswith("Given  ")
+  assert lines[1:3] == [line, ""]
+  assert f"Open   {facts(capsys, *keys)['choice']}; below" in line
+
+
+def test_nothing_is_open_where_the_size_is_known(capsys):
+  assert "Open" not in show(capsys, "batch_size=96")
+  assert facts(capsys, "batch_size=96")["choice"] == ""
+
+
+def test_a_choice_that_other_keys_have_made_is_refused(capsys):
+  told = error(capsys, "micro_batch_size=auto", "per_device_batch_size=2")
+  assert "already gives the size that micro_batch_size=auto is to choose" in told
+
+
 def test_help(capsys):
   text = show(capsys, "--help")
   assert text.startswith("Usage: python -m maxbatch.plan config=FILE")
