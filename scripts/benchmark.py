@@ -1,6 +1,7 @@
 """How fast maxbatch trains: ratios measured side by side, never absolute promises.
 
   python scripts/benchmark.py [--devices 1 8] [--accumulation 1 4] [--rounds 5] [--peer COMMAND]
+    [--cache FOLDER]
 
 Inside one process, in turns (so that a machine that slows down slows all of them):
   step / plain   the compiled step against scripts/plain_step.py, the same model by hand
@@ -8,7 +9,9 @@ Inside one process, in turns (so that a machine that slows down slows all of the
   16 / parts     accumulation of 16 against 16 times one forward/backward plus one update
 Against a peer, each a process of its own, in turns: tokens per second, and seconds from process
 start to the first finished step. COMMAND is a shell command in which {devices}, {per_device},
-{accumulation} and {steps} are filled in, and which prints `completed step: N, seconds: S`.
+{accumulation}, {steps} and {cache} are filled in, and which prints `completed step: N, seconds: S`.
+Without --cache ours compiles anew at every start, and {cache} is an empty folder each time; with it
+both keep their programs below FOLDER, and the first start of each is not counted.
 
 The shapes: 6 layers, width 256, 8 heads of 32, feed-forward 1024, 256 tokens a row, 16 rows a
 microbatch, float32. Run it with the environment that scripts/train.sh sets, or without.
@@ -297,17 +300,22 @@ def run_own(devices: int, accumulation: int, steps: int, **keys: object) -> Time
   return statistics.median(speeds), max(speeds), first
 
 
-def run_peer(command: str, devices: int, accumulation: int, steps: int) -> Timed:
-  """One run of the peer."""
-  filled = command.format(
-    devices=devices, per_device=ROWS // devices, accumulation=accumulation, steps=steps
-  )
+def run_peer(command: str, devices: int, accumulation: int, steps: int, cache: str) -> Timed:
+  """One run of the peer, with its programs kept in `cache`; empty: in a folder made for it."""
   first, seconds = 0.0, []
-  for at, line in lines_with_times(filled):
-    if match := PEER_STEP.search(line):
-      first = first or at
-      if int(match[1]) >= WARM_UP:
-        seconds.append(float(match[2]))
+  with tempfile.TemporaryDirectory() as empty:
+    filled = command.format(
+      devices=devices,
+      per_device=ROWS // devices,
+      accumulation=accumulation,
+      steps=steps,
+      cache=cache or empty,
+    )
+    for at, line in lines_with_times(filled):
+      if match := PEER_STEP.search(line):
+        first = first or at
+        if int(match[1]) >= WARM_UP:
+          seconds.append(float(match[2]))
   tokens = ROWS * LENGTH * accumulation
   return tokens / statistics.median(seconds), tokens / min(seconds), first
 
@@ -328,6 +336,7 @@ def main() -> None:
   parser.add_argument("--steps", type=int, default=10, help="steps of a run beside the peer")
   parser.add_argument("--peer", help="the peer's shell command")
   parser.add_argument("--scan", action="store_true", help="scan over layers, for all of ours")
+  parser.add_argument("--cache", default="", help="where both keep compiled programs; else nowhere")
   parser.add_argument("--skip-inside", action="store_true")
   parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)
   options = parser.parse_args()
@@ -356,15 +365,17 @@ def peer_table(options: argparse.Namespace) -> None:
   measures = ("tokens/s, median step", "tokens/s, best step", "s to step 1")
   heads = " | ".join(f"ours: {measure} | peer | ratio" for measure in measures)
   print(f"| devices | accumulation | {heads} |\n|{'---|' * 11}")
-  scan = str(options.scan).lower()
+  ours, theirs = (options.cache and f"{options.cache}/{side}" for side in ("ours", "peer"))
+  keys = {"scan_layers": str(options.scan).lower(), "jax_cache_dir": ours or "none"}
+  rounds, cold = max(options.rounds // 2, 1), int(bool(options.cache))
   for devices in options.devices:
     for accumulation in options.accumulation:
       own, peer = [], []
-      for _ in range(max(options.rounds // 2, 1)):
-        own.append(run_own(devices, accumulation, options.steps, scan_layers=scan))
+      for _ in range(cold + rounds):
+        own.append(run_own(devices, accumulation, options.steps, **keys))
         if options.peer:
-          peer.append(run_peer(options.peer, devices, accumulation, options.steps))
-      print(f"| {devices} | {accumulation} | {_columns(own, peer)} |", flush=True)
+          peer.append(run_peer(options.peer, devices, accumulation, options.steps, theirs))
+      print(f"| {devices} | {accumulation} | {_columns(own[cold:], peer[cold:])} |", flush=True)
 
 
 def _columns(own: list[Timed], peer: list[Timed]) -> str:
