@@ -20,6 +20,7 @@ from maxbatch.batch import autotune
 from maxbatch.batch.autotune import Place, choose, explore_sizes, what_it_depends_on
 from maxbatch.batch.candidates import Candidate, candidates
 from maxbatch.batch.search import Probe
+from maxbatch.compile import made_from
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.topology import Topology, topology
@@ -171,7 +172,7 @@ def depends_on(layout: Topology | None = None) -> dict[str, Any]:
   return what_it_depends_on(settings, where, sizes)
 
 
-def test_devices_versions_and_variables_matter(monkeypatch):
+def test_devices_versions_code_and_variables_matter(monkeypatch):
   base = depends_on()
   assert json.loads(json.dumps(base)) == base
   others = [depends_on(Topology((4, 2, 1, 1), (1, 1, 1, 1)))]
@@ -181,7 +182,11 @@ def test_devices_versions_and_variables_matter(monkeypatch):
   monkeypatch.undo()
   monkeypatch.setattr(importlib.metadata, "version", lambda package: "9.9")
   others.append(depends_on())
+  monkeypatch.undo()
+  monkeypatch.setattr(autotune, "source_hash", lambda config: "edited")
+  others.append(depends_on())
   assert all(other != base for other in others)
+  assert base["source"] == made_from.source_hash(auto())
   assert set(base["versions"]) == {"jax", "jaxlib", "libtpu", "maxbatch"}
   assert base["devices"]["kind"] == "cpu"
   assert base["devices"]["count"] == 8

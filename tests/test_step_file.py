@@ -169,7 +169,7 @@ def test_the_seed_counts_only_with_dropout(run):
 def test_other_versions_devices_and_code_are_refused(run, saved, monkeypatch):
   monkeypatch.setattr(made_from.importlib.metadata, "version", lambda package: f"{package} 9")
   monkeypatch.setattr(made_from, "_cpu", lambda: "abacus")
-  monkeypatch.setattr(made_from, "_source_hash", lambda config: "changed")
+  monkeypatch.setattr(made_from, "source_hash", lambda config: "changed")
   monkeypatch.setenv("XLA_FLAGS", "--xla_new=1 --xla_dump_to=x --xla_a=2")
   monkeypatch.setattr(pickle, "loads", lambda data: pytest.fail("unpickled"))
   with pytest.raises(UserError) as refusal:

@@ -29,6 +29,7 @@ from maxbatch.batch.exploration import Exploration, explore
 from maxbatch.batch.remembered import file_of, forget, recall, remember
 from maxbatch.batch.search import Choice, Probe, ProbeSize, choose_largest
 from maxbatch.batch.solve import counted, text
+from maxbatch.compile.made_from import source_hash
 from maxbatch.compile.program import ways_out
 from maxbatch.config.schema import Config
 from maxbatch.config.value import plain
@@ -157,6 +158,8 @@ def what_it_depends_on(config: Config, place: Place, sizes: Sequence[Candidate])
       "compile_topology": config.compile.compile_topology,
       "device_memory_gb": config.compile.device_memory_gb,
     },
+    # In a checkout the code changes and the version does not.
+    "source": source_hash(config),
     "versions": {package: _version(package) for package in _PACKAGES},
     "environment": {name: os.environ.get(name, "") for name in _VARIABLES},
   }

@@ -204,7 +204,7 @@ def header(config: Config, plan: BatchPlan, trainer: Trainer) -> dict[str, objec
     **_sizes(config, plan),
     **_devices(plan, trainer),
     **_versions(trainer),
-    "source": _source_hash(config),
+    "source": source_hash(config),
     **{name: jax.config.values[name] for name in _JAX_SETTINGS},
     **{name: _flags(os.environ.get(name, "")) for name in _FLAG_VARIABLES},
   }
@@ -275,8 +275,8 @@ def _cpu() -> str:
   return f"{platform.machine()} with instructions {_short_hash(line.encode() for line in known)}"
 
 
-def _source_hash(config: Config) -> str:
-  """Of the code that the step is traced from, the registered model's included."""
+def source_hash(config: Config) -> str:
+  """Of the code that the step is traced from, the registered model's included: 12 hex digits."""
   model = sys.modules[MODELS[config.model.decoder_block].create.__module__]
   modules: dict[str, Any] = {module.__name__: module for module in (*STEP_MODULES, model)}
   return _short_hash(Path(modules[name].__file__).read_bytes() for name in sorted(modules))
