@@ -231,7 +231,7 @@ def test_the_table_ranks_what_fits_and_says_what_does_not():
     "                30, 32, 34",
     "                  8       2  does not fit: 17 of 16 GiB",
     "                 16       1  does not fit (as 8)",
-    "Times are measured; they account for 100% of the model's work or more.",
+    "Times are measured.",
     "Confidence 99 of 99: 100% of the candidates are explored, times the share of work",
     "that the best one's time accounts for, times the chance that it is faster than the second, "
     "given their spread.",

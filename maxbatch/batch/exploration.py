@@ -94,8 +94,9 @@ class Exploration:
   def _notes(self) -> list[str]:
     hows = sorted({one.probe.how for one in self.ranked})
     coverage = min((one.probe.coverage for one in self.ranked), default=0.0)
+    covered = f"; they account for {coverage:.0%} of the model's work or more"
     return [
-      f"Times are {' and '.join(hows)}; they account for {coverage:.0%} of the model's work or more.",
+      f"Times are {' and '.join(hows)}{covered if 'estimated' in hows else ''}.",
       f"Confidence {self.confidence} of {MOST_CONFIDENCE}: {self.share_explored:.0%} of the "
       "candidates are explored, times the share of work",
       "that the best one's time accounts for, times the chance that it is faster than the second, "
