@@ -20,6 +20,7 @@ CHIP = Chip(
   device_kind="test",
   peak_flops=100.0,
   hbm_bytes=0,
+  usable_bytes=0,
   hbm_bandwidth=10.0,
   ici_bandwidth=4.0,
   ici_links=2,

@@ -17,6 +17,7 @@ from maxbatch.compile.compile_only import Prober
 from maxbatch.compile.program import compile_program
 from maxbatch.config.schema import Config
 from maxbatch.data.registry import build_dataset
+from maxbatch.errors import UserError
 from maxbatch.measure import Timing
 from maxbatch.prepare import build_trainer
 from maxbatch.topology import topology
@@ -114,6 +115,26 @@ def test_what_fits_is_timed_and_what_does_not_is_not(accumulation):
   assert found.best is not None
   assert chosen.batch.micro_batch_size == found.best.candidate.per_device
   assert found.best.samples_per_second > 0
+
+
+@pytest.mark.parametrize("message", ["RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.", "X"])
+def test_who_runs_out_of_memory_while_timed_does_not_fit(monkeypatch, message):
+  def exhausted(*_, **__):
+    raise jax.errors.JaxRuntimeError(message)
+
+  monkeypatch.setattr(compile_only, "measure_step", exhausted)
+  of = settings()
+  (candidate, *_), probe = sizes(of), Prober(of, PLACE.devices, PLACE.layout)
+  if message == "X":
+    with pytest.raises(jax.errors.JaxRuntimeError):
+      probe(candidate)
+    return
+  found = probe(candidate)
+  assert (found.fits, found.peak_bytes) == (False, found.capacity_bytes + 1)
+  assert candidate not in probe.reports
+  plan = plan_batches(settings(1).batch, settings(1).run, PLACE.layout)
+  with pytest.raises(UserError, match="per_device_batch_size=1: the step needs more memory a dev"):
+    compile_only.compile_reports(settings(1), plan, PLACE.devices)
 
 
 def test_nothing_is_left_on_the_devices():

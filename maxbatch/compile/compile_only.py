@@ -4,6 +4,8 @@ import json
 import pathlib
 from collections.abc import Sequence
 
+import jax
+
 from maxbatch.agreement import from_process_0
 from maxbatch.batch.candidates import Candidate
 from maxbatch.batch.plan import BatchPlan, plan_batches
@@ -14,6 +16,7 @@ from maxbatch.compile.program import (
   Program,
   capacity_bytes,
   compile_program,
+  refuse_if_too_large,
   ways_out,
 )
 from maxbatch.compile.report import CompileReport, make_report
@@ -22,7 +25,7 @@ from maxbatch.data import synthetic
 from maxbatch.devices import Device
 from maxbatch.errors import UserError
 from maxbatch.measure import Timing, measure_step
-from maxbatch.prepare import build_trainer, streams
+from maxbatch.prepare import build_trainer
 from maxbatch.step import Trainer
 from maxbatch.topology import Topology
 
@@ -104,9 +107,12 @@ def _report(
   except DoesNotFitError as error:
     size = text(plan.per_device(micro_batch))
     capacity = capacity_bytes(devices, config.compile.device_memory_gb)
+    # Who ran out of memory while running does not say how much was missing.
+    known = error.needed_bytes > capacity
+    needed = f"{error.needed_bytes / _GIB:.2f} GiB" if known else "more memory"
     raise UserError(
-      f"per_device_batch_size={size}: the step needs {error.needed_bytes / _GIB:.2f} GiB a device, "
-      f"which has {capacity / _GIB:.2f}; micro_batch_size=auto finds the largest that fits; "
+      f"per_device_batch_size={size}: the step needs {needed} a device, "
+      f"which has {capacity / _GIB:.2f} GiB; micro_batch_size=auto finds the largest that fits; "
       f"{ways_out(config)}"
     ) from error
 
@@ -117,7 +123,7 @@ def _try_report(
   """Compiles, reads, and times what can be timed.
 
   Raises:
-    DoesNotFitError: the compiler refuses.
+    DoesNotFitError: the compiler refuses, or the step runs out of memory while it is timed.
   """
   # The rows' shapes follow from the configuration alone, so the data need not be here.
   source = synthetic.build(config.data, config.batch.max_target_length).train
@@ -127,22 +133,22 @@ def _try_report(
   # All processes measure or none does: each waits for the others in the step's reductions.
   fits = from_process_0(program.memory.peak <= capacity)
   if fits and not config.compile.compile_topology:
-    measured = _measured(config, plan, trainer, program, micro_batch)
+    measured = _measured(plan, trainer, program, micro_batch)
   return make_report(
     plan, trainer, program, micro_batch, capacity, measured, _title(config, plan, devices)
   )
 
 
-def _measured(
-  config: Config, plan: BatchPlan, trainer: Trainer, program: Program, micro_batch: int
-) -> Timing:
-  return measure_step(
-    trainer,
-    program.step,
-    program.rows,
-    streamed=streams(config),
-    passes=max(stage.trips for stage in plan.stages if stage.micro_batch == micro_batch),
-  )
+def _measured(plan: BatchPlan, trainer: Trainer, program: Program, micro_batch: int) -> Timing:
+  passes = plan.largest_stage(micro_batch).trips
+  try:
+    return measure_step(
+      trainer, program.step, program.rows, streamed=program.streamed, passes=passes
+    )
+  except jax.errors.JaxRuntimeError as error:
+    # The compiler counts one program; others, or fragments, may hold what it needs.
+    refuse_if_too_large(error)
+    raise
 
 
 def _title(config: Config, plan: BatchPlan, devices: Sequence[Device]) -> str:

@@ -19,7 +19,7 @@ from maxbatch.data.dataset import RowSource
 from maxbatch.devices import Device
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import chip_for
-from maxbatch.prepare import step_rows, traced_step
+from maxbatch.prepare import step_rows, streams, traced_step
 from maxbatch.rows import Rows
 from maxbatch.step import Trainer
 
@@ -35,7 +35,7 @@ class DoesNotFitError(Exception):
   """The compiler found no way to run the step in a device's memory."""
 
   def __init__(self, needed_bytes: int):
-    """`needed_bytes`: of one device, as far as the compiler says."""
+    """`needed_bytes`: of one device, as far as the compiler says; 0 if it does not."""
     super().__init__(f"the step needs {needed_bytes / _GIB:.2f} GiB a device")
     self.needed_bytes = needed_bytes
 
@@ -69,6 +69,8 @@ class Program:
   compile_seconds: float
   text: str
   """The optimized program."""
+  streamed: bool = False
+  """Whether it is one pass of a step, all of it, instead of a loop over the passes."""
 
 
 def compile_program(
@@ -89,9 +91,8 @@ def compile_program(
     else:
       step, text = _compiled_here(traced.lower(), anew=bool(keys.save_compiled_step))
   except jax.errors.JaxRuntimeError as error:
-    if "RESOURCE_EXHAUSTED" not in str(error):
-      raise
-    raise DoesNotFitError(_needed_bytes(str(error))) from error
+    refuse_if_too_large(error)
+    raise
   return Program(
     step=step,
     rows=rows,
@@ -99,6 +100,7 @@ def compile_program(
     flops=StepFlops(*(flops / trainer.mesh.size for flops in step_flops(traced.jaxpr))),
     compile_seconds=time.perf_counter() - began,
     text=text,
+    streamed=streams(config),
   )
 
 
@@ -137,7 +139,18 @@ def memory_of(step: jax.stages.Compiled, platform: str) -> Memory:
   return Memory(*sizes, known.temp_size_in_bytes, peak or total)
 
 
+def refuse_if_too_large(error: Exception) -> None:
+  """Does nothing if `error` is about something else than memory.
+
+  Raises:
+    DoesNotFitError: it is about memory, of a device that compiles or of one that runs.
+  """
+  if "RESOURCE_EXHAUSTED" in str(error):
+    raise DoesNotFitError(_needed_bytes(str(error))) from error
+
+
 def _needed_bytes(message: str) -> int:
+  """What the compiler says a device would need; 0 if it does not say."""
   found = _TOO_LARGE.search(message)
   if found is None:
     return 0
@@ -148,8 +161,8 @@ def _needed_bytes(message: str) -> int:
 def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
   """Memory that one device may use.
 
-  device_memory_gb where it is set; else what the device reports, what is published of a TPU that is
-  not here, or, for CPU devices, the machine's memory divided by their number.
+  device_memory_gb where it is set; else what a TPU's compiler lets programs have, what another
+  device reports, or, for CPU devices, the machine's memory divided by their number.
 
   Raises:
     UserError: none of these is known.
@@ -161,7 +174,7 @@ def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
   chip = chip_for(first.device_kind)
   if chip is not None:
-    return chip.hbm_bytes
+    return chip.usable_bytes
   reported = jax.local_devices()[0].memory_stats() or {}
   if "bytes_limit" not in reported:
     raise UserError(

@@ -12,7 +12,7 @@ import jax
 
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import text
-from maxbatch.compile.flops import model_flops_per_token
+from maxbatch.compile.flops import StepFlops, model_flops_per_token
 from maxbatch.compile.program import Program
 from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import NO_FIGURES, Chip, chip_for
@@ -293,11 +293,16 @@ def make_report(
   """
   layout = plan.topology
   chip = chip_for(trainer.mesh.devices.flat[0].device_kind)
+  costs, expected = program_costs(hlo.parse(program.text)), program.flops
+  if program.streamed:
+    # Its loop of one trip is unrolled away, or holds only part: without this all would be the rest.
+    costs = [dataclasses.replace(cost, in_microbatch_loop=True) for cost in costs]
+    expected = StepFlops(of_pass=sum(expected), of_rest=0.0)
   work = estimate(
-    program_costs(hlo.parse(program.text)),
+    costs,
     chip or NO_FIGURES,
-    program.flops.of_pass,
-    program.flops.of_rest,
+    expected.of_pass,
+    expected.of_rest,
     layout.devices_per_slice if layout.num_slices > 1 else None,
   )
   time = None

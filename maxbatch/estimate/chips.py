@@ -18,6 +18,9 @@ class Chip:
   peak_flops: float
   """bfloat16 FLOPs per second."""
   hbm_bytes: int
+  """Main memory, as published."""
+  usable_bytes: int
+  """What the compiler (libtpu 0.0.51) lets programs have of it: its "available HBM"."""
   hbm_bandwidth: float
   """Bytes per second of main memory."""
   ici_bandwidth: float
@@ -45,6 +48,7 @@ CHIPS: Mapping[str, Chip] = {
       device_kind="TPU v4",
       peak_flops=275e12,
       hbm_bytes=32 * _GIB,
+      usable_bytes=round(30.75 * _GIB),
       hbm_bandwidth=1200e9,
       ici_bandwidth=6 * 50e9,
       ici_links=6,
@@ -59,6 +63,7 @@ CHIPS: Mapping[str, Chip] = {
       device_kind="TPU v5 lite",
       peak_flops=197e12,
       hbm_bytes=16 * _GIB,
+      usable_bytes=round(15.75 * _GIB),
       hbm_bandwidth=819e9,
       ici_bandwidth=400e9 / 2,
       ici_links=4,
@@ -73,6 +78,7 @@ CHIPS: Mapping[str, Chip] = {
       device_kind="TPU v5",
       peak_flops=459e12,
       hbm_bytes=95 * _GIB,
+      usable_bytes=round(95.73 * _GIB),
       hbm_bandwidth=2765e9,
       ici_bandwidth=1200e9 / 2,
       ici_links=6,
@@ -87,6 +93,7 @@ CHIPS: Mapping[str, Chip] = {
       device_kind="TPU v6 lite",
       peak_flops=918e12,
       hbm_bytes=32 * _GIB,
+      usable_bytes=round(31.24 * _GIB),
       hbm_bandwidth=1638e9,
       ici_bandwidth=800e9 / 2,
       ici_links=4,
@@ -101,6 +108,7 @@ CHIPS: Mapping[str, Chip] = {
       device_kind="TPU7x",
       peak_flops=2307e12 / 2,
       hbm_bytes=192 * _GIB // 2,
+      usable_bytes=round(94.74 * _GIB),
       hbm_bandwidth=7380e9 / 2,
       ici_bandwidth=1200e9 / 2 / 2,
       ici_links=6,
@@ -117,6 +125,7 @@ NO_FIGURES = Chip(
   device_kind="",
   peak_flops=math.inf,
   hbm_bytes=0,
+  usable_bytes=0,
   hbm_bandwidth=math.inf,
   ici_bandwidth=math.inf,
   ici_links=1,

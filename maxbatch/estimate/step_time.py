@@ -136,7 +136,8 @@ class StepEstimate:
       scope: self.rest_scopes.get(scope, 0.0) + trips * self.pass_scopes.get(scope, 0.0)
       for scope in scopes
     }
-    return dict(sorted(seconds.items(), key=lambda entry: -entry[1]))
+    # Names as well, or two equal ones would change places from run to run.
+    return dict(sorted(seconds.items(), key=lambda entry: (-entry[1], entry[0])))
 
   @property
   def limited_by(self) -> Limit:

@@ -1,0 +1,437 @@
+"""The report of a compiled step: its numbers from where they are known, and what it prints."""
+
+import dataclasses
+import json
+import os
+import types
+from fractions import Fraction
+from typing import Any, cast
+
+import jax
+import numpy as np
+import pytest
+from support import config
+
+from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.compile.compile_only import write_reports
+from maxbatch.compile.flops import StepFlops
+from maxbatch.compile.program import (
+  DoesNotFitError,
+  Memory,
+  Program,
+  capacity_bytes,
+  compile_program,
+  refuse_if_too_large,
+)
+from maxbatch.compile.report import CompileReport, StateBytes, StepTime, make_report, state_bytes
+from maxbatch.data import synthetic
+from maxbatch.devices import Device
+from maxbatch.errors import UserError
+from maxbatch.estimate.chips import CHIPS, NO_FIGURES
+from maxbatch.estimate.step_time import Exchange, Operation, Parts, StepEstimate
+from maxbatch.measure import Timing
+from maxbatch.prepare import build_trainer
+from maxbatch.rows import Rows
+from maxbatch.step import Trainer
+from maxbatch.topology import topology
+
+GIB = 2**30
+MIB = 2**20
+
+
+def made(**keys: object) -> tuple[Program, BatchPlan, Trainer]:
+  """A small step compiled for the 8 simulated devices."""
+  of = config(dataset_type="synthetic", base_num_decoder_layers=1, **keys)
+  plan = plan_batches(of.batch, of.run, topology(of.mesh, 8))
+  trainer = build_trainer(of, plan, jax.devices())
+  source = synthetic.build(of.data, of.batch.max_target_length).train
+  program = compile_program(of, plan, trainer, source, plan.micro_batch_to_train)
+  return program, plan, trainer
+
+
+def reported(program: Program, plan: BatchPlan, trainer: Trainer, **more: Any) -> CompileReport:
+  return make_report(
+    plan, trainer, program, plan.micro_batch_to_train, GIB, more.get("measured"), "Report"
+  )
+
+
+# --- what a device holds --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  "keys",
+  [
+    {},
+    {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 4},
+    {"ici_fsdp_parallelism": 4, "ici_tensor_parallelism": 2, "ici_data_parallelism": 1},
+    {"opt_type": "adafactor", "weight_dtype": "bfloat16"},
+    {"opt_type": "muon", "ici_data_parallelism": 1, "ici_fsdp_parallelism": 8},
+  ],
+  ids=lambda keys: "-".join(map(str, keys.values())) or "data",
+)
+def test_state_bytes_are_those_of_the_arrays(keys):
+  of = config(**keys)
+  plan = plan_batches(of.batch, of.run, topology(of.mesh, 8))
+  trainer = build_trainer(of, plan, jax.devices())
+  state = trainer.init(0)
+  accumulated = state.opt_state.acc_grads
+  others = state.opt_state._replace(acc_grads=())
+  first, last = jax.devices()[0], jax.devices()[-1]
+  for device in (first, last):
+    assert state_bytes(trainer.abstract) == StateBytes(
+      on_device(state.params, device), on_device(others, device), on_device(accumulated, device)
+    )
+  assert state_bytes(trainer.abstract).total == sum(
+    on_device(tree, first) for tree in (state.params, state.opt_state)
+  )
+
+
+def on_device(tree: Any, device: Device) -> int:
+  """Bytes of all arrays' parts on one device."""
+  parts = [part for leaf in jax.tree.leaves(tree) for part in leaf.addressable_shards]
+  return sum(part.data.nbytes for part in parts if part.device == device)
+
+
+# --- what it prints -------------------------------------------------------------------------------
+
+
+def handmade(**changes: Any) -> CompileReport:
+  """A report of round numbers: 8 devices, 4 samples of 16 tokens each in a pass, 2 passes."""
+  of = config(per_device_batch_size=4, gradient_accumulation_steps=2, steps=3)
+  plan = plan_batches(of.batch, of.run, topology(of.mesh, 8))
+  operation = Operation("fusion.1", "mlp", 0.3, "compiler", 2, True, "jit(step)/mlp")
+  bound = Operation("sort.2", "embedding", 0.1, "roofline", 1, True, "jit(step)/embedding")
+  work = StepEstimate(
+    pass_parts=Parts(compute=0.3, memory=0.1),
+    rest_parts=Parts(interconnect=0.2),
+    pass_flops=6 * 10**12,
+    rest_flops=0,
+    pass_bytes=7 * 10**9,
+    rest_bytes=10**9,
+    coverage=0.985,
+    compiler_share=0.75,
+    pass_scopes={"mlp": 0.3, "embedding": 0.1},
+    rest_scopes={"other": 0.2},
+    largest=[operation, bound],
+    unestimated=[bound],
+    collectives=[
+      Exchange("all-gather", True, True, 4, False, 3, 2 * 10**9, 0.01),
+      Exchange("all-reduce", False, False, 8, True, 1, 10**9, 0.2),
+    ],
+  )
+  program = Program(
+    step=cast(Any, None),
+    rows=cast(Rows, None),
+    memory=Memory(arguments=101 * MIB, outputs=0, aliased=0, temporaries=512 * MIB, peak=GIB),
+    flops=StepFlops(6e12, 0.0),
+    compile_seconds=12.5,
+    text="",
+  )
+  report = CompileReport(
+    title="Title",
+    plan=plan,
+    micro_batch=plan.micro_batch_to_train,
+    program=program,
+    state=StateBytes(25 * MIB, 50 * MIB, 25 * MIB),
+    capacity_bytes=2 * GIB,
+    chip=dataclasses.replace(NO_FIGURES, generation="x", peak_flops=100e12),
+    work=work,
+    time=StepTime(0.4, 0.2, "estimate"),
+    model_flops_per_token=5e12 / 64,
+  )
+  return dataclasses.replace(report, **changes)
+
+
+PRINTED = """\
+Title
+
+Memory of a device (compiler)
+  parameters                     0.024 GiB
+  optimizer state                0.049 GiB
+  gradient accumulators          0.024 GiB
+  rows of the step               0.001 GiB
+  activations, temporaries       0.500 GiB
+  peak                           1.000 GiB of 2.00: fits
+
+Work of a device in one pass of 4 samples per device, of which a step has 2
+  model                              5 TFLOP
+  program                            6 TFLOP (1.20 of the model's: what is computed again counts \
+twice)
+  main memory                        7 GB read and written
+
+Time (estimate)
+  a step                             1 s: 0.2 s + 2 × 0.4 s a pass
+  tokens per second              1,024 (128 a device)
+  model-FLOP utilisation         10.0% of 100 TFLOP/s
+  limited by                   compute
+  coverage                       98.5% of the matrix products have a time, 75.0% of these from the \
+compiler, the rest from the roofline
+
+Where a step's time goes (estimate)
+  mlp                              0.6 s  60.0%
+  embedding                        0.2 s  20.0%
+  other                            0.2 s  20.0%
+
+Largest operations (estimate; all passes' share of one pass)
+         0.3 s  mlp        compiler      2 × fusion.1
+         0.1 s  embedding  roofline      1 × sort.2
+  roofline: 0.1 s of a pass are bounds from the chip's figures, not the compiler's estimates; the \
+longest are sort
+
+Collectives of a device
+  each pass      3 × all-gather                  2 GB in groups of 4, beside the work, 0.01 s on the \
+links (estimate)
+  each step      1 × all-reduce                  1 GB in groups of 8, across slices, work waits, \
+0.2 s on the links (estimate)"""
+
+WRITTEN = {
+  "title": "Title",
+  "micro_batch_to_train": 32,
+  "per_device_batch_size": "4",
+  "gradient_accumulation_steps": 2,
+  "tokens_per_step": 1024,
+  "memory_bytes_per_device": {
+    "parameters": 25 * MIB,
+    "optimizer_state": 50 * MIB,
+    "accumulators": 25 * MIB,
+    "rows": MIB,
+    "activations_and_temporaries": 512 * MIB,
+    "peak": GIB,
+    "capacity": 2 * GIB,
+    "fits": True,
+  },
+  "flops_per_device": {"model_pass": 5e12, "program_pass": 6 * 10**12, "program_rest": 0},
+  "bytes_per_device": {"pass": 7 * 10**9, "rest": 10**9},
+  "collectives": [
+    {
+      "kind": "all-gather",
+      "in_microbatch_loop": True,
+      "overlapped": True,
+      "group_size": 4,
+      "crosses_slices": False,
+      "count": 3,
+      "bytes": 2 * 10**9,
+      "seconds": 0.01,
+    },
+    {
+      "kind": "all-reduce",
+      "in_microbatch_loop": False,
+      "overlapped": False,
+      "group_size": 8,
+      "crosses_slices": True,
+      "count": 1,
+      "bytes": 10**9,
+      "seconds": 0.2,
+    },
+  ],
+  "compile_seconds": 12.5,
+  "time": {
+    "how": "estimate",
+    "step_seconds": 1.0,
+    "seconds_per_pass": 0.4,
+    "seconds_rest": 0.2,
+    "tokens_per_second": 1024.0,
+    "model_flop_utilisation": 0.1,
+  },
+  "estimate": {
+    "limited_by": "compute",
+    "coverage": 0.985,
+    "compiler_share": 0.75,
+    "seconds_by_scope": {"mlp": 0.6, "embedding": 0.2, "other": 0.2},
+    "largest": [
+      {
+        "name": "fusion.1",
+        "scope": "mlp",
+        "seconds": 0.3,
+        "how": "compiler",
+        "count": 2,
+        "in_microbatch_loop": True,
+        "op_name": "jit(step)/mlp",
+      },
+      {
+        "name": "sort.2",
+        "scope": "embedding",
+        "seconds": 0.1,
+        "how": "roofline",
+        "count": 1,
+        "in_microbatch_loop": True,
+        "op_name": "jit(step)/embedding",
+      },
+    ],
+    "bounded_by_roofline": [
+      {
+        "name": "sort.2",
+        "scope": "embedding",
+        "seconds": 0.1,
+        "how": "roofline",
+        "count": 1,
+        "in_microbatch_loop": True,
+        "op_name": "jit(step)/embedding",
+      },
+    ],
+  },
+}
+
+
+def test_the_text():
+  assert str(handmade()) == PRINTED
+
+
+def test_the_json(tmp_path):
+  text, values = write_reports([handmade(), handmade(title="Other")], tmp_path / "run")
+  assert text.read_text() == f"{PRINTED}\n\n\n{PRINTED.replace('Title', 'Other')}\n"
+  assert json.loads(values.read_text()) == [WRITTEN, WRITTEN | {"title": "Other"}]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+  (tmp_path / "file").touch()
+  with pytest.raises(UserError, match=r"^base_output_directory: .*file/run cannot be written: "):
+    write_reports([handmade()], tmp_path / "file" / "run")
+
+
+def test_a_measured_time_shows_no_estimate():
+  report = handmade(time=StepTime(0.4, 0.2, "measured", spread=0.03))
+  text, values = str(report), report.as_dict()
+  assert "Time (measured)\n  a step                             1 s ± 3.0%: 0.2 s + 2 × " in text
+  for word in ("limited by", "coverage", "Where a step", "Largest"):
+    assert word not in text
+  assert "estimate" not in values
+  assert values["time"]["spread"] == 0.03
+
+
+def test_without_figures_there_is_no_time():
+  report = handmade(time=None, chip=None)
+  assert "Time: unknown; the devices are not here" in str(report)
+  assert "on the links" not in str(report)
+  assert not {"time", "estimate"} & report.as_dict().keys()
+  assert (report.step_seconds, report.utilisation) == (None, None)
+
+
+def test_what_does_not_fit_says_so():
+  report = handmade(capacity_bytes=GIB - 1)
+  assert not report.fits
+  assert "peak                           1.000 GiB of 1.00: DOES NOT FIT" in str(report)
+  assert report.as_dict()["memory_bytes_per_device"]["fits"] is False
+  assert handmade(capacity_bytes=GIB).fits
+
+
+def test_a_step_is_the_rest_and_its_passes():
+  time = StepTime(per_pass=0.4, rest=0.2, how="estimate")
+  assert [time.of(passes) for passes in (1, 2, 5)] == pytest.approx([0.6, 1.0, 2.2])
+  report = handmade()
+  assert report.step_seconds == pytest.approx(1.0)
+  # Twice 5 TFLOP in a second, of 100 TFLOP/s.
+  assert report.utilisation == pytest.approx(0.1)
+  faster = handmade(time=StepTime(0.1, 0.0, "measured"))
+  assert faster.utilisation == pytest.approx(0.5)
+
+
+# --- from a compiled step -------------------------------------------------------------------------
+
+
+def test_a_measurement_goes_before_an_estimate():
+  program, plan, trainer = made(gradient_accumulation_steps=2)
+  report = reported(program, plan, trainer, measured=Timing(0.5, 0.25, 0.01, 3))
+  assert report.time == StepTime(0.5, 0.25, "measured", 0.01)
+  assert report.step_seconds == 1.25
+  assert reported(program, plan, trainer).time is None
+  assert report.model_flops_per_token > 0
+  assert report.model_pass_flops == report.model_flops_per_token * 64
+
+
+def test_a_streamed_step_is_one_pass():
+  keys = {"gradient_accumulation_steps": 4, "per_device_batch_size": 2}
+  fused = reported(*made(**keys))
+  streamed = reported(*made(**keys, accumulation="streamed"))
+  assert streamed.program.streamed
+  assert not fused.program.streamed
+  assert (streamed.work.rest_flops, streamed.work.rest_bytes) == (0, 0)
+  assert streamed.work.pass_flops == fused.work.pass_flops + fused.work.rest_flops
+  assert {one.in_microbatch_loop for one in streamed.work.collectives} == {True}
+  assert {one.in_microbatch_loop for one in fused.work.collectives} == {False}
+  assert streamed.work.coverage == pytest.approx(1.0, abs=0.03)
+  assert streamed.passes == 4
+
+
+def test_the_estimate_of_a_streamed_step_is_the_time_of_its_passes(monkeypatch):
+  monkeypatch.setattr("maxbatch.compile.report.chip_for", lambda kind: CHIPS["v5e"])
+  keys = {"gradient_accumulation_steps": 4, "per_device_batch_size": 2}
+  streamed = reported(*made(**keys, accumulation="streamed"))
+  assert streamed.time is not None
+  assert streamed.time.rest == 0
+  assert streamed.step_seconds == pytest.approx(4 * streamed.work.pass_seconds)
+  fused = reported(*made(**keys))
+  assert fused.time is not None
+  assert fused.time.rest > 0
+  assert fused.time.per_pass > 0
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_a_simulated_device_has_its_share_of_the_machine():
+  machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+  assert capacity_bytes(jax.devices(), 0) == machine // 8
+  assert capacity_bytes(jax.devices(), 1.5) == 1.5 * GIB
+
+
+def device(kind: str, platform: str) -> Any:
+  return types.SimpleNamespace(device_kind=kind, platform=platform)
+
+
+@pytest.mark.parametrize("generation", CHIPS)
+def test_a_tpu_has_what_its_compiler_allows(generation):
+  chip = CHIPS[generation]
+  assert capacity_bytes([device(chip.device_kind, "tpu")], 0) == chip.usable_bytes
+  assert 0.94 < chip.usable_bytes / chip.hbm_bytes < 1.01
+  assert capacity_bytes([device(chip.device_kind, "tpu")], 3) == 3 * GIB
+
+
+def test_another_device_is_asked(monkeypatch):
+  gpu = device("NVIDIA H200", "gpu")
+  local = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 77})
+  monkeypatch.setattr(jax, "local_devices", lambda: [local])
+  assert capacity_bytes([gpu], 0) == 77
+  local.memory_stats = lambda: None
+  with pytest.raises(UserError) as error:
+    capacity_bytes([gpu], 0)
+  assert str(error.value) == (
+    "NVIDIA H200 does not say how much memory it has; set device_memory_gb, for example "
+    "device_memory_gb=16"
+  )
+
+
+REFUSALS = {
+  "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required "
+  "for HLO temporaries (224.00G) exceeds available HBM (15.75G). HLO module: jit_step.": 224 * GIB,
+  "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm. Exceeded "
+  "hbm capacity by 1.75G.": int(17.5 * GIB),
+  "RESOURCE_EXHAUSTED: the total memory required for arguments (1.50T) exceeds": int(1536 * GIB),
+  "RESOURCE_EXHAUSTED: Used 900.0M of 512.0M hbm.": 900 * MIB,
+  "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 123 bytes.": 0,
+}
+
+
+@pytest.mark.parametrize("message", REFUSALS)
+def test_what_a_compiler_says_it_needs(message):
+  cause = jax.errors.JaxRuntimeError(message)
+  with pytest.raises(DoesNotFitError) as error:
+    refuse_if_too_large(cause)
+  assert error.value.needed_bytes == REFUSALS[message]
+  assert error.value.__cause__ is cause
+  assert str(error.value) == f"the step needs {REFUSALS[message] / GIB:.2f} GiB a device"
+
+
+def test_another_error_is_not_about_memory():
+  refuse_if_too_large(jax.errors.JaxRuntimeError("INTERNAL: Used 900.0M of 512.0M hbm."))
+
+
+def test_rows_of_a_device_are_what_is_not_state():
+  program, plan, trainer = made(per_device_batch_size=2)
+  report = reported(program, plan, trainer)
+  rows = report.as_dict()["memory_bytes_per_device"]["rows"]
+  shapes = jax.tree.leaves(program.rows)
+  expected = sum(np.prod(leaf.shape) * leaf.dtype.itemsize for leaf in shapes) / 8
+  # The loss's sums, the learning rate and the number of trips come on top.
+  assert expected <= rows <= expected + 64
+  assert report.plan.per_device(report.micro_batch) == Fraction(2)
