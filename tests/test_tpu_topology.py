@@ -1,0 +1,216 @@
+"""Compiled for TPU slices that are not here, by the real TPU compiler."""
+
+import importlib.util
+import json
+import pathlib
+import re
+from typing import Any
+
+import jax
+import pytest
+from support import TINY
+
+from maxbatch.compile.cache import bypassed
+from maxbatch.compile.program import DoesNotFitError, capacity_bytes, refuse_if_too_large
+from maxbatch.estimate.chips import CHIPS
+from maxbatch.topology_devices import topology_devices
+from maxbatch.train import main
+
+pytest.importorskip("libtpu")
+
+GIB = 2**30
+MIB = 2**20
+# With the tiny model's own 32 features the compiler makes sums of products of most matrix products.
+SMALL = TINY | {
+  "base_emb_dim": 128,
+  "head_dim": 32,
+  "base_mlp_dim": 512,
+  "max_target_length": 128,
+}
+GPT2 = {
+  "model_name": "gpt2-small",
+  "base_num_decoder_layers": 2,
+  "max_target_length": 256,
+  "micro_batch_size": 2,
+  "batch_size": 16,
+}
+
+
+def command(folder: pathlib.Path, **keys: object) -> list[str]:
+  given = {
+    "compile_only": "true",
+    "dataset_type": "synthetic",
+    "dtype": "bfloat16",
+    "base_output_directory": folder,
+    "run_name": "run",
+  }
+  return ["config=base", *(f"{key}={value}" for key, value in (given | keys).items())]
+
+
+def reported(folder: pathlib.Path, **keys: object) -> dict[str, Any]:
+  """The report of the only program of a run, as plain values."""
+  assert main(command(folder, **keys)) == 0
+  (report,) = json.loads((folder / "run" / "compile_report.json").read_text())
+  return report
+
+
+def refused(capsys: pytest.CaptureFixture[str], folder: pathlib.Path, **keys: object) -> str:
+  assert main(command(folder, **keys)) == 2
+  assert not (folder / "run").exists()
+  return capsys.readouterr().err
+
+
+def moved(report: dict[str, Any], kind: str, *, inside: bool) -> int:
+  """Bytes of the collectives of a kind, inside or outside of the loop over microbatches."""
+  return sum(
+    one["bytes"]
+    for one in report["collectives"]
+    if one["kind"].startswith(kind) and one["in_microbatch_loop"] is inside
+  )
+
+
+def check(report: dict[str, Any]) -> None:
+  """What every report of a slice must say."""
+  memory = report["memory_bytes_per_device"]
+  assert 0 < memory["peak"] < memory["capacity"] == CHIPS["v5e"].usable_bytes
+  assert memory["fits"]
+  held = memory["parameters"] + memory["optimizer_state"] + memory["accumulators"]
+  assert memory["peak"] > held
+  assert report["time"]["how"] == "estimate"
+  assert report["time"]["seconds_per_pass"] > 0
+  assert 0 < report["time"]["model_flop_utilisation"] < 0.6
+  assert 0.97 < report["estimate"]["coverage"] < 1.03
+
+
+def test_data_parallel_gradients_are_reduced_once_a_step(tmp_path):
+  report = reported(tmp_path, compile_topology="v5e-4", gradient_accumulation_steps=2, **SMALL)
+  check(report)
+  assert [one for one in report["collectives"] if one["in_microbatch_loop"]] == []
+  gradients = report["memory_bytes_per_device"]["accumulators"]
+  assert moved(report, "all-reduce", inside=False) == pytest.approx(gradients, rel=0.02)
+  assert report["gradient_accumulation_steps"] == 2
+
+
+def test_fsdp_gathers_in_every_pass(tmp_path):
+  report = reported(
+    tmp_path,
+    **SMALL,
+    compile_topology="v5e-4",
+    ici_data_parallelism=1,
+    ici_fsdp_parallelism=4,
+  )
+  check(report)
+  # Every layer's bfloat16 matrices are gathered forward and backward.
+  matrices = 2 * (128 * 128 * 2 + 2 * 128 * 64 + 3 * 128 * 512)
+  assert moved(report, "all-gather", inside=True) >= 2 * 2 * matrices
+  reduced = sum(moved(report, kind, inside=True) for kind in ("reduce-scatter", "all-reduce"))
+  assert reduced > 2 * matrices
+  for kind in ("all-gather", "reduce-scatter", "all-reduce"):
+    assert moved(report, kind, inside=False) < 0.01 * moved(report, "all-gather", inside=True)
+
+
+def test_gpt2_small_over_data_and_fsdp(tmp_path):
+  report = reported(
+    tmp_path,
+    **GPT2,
+    compile_topology="v5e-4",
+    ici_data_parallelism=2,
+    ici_fsdp_parallelism=2,
+  )
+  check(report)
+  assert moved(report, "all-gather", inside=True) > 0
+  gradients = report["memory_bytes_per_device"]["accumulators"]
+  assert moved(report, "all-reduce", inside=False) == pytest.approx(gradients, rel=0.02)
+  text = (tmp_path / "run" / "compile_report.txt").read_text()
+  assert "on v5e-4\n  4 × TPU v5 lite: data 2 × fsdp 2 × tensor 1 × stage 1" in text
+  assert re.search(r"peak +\S+ GiB of 15\.75: fits", text)
+
+
+def test_two_slices_are_joined_by_the_network(tmp_path, capsys):
+  report = reported(
+    tmp_path,
+    **SMALL,
+    compile_topology="v5e-4",
+    compile_topology_num_slices=2,
+    dcn_data_parallelism=2,
+    ici_data_parallelism=1,
+    ici_fsdp_parallelism=4,
+  )
+  check(report)
+  crossing = [one for one in report["collectives"] if one["crosses_slices"]]
+  assert crossing
+  assert {(one["kind"], one["in_microbatch_loop"]) for one in crossing} == {("all-reduce", False)}
+  assert "on 2 × v5e-4\n  8 × TPU v5 lite" in capsys.readouterr().out
+
+
+def test_far_too_large_names_what_is_needed(tmp_path, capsys):
+  told = refused(
+    capsys,
+    tmp_path,
+    **TINY | {"base_emb_dim": 8192, "base_mlp_dim": 65536, "base_num_decoder_layers": 8},
+    compile_topology="v5e-1",
+    per_device_batch_size=4,
+  )
+  found = re.match(
+    r"error: per_device_batch_size=4: the step needs ([\d.]+) GiB a device, which has 15\.75 GiB; "
+    r"micro_batch_size=auto finds the largest that fits; what helps: remat_policy=full",
+    told,
+  )
+  assert found, told
+  # 13 billion parameters: weights, two moments and sums of gradients in float32.
+  assert float(found[1]) > 13 * 16 * 0.9 / 1.074
+
+
+def test_unknown_slices_list_the_known(tmp_path, capsys):
+  assert refused(capsys, tmp_path, compile_topology="v5e-100") == (
+    "error: compile_topology=v5e-100: v5e has no slice of this size; nearest: "
+    "compile_topology=v5e-128. Known: 1, 4, 8, 16, 32, 64, 128, 256\n"
+  )
+  told = refused(capsys, tmp_path, compile_topology="v9-4")
+  assert "Known: v4-4096, v5p-17920, v5e-256, v6e-256, tpu7x-18432 and smaller" in told
+
+
+def test_without_the_compiler_the_way_to_it_is_named(tmp_path, capsys, monkeypatch):
+  find = importlib.util.find_spec
+  monkeypatch.setattr(
+    importlib.util, "find_spec", lambda name, *_: None if name == "libtpu" else find(name)
+  )
+  assert refused(capsys, tmp_path, compile_topology="v5e-4") == (
+    "error: compile_topology=v5e-4 needs the TPU compiler, which is not installed; pip install "
+    "'maxbatch[tpu]' installs it, on any x86-64 Linux machine\n"
+  )
+
+
+SLICES = {"v4": "v4-8", "v5e": "v5e-4", "v5p": "v5p-8", "v6e": "v6e-4", "tpu7x": "tpu7x-2"}
+
+
+def compiled_doubling(device: Any, size: int) -> int:
+  """Peak of a program that doubles `size` bytes on one device, as the compiler says.
+
+  Raises:
+    DoesNotFitError: it refuses.
+  """
+  place = jax.sharding.SingleDeviceSharding(device)
+  rows = jax.ShapeDtypeStruct((size // MIB, 512, 512), "float32", sharding=place)
+  try:
+    with bypassed():
+      program = jax.jit(lambda x: x * 2).lower(rows).compile()
+  except jax.errors.JaxRuntimeError as error:
+    refuse_if_too_large(error)
+    raise
+  memory = program.memory_analysis()
+  assert memory is not None
+  return memory.peak_memory_in_bytes
+
+
+@pytest.mark.parametrize("generation", SLICES)
+def test_the_compiler_refuses_what_exceeds_the_usable_memory(generation):
+  device = topology_devices(SLICES[generation])[0]
+  usable = CHIPS[generation].usable_bytes
+  assert capacity_bytes([device], 0) == usable
+  # What is read and what is written: half each. Beside them the compiler wants a few MiB.
+  assert usable - 32 * MIB < compiled_doubling(device, usable // 2 - 8 * MIB) <= usable
+  with pytest.raises(DoesNotFitError) as error:
+    compiled_doubling(device, usable // 2 + 4 * MIB)
+  assert error.value.needed_bytes == pytest.approx(usable, rel=0.001)
+  assert f"exceeds available HBM ({usable / GIB:.2f}G)" in str(error.value.__cause__)
