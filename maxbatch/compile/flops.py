@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from maxbatch.models.registry import Model
@@ -117,13 +118,15 @@ def _product(equation: Any) -> float:
 def _splash(equation: Any) -> float:
   """A flash attention kernel on one device.
 
-  Queries are its largest operand (…, N, T, H), and its first one is a grid of blocks to visit: a
-  square one is causal, of which half counts; a window makes it narrower, and all that is left does.
+  Queries (…, N, T, H) are its first operand that is not of integers, and the very first is a grid
+  of blocks to visit: a square one is causal, of which half counts; a window makes it narrower, and
+  all that is left does.
   """
   products = next(
     (count for word, count in _SPLASH_PRODUCTS.items() if f"_{word}_" in equation.params["name"]), 0
   )
-  shapes = [each.aval.shape for each in equation.invars]
-  queries, (rows, columns) = max(shapes, key=math.prod), shapes[0][-2:]
+  operands = [each.aval for each in equation.invars]
+  queries = next(each.shape for each in operands if jnp.issubdtype(each.dtype, jnp.floating))
+  rows, columns = operands[0].shape[-2:]
   share = 0.5 if rows == columns else min(rows, columns) / max(rows, columns)
   return products * 2.0 * math.prod(queries) * queries[-2] * share

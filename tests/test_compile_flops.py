@@ -1,0 +1,218 @@
+"""FLOPs of models and of traced steps, counted again by hand.
+
+B rows of a pass, T tokens of a row, L layers, D width, N query heads, K key/value heads, H width of a
+head, M width inside the feed-forward, V vocabulary.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from support import TINY, config
+from support import mesh as simulated
+
+from maxbatch.batch.plan import plan_batches
+from maxbatch.compile.flops import StepFlops, model_flops_per_token, step_flops
+from maxbatch.config.load import load_config
+from maxbatch.data import synthetic
+from maxbatch.models import flash
+from maxbatch.models.registry import build_model
+from maxbatch.prepare import build_trainer, step_rows, traced_step
+from maxbatch.topology import topology
+from maxbatch.topology_devices import topology_devices
+
+T, L, D, N, K, H, M, V = 16, 2, 32, 4, 2, 8, 64, 264
+B = 16
+PROJECTIONS = D * N * H + 2 * D * K * H + N * H * D
+GATED, PLAIN = 3 * D * M, 2 * D * M
+GPT2 = {
+  "base_num_kv_heads": N,
+  "mlp_activation": "gelu",
+  "normalization": "layernorm",
+  "position_embedding": "learned",
+  "logits_via_embedding": "true",
+  "attention_qkv_bias": "true",
+  "attention_out_bias": "true",
+  "mlp_bias": "true",
+}
+
+
+# --- what a model asks for ------------------------------------------------------------------------
+
+
+def of_model(**keys: object) -> float:
+  return model_flops_per_token(build_model(config(**keys).model, T), T)
+
+
+def test_the_sizes_here_are_the_models():
+  assert (
+    TINY["max_target_length"],
+    TINY["base_num_decoder_layers"],
+    TINY["base_emb_dim"],
+    TINY["base_num_query_heads"],
+    TINY["base_num_kv_heads"],
+    TINY["head_dim"],
+    TINY["base_mlp_dim"],
+    TINY["vocab_size"],
+  ) == (T, L, D, N, K, H, M, V)
+
+
+# On average a token sees half of the row: 2 products of 2 · N · H for each token seen, times 3.
+ATTENTION = 12 * L * N * H * T / 2
+
+
+def test_a_llama_with_grouped_queries():
+  assert of_model() == 6 * (L * (PROJECTIONS + GATED) + D * V) + ATTENTION
+
+
+def test_without_grouping_there_are_more_key_and_value_weights():
+  more = of_model(base_num_kv_heads=N) - of_model()
+  assert more == 6 * L * 2 * D * (N - K) * H
+
+
+def test_a_gpt2_counts_its_shared_table_once_and_no_bias_and_no_position():
+  matrices = L * (4 * D * N * H + PLAIN) + D * V
+  assert of_model(**GPT2) == 6 * matrices + ATTENTION
+  assert of_model(**GPT2 | {"logits_via_embedding": "false"}) == of_model(**GPT2)
+
+
+@pytest.mark.parametrize("window", [1, 5, T - 1, T, 3 * T])
+def test_a_sliding_window_by_counting(window):
+  seen = np.mean([min(token + 1, window) for token in range(T)]) - 0.5
+  matrices = L * (PROJECTIONS + GATED) + D * V
+  expected = 6 * matrices + 12 * L * N * H * seen
+  assert of_model(sliding_window_size=window) == pytest.approx(expected)
+
+
+def test_norms_and_rotation_are_not_counted():
+  assert of_model(use_qk_norm="true") == of_model()
+  assert of_model(normalization="layernorm") == of_model()
+
+
+def test_gpt2_small_as_published():
+  """124 million parameters, of which the table of positions and the biases are in no product."""
+  small = build_model(load_config(["config=base", "model_name=gpt2-small"]).model, 1024)
+  matrices = 12 * 12 * 768**2 + 50257 * 768
+  assert model_flops_per_token(small, 1024) == 6 * matrices + 12 * 12 * 768 * 512
+
+
+# --- what a traced step does ----------------------------------------------------------------------
+
+
+def of_step(**keys: object) -> StepFlops:
+  """Of the step as 8 simulated devices would run it, B rows in a pass."""
+  given = {"dataset_type": "synthetic", "per_device_batch_size": B // 8} | keys
+  of = config(**given)
+  plan = plan_batches(of.batch, of.run, topology(of.mesh, 8))
+  assert plan.micro_batch_to_train == B
+  return traced(of, plan, jax.devices())
+
+
+def traced(of, plan, devices) -> StepFlops:
+  trainer = build_trainer(of, plan, devices)
+  source = synthetic.build(of.data, of.batch.max_target_length).train
+  rows = step_rows(of, plan, source, plan.micro_batch_to_train)
+  return step_flops(traced_step(of, trainer, rows).jaxpr)
+
+
+# Plain attention forms T × T logits and mixes the values, and goes back with five such products.
+PRODUCT = 2 * N * H * T
+FORWARD_LAYER = 2 * (PROJECTIONS + GATED) + 2 * PRODUCT
+PASS = B * T * (L * (6 * (PROJECTIONS + GATED) + 7 * PRODUCT) + 6 * D * V)
+
+
+def test_a_pass_by_hand():
+  assert of_step() == StepFlops(of_pass=PASS, of_rest=0)
+
+
+def test_more_passes_are_trips_of_the_same_pass():
+  assert of_step(gradient_accumulation_steps=20) == of_step()
+
+
+def test_a_streamed_step_is_one_pass_wherever_it_stands():
+  assert sum(of_step(gradient_accumulation_steps=2, accumulation="streamed")) == PASS
+
+
+def test_unrolled_layers_are_those_of_the_scan():
+  assert of_step(scan_layers="false") == of_step()
+
+
+def test_tiles_of_the_vocabulary_are_the_whole():
+  assert of_step(num_vocab_tiling=4) == of_step()
+
+
+@pytest.mark.parametrize("scan", ["true", "false"])
+def test_full_remat_computes_the_layers_once_more(scan):
+  # All but the last product of a layer: nothing but the next layer's input needs that.
+  again = FORWARD_LAYER - 2 * M * D
+  assert of_step(remat_policy="full", scan_layers=scan).of_pass == PASS + B * T * L * again
+
+
+def test_minimal_remat_keeps_products_with_weights():
+  assert PASS <= of_step(remat_policy="minimal").of_pass <= PASS + B * T * L * 2 * PRODUCT
+
+
+MESHES = [
+  {"ici_data_parallelism": 1, "ici_fsdp_parallelism": 8},
+  {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 4},
+  {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
+  {"ici_data_parallelism": 4, "ici_tensor_parallelism": 2},
+]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.values())))
+@pytest.mark.parametrize("keys", [{}, {"num_vocab_tiling": 4}], ids=["whole", "tiles"])
+def test_every_mesh_does_the_same_work(mesh, keys):
+  assert of_step(**mesh, **keys) == StepFlops(of_pass=PASS, of_rest=0)
+
+
+def test_an_optimizer_that_multiplies_is_the_rest_of_a_step():
+  def newton_schulz(rows: int, columns: int) -> int:
+    """Five times: the Gram matrix, its square, and its product with the matrix."""
+    m, n = sorted((rows, columns))
+    return 5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n)
+
+  kernels = [(D, N * H), (D, K * H), (D, K * H), (N * H, D), (D, M), (D, M), (M, D)]
+  rest = L * sum(newton_schulz(*shape) for shape in kernels)
+  assert of_step(opt_type="muon") == StepFlops(of_pass=PASS, of_rest=rest)
+
+
+# --- flash attention ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [8, 64, 256])
+@pytest.mark.parametrize("layout", [{}, {"fsdp": 2, "tensor": 2}, {"tensor": 4}], ids=str)
+def test_flash_kernels_are_counted_on_every_device(layout, width):
+  rows, length, heads = 4, 256, 4
+  kernel = functools.partial(flash.tpu_attention, interpret=True)
+  shape = jax.ShapeDtypeStruct((rows, length, heads, width), np.float32)
+  place = simulated(**layout)
+
+  def total(q, k, v):
+    with jax.sharding.use_abstract_mesh(place.abstract_mesh):
+      return flash.flash_attention(q, k, v, None, 0, kernel).sum()
+
+  jaxpr = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(shape, shape, shape)
+  # 2 products forward, 3 for the queries' gradient and 4 for the keys' and values'; half of each.
+  # Beside them each token's result is multiplied with its gradient.
+  each = 2 * rows * heads * length**2 * width / 2
+  assert sum(step_flops(jaxpr)) == 9 * each + 2 * rows * heads * length * width
+
+
+@pytest.mark.parametrize("mesh", [{}, {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 1}])
+def test_a_step_for_a_tpu_is_traced_with_its_kernel(mesh):
+  pytest.importorskip("libtpu")
+  length = 256
+  of = config(
+    dataset_type="synthetic",
+    compile_topology="v5e-4",
+    per_device_batch_size=2,
+    max_target_length=length,
+    **mesh,
+  )
+  plan = plan_batches(of.batch, of.run, topology(of.mesh, 4))
+  flops = traced(of, plan, topology_devices("v5e-4"))
+  products = 9 * 2 * N * H * length / 2 + 2 * N * H
+  per_token = L * (6 * (PROJECTIONS + GATED) + products) + 6 * D * V
+  assert flops == StepFlops(of_pass=8 * length * per_token, of_rest=0)
