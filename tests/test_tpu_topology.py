@@ -20,13 +20,6 @@ pytest.importorskip("libtpu")
 
 GIB = 2**30
 MIB = 2**20
-# With the tiny model's own 32 features the compiler makes sums of products of most matrix products.
-SMALL = TINY | {
-  "base_emb_dim": 128,
-  "head_dim": 32,
-  "base_mlp_dim": 512,
-  "max_target_length": 128,
-}
 GPT2 = {
   "model_name": "gpt2-small",
   "base_num_decoder_layers": 2,
@@ -83,7 +76,7 @@ def check(report: dict[str, Any]) -> None:
 
 
 def test_data_parallel_gradients_are_reduced_once_a_step(tmp_path):
-  report = reported(tmp_path, compile_topology="v5e-4", gradient_accumulation_steps=2, **SMALL)
+  report = reported(tmp_path, compile_topology="v5e-4", gradient_accumulation_steps=2, **TINY)
   check(report)
   assert [one for one in report["collectives"] if one["in_microbatch_loop"]] == []
   gradients = report["memory_bytes_per_device"]["accumulators"]
@@ -94,7 +87,7 @@ def test_data_parallel_gradients_are_reduced_once_a_step(tmp_path):
 def test_fsdp_gathers_in_every_pass(tmp_path):
   report = reported(
     tmp_path,
-    **SMALL,
+    **TINY | {"base_emb_dim": 128, "head_dim": 32, "base_mlp_dim": 512, "max_target_length": 128},
     compile_topology="v5e-4",
     ici_data_parallelism=1,
     ici_fsdp_parallelism=4,
@@ -129,7 +122,7 @@ def test_gpt2_small_over_data_and_fsdp(tmp_path):
 def test_two_slices_are_joined_by_the_network(tmp_path, capsys):
   report = reported(
     tmp_path,
-    **SMALL,
+    **TINY,
     compile_topology="v5e-4",
     compile_topology_num_slices=2,
     dcn_data_parallelism=2,
