@@ -144,6 +144,7 @@ def handmade(**changes: Any) -> CompileReport:
 
 PRINTED = """\
 Title
+  compiled in 12.5 s
 
 Memory of a device (compiler)
   parameters                     0.024 GiB

@@ -187,8 +187,9 @@ def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
 def ways_out(config: Config) -> str:
   """What makes room, as keys with their values."""
   fsdp, length = config.mesh.ici_fsdp_parallelism, config.batch.max_target_length
+  every = fsdp == -1  # The state is divided over all devices that there are.
   ways = [
-    f"a larger ici_fsdp_parallelism (now {fsdp})",
+    "more devices" if every else f"a larger ici_fsdp_parallelism (now {fsdp})",
     f"a smaller max_target_length (now {length})",
   ]
   if config.model.remat_policy in ("none", "minimal"):

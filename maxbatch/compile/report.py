@@ -153,7 +153,15 @@ class CompileReport:
     return found
 
   def __str__(self) -> str:
-    parts = [self.title, self._memory(), self._work(), self._time(), *self._where(), self._moved()]
+    compiled = f"  compiled in {self.program.compile_seconds:.1f} s"
+    parts = [
+      f"{self.title}\n{compiled}",
+      self._memory(),
+      self._work(),
+      self._time(),
+      *self._where(),
+      self._moved(),
+    ]
     return "\n\n".join(part for part in parts if part)
 
   def _memory(self) -> str:
