@@ -1,0 +1,318 @@
+"""The modes of the training command: what is done before a run or instead of one, and what is refused."""
+
+import json
+import pathlib
+import re
+from typing import Any
+
+import jax
+import pytest
+from support import TINY, config
+from test_coupling import register
+
+from maxbatch.batch.plan import plan_batches
+from maxbatch.compile import compile_only, modes
+from maxbatch.compile.compile_only import compile_reports
+from maxbatch.compile.modes import is_run
+from maxbatch.measure import Timing
+from maxbatch.metrics import read_metrics
+from maxbatch.topology import topology
+from maxbatch.train import main
+
+KEYS = TINY | {
+  "dataset_type": "synthetic",
+  "base_num_decoder_layers": 1,
+  "dropout_rate": 0.1,
+  "batch_size": 32,
+  "steps": 3,
+  "eval_samples": 8,
+  "generate_length": 0,
+  "enable_checkpointing": "false",
+  "run_name": "run",
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+  """Choices are remembered per test, not in the home folder."""
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch) -> list[int]:
+  """Passes of 16 samples are the fastest; lists the microbatches that are timed."""
+  timed: list[int] = []
+
+  def measure(trainer: Any, step: Any, shapes: Any, **_: Any) -> Timing:
+    del trainer, step
+    size = shapes.inputs.shape[1]
+    timed.append(size)
+    return Timing(1.0 if size == 16 else float(size), 0.0, 0.0, 3)
+
+  monkeypatch.setattr(compile_only, "measure_step", measure)
+  return timed
+
+
+def command(folder: pathlib.Path, *options: str, **keys: object) -> list[str]:
+  given = KEYS | {"base_output_directory": folder} | keys
+  return ["config=base", *(f"{key}={value}" for key, value in given.items()), *options]
+
+
+def losses(folder: pathlib.Path) -> list[tuple[float, float]]:
+  """Loss and gradient norm of every step, as they are written."""
+  records = [record for record in read_metrics(folder / "run") if "loss" in record]
+  return [(record["loss"], record["grad_norm"]) for record in records]
+
+
+def trained(folder: pathlib.Path, *options: str, **keys: object) -> list[tuple[float, float]]:
+  assert main(command(folder, *options, **keys)) == 0
+  found = losses(folder)
+  assert len(found) == 3
+  return found
+
+
+# --- compile_only ---------------------------------------------------------------------------------
+
+
+def test_compile_only_writes_the_report_and_trains_nothing(tmp_path, capsys):
+  given = command(tmp_path, compile_only="true", micro_batch_size=2, enable_checkpointing="true")
+  assert main(given) == 0
+  folder = tmp_path / "run"
+  assert sorted(path.name for path in folder.iterdir()) == [
+    "compile_report.json",
+    "compile_report.txt",
+  ]
+  text = (folder / "compile_report.txt").read_text()
+  (report,) = json.loads((folder / "compile_report.json").read_text())
+  assert report["micro_batch_to_train"] == 16
+  assert report["gradient_accumulation_steps"] == 2
+  assert report["time"] == {
+    "how": "measured",
+    "step_seconds": 2.0,
+    "seconds_per_pass": 1.0,
+    "seconds_rest": 0.0,
+    "tokens_per_second": 256.0,
+    "spread": 0.0,
+  }
+  out = capsys.readouterr().out
+  assert out.startswith("Batch plan\n")
+  assert text in out
+  assert f"Written: {folder / 'compile_report.txt'}, {folder / 'compile_report.json'}" in out
+
+
+def test_every_shape_of_a_run_has_its_report(tmp_path):
+  schedule = {"batch_schedule": "[[0, 8], [16, 32]]", "batch_size": -1, "micro_batch_size": "none"}
+  assert main(command(tmp_path, compile_only="true", **schedule)) == 0
+  reports = json.loads((tmp_path / "run" / "compile_report.json").read_text())
+  assert [report["micro_batch_to_train"] for report in reports] == [8, 32]
+
+
+def test_what_compiles_but_exceeds_the_budget_is_not_timed(tmp_path, clock, capsys):
+  given = command(tmp_path, compile_only="true", micro_batch_size=2, device_memory_gb=0.0001)
+  assert main(given) == 0
+  assert "of 0.00: DOES NOT FIT" in capsys.readouterr().out
+  assert clock == []
+
+
+@pytest.mark.parametrize("keys", [{}, {"accumulation": "streamed"}, {"ici_fsdp_parallelism": 2}])
+def test_the_report_is_of_the_program_that_training_runs(tmp_path, monkeypatch, keys):
+  ran: list[str] = []
+  compiled = modes.compiled_step
+
+  def keep(*arguments: Any) -> Any:
+    step: Any = compiled(*arguments)
+    ran.append(step.as_text())
+    return step
+
+  monkeypatch.setattr(modes, "compiled_step", keep)
+  trained(tmp_path, micro_batch_size=2, **keys)
+  of = config(**KEYS | {"micro_batch_size": 2} | keys)
+  plan = plan_batches(of.batch, of.run, topology(of.mesh, 8))
+  (report,) = compile_reports(of, plan, jax.devices())
+  assert len(ran) == 1
+  assert len(ran[0]) > 10_000
+  assert without_places(report.program.text) == without_places(ran[0])
+
+
+def without_places(program: str) -> str:
+  """A program's text without the lines of code that its instructions come from."""
+  instructions = program[program.index("\n%") :]
+  return re.sub(r", metadata=\{[^}]*\}", "", instructions)
+
+
+# --- explore --------------------------------------------------------------------------------------
+
+
+def test_explore_ranks_every_size_and_reports_the_best(tmp_path, capsys):
+  given = command(tmp_path, compile_only="true", micro_batch_size="explore")
+  assert main(given) == 0
+  folder = tmp_path / "run"
+  assert sorted(path.name for path in folder.iterdir()) == [
+    "compile_report.json",
+    "compile_report.txt",
+    "exploration.json",
+  ]
+  found = json.loads((folder / "exploration.json").read_text())
+  assert found["recommended"] == "2"
+  ranked = [one["micro_batch_size"] for one in found["fitting"]]
+  assert ranked[0] == "2"
+  assert sorted(ranked) == ["1", "2", "4"]
+  (report,) = json.loads((folder / "compile_report.json").read_text())
+  assert report["per_device_batch_size"] == "2"
+  out = capsys.readouterr().out
+  assert re.search(
+    r"INFO: Current recommended micro_batch_size: 2, measured performance: [\d.]+x base, "
+    r"exploration progress: 100%",
+    out,
+  )
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+REFUSED = [
+  (
+    {"validate_only": "true", "compile_only": "true"},
+    "validate_only=true and compile_only=true: one of them; validate_only=true first, it takes "
+    "seconds",
+  ),
+  (
+    {"compile_topology": "v5e-4"},
+    "compile_topology=v5e-4 names devices that are not here, on which nothing can run; with "
+    "compile_only=true or validate_only=true it works",
+  ),
+  (
+    {"compiled_step": "a", "save_compiled_step": "b"},
+    "compiled_step=a runs what was compiled before, and save_compiled_step asks for compiling; keep "
+    'one of them, for example with compiled_step=""',
+  ),
+  (
+    {"compiled_step": "a", "compile_only": "true"},
+    "compiled_step=a runs what was compiled before, and compile_only or validate_only asks for "
+    'compiling; keep one of them, for example with compiled_step=""',
+  ),
+  (
+    {"compiled_step": "a", "validate_only": "true"},
+    "compiled_step=a runs what was compiled before, and compile_only or validate_only asks for "
+    'compiling; keep one of them, for example with compiled_step=""',
+  ),
+  (
+    {"micro_batch_size": "explore"},
+    "micro_batch_size=explore tries every size before it ranks them, and needs compile_only=true "
+    "(now false); micro_batch_size=auto chooses one for a run",
+  ),
+]
+
+
+@pytest.mark.parametrize(("keys", "told"), REFUSED, ids=["-".join(keys) for keys, _ in REFUSED])
+def test_what_excludes_each_other_is_refused(tmp_path, capsys, keys, told):
+  assert main(command(tmp_path, **keys)) == 2
+  assert capsys.readouterr().err == f"error: {told}\n"
+  assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+  ("keys", "runs"),
+  [
+    ({}, True),
+    ({"compiled_step": "a"}, True),
+    ({"save_compiled_step": "a"}, True),
+    ({"compile_only": "true", "save_compiled_step": "a"}, False),
+    ({"compile_only": "true", "compile_topology": "v5e-4"}, False),
+    ({"validate_only": "true", "compile_topology": "v5e-4"}, False),
+  ],
+  ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_what_trains_and_what_does_not(keys, runs):
+  assert is_run(config(**keys)) is runs
+
+
+# --- saved steps ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["training", "compile_only"])
+def test_a_saved_step_trains_to_the_same_bits(tmp_path, monkeypatch, capsys, how):
+  file = tmp_path / "step"
+  expected = trained(tmp_path / "compiled", micro_batch_size=2)
+  saving = {"micro_batch_size": 2, "save_compiled_step": file}
+  if how == "training":
+    assert trained(tmp_path / "saving", **saving) == expected
+  else:
+    assert main(command(tmp_path / "saving", **saving, compile_only="true")) == 0
+  assert f"The compiled step is in {file}; compiled_step={file} runs it" in capsys.readouterr().out
+  monkeypatch.setattr(modes, "compiled_step", lambda *_: pytest.fail("compiled"))
+  assert trained(tmp_path / "loaded", micro_batch_size=2, compiled_step=file) == expected
+  assert main(command(tmp_path / "other", micro_batch_size=4, compiled_step=file)) == 2
+  told = capsys.readouterr().err
+  assert "micro_batch_to_train: the file has 16, this run 32" in told
+
+
+# --- auto -----------------------------------------------------------------------------------------
+
+
+def test_auto_trains_what_the_number_by_hand_trains(tmp_path, capsys, clock):
+  by_hand = trained(tmp_path / "hand", micro_batch_size=2)
+  assert trained(tmp_path / "auto", micro_batch_size="auto") == by_hand
+  said = capsys.readouterr().out
+  assert "micro_batch_size auto: 2 samples per device (" in said
+  assert "; remembered in " in said
+  assert 16 in clock
+  config_file = (tmp_path / "auto" / "run" / "config.yml").read_text()
+  assert re.search(r"^micro_batch_size: '?2'?$", config_file, re.M)
+  # The second start asks neither compiler nor clock.
+  clock.clear()
+  assert trained(tmp_path / "again", micro_batch_size="auto") == by_hand
+  assert clock == []
+  assert "; --forget measures anew)" in capsys.readouterr().out
+  # And --forget does.
+  assert trained(tmp_path / "forgot", "--forget", micro_batch_size="auto") == by_hand
+  assert 16 in clock
+  assert "; remembered in " in capsys.readouterr().out
+
+
+def test_compile_only_with_auto_reports_the_choice(tmp_path, capsys):
+  assert main(command(tmp_path, compile_only="true", micro_batch_size="auto")) == 0
+  (report,) = json.loads((tmp_path / "run" / "compile_report.json").read_text())
+  assert report["per_device_batch_size"] == "2"
+  assert "micro_batch_size auto: 2 samples per device (" in capsys.readouterr().out
+
+
+# --- models that cannot be split ------------------------------------------------------------------
+
+
+@pytest.fixture
+def _batch_norm(monkeypatch):
+  register(monkeypatch, "batch_norm")
+
+
+@pytest.mark.usefixtures("_batch_norm")
+def test_coupled_samples_are_trained_in_one_pass_with_a_warning(tmp_path, capsys, clock):
+  keys = {"decoder_block": "batch_norm"}
+  found = trained(tmp_path / "auto", micro_batch_size="auto", **keys)
+  told = capsys.readouterr().err
+  assert told.startswith("warning: decoder_block=batch_norm couples the samples of a batch")
+  assert "micro_batch_size=none instead of micro_batch_size=auto" in told
+  assert clock == []
+  records = [record for record in read_metrics(tmp_path / "auto" / "run") if "loss" in record]
+  assert {record["gradient_accumulation_steps"] for record in records} == {1}
+  assert trained(tmp_path / "none", micro_batch_size="none", **keys) == found
+
+
+@pytest.mark.usefixtures("_batch_norm")
+def test_coupled_samples_in_several_passes_are_refused(tmp_path, capsys):
+  keys = {"decoder_block": "batch_norm", "gradient_accumulation_steps": 2}
+  assert main(command(tmp_path, **keys)) == 2
+  told = capsys.readouterr().err
+  assert told.startswith("error: decoder_block=batch_norm couples the samples of a batch")
+  assert told.endswith(
+    "but gradient_accumulation_steps=2 takes 2 passes; for example gradient_accumulation_steps=1\n"
+  )
+  assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.usefixtures("_batch_norm")
+def test_coupled_samples_leave_nothing_to_explore(tmp_path, capsys):
+  keys = {"decoder_block": "batch_norm", "compile_only": "true", "micro_batch_size": "explore"}
+  assert main(command(tmp_path, **keys)) == 2
+  assert "error: micro_batch_size=explore: the model's samples depend on each other" in (
+    capsys.readouterr().err
+  )
