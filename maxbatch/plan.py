@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from maxbatch.accelerators import slice_named
 from maxbatch.batch.candidates import candidates, is_open, offered
 from maxbatch.batch.loading import host_loads
+from maxbatch.batch.pipelining import pipeline_of
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.solve import solve_num_devices, wanted
 from maxbatch.config.help import help_text, wants_help
@@ -16,6 +17,7 @@ from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.errors import EXIT_USER_ERROR, UserError
 from maxbatch.learning_rate import learning_rate
+from maxbatch.pipeline.refusal import check_unused
 from maxbatch.plan_plot import plot
 from maxbatch.plan_report import Report
 from maxbatch.topology import Topology, topology
@@ -134,6 +136,8 @@ def make_report(config: Config, devices: Devices) -> Report:
   """
   layout = topology(config.mesh, devices.num_devices, devices.num_slices)
   plan = plan_batches(config.batch, config.run, layout)
+  check_unused(config.pipeline)
+  has_pipeline = config.pipeline.pipeline_schedule != "none"
   flat, unset = to_flat_dict(config), (-1, [])
   return Report(
     plan=plan,
@@ -141,6 +145,7 @@ def make_report(config: Config, devices: Devices) -> Report:
     loads=host_loads(plan, devices.num_hosts),
     given=[f"{key}={flat[key]}" for key in _SIZE_KEYS if flat[key] not in unset],
     choice=_choice(config, layout),
+    pipeline=pipeline_of(config, layout, plan) if has_pipeline else None,
   )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from maxbatch.batch.limits import limits
 from maxbatch.batch.loading import HostLoad
+from maxbatch.batch.pipelining import Pipeline
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.solve import counted, text
 from maxbatch.batch.stages import Stage
@@ -23,6 +24,7 @@ class Report:
   """The sizes that were given, as key=value."""
   choice: str
   """What the microbatch is chosen from when the run starts; empty if it is known."""
+  pipeline: Pipeline | None = None
 
   def as_dict(self) -> dict[str, Any]:
     """For --json: numbers are numbers, fractions text."""
@@ -41,6 +43,7 @@ class Report:
       "stages": [self._stage(stage) for stage in plan.stages],
       "stages_not_reached": self._not_reached(),
       "limits": limits(plan),
+      "pipeline": self.pipeline and self.pipeline.as_dict(),
     }
 
   def __str__(self) -> str:
@@ -50,6 +53,7 @@ class Report:
       self.plan.derivation(),
       "\n".join(["Loading", *map(_load_line, self.loads)]),
       self._table(),
+      *([f"Pipeline, which training cannot run yet\n  {self.pipeline}"] if self.pipeline else []),
       "\n".join(["Limits", *(f"  {line}" for line in limits(self.plan))]),
     ]
     return "\n\n".join(parts)

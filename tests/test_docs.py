@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch.plan import main
+from maxbatch import plan
+from maxbatch.pipeline import __main__ as pipeline
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "batch_size.md"
-SHOWN = re.findall(
-  r"```console\n\$ python -m maxbatch\.plan (.*)\n((?:.*\n)*?)```", PAGE.read_text()
-)
+FOLDER = Path(__file__).resolve().parent.parent / "docs"
+COMMANDS = {"plan": plan.main, "pipeline": pipeline.main}
+PAGES = {"batch_size.md": 10, "pipeline.md": 5}
+"""Each with a number of blocks that it has at least."""
+BLOCK = re.compile(r"```console\n\$ python -m maxbatch\.(\w+) (.*)\n((?:.*\n)*?)```")
+SHOWN = [match for page in PAGES for match in BLOCK.findall((FOLDER / page).read_text())]
 
 
 def selected(text: str, grep: str) -> str:
@@ -24,14 +27,22 @@ def selected(text: str, grep: str) -> str:
   return "".join(lines[first : first + int(words[words.index("-A") + 1]) + 1])
 
 
-@pytest.mark.parametrize("command", [command for command, _ in SHOWN])
-def test_a_command_prints_what_the_page_shows(command, capsys):
-  arguments, _, grep = command.partition(" | grep ")
-  main(shlex.split(arguments))
-  printed = capsys.readouterr()
-  text = printed.out + printed.err
-  assert (selected(text, grep) if grep else text) == dict(SHOWN)[command]
+def printed(command: str, words: str, capsys: pytest.CaptureFixture[str]) -> str:
+  arguments, _, grep = words.partition(" | grep ")
+  COMMANDS[command](shlex.split(arguments))
+  output = capsys.readouterr()
+  text = output.out + output.err
+  return selected(text, grep) if grep else text
 
 
-def test_every_block_of_the_page_is_run():
-  assert len(SHOWN) == PAGE.read_text().count("```console") > 10
+@pytest.mark.parametrize(
+  ("command", "words", "expected"), SHOWN, ids=[f"{a} {b}" for a, b, _ in SHOWN]
+)
+def test_a_command_prints_what_the_page_shows(command, words, expected, capsys):
+  assert printed(command, words, capsys) == expected
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_of_the_page_is_run(page):
+  text = (FOLDER / page).read_text()
+  assert len(BLOCK.findall(text)) == text.count("```console") > PAGES[page]

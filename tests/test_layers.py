@@ -32,6 +32,19 @@ LAYERS = {
     "batch.schedule",
     "batch.plan",
     "batch.interval",
+    "pipeline.timetable",
+    "pipeline.slots",
+    "pipeline.schedule",
+    "pipeline.machine",
+    "pipeline.cost",
+    "batch.ways_out",
+    "batch.pipelining",
+    "pipeline.refusal",
+    "pipeline.csv_file",
+    "pipeline.text_grid",
+    "pipeline.svg",
+    "pipeline.chrome_trace",
+    "pipeline.report",
     "batch.limits",
     "batch.candidates",
     "batch.search",
@@ -107,7 +120,7 @@ LAYERS = {
     "compile.modes",
     "loop",
   ],
-  "L4: the commands": ["train", "plan"],
+  "L4: the commands": ["train", "plan", "pipeline.__main__"],
 }
 ORDER = [module for modules in LAYERS.values() for module in modules]
 
@@ -207,6 +220,7 @@ ARITHMETIC = {
   "batch.limits",
   "batch.loading",
   "batch.candidates",
+  "batch.pipelining",
   "data.row_plan",
 }
 BATCH_SIZE = re.compile(

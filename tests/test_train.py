@@ -326,3 +326,13 @@ def test_piped_output_has_no_progress_bar(text, tmp_path):
   assert done.stderr == ""
   assert "text before training" in done.stdout
   assert json.loads((tmp_path / "first_run" / "metrics.jsonl").read_text().splitlines()[0])
+
+
+@pytest.mark.parametrize("more", [{}, {"validate_only": "true"}, {"compile_only": "true"}])
+def test_a_pipeline_is_refused_before_anything_is_done(text, tmp_path, capsys, more):
+  keys = {"pipeline_schedule": "1f1b", "ici_pipeline_parallelism": 2} | more
+  assert main(arguments(text, tmp_path / "runs", **keys)) == 2
+  printed = capsys.readouterr()
+  assert printed.err.startswith("error: pipeline_schedule=1f1b: training cannot run a pipeline's")
+  assert printed.out == ""
+  assert not (tmp_path / "runs").exists()

@@ -127,6 +127,12 @@ FREE = (
   # Evaluation is another program; loading is the host's.
   "eval_per_device_batch_size",
   "expansion_factor_real_data",
+  # Training refuses all but their defaults; a pipeline's step will be baked from them.
+  "pipeline_schedule",
+  "num_pipeline_microbatches",
+  "num_pipeline_repeats",
+  "num_layers_per_pipeline_stage",
+  "pipeline_delay_activation_forwarding",
   # What is done with compiled programs; device_memory_gb only helps to choose a microbatch.
   "validate_only",
   "compile_only",

@@ -109,6 +109,17 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+  """How microbatches pass through the stages of a pipeline, which are the mesh axis `stage`."""
+
+  pipeline_schedule: Literal["none", "gpipe", "circular", "1f1b", "interleaved_1f1b"]
+  num_pipeline_microbatches: PositiveOrUnset
+  num_pipeline_repeats: PositiveOrUnset
+  num_layers_per_pipeline_stage: PositiveOrUnset
+  pipeline_delay_activation_forwarding: bool
+
+
+@dataclasses.dataclass(frozen=True)
 class CompileConfig:
   """What is done before a run or instead of one: checks, compilation, the choice of microbatch."""
 
@@ -211,6 +222,7 @@ class Config:
   run: RunConfig
   batch: BatchConfig
   mesh: MeshConfig
+  pipeline: PipelineConfig
   compile: CompileConfig
   model: ModelConfig
   data: DataConfig

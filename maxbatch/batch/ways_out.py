@@ -1,0 +1,52 @@
+"""What to change so that a configuration works, found by trying it."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from maxbatch.config.schema import Config, fields
+from maxbatch.config.value import plain
+
+Keys = Mapping[str, object]
+_MOST = 3
+
+
+def working(
+  config: Config,
+  offers: Sequence[Keys],
+  beside: Iterable[Keys],
+  works: Callable[[Config], bool],
+) -> list[str]:
+  """The first offers that work, at most three, as they are written on a command line.
+
+  Args:
+    config: what does not work.
+    offers: changes to try, the nearest first; those that change nothing are passed over.
+    beside: further changes; the first of them with which any offer works is the one taken.
+    works: whether a configuration does.
+  """
+  flat = {key: vars(vars(config)[section])[key] for key, (section, _) in fields().items()}
+  changes = [offer for offer in offers if any(flat[key] != offer[key] for key in offer)]
+  for more in beside:
+    tried = [{**more, **offer} for offer in changes]
+    found = [assigned(keys) for keys in tried if works(replaced(config, keys))]
+    if found:
+      return list(dict.fromkeys(found))[:_MOST]
+  return []
+
+
+def replaced(config: Config, keys: Keys) -> Config:
+  """The configuration with other values of these keys."""
+  sections = vars(config).copy()
+  for key, value in keys.items():
+    name = fields()[key][0]
+    sections[name] = dataclasses.replace(sections[name], **{key: value})
+  return Config(**sections)
+
+
+def assigned(keys: Keys) -> str:
+  """`a=1 b=-1`, as on a command line."""
+  return " ".join(f"{key}={_text(value)}" for key, value in keys.items())
+
+
+def _text(value: object) -> str:
+  return str(value).lower() if isinstance(value, bool) else str(plain(value))

@@ -1,0 +1,39 @@
+"""Where there is no pipeline: training, for now, and any run without a schedule."""
+
+from maxbatch.batch.ways_out import assigned
+from maxbatch.config.schema import PipelineConfig
+from maxbatch.errors import UserError
+
+_NUMBERS = ("num_pipeline_microbatches", "num_pipeline_repeats", "num_layers_per_pipeline_stage")
+
+
+def refuse_pipeline(config: PipelineConfig) -> None:
+  """Refuses what training cannot do yet, and keys that would have no effect in it.
+
+  Raises:
+    UserError: a schedule is chosen, or something is set that only a schedule uses.
+  """
+  if config.pipeline_schedule != "none":
+    raise UserError(
+      f"pipeline_schedule={config.pipeline_schedule}: training cannot run a pipeline's timetable "
+      "yet; python -m maxbatch.pipeline shows it. What works: pipeline_schedule=none, with which "
+      "ici_pipeline_parallelism divides the layers' parameters over the stages"
+    )
+  check_unused(config)
+
+
+def check_unused(config: PipelineConfig) -> None:
+  """Refuses keys of a pipeline where there is none.
+
+  Raises:
+    UserError: something is set that only a schedule uses.
+  """
+  if config.pipeline_schedule != "none":
+    return
+  unset = dict.fromkeys(_NUMBERS, -1) | {"pipeline_delay_activation_forwarding": False}
+  for key, value in unset.items():
+    if vars(config)[key] != value:
+      raise UserError(
+        f"{assigned({key: vars(config)[key]})} has no effect with pipeline_schedule=none; leave it "
+        f"out, or set {assigned({key: value})}"
+      )

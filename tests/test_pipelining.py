@@ -1,0 +1,297 @@
+"""How layers and batch divide over a pipeline; every offer is tried, every accepted run divides."""
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maxbatch.batch.pipelining import Pipeline, pipeline_of
+from maxbatch.batch.plan import plan_batches
+from maxbatch.config import schema
+from maxbatch.config.load import load_config
+from maxbatch.config.value import convert
+from maxbatch.config.yaml_file import read_argument
+from maxbatch.errors import UserError
+from maxbatch.pipeline.machine import run
+from maxbatch.pipeline.refusal import check_unused, refuse_pipeline
+from maxbatch.pipeline.schedule import SCHEDULES, schedule_named, timetable
+from maxbatch.topology import topology
+
+BASE = load_config(["config=base"])
+
+
+def configured(*keys: str) -> schema.Config:
+  """`load_config` without reading base.yml each time."""
+  sections = vars(BASE).copy()
+  for argument in keys:
+    key, _, text = argument.partition("=")
+    name, field = schema.fields()[key]
+    value = convert(read_argument(key, text, False), field.type)
+    sections[name] = dataclasses.replace(sections[name], **{key: value})
+  return schema.Config(**sections)
+
+
+def pipeline(*keys: str) -> Pipeline:
+  config = configured(*keys)
+  layout = topology(config.mesh, 8)
+  return pipeline_of(config, layout, plan_batches(config.batch, config.run, layout))
+
+
+def message(*keys: str) -> str:
+  with pytest.raises(UserError) as caught:
+    pipeline(*keys)
+  return str(caught.value)
+
+
+FOUR = ("ici_pipeline_parallelism=4", "base_num_decoder_layers=8")
+
+
+@pytest.mark.parametrize(
+  ("keys", "expected"),
+  [
+    (["pipeline_schedule=1f1b"], (1, 2)),
+    (["pipeline_schedule=gpipe", "num_pipeline_repeats=1"], (1, 2)),
+    (["pipeline_schedule=gpipe", "num_layers_per_pipeline_stage=2"], (1, 2)),
+    # As in MaxText, one layer per stage unless something else is said.
+    (["pipeline_schedule=circular"], (2, 1)),
+    (["pipeline_schedule=interleaved_1f1b"], (2, 1)),
+    (["pipeline_schedule=interleaved_1f1b", "num_pipeline_repeats=1"], (1, 2)),
+    (["pipeline_schedule=circular", "num_layers_per_pipeline_stage=2"], (1, 2)),
+  ],
+)
+def test_layers(keys, expected):
+  one = pipeline(*FOUR, *keys)
+  assert (one.repeats, one.layers) == expected
+
+
+def test_the_batch_is_cut_into_pieces_and_its_passes_are_folded_in():
+  one = pipeline(*FOUR, "pipeline_schedule=1f1b", "gradient_accumulation_steps=8")
+  # 32 samples a pass, 2 groups, 4 pieces: 4 samples in each; 8 passes in one timetable.
+  assert (one.cuts, one.rows, one.passes, one.timetables) == (4, 4, 8, 1)
+  assert one.shape.microbatches == 32
+  assert one.choices == (4, 8, 16)
+  assert one.with_cuts(16).rows == 1
+  assert f"{one}".endswith(
+    "32 microbatches in a timetable, each of 4 samples per group of devices; bubble 8.6%"
+  )
+
+
+def test_streamed_passes_have_timetables_of_their_own():
+  keys = ["pipeline_schedule=1f1b", "gradient_accumulation_steps=8", "accumulation=streamed"]
+  one = pipeline(*FOUR, *keys)
+  assert (one.shape.microbatches, one.timetables) == (4, 8)
+
+
+def test_delayed_forwarding_takes_twice_the_microbatches():
+  delay = "pipeline_delay_activation_forwarding=true"
+  assert pipeline(*FOUR, "pipeline_schedule=circular", delay).choices == (8, 16)
+  assert pipeline(*FOUR, "pipeline_schedule=circular", delay).shape.hop == 2
+  keys = [*FOUR, "pipeline_schedule=circular", delay, "per_device_batch_size=6"]
+  assert pipeline(*keys).choices == (8, 12, 24)
+  assert pipeline(*keys, "pipeline_schedule=interleaved_1f1b").choices == (8, 24)
+
+
+def test_one_number_of_microbatches_must_cut_every_stage_of_a_schedule():
+  keys = [*FOUR, "pipeline_schedule=1f1b", "batch_schedule=[[0, 24], [2400, 64]]"]
+  assert pipeline(*keys).choices == (4,)
+
+
+def test_stages_between_slices_count():
+  config = load_config(
+    ["config=base", "dcn_pipeline_parallelism=2", "ici_pipeline_parallelism=2", "steps=1",
+     "pipeline_schedule=1f1b"]
+  )  # fmt: skip
+  layout = topology(config.mesh, 8, 2)
+  assert pipeline_of(config, layout, plan_batches(config.batch, config.run, layout)).stages == 4
+
+
+I2 = ("ici_pipeline_parallelism=2", "pipeline_schedule=interleaved_1f1b")
+STAGES_2 = "ici_pipeline_parallelism=2 × dcn_pipeline_parallelism=1"
+MESSAGES = {
+  ("pipeline_schedule=1f1b",): (
+    "a pipeline has at least 2 stages, but ici_pipeline_parallelism=1 × dcn_pipeline_parallelism=1 "
+    "is 1 on 8 devices; nearest: ici_pipeline_parallelism=2 or ici_pipeline_parallelism=4"
+  ),
+  (*I2, "base_num_decoder_layers=5"): (
+    f"{STAGES_2} is 2, which must divide base_num_decoder_layers=5; nearest: "
+    "base_num_decoder_layers=4 or base_num_decoder_layers=6"
+  ),
+  (*I2, "num_pipeline_repeats=3"): (
+    f"{STAGES_2} × num_pipeline_repeats=3 is 6, which must divide base_num_decoder_layers=4; "
+    "nearest: num_pipeline_repeats=2 or base_num_decoder_layers=6"
+  ),
+  (*I2, "num_pipeline_repeats=2", "num_layers_per_pipeline_stage=2"): (
+    f"{STAGES_2} × num_pipeline_repeats=2 × num_layers_per_pipeline_stage=2 is 8, which must be "
+    "base_num_decoder_layers=4; nearest: num_pipeline_repeats=1 or num_layers_per_pipeline_stage=1 "
+    "or base_num_decoder_layers=8"
+  ),
+  (*I2, "pipeline_schedule=1f1b", "num_layers_per_pipeline_stage=1"): (
+    f"{STAGES_2} × num_layers_per_pipeline_stage=1 in the 1 repeat of pipeline_schedule=1f1b is 2, "
+    "which must be base_num_decoder_layers=4; nearest: num_layers_per_pipeline_stage=2 or "
+    "pipeline_schedule=interleaved_1f1b or ici_pipeline_parallelism=4"
+  ),
+  (*I2, "pipeline_schedule=gpipe", "num_pipeline_repeats=2"): (
+    "pipeline_schedule=gpipe has no repeats, but num_pipeline_repeats=2; nearest: "
+    "pipeline_schedule=circular or num_pipeline_repeats=-1"
+  ),
+  (*I2, "num_pipeline_microbatches=3"): (
+    "num_pipeline_microbatches=3 must be a multiple of the 2 stages; nearest: "
+    "num_pipeline_microbatches=2 or num_pipeline_microbatches=4 or num_pipeline_microbatches=8"
+  ),
+  (*I2, "num_pipeline_microbatches=6"): (
+    "num_pipeline_microbatches=6 must divide the 8 samples of one pass in each of 4 groups of "
+    "devices (micro_batch_to_train=32); nearest: num_pipeline_microbatches=4 or "
+    "num_pipeline_microbatches=8 or num_pipeline_microbatches=2"
+  ),
+  (*I2, "num_pipeline_microbatches=2", "pipeline_delay_activation_forwarding=true"): (
+    "num_pipeline_microbatches=2 must be a multiple of 4, twice the stages with "
+    "pipeline_delay_activation_forwarding=true; nearest: num_pipeline_microbatches=4 or "
+    "num_pipeline_microbatches=8"
+  ),
+  (
+    "ici_pipeline_parallelism=2", "pipeline_schedule=circular", "num_pipeline_microbatches=2",
+    "pipeline_delay_activation_forwarding=true",
+  ): (
+    "num_pipeline_microbatches=2 must be a multiple of the 2 stages, and at least 4 with "
+    "pipeline_delay_activation_forwarding=true; nearest: num_pipeline_microbatches=4 or "
+    "num_pipeline_microbatches=8"
+  ),
+  (*I2, "batch_size=12"): (
+    "num_pipeline_microbatches must divide the 3 samples of one pass in each of 4 groups of "
+    "devices (micro_batch_to_train=12) and be a multiple of the 2 stages; no number is both; "
+    "nearest: batch_size=8 or batch_size=16"
+  ),
+  (*I2, "per_device_batch_size=1.5", "num_pipeline_repeats=1"): (
+    "num_pipeline_microbatches must divide the 3 samples of one pass in each of 4 groups of "
+    "devices (micro_batch_to_train=12) and be a multiple of the 2 stages; no number is both; "
+    "nearest: per_device_batch_size=1 or per_device_batch_size=2"
+  ),
+  (*I2, "batch_size=48", "gradient_accumulation_steps=4"): (
+    "num_pipeline_microbatches must divide the 3 samples of one pass in each of 4 groups of "
+    "devices (micro_batch_to_train=12) and be a multiple of the 2 stages; no number is both; "
+    "nearest: gradient_accumulation_steps=3 or gradient_accumulation_steps=6 or batch_size=32"
+  ),
+  (*I2, "batch_schedule=[[0, 12], [1200, 64]]", "num_pipeline_microbatches=2"): (
+    "num_pipeline_microbatches=2 must divide the samples of each of 4 groups of devices in all "
+    "passes, of 12 and 64 in all; nearest: batch_schedule=[[0, 16], [1200, 64]]"
+  ),
+  # Two mistakes at once: what is offered mends both.
+  (*I2, "base_num_decoder_layers=5", "num_pipeline_microbatches=3"): (
+    f"{STAGES_2} is 2, which must divide base_num_decoder_layers=5; nearest: "
+    "num_pipeline_microbatches=-1 base_num_decoder_layers=4 or "
+    "num_pipeline_microbatches=-1 base_num_decoder_layers=6"
+  ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("keys", MESSAGES, ids=" ".join)
+def test_messages(keys):
+  assert message(*keys) == MESSAGES[keys]
+
+
+def attempt(*keys: str) -> tuple[Pipeline | None, str]:
+  """The pipeline, or why there is none."""
+  try:
+    return pipeline(*keys), ""
+  except UserError as error:
+    return None, str(error)
+
+
+def count(low: int, high: int) -> st.SearchStrategy[int]:
+  return st.one_of(st.just(-1), st.integers(low, high))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+  st.fixed_dictionaries(
+    {
+      "pipeline_schedule": st.sampled_from(list(SCHEDULES)),
+      "ici_pipeline_parallelism": st.sampled_from([1, 2, 4, 8]),
+      "base_num_decoder_layers": st.integers(1, 16),
+      "num_pipeline_microbatches": count(1, 20),
+      "num_pipeline_repeats": count(1, 4),
+      "num_layers_per_pipeline_stage": count(1, 4),
+      "pipeline_delay_activation_forwarding": st.sampled_from(["true", "false"]),
+      "per_device_batch_size": st.integers(1, 8),
+      "gradient_accumulation_steps": st.integers(1, 4),
+    }
+  )
+)
+def test_what_is_accepted_runs_and_what_is_offered_is_accepted(keys):
+  arguments = [f"{key}={value}" for key, value in keys.items()]
+  one, refusal = attempt(*arguments)
+  if one is None:
+    offers = refusal.partition("; nearest: ")[2]
+    assert offers, refusal
+    for offer in offers.split(" or "):
+      pipeline(*arguments, *offer.split())
+    return
+  assert one.stages * one.repeats * one.layers == keys["base_num_decoder_layers"]
+  limits = schedule_named(one.schedule).limits(one.shape)
+  for cuts in one.choices:
+    other = one.with_cuts(cuts)
+    assert cuts % one.stages == 0
+    assert cuts * other.rows == one.cuts * one.rows
+    assert run(timetable(one.schedule, other.shape)).fault is None
+  assert run(timetable(one.schedule, one.shape), limits).fault is None
+
+
+def test_every_choice_is_found():
+  for rows, name, delay in itertools.product((3, 4, 8, 12, 20, 24), SCHEDULES, ("true", "false")):
+    keys = [*FOUR, f"pipeline_schedule={name}", f"pipeline_delay_activation_forwarding={delay}"]
+    keys += [f"batch_size={2 * rows}"]
+    tried = [attempt(*keys, f"num_pipeline_microbatches={cuts}")[0] for cuts in range(1, 25)]
+    found = [one.cuts for one in tried if one]
+    if found:
+      assert pipeline(*keys).choices == tuple(found)
+      assert pipeline(*keys).cuts == found[0]
+    else:
+      assert "no number is both" in message(*keys)
+
+
+# --- where there is no pipeline ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_training_refuses_a_schedule(name):
+  with pytest.raises(UserError) as caught:
+    refuse_pipeline(load_config(["config=base", f"pipeline_schedule={name}"]).pipeline)
+  assert str(caught.value) == (
+    f"pipeline_schedule={name}: training cannot run a pipeline's timetable yet; "
+    "python -m maxbatch.pipeline shows it. What works: pipeline_schedule=none, with which "
+    "ici_pipeline_parallelism divides the layers' parameters over the stages"
+  )
+
+
+UNUSED = {
+  "num_pipeline_microbatches=4": "num_pipeline_microbatches=-1",
+  "num_pipeline_repeats=1": "num_pipeline_repeats=-1",
+  "num_layers_per_pipeline_stage=2": "num_layers_per_pipeline_stage=-1",
+  "pipeline_delay_activation_forwarding=true": "pipeline_delay_activation_forwarding=false",
+}
+
+
+@pytest.mark.parametrize("key", UNUSED)
+@pytest.mark.parametrize("check", [refuse_pipeline, check_unused])
+def test_a_key_without_effect_is_refused(check, key):
+  with pytest.raises(UserError) as caught:
+    check(load_config(["config=base", key]).pipeline)
+  assert str(caught.value) == (
+    f"{key} has no effect with pipeline_schedule=none; leave it out, or set {UNUSED[key]}"
+  )
+  check(load_config(["config=base", UNUSED[key]]).pipeline)
+
+
+def test_every_key_of_the_section_is_one_of_these():
+  keys = vars(load_config(["config=base"]).pipeline)
+  assert set(keys) == {re.split("=", key)[0] for key in UNUSED} | {"pipeline_schedule"}
+
+
+def test_the_schedules_that_the_configuration_knows_are_those_that_there_are():
+  for name in SCHEDULES:
+    assert load_config(["config=base", f"pipeline_schedule={name}"])
+  with pytest.raises(UserError, match="one of none, " + ", ".join(SCHEDULES)):
+    load_config(["config=base", "pipeline_schedule=zero_bubble"])
