@@ -173,7 +173,10 @@ def test_a_slower_csv_shows_its_own_bubble(capsys, tmp_path):
   first = next(row for row in bare[1:] if row[1] == "0" and row[-1] == "0")
   first[0] = "22"
   csv.write_text("\n".join(map(",".join, bare)))
-  text = show(capsys, *gpipe, "--check", str(csv))
+  slotted = tmp_path / "b.csv"
+  text = show(capsys, *gpipe, "--check", str(csv), "--csv", str(slotted))
+  assert slotted.read_text().splitlines()[1] == "0,0,0,0,0,,,,"
+  assert show(capsys, *gpipe, "--check", str(slotted)).partition("\n")[2] == text.partition("\n")[2]
   assert "11/35 = 31.4% idle; 27.3% in pipeline_schedule=gpipe" in text
 
 

@@ -168,6 +168,7 @@ def fault(table: Timetable, limits: Limits | None = None) -> str | None:
 
 BASE = without_slots(timetable("1f1b", Shape(4, 8)))
 SLOTTED = timetable("1f1b", Shape(4, 8))
+SLOW = without_slots(timetable("1f1b", Shape(2, 4, hop=2)))
 SEVERAL = without_slots(timetable("interleaved_1f1b", Shape(2, 4, 2)))
 
 FAULTS = [
@@ -183,6 +184,10 @@ FAULTS = [
     "stage 3, microbatch 7",
   ),
   (changed(BASE, 13, 0, backward=None), "backward of stage 0, microbatch 7 is missing"),
+  (
+    changed(SLOW, 1, 1, forward=Forward(0, 0)),
+    "forward of stage 1, microbatch 0 at tick 1 before its input arrives at tick 2",
+  ),
   (
     changed(BASE, 9, 1, forward=Forward(0, 2)),
     "forward of stage 1, microbatch 2 at tick 9 for a second time, after tick 3",

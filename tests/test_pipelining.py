@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from maxbatch.batch.pipelining import Pipeline, pipeline_of
 from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.ways_out import working
 from maxbatch.config import schema
 from maxbatch.config.load import load_config
 from maxbatch.config.value import convert
@@ -190,6 +191,18 @@ MESSAGES = {
 @pytest.mark.parametrize("keys", MESSAGES, ids=" ".join)
 def test_messages(keys):
   assert message(*keys) == MESSAGES[keys]
+
+
+def test_an_offer_changes_something_and_is_the_first_that_works():
+  offers = [{"steps": 400}, {"steps": 5, "packing": False}, {"steps": 6}, {"steps": 7}]
+  assert working(BASE, offers, [{}], lambda config: config.run.steps != 6) == [
+    "steps=5 packing=false", "steps=7",
+  ]  # fmt: skip
+  beside = [{}, {"log_period": 3}, {"log_period": 4}]
+  assert working(BASE, offers, beside, lambda config: config.run.log_period == 3)[0] == (
+    "log_period=3 steps=5 packing=false"
+  )
+  assert working(BASE, offers, beside, lambda config: False) == []
 
 
 def attempt(*keys: str) -> tuple[Pipeline | None, str]:
