@@ -39,7 +39,7 @@ def summed_gradients(
     zeros: float32 zeros of the parameters' shapes, where the sums may be formed: donated ones
       save the memory of a second set.
     rows: microbatches (k, B, T), B divided over the data and fsdp axes.
-    trips: int32 scalar, at most k; what lies beyond is never read.
+    trips: int32 scalar, at most k; what lies beyond is never read. With k of 1 it must be 1.
     dropout_key: the run's dropout key.
 
   Returns:
@@ -86,4 +86,8 @@ def _local_sums(
     gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, new)
     return laid_out(gradients), Sums(sums.loss + loss, sums.weight + micro.weights.sum())
 
-  return jax.lax.fori_loop(0, trips, add_microbatch, (laid_out(zeros), zero_sums()))
+  nothing = laid_out(zeros), zero_sums()
+  if rows.inputs.shape[0] == 1:
+    # No loop around a single microbatch: the TPU compiler otherwise computes parts of it twice.
+    return add_microbatch(jnp.int32(0), nothing)
+  return jax.lax.fori_loop(0, trips, add_microbatch, nothing)

@@ -84,6 +84,11 @@ def test_data_parallel_gradients_are_reduced_once_a_step(tmp_path):
   assert report["gradient_accumulation_steps"] == 2
 
 
+def test_a_streamed_microbatch_is_computed_once(tmp_path):
+  keys = {"accumulation": "streamed", "compile_topology": "v5e-4", "per_device_batch_size": 2}
+  check(reported(tmp_path, **TINY, **keys, gradient_accumulation_steps=2))
+
+
 def test_fsdp_gathers_in_every_pass(tmp_path):
   report = reported(
     tmp_path,
