@@ -145,7 +145,8 @@ def test_the_batch_is_kept_on_fewer_replicas(text, tmp_path, monkeypatch):
 def test_ten_stages_at_one_microbatch_compile_once(text, tmp_path, monkeypatch):
   compiled, compile_step = [], prepare.compiled_step
   monkeypatch.setattr(
-    "maxbatch.train.compiled_step", lambda *all_: compiled.append(all_[-1]) or compile_step(*all_)
+    "maxbatch.compile.modes.compiled_step",
+    lambda *all_: compiled.append(all_[-1]) or compile_step(*all_),
   )
   keys = {"batch_size": 80, "batch_schedule_length": 720, "total_samples": 1040}
   train(text, tmp_path, **keys)
@@ -178,7 +179,7 @@ def test_another_microbatch_is_compiled_before_its_stage(text, tmp_path, monkeyp
       time.sleep(0.01)
     return dispatch(job, state, loader, stage, rate)
 
-  monkeypatch.setattr("maxbatch.train.compiled_step", compile_noted)
+  monkeypatch.setattr("maxbatch.compile.modes.compiled_step", compile_noted)
   monkeypatch.setattr(loop, "_dispatch", dispatch_noted)
   keys = {
     "batch_schedule_type": "constant",
