@@ -169,8 +169,9 @@ def gathered(parameter: jax.Array, axes: LogicalAxes) -> jax.Array:
   """A parameter as it is used: whole along `embed`, which fsdp divides only to store it.
 
   Said outright, because the compiler may otherwise move activations instead of parameters. Its
-  gradient is asked for as the parameter is stored: each device then receives only its share of the
-  sum. (The gradient of a constraint is the same constraint: everyone would receive everything.)
+  gradient is asked for as the parameter is stored: where the compiler divides the sum at all, each
+  device receives only its share. (The gradient of a constraint is the same constraint: everyone
+  would receive everything.)
   """
   return _gathered(parameter, axes)
 

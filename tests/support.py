@@ -1,12 +1,16 @@
 """Small models, rows and meshes that many tests share."""
 
+import os
+import signal
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import Mesh
 
+from maxbatch import loop
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.rows import Rows
@@ -23,6 +27,31 @@ TINY = {
   "vocab_size": 264,
   "max_target_length": 16,
 }
+
+GPT2 = {
+  "base_num_kv_heads": 4,
+  "mlp_activation": "gelu",
+  "normalization": "layernorm",
+  "position_embedding": "learned",
+  "logits_via_embedding": "true",
+  "attention_qkv_bias": "true",
+  "attention_out_bias": "true",
+  "mlp_bias": "true",
+}
+"""Keys of a model like GPT-2, on top of TINY."""
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+  """Sends SIGTERM to this process while `step` is under way."""
+  dispatch, calls = loop._dispatch, []
+
+  def dispatch_and_stop(*arguments: Any) -> Any:
+    calls.append(arguments)
+    if len(calls) == step:
+      os.kill(os.getpid(), signal.SIGTERM)
+    return dispatch(*arguments)
+
+  monkeypatch.setattr(loop, "_dispatch", dispatch_and_stop)
 
 
 def config(**keys: object) -> Config:

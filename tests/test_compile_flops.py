@@ -9,7 +9,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from support import TINY, config
+from support import GPT2, TINY, config
 from support import mesh as simulated
 
 from maxbatch.batch.plan import plan_batches
@@ -26,16 +26,6 @@ T, L, D, N, K, H, M, V = 16, 2, 32, 4, 2, 8, 64, 264
 B = 16
 PROJECTIONS = D * N * H + 2 * D * K * H + N * H * D
 GATED, PLAIN = 3 * D * M, 2 * D * M
-GPT2 = {
-  "base_num_kv_heads": N,
-  "mlp_activation": "gelu",
-  "normalization": "layernorm",
-  "position_embedding": "learned",
-  "logits_via_embedding": "true",
-  "attention_qkv_bias": "true",
-  "attention_out_bias": "true",
-  "mlp_bias": "true",
-}
 
 
 # --- what a model asks for ------------------------------------------------------------------------

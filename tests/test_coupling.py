@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from support import TINY, config
+from support import GPT2, TINY, config
 
 from maxbatch.batch.plan import plan_batches
 from maxbatch.compile import coupling
@@ -17,17 +17,6 @@ from maxbatch.models import registry
 from maxbatch.models.layers import parameter
 from maxbatch.models.registry import Registered
 from maxbatch.topology import topology
-
-GPT2 = {
-  "base_num_kv_heads": 4,
-  "mlp_activation": "gelu",
-  "normalization": "layernorm",
-  "position_embedding": "learned",
-  "logits_via_embedding": "true",
-  "attention_qkv_bias": "true",
-  "attention_out_bias": "true",
-  "mlp_bias": "true",
-}
 
 
 class Normalized(nnx.Module):

@@ -1,14 +1,13 @@
 """Whole runs whose batch grows: exact to the sample, compiled once, resumed anywhere."""
 
 import logging
-import os
 import pathlib
-import signal
 import time
 
 import jax
 import numpy as np
 import pytest
+from support import stop_at
 
 from maxbatch import loop, prepare
 from maxbatch.batch.plan import plan_batches
@@ -73,19 +72,6 @@ def records(folder: pathlib.Path) -> list[dict[str, float]]:
 
 def batches(folder: pathlib.Path) -> list[float]:
   return [record["global_batch_to_train"] for record in records(folder)[1:]]
-
-
-def stop_at(monkeypatch, step: int) -> None:
-  """Sends SIGTERM to this process while `step` is under way."""
-  dispatch, calls = loop._dispatch, []
-
-  def dispatch_and_stop(*arguments):
-    calls.append(arguments)
-    if len(calls) == step:
-      os.kill(os.getpid(), signal.SIGTERM)
-    return dispatch(*arguments)
-
-  monkeypatch.setattr(loop, "_dispatch", dispatch_and_stop)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Whole runs of the command: what they leave behind, how they stop, and that they resume exactly."""
 
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -12,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from support import stop_at
 
-from maxbatch import loop
 from maxbatch.errors import TrainingDivergedError
 from maxbatch.fingerprint import fingerprints
 from maxbatch.metrics import read_metrics
@@ -69,19 +68,6 @@ def uninterrupted(text, tmp_path_factory):
   folder = tmp_path_factory.mktemp("uninterrupted")
   state, _ = train(text, folder)
   return fingerprints(state.params), without_times(folder), folder
-
-
-def stop_at(monkeypatch, step: int) -> None:
-  """Sends SIGTERM to this process while `step` is under way."""
-  dispatch, calls = loop._dispatch, []
-
-  def dispatch_and_stop(*arguments):
-    calls.append(arguments)
-    if len(calls) == step:
-      os.kill(os.getpid(), signal.SIGTERM)
-    return dispatch(*arguments)
-
-  monkeypatch.setattr(loop, "_dispatch", dispatch_and_stop)
 
 
 def test_the_folder_holds_what_the_contract_says(uninterrupted):
