@@ -39,6 +39,7 @@ LAYERS = {
     "pipeline.cost",
     "batch.ways_out",
     "batch.pipelining",
+    "pipeline.rows_of_ticks",
     "pipeline.refusal",
     "pipeline.csv_file",
     "pipeline.text_grid",
@@ -100,7 +101,14 @@ LAYERS = {
     "loss",
     "optim",
   ],
-  "L2: the step": ["state", "accumulate", "step"],
+  "L2: the step": [
+    "state",
+    "accumulate",
+    "pipeline.parts",
+    "pipeline.tick",
+    "pipeline.run",
+    "step",
+  ],
   "L3: around the step": [
     "checkpoint_record",
     "checkpoint",

@@ -6,7 +6,7 @@ register it in MODELS.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 from flax import nnx
@@ -31,6 +31,25 @@ class LanguageModel(Protocol):
 
   def output_matrix(self) -> jax.Array:
     """The matrix (D, V) from hidden states to logits, in the hidden states' dtype."""
+    ...
+
+
+@runtime_checkable
+class LayeredModel(LanguageModel, Protocol):
+  """What a model offers whose layers a pipeline can divide: its call in three parts."""
+
+  def embed(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
+    """What the first layer is given: (B, T, D)."""
+    ...
+
+  def apply_layers(
+    self, x_BTD: jax.Array, rows: Rows, keys_B: jax.Array | None, first: jax.Array | int
+  ) -> jax.Array:
+    """The layers bound, as many as there are, the first of which is layer `first` of the model."""
+    ...
+
+  def normalize(self, x_BTD: jax.Array) -> jax.Array:
+    """What the output matrix is applied to: (B, T, D)."""
     ...
 
 

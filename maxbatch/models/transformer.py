@@ -75,12 +75,24 @@ class Transformer(nnx.Module):
 
   def __call__(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
     """Hidden states (B, T, D) after the final norm, in config.dtype."""
-    config, T = self.config, rows.inputs.shape[1]
+    return self.normalize(self.apply_layers(self.embed(rows, keys_B), rows, keys_B, 0))
+
+  def embed(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
+    """What the first layer is given: (B, T, D)."""
     # Layers fold their own index, from 0, into the rows' keys; the embedding takes the next one.
-    embedding_keys_B = fold(keys_B, config.base_num_decoder_layers)
-    x_BTD = dropout(self._embed(rows), config.dropout_rate, embedding_keys_B)
-    at = places(config, T, rows.segment_ids, rows.positions)
-    return self.final_norm(_apply_layers(self.layers, config, x_BTD, at, keys_B))
+    embedding_keys_B = fold(keys_B, self.config.base_num_decoder_layers)
+    return dropout(self._embed(rows), self.config.dropout_rate, embedding_keys_B)
+
+  def apply_layers(
+    self, x_BTD: jax.Array, rows: Rows, keys_B: jax.Array | None, first: jax.Array | int
+  ) -> jax.Array:
+    """The layers bound here, of which the first is layer `first` of the model."""
+    at = places(self.config, rows.inputs.shape[1], rows.segment_ids, rows.positions)
+    return _apply_layers(self.layers, self.config, x_BTD, at, keys_B, first)
+
+  def normalize(self, x_BTD: jax.Array) -> jax.Array:
+    """What the output matrix is applied to."""
+    return self.final_norm(x_BTD)
 
   @jax.named_scope("embedding")
   def _embed(self, rows: Rows) -> jax.Array:
@@ -116,9 +128,14 @@ def _stacked_blocks(rngs: nnx.Rngs, config: ModelConfig) -> Block:
 
 
 def _apply_layers(
-  stacked: Block, config: ModelConfig, x_BTD: jax.Array, at: Places, keys_B: jax.Array | None
+  stacked: Block,
+  config: ModelConfig,
+  x_BTD: jax.Array,
+  at: Places,
+  keys_B: jax.Array | None,
+  first: jax.Array | int,
 ) -> jax.Array:
-  """All layers in turn: one compiled body in a scan, or each layer compiled on its own."""
+  """Stacked layers in turn: one compiled body in a scan, or each layer compiled on its own."""
   graph, parameters = nnx.split(stacked)
 
   def layer(x_BTD: jax.Array, item: tuple[nnx.State, jax.Array | int]) -> tuple[jax.Array, None]:
@@ -130,11 +147,11 @@ def _apply_layers(
     layer = functools.partial(jax.checkpoint, policy=policy, prevent_cse=not config.scan_layers)(
       layer
     )
-  L = config.base_num_decoder_layers
+  L = jax.tree.leaves(parameters)[0].shape[0]
   if config.scan_layers:
-    return jax.lax.scan(layer, x_BTD, (parameters, jnp.arange(L)))[0]
+    return jax.lax.scan(layer, x_BTD, (parameters, first + jnp.arange(L)))[0]
   for index, one in enumerate(_unstack(parameters, L)):
-    x_BTD, _ = layer(x_BTD, (one, index))
+    x_BTD, _ = layer(x_BTD, (one, first + index))
   return x_BTD
 
 

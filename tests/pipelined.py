@@ -1,0 +1,154 @@
+"""Pipelined gradients by the training code, beside the plain gradients of the same rows.
+
+One program runs every timetable that fits its buffers, so few programs serve many cases.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from support import GPT2, config, in_microbatches, mesh, model_config, uneven_rows
+
+from maxbatch.batch.pipelining import Pipeline
+from maxbatch.loss import loss_sum
+from maxbatch.models.registry import Model, Parameters, build_model
+from maxbatch.optim import make_optimizer
+from maxbatch.pipeline.rows_of_ticks import Ticks, rows_of_ticks
+from maxbatch.pipeline.run import pipelined_gradients
+from maxbatch.pipeline.schedule import Limits, timetable
+from maxbatch.pipeline.timetable import Shape
+from maxbatch.rows import Rows
+from maxbatch.state import Sums, abstract_state
+from maxbatch.step import rows_shardings
+
+LAYERS, ROWS, PASSES, CUTS = 12, 32, 2, 4
+KEY = jax.random.key(7)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A program: the devices, how the layers divide over them, and the model."""
+
+  stages: int = 2
+  repeats: int = 1
+  axes: tuple[int, int, int] = (1, 1, 1)
+  """Devices along data, fsdp and tensor."""
+  hop: int = 1
+  length: int = 9
+  gpt2: bool = False
+
+  @property
+  def pipeline(self) -> Pipeline:
+    groups = self.axes[0] * self.axes[1]
+    layers = LAYERS // self.stages // self.repeats
+    rows = ROWS // PASSES // CUTS // groups
+    stages, repeats = self.stages, self.repeats
+    return Pipeline("", stages, repeats, layers, CUTS, PASSES, 1, rows, (CUTS,), self.hop)
+
+  @property
+  def model(self) -> Model:
+    return plain_model(self.gpt2, self.length)
+
+  @property
+  def room(self) -> Limits:
+    """As much as any schedule needs."""
+    return Limits(self.repeats * PASSES * CUTS, PASSES * CUTS)
+
+  def ticks(self, schedule: str, microbatches: int) -> Ticks:
+    shape = Shape(self.stages, microbatches, self.repeats, self.hop)
+    most = 2 * (PASSES * CUTS * self.repeats + self.hop * self.stages)
+    return rows_of_ticks(timetable(schedule, shape), self.room, most)
+
+
+@functools.cache
+def plain_model(gpt2: bool, length: int) -> Model:
+  keys = {"base_num_decoder_layers": LAYERS, "base_emb_dim": 16, "head_dim": 4, "base_mlp_dim": 32}
+  keys |= {"max_target_length": length, "dropout_rate": 0.1, "z_loss_multiplier": 1e-3}
+  return build_model(model_config(**keys, **(GPT2 if gpt2 else {})), length)
+
+
+@functools.cache
+def parameters(gpt2: bool, length: int) -> Parameters:
+  return plain_model(gpt2, length).init(jax.random.key(0))
+
+
+def make_rows(case: Case, microbatches: int) -> Rows:
+  """Uneven rows, those of one microbatch all padding; beyond `microbatches` only padding.
+
+  With one group of devices; with more, `microbatches` must be whole passes.
+  """
+  rows = uneven_rows(ROWS, case.length)
+  weights = np.array(rows.weights)
+  weights[ROWS // PASSES // CUTS * microbatches :] = 0.0
+  rows = rows._replace(weights=weights)  # pyright: ignore[reportArgumentType]
+  if not case.gpt2:
+    return rows
+  place = np.arange(case.length, dtype=np.int32)[None] + 0 * rows.inputs
+  return rows._replace(segment_ids=1 + (place >= 3).astype(np.int32), positions=place % 3)
+
+
+def in_order_of_stages(case: Case, params: Parameters, *, back: bool = False) -> Parameters:
+  """The layers stage by stage, a stage's layers repeat by repeat; or the other way round."""
+  shape = case.repeats, case.stages, -1
+  order = np.arange(LAYERS).reshape(shape).transpose(1, 0, 2).ravel()
+  order = np.argsort(order) if back else order
+  return params | {"layers": jax.tree.map(lambda x: x[order], params["layers"])}
+
+
+@functools.cache
+def program(case: Case) -> tuple[Any, Any]:
+  """The compiled program, and how its parameters are laid out."""
+  function, arguments = traceable(case)
+  places = jax.tree.map(lambda x: x.sharding, arguments[0])
+  return jax.jit(function).lower(*arguments).compile(), places
+
+
+def traceable(case: Case, room: Limits | None = None):
+  """Gradients as a function of (params, rows, ticks), and its abstract arguments."""
+  devices = mesh(*case.axes, stage=case.stages)
+  model = case.model
+  rows = fed_rows(case, CUTS * PASSES)
+  optimizer = make_optimizer(config().optimizer, model.axes(), 1)
+  params = abstract_state(model, optimizer, devices).params
+
+  def gradients(params: Parameters, rows: Rows, ticks: Ticks) -> tuple[Parameters, Sums]:
+    zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
+    with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
+      return pipelined_gradients(
+        model, case.pipeline, devices, params, zeros, rows, ticks, room or case.room, KEY
+      )
+
+  name = "gpipe" if case.repeats == 1 else "circular"
+  return gradients, (params, rows, case.ticks(name, CUTS * PASSES))
+
+
+def fed_rows(case: Case, microbatches: int) -> Rows:
+  rows = in_microbatches(make_rows(case, microbatches), PASSES, PASSES)
+  return jax.device_put(rows, rows_shardings(rows, mesh(*case.axes, stage=case.stages)))
+
+
+def pipelined(case: Case, schedule: str, microbatches: int) -> tuple[Parameters, Sums]:
+  """Gradients in the order of the layers, and sums, on the host."""
+  compiled, places = program(case)
+  params = jax.device_put(in_order_of_stages(case, parameters(case.gpt2, case.length)), places)
+  ticks = case.ticks(schedule, microbatches)
+  found = jax.device_get(compiled(params, fed_rows(case, microbatches), ticks))
+  return in_order_of_stages(case, found[0], back=True), found[1]
+
+
+@functools.cache
+def _plain(gpt2: bool, length: int) -> Any:
+  model = plain_model(gpt2, length)
+  return jax.jit(jax.value_and_grad(lambda p, rows: loss_sum(model, p, rows, KEY)))
+
+
+@functools.cache
+def plain(gpt2: bool, length: int, microbatches: int) -> tuple[float, Parameters]:
+  """Loss and gradients of the same rows in one piece on one device."""
+  case = Case(gpt2=gpt2, length=length)
+  rows = make_rows(case, microbatches)
+  return jax.device_get(_plain(gpt2, length)(parameters(case.gpt2, case.length), rows))

@@ -1,0 +1,126 @@
+"""The arrays of a timetable move every input and gradient to where the timetable needs it."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from maxbatch.pipeline.rows_of_ticks import Ticks, Works, rows_of_ticks
+from maxbatch.pipeline.schedule import schedule_named, timetable
+from maxbatch.pipeline.timetable import Place, Shape, Timetable
+
+SHAPES = [
+  ("gpipe", Shape(3, 5)),
+  ("circular", Shape(2, 4, 3)),
+  ("1f1b", Shape(4, 2)),
+  ("1f1b", Shape(3, 7, 1, 2)),
+  ("interleaved_1f1b", Shape(2, 4, 3)),
+  ("interleaved_1f1b", Shape(2, 4, 2, 2)),
+]
+
+
+def made(name: str, shape: Shape, more: int = 0) -> tuple[Timetable, Ticks]:
+  table = timetable(name, shape)
+  room = schedule_named(name).limits(shape)
+  return table, rows_of_ticks(table, room, len(table.ticks) + more)
+
+
+class Replay:
+  """Runs the arrays on names in place of tensors, as the compiled program runs them."""
+
+  def __init__(self, name: str, shape: Shape):
+    self.shape, self.ticks = shape, made(name, shape)[1]
+    room = schedule_named(name).limits(shape)
+    self.inputs: list[list[Any]] = [[None] * (room.inputs + 1) for _ in range(shape.stages)]
+    self.gradients: list[list[Any]] = [[None] * (room.gradients + 1) for _ in range(shape.stages)]
+    self.underway: list[tuple[Any, Any]] = [(None, None)] * shape.stages
+    self.seen: list[tuple[Any, Any]] = []
+
+  def run(self) -> list[tuple[Any, Any]]:
+    """Input and gradient that every backward was given, in names."""
+    for tick in range(int(self.ticks.count)):
+      made = [self.forward(tick, stage) for stage in range(self.shape.stages)]
+      self.loss(tick, made)
+      back = [self.backward(tick, stage) for stage in range(self.shape.stages)]
+      sent = list(zip(made, back, strict=True))
+      self.exchange(tick, self.underway if self.shape.hop > 1 else sent)
+      self.underway = sent
+    return self.seen
+
+  def work(self, works: Works, tick: int, stage: int) -> tuple[Place, int, int] | None:
+    at = tick, stage
+    place = Place(int(works.repeat[at]), stage)
+    return (place, int(works.microbatch[at]), int(works.slot[at])) if works.on[at] else None
+
+  def forward(self, tick: int, stage: int) -> Any:
+    assert self.ticks.together.forward[tick] or not self.ticks.stages.forward.on[tick, stage]
+    found = self.work(self.ticks.stages.forward, tick, stage)
+    if found is None:
+      return "garbage"
+    place, microbatch, slot = found
+    if self.shape.before(place) is None:
+      assert self.ticks.together.embedding[tick]
+      self.inputs[stage][slot] = ("embedded", microbatch)
+    return ("output", place, self.inputs[stage][slot])
+
+  def loss(self, tick: int, made: list[Any]) -> None:
+    if self.ticks.together.loss[tick]:
+      number = int(self.ticks.together.loss_microbatch[tick])
+      for stage in range(self.shape.stages):
+        slot = self.ticks.stages.loss_slot[tick, stage]
+        self.gradients[stage][slot] = ("loss", number, made[-1])
+
+  def backward(self, tick: int, stage: int) -> Any:
+    found = self.work(self.ticks.stages.backward, tick, stage)
+    if found is None:
+      return "garbage"
+    assert self.ticks.together.backward[tick]
+    place, microbatch, slot = found
+    given = self.gradients[stage][self.ticks.stages.gradient_slot[tick, stage]]
+    self.seen.append(((place, microbatch), (self.inputs[stage][slot], given)))
+    assert self.ticks.together.unembedding[tick] or self.shape.before(place) is not None
+    return ("gradient", place, given)
+
+  def exchange(self, tick: int, sent: list[tuple[Any, Any]]) -> None:
+    stages, rows = self.shape.stages, self.ticks.stages
+    for stage in range(stages):
+      self.inputs[stage][rows.input_arrives[tick, stage]] = sent[stage - 1][0]
+      behind = sent[(stage + 1) % stages][1]
+      self.gradients[stage][rows.gradient_arrives[tick, stage]] = behind
+
+
+@pytest.mark.parametrize(("name", "shape"), SHAPES)
+def test_every_backward_gets_its_own_input_and_gradient(name, shape):
+  expected = {}
+  for number in range(shape.microbatches):
+    value, inputs = ("embedded", number), {}
+    for place in shape.places():
+      inputs[place], value = value, ("output", place, value)
+    value = ("loss", number, value)
+    for place in reversed(list(shape.places())):
+      expected[place, number] = (inputs[place], value)
+      value = ("gradient", place, value)
+  seen = Replay(name, shape).run()
+  assert len(seen) == len(expected)
+  assert dict(seen) == expected
+
+
+@pytest.mark.parametrize(("name", "shape"), SHAPES)
+def test_the_arrays_hold_exactly_the_entries_of_the_timetable(name, shape):
+  table, ticks = made(name, shape, more=3)
+  assert ticks.count == len(table.ticks)
+  assert (
+    ticks.stages.forward.on.sum() == ticks.stages.backward.on.sum() == shape.stages * shape.work
+  )
+  assert not np.any(ticks.together.forward[ticks.count :])
+  assert not np.any(ticks.stages.backward.on[ticks.count :])
+
+
+def test_what_nobody_uses_lies_behind_the_slots_of_the_schedule():
+  shape = Shape(3, 7)
+  rows = made("1f1b", shape)[1].stages
+  room = schedule_named("1f1b").limits(shape)
+  assert set(rows.forward.slot[~rows.forward.on]) == {room.inputs}
+  assert set(rows.backward.slot[~rows.backward.on]) == {room.inputs}
+  assert set(rows.loss_slot[:, :-1].flat) == {room.gradients}
+  assert rows.input_arrives[:, 0].min() == room.inputs  # the first stage has its own inputs
