@@ -21,8 +21,8 @@ from maxbatch.metrics import MetricsLog, Record
 from maxbatch.models.registry import Parameters
 from maxbatch.programs import StepPrograms
 from maxbatch.progress import Progress
-from maxbatch.state import Sums, TrainState, to_save
-from maxbatch.step import StepMetrics
+from maxbatch.state import Sums, TrainState
+from maxbatch.step import StepMetrics, Trainer
 from maxbatch.stop import StopSignals
 
 
@@ -36,6 +36,7 @@ class Job:
   learning_rate: LearningRate
   programs: StepPrograms
   streamed: bool
+  trainer: Trainer
   eval_step: Callable[[Parameters, Any], Sums]
   train_rows: Callable[[Position], ChainedLoader]
   eval_rows: Callable[[], Loader] | None
@@ -82,7 +83,7 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
         pending = None
         _note(job, record | (evaluate(job, state.params) if evaluating else {}))
         if saving and job.checkpointer:
-          job.checkpointer.save(to_save(state), position, job.plan.as_dict())
+          job.checkpointer.save(job.trainer.to_save(state), position, job.plan.as_dict())
         clock = _Clock()
   return state, position
 
@@ -93,7 +94,7 @@ def _dispatch(
   """Sends one whole step to the devices."""
   step, learning_rate = job.programs(stage.micro_batch), np.float32(rate)
   if not job.streamed:
-    return step(state, next(loader), np.int32(stage.trips), learning_rate)
+    return step(state, next(loader), job.trainer.told(stage.trips), learning_rate)
   for _ in range(stage.trips - 1):
     state, _ = step(state, next(loader), np.bool_(False), learning_rate)
   return step(state, next(loader), np.bool_(True), learning_rate)

@@ -64,7 +64,7 @@ def measure_step(
   """
   bench = _Bench(trainer, step, shapes, streamed, clock)
   try:
-    most = max(2, passes) if streamed else min(max(2, passes), shapes.inputs.shape[0])
+    most = max(2, passes) if streamed else min(max(2, passes), _capacity(trainer, shapes))
     bench.run(1)  # The first run of a program loads it.
     many, repeats = from_process_0(_affordable(bench.run(1), most, seconds or SECONDS))
     bench.run(many)
@@ -74,13 +74,19 @@ def measure_step(
   return _timing([one for one, _ in pairs], [more for _, more in pairs], many)
 
 
+def _capacity(trainer: Trainer, shapes: Rows) -> int:
+  """The most passes that a fused step can be told of."""
+  passes = shapes.inputs.shape[0]
+  return min(passes, trainer.pipeline.most_passes) if trainer.pipeline else passes
+
+
 class _Bench:
   """A state and rows of its own, and a clock."""
 
   def __init__(
     self, trainer: Trainer, step: Step, shapes: Rows, streamed: bool, clock: Callable[[], float]
   ):
-    self._step, self._streamed, self._clock = step, streamed, clock
+    self._trainer, self._step, self._streamed, self._clock = trainer, step, streamed, clock
     self._rate = np.float32(0.0)  # The parameters stay what they are, however often it runs.
     self._rows = _synthetic(trainer, shapes)
     self._state: TrainState = trainer.init(0)
@@ -90,13 +96,13 @@ class _Bench:
     jax.block_until_ready((self._state, self._rows))
     began = self._clock()
     dispatches = [np.bool_(False)] * (passes - 1) + [np.bool_(True)]
-    for count in dispatches if self._streamed else [np.int32(passes)]:
-      self._dispatch(count)
+    for told in dispatches if self._streamed else [self._trainer.told(passes)]:
+      self._dispatch(told)
     jax.block_until_ready(self._state)
     return self._clock() - began
 
-  def _dispatch(self, count: np.generic) -> None:
-    self._state, _ = self._step(self._state, self._rows, count, self._rate)
+  def _dispatch(self, told: Any) -> None:
+    self._state, _ = self._step(self._state, self._rows, told, self._rate)
 
   def free(self) -> None:
     """Gives the devices' memory back at once."""

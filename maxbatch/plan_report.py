@@ -53,7 +53,7 @@ class Report:
       self.plan.derivation(),
       "\n".join(["Loading", *map(_load_line, self.loads)]),
       self._table(),
-      *([f"Pipeline, which training cannot run yet\n  {self.pipeline}"] if self.pipeline else []),
+      *([f"Pipeline\n  {self.pipeline}"] if self.pipeline else []),
       "\n".join(["Limits", *(f"  {line}" for line in limits(self.plan))]),
     ]
     return "\n\n".join(parts)

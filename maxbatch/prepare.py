@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from maxbatch.batch.pipelining import pipeline_of
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.config.schema import Config
 from maxbatch.data import tokenizer
@@ -20,6 +21,7 @@ from maxbatch.errors import UserError
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, build_model
 from maxbatch.optim import make_optimizer
+from maxbatch.pipeline.parts import in_parts
 from maxbatch.rows import Rows
 from maxbatch.sharding import make_mesh, sharding, undivided
 from maxbatch.step import (
@@ -45,12 +47,17 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
   length = config.batch.max_target_length
   model = build_model(resolve_attention(config.model, length, devices[0]), length)
   every_k = _microbatches_per_update(config, plan)
+  pipeline = None
+  if config.pipeline.pipeline_schedule != "none":
+    pipeline = pipeline_of(config, plan.topology, plan)
+    in_parts(model, model.shapes())
   return Trainer(
     model=model,
     optimizer=make_optimizer(config.optimizer, model.axes(), every_k),
     mesh=make_mesh(plan.topology, devices),
     # Another key than the weights', from the same seed.
     dropout_key=jax.random.fold_in(jax.random.key(config.model.init_weights_seed), 1),
+    pipeline=pipeline,
   )
 
 
@@ -98,9 +105,10 @@ def step_rows(config: Config, plan: BatchPlan, source: RowSource, micro_batch: i
 def traced_step(config: Config, trainer: Trainer, rows: Rows) -> jax.stages.Traced:
   """The training step, traced for these rows, with every sharding fixed."""
   function = step_function(trainer, rows, streamed=streams(config))
-  count = jax.ShapeDtypeStruct((), np.bool_ if streams(config) else np.int32)
+  told = np.bool_(True) if streams(config) else trainer.told(1)
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), told)
   rate = jax.ShapeDtypeStruct((), np.float32)
-  return function.trace(trainer.abstract, rows, count, rate)
+  return function.trace(trainer.abstract, rows, shapes, rate)
 
 
 def compiled_step(

@@ -8,20 +8,34 @@ their update, and agree to rounding.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
 from maxbatch.accumulate import summed_gradients
+from maxbatch.batch.pipelining import Pipeline
 from maxbatch.loss import loss_sum
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.optim import AverageState
+from maxbatch.pipeline.rows_of_ticks import Ticks, room_for, ticks_for
+from maxbatch.pipeline.run import pipelined_gradients
+from maxbatch.pipeline.stage_order import by_layer, by_stage
 from maxbatch.rows import Rows
 from maxbatch.sharding import replicated, sharding
-from maxbatch.state import Sums, TrainState, abstract_state, init_state, shardings, zero_sums
+from maxbatch.state import (
+  Sums,
+  TrainState,
+  abstract_state,
+  from_saved,
+  init_state,
+  shardings,
+  to_save,
+  zero_sums,
+)
 
 
 class StepMetrics(NamedTuple):
@@ -36,7 +50,10 @@ class StepMetrics(NamedTuple):
 
 
 Step = Callable[..., tuple[TrainState, StepMetrics]]
-"""(state, rows, trips or last, learning_rate) → (state, metrics); the given state is consumed."""
+"""(state, rows, told, learning_rate) → (state, metrics); the given state is consumed.
+
+What the step is told: fused, `Trainer.told` of its passes; streamed, whether this is its last.
+"""
 EvalStep = Callable[[Parameters, Rows], Sums]
 
 
@@ -48,6 +65,7 @@ class Trainer:
   optimizer: optax.MultiSteps
   mesh: Mesh
   dropout_key: jax.Array
+  pipeline: Pipeline | None = None
 
   @functools.cached_property
   def abstract(self) -> TrainState:
@@ -56,27 +74,49 @@ class Trainer:
 
   def init(self, seed: int) -> TrainState:
     """A fresh state, divided over the devices."""
-    return init_state(self.model, self.optimizer, self.abstract, seed)
+    return self._by_stage(init_state(self.model, self.optimizer, self.abstract, seed))
+
+  def told(self, passes: int) -> np.int32 | Ticks:
+    """What a fused step is told, to train on the first `passes` microbatches of its rows."""
+    return np.int32(passes) if self.pipeline is None else ticks_for(self.pipeline, passes)
+
+  def to_save(self, state: TrainState) -> dict[str, Any]:
+    """What a checkpoint holds of a state, its layers in the model's order."""
+    inner = self.by_layer(state.opt_state.inner_opt_state)
+    opt_state = state.opt_state._replace(inner_opt_state=inner)
+    return to_save(state._replace(params=self.by_layer(state.params), opt_state=opt_state))
+
+  def from_saved(self, saved: dict[str, Any]) -> TrainState:
+    """The state that `to_save` came from."""
+    return self._by_stage(from_saved(saved, self.abstract))
+
+  def by_layer(self, tree: Any) -> Any:
+    """Parameters, or what mirrors them, in the model's order of layers."""
+    return by_layer(self.model, self.pipeline, tree)
+
+  def _by_stage(self, state: TrainState) -> TrainState:
+    staged = functools.partial(by_stage, self.model, self.pipeline)
+    inner = staged(state.opt_state.inner_opt_state)
+    opt_state = state.opt_state._replace(inner_opt_state=inner)
+    return state._replace(params=staged(state.params), opt_state=opt_state)
 
 
 def fused_step(
-  trainer: Trainer, state: TrainState, rows: Rows, trips: jax.Array, learning_rate: jax.Array
+  trainer: Trainer, state: TrainState, rows: Rows, told: Any, learning_rate: jax.Array
 ) -> tuple[TrainState, StepMetrics]:
   """A whole step.
 
   Args:
     trainer: model, optimizer and mesh.
     state: the state before.
-    rows: microbatches (k, B, T), of which the first `trips` are trained on.
-    trips: int32 scalar.
+    rows: microbatches (k, B, T), of which the first are trained on.
+    told: how many, as `Trainer.told` puts it.
     learning_rate: float32 scalar.
   """
   # Between steps MultiSteps' accumulators are zeros: the sums are formed in them, and MultiSteps
   # is then told of zeros outright, so that the compiler drops its own addition.
   zeros = state.opt_state.acc_grads
-  gradients, sums = summed_gradients(
-    trainer.model, trainer.mesh, state.params, zeros, rows, trips, trainer.dropout_key
-  )
+  gradients, sums = _summed(trainer, state.params, zeros, rows, told)
   opt_state = state.opt_state._replace(
     mini_step=jnp.zeros((), jnp.int32),
     acc_grads=jax.tree.map(jnp.zeros_like, zeros),
@@ -90,11 +130,18 @@ def streamed_step(
 ) -> tuple[TrainState, StepMetrics]:
   """One microbatch of a step: rows (1, B, T). The update happens when `last` is true."""
   zeros = jax.tree.map(jnp.zeros_like, state.opt_state.acc_grads)
-  one = jnp.int32(1)
-  gradients, sums = summed_gradients(
-    trainer.model, trainer.mesh, state.params, zeros, rows, one, trainer.dropout_key
-  )
+  gradients, sums = _summed(trainer, state.params, zeros, rows, trainer.told(1))
   return _update(trainer, state, gradients, sums, last=last, rate=learning_rate)
+
+
+def _summed(
+  trainer: Trainer, params: Parameters, zeros: Parameters, rows: Rows, told: Any
+) -> tuple[Parameters, Sums]:
+  model, mesh, pipeline, key = trainer.model, trainer.mesh, trainer.pipeline, trainer.dropout_key
+  if pipeline is None:
+    return summed_gradients(model, mesh, params, zeros, rows, jnp.asarray(told), key)
+  ticks, room = jax.tree.map(jnp.asarray, told), room_for(pipeline)
+  return pipelined_gradients(model, pipeline, mesh, params, zeros, rows, ticks, room, key)
 
 
 @jax.named_scope("optimizer")
@@ -137,10 +184,10 @@ def step_function(trainer: Trainer, rows: Rows, *, streamed: bool) -> jax.stages
   body = streamed_step if streamed else fused_step
 
   def step(
-    state: TrainState, rows: Rows, count: jax.Array, rate: jax.Array
+    state: TrainState, rows: Rows, told: Any, rate: jax.Array
   ) -> tuple[TrainState, StepMetrics]:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
-      return body(trainer, state, rows, count, rate)
+      return body(trainer, state, rows, told, rate)
 
   places = shardings(trainer.abstract)
   whole = replicated(trainer.mesh)
@@ -164,6 +211,7 @@ def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
 
   def evaluate(params: Parameters, rows: Rows) -> Sums:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
+      params = trainer.by_layer(params)
       return Sums(loss_sum(trainer.model, params, rows, None), rows.weights.sum())
 
   places = shardings(trainer.abstract.params)

@@ -37,7 +37,7 @@ from maxbatch.prepare import (
 )
 from maxbatch.programs import StepPrograms
 from maxbatch.progress import Progress
-from maxbatch.state import TrainState, from_saved, to_save
+from maxbatch.state import TrainState, to_save
 from maxbatch.step import EvalStep, Trainer
 from maxbatch.stop import INTERRUPTED, EndingSignals, Interrupted, leave
 from maxbatch.topology import topology
@@ -110,7 +110,7 @@ def run(config: Config, *, forgetting: bool = False) -> tuple[TrainState, Positi
       trainer = build_trainer(config, plan, devices)
     if restored and position.step >= plan.steps:
       print(f"This run is complete at step {position.step}. For more, raise its budget.")
-      return from_saved(restored.state, trainer.abstract), position
+      return trainer.from_saved(restored.state), position
     with (
       MetricsLog(folder, position.step) as log,
       Progress(position.step, plan.steps, config.run.log_period) as progress,
@@ -129,6 +129,7 @@ def run(config: Config, *, forgetting: bool = False) -> tuple[TrainState, Positi
         learning_rate=learning_rate(config.optimizer, plan, config.run.schedule_unit),
         programs=programs,
         streamed=streams(config),
+        trainer=trainer,
         eval_step=eval_step,
         train_rows=train_rows(config, plan, trainer, dataset),
         eval_rows=eval_rows(config, plan, trainer, dataset),
@@ -186,7 +187,7 @@ def _make_ready(
     first_step = pool.submit(programs, plan.stages[0].micro_batch)
     evaluation = pool.submit(compiled_eval, plan, trainer, dataset.validation or dataset.train)
     if restored:
-      state = from_saved(restored.state, trainer.abstract)
+      state = trainer.from_saved(restored.state)
     else:
       state = trainer.init(config.model.init_weights_seed)
     first_step.result()
@@ -203,6 +204,8 @@ def _describe(
   """What the run is made of, in a few lines."""
   print(f"Model  {config.model.model_name}: {num_parameters(trainer.model):,} parameters")
   print(f"Data   {data}")
+  if trainer.pipeline:
+    print(f"Pipeline\n       {trainer.pipeline}")
   print(f"Mesh   {plan.topology} on {trainer.mesh.devices.flat[0].device_kind}")
   for line in undivided_parameters(trainer):
     print(f"       {line}")
@@ -217,6 +220,7 @@ def _write_config(config: Config, plan: BatchPlan, folder: pathlib.Path) -> None
 
 def _sample(config: Config, trainer: Trainer, params: Parameters) -> str:
   run = config.run
+  params = trainer.by_layer(params)
   return generate(
     trainer.model, params, run.prompt, run.generate_length, run.decode_sampling_temperature
   )

@@ -161,6 +161,7 @@ def loop_runner(bench: Bench) -> Callable[[int], float]:
           learning_rate=learning_rate(config.optimizer, short, "steps"),
           programs=programs,
           streamed=False,
+          trainer=trainer,
           eval_step=lambda params, rows: zero_sums(),
           train_rows=prepare.train_rows(config, short, trainer, dataset),
           eval_rows=None,

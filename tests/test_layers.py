@@ -107,6 +107,7 @@ LAYERS = {
     "pipeline.parts",
     "pipeline.tick",
     "pipeline.run",
+    "pipeline.stage_order",
     "step",
   ],
   "L3: around the step": [

@@ -33,18 +33,17 @@ class Replay:
     room = schedule_named(name).limits(shape)
     self.inputs: list[list[Any]] = [[None] * (room.inputs + 1) for _ in range(shape.stages)]
     self.gradients: list[list[Any]] = [[None] * (room.gradients + 1) for _ in range(shape.stages)]
-    self.underway: list[tuple[Any, Any]] = [(None, None)] * shape.stages
+    self.sent: list[list[tuple[Any, Any]]] = [[(None, None)] * shape.stages] * shape.hop
     self.seen: list[tuple[Any, Any]] = []
 
   def run(self) -> list[tuple[Any, Any]]:
     """Input and gradient that every backward was given, in names."""
     for tick in range(int(self.ticks.count)):
+      self.receive(tick, self.sent.pop(0))
       made = [self.forward(tick, stage) for stage in range(self.shape.stages)]
       self.loss(tick, made)
       back = [self.backward(tick, stage) for stage in range(self.shape.stages)]
-      sent = list(zip(made, back, strict=True))
-      self.exchange(tick, self.underway if self.shape.hop > 1 else sent)
-      self.underway = sent
+      self.sent.append(list(zip(made, back, strict=True)))
     return self.seen
 
   def work(self, works: Works, tick: int, stage: int) -> tuple[Place, int, int] | None:
@@ -81,7 +80,7 @@ class Replay:
     assert self.ticks.together.unembedding[tick] or self.shape.before(place) is not None
     return ("gradient", place, given)
 
-  def exchange(self, tick: int, sent: list[tuple[Any, Any]]) -> None:
+  def receive(self, tick: int, sent: list[tuple[Any, Any]]) -> None:
     stages, rows = self.shape.stages, self.ticks.stages
     for stage in range(stages):
       self.inputs[stage][rows.input_arrives[tick, stage]] = sent[stage - 1][0]

@@ -1,9 +1,18 @@
 """A timetable that runs gives the loss and the gradients of the plain step."""
 
+import collections
+import functools
+from fractions import Fraction
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from pipelined import CUTS, PASSES, Case, make_rows, pipelined, plain
+from jax.sharding import PartitionSpec
+from pipelined import CUTS, PASSES, Case, make_rows, pipelined, plain, program
+
+from maxbatch.pipeline import tick
+from maxbatch.pipeline.cost import predicted_bubble
 
 ALL = CUTS * PASSES
 ONCE, ROUNDS = ("gpipe", "1f1b"), ("circular", "interleaved_1f1b")
@@ -55,3 +64,76 @@ def test_any_timetable_gives_the_gradients_of_the_plain_step(case, schedule, mic
 def test_the_rows_hold_a_microbatch_of_padding_only():
   weights = np.asarray(make_rows(Case(), ALL).weights)
   assert 0 in weights.reshape(ALL, -1).sum(1)
+
+
+# --- idle stages ----------------------------------------------------------------------------------
+
+
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+  """NaN in everything that an idle stage could read."""
+  monkeypatch.setattr(tick, "_blank", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
+
+  def read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
+    return jnp.where(slot == len(buffer) - 1, jnp.nan, buffer[slot])
+
+  monkeypatch.setattr(tick, "_read", read)
+
+
+@pytest.fixture
+def fresh_programs():
+  """Programs traced in a test are not for the next."""
+  program.cache_clear()
+  yield
+  program.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_programs")
+def test_what_idle_stages_compute_changes_nothing(monkeypatch):
+  poisoned(monkeypatch)
+  for name in ROUNDS:
+    gradients, sums = pipelined(Case(repeats=2), name, CUTS)
+    loss, expected = plain(False, 9, CUTS)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+    assert error(gradients, expected) < 2e-6
+    assert sums.loss == pytest.approx(float(loss), rel=1e-6)
+
+
+@pytest.mark.usefixtures("fresh_programs")
+def test_that_would_be_seen_without_the_masks(monkeypatch):
+  poisoned(monkeypatch)
+  monkeypatch.setattr(tick, "_masked", lambda condition, value: value)
+  gradients, sums = pipelined(Case(repeats=2), "circular", CUTS)
+  assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
+  assert not np.isfinite(sums.loss)
+
+
+@pytest.mark.usefixtures("fresh_programs")
+def test_the_bubble_of_a_run_is_the_predicted_one(monkeypatch):
+  counted = collections.Counter()
+
+  def count(kind: str, on: jax.Array) -> jax.Array:
+    jax.debug.callback(lambda on: counted.update([(kind, bool(on))]), on)
+    return on
+
+  for kind in ("_forward", "_backward"):
+    plain_part = getattr(tick.Stage, kind)
+
+    def part(self, works, *rest, kind=kind, plain_part=plain_part):
+      # A callback can only be where every axis is taken over.
+      axes, whole = {"fsdp", "tensor"}, PartitionSpec()
+      noted = functools.partial(count, kind)
+      jax.shard_map(noted, in_specs=whole, out_specs=whole, axis_names=axes, check_vma=False)(
+        works.on
+      )
+      return plain_part(self, works, *rest)
+
+    monkeypatch.setattr(tick.Stage, kind, part)
+  case = Case(stages=4, repeats=3)
+  for name in ROUNDS:
+    counted.clear()
+    pipelined(case, name, ALL)
+    jax.effects_barrier()
+    for kind in ("_forward", "_backward"):
+      used, idle = counted[kind, True], counted[kind, False]
+      assert used == case.stages * case.repeats * ALL
+      assert Fraction(idle, used + idle) == predicted_bubble(case.pipeline.shape)

@@ -35,6 +35,7 @@ class Pipeline:
     layers: layers of one stage in one repeat.
     cuts: num_pipeline_microbatches, the pieces of one pass.
     passes: passes in one timetable: all of a step, or 1 where they are streamed.
+    most_passes: the same for the largest step of the batch schedule.
     timetables: timetables of a step: 1, or its passes where they are streamed.
     rows: samples of one microbatch in each group of devices that see different samples.
     choices: what num_pipeline_microbatches could be instead, this one included.
@@ -47,6 +48,7 @@ class Pipeline:
   layers: int
   cuts: int
   passes: int
+  most_passes: int
   timetables: int
   rows: int
   choices: tuple[int, ...]
@@ -166,6 +168,7 @@ def _divided(config: Config, plan: BatchPlan) -> Pipeline:
     layers=layers,
     cuts=cuts,
     passes=1 if streamed else passes,
+    most_passes=1 if streamed else max(point.trips for point in plan.schedule.points),
     timetables=passes if streamed else 1,
     rows=plan.micro_batch_to_train // plan.topology.num_batch_groups // cuts,
     choices=choices,

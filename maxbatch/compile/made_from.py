@@ -21,6 +21,7 @@ from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.models import attention, dot_product, flash, layers, registry, transformer
 from maxbatch.models.registry import MODELS
+from maxbatch.pipeline import parts, rows_of_ticks, run, tick
 from maxbatch.step import Trainer
 
 MICRO_BATCHES = "micro_batch_to_train"
@@ -56,6 +57,11 @@ BAKED = (
   "z_loss_multiplier",
   "max_target_length",
   "accumulation",
+  "pipeline_schedule",
+  "num_pipeline_microbatches",
+  "num_pipeline_repeats",
+  "num_layers_per_pipeline_stage",
+  "pipeline_delay_activation_forwarding",
   "dataset_type",
   "packing",
   "opt_type",
@@ -127,12 +133,6 @@ FREE = (
   # Evaluation is another program; loading is the host's.
   "eval_per_device_batch_size",
   "expansion_factor_real_data",
-  # Training refuses all but their defaults; a pipeline's step will be baked from them.
-  "pipeline_schedule",
-  "num_pipeline_microbatches",
-  "num_pipeline_repeats",
-  "num_layers_per_pipeline_stage",
-  "pipeline_delay_activation_forwarding",
   # What is done with compiled programs; device_memory_gb only helps to choose a microbatch.
   "validate_only",
   "compile_only",
@@ -177,12 +177,16 @@ STEP_MODULES = (
   layers,
   loss,
   optim,
+  parts,
   prepare,
   registry,
   rows,
+  rows_of_ticks,
+  run,
   sharding,
   state,
   step,
+  tick,
   transformer,
 )
 """The code that the program is traced from."""

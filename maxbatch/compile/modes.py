@@ -22,7 +22,7 @@ from maxbatch.data.token_cache import cache_folder
 from maxbatch.devices import Device, num_slices
 from maxbatch.errors import UserError
 from maxbatch.learning_rate import learning_rate
-from maxbatch.pipeline.refusal import refuse_pipeline
+from maxbatch.pipeline.refusal import check_unused
 from maxbatch.prepare import build_trainer, compiled_step
 from maxbatch.step import Step, Trainer
 from maxbatch.topology import Topology, topology
@@ -33,9 +33,10 @@ def is_run(config: Config) -> bool:
   """Whether there is something to train, not only to check or compile.
 
   Raises:
-    UserError: keys that exclude each other, a run on devices that are not here, or a pipeline.
+    UserError: keys that exclude each other, a run on devices that are not here, or keys
+      without effect.
   """
-  refuse_pipeline(config.pipeline)
+  check_unused(config.pipeline)
   keys = config.compile
   if keys.validate_only and keys.compile_only:
     raise UserError(

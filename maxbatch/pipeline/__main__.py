@@ -14,7 +14,7 @@ from maxbatch.errors import EXIT_USER_ERROR, UserError
 from maxbatch.pipeline.chrome_trace import chrome_trace
 from maxbatch.pipeline.csv_file import from_csv, to_csv
 from maxbatch.pipeline.machine import run
-from maxbatch.pipeline.report import NOT_YET, Report, comparison
+from maxbatch.pipeline.report import NOT_MEASURED, Report, comparison
 from maxbatch.pipeline.schedule import SCHEDULES, schedule_named, timetable
 from maxbatch.pipeline.slots import with_slots
 from maxbatch.pipeline.svg import svg
@@ -120,7 +120,7 @@ def _overview(request: Request) -> str:
   layout = topology(config.mesh, devices.num_devices, devices.num_slices)
   plan = plan_batches(config.batch, config.run, layout)
   example = "pipeline_schedule=none has no timetable; for example pipeline_schedule=1f1b shows one."
-  return "\n\n".join([comparison(config, plan), example, NOT_YET])
+  return "\n\n".join([comparison(config, plan), example, NOT_MEASURED])
 
 
 def _checked(file: str, pipeline: Pipeline) -> Timetable:

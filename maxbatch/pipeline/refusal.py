@@ -1,25 +1,10 @@
-"""Where there is no pipeline: training, for now, and any run without a schedule."""
+"""Where there is no pipeline: keys that would have no effect."""
 
 from maxbatch.batch.ways_out import assigned
 from maxbatch.config.schema import PipelineConfig
 from maxbatch.errors import UserError
 
 _NUMBERS = ("num_pipeline_microbatches", "num_pipeline_repeats", "num_layers_per_pipeline_stage")
-
-
-def refuse_pipeline(config: PipelineConfig) -> None:
-  """Refuses what training cannot do yet, and keys that would have no effect in it.
-
-  Raises:
-    UserError: a schedule is chosen, or something is set that only a schedule uses.
-  """
-  if config.pipeline_schedule != "none":
-    raise UserError(
-      f"pipeline_schedule={config.pipeline_schedule}: training cannot run a pipeline's timetable "
-      "yet; python -m maxbatch.pipeline shows it. What works: pipeline_schedule=none, with which "
-      "ici_pipeline_parallelism divides the layers' parameters over the stages"
-    )
-  check_unused(config)
 
 
 def check_unused(config: PipelineConfig) -> None:

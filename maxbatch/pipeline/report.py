@@ -16,9 +16,9 @@ from maxbatch.pipeline.timetable import Timetable
 from maxbatch.topology import AXES
 
 _BYTES = {"float32": 4, "bfloat16": 2}
-NOT_YET = (
-  "Training cannot run a timetable yet: its executor is still to come. Nothing here is measured; a\n"
-  "backward is taken to last twice as long as a forward, which the bubble does not depend on."
+NOT_MEASURED = (
+  "Nothing here is measured; a backward is taken to last twice as long as a forward, which the\n"
+  "bubble does not depend on."
 )
 Row = tuple[str, ...]
 _HEAD = (
@@ -50,7 +50,7 @@ class Report:
       comparison(self.config, self.plan),
       self._choices(),
       f"Timetable, F forward, B backward, {_entries(self.table)}\n{text_grid(self.table)}",
-      NOT_YET,
+      NOT_MEASURED,
     ]
     return "\n\n".join(parts)
 

@@ -5,11 +5,13 @@ last one, for what nobody will use: a stage that is idle, or receives nothing, r
 there, so that all stages run the same program.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxbatch.pipeline.schedule import Limits
+from maxbatch.batch.pipelining import Pipeline
+from maxbatch.pipeline.schedule import Limits, schedule_named, timetable
 from maxbatch.pipeline.timetable import Place, Timetable
 
 
@@ -34,8 +36,9 @@ class StageRows(NamedTuple):
   loss_slot: Any
   """Where the gradient is put that the loss gives to this tick's forward."""
   input_arrives: Any
-  """Where the input is put that arrives at the end of the tick."""
+  """Where the input is put that is there when the tick begins."""
   gradient_arrives: Any
+  """The same of gradients."""
 
 
 class TickRows(NamedTuple):
@@ -60,6 +63,21 @@ class Ticks(NamedTuple):
   """int32 scalar."""
   stages: StageRows
   together: TickRows
+
+
+def room_for(pipeline: Pipeline) -> Limits:
+  """The slots of a stage's buffers, for the largest step of the run."""
+  return schedule_named(pipeline.schedule).limits(pipeline.shape_of(pipeline.most_passes))
+
+
+@functools.lru_cache(maxsize=32)
+def ticks_for(pipeline: Pipeline, passes: int) -> Ticks:
+  """The timetable of a step of so many passes, as the program for all steps of the run reads it."""
+  table = timetable(pipeline.schedule, pipeline.shape_of(passes))
+  length = len(table.ticks)
+  if passes < pipeline.most_passes:
+    length = len(ticks_for(pipeline, pipeline.most_passes).together.forward)
+  return rows_of_ticks(table, room_for(pipeline), length)
 
 
 def rows_of_ticks(table: Timetable, room: Limits, length: int) -> Ticks:
@@ -109,7 +127,7 @@ def _fill_forwards(table: Timetable, rows: StageRows) -> None:
     if after is None:
       rows.loss_slot[tick, place.stage] = own[place, entry.microbatch]
     else:
-      arrival = tick + shape.hop - 1, after.stage
+      arrival = tick + shape.hop, after.stage
       rows.input_arrives[arrival] = slots[after, entry.microbatch]
 
 
@@ -121,7 +139,7 @@ def _fill_backwards(table: Timetable, rows: StageRows) -> None:
     rows.gradient_slot[tick, place.stage] = entry.gradient_slot
     before = shape.before(place)
     if before is not None:
-      arrival = tick + shape.hop - 1, before.stage
+      arrival = tick + shape.hop, before.stage
       rows.gradient_arrives[arrival] = slots[before, entry.microbatch]
 
 

@@ -1,4 +1,4 @@
-"""One tick of one stage: a forward, the loss, a backward, and the exchange with its neighbours.
+"""One tick of one stage: what neighbours sent, a forward, the loss, a backward.
 
 R rows of a microbatch, T tokens, C tokens of a stage's share, D width of the residual stream.
 
@@ -32,8 +32,10 @@ class Held(NamedTuple):
   """[slots, R, T, D]: inputs, until their backward."""
   gradients: jax.Array
   """[slots, R, T, D]: gradients of outputs, until their backward."""
-  underway: tuple[jax.Array, ...]
-  """With delayed forwarding, what the tick before computed and this one sends: two (R, T, D)."""
+  made: tuple[jax.Array, jax.Array]
+  """Output and gradient of the tick before, (R, T, D) each."""
+  sent: tuple[jax.Array, ...]
+  """With delayed forwarding, the same of the neighbours, a tick older."""
   d_layers: Leaves
   """float32 sums of the layers' gradients: (repeats, layers, …)."""
   d_rest: Leaves
@@ -69,11 +71,12 @@ class Stage:
   def run(self, zero_layers: Leaves, zero_rest: Leaves, room: Limits) -> Held:
     """All ticks, from zeros of the gradients' shapes."""
     one = jax.eval_shape(lambda: self._embedded(jnp.int32(0)))
-    underway = (_blank(one.shape, one.dtype),) * 2 if self.hop > 1 else ()
+    made = (_blank(one.shape, one.dtype), _blank(one.shape, one.dtype))
     held = Held(
       inputs=_blank((room.inputs + 1, *one.shape), one.dtype),
       gradients=_blank((room.gradients + 1, *one.shape), one.dtype),
-      underway=underway,
+      made=made,
+      sent=made if self.hop > 1 else (),
       d_layers=self._laid_out(zero_layers),
       d_rest=self._laid_out(zero_rest),
       sums=zero_sums(),
@@ -83,93 +86,122 @@ class Stage:
   def _tick(self, tick: jax.Array, held: Held) -> Held:
     row: StageRows = jax.tree.map(lambda x: x[tick, 0], self.ticks.stages)
     together: TickRows = jax.tree.map(lambda x: x[tick], self.ticks.together)
-    x_RTD, y_RTD = _when(together.forward, lambda: self._forward(row.forward, together, held))
+    held = self._received(row, held)
+    # The buffers are read and written out here: XLA copies what goes through a branch as a whole.
+    waiting_RTD = _read(held.inputs, row.forward.slot)
+    x_RTD, y_RTD = _when(
+      together.forward, lambda: self._forward(row.forward, together.embedding, waiting_RTD)
+    )
     held = held._replace(inputs=_put(held.inputs, row.forward.slot, x_RTD))
-    held = lax.cond(
-      together.loss,
-      lambda held: self._loss(row.loss_slot, together.loss_microbatch, y_RTD, held),
-      lambda held: held,
-      held,
-    )
-    held, d_x_RTD = lax.cond(
-      together.backward,
-      lambda held: self._backward(row, together.unembedding, held),
-      lambda held: (held, _blank(x_RTD.shape, x_RTD.dtype)),
-      held,
-    )
-    return self._exchange(row, y_RTD, d_x_RTD, held)
+    held, d_y_RTD = self._with_loss(together, y_RTD, held)
+    held = held._replace(gradients=_put(held.gradients, row.loss_slot, d_y_RTD))
+    held, d_x_RTD = self._with_backward(row.backward, row.gradient_slot, together, held)
+    return held._replace(made=(y_RTD, d_x_RTD))
 
-  def _forward(self, work: Works, together: TickRows, held: Held) -> tuple[jax.Array, jax.Array]:
+  def _received(self, row: StageRows, held: Held) -> Held:
+    """Puts away outputs of the stage before and gradients of the one behind, around a ring.
+
+    At the beginning of a tick, not at the end of the one before: between a read of a buffer and the
+    next write to it there is then always something that needs the one and that the other needs.
+    XLA would otherwise copy the buffer, in every tick.
+    """
+    onward = [(stage, (stage + 1) % self.count) for stage in range(self.count)]
+    back = [(after, stage) for stage, after in onward]
+    y_RTD, d_x_RTD = held.made
+    sent = (lax.ppermute(y_RTD, "stage", onward), lax.ppermute(d_x_RTD, "stage", back))
+    input_RTD, gradient_RTD = held.sent if self.hop > 1 else sent
+    return held._replace(
+      inputs=_put(held.inputs, row.input_arrives, input_RTD),
+      gradients=_put(held.gradients, row.gradient_arrives, gradient_RTD),
+      sent=sent if self.hop > 1 else (),
+    )
+
+  def _forward(
+    self, work: Works, embedding: jax.Array, waiting_RTD: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
     """The input and the output of this stage's layers."""
-    embedded_RTD = _when(together.embedding, lambda: self._embedded(work.microbatch))
-    x_RTD = jnp.where(self._is_first(work), embedded_RTD, _read(held.inputs, work.slot))
+    embedded_RTD = _when(embedding, lambda: self._embedded(work.microbatch))
+    x_RTD = jnp.where(self._is_first(work), embedded_RTD, waiting_RTD)
     return x_RTD, self._apply(self._of_repeat(work.repeat), x_RTD, work)
 
-  def _loss(self, slot: jax.Array, microbatch: jax.Array, y_RTD: jax.Array, held: Held) -> Held:
+  def _with_loss(self, together: TickRows, y_RTD: jax.Array, held: Held) -> tuple[Held, jax.Array]:
+    """Adds the loss of the last stage's output, if it has one; its gradient."""
+    d_rest, sums, d_y_RTD = lax.cond(
+      together.loss,
+      lambda d_rest, sums: self._loss(together.loss_microbatch, y_RTD, d_rest, sums),
+      lambda d_rest, sums: (d_rest, sums, _blank(y_RTD.shape, y_RTD.dtype)),
+      held.d_rest,
+      held.sums,
+    )
+    return held._replace(d_rest=d_rest, sums=sums), d_y_RTD
+
+  def _loss(
+    self, microbatch: jax.Array, y_RTD: jax.Array, d_rest: Leaves, sums: Sums
+  ) -> tuple[Leaves, Sums, jax.Array]:
     """Loss and gradient of the last stage's output, every stage taking a share of the tokens."""
     rows = self.microbatch(microbatch)
-    is_last = self.number == self.count - 1
-    y_RTD = _padded(jnp.where(is_last, y_RTD, 0), self.count)
+    y_RTD = _padded(_masked(self.number == self.count - 1, y_RTD), self.count)
     y_RCD = lax.psum_scatter(y_RTD, "stage", scatter_dimension=1, tiled=True)
     targets_RC, weights_RC = self._share(rows.targets), self._share(rows.weights)
 
     def loss(rest: Leaves, y_RCD: jax.Array) -> jax.Array:
       return self.parts.loss(self.layers, rest, y_RCD, targets_RC, weights_RC)
 
-    total, (d_rest, d_y_RCD) = jax.value_and_grad(loss, (0, 1))(self.rest, y_RCD)
+    total, (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1))(self.rest, y_RCD)
     d_y_RTD = lax.all_gather(d_y_RCD, "stage", axis=1, tiled=True)[:, : rows.targets.shape[1]]
-    return held._replace(
-      gradients=_put(held.gradients, slot, d_y_RTD),
-      d_rest=self._added(held.d_rest, d_rest),
-      sums=Sums(held.sums.loss + total, held.sums.weight + weights_RC.sum()),
-    )
+    sums = Sums(sums.loss + total, sums.weight + weights_RC.sum())
+    return self._added(d_rest, new), sums, d_y_RTD
 
-  def _backward(self, row: StageRows, unembedding: jax.Array, held: Held) -> tuple[Held, jax.Array]:
-    """Adds the gradients of this stage's layers; returns that of their input too."""
-    work = row.backward
+  def _with_backward(
+    self, work: Works, gradient_slot: jax.Array, together: TickRows, held: Held
+  ) -> tuple[Held, jax.Array]:
+    """Adds the gradients of this stage's layers, if any stage has some; that of their input."""
+    x_RTD = _read(held.inputs, work.slot)
+    d_y_RTD = _read(held.gradients, gradient_slot)
+    d_layers, d_x_RTD = lax.cond(
+      together.backward,
+      lambda d_layers: self._backward(work, x_RTD, d_y_RTD, d_layers),
+      lambda d_layers: (d_layers, _blank(x_RTD.shape, x_RTD.dtype)),
+      held.d_layers,
+    )
+    d_rest = lax.cond(
+      together.unembedding,
+      lambda d_rest: self._unembedded(work, d_x_RTD, d_rest),
+      lambda d_rest: d_rest,
+      held.d_rest,
+    )
+    return held._replace(d_layers=d_layers, d_rest=d_rest), d_x_RTD
+
+  def _backward(
+    self, work: Works, x_RTD: jax.Array, d_y_RTD: jax.Array, d_layers: Leaves
+  ) -> tuple[Leaves, jax.Array]:
+    """Through this stage's layers once more, and back."""
 
     def apply(layers: Leaves, x_RTD: jax.Array) -> jax.Array:
       return self._apply(layers, x_RTD, work)
 
-    _, go_back = jax.vjp(apply, self._of_repeat(work.repeat), _read(held.inputs, work.slot))
-    d_layers, d_x_RTD = go_back(_read(held.gradients, row.gradient_slot))
+    _, go_back = jax.vjp(apply, self._of_repeat(work.repeat), x_RTD)
+    new, d_x_RTD = go_back(d_y_RTD)
     # As in accumulate.py: reductions over fsdp are to stay inside the loop.
-    d_layers = lax.optimization_barrier(d_layers)
+    new = lax.optimization_barrier(new)
     sums = {
-      path: total.at[work.repeat].add(jnp.where(work.on, d_layers[path].astype(total.dtype), 0))
-      for path, total in held.d_layers.items()
+      path: total.at[work.repeat].add(_masked(work.on, new[path].astype(total.dtype)))
+      for path, total in d_layers.items()
     }
-    begins = work.on & self._is_first(work)
-    d_rest = lax.cond(
-      unembedding,
-      lambda d_rest: self._unembedded(work, jnp.where(begins, d_x_RTD, 0), d_rest),
-      lambda d_rest: d_rest,
-      held.d_rest,
-    )
-    return held._replace(d_layers=self._laid_out(sums), d_rest=d_rest), d_x_RTD
+    return self._laid_out(sums), d_x_RTD
 
-  def _exchange(self, row: StageRows, y_RTD: jax.Array, d_x_RTD: jax.Array, held: Held) -> Held:
-    """Sends outputs to the next stage and gradients to the one before, around the ring."""
-    made = (y_RTD, d_x_RTD)
-    sent = held.underway if self.hop > 1 else made
-    onward = [(stage, (stage + 1) % self.count) for stage in range(self.count)]
-    back = [(after, stage) for stage, after in onward]
-    return held._replace(
-      inputs=_put(held.inputs, row.input_arrives, lax.ppermute(sent[0], "stage", onward)),
-      gradients=_put(held.gradients, row.gradient_arrives, lax.ppermute(sent[1], "stage", back)),
-      underway=made if self.hop > 1 else (),
-    )
+  def _unembedded(self, work: Works, d_x_RTD: jax.Array, d_rest: Leaves) -> Leaves:
+    """Adds what the first stage's input owes to the embedding."""
+    rows = self.microbatch(work.microbatch)
+    _, go_back = jax.vjp(lambda rest: self.parts.embed(self.layers, rest, rows), self.rest)
+    begins = work.on & self._is_first(work)
+    return self._added(d_rest, go_back(_masked(begins, d_x_RTD))[0])
 
   def _is_first(self, work: Works) -> jax.Array:
     return (self.number == 0) & (work.repeat == 0)
 
   def _embedded(self, microbatch: jax.Array) -> jax.Array:
     return self.parts.embed(self.layers, self.rest, self.microbatch(microbatch))
-
-  def _unembedded(self, work: Works, d_x_RTD: jax.Array, d_rest: Leaves) -> Leaves:
-    rows = self.microbatch(work.microbatch)
-    _, go_back = jax.vjp(lambda rest: self.parts.embed(self.layers, rest, rows), self.rest)
-    return self._added(d_rest, go_back(d_x_RTD)[0])
 
   def _apply(self, layers: Leaves, x_RTD: jax.Array, work: Works) -> jax.Array:
     """One repeat's layers on the microbatch of this work."""
@@ -213,6 +245,11 @@ def _padded(x: jax.Array, multiple: int) -> jax.Array:
 def _blank(shape: tuple[int, ...], dtype: Any) -> jax.Array:
   """What nobody will use, or not before it is written."""
   return jnp.zeros(shape, dtype)
+
+
+def _masked(condition: jax.Array, value: jax.Array) -> jax.Array:
+  """Zeros, whatever an idle stage computed, NaN too."""
+  return jnp.where(condition, value, jnp.zeros_like(value))
 
 
 def _read(buffer: jax.Array, slot: jax.Array) -> jax.Array:

@@ -1,0 +1,66 @@
+"""What a pipeline's step holds, by the compiler's account, on four simulated devices.
+
+R samples of a microbatch, T tokens, D width, V vocabulary, in float32.
+"""
+
+import functools
+
+import jax
+import pytest
+from pipelined import QUICKLY
+from support import config
+
+from maxbatch.batch.plan import plan_batches
+from maxbatch.data import synthetic
+from maxbatch.pipeline.rows_of_ticks import room_for
+from maxbatch.prepare import build_trainer, step_rows, traced_step
+from maxbatch.topology import topology
+
+STAGES, R, T, D, V = 4, 4, 128, 64, 8192
+KEYS = {
+  "num_simulated_devices": STAGES,
+  "ici_pipeline_parallelism": STAGES,
+  "num_pipeline_microbatches": STAGES,
+  "per_device_batch_size": R,
+  "max_target_length": T,
+  "base_emb_dim": D,
+  "base_num_decoder_layers": 2 * STAGES,
+  "num_vocab_tiling": 1,
+  "vocab_size": V,
+  "opt_type": "sgd",
+  "dataset_type": "synthetic",
+}
+
+
+@functools.cache
+def temporary_bytes(schedule: str, repeats: int, passes: int) -> tuple[int, int]:
+  """Of one device in a step of STAGES × passes microbatches; and of its slots."""
+  keys = {"pipeline_schedule": schedule, "num_pipeline_repeats": repeats}
+  settings = config(**KEYS, **keys, gradient_accumulation_steps=passes)
+  plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, STAGES))
+  trainer = build_trainer(settings, plan, jax.devices()[:STAGES])
+  assert trainer.pipeline is not None
+  assert trainer.pipeline.rows == R
+  source = synthetic.build(settings.data, T).train
+  rows = step_rows(settings, plan, source, plan.micro_batch_to_train)
+  lowered = traced_step(settings, trainer, rows).lower()
+  found = lowered.compile(compiler_options=QUICKLY).memory_analysis()
+  assert found is not None
+  return found.temp_size_in_bytes, sum(vars(room_for(trainer.pipeline)).values()) * R * T * D * 4
+
+
+def test_one_forward_one_backward_holds_no_more_for_more_microbatches():
+  few, many = (temporary_bytes("1f1b", 1, passes)[0] for passes in (2, 8))
+  assert many == pytest.approx(few, rel=0.02)
+
+
+@pytest.mark.parametrize(("schedule", "repeats"), [("gpipe", 1), ("circular", 2)])
+def test_after_all_forwards_memory_grows_as_predicted(schedule, repeats):
+  (few, slots), (many, more_slots) = (temporary_bytes(schedule, repeats, n) for n in (2, 8))
+  assert many > 1.3 * few
+  assert many - few == pytest.approx(more_slots - slots, rel=0.02)
+
+
+def test_no_stage_holds_the_logits_of_a_whole_microbatch():
+  # A quarter of them, and their gradient; all else, some tables of the vocabulary too, is smaller.
+  assert temporary_bytes("1f1b", 1, 8)[0] < R * T * V * 4
