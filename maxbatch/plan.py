@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from maxbatch.accelerators import slice_named
-from maxbatch.batch.candidates import candidates, is_open, offered
+from maxbatch.batch.candidates import is_open, offered, sizes_of
 from maxbatch.batch.loading import host_loads
 from maxbatch.batch.pipelining import pipeline_of
 from maxbatch.batch.plan import plan_batches
@@ -157,7 +157,7 @@ def _choice(config: Config, layout: Topology) -> str:
   """
   if not is_open(config.batch):
     return ""
-  return offered(config.batch, candidates(config.batch, config.run, layout))
+  return offered(config.batch, sizes_of(config, layout))
 
 
 def _positive(own: dict[str, str], key: str, default: int) -> int:

@@ -123,6 +123,7 @@ LAYERS = {
     "compile.validate",
     "compile.flops",
     "compile.program",
+    "compile.ticks",
     "compile.report",
     "compile.compile_only",
     "batch.autotune",

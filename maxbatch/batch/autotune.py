@@ -21,8 +21,8 @@ from maxbatch.batch.candidates import (
   Candidate,
   asked,
   batch_follows,
-  candidates,
   is_open,
+  sizes_of,
   with_policies,
 )
 from maxbatch.batch.exploration import Exploration, explore
@@ -92,7 +92,7 @@ def choose(
     return config
   if config.batch.micro_batch_size != "auto":
     raise UserError(_not_here(config))
-  sizes = candidates(config.batch, config.run, place.layout)
+  sizes = sizes_of(config, place.layout)
   memory = _Memory(folder, what_it_depends_on(config, place, sizes))
   say = _in_process_0(say)
   size = _recalled(memory, config, sizes, forgetting, say)
@@ -124,7 +124,7 @@ def explore_sizes(
   """
   if not config.compile.compile_only:
     raise UserError(_not_here(config))
-  sizes = candidates(config.batch, config.run, place.layout)
+  sizes = sizes_of(config, place.layout)
   sizes = with_policies(sizes) if config.model.remat_policy == "explore" else sizes
   say = _in_process_0(say)
   found = explore(sizes, _agreed(probe), ways_out(config), say)
@@ -142,6 +142,7 @@ def what_it_depends_on(config: Config, place: Place, sizes: Sequence[Candidate])
     "model": model,
     "batch": batch,
     "sizes": [[text(one.per_device), one.passes, one.batch] for one in sizes],
+    "pipeline": dict(vars(config.pipeline)),
     "mesh": {"ici": list(place.layout.ici), "dcn": list(place.layout.dcn)},
     "optimizer": {
       "opt_type": config.optimizer.opt_type,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal, get_args
 
+from maxbatch.batch.pipelining import pipeline_of
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.solve import Wanted, counted, solve, text, wanted
 from maxbatch.config.schema import BatchConfig, Config, Explore, RunConfig
@@ -101,6 +102,29 @@ def candidates(batch: BatchConfig, run: RunConfig, topology: Topology) -> tuple[
   if not chosen:
     raise UserError(_none_in_range(batch, allowed))
   return tuple(chosen)
+
+
+def sizes_of(config: Config, topology: Topology) -> tuple[Candidate, ...]:
+  """The sizes that a run can have: all candidates, or those that its pipeline can divide.
+
+  Raises:
+    UserError: as `candidates`; or the pipeline can divide none.
+  """
+  sizes = candidates(config.batch, config.run, topology)
+  if config.pipeline.pipeline_schedule == "none":
+    return sizes
+  found, problem = [], None
+  for one in sizes:
+    sized = one.applied_to(config)
+    try:
+      pipeline_of(sized, topology, plan_batches(sized.batch, sized.run, topology))
+    except UserError as error:
+      problem = problem or error
+    else:
+      found.append(one)
+  if problem and not found:
+    raise UserError(f"{asked(config.batch)}: no size works; the smallest: {problem}")
+  return tuple(found)
 
 
 def with_policies(sizes: Sequence[Candidate]) -> tuple[Candidate, ...]:

@@ -135,7 +135,7 @@ def _try_report(
   if fits and not config.compile.compile_topology:
     measured = _measured(plan, trainer, program, micro_batch)
   return make_report(
-    plan, trainer, program, micro_batch, capacity, measured, _title(config, plan, devices)
+    plan, trainer, program, micro_batch, capacity, measured, _title(config, plan, trainer)
   )
 
 
@@ -151,7 +151,8 @@ def _measured(plan: BatchPlan, trainer: Trainer, program: Program, micro_batch: 
     raise
 
 
-def _title(config: Config, plan: BatchPlan, devices: Sequence[Device]) -> str:
+def _title(config: Config, plan: BatchPlan, trainer: Trainer) -> str:
+  devices = list(trainer.mesh.devices.flat)
   where = config.compile.compile_topology or "the devices present"
   slices = config.compile.compile_topology_num_slices
   where = f"{slices} × {where}" if config.compile.compile_topology and slices > 1 else where
@@ -159,6 +160,7 @@ def _title(config: Config, plan: BatchPlan, devices: Sequence[Device]) -> str:
     f"Compile report: {config.model.model_name}, rows of {plan.max_target_length:,} tokens, "
     f"remat_policy {config.model.remat_policy}, on {where}\n"
     f"  {len(devices):,} × {devices[0].device_kind}: {plan.topology}"
+    + (f"\n  {trainer.pipeline}" if trainer.pipeline else "")
   )
 
 

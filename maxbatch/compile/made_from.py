@@ -21,7 +21,7 @@ from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.models import attention, dot_product, flash, layers, registry, transformer
 from maxbatch.models.registry import MODELS
-from maxbatch.pipeline import parts, rows_of_ticks, run, tick
+from maxbatch.pipeline import parts, rows_of_ticks, run, schedule, slots, stage_order, tick
 from maxbatch.step import Trainer
 
 MICRO_BATCHES = "micro_batch_to_train"
@@ -183,7 +183,10 @@ STEP_MODULES = (
   rows,
   rows_of_ticks,
   run,
+  schedule,
   sharding,
+  slots,
+  stage_order,
   state,
   step,
   tick,
@@ -211,7 +214,7 @@ def header(config: Config, plan: BatchPlan, trainer: Trainer) -> dict[str, objec
   """
   return {
     **_keys(config, trainer),
-    **_sizes(config, plan),
+    **_sizes(config, plan, trainer),
     **_devices(plan, trainer),
     **_versions(trainer),
     "source": source_hash(config),
@@ -229,11 +232,13 @@ def _keys(config: Config, trainer: Trainer) -> dict[str, object]:
   return keys
 
 
-def _sizes(config: Config, plan: BatchPlan) -> dict[str, object]:
+def _sizes(config: Config, plan: BatchPlan, trainer: Trainer) -> dict[str, object]:
   streamed = config.batch.accumulation == "streamed"
   return {
     MICRO_BATCHES: list(plan.micro_batches),
     "trip_capacity": None if streamed else plan.trip_capacity,
+    # A pipeline's timetable has room for the largest step, not for the capacity.
+    "pipeline_passes": trainer.pipeline.most_passes if trainer.pipeline else None,
     "streamed_passes": _streamed_passes(plan) if streamed else None,
   }
 

@@ -14,6 +14,7 @@ from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import text
 from maxbatch.compile.flops import StepFlops, model_flops_per_token
 from maxbatch.compile.program import Program
+from maxbatch.compile.ticks import idle_seconds, in_passes
 from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import NO_FIGURES, Chip, chip_for
 from maxbatch.estimate.costs import program_costs
@@ -301,7 +302,8 @@ def make_report(
   """
   layout = plan.topology
   chip = chip_for(trainer.mesh.devices.flat[0].device_kind)
-  costs, expected = program_costs(hlo.parse(program.text)), program.flops
+  costs, pipeline = program_costs(hlo.parse(program.text)), trainer.pipeline
+  costs, expected = in_passes(pipeline, costs, program.flops)
   if program.streamed:
     # Its loop of one trip is unrolled away, or holds only part: without this all would be the rest.
     costs = [dataclasses.replace(cost, in_microbatch_loop=True) for cost in costs]
@@ -317,7 +319,9 @@ def make_report(
   if measured is not None:
     time = StepTime(measured.seconds_per_pass, measured.seconds_rest, "measured", measured.spread)
   elif chip is not None:
-    time = StepTime(work.pass_seconds, work.rest_seconds, "estimate")
+    idle = idle_seconds(pipeline, work)
+    each, rest = (idle, 0.0) if program.streamed else (0.0, idle)
+    time = StepTime(work.pass_seconds + each, work.rest_seconds + rest, "estimate")
   return CompileReport(
     title=title,
     plan=plan,

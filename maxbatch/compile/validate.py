@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from maxbatch.batch.candidates import asked, candidates, is_open, with_size
+from maxbatch.batch.candidates import asked, is_open, sizes_of, with_size
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
 from maxbatch.batch.solve import counted, text
 from maxbatch.checkpoint import Checkpointer
@@ -112,7 +112,7 @@ def _with_smallest_choice(
     )
   if not is_open(config.batch):
     return config, ()
-  sizes = candidates(config.batch, config.run, _layout(config, devices))
+  sizes = sizes_of(config, _layout(config, devices))
   smallest, largest = sizes[0].per_device, sizes[-1].per_device
   batch = with_size(config.batch, smallest)
   line = (

@@ -89,8 +89,10 @@ class Stage:
     held = self._received(row, held)
     # The buffers are read and written out here: XLA copies what goes through a branch as a whole.
     waiting_RTD = _read(held.inputs, row.forward.slot)
-    x_RTD, y_RTD = _when(
-      together.forward, lambda: self._forward(row.forward, together.embedding, waiting_RTD)
+    x_RTD, y_RTD = self._either(
+      together.forward,
+      lambda: self._forward(row.forward, together.embedding, waiting_RTD),
+      lambda: (_blank_like(waiting_RTD), _blank_like(waiting_RTD)),
     )
     held = held._replace(inputs=_put(held.inputs, row.forward.slot, x_RTD))
     held, d_y_RTD = self._with_loss(together, y_RTD, held)
@@ -120,18 +122,20 @@ class Stage:
     self, work: Works, embedding: jax.Array, waiting_RTD: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
     """The input and the output of this stage's layers."""
-    embedded_RTD = _when(embedding, lambda: self._embedded(work.microbatch))
+    embedded_RTD = self._either(
+      embedding,
+      lambda: self._embedded(work.microbatch),
+      lambda: _blank_like(waiting_RTD),
+    )
     x_RTD = jnp.where(self._is_first(work), embedded_RTD, waiting_RTD)
     return x_RTD, self._apply(self._of_repeat(work.repeat), x_RTD, work)
 
   def _with_loss(self, together: TickRows, y_RTD: jax.Array, held: Held) -> tuple[Held, jax.Array]:
     """Adds the loss of the last stage's output, if it has one; its gradient."""
-    d_rest, sums, d_y_RTD = lax.cond(
+    d_rest, sums, d_y_RTD = self._either(
       together.loss,
-      lambda d_rest, sums: self._loss(together.loss_microbatch, y_RTD, d_rest, sums),
-      lambda d_rest, sums: (d_rest, sums, _blank(y_RTD.shape, y_RTD.dtype)),
-      held.d_rest,
-      held.sums,
+      lambda: self._loss(together.loss_microbatch, y_RTD, held.d_rest, held.sums),
+      lambda: (held.d_rest, held.sums, _blank_like(y_RTD)),
     )
     return held._replace(d_rest=d_rest, sums=sums), d_y_RTD
 
@@ -140,14 +144,18 @@ class Stage:
   ) -> tuple[Leaves, Sums, jax.Array]:
     """Loss and gradient of the last stage's output, every stage taking a share of the tokens."""
     rows = self.microbatch(microbatch)
-    y_RTD = _padded(_masked(self.number == self.count - 1, y_RTD), self.count)
-    y_RCD = lax.psum_scatter(y_RTD, "stage", scatter_dimension=1, tiled=True)
-    targets_RC, weights_RC = self._share(rows.targets), self._share(rows.weights)
+    # Everyone sends everyone its share; all but the last stage's is dropped. A sum over stages with
+    # zeros from the others would move as much, and XLA's CPU compiler fails on one of bfloat16.
+    shares_RSCD = lax.all_to_all(self._shares(y_RTD), "stage", split_axis=1, concat_axis=1)
+    y_RCD = shares_RSCD[:, -1]
+    targets_RC = self._shares(rows.targets)[:, self.number]
+    weights_RC = self._shares(rows.weights)[:, self.number]
 
-    def loss(rest: Leaves, y_RCD: jax.Array) -> jax.Array:
-      return self.parts.loss(self.layers, rest, y_RCD, targets_RC, weights_RC)
+    def loss(some: Leaves, y_RCD: jax.Array) -> jax.Array:
+      return self.parts.loss(self.layers, self.rest | some, y_RCD, targets_RC, weights_RC)
 
-    total, (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1))(self.rest, y_RCD)
+    some = _needed(lambda rest: loss(rest, y_RCD), self.rest)
+    total, (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1))(some, y_RCD)
     d_y_RTD = lax.all_gather(d_y_RCD, "stage", axis=1, tiled=True)[:, : rows.targets.shape[1]]
     sums = Sums(sums.loss + total, sums.weight + weights_RC.sum())
     return self._added(d_rest, new), sums, d_y_RTD
@@ -158,17 +166,15 @@ class Stage:
     """Adds the gradients of this stage's layers, if any stage has some; that of their input."""
     x_RTD = _read(held.inputs, work.slot)
     d_y_RTD = _read(held.gradients, gradient_slot)
-    d_layers, d_x_RTD = lax.cond(
+    d_layers, d_x_RTD = self._either(
       together.backward,
-      lambda d_layers: self._backward(work, x_RTD, d_y_RTD, d_layers),
-      lambda d_layers: (d_layers, _blank(x_RTD.shape, x_RTD.dtype)),
-      held.d_layers,
+      lambda: self._backward(work, x_RTD, d_y_RTD, held.d_layers),
+      lambda: (held.d_layers, _blank_like(x_RTD)),
     )
-    d_rest = lax.cond(
+    d_rest = self._either(
       together.unembedding,
-      lambda d_rest: self._unembedded(work, d_x_RTD, d_rest),
-      lambda d_rest: d_rest,
-      held.d_rest,
+      lambda: self._unembedded(work, d_x_RTD, held.d_rest),
+      lambda: held.d_rest,
     )
     return held._replace(d_layers=d_layers, d_rest=d_rest), d_x_RTD
 
@@ -188,12 +194,16 @@ class Stage:
       path: total.at[work.repeat].add(_masked(work.on, new[path].astype(total.dtype)))
       for path, total in d_layers.items()
     }
-    return self._laid_out(sums), d_x_RTD
+    return sums, d_x_RTD
 
   def _unembedded(self, work: Works, d_x_RTD: jax.Array, d_rest: Leaves) -> Leaves:
     """Adds what the first stage's input owes to the embedding."""
     rows = self.microbatch(work.microbatch)
-    _, go_back = jax.vjp(lambda rest: self.parts.embed(self.layers, rest, rows), self.rest)
+
+    def embed(some: Leaves) -> jax.Array:
+      return self.parts.embed(self.layers, self.rest | some, rows)
+
+    _, go_back = jax.vjp(embed, _needed(embed, self.rest))
     begins = work.on & self._is_first(work)
     return self._added(d_rest, go_back(_masked(begins, d_x_RTD))[0])
 
@@ -216,16 +226,31 @@ class Stage:
       path: leaf[0] if leaf.shape[0] == 1 else leaf[repeat] for path, leaf in self.layers.items()
     }
 
-  def _share(self, x_RT: jax.Array) -> jax.Array:
-    """This stage's tokens: (R, T) → (R, C)."""
-    padded = _padded(x_RT, self.count)
-    return padded.reshape(padded.shape[0], self.count, -1)[:, self.number]
+  def _shares(self, x: jax.Array) -> jax.Array:
+    """The tokens that each stage takes: (R, T, …) → (R, stages, C, …), zeros at the end."""
+    missing = -x.shape[1] % self.count
+    padded = jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2))) if missing else x
+    return padded.reshape(x.shape[0], self.count, -1, *x.shape[2:])
 
   def _added(self, totals: Leaves, new: Leaves) -> Leaves:
+    """The sums with gradients of some of the parameters added."""
     new = lax.optimization_barrier(new)
-    return self._laid_out(
-      {path: total + new[path].astype(total.dtype) for path, total in totals.items()}
-    )
+    return totals | {path: totals[path] + g.astype(totals[path].dtype) for path, g in new.items()}
+
+  def _either(
+    self, condition: jax.Array, compute: Callable[[], Any], otherwise: Callable[[], Any]
+  ) -> Any:
+    """One of two branches, whose results lie in the same places: XLA's TPU compiler insists."""
+    return lax.cond(condition, lambda: self._placed(compute()), lambda: self._placed(otherwise()))
+
+  def _placed(self, result: Any) -> Any:
+    """Gradients of parameters, activations (R, T, D) and scalars, where they belong."""
+    if isinstance(result, dict):
+      return self._laid_out(result)
+    if isinstance(result, tuple):
+      parts = [self._placed(each) for each in result]
+      return Sums(*parts) if isinstance(result, Sums) else tuple(parts)
+    return constrain(result, ("batch", "length", "activation_embed") if result.ndim else ())
 
   def _laid_out(self, gradients: Leaves) -> Leaves:
     """Divided over fsdp and tensor as the parameters are; the layers' have a dim in front."""
@@ -236,15 +261,21 @@ class Stage:
     }
 
 
-def _padded(x: jax.Array, multiple: int) -> jax.Array:
-  """Zeros at the end of dim 1, up to a multiple."""
-  missing = -x.shape[1] % multiple
-  return jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2))) if missing else x
+def _needed(function: Callable[[Leaves], Any], rest: Leaves) -> Leaves:
+  """The parameters that it depends on: gradients of the others are zero, and need no adding."""
+  traced = jax.make_jaxpr(function)(rest).jaxpr
+  read = {id(variable) for equation in traced.eqns for variable in equation.invars}
+  given = zip(sorted(rest), traced.invars, strict=True)
+  return {path: rest[path] for path, variable in given if id(variable) in read}
 
 
 def _blank(shape: tuple[int, ...], dtype: Any) -> jax.Array:
   """What nobody will use, or not before it is written."""
   return jnp.zeros(shape, dtype)
+
+
+def _blank_like(x_RTD: jax.Array) -> jax.Array:
+  return _blank(x_RTD.shape, x_RTD.dtype)
 
 
 def _masked(condition: jax.Array, value: jax.Array) -> jax.Array:
@@ -258,12 +289,3 @@ def _read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
 
 def _put(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
   return buffer.at[slot].set(value.astype(buffer.dtype))
-
-
-def _when(condition: jax.Array, compute: Callable[[], Any]) -> Any:
-  """`compute()`, or something of the same shape if the whole tick does without it."""
-
-  def blank() -> Any:
-    return jax.tree.map(lambda x: _blank(x.shape, x.dtype), jax.eval_shape(compute))
-
-  return lax.cond(condition, compute, blank)
