@@ -15,13 +15,22 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from maxbatch import parts
 from maxbatch.accumulate import summed_gradients
 from maxbatch.loss import loss_sum
-from maxbatch.models.registry import Model, Parameters
+from maxbatch.models.registry import Model, Parameters, Probed, by_path
 from maxbatch.optim import AverageState
 from maxbatch.rows import Rows
 from maxbatch.sharding import replicated, sharding
-from maxbatch.state import Sums, TrainState, abstract_state, init_state, shardings, zero_sums
+from maxbatch.state import (
+  NoiseSums,
+  Sums,
+  TrainState,
+  abstract_state,
+  init_state,
+  shardings,
+  zero_sums,
+)
 
 
 class StepMetrics(NamedTuple):
@@ -33,6 +42,10 @@ class StepMetrics(NamedTuple):
   """float32: global norm of the mean gradient, before clipping."""
   weight: jax.Array
   """float32: tokens that counted."""
+  noise: NoiseSums | None = None
+  """What the rows' and passes' gradients measured; None where nothing is measured."""
+  of_step: Parameters | None = None
+  """float32[L or none]: for each probe, ‖gradient of the step's summed loss‖²."""
 
 
 Step = Callable[..., tuple[TrainState, StepMetrics]]
@@ -81,7 +94,7 @@ def fused_step(
     mini_step=jnp.zeros((), jnp.int32),
     acc_grads=jax.tree.map(jnp.zeros_like, zeros),
   )
-  state = state._replace(opt_state=opt_state, sums=zero_sums())
+  state = state._replace(opt_state=opt_state, sums=zero_sums(trainer.model))
   return _update(trainer, state, gradients, sums, last=jnp.array(True), rate=learning_rate)
 
 
@@ -108,17 +121,37 @@ def _update(
   rate: jax.Array,
 ) -> tuple[TrainState, StepMetrics]:
   """Hands one sum of gradients to MultiSteps, which updates the parameters when `last`."""
-  sums = jax.tree.map(jnp.add, state.sums, sums)
+  summed = jax.tree.map(jnp.add, state.opt_state.acc_grads, gradients)
+  new, of_step = parts.joined((sums, _squares(trainer.model, summed)))
+  sums = jax.tree.map(jnp.add, state.sums, new)
   updates, opt_state = trainer.optimizer.update(
     gradients, state.opt_state, state.params, weight=sums.weight, learning_rate=rate, last=last
   )
   params = cast(Parameters, optax.apply_updates(state.params, updates))
   average = _average_state(opt_state)
   metrics = StepMetrics(
-    loss=sums.loss / jnp.maximum(sums.weight, 1.0), grad_norm=average.grad_norm, weight=sums.weight
+    loss=sums.loss / jnp.maximum(sums.weight, 1.0),
+    grad_norm=average.grad_norm,
+    weight=sums.weight,
+    noise=sums.noise,
+    of_step=of_step if sums.noise else None,
   )
   carried = jax.tree.map(lambda x: jnp.where(last, 0.0, x), sums)
   return TrainState(params, opt_state, carried), metrics
+
+
+def _squares(model: Model, gradients: Parameters) -> Parameters:
+  """For every probe, the squares of the gradients of what it measures, in parts."""
+  axes, flat = model.axes(), {}
+  by_path(lambda path, gradient: flat.update({path: gradient}), gradients)
+
+  def of(probed: Probed) -> jax.Array:
+    lead = 1 if probed.num_layers else 0
+    squares = [parts.of_squares(flat[path], axes[path], lead) for path in probed.parameters]
+    return functools.reduce(jnp.add, squares)
+
+  structure = jax.tree.structure(model.probes(1, 1))
+  return jax.tree.unflatten(structure, [of(probed) for probed in model.probed()])
 
 
 def _average_state(opt_state: optax.MultiStepsState) -> AverageState:

@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 
-from maxbatch import accumulate, dropout, loss, optim, prepare, rows, sharding, state, step
+from maxbatch import accumulate, dropout, loss, optim, parts, prepare, rows, sharding, state, step
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
-from maxbatch.models import attention, dot_product, flash, layers, registry, transformer
+from maxbatch.models import attention, dot_product, flash, layers, probes, registry, transformer
 from maxbatch.models.registry import MODELS
 from maxbatch.step import Trainer
 
@@ -54,6 +54,8 @@ BAKED = (
   "remat_policy",
   "num_vocab_tiling",
   "z_loss_multiplier",
+  "gns",
+  "gns_from_microbatches",
   "max_target_length",
   "accumulation",
   "dataset_type",
@@ -177,7 +179,9 @@ STEP_MODULES = (
   layers,
   loss,
   optim,
+  parts,
   prepare,
+  probes,
   registry,
   rows,
   sharding,

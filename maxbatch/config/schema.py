@@ -166,6 +166,8 @@ class ModelConfig:
   remat_policy: Literal["none", "minimal", "full", "explore"]
   num_vocab_tiling: NonNegative
   z_loss_multiplier: NonNegativeFloat
+  gns: Literal["off", "norm", "all"]
+  gns_from_microbatches: bool
 
 
 @dataclasses.dataclass(frozen=True)
