@@ -147,6 +147,8 @@ def test_not_calibrated_yet():
   assert advice(few, 32, 256) == (
     "noise scale not calibrated yet: 3 of at least 8 calibration steps"
   )
+  none = dataclasses.replace(few, steps=0, calibration=Calibration("unavailable", 0))
+  assert advice(none, 32, 256).endswith("none of the last 64 steps measured it")
   faint = dataclasses.replace(UNKNOWN, calibration=Calibration("insufficient", 9))
   assert advice(faint, 32, 256) == (
     "noise scale not calibrated yet: 9 calibration steps do not tell the gradient from its noise; "

@@ -81,7 +81,7 @@ def test_costs_lie_on_the_hyperbola(batch):
 
 
 def test_a_change_of_batch_changes_both_costs():
-  change = cost_of_change(32, 64, 83)
+  change = cost_of_change(32, 2, 83)
   assert change.data == pytest.approx((1 + 64 / 83) / (1 + 32 / 83))
   assert change.steps == pytest.approx((1 + 83 / 64) / (1 + 83 / 32))
   # A batch takes data / steps.

@@ -48,6 +48,25 @@ def test_the_scale_is_a_ratio_of_sums_over_the_window_alone():
   assert estimate.scale.low < 5 < estimate.scale.high
 
 
+def test_negative_noise_is_not_clamped_either():
+  steps = [Moments(2.0, noise) for noise in (-5.0, 5.0, -6.0, 7.0, -4.0, 5.0, -3.0, 9.0)]
+  scale = tracked(steps, 8).estimate("total").scale
+  assert scale is not None
+  assert scale.value == pytest.approx(0.5)
+  assert scale.low < 0
+
+
+def test_what_leaves_the_window_is_gone():
+  tracker = tracked([Moments(1.0, 1.0)] * 8, 8)
+  for _ in range(5):
+    tracker.add({"norm": Moments(1.0, 1.0)})
+  assert tracker.estimate("total").steps == 3
+  for _ in range(3):
+    tracker.add({"total": None})
+  assert tracker.estimate("total").status == "unavailable"
+  assert tracker.estimate("norm").steps == 5
+
+
 @pytest.mark.parametrize("steps", [FEWEST_STEPS, 16, 32, 64])
 @pytest.mark.parametrize("batch", [8, 16, 64])
 def test_intervals_hold_the_truth(batch, steps):
@@ -243,6 +262,14 @@ def test_a_norm_scale_that_is_insufficient_predicts_nothing():
   for step in range(64):
     tracker.add({"norm": Moments((-1.0) ** step, 5.0)})
   assert tracker.calibration().status == "ok"
+  assert tracker.predicted_total().status == "insufficient"
+
+
+def test_a_norm_scale_below_zero_predicts_nothing():
+  tracker = mixed(512, every=4, batch=64)
+  for _ in range(64):
+    tracker.add({"norm": Moments(1.0, -1.0)})
+  assert tracker.estimate("norm").status == "ok"
   assert tracker.predicted_total().status == "insufficient"
 
 

@@ -74,8 +74,7 @@ def _meaning(scale: Interval, batch: int) -> str:
 
 def _change(scale: Interval, batch: int, factor: float) -> tuple[str, str]:
   """By how much a batch `factor` times as large changes data and steps, such as 28% and 36%."""
-  other = factor * float(batch)
-  costs = [cost_of_change(batch, other, part) for part in (scale.value, scale.low, scale.high)]
+  costs = [cost_of_change(batch, factor, part) for part in (scale.value, scale.low, scale.high)]
   return (
     _percent([abs(cost.data - 1) for cost in costs]),
     _percent([abs(cost.steps - 1) for cost in costs]),

@@ -78,7 +78,7 @@ def cost(batch: float, noise_scale: float) -> Cost:
   return Cost(data=1 + batch / noise_scale, steps=1 + noise_scale / batch)
 
 
-def cost_of_change(batch: float, other: float, noise_scale: float) -> Cost:
-  """Data and steps at batch `other`, relative to those at `batch`; arguments as in `cost`."""
-  before, after = cost(batch, noise_scale), cost(other, noise_scale)
+def cost_of_change(batch: float, factor: float, noise_scale: float) -> Cost:
+  """Data and steps at a batch `factor` times as large, relative to those at `batch`."""
+  before, after = cost(batch, noise_scale), cost(factor * batch, noise_scale)
   return Cost(after.data / before.data, after.steps / before.steps)
