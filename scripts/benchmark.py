@@ -123,8 +123,8 @@ def bare_runner(bench: Bench, trips: int) -> Callable[[int], object]:
   """The compiled step over and over on one batch."""
   dataset = build_dataset(bench.config.data, LENGTH)
   step = _compiled(bench)
-  with prepare.train_rows(bench.config, bench.plan, bench.trainer, dataset)(
-    Position(0, 0)
+  with prepare.train_rows(bench.config, bench.trainer, dataset)(
+    bench.plan, Position(0, 0)
   ) as loader:
     rows = next(loader)
   held = [bench.fresh()]
@@ -162,7 +162,7 @@ def loop_runner(bench: Bench) -> Callable[[int], float]:
           programs=programs,
           streamed=False,
           eval_step=lambda params, rows: Sums(jnp.zeros(()), jnp.zeros(())),
-          train_rows=prepare.train_rows(config, short, trainer, dataset),
+          train_rows=prepare.train_rows(config, trainer, dataset),
           eval_rows=None,
           checkpointer=None,
           log=log,
@@ -204,8 +204,8 @@ def parts_runners(bench: Bench) -> tuple[Callable[[int], object], Callable[[int]
   """One forward/backward of a microbatch, and one update, each alone."""
   model, optimizer = bench.trainer.model, bench.trainer.optimizer
   dataset = build_dataset(bench.config.data, LENGTH)
-  with prepare.train_rows(bench.config, bench.plan, bench.trainer, dataset)(
-    Position(0, 0)
+  with prepare.train_rows(bench.config, bench.trainer, dataset)(
+    bench.plan, Position(0, 0)
   ) as loader:
     rows = jax.tree.map(lambda x: x[0], next(loader))
   key = bench.trainer.dropout_key

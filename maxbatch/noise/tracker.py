@@ -25,6 +25,9 @@ TOTAL = "total"
 NORM = "norm"
 FEWEST_CALIBRATION_STEPS = FEWEST_STEPS
 
+_CALIBRATION_STEPS = 256
+"""That are remembered, at least: they are rare, and what they tell changes slowly."""
+
 Status = Literal["ok", "insufficient", "unavailable"]
 """insufficient: the signal cannot be told from 0, so no number is claimed. unavailable: no data."""
 
@@ -61,7 +64,7 @@ class Estimate:
 
 
 class NoiseTracker:
-  """Moments of the last `window_steps` steps, and of as many calibration steps."""
+  """Moments of the last `window_steps` steps, and of the last calibration steps."""
 
   def __init__(self, window_steps: int):
     """An empty tracker.
@@ -71,7 +74,7 @@ class NoiseTracker:
     """
     self.window_steps = window_steps
     self._window = Window(window_steps)
-    self._calibration = Window(window_steps)
+    self._calibration = Window(max(window_steps, _CALIBRATION_STEPS))
 
   @property
   def groups(self) -> tuple[str, ...]:
@@ -117,7 +120,7 @@ class NoiseTracker:
 
   def calibration(self) -> Calibration:
     """The factor from the normalization layers to the whole model."""
-    steps = min(self._calibration.added, self.window_steps)
+    steps = min(self._calibration.added, self._calibration.length)
     if steps < FEWEST_CALIBRATION_STEPS:
       return Calibration("unavailable", steps)
     signal_GN, noise_GN = self._calibration.values(NORM, TOTAL)[:, :, :steps]
