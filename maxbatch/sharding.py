@@ -124,9 +124,7 @@ def over_rows(
   mesh = jax.sharding.get_abstract_mesh()
   if "fsdp" in mesh.manual_axes or mesh.shape.get("fsdp", 1) == 1:
     return function(stored, *rows)
-  place = PartitionSpec(
-    *("fsdp" if names == "fsdp" else None for names in open_spec(axes, stored.shape))
-  )
+  place = _fsdp_only(axes, stored.shape)
 
   def local(part: jax.Array, *rows: jax.Array) -> jax.Array:
     if "fsdp" in place:
@@ -143,32 +141,45 @@ def over_rows(
 
 
 def sum_over_rows(
-  function: Callable[..., tuple[jax.Array, jax.Array]], *rows: jax.Array
+  function: Callable[..., tuple[jax.Array, jax.Array]],
+  axes: LogicalAxes,
+  shape: Sequence[int],
+  *rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
   """`function(*rows)`, a sum over rows and something of each row, run by each device on its own.
 
   Args:
-    function: of one device's rows, arrays whose first dimension is the batch, to an array that is
-      summed over the devices, and an array (B, …).
+    function: of one device's rows, arrays whose first dimension is the batch, to a sum over them
+      and an array (B, …).
+    axes: logical axes of the sum, which arrives laid out as the table says.
+    shape: its shape.
     rows: the rows of all devices.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if "fsdp" in mesh.manual_axes or mesh.shape.get("fsdp", 1) == 1:
     return function(*rows)
+  place = _fsdp_only(axes, shape)
 
   def local(*rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     total, of_each = function(*rows)
-    return total[None], of_each
+    if "fsdp" not in place:
+      return jax.lax.psum(total, "fsdp"), of_each
+    at = place.index("fsdp")
+    return jax.lax.psum_scatter(total, "fsdp", scatter_dimension=at, tiled=True), of_each
 
-  # The sum is left to the compiler, which may divide it as the parameter is divided.
-  totals, of_each = jax.shard_map(
+  return jax.shard_map(
     local,
     in_specs=PartitionSpec("fsdp"),
-    out_specs=PartitionSpec("fsdp"),
+    out_specs=(place, PartitionSpec("fsdp")),
     axis_names={"fsdp"},
     check_vma=False,
   )(*rows)
-  return totals.sum(0), of_each
+
+
+def _fsdp_only(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
+  """How fsdp divides an array, other mesh axes left out."""
+  names = open_spec(axes, shape)
+  return PartitionSpec(*("fsdp" if each in ("fsdp", ("fsdp",)) else None for each in names))
 
 
 def open_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:

@@ -12,14 +12,13 @@ by row as the weight gradient is summed up ("simultaneous", Gray et al. 2024), o
 that it is cheaper, its norm by ⟨x·xᵀ, dy·dyᵀ⟩ ("ghost", Li et al. 2022).
 """
 
-import functools
 import math
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.sharding import LOGICAL_AXIS_RULES, LogicalAxes, constrain, sum_over_rows
+from maxbatch.sharding import LOGICAL_AXIS_RULES, LogicalAxes, constrain, over_rows, sum_over_rows
 
 
 class Probe(nnx.Variable):
@@ -77,10 +76,11 @@ def _looked_up_forward(x_BTD, ids_BT, probe_BS):
 def _looked_up_backward(kept, d_BTD):
   ids_BT, probe_BS = kept
 
-  def of_rows(ids_BT, d_BTD):
-    return jnp.zeros(1), jax.vmap(_table_square)(ids_BT, d_BTD)
+  def of_rows(nothing, ids_BT, d_BTD):
+    del nothing
+    return jax.vmap(_table_square)(ids_BT, d_BTD)
 
-  squares_B = sum_over_rows(of_rows, ids_BT, d_BTD)[1]
+  squares_B = over_rows(of_rows, jnp.zeros(1), (None,), ids_BT, d_BTD)
   return d_BTD, None, _first_shard(squares_B, probe_BS.shape[1])
 
 
@@ -123,10 +123,15 @@ def _product_backward(shape, axes, kept, d_BTL):
   (_, T, K), L = x_BTK.shape, d_BTL.shape[-1]
   d_x_BTK = (d_BTL.reshape(-1, L) @ matrix_KL.T).reshape(x_BTK.shape)
   gradient = _ghost if is_ghost(T, K, L) else _simultaneous
-  d_matrix_KL, squares_BS = sum_over_rows(
-    functools.partial(gradient, shape, axes, probe_BS.shape[1]), x_BTK, d_BTL
-  )
-  return d_x_BTK, d_matrix_KL.astype(matrix_KL.dtype), squares_BS
+
+  def of_rows(x_BTK, d_BTL):
+    total_KL, squares_BS = gradient(shape, axes, probe_BS.shape[1], x_BTK, d_BTL)
+    return total_KL.astype(matrix_KL.dtype), squares_BS
+
+  # A kernel's width is its first axis or its last: where it is divided, so is the matrix.
+  flat = (axes[0], None) if axes[0] == "embed" else (None, axes[-1])
+  d_matrix_KL, squares_BS = sum_over_rows(of_rows, flat, matrix_KL.shape, x_BTK, d_BTL)
+  return d_x_BTK, d_matrix_KL, squares_BS
 
 
 _product = jax.custom_vjp(_multiplied, nondiff_argnums=(3, 4))
