@@ -51,6 +51,7 @@ class Restored:
   state: Any
   position: Position
   plan: dict[str, Any]
+  notes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class _DamagedError(Exception):
@@ -97,16 +98,23 @@ class Checkpointer:
     names = (path.name for path in self._directory.iterdir() if path.is_dir())
     return sorted(int(name) for name in names if name.isdecimal())
 
-  def save(self, state: object, position: Position, plan: Mapping[str, object]) -> None:
+  def save(
+    self,
+    state: object,
+    position: Position,
+    plan: Mapping[str, object],
+    notes: Mapping[str, object] | None = None,
+  ) -> None:
     """Writes a checkpoint, in the background if so configured; nothing if the step has one.
 
+    `notes` are JSON values that a restore hands back: what else a run must know to go on as before.
     Returns once the state is copied off the devices: its buffers may be donated at once. A failure
     is reported and does not raise; the next save starts afresh.
     """
     self._settle()
     if position.step in self.steps() and position.step not in self._damaged:
       return
-    record = make_record(state, position, plan, self._identity)
+    record = make_record(state, position, plan, self._identity, notes or {})
     arrays = {name: leaf for name, leaf in named_leaves(state).items() if leaf.size}
     items = ocp.args.Composite(
       state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
@@ -256,7 +264,9 @@ class Checkpointer:
     if changed:
       self._report(f"resuming from step {step} although it differs: " + "; ".join(changed))
     state = jax.tree.unflatten(jax.tree.structure(abstract_state), list(arrays.values()))
-    return Restored(state, Position(step, record["samples"]), record["plan"])
+    position = Position(step, record["samples"])
+    # Checkpoints of earlier versions have no notes.
+    return Restored(state, position, record["plan"], record.get("notes", {}))
 
   def _read_record(self, step: int) -> dict[str, Any]:
     record = self._read(step, "record", ocp.args.JsonRestore())

@@ -1,7 +1,8 @@
 """What is written beside a checkpoint's arrays, and how two of these records are compared.
 
-A record is a JSON object: step, samples, plan, identity, and every leaf's shape, dtype and
-fingerprint, under one checksum. A difference is one line for a person to read.
+A record is a JSON object: step, samples, plan, identity, notes of what steers the run, and every
+leaf's shape, dtype and fingerprint, under one checksum. A difference is one line for a person to
+read.
 """
 
 import dataclasses
@@ -20,17 +21,22 @@ _SHOWN = 8
 
 
 def make_record(
-  state: object, position: Position, plan: Mapping[str, object], identity: Mapping[str, object]
+  state: object,
+  position: Position,
+  plan: Mapping[str, object],
+  identity: Mapping[str, object],
+  notes: Mapping[str, object],
 ) -> dict[str, Any]:
   """The record of `state`, sealed. Waits until the state is computed.
 
   Raises:
-    TypeError: `plan` or `identity` holds something that is not JSON.
+    TypeError: `plan`, `identity` or `notes` holds something that is not JSON.
   """
   leaves = named_leaves(state)
   prints = fingerprints(state)
   described = {name: _shape(leaf) | {"fingerprint": prints[name]} for name, leaf in leaves.items()}
-  fields = {"identity": dict(identity), "plan": dict(plan), "leaves": described}
+  fields = {"identity": dict(identity), "plan": dict(plan), "notes": dict(notes)}
+  fields |= {"leaves": described}
   fields = json.loads(json.dumps(dataclasses.asdict(position) | fields))
   return fields | {"checksum": _checksum(fields)}
 

@@ -67,7 +67,7 @@ class LearningRate:
   def __call__(self, position: Position) -> float:
     """The rate of the update that starts at `position`."""
     at = self.plan.measure(position, self.unit)
-    exponent = COUPLINGS[self.config.learning_rate_batch_coupling]
+    exponent = COUPLINGS[_coupling(self.config, self.plan)]
     share = self.plan.share_of_batch(position)
     peak = self.config.learning_rate * float(share) ** exponent
     if at < self.warmup:
@@ -77,6 +77,13 @@ class LearningRate:
     done = at >= self.length
     progress = 1.0 if done else (at - self.warmup) / (self.length - self.warmup)
     return peak * self.schedule(progress, self.config)
+
+
+def _coupling(config: OptimizerConfig, plan: BatchPlan) -> str:
+  """auto: a batch that grows from the one the rate was chosen for takes the rate along."""
+  if config.learning_rate_batch_coupling != "auto":
+    return config.learning_rate_batch_coupling
+  return "sqrt" if plan.begins_with_batch_size else "none"
 
 
 def learning_rate(config: OptimizerConfig, plan: BatchPlan, unit: Unit) -> LearningRate:

@@ -11,7 +11,6 @@ import numpy as np
 
 from maxbatch.batch.interval import is_due
 from maxbatch.batch.plan import BatchPlan, Position
-from maxbatch.batch.stages import Stage
 from maxbatch.checkpoint import Checkpointer
 from maxbatch.config.schema import CheckpointConfig, RunConfig
 from maxbatch.data.loader import ChainedLoader, Loader
@@ -19,6 +18,7 @@ from maxbatch.errors import TrainingDivergedError
 from maxbatch.learning_rate import LearningRate
 from maxbatch.metrics import MetricsLog, Record
 from maxbatch.models.registry import Parameters
+from maxbatch.noise.run import Noise, decided, decides
 from maxbatch.programs import StepPrograms
 from maxbatch.progress import Progress
 from maxbatch.state import Sums, TrainState
@@ -38,11 +38,18 @@ class Job:
   streamed: bool
   trainer: Trainer
   eval_step: Callable[[Parameters, Any], Sums]
-  train_rows: Callable[[Position], ChainedLoader]
+  train_rows: Callable[[BatchPlan, Position], ChainedLoader]
   eval_rows: Callable[[], Loader] | None
   checkpointer: Checkpointer | None
   log: MetricsLog
   progress: Progress
+  noise: Noise | None = None
+
+  def with_plan(self, plan: BatchPlan) -> "Job":
+    """The job after the plan has changed."""
+    self.progress.expect(plan.steps)
+    rate = dataclasses.replace(self.learning_rate, plan=plan)
+    return dataclasses.replace(self, plan=plan, learning_rate=rate)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,35 +71,53 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
   Raises:
     TrainingDivergedError: a loss or gradient is not finite; nothing of that step is saved.
   """
-  clock, pending = _Clock(), None
-  ending = position.step >= job.plan.steps
-  with job.train_rows(position) as loader, StopSignals() as stop:
-    while not ending:
+  with StopSignals() as stop:
+    while True:
+      state, position, plan = _train_until_change(job, state, position, stop)
+      if plan is job.plan:
+        return state, position
+      job = job.with_plan(plan)
+
+
+def _train_until_change(
+  job: Job, state: TrainState, position: Position, stop: StopSignals
+) -> tuple[TrainState, Position, BatchPlan]:
+  """Trains to the end, to a stop signal, or until the noise scale changes the plan."""
+  clock, pending, plan = _Clock(), None, job.plan
+  ending = position.step >= plan.steps
+  with job.train_rows(plan, position) as loader:
+    while not ending and plan is job.plan:
       rate = job.learning_rate(position)
-      stage = job.plan.stage_at(position.samples)
-      state, metrics = _dispatch(job, state, loader, stage, rate)
+      state, metrics = _dispatch(job, state, loader, position, rate)
       if pending:
         _note(job, _fetch(job, pending, clock))
-      before, position = position, job.plan.advance(position)
+      before, position = position, plan.advance(position)
       pending = _Pending(before, position, rate, metrics)
-      ending = stop.requested or position.step == job.plan.steps
+      ending = stop.requested or position.step == plan.steps
       evaluating = ending or _due(job, before, position, job.run.eval_interval)
       saving = ending or _due(job, before, position, job.checkpoint.checkpoint_period)
-      if evaluating or saving:
+      if evaluating or saving or decides(job.noise, position):
         record = _fetch(job, pending, clock)
         pending = None
         _note(job, record | (evaluate(job, state.params) if evaluating else {}))
+        plan = decided(job.noise, plan, position, job.progress.say)
         if saving and job.checkpointer:
-          job.checkpointer.save(job.trainer.to_save(state), position, job.plan.as_dict())
+          notes = job.noise.as_dict() if job.noise else {}
+          job.checkpointer.save(job.trainer.to_save(state), position, plan.as_dict(), notes)
         clock = _Clock()
-  return state, position
+  return state, position, plan
 
 
 def _dispatch(
-  job: Job, state: TrainState, loader: ChainedLoader, stage: Stage, rate: float
+  job: Job, state: TrainState, loader: ChainedLoader, position: Position, rate: float
 ) -> tuple[TrainState, StepMetrics]:
   """Sends one whole step to the devices."""
-  step, learning_rate = job.programs(stage.micro_batch), np.float32(rate)
+  stage, learning_rate = job.plan.stage_at(position.samples), np.float32(rate)
+  programs = job.programs
+  if job.noise is not None:
+    programs = job.noise.programs_at(position.step, programs)
+    state = job.noise.ready(position.step, state)
+  step = programs(stage.micro_batch)
   if not job.streamed:
     return step(state, next(loader), job.trainer.told(stage.trips), learning_rate)
   for _ in range(stage.trips - 1):
@@ -118,11 +143,13 @@ class _Clock:
 
 def _fetch(job: Job, pending: _Pending, clock: _Clock) -> Record:
   """Waits for a step to end; its record. Raises TrainingDivergedError if it is not finite."""
-  loss, grad_norm, _ = (float(value) for value in jax.device_get(pending.metrics))
+  metrics = jax.device_get(pending.metrics)
+  loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
   seconds, plan, position = clock.lap(), job.plan, pending.position
   stage = plan.stage_at(pending.before.samples)
   if not (math.isfinite(loss) and math.isfinite(grad_norm)):
     raise TrainingDivergedError(_diverged(job, position, loss, grad_norm))
+  noise = job.noise.observe(pending.before.step, stage, metrics) if job.noise else {}
   return {
     "step": position.step,
     "samples": position.samples,
@@ -135,12 +162,14 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock) -> Record:
     "gradient_accumulation_steps": stage.trips,
     "step_seconds": seconds,
     "tokens_per_second": plan.tokens(stage.batch) / seconds,
-  }
+  } | noise
 
 
 def _note(job: Job, record: Record) -> None:
   job.log.write(record)
   job.progress.show(record)
+  if job.noise is not None:
+    job.noise.report(record, job.progress.say)
   if job.checkpointer:
     job.checkpointer.poll()
 

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.dropout import sample_keys
+from maxbatch.models.probes import row_squares
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.rows import Rows
 from maxbatch.sharding import constrain, local_shape, over_rows
 
 _TILE_BYTES = 64 * 2**20
+_MATRIX_AXES = ("embed", "vocab")
 
 
 def loss_sum(
@@ -34,16 +36,32 @@ def loss_sum(
     rows: a microbatch.
     dropout_key: the run's dropout key; None evaluates without dropout and without z-loss.
   """
+  return loss_parts(model, parameters, rows, dropout_key).sum()
+
+
+def loss_parts(
+  model: Model,
+  parameters: Parameters,
+  rows: Rows,
+  dropout_key: jax.Array | None,
+  probes: Parameters | None = None,
+) -> jax.Array:
+  """As `loss_sum`, not yet summed over the devices along fsdp: float32[F].
+
+  `probes`, if the model has any, are zeros to differentiate the sum by (models/probes.py).
+  """
   config = model.config
   keys_B = None
   if dropout_key is not None and config.dropout_rate > 0:
     keys_B = sample_keys(dropout_key, rows.sample_ids)
-  bound = model.bind(parameters)
+  bound = model.bind(parameters, probes)
   hidden_BTD = bound(rows, keys_B)
   z_weight = 0.0 if dropout_key is None else config.z_loss_multiplier
   tiles = num_tiles(config, *hidden_BTD.shape[:2])
   matrix_DV = bound.output_matrix()
-  return cross_entropy_sum(hidden_BTD, matrix_DV, rows.targets, rows.weights, tiles, z_weight)
+  return cross_entropy_parts(
+    hidden_BTD, matrix_DV, rows.targets, rows.weights, tiles, z_weight, bound.output_probe()
+  )
 
 
 def num_tiles(config: ModelConfig, rows: int, length: int) -> int:
@@ -53,24 +71,26 @@ def num_tiles(config: ModelConfig, rows: int, length: int) -> int:
   return next(tiles for tiles in range(min(wanted, length), length + 1) if length % tiles == 0)
 
 
-def cross_entropy_sum(
+def cross_entropy_parts(
   hidden_BTD: jax.Array,
   matrix_DV: jax.Array,
   targets_BT: jax.Array,
   weights_BT: jax.Array,
   tiles: int,
   z_weight: float,
+  probe_BS: jax.Array | None = None,
 ) -> jax.Array:
-  """Σ weight · (log Z − logit[target] + z_weight · (log Z)²), with log Z in float32."""
+  """Σ weight · (log Z − logit[target] + z_weight · (log Z)²), with log Z in float32, for each
+  device along fsdp: float32[F]."""
 
   def of_rows(matrix_DV: jax.Array, *rows: jax.Array) -> jax.Array:
-    hidden_BTD, targets_BT, weights_BT = rows
-    total = _cross_entropy_sum(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight)
-    return total[None]
+    if probe_BS is None:
+      return _cross_entropy_sum(rows[0], matrix_DV, rows[1], rows[2], tiles, z_weight)[None]
+    return _measured_sum(rows[0], matrix_DV, rows[1], rows[2], rows[3], tiles, z_weight)[None]
 
+  rows = (hidden_BTD, targets_BT, weights_BT, *(() if probe_BS is None else (probe_BS,)))
   with jax.named_scope("head"):
-    axes = ("embed", "vocab")
-    return over_rows(of_rows, matrix_DV, axes, hidden_BTD, targets_BT, weights_BT).sum()
+    return over_rows(of_rows, matrix_DV, _MATRIX_AXES, *rows)
 
 
 def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight):
@@ -84,7 +104,15 @@ def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight):
 
 
 def _forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight):
-  """The sum, and its gradients by hidden states and matrix, one tile at a time."""
+  """The sum, and its gradients by hidden states and matrix."""
+  total, d_hidden_BTD, d_matrix_DV = _with_gradients(
+    hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight
+  )
+  return total, (d_hidden_BTD, d_matrix_DV.astype(matrix_DV.dtype))
+
+
+def _with_gradients(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight):
+  """The sum and its gradients, that of the matrix in float32, one tile at a time."""
 
   def add_tile(carry, tile):
     total, d_matrix_DV = carry
@@ -99,7 +127,7 @@ def _forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight):
   cut = _cut(tiles, hidden_BTD, targets_BT, weights_BT)
   (total, d_matrix_DV), d_hidden = _scan(add_tile, zeros, cut, tiles)
   d_hidden_BTD = jnp.moveaxis(d_hidden, 0, 1).reshape(hidden_BTD.shape)
-  return total, (d_hidden_BTD, d_matrix_DV.astype(matrix_DV.dtype))
+  return total, d_hidden_BTD, d_matrix_DV
 
 
 def _backward(tiles, z_weight, gradients, d_total):
@@ -111,6 +139,41 @@ def _backward(tiles, z_weight, gradients, d_total):
 
 _cross_entropy_sum = jax.custom_vjp(_sum_only, nondiff_argnums=(4, 5))
 _cross_entropy_sum.defvjp(_forward, _backward)
+
+
+def _measured_sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, tiles, z_weight):
+  """The sum, whose gradient by the matrix is measured row by row."""
+  del probe_BS
+  return _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight)
+
+
+def _measured_forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, tiles, z_weight):
+  """As `_forward`, a row at a time, each in as few tiles as the whole batch of one row needs."""
+  tiles = -(-tiles // hidden_BTD.shape[0])
+  tiles = next(n for n in range(tiles, hidden_BTD.shape[1] + 1) if hidden_BTD.shape[1] % n == 0)
+
+  def add_row(carry, row):
+    total, d_matrix_DV = carry
+    hidden_1TD, targets_1T, weights_1T = (x[None] for x in row)
+    loss, d_hidden_1TD, d_row_DV = _with_gradients(
+      hidden_1TD, matrix_DV, targets_1T, weights_1T, tiles, z_weight
+    )
+    squares_S = row_squares(d_row_DV[None], _MATRIX_AXES, probe_BS.shape[1])[0]
+    return (total + loss, d_matrix_DV + d_row_DV), (d_hidden_1TD[0], squares_S)
+
+  zeros = jnp.zeros((), jnp.float32), jnp.zeros(matrix_DV.shape, jnp.float32)
+  rows = hidden_BTD, targets_BT, weights_BT
+  (total, d_matrix_DV), (d_hidden_BTD, squares_BS) = jax.lax.scan(add_row, zeros, rows)
+  return total, (d_hidden_BTD, d_matrix_DV.astype(matrix_DV.dtype), squares_BS)
+
+
+def _measured_backward(tiles, z_weight, kept, d_total):
+  *gradients, squares_BS = kept
+  return *_backward(tiles, z_weight, gradients, d_total), squares_BS * d_total**2
+
+
+_measured_sum = jax.custom_vjp(_measured_sum_only, nondiff_argnums=(5, 6))
+_measured_sum.defvjp(_measured_forward, _measured_backward)
 
 
 def _tile_sum(

@@ -135,19 +135,19 @@ def _shapes(source: RowSource, leading: tuple[int, ...]) -> Rows:
 
 
 def train_rows(
-  config: Config, plan: BatchPlan, trainer: Trainer, dataset: Dataset
-) -> Callable[[Position], ChainedLoader]:
-  """Opens the training rows from any position on."""
+  config: Config, trainer: Trainer, dataset: Dataset
+) -> Callable[[BatchPlan, Position], ChainedLoader]:
+  """Opens a plan's training rows from any position on."""
   streamed = streams(config)
-  capacity = 1 if streamed else plan.trip_capacity
 
-  def open_at(position: Position) -> ChainedLoader:
+  def open_at(plan: BatchPlan, position: Position) -> ChainedLoader:
     return ChainedLoader(
-      functools.partial(_open_segment, segment)
+      functools.partial(_open_segment, plan, segment)
       for segment in dispatches(plan, position, streamed=streamed)
     )
 
-  def _open_segment(segment: Segment) -> Loader:
+  def _open_segment(plan: BatchPlan, segment: Segment) -> Loader:
+    capacity = 1 if streamed else plan.trip_capacity
     shape = (capacity, segment.micro_batch, config.batch.max_target_length)
     return train_loader(
       dataset.train,

@@ -25,6 +25,12 @@ class Progress:
     if self._bar is not None:
       self._bar.close()
 
+  def expect(self, steps: int) -> None:
+    """Takes note that the run will end after another number of steps."""
+    self._steps = steps
+    if self._bar is not None:
+      self._bar.total = steps
+
   def show(self, record: Record) -> None:
     """Shows a finished step."""
     step = int(record["step"])

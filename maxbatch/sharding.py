@@ -30,6 +30,8 @@ LOGICAL_AXIS_RULES: dict[str | None, tuple[str, ...]] = {
   "head_dim": (),
   "length": (),
   "activation_embed": (),
+  "fsdp_part": ("fsdp",),
+  "tensor_part": ("tensor",),
   None: (),
 }
 
@@ -122,9 +124,7 @@ def over_rows(
   mesh = jax.sharding.get_abstract_mesh()
   if "fsdp" in mesh.manual_axes or mesh.shape.get("fsdp", 1) == 1:
     return function(stored, *rows)
-  place = PartitionSpec(
-    *("fsdp" if names == "fsdp" else None for names in open_spec(axes, stored.shape))
-  )
+  place = _fsdp_only(axes, stored.shape)
 
   def local(part: jax.Array, *rows: jax.Array) -> jax.Array:
     if "fsdp" in place:
@@ -140,18 +140,60 @@ def over_rows(
   )(stored, *rows)
 
 
+def sum_over_rows(
+  function: Callable[..., tuple[jax.Array, jax.Array]],
+  axes: LogicalAxes,
+  shape: Sequence[int],
+  *rows: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+  """`function(*rows)`, a sum over rows and something of each row, run by each device on its own.
+
+  Args:
+    function: of one device's rows, arrays whose first dimension is the batch, to a sum over them
+      and an array (B, …).
+    axes: logical axes of the sum, which arrives laid out as the table says.
+    shape: its shape.
+    rows: the rows of all devices.
+  """
+  mesh = jax.sharding.get_abstract_mesh()
+  if "fsdp" in mesh.manual_axes or mesh.shape.get("fsdp", 1) == 1:
+    return function(*rows)
+  place = _fsdp_only(axes, shape)
+
+  def local(*rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    total, of_each = function(*rows)
+    if "fsdp" not in place:
+      return jax.lax.psum(total, "fsdp"), of_each
+    at = place.index("fsdp")
+    return jax.lax.psum_scatter(total, "fsdp", scatter_dimension=at, tiled=True), of_each
+
+  return jax.shard_map(
+    local,
+    in_specs=PartitionSpec("fsdp"),
+    out_specs=(place, PartitionSpec("fsdp")),
+    axis_names={"fsdp"},
+    check_vma=False,
+  )(*rows)
+
+
+def _fsdp_only(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
+  """How fsdp divides an array, other mesh axes left out."""
+  names = open_spec(axes, shape)
+  return PartitionSpec(*("fsdp" if each in ("fsdp", ("fsdp",)) else None for each in names))
+
+
 def open_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
   """As `spec`, for the mesh of the code around.
 
   Inside a shard_map the axes it has taken over are already divided, so they are left out.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  sizes = _open_sizes()
+  sizes = open_sizes()
   divided = (_divide(axis, size, sizes) for axis, size in zip(axes, shape, strict=True))
   return PartitionSpec(*(_without(names, mesh.manual_axes) for names in divided))
 
 
-def _open_sizes() -> dict[str, int]:
+def open_sizes() -> dict[str, int]:
   """Devices along each axis that is not taken over around; 1 for the others, or without a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   return {name: 1 if name in mesh.manual_axes else mesh.shape.get(name, 1) for name in AXES}
@@ -159,7 +201,7 @@ def _open_sizes() -> dict[str, int]:
 
 def local_shape(axes: LogicalAxes, shape: Sequence[int]) -> tuple[int, ...]:
   """What one device holds of an array of this shape, in the code around."""
-  sizes = _open_sizes()
+  sizes = open_sizes()
   divided = (_divide(axis, size, sizes) for axis, size in zip(axes, shape, strict=True))
   ways = (math.prod(sizes[name] for name in names or ()) for names in divided)
   return tuple(size // by for size, by in zip(shape, ways, strict=True))

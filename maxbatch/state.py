@@ -7,9 +7,21 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from maxbatch.config.schema import ModelConfig
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.optim import init_in_float32
 from maxbatch.sharding import replicated, sharding
+
+
+class NoiseSums(NamedTuple):
+  """What the noise scale is estimated from, summed over the rows and passes seen so far in a step."""
+
+  rows: jax.Array
+  """float32: rows with at least one token that counts."""
+  of_rows: Parameters
+  """float32[L or none]: for each probe, Σ ‖gradient of a row's summed loss‖² over the rows."""
+  of_passes: jax.Array
+  """float32: Σ ‖gradient of one microbatch on one data replica‖²; 0 if that is not measured."""
 
 
 class Sums(NamedTuple):
@@ -17,6 +29,8 @@ class Sums(NamedTuple):
 
   loss: jax.Array
   weight: jax.Array
+  noise: NoiseSums | None = None
+  """None where nothing is measured."""
 
 
 class TrainState(NamedTuple):
@@ -27,14 +41,23 @@ class TrainState(NamedTuple):
   sums: Sums
 
 
-def zero_sums() -> Sums:
-  """Nothing seen yet."""
-  return Sums(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+def measures_noise(config: ModelConfig) -> bool:
+  """Whether a step counts what the noise scale is estimated from."""
+  return config.gns != "off" or config.gns_from_microbatches
+
+
+def zero_sums(model: Model, parts: tuple[int, ...] = ()) -> Sums:
+  """Nothing seen yet; `parts` are trailing dims of every leaf."""
+  zero, noise = jnp.zeros(parts, jnp.float32), None
+  if measures_noise(model.config):
+    of_rows = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-2], *parts)), model.probes(1, 1))
+    noise = NoiseSums(zero, of_rows, zero)
+  return Sums(zero, zero, noise)
 
 
 def _init(model: Model, optimizer: optax.MultiSteps, key: jax.Array) -> TrainState:
   params = model.init(key)
-  return TrainState(params, init_in_float32(optimizer, params), zero_sums())
+  return TrainState(params, init_in_float32(optimizer, params), zero_sums(model))
 
 
 def abstract_state(model: Model, optimizer: optax.MultiSteps, mesh: Mesh) -> TrainState:

@@ -16,10 +16,11 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from maxbatch import partial_sums
 from maxbatch.accumulate import summed_gradients
 from maxbatch.batch.pipelining import Pipeline
 from maxbatch.loss import loss_sum
-from maxbatch.models.registry import Model, Parameters
+from maxbatch.models.registry import Model, Parameters, Probed, by_path
 from maxbatch.optim import AverageState
 from maxbatch.pipeline.rows_of_ticks import Ticks, room_for, ticks_for
 from maxbatch.pipeline.run import pipelined_gradients
@@ -27,6 +28,7 @@ from maxbatch.pipeline.stage_order import by_layer, by_stage
 from maxbatch.rows import Rows
 from maxbatch.sharding import replicated, sharding
 from maxbatch.state import (
+  NoiseSums,
   Sums,
   TrainState,
   abstract_state,
@@ -47,6 +49,10 @@ class StepMetrics(NamedTuple):
   """float32: global norm of the mean gradient, before clipping."""
   weight: jax.Array
   """float32: tokens that counted."""
+  noise: NoiseSums | None = None
+  """What the rows' and passes' gradients measured; None where nothing is measured."""
+  of_step: Parameters | None = None
+  """float32[L or none]: for each probe, ‖gradient of the step's summed loss‖²."""
 
 
 Step = Callable[..., tuple[TrainState, StepMetrics]]
@@ -121,7 +127,7 @@ def fused_step(
     mini_step=jnp.zeros((), jnp.int32),
     acc_grads=jax.tree.map(jnp.zeros_like, zeros),
   )
-  state = state._replace(opt_state=opt_state, sums=zero_sums())
+  state = state._replace(opt_state=opt_state, sums=zero_sums(trainer.model))
   return _update(trainer, state, gradients, sums, last=jnp.array(True), rate=learning_rate)
 
 
@@ -137,11 +143,14 @@ def streamed_step(
 def _summed(
   trainer: Trainer, params: Parameters, zeros: Parameters, rows: Rows, told: Any
 ) -> tuple[Parameters, Sums]:
+  """Gradients of the microbatches of one dispatch, and their other sums in parts."""
   model, mesh, pipeline, key = trainer.model, trainer.mesh, trainer.pipeline, trainer.dropout_key
   if pipeline is None:
     return summed_gradients(model, mesh, params, zeros, rows, jnp.asarray(told), key)
   ticks, room = jax.tree.map(jnp.asarray, told), room_for(pipeline)
-  return pipelined_gradients(model, pipeline, mesh, params, zeros, rows, ticks, room, key)
+  arguments = params, zeros, rows, ticks, room, key
+  gradients, sums = pipelined_gradients(model, pipeline, mesh, *arguments)
+  return gradients, jax.tree.map(partial_sums.of_one, sums)
 
 
 @jax.named_scope("optimizer")
@@ -155,17 +164,37 @@ def _update(
   rate: jax.Array,
 ) -> tuple[TrainState, StepMetrics]:
   """Hands one sum of gradients to MultiSteps, which updates the parameters when `last`."""
-  sums = jax.tree.map(jnp.add, state.sums, sums)
+  summed = jax.tree.map(jnp.add, state.opt_state.acc_grads, gradients)
+  new, of_step = partial_sums.joined((sums, _squares(trainer.model, summed)))
+  sums = jax.tree.map(jnp.add, state.sums, new)
   updates, opt_state = trainer.optimizer.update(
     gradients, state.opt_state, state.params, weight=sums.weight, learning_rate=rate, last=last
   )
   params = cast(Parameters, optax.apply_updates(state.params, updates))
   average = _average_state(opt_state)
   metrics = StepMetrics(
-    loss=sums.loss / jnp.maximum(sums.weight, 1.0), grad_norm=average.grad_norm, weight=sums.weight
+    loss=sums.loss / jnp.maximum(sums.weight, 1.0),
+    grad_norm=average.grad_norm,
+    weight=sums.weight,
+    noise=sums.noise,
+    of_step=of_step if sums.noise else None,
   )
   carried = jax.tree.map(lambda x: jnp.where(last, 0.0, x), sums)
   return TrainState(params, opt_state, carried), metrics
+
+
+def _squares(model: Model, gradients: Parameters) -> Parameters:
+  """For every probe, the squares of the gradients of what it measures, in parts."""
+  axes, flat = model.axes(), {}
+  by_path(lambda path, gradient: flat.update({path: gradient}), gradients)
+
+  def of(probed: Probed) -> jax.Array:
+    lead = 1 if probed.num_layers else 0
+    squares = [partial_sums.of_squares(flat[path], axes[path], lead) for path in probed.parameters]
+    return functools.reduce(jnp.add, squares)
+
+  structure = jax.tree.structure(model.probes(1, 1))
+  return jax.tree.unflatten(structure, [of(probed) for probed in model.probed()])
 
 
 def _average_state(opt_state: optax.MultiStepsState) -> AverageState:

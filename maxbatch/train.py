@@ -1,5 +1,6 @@
 """python -m maxbatch.train config=… [key=value …]: trains a language model."""
 
+import dataclasses
 import io
 import pathlib
 import sys
@@ -26,6 +27,8 @@ from maxbatch.learning_rate import learning_rate
 from maxbatch.loop import Job, first_record, train
 from maxbatch.metrics import MetricsLog, read_metrics
 from maxbatch.models.registry import Parameters
+from maxbatch.noise.prepare import calibration_programs, make_noise
+from maxbatch.noise.requirements import check_noise
 from maxbatch.prepare import (
   build_trainer,
   compiled_eval,
@@ -95,6 +98,7 @@ def run(config: Config, *, forgetting: bool = False) -> tuple[TrainState, Positi
   layout = topology(config.mesh, len(devices), num_slices(devices))
   config = settled(config, devices, layout, forgetting=forgetting)
   plan = plan_batches(config.batch, config.run, layout)
+  check_noise(config, plan)
   print(f"{plan}\n", flush=True)
   learning_rate(config.optimizer, plan, config.run.schedule_unit)  # Refuses before anything slow.
   trainer = build_trainer(config, plan, devices)
@@ -104,6 +108,10 @@ def run(config: Config, *, forgetting: bool = False) -> tuple[TrainState, Positi
   with _checkpointer(config, folder, dataset.fingerprint) as checkpointer:
     restored = _restore(config, trainer, checkpointer)
     position = restored.position if restored else Position(0, 0)
+    noise = make_noise(config, plan, trainer, folder)
+    if noise:
+      noise.restore(restored.notes if restored else {}, position)
+      plan = noise.planned(plan)
     plan = plan.starting_at(position)
     if restored:
       _tell_changes(plan, restored)
@@ -117,6 +125,7 @@ def run(config: Config, *, forgetting: bool = False) -> tuple[TrainState, Positi
       StepPrograms(
         step_compiler(config, plan, trainer, dataset.train), plan.micro_batches
       ) as programs,
+      calibration_programs(config, plan, devices, dataset.train) as calibration,
     ):
       _write_config(config, plan, folder)
       state, eval_step = _make_ready(config, plan, trainer, dataset, restored, programs)
@@ -131,17 +140,20 @@ def run(config: Config, *, forgetting: bool = False) -> tuple[TrainState, Positi
         streamed=streams(config),
         trainer=trainer,
         eval_step=eval_step,
-        train_rows=train_rows(config, plan, trainer, dataset),
+        train_rows=train_rows(config, trainer, dataset),
         eval_rows=eval_rows(config, plan, trainer, dataset),
         checkpointer=checkpointer if config.checkpoint.enable_checkpointing else None,
         log=log,
         progress=progress,
+        noise=noise and dataclasses.replace(noise, calibration=calibration),
       )
       if position.step == 0:
         first_record(job, state.params)
         _keep_sample(config, trainer, state.params, folder)
       state, position = train(job, state, position)
   _sum_up(config, plan, trainer, state, position, folder)
+  if noise:
+    print(f"  batch:   {noise.meter.line(plan.batch_at(position.samples))}")
   return state, position
 
 
@@ -262,7 +274,9 @@ def _sum_up(
   if not complete:
     print("  go on:   the same command again")
   elif config.checkpoint.enable_checkpointing:
-    print(f"  longer:  the same command with a larger budget, for example steps={2 * plan.steps}")
+    budget = plan.budget
+    amount = int(2 * budget.amount * budget.scale)
+    print(f"  longer:  the same command with a larger budget, for example {budget.key}={amount}")
 
 
 if __name__ == "__main__":

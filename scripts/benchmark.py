@@ -7,6 +7,8 @@ Inside one process, in turns (so that a machine that slows down slows all of the
   step / plain   the compiled step against scripts/plain_step.py, the same model by hand
   loop / step    the training loop against the bare compiled step
   16 / parts     accumulation of 16 against 16 times one forward/backward plus one update
+  norm / off     the step with gns=norm against the step without, in time and in the compiler's
+  all / off      account of memory (arguments and temporaries); likewise gns=all
 Against a peer, each a process of its own, in turns: tokens per second, and seconds from process
 start to the first finished step. COMMAND is a shell command in which {devices}, {per_device},
 {accumulation}, {steps} and {cache} are filled in, and which prints `completed step: N, seconds: S`.
@@ -30,6 +32,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +53,7 @@ from maxbatch.loss import loss_sum
 from maxbatch.metrics import MetricsLog, read_metrics
 from maxbatch.programs import StepPrograms
 from maxbatch.progress import Progress
-from maxbatch.state import zero_sums
+from maxbatch.state import Sums
 from maxbatch.step import Step
 from maxbatch.topology import topology
 
@@ -123,8 +126,8 @@ def bare_runner(bench: Bench, trips: int) -> Callable[[int], object]:
   """The compiled step over and over on one batch."""
   dataset = build_dataset(bench.config.data, LENGTH)
   step = _compiled(bench)
-  with prepare.train_rows(bench.config, bench.plan, bench.trainer, dataset)(
-    Position(0, 0)
+  with prepare.train_rows(bench.config, bench.trainer, dataset)(
+    bench.plan, Position(0, 0)
   ) as loader:
     rows = next(loader)
   held = [bench.fresh()]
@@ -162,8 +165,8 @@ def loop_runner(bench: Bench) -> Callable[[int], float]:
           programs=programs,
           streamed=False,
           trainer=trainer,
-          eval_step=lambda params, rows: zero_sums(),
-          train_rows=prepare.train_rows(config, short, trainer, dataset),
+          eval_step=lambda params, rows: Sums(jnp.zeros(()), jnp.zeros(())),
+          train_rows=prepare.train_rows(config, trainer, dataset),
           eval_rows=None,
           checkpointer=None,
           log=log,
@@ -205,8 +208,8 @@ def parts_runners(bench: Bench) -> tuple[Callable[[int], object], Callable[[int]
   """One forward/backward of a microbatch, and one update, each alone."""
   model, optimizer = bench.trainer.model, bench.trainer.optimizer
   dataset = build_dataset(bench.config.data, LENGTH)
-  with prepare.train_rows(bench.config, bench.plan, bench.trainer, dataset)(
-    Position(0, 0)
+  with prepare.train_rows(bench.config, bench.trainer, dataset)(
+    bench.plan, Position(0, 0)
   ) as loader:
     rows = jax.tree.map(lambda x: x[0], next(loader))
   key = bench.trainer.dropout_key
@@ -263,6 +266,32 @@ def inside(devices: int, rounds: int, scan: bool) -> dict[str, list[float]]:
       found["loop / step"].append(loop_time / ((step_time + step_again) / 2))
       found["16 / parts"].append(sixteen_time / parts_time)
   return found
+
+
+def noise(devices: int, rounds: int, scan: bool) -> dict[str, list[float]]:
+  """What measuring the noise scale costs the step: ratios in time, one a round, and in memory."""
+  benches = {
+    mode: Bench.of(devices, gns=mode, scan_layers=str(scan).lower())
+    for mode in ("off", "norm", "all")
+  }
+  runners = {mode: bare_runner(bench, 1) for mode, bench in benches.items()}
+  held = {mode: held_bytes(bench) for mode, bench in benches.items()}
+  found: dict[str, list[float]] = {}
+  for number in range(rounds + 1):
+    times = {mode: seconds_per_step(run, 4) for mode, run in runners.items()}
+    times["off"] = (times["off"] + seconds_per_step(runners["off"], 4)) / 2
+    for mode in ("norm", "all"):
+      if number:  # the first round warms up
+        found.setdefault(f"{mode} / off", []).append(times[mode] / times["off"])
+      found[f"{mode} / off, memory"] = [held[mode] / held["off"]]
+  return found
+
+
+def held_bytes(bench: Bench) -> int:
+  """What the compiled step holds, by the compiler's account."""
+  memory = cast(jax.stages.Compiled, _compiled(bench)).memory_analysis()
+  assert memory is not None
+  return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
 
 def lines_with_times(command: Sequence[str] | str) -> Iterator[tuple[float, str]]:
@@ -340,23 +369,29 @@ def main() -> None:
   parser.add_argument("--cache", default="", help="where both keep compiled programs; else nowhere")
   parser.add_argument("--skip-inside", action="store_true")
   parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)
+  parser.add_argument("--noise", type=int, help=argparse.SUPPRESS)
   options = parser.parse_args()
   if options.inside:
     print(json.dumps(inside(options.inside, options.rounds, options.scan)))
     return
+  if options.noise:
+    print(json.dumps(noise(options.noise, options.rounds, options.scan)))
+    return
   if not options.skip_inside:
-    inside_table(options)
+    table("inside", options)
+    table("noise", options)
   peer_table(options)
 
 
-def inside_table(options: argparse.Namespace) -> None:
+def table(kind: str, options: argparse.Namespace) -> None:
   """One process per number of devices, as jax can only simulate one at a time."""
-  print("| devices | step / plain | loop / step | 16 / parts |\n|---|---|---|---|")
-  for devices in options.devices:
-    command = [sys.executable, __file__, "--inside", str(devices), "--rounds", str(options.rounds)]
+  for number, devices in enumerate(options.devices):
+    command = [sys.executable, __file__, f"--{kind}", str(devices), "--rounds", str(options.rounds)]
     command += ["--scan"] if options.scan else []
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
+    if number == 0:
+      print(f"| devices | {' | '.join(found)} |\n{'|---' * (1 + len(found))}|")
     print(f"| {devices} | " + " | ".join(spread(found[key]) for key in found) + " |", flush=True)
   print()
 

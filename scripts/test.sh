@@ -3,4 +3,5 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment test
-exec "$venv/bin/python" -m pytest "$@"
+# A file's tests stay in one process, where they share what they compile.
+exec "$venv/bin/python" -m pytest -n auto --maxprocesses 4 --dist loadfile "$@"

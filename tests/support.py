@@ -1,6 +1,7 @@
 """Small models, rows and meshes that many tests share."""
 
 import os
+import re
 import signal
 from typing import Any
 
@@ -105,6 +106,25 @@ def program_text(lowered: jax.stages.Lowered) -> str:
   text = lowered.compile().as_text()
   assert text is not None
   return text
+
+
+COLLECTIVE = re.compile(
+  r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
+)
+
+
+def collectives(text: str) -> dict[str, list[str]]:
+  """Collective operations of a compiled program, by whether they run in a loop or once."""
+  found: dict[str, list[str]] = {"loop": [], "once": []}
+  bodies = set(re.findall(r"(?:body|condition)=%?([\w.\-]+)", text))
+  where = "once"
+  for line in text.splitlines():
+    head = re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
+    if head:
+      where = "loop" if head[1] in bodies else "once"
+    if match := COLLECTIVE.search(line):
+      found[where].append(match[1])
+  return found
 
 
 def memory(lowered: jax.stages.Lowered) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from support import (
+  collectives,
   config,
   in_microbatches,
   memory,
@@ -18,6 +19,7 @@ from support import (
   uneven_rows,
 )
 
+from maxbatch import partial_sums
 from maxbatch.accumulate import summed_gradients
 from maxbatch.loss import loss_sum
 from maxbatch.models import transformer
@@ -58,7 +60,8 @@ def lowered_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], c
   def sums(params, rows, trips):
     zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
-      return summed_gradients(model, devices, params, zeros, rows, trips, DROPOUT_KEY)
+      grads, sums = summed_gradients(model, devices, params, zeros, rows, trips, DROPOUT_KEY)
+      return grads, partial_sums.joined(sums)
 
   return jax.jit(sums).lower(params, fed, jnp.int32(k)), params, fed
 
@@ -136,24 +139,6 @@ def test_sums_do_not_depend_on_what_lies_beyond_the_trips(model):
 
 
 # What the compiled program does between devices.
-
-COLLECTIVE = re.compile(
-  r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(?:-start)?\("
-)
-
-
-def collectives(text: str) -> dict[str, list[str]]:
-  """Collective operations of a compiled program, by whether they run in a loop or once."""
-  found: dict[str, list[str]] = {"loop": [], "once": []}
-  bodies = set(re.findall(r"(?:body|condition)=%?([\w.\-]+)", text))
-  where = "once"
-  for line in text.splitlines():
-    head = re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line)
-    if head:
-      where = "loop" if head[1] in bodies else "once"
-    if match := COLLECTIVE.search(line):
-      found[where].append(match[1])
-  return found
 
 
 def test_replicas_talk_once_per_step(model):

@@ -41,7 +41,7 @@ plan = plan_batches(run.batch, run.run, topology(run.mesh, 8))
 trainer = build_trainer(run, plan, devices)
 data = build_dataset(run.data, run.batch.max_target_length)
 step = compiled_step(run, plan, trainer, data.train, plan.micro_batch_to_train)
-with train_rows(run, plan, trainer, data)(Position(0, 0)) as rows:
+with train_rows(run, trainer, data)(plan, Position(0, 0)) as rows:
   rows = next(iter(rows))
 random = np.random.default_rng(0)
 before = jax.tree.map(

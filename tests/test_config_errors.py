@@ -83,7 +83,7 @@ ARGUMENTS = {
   ),
   "batch_schedule=[0, 32]": (
     "command line: batch_schedule=[...]: batch_schedule must be a list, each a list, each a whole "
-    "number. A value that works: batch_schedule=[[0]]"
+    "number, or gns, or file. A value that works: batch_schedule=[[0]]"
   ),
   "dtype=bfloat61": (
     "command line: dtype=bfloat61: dtype must be one of float32, bfloat16. "

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support import mesh
 from tiny_model import loud_parameters, random_rows, tiny_config, tiny_model
 
-from maxbatch.loss import cross_entropy_sum, loss_sum, num_tiles
+from maxbatch.loss import cross_entropy_parts, loss_sum, num_tiles
 
 B, T, D, V = 3, 12, 8, 29
 
@@ -52,7 +52,9 @@ def tiled(x: Inputs, tiles: int, z_weight: float = 0.0) -> Result:
   """Value and gradients by the function under test; of 3 times the sum, as a caller may scale."""
 
   def total(hidden_BTD: jax.Array, matrix_DV: jax.Array) -> jax.Array:
-    return cross_entropy_sum(hidden_BTD, matrix_DV, x.targets_BT, x.weights_BT, tiles, z_weight)
+    return cross_entropy_parts(
+      hidden_BTD, matrix_DV, x.targets_BT, x.weights_BT, tiles, z_weight
+    ).sum()
 
   scaled = jax.value_and_grad(lambda *arrays: 3 * total(*arrays), (0, 1))
   loss, gradients = jax.jit(scaled)(*x[:2])

@@ -61,19 +61,21 @@ def streamed(parts: Trainer, steps: list[tuple[Rows, int]]):
 @pytest.mark.parametrize("k", [1, 4])
 def test_streamed_equals_fused(axes, k):
   # SGD: Adam's first steps are the signs of the gradient, which turn rounding into differences.
+  keys = {"opt_type": "sgd", "gns": "all", "gns_from_microbatches": True}
   steps = [(uneven_rows(ROWS, T, seed), k) for seed in (0, 1)]
-  one, one_metrics = fused(trainer(axes, opt_type="sgd"), steps)
-  other, other_metrics = streamed(trainer(axes, dispatches=k, opt_type="sgd"), steps)
+  one, one_metrics = fused(trainer(axes, **keys), steps)
+  other, other_metrics = streamed(trainer(axes, dispatches=k, **keys), steps)
   assert max(relative_errors(other.params, one.params).values()) < 1e-6
   for a, b in zip(other_metrics, one_metrics, strict=True):
-    np.testing.assert_allclose(a, b, rtol=1e-6)
+    assert a.noise.rows == b.noise.rows > 0
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), a, b)
 
 
 def test_the_step_of_padding_only_changes_nothing_but_decay():
   rows = uneven_rows(ROWS, T)._replace(weights=np.zeros((ROWS, T), np.float32))
   parts = trainer(opt_type="sgd")
   state, metrics = fused(parts, [(rows, 2)])
-  assert (metrics[0].loss, metrics[0].grad_norm, metrics[0].weight) == (0.0, 0.0, 0.0)
+  assert metrics[0][:3] == (0.0, 0.0, 0.0)
   jax.tree.map(np.testing.assert_array_equal, state.params, jax.device_get(fresh(parts).params))
 
 

@@ -49,7 +49,7 @@ class Run:
   def three_steps(self, step) -> tuple[dict[str, int], list[float]]:
     """Fingerprints of the parameters after three steps, and their losses."""
     state, losses = self.trainer.init(0), []
-    with train_rows(self.config, self.plan, self.trainer, self.data)(Position(0, 0)) as rows:
+    with train_rows(self.config, self.trainer, self.data)(self.plan, Position(0, 0)) as rows:
       for _, batch in zip(range(3), rows, strict=False):
         state, metrics = step(state, batch, np.int32(2), np.float32(0.01))
         losses.append(float(metrics.loss))

@@ -311,7 +311,7 @@ def _batch_offers(config: Config, plan: BatchPlan, needed: int) -> Iterator[Keys
     if samples > 0:
       yield {key: samples / plan.topology.num_devices}
   unit = needed * groups
-  if batch.batch_schedule:
+  if isinstance(batch.batch_schedule, tuple) and batch.batch_schedule:
     stages = tuple((at, -(-size // unit) * unit) for at, size in batch.batch_schedule)
     yield {"batch_schedule": stages}
   if batch.batch_size_start != -1:

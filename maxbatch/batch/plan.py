@@ -7,14 +7,21 @@ force at a position, how many passes it takes, where the next step begins, where
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
 
-from maxbatch.batch.schedule import Request, batch_schedule
+from maxbatch.batch.schedule import (
+  Request,
+  batch_schedule,
+  begins_with_batch_size,
+  largest_decided,
+)
 from maxbatch.batch.solve import Given, solve, text, wanted, whole_micro_batch
 from maxbatch.batch.stages import (
   BatchSchedule,
   Budget,
+  Point,
   Position,
   Stage,
   lay_out,
@@ -51,6 +58,10 @@ class BatchPlan:
   budget: Budget
   stages: tuple[Stage, ...]
   """What lies between the plan's start and its end, at least one stage."""
+  largest_batch: int = 0
+  """Up to which the run may decide to go; 0 if it decides nothing."""
+  begins_with_batch_size: bool = False
+  """Whether the run's batch is the first of the schedule, not the last."""
 
   @property
   def tokens_per_step(self) -> int:
@@ -78,7 +89,9 @@ class BatchPlan:
 
     A power of two, so that changing gradient_accumulation_steps within it compiles nothing new.
     """
-    needed = max(_SMALLEST_TRIP_CAPACITY, *(point.trips for point in self.schedule.points))
+    scheduled = max(point.trips for point in self.schedule.points)
+    decided = self.largest_batch // self.micro_batch_to_train
+    needed = max(_SMALLEST_TRIP_CAPACITY, scheduled, decided)
     return 1 << (needed - 1).bit_length()
 
   @property
@@ -149,6 +162,26 @@ class BatchPlan:
     """
     stages = lay_out(self.schedule, self.budget, position)
     return dataclasses.replace(self, stages=stages)
+
+  def changed_at(self, position: Position, batch: int) -> "BatchPlan":
+    """The plan of a run that takes `batch` samples per step from `position` on, as it decided.
+
+    Args:
+      position: where a step begins.
+      batch: a multiple of the microbatch.
+
+    Raises:
+      UserError: the budget ends inside a microbatch.
+    """
+    before = [(int(p.at), p.batch) for p in self.schedule.points if p.at < position.samples]
+    return self.following([*before, (position.samples, batch)]).starting_at(position)
+
+  def following(self, changes: Sequence[tuple[int, int]]) -> "BatchPlan":
+    """The plan with another schedule: from so many samples on, a step takes so many samples."""
+    micro = self.micro_batch_to_train
+    points = tuple(Point(Fraction(samples), batch, micro) for samples, batch in changes)
+    plan = dataclasses.replace(self, schedule=BatchSchedule("samples", points))
+    return plan.starting_at(Position(0, 0))
 
   def as_dict(self) -> dict[str, object]:
     """The derived sizes, for the run's config.yml and its checkpoints."""
@@ -248,7 +281,8 @@ def plan_batches(batch: BatchConfig, run: RunConfig, topology: Topology) -> Batc
     UserError: sizes contradict each other or are not whole; the message offers what is.
   """
   sizes = solve(wanted(batch), topology)
-  schedule = batch_schedule(Request(batch, sizes, topology))
+  request = Request(batch, sizes, topology)
+  schedule = batch_schedule(request)
   factor = batch.expansion_factor_real_data
   factor = factor if factor > 0 else Fraction(1)
   _check_loads(schedule, factor)
@@ -266,6 +300,8 @@ def plan_batches(batch: BatchConfig, run: RunConfig, topology: Topology) -> Batc
     schedule=schedule,
     budget=budget,
     stages=lay_out(schedule, budget, Position(0, 0)),
+    largest_batch=largest_decided(request),
+    begins_with_batch_size=begins_with_batch_size(batch),
   )
 
 

@@ -7,6 +7,7 @@ the run's. Add a schedule by writing a function and registering it in SCHEDULES.
 import dataclasses
 import itertools
 import math
+import pathlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
@@ -15,7 +16,11 @@ from maxbatch.batch.stages import BatchSchedule, Point
 from maxbatch.config.registered import registered
 from maxbatch.config.schema import BatchConfig
 from maxbatch.errors import UserError
+from maxbatch.noise.decisions import read_changes
 from maxbatch.topology import Topology
+
+_MOST_GROWTH = 16
+"""Times the first batch that batch_schedule=gns may reach by default."""
 
 Steps = list[tuple[Fraction, Fraction]]
 """(at, samples per step) of every stage, the first at 0."""
@@ -126,6 +131,7 @@ def doubling(request: Request) -> Steps:
 def listed(request: Request) -> Steps:
   """batch_schedule: [[at, batch], …], as it stands."""
   pairs = request.config.batch_schedule
+  assert isinstance(pairs, tuple)
   example = "for example batch_schedule=[[0, 32], [10000, 64]]"
   if not pairs or any(len(pair) != 2 for pair in pairs):
     raise UserError(f"batch_schedule={_shown(pairs)} must be pairs [at, batch]; {example}")
@@ -140,6 +146,42 @@ def listed(request: Request) -> Steps:
   return [(Fraction(at), Fraction(batch)) for at, batch in pairs]
 
 
+def decided(request: Request) -> Steps:
+  """The first batch; what follows is decided in the run (noise/controller.py).
+
+  Raises:
+    UserError: gns_max_batch_size leaves no room above it.
+  """
+  batch, most = request.sizes.batch, request.config.gns_max_batch_size
+  if most != -1 and most < batch:
+    raise UserError(
+      f"gns_max_batch_size={most} must be at least batch_size={batch}, with which "
+      f"batch_schedule=gns begins; for example gns_max_batch_size={16 * batch}"
+    )
+  return constant(request)
+
+
+def recorded(request: Request) -> Steps:
+  """What batch_schedule_file says: the decisions of another run, or anyone's.
+
+  Raises:
+    UserError: there is no such schedule, or it begins with another batch than the run's.
+  """
+  file, batch = request.config.batch_schedule_file, request.sizes.batch
+  if not file:
+    raise UserError(
+      "batch_schedule=file needs batch_schedule_file, the schedule that a steered run wrote; for "
+      "example batch_schedule_file=runs/steered/batch_schedule.yml"
+    )
+  changes = read_changes(pathlib.Path(file))
+  if changes[0].batch != batch:
+    raise UserError(
+      f"batch_schedule_file={file} begins with {changes[0].batch} samples and batch_size is "
+      f"{batch}; to follow the file, batch_size={changes[0].batch}"
+    )
+  return [(Fraction(change.samples), Fraction(change.batch)) for change in changes]
+
+
 Build = Callable[[Request], Steps]
 SCHEDULES: dict[str, Build] = {
   "constant": constant,
@@ -148,6 +190,26 @@ SCHEDULES: dict[str, Build] = {
   "linear": linear,
   "doubling": doubling,
 }
+_FROM_RUNS: dict[str, Build] = {"gns": decided, "file": recorded}
+"""By the word in batch_schedule; batch_size is their first batch, not their last."""
+
+
+def largest_decided(request: Request) -> int:
+  """The batch up to which a schedule that is decided in the run may grow; 0 for any other."""
+  if _chosen(request.config) != "gns":
+    return 0
+  most = request.config.gns_max_batch_size
+  return _MOST_GROWTH * request.sizes.batch if most == -1 else most
+
+
+def is_decided(config: BatchConfig) -> bool:
+  """Whether the noise scale decides on the batch in the run itself."""
+  return _chosen(config) == "gns"
+
+
+def begins_with_batch_size(config: BatchConfig) -> bool:
+  """Whether batch_size is the first batch of the schedule and not, as in all others, the last."""
+  return _chosen(config) in _FROM_RUNS
 
 
 def batch_schedule(request: Request) -> BatchSchedule:
@@ -157,8 +219,9 @@ def batch_schedule(request: Request) -> BatchSchedule:
     UserError: a stage does not work on these devices, or keys contradict each other.
   """
   name = _chosen(request.config)
-  steps = registered("batch_schedule_type", name, SCHEDULES)(request)
-  unit = "samples" if name == "rampup" else request.config.batch_schedule_unit
+  build = _FROM_RUNS.get(name) or registered("batch_schedule_type", name, SCHEDULES)
+  steps = build(request)
+  unit = "samples" if name in ("rampup", *_FROM_RUNS) else request.config.batch_schedule_unit
   scale = request.config.max_target_length if unit == "tokens" else 1
   points = [_point(request, number, *step) for number, step in enumerate(steps, 1)]
   return BatchSchedule(
@@ -172,9 +235,7 @@ def _chosen(config: BatchConfig) -> str:
   asked = {
     f"batch_schedule_type={config.batch_schedule_type}": config.batch_schedule_type,
     "enable_rampup_batch_size=true": "rampup" if config.enable_rampup_batch_size else "constant",
-    f"batch_schedule={_shown(config.batch_schedule)}": "list"
-    if config.batch_schedule
-    else "constant",
+    f"batch_schedule={_shown(config.batch_schedule)}": _of_key(config.batch_schedule),
   }
   wanted = {key: name for key, name in asked.items() if name != "constant"}
   if len(set(wanted.values())) > 1:
@@ -183,6 +244,12 @@ def _chosen(config: BatchConfig) -> str:
       "enable_rampup_batch_size=false batch_schedule=[]"
     )
   return next(iter(wanted.values()), "constant")
+
+
+def _of_key(value: tuple[tuple[int, ...], ...] | str) -> str:
+  if isinstance(value, str):
+    return value
+  return "list" if value else "constant"
 
 
 def _point(request: Request, number: int, at: Fraction, batch: Fraction) -> Point:
@@ -261,7 +328,9 @@ def _check_increments(
     )
 
 
-def _shown(pairs: Sequence[Sequence[int]]) -> str:
+def _shown(pairs: Sequence[Sequence[int]] | str) -> str:
   """The list, its middle left out where it is long."""
+  if isinstance(pairs, str):
+    return pairs
   shown = [str(list(pair)) for pair in pairs]
   return f"[{', '.join(shown if len(shown) < 5 else [*shown[:2], '…', shown[-1]])}]"

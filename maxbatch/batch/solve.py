@@ -72,7 +72,8 @@ def wanted(config: BatchConfig) -> Wanted:
   # auto and explore give no size: batch/candidates.py lists those that are chosen from.
   micro_batch_size = config.micro_batch_size
   micro_batch_size = micro_batch_size if isinstance(micro_batch_size, Fraction) else -1
-  last = config.batch_schedule[-1][1:2] if config.batch_schedule else ()
+  pairs = config.batch_schedule
+  last = pairs[-1][1:2] if isinstance(pairs, tuple) and pairs else ()
   return Wanted(
     batch=_agreed(
       *(Given("the last batch of batch_schedule", Fraction(size)) for size in last),

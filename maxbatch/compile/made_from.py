@@ -15,11 +15,22 @@ from typing import Any
 
 import jax
 
-from maxbatch import accumulate, dropout, loss, optim, prepare, rows, sharding, state, step
+from maxbatch import (
+  accumulate,
+  dropout,
+  loss,
+  optim,
+  partial_sums,
+  prepare,
+  rows,
+  sharding,
+  state,
+  step,
+)
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
-from maxbatch.models import attention, dot_product, flash, layers, registry, transformer
+from maxbatch.models import attention, dot_product, flash, layers, probes, registry, transformer
 from maxbatch.models.registry import MODELS
 from maxbatch.pipeline import parts, rows_of_ticks, run, schedule, slots, stage_order, tick
 from maxbatch.step import Trainer
@@ -55,6 +66,8 @@ BAKED = (
   "remat_policy",
   "num_vocab_tiling",
   "z_loss_multiplier",
+  "gns",
+  "gns_from_microbatches",
   "max_target_length",
   "accumulation",
   "pipeline_schedule",
@@ -83,13 +96,14 @@ DERIVED: dict[str, tuple[str, ...]] = {
     "per_device_batch_size",
     "micro_batch_size",
   ),
-  "trip_capacity": ("gradient_accumulation_steps",),
+  "trip_capacity": ("gradient_accumulation_steps", "gns_max_batch_size"),
   "streamed_passes": (
     "enable_rampup_batch_size",
     "per_device_batch_size_start",
     "per_device_batch_size_increment",
     "global_rampup_samples",
     "batch_schedule",
+    "batch_schedule_file",
     "batch_schedule_type",
     "batch_schedule_unit",
     "batch_schedule_length",
@@ -158,6 +172,13 @@ FREE = (
   "warmup_steps_fraction",
   "learning_rate_final_fraction",
   "wsd_decay_steps_fraction",
+  # What is made of the norms that a step reports; calibrating steps are another program.
+  "gns_window_steps",
+  "gns_calibrate_every",
+  "gns_report_every",
+  "gns_dwell_tokens",
+  "gns_windows_before_growth",
+  "gns_dry_run",
   # Checkpoints hold the state, whatever steps it.
   "enable_checkpointing",
   "async_checkpointing",
@@ -177,8 +198,10 @@ STEP_MODULES = (
   layers,
   loss,
   optim,
+  partial_sums,
   parts,
   prepare,
+  probes,
   registry,
   rows,
   rows_of_ticks,

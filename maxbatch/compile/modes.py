@@ -22,6 +22,7 @@ from maxbatch.data.token_cache import cache_folder
 from maxbatch.devices import Device, num_slices
 from maxbatch.errors import UserError
 from maxbatch.learning_rate import learning_rate
+from maxbatch.noise.requirements import check_noise
 from maxbatch.pipeline.refusal import check_unused
 from maxbatch.prepare import build_trainer, compiled_step
 from maxbatch.step import Step, Trainer
@@ -76,6 +77,7 @@ def prepare_only(config: Config, *, forgetting: bool = False) -> None:
     return
   config = settled(config, devices, layout, forgetting=forgetting)
   plan = plan_batches(config.batch, config.run, layout)
+  check_noise(config, plan)
   learning_rate(config.optimizer, plan, config.run.schedule_unit)
   print(f"{plan}\n", flush=True)
   reports = compile_reports(config, plan, devices)

@@ -85,12 +85,14 @@ class BatchConfig:
   per_device_batch_size_start: Annotated[Fraction, Range(low=0)]
   per_device_batch_size_increment: Annotated[Fraction, Range(low=0)]
   global_rampup_samples: Positive
-  batch_schedule: tuple[tuple[int, ...], ...]
+  batch_schedule: tuple[tuple[int, ...], ...] | Literal["gns", "file"]
+  batch_schedule_file: str
   batch_schedule_type: str
   batch_schedule_unit: Literal["steps", "samples", "tokens"]
   batch_schedule_length: PositiveOrUnset
   batch_size_start: PositiveOrUnset
   batch_size_increment: PositiveOrUnset
+  gns_max_batch_size: PositiveOrUnset
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +168,20 @@ class ModelConfig:
   remat_policy: Literal["none", "minimal", "full", "explore"]
   num_vocab_tiling: NonNegative
   z_loss_multiplier: NonNegativeFloat
+  gns: Literal["off", "norm", "all"]
+  gns_from_microbatches: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseConfig:
+  """How the gradient noise scale is estimated and told, and how it may steer the batch."""
+
+  gns_window_steps: Annotated[int, Range(low=8)]
+  gns_calibrate_every: NonNegative
+  gns_report_every: NonNegative
+  gns_dwell_tokens: NonNegativeOrUnset
+  gns_windows_before_growth: Positive
+  gns_dry_run: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +206,7 @@ class OptimizerConfig:
   learning_rate: NonNegativeFloat
   lr_schedule_type: str
   learning_rate_schedule_steps: PositiveOrUnset
-  learning_rate_batch_coupling: Literal["none", "linear", "sqrt"]
+  learning_rate_batch_coupling: Literal["auto", "none", "linear", "sqrt"]
   warmup_steps: NonNegativeOrUnset
   warmup_steps_fraction: Probability
   learning_rate_final_fraction: Probability
@@ -225,6 +241,7 @@ class Config:
   pipeline: PipelineConfig
   compile: CompileConfig
   model: ModelConfig
+  noise: NoiseConfig
   data: DataConfig
   optimizer: OptimizerConfig
   checkpoint: CheckpointConfig

@@ -69,9 +69,10 @@ def describe(annotation: object) -> str:
   if typing.get_origin(bare) is typing.Literal:
     return " | ".join(str(choice) for choice in typing.get_args(bare))
   if typing.get_origin(bare) is tuple:
-    return f"list: {describe(typing.get_args(bare)[0])}"
-  kind = _KINDS[typing.cast(type, bare)].words
-  ranged = kind if interval is None else f"{kind}, {interval}"
+    ranged = f"list: {describe(typing.get_args(bare)[0])}"
+  else:
+    kind = _KINDS[typing.cast(type, bare)].words
+    ranged = kind if interval is None else f"{kind}, {interval}"
   return " | ".join([ranged, *_words(annotation), *map(_name, _structures(annotation))])
 
 
@@ -281,9 +282,10 @@ def _phrase(annotation: object) -> str:
   if typing.get_origin(bare) is typing.Literal:
     return f"one of {', '.join(str(choice) for choice in typing.get_args(bare))}"
   if typing.get_origin(bare) is tuple:
-    return f"a list, each {_phrase(typing.get_args(bare)[0])}"
-  phrase = _KINDS[typing.cast(type, bare)].phrase
-  ranged = phrase if interval is None else f"{phrase}, {interval}"
+    ranged = f"a list, each {_phrase(typing.get_args(bare)[0])}"
+  else:
+    phrase = _KINDS[typing.cast(type, bare)].phrase
+    ranged = phrase if interval is None else f"{phrase}, {interval}"
   return ", or ".join([ranged, *_words(annotation), *map(_name, _structures(annotation))])
 
 

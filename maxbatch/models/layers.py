@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
+from maxbatch.models.probes import for_each_row, probe, product, wired
 from maxbatch.sharding import LogicalAxes, constrain, gathered
 
 
@@ -62,16 +63,19 @@ class Projection(nnx.Module):
     out_axes = axes[len(in_shape) :]
     self.bias = _constant(0.0, out_shape, out_axes, config) if bias else None
     self.in_shape, self.out_shape = in_shape, out_shape
+    self.probe = probe("kernel", "bias") if config.gns == "all" else None
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """(B, T, *in_shape) → (B, T, *out_shape), in x's dtype."""
     batch_dims = x.shape[: x.ndim - len(self.in_shape)]
     matrix = self.kernel.ready(x.dtype).reshape(math.prod(self.in_shape), -1)
-    y = (x.reshape(-1, matrix.shape[0]) @ matrix).reshape(*batch_dims, *self.out_shape)
-    if self.bias is not None:
-      bias = self.bias.ready(x.dtype)
-      y = y + bias.reshape((1,) * len(batch_dims) + bias.shape)
-    return y
+    rows, probe = x.reshape(*batch_dims, matrix.shape[0]), wired(self.probe)
+    if probe is None:
+      y = rows.reshape(-1, matrix.shape[0]) @ matrix
+    else:
+      y = product(rows, matrix, probe, self.kernel.shape, self.kernel.axes)
+    y = y.reshape(*batch_dims, *self.out_shape)
+    return y if self.bias is None else y + _over_rows(self.bias, probe, y)
 
 
 class Norm(nnx.Module):
@@ -81,24 +85,29 @@ class Norm(nnx.Module):
     centred = config.normalization == "layernorm"
     self.scale = _constant(1.0, (width,), (axis,), config)
     self.bias = _constant(0.0, (width,), (axis,), config) if centred else None
+    self.probe = None if config.gns == "off" else probe("scale", "bias")
     self.epsilon = config.normalization_layer_epsilon
 
   @jax.named_scope("norm")
   def __call__(self, x: jax.Array) -> jax.Array:
     """Same shape and dtype as x."""
-    y = x.astype(jnp.float32)
+    y, probe = x.astype(jnp.float32), wired(self.probe)
     if self.bias is not None:
       y = y - y.mean(-1, keepdims=True)
     y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + self.epsilon)
-    y = y * _broadcast(self.scale, x.ndim)
+    y = y * _over_rows(self.scale, probe, y)
     if self.bias is not None:
-      y = y + _broadcast(self.bias, x.ndim)
+      y = y + _over_rows(self.bias, probe, y)
     return y.astype(x.dtype)
 
 
-def _broadcast(vector: Parameter, ndim: int) -> jax.Array:
-  value = vector.ready(jnp.float32)
-  return value.reshape((1,) * (ndim - 1) + value.shape)
+def _over_rows(parameter: Parameter, probe_BS: jax.Array | None, y: jax.Array) -> jax.Array:
+  """A parameter of y's last dims, ready to be combined with y (B, T, …) in its dtype."""
+  value = parameter.ready(y.dtype)
+  if probe_BS is None:
+    return value.reshape((1,) * (y.ndim - value.ndim) + value.shape)
+  rows = for_each_row(value, probe_BS, parameter.axes)
+  return rows.reshape(rows.shape[0], *(1,) * (y.ndim - rows.ndim), *value.shape)
 
 
 class FeedForward(nnx.Module):

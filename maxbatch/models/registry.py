@@ -5,16 +5,18 @@ register it in MODELS.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.registered import registered
 from maxbatch.config.schema import ModelConfig
 from maxbatch.models import transformer
 from maxbatch.models.layers import Parameter
+from maxbatch.models.probes import Probe
 from maxbatch.rows import Rows
 from maxbatch.sharding import LogicalAxes
 
@@ -31,6 +33,10 @@ class LanguageModel(Protocol):
 
   def output_matrix(self) -> jax.Array:
     """The matrix (D, V) from hidden states to logits, in the hidden states' dtype."""
+    ...
+
+  def output_probe(self) -> jax.Array | None:
+    """The probe (B, S) of that matrix, see models/probes.py; None: it is not measured."""
     ...
 
 
@@ -66,6 +72,25 @@ MODELS: Mapping[str, Registered] = {
 }
 
 
+def by_path(
+  function: Callable[[tuple[str, ...], jax.Array], Any], parameters: Parameters
+) -> Parameters:
+  """The tree of `function(path, leaf)` of each leaf."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, leaf: function(tuple(entry.key for entry in path), leaf), parameters
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Probed:
+  """A probe of a model: where it is, and which parameters it measures."""
+
+  path: tuple[str, ...]
+  num_layers: int
+  """Layers it stands for, stacked; 0 for a module that is there once."""
+  parameters: tuple[tuple[str, ...], ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
   """A model split into its structure and its parameters' shapes; holds no arrays."""
@@ -74,16 +99,33 @@ class Model:
   create: Callable[[jax.Array], nnx.Module]
   graph: nnx.GraphDef
   abstract: nnx.State
+  abstract_probes: nnx.State
 
   def init(self, key: jax.Array) -> Parameters:
     """Fresh parameters; run under jit with shardings, so that no device ever holds all of them."""
     return nnx.to_pure_dict(nnx.state(self.create(key), Parameter))
 
-  def bind(self, parameters: Parameters) -> LanguageModel:
-    """The model with these parameters, ready to be called."""
+  def bind(self, parameters: Parameters, probes: Parameters | None = None) -> LanguageModel:
+    """The model with these parameters, ready to be called; probes only to differentiate by them."""
     state = jax.tree.map(lambda leaf: leaf, self.abstract)
     nnx.replace_by_pure_dict(state, parameters)
-    return nnx.merge(self.graph, state)
+    measured = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self.abstract_probes)
+    if probes is not None:
+      nnx.replace_by_pure_dict(measured, probes)
+    return nnx.merge(self.graph, state, measured)
+
+  def probes(self, rows: int, shards: int) -> Parameters:
+    """Zeros for every probe: (B, S), with a leading L in stacked layers."""
+    abstract = nnx.to_pure_dict(self.abstract_probes)
+    return jax.tree.map(lambda leaf: jnp.zeros((*leaf.shape, rows, shards)), abstract)
+
+  def probed(self) -> tuple[Probed, ...]:
+    """Every probe, in the order of the leaves of `probes`."""
+    there = self.axes()
+    return tuple(
+      Probed(path, sum(variable.shape), _measured(path, variable, there))
+      for path, variable in sorted(_flat(self.abstract_probes).items())
+    )
 
   def shapes(self) -> Parameters:
     """Shape and dtype of every parameter."""
@@ -91,10 +133,19 @@ class Model:
 
   def axes(self) -> dict[tuple[str, ...], LogicalAxes]:
     """Logical axes of every parameter by its path; stacked layers have `layers` in front."""
-    return {
-      tuple(str(part) for part in path): _axes(variable)
-      for path, variable in nnx.to_flat_state(self.abstract)
-    }
+    return {path: _axes(variable) for path, variable in _flat(self.abstract).items()}
+
+
+def _flat(state: nnx.State) -> dict[tuple[str, ...], nnx.Variable]:
+  return {tuple(str(part) for part in path): leaf for path, leaf in nnx.to_flat_state(state)}
+
+
+def _measured(
+  path: tuple[str, ...], variable: nnx.Variable, there: Container[tuple[str, ...]]
+) -> tuple[tuple[str, ...], ...]:
+  """The parameters beside a probe that it names, of those that the module has."""
+  named = [(*path[:-1], name) for name in variable.get_metadata()["of"]]
+  return tuple(each for each in named if each in there)
 
 
 def _axes(variable: nnx.Variable) -> LogicalAxes:
@@ -114,5 +165,6 @@ def build_model(config: ModelConfig, max_target_length: int) -> Model:
   def create(key: jax.Array) -> nnx.Module:
     return chosen.create(nnx.Rngs(params=key), config, max_target_length)
 
-  graph, abstract = nnx.split(nnx.eval_shape(create, jax.random.key(0)), Parameter)
-  return Model(config, create, graph, abstract)
+  whole = nnx.eval_shape(create, jax.random.key(0))
+  graph, abstract, probes = nnx.split(whole, Parameter, Probe)
+  return Model(config, create, graph, abstract, probes)

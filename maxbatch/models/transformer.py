@@ -17,6 +17,7 @@ from maxbatch.dropout import dropout, fold
 from maxbatch.errors import UserError
 from maxbatch.models.attention import Attention, Places, places
 from maxbatch.models.layers import FeedForward, Norm, parameter
+from maxbatch.models.probes import for_each_row, looked_up, probe, wired
 from maxbatch.rows import Rows
 from maxbatch.sharding import constrain, over_rows
 
@@ -71,6 +72,11 @@ class Transformer(nnx.Module):
     self.final_norm = Norm(config, D, "embed")
     tied = config.logits_via_embedding
     self.head = None if tied else parameter(rngs, std, (D, V), ("embed", "vocab"), dtype)
+    # A tied table is left out: the norm of a sum of two gradients is not to be had from theirs.
+    every = config.gns == "all"
+    self.embedding_probe = probe("embedding") if every and not tied else None
+    self.position_probe = probe("position_embedding") if every and learned else None
+    self.head_probe = probe("head") if every and not tied else None
     self.config = config
 
   def __call__(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
@@ -97,19 +103,37 @@ class Transformer(nnx.Module):
   @jax.named_scope("embedding")
   def _embed(self, rows: Rows) -> jax.Array:
     """Tokens, and learned positions, as vectors (B, T, D)."""
-    dtype, T = self.config.dtype, rows.inputs.shape[1]
+    dtype = self.config.dtype
     table_VD = self.embedding[...].astype(dtype)
     x_BTD = over_rows(_look_up, table_VD, self.embedding.axes, rows.inputs)
+    probe_BS = wired(self.embedding_probe)
+    if probe_BS is not None:
+      x_BTD = looked_up(x_BTD, rows.inputs, probe_BS)
     if self.position_embedding is not None:
-      table_TD = self.position_embedding.ready(dtype)
-      x_BTD = x_BTD + (table_TD[None, :T] if rows.positions is None else table_TD[rows.positions])
+      x_BTD = x_BTD + self._positions(rows)
     return constrain(x_BTD, ("batch", "length", "activation_embed"))
+
+  def _positions(self, rows: Rows) -> jax.Array:
+    """Learned positions as vectors (B or 1, T, D)."""
+    assert self.position_embedding is not None
+    table_TD, T = self.position_embedding.ready(self.config.dtype), rows.inputs.shape[1]
+    probe_BS = wired(self.position_probe)
+    if rows.positions is not None:
+      vectors_BTD = table_TD[rows.positions]
+      return vectors_BTD if probe_BS is None else looked_up(vectors_BTD, rows.positions, probe_BS)
+    if probe_BS is not None:
+      return for_each_row(table_TD[:T], probe_BS, self.position_embedding.axes)
+    return table_TD[None, :T]
 
   @jax.named_scope("head")
   def output_matrix(self) -> jax.Array:
     """The matrix (D, V) from hidden states to logits, in config.dtype, laid out as it is stored."""
     dtype = self.config.dtype
     return (self.embedding[...].T if self.head is None else self.head[...]).astype(dtype)
+
+  def output_probe(self) -> jax.Array | None:
+    """The probe of that matrix (models/probes.py); None where nothing is measured."""
+    return wired(self.head_probe)
 
 
 def _look_up(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxbatch.dropout import sample_keys
 from maxbatch.errors import UserError
-from maxbatch.loss import cross_entropy_sum, num_tiles
+from maxbatch.loss import cross_entropy_parts, num_tiles
 from maxbatch.models.registry import LayeredModel, Model, Parameters
 from maxbatch.rows import Rows
 
@@ -67,7 +67,8 @@ class Parts:
     tiles = num_tiles(config, *hidden_RTD.shape[:2])
     matrix_DV = bound.output_matrix()
     z_weight = config.z_loss_multiplier
-    return cross_entropy_sum(hidden_RTD, matrix_DV, targets_RT, weights_RT, tiles, z_weight)
+    rows = hidden_RTD, matrix_DV, targets_RT, weights_RT
+    return cross_entropy_parts(*rows, tiles, z_weight).sum()
 
   def _bound(self, layers: Leaves, rest: Leaves) -> LayeredModel:
     return in_parts(self.model, joined(layers, rest))

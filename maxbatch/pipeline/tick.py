@@ -79,7 +79,7 @@ class Stage:
       sent=made if self.hop > 1 else (),
       d_layers=self._laid_out(zero_layers),
       d_rest=self._laid_out(zero_rest),
-      sums=zero_sums(),
+      sums=zero_sums(self.parts.model),
     )
     return lax.fori_loop(0, self.ticks.count, self._tick, held)
 
@@ -245,6 +245,8 @@ class Stage:
 
   def _placed(self, result: Any) -> Any:
     """Gradients of parameters, activations (R, T, D) and scalars, where they belong."""
+    if result is None:
+      return None
     if isinstance(result, dict):
       return self._laid_out(result)
     if isinstance(result, tuple):

@@ -1,0 +1,328 @@
+"""python -m maxbatch.critical_batch checkpoint=RUN: up to which batch training loses nothing.
+
+The branched measurement of Merrill et al. (2025): from one checkpoint, branches train on the same
+next samples with k times the batch and a rate that follows it, and the largest batch whose loss
+ends within a tolerance of every smaller one is the critical batch at this point of the run. What
+"within" means, and why the best smaller branch is what counts: maxbatch/branches/losses.py.
+"""
+
+import dataclasses
+import io
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Annotated, Any, Literal
+
+from maxbatch.batch.branching import Base, Wish, branch_out
+from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.solve import text
+from maxbatch.branches.losses import Measured, judge
+from maxbatch.branches.origin import (
+  Checkpoint,
+  claim,
+  find_checkpoint,
+  read_checkpoint,
+  write_whole,
+)
+from maxbatch.branches.plot import plot
+from maxbatch.branches.report import Origin, Report, plan_table
+from maxbatch.branches.running import (
+  SET_HERE,
+  AtCheckpoint,
+  Experiment,
+  at_checkpoint,
+  branch_config,
+  train_branch,
+)
+from maxbatch.compile.modes import is_run, settled
+from maxbatch.config.find import did_you_mean
+from maxbatch.config.help import help_text, wants_help
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config, NonNegativeFloat, PositiveOrUnset, Range, fields
+from maxbatch.config.value import convert
+from maxbatch.config.yaml_file import read_argument
+from maxbatch.devices import find_devices, num_slices
+from maxbatch.errors import EXIT_DIVERGED, EXIT_USER_ERROR, TrainingDivergedError, UserError
+from maxbatch.stop import INTERRUPTED, EndingSignals, Interrupted, leave
+from maxbatch.topology import topology
+
+COMMAND = "python -m maxbatch.critical_batch"
+HELP = f"""\
+Usage: {COMMAND} checkpoint=RUN [factors=1,2,4,8] [key=value ...]
+
+Measures the critical batch size at a checkpoint: branches train from it on the same samples with k
+times its batch, and the largest batch whose loss ends within a tolerance of every smaller one is
+reported (Merrill et al. 2025). Branches are runs beside RUN; repeated, the command goes on.
+  checkpoint=runs/mine     a run's folder, for its newest checkpoint, or .../checkpoints/200
+  factors=1,2,4,8          of the batch in force at the checkpoint; 0.5 and 1/2 work too
+  branch_tokens=-1         tokens that every branch trains on; -1: 40 steps of the largest batch
+  tolerance=0.01           nats per token that a batch may lose to a smaller one
+  smoothing=0.25           share of a branch, at its end, over which its loss is averaged
+  coupling=auto            rate times k (linear), its root (sqrt) or 1 (none); auto: linear for sgd,
+                           sqrt for the others
+  config=FILE              instead of the run's own config.yml
+The configuration is that of the run; keys below change it.
+"""
+_DEFAULTS = {
+  "checkpoint": "",
+  "factors": "1,2,4,8",
+  "branch_tokens": "-1",
+  "tolerance": "0.01",
+  "smoothing": "0.25",
+  "coupling": "auto",
+}
+
+_RULES = {
+  "none": "the same for all",
+  "sqrt": "times the root of the factor",
+  "linear": "times the factor",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+  """Keys of this command that are read as those of the configuration are."""
+
+  branch_tokens: PositiveOrUnset
+  tolerance: NonNegativeFloat
+  smoothing: Annotated[Fraction, Range(low=0.01, high=1)]
+  coupling: Literal["auto", "none", "sqrt", "linear"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """The command line, taken apart."""
+
+  config: Config
+  """That of the run."""
+  step_folder: pathlib.Path
+  """The checkpoint."""
+  factors: tuple[Fraction, ...]
+  options: Options
+
+
+def main(arguments: Sequence[str]) -> int:
+  """Runs the command; returns its exit code."""
+  if wants_help(arguments):
+    print(HELP)
+    print(help_text(COMMAND).partition("\n\n")[2])
+    return 0
+  for stream in (sys.stdout, sys.stderr):
+    if isinstance(stream, io.TextIOWrapper):
+      stream.reconfigure(errors="replace")  # ± must not end a run on a terminal without it
+  try:
+    with EndingSignals():
+      measure(read_request(arguments))
+  except UserError as error:
+    print(f"error: {error}", file=sys.stderr)
+    return EXIT_USER_ERROR
+  except TrainingDivergedError as error:
+    print(f"stopped: {error}", file=sys.stderr)
+    return EXIT_DIVERGED
+  except Interrupted as interrupted:
+    print(INTERRUPTED, file=sys.stderr)
+    return interrupted.exit_code
+  return 0
+
+
+def read_request(arguments: Sequence[str]) -> Request:
+  """Separates what belongs to this command from the configuration, which is the run's own.
+
+  Raises:
+    UserError: a mistake in either.
+  """
+  own, rest = dict(_DEFAULTS), []
+  for argument in arguments:
+    key, equals, value = argument.partition("=")
+    if equals and key in own:
+      own[key] = value
+    else:
+      _check_key(argument, key)
+      rest.append(argument)
+  read: dict[str, Any] = {
+    field.name: convert(read_argument(field.name, own[field.name], False), field.type)
+    for field in dataclasses.fields(Options)
+  }
+  factors = _factors(own["factors"])
+  step_folder = find_checkpoint(own["checkpoint"])
+  return Request(_run_config(step_folder, rest), step_folder, factors, Options(**read))
+
+
+def measure(request: Request) -> Report | None:
+  """Trains what is missing of the branches, reports, and returns the report; None if stopped.
+
+  Raises:
+    UserError: something in the request does not work.
+    TrainingDivergedError: the smallest batch diverges.
+  """
+  experiment = _prepare(request)
+  _introduce(request, experiment)
+  measured: list[Measured] = []
+  for number, branch in enumerate(experiment.branching.branches, 1):
+    count = len(experiment.branching.branches)
+    print(f"\n=== Branch {branch.name}, {number} of {count}: {branch.batch:,} samples per step")
+    one = train_branch(experiment, branch)
+    if one is None:
+      print(f"\nStopped in branch {branch.name}; the same command goes on from there.")
+      return None
+    measured.append(one)
+  return _conclude(request, experiment, measured)
+
+
+def _check_key(argument: str, key: str) -> None:
+  """Refuses what neither this command nor a run understands, and what branches set themselves."""
+  if key in SET_HERE:
+    instead = f"; the length of branches is {SET_HERE[key]}" if SET_HERE[key] else ""
+    raise UserError(f"{argument}: branches set {key} themselves{instead}; leave it out")
+  known = [*_DEFAULTS, "config", *fields()]
+  if "=" in argument and not key.startswith("-") and key not in known:
+    hint = did_you_mean(key, known)
+    raise UserError(f"command line: there is no key {key!r}.{hint} --help lists every key.")
+
+
+def _factors(given: str) -> tuple[Fraction, ...]:
+  """At least two different positive numbers."""
+  example = "for example factors=1,2,4,8"
+  factors: list[Fraction] = []
+  for word in given.strip("[]").split(","):
+    try:
+      factors.append(Fraction(word.strip()))
+    except (ValueError, ZeroDivisionError):
+      raise UserError(f"factors={given}: {word.strip()!r} is no number; {example}") from None
+  if min(factors) <= 0:
+    raise UserError(f"factors={given}: {text(min(factors))} must be more than 0; {example}")
+  if len(set(factors)) < max(2, len(factors)):
+    raise UserError(f"factors={given} must be at least two different numbers; {example}")
+  return tuple(factors)
+
+
+def _run_config(step_folder: pathlib.Path, rest: Sequence[str]) -> Config:
+  """The configuration that wrote the checkpoint, with `rest` on top; its folder is where it is."""
+  given = list(rest)
+  if not any(argument.startswith("config=") for argument in rest):
+    folder = step_folder.parent.parent
+    if not (folder / "config.yml").exists():
+      raise UserError(
+        f"checkpoint={step_folder}: there is no {folder / 'config.yml'} to tell how the run "
+        "was configured; give its configuration, for example config=my.yml"
+      )
+    place = [f"base_output_directory={folder.parent}", f"run_name={folder.name}"]
+    given = [f"config={folder / 'config.yml'}", *place, *rest]
+  config = load_config(given)
+  if not is_run(config):
+    raise UserError(
+      "validate_only and compile_only: branches are trained; leave both false, for example "
+      "validate_only=false compile_only=false"
+    )
+  return config
+
+
+def _prepare(request: Request) -> Experiment:
+  """Plans all branches, so that what does not work is refused before any of them trains.
+
+  Raises:
+    UserError: a batch, a rate or a length does not work.
+  """
+  devices = find_devices(request.config.mesh.num_simulated_devices)
+  layout = topology(request.config.mesh, len(devices), num_slices(devices))
+  config = settled(request.config, devices, layout)
+  checkpoint = read_checkpoint(request.step_folder)
+  now = at_checkpoint(config, checkpoint, layout)
+  base = Base(now.stage, layout, config.batch.max_target_length)
+  options = request.options
+  wish = Wish(request.factors, options.branch_tokens, options.smoothing)
+  _tell_changes(now, checkpoint)
+  experiment = Experiment(
+    config=config,
+    checkpoint=checkpoint,
+    branching=branch_out(base, wish),
+    learning_rate=now.learning_rate,
+    coupling=_coupling(options.coupling, config),
+    folder=_folder(config, checkpoint),
+  )
+  branches = [branch_config(experiment, branch) for branch in experiment.branching.branches]
+  for branch in branches:
+    plan_batches(branch.batch, branch.run, layout)
+  settled(branches[-1], devices, layout)  # Refuses if the model's step cannot be split into passes.
+  claim(experiment.folder, checkpoint)
+  return experiment
+
+
+def _coupling(asked: str, config: Config) -> str:
+  """auto is the rule of the optimizer's kind (Merrill et al. 2025, section 3.1)."""
+  if asked != "auto":
+    return asked
+  return "linear" if config.optimizer.opt_type == "sgd" else "sqrt"
+
+
+def _folder(config: Config, checkpoint: Checkpoint) -> pathlib.Path:
+  """Beside the run's folder; every checkpoint has its own."""
+  parent = pathlib.Path(config.run.base_output_directory)
+  return parent / f"{config.run.run_name}-critical_batch" / f"step-{checkpoint.position.step}"
+
+
+def _tell_changes(now: AtCheckpoint, checkpoint: Checkpoint) -> None:
+  """Says if the batch that is multiplied is not of the schedule the checkpoint was written under."""
+  before, after = checkpoint.plan.get("batch_schedule"), now.plan.as_dict()["batch_schedule"]
+  if before != after:
+    print(
+      f"Factor 1 is {now.stage.batch} samples by the configuration's batch schedule {after}; the "
+      f"checkpoint was written under {before} ([from {now.plan.schedule.unit}, samples per step])"
+    )
+
+
+def _origin(experiment: Experiment) -> Origin:
+  position, length = experiment.checkpoint.position, experiment.config.batch.max_target_length
+  return Origin(
+    folder=str(experiment.checkpoint.folder),
+    step=position.step,
+    samples=position.samples,
+    tokens=position.samples * length,
+    learning_rate=experiment.learning_rate,
+  )
+
+
+def _introduce(request: Request, experiment: Experiment) -> None:
+  """What is compared with what."""
+  origin, branching = _origin(experiment), experiment.branching
+  options, rule = request.options, experiment.coupling
+  share, tokens = text(options.smoothing), f"{branching.window_tokens:,} tokens"
+  micro_batch = f"microbatch {branching.micro_batch:,} samples"
+  rows = [
+    ("start", origin.folder),
+    ("", f"{origin.samples:,} samples, {origin.tokens:,} tokens; rate {origin.learning_rate:.3g}"),
+    ("branches", f"{branching.tokens:,} tokens each, the same samples; {micro_batch}"),
+    ("rate", f"constant, {_RULES[rule]} (coupling={rule})"),
+    ("judged", f"mean training loss of the last {tokens} (smoothing={share})"),
+    ("", f"at most tolerance={options.tolerance:g} above every smaller batch"),
+    ("folder", str(experiment.folder)),
+  ]
+  rates = [experiment.rate_of(branch) for branch in branching.branches]
+  print("Critical batch size by branches (Merrill et al. 2025)\n")
+  print("\n".join(f"  {name:<8}  {words}" for name, words in rows), end="\n\n")
+  print(plan_table(branching, rates), flush=True)
+
+
+def _conclude(request: Request, experiment: Experiment, measured: Sequence[Measured]) -> Report:
+  """Prints the report and writes it beside the branches."""
+  tolerance, window = request.options.tolerance, experiment.branching.window_blocks
+  report = Report(
+    origin=_origin(experiment),
+    branching=experiment.branching,
+    coupling=experiment.coupling,
+    tolerance=tolerance,
+    judged=tuple(judge(measured, window, tolerance)),
+  )
+  print(f"\n=== After {report.branching.tokens:,} tokens each\n\n{report}\n")
+  written = json.dumps(report.as_dict(), indent=2, allow_nan=False) + "\n"
+  files = {"critical_batch.json": written, "critical_batch.svg": plot(report)}
+  for name, content in files.items():
+    write_whole(experiment.folder / name, content)
+  print(f"Written: {', '.join(str(experiment.folder / name) for name in files)}", flush=True)
+  return report
+
+
+if __name__ == "__main__":
+  leave(main(sys.argv[1:]))

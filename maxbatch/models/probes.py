@@ -1,0 +1,192 @@
+"""Squared norms of every row's own gradient, out of the backward pass that runs anyway.
+
+B rows, T tokens, K inputs and L outputs of a projection, D width, S devices along tensor.
+
+A layer may carry a probe: zeros (B, S) that its result does not depend on. What differentiation
+reports as the probe's gradient is, for each row b, ‖∂loss/∂parameters through row b alone‖², the
+quantity from which the gradient noise scale is estimated. The gradient of the sum of all rows is
+formed from the same pieces: nothing is computed twice, and no gradient of a row is kept.
+
+The gradient of a vector by row is what autodiff sums anyway. That of a matrix is xᵀ·dy, formed row
+by row as the weight gradient is summed up ("simultaneous", Gray et al. 2024), or, for rows so short
+that it is cheaper, its norm by ⟨x·xᵀ, dy·dyᵀ⟩ ("ghost", Li et al. 2022).
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from maxbatch.sharding import LOGICAL_AXIS_RULES, LogicalAxes, constrain, over_rows, sum_over_rows
+
+
+class Probe(nnx.Variable):
+  """A probe; a scalar, in stacked layers one per layer, while nothing is measured.
+
+  Its metadata `of` names the parameters beside it that it measures.
+  """
+
+
+def probe(*names: str) -> Probe:
+  """A probe of the module's parameters `names`, nothing measured yet."""
+  return Probe(jnp.zeros(()), of=names)
+
+
+def wired(probe: Probe | None) -> jax.Array | None:
+  """The zeros (B, S) to be differentiated by; None where nothing is measured."""
+  return None if probe is None or probe[...].ndim < 2 else probe[...]
+
+
+def for_each_row(parameter: jax.Array, probe_BS: jax.Array, axes: LogicalAxes) -> jax.Array:
+  """A copy of a small parameter for every row: (…) → (B, …)."""
+  return _for_each_row(parameter, probe_BS, axes)
+
+
+def _copies(parameter: jax.Array, probe_BS: jax.Array, axes: LogicalAxes) -> jax.Array:
+  copies = jnp.broadcast_to(parameter, (probe_BS.shape[0], *parameter.shape))
+  used = tuple(None if axis == "embed" else axis for axis in axes)
+  return constrain(copies, ("batch", *used))
+
+
+def _for_each_row_forward(parameter, probe_BS, axes):
+  return _copies(parameter, probe_BS, axes), probe_BS
+
+
+def _for_each_row_backward(axes, probe_BS, gradients):
+  squares_BS = row_squares(gradients, axes, probe_BS.shape[1])
+  return gradients.sum(0), squares_BS
+
+
+_for_each_row = jax.custom_vjp(_copies, nondiff_argnums=(2,))
+_for_each_row.defvjp(_for_each_row_forward, _for_each_row_backward)
+
+
+@jax.custom_vjp
+def looked_up(x_BTD: jax.Array, ids_BT: jax.Array, probe_BS: jax.Array) -> jax.Array:
+  """`x_BTD` unchanged, of which x[b, t] was taken from row ids[b, t] of a table."""
+  del ids_BT, probe_BS
+  return x_BTD
+
+
+def _looked_up_forward(x_BTD, ids_BT, probe_BS):
+  return x_BTD, (ids_BT, probe_BS)
+
+
+def _looked_up_backward(kept, d_BTD):
+  ids_BT, probe_BS = kept
+
+  def of_rows(nothing, ids_BT, d_BTD):
+    del nothing
+    return jax.vmap(_table_square)(ids_BT, d_BTD)
+
+  squares_B = over_rows(of_rows, jnp.zeros(1), (None,), ids_BT, d_BTD)
+  return d_BTD, None, _first_shard(squares_B, probe_BS.shape[1])
+
+
+looked_up.defvjp(_looked_up_forward, _looked_up_backward)
+
+
+def _table_square(ids_T: jax.Array, d_TD: jax.Array) -> jax.Array:
+  """‖gradient of the table by one row‖²: cotangents of equal ids are summed before squaring."""
+  order_T = jnp.argsort(ids_T)
+  ids_T, d_TD = ids_T[order_T], d_TD[order_T].astype(jnp.float32)
+  segments_T = jnp.cumsum(jnp.diff(ids_T, prepend=ids_T[:1]) != 0)
+  summed_TD = jax.ops.segment_sum(d_TD, segments_T, ids_T.size, indices_are_sorted=True)
+  return jnp.square(summed_TD).sum()
+
+
+def product(
+  x_BTK: jax.Array,
+  matrix_KL: jax.Array,
+  probe_BS: jax.Array,
+  shape: tuple[int, ...],
+  axes: LogicalAxes,
+) -> jax.Array:
+  """x @ matrix: (B, T, K) → (B, T, L), of a kernel of `shape` named by `axes`."""
+  return _product(x_BTK, matrix_KL, probe_BS, shape, axes)
+
+
+def _multiplied(x_BTK, matrix_KL, probe_BS, shape, axes):
+  del probe_BS, shape, axes
+  B, T, K = x_BTK.shape
+  return (x_BTK.reshape(-1, K) @ matrix_KL).reshape(B, T, -1)
+
+
+def _product_forward(x_BTK, matrix_KL, probe_BS, shape, axes):
+  y_BTL = _multiplied(x_BTK, matrix_KL, probe_BS, shape, axes)
+  return y_BTL, (x_BTK, matrix_KL, probe_BS)
+
+
+def _product_backward(shape, axes, kept, d_BTL):
+  x_BTK, matrix_KL, probe_BS = kept
+  (_, T, K), L = x_BTK.shape, d_BTL.shape[-1]
+  d_x_BTK = (d_BTL.reshape(-1, L) @ matrix_KL.T).reshape(x_BTK.shape)
+  gradient = _ghost if is_ghost(T, K, L) else _simultaneous
+
+  def of_rows(x_BTK, d_BTL):
+    total_KL, squares_BS = gradient(shape, axes, probe_BS.shape[1], x_BTK, d_BTL)
+    return total_KL.astype(matrix_KL.dtype), squares_BS
+
+  # A kernel's width is its first axis or its last: where it is divided, so is the matrix.
+  flat = (axes[0], None) if axes[0] == "embed" else (None, axes[-1])
+  d_matrix_KL, squares_BS = sum_over_rows(of_rows, flat, matrix_KL.shape, x_BTK, d_BTL)
+  return d_x_BTK, d_matrix_KL, squares_BS
+
+
+_product = jax.custom_vjp(_multiplied, nondiff_argnums=(3, 4))
+_product.defvjp(_product_forward, _product_backward)
+
+
+def is_ghost(length: int, inputs: int, outputs: int) -> bool:
+  """Whether T·T·(K + L) operations for the norm are fewer than the K·L that squaring takes.
+
+  Then T² is far below K·L too. By memory alone, 2·T² < K·L, the ghost norm would be taken for
+  layers of large models at a third more time for the whole backward pass.
+  """
+  return length**2 * (inputs + outputs) < inputs * outputs
+
+
+def _simultaneous(shape, axes, shards, x_BTK, d_BTL):
+  """Weight gradient and squares, holding one row's gradient at a time."""
+
+  def add_row(total_KL, row):
+    x_TK, d_TL = row
+    of_row_KL = jnp.matmul(x_TK.T, d_TL, preferred_element_type=jnp.float32)
+    squares_S = row_squares(of_row_KL.reshape(1, *shape), axes, shards)[0]
+    return total_KL + of_row_KL, squares_S
+
+  zeros_KL = jnp.zeros((x_BTK.shape[-1], d_BTL.shape[-1]), jnp.float32)
+  return jax.lax.scan(add_row, zeros_KL, (x_BTK, d_BTL))
+
+
+def _ghost(shape, axes, shards, x_BTK, d_BTL):
+  """Weight gradient, and squares without any row's gradient."""
+  del shape, axes
+  x_XK, d_XL = (y.reshape(-1, y.shape[-1]) for y in (x_BTK, d_BTL))
+  d_matrix_KL = jnp.matmul(x_XK.T, d_XL, preferred_element_type=jnp.float32)
+  gram_x_BTT, gram_d_BTT = (
+    jnp.einsum("btk,bsk->bts", y, y, preferred_element_type=jnp.float32) for y in (x_BTK, d_BTL)
+  )
+  return d_matrix_KL, _first_shard((gram_x_BTT * gram_d_BTT).sum((1, 2)), shards)
+
+
+def row_squares(gradients: jax.Array, axes: LogicalAxes, shards: int) -> jax.Array:
+  """Sums of squares of each row's gradient (B, …), kept apart where tensor divides it: (B, S)."""
+  squared, rows = jnp.square(gradients.astype(jnp.float32)), gradients.shape[0]
+  at = next(
+    (at for at, axis in enumerate(axes, 1) if _is_divided(axis, squared.shape[at], shards)), 0
+  )
+  if at == 0:
+    return _first_shard(squared.reshape(rows, -1).sum(1), shards)
+  before, after = math.prod(squared.shape[1:at]), math.prod(squared.shape[at + 1 :])
+  return squared.reshape(rows, before, shards, -1, after).sum((1, 3, 4))
+
+
+def _is_divided(axis: str | None, size: int, shards: int) -> bool:
+  return shards > 1 and "tensor" in LOGICAL_AXIS_RULES[axis] and size % shards == 0
+
+
+def _first_shard(squares_B: jax.Array, shards: int) -> jax.Array:
+  """(B,) → (B, S): what all devices along tensor hold counts once."""
+  return jnp.pad(squares_B[:, None], ((0, 0), (0, shards - 1)))

@@ -1,0 +1,150 @@
+"""One line for people: what the noise scale is, and what it means for the batch in use."""
+
+import math
+from collections.abc import Sequence
+
+from maxbatch.noise.confidence import FEWEST_STEPS, Interval
+from maxbatch.noise.estimators import cost_of_change
+from maxbatch.noise.tracker import FEWEST_CALIBRATION_STEPS, Calibration, Estimate
+
+_WELL_BELOW = 1 / 4
+"""Share of the noise scale up to which doubling a batch takes at most a fifth more data."""
+
+_CAVEAT = "a heuristic (McCandlish et al. 2018), verify with python -m maxbatch.critical_batch"
+
+
+def advice(
+  estimate: Estimate, batch: int, tokens_per_sample: float, left_out: Sequence[str] = ()
+) -> str:
+  """The line.
+
+  Args:
+    estimate: of the whole model, measured or predicted.
+    batch: samples per step now.
+    tokens_per_sample: on average, those that count in the loss.
+    left_out: parameters that the estimate does not see, for example "the tied embedding".
+  """
+  scale = estimate.scale
+  if scale is None:
+    said = _unknown(estimate, batch)
+  else:
+    value = _value(scale, tokens_per_sample, estimate.steps)
+    origin = _predicted_by(estimate.calibration) if estimate.calibration else ""
+    said = f"{value}{origin}; {_meaning(scale, batch)} — {_CAVEAT}"
+  return f"{said}; left out: {', '.join(left_out)}" if left_out else said
+
+
+def _value(scale: Interval, tokens_per_sample: float, steps: int) -> str:
+  """Samples and tokens, rounded to what the interval supports."""
+  value, low, high = _shown(scale)
+  tokens = Interval(*(part * tokens_per_sample for part in (scale.value, scale.low, scale.high)))
+  value_tokens, _, high_tokens = _shown(tokens)
+  if scale.low <= 0:
+    return f"noise scale below {high} samples, {high_tokens} tokens (95% over {steps} steps)"
+  return (
+    f"noise scale ≈ {value} samples, {value_tokens} tokens (95% {low}–{high} over {steps} steps)"
+  )
+
+
+def _predicted_by(calibration: Calibration) -> str:
+  if calibration.slope is None:
+    return ""
+  value, low, high = _shown(calibration.slope)
+  return (
+    f", predicted from the norm layers as {value} × theirs (95% {low}–{high} over "
+    f"{calibration.steps} calibration steps)"
+  )
+
+
+def _meaning(scale: Interval, batch: int) -> str:
+  """Where the batch stands, as far as the whole interval says so."""
+  above = batch > scale.high
+  if scale.low <= 0:
+    smaller = "above that: a smaller one would save data"
+    return f"batch {batch:,} is {smaller if above else 'not above that; more cannot be said'}"
+  if above:
+    data, steps = _change(scale, batch, 0.5)
+    effect = f"halving it would take about {data} less data for {steps} more steps"
+    return f"batch {batch:,} is above it: {effect}"
+  place = "well below it" if batch < _WELL_BELOW * scale.low else "in the efficient range"
+  data, steps = _change(scale, batch, 2)
+  effect = f"doubling it would take about {steps} fewer steps for {data} more data"
+  return f"batch {batch:,} is {place}: {effect}"
+
+
+def _change(scale: Interval, batch: int, factor: float) -> tuple[str, str]:
+  """By how much a batch `factor` times as large changes data and steps, such as 28% and 36%."""
+  costs = [cost_of_change(batch, factor, part) for part in (scale.value, scale.low, scale.high)]
+  return (
+    _percent([abs(cost.data - 1) for cost in costs]),
+    _percent([abs(cost.steps - 1) for cost in costs]),
+  )
+
+
+def _percent(shares: Sequence[float]) -> str:
+  """The first of three shares, to the place in which the others differ, at best to 1%."""
+  value, *ends = (100 * share for share in shares)
+  unit = min(_leading(abs(ends[1] - ends[0]) / 2), _leading(value))
+  shown = _rounded(value, max(1.0, unit))
+  return "less than 1%" if shown == "0" else f"{shown}%"
+
+
+def _unknown(estimate: Estimate, batch: int) -> str:
+  if estimate.status == "unavailable":
+    return _unavailable(estimate, batch)
+  steps, calibration = estimate.steps, estimate.calibration
+  if steps < FEWEST_STEPS:
+    return f"noise scale not known yet: {steps} of at least {FEWEST_STEPS} steps measured"
+  if calibration is not None and calibration.status == "insufficient":
+    return (
+      f"noise scale not calibrated yet: {calibration.steps} calibration steps do not tell the "
+      "gradient from its noise; it takes more of them"
+    )
+  hidden = f"over {steps} steps the gradient cannot be told from its noise"
+  if estimate.negative_share:
+    hidden += f" (in {estimate.negative_share:.0%} of them its square is estimated below 0)"
+  if steps < estimate.window_steps:
+    return f"noise scale not known yet: {hidden}; the window holds {estimate.window_steps}: wait"
+  longer = 2 * estimate.window_steps
+  return (
+    f"noise scale not known: {hidden}; average over a longer window, for example {longer} steps"
+  )
+
+
+def _unavailable(estimate: Estimate, batch: int) -> str:
+  calibration = estimate.calibration
+  if batch < 2:
+    return (
+      "noise scale unavailable: it compares the samples of a step, and a batch of 1 has one; use a "
+      "batch of at least 2"
+    )
+  if estimate.steps and calibration is not None:
+    return (
+      f"noise scale not calibrated yet: {calibration.steps} of at least "
+      f"{FEWEST_CALIBRATION_STEPS} calibration steps"
+    )
+  return f"noise scale unavailable: none of the last {estimate.window_steps} steps measured it"
+
+
+def _shown(interval: Interval) -> tuple[str, str, str]:
+  """Value, low and high, rounded to what the interval supports; the ends keep two digits at least.
+
+  By the Particle Data Group's rule: an error that begins with 10 to 35 keeps two digits of it, a
+  larger one keeps one.
+  """
+  value, low, high = interval.value, interval.low, interval.high
+  error = max(min(value - low, high - value), 1e-3 * abs(value))
+  leading = _leading(error)
+  unit = leading / 10 if error < 3.55 * leading else leading
+  low_shown, high_shown = (_rounded(end, min(unit, _leading(end) / 10)) for end in (low, high))
+  return _rounded(value, unit), low_shown, high_shown
+
+
+def _leading(value: float) -> float:
+  """The power of ten of its first digit."""
+  return 10.0 ** math.floor(math.log10(max(abs(value), 1e-9)))
+
+
+def _rounded(value: float, unit: float) -> str:
+  decimals = max(0, -round(math.log10(unit)))
+  return f"{round(value / unit) * unit:,.{decimals}f}"

@@ -1,0 +1,208 @@
+"""When to take a larger batch: a rule that would rather wait than be wrong.
+
+The batch grows only when the noise scale is surely, and repeatedly, more than twice as large. It
+never shrinks. Everything the rule goes by is in its state, so that a resumed run decides what the
+uninterrupted one would have.
+"""
+
+import dataclasses
+import math
+import statistics
+from collections import deque
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from maxbatch.batch.solve import counted
+from maxbatch.batch.stages import Position
+from maxbatch.errors import UserError
+from maxbatch.noise.tracker import Estimate
+
+_FEWEST_LOSSES = 8
+_NEWEST_SHARE = 8
+"""The newest eighth of the losses is compared with the others: one outlier is no spike."""
+
+_DEVIATIONS_PER_MAD = 1.4826
+"""Standard deviations per median absolute deviation, of a normal distribution."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+  """What the rule keeps to.
+
+  Raises:
+    UserError: a limit below the least that makes sense.
+  """
+
+  max_batch: int
+  unit: int = 1
+  """Every batch is a multiple of it: the microbatch."""
+  dwell_samples: int = 0
+  """Samples between two changes, at least."""
+  windows_before_growth: int = 3
+  """Decision points in a row that must agree, on windows that share at most half their steps."""
+  growth_limit: Fraction = Fraction(2)
+  """One change multiplies the batch by this at most."""
+  max_relative_half_width: float = 0.5
+  """Half of the interval over the noise scale, above which it is too wide to act on."""
+  warmup_samples: int = 0
+  """Nothing is decided before so many samples, nor counted as agreeing."""
+  spike_deviations: float = 4.0
+  """Standard deviations by which the newest losses exceed the earlier ones in a spike."""
+  loss_window: int = 64
+  """Losses that are remembered, one per step."""
+
+  def __post_init__(self) -> None:
+    _check_at_least("unit", self.unit, 1)
+    _check_at_least("max_batch", self.max_batch, self.unit)
+    _check_at_least("dwell_samples", self.dwell_samples, 0)
+    _check_at_least("windows_before_growth", self.windows_before_growth, 1)
+    _check_above("growth_limit", self.growth_limit, 1)
+    _check_above("max_relative_half_width", self.max_relative_half_width, 0)
+    _check_at_least("warmup_samples", self.warmup_samples, 0)
+    _check_above("spike_deviations", self.spike_deviations, 0)
+    _check_at_least("loss_window", self.loss_window, _FEWEST_LOSSES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+  """The batch from here on, and why."""
+
+  batch: int
+  reason: str
+  grew: bool
+
+
+class Controller:
+  """Decides at decision points; `observe` every step's loss in between."""
+
+  def __init__(self, limits: Limits):
+    """A controller that has seen nothing."""
+    self.limits = limits
+    self._agreeing = 0
+    self._counted_at_step: int | None = None
+    self._changed_at_samples = 0
+    self._losses: deque[float] = deque(maxlen=limits.loss_window)
+
+  def observe(self, loss: float) -> None:
+    """Takes note of a step's loss."""
+    self._losses.append(loss)
+
+  def decide(self, position: Position, batch: int, estimate: Estimate) -> Decision:
+    """The batch of the steps from `position` on, where a step took `batch` samples until now."""
+    objection = self._objection(position, batch, estimate)
+    if objection:
+      self._agreeing = 0
+      return Decision(batch, objection, grew=False)
+    if self._is_new_window(position, estimate):
+      self._agreeing += 1
+      self._counted_at_step = position.step
+    waiting = self._waiting(position, batch)
+    if waiting:
+      return Decision(batch, waiting, grew=False)
+    return self._grown(position, batch, estimate)
+
+  def as_dict(self) -> dict[str, Any]:
+    """Plain JSON; the limits are not in it."""
+    return {
+      "agreeing": self._agreeing,
+      "counted_at_step": self._counted_at_step,
+      "changed_at_samples": self._changed_at_samples,
+      "losses": [loss if math.isfinite(loss) else None for loss in self._losses],
+    }
+
+  @classmethod
+  def from_dict(cls, limits: Limits, content: Mapping[str, Any]) -> "Controller":
+    """The controller that `as_dict` wrote."""
+    controller = cls(limits)
+    controller._agreeing = content["agreeing"]
+    controller._counted_at_step = content["counted_at_step"]
+    controller._changed_at_samples = content["changed_at_samples"]
+    controller._losses.extend(math.nan if loss is None else loss for loss in content["losses"])
+    return controller
+
+  def _objection(self, position: Position, batch: int, estimate: Estimate) -> str | None:
+    """What speaks against a larger batch now, if anything does."""
+    limits = self.limits
+    if position.samples < limits.warmup_samples:
+      return f"warm-up until {limits.warmup_samples:,} samples"
+    if batch >= limits.max_batch:
+      return f"{batch:,} is as large as allowed: max_batch={limits.max_batch}"
+    return _doubt(estimate, batch, limits) or _spike(list(self._losses), limits.spike_deviations)
+
+  def _is_new_window(self, position: Position, estimate: Estimate) -> bool:
+    """Whether the window shares at most half of its steps with the last one that counted."""
+    if self._counted_at_step is None:
+      return True
+    return 2 * (position.step - self._counted_at_step) >= estimate.window_steps
+
+  def _waiting(self, position: Position, batch: int) -> str | None:
+    """What is still to be awaited, although nothing speaks against a larger batch."""
+    limits = self.limits
+    if self._agreeing < limits.windows_before_growth:
+      return (
+        f"the noise scale is surely above 2 × {batch:,} in {self._agreeing} of "
+        f"{limits.windows_before_growth} windows"
+      )
+    rest = self._changed_at_samples + limits.dwell_samples - position.samples
+    if rest > 0:
+      return f"{batch:,} stays for {rest:,} samples more: dwell_samples={limits.dwell_samples}"
+    return None
+
+  def _grown(self, position: Position, batch: int, estimate: Estimate) -> Decision:
+    """The largest batch that the limits and the noise scale's lower bound allow."""
+    assert estimate.scale is not None
+    limits, low = self.limits, math.floor(estimate.scale.low)
+    ceiling = min(math.floor(limits.growth_limit * batch), limits.max_batch, low)
+    larger = ceiling // limits.unit * limits.unit
+    if larger <= batch:
+      return Decision(
+        batch, f"no multiple of {limits.unit:,} is above {batch:,} and at most {ceiling:,}", False
+      )
+    seen = self._agreeing
+    self._agreeing, self._changed_at_samples = 0, position.samples
+    return Decision(
+      larger,
+      f"the noise scale is at least {low:,} samples, above 2 × {batch:,}, in "
+      f"{counted(seen, 'window')} in a row; at most {ceiling:,} allowed",
+      grew=True,
+    )
+
+
+def _doubt(estimate: Estimate, batch: int, limits: Limits) -> str | None:
+  """Why the noise scale is not surely above twice the batch, if so."""
+  scale = estimate.scale
+  if scale is None:
+    return f"no noise scale: {estimate.status}"
+  width = (scale.high - scale.low) / 2
+  if width > limits.max_relative_half_width * scale.value:
+    widest = f"max_relative_half_width={limits.max_relative_half_width:g}"
+    return f"the noise scale, {scale.value:,.0f} ± {width:,.0f}, is too uncertain: {widest}"
+  if scale.low <= 2 * batch:
+    return f"the noise scale may be {scale.low:,.0f} samples, not above 2 × {batch:,}"
+  return None
+
+
+def _spike(losses: list[float], deviations: float) -> str | None:
+  """Whether the newest losses are far above the earlier ones, by medians; a reason if so."""
+  if len(losses) < _FEWEST_LOSSES:
+    return f"{len(losses)} losses seen, of {_FEWEST_LOSSES} it takes to see a spike"
+  if not all(map(math.isfinite, losses)):
+    return "a loss was not finite"
+  newest = max(1, len(losses) // _NEWEST_SHARE)
+  now, earlier = statistics.median(losses[-newest:]), losses[:-newest]
+  usual = statistics.median(earlier)
+  deviation = _DEVIATIONS_PER_MAD * statistics.median(abs(loss - usual) for loss in earlier)
+  if now > usual + deviations * deviation:
+    return f"loss spike: {now:.4g} now, {usual:.4g} ± {deviation:.2g} before"
+  return None
+
+
+def _check_at_least(name: str, value: int, least: int) -> None:
+  if value < least:
+    raise UserError(f"{name}={value} must be at least {least}; for example {name}={least}")
+
+
+def _check_above(name: str, value: float | Fraction, bound: int) -> None:
+  if value <= bound:
+    raise UserError(f"{name}={value} must be above {bound}; for example {name}={bound + 1}")

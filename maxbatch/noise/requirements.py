@@ -1,0 +1,72 @@
+"""What measuring the noise scale, and following it, ask of the other keys."""
+
+from maxbatch.batch.plan import BatchPlan
+from maxbatch.batch.schedule import is_decided
+from maxbatch.config.schema import Config
+from maxbatch.errors import UserError
+
+
+def check_noise(config: Config, plan: BatchPlan) -> None:
+  """Refuses keys with which the noise scale cannot be measured, or cannot steer the batch.
+
+  Raises:
+    UserError: naming the keys, their values and values that work.
+  """
+  gns = config.model.gns
+  measuring = "gns_from_microbatches=true" if gns == "off" else f"gns={gns}"
+  if (
+    gns != "off" or config.model.gns_from_microbatches
+  ) and config.pipeline.pipeline_schedule != "none":
+    raise UserError(
+      f"{measuring} and pipeline_schedule={config.pipeline.pipeline_schedule}: the noise scale "
+      "cannot be measured in a pipeline yet; for example pipeline_schedule=none, or gns=off "
+      "gns_from_microbatches=false"
+    )
+  if gns != "off" and min(point.batch for point in plan.schedule.points) < 2:
+    raise UserError(
+      f"gns={gns} compares the samples of a step, and global_batch_to_train=1 has one; for example "
+      "batch_size=2 gradient_accumulation_steps=-1, or gns=off"
+    )
+  if not is_decided(config.batch):
+    if config.noise.gns_dry_run:
+      raise UserError(
+        "gns_dry_run=true tells what batch_schedule=gns would do, and there is "
+        "none; for example batch_schedule=gns gns_dry_run=true"
+      )
+    return
+  _check_measured(config)
+  _check_counted(config)
+  if config.batch.accumulation == "streamed":
+    raise UserError(
+      "batch_schedule=gns changes the number of passes while the run goes on, which "
+      "accumulation=streamed compiles into the step; with accumulation=fused it works"
+    )
+
+
+def _check_measured(config: Config) -> None:
+  """There is a noise scale to steer by."""
+  gns, every = config.model.gns, config.noise.gns_calibrate_every
+  if gns == "off" and not config.model.gns_from_microbatches:
+    raise UserError("batch_schedule=gns follows the noise scale, and gns=off; for example gns=norm")
+  if gns == "norm" and every == 0:
+    raise UserError(
+      "batch_schedule=gns follows the noise scale of the whole model, which gns=norm predicts from "
+      "calibration steps, and gns_calibrate_every=0; for example gns_calibrate_every=50, or gns=all"
+    )
+
+
+def _check_counted(config: Config) -> None:
+  """Budget and schedules are counted in what does not move when the batch changes."""
+  run = config.run
+  if run.steps != -1:
+    length = config.batch.max_target_length
+    raise UserError(
+      f"steps={run.steps}: with batch_schedule=gns the steps of a run are not known beforehand; "
+      f"give its samples or tokens, for example steps=-1 total_tokens={1000 * length}"
+    )
+  if run.schedule_unit == "steps":
+    raise UserError(
+      "schedule_unit=steps: with batch_schedule=gns steps are of different sizes; for example "
+      "schedule_unit=samples, in which the learning rate's schedule, evaluations and checkpoints "
+      "are then counted"
+    )

@@ -1,0 +1,170 @@
+"""The noise scale over the last steps, with what is known about its error.
+
+Of a group it is the ratio of the mean noise to the mean signal. Where only the normalization layers
+are measured at every step, that of the whole model is predicted from theirs by a factor, measured
+in calibration steps: steps that measure both. The factor differs between runs (1.2 to 2.3 seen), so
+there is no default.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from maxbatch.noise.confidence import (
+  FEWEST_STEPS,
+  Interval,
+  Ratios,
+  product_of_means,
+  ratios_of_means,
+)
+from maxbatch.noise.estimators import Moments
+from maxbatch.noise.window import Window
+
+TOTAL = "total"
+NORM = "norm"
+FEWEST_CALIBRATION_STEPS = FEWEST_STEPS
+
+_CALIBRATION_STEPS = 256
+"""That are remembered, at least: they are rare, and what they tell changes slowly."""
+
+Status = Literal["ok", "insufficient", "unavailable"]
+"""insufficient: the signal cannot be told from 0, so no number is claimed. unavailable: no data."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+  """The noise scale of the whole model over that of its normalization layers."""
+
+  status: Status
+  steps: int
+  """Calibration steps in the window."""
+  slope: Interval | None = None
+  """None unless the status is ok."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+  """The noise scale of a group."""
+
+  group: str
+  status: Status
+  window_steps: int
+  steps: int
+  """Steps of the window that measured the group."""
+  negative_share: float | None = None
+  """Share of these steps whose signal is below 0."""
+  signal: float | None = None
+  noise: float | None = None
+  """Means over the steps; None where predicted or unavailable."""
+  scale: Interval | None = None
+  """Their ratio, in samples; None unless the status is ok."""
+  calibration: Calibration | None = None
+  """What it is predicted by, unless it was measured itself."""
+
+
+class NoiseTracker:
+  """Moments of the last `window_steps` steps, and of the last calibration steps."""
+
+  def __init__(self, window_steps: int):
+    """An empty tracker.
+
+    Raises:
+      ValueError: the window holds no step.
+    """
+    self.window_steps = window_steps
+    self._window = Window(window_steps)
+    self._calibration = Window(max(window_steps, _CALIBRATION_STEPS))
+
+  @property
+  def groups(self) -> tuple[str, ...]:
+    """Every group that was ever measured."""
+    return self._window.groups
+
+  def add(self, step_moments: Mapping[str, Moments | None]) -> None:
+    """Adds a step's moments by group; a group that is absent or None was not measured."""
+    self._window.add(step_moments)
+    both = {name: step_moments.get(name) for name in (NORM, TOTAL)}
+    if None not in both.values():
+      self._calibration.add(both)
+
+  def estimate(self, group: str) -> Estimate:
+    """The noise scale of `group`."""
+    return self.estimates(group)[group]
+
+  def estimates(self, *groups: str) -> dict[str, Estimate]:
+    """The noise scales of these groups; of every group if none is named."""
+    names = groups or self.groups
+    signal_GN, noise_GN = self._window.values(*names)
+    ratios = ratios_of_means(noise_GN, signal_GN)
+    negative = (signal_GN < 0).sum(-1)
+    return {
+      name: self._estimate(name, ratios, row, int(negative[row])) for row, name in enumerate(names)
+    }
+
+  def _estimate(self, name: str, ratios: Ratios, row: int, negative: int) -> Estimate:
+    steps = int(ratios.steps[row])
+    if steps == 0:
+      return Estimate(name, "unavailable", self.window_steps, 0)
+    scale = ratios.interval(row)
+    return Estimate(
+      group=name,
+      status="insufficient" if scale is None else "ok",
+      window_steps=self.window_steps,
+      steps=steps,
+      negative_share=negative / steps,
+      signal=float(ratios.below[row]),
+      noise=float(ratios.above[row]),
+      scale=scale,
+    )
+
+  def calibration(self) -> Calibration:
+    """The factor from the normalization layers to the whole model."""
+    steps = min(self._calibration.added, self._calibration.length)
+    if steps < FEWEST_CALIBRATION_STEPS:
+      return Calibration("unavailable", steps)
+    signal_GN, noise_GN = self._calibration.values(NORM, TOTAL)[:, :, :steps]
+    slope = product_of_means((noise_GN[1], signal_GN[0]), (signal_GN[1], noise_GN[0]))
+    return Calibration("insufficient" if slope is None else "ok", steps, slope)
+
+  def predicted_total(self) -> Estimate:
+    """The noise scale of the whole model, from that of its normalization layers."""
+    norm, calibration = self.estimate(NORM), self.calibration()
+    scale = None
+    if norm.scale is not None and norm.scale.value > 0 and calibration.slope is not None:
+      scale = _product(norm.scale, calibration.slope)
+    status = _worst(norm.status, calibration.status)
+    return Estimate(
+      group=TOTAL,
+      status="insufficient" if status == "ok" and scale is None else status,
+      window_steps=self.window_steps,
+      steps=norm.steps,
+      negative_share=norm.negative_share,
+      scale=scale,
+      calibration=calibration,
+    )
+
+  def as_dict(self) -> dict[str, Any]:
+    """Plain JSON; a tracker made `from_dict` goes on exactly as this one would."""
+    return {"window": self._window.as_dict(), "calibration": self._calibration.as_dict()}
+
+  @classmethod
+  def from_dict(cls, content: Mapping[str, Any]) -> "NoiseTracker":
+    """The tracker that `as_dict` wrote."""
+    tracker = cls(content["window"]["length"])
+    tracker._window = Window.from_dict(content["window"])
+    tracker._calibration = Window.from_dict(content["calibration"])
+    return tracker
+
+
+def _worst(*statuses: Status) -> Status:
+  order: tuple[Status, ...] = ("unavailable", "insufficient", "ok")
+  return min(statuses, key=order.index)
+
+
+def _product(one: Interval, other: Interval) -> Interval:
+  """Of two values above 0: their relative errors are added in quadrature."""
+  down = math.hypot(1 - one.low / one.value, 1 - other.low / other.value)
+  up = math.hypot(one.high / one.value - 1, other.high / other.value - 1)
+  value = one.value * other.value
+  return Interval(value, value * (1 - down), value * (1 + up))

@@ -1,0 +1,173 @@
+"""Compares a batch that follows the noise scale with fixed ones, at equal tokens.
+
+    .venv/bin/python scripts/compare_steering.py text=shakespeare.txt tokens=2000000 out=steering
+
+Four arms: the small batch that the steered run begins with, a large one, the steered batch, and a
+fixed batch of its mean size (the same number of steps). Each arm's learning rate is the best of
+three by validation loss with the first seed; then all seeds are run. Prints what each arm needs, in
+tokens and in steps, to reach a loss that all arms reach. Finished runs are kept, so that the
+command goes on where it was interrupted. Writes steering.svg and steering.json into `out`.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+from charts import Panel, Series, chart
+
+from maxbatch.config.load import load_config
+from maxbatch.metrics import Record, read_metrics
+from maxbatch.train import run
+
+MODEL = """base_emb_dim=64 base_num_decoder_layers=2 base_num_query_heads=4 base_num_kv_heads=4
+head_dim=16 base_mlp_dim=256 max_target_length=64 num_simulated_devices=1 generate_length=0
+steps=-1 schedule_unit=tokens warmup_steps_fraction=0.05 learning_rate_final_fraction=0.1
+micro_batch_size=16 enable_checkpointing=false log_period=1000000 eval_samples=512 packing=false"""
+STEERING = """gns=all batch_schedule=gns gns_window_steps=64 gns_windows_before_growth=2
+gns_report_every=0"""
+SMALL, LARGE, MOST = 16, 128, 256
+RATES = (1e-3, 2e-3, 4e-3)
+SEEDS = (0, 1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+  """A way to choose the batch."""
+
+  name: str
+  keys: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+  """Where the runs are, on what, and how long."""
+
+  out: pathlib.Path
+  text: str
+  tokens: int
+
+  def records(self, arm: Arm, rate: float, seed: int) -> list[Record]:
+    """The records of a run, made if it is not there yet."""
+    name = f"{arm.name.replace(' ', '_')}-lr{rate:g}-seed{seed}"
+    found = read_metrics(self.out / name)
+    if found and found[-1]["tokens"] >= self.tokens:
+      return found
+    place = (f"dataset_path={self.text}", f"base_output_directory={self.out}", f"run_name={name}")
+    seeds = (f"init_weights_seed={seed}", f"data_shuffle_seed={seed}", f"learning_rate={rate}")
+    length = (f"total_tokens={self.tokens}", f"eval_interval={self.tokens // 40}")
+    keys = (*MODEL.split(), *arm.keys.split(), *place, *seeds, *length)
+    run(load_config(["config=base", *keys]))
+    return read_metrics(self.out / name)
+
+  def best_rate(self, arm: Arm) -> float:
+    """The rate with the lowest validation loss at the end, with the first seed."""
+    return min(RATES, key=lambda rate: final_loss(self.records(arm, rate, SEEDS[0])))
+
+
+def final_loss(records: Sequence[Record]) -> float:
+  """The last validation loss."""
+  return [record["eval/loss"] for record in records if "eval/loss" in record][-1]
+
+
+def mean_batch(records: Sequence[Record]) -> float:
+  """Samples per step over the run."""
+  return records[-1]["samples"] / records[-1]["step"]
+
+
+def curve(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
+  """Tokens or steps, and the validation loss there."""
+  points = [(record[key], record["eval/loss"]) for record in records if "eval/loss" in record]
+  return np.array([x for x, _ in points], float), np.array([y for _, y in points], float)
+
+
+def until(records: Sequence[Record], key: str, loss: float) -> float:
+  """Tokens or steps at which the validation loss first reaches `loss`, between two evaluations."""
+  places, losses = curve(records, key)
+  at = int(np.argmax(losses <= loss))
+  if at == 0:
+    return float("nan")
+  share = (losses[at - 1] - loss) / (losses[at - 1] - losses[at])
+  return float(places[at - 1] + share * (places[at] - places[at - 1]))
+
+
+def compare(experiment: Experiment) -> tuple[dict[str, dict[str, object]], dict[str, list]]:
+  """Every arm's figures, and its runs."""
+  small, large = (
+    Arm(f"fixed {size}", f"batch_size={size} gns_max_batch_size={MOST}") for size in (SMALL, LARGE)
+  )
+  steered = Arm("steered", f"batch_size={SMALL} gns_max_batch_size={MOST} {STEERING}")
+  rates = {arm: experiment.best_rate(arm) for arm in (small, large, steered)}
+  runs = {arm.name: [experiment.records(arm, rates[arm], s) for s in SEEDS] for arm in rates}
+  size = SMALL * max(1, round(np.mean([mean_batch(r) for r in runs["steered"]]) / SMALL))
+  mean = Arm(f"fixed {size} (mean)", f"batch_size={size} gns_max_batch_size={MOST}")
+  rates[mean] = experiment.best_rate(mean)
+  runs[mean.name] = [experiment.records(mean, rates[mean], seed) for seed in SEEDS]
+  target = max(final_loss(records) for each in runs.values() for records in each)
+  return {
+    arm.name: {
+      "learning_rate": rate,
+      "final_loss": [round(final_loss(records), 4) for records in runs[arm.name]],
+      "steps": [int(records[-1]["step"]) for records in runs[arm.name]],
+      "target": round(target, 4),
+      "tokens_to_target": [round(until(r, "tokens", target)) for r in runs[arm.name]],
+      "steps_to_target": [round(until(r, "step", target)) for r in runs[arm.name]],
+    }
+    for arm, rate in rates.items()
+  }, runs
+
+
+def drawing(runs: dict[str, list]) -> str:
+  """Validation loss over tokens and over steps, and the batches."""
+  panels = [
+    Panel(f"validation loss over {name}", name, _mean_curves(runs, key), None, 2.6)
+    for name, key in (("tokens", "tokens"), ("steps", "step"))
+  ]
+  batches = [
+    Series(f"seed {seed}", [(r["tokens"], r["global_batch_to_train"]) for r in records[1:]])
+    for seed, records in zip(SEEDS, runs["steered"], strict=True)
+  ]
+  scales = [(r["tokens"], r["gns/total"]) for r in runs["steered"][0] if "gns/total" in r]
+  panels.append(
+    Panel(
+      "steered batch, and the noise scale it followed (seed 0)",
+      "tokens",
+      [*batches, Series("noise scale", scales, width=0.8)],
+      0,
+      2 * MOST,
+    )
+  )
+  return chart("A batch that follows the noise scale, at equal tokens", panels)
+
+
+def _mean_curves(runs: dict[str, list], key: str) -> list[Series]:
+  series = []
+  for name, each in runs.items():
+    curves = [curve(records, key) for records in each]
+    count = min(len(places) for places, _ in curves)
+    places = np.mean([places[:count] for places, _ in curves], axis=0)
+    losses = np.mean([losses[:count] for _, losses in curves], axis=0)
+    series.append(Series(name, list(zip(places[1:], losses[1:], strict=True))))
+  return series
+
+
+def main(arguments: Sequence[str]) -> None:
+  """Runs what is missing, prints the comparison, draws it."""
+  given = dict(argument.split("=", 1) for argument in arguments)
+  out = pathlib.Path(given.get("out", "steering"))
+  tokens = int(given.get("tokens", "2000000")) // (SMALL * 64) * (SMALL * 64)
+  experiment = Experiment(out, given.get("text", "stdlib"), tokens)
+  figures, runs = compare(experiment)
+  (out / "steering.json").write_text(json.dumps(figures, indent=2) + "\n")
+  (out / "steering.svg").write_text(drawing(runs))
+  for name, found in figures.items():
+    print(f"{name}")
+    for key, value in found.items():
+      print(f"    {key:<18} {value}")
+  print(f"Written: {out / 'steering.svg'}, {out / 'steering.json'}")
+
+
+if __name__ == "__main__":
+  main(sys.argv[1:])

@@ -1,0 +1,577 @@
+"""The command on a tiny run: its branches are what they claim, it goes on, and it refuses clearly."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import signal
+import statistics
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from support import stop_at
+
+from maxbatch import critical_batch
+from maxbatch.batch.branching import Base, Wish, branch_out
+from maxbatch.batch.plan import Position, plan_batches
+from maxbatch.branches import running
+from maxbatch.branches.origin import Checkpoint
+from maxbatch.branches.running import Experiment, at_checkpoint, branch_config
+from maxbatch.config.load import load_config
+from maxbatch.critical_batch import main
+from maxbatch.errors import TrainingDivergedError, UserError
+from maxbatch.learning_rate import learning_rate
+from maxbatch.metrics import read_metrics
+from maxbatch.noise.requirements import check_noise
+from maxbatch.state import measures_noise
+from maxbatch.topology import topology
+from maxbatch.train import run
+
+START, TOKENS = 4, 16 * 8 * 16
+"""The checkpoint's step, and 16 steps of its batch of 8 samples of 16 tokens."""
+BRANCHES = ("factors=1,2,4", f"branch_tokens={TOKENS}", "smoothing=1", "checkpoint_period=100")
+TIMES = ("step_seconds", "tokens_per_second")
+
+
+def train(folder: pathlib.Path, **keys: object) -> None:
+  text = folder / "words.txt"
+  text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
+  defaults = {
+    "base_output_directory": folder,
+    "dataset_path": text,
+    "dataset_cache_directory": folder / "cache",
+    "eval_samples": 16,
+    "eval_interval": -1,
+    "checkpoint_period": 2,
+    "max_num_checkpoints_to_keep": 10,
+    "generate_length": 0,
+    "per_device_batch_size": 1,
+    "base_emb_dim": 16,
+    "base_num_decoder_layers": 1,
+    "base_num_query_heads": 2,
+    "base_num_kv_heads": 2,
+    "head_dim": 8,
+    "base_mlp_dim": 32,
+    "vocab_size": 264,
+    "max_target_length": 16,
+    "dropout_rate": 0.1,
+    "run_name": "mine",
+  }
+  run(load_config(["config=base", *(f"{key}={value}" for key, value in (defaults | keys).items())]))
+
+
+@pytest.fixture(scope="module")
+def cosine(tmp_path_factory) -> pathlib.Path:
+  """A run of 8 steps whose rate falls, and which measures the noise scale."""
+  folder = tmp_path_factory.mktemp("cosine")
+  train(folder, steps=8, gns="norm")
+  return folder
+
+
+@pytest.fixture(scope="module")
+def constant(tmp_path_factory) -> pathlib.Path:
+  """A run of 20 steps at one rate."""
+  folder = tmp_path_factory.mktemp("constant")
+  train(folder, steps=20, lr_schedule_type="constant", warmup_steps=0)
+  return folder
+
+
+def place(folder: pathlib.Path, step: int = START, name: str = "mine") -> pathlib.Path:
+  return folder / f"{name}-critical_batch" / f"step-{step}"
+
+
+def records(folder: pathlib.Path) -> list[dict[str, float]]:
+  found = read_metrics(folder)
+  return [{key: value for key, value in one.items() if key not in TIMES} for one in found]
+
+
+def measure(folder: pathlib.Path, *arguments: str, name: str = "mine") -> dict[str, Any]:
+  """Runs the command from step 4 under a run_name; what it wrote."""
+  checkpoint = folder / "mine" / "checkpoints" / str(START)
+  assert main([f"checkpoint={checkpoint}", f"run_name={name}", *BRANCHES, *arguments]) == 0
+  return json.loads((place(folder, name=name) / "critical_batch.json").read_text())
+
+
+def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+  capsys.readouterr()
+  assert main(list(arguments)) == 2
+  printed = capsys.readouterr()
+  assert "Traceback" not in printed.err + printed.out
+  assert printed.err.startswith("error: ")
+  return printed.err.removeprefix("error: ").strip()
+
+
+@pytest.fixture(scope="module")
+def measured(cosine) -> dict[str, Any]:
+  return measure(cosine)
+
+
+def test_batches_rates_steps_and_tokens_are_what_the_table_says(cosine, measured):
+  rate = next(one for one in records(cosine / "mine") if one["step"] == START + 1)["learning_rate"]
+  assert measured["checkpoint"]["learning_rate"] == rate
+  assert [one["factor"] for one in measured["branches"]] == [1, 2, 4]
+  for one, factor in zip(measured["branches"], (1, 2, 4), strict=True):
+    trained = records(place(cosine) / f"x{factor}")
+    assert {record["global_batch_to_train"] for record in trained} == {one["batch"]} == {8 * factor}
+    assert {record["micro_batch_to_train"] for record in trained} == {8}
+    rates = {record["learning_rate"] for record in trained}
+    assert rates == {one["learning_rate"]} == {rate * factor**0.5}
+    assert len(trained) == one["steps"] == 16 // factor
+    assert trained[0]["samples"] == START * 8 + 8 * factor
+    assert trained[-1]["tokens"] == START * 8 * 16 + TOKENS
+    losses = [record["loss"] for record in trained]
+    assert one["loss"] == pytest.approx(statistics.fmean(losses))
+    assert one["eval_loss"] == trained[-1]["eval/loss"]
+
+
+def test_factor_one_goes_on_exactly_as_the_run_did(constant):
+  """Same state, same samples, same dropout: bit by bit what came after the checkpoint."""
+  found = measure(constant, "factors=1,2")
+  expected = [one for one in records(constant / "mine") if one["step"] > START]
+  for mine, its in zip(records(place(constant) / "x1"), expected, strict=True):
+    assert {key: mine[key] for key in its} == its
+  assert found["checkpoint"]["learning_rate"] == 3e-3
+
+
+def test_every_branch_sees_the_same_samples(constant):
+  """With a rate that moves nothing, the loss of a step is the mean of the small steps it covers."""
+  found = measure(constant, "learning_rate=1e-30", "factors=1,4", name="still")
+  small = [one["loss"] for one in records(place(constant, name="still") / "x1")]
+  large = [one["loss"] for one in records(place(constant, name="still") / "x4")]
+  groups = zip(*[iter(small)] * 4, strict=True)
+  assert large == pytest.approx([statistics.fmean(group) for group in groups], rel=1e-5)
+  assert found["critical_batch_at_least"] == 32
+  assert found["conclusion"][0].startswith("The critical batch is at least 32 samples (512 tokens)")
+
+
+def test_once_more_trains_nothing(cosine, measured, monkeypatch, capsys):
+  def refuse(*_: object) -> None:
+    raise AssertionError("a finished branch was run again")
+
+  monkeypatch.setattr(running, "run", refuse)
+  assert measure(cosine) == measured
+  assert capsys.readouterr().out.count("Finished before.") == 3
+
+
+def test_stopped_in_a_branch_it_goes_on_there_and_then_with_more_tokens(
+  cosine, measured, monkeypatch, capsys
+):
+  checkpoint, folder = cosine / "mine" / "checkpoints" / str(START), place(cosine, name="stopped")
+  with monkeypatch.context() as patch:
+    stop_at(patch, 16 + 3)
+    assert main([f"checkpoint={checkpoint}", "run_name=stopped", *BRANCHES]) == 0
+  printed = capsys.readouterr().out
+  assert "Stopped in branch x2; the same command goes on from there." in printed
+  assert len(records(folder / "x2")) == 3
+  assert not (folder / "x4").exists()
+
+  resumed = measure(cosine, "factors=1,2", name="stopped")
+  assert f"Resuming after step {START + 3}" in capsys.readouterr().out
+  whole = records(place(cosine) / "x2")
+  assert [one["loss"] for one in records(folder / "x2")] == [one["loss"] for one in whole]
+  assert [one["loss"] for one in resumed["branches"]] == [
+    one["loss"] for one in measured["branches"][:2]
+  ]
+
+  longer = measure(cosine, "factors=1,2", f"branch_tokens={2 * TOKENS}", name="stopped")
+  trained = [one["loss"] for one in records(folder / "x2")]
+  assert trained[:8] == [one["loss"] for one in whole]
+  assert len(trained) == longer["branches"][1]["steps"] == 16
+
+  monkeypatch.setattr(running, "run", None)
+  shorter = measure(cosine, "factors=1,2", name="stopped")
+  assert shorter["branches"][1]["loss"] == resumed["branches"][1]["loss"]
+
+
+def test_a_branch_that_diverges_is_a_result_and_stays_one(cosine, monkeypatch, capsys):
+  def diverge_at_2(config, **keys):
+    if config.run.run_name == "x2":
+      raise TrainingDivergedError("step 6: loss=nan")
+    return run(config, **keys)
+
+  monkeypatch.setattr(running, "run", diverge_at_2)
+  found = measure(cosine, "factors=1,2", name="diverging")
+  assert [one["diverged"] for one in found["branches"]] == [False, True]
+  assert found["branches"][1]["loss"] is None
+  assert "Branch x2 diverged: step 6: loss=nan" in capsys.readouterr().out
+  monkeypatch.setattr(running, "run", None)
+  assert measure(cosine, "factors=1,2", name="diverging") == found
+
+
+def test_nothing_can_be_compared_with_a_smallest_branch_that_diverges(cosine, monkeypatch, capsys):
+  def diverge(*_: object, **__: object) -> None:
+    raise TrainingDivergedError("step 6: loss=nan")
+
+  monkeypatch.setattr(running, "run", diverge)
+  checkpoint = cosine / "mine" / "checkpoints" / str(START)
+  assert main([f"checkpoint={checkpoint}", "run_name=lost", *BRANCHES]) == 3
+  assert capsys.readouterr().err == "stopped: step 6: loss=nan\n"
+
+
+def test_a_run_s_folder_means_its_newest_checkpoint(cosine, monkeypatch, capsys):
+  monkeypatch.setattr(running, "run", enough)
+  assert main([f"checkpoint={cosine / 'mine'}"]) == 2
+  assert (place(cosine, 8) / "x1" / "checkpoints" / "8" / "record").is_dir()
+  printed = capsys.readouterr().out
+  assert f"  start     {cosine}/mine/checkpoints/8\n" in printed
+  # The rate of a run that is over is the last of its schedule.
+  assert "            64 samples, 1,024 tokens; rate 0.0003\n" in printed
+
+
+def test_the_checkpoint_stays_as_it_was(cosine, tmp_path):
+  shutil.copytree(cosine / "mine", tmp_path / "mine")
+  step = tmp_path / "mine" / "checkpoints" / str(START)
+  before = {path: path.read_bytes() for path in step.rglob("*") if path.is_file()}
+  measure(tmp_path, "factors=1,2", "branch_tokens=1024")
+  assert {path: path.read_bytes() for path in step.rglob("*") if path.is_file()} == before
+  # The branch has dropped its copy for its own last checkpoint.
+  assert [path.name for path in (place(tmp_path) / "x2" / "checkpoints").glob("[0-9]*")] == ["8"]
+
+
+def enough(*_: object, **__: object) -> None:
+  raise UserError("enough")
+
+
+@pytest.mark.parametrize(
+  ("arguments", "rates"),
+  [
+    (["coupling=linear"], ["0.003", "0.006", "0.012"]),
+    (["coupling=none"], ["0.003", "0.003", "0.003"]),
+    ([], ["0.003", "0.00424", "0.006"]),
+    (["opt_type=sgd"], ["0.003", "0.006", "0.012"]),
+    (["opt_type=muon"], ["0.003", "0.00424", "0.006"]),
+  ],
+)
+def test_the_rate_follows_the_batch_as_asked(constant, monkeypatch, capsys, arguments, rates):
+  monkeypatch.setattr(running, "run", enough)
+  checkpoint = constant / "mine" / "checkpoints" / str(START)
+  assert main([f"checkpoint={checkpoint}", "run_name=rates", *BRANCHES, *arguments]) == 2
+  printed = capsys.readouterr()
+  assert printed.err.startswith("error: enough\n")
+  table = printed.out.partition("learning rate  steps\n")[2].splitlines()[:3]
+  assert [line.split()[3] for line in table] == rates
+
+
+@pytest.mark.parametrize(
+  ("arguments", "message"),
+  [
+    (
+      [],
+      "checkpoint=: it has no value; name a run's folder, for its newest checkpoint, or one of its "
+      "steps; for example checkpoint=runs/first_run or checkpoint=runs/first_run/checkpoints/200",
+    ),
+    (
+      ["checkpoint=/no/where"],
+      "checkpoint=/no/where: there is no such folder; name a run's folder, for its newest "
+      "checkpoint, or one of its steps; for example checkpoint=runs/first_run or "
+      "checkpoint=runs/first_run/checkpoints/200",
+    ),
+    (
+      ["checkpoint={folder}"],
+      "checkpoint={folder}: that is no run's folder; name a run's folder, for its newest "
+      "checkpoint, or one of its steps; for example checkpoint=runs/first_run or "
+      "checkpoint=runs/first_run/checkpoints/200",
+    ),
+    (
+      ["checkpoint={folder}/mine/checkpoints/3"],
+      "checkpoint={folder}/mine/checkpoints/3: there is no checkpoint of that step; there are 2, 4, "
+      "6, 8",
+    ),
+    (
+      ["factors=1,two"],
+      "factors=1,two: 'two' is no number; for example factors=1,2,4,8",
+    ),
+    (
+      ["factors=1,-2"],
+      "factors=1,-2: -2 must be more than 0; for example factors=1,2,4,8",
+    ),
+    (
+      ["factors=2"],
+      "factors=2 must be at least two different numbers; for example factors=1,2,4,8",
+    ),
+    (
+      ["factors=1,2,2"],
+      "factors=1,2,2 must be at least two different numbers; for example factors=1,2,4,8",
+    ),
+    (
+      ["checkpoint={folder}/mine", "factors=0.5,1"],
+      "factors: 0.5 × batch 8 is 4 samples, which must be a positive multiple of the 8 groups of "
+      "devices that see different samples (data 8 × fsdp 1); nearest: factor 1",
+    ),
+    (
+      ["checkpoint={folder}/mine", "branch_tokens=1000"],
+      "branch_tokens=1000 is too short: 0.977 times 1024 tokens (a step of 64 samples), and the "
+      "last smoothing=0.25 of a branch, which is judged, needs 4; the smallest that works: "
+      "branch_tokens=16384, less with smaller factors",
+    ),
+    (
+      ["branch_tokens=many"],
+      "command line: branch_tokens=many: branch_tokens must be a whole number, at least 1, or -1. "
+      "A value that works: branch_tokens=1",
+    ),
+    (
+      ["smoothing=2"],
+      "command line: smoothing=2: smoothing must be at least 0.01 and at most 1. The nearest value "
+      "that works: smoothing=1",
+    ),
+    (
+      ["tolerance=-1"],
+      "command line: tolerance=-1: tolerance must be at least 0. The nearest value that works: "
+      "tolerance=0",
+    ),
+    (
+      ["coupling=root"],
+      "command line: coupling=root: coupling must be one of auto, none, sqrt, linear. A value that "
+      "works: coupling=auto",
+    ),
+    (
+      ["factor=1,2"],
+      "command line: there is no key 'factor'. Did you mean factors? --help lists every key.",
+    ),
+    (
+      ["checkpoint={folder}/mine", "--json"],
+      "--json: options have no dashes; write json=...",
+    ),
+    (
+      ["checkpoint={folder}/mine", "steps=100"],
+      "steps=100: branches set steps themselves; the length of branches is branch_tokens; leave it "
+      "out",
+    ),
+    (
+      ["checkpoint={folder}/mine", "eval_interval=5"],
+      "eval_interval=5: branches set eval_interval themselves; leave it out",
+    ),
+    (
+      ["checkpoint={folder}/mine", "compile_only=true"],
+      "validate_only and compile_only: branches are trained; leave both false, for example "
+      "validate_only=false compile_only=false",
+    ),
+    (
+      ["checkpoint={folder}/mine/checkpoints/8", "learning_rate_final_fraction=0"],
+      "checkpoint={folder}/mine/checkpoints/8: the learning rate after step 8 is 0 "
+      "(lr_schedule_type=cosine), so no branch would learn anything; take an earlier checkpoint, or "
+      "a rate of its own, for example lr_schedule_type=constant warmup_steps=0 learning_rate=1e-3",
+    ),
+  ],
+  ids=lambda value: "-".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_are_refused_before_anything_trains(
+  cosine, capsys, monkeypatch, arguments, message
+):
+  monkeypatch.setattr(running, "run", None)
+  given = [argument.format(folder=cosine) for argument in arguments]
+  assert error(capsys, *given) == message.format(folder=cosine)
+
+
+def test_a_branch_that_was_trained_otherwise_is_not_taken_for_this_one(cosine, measured, capsys):
+  del measured
+  folder = place(cosine) / "x2"
+  checkpoint = cosine / "mine" / "checkpoints" / str(START)
+  message = error(capsys, f"checkpoint={checkpoint}", *BRANCHES, "coupling=none")
+  rate = load_config([f"config={folder / 'config.yml'}"]).optimizer.learning_rate
+  assert message == (
+    f"{folder} holds a branch that was trained otherwise:\n"
+    f"  learning_rate is {rate} there and {rate / 2**0.5} now\n"
+    "Remove that folder, or choose another run_name for new branches."
+  )
+  message = error(capsys, f"checkpoint={checkpoint}", *BRANCHES, "dataset_path=stdlib")
+  assert "dataset_path is" in message
+  twice = ["gradient_accumulation_steps=2", "branch_tokens=4096"]
+  message = error(capsys, f"checkpoint={checkpoint}", *BRANCHES, *twice)
+  assert "  batch_size is 8 there and 16 now\n" in message
+
+
+def test_branches_of_another_checkpoint_of_that_step_are_not_gone_on_with(
+  cosine, measured, constant, capsys, tmp_path
+):
+  del measured
+  shutil.copytree(cosine / "mine-critical_batch", tmp_path / "mine-critical_batch")
+  shutil.copytree(constant / "mine", tmp_path / "mine")
+  message = error(capsys, f"checkpoint={tmp_path}/mine/checkpoints/{START}", *BRANCHES)
+  assert message == (
+    f"the branches in {place(tmp_path)} come from another checkpoint of step {START} than "
+    f"{tmp_path}/mine/checkpoints/{START} is now; remove that folder, or choose another run_name "
+    "for new branches"
+  )
+
+
+def test_a_damaged_checkpoint_is_refused(cosine, capsys, tmp_path):
+  shutil.copytree(cosine / "mine", tmp_path / "mine")
+  step = tmp_path / "mine" / "checkpoints" / str(START)
+  for path in (step / "state").rglob("d/*"):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+  message = error(capsys, f"checkpoint={step}", *BRANCHES)
+  assert message.startswith("No checkpoint in ")
+  assert message.endswith(f"(In branch x1, which starts as a copy of {step}.)")
+  record = step / "record" / "metadata"
+  record.write_text(record.read_text().replace('"samples": 32', '"samples": 40'))
+  assert error(capsys, f"checkpoint={step}", *BRANCHES) == (
+    f"checkpoint={step} is damaged (its record is not what was written); take another, for example "
+    f"checkpoint={tmp_path}/mine/checkpoints/8"
+  )
+  record.unlink()
+  assert error(capsys, f"checkpoint={step}", *BRANCHES).startswith(
+    f"checkpoint={step} is damaged ("
+  )
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(cosine, capsys):
+  keys = [f"checkpoint={cosine / 'mine'}", "base_output_directory=/proc/nowhere"]
+  assert error(capsys, *keys) == (
+    "/proc/nowhere/mine-critical_batch/step-8/origin.json cannot be written (No such file or "
+    "directory); make room there, or choose another folder, for example base_output_directory=runs"
+  )
+
+
+INTRODUCTION = """\
+Critical batch size by branches (Merrill et al. 2025)
+
+  start     {folder}/mine/checkpoints/8
+            64 samples, 1,024 tokens; rate 0.0003
+  branches  4,096 tokens each, the same samples; microbatch 8 samples
+  rate      constant, times the root of the factor (coupling=sqrt)
+  judged    mean training loss of the last 2,048 tokens (smoothing=0.5)
+            at most tolerance=0.02 above every smaller batch
+  folder    {folder}/mine-critical_batch/step-8
+
+  factor  batch  tokens/step  learning rate  steps
+       1      8          128         0.0003     32
+       4     32          512         0.0006      8
+
+=== Branch x1, 1 of 2: 8 samples per step
+"""
+
+
+def test_what_is_compared_is_said_first(cosine, monkeypatch, capsys):
+  monkeypatch.setattr(running, "run", enough)
+  keys = ["factors=4,1", "branch_tokens=4096", "smoothing=0.5", "tolerance=0.02"]
+  assert main([f"checkpoint={cosine / 'mine'}", *keys]) == 2
+  expected = INTRODUCTION.format(folder=cosine)
+  assert capsys.readouterr().out == expected
+
+
+def test_without_its_config_a_checkpoint_needs_one(cosine, capsys, tmp_path):
+  shutil.copytree(cosine / "mine" / "checkpoints", tmp_path / "mine" / "checkpoints")
+  assert error(capsys, f"checkpoint={tmp_path / 'mine'}") == (
+    f"checkpoint={tmp_path}/mine/checkpoints/8: there is no {tmp_path}/mine/config.yml to tell how "
+    "the run was configured; give its configuration, for example config=my.yml"
+  )
+
+
+RAMP_PER_DEVICE = ("per_device_batch_size_increment=0.5", "gradient_accumulation_steps=4")
+
+
+def checkpoint_at(step: int, samples: int) -> Checkpoint:
+  return Checkpoint(pathlib.Path(str(step)), Position(step, samples), {}, "")
+
+
+@pytest.mark.parametrize(
+  ("keys", "at", "batch", "micro_batch"),
+  [
+    # In the middle of a ramp, at its second batch; and where that has a microbatch of its own.
+    (["batch_schedule=[[0,16],[160,32],[320,64]]", "micro_batch_size=2"], (13, 224), 32, 16),
+    (["batch_schedule=[[0,16],[160,24],[304,64]]", "micro_batch_size=2"], (11, 184), 24, 8),
+    # Complete; and one step before the end, which the budget would cut to 16 samples.
+    (["batch_size=32", "steps=10", "micro_batch_size=2"], (10, 320), 32, 16),
+    (["batch_size=32", "steps=-1", "total_samples=336", "micro_batch_size=2"], (10, 320), 32, 16),
+  ],
+)
+def test_the_batch_in_force_at_the_checkpoint(keys, at, batch, micro_batch):
+  config = load_config(["config=base", "lr_schedule_type=constant", "warmup_steps=0", *keys])
+  found = at_checkpoint(config, checkpoint_at(*at), topology(config.mesh, 8))
+  assert (found.stage.batch, found.stage.micro_batch) == (batch, micro_batch)
+  assert found.learning_rate == config.optimizer.learning_rate
+
+
+def test_a_run_that_the_noise_scale_steers_has_the_batch_it_had_decided_on():
+  keys = [
+    "batch_schedule=gns",
+    "gns=norm",
+    "steps=-1",
+    "total_samples=6400",
+    "lr_schedule_type=wsd",
+  ]
+  keys += ["batch_size=32", "micro_batch_size=2", "schedule_unit=samples", "warmup_steps=0"]
+  config = load_config(["config=base", *keys])
+  decided = {"batch_schedule": [["0", 32], ["640", 64]]}
+  checkpoint = dataclasses.replace(checkpoint_at(25, 960), plan=decided)
+  found = at_checkpoint(config, checkpoint, topology(config.mesh, 8))
+  assert (found.stage.batch, found.stage.micro_batch) == (64, 16)
+  assert found.learning_rate == config.optimizer.learning_rate * 2**0.5
+  assert found.plan.as_dict()["batch_schedule"] == decided["batch_schedule"]
+  dry = load_config(["config=base", *keys, "gns_dry_run=true"])
+  assert at_checkpoint(dry, checkpoint, topology(dry.mesh, 8)).stage.batch == 32
+
+
+def test_the_rate_at_the_checkpoint_is_that_of_the_whole_run_s_schedule():
+  keys = [
+    "lr_schedule_type=linear",
+    "warmup_steps=0",
+    "steps=100",
+    "learning_rate_final_fraction=0",
+  ]
+  config = load_config(["config=base", *keys, "learning_rate=1.0"])
+  found = at_checkpoint(config, checkpoint_at(25, 800), topology(config.mesh, 8))
+  assert found.learning_rate == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+  "ramp",
+  [
+    ["batch_schedule_type=doubling", "batch_size_start=16", "batch_schedule_length=600"],
+    ["batch_schedule=[[0,16],[100,64]]"],
+    ["batch_schedule_type=linear", "batch_size_start=16", "batch_schedule_length=600"],
+    ["enable_rampup_batch_size=true", "per_device_batch_size_start=0.5", *RAMP_PER_DEVICE],
+  ],
+)
+def test_a_branch_s_batch_and_rate_are_the_same_throughout_whatever_the_run_s_were(ramp):
+  rates = ["learning_rate_batch_coupling=sqrt", "warmup_steps=-1", "warmup_steps_fraction=0.5"]
+  noise = ["gns=all", "gns_from_microbatches=true", "gns_dry_run=true"]
+  keys = ["batch_size=64", "micro_batch_size=2", *noise, *ramp, *rates]
+  config = load_config(["config=base", *keys])
+  checkpoint, layout = checkpoint_at(1, 16), topology(config.mesh, 8)
+  now = at_checkpoint(config, checkpoint, layout)
+  wish = Wish((Fraction(1), Fraction(2)), -1, Fraction(1, 4))
+  branching = branch_out(Base(now.stage, layout, 128), wish)
+  experiment = Experiment(config, checkpoint, branching, 0.5, "linear", pathlib.Path("here"))
+  found = branch_config(experiment, branching.branches[1])
+  plan = plan_batches(found.batch, found.run, layout).starting_at(checkpoint.position)
+  rate = learning_rate(found.optimizer, plan, found.run.schedule_unit)
+  assert [(stage.batch, stage.num_steps) for stage in plan.stages] == [(32, 40)]
+  assert {rate(Position(step, 16 + 32 * (step - 1))) for step in range(1, 41)} == {1.0}
+  assert plan.end() == Position(41, 16 + 40 * 32)
+  assert (found.run.eval_interval, found.run.generate_length) == (-1, 0)
+  assert not measures_noise(found.model)
+  check_noise(found, plan)
+
+
+def test_another_batch_than_the_checkpoint_was_written_under_is_said(cosine, capsys, monkeypatch):
+  monkeypatch.setattr(running, "run", None)
+  checkpoint = cosine / "mine" / "checkpoints" / str(START)
+  given = [f"checkpoint={checkpoint}", "gradient_accumulation_steps=2", "branch_tokens=16"]
+  assert main(given) == 2
+  assert capsys.readouterr().out == (
+    "Factor 1 is 16 samples by the configuration's batch schedule [['0', 16]]; the checkpoint was "
+    "written under [['0', 8]] ([from samples, samples per step])\n"
+  )
+
+
+@pytest.mark.parametrize("word", ["--help", "-h"])
+def test_help_has_the_command_s_keys_and_all_others(word, capsys):
+  assert main([word]) == 0
+  printed = capsys.readouterr().out
+  for key in (*critical_batch.Options.__dataclass_fields__, "checkpoint", "factors"):
+    assert f"  {key}=" in printed
+  assert "  adam_b2=0.95" in printed
+  assert max(map(len, printed.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_outside_the_steps_ends_with_a_sentence(cosine, monkeypatch, capsys, number, code):
+  monkeypatch.setattr(critical_batch, "settled", lambda *_: os.kill(os.getpid(), number))
+  assert main([f"checkpoint={cosine / 'mine'}"]) == code
+  assert capsys.readouterr().err == "interrupted; what was saved before is kept\n"

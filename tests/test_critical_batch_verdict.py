@@ -1,0 +1,250 @@
+"""The verdict over losses made by hand: which branch is critical, what is said, what is drawn."""
+
+import dataclasses
+import json
+import math
+import statistics
+import xml.etree.ElementTree as ElementTree
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from maxbatch.batch.branching import Branch, Branching
+from maxbatch.branches.losses import Measured, block_means, critical, half_width, judge
+from maxbatch.branches.plot import plot
+from maxbatch.branches.report import Origin, Report
+from maxbatch.svg_parts import ticks
+
+WINDOW, BLOCKS = 10, 40
+EVEN = tuple(0.001 * (-1) ** n for n in range(BLOCKS))
+"""Noise whose mean over the window is 0."""
+
+
+def measured(factor: int, loss: float, noise: float = 1.0) -> Measured:
+  """A branch of factor × 32 samples that ends at `loss`; without blocks at infinity."""
+  branch = Branch(Fraction(factor), 32 * factor, 512 * factor, 320 // factor, 8 // factor)
+  blocks = tuple(loss + noise * wave * factor for wave in EVEN) if math.isfinite(loss) else ()
+  return Measured(branch, 0.01 * factor**0.5, blocks, None, 60.0)
+
+
+def report(losses: dict[int, float], *, tolerance: float = 0.01, noise: float = 1.0) -> Report:
+  ordered = [measured(factor, loss, noise) for factor, loss in losses.items()]
+  branching = Branching(
+    tuple(one.branch for one in ordered), 32, Fraction(4), 163_840, 4096, BLOCKS, WINDOW
+  )
+  origin = Origin("runs/mine/checkpoints/200", 200, 6400, 102_400, 0.01)
+  return Report(origin, branching, "sqrt", tolerance, tuple(judge(ordered, WINDOW, tolerance)))
+
+
+def verdict(losses: dict[int, float]) -> int:
+  found = report(losses)
+  return int(found.critical.measured.branch.factor)
+
+
+@pytest.mark.parametrize(
+  ("losses", "expected"),
+  [
+    ({1: 3.0, 2: 3.0, 4: 3.0}, 4),
+    ({1: 3.0, 2: 3.009, 4: 3.011}, 2),
+    ({1: 3.0, 2: 3.02, 4: 3.03}, 1),
+    # Held to the best smaller branch, not to factor 1: 2 is better than 1, and 4 not than 2.
+    ({1: 3.0, 2: 2.98, 4: 2.995}, 2),
+    # Small losses that add up: 4 is within the tolerance of 2, but not of 1.
+    ({1: 3.0, 2: 3.008, 4: 3.016}, 2),
+    # The largest that is within, even where one below it is not.
+    ({1: 3.0, 2: 3.02, 4: 3.0}, 4),
+    ({1: 3.0, 2: math.inf, 4: math.inf}, 1),
+  ],
+)
+def test_the_critical_branch_is_the_largest_within_the_tolerance_of_all_smaller_ones(
+  losses, expected
+):
+  assert verdict(losses) == expected
+  by_definition = [k for k in losses if all(losses[k] <= losses[j] + 0.01 for j in losses if j < k)]
+  assert expected == max(by_definition)
+
+
+def test_exactly_the_tolerance_is_within():
+  ordered = [measured(1, 3.0, 0), measured(2, 3.25, 0)]
+  assert [one.within for one in judge(ordered, WINDOW, 0.25)] == [True, True]
+
+
+def test_only_the_window_counts():
+  early = dataclasses.replace(measured(2, 3.0), blocks=(9.0,) * (BLOCKS - WINDOW) + (3.0,) * WINDOW)
+  _, one = judge([measured(1, 3.0, 0), early], WINDOW, 0.01)
+  assert (one.loss, one.difference, one.within) == (3.0, 0.0, True)
+  _, one = judge([measured(1, 3.0, 0), early], WINDOW + 1, 0.01)
+  assert not one.within
+
+
+def test_blocks_are_means_of_consecutive_steps():
+  assert block_means([1, 2, 3, 4, 5, 6], 2) == (1.5, 3.5, 5.5)
+
+
+def test_noise_that_branches_share_does_not_count():
+  waves = np.random.default_rng(0).normal(size=BLOCKS)
+  shared = [
+    dataclasses.replace(measured(k, 0), blocks=tuple(3 + 0.001 * k + waves)) for k in (1, 2)
+  ]
+  _, one = judge(shared, WINDOW, 0.01)
+  assert one.difference == pytest.approx(0.001)
+  assert one.half_width < 1e-9
+  assert one.clear
+
+
+def test_the_interval_covers_the_mean_of_independent_blocks():
+  random = np.random.default_rng(1)
+  widths = []
+  covered = 0
+  for _ in range(2000):
+    values = random.normal(size=WINDOW)
+    widths.append(half_width(list(values)))
+    covered += abs(statistics.fmean(values)) <= widths[-1]
+  assert 0.94 < covered / 2000 < 0.985
+  assert 0.7 < statistics.median(widths) < 1.1  # 2.26 / √10 = 0.72 without the correlation
+
+
+def test_the_interval_grows_where_neighbours_resemble_each_other():
+  random = np.random.default_rng(2)
+  covered = 0
+  for _ in range(500):
+    values = [random.normal()]
+    for _ in range(39):
+      values.append(0.7 * values[-1] + random.normal() * math.sqrt(1 - 0.49))
+    covered += abs(statistics.fmean(values)) <= half_width(values)
+  assert covered / 500 > 0.85  # 0.57 if the blocks were taken for independent
+
+
+def test_all_within():
+  found = report({1: 3.0, 2: 2.999, 4: 3.001})
+  assert found.sentences() == [
+    "The critical batch is at least 128 samples (2,048 tokens): the largest tried, it ends within "
+    "0.01 of x2, the best smaller one."
+  ]
+  assert (found.at_least, found.below) == (128, None)
+
+
+def test_between_two():
+  found = report({1: 3.0, 2: 3.001, 4: 3.05})
+  assert found.sentences() == [
+    "The critical batch is between 64 samples (1,024 tokens) and 128 samples (2,048 tokens), which "
+    "ends 0.05 nats per token above x1."
+  ]
+  assert (found.at_least, found.below) == (64, 128)
+
+
+def test_below_the_smallest_but_one():
+  found = report({1: 3.0, 2: math.inf})
+  assert found.sentences() == [
+    "The critical batch is below 64 samples (1,024 tokens), which diverges. Whether 32 is below it, "
+    "only smaller factors can tell."
+  ]
+  assert (found.at_least, found.below) == (None, 64)
+
+
+def test_losses_that_do_not_rise_steadily_are_pointed_at():
+  assert report({1: 3.0, 2: 3.05, 4: 3.0}).sentences()[1:] == [
+    "Yet x2 (which ends 0.05 nats per token above x1) is beyond the tolerance: the losses do not "
+    "rise with the batch. Look at the plot."
+  ]
+
+
+def test_noise_larger_than_the_tolerance_is_said():
+  sentence = report({1: 3.0, 2: 3.0}, noise=30).sentences()[1]
+  assert sentence.startswith(
+    "Insufficient: the noise of the smoothed losses is larger than tolerance=0.01 (x2 +0.0000 ± "
+  )
+  assert "With branch_tokens=655360, which goes on from these branches" in sentence
+
+
+def test_a_difference_next_to_the_tolerance_is_not_certain():
+  found = report({1: 3.0, 2: 3.0095, 4: 3.0098, 8: 3.2})
+  assert found.sentences()[1].startswith(
+    "Not certain: the noise leaves open on which side of tolerance=0.01 it is (x4 +0.0098 ± 0.0"
+  )
+
+
+def test_doubt_about_a_smaller_branch_does_not_matter():
+  assert report({1: 3.0, 2: 3.0099, 4: 2.9}).sentences()[1:] == []
+
+
+TABLE = """\
+  factor  batch  tokens/step  learning rate  steps      loss     above best smaller  eval loss  seconds
+       1     32          512           0.01    320    3.0000                      –          –     60.0
+       2     64        1,024         0.0141    160    3.0080  +0.0080 ± 0.0008 (x1)          –     60.0   within
+       4    128        2,048           0.02     80    3.0096  +0.0096 ± 0.0023 (x1)          –     60.0  within?
+       8    256        4,096         0.0283     40  diverged                      –          –     60.0   beyond
+
+"""
+
+
+def test_the_table():
+  printed = str(report({1: 3.0, 2: 3.008, 4: 3.0096, 8: math.inf}))
+  assert printed.startswith(TABLE), printed
+
+
+def test_json_has_no_infinity():
+  found = report({1: 3.0, 2: math.inf}).as_dict()
+  read = json.loads(json.dumps(found, allow_nan=False))
+  assert read["branches"][1]["loss"] is None
+  assert read["branches"][1]["diverged"] is True
+  assert (read["critical_batch_at_least"], read["critical_batch_below"]) == (None, 64)
+  assert read["branches"][0]["loss"] == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize(
+  ("losses", "title"),
+  [
+    ({1: 3.0, 2: 3.001, 4: 3.05}, "between 64 and 128 samples"),
+    ({1: 3.0, 2: 3.0, 4: 3.0}, "at least 128 samples"),
+    ({1: 3.0, 2: math.inf, 4: math.inf}, "below 64 samples"),
+  ],
+)
+def test_the_plot_draws_every_branch(losses, title):
+  drawing = ElementTree.fromstring(plot(report(losses)))
+  words = [element.text or "" for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
+  assert words[0] == f"Critical batch of mine after step 200: {title}"
+  curves = list(drawing.iter("{http://www.w3.org/2000/svg}polyline"))
+  finite = [factor for factor, loss in losses.items() if math.isfinite(loss)]
+  assert len(curves) == 2 * len(finite) + 1
+  assert words.count("diverged") == len(losses) - len(finite)
+  for factor in finite:
+    assert f"x{factor} ({32 * factor})" in words
+  heights = [
+    float(element.get("y", -1)) for element in drawing.iter("{http://www.w3.org/2000/svg}text")
+  ]
+  assert all(0 < height < float(drawing.get("height", 0)) for height in heights)
+  inside = [float(n) for curve in curves for n in curve.get("points", "").replace(",", " ").split()]
+  assert all(0 <= n <= 760 for n in inside)
+
+
+@pytest.mark.parametrize(
+  ("losses", "left", "right"),
+  [
+    ({1: 3.0, 2: 3.001, 4: 3.05}, 1, 2),
+    ({1: 3.0, 2: 3.0, 4: 3.0}, 2, None),
+    ({1: 3.0, 2: 3.5, 4: 3.6}, None, 1),
+  ],
+)
+def test_the_plot_marks_where_the_critical_batch_is(losses, left, right):
+  drawing = ElementTree.fromstring(plot(report(losses)))
+  [bracket] = [r for r in drawing.iter("{http://www.w3.org/2000/svg}rect") if r.get("x")]
+  spots = [dot.get("cx") for dot in drawing.iter("{http://www.w3.org/2000/svg}circle")]
+  start = float(bracket.get("x", 0))
+  edges = (start, start + float(bracket.get("width", 0)))
+  for edge, spot, end in zip(edges, (left, right), (70, 670), strict=True):
+    assert edge == pytest.approx(end if spot is None else float(spots[spot]), abs=0.1)
+
+
+def test_the_critical_place_is_the_first_alone_when_nothing_else_is_within():
+  assert critical(judge([measured(1, 3.0), measured(2, 4.0)], WINDOW, 0.01)) == 0
+
+
+@pytest.mark.parametrize(
+  ("low", "high"), [(2.405, 2.69), (0.0, 131_072.0), (-1.0, 1.0), (1.0, 1.02)]
+)
+def test_ticks_are_few_round_and_inside(low, high):
+  found = ticks(low, high)
+  assert 2 <= len(found) <= 7
+  assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in found)

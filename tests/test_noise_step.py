@@ -1,0 +1,115 @@
+"""What a step reports for the noise scale: the same however it is split, and at no message's cost."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from support import collectives, config, in_microbatches, mesh, program_text, uneven_rows
+
+from maxbatch.loss import loss_sum
+from maxbatch.models.registry import build_model
+from maxbatch.optim import make_optimizer
+from maxbatch.step import StepMetrics, Trainer, rows_shardings, step_function
+
+T, ROWS, CAPACITY = 16, 32, 8
+KEY = jax.random.key(7)
+SPLITS = [((1, 1, 1), 4), ((2, 1, 1), 2), ((1, 4, 1), 2), ((1, 1, 2), 1), ((2, 2, 2), 4)]
+"""Devices along data, fsdp and tensor, and microbatches."""
+
+
+def lowered(axes: tuple[int, int, int], k: int, **keys: object):
+  """The step's program, its trainer, and its rows."""
+  settings = config(dropout_rate=0.1, opt_type="sgd", **keys)
+  model = build_model(settings.model, T)
+  optimizer = make_optimizer(settings.optimizer, model.axes(), 1)
+  trainer = Trainer(model, optimizer, mesh(*axes), KEY)
+  rows = in_microbatches(uneven_rows(ROWS, T), k, CAPACITY)
+  rows = jax.device_put(rows, rows_shardings(rows, trainer.mesh))
+  function = step_function(trainer, rows, streamed=False)
+  program = function.lower(trainer.abstract, rows, jnp.int32(k), jnp.float32(0.0))
+  return program, trainer, rows
+
+
+def metrics(axes: tuple[int, int, int], k: int, **keys: object) -> StepMetrics:
+  """What one step reports."""
+  program, trainer, rows = lowered(axes, k, **keys)
+  state = trainer.init(0)
+  return jax.device_get(program.compile()(state, rows, jnp.int32(k), jnp.float32(0.0))[1])
+
+
+@pytest.fixture(scope="module")
+def whole() -> StepMetrics:
+  """The batch in one piece on one device."""
+  return metrics((1, 1, 1), 1, gns="all")
+
+
+@pytest.mark.parametrize(("axes", "k"), SPLITS)
+def test_any_split_measures_the_same(whole, axes, k):
+  split = metrics(axes, k, gns="all")
+  assert split.noise
+  assert whole.noise
+  assert split.noise.rows == whole.noise.rows == (uneven_rows(ROWS, T).weights.sum(1) > 0).sum()
+
+  def assert_near(a, b):
+    np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6 * np.abs(b).max())
+
+  jax.tree.map(assert_near, split.noise.of_rows, whole.noise.of_rows)
+  jax.tree.map(assert_near, split.of_step, whole.of_step)
+
+
+def test_squares_of_the_step_are_those_of_its_gradient(whole):
+  _, trainer, _ = lowered((1, 1, 1), 1, gns="all")
+  rows = uneven_rows(ROWS, T)
+  params = trainer.init(0).params
+  gradients = jax.grad(lambda p: loss_sum(trainer.model, p, rows, KEY))(params)
+  total = sum(float(leaf.sum()) for leaf in jax.tree.leaves(whole.of_step))
+  assert total == pytest.approx(float(optax.tree.norm(gradients)) ** 2, rel=1e-5)
+  assert total == pytest.approx(float(whole.grad_norm * whole.weight) ** 2, rel=1e-5)
+
+
+@pytest.mark.parametrize(("axes", "replicas"), [((1, 2, 2), 1), ((2, 2, 2), 2)])
+def test_gradients_of_microbatches(axes, replicas):
+  ours = metrics(axes, 4, gns_from_microbatches=True)
+  _, trainer, _ = lowered((1, 1, 1), 1)
+  params, total = trainer.init(0).params, 0.0
+  micro = in_microbatches(uneven_rows(ROWS, T), 4 * replicas, 4 * replicas)
+  gradient = jax.jit(jax.grad(lambda p, rows: loss_sum(trainer.model, p, rows, KEY)))
+  for index in range(4 * replicas):
+    rows = jax.tree.map(lambda x, at=index: x[at], micro)
+    total += float(optax.tree.norm(gradient(params, rows))) ** 2
+  assert ours.noise
+  assert float(ours.noise.of_passes) == pytest.approx(total, rel=1e-5)
+  assert not ours.noise.of_rows
+
+
+def test_nothing_is_reported_unless_asked():
+  assert metrics((1, 1, 1), 2)[3:] == (None, None)
+
+
+def messages(axes: tuple[int, int, int], gns: str) -> dict[str, Counter[str]]:
+  """Messages between devices by kind, inside and outside the loop over microbatches."""
+  found = collectives(program_text(lowered(axes, 4, gns=gns)[0]))
+  return {where: Counter(names) for where, names in found.items()}
+
+
+@pytest.mark.parametrize(
+  ("gns", "axes"),
+  [("norm", (2, 1, 1)), ("norm", (1, 4, 1)), ("norm", (2, 2, 2)), ("all", (2, 1, 1))],
+)
+def test_measuring_sends_no_message_more(gns, axes):
+  without, measuring = messages(axes, "off"), messages(axes, gns)
+  for where in ("loop", "once"):
+    assert measuring[where].total() <= without[where].total()
+
+
+def test_measuring_every_layer_divides_gradients_over_fsdp_one_by_one():
+  """XLA's CPU compiler merges reductions to everyone, but not those to shares: half the bytes."""
+  without, measuring = messages((1, 4, 1), "off"), messages((1, 4, 1), "all")
+  assert measuring["once"] == without["once"]
+  matrices, tables = 7, 2
+  assert measuring["loop"]["reduce-scatter"] == matrices + tables
+  assert measuring["loop"]["all-reduce"] <= without["loop"]["all-reduce"]
+  assert measuring["loop"]["all-gather"] <= without["loop"]["all-gather"]
