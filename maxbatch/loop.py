@@ -72,17 +72,17 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
     TrainingDivergedError: a loss or gradient is not finite; nothing of that step is saved.
   """
   with StopSignals() as stop:
-    while True:
-      state, position, plan = _train_until_change(job, state, position, stop)
-      if plan is job.plan:
-        return state, position
+    ended = False
+    while not ended:
+      state, position, plan, ended = _train_until_change(job, state, position, stop)
       job = job.with_plan(plan)
+  return state, position
 
 
 def _train_until_change(
   job: Job, state: TrainState, position: Position, stop: StopSignals
-) -> tuple[TrainState, Position, BatchPlan]:
-  """Trains to the end, to a stop signal, or until the noise scale changes the plan."""
+) -> tuple[TrainState, Position, BatchPlan, bool]:
+  """Trains until the noise scale changes the plan, or to the end or a stop signal: then True."""
   clock, pending, plan = _Clock(), None, job.plan
   ending = position.step >= plan.steps
   with job.train_rows(plan, position) as loader:
@@ -105,7 +105,7 @@ def _train_until_change(
           notes = job.noise.as_dict() if job.noise else {}
           job.checkpointer.save(job.trainer.to_save(state), position, plan.as_dict(), notes)
         clock = _Clock()
-  return state, position, plan
+  return state, position, plan, ending
 
 
 def _dispatch(

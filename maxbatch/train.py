@@ -150,11 +150,13 @@ def run(config: Config, *, forgetting: bool = False) -> tuple[TrainState, Positi
       if position.step == 0:
         first_record(job, state.params)
         _keep_sample(config, trainer, state.params, folder)
-      state, position = train(job, state, position)
-  _sum_up(config, plan, trainer, state, position, folder)
+      state, reached = train(job, state, position)
   if noise:
-    print(f"  batch:   {noise.meter.line(plan.batch_at(position.samples))}")
-  return state, position
+    plan = noise.planned(plan).starting_at(position)
+  _sum_up(config, plan, trainer, state, reached, folder)
+  if noise:
+    print(f"  batch:   {noise.meter.line(plan.batch_at(reached.samples))}")
+  return state, reached
 
 
 def _checkpointer(config: Config, folder: pathlib.Path, dataset_fingerprint: str) -> Checkpointer:

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from maxbatch.svg_parts import PALETTE, Point, curve, dot, drawing, label, line, short, ticks
 
@@ -30,6 +31,7 @@ class Panel:
   series: Sequence[Series]
   low: float | None = None
   high: float | None = None
+  names_at: Literal["left", "right"] = "left"
 
 
 def chart(title: str, panels: Sequence[Panel]) -> str:
@@ -66,7 +68,8 @@ def _panel(panel: Panel, top: float) -> Iterator[str]:
       if series.dots
       else [curve(placed, color, width=series.width)]
     )
-    yield label((_LEFT + 12, top + 14 + 15 * number), series.name, "start", color)
+    at, anchor = (_LEFT + 12, "start") if panel.names_at == "left" else (_WIDTH - _RIGHT, "end")
+    yield label((at, top + 14 + 15 * number), series.name, anchor, color)
 
 
 def _span(values: Sequence[float]) -> Point:

@@ -4,8 +4,8 @@
 
 Four arms: the small batch that the steered run begins with, a large one, the steered batch, and a
 fixed batch of its mean size (the same number of steps). Each arm's learning rate is the best of
-three by validation loss with the first seed; then all seeds are run. Prints what each arm needs, in
-tokens and in steps, to reach a loss that all arms reach. Finished runs are kept, so that the
+five by validation loss with the first seed; then all seeds are run. Prints what each arm needs, in
+tokens and in steps, to reach the loss at which the last arm ends. Finished runs are kept, so that the
 command goes on where it was interrupted. Writes steering.svg and steering.json into `out`.
 """
 
@@ -29,7 +29,7 @@ micro_batch_size=16 enable_checkpointing=false log_period=1000000 eval_samples=5
 STEERING = """gns=all batch_schedule=gns gns_window_steps=64 gns_windows_before_growth=2
 gns_report_every=0"""
 SMALL, LARGE, MOST = 16, 128, 256
-RATES = (1e-3, 2e-3, 4e-3)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 SEEDS = (0, 1, 2)
 
 
@@ -83,14 +83,17 @@ def curve(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
   return np.array([x for x, _ in points], float), np.array([y for _, y in points], float)
 
 
-def until(records: Sequence[Record], key: str, loss: float) -> float:
-  """Tokens or steps at which the validation loss first reaches `loss`, between two evaluations."""
+def until(records: Sequence[Record], key: str, loss: float) -> int | None:
+  """Tokens or steps at which the validation loss first reaches `loss`, between two evaluations.
+
+  None if it never does.
+  """
   places, losses = curve(records, key)
   at = int(np.argmax(losses <= loss))
-  if at == 0:
-    return float("nan")
+  if losses[at] > loss:
+    return None
   share = (losses[at - 1] - loss) / (losses[at - 1] - losses[at])
-  return float(places[at - 1] + share * (places[at] - places[at - 1]))
+  return round(float(places[at - 1] + share * (places[at] - places[at - 1])))
 
 
 def compare(experiment: Experiment) -> tuple[dict[str, dict[str, object]], dict[str, list]]:
@@ -105,15 +108,15 @@ def compare(experiment: Experiment) -> tuple[dict[str, dict[str, object]], dict[
   mean = Arm(f"fixed {size} (mean)", f"batch_size={size} gns_max_batch_size={MOST}")
   rates[mean] = experiment.best_rate(mean)
   runs[mean.name] = [experiment.records(mean, rates[mean], seed) for seed in SEEDS]
-  target = max(final_loss(records) for each in runs.values() for records in each)
+  target = max(final_loss(records) for records in runs[mean.name])
   return {
     arm.name: {
       "learning_rate": rate,
       "final_loss": [round(final_loss(records), 4) for records in runs[arm.name]],
       "steps": [int(records[-1]["step"]) for records in runs[arm.name]],
       "target": round(target, 4),
-      "tokens_to_target": [round(until(r, "tokens", target)) for r in runs[arm.name]],
-      "steps_to_target": [round(until(r, "step", target)) for r in runs[arm.name]],
+      "tokens_to_target": [until(r, "tokens", target) for r in runs[arm.name]],
+      "steps_to_target": [until(r, "step", target) for r in runs[arm.name]],
     }
     for arm, rate in rates.items()
   }, runs
@@ -122,7 +125,7 @@ def compare(experiment: Experiment) -> tuple[dict[str, dict[str, object]], dict[
 def drawing(runs: dict[str, list]) -> str:
   """Validation loss over tokens and over steps, and the batches."""
   panels = [
-    Panel(f"validation loss over {name}", name, _mean_curves(runs, key), None, 2.6)
+    Panel(f"validation loss over {name}", name, _mean_curves(runs, key), None, 2.6, "right")
     for name, key in (("tokens", "tokens"), ("steps", "step"))
   ]
   batches = [

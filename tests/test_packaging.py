@@ -24,6 +24,9 @@ esac
 """
 
 
+PYTEST = "-m pytest -n auto --maxprocesses 4 --dist loadfile"
+
+
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
   """A checkout in a folder with a space in its name, beside a stand-in for Python 3.14."""
@@ -60,10 +63,10 @@ INSTALL = "-m pip install --disable-pip-version-check --quiet -c constraints.txt
 def test_first_call_installs_and_second_starts_at_once(checkout: Path):
   process, calls = call(checkout, "test.sh", "-k", "a b")
   assert process.returncode == 0, process.stderr
-  assert calls == ["-m venv --clear .venv", f"{INSTALL} .[test]", "-m pytest -k a b"]
+  assert calls == ["-m venv --clear .venv", f"{INSTALL} .[test]", f"{PYTEST} -k a b"]
   assert "1 to 5 minutes, once" in process.stderr
   process, calls = call(checkout, "test.sh")
-  assert calls == ["-m pytest"]
+  assert calls == [PYTEST]
   assert process.stderr == ""
 
 

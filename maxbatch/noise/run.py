@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.stages import Stage
 from maxbatch.metrics import Record
 from maxbatch.noise.meter import NoiseMeter
-from maxbatch.noise.steering import Steering
+from maxbatch.noise.steering import Steering, check_goes_on
 from maxbatch.programs import StepPrograms
 from maxbatch.state import TrainState, zero_sums
 from maxbatch.step import StepMetrics
@@ -35,9 +36,12 @@ class Noise:
 
   def ready(self, step: int, state: TrainState) -> TrainState:
     """The state as that program takes it: between steps its sums are zeros, in their own shapes."""
+    if self.calibration is None:
+      return state
     zeros = zero_sums(self.meter.model_at(step))
     fits = jax.tree.structure(zeros) == jax.tree.structure(state.sums)
-    return state if fits else state._replace(sums=zeros)
+    # Copies: steps are given their state to overwrite, and some of these zeros are one array.
+    return state if fits else state._replace(sums=jax.tree.map(jnp.array, zeros))
 
   def observe(self, step: int, stage: Stage, metrics: StepMetrics) -> Record:
     """What the update after `step` others adds to its record; `metrics` are on the host."""
@@ -63,9 +67,14 @@ class Noise:
         self.steering.restore(notes["steering"], position)
 
   def planned(self, plan: BatchPlan) -> BatchPlan:
-    """The plan of a run with what was decided in it so far."""
+    """The plan of a run with what was decided in it so far.
+
+    Raises:
+      UserError: the run cannot go on from there with its present sizes.
+    """
     if self.steering is None or self.steering.is_dry:
       return plan
+    check_goes_on(plan, self.steering.changes)
     return plan.following([(change.samples, change.batch) for change in self.steering.changes])
 
 

@@ -1,0 +1,187 @@
+"""Moments of every group of parameters, against each row's own gradient, taken by itself.
+
+B rows, P microbatches of all replicas, G parameters of a group.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import GPT2, config, in_microbatches, mesh, uneven_rows
+
+from maxbatch.loss import loss_sum
+from maxbatch.models.registry import Parameters, build_model, by_path
+from maxbatch.noise.estimators import Moments
+from maxbatch.noise.groups import TYPES, moments_by_group, type_of
+from maxbatch.optim import make_optimizer
+from maxbatch.rows import Rows
+from maxbatch.state import NoiseSums
+from maxbatch.step import StepMetrics, Trainer, rows_shardings, step_function
+
+T, ROWS, LAYERS = 16, 32, 2
+UNEVEN = uneven_rows(ROWS, T)
+COUNTED = np.asarray(UNEVEN.weights).sum(1) > 0
+"""The rows that are examples."""
+WEIGHT = float(np.asarray(UNEVEN.weights).sum())
+KEY = jax.random.key(7)
+LLAMA = {"use_qk_norm": "true"}
+Path = tuple[str, ...]
+Gradients = dict[Path, np.ndarray]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_to_compile():
+  """What programs compute is the same, to rounding, however much the compiler improves them."""
+  jax.config.update("jax_disable_most_optimizations", True)
+  yield
+  jax.config.update("jax_disable_most_optimizations", False)
+
+
+def step(axes: tuple[int, int, int], k: int, **keys: object) -> tuple[Trainer, StepMetrics]:
+  """What one step of `k` microbatches on data × fsdp × tensor devices reports."""
+  settings = config(dropout_rate=0.1, opt_type="sgd", **keys)
+  model = build_model(settings.model, T)
+  trainer = Trainer(model, make_optimizer(settings.optimizer, model.axes(), 1), mesh(*axes), KEY)
+  rows = in_microbatches(UNEVEN, k, k)
+  rows = jax.device_put(rows, rows_shardings(rows, trainer.mesh))
+  program = step_function(trainer, rows, streamed=False)
+  return trainer, jax.device_get(program(trainer.init(0), rows, jnp.int32(k), jnp.float32(0.0))[1])
+
+
+@functools.cache
+def gradients(**keys: object) -> Gradients:
+  """Of every parameter, the gradient of each row's summed loss: (ROWS, …)."""
+  model = build_model(config(dropout_rate=0.1, **keys).model, T)
+
+  @jax.jit
+  @functools.partial(jax.vmap, in_axes=(None, 0))
+  def of_each(parameters: Parameters, row: Rows) -> Parameters:
+    one = jax.tree.map(lambda x: x[None], row)
+    return jax.grad(lambda p: loss_sum(model, p, one, KEY))(parameters)
+
+  found: dict[Path, np.ndarray] = {}
+  of_rows = of_each(jax.jit(model.init)(jax.random.key(0)), UNEVEN)
+  by_path(lambda path, x: found.update({path: np.asarray(x, np.float64)}), of_rows)
+  return found
+
+
+def moments_of(parts_PG: np.ndarray, sizes: tuple[float, float]) -> Moments:
+  """McCandlish et al. 2018, appendix A, for gradients whose mean is the step's."""
+  small, big = (parts_PG**2).sum(1).mean(), (parts_PG.mean(0) ** 2).sum()
+  b_small, b_big = sizes
+  return Moments(
+    signal=(b_big * big - b_small * small) / (b_big - b_small),
+    noise=(small - big) / (1 / b_small - 1 / b_big),
+  )
+
+
+def direct(found: Gradients, chosen: Sequence[tuple[Path, int | None]]) -> Moments:
+  """The moments of the chosen parameters, each whole or one layer of it, from rows' gradients."""
+  taken = [found[path] if at is None else found[path][:, at] for path, at in chosen]
+  rows_BG = np.concatenate([x.reshape(ROWS, -1) for x in taken], axis=1)
+  # The mean over the rows that count is the gradient of the update.
+  return moments_of(rows_BG[COUNTED] * COUNTED.sum() / WEIGHT, (1, COUNTED.sum()))
+
+
+def of_microbatches(found: Gradients, parts: int) -> Moments:
+  """The moments of all parameters, from the gradients of so many microbatches of all replicas."""
+  parts_PG = np.concatenate(
+    [x.reshape(parts, ROWS // parts, -1).sum(1) for x in found.values()], axis=1
+  )
+  return moments_of(parts_PG * parts / WEIGHT, (COUNTED.sum() / parts, COUNTED.sum()))
+
+
+def expected(found: Gradients, *, tied: bool) -> dict[str, Moments]:
+  """Every group of a model all of whose layers are measured, by the names of its parameters."""
+  types: dict[str, list[Path]] = {name: [] for name in TYPES}
+  for path in found:
+    if any("norm" in word for word in path):
+      types["norm"].append(path)
+    elif {"attention", "mlp"} & set(path):
+      types["attention" if "attention" in path else "mlp"].append(path)
+    elif path == ("head",):
+      types["head"].append(path)
+    elif path == ("position_embedding",) or not tied:
+      types["embedding"].append(path)
+  every = [path for paths in types.values() for path in paths]
+  stacked = [path for path in every if path[0] == "layers"]
+  groups = types | {"total": every}
+  result = {
+    name: direct(found, [(path, None) for path in paths]) for name, paths in groups.items() if paths
+  }
+  for layer in range(LAYERS):
+    result[f"layer/{layer}"] = direct(found, [(path, layer) for path in stacked])
+  return result
+
+
+def assert_near(ours: dict[str, Moments | None], theirs: dict[str, Moments]) -> None:
+  assert set(ours) == set(theirs)
+  for name, moments in theirs.items():
+    mine = ours[name]
+    assert mine is not None
+    # The signal is a difference of large squares.
+    tolerance = 1e-5 * (abs(moments.signal) + moments.noise)
+    assert mine.signal == pytest.approx(moments.signal, abs=tolerance), name
+    assert mine.noise == pytest.approx(moments.noise, rel=1e-4), name
+
+
+def test_every_group_is_that_of_the_rows_own_gradients():
+  trainer, reported = step((2, 1, 1), 2, gns="all", gns_from_microbatches="true", **LLAMA)
+  ours = moments_by_group(trainer.model.probed(), reported, every_layer=True, replicas=2, passes=2)
+  found = gradients(**LLAMA)
+  theirs = expected(found, tied=False)
+  assert set(TYPES) < set(theirs)
+  assert_near(ours, theirs | {"from_microbatches": of_microbatches(found, 4)})
+
+
+def test_a_tied_table_is_in_no_group():
+  trainer, reported = step((1, 1, 1), 1, gns="all", **GPT2)
+  ours = moments_by_group(trainer.model.probed(), reported, every_layer=True, replicas=1, passes=1)
+  theirs = expected(gradients(**GPT2), tied=True)
+  assert set(TYPES) - set(theirs) == {"head"}
+  assert_near(ours, theirs)
+
+
+def test_norms_alone_have_groups_of_their_own():
+  trainer, reported = step((1, 1, 1), 4, gns="norm", gns_from_microbatches="true", **LLAMA)
+  ours = moments_by_group(trainer.model.probed(), reported, every_layer=False, replicas=1, passes=4)
+  found = gradients(**LLAMA)
+  norms = [path for path in found if any("norm" in word for word in path)]
+  stacked = [path for path in norms if path[0] == "layers"]
+  assert len(norms) == len(stacked) + 1  # the final norm belongs to no layer
+  theirs = {"norm": direct(found, [(path, None) for path in norms])}
+  for layer in range(LAYERS):
+    theirs[f"norm_of_layer/{layer}"] = direct(found, [(path, layer) for path in stacked])
+  assert_near(ours, theirs | {"from_microbatches": of_microbatches(found, 4)})
+
+
+def test_one_microbatch_has_nothing_to_compare():
+  one = np.float32(1.0)
+  reported = StepMetrics(one, one, one, NoiseSums(one, {}, one), {})  # pyright: ignore
+  ours = moments_by_group((), reported, every_layer=False, replicas=1, passes=1)
+  assert ours == {"from_microbatches": None}
+
+
+def test_nothing_measured_is_no_group():
+  nothing = StepMetrics(*(np.float32(1.0) for _ in range(3)))  # pyright: ignore[reportArgumentType]
+  assert moments_by_group((), nothing, every_layer=True, replicas=1, passes=1) == {}
+
+
+@pytest.mark.parametrize(
+  ("path", "expected"),
+  [
+    ("layers/attention_norm/probe", "norm"),
+    ("layers/attention/query_norm/probe", "norm"),
+    ("final_norm/probe", "norm"),
+    ("layers/attention/query/probe", "attention"),
+    ("layers/mlp/up/probe", "mlp"),
+    ("embedding_probe", "embedding"),
+    ("position_probe", "embedding"),
+    ("head_probe", "head"),
+  ],
+)
+def test_types_by_the_path_of_the_probe(path, expected):
+  assert type_of(path.split("/")) == expected

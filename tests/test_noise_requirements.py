@@ -1,0 +1,244 @@
+"""What a person is told whose keys do not go with the noise scale, word for word."""
+
+import dataclasses
+
+import pytest
+
+from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.config.load import load_config
+from maxbatch.errors import UserError
+from maxbatch.noise.decisions import Change
+from maxbatch.noise.requirements import check_noise
+from maxbatch.noise.steering import check_goes_on
+from maxbatch.topology import topology
+from maxbatch.train import main
+
+STEERED = {
+  "batch_schedule": "gns",
+  "gns": "norm",
+  "batch_size": 32,
+  "steps": -1,
+  "total_samples": 6400,
+  "schedule_unit": "samples",
+}
+ONE = {"num_simulated_devices": 1, "steps": 10, "per_device_batch_size": 1}
+
+
+def checked(**keys: object) -> BatchPlan:
+  """The plan of these keys, on simulated devices that nobody starts."""
+  config = load_config(["config=base", *(f"{key}={value}" for key, value in keys.items())])
+  devices = config.mesh.num_simulated_devices
+  plan = plan_batches(config.batch, config.run, topology(config.mesh, devices))
+  check_noise(config, plan)
+  return plan
+
+
+def message(**keys: object) -> str:
+  with pytest.raises(UserError) as caught:
+    checked(**keys)
+  return str(caught.value)
+
+
+@pytest.mark.parametrize("gns", ["norm", "all"])
+def test_a_single_sample_has_nothing_to_be_compared_with(gns):
+  assert message(**ONE, gns=gns) == (
+    f"gns={gns} compares the samples of a step, and global_batch_to_train=1 has one; for example "
+    "batch_size=2 gradient_accumulation_steps=-1, or gns=off"
+  )
+
+
+def test_nor_has_one_stage_of_a_schedule():
+  keys = ONE | {"batch_size": 2}
+  assert message(**keys, gns="all", batch_schedule="[[0, 1], [4, 2]]").startswith(
+    "gns=all compares"
+  )
+
+
+@pytest.mark.parametrize(
+  ("keys", "expected"),
+  [
+    (
+      {"gns": "off"},
+      "batch_schedule=gns follows the noise scale, and gns=off; for example gns=norm",
+    ),
+    (
+      {"gns_calibrate_every": 0},
+      "batch_schedule=gns follows the noise scale of the whole model, which gns=norm predicts from "
+      "calibration steps, and gns_calibrate_every=0; for example gns_calibrate_every=50, or gns=all",
+    ),
+    (
+      {"steps": 400, "total_samples": -1},
+      "steps=400: with batch_schedule=gns the steps of a run are not known beforehand; give its "
+      "samples or tokens, for example steps=-1 total_tokens=128000",
+    ),
+    (
+      {"schedule_unit": "steps"},
+      "schedule_unit=steps: with batch_schedule=gns steps are of different sizes; for example "
+      "schedule_unit=samples, in which the learning rate's schedule, evaluations and checkpoints "
+      "are then counted",
+    ),
+    (
+      {"accumulation": "streamed"},
+      "batch_schedule=gns changes the number of passes while the run goes on, which "
+      "accumulation=streamed compiles into the step; with accumulation=fused it works",
+    ),
+    (
+      {"gns_max_batch_size": 31},
+      "gns_max_batch_size=31 must be at least batch_size=32, with which batch_schedule=gns begins; "
+      "for example gns_max_batch_size=512",
+    ),
+    (
+      {"batch_schedule_type": "doubling"},
+      "batch_schedule_type=doubling and batch_schedule=gns are different schedules; keep one of "
+      "them, for example enable_rampup_batch_size=false batch_schedule=[]",
+    ),
+    (
+      {"batch_schedule": "[]", "gns_dry_run": "true"},
+      "gns_dry_run=true tells what batch_schedule=gns would do, and there is none; for example "
+      "batch_schedule=gns gns_dry_run=true",
+    ),
+  ],
+)
+def test_keys_that_steering_does_not_go_with(keys, expected):
+  assert message(**(STEERED | keys)) == expected
+
+
+@pytest.mark.parametrize(
+  "keys",
+  [
+    {},
+    {"gns": "all", "gns_calibrate_every": 0},
+    {"gns": "off", "gns_from_microbatches": "true"},
+    {"total_samples": -1, "total_tokens": 819200, "schedule_unit": "tokens"},
+    {"gns_dry_run": "true"},
+    {"gns_max_batch_size": 32},
+    {"batch_schedule": "[]", "accumulation": "streamed"},
+  ],
+)
+def test_keys_that_work(keys):
+  assert checked(**(STEERED | keys)).global_batch_to_train == 32
+
+
+def test_the_offered_values_work():
+  checked(**(ONE | {"num_simulated_devices": 2}), gns="all")
+  assert checked(**(STEERED | {"gns_max_batch_size": 512})).largest_batch == 512
+  assert checked(**STEERED).largest_batch == 512
+  keys = {"total_samples": -1, "steps": -1, "total_tokens": 128 * 32 * 10}
+  assert checked(**(STEERED | keys)).total_samples == 320
+
+
+# --- batch_schedule=file -------------------------------------------------------------------------
+
+FOLLOWING = STEERED | {"batch_schedule": "file", "gns": "off"}
+
+
+def test_following_needs_a_file():
+  assert message(**FOLLOWING) == (
+    "batch_schedule=file needs batch_schedule_file, the schedule that a steered run wrote; for "
+    "example batch_schedule_file=runs/steered/batch_schedule.yml"
+  )
+
+
+def test_following_a_file_that_is_not_there(tmp_path):
+  file = tmp_path / "batch_schedule.yml"
+  said = message(**FOLLOWING, batch_schedule_file=file)
+  assert said.startswith(f"{file}: cannot be read: No such file or directory; a file that works:\n")
+
+
+@pytest.mark.parametrize(
+  ("pairs", "expected"),
+  [
+    (
+      "[0, 16], [160, 32]",
+      "begins with 16 samples and batch_size is 32; to follow the file, batch_size=16",
+    ),
+    (
+      "[0, 32], [320, 60]",
+      "batch_schedule: stage 2, [320, 60], has 60 samples, which must be a positive multiple of "
+      "the 8 groups of devices that see different samples (data 8 × fsdp 1); nearest: [320, 56] or [320, 64]",
+    ),
+  ],
+)
+def test_a_file_that_does_not_fit(tmp_path, pairs, expected):
+  file = tmp_path / "mine.yml"
+  file.write_text(f"batch_schedule: [{pairs}]\n")
+  said = message(**FOLLOWING, batch_schedule_file=file)
+  assert said.removeprefix(f"batch_schedule_file={file} ") == expected
+
+
+def test_a_file_by_hand_is_followed(tmp_path):
+  file = tmp_path / "mine.yml"
+  file.write_text("batch_schedule:\n- [0, 32]\n- [320, 64, from there on]\n- [960, 24]\n")
+  keys = {"batch_schedule_file": file, "total_samples": 1200, "per_device_batch_size": 2}
+  plan = checked(**(FOLLOWING | keys))
+  assert [(stage.first.samples, stage.batch) for stage in plan.stages] == [
+    (0, 32),
+    (320, 64),
+    (960, 24),
+  ]
+  # The microbatch of 16 does not divide 24.
+  assert [stage.micro_batch for stage in plan.stages] == [16, 16, 8]
+  assert plan.begins_with_batch_size
+
+
+# --- going on ------------------------------------------------------------------------------------
+
+
+def test_sizes_with_which_a_steered_run_goes_on():
+  plan = checked(**STEERED, per_device_batch_size=2)
+  check_goes_on(plan, [Change(0, 32)])
+  check_goes_on(plan, [Change(0, 32), Change(320, 40), Change(640, 48)])
+
+
+@pytest.mark.parametrize(
+  ("per_device", "devices", "expected"),
+  [
+    (4, 8, "per_device_batch_size=1 gradient_accumulation_steps=-1"),
+    (2, 16, "another mesh, or another run_name"),
+  ],
+)
+def test_a_microbatch_that_does_not_divide_the_batch(per_device, devices, expected):
+  keys = {"per_device_batch_size": per_device, "num_simulated_devices": devices}
+  plan = checked(**STEERED, **keys)
+  with pytest.raises(UserError) as caught:
+    check_goes_on(plan, [Change(0, 32), Change(320, 40)])
+  assert str(caught.value) == (
+    "micro_batch_to_train=32: batch_schedule=gns has brought this run to 40 samples per step, which "
+    f"must be a multiple of it; for example {expected}"
+  )
+
+
+def test_another_first_batch():
+  plan = dataclasses.replace(checked(**STEERED), global_batch_to_train=64)
+  with pytest.raises(UserError) as caught:
+    check_goes_on(plan, [Change(0, 32), Change(320, 64)])
+  assert str(caught.value) == (
+    "global_batch_to_train=64: this run began with 32 samples per step, and batch_schedule=gns goes "
+    "on from there; for example batch_size=32, or another run_name"
+  )
+
+
+# --- the commands --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ("keys", "named"),
+  [
+    ({"gns": "off"}, "error: batch_schedule=gns follows the noise scale, and gns=off;"),
+    (
+      {"gns": "off", "compile_only": "true"},
+      "error: batch_schedule=gns follows the noise scale, and gns=off;",
+    ),
+    (
+      {"pipeline_schedule": "1f1b", "ici_pipeline_parallelism": 2},
+      "error: pipeline_schedule=1f1b: training cannot run a pipeline's",
+    ),
+  ],
+)
+def test_the_command_refuses_before_anything_is_done(tmp_path, capsys, keys, named):
+  keys = STEERED | keys | {"base_output_directory": tmp_path / "runs"}
+  assert main(["config=base", *(f"{key}={value}" for key, value in keys.items())]) == 2
+  printed = capsys.readouterr()
+  assert printed.err.startswith(named)
+  assert printed.out == ""
+  assert not (tmp_path / "runs").exists()
