@@ -231,7 +231,7 @@ def test_another_first_batch():
     ),
     (
       {"pipeline_schedule": "1f1b", "ici_pipeline_parallelism": 2},
-      "error: pipeline_schedule=1f1b: training cannot run a pipeline's",
+      "error: gns=norm and pipeline_schedule=1f1b: the noise scale cannot be measured in a pipeline",
     ),
   ],
 )
