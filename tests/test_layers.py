@@ -255,6 +255,7 @@ ARITHMETIC = {
   "batch.pipelining",
   "noise.estimators",
   "noise.controller",
+  "noise.steering",
   "data.row_plan",
 }
 BATCH_SIZE = re.compile(

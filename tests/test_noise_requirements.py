@@ -242,3 +242,14 @@ def test_the_command_refuses_before_anything_is_done(tmp_path, capsys, keys, nam
   assert printed.err.startswith(named)
   assert printed.out == ""
   assert not (tmp_path / "runs").exists()
+
+
+def test_validate_only_refuses_what_a_run_would(capsys):
+  keys = STEERED | {"gns": "off", "validate_only": "true"}
+  assert main(["config=base", *(f"{key}={value}" for key, value in keys.items())]) == 2
+  assert "batch_schedule=gns follows the noise scale, and gns=off" in capsys.readouterr().err
+
+
+def test_a_file_that_nothing_follows():
+  with pytest.raises(UserError, match="is followed with batch_schedule=file alone"):
+    checked(batch_schedule_file="runs/steered/batch_schedule.yml")

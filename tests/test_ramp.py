@@ -157,13 +157,13 @@ def test_another_microbatch_is_compiled_before_its_stage(text, tmp_path, monkeyp
     events.append(("compiled", arguments[-1]))
     return step
 
-  def dispatch_noted(job, state, loader, stage, rate):
-    events.append(("step", stage.micro_batch))
+  def dispatch_noted(job, state, loader, position, rate):
+    events.append(("step", job.plan.stage_at(position.samples).micro_batch))
     end = time.monotonic() + 60
     while events.count(("step", 8)) == 5 and ("compiled", 16) not in events:
       assert time.monotonic() < end, "the next shape is not compiled while this one trains"
       time.sleep(0.01)
-    return dispatch(job, state, loader, stage, rate)
+    return dispatch(job, state, loader, position, rate)
 
   monkeypatch.setattr("maxbatch.compile.modes.compiled_step", compile_noted)
   monkeypatch.setattr(loop, "_dispatch", dispatch_noted)

@@ -37,6 +37,7 @@ from maxbatch.errors import UserError
 from maxbatch.fingerprint import named_leaves
 from maxbatch.identity import identity
 from maxbatch.learning_rate import learning_rate
+from maxbatch.noise.requirements import check_noise
 from maxbatch.prepare import (
   build_trainer,
   num_parameters,
@@ -79,6 +80,7 @@ def _checks(config: Config, devices: Sequence[Device]) -> Iterator[_Check]:
   yield "configuration", f"{len(schema.fields())} keys", ()
   config, choice = _with_smallest_choice(config, devices)
   plan = plan_batches(config.batch, config.run, _layout(config, devices))
+  check_noise(config, plan)
   yield "batch plan", _stages(plan), [*choice, *str(plan).splitlines()]
   trainer, state = _without_arrays(config, plan, devices)
   yield "mesh", f"{plan.topology} on {devices[0].device_kind}", undivided_parameters(trainer)

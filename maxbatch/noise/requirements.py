@@ -23,9 +23,15 @@ def check_noise(config: Config, plan: BatchPlan) -> None:
       "gns_from_microbatches=false"
     )
   if gns != "off" and min(point.batch for point in plan.schedule.points) < 2:
+    where = "global_batch_to_train=1" if plan.global_batch_to_train == 1 else "a stage of 1 sample"
     raise UserError(
-      f"gns={gns} compares the samples of a step, and global_batch_to_train=1 has one; for example "
-      "batch_size=2 gradient_accumulation_steps=-1, or gns=off"
+      f"gns={gns} compares the samples of a step, and {where} has one; for example batch_size=2 "
+      "gradient_accumulation_steps=-1, or gns=off"
+    )
+  if config.batch.batch_schedule_file and config.batch.batch_schedule != "file":
+    raise UserError(
+      f"batch_schedule_file={config.batch.batch_schedule_file} is followed with batch_schedule=file "
+      'alone; for example batch_schedule=file, or batch_schedule_file=""'
     )
   if not is_decided(config.batch):
     if config.noise.gns_dry_run:

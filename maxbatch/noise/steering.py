@@ -82,10 +82,15 @@ class Steering:
   def as_dict(self) -> dict[str, Any]:
     """Plain JSON, from which a resumed run decides as this one would."""
     changes = [[change.samples, change.batch, change.reason] for change in self._changes]
-    return {"controller": self._controller.as_dict(), "changes": changes}
+    return {"controller": self._controller.as_dict(), "changes": changes, "is_dry": self.is_dry}
 
   def restore(self, content: Mapping[str, Any], position: Position) -> None:
-    """Takes up what `as_dict` gave in the run that goes on at `position`."""
+    """Takes up what `as_dict` gave in the run that goes on at `position`.
+
+    What was only said to be done, in a dry run, was not: decisions begin anew, and the reverse.
+    """
+    if content["is_dry"] != self.is_dry:
+      return
     self._controller = Controller.from_dict(self._limits, content["controller"])
     changes = [Change(*entry) for entry in content["changes"]]
     self._changes = kept_until(changes, position.samples)
