@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from maxbatch.config.schema import ModelConfig
 from maxbatch.dropout import sample_keys
 from maxbatch.models.probes import row_squares
-from maxbatch.models.registry import Model, Parameters
+from maxbatch.models.registry import MeasuredModel, Model, Parameters
 from maxbatch.rows import Rows
 from maxbatch.sharding import constrain, local_shape, over_rows
 
@@ -59,8 +59,9 @@ def loss_parts(
   z_weight = 0.0 if dropout_key is None else config.z_loss_multiplier
   tiles = num_tiles(config, *hidden_BTD.shape[:2])
   matrix_DV = bound.output_matrix()
+  probe_BS = bound.output_probe() if isinstance(bound, MeasuredModel) else None
   return cross_entropy_parts(
-    hidden_BTD, matrix_DV, rows.targets, rows.weights, tiles, z_weight, bound.output_probe()
+    hidden_BTD, matrix_DV, rows.targets, rows.weights, tiles, z_weight, probe_BS
   )
 
 

@@ -35,6 +35,11 @@ class LanguageModel(Protocol):
     """The matrix (D, V) from hidden states to logits, in the hidden states' dtype."""
     ...
 
+
+@runtime_checkable
+class MeasuredModel(LanguageModel, Protocol):
+  """What a model offers besides, if its output matrix is to be measured for the noise scale."""
+
   def output_probe(self) -> jax.Array | None:
     """The probe (B, S) of that matrix, see models/probes.py; None: it is not measured."""
     ...
