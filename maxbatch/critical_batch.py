@@ -7,7 +7,6 @@ ends within a tolerance of every smaller one is the critical batch at this point
 """
 
 import dataclasses
-import io
 import json
 import pathlib
 import sys
@@ -36,6 +35,7 @@ from maxbatch.branches.running import (
   branch_config,
   train_branch,
 )
+from maxbatch.command import exit_code
 from maxbatch.compile.modes import is_run, settled
 from maxbatch.config.find import did_you_mean
 from maxbatch.config.help import help_text, wants_help
@@ -44,8 +44,8 @@ from maxbatch.config.schema import Config, NonNegativeFloat, PositiveOrUnset, Ra
 from maxbatch.config.value import convert
 from maxbatch.config.yaml_file import read_argument
 from maxbatch.devices import find_devices, num_slices
-from maxbatch.errors import EXIT_DIVERGED, EXIT_USER_ERROR, TrainingDivergedError, UserError
-from maxbatch.stop import INTERRUPTED, EndingSignals, Interrupted, leave
+from maxbatch.errors import UserError
+from maxbatch.stop import leave
 from maxbatch.topology import topology
 
 COMMAND = "python -m maxbatch.critical_batch"
@@ -109,22 +109,7 @@ def main(arguments: Sequence[str]) -> int:
     print(HELP)
     print(help_text(COMMAND).partition("\n\n")[2])
     return 0
-  for stream in (sys.stdout, sys.stderr):
-    if isinstance(stream, io.TextIOWrapper):
-      stream.reconfigure(errors="replace")  # ± must not end a run on a terminal without it
-  try:
-    with EndingSignals():
-      measure(read_request(arguments))
-  except UserError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return EXIT_USER_ERROR
-  except TrainingDivergedError as error:
-    print(f"stopped: {error}", file=sys.stderr)
-    return EXIT_DIVERGED
-  except Interrupted as interrupted:
-    print(INTERRUPTED, file=sys.stderr)
-    return interrupted.exit_code
-  return 0
+  return exit_code(lambda: measure(read_request(arguments)))
 
 
 def read_request(arguments: Sequence[str]) -> Request:

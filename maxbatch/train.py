@@ -1,7 +1,6 @@
 """python -m maxbatch.train config=… [key=value …]: trains a language model."""
 
 import dataclasses
-import io
 import pathlib
 import sys
 import time
@@ -12,6 +11,7 @@ import yaml
 
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
 from maxbatch.checkpoint import Checkpointer, Restored
+from maxbatch.command import exit_code
 from maxbatch.compile import cache
 from maxbatch.compile.modes import is_run, prepare_only, save_steps, settled, step_compiler
 from maxbatch.config.help import help_text, wants_help
@@ -20,7 +20,6 @@ from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
 from maxbatch.devices import find_devices, num_slices
-from maxbatch.errors import EXIT_DIVERGED, EXIT_USER_ERROR, TrainingDivergedError, UserError
 from maxbatch.generate import generate
 from maxbatch.identity import identity
 from maxbatch.learning_rate import learning_rate
@@ -42,7 +41,7 @@ from maxbatch.programs import StepPrograms
 from maxbatch.progress import Progress
 from maxbatch.state import TrainState, to_save
 from maxbatch.step import EvalStep, Trainer
-from maxbatch.stop import INTERRUPTED, EndingSignals, Interrupted, leave
+from maxbatch.stop import leave
 from maxbatch.topology import topology
 
 COMMAND = "python -m maxbatch.train"
@@ -55,22 +54,7 @@ def main(arguments: Sequence[str]) -> int:
   if wants_help(arguments):
     print(help_text(COMMAND, _OPTIONS))
     return 0
-  for stream in (sys.stdout, sys.stderr):
-    if isinstance(stream, io.TextIOWrapper):
-      stream.reconfigure(errors="replace")  # × and → must not end a run on a terminal without them
-  try:
-    with EndingSignals():
-      _run_or_prepare(arguments)
-  except UserError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return EXIT_USER_ERROR
-  except TrainingDivergedError as error:
-    print(f"stopped: {error}", file=sys.stderr)
-    return EXIT_DIVERGED
-  except Interrupted as interrupted:
-    print(INTERRUPTED, file=sys.stderr)
-    return interrupted.exit_code
-  return 0
+  return exit_code(lambda: _run_or_prepare(arguments))
 
 
 def _run_or_prepare(arguments: Sequence[str]) -> None:

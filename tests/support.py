@@ -29,6 +29,18 @@ TINY = {
   "max_target_length": 16,
 }
 
+SMALLEST = {
+  "base_emb_dim": 16,
+  "base_num_decoder_layers": 1,
+  "base_num_query_heads": 2,
+  "base_num_kv_heads": 2,
+  "head_dim": 8,
+  "base_mlp_dim": 32,
+  "vocab_size": 264,
+  "max_target_length": 16,
+}
+"""A model that whole runs of the command are quick with."""
+
 GPT2 = {
   "base_num_kv_heads": 4,
   "mlp_activation": "gelu",

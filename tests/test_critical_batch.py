@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from support import stop_at
+from support import SMALLEST, stop_at
 
 from maxbatch import critical_batch
 from maxbatch.batch.branching import Base, Wish, branch_out
@@ -48,14 +48,7 @@ def train(folder: pathlib.Path, **keys: object) -> None:
     "max_num_checkpoints_to_keep": 10,
     "generate_length": 0,
     "per_device_batch_size": 1,
-    "base_emb_dim": 16,
-    "base_num_decoder_layers": 1,
-    "base_num_query_heads": 2,
-    "base_num_kv_heads": 2,
-    "head_dim": 8,
-    "base_mlp_dim": 32,
-    "vocab_size": 264,
-    "max_target_length": 16,
+    **SMALLEST,
     "dropout_rate": 0.1,
     "run_name": "mine",
   }

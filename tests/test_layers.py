@@ -33,6 +33,7 @@ LAYERS = {
     "batch.schedule",
     "batch.plan",
     "batch.interval",
+    "batch.resumed",
     "batch.branching",
     "pipeline.timetable",
     "pipeline.slots",
@@ -151,7 +152,14 @@ LAYERS = {
     "noise.prepare",
     "loop",
   ],
-  "L4: the commands": ["train", "plan", "pipeline.__main__", "branches.running", "critical_batch"],
+  "L4: the commands": [
+    "command",
+    "train",
+    "plan",
+    "pipeline.__main__",
+    "branches.running",
+    "critical_batch",
+  ],
 }
 ORDER = [module for modules in LAYERS.values() for module in modules]
 
@@ -248,6 +256,7 @@ ARITHMETIC = {
   "batch.schedule",
   "batch.plan",
   "batch.interval",
+  "batch.resumed",
   "batch.branching",
   "batch.limits",
   "batch.loading",
@@ -255,7 +264,6 @@ ARITHMETIC = {
   "batch.pipelining",
   "noise.estimators",
   "noise.controller",
-  "noise.steering",
   "data.row_plan",
 }
 BATCH_SIZE = re.compile(

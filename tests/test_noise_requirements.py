@@ -5,11 +5,10 @@ import dataclasses
 import pytest
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.resumed import check_goes_on
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
-from maxbatch.noise.decisions import Change
 from maxbatch.noise.requirements import check_noise
-from maxbatch.noise.steering import check_goes_on
 from maxbatch.topology import topology
 from maxbatch.train import main
 
@@ -186,8 +185,8 @@ def test_a_file_by_hand_is_followed(tmp_path):
 
 def test_sizes_with_which_a_steered_run_goes_on():
   plan = checked(**STEERED, per_device_batch_size=2)
-  check_goes_on(plan, [Change(0, 32)])
-  check_goes_on(plan, [Change(0, 32), Change(320, 40), Change(640, 48)])
+  check_goes_on(plan, first=32, now=32)
+  check_goes_on(plan, first=32, now=48)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +200,7 @@ def test_a_microbatch_that_does_not_divide_the_batch(per_device, devices, expect
   keys = {"per_device_batch_size": per_device, "num_simulated_devices": devices}
   plan = checked(**STEERED, **keys)
   with pytest.raises(UserError) as caught:
-    check_goes_on(plan, [Change(0, 32), Change(320, 40)])
+    check_goes_on(plan, first=32, now=40)
   assert str(caught.value) == (
     "micro_batch_to_train=32: batch_schedule=gns has brought this run to 40 samples per step, which "
     f"must be a multiple of it; for example {expected}"
@@ -211,7 +210,7 @@ def test_a_microbatch_that_does_not_divide_the_batch(per_device, devices, expect
 def test_another_first_batch():
   plan = dataclasses.replace(checked(**STEERED), global_batch_to_train=64)
   with pytest.raises(UserError) as caught:
-    check_goes_on(plan, [Change(0, 32), Change(320, 64)])
+    check_goes_on(plan, first=32, now=64)
   assert str(caught.value) == (
     "global_batch_to_train=64: this run began with 32 samples per step, and batch_schedule=gns goes "
     "on from there; for example batch_size=32, or another run_name"

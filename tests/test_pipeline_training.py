@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from support import relative_errors, stop_at
+from support import SMALLEST, relative_errors, stop_at
 
 from maxbatch.config.load import load_config
 from maxbatch.metrics import read_metrics
@@ -16,14 +16,8 @@ KEYS = {
   "eval_interval": 2,
   "eval_samples": 8,
   "generate_length": 0,
-  "base_emb_dim": 16,
+  **SMALLEST,
   "base_num_decoder_layers": 4,
-  "base_num_query_heads": 2,
-  "base_num_kv_heads": 2,
-  "head_dim": 8,
-  "base_mlp_dim": 32,
-  "vocab_size": 264,
-  "max_target_length": 16,
   "dropout_rate": 0.1,
   "opt_type": "sgd",  # AdamW's first steps blow rounding up to the size of the learning rate
   "learning_rate": 0.1,

@@ -7,7 +7,7 @@ import time
 import jax
 import numpy as np
 import pytest
-from support import stop_at
+from support import SMALLEST, stop_at
 
 from maxbatch import loop, prepare
 from maxbatch.batch.plan import plan_batches
@@ -46,14 +46,7 @@ def settings(text: pathlib.Path, folder: pathlib.Path, **keys: object):
     "eval_interval": -1,
     "eval_samples": 8,
     "generate_length": 0,
-    "base_emb_dim": 16,
-    "base_num_decoder_layers": 1,
-    "base_num_query_heads": 2,
-    "base_num_kv_heads": 2,
-    "head_dim": 8,
-    "base_mlp_dim": 32,
-    "vocab_size": 264,
-    "max_target_length": 16,
+    **SMALLEST,
     "schedule_unit": "samples",
     "checkpoint_period": 1000,
   }

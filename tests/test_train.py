@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from support import stop_at
+from support import SMALLEST, stop_at
 
 from maxbatch.errors import TrainingDivergedError
 from maxbatch.fingerprint import fingerprints
@@ -41,14 +41,7 @@ def arguments(text: pathlib.Path, folder: pathlib.Path, **keys: object) -> list[
     "checkpoint_period": 2,
     "generate_length": 0,
     "per_device_batch_size": 1,
-    "base_emb_dim": 16,
-    "base_num_decoder_layers": 1,
-    "base_num_query_heads": 2,
-    "base_num_kv_heads": 2,
-    "head_dim": 8,
-    "base_mlp_dim": 32,
-    "vocab_size": 264,
-    "max_target_length": 16,
+    **SMALLEST,
     "dropout_rate": 0.1,
   }
   return ["config=base", *(f"{key}={value}" for key, value in (defaults | keys).items())]

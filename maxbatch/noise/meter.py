@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from maxbatch.batch.stages import Stage
 from maxbatch.config.schema import NoiseConfig
 from maxbatch.metrics import Record
@@ -119,8 +117,3 @@ class NoiseMeter:
     if model.config.gns == "norm":
       return []
     return [".".join(path) for path in sorted(set(model.axes()) - seen)]
-
-
-def on_host(metrics: StepMetrics) -> StepMetrics:
-  """The metrics as numpy arrays; waits for the step to end."""
-  return jax.device_get(metrics)

@@ -41,7 +41,7 @@ def check_noise(config: Config, plan: BatchPlan) -> None:
       )
     return
   _check_measured(config)
-  _check_counted(config)
+  _check_counted(config, plan)
   if config.batch.accumulation == "streamed":
     raise UserError(
       "batch_schedule=gns changes the number of passes while the run goes on, which "
@@ -61,14 +61,13 @@ def _check_measured(config: Config) -> None:
     )
 
 
-def _check_counted(config: Config) -> None:
+def _check_counted(config: Config, plan: BatchPlan) -> None:
   """Budget and schedules are counted in what does not move when the batch changes."""
   run = config.run
   if run.steps != -1:
-    length = config.batch.max_target_length
     raise UserError(
       f"steps={run.steps}: with batch_schedule=gns the steps of a run are not known beforehand; "
-      f"give its samples or tokens, for example steps=-1 total_tokens={1000 * length}"
+      f"give its samples or tokens, for example steps=-1 total_tokens={plan.total_tokens}"
     )
   if run.schedule_unit == "steps":
     raise UserError(

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.batch.resumed import check_goes_on
 from maxbatch.batch.stages import Stage
 from maxbatch.metrics import Record
 from maxbatch.noise.meter import NoiseMeter
-from maxbatch.noise.steering import Steering, check_goes_on
+from maxbatch.noise.steering import Steering
 from maxbatch.programs import StepPrograms
 from maxbatch.state import TrainState, zero_sums
 from maxbatch.step import StepMetrics
@@ -74,8 +75,9 @@ class Noise:
     """
     if self.steering is None or self.steering.is_dry:
       return plan
-    check_goes_on(plan, self.steering.changes)
-    return plan.following([(change.samples, change.batch) for change in self.steering.changes])
+    changes = [(change.samples, change.batch) for change in self.steering.changes]
+    check_goes_on(plan, first=changes[0][1], now=changes[-1][1])
+    return plan.following(changes)
 
 
 def decides(noise: Noise | None, position: Position) -> bool:

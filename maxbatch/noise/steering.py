@@ -1,12 +1,10 @@
 """A batch that follows the noise scale: decision points, what was decided, and its file."""
 
-import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from maxbatch.batch.plan import BatchPlan, Position
-from maxbatch.batch.solve import text
 from maxbatch.config.schema import NoiseConfig
 from maxbatch.errors import UserError
 from maxbatch.noise.controller import Controller, Decision, Limits
@@ -41,7 +39,6 @@ class Steering:
     self._controller = Controller(self._limits)
     self._changes: tuple[Change, ...] = (Change(0, plan.global_batch_to_train, "the first batch"),)
     self._batch = plan.global_batch_to_train
-    self.last: Decision | None = None
 
   @property
   def changes(self) -> tuple[Change, ...]:
@@ -62,7 +59,6 @@ class Steering:
     if decision.grew:
       change = Change(position.samples, decision.batch, decision.reason)
       self._changes, self._batch = with_change(self._changes, change), decision.batch
-    self.last = decision
     return decision
 
   def write(self, folder: pathlib.Path) -> None:
@@ -95,30 +91,3 @@ class Steering:
     changes = [Change(*entry) for entry in content["changes"]]
     self._changes = kept_until(changes, position.samples)
     self._batch = self._changes[-1].batch
-
-
-def check_goes_on(plan: BatchPlan, changes: Sequence[Change]) -> None:
-  """Refuses sizes with which a run cannot go on from what was decided in it.
-
-  Raises:
-    UserError: it began with another batch, or has come to one that its microbatch does not divide.
-  """
-  first, now = changes[0].batch, changes[-1].batch
-  batch, micro = plan.global_batch_to_train, plan.micro_batch_to_train
-  if batch != first:
-    raise UserError(
-      f"global_batch_to_train={batch}: this run began with {first} samples per step, and "
-      f"batch_schedule=gns goes on from there; for example batch_size={first}, or another run_name"
-    )
-  if now % micro:
-    raise UserError(
-      f"micro_batch_to_train={micro}: batch_schedule=gns has brought this run to {now} samples per "
-      f"step, which must be a multiple of it; for example {_micro_batch_that_works(plan, now)}"
-    )
-
-
-def _micro_batch_that_works(plan: BatchPlan, batch: int) -> str:
-  common = math.gcd(batch, plan.micro_batch_to_train)
-  if common % plan.topology.num_batch_groups:
-    return "another mesh, or another run_name"
-  return f"per_device_batch_size={text(plan.per_device(common))} gradient_accumulation_steps=-1"
