@@ -68,7 +68,7 @@ def test_nor_has_one_stage_of_a_schedule():
     (
       {"steps": 400, "total_samples": -1},
       "steps=400: with batch_schedule=gns the steps of a run are not known beforehand; give its "
-      "samples or tokens, for example steps=-1 total_tokens=128000",
+      "samples or tokens, for example steps=-1 total_tokens=1638400",
     ),
     (
       {"schedule_unit": "steps"},
