@@ -40,6 +40,7 @@ class Pipeline:
     rows: samples of one microbatch in each group of devices that see different samples.
     choices: what num_pipeline_microbatches could be instead, this one included.
     hop: ticks to hand a result on.
+    is_open: whether `cuts` is still to be chosen from `choices`, by time; until then the fewest.
   """
 
   schedule: str
@@ -53,6 +54,7 @@ class Pipeline:
   rows: int
   choices: tuple[int, ...]
   hop: int
+  is_open: bool = False
 
   @property
   def shape(self) -> Shape:
@@ -70,7 +72,20 @@ class Pipeline:
 
   def with_cuts(self, cuts: int) -> "Pipeline":
     """The same with another choice of num_pipeline_microbatches."""
-    return dataclasses.replace(self, cuts=cuts, rows=self.rows * self.cuts // cuts)
+    rows = self.rows * self.cuts // cuts
+    return dataclasses.replace(self, cuts=cuts, rows=rows, is_open=False)
+
+  @property
+  def choice(self) -> str:
+    """A sentence on what is still to be chosen; empty if there is nothing."""
+    if not self.is_open:
+      return ""
+    listed = ", ".join(map(str, self.choices))
+    return (
+      f"num_pipeline_microbatches=-1: a run or compile_only=true takes the fastest of {listed}, "
+      f"compiling and timing some; shown is {self.cuts}, the fewest, which "
+      f"num_pipeline_microbatches={self.cuts} takes at once"
+    )
 
   def as_dict(self) -> dict[str, object]:
     """The sizes under their keys, for programs."""
@@ -83,6 +98,8 @@ class Pipeline:
       "microbatches_in_a_timetable": self.shape.microbatches,
       "samples_per_microbatch_and_group": self.rows,
       "bubble": float(predicted_bubble(self.shape)),
+      "choice": self.choice,
+      "choices": list(self.choices),
     }
 
   def __str__(self) -> str:
@@ -104,6 +121,12 @@ class _MisfitError(Exception):
   def __init__(self, message: str, offers: Iterator[Keys]):
     super().__init__(message)
     self.offers = offers
+
+
+def with_cuts(config: Config, cuts: int) -> Config:
+  """The configuration with num_pipeline_microbatches chosen."""
+  keys = dataclasses.replace(config.pipeline, num_pipeline_microbatches=cuts)
+  return dataclasses.replace(config, pipeline=keys)
 
 
 def pipeline_of(config: Config, layout: Topology, plan: BatchPlan) -> Pipeline:
@@ -173,6 +196,7 @@ def _divided(config: Config, plan: BatchPlan) -> Pipeline:
     rows=plan.micro_batch_to_train // plan.topology.num_batch_groups // cuts,
     choices=choices,
     hop=hop,
+    is_open=keys.num_pipeline_microbatches == -1 and len(choices) > 1,
   )
 
 
