@@ -175,7 +175,7 @@ class Ranking:
       return why
     if not fewest.fits or fewest.step_seconds is None:
       return f"{why}; {fewest.cuts:,} do not fit"
-    return f"{why}; with {fewest.cuts:,} {fewest.step_seconds:.4g} s"
+    return f"{why}; with {fewest.cuts:,}: {fewest.step_seconds:.4g} s"
 
   def _row(self, rank: int, one: Entry) -> tuple[str, ...]:
     return (
@@ -200,17 +200,23 @@ class Ranking:
     if line is None or len(self.known) == len(self.entries):
       return []
     timed = [f"{cuts:,}" for _, cuts in self._timed()]
+    listed = f"{', '.join(timed[:-1])} and {timed[-1]}" if len(timed) > 1 else timed[0]
     how = next(iter(self.known.values())).how
     sentences = [
       f"A full tick, a forward and a backward of a stage, takes {line.fixed * 1e3:.4g} ms + "
-      f"{line.per_sample * 1e3:.4g} ms a sample, {how} with {' and '.join(timed)} microbatches."
+      f"{line.per_sample * 1e3:.4g} ms a sample, {how} with {listed} microbatches."
     ]
-    if line.clamped:
-      part = {"fixed": "The fixed part", "per_sample": "A sample's part"}[line.clamped]
+    if line.fixed < -line.per_sample / 100:
       sentences.append(
-        f"{part} came out negative: the clock scatters, or a sample's cost depends on the others; it "
-        "is taken as 0, and the other part is fitted alone."
+        "A negative fixed part: a sample costs more in a larger microbatch, or the clock scatters."
       )
+    if line.per_sample == 0 and len(timed) > 1:
+      sentences.append(
+        "Larger microbatches seemed to take less time, which is the clock's scatter: all ticks are "
+        "taken to last the same."
+      )
+    if len(timed) == 1:
+      sentences.append("With one time known, a sample is taken to cost nothing.")
     return sentences
 
 

@@ -9,12 +9,10 @@ Point = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-  """A value that grows evenly with the samples of a microbatch."""
+  """A value by the samples of a microbatch."""
 
   fixed: float
   per_sample: float
-  clamped: str = ""
-  """Which of the two came out negative and is held at 0: `fixed`, `per_sample` or neither."""
 
   def at(self, samples: float) -> float:
     """The value for a microbatch of so many samples."""
@@ -39,11 +37,9 @@ def fitted(points: Sequence[Point]) -> Line:
 
 
 def fitted_cost(points: Sequence[Point]) -> Line:
-  """The same for a time: neither part is negative, whatever the clock's scatter says."""
+  """The same for a time, level if larger microbatches seem to take less.
+
+  A negative fixed part stays: between the points, where predictions lie, the line is above 0.
+  """
   line = fitted(points)
-  if line.fixed < 0:
-    ratios = [(samples / value) for samples, value in points]
-    return Line(0.0, sum(ratios) / sum(ratio * ratio for ratio in ratios), clamped="fixed")
-  if line.per_sample < 0:
-    return dataclasses.replace(fitted([(0.0, value) for _, value in points]), clamped="per_sample")
-  return line
+  return line if line.per_sample >= 0 else fitted([(0.0, value) for _, value in points])
