@@ -232,10 +232,19 @@ def _own_cache(monkeypatch, tmp_path):
 
 def test_a_run_compiles_and_times_both_and_trains_with_one_of_them(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(measure, "SECONDS", 0.05)
+  timed, bench_run = [], measure._Bench.run
+
+  def run(bench: Any, passes: int) -> float:
+    timed.append(passes)
+    return bench_run(bench, passes)
+
+  monkeypatch.setattr(measure._Bench, "run", run)
   keys = RUN | {"per_device_batch_size": 2, "base_output_directory": tmp_path}
   assert main(given(**keys)) == 0
   said = capsys.readouterr().out
   table = re.findall(r"^\d +(\d) +(\d) +(\d) +([\d.]+%) .* GiB  measured", said, re.M)
+  # Beside whole steps empty ones are timed, which say what is no tick.
+  assert timed.count(0) == 2 * 3
   assert sorted(table) == [("2", "2", "3", "33.3%"), ("4", "1", "5", "20.0%")]
   taken = re.search(
     r"^num_pipeline_microbatches -1: (\d) \(the fastest: .*; remembered in", said, re.M
