@@ -12,9 +12,8 @@ from support import SMALLEST, config
 
 from maxbatch import measure
 from maxbatch.batch.autotune import Place
-from maxbatch.batch.pipelining import with_cuts
 from maxbatch.compile import compile_only, microbatches, modes
-from maxbatch.compile.microbatches import CutsProber, settle_microbatches
+from maxbatch.compile.microbatches import CutsProber, settle_microbatches, with_cuts
 from maxbatch.compile.program import DoesNotFitError
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
@@ -164,6 +163,39 @@ def test_what_the_compiler_refuses_is_known_not_to_fit(monkeypatch):
   of = settings(device_memory_gb=3)
   found = CutsProber(of, jax.devices()[:4], place(of).layout)(4)
   assert found == Compiled(3 * GIB + 1, 3 * GIB, False)
+
+
+RAMP = {"batch_size": -1, "per_device_batch_size": -1, "micro_batch_size": "none"}
+
+
+@pytest.mark.parametrize(
+  ("schedule", "micro_batch", "passes"),
+  [
+    ("[[0, 24], [48, 96]]", 96, "1 pass"),
+    ("[[0, 24], [2400, 96]]", 24, "1 pass"),
+    ("[[0, 96], [96, 24]]", 24, "4 passes"),
+  ],
+)
+def test_a_schedule_is_ranked_for_its_largest_step_that_is_reached(
+  tmp_path, monkeypatch, schedule, micro_batch, passes
+):
+  compiled: list[int] = []
+
+  def refuse(config: Config, devices: Any, layout: Any, size: int) -> Any:
+    compiled.append(size)
+    raise DoesNotFitError(0)
+
+  monkeypatch.setattr(microbatches, "report_or_refusal", refuse)
+  of = settings(**RAMP, batch_schedule=schedule, steps=10)
+  prober = CutsProber(of, place(of).devices, place(of).layout)
+  _, said, _ = settled(of, tmp_path, machine=prober)
+  assert set(compiled) == {micro_batch}
+  # One number must cut all passes, those of 24 samples too.
+  heading, _, *rows = said.splitlines()[:6]
+  assert heading.endswith(f", for steps of {passes}")
+  assert {(int(row.split()[0]), int(row.split()[1])) for row in rows} == {
+    (cuts, micro_batch // cuts) for cuts in (4, 8, 12, 24)
+  }
 
 
 # --- commands that touch no device ----------------------------------------------------------------

@@ -12,6 +12,7 @@ from fractions import Fraction
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.solve import counted, nearest_divisors, nearest_multiples
+from maxbatch.batch.stages import Stage
 from maxbatch.batch.ways_out import Keys, assigned, working
 from maxbatch.config.schema import Config, PipelineConfig
 from maxbatch.errors import UserError
@@ -75,6 +76,11 @@ class Pipeline:
     rows = self.rows * self.cuts // cuts
     return dataclasses.replace(self, cuts=cuts, rows=rows, is_open=False)
 
+  def for_stage(self, plan: BatchPlan, stage: Stage) -> "Pipeline":
+    """The same for the microbatch of one stage of the batch schedule."""
+    rows = stage.micro_batch // plan.topology.num_batch_groups // self.cuts
+    return dataclasses.replace(self, rows=rows)
+
   @property
   def choice(self) -> str:
     """A sentence on what is still to be chosen; empty if there is nothing."""
@@ -121,12 +127,6 @@ class _MisfitError(Exception):
   def __init__(self, message: str, offers: Iterator[Keys]):
     super().__init__(message)
     self.offers = offers
-
-
-def with_cuts(config: Config, cuts: int) -> Config:
-  """The configuration with num_pipeline_microbatches chosen."""
-  keys = dataclasses.replace(config.pipeline, num_pipeline_microbatches=cuts)
-  return dataclasses.replace(config, pipeline=keys)
 
 
 def pipeline_of(config: Config, layout: Topology, plan: BatchPlan) -> Pipeline:

@@ -47,8 +47,16 @@ def compile_reports(
   return [_report(config, plan, trainer, devices, each) for each in plan.micro_batches]
 
 
-def report_or_refusal(config: Config, devices: Sequence[Device], layout: Topology) -> CompileReport:
-  """Compiles the step for the run's own microbatch; measures or estimates it if it fits.
+def report_or_refusal(
+  config: Config, devices: Sequence[Device], layout: Topology, micro_batch: int | None = None
+) -> CompileReport:
+  """Compiles the step for one microbatch; measures or estimates it if it fits.
+
+  Args:
+    config: the run.
+    devices: where it is to run.
+    layout: the same as a mesh.
+    micro_batch: samples of a pass on all devices; None: the run's own.
 
   Raises:
     DoesNotFitError: the compiler refuses, or the step runs out of memory while it is timed.
@@ -56,7 +64,7 @@ def report_or_refusal(config: Config, devices: Sequence[Device], layout: Topolog
   """
   plan = plan_batches(config.batch, config.run, layout)
   trainer = build_trainer(config, plan, devices)
-  return _try_report(config, plan, trainer, devices, plan.micro_batch_to_train)
+  return _try_report(config, plan, trainer, devices, micro_batch or plan.micro_batch_to_train)
 
 
 class Prober:

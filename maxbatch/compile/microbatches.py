@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 from maxbatch.agreement import from_process_0
 from maxbatch.batch.autotune import Place, Say, in_process_0, what_it_depends_on
-from maxbatch.batch.pipelining import Pipeline, pipeline_of, with_cuts
-from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.pipelining import Pipeline, pipeline_of
+from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.stages import Stage
 from maxbatch.compile.compile_only import report_or_refusal
 from maxbatch.compile.program import DoesNotFitError, capacity_bytes
 from maxbatch.compile.remembering import Memory
@@ -25,7 +26,7 @@ from maxbatch.topology import Topology
 
 
 class CutsProber:
-  """What one number of microbatches needs and takes, found by compiling."""
+  """What one number of microbatches needs and takes in the largest step, found by compiling."""
 
   def __init__(self, config: Config, devices: Sequence[Device], layout: Topology):
     self._config, self._devices, self._layout = config, devices, layout
@@ -37,8 +38,9 @@ class CutsProber:
       UserError: a device's memory is not known.
     """
     config, devices = with_cuts(self._config, cuts), self._devices
+    stage = largest(plan_batches(config.batch, config.run, self._layout))
     try:
-      report = report_or_refusal(config, devices, self._layout)
+      report = report_or_refusal(config, devices, self._layout, stage.micro_batch)
     except DoesNotFitError as error:
       capacity = capacity_bytes(devices, config.compile.device_memory_gb)
       return Compiled(max(error.needed_bytes, capacity + 1), capacity, fits=False)
@@ -75,8 +77,8 @@ def settle_microbatches(
     return config
   if config.compile.compiled_step:
     return _as_compiled(config, pipeline)
-  passes = plan.largest_stage(plan.micro_batch_to_train).trips
-  steps = Steps(pipeline, passes, streamed=streams(config))
+  stage = largest(plan)
+  steps = Steps(pipeline.for_stage(plan, stage), stage.trips, streamed=streams(config))
   memory, say = _memory(config, place, steps, folder), in_process_0(say)
   cuts = _recalled(memory, pipeline, forgetting, say)
   if cuts is None:
@@ -85,6 +87,17 @@ def settle_microbatches(
     kept = memory.kept({KEY: cuts, "why": ranking.why()}, ranking.as_dict()["choices"])
     say(f"{_heading(steps)}\n{ranking}\n{_line(cuts, ranking.why())}{kept}\n")
   return with_cuts(config, cuts)
+
+
+def with_cuts(config: Config, cuts: int) -> Config:
+  """The configuration with num_pipeline_microbatches chosen."""
+  keys = dataclasses.replace(config.pipeline, num_pipeline_microbatches=cuts)
+  return dataclasses.replace(config, pipeline=keys)
+
+
+def largest(plan: BatchPlan) -> Stage:
+  """The stage whose steps a run is ranked for: as a rule most of its time is spent in such."""
+  return max(plan.stages, key=lambda stage: stage.batch)
 
 
 def _as_compiled(config: Config, pipeline: Pipeline) -> Config:

@@ -201,7 +201,7 @@ class Ranking:
       return []
     timed = [f"{cuts:,}" for _, cuts in self._timed()]
     listed = f"{', '.join(timed[:-1])} and {timed[-1]}" if len(timed) > 1 else timed[0]
-    how = next(iter(self.known.values())).how
+    how = self.known[self._timed()[0][1]].how
     sentences = [
       f"A full tick, a forward and a backward of a stage, takes {line.fixed * 1e3:.4g} ms + "
       f"{line.per_sample * 1e3:.4g} ms a sample, {how} with {listed} microbatches."
