@@ -89,9 +89,12 @@ def test_the_fastest_is_taken_and_the_others_are_predicted(passes, streamed, fix
   found = rank(of, machine)
   assert found.chosen == best(machine)
   assert machine.compiled[:2] == [32, 4]
-  # Nothing is compiled twice, and what is taken is compiled.
-  assert set(machine.compiled) == {4, 32, found.chosen}
-  assert len(machine.compiled) == len(set(machine.compiled))
+  # Nothing is compiled twice; what is taken is, and what comes close to it.
+  close = {
+    n for n in of.pipeline.choices if machine.seconds(n) <= 1.05 * machine.seconds(best(machine))
+  }
+  assert set(machine.compiled) == {4, 32} | close
+  assert len(machine.compiled) == len(set(machine.compiled)) <= most_probes(4)
   truth = {cuts: pytest.approx(machine.seconds(cuts)) for cuts in of.pipeline.choices}
   assert predicted(found) == truth
   assert [one.cuts for one in found.entries] == sorted(of.pipeline.choices, key=machine.seconds)
@@ -125,6 +128,21 @@ def test_what_was_predicted_too_fast_is_found_out():
   assert 8 in machine.compiled
   assert found.chosen == best(machine) == 16
   assert len(machine.compiled) <= most_probes(4)
+
+
+def test_what_is_far_from_the_fastest_is_not_compiled():
+  machine = Machine(steps(), 100.0, 1.0)
+  rank(steps(), machine)
+  assert machine.compiled == [32, 4]
+
+
+def test_what_was_predicted_a_little_too_slow_is_found_too():
+  of = steps()
+  # By the line 8 takes 4.7% longer than 4; its ticks take 6% less than that.
+  machine = Machine(of, 2.0, 0.5, scatter=lambda cuts: 0.94 if cuts == 8 else 1.0)
+  plain = Machine(of, 2.0, 0.5)
+  assert plain.seconds(4) < plain.seconds(8) < 1.05 * plain.seconds(4)
+  assert rank(of, machine).chosen == best(machine) == 8
 
 
 def test_two_choices_are_both_compiled():
@@ -237,22 +255,22 @@ def test_without_any_time_the_fewest_that_fit_are_taken():
 
 PRINTED = """\
    num_pipeline_microbatches  samples each  full ticks  bubble   step  memory
-1                          8             4          11   27.3%   56 s   8 GiB  measured, taken
-2                         16             2          19   15.8%   58 s   5 GiB  predicted
-3                          4             8           7   42.9%   64 s  14 GiB  measured
-4                         32             1          35    8.6%   71 s   3.5 GiB  measured
-A full tick, a forward and a backward of a stage, takes 1000 ms + 1000 ms a sample, measured with \
+1                          8             4          11   27.3%   67 s   8 GiB  measured, taken
+2                          4             8           7   42.9%   71 s  14 GiB  measured
+3                         16             2          19   15.8%   77 s   5 GiB  predicted
+4                         32             1          35    8.6%  106 s   3.5 GiB  measured
+A full tick, a forward and a backward of a stage, takes 2000 ms + 1000 ms a sample, measured with \
 4, 8 and 32 microbatches.
 """
 
 
 def test_the_table():
-  found = rank(steps(), Machine(steps(), 1.0, 1.0))
+  found = rank(steps(), Machine(steps(), 2.0, 1.0))
   same = [" ".join(line.split()) for line in PRINTED.splitlines()]
   assert [" ".join(line.split()) for line in str(found).splitlines()] == same
-  assert found.why() == "the fastest: 56 s a step, measured; with 4: 64 s"
+  assert found.why() == "the fastest: 67 s a step, measured; with 4: 71 s"
   values = found.as_dict()
   assert values["chosen"] == 8
   assert values["tick"]["per_sample"] == pytest.approx(1.0)
-  assert [one["cuts"] for one in values["choices"]] == [8, 16, 4, 32]
+  assert [one["cuts"] for one in values["choices"]] == [8, 4, 16, 32]
   assert not any(math.isnan(one["step_seconds"]) for one in values["choices"])

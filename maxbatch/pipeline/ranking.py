@@ -7,10 +7,11 @@ More microbatches leave less idle time and cut smaller matrix products. A step t
 where a full tick is a forward and a backward of a stage, be they in one tick of the timetable or in
 two, and the rest is what no number of microbatches changes much: embedding and loss of all samples,
 the update. The most and the fewest microbatches are compiled and timed; the rest is predicted. What
-is predicted to be the fastest is compiled before it is taken, and tells the line more.
+is predicted to be the fastest, or close to it, is compiled as well, and tells the line more.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -20,6 +21,8 @@ from maxbatch.pipeline.cost import percent, predicted_bubble
 from maxbatch.pipeline.tick_fit import Line, fitted, fitted_cost
 
 KEY = "num_pipeline_microbatches"
+_CLOSE = 0.05
+"""Predictions, of a TPU program's ticks too, have been off by up to this share and a little more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +224,7 @@ class Ranking:
 
 
 def rank(steps: Steps, probe: Probe) -> Ranking:
-  """Compiles the most and the fewest microbatches, then what is predicted to be the fastest.
+  """Compiles the most and the fewest microbatches, then what may be the fastest by prediction.
 
   Args:
     steps: what is ranked for; its pipeline has at least two choices.
@@ -230,12 +233,20 @@ def rank(steps: Steps, probe: Probe) -> Ranking:
   choices = steps.pipeline.choices
   # The most first: they need the least memory.
   found = Ranking(steps, {cuts: probe(cuts) for cuts in (choices[-1], choices[0])})
-  while len(found.known) < min(len(choices), most_probes(len(choices))):
-    best = found.entries[0]
-    if best.cuts in found.known or not best.fits:
-      break
-    found = Ranking(steps, {**found.known, best.cuts: probe(best.cuts)})
+  while len(found.known) < most_probes(len(choices)) and (cuts := _next(found)) is not None:
+    found = Ranking(steps, {**found.known, cuts: probe(cuts)})
   return found
+
+
+def _next(found: Ranking) -> int | None:
+  """What is worth compiling: predicted to be the fastest, or so close that it may be."""
+  fitting = [one for one in found.entries if one.fits]
+  timed = [one.step_seconds for one in fitting if one.cuts in found.known and one.step_seconds]
+  if not timed:
+    fitting = fitting[:1]
+  limit = min(timed, default=math.inf) * (1 + _CLOSE)
+  close = [one.cuts for one in fitting if (one.step_seconds or 0.0) <= limit]
+  return next((cuts for cuts in close if cuts not in found.known), None)
 
 
 def _between(cuts: int, points: Sequence[tuple[int, float]]) -> float:
