@@ -142,6 +142,21 @@ def test_a_tick_of_a_pipeline_by_its_works():
   assert flops.divided(4).of_works["loss"] == works["loss"] / 4
 
 
+def test_what_is_conditional_belongs_to_the_innermost_work():
+  x = jax.ShapeDtypeStruct((2, 2), np.float32)
+
+  def branch(name, x, within):
+    with jax.named_scope(name):
+      return jax.lax.cond(x[0, 0] > 0, lambda: within(x), lambda: x)
+
+  def trip(_, x):
+    x = branch("no_work", x, lambda x: x @ x)
+    return branch("tick_forward", x, lambda x: branch("tick_loss", x @ x, lambda x: x @ x @ x))
+
+  traced = jax.make_jaxpr(lambda n, x: jax.lax.fori_loop(0, n, trip, x))(3, x)
+  assert step_flops(traced) == StepFlops(4 * 16, 0, {"forward": 16, "loss": 2 * 16})
+
+
 def test_unrolled_layers_are_those_of_the_scan():
   assert of_step(scan_layers="false") == of_step()
 

@@ -38,6 +38,9 @@ def settings(**keys: object) -> Config:
   return config(**FOUR | keys)
 
 
+RAMP = {"batch_size": -1, "per_device_batch_size": -1, "micro_batch_size": "none"}
+
+
 def place(of: Config) -> Place:
   return Place(jax.devices()[:4], topology(of.mesh, 4))
 
@@ -111,6 +114,13 @@ def test_what_it_depends_on_measures_anew(tmp_path, change):
   assert settled(settings(**change), tmp_path)[2].asked
 
 
+def test_a_larger_step_that_is_now_reached_measures_anew(tmp_path):
+  ramp = RAMP | {"micro_batch_size": 8, "batch_schedule": "[[0, 32], [3200, 64]]"}
+  for number in (10, 500):
+    assert settled(settings(**ramp, steps=number), tmp_path)[2].asked
+    assert not settled(settings(**ramp, steps=number + 1), tmp_path)[2].asked
+
+
 def test_a_damaged_memory_is_said_and_replaced(tmp_path):
   settled(settings(), tmp_path)
   (file,) = tmp_path.iterdir()
@@ -163,9 +173,6 @@ def test_what_the_compiler_refuses_is_known_not_to_fit(monkeypatch):
   of = settings(device_memory_gb=3)
   found = CutsProber(of, jax.devices()[:4], place(of).layout)(4)
   assert found == Compiled(3 * GIB + 1, 3 * GIB, False)
-
-
-RAMP = {"batch_size": -1, "per_device_batch_size": -1, "micro_batch_size": "none"}
 
 
 @pytest.mark.parametrize(

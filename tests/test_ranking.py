@@ -228,6 +228,17 @@ def test_where_memory_grows_faster_than_predicted_the_next_one_is_tried():
   assert machine.compiled == [32, 4, 8, 16]
 
 
+def test_nothing_larger_fits_than_what_was_refused():
+  of = steps()
+  # Of what the compiler refuses only a lower bound is known: the line would let 8 in.
+  known = {32: Compiled(GIB, 16 * GIB, True, 1.0)} | {
+    cuts: Compiled(16 * GIB + 1, 16 * GIB, False) for cuts in (4, 16)
+  }
+  eight = next(one for one in Ranking(of, known).entries if one.cuts == 8)
+  assert eight.peak_bytes < 16 * GIB
+  assert not eight.fits
+
+
 def test_where_nothing_fits_the_one_that_needs_least_is_taken_and_that_is_said():
   of = steps()
   machine = Machine(of, 1.0, 1.0, capacity=1.0)
