@@ -36,7 +36,7 @@ from maxbatch.branches.running import (
   train_branch,
 )
 from maxbatch.command import exit_code
-from maxbatch.compile.modes import is_run, settled
+from maxbatch.compile.modes import is_run, settled, settled_size
 from maxbatch.config.find import did_you_mean
 from maxbatch.config.help import help_text, wants_help
 from maxbatch.config.load import load_config
@@ -212,7 +212,7 @@ def _prepare(request: Request) -> Experiment:
   """
   devices = find_devices(request.config.mesh.num_simulated_devices)
   layout = topology(request.config.mesh, len(devices), num_slices(devices))
-  config = settled(request.config, devices, layout)
+  config = settled_size(request.config, devices, layout)
   checkpoint = read_checkpoint(request.step_folder)
   now = at_checkpoint(config, checkpoint, layout)
   base = Base(now.stage, layout, config.batch.max_target_length)
@@ -230,9 +230,13 @@ def _prepare(request: Request) -> Experiment:
   branches = [branch_config(experiment, branch) for branch in experiment.branching.branches]
   for branch in branches:
     plan_batches(branch.batch, branch.run, layout)
-  settled(branches[-1], devices, layout)  # Refuses if the model's step cannot be split into passes.
+  # Refuses if the model's step cannot be split into passes. All branches have the same microbatch:
+  # what the largest cuts it into serves all, and the run's own may be another.
+  largest = settled(branches[-1], devices, layout)
   claim(experiment.folder, checkpoint)
-  return experiment
+  return dataclasses.replace(
+    experiment, config=dataclasses.replace(config, pipeline=largest.pipeline)
+  )
 
 
 def _coupling(asked: str, config: Config) -> str:

@@ -7,7 +7,7 @@ key and no array of the run is used.
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -37,6 +37,8 @@ class Timing:
   spread: float
   """Half the range that holds the middle half of the repeats, as a share of their median."""
   repeats: int
+  seconds_without_ticks: float | None = None
+  """Of a fused pipeline: a step whose timetable is empty, which is neither pass nor filling."""
 
 
 def measure_step(
@@ -69,9 +71,10 @@ def measure_step(
     many, repeats = from_process_0(_affordable(bench.run(1), most, seconds or SECONDS))
     bench.run(many)
     pairs = [(bench.run(1), bench.run(many)) for _ in range(repeats)]
+    empty = [bench.run(0) for _ in range(_FEWEST)] if trainer.pipeline and not streamed else ()
   finally:
     bench.free()
-  return _timing([one for one, _ in pairs], [more for _, more in pairs], many)
+  return _timing([one for one, _ in pairs], [more for _, more in pairs], many, empty)
 
 
 def _capacity(trainer: Trainer, shapes: Rows) -> int:
@@ -144,7 +147,9 @@ def _affordable(one: float, most: int, seconds: float) -> tuple[int, int]:
   return many, repeats
 
 
-def _timing(ones: list[float], mores: list[float], many: int) -> Timing:
+def _timing(
+  ones: Sequence[float], mores: Sequence[float], many: int, empty: Sequence[float] = ()
+) -> Timing:
   """Solves one = rest + pass, more = rest + many × pass, in medians."""
   one, more = statistics.median(ones), statistics.median(mores)
   low, _, high = statistics.quantiles(mores, n=4, method="inclusive")
@@ -153,4 +158,5 @@ def _timing(ones: list[float], mores: list[float], many: int) -> Timing:
   if many == 1 or per_pass <= 0 or rest < 0:
     # Nothing to tell apart, or less than the clock's scatter: all belongs to the passes.
     per_pass, rest = more / many, 0.0
-  return Timing(per_pass, rest, (high - low) / 2 / more, len(mores))
+  without_ticks = statistics.median(empty) if empty else None
+  return Timing(per_pass, rest, (high - low) / 2 / more, len(mores), without_ticks)

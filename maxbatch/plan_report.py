@@ -53,7 +53,7 @@ class Report:
       self.plan.derivation(),
       "\n".join(["Loading", *map(_load_line, self.loads)]),
       self._table(),
-      *([f"Pipeline\n  {self.pipeline}"] if self.pipeline else []),
+      *([self._pipeline(self.pipeline)] if self.pipeline else []),
       "\n".join(["Limits", *(f"  {line}" for line in limits(self.plan))]),
     ]
     return "\n\n".join(parts)
@@ -64,6 +64,10 @@ class Report:
       return ""
     assumed = counted(self.plan.per_device(self.plan.micro_batch_to_train), "sample")
     return f"\nOpen   {self.choice}; below as if it were {assumed}"
+
+  def _pipeline(self, pipeline: Pipeline) -> str:
+    lines = ["Pipeline", str(pipeline), *([pipeline.choice] if pipeline.choice else [])]
+    return "\n  ".join(lines)
 
   def _stage(self, stage: Stage) -> dict[str, Any]:
     plan = self.plan

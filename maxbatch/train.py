@@ -46,7 +46,10 @@ from maxbatch.topology import topology
 
 COMMAND = "python -m maxbatch.train"
 _FORGET = "--forget"
-_OPTIONS = {_FORGET: "choose micro_batch_size=auto anew instead of taking what is remembered"}
+_OPTIONS = {
+  _FORGET: "choose micro_batch_size=auto and num_pipeline_microbatches=-1 anew instead of taking what "
+  "is remembered"
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,7 +74,7 @@ def run(config: Config, *, forgetting: bool = False) -> tuple[TrainState, Positi
 
   Args:
     config: the run.
-    forgetting: choose micro_batch_size=auto anew, whatever is remembered.
+    forgetting: choose anew what the keys leave open, whatever is remembered.
 
   Raises:
     UserError: something in the configuration or the input does not work.

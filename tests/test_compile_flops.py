@@ -121,7 +121,40 @@ def test_more_passes_are_trips_of_the_same_pass():
 
 
 def test_a_streamed_step_is_one_pass_wherever_it_stands():
-  assert sum(of_step(gradient_accumulation_steps=2, accumulation="streamed")) == PASS
+  flops = of_step(gradient_accumulation_steps=2, accumulation="streamed")
+  assert flops.total == PASS
+
+
+def test_a_tick_of_a_pipeline_by_its_works():
+  """One layer forward, one forward and back, and the loss of a microbatch, on all devices."""
+  layers = {"base_num_decoder_layers": 4, "num_pipeline_repeats": 2}
+  flops = of_step(
+    **layers, ici_pipeline_parallelism=2, pipeline_schedule="interleaved_1f1b",
+    num_pipeline_microbatches=2,
+  )  # fmt: skip
+  tokens = 2 * (B // 2) * T  # Both stages compute, each on a microbatch of its own.
+  works = {
+    "forward": tokens * FORWARD_LAYER,
+    "loss": B // 2 * T * 6 * D * V,
+    "backward": tokens * (6 * (PROJECTIONS + GATED) + 7 * PRODUCT),
+  }
+  assert flops == StepFlops(sum(works.values()), 0, works)
+  assert flops.divided(4).of_works["loss"] == works["loss"] / 4
+
+
+def test_what_is_conditional_belongs_to_the_innermost_work():
+  x = jax.ShapeDtypeStruct((2, 2), np.float32)
+
+  def branch(name, x, within):
+    with jax.named_scope(name):
+      return jax.lax.cond(x[0, 0] > 0, lambda: within(x), lambda: x)
+
+  def trip(_, x):
+    x = branch("no_work", x, lambda x: x @ x)
+    return branch("tick_forward", x, lambda x: branch("tick_loss", x @ x, lambda x: x @ x @ x))
+
+  traced = jax.make_jaxpr(lambda n, x: jax.lax.fori_loop(0, n, trip, x))(3, x)
+  assert step_flops(traced) == StepFlops(4 * 16, 0, {"forward": 16, "loss": 2 * 16})
 
 
 def test_unrolled_layers_are_those_of_the_scan():
@@ -187,7 +220,7 @@ def test_flash_kernels_are_counted_on_every_device(layout, width):
   # 2 products forward, 3 for the queries' gradient and 4 for the keys' and values'; half of each.
   # Beside them each token's result is multiplied with its gradient.
   each = 2 * rows * heads * length**2 * width / 2
-  assert sum(step_flops(jaxpr)) == 9 * each + 2 * rows * heads * length * width
+  assert step_flops(jaxpr).total == 9 * each + 2 * rows * heads * length * width
 
 
 @pytest.mark.parametrize("mesh", [{}, {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 1}])

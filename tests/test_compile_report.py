@@ -23,7 +23,8 @@ from maxbatch.compile.program import (
   compile_program,
   refuse_if_too_large,
 )
-from maxbatch.compile.report import CompileReport, StateBytes, StepTime, make_report, state_bytes
+from maxbatch.compile.report import CompileReport, StateBytes, make_report, state_bytes
+from maxbatch.compile.step_time import StepTime
 from maxbatch.data import synthetic
 from maxbatch.devices import Device
 from maxbatch.errors import UserError

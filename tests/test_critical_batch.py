@@ -19,12 +19,14 @@ from maxbatch.batch.plan import Position, plan_batches
 from maxbatch.branches import running
 from maxbatch.branches.origin import Checkpoint
 from maxbatch.branches.running import Experiment, at_checkpoint, branch_config
+from maxbatch.compile import modes
 from maxbatch.config.load import load_config
 from maxbatch.critical_batch import main
 from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.learning_rate import learning_rate
 from maxbatch.metrics import read_metrics
 from maxbatch.noise.requirements import check_noise
+from maxbatch.pipeline.ranking import Compiled
 from maxbatch.state import measures_noise
 from maxbatch.topology import topology
 from maxbatch.train import run
@@ -211,6 +213,52 @@ def test_a_run_s_folder_means_its_newest_checkpoint(cosine, monkeypatch, capsys)
   assert f"  start     {cosine}/mine/checkpoints/8\n" in printed
   # The rate of a run that is over is the last of its schedule.
   assert "            64 samples, 1,024 tokens; rate 0.0003\n" in printed
+
+
+PIPELINE = (
+  "ici_pipeline_parallelism=2",
+  "base_num_decoder_layers=2",
+  "pipeline_schedule=1f1b",
+  "per_device_batch_size=4",
+)
+"""8 samples of a group of devices in a pass, cut into 2, 4 or 8; half of them into 2 or 4."""
+
+
+@pytest.mark.parametrize(("factors", "choices"), [("1,2", (2, 4, 8)), ("1/2,1", (2, 4))])
+def test_all_branches_are_cut_as_the_largest_is_settled(
+  cosine, tmp_path, monkeypatch, factors, choices
+):
+  shutil.copytree(cosine / "mine", tmp_path / "mine")
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+  asked: list[int] = []
+
+  class Prober:
+    def __init__(self, config, *_):
+      self.batch = config.batch.batch_size
+
+    def __call__(self, cuts):
+      asked.append(self.batch)
+      assert cuts in choices
+      return Compiled(1, 2, True, 1.0 if cuts == max(choices) else 2.0)
+
+  monkeypatch.setattr(modes, "CutsProber", Prober)
+  checkpoint = tmp_path / "mine" / "checkpoints" / str(START)
+  arguments = [f"checkpoint={checkpoint}", f"factors={factors}", *PIPELINE]
+  experiment = critical_batch._prepare(critical_batch.read_request(arguments))
+  branches = [branch_config(experiment, one) for one in experiment.branching.branches]
+  assert {one.pipeline.num_pipeline_microbatches for one in branches} == {max(choices)}
+  assert set(asked) == {branches[-1].batch.batch_size}
+
+
+def test_a_number_that_cannot_cut_the_branches_is_refused_before_any_trains(
+  cosine, tmp_path, capsys
+):
+  shutil.copytree(cosine / "mine", tmp_path / "mine")
+  checkpoint = tmp_path / "mine" / "checkpoints" / str(START)
+  eight = "num_pipeline_microbatches=8"
+  told = error(capsys, f"checkpoint={checkpoint}", "factors=1/2,1", *PIPELINE, eight)
+  assert told.startswith(f"{eight} must divide the 4 samples of one pass in each of 4 groups")
+  assert not place(tmp_path).exists()
 
 
 def test_the_checkpoint_stays_as_it_was(cosine, tmp_path):

@@ -1,6 +1,7 @@
 """Costs of a program: how often, how many FLOPs and bytes, which collectives."""
 
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -446,6 +447,54 @@ ENTRY %main (p: pred[], x: f32[8,8]) -> f32[8,8] {
 }
 """
   assert list(costs_of(text)) == ["mul"]
+  # Without products, that which moves more.
+  copies = "ROOT %mul = f32[8,8]{1,0} add(%b, %b)"
+  text = (
+    re.sub(r"ROOT %mul.*", copies, text)
+    .replace("ROOT %neg", "ROOT %a2")
+    .replace("negate(%a)", "bitcast(%a)")
+  )
+  assert list(costs_of(text)) == ["mul"]
+
+
+def test_what_is_conditional_names_the_innermost_condition():
+  text = """HloModule m
+
+%none (a: f32[8]) -> f32[8] {
+  ROOT %a = f32[8]{0} parameter(0)
+}
+
+%inner (b: f32[8]) -> f32[8] {
+  %b = f32[8]{0} parameter(0)
+  ROOT %deep = f32[8]{0} negate(%b)
+}
+
+%inner2 (d: f32[8]) -> f32[8] {
+  %d = f32[8]{0} parameter(0)
+  ROOT %deepest = f32[8]{0} negate(%d)
+}
+
+%outer (c: f32[8]) -> f32[8] {
+  %c = f32[8]{0} parameter(0)
+  %p.2 = pred[] constant(true)
+  %within = f32[8]{0} negate(%c)
+  %unnamed = f32[8]{0} conditional(%p.2, %c, %c), true_computation=%inner, false_computation=%none
+  ROOT %both = f32[8]{0} conditional(%p.2, %c, %c), true_computation=%inner2, false_computation=%none, metadata={op_name="step/out/cond/in/cond"}
+}
+
+ENTRY %main (p: pred[], x: f32[8]) -> f32[8] {
+  %p = pred[] parameter(0)
+  %x = f32[8]{0} parameter(1)
+  %before = f32[8]{0} negate(%x)
+  ROOT %r = f32[8]{0} conditional(%p, %x, %x), true_computation=%outer, false_computation=%none, metadata={op_name="step/out/cond"}
+}
+"""
+  assert {name: cost.condition for name, cost in costs_of(text).items()} == {
+    "before": "",
+    "within": "step/out/cond",
+    "deep": "step/out/cond",
+    "deepest": "step/out/cond/in/cond",
+  }
 
 
 def test_what_this_machine_compiles():

@@ -109,6 +109,11 @@ def test_scatter_is_told():
   assert timing.seconds_per_pass == pytest.approx(0.01, rel=0.1)
 
 
+def test_a_step_without_ticks_is_kept_apart():
+  timing = measure._timing([3.0] * 3, [5.0] * 3, 2, [0.5, 0.25, 9.0])
+  assert timing == Timing(2.0, 1.0, 0.0, 3, seconds_without_ticks=0.5)
+
+
 def test_a_rest_lost_in_scatter_is_none_at_all():
   # A step of one pass that seems shorter than a pass.
   assert measure._timing([0.9] * 3, [4.0] * 3, 4) == Timing(1.0, 0.0, 0.0, 3)

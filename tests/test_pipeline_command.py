@@ -252,6 +252,10 @@ def test_the_plan_shows_the_pipeline(capsys):
     "microbatches_in_a_timetable": 8,
     "samples_per_microbatch_and_group": 4,
     "bubble": 3 / 11,
+    "choice": "num_pipeline_microbatches=-1: a run or compile_only=true takes the fastest of 4, 8, "
+    "16, compiling and timing some; shown is 4, the fewest, which num_pipeline_microbatches=4 takes "
+    "at once",
+    "choices": [4, 8, 16],
   }
 
 

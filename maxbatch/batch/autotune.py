@@ -4,7 +4,6 @@ All processes probe together, and every number that decides is process 0's: so a
 path through the search and end with the same size. Nothing of the training is consumed.
 """
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import os
@@ -26,11 +25,11 @@ from maxbatch.batch.candidates import (
   with_policies,
 )
 from maxbatch.batch.exploration import Exploration, explore
-from maxbatch.batch.remembered import file_of, forget, recall, remember
-from maxbatch.batch.search import Choice, Probe, ProbeSize, choose_largest
+from maxbatch.batch.search import Probe, ProbeSize, choose_largest
 from maxbatch.batch.solve import counted, text
 from maxbatch.compile.made_from import source_hash
 from maxbatch.compile.program import ways_out
+from maxbatch.compile.remembering import Memory
 from maxbatch.config.schema import Config
 from maxbatch.config.value import plain
 from maxbatch.devices import Device
@@ -50,18 +49,6 @@ class Place:
 
   devices: Sequence[Device]
   layout: Topology
-
-
-@dataclasses.dataclass(frozen=True)
-class _Memory:
-  """The file of one choice."""
-
-  folder: pathlib.Path
-  depends_on: dict[str, Any]
-
-  @property
-  def file(self) -> pathlib.Path:
-    return file_of(self.folder, self.depends_on)
 
 
 def choose(
@@ -93,13 +80,15 @@ def choose(
   if config.batch.micro_batch_size != "auto":
     raise UserError(_not_here(config))
   sizes = sizes_of(config, place.layout)
-  memory = _Memory(folder, what_it_depends_on(config, place, sizes))
-  say = _in_process_0(say)
+  memory = Memory(folder, "micro_batch_size", what_it_depends_on(config, place, sizes))
+  say = in_process_0(say)
   size = _recalled(memory, config, sizes, forgetting, say)
   if size is None:
     choice = choose_largest(sizes, _agreed(probe), ways_out(config))
     size = choice.chosen.candidate
-    say(_line(config, size, choice.why()) + _kept(memory, choice))
+    content = {"micro_batch_size": choice.chosen.size, "why": choice.why()}
+    kept = memory.kept(content, [one.as_dict() for one in choice.tried])
+    say(_line(config, size, choice.why()) + kept)
   return size.applied_to(config)
 
 
@@ -126,7 +115,7 @@ def explore_sizes(
     raise UserError(_not_here(config))
   sizes = sizes_of(config, place.layout)
   sizes = with_policies(sizes) if config.model.remat_policy == "explore" else sizes
-  say = _in_process_0(say)
+  say = in_process_0(say)
   found = explore(sizes, _agreed(probe), ways_out(config), say)
   say(f"\n{found}")
   return found.ranked[0].candidate.applied_to(config), found
@@ -188,7 +177,8 @@ def _version(package: str) -> str | None:
     return None
 
 
-def _in_process_0(say: Say) -> Say:
+def in_process_0(say: Say) -> Say:
+  """The same, silent in the other processes."""
   return say if jax.process_index() == 0 else lambda line: None
 
 
@@ -205,10 +195,10 @@ def _agreed(probe: ProbeSize) -> ProbeSize:
 
 
 def _recalled(
-  memory: _Memory, config: Config, sizes: Sequence[Candidate], forgetting: bool, say: Say
+  memory: Memory, config: Config, sizes: Sequence[Candidate], forgetting: bool, say: Say
 ) -> Candidate | None:
   """The remembered size; says where it comes from, or why what is remembered is of no use."""
-  choice, problem = from_process_0(_read(memory, forgetting))
+  choice, problem = memory.recalled(forgetting=forgetting)
   by_size = {text(one.per_device): one for one in sizes}
   if choice and choice.get("micro_batch_size") not in by_size:
     choice, problem = None, f"{memory.file} has a damaged choice"
@@ -222,32 +212,6 @@ def _recalled(
     "measures anew)"
   )
   return size
-
-
-def _read(memory: _Memory, forgetting: bool) -> tuple[dict[str, Any] | None, str | None]:
-  """The choice in the file of process 0."""
-  if jax.process_index() != 0:
-    return None, None
-  if forgetting:
-    # A file that cannot be deleted is written over, or that fails and is said.
-    with contextlib.suppress(OSError):
-      forget(memory.folder, memory.depends_on)
-    return None, None
-  found, problem = recall(memory.folder, memory.depends_on)
-  return found.choice if found else None, problem
-
-
-def _kept(memory: _Memory, choice: Choice) -> str:
-  """Remembers the choice; where, or why not."""
-  if jax.process_index() != 0:
-    return ""
-  content = {"micro_batch_size": choice.chosen.size, "why": choice.why()}
-  probes = [one.as_dict() for one in choice.tried]
-  try:
-    remember(memory.folder, memory.depends_on, content, probes)
-  except OSError as error:
-    return f"; not remembered, {memory.folder} cannot be written: {error.strerror}"
-  return f"; remembered in {memory.file}"
 
 
 def _line(config: Config, size: Candidate, why: str) -> str:

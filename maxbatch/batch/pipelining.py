@@ -12,6 +12,7 @@ from fractions import Fraction
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.solve import counted, nearest_divisors, nearest_multiples
+from maxbatch.batch.stages import Stage
 from maxbatch.batch.ways_out import Keys, assigned, working
 from maxbatch.config.schema import Config, PipelineConfig
 from maxbatch.errors import UserError
@@ -40,6 +41,7 @@ class Pipeline:
     rows: samples of one microbatch in each group of devices that see different samples.
     choices: what num_pipeline_microbatches could be instead, this one included.
     hop: ticks to hand a result on.
+    is_open: whether `cuts` is still to be chosen from `choices`, by time; until then the fewest.
   """
 
   schedule: str
@@ -53,6 +55,7 @@ class Pipeline:
   rows: int
   choices: tuple[int, ...]
   hop: int
+  is_open: bool = False
 
   @property
   def shape(self) -> Shape:
@@ -70,7 +73,25 @@ class Pipeline:
 
   def with_cuts(self, cuts: int) -> "Pipeline":
     """The same with another choice of num_pipeline_microbatches."""
-    return dataclasses.replace(self, cuts=cuts, rows=self.rows * self.cuts // cuts)
+    rows = self.rows * self.cuts // cuts
+    return dataclasses.replace(self, cuts=cuts, rows=rows, is_open=False)
+
+  def for_stage(self, plan: BatchPlan, stage: Stage) -> "Pipeline":
+    """The same for the microbatch of one stage of the batch schedule."""
+    rows = stage.micro_batch // plan.topology.num_batch_groups // self.cuts
+    return dataclasses.replace(self, rows=rows)
+
+  @property
+  def choice(self) -> str:
+    """A sentence on what is still to be chosen; empty if there is nothing."""
+    if not self.is_open:
+      return ""
+    listed = ", ".join(map(str, self.choices))
+    return (
+      f"num_pipeline_microbatches=-1: a run or compile_only=true takes the fastest of {listed}, "
+      f"compiling and timing some; shown is {self.cuts}, the fewest, which "
+      f"num_pipeline_microbatches={self.cuts} takes at once"
+    )
 
   def as_dict(self) -> dict[str, object]:
     """The sizes under their keys, for programs."""
@@ -83,6 +104,8 @@ class Pipeline:
       "microbatches_in_a_timetable": self.shape.microbatches,
       "samples_per_microbatch_and_group": self.rows,
       "bubble": float(predicted_bubble(self.shape)),
+      "choice": self.choice,
+      "choices": list(self.choices),
     }
 
   def __str__(self) -> str:
@@ -173,6 +196,7 @@ def _divided(config: Config, plan: BatchPlan) -> Pipeline:
     rows=plan.micro_batch_to_train // plan.topology.num_batch_groups // cuts,
     choices=choices,
     hop=hop,
+    is_open=keys.num_pipeline_microbatches == -1 and len(choices) > 1,
   )
 
 

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _PARTS = ("depends_on", "choice", "probes", "when")
+_KEY = "micro_batch_size"
+"""What is chosen, unless said otherwise: the first part of the file's name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,20 +29,20 @@ class Remembered:
   """UTC, as in ISO 8601."""
 
 
-def file_of(folder: pathlib.Path, depends_on: Mapping[str, Any]) -> pathlib.Path:
+def file_of(folder: pathlib.Path, depends_on: Mapping[str, Any], key: str = _KEY) -> pathlib.Path:
   """The file of the choice that depends on these things, whether it exists or not."""
   digest = hashlib.sha256(_canonical(depends_on).encode()).hexdigest()[:16]
-  return folder / f"micro_batch_size-{digest}.json"
+  return folder / f"{key}-{digest}.json"
 
 
 def recall(
-  folder: pathlib.Path, depends_on: Mapping[str, Any]
+  folder: pathlib.Path, depends_on: Mapping[str, Any], key: str = _KEY
 ) -> tuple[Remembered | None, str | None]:
   """The choice made under the same things, if there is one; else why a file there is of no use.
 
   Nothing there is (None, None): no reason is needed for what was never remembered.
   """
-  file = file_of(folder, depends_on)
+  file = file_of(folder, depends_on, key)
   try:
     content = json.loads(file.read_text(encoding="utf-8"))
   except FileNotFoundError:
@@ -60,13 +62,14 @@ def remember(
   depends_on: Mapping[str, Any],
   choice: Mapping[str, Any],
   probes: Sequence[Mapping[str, Any]],
+  key: str = _KEY,
 ) -> pathlib.Path:
   """Writes the choice; readers see the file before or the file after, never a part.
 
   Raises:
     OSError: the folder cannot be written.
   """
-  file = file_of(folder, depends_on)
+  file = file_of(folder, depends_on, key)
   when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
   content = dict(zip(_PARTS, (_plain(depends_on), choice, list(probes), when), strict=True))
   folder.mkdir(parents=True, exist_ok=True)
@@ -78,13 +81,13 @@ def remember(
   return file
 
 
-def forget(folder: pathlib.Path, depends_on: Mapping[str, Any]) -> bool:
+def forget(folder: pathlib.Path, depends_on: Mapping[str, Any], key: str = _KEY) -> bool:
   """Deletes the choice; whether there was one.
 
   Raises:
     OSError: the file cannot be deleted.
   """
-  file = file_of(folder, depends_on)
+  file = file_of(folder, depends_on, key)
   there = file.exists()
   file.unlink(missing_ok=True)
   return there

@@ -47,6 +47,26 @@ def compile_reports(
   return [_report(config, plan, trainer, devices, each) for each in plan.micro_batches]
 
 
+def report_or_refusal(
+  config: Config, devices: Sequence[Device], layout: Topology, micro_batch: int | None = None
+) -> CompileReport:
+  """Compiles the step for one microbatch; measures or estimates it if it fits.
+
+  Args:
+    config: the run.
+    devices: where it is to run.
+    layout: the same as a mesh.
+    micro_batch: samples of a pass on all devices; None: the run's own.
+
+  Raises:
+    DoesNotFitError: the compiler refuses, or the step runs out of memory while it is timed.
+    UserError: a device's memory is not known.
+  """
+  plan = plan_batches(config.batch, config.run, layout)
+  trainer = build_trainer(config, plan, devices)
+  return _try_report(config, plan, trainer, devices, micro_batch or plan.micro_batch_to_train)
+
+
 class Prober:
   """What one microbatch size needs and takes, found by compiling, never by running out of memory.
 
@@ -64,12 +84,10 @@ class Prober:
       UserError: a device's memory is not known.
     """
     config, devices = candidate.applied_to(self._config), self._devices
-    plan = plan_batches(config.batch, config.run, self._layout)
-    trainer = build_trainer(config, plan, devices)
-    capacity = capacity_bytes(devices, config.compile.device_memory_gb)
     try:
-      report = _try_report(config, plan, trainer, devices, plan.micro_batch_to_train)
+      report = report_or_refusal(config, devices, self._layout)
     except DoesNotFitError as error:
+      capacity = capacity_bytes(devices, config.compile.device_memory_gb)
       needed = max(error.needed_bytes, capacity + 1)
       return Probe(candidate.per_device, needed, capacity, fits=False)
     if report.fits:

@@ -4,8 +4,10 @@ Only matrix products count, 2 FLOPs for a multiplication and its addition; of ca
 the half below the diagonal, as MaxText and most published utilisations count.
 """
 
+import collections
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from maxbatch.models.registry import Model
+from maxbatch.pipeline.works import ALWAYS, work_in
 
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 """Products of T × T × H in each of the flash attention kernels; the backward ones form the weights
@@ -26,6 +29,22 @@ class StepFlops(NamedTuple):
   """One trip of the loop over microbatches."""
   of_rest: float
   """A step outside that loop."""
+  of_works: Mapping[str, float] = MappingProxyType({})
+  """The part of `of_pass` that each conditional work of a pipeline's tick does."""
+
+  @property
+  def total(self) -> float:
+    """Of a step of one pass."""
+    return self.of_pass + self.of_rest
+
+  def divided(self, ways: int) -> "StepFlops":
+    """What each of so many devices does."""
+    of_works = {work: flops / ways for work, flops in self.of_works.items()}
+    return StepFlops(self.of_pass / ways, self.of_rest / ways, of_works)
+
+
+_Places = Mapping[tuple[bool, str], float]
+"""FLOPs by place: whether inside of the loop over microbatches, and in which work of a tick."""
 
 
 def model_flops_per_token(model: Model, length: int) -> float:
@@ -62,32 +81,48 @@ def step_flops(traced: core.ClosedJaxpr) -> StepFlops:
   The loop whose number of trips is data is the loop over microbatches. Of a conditional the dearest
   branch counts.
   """
-  inside, outside = _flops(traced.jaxpr)
-  return StepFlops(inside, outside)
+  places = _flops(traced.jaxpr)
+  inside = {work: flops for (in_loop, work), flops in places.items() if in_loop}
+  outside = sum(flops for (in_loop, _), flops in places.items() if not in_loop)
+  works = {work: flops for work, flops in inside.items() if work != ALWAYS}
+  return StepFlops(sum(inside.values()), outside, works)
 
 
-def _flops(jaxpr: core.Jaxpr) -> tuple[float, float]:
-  """Inside and outside of the loop over microbatches."""
-  inside = outside = 0.0
-  for equation in jaxpr.eqns:
-    in_loop, beside = _of_equation(equation)
-    inside, outside = inside + in_loop, outside + beside
-  return inside, outside
+def _flops(jaxpr: core.Jaxpr) -> _Places:
+  return _added(map(_of_equation, jaxpr.eqns))
 
 
-def _of_equation(equation: Any) -> tuple[float, float]:
+def _of_equation(equation: Any) -> _Places:
   name, parameters = equation.primitive.name, equation.params
   if name == "dot_general":
-    return 0.0, _product(equation)
+    return {(False, ALWAYS): _product(equation)}
   if name == "pallas_call":
-    return 0.0, _splash(equation)
+    return {(False, ALWAYS): _splash(equation)}
   if name == "while":
-    return sum(_flops(parameters["body_jaxpr"].jaxpr)), 0.0
+    return _moved(_flops(parameters["body_jaxpr"].jaxpr), in_loop=True)
   if name == "cond":
-    return max((_flops(branch.jaxpr) for branch in parameters["branches"]), key=sum)
+    branches = [_flops(branch.jaxpr) for branch in parameters["branches"]]
+    work = work_in(str(equation.source_info.name_stack))
+    return _moved(max(branches, key=lambda places: sum(places.values())), work=work)
   parts = [_flops(each) for value in parameters.values() for each in _jaxprs(value)]
   times = _times(name, parameters)
-  return times * sum(part[0] for part in parts), times * sum(part[1] for part in parts)
+  return {place: times * flops for place, flops in _added(parts).items()}
+
+
+def _moved(places: _Places, *, in_loop: bool = False, work: str = ALWAYS) -> _Places:
+  """As seen from outside of a loop, or of a work: an inner one's name stays."""
+  return _added(
+    {(in_loop or inside, inner or work): flops} for (inside, inner), flops in places.items()
+  )
+
+
+def _added(parts: Iterable[_Places]) -> _Places:
+  """Place by place."""
+  total: dict[tuple[bool, str], float] = collections.defaultdict(float)
+  for part in parts:
+    for place, flops in part.items():
+      total[place] += flops
+  return total
 
 
 def _times(name: str, parameters: dict[str, Any]) -> int:

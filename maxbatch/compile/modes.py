@@ -14,6 +14,7 @@ from maxbatch.compile import cache, step_file
 from maxbatch.compile.compile_only import Prober, compile_reports, write_reports
 from maxbatch.compile.coupling import settle_accumulation
 from maxbatch.compile.made_from import header
+from maxbatch.compile.microbatches import CutsProber, settle_microbatches
 from maxbatch.compile.report import CompileReport
 from maxbatch.compile.validate import validate
 from maxbatch.config.schema import Config, Explore
@@ -90,7 +91,23 @@ def prepare_only(config: Config, *, forgetting: bool = False) -> None:
 def settled(
   config: Config, devices: Sequence[Device], layout: Topology, *, forgetting: bool = False
 ) -> Config:
-  """The configuration with its microbatch chosen, if it was to be, on these devices.
+  """The configuration with all chosen that was to be chosen on these devices.
+
+  That is the microbatch size, and then into how many pieces a pipeline cuts a pass of it.
+
+  Raises:
+    UserError: nothing fits, or the model cannot be split as the keys ask.
+  """
+  config = settled_size(config, devices, layout, forgetting=forgetting)
+  prober = CutsProber(config, devices, layout)
+  place = Place(devices, layout)
+  return settle_microbatches(config, place, prober, _choices(), forgetting=forgetting)
+
+
+def settled_size(
+  config: Config, devices: Sequence[Device], layout: Topology, *, forgetting: bool = False
+) -> Config:
+  """The configuration with its microbatch size chosen, if it was to be, on these devices.
 
   Raises:
     UserError: nothing fits, or the model cannot be split as the keys ask.
@@ -146,6 +163,14 @@ def _explore(config: Config, devices: Sequence[Device], layout: Topology, folder
     raise UserError(
       "micro_batch_size=explore: the model's samples depend on each other, so that a step has one "
       "pass of the whole batch; micro_batch_size=none is the only size"
+    )
+  if (
+    config.pipeline.pipeline_schedule != "none" and config.pipeline.num_pipeline_microbatches == -1
+  ):
+    print(
+      "num_pipeline_microbatches=-1: every size is tried with the fewest microbatches that work; "
+      "compile_only=true with the size that you take ranks the others too",
+      flush=True,
     )
   prober = Prober(config, devices, layout)
   _, found = explore_sizes(config, Place(devices, layout), prober)

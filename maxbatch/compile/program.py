@@ -97,7 +97,7 @@ def compile_program(
     step=step,
     rows=rows,
     memory=memory_of(step, trainer.mesh.devices.flat[0].platform),
-    flops=StepFlops(*(flops / trainer.mesh.size for flops in step_flops(traced.jaxpr))),
+    flops=step_flops(traced.jaxpr).divided(trainer.mesh.size),
     compile_seconds=time.perf_counter() - began,
     text=text,
     streamed=streams(config),

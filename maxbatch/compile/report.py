@@ -14,7 +14,8 @@ from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import text
 from maxbatch.compile.flops import StepFlops, model_flops_per_token
 from maxbatch.compile.program import Program
-from maxbatch.compile.ticks import idle_seconds, in_passes
+from maxbatch.compile.step_time import StepTime, estimated_time, measured_time
+from maxbatch.compile.ticks import in_passes
 from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import NO_FIGURES, Chip, chip_for
 from maxbatch.estimate.costs import program_costs
@@ -39,22 +40,6 @@ class StateBytes:
   def total(self) -> int:
     """All of it."""
     return self.parameters + self.optimizer_state + self.accumulators
-
-
-@dataclasses.dataclass(frozen=True)
-class StepTime:
-  """Seconds of a step of n passes: rest + n × per_pass."""
-
-  per_pass: float
-  rest: float
-  how: str
-  """estimate or measured."""
-  spread: float | None = None
-  """Of a measurement, as a share."""
-
-  def of(self, passes: int) -> float:
-    """A step of `passes` passes."""
-    return self.rest + passes * self.per_pass
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,26 +287,19 @@ def make_report(
   """
   layout = plan.topology
   chip = chip_for(trainer.mesh.devices.flat[0].device_kind)
-  costs, pipeline = program_costs(hlo.parse(program.text)), trainer.pipeline
-  costs, expected = in_passes(pipeline, costs, program.flops)
+  once = program_costs(hlo.parse(program.text))
+  costs, expected = in_passes(trainer.pipeline, once, program.flops)
   if program.streamed:
     # Its loop of one trip is unrolled away, or holds only part: without this all would be the rest.
     costs = [dataclasses.replace(cost, in_microbatch_loop=True) for cost in costs]
-    expected = StepFlops(of_pass=sum(expected), of_rest=0.0)
-  work = estimate(
-    costs,
-    chip or NO_FIGURES,
-    expected.of_pass,
-    expected.of_rest,
-    layout.devices_per_slice if layout.num_slices > 1 else None,
-  )
+    expected = StepFlops(of_pass=expected.total, of_rest=0.0)
+  per_slice = layout.devices_per_slice if layout.num_slices > 1 else None
+  work = estimate(costs, chip or NO_FIGURES, expected.of_pass, expected.of_rest, per_slice)
   time = None
   if measured is not None:
-    time = StepTime(measured.seconds_per_pass, measured.seconds_rest, "measured", measured.spread)
+    time = measured_time(measured, streamed=program.streamed)
   elif chip is not None:
-    idle = idle_seconds(pipeline, work)
-    each, rest = (idle, 0.0) if program.streamed else (0.0, idle)
-    time = StepTime(work.pass_seconds + each, work.rest_seconds + rest, "estimate")
+    time = estimated_time(work, once, trainer.pipeline, chip, per_slice, streamed=program.streamed)
   return CompileReport(
     title=title,
     plan=plan,

@@ -81,21 +81,20 @@ def load(path: str, header: Mapping[str, object]) -> dict[int, jax.stages.Compil
     UserError: there is no such file, it is damaged, or it was made for another run; names what
       differs.
   """
-  try:
-    with open(path, "rb") as file:
-      opened = _open(file)
-      _refuse_differences(path, opened.made_from, json.loads(json.dumps(dict(header))))
-      payloads = {entry["micro_batch"]: _read(opened, entry) for entry in opened.programs}
-  except OSError as error:
-    raise UserError(
-      f"compiled_step={path}: cannot be read: {error.strerror or error}; save_compiled_step={path} "
-      "writes it"
-    ) from error
-  except _DamagedError as damage:
-    raise UserError(
-      f"compiled_step={path}: {damage}; write it again with save_compiled_step={path}"
-    ) from damage
+  with _reading(path) as opened:
+    _refuse_differences(path, opened.made_from, json.loads(json.dumps(dict(header))))
+    payloads = {entry["micro_batch"]: _read(opened, entry) for entry in opened.programs}
   return {size: _program(path, payload) for size, payload in payloads.items()}
+
+
+def made_from(path: str) -> dict[str, Any]:
+  """What the programs of a file were made from.
+
+  Raises:
+    UserError: there is no such file, or its header is damaged.
+  """
+  with _reading(path) as opened:
+    return opened.made_from
 
 
 def differences(file: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
@@ -128,6 +127,23 @@ def _refuse_differences(path: str, file: dict[str, Any], run: dict[str, Any]) ->
       "Set these back, or compile for this run: leave out compiled_step, or replace it by "
       f"save_compiled_step={path}"
     )
+
+
+@contextlib.contextmanager
+def _reading(path: str) -> Iterator[_Opened]:
+  """The file that `compiled_step` names; what is wrong with it in the words of the keys."""
+  try:
+    with open(path, "rb") as file:
+      yield _open(file)
+  except OSError as error:
+    raise UserError(
+      f"compiled_step={path}: cannot be read: {error.strerror or error}; save_compiled_step={path} "
+      "writes it"
+    ) from error
+  except _DamagedError as damage:
+    raise UserError(
+      f"compiled_step={path}: {damage}; write it again with save_compiled_step={path}"
+    ) from damage
 
 
 def _open(file: BinaryIO) -> _Opened:

@@ -84,6 +84,9 @@ def _checks(config: Config, devices: Sequence[Device]) -> Iterator[_Check]:
   yield "batch plan", _stages(plan), [*choice, *str(plan).splitlines()]
   trainer, state = _without_arrays(config, plan, devices)
   yield "mesh", f"{plan.topology} on {devices[0].device_kind}", undivided_parameters(trainer)
+  if trainer.pipeline:
+    choice = [trainer.pipeline.choice] if trainer.pipeline.choice else []
+    yield "pipeline", str(trainer.pipeline), choice
   yield "model", f"{config.model.model_name}: {num_parameters(trainer.model):,} parameters", ()
   yield "memory", _memory(config, plan, state), ()
   yield "learning rate", _rates(config, plan), ()

@@ -64,6 +64,9 @@ class Cost:
   cycles: int | None
   """The compiler's estimate; None if there is none."""
   collective: Collective | None = None
+  condition: str = ""
+  """jax's path of the innermost conditional around it, without which it does not run; empty if
+  there is none."""
   overlapped: bool = False
   """Whether it runs beside what follows: a collective or a copy that is started and awaited."""
 
@@ -83,13 +86,15 @@ class _Place:
   in_microbatch_loop: bool
   scope: str = OTHER
   """That of the loop around it."""
+  condition: str = ""
+  """The path of the innermost conditional that has one."""
 
 
 def program_costs(program: Program) -> Sequence[Cost]:
   """The operations of a compiled step; trips of the loop over microbatches are not multiplied in.
 
   That loop is the one whose number of trips is data. A further loop of that kind inside it counts
-  as one trip. Of a conditional the branch with the most matrix products counts.
+  as one trip. Of a conditional the dearest branch counts.
   """
   entry = program.computations[program.entry]
   return list(_walk(program, _Place(Frame(entry), entry.name, 1, False)))
@@ -102,8 +107,7 @@ def _walk(program: Program, place: _Place) -> Iterator[Cost]:
     if one.opcode == "while":
       yield from _walk(program, _inside_loop(program, place, one))
     elif one.opcode in ("call", "conditional"):
-      called = _branch(program, one)
-      yield from _walk(program, dataclasses.replace(place, frame=frame.inner(called, one)))
+      yield from _walk(program, _inside_branch(program, place, one))
     elif _does_work(one):
       yield from _operation(program, place, one, started)
 
@@ -122,16 +126,28 @@ def _inside_loop(program: Program, place: _Place, loop: Instruction) -> _Place:
     place.count * (1 if number is None else number),
     place.in_microbatch_loop or number is None,
     _scope(program, loop.op_name, (), place.scope),
+    place.condition,
+  )
+
+
+def _inside_branch(program: Program, place: _Place, one: Instruction) -> _Place:
+  condition = one.op_name if one.opcode == "conditional" else ""
+  return dataclasses.replace(
+    place,
+    frame=place.frame.inner(_branch(program, one), one),
+    condition=condition or place.condition,
   )
 
 
 def _branch(program: Program, one: Instruction) -> Computation:
-  """What is called; of several branches the one with the most matrix products."""
-  return max(program.called_by(one), key=lambda branch: _total(program, branch).flops)
+  """What is called; of several branches the dearest, by matrix products, then by bytes."""
+  branches = program.called_by(one)
+  return branches[0] if len(branches) == 1 else max(branches, key=lambda it: _dear(program, it))
 
 
-def _total(program: Program, computation: Computation) -> Products:
-  return sum((products(program, computation, one) for one in computation), Products())
+def _dear(program: Program, computation: Computation) -> tuple[int, int]:
+  total = sum((products(program, computation, one) for one in computation), Products())
+  return total.flops, sum(traffic(program, computation, one) for one in computation)
 
 
 def _operation(
@@ -167,6 +183,7 @@ def _operation(
     bytes=traffic(program, within, one),
     cycles=_cycles(program, within, one),
     collective=_exchanged(program, *found) if found else None,
+    condition=place.condition,
     overlapped="AsyncCollectiveStart" in targets or one.opcode.endswith(("-start", "send")),
   )
 

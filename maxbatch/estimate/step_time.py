@@ -192,6 +192,11 @@ def estimate(
   )
 
 
+def seconds_of(costs: Sequence[Cost], chip: Chip, devices_per_slice: int | None = None) -> float:
+  """The time of some of a program's operations, as often as their counts say."""
+  return _elapsed(costs, chip, devices_per_slice)[0].total
+
+
 def _flops(costs: Iterable[Cost]) -> int:
   return sum(cost.flops * cost.count for cost in costs)
 

@@ -114,7 +114,9 @@ class Report:
   def _choices(self) -> str:
     head = ("num_pipeline_microbatches", "in a timetable", "samples each", "bubble", "inputs kept")
     rows = [self._choice(cuts) for cuts in self.pipeline.choices]
-    return "\n".join([f"Microbatches, for {self.pipeline.schedule}", *_table([head, *rows])])
+    open_line = [f"  {self.pipeline.choice}"] if self.pipeline.choice else []
+    title = f"Microbatches, for {self.pipeline.schedule}"
+    return "\n".join([title, *_table([head, *rows]), *open_line])
 
   def _choice(self, cuts: int) -> Row:
     other = self.pipeline.with_cuts(cuts)

@@ -72,7 +72,12 @@ def room_for(pipeline: Pipeline) -> Limits:
 
 @functools.lru_cache(maxsize=32)
 def ticks_for(pipeline: Pipeline, passes: int) -> Ticks:
-  """The timetable of a step of so many passes, as the program for all steps of the run reads it."""
+  """The timetable of a step of so many passes, as the program for all steps of the run reads it.
+
+  Of none: an empty one, by which a clock tells ticks from the rest of a step.
+  """
+  if passes == 0:
+    return ticks_for(pipeline, pipeline.most_passes)._replace(count=np.int32(0))
   table = timetable(pipeline.schedule, pipeline.shape_of(passes))
   length = len(table.ticks)
   if passes < pipeline.most_passes:

@@ -20,6 +20,7 @@ from jax import lax
 from maxbatch.pipeline.parts import Leaves, Parts
 from maxbatch.pipeline.rows_of_ticks import StageRows, TickRows, Ticks, Works
 from maxbatch.pipeline.schedule import Limits
+from maxbatch.pipeline.works import scope_of
 from maxbatch.rows import Rows
 from maxbatch.sharding import constrain
 from maxbatch.state import Sums, zero_sums
@@ -90,6 +91,7 @@ class Stage:
     # The buffers are read and written out here: XLA copies what goes through a branch as a whole.
     waiting_RTD = _read(held.inputs, row.forward.slot)
     x_RTD, y_RTD = self._either(
+      "forward",
       together.forward,
       lambda: self._forward(row.forward, together.embedding, waiting_RTD),
       lambda: (_blank_like(waiting_RTD), _blank_like(waiting_RTD)),
@@ -123,6 +125,7 @@ class Stage:
   ) -> tuple[jax.Array, jax.Array]:
     """The input and the output of this stage's layers."""
     embedded_RTD = self._either(
+      "embedding",
       embedding,
       lambda: self._embedded(work.microbatch),
       lambda: _blank_like(waiting_RTD),
@@ -133,6 +136,7 @@ class Stage:
   def _with_loss(self, together: TickRows, y_RTD: jax.Array, held: Held) -> tuple[Held, jax.Array]:
     """Adds the loss of the last stage's output, if it has one; its gradient."""
     d_rest, sums, d_y_RTD = self._either(
+      "loss",
       together.loss,
       lambda: self._loss(together.loss_microbatch, y_RTD, held.d_rest, held.sums),
       lambda: (held.d_rest, held.sums, _blank_like(y_RTD)),
@@ -167,11 +171,13 @@ class Stage:
     x_RTD = _read(held.inputs, work.slot)
     d_y_RTD = _read(held.gradients, gradient_slot)
     d_layers, d_x_RTD = self._either(
+      "backward",
       together.backward,
       lambda: self._backward(work, x_RTD, d_y_RTD, held.d_layers),
       lambda: (held.d_layers, _blank_like(x_RTD)),
     )
     d_rest = self._either(
+      "unembedding",
       together.unembedding,
       lambda: self._unembedded(work, d_x_RTD, held.d_rest),
       lambda: held.d_rest,
@@ -238,10 +244,18 @@ class Stage:
     return totals | {path: totals[path] + g.astype(totals[path].dtype) for path, g in new.items()}
 
   def _either(
-    self, condition: jax.Array, compute: Callable[[], Any], otherwise: Callable[[], Any]
+    self,
+    work: str,
+    condition: jax.Array,
+    compute: Callable[[], Any],
+    otherwise: Callable[[], Any],
   ) -> Any:
-    """One of two branches, whose results lie in the same places: XLA's TPU compiler insists."""
-    return lax.cond(condition, lambda: self._placed(compute()), lambda: self._placed(otherwise()))
+    """One of two branches, whose results lie in the same places: XLA's TPU compiler insists.
+
+    Reports tell by the scope how often it is computed.
+    """
+    with jax.named_scope(scope_of(work)):
+      return lax.cond(condition, lambda: self._placed(compute()), lambda: self._placed(otherwise()))
 
   def _placed(self, result: Any) -> Any:
     """Gradients of parameters, activations (R, T, D) and scalars, where they belong."""

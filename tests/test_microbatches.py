@@ -1,0 +1,350 @@
+"""num_pipeline_microbatches=-1 settled: remembered, said, agreed on, and what shows it without."""
+
+import dataclasses
+import json
+import pathlib
+import re
+from typing import Any
+
+import jax
+import pytest
+from support import SMALLEST, config
+
+from maxbatch import measure
+from maxbatch.batch.autotune import Place
+from maxbatch.compile import compile_only, microbatches, modes
+from maxbatch.compile.microbatches import CutsProber, settle_microbatches, with_cuts
+from maxbatch.compile.program import DoesNotFitError
+from maxbatch.config.schema import Config
+from maxbatch.errors import UserError
+from maxbatch.metrics import read_metrics
+from maxbatch.pipeline.__main__ import main as pipeline_command
+from maxbatch.pipeline.ranking import Compiled
+from maxbatch.plan import main as plan_command
+from maxbatch.topology import topology
+from maxbatch.train import main
+
+GIB = 1 << 30
+FOUR = {
+  "base_num_decoder_layers": 4,
+  "ici_pipeline_parallelism": 4,
+  "pipeline_schedule": "1f1b",
+  "per_device_batch_size": 8,
+  "num_simulated_devices": 4,
+}
+
+
+def settings(**keys: object) -> Config:
+  return config(**FOUR | keys)
+
+
+RAMP = {"batch_size": -1, "per_device_batch_size": -1, "micro_batch_size": "none"}
+
+
+def place(of: Config) -> Place:
+  return Place(jax.devices()[:4], topology(of.mesh, 4))
+
+
+class Machine:
+  """Every number takes 1 second but the favourite."""
+
+  def __init__(self, favourite: int = 4):
+    self.favourite = favourite
+    self.asked: list[int] = []
+
+  def __call__(self, cuts: int) -> Compiled:
+    self.asked.append(cuts)
+    return Compiled(cuts * GIB, 99 * GIB, True, 0.5 if cuts == self.favourite else 1.0)
+
+
+def settled(of: Config, folder: pathlib.Path, **options: Any) -> tuple[Config, str, Machine]:
+  """What is chosen, what is said, and the machine that was asked."""
+  machine, lines = options.pop("machine", None) or Machine(), []
+  found = settle_microbatches(of, place(of), machine, folder, say=lines.append, **options)
+  return found, "\n".join(lines), machine
+
+
+def test_the_choice_is_made_said_and_remembered(tmp_path):
+  of = settings()
+  found, said, machine = settled(of, tmp_path)
+  assert found == with_cuts(of, 4) == settings(num_pipeline_microbatches=4)
+  assert machine.asked[:2] == [32, 4]
+  (file,) = tmp_path.iterdir()
+  assert file.name.startswith("num_pipeline_microbatches-")
+  lines = said.splitlines()
+  assert lines[0] == "Microbatches of 1f1b on 4 stages, for steps of 1 pass"
+  assert [line.split()[1] for line in lines[2:6] if line.endswith("taken")] == ["4"]
+  assert said.endswith(
+    "\nnum_pipeline_microbatches -1: 4 (the fastest: 0.5 s a step, measured); remembered in "
+    f"{file}\n"
+  )
+  assert len(json.loads(file.read_text())["probes"]) == 4
+
+
+def test_a_second_start_asks_nothing(tmp_path):
+  first, _, _ = settled(settings(), tmp_path)
+  second, said, machine = settled(settings(), tmp_path, machine=Machine(32))
+  assert (second, machine.asked) == (first, [])
+  (file,) = tmp_path.iterdir()
+  assert said == (
+    "num_pipeline_microbatches -1: 4 (the fastest: 0.5 s a step, measured) (remembered from "
+    f"{file}; --forget measures anew)"
+  )
+  # And --forget does.
+  third, _, machine = settled(settings(), tmp_path, machine=Machine(32), forgetting=True)
+  assert machine.asked
+  assert third.pipeline.num_pipeline_microbatches == 32
+  assert settled(settings(), tmp_path)[0] == third
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    {"gradient_accumulation_steps": 2},
+    {"pipeline_schedule": "gpipe"},
+    {"base_mlp_dim": 128},
+    {"per_device_batch_size": 16},
+    {"compile_topology": "v5e-4"},
+    {"batch_schedule": "[[0, 32], [3200, 64]]", "per_device_batch_size": -1, "micro_batch_size": 8},
+  ],
+  ids=str,
+)
+def test_what_it_depends_on_measures_anew(tmp_path, change):
+  settled(settings(), tmp_path)
+  assert settled(settings(**change), tmp_path)[2].asked
+
+
+def test_a_larger_step_that_is_now_reached_measures_anew(tmp_path):
+  ramp = RAMP | {"micro_batch_size": 8, "batch_schedule": "[[0, 32], [3200, 64]]"}
+  for number in (10, 500):
+    assert settled(settings(**ramp, steps=number), tmp_path)[2].asked
+    assert not settled(settings(**ramp, steps=number + 1), tmp_path)[2].asked
+
+
+def test_a_damaged_memory_is_said_and_replaced(tmp_path):
+  settled(settings(), tmp_path)
+  (file,) = tmp_path.iterdir()
+  content = json.loads(file.read_text())
+  file.write_text(json.dumps(content | {"choice": {"num_pipeline_microbatches": 5}}))
+  found, said, machine = settled(settings(), tmp_path)
+  assert said.startswith(
+    f"num_pipeline_microbatches -1: {file} has a damaged choice; measured anew\n"
+  )
+  assert machine.asked
+  assert found.pipeline.num_pipeline_microbatches == 4
+
+
+@pytest.mark.parametrize(
+  "keys",
+  [
+    {"pipeline_schedule": "none"},
+    {"num_pipeline_microbatches": 8},
+    {"per_device_batch_size": 1},  # One choice.
+  ],
+  ids=str,
+)
+def test_nothing_is_done_where_there_is_nothing_to_choose(tmp_path, keys):
+  of = settings(**keys)
+  found, said, machine = settled(of, tmp_path)
+  assert (found, said, machine.asked) == (of, "", [])
+  assert list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_cut_is_refused(tmp_path):
+  with pytest.raises(UserError, match="num_pipeline_microbatches=6 must be a multiple"):
+    settled(settings(num_pipeline_microbatches=6), tmp_path)
+
+
+def test_all_numbers_are_process_0s(tmp_path, monkeypatch):
+  def from_process_0(value: Any) -> Any:
+    faster = {"step_seconds": 0.1} if value["peak_bytes"] == 32 * GIB else {}
+    return value | faster
+
+  monkeypatch.setattr(microbatches, "from_process_0", from_process_0)
+  found, _, _ = settled(settings(), tmp_path, machine=Machine(4))
+  assert found.pipeline.num_pipeline_microbatches == 32
+
+
+def test_what_the_compiler_refuses_is_known_not_to_fit(monkeypatch):
+  def refuse(*_: object) -> Any:
+    raise DoesNotFitError(0)
+
+  monkeypatch.setattr(microbatches, "report_or_refusal", refuse)
+  of = settings(device_memory_gb=3)
+  found = CutsProber(of, jax.devices()[:4], place(of).layout)(4)
+  assert found == Compiled(3 * GIB + 1, 3 * GIB, False)
+
+
+@pytest.mark.parametrize(
+  ("schedule", "micro_batch", "passes"),
+  [
+    ("[[0, 24], [48, 96]]", 96, "1 pass"),
+    ("[[0, 24], [2400, 96]]", 24, "1 pass"),
+    ("[[0, 96], [96, 24]]", 24, "4 passes"),
+  ],
+)
+def test_a_schedule_is_ranked_for_its_largest_step_that_is_reached(
+  tmp_path, monkeypatch, schedule, micro_batch, passes
+):
+  compiled: list[int] = []
+
+  def refuse(config: Config, devices: Any, layout: Any, size: int) -> Any:
+    compiled.append(size)
+    raise DoesNotFitError(0)
+
+  monkeypatch.setattr(microbatches, "report_or_refusal", refuse)
+  of = settings(**RAMP, batch_schedule=schedule, steps=10)
+  prober = CutsProber(of, place(of).devices, place(of).layout)
+  _, said, _ = settled(of, tmp_path, machine=prober)
+  assert set(compiled) == {micro_batch}
+  # One number must cut all passes, those of 24 samples too.
+  heading, _, *rows = said.splitlines()[:6]
+  assert heading.endswith(f", for steps of {passes}")
+  assert {(int(row.split()[0]), int(row.split()[1])) for row in rows} == {
+    (cuts, micro_batch // cuts) for cuts in (4, 8, 12, 24)
+  }
+
+
+# --- commands that touch no device ----------------------------------------------------------------
+
+OPEN = (
+  "num_pipeline_microbatches=-1: a run or compile_only=true takes the fastest of 4, 8, 16, 32, "
+  "compiling and timing some; shown is 4, the fewest, which num_pipeline_microbatches=4 takes at "
+  "once"
+)
+
+
+EIGHT = {"num_simulated_devices": 8, "ici_data_parallelism": 2, "per_device_batch_size": 8}
+
+
+def given(**keys: object) -> list[str]:
+  values = SMALLEST | FOUR | {"dataset_type": "synthetic"} | keys
+  return ["config=base", *(f"{key}={value}" for key, value in values.items())]
+
+
+def test_the_plan_shows_the_fewest_and_says_so(capsys):
+  assert plan_command(given()) == 0
+  assert f"\n  {OPEN}\n" in capsys.readouterr().out
+  assert plan_command([*given(), "--json"]) == 0
+  values = json.loads(capsys.readouterr().out)["pipeline"]
+  assert (values["num_pipeline_microbatches"], values["choice"]) == (4, OPEN)
+  assert values["choices"] == [4, 8, 16, 32]
+  assert plan_command([*given(num_pipeline_microbatches=4), "--json"]) == 0
+  assert json.loads(capsys.readouterr().out)["pipeline"]["choice"] == ""
+
+
+def test_the_pipeline_command_says_so_below_the_table(capsys):
+  assert pipeline_command(given()) == 0
+  assert re.search(rf"\n  32 .*\n  {re.escape(OPEN)}\n\n", capsys.readouterr().out)
+  assert pipeline_command(given(num_pipeline_microbatches=4)) == 0
+  assert "num_pipeline_microbatches=-1" not in capsys.readouterr().out
+
+
+def test_validate_only_says_so_and_compiles_nothing(tmp_path, capsys, monkeypatch):
+  monkeypatch.setattr(compile_only, "compile_program", lambda *_: pytest.fail("compiled"))
+  assert main(given(**EIGHT, validate_only="true", base_output_directory=tmp_path)) == 0
+  assert f"\n     {OPEN}\n" in capsys.readouterr().out
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+RUN = {
+  "base_num_decoder_layers": 2,
+  "ici_pipeline_parallelism": 2,
+  "ici_data_parallelism": 4,
+  "num_simulated_devices": 8,
+  "steps": 2,
+  "eval_samples": 8,
+  "eval_interval": -1,
+  "generate_length": 0,
+  "enable_checkpointing": "false",
+  "run_name": "run",
+}
+"""2 or 4 microbatches of 2 samples or 1."""
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch, tmp_path):
+  """Choices are remembered per test, not in the home folder."""
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_a_run_compiles_and_times_both_and_trains_with_one_of_them(tmp_path, monkeypatch, capsys):
+  monkeypatch.setattr(measure, "SECONDS", 0.05)
+  timed, bench_run = [], measure._Bench.run
+
+  def run(bench: Any, passes: int) -> float:
+    timed.append(passes)
+    return bench_run(bench, passes)
+
+  monkeypatch.setattr(measure._Bench, "run", run)
+  keys = RUN | {"per_device_batch_size": 2, "base_output_directory": tmp_path}
+  assert main(given(**keys)) == 0
+  said = capsys.readouterr().out
+  table = re.findall(r"^\d +(\d) +(\d) +(\d) +([\d.]+%) .* GiB  measured", said, re.M)
+  # Beside whole steps empty ones are timed, which say what is no tick.
+  assert timed.count(0) == 2 * 3
+  assert sorted(table) == [("2", "2", "3", "33.3%"), ("4", "1", "5", "20.0%")]
+  taken = re.search(
+    r"^num_pipeline_microbatches -1: (\d) \(the fastest: .*; remembered in", said, re.M
+  )
+  assert taken
+  assert f"{taken[1]} microbatches in a timetable" in said
+  written = (tmp_path / "run" / "config.yml").read_text()
+  assert f"\nnum_pipeline_microbatches: {taken[1]}\n" in written
+  losses = [one["loss"] for one in read_metrics(tmp_path / "run") if "loss" in one]
+  assert len(losses) == 2
+  # A resume takes the same number at once.
+  monkeypatch.setattr(compile_only, "compile_program", lambda *_: pytest.fail("compiled"))
+  assert main(given(**keys)) == 0
+  again = capsys.readouterr().out
+  assert f"num_pipeline_microbatches -1: {taken[1]} (the fastest: " in again
+  assert "(remembered from " in again
+
+
+def test_explore_tries_the_fewest_and_says_so(tmp_path, capsys, monkeypatch):
+  tried: list[tuple[int, int]] = []
+
+  def compile_program(config: Config, plan: Any, trainer: Any, *_: object) -> Any:
+    tried.append((trainer.pipeline.cuts, trainer.pipeline.rows))
+    raise DoesNotFitError(0)
+
+  monkeypatch.setattr(compile_only, "compile_program", compile_program)
+  keys = {"micro_batch_size": "{explore: {min: 2, max: 4}}", "batch_size": 32}
+  keys |= {"compile_only": "true", "base_output_directory": tmp_path, "per_device_batch_size": -1}
+  assert main(given(**RUN | keys)) == 2
+  # The smaller size is tried when the larger does not fit.
+  assert tried == [(2, 4), (2, 2)]
+  assert capsys.readouterr().out.startswith(
+    "num_pipeline_microbatches=-1: every size is tried with the fewest microbatches that work; "
+    "compile_only=true with the size that you take ranks the others too\n"
+  )
+
+
+def test_the_size_is_settled_first_then_how_it_is_cut(monkeypatch):
+  order: list[str] = []
+  of = settings(micro_batch_size="auto", per_device_batch_size=-1, batch_size=32)
+
+  def size(config: Config, *_: object, **__: object) -> Config:
+    order.append("size")
+    batch = dataclasses.replace(config.batch, micro_batch_size="none")
+    return dataclasses.replace(config, batch=batch)
+
+  def cuts(config: Config, *_: object, **__: object) -> Config:
+    order.append(f"cuts of {config.batch.micro_batch_size}")
+    return config
+
+  monkeypatch.setattr(modes, "settled_size", size)
+  monkeypatch.setattr(modes, "settle_microbatches", cuts)
+  modes.settled(of, place(of).devices, place(of).layout)
+  assert order == ["size", "cuts of none"]
+
+
+def test_a_compiled_step_brings_its_number(tmp_path, monkeypatch):
+  of = settings(compiled_step="file")
+  monkeypatch.setattr(microbatches, "made_from", lambda path: {"num_pipeline_microbatches": 8})
+  found, said, machine = settled(of, tmp_path)
+  assert (found, said, machine.asked) == (with_cuts(of, 8), "", [])
+  # One for another run is refused when it is loaded, by what differs.
+  monkeypatch.setattr(microbatches, "made_from", lambda path: {"num_pipeline_microbatches": 3})
+  assert settled(of, tmp_path)[0] == of

@@ -1,0 +1,121 @@
+"""How often a pipeline's program does what: by formula, by the timetable, and by the TPU compiler."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+
+import pytest
+
+from maxbatch.batch.pipelining import Pipeline
+from maxbatch.compile.flops import StepFlops
+from maxbatch.compile.ticks import beside_layers, in_filling, in_passes
+from maxbatch.estimate.costs import Cost
+from maxbatch.estimate.flops import Products
+from maxbatch.pipeline.rows_of_ticks import rows_of_ticks, ticks_for
+from maxbatch.pipeline.schedule import SCHEDULES, schedule_named, timetable
+from maxbatch.pipeline.timetable import Shape
+from maxbatch.pipeline.works import ALWAYS, WORKS, scope_of, ticks_with, work_in
+from maxbatch.train import main
+
+SHAPES = {
+  "gpipe": [Shape(2, 2), Shape(4, 8), Shape(3, 6, 1, 2)],
+  "circular": [Shape(2, 2, 3), Shape(4, 12, 2), Shape(2, 6, 2, 2)],
+  "1f1b": [Shape(2, 2), Shape(4, 16), Shape(3, 6, 1, 2)],
+  "interleaved_1f1b": [Shape(2, 2, 3), Shape(4, 16, 2), Shape(2, 8, 2, 2)],
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_formulas_count_what_the_program_is_told(name):
+  for shape in SHAPES[name]:
+    table = timetable(name, shape)
+    told = rows_of_ticks(table, schedule_named(name).limits(shape), len(table.ticks)).together
+    expected = {work: int(told._asdict()[work].sum()) for work in WORKS}
+    assert ticks_with(name, shape) == expected | {ALWAYS: len(table.ticks)}, shape
+
+
+def test_the_innermost_work_is_found():
+  assert work_in("jit(step)/while/body/cond") == ALWAYS
+  for work in WORKS:
+    assert work_in(f"jit(step)/while/body/{scope_of(work)}/cond") == work
+  assert work_in(f"{scope_of('forward')}/cond/{scope_of('embedding')}/cond") == "embedding"
+  assert work_in("tick_loss_of_something_else/tick_tock") == ALWAYS
+
+
+# --- what is counted so ---------------------------------------------------------------------------
+
+
+def pipeline(schedule: str, repeats: int = 1) -> Pipeline:
+  """4 microbatches a pass on 4 stages."""
+  return Pipeline(schedule, 4, repeats, 1, 4, 3, 3, 1, 2, (4, 8), 1)
+
+
+def cost(work: str, *, in_loop: bool = True) -> Cost:
+  path = f"while/body/{scope_of(work)}/cond" if work else ""
+  products = Products()
+  return Cost("x", "dot", "", "other", "body", in_loop, 5, products, 0, None, condition=path)
+
+
+COSTS = [cost(ALWAYS, in_loop=False), *map(cost, (ALWAYS, *WORKS))]
+
+
+def counts(costs: Sequence[Cost]) -> list[float]:
+  return [one.count / 5 for one in costs]
+
+
+def test_a_pass_and_the_filling_of_an_interleaved_pipeline():
+  one, flops = pipeline("interleaved_1f1b", repeats=2), StepFlops(100.0, 7.0, {"loss": 60.0})
+  costs, expected = in_passes(one, COSTS, flops)
+  # 2 rounds of 4 microbatches: 8 forwards and backwards, but 4 losses.
+  assert counts(costs) == [1, 8, 8, 4, 4, 8, 4]
+  assert expected == StepFlops(8 * 40.0 + 4 * 60.0, 7.0)
+  # 3 ticks to fill and 3 to empty, and a round of 4 stages before the first loss.
+  assert counts(in_filling(one, COSTS)) == [10, 3, 0, 0, 3, 0]
+  assert counts(beside_layers(one, COSTS)) == [4, 4, 4]
+
+
+def test_ticks_of_gpipe_are_forward_or_backward():
+  costs, _ = in_passes(pipeline("gpipe"), COSTS, StepFlops(0.0, 0.0))
+  assert counts(costs) == [1, 8, 4, 4, 4, 4, 4]
+  assert counts(in_filling(pipeline("gpipe"), COSTS)) == [6, 3, 0, 0, 3, 0]
+
+
+def test_without_a_pipeline_a_trip_is_a_pass():
+  assert in_passes(None, COSTS, StepFlops(3.0, 1.0)) == (COSTS, StepFlops(3.0, 1.0))
+  assert (in_filling(None, COSTS), beside_layers(None, COSTS)) == ((), ())
+
+
+def test_a_step_of_no_passes_is_an_empty_timetable():
+  one = pipeline("1f1b")
+  empty, full = ticks_for(one, 0), ticks_for(one, 3)
+  assert int(empty.count) == 0
+  assert empty.together.forward.shape == full.together.forward.shape
+
+
+# --- by the TPU compiler --------------------------------------------------------------------------
+
+T, D, V, M = 128, 128, 8192, 128
+
+
+def test_a_loss_follows_one_repeat_of_two(tmp_path: pathlib.Path):
+  """The program's products in a pass are those by hand: with a loss per tick, twice the head's."""
+  pytest.importorskip("libtpu")
+  keys = {
+    **{"compile_only": "true", "dataset_type": "synthetic", "dtype": "bfloat16"},
+    **{"base_emb_dim": D, "base_mlp_dim": M, "vocab_size": V, "max_target_length": T},
+    **{"base_num_query_heads": 1, "base_num_kv_heads": 1, "head_dim": D},
+    **{"base_num_decoder_layers": 4, "num_pipeline_repeats": 2, "attention": "dot_product"},
+    **{"compile_topology": "v5e-4", "ici_pipeline_parallelism": 2, "ici_data_parallelism": 2},
+    **{"pipeline_schedule": "interleaved_1f1b", "per_device_batch_size": 8, "batch_size": 32},
+    **{"num_pipeline_microbatches": 4, "base_output_directory": tmp_path, "run_name": "run"},
+  }
+  assert main(["config=base", *(f"{key}={value}" for key, value in keys.items())]) == 0
+  (report,) = json.loads((tmp_path / "run" / "compile_report.json").read_text())
+  tokens = 16 * T  # Of a group of devices in a pass.
+  layer = 2 * (4 * D * D + 3 * D * M) + 4 * D * T
+  head = 3 * 2 * D * V / 2
+  # A stage has 2 layers, forward, and again with the way back; the last product is not done again.
+  by_hand = tokens * (2 * 4 * layer + head)
+  assert head > 3 * layer
+  assert report["flops_per_device"]["program_pass"] == pytest.approx(by_hand, rel=0.06)
+  assert 0.94 < report["estimate"]["coverage"] < 1.06
