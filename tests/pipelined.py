@@ -42,14 +42,15 @@ class Case:
   hop: int = 1
   length: int = 9
   gpt2: bool = False
+  stash: str = "input"
 
   @property
   def pipeline(self) -> Pipeline:
     groups = self.axes[0] * self.axes[1]
     layers = LAYERS // self.stages // self.repeats
     rows = ROWS // PASSES // CUTS // groups
-    stages, repeats = self.stages, self.repeats
-    return Pipeline("", stages, repeats, layers, CUTS, PASSES, PASSES, 1, rows, (CUTS,), self.hop)
+    sizes = (self.stages, self.repeats, layers, CUTS, PASSES, PASSES, 1, rows)
+    return Pipeline("", *sizes, (CUTS,), self.hop, self.stash)
 
   @property
   def model(self) -> Model:

@@ -122,6 +122,8 @@ LAYERS = {
     "state",
     "accumulate",
     "pipeline.parts",
+    "pipeline.kept",
+    "pipeline.stash",
     "pipeline.tick",
     "pipeline.run",
     "pipeline.stage_order",

@@ -40,6 +40,7 @@ class Pipeline:
     rows: samples of one microbatch in each group of devices that see different samples.
     choices: what num_pipeline_microbatches could be instead, this one included.
     hop: ticks to hand a result on.
+    stash: what a stage keeps of a microbatch until its backward: input or residuals.
   """
 
   schedule: str
@@ -53,6 +54,7 @@ class Pipeline:
   rows: int
   choices: tuple[int, ...]
   hop: int
+  stash: str = "input"
 
   @property
   def shape(self) -> Shape:
@@ -82,6 +84,7 @@ class Pipeline:
       "num_pipeline_microbatches": self.cuts,
       "microbatches_in_a_timetable": self.shape.microbatches,
       "samples_per_microbatch_and_group": self.rows,
+      "pipeline_stash": self.stash,
       "bubble": float(predicted_bubble(self.shape)),
     }
 
@@ -94,7 +97,7 @@ class Pipeline:
     return (
       f"{self.schedule}: {' × '.join(sizes)}; {self.shape.microbatches:,} microbatches in a "
       f"timetable, each of {counted(self.rows, 'sample')} per group of devices; bubble "
-      f"{percent(predicted_bubble(self.shape))}"
+      f"{percent(predicted_bubble(self.shape))}; {self.stash} kept until the backward"
     )
 
 
@@ -173,6 +176,7 @@ def _divided(config: Config, plan: BatchPlan) -> Pipeline:
     rows=plan.micro_batch_to_train // plan.topology.num_batch_groups // cuts,
     choices=choices,
     hop=hop,
+    stash=keys.pipeline_stash,
   )
 
 

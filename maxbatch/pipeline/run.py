@@ -18,9 +18,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from maxbatch.batch.pipelining import Pipeline
 from maxbatch.models.registry import Model, Parameters
+from maxbatch.pipeline.kept import Given
 from maxbatch.pipeline.parts import Leaves, Parts, divided, joined
 from maxbatch.pipeline.rows_of_ticks import Ticks
 from maxbatch.pipeline.schedule import Limits
+from maxbatch.pipeline.stash import make_stash
 from maxbatch.pipeline.tick import Stage
 from maxbatch.rows import Rows
 from maxbatch.state import Sums
@@ -82,20 +84,35 @@ def _local_gradients(
 ) -> tuple[Leaves, Leaves, Sums]:
   """What one stage of one replica computes, summed over stages and replicas where it must be."""
   by_repeat = functools.partial(_by_repeat, repeats=pipeline.repeats)
+  layers, rest, microbatch = by_repeat(params[0]), params[1], _cut(rows, pipeline.cuts)
   stage = Stage(
     parts=parts,
-    layers=by_repeat(params[0]),
-    rest=params[1],
+    layers=layers,
+    rest=rest,
     number=number[0],
     count=pipeline.stages,
     hop=pipeline.hop,
-    microbatch=_cut(rows, pipeline.cuts),
+    microbatch=microbatch,
     ticks=ticks,
+    stash=make_stash(pipeline.stash, parts, rest, _shapes(parts, layers, rest, microbatch)),
   )
   held = stage.run(by_repeat(zeros[0]), zeros[1], room)
   d_layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), held.d_layers)
   d_rest, sums = lax.psum((held.d_rest, held.sums), ("data", "stage"))
   return lax.psum(d_layers, "data"), d_rest, sums
+
+
+def _shapes(
+  parts: Parts, layers: Leaves, rest: Leaves, microbatch: Callable[[jax.Array], Rows]
+) -> Given:
+  """Of what the layers of one repeat are given."""
+
+  def given() -> Given:
+    rows, first = microbatch(jnp.int32(0)), jnp.int32(0)
+    one = {path: leaf[0] for path, leaf in layers.items()}
+    return Given(one, parts.embed(layers, rest, rows), rows, first)
+
+  return jax.eval_shape(given)
 
 
 def _by_repeat(layers: Leaves, repeats: int) -> Leaves:
