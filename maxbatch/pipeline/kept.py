@@ -2,9 +2,10 @@
 
 R rows of a microbatch, T tokens, D width of the residual stream.
 
-The arrays come out of the model's inside, where nothing names their dims. Which of them fsdp or
-tensor divides is found by computing the shapes again with twice the rows, and with twice the heads
-and twice the width of the feed-forward layer: the dims that have become larger are it.
+The arrays come out of the model's inside, where nothing names their dims. So their shapes are
+computed again with twice the rows and with twice the heads and feed-forward width: the dims that
+grow are those that fsdp and tensor divide. What comes out of a shard_map inside the model, as around
+a kernel, has the devices themselves in a dim, which is found by computing without tensor.
 """
 
 import math
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import AbstractMesh
 
 from maxbatch.pipeline.parts import Leaves, Parts, divided
 from maxbatch.rows import Rows
@@ -60,29 +62,43 @@ def kept_leaves(
   parts: Parts, rest: Leaves, given: Given, places: Sequence[int | None]
 ) -> tuple[Kept, ...]:
   """Those leaves of the way back that have a place, in the order of the places."""
-
-  def shapes(parts: Parts, rest: Leaves, given: Given) -> list[Any]:
-    _, go_back = jax.eval_shape(lambda *some: linearized(parts, *some), rest, given)
-    leaves = dict(zip(places, jax.tree.leaves(go_back), strict=True))
-    return [leaves[place] for place in range(len(set(places) - {None}))]
-
-  found, sizes = shapes(parts, rest, given), open_sizes()
-  axes: list[LogicalAxes] = [(None,) * leaf.ndim for leaf in found]
+  leaves, sizes = _leaves(parts, rest, given), open_sizes()
+  axes: list[LogicalAxes] = [(None,) * leaf.ndim for leaf in leaves]
   if sizes["tensor"] > 1:
-    larger = shapes(*_with_more_heads(parts, given))
-    axes = [_named("heads", *each) for each in zip(axes, found, larger, strict=True)]
+    axes = _named("heads", axes, leaves, _leaves(*_with_more_heads(parts, given)))
   if sizes["fsdp"] > 1:
-    larger = shapes(parts, rest, _with_more_rows(given))
-    axes = [_named("batch", *each) for each in zip(axes, found, larger, strict=True)]
-  return tuple(
-    Kept(leaf.shape, np.dtype(leaf.dtype), names) for leaf, names in zip(found, axes, strict=True)
-  )
+    axes = _named("batch", axes, leaves, _leaves(parts, rest, _with_more_rows(given)))
+  if sizes["tensor"] > 1:
+    with jax.sharding.use_abstract_mesh(_without_tensor()):
+      whole = _leaves(parts, rest, given)
+    axes = _named("device_part", axes, whole, leaves)
+  found = dict(zip(places, zip(leaves, axes, strict=True), strict=True))
+  kept = (found[place] for place in range(len(set(places) - {None})))
+  return tuple(Kept(leaf.shape, np.dtype(leaf.dtype), names) for leaf, names in kept)
 
 
-def _named(name: str, axes: LogicalAxes, leaf: Any, larger: Any) -> LogicalAxes:
-  """The axes with a name for the dims that have become larger."""
-  dims = zip(axes, leaf.shape, larger.shape, strict=True)
-  return tuple(axis if size == other else name for axis, size, other in dims)
+def _leaves(parts: Parts, rest: Leaves, given: Given) -> list[Any]:
+  """Shapes of all leaves of the way back."""
+  _, go_back = jax.eval_shape(lambda *some: linearized(parts, *some), rest, given)
+  return jax.tree.leaves(go_back)
+
+
+def _named(
+  name: str, axes: list[LogicalAxes], before: Sequence[Any], after: Sequence[Any]
+) -> list[LogicalAxes]:
+  """The axes with a name for dims that grow and none for those that shrink.
+
+  Of a model that keeps other arrays at another size nothing can be said: its dims stay whole.
+  """
+  if [leaf.ndim for leaf in before] != [leaf.ndim for leaf in after]:
+    return axes
+
+  def one(axes: LogicalAxes, shape: Sequence[int], other: Sequence[int]) -> LogicalAxes:
+    dims = zip(axes, shape, other, strict=True)
+    return tuple(name if b > a else None if b < a else axis for axis, a, b in dims)
+
+  each = zip(axes, before, after, strict=True)
+  return [one(names, leaf.shape, other.shape) for names, leaf, other in each]
 
 
 def _with_more_rows(given: Given) -> Given:
@@ -100,3 +116,10 @@ def _with_more_heads(parts: Parts, given: Given) -> tuple[Parts, Leaves, Given]:
     for path, leaf in layers.items()
   }
   return parts, rest, given._replace(layers=few)
+
+
+def _without_tensor() -> AbstractMesh:
+  """As many devices, those along tensor among the stages: inside one all stages are alike."""
+  mesh = jax.sharding.get_abstract_mesh()
+  sizes = mesh.shape | {"tensor": 1, "stage": mesh.shape["stage"] * mesh.shape["tensor"]}
+  return mesh.update(axis_sizes=tuple(sizes[name] for name in mesh.axis_names))

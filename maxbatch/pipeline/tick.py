@@ -268,7 +268,8 @@ class Stage:
     if isinstance(result, dict):
       return self._laid_out(result)
     if isinstance(result, Forward):
-      return Forward(*map(self._placed, result[:2]), self._kept_placed(result.kept))
+      x_RTD, y_RTD = self._placed(result.x_RTD), self._placed(result.y_RTD)
+      return Forward(x_RTD, y_RTD, self._kept_placed(result.kept))
     if isinstance(result, tuple):
       parts = [self._placed(each) for each in result]
       return Sums(*parts) if isinstance(result, Sums) else tuple(parts)
