@@ -43,6 +43,8 @@ class Case:
   length: int = 9
   gpt2: bool = False
   stash: str = "input"
+  keys: tuple[tuple[str, object], ...] = ()
+  """Keys of the model that should change nothing."""
 
   @property
   def pipeline(self) -> Pipeline:
@@ -54,7 +56,7 @@ class Case:
 
   @property
   def model(self) -> Model:
-    return plain_model(self.gpt2, self.length)
+    return plain_model(self.gpt2, self.length, self.keys)
 
   @property
   def room(self) -> Limits:
@@ -68,10 +70,11 @@ class Case:
 
 
 @functools.cache
-def plain_model(gpt2: bool, length: int) -> Model:
+def plain_model(gpt2: bool, length: int, more: tuple[tuple[str, object], ...] = ()) -> Model:
   keys = {"base_num_decoder_layers": LAYERS, "base_emb_dim": 16, "head_dim": 4, "base_mlp_dim": 32}
   keys |= {"max_target_length": length, "dropout_rate": 0.1, "z_loss_multiplier": 1e-3}
-  return build_model(model_config(**keys, **(GPT2 if gpt2 else {})), length)
+  keys |= GPT2 if gpt2 else {}
+  return build_model(model_config(**keys | dict(more)), length)
 
 
 @functools.cache

@@ -150,6 +150,7 @@ LAYERS = {
     "compile.compile_only",
     "batch.autotune",
     "compile.modes",
+    "pipeline.kept_bytes",
     "noise.run",
     "noise.prepare",
     "loop",

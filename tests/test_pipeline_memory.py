@@ -12,6 +12,7 @@ from support import config
 
 from maxbatch.batch.plan import plan_batches
 from maxbatch.data import synthetic
+from maxbatch.pipeline.kept_bytes import residual_bytes
 from maxbatch.pipeline.rows_of_ticks import room_for
 from maxbatch.prepare import build_trainer, step_rows, traced_step
 from maxbatch.topology import topology
@@ -33,9 +34,11 @@ KEYS = {
 
 
 @functools.cache
-def temporary_bytes(schedule: str, repeats: int, passes: int) -> tuple[int, int]:
-  """Of one device in a step of STAGES × passes microbatches; and of its slots."""
-  keys = {"pipeline_schedule": schedule, "num_pipeline_repeats": repeats}
+def temporary_bytes(
+  schedule: str, repeats: int, passes: int, stash: str = "input"
+) -> tuple[int, int]:
+  """Of one device in a step of STAGES × passes microbatches; and of its slots, as predicted."""
+  keys = {"pipeline_schedule": schedule, "num_pipeline_repeats": repeats, "pipeline_stash": stash}
   settings = config(**KEYS, **keys, gradient_accumulation_steps=passes)
   plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, STAGES))
   trainer = build_trainer(settings, plan, jax.devices()[:STAGES])
@@ -46,11 +49,16 @@ def temporary_bytes(schedule: str, repeats: int, passes: int) -> tuple[int, int]
   lowered = traced_step(settings, trainer, rows).lower()
   found = lowered.compile(compiler_options=QUICKLY).memory_analysis()
   assert found is not None
-  return found.temp_size_in_bytes, sum(vars(room_for(trainer.pipeline)).values()) * R * T * D * 4
+  room = room_for(trainer.pipeline)
+  slots = sum(vars(room).values()) * R * T * D * 4
+  if stash == "residuals":
+    slots += room.inputs * residual_bytes(settings, plan, trainer.pipeline)
+  return found.temp_size_in_bytes, slots
 
 
-def test_one_forward_one_backward_holds_no_more_for_more_microbatches():
-  few, many = (temporary_bytes("1f1b", 1, passes)[0] for passes in (2, 8))
+@pytest.mark.parametrize("stash", ["input", "residuals"])
+def test_one_forward_one_backward_holds_no_more_for_more_microbatches(stash):
+  few, many = (temporary_bytes("1f1b", 1, passes, stash)[0] for passes in (2, 8))
   assert many == pytest.approx(few, rel=0.02)
 
 
@@ -58,6 +66,14 @@ def test_one_forward_one_backward_holds_no_more_for_more_microbatches():
 def test_after_all_forwards_memory_grows_as_predicted(schedule, repeats):
   (few, slots), (many, more_slots) = (temporary_bytes(schedule, repeats, n) for n in (2, 8))
   assert many > 1.3 * few
+  assert many - few == pytest.approx(more_slots - slots, rel=0.02)
+
+
+def test_residuals_take_what_is_predicted():
+  (few, slots), (many, more_slots) = (
+    temporary_bytes("gpipe", 1, passes, "residuals") for passes in (2, 4)
+  )
+  assert more_slots - slots > 20 * (2 * STAGES) * R * T * D * 4  # not inputs alone
   assert many - few == pytest.approx(more_slots - slots, rel=0.02)
 
 

@@ -76,7 +76,8 @@ def test_the_batch_is_cut_into_pieces_and_its_passes_are_folded_in():
   assert one.choices == (4, 8, 16)
   assert one.with_cuts(16).rows == 1
   assert f"{one}".endswith(
-    "32 microbatches in a timetable, each of 4 samples per group of devices; bubble 8.6%"
+    "32 microbatches in a timetable, each of 4 samples per group of devices; bubble 8.6%; "
+    "pipeline_stash=input"
   )
 
 

@@ -97,7 +97,7 @@ class Pipeline:
     return (
       f"{self.schedule}: {' × '.join(sizes)}; {self.shape.microbatches:,} microbatches in a "
       f"timetable, each of {counted(self.rows, 'sample')} per group of devices; bubble "
-      f"{percent(predicted_bubble(self.shape))}; {self.stash} kept until the backward"
+      f"{percent(predicted_bubble(self.shape))}; pipeline_stash={self.stash}"
     )
 
 

@@ -12,6 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from maxbatch.batch.pipelining import Pipeline
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.config.schema import Config
+from maxbatch.errors import UserError
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import build_model
 from maxbatch.pipeline.parts import in_parts
@@ -24,8 +25,14 @@ def residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
   """Bytes of the residuals of one microbatch on one device, its input not among them.
 
   Raises:
-    UserError: the model does not come in parts, or attention=flash has no kernel there.
+    UserError: the model does not come in parts, attention=flash has no kernel there, or
+      remat_policy is still to be chosen.
   """
+  if config.model.remat_policy == "explore":
+    raise UserError(
+      "remat_policy=explore tries several policies, and pipeline_stash=residuals keeps what one of "
+      "them says; for example remat_policy=none"
+    )
   found = 0
 
   # Under one trace, since even a random key would otherwise look for a device to be made on.
