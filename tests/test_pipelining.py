@@ -274,6 +274,7 @@ UNUSED = {
   "num_pipeline_repeats=1": "num_pipeline_repeats=-1",
   "num_layers_per_pipeline_stage=2": "num_layers_per_pipeline_stage=-1",
   "pipeline_delay_activation_forwarding=true": "pipeline_delay_activation_forwarding=false",
+  "pipeline_stash=residuals": "pipeline_stash=input",
 }
 
 

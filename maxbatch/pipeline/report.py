@@ -219,7 +219,8 @@ def _entries(table: Timetable) -> str:
 
 
 def _mib(size: int) -> str:
-  return f"{size / 2**20:,.3g} MiB"
+  mib = size / 2**20
+  return f"{mib:,.0f} MiB" if mib >= 100 else f"{mib:.3g} MiB"
 
 
 def _line(name: str, text: str) -> str:
