@@ -111,7 +111,9 @@ def test_what_residuals_add(capsys):
   keys = [*KEYS, "pipeline_stash=residuals", "remat_policy=full", "base_num_decoder_layers=8"]
   # 4 rows of 128 tokens, 128 wide in float32, and the same for each of 2 layers.
   text = show(capsys, *keys)
-  assert "\n  residuals     7 slots on every stage, 3.5 MiB a device, with remat_policy=full\n" in text
+  assert (
+    "\n  residuals     7 slots on every stage, 3.5 MiB a device, with remat_policy=full\n" in text
+  )
   assert (
     "a stage keeps 7 × (0.25 MiB + 0.5 MiB) = 5.25 MiB; with pipeline_stash=input 7 × 0.25 MiB = "
     "1.75 MiB\n"
