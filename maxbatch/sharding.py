@@ -32,6 +32,7 @@ LOGICAL_AXIS_RULES: dict[str | None, tuple[str, ...]] = {
   "activation_embed": (),
   "fsdp_part": ("fsdp",),
   "tensor_part": ("tensor",),
+  "device_part": ("fsdp", "tensor"),
   None: (),
 }
 

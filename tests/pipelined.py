@@ -42,18 +42,21 @@ class Case:
   hop: int = 1
   length: int = 9
   gpt2: bool = False
+  stash: str = "input"
+  keys: tuple[tuple[str, object], ...] = ()
+  """Keys of the model that should change nothing."""
 
   @property
   def pipeline(self) -> Pipeline:
     groups = self.axes[0] * self.axes[1]
     layers = LAYERS // self.stages // self.repeats
     rows = ROWS // PASSES // CUTS // groups
-    stages, repeats = self.stages, self.repeats
-    return Pipeline("", stages, repeats, layers, CUTS, PASSES, PASSES, 1, rows, (CUTS,), self.hop)
+    sizes = (self.stages, self.repeats, layers, CUTS, PASSES, PASSES, 1, rows)
+    return Pipeline("", *sizes, (CUTS,), self.hop, self.stash)
 
   @property
   def model(self) -> Model:
-    return plain_model(self.gpt2, self.length)
+    return plain_model(self.gpt2, self.length, self.keys)
 
   @property
   def room(self) -> Limits:
@@ -67,10 +70,11 @@ class Case:
 
 
 @functools.cache
-def plain_model(gpt2: bool, length: int) -> Model:
+def plain_model(gpt2: bool, length: int, more: tuple[tuple[str, object], ...] = ()) -> Model:
   keys = {"base_num_decoder_layers": LAYERS, "base_emb_dim": 16, "head_dim": 4, "base_mlp_dim": 32}
   keys |= {"max_target_length": length, "dropout_rate": 0.1, "z_loss_multiplier": 1e-3}
-  return build_model(model_config(**keys, **(GPT2 if gpt2 else {})), length)
+  keys |= GPT2 if gpt2 else {}
+  return build_model(model_config(**keys | dict(more)), length)
 
 
 @functools.cache

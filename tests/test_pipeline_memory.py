@@ -1,4 +1,4 @@
-"""What a pipeline's step holds, by the compiler's account, on four simulated devices.
+"""What a pipeline's step holds and computes, by the compiler's account, on four simulated devices.
 
 R samples of a microbatch, T tokens, D width, V vocabulary, in float32.
 """
@@ -12,6 +12,7 @@ from support import config
 
 from maxbatch.batch.plan import plan_batches
 from maxbatch.data import synthetic
+from maxbatch.pipeline.kept_bytes import residual_bytes
 from maxbatch.pipeline.rows_of_ticks import room_for
 from maxbatch.prepare import build_trainer, step_rows, traced_step
 from maxbatch.topology import topology
@@ -33,9 +34,11 @@ KEYS = {
 
 
 @functools.cache
-def temporary_bytes(schedule: str, repeats: int, passes: int) -> tuple[int, int]:
-  """Of one device in a step of STAGES × passes microbatches; and of its slots."""
-  keys = {"pipeline_schedule": schedule, "num_pipeline_repeats": repeats}
+def compiled(
+  schedule: str, repeats: int, passes: int, stash: str = "input"
+) -> tuple[jax.stages.Compiled, int]:
+  """A step of STAGES × passes microbatches, and the predicted bytes of one device's slots."""
+  keys = {"pipeline_schedule": schedule, "num_pipeline_repeats": repeats, "pipeline_stash": stash}
   settings = config(**KEYS, **keys, gradient_accumulation_steps=passes)
   plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, STAGES))
   trainer = build_trainer(settings, plan, jax.devices()[:STAGES])
@@ -44,13 +47,26 @@ def temporary_bytes(schedule: str, repeats: int, passes: int) -> tuple[int, int]
   source = synthetic.build(settings.data, T).train
   rows = step_rows(settings, plan, source, plan.micro_batch_to_train)
   lowered = traced_step(settings, trainer, rows).lower()
-  found = lowered.compile(compiler_options=QUICKLY).memory_analysis()
+  room = room_for(trainer.pipeline)
+  slots = sum(vars(room).values()) * R * T * D * 4
+  if stash == "residuals":
+    slots += room.inputs * residual_bytes(settings, plan, trainer.pipeline)
+  return lowered.compile(compiler_options=QUICKLY), slots
+
+
+def temporary_bytes(
+  schedule: str, repeats: int, passes: int, stash: str = "input"
+) -> tuple[int, int]:
+  """Of one device, and of its slots as predicted."""
+  program, slots = compiled(schedule, repeats, passes, stash)
+  found = program.memory_analysis()
   assert found is not None
-  return found.temp_size_in_bytes, sum(vars(room_for(trainer.pipeline)).values()) * R * T * D * 4
+  return found.temp_size_in_bytes, slots
 
 
-def test_one_forward_one_backward_holds_no_more_for_more_microbatches():
-  few, many = (temporary_bytes("1f1b", 1, passes)[0] for passes in (2, 8))
+@pytest.mark.parametrize("stash", ["input", "residuals"])
+def test_one_forward_one_backward_holds_no_more_for_more_microbatches(stash):
+  few, many = (temporary_bytes("1f1b", 1, passes, stash)[0] for passes in (2, 8))
   assert many == pytest.approx(few, rel=0.02)
 
 
@@ -59,6 +75,28 @@ def test_after_all_forwards_memory_grows_as_predicted(schedule, repeats):
   (few, slots), (many, more_slots) = (temporary_bytes(schedule, repeats, n) for n in (2, 8))
   assert many > 1.3 * few
   assert many - few == pytest.approx(more_slots - slots, rel=0.02)
+
+
+def test_residuals_take_what_is_predicted():
+  (few, slots), (many, more_slots) = (
+    temporary_bytes("gpipe", 1, passes, "residuals") for passes in (2, 4)
+  )
+  assert more_slots - slots > 20 * (2 * STAGES) * R * T * D * 4  # not inputs alone
+  assert many - few == pytest.approx(more_slots - slots, rel=0.02)
+
+
+def test_with_residuals_the_layers_are_computed_once():
+  flops = []
+  for stash in ("input", "residuals"):
+    analysis = compiled("1f1b", 1, 2, stash)[0].cost_analysis()
+    assert analysis is not None
+    flops.append(analysis["flops"])
+  again, once = flops
+  # The forward of a layer, of which the scan over layers counts one; a loop's body counts once too.
+  heads, kv_heads, width, mlp = 4, 2, 8, 64
+  matrices = D * width * 2 * (heads + kv_heads) + 3 * D * mlp
+  forward = 2 * R * T * matrices + 2 * 2 * R * heads * T * T * width
+  assert again - once == pytest.approx(forward, rel=0.1)
 
 
 def test_no_stage_holds_the_logits_of_a_whole_microbatch():

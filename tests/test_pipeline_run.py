@@ -27,6 +27,14 @@ CASES = [
   # Fewer microbatches than stages, segments, tied and learned embeddings.
   (Case(stages=4, length=8, gpt2=True), ONCE, (1, 2, 3, ALL)),
 ]
+FULL, MINIMAL = (("remat_policy", "full"),), (("remat_policy", "minimal"),)
+UNROLLED = ("scan_layers", "false")
+KEEPING = [
+  (Case(stash="residuals", repeats=2, axes=(1, 2, 2)), ROUNDS, (CUTS, ALL)),
+  (Case(stash="residuals", repeats=3, hop=2, axes=(1, 2, 1), keys=MINIMAL), ROUNDS, (ALL,)),
+  (Case(stash="residuals", stages=4, length=8, gpt2=True, keys=(*FULL, UNROLLED)), ONCE, (2, ALL)),
+]
+"""Every remat_policy: the first has what the configuration says, none."""
 
 
 def error(found, expected) -> float:
@@ -45,9 +53,10 @@ def error(found, expected) -> float:
       case,
       name,
       count,
-      id=f"{name}-{count}-of-{case.stages}x{case.repeats}-{'x'.join(map(str, case.axes))}",
+      id="-".join([name, str(count), f"of-{case.stages}x{case.repeats}", *map(str, case.axes)])
+      + ("" if case.stash == "input" else f"-{case.stash}"),
     )
-    for case, names, counts in CASES
+    for case, names, counts in CASES + KEEPING
     for name in names
     for count in counts
   ],
@@ -59,6 +68,15 @@ def test_any_timetable_gives_the_gradients_of_the_plain_step(case, schedule, mic
   assert error(gradients, expected) < 2e-6
   assert sums.loss == pytest.approx(float(loss), rel=1e-6)
   assert sums.weight == np.sum(make_rows(case, microbatches).weights)
+
+
+def test_in_bfloat16_residuals_are_what_would_be_computed_again():
+  keys = ("dtype", "bfloat16"), ("remat_policy", "minimal")
+  ways = [Case(stash=stash, keys=keys) for stash in ("input", "residuals")]
+  again, kept = (pipelined(case, "1f1b", ALL)[0] for case in ways)
+  assert error(kept, again) < 1e-3
+  # Rounding to bfloat16 itself is far more.
+  assert error(kept, plain(False, 9, ALL)[1]) > 3e-3
 
 
 def test_the_rows_hold_a_microbatch_of_padding_only():
@@ -88,10 +106,11 @@ def fresh_programs():
 
 
 @pytest.mark.usefixtures("fresh_programs")
-def test_what_idle_stages_compute_changes_nothing(monkeypatch):
+@pytest.mark.parametrize("stash", ["input", "residuals"])
+def test_what_idle_stages_compute_changes_nothing(monkeypatch, stash):
   poisoned(monkeypatch)
   for name in ROUNDS:
-    gradients, sums = pipelined(Case(repeats=2), name, CUTS)
+    gradients, sums = pipelined(Case(repeats=2, stash=stash), name, CUTS)
     loss, expected = plain(False, 9, CUTS)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
     assert error(gradients, expected) < 2e-6

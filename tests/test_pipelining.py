@@ -76,7 +76,8 @@ def test_the_batch_is_cut_into_pieces_and_its_passes_are_folded_in():
   assert one.choices == (4, 8, 16)
   assert one.with_cuts(16).rows == 1
   assert f"{one}".endswith(
-    "32 microbatches in a timetable, each of 4 samples per group of devices; bubble 8.6%"
+    "32 microbatches in a timetable, each of 4 samples per group of devices; bubble 8.6%; "
+    "pipeline_stash=input"
   )
 
 
@@ -273,6 +274,7 @@ UNUSED = {
   "num_pipeline_repeats=1": "num_pipeline_repeats=-1",
   "num_layers_per_pipeline_stage=2": "num_layers_per_pipeline_stage=-1",
   "pipeline_delay_activation_forwarding=true": "pipeline_delay_activation_forwarding=false",
+  "pipeline_stash=residuals": "pipeline_stash=input",
 }
 
 

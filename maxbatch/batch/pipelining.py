@@ -41,6 +41,7 @@ class Pipeline:
     rows: samples of one microbatch in each group of devices that see different samples.
     choices: what num_pipeline_microbatches could be instead, this one included.
     hop: ticks to hand a result on.
+    stash: what a stage keeps of a microbatch until its backward: input or residuals.
     is_open: whether `cuts` is still to be chosen from `choices`, by time; until then the fewest.
   """
 
@@ -55,6 +56,7 @@ class Pipeline:
   rows: int
   choices: tuple[int, ...]
   hop: int
+  stash: str = "input"
   is_open: bool = False
 
   @property
@@ -103,6 +105,7 @@ class Pipeline:
       "num_pipeline_microbatches": self.cuts,
       "microbatches_in_a_timetable": self.shape.microbatches,
       "samples_per_microbatch_and_group": self.rows,
+      "pipeline_stash": self.stash,
       "bubble": float(predicted_bubble(self.shape)),
       "choice": self.choice,
       "choices": list(self.choices),
@@ -117,7 +120,7 @@ class Pipeline:
     return (
       f"{self.schedule}: {' × '.join(sizes)}; {self.shape.microbatches:,} microbatches in a "
       f"timetable, each of {counted(self.rows, 'sample')} per group of devices; bubble "
-      f"{percent(predicted_bubble(self.shape))}"
+      f"{percent(predicted_bubble(self.shape))}; pipeline_stash={self.stash}"
     )
 
 
@@ -196,6 +199,7 @@ def _divided(config: Config, plan: BatchPlan) -> Pipeline:
     rows=plan.micro_batch_to_train // plan.topology.num_batch_groups // cuts,
     choices=choices,
     hop=hop,
+    stash=keys.pipeline_stash,
     is_open=keys.num_pipeline_microbatches == -1 and len(choices) > 1,
   )
 

@@ -32,7 +32,17 @@ from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.models import attention, dot_product, flash, layers, probes, registry, transformer
 from maxbatch.models.registry import MODELS
-from maxbatch.pipeline import parts, rows_of_ticks, run, schedule, slots, stage_order, tick
+from maxbatch.pipeline import (
+  kept,
+  parts,
+  rows_of_ticks,
+  run,
+  schedule,
+  slots,
+  stage_order,
+  stash,
+  tick,
+)
 from maxbatch.step import Trainer
 
 MICRO_BATCHES = "micro_batch_to_train"
@@ -75,6 +85,7 @@ BAKED = (
   "num_pipeline_repeats",
   "num_layers_per_pipeline_stage",
   "pipeline_delay_activation_forwarding",
+  "pipeline_stash",
   "dataset_type",
   "packing",
   "opt_type",
@@ -195,6 +206,7 @@ STEP_MODULES = (
   dot_product,
   dropout,
   flash,
+  kept,
   layers,
   loss,
   optim,
@@ -210,6 +222,7 @@ STEP_MODULES = (
   sharding,
   slots,
   stage_order,
+  stash,
   state,
   step,
   tick,

@@ -119,6 +119,7 @@ class PipelineConfig:
   num_pipeline_repeats: PositiveOrUnset
   num_layers_per_pipeline_stage: PositiveOrUnset
   pipeline_delay_activation_forwarding: bool
+  pipeline_stash: Literal["input", "residuals"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -182,12 +182,14 @@ def _apply_layers(
 def _remat_policy(name: str) -> Callable[..., bool] | None:
   """What the backward pass may keep; None: everything.
 
-  Where fsdp divides the parameters even `none` keeps no gathered copies: those of all layers
-  together would be the whole model on every device.
+  Where devices divide the parameters even `none` keeps no gathered copies: those of all layers
+  together would be the whole model on every device. In a pipeline, which may keep all this for many
+  microbatches, it keeps no casts either.
   """
   if name != "none":
     return REMAT_POLICIES[name]
-  divided = jax.sharding.get_abstract_mesh().shape.get("fsdp", 1) > 1
+  sizes = jax.sharding.get_abstract_mesh().shape
+  divided = any(sizes.get(axis, 1) > 1 for axis in ("fsdp", "stage"))
   return _all_but_moved if divided else None
 
 

@@ -1,6 +1,7 @@
 """python -m maxbatch.pipeline config=… [key=value …]: the timetable of a pipeline, at once."""
 
 import dataclasses
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +28,8 @@ HELP = f"""\
 Usage: {COMMAND} config=FILE [key=value ...] [--csv FILE] [--svg FILE] [--trace FILE] [--check FILE]
 
 Prints which stage computes which microbatch when, how much of the time is idle, what every stage
-keeps, and the same for the other schedules, without touching a device. Training cannot run it yet.
+keeps, and the same for the other schedules, without touching a device. What pipeline_stash=residuals
+keeps is found by tracing the model, which takes seconds.
 The devices are num_simulated_devices, or those of compile_topology, or num_devices=64.
   --csv FILE    writes the timetable, a row for each tick and stage
   --check FILE  reads such a file instead of the schedule, and names its first fault
@@ -104,7 +106,13 @@ def make_report(request: Request) -> Report:
   file = request.files.get("--check")
   table = _checked(file, pipeline) if file else timetable(pipeline.schedule, pipeline.shape)
   source = f"{pipeline.schedule}, as {file} has it" if file else pipeline.schedule
-  return Report(config, plan, pipeline, table, run(table), source)
+  kept = None
+  if pipeline.stash == "residuals":
+    # Only where it is asked for: it imports jax, and the rest of the command does without.
+    kept = importlib.import_module("maxbatch.pipeline.kept_bytes").residual_bytes(
+      config, plan, pipeline
+    )
+  return Report(config, plan, pipeline, table, run(table), source, kept)
 
 
 def _overview(request: Request) -> str:

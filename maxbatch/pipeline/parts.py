@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from maxbatch.dropout import sample_keys
 from maxbatch.errors import UserError
 from maxbatch.loss import cross_entropy_parts, num_tiles
-from maxbatch.models.registry import LayeredModel, Model, Parameters
+from maxbatch.models.registry import LayeredModel, Model, Parameters, build_model
 from maxbatch.rows import Rows
 
 Leaves = dict[tuple[str, ...], jax.Array]
@@ -69,6 +69,17 @@ class Parts:
     z_weight = config.z_loss_multiplier
     rows = hidden_RTD, matrix_DV, targets_RT, weights_RT
     return cross_entropy_parts(*rows, tiles, z_weight).sum()
+
+  def with_more_heads(self, length: int) -> "Parts":
+    """The same kind of model with twice of what tensor divides in a layer, for rows of `length`."""
+    config = self.model.config
+    wider = dataclasses.replace(
+      config,
+      base_num_query_heads=2 * config.base_num_query_heads,
+      base_num_kv_heads=2 * config.base_num_kv_heads,
+      base_mlp_dim=2 * config.base_mlp_dim,
+    )
+    return dataclasses.replace(self, model=build_model(wider, length))
 
   def _bound(self, layers: Leaves, rest: Leaves) -> LayeredModel:
     return in_parts(self.model, joined(layers, rest))

@@ -15,7 +15,10 @@ def check_unused(config: PipelineConfig) -> None:
   """
   if config.pipeline_schedule != "none":
     return
-  unset = dict.fromkeys(_NUMBERS, -1) | {"pipeline_delay_activation_forwarding": False}
+  unset = dict.fromkeys(_NUMBERS, -1) | {
+    "pipeline_delay_activation_forwarding": False,
+    "pipeline_stash": "input",
+  }
   for key, value in unset.items():
     if vars(config)[key] != value:
       raise UserError(

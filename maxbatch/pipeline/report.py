@@ -43,6 +43,8 @@ class Report:
   outcome: Outcome
   source: str
   """Where the timetable is from: a schedule's name or a file."""
+  residual_bytes: int | None = None
+  """Of one microbatch on one device, where pipeline_stash=residuals."""
 
   def __str__(self) -> str:
     parts = [
@@ -90,6 +92,8 @@ class Report:
     if len({stage.trips for stage in self.plan.stages}) > 1 and one.timetables == 1:
       yield _line("", self._ramp())
     yield _line("inputs kept", self._held(self.outcome.inputs, self.outcome.input_slots))
+    if self.residual_bytes is not None:
+      yield from self._residuals(self.residual_bytes)
     yield _line("gradients", self._held(self.outcome.gradients, self.outcome.gradient_slots))
     yield _line("imbalance", _imbalance(self.config.model, one))
 
@@ -109,6 +113,20 @@ class Report:
     return (
       f"{counted(slots, 'slot')} on every stage, {_mib(room)} a device; at most "
       f"{' '.join(map(str, held))} in use on stages 0 to {self.pipeline.stages - 1}"
+    )
+
+  def _residuals(self, each: int) -> Iterator[str]:
+    """With the inputs, all that a stage keeps until its backwards; and without, by the other key."""
+    slots, alone = max(self.outcome.input_slots), input_bytes(self.config, self.pipeline)
+    yield _line(
+      "residuals",
+      f"{counted(slots, 'slot')} on every stage, {_mib(slots * each)} a device, with "
+      f"remat_policy={self.config.model.remat_policy}",
+    )
+    yield _line(
+      "",
+      f"a stage keeps {slots} × ({_mib(alone)} + {_mib(each)}) = {_mib(slots * (alone + each))}; "
+      f"with pipeline_stash=input {slots} × {_mib(alone)} = {_mib(slots * alone)}",
     )
 
   def _choices(self) -> str:
@@ -203,7 +221,8 @@ def _entries(table: Timetable) -> str:
 
 
 def _mib(size: int) -> str:
-  return f"{size / 2**20:,.3g} MiB"
+  mib = size / 2**20
+  return f"{mib:,.0f} MiB" if mib >= 100 else f"{mib:.3g} MiB"
 
 
 def _line(name: str, text: str) -> str:

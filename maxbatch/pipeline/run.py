@@ -14,19 +14,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from maxbatch.batch.pipelining import Pipeline
 from maxbatch.models.registry import Model, Parameters
+from maxbatch.pipeline.kept import Given
 from maxbatch.pipeline.parts import Leaves, Parts, divided, joined
 from maxbatch.pipeline.rows_of_ticks import Ticks
 from maxbatch.pipeline.schedule import Limits
+from maxbatch.pipeline.stash import Stash, make_stash
 from maxbatch.pipeline.tick import Stage
 from maxbatch.rows import Rows
 from maxbatch.state import Sums
 
 _WHOLE, _ON_STAGE = PartitionSpec(), PartitionSpec("stage")
-_ON_DATA = PartitionSpec(None, "data")
+_ON_DATA, _PARAMETERS = PartitionSpec(None, "data"), (_ON_STAGE, _WHOLE)
+_TAKEN = {"data", "stage"}
 
 
 def pipelined_gradients(
@@ -62,12 +65,45 @@ def pipelined_gradients(
   d_layers, d_rest, sums = jax.shard_map(
     local,
     mesh=mesh,
-    in_specs=(_ON_STAGE, by_stage, _ON_DATA, *((_ON_STAGE, _WHOLE),) * 2),
-    out_specs=(_ON_STAGE, _WHOLE, _WHOLE),
-    axis_names={"data", "stage"},
+    in_specs=(_ON_STAGE, by_stage, _ON_DATA, *(_PARAMETERS,) * 2),
+    out_specs=(*_PARAMETERS, _WHOLE),
+    axis_names=_TAKEN,
     check_vma=False,
   )(jnp.arange(pipeline.stages), ticks, rows, divided(model, params), divided(model, zeros))
   return joined(d_layers, d_rest), sums
+
+
+def kept_bytes(
+  model: Model,
+  pipeline: Pipeline,
+  mesh: Mesh | AbstractMesh,
+  params: Parameters,
+  rows: Rows,
+  dropout_key: jax.Array,
+) -> int:
+  """Bytes that a device keeps of one microbatch beside its input, of shapes as above.
+
+  Computes nothing: the mesh may be one whose devices are not here.
+  """
+  found = 0
+
+  def look(rows: Rows, params: tuple[Leaves, Leaves]) -> None:
+    nonlocal found
+    layers, microbatch = _by_repeat(params[0], pipeline.repeats), _cut(rows, pipeline.cuts)
+    stash = _stash(Parts(model, dropout_key), pipeline, layers, params[1], microbatch)
+    found = sum(one.local_bytes for one in stash.kept)
+
+  looked = jax.shard_map(
+    look,
+    mesh=mesh,
+    in_specs=(_ON_DATA, _PARAMETERS),
+    out_specs=_WHOLE,
+    axis_names=_TAKEN,
+    check_vma=False,
+  )
+  with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    jax.eval_shape(looked, rows, divided(model, params))
+  return found
 
 
 def _local_gradients(
@@ -82,20 +118,39 @@ def _local_gradients(
 ) -> tuple[Leaves, Leaves, Sums]:
   """What one stage of one replica computes, summed over stages and replicas where it must be."""
   by_repeat = functools.partial(_by_repeat, repeats=pipeline.repeats)
+  layers, rest, microbatch = by_repeat(params[0]), params[1], _cut(rows, pipeline.cuts)
   stage = Stage(
     parts=parts,
-    layers=by_repeat(params[0]),
-    rest=params[1],
+    layers=layers,
+    rest=rest,
     number=number[0],
     count=pipeline.stages,
     hop=pipeline.hop,
-    microbatch=_cut(rows, pipeline.cuts),
+    microbatch=microbatch,
     ticks=ticks,
+    stash=_stash(parts, pipeline, layers, rest, microbatch),
   )
   held = stage.run(by_repeat(zeros[0]), zeros[1], room)
   d_layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), held.d_layers)
   d_rest, sums = lax.psum((held.d_rest, held.sums), ("data", "stage"))
   return lax.psum(d_layers, "data"), d_rest, sums
+
+
+def _stash(
+  parts: Parts,
+  pipeline: Pipeline,
+  layers: Leaves,
+  rest: Leaves,
+  microbatch: Callable[[jax.Array], Rows],
+) -> Stash:
+  """The way from a forward to its backward, for what the layers of a repeat will be given."""
+
+  def given() -> Given:
+    rows, first = microbatch(jnp.int32(0)), jnp.int32(0)
+    one = {path: leaf[0] for path, leaf in layers.items()}
+    return Given(one, parts.embed(layers, rest, rows), rows, first)
+
+  return make_stash(pipeline.stash, parts, rest, jax.eval_shape(given))
 
 
 def _by_repeat(layers: Leaves, repeats: int) -> Leaves:

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxbatch.pipeline.kept import Given
 from maxbatch.pipeline.parts import Leaves, Parts
 from maxbatch.pipeline.rows_of_ticks import StageRows, TickRows, Ticks, Works
 from maxbatch.pipeline.schedule import Limits
+from maxbatch.pipeline.stash import Arrays, Stash
 from maxbatch.pipeline.works import scope_of
 from maxbatch.rows import Rows
 from maxbatch.sharding import constrain
@@ -33,6 +35,8 @@ class Held(NamedTuple):
   """[slots, R, T, D]: inputs, until their backward."""
   gradients: jax.Array
   """[slots, R, T, D]: gradients of outputs, until their backward."""
+  kept: Arrays
+  """[slots, …]: what else is kept of a forward until its backward, in the slot of its input."""
   made: tuple[jax.Array, jax.Array]
   """Output and gradient of the tick before, (R, T, D) each."""
   sent: tuple[jax.Array, ...]
@@ -43,6 +47,14 @@ class Held(NamedTuple):
   """float32 sums of this stage's share of the other gradients."""
   sums: Sums
   """This stage's share of them."""
+
+
+class Forward(NamedTuple):
+  """What a forward leaves behind."""
+
+  x_RTD: jax.Array
+  y_RTD: jax.Array
+  kept: Arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +70,7 @@ class Stage:
     hop: ticks to hand a result on, 1 or 2.
     microbatch: the rows of a microbatch by its number.
     ticks: the timetable; of what differs between stages only this one's column.
+    stash: the way from a forward to its backward.
   """
 
   parts: Parts
@@ -68,6 +81,7 @@ class Stage:
   hop: int
   microbatch: Callable[[jax.Array], Rows]
   ticks: Ticks
+  stash: Stash
 
   def run(self, zero_layers: Leaves, zero_rest: Leaves, room: Limits) -> Held:
     """All ticks, from zeros of the gradients' shapes."""
@@ -76,6 +90,7 @@ class Stage:
     held = Held(
       inputs=_blank((room.inputs + 1, *one.shape), one.dtype),
       gradients=_blank((room.gradients + 1, *one.shape), one.dtype),
+      kept=self._nothing_kept(room.inputs + 1),
       made=made,
       sent=made if self.hop > 1 else (),
       d_layers=self._laid_out(zero_layers),
@@ -90,13 +105,17 @@ class Stage:
     held = self._received(row, held)
     # The buffers are read and written out here: XLA copies what goes through a branch as a whole.
     waiting_RTD = _read(held.inputs, row.forward.slot)
-    x_RTD, y_RTD = self._either(
+    blank_RTD = _blank_like(waiting_RTD)
+    x_RTD, y_RTD, kept = self._either(
       "forward",
       together.forward,
       lambda: self._forward(row.forward, together.embedding, waiting_RTD),
-      lambda: (_blank_like(waiting_RTD), _blank_like(waiting_RTD)),
+      lambda: Forward(blank_RTD, blank_RTD, self._nothing_kept()),
     )
-    held = held._replace(inputs=_put(held.inputs, row.forward.slot, x_RTD))
+    held = held._replace(
+      inputs=_put(held.inputs, row.forward.slot, x_RTD),
+      kept=jax.tree.map(lambda to, x: _put(to, row.forward.slot, x), held.kept, kept),
+    )
     held, d_y_RTD = self._with_loss(together, y_RTD, held)
     held = held._replace(gradients=_put(held.gradients, row.loss_slot, d_y_RTD))
     held, d_x_RTD = self._with_backward(row.backward, row.gradient_slot, together, held)
@@ -120,10 +139,8 @@ class Stage:
       sent=sent if self.hop > 1 else (),
     )
 
-  def _forward(
-    self, work: Works, embedding: jax.Array, waiting_RTD: jax.Array
-  ) -> tuple[jax.Array, jax.Array]:
-    """The input and the output of this stage's layers."""
+  def _forward(self, work: Works, embedding: jax.Array, waiting_RTD: jax.Array) -> Forward:
+    """This stage's layers."""
     embedded_RTD = self._either(
       "embedding",
       embedding,
@@ -131,7 +148,7 @@ class Stage:
       lambda: _blank_like(waiting_RTD),
     )
     x_RTD = jnp.where(self._is_first(work), embedded_RTD, waiting_RTD)
-    return x_RTD, self._apply(self._of_repeat(work.repeat), x_RTD, work)
+    return Forward(x_RTD, *self.stash.forward(self._given(work, x_RTD)))
 
   def _with_loss(self, together: TickRows, y_RTD: jax.Array, held: Held) -> tuple[Held, jax.Array]:
     """Adds the loss of the last stage's output, if it has one; its gradient."""
@@ -169,11 +186,12 @@ class Stage:
   ) -> tuple[Held, jax.Array]:
     """Adds the gradients of this stage's layers, if any stage has some; that of their input."""
     x_RTD = _read(held.inputs, work.slot)
+    kept = tuple(_read(buffer, work.slot) for buffer in held.kept)
     d_y_RTD = _read(held.gradients, gradient_slot)
     d_layers, d_x_RTD = self._either(
       "backward",
       together.backward,
-      lambda: self._backward(work, x_RTD, d_y_RTD, held.d_layers),
+      lambda: self._backward(work, x_RTD, kept, d_y_RTD, held.d_layers),
       lambda: (held.d_layers, _blank_like(x_RTD)),
     )
     d_rest = self._either(
@@ -185,15 +203,15 @@ class Stage:
     return held._replace(d_layers=d_layers, d_rest=d_rest), d_x_RTD
 
   def _backward(
-    self, work: Works, x_RTD: jax.Array, d_y_RTD: jax.Array, d_layers: Leaves
+    self,
+    work: Works,
+    x_RTD: jax.Array,
+    kept: Arrays,
+    d_y_RTD: jax.Array,
+    d_layers: Leaves,
   ) -> tuple[Leaves, jax.Array]:
-    """Through this stage's layers once more, and back."""
-
-    def apply(layers: Leaves, x_RTD: jax.Array) -> jax.Array:
-      return self._apply(layers, x_RTD, work)
-
-    _, go_back = jax.vjp(apply, self._of_repeat(work.repeat), x_RTD)
-    new, d_x_RTD = go_back(d_y_RTD)
+    """Back through this stage's layers."""
+    new, d_x_RTD = self.stash.backward(self._given(work, x_RTD), kept, d_y_RTD)
     # As in accumulate.py: reductions over fsdp are to stay inside the loop.
     new = lax.optimization_barrier(new)
     sums = {
@@ -219,12 +237,12 @@ class Stage:
   def _embedded(self, microbatch: jax.Array) -> jax.Array:
     return self.parts.embed(self.layers, self.rest, self.microbatch(microbatch))
 
-  def _apply(self, layers: Leaves, x_RTD: jax.Array, work: Works) -> jax.Array:
-    """One repeat's layers on the microbatch of this work."""
+  def _given(self, work: Works, x_RTD: jax.Array) -> Given:
+    """What this stage's layers compute with in this work."""
+    layers = self._of_repeat(work.repeat)
     each = next(iter(layers.values())).shape[0]
     first = (work.repeat * self.count + self.number) * each
-    rows = self.microbatch(work.microbatch)
-    return self.parts.apply_layers(layers, self.rest, x_RTD, rows, first)
+    return Given(layers, x_RTD, self.microbatch(work.microbatch), first)
 
   def _of_repeat(self, repeat: jax.Array) -> Leaves:
     """The parameters of one repeat; with only one there is nothing to copy."""
@@ -263,10 +281,23 @@ class Stage:
       return None
     if isinstance(result, dict):
       return self._laid_out(result)
+    if isinstance(result, Forward):
+      x_RTD, y_RTD = self._placed(result.x_RTD), self._placed(result.y_RTD)
+      return Forward(x_RTD, y_RTD, self._kept_placed(result.kept))
     if isinstance(result, tuple):
       parts = [self._placed(each) for each in result]
       return Sums(*parts) if isinstance(result, Sums) else tuple(parts)
     return constrain(result, ("batch", "length", "activation_embed") if result.ndim else ())
+
+  def _nothing_kept(self, *slots: int) -> Arrays:
+    """Of one microbatch, or of as many as there are slots."""
+    blanks = [_blank((*slots, *one.shape), one.dtype) for one in self.stash.kept]
+    return self._kept_placed(tuple(blanks))
+
+  def _kept_placed(self, kept: Arrays) -> Arrays:
+    """Where fsdp and tensor divide it, with a dim in front for slots or without."""
+    each = zip(kept, self.stash.kept, strict=True)
+    return tuple(constrain(x, (None,) * (x.ndim - len(one.axes)) + one.axes) for x, one in each)
 
   def _laid_out(self, gradients: Leaves) -> Leaves:
     """Divided over fsdp and tensor as the parameters are; the layers' have a dim in front."""
