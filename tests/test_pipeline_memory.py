@@ -10,6 +10,7 @@ import pytest
 from pipelined import QUICKLY
 from support import config
 
+from maxbatch.batch.pipelining import pipeline_of
 from maxbatch.batch.plan import plan_batches
 from maxbatch.data import synthetic
 from maxbatch.pipeline.kept_bytes import residual_bytes
@@ -102,3 +103,31 @@ def test_with_residuals_the_layers_are_computed_once():
 def test_no_stage_holds_the_logits_of_a_whole_microbatch():
   # A quarter of them, and their gradient; all else, some tables of the vocabulary too, is smaller.
   assert temporary_bytes("1f1b", 1, 8)[0] < R * T * V * 4
+
+
+def predicted(**keys: object) -> int:
+  """Bytes of one microbatch's residuals on one of 16 devices that are not here."""
+  settings = config(**KEYS, pipeline_schedule="1f1b", pipeline_stash="residuals", **keys)
+  layout = topology(settings.mesh, 16)
+  plan = plan_batches(settings.batch, settings.run, layout)
+  return residual_bytes(settings, plan, pipeline_of(settings, layout, plan))
+
+
+DIVIDED = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2}
+
+
+def test_fsdp_and_tensor_divide_residuals():
+  # A layer's input, and with minimal the products too: of queries, keys, values, the output of
+  # attention, and two of the feed-forward layer. With tensor 2, a microbatch has twice the rows.
+  layers, rows = 2, 2 * R * T * 4
+  full = layers * rows * D
+  assert predicted(**DIVIDED, remat_policy="full") == full
+  products = layers * rows * (D + (4 + 2 + 2) * 8 // 2 + 2 * 64 // 2)
+  assert predicted(**DIVIDED, remat_policy="minimal") == full + products
+
+
+def test_what_a_kernel_keeps_is_divided_as_without_it():
+  # One head on each device: there the kernel's arrays have no dim that tensor could divide.
+  keys = DIVIDED | {"base_num_query_heads": 2, "remat_policy": "none"}
+  kernel = predicted(**keys, compile_topology="v5e-16", attention="flash")
+  assert kernel == predicted(**keys, attention="dot_product")
