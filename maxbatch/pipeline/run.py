@@ -25,7 +25,9 @@ from maxbatch.pipeline.tick import Stage
 from maxbatch.rows import Rows
 from maxbatch.state import Sums
 
-_WHOLE, _ON_STAGE = PartitionSpec(), PartitionSpec("stage")
+WHOLE, ON_STAGE = PartitionSpec(), PartitionSpec("stage")
+BY_STAGE = Ticks(WHOLE, PartitionSpec(None, "stage"), WHOLE)  # pyright: ignore
+"""How a timetable is divided: of what differs between stages each has its own."""
 _ON_DATA = PartitionSpec(None, "data")
 
 
@@ -57,13 +59,12 @@ def pipelined_gradients(
   Returns:
     Gradients in float32, laid out like the parameters, and the sums of loss and weight.
   """
-  by_stage = Ticks(_WHOLE, PartitionSpec(None, "stage"), _WHOLE)  # pyright: ignore
   local = functools.partial(_local_gradients, Parts(model, dropout_key), pipeline, room)
   d_layers, d_rest, sums = jax.shard_map(
     local,
     mesh=mesh,
-    in_specs=(_ON_STAGE, by_stage, _ON_DATA, *((_ON_STAGE, _WHOLE),) * 2),
-    out_specs=(_ON_STAGE, _WHOLE, _WHOLE),
+    in_specs=(ON_STAGE, BY_STAGE, _ON_DATA, *((ON_STAGE, WHOLE),) * 2),
+    out_specs=(ON_STAGE, WHOLE, WHOLE),
     axis_names={"data", "stage"},
     check_vma=False,
   )(jnp.arange(pipeline.stages), ticks, rows, divided(model, params), divided(model, zeros))
@@ -81,29 +82,29 @@ def _local_gradients(
   zeros: tuple[Leaves, Leaves],
 ) -> tuple[Leaves, Leaves, Sums]:
   """What one stage of one replica computes, summed over stages and replicas where it must be."""
-  by_repeat = functools.partial(_by_repeat, repeats=pipeline.repeats)
+  repeats = pipeline.repeats
   stage = Stage(
     parts=parts,
-    layers=by_repeat(params[0]),
+    layers=by_repeat(params[0], repeats),
     rest=params[1],
     number=number[0],
     count=pipeline.stages,
     hop=pipeline.hop,
-    microbatch=_cut(rows, pipeline.cuts),
+    microbatch=cut(rows, pipeline.cuts),
     ticks=ticks,
   )
-  held = stage.run(by_repeat(zeros[0]), zeros[1], room)
+  held = stage.run(by_repeat(zeros[0], repeats), zeros[1], room)
   d_layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), held.d_layers)
   d_rest, sums = lax.psum((held.d_rest, held.sums), ("data", "stage"))
   return lax.psum(d_layers, "data"), d_rest, sums
 
 
-def _by_repeat(layers: Leaves, repeats: int) -> Leaves:
+def by_repeat(layers: Leaves, repeats: int) -> Leaves:
   """One repeat's layers after the other's: (repeats · layers, …) → (repeats, layers, …)."""
   return {path: leaf.reshape(repeats, -1, *leaf.shape[1:]) for path, leaf in layers.items()}
 
 
-def _cut(rows: Rows, cuts: int) -> Callable[[jax.Array], Rows]:
+def cut(rows: Rows, cuts: int) -> Callable[[jax.Array], Rows]:
   """Microbatches by number: `cuts` of the first pass, then those of the next.
 
   Each is cut from the rows of every group of devices that fsdp sets apart, so that no row moves.
