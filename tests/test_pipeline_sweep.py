@@ -46,7 +46,7 @@ def mended(keys: Keys) -> Keys:
   return keys
 
 
-@settings(max_examples=400 + 20 * MORE, deadline=None, derandomize=not MORE)
+@settings(max_examples=200 + 20 * MORE, deadline=None, derandomize=not MORE)
 @given(broken())
 def test_a_refusal_offers_what_works_and_what_works_has_a_timetable_without_fault(keys):
   plan, pipeline = planned(configuration(mended(keys)))
@@ -79,7 +79,7 @@ def assert_same_evaluation(keys: Keys) -> None:
 
 
 @pytest.mark.parametrize("schedule", HAS_REPEATS)
-@settings(max_examples=MORE or 3, deadline=None, derandomize=not MORE, suppress_health_check=SLOWLY)
+@settings(max_examples=MORE or 2, deadline=None, derandomize=not MORE, suppress_health_check=SLOWLY)
 @given(st.data())
 def test_a_step_is_that_without_a_pipeline(schedule, data):
   keys = data.draw(configurations((schedule,)))
