@@ -16,6 +16,7 @@ from support import GPT2, configured, in_microbatches, mesh, uneven_rows
 
 from maxbatch.batch.pipelining import Pipeline, pipeline_of
 from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.stages import Stage
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.loss import loss_sum
@@ -237,12 +238,16 @@ class Run:
   config: Config
   plan: BatchPlan
   trainer: Trainer
-  passes: int
-  micro_batch: int
+  stage: Stage
+  """Of the batch schedule; the first of its steps is run."""
+
+  @property
+  def passes(self) -> int:
+    return self.stage.trips
 
   @property
   def rows(self) -> Rows:
-    return batch(self.config, self.passes * self.micro_batch)
+    return batch(self.config, self.stage.batch)
 
   @functools.cached_property
   def params(self) -> Any:
@@ -261,7 +266,10 @@ class Run:
       order = layers_by_stage(trainer.pipeline)
       params = params | {"layers": jax.tree.map(lambda x: x[order], params["layers"])}
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), trainer.abstract)
-    return jax.device_put(zeros._replace(params=params), shardings(trainer.abstract))
+    # A streamed step is told by its number how many passes it takes.
+    at = np.int32(self.stage.first.step)
+    state = zeros._replace(params=params, opt_state=zeros.opt_state._replace(gradient_step=at))
+    return jax.device_put(state, shardings(trainer.abstract))
 
   def step(self, trainer: Trainer) -> StepMetrics:
     """Of one whole step."""
@@ -290,7 +298,7 @@ def prepared(config: Config, *, smallest: bool = False) -> Run:
   trainer = build_trainer(config, plan, devices)
   stages = [one for one in plan.stages if one.micro_batch == plan.stages[-1].micro_batch]
   stage = (min if smallest else max)(stages, key=lambda one: one.trips)
-  return Run(config, plan, trainer, stage.trips, stage.micro_batch)
+  return Run(config, plan, trainer, stage)
 
 
 def batch(config: Config, count: int) -> Rows:

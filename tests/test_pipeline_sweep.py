@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pipeline_sweep import (
   HAS_REPEATS,
+  MODEL,
   Keys,
   broken,
   configuration,
@@ -66,7 +67,7 @@ def assert_same_step(keys: Keys, smallest: bool) -> None:
   one = prepared(configuration(keys), smallest=smallest)
   found, expected = one.step(one.trainer), without_pipeline(one)
   exact = one.config.model.dtype == "float32"
-  assert found.weight == expected.weight > 0
+  assert found.weight == expected.weight > 0 < expected.grad_norm
   assert found.loss == pytest.approx(expected.loss, rel=1e-5 if exact else 4e-3)
   assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5 if exact else 4e-2)
 
@@ -76,6 +77,37 @@ def assert_same_evaluation(keys: Keys) -> None:
   exact = one.config.model.dtype == "float32"
   found = evaluated(one, one.trainer)
   assert found == pytest.approx(evaluated_plainly(one), rel=1e-5 if exact else 4e-3)
+
+
+THREE = {"num_pipeline_repeats": 3, "base_num_decoder_layers": 6, "ici_pipeline_parallelism": 2}
+
+
+@pytest.mark.parametrize(
+  "keys",
+  [
+    {
+      "pipeline_schedule": "interleaved_1f1b",
+      "num_simulated_devices": 2,
+      "ici_data_parallelism": 1,
+      "per_device_batch_size": 2,
+      "gradient_accumulation_steps": 2,
+      "accumulation": "streamed",
+      "packing": "true",
+    },
+    {
+      "pipeline_schedule": "circular",
+      "num_simulated_devices": 4,
+      "ici_data_parallelism": 1,
+      "ici_fsdp_parallelism": 2,
+      "per_device_batch_size": 1,
+      "gradient_accumulation_steps": 2,
+      "dropout_rate": 0.1,
+      "packing": "false",
+    },
+  ],
+)
+def test_three_repeats_on_one_group_of_devices_and_with_fsdp(keys):
+  assert_same_step(MODEL | THREE | keys, smallest=False)
 
 
 @pytest.mark.parametrize("schedule", HAS_REPEATS)
