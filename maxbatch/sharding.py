@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -125,12 +126,14 @@ def over_rows(
   mesh = jax.sharding.get_abstract_mesh()
   if "fsdp" in mesh.manual_axes or mesh.shape.get("fsdp", 1) == 1:
     return function(stored, *rows)
-  place = _fsdp_only(axes, stored.shape)
+  place, dtype = _fsdp_only(axes, stored.shape), stored.dtype
+  if "fsdp" not in place:
+    # Its gradient is summed as it enters, and XLA's CPU compiler aborts on such sums of bfloat16.
+    stored = stored.astype(jnp.float32)
 
   def local(part: jax.Array, *rows: jax.Array) -> jax.Array:
-    if "fsdp" in place:
-      part = jax.lax.all_gather(part, "fsdp", axis=place.index("fsdp"), tiled=True)
-    return function(part, *rows)
+    whole = _all_parts(part, place.index("fsdp")) if "fsdp" in place else part.astype(dtype)
+    return function(whole, *rows)
 
   return jax.shard_map(
     local,
@@ -139,6 +142,33 @@ def over_rows(
     axis_names={"fsdp"},
     check_vma=False,
   )(stored, *rows)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _all_parts(part: jax.Array, dim: int) -> jax.Array:
+  """The whole of what fsdp divides along `dim`; its gradient is summed and divided again."""
+  return jax.lax.all_gather(part, "fsdp", axis=dim, tiled=True)
+
+
+def _summed(x: jax.Array, dim: int | None) -> jax.Array:
+  """The sum over fsdp, divided along `dim` or whole."""
+
+  def plainly(x: jax.Array) -> jax.Array:
+    if dim is None:
+      return jax.lax.psum(x, "fsdp")
+    return jax.lax.psum_scatter(x, "fsdp", scatter_dimension=dim, tiled=True)
+
+  def in_float32(x: jax.Array) -> jax.Array:
+    return plainly(x.astype(jnp.float32)).astype(x.dtype)
+
+  # XLA's CPU compiler sums bfloat16 in float32, but aborts on sums that come from a shard_map.
+  return jax.lax.platform_dependent(x, cpu=in_float32, default=plainly)
+
+
+_all_parts.defvjp(
+  lambda part, dim: (_all_parts(part, dim), None),
+  lambda dim, _, gradient: (_summed(gradient, dim),),
+)
 
 
 def sum_over_rows(
@@ -163,10 +193,7 @@ def sum_over_rows(
 
   def local(*rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     total, of_each = function(*rows)
-    if "fsdp" not in place:
-      return jax.lax.psum(total, "fsdp"), of_each
-    at = place.index("fsdp")
-    return jax.lax.psum_scatter(total, "fsdp", scatter_dimension=at, tiled=True), of_each
+    return _summed(total, place.index("fsdp") if "fsdp" in place else None), of_each
 
   return jax.shard_map(
     local,

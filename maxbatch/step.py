@@ -22,6 +22,7 @@ from maxbatch.batch.pipelining import Pipeline
 from maxbatch.loss import loss_sum
 from maxbatch.models.registry import Model, Parameters, Probed, by_path
 from maxbatch.optim import AverageState
+from maxbatch.pipeline.evaluate import pipelined_sums
 from maxbatch.pipeline.rows_of_ticks import Ticks, room_for, ticks_for
 from maxbatch.pipeline.run import pipelined_gradients
 from maxbatch.pipeline.stage_order import by_layer, by_stage
@@ -240,7 +241,8 @@ def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
 
   def evaluate(params: Parameters, rows: Rows) -> Sums:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
-      params = trainer.by_layer(params)
+      if trainer.pipeline is not None:
+        return pipelined_sums(trainer.model, trainer.pipeline, trainer.mesh, params, rows)
       return Sums(loss_sum(trainer.model, params, rows, None), rows.weights.sum())
 
   places = shardings(trainer.abstract.params)

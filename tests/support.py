@@ -1,5 +1,7 @@
 """Small models, rows and meshes that many tests share."""
 
+import dataclasses
+import functools
 import os
 import re
 import signal
@@ -13,7 +15,9 @@ from jax.sharding import Mesh
 
 from maxbatch import loop
 from maxbatch.config.load import load_config
-from maxbatch.config.schema import Config, ModelConfig
+from maxbatch.config.schema import Config, ModelConfig, fields
+from maxbatch.config.value import convert
+from maxbatch.config.yaml_file import read_argument
 from maxbatch.rows import Rows
 from maxbatch.sharding import make_mesh
 from maxbatch.topology import Topology
@@ -70,6 +74,23 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 def config(**keys: object) -> Config:
   """The default configuration with a tiny model, and `keys` on top."""
   return load_config(["config=base", *(f"{key}={value}" for key, value in (TINY | keys).items())])
+
+
+@functools.cache
+def base() -> Config:
+  """base.yml as it is."""
+  return load_config(["config=base"])
+
+
+def configured(*keys: str) -> Config:
+  """`load_config` of the default configuration and `keys`, without reading base.yml each time."""
+  sections = vars(base()).copy()
+  for argument in keys:
+    key, _, text = argument.partition("=")
+    name, field = fields()[key]
+    value = convert(read_argument(key, text, False), field.type)
+    sections[name] = dataclasses.replace(sections[name], **{key: value})
+  return Config(**sections)
 
 
 def model_config(**keys: object) -> ModelConfig:

@@ -14,7 +14,8 @@ from maxbatch.train import run
 
 KEYS = {
   "eval_interval": 2,
-  "eval_samples": 8,
+  "eval_samples": 20,
+  "eval_per_device_batch_size": 3,
   "generate_length": 0,
   **SMALLEST,
   "base_num_decoder_layers": 4,

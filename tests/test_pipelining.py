@@ -1,38 +1,22 @@
 """How layers and batch divide over a pipeline; every offer is tried, every accepted run divides."""
 
-import dataclasses
 import itertools
 import re
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import base, configured
 
 from maxbatch.batch.pipelining import Pipeline, pipeline_of
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.ways_out import working
-from maxbatch.config import schema
 from maxbatch.config.load import load_config
-from maxbatch.config.value import convert
-from maxbatch.config.yaml_file import read_argument
 from maxbatch.errors import UserError
 from maxbatch.pipeline.machine import run
 from maxbatch.pipeline.refusal import check_unused
 from maxbatch.pipeline.schedule import SCHEDULES, schedule_named, timetable
 from maxbatch.topology import topology
-
-BASE = load_config(["config=base"])
-
-
-def configured(*keys: str) -> schema.Config:
-  """`load_config` without reading base.yml each time."""
-  sections = vars(BASE).copy()
-  for argument in keys:
-    key, _, text = argument.partition("=")
-    name, field = schema.fields()[key]
-    value = convert(read_argument(key, text, False), field.type)
-    sections[name] = dataclasses.replace(sections[name], **{key: value})
-  return schema.Config(**sections)
 
 
 def pipeline(*keys: str) -> Pipeline:
@@ -196,14 +180,14 @@ def test_messages(keys):
 
 def test_an_offer_changes_something_and_is_the_first_that_works():
   offers = [{"steps": 400}, {"steps": 5, "packing": False}, {"steps": 6}, {"steps": 7}]
-  assert working(BASE, offers, [{}], lambda config: config.run.steps != 6) == [
+  assert working(base(), offers, [{}], lambda config: config.run.steps != 6) == [
     "steps=5 packing=false", "steps=7",
   ]  # fmt: skip
   beside = [{}, {"log_period": 3}, {"log_period": 4}]
-  assert working(BASE, offers, beside, lambda config: config.run.log_period == 3)[0] == (
+  assert working(base(), offers, beside, lambda config: config.run.log_period == 3)[0] == (
     "log_period=3 steps=5 packing=false"
   )
-  assert working(BASE, offers, beside, lambda config: False) == []
+  assert working(base(), offers, beside, lambda config: False) == []
 
 
 def attempt(*keys: str) -> tuple[Pipeline | None, str]:

@@ -22,6 +22,14 @@ from maxbatch.pipeline.timetable import Shape
 from maxbatch.topology import AXES, Topology, topology
 
 _NUMBERS = ("num_pipeline_microbatches", "num_pipeline_repeats", "num_layers_per_pipeline_stage")
+_NO_RAMP: Keys = {
+  "batch_schedule": (),
+  "batch_schedule_type": "constant",
+  "batch_schedule_length": -1,
+  "batch_size_start": -1,
+  "batch_size_increment": -1,
+  "enable_rampup_batch_size": False,
+}
 _BATCH_KEYS = ("batch_size", "global_batch_to_train", "tokens_per_step")
 
 
@@ -149,7 +157,7 @@ def pipeline_of(config: Config, layout: Topology, plan: BatchPlan) -> Pipeline:
 
 
 def _beside(config: Config, layout: Topology) -> Iterator[Keys]:
-  """Nothing, then the microbatches left open, then the layers, then a small batch, then more."""
+  """Nothing, then the microbatches left open, the layers, a small batch, no ramp, other layers."""
   keys = config.pipeline
   yield {}
   yield {key: -1 for key in _NUMBERS[:1] if vars(keys)[key] != -1}
@@ -158,7 +166,9 @@ def _beside(config: Config, layout: Topology) -> Iterator[Keys]:
   sizes = {key: -1 for key in (*_BATCH_KEYS, "micro_batch_size") if vars(config.batch)[key] != -1}
   # Then every group of devices has as many samples in a pass as the stages need microbatches.
   least = Fraction(_hop(keys), layout.shape["tensor"])
-  smallest = {**unset, **sizes, "per_device_batch_size": least}
+  smallest: dict[str, object] = {**unset, **sizes, "per_device_batch_size": least}
+  yield smallest
+  smallest |= {key: off for key, off in _NO_RAMP.items() if vars(config.batch)[key] != off}
   yield smallest
   layers, stages = config.model.base_num_decoder_layers, layout.shape["stage"]
   yield {**smallest, "base_num_decoder_layers": -(-layers // stages) * stages}
@@ -181,7 +191,7 @@ def _divided(config: Config, plan: BatchPlan) -> Pipeline:
     raise _MisfitError(
       f"a pipeline has at least 2 stages, but {_stages_given(plan.topology)} is 1 on "
       f"{counted(plan.topology.num_devices, 'device')}",
-      _stage_offers(config.model.base_num_decoder_layers),
+      _stage_offers(config),
     )
   repeats, layers = _layers(config, schedule, plan.topology)
   hop = _hop(keys)
@@ -208,12 +218,16 @@ def _hop(config: PipelineConfig) -> int:
   return 2 if config.pipeline_delay_activation_forwarding else 1
 
 
-def _stage_offers(layers: int) -> Iterator[Keys]:
-  """2, 3 or 4 stages, with other layers if these do not divide over them."""
-  for count in (2, 4, 3):
-    near = -(-layers // count) * count
-    more = {"base_num_decoder_layers": near} if near != layers else {}
-    yield {"ici_pipeline_parallelism": count, **more}
+def _stage_offers(config: Config) -> Iterator[Keys]:
+  """2, 4 or 3 stages, with other layers if these do not divide over them, and devices for them."""
+  layers, sizes = config.model.base_num_decoder_layers, vars(config.mesh)
+  others = [f"ici_{axis}_parallelism" for axis in ("data", "fsdp", "tensor")]
+  is_open = any(sizes[key] == -1 for key in others)
+  for beside in ({}, *({key: -1} for key in others if not is_open and sizes[key] > 1)):
+    for count in (2, 4, 3):
+      near = -(-layers // count) * count
+      more = {"base_num_decoder_layers": near} if near != layers else {}
+      yield {"ici_pipeline_parallelism": count, **beside, **more}
 
 
 def _stages_given(layout: Topology) -> str:

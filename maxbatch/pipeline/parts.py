@@ -41,7 +41,8 @@ class Parts:
   """A model's call in parts, each a function of the parameters it needs."""
 
   model: Model
-  dropout_key: jax.Array
+  dropout_key: jax.Array | None
+  """None evaluates without dropout and without z-loss."""
 
   def embed(self, layers: Leaves, rest: Leaves, rows: Rows) -> jax.Array:
     """What the first layer is given: (R, T, D)."""
@@ -61,12 +62,12 @@ class Parts:
     targets_RT: jax.Array,
     weights_RT: jax.Array,
   ) -> jax.Array:
-    """Weighted sum over tokens of the loss, as `loss_sum` forms it in training."""
+    """Weighted sum over tokens of the loss, as `loss_sum` forms it."""
     bound, config = self._bound(layers, rest), self.model.config
     hidden_RTD = bound.normalize(y_RTD)
     tiles = num_tiles(config, *hidden_RTD.shape[:2])
     matrix_DV = bound.output_matrix()
-    z_weight = config.z_loss_multiplier
+    z_weight = 0.0 if self.dropout_key is None else config.z_loss_multiplier
     rows = hidden_RTD, matrix_DV, targets_RT, weights_RT
     return cross_entropy_parts(*rows, tiles, z_weight).sum()
 
@@ -85,7 +86,7 @@ class Parts:
     return in_parts(self.model, joined(layers, rest))
 
   def _keys(self, rows: Rows) -> jax.Array | None:
-    if self.model.config.dropout_rate == 0:
+    if self.dropout_key is None or self.model.config.dropout_rate == 0:
       return None
     return sample_keys(self.dropout_key, rows.sample_ids)
 

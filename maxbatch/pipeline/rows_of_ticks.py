@@ -129,11 +129,11 @@ def _fill_forwards(table: Timetable, rows: StageRows) -> None:
   for tick, place, entry in table.forwards():
     _enter(rows.forward, tick, place, entry.microbatch, entry.slot)
     after = shape.after(place)
-    if after is None:
-      rows.loss_slot[tick, place.stage] = own[place, entry.microbatch]
-    else:
+    if after is not None:
       arrival = tick + shape.hop, after.stage
       rows.input_arrives[arrival] = slots[after, entry.microbatch]
+    elif (place, entry.microbatch) in own:
+      rows.loss_slot[tick, place.stage] = own[place, entry.microbatch]
 
 
 def _fill_backwards(table: Timetable, rows: StageRows) -> None:

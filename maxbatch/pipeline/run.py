@@ -27,8 +27,10 @@ from maxbatch.pipeline.tick import Stage
 from maxbatch.rows import Rows
 from maxbatch.state import Sums
 
-_WHOLE, _ON_STAGE = PartitionSpec(), PartitionSpec("stage")
-_ON_DATA, _PARAMETERS = PartitionSpec(None, "data"), (_ON_STAGE, _WHOLE)
+WHOLE, ON_STAGE = PartitionSpec(), PartitionSpec("stage")
+BY_STAGE = Ticks(WHOLE, PartitionSpec(None, "stage"), WHOLE)  # pyright: ignore
+"""How a timetable is divided: of what differs between stages each has its own."""
+_ON_DATA, _PARAMETERS = PartitionSpec(None, "data"), (ON_STAGE, WHOLE)
 _TAKEN = {"data", "stage"}
 
 
@@ -60,13 +62,12 @@ def pipelined_gradients(
   Returns:
     Gradients in float32, laid out like the parameters, and the sums of loss and weight.
   """
-  by_stage = Ticks(_WHOLE, PartitionSpec(None, "stage"), _WHOLE)  # pyright: ignore
   local = functools.partial(_local_gradients, Parts(model, dropout_key), pipeline, room)
   d_layers, d_rest, sums = jax.shard_map(
     local,
     mesh=mesh,
-    in_specs=(_ON_STAGE, by_stage, _ON_DATA, *(_PARAMETERS,) * 2),
-    out_specs=(*_PARAMETERS, _WHOLE),
+    in_specs=(ON_STAGE, BY_STAGE, _ON_DATA, *(_PARAMETERS,) * 2),
+    out_specs=(*_PARAMETERS, WHOLE),
     axis_names=_TAKEN,
     check_vma=False,
   )(jnp.arange(pipeline.stages), ticks, rows, divided(model, params), divided(model, zeros))
@@ -89,7 +90,7 @@ def kept_bytes(
 
   def look(rows: Rows, params: tuple[Leaves, Leaves]) -> None:
     nonlocal found
-    layers, microbatch = _by_repeat(params[0], pipeline.repeats), _cut(rows, pipeline.cuts)
+    layers, microbatch = by_repeat(params[0], pipeline.repeats), cut(rows, pipeline.cuts)
     stash = _stash(Parts(model, dropout_key), pipeline, layers, params[1], microbatch)
     found = sum(one.local_bytes for one in stash.kept)
 
@@ -97,7 +98,7 @@ def kept_bytes(
     look,
     mesh=mesh,
     in_specs=(_ON_DATA, _PARAMETERS),
-    out_specs=_WHOLE,
+    out_specs=WHOLE,
     axis_names=_TAKEN,
     check_vma=False,
   )
@@ -117,8 +118,8 @@ def _local_gradients(
   zeros: tuple[Leaves, Leaves],
 ) -> tuple[Leaves, Leaves, Sums]:
   """What one stage of one replica computes, summed over stages and replicas where it must be."""
-  by_repeat = functools.partial(_by_repeat, repeats=pipeline.repeats)
-  layers, rest, microbatch = by_repeat(params[0]), params[1], _cut(rows, pipeline.cuts)
+  repeats = pipeline.repeats
+  layers, rest, microbatch = by_repeat(params[0], repeats), params[1], cut(rows, pipeline.cuts)
   stage = Stage(
     parts=parts,
     layers=layers,
@@ -130,7 +131,7 @@ def _local_gradients(
     ticks=ticks,
     stash=_stash(parts, pipeline, layers, rest, microbatch),
   )
-  held = stage.run(by_repeat(zeros[0]), zeros[1], room)
+  held = stage.run(by_repeat(zeros[0], repeats), zeros[1], room)
   d_layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), held.d_layers)
   d_rest, sums = lax.psum((held.d_rest, held.sums), ("data", "stage"))
   return lax.psum(d_layers, "data"), d_rest, sums
@@ -153,12 +154,12 @@ def _stash(
   return make_stash(pipeline.stash, parts, rest, jax.eval_shape(given))
 
 
-def _by_repeat(layers: Leaves, repeats: int) -> Leaves:
+def by_repeat(layers: Leaves, repeats: int) -> Leaves:
   """One repeat's layers after the other's: (repeats · layers, …) → (repeats, layers, …)."""
   return {path: leaf.reshape(repeats, -1, *leaf.shape[1:]) for path, leaf in layers.items()}
 
 
-def _cut(rows: Rows, cuts: int) -> Callable[[jax.Array], Rows]:
+def cut(rows: Rows, cuts: int) -> Callable[[jax.Array], Rows]:
   """Microbatches by number: `cuts` of the first pass, then those of the next.
 
   Each is cut from the rows of every group of devices that fsdp sets apart, so that no row moves.

@@ -164,22 +164,27 @@ class Stage:
     self, microbatch: jax.Array, y_RTD: jax.Array, d_rest: Leaves, sums: Sums
   ) -> tuple[Leaves, Sums, jax.Array]:
     """Loss and gradient of the last stage's output, every stage taking a share of the tokens."""
-    rows = self.microbatch(microbatch)
-    # Everyone sends everyone its share; all but the last stage's is dropped. A sum over stages with
-    # zeros from the others would move as much, and XLA's CPU compiler fails on one of bfloat16.
-    shares_RSCD = lax.all_to_all(self._shares(y_RTD), "stage", split_axis=1, concat_axis=1)
-    y_RCD = shares_RSCD[:, -1]
-    targets_RC = self._shares(rows.targets)[:, self.number]
-    weights_RC = self._shares(rows.weights)[:, self.number]
+    y_RCD, targets_RC, weights_RC = self._share(microbatch, y_RTD)
 
     def loss(some: Leaves, y_RCD: jax.Array) -> jax.Array:
       return self.parts.loss(self.layers, self.rest | some, y_RCD, targets_RC, weights_RC)
 
     some = _needed(lambda rest: loss(rest, y_RCD), self.rest)
     total, (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1))(some, y_RCD)
-    d_y_RTD = lax.all_gather(d_y_RCD, "stage", axis=1, tiled=True)[:, : rows.targets.shape[1]]
+    d_y_RTD = lax.all_gather(d_y_RCD, "stage", axis=1, tiled=True)[:, : y_RTD.shape[1]]
     sums = Sums(sums.loss + total, sums.weight + weights_RC.sum())
     return self._added(d_rest, new), sums, d_y_RTD
+
+  def _share(
+    self, microbatch: jax.Array, y_RTD: jax.Array
+  ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """This stage's tokens of the last stage's output, their targets and their weights."""
+    rows = self.microbatch(microbatch)
+    # Everyone sends everyone its share; all but the last stage's is dropped. A sum over stages with
+    # zeros from the others would move as much, and XLA's CPU compiler fails on one of bfloat16.
+    shares_RSCD = lax.all_to_all(self._shares(y_RTD), "stage", split_axis=1, concat_axis=1)
+    targets_RC = self._shares(rows.targets)[:, self.number]
+    return shares_RSCD[:, -1], targets_RC, self._shares(rows.weights)[:, self.number]
 
   def _with_backward(
     self, work: Works, gradient_slot: jax.Array, together: TickRows, held: Held
