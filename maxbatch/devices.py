@@ -19,6 +19,10 @@ _NO_TPU = {
 }
 
 
+_THREADS_EACH = 8
+"""Of a simulated device, in XLA's pool."""
+
+
 class Device(Protocol):
   """What we ask of a jax device."""
 
@@ -63,6 +67,10 @@ def keep_tpu_library_quiet() -> None:
 
 
 def _simulate(count: int) -> None:
+  # Who takes part in a collective holds a thread of XLA's pool until all have come. A device may be
+  # in several at once, and with a thread for each device, as XLA has it where cores are fewer, some
+  # wait for ever for others that get none. Idle threads cost nothing.
+  os.environ.setdefault("NPROC", str(max(_THREADS_EACH * count, os.cpu_count() or 1)))
   try:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)

@@ -6,7 +6,7 @@ from typing import Any
 
 from maxbatch.batch.limits import limits
 from maxbatch.batch.loading import HostLoad
-from maxbatch.batch.pipelining import Pipeline
+from maxbatch.batch.pipeline import Pipeline
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.solve import counted, text
 from maxbatch.batch.stages import Stage

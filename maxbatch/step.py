@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from maxbatch import partial_sums
 from maxbatch.accumulate import summed_gradients
-from maxbatch.batch.pipelining import Pipeline
+from maxbatch.batch.pipeline import Pipeline
 from maxbatch.loss import loss_sum
 from maxbatch.models.registry import Model, Parameters, Probed, by_path
 from maxbatch.optim import AverageState

@@ -6,9 +6,13 @@ import pathlib
 import jax
 import pytest
 
+os.environ.setdefault("NPROC", "64")  # As maxbatch/devices.py has it for 8 devices, and why.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Machine code of the lowest level: tests run a program a few times, and compiling it takes longest.
+# What XLA makes of a program before that (fusions, collectives, buffers) is as in a run.
+jax.config.update("jax_disable_most_optimizations", True)
 
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from pipelined import QUICKLY
 from support import GPT2, configured, in_microbatches, mesh, uneven_rows
 
-from maxbatch.batch.pipelining import Pipeline, pipeline_of
+from maxbatch.batch.pipeline import Pipeline
+from maxbatch.batch.pipelining import pipeline_of
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.stages import Stage
 from maxbatch.config.schema import Config

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from support import GPT2, config, in_microbatches, mesh, model_config, uneven_rows
 
-from maxbatch.batch.pipelining import Pipeline
+from maxbatch.batch.pipeline import Pipeline
 from maxbatch.loss import loss_sum
 from maxbatch.models.registry import Model, Parameters, build_model
 from maxbatch.optim import make_optimizer

@@ -63,3 +63,39 @@ def test_what_the_environment_says_goes_before(monkeypatch):
   devices.keep_tpu_library_quiet()
   assert os.environ["TPU_WORKER_HOSTNAMES"] == "host7"
   assert os.environ["TPU_SKIP_MDS_QUERY"] == "1"
+
+
+def test_simulated_devices_that_wait_for_each_other_in_any_order_all_get_a_thread():
+  # Collectives that do not depend on each other, due at different times: with XLA's own number of
+  # threads this waits for ever where there are fewer cores than devices.
+  program = """
+from maxbatch.devices import find_devices
+find_devices(4)
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+ring = [(place, (place + 1) % 4) for place in range(4)]
+
+def collect(x):
+  sums = 0.0
+  for number in range(6):
+    y = x
+    for _ in range(3 * number % 7):
+      y = jnp.tanh(y @ y)
+    y = jax.lax.psum(y, "all") if number % 3 else jax.lax.ppermute(y, "all", ring)
+    sums += y.sum()
+  return sums
+
+mesh = jax.make_mesh((4,), ("all",))
+mapped = jax.shard_map(collect, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+compiled = jax.jit(mapped).lower(jnp.ones((64, 64))).compile()
+for _ in range(200):
+  done = compiled(jnp.ones((64, 64)))
+print(float(done) > 0)
+"""
+  kept = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
+  command = [sys.executable, "-c", program]
+  done = subprocess.run(
+    command, capture_output=True, text=True, check=False, cwd=ROOT, env=kept, timeout=60
+  )
+  assert (done.stdout, done.stderr) == ("True\n", "")

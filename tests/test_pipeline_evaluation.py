@@ -15,7 +15,7 @@ from pipelined import QUICKLY
 from support import GPT2, SMALLEST, config, uneven_rows
 
 from maxbatch.batch.evaluation import eval_cuts
-from maxbatch.batch.pipelining import Pipeline
+from maxbatch.batch.pipeline import Pipeline
 from maxbatch.batch.plan import plan_batches
 from maxbatch.loss import loss_sum
 from maxbatch.pipeline.forward_only import forward_timetable

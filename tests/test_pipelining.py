@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import base, configured
 
-from maxbatch.batch.pipelining import Pipeline, pipeline_of
+from maxbatch.batch.pipeline import Pipeline
+from maxbatch.batch.pipelining import pipeline_of
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.ways_out import working
 from maxbatch.config.load import load_config

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 from support import config
 
-from maxbatch.batch.pipelining import Pipeline, pipeline_of
+from maxbatch.batch.pipeline import Pipeline
+from maxbatch.batch.pipelining import pipeline_of
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.search import most_probes
 from maxbatch.pipeline.ranking import Compiled, Ranking, Steps, rank

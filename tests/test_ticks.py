@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from maxbatch.batch.pipelining import Pipeline
+from maxbatch.batch.pipeline import Pipeline
 from maxbatch.compile.flops import StepFlops
 from maxbatch.compile.ticks import beside_layers, in_filling, in_passes
 from maxbatch.estimate.costs import Cost

@@ -6,7 +6,7 @@ microbatch is filled up with rows of no weight.
 
 from typing import NamedTuple
 
-from maxbatch.batch.pipelining import Pipeline
+from maxbatch.batch.pipeline import Pipeline
 
 
 class EvalCuts(NamedTuple):

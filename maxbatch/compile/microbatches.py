@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from maxbatch.agreement import from_process_0
 from maxbatch.batch.autotune import Place, Say, in_process_0, what_it_depends_on
-from maxbatch.batch.pipelining import Pipeline, pipeline_of
+from maxbatch.batch.pipeline import Pipeline
+from maxbatch.batch.pipelining import pipeline_of
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.stages import Stage
 from maxbatch.compile.compile_only import report_or_refusal

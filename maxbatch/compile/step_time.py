@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from maxbatch.batch.pipelining import Pipeline
+from maxbatch.batch.pipeline import Pipeline
 from maxbatch.compile.ticks import beside_layers, in_filling
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.costs import Cost

@@ -7,7 +7,7 @@ the timetable: every operation counts as often as the work it belongs to (pipeli
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from maxbatch.batch.pipelining import Pipeline
+from maxbatch.batch.pipeline import Pipeline
 from maxbatch.compile.flops import StepFlops
 from maxbatch.estimate.costs import Cost
 from maxbatch.pipeline.works import ALWAYS, BY_MICROBATCH, ticks_with, work_in

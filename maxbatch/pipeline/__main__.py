@@ -6,7 +6,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxbatch.batch.pipelining import Pipeline, pipeline_of
+from maxbatch.batch.pipeline import Pipeline
+from maxbatch.batch.pipelining import pipeline_of
 from maxbatch.batch.plan import plan_batches
 from maxbatch.config.help import help_text, wants_help
 from maxbatch.config.load import load_config

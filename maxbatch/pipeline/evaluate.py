@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from maxbatch.batch.evaluation import EvalCuts, eval_cuts
-from maxbatch.batch.pipelining import Pipeline
+from maxbatch.batch.pipeline import Pipeline
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.pipeline.forward_only import forward_ticks
 from maxbatch.pipeline.parts import Leaves, Parts, divided

@@ -5,7 +5,7 @@ the tick in which it arrives, so that nothing ever waits. Where the microbatches
 h·p, the stages idle in place of those that are missing from the last group.
 """
 
-from maxbatch.batch.pipelining import Pipeline
+from maxbatch.batch.pipeline import Pipeline
 from maxbatch.pipeline.rows_of_ticks import Ticks, rows_of_ticks
 from maxbatch.pipeline.schedule import Limits, schedule_named
 from maxbatch.pipeline.timetable import Cell, Forward, Shape, Timetable

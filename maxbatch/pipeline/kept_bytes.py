@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from maxbatch.batch.pipelining import Pipeline
+from maxbatch.batch.pipeline import Pipeline
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError

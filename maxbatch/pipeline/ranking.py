@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from maxbatch.batch.pipelining import Pipeline
+from maxbatch.batch.pipeline import Pipeline
 from maxbatch.batch.search import in_gib, most_probes
 from maxbatch.pipeline.cost import percent, predicted_bubble
 from maxbatch.pipeline.tick_fit import Line, fitted, fitted_cost

@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from maxbatch.batch.pipelining import Pipeline, pipeline_of
+from maxbatch.batch.pipeline import Pipeline
+from maxbatch.batch.pipelining import pipeline_of
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import counted
 from maxbatch.config.schema import Config, ModelConfig

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxbatch.batch.pipelining import Pipeline
+from maxbatch.batch.pipeline import Pipeline
 from maxbatch.pipeline.schedule import Limits, schedule_named, timetable
 from maxbatch.pipeline.timetable import Place, Timetable
 

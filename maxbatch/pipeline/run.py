@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from maxbatch.batch.pipelining import Pipeline
+from maxbatch.batch.pipeline import Pipeline
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.pipeline.kept import Given
 from maxbatch.pipeline.parts import Leaves, Parts, divided, joined
