@@ -77,20 +77,21 @@ from jax.sharding import PartitionSpec as P
 ring = [(place, (place + 1) % 4) for place in range(4)]
 
 def collect(x):
-  sums = 0.0
+  found = []
   for number in range(6):
     y = x
     for _ in range(3 * number % 7):
       y = jnp.tanh(y @ y)
-    y = jax.lax.psum(y, "all") if number % 3 else jax.lax.ppermute(y, "all", ring)
-    sums += y.sum()
-  return sums
+    part = y.sum() if number % 2 else y
+    moved = jax.lax.psum(part, "all") if number % 3 else jax.lax.ppermute(y, "all", ring)
+    found.append(moved.sum())
+  return sum(found)
 
 mesh = jax.make_mesh((4,), ("all",))
 mapped = jax.shard_map(collect, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-compiled = jax.jit(mapped).lower(jnp.ones((64, 64))).compile()
-for _ in range(200):
-  done = compiled(jnp.ones((64, 64)))
+step, x = jax.jit(mapped), jnp.ones((64, 64))
+for _ in range(300):
+  done = step(x)
 print(float(done) > 0)
 """
   kept = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
