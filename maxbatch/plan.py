@@ -20,6 +20,7 @@ from maxbatch.learning_rate import learning_rate
 from maxbatch.pipeline.refusal import check_unused
 from maxbatch.plan_plot import plot
 from maxbatch.plan_report import Report
+from maxbatch.stop import end_with_reader
 from maxbatch.topology import Topology, topology
 
 COMMAND = "python -m maxbatch.plan"
@@ -175,4 +176,5 @@ def _write_plot(report: Report, file: str, run_name: str) -> None:
 
 
 if __name__ == "__main__":
+  end_with_reader()
   sys.exit(main(sys.argv[1:]))

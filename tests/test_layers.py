@@ -18,6 +18,7 @@ PACKAGE = pathlib.Path(maxbatch.__file__).parent
 LAYERS = {
   "L0: no jax": [
     "errors",
+    "stop",
     "config.schema",
     "config.find",
     "config.registered",
@@ -87,7 +88,6 @@ LAYERS = {
     "branches.report",
     "branches.plot",
     "identity",
-    "stop",
   ],
   "L1: data, models, what a run writes": [
     "agreement",

@@ -109,8 +109,11 @@ def test_every_shape_of_a_run_has_its_report(tmp_path):
 
 def test_what_compiles_but_exceeds_the_budget_is_not_timed(tmp_path, clock, capsys):
   given = command(tmp_path, compile_only="true", micro_batch_size=2, device_memory_gb=0.0001)
-  assert main(given) == 0
-  assert "of 0.00: DOES NOT FIT" in capsys.readouterr().out
+  assert main(given) == 2
+  said = capsys.readouterr()
+  assert "of 0.00: DOES NOT FIT" in said.out
+  assert said.err.startswith("error: per_device_batch_size=2: the step needs 0.0")
+  assert "a device, which has 0.00 GiB; micro_batch_size=auto finds the largest" in said.err
   assert clock == []
 
 

@@ -1,6 +1,7 @@
 """The pipeline command as people call it."""
 
 import json
+import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -290,3 +291,16 @@ def test_the_plan_without_a_pipeline(capsys):
 def test_the_plan_refuses_a_pipeline_that_does_not_divide(capsys):
   assert plan(["config=base", *KEYS, "num_pipeline_microbatches=3"]) == 2
   assert "must be a multiple of the 4 stages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["pipeline", "plan"])
+def test_nobody_has_to_read_to_the_end(command):
+  arguments = [sys.executable, "-m", f"maxbatch.{command}", "config=base", *KEYS]
+  with subprocess.Popen(
+    arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True
+  ) as process:
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+  assert process.returncode == -signal.SIGPIPE

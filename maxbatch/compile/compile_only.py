@@ -123,16 +123,34 @@ def _report(
   try:
     return _try_report(config, plan, trainer, devices, micro_batch)
   except DoesNotFitError as error:
-    size = text(plan.per_device(micro_batch))
     capacity = capacity_bytes(devices, config.compile.device_memory_gb)
-    # Who ran out of memory while running does not say how much was missing.
-    known = error.needed_bytes > capacity
-    needed = f"{error.needed_bytes / _GIB:.2f} GiB" if known else "more memory"
-    raise UserError(
-      f"per_device_batch_size={size}: the step needs {needed} a device, "
-      f"which has {capacity / _GIB:.2f} GiB; micro_batch_size=auto finds the largest that fits; "
-      f"{ways_out(config)}"
-    ) from error
+    raise _too_large(config, plan, micro_batch, error.needed_bytes, capacity) from error
+
+
+def check_fits(config: Config, plan: BatchPlan, reports: Sequence[CompileReport]) -> None:
+  """Refuses a run whose step compiles but needs more memory than a device has, once reported.
+
+  Raises:
+    UserError: with the ways out.
+  """
+  for report in reports:
+    if not report.fits:
+      needed = report.program.memory.peak
+      raise _too_large(config, plan, report.micro_batch, needed, report.capacity_bytes)
+
+
+def _too_large(
+  config: Config, plan: BatchPlan, micro_batch: int, needed_bytes: int, capacity: int
+) -> UserError:
+  size = text(plan.per_device(micro_batch))
+  # Who ran out of memory while running does not say how much was missing.
+  known = needed_bytes > capacity
+  needed = f"{needed_bytes / _GIB:.2f} GiB" if known else "more memory"
+  return UserError(
+    f"per_device_batch_size={size}: the step needs {needed} a device, "
+    f"which has {capacity / _GIB:.2f} GiB; micro_batch_size=auto finds the largest that fits; "
+    f"{ways_out(config)}"
+  )
 
 
 def _try_report(

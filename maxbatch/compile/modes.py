@@ -11,7 +11,7 @@ import jax
 from maxbatch.batch.autotune import Place, choose, explore_sizes
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.compile import cache, step_file
-from maxbatch.compile.compile_only import Prober, compile_reports, write_reports
+from maxbatch.compile.compile_only import Prober, check_fits, compile_reports, write_reports
 from maxbatch.compile.coupling import settle_accumulation
 from maxbatch.compile.made_from import header
 from maxbatch.compile.microbatches import CutsProber, settle_microbatches
@@ -86,6 +86,7 @@ def prepare_only(config: Config, *, forgetting: bool = False) -> None:
   if config.compile.save_compiled_step:
     steps = {each.micro_batch: each.program.step for each in reports}
     save_steps(config, plan, build_trainer(config, plan, devices), steps)
+  check_fits(config, plan, reports)
 
 
 def settled(

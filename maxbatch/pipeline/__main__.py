@@ -22,6 +22,7 @@ from maxbatch.pipeline.slots import with_slots
 from maxbatch.pipeline.svg import svg
 from maxbatch.pipeline.timetable import Timetable
 from maxbatch.plan import find_devices
+from maxbatch.stop import end_with_reader
 from maxbatch.topology import topology
 
 COMMAND = "python -m maxbatch.pipeline"
@@ -168,4 +169,5 @@ def _example(option: str) -> str:
 
 
 if __name__ == "__main__":
+  end_with_reader()
   sys.exit(main(sys.argv[1:]))
