@@ -27,7 +27,6 @@ from maxbatch.loop import Job, first_record, train
 from maxbatch.metrics import MetricsLog, read_metrics
 from maxbatch.models.registry import Parameters
 from maxbatch.noise.prepare import calibration_programs, make_noise
-from maxbatch.noise.requirements import check_noise
 from maxbatch.prepare import (
   build_trainer,
   compiled_eval,
@@ -85,7 +84,6 @@ def run(config: Config, *, forgetting: bool = False) -> tuple[TrainState, Positi
   layout = topology(config.mesh, len(devices), num_slices(devices))
   config = settled(config, devices, layout, forgetting=forgetting)
   plan = plan_batches(config.batch, config.run, layout)
-  check_noise(config, plan)
   print(f"{plan}\n", flush=True)
   learning_rate(config.optimizer, plan, config.run.schedule_unit)  # Refuses before anything slow.
   trainer = build_trainer(config, plan, devices)

@@ -33,6 +33,7 @@ from maxbatch.config.schema import Config
 from maxbatch.models import attention, dot_product, flash, layers, probes, registry, transformer
 from maxbatch.models.registry import MODELS
 from maxbatch.pipeline import (
+  evaluate,
   kept,
   parts,
   rows_of_ticks,
@@ -205,6 +206,7 @@ STEP_MODULES = (
   attention,
   dot_product,
   dropout,
+  evaluate,
   flash,
   kept,
   layers,

@@ -78,7 +78,6 @@ def prepare_only(config: Config, *, forgetting: bool = False) -> None:
     return
   config = settled(config, devices, layout, forgetting=forgetting)
   plan = plan_batches(config.batch, config.run, layout)
-  check_noise(config, plan)
   learning_rate(config.optimizer, plan, config.run.schedule_unit)
   print(f"{plan}\n", flush=True)
   reports = compile_reports(config, plan, devices)
@@ -97,9 +96,11 @@ def settled(
   That is the microbatch size, and then into how many pieces a pipeline cuts a pass of it.
 
   Raises:
-    UserError: nothing fits, or the model cannot be split as the keys ask.
+    UserError: nothing fits, the model cannot be split as the keys ask, or the noise scale cannot be
+      measured so.
   """
   config = settled_size(config, devices, layout, forgetting=forgetting)
+  check_noise(config, plan_batches(config.batch, config.run, layout))
   prober = CutsProber(config, devices, layout)
   place = Place(devices, layout)
   return settle_microbatches(config, place, prober, _choices(), forgetting=forgetting)
