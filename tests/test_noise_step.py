@@ -70,7 +70,7 @@ def test_squares_of_the_step_are_those_of_its_gradient(whole):
   assert total == pytest.approx(float(whole.grad_norm * whole.weight) ** 2, rel=1e-5)
 
 
-@pytest.mark.parametrize(("axes", "replicas"), [((2, 2, 2), 2)])
+@pytest.mark.parametrize(("axes", "replicas"), [((1, 2, 2), 1), ((2, 2, 2), 2)])
 def test_gradients_of_microbatches(axes, replicas):
   ours = metrics(axes, 4, gns_from_microbatches=True)
   _, trainer, _ = lowered((1, 1, 1), 1)
@@ -97,7 +97,7 @@ def messages(axes: tuple[int, int, int], gns: str) -> dict[str, Counter[str]]:
 
 @pytest.mark.parametrize(
   ("gns", "axes"),
-  [("norm", (2, 2, 2)), ("all", (2, 1, 1))],
+  [("norm", (1, 4, 1)), ("norm", (2, 2, 2)), ("all", (2, 1, 1))],
 )
 def test_measuring_sends_no_message_more(gns, axes):
   without, measuring = messages(axes, "off"), messages(axes, gns)
