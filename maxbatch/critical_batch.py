@@ -3,7 +3,7 @@
 The branched measurement of Merrill et al. (2025): from one checkpoint, branches train on the same
 next samples with k times the batch and a rate that follows it, and the largest batch whose loss
 ends within a tolerance of every smaller one is the critical batch at this point of the run. What
-"within" means, and why the best smaller branch is what counts: maxbatch/branches/losses.py.
+"within" means, and why the best smaller branch is what counts: maxbatch/experiments/losses.py.
 """
 
 import dataclasses
@@ -14,20 +14,30 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Any, Literal
 
-from maxbatch.batch.branching import Base, Wish, branch_out
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.solve import text
-from maxbatch.branches.losses import Measured, judge
-from maxbatch.branches.origin import (
+from maxbatch.batch.topology import topology
+from maxbatch.command_line.exit import exit_code
+from maxbatch.command_line.help import help_text, wants_help
+from maxbatch.command_line.signals import leave
+from maxbatch.config.find import did_you_mean
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config, NonNegativeFloat, PositiveOrUnset, Range, fields
+from maxbatch.config.value import convert
+from maxbatch.config.yaml_file import read_argument
+from maxbatch.errors import UserError
+from maxbatch.experiments.branching import Base, Wish, branch_out
+from maxbatch.experiments.losses import Measured, judge
+from maxbatch.experiments.origin import (
   Checkpoint,
   claim,
   find_checkpoint,
   read_checkpoint,
   write_whole,
 )
-from maxbatch.branches.plot import plot
-from maxbatch.branches.report import Origin, Report, plan_table
-from maxbatch.branches.running import (
+from maxbatch.experiments.plot import plot
+from maxbatch.experiments.report import Origin, Report, plan_table
+from maxbatch.experiments.running import (
   SET_HERE,
   AtCheckpoint,
   Experiment,
@@ -35,18 +45,9 @@ from maxbatch.branches.running import (
   branch_config,
   train_branch,
 )
-from maxbatch.command import exit_code
-from maxbatch.compile.modes import is_run, settled, settled_size
-from maxbatch.config.find import did_you_mean
-from maxbatch.config.help import help_text, wants_help
-from maxbatch.config.load import load_config
-from maxbatch.config.schema import Config, NonNegativeFloat, PositiveOrUnset, Range, fields
-from maxbatch.config.value import convert
-from maxbatch.config.yaml_file import read_argument
-from maxbatch.devices import find_devices, num_slices
-from maxbatch.errors import UserError
-from maxbatch.stop import leave
-from maxbatch.topology import topology
+from maxbatch.hardware.devices import find_devices, num_slices
+from maxbatch.modes.compile_only import is_run
+from maxbatch.modes.resolve import settled, settled_size
 
 COMMAND = "python -m maxbatch.critical_batch"
 HELP = f"""\

@@ -6,22 +6,22 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from maxbatch.accelerators import slice_named
-from maxbatch.batch.candidates import is_open, offered, sizes_of
-from maxbatch.batch.loading import host_loads
-from maxbatch.batch.pipelining import pipeline_of
+from maxbatch.batch.host_loads import host_loads
+from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.plan_plot import plot
 from maxbatch.batch.solve import solve_num_devices, wanted
-from maxbatch.config.help import help_text, wants_help
+from maxbatch.batch.topology import Topology, topology
+from maxbatch.command_line.help import help_text, wants_help
+from maxbatch.command_line.signals import end_with_reader
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.errors import EXIT_USER_ERROR, UserError
-from maxbatch.learning_rate import learning_rate
-from maxbatch.pipeline.refusal import check_unused
-from maxbatch.plan_plot import plot
-from maxbatch.plan_report import Report
-from maxbatch.stop import end_with_reader
-from maxbatch.topology import Topology, topology
+from maxbatch.hardware.tpu_slices import slice_named
+from maxbatch.modes.plan_report import Report
+from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.pipeline_parallel.unused_keys import check_unused
+from maxbatch.tuning.candidates import is_open, offered, sizes_of
 
 COMMAND = "python -m maxbatch.plan"
 HELP = f"""\

@@ -41,21 +41,21 @@ import optax
 import plain_step
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxbatch import prepare
+from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
+from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.data.registry import build_dataset
-from maxbatch.devices import find_devices
-from maxbatch.learning_rate import learning_rate
-from maxbatch.loop import Job, train
-from maxbatch.loss import loss_sum
-from maxbatch.metrics import MetricsLog, read_metrics
-from maxbatch.programs import StepPrograms
-from maxbatch.progress import Progress
-from maxbatch.state import Sums
-from maxbatch.step import Step
-from maxbatch.topology import topology
+from maxbatch.hardware.devices import find_devices
+from maxbatch.run_folder.metrics import MetricsLog, read_metrics
+from maxbatch.run_folder.progress import Progress
+from maxbatch.training import build
+from maxbatch.training.loop import Job, train
+from maxbatch.training.loss import loss_sum
+from maxbatch.training.programs import StepPrograms
+from maxbatch.training.state import Sums
+from maxbatch.training.step import Step
 
 ROWS, LENGTH = 16, 256
 SHAPES = {
@@ -94,7 +94,7 @@ class Bench:
 
   config: Config
   plan: BatchPlan
-  trainer: prepare.Trainer
+  trainer: build.Trainer
 
   @classmethod
   def of(cls, devices: int, **keys: object) -> "Bench":
@@ -102,7 +102,7 @@ class Bench:
     config = load_config(arguments(devices, 1, packing="false", **keys))
     found = find_devices(devices)
     plan = plan_batches(config.batch, config.run, topology(config.mesh, devices))
-    return cls(config, plan, prepare.build_trainer(config, plan, found))
+    return cls(config, plan, build.build_trainer(config, plan, found))
 
   def fresh(self):
     """A new state."""
@@ -112,7 +112,7 @@ class Bench:
 def _compiled(bench: Bench) -> Step:
   source = build_dataset(bench.config.data, LENGTH).train
   micro_batch = bench.plan.micro_batch_to_train
-  return prepare.compiled_step(bench.config, bench.plan, bench.trainer, source, micro_batch)
+  return build.compiled_step(bench.config, bench.plan, bench.trainer, source, micro_batch)
 
 
 def seconds_per_step(run: Callable[[int], object], steps: int) -> float:
@@ -126,9 +126,7 @@ def bare_runner(bench: Bench, trips: int) -> Callable[[int], object]:
   """The compiled step over and over on one batch."""
   dataset = build_dataset(bench.config.data, LENGTH)
   step = _compiled(bench)
-  with prepare.train_rows(bench.config, bench.trainer, dataset)(
-    bench.plan, Position(0, 0)
-  ) as loader:
+  with build.train_rows(bench.config, bench.trainer, dataset)(bench.plan, Position(0, 0)) as loader:
     rows = next(loader)
   held = [bench.fresh()]
 
@@ -166,7 +164,7 @@ def loop_runner(bench: Bench) -> Callable[[int], float]:
           streamed=False,
           trainer=trainer,
           eval_step=lambda params, rows: Sums(jnp.zeros(()), jnp.zeros(())),
-          train_rows=prepare.train_rows(config, trainer, dataset),
+          train_rows=build.train_rows(config, trainer, dataset),
           eval_rows=None,
           checkpointer=None,
           log=log,
@@ -208,9 +206,7 @@ def parts_runners(bench: Bench) -> tuple[Callable[[int], object], Callable[[int]
   """One forward/backward of a microbatch, and one update, each alone."""
   model, optimizer = bench.trainer.model, bench.trainer.optimizer
   dataset = build_dataset(bench.config.data, LENGTH)
-  with prepare.train_rows(bench.config, bench.trainer, dataset)(
-    bench.plan, Position(0, 0)
-  ) as loader:
+  with build.train_rows(bench.config, bench.trainer, dataset)(bench.plan, Position(0, 0)) as loader:
     rows = jax.tree.map(lambda x: x[0], next(loader))
   key = bench.trainer.dropout_key
   gradient = jax.jit(jax.value_and_grad(lambda params: loss_sum(model, params, rows, key)))

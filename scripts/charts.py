@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from maxbatch.svg_parts import PALETTE, Point, curve, dot, drawing, label, line, short, ticks
+from maxbatch.plots.svg_parts import PALETTE, Point, curve, dot, drawing, label, line, short, ticks
 
 _WIDTH, _LEFT, _RIGHT, _TOP, _PANEL, _GAP = 760, 70, 20, 50, 230, 75
 _GRID, _AXIS = "#ddd", "#333"

@@ -9,16 +9,16 @@ one is from the fastest.
 import statistics
 import sys
 
-from maxbatch.batch.autotune import Place, explore_sizes
-from maxbatch.batch.candidates import Candidate, candidates
 from maxbatch.batch.solve import text
-from maxbatch.compile.compile_only import Prober
+from maxbatch.batch.topology import topology
+from maxbatch.compile.measured_time import measure_step
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
-from maxbatch.measure import measure_step
-from maxbatch.prepare import build_trainer
-from maxbatch.topology import topology
-from maxbatch.topology_devices import devices_of
+from maxbatch.hardware.compile_devices import devices_of
+from maxbatch.training.build import build_trainer
+from maxbatch.tuning.candidates import Candidate, candidates
+from maxbatch.tuning.microbatch_size import Place, explore_sizes
+from maxbatch.tuning.prober import Prober
 
 ROUNDS = 3
 """Every size is measured this often, in turn, so that a slow spell of the machine meets them all."""

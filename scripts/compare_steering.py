@@ -19,8 +19,8 @@ import numpy as np
 from charts import Panel, Series, chart
 
 from maxbatch.config.load import load_config
-from maxbatch.metrics import Record, read_metrics
-from maxbatch.train import run
+from maxbatch.modes.run import run
+from maxbatch.run_folder.metrics import Record, read_metrics
 
 MODEL = """base_emb_dim=64 base_num_decoder_layers=2 base_num_query_heads=4 base_num_kv_heads=4
 head_dim=16 base_mlp_dim=256 max_target_length=64 num_simulated_devices=1 generate_length=0

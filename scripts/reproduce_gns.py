@@ -18,8 +18,8 @@ import numpy as np
 from charts import Panel, Series, chart
 
 from maxbatch.config.load import load_config
-from maxbatch.metrics import read_metrics
-from maxbatch.train import run
+from maxbatch.modes.run import run
+from maxbatch.run_folder.metrics import read_metrics
 
 GPT2 = """mlp_activation=gelu normalization=layernorm position_embedding=learned mlp_bias=true
 attention_qkv_bias=true attention_out_bias=true remat_policy=none num_simulated_devices=1

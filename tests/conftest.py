@@ -6,7 +6,9 @@ import pathlib
 import jax
 import pytest
 
-os.environ.setdefault("NPROC", "64")  # As maxbatch/devices.py has it for 8 devices, and why.
+os.environ.setdefault(
+  "NPROC", "64"
+)  # As maxbatch/hardware/devices.py has it for 8 devices, and why.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

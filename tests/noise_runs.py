@@ -10,11 +10,11 @@ from typing import Any
 import jax
 import pytest
 
-from maxbatch import prepare
 from maxbatch.config.load import load_config
-from maxbatch.metrics import Record, read_metrics
 from maxbatch.models.registry import Parameters
-from maxbatch.train import run
+from maxbatch.modes.run import run
+from maxbatch.run_folder.metrics import Record, read_metrics
+from maxbatch.training import build
 
 T, WINDOW = 6, 16
 CALIBRATE_EVERY = 2
@@ -75,7 +75,7 @@ def training(root: pathlib.Path) -> Iterator[Run]:
   On two devices, with programs that compile in half the time: what they compute is the same.
   """
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr("maxbatch.train.find_devices", lambda number: jax.devices()[:2])
+    patch.setattr("maxbatch.modes.run.find_devices", lambda number: jax.devices()[:2])
     jax.config.update("jax_disable_most_optimizations", True)
     try:
       yield _run_in(root)
@@ -91,14 +91,14 @@ def _run_in(root: pathlib.Path) -> Run:
 
   def train(name: str, **keys: object) -> Done:
     values = defaults | keys | {"run_name": name}
-    said, compiled, compile_step = io.StringIO(), [], prepare.compiled_step
+    said, compiled, compile_step = io.StringIO(), [], build.compiled_step
 
     def compile_noted(*arguments: Any) -> Any:
       compiled.append(arguments[-1])
       return compile_step(*arguments)
 
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(said):
-      patch.setattr("maxbatch.compile.modes.compiled_step", compile_noted)
+      patch.setattr("maxbatch.compile.steps.compiled_step", compile_noted)
       state, _ = run(load_config(["config=base", *(f"{k}={v}" for k, v in values.items())]))
     records = [
       {key: value for key, value in record.items() if key not in _TIMES}

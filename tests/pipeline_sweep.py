@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 from pipelined import QUICKLY
 from support import GPT2, configured, in_microbatches, mesh, uneven_rows
 
-from maxbatch.batch.pipeline import Pipeline
-from maxbatch.batch.pipelining import pipeline_of
+from maxbatch.batch.phases import Stage
 from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.stages import Stage
+from maxbatch.batch.topology import Topology, topology
 from maxbatch.config.schema import Config
+from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
-from maxbatch.loss import loss_sum
-from maxbatch.pipeline.stage_order import layers_by_stage
-from maxbatch.prepare import build_trainer, streams, traced_step
-from maxbatch.rows import Rows
-from maxbatch.state import TrainState, shardings
-from maxbatch.step import StepMetrics, Trainer, eval_function, rows_shardings
-from maxbatch.topology import Topology, topology
+from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.training.build import build_trainer, streams, traced_step
+from maxbatch.training.layer_order import layers_by_stage
+from maxbatch.training.loss import loss_sum
+from maxbatch.training.state import TrainState, shardings
+from maxbatch.training.step import StepMetrics, Trainer, eval_function, rows_shardings
 
 Keys = dict[str, object]
 

@@ -13,17 +13,17 @@ import numpy as np
 import optax
 from support import GPT2, config, in_microbatches, mesh, model_config, uneven_rows
 
-from maxbatch.batch.pipeline import Pipeline
-from maxbatch.loss import loss_sum
+from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters, build_model
-from maxbatch.optim import make_optimizer
-from maxbatch.pipeline.rows_of_ticks import Ticks, rows_of_ticks
-from maxbatch.pipeline.run import pipelined_gradients
-from maxbatch.pipeline.schedule import Limits, timetable
-from maxbatch.pipeline.timetable import Shape
-from maxbatch.rows import Rows
-from maxbatch.state import Sums, abstract_state
-from maxbatch.step import rows_shardings
+from maxbatch.pipeline_parallel.schedule import Limits, timetable
+from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.pipeline_parallel.timetable import Shape
+from maxbatch.pipeline_parallel.timetable_arrays import Ticks, rows_of_ticks
+from maxbatch.training.loss import loss_sum
+from maxbatch.training.optimizer import make_optimizer
+from maxbatch.training.pipelined_step import pipelined_gradients
+from maxbatch.training.state import Sums, abstract_state
+from maxbatch.training.step import rows_shardings
 
 LAYERS, ROWS, PASSES, CUTS = 12, 32, 2, 4
 KEY = jax.random.key(7)

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from maxbatch.accelerators import FAMILIES, slice_named
 from maxbatch.errors import UserError
+from maxbatch.hardware.tpu_slices import FAMILIES, slice_named
 
 # Shapes and hosts as on the public pages about each generation (docs.cloud.google.com/tpu/docs).
 PUBLISHED = {

@@ -19,15 +19,15 @@ from support import (
   uneven_rows,
 )
 
-from maxbatch import partial_sums
-from maxbatch.accumulate import summed_gradients
-from maxbatch.loss import loss_sum
+from maxbatch.data.rows import Rows
 from maxbatch.models import transformer
 from maxbatch.models.registry import Model, build_model
-from maxbatch.optim import make_optimizer
-from maxbatch.rows import Rows
-from maxbatch.state import abstract_state, init_state
-from maxbatch.step import rows_shardings
+from maxbatch.training import partial_sums
+from maxbatch.training.accumulate import summed_gradients
+from maxbatch.training.loss import loss_sum
+from maxbatch.training.optimizer import make_optimizer
+from maxbatch.training.state import abstract_state, init_state
+from maxbatch.training.step import rows_shardings
 
 T = 16
 DROPOUT_KEY = jax.random.key(7)

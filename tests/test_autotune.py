@@ -16,14 +16,14 @@ import jax
 import pytest
 from support import config
 
-from maxbatch.batch import autotune
-from maxbatch.batch.autotune import Place, choose, explore_sizes, what_it_depends_on
-from maxbatch.batch.candidates import Candidate, candidates
-from maxbatch.batch.search import Probe
-from maxbatch.compile import made_from
+from maxbatch.batch.topology import Topology, topology
+from maxbatch.compile import step_identity
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
-from maxbatch.topology import Topology, topology
+from maxbatch.tuning import microbatch_size
+from maxbatch.tuning.candidates import Candidate, candidates
+from maxbatch.tuning.microbatch_size import Place, choose, explore_sizes, what_it_depends_on
+from maxbatch.tuning.search import Probe
 
 GIB = 1 << 30
 
@@ -183,10 +183,10 @@ def test_devices_versions_code_and_variables_matter(monkeypatch):
   monkeypatch.setattr(importlib.metadata, "version", lambda package: "9.9")
   others.append(depends_on())
   monkeypatch.undo()
-  monkeypatch.setattr(autotune, "source_hash", lambda config: "edited")
+  monkeypatch.setattr(microbatch_size, "source_hash", lambda config: "edited")
   others.append(depends_on())
   assert all(other != base for other in others)
-  assert base["source"] == made_from.source_hash(auto())
+  assert base["source"] == step_identity.source_hash(auto())
   assert set(base["versions"]) == {"jax", "jaxlib", "libtpu", "maxbatch"}
   assert base["devices"]["kind"] == "cpu"
   assert base["devices"]["count"] == 8
@@ -204,7 +204,7 @@ def test_nothing_fits_names_the_ways_out(tmp_path):
     "(now 1), a smaller max_target_length (now 16), or device_memory_gb=22 if the devices have "
     "that much"
   )
-  assert "remat_policy" not in autotune.ways_out(auto(remat_policy="full"))
+  assert "remat_policy" not in microbatch_size.ways_out(auto(remat_policy="full"))
   assert list(tmp_path.iterdir()) == []
 
 
@@ -312,7 +312,7 @@ def test_all_processes_take_process_0s_decision(tmp_path):
   with socket.socket() as free:
     free.bind(("localhost", 0))
     port = free.getsockname()[1]
-  environment = os.environ | {"PYTHONPATH": str(pathlib.Path(autotune.__file__).parents[2])}
+  environment = os.environ | {"PYTHONPATH": str(pathlib.Path(microbatch_size.__file__).parents[2])}
   processes = [
     subprocess.Popen(
       [sys.executable, "-c", _PROCESS, str(port), number, str(tmp_path)],

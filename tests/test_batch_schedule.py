@@ -11,13 +11,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
+from maxbatch.batch.row_plan import StepRows, dispatches
 from maxbatch.batch.schedule import SCHEDULES, RampupBatchManager
+from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
-from maxbatch.data.row_plan import StepRows, dispatches
 from maxbatch.errors import UserError
-from maxbatch.learning_rate import learning_rate
-from maxbatch.topology import Topology
 
 _DEFAULT = load_config(["config=base"])
 _EXACT = {"per_device_batch_size", "micro_batch_size", "per_device_batch_size_start"}

@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxbatch.batch.candidates import (
+from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.solve import wanted
+from maxbatch.batch.topology import Topology
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config
+from maxbatch.errors import UserError
+from maxbatch.tuning.candidates import (
   Candidate,
   batch_follows,
   candidates,
@@ -17,12 +23,6 @@ from maxbatch.batch.candidates import (
   offered,
   with_size,
 )
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.solve import wanted
-from maxbatch.config.load import load_config
-from maxbatch.config.schema import Config
-from maxbatch.errors import UserError
-from maxbatch.topology import Topology
 
 LENGTH = 1024
 

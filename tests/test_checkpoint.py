@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxbatch.checkpoint import Checkpointer, Position
+from maxbatch.checkpoints.checkpointer import Checkpointer, Position
 from maxbatch.config.schema import CheckpointConfig
 from maxbatch.errors import UserError
 

@@ -13,14 +13,14 @@ from support import GPT2, TINY, config
 from support import mesh as simulated
 
 from maxbatch.batch.plan import plan_batches
-from maxbatch.compile.flops import StepFlops, model_flops_per_token, step_flops
+from maxbatch.batch.topology import topology
+from maxbatch.compile.model_flops import StepFlops, model_flops_per_token, step_flops
 from maxbatch.config.load import load_config
 from maxbatch.data import synthetic
+from maxbatch.hardware.compile_devices import topology_devices
 from maxbatch.models import flash
 from maxbatch.models.registry import build_model
-from maxbatch.prepare import build_trainer, step_rows, traced_step
-from maxbatch.topology import topology
-from maxbatch.topology_devices import topology_devices
+from maxbatch.training.build import build_trainer, step_rows, traced_step
 
 T, L, D, N, K, H, M, V = 16, 2, 32, 4, 2, 8, 64, 264
 B = 16

@@ -13,8 +13,9 @@ import pytest
 from support import config
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.compile.compile_only import write_reports
-from maxbatch.compile.flops import StepFlops
+from maxbatch.batch.topology import topology
+from maxbatch.compile.measured_time import Timing
+from maxbatch.compile.model_flops import StepFlops
 from maxbatch.compile.program import (
   DoesNotFitError,
   Memory,
@@ -24,17 +25,16 @@ from maxbatch.compile.program import (
   refuse_if_too_large,
 )
 from maxbatch.compile.report import CompileReport, StateBytes, make_report, state_bytes
-from maxbatch.compile.step_time import StepTime
+from maxbatch.compile.reports import write_reports
+from maxbatch.compile.seconds import StepTime
 from maxbatch.data import synthetic
-from maxbatch.devices import Device
+from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import CHIPS, NO_FIGURES
 from maxbatch.estimate.step_time import Exchange, Operation, Parts, StepEstimate
-from maxbatch.measure import Timing
-from maxbatch.prepare import build_trainer
-from maxbatch.rows import Rows
-from maxbatch.step import Trainer
-from maxbatch.topology import topology
+from maxbatch.hardware.devices import Device
+from maxbatch.training.build import build_trainer
+from maxbatch.training.step import Trainer
 
 GIB = 2**30
 MIB = 2**20

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from maxbatch.command_line.help import documented_keys, help_text, wants_help
 from maxbatch.config import schema
 from maxbatch.config.find import config_path, model_names, packaged_folder
-from maxbatch.config.help import documented_keys, help_text, wants_help
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.value import convert
 from maxbatch.config.yaml_file import read_argument, read_file

@@ -9,14 +9,14 @@ from flax import nnx
 from support import GPT2, TINY, config
 
 from maxbatch.batch.plan import plan_batches
-from maxbatch.compile import coupling
+from maxbatch.batch.topology import topology
 from maxbatch.config.schema import Config
-from maxbatch.dropout import fold
 from maxbatch.errors import UserError
 from maxbatch.models import registry
+from maxbatch.models.dropout import fold
 from maxbatch.models.layers import parameter
 from maxbatch.models.registry import Registered
-from maxbatch.topology import topology
+from maxbatch.tuning import coupling
 
 
 class Normalized(nnx.Module):
@@ -87,7 +87,7 @@ def test_dropout_shared_by_the_batch_couples(monkeypatch):
   def by_place(key, sample_ids_B):
     return fold(jnp.broadcast_to(key, sample_ids_B.shape), len(sample_ids_B))
 
-  monkeypatch.setattr("maxbatch.loss.sample_keys", by_place)
+  monkeypatch.setattr("maxbatch.training.loss.sample_keys", by_place)
   assert couples(dropout_rate=0.2)
 
 

@@ -14,22 +14,22 @@ import pytest
 from support import SMALLEST, stop_at
 
 from maxbatch import critical_batch
-from maxbatch.batch.branching import Base, Wish, branch_out
+from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import Position, plan_batches
-from maxbatch.branches import running
-from maxbatch.branches.origin import Checkpoint
-from maxbatch.branches.running import Experiment, at_checkpoint, branch_config
-from maxbatch.compile import modes
+from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
 from maxbatch.critical_batch import main
 from maxbatch.errors import TrainingDivergedError, UserError
-from maxbatch.learning_rate import learning_rate
-from maxbatch.metrics import read_metrics
+from maxbatch.experiments import running
+from maxbatch.experiments.branching import Base, Wish, branch_out
+from maxbatch.experiments.origin import Checkpoint
+from maxbatch.experiments.running import Experiment, at_checkpoint, branch_config
+from maxbatch.modes import resolve
+from maxbatch.modes.run import run
 from maxbatch.noise.requirements import check_noise
-from maxbatch.pipeline.ranking import Compiled
-from maxbatch.state import measures_noise
-from maxbatch.topology import topology
-from maxbatch.train import run
+from maxbatch.run_folder.metrics import read_metrics
+from maxbatch.training.state import measures_noise
+from maxbatch.tuning.pipeline_ranking import Compiled
 
 START, TOKENS = 4, 16 * 8 * 16
 """The checkpoint's step, and 16 steps of its batch of 8 samples of 16 tokens."""
@@ -241,7 +241,7 @@ def test_all_branches_are_cut_as_the_largest_is_settled(
       assert cuts in choices
       return Compiled(1, 2, True, 1.0 if cuts == max(choices) else 2.0)
 
-  monkeypatch.setattr(modes, "CutsProber", Prober)
+  monkeypatch.setattr(resolve, "CutsProber", Prober)
   checkpoint = tmp_path / "mine" / "checkpoints" / str(START)
   arguments = [f"checkpoint={checkpoint}", f"factors={factors}", *PIPELINE]
   experiment = critical_batch._prepare(critical_batch.read_request(arguments))

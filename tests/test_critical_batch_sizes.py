@@ -4,11 +4,11 @@ from fractions import Fraction
 
 import pytest
 
-from maxbatch.batch.branching import Base, Branching, Wish, branch_out
+from maxbatch.batch.phases import Stage
 from maxbatch.batch.plan import Position
-from maxbatch.batch.stages import Stage
+from maxbatch.batch.topology import Topology
 from maxbatch.errors import UserError
-from maxbatch.topology import Topology
+from maxbatch.experiments.branching import Base, Branching, Wish, branch_out
 
 
 def branches(

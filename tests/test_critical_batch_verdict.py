@@ -10,11 +10,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from maxbatch.batch.branching import Branch, Branching
-from maxbatch.branches.losses import Measured, block_means, critical, half_width, judge
-from maxbatch.branches.plot import plot
-from maxbatch.branches.report import Origin, Report
-from maxbatch.svg_parts import ticks
+from maxbatch.experiments.branching import Branch, Branching
+from maxbatch.experiments.losses import Measured, block_means, critical, half_width, judge
+from maxbatch.experiments.plot import plot
+from maxbatch.experiments.report import Origin, Report
+from maxbatch.plots.svg_parts import ticks
 
 WINDOW, BLOCKS = 10, 40
 EVEN = tuple(0.001 * (-1) ** n for n in range(BLOCKS))

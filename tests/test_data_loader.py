@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from maxbatch.batch.row_plan import StepRows
 from maxbatch.data import loader as loading
 from maxbatch.data import reading
 from maxbatch.data.dataset import Arrays
 from maxbatch.data.loader import Loader, eval_loader, train_loader
 from maxbatch.data.reading import ReadOrder, StepReader
-from maxbatch.data.row_plan import StepRows
 from maxbatch.data.stream import SampleStream
 from maxbatch.data.token_cache import TokenCache
 from maxbatch.data.windows import TokenWindows

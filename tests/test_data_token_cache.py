@@ -13,9 +13,10 @@ import pytest
 
 from maxbatch.data import token_cache
 from maxbatch.data.sources import Document, resolve
-from maxbatch.data.token_cache import TokenCache, cache_folder, open_or_build
+from maxbatch.data.token_cache import TokenCache, open_or_build
 from maxbatch.data.tokenizer import BOS, EOS, PAD, VOCAB_SIZE, decode, encode
 from maxbatch.errors import UserError
+from maxbatch.run_folder.cache import cache_folder
 
 
 @pytest.fixture

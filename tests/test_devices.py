@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch import devices
+from maxbatch.hardware import devices
 
 ROOT = Path(__file__).resolve().parent.parent
 _TPU_VARIABLES = ("TPU_SKIP_MDS_QUERY", "TPU_WORKER_HOSTNAMES", "TPU_ACCELERATOR_TYPE")

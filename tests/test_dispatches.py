@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
+from maxbatch.batch.row_plan import StepRows, dispatches, load_factor
+from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
-from maxbatch.data.row_plan import StepRows, dispatches, load_factor
-from maxbatch.topology import Topology
 
 _CONFIG = load_config(["config=base"])
 small = st.integers(1, 5)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from maxbatch import pipeline as pipeline
 from maxbatch import plan
-from maxbatch.pipeline import __main__ as pipeline
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs"
 COMMANDS = {"plan": plan.main, "pipeline": pipeline.main}

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from tiny_model import GPT2_LIKE, loud_parameters, random_rows, tiny_model
 
-from maxbatch.dropout import dropout, fold, sample_keys
-from maxbatch.loss import loss_sum
+from maxbatch.data.rows import Rows
 from maxbatch.models import transformer
+from maxbatch.models.dropout import dropout, fold, sample_keys
 from maxbatch.models.registry import Model
-from maxbatch.rows import Rows
+from maxbatch.training.loss import loss_sum
 
 RATE = 0.3
 SEED = jax.random.key(7)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from maxbatch.fingerprint import fingerprints, named_leaves
+from maxbatch.checkpoints.fingerprint import fingerprints, named_leaves
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint32, jnp.int8, jnp.bool_)
 

@@ -13,13 +13,13 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.topology import AXES, topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import ModelConfig
 from maxbatch.errors import UserError
 from maxbatch.models import flash
 from maxbatch.models.dot_product import dot_product_attention
-from maxbatch.prepare import build_trainer
-from maxbatch.topology import AXES, topology
+from maxbatch.training.build import build_trainer
 
 KERNELS = {
   "tpu": functools.partial(flash.tpu_attention, interpret=True),

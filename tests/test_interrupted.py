@@ -9,9 +9,9 @@ import sys
 import jax
 import pytest
 
-from maxbatch import loop
-from maxbatch.metrics import read_metrics
+from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
+from maxbatch.training import loop
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 SENTENCE = "interrupted; what was saved before is kept"
@@ -21,7 +21,8 @@ TIMES = ("step_seconds", "tokens_per_second")
 DRIVER = """
 import os, sys, time
 from maxbatch import train
-from maxbatch.compile import modes
+from maxbatch.compile import steps
+from maxbatch.modes import run
 where, number = sys.argv[1], int(sys.argv[2])
 def long_one(*_):
   try:
@@ -31,7 +32,7 @@ def long_one(*_):
     if where != "eval_rows":
       raise
     time.sleep(600)  # an exception that is lost on its way
-setattr(modes if where == "compiled_step" else train, where, long_one)
+setattr(steps if where == "compiled_step" else run, where, long_one)
 train.leave(train.main(sys.argv[3:]))
 """
 

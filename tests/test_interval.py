@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from maxbatch.batch.interval import is_due
 from maxbatch.batch.plan import BatchPlan, Position, Unit, plan_batches
+from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
-from maxbatch.topology import Topology
 
 LENGTH = 4
 units: st.SearchStrategy[Unit] = st.sampled_from(["steps", "samples", "tokens"])

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maxbatch.batch.learning_rate import SCHEDULES, LearningRate, learning_rate
 from maxbatch.batch.plan import BatchPlan, Position, Unit, plan_batches
+from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
-from maxbatch.learning_rate import SCHEDULES, LearningRate, learning_rate
-from maxbatch.topology import Topology
 
 _CONFIG = load_config(["config=base"])
 _UNITS: tuple[Unit, ...] = ("steps", "samples", "tokens")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from support import mesh
 from tiny_model import loud_parameters, random_rows, tiny_config, tiny_model
 
-from maxbatch.loss import cross_entropy_parts, loss_sum, num_tiles
+from maxbatch.training.loss import cross_entropy_parts, loss_sum, num_tiles
 
 B, T, D, V = 3, 12, 8, 29
 

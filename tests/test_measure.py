@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from support import config
 
-from maxbatch import measure
 from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.topology import topology
+from maxbatch.compile import measured_time
+from maxbatch.compile.measured_time import Timing, measure_step
 from maxbatch.data.registry import build_dataset
-from maxbatch.measure import Timing, measure_step
-from maxbatch.prepare import build_trainer, compiled_step, streams
-from maxbatch.rows import Rows
-from maxbatch.step import Step, Trainer
-from maxbatch.topology import topology
+from maxbatch.data.rows import Rows
+from maxbatch.training.build import build_trainer, compiled_step, streams
+from maxbatch.training.step import Step, Trainer
 
 
 @dataclasses.dataclass
@@ -110,21 +110,21 @@ def test_scatter_is_told():
 
 
 def test_a_step_without_ticks_is_kept_apart():
-  timing = measure._timing([3.0] * 3, [5.0] * 3, 2, [0.5, 0.25, 9.0])
+  timing = measured_time._timing([3.0] * 3, [5.0] * 3, 2, [0.5, 0.25, 9.0])
   assert timing == Timing(2.0, 1.0, 0.0, 3, seconds_without_ticks=0.5)
 
 
 def test_a_rest_lost_in_scatter_is_none_at_all():
   # A step of one pass that seems shorter than a pass.
-  assert measure._timing([0.9] * 3, [4.0] * 3, 4) == Timing(1.0, 0.0, 0.0, 3)
+  assert measured_time._timing([0.9] * 3, [4.0] * 3, 4) == Timing(1.0, 0.0, 0.0, 3)
   # More passes that seem to take no longer.
-  assert measure._timing([4.0] * 3, [4.0] * 3, 4) == Timing(1.0, 0.0, 0.0, 3)
+  assert measured_time._timing([4.0] * 3, [4.0] * 3, 4) == Timing(1.0, 0.0, 0.0, 3)
 
 
 @pytest.mark.parametrize("accumulation", ["fused", "streamed"])
 @pytest.mark.parametrize("packing", [False, True])
 def test_real_steps_are_timed_and_their_memory_is_freed(accumulation, packing, monkeypatch):
-  monkeypatch.setattr(measure, "SECONDS", 0.1)
+  monkeypatch.setattr(measured_time, "SECONDS", 0.1)
   parts = made(accumulation, packing)
   before = {id(array) for array in jax.live_arrays()}
   timing = measure_step(parts.trainer, parts.step, parts.shapes, streamed=parts.streamed, passes=4)
@@ -151,7 +151,7 @@ def test_what_breaks_off_holds_no_memory_either():
 
 def test_synthetic_rows_look_like_the_loaders():
   parts = made(packing=True)
-  rows = measure._synthetic(parts.trainer, parts.shapes)
+  rows = measured_time._synthetic(parts.trainer, parts.shapes)
   for made_row, shape in zip(jax.tree.leaves(rows), jax.tree.leaves(parts.shapes), strict=True):
     assert (made_row.shape, made_row.dtype) == (shape.shape, shape.dtype)
   assert len(jnp.unique(rows.inputs)) > 100
@@ -160,7 +160,7 @@ def test_synthetic_rows_look_like_the_loaders():
 
 
 def test_the_training_state_is_not_touched(monkeypatch):
-  monkeypatch.setattr(measure, "SECONDS", 0.1)
+  monkeypatch.setattr(measured_time, "SECONDS", 0.1)
   parts = made()
   state = parts.trainer.init(seed=0)
   before = jax.device_get(state)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from maxbatch.errors import UserError
-from maxbatch.metrics import MetricsLog, Record, read_metrics
+from maxbatch.run_folder.metrics import MetricsLog, Record, read_metrics
 
 # Generated at import, so that no type checker knows what is in it.
 event_pb2 = importlib.import_module("tensorboardX.proto.event_pb2")

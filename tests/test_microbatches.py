@@ -10,19 +10,20 @@ import jax
 import pytest
 from support import SMALLEST, config
 
-from maxbatch import measure
-from maxbatch.batch.autotune import Place
-from maxbatch.compile import compile_only, microbatches, modes
-from maxbatch.compile.microbatches import CutsProber, settle_microbatches, with_cuts
+from maxbatch.batch.topology import topology
+from maxbatch.compile import measured_time, reports
 from maxbatch.compile.program import DoesNotFitError
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
-from maxbatch.metrics import read_metrics
-from maxbatch.pipeline.__main__ import main as pipeline_command
-from maxbatch.pipeline.ranking import Compiled
+from maxbatch.modes import resolve
+from maxbatch.pipeline import main as pipeline_command
 from maxbatch.plan import main as plan_command
-from maxbatch.topology import topology
+from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
+from maxbatch.tuning import pipeline_microbatches
+from maxbatch.tuning.microbatch_size import Place
+from maxbatch.tuning.pipeline_microbatches import CutsProber, settle_microbatches, with_cuts
+from maxbatch.tuning.pipeline_ranking import Compiled
 
 GIB = 1 << 30
 FOUR = {
@@ -160,7 +161,7 @@ def test_all_numbers_are_process_0s(tmp_path, monkeypatch):
     faster = {"step_seconds": 0.1} if value["peak_bytes"] == 32 * GIB else {}
     return value | faster
 
-  monkeypatch.setattr(microbatches, "from_process_0", from_process_0)
+  monkeypatch.setattr(pipeline_microbatches, "from_process_0", from_process_0)
   found, _, _ = settled(settings(), tmp_path, machine=Machine(4))
   assert found.pipeline.num_pipeline_microbatches == 32
 
@@ -169,7 +170,7 @@ def test_what_the_compiler_refuses_is_known_not_to_fit(monkeypatch):
   def refuse(*_: object) -> Any:
     raise DoesNotFitError(0)
 
-  monkeypatch.setattr(microbatches, "report_or_refusal", refuse)
+  monkeypatch.setattr(pipeline_microbatches, "report_or_refusal", refuse)
   of = settings(device_memory_gb=3)
   found = CutsProber(of, jax.devices()[:4], place(of).layout)(4)
   assert found == Compiled(3 * GIB + 1, 3 * GIB, False)
@@ -192,7 +193,7 @@ def test_a_schedule_is_ranked_for_its_largest_step_that_is_reached(
     compiled.append(size)
     raise DoesNotFitError(0)
 
-  monkeypatch.setattr(microbatches, "report_or_refusal", refuse)
+  monkeypatch.setattr(pipeline_microbatches, "report_or_refusal", refuse)
   of = settings(**RAMP, batch_schedule=schedule, steps=10)
   prober = CutsProber(of, place(of).devices, place(of).layout)
   _, said, _ = settled(of, tmp_path, machine=prober)
@@ -241,7 +242,7 @@ def test_the_pipeline_command_says_so_below_the_table(capsys):
 
 
 def test_validate_only_says_so_and_compiles_nothing(tmp_path, capsys, monkeypatch):
-  monkeypatch.setattr(compile_only, "compile_program", lambda *_: pytest.fail("compiled"))
+  monkeypatch.setattr(reports, "compile_program", lambda *_: pytest.fail("compiled"))
   assert main(given(**EIGHT, validate_only="true", base_output_directory=tmp_path)) == 0
   assert f"\n     {OPEN}\n" in capsys.readouterr().out
 
@@ -270,14 +271,14 @@ def _own_cache(monkeypatch, tmp_path):
 
 
 def test_a_run_compiles_and_times_both_and_trains_with_one_of_them(tmp_path, monkeypatch, capsys):
-  monkeypatch.setattr(measure, "SECONDS", 0.05)
-  timed, bench_run = [], measure._Bench.run
+  monkeypatch.setattr(measured_time, "SECONDS", 0.05)
+  timed, bench_run = [], measured_time._Bench.run
 
   def run(bench: Any, passes: int) -> float:
     timed.append(passes)
     return bench_run(bench, passes)
 
-  monkeypatch.setattr(measure._Bench, "run", run)
+  monkeypatch.setattr(measured_time._Bench, "run", run)
   keys = RUN | {"per_device_batch_size": 2, "base_output_directory": tmp_path}
   assert main(given(**keys)) == 0
   said = capsys.readouterr().out
@@ -295,7 +296,7 @@ def test_a_run_compiles_and_times_both_and_trains_with_one_of_them(tmp_path, mon
   losses = [one["loss"] for one in read_metrics(tmp_path / "run") if "loss" in one]
   assert len(losses) == 2
   # A resume takes the same number at once.
-  monkeypatch.setattr(compile_only, "compile_program", lambda *_: pytest.fail("compiled"))
+  monkeypatch.setattr(reports, "compile_program", lambda *_: pytest.fail("compiled"))
   assert main(given(**keys)) == 0
   again = capsys.readouterr().out
   assert f"num_pipeline_microbatches -1: {taken[1]} (the fastest: " in again
@@ -309,7 +310,7 @@ def test_explore_tries_the_fewest_and_says_so(tmp_path, capsys, monkeypatch):
     tried.append((trainer.pipeline.cuts, trainer.pipeline.rows))
     raise DoesNotFitError(0)
 
-  monkeypatch.setattr(compile_only, "compile_program", compile_program)
+  monkeypatch.setattr(reports, "compile_program", compile_program)
   keys = {"micro_batch_size": "{explore: {min: 2, max: 4}}", "batch_size": 32}
   keys |= {"compile_only": "true", "base_output_directory": tmp_path, "per_device_batch_size": -1}
   assert main(given(**RUN | keys)) == 2
@@ -334,17 +335,21 @@ def test_the_size_is_settled_first_then_how_it_is_cut(monkeypatch):
     order.append(f"cuts of {config.batch.micro_batch_size}")
     return config
 
-  monkeypatch.setattr(modes, "settled_size", size)
-  monkeypatch.setattr(modes, "settle_microbatches", cuts)
-  modes.settled(of, place(of).devices, place(of).layout)
+  monkeypatch.setattr(resolve, "settled_size", size)
+  monkeypatch.setattr(resolve, "settle_microbatches", cuts)
+  resolve.settled(of, place(of).devices, place(of).layout)
   assert order == ["size", "cuts of none"]
 
 
 def test_a_compiled_step_brings_its_number(tmp_path, monkeypatch):
   of = settings(compiled_step="file")
-  monkeypatch.setattr(microbatches, "made_from", lambda path: {"num_pipeline_microbatches": 8})
+  monkeypatch.setattr(
+    pipeline_microbatches, "made_from", lambda path: {"num_pipeline_microbatches": 8}
+  )
   found, said, machine = settled(of, tmp_path)
   assert (found, said, machine.asked) == (with_cuts(of, 8), "", [])
   # One for another run is refused when it is loaded, by what differs.
-  monkeypatch.setattr(microbatches, "made_from", lambda path: {"num_pipeline_microbatches": 3})
+  monkeypatch.setattr(
+    pipeline_microbatches, "made_from", lambda path: {"num_pipeline_microbatches": 3}
+  )
   assert settled(of, tmp_path)[0] == of

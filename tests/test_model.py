@@ -13,11 +13,11 @@ import pytest
 from tiny_model import GPT2_LIKE, VOCABULARY, loud_parameters, random_rows, tiny_config, tiny_model
 
 from maxbatch.config.load import load_config
+from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
-from maxbatch.loss import loss_sum
 from maxbatch.models.registry import Model, Parameters, build_model
-from maxbatch.prepare import num_parameters
-from maxbatch.rows import Rows
+from maxbatch.training.build import num_parameters
+from maxbatch.training.loss import loss_sum
 
 QWEN3_LIKE = ("use_qk_norm=true",)
 FAMILIES = {"gpt2": GPT2_LIKE, "qwen3": QWEN3_LIKE}

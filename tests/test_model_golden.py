@@ -13,8 +13,8 @@ import pytest
 from golden_models import ENTRIES, GOLDEN_FILE, LENGTH, POSITIONS, SIZES, TOKENS_T, weight
 
 from maxbatch.config.load import load_config
+from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters, build_model
-from maxbatch.rows import Rows
 
 GOLDEN = json.loads(GOLDEN_FILE.read_text())
 TOLERANCE = 1e-5

@@ -11,12 +11,12 @@ from support import TINY, config
 from test_coupling import register
 
 from maxbatch.batch.plan import plan_batches
-from maxbatch.compile import compile_only, modes
-from maxbatch.compile.compile_only import compile_reports
-from maxbatch.compile.modes import is_run
-from maxbatch.measure import Timing
-from maxbatch.metrics import read_metrics
-from maxbatch.topology import topology
+from maxbatch.batch.topology import topology
+from maxbatch.compile import reports, steps
+from maxbatch.compile.measured_time import Timing
+from maxbatch.compile.reports import compile_reports
+from maxbatch.modes.compile_only import is_run
+from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
 
 KEYS = TINY | {
@@ -49,7 +49,7 @@ def clock(monkeypatch) -> list[int]:
     timed.append(size)
     return Timing(1.0 if size == 16 else float(size), 0.0, 0.0, 3)
 
-  monkeypatch.setattr(compile_only, "measure_step", measure)
+  monkeypatch.setattr(reports, "measure_step", measure)
   return timed
 
 
@@ -120,14 +120,14 @@ def test_what_compiles_but_exceeds_the_budget_is_not_timed(tmp_path, clock, caps
 @pytest.mark.parametrize("keys", [{}, {"accumulation": "streamed"}, {"ici_fsdp_parallelism": 2}])
 def test_the_report_is_of_the_program_that_training_runs(tmp_path, monkeypatch, keys):
   ran: list[str] = []
-  compiled = modes.compiled_step
+  compiled = steps.compiled_step
 
   def keep(*arguments: Any) -> Any:
     step: Any = compiled(*arguments)
     ran.append(step.as_text())
     return step
 
-  monkeypatch.setattr(modes, "compiled_step", keep)
+  monkeypatch.setattr(steps, "compiled_step", keep)
   trained(tmp_path, micro_batch_size=2, **keys)
   of = config(**KEYS | {"micro_batch_size": 2} | keys)
   plan = plan_batches(of.batch, of.run, topology(of.mesh, 8))
@@ -242,7 +242,7 @@ def test_a_saved_step_trains_to_the_same_bits(tmp_path, monkeypatch, capsys, how
   else:
     assert main(command(tmp_path / "saving", **saving, compile_only="true")) == 0
   assert f"The compiled step is in {file}; compiled_step={file} runs it" in capsys.readouterr().out
-  monkeypatch.setattr(modes, "compiled_step", lambda *_: pytest.fail("compiled"))
+  monkeypatch.setattr(steps, "compiled_step", lambda *_: pytest.fail("compiled"))
   assert trained(tmp_path / "loaded", micro_batch_size=2, compiled_step=file) == expected
   assert main(command(tmp_path / "other", micro_batch_size=4, compiled_step=file)) == 2
   told = capsys.readouterr().err

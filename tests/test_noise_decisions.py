@@ -8,8 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maxbatch.errors import UserError
-from maxbatch.noise.decisions import (
+from maxbatch.batch.schedule_file import (
   FILE_NAME,
   Change,
   kept_until,
@@ -17,6 +16,7 @@ from maxbatch.noise.decisions import (
   with_change,
   write_changes,
 )
+from maxbatch.errors import UserError
 
 CHANGES = (Change(0, 32, "the first batch"), Change(6400, 64, "noise: 83 [69–97], ≥ 2 × 32"))
 EXAMPLE = """a file that works:

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from support import GPT2, config, in_microbatches, mesh, uneven_rows
 
-from maxbatch.loss import loss_sum
+from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Parameters, build_model, by_path
 from maxbatch.noise.estimators import Moments
-from maxbatch.noise.groups import TYPES, moments_by_group, type_of
-from maxbatch.optim import make_optimizer
-from maxbatch.rows import Rows
-from maxbatch.state import NoiseSums
-from maxbatch.step import StepMetrics, Trainer, rows_shardings, step_function
+from maxbatch.training.loss import loss_sum
+from maxbatch.training.noise_groups import TYPES, moments_by_group, type_of
+from maxbatch.training.optimizer import make_optimizer
+from maxbatch.training.state import NoiseSums
+from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
 
 T, ROWS, LAYERS = 16, 32, 2
 UNEVEN = uneven_rows(ROWS, T)

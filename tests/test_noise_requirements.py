@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.resumed import check_goes_on
+from maxbatch.batch.resume import check_goes_on
+from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
 from maxbatch.noise.requirements import check_noise
-from maxbatch.topology import topology
 from maxbatch.train import main
 
 STEERED = {

@@ -12,11 +12,11 @@ from noise_runs import CALIBRATE_EVERY, CALIBRATED, Done, Run, T, training
 
 from maxbatch.config.load import load_config
 from maxbatch.data.registry import build_dataset
-from maxbatch.loss import loss_sum
-from maxbatch.metrics import Record
+from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Parameters, build_model, by_path
 from maxbatch.noise.confidence import Interval, ratios_of_means
-from maxbatch.rows import Rows
+from maxbatch.run_folder.metrics import Record
+from maxbatch.training.loss import loss_sum
 
 MEASURED = ("gns/norm", "gns/total", "gns/attention", "gns/mlp", "gns/embedding", "gns/head")
 REPORT_EVERY = 5

@@ -10,11 +10,11 @@ import pytest
 from noise_runs import CALIBRATED, WINDOW, Done, Run, T, training
 from support import stop_at
 
+from maxbatch.batch.schedule_file import read_changes
+from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.errors import UserError
-from maxbatch.fingerprint import fingerprints
-from maxbatch.metrics import Record
 from maxbatch.noise.controller import Controller, Decision, Limits
-from maxbatch.noise.decisions import read_changes
+from maxbatch.run_folder.metrics import Record
 
 STEERED = {"batch_schedule": "gns", "gns_windows_before_growth": 1, "gns_dwell_tokens": 0}
 

@@ -9,10 +9,10 @@ import optax
 import pytest
 from support import collectives, config, in_microbatches, mesh, program_text, uneven_rows
 
-from maxbatch.loss import loss_sum
 from maxbatch.models.registry import build_model
-from maxbatch.optim import make_optimizer
-from maxbatch.step import StepMetrics, Trainer, rows_shardings, step_function
+from maxbatch.training.loss import loss_sum
+from maxbatch.training.optimizer import make_optimizer
+from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
 
 T, ROWS, CAPACITY = 16, 32, 8
 KEY = jax.random.key(7)

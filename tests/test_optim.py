@@ -12,15 +12,15 @@ import pytest
 
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
+from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.models.registry import Parameters
-from maxbatch.optim import (
+from maxbatch.training.optimizer import (
   OPTIMIZERS,
   AverageState,
   average_by_weight,
   init_in_float32,
   make_optimizer,
 )
-from maxbatch.sharding import LogicalAxes
 
 _CONFIG = load_config(["config=base", "gradient_clipping_threshold=0"]).optimizer
 RATE = 0.03

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch.pipeline.__main__ import main
+from maxbatch.pipeline import main
 from maxbatch.plan import main as plan
 
 ROOT = Path(__file__).resolve().parent.parent

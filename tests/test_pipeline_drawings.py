@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxbatch.errors import UserError
-from maxbatch.pipeline.chrome_trace import chrome_trace
-from maxbatch.pipeline.cost import bubble
-from maxbatch.pipeline.csv_file import COLUMNS, from_csv, to_csv
-from maxbatch.pipeline.machine import run
-from maxbatch.pipeline.schedule import SCHEDULES, timetable
-from maxbatch.pipeline.slots import with_slots
-from maxbatch.pipeline.svg import svg
-from maxbatch.pipeline.text_grid import text_grid
-from maxbatch.pipeline.timetable import Shape, Timetable
+from maxbatch.pipeline_parallel.chrome_trace import chrome_trace
+from maxbatch.pipeline_parallel.cost import bubble
+from maxbatch.pipeline_parallel.csv_file import COLUMNS, from_csv, to_csv
+from maxbatch.pipeline_parallel.schedule import SCHEDULES, timetable
+from maxbatch.pipeline_parallel.simulator import run
+from maxbatch.pipeline_parallel.slots import with_slots
+from maxbatch.pipeline_parallel.svg import svg
+from maxbatch.pipeline_parallel.text_grid import text_grid
+from maxbatch.pipeline_parallel.timetable import Shape, Timetable
 
 ONE = timetable("1f1b", Shape(3, 4))
 SEVERAL = timetable("interleaved_1f1b", Shape(2, 4, 2))

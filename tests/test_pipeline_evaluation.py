@@ -14,18 +14,18 @@ from hypothesis import strategies as st
 from pipelined import QUICKLY
 from support import GPT2, SMALLEST, config, uneven_rows
 
-from maxbatch.batch.evaluation import eval_cuts
-from maxbatch.batch.pipeline import Pipeline
 from maxbatch.batch.plan import plan_batches
-from maxbatch.loss import loss_sum
-from maxbatch.pipeline.forward_only import forward_timetable
-from maxbatch.pipeline.stage_order import layers_by_stage
-from maxbatch.pipeline.timetable import Place, Shape
-from maxbatch.prepare import build_trainer
-from maxbatch.rows import Rows
-from maxbatch.state import shardings
-from maxbatch.step import Trainer, eval_function
-from maxbatch.topology import topology
+from maxbatch.batch.topology import topology
+from maxbatch.data.rows import Rows
+from maxbatch.pipeline_parallel.evaluation import eval_cuts
+from maxbatch.pipeline_parallel.forward_only import forward_timetable
+from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.pipeline_parallel.timetable import Place, Shape
+from maxbatch.training.build import build_trainer
+from maxbatch.training.layer_order import layers_by_stage
+from maxbatch.training.loss import loss_sum
+from maxbatch.training.state import shardings
+from maxbatch.training.step import Trainer, eval_function
 
 MOST = 32
 MODEL = SMALLEST | {

@@ -10,13 +10,13 @@ import pytest
 from pipelined import QUICKLY
 from support import config
 
-from maxbatch.batch.pipelining import pipeline_of
 from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.topology import topology
 from maxbatch.data import synthetic
-from maxbatch.pipeline.kept_bytes import residual_bytes
-from maxbatch.pipeline.rows_of_ticks import room_for
-from maxbatch.prepare import build_trainer, step_rows, traced_step
-from maxbatch.topology import topology
+from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.pipeline_parallel.timetable_arrays import room_for
+from maxbatch.training.build import build_trainer, step_rows, traced_step
+from maxbatch.training.residual_bytes import residual_bytes
 
 STAGES, R, T, D, V = 4, 4, 128, 64, 8192
 KEYS = {

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from maxbatch.pipeline.rows_of_ticks import Ticks, Works, rows_of_ticks
-from maxbatch.pipeline.schedule import schedule_named, timetable
-from maxbatch.pipeline.timetable import Place, Shape, Timetable
+from maxbatch.pipeline_parallel.schedule import schedule_named, timetable
+from maxbatch.pipeline_parallel.timetable import Place, Shape, Timetable
+from maxbatch.pipeline_parallel.timetable_arrays import Ticks, Works, rows_of_ticks
 
 SHAPES = [
   ("gpipe", Shape(3, 5)),

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import PartitionSpec
 from pipelined import CUTS, PASSES, Case, make_rows, pipelined, plain, program
 
-from maxbatch.pipeline import tick
-from maxbatch.pipeline.cost import predicted_bubble
+from maxbatch.pipeline_parallel.cost import predicted_bubble
+from maxbatch.training import tick
 
 ALL = CUTS * PASSES
 ONCE, ROUNDS = ("gpipe", "1f1b"), ("circular", "interleaved_1f1b")

@@ -10,11 +10,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from maxbatch.errors import UserError
-from maxbatch.pipeline.cost import Costs, bubble, imbalance, predicted_bubble, spans
-from maxbatch.pipeline.machine import run
-from maxbatch.pipeline.schedule import SCHEDULES, Limits, timetable
-from maxbatch.pipeline.slots import with_slots
-from maxbatch.pipeline.timetable import Backward, Cell, Forward, Place, Shape, Timetable
+from maxbatch.pipeline_parallel.cost import Costs, bubble, imbalance, predicted_bubble, spans
+from maxbatch.pipeline_parallel.schedule import SCHEDULES, Limits, timetable
+from maxbatch.pipeline_parallel.simulator import run
+from maxbatch.pipeline_parallel.slots import with_slots
+from maxbatch.pipeline_parallel.timetable import Backward, Cell, Forward, Place, Shape, Timetable
 
 SHAPES = [
   Shape(p, m, v, h)

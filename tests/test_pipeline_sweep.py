@@ -24,9 +24,9 @@ from pipeline_sweep import (
   without_pipeline,
 )
 
-from maxbatch.pipeline.machine import run
-from maxbatch.pipeline.rows_of_ticks import room_for, ticks_for
-from maxbatch.pipeline.schedule import schedule_named, timetable
+from maxbatch.pipeline_parallel.schedule import schedule_named, timetable
+from maxbatch.pipeline_parallel.simulator import run
+from maxbatch.pipeline_parallel.timetable_arrays import room_for, ticks_for
 
 MORE = int(os.environ.get("MAXBATCH_SWEEP", "0"))
 SLOWLY = [HealthCheck.too_slow, HealthCheck.data_too_large]

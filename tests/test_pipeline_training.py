@@ -9,8 +9,8 @@ import pytest
 from support import SMALLEST, relative_errors, stop_at
 
 from maxbatch.config.load import load_config
-from maxbatch.metrics import read_metrics
-from maxbatch.train import run
+from maxbatch.modes.run import run
+from maxbatch.run_folder.metrics import read_metrics
 
 KEYS = {
   "eval_interval": 2,

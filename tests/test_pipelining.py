@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import base, configured
 
-from maxbatch.batch.pipeline import Pipeline
-from maxbatch.batch.pipelining import pipeline_of
 from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.ways_out import working
+from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
+from maxbatch.config.suggestions import working
 from maxbatch.errors import UserError
-from maxbatch.pipeline.machine import run
-from maxbatch.pipeline.refusal import check_unused
-from maxbatch.pipeline.schedule import SCHEDULES, schedule_named, timetable
-from maxbatch.topology import topology
+from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named, timetable
+from maxbatch.pipeline_parallel.simulator import run
+from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.pipeline_parallel.unused_keys import check_unused
 
 
 def pipeline(*keys: str) -> Pipeline:

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
+from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import BatchConfig, RunConfig
 from maxbatch.errors import UserError
-from maxbatch.topology import Topology
 
 _DEFAULT = load_config(["config=base"])
 PRINTED = """\

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxbatch.accelerators import slice_named
-from maxbatch.batch.loading import host_loads
+from maxbatch.batch.host_loads import host_loads
 from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
+from maxbatch.hardware.tpu_slices import slice_named
 from maxbatch.plan import main
-from maxbatch.topology import topology
 
 ROOT = Path(__file__).resolve().parent.parent
 RAMP = ["batch_size=512", "micro_batch_size=8", "batch_schedule_type=doubling"]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from tiny_model import GPT2_LIKE, loud_parameters, random_rows, tiny_model
 
-from maxbatch.loss import loss_parts, loss_sum
+from maxbatch.data.rows import Rows
 from maxbatch.models import probes
 from maxbatch.models.registry import Model, Parameters, by_path
-from maxbatch.rows import Rows
+from maxbatch.training.loss import loss_parts, loss_sum
 
 KEY = jax.random.key(3)
 

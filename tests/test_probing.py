@@ -7,20 +7,19 @@ import jax
 import pytest
 from support import config
 
-from maxbatch import measure
-from maxbatch.batch.autotune import Place, choose, explore_sizes
-from maxbatch.batch.candidates import Candidate, candidates
 from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.search import Probe
-from maxbatch.compile import compile_only
-from maxbatch.compile.compile_only import Prober
+from maxbatch.batch.topology import topology
+from maxbatch.compile import measured_time, reports
+from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.program import compile_program
 from maxbatch.config.schema import Config
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
-from maxbatch.measure import Timing
-from maxbatch.prepare import build_trainer
-from maxbatch.topology import topology
+from maxbatch.training.build import build_trainer
+from maxbatch.tuning.candidates import Candidate, candidates
+from maxbatch.tuning.microbatch_size import Place, choose, explore_sizes
+from maxbatch.tuning.prober import Prober
+from maxbatch.tuning.search import Probe
 
 GIB = 1 << 30
 KEYS = {"dataset_type": "synthetic", "batch_size": 32, "steps": 3, "base_num_decoder_layers": 1}
@@ -40,7 +39,7 @@ def sizes(of: Config) -> tuple[Candidate, ...]:
 
 @pytest.fixture(autouse=True)
 def _quick_clock(monkeypatch):
-  monkeypatch.setattr(measure, "SECONDS", 0.05)
+  monkeypatch.setattr(measured_time, "SECONDS", 0.05)
 
 
 class Counted:
@@ -58,7 +57,7 @@ class Counted:
 @pytest.fixture
 def _no_clock(monkeypatch):
   """A pass takes a second, however large: the largest is the fastest."""
-  monkeypatch.setattr(compile_only, "measure_step", lambda *_, **__: Timing(1.0, 0.0, 0.0, 3))
+  monkeypatch.setattr(reports, "measure_step", lambda *_, **__: Timing(1.0, 0.0, 0.0, 3))
 
 
 @functools.cache
@@ -122,7 +121,7 @@ def test_who_runs_out_of_memory_while_timed_does_not_fit(monkeypatch, message):
   def exhausted(*_, **__):
     raise jax.errors.JaxRuntimeError(message)
 
-  monkeypatch.setattr(compile_only, "measure_step", exhausted)
+  monkeypatch.setattr(reports, "measure_step", exhausted)
   of = settings()
   (candidate, *_), probe = sizes(of), Prober(of, PLACE.devices, PLACE.layout)
   if message == "X":
@@ -134,7 +133,7 @@ def test_who_runs_out_of_memory_while_timed_does_not_fit(monkeypatch, message):
   assert candidate not in probe.reports
   plan = plan_batches(settings(1).batch, settings(1).run, PLACE.layout)
   with pytest.raises(UserError, match="per_device_batch_size=1: the step needs more memory a dev"):
-    compile_only.compile_reports(settings(1), plan, PLACE.devices)
+    reports.compile_reports(settings(1), plan, PLACE.devices)
 
 
 def test_nothing_is_left_on_the_devices():

@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from maxbatch.metrics import Record
-from maxbatch.progress import Progress
+from maxbatch.run_folder.metrics import Record
+from maxbatch.run_folder.progress import Progress
 
 
 class Terminal(io.StringIO):

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 from support import SMALLEST, stop_at
 
-from maxbatch import loop, prepare
 from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.topology import topology
+from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.config.load import load_config
-from maxbatch.fingerprint import fingerprints
-from maxbatch.metrics import read_metrics
-from maxbatch.topology import topology
-from maxbatch.train import run
+from maxbatch.modes.run import run
+from maxbatch.run_folder.metrics import read_metrics
+from maxbatch.training import build, loop
 
 RAMP = {
   "batch_size": 32,
@@ -122,9 +122,9 @@ def test_the_batch_is_kept_on_fewer_replicas(text, tmp_path, monkeypatch):
 
 
 def test_ten_stages_at_one_microbatch_compile_once(text, tmp_path, monkeypatch):
-  compiled, compile_step = [], prepare.compiled_step
+  compiled, compile_step = [], build.compiled_step
   monkeypatch.setattr(
-    "maxbatch.compile.modes.compiled_step",
+    "maxbatch.compile.steps.compiled_step",
     lambda *all_: compiled.append(all_[-1]) or compile_step(*all_),
   )
   keys = {"batch_size": 80, "batch_schedule_length": 720, "total_samples": 1040}
@@ -143,7 +143,7 @@ def test_nothing_compiles_inside_the_loop_of_a_ramp(text, tmp_path, caplog):
 
 
 def test_another_microbatch_is_compiled_before_its_stage(text, tmp_path, monkeypatch):
-  events, compile_step, dispatch = [], prepare.compiled_step, loop._dispatch
+  events, compile_step, dispatch = [], build.compiled_step, loop._dispatch
 
   def compile_noted(*arguments):
     step = compile_step(*arguments)
@@ -158,7 +158,7 @@ def test_another_microbatch_is_compiled_before_its_stage(text, tmp_path, monkeyp
       time.sleep(0.01)
     return dispatch(job, state, loader, position, rate)
 
-  monkeypatch.setattr("maxbatch.compile.modes.compiled_step", compile_noted)
+  monkeypatch.setattr("maxbatch.compile.steps.compiled_step", compile_noted)
   monkeypatch.setattr(loop, "_dispatch", dispatch_noted)
   keys = {
     "batch_schedule_type": "constant",

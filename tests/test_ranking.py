@@ -7,13 +7,13 @@ from collections.abc import Callable
 import pytest
 from support import config
 
-from maxbatch.batch.pipeline import Pipeline
-from maxbatch.batch.pipelining import pipeline_of
 from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.search import most_probes
-from maxbatch.pipeline.ranking import Compiled, Ranking, Steps, rank
-from maxbatch.pipeline.tick_fit import Line, fitted, fitted_cost
-from maxbatch.topology import topology
+from maxbatch.batch.topology import topology
+from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.tuning.pipeline_ranking import Compiled, Ranking, Steps, rank
+from maxbatch.tuning.search import most_probes
+from maxbatch.tuning.tick_fit import Line, fitted, fitted_cost
 
 GIB = 1 << 30
 FOUR = {

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from maxbatch.config.load import load_config
-from maxbatch.config.registered import registered
+from maxbatch.config.registry import registered
 from maxbatch.errors import UserError
 from maxbatch.models.registry import build_model
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from maxbatch.batch.remembered import file_of, forget, recall, remember
+from maxbatch.tuning.remembered import file_of, forget, recall, remember
 
 KEY: dict[str, Any] = {
   "model": {"base_emb_dim": 128, "remat_policy": "full"},

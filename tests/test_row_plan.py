@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxbatch.data.row_plan import RowPlan, StepRows, StepTable, steps_in_order
+from maxbatch.batch.row_plan import RowPlan, StepRows, StepTable, steps_in_order
 from maxbatch.errors import UserError
 
 small = st.integers(1, 5)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxbatch.batch.candidates import Candidate
-from maxbatch.batch.exploration import Exploration, explore
-from maxbatch.batch.search import Choice, Probe, choose_largest, most_probes
 from maxbatch.errors import UserError
+from maxbatch.tuning.candidates import Candidate
+from maxbatch.tuning.exploration import Exploration, explore
+from maxbatch.tuning.search import Choice, Probe, choose_largest, most_probes
 
 GIB = 1 << 30
 DEVICES, LENGTH = 2, 1024

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import mesh
 
-from maxbatch.sharding import over_rows, sum_over_rows
+from maxbatch.hardware.sharding import over_rows, sum_over_rows
 
 AXES = ("embed", None)
 

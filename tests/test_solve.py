@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.solve import solve_num_devices, wanted
+from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import BatchConfig
 from maxbatch.errors import UserError
-from maxbatch.topology import Topology
 
 _DEFAULT = load_config(["config=base"])
 _EXACT = {"per_device_batch_size", "micro_batch_size", "eval_per_device_batch_size"}

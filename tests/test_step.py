@@ -9,12 +9,12 @@ import pytest
 from support import config, in_microbatches, memory, mesh, relative_errors, uneven_rows
 
 from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.topology import topology
+from maxbatch.data.rows import Rows
 from maxbatch.models.registry import build_model
-from maxbatch.optim import make_optimizer
-from maxbatch.rows import Rows
-from maxbatch.state import TrainState
-from maxbatch.step import Trainer, eval_function, rows_shardings, step_function
-from maxbatch.topology import topology
+from maxbatch.training.optimizer import make_optimizer
+from maxbatch.training.state import TrainState
+from maxbatch.training.step import Trainer, eval_function, rows_shardings, step_function
 
 T, ROWS, CAPACITY = 16, 32, 16
 

@@ -16,15 +16,15 @@ from support import config
 from test_layers import LAYERS, imported_modules
 
 from maxbatch.batch.plan import Position, plan_batches
-from maxbatch.compile import cache, made_from, step_file
+from maxbatch.batch.topology import topology
+from maxbatch.checkpoints.fingerprint import fingerprints
+from maxbatch.compile import cache, step_file, step_identity
 from maxbatch.config import schema
 from maxbatch.config.load import to_flat_dict
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
-from maxbatch.fingerprint import fingerprints
-from maxbatch.prepare import build_trainer, compiled_step, train_rows
-from maxbatch.topology import topology
-from maxbatch.topology_devices import topology_devices
+from maxbatch.hardware.compile_devices import topology_devices
+from maxbatch.training.build import build_trainer, compiled_step, train_rows
 
 KEYS = {"dataset_type": "synthetic", "dropout_rate": 0.1, "gradient_accumulation_steps": 2}
 KEYS |= {"base_num_decoder_layers": 1}
@@ -41,7 +41,7 @@ class Run:
     self.data = build_dataset(self.config.data, self.config.batch.max_target_length)
 
   def header(self) -> dict[str, object]:
-    return made_from.header(self.config, self.plan, self.trainer)
+    return step_identity.header(self.config, self.plan, self.trainer)
 
   def compiled(self, micro_batch: int):
     return compiled_step(self.config, self.plan, self.trainer, self.data.train, micro_batch)
@@ -167,9 +167,9 @@ def test_the_seed_counts_only_with_dropout(run):
 
 
 def test_other_versions_devices_and_code_are_refused(run, saved, monkeypatch):
-  monkeypatch.setattr(made_from.importlib.metadata, "version", lambda package: f"{package} 9")
-  monkeypatch.setattr(made_from, "_cpu", lambda: "abacus")
-  monkeypatch.setattr(made_from, "source_hash", lambda config: "changed")
+  monkeypatch.setattr(step_identity.importlib.metadata, "version", lambda package: f"{package} 9")
+  monkeypatch.setattr(step_identity, "_cpu", lambda: "abacus")
+  monkeypatch.setattr(step_identity, "source_hash", lambda config: "changed")
   monkeypatch.setenv("XLA_FLAGS", "--xla_new=1 --xla_dump_to=x --xla_a=2")
   monkeypatch.setattr(pickle, "loads", lambda data: pytest.fail("unpickled"))
   with pytest.raises(UserError) as refusal:
@@ -270,21 +270,21 @@ def test_a_step_for_a_slice_that_is_not_here_can_be_saved(tmp_path):
 
 
 def test_every_key_is_sorted():
-  derived = [key for keys in made_from.DERIVED.values() for key in keys]
-  sorted_keys = [*made_from.BAKED, *derived, *made_from.FREE]
+  derived = [key for keys in step_identity.DERIVED.values() for key in keys]
+  sorted_keys = [*step_identity.BAKED, *derived, *step_identity.FREE]
   assert sorted(sorted_keys) == sorted(schema.fields())
 
 
 def test_the_header_holds_what_it_should_and_nothing_else(run):
   header = run.header()
-  assert set(made_from.BAKED) | set(made_from.DERIVED) <= header.keys()
+  assert set(step_identity.BAKED) | set(step_identity.DERIVED) <= header.keys()
   assert json.loads(json.dumps(header)) == header
-  assert not set(header) & set(made_from.FREE)
+  assert not set(header) & set(step_identity.FREE)
 
 
 def test_every_key_of_model_and_optimizer_that_is_free_is_known():
   # A new key of these sections shapes the program unless somebody has made sure that it does not.
-  free = set(made_from.FREE)
+  free = set(step_identity.FREE)
   model = {field.name for field in dataclasses.fields(schema.ModelConfig)}
   assert model & free == {"model_name"}
   optimizer = {field.name for field in dataclasses.fields(schema.OptimizerConfig)}
@@ -299,8 +299,8 @@ def test_every_key_of_model_and_optimizer_that_is_free_is_known():
 def test_values_in_the_header_are_those_of_the_run(run):
   header, flat = run.header(), to_flat_dict(run.config)
   resolved = {"attention": "dot_product"}
-  assert {key: header[key] for key in made_from.BAKED} == {
-    key: resolved.get(key, flat[key]) for key in made_from.BAKED
+  assert {key: header[key] for key in step_identity.BAKED} == {
+    key: resolved.get(key, flat[key]) for key in step_identity.BAKED
   }
 
 
@@ -312,7 +312,7 @@ def test_the_source_is_all_code_that_the_step_is_traced_from():
     if module not in found | lowest:
       found.add(module)
       todo += imported_modules(module)
-  listed = {module.__name__.partition(".")[2] for module in made_from.STEP_MODULES}
+  listed = {module.__name__.partition(".")[2] for module in step_identity.STEP_MODULES}
   # What timetables say is no part of the program, but must mean to it what it meant before.
   timetables = {f"pipeline.{name}" for name in ("rows_of_ticks", "schedule", "slots")}
   assert listed == found | {"prepare"} | timetables
@@ -321,6 +321,6 @@ def test_the_source_is_all_code_that_the_step_is_traced_from():
 def test_a_change_of_the_code_is_seen(run, tmp_path, monkeypatch):
   before = run.header()["source"]
   copy = tmp_path / "loss.py"
-  copy.write_text(ast.unparse(ast.parse(pathlib.Path(made_from.loss.__file__).read_text())))
-  monkeypatch.setattr(made_from.loss, "__file__", str(copy))
+  copy.write_text(ast.unparse(ast.parse(pathlib.Path(step_identity.loss.__file__).read_text())))
+  monkeypatch.setattr(step_identity.loss, "__file__", str(copy))
   assert run.header()["source"] != before

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from maxbatch.batch.pipeline import Pipeline
-from maxbatch.compile.flops import StepFlops
-from maxbatch.compile.ticks import beside_layers, in_filling, in_passes
+from maxbatch.compile.model_flops import StepFlops
+from maxbatch.compile.pipeline_ticks import beside_layers, in_filling, in_passes
 from maxbatch.estimate.costs import Cost
 from maxbatch.estimate.flops import Products
-from maxbatch.pipeline.rows_of_ticks import rows_of_ticks, ticks_for
-from maxbatch.pipeline.schedule import SCHEDULES, schedule_named, timetable
-from maxbatch.pipeline.timetable import Shape
-from maxbatch.pipeline.works import ALWAYS, WORKS, scope_of, ticks_with, work_in
+from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named, timetable
+from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.pipeline_parallel.tick_work import ALWAYS, WORKS, scope_of, ticks_with, work_in
+from maxbatch.pipeline_parallel.timetable import Shape
+from maxbatch.pipeline_parallel.timetable_arrays import rows_of_ticks, ticks_for
 from maxbatch.train import main
 
 SHAPES = {

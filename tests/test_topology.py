@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maxbatch.batch.topology import AXES, Topology, topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import MeshConfig
 from maxbatch.errors import UserError
-from maxbatch.topology import AXES, Topology, topology
 
 _DEFAULT = load_config(["config=base"]).mesh
 _KEYS = [

@@ -13,10 +13,11 @@ import pytest
 import yaml
 from support import SMALLEST, stop_at
 
+from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.errors import TrainingDivergedError
-from maxbatch.fingerprint import fingerprints
-from maxbatch.metrics import read_metrics
-from maxbatch.train import load_config, main, run
+from maxbatch.modes.run import run
+from maxbatch.run_folder.metrics import read_metrics
+from maxbatch.train import load_config, main
 
 STEPS = 6
 TIMES = ("step_seconds", "tokens_per_second")

@@ -16,18 +16,18 @@ import pytest
 from support import config
 
 from maxbatch.batch.plan import Position, plan_batches
-from maxbatch.checkpoint import Checkpointer
-from maxbatch.compile import validate as module
-from maxbatch.compile.validate import validate
+from maxbatch.batch.topology import topology
+from maxbatch.checkpoints.checkpointer import Checkpointer
+from maxbatch.checkpoints.identity import identity
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
-from maxbatch.identity import identity
-from maxbatch.prepare import build_trainer
-from maxbatch.state import TrainState, to_save
-from maxbatch.topology import topology
-from maxbatch.topology_devices import topology_devices
+from maxbatch.hardware.compile_devices import topology_devices
+from maxbatch.modes import validate as module
+from maxbatch.modes.validate import validate
+from maxbatch.training.build import build_trainer
+from maxbatch.training.state import TrainState, to_save
 
 CHECKS = ["configuration", "batch plan", "mesh", "model", "memory", "learning rate", "dataset"]
 CHECKS += ["step", "folder", "checkpoints", "resume"]
@@ -222,7 +222,7 @@ def test_rows_that_cannot_be_read_are_found(tmp_path, monkeypatch):
 
 
 def test_a_model_whose_step_cannot_be_traced_is_found(tmp_path, monkeypatch):
-  monkeypatch.setattr("maxbatch.loss.num_tiles", lambda *_: [][0])
+  monkeypatch.setattr("maxbatch.training.loss.num_tiles", lambda *_: [][0])
   with pytest.raises(IndexError):
     check(tmp_path)
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import ModelConfig
+from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters, build_model
-from maxbatch.rows import Rows
 
 VOCABULARY = 37
 _SIZES = (

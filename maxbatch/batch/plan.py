@@ -11,14 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
 
-from maxbatch.batch.schedule import (
-  Request,
-  batch_schedule,
-  begins_with_batch_size,
-  largest_decided,
-)
-from maxbatch.batch.solve import Given, solve, text, wanted, whole_micro_batch
-from maxbatch.batch.stages import (
+from maxbatch.batch.phases import (
   BatchSchedule,
   Budget,
   Point,
@@ -28,9 +21,11 @@ from maxbatch.batch.stages import (
   stage_at_sample,
   stage_at_step,
 )
+from maxbatch.batch.schedule import Request, batch_schedule, begins_with_batch_size, largest_decided
+from maxbatch.batch.solve import Given, solve, text, wanted, whole_micro_batch
+from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import BatchConfig, RunConfig
 from maxbatch.errors import UserError
-from maxbatch.topology import Topology
 
 Unit = Literal["steps", "samples", "tokens"]
 

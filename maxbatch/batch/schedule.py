@@ -11,13 +11,13 @@ import pathlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+from maxbatch.batch.phases import BatchSchedule, Point
+from maxbatch.batch.schedule_file import read_changes
 from maxbatch.batch.solve import Sizes, groups_of, nearest_divisors, nearest_multiples, text
-from maxbatch.batch.stages import BatchSchedule, Point
-from maxbatch.config.registered import registered
+from maxbatch.batch.topology import Topology
+from maxbatch.config.registry import registered
 from maxbatch.config.schema import BatchConfig
 from maxbatch.errors import UserError
-from maxbatch.noise.decisions import read_changes
-from maxbatch.topology import Topology
 
 _MOST_GROWTH = 16
 """Times the first batch that batch_schedule=gns may reach by default."""

@@ -13,10 +13,10 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
+from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import BatchConfig
 from maxbatch.config.value import plain
 from maxbatch.errors import UserError
-from maxbatch.topology import Topology
 
 DEFAULT_PER_DEVICE_BATCH_SIZE = Fraction(4)
 

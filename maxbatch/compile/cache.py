@@ -19,7 +19,7 @@ import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-from maxbatch.data.token_cache import cache_folder
+from maxbatch.run_folder.cache import cache_folder
 
 OFF = "none"
 _FOLDER = "compiled"

@@ -13,15 +13,15 @@ import jax
 
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.compile.cache import bypassed
-from maxbatch.compile.flops import StepFlops, step_flops
+from maxbatch.compile.model_flops import StepFlops, step_flops
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import RowSource
-from maxbatch.devices import Device
+from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import chip_for
-from maxbatch.prepare import step_rows, streams, traced_step
-from maxbatch.rows import Rows
-from maxbatch.step import Trainer
+from maxbatch.hardware.devices import Device
+from maxbatch.training.build import step_rows, streams, traced_step
+from maxbatch.training.step import Trainer
 
 _GIB = 2**30
 _TOO_LARGE = re.compile(

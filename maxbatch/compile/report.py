@@ -12,17 +12,17 @@ import jax
 
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import text
-from maxbatch.compile.flops import StepFlops, model_flops_per_token
+from maxbatch.compile.measured_time import Timing
+from maxbatch.compile.model_flops import StepFlops, model_flops_per_token
+from maxbatch.compile.pipeline_ticks import in_passes
 from maxbatch.compile.program import Program
-from maxbatch.compile.step_time import StepTime, estimated_time, measured_time
-from maxbatch.compile.ticks import in_passes
+from maxbatch.compile.seconds import StepTime, estimated_time, measured_time
 from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import NO_FIGURES, Chip, chip_for
 from maxbatch.estimate.costs import program_costs
 from maxbatch.estimate.step_time import Exchange, StepEstimate, estimate
-from maxbatch.measure import Timing
-from maxbatch.state import TrainState
-from maxbatch.step import Trainer
+from maxbatch.training.state import TrainState
+from maxbatch.training.step import Trainer
 
 _GIB = 2**30
 _NUM_LARGEST = 8

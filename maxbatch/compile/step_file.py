@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, NamedTuple
 import jax
 from jax.experimental import serialize_executable
 
-from maxbatch.compile.made_from import MICRO_BATCHES
+from maxbatch.compile.step_identity import MICRO_BATCHES
 from maxbatch.errors import UserError
 
 _MAGIC = b"maxbatch compiled step 1\n"

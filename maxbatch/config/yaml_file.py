@@ -10,7 +10,7 @@ from pathlib import Path
 import yaml
 from yaml.reader import ReaderError
 
-from maxbatch.config.yaml_words import plain_words
+from maxbatch.config.yaml_errors import plain_words
 from maxbatch.errors import UserError
 
 

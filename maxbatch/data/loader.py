@@ -17,10 +17,10 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxbatch.batch.row_plan import StepRows, steps_in_order
 from maxbatch.data.dataset import Arrays, FirstRows, RowSource
 from maxbatch.data.reading import ReadOrder, StepReader
-from maxbatch.data.row_plan import StepRows, steps_in_order
-from maxbatch.rows import Rows
+from maxbatch.data.rows import Rows
 
 # Steps kept ready on the devices: one to use next, one on its way.
 _STEPS_AHEAD = 2

@@ -16,8 +16,8 @@ import grain
 import numpy as np
 from absl import flags
 
+from maxbatch.batch.row_plan import StepRows, StepTable
 from maxbatch.data.dataset import Arrays, RowSource
-from maxbatch.data.row_plan import StepRows, StepTable
 from maxbatch.data.stream import SampleStream
 from maxbatch.errors import UserError
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.sources import Document, Sources, resolve, split
-from maxbatch.data.token_cache import TokenCache, cache_folder, open_or_build
+from maxbatch.data.token_cache import TokenCache, open_or_build
 from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
+from maxbatch.run_folder.cache import cache_folder
 
 
 def build(data: DataConfig, max_target_length: int) -> Dataset:

@@ -60,14 +60,6 @@ class TokenCache:
     return {field.name: self.__dict__[field.name] for field in dataclasses.fields(self)}
 
 
-def cache_folder(dataset_cache_directory: str) -> Path:
-  """Where caches are kept: the key's value, or the user's cache folder when it is empty."""
-  if dataset_cache_directory:
-    return Path(dataset_cache_directory).expanduser().absolute()
-  base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-  return Path(base, "maxbatch").absolute()
-
-
 def open_or_build(
   sources: Sources, documents: Sequence[Document], folder: Path, part: str
 ) -> TokenCache:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
+from maxbatch.hardware.sharding import constrain
 from maxbatch.models import flash
 from maxbatch.models.dot_product import dot_product_attention
 from maxbatch.models.layers import Norm, Projection
-from maxbatch.sharding import constrain
 
 
 class Places(NamedTuple):

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
 from maxbatch.config.schema import ModelConfig
-from maxbatch.devices import Device
 from maxbatch.errors import UserError
-from maxbatch.sharding import open_spec
+from maxbatch.hardware.devices import Device
+from maxbatch.hardware.sharding import open_spec
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, int], jax.Array]
 """(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window) → out_BTNH, on one device."""

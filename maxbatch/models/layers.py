@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
+from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
 from maxbatch.models.probes import for_each_row, probe, product, wired
-from maxbatch.sharding import LogicalAxes, constrain, gathered
 
 
 class Parameter(nnx.Param):

@@ -18,7 +18,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.sharding import LOGICAL_AXIS_RULES, LogicalAxes, constrain, over_rows, sum_over_rows
+from maxbatch.hardware.sharding import (
+  LOGICAL_AXIS_RULES,
+  LogicalAxes,
+  constrain,
+  over_rows,
+  sum_over_rows,
+)
 
 
 class Probe(nnx.Variable):

@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.config.registered import registered
+from maxbatch.config.registry import registered
 from maxbatch.config.schema import ModelConfig
+from maxbatch.data.rows import Rows
+from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.models import transformer
 from maxbatch.models.layers import Parameter
 from maxbatch.models.probes import Probe
-from maxbatch.rows import Rows
-from maxbatch.sharding import LogicalAxes
 
 Parameters = dict[str, Any]
 """Nested dicts of arrays, by module and parameter name."""

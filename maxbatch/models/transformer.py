@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
-from maxbatch.dropout import dropout, fold
+from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
+from maxbatch.hardware.sharding import constrain, over_rows
 from maxbatch.models.attention import Attention, Places, places
+from maxbatch.models.dropout import dropout, fold
 from maxbatch.models.layers import FeedForward, Norm, parameter
 from maxbatch.models.probes import for_each_row, looked_up, probe, wired
-from maxbatch.rows import Rows
-from maxbatch.sharding import constrain, over_rows
 
 _EMBEDDING_STD = 0.02
 

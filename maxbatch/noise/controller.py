@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+from maxbatch.batch.phases import Position
 from maxbatch.batch.solve import counted
-from maxbatch.batch.stages import Position
 from maxbatch.errors import UserError
 from maxbatch.noise.tracker import Estimate
 

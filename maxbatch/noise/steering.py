@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.batch.schedule_file import Change, kept_until, with_change, write_changes
 from maxbatch.config.schema import NoiseConfig
 from maxbatch.errors import UserError
 from maxbatch.noise.controller import Controller, Decision, Limits
-from maxbatch.noise.decisions import Change, kept_until, with_change, write_changes
 from maxbatch.noise.tracker import Estimate
 
 

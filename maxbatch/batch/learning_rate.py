@@ -1,0 +1,105 @@
+"""The learning rate as a pure function of progress, in steps, samples or tokens.
+
+A schedule maps progress in [0, 1] after the warm-up to a share of the peak. Add one by writing a
+function and registering it in SCHEDULES.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from maxbatch.batch.plan import BatchPlan, Position, Unit
+from maxbatch.config.registry import registered
+from maxbatch.config.schema import OptimizerConfig
+from maxbatch.errors import UserError
+
+
+def constant(progress: float, config: OptimizerConfig) -> float:
+  """The peak throughout."""
+  del progress, config
+  return 1.0
+
+
+def linear(progress: float, config: OptimizerConfig) -> float:
+  """From the peak to learning_rate_final_fraction in a straight line."""
+  final = config.learning_rate_final_fraction
+  return 1.0 + (final - 1.0) * progress
+
+
+def cosine(progress: float, config: OptimizerConfig) -> float:
+  """From the peak to learning_rate_final_fraction along half a cosine (Loshchilov & Hutter 2017)."""
+  final = config.learning_rate_final_fraction
+  return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def wsd(progress: float, config: OptimizerConfig) -> float:
+  """The peak, then a straight decay over the last wsd_decay_steps_fraction (Hu et al. 2024)."""
+  start = 1.0 - config.wsd_decay_steps_fraction
+  if progress <= start:
+    return 1.0
+  return linear((progress - start) / (1.0 - start), config)
+
+
+Schedule = Callable[[float, OptimizerConfig], float]
+SCHEDULES: dict[str, Schedule] = {
+  "constant": constant,
+  "cosine": cosine,
+  "linear": linear,
+  "wsd": wsd,
+}
+
+COUPLINGS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
+"""The power of (batch / final batch) that multiplies the rate. Linear keeps the noise of SGD's path
+(Goyal et al. 2017), the root that of Adam's (Malladi et al. 2022)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LearningRate:
+  """The learning rate of a run: warm-up, then the schedule, then its final value."""
+
+  config: OptimizerConfig
+  plan: BatchPlan
+  unit: Unit
+  schedule: Schedule
+  length: float
+  warmup: float
+
+  def __call__(self, position: Position) -> float:
+    """The rate of the update that starts at `position`."""
+    at = self.plan.measure(position, self.unit)
+    exponent = COUPLINGS[_coupling(self.config, self.plan)]
+    share = self.plan.share_of_batch(position)
+    peak = self.config.learning_rate * float(share) ** exponent
+    if at < self.warmup:
+      # The update moves by the rate reached at its end, so that the very first one is not zero.
+      after = self.plan.measure(self.plan.advance(position), self.unit)
+      return peak * min(1.0, after / self.warmup)
+    done = at >= self.length
+    progress = 1.0 if done else (at - self.warmup) / (self.length - self.warmup)
+    return peak * self.schedule(progress, self.config)
+
+
+def _coupling(config: OptimizerConfig, plan: BatchPlan) -> str:
+  """auto: a batch that grows from the one the rate was chosen for takes the rate along."""
+  if config.learning_rate_batch_coupling != "auto":
+    return config.learning_rate_batch_coupling
+  return "sqrt" if plan.begins_with_batch_size else "none"
+
+
+def learning_rate(config: OptimizerConfig, plan: BatchPlan, unit: Unit) -> LearningRate:
+  """The run's learning rate.
+
+  Raises:
+    UserError: for an unknown schedule, or a warm-up longer than the schedule.
+  """
+  schedule = registered("lr_schedule_type", config.lr_schedule_type, SCHEDULES)
+  length = config.learning_rate_schedule_steps
+  length = plan.measure(plan.end(), unit) if length == -1 else length
+  warmup = config.warmup_steps
+  warmup = length * config.warmup_steps_fraction if warmup == -1 else warmup
+  if warmup > length:
+    raise UserError(
+      f"warmup_steps={warmup} is longer than the schedule of {length} {unit}; the warm-up is part "
+      f"of the schedule; for example warmup_steps={length // 10}"
+    )
+  return LearningRate(config, plan, unit, schedule, length, warmup)

@@ -1,0 +1,1 @@
+"""Checkpoints: Orbax, the record beside the arrays, fingerprints."""

@@ -1,0 +1,350 @@
+"""Checkpoints: written in the background, compared with what was saved when read.
+
+`checkpoints/` holds one folder per step, written by Orbax under a temporary name and renamed when
+complete, so a killed run leaves whole steps only. Each has two items: `state`, the arrays by leaf
+name, and `record`, a JSON object with the position, the plan, the run's identity and the shape,
+dtype and fingerprint of every leaf. Orbax restores a flipped bit without a word and stops at a
+truncated file; here a step counts only when its fingerprints match, else the next older one is
+tried. Reading changes nothing on disk: folders that turned out damaged are renamed, never deleted,
+when the next save begins.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import shutil
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from jax.sharding import AbstractMesh, NamedSharding
+from orbax.checkpoint import checkpoint_managers as policies
+
+from maxbatch.batch.plan import Position
+from maxbatch.checkpoints.fingerprint import named_leaves
+from maxbatch.checkpoints.quiet_orbax import silence_orbax
+from maxbatch.checkpoints.record import (
+  changed_leaves,
+  identity_differences,
+  is_intact,
+  listed,
+  make_record,
+  state_differences,
+)
+from maxbatch.config.schema import CheckpointConfig
+from maxbatch.errors import UserError
+
+# What Orbax and TensorStore raise for folders they cannot read. JaxRuntimeError (out of memory) is
+# not among them: it says nothing about the folder.
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+_UNWRITABLE = (OSError, ValueError, RuntimeError)
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+  """A verified checkpoint: the state on its new devices, where it stood, the plan it ran under."""
+
+  state: Any
+  position: Position
+  plan: dict[str, Any]
+  notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class _DamagedError(Exception):
+  """A step's folder does not hold what was saved; the message says what is wrong."""
+
+
+class Checkpointer:
+  """Saves and restores a pytree of arrays in one folder; a context manager.
+
+  With several processes, each makes the same calls in the same order on a shared folder.
+  """
+
+  def __init__(
+    self,
+    directory: pathlib.Path,
+    config: CheckpointConfig,
+    identity: Mapping[str, object],
+    report: Callable[[str], None] = print,
+  ):
+    """`identity` says what must not change between runs (model, dataset, seed, ...), as JSON
+    values; `report` receives one line whenever something deserves a person's attention."""
+    self._directory = pathlib.Path(directory).absolute()
+    self._config = config
+    self._identity = dict(identity)
+    self._report = report
+    self._damaged: dict[int, str] = {}
+    self._ready_to_write = False
+    self._pending: int | None = None
+    self._failure: str | None = None
+    silence_orbax()
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    # A failed save must not hide the error that is already on its way.
+    with contextlib.suppress(*([UserError] if kind else [])):
+      self.close()
+
+  def steps(self) -> list[int]:
+    """The steps whose saves were completed, oldest first; read from the disk, not yet verified."""
+    if not self._directory.is_dir():
+      return []
+    names = (path.name for path in self._directory.iterdir() if path.is_dir())
+    return sorted(int(name) for name in names if name.isdecimal())
+
+  def save(
+    self,
+    state: object,
+    position: Position,
+    plan: Mapping[str, object],
+    notes: Mapping[str, object] | None = None,
+  ) -> None:
+    """Writes a checkpoint, in the background if so configured; nothing if the step has one.
+
+    `notes` are JSON values that a restore hands back: what else a run must know to go on as before.
+    Returns once the state is copied off the devices: its buffers may be donated at once. A failure
+    is reported and does not raise; the next save starts afresh.
+    """
+    self._settle()
+    if position.step in self.steps() and position.step not in self._damaged:
+      return
+    record = make_record(state, position, plan, self._identity, notes or {})
+    arrays = {name: leaf for name, leaf in named_leaves(state).items() if leaf.size}
+    items = ocp.args.Composite(
+      state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
+    )
+    try:
+      self._make_ready_to_write()
+      self._manager.save(position.step, args=items, force=True)
+    except _UNWRITABLE as error:
+      self._note_failure(position.step, error)
+      return
+    self._pending = position.step
+    if not self._config.async_checkpointing:
+      self._settle()
+
+  def poll(self) -> None:
+    """Reports a background save that has failed since the last call, without waiting for one."""
+    if self._pending is not None and not self._manager.is_saving_in_progress():
+      self._settle()
+
+  def restore(self, abstract_state: object) -> Restored | None:
+    """The newest checkpoint that verifies, or None if none was ever completed.
+
+    `abstract_state` is a pytree of ShapeDtypeStructs; arrays arrive on the shardings they name
+    (the first device where they name none), whatever mesh they were saved from.
+
+    Raises:
+      UserError: the run differs from the checkpoint's in identity or in the state's shapes, or
+        there are checkpoints and none verifies.
+    """
+    self._settle()
+    damaged: dict[int, str] = {}
+    for step in reversed(self.steps()):
+      try:
+        restored = self._restore_step(step, abstract_state)
+      except _DamagedError as damage:
+        damaged[step] = str(damage)
+        continue
+      self._damaged = damaged
+      for bad, reason in damaged.items():
+        self._report(f"checkpoint step {bad} is damaged ({reason}); using step {step} instead")
+      return restored
+    if damaged:
+      raise UserError(self._nothing_verifies(damaged))
+    for path in self._unfinished():
+      self._report(f"ignoring {path}: the save was cut off before it was complete")
+    return None
+
+  def close(self) -> None:
+    """Waits for the save under way and lets go of the folder; a second call does nothing.
+
+    Raises:
+      UserError: the last save of this object failed.
+    """
+    self._settle()
+    self._drop_manager()
+    failure, self._failure = self._failure, None
+    if failure:
+      raise UserError(
+        f"{failure}\nThe end of this run is not saved. Free some space, or move the run's folder and"
+        " set base_output_directory to its new parent, then start again: the run continues from"
+        " its last checkpoint."
+      )
+
+  @functools.cached_property
+  def _manager(self) -> ocp.CheckpointManager:
+    keep: list[policies.PreservationPolicy] = [
+      policies.LatestN(self._config.max_num_checkpoints_to_keep)
+    ]
+    if self._config.checkpoint_keep_period > 0:
+      keep.append(policies.EveryNSteps(self._config.checkpoint_keep_period))
+    # Always asynchronous: Orbax's synchronous save leaves a broken event loop behind on failure,
+    # and waiting at once comes to the same. Lightweight: never trips over an old step's metadata.
+    options = ocp.CheckpointManagerOptions(
+      preservation_policy=policies.AnyPreservationPolicy(keep), lightweight_initialize=True
+    )
+    return ocp.CheckpointManager(self._directory, options=options)
+
+  def _drop_manager(self) -> None:
+    """Forgets Orbax's list of steps, which after a failed save names one that is not there."""
+    if "_manager" in self.__dict__:
+      self._manager.close()
+      del self._manager
+
+  def _settle(self) -> None:
+    """Waits for the save under way, if any, and notes how it ended."""
+    if self._pending is None:
+      return
+    step, self._pending = self._pending, None
+    try:
+      self._manager.wait_until_finished()
+    except _UNWRITABLE as error:
+      self._note_failure(step, error)
+    else:
+      self._failure = None
+
+  def _note_failure(self, step: int, error: Exception) -> None:
+    self._ready_to_write = False
+    self._drop_manager()
+    steps = [good for good in self.steps() if good not in self._damaged]
+    self._failure = (
+      f"checkpoint step {step} could not be written to {self._directory}"
+      f" ({_free_bytes(self._directory)} bytes free): {_cause(error)}"
+    )
+    last = f"the newest checkpoint is step {steps[-1]}" if steps else "there is no checkpoint yet"
+    self._report(f"warning: {self._failure}; training goes on, {last}")
+
+  def _unfinished(self) -> list[pathlib.Path]:
+    return sorted(self._directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
+
+  def _make_ready_to_write(self) -> None:
+    """Before the first save, and after a failed one: removes the remains of saves that were cut
+    off, which nothing can read, and renames damaged steps so that their numbers are free."""
+    if self._ready_to_write:
+      return
+    self._drop_manager()
+    if jax.process_index() == 0:
+      for path in self._unfinished():
+        shutil.rmtree(path)
+      for step in self._damaged:
+        self._move_aside(step)
+    multihost_utils.sync_global_devices("maxbatch: checkpoints ready to write")
+    self._damaged = {}
+    self._ready_to_write = True
+
+  def _move_aside(self, step: int) -> None:
+    target, attempt = self._directory / f"damaged-{step}", 1
+    while target.exists():
+      attempt += 1
+      target = self._directory / f"damaged-{step}-{attempt}"
+    (self._directory / str(step)).rename(target)
+    self._report(f"checkpoint step {step} was damaged; its files are kept as {target}")
+
+  def _restore_step(self, step: int, abstract_state: object) -> Restored:
+    record = self._read_record(step)
+    changed = identity_differences(record, self._identity)
+    if changed and not self._config.allow_changed_resume:
+      raise UserError(self._changed_resume(step, changed))
+    wanted = named_leaves(abstract_state)
+    misfits = state_differences(record, wanted)
+    if misfits:
+      raise UserError(self._does_not_fit(step, misfits))
+    arrays = self._read_arrays(step, wanted)
+    wrong = changed_leaves(record, arrays)
+    if wrong:
+      others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+      raise _DamagedError(f"leaf {wrong[0]}{others} differs from its fingerprint")
+    if changed:
+      self._report(f"resuming from step {step} although it differs: " + "; ".join(changed))
+    state = jax.tree.unflatten(jax.tree.structure(abstract_state), list(arrays.values()))
+    position = Position(step, record["samples"])
+    # Checkpoints of earlier versions have no notes.
+    return Restored(state, position, record["plan"], record.get("notes", {}))
+
+  def _read_record(self, step: int) -> dict[str, Any]:
+    record = self._read(step, "record", ocp.args.JsonRestore())
+    if not is_intact(record):
+      raise _DamagedError("its record differs from its checksum")
+    if record["step"] != step:
+      raise _DamagedError(f"its record is that of step {record['step']}")
+    return record
+
+  def _read_arrays(self, step: int, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+    targets = {name: _on_devices(leaf) for name, leaf in wanted.items()}
+    stored = {name: target for name, target in targets.items() if target.size}
+    arrays = self._read(step, "state", ocp.args.StandardRestore(stored))
+    return {
+      # Orbax refuses arrays without elements; there is nothing in them to save.
+      name: arrays[name]
+      if target.size
+      else jnp.zeros(target.shape, target.dtype, device=target.sharding)
+      for name, target in targets.items()
+    }
+
+  def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
+    """One item of a step's folder, or _DamagedError."""
+    try:
+      return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+    except Exception as error:
+      # Orbax wraps what it meets in a chunk into a plain Exception: the cause tells them apart.
+      cause = _root_cause(error)
+      if not isinstance(cause, _UNREADABLE):
+        raise
+      raise _DamagedError(f"its {item} cannot be read: {_cause(cause)}") from None
+
+  def _changed_resume(self, step: int, changed: list[str]) -> str:
+    return (
+      f"This run differs from the one that wrote checkpoint step {step} in {self._directory}:\n"
+      + listed(changed)
+      + "\nSet these values back, choose another run_name, or resume all the same with"
+      " allow_changed_resume=true."
+    )
+
+  def _does_not_fit(self, step: int, misfits: list[str]) -> str:
+    return (
+      f"The state of this run has other arrays than checkpoint step {step} in {self._directory}:\n"
+      + listed(misfits)
+      + "\nModel and optimizer must have the shapes of the checkpoint (config.yml beside the"
+      " checkpoints has its settings); set them back, or choose another run_name."
+    )
+
+  def _nothing_verifies(self, damaged: Mapping[int, str]) -> str:
+    return (
+      f"No checkpoint in {self._directory} can be used:\n"
+      + listed([f"step {step}: {reason}" for step, reason in damaged.items()])
+      + "\nRestore the folder from a backup, choose another run_name, or remove the folder to"
+      " start again from the beginning."
+    )
+
+
+def _on_devices(leaf: Any) -> jax.ShapeDtypeStruct:
+  """`leaf` with a sharding on real devices; a mistake in it must not pass for a damaged file."""
+  if isinstance(leaf.sharding, NamedSharding) and isinstance(leaf.sharding.mesh, AbstractMesh):
+    raise TypeError(f"The sharding {leaf.sharding} of a restored leaf names no devices.")
+  sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _root_cause(error: BaseException) -> BaseException:
+  while error.__cause__ is not None:
+    error = error.__cause__
+  return error
+
+
+def _cause(error: BaseException) -> str:
+  """What went wrong, in one line: the start says where, the end why."""
+  text = repr(error) if isinstance(error, LookupError) or not str(error) else str(error)
+  line = text.splitlines()[0].split(" [tensorstore_spec")[0]
+  return line if len(line) <= 220 else f"{line[:70]} ... {line[-140:]}"
+
+
+def _free_bytes(directory: pathlib.Path) -> str:
+  there = next(path for path in (directory, *directory.parents) if path.exists())
+  return f"{shutil.disk_usage(there).free:,}"

@@ -1,0 +1,1 @@
+"""What every command has: its arguments, its help, its exit code, its signals."""

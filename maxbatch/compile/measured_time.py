@@ -1,0 +1,162 @@
+"""How long a compiled step takes on the devices that are here, without touching the training.
+
+The state is made for the purpose and freed afterwards, the rows are synthetic; no sample, no random
+key and no array of the run is used.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxbatch.data.rows import Rows
+from maxbatch.hardware.agreement import from_process_0
+from maxbatch.training.state import TrainState
+from maxbatch.training.step import Step, Trainer, rows_shardings
+
+SECONDS = 4.0
+"""How long the repeats of one program take together, roughly, unless asked otherwise."""
+_FEWEST = 3
+_MOST_A_SECOND = 3.75
+"""Repeats."""
+_TOKENS = 251
+"""Synthetic token ids are below this; the byte tokenizer has more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+  """A step of n passes takes seconds_rest + n × seconds_per_pass."""
+
+  seconds_per_pass: float
+  seconds_rest: float
+  spread: float
+  """Half the range that holds the middle half of the repeats, as a share of their median."""
+  repeats: int
+  seconds_without_ticks: float | None = None
+  """Of a fused pipeline: a step whose timetable is empty, which is neither pass nor filling."""
+
+
+def measure_step(
+  trainer: Trainer,
+  step: Step,
+  shapes: Rows,
+  *,
+  streamed: bool,
+  passes: int,
+  seconds: float | None = None,
+  clock: Callable[[], float] = time.perf_counter,
+) -> Timing:
+  """Times steps of 1 pass and of more, so that what belongs to a pass comes apart from the rest.
+
+  Args:
+    trainer: what the step was compiled for.
+    step: the compiled step.
+    shapes: the rows it takes: (capacity, B, …), with capacity 1 when streamed.
+    streamed: one dispatch per pass, instead of one for all.
+    passes: of the run's step; as many are timed if that is quick, at least 2 where they fit.
+    seconds: how long the repeats may take together, roughly; None: SECONDS.
+    clock: seconds.
+
+  In several processes all must call it together, and repeat as often as process 0's clock says.
+  """
+  bench = _Bench(trainer, step, shapes, streamed, clock)
+  try:
+    most = max(2, passes) if streamed else min(max(2, passes), _capacity(trainer, shapes))
+    bench.run(1)  # The first run of a program loads it.
+    many, repeats = from_process_0(_affordable(bench.run(1), most, seconds or SECONDS))
+    bench.run(many)
+    pairs = [(bench.run(1), bench.run(many)) for _ in range(repeats)]
+    empty = [bench.run(0) for _ in range(_FEWEST)] if trainer.pipeline and not streamed else ()
+  finally:
+    bench.free()
+  return _timing([one for one, _ in pairs], [more for _, more in pairs], many, empty)
+
+
+def _capacity(trainer: Trainer, shapes: Rows) -> int:
+  """The most passes that a fused step can be told of."""
+  passes = shapes.inputs.shape[0]
+  return min(passes, trainer.pipeline.most_passes) if trainer.pipeline else passes
+
+
+class _Bench:
+  """A state and rows of its own, and a clock."""
+
+  def __init__(
+    self, trainer: Trainer, step: Step, shapes: Rows, streamed: bool, clock: Callable[[], float]
+  ):
+    self._trainer, self._step, self._streamed, self._clock = trainer, step, streamed, clock
+    self._rate = np.float32(0.0)  # The parameters stay what they are, however often it runs.
+    self._rows = _synthetic(trainer, shapes)
+    self._state: TrainState = trainer.init(0)
+
+  def run(self, passes: int) -> float:
+    """Seconds of a step."""
+    jax.block_until_ready((self._state, self._rows))
+    began = self._clock()
+    dispatches = [np.bool_(False)] * (passes - 1) + [np.bool_(True)]
+    for told in dispatches if self._streamed else [self._trainer.told(passes)]:
+      self._dispatch(told)
+    jax.block_until_ready(self._state)
+    return self._clock() - began
+
+  def _dispatch(self, told: Any) -> None:
+    self._state, _ = self._step(self._state, self._rows, told, self._rate)
+
+  def free(self) -> None:
+    """Gives the devices' memory back at once."""
+    for leaf in jax.tree.leaves((self._state, self._rows)):
+      if not leaf.is_deleted():
+        leaf.delete()
+
+
+def _synthetic(trainer: Trainer, shapes: Rows) -> Rows:
+  """Rows of arbitrary tokens, all of which count; made where they lie."""
+  values: dict[str, Callable[[Any], jax.Array]] = {
+    "inputs": lambda x: (_numbered(x, 2) * 7 + _numbered(x, 1)) % _TOKENS,
+    "targets": lambda x: (_numbered(x, 2) * 11 + _numbered(x, 1)) % _TOKENS,
+    "weights": lambda x: jnp.ones(x.shape, x.dtype),
+    "sample_ids": lambda x: _numbered(x, 1),
+    # One segment as long as the row: the most that a token can see.
+    "segment_ids": lambda x: jnp.ones(x.shape, x.dtype),
+    "positions": lambda x: _numbered(x, 2),
+  }
+
+  def make() -> Rows:
+    made = {name: None if x is None else values[name](x) for name, x in shapes._asdict().items()}
+    return Rows(**made)  # pyright: ignore[reportArgumentType]
+
+  return jax.jit(make, out_shardings=rows_shardings(shapes, trainer.mesh))()
+
+
+def _numbered(x: Any, dim: int) -> jax.Array:
+  """Each entry's number along `dim`: microbatches, rows, tokens."""
+  return jax.lax.broadcasted_iota(x.dtype, x.shape, dim)
+
+
+def _affordable(one: float, most: int, seconds: float) -> tuple[int, int]:
+  """Passes of the longer step, and repeats, when a step of one pass takes `one` seconds."""
+  one = max(one, 1e-6)
+  many = min(most, max(2, int(seconds / (_FEWEST * one))))
+  enough = max(_FEWEST, int(_MOST_A_SECOND * seconds))
+  repeats = min(enough, max(_FEWEST, int(seconds / ((1 + many) * one))))
+  return many, repeats
+
+
+def _timing(
+  ones: Sequence[float], mores: Sequence[float], many: int, empty: Sequence[float] = ()
+) -> Timing:
+  """Solves one = rest + pass, more = rest + many × pass, in medians."""
+  one, more = statistics.median(ones), statistics.median(mores)
+  low, _, high = statistics.quantiles(mores, n=4, method="inclusive")
+  per_pass = (more - one) / max(1, many - 1)
+  rest = one - per_pass
+  if many == 1 or per_pass <= 0 or rest < 0:
+    # Nothing to tell apart, or less than the clock's scatter: all belongs to the passes.
+    per_pass, rest = more / many, 0.0
+  without_ticks = statistics.median(empty) if empty else None
+  return Timing(per_pass, rest, (high - low) / 2 / more, len(mores), without_ticks)

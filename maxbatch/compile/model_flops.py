@@ -1,0 +1,167 @@
+"""Floating-point operations: what a model asks for, and what a traced step will do.
+
+Only matrix products count, 2 FLOPs for a multiplication and its addition; of causal attention only
+the half below the diagonal, as MaxText and most published utilisations count.
+"""
+
+import collections
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from maxbatch.models.registry import Model
+from maxbatch.pipeline_parallel.tick_work import ALWAYS, work_in
+
+_SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+"""Products of T × T × H in each of the flash attention kernels; the backward ones form the weights
+anew."""
+
+
+class StepFlops(NamedTuple):
+  """Of matrix products."""
+
+  of_pass: float
+  """One trip of the loop over microbatches."""
+  of_rest: float
+  """A step outside that loop."""
+  of_works: Mapping[str, float] = MappingProxyType({})
+  """The part of `of_pass` that each conditional work of a pipeline's tick does."""
+
+  @property
+  def total(self) -> float:
+    """Of a step of one pass."""
+    return self.of_pass + self.of_rest
+
+  def divided(self, ways: int) -> "StepFlops":
+    """What each of so many devices does."""
+    of_works = {work: flops / ways for work, flops in self.of_works.items()}
+    return StepFlops(self.of_pass / ways, self.of_rest / ways, of_works)
+
+
+_Places = Mapping[tuple[bool, str], float]
+"""FLOPs by place: whether inside of the loop over microbatches, and in which work of a tick."""
+
+
+def model_flops_per_token(model: Model, length: int) -> float:
+  """FLOPs that training on one token needs, forward and backward, nothing computed twice.
+
+  6 for every parameter that takes part in a matrix product, and 12 · layers · width of all heads ·
+  tokens seen on average (Chowdhery et al. 2022, appendix B, with the causal half).
+  """
+  config = model.config
+  tables = 0 if config.logits_via_embedding else 1  # an untied embedding is looked up, no product
+  shapes = dict(_paths(model.shapes()))
+  matrices = sum(
+    math.prod(shapes[path])
+    for path, axes in model.axes().items()
+    if len([axis for axis in axes if axis != "layers"]) > 1
+    and axes[0] != "length"
+    and path[-1] != "bias"
+    and not (tables and axes[0] == "vocab")
+  )
+  window = min(config.sliding_window_size or length, length)
+  seen = window - window * (window - 1) / (2 * length) - 0.5
+  width = config.base_num_query_heads * config.head_dim
+  return 6 * matrices + 12 * config.base_num_decoder_layers * width * seen
+
+
+def _paths(shapes: Any) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
+  for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+    yield tuple(entry.key for entry in path), leaf.shape
+
+
+def step_flops(traced: core.ClosedJaxpr) -> StepFlops:
+  """What the traced step does on all devices together, whatever the compiler makes of it.
+
+  The loop whose number of trips is data is the loop over microbatches. Of a conditional the dearest
+  branch counts.
+  """
+  places = _flops(traced.jaxpr)
+  inside = {work: flops for (in_loop, work), flops in places.items() if in_loop}
+  outside = sum(flops for (in_loop, _), flops in places.items() if not in_loop)
+  works = {work: flops for work, flops in inside.items() if work != ALWAYS}
+  return StepFlops(sum(inside.values()), outside, works)
+
+
+def _flops(jaxpr: core.Jaxpr) -> _Places:
+  return _added(map(_of_equation, jaxpr.eqns))
+
+
+def _of_equation(equation: Any) -> _Places:
+  name, parameters = equation.primitive.name, equation.params
+  if name == "dot_general":
+    return {(False, ALWAYS): _product(equation)}
+  if name == "pallas_call":
+    return {(False, ALWAYS): _splash(equation)}
+  if name == "while":
+    return _moved(_flops(parameters["body_jaxpr"].jaxpr), in_loop=True)
+  if name == "cond":
+    branches = [_flops(branch.jaxpr) for branch in parameters["branches"]]
+    work = work_in(str(equation.source_info.name_stack))
+    return _moved(max(branches, key=lambda places: sum(places.values())), work=work)
+  parts = [_flops(each) for value in parameters.values() for each in _jaxprs(value)]
+  times = _times(name, parameters)
+  return {place: times * flops for place, flops in _added(parts).items()}
+
+
+def _moved(places: _Places, *, in_loop: bool = False, work: str = ALWAYS) -> _Places:
+  """As seen from outside of a loop, or of a work: an inner one's name stays."""
+  return _added(
+    {(in_loop or inside, inner or work): flops} for (inside, inner), flops in places.items()
+  )
+
+
+def _added(parts: Iterable[_Places]) -> _Places:
+  """Place by place."""
+  total: dict[tuple[bool, str], float] = collections.defaultdict(float)
+  for part in parts:
+    for place, flops in part.items():
+      total[place] += flops
+  return total
+
+
+def _times(name: str, parameters: dict[str, Any]) -> int:
+  """Executions of what an equation contains, over all devices."""
+  if name == "scan":
+    return parameters["length"]
+  if name == "shard_map":
+    return math.prod(parameters["mesh"].shape[axis] for axis in parameters["newly_manual_axes"])
+  return 1
+
+
+def _jaxprs(value: Any) -> Iterator[core.Jaxpr]:
+  for each in value if isinstance(value, tuple | list) else [value]:
+    if isinstance(each, core.ClosedJaxpr):
+      yield each.jaxpr
+    elif isinstance(each, core.Jaxpr):
+      yield each
+
+
+def _product(equation: Any) -> float:
+  """2 · size of the result · contracted size."""
+  (contracted, _), _ = equation.params["dimension_numbers"]
+  left = equation.invars[0].aval.shape
+  result = math.prod(equation.outvars[0].aval.shape)
+  return 2.0 * result * math.prod(left[axis] for axis in contracted)
+
+
+def _splash(equation: Any) -> float:
+  """A flash attention kernel on one device.
+
+  Queries (…, N, T, H) are its first operand that is not of integers, and the very first is a grid
+  of blocks to visit: a square one is causal, of which half counts; a window makes it narrower, and
+  all that is left does.
+  """
+  products = next(
+    (count for word, count in _SPLASH_PRODUCTS.items() if f"_{word}_" in equation.params["name"]), 0
+  )
+  operands = [each.aval for each in equation.invars]
+  queries = next(each.shape for each in operands if jnp.issubdtype(each.dtype, jnp.floating))
+  rows, columns = operands[0].shape[-2:]
+  share = 0.5 if rows == columns else min(rows, columns) / max(rows, columns)
+  return products * 2.0 * math.prod(queries) * queries[-2] * share

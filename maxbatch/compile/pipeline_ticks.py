@@ -1,0 +1,63 @@
+"""From one tick of a pipeline's program to one pass and to a step, for reports.
+
+A pipeline's loop runs over ticks, where another step's runs over passes. What a tick does depends on
+the timetable: every operation counts as often as the work it belongs to (pipeline/works.py).
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from maxbatch.compile.model_flops import StepFlops
+from maxbatch.estimate.costs import Cost
+from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.pipeline_parallel.tick_work import ALWAYS, BY_MICROBATCH, ticks_with, work_in
+
+
+def in_passes(
+  pipeline: Pipeline | None, costs: Sequence[Cost], flops: StepFlops
+) -> tuple[Sequence[Cost], StepFlops]:
+  """What the program does in a pass more, where it has been counted by trips of its loop.
+
+  Filling and emptying the stages, once per timetable, is not in it.
+  """
+  if pipeline is None:
+    return costs, flops
+  ticks = _of_a_pass(pipeline)
+  works = flops.of_works
+  always = (flops.of_pass - sum(works.values())) * ticks[ALWAYS]
+  of_pass = always + sum(flops * ticks[work] for work, flops in works.items())
+  return _as_often(costs, ticks), flops._replace(of_pass=of_pass, of_works={})
+
+
+def in_filling(pipeline: Pipeline | None, costs: Sequence[Cost]) -> Sequence[Cost]:
+  """What a timetable does while its stages fill and empty: the ticks beyond those of its passes."""
+  if pipeline is None:
+    return ()
+  of_a_pass = _of_a_pass(pipeline)
+  first = ticks_with(pipeline.schedule, pipeline.shape_of_a_pass)
+  ticks = {work: count - of_a_pass[work] for work, count in first.items()}
+  return _as_often([cost for cost in costs if cost.in_microbatch_loop], ticks)
+
+
+def beside_layers(pipeline: Pipeline | None, costs: Sequence[Cost]) -> Sequence[Cost]:
+  """What the loop does in a pass besides the layers' forwards and backwards: embedding and loss."""
+  if pipeline is None:
+    return ()
+  own = [cost for cost in costs if work_in(cost.condition) in BY_MICROBATCH]
+  return _as_often(own, _of_a_pass(pipeline))
+
+
+def _of_a_pass(pipeline: Pipeline) -> Mapping[str, int]:
+  """Ticks with each work that another pass adds to a timetable."""
+  one, two = (ticks_with(pipeline.schedule, pipeline.shape_of(passes)) for passes in (1, 2))
+  return {work: two[work] - one[work] for work in one}
+
+
+def _as_often(costs: Sequence[Cost], ticks: Mapping[str, int]) -> list[Cost]:
+  """With as many executions as there are such ticks; what is outside of the loop stays."""
+  return [
+    dataclasses.replace(cost, count=cost.count * ticks[work_in(cost.condition)])
+    if cost.in_microbatch_loop
+    else cost
+    for cost in costs
+  ]

@@ -1,0 +1,170 @@
+"""Compiling without training: the step's programs with their reports, and one size's probe."""
+
+import json
+import pathlib
+from collections.abc import Sequence
+
+import jax
+
+from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.solve import text
+from maxbatch.batch.topology import Topology
+from maxbatch.compile.measured_time import Timing, measure_step
+from maxbatch.compile.program import (
+  DoesNotFitError,
+  Program,
+  capacity_bytes,
+  compile_program,
+  refuse_if_too_large,
+  ways_out,
+)
+from maxbatch.compile.report import CompileReport, make_report
+from maxbatch.config.schema import Config
+from maxbatch.data import synthetic
+from maxbatch.errors import UserError
+from maxbatch.hardware.agreement import from_process_0
+from maxbatch.hardware.devices import Device
+from maxbatch.training.build import build_trainer
+from maxbatch.training.step import Trainer
+
+_GIB = 2**30
+REPORT_TEXT, REPORT_JSON = "compile_report.txt", "compile_report.json"
+
+
+def compile_reports(
+  config: Config, plan: BatchPlan, devices: Sequence[Device]
+) -> list[CompileReport]:
+  """Compiles the step for every microbatch of the run and reports on each.
+
+  On devices that are here the step is timed if it fits; for others the time is estimated.
+
+  Raises:
+    UserError: the compiler finds no way to run a step in a device's memory.
+  """
+  trainer = build_trainer(config, plan, devices)
+  return [_report(config, plan, trainer, devices, each) for each in plan.micro_batches]
+
+
+def report_or_refusal(
+  config: Config, devices: Sequence[Device], layout: Topology, micro_batch: int | None = None
+) -> CompileReport:
+  """Compiles the step for one microbatch; measures or estimates it if it fits.
+
+  Args:
+    config: the run.
+    devices: where it is to run.
+    layout: the same as a mesh.
+    micro_batch: samples of a pass on all devices; None: the run's own.
+
+  Raises:
+    DoesNotFitError: the compiler refuses, or the step runs out of memory while it is timed.
+    UserError: a device's memory is not known.
+  """
+  plan = plan_batches(config.batch, config.run, layout)
+  trainer = build_trainer(config, plan, devices)
+  return _try_report(config, plan, trainer, devices, micro_batch or plan.micro_batch_to_train)
+
+
+def write_reports(
+  reports: Sequence[CompileReport], folder: pathlib.Path
+) -> tuple[pathlib.Path, pathlib.Path]:
+  """compile_report.txt and .json in `folder`; returns their paths.
+
+  Raises:
+    UserError: they cannot be written.
+  """
+  as_text, as_json = folder / REPORT_TEXT, folder / REPORT_JSON
+  content = [report.as_dict() for report in reports]
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    as_text.write_text("\n\n\n".join(map(str, reports)) + "\n", encoding="utf-8")
+    as_json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+  except OSError as error:
+    raise UserError(
+      f"base_output_directory: {folder} cannot be written: {error.strerror}; name a folder that can, "
+      "for example base_output_directory=runs"
+    ) from error
+  return as_text, as_json
+
+
+def _report(
+  config: Config, plan: BatchPlan, trainer: Trainer, devices: Sequence[Device], micro_batch: int
+) -> CompileReport:
+  try:
+    return _try_report(config, plan, trainer, devices, micro_batch)
+  except DoesNotFitError as error:
+    capacity = capacity_bytes(devices, config.compile.device_memory_gb)
+    raise _too_large(config, plan, micro_batch, error.needed_bytes, capacity) from error
+
+
+def check_fits(config: Config, plan: BatchPlan, reports: Sequence[CompileReport]) -> None:
+  """Refuses a run whose step compiles but needs more memory than a device has, once reported.
+
+  Raises:
+    UserError: with the ways out.
+  """
+  for report in reports:
+    if not report.fits:
+      needed = report.program.memory.peak
+      raise _too_large(config, plan, report.micro_batch, needed, report.capacity_bytes)
+
+
+def _too_large(
+  config: Config, plan: BatchPlan, micro_batch: int, needed_bytes: int, capacity: int
+) -> UserError:
+  size = text(plan.per_device(micro_batch))
+  # Who ran out of memory while running does not say how much was missing.
+  known = needed_bytes > capacity
+  needed = f"{needed_bytes / _GIB:.2f} GiB" if known else "more memory"
+  return UserError(
+    f"per_device_batch_size={size}: the step needs {needed} a device, "
+    f"which has {capacity / _GIB:.2f} GiB; micro_batch_size=auto finds the largest that fits; "
+    f"{ways_out(config)}"
+  )
+
+
+def _try_report(
+  config: Config, plan: BatchPlan, trainer: Trainer, devices: Sequence[Device], micro_batch: int
+) -> CompileReport:
+  """Compiles, reads, and times what can be timed.
+
+  Raises:
+    DoesNotFitError: the compiler refuses, or the step runs out of memory while it is timed.
+  """
+  # The rows' shapes follow from the configuration alone, so the data need not be here.
+  source = synthetic.build(config.data, config.batch.max_target_length).train
+  program = compile_program(config, plan, trainer, source, micro_batch)
+  capacity = capacity_bytes(devices, config.compile.device_memory_gb)
+  measured = None
+  # All processes measure or none does: each waits for the others in the step's reductions.
+  fits = from_process_0(program.memory.peak <= capacity)
+  if fits and not config.compile.compile_topology:
+    measured = _measured(plan, trainer, program, micro_batch)
+  return make_report(
+    plan, trainer, program, micro_batch, capacity, measured, _title(config, plan, trainer)
+  )
+
+
+def _measured(plan: BatchPlan, trainer: Trainer, program: Program, micro_batch: int) -> Timing:
+  passes = plan.largest_stage(micro_batch).trips
+  try:
+    return measure_step(
+      trainer, program.step, program.rows, streamed=program.streamed, passes=passes
+    )
+  except jax.errors.JaxRuntimeError as error:
+    # The compiler counts one program; others, or fragments, may hold what it needs.
+    refuse_if_too_large(error)
+    raise
+
+
+def _title(config: Config, plan: BatchPlan, trainer: Trainer) -> str:
+  devices = list(trainer.mesh.devices.flat)
+  where = config.compile.compile_topology or "the devices present"
+  slices = config.compile.compile_topology_num_slices
+  where = f"{slices} × {where}" if config.compile.compile_topology and slices > 1 else where
+  return (
+    f"Compile report: {config.model.model_name}, rows of {plan.max_target_length:,} tokens, "
+    f"remat_policy {config.model.remat_policy}, on {where}\n"
+    f"  {len(devices):,} × {devices[0].device_kind}: {plan.topology}"
+    + (f"\n  {trainer.pipeline}" if trainer.pipeline else "")
+  )

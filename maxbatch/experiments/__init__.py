@@ -1,0 +1,1 @@
+"""Research on top of runs: the critical batch size by branches from a checkpoint."""

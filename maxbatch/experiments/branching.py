@@ -1,0 +1,155 @@
+"""The same samples cut into steps of other sizes: the batches of branches from one checkpoint.
+
+Branches can be compared where each has ended a step: every `block_samples` samples, the least
+number that is whole steps of all of them. A branch lasts whole blocks, so no last step is cut.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from maxbatch.batch.phases import Stage
+from maxbatch.batch.solve import groups_of, nearest_divisors, nearest_multiples, text
+from maxbatch.batch.topology import Topology
+from maxbatch.errors import UserError
+
+FEWEST_BLOCKS = 4
+"""Blocks in the window that is judged, at least: fewer say nothing about their own noise."""
+_DEFAULT_BLOCKS = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+  """What is multiplied: the stage in force at the checkpoint, on these devices."""
+
+  stage: Stage
+  topology: Topology
+  max_target_length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+  """What is asked for: factors of the batch, tokens (-1: derived), the share that is judged."""
+
+  factors: tuple[Fraction, ...]
+  branch_tokens: int
+  smoothing: Fraction
+
+
+@dataclasses.dataclass(frozen=True)
+class Branch:
+  """One branch: `steps` steps of `batch` samples."""
+
+  factor: Fraction
+  batch: int
+  tokens_per_step: int
+  steps: int
+  steps_per_block: int
+
+  @property
+  def name(self) -> str:
+    """`x2`, `x0.5`, `x1_3`: its folder."""
+    return f"x{text(self.factor)}".replace("/", "_")
+
+
+@dataclasses.dataclass(frozen=True)
+class Branching:
+  """The branches, smallest batch first, all of as many samples in the same microbatches."""
+
+  branches: tuple[Branch, ...]
+  micro_batch: int
+  per_device_batch_size: Fraction
+  tokens: int
+  """Of one branch."""
+  block_tokens: int
+  num_blocks: int
+  window_blocks: int
+  """Blocks at the end that are judged."""
+
+  @property
+  def window_tokens(self) -> int:
+    """Tokens at the end of a branch that are judged."""
+    return self.window_blocks * self.block_tokens
+
+
+def branch_out(base: Base, wish: Wish) -> Branching:
+  """The branches that are asked for.
+
+  Raises:
+    UserError: a batch does not fit the devices, or the tokens are no whole steps, or too few.
+  """
+  factors = sorted(wish.factors)
+  batches = [_batch(base, factor) for factor in factors]
+  block = math.lcm(*batches)
+  block_tokens = block * base.max_target_length
+  blocks = _blocks(wish, batches, block, block_tokens)
+  micro_batch = _micro_batch(base, batches)
+  return Branching(
+    branches=tuple(
+      Branch(factor, batch, batch * base.max_target_length, blocks * block // batch, block // batch)
+      for factor, batch in zip(factors, batches, strict=True)
+    ),
+    micro_batch=micro_batch,
+    per_device_batch_size=Fraction(micro_batch, base.topology.num_devices),
+    tokens=blocks * block_tokens,
+    block_tokens=block_tokens,
+    num_blocks=blocks,
+    window_blocks=math.floor(blocks * wish.smoothing),
+  )
+
+
+def _batch(base: Base, factor: Fraction) -> int:
+  """factor × the batch at the checkpoint."""
+  groups = base.topology.num_batch_groups
+  batch = factor * base.stage.batch
+  if batch % groups == 0:
+    return int(batch)
+  near = [size / base.stage.batch for size in nearest_multiples(groups, batch)]
+  raise UserError(
+    f"factors: {text(factor)} × batch {base.stage.batch} is {text(batch)} samples, which must be a "
+    f"positive multiple of {groups_of(base.topology)}; "
+    f"nearest: factor {' or '.join(text(factor) for factor in near)}"
+  )
+
+
+def _micro_batch(base: Base, batches: Sequence[int]) -> int:
+  """The checkpoint's microbatch if it divides every batch, else the largest below it that does.
+
+  One for all: so one compiled program serves all branches, and only the passes differ.
+  """
+  micro_batch, groups = base.stage.micro_batch, base.topology.num_batch_groups
+  common = math.gcd(*batches)
+  if common % micro_batch == 0:
+    return micro_batch
+  return groups * nearest_divisors(common // groups, Fraction(micro_batch, groups))[0]
+
+
+def _blocks(wish: Wish, batches: Sequence[int], block: int, block_tokens: int) -> int:
+  """Blocks of a branch."""
+  fewest = math.ceil(FEWEST_BLOCKS / wish.smoothing)
+  if wish.branch_tokens == -1:
+    return max(_DEFAULT_BLOCKS, fewest)
+  blocks = Fraction(wish.branch_tokens, block_tokens)
+  what = (
+    f"a step of {block} samples"
+    if block in batches
+    else f"{block} samples: whole steps of {', '.join(map(str, batches))}"
+  )
+  if blocks < fewest:
+    raise UserError(
+      f"branch_tokens={wish.branch_tokens} is too short: {float(blocks):.3g} times {block_tokens} "
+      f"tokens ({what}), and the last smoothing={text(wish.smoothing)} of a branch, which is "
+      f"judged, needs {FEWEST_BLOCKS}; the smallest that works: "
+      f"branch_tokens={fewest * block_tokens}, less with smaller factors"
+    )
+  if blocks.denominator != 1:
+    near = [
+      text(tokens) for tokens in nearest_multiples(block_tokens, Fraction(wish.branch_tokens))
+    ]
+    raise UserError(
+      f"branch_tokens={wish.branch_tokens} must be a multiple of {block_tokens} tokens ({what}), "
+      "so that all branches train on the same samples; "
+      f"nearest: {' or '.join(f'branch_tokens={tokens}' for tokens in near)}"
+    )
+  return int(blocks)

@@ -1,0 +1,136 @@
+"""Which batch is still as good, token for token: the verdict over the losses of branches.
+
+Merrill, Arora, Groeneveld and Hajishirzi, "Critical Batch Size Revisited" (2025, arXiv 2505.23971),
+section 3.1: the critical batch is the largest whose smoothed loss L is at most ε above that of
+every smaller batch that was tried, k* = max { k : L(k) ≤ L(j) + ε for all j < k }, with ε = 0.01.
+So a branch is held to the best of the smaller ones, which need not be factor 1.
+
+They smooth the loss of steps with an exponential mean (α = 0.5). That is a few steps, so it would
+weigh other numbers of tokens, and other noise, for every batch; their steps have millions of tokens
+where ours may have thousands. Here L is the plain mean over the last tokens of the branch, the same
+samples for all. That pairs the branches: on a block of samples, their losses differ by far less
+than the losses of two blocks do.
+"""
+
+import dataclasses
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+
+from maxbatch.experiments.branching import Branch
+
+_CONFIDENCE = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+  """What came of one branch; without blocks if its loss became infinite or NaN."""
+
+  branch: Branch
+  learning_rate: float
+  blocks: tuple[float, ...]
+  """Mean training loss of each block of samples, in nats per token."""
+  eval_loss: float | None
+  seconds: float
+
+  @property
+  def diverged(self) -> bool:
+    """Whether training broke down."""
+    return not self.blocks
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+  """A branch held to the best of the smaller ones, which the smallest branch does not have."""
+
+  measured: Measured
+  loss: float
+  """L: the mean over the window; infinite if it diverged."""
+  best_smaller: Branch | None
+  difference: float
+  """L − L of the best smaller branch."""
+  half_width: float
+  """Of the difference's 95% interval, by the spread of the window's blocks. It covers the noise of
+  measuring these two branches, not what another order of the samples would have made of them."""
+  within: bool
+  """difference ≤ ε."""
+  clear: bool
+  """Whether the whole interval is on that side of ε."""
+
+
+def block_means(losses: Sequence[float], steps_per_block: int) -> tuple[float, ...]:
+  """The mean of every `steps_per_block` losses."""
+  starts = range(0, len(losses), steps_per_block)
+  return tuple(statistics.fmean(losses[start : start + steps_per_block]) for start in starts)
+
+
+def judge(measured: Sequence[Measured], window: int, tolerance: float) -> list[Judged]:
+  """Every branch against the best of the smaller ones.
+
+  Args:
+    measured: the branches, smallest batch first; the first did not diverge.
+    window: blocks at the end that count.
+    tolerance: ε, in nats per token.
+  """
+  judged: list[Judged] = []
+  for branch in measured:
+    best = min(judged, key=lambda other: other.loss, default=None)
+    judged.append(_held_to(branch, best, window, tolerance))
+  return judged
+
+
+def critical(judged: Sequence[Judged]) -> int:
+  """The place in `judged` of the largest branch that is within ε."""
+  return max(place for place, one in enumerate(judged) if one.within)
+
+
+def half_width(values: Sequence[float]) -> float:
+  """Of the 95% interval of the mean, widened as far as neighbours resemble each other.
+
+  Two branches drift apart and together over several blocks, so blocks are no independent draws: n
+  of them with correlation r between neighbours count as n·(1 − r)/(1 + r).
+  """
+  count = len(values)
+  mean = statistics.fmean(values)
+  squares = sum((value - mean) ** 2 for value in values)
+  if squares == 0:
+    return 0.0
+  products = sum((a - mean) * (b - mean) for a, b in itertools.pairwise(values))
+  # Of few values the correlation comes out too low, by about 1/n where there is none.
+  likeness = min(max(0.0, products / squares + 1 / count), 0.9)
+  error = math.sqrt(squares / (count - 1) / count * (1 + likeness) / (1 - likeness))
+  return _student_t(count - 1) * error
+
+
+def _held_to(branch: Measured, best: Judged | None, window: int, tolerance: float) -> Judged:
+  loss = math.inf if branch.diverged else statistics.fmean(branch.blocks[-window:])
+  if best is None:
+    return Judged(branch, loss, None, 0.0, 0.0, within=True, clear=True)
+  pairs = zip(branch.blocks[-window:], best.measured.blocks[-window:], strict=not branch.diverged)
+  width = 0.0 if branch.diverged else half_width([mine - other for mine, other in pairs])
+  difference = loss - best.loss
+  return Judged(
+    measured=branch,
+    loss=loss,
+    best_smaller=best.measured.branch,
+    difference=difference,
+    half_width=width,
+    within=difference <= tolerance,
+    clear=abs(difference - tolerance) > width,
+  )
+
+
+def _student_t(freedom: int) -> float:
+  """The quantile that 95% intervals need, to 1% from 3 degrees of freedom on.
+
+  The expansion in 1/freedom around the normal quantile (Abramowitz & Stegun 26.7.5).
+  """
+  z = statistics.NormalDist().inv_cdf(0.5 + _CONFIDENCE / 2)
+  terms = (
+    z,
+    (z**3 + z) / 4,
+    (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+    (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+  )
+  return sum(term / freedom**power for power, term in enumerate(terms))

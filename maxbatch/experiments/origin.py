@@ -1,0 +1,165 @@
+"""The checkpoint that branches start from: found, read, and given to each branch as its own."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from maxbatch.batch.plan import Position
+from maxbatch.checkpoints.quiet_orbax import silence_orbax
+from maxbatch.checkpoints.record import is_intact
+from maxbatch.errors import UserError
+
+_SHOWN = 5
+_EXAMPLE = "for example checkpoint=runs/first_run or checkpoint=runs/first_run/checkpoints/200"
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+  """One complete checkpoint of a run."""
+
+  folder: pathlib.Path
+  """Named by its step."""
+  position: Position
+  plan: dict[str, Any]
+  """The plan it was written under."""
+  checksum: str
+  """Of its record, which holds the fingerprint of every array."""
+
+
+def find_checkpoint(given: str) -> pathlib.Path:
+  """The folder of the step that checkpoint=`given` means: that step, or a run's newest.
+
+  Raises:
+    UserError: there is no such folder, or no checkpoint in it.
+  """
+  path = pathlib.Path(given).absolute()
+  if path.name.isdecimal() and path.parent.name == "checkpoints":
+    return _step_folder(given, path)
+  steps = path if path.name == "checkpoints" else path / "checkpoints"
+  found = _steps(steps)
+  if found:
+    return steps / str(found[-1])
+  if not given or not path.exists():
+    what = "there is no such folder" if given else "it has no value"
+  else:
+    what = (
+      "no run has completed a checkpoint there" if steps.exists() else "that is no run's folder"
+    )
+  raise UserError(
+    f"checkpoint={given}: {what}; name a run's folder, for its newest checkpoint, or one of its "
+    f"steps; {_EXAMPLE}"
+  )
+
+
+def read_checkpoint(folder: pathlib.Path) -> Checkpoint:
+  """What the record in a step's folder says. The arrays are verified when a branch restores them.
+
+  Raises:
+    UserError: it cannot be read, or is not what was written.
+  """
+  silence_orbax()
+  step = int(folder.name)
+  options = ocp.CheckpointManagerOptions(read_only=True)
+  try:
+    with ocp.CheckpointManager(folder.parent, options=options) as manager:
+      args = ocp.args.Composite(record=ocp.args.JsonRestore())
+      record = manager.restore(step, args=args)["record"]
+  except (OSError, ValueError, KeyError) as error:
+    raise UserError(_damaged(folder, str(error).splitlines()[0])) from error
+  if not is_intact(record) or record["step"] != step:
+    raise UserError(_damaged(folder, "its record is not what was written"))
+  position = Position(step, record["samples"])
+  return Checkpoint(folder, position, record["plan"], record["checksum"])
+
+
+def claim(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
+  """Notes in `folder`, once and for all, that its branches come from this checkpoint.
+
+  Raises:
+    UserError: they come from another one of the same step.
+  """
+  note = folder / "origin.json"
+  if note.exists():
+    known = json.loads(note.read_text(encoding="utf-8"))
+    if known["checksum"] != checkpoint.checksum:
+      raise UserError(
+        f"the branches in {folder} come from another checkpoint of step "
+        f"{checkpoint.position.step} than {checkpoint.folder} is now; remove that folder, or "
+        "choose another run_name for new branches"
+      )
+    return
+  content = {"checkpoint": str(checkpoint.folder), "checksum": checkpoint.checksum}
+  write_whole(note, json.dumps(content, indent=2) + "\n")
+
+
+def write_whole(path: pathlib.Path, content: str) -> None:
+  """Writes a file among the branches; a reader finds all of it or what was there before.
+
+  Raises:
+    UserError: the folder cannot be written to.
+  """
+  temporary = path.with_suffix(".tmp")
+  try:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary.write_text(content, encoding="utf-8")
+    os.replace(temporary, path)
+  except OSError as error:
+    raise UserError(
+      f"{path} cannot be written ({error.strerror}); make room there, or choose another folder, "
+      "for example base_output_directory=runs"
+    ) from error
+
+
+def plant(checkpoint: Checkpoint, branch_folder: pathlib.Path) -> None:
+  """Gives a branch without checkpoints this one: its files linked, or copied where links do not go.
+
+  Nothing ever changes a checkpoint's files, only removes them, so links are safe. The folder gets
+  its name when it is complete.
+  """
+  steps = branch_folder / "checkpoints"
+  if _steps(steps):
+    return
+  unfinished = branch_folder / "checkpoint.unfinished"
+  try:
+    shutil.rmtree(unfinished, ignore_errors=True)
+    steps.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(checkpoint.folder, unfinished, copy_function=_link_or_copy)
+    unfinished.rename(steps / checkpoint.folder.name)
+  except OSError as error:
+    raise UserError(
+      f"checkpoint={checkpoint.folder} cannot be copied to {branch_folder}: {error}; make room "
+      "there, or choose another base_output_directory"
+    ) from error
+
+
+def _link_or_copy(source: str, target: str) -> None:
+  try:
+    os.link(source, target)
+  except OSError:  # Another file system, or one without links.
+    shutil.copy2(source, target)
+
+
+def _step_folder(given: str, path: pathlib.Path) -> pathlib.Path:
+  if path.is_dir():
+    return path
+  there = _steps(path.parent)
+  shown = ", ".join(map(str, there[-_SHOWN:]))
+  others = f"there are {shown}" if there else "there is none in that folder"
+  raise UserError(f"checkpoint={given}: there is no checkpoint of that step; {others}")
+
+
+def _steps(folder: pathlib.Path) -> list[int]:
+  if not folder.is_dir():
+    return []
+  return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+
+
+def _damaged(folder: pathlib.Path, reason: str) -> str:
+  others = [step for step in _steps(folder.parent) if step != int(folder.name)]
+  other = f"checkpoint={folder.parent / str(others[-1])}" if others else "one of another run"
+  return f"checkpoint={folder} is damaged ({reason}); take another, for example {other}"

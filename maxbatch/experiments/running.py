@@ -1,0 +1,255 @@
+"""Branches as runs: each is an ordinary run in a folder of its own, resumed from one checkpoint.
+
+What a branch shares with the run it comes from: model, data, samples, optimizer and its state, and
+the microbatch. What differs: the batch, and with it the rate, which then stays constant (Merrill et
+al. keep their schedule, of which a branch sees next to nothing; here it may be a large part).
+"""
+
+import dataclasses
+import pathlib
+from fractions import Fraction
+from typing import Any
+
+from maxbatch.batch.learning_rate import COUPLINGS, learning_rate
+from maxbatch.batch.phases import Stage
+from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.schedule import is_decided
+from maxbatch.batch.topology import Topology
+from maxbatch.checkpoints.identity import identity
+from maxbatch.checkpoints.record import identity_differences, listed
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import BatchConfig, Config, RunConfig
+from maxbatch.errors import TrainingDivergedError, UserError
+from maxbatch.experiments.branching import Branch, Branching
+from maxbatch.experiments.losses import Measured, block_means
+from maxbatch.experiments.origin import Checkpoint, plant, write_whole
+from maxbatch.modes.run import run
+from maxbatch.run_folder.metrics import Record, read_metrics
+
+SET_HERE = {
+  "steps": "branch_tokens",
+  "total_samples": "branch_tokens",
+  "total_tokens": "branch_tokens",
+  "eval_interval": "",
+  "generate_length": "",
+  "enable_checkpointing": "",
+  "max_num_checkpoints_to_keep": "",
+  "checkpoint_keep_period": "",
+  "gns": "",
+  "gns_from_microbatches": "",
+}
+"""Keys that a branch sets itself, and what to give instead."""
+
+_UNRELATED = ("dataset_cache_directory", "grain_worker_count")
+_DIVERGED = "diverged.txt"
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+  """All that the branches are made from."""
+
+  config: Config
+  """The run that wrote the checkpoint."""
+  checkpoint: Checkpoint
+  branching: Branching
+  learning_rate: float
+  """In force at the checkpoint, for factor 1."""
+  coupling: str
+  folder: pathlib.Path
+  """Of all branches."""
+
+  def rate_of(self, branch: Branch) -> float:
+    """The learning rate of a branch."""
+    return self.learning_rate * float(branch.factor) ** COUPLINGS[self.coupling]
+
+  def folder_of(self, branch: Branch) -> pathlib.Path:
+    """Where a branch is trained."""
+    return self.folder / branch.name
+
+
+@dataclasses.dataclass(frozen=True)
+class AtCheckpoint:
+  """How the run would go on from its checkpoint."""
+
+  stage: Stage
+  learning_rate: float
+  plan: BatchPlan
+
+
+def at_checkpoint(config: Config, checkpoint: Checkpoint, layout: Topology) -> AtCheckpoint:
+  """Batch and learning rate of the step that comes after the checkpoint.
+
+  Raises:
+    UserError: the configuration has no plan on these devices, or the rate is 0.
+  """
+  position, unit = checkpoint.position, config.run.schedule_unit
+  # One step more, whatever the budget: a run that is complete, or would cut its last step, has a
+  # batch in force all the same.
+  plan = _planned(config, _budget(config.run, position.step + 1), checkpoint, layout)
+  whole = _planned(config, config.run, checkpoint, layout)
+  scheduled = learning_rate(config.optimizer, whole, unit)
+  rate = dataclasses.replace(scheduled, plan=plan)(position)
+  if rate == 0:
+    raise UserError(
+      f"checkpoint={checkpoint.folder}: the learning rate after step {position.step} is 0 "
+      f"(lr_schedule_type={config.optimizer.lr_schedule_type}), so no branch would learn anything; "
+      "take an earlier checkpoint, or a rate of its own, for example "
+      "lr_schedule_type=constant warmup_steps=0 learning_rate=1e-3"
+    )
+  return AtCheckpoint(plan.stage_at(position.samples), rate, plan)
+
+
+def _planned(
+  config: Config, run_config: RunConfig, checkpoint: Checkpoint, layout: Topology
+) -> BatchPlan:
+  """The plan from the checkpoint on, with what a steered run had decided until then."""
+  plan = plan_batches(config.batch, run_config, layout)
+  if is_decided(config.batch) and not config.noise.gns_dry_run:
+    schedule = checkpoint.plan["batch_schedule"]
+    plan = plan.following([(int(samples), batch) for samples, batch in schedule])
+  return plan.starting_at(checkpoint.position)
+
+
+def branch_config(experiment: Experiment, branch: Branch) -> Config:
+  """The run that a branch is."""
+  config, end = experiment.config, experiment.checkpoint.position.step + branch.steps
+  return dataclasses.replace(
+    config,
+    run=dataclasses.replace(
+      _budget(config.run, end),
+      run_name=branch.name,
+      base_output_directory=str(experiment.folder),
+      eval_interval=-1,
+      generate_length=0,
+    ),
+    batch=_constant_batch(config.batch, branch, experiment.branching.per_device_batch_size),
+    optimizer=dataclasses.replace(
+      config.optimizer,
+      learning_rate=experiment.rate_of(branch),
+      lr_schedule_type="constant",
+      learning_rate_schedule_steps=-1,
+      learning_rate_batch_coupling="none",
+      warmup_steps=0,
+    ),
+    checkpoint=dataclasses.replace(
+      config.checkpoint,
+      enable_checkpointing=True,
+      # Its period stays, so that a killed branch goes on, but no more than one takes up room.
+      max_num_checkpoints_to_keep=1,
+      checkpoint_keep_period=-1,
+    ),
+    compile=dataclasses.replace(config.compile, save_compiled_step="", compiled_step=""),
+    model=dataclasses.replace(config.model, gns="off", gns_from_microbatches=False),
+    noise=dataclasses.replace(config.noise, gns_dry_run=False),
+  )
+
+
+def train_branch(experiment: Experiment, branch: Branch) -> Measured | None:
+  """Trains a branch to its end, unless it is there; None if a signal stopped it before.
+
+  Raises:
+    UserError: the branch's folder holds something else, or training is refused.
+    TrainingDivergedError: the smallest branch diverged; for others that is a result.
+  """
+  config, folder = branch_config(experiment, branch), experiment.folder_of(branch)
+  _check_same(config, folder)
+  if (done := _measured(experiment, branch)) is not None:
+    print("Finished before.", flush=True)
+    return done
+  plant(experiment.checkpoint, folder)
+  try:
+    complete = _train(config)
+  except TrainingDivergedError as error:
+    if branch == experiment.branching.branches[0]:
+      raise
+    write_whole(folder / _DIVERGED, f"{error}\n")
+    print(f"Branch {branch.name} diverged: {error}", flush=True)
+    complete = True
+  except UserError as error:
+    start = experiment.checkpoint.folder
+    raise UserError(
+      f"{error}\n(In branch {branch.name}, which starts as a copy of {start}.)"
+    ) from error
+  if not complete:
+    return None
+  if (done := _measured(experiment, branch)) is None:
+    raise UserError(
+      f"{folder / 'metrics.jsonl'} lacks steps that this branch has made; remove {folder} to train "
+      "it again"
+    )
+  return done
+
+
+def _train(config: Config) -> bool:
+  """Whether it came to its end. The state is not kept: it may be large."""
+  _, position = run(config)
+  return position.step >= config.run.steps
+
+
+def _budget(run_config: RunConfig, steps: int) -> RunConfig:
+  return dataclasses.replace(run_config, steps=steps, total_samples=-1, total_tokens=-1)
+
+
+def _constant_batch(batch: BatchConfig, branch: Branch, per_device: Fraction) -> BatchConfig:
+  """One batch throughout, whatever the run did before and after."""
+  return dataclasses.replace(
+    batch,
+    batch_size=branch.batch,
+    global_batch_to_train=-1,
+    tokens_per_step=-1,
+    per_device_batch_size=per_device,
+    micro_batch_size=Fraction(-1),
+    gradient_accumulation_steps=-1,
+    enable_rampup_batch_size=False,
+    batch_schedule=(),
+    batch_schedule_file="",
+    batch_schedule_type="constant",
+    batch_schedule_unit="samples",
+    batch_schedule_length=-1,
+    batch_size_start=-1,
+    batch_size_increment=-1,
+  )
+
+
+def _measured(experiment: Experiment, branch: Branch) -> Measured | None:
+  """What the branch's files say, if it is at its end."""
+  folder = experiment.folder_of(branch)
+  records = _records(experiment, branch, folder)
+  seconds = sum(record["step_seconds"] for record in records)
+  rate = experiment.rate_of(branch)
+  if len(records) == branch.steps:
+    losses = [float(record["loss"]) for record in records]
+    blocks = block_means(losses, branch.steps_per_block)
+    return Measured(branch, rate, blocks, records[-1].get("eval/loss"), seconds)
+  if (folder / _DIVERGED).exists():
+    return Measured(branch, rate, (), None, seconds)
+  return None
+
+
+def _records(experiment: Experiment, branch: Branch, folder: pathlib.Path) -> list[Record]:
+  """The records of the branch's steps, as far as it has come; it may have gone further once."""
+  first = experiment.checkpoint.position.step
+  return [one for one in read_metrics(folder) if first < one["step"] <= first + branch.steps]
+
+
+def _check_same(config: Config, folder: pathlib.Path) -> None:
+  """Refuses to go on with a branch that was trained in another way."""
+  written = folder / "config.yml"
+  if not written.exists():
+    return
+  before = load_config([f"config={written}"])
+  changed = identity_differences({"identity": _what_decides(before)}, _what_decides(config))
+  if changed:
+    lines = listed([one.replace("in the checkpoint", "there") for one in changed])
+    raise UserError(
+      f"{folder} holds a branch that was trained otherwise:\n{lines}\nRemove that folder, or choose "
+      "another run_name for new branches."
+    )
+
+
+def _what_decides(config: Config) -> dict[str, Any]:
+  """What a branch's losses follow from, besides its checkpoint, by configuration key."""
+  data = dataclasses.asdict(config.data)
+  used = {key: value for key, value in data.items() if key not in _UNRELATED}
+  optimizer = dataclasses.asdict(config.optimizer)
+  return identity(config, "") | used | optimizer | {"batch_size": config.batch.batch_size}

@@ -1,0 +1,1 @@
+"""What one start does: resolve what is open, then validate, compile or train."""

@@ -1,0 +1,69 @@
+"""The noise scale's part in a run, made ready from the configuration."""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Sequence
+
+from maxbatch.batch.learning_rate import learning_rate
+from maxbatch.batch.plan import BatchPlan
+from maxbatch.batch.schedule import is_decided
+from maxbatch.compile.steps import step_compiler
+from maxbatch.config.schema import Config
+from maxbatch.data.dataset import RowSource
+from maxbatch.hardware.devices import Device
+from maxbatch.models.registry import build_model
+from maxbatch.noise.steering import Steering
+from maxbatch.training.build import build_trainer
+from maxbatch.training.noise_meter import NoiseMeter
+from maxbatch.training.noise_run import Noise
+from maxbatch.training.programs import StepPrograms
+from maxbatch.training.state import measures_noise
+from maxbatch.training.step import Trainer
+
+
+def make_noise(
+  config: Config, plan: BatchPlan, trainer: Trainer, folder: pathlib.Path
+) -> Noise | None:
+  """What measures, and steers if it is to; None for a run without either.
+
+  Args:
+    config: the run.
+    plan: its plan from the very beginning.
+    trainer: its model, optimizer and mesh.
+    folder: where decisions are written.
+  """
+  if not measures_noise(config.model):
+    return None
+  calibrating = None
+  if _calibrates(config):
+    every_layer = dataclasses.replace(trainer.model.config, gns="all")
+    calibrating = build_model(every_layer, config.batch.max_target_length)
+  meter = NoiseMeter(config.noise, trainer.model, calibrating, trainer.mesh.shape["data"])
+  steering = None
+  if is_decided(config.batch):
+    steering = Steering(config.noise, plan, _warmup_samples(config, plan))
+  return Noise(meter, None, config.noise.gns_report_every, steering, folder)
+
+
+def calibration_programs(
+  config: Config, plan: BatchPlan, devices: Sequence[Device], source: RowSource
+) -> contextlib.AbstractContextManager[StepPrograms | None]:
+  """The steps that measure all layers, compiled when first called for; None if there are none."""
+  if not _calibrates(config):
+    return contextlib.nullcontext()
+  ordinary = dataclasses.replace(config.compile, compiled_step="", save_compiled_step="")
+  model = dataclasses.replace(config.model, gns="all")
+  config = dataclasses.replace(config, model=model, compile=ordinary)
+  trainer = build_trainer(config, plan, devices)
+  return StepPrograms(step_compiler(config, plan, trainer, source), plan.micro_batches)
+
+
+def _calibrates(config: Config) -> bool:
+  return config.model.gns == "norm" and config.noise.gns_calibrate_every > 0
+
+
+def _warmup_samples(config: Config, plan: BatchPlan) -> int:
+  unit = config.run.schedule_unit
+  warmup = learning_rate(config.optimizer, plan, unit).warmup
+  return -int(-warmup // (plan.max_target_length if unit == "tokens" else 1))

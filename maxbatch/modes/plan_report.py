@@ -1,0 +1,131 @@
+"""What the plan command says: the same facts as plain values and as text."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from maxbatch.batch.host_loads import HostLoad
+from maxbatch.batch.learning_rate import LearningRate
+from maxbatch.batch.limits import limits
+from maxbatch.batch.phases import Stage
+from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.batch.solve import counted, text
+from maxbatch.pipeline_parallel.sizes import Pipeline
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+  """A plan with everything that is shown beside it."""
+
+  plan: BatchPlan
+  rate: LearningRate
+  loads: Sequence[HostLoad]
+  given: Sequence[str]
+  """The sizes that were given, as key=value."""
+  choice: str
+  """What the microbatch is chosen from when the run starts; empty if it is known."""
+  pipeline: Pipeline | None = None
+
+  def as_dict(self) -> dict[str, Any]:
+    """For --json: numbers are numbers, fractions text."""
+    plan = self.plan
+    return {
+      "given": list(self.given),
+      "choice": self.choice,
+      "mesh": plan.topology.shape,
+      "num_slices": plan.topology.num_slices,
+      "num_hosts": sum(load.num_hosts for load in self.loads),
+      "sizes": plan.as_dict(),
+      "hosts": [
+        {"first_host": one.first_host, "last_host": one.last_host, "samples_per_step": one.samples}
+        for one in self.loads
+      ],
+      "stages": [self._stage(stage) for stage in plan.stages],
+      "stages_not_reached": self._not_reached(),
+      "limits": limits(plan),
+      "pipeline": self.pipeline and self.pipeline.as_dict(),
+    }
+
+  def __str__(self) -> str:
+    given = ", ".join(self.given) or "nothing; 1 pass of 4 samples per device"
+    parts = [
+      f"Given  {given}{self._open()}",
+      self.plan.derivation(),
+      "\n".join(["Loading", *map(_load_line, self.loads)]),
+      self._table(),
+      *([self._pipeline(self.pipeline)] if self.pipeline else []),
+      "\n".join(["Limits", *(f"  {line}" for line in limits(self.plan))]),
+    ]
+    return "\n\n".join(parts)
+
+  def _open(self) -> str:
+    """A line on what is still to be chosen, and what the numbers below assume instead."""
+    if not self.choice:
+      return ""
+    assumed = counted(self.plan.per_device(self.plan.micro_batch_to_train), "sample")
+    return f"\nOpen   {self.choice}; below as if it were {assumed}"
+
+  def _pipeline(self, pipeline: Pipeline) -> str:
+    lines = ["Pipeline", str(pipeline), *([pipeline.choice] if pipeline.choice else [])]
+    return "\n  ".join(lines)
+
+  def _stage(self, stage: Stage) -> dict[str, Any]:
+    plan = self.plan
+    last = max(stage.first.step, stage.end.step - 1)
+    return {
+      "stage": stage.number,
+      "first_step": stage.first.step,
+      "first_sample": stage.first.samples,
+      "first_token": plan.tokens(stage.first.samples),
+      "steps": stage.num_steps,
+      "global_batch_to_train": stage.batch,
+      "per_device_batch_size": text(plan.per_device(stage.micro_batch)),
+      "gradient_accumulation_steps": stage.trips,
+      "learning_rate_first": self.rate(stage.first),
+      "learning_rate_last": self.rate(Position(last, plan.samples_at(last))),
+      "same_shape_as_the_run": stage.micro_batch == plan.micro_batch_to_train,
+      "is_cut": stage.is_cut,
+    }
+
+  def _not_reached(self) -> list[int]:
+    reached = {stage.number for stage in self.plan.stages}
+    return [n for n, _ in enumerate(self.plan.schedule.points, 1) if n not in reached]
+
+  def _table(self) -> str:
+    head = ("stage", "first step", "first sample", "first token", "steps", "batch")
+    head += ("per device", "passes", "learning rate", "")
+    rows = [head, *(_cells(self._stage(stage)) for stage in self.plan.stages)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    lines = [
+      "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+      for row in rows
+    ]
+    missed = ", ".join(map(str, self._not_reached()))
+    return "\n".join(["Stages", *lines, *([f"  without a step: {missed}"] if missed else [])])
+
+
+def _cells(stage: dict[str, Any]) -> tuple[str, ...]:
+  numbers = ("first_step", "first_sample", "first_token", "steps", "global_batch_to_train")
+  note = "" if stage["same_shape_as_the_run"] else "another shape"
+  first, last = f"{stage['learning_rate_first']:.3g}", f"{stage['learning_rate_last']:.3g}"
+  return (
+    str(stage["stage"]),
+    *(f"{stage[key]:,}" for key in numbers),
+    stage["per_device_batch_size"],
+    f"{stage['gradient_accumulation_steps']:,}",
+    first if first == last else f"{first} … {last}",
+    "the rest of the budget" if stage["is_cut"] else note,
+  )
+
+
+def _load_line(load: HostLoad) -> str:
+  several = load.num_hosts > 1
+  hosts = (
+    f"hosts {load.first_host:,} to {load.last_host:,}" if several else f"host {load.first_host:,}"
+  )
+  if load.samples == 0:
+    rest = (
+      "read nothing, and get their samples" if several else "reads nothing, and gets its samples"
+    )
+    return f"  {hosts}: {rest} from the others"
+  return f"  {hosts}: {counted(load.samples, 'sample')} per step{' each' if several else ''}"

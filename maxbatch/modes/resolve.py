@@ -1,0 +1,51 @@
+"""From what a configuration leaves open to a configuration in which everything is chosen."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.topology import Topology
+from maxbatch.config.schema import Config
+from maxbatch.hardware.devices import Device
+from maxbatch.noise.requirements import check_noise
+from maxbatch.run_folder.cache import cache_folder
+from maxbatch.tuning.coupling import settle_accumulation
+from maxbatch.tuning.microbatch_size import Place, choose
+from maxbatch.tuning.pipeline_microbatches import CutsProber, settle_microbatches
+from maxbatch.tuning.prober import Prober
+
+
+def settled(
+  config: Config, devices: Sequence[Device], layout: Topology, *, forgetting: bool = False
+) -> Config:
+  """The configuration with all chosen that was to be chosen on these devices.
+
+  That is the microbatch size, and then into how many pieces a pipeline cuts a pass of it.
+
+  Raises:
+    UserError: nothing fits, the model cannot be split as the keys ask, or the noise scale cannot be
+      measured so.
+  """
+  config = settled_size(config, devices, layout, forgetting=forgetting)
+  check_noise(config, plan_batches(config.batch, config.run, layout))
+  prober = CutsProber(config, devices, layout)
+  place = Place(devices, layout)
+  return settle_microbatches(config, place, prober, _choices(), forgetting=forgetting)
+
+
+def settled_size(
+  config: Config, devices: Sequence[Device], layout: Topology, *, forgetting: bool = False
+) -> Config:
+  """The configuration with its microbatch size chosen, if it was to be, on these devices.
+
+  Raises:
+    UserError: nothing fits, or the model cannot be split as the keys ask.
+  """
+  config = settle_accumulation(config, layout)
+  prober = Prober(config, devices, layout)
+  return choose(config, Place(devices, layout), prober, _choices(), forgetting=forgetting)
+
+
+def _choices() -> Path:
+  """Where choices are remembered."""
+  return cache_folder("") / "microbatch"

@@ -1,0 +1,304 @@
+"""validate_only: everything that can be known of a run without compiling it, in seconds.
+
+Nothing is compiled, no array is put on a device, and nothing stays behind in the run's folder: a
+nameless file tests the nearest folder that is there, and no folder is made. Only the token cache,
+which belongs to no run, is built if the dataset has none yet.
+"""
+
+import dataclasses
+import functools
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from maxbatch.batch.learning_rate import learning_rate
+from maxbatch.batch.plan import BatchPlan, Position, plan_batches
+from maxbatch.batch.solve import counted, text
+from maxbatch.batch.topology import Topology, topology
+from maxbatch.checkpoints.checkpointer import Checkpointer
+from maxbatch.checkpoints.fingerprint import named_leaves
+from maxbatch.checkpoints.identity import identity
+from maxbatch.checkpoints.record import identity_differences, is_intact, listed, state_differences
+from maxbatch.config import schema
+from maxbatch.config.schema import Config
+from maxbatch.data.dataset import Dataset, RowSource
+from maxbatch.data.registry import build_dataset
+from maxbatch.errors import UserError
+from maxbatch.hardware.devices import Device, num_slices
+from maxbatch.noise.requirements import check_noise
+from maxbatch.training.build import (
+  build_trainer,
+  num_parameters,
+  step_rows,
+  traced_step,
+  undivided_parameters,
+)
+from maxbatch.training.state import TrainState, to_save
+from maxbatch.training.step import Trainer
+from maxbatch.tuning.candidates import asked, is_open, sizes_of, with_size
+
+_GIB = 1 << 30
+_NEXT = "Valid: nothing was compiled. Next: compile_only=true"
+
+
+def validate(config: Config, devices: Sequence[Device], say: Callable[[str], None] = print) -> None:
+  """Checks a run, a line for each check that passes.
+
+  Args:
+    config: the run. A microbatch that is to be chosen is checked at the smallest size.
+    devices: real, simulated, or those of a slice that is not here.
+    say: receives the lines.
+
+  Raises:
+    UserError: the first check that fails, as the run itself would put it.
+  """
+  for name, detail, more in _checks(config, devices):
+    say(f"ok   {name:<13}  {detail}")
+    for line in more:
+      say(f"     {line}")
+  say(_NEXT)
+
+
+_Check = tuple[str, str, Sequence[str]]
+"""What was checked, what was found, and lines below it."""
+
+
+def _checks(config: Config, devices: Sequence[Device]) -> Iterator[_Check]:
+  """Every check in turn; the next begins when the line of the one before is out."""
+  yield "configuration", f"{len(schema.fields())} keys", ()
+  config, choice = _with_smallest_choice(config, devices)
+  plan = plan_batches(config.batch, config.run, _layout(config, devices))
+  check_noise(config, plan)
+  yield "batch plan", _stages(plan), [*choice, *str(plan).splitlines()]
+  trainer, state = _without_arrays(config, plan, devices)
+  yield "mesh", f"{plan.topology} on {devices[0].device_kind}", undivided_parameters(trainer)
+  if trainer.pipeline:
+    choice = [trainer.pipeline.choice] if trainer.pipeline.choice else []
+    yield "pipeline", str(trainer.pipeline), choice
+  yield "model", f"{config.model.model_name}: {num_parameters(trainer.model):,} parameters", ()
+  yield "memory", _memory(config, plan, state), ()
+  yield "learning rate", _rates(config, plan), ()
+  dataset = build_dataset(config.data, config.batch.max_target_length)
+  _first_row(dataset.train)
+  if dataset.validation is not None:
+    _first_row(dataset.validation)
+  yield "dataset", "the first rows can be read", dataset.description.splitlines()
+  yield "step", _traced(config, plan, devices, dataset.train), ()
+  folder = Path(config.run.base_output_directory).absolute() / config.run.run_name
+  yield "folder", _writable(folder), ()
+  if config.checkpoint.enable_checkpointing:
+    yield "checkpoints", _disk_space(config, plan, state, folder), ()
+    yield "resume", _resumable(config, plan, state, dataset, folder), ()
+
+
+def _layout(config: Config, devices: Sequence[Device]) -> Topology:
+  return topology(config.mesh, len(devices), num_slices(devices))
+
+
+def _with_smallest_choice(
+  config: Config, devices: Sequence[Device]
+) -> tuple[Config, Sequence[str]]:
+  """The configuration with a microbatch to check, and a line if that is still to be chosen."""
+  if config.model.remat_policy == "explore":
+    config = dataclasses.replace(
+      config, model=dataclasses.replace(config.model, remat_policy="none")
+    )
+  if not is_open(config.batch):
+    return config, ()
+  sizes = sizes_of(config, _layout(config, devices))
+  smallest, largest = sizes[0].per_device, sizes[-1].per_device
+  batch = with_size(config.batch, smallest)
+  line = (
+    f"{asked(config.batch)} will choose from {counted(len(sizes), 'size')}, {text(smallest)} to "
+    f"{text(largest)}; checked with {text(smallest)}"
+  )
+  return dataclasses.replace(config, batch=batch), [line]
+
+
+def _stages(plan: BatchPlan) -> str:
+  return f"{counted(len(plan.stages), 'stage')}, {counted(plan.steps, 'step')}"
+
+
+def _without_arrays(
+  config: Config, plan: BatchPlan, devices: Sequence[Device]
+) -> tuple[Trainer, TrainState]:
+  """Trainer and state by tracing alone: even a random key would compile a program."""
+  made: list[tuple[Trainer, TrainState]] = []
+
+  def build() -> None:
+    trainer = build_trainer(config, plan, devices)
+    made.append((trainer, trainer.abstract))
+
+  jax.eval_shape(build)
+  return made[0]
+
+
+def _memory(config: Config, plan: BatchPlan, state: TrainState) -> str:
+  """What every device holds between steps.
+
+  Raises:
+    UserError: it is more than device_memory_gb.
+  """
+  accumulators = _bytes_per_device(state.opt_state.acc_grads)
+  sizes = {
+    "parameters": _bytes_per_device(state.params),
+    "optimizer state": _bytes_per_device(state.opt_state) - accumulators,
+    "accumulators": accumulators,
+  }
+  parts = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
+  total, limit = sum(sizes.values()), config.compile.device_memory_gb * _GIB
+  if 0 < limit < total:
+    shards, there = config.mesh.ici_fsdp_parallelism, plan.topology.num_devices
+    ways = [n for n in range(1, there + 1) if there % n == 0 and total * shards / n <= limit]
+    offer = f"ici_fsdp_parallelism={ways[0]}" if ways else "a smaller model, or more devices"
+    raise UserError(
+      f"device_memory_gb={config.compile.device_memory_gb:g} is less than the {_gib(total)} that "
+      f"every device holds before it computes anything ({parts}); for example {offer}"
+    )
+  return f"{_gib(total)} per device between steps: {parts}"
+
+
+def _bytes_per_device(tree: Any) -> int:
+  """Bytes of the abstract arrays' parts on one device."""
+  return sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * _item_bytes(leaf)
+    for leaf in jax.tree.leaves(tree)
+  )
+
+
+def _item_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+  return np.dtype(leaf.dtype).itemsize
+
+
+def _gib(size: float) -> str:
+  return f"{size / _GIB:,.3f} GiB"
+
+
+def _rates(config: Config, plan: BatchPlan) -> str:
+  rate = learning_rate(config.optimizer, plan, config.run.schedule_unit)
+  last = plan.stages[-1]
+  before_end = last.after(last.num_steps - 1)
+  return (
+    f"{config.optimizer.lr_schedule_type}: {rate(Position(0, 0)):.3g} at the first step, "
+    f"{rate(before_end):.3g} at the last"
+  )
+
+
+def _first_row(source: RowSource) -> dict[str, np.ndarray]:
+  return source.rows(np.zeros(1, np.int64))
+
+
+def _traced(config: Config, plan: BatchPlan, devices: Sequence[Device], source: RowSource) -> str:
+  """Traces the training step for every microbatch of the run."""
+
+  def trace(micro_batch: int) -> None:
+    rows = step_rows(config, plan, source, micro_batch)
+    traced_step(config, build_trainer(config, plan, devices), rows)
+
+  for micro_batch in plan.micro_batches:
+    jax.eval_shape(functools.partial(trace, micro_batch))
+  shapes = ", ".join(f"{micro_batch:,}" for micro_batch in plan.micro_batches)
+  return f"can be traced, for microbatches of {shapes}"
+
+
+def _writable(folder: Path) -> str:
+  """The folder can be made and written, as far as the nearest one that is there tells."""
+  there = _nearest(folder)
+  try:
+    with tempfile.TemporaryFile(dir=there) as file:
+      file.write(b"x")
+  except OSError as error:
+    raise UserError(
+      f"base_output_directory={folder.parent}: {there} cannot be written: "
+      f"{error.strerror or error}; for example base_output_directory={Path.home() / 'runs'}"
+    ) from error
+  return f"{folder} can be written" if there == folder else f"{folder} can be made"
+
+
+def _nearest(folder: Path) -> Path:
+  return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def _disk_space(config: Config, plan: BatchPlan, state: TrainState, folder: Path) -> str:
+  """There is room for the checkpoints that stay, and for one more while it is written.
+
+  Raises:
+    UserError: there is not, and the run is to take place on this machine.
+  """
+  each = sum(math.prod(x.shape) * _item_bytes(x) for x in jax.tree.leaves(to_save(state)))
+  keep, period = (
+    config.checkpoint.max_num_checkpoints_to_keep,
+    config.checkpoint.checkpoint_keep_period,
+  )
+  forever = plan.steps // period if period > 0 else 0
+  there = len(_checkpointer(config, "", folder).steps())
+  count = max(1, keep + 1 + forever - there)
+  free = shutil.disk_usage(_nearest(folder)).free
+  needed = f"{counted(count, 'checkpoint')} of {_gib(each)}, one of them while it replaces another"
+  if count * each <= free:
+    return f"room for {needed}; {_gib(free)} are free"
+  if config.compile.compile_topology:
+    return f"need room for {needed}, which this machine has not: look at the slice's own disk"
+  fewer = free // each - 1 - forever + there
+  offer = f"max_num_checkpoints_to_keep={fewer}" if fewer >= 1 else "enable_checkpointing=false"
+  raise UserError(
+    f"max_num_checkpoints_to_keep={keep}, checkpoint_keep_period={period}: this run needs room for "
+    f"{needed}, and {_gib(free)} are free in {_nearest(folder)}; for example {offer}, or "
+    "base_output_directory on a larger disk"
+  )
+
+
+def _checkpointer(config: Config, dataset_fingerprint: str, folder: Path) -> Checkpointer:
+  return Checkpointer(
+    folder / "checkpoints", config.checkpoint, identity(config, dataset_fingerprint)
+  )
+
+
+def _resumable(
+  config: Config, plan: BatchPlan, state: TrainState, dataset: Dataset, folder: Path
+) -> str:
+  """Whether the run's newest checkpoint is this run's, by its record; its arrays are not read.
+
+  Raises:
+    UserError: it is another run's, or no record can be read.
+  """
+  directory = folder / "checkpoints"
+  steps = _checkpointer(config, dataset.fingerprint, folder).steps()
+  if not steps:
+    return "nothing to resume: the run begins at step 0"
+  records = ((step, _record(directory / str(step))) for step in reversed(steps))
+  found = next(((step, record) for step, record in records if record is not None), None)
+  if found is None:
+    raise UserError(
+      f"No checkpoint in {directory} has a record that can be read: {steps}. Restore the folder "
+      "from a backup, choose another run_name, or remove the folder to start again."
+    )
+  step, record = found
+  misfits = state_differences(record, named_leaves(to_save(state)))
+  changed = identity_differences(record, identity(config, dataset.fingerprint))
+  if misfits or (changed and not config.checkpoint.allow_changed_resume):
+    allow = "" if misfits else ", or resume all the same with allow_changed_resume=true"
+    raise UserError(
+      f"This run cannot go on from checkpoint step {step} in {directory}:\n"
+      f"{listed(changed + misfits)}\nSet these back, choose another run_name{allow}."
+    )
+  at = f"step {step} ({record['samples']:,} samples)"
+  end = plan.starting_at(Position(step, record["samples"])).steps
+  return f"goes on after {at}" if step < end else f"is complete at {at}; raise its budget for more"
+
+
+def _record(folder: Path) -> dict[str, Any] | None:
+  """A checkpoint's record; None if it cannot be read, as after a damage."""
+  try:
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+      record = reader.restore(folder / "record")
+  except (OSError, ValueError):
+    return None
+  return record if is_intact(record) else None

@@ -1,1 +1,0 @@
-"""Pipelines over the layers: the timetable as data, its rules, its cost, its drawings."""

@@ -1,0 +1,262 @@
+"""How a run's layers and batch divide over a pipeline, and what to change where they do not."""
+
+import math
+from collections.abc import Iterator
+from fractions import Fraction
+
+from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.solve import counted, nearest_divisors, nearest_multiples
+from maxbatch.batch.topology import AXES, Topology, topology
+from maxbatch.config.schema import Config, PipelineConfig
+from maxbatch.config.suggestions import Keys, assigned, working
+from maxbatch.errors import UserError
+from maxbatch.pipeline_parallel.schedule import Schedule, schedule_named
+from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.pipeline_parallel.timetable import Shape
+
+_NUMBERS = ("num_pipeline_microbatches", "num_pipeline_repeats", "num_layers_per_pipeline_stage")
+_NO_RAMP: Keys = {
+  "batch_schedule": (),
+  "batch_schedule_type": "constant",
+  "batch_schedule_length": -1,
+  "batch_size_start": -1,
+  "batch_size_increment": -1,
+  "enable_rampup_batch_size": False,
+}
+_BATCH_KEYS = ("batch_size", "global_batch_to_train", "tokens_per_step")
+
+
+class _MisfitError(Exception):
+  """Something does not divide; `offers` are keys that may help, the nearest first."""
+
+  def __init__(self, message: str, offers: Iterator[Keys]):
+    super().__init__(message)
+    self.offers = offers
+
+
+def pipeline_of(config: Config, layout: Topology, plan: BatchPlan) -> Pipeline:
+  """The pipeline that the configuration describes on these devices.
+
+  Raises:
+    UserError: layers or samples do not divide as the schedule asks, with what does.
+  """
+  try:
+    return _divided(config, plan)
+  except _MisfitError as misfit:
+    offers = working(
+      config, list(misfit.offers), _beside(config, layout), lambda other: _works(other, layout)
+    )
+    nearest = f"; nearest: {' or '.join(offers)}" if offers else ""
+    raise UserError(f"{misfit}{nearest}") from None
+
+
+def _beside(config: Config, layout: Topology) -> Iterator[Keys]:
+  """Nothing, then the microbatches left open, the layers, a small batch, no ramp, other layers."""
+  keys = config.pipeline
+  yield {}
+  yield {key: -1 for key in _NUMBERS[:1] if vars(keys)[key] != -1}
+  unset = {key: -1 for key in _NUMBERS if vars(keys)[key] != -1}
+  yield unset
+  sizes = {key: -1 for key in (*_BATCH_KEYS, "micro_batch_size") if vars(config.batch)[key] != -1}
+  # Then every group of devices has as many samples in a pass as the stages need microbatches.
+  least = Fraction(_hop(keys), layout.shape["tensor"])
+  smallest: dict[str, object] = {**unset, **sizes, "per_device_batch_size": least}
+  yield smallest
+  smallest |= {key: off for key, off in _NO_RAMP.items() if vars(config.batch)[key] != off}
+  yield smallest
+  layers, stages = config.model.base_num_decoder_layers, layout.shape["stage"]
+  yield {**smallest, "base_num_decoder_layers": -(-layers // stages) * stages}
+
+
+def _works(config: Config, layout: Topology) -> bool:
+  try:
+    layout = topology(config.mesh, layout.num_devices, layout.num_slices)
+    _divided(config, plan_batches(config.batch, config.run, layout))
+  except (UserError, _MisfitError):
+    return False
+  return True
+
+
+def _divided(config: Config, plan: BatchPlan) -> Pipeline:
+  keys = config.pipeline
+  schedule = schedule_named(keys.pipeline_schedule)
+  stages = plan.topology.shape["stage"]
+  if stages == 1:
+    raise _MisfitError(
+      f"a pipeline has at least 2 stages, but {_stages_given(plan.topology)} is 1 on "
+      f"{counted(plan.topology.num_devices, 'device')}",
+      _stage_offers(config),
+    )
+  repeats, layers = _layers(config, schedule, plan.topology)
+  hop = _hop(keys)
+  cuts, choices = _cuts(config, schedule, plan, Shape(stages, 1, repeats, hop))
+  passes, streamed = plan.gradient_accumulation_steps, config.batch.accumulation == "streamed"
+  return Pipeline(
+    schedule=keys.pipeline_schedule,
+    stages=stages,
+    repeats=repeats,
+    layers=layers,
+    cuts=cuts,
+    passes=1 if streamed else passes,
+    most_passes=1 if streamed else max(point.trips for point in plan.schedule.points),
+    timetables=passes if streamed else 1,
+    rows=plan.micro_batch_to_train // plan.topology.num_batch_groups // cuts,
+    choices=choices,
+    hop=hop,
+    stash=keys.pipeline_stash,
+    is_open=keys.num_pipeline_microbatches == -1 and len(choices) > 1,
+  )
+
+
+def _hop(config: PipelineConfig) -> int:
+  return 2 if config.pipeline_delay_activation_forwarding else 1
+
+
+def _stage_offers(config: Config) -> Iterator[Keys]:
+  """2, 4 or 3 stages, with other layers if these do not divide over them, and devices for them."""
+  layers, sizes = config.model.base_num_decoder_layers, vars(config.mesh)
+  others = [f"ici_{axis}_parallelism" for axis in ("data", "fsdp", "tensor")]
+  is_open = any(sizes[key] == -1 for key in others)
+  for beside in ({}, *({key: -1} for key in others if not is_open and sizes[key] > 1)):
+    for count in (2, 4, 3):
+      near = -(-layers // count) * count
+      more = {"base_num_decoder_layers": near} if near != layers else {}
+      yield {"ici_pipeline_parallelism": count, **beside, **more}
+
+
+def _stages_given(layout: Topology) -> str:
+  at = AXES.index("stage")
+  return f"ici_pipeline_parallelism={layout.ici[at]} × dcn_pipeline_parallelism={layout.dcn[at]}"
+
+
+def _layers(config: Config, schedule: Schedule, layout: Topology) -> tuple[int, int]:
+  """Repeats, and layers of a stage in each: stages × repeats × layers is all layers."""
+  stages = layout.shape["stage"]
+  keys, total = config.pipeline, config.model.base_num_decoder_layers
+  repeats, layers = keys.num_pipeline_repeats, keys.num_layers_per_pipeline_stage
+  if repeats > 1 and not schedule.repeats:
+    raise _MisfitError(
+      f"pipeline_schedule={keys.pipeline_schedule} has no repeats, but "
+      f"num_pipeline_repeats={repeats}",
+      iter([_with_repeats(keys), {"num_pipeline_repeats": -1}]),
+    )
+  if not schedule.repeats:
+    repeats = 1
+  elif repeats == layers == -1:
+    layers = 1  # As in MaxText.
+  known = stages * max(repeats, 1) * max(layers, 1)
+  is_open = -1 in (repeats, layers)
+  if total % known or (total != known and not is_open):
+    rule = "must divide" if is_open else "must be"
+    message = _layers_message(config, schedule, layout, f"{known}, which {rule}")
+    raise _MisfitError(message, _layer_offers(config, layout, known))
+  rest = total // known
+  return rest if repeats == -1 else repeats, rest if layers == -1 else layers
+
+
+def _with_repeats(config: PipelineConfig) -> Keys:
+  names = {"gpipe": "circular", "1f1b": "interleaved_1f1b"}
+  return {"pipeline_schedule": names.get(config.pipeline_schedule, config.pipeline_schedule)}
+
+
+def _layers_message(config: Config, schedule: Schedule, layout: Topology, product: str) -> str:
+  keys, total = config.pipeline, config.model.base_num_decoder_layers
+  given = [assigned({key: vars(keys)[key]}) for key in _NUMBERS[1:] if vars(keys)[key] != -1]
+  factors = " × ".join([_stages_given(layout), *given])
+  once = (
+    "" if schedule.repeats else f" in the 1 repeat of pipeline_schedule={keys.pipeline_schedule}"
+  )
+  return f"{factors}{once} is {product} base_num_decoder_layers={total}"
+
+
+def _layer_offers(config: Config, layout: Topology, known: int) -> Iterator[Keys]:
+  """One key changed so that the layers divide."""
+  total, stages = config.model.base_num_decoder_layers, layout.shape["stage"]
+  for key in _NUMBERS[1:]:
+    value = vars(config.pipeline)[key]
+    if value != -1 and total % stages == 0:
+      for near in nearest_divisors(total // stages, Fraction(value)):
+        yield {key: near}
+  if config.pipeline.num_pipeline_repeats == -1:
+    yield _with_repeats(config.pipeline)
+  for near in nearest_multiples(known, Fraction(total)):
+    yield {"base_num_decoder_layers": int(near)}
+  slices = layout.dcn[AXES.index("stage")]
+  if total % slices == 0:
+    for near in nearest_divisors(total // slices, Fraction(stages, slices)):
+      yield {"ici_pipeline_parallelism": near}
+
+
+def _cuts(
+  config: Config, schedule: Schedule, plan: BatchPlan, shape: Shape
+) -> tuple[int, tuple[int, ...]]:
+  """num_pipeline_microbatches, and everything that it could be."""
+  given, groups = config.pipeline.num_pipeline_microbatches, plan.topology.num_batch_groups
+  # A batch schedule may have other microbatches: one number must cut them all.
+  rows = math.gcd(*(micro_batch // groups for micro_batch in plan.micro_batches))
+  rows = math.gcd(rows, plan.micro_batch_to_train // groups)
+  least = shape.hop * shape.stages
+  unit = least if schedule.group(shape) > 1 else shape.stages
+  choices = tuple(n for n in range(least, rows + 1, unit) if rows % n == 0)
+  if given == -1 and choices:
+    return choices[0], choices
+  if given in choices:
+    return given, choices
+  near = sorted(choices, key=lambda count: abs(count - given))
+  alone: list[Keys] = [{"num_pipeline_microbatches": count} for count in near if given != -1]
+  needed = given if given >= least and given % unit == 0 else least
+  offers = iter([*alone, *_batch_offers(config, plan, needed)])
+  raise _MisfitError(_cuts_message(config, plan, shape, rows, unit), offers)
+
+
+def _cuts_message(config: Config, plan: BatchPlan, shape: Shape, rows: int, unit: int) -> str:
+  keys = config.pipeline
+  given, least = keys.num_pipeline_microbatches, shape.hop * shape.stages
+  groups = counted(plan.topology.num_batch_groups, "group")
+  per_group = (
+    f"the {counted(rows, 'sample')} of one pass in each of {groups} of devices "
+    f"(micro_batch_to_train={plan.micro_batch_to_train})"
+  )
+  if len(plan.micro_batches) > 1:
+    sizes = " and ".join(f"{size:,}" for size in plan.micro_batches)
+    per_group = f"the samples of each of {groups} of devices in all passes, of {sizes} in all"
+  multiple = f"a multiple of the {counted(shape.stages, 'stage')}"
+  if unit > shape.stages:
+    multiple = (
+      f"a multiple of {unit}, twice the stages with pipeline_delay_activation_forwarding=true"
+    )
+  elif least > unit:
+    multiple += f", and at least {least} with pipeline_delay_activation_forwarding=true"
+  if given == -1:
+    return f"num_pipeline_microbatches must divide {per_group} and be {multiple}; no number is both"
+  if given % unit or given < least:
+    return f"num_pipeline_microbatches={given} must be {multiple}"
+  return f"num_pipeline_microbatches={given} must divide {per_group}"
+
+
+def _batch_offers(config: Config, plan: BatchPlan, needed: int) -> Iterator[Keys]:
+  """Batches whose passes have a multiple of `needed` samples in each group."""
+  groups, batch = plan.topology.num_batch_groups, config.batch
+  micro, total = plan.micro_batch_to_train, plan.global_batch_to_train
+  if total % (needed * groups) == 0:
+    most = total // (needed * groups)
+    for passes in nearest_divisors(most, Fraction(plan.gradient_accumulation_steps)):
+      yield {"gradient_accumulation_steps": passes}
+  key = "per_device_batch_size" if batch.micro_batch_size == -1 else "micro_batch_size"
+  for samples in nearest_multiples(needed * groups, Fraction(micro)):
+    if samples > 0:
+      yield {key: samples / plan.topology.num_devices}
+  unit = needed * groups
+  if isinstance(batch.batch_schedule, tuple) and batch.batch_schedule:
+    stages = tuple((at, -(-size // unit) * unit) for at, size in batch.batch_schedule)
+    yield {"batch_schedule": stages}
+  if batch.batch_size_start != -1:
+    start = -(-batch.batch_size_start // unit) * unit
+    step = {} if batch.batch_size_increment == -1 else {"batch_size_increment": -1}
+    yield {"batch_size_start": start, **step}
+  for name in _BATCH_KEYS:
+    if vars(batch)[name] == -1:
+      continue
+    scale = batch.max_target_length if name == "tokens_per_step" else 1
+    for samples in nearest_multiples(unit * plan.gradient_accumulation_steps, Fraction(total)):
+      yield {name: int(samples) * scale}

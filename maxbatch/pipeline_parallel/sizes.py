@@ -1,0 +1,113 @@
+"""The pipeline of a run as numbers: stages, repeats, layers and microbatches.
+
+The passes of gradient accumulation are microbatches of the same timetable, so that the stages fill
+and empty once per step and not once per pass. accumulation=streamed, one dispatch per pass, is the
+exception.
+"""
+
+import dataclasses
+
+from maxbatch.batch.phases import Stage
+from maxbatch.batch.plan import BatchPlan
+from maxbatch.batch.solve import counted
+from maxbatch.pipeline_parallel.cost import percent, predicted_bubble
+from maxbatch.pipeline_parallel.timetable import Shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+  """The pipeline of a run.
+
+  Attributes:
+    schedule: its name.
+    stages: devices along the axis `stage`.
+    repeats: rounds of a microbatch through them.
+    layers: layers of one stage in one repeat.
+    cuts: num_pipeline_microbatches, the pieces of one pass.
+    passes: passes in one timetable: all of a step, or 1 where they are streamed.
+    most_passes: the same for the largest step of the batch schedule.
+    timetables: timetables of a step: 1, or its passes where they are streamed.
+    rows: samples of one microbatch in each group of devices that see different samples.
+    choices: what num_pipeline_microbatches could be instead, this one included.
+    hop: ticks to hand a result on.
+    stash: what a stage keeps of a microbatch until its backward: input or residuals.
+    is_open: whether `cuts` is still to be chosen from `choices`, by time; until then the fewest.
+  """
+
+  schedule: str
+  stages: int
+  repeats: int
+  layers: int
+  cuts: int
+  passes: int
+  most_passes: int
+  timetables: int
+  rows: int
+  choices: tuple[int, ...]
+  hop: int
+  stash: str = "input"
+  is_open: bool = False
+
+  @property
+  def shape(self) -> Shape:
+    """Of a timetable at the run's batch."""
+    return self.shape_of(self.passes)
+
+  @property
+  def shape_of_a_pass(self) -> Shape:
+    """Of one pass alone."""
+    return self.shape_of(1)
+
+  def shape_of(self, passes: int) -> Shape:
+    """Of a timetable of so many passes."""
+    return Shape(self.stages, self.cuts * passes, self.repeats, self.hop)
+
+  def with_cuts(self, cuts: int) -> "Pipeline":
+    """The same with another choice of num_pipeline_microbatches."""
+    rows = self.rows * self.cuts // cuts
+    return dataclasses.replace(self, cuts=cuts, rows=rows, is_open=False)
+
+  def for_stage(self, plan: BatchPlan, stage: Stage) -> "Pipeline":
+    """The same for the microbatch of one stage of the batch schedule."""
+    rows = stage.micro_batch // plan.topology.num_batch_groups // self.cuts
+    return dataclasses.replace(self, rows=rows)
+
+  @property
+  def choice(self) -> str:
+    """A sentence on what is still to be chosen; empty if there is nothing."""
+    if not self.is_open:
+      return ""
+    listed = ", ".join(map(str, self.choices))
+    return (
+      f"num_pipeline_microbatches=-1: a run or compile_only=true takes the fastest of {listed}, "
+      f"compiling and timing some; shown is {self.cuts}, the fewest, which "
+      f"num_pipeline_microbatches={self.cuts} takes at once"
+    )
+
+  def as_dict(self) -> dict[str, object]:
+    """The sizes under their keys, for programs."""
+    return {
+      "pipeline_schedule": self.schedule,
+      "stages": self.stages,
+      "num_pipeline_repeats": self.repeats,
+      "num_layers_per_pipeline_stage": self.layers,
+      "num_pipeline_microbatches": self.cuts,
+      "microbatches_in_a_timetable": self.shape.microbatches,
+      "samples_per_microbatch_and_group": self.rows,
+      "pipeline_stash": self.stash,
+      "bubble": float(predicted_bubble(self.shape)),
+      "choice": self.choice,
+      "choices": list(self.choices),
+    }
+
+  def __str__(self) -> str:
+    sizes = [
+      f"{self.stages} stages",
+      counted(self.repeats, "repeat"),
+      counted(self.layers, "layer"),
+    ]
+    return (
+      f"{self.schedule}: {' × '.join(sizes)}; {self.shape.microbatches:,} microbatches in a "
+      f"timetable, each of {counted(self.rows, 'sample')} per group of devices; bubble "
+      f"{percent(predicted_bubble(self.shape))}; pipeline_stash={self.stash}"
+    )

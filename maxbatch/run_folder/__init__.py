@@ -1,0 +1,1 @@
+"""What a run writes and shows: metrics, progress; and where caches are."""

@@ -1,0 +1,81 @@
+"""What a person sees while a run goes on: one live line on a terminal, plain lines elsewhere."""
+
+import shutil
+import sys
+import time
+from typing import Self
+
+import tqdm
+
+from maxbatch.run_folder.metrics import Record
+
+
+class Progress:
+  """Shows the steps of a run; a context manager."""
+
+  def __init__(self, start: int, steps: int, log_period: int):
+    self._steps, self._period, self._start = steps, log_period, start
+    self._began = time.perf_counter()
+    self._bar = _bar(start, steps) if sys.stdout.isatty() else None
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    if self._bar is not None:
+      self._bar.close()
+
+  def expect(self, steps: int) -> None:
+    """Takes note that the run will end after another number of steps."""
+    self._steps = steps
+    if self._bar is not None:
+      self._bar.total = steps
+
+  def show(self, record: Record) -> None:
+    """Shows a finished step."""
+    step = int(record["step"])
+    if self._bar is not None:
+      self._bar.set_postfix_str(_figures(record), refresh=False)
+      self._bar.update(step - self._bar.n)
+    elif step % self._period == 0 or step == self._steps or "eval/loss" in record:
+      print(f"step {step}/{self._steps}  {_figures(record)}  eta {self._eta(step)}", flush=True)
+    if self._bar is not None and "eval/loss" in record:
+      self.say(f"step {step}/{self._steps}  {_figures(record)}")
+
+  def say(self, text: str) -> None:
+    """Prints a line without breaking the live one."""
+    if self._bar is None:
+      print(text, flush=True)
+    else:
+      self._bar.write(text, file=sys.stdout)
+
+  def _eta(self, step: int) -> str:
+    per_step = (time.perf_counter() - self._began) / max(step - self._start, 1)
+    return tqdm.tqdm.format_interval(per_step * (self._steps - step))
+
+
+def _bar(start: int, steps: int) -> tqdm.tqdm:
+  # Terminals without a size of their own (in containers) count as 80 by 24, not as 0 by 0.
+  size = shutil.get_terminal_size()
+  return tqdm.tqdm(
+    total=steps,
+    initial=start,
+    unit="step",
+    file=sys.stdout,
+    ncols=size.columns,
+    nrows=size.lines,
+    bar_format="step {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+  )
+
+
+def _figures(record: Record) -> str:
+  parts = []
+  if "loss" in record:
+    parts.append(f"loss {record['loss']:.3f}")
+  if "eval/loss" in record:
+    parts.append(f"eval loss {record['eval/loss']:.3f}")
+  if "learning_rate" in record:
+    parts.append(f"lr {record['learning_rate']:.2e}")
+    parts.append(f"batch {record['global_batch_to_train']}")
+    parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+  return "  ".join(parts)

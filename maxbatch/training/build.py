@@ -1,0 +1,179 @@
+"""From a Config to a Job ready to run: every part built, checked and compiled in order."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.batch.row_plan import Segment, dispatches, load_factor
+from maxbatch.config.schema import Config
+from maxbatch.data import tokenizer
+from maxbatch.data.dataset import Dataset, RowSource
+from maxbatch.data.loader import ChainedLoader, Loader, eval_loader, train_loader
+from maxbatch.data.rows import Rows
+from maxbatch.errors import UserError
+from maxbatch.hardware.devices import Device
+from maxbatch.hardware.sharding import make_mesh, sharding, undivided
+from maxbatch.models.flash import resolve_attention
+from maxbatch.models.registry import Model, build_model
+from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.training.optimizer import make_optimizer
+from maxbatch.training.stage_parts import in_parts
+from maxbatch.training.step import EvalStep, Step, Trainer, eval_function, step_function
+
+
+def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) -> Trainer:
+  """Model, optimizer and mesh, none of which holds an array yet.
+
+  Raises:
+    UserError: keys that contradict each other.
+  """
+  if config.model.vocab_size < tokenizer.VOCAB_SIZE:
+    raise UserError(
+      f"vocab_size={config.model.vocab_size} must be at least the {tokenizer.VOCAB_SIZE} tokens of "
+      f"the byte tokenizer; for example vocab_size={tokenizer.VOCAB_SIZE}"
+    )
+  length = config.batch.max_target_length
+  model = build_model(resolve_attention(config.model, length, devices[0]), length)
+  every_k = _microbatches_per_update(config, plan)
+  pipeline = None
+  if config.pipeline.pipeline_schedule != "none":
+    pipeline = pipeline_of(config, plan.topology, plan)
+    in_parts(model, model.shapes())
+  return Trainer(
+    model=model,
+    optimizer=make_optimizer(config.optimizer, model.axes(), every_k),
+    mesh=make_mesh(plan.topology, devices),
+    # Another key than the weights', from the same seed.
+    dropout_key=jax.random.fold_in(jax.random.key(config.model.init_weights_seed), 1),
+    pipeline=pipeline,
+  )
+
+
+def _microbatches_per_update(config: Config, plan: BatchPlan) -> optax.Schedule | int:
+  """Dispatches that MultiSteps sums up: one when fused, else the microbatches of each stage."""
+  if not streams(config):
+    return 1
+  firsts = np.array([stage.first.step for stage in plan.stages])
+  trips = np.array([stage.trips for stage in plan.stages])
+
+  def every_k(step: jax.typing.ArrayLike) -> jax.Array:
+    return jnp.asarray(trips)[jnp.searchsorted(firsts, step, side="right") - 1]
+
+  return every_k
+
+
+def streams(config: Config) -> bool:
+  """Whether a step is one dispatch per microbatch."""
+  return config.batch.accumulation == "streamed"
+
+
+def undivided_parameters(trainer: Trainer) -> list[str]:
+  """Parameters that the mesh cannot divide as the table says, a line each."""
+  shapes = {
+    tuple(entry.key for entry in path): leaf.shape
+    for path, leaf in jax.tree_util.tree_leaves_with_path(trainer.model.shapes())
+  }
+  return [
+    f"{'.'.join(path)}: {problem}"
+    for path, axes in trainer.model.axes().items()
+    for problem in undivided(axes, shapes[path], trainer.mesh)
+  ]
+
+
+def num_parameters(model: Model) -> int:
+  """Parameters of a model."""
+  return sum(leaf.size for leaf in jax.tree.leaves(model.shapes()))
+
+
+def step_rows(config: Config, plan: BatchPlan, source: RowSource, micro_batch: int) -> Rows:
+  """The shapes of what stages of `micro_batch` feed the step."""
+  return _shapes(source, (1 if streams(config) else plan.trip_capacity, micro_batch))
+
+
+def traced_step(config: Config, trainer: Trainer, rows: Rows) -> jax.stages.Traced:
+  """The training step, traced for these rows, with every sharding fixed."""
+  function = step_function(trainer, rows, streamed=streams(config))
+  told = np.bool_(True) if streams(config) else trainer.told(1)
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), told)
+  rate = jax.ShapeDtypeStruct((), np.float32)
+  return function.trace(trainer.abstract, rows, shapes, rate)
+
+
+def compiled_step(
+  config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource, micro_batch: int
+) -> Step:
+  """The training step, compiled for exactly the arrays that stages of `micro_batch` feed it."""
+  rows = step_rows(config, plan, source, micro_batch)
+  return traced_step(config, trainer, rows).lower().compile()
+
+
+def compiled_eval(plan: BatchPlan, trainer: Trainer, source: RowSource) -> EvalStep:
+  """The evaluation of one batch, compiled."""
+  rows = _shapes(source, (plan.eval_batch,))
+  return eval_function(trainer, rows).lower(trainer.abstract.params, rows).compile()
+
+
+def _shapes(source: RowSource, leading: tuple[int, ...]) -> Rows:
+  """What a loader of `source` yields, without reading more than its first row."""
+  one = source.rows(np.zeros(1, np.int64)) | {"sample_ids": np.zeros(1, np.int32)}
+  fields: dict[str, Any] = {
+    name: jax.ShapeDtypeStruct(leading + x.shape[1:], x.dtype) for name, x in one.items()
+  }
+  return Rows(**fields)
+
+
+def train_rows(
+  config: Config, trainer: Trainer, dataset: Dataset
+) -> Callable[[BatchPlan, Position], ChainedLoader]:
+  """Opens a plan's training rows from any position on."""
+  streamed = streams(config)
+
+  def open_at(plan: BatchPlan, position: Position) -> ChainedLoader:
+    return ChainedLoader(
+      functools.partial(_open_segment, plan, segment)
+      for segment in dispatches(plan, position, streamed=streamed)
+    )
+
+  def _open_segment(plan: BatchPlan, segment: Segment) -> Loader:
+    capacity = 1 if streamed else plan.trip_capacity
+    shape = (capacity, segment.micro_batch, config.batch.max_target_length)
+    return train_loader(
+      dataset.train,
+      config.data.data_shuffle_seed,
+      segment.steps,
+      micro_batch=segment.micro_batch,
+      capacity=capacity,
+      sharding=sharding((None, "batch", None), shape, trainer.mesh),
+      load_factor=load_factor(plan, streamed=streamed),
+      worker_count=config.data.grain_worker_count,
+    )
+
+  return open_at
+
+
+def eval_rows(
+  config: Config, plan: BatchPlan, trainer: Trainer, dataset: Dataset
+) -> Callable[[], Loader] | None:
+  """Opens the validation rows from their beginning; None without validation data."""
+  source = dataset.validation
+  if source is None:
+    return None
+  shape = (plan.eval_batch, config.batch.max_target_length)
+  place = sharding(("batch", None), shape, trainer.mesh)
+
+  def open_all() -> Loader:
+    return eval_loader(
+      source,
+      eval_batch=plan.eval_batch,
+      eval_samples=config.run.eval_samples,
+      sharding=place,
+      worker_count=config.data.grain_worker_count,
+    )
+
+  return open_all

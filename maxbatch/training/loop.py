@@ -1,0 +1,210 @@
+"""The training loop: batch, step, metrics of the step before, now and then eval and checkpoint."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxbatch.batch.interval import is_due
+from maxbatch.batch.learning_rate import LearningRate
+from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.checkpoints.checkpointer import Checkpointer
+from maxbatch.command_line.signals import StopSignals
+from maxbatch.config.schema import CheckpointConfig, RunConfig
+from maxbatch.data.loader import ChainedLoader, Loader
+from maxbatch.errors import TrainingDivergedError
+from maxbatch.models.registry import Parameters
+from maxbatch.run_folder.metrics import MetricsLog, Record
+from maxbatch.run_folder.progress import Progress
+from maxbatch.training.noise_run import Noise, decided, decides
+from maxbatch.training.programs import StepPrograms
+from maxbatch.training.state import Sums, TrainState
+from maxbatch.training.step import StepMetrics, Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+  """All that the loop needs, made ready: compiled functions, loaders and open files."""
+
+  plan: BatchPlan
+  run: RunConfig
+  checkpoint: CheckpointConfig
+  learning_rate: LearningRate
+  programs: StepPrograms
+  streamed: bool
+  trainer: Trainer
+  eval_step: Callable[[Parameters, Any], Sums]
+  train_rows: Callable[[BatchPlan, Position], ChainedLoader]
+  eval_rows: Callable[[], Loader] | None
+  checkpointer: Checkpointer | None
+  log: MetricsLog
+  progress: Progress
+  noise: Noise | None = None
+
+  def with_plan(self, plan: BatchPlan) -> "Job":
+    """The job after the plan has changed."""
+    self.progress.expect(plan.steps)
+    rate = dataclasses.replace(self.learning_rate, plan=plan)
+    return dataclasses.replace(self, plan=plan, learning_rate=rate)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pending:
+  """A step whose metrics may still be on the devices."""
+
+  before: Position
+  position: Position
+  learning_rate: float
+  metrics: StepMetrics
+
+
+def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, Position]:
+  """Trains from `position` to the end of the plan, or to the first stop signal.
+
+  Returns the state and how far it came; all of it is saved. Metrics of a step are fetched after
+  the next one is dispatched, so that the devices never wait for the host.
+
+  Raises:
+    TrainingDivergedError: a loss or gradient is not finite; nothing of that step is saved.
+  """
+  with StopSignals() as stop:
+    ended = False
+    while not ended:
+      state, position, plan, ended = _train_until_change(job, state, position, stop)
+      job = job.with_plan(plan)
+  return state, position
+
+
+def _train_until_change(
+  job: Job, state: TrainState, position: Position, stop: StopSignals
+) -> tuple[TrainState, Position, BatchPlan, bool]:
+  """Trains until the noise scale changes the plan, or to the end or a stop signal: then True."""
+  clock, pending, plan = _Clock(), None, job.plan
+  ending = position.step >= plan.steps
+  with job.train_rows(plan, position) as loader:
+    while not ending and plan is job.plan:
+      rate = job.learning_rate(position)
+      state, metrics = _dispatch(job, state, loader, position, rate)
+      if pending:
+        _note(job, _fetch(job, pending, clock))
+      before, position = position, plan.advance(position)
+      pending = _Pending(before, position, rate, metrics)
+      ending = stop.requested or position.step == plan.steps
+      evaluating = ending or _due(job, before, position, job.run.eval_interval)
+      saving = ending or _due(job, before, position, job.checkpoint.checkpoint_period)
+      if evaluating or saving or decides(job.noise, position):
+        record = _fetch(job, pending, clock)
+        pending = None
+        _note(job, record | (evaluate(job, state.params) if evaluating else {}))
+        plan = decided(job.noise, plan, position, job.progress.say)
+        if saving and job.checkpointer:
+          notes = job.noise.as_dict() if job.noise else {}
+          job.checkpointer.save(job.trainer.to_save(state), position, plan.as_dict(), notes)
+        clock = _Clock()
+  return state, position, plan, ending
+
+
+def _dispatch(
+  job: Job, state: TrainState, loader: ChainedLoader, position: Position, rate: float
+) -> tuple[TrainState, StepMetrics]:
+  """Sends one whole step to the devices."""
+  stage, learning_rate = job.plan.stage_at(position.samples), np.float32(rate)
+  programs = job.programs
+  if job.noise is not None:
+    programs = job.noise.programs_at(position.step, programs)
+    state = job.noise.ready(position.step, state)
+  step = programs(stage.micro_batch)
+  if not job.streamed:
+    return step(state, next(loader), job.trainer.told(stage.trips), learning_rate)
+  for _ in range(stage.trips - 1):
+    state, _ = step(state, next(loader), np.bool_(False), learning_rate)
+  return step(state, next(loader), np.bool_(True), learning_rate)
+
+
+def _due(job: Job, before: Position, after: Position, period: int) -> bool:
+  return is_due(job.plan, before, after, period, job.run.schedule_unit)
+
+
+class _Clock:
+  """Seconds between the ends of consecutive steps."""
+
+  def __init__(self) -> None:
+    self._last = time.perf_counter()
+
+  def lap(self) -> float:
+    """Seconds since the clock was made or last asked."""
+    last, self._last = self._last, time.perf_counter()
+    return self._last - last
+
+
+def _fetch(job: Job, pending: _Pending, clock: _Clock) -> Record:
+  """Waits for a step to end; its record. Raises TrainingDivergedError if it is not finite."""
+  metrics = jax.device_get(pending.metrics)
+  loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
+  seconds, plan, position = clock.lap(), job.plan, pending.position
+  stage = plan.stage_at(pending.before.samples)
+  if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+    raise TrainingDivergedError(_diverged(job, position, loss, grad_norm))
+  noise = job.noise.observe(pending.before.step, stage, metrics) if job.noise else {}
+  return {
+    "step": position.step,
+    "samples": position.samples,
+    "tokens": plan.tokens(position.samples),
+    "loss": loss,
+    "grad_norm": grad_norm,
+    "learning_rate": pending.learning_rate,
+    "global_batch_to_train": stage.batch,
+    "micro_batch_to_train": stage.micro_batch,
+    "gradient_accumulation_steps": stage.trips,
+    "step_seconds": seconds,
+    "tokens_per_second": plan.tokens(stage.batch) / seconds,
+  } | noise
+
+
+def _note(job: Job, record: Record) -> None:
+  job.log.write(record)
+  job.progress.show(record)
+  if job.noise is not None:
+    job.noise.report(record, job.progress.say)
+  if job.checkpointer:
+    job.checkpointer.poll()
+
+
+def evaluate(job: Job, params: Parameters) -> Record:
+  """Loss per token over the validation batches, in nats; {} without validation data."""
+  if job.eval_rows is None:
+    return {}
+  with job.eval_rows() as batches:
+    sums = jax.device_get([job.eval_step(params, rows) for rows in batches])
+  loss = sum(float(each.loss) for each in sums) / sum(float(each.weight) for each in sums)
+  if not math.isfinite(loss):
+    raise TrainingDivergedError(
+      f"the validation loss is {loss}, which must be finite; {_kept(job)}"
+    )
+  return {"eval/loss": loss}
+
+
+def _diverged(job: Job, position: Position, loss: float, grad_norm: float) -> str:
+  return (
+    f"step {position.step}: loss={loss} and grad_norm={grad_norm}, which must be finite; "
+    f"{_kept(job)}"
+  )
+
+
+def _kept(job: Job) -> str:
+  """What is left when a run diverges, and what may help."""
+  saved = job.checkpointer.steps() if job.checkpointer else []
+  last = f"the last good checkpoint is step {saved[-1]}" if saved else "there is no checkpoint"
+  return (
+    f"{last}. Nothing after it is saved. A lower learning_rate, a longer warmup_steps or a smaller "
+    "gradient_clipping_threshold may help."
+  )
+
+
+def first_record(job: Job, params: Parameters) -> None:
+  """Writes the record of step 0: the model before training, on the validation set."""
+  _note(job, {"step": 0, "samples": 0, "tokens": 0} | evaluate(job, params))

@@ -1,0 +1,215 @@
+"""Cross entropy as a sum over tokens, holding the logits of one tile of tokens at a time.
+
+B rows, T tokens, D width, V vocabulary, C tokens of a tile.
+
+Value and gradient are formed in the same pass over the logits: they are neither kept for the
+backward pass nor computed twice. Sums, not means, so that microbatches and devices add up to
+exactly the loss of the whole batch; the one division by the step's weight comes later.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxbatch.config.schema import ModelConfig
+from maxbatch.data.rows import Rows
+from maxbatch.hardware.sharding import constrain, local_shape, over_rows
+from maxbatch.models.dropout import sample_keys
+from maxbatch.models.probes import row_squares
+from maxbatch.models.registry import MeasuredModel, Model, Parameters
+
+_TILE_BYTES = 64 * 2**20
+_MATRIX_AXES = ("embed", "vocab")
+
+
+def loss_sum(
+  model: Model, parameters: Parameters, rows: Rows, dropout_key: jax.Array | None
+) -> jax.Array:
+  """Weighted sum over tokens of cross entropy (nats) and z-loss, float32.
+
+  Args:
+    model: the model.
+    parameters: its parameters.
+    rows: a microbatch.
+    dropout_key: the run's dropout key; None evaluates without dropout and without z-loss.
+  """
+  return loss_parts(model, parameters, rows, dropout_key).sum()
+
+
+def loss_parts(
+  model: Model,
+  parameters: Parameters,
+  rows: Rows,
+  dropout_key: jax.Array | None,
+  probes: Parameters | None = None,
+) -> jax.Array:
+  """As `loss_sum`, not yet summed over the devices along fsdp: float32[F].
+
+  `probes`, if the model has any, are zeros to differentiate the sum by (models/probes.py).
+  """
+  config = model.config
+  keys_B = None
+  if dropout_key is not None and config.dropout_rate > 0:
+    keys_B = sample_keys(dropout_key, rows.sample_ids)
+  bound = model.bind(parameters, probes)
+  hidden_BTD = bound(rows, keys_B)
+  z_weight = 0.0 if dropout_key is None else config.z_loss_multiplier
+  tiles = num_tiles(config, *hidden_BTD.shape[:2])
+  matrix_DV = bound.output_matrix()
+  probe_BS = bound.output_probe() if isinstance(bound, MeasuredModel) else None
+  return cross_entropy_parts(
+    hidden_BTD, matrix_DV, rows.targets, rows.weights, tiles, z_weight, probe_BS
+  )
+
+
+def num_tiles(config: ModelConfig, rows: int, length: int) -> int:
+  """Tiles into which `length` tokens are cut: num_vocab_tiling, or few enough for 64 MiB a device."""
+  held = local_shape(("batch", "length", "vocab"), (rows, length, config.vocab_size))
+  wanted = config.num_vocab_tiling or -(-math.prod(held) * 4 // _TILE_BYTES)
+  return next(tiles for tiles in range(min(wanted, length), length + 1) if length % tiles == 0)
+
+
+def cross_entropy_parts(
+  hidden_BTD: jax.Array,
+  matrix_DV: jax.Array,
+  targets_BT: jax.Array,
+  weights_BT: jax.Array,
+  tiles: int,
+  z_weight: float,
+  probe_BS: jax.Array | None = None,
+) -> jax.Array:
+  """Σ weight · (log Z − logit[target] + z_weight · (log Z)²), with log Z in float32, for each
+  device along fsdp: float32[F]."""
+
+  def of_rows(matrix_DV: jax.Array, *rows: jax.Array) -> jax.Array:
+    if probe_BS is None:
+      return _cross_entropy_sum(rows[0], matrix_DV, rows[1], rows[2], tiles, z_weight)[None]
+    return _measured_sum(rows[0], matrix_DV, rows[1], rows[2], rows[3], tiles, z_weight)[None]
+
+  rows = (hidden_BTD, targets_BT, weights_BT, *(() if probe_BS is None else (probe_BS,)))
+  with jax.named_scope("head"):
+    return over_rows(of_rows, matrix_DV, _MATRIX_AXES, *rows)
+
+
+def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight):
+  """The sum, for evaluation."""
+
+  def add_tile(total, tile):
+    return total + _tile_sum(tile, matrix_DV, z_weight)[0], None
+
+  cut = _cut(tiles, hidden_BTD, targets_BT, weights_BT)
+  return _scan(add_tile, jnp.zeros((), jnp.float32), cut, tiles)[0]
+
+
+def _forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight):
+  """The sum, and its gradients by hidden states and matrix."""
+  total, d_hidden_BTD, d_matrix_DV = _with_gradients(
+    hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight
+  )
+  return total, (d_hidden_BTD, d_matrix_DV.astype(matrix_DV.dtype))
+
+
+def _with_gradients(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight):
+  """The sum and its gradients, that of the matrix in float32, one tile at a time."""
+
+  def add_tile(carry, tile):
+    total, d_matrix_DV = carry
+    loss, d_logits_BCV = _tile_sum(tile, matrix_DV, z_weight)
+    d_logits_XV = d_logits_BCV.astype(hidden_BTD.dtype).reshape(-1, d_logits_BCV.shape[-1])
+    hidden_XD = tile[0].reshape(-1, tile[0].shape[-1])
+    d_hidden_BCD = (d_logits_XV @ matrix_DV.T).reshape(tile[0].shape)
+    d_tile_DV = jnp.matmul(hidden_XD.T, d_logits_XV, preferred_element_type=jnp.float32)
+    return (total + loss, d_matrix_DV + d_tile_DV), d_hidden_BCD
+
+  zeros = jnp.zeros((), jnp.float32), jnp.zeros(matrix_DV.shape, jnp.float32)
+  cut = _cut(tiles, hidden_BTD, targets_BT, weights_BT)
+  (total, d_matrix_DV), d_hidden = _scan(add_tile, zeros, cut, tiles)
+  d_hidden_BTD = jnp.moveaxis(d_hidden, 0, 1).reshape(hidden_BTD.shape)
+  return total, d_hidden_BTD, d_matrix_DV
+
+
+def _backward(tiles, z_weight, gradients, d_total):
+  del tiles, z_weight
+  d_hidden_BTD, d_matrix_DV = gradients
+  scale = d_total.astype(d_hidden_BTD.dtype)
+  return d_hidden_BTD * scale, d_matrix_DV * d_total.astype(d_matrix_DV.dtype), None, None
+
+
+_cross_entropy_sum = jax.custom_vjp(_sum_only, nondiff_argnums=(4, 5))
+_cross_entropy_sum.defvjp(_forward, _backward)
+
+
+def _measured_sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, tiles, z_weight):
+  """The sum, whose gradient by the matrix is measured row by row."""
+  del probe_BS
+  return _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight)
+
+
+def _measured_forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, tiles, z_weight):
+  """As `_forward`, a row at a time, each in as few tiles as the whole batch of one row needs."""
+  tiles = -(-tiles // hidden_BTD.shape[0])
+  tiles = next(n for n in range(tiles, hidden_BTD.shape[1] + 1) if hidden_BTD.shape[1] % n == 0)
+
+  def add_row(carry, row):
+    total, d_matrix_DV = carry
+    hidden_1TD, targets_1T, weights_1T = (x[None] for x in row)
+    loss, d_hidden_1TD, d_row_DV = _with_gradients(
+      hidden_1TD, matrix_DV, targets_1T, weights_1T, tiles, z_weight
+    )
+    squares_S = row_squares(d_row_DV[None], _MATRIX_AXES, probe_BS.shape[1])[0]
+    return (total + loss, d_matrix_DV + d_row_DV), (d_hidden_1TD[0], squares_S)
+
+  zeros = jnp.zeros((), jnp.float32), jnp.zeros(matrix_DV.shape, jnp.float32)
+  rows = hidden_BTD, targets_BT, weights_BT
+  (total, d_matrix_DV), (d_hidden_BTD, squares_BS) = jax.lax.scan(add_row, zeros, rows)
+  return total, (d_hidden_BTD, d_matrix_DV.astype(matrix_DV.dtype), squares_BS)
+
+
+def _measured_backward(tiles, z_weight, kept, d_total):
+  *gradients, squares_BS = kept
+  return *_backward(tiles, z_weight, gradients, d_total), squares_BS * d_total**2
+
+
+_measured_sum = jax.custom_vjp(_measured_sum_only, nondiff_argnums=(5, 6))
+_measured_sum.defvjp(_measured_forward, _measured_backward)
+
+
+def _tile_sum(
+  tile: tuple[jax.Array, jax.Array, jax.Array], matrix_DV: jax.Array, z_weight: float
+) -> tuple[jax.Array, jax.Array]:
+  """Loss of a tile and its gradient by the logits, both float32."""
+  hidden_BCD, targets_BC, weights_BC = tile
+  B, C, D = hidden_BCD.shape
+  hidden_XD = hidden_BCD.reshape(-1, D)
+  logits_XV = jnp.matmul(hidden_XD, matrix_DV, preferred_element_type=jnp.float32)
+  logits_BCV = constrain(logits_XV.reshape(B, C, -1), ("batch", "length", "vocab"))
+  max_BC1 = logits_BCV.max(-1, keepdims=True)
+  exp_BCV = jnp.exp(logits_BCV - max_BC1)
+  sum_BC1 = exp_BCV.sum(-1, keepdims=True)
+  log_z_BC = (jnp.log(sum_BC1) + max_BC1).squeeze(-1)
+  # A comparison instead of a gather: it also works where the vocabulary is divided over devices.
+  hit_BCV = targets_BC[..., None] == jnp.arange(logits_BCV.shape[-1])[None, None]
+  target_BC = jnp.where(hit_BCV, logits_BCV, 0.0).sum(-1)
+  loss = (weights_BC * (log_z_BC - target_BC + z_weight * log_z_BC**2)).sum()
+  d_log_z_BC1 = (1.0 + 2.0 * z_weight * log_z_BC)[..., None]
+  d_logits_BCV = weights_BC[..., None] * (exp_BCV / sum_BC1 * d_log_z_BC1 - hit_BCV)
+  return loss, d_logits_BCV
+
+
+def _cut(tiles: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+  """(B, T, …) → (tiles, B, C, …): cut along T, which no mesh axis divides."""
+  return tuple(
+    jnp.moveaxis(x.reshape(x.shape[0], tiles, x.shape[1] // tiles, *x.shape[2:]), 1, 0)
+    for x in arrays
+  )
+
+
+def _scan(body: Callable[..., Any], carry: Any, cut: tuple[jax.Array, ...], tiles: int) -> Any:
+  """As lax.scan; a single tile needs no loop."""
+  if tiles > 1:
+    return jax.lax.scan(body, carry, cut)
+  carry, out = body(carry, tuple(x[0] for x in cut))
+  return carry, None if out is None else out[None]

@@ -1,0 +1,105 @@
+"""The noise scale's part in a run: which program a step takes, what is said, what is decided."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from maxbatch.batch.phases import Stage
+from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.batch.resume import check_goes_on
+from maxbatch.noise.steering import Steering
+from maxbatch.run_folder.metrics import Record
+from maxbatch.training.noise_meter import NoiseMeter
+from maxbatch.training.programs import StepPrograms
+from maxbatch.training.state import TrainState, zero_sums
+from maxbatch.training.step import StepMetrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise:
+  """What a run that measures the noise scale goes by."""
+
+  meter: NoiseMeter
+  calibration: StepPrograms | None
+  """The steps that measure all layers where others measure the normalization layers."""
+  report_every: int
+  steering: Steering | None
+  folder: pathlib.Path
+
+  def programs_at(self, step: int, ordinary: StepPrograms) -> StepPrograms:
+    """The programs for the update after `step` others."""
+    calibrating = self.calibration if self.meter.is_calibration(step) else None
+    return calibrating or ordinary
+
+  def ready(self, step: int, state: TrainState) -> TrainState:
+    """The state as that program takes it: between steps its sums are zeros, in their own shapes."""
+    if self.calibration is None:
+      return state
+    zeros = zero_sums(self.meter.model_at(step))
+    fits = jax.tree.structure(zeros) == jax.tree.structure(state.sums)
+    # Copies: steps are given their state to overwrite, and some of these zeros are one array.
+    return state if fits else state._replace(sums=jax.tree.map(jnp.array, zeros))
+
+  def observe(self, step: int, stage: Stage, metrics: StepMetrics) -> Record:
+    """What the update after `step` others adds to its record; `metrics` are on the host."""
+    if self.steering is not None:
+      self.steering.observe(float(metrics.loss))
+    return self.meter.observe(step, stage, metrics)
+
+  def report(self, record: Record, say: Callable[[str], None]) -> None:
+    """Says what the batch of a step is worth, when it is time to."""
+    if self.report_every and int(record["step"]) % self.report_every == 0 and record["step"]:
+      say(self.meter.line(int(record["global_batch_to_train"])))
+
+  def as_dict(self) -> dict[str, Any]:
+    """Plain JSON, from which a resumed run goes on as this one would."""
+    steering = self.steering.as_dict() if self.steering else None
+    return {"meter": self.meter.as_dict(), "steering": steering}
+
+  def restore(self, notes: Mapping[str, Any], position: Position) -> None:
+    """Takes up what `as_dict` gave in the run that goes on at `position`."""
+    if notes:
+      self.meter.restore(notes["meter"])
+      if self.steering is not None and notes["steering"] is not None:
+        self.steering.restore(notes["steering"], position)
+
+  def planned(self, plan: BatchPlan) -> BatchPlan:
+    """The plan of a run with what was decided in it so far.
+
+    Raises:
+      UserError: the run cannot go on from there with its present sizes.
+    """
+    if self.steering is None or self.steering.is_dry:
+      return plan
+    changes = [(change.samples, change.batch) for change in self.steering.changes]
+    check_goes_on(plan, first=changes[0][1], now=changes[-1][1])
+    return plan.following(changes)
+
+
+def decides(noise: Noise | None, position: Position) -> bool:
+  """Whether something is decided before the step at `position`."""
+  return noise is not None and noise.steering is not None and noise.steering.is_due(position)
+
+
+def decided(
+  noise: Noise | None, plan: BatchPlan, position: Position, say: Callable[[str], None]
+) -> BatchPlan:
+  """The plan from `position` on: the same object unless the batch changes."""
+  if noise is None or noise.steering is None or not decides(noise, position):
+    return plan
+  steering = noise.steering
+  before = steering.changes[-1].batch
+  decision = steering.decide(position, noise.meter.total())
+  if not decision.grew:
+    return plan
+  if jax.process_index() == 0:
+    steering.write(noise.folder)
+  verb = "would go" if steering.is_dry else "goes"
+  say(
+    f"step {position.step}: the batch {verb} from {before:,} to {decision.batch:,}: {decision.reason}"
+  )
+  return plan if steering.is_dry else plan.changed_at(position, decision.batch)

@@ -1,0 +1,205 @@
+"""The optimizer: optax.MultiSteps around averaging, clipping and a registered update rule.
+
+Gradients arrive as sums over tokens. MultiSteps adds them up in float32 over the dispatches of a
+step; at the last one they are divided once by the step's total weight. (MultiSteps' own mean is a
+mean of means: wrong when microbatches hold different numbers of tokens.)
+
+Update rules are built with learning rate 1 and scaled afterwards by the rate of the step, which is
+a function of the position in the run and comes in as an argument. Add a rule by writing a function
+and registering it in OPTIMIZERS.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxbatch.config.registry import registered
+from maxbatch.config.schema import OptimizerConfig
+from maxbatch.hardware.sharding import LogicalAxes
+from maxbatch.models.registry import Parameters
+
+Axes = Mapping[tuple[str, ...], LogicalAxes]
+
+_UNDECAYED = ("scale", "bias")
+_MUON_RMS = 0.2
+"""Root mean square of Muon's update that lets it share AdamW's learning rates (Liu et al. 2025)."""
+
+
+class AverageState(NamedTuple):
+  """What the last average looked like."""
+
+  grad_norm: jax.Array
+  """float32: global norm of the averaged gradient, before clipping."""
+
+
+def average_by_weight() -> optax.GradientTransformationExtraArgs:
+  """Divides summed gradients by the extra argument `weight`, the step's number of tokens."""
+
+  def init(params: Any) -> AverageState:
+    del params
+    return AverageState(jnp.zeros((), jnp.float32))
+
+  def update(
+    updates: Any, state: Any, params: Any = None, **extra: Any
+  ) -> tuple[Any, AverageState]:
+    del state, params
+    weight = extra["weight"]
+    # A step of padding only has weight 0 and gradient 0; the average is then 0, not NaN.
+    updates = jax.tree.map(lambda g: g / jnp.maximum(weight, 1.0), updates)
+    return updates, AverageState(optax.tree.norm(updates))
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def scale_by_given_rate() -> optax.GradientTransformationExtraArgs:
+  """Multiplies updates by the extra argument `learning_rate`."""
+
+  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    del params
+    return jax.tree.map(lambda u: u * extra["learning_rate"], updates), state
+
+  return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def adamw(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
+  """AdamW (Loshchilov & Hutter 2019)."""
+  del axes
+  return optax.adamw(
+    1.0,
+    b1=config.adam_b1,
+    b2=config.adam_b2,
+    eps=config.adam_eps,
+    weight_decay=config.adam_weight_decay,
+    mask=_decayed,
+  )
+
+
+def sgd(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
+  """Gradient descent with momentum."""
+  del axes
+  return optax.sgd(1.0, momentum=config.sgd_momentum or None)
+
+
+def adafactor(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
+  """Adafactor (Shazeer & Stern 2018): a row and a column of second moments per matrix."""
+  del config, axes
+  return optax.adafactor(1.0)
+
+
+def muon(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
+  """Muon (Jordan et al. 2024) for the layers' matrices, AdamW for everything else.
+
+  Masks rather than optax.contrib.muon, whose other half is NAdam without weight decay, and
+  whose state lies under other paths than the parameters, by which both are laid on the devices.
+  """
+  dims = {path: _matrix_dims(path, names) for path, names in axes.items()}
+
+  def of_each(params: Any) -> Any:
+    return _map_by_path(lambda path: dims[path], params)
+
+  def in_kernels(params: Any) -> Any:
+    return _map_by_path(lambda path: dims[path] is not None, params)
+
+  def elsewhere(params: Any) -> Any:
+    return _map_by_path(lambda path: dims[path] is None, params)
+
+  kernels = optax.chain(
+    optax.contrib.scale_by_muon(weight_dimension_numbers=of_each),
+    _scale_to_rms(of_each),
+    optax.add_decayed_weights(config.adam_weight_decay),
+    optax.scale(-1.0),
+  )
+  return optax.chain(
+    optax.masked(kernels, in_kernels), optax.masked(adamw(config, axes), elsewhere)
+  )
+
+
+def _scale_to_rms(dims_of_each: Callable[[Any], Any]) -> optax.GradientTransformation:
+  """Orthogonal matrices to a root mean square of _MUON_RMS, whatever their shape."""
+
+  def scale(update: jax.Array, dims: Any) -> jax.Array:
+    longer = max(math.prod(update.shape[dim] for dim in side) for side in dims)
+    return update * (_MUON_RMS * math.sqrt(longer))
+
+  return optax.stateless(lambda updates, _: jax.tree.map(scale, updates, dims_of_each(updates)))
+
+
+def _matrix_dims(
+  path: tuple[str, ...], axes: LogicalAxes
+) -> optax.contrib.MuonDimensionNumbers | None:
+  """Which dims of a kernel are its input and its output; None for what is not a kernel."""
+  if path[-1] != "kernel":
+    return None
+  first = axes.index("layers") + 1 if "layers" in axes else 0
+  dims = tuple(range(first, len(axes)))
+  cut = 1 if axes[first] == "embed" else len(dims) - 1
+  return optax.contrib.MuonDimensionNumbers(dims[:cut], dims[cut:])
+
+
+OPTIMIZERS: dict[str, Callable[[OptimizerConfig, Axes], optax.GradientTransformation]] = {
+  "adamw": adamw,
+  "sgd": sgd,
+  "adafactor": adafactor,
+  "muon": muon,
+}
+
+
+def _decayed(params: Any) -> Any:
+  """True for matrices and tables, False for the scales and biases that weight decay would harm."""
+  return _map_by_path(lambda path: path[-1] not in _UNDECAYED, params)
+
+
+def _map_by_path(function: Callable[[tuple[str, ...]], Any], params: Any) -> Any:
+  """The tree of `function` of each parameter's path."""
+  return jax.tree_util.tree_map_with_path(
+    lambda path, _: function(tuple(entry.key for entry in path)), params
+  )
+
+
+def make_optimizer(
+  config: OptimizerConfig, axes: Axes, dispatches: int | optax.Schedule
+) -> optax.MultiSteps:
+  """The optimizer of a run, whose updates take the extra arguments of `average_by_weight`,
+  `scale_by_given_rate` and `last`: whether this dispatch ends the step.
+
+  Args:
+    config: which rule, and its constants.
+    axes: logical axes of every parameter by its path.
+    dispatches: dispatches in a step, each of which hands over one sum of gradients; a number, or a
+      function of the number of updates made.
+
+  Raises:
+    UserError: for an unknown opt_type.
+  """
+  rule = registered("opt_type", config.opt_type, OPTIMIZERS)
+  clip = config.gradient_clipping_threshold
+  inner = optax.chain(
+    average_by_weight(),
+    optax.clip_by_global_norm(clip) if clip else optax.identity(),
+    _on_float32(rule(config, axes)),
+    scale_by_given_rate(),
+  )
+  # MultiSteps runs the rule at every dispatch and discards all results but the last: skip them.
+  inner = optax.conditionally_transform(
+    inner, lambda step, *, last, **extra: last, forward_extra_args=True
+  )
+  return optax.MultiSteps(inner, every_k_schedule=dispatches, use_grad_mean=False)
+
+
+def _on_float32(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+  """`rule` shown float32 parameters: some (Adafactor) keep their moments in the parameters' dtype."""
+  rule = optax.with_extra_args_support(rule)
+
+  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    return rule.update(updates, state, optax.tree.cast(params, jnp.float32), **extra)
+
+  return optax.GradientTransformationExtraArgs(rule.init, update)
+
+
+def init_in_float32(optimizer: optax.MultiSteps, params: Parameters) -> optax.MultiStepsState:
+  """The optimizer's first state, with float32 moments and accumulators whatever the weights are."""
+  return optimizer.init(optax.tree.cast(params, jnp.float32))

@@ -1,0 +1,120 @@
+"""What a run trains: parameters, optimizer state, and the sums of the step under way."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from maxbatch.config.schema import ModelConfig
+from maxbatch.hardware.sharding import replicated, sharding
+from maxbatch.models.registry import Model, Parameters
+from maxbatch.training.optimizer import init_in_float32
+
+
+class NoiseSums(NamedTuple):
+  """What the noise scale is estimated from, summed over the rows and passes seen so far in a step."""
+
+  rows: jax.Array
+  """float32: rows with at least one token that counts."""
+  of_rows: Parameters
+  """float32[L or none]: for each probe, Σ ‖gradient of a row's summed loss‖² over the rows."""
+  of_passes: jax.Array
+  """float32: Σ ‖gradient of one microbatch on one data replica‖²; 0 if that is not measured."""
+
+
+class Sums(NamedTuple):
+  """Sums over the tokens seen so far in a step, as float32 scalars."""
+
+  loss: jax.Array
+  weight: jax.Array
+  noise: NoiseSums | None = None
+  """None where nothing is measured."""
+
+
+class TrainState(NamedTuple):
+  """Everything a step reads and writes."""
+
+  params: Parameters
+  opt_state: optax.MultiStepsState
+  sums: Sums
+
+
+def measures_noise(config: ModelConfig) -> bool:
+  """Whether a step counts what the noise scale is estimated from."""
+  return config.gns != "off" or config.gns_from_microbatches
+
+
+def zero_sums(model: Model, parts: tuple[int, ...] = ()) -> Sums:
+  """Nothing seen yet; `parts` are trailing dims of every leaf."""
+  zero, noise = jnp.zeros(parts, jnp.float32), None
+  if measures_noise(model.config):
+    of_rows = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-2], *parts)), model.probes(1, 1))
+    noise = NoiseSums(zero, of_rows, zero)
+  return Sums(zero, zero, noise)
+
+
+def _init(model: Model, optimizer: optax.MultiSteps, key: jax.Array) -> TrainState:
+  params = model.init(key)
+  return TrainState(params, init_in_float32(optimizer, params), zero_sums(model))
+
+
+def abstract_state(model: Model, optimizer: optax.MultiSteps, mesh: Mesh) -> TrainState:
+  """Shape, dtype and sharding of every leaf: what a compiler or a restore needs to know.
+
+  Optimizer state that mirrors a parameter (same path, same rank) lies where the parameter lies;
+  the rest (counters, Adafactor's rows and columns) is small and on every device.
+  """
+  shapes = jax.eval_shape(lambda key: _init(model, optimizer, key), jax.random.key(0))
+  axes = model.axes()
+
+  def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    names = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
+    mirrors = names in axes and len(axes[names]) == leaf.ndim
+    where = sharding(axes[names], leaf.shape, mesh) if mirrors else replicated(mesh)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+  return jax.tree_util.tree_map_with_path(place, shapes)
+
+
+def shardings(abstract: Any) -> Any:
+  """The sharding of every leaf of an abstract state, or of a part of one."""
+  return jax.tree.map(lambda leaf: leaf.sharding, abstract)
+
+
+def init_state(
+  model: Model, optimizer: optax.MultiSteps, abstract: TrainState, seed: int
+) -> TrainState:
+  """A fresh state, created in its place: no device ever holds more than its share."""
+  create = jax.jit(
+    lambda key: _init(model, optimizer, key),
+    out_shardings=shardings(abstract),
+  )
+  return create(jax.random.key(seed))
+
+
+def to_save(state: TrainState) -> dict[str, Any]:
+  """The part of the state that outlives a step: sums and accumulators are zero between steps."""
+  opt = state.opt_state
+  return {
+    "params": state.params,
+    "opt_state": opt.inner_opt_state,
+    "gradient_step": opt.gradient_step,
+  }
+
+
+def from_saved(saved: dict[str, Any], abstract: TrainState) -> TrainState:
+  """The state that `to_save` came from, with fresh zeros for what was not saved."""
+  empty = abstract._replace(
+    params={}, opt_state=abstract.opt_state._replace(inner_opt_state=(), gradient_step=())
+  )
+
+  def zeros() -> TrainState:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), empty)
+
+  made = jax.jit(zeros, out_shardings=shardings(empty))()
+  opt_state = made.opt_state._replace(
+    inner_opt_state=saved["opt_state"], gradient_step=saved["gradient_step"]
+  )
+  return TrainState(saved["params"], opt_state, made.sums)

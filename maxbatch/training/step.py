@@ -1,0 +1,258 @@
+"""One optimizer update as a compiled function of pytrees, fed in one of two ways.
+
+fused: all microbatches in one dispatch; streamed: one dispatch per microbatch, summed by
+optax.MultiSteps across dispatches. Both are built from the same two pieces, summed gradients and
+their update, and agree to rounding.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from maxbatch.data.rows import Rows
+from maxbatch.hardware.sharding import replicated, sharding
+from maxbatch.models.registry import Model, Parameters, Probed, by_path
+from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.pipeline_parallel.timetable_arrays import Ticks, room_for, ticks_for
+from maxbatch.training import partial_sums
+from maxbatch.training.accumulate import summed_gradients
+from maxbatch.training.layer_order import by_layer, by_stage
+from maxbatch.training.loss import loss_sum
+from maxbatch.training.optimizer import AverageState
+from maxbatch.training.pipelined_evaluation import pipelined_sums
+from maxbatch.training.pipelined_step import pipelined_gradients
+from maxbatch.training.state import (
+  NoiseSums,
+  Sums,
+  TrainState,
+  abstract_state,
+  from_saved,
+  init_state,
+  shardings,
+  to_save,
+  zero_sums,
+)
+
+
+class StepMetrics(NamedTuple):
+  """What a step reports, as scalars on the devices."""
+
+  loss: jax.Array
+  """float32: mean over the step's tokens of the loss, in nats."""
+  grad_norm: jax.Array
+  """float32: global norm of the mean gradient, before clipping."""
+  weight: jax.Array
+  """float32: tokens that counted."""
+  noise: NoiseSums | None = None
+  """What the rows' and passes' gradients measured; None where nothing is measured."""
+  of_step: Parameters | None = None
+  """float32[L or none]: for each probe, ‖gradient of the step's summed loss‖²."""
+
+
+Step = Callable[..., tuple[TrainState, StepMetrics]]
+"""(state, rows, told, learning_rate) → (state, metrics); the given state is consumed.
+
+What the step is told: fused, `Trainer.told` of its passes; streamed, whether this is its last.
+"""
+EvalStep = Callable[[Parameters, Rows], Sums]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+  """The pieces a step is made of."""
+
+  model: Model
+  optimizer: optax.MultiSteps
+  mesh: Mesh
+  dropout_key: jax.Array
+  pipeline: Pipeline | None = None
+
+  @functools.cached_property
+  def abstract(self) -> TrainState:
+    """The state's shapes, dtypes and shardings."""
+    return abstract_state(self.model, self.optimizer, self.mesh)
+
+  def init(self, seed: int) -> TrainState:
+    """A fresh state, divided over the devices."""
+    return self._by_stage(init_state(self.model, self.optimizer, self.abstract, seed))
+
+  def told(self, passes: int) -> np.int32 | Ticks:
+    """What a fused step is told, to train on the first `passes` microbatches of its rows."""
+    return np.int32(passes) if self.pipeline is None else ticks_for(self.pipeline, passes)
+
+  def to_save(self, state: TrainState) -> dict[str, Any]:
+    """What a checkpoint holds of a state, its layers in the model's order."""
+    inner = self.by_layer(state.opt_state.inner_opt_state)
+    opt_state = state.opt_state._replace(inner_opt_state=inner)
+    return to_save(state._replace(params=self.by_layer(state.params), opt_state=opt_state))
+
+  def from_saved(self, saved: dict[str, Any]) -> TrainState:
+    """The state that `to_save` came from."""
+    return self._by_stage(from_saved(saved, self.abstract))
+
+  def by_layer(self, tree: Any) -> Any:
+    """Parameters, or what mirrors them, in the model's order of layers."""
+    return by_layer(self.model, self.pipeline, tree)
+
+  def _by_stage(self, state: TrainState) -> TrainState:
+    staged = functools.partial(by_stage, self.model, self.pipeline)
+    inner = staged(state.opt_state.inner_opt_state)
+    opt_state = state.opt_state._replace(inner_opt_state=inner)
+    return state._replace(params=staged(state.params), opt_state=opt_state)
+
+
+def fused_step(
+  trainer: Trainer, state: TrainState, rows: Rows, told: Any, learning_rate: jax.Array
+) -> tuple[TrainState, StepMetrics]:
+  """A whole step.
+
+  Args:
+    trainer: model, optimizer and mesh.
+    state: the state before.
+    rows: microbatches (k, B, T), of which the first are trained on.
+    told: how many, as `Trainer.told` puts it.
+    learning_rate: float32 scalar.
+  """
+  # Between steps MultiSteps' accumulators are zeros: the sums are formed in them, and MultiSteps
+  # is then told of zeros outright, so that the compiler drops its own addition.
+  zeros = state.opt_state.acc_grads
+  gradients, sums = _summed(trainer, state.params, zeros, rows, told)
+  opt_state = state.opt_state._replace(
+    mini_step=jnp.zeros((), jnp.int32),
+    acc_grads=jax.tree.map(jnp.zeros_like, zeros),
+  )
+  state = state._replace(opt_state=opt_state, sums=zero_sums(trainer.model))
+  return _update(trainer, state, gradients, sums, last=jnp.array(True), rate=learning_rate)
+
+
+def streamed_step(
+  trainer: Trainer, state: TrainState, rows: Rows, last: jax.Array, learning_rate: jax.Array
+) -> tuple[TrainState, StepMetrics]:
+  """One microbatch of a step: rows (1, B, T). The update happens when `last` is true."""
+  zeros = jax.tree.map(jnp.zeros_like, state.opt_state.acc_grads)
+  gradients, sums = _summed(trainer, state.params, zeros, rows, trainer.told(1))
+  return _update(trainer, state, gradients, sums, last=last, rate=learning_rate)
+
+
+def _summed(
+  trainer: Trainer, params: Parameters, zeros: Parameters, rows: Rows, told: Any
+) -> tuple[Parameters, Sums]:
+  """Gradients of the microbatches of one dispatch, and their other sums in parts."""
+  model, mesh, pipeline, key = trainer.model, trainer.mesh, trainer.pipeline, trainer.dropout_key
+  if pipeline is None:
+    return summed_gradients(model, mesh, params, zeros, rows, jnp.asarray(told), key)
+  ticks, room = jax.tree.map(jnp.asarray, told), room_for(pipeline)
+  arguments = params, zeros, rows, ticks, room, key
+  gradients, sums = pipelined_gradients(model, pipeline, mesh, *arguments)
+  return gradients, jax.tree.map(partial_sums.of_one, sums)
+
+
+@jax.named_scope("optimizer")
+def _update(
+  trainer: Trainer,
+  state: TrainState,
+  gradients: Parameters,
+  sums: Sums,
+  *,
+  last: jax.Array,
+  rate: jax.Array,
+) -> tuple[TrainState, StepMetrics]:
+  """Hands one sum of gradients to MultiSteps, which updates the parameters when `last`."""
+  summed = jax.tree.map(jnp.add, state.opt_state.acc_grads, gradients)
+  new, of_step = partial_sums.joined((sums, _squares(trainer.model, summed)))
+  sums = jax.tree.map(jnp.add, state.sums, new)
+  updates, opt_state = trainer.optimizer.update(
+    gradients, state.opt_state, state.params, weight=sums.weight, learning_rate=rate, last=last
+  )
+  params = cast(Parameters, optax.apply_updates(state.params, updates))
+  average = _average_state(opt_state)
+  metrics = StepMetrics(
+    loss=sums.loss / jnp.maximum(sums.weight, 1.0),
+    grad_norm=average.grad_norm,
+    weight=sums.weight,
+    noise=sums.noise,
+    of_step=of_step if sums.noise else None,
+  )
+  carried = jax.tree.map(lambda x: jnp.where(last, 0.0, x), sums)
+  return TrainState(params, opt_state, carried), metrics
+
+
+def _squares(model: Model, gradients: Parameters) -> Parameters:
+  """For every probe, the squares of the gradients of what it measures, in parts."""
+  axes, flat = model.axes(), {}
+  by_path(lambda path, gradient: flat.update({path: gradient}), gradients)
+
+  def of(probed: Probed) -> jax.Array:
+    lead = 1 if probed.num_layers else 0
+    squares = [partial_sums.of_squares(flat[path], axes[path], lead) for path in probed.parameters]
+    return functools.reduce(jnp.add, squares)
+
+  structure = jax.tree.structure(model.probes(1, 1))
+  return jax.tree.unflatten(structure, [of(probed) for probed in model.probed()])
+
+
+def _average_state(opt_state: optax.MultiStepsState) -> AverageState:
+  states = jax.tree.leaves(opt_state, is_leaf=lambda leaf: isinstance(leaf, AverageState))
+  return next(leaf for leaf in states if isinstance(leaf, AverageState))
+
+
+def step_function(trainer: Trainer, rows: Rows, *, streamed: bool) -> jax.stages.Wrapped:
+  """The step as a jitted function with its buffers donated and every sharding fixed.
+
+  Args:
+    trainer: model, optimizer and mesh.
+    rows: shapes of what the step is fed (arrays or ShapeDtypeStructs).
+    streamed: one microbatch per dispatch instead of all.
+  """
+  body = streamed_step if streamed else fused_step
+
+  def step(
+    state: TrainState, rows: Rows, told: Any, rate: jax.Array
+  ) -> tuple[TrainState, StepMetrics]:
+    with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
+      return body(trainer, state, rows, told, rate)
+
+  places = shardings(trainer.abstract)
+  whole = replicated(trainer.mesh)
+  return jax.jit(
+    step,
+    in_shardings=(places, rows_shardings(rows, trainer.mesh), whole, whole),
+    out_shardings=(places, whole),
+    donate_argnums=0,
+  )
+
+
+def rows_shardings(rows: Rows, mesh: Mesh) -> Rows:
+  """Rows of microbatches (k, B, …): divided along B."""
+  return jax.tree.map(
+    lambda x: sharding((None, "batch", *(None,) * (x.ndim - 2)), x.shape, mesh), rows
+  )
+
+
+def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
+  """Loss and weight of a batch (B, T), without dropout, as a jitted function."""
+
+  def evaluate(params: Parameters, rows: Rows) -> Sums:
+    with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
+      if trainer.pipeline is not None:
+        return pipelined_sums(trainer.model, trainer.pipeline, trainer.mesh, params, rows)
+      return Sums(loss_sum(trainer.model, params, rows, None), rows.weights.sum())
+
+  places = shardings(trainer.abstract.params)
+  return jax.jit(
+    evaluate,
+    in_shardings=(places, eval_shardings(rows, trainer.mesh)),
+    out_shardings=replicated(trainer.mesh),
+  )
+
+
+def eval_shardings(rows: Rows, mesh: Mesh) -> Rows:
+  """Rows (B, …): divided along B."""
+  return jax.tree.map(lambda x: sharding(("batch", *(None,) * (x.ndim - 1)), x.shape, mesh), rows)

@@ -1,0 +1,247 @@
+"""The microbatch sizes a run may choose from: those for which its whole plan works.
+
+With the batch given they are the divisors of its samples per group of devices. Without it they are
+powers of two of samples per group, and the batch follows from the size that is chosen.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Literal, get_args
+
+from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.solve import Wanted, counted, solve, text, wanted
+from maxbatch.batch.topology import Topology
+from maxbatch.config.schema import BatchConfig, Config, Explore, RunConfig
+from maxbatch.errors import UserError
+from maxbatch.pipeline_parallel.layout import pipeline_of
+
+RematPolicy = Literal["none", "minimal", "full"]
+REMAT_POLICIES: tuple[RematPolicy, ...] = get_args(RematPolicy)
+"""What remat_policy=explore tries, the fastest where it fits first."""
+_MOST_TOKENS = 1 << 17
+"""Tokens of one pass on one device beyond which no size is looked for when the batch is open."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+  """A size to choose, with the plan it makes."""
+
+  per_device: Fraction
+  """Samples of one pass on one device."""
+  passes: int
+  """Passes per step."""
+  micro_batch: int
+  """Samples of one pass on all devices."""
+  batch: int
+  """Samples of one step."""
+  max_target_length: int
+  remat_policy: RematPolicy | None = None
+  """Where the policy is explored too: the one that this candidate takes."""
+
+  @property
+  def tokens(self) -> int:
+    """Tokens of one step, padding included."""
+    return self.batch * self.max_target_length
+
+  @property
+  def device_tokens(self) -> Fraction:
+    """Tokens of one pass on one device."""
+    return self.per_device * self.max_target_length
+
+  def applied_to(self, config: Config) -> Config:
+    """The configuration with this choice made."""
+    config = dataclasses.replace(config, batch=with_size(config.batch, self.per_device))
+    if not self.remat_policy:
+      return config
+    model = dataclasses.replace(config.model, remat_policy=self.remat_policy)
+    return dataclasses.replace(config, model=model)
+
+  def samples_per_second(self, step_seconds: float) -> float:
+    """Speed, when a step takes that long."""
+    return self.batch / step_seconds
+
+  def suggested_batches(self) -> tuple[int, ...]:
+    """Global batches that this size divides: the plan's own, and those next to it."""
+    near = (self.batch - self.micro_batch, self.batch, self.batch + self.micro_batch)
+    return tuple(batch for batch in near if batch > 0)
+
+
+def is_open(batch: BatchConfig) -> bool:
+  """Whether the microbatch is to be chosen: micro_batch_size is auto or explore."""
+  return batch.micro_batch_size == "auto" or isinstance(batch.micro_batch_size, Explore)
+
+
+def batch_follows(batch: BatchConfig) -> bool:
+  """Whether the batch is open as well and follows from the microbatch that is chosen."""
+  return wanted(batch).batch is None
+
+
+def with_size(batch: BatchConfig, per_device: Fraction) -> BatchConfig:
+  """The configuration with the choice made."""
+  return dataclasses.replace(batch, micro_batch_size=per_device)
+
+
+def candidates(batch: BatchConfig, run: RunConfig, topology: Topology) -> tuple[Candidate, ...]:
+  """All sizes that the plan allows, ascending.
+
+  Args:
+    batch: the sizes; micro_batch_size is auto or explore.
+    run: the run's budget, which ends with a whole microbatch.
+    topology: the devices.
+
+  Raises:
+    UserError: the size is given by other keys, no size makes a plan, or none lies in the range.
+  """
+  want = wanted(batch)
+  _check_open(batch, want)
+  sizes = _divisors(want, topology) if want.batch else _powers_of_two(batch, topology)
+  allowed = _with_a_plan(batch, run, topology, sizes)
+  chosen = [one for one in allowed if _in_range(batch, one.per_device)]
+  if not chosen:
+    raise UserError(_none_in_range(batch, allowed))
+  return tuple(chosen)
+
+
+def sizes_of(config: Config, topology: Topology) -> tuple[Candidate, ...]:
+  """The sizes that a run can have: all candidates, or those that its pipeline can divide.
+
+  Raises:
+    UserError: as `candidates`; or the pipeline can divide none.
+  """
+  sizes = candidates(config.batch, config.run, topology)
+  if config.pipeline.pipeline_schedule == "none":
+    return sizes
+  found, problem = [], None
+  for one in sizes:
+    sized = one.applied_to(config)
+    try:
+      pipeline_of(sized, topology, plan_batches(sized.batch, sized.run, topology))
+    except UserError as error:
+      problem = problem or error
+    else:
+      found.append(one)
+  if problem and not found:
+    raise UserError(f"{asked(config.batch)}: no size works; the smallest: {problem}")
+  return tuple(found)
+
+
+def with_policies(sizes: Sequence[Candidate]) -> tuple[Candidate, ...]:
+  """Every size with every remat_policy, one policy after the other."""
+  return tuple(
+    dataclasses.replace(size, remat_policy=policy) for policy in REMAT_POLICIES for size in sizes
+  )
+
+
+def asked(batch: BatchConfig) -> str:
+  """The key and its value, as it is written."""
+  value = batch.micro_batch_size
+  if value == Explore():
+    return "micro_batch_size=explore"
+  if isinstance(value, Explore):
+    return f"micro_batch_size={{explore: {{min: {value.min}, max: {value.max}}}}}"
+  return f"micro_batch_size={value}"
+
+
+def offered(batch: BatchConfig, sizes: Sequence[Candidate]) -> str:
+  """What is chosen from, in a sentence: `micro_batch_size=auto chooses from 1, 2, 4 samples …`."""
+  line = f"{asked(batch)} chooses from {_listed(sizes)} samples per device and pass"
+  return f"{line}, and batch_size follows" if batch_follows(batch) else line
+
+
+def _listed(sizes: Sequence[Candidate]) -> str:
+  """The sizes, the middle left out where they are many."""
+  shown = [text(one.per_device) for one in sizes]
+  return ", ".join(shown if len(shown) < 12 else [*shown[:5], "…", *shown[-5:]])
+
+
+def _check_open(batch: BatchConfig, want: Wanted) -> None:
+  """The size must not follow from other keys."""
+  if want.per_device:
+    raise UserError(
+      f"{want.per_device} already gives the size that {asked(batch)} is to choose; keep one of "
+      f"them, for example with {want.per_device.key}=-1"
+    )
+  if want.batch and want.passes:
+    raise UserError(
+      f"{want.batch} with {want.passes} already gives the size that {asked(batch)} is to choose; "
+      f"keep two of the three, for example with {want.passes.key}=-1"
+    )
+
+
+def _divisors(want: Wanted, topology: Topology) -> list[Fraction]:
+  """Per-device sizes that divide the batch.
+
+  Raises:
+    UserError: the batch does not divide into the groups of devices.
+  """
+  rows = solve(want, topology).micro_batch // topology.num_batch_groups
+  small = [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
+  divisors = sorted({*small, *(rows // n for n in small)})
+  return [_per_device(rows, topology) for rows in divisors]
+
+
+def _powers_of_two(batch: BatchConfig, topology: Topology) -> list[Fraction]:
+  """Per-device sizes of 1, 2, 4, … samples per group, at most _MOST_TOKENS, at least two."""
+  sizes = [_per_device(1, topology), _per_device(2, topology)]
+  top = batch.micro_batch_size.max if isinstance(batch.micro_batch_size, Explore) else -1
+  most = Fraction(_MOST_TOKENS, batch.max_target_length) if top == -1 else top
+  while sizes[-1] * 2 <= most:
+    sizes.append(sizes[-1] * 2)
+  return sizes
+
+
+def _per_device(rows: int, topology: Topology) -> Fraction:
+  """Samples per device when each group of devices gets `rows`."""
+  return Fraction(rows * topology.num_batch_groups, topology.num_devices)
+
+
+def _with_a_plan(
+  batch: BatchConfig, run: RunConfig, topology: Topology, sizes: Sequence[Fraction]
+) -> list[Candidate]:
+  """Those of the sizes with which every stage, load and budget of the plan works.
+
+  Raises:
+    UserError: none of them; says what is wrong with the smallest.
+  """
+  found, problem = [], None
+  for size in sizes:
+    try:
+      plan = plan_batches(with_size(batch, size), run, topology)
+    except UserError as error:
+      problem = problem or error
+      continue
+    found.append(
+      Candidate(
+        per_device=size,
+        passes=plan.gradient_accumulation_steps,
+        micro_batch=plan.micro_batch_to_train,
+        batch=plan.global_batch_to_train,
+        max_target_length=plan.max_target_length,
+      )
+    )
+  if found or problem is None:
+    return found
+  raise UserError(
+    f"{asked(batch)}: no size makes a plan; the smallest, micro_batch_size={text(sizes[0])}: "
+    f"{problem}"
+  )
+
+
+def _in_range(batch: BatchConfig, size: Fraction) -> bool:
+  value = batch.micro_batch_size
+  if not isinstance(value, Explore):
+    return True
+  # Sizes below 1 exist where devices share a sample; no whole minimum could name them.
+  return (value.min == 1 or size >= value.min) and (value.max == -1 or size <= value.max)
+
+
+def _none_in_range(batch: BatchConfig, allowed: Sequence[Candidate]) -> str:
+  # explore's bounds are whole: the smallest and the largest size, rounded outwards.
+  low, high = math.floor(allowed[0].per_device), math.ceil(allowed[-1].per_device)
+  return (
+    f"{asked(batch)}: none of the {counted(len(allowed), 'size')} that the plan allows lies in this "
+    f"range; allowed: {_listed(allowed)} samples per device; for example "
+    f"micro_batch_size={{explore: {{min: {max(1, low)}, max: {high}}}}}"
+  )

@@ -1,0 +1,174 @@
+"""Finds models whose loss of a batch is not the sum of its samples' losses, before they are split.
+
+Batch normalization and the like make a sample's loss depend on the samples beside it. A step of
+such a model in several passes trains something else than the same step in one.
+"""
+
+import dataclasses
+import sys
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.solve import counted, text
+from maxbatch.batch.topology import Topology
+from maxbatch.config.schema import BatchConfig, Config, ModelConfig
+from maxbatch.data.rows import Rows
+from maxbatch.errors import UserError
+from maxbatch.models.registry import Model, Parameters, build_model
+from maxbatch.training.loss import loss_sum
+from maxbatch.tuning.candidates import asked, is_open
+
+_ROWS, _LENGTH, _VOCABULARY, _HEAD_DIM, _LAYERS = 4, 16, 32, 4, 2
+_TOLERANCE = 1e-4
+"""As a share of the loss. Rounding is below 1e-6; batch normalization is at 1e-2 and more."""
+_SPREAD = 0.5
+"""Standard deviation of the parameters: large enough that every part of the model matters."""
+
+
+def settle_accumulation(config: Config, topology: Topology) -> Config:
+  """The configuration, held to one pass per step if the model cannot be split into several.
+
+  The model is looked at only where several passes are asked for, or the microbatch is to be chosen.
+  A choice is then made at once, `micro_batch_size=none`, with a warning on stderr.
+
+  Raises:
+    UserError: the model couples samples and keys ask for several passes; or there is no plan.
+  """
+  chooses = is_open(config.batch) and config.batch.gradient_accumulation_steps <= 1
+  plan = None if is_open(config.batch) else plan_batches(config.batch, config.run, topology)
+  if plan is not None and _most_passes(plan) == 1:
+    return config
+  try:
+    coupled = couples_samples(
+      config.model, config.batch.max_target_length, packing=config.data.packing
+    )
+  except UserError as error:
+    _warn(f"decoder_block={config.model.decoder_block} was not tried at a small size: {error}")
+    return config
+  if not coupled:
+    return config
+  if not chooses:
+    raise UserError(_refusal(config, plan))
+  _warn(f"{_coupled(config)}: micro_batch_size=none instead of {asked(config.batch)}")
+  batch = dataclasses.replace(config.batch, micro_batch_size="none")
+  return dataclasses.replace(config, batch=batch)
+
+
+def couples_samples(config: ModelConfig, length: int, *, packing: bool = True) -> bool:
+  """Whether the loss of a batch differs from the sum over its two halves.
+
+  One small program on the first device: the registered model with every option as configured,
+  dropout too (its masks belong to the samples), but with tiny sizes, in float32.
+
+  Args:
+    config: the model.
+    length: tokens per sample.
+    packing: whether rows hold several documents.
+
+  Raises:
+    UserError: the model cannot be built.
+  """
+  model = build_model(tiny(config), min(length, _LENGTH))
+  rows = _rows(min(length, _LENGTH), packing)
+  halves = [jax.tree.map(lambda x, at=at: x[at :: _ROWS // 2], rows) for at in range(2)]
+
+  @jax.jit
+  def losses(parameters: Parameters, batches: list[Rows]) -> jax.Array:
+    key = jax.random.key(0)
+    # Else a TPU rounds products to bfloat16, which comes near what is looked for.
+    with jax.default_matmul_precision("highest"):
+      return jnp.stack([loss_sum(model, parameters, batch, key) for batch in batches])
+
+  whole, *parts = np.asarray(losses(_parameters(model), [rows, *halves]), np.float64)
+  return bool(abs(whole - sum(parts)) > _TOLERANCE * abs(whole))
+
+
+def tiny(config: ModelConfig) -> ModelConfig:
+  """The same kind of model, a few thousand parameters large."""
+  kv_heads = min(config.base_num_kv_heads, 2)
+  heads = kv_heads * max(1, config.base_num_query_heads // config.base_num_kv_heads)
+  return dataclasses.replace(
+    config,
+    vocab_size=min(config.vocab_size, _VOCABULARY),
+    base_emb_dim=heads * _HEAD_DIM,
+    base_num_decoder_layers=min(config.base_num_decoder_layers, _LAYERS),
+    base_num_query_heads=heads,
+    base_num_kv_heads=kv_heads,
+    head_dim=_HEAD_DIM,
+    base_mlp_dim=2 * heads * _HEAD_DIM,
+    dtype="float32",
+    weight_dtype="float32",
+    # How the same values are computed; the kernels have smallest sizes.
+    attention="dot_product",
+    remat_policy="none",
+  )
+
+
+def _parameters(model: Model) -> Parameters:
+  """Random ones for all, so that no bias is zero and no scale one."""
+  random = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda leaf: random.normal(0.0, _SPREAD, leaf.shape).astype(leaf.dtype), model.shapes()
+  )
+
+
+def _rows(length: int, packing: bool) -> Rows:
+  """Different rows (B, T), each of two documents when packed."""
+  tokens = np.random.default_rng(1).integers(0, _VOCABULARY, (_ROWS, length + 1)).astype(np.int32)
+  weights = np.ones((_ROWS, length), np.float32)
+  weights[1, length // 2 :] = 0.0
+  fields: dict[str, Any] = {
+    "inputs": tokens[:, :-1],
+    "targets": tokens[:, 1:],
+    "weights": weights,
+    "sample_ids": np.arange(_ROWS, dtype=np.int32),
+  }
+  if packing:
+    place, cut = np.arange(length, dtype=np.int32), max(1, length // 2)
+    every_row = np.ones((_ROWS, 1), np.int32)
+    fields["segment_ids"] = every_row * (1 + (place >= cut)).astype(np.int32)
+    fields["positions"] = every_row * (place % cut)
+  return Rows(**fields)
+
+
+def _most_passes(plan: BatchPlan) -> int:
+  return max(point.trips for point in plan.schedule.points)
+
+
+def _refusal(config: Config, plan: BatchPlan | None) -> str:
+  passes = _most_passes(plan) if plan else config.batch.gradient_accumulation_steps
+  given, way_out = _asks_for_passes(config.batch)
+  return (
+    f"{_coupled(config)}, but {given} takes {counted(passes, 'pass', 'passes')}; "
+    f"for example {way_out}"
+  )
+
+
+def _asks_for_passes(batch: BatchConfig) -> tuple[str, str]:
+  """The key that several passes come from, with its value; and what gives one pass."""
+  if batch.gradient_accumulation_steps > 1:
+    value = batch.gradient_accumulation_steps
+    return f"gradient_accumulation_steps={value}", "gradient_accumulation_steps=1"
+  if isinstance(batch.micro_batch_size, Fraction) and batch.micro_batch_size != -1:
+    return f"micro_batch_size={text(batch.micro_batch_size)}", "micro_batch_size=none"
+  if batch.per_device_batch_size != -1:
+    given = f"per_device_batch_size={text(batch.per_device_batch_size)}"
+    return given, "per_device_batch_size=-1 micro_batch_size=none"
+  return "the batch schedule", "batch_schedule=[] batch_schedule_type=constant"
+
+
+def _coupled(config: Config) -> str:
+  return (
+    f"decoder_block={config.model.decoder_block} couples the samples of a batch (the loss of "
+    f"{_ROWS} rows is not the sum of the losses of {_ROWS // 2} and {_ROWS // 2}, as with batch "
+    "normalization), so its step cannot be split into passes"
+  )
+
+
+def _warn(line: str) -> None:
+  print(f"warning: {line}", file=sys.stderr, flush=True)

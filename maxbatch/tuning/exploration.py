@@ -1,0 +1,225 @@
+"""explore: every microbatch in the range, the best so far said after each, all ranked at the end."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from maxbatch.batch.solve import text
+from maxbatch.errors import UserError
+from maxbatch.tuning.candidates import Candidate
+from maxbatch.tuning.search import ProbeSize, Tried, nothing_fits
+
+_GUESSED_TOKENS = 2048
+"""Tokens of a pass on a device that are worth a first look: matrix products of that many rows
+keep a device busy, and a large model rarely has room for many more."""
+MOST_CONFIDENCE = 99
+"""A compiler or a clock that saw a few steps is never quite the run itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+  """A candidate that was not probed, because a smaller one does not fit."""
+
+  candidate: Candidate
+  smaller: Tried
+
+
+@dataclasses.dataclass(frozen=True)
+class Exploration:
+  """What is known so far of `total` candidates, in the order in which it was learnt."""
+
+  total: int
+  tried: tuple[Tried, ...] = ()
+  skipped: tuple[Skipped, ...] = ()
+
+  @property
+  def ranked(self) -> list[Tried]:
+    """The candidates that fit, the fastest first."""
+    fitting = [one for one in self.tried if one.probe.fits]
+    return sorted(fitting, key=lambda one: -one.samples_per_second)
+
+  @property
+  def best(self) -> Tried | None:
+    """The recommendation so far."""
+    return next(iter(self.ranked), None)
+
+  @property
+  def share_explored(self) -> float:
+    """How far the exploration is, 0 to 1."""
+    return (len(self.tried) + len(self.skipped)) / self.total
+
+  @property
+  def confidence(self) -> int:
+    """How sure it is that no other candidate is faster, 0 to 99.
+
+    The product of three shares, of 99: the candidates explored; the model's work that the best
+    one's time accounts for (1 where it was measured); and the chance that the best is truly faster
+    than the second, Φ((a − b) / s), where a and b are their samples per second and s joins the
+    spreads of both (1/2 for equals, 1 where times have no spread).
+    """
+    if self.best is None:
+      return 0
+    share = self.share_explored * self.best.probe.coverage * _chance_of_order(self.ranked[:2])
+    return math.floor(MOST_CONFIDENCE * min(share, 1.0))
+
+  def __str__(self) -> str:
+    """The ranked table, with what its numbers mean."""
+    head = ("", "micro_batch_size", "passes", "peak memory", "step", "samples/s", "tokens/s")
+    head += ("utilisation", "suggested global batches")
+    rows = [_fitting_row(rank, one) for rank, one in enumerate(self.ranked, 1)]
+    rows += [
+      ("", *_start_of_row(one.candidate), f"does not fit: {one.probe.memory}")
+      for one in self._too_large()
+    ]
+    rows += [
+      ("", *_start_of_row(one.candidate), f"does not fit (as {one.smaller.size})")
+      for one in self.skipped
+    ]
+    return "\n".join([*_aligned([head, *rows]), *self._notes()])
+
+  def as_dict(self) -> dict[str, Any]:
+    """The table as plain values: numbers are numbers, fractions text."""
+    return {
+      "recommended": self.best.size if self.best else None,
+      "confidence": self.confidence,
+      "fitting": [one.as_dict() for one in self.ranked],
+      "not_fitting": [one.as_dict() for one in self._too_large()]
+      + [{"micro_batch_size": text(one.candidate.per_device)} for one in self.skipped],
+    }
+
+  def _too_large(self) -> list[Tried]:
+    return [one for one in self.tried if not one.probe.fits]
+
+  def _notes(self) -> list[str]:
+    hows = sorted({one.probe.how for one in self.ranked})
+    coverage = min((one.probe.coverage for one in self.ranked), default=0.0)
+    covered = f"; they account for {coverage:.0%} of the model's work or more"
+    return [
+      f"Times are {' and '.join(hows)}{covered if 'estimated' in hows else ''}.",
+      f"Confidence {self.confidence} of {MOST_CONFIDENCE}: {self.share_explored:.0%} of the "
+      "candidates are explored, times the share of work",
+      "that the best one's time accounts for, times the chance that it is faster than the second, "
+      "given their spread.",
+    ]
+
+
+def explore(
+  candidates: Sequence[Candidate], probe: ProbeSize, ways_out: str, say: Callable[[str], None]
+) -> Exploration:
+  """Probes every candidate, and says the recommendation so far after each.
+
+  Memory grows with the microbatch: above a size that does not fit, none is compiled.
+
+  Args:
+    candidates: ascending in size; those with the same remat_policy are explored together.
+    probe: called once for each.
+    ways_out: keys that make room, for the message when nothing fits.
+    say: prints a line.
+
+  Raises:
+    UserError: nothing fits.
+  """
+  found, base = Exploration(len(candidates)), None
+  for candidate in _order(candidates):
+    if candidate in [one.candidate for one in found.skipped]:
+      continue
+    tried = Tried(candidate, probe(candidate))
+    skipped = [] if tried.probe.fits else _larger_than(tried, candidates, found)
+    found = dataclasses.replace(
+      found, tried=(*found.tried, tried), skipped=(*found.skipped, *skipped)
+    )
+    base = base or found.best
+    say(_line(found, base))
+  if found.best is None:
+    raise UserError(nothing_fits(min(found.tried, key=lambda one: one.probe.peak_bytes), ways_out))
+  return found
+
+
+def _order(candidates: Sequence[Candidate]) -> list[Candidate]:
+  """Up from a good first guess, then down from it; the policies one after the other."""
+  ordered: list[Candidate] = []
+  for policy in dict.fromkeys(one.remat_policy for one in candidates):
+    sizes = [one for one in candidates if one.remat_policy == policy]
+    small = [one for one in sizes[:-1] if one.device_tokens < _GUESSED_TOKENS]
+    ordered += [*sizes[len(small) :], *reversed(small)]
+  return ordered
+
+
+def _larger_than(
+  tried: Tried, candidates: Sequence[Candidate], found: Exploration
+) -> list[Skipped]:
+  """The candidates that cannot fit because `tried` does not."""
+  settled = [one.candidate for one in (*found.tried, *found.skipped)]
+  return [
+    Skipped(one, tried)
+    for one in candidates
+    if one.remat_policy == tried.candidate.remat_policy
+    and one.per_device > tried.candidate.per_device
+    and one not in settled
+  ]
+
+
+def _line(found: Exploration, base: Tried | None) -> str:
+  """The recommendation so far."""
+  progress = f"exploration progress: {found.share_explored:.0%}"
+  if found.best is None or base is None:
+    last = found.tried[-1]
+    return f"INFO: micro_batch_size: {last.size} does not fit ({last.probe.memory}), {progress}"
+  gain = found.best.samples_per_second / (base.samples_per_second or math.inf)
+  policy = found.best.candidate.remat_policy
+  return (
+    f"INFO: Current recommended micro_batch_size: {found.best.size}, {found.best.probe.how} "
+    f"performance: {gain:.2f}x base, {progress}, confidence: {found.confidence} (of "
+    f"{MOST_CONFIDENCE})" + (f", remat_policy: {policy}" if policy else "")
+  )
+
+
+def _chance_of_order(fastest: Sequence[Tried]) -> float:
+  """The chance that the first is truly faster than the second."""
+  if len(fastest) < 2:
+    return 1.0
+  first, second = fastest
+  lead = first.samples_per_second - second.samples_per_second
+  if lead == 0:
+    return 0.5
+  spread = math.hypot(*(one.probe.spread * one.samples_per_second for one in fastest))
+  return 0.5 * (1 + math.erf(lead / spread / math.sqrt(2))) if spread else 1.0
+
+
+def _fitting_row(rank: int, one: Tried) -> tuple[str, ...]:
+  speed, used = one.samples_per_second, one.probe.utilisation
+  return (
+    str(rank),
+    *_start_of_row(one.candidate),
+    one.probe.memory,
+    _step_time(one),
+    f"{speed:,.4g}",
+    f"{speed * one.candidate.max_target_length:,.0f}",
+    "" if used is None else f"{used:.1%}",
+    ", ".join(f"{batch:,}" for batch in one.candidate.suggested_batches()),
+  )
+
+
+def _step_time(one: Tried) -> str:
+  """`0.41 s ± 2%`; without a spread where there is none."""
+  spread = f" ± {one.probe.spread:.1%}" if one.probe.spread else ""
+  return "" if one.step_seconds is None else f"{one.step_seconds:.4g} s{spread}"
+
+
+def _start_of_row(candidate: Candidate) -> tuple[str, str]:
+  policy = f" {candidate.remat_policy}" if candidate.remat_policy else ""
+  return text(candidate.per_device) + policy, f"{candidate.passes:,}"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+  """Columns to the right; a row that ends early keeps its last cell out of the widths."""
+  width_of = [
+    max((len(row[column]) for row in rows if len(row) == len(rows[0])), default=0)
+    for column in range(len(rows[0]))
+  ]
+  for row in rows:
+    cells = [cell.rjust(width) for cell, width in zip(row, width_of, strict=False)]
+    if len(row) < len(rows[0]):
+      cells[-1] = row[-1]
+    yield "  ".join(cells).rstrip()

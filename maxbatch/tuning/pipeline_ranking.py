@@ -1,0 +1,255 @@
+"""num_pipeline_microbatches=-1: every choice ranked by the time of a step, of which few are compiled.
+
+More microbatches leave less idle time and cut smaller matrix products. A step takes
+
+  full ticks × (fixed + per_sample × samples of a microbatch) + the rest
+
+where a full tick is a forward and a backward of a stage, be they in one tick of the timetable or in
+two, and the rest is what no number of microbatches changes much: embedding and loss of all samples,
+the update. The most and the fewest microbatches are compiled and timed; the rest is predicted. What
+is predicted to be the fastest, or close to it, is compiled as well, and tells the line more.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from maxbatch.pipeline_parallel.cost import percent, predicted_bubble
+from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.tuning.search import in_gib, most_probes
+from maxbatch.tuning.tick_fit import Line, fitted, fitted_cost
+
+KEY = "num_pipeline_microbatches"
+_CLOSE = 0.05
+"""Predictions, of a TPU program's ticks too, have been off by up to this share and a little more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  """What compiling a choice told of it."""
+
+  peak_bytes: int
+  """Memory of one device, at the worst moment of a step; a lower bound if the compiler refused."""
+  capacity_bytes: int
+  fits: bool
+  step_seconds: float | None = None
+  """None: not known, as where it does not fit."""
+  other_seconds: float = 0.0
+  """Of a step, what is no forward or backward of layers, as far as known."""
+  how: Literal["measured", "estimated"] = "measured"
+
+
+Probe = Callable[[int], Compiled]
+"""Compiles a number of microbatches per pass, and times it if it fits."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+  """What is ranked for: the run's largest step, a timetable of all passes or one for each."""
+
+  pipeline: Pipeline
+  passes: int
+  streamed: bool
+
+  def full_ticks(self, cuts: int) -> int:
+    """Forwards, and as many backwards, that the stages wait for in a step."""
+    timetables, passes = (self.passes, 1) if self.streamed else (1, self.passes)
+    shape = self.pipeline.with_cuts(cuts).shape_of(passes)
+    return timetables * (shape.work + shape.delay)
+
+  def samples(self, cuts: int) -> int:
+    """Of a microbatch, in each group of devices."""
+    return self.pipeline.with_cuts(cuts).rows
+
+  def bubble(self, cuts: int) -> str:
+    """The idle share."""
+    passes = 1 if self.streamed else self.passes
+    return percent(predicted_bubble(self.pipeline.with_cuts(cuts).shape_of(passes)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """A choice with its time and memory, known or predicted; None where neither."""
+
+  cuts: int
+  step_seconds: float | None
+  peak_bytes: float
+  fits: bool
+  how: Literal["measured", "estimated", "compiled", "predicted"]
+  """compiled: without a time. predicted: not even compiled."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+  """What is known of all choices after some were compiled."""
+
+  steps: Steps
+  known: Mapping[int, Compiled]
+
+  @property
+  def entries(self) -> list[Entry]:
+    """All choices: what fits, the fastest first; then what does not. Of equals the fewest first."""
+    return sorted(
+      map(self._entry, self.steps.pipeline.choices),
+      key=lambda one: (not one.fits, one.step_seconds is None, one.step_seconds or 0.0, one.cuts),
+    )
+
+  @property
+  def chosen(self) -> int:
+    """The fastest of those compiled that fit; where none does, the one that needs least."""
+    ranked = [one.cuts for one in self.entries if one.cuts in self.known and one.fits]
+    return ranked[0] if ranked else min(self.known, key=lambda n: self.known[n].peak_bytes)
+
+  @property
+  def capacity_bytes(self) -> int:
+    """Memory that one device may use."""
+    return next(iter(self.known.values())).capacity_bytes
+
+  @property
+  def tick(self) -> Line | None:
+    """Seconds of a full tick by samples; None where no time is known."""
+    points = [(x, self._tick_seconds(cuts)) for x, cuts in self._timed()]
+    return fitted_cost(points) if points else None
+
+  def _timed(self) -> list[tuple[int, int]]:
+    """(samples, choice) of those with a time."""
+    timed = [cuts for cuts, one in self.known.items() if one.step_seconds]
+    return [(self.steps.samples(cuts), cuts) for cuts in sorted(timed)]
+
+  def _tick_seconds(self, cuts: int) -> float:
+    one = self.known[cuts]
+    assert one.step_seconds is not None
+    # Never all of it, however the clock scatters: a tick takes some time.
+    inside = max(one.step_seconds - one.other_seconds, one.step_seconds / 1000)
+    return inside / self.steps.full_ticks(cuts)
+
+  def _entry(self, cuts: int) -> Entry:
+    one = self.known.get(cuts)
+    if one is not None:
+      how = one.how if one.step_seconds else "compiled"
+      return Entry(cuts, one.step_seconds, one.peak_bytes, one.fits, how)
+    memory, samples = self._memory(cuts), self.steps.samples(cuts)
+    too_large = [self.steps.samples(n) for n, one in self.known.items() if not one.fits]
+    fits = memory <= self.capacity_bytes and all(samples < more for more in too_large)
+    return Entry(cuts, self._seconds(cuts), memory, fits, "predicted")
+
+  def _seconds(self, cuts: int) -> float | None:
+    if self.tick is None:
+      return None
+    tick = self.tick.at(self.steps.samples(cuts))
+    # What is done once for each microbatch grows with their number, if it grows.
+    other = _between(cuts, [(n, self.known[n].other_seconds) for _, n in self._timed()])
+    return self.steps.full_ticks(cuts) * tick + max(0.0, other)
+
+  def _memory(self, cuts: int) -> float:
+    points = [(self.steps.samples(n), float(one.peak_bytes)) for n, one in self.known.items()]
+    return fitted(points).at(self.steps.samples(cuts))
+
+  def as_dict(self) -> dict[str, Any]:
+    """As plain values."""
+    return {
+      "chosen": self.chosen,
+      "tick": dataclasses.asdict(self.tick) if self.tick else None,
+      "choices": [dataclasses.asdict(one) for one in self.entries],
+    }
+
+  def __str__(self) -> str:
+    """The table, and what its predictions rest on."""
+    head = ("", KEY, "samples each", "full ticks", "bubble", "step", "memory")
+    rows = [head, *(self._row(rank, one) for rank, one in enumerate(self.entries, 1))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    notes = ["", *map(self._note, self.entries)]
+    lines = [
+      "  ".join([*map(str.rjust, row, widths), note]).rstrip()
+      for row, note in zip(rows, notes, strict=True)
+    ]
+    return "\n".join([*lines, *self._sentences()])
+
+  def why(self) -> str:
+    """The choice in a few words: against the fewest microbatches, which leave the most idle."""
+    one, fewest = self._entry(self.chosen), self._entry(self.steps.pipeline.choices[0])
+    if not one.fits:
+      return "none fits, this one needs the least memory"
+    if one.step_seconds is None:
+      return "the fewest that fit; no times are known"
+    why = f"the fastest: {one.step_seconds:.4g} s a step, {one.how}"
+    if one == fewest:
+      return why
+    if not fewest.fits or fewest.step_seconds is None:
+      return f"{why}; {fewest.cuts:,} do not fit"
+    return f"{why}; with {fewest.cuts:,}: {fewest.step_seconds:.4g} s"
+
+  def _row(self, rank: int, one: Entry) -> tuple[str, ...]:
+    return (
+      str(rank) if one.fits else "",
+      f"{one.cuts:,}",
+      f"{self.steps.samples(one.cuts):,}",
+      f"{self.steps.full_ticks(one.cuts):,}",
+      self.steps.bubble(one.cuts),
+      "" if one.step_seconds is None else f"{one.step_seconds:.4g} s",
+      f"{in_gib(round(one.peak_bytes))} GiB",
+    )
+
+  def _note(self, one: Entry) -> str:
+    fits = "" if one.fits else f", does not fit in {in_gib(self.capacity_bytes)} GiB"
+    return f"{one.how}{fits}" + (", taken" if one.cuts == self.chosen else "")
+
+  def _sentences(self) -> list[str]:
+    """What the predictions are made from, if there are any."""
+    if not any(one.fits for one in self.entries):
+      return ["None fits, by the compiler's account; taken is the one that needs the least memory."]
+    line = self.tick
+    if line is None or len(self.known) == len(self.entries):
+      return []
+    timed = [f"{cuts:,}" for _, cuts in self._timed()]
+    listed = f"{', '.join(timed[:-1])} and {timed[-1]}" if len(timed) > 1 else timed[0]
+    how = self.known[self._timed()[0][1]].how
+    sentences = [
+      f"A full tick, a forward and a backward of a stage, takes {line.fixed * 1e3:.4g} ms + "
+      f"{line.per_sample * 1e3:.4g} ms a sample, {how} with {listed} microbatches."
+    ]
+    if line.fixed < -line.per_sample / 100:
+      sentences.append(
+        "A negative fixed part: a sample costs more in a larger microbatch, or the clock scatters."
+      )
+    if line.per_sample == 0 and len(timed) > 1:
+      sentences.append(
+        "Larger microbatches seemed to take less time, which is the clock's scatter: all ticks are "
+        "taken to last the same."
+      )
+    if len(timed) == 1:
+      sentences.append("With one time known, a sample is taken to cost nothing.")
+    return sentences
+
+
+def rank(steps: Steps, probe: Probe) -> Ranking:
+  """Compiles the most and the fewest microbatches, then what may be the fastest by prediction.
+
+  Args:
+    steps: what is ranked for; its pipeline has at least two choices.
+    probe: called at most `most_probes` times, and once for a choice.
+  """
+  choices = steps.pipeline.choices
+  # The most first: they need the least memory.
+  found = Ranking(steps, {cuts: probe(cuts) for cuts in (choices[-1], choices[0])})
+  while len(found.known) < most_probes(len(choices)) and (cuts := _next(found)) is not None:
+    found = Ranking(steps, {**found.known, cuts: probe(cuts)})
+  return found
+
+
+def _next(found: Ranking) -> int | None:
+  """What is worth compiling: predicted to be the fastest, or so close that it may be."""
+  fitting = [one for one in found.entries if one.fits]
+  timed = [one.step_seconds for one in fitting if one.cuts in found.known and one.step_seconds]
+  if not timed:
+    fitting = fitting[:1]
+  limit = min(timed, default=math.inf) * (1 + _CLOSE)
+  close = [one.cuts for one in fitting if (one.step_seconds or 0.0) <= limit]
+  return next((cuts for cuts in close if cuts not in found.known), None)
+
+
+def _between(cuts: int, points: Sequence[tuple[int, float]]) -> float:
+  """On the straight line from the first point to the last."""
+  (first, low), (last, high) = points[0], points[-1]
+  return low if first == last else low + (high - low) * (cuts - first) / (last - first)

@@ -1,0 +1,60 @@
+"""What one microbatch size needs and takes: its program, compiled and timed."""
+
+from collections.abc import Sequence
+
+from maxbatch.batch.topology import Topology
+from maxbatch.compile.program import (
+  DoesNotFitError,
+  capacity_bytes,
+)
+from maxbatch.compile.report import CompileReport
+from maxbatch.compile.reports import report_or_refusal
+from maxbatch.config.schema import Config
+from maxbatch.hardware.devices import Device
+from maxbatch.tuning.candidates import Candidate
+from maxbatch.tuning.search import Probe
+
+
+class Prober:
+  """What one microbatch size needs and takes, found by compiling, never by running out of memory.
+
+  Called with a candidate; keeps the reports of those that fit.
+  """
+
+  def __init__(self, config: Config, devices: Sequence[Device], layout: Topology):
+    self._config, self._devices, self._layout = config, devices, layout
+    self.reports: dict[Candidate, CompileReport] = {}
+
+  def __call__(self, candidate: Candidate) -> Probe:
+    """Compiles this size; measures or estimates it if it fits.
+
+    Raises:
+      UserError: a device's memory is not known.
+    """
+    config, devices = candidate.applied_to(self._config), self._devices
+    try:
+      report = report_or_refusal(config, devices, self._layout)
+    except DoesNotFitError as error:
+      capacity = capacity_bytes(devices, config.compile.device_memory_gb)
+      needed = max(error.needed_bytes, capacity + 1)
+      return Probe(candidate.per_device, needed, capacity, fits=False)
+    if report.fits:
+      self.reports[candidate] = report
+    return _as_probe(candidate, report)
+
+
+def _as_probe(candidate: Candidate, report: CompileReport) -> Probe:
+  time = report.time
+  measured = time is not None and time.how == "measured"
+  return Probe(
+    per_device=candidate.per_device,
+    peak_bytes=report.program.memory.peak,
+    capacity_bytes=report.capacity_bytes,
+    fits=report.fits,
+    seconds_per_pass=time.per_pass if time else None,
+    seconds_rest=time.rest if time else 0.0,
+    spread=(time.spread or 0.0) if time else 0.0,
+    how="measured" if measured else "estimated",
+    coverage=1.0 if measured else min(1.0, report.work.coverage),
+    utilisation=report.utilisation,
+  )

@@ -1,0 +1,193 @@
+"""auto: the largest microbatch that fits, by bisection, unless a smaller one is clearly faster.
+
+Pure search over a callback that knows one size: what it needs, what there is, how long it takes.
+A size is never tried by running it; the callback reads what a compiler says it needs.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, Literal
+
+from maxbatch.batch.solve import counted, text
+from maxbatch.errors import UserError
+from maxbatch.tuning.candidates import Candidate
+
+CLEARLY_FASTER = 0.03
+"""More samples per second, as a share, for which a size below the largest is taken."""
+_GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+  """What is known of one size. A step of n passes takes seconds_rest + n × seconds_per_pass."""
+
+  per_device: Fraction
+  peak_bytes: int
+  """Memory of one device, at the worst moment of a step."""
+  capacity_bytes: int
+  """Memory that one device has, or may use."""
+  fits: bool
+  seconds_per_pass: float | None = None
+  """None: not known, as for sizes that do not fit."""
+  seconds_rest: float = 0.0
+  """What a step takes besides its passes: the update, reductions between devices."""
+  spread: float = 0.0
+  """How uncertain the times are, as a share of them."""
+  how: Literal["measured", "estimated"] = "measured"
+  coverage: float = 1.0
+  """Share of the model's work that an estimate accounts for."""
+  utilisation: float | None = None
+  """Share of the devices' peak FLOP/s that the model's FLOPs come to; None: not known."""
+
+  @property
+  def memory(self) -> str:
+    """`11.2 of 15.75 GiB`."""
+    return f"{in_gib(self.peak_bytes)} of {self.capacity_bytes / _GIB:.4g} GiB"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+  """A candidate with its probe."""
+
+  candidate: Candidate
+  probe: Probe
+
+  @property
+  def step_seconds(self) -> float | None:
+    """Time of one step at this candidate's number of passes."""
+    if self.probe.seconds_per_pass is None:
+      return None
+    return self.probe.seconds_rest + self.candidate.passes * self.probe.seconds_per_pass
+
+  @property
+  def samples_per_second(self) -> float:
+    """Speed at the run's batch; 0 where no time is known."""
+    seconds = self.step_seconds
+    return self.candidate.samples_per_second(seconds) if seconds else 0.0
+
+  @property
+  def size(self) -> str:
+    """The size as the configuration reads it."""
+    return text(self.candidate.per_device)
+
+  def as_dict(self) -> dict[str, Any]:
+    """As plain values; what is not known is left out."""
+    probe, candidate = self.probe, self.candidate
+    speed = self.samples_per_second
+    known = {
+      "remat_policy": candidate.remat_policy or None,
+      "step_seconds": self.step_seconds,
+      "samples_per_second": speed or None,
+      "tokens_per_second": speed * candidate.max_target_length or None,
+      "utilisation": probe.utilisation,
+    }
+    return {
+      "micro_batch_size": self.size,
+      "gradient_accumulation_steps": candidate.passes,
+      "peak_bytes": probe.peak_bytes,
+      "capacity_bytes": probe.capacity_bytes,
+      "fits": probe.fits,
+      "how": probe.how,
+      "spread": probe.spread,
+      "coverage": probe.coverage,
+      "suggested_global_batches": list(candidate.suggested_batches()),
+    } | {key: value for key, value in known.items() if value is not None}
+
+
+ProbeSize = Callable[[Candidate], Probe]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """What auto found."""
+
+  chosen: Tried
+  largest: Tried
+  """The largest that fits."""
+  above: Tried | None
+  """The next size up, which does not fit; None: every size fits."""
+  sizes: tuple[Candidate, ...]
+  """What was chosen from, ascending."""
+  tried: tuple[Tried, ...]
+  """In the order in which they were probed."""
+
+  def why(self) -> str:
+    """The choice in half a sentence."""
+    first, last = text(self.sizes[0].per_device), text(self.sizes[-1].per_device)
+    of_all = f"of {first}…{last}" if len(self.sizes) > 1 else "the only size allowed"
+    bound = f"largest that fits {of_all}: {self.largest.probe.memory}"
+    if self.above:
+      bound += f"; next size {self.above.size} needs {in_gib(self.above.probe.peak_bytes)} GiB"
+    if self.chosen == self.largest:
+      return bound
+    gain = self.chosen.samples_per_second / self.largest.samples_per_second - 1
+    return (
+      f"{gain:.0%} more samples per second, {self.chosen.probe.how}, than {self.largest.size}, the "
+      f"{bound}"
+    )
+
+
+def in_gib(size: int) -> str:
+  """Bytes as GiB, three digits: `11.2`."""
+  return f"{size / _GIB:.3g}"
+
+
+def most_probes(num_sizes: int) -> int:
+  """⌈log2 n⌉ + 2: what auto may spend on n sizes."""
+  return (num_sizes - 1).bit_length() + 2
+
+
+def choose_largest(sizes: Sequence[Candidate], probe: ProbeSize, ways_out: str) -> Choice:
+  """The largest size that fits, or a smaller one that is clearly faster.
+
+  Args:
+    sizes: what to choose from, ascending.
+    probe: called at most `most_probes(len(sizes))` times, never twice for a size.
+    ways_out: keys that make room, for the message when nothing fits.
+
+  Raises:
+    UserError: nothing fits.
+  """
+  known: dict[int, Tried] = {}
+
+  def fits(index: int) -> bool:
+    known[index] = Tried(sizes[index], probe(sizes[index]))
+    return known[index].probe.fits
+
+  largest, above = -1, len(sizes)
+  while above - largest > 1:
+    middle = (largest + above) // 2
+    largest, above = (middle, above) if fits(middle) else (largest, middle)
+  if largest < 0:
+    raise UserError(nothing_fits(known[0], ways_out))
+  chosen = _fastest(known, largest)
+  while chosen > 0 and chosen - 1 not in known and len(known) < most_probes(len(sizes)):
+    fits(chosen - 1)
+    chosen = _fastest(known, largest)
+  return Choice(
+    known[chosen], known[largest], known.get(above), tuple(sizes), tuple(known.values())
+  )
+
+
+def _fastest(known: dict[int, Tried], largest: int) -> int:
+  """The fastest of the sizes that fit, if it is clearly faster than the largest; else the largest."""
+  fitting = [index for index, tried in known.items() if tried.probe.fits]
+  best = max(fitting, key=lambda index: known[index].samples_per_second)
+  gain = known[best].samples_per_second / (known[largest].samples_per_second or math.inf) - 1
+  # Clocks that scatter by more than that do not show it clearly.
+  clearly = max(CLEARLY_FASTER, known[best].probe.spread, known[largest].probe.spread)
+  return best if gain >= clearly else largest
+
+
+def nothing_fits(smallest: Tried, ways_out: str) -> str:
+  """The message when not even the smallest size fits."""
+  probe = smallest.probe
+  enough = math.ceil(probe.peak_bytes / _GIB)
+  samples = counted(smallest.candidate.per_device, "sample")
+  return (
+    f"not even micro_batch_size={smallest.size}, the smallest size allowed, fits: {samples} per "
+    f"device in a pass needs {probe.memory}; {ways_out}, or device_memory_gb={enough} if the "
+    "devices have that much"
+  )
