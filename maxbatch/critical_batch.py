@@ -26,7 +26,7 @@ from maxbatch.config.schema import Config, NonNegativeFloat, PositiveOrUnset, Ra
 from maxbatch.config.value import convert
 from maxbatch.config.yaml_file import read_argument
 from maxbatch.errors import UserError
-from maxbatch.experiments.branching import Base, Wish, branch_out
+from maxbatch.experiments.branching import BranchBase, BranchRequest, plan_branches
 from maxbatch.experiments.losses import Measured, judge
 from maxbatch.experiments.origin import (
   Checkpoint,
@@ -36,7 +36,7 @@ from maxbatch.experiments.origin import (
   write_whole,
 )
 from maxbatch.experiments.plot import plot
-from maxbatch.experiments.report import Origin, Report, plan_table
+from maxbatch.experiments.report import CriticalBatchReport, Origin, plan_table
 from maxbatch.experiments.running import (
   SET_HERE,
   AtCheckpoint,
@@ -47,7 +47,7 @@ from maxbatch.experiments.running import (
 )
 from maxbatch.hardware.devices import find_devices, num_slices
 from maxbatch.modes.compile_only import is_run
-from maxbatch.modes.resolve import settled, settled_size
+from maxbatch.modes.resolve import resolve, resolve_micro_batch_size
 
 COMMAND = "python -m maxbatch.critical_batch"
 HELP = f"""\
@@ -136,7 +136,7 @@ def read_request(arguments: Sequence[str]) -> Request:
   return Request(_run_config(step_folder, rest), step_folder, factors, Options(**read))
 
 
-def measure(request: Request) -> Report | None:
+def measure(request: Request) -> CriticalBatchReport | None:
   """Trains what is missing of the branches, reports, and returns the report; None if stopped.
 
   Raises:
@@ -213,17 +213,17 @@ def _prepare(request: Request) -> Experiment:
   """
   devices = find_devices(request.config.mesh.num_simulated_devices)
   layout = topology(request.config.mesh, len(devices), num_slices(devices))
-  config = settled_size(request.config, devices, layout)
+  config = resolve_micro_batch_size(request.config, devices, layout)
   checkpoint = read_checkpoint(request.step_folder)
   now = at_checkpoint(config, checkpoint, layout)
-  base = Base(now.stage, layout, config.batch.max_target_length)
+  base = BranchBase(now.phase, layout, config.batch.max_target_length)
   options = request.options
-  wish = Wish(request.factors, options.branch_tokens, options.smoothing)
+  wish = BranchRequest(request.factors, options.branch_tokens, options.smoothing)
   _tell_changes(now, checkpoint)
   experiment = Experiment(
     config=config,
     checkpoint=checkpoint,
-    branching=branch_out(base, wish),
+    branching=plan_branches(base, wish),
     learning_rate=now.learning_rate,
     coupling=_coupling(options.coupling, config),
     folder=_folder(config, checkpoint),
@@ -233,7 +233,7 @@ def _prepare(request: Request) -> Experiment:
     plan_batches(branch.batch, branch.run, layout)
   # Refuses if the model's step cannot be split into passes. All branches have the same microbatch:
   # what the largest cuts it into serves all, and the run's own may be another.
-  largest = settled(branches[-1], devices, layout)
+  largest = resolve(branches[-1], devices, layout)
   claim(experiment.folder, checkpoint)
   return dataclasses.replace(
     experiment, config=dataclasses.replace(config, pipeline=largest.pipeline)
@@ -258,7 +258,7 @@ def _tell_changes(now: AtCheckpoint, checkpoint: Checkpoint) -> None:
   before, after = checkpoint.plan.get("batch_schedule"), now.plan.as_dict()["batch_schedule"]
   if before != after:
     print(
-      f"Factor 1 is {now.stage.batch} samples by the configuration's batch schedule {after}; the "
+      f"Factor 1 is {now.phase.batch} samples by the configuration's batch schedule {after}; the "
       f"checkpoint was written under {before} ([from {now.plan.schedule.unit}, samples per step])"
     )
 
@@ -295,10 +295,12 @@ def _introduce(request: Request, experiment: Experiment) -> None:
   print(plan_table(branching, rates), flush=True)
 
 
-def _conclude(request: Request, experiment: Experiment, measured: Sequence[Measured]) -> Report:
+def _conclude(
+  request: Request, experiment: Experiment, measured: Sequence[Measured]
+) -> CriticalBatchReport:
   """Prints the report and writes it beside the branches."""
   tolerance, window = request.options.tolerance, experiment.branching.window_blocks
-  report = Report(
+  report = CriticalBatchReport(
     origin=_origin(experiment),
     branching=experiment.branching,
     coupling=experiment.coupling,

@@ -15,7 +15,7 @@ from maxbatch.errors import EXIT_USER_ERROR, UserError
 from maxbatch.pipeline_parallel.chrome_trace import chrome_trace
 from maxbatch.pipeline_parallel.csv_file import from_csv, to_csv
 from maxbatch.pipeline_parallel.layout import pipeline_of
-from maxbatch.pipeline_parallel.report import NOT_MEASURED, Report, comparison
+from maxbatch.pipeline_parallel.report import NOT_MEASURED, PipelineReport, comparison
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named, timetable
 from maxbatch.pipeline_parallel.simulator import run
 from maxbatch.pipeline_parallel.sizes import Pipeline
@@ -94,7 +94,7 @@ def read_request(arguments: Sequence[str]) -> Request:
   return Request(load_config(rest), own, files)
 
 
-def make_report(request: Request) -> Report:
+def make_report(request: Request) -> PipelineReport:
   """Plans the batch and the pipeline, and makes or reads the timetable.
 
   Raises:
@@ -112,7 +112,7 @@ def make_report(request: Request) -> Report:
   if pipeline.stash == "residuals":
     # Only where it is asked for: it imports jax, and the rest of the command does without.
     kept = residual_bytes(config, plan, pipeline)
-  return Report(config, plan, pipeline, table, run(table), source, kept)
+  return PipelineReport(config, plan, pipeline, table, run(table), source, kept)
 
 
 def _overview(request: Request) -> str:
@@ -146,7 +146,7 @@ def _checked(file: str, pipeline: Pipeline) -> Timetable:
   return table if table.has_slots else with_slots(table)
 
 
-def _write_files(report: Report, files: dict[str, str]) -> None:
+def _write_files(report: PipelineReport, files: dict[str, str]) -> None:
   title = report.source
   writers = {
     "--csv": lambda: to_csv(report.table),

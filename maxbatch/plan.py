@@ -10,7 +10,7 @@ from maxbatch.batch.host_loads import host_loads
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.plan_plot import plot
-from maxbatch.batch.solve import solve_num_devices, wanted
+from maxbatch.batch.solve import given_sizes, solve_num_devices
 from maxbatch.batch.topology import Topology, topology
 from maxbatch.command_line.help import help_text, wants_help
 from maxbatch.command_line.signals import end_with_reader
@@ -18,7 +18,7 @@ from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.errors import EXIT_USER_ERROR, UserError
 from maxbatch.hardware.tpu_slices import slice_named
-from maxbatch.modes.plan_report import Report
+from maxbatch.modes.plan_report import PlanReport
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.unused_keys import check_unused
 from maxbatch.tuning.candidates import is_open, offered, sizes_of
@@ -27,7 +27,7 @@ COMMAND = "python -m maxbatch.plan"
 HELP = f"""\
 Usage: {COMMAND} config=FILE [key=value ...] [--json] [--plot FILE.svg]
 
-Prints every batch size, who loads what, every stage of the batch schedule, and what limits it,
+Prints every batch size, who loads what, every phase of the batch schedule, and what limits it,
 without touching a device. The devices are num_simulated_devices unless you name others:
   compile_topology=v5e-256       a TPU slice by name: v4-…, v5p-…, v5e-…, v6e-…
   compile_topology_num_slices=2  as many of them
@@ -118,7 +118,7 @@ def find_devices(config: Config, own: dict[str, str]) -> Devices:
     named = slice_named(name).times(slices)
     return Devices(named.num_devices, slices, _positive(own, "num_hosts", named.num_hosts))
   if own.get("num_devices") == "-1":
-    count = solve_num_devices(wanted(config.batch))
+    count = solve_num_devices(given_sizes(config.batch))
   else:
     count = _positive(own, "num_devices", config.mesh.num_simulated_devices)
   if count == 0:
@@ -129,7 +129,7 @@ def find_devices(config: Config, own: dict[str, str]) -> Devices:
   return Devices(count, slices, _positive(own, "num_hosts", 1))
 
 
-def make_report(config: Config, devices: Devices) -> Report:
+def make_report(config: Config, devices: Devices) -> PlanReport:
   """Plans the run on these devices.
 
   Raises:
@@ -140,7 +140,7 @@ def make_report(config: Config, devices: Devices) -> Report:
   check_unused(config.pipeline)
   has_pipeline = config.pipeline.pipeline_schedule != "none"
   flat, unset = to_flat_dict(config), (-1, [])
-  return Report(
+  return PlanReport(
     plan=plan,
     rate=learning_rate(config.optimizer, plan, config.run.schedule_unit),
     loads=host_loads(plan, devices.num_hosts),
@@ -168,7 +168,7 @@ def _positive(own: dict[str, str], key: str, default: int) -> int:
   return int(text)
 
 
-def _write_plot(report: Report, file: str, run_name: str) -> None:
+def _write_plot(report: PlanReport, file: str, run_name: str) -> None:
   try:
     pathlib.Path(file).write_text(plot(report.plan, report.rate, run_name), encoding="utf-8")
   except OSError as error:

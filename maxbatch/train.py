@@ -27,12 +27,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run_or_prepare(arguments: Sequence[str]) -> None:
-  forgetting = _FORGET in arguments
+  forget = _FORGET in arguments
   config = load_config([argument for argument in arguments if argument != _FORGET])
   if is_run(config):
-    run(config, forgetting=forgetting)
+    run(config, forget=forget)
   else:
-    prepare_only(config, forgetting=forgetting)
+    prepare_only(config, forget=forget)
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def seconds_per_step(run: Callable[[int], object], steps: int) -> float:
   return (time.perf_counter() - began) / steps
 
 
-def bare_runner(bench: Bench, trips: int) -> Callable[[int], object]:
+def bare_runner(bench: Bench, num_microbatches: int) -> Callable[[int], object]:
   """The compiled step over and over on one batch."""
   dataset = build_dataset(bench.config.data, LENGTH)
   step = _compiled(bench)
@@ -133,7 +133,7 @@ def bare_runner(bench: Bench, trips: int) -> Callable[[int], object]:
   def run(steps: int) -> object:
     metrics = None
     for _ in range(steps):
-      held[0], metrics = step(held[0], rows, np.int32(trips), np.float32(1e-3))
+      held[0], metrics = step(held[0], rows, np.int32(num_microbatches), np.float32(1e-3))
     return metrics
 
   return run

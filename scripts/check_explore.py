@@ -17,7 +17,7 @@ from maxbatch.config.schema import Config
 from maxbatch.hardware.compile_devices import devices_of
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import Candidate, candidates
-from maxbatch.tuning.microbatch_size import Place, explore_sizes
+from maxbatch.tuning.microbatch_size import Target, explore_sizes
 from maxbatch.tuning.prober import Prober
 
 ROUNDS = 3
@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> None:
   devices = devices_of(config)
   layout = topology(config.mesh, len(devices))
   prober = Prober(config, devices, layout)
-  _, found = explore_sizes(config, Place(devices, layout), prober)
+  _, found = explore_sizes(config, Target(devices, layout), prober)
   recommended = found.ranked[0].candidate
   sizes = candidates(config.batch, config.run, layout)
   speeds: dict[Candidate, list[float]] = {size: [] for size in sizes}
@@ -56,9 +56,16 @@ def _speed(config: Config, size: Candidate, prober: Prober, seconds: float) -> f
   program = report.program
   trainer = build_trainer(size.applied_to(config), report.plan, devices_of(config))
   timing = measure_step(
-    trainer, program.step, program.rows, streamed=False, passes=size.passes, seconds=seconds
+    trainer,
+    program.step,
+    program.rows,
+    streamed=False,
+    num_microbatches=size.gradient_accumulation_steps,
+    seconds=seconds,
   )
-  return size.samples_per_second(timing.seconds_rest + size.passes * timing.seconds_per_pass)
+  return size.samples_per_second(
+    timing.seconds_rest + size.gradient_accumulation_steps * timing.seconds_per_microbatch
+  )
 
 
 if __name__ == "__main__":

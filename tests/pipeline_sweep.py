@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pipelined import QUICKLY
 from support import GPT2, configured, in_microbatches, mesh, uneven_rows
 
-from maxbatch.batch.phases import Stage
+from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.topology import Topology, topology
 from maxbatch.config.schema import Config
@@ -87,7 +87,7 @@ def configurations(draw: st.DrawFn, schedules: tuple[str, ...] = tuple(HAS_REPEA
   delayed = draw(st.booleans())
   least = 2 * stages if delayed else stages
   unit = least if schedule == "interleaved_1f1b" else stages
-  cuts = least + unit * draw(st.integers(0, 1))
+  num_pipeline_microbatches = least + unit * draw(st.integers(0, 1))
 
   def or_left_open(value: int) -> int:
     return draw(st.sampled_from([value, -1]))
@@ -99,10 +99,10 @@ def configurations(draw: st.DrawFn, schedules: tuple[str, ...] = tuple(HAS_REPEA
     "base_num_decoder_layers": stages * repeats * layers,
     "num_layers_per_pipeline_stage": layers,
     "num_pipeline_repeats": or_left_open(repeats),
-    "num_pipeline_microbatches": or_left_open(cuts),
+    "num_pipeline_microbatches": or_left_open(num_pipeline_microbatches),
     "pipeline_delay_activation_forwarding": str(delayed).lower(),
   }
-  rows = cuts * draw(st.integers(1, 2))
+  rows = num_pipeline_microbatches * draw(st.integers(1, 2))
   return MODEL | keys | draw(_batches(layout, rows)) | draw(_models())
 
 
@@ -239,12 +239,12 @@ class Run:
   config: Config
   plan: BatchPlan
   trainer: Trainer
-  stage: Stage
+  stage: Phase
   """Of the batch schedule; the first of its steps is run."""
 
   @property
   def passes(self) -> int:
-    return self.stage.trips
+    return self.stage.num_microbatches
 
   @property
   def rows(self) -> Rows:
@@ -281,15 +281,15 @@ class Run:
     compiled = traced_step(self.config, trainer, pieces[0]).lower().compile(QUICKLY)
     state, metrics = self.placed(trainer), None
     for number, piece in enumerate(pieces, 1):
-      told = np.bool_(number == len(pieces)) if streamed else trainer.told(self.passes)
+      printed = np.bool_(number == len(pieces)) if streamed else trainer.control(self.passes)
       rows = jax.device_put(piece, rows_shardings(piece, trainer.mesh))
-      state, metrics = compiled(state, rows, told, np.float32(0.1))
+      state, metrics = compiled(state, rows, printed, np.float32(0.1))
     assert metrics is not None
     return jax.device_get(metrics)
 
   @property
   def capacity(self) -> int:
-    return self.plan.trip_capacity
+    return self.plan.microbatch_capacity
 
 
 def prepared(config: Config, *, smallest: bool = False) -> Run:
@@ -297,8 +297,8 @@ def prepared(config: Config, *, smallest: bool = False) -> Run:
   plan, _ = planned(config)
   devices = jax.devices()[: plan.topology.num_devices]
   trainer = build_trainer(config, plan, devices)
-  stages = [one for one in plan.stages if one.micro_batch == plan.stages[-1].micro_batch]
-  stage = (min if smallest else max)(stages, key=lambda one: one.trips)
+  stages = [one for one in plan.phases if one.micro_batch == plan.phases[-1].micro_batch]
+  stage = (min if smallest else max)(stages, key=lambda one: one.num_microbatches)
   return Run(config, plan, trainer, stage)
 
 

@@ -15,10 +15,10 @@ from support import GPT2, config, in_microbatches, mesh, model_config, uneven_ro
 
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters, build_model
-from maxbatch.pipeline_parallel.schedule import Limits, timetable
+from maxbatch.pipeline_parallel.schedule import BufferLimits, timetable
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.timetable import Shape
-from maxbatch.pipeline_parallel.timetable_arrays import Ticks, rows_of_ticks
+from maxbatch.pipeline_parallel.timetable import TimetableShape
+from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays, timetable_arrays
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.pipelined_step import pipelined_gradients
@@ -59,14 +59,14 @@ class Case:
     return plain_model(self.gpt2, self.length, self.keys)
 
   @property
-  def room(self) -> Limits:
+  def capacity(self) -> BufferLimits:
     """As much as any schedule needs."""
-    return Limits(self.repeats * PASSES * CUTS, PASSES * CUTS)
+    return BufferLimits(self.repeats * PASSES * CUTS, PASSES * CUTS)
 
-  def ticks(self, schedule: str, microbatches: int) -> Ticks:
-    shape = Shape(self.stages, microbatches, self.repeats, self.hop)
+  def ticks(self, schedule: str, microbatches: int) -> TimetableArrays:
+    shape = TimetableShape(self.stages, microbatches, self.repeats, self.hop)
     most = 2 * (PASSES * CUTS * self.repeats + self.hop * self.stages)
-    return rows_of_ticks(timetable(schedule, shape), self.room, most)
+    return timetable_arrays(timetable(schedule, shape), self.capacity, most)
 
 
 @functools.cache
@@ -121,11 +121,11 @@ def traceable(case: Case):
   optimizer = make_optimizer(config().optimizer, model.axes(), 1)
   params = abstract_state(model, optimizer, devices).params
 
-  def gradients(params: Parameters, rows: Rows, ticks: Ticks) -> tuple[Parameters, Sums]:
+  def gradients(params: Parameters, rows: Rows, ticks: TimetableArrays) -> tuple[Parameters, Sums]:
     zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
       return pipelined_gradients(
-        model, case.pipeline, devices, params, zeros, rows, ticks, case.room, KEY
+        model, case.pipeline, devices, params, zeros, rows, ticks, case.capacity, KEY
       )
 
   name = "gpipe" if case.repeats == 1 else "circular"

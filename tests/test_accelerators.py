@@ -132,5 +132,5 @@ def test_the_tpu_compiler_takes_the_names_and_counts_the_same():
     },
   )
   assert done.returncode == 0, done.stderr
-  told = json.loads(done.stdout.splitlines()[-1])
-  assert told == [[s.num_devices, s.num_hosts] for s in slices]
+  printed = json.loads(done.stdout.splitlines()[-1])
+  assert printed == [[s.num_devices, s.num_hosts] for s in slices]

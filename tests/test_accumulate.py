@@ -57,10 +57,12 @@ def lowered_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], c
   abstract = abstract_state(model, optimizer, devices)
   params = init_state(model, optimizer, abstract, seed=0).params
 
-  def sums(params, rows, trips):
+  def sums(params, rows, num_microbatches):
     zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
-      grads, sums = summed_gradients(model, devices, params, zeros, rows, trips, DROPOUT_KEY)
+      grads, sums = summed_gradients(
+        model, devices, params, zeros, rows, num_microbatches, DROPOUT_KEY
+      )
       return grads, partial_sums.joined(sums)
 
   return jax.jit(sums).lower(params, fed, jnp.int32(k)), params, fed

@@ -22,15 +22,15 @@ from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.tuning import microbatch_size
 from maxbatch.tuning.candidates import Candidate, candidates
-from maxbatch.tuning.microbatch_size import Place, choose, explore_sizes, what_it_depends_on
-from maxbatch.tuning.search import Probe
+from maxbatch.tuning.microbatch_size import Target, choose, explore_sizes, what_it_depends_on
+from maxbatch.tuning.search import ProbeResult
 
 GIB = 1 << 30
 
 
-def place(settings: Config | None = None) -> Place:
+def place(settings: Config | None = None) -> Target:
   settings = settings or config()
-  return Place(jax.devices(), topology(settings.mesh, 8))
+  return Target(jax.devices(), topology(settings.mesh, 8))
 
 
 class Machine:
@@ -40,11 +40,11 @@ class Machine:
     self.asked: list[int] = []
     self.seconds = seconds
 
-  def __call__(self, candidate: Candidate) -> Probe:
+  def __call__(self, candidate: Candidate) -> ProbeResult:
     size = int(candidate.per_device)
     self.asked.append(size)
     peak, capacity = round((1.2 + 1.25 * size) * GIB), round(15.75 * GIB)
-    return Probe(candidate.per_device, peak, capacity, peak <= capacity, self.seconds(size))
+    return ProbeResult(candidate.per_device, peak, capacity, peak <= capacity, self.seconds(size))
 
 
 def auto(**keys: object) -> Config:
@@ -86,7 +86,7 @@ def test_a_second_start_asks_nothing(tmp_path):
 def test_forgetting_measures_anew(tmp_path):
   chosen(auto(), tmp_path)
   result, said, machine = chosen(
-    auto(), tmp_path, forgetting=True, machine=Machine(lambda n: 1.0 if n == 4 else float(n))
+    auto(), tmp_path, forget=True, machine=Machine(lambda n: 1.0 if n == 4 else float(n))
   )
   assert machine.asked
   assert result.batch.micro_batch_size == 4
@@ -193,8 +193,8 @@ def test_devices_versions_code_and_variables_matter(monkeypatch):
 
 
 def test_nothing_fits_names_the_ways_out(tmp_path):
-  def small(candidate: Candidate) -> Probe:
-    return Probe(candidate.per_device, 21 * GIB + 1, 16 * GIB, False)
+  def small(candidate: Candidate) -> ProbeResult:
+    return ProbeResult(candidate.per_device, 21 * GIB + 1, 16 * GIB, False)
 
   with pytest.raises(UserError) as caught:
     choose(auto(), place(), small, tmp_path)
@@ -204,7 +204,7 @@ def test_nothing_fits_names_the_ways_out(tmp_path):
     "(now 1), a smaller max_target_length (now 16), or device_memory_gb=22 if the devices have "
     "that much"
   )
-  assert "remat_policy" not in microbatch_size.ways_out(auto(remat_policy="full"))
+  assert "remat_policy" not in microbatch_size.memory_suggestions(auto(remat_policy="full"))
   assert list(tmp_path.iterdir()) == []
 
 
@@ -249,13 +249,13 @@ def test_explore_is_for_compile_only():
 def test_policies_are_explored_beside_the_sizes():
   settings = exploring("{explore: {min: 2, max: 16}}", remat_policy="explore")
 
-  def probe(candidate: Candidate) -> Probe:
+  def probe(candidate: Candidate) -> ProbeResult:
     factor = {"none": 4, "minimal": 2, "full": 1, None: 99}[candidate.remat_policy]
     peak = factor * int(candidate.per_device) * GIB
     seconds = float(candidate.per_device) + {"none": 0.0, "minimal": 0.1, "full": 9.0}[
       str(candidate.remat_policy)
     ] / factor  # fmt: skip
-    return Probe(candidate.per_device, peak, 16 * GIB, peak <= 16 * GIB, seconds)
+    return ProbeResult(candidate.per_device, peak, 16 * GIB, peak <= 16 * GIB, seconds)
 
   result, found = explore_sizes(settings, place(), probe, say=lambda line: None)
   assert found.total == 12
@@ -284,14 +284,14 @@ port, number, folder = sys.argv[1:]
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 jax.distributed.initialize(f"localhost:{port}", 2, int(number))
-from maxbatch.agreement import from_process_0
-from maxbatch.batch.autotune import Place, choose
-from maxbatch.batch.search import Probe
+from maxbatch.hardware.agreement import broadcast_one_to_all
+from maxbatch.tuning.microbatch_size import Target, choose
+from maxbatch.tuning.search import ProbeResult
 from maxbatch.config.load import load_config
-from maxbatch.topology import topology
+from maxbatch.batch.topology import topology
 
 config = load_config(["config=base", "micro_batch_size=auto", "batch_size=256"])
-place = Place(jax.devices(), topology(config.mesh, 8))
+place = Target(jax.devices(), topology(config.mesh, 8))
 asked = []
 
 def probe(candidate):
@@ -299,9 +299,9 @@ def probe(candidate):
   size, fits = int(candidate.per_device), candidate.per_device <= (16 if number == "0" else 2)
   asked.append(size)
   seconds = size if number == "0" else size * size
-  return Probe(candidate.per_device, size, 16, fits, float(seconds))
+  return ProbeResult(candidate.per_device, size, 16, fits, float(seconds))
 
-assert from_process_0({"number": number, "text": "a" * (10 + int(number))})["number"] == "0"
+assert broadcast_one_to_all({"number": number, "text": "a" * (10 + int(number))})["number"] == "0"
 for _ in range(2):
   chosen = choose(config, place, probe, pathlib.Path(folder) / number)
   print("chosen", chosen.batch.micro_batch_size, asked, flush=True)

@@ -77,8 +77,8 @@ def batches(plan: BatchPlan) -> list[int]:
 def test_the_ramp_counts_accumulation():
   # MaxText's defect 1: with accumulation 4 rows of the buffer were never trained on.
   plan = ramp(devices(8), 1, 1, 1152, per_device_batch_size=4, gradient_accumulation_steps=4)
-  assert [stage.batch for stage in plan.stages] == [32, 64, 96, 128]
-  assert [stage.first.samples for stage in plan.stages] == [0, 384, 768, 1152]
+  assert [phase.batch for phase in plan.phases] == [32, 64, 96, 128]
+  assert [phase.first.samples for phase in plan.phases] == [0, 384, 768, 1152]
   taken = [
     sample
     for one in sent(plan)
@@ -102,15 +102,15 @@ def test_a_resume_loses_no_rows():
     assert sent(plan, position) == sent(plan)[position.step :]
 
 
-def test_overshoot_is_carried_into_the_next_stage():
+def test_overshoot_is_carried_into_the_next_phase():
   # Defect 4: a counter reset to 0 made a ramp of 100 samples use 136.
   plan = ramp(devices(8), 1, 1, 100)
-  assert [stage.first.samples for stage in plan.stages] == [0, 40, 72, 120]
+  assert [phase.first.samples for phase in plan.phases] == [0, 40, 72, 120]
   thresholds = [Fraction(100 * n, 3) for n in range(4)]
-  for stage, threshold in zip(plan.stages, thresholds, strict=True):
-    assert stage.first.samples >= threshold
-    # Later by less than the step that was under way, whatever the stages before took too much.
-    assert stage.first.samples - threshold < stage.batch
+  for phase, threshold in zip(plan.phases, thresholds, strict=True):
+    assert phase.first.samples >= threshold
+    # Later by less than the step that was under way, whatever the phases before took too much.
+    assert phase.first.samples - threshold < phase.batch
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
@@ -127,8 +127,8 @@ def test_the_batch_depends_on_the_samples_and_not_on_the_devices(count):
 def test_fractional_sizes_are_exact():
   # Defect 6: 0.1 to 1.0 by 0.1 was refused, and sizes were cut by int().
   plan = ramp(devices(1, tensor=10), "0.1", "0.1", 900, per_device_batch_size=1, steps=400)
-  assert [stage.batch for stage in plan.stages] == list(range(1, 11))
-  assert plan.stages[-1].first.samples >= 900
+  assert [phase.batch for phase in plan.phases] == list(range(1, 11))
+  assert plan.phases[-1].first.samples >= 900
   assert int(100 * 0.29) == 28
   assert plan_of(devices(1, tensor=100), per_device_batch_size="0.29").micro_batch_to_train == 29
   assert int(256 * 1.1) == 281
@@ -137,12 +137,12 @@ def test_fractional_sizes_are_exact():
 
 
 def test_a_ramp_at_one_microbatch_is_one_shape():
-  # Defect 7: every stage compiled the step anew.
+  # Defect 7: every phase compiled the step anew.
   plan = ramp(devices(8), 1, 1, 9000, per_device_batch_size=10, gradient_accumulation_steps=10)
-  assert len(plan.stages) == 10
+  assert len(plan.phases) == 10
   assert plan.micro_batches == (plan.micro_batch_to_train,)
-  assert [stage.trips for stage in plan.stages] == list(range(1, 11))
-  assert plan.trip_capacity == 16
+  assert [phase.num_microbatches for phase in plan.phases] == list(range(1, 11))
+  assert plan.microbatch_capacity == 16
 
 
 def test_bad_settings_are_refused_and_not_a_ramp_of_nothing():
@@ -231,12 +231,12 @@ def test_samples_and_tokens_are_one_schedule(scale):
   pairs = ((0, 8), (100 * scale, 16), (333 * scale, 64))
   unit = "samples" if scale == 1 else "tokens"
   plan = plan_of(devices(8), batch_schedule=pairs, batch_schedule_unit=unit)
-  assert [stage.first.samples for stage in plan.stages] == [0, 104, 344]
+  assert [phase.first.samples for phase in plan.phases] == [0, 104, 344]
 
 
-def test_there_is_room_for_the_stage_with_the_most_passes():
+def test_there_is_room_for_the_phase_with_the_most_passes():
   plan = plan_of(devices(8), batch_schedule=((0, 800), (9999, 8)), micro_batch_size=1)
-  assert (plan.gradient_accumulation_steps, plan.trip_capacity) == (1, 128)
+  assert (plan.gradient_accumulation_steps, plan.microbatch_capacity) == (1, 128)
 
 
 def test_a_schedule_in_steps_changes_at_its_steps():
@@ -246,11 +246,11 @@ def test_a_schedule_in_steps_changes_at_its_steps():
   assert batches(plan) == [8] * 5 + [16] * 2 + [24] * 2
 
 
-def test_the_shape_of_every_stage_is_known():
+def test_the_shape_of_every_phase_is_known():
   plan = plan_of(
     devices(8), batch_schedule=((0, 8), (64, 32), (128, 40), (300, 64)), micro_batch_size=4
   )
-  shapes = [(stage.batch, stage.micro_batch, stage.trips) for stage in plan.stages]
+  shapes = [(phase.batch, phase.micro_batch, phase.num_microbatches) for phase in plan.phases]
   # 40 samples are not whole microbatches of 32: the largest smaller one that fits is 8.
   assert shapes == [(8, 8, 1), (32, 32, 1), (40, 8, 5), (64, 32, 2)]
   assert plan.micro_batches == (8, 32)
@@ -293,7 +293,9 @@ def test_the_plan_is_what_a_loop_would_take(drawn, steps):
   totals = list(itertools.accumulate(taken, initial=0))
   assert [plan.samples_at(step) for step in range(steps + 1)] == totals
   positions = [Position(step, samples) for step, samples in enumerate(totals[:-1])]
-  assert [plan.trips_at(at) * plan.stage_at(at.samples).micro_batch for at in positions] == taken
+  assert [
+    plan.num_microbatches_at(at) * plan.phase_at(at.samples).micro_batch for at in positions
+  ] == taken
   assert [one.first_sample for one in sent(plan)] == totals[:-1]
 
 
@@ -350,25 +352,25 @@ def test_a_schedule_edited_at_a_restart_takes_effect_from_the_exact_sample(drawn
 
 @settings(max_examples=300, deadline=None)
 @given(scheduled(), st.integers(1, 60))
-def test_stages_follow_each_other_without_gaps(drawn, steps):
+def test_phases_follow_each_other_without_gaps(drawn, steps):
   topology, keys, _ = drawn
   plan = plan_of(topology, steps=steps, **keys)
-  numbers = [stage.number for stage in plan.stages]
+  numbers = [phase.number for phase in plan.phases]
   assert numbers == sorted(set(numbers))
-  assert plan.stages[0].first == Position(0, 0)
-  for before, after in itertools.pairwise(plan.stages):
+  assert plan.phases[0].first == Position(0, 0)
+  for before, after in itertools.pairwise(plan.phases):
     assert after.first == before.end
-  assert all(stage.num_steps > 0 for stage in plan.stages)
+  assert all(phase.num_steps > 0 for phase in plan.phases)
   most = max(math.ceil(point.batch / point.micro_batch) for point in plan.schedule.points)
-  assert most <= plan.trip_capacity
+  assert most <= plan.microbatch_capacity
 
 
 def test_the_last_step_is_cut_to_whole_microbatches():
   keys = {"batch_size": 64, "micro_batch_size": 2}
   plan = plan_of(devices(8), total_samples=160, **keys)
   assert batches(plan) == [64, 64, 32]
-  assert [plan.trips_at(at) for at in walk(plan)[:-1]] == [4, 4, 2]
-  assert plan.stages[-1].is_cut
+  assert [plan.num_microbatches_at(at) for at in walk(plan)[:-1]] == [4, 4, 2]
+  assert plan.phases[-1].is_cut
   assert message(devices(8), total_samples=150, **keys) == (
     "total_samples=150 is 2 steps of 64 samples and 22 samples more, and a run ends with a whole "
     "microbatch (16 samples); nearest: total_samples=144 or total_samples=160"
@@ -383,7 +385,7 @@ def test_a_ramp_leaves_a_budget_in_samples_where_it_was():
   assert plan.steps > constant.steps
 
 
-def test_a_million_steps_on_100_000_devices_are_64_stages():
+def test_a_million_steps_on_100_000_devices_are_64_phases():
   plan = ramp(
     devices(100_000),
     "1/64",
@@ -394,21 +396,21 @@ def test_a_million_steps_on_100_000_devices_are_64_stages():
     steps=1_000_000,
   )
   assert plan.samples_at(999_999) + 6_400_000 == plan.total_samples
-  assert len(plan.stages) == 64
+  assert len(plan.phases) == 64
 
 
 # --- refusals ------------------------------------------------------------------------------------
 
 _SEVEN = ((0, 8), (10, 16), (20, 24), (30, 32), (40, 40), (50, 48), (60, 50), (70, 64))
 REFUSALS = {
-  "a later stage": (
+  "a later phase": (
     {"batch_schedule": _SEVEN, "steps": 1},
-    "batch_schedule: stage 7, [60, 50], has 50 samples, which must be a positive multiple of the 8 "
+    "batch_schedule: phase 7, [60, 50], has 50 samples, which must be a positive multiple of the 8 "
     "groups of devices that see different samples (data 8 × fsdp 1); nearest: [60, 48] or [60, 56]",
   ),
-  "a load of a stage": (
+  "a load of a phase": (
     {"batch_schedule": ((0, 8), (9, 16)), "expansion_factor_real_data": "1.0625"},
-    "expansion_factor_real_data=1.0625 × global_batch_to_train=8 of stage 1 is 8.5, but "
+    "expansion_factor_real_data=1.0625 × global_batch_to_train=8 of phase 1 is 8.5, but "
     "global_batch_to_load counts whole samples; nearest: expansion_factor_real_data=1 or "
     "expansion_factor_real_data=1.125",
   ),
@@ -429,7 +431,7 @@ REFUSALS = {
   ),
   "a list out of order": (
     {"batch_schedule": ((0, 8), (9, 16), (9, 24))},
-    "batch_schedule: stage 3, [9, 24], must begin after 9, where the stage before it begins; "
+    "batch_schedule: phase 3, [9, 24], must begin after 9, where the phase before it begins; "
     "for example [10, 24]",
   ),
   "pairs that are none": (

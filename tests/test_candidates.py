@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.solve import wanted
+from maxbatch.batch.solve import given_sizes
 from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
@@ -78,7 +78,7 @@ def test_an_open_batch_follows_from_powers_of_two():
   open_batch = found(devices(4), gradient_accumulation_steps=3)
   assert [one.per_device for one in open_batch] == [1, 2, 4, 8, 16, 32, 64, 128]
   assert [one.batch for one in open_batch][:3] == [12, 24, 48]
-  assert {one.passes for one in open_batch} == {3}
+  assert {one.gradient_accumulation_steps for one in open_batch} == {3}
   assert sizes(devices(4), max_target_length=1 << 20) == [1, 2]
 
 
@@ -117,8 +117,8 @@ def test_open_is_what_auto_and_explore_are():
 
 @pytest.mark.parametrize("value", ["auto", "explore"])
 def test_the_solver_takes_an_open_size_as_not_given(value):
-  plan = wanted(config_of(micro_batch_size=value, batch_size=96).batch)
-  assert plan == wanted(config_of(micro_batch_size=-1, batch_size=96).batch)
+  plan = given_sizes(config_of(micro_batch_size=value, batch_size=96).batch)
+  assert plan == given_sizes(config_of(micro_batch_size=-1, batch_size=96).batch)
 
 
 @settings(max_examples=60, deadline=None)

@@ -171,9 +171,9 @@ def test_a_cpu_whose_programs_xla_does_not_take_back_gets_no_cache(tmp_path, mon
 
   monkeypatch.setattr(serialize_executable, "deserialize_and_load", complain)
   assert cache.enable(str(tmp_path)) is None
-  told = capfd.readouterr().err
-  assert "XLA refuses to load its own programs on this CPU" in told
-  assert len(told.splitlines()) == 1
+  printed = capfd.readouterr().err
+  assert "XLA refuses to load its own programs on this CPU" in printed
+  assert len(printed.splitlines()) == 1
   monkeypatch.undo()
   assert cache.enable(str(tmp_path)) == tmp_path
 

@@ -113,7 +113,7 @@ PASS = B * T * (L * (6 * (PROJECTIONS + GATED) + 7 * PRODUCT) + 6 * D * V)
 
 
 def test_a_pass_by_hand():
-  assert of_step() == StepFlops(of_pass=PASS, of_rest=0)
+  assert of_step() == StepFlops(per_microbatch=PASS, rest=0)
 
 
 def test_more_passes_are_trips_of_the_same_pass():
@@ -139,7 +139,7 @@ def test_a_tick_of_a_pipeline_by_its_works():
     "backward": tokens * (6 * (PROJECTIONS + GATED) + 7 * PRODUCT),
   }
   assert flops == StepFlops(sum(works.values()), 0, works)
-  assert flops.divided(4).of_works["loss"] == works["loss"] / 4
+  assert flops.divided(4).by_tick_work["loss"] == works["loss"] / 4
 
 
 def test_what_is_conditional_belongs_to_the_innermost_work():
@@ -169,11 +169,11 @@ def test_tiles_of_the_vocabulary_are_the_whole():
 def test_full_remat_computes_the_layers_once_more(scan):
   # All but the last product of a layer: nothing but the next layer's input needs that.
   again = FORWARD_LAYER - 2 * M * D
-  assert of_step(remat_policy="full", scan_layers=scan).of_pass == PASS + B * T * L * again
+  assert of_step(remat_policy="full", scan_layers=scan).per_microbatch == PASS + B * T * L * again
 
 
 def test_minimal_remat_keeps_products_with_weights():
-  assert PASS <= of_step(remat_policy="minimal").of_pass <= PASS + B * T * L * 2 * PRODUCT
+  assert PASS <= of_step(remat_policy="minimal").per_microbatch <= PASS + B * T * L * 2 * PRODUCT
 
 
 MESHES = [
@@ -187,7 +187,7 @@ MESHES = [
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.values())))
 @pytest.mark.parametrize("keys", [{}, {"num_vocab_tiling": 4}], ids=["whole", "tiles"])
 def test_every_mesh_does_the_same_work(mesh, keys):
-  assert of_step(**mesh, **keys) == StepFlops(of_pass=PASS, of_rest=0)
+  assert of_step(**mesh, **keys) == StepFlops(per_microbatch=PASS, rest=0)
 
 
 def test_an_optimizer_that_multiplies_is_the_rest_of_a_step():
@@ -198,7 +198,7 @@ def test_an_optimizer_that_multiplies_is_the_rest_of_a_step():
 
   kernels = [(D, N * H), (D, K * H), (D, K * H), (N * H, D), (D, M), (D, M), (M, D)]
   rest = L * sum(newton_schulz(*shape) for shape in kernels)
-  assert of_step(opt_type="muon") == StepFlops(of_pass=PASS, of_rest=rest)
+  assert of_step(opt_type="muon") == StepFlops(per_microbatch=PASS, rest=rest)
 
 
 # --- flash attention ------------------------------------------------------------------------------
@@ -238,4 +238,4 @@ def test_a_step_for_a_tpu_is_traced_with_its_kernel(mesh):
   flops = traced(of, plan, topology_devices("v5e-4"))
   products = 9 * 2 * N * H * length / 2 + 2 * N * H
   per_token = L * (6 * (PROJECTIONS + GATED) + products) + 6 * D * V
-  assert flops == StepFlops(of_pass=8 * length * per_token, of_rest=0)
+  assert flops == StepFlops(per_microbatch=8 * length * per_token, rest=0)

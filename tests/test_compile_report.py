@@ -17,9 +17,9 @@ from maxbatch.batch.topology import topology
 from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.model_flops import StepFlops
 from maxbatch.compile.program import (
+  CompiledProgram,
   DoesNotFitError,
-  Memory,
-  Program,
+  ProgramMemory,
   capacity_bytes,
   compile_program,
   refuse_if_too_large,
@@ -31,7 +31,7 @@ from maxbatch.data import synthetic
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import CHIPS, NO_FIGURES
-from maxbatch.estimate.step_time import Exchange, Operation, Parts, StepEstimate
+from maxbatch.estimate.step_time import Exchange, Operation, RooflineSeconds, StepEstimate
 from maxbatch.hardware.devices import Device
 from maxbatch.training.build import build_trainer
 from maxbatch.training.step import Trainer
@@ -40,7 +40,7 @@ GIB = 2**30
 MIB = 2**20
 
 
-def made(**keys: object) -> tuple[Program, BatchPlan, Trainer]:
+def made(**keys: object) -> tuple[CompiledProgram, BatchPlan, Trainer]:
   """A small step compiled for the 8 simulated devices."""
   of = config(dataset_type="synthetic", base_num_decoder_layers=1, **keys)
   plan = plan_batches(of.batch, of.run, topology(of.mesh, 8))
@@ -50,7 +50,9 @@ def made(**keys: object) -> tuple[Program, BatchPlan, Trainer]:
   return program, plan, trainer
 
 
-def reported(program: Program, plan: BatchPlan, trainer: Trainer, **more: Any) -> CompileReport:
+def reported(
+  program: CompiledProgram, plan: BatchPlan, trainer: Trainer, **more: Any
+) -> CompileReport:
   return make_report(
     plan, trainer, program, plan.micro_batch_to_train, GIB, more.get("measured"), "Report"
   )
@@ -103,15 +105,15 @@ def handmade(**changes: Any) -> CompileReport:
   operation = Operation("fusion.1", "mlp", 0.3, "compiler", 2, True, "jit(step)/mlp")
   bound = Operation("sort.2", "embedding", 0.1, "roofline", 1, True, "jit(step)/embedding")
   work = StepEstimate(
-    pass_parts=Parts(compute=0.3, memory=0.1),
-    rest_parts=Parts(interconnect=0.2),
-    pass_flops=6 * 10**12,
+    microbatch_parts=RooflineSeconds(compute=0.3, memory=0.1),
+    rest_parts=RooflineSeconds(interconnect=0.2),
+    microbatch_flops=6 * 10**12,
     rest_flops=0,
-    pass_bytes=7 * 10**9,
+    microbatch_bytes=7 * 10**9,
     rest_bytes=10**9,
     coverage=0.985,
     compiler_share=0.75,
-    pass_scopes={"mlp": 0.3, "embedding": 0.1},
+    microbatch_scopes={"mlp": 0.3, "embedding": 0.1},
     rest_scopes={"other": 0.2},
     largest=[operation, bound],
     unestimated=[bound],
@@ -120,10 +122,12 @@ def handmade(**changes: Any) -> CompileReport:
       Exchange("all-reduce", False, False, 8, True, 1, 10**9, 0.2),
     ],
   )
-  program = Program(
+  program = CompiledProgram(
     step=cast(Any, None),
     rows=cast(Rows, None),
-    memory=Memory(arguments=101 * MIB, outputs=0, aliased=0, temporaries=512 * MIB, peak=GIB),
+    memory=ProgramMemory(
+      arguments=101 * MIB, outputs=0, aliased=0, temporaries=512 * MIB, peak=GIB
+    ),
     flops=StepFlops(6e12, 0.0),
     compile_seconds=12.5,
     text="",
@@ -318,7 +322,7 @@ def test_what_does_not_fit_says_so():
 
 
 def test_a_step_is_the_rest_and_its_passes():
-  time = StepTime(per_pass=0.4, rest=0.2, how="estimate")
+  time = StepTime(seconds_per_microbatch=0.4, rest=0.2, how="estimate")
   assert [time.of(passes) for passes in (1, 2, 5)] == pytest.approx([0.6, 1.0, 2.2])
   report = handmade()
   assert report.step_seconds == pytest.approx(1.0)
@@ -338,7 +342,7 @@ def test_a_measurement_goes_before_an_estimate():
   assert report.step_seconds == 1.25
   assert reported(program, plan, trainer).time is None
   assert report.model_flops_per_token > 0
-  assert report.model_pass_flops == report.model_flops_per_token * 64
+  assert report.model_microbatch_flops == report.model_flops_per_token * 64
 
 
 def test_a_streamed_step_is_one_pass():
@@ -348,11 +352,11 @@ def test_a_streamed_step_is_one_pass():
   assert streamed.program.streamed
   assert not fused.program.streamed
   assert (streamed.work.rest_flops, streamed.work.rest_bytes) == (0, 0)
-  assert streamed.work.pass_flops == fused.work.pass_flops + fused.work.rest_flops
+  assert streamed.work.microbatch_flops == fused.work.microbatch_flops + fused.work.rest_flops
   assert {one.in_microbatch_loop for one in streamed.work.collectives} == {True}
   assert {one.in_microbatch_loop for one in fused.work.collectives} == {False}
   assert streamed.work.coverage == pytest.approx(1.0, abs=0.03)
-  assert streamed.passes == 4
+  assert streamed.num_microbatches == 4
 
 
 def test_the_estimate_of_a_streamed_step_is_the_time_of_its_passes(monkeypatch):
@@ -361,11 +365,11 @@ def test_the_estimate_of_a_streamed_step_is_the_time_of_its_passes(monkeypatch):
   streamed = reported(*made(**keys, accumulation="streamed"))
   assert streamed.time is not None
   assert streamed.time.rest == 0
-  assert streamed.step_seconds == pytest.approx(4 * streamed.work.pass_seconds)
+  assert streamed.step_seconds == pytest.approx(4 * streamed.work.microbatch_seconds)
   fused = reported(*made(**keys))
   assert fused.time is not None
   assert fused.time.rest > 0
-  assert fused.time.per_pass > 0
+  assert fused.time.seconds_per_microbatch > 0
 
 
 # --- memory ---------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def couples(**keys) -> bool:
 
 def settle(**keys) -> Config:
   run = config(**keys)
-  return coupling.settle_accumulation(run, topology(run.mesh, 8))
+  return coupling.resolve_accumulation(run, topology(run.mesh, 8))
 
 
 def passes(run: Config) -> int:
@@ -154,10 +154,10 @@ def test_every_option_is_probed_as_it_is_configured():
   ],
   ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_passes_asked_for_by_number_are_refused(batch_norm, keys, told):
+def test_passes_asked_for_by_number_are_refused(batch_norm, keys, printed):
   with pytest.raises(UserError) as refusal:
     settle(decoder_block="batch_norm", **keys)
-  assert str(refusal.value).endswith(f"cannot be split into passes, but {told}")
+  assert str(refusal.value).endswith(f"cannot be split into passes, but {printed}")
   assert str(refusal.value).startswith("decoder_block=batch_norm couples the samples of a batch")
 
 
@@ -205,8 +205,8 @@ def test_a_model_that_cannot_be_made_small_is_told_and_left_alone(monkeypatch, c
   register(monkeypatch, "wide", validate=validate)
   keys = {"decoder_block": "wide", "gradient_accumulation_steps": 4}
   assert settle(**keys) == config(**keys)
-  told = "warning: decoder_block=wide was not tried at a small size: base_emb_dim must be at"
-  assert capfd.readouterr().err.startswith(told)
+  printed = "warning: decoder_block=wide was not tried at a small size: base_emb_dim must be at"
+  assert capfd.readouterr().err.startswith(printed)
 
 
 def test_the_parts_add_up_only_where_they_must(batch_norm, monkeypatch):

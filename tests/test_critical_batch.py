@@ -21,7 +21,7 @@ from maxbatch.config.load import load_config
 from maxbatch.critical_batch import main
 from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.experiments import running
-from maxbatch.experiments.branching import Base, Wish, branch_out
+from maxbatch.experiments.branching import BranchBase, BranchRequest, plan_branches
 from maxbatch.experiments.origin import Checkpoint
 from maxbatch.experiments.running import Experiment, at_checkpoint, branch_config
 from maxbatch.modes import resolve
@@ -29,7 +29,7 @@ from maxbatch.modes.run import run
 from maxbatch.noise.requirements import check_noise
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.training.state import measures_noise
-from maxbatch.tuning.pipeline_ranking import Compiled
+from maxbatch.tuning.pipeline_ranking import CompiledChoice
 
 START, TOKENS = 4, 16 * 8 * 16
 """The checkpoint's step, and 16 steps of its batch of 8 samples of 16 tokens."""
@@ -236,10 +236,10 @@ def test_all_branches_are_cut_as_the_largest_is_settled(
     def __init__(self, config, *_):
       self.batch = config.batch.batch_size
 
-    def __call__(self, cuts):
+    def __call__(self, num_pipeline_microbatches):
       asked.append(self.batch)
-      assert cuts in choices
-      return Compiled(1, 2, True, 1.0 if cuts == max(choices) else 2.0)
+      assert num_pipeline_microbatches in choices
+      return CompiledChoice(1, 2, True, 1.0 if num_pipeline_microbatches == max(choices) else 2.0)
 
   monkeypatch.setattr(resolve, "CutsProber", Prober)
   checkpoint = tmp_path / "mine" / "checkpoints" / str(START)
@@ -256,8 +256,8 @@ def test_a_number_that_cannot_cut_the_branches_is_refused_before_any_trains(
   shutil.copytree(cosine / "mine", tmp_path / "mine")
   checkpoint = tmp_path / "mine" / "checkpoints" / str(START)
   eight = "num_pipeline_microbatches=8"
-  told = error(capsys, f"checkpoint={checkpoint}", "factors=1/2,1", *PIPELINE, eight)
-  assert told.startswith(f"{eight} must divide the 4 samples of one pass in each of 4 groups")
+  printed = error(capsys, f"checkpoint={checkpoint}", "factors=1/2,1", *PIPELINE, eight)
+  assert printed.startswith(f"{eight} must divide the 4 samples of one pass in each of 4 groups")
   assert not place(tmp_path).exists()
 
 
@@ -524,7 +524,7 @@ def checkpoint_at(step: int, samples: int) -> Checkpoint:
 def test_the_batch_in_force_at_the_checkpoint(keys, at, batch, micro_batch):
   config = load_config(["config=base", "lr_schedule_type=constant", "warmup_steps=0", *keys])
   found = at_checkpoint(config, checkpoint_at(*at), topology(config.mesh, 8))
-  assert (found.stage.batch, found.stage.micro_batch) == (batch, micro_batch)
+  assert (found.phase.batch, found.phase.micro_batch) == (batch, micro_batch)
   assert found.learning_rate == config.optimizer.learning_rate
 
 
@@ -541,11 +541,11 @@ def test_a_run_that_the_noise_scale_steers_has_the_batch_it_had_decided_on():
   decided = {"batch_schedule": [["0", 32], ["640", 64]]}
   checkpoint = dataclasses.replace(checkpoint_at(25, 960), plan=decided)
   found = at_checkpoint(config, checkpoint, topology(config.mesh, 8))
-  assert (found.stage.batch, found.stage.micro_batch) == (64, 16)
+  assert (found.phase.batch, found.phase.micro_batch) == (64, 16)
   assert found.learning_rate == config.optimizer.learning_rate * 2**0.5
   assert found.plan.as_dict()["batch_schedule"] == decided["batch_schedule"]
   dry = load_config(["config=base", *keys, "gns_dry_run=true"])
-  assert at_checkpoint(dry, checkpoint, topology(dry.mesh, 8)).stage.batch == 32
+  assert at_checkpoint(dry, checkpoint, topology(dry.mesh, 8)).phase.batch == 32
 
 
 def test_the_rate_at_the_checkpoint_is_that_of_the_whole_run_s_schedule():
@@ -576,13 +576,13 @@ def test_a_branch_s_batch_and_rate_are_the_same_throughout_whatever_the_run_s_we
   config = load_config(["config=base", *keys])
   checkpoint, layout = checkpoint_at(1, 16), topology(config.mesh, 8)
   now = at_checkpoint(config, checkpoint, layout)
-  wish = Wish((Fraction(1), Fraction(2)), -1, Fraction(1, 4))
-  branching = branch_out(Base(now.stage, layout, 128), wish)
+  wish = BranchRequest((Fraction(1), Fraction(2)), -1, Fraction(1, 4))
+  branching = plan_branches(BranchBase(now.phase, layout, 128), wish)
   experiment = Experiment(config, checkpoint, branching, 0.5, "linear", pathlib.Path("here"))
   found = branch_config(experiment, branching.branches[1])
   plan = plan_batches(found.batch, found.run, layout).starting_at(checkpoint.position)
   rate = learning_rate(found.optimizer, plan, found.run.schedule_unit)
-  assert [(stage.batch, stage.num_steps) for stage in plan.stages] == [(32, 40)]
+  assert [(phase.batch, phase.num_steps) for phase in plan.phases] == [(32, 40)]
   assert {rate(Position(step, 16 + 32 * (step - 1))) for step in range(1, 41)} == {1.0}
   assert plan.end() == Position(41, 16 + 40 * 32)
   assert (found.run.eval_interval, found.run.generate_length) == (-1, 0)

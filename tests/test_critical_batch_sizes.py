@@ -4,19 +4,19 @@ from fractions import Fraction
 
 import pytest
 
-from maxbatch.batch.phases import Stage
+from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import Position
 from maxbatch.batch.topology import Topology
 from maxbatch.errors import UserError
-from maxbatch.experiments.branching import Base, Branching, Wish, branch_out
+from maxbatch.experiments.branching import BranchBase, Branching, BranchRequest, plan_branches
 
 
 def branches(
   *factors: str | int, batch: int = 32, micro_batch: int = 32, tokens: int = -1, share: str = "1/4"
 ) -> Branching:
-  stage = Stage(1, Position(0, 0), 1, batch, micro_batch)
-  base = Base(stage, Topology((8, 1, 1, 1), (1, 1, 1, 1)), 16)
-  return branch_out(base, Wish(tuple(map(Fraction, factors)), tokens, Fraction(share)))
+  phase = Phase(1, Position(0, 0), 1, batch, micro_batch)
+  base = BranchBase(phase, Topology((8, 1, 1, 1), (1, 1, 1, 1)), 16)
+  return plan_branches(base, BranchRequest(tuple(map(Fraction, factors)), tokens, Fraction(share)))
 
 
 def test_every_branch_makes_whole_steps_of_the_same_samples():

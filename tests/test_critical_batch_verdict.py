@@ -13,7 +13,7 @@ import pytest
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Measured, block_means, critical, half_width, judge
 from maxbatch.experiments.plot import plot
-from maxbatch.experiments.report import Origin, Report
+from maxbatch.experiments.report import CriticalBatchReport, Origin
 from maxbatch.plots.svg_parts import ticks
 
 WINDOW, BLOCKS = 10, 40
@@ -28,13 +28,17 @@ def measured(factor: int, loss: float, noise: float = 1.0) -> Measured:
   return Measured(branch, 0.01 * factor**0.5, blocks, None, 60.0)
 
 
-def report(losses: dict[int, float], *, tolerance: float = 0.01, noise: float = 1.0) -> Report:
+def report(
+  losses: dict[int, float], *, tolerance: float = 0.01, noise: float = 1.0
+) -> CriticalBatchReport:
   ordered = [measured(factor, loss, noise) for factor, loss in losses.items()]
   branching = Branching(
     tuple(one.branch for one in ordered), 32, Fraction(4), 163_840, 4096, BLOCKS, WINDOW
   )
   origin = Origin("runs/mine/checkpoints/200", 200, 6400, 102_400, 0.01)
-  return Report(origin, branching, "sqrt", tolerance, tuple(judge(ordered, WINDOW, tolerance)))
+  return CriticalBatchReport(
+    origin, branching, "sqrt", tolerance, tuple(judge(ordered, WINDOW, tolerance))
+  )
 
 
 def verdict(losses: dict[int, float]) -> int:

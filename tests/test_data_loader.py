@@ -295,8 +295,10 @@ class Watched:
 
 def test_no_more_than_two_steps_are_kept_on_the_devices(monkeypatch):
   placed = []
-  inner = loading._Place.__call__
-  monkeypatch.setattr(loading._Place, "__call__", lambda *args: placed.append(1) or inner(*args))
+  inner = loading._RowPlacement.__call__
+  monkeypatch.setattr(
+    loading._RowPlacement, "__call__", lambda *args: placed.append(1) or inner(*args)
+  )
   with train(microbatches=[1] * 9) as loader:
     next(loader)
     loader._ahead[-1].result()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxbatch.estimate.costs import Cost, program_costs
+from maxbatch.estimate.costs import OperationCost, program_costs
 from maxbatch.estimate.flops import Products, products
 from maxbatch.estimate.hlo import parse
 from maxbatch.estimate.traffic import traffic
@@ -17,7 +17,7 @@ from maxbatch.estimate.traffic import traffic
 TPU_STEP = (pathlib.Path(__file__).parent / "data" / "tpu_step.hlo").read_text()
 
 
-def costs_of(text: str = TPU_STEP) -> dict[str, Cost]:
+def costs_of(text: str = TPU_STEP) -> dict[str, OperationCost]:
   return {cost.name: cost for cost in program_costs(parse(text))}
 
 

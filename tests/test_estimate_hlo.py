@@ -6,18 +6,18 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxbatch.estimate.hlo import Instruction, Program, Shape, parse
+from maxbatch.estimate.hlo import ArrayShape, HloModule, Instruction, parse
 from maxbatch.estimate.replica_groups import parse_groups
 
 TPU_STEP = (pathlib.Path(__file__).parent / "data" / "tpu_step.hlo").read_text()
 
 
 @pytest.fixture(scope="module")
-def program() -> Program:
+def program() -> HloModule:
   return parse(TPU_STEP)
 
 
-def instruction(program: Program, name: str) -> Instruction:
+def instruction(program: HloModule, name: str) -> Instruction:
   return next(c.instructions[name] for c in program.computations.values() if name in c.instructions)
 
 
@@ -25,7 +25,7 @@ def module(line: str) -> str:
   return f"HloModule m, num_partitions=8\n\nENTRY %main () -> f32[] {{\n  ROOT {line}\n}}\n"
 
 
-def test_computations_and_the_entry(program: Program):
+def test_computations_and_the_entry(program: HloModule):
   assert program.entry == "main.1"
   assert program.num_devices == 4
   assert program.computations["layers_body"].root == "tuple.2"
@@ -33,10 +33,10 @@ def test_computations_and_the_entry(program: Program):
   assert len(program.computations) == 12
 
 
-def test_an_instruction(program: Program):
+def test_an_instruction(program: HloModule):
   weights = instruction(program, "weights.1")
   assert weights.opcode == "fusion"
-  assert weights.shapes == (Shape("bf16", (32, 256), space=1),)
+  assert weights.shapes == (ArrayShape("bf16", (32, 256), space=1),)
   assert weights.bytes == 32 * 256 * 2
   assert weights.operands == ("stack.1", "layer.1")
   assert weights.computations == ("slice_of_layer",)
@@ -44,20 +44,20 @@ def test_an_instruction(program: Program):
   assert weights.cycles == 1500
 
 
-def test_results_in_a_tuple_with_comments_between(program: Program):
+def test_results_in_a_tuple_with_comments_between(program: HloModule):
   fusion = instruction(program, "fusion.1")
   assert [shape.dims for shape in fusion.shapes] == [(4, 16, 256), (128, 256)]
   assert fusion.operands == ("shard.1", "whole.1", "hidden.1", "whole.1")
 
 
-def test_a_loop_names_condition_and_body(program: Program):
+def test_a_loop_names_condition_and_body(program: HloModule):
   loop = instruction(program, "while.1")
   assert loop.called == {"condition": ("layers_condition",), "body": ("layers_body",)}
-  assert loop.known_trips is None
+  assert loop.known_trip_count is None
   assert instruction(program, "sum.2").index == 5
 
 
-def test_a_kernel_whose_metadata_spans_lines(program: Program):
+def test_a_kernel_whose_metadata_spans_lines(program: HloModule):
   """And whose body is text with parentheses that never close."""
   kernel = instruction(program, "splash_mha_fwd_residuals.1")
   assert kernel.target == "tpu_custom_call"
@@ -65,7 +65,7 @@ def test_a_kernel_whose_metadata_spans_lines(program: Program):
   assert kernel.cost_estimate == {}
 
 
-def test_every_name_is_known(program: Program):
+def test_every_name_is_known(program: HloModule):
   for computation in program.computations.values():
     for one in computation:
       assert set(one.operands) <= computation.instructions.keys()
@@ -86,7 +86,7 @@ def test_branches_and_known_trips():
     "%w = s32[] while(%t), condition=%c, body=%b, "
     'backend_config={"known_trip_count":{"n":"12"},"known_init_step":{"init":"0"}}'
   )
-  assert instruction(parse(module(line)), "w").known_trips == 12
+  assert instruction(parse(module(line)), "w").known_trip_count == 12
   line = "%c = f32[] conditional(%i, %x, %y), branch_computations={%one, %two.2}"
   assert instruction(parse(module(line)), "c").computations == ("one", "two.2")
 

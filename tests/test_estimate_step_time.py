@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 from maxbatch.estimate.chips import Chip
-from maxbatch.estimate.costs import Collective, Cost, program_costs
+from maxbatch.estimate.costs import Collective, OperationCost, program_costs
 from maxbatch.estimate.flops import Products
 from maxbatch.estimate.hlo import parse
 from maxbatch.estimate.replica_groups import ReplicaGroups
@@ -45,8 +45,8 @@ def cost(
   groups: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3),),
   overlapped: bool = False,
   products: Products | None = None,
-) -> Cost:
-  return Cost(
+) -> OperationCost:
+  return OperationCost(
     name=name,
     opcode="fusion",
     op_name="",
@@ -62,29 +62,35 @@ def cost(
   )
 
 
-def estimated(*costs: Cost, expected: float = 100.0) -> StepEstimate:
+def estimated(*costs: OperationCost, expected: float = 100.0) -> StepEstimate:
   return estimate(costs, CHIP, expected)
 
 
 def test_the_compilers_cycles_come_first():
-  assert estimated(cost(900, 900, cycles=500, count=3)).pass_seconds == pytest.approx(1.5)
+  assert estimated(cost(900, 900, cycles=500, count=3)).microbatch_seconds == pytest.approx(1.5)
 
 
 def test_the_roofline_is_the_longer_of_products_and_bytes():
-  assert estimated(cost(200, 10)).pass_seconds == pytest.approx(2.0)
-  assert estimated(cost(200, 30)).pass_seconds == pytest.approx(3.0)
+  assert estimated(cost(200, 10)).microbatch_seconds == pytest.approx(2.0)
+  assert estimated(cost(200, 30)).microbatch_seconds == pytest.approx(3.0)
 
 
 def test_narrow_heads_are_charged_the_whole_matrix_unit():
   """And the blocks that are computed, not the half that counts."""
-  assert estimated(cost(products=Products(100, 150, width=64))).pass_seconds == pytest.approx(3.0)
-  assert estimated(cost(products=Products(100, 150, width=128))).pass_seconds == pytest.approx(1.5)
-  assert estimated(cost(products=Products(100, 150, width=192))).pass_seconds == pytest.approx(2.0)
+  assert estimated(cost(products=Products(100, 150, width=64))).microbatch_seconds == pytest.approx(
+    3.0
+  )
+  assert estimated(
+    cost(products=Products(100, 150, width=128))
+  ).microbatch_seconds == pytest.approx(1.5)
+  assert estimated(
+    cost(products=Products(100, 150, width=192))
+  ).microbatch_seconds == pytest.approx(2.0)
 
 
 def test_a_step_is_the_rest_and_as_many_passes_as_it_has():
   found = estimated(cost(cycles=2000), cost(cycles=500, inside=False, loop="main"))
-  assert (found.pass_seconds, found.rest_seconds) == pytest.approx((2.0, 0.5))
+  assert (found.microbatch_seconds, found.rest_seconds) == pytest.approx((2.0, 0.5))
   assert found.step_seconds(1) == pytest.approx(2.5)
   assert found.step_seconds(7) == pytest.approx(14.5)
 
@@ -100,41 +106,41 @@ def test_a_step_is_the_rest_and_as_many_passes_as_it_has():
 )
 def test_collectives_on_the_links(kind: str, seconds: float):
   found = estimated(cost(kind=kind, size=16))
-  assert found.pass_parts.interconnect == pytest.approx(seconds)
+  assert found.microbatch_parts.interconnect == pytest.approx(seconds)
   assert found.collectives[0].seconds == pytest.approx(seconds)
 
 
 def test_collectives_between_slices():
   gather = cost(kind="all-gather", size=16)
-  assert estimate([gather], CHIP, 0, devices_per_slice=4).pass_seconds == pytest.approx(3.0)
+  assert estimate([gather], CHIP, 0, devices_per_slice=4).microbatch_seconds == pytest.approx(3.0)
   found = estimate([gather], CHIP, 0, devices_per_slice=2)
-  assert found.pass_seconds == pytest.approx(12.0)
+  assert found.microbatch_seconds == pytest.approx(12.0)
   assert found.collectives[0].crosses_slices
 
 
 def test_one_device_alone_exchanges_nothing():
-  assert estimated(cost(kind="all-reduce", size=16, groups=((0,), (1,)))).pass_seconds == 0.0
+  assert estimated(cost(kind="all-reduce", size=16, groups=((0,), (1,)))).microbatch_seconds == 0.0
 
 
 def test_synchronous_collectives_stop_the_operations():
   found = estimated(cost(cycles=5000), cost(kind="all-gather", size=16))
-  assert found.pass_seconds == pytest.approx(8.0)
+  assert found.microbatch_seconds == pytest.approx(8.0)
 
 
 def test_asynchronous_collectives_run_beside_the_operations():
   """3 s of links behind 5 s of work cost nothing; behind 1 s they cost 2 s."""
   gather = cost(kind="all-gather", size=16, overlapped=True, scope="norm")
   hidden = estimated(cost(cycles=5000), gather)
-  assert hidden.pass_seconds == pytest.approx(5.0)
+  assert hidden.microbatch_seconds == pytest.approx(5.0)
   late = estimated(cost(cycles=1000), gather)
-  assert late.pass_seconds == pytest.approx(3.0)
-  assert late.pass_parts.interconnect == pytest.approx(2.0)
+  assert late.microbatch_seconds == pytest.approx(3.0)
+  assert late.microbatch_parts.interconnect == pytest.approx(2.0)
   assert late.by_scope(1) == pytest.approx({"norm": 2.0, "mlp": 1.0})
 
 
 def test_only_operations_of_the_same_loop_body_hide_a_collective():
   gather = cost(kind="all-gather", size=16, overlapped=True)
-  assert estimated(cost(cycles=5000, loop="other"), gather).pass_seconds == pytest.approx(8.0)
+  assert estimated(cost(cycles=5000, loop="other"), gather).microbatch_seconds == pytest.approx(8.0)
 
 
 def test_copies_run_beside_until_memory_is_full():
@@ -142,9 +148,9 @@ def test_copies_run_beside_until_memory_is_full():
   copy = cost(bytes=50, overlapped=True, scope="other")
   work = cost(bytes=10, cycles=2000)
   found = estimated(work, copy)
-  assert found.pass_seconds == pytest.approx(6.0)
-  assert found.pass_parts.memory == pytest.approx(4.0)
-  assert estimated(cost(bytes=10, cycles=9000), copy).pass_seconds == pytest.approx(9.0)
+  assert found.microbatch_seconds == pytest.approx(6.0)
+  assert found.microbatch_parts.memory == pytest.approx(4.0)
+  assert estimated(cost(bytes=10, cycles=9000), copy).microbatch_seconds == pytest.approx(9.0)
 
 
 @pytest.mark.parametrize(
@@ -163,16 +169,16 @@ def test_copies_run_beside_until_memory_is_full():
     ),
   ],
 )
-def test_what_limits(costs: list[Cost], limit: str):
+def test_what_limits(costs: list[OperationCost], limit: str):
   assert estimated(*costs).limited_by == limit
 
 
 def test_coverage_is_of_what_was_expected():
   costs = [cost(30, cycles=1), cost(20, count=2), cost(20, inside=False)]
-  found = estimate(costs, CHIP, expected_pass_flops=80, expected_rest_flops=20)
+  found = estimate(costs, CHIP, expected_microbatch_flops=80, expected_rest_flops=20)
   assert found.coverage == pytest.approx(0.9)
   assert found.compiler_share == pytest.approx(30 / 90)
-  assert (found.pass_flops, found.rest_flops) == (70, 20)
+  assert (found.microbatch_flops, found.rest_flops) == (70, 20)
 
 
 def test_coverage_without_expectations():

@@ -132,7 +132,7 @@ ARITHMETIC = {
   "maxbatch.experiments.branching": "batches of branches",
 }
 BATCH_SIZE = re.compile(
-  r"(.*_)?(batch|batch_size|batch_to_train|batch_to_load|accumulation_steps|microbatches|devices"
+  r"(?!num_microbatches)(.*_)?(batch|batch_size|batch_to_train|batch_to_load|accumulation_steps|microbatches|devices"
   r"|num_slices|num_batch_groups|expansion_factor_real_data|tokens_per_step)"
 )
 PRODUCTS = (ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)

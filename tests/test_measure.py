@@ -43,7 +43,7 @@ def made(accumulation: str = "fused", packing: bool = False) -> Made:
   parts = build_trainer(settings, plan, jax.devices())
   source = build_dataset(settings.data, settings.batch.max_target_length).train
   streamed = streams(settings)
-  capacity = 1 if streamed else plan.trip_capacity
+  capacity = 1 if streamed else plan.microbatch_capacity
   one = source.rows(np.zeros(1, np.int64)) | {"sample_ids": np.zeros(1, np.int32)}
   leading = (capacity, plan.micro_batch_to_train)
   shapes: dict[str, Any] = {
@@ -59,24 +59,24 @@ class Pretend:
   def __init__(self, parts: Made, rest: float, per_pass: float, scatter: float = 0.0):
     self.now, self.parts, self.rest, self.per_pass = 0.0, parts, rest, per_pass
     self.scatter, self.random = scatter, np.random.default_rng(0)
-    self.trips: list[Any] = []
+    self.num_microbatches: list[Any] = []
 
   def clock(self) -> float:
     return self.now
 
   def step(self, state, rows, count, rate):
-    self.trips.append(count.item())
+    self.num_microbatches.append(count.item())
     ended = bool(count) if self.parts.streamed else True
     passes = 1 if self.parts.streamed else int(count)
     took = self.per_pass * passes + (self.rest if ended else 0.0)
     self.now += took * (1 + self.scatter * self.random.normal())
     return self.parts.step(state, rows, count, rate)
 
-  def timing(self, passes: int) -> Timing:
+  def timing(self, num_microbatches: int) -> Timing:
     parts = self.parts
     return measure_step(
       parts.trainer, self.step, parts.shapes,
-      streamed=parts.streamed, passes=passes, clock=self.clock,
+      streamed=parts.streamed, num_microbatches=num_microbatches, clock=self.clock,
     )  # fmt: skip
 
 
@@ -85,28 +85,28 @@ class Pretend:
 def test_pass_and_rest_come_apart(accumulation, passes):
   pretend = Pretend(made(accumulation), rest=0.03, per_pass=0.02)
   timing = pretend.timing(passes)
-  assert timing.seconds_per_pass == pytest.approx(0.02)
+  assert timing.seconds_per_microbatch == pytest.approx(0.02)
   assert timing.seconds_rest == pytest.approx(0.03)
   assert timing.spread == pytest.approx(0.0)
   if accumulation == "fused":
     # As many passes as the run's step takes, and never fewer than two.
-    assert set(pretend.trips) == {1, max(2, passes)}
+    assert set(pretend.num_microbatches) == {1, max(2, passes)}
 
 
 def test_the_longer_step_has_room_in_the_program_and_in_the_time():
   quick = Pretend(made(), rest=0.001, per_pass=0.001)
-  quick.timing(passes=50)
-  assert max(quick.trips) == 16  # the capacity
+  quick.timing(num_microbatches=50)
+  assert max(quick.num_microbatches) == 16  # the capacity
   slow = Pretend(made(), rest=10.0, per_pass=20.0)
-  assert slow.timing(passes=16).repeats == 3
-  assert max(slow.trips) == 2
+  assert slow.timing(num_microbatches=16).repeats == 3
+  assert max(slow.num_microbatches) == 2
 
 
 def test_scatter_is_told():
-  timing = Pretend(made(), rest=0.0, per_pass=0.01, scatter=0.1).timing(passes=4)
+  timing = Pretend(made(), rest=0.0, per_pass=0.01, scatter=0.1).timing(num_microbatches=4)
   assert 0.02 < timing.spread < 0.15
   assert timing.repeats == 15
-  assert timing.seconds_per_pass == pytest.approx(0.01, rel=0.1)
+  assert timing.seconds_per_microbatch == pytest.approx(0.01, rel=0.1)
 
 
 def test_a_step_without_ticks_is_kept_apart():
@@ -127,8 +127,10 @@ def test_real_steps_are_timed_and_their_memory_is_freed(accumulation, packing, m
   monkeypatch.setattr(measured_time, "SECONDS", 0.1)
   parts = made(accumulation, packing)
   before = {id(array) for array in jax.live_arrays()}
-  timing = measure_step(parts.trainer, parts.step, parts.shapes, streamed=parts.streamed, passes=4)
-  assert 0 < timing.seconds_per_pass < 10
+  timing = measure_step(
+    parts.trainer, parts.step, parts.shapes, streamed=parts.streamed, num_microbatches=4
+  )
+  assert 0 < timing.seconds_per_microbatch < 10
   assert 0 <= timing.seconds_rest < 10
   assert 0 <= timing.spread < 5
   held = [x for x in jax.live_arrays() if id(x) not in before and x.nbytes > 8]
@@ -143,7 +145,7 @@ def test_what_breaks_off_holds_no_memory_either():
     raise RuntimeError("out of order")
 
   with pytest.raises(RuntimeError, match="out of order") as caught:
-    measure_step(parts.trainer, broken, parts.shapes, streamed=False, passes=1)
+    measure_step(parts.trainer, broken, parts.shapes, streamed=False, num_microbatches=1)
   # The error holds every frame that it came through.
   assert caught.tb
   assert [x for x in jax.live_arrays() if id(x) not in before and x.nbytes > 8] == []
@@ -164,5 +166,5 @@ def test_the_training_state_is_not_touched(monkeypatch):
   parts = made()
   state = parts.trainer.init(seed=0)
   before = jax.device_get(state)
-  measure_step(parts.trainer, parts.step, parts.shapes, streamed=False, passes=2)
+  measure_step(parts.trainer, parts.step, parts.shapes, streamed=False, num_microbatches=2)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), before)

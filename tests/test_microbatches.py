@@ -21,9 +21,13 @@ from maxbatch.plan import main as plan_command
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
 from maxbatch.tuning import pipeline_microbatches
-from maxbatch.tuning.microbatch_size import Place
-from maxbatch.tuning.pipeline_microbatches import CutsProber, settle_microbatches, with_cuts
-from maxbatch.tuning.pipeline_ranking import Compiled
+from maxbatch.tuning.microbatch_size import Target
+from maxbatch.tuning.pipeline_microbatches import (
+  PipelineMicrobatchProber,
+  choose_num_pipeline_microbatches,
+  with_num_pipeline_microbatches,
+)
+from maxbatch.tuning.pipeline_ranking import CompiledChoice
 
 GIB = 1 << 30
 FOUR = {
@@ -42,8 +46,8 @@ def settings(**keys: object) -> Config:
 RAMP = {"batch_size": -1, "per_device_batch_size": -1, "micro_batch_size": "none"}
 
 
-def place(of: Config) -> Place:
-  return Place(jax.devices()[:4], topology(of.mesh, 4))
+def place(of: Config) -> Target:
+  return Target(jax.devices()[:4], topology(of.mesh, 4))
 
 
 class Machine:
@@ -53,22 +57,29 @@ class Machine:
     self.favourite = favourite
     self.asked: list[int] = []
 
-  def __call__(self, cuts: int) -> Compiled:
-    self.asked.append(cuts)
-    return Compiled(cuts * GIB, 99 * GIB, True, 0.5 if cuts == self.favourite else 1.0)
+  def __call__(self, num_pipeline_microbatches: int) -> CompiledChoice:
+    self.asked.append(num_pipeline_microbatches)
+    return CompiledChoice(
+      num_pipeline_microbatches * GIB,
+      99 * GIB,
+      True,
+      0.5 if num_pipeline_microbatches == self.favourite else 1.0,
+    )
 
 
 def settled(of: Config, folder: pathlib.Path, **options: Any) -> tuple[Config, str, Machine]:
   """What is chosen, what is said, and the machine that was asked."""
   machine, lines = options.pop("machine", None) or Machine(), []
-  found = settle_microbatches(of, place(of), machine, folder, say=lines.append, **options)
+  found = choose_num_pipeline_microbatches(
+    of, place(of), machine, folder, say=lines.append, **options
+  )
   return found, "\n".join(lines), machine
 
 
 def test_the_choice_is_made_said_and_remembered(tmp_path):
   of = settings()
   found, said, machine = settled(of, tmp_path)
-  assert found == with_cuts(of, 4) == settings(num_pipeline_microbatches=4)
+  assert found == with_num_pipeline_microbatches(of, 4) == settings(num_pipeline_microbatches=4)
   assert machine.asked[:2] == [32, 4]
   (file,) = tmp_path.iterdir()
   assert file.name.startswith("num_pipeline_microbatches-")
@@ -92,7 +103,7 @@ def test_a_second_start_asks_nothing(tmp_path):
     f"{file}; --forget measures anew)"
   )
   # And --forget does.
-  third, _, machine = settled(settings(), tmp_path, machine=Machine(32), forgetting=True)
+  third, _, machine = settled(settings(), tmp_path, machine=Machine(32), forget=True)
   assert machine.asked
   assert third.pipeline.num_pipeline_microbatches == 32
   assert settled(settings(), tmp_path)[0] == third
@@ -157,11 +168,11 @@ def test_what_cannot_be_cut_is_refused(tmp_path):
 
 
 def test_all_numbers_are_process_0s(tmp_path, monkeypatch):
-  def from_process_0(value: Any) -> Any:
+  def broadcast_one_to_all(value: Any) -> Any:
     faster = {"step_seconds": 0.1} if value["peak_bytes"] == 32 * GIB else {}
     return value | faster
 
-  monkeypatch.setattr(pipeline_microbatches, "from_process_0", from_process_0)
+  monkeypatch.setattr(pipeline_microbatches, "broadcast_one_to_all", broadcast_one_to_all)
   found, _, _ = settled(settings(), tmp_path, machine=Machine(4))
   assert found.pipeline.num_pipeline_microbatches == 32
 
@@ -172,8 +183,8 @@ def test_what_the_compiler_refuses_is_known_not_to_fit(monkeypatch):
 
   monkeypatch.setattr(pipeline_microbatches, "report_or_refusal", refuse)
   of = settings(device_memory_gb=3)
-  found = CutsProber(of, jax.devices()[:4], place(of).layout)(4)
-  assert found == Compiled(3 * GIB + 1, 3 * GIB, False)
+  found = PipelineMicrobatchProber(of, jax.devices()[:4], place(of).layout)(4)
+  assert found == CompiledChoice(3 * GIB + 1, 3 * GIB, False)
 
 
 @pytest.mark.parametrize(
@@ -195,14 +206,15 @@ def test_a_schedule_is_ranked_for_its_largest_step_that_is_reached(
 
   monkeypatch.setattr(pipeline_microbatches, "report_or_refusal", refuse)
   of = settings(**RAMP, batch_schedule=schedule, steps=10)
-  prober = CutsProber(of, place(of).devices, place(of).layout)
+  prober = PipelineMicrobatchProber(of, place(of).devices, place(of).layout)
   _, said, _ = settled(of, tmp_path, machine=prober)
   assert set(compiled) == {micro_batch}
   # One number must cut all passes, those of 24 samples too.
   heading, _, *rows = said.splitlines()[:6]
   assert heading.endswith(f", for steps of {passes}")
   assert {(int(row.split()[0]), int(row.split()[1])) for row in rows} == {
-    (cuts, micro_batch // cuts) for cuts in (4, 8, 12, 24)
+    (num_pipeline_microbatches, micro_batch // num_pipeline_microbatches)
+    for num_pipeline_microbatches in (4, 8, 12, 24)
   }
 
 
@@ -307,7 +319,7 @@ def test_explore_tries_the_fewest_and_says_so(tmp_path, capsys, monkeypatch):
   tried: list[tuple[int, int]] = []
 
   def compile_program(config: Config, plan: Any, trainer: Any, *_: object) -> Any:
-    tried.append((trainer.pipeline.cuts, trainer.pipeline.rows))
+    tried.append((trainer.pipeline.num_pipeline_microbatches, trainer.pipeline.rows))
     raise DoesNotFitError(0)
 
   monkeypatch.setattr(reports, "compile_program", compile_program)
@@ -331,13 +343,13 @@ def test_the_size_is_settled_first_then_how_it_is_cut(monkeypatch):
     batch = dataclasses.replace(config.batch, micro_batch_size="none")
     return dataclasses.replace(config, batch=batch)
 
-  def cuts(config: Config, *_: object, **__: object) -> Config:
+  def num_pipeline_microbatches(config: Config, *_: object, **__: object) -> Config:
     order.append(f"cuts of {config.batch.micro_batch_size}")
     return config
 
-  monkeypatch.setattr(resolve, "settled_size", size)
-  monkeypatch.setattr(resolve, "settle_microbatches", cuts)
-  resolve.settled(of, place(of).devices, place(of).layout)
+  monkeypatch.setattr(resolve, "resolve_micro_batch_size", size)
+  monkeypatch.setattr(resolve, "choose_num_pipeline_microbatches", num_pipeline_microbatches)
+  resolve.resolve(of, place(of).devices, place(of).layout)
   assert order == ["size", "cuts of none"]
 
 
@@ -347,7 +359,7 @@ def test_a_compiled_step_brings_its_number(tmp_path, monkeypatch):
     pipeline_microbatches, "made_from", lambda path: {"num_pipeline_microbatches": 8}
   )
   found, said, machine = settled(of, tmp_path)
-  assert (found, said, machine.asked) == (with_cuts(of, 8), "", [])
+  assert (found, said, machine.asked) == (with_num_pipeline_microbatches(of, 8), "", [])
   # One for another run is refused when it is loaded, by what differs.
   monkeypatch.setattr(
     pipeline_microbatches, "made_from", lambda path: {"num_pipeline_microbatches": 3}

@@ -207,9 +207,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("keys", "told"), REFUSED, ids=["-".join(keys) for keys, _ in REFUSED])
-def test_what_excludes_each_other_is_refused(tmp_path, capsys, keys, told):
+def test_what_excludes_each_other_is_refused(tmp_path, capsys, keys, printed):
   assert main(command(tmp_path, **keys)) == 2
-  assert capsys.readouterr().err == f"error: {told}\n"
+  assert capsys.readouterr().err == f"error: {printed}\n"
   assert not (tmp_path / "run").exists()
 
 
@@ -245,8 +245,8 @@ def test_a_saved_step_trains_to_the_same_bits(tmp_path, monkeypatch, capsys, how
   monkeypatch.setattr(steps, "compiled_step", lambda *_: pytest.fail("compiled"))
   assert trained(tmp_path / "loaded", micro_batch_size=2, compiled_step=file) == expected
   assert main(command(tmp_path / "other", micro_batch_size=4, compiled_step=file)) == 2
-  told = capsys.readouterr().err
-  assert "micro_batch_to_train: the file has 16, this run 32" in told
+  printed = capsys.readouterr().err
+  assert "micro_batch_to_train: the file has 16, this run 32" in printed
 
 
 # --- auto -----------------------------------------------------------------------------------------
@@ -291,9 +291,9 @@ def _batch_norm(monkeypatch):
 def test_coupled_samples_are_trained_in_one_pass_with_a_warning(tmp_path, capsys, clock):
   keys = {"decoder_block": "batch_norm"}
   found = trained(tmp_path / "auto", micro_batch_size="auto", **keys)
-  told = capsys.readouterr().err
-  assert told.startswith("warning: decoder_block=batch_norm couples the samples of a batch")
-  assert "micro_batch_size=none instead of micro_batch_size=auto" in told
+  printed = capsys.readouterr().err
+  assert printed.startswith("warning: decoder_block=batch_norm couples the samples of a batch")
+  assert "micro_batch_size=none instead of micro_batch_size=auto" in printed
   assert clock == []
   records = [record for record in read_metrics(tmp_path / "auto" / "run") if "loss" in record]
   assert {record["gradient_accumulation_steps"] for record in records} == {1}
@@ -304,9 +304,9 @@ def test_coupled_samples_are_trained_in_one_pass_with_a_warning(tmp_path, capsys
 def test_coupled_samples_in_several_passes_are_refused(tmp_path, capsys):
   keys = {"decoder_block": "batch_norm", "gradient_accumulation_steps": 2}
   assert main(command(tmp_path, **keys)) == 2
-  told = capsys.readouterr().err
-  assert told.startswith("error: decoder_block=batch_norm couples the samples of a batch")
-  assert told.endswith(
+  printed = capsys.readouterr().err
+  assert printed.startswith("error: decoder_block=batch_norm couples the samples of a batch")
+  assert printed.endswith(
     "but gradient_accumulation_steps=2 takes 2 passes; for example gradient_accumulation_steps=1\n"
   )
   assert not (tmp_path / "run").exists()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from maxbatch.batch.phases import Position
 from maxbatch.errors import UserError
 from maxbatch.noise.confidence import Interval
-from maxbatch.noise.controller import Controller, Decision, Limits
+from maxbatch.noise.controller import Controller, ControllerLimits, Decision
 from maxbatch.noise.tracker import Estimate
 
 WINDOW = 16
@@ -28,7 +28,7 @@ def estimate(low: float, value: float | None = None, high: float | None = None) 
 def controller(**limits: Any) -> Controller:
   """One that has seen quiet losses and grows at once unless a limit forbids it."""
   given: dict[str, Any] = {"max_batch": 1024, "windows_before_growth": 1} | limits
-  one = Controller(Limits(**given))
+  one = Controller(ControllerLimits(**given))
   for step in range(64):
     one.observe(3 + 0.01 * (step % 5))
   return one
@@ -200,7 +200,7 @@ def test_a_spike_breaks_the_row():
 
 
 def test_without_losses_a_spike_cannot_be_excluded():
-  one = Controller(Limits(1024, windows_before_growth=1))
+  one = Controller(ControllerLimits(1024, windows_before_growth=1))
   for _ in range(7):
     one.observe(3.0)
   assert decided(one).reason == "7 losses seen, of 8 it takes to see a spike"
@@ -242,7 +242,7 @@ def test_without_losses_a_spike_cannot_be_excluded():
 )
 def test_limits_without_sense_are_refused(limits, said):
   with pytest.raises(UserError) as caught:
-    Limits(**({"max_batch": 8} | limits))
+    ControllerLimits(**({"max_batch": 8} | limits))
   assert str(caught.value) == said
 
 
@@ -270,7 +270,7 @@ runs = st.lists(
   max_size=25,
 )
 any_limits = st.builds(
-  lambda unit, units, **rest: Limits(unit=unit, max_batch=unit * units, **rest),
+  lambda unit, units, **rest: ControllerLimits(unit=unit, max_batch=unit * units, **rest),
   st.integers(1, 24),
   st.integers(1, 100),
   dwell_samples=st.sampled_from([0, 100, 2000]),
@@ -282,7 +282,7 @@ any_limits = st.builds(
 
 
 def run(
-  limits: Limits, batch: int, moments: list[Moment], restore_at: int = -1
+  limits: ControllerLimits, batch: int, moments: list[Moment], restore_at: int = -1
 ) -> list[tuple[Position, int, Estimate, Decision]]:
   """Position, batch, estimate and decision of every decision point; restored before one of them."""
   one, position, made = Controller(limits), Position(0, 0), []
@@ -325,7 +325,7 @@ def test_a_restored_controller_decides_the_same(limits, moments, data):
 
 
 def test_restored_at_any_point_it_follows_the_same_batches():
-  limits = Limits(512, 8, dwell_samples=3000, windows_before_growth=2, warmup_samples=500)
+  limits = ControllerLimits(512, 8, dwell_samples=3000, windows_before_growth=2, warmup_samples=500)
   moments = [
     Moment(9, 50.0 if number in (10, 11) else 2.0, estimate(40 * number)) for number in range(1, 50)
   ]
@@ -345,5 +345,5 @@ def test_an_infinite_loss_survives_the_state():
 
 def test_a_rising_noise_scale_is_followed_to_the_largest_batch():
   quiet = [Moment(20, 2.0, estimate(low)) for low in range(40, 2000, 40)]
-  batches = [made[-1].batch for made in run(Limits(256, 8), 16, quiet)]
+  batches = [made[-1].batch for made in run(ControllerLimits(256, 8), 16, quiet)]
   assert sorted(set(batches)) == [16, 32, 64, 128, 256]

@@ -130,7 +130,9 @@ def assert_near(ours: dict[str, Moments | None], theirs: dict[str, Moments]) -> 
 
 def test_every_group_is_that_of_the_rows_own_gradients():
   trainer, reported = step((2, 1, 1), 2, gns="all", gns_from_microbatches="true", **LLAMA)
-  ours = moments_by_group(trainer.model.probed(), reported, every_layer=True, replicas=2, passes=2)
+  ours = moments_by_group(
+    trainer.model.probed(), reported, every_layer=True, replicas=2, num_microbatches=2
+  )
   found = gradients(**LLAMA)
   theirs = expected(found, tied=False)
   assert set(TYPES) < set(theirs)
@@ -139,7 +141,9 @@ def test_every_group_is_that_of_the_rows_own_gradients():
 
 def test_a_tied_table_is_in_no_group():
   trainer, reported = step((1, 1, 1), 1, gns="all", **GPT2)
-  ours = moments_by_group(trainer.model.probed(), reported, every_layer=True, replicas=1, passes=1)
+  ours = moments_by_group(
+    trainer.model.probed(), reported, every_layer=True, replicas=1, num_microbatches=1
+  )
   theirs = expected(gradients(**GPT2), tied=True)
   assert set(TYPES) - set(theirs) == {"head"}
   assert_near(ours, theirs)
@@ -147,7 +151,9 @@ def test_a_tied_table_is_in_no_group():
 
 def test_norms_alone_have_groups_of_their_own():
   trainer, reported = step((1, 1, 1), 4, gns="norm", gns_from_microbatches="true", **LLAMA)
-  ours = moments_by_group(trainer.model.probed(), reported, every_layer=False, replicas=1, passes=4)
+  ours = moments_by_group(
+    trainer.model.probed(), reported, every_layer=False, replicas=1, num_microbatches=4
+  )
   found = gradients(**LLAMA)
   norms = [path for path in found if any("norm" in word for word in path)]
   stacked = [path for path in norms if path[0] == "layers"]
@@ -161,13 +167,13 @@ def test_norms_alone_have_groups_of_their_own():
 def test_one_microbatch_has_nothing_to_compare():
   one = np.float32(1.0)
   reported = StepMetrics(one, one, one, NoiseSums(one, {}, one), {})  # pyright: ignore
-  ours = moments_by_group((), reported, every_layer=False, replicas=1, passes=1)
+  ours = moments_by_group((), reported, every_layer=False, replicas=1, num_microbatches=1)
   assert ours == {"from_microbatches": None}
 
 
 def test_nothing_measured_is_no_group():
   nothing = StepMetrics(*(np.float32(1.0) for _ in range(3)))  # pyright: ignore[reportArgumentType]
-  assert moments_by_group((), nothing, every_layer=True, replicas=1, passes=1) == {}
+  assert moments_by_group((), nothing, every_layer=True, replicas=1, num_microbatches=1) == {}
 
 
 @pytest.mark.parametrize(

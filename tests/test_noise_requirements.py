@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.resume import check_goes_on
+from maxbatch.batch.resume import check_can_continue
 from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
@@ -46,7 +46,7 @@ def test_a_single_sample_has_nothing_to_be_compared_with(gns):
   )
 
 
-def test_nor_has_one_stage_of_a_schedule():
+def test_nor_has_one_phase_of_a_schedule():
   keys = ONE | {"batch_size": 2}
   assert message(**keys, gns="all", batch_schedule="[[0, 1], [4, 2]]").startswith(
     "gns=all compares"
@@ -153,7 +153,7 @@ def test_following_a_file_that_is_not_there(tmp_path):
     ),
     (
       "[0, 32], [320, 60]",
-      "batch_schedule: stage 2, [320, 60], has 60 samples, which must be a positive multiple of "
+      "batch_schedule: phase 2, [320, 60], has 60 samples, which must be a positive multiple of "
       "the 8 groups of devices that see different samples (data 8 × fsdp 1); nearest: [320, 56] or [320, 64]",
     ),
   ],
@@ -170,13 +170,13 @@ def test_a_file_by_hand_is_followed(tmp_path):
   file.write_text("batch_schedule:\n- [0, 32]\n- [320, 64, from there on]\n- [960, 24]\n")
   keys = {"batch_schedule_file": file, "total_samples": 1200, "per_device_batch_size": 2}
   plan = checked(**(FOLLOWING | keys))
-  assert [(stage.first.samples, stage.batch) for stage in plan.stages] == [
+  assert [(phase.first.samples, phase.batch) for phase in plan.phases] == [
     (0, 32),
     (320, 64),
     (960, 24),
   ]
   # The microbatch of 16 does not divide 24.
-  assert [stage.micro_batch for stage in plan.stages] == [16, 16, 8]
+  assert [phase.micro_batch for phase in plan.phases] == [16, 16, 8]
   assert plan.begins_with_batch_size
 
 
@@ -185,8 +185,8 @@ def test_a_file_by_hand_is_followed(tmp_path):
 
 def test_sizes_with_which_a_steered_run_goes_on():
   plan = checked(**STEERED, per_device_batch_size=2)
-  check_goes_on(plan, first=32, now=32)
-  check_goes_on(plan, first=32, now=48)
+  check_can_continue(plan, first=32, now=32)
+  check_can_continue(plan, first=32, now=48)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_microbatch_that_does_not_divide_the_batch(per_device, devices, expect
   keys = {"per_device_batch_size": per_device, "num_simulated_devices": devices}
   plan = checked(**STEERED, **keys)
   with pytest.raises(UserError) as caught:
-    check_goes_on(plan, first=32, now=40)
+    check_can_continue(plan, first=32, now=40)
   assert str(caught.value) == (
     "micro_batch_to_train=32: batch_schedule=gns has brought this run to 40 samples per step, which "
     f"must be a multiple of it; for example {expected}"
@@ -210,7 +210,7 @@ def test_a_microbatch_that_does_not_divide_the_batch(per_device, devices, expect
 def test_another_first_batch():
   plan = dataclasses.replace(checked(**STEERED), global_batch_to_train=64)
   with pytest.raises(UserError) as caught:
-    check_goes_on(plan, first=32, now=64)
+    check_can_continue(plan, first=32, now=64)
   assert str(caught.value) == (
     "global_batch_to_train=64: this run began with 32 samples per step, and batch_schedule=gns goes "
     "on from there; for example batch_size=32, or another run_name"

@@ -13,7 +13,7 @@ from support import stop_at
 from maxbatch.batch.schedule_file import read_changes
 from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.errors import UserError
-from maxbatch.noise.controller import Controller, Decision, Limits
+from maxbatch.noise.controller import Controller, ControllerLimits, Decision
 from maxbatch.run_folder.metrics import Record
 
 STEERED = {"batch_schedule": "gns", "gns_windows_before_growth": 1, "gns_dwell_tokens": 0}
@@ -29,8 +29,8 @@ def train(tmp_path_factory):
 def bold():
   """The controller as it is, but for the width of the intervals that it acts on."""
   with pytest.MonkeyPatch.context() as patch:
-    wide = functools.partial(Limits, max_relative_half_width=1e6)
-    patch.setattr("maxbatch.noise.steering.Limits", wide)
+    wide = functools.partial(ControllerLimits, max_relative_half_width=1e6)
+    patch.setattr("maxbatch.noise.steering.ControllerLimits", wide)
     yield
 
 

@@ -261,8 +261,8 @@ def test_the_plan_shows_the_pipeline(capsys):
     "group of devices; bubble 27.3%; pipeline_stash=input\n"
   ) in capsys.readouterr().out
   assert plan(["config=base", *KEYS, "--json"]) == 0
-  told = json.loads(capsys.readouterr().out)["pipeline"]
-  assert told == {
+  printed = json.loads(capsys.readouterr().out)["pipeline"]
+  assert printed == {
     "pipeline_schedule": "1f1b",
     "stages": 4,
     "num_pipeline_repeats": 1,

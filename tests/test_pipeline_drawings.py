@@ -17,12 +17,12 @@ from maxbatch.pipeline_parallel.simulator import run
 from maxbatch.pipeline_parallel.slots import with_slots
 from maxbatch.pipeline_parallel.svg import svg
 from maxbatch.pipeline_parallel.text_grid import text_grid
-from maxbatch.pipeline_parallel.timetable import Shape, Timetable
+from maxbatch.pipeline_parallel.timetable import Timetable, TimetableShape
 
-ONE = timetable("1f1b", Shape(3, 4))
-SEVERAL = timetable("interleaved_1f1b", Shape(2, 4, 2))
+ONE = timetable("1f1b", TimetableShape(3, 4))
+SEVERAL = timetable("interleaved_1f1b", TimetableShape(2, 4, 2))
 SHAPES = [
-  (name, Shape(p, m * p * h, v, h))
+  (name, TimetableShape(p, m * p * h, v, h))
   for name, p, m, v, h in itertools.product(SCHEDULES, (1, 2, 3), (1, 2), (1, 2), (1, 2))
   if v == 1 or SCHEDULES[name].repeats
 ]
@@ -46,7 +46,7 @@ stage 1  F   · 0.0 0.1 1.0 1.1 0.2 0.3 1.2 1.3   ·   ·   ·
 def test_grid():
   assert text_grid(ONE) == GRID
   assert text_grid(SEVERAL) == GRID_OF_SEVERAL
-  assert text_grid(timetable("gpipe", Shape(2, 2, hop=2))) == (
+  assert text_grid(timetable("gpipe", TimetableShape(2, 2, hop=2))) == (
     "tick       0 1 2 3 4 5 6 7\n"
     "stage 0  F 0 1 · · · · · ·\n"
     "         B · · · · · · 0 1\n"
@@ -56,9 +56,9 @@ def test_grid():
 
 
 def test_a_long_grid_is_broken_and_a_very_long_one_says_what_is_left_out():
-  blocks = text_grid(timetable("1f1b", Shape(2, 60))).split("\n\n")
+  blocks = text_grid(timetable("1f1b", TimetableShape(2, 60))).split("\n\n")
   assert [block.split("\n")[0].split()[1] for block in blocks] == ["0", "30", "60"]
-  blocks = text_grid(timetable("1f1b", Shape(2, 300))).split("\n\n")
+  blocks = text_grid(timetable("1f1b", TimetableShape(2, 300))).split("\n\n")
   assert len(blocks) == 5
   assert blocks[2] == "… ticks 44 to 263: --csv, --svg and --trace write them all …"
   assert blocks[3].split()[1] == "264"

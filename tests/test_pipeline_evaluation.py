@@ -17,10 +17,10 @@ from support import GPT2, SMALLEST, config, uneven_rows
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
 from maxbatch.data.rows import Rows
-from maxbatch.pipeline_parallel.evaluation import eval_cuts
+from maxbatch.pipeline_parallel.evaluation import eval_microbatches
 from maxbatch.pipeline_parallel.forward_only import forward_timetable
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.timetable import Place, Shape
+from maxbatch.pipeline_parallel.timetable import ModelChunk, TimetableShape
 from maxbatch.training.build import build_trainer
 from maxbatch.training.layer_order import layers_by_stage
 from maxbatch.training.loss import loss_sum
@@ -164,7 +164,7 @@ def pipeline(stages: int, rows: int, repeats: int = 1, hop: int = 1) -> Pipeline
 
 @given(st.integers(2, 5), st.integers(1, 9), st.integers(1, 2), st.integers(1, 200))
 def test_microbatches_hold_all_rows_and_are_no_larger_than_in_training(stages, each, hop, rows):
-  count, size = eval_cuts(pipeline(stages, each, hop=hop), rows)
+  count, size = eval_microbatches(pipeline(stages, each, hop=hop), rows)
   assert (count - 1) * size < rows <= count * size
   assert size <= each
   # Enough to keep the stages busy, if there are enough rows.
@@ -185,22 +185,22 @@ def test_microbatches_hold_all_rows_and_are_no_larger_than_in_training(stages, e
   ],
 )
 def test_cuts(rows, expected):
-  assert eval_cuts(pipeline(4, 4), rows) == expected
+  assert eval_microbatches(pipeline(4, 4), rows) == expected
 
 
 @settings(deadline=None)
 @given(st.integers(2, 4), st.integers(1, 13), st.integers(1, 3), st.integers(1, 2))
 def test_every_input_is_used_in_the_tick_in_which_it_arrives(stages, microbatches, repeats, hop):
-  shape = Shape(stages, microbatches, repeats, hop)
+  shape = TimetableShape(stages, microbatches, repeats, hop)
   table = forward_timetable(shape)
   done = {(place, entry.microbatch): tick for tick, place, entry in table.forwards()}
-  works = {(place, number) for place in shape.places() for number in range(microbatches)}
+  works = {(place, number) for place in shape.chunks() for number in range(microbatches)}
   assert set(done) == works
   assert len(list(table.forwards())) == len(works)
   for (place, number), tick in done.items():
     above = shape.before(place)
     assert above is None or done[above, number] + hop == tick
-  assert done[Place(0, 0), 0] == 0
+  assert done[ModelChunk(0, 0), 0] == 0
   assert len(table.ticks) == max(done.values()) + 1
   whole = microbatches % (hop * stages) == 0 or repeats == 1
   assert not whole or len(table.ticks) == shape.work + shape.delay

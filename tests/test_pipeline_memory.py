@@ -14,7 +14,7 @@ from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
 from maxbatch.data import synthetic
 from maxbatch.pipeline_parallel.layout import pipeline_of
-from maxbatch.pipeline_parallel.timetable_arrays import room_for
+from maxbatch.pipeline_parallel.timetable_arrays import buffer_capacity
 from maxbatch.training.build import build_trainer, step_rows, traced_step
 from maxbatch.training.residual_bytes import residual_bytes
 
@@ -48,10 +48,10 @@ def compiled(
   source = synthetic.build(settings.data, T).train
   rows = step_rows(settings, plan, source, plan.micro_batch_to_train)
   lowered = traced_step(settings, trainer, rows).lower()
-  room = room_for(trainer.pipeline)
-  slots = sum(vars(room).values()) * R * T * D * 4
+  capacity = buffer_capacity(trainer.pipeline)
+  slots = sum(vars(capacity).values()) * R * T * D * 4
   if stash == "residuals":
-    slots += room.inputs * residual_bytes(settings, plan, trainer.pipeline)
+    slots += capacity.inputs * residual_bytes(settings, plan, trainer.pipeline)
   return lowered.compile(compiler_options=QUICKLY), slots
 
 

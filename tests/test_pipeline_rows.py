@@ -6,33 +6,39 @@ import numpy as np
 import pytest
 
 from maxbatch.pipeline_parallel.schedule import schedule_named, timetable
-from maxbatch.pipeline_parallel.timetable import Place, Shape, Timetable
-from maxbatch.pipeline_parallel.timetable_arrays import Ticks, Works, rows_of_ticks
+from maxbatch.pipeline_parallel.timetable import ModelChunk, Timetable, TimetableShape
+from maxbatch.pipeline_parallel.timetable_arrays import (
+  TimetableArrays,
+  WorkArrays,
+  timetable_arrays,
+)
 
 SHAPES = [
-  ("gpipe", Shape(3, 5)),
-  ("circular", Shape(2, 4, 3)),
-  ("1f1b", Shape(4, 2)),
-  ("1f1b", Shape(3, 7, 1, 2)),
-  ("interleaved_1f1b", Shape(2, 4, 3)),
-  ("interleaved_1f1b", Shape(2, 4, 2, 2)),
+  ("gpipe", TimetableShape(3, 5)),
+  ("circular", TimetableShape(2, 4, 3)),
+  ("1f1b", TimetableShape(4, 2)),
+  ("1f1b", TimetableShape(3, 7, 1, 2)),
+  ("interleaved_1f1b", TimetableShape(2, 4, 3)),
+  ("interleaved_1f1b", TimetableShape(2, 4, 2, 2)),
 ]
 
 
-def made(name: str, shape: Shape, more: int = 0) -> tuple[Timetable, Ticks]:
+def made(name: str, shape: TimetableShape, more: int = 0) -> tuple[Timetable, TimetableArrays]:
   table = timetable(name, shape)
-  room = schedule_named(name).limits(shape)
-  return table, rows_of_ticks(table, room, len(table.ticks) + more)
+  capacity = schedule_named(name).limits(shape)
+  return table, timetable_arrays(table, capacity, len(table.ticks) + more)
 
 
 class Replay:
   """Runs the arrays on names in place of tensors, as the compiled program runs them."""
 
-  def __init__(self, name: str, shape: Shape):
+  def __init__(self, name: str, shape: TimetableShape):
     self.shape, self.ticks = shape, made(name, shape)[1]
-    room = schedule_named(name).limits(shape)
-    self.inputs: list[list[Any]] = [[None] * (room.inputs + 1) for _ in range(shape.stages)]
-    self.gradients: list[list[Any]] = [[None] * (room.gradients + 1) for _ in range(shape.stages)]
+    capacity = schedule_named(name).limits(shape)
+    self.inputs: list[list[Any]] = [[None] * (capacity.inputs + 1) for _ in range(shape.stages)]
+    self.gradients: list[list[Any]] = [
+      [None] * (capacity.gradients + 1) for _ in range(shape.stages)
+    ]
     self.sent: list[list[tuple[Any, Any]]] = [[(None, None)] * shape.stages] * shape.hop
     self.seen: list[tuple[Any, Any]] = []
 
@@ -46,9 +52,9 @@ class Replay:
       self.sent.append(list(zip(made, back, strict=True)))
     return self.seen
 
-  def work(self, works: Works, tick: int, stage: int) -> tuple[Place, int, int] | None:
+  def work(self, works: WorkArrays, tick: int, stage: int) -> tuple[ModelChunk, int, int] | None:
     at = tick, stage
-    place = Place(int(works.repeat[at]), stage)
+    place = ModelChunk(int(works.repeat[at]), stage)
     return (place, int(works.microbatch[at]), int(works.slot[at])) if works.on[at] else None
 
   def forward(self, tick: int, stage: int) -> Any:
@@ -93,10 +99,10 @@ def test_every_backward_gets_its_own_input_and_gradient(name, shape):
   expected = {}
   for number in range(shape.microbatches):
     value, inputs = ("embedded", number), {}
-    for place in shape.places():
+    for place in shape.chunks():
       inputs[place], value = value, ("output", place, value)
     value = ("loss", number, value)
-    for place in reversed(list(shape.places())):
+    for place in reversed(list(shape.chunks())):
       expected[place, number] = (inputs[place], value)
       value = ("gradient", place, value)
   seen = Replay(name, shape).run()
@@ -116,10 +122,10 @@ def test_the_arrays_hold_exactly_the_entries_of_the_timetable(name, shape):
 
 
 def test_what_nobody_uses_lies_behind_the_slots_of_the_schedule():
-  shape = Shape(3, 7)
+  shape = TimetableShape(3, 7)
   rows = made("1f1b", shape)[1].stages
-  room = schedule_named("1f1b").limits(shape)
-  assert set(rows.forward.slot[~rows.forward.on]) == {room.inputs}
-  assert set(rows.backward.slot[~rows.backward.on]) == {room.inputs}
-  assert set(rows.loss_slot[:, :-1].flat) == {room.gradients}
-  assert rows.input_arrives[:, 0].min() == room.inputs  # the first stage has its own inputs
+  capacity = schedule_named("1f1b").limits(shape)
+  assert set(rows.forward.slot[~rows.forward.on]) == {capacity.inputs}
+  assert set(rows.backward.slot[~rows.backward.on]) == {capacity.inputs}
+  assert set(rows.loss_slot[:, :-1].flat) == {capacity.gradients}
+  assert rows.input_arrives[:, 0].min() == capacity.inputs  # the first stage has its own inputs

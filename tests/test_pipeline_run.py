@@ -136,7 +136,7 @@ def test_the_bubble_of_a_run_is_the_predicted_one(monkeypatch):
     return on
 
   for kind in ("_forward", "_backward"):
-    plain_part = getattr(tick.Stage, kind)
+    plain_part = getattr(tick.PipelineStage, kind)
 
     def part(self, works, *rest, kind=kind, plain_part=plain_part):
       # A callback can only be where every axis is taken over.
@@ -147,7 +147,7 @@ def test_the_bubble_of_a_run_is_the_predicted_one(monkeypatch):
       )
       return plain_part(self, works, *rest)
 
-    monkeypatch.setattr(tick.Stage, kind, part)
+    monkeypatch.setattr(tick.PipelineStage, kind, part)
   case = Case(stages=4, repeats=3)
   for name in ROUNDS:
     counted.clear()

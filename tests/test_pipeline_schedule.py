@@ -10,20 +10,27 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from maxbatch.errors import UserError
-from maxbatch.pipeline_parallel.cost import Costs, bubble, imbalance, predicted_bubble, spans
-from maxbatch.pipeline_parallel.schedule import SCHEDULES, Limits, timetable
+from maxbatch.pipeline_parallel.cost import PassCosts, bubble, imbalance, predicted_bubble, spans
+from maxbatch.pipeline_parallel.schedule import SCHEDULES, BufferLimits, timetable
 from maxbatch.pipeline_parallel.simulator import run
 from maxbatch.pipeline_parallel.slots import with_slots
-from maxbatch.pipeline_parallel.timetable import Backward, Cell, Forward, Place, Shape, Timetable
+from maxbatch.pipeline_parallel.timetable import (
+  Backward,
+  Cell,
+  Forward,
+  ModelChunk,
+  Timetable,
+  TimetableShape,
+)
 
 SHAPES = [
-  Shape(p, m, v, h)
+  TimetableShape(p, m, v, h)
   for p, v, h in itertools.product(range(1, 7), range(1, 4), (1, 2))
   for m in sorted({1, 2, p - 1, p, p + 1, 2 * p, 3 * p, 4 * p, 8 * p} - {0})
 ]
 
 
-def allowed(name: str, shape: Shape) -> bool:
+def allowed(name: str, shape: TimetableShape) -> bool:
   """The rules of the schedules, in one place of their own."""
   round_trip = shape.hop * shape.stages
   if shape.repeats == 1:
@@ -55,7 +62,9 @@ def test_the_bubble_counted_is_that_of_the_formula_whatever_a_backward_costs(nam
     expected = Fraction(h * (p - 1), v * m + h * (p - 1))
     table = timetable(name, shape)
     assert predicted_bubble(shape) == expected
-    assert bubble(table) == bubble(table, Costs(1, 1)) == bubble(table, Costs(5, 3)) == expected
+    assert (
+      bubble(table) == bubble(table, PassCosts(1, 1)) == bubble(table, PassCosts(5, 3)) == expected
+    )
 
 
 def test_1f1b_keeps_the_same_whatever_the_microbatches():
@@ -63,7 +72,7 @@ def test_1f1b_keeps_the_same_whatever_the_microbatches():
     name = "1f1b" if v == 1 else "interleaved_1f1b"
     most = h * ((v - 1) * p + 2 * (p - 1)) + 1
     for m in (2 * h * p, 8 * h * p):
-      outcome = run(timetable(name, Shape(p, m, v, h)))
+      outcome = run(timetable(name, TimetableShape(p, m, v, h)))
       # In lockstep stage s waits for everything behind it to come and go.
       assert outcome.inputs == tuple(min(m * v, most - 2 * h * s) for s in range(p))
       assert set(outcome.gradients) == {1}
@@ -73,14 +82,14 @@ def test_1f1b_keeps_the_same_whatever_the_microbatches():
 def test_the_others_keep_everything(name):
   for m in (4, 32):
     repeats = 2 if name == "circular" else 1
-    outcome = run(timetable(name, Shape(4, m, repeats)))
+    outcome = run(timetable(name, TimetableShape(4, m, repeats)))
     assert set(outcome.inputs) == {m * repeats}
 
 
 def test_order_and_direction():
   # Breadth first: circular ends a repeat before the next; depth first goes on after p.
   def forwards(name: str) -> list[tuple[int, int]]:
-    table = timetable(name, Shape(2, 4, 2))
+    table = timetable(name, TimetableShape(2, 4, 2))
     return [(one.repeat, one.microbatch) for _, place, one in table.forwards() if place.stage == 0]
 
   assert forwards("circular") == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
@@ -90,37 +99,37 @@ def test_order_and_direction():
 
 
 def test_gpipe_has_no_tick_with_both():
-  table = timetable("gpipe", Shape(3, 5))
+  table = timetable("gpipe", TimetableShape(3, 5))
   for row in table.ticks:
     assert not (any(cell.forward for cell in row) and any(cell.backward for cell in row))
 
 
 def test_places_follow_each_other():
-  shape = Shape(3, 1, 2)
-  places = list(shape.places())
+  shape = TimetableShape(3, 1, 2)
+  places = list(shape.chunks())
   assert [shape.after(place) for place in places] == [*places[1:], None]
   assert [shape.before(place) for place in places] == [None, *places[:-1]]
-  assert places[3] == Place(repeat=1, stage=0)
+  assert places[3] == ModelChunk(repeat=1, stage=0)
 
 
 REFUSED = {
-  ("1f1b", Shape(2, 4, 2)): (
+  ("1f1b", TimetableShape(2, 4, 2)): (
     "pipeline_schedule=1f1b has no repeats, but num_pipeline_repeats=2; for example "
     "pipeline_schedule=interleaved_1f1b or num_pipeline_repeats=1"
   ),
-  ("gpipe", Shape(2, 4, 3)): (
+  ("gpipe", TimetableShape(2, 4, 3)): (
     "pipeline_schedule=gpipe has no repeats, but num_pipeline_repeats=3; for example "
     "pipeline_schedule=circular or num_pipeline_repeats=1"
   ),
-  ("circular", Shape(4, 6, 2, 2)): (
+  ("circular", TimetableShape(4, 6, 2, 2)): (
     "pipeline_schedule=circular with 4 stages and num_pipeline_repeats=2 takes microbatches in "
     "number at least 8, not 6; for example num_pipeline_microbatches=8"
   ),
-  ("interleaved_1f1b", Shape(4, 6, 2)): (
+  ("interleaved_1f1b", TimetableShape(4, 6, 2)): (
     "pipeline_schedule=interleaved_1f1b with 4 stages and num_pipeline_repeats=2 takes "
     "microbatches in number a multiple of 4, not 6; for example num_pipeline_microbatches=8"
   ),
-  ("zero_bubble", Shape(4, 6)): (
+  ("zero_bubble", TimetableShape(4, 6)): (
     "pipeline_schedule=zero_bubble: there is no such pipeline_schedule. Known: gpipe, circular, "
     "1f1b, interleaved_1f1b."
   ),
@@ -162,14 +171,14 @@ def changed(table: Timetable, tick: int, stage: int, **entries: object) -> Timet
   return Timetable(table.shape, tuple(map(tuple, rows)))
 
 
-def fault(table: Timetable, limits: Limits | None = None) -> str | None:
+def fault(table: Timetable, limits: BufferLimits | None = None) -> str | None:
   return run(table, limits).fault
 
 
-BASE = without_slots(timetable("1f1b", Shape(4, 8)))
-SLOTTED = timetable("1f1b", Shape(4, 8))
-SLOW = without_slots(timetable("1f1b", Shape(2, 4, hop=2)))
-SEVERAL = without_slots(timetable("interleaved_1f1b", Shape(2, 4, 2)))
+BASE = without_slots(timetable("1f1b", TimetableShape(4, 8)))
+SLOTTED = timetable("1f1b", TimetableShape(4, 8))
+SLOW = without_slots(timetable("1f1b", TimetableShape(2, 4, hop=2)))
+SEVERAL = without_slots(timetable("interleaved_1f1b", TimetableShape(2, 4, 2)))
 
 FAULTS = [
   (
@@ -239,7 +248,7 @@ def test_the_first_fault_is_named(table, expected):
 
 
 def test_a_gradient_is_not_written_over():
-  table = timetable("gpipe", Shape(2, 2))
+  table = timetable("gpipe", TimetableShape(2, 2))
   tick, place, entry = next(one for one in table.backwards() if one[2].microbatch == 1)
   assert place.stage == 1
   wrong = changed(table, tick, 1, backward=dataclasses.replace(entry, gradient_slot=0))
@@ -250,13 +259,13 @@ def test_a_gradient_is_not_written_over():
 
 
 def test_the_memory_bound():
-  limits = SCHEDULES["1f1b"].limits(Shape(4, 8))
-  greedy = without_slots(timetable("gpipe", Shape(4, 8)))
+  limits = SCHEDULES["1f1b"].limits(TimetableShape(4, 8))
+  greedy = without_slots(timetable("gpipe", TimetableShape(4, 8)))
   assert fault(greedy) is None
   assert fault(greedy, limits) == (
     "stage 3 holds 2 gradients at tick 4, more than the 1 that the schedule allows"
   )
-  assert fault(greedy, Limits(limits.inputs, 8)) == (
+  assert fault(greedy, BufferLimits(limits.inputs, 8)) == (
     "stage 0 holds 8 inputs at tick 7, more than the 7 that the schedule allows"
   )
   far = changed(SLOTTED, 0, 0, forward=Forward(0, 0, slot=7))
@@ -355,11 +364,11 @@ def test_the_machine_agrees_with_the_rules_written_another_way(name, shape):
 
 def test_the_table_of_one_operation_per_tick_is_worse_in_lockstep():
   # Forwards and backwards in turn, as without lockstep: a tick costs both wherever stages differ.
-  in_turn = without_slots(timetable("gpipe", Shape(2, 2)))
+  in_turn = without_slots(timetable("gpipe", TimetableShape(2, 2)))
   assert bubble(in_turn) == Fraction(1, 3)
   f, b = (lambda n: Cell(Forward(0, n))), (lambda n: Cell(None, Backward(0, n)))
   classic = Timetable(
-    Shape(2, 3),
+    TimetableShape(2, 3),
     (
       (f(0), Cell()),
       (f(1), f(0)),
@@ -373,11 +382,11 @@ def test_the_table_of_one_operation_per_tick_is_worse_in_lockstep():
   )
   assert fault(classic) is None
   assert bubble(classic) == 1 - Fraction(2 * 3 * 3, 2 * (1 + 1 + 2 + 3 + 3 + 3 + 2 + 2))
-  assert bubble(classic) > bubble(timetable("1f1b", Shape(2, 3)))
+  assert bubble(classic) > bubble(timetable("1f1b", TimetableShape(2, 3)))
 
 
 def test_ticks_on_the_clock():
-  clock = spans(timetable("1f1b", Shape(2, 2)))
+  clock = spans(timetable("1f1b", TimetableShape(2, 2)))
   assert [(one.forward, one.backward, one.end) for one in clock] == [
     (0, 1, 1), (1, 2, 4), (4, 5, 7), (7, 7, 9),
   ]  # fmt: skip
@@ -389,6 +398,6 @@ def test_imbalance():
 
 
 def test_a_table_without_anything():
-  empty = Timetable(Shape(2, 1), ())
+  empty = Timetable(TimetableShape(2, 1), ())
   assert bubble(empty) == 0
   assert re.fullmatch("forward of stage 0, microbatch 0 is missing", str(fault(empty)))

@@ -26,7 +26,7 @@ from pipeline_sweep import (
 
 from maxbatch.pipeline_parallel.schedule import schedule_named, timetable
 from maxbatch.pipeline_parallel.simulator import run
-from maxbatch.pipeline_parallel.timetable_arrays import room_for, ticks_for
+from maxbatch.pipeline_parallel.timetable_arrays import buffer_capacity, step_arrays
 
 MORE = int(os.environ.get("MAXBATCH_SWEEP", "0"))
 SLOWLY = [HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -52,14 +52,14 @@ def mended(keys: Keys) -> Keys:
 def test_a_refusal_offers_what_works_and_what_works_has_a_timetable_without_fault(keys):
   plan, pipeline = planned(configuration(mended(keys)))
   schedule = schedule_named(pipeline.schedule)
-  for passes in {1 if pipeline.timetables > 1 else one.trips for one in plan.stages}:
+  for passes in {1 if pipeline.timetables > 1 else one.num_microbatches for one in plan.phases}:
     shape = pipeline.shape_of(passes)
     outcome = run(timetable(pipeline.schedule, shape), schedule.limits(shape))
     assert outcome.fault is None
-    room, ticks = room_for(pipeline), ticks_for(pipeline, passes)
-    assert max(outcome.input_slots) <= room.inputs
-    assert max(outcome.gradient_slots) <= room.gradients
-    assert ticks.stages.forward.slot.max() == room.inputs
+    capacity, ticks = buffer_capacity(pipeline), step_arrays(pipeline, passes)
+    assert max(outcome.input_slots) <= capacity.inputs
+    assert max(outcome.gradient_slots) <= capacity.gradients
+    assert ticks.stages.forward.slot.max() == capacity.inputs
 
 
 def assert_same_step(keys: Keys, smallest: bool) -> None:

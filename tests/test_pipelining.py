@@ -11,7 +11,7 @@ from support import base, configured
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
-from maxbatch.config.suggestions import working
+from maxbatch.config.suggestions import suggested_fixes
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named, timetable
@@ -56,10 +56,15 @@ def test_layers(keys, expected):
 def test_the_batch_is_cut_into_pieces_and_its_passes_are_folded_in():
   one = pipeline(*FOUR, "pipeline_schedule=1f1b", "gradient_accumulation_steps=8")
   # 32 samples a pass, 2 groups, 4 pieces: 4 samples in each; 8 passes in one timetable.
-  assert (one.cuts, one.rows, one.passes, one.timetables) == (4, 4, 8, 1)
+  assert (one.num_pipeline_microbatches, one.rows, one.num_microbatches, one.timetables) == (
+    4,
+    4,
+    8,
+    1,
+  )
   assert one.shape.microbatches == 32
   assert one.choices == (4, 8, 16)
-  assert one.with_cuts(16).rows == 1
+  assert one.with_num_pipeline_microbatches(16).rows == 1
   assert f"{one}".endswith(
     "32 microbatches in a timetable, each of 4 samples per group of devices; bubble 8.6%; "
     "pipeline_stash=input"
@@ -181,14 +186,14 @@ def test_messages(keys):
 
 def test_an_offer_changes_something_and_is_the_first_that_works():
   offers = [{"steps": 400}, {"steps": 5, "packing": False}, {"steps": 6}, {"steps": 7}]
-  assert working(base(), offers, [{}], lambda config: config.run.steps != 6) == [
+  assert suggested_fixes(base(), offers, [{}], lambda config: config.run.steps != 6) == [
     "steps=5 packing=false", "steps=7",
   ]  # fmt: skip
   beside = [{}, {"log_period": 3}, {"log_period": 4}]
-  assert working(base(), offers, beside, lambda config: config.run.log_period == 3)[0] == (
+  assert suggested_fixes(base(), offers, beside, lambda config: config.run.log_period == 3)[0] == (
     "log_period=3 steps=5 packing=false"
   )
-  assert working(base(), offers, beside, lambda config: False) == []
+  assert suggested_fixes(base(), offers, beside, lambda config: False) == []
 
 
 def attempt(*keys: str) -> tuple[Pipeline | None, str]:
@@ -230,10 +235,10 @@ def test_what_is_accepted_runs_and_what_is_offered_is_accepted(keys):
     return
   assert one.stages * one.repeats * one.layers == keys["base_num_decoder_layers"]
   limits = schedule_named(one.schedule).limits(one.shape)
-  for cuts in one.choices:
-    other = one.with_cuts(cuts)
-    assert cuts % one.stages == 0
-    assert cuts * other.rows == one.cuts * one.rows
+  for num_pipeline_microbatches in one.choices:
+    other = one.with_num_pipeline_microbatches(num_pipeline_microbatches)
+    assert num_pipeline_microbatches % one.stages == 0
+    assert num_pipeline_microbatches * other.rows == one.num_pipeline_microbatches * one.rows
     assert run(timetable(one.schedule, other.shape)).fault is None
   assert run(timetable(one.schedule, one.shape), limits).fault is None
 
@@ -242,11 +247,14 @@ def test_every_choice_is_found():
   for rows, name, delay in itertools.product((3, 4, 8, 12, 20, 24), SCHEDULES, ("true", "false")):
     keys = [*FOUR, f"pipeline_schedule={name}", f"pipeline_delay_activation_forwarding={delay}"]
     keys += [f"batch_size={2 * rows}"]
-    tried = [attempt(*keys, f"num_pipeline_microbatches={cuts}")[0] for cuts in range(1, 25)]
-    found = [one.cuts for one in tried if one]
+    tried = [
+      attempt(*keys, f"num_pipeline_microbatches={num_pipeline_microbatches}")[0]
+      for num_pipeline_microbatches in range(1, 25)
+    ]
+    found = [one.num_pipeline_microbatches for one in tried if one]
     if found:
       assert pipeline(*keys).choices == tuple(found)
-      assert pipeline(*keys).cuts == found[0]
+      assert pipeline(*keys).num_pipeline_microbatches == found[0]
     else:
       assert "no number is both" in message(*keys)
 

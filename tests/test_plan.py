@@ -254,7 +254,7 @@ def test_an_exact_size_is_shown_as_what_reads_back_exactly(factor):
 
 def test_the_fused_step_has_room_to_grow():
   def capacity(k: int) -> int:
-    return plan_of(devices(), gradient_accumulation_steps=k).trip_capacity
+    return plan_of(devices(), gradient_accumulation_steps=k).microbatch_capacity
 
   assert [capacity(k) for k in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 1024]
 

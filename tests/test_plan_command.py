@@ -52,7 +52,7 @@ Batch plan
   global_batch_to_load   512 × expansion_factor_real_data 2       =      1,024 samples per load
   eval_batch             8 devices × eval_per_device_batch_size 8 =         64 samples per pass
   tokens_per_step        512 × max_target_length 128              =     65,536 tokens
-  total_samples          sum of the stages, steps 411             =    100,032 samples
+  total_samples          sum of the phases, steps 411             =    100,032 samples
   total_tokens           100,032 × 128                            = 12,804,096 tokens
 
 Loading
@@ -60,7 +60,7 @@ Loading
   hosts 2 to 3: read nothing, and get their samples from the others
 
 Stages
-  stage  first step  first sample  first token  steps  batch  per device  passes  learning rate
+  phase  first step  first sample  first token  steps  batch  per device  passes  learning rate
       1           0             0            0    157     64           8       1          0.003
       2         157        10,048    1,286,144     78    128           8       2          0.003
       3         235        20,032    2,564,096     39    256           8       4          0.003
@@ -102,17 +102,17 @@ def test_a_plan_of_a_million_steps_needs_no_jax():
     [sys.executable, "-c", code, *keys], capture_output=True, text=True, cwd=ROOT, check=False
   )
   assert (done.returncode, done.stderr) == (0, "")
-  assert len(json.loads(done.stdout)["stages"]) == 64
+  assert len(json.loads(done.stdout)["phases"]) == 64
 
 
 def test_json_says_the_same(capsys):
-  told = facts(capsys, *RAMP)
-  assert told["given"] == ["batch_size=512", "micro_batch_size=8"]
-  assert told["sizes"]["gradient_accumulation_steps"] == 8
-  stages = told["stages"]
-  assert [stage["global_batch_to_train"] for stage in stages] == [64, 128, 256, 512]
-  assert stages[0]["learning_rate_first"] == pytest.approx(3e-3 / 40)
-  for before, after in itertools.pairwise(stages):
+  printed = facts(capsys, *RAMP)
+  assert printed["given"] == ["batch_size=512", "micro_batch_size=8"]
+  assert printed["sizes"]["gradient_accumulation_steps"] == 8
+  phases = printed["phases"]
+  assert [phase["global_batch_to_train"] for phase in phases] == [64, 128, 256, 512]
+  assert phases[0]["learning_rate_first"] == pytest.approx(3e-3 / 40)
+  for before, after in itertools.pairwise(phases):
     taken = before["steps"] * before["global_batch_to_train"]
     assert before["first_sample"] + taken == after["first_sample"]
     assert after["first_token"] == after["first_sample"] * 128
@@ -120,25 +120,25 @@ def test_json_says_the_same(capsys):
 
 def test_the_coupling_is_shown(capsys):
   keys = ["lr_schedule_type=constant", "warmup_steps=0", "learning_rate=1"]
-  told = facts(capsys, *RAMP, *keys, "learning_rate_batch_coupling=linear")
-  rates = [stage["learning_rate_first"] for stage in told["stages"]]
+  printed = facts(capsys, *RAMP, *keys, "learning_rate_batch_coupling=linear")
+  rates = [phase["learning_rate_first"] for phase in printed["phases"]]
   assert rates == [0.125, 0.25, 0.5, 1.0]
 
 
-def test_stages_that_are_not_reached_are_named(capsys):
-  assert facts(capsys, *RAMP, "steps=200")["stages_not_reached"] == [3, 4]
+def test_phases_that_are_not_reached_are_named(capsys):
+  assert facts(capsys, *RAMP, "steps=200")["phases_not_reached"] == [3, 4]
   assert "  without a step: 3, 4\n" in show(capsys, *RAMP, "steps=200")
 
 
-def test_a_stage_of_another_shape_says_so(capsys):
+def test_a_phase_of_another_shape_says_so(capsys):
   text = show(capsys, "batch_schedule=[[0, 8], [80, 64]]")
   assert re.search(r"^ +1 .* another shape$", text, re.MULTILINE)
   assert "2 microbatch shapes to compile" in text
 
 
 def test_the_number_of_devices_can_be_derived(capsys):
-  told = facts(capsys, "batch_size=512", "micro_batch_size=64", "num_devices=-1")
-  assert told["mesh"]["data"] == 8
+  printed = facts(capsys, "batch_size=512", "micro_batch_size=64", "num_devices=-1")
+  assert printed["mesh"]["data"] == 8
 
 
 @pytest.mark.parametrize(
@@ -157,15 +157,15 @@ def test_the_number_of_devices_can_be_derived(capsys):
 def test_slices_by_name(capsys, name, expected):
   found = slice_named(name)
   assert (found.num_devices, found.num_hosts) == expected
-  told = facts(capsys, f"compile_topology={name}")
-  assert (told["sizes"]["num_devices"], told["num_hosts"]) == expected
+  printed = facts(capsys, f"compile_topology={name}")
+  assert (printed["sizes"]["num_devices"], printed["num_hosts"]) == expected
 
 
 def test_several_slices(capsys):
-  told = facts(
+  printed = facts(
     capsys, "compile_topology=v5e-16", "compile_topology_num_slices=2", "dcn_data_parallelism=2"
   )
-  assert (told["num_slices"], told["num_hosts"], told["mesh"]["data"]) == (2, 8, 32)
+  assert (printed["num_slices"], printed["num_hosts"], printed["mesh"]["data"]) == (2, 8, 32)
 
 
 ERRORS = {
@@ -232,8 +232,8 @@ def test_nothing_is_open_where_the_size_is_known(capsys):
 
 
 def test_a_choice_that_other_keys_have_made_is_refused(capsys):
-  told = error(capsys, "micro_batch_size=auto", "per_device_batch_size=2")
-  assert "already gives the size that micro_batch_size=auto is to choose" in told
+  printed = error(capsys, "micro_batch_size=auto", "per_device_batch_size=2")
+  assert "already gives the size that micro_batch_size=auto is to choose" in printed
 
 
 def test_help(capsys):
@@ -243,7 +243,7 @@ def test_help(capsys):
   assert "  batch_size=-1  (whole number, at least 1, or -1)" in text
 
 
-def test_the_plot_shows_every_stage(capsys, tmp_path):
+def test_the_plot_shows_every_phase(capsys, tmp_path):
   file = tmp_path / "out.svg"
   show(capsys, *RAMP, "--plot", str(file))
   tree = ElementTree.parse(file)

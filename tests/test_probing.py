@@ -17,9 +17,9 @@ from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import Candidate, candidates
-from maxbatch.tuning.microbatch_size import Place, choose, explore_sizes
+from maxbatch.tuning.microbatch_size import Target, choose, explore_sizes
 from maxbatch.tuning.prober import Prober
-from maxbatch.tuning.search import Probe
+from maxbatch.tuning.search import ProbeResult
 
 GIB = 1 << 30
 KEYS = {"dataset_type": "synthetic", "batch_size": 32, "steps": 3, "base_num_decoder_layers": 1}
@@ -29,7 +29,7 @@ def settings(value: object = "auto", **keys: object) -> Config:
   return config(micro_batch_size=value, **KEYS | keys)
 
 
-PLACE = Place(jax.devices(), topology(settings().mesh, 8))
+PLACE = Target(jax.devices(), topology(settings().mesh, 8))
 SOURCE = build_dataset(settings().data, settings().batch.max_target_length).train
 
 
@@ -47,9 +47,9 @@ class Counted:
 
   def __init__(self, of: Config):
     self.probe = Prober(of, PLACE.devices, PLACE.layout)
-    self.probes: list[Probe] = []
+    self.probes: list[ProbeResult] = []
 
-  def __call__(self, candidate: Candidate) -> Probe:
+  def __call__(self, candidate: Candidate) -> ProbeResult:
     self.probes.append(self.probe(candidate))
     return self.probes[-1]
 
@@ -109,7 +109,7 @@ def test_what_fits_is_timed_and_what_does_not_is_not(accumulation):
   chosen, found = explore_sizes(of, PLACE, probe, say=lambda line: None)
   assert {one.fits for one in probe.probes} == {True, False}
   for one in probe.probes:
-    assert (one.seconds_per_pass is not None) == one.fits
+    assert (one.seconds_per_microbatch is not None) == one.fits
     assert one.how == "measured" or not one.fits
   assert found.best is not None
   assert chosen.batch.micro_batch_size == found.best.candidate.per_device

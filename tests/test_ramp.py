@@ -78,7 +78,7 @@ def whole(text, tmp_path_factory):
 def test_the_loop_takes_what_the_plan_says(whole, text, tmp_path):
   config = settings(text, tmp_path)
   plan = plan_batches(config.batch, config.run, topology(config.mesh, 8))
-  expected = [stage.batch for stage in plan.stages for _ in range(stage.num_steps)]
+  expected = [phase.batch for phase in plan.phases for _ in range(phase.num_steps)]
   assert batches(whole[2]) == expected
   assert len(set(expected)) >= 4
   assert sum(expected) == 160
@@ -121,7 +121,7 @@ def test_the_batch_is_kept_on_fewer_replicas(text, tmp_path, monkeypatch):
     assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-5)
 
 
-def test_ten_stages_at_one_microbatch_compile_once(text, tmp_path, monkeypatch):
+def test_ten_phases_at_one_microbatch_compile_once(text, tmp_path, monkeypatch):
   compiled, compile_step = [], build.compiled_step
   monkeypatch.setattr(
     "maxbatch.compile.steps.compiled_step",
@@ -142,7 +142,7 @@ def test_nothing_compiles_inside_the_loop_of_a_ramp(text, tmp_path, caplog):
   assert len(steps) <= 1
 
 
-def test_another_microbatch_is_compiled_before_its_stage(text, tmp_path, monkeypatch):
+def test_another_microbatch_is_compiled_before_its_phase(text, tmp_path, monkeypatch):
   events, compile_step, dispatch = [], build.compiled_step, loop._dispatch
 
   def compile_noted(*arguments):
@@ -151,7 +151,7 @@ def test_another_microbatch_is_compiled_before_its_stage(text, tmp_path, monkeyp
     return step
 
   def dispatch_noted(job, state, loader, position, rate):
-    events.append(("step", job.plan.stage_at(position.samples).micro_batch))
+    events.append(("step", job.plan.phase_at(position.samples).micro_batch))
     end = time.monotonic() + 60
     while events.count(("step", 8)) == 5 and ("compiled", 16) not in events:
       assert time.monotonic() < end, "the next shape is not compiled while this one trains"

@@ -11,7 +11,7 @@ from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.tuning.pipeline_ranking import Compiled, Ranking, Steps, rank
+from maxbatch.tuning.pipeline_ranking import CompiledChoice, RankedStep, Ranking, rank
 from maxbatch.tuning.search import most_probes
 from maxbatch.tuning.tick_fit import Line, fitted, fitted_cost
 
@@ -30,9 +30,9 @@ def pipeline(**keys: object) -> Pipeline:
   return pipeline_of(of, layout, plan_batches(of.batch, of.run, layout))
 
 
-def steps(passes: int = 1, *, streamed: bool = False, **keys: object) -> Steps:
+def steps(passes: int = 1, *, streamed: bool = False, **keys: object) -> RankedStep:
   """4, 8, 16 or 32 microbatches of 8 to 1 samples."""
-  one = Steps(pipeline(**keys), passes, streamed)
+  one = RankedStep(pipeline(**keys), passes, streamed)
   assert one.pipeline.choices == (4, 8, 16, 32)
   return one
 
@@ -42,30 +42,34 @@ class Machine:
 
   def __init__(
     self,
-    of: Steps,
+    of: RankedStep,
     fixed: float,
     per_sample: float,
     *,
     capacity: float = 16.0,
-    beside: Callable[[int], float] = lambda cuts: 1.0,
-    scatter: Callable[[int], float] = lambda cuts: 1.0,
+    beside: Callable[[int], float] = lambda num_pipeline_microbatches: 1.0,
+    scatter: Callable[[int], float] = lambda num_pipeline_microbatches: 1.0,
   ):
     self.of, self.fixed, self.per_sample, self.capacity = of, fixed, per_sample, capacity
     self.beside, self.scatter = beside, scatter
     self.compiled: list[int] = []
 
-  def seconds(self, cuts: int) -> float:
-    tick = self.fixed + self.per_sample * self.of.samples(cuts)
-    return self.of.full_ticks(cuts) * tick * self.scatter(cuts) + self.beside(cuts)
+  def seconds(self, num_pipeline_microbatches: int) -> float:
+    tick = self.fixed + self.per_sample * self.of.samples(num_pipeline_microbatches)
+    return self.of.full_ticks(num_pipeline_microbatches) * tick * self.scatter(
+      num_pipeline_microbatches
+    ) + self.beside(num_pipeline_microbatches)
 
-  def gib(self, cuts: int) -> float:
-    return 2.0 + 1.5 * self.of.samples(cuts)
+  def gib(self, num_pipeline_microbatches: int) -> float:
+    return 2.0 + 1.5 * self.of.samples(num_pipeline_microbatches)
 
-  def __call__(self, cuts: int) -> Compiled:
-    self.compiled.append(cuts)
-    peak, capacity = round(self.gib(cuts) * GIB), round(self.capacity * GIB)
-    seconds = self.seconds(cuts) if peak <= capacity else None
-    return Compiled(peak, capacity, peak <= capacity, seconds, self.beside(cuts))
+  def __call__(self, num_pipeline_microbatches: int) -> CompiledChoice:
+    self.compiled.append(num_pipeline_microbatches)
+    peak, capacity = round(self.gib(num_pipeline_microbatches) * GIB), round(self.capacity * GIB)
+    seconds = self.seconds(num_pipeline_microbatches) if peak <= capacity else None
+    return CompiledChoice(
+      peak, capacity, peak <= capacity, seconds, self.beside(num_pipeline_microbatches)
+    )
 
 
 def best(machine: Machine) -> int:
@@ -74,7 +78,7 @@ def best(machine: Machine) -> int:
 
 
 def predicted(found: Ranking) -> dict[int, float | None]:
-  return {one.cuts: one.step_seconds for one in found.entries}
+  return {one.num_pipeline_microbatches: one.step_seconds for one in found.entries}
 
 
 # --- the times ------------------------------------------------------------------------------------
@@ -86,7 +90,9 @@ def predicted(found: Ranking) -> dict[int, float | None]:
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "circular"])
 def test_the_fastest_is_taken_and_the_others_are_predicted(passes, streamed, fixed, schedule):
   of = steps(passes, streamed=streamed, pipeline_schedule=schedule)
-  machine = Machine(of, fixed, 1.0, beside=lambda cuts: 1.0 + 0.01 * cuts)
+  machine = Machine(
+    of, fixed, 1.0, beside=lambda num_pipeline_microbatches: 1.0 + 0.01 * num_pipeline_microbatches
+  )
   found = rank(of, machine)
   assert found.chosen == best(machine)
   assert machine.compiled[:2] == [32, 4]
@@ -96,9 +102,14 @@ def test_the_fastest_is_taken_and_the_others_are_predicted(passes, streamed, fix
   }
   assert set(machine.compiled) == {4, 32} | close
   assert len(machine.compiled) == len(set(machine.compiled)) <= most_probes(4)
-  truth = {cuts: pytest.approx(machine.seconds(cuts)) for cuts in of.pipeline.choices}
+  truth = {
+    num_pipeline_microbatches: pytest.approx(machine.seconds(num_pipeline_microbatches))
+    for num_pipeline_microbatches in of.pipeline.choices
+  }
   assert predicted(found) == truth
-  assert [one.cuts for one in found.entries] == sorted(of.pipeline.choices, key=machine.seconds)
+  assert [one.num_pipeline_microbatches for one in found.entries] == sorted(
+    of.pipeline.choices, key=machine.seconds
+  )
 
 
 def test_a_costly_tick_asks_for_few_and_a_cheap_one_for_many():
@@ -117,14 +128,22 @@ def test_full_ticks():
 
 def test_of_equals_the_fewest_is_taken():
   of = steps()
-  known = {cuts: Compiled(GIB, GIB, True, 1.0) for cuts in of.pipeline.choices}
+  known = {
+    num_pipeline_microbatches: CompiledChoice(GIB, GIB, True, 1.0)
+    for num_pipeline_microbatches in of.pipeline.choices
+  }
   assert Ranking(of, known).chosen == 4
 
 
 def test_what_was_predicted_too_fast_is_found_out():
   of = steps()
   # 8 would be the best, were it not thrice as slow as the line says.
-  machine = Machine(of, 1.0, 1.0, scatter=lambda cuts: 3.0 if cuts == 8 else 1.0)
+  machine = Machine(
+    of,
+    1.0,
+    1.0,
+    scatter=lambda num_pipeline_microbatches: 3.0 if num_pipeline_microbatches == 8 else 1.0,
+  )
   found = rank(of, machine)
   assert 8 in machine.compiled
   assert found.chosen == best(machine) == 16
@@ -140,14 +159,19 @@ def test_what_is_far_from_the_fastest_is_not_compiled():
 def test_what_was_predicted_a_little_too_slow_is_found_too():
   of = steps()
   # By the line 8 takes 4.7% longer than 4; its ticks take 6% less than that.
-  machine = Machine(of, 2.0, 0.5, scatter=lambda cuts: 0.94 if cuts == 8 else 1.0)
+  machine = Machine(
+    of,
+    2.0,
+    0.5,
+    scatter=lambda num_pipeline_microbatches: 0.94 if num_pipeline_microbatches == 8 else 1.0,
+  )
   plain = Machine(of, 2.0, 0.5)
   assert plain.seconds(4) < plain.seconds(8) < 1.05 * plain.seconds(4)
   assert rank(of, machine).chosen == best(machine) == 8
 
 
 def test_two_choices_are_both_compiled():
-  of = Steps(pipeline(per_device_batch_size=2), 1, False)
+  of = RankedStep(pipeline(per_device_batch_size=2), 1, False)
   assert of.pipeline.choices == (4, 8)
   machine = Machine(of, 1.0, 1.0)
   found = rank(of, machine)
@@ -169,7 +193,12 @@ def test_a_negative_fixed_part_is_said():
 
 def test_larger_ones_that_seem_cheaper_are_taken_to_last_the_same():
   of = steps()
-  machine = Machine(of, 1.0, 0.0, scatter=lambda cuts: 2.0 if cuts == 32 else 1.0)
+  machine = Machine(
+    of,
+    1.0,
+    0.0,
+    scatter=lambda num_pipeline_microbatches: 2.0 if num_pipeline_microbatches == 32 else 1.0,
+  )
   found = rank(of, machine)
   assert found.tick is not None
   assert found.tick.per_sample == 0
@@ -180,7 +209,7 @@ def test_larger_ones_that_seem_cheaper_are_taken_to_last_the_same():
 
 def test_a_rest_as_long_as_the_step_leaves_some_time_to_the_ticks():
   of = steps()
-  known = {n: Compiled(GIB, GIB, True, 1.0, other_seconds=2.0) for n in (4, 32)}
+  known = {n: CompiledChoice(GIB, GIB, True, 1.0, other_seconds=2.0) for n in (4, 32)}
   found = Ranking(of, known)
   assert found.tick is not None
   assert found.tick.at(4) > 0
@@ -208,10 +237,10 @@ def test_what_is_predicted_not_to_fit_is_neither_compiled_nor_taken():
   found = rank(of, machine)
   assert machine.compiled == [32, 4, 16]
   assert found.chosen == 16
-  assert [(one.cuts, one.fits) for one in found.entries] == [
+  assert [(one.num_pipeline_microbatches, one.fits) for one in found.entries] == [
     (16, True), (32, True), (8, False), (4, False),
   ]  # fmt: skip
-  eight = next(one for one in found.entries if one.cuts == 8)
+  eight = next(one for one in found.entries if one.num_pipeline_microbatches == 8)
   assert eight.how == "predicted"
   assert eight.peak_bytes == pytest.approx(8 * GIB)
   assert "predicted, does not fit in 7 GiB" in str(found)
@@ -221,8 +250,8 @@ def test_where_memory_grows_faster_than_predicted_the_next_one_is_tried():
   of = steps()
 
   class Steep(Machine):
-    def gib(self, cuts: int) -> float:
-      return {4: 16.5, 8: 16.2, 16: 5.0, 32: 2.0}[cuts]
+    def gib(self, num_pipeline_microbatches: int) -> float:
+      return {4: 16.5, 8: 16.2, 16: 5.0, 32: 2.0}[num_pipeline_microbatches]
 
   machine = Steep(of, 100.0, 1.0)
   assert rank(of, machine).chosen == 16
@@ -232,10 +261,11 @@ def test_where_memory_grows_faster_than_predicted_the_next_one_is_tried():
 def test_nothing_larger_fits_than_what_was_refused():
   of = steps()
   # Of what the compiler refuses only a lower bound is known: the line would let 8 in.
-  known = {32: Compiled(GIB, 16 * GIB, True, 1.0)} | {
-    cuts: Compiled(16 * GIB + 1, 16 * GIB, False) for cuts in (4, 16)
+  known = {32: CompiledChoice(GIB, 16 * GIB, True, 1.0)} | {
+    num_pipeline_microbatches: CompiledChoice(16 * GIB + 1, 16 * GIB, False)
+    for num_pipeline_microbatches in (4, 16)
   }
-  eight = next(one for one in Ranking(of, known).entries if one.cuts == 8)
+  eight = next(one for one in Ranking(of, known).entries if one.num_pipeline_microbatches == 8)
   assert eight.peak_bytes < 16 * GIB
   assert not eight.fits
 
@@ -255,8 +285,10 @@ def test_where_nothing_fits_the_one_that_needs_least_is_taken_and_that_is_said()
 def test_without_any_time_the_fewest_that_fit_are_taken():
   of = steps()
 
-  def probe(cuts: int) -> Compiled:
-    return dataclasses.replace(Machine(of, 1.0, 1.0, capacity=9.0)(cuts), step_seconds=None)
+  def probe(num_pipeline_microbatches: int) -> CompiledChoice:
+    return dataclasses.replace(
+      Machine(of, 1.0, 1.0, capacity=9.0)(num_pipeline_microbatches), step_seconds=None
+    )
 
   found = rank(of, probe)
   assert found.chosen == 8
@@ -284,5 +316,5 @@ def test_the_table():
   values = found.as_dict()
   assert values["chosen"] == 8
   assert values["tick"]["per_sample"] == pytest.approx(1.0)
-  assert [one["cuts"] for one in values["choices"]] == [8, 4, 16, 32]
+  assert [one["num_pipeline_microbatches"] for one in values["choices"]] == [8, 4, 16, 32]
   assert not any(math.isnan(one["step_seconds"]) for one in values["choices"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from maxbatch.errors import UserError
 from maxbatch.tuning.candidates import Candidate
 from maxbatch.tuning.exploration import Exploration, explore
-from maxbatch.tuning.search import Choice, Probe, choose_largest, most_probes
+from maxbatch.tuning.search import Choice, ProbeResult, choose_largest, most_probes
 
 GIB = 1 << 30
 DEVICES, LENGTH = 2, 1024
@@ -33,12 +33,12 @@ class Machine:
     self.gib, self.capacity, self.seconds, self.known = gib, capacity, seconds or {}, known
     self.asked: list[int] = []
 
-  def __call__(self, candidate: Candidate) -> Probe:
+  def __call__(self, candidate: Candidate) -> ProbeResult:
     size = int(candidate.per_device)
     assert size not in self.asked, "asked twice"
     self.asked.append(size)
     fits = self.gib(size) <= self.capacity
-    return Probe(
+    return ProbeResult(
       candidate.per_device,
       round(self.gib(size) * GIB),
       round(self.capacity * GIB),
@@ -154,14 +154,14 @@ def test_the_way_down_ends_with_the_probes():
 
 
 def test_what_does_not_fit_is_never_taken_however_fast_it_is_said_to_be():
-  def hasty(candidate: Candidate) -> Probe:
+  def hasty(candidate: Candidate) -> ProbeResult:
     return dataclasses.replace(Machine(linear)(candidate), seconds_per_pass=1.0)
 
   assert chosen(choose_largest(sizes(1, 2, 4, 8), hasty, WAYS_OUT)) == (4, 4, 8)
 
 
 def test_without_times_the_largest_is_taken():
-  def untimed(candidate: Candidate) -> Probe:
+  def untimed(candidate: Candidate) -> ProbeResult:
     return dataclasses.replace(Machine(linear)(candidate), seconds_per_pass=None)
 
   assert chosen(choose_largest(sizes(1, 2, 4, 8), untimed, WAYS_OUT)) == (4, 4, 8)
@@ -277,11 +277,11 @@ def test_confidence_is_work_seen_and_lead_against_scatter(seconds, spread, cover
 def test_policies_are_explored_jointly():
   """A policy that needs less memory fits larger sizes; only its own misfits are skipped."""
 
-  def probe(candidate: Candidate) -> Probe:
+  def probe(candidate: Candidate) -> ProbeResult:
     factor = {"none": 4.0, "full": 1.0}[str(candidate.remat_policy)]
     seconds = {"none": 1.0, "full": 2.0}[str(candidate.remat_policy)] * (candidate.per_device + 1)
     need = factor * float(candidate.per_device)
-    return Probe(candidate.per_device, int(need * GIB), 8 * GIB, need <= 8, float(seconds))
+    return ProbeResult(candidate.per_device, int(need * GIB), 8 * GIB, need <= 8, float(seconds))
 
   candidates = [
     dataclasses.replace(one, remat_policy=policy)

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.solve import solve_num_devices, wanted
+from maxbatch.batch.solve import given_sizes, solve_num_devices
 from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import BatchConfig
@@ -68,7 +68,7 @@ def test_any_two_of_three_give_the_third():
 
 def test_the_number_of_devices_follows_from_the_others():
   def solved(**keys: Any) -> int:
-    return solve_num_devices(wanted(config_of(**keys)))
+    return solve_num_devices(given_sizes(config_of(**keys)))
 
   assert solved(batch_size=512, micro_batch_size=64, gradient_accumulation_steps=4) == 2
   assert solved(batch_size=512, micro_batch_size=64) == 8

@@ -88,8 +88,8 @@ def test_another_accumulation_compiles_nothing_new():
   function = step_function(parts, fed, streamed=False)
   compiled = function.lower(parts.abstract, placed, jnp.int32(1), jnp.float32(0.0)).compile()
   losses = set()
-  for trips in (1, 2, 8):
-    _, metrics = compiled(fresh(parts), placed, jnp.int32(trips), jnp.float32(0.0))
+  for num_microbatches in (1, 2, 8):
+    _, metrics = compiled(fresh(parts), placed, jnp.int32(num_microbatches), jnp.float32(0.0))
     losses.add(float(metrics.loss))
   assert len(losses) == 3
 
@@ -99,7 +99,7 @@ def test_runs_with_up_to_16_microbatches_share_a_program():
   for accumulation in (1, 3, 16):
     settings = config(gradient_accumulation_steps=accumulation)
     plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, 8))
-    capacities.add(plan.trip_capacity)
+    capacities.add(plan.microbatch_capacity)
   assert len(capacities) == 1
 
 

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 from support import config
-from test_layers import LAYERS, imported_modules
+from test_layers import TREES, WITHOUT_JAX, imports
 
 from maxbatch.batch.plan import Position, plan_batches
 from maxbatch.batch.topology import topology
@@ -110,7 +110,7 @@ print(json.dumps(run.three_steps(loaded(run, {str(path)!r}))))
     ({"remat_policy": "full"}, ["remat_policy: the file has none, this run full"]),
     ({"adam_b2": 0.5}, ["adam_b2: the file has 0.95, this run 0.5"]),
     ({"per_device_batch_size": 2}, ["micro_batch_to_train: the file has 32, this run 16"]),
-    ({"gradient_accumulation_steps": 17}, ["trip_capacity: the file has 16, this run 32"]),
+    ({"gradient_accumulation_steps": 17}, ["microbatch_capacity: the file has 16, this run 32"]),
     ({"init_weights_seed": 3}, ["init_weights_seed: the file has 0, this run 3"]),
     (
       {"packing": "false", "max_target_length": 8},
@@ -130,7 +130,7 @@ print(json.dumps(run.three_steps(loaded(run, {str(path)!r}))))
       {"accumulation": "streamed"},
       [
         "accumulation: the file has fused, this run streamed",
-        "trip_capacity: the file has 16, this run none",
+        "microbatch_capacity: the file has 16, this run none",
         "streamed_passes: the file has none, this run 2",
       ],
     ),
@@ -213,7 +213,7 @@ def test_passes_are_baked_in_where_stages_stream_different_ones():
 
 
 @pytest.mark.parametrize(
-  ("damage", "told"),
+  ("damage", "printed"),
   [
     (lambda data: b"PK" + data, "this is not a compiled step"),
     (lambda data: b"", "this is not a compiled step"),
@@ -225,11 +225,11 @@ def test_passes_are_baked_in_where_stages_stream_different_ones():
     (lambda data: data[:-9] + b"x" + data[-8:], "its program for microbatches of 32 is damaged"),
   ],
 )
-def test_a_damaged_file_is_never_unpickled(run, saved, tmp_path, monkeypatch, damage, told):
+def test_a_damaged_file_is_never_unpickled(run, saved, tmp_path, monkeypatch, damage, printed):
   path = tmp_path / "damaged"
   path.write_bytes(damage(saved[0].read_bytes()))
   monkeypatch.setattr(pickle, "loads", lambda data: pytest.fail("unpickled"))
-  with pytest.raises(UserError, match=f"compiled_step={path}: {told}; write it again with save"):
+  with pytest.raises(UserError, match=f"compiled_step={path}: {printed}; write it again with save"):
     loaded(run, path)
 
 
@@ -305,17 +305,18 @@ def test_values_in_the_header_are_those_of_the_run(run):
 
 
 def test_the_source_is_all_code_that_the_step_is_traced_from():
-  lowest = {*LAYERS["L0: no jax"], "devices"}
-  found, todo = set(), ["step"]
+  found, todo = set(), ["maxbatch.training.step"]
   while todo:
     module = todo.pop()
-    if module not in found | lowest:
+    if module not in found and module in TREES and module.split(".")[1] not in WITHOUT_JAX:
       found.add(module)
-      todo += imported_modules(module)
-  listed = {module.__name__.partition(".")[2] for module in step_identity.STEP_MODULES}
+      todo += imports(TREES[module])
+  listed = {module.__name__ for module in step_identity.STEP_MODULES}
   # What timetables say is no part of the program, but must mean to it what it meant before.
-  timetables = {f"pipeline.{name}" for name in ("rows_of_ticks", "schedule", "slots")}
-  assert listed == found | {"prepare"} | timetables
+  timetables = {
+    f"maxbatch.pipeline_parallel.{name}" for name in ("timetable_arrays", "schedule", "slots")
+  }
+  assert listed == found - {"maxbatch.hardware.devices"} | {"maxbatch.training.build"} | timetables
 
 
 def test_a_change_of_the_code_is_seen(run, tmp_path, monkeypatch):

@@ -8,20 +8,24 @@ import pytest
 
 from maxbatch.compile.model_flops import StepFlops
 from maxbatch.compile.pipeline_ticks import beside_layers, in_filling, in_passes
-from maxbatch.estimate.costs import Cost
+from maxbatch.estimate.costs import OperationCost
 from maxbatch.estimate.flops import Products
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named, timetable
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.tick_work import ALWAYS, WORKS, scope_of, ticks_with, work_in
-from maxbatch.pipeline_parallel.timetable import Shape
-from maxbatch.pipeline_parallel.timetable_arrays import rows_of_ticks, ticks_for
+from maxbatch.pipeline_parallel.timetable import TimetableShape
+from maxbatch.pipeline_parallel.timetable_arrays import step_arrays, timetable_arrays
 from maxbatch.train import main
 
 SHAPES = {
-  "gpipe": [Shape(2, 2), Shape(4, 8), Shape(3, 6, 1, 2)],
-  "circular": [Shape(2, 2, 3), Shape(4, 12, 2), Shape(2, 6, 2, 2)],
-  "1f1b": [Shape(2, 2), Shape(4, 16), Shape(3, 6, 1, 2)],
-  "interleaved_1f1b": [Shape(2, 2, 3), Shape(4, 16, 2), Shape(2, 8, 2, 2)],
+  "gpipe": [TimetableShape(2, 2), TimetableShape(4, 8), TimetableShape(3, 6, 1, 2)],
+  "circular": [TimetableShape(2, 2, 3), TimetableShape(4, 12, 2), TimetableShape(2, 6, 2, 2)],
+  "1f1b": [TimetableShape(2, 2), TimetableShape(4, 16), TimetableShape(3, 6, 1, 2)],
+  "interleaved_1f1b": [
+    TimetableShape(2, 2, 3),
+    TimetableShape(4, 16, 2),
+    TimetableShape(2, 8, 2, 2),
+  ],
 }
 
 
@@ -29,8 +33,8 @@ SHAPES = {
 def test_the_formulas_count_what_the_program_is_told(name):
   for shape in SHAPES[name]:
     table = timetable(name, shape)
-    told = rows_of_ticks(table, schedule_named(name).limits(shape), len(table.ticks)).together
-    expected = {work: int(told._asdict()[work].sum()) for work in WORKS}
+    printed = timetable_arrays(table, schedule_named(name).limits(shape), len(table.ticks)).together
+    expected = {work: int(printed._asdict()[work].sum()) for work in WORKS}
     assert ticks_with(name, shape) == expected | {ALWAYS: len(table.ticks)}, shape
 
 
@@ -50,16 +54,18 @@ def pipeline(schedule: str, repeats: int = 1) -> Pipeline:
   return Pipeline(schedule, 4, repeats, 1, 4, 3, 3, 1, 2, (4, 8), 1)
 
 
-def cost(work: str, *, in_loop: bool = True) -> Cost:
+def cost(work: str, *, in_loop: bool = True) -> OperationCost:
   path = f"while/body/{scope_of(work)}/cond" if work else ""
   products = Products()
-  return Cost("x", "dot", "", "other", "body", in_loop, 5, products, 0, None, condition=path)
+  return OperationCost(
+    "x", "dot", "", "other", "body", in_loop, 5, products, 0, None, condition=path
+  )
 
 
 COSTS = [cost(ALWAYS, in_loop=False), *map(cost, (ALWAYS, *WORKS))]
 
 
-def counts(costs: Sequence[Cost]) -> list[float]:
+def counts(costs: Sequence[OperationCost]) -> list[float]:
   return [one.count / 5 for one in costs]
 
 
@@ -87,7 +93,7 @@ def test_without_a_pipeline_a_trip_is_a_pass():
 
 def test_a_step_of_no_passes_is_an_empty_timetable():
   one = pipeline("1f1b")
-  empty, full = ticks_for(one, 0), ticks_for(one, 3)
+  empty, full = step_arrays(one, 0), step_arrays(one, 3)
   assert int(empty.count) == 0
   assert empty.together.forward.shape == full.together.forward.shape
 

@@ -142,7 +142,7 @@ def test_two_slices_are_joined_by_the_network(tmp_path, capsys):
 
 
 def test_far_too_large_names_what_is_needed(tmp_path, capsys):
-  told = refused(
+  printed = refused(
     capsys,
     tmp_path,
     **TINY | {"base_emb_dim": 8192, "base_mlp_dim": 65536, "base_num_decoder_layers": 8},
@@ -152,9 +152,9 @@ def test_far_too_large_names_what_is_needed(tmp_path, capsys):
   found = re.match(
     r"error: per_device_batch_size=4: the step needs ([\d.]+) GiB a device, which has 15\.75 GiB; "
     r"micro_batch_size=auto finds the largest that fits; what helps: remat_policy=full",
-    told,
+    printed,
   )
-  assert found, told
+  assert found, printed
   # 13 billion parameters: weights, two moments and sums of gradients in float32.
   assert float(found[1]) > 13 * 16 * 0.9 / 1.074
 
@@ -164,8 +164,8 @@ def test_unknown_slices_list_the_known(tmp_path, capsys):
     "error: compile_topology=v5e-100: v5e has no slice of this size; nearest: "
     "compile_topology=v5e-128. Known: 1, 4, 8, 16, 32, 64, 128, 256\n"
   )
-  told = refused(capsys, tmp_path, compile_topology="v9-4")
-  assert "Known: v4-4096, v5p-17920, v5e-256, v6e-256, tpu7x-18432 and smaller" in told
+  printed = refused(capsys, tmp_path, compile_topology="v9-4")
+  assert "Known: v4-4096, v5p-17920, v5e-256, v6e-256, tpu7x-18432 and smaller" in printed
 
 
 def test_without_the_compiler_the_way_to_it_is_named(tmp_path, capsys, monkeypatch):

@@ -109,7 +109,7 @@ def test_a_compilation_would_be_seen(compiled):
 
 def test_the_plan_is_printed_whole(tmp_path):
   lines = check(tmp_path, batch_schedule="[[0, 32], [320, 64]]", batch_schedule_unit="samples")
-  assert found(lines, "batch plan") == "2 stages, 400 steps"
+  assert found(lines, "batch plan") == "2 phases, 400 steps"
   assert any("total_samples" in line for line in lines)
   assert any("from sample           320: 64 samples per step" in line for line in lines)
 
@@ -194,9 +194,9 @@ def test_a_microbatch_that_is_still_to_be_chosen_is_checked_at_its_smallest(tmp_
   ],
   ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_the_first_failure_is_the_error_of_a_run(tmp_path, keys, told, last):
+def test_the_first_failure_is_the_error_of_a_run(tmp_path, keys, printed, last):
   message, before = refusal(tmp_path, **keys)
-  assert told in message
+  assert printed in message
   assert before == CHECKS[: CHECKS.index(last) + 1]
 
 
@@ -312,10 +312,10 @@ def test_a_run_that_is_over_says_so(resumable):
   ],
   ids=["identity", "shapes"],
 )
-def test_another_runs_checkpoint_is_refused(resumable, keys, told):
+def test_another_runs_checkpoint_is_refused(resumable, keys, printed):
   message, before = refusal(resumable, **keys)
   assert message.startswith("This run cannot go on from checkpoint step 4 in")
-  assert told in message
+  assert printed in message
   assert before[-1] == "checkpoints"
 
 

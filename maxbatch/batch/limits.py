@@ -38,12 +38,12 @@ def _devices(plan: BatchPlan) -> str:
 def _shapes(plan: BatchPlan) -> str:
   return (
     f"{counted(len(plan.micro_batches), 'microbatch shape')} to compile; room for "
-    f"{plan.trip_capacity:,} passes per step"
+    f"{plan.microbatch_capacity:,} passes per step"
   )
 
 
 def _end(plan: BatchPlan) -> str:
   key, amount = plan.budget.key, plan.budget.amount * plan.budget.scale
-  cut = plan.stages[-1].is_cut
-  how = f", with a last step of {counted(plan.stages[-1].batch, 'sample')}" if cut else ""
+  cut = plan.phases[-1].is_cut
+  how = f", with a last step of {counted(plan.phases[-1].batch, 'sample')}" if cut else ""
   return f"{key}={text(amount)} ends the run{how}"

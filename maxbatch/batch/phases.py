@@ -1,8 +1,8 @@
-"""Where in the run which batch is in force: stages of equal steps, from a position to the budget.
+"""Where in the run which batch is in force: phases of equal steps, from a position to the budget.
 
-A stage begins at the first step that starts at or after its point of the schedule. Points are
-absolute, so what one stage takes too much the next one lacks, and nothing is forgotten. Within a
-stage everything is closed form: no loop runs over steps.
+A phase begins at the first step that starts at or after its point of the schedule. Points are
+absolute, so what one phase takes too much the next one lacks, and nothing is forgotten. Within a
+phase everything is closed form: no loop runs over steps.
 """
 
 import bisect
@@ -25,7 +25,7 @@ class Position:
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class SchedulePoint:
   """From `at` on, a step takes `batch` samples in `trips` passes of `micro_batch`."""
 
   at: Fraction
@@ -33,7 +33,7 @@ class Point:
   micro_batch: int
 
   @property
-  def trips(self) -> int:
+  def num_microbatches(self) -> int:
     """Passes per step."""
     return self.batch // self.micro_batch
 
@@ -43,7 +43,7 @@ class BatchSchedule:
   """The points of a schedule, the first at 0; `at` counts steps or samples."""
 
   unit: Literal["steps", "samples"]
-  points: tuple[Point, ...]
+  points: tuple[SchedulePoint, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Budget:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class Phase:
   """`num_steps` equal steps; `number` counts the points of the schedule from 1."""
 
   number: int
@@ -69,7 +69,7 @@ class Stage:
   """Whether this is the last step, cut to what the budget leaves."""
 
   @property
-  def trips(self) -> int:
+  def num_microbatches(self) -> int:
     """Passes per step."""
     return self.batch // self.micro_batch
 
@@ -83,15 +83,15 @@ class Stage:
     return Position(self.first.step + steps, self.first.samples + steps * self.batch)
 
 
-def lay_out(schedule: BatchSchedule, budget: Budget, start: Position) -> tuple[Stage, ...]:
-  """The stages with at least one step between `start` and the end of the budget, in order.
+def phases_of(schedule: BatchSchedule, budget: Budget, start: Position) -> tuple[Phase, ...]:
+  """The phases with at least one step between `start` and the end of the budget, in order.
 
-  A run at or past its end gets one stage without steps.
+  A run at or past its end gets one phase without steps.
 
   Raises:
     UserError: the budget ends inside a microbatch.
   """
-  stages: list[Stage] = []
+  phases: list[Phase] = []
   position = start
   for number, point in enumerate(schedule.points, 1):
     until = schedule.points[number].at if number < len(schedule.points) else None
@@ -100,21 +100,24 @@ def lay_out(schedule: BatchSchedule, budget: Budget, start: Position) -> tuple[S
     if steps == 0:
       continue
     ending = steps is None or steps > affordable
-    stage = Stage(
+    phase = Phase(
       number, position, affordable if steps is None else min(steps, affordable), point.batch,
       point.micro_batch,
     )  # fmt: skip
-    stages.append(stage)
-    position = stage.end
+    phases.append(phase)
+    position = phase.end
     if ending:
-      stages += _cut_step(budget, stage, rest)
+      phases += _cut_step(budget, phase, rest)
       break
-  reached = [stage for stage in stages if stage.num_steps]
-  return tuple(reached or stages[:1])
+  reached = [phase for phase in phases if phase.num_steps]
+  return tuple(reached or phases[:1])
 
 
 def _steps_until(
-  until: Fraction | None, point: Point, unit: Literal["steps", "samples"], position: Position
+  until: Fraction | None,
+  point: SchedulePoint,
+  unit: Literal["steps", "samples"],
+  position: Position,
 ) -> int | None:
   """Steps from `position` to the first that starts at or after `until`; None: without end."""
   if until is None:
@@ -123,7 +126,7 @@ def _steps_until(
   return max(0, math.ceil(left / (1 if unit == "steps" else point.batch)))
 
 
-def _affordable(budget: Budget, point: Point, position: Position) -> tuple[int, Fraction]:
+def _affordable(budget: Budget, point: SchedulePoint, position: Position) -> tuple[int, Fraction]:
   """Whole steps that the budget still pays, and the samples it leaves after them."""
   if budget.key == "steps":
     return max(0, int(budget.amount) - position.step), Fraction(0)
@@ -132,7 +135,7 @@ def _affordable(budget: Budget, point: Point, position: Position) -> tuple[int, 
   return steps, left - steps * point.batch
 
 
-def _cut_step(budget: Budget, stage: Stage, rest: Fraction) -> list[Stage]:
+def _cut_step(budget: Budget, phase: Phase, rest: Fraction) -> list[Phase]:
   """The last step, cut to the samples that a budget in samples or tokens leaves.
 
   Cutting neither loses samples nor adds any, and a ramp, whose steps no round total fits, leaves
@@ -140,33 +143,33 @@ def _cut_step(budget: Budget, stage: Stage, rest: Fraction) -> list[Stage]:
   """
   if rest == 0:
     return []
-  if rest % stage.micro_batch:
-    raise UserError(_no_whole_microbatch(budget, stage, rest))
+  if rest % phase.micro_batch:
+    raise UserError(_no_whole_microbatch(budget, phase, rest))
   return [
-    Stage(stage.number, stage.end, 1, int(rest), stage.micro_batch, is_cut=True)
+    Phase(phase.number, phase.end, 1, int(rest), phase.micro_batch, is_cut=True)
   ]  # fmt: skip
 
 
-def _no_whole_microbatch(budget: Budget, stage: Stage, rest: Fraction) -> str:
+def _no_whole_microbatch(budget: Budget, phase: Phase, rest: Fraction) -> str:
   unit, scale = budget.key.removeprefix("total_"), budget.scale
-  begun = stage.end.samples + rest // stage.micro_batch * stage.micro_batch
-  nearest = [total * scale for total in (begun, begun + stage.micro_batch) if total > 0]
-  before = f"{stage.first.samples * scale} {unit}, then " if stage.first.samples else ""
+  begun = phase.end.samples + rest // phase.micro_batch * phase.micro_batch
+  nearest = [total * scale for total in (begun, begun + phase.micro_batch) if total > 0]
+  before = f"{phase.first.samples * scale} {unit}, then " if phase.first.samples else ""
   return (
-    f"{budget.key}={text(budget.amount * scale)} is {before}{stage.num_steps} steps of "
-    f"{stage.batch * scale} {unit} and {text(rest * scale)} {unit} more, and a run ends with a "
-    f"whole microbatch ({stage.micro_batch * scale} {unit}); "
+    f"{budget.key}={text(budget.amount * scale)} is {before}{phase.num_steps} steps of "
+    f"{phase.batch * scale} {unit} and {text(rest * scale)} {unit} more, and a run ends with a "
+    f"whole microbatch ({phase.micro_batch * scale} {unit}); "
     f"nearest: {' or '.join(f'{budget.key}={total}' for total in nearest)}"
   )
 
 
-def stage_at_sample(stages: Sequence[Stage], samples: int) -> Stage:
-  """The stage whose steps hold sample `samples`; beyond both ends, the nearest one."""
-  after = bisect.bisect_right(stages, samples, key=lambda stage: stage.first.samples)
-  return stages[max(0, after - 1)]
+def phase_at_sample(phases: Sequence[Phase], samples: int) -> Phase:
+  """The phase whose steps hold sample `samples`; beyond both ends, the nearest one."""
+  after = bisect.bisect_right(phases, samples, key=lambda phase: phase.first.samples)
+  return phases[max(0, after - 1)]
 
 
-def stage_at_step(stages: Sequence[Stage], step: int) -> Stage:
-  """The stage of step `step` (0-based); beyond both ends, the nearest one."""
-  after = bisect.bisect_right(stages, step, key=lambda stage: stage.first.step)
-  return stages[max(0, after - 1)]
+def phase_at_step(phases: Sequence[Phase], step: int) -> Phase:
+  """The phase of step `step` (0-based); beyond both ends, the nearest one."""
+  after = bisect.bisect_right(phases, step, key=lambda phase: phase.first.step)
+  return phases[max(0, after - 1)]

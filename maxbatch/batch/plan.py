@@ -14,22 +14,27 @@ from typing import Literal
 from maxbatch.batch.phases import (
   BatchSchedule,
   Budget,
-  Point,
+  Phase,
   Position,
-  Stage,
-  lay_out,
-  stage_at_sample,
-  stage_at_step,
+  SchedulePoint,
+  phase_at_sample,
+  phase_at_step,
+  phases_of,
 )
-from maxbatch.batch.schedule import Request, batch_schedule, begins_with_batch_size, largest_decided
-from maxbatch.batch.solve import Given, solve, text, wanted, whole_micro_batch
+from maxbatch.batch.schedule import (
+  ScheduleInputs,
+  batch_schedule,
+  begins_with_batch_size,
+  largest_decided,
+)
+from maxbatch.batch.solve import GivenSize, given_sizes, solve, text, whole_micro_batch
 from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import BatchConfig, RunConfig
 from maxbatch.errors import UserError
 
 Unit = Literal["steps", "samples", "tokens"]
 
-_SMALLEST_TRIP_CAPACITY = 16
+_SMALLEST_MICROBATCH_CAPACITY = 16
 """Microbatches the fused step has room for at least; unused room is a few KiB of token ids."""
 
 
@@ -51,8 +56,8 @@ class BatchPlan:
   eval_batch: int
   schedule: BatchSchedule
   budget: Budget
-  stages: tuple[Stage, ...]
-  """What lies between the plan's start and its end, at least one stage."""
+  phases: tuple[Phase, ...]
+  """What lies between the plan's start and its end, at least one phase."""
   largest_batch: int = 0
   """Up to which the run may decide to go; 0 if it decides nothing."""
   begins_with_batch_size: bool = False
@@ -79,20 +84,20 @@ class BatchPlan:
     return self.tokens(self.total_samples)
 
   @property
-  def trip_capacity(self) -> int:
-    """Microbatches the compiled fused step has room for, in every stage.
+  def microbatch_capacity(self) -> int:
+    """Microbatches the compiled fused step has room for, in every phase.
 
     A power of two, so that changing gradient_accumulation_steps within it compiles nothing new.
     """
-    scheduled = max(point.trips for point in self.schedule.points)
+    scheduled = max(point.num_microbatches for point in self.schedule.points)
     decided = self.largest_batch // self.micro_batch_to_train
-    needed = max(_SMALLEST_TRIP_CAPACITY, scheduled, decided)
+    needed = max(_SMALLEST_MICROBATCH_CAPACITY, scheduled, decided)
     return 1 << (needed - 1).bit_length()
 
   @property
   def micro_batches(self) -> tuple[int, ...]:
-    """The different microbatches of the stages, each one shape to compile, as they first occur."""
-    return tuple(dict.fromkeys(stage.micro_batch for stage in self.stages))
+    """The different microbatches of the phases, each one shape to compile, as they first occur."""
+    return tuple(dict.fromkeys(phase.micro_batch for phase in self.phases))
 
   def tokens(self, samples: int) -> int:
     """Tokens in `samples` samples."""
@@ -106,22 +111,22 @@ class BatchPlan:
     """Tokens of a microbatch on one device."""
     return self.per_device(micro_batch) * self.max_target_length
 
-  def largest_stage(self, micro_batch: int) -> Stage:
-    """The stage with the most passes of this microbatch."""
-    stages = [stage for stage in self.stages if stage.micro_batch == micro_batch]
-    return max(stages, key=lambda stage: stage.trips)
+  def largest_phase(self, micro_batch: int) -> Phase:
+    """The phase with the most passes of this microbatch."""
+    phases = [phase for phase in self.phases if phase.micro_batch == micro_batch]
+    return max(phases, key=lambda phase: phase.num_microbatches)
 
-  def stage_at(self, samples: int) -> Stage:
-    """The stage of the step that begins when `samples` are consumed."""
-    return stage_at_sample(self.stages, samples)
+  def phase_at(self, samples: int) -> Phase:
+    """The phase of the step that begins when `samples` are consumed."""
+    return phase_at_sample(self.phases, samples)
 
   def batch_at(self, samples: int) -> int:
     """Samples of the step that begins when `samples` are consumed."""
-    return self.stage_at(samples).batch
+    return self.phase_at(samples).batch
 
-  def trips_at(self, position: Position) -> int:
+  def num_microbatches_at(self, position: Position) -> int:
     """Passes of the step that begins at `position`."""
-    return self.stage_at(position.samples).trips
+    return self.phase_at(position.samples).num_microbatches
 
   def share_of_batch(self, position: Position) -> Fraction:
     """The batch at `position` over the run's batch."""
@@ -129,8 +134,8 @@ class BatchPlan:
 
   def samples_at(self, step: int) -> int:
     """Samples consumed before `step` (0-based)."""
-    stage = stage_at_step(self.stages, step)
-    return stage.after(step - stage.first.step).samples
+    phase = phase_at_step(self.phases, step)
+    return phase.after(step - phase.first.step).samples
 
   def advance(self, position: Position) -> Position:
     """The position one step further."""
@@ -144,7 +149,7 @@ class BatchPlan:
 
   def end(self) -> Position:
     """The position at which the run is complete."""
-    return self.stages[-1].end
+    return self.phases[-1].end
 
   def starting_at(self, position: Position) -> "BatchPlan":
     """The plan from `position` on: a resumed run, whose steps until there another plan made.
@@ -155,8 +160,8 @@ class BatchPlan:
     Raises:
       UserError: the budget ends inside a microbatch.
     """
-    stages = lay_out(self.schedule, self.budget, position)
-    return dataclasses.replace(self, stages=stages)
+    phases = phases_of(self.schedule, self.budget, position)
+    return dataclasses.replace(self, phases=phases)
 
   def changed_at(self, position: Position, batch: int) -> "BatchPlan":
     """The plan of a run that takes `batch` samples per step from `position` on, as it decided.
@@ -174,7 +179,7 @@ class BatchPlan:
   def following(self, changes: Sequence[tuple[int, int]]) -> "BatchPlan":
     """The plan with another schedule: from so many samples on, a step takes so many samples."""
     micro = self.micro_batch_to_train
-    points = tuple(Point(Fraction(samples), batch, micro) for samples, batch in changes)
+    points = tuple(SchedulePoint(Fraction(samples), batch, micro) for samples, batch in changes)
     plan = dataclasses.replace(self, schedule=BatchSchedule("samples", points))
     return plan.starting_at(Position(0, 0))
 
@@ -192,13 +197,13 @@ class BatchPlan:
       "total_tokens": self.total_tokens,
       "batch_schedule": [[text(point.at), point.batch] for point in self.schedule.points],
     }
-    if len(self.stages) > 1:
-      rows = [[stage.first.samples, stage.batch, stage.trips] for stage in self.stages]
-      sizes["batch_stages"] = rows
+    if len(self.phases) > 1:
+      rows = [[phase.first.samples, phase.batch, phase.num_microbatches] for phase in self.phases]
+      sizes["batch_phases"] = rows
     return sizes
 
   def __str__(self) -> str:
-    return "\n".join([self.derivation(), *self._stage_lines()])
+    return "\n".join([self.derivation(), *self._phase_lines()])
 
   def derivation(self) -> str:
     """Every size with how it comes about, a line each."""
@@ -211,14 +216,14 @@ class BatchPlan:
     ]
     return "\n".join(["Batch plan", *lines])
 
-  def _stage_lines(self) -> list[str]:
-    """A line per stage, if there are several."""
-    if len(self.stages) == 1:
+  def _phase_lines(self) -> list[str]:
+    """A line per phase, if there are several."""
+    if len(self.phases) == 1:
       return []
     return [
-      f"  from sample {stage.first.samples:>13,}: {stage.batch:,} samples per step, "
-      f"{stage.trips:,} × {stage.micro_batch:,}, {stage.num_steps:,} steps"
-      for stage in self.stages
+      f"  from sample {phase.first.samples:>13,}: {phase.batch:,} samples per step, "
+      f"{phase.num_microbatches:,} × {phase.micro_batch:,}, {phase.num_steps:,} steps"
+      for phase in self.phases
     ]
 
   def _derivation(self) -> list[tuple[str, str, int, str]]:
@@ -229,9 +234,9 @@ class BatchPlan:
     per_device_eval = text(self.per_device(self.eval_batch))
     times = f"{devices:,} devices ×"
     accumulation, length = f"{self.gradient_accumulation_steps:,}", f"{self.max_target_length:,}"
-    constant = len(self.stages) == 1
+    constant = len(self.phases) == 1
     summed = f"{batch:,} × steps {self.steps:,}"
-    summed = summed if constant else f"sum of the stages, steps {self.steps:,}"
+    summed = summed if constant else f"sum of the phases, steps {self.steps:,}"
     return [
       ("num_devices", str(self.topology), devices, "devices"),
       (
@@ -270,13 +275,13 @@ class BatchPlan:
 
 
 def plan_batches(batch: BatchConfig, run: RunConfig, topology: Topology) -> BatchPlan:
-  """Derives every size from the configuration and the devices, and checks every stage.
+  """Derives every size from the configuration and the devices, and checks every phase.
 
   Raises:
     UserError: sizes contradict each other or are not whole; the message offers what is.
   """
-  sizes = solve(wanted(batch), topology)
-  request = Request(batch, sizes, topology)
+  sizes = solve(given_sizes(batch), topology)
+  request = ScheduleInputs(batch, sizes, topology)
   schedule = batch_schedule(request)
   factor = batch.expansion_factor_real_data
   factor = factor if factor > 0 else Fraction(1)
@@ -286,7 +291,7 @@ def plan_batches(batch: BatchConfig, run: RunConfig, topology: Topology) -> Batc
     topology=topology,
     max_target_length=batch.max_target_length,
     per_device_batch_size=Fraction(sizes.micro_batch, topology.num_devices),
-    gradient_accumulation_steps=sizes.passes,
+    gradient_accumulation_steps=sizes.gradient_accumulation_steps,
     expansion_factor_real_data=factor,
     micro_batch_to_train=sizes.micro_batch,
     global_batch_to_train=sizes.batch,
@@ -294,7 +299,7 @@ def plan_batches(batch: BatchConfig, run: RunConfig, topology: Topology) -> Batc
     eval_batch=_eval_batch(batch.eval_per_device_batch_size, sizes.micro_batch, topology),
     schedule=schedule,
     budget=budget,
-    stages=lay_out(schedule, budget, Position(0, 0)),
+    phases=phases_of(schedule, budget, Position(0, 0)),
     largest_batch=largest_decided(request),
     begins_with_batch_size=begins_with_batch_size(batch),
   )
@@ -304,23 +309,23 @@ def _eval_batch(per_device: Fraction, micro_batch: int, topology: Topology) -> i
   """Samples of one evaluation pass: by its own key, or as in training."""
   if per_device == 0:
     return micro_batch
-  return whole_micro_batch(Given("eval_per_device_batch_size", per_device), topology)
+  return whole_micro_batch(GivenSize("eval_per_device_batch_size", per_device), topology)
 
 
 def _check_loads(schedule: BatchSchedule, factor: Fraction) -> None:
-  """batch × factor must be whole in every stage."""
+  """batch × factor must be whole in every phase."""
   batches = [point.batch for point in schedule.points]
   for number, batch in enumerate(batches, 1):
     loaded = batch * factor
     if loaded.denominator == 1:
       continue
-    # The factor must make all stages whole.
+    # The factor must make all phases whole.
     common = math.gcd(*batches)
     counts = (math.floor(common * factor), math.floor(common * factor) + 1)
     offers = [text(Fraction(count, common)) for count in counts if count > 0]
-    stage = f" of stage {number}" if len(batches) > 1 else ""
+    phase = f" of phase {number}" if len(batches) > 1 else ""
     raise UserError(
-      f"expansion_factor_real_data={text(factor)} × global_batch_to_train={batch}{stage} is "
+      f"expansion_factor_real_data={text(factor)} × global_batch_to_train={batch}{phase} is "
       f"{text(loaded)}, but global_batch_to_load counts whole samples; "
       f"nearest: {' or '.join(f'expansion_factor_real_data={offer}' for offer in offers)}"
     )

@@ -34,18 +34,18 @@ def plot(plan: BatchPlan, rate: LearningRate, title: str) -> str:
 def _batches(plan: BatchPlan) -> Curve:
   """The corners of the staircase."""
   return [
-    (samples, stage.batch)
-    for stage in plan.stages
-    for samples in (stage.first.samples, stage.end.samples)
+    (samples, phase.batch)
+    for phase in plan.phases
+    for samples in (phase.first.samples, phase.end.samples)
   ]
 
 
 def _rates(plan: BatchPlan, rate: LearningRate) -> Curve:
-  """The rate at steps spread evenly over the run, the first and last of every stage included."""
+  """The rate at steps spread evenly over the run, the first and last of every phase included."""
   last = max(plan.steps - 1, 0)
   steps = {last * n // _POINTS for n in range(_POINTS + 1)}
-  for stage in plan.stages:
-    steps |= {stage.first.step, max(stage.first.step, stage.end.step - 1)}
+  for phase in plan.phases:
+    steps |= {phase.first.step, max(phase.first.step, phase.end.step - 1)}
   positions = [Position(step, plan.samples_at(step)) for step in sorted(steps)]
   return [(position.samples, rate(position)) for position in positions]
 

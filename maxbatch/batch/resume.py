@@ -7,7 +7,7 @@ from maxbatch.batch.solve import text
 from maxbatch.errors import UserError
 
 
-def check_goes_on(plan: BatchPlan, first: int, now: int) -> None:
+def check_can_continue(plan: BatchPlan, first: int, now: int) -> None:
   """Refuses sizes with which a steered run cannot go on.
 
   Args:

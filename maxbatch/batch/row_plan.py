@@ -69,12 +69,12 @@ def dispatches(plan: BatchPlan, start: Position, *, streamed: bool) -> list[Segm
   """What is sent to the devices from `start` to the end of the run: whole steps, or, streamed,
   their microbatches one by one."""
   segments: list[Segment] = []
-  for stage in plan.starting_at(start).stages:
-    per_dispatch = 1 if streamed else stage.trips
-    size = stage.micro_batch * per_dispatch
-    samples = range(stage.first.samples, stage.end.samples, size)
-    if not segments or segments[-1].micro_batch != stage.micro_batch:
-      segments.append(Segment(stage.micro_batch, []))
+  for phase in plan.starting_at(start).phases:
+    per_dispatch = 1 if streamed else phase.num_microbatches
+    size = phase.micro_batch * per_dispatch
+    samples = range(phase.first.samples, phase.end.samples, size)
+    if not segments or segments[-1].micro_batch != phase.micro_batch:
+      segments.append(Segment(phase.micro_batch, []))
     segments[-1].steps.extend(StepRows(sample, per_dispatch) for sample in samples)
   return segments
 

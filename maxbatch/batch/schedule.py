@@ -11,7 +11,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
-from maxbatch.batch.phases import BatchSchedule, Point
+from maxbatch.batch.phases import BatchSchedule, SchedulePoint
 from maxbatch.batch.schedule_file import read_changes
 from maxbatch.batch.solve import Sizes, groups_of, nearest_divisors, nearest_multiples, text
 from maxbatch.batch.topology import Topology
@@ -23,11 +23,11 @@ _MOST_GROWTH = 16
 """Times the first batch that batch_schedule=gns may reach by default."""
 
 Steps = list[tuple[Fraction, Fraction]]
-"""(at, samples per step) of every stage, the first at 0."""
+"""(at, samples per step) of every phase, the first at 0."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class ScheduleInputs:
   """What a schedule is made from: the keys, the sizes they solved to, and the devices."""
 
   config: BatchConfig
@@ -61,36 +61,36 @@ class RampupBatchManager:
     """global_rampup_samples / num_increments."""
     return self.global_rampup_samples / self.num_increments
 
-  def stage_at(self, samples: int) -> int:
-    """The stage (from 0) of the step that begins when `samples` are consumed."""
+  def phase_at(self, samples: int) -> int:
+    """The phase (from 0) of the step that begins when `samples` are consumed."""
     return min(self.num_increments, math.floor(samples / self.samples_per_increment))
 
-  def batch_of(self, stage: int) -> Fraction:
-    """Samples per step in a stage."""
-    size = self.per_device_batch_size_start + stage * self.per_device_batch_size_increment
+  def batch_of(self, phase: int) -> Fraction:
+    """Samples per step in a phase."""
+    size = self.per_device_batch_size_start + phase * self.per_device_batch_size_increment
     return size * self.samples_per_size
 
   def batch_at(self, samples: int) -> Fraction:
     """Samples of the step that begins when `samples` are consumed."""
-    return self.batch_of(self.stage_at(samples))
+    return self.batch_of(self.phase_at(samples))
 
   def steps(self) -> Steps:
-    """Every stage: the samples at which it begins, and its batch."""
+    """Every phase: the samples at which it begins, and its batch."""
     return [
-      (stage * self.samples_per_increment, self.batch_of(stage))
-      for stage in range(self.num_increments + 1)
+      (phase * self.samples_per_increment, self.batch_of(phase))
+      for phase in range(self.num_increments + 1)
     ]
 
 
-def constant(request: Request) -> Steps:
+def constant(request: ScheduleInputs) -> Steps:
   """The run's batch throughout."""
   return [(Fraction(0), Fraction(request.sizes.batch))]
 
 
-def rampup(request: Request) -> Steps:
+def rampup(request: ScheduleInputs) -> Steps:
   """MaxText's ramp: per_device_batch_size_start, …_increment and global_rampup_samples."""
   config, sizes = request.config, request.sizes
-  per_size = request.topology.num_devices * sizes.passes
+  per_size = request.topology.num_devices * sizes.gradient_accumulation_steps
   start, increment = config.per_device_batch_size_start, config.per_device_batch_size_increment
   target = Fraction(sizes.batch, per_size)
   keys = ("per_device_batch_size_start", "per_device_batch_size_increment")
@@ -100,7 +100,7 @@ def rampup(request: Request) -> Steps:
   return RampupBatchManager(start, increment, target, samples, per_size).steps()
 
 
-def linear(request: Request) -> Steps:
+def linear(request: ScheduleInputs) -> Steps:
   """From batch_size_start by batch_size_increment, over batch_schedule_length."""
   length, start, target = _length(request), _start(request), Fraction(request.sizes.batch)
   given = request.config.batch_size_increment
@@ -111,7 +111,7 @@ def linear(request: Request) -> Steps:
   return RampupBatchManager(start, increment, target, length, 1).steps()
 
 
-def doubling(request: Request) -> Steps:
+def doubling(request: ScheduleInputs) -> Steps:
   """From batch_size_start to the run's batch by doubling, all batches for equally long."""
   whole, start, target = _length(request), _start(request), request.sizes.batch
   doublings = (target / start).numerator.bit_length() - 1
@@ -125,10 +125,10 @@ def doubling(request: Request) -> Steps:
       + (f"nearest: {offers}" if near else "an odd multiple of the groups has no half: use linear")
     )
   length = whole / doublings
-  return [(stage * length, start * 2**stage) for stage in range(doublings + 1)]
+  return [(phase * length, start * 2**phase) for phase in range(doublings + 1)]
 
 
-def listed(request: Request) -> Steps:
+def listed(request: ScheduleInputs) -> Steps:
   """batch_schedule: [[at, batch], …], as it stands."""
   pairs = request.config.batch_schedule
   assert isinstance(pairs, tuple)
@@ -140,13 +140,13 @@ def listed(request: Request) -> Steps:
   for number, (before, after) in enumerate(itertools.pairwise(pairs), 2):
     if before[0] >= after[0]:
       raise UserError(
-        f"batch_schedule: stage {number}, {list(after)}, must begin after {before[0]}, where the "
-        f"stage before it begins; for example {[before[0] + 1, after[1]]}"
+        f"batch_schedule: phase {number}, {list(after)}, must begin after {before[0]}, where the "
+        f"phase before it begins; for example {[before[0] + 1, after[1]]}"
       )
   return [(Fraction(at), Fraction(batch)) for at, batch in pairs]
 
 
-def decided(request: Request) -> Steps:
+def decided(request: ScheduleInputs) -> Steps:
   """The first batch; what follows is decided in the run (noise/controller.py).
 
   Raises:
@@ -161,7 +161,7 @@ def decided(request: Request) -> Steps:
   return constant(request)
 
 
-def recorded(request: Request) -> Steps:
+def recorded(request: ScheduleInputs) -> Steps:
   """What batch_schedule_file says: the decisions of another run, or anyone's.
 
   Raises:
@@ -182,7 +182,7 @@ def recorded(request: Request) -> Steps:
   return [(Fraction(change.samples), Fraction(change.batch)) for change in changes]
 
 
-Build = Callable[[Request], Steps]
+Build = Callable[[ScheduleInputs], Steps]
 SCHEDULES: dict[str, Build] = {
   "constant": constant,
   "rampup": rampup,
@@ -194,7 +194,7 @@ _FROM_RUNS: dict[str, Build] = {"gns": decided, "file": recorded}
 """By the word in batch_schedule; batch_size is their first batch, not their last."""
 
 
-def largest_decided(request: Request) -> int:
+def largest_decided(request: ScheduleInputs) -> int:
   """The batch up to which a schedule that is decided in the run may grow; 0 for any other."""
   if _chosen(request.config) != "gns":
     return 0
@@ -212,11 +212,11 @@ def begins_with_batch_size(config: BatchConfig) -> bool:
   return _chosen(config) in _FROM_RUNS
 
 
-def batch_schedule(request: Request) -> BatchSchedule:
-  """The run's schedule, every stage of it checked, reached or not.
+def batch_schedule(request: ScheduleInputs) -> BatchSchedule:
+  """The run's schedule, every phase of it checked, reached or not.
 
   Raises:
-    UserError: a stage does not work on these devices, or keys contradict each other.
+    UserError: a phase does not work on these devices, or keys contradict each other.
   """
   name = _chosen(request.config)
   build = _FROM_RUNS.get(name) or registered("batch_schedule_type", name, SCHEDULES)
@@ -252,19 +252,19 @@ def _of_key(value: tuple[tuple[int, ...], ...] | str) -> str:
   return "list" if value else "constant"
 
 
-def _point(request: Request, number: int, at: Fraction, batch: Fraction) -> Point:
-  """One stage with its microbatch: the run's where it fits, else the largest that is smaller."""
+def _point(request: ScheduleInputs, number: int, at: Fraction, batch: Fraction) -> SchedulePoint:
+  """One phase with its microbatch: the run's where it fits, else the largest that is smaller."""
   groups, micro = request.topology.num_batch_groups, request.sizes.micro_batch
   rows = batch / groups
   if rows.denominator != 1 or rows <= 0:
     nearest = " or ".join(f"[{text(at)}, {near}]" for near in nearest_multiples(groups, batch))
     raise UserError(
-      f"batch_schedule: stage {number}, [{text(at)}, {text(batch)}], has {text(batch)} samples, "
+      f"batch_schedule: phase {number}, [{text(at)}, {text(batch)}], has {text(batch)} samples, "
       f"which must be a positive multiple of {groups_of(request.topology)}; nearest: {nearest}"
     )
   if batch % micro:
     micro = groups * _largest_divisor(int(rows), micro // groups)
-  return Point(at, int(batch), micro)
+  return SchedulePoint(at, int(batch), micro)
 
 
 def _largest_divisor(number: int, at_most: int) -> int:
@@ -273,7 +273,7 @@ def _largest_divisor(number: int, at_most: int) -> int:
   return nearest_divisors(number, Fraction(at_most))[0]
 
 
-def _start(request: Request) -> Fraction:
+def _start(request: ScheduleInputs) -> Fraction:
   """batch_size_start, which has no default: a microbatch depends on the devices and their memory.
 
   So would the ramp, and a run resumed on other devices would take other steps.
@@ -294,7 +294,7 @@ def _start(request: Request) -> Fraction:
   )
 
 
-def _length(request: Request) -> Fraction:
+def _length(request: ScheduleInputs) -> Fraction:
   if request.config.batch_schedule_length == -1:
     raise UserError(
       f"batch_schedule_type={request.config.batch_schedule_type} needs the length of its ramp in "

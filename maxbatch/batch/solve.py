@@ -22,7 +22,7 @@ DEFAULT_PER_DEVICE_BATCH_SIZE = Fraction(4)
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class GivenSize:
   """A size as one key gives it; `scale` times the size is the key's value."""
 
   key: str
@@ -41,12 +41,12 @@ class Given:
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class GivenSizes:
   """What the configuration says about the three sizes; None where it says nothing."""
 
-  batch: Given | None
-  per_device: Given | None
-  passes: Given | None
+  batch: GivenSize | None
+  per_device: GivenSize | None
+  gradient_accumulation_steps: GivenSize | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,15 +54,15 @@ class Sizes:
   """The solution: samples of one pass over all devices, and passes per step."""
 
   micro_batch: int
-  passes: int
+  gradient_accumulation_steps: int
 
   @property
   def batch(self) -> int:
     """Samples of one step."""
-    return self.micro_batch * self.passes
+    return self.micro_batch * self.gradient_accumulation_steps
 
 
-def wanted(config: BatchConfig) -> Wanted:
+def given_sizes(config: BatchConfig) -> GivenSizes:
   """Reads the keys of both vocabularies.
 
   Raises:
@@ -74,9 +74,9 @@ def wanted(config: BatchConfig) -> Wanted:
   micro_batch_size = micro_batch_size if isinstance(micro_batch_size, Fraction) else -1
   pairs = config.batch_schedule
   last = pairs[-1][1:2] if isinstance(pairs, tuple) and pairs else ()
-  return Wanted(
+  return GivenSizes(
     batch=_agreed(
-      *(Given("the last batch of batch_schedule", Fraction(size)) for size in last),
+      *(GivenSize("the last batch of batch_schedule", Fraction(size)) for size in last),
       *_if_set("batch_size", config.batch_size),
       *_if_set("global_batch_to_train", config.global_batch_to_train),
       *_if_set("tokens_per_step", config.tokens_per_step, config.max_target_length),
@@ -85,63 +85,72 @@ def wanted(config: BatchConfig) -> Wanted:
       *_if_set("per_device_batch_size", config.per_device_batch_size),
       *_if_set("micro_batch_size", micro_batch_size),
     ),
-    passes=_agreed(
+    gradient_accumulation_steps=_agreed(
       *_if_set("gradient_accumulation_steps", config.gradient_accumulation_steps),
-      *([Given("micro_batch_size", Fraction(1), word="none")] if none else []),
+      *([GivenSize("micro_batch_size", Fraction(1), word="none")] if none else []),
     ),
   )
 
 
-def solve(want: Wanted, topology: Topology) -> Sizes:
+def solve(given: GivenSizes, topology: Topology) -> Sizes:
   """The sizes on these devices.
 
   Raises:
     UserError: the given sizes contradict each other or leave a remainder.
   """
-  batch, per_device, passes = want.batch, want.per_device, want.passes
+  batch, per_device, accumulation = given.batch, given.per_device, given.gradient_accumulation_steps
   if batch is None:
-    default = Given("per_device_batch_size", DEFAULT_PER_DEVICE_BATCH_SIZE)
+    default = GivenSize("per_device_batch_size", DEFAULT_PER_DEVICE_BATCH_SIZE)
     micro_batch = whole_micro_batch(per_device or default, topology)
-    return Sizes(micro_batch, int(passes.size) if passes else 1)
+    return Sizes(micro_batch, int(accumulation.size) if accumulation else 1)
   if per_device is None:
-    return _from_batch(batch, passes, topology)
-  if passes is None:
+    return _from_batch(batch, accumulation, topology)
+  if accumulation is None:
     return _from_batch_and_micro_batch(batch, per_device, topology)
-  sizes = Sizes(whole_micro_batch(per_device, topology, batch, passes), int(passes.size))
+  sizes = Sizes(
+    whole_micro_batch(per_device, topology, batch, accumulation), int(accumulation.size)
+  )
   if batch.size != sizes.batch:
-    offers = _ways_out(batch, per_device, passes, topology)
+    offers = _suggested_fixes(batch, per_device, accumulation, topology)
     raise UserError(
-      f"{batch}, but {per_device} on {topology.num_devices} devices with {passes} is {sizes.batch} "
+      f"{batch}, but {per_device} on {topology.num_devices} devices with {accumulation} is {sizes.batch} "
       f"samples per step; change one of them: {', or '.join(offers)}"
     )
   return sizes
 
 
-def solve_num_devices(want: Wanted) -> int:
+def solve_num_devices(given: GivenSizes) -> int:
   """The devices on which the given sizes hold.
 
   Raises:
     UserError: too little is given, or the number is not whole.
   """
-  if want.batch is None or want.per_device is None:
+  if given.batch is None or given.per_device is None:
     raise UserError(
       "num_devices=-1 is derived from the batch and the per-device size, which must both be given; "
       "for example batch_size=512 micro_batch_size=64"
     )
-  each = want.per_device.size * (want.passes.size if want.passes else 1)
-  devices = want.batch.size / each if each else Fraction(0)
+  each = given.per_device.size * (
+    given.gradient_accumulation_steps.size if given.gradient_accumulation_steps else 1
+  )
+  devices = given.batch.size / each if each else Fraction(0)
   if devices.denominator == 1 and devices > 0:
     return int(devices)
-  passes = f" × {want.passes}" if want.passes else ""
-  nearest = [want.batch.assigned(size * each) for size in _around(devices) if size * each > 0]
+  accumulation = (
+    f" × {given.gradient_accumulation_steps}" if given.gradient_accumulation_steps else ""
+  )
+  nearest = [given.batch.assigned(size * each) for size in _around(devices) if size * each > 0]
   raise UserError(
-    f"{want.batch} / {want.per_device}{passes} is {text(devices)} devices, which must be whole; "
+    f"{given.batch} / {given.per_device}{accumulation} is {text(devices)} devices, which must be whole; "
     f"nearest: {' or '.join(nearest) or 'micro_batch_size=1'}"
   )
 
 
 def whole_micro_batch(
-  given: Given, topology: Topology, batch: Given | None = None, passes: Given | None = None
+  given: GivenSize,
+  topology: Topology,
+  batch: GivenSize | None = None,
+  accumulation: GivenSize | None = None,
 ) -> int:
   """num_devices × per-device size; every group of devices must get whole samples.
 
@@ -153,13 +162,15 @@ def whole_micro_batch(
   rows = samples / groups
   if rows.denominator == 1 and rows > 0:
     return int(samples)
-  fitting = _fitting_rows(rows, batch, passes, groups)
+  fitting = _fitting_rows(rows, batch, accumulation, groups)
   alone = fitting or [near for near in _around(rows) if near > 0]
   nearest = [given.assigned(Fraction(near * groups, devices)) for near in alone]
   if batch and not fitting:
     # No size fits this batch, so a batch is offered beside each.
-    units = [near * groups * (passes.size if passes else 1) for near in alone]
-    beside = [nearest_multiples(unit, batch.size)[-1] if not passes else unit for unit in units]
+    units = [near * groups * (accumulation.size if accumulation else 1) for near in alone]
+    beside = [
+      nearest_multiples(unit, batch.size)[-1] if not accumulation else unit for unit in units
+    ]
     pairs = zip(nearest, beside, strict=True)
     nearest = [f"{offer} with {batch.assigned(size)}" for offer, size in pairs]
   raise UserError(
@@ -169,15 +180,15 @@ def whole_micro_batch(
 
 
 def _fitting_rows(
-  rows: Fraction, batch: Given | None, passes: Given | None, groups: int
+  rows: Fraction, batch: GivenSize | None, accumulation: GivenSize | None, groups: int
 ) -> list[int]:
   """Samples per group in a pass, near `rows`, that make up the batch."""
   if batch is None:
     return []
-  per_group = batch.size / groups / (passes.size if passes else 1)
+  per_group = batch.size / groups / (accumulation.size if accumulation else 1)
   if per_group.denominator != 1:
     return []
-  return [int(per_group)] if passes else nearest_divisors(int(per_group), rows)
+  return [int(per_group)] if accumulation else nearest_divisors(int(per_group), rows)
 
 
 def groups_of(topology: Topology) -> str:
@@ -218,11 +229,11 @@ def _around(value: Fraction) -> tuple[int, int]:
   return math.floor(value), math.floor(value) + 1
 
 
-def _if_set(key: str, value: Fraction | int, scale: int = 1) -> list[Given]:
-  return [] if value == -1 else [Given(key, Fraction(value) / scale, scale)]
+def _if_set(key: str, value: Fraction | int, scale: int = 1) -> list[GivenSize]:
+  return [] if value == -1 else [GivenSize(key, Fraction(value) / scale, scale)]
 
 
-def _agreed(*given: Given) -> Given | None:
+def _agreed(*given: GivenSize) -> GivenSize | None:
   """The one size that all these keys mean."""
   for other in given[1:]:
     if other.size != given[0].size:
@@ -234,13 +245,15 @@ def _agreed(*given: Given) -> Given | None:
   return given[0] if given else None
 
 
-def _from_batch_and_micro_batch(batch: Given, per_device: Given, topology: Topology) -> Sizes:
+def _from_batch_and_micro_batch(
+  batch: GivenSize, per_device: GivenSize, topology: Topology
+) -> Sizes:
   """Passes = batch / micro batch."""
   devices, groups = topology.num_devices, topology.num_batch_groups
   micro_batch = whole_micro_batch(per_device, topology, batch)
-  passes, rows = batch.size / micro_batch, batch.size / groups
-  if passes.denominator == 1:
-    return Sizes(micro_batch, int(passes))
+  accumulation, rows = batch.size / micro_batch, batch.size / groups
+  if accumulation.denominator == 1:
+    return Sizes(micro_batch, int(accumulation))
   fitting = (
     nearest_divisors(int(rows), Fraction(micro_batch, groups)) if rows.denominator == 1 else []
   )
@@ -252,27 +265,27 @@ def _from_batch_and_micro_batch(batch: Given, per_device: Given, topology: Topol
   )
 
 
-def _from_batch(batch: Given, passes: Given | None, topology: Topology) -> Sizes:
+def _from_batch(batch: GivenSize, accumulation: GivenSize | None, topology: Topology) -> Sizes:
   """Micro batch = batch / passes, in 1 pass unless another number is given."""
-  count, groups = int(passes.size) if passes else 1, topology.num_batch_groups
+  count, groups = int(accumulation.size) if accumulation else 1, topology.num_batch_groups
   rows = batch.size / (groups * count)
   if rows.denominator == 1 and rows > 0:
     return Sizes(int(rows) * groups, count)
   per_group = batch.size / groups
   divisors = []
-  if passes and not passes.word and per_group.denominator == 1:
-    divisors = nearest_divisors(int(per_group), passes.size)
+  if accumulation and not accumulation.word and per_group.denominator == 1:
+    divisors = nearest_divisors(int(per_group), accumulation.size)
   options = [(batch, nearest_multiples(groups * count, batch.size))]
-  if passes and divisors:
-    options.append((passes, [Fraction(near) for near in divisors]))
+  if accumulation and divisors:
+    options.append((accumulation, [Fraction(near) for near in divisors]))
   raise UserError(
-    f"{batch} in {counted(count, 'pass', 'passes')} ({passes or 'one unless given'}) is "
+    f"{batch} in {counted(count, 'pass', 'passes')} ({accumulation or 'one unless given'}) is "
     f"{text(batch.size / count)} samples a pass, which must be a multiple of "
     f"{groups_of(topology)}; " + _nearest_of(*options)
   )
 
 
-def _nearest_of(*options: tuple[Given, Sequence[Fraction]]) -> str:
+def _nearest_of(*options: tuple[GivenSize, Sequence[Fraction]]) -> str:
   """The nearest value of each key, and those on the other side."""
   nearest, others = [], []
   for given, sizes in options:
@@ -283,12 +296,14 @@ def _nearest_of(*options: tuple[Given, Sequence[Fraction]]) -> str:
   return f"nearest: {', or '.join(nearest)}{other_side}"
 
 
-def _ways_out(batch: Given, per_device: Given, passes: Given, topology: Topology) -> list[str]:
+def _suggested_fixes(
+  batch: GivenSize, per_device: GivenSize, accumulation: GivenSize, topology: Topology
+) -> list[str]:
   """Each of three sizes as the other two make it, where that is whole."""
   each = per_device.size * topology.num_devices
-  offers = [batch.assigned(each * passes.size)]
-  if (batch.size / each).denominator == 1 and not passes.word:
-    offers.append(passes.assigned(batch.size / each))
-  if (batch.size / (passes.size * topology.num_batch_groups)).denominator == 1:
-    offers.append(per_device.assigned(batch.size / (passes.size * topology.num_devices)))
+  offers = [batch.assigned(each * accumulation.size)]
+  if (batch.size / each).denominator == 1 and not accumulation.word:
+    offers.append(accumulation.assigned(batch.size / each))
+  if (batch.size / (accumulation.size * topology.num_batch_groups)).denominator == 1:
+    offers.append(per_device.assigned(batch.size / (accumulation.size * topology.num_devices)))
   return offers

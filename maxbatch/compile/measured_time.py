@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.data.rows import Rows
-from maxbatch.hardware.agreement import from_process_0
+from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Step, Trainer, rows_shardings
 
@@ -32,7 +32,7 @@ _TOKENS = 251
 class Timing:
   """A step of n passes takes seconds_rest + n × seconds_per_pass."""
 
-  seconds_per_pass: float
+  seconds_per_microbatch: float
   seconds_rest: float
   spread: float
   """Half the range that holds the middle half of the repeats, as a share of their median."""
@@ -47,7 +47,7 @@ def measure_step(
   shapes: Rows,
   *,
   streamed: bool,
-  passes: int,
+  num_microbatches: int,
   seconds: float | None = None,
   clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
@@ -66,9 +66,13 @@ def measure_step(
   """
   bench = _Bench(trainer, step, shapes, streamed, clock)
   try:
-    most = max(2, passes) if streamed else min(max(2, passes), _capacity(trainer, shapes))
+    most = (
+      max(2, num_microbatches)
+      if streamed
+      else min(max(2, num_microbatches), _capacity(trainer, shapes))
+    )
     bench.run(1)  # The first run of a program loads it.
-    many, repeats = from_process_0(_affordable(bench.run(1), most, seconds or SECONDS))
+    many, repeats = broadcast_one_to_all(_affordable(bench.run(1), most, seconds or SECONDS))
     bench.run(many)
     pairs = [(bench.run(1), bench.run(many)) for _ in range(repeats)]
     empty = [bench.run(0) for _ in range(_FEWEST)] if trainer.pipeline and not streamed else ()
@@ -79,8 +83,12 @@ def measure_step(
 
 def _capacity(trainer: Trainer, shapes: Rows) -> int:
   """The most passes that a fused step can be told of."""
-  passes = shapes.inputs.shape[0]
-  return min(passes, trainer.pipeline.most_passes) if trainer.pipeline else passes
+  num_microbatches = shapes.inputs.shape[0]
+  return (
+    min(num_microbatches, trainer.pipeline.max_num_microbatches)
+    if trainer.pipeline
+    else num_microbatches
+  )
 
 
 class _Bench:
@@ -94,18 +102,18 @@ class _Bench:
     self._rows = _synthetic(trainer, shapes)
     self._state: TrainState = trainer.init(0)
 
-  def run(self, passes: int) -> float:
+  def run(self, num_microbatches: int) -> float:
     """Seconds of a step."""
     jax.block_until_ready((self._state, self._rows))
     began = self._clock()
-    dispatches = [np.bool_(False)] * (passes - 1) + [np.bool_(True)]
-    for told in dispatches if self._streamed else [self._trainer.told(passes)]:
-      self._dispatch(told)
+    dispatches = [np.bool_(False)] * (num_microbatches - 1) + [np.bool_(True)]
+    for control in dispatches if self._streamed else [self._trainer.control(num_microbatches)]:
+      self._dispatch(control)
     jax.block_until_ready(self._state)
     return self._clock() - began
 
-  def _dispatch(self, told: Any) -> None:
-    self._state, _ = self._step(self._state, self._rows, told, self._rate)
+  def _dispatch(self, control: Any) -> None:
+    self._state, _ = self._step(self._state, self._rows, control, self._rate)
 
   def free(self) -> None:
     """Gives the devices' memory back at once."""

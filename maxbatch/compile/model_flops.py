@@ -25,22 +25,22 @@ anew."""
 class StepFlops(NamedTuple):
   """Of matrix products."""
 
-  of_pass: float
+  per_microbatch: float
   """One trip of the loop over microbatches."""
-  of_rest: float
+  rest: float
   """A step outside that loop."""
-  of_works: Mapping[str, float] = MappingProxyType({})
-  """The part of `of_pass` that each conditional work of a pipeline's tick does."""
+  by_tick_work: Mapping[str, float] = MappingProxyType({})
+  """The part of `per_microbatch` that each conditional work of a pipeline's tick does."""
 
   @property
   def total(self) -> float:
     """Of a step of one pass."""
-    return self.of_pass + self.of_rest
+    return self.per_microbatch + self.rest
 
   def divided(self, ways: int) -> "StepFlops":
     """What each of so many devices does."""
-    of_works = {work: flops / ways for work, flops in self.of_works.items()}
-    return StepFlops(self.of_pass / ways, self.of_rest / ways, of_works)
+    by_work = {work: flops / ways for work, flops in self.by_tick_work.items()}
+    return StepFlops(self.per_microbatch / ways, self.rest / ways, by_work)
 
 
 _Places = Mapping[tuple[bool, str], float]
@@ -84,8 +84,8 @@ def step_flops(traced: core.ClosedJaxpr) -> StepFlops:
   places = _flops(traced.jaxpr)
   inside = {work: flops for (in_loop, work), flops in places.items() if in_loop}
   outside = sum(flops for (in_loop, _), flops in places.items() if not in_loop)
-  works = {work: flops for work, flops in inside.items() if work != ALWAYS}
-  return StepFlops(sum(inside.values()), outside, works)
+  by_work = {work: flops for work, flops in inside.items() if work != ALWAYS}
+  return StepFlops(sum(inside.values()), outside, by_work)
 
 
 def _flops(jaxpr: core.Jaxpr) -> _Places:

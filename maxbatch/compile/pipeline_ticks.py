@@ -8,14 +8,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from maxbatch.compile.model_flops import StepFlops
-from maxbatch.estimate.costs import Cost
+from maxbatch.estimate.costs import OperationCost
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.tick_work import ALWAYS, BY_MICROBATCH, ticks_with, work_in
 
 
 def in_passes(
-  pipeline: Pipeline | None, costs: Sequence[Cost], flops: StepFlops
-) -> tuple[Sequence[Cost], StepFlops]:
+  pipeline: Pipeline | None, costs: Sequence[OperationCost], flops: StepFlops
+) -> tuple[Sequence[OperationCost], StepFlops]:
   """What the program does in a pass more, where it has been counted by trips of its loop.
 
   Filling and emptying the stages, once per timetable, is not in it.
@@ -23,23 +23,27 @@ def in_passes(
   if pipeline is None:
     return costs, flops
   ticks = _of_a_pass(pipeline)
-  works = flops.of_works
-  always = (flops.of_pass - sum(works.values())) * ticks[ALWAYS]
-  of_pass = always + sum(flops * ticks[work] for work, flops in works.items())
-  return _as_often(costs, ticks), flops._replace(of_pass=of_pass, of_works={})
+  by_work = flops.by_tick_work
+  always = (flops.per_microbatch - sum(by_work.values())) * ticks[ALWAYS]
+  per_microbatch = always + sum(flops * ticks[work] for work, flops in by_work.items())
+  return _as_often(costs, ticks), flops._replace(per_microbatch=per_microbatch, by_tick_work={})
 
 
-def in_filling(pipeline: Pipeline | None, costs: Sequence[Cost]) -> Sequence[Cost]:
+def in_filling(
+  pipeline: Pipeline | None, costs: Sequence[OperationCost]
+) -> Sequence[OperationCost]:
   """What a timetable does while its stages fill and empty: the ticks beyond those of its passes."""
   if pipeline is None:
     return ()
   of_a_pass = _of_a_pass(pipeline)
-  first = ticks_with(pipeline.schedule, pipeline.shape_of_a_pass)
+  first = ticks_with(pipeline.schedule, pipeline.shape_of_one_microbatch)
   ticks = {work: count - of_a_pass[work] for work, count in first.items()}
   return _as_often([cost for cost in costs if cost.in_microbatch_loop], ticks)
 
 
-def beside_layers(pipeline: Pipeline | None, costs: Sequence[Cost]) -> Sequence[Cost]:
+def beside_layers(
+  pipeline: Pipeline | None, costs: Sequence[OperationCost]
+) -> Sequence[OperationCost]:
   """What the loop does in a pass besides the layers' forwards and backwards: embedding and loss."""
   if pipeline is None:
     return ()
@@ -49,11 +53,14 @@ def beside_layers(pipeline: Pipeline | None, costs: Sequence[Cost]) -> Sequence[
 
 def _of_a_pass(pipeline: Pipeline) -> Mapping[str, int]:
   """Ticks with each work that another pass adds to a timetable."""
-  one, two = (ticks_with(pipeline.schedule, pipeline.shape_of(passes)) for passes in (1, 2))
+  one, two = (
+    ticks_with(pipeline.schedule, pipeline.shape_of(num_microbatches))
+    for num_microbatches in (1, 2)
+  )
   return {work: two[work] - one[work] for work in one}
 
 
-def _as_often(costs: Sequence[Cost], ticks: Mapping[str, int]) -> list[Cost]:
+def _as_often(costs: Sequence[OperationCost], ticks: Mapping[str, int]) -> list[OperationCost]:
   """With as many executions as there are such ticks; what is outside of the loop stays."""
   return [
     dataclasses.replace(cost, count=cost.count * ticks[work_in(cost.condition)])

@@ -41,7 +41,7 @@ class DoesNotFitError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class ProgramMemory:
   """Bytes of one device while the step runs."""
 
   arguments: int
@@ -57,13 +57,13 @@ class Memory:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class CompiledProgram:
   """The step for one microbatch shape."""
 
   step: jax.stages.Compiled
   rows: Rows
   """The shapes it is fed."""
-  memory: Memory
+  memory: ProgramMemory
   flops: StepFlops
   """Matrix products of one device, as traced."""
   compile_seconds: float
@@ -75,8 +75,8 @@ class Program:
 
 def compile_program(
   config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource, micro_batch: int
-) -> Program:
-  """Compiles exactly the step that training runs for stages of `micro_batch`.
+) -> CompiledProgram:
+  """Compiles exactly the step that training runs for phases of `micro_batch`.
 
   Raises:
     DoesNotFitError: the compiler refuses it for its memory.
@@ -93,7 +93,7 @@ def compile_program(
   except jax.errors.JaxRuntimeError as error:
     refuse_if_too_large(error)
     raise
-  return Program(
+  return CompiledProgram(
     step=step,
     rows=rows,
     memory=memory_of(step, trainer.mesh.devices.flat[0].platform),
@@ -125,7 +125,7 @@ def _compiled_elsewhere(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compile
   return step, text or step.as_text() or ""
 
 
-def memory_of(step: jax.stages.Compiled, platform: str) -> Memory:
+def memory_of(step: jax.stages.Compiled, platform: str) -> ProgramMemory:
   """What the compiler says of a step's memory.
 
   The peak is the compiler's on TPU and GPU. XLA's CPU compiler leaves temporaries out of it, so
@@ -136,7 +136,7 @@ def memory_of(step: jax.stages.Compiled, platform: str) -> Memory:
   sizes = (known.argument_size_in_bytes, known.output_size_in_bytes, known.alias_size_in_bytes)
   total = sizes[0] + sizes[1] - sizes[2] + known.temp_size_in_bytes
   peak = known.peak_memory_in_bytes if platform != "cpu" else 0
-  return Memory(*sizes, known.temp_size_in_bytes, peak or total)
+  return ProgramMemory(*sizes, known.temp_size_in_bytes, peak or total)
 
 
 def refuse_if_too_large(error: Exception) -> None:
@@ -184,7 +184,7 @@ def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
   return reported["bytes_limit"]
 
 
-def ways_out(config: Config) -> str:
+def memory_suggestions(config: Config) -> str:
   """What makes room, as keys with their values."""
   fsdp, length = config.mesh.ici_fsdp_parallelism, config.batch.max_target_length
   every = fsdp == -1  # The state is divided over all devices that there are.

@@ -15,7 +15,7 @@ from maxbatch.batch.solve import text
 from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.model_flops import StepFlops, model_flops_per_token
 from maxbatch.compile.pipeline_ticks import in_passes
-from maxbatch.compile.program import Program
+from maxbatch.compile.program import CompiledProgram
 from maxbatch.compile.seconds import StepTime, estimated_time, measured_time
 from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import NO_FIGURES, Chip, chip_for
@@ -44,12 +44,12 @@ class StateBytes:
 
 @dataclasses.dataclass(frozen=True)
 class CompileReport:
-  """One compiled step: the program for stages of one microbatch."""
+  """One compiled step: the program for phases of one microbatch."""
 
   title: str
   plan: BatchPlan
   micro_batch: int
-  program: Program
+  program: CompiledProgram
   state: StateBytes
   capacity_bytes: int
   chip: Chip | None
@@ -60,17 +60,17 @@ class CompileReport:
   model_flops_per_token: float
 
   @property
-  def passes(self) -> int:
+  def num_microbatches(self) -> int:
     """Passes of the largest step of this shape."""
-    return self.plan.largest_stage(self.micro_batch).trips
+    return self.plan.largest_phase(self.micro_batch).num_microbatches
 
   @property
   def step_tokens(self) -> int:
     """Tokens of that step."""
-    return self.plan.tokens(self.plan.largest_stage(self.micro_batch).batch)
+    return self.plan.tokens(self.plan.largest_phase(self.micro_batch).batch)
 
   @property
-  def model_pass_flops(self) -> float:
+  def model_microbatch_flops(self) -> float:
     """What the model asks of one device in one pass."""
     return self.model_flops_per_token * float(self.plan.device_tokens(self.micro_batch))
 
@@ -82,14 +82,16 @@ class CompileReport:
   @property
   def step_seconds(self) -> float | None:
     """Of a step of `passes` passes."""
-    return self.time.of(self.passes) if self.time else None
+    return self.time.of(self.num_microbatches) if self.time else None
 
   @property
   def utilisation(self) -> float | None:
     """Model FLOPs over what the devices could do at their peak in the same time."""
     if self.chip is None or self.step_seconds is None:
       return None
-    return self.passes * self.model_pass_flops / self.step_seconds / self.chip.peak_flops
+    return (
+      self.num_microbatches * self.model_microbatch_flops / self.step_seconds / self.chip.peak_flops
+    )
 
   def as_dict(self) -> dict[str, Any]:
     """Plain values; what is not known is left out."""
@@ -98,7 +100,7 @@ class CompileReport:
       "title": self.title,
       "micro_batch_to_train": self.micro_batch,
       "per_device_batch_size": text(plan.per_device(self.micro_batch)),
-      "gradient_accumulation_steps": self.passes,
+      "gradient_accumulation_steps": self.num_microbatches,
       "tokens_per_step": self.step_tokens,
       "memory_bytes_per_device": {
         **dataclasses.asdict(self.state),
@@ -109,11 +111,11 @@ class CompileReport:
         "fits": self.fits,
       },
       "flops_per_device": {
-        "model_pass": self.model_pass_flops,
-        "program_pass": work.pass_flops,
+        "model_pass": self.model_microbatch_flops,
+        "program_pass": work.microbatch_flops,
         "program_rest": work.rest_flops,
       },
-      "bytes_per_device": {"pass": work.pass_bytes, "rest": work.rest_bytes},
+      "bytes_per_device": {"pass": work.microbatch_bytes, "rest": work.rest_bytes},
       "collectives": [dataclasses.asdict(each) for each in work.collectives],
       "compile_seconds": self.program.compile_seconds,
     }
@@ -121,7 +123,7 @@ class CompileReport:
       found["time"] = {
         "how": self.time.how,
         "step_seconds": self.step_seconds,
-        "seconds_per_pass": self.time.per_pass,
+        "seconds_per_pass": self.time.seconds_per_microbatch,
         "seconds_rest": self.time.rest,
         "tokens_per_second": self.step_tokens / self.step_seconds,
       }
@@ -132,7 +134,7 @@ class CompileReport:
         "limited_by": work.limited_by,
         "coverage": work.coverage,
         "compiler_share": work.compiler_share,
-        "seconds_by_scope": work.by_scope(self.passes),
+        "seconds_by_scope": work.by_scope(self.num_microbatches),
         "largest": [dataclasses.asdict(each) for each in work.largest],
         "bounded_by_roofline": [dataclasses.asdict(each) for each in work.unestimated],
       }
@@ -166,16 +168,18 @@ class CompileReport:
     return "\n".join(["Memory of a device (compiler)", *lines])
 
   def _work(self) -> str:
-    plan, work, passes = self.plan, self.work, self.passes
-    model = self.model_pass_flops
-    again = f" ({work.pass_flops / model:.2f} of the model's: what is computed again counts twice)"
+    plan, work, num_microbatches = self.plan, self.work, self.num_microbatches
+    model = self.model_microbatch_flops
+    again = (
+      f" ({work.microbatch_flops / model:.2f} of the model's: what is computed again counts twice)"
+    )
     shape = f"{text(plan.per_device(self.micro_batch))} samples per device"
     return "\n".join(
       [
-        f"Work of a device in one pass of {shape}, of which a step has {passes:,}",
+        f"Work of a device in one pass of {shape}, of which a step has {num_microbatches:,}",
         f"  model                     {model / 1e12:10.4g} TFLOP",
-        f"  program                   {work.pass_flops / 1e12:10.4g} TFLOP{again if model else ''}",
-        f"  main memory               {work.pass_bytes / 1e9:10.4g} GB read and written",
+        f"  program                   {work.microbatch_flops / 1e12:10.4g} TFLOP{again if model else ''}",
+        f"  main memory               {work.microbatch_bytes / 1e9:10.4g} GB read and written",
       ]
     )
 
@@ -184,12 +188,12 @@ class CompileReport:
     if time is None or seconds is None:
       return "Time: unknown; the devices are not here, and no figures of them are known"
     speed = self.step_tokens / seconds
-    each = self.passes * float(self.plan.device_tokens(self.micro_batch)) / seconds
+    each = self.num_microbatches * float(self.plan.device_tokens(self.micro_batch)) / seconds
     spread = f" ± {time.spread:.1%}" if time.spread is not None else ""
     lines = [
       f"Time ({time.how})",
-      f"  a step                    {seconds:10.4g} s{spread}: {time.rest:.4g} s + {self.passes:,} "
-      f"× {time.per_pass:.4g} s a pass",
+      f"  a step                    {seconds:10.4g} s{spread}: {time.rest:.4g} s + {self.num_microbatches:,} "
+      f"× {time.seconds_per_microbatch:.4g} s a pass",
       f"  tokens per second         {speed:10,.0f} ({each:,.0f} a device)",
     ]
     if self.utilisation is not None and self.chip is not None:
@@ -208,7 +212,7 @@ class CompileReport:
     """Time by part of the model, and the largest single operations."""
     if self.time is None or self.time.how != "estimate":
       return []
-    scopes = self.work.by_scope(self.passes)
+    scopes = self.work.by_scope(self.num_microbatches)
     total = sum(scopes.values())
     by_part = [f"  {scope:<26}{s:10.4g} s {s / total:6.1%}" for scope, s in scopes.items()]
     bounded = sum(one.seconds for one in self.work.unestimated if one.in_microbatch_loop)
@@ -268,7 +272,7 @@ def _size(shape: Sequence[int]) -> int:
 def make_report(
   plan: BatchPlan,
   trainer: Trainer,
-  program: Program,
+  program: CompiledProgram,
   micro_batch: int,
   capacity: int,
   measured: Timing | None,
@@ -292,9 +296,9 @@ def make_report(
   if program.streamed:
     # Its loop of one trip is unrolled away, or holds only part: without this all would be the rest.
     costs = [dataclasses.replace(cost, in_microbatch_loop=True) for cost in costs]
-    expected = StepFlops(of_pass=expected.total, of_rest=0.0)
+    expected = StepFlops(per_microbatch=expected.total, rest=0.0)
   per_slice = layout.devices_per_slice if layout.num_slices > 1 else None
-  work = estimate(costs, chip or NO_FIGURES, expected.of_pass, expected.of_rest, per_slice)
+  work = estimate(costs, chip or NO_FIGURES, expected.per_microbatch, expected.rest, per_slice)
   time = None
   if measured is not None:
     time = measured_time(measured, streamed=program.streamed)

@@ -11,18 +11,18 @@ from maxbatch.batch.solve import text
 from maxbatch.batch.topology import Topology
 from maxbatch.compile.measured_time import Timing, measure_step
 from maxbatch.compile.program import (
+  CompiledProgram,
   DoesNotFitError,
-  Program,
   capacity_bytes,
   compile_program,
+  memory_suggestions,
   refuse_if_too_large,
-  ways_out,
 )
 from maxbatch.compile.report import CompileReport, make_report
 from maxbatch.config.schema import Config
 from maxbatch.data import synthetic
 from maxbatch.errors import UserError
-from maxbatch.hardware.agreement import from_process_0
+from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Device
 from maxbatch.training.build import build_trainer
 from maxbatch.training.step import Trainer
@@ -119,7 +119,7 @@ def _too_large(
   return UserError(
     f"per_device_batch_size={size}: the step needs {needed} a device, "
     f"which has {capacity / _GIB:.2f} GiB; micro_batch_size=auto finds the largest that fits; "
-    f"{ways_out(config)}"
+    f"{memory_suggestions(config)}"
   )
 
 
@@ -137,7 +137,7 @@ def _try_report(
   capacity = capacity_bytes(devices, config.compile.device_memory_gb)
   measured = None
   # All processes measure or none does: each waits for the others in the step's reductions.
-  fits = from_process_0(program.memory.peak <= capacity)
+  fits = broadcast_one_to_all(program.memory.peak <= capacity)
   if fits and not config.compile.compile_topology:
     measured = _measured(plan, trainer, program, micro_batch)
   return make_report(
@@ -145,11 +145,17 @@ def _try_report(
   )
 
 
-def _measured(plan: BatchPlan, trainer: Trainer, program: Program, micro_batch: int) -> Timing:
-  passes = plan.largest_stage(micro_batch).trips
+def _measured(
+  plan: BatchPlan, trainer: Trainer, program: CompiledProgram, micro_batch: int
+) -> Timing:
+  num_microbatches = plan.largest_phase(micro_batch).num_microbatches
   try:
     return measure_step(
-      trainer, program.step, program.rows, streamed=program.streamed, passes=passes
+      trainer,
+      program.step,
+      program.rows,
+      streamed=program.streamed,
+      num_microbatches=num_microbatches,
     )
   except jax.errors.JaxRuntimeError as error:
     # The compiler counts one program; others, or fragments, may hold what it needs.

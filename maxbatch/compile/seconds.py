@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.pipeline_ticks import beside_layers, in_filling
 from maxbatch.estimate.chips import Chip
-from maxbatch.estimate.costs import Cost
+from maxbatch.estimate.costs import OperationCost
 from maxbatch.estimate.step_time import StepEstimate, seconds_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
 
@@ -15,24 +15,24 @@ from maxbatch.pipeline_parallel.sizes import Pipeline
 class StepTime:
   """Seconds of a step of n passes: rest + n × per_pass."""
 
-  per_pass: float
+  seconds_per_microbatch: float
   rest: float
   how: str
   """estimate or measured."""
   spread: float | None = None
   """Of a measurement, as a share."""
-  other_per_pass: float = 0.0
+  other_per_microbatch: float = 0.0
   """Of `per_pass`, in a pipeline: what is no forward or backward of layers, as far as known."""
   other_rest: float = 0.0
   """Of `rest`, the same."""
 
-  def of(self, passes: int) -> float:
+  def of(self, num_microbatches: int) -> float:
     """A step of `passes` passes."""
-    return self.rest + passes * self.per_pass
+    return self.rest + num_microbatches * self.seconds_per_microbatch
 
-  def other_of(self, passes: int) -> float:
+  def other_of(self, num_microbatches: int) -> float:
     """Its part that is no forward or backward of a pipeline's layers."""
-    return self.other_rest + passes * self.other_per_pass
+    return self.other_rest + num_microbatches * self.other_per_microbatch
 
 
 def measured_time(timing: Timing, *, streamed: bool) -> StepTime:
@@ -40,13 +40,13 @@ def measured_time(timing: Timing, *, streamed: bool) -> StepTime:
   # A streamed pass is a dispatch of its own, with ticks to fill and empty in each.
   other = timing.seconds_rest if streamed else timing.seconds_without_ticks or 0.0
   return StepTime(
-    timing.seconds_per_pass, timing.seconds_rest, "measured", timing.spread, other_rest=other
+    timing.seconds_per_microbatch, timing.seconds_rest, "measured", timing.spread, other_rest=other
   )
 
 
 def estimated_time(
   work: StepEstimate,
-  once: Sequence[Cost],
+  once: Sequence[OperationCost],
   pipeline: Pipeline | None,
   chip: Chip,
   per_slice: int | None,
@@ -68,9 +68,9 @@ def estimated_time(
   outside = seconds_of([one for one in once if not one.in_microbatch_loop], chip, per_slice)
   in_pass, in_rest = (1, 0) if streamed else (0, 1)
   return StepTime(
-    per_pass=work.pass_seconds + in_pass * fills,
+    seconds_per_microbatch=work.microbatch_seconds + in_pass * fills,
     rest=work.rest_seconds + in_rest * fills,
     how="estimate",
-    other_per_pass=beside + in_pass * outside,
+    other_per_microbatch=beside + in_pass * outside,
     other_rest=in_rest * outside,
   )

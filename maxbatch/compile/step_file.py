@@ -108,7 +108,7 @@ def differences(file: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
 
 
 def _serves(key: str, file: Any, run: Any) -> bool:
-  """A file may hold programs that a run no longer needs, as one resumed in a later stage does."""
+  """A file may hold programs that a run no longer needs, as one resumed in a later phase does."""
   return set(run) <= set(file) if key == MICRO_BATCHES else file == run
 
 

@@ -104,7 +104,7 @@ BAKED = (
 """In the header by name."""
 
 DERIVED: dict[str, tuple[str, ...]] = {
-  # The batch of every stage, cut into passes: the arrays' shapes, and what is streamed when.
+  # The batch of every phase, cut into passes: the arrays' shapes, and what is streamed when.
   "micro_batch_to_train": (
     "batch_size",
     "global_batch_to_train",
@@ -112,7 +112,7 @@ DERIVED: dict[str, tuple[str, ...]] = {
     "per_device_batch_size",
     "micro_batch_size",
   ),
-  "trip_capacity": ("gradient_accumulation_steps", "gns_max_batch_size"),
+  "microbatch_capacity": ("gradient_accumulation_steps", "gns_max_batch_size"),
   "streamed_passes": (
     "enable_rampup_batch_size",
     "per_device_batch_size_start",
@@ -278,17 +278,21 @@ def _sizes(config: Config, plan: BatchPlan, trainer: Trainer) -> dict[str, objec
   streamed = config.batch.accumulation == "streamed"
   return {
     MICRO_BATCHES: list(plan.micro_batches),
-    "trip_capacity": None if streamed else plan.trip_capacity,
+    "microbatch_capacity": None if streamed else plan.microbatch_capacity,
     # A pipeline's timetable has room for the largest step, not for the capacity.
-    "pipeline_passes": trainer.pipeline.most_passes if trainer.pipeline else None,
+    "pipeline_passes": trainer.pipeline.max_num_microbatches if trainer.pipeline else None,
     "streamed_passes": _streamed_passes(plan) if streamed else None,
   }
 
 
 def _streamed_passes(plan: BatchPlan) -> object:
-  """Dispatches per step, or [first step, dispatches] of each stage where they differ."""
-  passes = [[stage.first.step, stage.trips] for stage in plan.stages]
-  return passes if len({trips for _, trips in passes}) > 1 else passes[0][1]
+  """Dispatches per step, or [first step, dispatches] of each phase where they differ."""
+  num_microbatches = [[phase.first.step, phase.num_microbatches] for phase in plan.phases]
+  return (
+    num_microbatches
+    if len({num_microbatches for _, num_microbatches in num_microbatches}) > 1
+    else num_microbatches[0][1]
+  )
 
 
 def _devices(plan: BatchPlan, trainer: Trainer) -> dict[str, object]:

@@ -10,11 +10,11 @@ Keys = Mapping[str, object]
 _MOST = 3
 
 
-def working(
+def suggested_fixes(
   config: Config,
   offers: Sequence[Keys],
   beside: Iterable[Keys],
-  works: Callable[[Config], bool],
+  is_valid: Callable[[Config], bool],
 ) -> list[str]:
   """The first offers that work, at most three, as they are written on a command line.
 
@@ -28,7 +28,7 @@ def working(
   changes = [offer for offer in offers if any(flat[key] != offer[key] for key in offer)]
   for more in beside:
     tried = [{**more, **offer} for offer in changes]
-    found = [assigned(keys) for keys in tried if works(replaced(config, keys))]
+    found = [assigned(keys) for keys in tried if is_valid(replaced(config, keys))]
     if found:
       return list(dict.fromkeys(found))[:_MOST]
   return []

@@ -52,7 +52,7 @@ def train_loader(
   Raises:
     UserError: `load_factor` does not make whole loads; from the iterator: reading failed.
   """
-  place = _Place(sharding, row_dim=1, num_rows=micro_batch)
+  place = _RowPlacement(sharding, row_dim=1, num_rows=micro_batch)
   order = ReadOrder(source, seed)
   reader = StepReader(order, steps, micro_batch, place.columns, capacity, load_factor, worker_count)
   return Loader(reader, place, len(steps))
@@ -70,7 +70,7 @@ def eval_loader(
 
   The last batch is filled up with rows of weight 0. `sharding` is of [B, T] and may divide B.
   """
-  place = _Place(sharding, row_dim=0, num_rows=eval_batch)
+  place = _RowPlacement(sharding, row_dim=0, num_rows=eval_batch)
   source = source if eval_samples < 0 else FirstRows(source, eval_samples)
   steps = steps_in_order(len(source), eval_batch)
   reader = StepReader(
@@ -160,7 +160,7 @@ class ChainedLoader(Iterator[Rows]):
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _RowPlacement:
   """Makes global arrays of the rows this process has read."""
 
   sharding: NamedSharding

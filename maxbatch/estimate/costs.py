@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from maxbatch.estimate.flops import Products, products
-from maxbatch.estimate.hlo import Computation, Instruction, Program
-from maxbatch.estimate.loops import Frame, trips
+from maxbatch.estimate.hlo import Computation, HloModule, Instruction
+from maxbatch.estimate.loops import Frame, trip_count
 from maxbatch.estimate.replica_groups import ReplicaGroups
 from maxbatch.estimate.traffic import COLLECTIVES, FREE, traffic
 
@@ -44,7 +44,7 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class OperationCost:
   """One operation. All figures but `count` are of one execution on one device."""
 
   name: str
@@ -77,7 +77,7 @@ class Cost:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _Scope:
   """Where the walk is."""
 
   frame: Frame
@@ -90,17 +90,17 @@ class _Place:
   """The path of the innermost conditional that has one."""
 
 
-def program_costs(program: Program) -> Sequence[Cost]:
+def program_costs(program: HloModule) -> Sequence[OperationCost]:
   """The operations of a compiled step; trips of the loop over microbatches are not multiplied in.
 
   That loop is the one whose number of trips is data. A further loop of that kind inside it counts
   as one trip. Of a conditional the dearest branch counts.
   """
   entry = program.computations[program.entry]
-  return list(_walk(program, _Place(Frame(entry), entry.name, 1, False)))
+  return list(_walk(program, _Scope(Frame(entry), entry.name, 1, False)))
 
 
-def _walk(program: Program, place: _Place) -> Iterator[Cost]:
+def _walk(program: HloModule, place: _Scope) -> Iterator[OperationCost]:
   frame = place.frame
   started: set[str] = set()
   for one in frame.computation:
@@ -117,10 +117,10 @@ def _does_work(one: Instruction) -> bool:
   return one.opcode not in FREE and not waits and one.target not in _NOTHING
 
 
-def _inside_loop(program: Program, place: _Place, loop: Instruction) -> _Place:
+def _inside_loop(program: HloModule, place: _Scope, loop: Instruction) -> _Scope:
   body = program.computations[loop.called["body"][0]]
-  number = trips(program, place.frame, loop)
-  return _Place(
+  number = trip_count(program, place.frame, loop)
+  return _Scope(
     place.frame.inner(body, loop),
     body.name,
     place.count * (1 if number is None else number),
@@ -130,7 +130,7 @@ def _inside_loop(program: Program, place: _Place, loop: Instruction) -> _Place:
   )
 
 
-def _inside_branch(program: Program, place: _Place, one: Instruction) -> _Place:
+def _inside_branch(program: HloModule, place: _Scope, one: Instruction) -> _Scope:
   condition = one.op_name if one.opcode == "conditional" else ""
   return dataclasses.replace(
     place,
@@ -139,20 +139,24 @@ def _inside_branch(program: Program, place: _Place, one: Instruction) -> _Place:
   )
 
 
-def _branch(program: Program, one: Instruction) -> Computation:
+def _branch(program: HloModule, one: Instruction) -> Computation:
   """What is called; of several branches the dearest, by matrix products, then by bytes."""
   branches = program.called_by(one)
-  return branches[0] if len(branches) == 1 else max(branches, key=lambda it: _dear(program, it))
+  return (
+    branches[0]
+    if len(branches) == 1
+    else max(branches, key=lambda it: _costliest_branch(program, it))
+  )
 
 
-def _dear(program: Program, computation: Computation) -> tuple[int, int]:
+def _costliest_branch(program: HloModule, computation: Computation) -> tuple[int, int]:
   total = sum((products(program, computation, one) for one in computation), Products())
   return total.flops, sum(traffic(program, computation, one) for one in computation)
 
 
 def _operation(
-  program: Program, place: _Place, one: Instruction, started: set[str]
-) -> Iterator[Cost]:
+  program: HloModule, place: _Scope, one: Instruction, started: set[str]
+) -> Iterator[OperationCost]:
   """The cost of a leaf: none of the parts of an asynchronous collective counts twice.
 
   Args:
@@ -171,7 +175,7 @@ def _operation(
     started.add(channel)
   elif channel in started:
     found = None
-  yield Cost(
+  yield OperationCost(
     name=one.name,
     opcode=one.opcode,
     op_name=one.op_name,
@@ -189,7 +193,7 @@ def _operation(
 
 
 def _collective(
-  program: Program, within: Computation, one: Instruction
+  program: HloModule, within: Computation, one: Instruction
 ) -> tuple[Computation, Instruction] | None:
   """The collective that `one` is, or that is wrapped in it, and where that stands."""
   if one.opcode.removesuffix("-start") in COLLECTIVES or one.opcode == "send":
@@ -200,7 +204,7 @@ def _collective(
   return next((hit for body, each in inner if (hit := _collective(program, body, each))), None)
 
 
-def _exchanged(program: Program, within: Computation, one: Instruction) -> Collective:
+def _exchanged(program: HloModule, within: Computation, one: Instruction) -> Collective:
   """Bytes and groups of a collective. A TPU writes a reduce-scatter as a reduced, sliced fusion."""
   if one.opcode == "send":
     return _sent(program, within, one)
@@ -216,7 +220,7 @@ def _exchanged(program: Program, within: Computation, one: Instruction) -> Colle
   return Collective(kind, size, groups)
 
 
-def _sent(program: Program, within: Computation, one: Instruction) -> Collective:
+def _sent(program: HloModule, within: Computation, one: Instruction) -> Collective:
   """What a device sends: to another, or to its host for an exchange between slices.
 
   A target such as {1,2}x{0:15} names slices, then devices of each; {1:4} are four.
@@ -236,14 +240,14 @@ def _channel(one: Instruction) -> str:
   return found[1] if found else one.name
 
 
-def _inner_targets(program: Program, one: Instruction) -> set[str]:
+def _inner_targets(program: HloModule, one: Instruction) -> set[str]:
   """Targets of the custom calls in a fusion."""
   if one.opcode != "fusion":
     return set()
   return {inner.target for body in program.called_by(one) for inner in body if inner.target}
 
 
-def _cycles(program: Program, within: Computation, one: Instruction) -> int | None:
+def _cycles(program: HloModule, within: Computation, one: Instruction) -> int | None:
   """The compiler's estimate of `one`, or of all matrix products in it."""
   if one.cycles is not None:
     return one.cycles
@@ -259,7 +263,7 @@ def _cycles(program: Program, within: Computation, one: Instruction) -> int | No
   return total or None
 
 
-def _scope(program: Program, path: str, called: Sequence[Computation], around: str) -> str:
+def _scope(program: HloModule, path: str, called: Sequence[Computation], around: str) -> str:
   """The innermost scope in the path; else the most frequent in what is called; else `around`."""
   own = _scope_of_path(path)
   if own != OTHER:
@@ -268,7 +272,7 @@ def _scope(program: Program, path: str, called: Sequence[Computation], around: s
   return max(SCOPES, key=inner.count) if set(inner) - {OTHER} else around
 
 
-def _inner_paths(program: Program, body: Computation) -> Iterator[str]:
+def _inner_paths(program: HloModule, body: Computation) -> Iterator[str]:
   for inner in body:
     yield inner.op_name
     for called in program.called_by(inner):

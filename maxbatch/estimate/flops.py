@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from maxbatch.estimate.hlo import Computation, Instruction, Program, Shape
+from maxbatch.estimate.hlo import ArrayShape, Computation, HloModule, Instruction
 
 _CONTRACTED = re.compile(r"lhs_contracting_dim(?:s|ensions)\"?[=:][{\[]([\d,\"]*)[}\]]")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
@@ -40,7 +40,7 @@ class Products:
     )
 
 
-def products(program: Program, within: Computation, one: Instruction) -> Products:
+def products(program: HloModule, within: Computation, one: Instruction) -> Products:
   """Matrix products of one execution of `one`, those of the computations it calls included."""
   if one.opcode == "dot":
     return _plain(_dot_flops(within, one))
@@ -152,6 +152,6 @@ def _splash(within: Computation, one: Instruction, count: int) -> Products:
   return Products(share, share, width)
 
 
-def _operand_shapes(within: Computation, one: Instruction) -> Iterator[Shape]:
+def _operand_shapes(within: Computation, one: Instruction) -> Iterator[ArrayShape]:
   for name in one.operands:
     yield from within.instructions[name].shapes

@@ -35,7 +35,7 @@ _PARTITIONS = re.compile(r"(?:num_partitions|replica_count)=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ArrayShape:
   """An array: its element type, its sizes, and the memory it lives in (0: main memory)."""
 
   dtype: str
@@ -59,7 +59,7 @@ class Instruction:
 
   name: str
   opcode: str
-  shapes: tuple[Shape, ...]
+  shapes: tuple[ArrayShape, ...]
   """The result's arrays; those of a nested tuple one after another."""
   operands: tuple[str, ...]
   """Names, within the same computation."""
@@ -93,7 +93,7 @@ class Instruction:
     return {key: int(n) for key, n in _NUMBER.findall(found[1])} if found else {}
 
   @property
-  def known_trips(self) -> int | None:
+  def known_trip_count(self) -> int | None:
     """Trips of a while loop where the compiler wrote them down."""
     found = _TRIPS.search(self.attributes)
     return int(found[1]) if found else None
@@ -129,7 +129,7 @@ class Computation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class HloModule:
   """A compiled module."""
 
   computations: Mapping[str, Computation]
@@ -146,7 +146,7 @@ class Program:
     return parse_groups(instruction.attributes, self.num_devices)
 
 
-def parse(text: str) -> Program:
+def parse(text: str) -> HloModule:
   """The program that `compiled.as_text()` shows.
 
   Raises:
@@ -160,7 +160,7 @@ def parse(text: str) -> Program:
   if not entry:
     raise ValueError("this is no HLO text: it has no ENTRY computation")
   devices = math.prod(map(int, _PARTITIONS.findall(text.partition("\n")[0])))
-  return Program(computations, entry, devices)
+  return HloModule(computations, entry, devices)
 
 
 def _bodies(text: str) -> Iterator[tuple[bool, str, list[str]]]:
@@ -227,13 +227,13 @@ def _closing(text: str, start: int) -> int:
   raise ValueError(f"this is no HLO: a parenthesis is never closed in {text[:80]}")
 
 
-def _shapes(text: str) -> tuple[Shape, ...]:
+def _shapes(text: str) -> tuple[ArrayShape, ...]:
   """The arrays in a type such as f32[8,128]{1,0:T(8,128)S(1)} or a tuple of them."""
   shapes = []
   for dtype, dims, layout in _ARRAY.findall(text):
     space = _SPACE.search(layout)
     sizes = tuple(int(size.lstrip("<=")) for size in dims.split(",") if size)
-    shapes.append(Shape(dtype, sizes, int(space[1]) if space else 0))
+    shapes.append(ArrayShape(dtype, sizes, int(space[1]) if space else 0))
   return tuple(shapes)
 
 

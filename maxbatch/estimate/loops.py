@@ -3,7 +3,7 @@
 import dataclasses
 import re
 
-from maxbatch.estimate.hlo import Computation, Instruction, Program
+from maxbatch.estimate.hlo import Computation, HloModule, Instruction
 
 _SAME_VALUE = ("copy", "convert", "bitcast", "reshape", "broadcast", "copy-done", "copy-start")
 
@@ -21,19 +21,19 @@ class Frame:
     return Frame(computation, caller, self)
 
 
-def trips(program: Program, frame: Frame, loop: Instruction) -> int | None:
+def trip_count(program: HloModule, frame: Frame, loop: Instruction) -> int | None:
   """Trips of `loop`; None if they are data, as those of the loop over microbatches.
 
   The compiler writes the number down on some platforms. Elsewhere the condition compares a counter
   to a constant, which may have been carried in from outside.
   """
-  if loop.known_trips is not None:
-    return loop.known_trips
+  if loop.known_trip_count is not None:
+    return loop.known_trip_count
   condition = frame.inner(program.computations[loop.called["condition"][0]], loop)
   return _limit(program, condition, condition.computation.instructions[condition.computation.root])
 
 
-def _limit(program: Program, frame: Frame, test: Instruction) -> int | None:
+def _limit(program: HloModule, frame: Frame, test: Instruction) -> int | None:
   """The trips after which `test` fails."""
   if test.opcode == "fusion":
     called = frame.inner(program.called_by(test)[0], test)
@@ -67,7 +67,7 @@ def _carry_of(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] | Non
   return (frame, one) if one.opcode == "get-tuple-element" else None
 
 
-def _step(program: Program, frame: Frame, counter: Instruction) -> int:
+def _step(program: HloModule, frame: Frame, counter: Instruction) -> int:
   """What a trip adds to the counter: 1, unless the body says otherwise, as where it was unrolled."""
   assert frame.caller is not None
   assert frame.outer is not None
@@ -82,7 +82,7 @@ def _step(program: Program, frame: Frame, counter: Instruction) -> int:
   return next((value for one in added if (value := _value(program, body, one))), 1)
 
 
-def _value(program: Program, frame: Frame, one: Instruction) -> int | None:
+def _value(program: HloModule, frame: Frame, one: Instruction) -> int | None:
   """A scalar integer's value, if it is the same in all trips of the loops around it."""
   if one.opcode == "constant":
     return int(one.arguments) if re.fullmatch(r"-?\d+", one.arguments) else None
@@ -111,7 +111,7 @@ def _carried(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] | None
   return (frame.outer, element) if element else None
 
 
-def _is_kept(program: Program, frame: Frame, one: Instruction) -> bool:
+def _is_kept(program: HloModule, frame: Frame, one: Instruction) -> bool:
   """Whether the body of the loop hands on unchanged the element of the carry that `one` takes."""
   if frame.caller is None or frame.caller.opcode != "while" or one.index is None:
     return False

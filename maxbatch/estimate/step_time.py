@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Literal
 
 from maxbatch.estimate.chips import Chip
-from maxbatch.estimate.costs import Collective, Cost
+from maxbatch.estimate.costs import Collective, OperationCost
 
 How = Literal["compiler", "roofline"]
 Limit = Literal["compute", "memory bandwidth", "interconnect"]
@@ -59,7 +59,7 @@ class Exchange:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class RooflineSeconds:
   """Seconds by what is being waited for; they add up."""
 
   compute: float = 0.0
@@ -81,8 +81,8 @@ class Parts:
     }
     return max(named, key=named.__getitem__)
 
-  def __add__(self, other: "Parts") -> "Parts":
-    return Parts(
+  def __add__(self, other: "RooflineSeconds") -> "RooflineSeconds":
+    return RooflineSeconds(
       self.compute + other.compute,
       self.memory + other.memory,
       self.interconnect + other.interconnect,
@@ -93,19 +93,19 @@ class Parts:
 class StepEstimate:
   """What a step of any number of microbatches takes, on one device of many that work alike."""
 
-  pass_parts: Parts
-  rest_parts: Parts
-  pass_flops: int
+  microbatch_parts: RooflineSeconds
+  rest_parts: RooflineSeconds
+  microbatch_flops: int
   """Of matrix products, as compiled."""
   rest_flops: int
-  pass_bytes: int
+  microbatch_bytes: int
   """Read from and written to main memory."""
   rest_bytes: int
   coverage: float
   """Matrix-product FLOPs that have a time, over those expected; nan if none are expected."""
   compiler_share: float
   """Of those that have a time, the share timed by the compiler; the rest has the roofline's."""
-  pass_scopes: Mapping[str, float]
+  microbatch_scopes: Mapping[str, float]
   """Seconds by scope; only time in which something waits, so they add up to pass_seconds."""
   rest_scopes: Mapping[str, float]
   largest: Sequence[Operation]
@@ -116,24 +116,25 @@ class StepEstimate:
   collectives: Sequence[Exchange]
 
   @property
-  def pass_seconds(self) -> float:
+  def microbatch_seconds(self) -> float:
     """One trip of the loop over microbatches; 0 where the program has no such loop."""
-    return self.pass_parts.total
+    return self.microbatch_parts.total
 
   @property
   def rest_seconds(self) -> float:
     """All of a step but the loop over microbatches."""
     return self.rest_parts.total
 
-  def step_seconds(self, trips: int) -> float:
+  def step_seconds(self, num_microbatches: int) -> float:
     """A step of `trips` microbatches."""
-    return self.rest_seconds + trips * self.pass_seconds
+    return self.rest_seconds + num_microbatches * self.microbatch_seconds
 
-  def by_scope(self, trips: int) -> dict[str, float]:
+  def by_scope(self, num_microbatches: int) -> dict[str, float]:
     """Seconds of a step of `trips` microbatches by scope, the longest first."""
-    scopes = self.pass_scopes.keys() | self.rest_scopes.keys()
+    scopes = self.microbatch_scopes.keys() | self.rest_scopes.keys()
     seconds = {
-      scope: self.rest_scopes.get(scope, 0.0) + trips * self.pass_scopes.get(scope, 0.0)
+      scope: self.rest_scopes.get(scope, 0.0)
+      + num_microbatches * self.microbatch_scopes.get(scope, 0.0)
       for scope in scopes
     }
     # Names as well, or two equal ones would change places from run to run.
@@ -142,13 +143,13 @@ class StepEstimate:
   @property
   def limited_by(self) -> Limit:
     """What most of a pass is spent waiting for; of the rest, where there is no pass."""
-    return (self.pass_parts if self.pass_seconds else self.rest_parts).limit
+    return (self.microbatch_parts if self.microbatch_seconds else self.rest_parts).limit
 
 
 def estimate(
-  costs: Sequence[Cost],
+  costs: Sequence[OperationCost],
   chip: Chip,
-  expected_pass_flops: float,
+  expected_microbatch_flops: float,
   expected_rest_flops: float = 0.0,
   devices_per_slice: int | None = None,
 ) -> StepEstimate:
@@ -174,17 +175,17 @@ def estimate(
     if cost.collective and not cost.overlapped
   ]
   flops, by_compiler = _flops(costs), _flops(c for c in costs if c.cycles is not None)
-  expected = expected_pass_flops + expected_rest_flops
+  expected = expected_microbatch_flops + expected_rest_flops
   return StepEstimate(
-    pass_parts=pass_parts,
+    microbatch_parts=pass_parts,
     rest_parts=rest_parts,
-    pass_flops=_flops(inside),
+    microbatch_flops=_flops(inside),
     rest_flops=_flops(outside),
-    pass_bytes=_bytes(inside),
+    microbatch_bytes=_bytes(inside),
     rest_bytes=_bytes(outside),
     coverage=flops / expected if expected else math.nan,
     compiler_share=by_compiler / flops if flops else math.nan,
-    pass_scopes=pass_scopes,
+    microbatch_scopes=pass_scopes,
     rest_scopes=rest_scopes,
     largest=sorted([*timed, *stops], key=lambda one: -one.seconds)[:_NUM_LARGEST],
     unestimated=[one for one in timed if one.how == "roofline"],
@@ -192,25 +193,27 @@ def estimate(
   )
 
 
-def seconds_of(costs: Sequence[Cost], chip: Chip, devices_per_slice: int | None = None) -> float:
+def seconds_of(
+  costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None = None
+) -> float:
   """The time of some of a program's operations, as often as their counts say."""
   return _elapsed(costs, chip, devices_per_slice)[0].total
 
 
-def _flops(costs: Iterable[Cost]) -> int:
+def _flops(costs: Iterable[OperationCost]) -> int:
   return sum(cost.flops * cost.count for cost in costs)
 
 
-def _bytes(costs: Iterable[Cost]) -> int:
+def _bytes(costs: Iterable[OperationCost]) -> int:
   return sum(cost.bytes * cost.count for cost in costs)
 
 
-def _is_operation(cost: Cost) -> bool:
+def _is_operation(cost: OperationCost) -> bool:
   """Whether it keeps the device itself busy, not only its links or its copying."""
   return not cost.overlapped and (cost.collective is None or cost.flops > 0)
 
 
-def _operation(cost: Cost, seconds: float) -> Operation:
+def _operation(cost: OperationCost, seconds: float) -> Operation:
   """Of a cost whose every execution takes `seconds`."""
   return Operation(
     name=cost.name,
@@ -223,14 +226,14 @@ def _operation(cost: Cost, seconds: float) -> Operation:
   )
 
 
-def _busy_seconds(cost: Cost, chip: Chip) -> float:
+def _busy_seconds(cost: OperationCost, chip: Chip) -> float:
   """One execution of an operation."""
   if cost.cycles is not None:
     return cost.cycles / chip.clock
   return max(_product_seconds(cost, chip), cost.bytes / chip.hbm_bandwidth)
 
 
-def _product_seconds(cost: Cost, chip: Chip) -> float:
+def _product_seconds(cost: OperationCost, chip: Chip) -> float:
   """Of the matrix products of one execution, a narrow kernel's rounded up to the matrix unit."""
   width = cost.products.width
   rounded = -(-width // chip.matrix_unit) * chip.matrix_unit / width if width else 1.0
@@ -252,13 +255,13 @@ def _link_seconds(one: Collective, chip: Chip, devices_per_slice: int | None) ->
 
 
 def _elapsed(
-  costs: Sequence[Cost], chip: Chip, devices_per_slice: int | None
-) -> tuple[Parts, dict[str, float]]:
+  costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None
+) -> tuple[RooflineSeconds, dict[str, float]]:
   """Time by what is waited for, and by scope; each loop body overlaps only with itself."""
-  bodies: dict[str, list[Cost]] = collections.defaultdict(list)
+  bodies: dict[str, list[OperationCost]] = collections.defaultdict(list)
   for cost in costs:
     bodies[cost.loop].append(cost)
-  total = Parts()
+  total = RooflineSeconds()
   scopes: dict[str, float] = collections.defaultdict(float)
   for body in bodies.values():
     for scope, parts in _body(body, chip, devices_per_slice):
@@ -268,8 +271,8 @@ def _elapsed(
 
 
 def _body(
-  costs: Sequence[Cost], chip: Chip, devices_per_slice: int | None
-) -> Iterator[tuple[str, Parts]]:
+  costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None
+) -> Iterator[tuple[str, RooflineSeconds]]:
   """(scope, time) of all trips of one loop body: what runs in turn, then what sticks out."""
   links = [
     (cost, cost.count * _link_seconds(cost.collective, chip, devices_per_slice))
@@ -277,39 +280,43 @@ def _body(
     if cost.collective
   ]
   busy = [(cost.scope, _waiting(cost, chip)) for cost in costs if _is_operation(cost)]
-  stops = [(cost.scope, Parts(interconnect=s)) for cost, s in links if not cost.overlapped]
+  stops = [
+    (cost.scope, RooflineSeconds(interconnect=s)) for cost, s in links if not cost.overlapped
+  ]
   yield from busy
   yield from stops
   beside = [(cost, seconds) for cost, seconds in links if cost.overlapped]
   working = sum(parts.total for _, parts in busy)
   late = max(0.0, sum(seconds for _, seconds in beside) - working)
   for cost, share in _shares(beside):
-    yield cost.scope, Parts(interconnect=late * share)
+    yield cost.scope, RooflineSeconds(interconnect=late * share)
   moved = [(cost, cost.count * cost.bytes / chip.hbm_bandwidth) for cost in costs]
   elapsed = working + sum(parts.total for _, parts in stops) + late
   queued = max(0.0, sum(seconds for _, seconds in moved) - elapsed)
   for cost, share in _shares([one for one in moved if one[0].overlapped]):
-    yield cost.scope, Parts(memory=queued * share)
+    yield cost.scope, RooflineSeconds(memory=queued * share)
 
 
-def _shares(timed: Sequence[tuple[Cost, float]]) -> Iterator[tuple[Cost, float]]:
+def _shares(timed: Sequence[tuple[OperationCost, float]]) -> Iterator[tuple[OperationCost, float]]:
   """Each one's share of the sum."""
   total = sum(seconds for _, seconds in timed)
   return ((cost, seconds / total) for cost, seconds in timed if total)
 
 
-def _waiting(cost: Cost, chip: Chip) -> Parts:
+def _waiting(cost: OperationCost, chip: Chip) -> RooflineSeconds:
   """All executions: memory's where bytes take longer than products, and most of the time."""
   seconds = _busy_seconds(cost, chip)
   moving = cost.bytes / chip.hbm_bandwidth
   if moving > max(seconds / 2, _product_seconds(cost, chip)):
-    return Parts(memory=seconds * cost.count)
-  return Parts(compute=seconds * cost.count)
+    return RooflineSeconds(memory=seconds * cost.count)
+  return RooflineSeconds(compute=seconds * cost.count)
 
 
-def _exchanges(costs: Sequence[Cost], chip: Chip, devices_per_slice: int | None) -> list[Exchange]:
+def _exchanges(
+  costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None
+) -> list[Exchange]:
   """Collectives, alike ones together, those inside the loop first and the longest first."""
-  alike: dict[tuple[str, bool, bool, int, bool], list[tuple[Cost, Collective]]]
+  alike: dict[tuple[str, bool, bool, int, bool], list[tuple[OperationCost, Collective]]]
   alike = collections.defaultdict(list)
   for cost in costs:
     if one := cost.collective:

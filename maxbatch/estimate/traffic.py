@@ -6,7 +6,7 @@ Slices read, and updates in place write, only their own part of an array.
 
 from collections.abc import Iterator
 
-from maxbatch.estimate.hlo import Computation, Instruction, Program, Shape
+from maxbatch.estimate.hlo import ArrayShape, Computation, HloModule, Instruction
 
 FREE = frozenset(
   (
@@ -43,7 +43,7 @@ COLLECTIVES = (
 )
 
 
-def traffic(program: Program, within: Computation, one: Instruction) -> int:
+def traffic(program: HloModule, within: Computation, one: Instruction) -> int:
   """Bytes of one execution of `one`."""
   if one.opcode in FREE or one.opcode.endswith("-done"):
     return 0
@@ -67,7 +67,7 @@ def _moved(one: Instruction) -> int:
   return min(end.bytes for end in ends) * sum(end.space == 0 for end in ends)
 
 
-def _read(program: Program, user: Instruction, number: int, operand: Instruction) -> int:
+def _read(program: HloModule, user: Instruction, number: int, operand: Instruction) -> int:
   """Bytes that `user` reads of its operand `number`, an array or a tuple of them."""
   if user.opcode in _SLICES and number == 0:
     return sum(shape.bytes for shape in user.shapes if operand.shapes[0].space == 0)
@@ -76,11 +76,11 @@ def _read(program: Program, user: Instruction, number: int, operand: Instruction
   return _in_main_memory(operand.shapes)
 
 
-def _in_main_memory(shapes: tuple[Shape, ...]) -> int:
+def _in_main_memory(shapes: tuple[ArrayShape, ...]) -> int:
   return sum(shape.bytes for shape in shapes if shape.space == 0)
 
 
-def _written(within: Computation, one: Instruction, places: tuple[Shape, ...]) -> int:
+def _written(within: Computation, one: Instruction, places: tuple[ArrayShape, ...]) -> int:
   """Bytes that `one`, whose results lie at `places`, writes."""
   if one.opcode not in _UPDATES:
     return _in_main_memory(places)
@@ -88,7 +88,7 @@ def _written(within: Computation, one: Instruction, places: tuple[Shape, ...]) -
   return sum(shape.bytes for shape in update.shapes) if update and places[0].space == 0 else 0
 
 
-def _fusion(program: Program, within: Computation, one: Instruction) -> int:
+def _fusion(program: HloModule, within: Computation, one: Instruction) -> int:
   """What goes in and out at the edge of a fusion; nothing inside it reaches main memory."""
   body = program.called_by(one)[0]
   total = 0
@@ -101,7 +101,7 @@ def _fusion(program: Program, within: Computation, one: Instruction) -> int:
   return total
 
 
-def _used(program: Program, body: Computation, value: Instruction) -> int:
+def _used(program: HloModule, body: Computation, value: Instruction) -> int:
   """Bytes of `value`, in main memory, that its users in a fusion read."""
   total = 0
   for user, number in _users(body, value):
@@ -137,7 +137,7 @@ def _results(body: Computation) -> list[Instruction]:
   return [root]
 
 
-def _made(program: Program, body: Computation, result: Instruction, place: Shape) -> int:
+def _made(program: HloModule, body: Computation, result: Instruction, place: ArrayShape) -> int:
   """Bytes written at `place` by the instruction in a fusion that makes this result."""
   while result.opcode == "bitcast":
     result = body.instructions[result.operands[0]]

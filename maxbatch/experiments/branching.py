@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from maxbatch.batch.phases import Stage
+from maxbatch.batch.phases import Phase
 from maxbatch.batch.solve import groups_of, nearest_divisors, nearest_multiples, text
 from maxbatch.batch.topology import Topology
 from maxbatch.errors import UserError
@@ -20,16 +20,16 @@ _DEFAULT_BLOCKS = 40
 
 
 @dataclasses.dataclass(frozen=True)
-class Base:
-  """What is multiplied: the stage in force at the checkpoint, on these devices."""
+class BranchBase:
+  """What is multiplied: the phase in force at the checkpoint, on these devices."""
 
-  stage: Stage
+  phase: Phase
   topology: Topology
   max_target_length: int
 
 
 @dataclasses.dataclass(frozen=True)
-class Wish:
+class BranchRequest:
   """What is asked for: factors of the batch, tokens (-1: derived), the share that is judged."""
 
   factors: tuple[Fraction, ...]
@@ -73,7 +73,7 @@ class Branching:
     return self.window_blocks * self.block_tokens
 
 
-def branch_out(base: Base, wish: Wish) -> Branching:
+def plan_branches(base: BranchBase, wish: BranchRequest) -> Branching:
   """The branches that are asked for.
 
   Raises:
@@ -99,33 +99,33 @@ def branch_out(base: Base, wish: Wish) -> Branching:
   )
 
 
-def _batch(base: Base, factor: Fraction) -> int:
+def _batch(base: BranchBase, factor: Fraction) -> int:
   """factor × the batch at the checkpoint."""
   groups = base.topology.num_batch_groups
-  batch = factor * base.stage.batch
+  batch = factor * base.phase.batch
   if batch % groups == 0:
     return int(batch)
-  near = [size / base.stage.batch for size in nearest_multiples(groups, batch)]
+  near = [size / base.phase.batch for size in nearest_multiples(groups, batch)]
   raise UserError(
-    f"factors: {text(factor)} × batch {base.stage.batch} is {text(batch)} samples, which must be a "
+    f"factors: {text(factor)} × batch {base.phase.batch} is {text(batch)} samples, which must be a "
     f"positive multiple of {groups_of(base.topology)}; "
     f"nearest: factor {' or '.join(text(factor) for factor in near)}"
   )
 
 
-def _micro_batch(base: Base, batches: Sequence[int]) -> int:
+def _micro_batch(base: BranchBase, batches: Sequence[int]) -> int:
   """The checkpoint's microbatch if it divides every batch, else the largest below it that does.
 
   One for all: so one compiled program serves all branches, and only the passes differ.
   """
-  micro_batch, groups = base.stage.micro_batch, base.topology.num_batch_groups
+  micro_batch, groups = base.phase.micro_batch, base.topology.num_batch_groups
   common = math.gcd(*batches)
   if common % micro_batch == 0:
     return micro_batch
   return groups * nearest_divisors(common // groups, Fraction(micro_batch, groups))[0]
 
 
-def _blocks(wish: Wish, batches: Sequence[int], block: int, block_tokens: int) -> int:
+def _blocks(wish: BranchRequest, batches: Sequence[int], block: int, block_tokens: int) -> int:
   """Blocks of a branch."""
   fewest = math.ceil(FEWEST_BLOCKS / wish.smoothing)
   if wish.branch_tokens == -1:

@@ -115,7 +115,7 @@ def write_whole(path: pathlib.Path, content: str) -> None:
     ) from error
 
 
-def plant(checkpoint: Checkpoint, branch_folder: pathlib.Path) -> None:
+def fork_checkpoint(checkpoint: Checkpoint, branch_folder: pathlib.Path) -> None:
   """Gives a branch without checkpoints this one: its files linked, or copied where links do not go.
 
   Nothing ever changes a checkpoint's files, only removes them, so links are safe. The folder gets

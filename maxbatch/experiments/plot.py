@@ -8,7 +8,7 @@ from pathlib import Path
 
 from maxbatch.experiments.branching import Branching
 from maxbatch.experiments.losses import Judged
-from maxbatch.experiments.report import Report
+from maxbatch.experiments.report import CriticalBatchReport
 from maxbatch.plots.svg_parts import (
   PALETTE,
   Point,
@@ -28,7 +28,7 @@ _LEGEND = "judged loss (green: the critical batch; dashed: best smaller branch +
 Place = Callable[[float, float], Point]
 
 
-def plot(report: Report) -> str:
+def plot(report: CriticalBatchReport) -> str:
   """The drawing as SVG text."""
   second = _TOP + _PANEL + _GAP
   return drawing(
@@ -42,7 +42,7 @@ def plot(report: Report) -> str:
   )
 
 
-def _title(report: Report) -> str:
+def _title(report: CriticalBatchReport) -> str:
   """`Critical batch of mine after step 200: between 64 and 128 samples`."""
   run_name, step = Path(report.origin.folder).parent.parent.name, report.origin.step
   low, high = report.at_least, report.below
@@ -53,7 +53,7 @@ def _title(report: Report) -> str:
   return f"Critical batch of {run_name} after step {step:,}: {found}"
 
 
-def _curves(report: Report, top: float) -> Iterator[str]:
+def _curves(report: CriticalBatchReport, top: float) -> Iterator[str]:
   """Every branch's loss by blocks, pale, and its mean over the window before each point."""
   branching = report.branching
   lines = [(one, _smoothed(one, branching)) for one in report.judged if one.measured.blocks]
@@ -87,7 +87,7 @@ def _names(lines: Sequence[tuple[Judged, list[Point]]], place: Place) -> Iterato
     yield label((x + 8, y), f"{branch.name} ({branch.batch:,})", "start", color)
 
 
-def _losses(report: Report, top: float) -> Iterator[str]:
+def _losses(report: CriticalBatchReport, top: float) -> Iterator[str]:
   """The judged loss of every branch, over the logarithm of its batch."""
   trained = [one for one in report.judged if one.measured.blocks]
   sizes = [math.log2(one.measured.branch.batch) for one in report.judged]
@@ -113,7 +113,7 @@ def _losses(report: Report, top: float) -> Iterator[str]:
     yield from _spot(x, one, color, place, y_span)
 
 
-def _bracket(report: Report, place: Place, x_span: Point, y_span: Point) -> str:
+def _bracket(report: CriticalBatchReport, place: Place, x_span: Point, y_span: Point) -> str:
   """Where the critical batch is, as far as the branches tell."""
   low = x_span[0] if report.at_least is None else math.log2(report.at_least)
   high = x_span[1] if report.below is None else math.log2(report.below)

@@ -26,7 +26,7 @@ class Origin:
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class CriticalBatchReport:
   """A finished measurement."""
 
   origin: Origin
@@ -134,7 +134,7 @@ def _samples(branch: Branch) -> str:
   return f"{branch.batch:,} samples ({branch.tokens_per_step:,} tokens)"
 
 
-def _conclusion(report: Report) -> str:
+def _conclusion(report: CriticalBatchReport) -> str:
   largest, above = report.critical, report.above
   if above is None:
     smaller = largest.best_smaller
@@ -162,7 +162,7 @@ def _excess(one: Judged) -> str:
   return f"ends {one.difference:.3g} nats per token above {one.best_smaller.name}"
 
 
-def _contradiction(report: Report) -> list[str]:
+def _contradiction(report: CriticalBatchReport) -> list[str]:
   """Branches that are not within, although a larger one is."""
   last = critical(report.judged)
   odd = [one for one in report.judged[:last] if not one.within]
@@ -176,7 +176,7 @@ def _contradiction(report: Report) -> list[str]:
   )
 
 
-def _doubts(report: Report) -> list[str]:
+def _doubts(report: CriticalBatchReport) -> list[str]:
   """Branches on which the conclusion rests, and whose side of the tolerance is not certain."""
   unclear = [one for one in report.judged[critical(report.judged) :] if not one.clear]
   if not unclear:

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from maxbatch.batch.learning_rate import COUPLINGS, learning_rate
-from maxbatch.batch.phases import Stage
+from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.schedule import is_decided
 from maxbatch.batch.topology import Topology
@@ -22,7 +22,7 @@ from maxbatch.config.schema import BatchConfig, Config, RunConfig
 from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Measured, block_means
-from maxbatch.experiments.origin import Checkpoint, plant, write_whole
+from maxbatch.experiments.origin import Checkpoint, fork_checkpoint, write_whole
 from maxbatch.modes.run import run
 from maxbatch.run_folder.metrics import Record, read_metrics
 
@@ -71,7 +71,7 @@ class Experiment:
 class AtCheckpoint:
   """How the run would go on from its checkpoint."""
 
-  stage: Stage
+  phase: Phase
   learning_rate: float
   plan: BatchPlan
 
@@ -96,7 +96,7 @@ def at_checkpoint(config: Config, checkpoint: Checkpoint, layout: Topology) -> A
       "take an earlier checkpoint, or a rate of its own, for example "
       "lr_schedule_type=constant warmup_steps=0 learning_rate=1e-3"
     )
-  return AtCheckpoint(plan.stage_at(position.samples), rate, plan)
+  return AtCheckpoint(plan.phase_at(position.samples), rate, plan)
 
 
 def _planned(
@@ -156,7 +156,7 @@ def train_branch(experiment: Experiment, branch: Branch) -> Measured | None:
   if (done := _measured(experiment, branch)) is not None:
     print("Finished before.", flush=True)
     return done
-  plant(experiment.checkpoint, folder)
+  fork_checkpoint(experiment.checkpoint, folder)
   try:
     complete = _train(config)
   except TrainingDivergedError as error:

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 
-def from_process_0(value: Any) -> Any:
+def broadcast_one_to_all(value: Any) -> Any:
   """Process 0's value, in all of them; what the others pass is dropped.
 
   All processes must call it, in the same order. With one process the value is only passed through

@@ -17,7 +17,7 @@ from maxbatch.models.dot_product import dot_product_attention
 from maxbatch.models.layers import Norm, Projection
 
 
-class Places(NamedTuple):
+class AttentionContext(NamedTuple):
   """What attention needs to know of the rows, computed once and shared by all layers."""
 
   first_BT: jax.Array
@@ -28,19 +28,19 @@ class Places(NamedTuple):
   segment_ids_BT: jax.Array | None
 
 
-def places(
+def attention_context(
   config: ModelConfig,
   length: int,
   segment_ids_BT: jax.Array | None,
   positions_BT: jax.Array | None,
-) -> Places:
+) -> AttentionContext:
   """The reach and rotations of rows of `length` tokens."""
   cos = sin = None
   if config.position_embedding == "rope":
     positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
     cos, sin = _rotations(positions, config.head_dim, config.rope_max_timescale)
   first = _first_seen(length, config.sliding_window_size, segment_ids_BT)
-  return Places(first, cos, sin, segment_ids_BT)
+  return AttentionContext(first, cos, sin, segment_ids_BT)
 
 
 def _first_seen(length: int, window: int, segment_ids_BT: jax.Array | None) -> jax.Array:
@@ -91,7 +91,7 @@ class Attention(nnx.Module):
     self.config = config
 
   @jax.named_scope("attention")
-  def __call__(self, x_BTD: jax.Array, at: Places) -> jax.Array:
+  def __call__(self, x_BTD: jax.Array, at: AttentionContext) -> jax.Array:
     """(B, T, D) → (B, T, D)."""
     q_BTNH, k_BSKH, v_BSKH = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
     if self.query_norm is not None and self.key_norm is not None:

@@ -16,7 +16,7 @@ from maxbatch.config.schema import ModelConfig
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import constrain, over_rows
-from maxbatch.models.attention import Attention, Places, places
+from maxbatch.models.attention import Attention, AttentionContext, attention_context
 from maxbatch.models.dropout import dropout, fold
 from maxbatch.models.layers import FeedForward, Norm, parameter
 from maxbatch.models.probes import for_each_row, looked_up, probe, wired
@@ -44,7 +44,7 @@ class Block(nnx.Module):
     self.mlp = FeedForward(rngs, config, residual_scale)
     self.dropout_rate = config.dropout_rate
 
-  def __call__(self, x_BTD: jax.Array, at: Places, keys_B: jax.Array | None) -> jax.Array:
+  def __call__(self, x_BTD: jax.Array, at: AttentionContext, keys_B: jax.Array | None) -> jax.Array:
     """(B, T, D) → (B, T, D)."""
     y_BTD = self.attention(self.attention_norm(x_BTD), at)
     x_BTD = x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 0))
@@ -93,7 +93,7 @@ class Transformer(nnx.Module):
     self, x_BTD: jax.Array, rows: Rows, keys_B: jax.Array | None, first: jax.Array | int
   ) -> jax.Array:
     """The layers bound here, of which the first is layer `first` of the model."""
-    at = places(self.config, rows.inputs.shape[1], rows.segment_ids, rows.positions)
+    at = attention_context(self.config, rows.inputs.shape[1], rows.segment_ids, rows.positions)
     return _apply_layers(self.layers, self.config, x_BTD, at, keys_B, first)
 
   def normalize(self, x_BTD: jax.Array) -> jax.Array:
@@ -155,7 +155,7 @@ def _apply_layers(
   stacked: Block,
   config: ModelConfig,
   x_BTD: jax.Array,
-  at: Places,
+  at: AttentionContext,
   keys_B: jax.Array | None,
   first: jax.Array | int,
 ) -> jax.Array:

@@ -15,12 +15,12 @@ from maxbatch.config.schema import Config, Explore
 from maxbatch.errors import UserError
 from maxbatch.hardware.compile_devices import devices_of
 from maxbatch.hardware.devices import Device, num_slices
-from maxbatch.modes.resolve import settled
+from maxbatch.modes.resolve import resolve
 from maxbatch.modes.validate import validate
 from maxbatch.pipeline_parallel.unused_keys import check_unused
 from maxbatch.training.build import build_trainer
-from maxbatch.tuning.coupling import settle_accumulation
-from maxbatch.tuning.microbatch_size import Place, explore_sizes
+from maxbatch.tuning.coupling import resolve_accumulation
+from maxbatch.tuning.microbatch_size import Target, explore_sizes
 from maxbatch.tuning.prober import Prober
 
 
@@ -53,7 +53,7 @@ def is_run(config: Config) -> bool:
   return not instead
 
 
-def prepare_only(config: Config, *, forgetting: bool = False) -> None:
+def prepare_only(config: Config, *, forget: bool = False) -> None:
   """validate_only or compile_only: says what it finds, and ends before any training.
 
   Raises:
@@ -69,7 +69,7 @@ def prepare_only(config: Config, *, forgetting: bool = False) -> None:
   if isinstance(config.batch.micro_batch_size, Explore):
     _explore(config, devices, layout, folder)
     return
-  config = settled(config, devices, layout, forgetting=forgetting)
+  config = resolve(config, devices, layout, forget=forget)
   plan = plan_batches(config.batch, config.run, layout)
   learning_rate(config.optimizer, plan, config.run.schedule_unit)
   print(f"{plan}\n", flush=True)
@@ -83,7 +83,7 @@ def prepare_only(config: Config, *, forgetting: bool = False) -> None:
 
 def _explore(config: Config, devices: Sequence[Device], layout: Topology, folder: Path) -> None:
   """Every size, ranked, and the report of the one recommended."""
-  if settle_accumulation(config, layout) != config:
+  if resolve_accumulation(config, layout) != config:
     raise UserError(
       "micro_batch_size=explore: the model's samples depend on each other, so that a step has one "
       "pass of the whole batch; micro_batch_size=none is the only size"
@@ -97,7 +97,7 @@ def _explore(config: Config, devices: Sequence[Device], layout: Topology, folder
       flush=True,
     )
   prober = Prober(config, devices, layout)
-  _, found = explore_sizes(config, Place(devices, layout), prober)
+  _, found = explore_sizes(config, Target(devices, layout), prober)
   report = prober.reports[found.ranked[0].candidate]
   print()
   _show([report], folder)

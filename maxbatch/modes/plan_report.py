@@ -7,14 +7,14 @@ from typing import Any
 from maxbatch.batch.host_loads import HostLoad
 from maxbatch.batch.learning_rate import LearningRate
 from maxbatch.batch.limits import limits
-from maxbatch.batch.phases import Stage
+from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.solve import counted, text
 from maxbatch.pipeline_parallel.sizes import Pipeline
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class PlanReport:
   """A plan with everything that is shown beside it."""
 
   plan: BatchPlan
@@ -40,8 +40,8 @@ class Report:
         {"first_host": one.first_host, "last_host": one.last_host, "samples_per_step": one.samples}
         for one in self.loads
       ],
-      "stages": [self._stage(stage) for stage in plan.stages],
-      "stages_not_reached": self._not_reached(),
+      "phases": [self._phase(phase) for phase in plan.phases],
+      "phases_not_reached": self._not_reached(),
       "limits": limits(plan),
       "pipeline": self.pipeline and self.pipeline.as_dict(),
     }
@@ -69,32 +69,32 @@ class Report:
     lines = ["Pipeline", str(pipeline), *([pipeline.choice] if pipeline.choice else [])]
     return "\n  ".join(lines)
 
-  def _stage(self, stage: Stage) -> dict[str, Any]:
+  def _phase(self, phase: Phase) -> dict[str, Any]:
     plan = self.plan
-    last = max(stage.first.step, stage.end.step - 1)
+    last = max(phase.first.step, phase.end.step - 1)
     return {
-      "stage": stage.number,
-      "first_step": stage.first.step,
-      "first_sample": stage.first.samples,
-      "first_token": plan.tokens(stage.first.samples),
-      "steps": stage.num_steps,
-      "global_batch_to_train": stage.batch,
-      "per_device_batch_size": text(plan.per_device(stage.micro_batch)),
-      "gradient_accumulation_steps": stage.trips,
-      "learning_rate_first": self.rate(stage.first),
+      "phase": phase.number,
+      "first_step": phase.first.step,
+      "first_sample": phase.first.samples,
+      "first_token": plan.tokens(phase.first.samples),
+      "steps": phase.num_steps,
+      "global_batch_to_train": phase.batch,
+      "per_device_batch_size": text(plan.per_device(phase.micro_batch)),
+      "gradient_accumulation_steps": phase.num_microbatches,
+      "learning_rate_first": self.rate(phase.first),
       "learning_rate_last": self.rate(Position(last, plan.samples_at(last))),
-      "same_shape_as_the_run": stage.micro_batch == plan.micro_batch_to_train,
-      "is_cut": stage.is_cut,
+      "same_shape_as_the_run": phase.micro_batch == plan.micro_batch_to_train,
+      "is_cut": phase.is_cut,
     }
 
   def _not_reached(self) -> list[int]:
-    reached = {stage.number for stage in self.plan.stages}
+    reached = {phase.number for phase in self.plan.phases}
     return [n for n, _ in enumerate(self.plan.schedule.points, 1) if n not in reached]
 
   def _table(self) -> str:
-    head = ("stage", "first step", "first sample", "first token", "steps", "batch")
+    head = ("phase", "first step", "first sample", "first token", "steps", "batch")
     head += ("per device", "passes", "learning rate", "")
-    rows = [head, *(_cells(self._stage(stage)) for stage in self.plan.stages)]
+    rows = [head, *(_cells(self._phase(phase)) for phase in self.plan.phases)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = [
       "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -104,17 +104,17 @@ class Report:
     return "\n".join(["Stages", *lines, *([f"  without a step: {missed}"] if missed else [])])
 
 
-def _cells(stage: dict[str, Any]) -> tuple[str, ...]:
+def _cells(phase: dict[str, Any]) -> tuple[str, ...]:
   numbers = ("first_step", "first_sample", "first_token", "steps", "global_batch_to_train")
-  note = "" if stage["same_shape_as_the_run"] else "another shape"
-  first, last = f"{stage['learning_rate_first']:.3g}", f"{stage['learning_rate_last']:.3g}"
+  note = "" if phase["same_shape_as_the_run"] else "another shape"
+  first, last = f"{phase['learning_rate_first']:.3g}", f"{phase['learning_rate_last']:.3g}"
   return (
-    str(stage["stage"]),
-    *(f"{stage[key]:,}" for key in numbers),
-    stage["per_device_batch_size"],
-    f"{stage['gradient_accumulation_steps']:,}",
+    str(phase["phase"]),
+    *(f"{phase[key]:,}" for key in numbers),
+    phase["per_device_batch_size"],
+    f"{phase['gradient_accumulation_steps']:,}",
     first if first == last else f"{first} … {last}",
-    "the rest of the budget" if stage["is_cut"] else note,
+    "the rest of the budget" if phase["is_cut"] else note,
   )
 
 

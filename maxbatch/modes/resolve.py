@@ -9,14 +9,17 @@ from maxbatch.config.schema import Config
 from maxbatch.hardware.devices import Device
 from maxbatch.noise.requirements import check_noise
 from maxbatch.run_folder.cache import cache_folder
-from maxbatch.tuning.coupling import settle_accumulation
-from maxbatch.tuning.microbatch_size import Place, choose
-from maxbatch.tuning.pipeline_microbatches import CutsProber, settle_microbatches
+from maxbatch.tuning.coupling import resolve_accumulation
+from maxbatch.tuning.microbatch_size import Target, choose
+from maxbatch.tuning.pipeline_microbatches import (
+  PipelineMicrobatchProber,
+  choose_num_pipeline_microbatches,
+)
 from maxbatch.tuning.prober import Prober
 
 
-def settled(
-  config: Config, devices: Sequence[Device], layout: Topology, *, forgetting: bool = False
+def resolve(
+  config: Config, devices: Sequence[Device], layout: Topology, *, forget: bool = False
 ) -> Config:
   """The configuration with all chosen that was to be chosen on these devices.
 
@@ -26,24 +29,24 @@ def settled(
     UserError: nothing fits, the model cannot be split as the keys ask, or the noise scale cannot be
       measured so.
   """
-  config = settled_size(config, devices, layout, forgetting=forgetting)
+  config = resolve_micro_batch_size(config, devices, layout, forget=forget)
   check_noise(config, plan_batches(config.batch, config.run, layout))
-  prober = CutsProber(config, devices, layout)
-  place = Place(devices, layout)
-  return settle_microbatches(config, place, prober, _choices(), forgetting=forgetting)
+  prober = PipelineMicrobatchProber(config, devices, layout)
+  place = Target(devices, layout)
+  return choose_num_pipeline_microbatches(config, place, prober, _choices(), forget=forget)
 
 
-def settled_size(
-  config: Config, devices: Sequence[Device], layout: Topology, *, forgetting: bool = False
+def resolve_micro_batch_size(
+  config: Config, devices: Sequence[Device], layout: Topology, *, forget: bool = False
 ) -> Config:
   """The configuration with its microbatch size chosen, if it was to be, on these devices.
 
   Raises:
     UserError: nothing fits, or the model cannot be split as the keys ask.
   """
-  config = settle_accumulation(config, layout)
+  config = resolve_accumulation(config, layout)
   prober = Prober(config, devices, layout)
-  return choose(config, Place(devices, layout), prober, _choices(), forgetting=forgetting)
+  return choose(config, Target(devices, layout), prober, _choices(), forget=forget)
 
 
 def _choices() -> Path:

@@ -22,7 +22,7 @@ from maxbatch.hardware.devices import find_devices, num_slices
 from maxbatch.models.generate import generate
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.noise import calibration_programs, make_noise
-from maxbatch.modes.resolve import settled
+from maxbatch.modes.resolve import resolve
 from maxbatch.run_folder.metrics import MetricsLog, read_metrics
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.build import (
@@ -40,7 +40,7 @@ from maxbatch.training.state import TrainState, to_save
 from maxbatch.training.step import EvalStep, Trainer
 
 
-def run(config: Config, *, forgetting: bool = False) -> tuple[TrainState, Position]:
+def run(config: Config, *, forget: bool = False) -> tuple[TrainState, Position]:
   """Plans, prepares, trains and sums up one run; its state and position at the end.
 
   Args:
@@ -54,7 +54,7 @@ def run(config: Config, *, forgetting: bool = False) -> tuple[TrainState, Positi
   devices = find_devices(config.mesh.num_simulated_devices)
   cache.enable(config.compile.jax_cache_dir)
   layout = topology(config.mesh, len(devices), num_slices(devices))
-  config = settled(config, devices, layout, forgetting=forgetting)
+  config = resolve(config, devices, layout, forget=forget)
   plan = plan_batches(config.batch, config.run, layout)
   print(f"{plan}\n", flush=True)
   learning_rate(config.optimizer, plan, config.run.schedule_unit)  # Refuses before anything slow.
@@ -155,7 +155,7 @@ def _make_ready(
   began = time.perf_counter()
   pool = ThreadPoolExecutor(2)
   try:
-    first_step = pool.submit(programs, plan.stages[0].micro_batch)
+    first_step = pool.submit(programs, plan.phases[0].micro_batch)
     evaluation = pool.submit(compiled_eval, plan, trainer, dataset.validation or dataset.train)
     if restored:
       state = trainer.from_saved(restored.state)

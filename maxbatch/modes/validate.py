@@ -76,7 +76,7 @@ def _checks(config: Config, devices: Sequence[Device]) -> Iterator[_Check]:
   config, choice = _with_smallest_choice(config, devices)
   plan = plan_batches(config.batch, config.run, _layout(config, devices))
   check_noise(config, plan)
-  yield "batch plan", _stages(plan), [*choice, *str(plan).splitlines()]
+  yield "batch plan", _phases(plan), [*choice, *str(plan).splitlines()]
   trainer, state = _without_arrays(config, plan, devices)
   yield "mesh", f"{plan.topology} on {devices[0].device_kind}", undivided_parameters(trainer)
   if trainer.pipeline:
@@ -122,8 +122,8 @@ def _with_smallest_choice(
   return dataclasses.replace(config, batch=batch), [line]
 
 
-def _stages(plan: BatchPlan) -> str:
-  return f"{counted(len(plan.stages), 'stage')}, {counted(plan.steps, 'step')}"
+def _phases(plan: BatchPlan) -> str:
+  return f"{counted(len(plan.phases), 'phase')}, {counted(plan.steps, 'step')}"
 
 
 def _without_arrays(
@@ -183,7 +183,7 @@ def _gib(size: float) -> str:
 
 def _rates(config: Config, plan: BatchPlan) -> str:
   rate = learning_rate(config.optimizer, plan, config.run.schedule_unit)
-  last = plan.stages[-1]
+  last = plan.phases[-1]
   before_end = last.after(last.num_steps - 1)
   return (
     f"{config.optimizer.lr_schedule_type}: {rate(Position(0, 0)):.3g} at the first step, "

@@ -27,7 +27,7 @@ _DEVIATIONS_PER_MAD = 1.4826
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class ControllerLimits:
   """What the rule keeps to.
 
   Raises:
@@ -76,7 +76,7 @@ class Decision:
 class Controller:
   """Decides at decision points; `observe` every step's loss in between."""
 
-  def __init__(self, limits: Limits):
+  def __init__(self, limits: ControllerLimits):
     """A controller that has seen nothing."""
     self.limits = limits
     self._agreeing = 0
@@ -112,7 +112,7 @@ class Controller:
     }
 
   @classmethod
-  def from_dict(cls, limits: Limits, content: Mapping[str, Any]) -> "Controller":
+  def from_dict(cls, limits: ControllerLimits, content: Mapping[str, Any]) -> "Controller":
     """The controller that `as_dict` wrote."""
     controller = cls(limits)
     controller._agreeing = content["agreeing"]
@@ -169,7 +169,7 @@ class Controller:
     )
 
 
-def _doubt(estimate: Estimate, batch: int, limits: Limits) -> str | None:
+def _doubt(estimate: Estimate, batch: int, limits: ControllerLimits) -> str | None:
   """Why the noise scale is not surely above twice the batch, if so."""
   scale = estimate.scale
   if scale is None:

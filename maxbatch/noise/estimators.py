@@ -59,14 +59,14 @@ def moments_of_parts(parts: int, rows_per_part: int, small: float, big: float) -
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class RelativeCost:
   """What reaching the same loss takes, relative to something."""
 
   data: float
   steps: float
 
 
-def cost(batch: float, noise_scale: float) -> Cost:
+def cost(batch: float, noise_scale: float) -> RelativeCost:
   """Data and steps at `batch`, relative to the least that any batch would take of each.
 
   (steps − 1)·(data − 1) = 1: McCandlish et al. 2018, equation 2.11. A heuristic.
@@ -75,10 +75,10 @@ def cost(batch: float, noise_scale: float) -> Cost:
     batch: samples per step, above 0.
     noise_scale: in samples, above 0.
   """
-  return Cost(data=1 + batch / noise_scale, steps=1 + noise_scale / batch)
+  return RelativeCost(data=1 + batch / noise_scale, steps=1 + noise_scale / batch)
 
 
-def cost_of_change(batch: float, factor: float, noise_scale: float) -> Cost:
+def cost_of_change(batch: float, factor: float, noise_scale: float) -> RelativeCost:
   """Data and steps at a batch `factor` times as large, relative to those at `batch`."""
   before, after = cost(batch, noise_scale), cost(factor * batch, noise_scale)
-  return Cost(after.data / before.data, after.steps / before.steps)
+  return RelativeCost(after.data / before.data, after.steps / before.steps)

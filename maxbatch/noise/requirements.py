@@ -23,7 +23,7 @@ def check_noise(config: Config, plan: BatchPlan) -> None:
       "gns_from_microbatches=false"
     )
   if gns != "off" and min(point.batch for point in plan.schedule.points) < 2:
-    where = "global_batch_to_train=1" if plan.global_batch_to_train == 1 else "a stage of 1 sample"
+    where = "global_batch_to_train=1" if plan.global_batch_to_train == 1 else "a phase of 1 sample"
     raise UserError(
       f"gns={gns} compares the samples of a step, and {where} has one; for example batch_size=2 "
       "gradient_accumulation_steps=-1, or gns=off"

@@ -8,7 +8,7 @@ from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.schedule_file import Change, kept_until, with_change, write_changes
 from maxbatch.config.schema import NoiseConfig
 from maxbatch.errors import UserError
-from maxbatch.noise.controller import Controller, Decision, Limits
+from maxbatch.noise.controller import Controller, ControllerLimits, Decision
 from maxbatch.noise.tracker import Estimate
 
 
@@ -26,7 +26,7 @@ class Steering:
     dwell = config.gns_dwell_tokens
     self.is_dry = config.gns_dry_run
     self._period = config.gns_window_steps // 2
-    self._limits = Limits(
+    self._limits = ControllerLimits(
       max_batch=plan.largest_batch,
       unit=plan.micro_batch_to_train,
       dwell_samples=-(-dwell // plan.max_target_length)

@@ -7,10 +7,10 @@ timetable takes 1000 of them and a backward 2000, since nothing is measured.
 import json
 from typing import Any
 
-from maxbatch.pipeline_parallel.cost import Costs, spans
-from maxbatch.pipeline_parallel.timetable import Backward, Forward, Place, Timetable
+from maxbatch.pipeline_parallel.cost import PassCosts, spans
+from maxbatch.pipeline_parallel.timetable import Backward, Forward, ModelChunk, Timetable
 
-_COSTS = Costs(1000, 2000)
+_COSTS = PassCosts(1000, 2000)
 
 
 def chrome_trace(table: Timetable, title: str) -> str:
@@ -30,7 +30,7 @@ def _named(what: str, thread: int, name: str) -> dict[str, Any]:
 
 
 def _event(
-  letter: str, tick: int, place: Place, entry: Forward | Backward, start: int, length: int
+  letter: str, tick: int, place: ModelChunk, entry: Forward | Backward, start: int, length: int
 ) -> dict[str, Any]:
   return {
     "name": f"{letter} {entry.microbatch}",

@@ -8,11 +8,11 @@ import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
 
-from maxbatch.pipeline_parallel.timetable import Shape, Timetable
+from maxbatch.pipeline_parallel.timetable import Timetable, TimetableShape
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
+class PassCosts:
   """Time of one forward and one backward of one stage in one repeat, in any unit.
 
   A backward multiplies twice where a forward multiplies once. The schedules' bubble does not depend
@@ -23,7 +23,7 @@ class Costs:
   backward: int = 2
 
 
-TWICE = Costs()
+TWICE = PassCosts()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Span:
   end: int
 
 
-def spans(table: Timetable, costs: Costs = TWICE) -> list[Span]:
+def spans(table: Timetable, costs: PassCosts = TWICE) -> list[Span]:
   """The ticks on a clock that begins at 0."""
   found, now = [], 0
   for row in table.ticks:
@@ -46,7 +46,7 @@ def spans(table: Timetable, costs: Costs = TWICE) -> list[Span]:
   return found
 
 
-def bubble(table: Timetable, costs: Costs = TWICE) -> Fraction:
+def bubble(table: Timetable, costs: PassCosts = TWICE) -> Fraction:
   """The idle share of all stages' time, counted cell by cell."""
   clock = spans(table, costs)
   total = (clock[-1].end if clock else 0) * table.shape.stages
@@ -58,7 +58,7 @@ def bubble(table: Timetable, costs: Costs = TWICE) -> Fraction:
   return Fraction(total - used, total) if total else Fraction(0)
 
 
-def predicted_bubble(shape: Shape) -> Fraction:
+def predicted_bubble(shape: TimetableShape) -> Fraction:
   """h(p−1) / (v·m + h(p−1)), which is (p−1) / (v·m + p−1) without delayed forwarding.
 
   It holds for the four schedules in lockstep with v·m ≥ h (the tests count it), not for any

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from maxbatch.config.find import did_you_mean
 from maxbatch.errors import UserError
-from maxbatch.pipeline_parallel.timetable import Backward, Cell, Forward, Shape, Timetable
+from maxbatch.pipeline_parallel.timetable import Backward, Cell, Forward, Timetable, TimetableShape
 
 _WHERE = ("tick", "stage")
 _WORK = ("forward_repeat", "forward_microbatch", "backward_repeat", "backward_microbatch")
@@ -33,7 +33,7 @@ def to_csv(table: Timetable) -> str:
   return text.getvalue()
 
 
-def from_csv(text: str, shape: Shape, name: str) -> Timetable:
+def from_csv(text: str, shape: TimetableShape, name: str) -> Timetable:
   """The timetable that a CSV holds; idle rows may be left out, and all slots.
 
   Args:
@@ -74,7 +74,7 @@ def from_csv(text: str, shape: Shape, name: str) -> Timetable:
   )
 
 
-def _most_ticks(shape: Shape) -> int:
+def _most_ticks(shape: TimetableShape) -> int:
   """A forward and a backward of everything, each waiting for its hop."""
   return 2 * shape.work * shape.stages * shape.hop
 

@@ -9,19 +9,19 @@ from typing import NamedTuple
 from maxbatch.pipeline_parallel.sizes import Pipeline
 
 
-class EvalCuts(NamedTuple):
+class EvalMicrobatches(NamedTuple):
   """Microbatches of a batch, and the rows of each in a group of devices."""
 
   microbatches: int
   rows: int
 
   @property
-  def room(self) -> int:
+  def capacity(self) -> int:
     """Rows of all of them, in a group of devices."""
     return self.microbatches * self.rows
 
 
-def eval_cuts(pipeline: Pipeline, rows: int) -> EvalCuts:
+def eval_microbatches(pipeline: Pipeline, rows: int) -> EvalMicrobatches:
   """Microbatches as large as in training, or smaller where these would not fill the stages.
 
   Args:
@@ -32,4 +32,4 @@ def eval_cuts(pipeline: Pipeline, rows: int) -> EvalCuts:
   count = max(-(-rows // pipeline.rows), min(rows, to_fill))
   # Once there are so many, equal ones leave the least to fill up.
   each = -(-rows // count)
-  return EvalCuts(-(-rows // each), each)
+  return EvalMicrobatches(-(-rows // each), each)

@@ -5,22 +5,22 @@ the tick in which it arrives, so that nothing ever waits. Where the microbatches
 h·p, the stages idle in place of those that are missing from the last group.
 """
 
-from maxbatch.pipeline_parallel.schedule import Limits, schedule_named
+from maxbatch.pipeline_parallel.schedule import BufferLimits, schedule_named
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.timetable import Cell, Forward, Shape, Timetable
-from maxbatch.pipeline_parallel.timetable_arrays import Ticks, rows_of_ticks
+from maxbatch.pipeline_parallel.timetable import Cell, Forward, Timetable, TimetableShape
+from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays, timetable_arrays
 
 _DEPTH_FIRST = schedule_named("interleaved_1f1b")
 
 
-def forward_ticks(pipeline: Pipeline, microbatches: int) -> Ticks:
+def forward_ticks(pipeline: Pipeline, microbatches: int) -> TimetableArrays:
   """The timetable of so many microbatches, at least 1, as a program reads it."""
-  shape = Shape(pipeline.stages, microbatches, pipeline.repeats, pipeline.hop)
+  shape = TimetableShape(pipeline.stages, microbatches, pipeline.repeats, pipeline.hop)
   table = forward_timetable(shape)
-  return rows_of_ticks(table, Limits(1, 1), len(table.ticks))
+  return timetable_arrays(table, BufferLimits(1, 1), len(table.ticks))
 
 
-def forward_timetable(shape: Shape) -> Timetable:
+def forward_timetable(shape: TimetableShape) -> Timetable:
   """All forwards, each input in slot 0 of its stage, from which it is taken at once."""
   order = [_DEPTH_FIRST.order(k, shape) for k in range(_in_whole_groups(shape))]
   known = {k: work for k, work in enumerate(order) if work[1] < shape.microbatches}
@@ -32,7 +32,7 @@ def forward_timetable(shape: Shape) -> Timetable:
   return Timetable(shape, tuple(map(tuple, ticks)))
 
 
-def _in_whole_groups(shape: Shape) -> int:
+def _in_whole_groups(shape: TimetableShape) -> int:
   """Forwards of one stage, those of missing microbatches too."""
   if shape.repeats == 1:
     return shape.work

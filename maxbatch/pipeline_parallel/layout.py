@@ -8,11 +8,11 @@ from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.solve import counted, nearest_divisors, nearest_multiples
 from maxbatch.batch.topology import AXES, Topology, topology
 from maxbatch.config.schema import Config, PipelineConfig
-from maxbatch.config.suggestions import Keys, assigned, working
+from maxbatch.config.suggestions import Keys, assigned, suggested_fixes
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.schedule import Schedule, schedule_named
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.timetable import Shape
+from maxbatch.pipeline_parallel.timetable import TimetableShape
 
 _NUMBERS = ("num_pipeline_microbatches", "num_pipeline_repeats", "num_layers_per_pipeline_stage")
 _NO_RAMP: Keys = {
@@ -43,8 +43,8 @@ def pipeline_of(config: Config, layout: Topology, plan: BatchPlan) -> Pipeline:
   try:
     return _divided(config, plan)
   except _MisfitError as misfit:
-    offers = working(
-      config, list(misfit.offers), _beside(config, layout), lambda other: _works(other, layout)
+    offers = suggested_fixes(
+      config, list(misfit.offers), _beside(config, layout), lambda other: _is_valid(other, layout)
     )
     nearest = f"; nearest: {' or '.join(offers)}" if offers else ""
     raise UserError(f"{misfit}{nearest}") from None
@@ -68,7 +68,7 @@ def _beside(config: Config, layout: Topology) -> Iterator[Keys]:
   yield {**smallest, "base_num_decoder_layers": -(-layers // stages) * stages}
 
 
-def _works(config: Config, layout: Topology) -> bool:
+def _is_valid(config: Config, layout: Topology) -> bool:
   try:
     layout = topology(config.mesh, layout.num_devices, layout.num_slices)
     _divided(config, plan_batches(config.batch, config.run, layout))
@@ -89,18 +89,25 @@ def _divided(config: Config, plan: BatchPlan) -> Pipeline:
     )
   repeats, layers = _layers(config, schedule, plan.topology)
   hop = _hop(keys)
-  cuts, choices = _cuts(config, schedule, plan, Shape(stages, 1, repeats, hop))
-  passes, streamed = plan.gradient_accumulation_steps, config.batch.accumulation == "streamed"
+  num_pipeline_microbatches, choices = _num_pipeline_microbatches(
+    config, schedule, plan, TimetableShape(stages, 1, repeats, hop)
+  )
+  num_microbatches, streamed = (
+    plan.gradient_accumulation_steps,
+    config.batch.accumulation == "streamed",
+  )
   return Pipeline(
     schedule=keys.pipeline_schedule,
     stages=stages,
     repeats=repeats,
     layers=layers,
-    cuts=cuts,
-    passes=1 if streamed else passes,
-    most_passes=1 if streamed else max(point.trips for point in plan.schedule.points),
-    timetables=passes if streamed else 1,
-    rows=plan.micro_batch_to_train // plan.topology.num_batch_groups // cuts,
+    num_pipeline_microbatches=num_pipeline_microbatches,
+    num_microbatches=1 if streamed else num_microbatches,
+    max_num_microbatches=1
+    if streamed
+    else max(point.num_microbatches for point in plan.schedule.points),
+    timetables=num_microbatches if streamed else 1,
+    rows=plan.micro_batch_to_train // plan.topology.num_batch_groups // num_pipeline_microbatches,
     choices=choices,
     hop=hop,
     stash=keys.pipeline_stash,
@@ -187,8 +194,8 @@ def _layer_offers(config: Config, layout: Topology, known: int) -> Iterator[Keys
       yield {"ici_pipeline_parallelism": near}
 
 
-def _cuts(
-  config: Config, schedule: Schedule, plan: BatchPlan, shape: Shape
+def _num_pipeline_microbatches(
+  config: Config, schedule: Schedule, plan: BatchPlan, shape: TimetableShape
 ) -> tuple[int, tuple[int, ...]]:
   """num_pipeline_microbatches, and everything that it could be."""
   given, groups = config.pipeline.num_pipeline_microbatches, plan.topology.num_batch_groups
@@ -206,10 +213,12 @@ def _cuts(
   alone: list[Keys] = [{"num_pipeline_microbatches": count} for count in near if given != -1]
   needed = given if given >= least and given % unit == 0 else least
   offers = iter([*alone, *_batch_offers(config, plan, needed)])
-  raise _MisfitError(_cuts_message(config, plan, shape, rows, unit), offers)
+  raise _MisfitError(_num_pipeline_microbatches_message(config, plan, shape, rows, unit), offers)
 
 
-def _cuts_message(config: Config, plan: BatchPlan, shape: Shape, rows: int, unit: int) -> str:
+def _num_pipeline_microbatches_message(
+  config: Config, plan: BatchPlan, shape: TimetableShape, rows: int, unit: int
+) -> str:
   keys = config.pipeline
   given, least = keys.num_pipeline_microbatches, shape.hop * shape.stages
   groups = counted(plan.topology.num_batch_groups, "group")
@@ -240,8 +249,8 @@ def _batch_offers(config: Config, plan: BatchPlan, needed: int) -> Iterator[Keys
   micro, total = plan.micro_batch_to_train, plan.global_batch_to_train
   if total % (needed * groups) == 0:
     most = total // (needed * groups)
-    for passes in nearest_divisors(most, Fraction(plan.gradient_accumulation_steps)):
-      yield {"gradient_accumulation_steps": passes}
+    for num_microbatches in nearest_divisors(most, Fraction(plan.gradient_accumulation_steps)):
+      yield {"gradient_accumulation_steps": num_microbatches}
   key = "per_device_batch_size" if batch.micro_batch_size == -1 else "micro_batch_size"
   for samples in nearest_multiples(needed * groups, Fraction(micro)):
     if samples > 0:

@@ -34,7 +34,7 @@ _HEAD = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class PipelineReport:
   """A timetable with what it is for and what it costs."""
 
   config: Config
@@ -75,22 +75,25 @@ class Report:
 
   def _microbatches(self) -> str:
     one = self.pipeline
-    cuts = f"num_pipeline_microbatches {one.cuts}"
+    num_pipeline_microbatches = f"num_pipeline_microbatches {one.num_pipeline_microbatches}"
     if one.timetables > 1:
-      return f"{cuts} in each of {one.timetables} timetables per step (accumulation=streamed)"
-    passes, number = f"gradient_accumulation_steps {one.passes}", one.shape.microbatches
-    return f"{cuts} × {passes} = {number:,} per step"
+      return f"{num_pipeline_microbatches} in each of {one.timetables} timetables per step (accumulation=streamed)"
+    num_microbatches, number = (
+      f"gradient_accumulation_steps {one.num_microbatches}",
+      one.shape.microbatches,
+    )
+    return f"{num_pipeline_microbatches} × {num_microbatches} = {number:,} per step"
 
   def _costs(self) -> Iterator[str]:
     one = self.pipeline
     idle, planned = bubble(self.table), predicted_bubble(one.shape)
-    apart = predicted_bubble(one.shape_of_a_pass)
+    apart = predicted_bubble(one.shape_of_one_microbatch)
     notes = [] if idle == planned else [f"{percent(planned)} in pipeline_schedule={one.schedule}"]
-    if one.passes > 1:
+    if one.num_microbatches > 1:
       notes.append(f"{percent(apart)} if every pass had a pipeline of its own")
     yield _line("ticks", f"{len(self.table.ticks):,}, each a forward and a backward slot")
     yield _line("bubble", "; ".join([f"{idle} = {percent(idle)} idle", *notes]))
-    if len({stage.trips for stage in self.plan.stages}) > 1 and one.timetables == 1:
+    if len({stage.num_microbatches for stage in self.plan.phases}) > 1 and one.timetables == 1:
       yield _line("", self._ramp())
     yield _line("inputs kept", self._held(self.outcome.inputs, self.outcome.input_slots))
     if self.residual_bytes is not None:
@@ -100,19 +103,19 @@ class Report:
 
   def _ramp(self) -> str:
     """The bubble while the batch is another than the run's."""
-    trips = sorted({stage.trips for stage in self.plan.stages})
-    shares = [percent(predicted_bubble(self.pipeline.shape_of(count))) for count in trips]
+    counts = sorted({stage.num_microbatches for stage in self.plan.phases})
+    shares = [percent(predicted_bubble(self.pipeline.shape_of(count))) for count in counts]
     return (
-      f"over the batch schedule {shares[0]} (steps of {counted(trips[0], 'pass', 'passes')}) to "
-      f"{shares[-1]} ({counted(trips[-1], 'pass', 'passes')})"
+      f"over the batch schedule {shares[0]} (steps of {counted(counts[0], 'pass', 'passes')}) to "
+      f"{shares[-1]} ({counted(counts[-1], 'pass', 'passes')})"
     )
 
   def _held(self, held: Sequence[int], used: Sequence[int]) -> str:
     """One program runs on all stages, so every stage has as many slots as the fullest."""
     slots = max(used)
-    room = slots * input_bytes(self.config, self.pipeline)
+    capacity = slots * input_bytes(self.config, self.pipeline)
     return (
-      f"{counted(slots, 'slot')} on every stage, {_mib(room)} a device; at most "
+      f"{counted(slots, 'slot')} on every stage, {_mib(capacity)} a device; at most "
       f"{' '.join(map(str, held))} in use on stages 0 to {self.pipeline.stages - 1}"
     )
 
@@ -132,18 +135,28 @@ class Report:
 
   def _choices(self) -> str:
     head = ("num_pipeline_microbatches", "in a timetable", "samples each", "bubble", "inputs kept")
-    rows = [self._choice(cuts) for cuts in self.pipeline.choices]
+    rows = [
+      self._choice(num_pipeline_microbatches) for num_pipeline_microbatches in self.pipeline.choices
+    ]
     open_line = [f"  {self.pipeline.choice}"] if self.pipeline.choice else []
     title = f"Microbatches, for {self.pipeline.schedule}"
     return "\n".join([title, *_table([head, *rows]), *open_line])
 
-  def _choice(self, cuts: int) -> Row:
-    other = self.pipeline.with_cuts(cuts)
-    room = _slots(other) * input_bytes(self.config, other)
-    kept = f"{_slots(other):,} × {_mib(input_bytes(self.config, other))} = {_mib(room)}"
+  def _choice(self, num_pipeline_microbatches: int) -> Row:
+    other = self.pipeline.with_num_pipeline_microbatches(num_pipeline_microbatches)
+    capacity = _slots(other) * input_bytes(self.config, other)
+    kept = f"{_slots(other):,} × {_mib(input_bytes(self.config, other))} = {_mib(capacity)}"
     idle = percent(predicted_bubble(other.shape))
-    chosen = " (this)" if cuts == self.pipeline.cuts else ""
-    return (f"{cuts:,}{chosen}", f"{other.shape.microbatches:,}", f"{other.rows:,}", idle, kept)
+    chosen = (
+      " (this)" if num_pipeline_microbatches == self.pipeline.num_pipeline_microbatches else ""
+    )
+    return (
+      f"{num_pipeline_microbatches:,}{chosen}",
+      f"{other.shape.microbatches:,}",
+      f"{other.rows:,}",
+      idle,
+      kept,
+    )
 
 
 def comparison(config: Config, plan: BatchPlan) -> str:

@@ -15,11 +15,11 @@ from types import MappingProxyType
 from maxbatch.config.registry import registered
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.slots import with_slots
-from maxbatch.pipeline_parallel.timetable import Backward, Cell, Forward, Shape, Timetable
+from maxbatch.pipeline_parallel.timetable import Backward, Cell, Forward, Timetable, TimetableShape
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class BufferLimits:
   """What a stage may hold at once: inputs waiting for their backward, and gradients."""
 
   inputs: int
@@ -40,12 +40,12 @@ class Schedule:
     least: the smallest number of microbatches when there are repeats.
   """
 
-  order: Callable[[int, Shape], tuple[int, int]]
-  first_backward: Callable[[Shape], int]
-  limits: Callable[[Shape], Limits]
+  order: Callable[[int, TimetableShape], tuple[int, int]]
+  first_backward: Callable[[TimetableShape], int]
+  limits: Callable[[TimetableShape], BufferLimits]
   repeats: bool
-  group: Callable[[Shape], int] = lambda shape: 1
-  least: Callable[[Shape], int] = lambda shape: 1
+  group: Callable[[TimetableShape], int] = lambda shape: 1
+  least: Callable[[TimetableShape], int] = lambda shape: 1
 
 
 def schedule_named(name: str) -> Schedule:
@@ -57,7 +57,7 @@ def schedule_named(name: str) -> Schedule:
   return registered("pipeline_schedule", name, SCHEDULES)
 
 
-def timetable(name: str, shape: Shape) -> Timetable:
+def timetable(name: str, shape: TimetableShape) -> Timetable:
   """The timetable of a schedule, with slots for inputs and gradients.
 
   Raises:
@@ -84,7 +84,7 @@ def timetable(name: str, shape: Shape) -> Timetable:
   return with_slots(Timetable(shape, tuple(map(tuple, ticks))))
 
 
-def _check(name: str, schedule: Schedule, shape: Shape) -> None:
+def _check(name: str, schedule: Schedule, shape: TimetableShape) -> None:
   """Refuses what the schedule has no order for."""
   v, m = shape.repeats, shape.microbatches
   if v > 1 and not schedule.repeats:
@@ -102,12 +102,12 @@ def _check(name: str, schedule: Schedule, shape: Shape) -> None:
     )
 
 
-def _by_repeat(k: int, shape: Shape) -> tuple[int, int]:
+def _by_repeat(k: int, shape: TimetableShape) -> tuple[int, int]:
   """Breadth first: all microbatches through one repeat, then all through the next."""
   return divmod(k, shape.microbatches)
 
 
-def _by_group(k: int, shape: Shape) -> tuple[int, int]:
+def _by_group(k: int, shape: TimetableShape) -> tuple[int, int]:
   """Depth first: h·p microbatches through all repeats, then the next h·p."""
   if shape.repeats == 1:
     return 0, k
@@ -117,26 +117,26 @@ def _by_group(k: int, shape: Shape) -> tuple[int, int]:
   return repeat, group * size + number
 
 
-def _after_all_forwards(shape: Shape) -> int:
+def _after_all_forwards(shape: TimetableShape) -> int:
   return shape.work + shape.delay
 
 
-def _at_once(shape: Shape) -> int:
+def _at_once(shape: TimetableShape) -> int:
   """The tick of the last stage's first forward of the last repeat."""
   p, v, h = shape.stages, shape.repeats, shape.hop
   return (v - 1) * h * p + shape.delay
 
 
-def _everything(shape: Shape) -> Limits:
-  return Limits(shape.work, shape.microbatches)
+def _everything(shape: TimetableShape) -> BufferLimits:
+  return BufferLimits(shape.work, shape.microbatches)
 
 
-def _in_flight(shape: Shape) -> Limits:
+def _in_flight(shape: TimetableShape) -> BufferLimits:
   """From a stage's first forward to its first backward, whatever the microbatches."""
-  return Limits(min(shape.work, _at_once(shape) + shape.delay + 1), 1)
+  return BufferLimits(min(shape.work, _at_once(shape) + shape.delay + 1), 1)
 
 
-def _ring(shape: Shape) -> int:
+def _ring(shape: TimetableShape) -> int:
   """Ticks of a round through the stages and back to the first."""
   p, h = shape.stages, shape.hop
   return h * p

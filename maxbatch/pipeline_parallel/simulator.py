@@ -10,10 +10,10 @@ says, so any table can be held to the rules, whoever wrote it:
 
 import dataclasses
 
-from maxbatch.pipeline_parallel.schedule import Limits
-from maxbatch.pipeline_parallel.timetable import Backward, Forward, Place, Timetable
+from maxbatch.pipeline_parallel.schedule import BufferLimits
+from maxbatch.pipeline_parallel.timetable import Backward, Forward, ModelChunk, Timetable
 
-Work = tuple[Place, int]
+Work = tuple[ModelChunk, int]
 """A microbatch at its place."""
 
 
@@ -36,7 +36,7 @@ class Outcome:
   gradient_slots: tuple[int, ...]
 
 
-def run(table: Timetable, limits: Limits | None = None) -> Outcome:
+def run(table: Timetable, limits: BufferLimits | None = None) -> Outcome:
   """Runs the timetable to its end or to its first fault, the earliest tick first.
 
   Args:
@@ -81,7 +81,7 @@ class _Buffer:
       self.slots = max(self.slots, slot + 1)
     self.held[work] = slot
     self.peak = max(self.peak, len(self.held))
-    self._check_room(work, slot, tick)
+    self._check_capacity(work, slot, tick)
     return None
 
   def take(self, work: Work) -> int | None:
@@ -91,7 +91,7 @@ class _Buffer:
       del self.owners[slot]
     return slot
 
-  def _check_room(self, work: Work, slot: int | None, tick: int) -> None:
+  def _check_capacity(self, work: Work, slot: int | None, tick: int) -> None:
     if self.most is None:
       return
     if len(self.held) > self.most:
@@ -107,7 +107,7 @@ class _Buffer:
 
 
 class _Machine:
-  def __init__(self, table: Timetable, limits: Limits | None):
+  def __init__(self, table: Timetable, limits: BufferLimits | None):
     self.shape, self.ticks = table.shape, table.ticks
     self.forwards: dict[Work, tuple[int, Forward]] = {}
     self.backwards: dict[Work, tuple[int, Backward]] = {}
@@ -116,7 +116,7 @@ class _Machine:
     for tick, place, entry in table.backwards():
       self.backwards.setdefault((place, entry.microbatch), (tick, entry))
     stages = range(self.shape.stages)
-    most = limits or Limits(0, 0)
+    most = limits or BufferLimits(0, 0)
     self.inputs = [_Buffer("input", most.inputs if limits else None) for _ in stages]
     self.gradients = [_Buffer("gradient", most.gradients if limits else None) for _ in stages]
     self.arriving: dict[int, list[tuple[_Buffer, Work, int | None]]] = {}
@@ -176,7 +176,7 @@ class _Machine:
     self, what: str, tick: int, stage: int, entry: Forward | Backward, done: dict[Work, int]
   ) -> Work:
     """The work that is meant, if there is such and it is new."""
-    work = (Place(entry.repeat, stage), entry.microbatch)
+    work = (ModelChunk(entry.repeat, stage), entry.microbatch)
     given = f"{what} of {_name(work)} at tick {tick}"
     sizes = {"repeat": self.shape.repeats, "microbatch": self.shape.microbatches}
     for name, number in (("repeat", entry.repeat), ("microbatch", entry.microbatch)):
@@ -208,7 +208,7 @@ class _Machine:
     found = self.forwards.get(work)
     return f"{given} before its forward at tick {found[0]}" if found else f"{given} has no forward"
 
-  def _too_early(self, what: str, thing: str, work: Work, tick: int, source: Place) -> str:
+  def _too_early(self, what: str, thing: str, work: Work, tick: int, source: ModelChunk) -> str:
     given, maker = f"{what} of {_name(work)} at tick {tick}", (source, work[1])
     made = self.forwards if what == "forward" else self.backwards
     if maker not in made:
@@ -216,11 +216,11 @@ class _Machine:
     return f"{given} before its {thing} arrives at tick {made[maker][0] + self.shape.hop}"
 
   def _check_all_done(self) -> None:
-    works = [
-      (place, number) for number in range(self.shape.microbatches) for place in self.shape.places()
+    unfinished = [
+      (place, number) for number in range(self.shape.microbatches) for place in self.shape.chunks()
     ]
     for what, done in (("forward", self.forward_done), ("backward", self.backward_done)):
-      for work in works:
+      for work in unfinished:
         if work not in done:
           raise _FaultError(f"{what} of {_name(work)} is missing")
 

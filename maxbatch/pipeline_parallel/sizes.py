@@ -7,11 +7,11 @@ exception.
 
 import dataclasses
 
-from maxbatch.batch.phases import Stage
+from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import counted
 from maxbatch.pipeline_parallel.cost import percent, predicted_bubble
-from maxbatch.pipeline_parallel.timetable import Shape
+from maxbatch.pipeline_parallel.timetable import TimetableShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Pipeline:
   stages: int
   repeats: int
   layers: int
-  cuts: int
-  passes: int
-  most_passes: int
+  num_pipeline_microbatches: int
+  num_microbatches: int
+  max_num_microbatches: int
   timetables: int
   rows: int
   choices: tuple[int, ...]
@@ -49,27 +49,31 @@ class Pipeline:
   is_open: bool = False
 
   @property
-  def shape(self) -> Shape:
+  def shape(self) -> TimetableShape:
     """Of a timetable at the run's batch."""
-    return self.shape_of(self.passes)
+    return self.shape_of(self.num_microbatches)
 
   @property
-  def shape_of_a_pass(self) -> Shape:
+  def shape_of_one_microbatch(self) -> TimetableShape:
     """Of one pass alone."""
     return self.shape_of(1)
 
-  def shape_of(self, passes: int) -> Shape:
+  def shape_of(self, num_microbatches: int) -> TimetableShape:
     """Of a timetable of so many passes."""
-    return Shape(self.stages, self.cuts * passes, self.repeats, self.hop)
+    return TimetableShape(
+      self.stages, self.num_pipeline_microbatches * num_microbatches, self.repeats, self.hop
+    )
 
-  def with_cuts(self, cuts: int) -> "Pipeline":
+  def with_num_pipeline_microbatches(self, num_pipeline_microbatches: int) -> "Pipeline":
     """The same with another choice of num_pipeline_microbatches."""
-    rows = self.rows * self.cuts // cuts
-    return dataclasses.replace(self, cuts=cuts, rows=rows, is_open=False)
+    rows = self.rows * self.num_pipeline_microbatches // num_pipeline_microbatches
+    return dataclasses.replace(
+      self, num_pipeline_microbatches=num_pipeline_microbatches, rows=rows, is_open=False
+    )
 
-  def for_stage(self, plan: BatchPlan, stage: Stage) -> "Pipeline":
+  def for_phase(self, plan: BatchPlan, phase: Phase) -> "Pipeline":
     """The same for the microbatch of one stage of the batch schedule."""
-    rows = stage.micro_batch // plan.topology.num_batch_groups // self.cuts
+    rows = phase.micro_batch // plan.topology.num_batch_groups // self.num_pipeline_microbatches
     return dataclasses.replace(self, rows=rows)
 
   @property
@@ -80,8 +84,8 @@ class Pipeline:
     listed = ", ".join(map(str, self.choices))
     return (
       f"num_pipeline_microbatches=-1: a run or compile_only=true takes the fastest of {listed}, "
-      f"compiling and timing some; shown is {self.cuts}, the fewest, which "
-      f"num_pipeline_microbatches={self.cuts} takes at once"
+      f"compiling and timing some; shown is {self.num_pipeline_microbatches}, the fewest, which "
+      f"num_pipeline_microbatches={self.num_pipeline_microbatches} takes at once"
     )
 
   def as_dict(self) -> dict[str, object]:
@@ -91,7 +95,7 @@ class Pipeline:
       "stages": self.stages,
       "num_pipeline_repeats": self.repeats,
       "num_layers_per_pipeline_stage": self.layers,
-      "num_pipeline_microbatches": self.cuts,
+      "num_pipeline_microbatches": self.num_pipeline_microbatches,
       "microbatches_in_a_timetable": self.shape.microbatches,
       "samples_per_microbatch_and_group": self.rows,
       "pipeline_stash": self.stash,

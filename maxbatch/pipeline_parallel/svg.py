@@ -3,12 +3,12 @@
 import html
 from collections.abc import Iterator
 
-from maxbatch.pipeline_parallel.cost import Costs, spans
+from maxbatch.pipeline_parallel.cost import PassCosts, spans
 from maxbatch.pipeline_parallel.timetable import Timetable
 
 _UNIT, _ROW, _LEFT, _TOP = 22, 26, 70, 34
 _FORWARD, _BACKWARD = "#1f5fa8", "#b3401f"
-_COSTS = Costs()
+_COSTS = PassCosts()
 
 
 def svg(table: Timetable, title: str) -> str:

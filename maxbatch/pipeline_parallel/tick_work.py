@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 
 from maxbatch.pipeline_parallel.schedule import schedule_named
-from maxbatch.pipeline_parallel.timetable import Shape
+from maxbatch.pipeline_parallel.timetable import TimetableShape
 
 ALWAYS = ""
 """What is done in every tick: exchange, buffers."""
@@ -30,7 +30,7 @@ def work_in(path: str) -> str:
   return named[-1] if named else ALWAYS
 
 
-def ticks_with(schedule: str, shape: Shape) -> Mapping[str, int]:
+def ticks_with(schedule: str, shape: TimetableShape) -> Mapping[str, int]:
   """Ticks of a timetable in which any stage has each of the works; all ticks under ALWAYS.
 
   Every stage takes its forwards one after another, each stage `hop` ticks after the one before, so

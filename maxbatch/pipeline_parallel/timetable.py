@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ModelChunk:
   """A part of the layers: the one that `stage` computes in round `repeat` through the stages."""
 
   repeat: int
@@ -21,7 +21,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class TimetableShape:
   """The sizes of a timetable.
 
   Attributes:
@@ -48,23 +48,23 @@ class Shape:
     """Ticks from the first stage's first forward to the last stage's."""
     return self.hop * (self.stages - 1)
 
-  def places(self) -> Iterator[Place]:
+  def chunks(self) -> Iterator[ModelChunk]:
     """All parts of the layers, in the order in which a microbatch passes through them."""
     for repeat in range(self.repeats):
       for stage in range(self.stages):
-        yield Place(repeat, stage)
+        yield ModelChunk(repeat, stage)
 
-  def before(self, place: Place) -> Place | None:
+  def before(self, chunk: ModelChunk) -> ModelChunk | None:
     """Where this part's input is computed; None where that is the embedding."""
-    if place.stage > 0:
-      return Place(place.repeat, place.stage - 1)
-    return Place(place.repeat - 1, self.stages - 1) if place.repeat > 0 else None
+    if chunk.stage > 0:
+      return ModelChunk(chunk.repeat, chunk.stage - 1)
+    return ModelChunk(chunk.repeat - 1, self.stages - 1) if chunk.repeat > 0 else None
 
-  def after(self, place: Place) -> Place | None:
+  def after(self, chunk: ModelChunk) -> ModelChunk | None:
     """Where this part's output is used; None where that is the loss."""
-    if place.stage < self.stages - 1:
-      return Place(place.repeat, place.stage + 1)
-    return Place(place.repeat + 1, 0) if place.repeat < self.repeats - 1 else None
+    if chunk.stage < self.stages - 1:
+      return ModelChunk(chunk.repeat, chunk.stage + 1)
+    return ModelChunk(chunk.repeat + 1, 0) if chunk.repeat < self.repeats - 1 else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,22 +98,22 @@ class Cell:
 class Timetable:
   """`ticks[t][s]` is the cell of stage s in tick t. Nothing says yet that it can be run."""
 
-  shape: Shape
+  shape: TimetableShape
   ticks: tuple[tuple[Cell, ...], ...]
 
-  def forwards(self) -> Iterator[tuple[int, Place, Forward]]:
+  def forwards(self) -> Iterator[tuple[int, ModelChunk, Forward]]:
     """Every forward with its tick and place, tick by tick."""
     for tick, row in enumerate(self.ticks):
       for stage, cell in enumerate(row):
         if cell.forward is not None:
-          yield tick, Place(cell.forward.repeat, stage), cell.forward
+          yield tick, ModelChunk(cell.forward.repeat, stage), cell.forward
 
-  def backwards(self) -> Iterator[tuple[int, Place, Backward]]:
+  def backwards(self) -> Iterator[tuple[int, ModelChunk, Backward]]:
     """Every backward with its tick and place, tick by tick."""
     for tick, row in enumerate(self.ticks):
       for stage, cell in enumerate(row):
         if cell.backward is not None:
-          yield tick, Place(cell.backward.repeat, stage), cell.backward
+          yield tick, ModelChunk(cell.backward.repeat, stage), cell.backward
 
   @property
   def has_slots(self) -> bool:

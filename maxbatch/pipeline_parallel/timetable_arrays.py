@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxbatch.pipeline_parallel.schedule import Limits, schedule_named, timetable
+from maxbatch.pipeline_parallel.schedule import BufferLimits, schedule_named, timetable
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.timetable import Place, Timetable
+from maxbatch.pipeline_parallel.timetable import ModelChunk, Timetable
 
 
-class Works(NamedTuple):
+class WorkArrays(NamedTuple):
   """One forward or backward of every tick and stage: arrays [ticks, stages]."""
 
   on: Any
@@ -26,11 +26,11 @@ class Works(NamedTuple):
   """Where its input lies."""
 
 
-class StageRows(NamedTuple):
+class StageArrays(NamedTuple):
   """What differs from stage to stage: arrays [ticks, stages], int32 but for `on`."""
 
-  forward: Works
-  backward: Works
+  forward: WorkArrays
+  backward: WorkArrays
   gradient_slot: Any
   """Where the gradient lies that the backward begins with."""
   loss_slot: Any
@@ -41,7 +41,7 @@ class StageRows(NamedTuple):
   """The same of gradients."""
 
 
-class TickRows(NamedTuple):
+class TickArrays(NamedTuple):
   """What all stages must agree on: arrays [ticks], bool but for `loss_microbatch`."""
 
   forward: Any
@@ -56,36 +56,36 @@ class TickRows(NamedTuple):
   """Of those, whether one ends at the embedding."""
 
 
-class Ticks(NamedTuple):
+class TimetableArrays(NamedTuple):
   """A timetable, and how many of its ticks there are: the rest is padding."""
 
   count: Any
   """int32 scalar."""
-  stages: StageRows
-  together: TickRows
+  stages: StageArrays
+  together: TickArrays
 
 
-def room_for(pipeline: Pipeline) -> Limits:
+def buffer_capacity(pipeline: Pipeline) -> BufferLimits:
   """The slots of a stage's buffers, for the largest step of the run."""
-  return schedule_named(pipeline.schedule).limits(pipeline.shape_of(pipeline.most_passes))
+  return schedule_named(pipeline.schedule).limits(pipeline.shape_of(pipeline.max_num_microbatches))
 
 
 @functools.lru_cache(maxsize=32)
-def ticks_for(pipeline: Pipeline, passes: int) -> Ticks:
+def step_arrays(pipeline: Pipeline, num_microbatches: int) -> TimetableArrays:
   """The timetable of a step of so many passes, as the program for all steps of the run reads it.
 
   Of none: an empty one, by which a clock tells ticks from the rest of a step.
   """
-  if passes == 0:
-    return ticks_for(pipeline, pipeline.most_passes)._replace(count=np.int32(0))
-  table = timetable(pipeline.schedule, pipeline.shape_of(passes))
+  if num_microbatches == 0:
+    return step_arrays(pipeline, pipeline.max_num_microbatches)._replace(count=np.int32(0))
+  table = timetable(pipeline.schedule, pipeline.shape_of(num_microbatches))
   length = len(table.ticks)
-  if passes < pipeline.most_passes:
-    length = len(ticks_for(pipeline, pipeline.most_passes).together.forward)
-  return rows_of_ticks(table, room_for(pipeline), length)
+  if num_microbatches < pipeline.max_num_microbatches:
+    length = len(step_arrays(pipeline, pipeline.max_num_microbatches).together.forward)
+  return timetable_arrays(table, buffer_capacity(pipeline), length)
 
 
-def rows_of_ticks(table: Timetable, room: Limits, length: int) -> Ticks:
+def timetable_arrays(table: Timetable, capacity: BufferLimits, length: int) -> TimetableArrays:
   """The arrays of a timetable with slots.
 
   Args:
@@ -93,36 +93,42 @@ def rows_of_ticks(table: Timetable, room: Limits, length: int) -> Ticks:
     room: slots of every stage's buffers, those for what nobody uses aside.
     length: ticks of the arrays, at least those of the table.
   """
-  rows = _idle((length, table.shape.stages), room)
+  rows = _idle((length, table.shape.stages), capacity)
   _fill_forwards(table, rows)
   _fill_backwards(table, rows)
-  return Ticks(np.int32(len(table.ticks)), rows, _together(table, rows))
+  return TimetableArrays(np.int32(len(table.ticks)), rows, _together(table, rows))
 
 
-def _idle(grid: tuple[int, int], room: Limits) -> StageRows:
+def _idle(grid: tuple[int, int], capacity: BufferLimits) -> StageArrays:
   def filled(value: int) -> np.ndarray:
     return np.full(grid, value, np.int32)
 
-  def works() -> Works:
-    return Works(np.zeros(grid, np.bool_), filled(0), filled(0), filled(room.inputs))
+  def no_work() -> WorkArrays:
+    return WorkArrays(np.zeros(grid, np.bool_), filled(0), filled(0), filled(capacity.inputs))
 
-  return StageRows(
-    forward=works(),
-    backward=works(),
-    gradient_slot=filled(room.gradients),
-    loss_slot=filled(room.gradients),
-    input_arrives=filled(room.inputs),
-    gradient_arrives=filled(room.gradients),
+  return StageArrays(
+    forward=no_work(),
+    backward=no_work(),
+    gradient_slot=filled(capacity.gradients),
+    loss_slot=filled(capacity.gradients),
+    input_arrives=filled(capacity.inputs),
+    gradient_arrives=filled(capacity.gradients),
   )
 
 
-def _enter(works: Works, tick: int, place: Place, microbatch: int, slot: int | None) -> None:
+def _enter(
+  work_arrays: WorkArrays, tick: int, place: ModelChunk, microbatch: int, slot: int | None
+) -> None:
   at = tick, place.stage
-  works.on[at] = True
-  works.repeat[at], works.microbatch[at], works.slot[at] = place.repeat, microbatch, slot
+  work_arrays.on[at] = True
+  work_arrays.repeat[at], work_arrays.microbatch[at], work_arrays.slot[at] = (
+    place.repeat,
+    microbatch,
+    slot,
+  )
 
 
-def _fill_forwards(table: Timetable, rows: StageRows) -> None:
+def _fill_forwards(table: Timetable, rows: StageArrays) -> None:
   shape = table.shape
   slots = {(place, entry.microbatch): entry.slot for _, place, entry in table.forwards()}
   own = {(place, entry.microbatch): entry.gradient_slot for _, place, entry in table.backwards()}
@@ -136,7 +142,7 @@ def _fill_forwards(table: Timetable, rows: StageRows) -> None:
       rows.loss_slot[tick, place.stage] = own[place, entry.microbatch]
 
 
-def _fill_backwards(table: Timetable, rows: StageRows) -> None:
+def _fill_backwards(table: Timetable, rows: StageArrays) -> None:
   shape = table.shape
   slots = {(place, entry.microbatch): entry.gradient_slot for _, place, entry in table.backwards()}
   for tick, place, entry in table.backwards():
@@ -148,10 +154,10 @@ def _fill_backwards(table: Timetable, rows: StageRows) -> None:
       rows.gradient_arrives[arrival] = slots[before, entry.microbatch]
 
 
-def _together(table: Timetable, rows: StageRows) -> TickRows:
+def _together(table: Timetable, rows: StageArrays) -> TickArrays:
   forward, backward = rows.forward, rows.backward
   last = table.shape.repeats - 1
-  return TickRows(
+  return TickArrays(
     forward=forward.on.any(1),
     embedding=forward.on[:, 0] & (forward.repeat[:, 0] == 0),
     loss=forward.on[:, -1] & (forward.repeat[:, -1] == last),

@@ -28,7 +28,7 @@ def summed_gradients(
   params: Parameters,
   zeros: Parameters,
   rows: Rows,
-  trips: jax.Array,
+  num_microbatches: jax.Array,
   dropout_key: jax.Array,
 ) -> tuple[Parameters, Sums]:
   """Gradients and loss, summed over all tokens of the first `trips` microbatches.
@@ -49,7 +49,7 @@ def summed_gradients(
   """
   local = functools.partial(_local_sums, model)
   if mesh.shape["data"] == 1:
-    return local(params, zeros, rows, trips, dropout_key)
+    return local(params, zeros, rows, num_microbatches, dropout_key)
   on_data = jax.tree.map(lambda _: PartitionSpec(None, "data"), rows)
   whole = PartitionSpec()
   return jax.shard_map(
@@ -59,7 +59,7 @@ def summed_gradients(
     out_specs=whole,
     axis_names={"data"},
     check_vma=False,
-  )(params, zeros, rows, trips, dropout_key)
+  )(params, zeros, rows, num_microbatches, dropout_key)
 
 
 def _over_replicas(gradients: Parameters, sums: Sums) -> tuple[Parameters, Sums]:
@@ -72,7 +72,7 @@ def _local_sums(
   params: Parameters,
   zeros: Parameters,
   rows: Rows,
-  trips: jax.Array,
+  num_microbatches: jax.Array,
   dropout_key: jax.Array,
 ) -> tuple[Parameters, Sums]:
   """The sums of one replica's microbatches."""
@@ -102,7 +102,7 @@ def _local_sums(
   if rows.inputs.shape[0] == 1:
     # No loop around a single microbatch: the TPU compiler otherwise computes parts of it twice.
     return add_microbatch(jnp.int32(0), nothing)
-  return jax.lax.fori_loop(0, trips, add_microbatch, nothing)
+  return jax.lax.fori_loop(0, num_microbatches, add_microbatch, nothing)
 
 
 def _seen(

@@ -56,14 +56,14 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
 
 
 def _microbatches_per_update(config: Config, plan: BatchPlan) -> optax.Schedule | int:
-  """Dispatches that MultiSteps sums up: one when fused, else the microbatches of each stage."""
+  """Dispatches that MultiSteps sums up: one when fused, else the microbatches of each phase."""
   if not streams(config):
     return 1
-  firsts = np.array([stage.first.step for stage in plan.stages])
-  trips = np.array([stage.trips for stage in plan.stages])
+  firsts = np.array([phase.first.step for phase in plan.phases])
+  num_microbatches = np.array([phase.num_microbatches for phase in plan.phases])
 
   def every_k(step: jax.typing.ArrayLike) -> jax.Array:
-    return jnp.asarray(trips)[jnp.searchsorted(firsts, step, side="right") - 1]
+    return jnp.asarray(num_microbatches)[jnp.searchsorted(firsts, step, side="right") - 1]
 
   return every_k
 
@@ -92,15 +92,15 @@ def num_parameters(model: Model) -> int:
 
 
 def step_rows(config: Config, plan: BatchPlan, source: RowSource, micro_batch: int) -> Rows:
-  """The shapes of what stages of `micro_batch` feed the step."""
-  return _shapes(source, (1 if streams(config) else plan.trip_capacity, micro_batch))
+  """The shapes of what phases of `micro_batch` feed the step."""
+  return _shapes(source, (1 if streams(config) else plan.microbatch_capacity, micro_batch))
 
 
 def traced_step(config: Config, trainer: Trainer, rows: Rows) -> jax.stages.Traced:
   """The training step, traced for these rows, with every sharding fixed."""
   function = step_function(trainer, rows, streamed=streams(config))
-  told = np.bool_(True) if streams(config) else trainer.told(1)
-  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), told)
+  control = np.bool_(True) if streams(config) else trainer.control(1)
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), control)
   rate = jax.ShapeDtypeStruct((), np.float32)
   return function.trace(trainer.abstract, rows, shapes, rate)
 
@@ -108,7 +108,7 @@ def traced_step(config: Config, trainer: Trainer, rows: Rows) -> jax.stages.Trac
 def compiled_step(
   config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource, micro_batch: int
 ) -> Step:
-  """The training step, compiled for exactly the arrays that stages of `micro_batch` feed it."""
+  """The training step, compiled for exactly the arrays that phases of `micro_batch` feed it."""
   rows = step_rows(config, plan, source, micro_batch)
   return traced_step(config, trainer, rows).lower().compile()
 
@@ -141,7 +141,7 @@ def train_rows(
     )
 
   def _open_segment(plan: BatchPlan, segment: Segment) -> Loader:
-    capacity = 1 if streamed else plan.trip_capacity
+    capacity = 1 if streamed else plan.microbatch_capacity
     shape = (capacity, segment.micro_batch, config.batch.max_target_length)
     return train_loader(
       dataset.train,

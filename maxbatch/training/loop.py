@@ -112,15 +112,15 @@ def _dispatch(
   job: Job, state: TrainState, loader: ChainedLoader, position: Position, rate: float
 ) -> tuple[TrainState, StepMetrics]:
   """Sends one whole step to the devices."""
-  stage, learning_rate = job.plan.stage_at(position.samples), np.float32(rate)
+  phase, learning_rate = job.plan.phase_at(position.samples), np.float32(rate)
   programs = job.programs
   if job.noise is not None:
     programs = job.noise.programs_at(position.step, programs)
     state = job.noise.ready(position.step, state)
-  step = programs(stage.micro_batch)
+  step = programs(phase.micro_batch)
   if not job.streamed:
-    return step(state, next(loader), job.trainer.told(stage.trips), learning_rate)
-  for _ in range(stage.trips - 1):
+    return step(state, next(loader), job.trainer.control(phase.num_microbatches), learning_rate)
+  for _ in range(phase.num_microbatches - 1):
     state, _ = step(state, next(loader), np.bool_(False), learning_rate)
   return step(state, next(loader), np.bool_(True), learning_rate)
 
@@ -146,10 +146,10 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock) -> Record:
   metrics = jax.device_get(pending.metrics)
   loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
   seconds, plan, position = clock.lap(), job.plan, pending.position
-  stage = plan.stage_at(pending.before.samples)
+  phase = plan.phase_at(pending.before.samples)
   if not (math.isfinite(loss) and math.isfinite(grad_norm)):
     raise TrainingDivergedError(_diverged(job, position, loss, grad_norm))
-  noise = job.noise.observe(pending.before.step, stage, metrics) if job.noise else {}
+  noise = job.noise.observe(pending.before.step, phase, metrics) if job.noise else {}
   return {
     "step": position.step,
     "samples": position.samples,
@@ -157,11 +157,11 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock) -> Record:
     "loss": loss,
     "grad_norm": grad_norm,
     "learning_rate": pending.learning_rate,
-    "global_batch_to_train": stage.batch,
-    "micro_batch_to_train": stage.micro_batch,
-    "gradient_accumulation_steps": stage.trips,
+    "global_batch_to_train": phase.batch,
+    "micro_batch_to_train": phase.micro_batch,
+    "gradient_accumulation_steps": phase.num_microbatches,
     "step_seconds": seconds,
-    "tokens_per_second": plan.tokens(stage.batch) / seconds,
+    "tokens_per_second": plan.tokens(phase.batch) / seconds,
   } | noise
 
 

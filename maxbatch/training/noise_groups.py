@@ -33,7 +33,12 @@ def type_of(path: Sequence[str]) -> str:
 
 
 def moments_by_group(
-  probed: Sequence[Probed], measured: StepMetrics, *, every_layer: bool, replicas: int, passes: int
+  probed: Sequence[Probed],
+  measured: StepMetrics,
+  *,
+  every_layer: bool,
+  replicas: int,
+  num_microbatches: int,
 ) -> dict[str, Moments | None]:
   """The moments of each group that this step measured.
 
@@ -53,7 +58,7 @@ def moments_by_group(
     small, big = of_rows * examples / weight**2, of_step / weight**2
     found[name] = moments(examples, small, big)
   if float(noise.of_passes) > 0:
-    parts = replicas * passes
+    parts = replicas * num_microbatches
     small, big = float(noise.of_passes) * parts / weight**2, float(measured.grad_norm) ** 2
     of_parts = moments_of_parts(parts, 1, small, big)
     found[FROM_MICROBATCHES] = _of_one_row(of_parts, examples / parts)

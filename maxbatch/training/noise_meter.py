@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from maxbatch.batch.phases import Stage
+from maxbatch.batch.phases import Phase
 from maxbatch.config.schema import NoiseConfig
 from maxbatch.models.registry import Model
 from maxbatch.noise.advice import advice
@@ -43,7 +43,7 @@ class NoiseMeter:
     """The model that the update after `step` others runs."""
     return self._models[self.is_calibration(step)]
 
-  def observe(self, step: int, stage: Stage, metrics: StepMetrics) -> Record:
+  def observe(self, step: int, phase: Phase, metrics: StepMetrics) -> Record:
     """What the update after `step` others adds to its record; `metrics` are on the host."""
     if metrics.noise is None or metrics.weight == 0:
       return {}
@@ -53,7 +53,7 @@ class NoiseMeter:
       metrics,
       every_layer=model.config.gns == "all",
       replicas=self._replicas,
-      passes=stage.trips,
+      num_microbatches=phase.num_microbatches,
     )
     self._tracker.add(measured)
     self._tokens_per_sample = float(metrics.weight) / max(float(metrics.noise.rows), 1.0)

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxbatch.batch.phases import Stage
+from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, Position
-from maxbatch.batch.resume import check_goes_on
+from maxbatch.batch.resume import check_can_continue
 from maxbatch.noise.steering import Steering
 from maxbatch.run_folder.metrics import Record
 from maxbatch.training.noise_meter import NoiseMeter
@@ -44,11 +44,11 @@ class Noise:
     # Copies: steps are given their state to overwrite, and some of these zeros are one array.
     return state if fits else state._replace(sums=jax.tree.map(jnp.array, zeros))
 
-  def observe(self, step: int, stage: Stage, metrics: StepMetrics) -> Record:
+  def observe(self, step: int, phase: Phase, metrics: StepMetrics) -> Record:
     """What the update after `step` others adds to its record; `metrics` are on the host."""
     if self.steering is not None:
       self.steering.observe(float(metrics.loss))
-    return self.meter.observe(step, stage, metrics)
+    return self.meter.observe(step, phase, metrics)
 
   def report(self, record: Record, say: Callable[[str], None]) -> None:
     """Says what the batch of a step is worth, when it is time to."""
@@ -76,7 +76,7 @@ class Noise:
     if self.steering is None or self.steering.is_dry:
       return plan
     changes = [(change.samples, change.batch) for change in self.steering.changes]
-    check_goes_on(plan, first=changes[0][1], now=changes[-1][1])
+    check_can_continue(plan, first=changes[0][1], now=changes[-1][1])
     return plan.following(changes)
 
 

@@ -17,15 +17,21 @@ from jax.sharding import Mesh, PartitionSpec
 
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters
-from maxbatch.pipeline_parallel.evaluation import EvalCuts, eval_cuts
+from maxbatch.pipeline_parallel.evaluation import EvalMicrobatches, eval_microbatches
 from maxbatch.pipeline_parallel.forward_only import forward_ticks
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.timetable_arrays import Ticks
-from maxbatch.training.pipelined_step import BY_STAGE, ON_STAGE, WHOLE, by_repeat, cut
-from maxbatch.training.stage_parts import Leaves, Parts, divided
+from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays
+from maxbatch.training.pipelined_step import (
+  BY_STAGE,
+  ON_STAGE,
+  WHOLE,
+  by_repeat,
+  split_microbatches,
+)
+from maxbatch.training.stage_parts import Leaves, ModelParts, divided
 from maxbatch.training.stash import Inputs
 from maxbatch.training.state import Sums
-from maxbatch.training.tick import Stage
+from maxbatch.training.tick import PipelineStage
 
 
 class _Passing(NamedTuple):
@@ -39,7 +45,7 @@ class _Passing(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _ForwardStage(Stage):
+class _ForwardStage(PipelineStage):
   """A stage that only goes forward."""
 
   def evaluate(self) -> Sums:
@@ -88,8 +94,12 @@ def pipelined_sums(
     params: the parameters, the layers in the order of the stages.
     rows: any batch (B, T) with B divided over the data and fsdp axes.
   """
-  cuts = eval_cuts(pipeline, rows.inputs.shape[0] // mesh.shape["data"] // mesh.shape["fsdp"])
-  local = functools.partial(_local_sums, Parts(model, None), pipeline, cuts)
+  num_pipeline_microbatches = eval_microbatches(
+    pipeline, rows.inputs.shape[0] // mesh.shape["data"] // mesh.shape["fsdp"]
+  )
+  local = functools.partial(
+    _local_sums, ModelParts(model, None), pipeline, num_pipeline_microbatches
+  )
   return jax.shard_map(
     local,
     mesh=mesh,
@@ -99,18 +109,18 @@ def pipelined_sums(
     check_vma=False,
   )(
     jnp.arange(pipeline.stages),
-    jax.tree.map(jnp.asarray, forward_ticks(pipeline, cuts.microbatches)),
+    jax.tree.map(jnp.asarray, forward_ticks(pipeline, num_pipeline_microbatches.microbatches)),
     rows,
     divided(model, params),
   )
 
 
 def _local_sums(
-  parts: Parts,
+  parts: ModelParts,
   pipeline: Pipeline,
-  cuts: EvalCuts,
+  num_pipeline_microbatches: EvalMicrobatches,
   number: jax.Array,
-  ticks: Ticks,
+  ticks: TimetableArrays,
   rows: Rows,
   params: tuple[Leaves, Leaves],
 ) -> Sums:
@@ -122,20 +132,22 @@ def _local_sums(
     number=number[0],
     count=pipeline.stages,
     hop=pipeline.hop,
-    microbatch=cut(_filled_up(rows, cuts), cuts.microbatches),
+    microbatch=split_microbatches(
+      _filled_up(rows, num_pipeline_microbatches), num_pipeline_microbatches.microbatches
+    ),
     ticks=ticks,
     stash=Inputs(parts, params[1]),
   )
   return lax.psum(stage.evaluate(), ("data", "stage"))
 
 
-def _filled_up(rows: Rows, cuts: EvalCuts) -> Rows:
+def _filled_up(rows: Rows, num_pipeline_microbatches: EvalMicrobatches) -> Rows:
   """Rows (B, …) with zeros behind those of every group of devices: one pass (1, B', …)."""
   groups = jax.sharding.get_abstract_mesh().shape["fsdp"]
 
   def filled(x: jax.Array) -> jax.Array:
     by_group = x.reshape(groups, -1, *x.shape[1:])
-    missing = cuts.room - by_group.shape[1]
+    missing = num_pipeline_microbatches.capacity - by_group.shape[1]
     ends = ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 1))
     return (jnp.pad(by_group, ends) if missing else by_group).reshape(1, -1, *x.shape[1:])
 

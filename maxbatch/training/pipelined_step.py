@@ -18,17 +18,17 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters
-from maxbatch.pipeline_parallel.schedule import Limits
+from maxbatch.pipeline_parallel.schedule import BufferLimits
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.timetable_arrays import Ticks
-from maxbatch.training.stage_parts import Leaves, Parts, divided, joined
-from maxbatch.training.stage_residuals import Given
+from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays
+from maxbatch.training.stage_parts import Leaves, ModelParts, divided, joined
+from maxbatch.training.stage_residuals import StageInput
 from maxbatch.training.stash import Stash, make_stash
 from maxbatch.training.state import Sums
-from maxbatch.training.tick import Stage
+from maxbatch.training.tick import PipelineStage
 
 WHOLE, ON_STAGE = PartitionSpec(), PartitionSpec("stage")
-BY_STAGE = Ticks(WHOLE, PartitionSpec(None, "stage"), WHOLE)  # pyright: ignore
+BY_STAGE = TimetableArrays(WHOLE, PartitionSpec(None, "stage"), WHOLE)  # pyright: ignore
 """How a timetable is divided: of what differs between stages each has its own."""
 _ON_DATA, _PARAMETERS = PartitionSpec(None, "data"), (ON_STAGE, WHOLE)
 _TAKEN = {"data", "stage"}
@@ -41,8 +41,8 @@ def pipelined_gradients(
   params: Parameters,
   zeros: Parameters,
   rows: Rows,
-  ticks: Ticks,
-  room: Limits,
+  ticks: TimetableArrays,
+  capacity: BufferLimits,
   dropout_key: jax.Array,
 ) -> tuple[Parameters, Sums]:
   """Gradients and loss, summed over all tokens of the timetable's microbatches.
@@ -62,7 +62,7 @@ def pipelined_gradients(
   Returns:
     Gradients in float32, laid out like the parameters, and the sums of loss and weight.
   """
-  local = functools.partial(_local_gradients, Parts(model, dropout_key), pipeline, room)
+  local = functools.partial(_local_gradients, ModelParts(model, dropout_key), pipeline, capacity)
   d_layers, d_rest, sums = jax.shard_map(
     local,
     mesh=mesh,
@@ -74,7 +74,7 @@ def pipelined_gradients(
   return joined(d_layers, d_rest), sums
 
 
-def kept_bytes(
+def stage_residual_bytes(
   model: Model,
   pipeline: Pipeline,
   mesh: Mesh | AbstractMesh,
@@ -90,8 +90,11 @@ def kept_bytes(
 
   def look(rows: Rows, params: tuple[Leaves, Leaves]) -> None:
     nonlocal found
-    layers, microbatch = by_repeat(params[0], pipeline.repeats), cut(rows, pipeline.cuts)
-    stash = _stash(Parts(model, dropout_key), pipeline, layers, params[1], microbatch)
+    layers, microbatch = (
+      by_repeat(params[0], pipeline.repeats),
+      split_microbatches(rows, pipeline.num_pipeline_microbatches),
+    )
+    stash = _stash(ModelParts(model, dropout_key), pipeline, layers, params[1], microbatch)
     found = sum(one.local_bytes for one in stash.kept)
 
   looked = jax.shard_map(
@@ -108,19 +111,23 @@ def kept_bytes(
 
 
 def _local_gradients(
-  parts: Parts,
+  parts: ModelParts,
   pipeline: Pipeline,
-  room: Limits,
+  capacity: BufferLimits,
   number: jax.Array,
-  ticks: Ticks,
+  ticks: TimetableArrays,
   rows: Rows,
   params: tuple[Leaves, Leaves],
   zeros: tuple[Leaves, Leaves],
 ) -> tuple[Leaves, Leaves, Sums]:
   """What one stage of one replica computes, summed over stages and replicas where it must be."""
   repeats = pipeline.repeats
-  layers, rest, microbatch = by_repeat(params[0], repeats), params[1], cut(rows, pipeline.cuts)
-  stage = Stage(
+  layers, rest, microbatch = (
+    by_repeat(params[0], repeats),
+    params[1],
+    split_microbatches(rows, pipeline.num_pipeline_microbatches),
+  )
+  stage = PipelineStage(
     parts=parts,
     layers=layers,
     rest=rest,
@@ -131,14 +138,14 @@ def _local_gradients(
     ticks=ticks,
     stash=_stash(parts, pipeline, layers, rest, microbatch),
   )
-  held = stage.run(by_repeat(zeros[0], repeats), zeros[1], room)
+  held = stage.run(by_repeat(zeros[0], repeats), zeros[1], capacity)
   d_layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), held.d_layers)
   d_rest, sums = lax.psum((held.d_rest, held.sums), ("data", "stage"))
   return lax.psum(d_layers, "data"), d_rest, sums
 
 
 def _stash(
-  parts: Parts,
+  parts: ModelParts,
   pipeline: Pipeline,
   layers: Leaves,
   rest: Leaves,
@@ -146,10 +153,10 @@ def _stash(
 ) -> Stash:
   """The way from a forward to its backward, for what the layers of a repeat will be given."""
 
-  def given() -> Given:
+  def given() -> StageInput:
     rows, first = microbatch(jnp.int32(0)), jnp.int32(0)
     one = {path: leaf[0] for path, leaf in layers.items()}
-    return Given(one, parts.embed(layers, rest, rows), rows, first)
+    return StageInput(one, parts.embed(layers, rest, rows), rows, first)
 
   return make_stash(pipeline.stash, parts, rest, jax.eval_shape(given))
 
@@ -159,21 +166,22 @@ def by_repeat(layers: Leaves, repeats: int) -> Leaves:
   return {path: leaf.reshape(repeats, -1, *leaf.shape[1:]) for path, leaf in layers.items()}
 
 
-def cut(rows: Rows, cuts: int) -> Callable[[jax.Array], Rows]:
-  """Microbatches by number: `cuts` of the first pass, then those of the next.
+def split_microbatches(rows: Rows, num_pipeline_microbatches: int) -> Callable[[jax.Array], Rows]:
+  """Microbatches by number: `num_pipeline_microbatches` of the first microbatch, then those of the next.
 
   Each is cut from the rows of every group of devices that fsdp sets apart, so that no row moves.
   """
   groups = jax.sharding.get_abstract_mesh().shape["fsdp"]
 
   def split(x: jax.Array) -> jax.Array:
-    return x.reshape(x.shape[0], groups, cuts, -1, *x.shape[2:])
+    return x.reshape(x.shape[0], groups, num_pipeline_microbatches, -1, *x.shape[2:])
 
   passes = jax.tree.map(split, rows)
 
   def microbatch(number: jax.Array) -> Rows:
     def one(x: Any) -> jax.Array:
-      return x[number // cuts, :, number % cuts].reshape(-1, *x.shape[4:])
+      microbatch, chunk = jnp.divmod(number, x.shape[2])
+      return x[microbatch, :, chunk].reshape(-1, *x.shape[4:])
 
     return jax.tree.map(one, passes)
 

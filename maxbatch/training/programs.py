@@ -1,8 +1,8 @@
-"""The compiled step for every microbatch shape of a run, the next one compiled ahead of its stage.
+"""The compiled step for every microbatch shape of a run, the next one compiled ahead of its phase.
 
 A schedule that keeps the microbatch changes only the number of passes and needs one program. Where
-stages have other microbatches, the program of the next shape is compiled in a thread while the
-stage before it trains, so that the step that changes shape does not wait.
+phases have other microbatches, the program of the next shape is compiled in a thread while the
+phase before it trains, so that the step that changes shape does not wait.
 """
 
 from collections.abc import Callable, Sequence

@@ -17,7 +17,7 @@ from maxbatch.errors import UserError
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import build_model
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.training.pipelined_step import kept_bytes
+from maxbatch.training.pipelined_step import stage_residual_bytes
 from maxbatch.training.stage_parts import in_parts
 
 
@@ -57,7 +57,9 @@ def _residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
   length = config.batch.max_target_length
   model = build_model(resolve_attention(config.model, length, device), length)
   in_parts(model, model.shapes())
-  return kept_bytes(model, pipeline, mesh, model.shapes(), _rows(config, plan), jax.random.key(0))
+  return stage_residual_bytes(
+    model, pipeline, mesh, model.shapes(), _rows(config, plan), jax.random.key(0)
+  )
 
 
 def _rows(config: Config, plan: BatchPlan) -> Rows:

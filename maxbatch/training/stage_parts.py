@@ -37,7 +37,7 @@ def joined(layers: Leaves, rest: Leaves) -> Parameters:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class ModelParts:
   """A model's call in parts, each a function of the parameters it needs."""
 
   model: Model
@@ -71,7 +71,7 @@ class Parts:
     rows = hidden_RTD, matrix_DV, targets_RT, weights_RT
     return cross_entropy_parts(*rows, tiles, z_weight).sum()
 
-  def with_more_heads(self, length: int) -> "Parts":
+  def with_more_heads(self, length: int) -> "ModelParts":
     """The same kind of model with twice of what tensor divides in a layer, for rows of `length`."""
     config = self.model.config
     wider = dataclasses.replace(

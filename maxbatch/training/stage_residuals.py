@@ -18,10 +18,10 @@ from jax.sharding import AbstractMesh
 
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import LogicalAxes, local_shape, open_sizes
-from maxbatch.training.stage_parts import Leaves, Parts, divided
+from maxbatch.training.stage_parts import Leaves, ModelParts, divided
 
 
-class Given(NamedTuple):
+class StageInput(NamedTuple):
   """What a stage's layers of one repeat are given, or the shapes of it."""
 
   layers: Leaves
@@ -34,7 +34,7 @@ class Given(NamedTuple):
   """int32: which layer of the model their first is."""
 
 
-class Kept(NamedTuple):
+class Residual(NamedTuple):
   """One array that is kept of a microbatch."""
 
   shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Kept(NamedTuple):
 
 
 def linearized(
-  parts: Parts, rest: Leaves, given: Given
+  parts: ModelParts, rest: Leaves, given: StageInput
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[Leaves, jax.Array]]]:
   """The layers' output, and the way back from its gradient to theirs and their input's."""
 
@@ -58,9 +58,9 @@ def linearized(
   return jax.vjp(apply, given.layers, given.x_RTD)
 
 
-def kept_leaves(
-  parts: Parts, rest: Leaves, given: Given, places: Sequence[int | None]
-) -> tuple[Kept, ...]:
+def residuals(
+  parts: ModelParts, rest: Leaves, given: StageInput, places: Sequence[int | None]
+) -> tuple[Residual, ...]:
   """Those leaves of the way back that have a place, in the order of the places."""
   leaves, sizes = _leaves(parts, rest, given), open_sizes()
   axes: list[LogicalAxes] = [(None,) * leaf.ndim for leaf in leaves]
@@ -74,13 +74,13 @@ def kept_leaves(
     axes = _named("device_part", axes, whole, leaves)
   found = dict(zip(places, zip(leaves, axes, strict=True), strict=True))
   kept = (found[place] for place in range(len(set(places) - {None})))
-  return tuple(Kept(leaf.shape, np.dtype(leaf.dtype), names) for leaf, names in kept)
+  return tuple(Residual(leaf.shape, np.dtype(leaf.dtype), names) for leaf, names in kept)
 
 
-def _leaves(parts: Parts, rest: Leaves, given: Given) -> list[Any]:
+def _leaves(parts: ModelParts, rest: Leaves, given: StageInput) -> list[Any]:
   """Shapes of all leaves of the way back."""
-  _, go_back = jax.eval_shape(lambda *some: linearized(parts, *some), rest, given)
-  return jax.tree.leaves(go_back)
+  _, vjp_fn = jax.eval_shape(lambda *some: linearized(parts, *some), rest, given)
+  return jax.tree.leaves(vjp_fn)
 
 
 def _named(
@@ -101,14 +101,14 @@ def _named(
   return [one(names, leaf.shape, other.shape) for names, leaf, other in each]
 
 
-def _with_more_rows(given: Given) -> Given:
+def _with_more_rows(given: StageInput) -> StageInput:
   def twice(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((2 * x.shape[0], *x.shape[1:]), x.dtype)
 
   return given._replace(x_RTD=twice(given.x_RTD), rows=jax.tree.map(twice, given.rows))
 
 
-def _with_more_heads(parts: Parts, given: Given) -> tuple[Parts, Leaves, Given]:
+def _with_more_heads(parts: ModelParts, given: StageInput) -> tuple[ModelParts, Leaves, StageInput]:
   parts = parts.with_more_heads(given.x_RTD.shape[1])
   layers, rest = divided(parts.model, parts.model.shapes())
   few = {

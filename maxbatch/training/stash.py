@@ -17,8 +17,8 @@ import jax
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from maxbatch.training.stage_parts import Leaves, Parts
-from maxbatch.training.stage_residuals import Given, Kept, kept_leaves, linearized
+from maxbatch.training.stage_parts import Leaves, ModelParts
+from maxbatch.training.stage_residuals import Residual, StageInput, linearized, residuals
 
 Arrays = tuple[jax.Array, ...]
 
@@ -27,20 +27,22 @@ class Stash(Protocol):
   """A way from a forward to its backward, the same on all stages."""
 
   @property
-  def kept(self) -> tuple[Kept, ...]:
+  def kept(self) -> tuple[Residual, ...]:
     """What is kept of one microbatch."""
     ...
 
-  def forward(self, given: Given) -> tuple[jax.Array, Arrays]:
+  def forward(self, given: StageInput) -> tuple[jax.Array, Arrays]:
     """The output, and what is kept."""
     ...
 
-  def backward(self, given: Given, arrays: Arrays, d_y_RTD: jax.Array) -> tuple[Leaves, jax.Array]:
+  def backward(
+    self, given: StageInput, arrays: Arrays, d_y_RTD: jax.Array
+  ) -> tuple[Leaves, jax.Array]:
     """Gradients of the layers and of their input."""
     ...
 
 
-def make_stash(name: str, parts: Parts, rest: Leaves, given: Given) -> Stash:
+def make_stash(name: str, parts: ModelParts, rest: Leaves, given: StageInput) -> Stash:
   """What `pipeline_stash=name` means for these layers.
 
   Args:
@@ -56,20 +58,22 @@ def make_stash(name: str, parts: Parts, rest: Leaves, given: Given) -> Stash:
 class Inputs:
   """Keeps nothing: of inputs the ticks take care."""
 
-  parts: Parts
+  parts: ModelParts
   rest: Leaves
   kept = ()
 
-  def forward(self, given: Given) -> tuple[jax.Array, Arrays]:
+  def forward(self, given: StageInput) -> tuple[jax.Array, Arrays]:
     """The output alone."""
     rows, first = given.rows, given.first
     return self.parts.apply_layers(given.layers, self.rest, given.x_RTD, rows, first), ()
 
-  def backward(self, given: Given, arrays: Arrays, d_y_RTD: jax.Array) -> tuple[Leaves, jax.Array]:
+  def backward(
+    self, given: StageInput, arrays: Arrays, d_y_RTD: jax.Array
+  ) -> tuple[Leaves, jax.Array]:
     """Through the layers once more, and back."""
     del arrays
-    _, go_back = linearized(self.parts, self.rest, given)
-    return go_back(d_y_RTD)
+    _, vjp_fn = linearized(self.parts, self.rest, given)
+    return vjp_fn(d_y_RTD)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,27 +88,29 @@ class Residuals:
     kept: what is kept.
   """
 
-  forth: Callable[..., Sequence[jax.Array]]
+  forward_fn: Callable[..., Sequence[jax.Array]]
   again: Callable[..., Sequence[jax.Array]]
-  go_back: Any
+  vjp_fn: Any
   places: tuple[int | None, ...]
-  kept: tuple[Kept, ...]
+  kept: tuple[Residual, ...]
 
-  def forward(self, given: Given) -> tuple[jax.Array, Arrays]:
+  def forward(self, given: StageInput) -> tuple[jax.Array, Arrays]:
     """The output, and what the backward could only have from the layers."""
-    y_RTD, *leaves = self.forth(*jax.tree.leaves(given))
+    y_RTD, *leaves = self.forward_fn(*jax.tree.leaves(given))
     found = dict(zip(self.places, leaves, strict=True))
     return y_RTD, tuple(found[place] for place in range(len(self.kept)))
 
-  def backward(self, given: Given, arrays: Arrays, d_y_RTD: jax.Array) -> tuple[Leaves, jax.Array]:
+  def backward(
+    self, given: StageInput, arrays: Arrays, d_y_RTD: jax.Array
+  ) -> tuple[Leaves, jax.Array]:
     """Back, by what was kept and what is made again."""
     again = iter(self.again(*jax.tree.leaves(given)))
     leaves = [next(again) if place is None else arrays[place] for place in self.places]
-    return jax.tree.unflatten(self.go_back, leaves)(d_y_RTD)
+    return jax.tree.unflatten(self.vjp_fn, leaves)(d_y_RTD)
 
 
-def _residuals(parts: Parts, rest: Leaves, given: Given) -> Residuals:
-  traced, (_, go_back) = jax.make_jaxpr(
+def _residuals(parts: ModelParts, rest: Leaves, given: StageInput) -> Residuals:
+  traced, (_, vjp_fn) = jax.make_jaxpr(
     lambda given: linearized(parts, rest, given), return_shape=True
   )(given)
   x_at, count = len(given.layers), len(traced.jaxpr.outvars)
@@ -114,11 +120,11 @@ def _residuals(parts: Parts, rest: Leaves, given: Given) -> Residuals:
   )
   places = _numbered(traced.jaxpr.outvars[1:], stays[1:])
   return Residuals(
-    forth=core.jaxpr_as_fun(traced),
+    forward_fn=core.jaxpr_as_fun(traced),
     again=core.jaxpr_as_fun(core.ClosedJaxpr(again, traced.consts)),
-    go_back=jax.tree.structure(go_back),
+    vjp_fn=jax.tree.structure(vjp_fn),
     places=places,
-    kept=kept_leaves(parts, rest, given, places),
+    kept=residuals(parts, rest, given, places),
   )
 
 

@@ -20,7 +20,11 @@ from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import replicated, sharding
 from maxbatch.models.registry import Model, Parameters, Probed, by_path
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.timetable_arrays import Ticks, room_for, ticks_for
+from maxbatch.pipeline_parallel.timetable_arrays import (
+  TimetableArrays,
+  buffer_capacity,
+  step_arrays,
+)
 from maxbatch.training import partial_sums
 from maxbatch.training.accumulate import summed_gradients
 from maxbatch.training.layer_order import by_layer, by_stage
@@ -83,9 +87,13 @@ class Trainer:
     """A fresh state, divided over the devices."""
     return self._by_stage(init_state(self.model, self.optimizer, self.abstract, seed))
 
-  def told(self, passes: int) -> np.int32 | Ticks:
+  def control(self, num_microbatches: int) -> np.int32 | TimetableArrays:
     """What a fused step is told, to train on the first `passes` microbatches of its rows."""
-    return np.int32(passes) if self.pipeline is None else ticks_for(self.pipeline, passes)
+    return (
+      np.int32(num_microbatches)
+      if self.pipeline is None
+      else step_arrays(self.pipeline, num_microbatches)
+    )
 
   def to_save(self, state: TrainState) -> dict[str, Any]:
     """What a checkpoint holds of a state, its layers in the model's order."""
@@ -109,7 +117,7 @@ class Trainer:
 
 
 def fused_step(
-  trainer: Trainer, state: TrainState, rows: Rows, told: Any, learning_rate: jax.Array
+  trainer: Trainer, state: TrainState, rows: Rows, control: Any, learning_rate: jax.Array
 ) -> tuple[TrainState, StepMetrics]:
   """A whole step.
 
@@ -123,7 +131,7 @@ def fused_step(
   # Between steps MultiSteps' accumulators are zeros: the sums are formed in them, and MultiSteps
   # is then told of zeros outright, so that the compiler drops its own addition.
   zeros = state.opt_state.acc_grads
-  gradients, sums = _summed(trainer, state.params, zeros, rows, told)
+  gradients, sums = _summed(trainer, state.params, zeros, rows, control)
   opt_state = state.opt_state._replace(
     mini_step=jnp.zeros((), jnp.int32),
     acc_grads=jax.tree.map(jnp.zeros_like, zeros),
@@ -137,19 +145,19 @@ def streamed_step(
 ) -> tuple[TrainState, StepMetrics]:
   """One microbatch of a step: rows (1, B, T). The update happens when `last` is true."""
   zeros = jax.tree.map(jnp.zeros_like, state.opt_state.acc_grads)
-  gradients, sums = _summed(trainer, state.params, zeros, rows, trainer.told(1))
+  gradients, sums = _summed(trainer, state.params, zeros, rows, trainer.control(1))
   return _update(trainer, state, gradients, sums, last=last, rate=learning_rate)
 
 
 def _summed(
-  trainer: Trainer, params: Parameters, zeros: Parameters, rows: Rows, told: Any
+  trainer: Trainer, params: Parameters, zeros: Parameters, rows: Rows, control: Any
 ) -> tuple[Parameters, Sums]:
   """Gradients of the microbatches of one dispatch, and their other sums in parts."""
   model, mesh, pipeline, key = trainer.model, trainer.mesh, trainer.pipeline, trainer.dropout_key
   if pipeline is None:
-    return summed_gradients(model, mesh, params, zeros, rows, jnp.asarray(told), key)
-  ticks, room = jax.tree.map(jnp.asarray, told), room_for(pipeline)
-  arguments = params, zeros, rows, ticks, room, key
+    return summed_gradients(model, mesh, params, zeros, rows, jnp.asarray(control), key)
+  ticks, capacity = jax.tree.map(jnp.asarray, control), buffer_capacity(pipeline)
+  arguments = params, zeros, rows, ticks, capacity, key
   gradients, sums = pipelined_gradients(model, pipeline, mesh, *arguments)
   return gradients, jax.tree.map(partial_sums.of_one, sums)
 
@@ -214,10 +222,10 @@ def step_function(trainer: Trainer, rows: Rows, *, streamed: bool) -> jax.stages
   body = streamed_step if streamed else fused_step
 
   def step(
-    state: TrainState, rows: Rows, told: Any, rate: jax.Array
+    state: TrainState, rows: Rows, control: Any, rate: jax.Array
   ) -> tuple[TrainState, StepMetrics]:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
-      return body(trainer, state, rows, told, rate)
+      return body(trainer, state, rows, control, rate)
 
   places = shardings(trainer.abstract)
   whole = replicated(trainer.mesh)

@@ -19,16 +19,21 @@ from jax import lax
 
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import constrain
-from maxbatch.pipeline_parallel.schedule import Limits
+from maxbatch.pipeline_parallel.schedule import BufferLimits
 from maxbatch.pipeline_parallel.tick_work import scope_of
-from maxbatch.pipeline_parallel.timetable_arrays import StageRows, TickRows, Ticks, Works
-from maxbatch.training.stage_parts import Leaves, Parts
-from maxbatch.training.stage_residuals import Given
+from maxbatch.pipeline_parallel.timetable_arrays import (
+  StageArrays,
+  TickArrays,
+  TimetableArrays,
+  WorkArrays,
+)
+from maxbatch.training.stage_parts import Leaves, ModelParts
+from maxbatch.training.stage_residuals import StageInput
 from maxbatch.training.stash import Arrays, Stash
 from maxbatch.training.state import Sums, zero_sums
 
 
-class Held(NamedTuple):
+class StageState(NamedTuple):
   """What a stage keeps from tick to tick."""
 
   inputs: jax.Array
@@ -49,7 +54,7 @@ class Held(NamedTuple):
   """This stage's share of them."""
 
 
-class Forward(NamedTuple):
+class ForwardResult(NamedTuple):
   """What a forward leaves behind."""
 
   x_RTD: jax.Array
@@ -58,7 +63,7 @@ class Forward(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class PipelineStage:
   """What does not change from tick to tick.
 
   Attributes:
@@ -73,24 +78,24 @@ class Stage:
     stash: the way from a forward to its backward.
   """
 
-  parts: Parts
+  parts: ModelParts
   layers: Leaves
   rest: Leaves
   number: jax.Array
   count: int
   hop: int
   microbatch: Callable[[jax.Array], Rows]
-  ticks: Ticks
+  ticks: TimetableArrays
   stash: Stash
 
-  def run(self, zero_layers: Leaves, zero_rest: Leaves, room: Limits) -> Held:
+  def run(self, zero_layers: Leaves, zero_rest: Leaves, capacity: BufferLimits) -> StageState:
     """All ticks, from zeros of the gradients' shapes."""
     one = jax.eval_shape(lambda: self._embedded(jnp.int32(0)))
     made = (_blank(one.shape, one.dtype), _blank(one.shape, one.dtype))
-    held = Held(
-      inputs=_blank((room.inputs + 1, *one.shape), one.dtype),
-      gradients=_blank((room.gradients + 1, *one.shape), one.dtype),
-      kept=self._nothing_kept(room.inputs + 1),
+    held = StageState(
+      inputs=_blank((capacity.inputs + 1, *one.shape), one.dtype),
+      gradients=_blank((capacity.gradients + 1, *one.shape), one.dtype),
+      kept=self._nothing_kept(capacity.inputs + 1),
       made=made,
       sent=made if self.hop > 1 else (),
       d_layers=self._laid_out(zero_layers),
@@ -99,9 +104,9 @@ class Stage:
     )
     return lax.fori_loop(0, self.ticks.count, self._tick, held)
 
-  def _tick(self, tick: jax.Array, held: Held) -> Held:
-    row: StageRows = jax.tree.map(lambda x: x[tick, 0], self.ticks.stages)
-    together: TickRows = jax.tree.map(lambda x: x[tick], self.ticks.together)
+  def _tick(self, tick: jax.Array, held: StageState) -> StageState:
+    row: StageArrays = jax.tree.map(lambda x: x[tick, 0], self.ticks.stages)
+    together: TickArrays = jax.tree.map(lambda x: x[tick], self.ticks.together)
     held = self._received(row, held)
     # The buffers are read and written out here: XLA copies what goes through a branch as a whole.
     waiting_RTD = _read(held.inputs, row.forward.slot)
@@ -110,7 +115,7 @@ class Stage:
       "forward",
       together.forward,
       lambda: self._forward(row.forward, together.embedding, waiting_RTD),
-      lambda: Forward(blank_RTD, blank_RTD, self._nothing_kept()),
+      lambda: ForwardResult(blank_RTD, blank_RTD, self._nothing_kept()),
     )
     held = held._replace(
       inputs=_put(held.inputs, row.forward.slot, x_RTD),
@@ -121,7 +126,7 @@ class Stage:
     held, d_x_RTD = self._with_backward(row.backward, row.gradient_slot, together, held)
     return held._replace(made=(y_RTD, d_x_RTD))
 
-  def _received(self, row: StageRows, held: Held) -> Held:
+  def _received(self, row: StageArrays, held: StageState) -> StageState:
     """Puts away outputs of the stage before and gradients of the one behind, around a ring.
 
     At the beginning of a tick, not at the end of the one before: between a read of a buffer and the
@@ -139,7 +144,9 @@ class Stage:
       sent=sent if self.hop > 1 else (),
     )
 
-  def _forward(self, work: Works, embedding: jax.Array, waiting_RTD: jax.Array) -> Forward:
+  def _forward(
+    self, work: WorkArrays, embedding: jax.Array, waiting_RTD: jax.Array
+  ) -> ForwardResult:
     """This stage's layers."""
     embedded_RTD = self._either(
       "embedding",
@@ -148,9 +155,11 @@ class Stage:
       lambda: _blank_like(waiting_RTD),
     )
     x_RTD = jnp.where(self._is_first(work), embedded_RTD, waiting_RTD)
-    return Forward(x_RTD, *self.stash.forward(self._given(work, x_RTD)))
+    return ForwardResult(x_RTD, *self.stash.forward(self._given(work, x_RTD)))
 
-  def _with_loss(self, together: TickRows, y_RTD: jax.Array, held: Held) -> tuple[Held, jax.Array]:
+  def _with_loss(
+    self, together: TickArrays, y_RTD: jax.Array, held: StageState
+  ) -> tuple[StageState, jax.Array]:
     """Adds the loss of the last stage's output, if it has one; its gradient."""
     d_rest, sums, d_y_RTD = self._either(
       "loss",
@@ -187,8 +196,8 @@ class Stage:
     return shares_RSCD[:, -1], targets_RC, self._shares(rows.weights)[:, self.number]
 
   def _with_backward(
-    self, work: Works, gradient_slot: jax.Array, together: TickRows, held: Held
-  ) -> tuple[Held, jax.Array]:
+    self, work: WorkArrays, gradient_slot: jax.Array, together: TickArrays, held: StageState
+  ) -> tuple[StageState, jax.Array]:
     """Adds the gradients of this stage's layers, if any stage has some; that of their input."""
     x_RTD = _read(held.inputs, work.slot)
     kept = tuple(_read(buffer, work.slot) for buffer in held.kept)
@@ -209,7 +218,7 @@ class Stage:
 
   def _backward(
     self,
-    work: Works,
+    work: WorkArrays,
     x_RTD: jax.Array,
     kept: Arrays,
     d_y_RTD: jax.Array,
@@ -225,29 +234,29 @@ class Stage:
     }
     return sums, d_x_RTD
 
-  def _unembedded(self, work: Works, d_x_RTD: jax.Array, d_rest: Leaves) -> Leaves:
+  def _unembedded(self, work: WorkArrays, d_x_RTD: jax.Array, d_rest: Leaves) -> Leaves:
     """Adds what the first stage's input owes to the embedding."""
     rows = self.microbatch(work.microbatch)
 
     def embed(some: Leaves) -> jax.Array:
       return self.parts.embed(self.layers, self.rest | some, rows)
 
-    _, go_back = jax.vjp(embed, _needed(embed, self.rest))
+    _, vjp_fn = jax.vjp(embed, _needed(embed, self.rest))
     begins = work.on & self._is_first(work)
-    return self._added(d_rest, go_back(_masked(begins, d_x_RTD))[0])
+    return self._added(d_rest, vjp_fn(_masked(begins, d_x_RTD))[0])
 
-  def _is_first(self, work: Works) -> jax.Array:
+  def _is_first(self, work: WorkArrays) -> jax.Array:
     return (self.number == 0) & (work.repeat == 0)
 
   def _embedded(self, microbatch: jax.Array) -> jax.Array:
     return self.parts.embed(self.layers, self.rest, self.microbatch(microbatch))
 
-  def _given(self, work: Works, x_RTD: jax.Array) -> Given:
+  def _given(self, work: WorkArrays, x_RTD: jax.Array) -> StageInput:
     """What this stage's layers compute with in this work."""
     layers = self._of_repeat(work.repeat)
     each = next(iter(layers.values())).shape[0]
     first = (work.repeat * self.count + self.number) * each
-    return Given(layers, x_RTD, self.microbatch(work.microbatch), first)
+    return StageInput(layers, x_RTD, self.microbatch(work.microbatch), first)
 
   def _of_repeat(self, repeat: jax.Array) -> Leaves:
     """The parameters of one repeat; with only one there is nothing to copy."""
@@ -286,9 +295,9 @@ class Stage:
       return None
     if isinstance(result, dict):
       return self._laid_out(result)
-    if isinstance(result, Forward):
+    if isinstance(result, ForwardResult):
       x_RTD, y_RTD = self._placed(result.x_RTD), self._placed(result.y_RTD)
-      return Forward(x_RTD, y_RTD, self._kept_placed(result.kept))
+      return ForwardResult(x_RTD, y_RTD, self._kept_placed(result.kept))
     if isinstance(result, tuple):
       parts = [self._placed(each) for each in result]
       return Sums(*parts) if isinstance(result, Sums) else tuple(parts)

@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Literal, get_args
 
 from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.solve import Wanted, counted, solve, text, wanted
+from maxbatch.batch.solve import GivenSizes, counted, given_sizes, solve, text
 from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import BatchConfig, Config, Explore, RunConfig
 from maxbatch.errors import UserError
@@ -30,7 +30,7 @@ class Candidate:
 
   per_device: Fraction
   """Samples of one pass on one device."""
-  passes: int
+  gradient_accumulation_steps: int
   """Passes per step."""
   micro_batch: int
   """Samples of one pass on all devices."""
@@ -75,7 +75,7 @@ def is_open(batch: BatchConfig) -> bool:
 
 def batch_follows(batch: BatchConfig) -> bool:
   """Whether the batch is open as well and follows from the microbatch that is chosen."""
-  return wanted(batch).batch is None
+  return given_sizes(batch).batch is None
 
 
 def with_size(batch: BatchConfig, per_device: Fraction) -> BatchConfig:
@@ -94,9 +94,9 @@ def candidates(batch: BatchConfig, run: RunConfig, topology: Topology) -> tuple[
   Raises:
     UserError: the size is given by other keys, no size makes a plan, or none lies in the range.
   """
-  want = wanted(batch)
-  _check_open(batch, want)
-  sizes = _divisors(want, topology) if want.batch else _powers_of_two(batch, topology)
+  given = given_sizes(batch)
+  _check_open(batch, given)
+  sizes = _divisors(given, topology) if given.batch else _powers_of_two(batch, topology)
   allowed = _with_a_plan(batch, run, topology, sizes)
   chosen = [one for one in allowed if _in_range(batch, one.per_device)]
   if not chosen:
@@ -156,27 +156,27 @@ def _listed(sizes: Sequence[Candidate]) -> str:
   return ", ".join(shown if len(shown) < 12 else [*shown[:5], "…", *shown[-5:]])
 
 
-def _check_open(batch: BatchConfig, want: Wanted) -> None:
+def _check_open(batch: BatchConfig, given: GivenSizes) -> None:
   """The size must not follow from other keys."""
-  if want.per_device:
+  if given.per_device:
     raise UserError(
-      f"{want.per_device} already gives the size that {asked(batch)} is to choose; keep one of "
-      f"them, for example with {want.per_device.key}=-1"
+      f"{given.per_device} already gives the size that {asked(batch)} is to choose; keep one of "
+      f"them, for example with {given.per_device.key}=-1"
     )
-  if want.batch and want.passes:
+  if given.batch and given.gradient_accumulation_steps:
     raise UserError(
-      f"{want.batch} with {want.passes} already gives the size that {asked(batch)} is to choose; "
-      f"keep two of the three, for example with {want.passes.key}=-1"
+      f"{given.batch} with {given.gradient_accumulation_steps} already gives the size that {asked(batch)} is to choose; "
+      f"keep two of the three, for example with {given.gradient_accumulation_steps.key}=-1"
     )
 
 
-def _divisors(want: Wanted, topology: Topology) -> list[Fraction]:
+def _divisors(given: GivenSizes, topology: Topology) -> list[Fraction]:
   """Per-device sizes that divide the batch.
 
   Raises:
     UserError: the batch does not divide into the groups of devices.
   """
-  rows = solve(want, topology).micro_batch // topology.num_batch_groups
+  rows = solve(given, topology).micro_batch // topology.num_batch_groups
   small = [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
   divisors = sorted({*small, *(rows // n for n in small)})
   return [_per_device(rows, topology) for rows in divisors]
@@ -200,7 +200,7 @@ def _per_device(rows: int, topology: Topology) -> Fraction:
 def _with_a_plan(
   batch: BatchConfig, run: RunConfig, topology: Topology, sizes: Sequence[Fraction]
 ) -> list[Candidate]:
-  """Those of the sizes with which every stage, load and budget of the plan works.
+  """Those of the sizes with which every phase, load and budget of the plan works.
 
   Raises:
     UserError: none of them; says what is wrong with the smallest.
@@ -215,7 +215,7 @@ def _with_a_plan(
     found.append(
       Candidate(
         per_device=size,
-        passes=plan.gradient_accumulation_steps,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
         micro_batch=plan.micro_batch_to_train,
         batch=plan.global_batch_to_train,
         max_target_length=plan.max_target_length,

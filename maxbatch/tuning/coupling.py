@@ -30,7 +30,7 @@ _SPREAD = 0.5
 """Standard deviation of the parameters: large enough that every part of the model matters."""
 
 
-def settle_accumulation(config: Config, topology: Topology) -> Config:
+def resolve_accumulation(config: Config, topology: Topology) -> Config:
   """The configuration, held to one pass per step if the model cannot be split into several.
 
   The model is looked at only where several passes are asked for, or the microbatch is to be chosen.
@@ -137,14 +137,14 @@ def _rows(length: int, packing: bool) -> Rows:
 
 
 def _most_passes(plan: BatchPlan) -> int:
-  return max(point.trips for point in plan.schedule.points)
+  return max(point.num_microbatches for point in plan.schedule.points)
 
 
 def _refusal(config: Config, plan: BatchPlan | None) -> str:
-  passes = _most_passes(plan) if plan else config.batch.gradient_accumulation_steps
+  num_microbatches = _most_passes(plan) if plan else config.batch.gradient_accumulation_steps
   given, way_out = _asks_for_passes(config.batch)
   return (
-    f"{_coupled(config)}, but {given} takes {counted(passes, 'pass', 'passes')}; "
+    f"{_coupled(config)}, but {given} takes {counted(num_microbatches, 'pass', 'passes')}; "
     f"for example {way_out}"
   )
 

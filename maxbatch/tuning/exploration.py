@@ -209,7 +209,7 @@ def _step_time(one: Tried) -> str:
 
 def _start_of_row(candidate: Candidate) -> tuple[str, str]:
   policy = f" {candidate.remat_policy}" if candidate.remat_policy else ""
-  return text(candidate.per_device) + policy, f"{candidate.passes:,}"
+  return text(candidate.per_device) + policy, f"{candidate.gradient_accumulation_steps:,}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

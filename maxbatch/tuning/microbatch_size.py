@@ -17,12 +17,12 @@ import jax
 
 from maxbatch.batch.solve import counted, text
 from maxbatch.batch.topology import Topology
-from maxbatch.compile.program import ways_out
+from maxbatch.compile.program import memory_suggestions
 from maxbatch.compile.step_identity import source_hash
 from maxbatch.config.schema import Config
 from maxbatch.config.value import plain
 from maxbatch.errors import UserError
-from maxbatch.hardware.agreement import from_process_0
+from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Device
 from maxbatch.tuning.candidates import (
   Candidate,
@@ -33,8 +33,8 @@ from maxbatch.tuning.candidates import (
   with_policies,
 )
 from maxbatch.tuning.exploration import Exploration, explore
-from maxbatch.tuning.remembering import Memory
-from maxbatch.tuning.search import Probe, ProbeSize, choose_largest
+from maxbatch.tuning.remembering import RememberedChoice
+from maxbatch.tuning.search import ProbeResult, ProbeSize, choose_largest
 
 _PACKAGES = ("jax", "jaxlib", "libtpu", "maxbatch")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
@@ -44,7 +44,7 @@ Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Target:
   """Where the step is to run."""
 
   devices: Sequence[Device]
@@ -53,11 +53,11 @@ class Place:
 
 def choose(
   config: Config,
-  place: Place,
+  place: Target,
   probe: ProbeSize,
   folder: pathlib.Path,
   *,
-  forgetting: bool = False,
+  forget: bool = False,
   say: Say = print,
 ) -> Config:
   """The configuration with micro_batch_size a number, and one line that says why.
@@ -80,11 +80,11 @@ def choose(
   if config.batch.micro_batch_size != "auto":
     raise UserError(_not_here(config))
   sizes = sizes_of(config, place.layout)
-  memory = Memory(folder, "micro_batch_size", what_it_depends_on(config, place, sizes))
+  memory = RememberedChoice(folder, "micro_batch_size", what_it_depends_on(config, place, sizes))
   say = in_process_0(say)
-  size = _recalled(memory, config, sizes, forgetting, say)
+  size = _recalled(memory, config, sizes, forget, say)
   if size is None:
-    choice = choose_largest(sizes, _agreed(probe), ways_out(config))
+    choice = choose_largest(sizes, _agreed(probe), memory_suggestions(config))
     size = choice.chosen.candidate
     content = {"micro_batch_size": choice.chosen.size, "why": choice.why()}
     kept = memory.kept(content, [one.as_dict() for one in choice.tried])
@@ -93,7 +93,7 @@ def choose(
 
 
 def explore_sizes(
-  config: Config, place: Place, probe: ProbeSize, *, say: Say = print
+  config: Config, place: Target, probe: ProbeSize, *, say: Say = print
 ) -> tuple[Config, Exploration]:
   """Tries every size that micro_batch_size=explore asks for, says how it goes, and ranks them.
 
@@ -116,12 +116,12 @@ def explore_sizes(
   sizes = sizes_of(config, place.layout)
   sizes = with_policies(sizes) if config.model.remat_policy == "explore" else sizes
   say = in_process_0(say)
-  found = explore(sizes, _agreed(probe), ways_out(config), say)
+  found = explore(sizes, _agreed(probe), memory_suggestions(config), say)
   say(f"\n{found}")
   return found.ranked[0].candidate.applied_to(config), found
 
 
-def what_it_depends_on(config: Config, place: Place, sizes: Sequence[Candidate]) -> dict[str, Any]:
+def what_it_depends_on(config: Config, place: Target, sizes: Sequence[Candidate]) -> dict[str, Any]:
   """Everything by which another size could be the right one, as plain values."""
   model = dataclasses.asdict(config.model)
   del model["init_weights_seed"]  # Which weights, not how many.
@@ -130,7 +130,7 @@ def what_it_depends_on(config: Config, place: Place, sizes: Sequence[Candidate])
   return {
     "model": model,
     "batch": batch,
-    "sizes": [[text(one.per_device), one.passes, one.batch] for one in sizes],
+    "sizes": [[text(one.per_device), one.gradient_accumulation_steps, one.batch] for one in sizes],
     "pipeline": dict(vars(config.pipeline)),
     "mesh": {"ici": list(place.layout.ici), "dcn": list(place.layout.dcn)},
     "optimizer": {
@@ -185,20 +185,20 @@ def in_process_0(say: Say) -> Say:
 def _agreed(probe: ProbeSize) -> ProbeSize:
   """The probe with process 0's numbers everywhere."""
 
-  def agreed(candidate: Candidate) -> Probe:
+  def agreed(candidate: Candidate) -> ProbeResult:
     mine = probe(candidate)
     numbers = dataclasses.asdict(mine) | {"per_device": text(mine.per_device)}
-    theirs = from_process_0(numbers)
-    return Probe(**theirs | {"per_device": Fraction(theirs["per_device"])})
+    theirs = broadcast_one_to_all(numbers)
+    return ProbeResult(**theirs | {"per_device": Fraction(theirs["per_device"])})
 
   return agreed
 
 
 def _recalled(
-  memory: Memory, config: Config, sizes: Sequence[Candidate], forgetting: bool, say: Say
+  memory: RememberedChoice, config: Config, sizes: Sequence[Candidate], forget: bool, say: Say
 ) -> Candidate | None:
   """The remembered size; says where it comes from, or why what is remembered is of no use."""
-  choice, problem = memory.recalled(forgetting=forgetting)
+  choice, problem = memory.recalled(forget=forget)
   by_size = {text(one.per_device): one for one in sizes}
   if choice and choice.get("micro_batch_size") not in by_size:
     choice, problem = None, f"{memory.file} has a damaged choice"

@@ -8,7 +8,7 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
-from maxbatch.batch.phases import Stage
+from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.topology import Topology
 from maxbatch.compile.program import DoesNotFitError, capacity_bytes
@@ -16,45 +16,48 @@ from maxbatch.compile.report import CompileReport
 from maxbatch.compile.reports import report_or_refusal
 from maxbatch.compile.step_file import made_from
 from maxbatch.config.schema import Config
-from maxbatch.hardware.agreement import from_process_0
+from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Device
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.training.build import streams
-from maxbatch.tuning.microbatch_size import Place, Say, in_process_0, what_it_depends_on
-from maxbatch.tuning.pipeline_ranking import KEY, Compiled, Probe, Steps, rank
-from maxbatch.tuning.remembering import Memory
+from maxbatch.tuning.microbatch_size import Say, Target, in_process_0, what_it_depends_on
+from maxbatch.tuning.pipeline_ranking import KEY, CompiledChoice, Probe, RankedStep, rank
+from maxbatch.tuning.remembering import RememberedChoice
 
 
-class CutsProber:
+class PipelineMicrobatchProber:
   """What one number of microbatches needs and takes in the largest step, found by compiling."""
 
   def __init__(self, config: Config, devices: Sequence[Device], layout: Topology):
     self._config, self._devices, self._layout = config, devices, layout
 
-  def __call__(self, cuts: int) -> Compiled:
+  def __call__(self, num_pipeline_microbatches: int) -> CompiledChoice:
     """Compiles this number; measures or estimates it if it fits.
 
     Raises:
       UserError: a device's memory is not known.
     """
-    config, devices = with_cuts(self._config, cuts), self._devices
-    stage = largest(plan_batches(config.batch, config.run, self._layout))
+    config, devices = (
+      with_num_pipeline_microbatches(self._config, num_pipeline_microbatches),
+      self._devices,
+    )
+    phase = largest_phase(plan_batches(config.batch, config.run, self._layout))
     try:
-      report = report_or_refusal(config, devices, self._layout, stage.micro_batch)
+      report = report_or_refusal(config, devices, self._layout, phase.micro_batch)
     except DoesNotFitError as error:
       capacity = capacity_bytes(devices, config.compile.device_memory_gb)
-      return Compiled(max(error.needed_bytes, capacity + 1), capacity, fits=False)
+      return CompiledChoice(max(error.needed_bytes, capacity + 1), capacity, fits=False)
     return _compiled(report)
 
 
-def settle_microbatches(
+def choose_num_pipeline_microbatches(
   config: Config,
-  place: Place,
+  place: Target,
   probe: Probe,
   folder: pathlib.Path,
   *,
-  forgetting: bool = False,
+  forget: bool = False,
   say: Say = print,
 ) -> Config:
   """The configuration with num_pipeline_microbatches chosen, if it was open and there is a choice.
@@ -78,66 +81,78 @@ def settle_microbatches(
     return config
   if config.compile.compiled_step:
     return _as_compiled(config, pipeline)
-  stage = largest(plan)
-  steps = Steps(pipeline.for_stage(plan, stage), stage.trips, streamed=streams(config))
+  phase = largest_phase(plan)
+  steps = RankedStep(
+    pipeline.for_phase(plan, phase), phase.num_microbatches, streamed=streams(config)
+  )
   memory, say = _memory(config, place, steps, folder), in_process_0(say)
-  cuts = _recalled(memory, pipeline, forgetting, say)
-  if cuts is None:
+  num_pipeline_microbatches = _recalled(memory, pipeline, forget, say)
+  if num_pipeline_microbatches is None:
     ranking = rank(steps, _agreed(probe))
-    cuts = ranking.chosen
-    kept = memory.kept({KEY: cuts, "why": ranking.why()}, ranking.as_dict()["choices"])
-    say(f"{_heading(steps)}\n{ranking}\n{_line(cuts, ranking.why())}{kept}\n")
-  return with_cuts(config, cuts)
+    num_pipeline_microbatches = ranking.chosen
+    kept = memory.kept(
+      {KEY: num_pipeline_microbatches, "why": ranking.why()}, ranking.as_dict()["choices"]
+    )
+    say(f"{_heading(steps)}\n{ranking}\n{_line(num_pipeline_microbatches, ranking.why())}{kept}\n")
+  return with_num_pipeline_microbatches(config, num_pipeline_microbatches)
 
 
-def with_cuts(config: Config, cuts: int) -> Config:
+def with_num_pipeline_microbatches(config: Config, num_pipeline_microbatches: int) -> Config:
   """The configuration with num_pipeline_microbatches chosen."""
-  keys = dataclasses.replace(config.pipeline, num_pipeline_microbatches=cuts)
+  keys = dataclasses.replace(config.pipeline, num_pipeline_microbatches=num_pipeline_microbatches)
   return dataclasses.replace(config, pipeline=keys)
 
 
-def largest(plan: BatchPlan) -> Stage:
-  """The stage whose steps a run is ranked for: as a rule most of its time is spent in such."""
-  return max(plan.stages, key=lambda stage: stage.batch)
+def largest_phase(plan: BatchPlan) -> Phase:
+  """The phase whose steps a run is ranked for: as a rule most of its time is spent in such."""
+  return max(plan.phases, key=lambda phase: phase.batch)
 
 
 def _as_compiled(config: Config, pipeline: Pipeline) -> Config:
   """The number that the run's program was compiled for; a file for another run says so later."""
-  cuts = made_from(config.compile.compiled_step).get(KEY)
-  return with_cuts(config, cuts) if cuts in pipeline.choices else config
+  num_pipeline_microbatches = made_from(config.compile.compiled_step).get(KEY)
+  return (
+    with_num_pipeline_microbatches(config, num_pipeline_microbatches)
+    if num_pipeline_microbatches in pipeline.choices
+    else config
+  )
 
 
-def _compiled(report: CompileReport) -> Compiled:
+def _compiled(report: CompileReport) -> CompiledChoice:
   time = report.time
-  return Compiled(
+  return CompiledChoice(
     peak_bytes=report.program.memory.peak,
     capacity_bytes=report.capacity_bytes,
     fits=report.fits,
     step_seconds=report.step_seconds,
-    other_seconds=time.other_of(report.passes) if time else 0.0,
+    other_seconds=time.other_of(report.num_microbatches) if time else 0.0,
     how="measured" if time and time.how == "measured" else "estimated",
   )
 
 
 def _agreed(probe: Probe) -> Probe:
   """The probe with process 0's numbers everywhere."""
-  return lambda cuts: Compiled(**from_process_0(dataclasses.asdict(probe(cuts))))
+  return lambda num_pipeline_microbatches: CompiledChoice(
+    **broadcast_one_to_all(dataclasses.asdict(probe(num_pipeline_microbatches)))
+  )
 
 
-def _memory(config: Config, place: Place, steps: Steps, folder: pathlib.Path) -> Memory:
+def _memory(
+  config: Config, place: Target, steps: RankedStep, folder: pathlib.Path
+) -> RememberedChoice:
   """All that the size of a microbatch depends on, and the steps that are ranked for."""
   depends_on = what_it_depends_on(config, place, ()) | {
     "choices": list(steps.pipeline.choices),
     "samples": steps.pipeline.rows,
-    "passes": steps.passes,
-    "room": steps.pipeline.most_passes,
+    "passes": steps.num_microbatches,
+    "room": steps.pipeline.max_num_microbatches,
   }
-  return Memory(folder, KEY, depends_on)
+  return RememberedChoice(folder, KEY, depends_on)
 
 
-def _recalled(memory: Memory, pipeline: Pipeline, forgetting: bool, say: Say) -> int | None:
+def _recalled(memory: RememberedChoice, pipeline: Pipeline, forget: bool, say: Say) -> int | None:
   """The remembered number; says where it comes from, or why what is remembered is of no use."""
-  choice, problem = memory.recalled(forgetting=forgetting)
+  choice, problem = memory.recalled(forget=forget)
   if choice and choice.get(KEY) not in pipeline.choices:
     choice, problem = None, f"{memory.file} has a damaged choice"
   if problem:
@@ -149,14 +164,18 @@ def _recalled(memory: Memory, pipeline: Pipeline, forgetting: bool, say: Say) ->
   return choice[KEY]
 
 
-def _heading(steps: Steps) -> str:
-  passes = f"{steps.passes:,} passes" if steps.passes > 1 else "1 pass"
-  apart = ", each with a timetable of its own" if steps.streamed and steps.passes > 1 else ""
+def _heading(steps: RankedStep) -> str:
+  num_microbatches = (
+    f"{steps.num_microbatches:,} passes" if steps.num_microbatches > 1 else "1 pass"
+  )
+  apart = (
+    ", each with a timetable of its own" if steps.streamed and steps.num_microbatches > 1 else ""
+  )
   return (
     f"Microbatches of {steps.pipeline.schedule} on {steps.pipeline.stages} stages, for steps of "
-    f"{passes}{apart}"
+    f"{num_microbatches}{apart}"
   )
 
 
-def _line(cuts: int, why: str) -> str:
-  return f"{KEY} -1: {cuts:,} ({why})"
+def _line(num_pipeline_microbatches: int, why: str) -> str:
+  return f"{KEY} -1: {num_pipeline_microbatches:,} ({why})"

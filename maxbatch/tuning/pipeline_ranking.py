@@ -26,7 +26,7 @@ _CLOSE = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Compiled:
+class CompiledChoice:
   """What compiling a choice told of it."""
 
   peak_bytes: int
@@ -40,39 +40,49 @@ class Compiled:
   how: Literal["measured", "estimated"] = "measured"
 
 
-Probe = Callable[[int], Compiled]
+Probe = Callable[[int], CompiledChoice]
 """Compiles a number of microbatches per pass, and times it if it fits."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Steps:
+class RankedStep:
   """What is ranked for: the run's largest step, a timetable of all passes or one for each."""
 
   pipeline: Pipeline
-  passes: int
+  num_microbatches: int
   streamed: bool
 
-  def full_ticks(self, cuts: int) -> int:
+  def full_ticks(self, num_pipeline_microbatches: int) -> int:
     """Forwards, and as many backwards, that the stages wait for in a step."""
-    timetables, passes = (self.passes, 1) if self.streamed else (1, self.passes)
-    shape = self.pipeline.with_cuts(cuts).shape_of(passes)
+    timetables, num_microbatches = (
+      (self.num_microbatches, 1) if self.streamed else (1, self.num_microbatches)
+    )
+    shape = self.pipeline.with_num_pipeline_microbatches(num_pipeline_microbatches).shape_of(
+      num_microbatches
+    )
     return timetables * (shape.work + shape.delay)
 
-  def samples(self, cuts: int) -> int:
+  def samples(self, num_pipeline_microbatches: int) -> int:
     """Of a microbatch, in each group of devices."""
-    return self.pipeline.with_cuts(cuts).rows
+    return self.pipeline.with_num_pipeline_microbatches(num_pipeline_microbatches).rows
 
-  def bubble(self, cuts: int) -> str:
+  def bubble(self, num_pipeline_microbatches: int) -> str:
     """The idle share."""
-    passes = 1 if self.streamed else self.passes
-    return percent(predicted_bubble(self.pipeline.with_cuts(cuts).shape_of(passes)))
+    num_microbatches = 1 if self.streamed else self.num_microbatches
+    return percent(
+      predicted_bubble(
+        self.pipeline.with_num_pipeline_microbatches(num_pipeline_microbatches).shape_of(
+          num_microbatches
+        )
+      )
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
+class RankedChoice:
   """A choice with its time and memory, known or predicted; None where neither."""
 
-  cuts: int
+  num_pipeline_microbatches: int
   step_seconds: float | None
   peak_bytes: float
   fits: bool
@@ -84,21 +94,30 @@ class Entry:
 class Ranking:
   """What is known of all choices after some were compiled."""
 
-  steps: Steps
-  known: Mapping[int, Compiled]
+  steps: RankedStep
+  known: Mapping[int, CompiledChoice]
 
   @property
-  def entries(self) -> list[Entry]:
+  def entries(self) -> list[RankedChoice]:
     """All choices: what fits, the fastest first; then what does not. Of equals the fewest first."""
     return sorted(
       map(self._entry, self.steps.pipeline.choices),
-      key=lambda one: (not one.fits, one.step_seconds is None, one.step_seconds or 0.0, one.cuts),
+      key=lambda one: (
+        not one.fits,
+        one.step_seconds is None,
+        one.step_seconds or 0.0,
+        one.num_pipeline_microbatches,
+      ),
     )
 
   @property
   def chosen(self) -> int:
     """The fastest of those compiled that fit; where none does, the one that needs least."""
-    ranked = [one.cuts for one in self.entries if one.cuts in self.known and one.fits]
+    ranked = [
+      one.num_pipeline_microbatches
+      for one in self.entries
+      if one.num_pipeline_microbatches in self.known and one.fits
+    ]
     return ranked[0] if ranked else min(self.known, key=lambda n: self.known[n].peak_bytes)
 
   @property
@@ -109,42 +128,61 @@ class Ranking:
   @property
   def tick(self) -> Line | None:
     """Seconds of a full tick by samples; None where no time is known."""
-    points = [(x, self._tick_seconds(cuts)) for x, cuts in self._timed()]
+    points = [
+      (x, self._tick_seconds(num_pipeline_microbatches))
+      for x, num_pipeline_microbatches in self._timed()
+    ]
     return fitted_cost(points) if points else None
 
   def _timed(self) -> list[tuple[int, int]]:
     """(samples, choice) of those with a time."""
-    timed = [cuts for cuts, one in self.known.items() if one.step_seconds]
-    return [(self.steps.samples(cuts), cuts) for cuts in sorted(timed)]
+    timed = [
+      num_pipeline_microbatches
+      for num_pipeline_microbatches, one in self.known.items()
+      if one.step_seconds
+    ]
+    return [
+      (self.steps.samples(num_pipeline_microbatches), num_pipeline_microbatches)
+      for num_pipeline_microbatches in sorted(timed)
+    ]
 
-  def _tick_seconds(self, cuts: int) -> float:
-    one = self.known[cuts]
+  def _tick_seconds(self, num_pipeline_microbatches: int) -> float:
+    one = self.known[num_pipeline_microbatches]
     assert one.step_seconds is not None
     # Never all of it, however the clock scatters: a tick takes some time.
     inside = max(one.step_seconds - one.other_seconds, one.step_seconds / 1000)
-    return inside / self.steps.full_ticks(cuts)
+    return inside / self.steps.full_ticks(num_pipeline_microbatches)
 
-  def _entry(self, cuts: int) -> Entry:
-    one = self.known.get(cuts)
+  def _entry(self, num_pipeline_microbatches: int) -> RankedChoice:
+    one = self.known.get(num_pipeline_microbatches)
     if one is not None:
       how = one.how if one.step_seconds else "compiled"
-      return Entry(cuts, one.step_seconds, one.peak_bytes, one.fits, how)
-    memory, samples = self._memory(cuts), self.steps.samples(cuts)
+      return RankedChoice(
+        num_pipeline_microbatches, one.step_seconds, one.peak_bytes, one.fits, how
+      )
+    memory, samples = (
+      self._memory(num_pipeline_microbatches),
+      self.steps.samples(num_pipeline_microbatches),
+    )
     too_large = [self.steps.samples(n) for n, one in self.known.items() if not one.fits]
     fits = memory <= self.capacity_bytes and all(samples < more for more in too_large)
-    return Entry(cuts, self._seconds(cuts), memory, fits, "predicted")
+    return RankedChoice(
+      num_pipeline_microbatches, self._seconds(num_pipeline_microbatches), memory, fits, "predicted"
+    )
 
-  def _seconds(self, cuts: int) -> float | None:
+  def _seconds(self, num_pipeline_microbatches: int) -> float | None:
     if self.tick is None:
       return None
-    tick = self.tick.at(self.steps.samples(cuts))
+    tick = self.tick.at(self.steps.samples(num_pipeline_microbatches))
     # What is done once for each microbatch grows with their number, if it grows.
-    other = _between(cuts, [(n, self.known[n].other_seconds) for _, n in self._timed()])
-    return self.steps.full_ticks(cuts) * tick + max(0.0, other)
+    other = _between(
+      num_pipeline_microbatches, [(n, self.known[n].other_seconds) for _, n in self._timed()]
+    )
+    return self.steps.full_ticks(num_pipeline_microbatches) * tick + max(0.0, other)
 
-  def _memory(self, cuts: int) -> float:
+  def _memory(self, num_pipeline_microbatches: int) -> float:
     points = [(self.steps.samples(n), float(one.peak_bytes)) for n, one in self.known.items()]
-    return fitted(points).at(self.steps.samples(cuts))
+    return fitted(points).at(self.steps.samples(num_pipeline_microbatches))
 
   def as_dict(self) -> dict[str, Any]:
     """As plain values."""
@@ -177,23 +215,23 @@ class Ranking:
     if one == fewest:
       return why
     if not fewest.fits or fewest.step_seconds is None:
-      return f"{why}; {fewest.cuts:,} do not fit"
-    return f"{why}; with {fewest.cuts:,}: {fewest.step_seconds:.4g} s"
+      return f"{why}; {fewest.num_pipeline_microbatches:,} do not fit"
+    return f"{why}; with {fewest.num_pipeline_microbatches:,}: {fewest.step_seconds:.4g} s"
 
-  def _row(self, rank: int, one: Entry) -> tuple[str, ...]:
+  def _row(self, rank: int, one: RankedChoice) -> tuple[str, ...]:
     return (
       str(rank) if one.fits else "",
-      f"{one.cuts:,}",
-      f"{self.steps.samples(one.cuts):,}",
-      f"{self.steps.full_ticks(one.cuts):,}",
-      self.steps.bubble(one.cuts),
+      f"{one.num_pipeline_microbatches:,}",
+      f"{self.steps.samples(one.num_pipeline_microbatches):,}",
+      f"{self.steps.full_ticks(one.num_pipeline_microbatches):,}",
+      self.steps.bubble(one.num_pipeline_microbatches),
       "" if one.step_seconds is None else f"{one.step_seconds:.4g} s",
       f"{in_gib(round(one.peak_bytes))} GiB",
     )
 
-  def _note(self, one: Entry) -> str:
+  def _note(self, one: RankedChoice) -> str:
     fits = "" if one.fits else f", does not fit in {in_gib(self.capacity_bytes)} GiB"
-    return f"{one.how}{fits}" + (", taken" if one.cuts == self.chosen else "")
+    return f"{one.how}{fits}" + (", taken" if one.num_pipeline_microbatches == self.chosen else "")
 
   def _sentences(self) -> list[str]:
     """What the predictions are made from, if there are any."""
@@ -202,7 +240,7 @@ class Ranking:
     line = self.tick
     if line is None or len(self.known) == len(self.entries):
       return []
-    timed = [f"{cuts:,}" for _, cuts in self._timed()]
+    timed = [f"{num_pipeline_microbatches:,}" for _, num_pipeline_microbatches in self._timed()]
     listed = f"{', '.join(timed[:-1])} and {timed[-1]}" if len(timed) > 1 else timed[0]
     how = self.known[self._timed()[0][1]].how
     sentences = [
@@ -223,7 +261,7 @@ class Ranking:
     return sentences
 
 
-def rank(steps: Steps, probe: Probe) -> Ranking:
+def rank(steps: RankedStep, probe: Probe) -> Ranking:
   """Compiles the most and the fewest microbatches, then what may be the fastest by prediction.
 
   Args:
@@ -232,24 +270,50 @@ def rank(steps: Steps, probe: Probe) -> Ranking:
   """
   choices = steps.pipeline.choices
   # The most first: they need the least memory.
-  found = Ranking(steps, {cuts: probe(cuts) for cuts in (choices[-1], choices[0])})
-  while len(found.known) < most_probes(len(choices)) and (cuts := _next(found)) is not None:
-    found = Ranking(steps, {**found.known, cuts: probe(cuts)})
+  found = Ranking(
+    steps,
+    {
+      num_pipeline_microbatches: probe(num_pipeline_microbatches)
+      for num_pipeline_microbatches in (choices[-1], choices[0])
+    },
+  )
+  while (
+    len(found.known) < most_probes(len(choices))
+    and (num_pipeline_microbatches := _next(found)) is not None
+  ):
+    found = Ranking(
+      steps, {**found.known, num_pipeline_microbatches: probe(num_pipeline_microbatches)}
+    )
   return found
 
 
 def _next(found: Ranking) -> int | None:
   """What is worth compiling: predicted to be the fastest, or so close that it may be."""
   fitting = [one for one in found.entries if one.fits]
-  timed = [one.step_seconds for one in fitting if one.cuts in found.known and one.step_seconds]
+  timed = [
+    one.step_seconds
+    for one in fitting
+    if one.num_pipeline_microbatches in found.known and one.step_seconds
+  ]
   if not timed:
     fitting = fitting[:1]
   limit = min(timed, default=math.inf) * (1 + _CLOSE)
-  close = [one.cuts for one in fitting if (one.step_seconds or 0.0) <= limit]
-  return next((cuts for cuts in close if cuts not in found.known), None)
+  close = [one.num_pipeline_microbatches for one in fitting if (one.step_seconds or 0.0) <= limit]
+  return next(
+    (
+      num_pipeline_microbatches
+      for num_pipeline_microbatches in close
+      if num_pipeline_microbatches not in found.known
+    ),
+    None,
+  )
 
 
-def _between(cuts: int, points: Sequence[tuple[int, float]]) -> float:
+def _between(num_pipeline_microbatches: int, points: Sequence[tuple[int, float]]) -> float:
   """On the straight line from the first point to the last."""
   (first, low), (last, high) = points[0], points[-1]
-  return low if first == last else low + (high - low) * (cuts - first) / (last - first)
+  return (
+    low
+    if first == last
+    else low + (high - low) * (num_pipeline_microbatches - first) / (last - first)
+  )

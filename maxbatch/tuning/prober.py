@@ -12,7 +12,7 @@ from maxbatch.compile.reports import report_or_refusal
 from maxbatch.config.schema import Config
 from maxbatch.hardware.devices import Device
 from maxbatch.tuning.candidates import Candidate
-from maxbatch.tuning.search import Probe
+from maxbatch.tuning.search import ProbeResult
 
 
 class Prober:
@@ -25,7 +25,7 @@ class Prober:
     self._config, self._devices, self._layout = config, devices, layout
     self.reports: dict[Candidate, CompileReport] = {}
 
-  def __call__(self, candidate: Candidate) -> Probe:
+  def __call__(self, candidate: Candidate) -> ProbeResult:
     """Compiles this size; measures or estimates it if it fits.
 
     Raises:
@@ -37,21 +37,21 @@ class Prober:
     except DoesNotFitError as error:
       capacity = capacity_bytes(devices, config.compile.device_memory_gb)
       needed = max(error.needed_bytes, capacity + 1)
-      return Probe(candidate.per_device, needed, capacity, fits=False)
+      return ProbeResult(candidate.per_device, needed, capacity, fits=False)
     if report.fits:
       self.reports[candidate] = report
     return _as_probe(candidate, report)
 
 
-def _as_probe(candidate: Candidate, report: CompileReport) -> Probe:
+def _as_probe(candidate: Candidate, report: CompileReport) -> ProbeResult:
   time = report.time
   measured = time is not None and time.how == "measured"
-  return Probe(
+  return ProbeResult(
     per_device=candidate.per_device,
     peak_bytes=report.program.memory.peak,
     capacity_bytes=report.capacity_bytes,
     fits=report.fits,
-    seconds_per_pass=time.per_pass if time else None,
+    seconds_per_microbatch=time.seconds_per_microbatch if time else None,
     seconds_rest=time.rest if time else 0.0,
     spread=(time.spread or 0.0) if time else 0.0,
     how="measured" if measured else "estimated",

@@ -8,12 +8,12 @@ from typing import Any
 
 import jax
 
-from maxbatch.hardware.agreement import from_process_0
-from maxbatch.tuning.remembered import file_of, forget, recall, remember
+from maxbatch.hardware.agreement import broadcast_one_to_all
+from maxbatch.tuning import remembered
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class RememberedChoice:
   """The file of one choice."""
 
   folder: pathlib.Path
@@ -24,34 +24,34 @@ class Memory:
   @property
   def file(self) -> pathlib.Path:
     """Where it is, or will be."""
-    return file_of(self.folder, self.depends_on, self.key)
+    return remembered.file_of(self.folder, self.depends_on, self.key)
 
-  def recalled(self, *, forgetting: bool) -> tuple[dict[str, Any] | None, str | None]:
+  def recalled(self, *, forget: bool) -> tuple[dict[str, Any] | None, str | None]:
     """The choice, or why what is there is of no use; (None, None) where nothing is.
 
     Args:
       forgetting: delete it instead.
     """
-    return from_process_0(self._read(forgetting))
+    return broadcast_one_to_all(self._read(forget))
 
   def kept(self, choice: Mapping[str, Any], probes: Sequence[Mapping[str, Any]]) -> str:
     """Writes the choice down; says where, or why not."""
     if jax.process_index() != 0:
       return ""
     try:
-      remember(self.folder, self.depends_on, choice, probes, self.key)
+      remembered.remember(self.folder, self.depends_on, choice, probes, self.key)
     except OSError as error:
       return f"; not remembered, {self.folder} cannot be written: {error.strerror}"
     return f"; remembered in {self.file}"
 
-  def _read(self, forgetting: bool) -> tuple[dict[str, Any] | None, str | None]:
+  def _read(self, forget: bool) -> tuple[dict[str, Any] | None, str | None]:
     """The choice in the file of process 0."""
     if jax.process_index() != 0:
       return None, None
-    if forgetting:
+    if forget:
       # A file that cannot be deleted is written over, or that fails and is said.
       with contextlib.suppress(OSError):
-        forget(self.folder, self.depends_on, self.key)
+        remembered.forget(self.folder, self.depends_on, self.key)
       return None, None
-    found, problem = recall(self.folder, self.depends_on, self.key)
+    found, problem = remembered.recall(self.folder, self.depends_on, self.key)
     return found.choice if found else None, problem

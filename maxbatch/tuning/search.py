@@ -20,8 +20,8 @@ _GIB = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
-class Probe:
-  """What is known of one size. A step of n passes takes seconds_rest + n × seconds_per_pass."""
+class ProbeResult:
+  """What is known of one size. A step of n microbatches takes seconds_rest + n × seconds_per_microbatch."""
 
   per_device: Fraction
   peak_bytes: int
@@ -29,10 +29,10 @@ class Probe:
   capacity_bytes: int
   """Memory that one device has, or may use."""
   fits: bool
-  seconds_per_pass: float | None = None
+  seconds_per_microbatch: float | None = None
   """None: not known, as for sizes that do not fit."""
   seconds_rest: float = 0.0
-  """What a step takes besides its passes: the update, reductions between devices."""
+  """What a step takes besides its microbatches: the update, reductions between devices."""
   spread: float = 0.0
   """How uncertain the times are, as a share of them."""
   how: Literal["measured", "estimated"] = "measured"
@@ -40,6 +40,12 @@ class Probe:
   """Share of the model's work that an estimate accounts for."""
   utilisation: float | None = None
   """Share of the devices' peak FLOP/s that the model's FLOPs come to; None: not known."""
+
+  def step_seconds(self, num_microbatches: int) -> float | None:
+    """Time of a step of so many microbatches."""
+    if self.seconds_per_microbatch is None:
+      return None
+    return self.seconds_rest + num_microbatches * self.seconds_per_microbatch
 
   @property
   def memory(self) -> str:
@@ -52,14 +58,12 @@ class Tried:
   """A candidate with its probe."""
 
   candidate: Candidate
-  probe: Probe
+  probe: ProbeResult
 
   @property
   def step_seconds(self) -> float | None:
-    """Time of one step at this candidate's number of passes."""
-    if self.probe.seconds_per_pass is None:
-      return None
-    return self.probe.seconds_rest + self.candidate.passes * self.probe.seconds_per_pass
+    """Time of one step at this candidate's number of microbatches."""
+    return self.probe.step_seconds(self.candidate.gradient_accumulation_steps)
 
   @property
   def samples_per_second(self) -> float:
@@ -85,7 +89,7 @@ class Tried:
     }
     return {
       "micro_batch_size": self.size,
-      "gradient_accumulation_steps": candidate.passes,
+      "gradient_accumulation_steps": candidate.gradient_accumulation_steps,
       "peak_bytes": probe.peak_bytes,
       "capacity_bytes": probe.capacity_bytes,
       "fits": probe.fits,
@@ -96,7 +100,7 @@ class Tried:
     } | {key: value for key, value in known.items() if value is not None}
 
 
-ProbeSize = Callable[[Candidate], Probe]
+ProbeSize = Callable[[Candidate], ProbeResult]
 
 
 @dataclasses.dataclass(frozen=True)
