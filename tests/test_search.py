@@ -155,14 +155,14 @@ def test_the_way_down_ends_with_the_probes():
 
 def test_what_does_not_fit_is_never_taken_however_fast_it_is_said_to_be():
   def hasty(candidate: Candidate) -> ProbeResult:
-    return dataclasses.replace(Machine(linear)(candidate), seconds_per_pass=1.0)
+    return dataclasses.replace(Machine(linear)(candidate), seconds_per_microbatch=1.0)
 
   assert chosen(choose_largest(sizes(1, 2, 4, 8), hasty, WAYS_OUT)) == (4, 4, 8)
 
 
 def test_without_times_the_largest_is_taken():
   def untimed(candidate: Candidate) -> ProbeResult:
-    return dataclasses.replace(Machine(linear)(candidate), seconds_per_pass=None)
+    return dataclasses.replace(Machine(linear)(candidate), seconds_per_microbatch=None)
 
   assert chosen(choose_largest(sizes(1, 2, 4, 8), untimed, WAYS_OUT)) == (4, 4, 8)
 
