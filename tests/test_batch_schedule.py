@@ -133,7 +133,7 @@ def test_fractional_sizes_are_exact():
   assert plan_of(devices(1, tensor=100), per_device_batch_size="0.29").micro_batch_to_train == 29
   assert int(256 * 1.1) == 281
   text = message(devices(), per_device_batch_size=256, expansion_factor_real_data="1.1")
-  assert "is 281.6, but global_batch_to_load counts whole samples" in text
+  assert "is 281.6, but global_batch_to_load must be a whole number of samples" in text
 
 
 def test_a_ramp_at_one_microbatch_is_one_shape():
@@ -372,8 +372,8 @@ def test_the_last_step_is_cut_to_whole_microbatches():
   assert [plan.num_microbatches_at(at) for at in walk(plan)[:-1]] == [4, 4, 2]
   assert plan.phases[-1].is_cut
   assert message(devices(8), total_samples=150, **keys) == (
-    "total_samples=150 is 2 steps of 64 samples and 22 samples more, and a run ends with a whole "
-    "microbatch (16 samples); nearest: total_samples=144 or total_samples=160"
+    "total_samples=150 is 2 steps of 64 samples and a rest of 22 samples, which must be a "
+    "multiple of the microbatch (16 samples); nearest: total_samples=144 or total_samples=160"
   )
 
 
@@ -406,13 +406,13 @@ REFUSALS = {
   "a later phase": (
     {"batch_schedule": _SEVEN, "steps": 1},
     "batch_schedule: phase 7, [60, 50], has 50 samples, which must be a positive multiple of the 8 "
-    "groups of devices that see different samples (data 8 × fsdp 1); nearest: [60, 48] or [60, 56]",
+    "data-parallel groups (data 8 × fsdp 1); nearest: [60, 48] or [60, 56]",
   ),
   "a load of a phase": (
     {"batch_schedule": ((0, 8), (9, 16)), "expansion_factor_real_data": "1.0625"},
     "expansion_factor_real_data=1.0625 × global_batch_to_train=8 of phase 1 is 8.5, but "
-    "global_batch_to_load counts whole samples; nearest: expansion_factor_real_data=1 or "
-    "expansion_factor_real_data=1.125",
+    "global_batch_to_load must be a whole number of samples; nearest: "
+    "expansion_factor_real_data=1 or expansion_factor_real_data=1.125",
   ),
   "two schedules": (
     {"batch_schedule": ((0, 8),), "enable_rampup_batch_size": True},
@@ -446,20 +446,20 @@ REFUSALS = {
   ),
   "no start": (
     {"batch_schedule_type": "linear", "batch_size": 64, "batch_schedule_length": 9},
-    "batch_schedule_type=linear needs batch_size_start, the samples of its first updates; "
+    "batch_schedule_type=linear needs batch_size_start, the samples per step of its first phase; "
     "for example batch_size_start=8",
   ),
   "no start of an odd batch": (
     {"batch_schedule_type": "doubling", "batch_size": 24, "batch_schedule_length": 9},
-    "batch_schedule_type=doubling needs batch_size_start, the samples of its first updates; but "
-    "batch_size=24 has no half on the 8 groups of devices that see different samples "
-    "(data 8 × fsdp 1): use linear",
+    "batch_schedule_type=doubling needs batch_size_start, the samples per step of its first "
+    "phase; but half of batch_size=24 is no multiple of the 8 data-parallel groups (data 8 × "
+    "fsdp 1); use batch_schedule_type=linear",
   ),
   "no room for a start": (
     {"batch_schedule_type": "linear", "batch_size": 8, "batch_schedule_length": 9},
-    "batch_schedule_type=linear needs batch_size_start, the samples of its first updates; but "
-    "nothing is below batch_size=8 on the 8 groups of devices that see different samples "
-    "(data 8 × fsdp 1); raise it",
+    "batch_schedule_type=linear needs batch_size_start, the samples per step of its first phase; "
+    "but batch_size=8 is the smallest batch on the 8 data-parallel groups (data 8 × fsdp 1); "
+    "raise batch_size",
   ),
   "no doubling": (
     {"batch_schedule_type": "doubling", "batch_size": 96, "batch_size_start": 32,

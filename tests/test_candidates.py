@@ -156,9 +156,9 @@ MESSAGES = {
     "one of them, for example with per_device_batch_size=-1"
   ),
   ("batch_size=100",): (
-    "batch_size=100 in 1 pass (one unless given) is 100 samples a pass, which must be a multiple "
-    "of the 8 groups of devices that see different samples (data 8 × fsdp 1); nearest: "
-    "batch_size=96 (on the other side: batch_size=104)"
+    "batch_size=100 in 1 microbatch (one unless given) is 100 samples per microbatch, which must "
+    "be a multiple of the 8 data-parallel groups (data 8 × fsdp 1); nearest: batch_size=96 (on "
+    "the other side: batch_size=104)"
   ),
   ("batch_size=96", "micro_batch_size={explore: {min: 13, max: 20}}"): (
     "micro_batch_size={explore: {min: 13, max: 20}}: none of the 6 sizes that the plan allows lies "
@@ -167,8 +167,8 @@ MESSAGES = {
   ),
   ("batch_size=96", "steps=-1", "total_samples=961"): (
     "micro_batch_size=auto: no size makes a plan; the smallest, micro_batch_size=1: "
-    "total_samples=961 is 10 steps of 96 samples and 1 samples more, and a run ends with a whole "
-    "microbatch (8 samples); nearest: total_samples=960 or total_samples=968"
+    "total_samples=961 is 10 steps of 96 samples and a rest of 1 samples, which must be a "
+    "multiple of the microbatch (8 samples); nearest: total_samples=960 or total_samples=968"
   ),
 }
 

@@ -317,8 +317,8 @@ def test_the_rate_follows_the_batch_as_asked(constant, monkeypatch, capsys, argu
     ),
     (
       ["checkpoint={folder}/mine/checkpoints/3"],
-      "checkpoint={folder}/mine/checkpoints/3: there is no checkpoint of that step; there are 2, 4, "
-      "6, 8",
+      "checkpoint={folder}/mine/checkpoints/3: there is no checkpoint of that step; there are 2, "
+      "4, 6, 8",
     ),
     (
       ["factors=1,two"],
@@ -338,8 +338,8 @@ def test_the_rate_follows_the_batch_as_asked(constant, monkeypatch, capsys, argu
     ),
     (
       ["checkpoint={folder}/mine", "factors=0.5,1"],
-      "factors: 0.5 × batch 8 is 4 samples, which must be a positive multiple of the 8 groups of "
-      "devices that see different samples (data 8 × fsdp 1); nearest: factor 1",
+      "factors: 0.5 × batch 8 is 4 samples, which must be a positive multiple of the 8 "
+      "data-parallel groups (data 8 × fsdp 1); nearest: factor 1",
     ),
     (
       ["checkpoint={folder}/mine", "branch_tokens=1000"],
@@ -392,8 +392,9 @@ def test_the_rate_follows_the_batch_as_asked(constant, monkeypatch, capsys, argu
     (
       ["checkpoint={folder}/mine/checkpoints/8", "learning_rate_final_fraction=0"],
       "checkpoint={folder}/mine/checkpoints/8: the learning rate after step 8 is 0 "
-      "(lr_schedule_type=cosine), so no branch would learn anything; take an earlier checkpoint, or "
-      "a rate of its own, for example lr_schedule_type=constant warmup_steps=0 learning_rate=1e-3",
+      "(lr_schedule_type=cosine), so no branch would learn anything; take an earlier checkpoint, "
+      "or a rate of its own, for example lr_schedule_type=constant warmup_steps=0 "
+      "learning_rate=1e-3",
     ),
   ],
   ids=lambda value: "-".join(value) if isinstance(value, list) else "",

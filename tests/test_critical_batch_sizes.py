@@ -69,14 +69,14 @@ def test_a_folder_s_name_has_no_slash():
     (
       (0.1, 1),
       {},
-      "factors: 0.1 × batch 32 is 3.2 samples, which must be a positive multiple of the 8 groups of "
-      "devices that see different samples (data 8 × fsdp 1); nearest: factor 0.25",
+      "factors: 0.1 × batch 32 is 3.2 samples, which must be a positive multiple of the 8 "
+      "data-parallel groups (data 8 × fsdp 1); nearest: factor 0.25",
     ),
     (
       (1, 1.1),
       {},
-      "factors: 1.1 × batch 32 is 35.2 samples, which must be a positive multiple of the 8 groups "
-      "of devices that see different samples (data 8 × fsdp 1); nearest: factor 1 or 1.25",
+      "factors: 1.1 × batch 32 is 35.2 samples, which must be a positive multiple of the 8 "
+      "data-parallel groups (data 8 × fsdp 1); nearest: factor 1 or 1.25",
     ),
     (
       (1, 2),

@@ -127,8 +127,8 @@ def test_a_longer_budget_leaves_a_schedule_of_fixed_length_as_it_was():
 
 def test_a_warmup_longer_than_the_schedule_is_refused():
   assert message(warmup_steps=50) == (
-    "warmup_steps=50 is longer than the schedule of 40 steps; the warm-up is part of the schedule; "
-    "for example warmup_steps=4"
+    "warmup_steps=50 must be at most the 40 steps of the learning rate's schedule, which "
+    "includes the warm-up; for example warmup_steps=4"
   )
 
 

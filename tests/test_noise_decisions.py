@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from maxbatch.batch.schedule_file import (
   FILE_NAME,
   Change,
-  kept_until,
+  changes_until,
   read_changes,
   with_change,
   write_changes,
@@ -22,7 +22,7 @@ CHANGES = (Change(0, 32, "the first batch"), Change(6400, 64, "noise: 83 [69–9
 EXAMPLE = """a file that works:
 batch_schedule:
 - [0, 32, "the first batch"]
-- [6400, 64, "a reason for people"]"""
+- [6400, 64, "an optional reason"]"""
 
 
 def written(tmp_path, text: str):
@@ -94,7 +94,7 @@ def test_any_record_is_read_back(tmp_path, later, first):
 
 def test_the_example_of_the_messages_works(tmp_path):
   text = EXAMPLE.removeprefix("a file that works:\n")
-  expected = (Change(0, 32, "the first batch"), Change(6400, 64, "a reason for people"))
+  expected = (Change(0, 32, "the first batch"), Change(6400, 64, "an optional reason"))
   assert read_changes(written(tmp_path, text)) == expected
 
 
@@ -123,8 +123,8 @@ def test_others_may_read_it_as_they_may_other_files(tmp_path):
 
 
 def test_a_restored_run_forgets_what_came_after_its_checkpoint():
-  assert kept_until(CHANGES, 6399) == CHANGES[:1]
-  assert kept_until(CHANGES, 6400) == CHANGES
+  assert changes_until(CHANGES, 6399) == CHANGES[:1]
+  assert changes_until(CHANGES, 6400) == CHANGES
   again = Change(6400, 128, "decided anew")
   assert with_change(CHANGES, again) == (CHANGES[0], again)
   assert with_change(CHANGES, Change(9000, 128)) == (*CHANGES, Change(9000, 128))
@@ -148,7 +148,7 @@ def test_a_restored_run_forgets_what_came_after_its_checkpoint():
     ),
     ("batch_schedule: 3", "batch_schedule must be a list of entries"),
     ("batch_schedule:", "batch_schedule must be a list of entries"),
-    ("batch_schedule: []", "batch_schedule is empty, and a schedule has at least one entry"),
+    ("batch_schedule: []", "batch_schedule is empty and must have at least one entry"),
     (
       "batch_schedule: [[0, 8], 5]",
       "entry 2, 5, must be [samples, batch] or [samples, batch, reason]",
@@ -161,7 +161,7 @@ def test_a_restored_run_forgets_what_came_after_its_checkpoint():
       "batch_schedule: [[0, 8, a, b]]",
       "entry 1, [0, 8, 'a', 'b'], must be [samples, batch] or [samples, batch, reason]",
     ),
-    ("batch_schedule: [[100, 8]]", "entry 1 begins at 100 samples, and the first at 0"),
+    ("batch_schedule: [[100, 8]]", "entry 1 begins at 100 samples and must begin at 0"),
     (
       "batch_schedule: [[0, 8], [-5, 16]]",
       "entry 2, [-5, 16], must begin with a whole number of samples, 0 or more",
@@ -188,7 +188,7 @@ def test_a_restored_run_forgets_what_came_after_its_checkpoint():
     ),
     (
       "batch_schedule: [[0, 8, 12]]",
-      "entry 1, [0, 8, 12], must have a text as its reason: put it in quotes",
+      "entry 1, [0, 8, 12], must have a string as its reason; put it in quotes",
     ),
     (
       "batch_schedule: [[0, 8], [50, 16], [50, 32]]",

@@ -62,8 +62,9 @@ def test_nor_has_one_phase_of_a_schedule():
     ),
     (
       {"gns_calibrate_every": 0},
-      "batch_schedule=gns follows the noise scale of the whole model, which gns=norm predicts from "
-      "calibration steps, and gns_calibrate_every=0; for example gns_calibrate_every=50, or gns=all",
+      "batch_schedule=gns follows the noise scale of the whole model, which gns=norm predicts "
+      "from calibration steps, and gns_calibrate_every=0; for example gns_calibrate_every=50, or "
+      "gns=all",
     ),
     (
       {"steps": 400, "total_samples": -1},
@@ -120,8 +121,8 @@ def test_keys_that_work(keys):
 
 def test_the_offered_values_work():
   checked(**(ONE | {"num_simulated_devices": 2}), gns="all")
-  assert checked(**(STEERED | {"gns_max_batch_size": 512})).largest_batch == 512
-  assert checked(**STEERED).largest_batch == 512
+  assert checked(**(STEERED | {"gns_max_batch_size": 512})).max_batch == 512
+  assert checked(**STEERED).max_batch == 512
   keys = {"total_samples": -1, "steps": -1, "total_tokens": 128 * 32 * 10}
   assert checked(**(STEERED | keys)).total_samples == 320
 
@@ -133,8 +134,8 @@ FOLLOWING = STEERED | {"batch_schedule": "file", "gns": "off"}
 
 def test_following_needs_a_file():
   assert message(**FOLLOWING) == (
-    "batch_schedule=file needs batch_schedule_file, the schedule that a steered run wrote; for "
-    "example batch_schedule_file=runs/steered/batch_schedule.yml"
+    "batch_schedule=file needs batch_schedule_file, the schedule that a run with "
+    "batch_schedule=gns wrote; for example batch_schedule_file=runs/steered/batch_schedule.yml"
   )
 
 
@@ -154,7 +155,7 @@ def test_following_a_file_that_is_not_there(tmp_path):
     (
       "[0, 32], [320, 60]",
       "batch_schedule: phase 2, [320, 60], has 60 samples, which must be a positive multiple of "
-      "the 8 groups of devices that see different samples (data 8 × fsdp 1); nearest: [320, 56] or [320, 64]",
+      "the 8 data-parallel groups (data 8 × fsdp 1); nearest: [320, 56] or [320, 64]",
     ),
   ],
 )
@@ -202,8 +203,8 @@ def test_a_microbatch_that_does_not_divide_the_batch(per_device, devices, expect
   with pytest.raises(UserError) as caught:
     check_can_continue(plan, first=32, now=40)
   assert str(caught.value) == (
-    "micro_batch_to_train=32: batch_schedule=gns has brought this run to 40 samples per step, which "
-    f"must be a multiple of it; for example {expected}"
+    "micro_batch_to_train=32 must divide the 40 samples per step that batch_schedule=gns has "
+    "reached in this run; for example {expected}"
   )
 
 
@@ -212,8 +213,8 @@ def test_another_first_batch():
   with pytest.raises(UserError) as caught:
     check_can_continue(plan, first=32, now=64)
   assert str(caught.value) == (
-    "global_batch_to_train=64: this run began with 32 samples per step, and batch_schedule=gns goes "
-    "on from there; for example batch_size=32, or another run_name"
+    "global_batch_to_train=64: this run began with 32 samples per step, and batch_schedule=gns "
+    "goes on from there; for example batch_size=32, or another run_name"
   )
 
 
@@ -230,7 +231,8 @@ def test_another_first_batch():
     ),
     (
       {"pipeline_schedule": "1f1b", "ici_pipeline_parallelism": 2},
-      "error: gns=norm and pipeline_schedule=1f1b: the noise scale cannot be measured in a pipeline",
+      "error: gns=norm and pipeline_schedule=1f1b: the noise scale cannot be measured in a "
+      "pipeline",
     ),
   ],
 )

@@ -200,12 +200,12 @@ def test_sizes_that_do_not_fit_the_decisions_are_refused(train):
     with pytest.raises(UserError) as caught:
       train("moved", batch_size=4, per_device_batch_size=2, **STEERED)
     assert str(caught.value) == (
-      "micro_batch_to_train=4: batch_schedule=gns has brought this run to 6 samples per step, which "
-      "must be a multiple of it; for example per_device_batch_size=1 gradient_accumulation_steps=-1"
+      "micro_batch_to_train=4 must divide the 6 samples per step that batch_schedule=gns has "
+      "reached in this run; for example per_device_batch_size=1 gradient_accumulation_steps=-1"
     )
     with pytest.raises(UserError) as caught:
       train("moved", batch_size=6, **STEERED)
     assert str(caught.value) == (
-      "global_batch_to_train=6: this run began with 4 samples per step, and batch_schedule=gns goes "
-      "on from there; for example batch_size=4, or another run_name"
+      "global_batch_to_train=6: this run began with 4 samples per step, and batch_schedule=gns "
+      "goes on from there; for example batch_size=4, or another run_name"
     )

@@ -20,10 +20,10 @@ _DEFAULT = load_config(["config=base"])
 PRINTED = """\
 Batch plan
   num_devices            data 256 × fsdp 2 × tensor 2 × stage 1       =         1,024 devices
-  micro_batch_to_train   1,024 devices × per_device_batch_size 0.5    =           512 samples per pass
+  micro_batch_to_train   1,024 devices × per_device_batch_size 0.5    =           512 samples per microbatch
   global_batch_to_train  512 × gradient_accumulation_steps 8          =         4,096 samples per step
   global_batch_to_load   4,096 × expansion_factor_real_data 4         =        16,384 samples per load
-  eval_batch             1,024 devices × eval_per_device_batch_size 1 =         1,024 samples per pass
+  eval_batch             1,024 devices × eval_per_device_batch_size 1 =         1,024 samples per microbatch
   tokens_per_step        4,096 × max_target_length 2,048              =     8,388,608 tokens
   total_samples          4,096 × steps 500                            =     2,048,000 samples
   total_tokens           2,048,000 × 2,048                            = 4,194,304,000 tokens
@@ -94,9 +94,9 @@ def test_a_load_is_exact_or_refused():
   loaded = plan_of(devices(), per_device_batch_size=10, expansion_factor_real_data="1.1")
   assert loaded.global_batch_to_load == 11
   assert message(devices(), per_device_batch_size=256, expansion_factor_real_data="1.1") == (
-    "expansion_factor_real_data=1.1 × global_batch_to_train=256 is 281.6, but global_batch_to_load "
-    "counts whole samples; nearest: expansion_factor_real_data=1.09765625 or "
-    "expansion_factor_real_data=1.1015625"
+    "expansion_factor_real_data=1.1 × global_batch_to_train=256 is 281.6, but "
+    "global_batch_to_load must be a whole number of samples; nearest: "
+    "expansion_factor_real_data=1.09765625 or expansion_factor_real_data=1.1015625"
   )
 
 
@@ -109,7 +109,7 @@ def test_a_factor_that_is_not_positive_means_one(factor):
 def test_per_device_batch_size_is_refused_with_both_neighbours():
   assert message(devices(data=2, fsdp=2, tensor=2), per_device_batch_size="1.3") == (
     "per_device_batch_size=1.3 on 8 devices is 10.4 samples, which must be a positive multiple of "
-    "the 4 groups of devices that see different samples (data 2 × fsdp 2); "
+    "the 4 data-parallel groups (data 2 × fsdp 2); "
     "nearest: per_device_batch_size=1 or per_device_batch_size=1.5"
   )
 
@@ -117,7 +117,7 @@ def test_per_device_batch_size_is_refused_with_both_neighbours():
 def test_a_batch_of_nothing_is_refused_with_the_smallest_that_works():
   assert message(devices(data=2, tensor=3), per_device_batch_size=0) == (
     "per_device_batch_size=0 on 6 devices is 0 samples, which must be a positive multiple of the "
-    "2 groups of devices that see different samples (data 2 × fsdp 1); "
+    "2 data-parallel groups (data 2 × fsdp 1); "
     "nearest: per_device_batch_size=1/3"
   )
 
@@ -142,12 +142,12 @@ def test_the_budget_is_given_exactly_once():
 
 def test_a_budget_ends_with_a_whole_step():
   assert message(devices(data=8), run_of(total_samples=1000)) == (
-    "total_samples=1000 is 31 steps of 32 samples and 8 samples more, and a run ends with a whole "
-    "microbatch (32 samples); nearest: total_samples=992 or total_samples=1024"
+    "total_samples=1000 is 31 steps of 32 samples and a rest of 8 samples, which must be a "
+    "multiple of the microbatch (32 samples); nearest: total_samples=992 or total_samples=1024"
   )
   assert message(devices(data=8), run_of(total_tokens=100)) == (
-    "total_tokens=100 is 0 steps of 4096 tokens and 100 tokens more, and a run ends with a whole "
-    "microbatch (4096 tokens); nearest: total_tokens=4096"
+    "total_tokens=100 is 0 steps of 4096 tokens and a rest of 100 tokens, which must be a "
+    "multiple of the microbatch (4096 tokens); nearest: total_tokens=4096"
   )
 
 

@@ -47,10 +47,10 @@ Given  batch_size=512, micro_batch_size=8
 
 Batch plan
   num_devices            data 8 × fsdp 1 × tensor 1 × stage 1     =          8 devices
-  micro_batch_to_train   8 devices × per_device_batch_size 8      =         64 samples per pass
+  micro_batch_to_train   8 devices × per_device_batch_size 8      =         64 samples per microbatch
   global_batch_to_train  64 × gradient_accumulation_steps 8       =        512 samples per step
   global_batch_to_load   512 × expansion_factor_real_data 2       =      1,024 samples per load
-  eval_batch             8 devices × eval_per_device_batch_size 8 =         64 samples per pass
+  eval_batch             8 devices × eval_per_device_batch_size 8 =         64 samples per microbatch
   tokens_per_step        512 × max_target_length 128              =     65,536 tokens
   total_samples          sum of the phases, steps 411             =    100,032 samples
   total_tokens           100,032 × 128                            = 12,804,096 tokens
@@ -59,7 +59,7 @@ Loading
   hosts 0 to 1: 256 samples per step each
   hosts 2 to 3: read nothing, and get their samples from the others
 
-Stages
+Phases
   phase  first step  first sample  first token  steps  batch  per device  passes  learning rate
       1           0             0            0    157     64           8       1          0.003
       2         157        10,048    1,286,144     78    128           8       2          0.003
@@ -68,10 +68,10 @@ Stages
       4         410        99,648   12,754,944      1    384           8       6          0.003  the rest of the budget
 
 Limits
-  at this microbatch the batch is a multiple of 64: next to 512, 448 and 576
-  this batch fits on at most 512 devices; at 8 per device also on 4 devices (16 passes) and 16 devices (4 passes)
-  1 microbatch shape to compile; room for 16 passes per step
-  total_samples=100032 ends the run, with a last step of 384 samples
+  with this microbatch the global batch is a multiple of 64; nearest to 512: 448 and 576
+  this batch divides over at most 512 devices; with per-device batch 8 also on 4 devices (16 microbatches) and 16 devices (4 microbatches)
+  1 microbatch shape to compile, for up to 16 microbatches per step
+  total_samples=100032 ends the run, with a partial last step of 384 samples
 """
 
 
@@ -315,6 +315,6 @@ def test_a_load_that_does_not_divide_over_the_hosts():
   with pytest.raises(UserError) as caught:
     host_loads(uneven, 4)
   assert str(caught.value) == (
-    "global_batch_to_load=9 over num_hosts=4 is 2.25 samples per host, which must be whole; "
-    "nearest: expansion_factor_real_data=4/3 or expansion_factor_real_data=2"
+    "global_batch_to_load=9 over num_hosts=4 is 2.25 samples per host, which must be a whole "
+    "number; nearest: expansion_factor_real_data=4/3 or expansion_factor_real_data=2"
   )

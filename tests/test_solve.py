@@ -109,10 +109,7 @@ def test_devices_that_share_a_sample_take_a_fraction_of_it():
   )
 
 
-_GROUPS = (
-  "which must be a positive multiple of the 2 groups of devices that see different samples "
-  "(data 2 × fsdp 1)"
-)
+_GROUPS = "which must be a positive multiple of the 2 data-parallel groups (data 2 × fsdp 1)"
 MESSAGES = {
   (2, ("batch_size", 500), ("micro_batch_size", 64)): (
     "batch_size=500 over 2 devices is 250 per device, not a multiple of micro_batch_size=64; "
@@ -125,15 +122,15 @@ MESSAGES = {
     "(on the other side: tokens_per_step=1536)"
   ),
   (8, ("batch_size", 500)): (
-    "batch_size=500 in 1 pass (one unless given) is 500 samples a pass, which must be a multiple "
-    "of the 8 groups of devices that see different samples (data 8 × fsdp 1); "
-    "nearest: batch_size=496 (on the other side: batch_size=504)"
+    "batch_size=500 in 1 microbatch (one unless given) is 500 samples per microbatch, which must "
+    "be a multiple of the 8 data-parallel groups (data 8 × fsdp 1); nearest: batch_size=496 (on "
+    "the other side: batch_size=504)"
   ),
   (8, ("batch_size", 512), ("gradient_accumulation_steps", 3)): (
-    "batch_size=512 in 3 passes (gradient_accumulation_steps=3) is 512/3 samples a pass, which "
-    "must be a multiple of the 8 groups of devices that see different samples (data 8 × fsdp 1); "
-    "nearest: batch_size=504, or gradient_accumulation_steps=2 "
-    "(on the other side: batch_size=528, or gradient_accumulation_steps=4)"
+    "batch_size=512 in 3 microbatches (gradient_accumulation_steps=3) is 512/3 samples per "
+    "microbatch, which must be a multiple of the 8 data-parallel groups (data 8 × fsdp 1); "
+    "nearest: batch_size=504, or gradient_accumulation_steps=2 (on the other side: "
+    "batch_size=528, or gradient_accumulation_steps=4)"
   ),
   (2, ("batch_size", 512), ("micro_batch_size", 64), ("gradient_accumulation_steps", 2)): (
     "batch_size=512, but micro_batch_size=64 on 2 devices with gradient_accumulation_steps=2 is "

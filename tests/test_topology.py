@@ -75,7 +75,7 @@ def test_what_is_left_must_be_whole():
 def test_only_one_axis_can_be_left_open():
   assert message(mesh_of((-1, -1, 4, 1)), 8) == (
     "ici_data_parallelism=-1, ici_fsdp_parallelism=-1, ici_tensor_parallelism=4, "
-    "ici_pipeline_parallelism=1: only one axis can be -1 (whatever is left), not 2; "
+    "ici_pipeline_parallelism=1: only one axis can be -1 (the remaining devices), not 2; "
     "for example ici_data_parallelism=2, ici_fsdp_parallelism=1, ici_tensor_parallelism=4, "
     "ici_pipeline_parallelism=1"
   )
@@ -90,8 +90,7 @@ def test_slices_must_be_named_on_an_axis():
 
 def test_slices_of_different_sizes_are_refused():
   assert message(mesh_of(), 7, num_slices=2) == (
-    "7 devices in 2 slices: every slice must have as many devices as the others; "
-    "for example 6 devices"
+    "7 devices in 2 slices: all slices must have the same number of devices; for example 6 devices"
   )
 
 

@@ -185,7 +185,7 @@ def test_a_microbatch_that_is_still_to_be_chosen_is_checked_at_its_smallest(tmp_
     ({"vocab_size": 8}, "vocab_size=8 must be at least", "batch plan"),
     ({"base_num_kv_heads": 3}, "base_num_query_heads=4 must be a multiple", "batch plan"),
     ({"device_memory_gb": 0.0001}, "device_memory_gb=0.0001 is less than the", "model"),
-    ({"warmup_steps": 999}, "warmup_steps=999 is longer than the schedule", "memory"),
+    ({"warmup_steps": 999}, "warmup_steps=999 must be at most the", "memory"),
     (
       {"dataset_type": "text", "dataset_path": "/absent"},
       "dataset_path=/absent",

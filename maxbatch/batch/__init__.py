@@ -1,1 +1,1 @@
-"""Batch sizes: the only place where they are multiplied and divided."""
+"""Batch arithmetic: the only folder in which batch sizes are multiplied and divided. No jax."""

@@ -1,7 +1,8 @@
 """The learning rate as a pure function of progress, in steps, samples or tokens.
 
-A schedule maps progress in [0, 1] after the warm-up to a share of the peak. Add one by writing a
-function and registering it in SCHEDULES.
+rate = learning_rate · (batch / run's batch)^c · schedule(progress), after a linear warm-up. A
+schedule maps progress in [0, 1] after the warm-up to a fraction of the peak; c is the coupling to
+the batch size, 0 by default. To add a schedule, write a function and register it in SCHEDULES.
 """
 
 import dataclasses
@@ -15,25 +16,25 @@ from maxbatch.errors import UserError
 
 
 def constant(progress: float, config: OptimizerConfig) -> float:
-  """The peak throughout."""
+  """The peak, without decay."""
   del progress, config
   return 1.0
 
 
 def linear(progress: float, config: OptimizerConfig) -> float:
-  """From the peak to learning_rate_final_fraction in a straight line."""
+  """Linear decay from the peak to learning_rate_final_fraction of it."""
   final = config.learning_rate_final_fraction
   return 1.0 + (final - 1.0) * progress
 
 
 def cosine(progress: float, config: OptimizerConfig) -> float:
-  """From the peak to learning_rate_final_fraction along half a cosine (Loshchilov & Hutter 2017)."""
+  """Cosine decay to learning_rate_final_fraction of the peak (Loshchilov & Hutter 2017)."""
   final = config.learning_rate_final_fraction
   return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def wsd(progress: float, config: OptimizerConfig) -> float:
-  """The peak, then a straight decay over the last wsd_decay_steps_fraction (Hu et al. 2024)."""
+  """Warm-up, stable, decay (Hu et al. 2024): linear over the last wsd_decay_steps_fraction."""
   start = 1.0 - config.wsd_decay_steps_fraction
   if progress <= start:
     return 1.0
@@ -49,13 +50,16 @@ SCHEDULES: dict[str, Schedule] = {
 }
 
 COUPLINGS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
-"""The power of (batch / final batch) that multiplies the rate. Linear keeps the noise of SGD's path
-(Goyal et al. 2017), the root that of Adam's (Malladi et al. 2022)."""
+"""Exponents of (batch / run's batch), which multiplies the rate: linear scaling for SGD (Goyal et
+al. 2017), square-root scaling for Adam (Malladi et al. 2022)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LearningRate:
-  """The learning rate of a run: warm-up, then the schedule, then its final value."""
+  """The learning rate of a run: warm-up, schedule, then the schedule's final value.
+
+  `length` and `warmup` are counted in `unit`; the warm-up is part of the length.
+  """
 
   config: OptimizerConfig
   plan: BatchPlan
@@ -65,13 +69,13 @@ class LearningRate:
   warmup: float
 
   def __call__(self, position: Position) -> float:
-    """The rate of the update that starts at `position`."""
+    """The rate of the step that begins at `position`."""
     at = self.plan.measure(position, self.unit)
     exponent = COUPLINGS[_coupling(self.config, self.plan)]
     share = self.plan.share_of_batch(position)
     peak = self.config.learning_rate * float(share) ** exponent
     if at < self.warmup:
-      # The update moves by the rate reached at its end, so that the very first one is not zero.
+      # The rate that the warm-up reaches at the step's end, so that the first step's is not zero.
       after = self.plan.measure(self.plan.advance(position), self.unit)
       return peak * min(1.0, after / self.warmup)
     done = at >= self.length
@@ -80,7 +84,7 @@ class LearningRate:
 
 
 def _coupling(config: OptimizerConfig, plan: BatchPlan) -> str:
-  """auto: a batch that grows from the one the rate was chosen for takes the rate along."""
+  """auto is sqrt where the batch grows from batch_size, for which the rate was chosen; else none."""
   if config.learning_rate_batch_coupling != "auto":
     return config.learning_rate_batch_coupling
   return "sqrt" if plan.begins_with_batch_size else "none"
@@ -90,7 +94,7 @@ def learning_rate(config: OptimizerConfig, plan: BatchPlan, unit: Unit) -> Learn
   """The run's learning rate.
 
   Raises:
-    UserError: for an unknown schedule, or a warm-up longer than the schedule.
+    UserError: the schedule is unknown, or the warm-up is longer than the schedule.
   """
   schedule = registered("lr_schedule_type", config.lr_schedule_type, SCHEDULES)
   length = config.learning_rate_schedule_steps
@@ -99,7 +103,7 @@ def learning_rate(config: OptimizerConfig, plan: BatchPlan, unit: Unit) -> Learn
   warmup = length * config.warmup_steps_fraction if warmup == -1 else warmup
   if warmup > length:
     raise UserError(
-      f"warmup_steps={warmup} is longer than the schedule of {length} {unit}; the warm-up is part "
-      f"of the schedule; for example warmup_steps={length // 10}"
+      f"warmup_steps={warmup} must be at most the {length} {unit} of the learning rate's schedule, "
+      f"which includes the warm-up; for example warmup_steps={length // 10}"
     )
   return LearningRate(config, plan, unit, schedule, length, warmup)

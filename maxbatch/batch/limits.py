@@ -1,4 +1,4 @@
-"""What keeps a plan from being otherwise: the next batches, the devices that keep it, its end."""
+"""What limits a plan: the neighbouring batches, other device counts, compilations and the budget."""
 
 from fractions import Fraction
 
@@ -7,7 +7,7 @@ from maxbatch.batch.solve import counted, nearest_divisors, text
 
 
 def limits(plan: BatchPlan) -> list[str]:
-  """One sentence for each thing that bounds the plan."""
+  """One sentence for each limit of the plan."""
   return [_batches(plan), _devices(plan), _shapes(plan), _end(plan)]
 
 
@@ -15,35 +15,36 @@ def _batches(plan: BatchPlan) -> str:
   micro, batch = plan.micro_batch_to_train, plan.global_batch_to_train
   near = [f"{size:,}" for size in (batch - micro, batch + micro) if size > 0]
   return (
-    f"at this microbatch the batch is a multiple of {micro:,}: next to {batch:,}, "
+    f"with this microbatch the global batch is a multiple of {micro:,}; nearest to {batch:,}: "
     f"{' and '.join(near)}"
   )
 
 
 def _devices(plan: BatchPlan) -> str:
-  """How many devices can take the same batch in the same microbatches."""
+  """On how many devices the same batch divides into the same per-device batches."""
   groups, devices = plan.topology.num_batch_groups, plan.topology.num_devices
   batch, sharing = plan.global_batch_to_train, devices // groups
   rows = plan.micro_batch_to_train // groups
   near = nearest_divisors(batch // rows, Fraction(groups))
   others = [
-    f"{counted(count * sharing, 'device')} ({counted(batch // (rows * count), 'pass', 'passes')})"
+    f"{counted(count * sharing, 'device')} "
+    f"({counted(batch // (rows * count), 'microbatch', 'microbatches')})"
     for count in near
   ]
   per_device = text(plan.per_device_batch_size)
-  kept = f"; at {per_device} per device also on {' and '.join(others)}" if others else ""
-  return f"this batch fits on at most {counted(batch * sharing, 'device')}{kept}"
+  kept = f"; with per-device batch {per_device} also on {' and '.join(others)}" if others else ""
+  return f"this batch divides over at most {counted(batch * sharing, 'device')}{kept}"
 
 
 def _shapes(plan: BatchPlan) -> str:
   return (
-    f"{counted(len(plan.micro_batches), 'microbatch shape')} to compile; room for "
-    f"{plan.microbatch_capacity:,} passes per step"
+    f"{counted(len(plan.micro_batches), 'microbatch shape')} to compile, for up to "
+    f"{plan.microbatch_capacity:,} microbatches per step"
   )
 
 
 def _end(plan: BatchPlan) -> str:
   key, amount = plan.budget.key, plan.budget.amount * plan.budget.scale
   cut = plan.phases[-1].is_cut
-  how = f", with a last step of {counted(plan.phases[-1].batch, 'sample')}" if cut else ""
+  how = f", with a partial last step of {counted(plan.phases[-1].batch, 'sample')}" if cut else ""
   return f"{key}={text(amount)} ends the run{how}"

@@ -1,8 +1,8 @@
-"""Where in the run which batch is in force: phases of equal steps, from a position to the budget.
+"""The phases of a run: stretches of equal steps, from a position to the end of the budget.
 
 A phase begins at the first step that starts at or after its point of the schedule. Points are
-absolute, so what one phase takes too much the next one lacks, and nothing is forgotten. Within a
-phase everything is closed form: no loop runs over steps.
+absolute, so a step that reaches beyond one shortens the next phase, and rounding never accumulates.
+Within a phase everything is closed form: nothing loops over steps.
 """
 
 import bisect
@@ -18,7 +18,7 @@ from maxbatch.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-  """A place in the run: updates made and samples consumed."""
+  """Progress of a run: optimizer steps done and samples consumed."""
 
   step: int
   samples: int
@@ -26,7 +26,7 @@ class Position:
 
 @dataclasses.dataclass(frozen=True)
 class SchedulePoint:
-  """From `at` on, a step takes `batch` samples in `trips` passes of `micro_batch`."""
+  """From `at` on, a step takes `batch` samples, in microbatches of `micro_batch`."""
 
   at: Fraction
   batch: int
@@ -34,13 +34,13 @@ class SchedulePoint:
 
   @property
   def num_microbatches(self) -> int:
-    """Passes per step."""
+    """Microbatches per step: gradient_accumulation_steps in this phase."""
     return self.batch // self.micro_batch
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchSchedule:
-  """The points of a schedule, the first at 0; `at` counts steps or samples."""
+  """The points of a schedule, ascending, the first at 0; `at` counts steps or samples."""
 
   unit: Literal["steps", "samples"]
   points: tuple[SchedulePoint, ...]
@@ -48,17 +48,17 @@ class BatchSchedule:
 
 @dataclasses.dataclass(frozen=True)
 class Budget:
-  """When the run ends: after `amount` steps, or after `amount` samples given as `key`."""
+  """When the run ends: after `amount` steps, or `amount` samples for the other keys."""
 
   key: Literal["steps", "total_samples", "total_tokens"]
   amount: Fraction
   scale: int = 1
-  """Tokens per sample where the key counts tokens."""
+  """Tokens per sample for total_tokens; the key's value is amount × scale."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-  """`num_steps` equal steps; `number` counts the points of the schedule from 1."""
+  """`num_steps` steps of equal batch; `number` counts the points of the schedule from 1."""
 
   number: int
   first: Position
@@ -66,20 +66,20 @@ class Phase:
   batch: int
   micro_batch: int
   is_cut: bool = False
-  """Whether this is the last step, cut to what the budget leaves."""
+  """Whether this is a partial last step: the rest of a budget in samples or tokens."""
 
   @property
   def num_microbatches(self) -> int:
-    """Passes per step."""
+    """Microbatches per step: gradient_accumulation_steps in this phase."""
     return self.batch // self.micro_batch
 
   @property
   def end(self) -> Position:
-    """The position after its last step."""
+    """The position after the phase's last step."""
     return self.after(self.num_steps)
 
   def after(self, steps: int) -> Position:
-    """The position `steps` steps after its first one begins."""
+    """The position after `steps` steps of the phase."""
     return Position(self.first.step + steps, self.first.samples + steps * self.batch)
 
 
@@ -96,7 +96,7 @@ def phases_of(schedule: BatchSchedule, budget: Budget, start: Position) -> tuple
   for number, point in enumerate(schedule.points, 1):
     until = schedule.points[number].at if number < len(schedule.points) else None
     steps = _steps_until(until, point, schedule.unit, position)
-    affordable, rest = _affordable(budget, point, position)
+    affordable, rest = _steps_within_budget(budget, point, position)
     if steps == 0:
       continue
     ending = steps is None or steps > affordable
@@ -107,7 +107,7 @@ def phases_of(schedule: BatchSchedule, budget: Budget, start: Position) -> tuple
     phases.append(phase)
     position = phase.end
     if ending:
-      phases += _cut_step(budget, phase, rest)
+      phases += _partial_step(budget, phase, rest)
       break
   reached = [phase for phase in phases if phase.num_steps]
   return tuple(reached or phases[:1])
@@ -119,15 +119,17 @@ def _steps_until(
   unit: Literal["steps", "samples"],
   position: Position,
 ) -> int | None:
-  """Steps from `position` to the first that starts at or after `until`; None: without end."""
+  """Steps from `position` to the first that begins at or after `until`; None if there is no end."""
   if until is None:
     return None
   left = until - (position.step if unit == "steps" else position.samples)
   return max(0, math.ceil(left / (1 if unit == "steps" else point.batch)))
 
 
-def _affordable(budget: Budget, point: SchedulePoint, position: Position) -> tuple[int, Fraction]:
-  """Whole steps that the budget still pays, and the samples it leaves after them."""
+def _steps_within_budget(
+  budget: Budget, point: SchedulePoint, position: Position
+) -> tuple[int, Fraction]:
+  """Whole steps left in the budget, and the samples left after them."""
   if budget.key == "steps":
     return max(0, int(budget.amount) - position.step), Fraction(0)
   left = max(Fraction(0), budget.amount - position.samples)
@@ -135,11 +137,11 @@ def _affordable(budget: Budget, point: SchedulePoint, position: Position) -> tup
   return steps, left - steps * point.batch
 
 
-def _cut_step(budget: Budget, phase: Phase, rest: Fraction) -> list[Phase]:
-  """The last step, cut to the samples that a budget in samples or tokens leaves.
+def _partial_step(budget: Budget, phase: Phase, rest: Fraction) -> list[Phase]:
+  """The partial last step, of the samples left in a budget of samples or tokens; [] if none are.
 
-  Cutting neither loses samples nor adds any, and a ramp, whose steps no round total fits, leaves
-  the budget where it was. Only whole microbatches are cut to: they need no other compilation.
+  So the run consumes exactly its budget, also with a ramp-up, whose steps rarely add up to a round
+  number. The step must be whole microbatches, which need no other compilation.
   """
   if rest == 0:
     return []
@@ -157,19 +159,19 @@ def _no_whole_microbatch(budget: Budget, phase: Phase, rest: Fraction) -> str:
   before = f"{phase.first.samples * scale} {unit}, then " if phase.first.samples else ""
   return (
     f"{budget.key}={text(budget.amount * scale)} is {before}{phase.num_steps} steps of "
-    f"{phase.batch * scale} {unit} and {text(rest * scale)} {unit} more, and a run ends with a "
-    f"whole microbatch ({phase.micro_batch * scale} {unit}); "
+    f"{phase.batch * scale} {unit} and a rest of {text(rest * scale)} {unit}, which must be a "
+    f"multiple of the microbatch ({phase.micro_batch * scale} {unit}); "
     f"nearest: {' or '.join(f'{budget.key}={total}' for total in nearest)}"
   )
 
 
 def phase_at_sample(phases: Sequence[Phase], samples: int) -> Phase:
-  """The phase whose steps hold sample `samples`; beyond both ends, the nearest one."""
+  """The phase that consumes sample `samples` (0-based); outside the run, the nearest one."""
   after = bisect.bisect_right(phases, samples, key=lambda phase: phase.first.samples)
   return phases[max(0, after - 1)]
 
 
 def phase_at_step(phases: Sequence[Phase], step: int) -> Phase:
-  """The phase of step `step` (0-based); beyond both ends, the nearest one."""
+  """The phase of step `step` (0-based); outside the run, the nearest one."""
   after = bisect.bisect_right(phases, step, key=lambda phase: phase.first.step)
   return phases[max(0, after - 1)]

@@ -1,8 +1,15 @@
-"""BatchPlan: every batch size of a run, derived exactly and explained line by line.
+"""BatchPlan: every batch size of a run, derived exactly and printed line by line.
 
-Sizes are rational numbers until they count samples, so that 0.29 samples on each of 100 devices
-are 29 samples, and nothing is ever truncated. Whoever needs a size asks the plan: which batch is in
-force at a position, how many passes it takes, where the next step begins, where the run ends.
+solve.py gives the sizes of one step, schedule.py how they change, phases.py which steps have which.
+The plan holds the results, and every other part of the program reads its sizes from it: the batch
+at a position, its microbatches, where the next step begins and where the run ends.
+
+    global_batch_to_load = global_batch_to_train · expansion_factor_real_data
+    tokens_per_step      = global_batch_to_train · max_target_length
+    total_samples        = sum of batch · steps over the phases
+
+Sizes are fractions until they count samples: 0.29 samples on each of 100 devices are 29 samples.
+Nothing is ever truncated.
 """
 
 import dataclasses
@@ -25,7 +32,7 @@ from maxbatch.batch.schedule import (
   ScheduleInputs,
   batch_schedule,
   begins_with_batch_size,
-  largest_decided,
+  max_gns_batch_size,
 )
 from maxbatch.batch.solve import GivenSize, given_sizes, solve, text, whole_micro_batch
 from maxbatch.batch.topology import Topology
@@ -34,15 +41,15 @@ from maxbatch.errors import UserError
 
 Unit = Literal["steps", "samples", "tokens"]
 
-_SMALLEST_MICROBATCH_CAPACITY = 16
-"""Microbatches the fused step has room for at least; unused room is a few KiB of token ids."""
+_MIN_MICROBATCH_CAPACITY = 16
+"""Microbatches that the fused step is compiled for at least; unused ones cost a few KiB each."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:
-  """The sizes of a run. Samples are rows of `max_target_length` tokens.
+  """The sizes of a run. A sample is a row of `max_target_length` tokens.
 
-  Sizes without a position are those of the run's batch, at which a ramp arrives.
+  Sizes without a position are those of the run's batch, the last one of a ramp-up.
   """
 
   topology: Topology
@@ -57,11 +64,11 @@ class BatchPlan:
   schedule: BatchSchedule
   budget: Budget
   phases: tuple[Phase, ...]
-  """What lies between the plan's start and its end, at least one phase."""
-  largest_batch: int = 0
-  """Up to which the run may decide to go; 0 if it decides nothing."""
+  """From the plan's start to its end; at least one phase."""
+  max_batch: int = 0
+  """The largest batch that batch_schedule=gns may reach; 0 for any other schedule."""
   begins_with_batch_size: bool = False
-  """Whether the run's batch is the first of the schedule, not the last."""
+  """Whether the run's batch is the schedule's first; for a ramp-up it is the last."""
 
   @property
   def tokens_per_step(self) -> int:
@@ -70,7 +77,7 @@ class BatchPlan:
 
   @property
   def steps(self) -> int:
-    """Updates made when the run ends."""
+    """Optimizer steps done when the run ends."""
     return self.end().step
 
   @property
@@ -85,18 +92,19 @@ class BatchPlan:
 
   @property
   def microbatch_capacity(self) -> int:
-    """Microbatches the compiled fused step has room for, in every phase.
+    """The largest number of microbatches per step that the fused step is compiled for.
 
-    A power of two, so that changing gradient_accumulation_steps within it compiles nothing new.
+    It covers every phase, and is a power of two, so that another gradient_accumulation_steps up to
+    it needs no new compilation.
     """
     scheduled = max(point.num_microbatches for point in self.schedule.points)
-    decided = self.largest_batch // self.micro_batch_to_train
-    needed = max(_SMALLEST_MICROBATCH_CAPACITY, scheduled, decided)
+    decided = self.max_batch // self.micro_batch_to_train
+    needed = max(_MIN_MICROBATCH_CAPACITY, scheduled, decided)
     return 1 << (needed - 1).bit_length()
 
   @property
   def micro_batches(self) -> tuple[int, ...]:
-    """The different microbatches of the phases, each one shape to compile, as they first occur."""
+    """The distinct microbatches of the phases in order of appearance; each is one compilation."""
     return tuple(dict.fromkeys(phase.micro_batch for phase in self.phases))
 
   def tokens(self, samples: int) -> int:
@@ -112,7 +120,7 @@ class BatchPlan:
     return self.per_device(micro_batch) * self.max_target_length
 
   def largest_phase(self, micro_batch: int) -> Phase:
-    """The phase with the most passes of this microbatch."""
+    """Of the phases with this microbatch, the one with the most microbatches per step."""
     phases = [phase for phase in self.phases if phase.micro_batch == micro_batch]
     return max(phases, key=lambda phase: phase.num_microbatches)
 
@@ -125,11 +133,11 @@ class BatchPlan:
     return self.phase_at(samples).batch
 
   def num_microbatches_at(self, position: Position) -> int:
-    """Passes of the step that begins at `position`."""
+    """Microbatches of the step that begins at `position`."""
     return self.phase_at(position.samples).num_microbatches
 
   def share_of_batch(self, position: Position) -> Fraction:
-    """The batch at `position` over the run's batch."""
+    """The batch at `position` as a fraction of the run's batch."""
     return Fraction(self.batch_at(position.samples), self.global_batch_to_train)
 
   def samples_at(self, step: int) -> int:
@@ -152,10 +160,11 @@ class BatchPlan:
     return self.phases[-1].end
 
   def starting_at(self, position: Position) -> "BatchPlan":
-    """The plan from `position` on: a resumed run, whose steps until there another plan made.
+    """The plan from `position` on, for a run that is resumed there.
 
-    On this plan's own way it changes nothing. Elsewhere the schedule takes effect from exactly the
-    samples that are consumed, and a budget in samples or tokens ends where it did.
+    If this plan made the steps before, its later steps stay the same. If another did, the schedule
+    takes effect at exactly the samples consumed, and a budget in samples or tokens ends where it
+    would have.
 
     Raises:
       UserError: the budget ends inside a microbatch.
@@ -163,8 +172,8 @@ class BatchPlan:
     phases = phases_of(self.schedule, self.budget, position)
     return dataclasses.replace(self, phases=phases)
 
-  def changed_at(self, position: Position, batch: int) -> "BatchPlan":
-    """The plan of a run that takes `batch` samples per step from `position` on, as it decided.
+  def with_batch_from(self, position: Position, batch: int) -> "BatchPlan":
+    """The plan with `batch` samples per step from `position` on, as batch_schedule=gns decided.
 
     Args:
       position: where a step begins.
@@ -174,10 +183,10 @@ class BatchPlan:
       UserError: the budget ends inside a microbatch.
     """
     before = [(int(p.at), p.batch) for p in self.schedule.points if p.at < position.samples]
-    return self.following([*before, (position.samples, batch)]).starting_at(position)
+    return self.with_schedule([*before, (position.samples, batch)]).starting_at(position)
 
-  def following(self, changes: Sequence[tuple[int, int]]) -> "BatchPlan":
-    """The plan with another schedule: from so many samples on, a step takes so many samples."""
+  def with_schedule(self, changes: Sequence[tuple[int, int]]) -> "BatchPlan":
+    """The plan with another schedule: `changes` are pairs (samples consumed, samples per step)."""
     micro = self.micro_batch_to_train
     points = tuple(SchedulePoint(Fraction(samples), batch, micro) for samples, batch in changes)
     plan = dataclasses.replace(self, schedule=BatchSchedule("samples", points))
@@ -206,7 +215,7 @@ class BatchPlan:
     return "\n".join([self.derivation(), *self._phase_lines()])
 
   def derivation(self) -> str:
-    """Every size with how it comes about, a line each."""
+    """Every size with its formula, one line each."""
     rows = self._derivation()
     how_width = max(len(how) for _, how, _, _ in rows)
     size_width = max(len(f"{size:,}") for _, _, size, _ in rows)
@@ -217,7 +226,7 @@ class BatchPlan:
     return "\n".join(["Batch plan", *lines])
 
   def _phase_lines(self) -> list[str]:
-    """A line per phase, if there are several."""
+    """One line per phase, if there are several."""
     if len(self.phases) == 1:
       return []
     return [
@@ -227,7 +236,7 @@ class BatchPlan:
     ]
 
   def _derivation(self) -> list[tuple[str, str, int, str]]:
-    """Name, derivation, size and unit of every size, each derived from those above it."""
+    """(name, formula, size, unit) of every size; a formula uses only sizes above it."""
     devices = self.topology.num_devices
     micro, batch = self.micro_batch_to_train, self.global_batch_to_train
     per_device, factor = text(self.per_device_batch_size), text(self.expansion_factor_real_data)
@@ -243,7 +252,7 @@ class BatchPlan:
         "micro_batch_to_train",
         f"{times} per_device_batch_size {per_device}",
         micro,
-        "samples per pass",
+        "samples per microbatch",
       ),
       (
         "global_batch_to_train",
@@ -261,7 +270,7 @@ class BatchPlan:
         "eval_batch",
         f"{times} eval_per_device_batch_size {per_device_eval}",
         self.eval_batch,
-        "samples per pass",
+        "samples per microbatch",
       ),
       (
         "tokens_per_step",
@@ -278,11 +287,11 @@ def plan_batches(batch: BatchConfig, run: RunConfig, topology: Topology) -> Batc
   """Derives every size from the configuration and the devices, and checks every phase.
 
   Raises:
-    UserError: sizes contradict each other or are not whole; the message offers what is.
+    UserError: sizes contradict each other or are not whole; the message suggests sizes that work.
   """
   sizes = solve(given_sizes(batch), topology)
-  request = ScheduleInputs(batch, sizes, topology)
-  schedule = batch_schedule(request)
+  inputs = ScheduleInputs(batch, sizes, topology)
+  schedule = batch_schedule(inputs)
   factor = batch.expansion_factor_real_data
   factor = factor if factor > 0 else Fraction(1)
   _check_loads(schedule, factor)
@@ -300,43 +309,43 @@ def plan_batches(batch: BatchConfig, run: RunConfig, topology: Topology) -> Batc
     schedule=schedule,
     budget=budget,
     phases=phases_of(schedule, budget, Position(0, 0)),
-    largest_batch=largest_decided(request),
+    max_batch=max_gns_batch_size(inputs),
     begins_with_batch_size=begins_with_batch_size(batch),
   )
 
 
 def _eval_batch(per_device: Fraction, micro_batch: int, topology: Topology) -> int:
-  """Samples of one evaluation pass: by its own key, or as in training."""
+  """Samples of one evaluation batch: by eval_per_device_batch_size, or training's microbatch."""
   if per_device == 0:
     return micro_batch
   return whole_micro_batch(GivenSize("eval_per_device_batch_size", per_device), topology)
 
 
 def _check_loads(schedule: BatchSchedule, factor: Fraction) -> None:
-  """batch × factor must be whole in every phase."""
+  """Checks that global_batch_to_load is a whole number of samples in every phase."""
   batches = [point.batch for point in schedule.points]
   for number, batch in enumerate(batches, 1):
     loaded = batch * factor
     if loaded.denominator == 1:
       continue
-    # The factor must make all phases whole.
+    # A suggested factor must work for all phases, so it is a fraction over their common divisor.
     common = math.gcd(*batches)
     counts = (math.floor(common * factor), math.floor(common * factor) + 1)
     offers = [text(Fraction(count, common)) for count in counts if count > 0]
     phase = f" of phase {number}" if len(batches) > 1 else ""
     raise UserError(
       f"expansion_factor_real_data={text(factor)} × global_batch_to_train={batch}{phase} is "
-      f"{text(loaded)}, but global_batch_to_load counts whole samples; "
+      f"{text(loaded)}, but global_batch_to_load must be a whole number of samples; "
       f"nearest: {' or '.join(f'expansion_factor_real_data={offer}' for offer in offers)}"
     )
 
 
 def _budget(run: RunConfig, max_target_length: int) -> Budget:
-  """The budget; exactly one of the three keys gives it."""
+  """The budget, from the one of the three keys that is set."""
   sizes = {"steps": run.steps, "total_samples": run.total_samples, "total_tokens": run.total_tokens}
   given = [key for key, size in sizes.items() if size != -1]
   if len(given) != 1:
-    # Of several the last is kept: steps comes from base.yml, the others from a person.
+    # The example keeps the last of several: steps has a default in base.yml, the others have none.
     unset = " ".join(f"{key}=-1" for key in given[:-1]) or "steps=1000"
     values = ", ".join(f"{key}={size}" for key, size in sizes.items())
     raise UserError(f"{values}: exactly one must be set, the others -1; for example {unset}")

@@ -1,4 +1,4 @@
-"""Whether a run whose batch was decided as it went can go on with the sizes it is given now."""
+"""Whether a run with batch_schedule=gns can be resumed with the batch sizes given now."""
 
 import math
 
@@ -8,26 +8,27 @@ from maxbatch.errors import UserError
 
 
 def check_can_continue(plan: BatchPlan, first: int, now: int) -> None:
-  """Refuses sizes with which a steered run cannot go on.
+  """Refuses sizes with which a run with batch_schedule=gns cannot be resumed.
 
   Args:
-    plan: the plan of the keys as they are now.
+    plan: of the configuration as it is now.
     first: samples per step with which the run began.
-    now: samples per step to which it has come.
+    now: samples per step at the checkpoint.
 
   Raises:
-    UserError: it began with another batch, or has come to one that its microbatch does not divide.
+    UserError: the run began with another batch, or the microbatch does not divide the present one.
   """
   batch, micro = plan.global_batch_to_train, plan.micro_batch_to_train
   if batch != first:
     raise UserError(
-      f"global_batch_to_train={batch}: this run began with {first} samples per step, and "
-      f"batch_schedule=gns goes on from there; for example batch_size={first}, or another run_name"
+      f"global_batch_to_train={batch} must be the {first} samples per step with which this run "
+      f"began, because batch_schedule=gns continues from there; for example batch_size={first}, or "
+      "another run_name"
     )
   if now % micro:
     raise UserError(
-      f"micro_batch_to_train={micro}: batch_schedule=gns has brought this run to {now} samples per "
-      f"step, which must be a multiple of it; for example {_micro_batch_that_works(plan, now)}"
+      f"micro_batch_to_train={micro} must divide the {now} samples per step that "
+      f"batch_schedule=gns has reached in this run; for example {_micro_batch_that_works(plan, now)}"
     )
 
 

@@ -1,11 +1,13 @@
-"""Which sample goes to which microbatch, device group and host, and which samples are read at once.
+"""Which sample goes to which microbatch, data-parallel group and host, and which load together.
 
-Canonical order: the step that begins at sample s holds samples s … s+B−1. With k microbatches of
-D·b rows over D batch-sharding groups, row m·D·b + d·b + j of the step is slot j of group d in
-microbatch m. An array [k, D·b, …] divided over its second dimension therefore puts every row where
-it belongs, and no device hands a row to another.
+The step that begins at sample s holds samples s … s+B−1, in this order: with k microbatches of
+G·r rows over G data-parallel groups, row m·G·r + g·r + j of the step is row j of group g in
+microbatch m. So an array [k, G·r, …] that is sharded along its second dimension has every row on
+the device that uses it, and no row moves between devices.
 
-A process reads the rows of its own groups only: the same columns of every microbatch.
+A process loads only the rows of its own groups: the same columns of every microbatch.
+
+Legend of shapes: k microbatches, r rows per group and microbatch.
 """
 
 import dataclasses
@@ -20,7 +22,7 @@ from maxbatch.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class RowPlan:
-  """How a step's rows lie in its array [num_microbatches, micro_batch, …]."""
+  """The layout of a step's rows in its array [num_microbatches, micro_batch, …]."""
 
   num_microbatches: int
   micro_batch: int
@@ -36,16 +38,16 @@ class RowPlan:
     return self.num_microbatches * self.micro_batch
 
   def columns_of_group(self, group: int) -> np.ndarray:
-    """The places int64[b] in every microbatch that belong to device group `group`."""
+    """Columns int64[r] of every microbatch that belong to data-parallel group `group`."""
     size = self.micro_batch // self.num_groups
     return np.arange(group * size, (group + 1) * size)
 
   def rows_of_group(self, group: int) -> np.ndarray:
-    """Offsets int64[k, b] from the step's first sample of the rows of device group `group`."""
+    """Offsets int64[k, r] from the step's first sample of the rows of group `group`."""
     return self.rows_at(self.columns_of_group(group))
 
   def rows_at(self, columns: np.ndarray) -> np.ndarray:
-    """Offsets int64[k, len(columns)] of the rows at these places of every microbatch."""
+    """Offsets int64[k, len(columns)] from the step's first sample of the rows in these columns."""
     return np.arange(self.num_microbatches)[:, None] * self.micro_batch + columns[None, :]
 
 
@@ -59,15 +61,15 @@ class StepRows:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-  """Consecutive dispatches with the same microbatch: what one compiled program is fed."""
+  """Consecutive dispatches with the same microbatch: the inputs of one compiled program."""
 
   micro_batch: int
   steps: list[StepRows]
 
 
 def dispatches(plan: BatchPlan, start: Position, *, streamed: bool) -> list[Segment]:
-  """What is sent to the devices from `start` to the end of the run: whole steps, or, streamed,
-  their microbatches one by one."""
+  """The dispatches from `start` to the end of the run: one per step, or one per microbatch if
+  `streamed`."""
   segments: list[Segment] = []
   for phase in plan.starting_at(start).phases:
     per_dispatch = 1 if streamed else phase.num_microbatches
@@ -80,18 +82,18 @@ def dispatches(plan: BatchPlan, start: Position, *, streamed: bool) -> list[Segm
 
 
 def load_factor(plan: BatchPlan, *, streamed: bool) -> Fraction:
-  """Samples loaded at once, as a multiple of what one dispatch takes."""
+  """Samples loaded at once, as a multiple of the samples of one dispatch."""
   taken = plan.micro_batch_to_train if streamed else plan.global_batch_to_train
   return Fraction(plan.global_batch_to_load, taken)
 
 
 def steps_in_order(num_rows: int, batch: int) -> list[StepRows]:
-  """Steps of one microbatch of `batch` rows that cover `num_rows`."""
+  """Steps of one microbatch of `batch` rows each that cover `num_rows` rows."""
   return [StepRows(first, 1) for first in range(0, num_rows, batch)]
 
 
 class StepTable:
-  """The steps of a run as two arrays: a million of them travel to a worker as 16 MB."""
+  """The steps of a run as two arrays, so that a million of them are pickled as 16 MB."""
 
   def __init__(self, steps: Sequence[StepRows], micro_batch: int):
     self.micro_batch = micro_batch
@@ -107,27 +109,28 @@ class StepTable:
     return len(self.first_samples)
 
   def plan(self, step: int) -> RowPlan:
-    """How the rows of step `step` of the table lie."""
+    """The layout of step `step` of the table."""
     return RowPlan(int(self.num_microbatches[step]), self.micro_batch)
 
   def samples(self, step: int, columns: np.ndarray) -> np.ndarray:
-    """The samples int64[k·len(columns)], ascending, at these places of the step's microbatches."""
+    """The samples int64[k·len(columns)], ascending, in these columns of the step's microbatches."""
     return self.first_samples[step] + self.plan(step).rows_at(columns).reshape(-1)
 
   def samples_between(self, begin: int, end: int, columns: np.ndarray) -> np.ndarray:
-    """As `samples`, of all steps, from sample `begin` up to but not including `end`."""
+    """As `samples`, for all steps, from sample `begin` up to but not including `end`."""
     first = int(np.searchsorted(self.first_samples, begin, side="right")) - 1
     last = int(np.searchsorted(self.first_samples, end, side="left"))
     samples = np.concatenate([self.samples(step, columns) for step in range(first, last)])
     return samples[(samples >= begin) & (samples < end)]
 
   def load_bounds(self, factor: Fraction) -> np.ndarray:
-    """Where loads begin, and last the end: int64[loads + 1].
+    """The first sample of each load, then the end of the last: int64[loads + 1].
 
-    A load is `factor` times the batch of the step it begins in; the last one takes what is left.
+    A load is `factor` times the batch of the step it begins in; the last one is shortened to the
+    end of the run.
 
     Raises:
-      UserError: that is not a whole number of samples.
+      UserError: a load is not a whole number of samples.
     """
     if factor == 1:
       return np.append(self.first_samples, self.end)
@@ -143,8 +146,8 @@ class StepTable:
     size = factor * batch
     if size.denominator != 1 or size <= 0:
       raise UserError(
-        f"expansion_factor_real_data={factor} times global_batch_to_train={batch} is {size} "
-        "samples; a load is a whole number of them, at least 1: choose a factor that "
-        f"{batch} makes whole, such as {Fraction(1, batch)} or 2"
+        f"expansion_factor_real_data={factor} × global_batch_to_train={batch} is {size} samples, "
+        "which must be a whole number, at least 1; for example expansion_factor_real_data="
+        f"{Fraction(1, batch)} or 2"
       )
     return int(size)

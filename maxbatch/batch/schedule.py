@@ -1,7 +1,35 @@
-"""The batch size as a pure function of progress: ramp-up and any other schedule.
+"""The global batch size over a run: constant, ramp-up, or any other schedule.
 
-A schedule is a list of (at, batch): from `at` on, a step takes `batch` samples. The last batch is
-the run's. Add a schedule by writing a function and registering it in SCHEDULES.
+A schedule is a list of phases (at, batch): the first step that begins at or after `at` takes
+`batch` samples, and so do the steps after it until the next phase begins. `at` counts steps,
+samples or tokens (batch_schedule_unit). The batch is a pure function of the progress, so a run that
+is resumed, also on other devices, continues the same schedule.
+
+    keys                                            phases
+    batch_schedule=[[0, 32], [10000, 64]]           as listed
+    batch_schedule_type=linear                      (i · length / n, start + i · increment) for
+                                                    i = 0 … n, n = (B − start) / increment
+    batch_schedule_type=doubling                    (i · length / n, start · 2^i) for
+                                                    i = 0 … n, n = log2(B / start)
+    enable_rampup_batch_size=true                   linear in per_device_batch_size, over
+                                                    global_rampup_samples, as in MaxText
+    batch_schedule=gns                              from B on, as the gradient noise scale allows
+    batch_schedule=file                             as another run recorded it
+
+B is the run's batch, global_batch_to_train: the last phase of a ramp, but the first of gns and
+file. Every phase must be a multiple of the data-parallel groups. A phase keeps the run's microbatch
+where that divides its batch, and changes only the number of gradient accumulation steps, so a ramp
+compiles nothing new; else it takes the largest smaller microbatch that does.
+
+Example: batch_size=512, batch_schedule_type=linear, batch_size_start=128, batch_size_increment=128
+and batch_schedule_length=30000 give n = (512 − 128) / 128 = 3 increments of 30000 / 3 = 10000
+samples: phases (0, 128), (10000, 256), (20000, 384), (30000, 512). With a microbatch of 128 they
+take 1, 2, 3 and 4 gradient accumulation steps. The first phase has ceil(10000 / 128) = 79 steps and
+ends at sample 10112. Starts are absolute, so the second phase is 112 samples shorter for it.
+
+enable_rampup_batch_size, per_device_batch_size_start, per_device_batch_size_increment and
+global_rampup_samples are MaxText's names. To add a schedule, write a function from ScheduleInputs
+to PhaseStarts and register it in SCHEDULES.
 """
 
 import dataclasses
@@ -13,22 +41,22 @@ from fractions import Fraction
 
 from maxbatch.batch.phases import BatchSchedule, SchedulePoint
 from maxbatch.batch.schedule_file import read_changes
-from maxbatch.batch.solve import Sizes, groups_of, nearest_divisors, nearest_multiples, text
+from maxbatch.batch.solve import Sizes, describe_groups, nearest_divisors, nearest_multiples, text
 from maxbatch.batch.topology import Topology
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import BatchConfig
 from maxbatch.errors import UserError
 
-_MOST_GROWTH = 16
-"""Times the first batch that batch_schedule=gns may reach by default."""
+_DEFAULT_MAX_GROWTH = 16
+"""batch_schedule=gns grows the batch up to this multiple of the first, unless configured."""
 
-Steps = list[tuple[Fraction, Fraction]]
+PhaseStarts = list[tuple[Fraction, Fraction]]
 """(at, samples per step) of every phase, the first at 0."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleInputs:
-  """What a schedule is made from: the keys, the sizes they solved to, and the devices."""
+  """What a schedule is computed from: the configuration, the run's sizes, and the devices."""
 
   config: BatchConfig
   sizes: Sizes
@@ -37,11 +65,11 @@ class ScheduleInputs:
 
 @dataclasses.dataclass(frozen=True)
 class RampupBatchManager:
-  """Equal increments of the batch, each in force for equally many samples.
+  """A ramp-up in equal increments of the batch, each in force for equally many samples.
 
-  Sizes are per device and pass, and may be fractions; `samples_per_size` of them are one step.
-  Stage i begins when i · samples_per_increment samples are consumed, however many devices, steps
-  or restarts it took to get there.
+  Sizes are per device and microbatch, and may be fractions. A step takes `samples_per_size` times
+  as many: devices × gradient accumulation steps. Phase i begins when i · samples_per_increment
+  samples are consumed, independent of the devices, steps and restarts before.
   """
 
   per_device_batch_size_start: Fraction
@@ -74,7 +102,7 @@ class RampupBatchManager:
     """Samples of the step that begins when `samples` are consumed."""
     return self.batch_of(self.phase_at(samples))
 
-  def steps(self) -> Steps:
+  def phase_starts(self) -> PhaseStarts:
     """Every phase: the samples at which it begins, and its batch."""
     return [
       (phase * self.samples_per_increment, self.batch_of(phase))
@@ -82,55 +110,60 @@ class RampupBatchManager:
     ]
 
 
-def constant(request: ScheduleInputs) -> Steps:
+def constant(inputs: ScheduleInputs) -> PhaseStarts:
   """The run's batch throughout."""
-  return [(Fraction(0), Fraction(request.sizes.batch))]
+  return [(Fraction(0), Fraction(inputs.sizes.batch))]
 
 
-def rampup(request: ScheduleInputs) -> Steps:
-  """MaxText's ramp: per_device_batch_size_start, …_increment and global_rampup_samples."""
-  config, sizes = request.config, request.sizes
-  per_size = request.topology.num_devices * sizes.gradient_accumulation_steps
+def rampup(inputs: ScheduleInputs) -> PhaseStarts:
+  """MaxText's ramp-up: per_device_batch_size_start, …_increment and global_rampup_samples."""
+  config, sizes = inputs.config, inputs.sizes
+  per_size = inputs.topology.num_devices * sizes.gradient_accumulation_steps
   start, increment = config.per_device_batch_size_start, config.per_device_batch_size_increment
   target = Fraction(sizes.batch, per_size)
   keys = ("per_device_batch_size_start", "per_device_batch_size_increment")
-  unit = Fraction(request.topology.num_batch_groups, per_size)
+  unit = Fraction(inputs.topology.num_batch_groups, per_size)
   _check_increments(keys, (start, increment, target), unit, "per_device_batch_size")
   samples = Fraction(config.global_rampup_samples)
-  return RampupBatchManager(start, increment, target, samples, per_size).steps()
+  return RampupBatchManager(start, increment, target, samples, per_size).phase_starts()
 
 
-def linear(request: ScheduleInputs) -> Steps:
-  """From batch_size_start by batch_size_increment, over batch_schedule_length."""
-  length, start, target = _length(request), _start(request), Fraction(request.sizes.batch)
-  given = request.config.batch_size_increment
+def linear(inputs: ScheduleInputs) -> PhaseStarts:
+  """From batch_size_start to the run's batch in equal increments, over batch_schedule_length."""
+  length, start, target = _length(inputs), _start(inputs), Fraction(inputs.sizes.batch)
+  given = inputs.config.batch_size_increment
   increment = start if given == -1 else Fraction(given)
-  unit = Fraction(request.topology.num_batch_groups)
+  unit = Fraction(inputs.topology.num_batch_groups)
   keys = ("batch_size_start", "batch_size_increment")
   _check_increments(keys, (start, increment, target), unit, "batch_size")
-  return RampupBatchManager(start, increment, target, length, 1).steps()
+  return RampupBatchManager(start, increment, target, length, 1).phase_starts()
 
 
-def doubling(request: ScheduleInputs) -> Steps:
-  """From batch_size_start to the run's batch by doubling, all batches for equally long."""
-  whole, start, target = _length(request), _start(request), request.sizes.batch
+def doubling(inputs: ScheduleInputs) -> PhaseStarts:
+  """From batch_size_start to the run's batch by doubling; all phases but the last equally long."""
+  whole, start, target = _length(inputs), _start(inputs), inputs.sizes.batch
   doublings = (target / start).numerator.bit_length() - 1
   if start * 2**doublings != target or doublings == 0:
     halves = [target >> n for n in range(1, target.bit_length()) if target % (1 << n) == 0]
-    fitting = [h for h in halves if h % request.topology.num_batch_groups == 0]
+    fitting = [h for h in halves if h % inputs.topology.num_batch_groups == 0]
     near = sorted(fitting, key=lambda half: abs(half - start))[:2]
     offers = " or ".join(f"batch_size_start={half}" for half in near)
     raise UserError(
       f"batch_size_start={text(start)} does not reach batch_size={target} by doubling; "
-      + (f"nearest: {offers}" if near else "an odd multiple of the groups has no half: use linear")
+      + (
+        f"nearest: {offers}"
+        if near
+        else "an odd multiple of the data-parallel groups cannot be halved; use "
+        "batch_schedule_type=linear"
+      )
     )
   length = whole / doublings
   return [(phase * length, start * 2**phase) for phase in range(doublings + 1)]
 
 
-def listed(request: ScheduleInputs) -> Steps:
-  """batch_schedule: [[at, batch], …], as it stands."""
-  pairs = request.config.batch_schedule
+def listed(inputs: ScheduleInputs) -> PhaseStarts:
+  """batch_schedule: [[at, batch], …], as listed."""
+  pairs = inputs.config.batch_schedule
   assert isinstance(pairs, tuple)
   example = "for example batch_schedule=[[0, 32], [10000, 64]]"
   if not pairs or any(len(pair) != 2 for pair in pairs):
@@ -146,32 +179,32 @@ def listed(request: ScheduleInputs) -> Steps:
   return [(Fraction(at), Fraction(batch)) for at, batch in pairs]
 
 
-def decided(request: ScheduleInputs) -> Steps:
-  """The first batch; what follows is decided in the run (noise/controller.py).
+def gns(inputs: ScheduleInputs) -> PhaseStarts:
+  """The first batch alone; noise/controller.py decides on the later ones during the run.
 
   Raises:
-    UserError: gns_max_batch_size leaves no room above it.
+    UserError: gns_max_batch_size is below the first batch.
   """
-  batch, most = request.sizes.batch, request.config.gns_max_batch_size
+  batch, most = inputs.sizes.batch, inputs.config.gns_max_batch_size
   if most != -1 and most < batch:
     raise UserError(
       f"gns_max_batch_size={most} must be at least batch_size={batch}, with which "
       f"batch_schedule=gns begins; for example gns_max_batch_size={16 * batch}"
     )
-  return constant(request)
+  return constant(inputs)
 
 
-def recorded(request: ScheduleInputs) -> Steps:
-  """What batch_schedule_file says: the decisions of another run, or anyone's.
+def from_file(inputs: ScheduleInputs) -> PhaseStarts:
+  """The phases in batch_schedule_file, which another run or a person wrote.
 
   Raises:
-    UserError: there is no such schedule, or it begins with another batch than the run's.
+    UserError: the file cannot be read, or begins with another batch than the run's.
   """
-  file, batch = request.config.batch_schedule_file, request.sizes.batch
+  file, batch = inputs.config.batch_schedule_file, inputs.sizes.batch
   if not file:
     raise UserError(
-      "batch_schedule=file needs batch_schedule_file, the schedule that a steered run wrote; for "
-      "example batch_schedule_file=runs/steered/batch_schedule.yml"
+      "batch_schedule=file needs batch_schedule_file, the schedule that a run with "
+      "batch_schedule=gns wrote; for example batch_schedule_file=runs/steered/batch_schedule.yml"
     )
   changes = read_changes(pathlib.Path(file))
   if changes[0].batch != batch:
@@ -182,7 +215,7 @@ def recorded(request: ScheduleInputs) -> Steps:
   return [(Fraction(change.samples), Fraction(change.batch)) for change in changes]
 
 
-Build = Callable[[ScheduleInputs], Steps]
+Build = Callable[[ScheduleInputs], PhaseStarts]
 SCHEDULES: dict[str, Build] = {
   "constant": constant,
   "rampup": rampup,
@@ -190,52 +223,52 @@ SCHEDULES: dict[str, Build] = {
   "linear": linear,
   "doubling": doubling,
 }
-_FROM_RUNS: dict[str, Build] = {"gns": decided, "file": recorded}
-"""By the word in batch_schedule; batch_size is their first batch, not their last."""
+_FROM_RUNS: dict[str, Build] = {"gns": gns, "file": from_file}
+"""By the value of batch_schedule. batch_size is their first batch, not their last."""
 
 
-def largest_decided(request: ScheduleInputs) -> int:
-  """The batch up to which a schedule that is decided in the run may grow; 0 for any other."""
-  if _chosen(request.config) != "gns":
+def max_gns_batch_size(inputs: ScheduleInputs) -> int:
+  """The largest batch that batch_schedule=gns may reach; 0 for any other schedule."""
+  if _schedule_name(inputs.config) != "gns":
     return 0
-  most = request.config.gns_max_batch_size
-  return _MOST_GROWTH * request.sizes.batch if most == -1 else most
+  most = inputs.config.gns_max_batch_size
+  return _DEFAULT_MAX_GROWTH * inputs.sizes.batch if most == -1 else most
 
 
-def is_decided(config: BatchConfig) -> bool:
-  """Whether the noise scale decides on the batch in the run itself."""
-  return _chosen(config) == "gns"
+def follows_noise_scale(config: BatchConfig) -> bool:
+  """Whether the batch follows the gradient noise scale during the run."""
+  return _schedule_name(config) == "gns"
 
 
 def begins_with_batch_size(config: BatchConfig) -> bool:
-  """Whether batch_size is the first batch of the schedule and not, as in all others, the last."""
-  return _chosen(config) in _FROM_RUNS
+  """Whether batch_size is the schedule's first batch; in all other schedules it is the last."""
+  return _schedule_name(config) in _FROM_RUNS
 
 
-def batch_schedule(request: ScheduleInputs) -> BatchSchedule:
-  """The run's schedule, every phase of it checked, reached or not.
+def batch_schedule(inputs: ScheduleInputs) -> BatchSchedule:
+  """The run's schedule. Every phase is checked, also those that the budget does not reach.
 
   Raises:
-    UserError: a phase does not work on these devices, or keys contradict each other.
+    UserError: a phase does not divide over these devices, or keys contradict each other.
   """
-  name = _chosen(request.config)
+  name = _schedule_name(inputs.config)
   build = _FROM_RUNS.get(name) or registered("batch_schedule_type", name, SCHEDULES)
-  steps = build(request)
-  unit = "samples" if name in ("rampup", *_FROM_RUNS) else request.config.batch_schedule_unit
-  scale = request.config.max_target_length if unit == "tokens" else 1
-  points = [_point(request, number, *step) for number, step in enumerate(steps, 1)]
+  steps = build(inputs)
+  unit = "samples" if name in ("rampup", *_FROM_RUNS) else inputs.config.batch_schedule_unit
+  scale = inputs.config.max_target_length if unit == "tokens" else 1
+  points = [_point(inputs, number, *step) for number, step in enumerate(steps, 1)]
   return BatchSchedule(
     unit="steps" if unit == "steps" else "samples",
     points=tuple(dataclasses.replace(point, at=point.at / scale) for point in points),
   )
 
 
-def _chosen(config: BatchConfig) -> str:
-  """The one schedule that the keys ask for."""
+def _schedule_name(config: BatchConfig) -> str:
+  """The name of the one schedule that the keys select."""
   asked = {
     f"batch_schedule_type={config.batch_schedule_type}": config.batch_schedule_type,
     "enable_rampup_batch_size=true": "rampup" if config.enable_rampup_batch_size else "constant",
-    f"batch_schedule={_shown(config.batch_schedule)}": _of_key(config.batch_schedule),
+    f"batch_schedule={_shown(config.batch_schedule)}": _name_of_list(config.batch_schedule),
   }
   wanted = {key: name for key, name in asked.items() if name != "constant"}
   if len(set(wanted.values())) > 1:
@@ -246,21 +279,21 @@ def _chosen(config: BatchConfig) -> str:
   return next(iter(wanted.values()), "constant")
 
 
-def _of_key(value: tuple[tuple[int, ...], ...] | str) -> str:
+def _name_of_list(value: tuple[tuple[int, ...], ...] | str) -> str:
   if isinstance(value, str):
     return value
   return "list" if value else "constant"
 
 
-def _point(request: ScheduleInputs, number: int, at: Fraction, batch: Fraction) -> SchedulePoint:
-  """One phase with its microbatch: the run's where it fits, else the largest that is smaller."""
-  groups, micro = request.topology.num_batch_groups, request.sizes.micro_batch
+def _point(inputs: ScheduleInputs, number: int, at: Fraction, batch: Fraction) -> SchedulePoint:
+  """One phase with its microbatch: the run's, or the largest smaller one that divides the batch."""
+  groups, micro = inputs.topology.num_batch_groups, inputs.sizes.micro_batch
   rows = batch / groups
   if rows.denominator != 1 or rows <= 0:
     nearest = " or ".join(f"[{text(at)}, {near}]" for near in nearest_multiples(groups, batch))
     raise UserError(
       f"batch_schedule: phase {number}, [{text(at)}, {text(batch)}], has {text(batch)} samples, "
-      f"which must be a positive multiple of {groups_of(request.topology)}; nearest: {nearest}"
+      f"which must be a positive multiple of {describe_groups(inputs.topology)}; nearest: {nearest}"
     )
   if batch % micro:
     micro = groups * _largest_divisor(int(rows), micro // groups)
@@ -273,48 +306,63 @@ def _largest_divisor(number: int, at_most: int) -> int:
   return nearest_divisors(number, Fraction(at_most))[0]
 
 
-def _start(request: ScheduleInputs) -> Fraction:
-  """batch_size_start, which has no default: a microbatch depends on the devices and their memory.
+def _start(inputs: ScheduleInputs) -> Fraction:
+  """batch_size_start, which must be given.
 
-  So would the ramp, and a run resumed on other devices would take other steps.
+  A default such as the microbatch would depend on the devices and their memory, and a run that is
+  resumed on other devices would continue another ramp.
   """
-  if request.config.batch_size_start != -1:
-    return Fraction(request.config.batch_size_start)
-  kind, target = request.config.batch_schedule_type, request.sizes.batch
-  groups = request.topology.num_batch_groups
+  if inputs.config.batch_size_start != -1:
+    return Fraction(inputs.config.batch_size_start)
+  kind, target = inputs.config.batch_schedule_type, inputs.sizes.batch
+  groups = inputs.topology.num_batch_groups
   halved = next((n for n in (8, 4, 2) if target % (n * groups) == 0), None)
   if kind == "doubling" and halved is None:
-    offer = f"but batch_size={target} has no half on {groups_of(request.topology)}: use linear"
+    offer = (
+      f"but half of batch_size={target} is no multiple of {describe_groups(inputs.topology)}; use "
+      "batch_schedule_type=linear"
+    )
   elif target == groups:
-    offer = f"but nothing is below batch_size={target} on {groups_of(request.topology)}; raise it"
+    offer = (
+      f"but batch_size={target} is the smallest batch on {describe_groups(inputs.topology)}; "
+      "raise batch_size"
+    )
   else:
     offer = f"for example batch_size_start={target // halved if halved else groups}"
   raise UserError(
-    f"batch_schedule_type={kind} needs batch_size_start, the samples of its first updates; {offer}"
+    f"batch_schedule_type={kind} needs batch_size_start, the samples per step of its first phase; "
+    f"{offer}"
   )
 
 
-def _length(request: ScheduleInputs) -> Fraction:
-  if request.config.batch_schedule_length == -1:
+def _length(inputs: ScheduleInputs) -> Fraction:
+  if inputs.config.batch_schedule_length == -1:
     raise UserError(
-      f"batch_schedule_type={request.config.batch_schedule_type} needs the length of its ramp in "
-      f"{request.config.batch_schedule_unit}; for example batch_schedule_length=10000"
+      f"batch_schedule_type={inputs.config.batch_schedule_type} needs the length of its ramp in "
+      f"{inputs.config.batch_schedule_unit}; for example batch_schedule_length=10000"
     )
-  return Fraction(request.config.batch_schedule_length)
+  return Fraction(inputs.config.batch_schedule_length)
 
 
 def _check_increments(
   keys: tuple[str, str], sizes: tuple[Fraction, Fraction, Fraction], unit: Fraction, target_key: str
 ) -> None:
-  """Start and target must be whole increments apart, and all of them multiples of `unit`."""
+  """Checks that start and target are whole increments apart, and all of them multiples of `unit`.
+
+  Args:
+    keys: of the start and of the increment.
+    sizes: start, increment and target.
+    unit: one sample for each data-parallel group, in the unit of the sizes.
+    target_key: the key of the target.
+  """
   start, increment, target = sizes
   if start % unit or not unit <= start < target:
     near = [size for size in nearest_multiples(unit, min(start, target)) if size < target]
     near = near or [unit * (math.ceil(target / unit) - 1)]
     offers = " or ".join(f"{keys[0]}={text(size)}" for size in near if size > 0)
     raise UserError(
-      f"{keys[0]}={text(start)} must be a positive multiple of {text(unit)} (one sample for every "
-      f"group of devices) below {target_key}={text(target)}; "
+      f"{keys[0]}={text(start)} must be a positive multiple of {text(unit)} (one sample for each "
+      f"data-parallel group) below {target_key}={text(target)}; "
       + (f"nearest: {offers}" if offers else f"there is none; raise {target_key}")
     )
   rise = target - start
@@ -329,7 +377,7 @@ def _check_increments(
 
 
 def _shown(pairs: Sequence[Sequence[int]] | str) -> str:
-  """The list, its middle left out where it is long."""
+  """The list for a message; the middle of a long one is left out."""
   if isinstance(pairs, str):
     return pairs
   shown = [str(list(pair)) for pair in pairs]

@@ -1,10 +1,11 @@
-"""The record of the batches a run chose, as a file that people read and a run can follow again.
+"""batch_schedule.yml: the batches that a run chose, readable, and followed by batch_schedule=file.
 
     batch_schedule:
     - [0, 32, "the first batch"]
     - [6400, 64, "the noise scale is at least 69 samples"]
 
-From so many consumed samples on, a step takes so many samples. The reason may be left out.
+An entry is [samples, batch, reason]: the first step that begins at or after `samples` consumed
+samples takes `batch` samples. The reason is optional.
 """
 
 import dataclasses
@@ -23,10 +24,10 @@ _KEY = "batch_schedule"
 _EXAMPLE = f"""a file that works:
 {_KEY}:
 - [0, 32, "the first batch"]
-- [6400, 64, "a reason for people"]"""
+- [6400, 64, "an optional reason"]"""
 _HEADER = """\
-# Written by the run: [samples, batch, reason]. From so many consumed samples on, a step takes so
-# many samples. A run that is given these pairs takes the same steps.
+# Written by the run: [samples, batch, reason]. From this number of consumed samples on, a step
+# takes `batch` samples. To repeat the same steps: batch_schedule=file batch_schedule_file=THIS_FILE
 """
 
 
@@ -40,27 +41,27 @@ class Change:
 
 
 def with_change(changes: Sequence[Change], change: Change) -> tuple[Change, ...]:
-  """The record with one more change; what was recorded from its place on is taken back.
+  """The changes with one more; those at or after its position are dropped.
 
-  A run that is restored decides anew what it had decided after its checkpoint.
+  A restored run repeats the decisions that it had made after its checkpoint.
   """
   return (*(earlier for earlier in changes if earlier.samples < change.samples), change)
 
 
-def kept_until(changes: Sequence[Change], samples: int) -> tuple[Change, ...]:
-  """The changes that are in force in a run restored after `samples` samples."""
+def changes_until(changes: Sequence[Change], samples: int) -> tuple[Change, ...]:
+  """The changes up to `samples` consumed samples, for a run that is restored there."""
   return tuple(change for change in changes if change.samples <= samples)
 
 
 def write_changes(folder: pathlib.Path, changes: Sequence[Change]) -> pathlib.Path:
-  """Writes the record; readers see the file before or the file after, never a part.
+  """Writes the changes to `folder` atomically: a reader sees the old file or the new one.
 
   Raises:
     OSError: the folder cannot be written.
   """
   file = folder / FILE_NAME
   text = "".join(f"- [{_entry(change)}]\n" for change in changes)
-  # Not made by tempfile, whose files nobody else may read.
+  # tempfile would make it unreadable for other users.
   temporary = file.with_name(f".{FILE_NAME}-{os.getpid()}")
   try:
     temporary.write_text(f"{_HEADER}{_KEY}:\n{text}", encoding="utf-8")
@@ -80,17 +81,17 @@ def _entry(change: Change) -> str:
 
 
 def read_changes(file: pathlib.Path) -> tuple[Change, ...]:
-  """The changes of a file, written by a run or by hand.
+  """The changes in a file that a run or a person wrote.
 
   Raises:
-    UserError: it cannot be read or is no schedule; the message names the entry and the rule.
+    UserError: the file cannot be read or is no schedule; the message names the entry and the rule.
   """
   rows = _rows(file)
   changes = [_change(file, number, row) for number, row in enumerate(rows, 1)]
   if not changes:
-    raise _refusal(file, f"{_KEY} is empty, and a schedule has at least one entry")
+    raise _refusal(file, f"{_KEY} is empty and must have at least one entry")
   if changes[0].samples != 0:
-    raise _refusal(file, f"entry 1 begins at {changes[0].samples} samples, and the first at 0")
+    raise _refusal(file, f"entry 1 begins at {changes[0].samples} samples and must begin at 0")
   for number, (before, after) in enumerate(itertools.pairwise(changes), 2):
     if after.samples <= before.samples:
       rule = f"must begin after the {before.samples} samples of the entry before it"
@@ -99,7 +100,7 @@ def read_changes(file: pathlib.Path) -> tuple[Change, ...]:
 
 
 def _rows(file: pathlib.Path) -> list[object]:
-  """What stands under the one key."""
+  """The unchecked entries under the key batch_schedule."""
   content = _content(file)
   if not isinstance(content, dict) or list(content) != [_KEY]:
     raise _refusal(file, f"the file must have one key, {_KEY}")
@@ -112,7 +113,7 @@ def _content(file: pathlib.Path) -> object:
   try:
     text = file.read_text(encoding="utf-8")
     root = yaml.compose(text, yaml.SafeLoader)
-    # Loading would keep the last of two, silently.
+    # safe_load would silently keep the last of two equal keys.
     if isinstance(root, yaml.MappingNode) and len(root.value) > 1:
       raise _refusal(file, f"the file must have one key, {_KEY}, and has {len(root.value)}")
     return yaml.safe_load(text)
@@ -121,12 +122,12 @@ def _content(file: pathlib.Path) -> object:
   except yaml.YAMLError as error:
     raise _refusal(file, plain_words(error)) from error
   except (ValueError, RecursionError) as error:
-    # Bytes that are no text, a date that is none, a number too long, brackets too deep.
+    # Not UTF-8, an impossible date, a number with too many digits, or brackets nested too deep.
     raise _refusal(file, f"not valid YAML: {error}") from error
 
 
 def _change(file: pathlib.Path, number: int, row: object) -> Change:
-  """One entry, checked by itself."""
+  """One entry, checked on its own."""
   where = f"entry {number}, {_shown(row)},"
   if not isinstance(row, list) or len(row) not in (2, 3):
     raise _refusal(file, f"{where} must be [samples, batch] or [samples, batch, reason]")
@@ -136,7 +137,7 @@ def _change(file: pathlib.Path, number: int, row: object) -> Change:
   if type(batch) is not int or batch < 1:
     raise _refusal(file, f"{where} must have a whole number of samples as its batch, 1 or more")
   if not isinstance(reason, str):
-    raise _refusal(file, f"{where} must have a text as its reason: put it in quotes")
+    raise _refusal(file, f"{where} must have a string as its reason; put it in quotes")
   return Change(samples, batch, reason)
 
 

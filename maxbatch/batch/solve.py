@@ -1,11 +1,30 @@
-"""Which size follows from which: any sufficient subset of a run's sizes determines the others.
+"""The arithmetic of one step: any sufficient subset of its batch sizes determines the others.
 
-With G groups of devices that see different samples, r samples per group in one pass, and k passes:
+A mesh of D devices forms G = data × fsdp data-parallel groups. Each group reads its own samples;
+the devices within a group (the tensor and stage axes) share them. One microbatch has r samples for
+each group, and one optimizer step accumulates k microbatches:
 
-    micro batch = G · r      per-device size = G · r / devices      batch = G · r · k
+    micro_batch_to_train  = G · r = D · per_device_batch_size        samples per microbatch
+    global_batch_to_train = G · r · k                                samples per step
 
-What is not given is derived. What stays open then is 1 pass, and after that
-DEFAULT_PER_DEVICE_BATCH_SIZE samples per device.
+r and k are whole numbers, at least 1. per_device_batch_size = G · r / D is a fraction where the
+devices of a group share a sample. So every microbatch is a multiple of G, and every batch a
+multiple of its microbatch. The three unknowns, and the keys that give each of them:
+
+    global batch        batch_size, global_batch_to_train, tokens_per_step / max_target_length
+    per-device batch    per_device_batch_size, micro_batch_size
+    k                   gradient_accumulation_steps, micro_batch_size=none (k = 1)
+
+Two of the three give the third. With fewer, k is 1 first, and then the per-device batch is
+DEFAULT_PER_DEVICE_BATCH_SIZE.
+
+Example: batch_size=512 micro_batch_size=16 on 8 devices with ici_tensor_parallelism=2. D = 8 and
+G = 4, so micro_batch_to_train = 8 · 16 = 128, r = 128 / 4 = 32 samples per group, and
+gradient_accumulation_steps = 512 / 128 = 4.
+
+per_device_batch_size, gradient_accumulation_steps, micro_batch_to_train and global_batch_to_train
+are MaxText's names; batch_size and micro_batch_size (a number, none, auto, explore) are those of
+the Cerebras Model Zoo. Everything is exact: sizes are fractions until they count samples.
 """
 
 import dataclasses
@@ -42,7 +61,7 @@ class GivenSize:
 
 @dataclasses.dataclass(frozen=True)
 class GivenSizes:
-  """What the configuration says about the three sizes; None where it says nothing."""
+  """The three sizes as the configuration gives them, in samples; None where it gives none."""
 
   batch: GivenSize | None
   per_device: GivenSize | None
@@ -51,7 +70,7 @@ class GivenSizes:
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-  """The solution: samples of one pass over all devices, and passes per step."""
+  """The solution: samples of one microbatch on all devices, and microbatches per step."""
 
   micro_batch: int
   gradient_accumulation_steps: int
@@ -63,29 +82,29 @@ class Sizes:
 
 
 def given_sizes(config: BatchConfig) -> GivenSizes:
-  """Reads the keys of both vocabularies.
+  """Reads the keys of all three sizes, MaxText's names and Cerebras's.
 
   Raises:
     UserError: two keys give one size different values.
   """
   none = config.micro_batch_size == "none"
-  # auto and explore give no size: batch/candidates.py lists those that are chosen from.
+  # auto and explore give no size: tuning/candidates.py lists the sizes to choose from.
   micro_batch_size = config.micro_batch_size
   micro_batch_size = micro_batch_size if isinstance(micro_batch_size, Fraction) else -1
   pairs = config.batch_schedule
   last = pairs[-1][1:2] if isinstance(pairs, tuple) and pairs else ()
   return GivenSizes(
-    batch=_agreed(
+    batch=_single_value(
       *(GivenSize("the last batch of batch_schedule", Fraction(size)) for size in last),
       *_if_set("batch_size", config.batch_size),
       *_if_set("global_batch_to_train", config.global_batch_to_train),
       *_if_set("tokens_per_step", config.tokens_per_step, config.max_target_length),
     ),
-    per_device=_agreed(
+    per_device=_single_value(
       *_if_set("per_device_batch_size", config.per_device_batch_size),
       *_if_set("micro_batch_size", micro_batch_size),
     ),
-    gradient_accumulation_steps=_agreed(
+    gradient_accumulation_steps=_single_value(
       *_if_set("gradient_accumulation_steps", config.gradient_accumulation_steps),
       *([GivenSize("micro_batch_size", Fraction(1), word="none")] if none else []),
     ),
@@ -93,10 +112,11 @@ def given_sizes(config: BatchConfig) -> GivenSizes:
 
 
 def solve(given: GivenSizes, topology: Topology) -> Sizes:
-  """The sizes on these devices.
+  """The microbatch and the gradient accumulation steps on these devices.
 
   Raises:
-    UserError: the given sizes contradict each other or leave a remainder.
+    UserError: the given sizes contradict each other, or a derived size is not whole; the message
+      names the nearest values that work.
   """
   batch, per_device, accumulation = given.batch, given.per_device, given.gradient_accumulation_steps
   if batch is None:
@@ -113,17 +133,17 @@ def solve(given: GivenSizes, topology: Topology) -> Sizes:
   if batch.size != sizes.batch:
     offers = _suggested_fixes(batch, per_device, accumulation, topology)
     raise UserError(
-      f"{batch}, but {per_device} on {topology.num_devices} devices with {accumulation} is {sizes.batch} "
-      f"samples per step; change one of them: {', or '.join(offers)}"
+      f"{batch}, but {per_device} on {topology.num_devices} devices with {accumulation} is "
+      f"{sizes.batch} samples per step; change one of them: {', or '.join(offers)}"
     )
   return sizes
 
 
 def solve_num_devices(given: GivenSizes) -> int:
-  """The devices on which the given sizes hold.
+  """The number of devices that the given sizes need: batch / (per-device batch × k).
 
   Raises:
-    UserError: too little is given, or the number is not whole.
+    UserError: the batch or the per-device batch is not given, or the quotient is not whole.
   """
   if given.batch is None or given.per_device is None:
     raise UserError(
@@ -139,10 +159,12 @@ def solve_num_devices(given: GivenSizes) -> int:
   accumulation = (
     f" × {given.gradient_accumulation_steps}" if given.gradient_accumulation_steps else ""
   )
-  nearest = [given.batch.assigned(size * each) for size in _around(devices) if size * each > 0]
+  nearest = [
+    given.batch.assigned(size * each) for size in _integers_around(devices) if size * each > 0
+  ]
   raise UserError(
-    f"{given.batch} / {given.per_device}{accumulation} is {text(devices)} devices, which must be whole; "
-    f"nearest: {' or '.join(nearest) or 'micro_batch_size=1'}"
+    f"{given.batch} / {given.per_device}{accumulation} is {text(devices)} devices, which must be "
+    f"whole; nearest: {' or '.join(nearest) or 'micro_batch_size=1'}"
   )
 
 
@@ -152,10 +174,16 @@ def whole_micro_batch(
   batch: GivenSize | None = None,
   accumulation: GivenSize | None = None,
 ) -> int:
-  """num_devices × per-device size; every group of devices must get whole samples.
+  """num_devices × per-device batch; every data-parallel group must get a whole number of samples.
+
+  Args:
+    given: the per-device batch.
+    topology: the devices.
+    batch: the global batch, if given: only sizes that divide it are suggested.
+    accumulation: gradient accumulation steps, likewise.
 
   Raises:
-    UserError: it does not, with the nearest sizes that do, and that fit `batch` and `passes`.
+    UserError: a group gets a fraction of a sample; the message suggests the nearest sizes.
   """
   devices, groups = topology.num_devices, topology.num_batch_groups
   samples = given.size * devices
@@ -163,10 +191,10 @@ def whole_micro_batch(
   if rows.denominator == 1 and rows > 0:
     return int(samples)
   fitting = _fitting_rows(rows, batch, accumulation, groups)
-  alone = fitting or [near for near in _around(rows) if near > 0]
+  alone = fitting or [near for near in _integers_around(rows) if near > 0]
   nearest = [given.assigned(Fraction(near * groups, devices)) for near in alone]
   if batch and not fitting:
-    # No size fits this batch, so a batch is offered beside each.
+    # No size divides this batch, so each suggestion comes with a batch that it divides.
     units = [near * groups * (accumulation.size if accumulation else 1) for near in alone]
     beside = [
       nearest_multiples(unit, batch.size)[-1] if not accumulation else unit for unit in units
@@ -175,14 +203,14 @@ def whole_micro_batch(
     nearest = [f"{offer} with {batch.assigned(size)}" for offer, size in pairs]
   raise UserError(
     f"{given} on {devices} devices is {text(samples)} samples, which must be a positive multiple "
-    f"of {groups_of(topology)}; nearest: {' or '.join(nearest)}"
+    f"of {describe_groups(topology)}; nearest: {' or '.join(nearest)}"
   )
 
 
 def _fitting_rows(
   rows: Fraction, batch: GivenSize | None, accumulation: GivenSize | None, groups: int
 ) -> list[int]:
-  """Samples per group in a pass, near `rows`, that make up the batch."""
+  """Samples per group and microbatch, near `rows`, that divide the batch."""
   if batch is None:
     return []
   per_group = batch.size / groups / (accumulation.size if accumulation else 1)
@@ -191,16 +219,16 @@ def _fitting_rows(
   return [int(per_group)] if accumulation else nearest_divisors(int(per_group), rows)
 
 
-def groups_of(topology: Topology) -> str:
-  """The groups of devices in words."""
+def describe_groups(topology: Topology) -> str:
+  """The data-parallel groups of the mesh, for a message."""
   return (
-    f"the {counted(topology.num_batch_groups, 'group')} of devices that see different samples "
+    f"the {counted(topology.num_batch_groups, 'data-parallel group')} "
     f"(data {topology.shape['data']} × fsdp {topology.shape['fsdp']})"
   )
 
 
 def text(value: Fraction) -> str:
-  """A fraction as people write it and the configuration reads it: 4, 0.25, 1/3."""
+  """A fraction as the configuration reads it: 4, 0.25, 1/3."""
   return str(plain(value))
 
 
@@ -211,7 +239,7 @@ def counted(number: Fraction | int, one: str, many: str = "") -> str:
 
 
 def nearest_divisors(number: int, near: Fraction) -> list[int]:
-  """The divisors of `number` next to `near` on both sides, itself not included."""
+  """The largest divisor of `number` below `near` and the smallest above it, where there is one."""
   small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
   divisors = sorted({*small, *(number // n for n in small)})
   below = [n for n in divisors if n < near]
@@ -220,12 +248,12 @@ def nearest_divisors(number: int, near: Fraction) -> list[int]:
 
 
 def nearest_multiples(unit: Fraction | int, near: Fraction) -> list[Fraction]:
-  """The positive multiples of `unit` next to `near` on both sides."""
-  return [Fraction(unit * count) for count in _around(near / unit) if count > 0]
+  """The positive multiples of `unit` on both sides of `near`, which is not one."""
+  return [Fraction(unit * count) for count in _integers_around(near / unit) if count > 0]
 
 
-def _around(value: Fraction) -> tuple[int, int]:
-  """The whole numbers on both sides of one that is not whole."""
+def _integers_around(value: Fraction) -> tuple[int, int]:
+  """The integers below and above a value that is not an integer."""
   return math.floor(value), math.floor(value) + 1
 
 
@@ -233,8 +261,8 @@ def _if_set(key: str, value: Fraction | int, scale: int = 1) -> list[GivenSize]:
   return [] if value == -1 else [GivenSize(key, Fraction(value) / scale, scale)]
 
 
-def _agreed(*given: GivenSize) -> GivenSize | None:
-  """The one size that all these keys mean."""
+def _single_value(*given: GivenSize) -> GivenSize | None:
+  """The size that all these keys agree on; None if there are no keys."""
   for other in given[1:]:
     if other.size != given[0].size:
       free = next(one.key for one in (other, given[0]) if " " not in one.key)
@@ -248,7 +276,7 @@ def _agreed(*given: GivenSize) -> GivenSize | None:
 def _from_batch_and_micro_batch(
   batch: GivenSize, per_device: GivenSize, topology: Topology
 ) -> Sizes:
-  """Passes = batch / micro batch."""
+  """Gradient accumulation steps = batch / microbatch."""
   devices, groups = topology.num_devices, topology.num_batch_groups
   micro_batch = whole_micro_batch(per_device, topology, batch)
   accumulation, rows = batch.size / micro_batch, batch.size / groups
@@ -266,7 +294,7 @@ def _from_batch_and_micro_batch(
 
 
 def _from_batch(batch: GivenSize, accumulation: GivenSize | None, topology: Topology) -> Sizes:
-  """Micro batch = batch / passes, in 1 pass unless another number is given."""
+  """Microbatch = batch / gradient accumulation steps, which are 1 unless given."""
   count, groups = int(accumulation.size) if accumulation else 1, topology.num_batch_groups
   rows = batch.size / (groups * count)
   if rows.denominator == 1 and rows > 0:
@@ -279,14 +307,14 @@ def _from_batch(batch: GivenSize, accumulation: GivenSize | None, topology: Topo
   if accumulation and divisors:
     options.append((accumulation, [Fraction(near) for near in divisors]))
   raise UserError(
-    f"{batch} in {counted(count, 'pass', 'passes')} ({accumulation or 'one unless given'}) is "
-    f"{text(batch.size / count)} samples a pass, which must be a multiple of "
-    f"{groups_of(topology)}; " + _nearest_of(*options)
+    f"{batch} in {counted(count, 'microbatch', 'microbatches')} ({accumulation or 'one unless given'}) "
+    f"is {text(batch.size / count)} samples per microbatch, which must be a multiple of "
+    f"{describe_groups(topology)}; " + _nearest_of(*options)
   )
 
 
 def _nearest_of(*options: tuple[GivenSize, Sequence[Fraction]]) -> str:
-  """The nearest value of each key, and those on the other side."""
+  """The nearest value of each key, then the values on the other side."""
   nearest, others = [], []
   for given, sizes in options:
     ordered = sorted(sizes, key=lambda size: abs(size - given.size))
@@ -299,7 +327,7 @@ def _nearest_of(*options: tuple[GivenSize, Sequence[Fraction]]) -> str:
 def _suggested_fixes(
   batch: GivenSize, per_device: GivenSize, accumulation: GivenSize, topology: Topology
 ) -> list[str]:
-  """Each of three sizes as the other two make it, where that is whole."""
+  """Each of the three sizes as the other two determine it, where that is whole."""
   each = per_device.size * topology.num_devices
   offers = [batch.assigned(each * accumulation.size)]
   if (batch.size / each).denominator == 1 and not accumulation.word:

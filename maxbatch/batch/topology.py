@@ -1,4 +1,4 @@
-"""How many devices there are along each mesh axis, in plain integers: no jax, no devices touched."""
+"""The number of devices along each mesh axis, as plain integers: no jax, no device access."""
 
 import dataclasses
 import math
@@ -8,7 +8,7 @@ from maxbatch.errors import UserError
 
 AXES = ("data", "fsdp", "tensor", "stage")
 BATCH_AXES = ("data", "fsdp")
-"""Devices apart along these axes see different samples; along the others they share them."""
+"""Devices that differ along these axes get different samples; along the others they share them."""
 
 _CONFIG_NAMES = {"data": "data", "fsdp": "fsdp", "tensor": "tensor", "stage": "pipeline"}
 
@@ -27,22 +27,22 @@ class Topology:
 
   @property
   def num_devices(self) -> int:
-    """All devices of the mesh."""
+    """Devices of the mesh."""
     return math.prod(self.ici) * math.prod(self.dcn)
 
   @property
   def num_slices(self) -> int:
-    """Slices, each one a set of devices joined by the fast interconnect."""
+    """Slices: sets of devices connected by ICI, the fast interconnect."""
     return math.prod(self.dcn)
 
   @property
   def devices_per_slice(self) -> int:
-    """Devices joined by the fast interconnect."""
+    """Devices of one slice."""
     return math.prod(self.ici)
 
   @property
   def num_batch_groups(self) -> int:
-    """Groups of devices that see different samples."""
+    """Data-parallel groups: data × fsdp. Each gets its own samples."""
     return math.prod(self.shape[axis] for axis in BATCH_AXES)
 
   def __str__(self) -> str:
@@ -50,15 +50,15 @@ class Topology:
 
 
 def topology(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> Topology:
-  """Divides `num_devices` devices in `num_slices` slices over the mesh axes.
+  """The mesh of `num_devices` devices in `num_slices` equal slices.
 
   Raises:
-    UserError: if the axis sizes do not multiply to the devices there are, or the slices differ.
+    UserError: the product of the axes is not the number of devices, or the slices are not equal.
   """
   if num_devices % num_slices:
     raise UserError(
-      f"{num_devices} devices in {num_slices} slices: every slice must have as many devices as the "
-      f"others; for example {num_devices // num_slices * num_slices} devices"
+      f"{num_devices} devices in {num_slices} slices: all slices must have the same number of "
+      f"devices; for example {num_devices // num_slices * num_slices} devices"
     )
   ici = tuple(getattr(mesh, f"ici_{_CONFIG_NAMES[axis]}_parallelism") for axis in AXES)
   dcn = tuple(getattr(mesh, f"dcn_{_CONFIG_NAMES[axis]}_parallelism") for axis in AXES)
@@ -69,13 +69,13 @@ def topology(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> Topolog
 
 
 def _fill(prefix: str, sizes: tuple[int, ...], total: int, what: str) -> tuple[int, int, int, int]:
-  """Replaces the one −1 by what is left, and checks that the product is `total`."""
+  """Replaces a -1 by the remaining devices, and checks that the product is `total`."""
   names = [f"{prefix}_{_CONFIG_NAMES[axis]}_parallelism" for axis in AXES]
   given = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
   open_axes = [name for name, size in zip(names, sizes, strict=True) if size == -1]
   if len(open_axes) > 1:
     raise UserError(
-      f"{given}: only one axis can be -1 (whatever is left), not {len(open_axes)}; "
+      f"{given}: only one axis can be -1 (the remaining devices), not {len(open_axes)}; "
       f"for example {_working_example(names, sizes, total)}"
     )
   product = math.prod(size for size in sizes if size != -1)
@@ -93,7 +93,7 @@ def _fill(prefix: str, sizes: tuple[int, ...], total: int, what: str) -> tuple[i
 
 
 def _working_example(names: list[str], sizes: tuple[int, ...], total: int) -> str:
-  """The given sizes, each cut to the largest that still divides what is left; data takes the rest."""
+  """The given sizes, each reduced to a divisor of the devices that remain; data gets the rest."""
   left, example = total, []
   for name, size in zip(names[1:], sizes[1:], strict=True):
     fitting = math.gcd(max(size, 1), left)

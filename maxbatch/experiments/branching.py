@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from maxbatch.batch.phases import Phase
-from maxbatch.batch.solve import groups_of, nearest_divisors, nearest_multiples, text
+from maxbatch.batch.solve import describe_groups, nearest_divisors, nearest_multiples, text
 from maxbatch.batch.topology import Topology
 from maxbatch.errors import UserError
 
@@ -108,7 +108,7 @@ def _batch(base: BranchBase, factor: Fraction) -> int:
   near = [size / base.phase.batch for size in nearest_multiples(groups, batch)]
   raise UserError(
     f"factors: {text(factor)} × batch {base.phase.batch} is {text(batch)} samples, which must be a "
-    f"positive multiple of {groups_of(base.topology)}; "
+    f"positive multiple of {describe_groups(base.topology)}; "
     f"nearest: factor {' or '.join(text(factor) for factor in near)}"
   )
 

@@ -13,7 +13,7 @@ from typing import Any
 from maxbatch.batch.learning_rate import COUPLINGS, learning_rate
 from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.schedule import is_decided
+from maxbatch.batch.schedule import follows_noise_scale
 from maxbatch.batch.topology import Topology
 from maxbatch.checkpoints.identity import identity
 from maxbatch.checkpoints.record import identity_differences, listed
@@ -104,9 +104,9 @@ def _planned(
 ) -> BatchPlan:
   """The plan from the checkpoint on, with what a steered run had decided until then."""
   plan = plan_batches(config.batch, run_config, layout)
-  if is_decided(config.batch) and not config.noise.gns_dry_run:
+  if follows_noise_scale(config.batch) and not config.noise.gns_dry_run:
     schedule = checkpoint.plan["batch_schedule"]
-    plan = plan.following([(int(samples), batch) for samples, batch in schedule])
+    plan = plan.with_schedule([(int(samples), batch) for samples, batch in schedule])
   return plan.starting_at(checkpoint.position)
 
 

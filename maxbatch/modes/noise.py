@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.schedule import is_decided
+from maxbatch.batch.schedule import follows_noise_scale
 from maxbatch.compile.steps import step_compiler
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import RowSource
@@ -41,7 +41,7 @@ def make_noise(
     calibrating = build_model(every_layer, config.batch.max_target_length)
   meter = NoiseMeter(config.noise, trainer.model, calibrating, trainer.mesh.shape["data"])
   steering = None
-  if is_decided(config.batch):
+  if follows_noise_scale(config.batch):
     steering = Steering(config.noise, plan, _warmup_samples(config, plan))
   return Noise(meter, None, config.noise.gns_report_every, steering, folder)
 

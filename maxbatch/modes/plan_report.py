@@ -101,7 +101,7 @@ class PlanReport:
       for row in rows
     ]
     missed = ", ".join(map(str, self._not_reached()))
-    return "\n".join(["Stages", *lines, *([f"  without a step: {missed}"] if missed else [])])
+    return "\n".join(["Phases", *lines, *([f"  without a step: {missed}"] if missed else [])])
 
 
 def _cells(phase: dict[str, Any]) -> tuple[str, ...]:

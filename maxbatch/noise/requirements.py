@@ -1,7 +1,7 @@
 """What measuring the noise scale, and following it, ask of the other keys."""
 
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.schedule import is_decided
+from maxbatch.batch.schedule import follows_noise_scale
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 
@@ -33,7 +33,7 @@ def check_noise(config: Config, plan: BatchPlan) -> None:
       f"batch_schedule_file={config.batch.batch_schedule_file} is followed with batch_schedule=file "
       'alone; for example batch_schedule=file, or batch_schedule_file=""'
     )
-  if not is_decided(config.batch):
+  if not follows_noise_scale(config.batch):
     if config.noise.gns_dry_run:
       raise UserError(
         "gns_dry_run=true tells what batch_schedule=gns would do, and there is "

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxbatch.batch.plan import BatchPlan, Position
-from maxbatch.batch.schedule_file import Change, kept_until, with_change, write_changes
+from maxbatch.batch.schedule_file import Change, changes_until, with_change, write_changes
 from maxbatch.config.schema import NoiseConfig
 from maxbatch.errors import UserError
 from maxbatch.noise.controller import Controller, ControllerLimits, Decision
@@ -27,7 +27,7 @@ class Steering:
     self.is_dry = config.gns_dry_run
     self._period = config.gns_window_steps // 2
     self._limits = ControllerLimits(
-      max_batch=plan.largest_batch,
+      max_batch=plan.max_batch,
       unit=plan.micro_batch_to_train,
       dwell_samples=-(-dwell // plan.max_target_length)
       if dwell != -1
@@ -89,5 +89,5 @@ class Steering:
       return
     self._controller = Controller.from_dict(self._limits, content["controller"])
     changes = [Change(*entry) for entry in content["changes"]]
-    self._changes = kept_until(changes, position.samples)
+    self._changes = changes_until(changes, position.samples)
     self._batch = self._changes[-1].batch

@@ -77,7 +77,7 @@ class Noise:
       return plan
     changes = [(change.samples, change.batch) for change in self.steering.changes]
     check_can_continue(plan, first=changes[0][1], now=changes[-1][1])
-    return plan.following(changes)
+    return plan.with_schedule(changes)
 
 
 def decides(noise: Noise | None, position: Position) -> bool:
@@ -102,4 +102,4 @@ def decided(
   say(
     f"step {position.step}: the batch {verb} from {before:,} to {decision.batch:,}: {decision.reason}"
   )
-  return plan if steering.is_dry else plan.changed_at(position, decision.batch)
+  return plan if steering.is_dry else plan.with_batch_from(position, decision.batch)
