@@ -30,10 +30,10 @@ from maxbatch.experiments.branching import BranchBase, BranchRequest, plan_branc
 from maxbatch.experiments.losses import Measured, judge
 from maxbatch.experiments.origin import (
   Checkpoint,
-  claim,
   find_checkpoint,
   read_checkpoint,
-  write_whole,
+  record_origin,
+  write_atomically,
 )
 from maxbatch.experiments.plot import plot
 from maxbatch.experiments.report import CriticalBatchReport, Origin, plan_table
@@ -234,7 +234,7 @@ def _prepare(request: Request) -> Experiment:
   # Refuses if the model's step cannot be split into passes. All branches have the same microbatch:
   # what the largest cuts it into serves all, and the run's own may be another.
   largest = resolve(branches[-1], devices, layout)
-  claim(experiment.folder, checkpoint)
+  record_origin(experiment.folder, checkpoint)
   return dataclasses.replace(
     experiment, config=dataclasses.replace(config, pipeline=largest.pipeline)
   )
@@ -311,7 +311,7 @@ def _conclude(
   written = json.dumps(report.as_dict(), indent=2, allow_nan=False) + "\n"
   files = {"critical_batch.json": written, "critical_batch.svg": plot(report)}
   for name, content in files.items():
-    write_whole(experiment.folder / name, content)
+    write_atomically(experiment.folder / name, content)
   print(f"Written: {', '.join(str(experiment.folder / name) for name in files)}", flush=True)
   return report
 

@@ -30,7 +30,7 @@ from maxbatch.compile.seconds import StepTime
 from maxbatch.data import synthetic
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
-from maxbatch.estimate.chips import CHIPS, NO_FIGURES
+from maxbatch.estimate.chips import CHIPS, UNKNOWN_CHIP
 from maxbatch.estimate.step_time import Exchange, Operation, RooflineSeconds, StepEstimate
 from maxbatch.hardware.devices import Device
 from maxbatch.training.build import build_trainer
@@ -139,7 +139,7 @@ def handmade(**changes: Any) -> CompileReport:
     program=program,
     state=StateBytes(25 * MIB, 50 * MIB, 25 * MIB),
     capacity_bytes=2 * GIB,
-    chip=dataclasses.replace(NO_FIGURES, generation="x", peak_flops=100e12),
+    chip=dataclasses.replace(UNKNOWN_CHIP, generation="x", peak_flops=100e12),
     work=work,
     time=StepTime(0.4, 0.2, "estimate"),
     model_flops_per_token=5e12 / 64,

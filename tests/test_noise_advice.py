@@ -112,15 +112,16 @@ def test_gradients_that_all_agree_are_no_division_by_zero():
 
 def test_insufficient_says_to_average_longer():
   assert advice(UNKNOWN, 32, 256) == (
-    "noise scale not known: over 64 steps the gradient cannot be told from its noise (in 20% of "
-    "them its square is estimated below 0); average over a longer window, for example 128 steps"
+    "noise scale not known: over 64 steps the gradient cannot be distinguished from its noise "
+    "(|G|² is estimated below 0 in 20% of them); average over a longer window, for example 128 "
+    "steps"
   )
 
 
 def test_insufficient_says_to_wait_while_the_window_fills():
   assert advice(dataclasses.replace(UNKNOWN, steps=20, negative_share=0.0), 32, 256) == (
-    "noise scale not known yet: over 20 steps the gradient cannot be told from its noise; the "
-    "window holds 64: wait"
+    "noise scale not known yet: over 20 steps the gradient cannot be distinguished from its "
+    "noise; the window holds 64: wait"
   )
   assert advice(dataclasses.replace(UNKNOWN, steps=7), 32, 256) == (
     "noise scale not known yet: 7 of at least 8 steps measured"
@@ -151,6 +152,6 @@ def test_not_calibrated_yet():
   assert advice(none, 32, 256).endswith("none of the last 64 steps measured it")
   faint = dataclasses.replace(UNKNOWN, calibration=Calibration("insufficient", 9))
   assert advice(faint, 32, 256) == (
-    "noise scale not calibrated yet: 9 calibration steps do not tell the gradient from its noise; "
-    "it takes more of them"
+    "noise scale not calibrated yet: over 9 calibration steps the gradient cannot be "
+    "distinguished from its noise; more of them are needed"
   )

@@ -84,7 +84,7 @@ def test_a_smaller_batch_is_never_taken():
 @pytest.mark.parametrize("batch", [1024, 1056])
 def test_nothing_grows_beyond_the_largest_batch(batch):
   assert decided(controller(), low=1e6, batch=batch) == Decision(
-    batch, f"{batch:,} is as large as allowed: max_batch=1024", grew=False
+    batch, f"batch {batch:,} is at its maximum: max_batch=1024", grew=False
   )
 
 
@@ -119,7 +119,7 @@ def test_windows_of_the_warm_up_do_not_count():
 def test_windows_in_a_row_must_agree():
   one = controller(windows_before_growth=3)
   assert decided(one, step=100) == Decision(
-    32, "the noise scale is surely above 2 × 32 in 1 of 3 windows", grew=False
+    32, "the noise scale's interval is above 2 × 32 in 1 of 3 windows", grew=False
   )
   decided(one, step=110)
   assert not decided(one, low=60, step=120).grew
@@ -145,7 +145,7 @@ def test_a_batch_stays_for_a_while():
   one = controller(dwell_samples=1000)
   assert decided(one, step=40).grew
   assert decided(one, batch=64, step=50) == Decision(
-    64, "64 stays for 680 samples more: dwell_samples=1000", grew=False
+    64, "batch 64 stays for 680 more samples: dwell_samples=1000", grew=False
   )
   assert not decided(one, batch=64, step=71).grew
   assert decided(one, batch=64, step=72).grew
@@ -203,7 +203,7 @@ def test_without_losses_a_spike_cannot_be_excluded():
   one = Controller(ControllerLimits(1024, windows_before_growth=1))
   for _ in range(7):
     one.observe(3.0)
-  assert decided(one).reason == "7 losses seen, of 8 it takes to see a spike"
+  assert decided(one).reason == "7 of the 8 losses that detecting a spike needs"
   one.observe(3.0)
   assert decided(one).grew
 

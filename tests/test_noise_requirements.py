@@ -41,8 +41,8 @@ def message(**keys: object) -> str:
 @pytest.mark.parametrize("gns", ["norm", "all"])
 def test_a_single_sample_has_nothing_to_be_compared_with(gns):
   assert message(**ONE, gns=gns) == (
-    f"gns={gns} compares the samples of a step, and global_batch_to_train=1 has one; for example "
-    "batch_size=2 gradient_accumulation_steps=-1, or gns=off"
+    f"gns={gns} needs at least 2 samples per step, and global_batch_to_train=1 has one; for "
+    "example batch_size=2 gradient_accumulation_steps=-1, or gns=off"
   )
 
 
@@ -58,11 +58,11 @@ def test_nor_has_one_phase_of_a_schedule():
   [
     (
       {"gns": "off"},
-      "batch_schedule=gns follows the noise scale, and gns=off; for example gns=norm",
+      "batch_schedule=gns needs the noise scale, and gns=off; for example gns=norm",
     ),
     (
       {"gns_calibrate_every": 0},
-      "batch_schedule=gns follows the noise scale of the whole model, which gns=norm predicts "
+      "batch_schedule=gns needs the noise scale of the whole model, which gns=norm predicts "
       "from calibration steps, and gns_calibrate_every=0; for example gns_calibrate_every=50, or "
       "gns=all",
     ),
@@ -79,8 +79,8 @@ def test_nor_has_one_phase_of_a_schedule():
     ),
     (
       {"accumulation": "streamed"},
-      "batch_schedule=gns changes the number of passes while the run goes on, which "
-      "accumulation=streamed compiles into the step; with accumulation=fused it works",
+      "batch_schedule=gns changes the number of microbatches during the run, which "
+      "accumulation=streamed compiles into the step; for example accumulation=fused",
     ),
     (
       {"gns_max_batch_size": 31},
@@ -94,7 +94,7 @@ def test_nor_has_one_phase_of_a_schedule():
     ),
     (
       {"batch_schedule": "[]", "gns_dry_run": "true"},
-      "gns_dry_run=true tells what batch_schedule=gns would do, and there is none; for example "
+      "gns_dry_run=true needs batch_schedule=gns, whose decisions it logs; for example "
       "batch_schedule=gns gns_dry_run=true",
     ),
   ],
@@ -204,7 +204,7 @@ def test_a_microbatch_that_does_not_divide_the_batch(per_device, devices, expect
     check_can_continue(plan, first=32, now=40)
   assert str(caught.value) == (
     "micro_batch_to_train=32 must divide the 40 samples per step that batch_schedule=gns has "
-    "reached in this run; for example {expected}"
+    f"reached in this run; for example {expected}"
   )
 
 
@@ -213,8 +213,8 @@ def test_another_first_batch():
   with pytest.raises(UserError) as caught:
     check_can_continue(plan, first=32, now=64)
   assert str(caught.value) == (
-    "global_batch_to_train=64: this run began with 32 samples per step, and batch_schedule=gns "
-    "goes on from there; for example batch_size=32, or another run_name"
+    "global_batch_to_train=64 must be the 32 samples per step with which this run began, because "
+    "batch_schedule=gns continues from there; for example batch_size=32, or another run_name"
   )
 
 
@@ -224,10 +224,10 @@ def test_another_first_batch():
 @pytest.mark.parametrize(
   ("keys", "named"),
   [
-    ({"gns": "off"}, "error: batch_schedule=gns follows the noise scale, and gns=off;"),
+    ({"gns": "off"}, "error: batch_schedule=gns needs the noise scale, and gns=off;"),
     (
       {"gns": "off", "compile_only": "true"},
-      "error: batch_schedule=gns follows the noise scale, and gns=off;",
+      "error: batch_schedule=gns needs the noise scale, and gns=off;",
     ),
     (
       {"pipeline_schedule": "1f1b", "ici_pipeline_parallelism": 2},
@@ -248,9 +248,9 @@ def test_the_command_refuses_before_anything_is_done(tmp_path, capsys, keys, nam
 def test_validate_only_refuses_what_a_run_would(capsys):
   keys = STEERED | {"gns": "off", "validate_only": "true"}
   assert main(["config=base", *(f"{key}={value}" for key, value in keys.items())]) == 2
-  assert "batch_schedule=gns follows the noise scale, and gns=off" in capsys.readouterr().err
+  assert "batch_schedule=gns needs the noise scale, and gns=off" in capsys.readouterr().err
 
 
 def test_a_file_that_nothing_follows():
-  with pytest.raises(UserError, match="is followed with batch_schedule=file alone"):
+  with pytest.raises(UserError, match="needs batch_schedule=file"):
     checked(batch_schedule_file="runs/steered/batch_schedule.yml")

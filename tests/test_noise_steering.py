@@ -206,6 +206,6 @@ def test_sizes_that_do_not_fit_the_decisions_are_refused(train):
     with pytest.raises(UserError) as caught:
       train("moved", batch_size=6, **STEERED)
     assert str(caught.value) == (
-      "global_batch_to_train=6: this run began with 4 samples per step, and batch_schedule=gns "
-      "goes on from there; for example batch_size=4, or another run_name"
+      "global_batch_to_train=6 must be the 4 samples per step with which this run began, because "
+      "batch_schedule=gns continues from there; for example batch_size=4, or another run_name"
     )

@@ -39,6 +39,7 @@ import pathlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+from maxbatch.batch.arithmetic import fitting_micro_batch
 from maxbatch.batch.phases import BatchSchedule, SchedulePoint
 from maxbatch.batch.schedule_file import read_changes
 from maxbatch.batch.solve import Sizes, describe_groups, nearest_divisors, nearest_multiples, text
@@ -287,7 +288,7 @@ def _name_of_list(value: tuple[tuple[int, ...], ...] | str) -> str:
 
 def _point(inputs: ScheduleInputs, number: int, at: Fraction, batch: Fraction) -> SchedulePoint:
   """One phase with its microbatch: the run's, or the largest smaller one that divides the batch."""
-  groups, micro = inputs.topology.num_batch_groups, inputs.sizes.micro_batch
+  groups = inputs.topology.num_batch_groups
   rows = batch / groups
   if rows.denominator != 1 or rows <= 0:
     nearest = " or ".join(f"[{text(at)}, {near}]" for near in nearest_multiples(groups, batch))
@@ -295,15 +296,8 @@ def _point(inputs: ScheduleInputs, number: int, at: Fraction, batch: Fraction) -
       f"batch_schedule: phase {number}, [{text(at)}, {text(batch)}], has {text(batch)} samples, "
       f"which must be a positive multiple of {describe_groups(inputs.topology)}; nearest: {nearest}"
     )
-  if batch % micro:
-    micro = groups * _largest_divisor(int(rows), micro // groups)
+  micro = fitting_micro_batch(inputs.sizes.micro_batch, int(batch), inputs.topology)
   return SchedulePoint(at, int(batch), micro)
-
-
-def _largest_divisor(number: int, at_most: int) -> int:
-  if number % at_most == 0:
-    return at_most
-  return nearest_divisors(number, Fraction(at_most))[0]
 
 
 def _start(inputs: ScheduleInputs) -> Fraction:

@@ -18,7 +18,7 @@ from maxbatch.compile.pipeline_ticks import in_passes
 from maxbatch.compile.program import CompiledProgram
 from maxbatch.compile.seconds import StepTime, estimated_time, measured_time
 from maxbatch.estimate import hlo
-from maxbatch.estimate.chips import NO_FIGURES, Chip, chip_for
+from maxbatch.estimate.chips import UNKNOWN_CHIP, Chip, chip_for
 from maxbatch.estimate.costs import program_costs
 from maxbatch.estimate.step_time import Exchange, StepEstimate, estimate
 from maxbatch.training.state import TrainState
@@ -298,7 +298,7 @@ def make_report(
     costs = [dataclasses.replace(cost, in_microbatch_loop=True) for cost in costs]
     expected = StepFlops(per_microbatch=expected.total, rest=0.0)
   per_slice = layout.devices_per_slice if layout.num_slices > 1 else None
-  work = estimate(costs, chip or NO_FIGURES, expected.per_microbatch, expected.rest, per_slice)
+  work = estimate(costs, chip or UNKNOWN_CHIP, expected.per_microbatch, expected.rest, per_slice)
   time = None
   if measured is not None:
     time = measured_time(measured, streamed=program.streamed)

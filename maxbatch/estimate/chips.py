@@ -120,7 +120,7 @@ CHIPS: Mapping[str, Chip] = {
 }
 
 
-NO_FIGURES = Chip(
+UNKNOWN_CHIP = Chip(
   generation="",
   device_kind="",
   peak_flops=math.inf,

@@ -14,7 +14,7 @@ SCOPES = ("attention", "mlp", "norm", "embedding", "head", "optimizer")
 """Names that the model gives its parts by jax.named_scope."""
 OTHER = "other"
 
-_NOTHING = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "Sharding")
+_NO_OPS = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "Sharding")
 """Custom calls that only tell the compiler something."""
 _WRAPPERS = ("fusion", "async-start", "call-start")
 
@@ -77,7 +77,7 @@ class OperationCost:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Scope:
+class _Place:
   """Where the walk is."""
 
   frame: Frame
@@ -97,10 +97,10 @@ def program_costs(program: HloModule) -> Sequence[OperationCost]:
   as one trip. Of a conditional the dearest branch counts.
   """
   entry = program.computations[program.entry]
-  return list(_walk(program, _Scope(Frame(entry), entry.name, 1, False)))
+  return list(_walk(program, _Place(Frame(entry), entry.name, 1, False)))
 
 
-def _walk(program: HloModule, place: _Scope) -> Iterator[OperationCost]:
+def _walk(program: HloModule, place: _Place) -> Iterator[OperationCost]:
   frame = place.frame
   started: set[str] = set()
   for one in frame.computation:
@@ -114,13 +114,13 @@ def _walk(program: HloModule, place: _Scope) -> Iterator[OperationCost]:
 
 def _does_work(one: Instruction) -> bool:
   waits = one.opcode.endswith(("-done", "-update"))
-  return one.opcode not in FREE and not waits and one.target not in _NOTHING
+  return one.opcode not in FREE and not waits and one.target not in _NO_OPS
 
 
-def _inside_loop(program: HloModule, place: _Scope, loop: Instruction) -> _Scope:
+def _inside_loop(program: HloModule, place: _Place, loop: Instruction) -> _Place:
   body = program.computations[loop.called["body"][0]]
   number = trip_count(program, place.frame, loop)
-  return _Scope(
+  return _Place(
     place.frame.inner(body, loop),
     body.name,
     place.count * (1 if number is None else number),
@@ -130,32 +130,30 @@ def _inside_loop(program: HloModule, place: _Scope, loop: Instruction) -> _Scope
   )
 
 
-def _inside_branch(program: HloModule, place: _Scope, one: Instruction) -> _Scope:
+def _inside_branch(program: HloModule, place: _Place, one: Instruction) -> _Place:
   condition = one.op_name if one.opcode == "conditional" else ""
   return dataclasses.replace(
     place,
-    frame=place.frame.inner(_branch(program, one), one),
+    frame=place.frame.inner(_costliest_branch(program, one), one),
     condition=condition or place.condition,
   )
 
 
-def _branch(program: HloModule, one: Instruction) -> Computation:
+def _costliest_branch(program: HloModule, one: Instruction) -> Computation:
   """What is called; of several branches the dearest, by matrix products, then by bytes."""
   branches = program.called_by(one)
   return (
-    branches[0]
-    if len(branches) == 1
-    else max(branches, key=lambda it: _costliest_branch(program, it))
+    branches[0] if len(branches) == 1 else max(branches, key=lambda it: _branch_cost(program, it))
   )
 
 
-def _costliest_branch(program: HloModule, computation: Computation) -> tuple[int, int]:
+def _branch_cost(program: HloModule, computation: Computation) -> tuple[int, int]:
   total = sum((products(program, computation, one) for one in computation), Products())
   return total.flops, sum(traffic(program, computation, one) for one in computation)
 
 
 def _operation(
-  program: HloModule, place: _Scope, one: Instruction, started: set[str]
+  program: HloModule, place: _Place, one: Instruction, started: set[str]
 ) -> Iterator[OperationCost]:
   """The cost of a leaf: none of the parts of an asynchronous collective counts twice.
 
@@ -186,7 +184,7 @@ def _operation(
     products=products(program, within, one),
     bytes=traffic(program, within, one),
     cycles=_cycles(program, within, one),
-    collective=_exchanged(program, *found) if found else None,
+    collective=_collective_cost(program, *found) if found else None,
     condition=place.condition,
     overlapped="AsyncCollectiveStart" in targets or one.opcode.endswith(("-start", "send")),
   )
@@ -204,10 +202,10 @@ def _collective(
   return next((hit for body, each in inner if (hit := _collective(program, body, each))), None)
 
 
-def _exchanged(program: HloModule, within: Computation, one: Instruction) -> Collective:
+def _collective_cost(program: HloModule, within: Computation, one: Instruction) -> Collective:
   """Bytes and groups of a collective. A TPU writes a reduce-scatter as a reduced, sliced fusion."""
   if one.opcode == "send":
-    return _sent(program, within, one)
+    return _send_cost(program, within, one)
   kind = one.opcode.removesuffix("-start")
   groups = program.groups(one)
   size = sum(within.instructions[name].bytes for name in one.operands)
@@ -220,7 +218,7 @@ def _exchanged(program: HloModule, within: Computation, one: Instruction) -> Col
   return Collective(kind, size, groups)
 
 
-def _sent(program: HloModule, within: Computation, one: Instruction) -> Collective:
+def _send_cost(program: HloModule, within: Computation, one: Instruction) -> Collective:
   """What a device sends: to another, or to its host for an exchange between slices.
 
   A target such as {1,2}x{0:15} names slices, then devices of each; {1:4} are four.

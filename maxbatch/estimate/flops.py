@@ -85,7 +85,7 @@ def _convolution_flops(within: Computation, one: Instruction) -> int:
   result = dict(zip(labels[3], one.shapes[0].dims, strict=True))
   window = _window(one)
   places = math.prod(
-    _meetings(
+    _overlaps(
       data[axis], kernel[axis], result[axis], {key: v[int(axis)] for key, v in window.items()}
     )
     for axis in labels[3]
@@ -105,7 +105,7 @@ def _window(one: Instruction) -> Mapping[str, list[tuple[int, ...]]]:
   }
 
 
-def _meetings(data: int, kernel: int, result: int, window: Mapping[str, tuple[int, ...]]) -> int:
+def _overlaps(data: int, kernel: int, result: int, window: Mapping[str, tuple[int, ...]]) -> int:
   """Pairs of places, in kernel and result, between which there is a datum."""
   stride, step = window.get("stride", (1,))[0], window.get("rhs_dilate", (1,))[0]
   holes, padding = window.get("lhs_dilate", (1,))[0], window.get("pad", (0, 0))[0]

@@ -30,44 +30,48 @@ def trip_count(program: HloModule, frame: Frame, loop: Instruction) -> int | Non
   if loop.known_trip_count is not None:
     return loop.known_trip_count
   condition = frame.inner(program.computations[loop.called["condition"][0]], loop)
-  return _limit(program, condition, condition.computation.instructions[condition.computation.root])
+  return _trips_while_true(
+    program, condition, condition.computation.instructions[condition.computation.root]
+  )
 
 
-def _limit(program: HloModule, frame: Frame, test: Instruction) -> int | None:
+def _trips_while_true(program: HloModule, frame: Frame, test: Instruction) -> int | None:
   """The trips after which `test` fails."""
   if test.opcode == "fusion":
     called = frame.inner(program.called_by(test)[0], test)
-    return _limit(program, called, called.computation.instructions[called.computation.root])
+    return _trips_while_true(
+      program, called, called.computation.instructions[called.computation.root]
+    )
   if test.opcode != "compare":
     return None
   up = "direction=L" in test.attributes
   counter, limit = (
     frame.computation.operand(test, number) for number in ((0, 1) if up else (1, 0))
   )
-  source = _carry_of(frame, counter) if counter else None
+  source = _loop_carry_of(frame, counter) if counter else None
   last = _value(program, frame, limit) if limit else None
   if source is None or last is None:
     return None
   loop, taken = source
-  carried = _carried(loop, taken)
+  carried = _initial_value(loop, taken)
   first = _value(program, *carried) if carried else None
   if first is None:
     return None
   last += "direction=LE" in test.attributes or "direction=GE" in test.attributes
-  return max(0, -(-(last - first) // _step(program, loop, taken)))
+  return max(0, -(-(last - first) // _increment(program, loop, taken)))
 
 
-def _carry_of(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] | None:
+def _loop_carry_of(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] | None:
   """The get-tuple-element, and its frame, that takes `one` from a loop's carry."""
   while one.opcode in _SAME_VALUE and one.operands:
     one = frame.computation.instructions[one.operands[0]]
   if one.opcode == "parameter" and frame.caller and frame.outer:
     outer = frame.outer.computation.operand(frame.caller, int(one.arguments))
-    return _carry_of(frame.outer, outer) if outer else None
+    return _loop_carry_of(frame.outer, outer) if outer else None
   return (frame, one) if one.opcode == "get-tuple-element" else None
 
 
-def _step(program: HloModule, frame: Frame, counter: Instruction) -> int:
+def _increment(program: HloModule, frame: Frame, counter: Instruction) -> int:
   """What a trip adds to the counter: 1, unless the body says otherwise, as where it was unrolled."""
   assert frame.caller is not None
   assert frame.outer is not None
@@ -91,13 +95,13 @@ def _value(program: HloModule, frame: Frame, one: Instruction) -> int | None:
   if one.opcode == "parameter" and frame.caller and frame.caller.opcode != "while" and frame.outer:
     outer = frame.outer.computation.operand(frame.caller, int(one.arguments))
     return _value(program, frame.outer, outer) if outer else None
-  if one.opcode != "get-tuple-element" or not _is_kept(program, frame, one):
+  if one.opcode != "get-tuple-element" or not _is_loop_invariant(program, frame, one):
     return None
-  carried = _carried(frame, one)
+  carried = _initial_value(frame, one)
   return _value(program, *carried) if carried else None
 
 
-def _carried(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] | None:
+def _initial_value(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] | None:
   """What stood outside the loop in the element of the carry that `one` takes."""
   source = frame.computation.operand(one, 0)
   if one.opcode != "get-tuple-element" or source is None or source.opcode != "parameter":
@@ -111,7 +115,7 @@ def _carried(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] | None
   return (frame.outer, element) if element else None
 
 
-def _is_kept(program: HloModule, frame: Frame, one: Instruction) -> bool:
+def _is_loop_invariant(program: HloModule, frame: Frame, one: Instruction) -> bool:
   """Whether the body of the loop hands on unchanged the element of the carry that `one` takes."""
   if frame.caller is None or frame.caller.opcode != "while" or one.index is None:
     return False

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 _LISTS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(r"(?:replica_groups=|device_ids=\(?)\[([\d,]+)\](?:<=\[([\d,]+)\])?")
-_TURN = re.compile(r"(?:<=)?\[[\d,]+\]\)?\s*T\(([\d,]+)\)")
+_TRANSPOSE = re.compile(r"(?:<=)?\[[\d,]+\]\)?\s*T\(([\d,]+)\)")
 _MESH = re.compile(r"replica_groups=@?\w*mesh\w*\[([^\]]*)\](.*?)\{([^}]*)\}")
 _AXIS = re.compile(r"'([^']+)'=(\d+)")
 _USED = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
@@ -42,7 +42,7 @@ def parse_groups(attributes: str, num_devices: int) -> ReplicaGroups:
   if found := _MESH.search(attributes):
     return ReplicaGroups(_mesh_groups(*found.groups()))
   if found := _IOTA.search(attributes):
-    turn = _TURN.search(attributes, found.start())
+    turn = _TRANSPOSE.search(attributes, found.start())
     return ReplicaGroups(_iota_groups(found[1], found[2] or "", turn[1] if turn else ""))
   found = _LISTS.search(attributes)
   groups = _lists(found[1]) if found else ()
@@ -61,7 +61,7 @@ def _iota_groups(shape: str, source: str, turn: str) -> tuple[tuple[int, ...], .
   """[number of groups, size of each] over a transposed iota."""
   sizes = _numbers(shape)
   devices = _transposed(_numbers(source) or (math.prod(sizes),), _numbers(turn))
-  return _cut(devices, sizes[-1])
+  return _split(devices, sizes[-1])
 
 
 def _mesh_groups(mesh: str, order: str, used: str) -> tuple[tuple[int, ...], ...]:
@@ -84,7 +84,7 @@ def _mesh_groups(mesh: str, order: str, used: str) -> tuple[tuple[int, ...], ...
   outside = [axis for axis in range(len(parts)) if axis not in inside]
   places = _transposed(parts, [*outside, *inside])
   devices = _device_order(order, math.prod(parts))
-  return _cut([devices[place] for place in places], math.prod(parts[axis] for axis in inside))
+  return _split([devices[place] for place in places], math.prod(parts[axis] for axis in inside))
 
 
 def _device_order(text: str, count: int) -> Sequence[int]:
@@ -92,7 +92,7 @@ def _device_order(text: str, count: int) -> Sequence[int]:
   found = _IOTA.search(text)
   if found is None:
     return range(count)
-  turn = _TURN.search(text, found.start())
+  turn = _TRANSPOSE.search(text, found.start())
   return _transposed(_numbers(found[2] or found[1]), _numbers(turn[1]) if turn else ())
 
 
@@ -104,5 +104,5 @@ def _transposed(sizes: Sequence[int], turn: Sequence[int]) -> list[int]:
   return [sum(offsets) for offsets in itertools.product(*steps)]
 
 
-def _cut(devices: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
+def _split(devices: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
   return tuple(tuple(devices[at : at + size]) for at in range(0, len(devices), size))

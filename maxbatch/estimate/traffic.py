@@ -48,7 +48,7 @@ def traffic(program: HloModule, within: Computation, one: Instruction) -> int:
   if one.opcode in FREE or one.opcode.endswith("-done"):
     return 0
   if one.opcode in _MOVES:
-    return _moved(one)
+    return _bytes_copied(one)
   if one.opcode == "send":
     return within.instructions[one.operands[0]].bytes
   if one.opcode == "async-start":
@@ -61,7 +61,7 @@ def traffic(program: HloModule, within: Computation, one: Instruction) -> int:
   return read + _written(within, one, one.shapes)
 
 
-def _moved(one: Instruction) -> int:
+def _bytes_copied(one: Instruction) -> int:
   """From one memory to another: the smaller of source and target, once for each in main memory."""
   ends = one.shapes[:2]
   return min(end.bytes for end in ends) * sum(end.space == 0 for end in ends)
@@ -95,29 +95,29 @@ def _fusion(program: HloModule, within: Computation, one: Instruction) -> int:
   for parameter, name in zip(body.parameters(), one.operands, strict=True):
     shapes = within.instructions[name].shapes
     if any(shape.space == 0 for shape in shapes):
-      total += min(_used(program, body, parameter), sum(shape.bytes for shape in shapes))
+      total += min(_bytes_read(program, body, parameter), sum(shape.bytes for shape in shapes))
   for result, place in zip(_results(body), one.shapes, strict=False):
-    total += _made(program, body, result, place)
+    total += _bytes_written(program, body, result, place)
   return total
 
 
-def _used(program: HloModule, body: Computation, value: Instruction) -> int:
+def _bytes_read(program: HloModule, body: Computation, value: Instruction) -> int:
   """Bytes of `value`, in main memory, that its users in a fusion read."""
   total = 0
   for user, number in _users(body, value):
     if user.opcode == "bitcast":
-      total += _used(program, body, user)
+      total += _bytes_read(program, body, user)
     elif user.opcode == "fusion":
       inner = program.called_by(user)[0]
-      total += _used(program, inner, inner.parameters()[number])
+      total += _bytes_read(program, inner, inner.parameters()[number])
     elif user.opcode in _SLICES and number == 0:
       total += user.bytes
-    elif not _hands_on(user, number):
+    elif not _passes_through(user, number):
       return value.bytes
   return total
 
 
-def _hands_on(user: Instruction, number: int) -> bool:
+def _passes_through(user: Instruction, number: int) -> bool:
   """Whether the operand is passed along, updated in place or sent away rather than read."""
   in_place = user.opcode in _UPDATES and number == 0
   return in_place or user.opcode == "tuple" or user.opcode in COLLECTIVES
@@ -137,13 +137,15 @@ def _results(body: Computation) -> list[Instruction]:
   return [root]
 
 
-def _made(program: HloModule, body: Computation, result: Instruction, place: ArrayShape) -> int:
+def _bytes_written(
+  program: HloModule, body: Computation, result: Instruction, place: ArrayShape
+) -> int:
   """Bytes written at `place` by the instruction in a fusion that makes this result."""
   while result.opcode == "bitcast":
     result = body.instructions[result.operands[0]]
   if result.opcode == "fusion":
     inner = program.called_by(result)[0]
-    return _made(program, inner, inner.instructions[inner.root], place)
+    return _bytes_written(program, inner, inner.instructions[inner.root], place)
   if result.opcode == "parameter" or result.opcode in COLLECTIVES:
     return 0
   return _written(body, result, (place,))

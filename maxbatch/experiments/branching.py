@@ -9,8 +9,16 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
+from maxbatch.batch.arithmetic import (
+  divides_over,
+  factor_of,
+  fitting_micro_batch,
+  num_steps,
+  scaled,
+  tokens_of,
+)
 from maxbatch.batch.phases import Phase
-from maxbatch.batch.solve import describe_groups, nearest_divisors, nearest_multiples, text
+from maxbatch.batch.solve import describe_groups, nearest_multiples, text
 from maxbatch.batch.topology import Topology
 from maxbatch.errors import UserError
 
@@ -73,21 +81,27 @@ class Branching:
     return self.window_blocks * self.block_tokens
 
 
-def plan_branches(base: BranchBase, wish: BranchRequest) -> Branching:
+def plan_branches(base: BranchBase, request: BranchRequest) -> Branching:
   """The branches that are asked for.
 
   Raises:
     UserError: a batch does not fit the devices, or the tokens are no whole steps, or too few.
   """
-  factors = sorted(wish.factors)
+  factors = sorted(request.factors)
   batches = [_batch(base, factor) for factor in factors]
   block = math.lcm(*batches)
   block_tokens = block * base.max_target_length
-  blocks = _blocks(wish, batches, block, block_tokens)
+  blocks = _blocks(request, batches, block, block_tokens)
   micro_batch = _micro_batch(base, batches)
   return Branching(
     branches=tuple(
-      Branch(factor, batch, batch * base.max_target_length, blocks * block // batch, block // batch)
+      Branch(
+        factor=factor,
+        batch=batch,
+        tokens_per_step=tokens_of(batch, base.max_target_length),
+        steps=num_steps(blocks * block, batch),
+        steps_per_block=num_steps(block, batch),
+      )
       for factor, batch in zip(factors, batches, strict=True)
     ),
     micro_batch=micro_batch,
@@ -95,17 +109,17 @@ def plan_branches(base: BranchBase, wish: BranchRequest) -> Branching:
     tokens=blocks * block_tokens,
     block_tokens=block_tokens,
     num_blocks=blocks,
-    window_blocks=math.floor(blocks * wish.smoothing),
+    window_blocks=math.floor(blocks * request.smoothing),
   )
 
 
 def _batch(base: BranchBase, factor: Fraction) -> int:
   """factor × the batch at the checkpoint."""
   groups = base.topology.num_batch_groups
-  batch = factor * base.phase.batch
-  if batch % groups == 0:
+  batch = scaled(base.phase.batch, factor)
+  if divides_over(batch, base.topology):
     return int(batch)
-  near = [size / base.phase.batch for size in nearest_multiples(groups, batch)]
+  near = [factor_of(size, base.phase.batch) for size in nearest_multiples(groups, batch)]
   raise UserError(
     f"factors: {text(factor)} × batch {base.phase.batch} is {text(batch)} samples, which must be a "
     f"positive multiple of {describe_groups(base.topology)}; "
@@ -118,19 +132,15 @@ def _micro_batch(base: BranchBase, batches: Sequence[int]) -> int:
 
   One for all: so one compiled program serves all branches, and only the passes differ.
   """
-  micro_batch, groups = base.phase.micro_batch, base.topology.num_batch_groups
-  common = math.gcd(*batches)
-  if common % micro_batch == 0:
-    return micro_batch
-  return groups * nearest_divisors(common // groups, Fraction(micro_batch, groups))[0]
+  return fitting_micro_batch(base.phase.micro_batch, math.gcd(*batches), base.topology)
 
 
-def _blocks(wish: BranchRequest, batches: Sequence[int], block: int, block_tokens: int) -> int:
+def _blocks(request: BranchRequest, batches: Sequence[int], block: int, block_tokens: int) -> int:
   """Blocks of a branch."""
-  fewest = math.ceil(FEWEST_BLOCKS / wish.smoothing)
-  if wish.branch_tokens == -1:
+  fewest = math.ceil(FEWEST_BLOCKS / request.smoothing)
+  if request.branch_tokens == -1:
     return max(_DEFAULT_BLOCKS, fewest)
-  blocks = Fraction(wish.branch_tokens, block_tokens)
+  blocks = Fraction(request.branch_tokens, block_tokens)
   what = (
     f"a step of {block} samples"
     if block in batches
@@ -138,17 +148,17 @@ def _blocks(wish: BranchRequest, batches: Sequence[int], block: int, block_token
   )
   if blocks < fewest:
     raise UserError(
-      f"branch_tokens={wish.branch_tokens} is too short: {float(blocks):.3g} times {block_tokens} "
-      f"tokens ({what}), and the last smoothing={text(wish.smoothing)} of a branch, which is "
+      f"branch_tokens={request.branch_tokens} is too short: {float(blocks):.3g} times {block_tokens} "
+      f"tokens ({what}), and the last smoothing={text(request.smoothing)} of a branch, which is "
       f"judged, needs {FEWEST_BLOCKS}; the smallest that works: "
       f"branch_tokens={fewest * block_tokens}, less with smaller factors"
     )
   if blocks.denominator != 1:
     near = [
-      text(tokens) for tokens in nearest_multiples(block_tokens, Fraction(wish.branch_tokens))
+      text(tokens) for tokens in nearest_multiples(block_tokens, Fraction(request.branch_tokens))
     ]
     raise UserError(
-      f"branch_tokens={wish.branch_tokens} must be a multiple of {block_tokens} tokens ({what}), "
+      f"branch_tokens={request.branch_tokens} must be a multiple of {block_tokens} tokens ({what}), "
       "so that all branches train on the same samples; "
       f"nearest: {' or '.join(f'branch_tokens={tokens}' for tokens in near)}"
     )

@@ -76,7 +76,7 @@ def judge(measured: Sequence[Measured], window: int, tolerance: float) -> list[J
   judged: list[Judged] = []
   for branch in measured:
     best = min(judged, key=lambda other: other.loss, default=None)
-    judged.append(_held_to(branch, best, window, tolerance))
+    judged.append(_compare(branch, best, window, tolerance))
   return judged
 
 
@@ -103,7 +103,7 @@ def half_width(values: Sequence[float]) -> float:
   return _student_t(count - 1) * error
 
 
-def _held_to(branch: Measured, best: Judged | None, window: int, tolerance: float) -> Judged:
+def _compare(branch: Measured, best: Judged | None, window: int, tolerance: float) -> Judged:
   loss = math.inf if branch.diverged else statistics.fmean(branch.blocks[-window:])
   if best is None:
     return Judged(branch, loss, None, 0.0, 0.0, within=True, clear=True)
@@ -121,7 +121,7 @@ def _held_to(branch: Measured, best: Judged | None, window: int, tolerance: floa
   )
 
 
-def _student_t(freedom: int) -> float:
+def _student_t(degrees_of_freedom: int) -> float:
   """The quantile that 95% intervals need, to 1% from 3 degrees of freedom on.
 
   The expansion in 1/freedom around the normal quantile (Abramowitz & Stegun 26.7.5).
@@ -133,4 +133,4 @@ def _student_t(freedom: int) -> float:
     (5 * z**5 + 16 * z**3 + 3 * z) / 96,
     (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
   )
-  return sum(term / freedom**power for power, term in enumerate(terms))
+  return sum(term / degrees_of_freedom**power for power, term in enumerate(terms))

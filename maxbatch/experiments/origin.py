@@ -77,7 +77,7 @@ def read_checkpoint(folder: pathlib.Path) -> Checkpoint:
   return Checkpoint(folder, position, record["plan"], record["checksum"])
 
 
-def claim(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
+def record_origin(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
   """Notes in `folder`, once and for all, that its branches come from this checkpoint.
 
   Raises:
@@ -94,10 +94,10 @@ def claim(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
       )
     return
   content = {"checkpoint": str(checkpoint.folder), "checksum": checkpoint.checksum}
-  write_whole(note, json.dumps(content, indent=2) + "\n")
+  write_atomically(note, json.dumps(content, indent=2) + "\n")
 
 
-def write_whole(path: pathlib.Path, content: str) -> None:
+def write_atomically(path: pathlib.Path, content: str) -> None:
   """Writes a file among the branches; a reader finds all of it or what was there before.
 
   Raises:

@@ -22,7 +22,7 @@ from maxbatch.config.schema import BatchConfig, Config, RunConfig
 from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Measured, block_means
-from maxbatch.experiments.origin import Checkpoint, fork_checkpoint, write_whole
+from maxbatch.experiments.origin import Checkpoint, fork_checkpoint, write_atomically
 from maxbatch.modes.run import run
 from maxbatch.run_folder.metrics import Record, read_metrics
 
@@ -162,7 +162,7 @@ def train_branch(experiment: Experiment, branch: Branch) -> Measured | None:
   except TrainingDivergedError as error:
     if branch == experiment.branching.branches[0]:
       raise
-    write_whole(folder / _DIVERGED, f"{error}\n")
+    write_atomically(folder / _DIVERGED, f"{error}\n")
     print(f"Branch {branch.name} diverged: {error}", flush=True)
     complete = True
   except UserError as error:

@@ -84,7 +84,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, PartitionSpec())
 
 
-def undivided(axes: LogicalAxes, shape: Sequence[int], mesh: Mesh) -> list[str]:
+def replicated_dims(axes: LogicalAxes, shape: Sequence[int], mesh: Mesh) -> list[str]:
   """What the table would divide but the sizes do not allow, in words; [] if nothing."""
   problems = []
   for axis, size in zip(axes, shape, strict=True):
@@ -104,7 +104,7 @@ def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
   open_sizes = [size for name, size in mesh.shape.items() if name not in mesh.manual_axes]
   if all(size == 1 for size in open_sizes):
     return x
-  places = NamedSharding(mesh, open_spec(axes, x.shape))
+  places = NamedSharding(mesh, auto_axes_spec(axes, x.shape))
   return jax.lax.with_sharding_constraint(x, places)
 
 
@@ -126,7 +126,7 @@ def over_rows(
   mesh = jax.sharding.get_abstract_mesh()
   if "fsdp" in mesh.manual_axes or mesh.shape.get("fsdp", 1) == 1:
     return function(stored, *rows)
-  place, dtype = _fsdp_only(axes, stored.shape), stored.dtype
+  place, dtype = _fsdp_spec(axes, stored.shape), stored.dtype
   if "fsdp" not in place:
     # Its gradient is summed as it enters, and XLA's CPU compiler aborts on such sums of bfloat16.
     stored = stored.astype(jnp.float32)
@@ -189,7 +189,7 @@ def sum_over_rows(
   mesh = jax.sharding.get_abstract_mesh()
   if "fsdp" in mesh.manual_axes or mesh.shape.get("fsdp", 1) == 1:
     return function(*rows)
-  place = _fsdp_only(axes, shape)
+  place = _fsdp_spec(axes, shape)
 
   def local(*rows: jax.Array) -> tuple[jax.Array, jax.Array]:
     total, of_each = function(*rows)
@@ -204,24 +204,24 @@ def sum_over_rows(
   )(*rows)
 
 
-def _fsdp_only(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
+def _fsdp_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
   """How fsdp divides an array, other mesh axes left out."""
-  names = open_spec(axes, shape)
+  names = auto_axes_spec(axes, shape)
   return PartitionSpec(*("fsdp" if each in ("fsdp", ("fsdp",)) else None for each in names))
 
 
-def open_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
+def auto_axes_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
   """As `spec`, for the mesh of the code around.
 
   Inside a shard_map the axes it has taken over are already divided, so they are left out.
   """
   mesh = jax.sharding.get_abstract_mesh()
-  sizes = open_sizes()
+  sizes = auto_axis_sizes()
   divided = (_divide(axis, size, sizes) for axis, size in zip(axes, shape, strict=True))
   return PartitionSpec(*(_without(names, mesh.manual_axes) for names in divided))
 
 
-def open_sizes() -> dict[str, int]:
+def auto_axis_sizes() -> dict[str, int]:
   """Devices along each axis that is not taken over around; 1 for the others, or without a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   return {name: 1 if name in mesh.manual_axes else mesh.shape.get(name, 1) for name in AXES}
@@ -229,7 +229,7 @@ def open_sizes() -> dict[str, int]:
 
 def local_shape(axes: LogicalAxes, shape: Sequence[int]) -> tuple[int, ...]:
   """What one device holds of an array of this shape, in the code around."""
-  sizes = open_sizes()
+  sizes = auto_axis_sizes()
   divided = (_divide(axis, size, sizes) for axis, size in zip(axes, shape, strict=True))
   ways = (math.prod(sizes[name] for name in names or ()) for names in divided)
   return tuple(size // by for size, by in zip(shape, ways, strict=True))

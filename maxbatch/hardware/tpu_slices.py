@@ -105,7 +105,7 @@ def slice_named(name: str) -> Slice:
     near = min(family.sizes, key=lambda known: abs(known - wanted))
     raise UserError(
       f"compile_topology={name}: {generation} has no slice of this size; "
-      f"nearest: compile_topology={generation}-{near}. Known: {_in_words(family.sizes)}"
+      f"nearest: compile_topology={generation}-{near}. Known: {_as_ranges(family.sizes)}"
     )
   return _slice(family, int(size) // family.named_units_per_chip)
 
@@ -161,7 +161,7 @@ def _divisors(count: int) -> list[int]:
   return [number for number in range(1, count + 1) if count % number == 0]
 
 
-def _in_words(sizes: tuple[int, ...]) -> str:
+def _as_ranges(sizes: tuple[int, ...]) -> str:
   """Such as 8, 16, 32, 64, 128 to 8448 by 128: three or more in equal steps told as a range."""
   words: list[str] = []
   start = 0

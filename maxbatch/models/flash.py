@@ -22,7 +22,7 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from maxbatch.config.schema import ModelConfig
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
-from maxbatch.hardware.sharding import open_spec
+from maxbatch.hardware.sharding import auto_axes_spec
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, int], jax.Array]
 """(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window) → out_BTNH, on one device."""
@@ -127,9 +127,9 @@ def flash_attention(
   mesh = jax.sharding.get_abstract_mesh()
   run = kernel or KERNELS[mesh.abstract_device.platform]
   k_BSKH, v_BSKH = (_divisible(x, q_BTNH.shape[2], mesh.shape["tensor"]) for x in (k_BSKH, v_BSKH))
-  queries = open_spec(("batch", "length", "heads", "head_dim"), q_BTNH.shape)
-  keys = open_spec(("batch", "length", "kv_heads", "head_dim"), k_BSKH.shape)
-  rows = open_spec(("batch", "length"), q_BTNH.shape[:2])
+  queries = auto_axes_spec(("batch", "length", "heads", "head_dim"), q_BTNH.shape)
+  keys = auto_axes_spec(("batch", "length", "kv_heads", "head_dim"), k_BSKH.shape)
+  rows = auto_axes_spec(("batch", "length"), q_BTNH.shape[:2])
   # Without check_vma, which splash attention does not know, an axis that divides nothing costs an
   # all-reduce of equal gradients: correct, but only `stage` can be such an axis and be large.
   return jax.shard_map(

@@ -1,4 +1,4 @@
-"""One line for people: what the noise scale is, and what it means for the batch in use."""
+"""The log line that reports the gradient noise scale and what it means for the present batch."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from maxbatch.noise.estimators import cost_of_change
 from maxbatch.noise.tracker import FEWEST_CALIBRATION_STEPS, Calibration, Estimate
 
 _WELL_BELOW = 1 / 4
-"""Share of the noise scale up to which doubling a batch takes at most a fifth more data."""
+"""Fraction of the noise scale up to which doubling the batch costs at most a fifth more data."""
 
 _CAVEAT = "a heuristic (McCandlish et al. 2018), verify with python -m maxbatch.critical_batch"
 
@@ -16,13 +16,13 @@ _CAVEAT = "a heuristic (McCandlish et al. 2018), verify with python -m maxbatch.
 def advice(
   estimate: Estimate, batch: int, tokens_per_sample: float, left_out: Sequence[str] = ()
 ) -> str:
-  """The line.
+  """The noise scale in samples and tokens, its interval, and the effect of another batch size.
 
   Args:
     estimate: of the whole model, measured or predicted.
     batch: samples per step now.
-    tokens_per_sample: on average, those that count in the loss.
-    left_out: parameters that the estimate does not see, for example "the tied embedding".
+    tokens_per_sample: average number of tokens per sample that count in the loss.
+    left_out: parameters that the estimate does not include, for example "the tied embedding".
   """
   scale = estimate.scale
   if scale is None:
@@ -57,7 +57,7 @@ def _predicted_by(calibration: Calibration) -> str:
 
 
 def _meaning(scale: Interval, batch: int) -> str:
-  """Where the batch stands, as far as the whole interval says so."""
+  """Whether the batch is below, in or above the efficient range, if the whole interval agrees."""
   above = batch > scale.high
   if scale.low <= 0:
     smaller = "above that: a smaller one would save data"
@@ -73,7 +73,7 @@ def _meaning(scale: Interval, batch: int) -> str:
 
 
 def _change(scale: Interval, batch: int, factor: float) -> tuple[str, str]:
-  """By how much a batch `factor` times as large changes data and steps, such as 28% and 36%."""
+  """Relative changes of data and steps with `factor` times the batch, such as 28% and 36%."""
   costs = [cost_of_change(batch, factor, part) for part in (scale.value, scale.low, scale.high)]
   return (
     _percent([abs(cost.data - 1) for cost in costs]),
@@ -82,7 +82,7 @@ def _change(scale: Interval, batch: int, factor: float) -> tuple[str, str]:
 
 
 def _percent(shares: Sequence[float]) -> str:
-  """The first of three shares, to the place in which the others differ, at best to 1%."""
+  """The first of three fractions, rounded to the digit in which the others differ, at best 1%."""
   value, *ends = (100 * share for share in shares)
   unit = min(_leading(abs(ends[1] - ends[0]) / 2), _leading(value))
   shown = _rounded(value, max(1.0, unit))
@@ -97,12 +97,12 @@ def _unknown(estimate: Estimate, batch: int) -> str:
     return f"noise scale not known yet: {steps} of at least {FEWEST_STEPS} steps measured"
   if calibration is not None and calibration.status == "insufficient":
     return (
-      f"noise scale not calibrated yet: {calibration.steps} calibration steps do not tell the "
-      "gradient from its noise; it takes more of them"
+      f"noise scale not calibrated yet: over {calibration.steps} calibration steps the gradient "
+      "cannot be distinguished from its noise; more of them are needed"
     )
-  hidden = f"over {steps} steps the gradient cannot be told from its noise"
+  hidden = f"over {steps} steps the gradient cannot be distinguished from its noise"
   if estimate.negative_share:
-    hidden += f" (in {estimate.negative_share:.0%} of them its square is estimated below 0)"
+    hidden += f" (|G|² is estimated below 0 in {estimate.negative_share:.0%} of them)"
   if steps < estimate.window_steps:
     return f"noise scale not known yet: {hidden}; the window holds {estimate.window_steps}: wait"
   longer = 2 * estimate.window_steps
@@ -127,10 +127,10 @@ def _unavailable(estimate: Estimate, batch: int) -> str:
 
 
 def _shown(interval: Interval) -> tuple[str, str, str]:
-  """Value, low and high, rounded to what the interval supports; the ends keep two digits at least.
+  """Value, low and high, rounded to the interval's precision; low and high keep two digits or more.
 
-  By the Particle Data Group's rule: an error that begins with 10 to 35 keeps two digits of it, a
-  larger one keeps one.
+  Rounds by the rule of the Particle Data Group: an error that begins with 10 to 35 keeps two
+  digits, a larger one keeps one.
   """
   value, low, high = interval.value, interval.low, interval.high
   error = max(min(value - low, high - value), 1e-3 * abs(value))
@@ -141,7 +141,7 @@ def _shown(interval: Interval) -> tuple[str, str, str]:
 
 
 def _leading(value: float) -> float:
-  """The power of ten of its first digit."""
+  """The power of ten of the value's first digit."""
   return 10.0 ** math.floor(math.log10(max(abs(value), 1e-9)))
 
 

@@ -1,8 +1,8 @@
-"""When to take a larger batch: a rule that would rather wait than be wrong.
+"""The rule of batch_schedule=gns: when to increase the batch, and to what.
 
-The batch grows only when the noise scale is surely, and repeatedly, more than twice as large. It
-never shrinks. Everything the rule goes by is in its state, so that a resumed run decides what the
-uninterrupted one would have.
+The batch grows only if the lower end of the noise scale's confidence interval is above twice the
+batch in several windows in a row. It never shrinks. The rule's whole state is saved in checkpoints,
+so that a resumed run takes the same decisions as an uninterrupted one.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
+from maxbatch.batch.arithmetic import scaled
 from maxbatch.batch.phases import Position
 from maxbatch.batch.solve import counted
 from maxbatch.errors import UserError
@@ -20,7 +21,10 @@ from maxbatch.noise.tracker import Estimate
 
 _FEWEST_LOSSES = 8
 _NEWEST_SHARE = 8
-"""The newest eighth of the losses is compared with the others: one outlier is no spike."""
+"""A spike compares the newest eighth of the losses with the others, so that one outlier is none."""
+
+_MIN_RATIO = Fraction(2)
+"""The noise scale over the batch above which a larger batch is considered."""
 
 _DEVIATIONS_PER_MAD = 1.4826
 """Standard deviations per median absolute deviation, of a normal distribution."""
@@ -28,29 +32,29 @@ _DEVIATIONS_PER_MAD = 1.4826
 
 @dataclasses.dataclass(frozen=True)
 class ControllerLimits:
-  """What the rule keeps to.
+  """The limits of the rule.
 
   Raises:
-    UserError: a limit below the least that makes sense.
+    UserError: a limit is out of range.
   """
 
   max_batch: int
   unit: int = 1
-  """Every batch is a multiple of it: the microbatch."""
+  """The microbatch, in samples: every batch is a multiple of it."""
   dwell_samples: int = 0
-  """Samples between two changes, at least."""
+  """Minimum number of samples between two changes."""
   windows_before_growth: int = 3
-  """Decision points in a row that must agree, on windows that share at most half their steps."""
+  """Consecutive decision points that must agree; their windows share at most half of their steps."""
   growth_limit: Fraction = Fraction(2)
-  """One change multiplies the batch by this at most."""
+  """Maximum factor of one change."""
   max_relative_half_width: float = 0.5
-  """Half of the interval over the noise scale, above which it is too wide to act on."""
+  """Maximum of half the interval's width over the noise scale."""
   warmup_samples: int = 0
-  """Nothing is decided before so many samples, nor counted as agreeing."""
+  """Samples at the beginning during which the batch stays and no window counts."""
   spike_deviations: float = 4.0
-  """Standard deviations by which the newest losses exceed the earlier ones in a spike."""
+  """The newest losses are a spike if they exceed the earlier ones by this many deviations."""
   loss_window: int = 64
-  """Losses that are remembered, one per step."""
+  """Number of newest losses, one per step, in which spikes are looked for."""
 
   def __post_init__(self) -> None:
     _check_at_least("unit", self.unit, 1)
@@ -66,7 +70,7 @@ class ControllerLimits:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-  """The batch from here on, and why."""
+  """The batch from the decision point on, and the reason."""
 
   batch: int
   reason: str
@@ -74,10 +78,10 @@ class Decision:
 
 
 class Controller:
-  """Decides at decision points; `observe` every step's loss in between."""
+  """Decides on the batch at decision points; call `observe` with the loss of every step between."""
 
   def __init__(self, limits: ControllerLimits):
-    """A controller that has seen nothing."""
+    """A controller without any history."""
     self.limits = limits
     self._agreeing = 0
     self._counted_at_step: int | None = None
@@ -85,7 +89,7 @@ class Controller:
     self._losses: deque[float] = deque(maxlen=limits.loss_window)
 
   def observe(self, loss: float) -> None:
-    """Takes note of a step's loss."""
+    """Records a step's loss."""
     self._losses.append(loss)
 
   def decide(self, position: Position, batch: int, estimate: Estimate) -> Decision:
@@ -103,7 +107,7 @@ class Controller:
     return self._grown(position, batch, estimate)
 
   def as_dict(self) -> dict[str, Any]:
-    """Plain JSON; the limits are not in it."""
+    """The state as plain JSON, without the limits."""
     return {
       "agreeing": self._agreeing,
       "counted_at_step": self._counted_at_step,
@@ -113,7 +117,7 @@ class Controller:
 
   @classmethod
   def from_dict(cls, limits: ControllerLimits, content: Mapping[str, Any]) -> "Controller":
-    """The controller that `as_dict` wrote."""
+    """The controller whose state `as_dict` gave."""
     controller = cls(limits)
     controller._agreeing = content["agreeing"]
     controller._counted_at_step = content["counted_at_step"]
@@ -122,12 +126,12 @@ class Controller:
     return controller
 
   def _objection(self, position: Position, batch: int, estimate: Estimate) -> str | None:
-    """What speaks against a larger batch now, if anything does."""
+    """The reason not to grow the batch now; None if there is none."""
     limits = self.limits
     if position.samples < limits.warmup_samples:
       return f"warm-up until {limits.warmup_samples:,} samples"
     if batch >= limits.max_batch:
-      return f"{batch:,} is as large as allowed: max_batch={limits.max_batch}"
+      return f"batch {batch:,} is at its maximum: max_batch={limits.max_batch}"
     return _doubt(estimate, batch, limits) or _spike(list(self._losses), limits.spike_deviations)
 
   def _is_new_window(self, position: Position, estimate: Estimate) -> bool:
@@ -137,23 +141,25 @@ class Controller:
     return 2 * (position.step - self._counted_at_step) >= estimate.window_steps
 
   def _waiting(self, position: Position, batch: int) -> str | None:
-    """What is still to be awaited, although nothing speaks against a larger batch."""
+    """What to wait for before the batch may grow; None if nothing."""
     limits = self.limits
     if self._agreeing < limits.windows_before_growth:
       return (
-        f"the noise scale is surely above 2 × {batch:,} in {self._agreeing} of "
+        f"the noise scale's interval is above 2 × {batch:,} in {self._agreeing} of "
         f"{limits.windows_before_growth} windows"
       )
     rest = self._changed_at_samples + limits.dwell_samples - position.samples
     if rest > 0:
-      return f"{batch:,} stays for {rest:,} samples more: dwell_samples={limits.dwell_samples}"
+      return (
+        f"batch {batch:,} stays for {rest:,} more samples: dwell_samples={limits.dwell_samples}"
+      )
     return None
 
   def _grown(self, position: Position, batch: int, estimate: Estimate) -> Decision:
     """The largest batch that the limits and the noise scale's lower bound allow."""
     assert estimate.scale is not None
     limits, low = self.limits, math.floor(estimate.scale.low)
-    ceiling = min(math.floor(limits.growth_limit * batch), limits.max_batch, low)
+    ceiling = min(math.floor(scaled(batch, limits.growth_limit)), limits.max_batch, low)
     larger = ceiling // limits.unit * limits.unit
     if larger <= batch:
       return Decision(
@@ -170,7 +176,7 @@ class Controller:
 
 
 def _doubt(estimate: Estimate, batch: int, limits: ControllerLimits) -> str | None:
-  """Why the noise scale is not surely above twice the batch, if so."""
+  """Why the noise scale may not be above twice the batch; None if it is."""
   scale = estimate.scale
   if scale is None:
     return f"no noise scale: {estimate.status}"
@@ -178,15 +184,15 @@ def _doubt(estimate: Estimate, batch: int, limits: ControllerLimits) -> str | No
   if width > limits.max_relative_half_width * scale.value:
     widest = f"max_relative_half_width={limits.max_relative_half_width:g}"
     return f"the noise scale, {scale.value:,.0f} ± {width:,.0f}, is too uncertain: {widest}"
-  if scale.low <= 2 * batch:
+  if scale.low <= scaled(batch, _MIN_RATIO):
     return f"the noise scale may be {scale.low:,.0f} samples, not above 2 × {batch:,}"
   return None
 
 
 def _spike(losses: list[float], deviations: float) -> str | None:
-  """Whether the newest losses are far above the earlier ones, by medians; a reason if so."""
+  """The reason not to grow because the median loss has jumped; None if it has not."""
   if len(losses) < _FEWEST_LOSSES:
-    return f"{len(losses)} losses seen, of {_FEWEST_LOSSES} it takes to see a spike"
+    return f"{len(losses)} of the {_FEWEST_LOSSES} losses that detecting a spike needs"
   if not all(map(math.isfinite, losses)):
     return "a loss was not finite"
   newest = max(1, len(losses) // _NEWEST_SHARE)

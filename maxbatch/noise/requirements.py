@@ -1,4 +1,4 @@
-"""What measuring the noise scale, and following it, ask of the other keys."""
+"""Checks of the keys that measuring the noise scale, or batch_schedule=gns, depends on."""
 
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.schedule import follows_noise_scale
@@ -7,7 +7,7 @@ from maxbatch.errors import UserError
 
 
 def check_noise(config: Config, plan: BatchPlan) -> None:
-  """Refuses keys with which the noise scale cannot be measured, or cannot steer the batch.
+  """Refuses keys with which the noise scale cannot be measured, or the batch cannot follow it.
 
   Raises:
     UserError: naming the keys, their values and values that work.
@@ -25,44 +25,44 @@ def check_noise(config: Config, plan: BatchPlan) -> None:
   if gns != "off" and min(point.batch for point in plan.schedule.points) < 2:
     where = "global_batch_to_train=1" if plan.global_batch_to_train == 1 else "a phase of 1 sample"
     raise UserError(
-      f"gns={gns} compares the samples of a step, and {where} has one; for example batch_size=2 "
+      f"gns={gns} needs at least 2 samples per step, and {where} has one; for example batch_size=2 "
       "gradient_accumulation_steps=-1, or gns=off"
     )
   if config.batch.batch_schedule_file and config.batch.batch_schedule != "file":
     raise UserError(
-      f"batch_schedule_file={config.batch.batch_schedule_file} is followed with batch_schedule=file "
-      'alone; for example batch_schedule=file, or batch_schedule_file=""'
+      f"batch_schedule_file={config.batch.batch_schedule_file} needs batch_schedule=file; for "
+      'example batch_schedule=file, or batch_schedule_file=""'
     )
   if not follows_noise_scale(config.batch):
     if config.noise.gns_dry_run:
       raise UserError(
-        "gns_dry_run=true tells what batch_schedule=gns would do, and there is "
-        "none; for example batch_schedule=gns gns_dry_run=true"
+        "gns_dry_run=true needs batch_schedule=gns, whose decisions it logs; for example "
+        "batch_schedule=gns gns_dry_run=true"
       )
     return
   _check_measured(config)
   _check_counted(config, plan)
   if config.batch.accumulation == "streamed":
     raise UserError(
-      "batch_schedule=gns changes the number of passes while the run goes on, which "
-      "accumulation=streamed compiles into the step; with accumulation=fused it works"
+      "batch_schedule=gns changes the number of microbatches during the run, which "
+      "accumulation=streamed compiles into the step; for example accumulation=fused"
     )
 
 
 def _check_measured(config: Config) -> None:
-  """There is a noise scale to steer by."""
+  """Checks that the noise scale of the whole model is measured or predicted."""
   gns, every = config.model.gns, config.noise.gns_calibrate_every
   if gns == "off" and not config.model.gns_from_microbatches:
-    raise UserError("batch_schedule=gns follows the noise scale, and gns=off; for example gns=norm")
+    raise UserError("batch_schedule=gns needs the noise scale, and gns=off; for example gns=norm")
   if gns == "norm" and every == 0:
     raise UserError(
-      "batch_schedule=gns follows the noise scale of the whole model, which gns=norm predicts from "
+      "batch_schedule=gns needs the noise scale of the whole model, which gns=norm predicts from "
       "calibration steps, and gns_calibrate_every=0; for example gns_calibrate_every=50, or gns=all"
     )
 
 
 def _check_counted(config: Config, plan: BatchPlan) -> None:
-  """Budget and schedules are counted in what does not move when the batch changes."""
+  """Checks that budget and schedules count samples or tokens: steps differ when the batch grows."""
   run = config.run
   if run.steps != -1:
     raise UserError(

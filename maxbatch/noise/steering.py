@@ -1,4 +1,4 @@
-"""A batch that follows the noise scale: decision points, what was decided, and its file."""
+"""batch_schedule=gns in a run: when to decide, the decisions so far, and their file."""
 
 import pathlib
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ from maxbatch.noise.tracker import Estimate
 
 
 class Steering:
-  """Decides every half window of steps; the plan that it changes belongs to the caller."""
+  """Decides on the batch every half window of steps; the caller changes its plan accordingly."""
 
   def __init__(self, config: NoiseConfig, plan: BatchPlan, warmup_samples: int):
-    """Nothing decided yet.
+    """Starts with the run's first batch.
 
     Args:
-      config: how the controller waits.
-      plan: the run's plan, from its very beginning.
-      warmup_samples: the learning rate's warm-up, during which nothing is decided.
+      config: the limits of the controller.
+      plan: the run's plan, from its first step on.
+      warmup_samples: the learning rate's warm-up, during which the batch does not change.
     """
     dwell = config.gns_dwell_tokens
     self.is_dry = config.gns_dry_run
@@ -42,11 +42,11 @@ class Steering:
 
   @property
   def changes(self) -> tuple[Change, ...]:
-    """Every batch so far, from its sample on; in a dry run, as it would have been."""
+    """The batches so far and the samples at which they begin; in a dry run, as they would be."""
     return self._changes
 
   def observe(self, loss: float) -> None:
-    """Takes note of a step's loss."""
+    """Records a step's loss."""
     self._controller.observe(loss)
 
   def is_due(self, position: Position) -> bool:
@@ -62,7 +62,7 @@ class Steering:
     return decision
 
   def write(self, folder: pathlib.Path) -> None:
-    """Writes what was decided where batch_schedule=file can follow it.
+    """Writes the decisions to batch_schedule.yml, which batch_schedule=file can follow.
 
     Raises:
       UserError: the folder cannot be written to.
@@ -71,19 +71,20 @@ class Steering:
       write_changes(folder, self._changes)
     except OSError as error:
       raise UserError(
-        f"{folder} cannot be written to ({error.strerror}); make room there and start again: the "
-        "run goes on from its last checkpoint"
+        f"{folder} cannot be written to ({error.strerror}); free space or change its permissions, "
+        "and start again: the run resumes from its last checkpoint"
       ) from None
 
   def as_dict(self) -> dict[str, Any]:
-    """Plain JSON, from which a resumed run decides as this one would."""
+    """The state as plain JSON, for a checkpoint."""
     changes = [[change.samples, change.batch, change.reason] for change in self._changes]
     return {"controller": self._controller.as_dict(), "changes": changes, "is_dry": self.is_dry}
 
   def restore(self, content: Mapping[str, Any], position: Position) -> None:
-    """Takes up what `as_dict` gave in the run that goes on at `position`.
+    """Restores the state that `as_dict` gave, for a run that is resumed at `position`.
 
-    What was only said to be done, in a dry run, was not: decisions begin anew, and the reverse.
+    A state of a dry run is dropped in a real one, and the reverse: the batches it decided on were
+    not trained with.
     """
     if content["is_dry"] != self.is_dry:
       return

@@ -1,9 +1,9 @@
-"""The noise scale over the last steps, with what is known about its error.
+"""The gradient noise scale over a window of steps, with its confidence interval.
 
-Of a group it is the ratio of the mean noise to the mean signal. Where only the normalization layers
-are measured at every step, that of the whole model is predicted from theirs by a factor, measured
-in calibration steps: steps that measure both. The factor differs between runs (1.2 to 2.3 seen), so
-there is no default.
+For a group of parameters it is mean tr(Sigma) over mean |G|². With gns=norm only the normalization
+layers are measured at every step. The noise scale of the whole model is then predicted from theirs,
+times a factor that is measured in calibration steps, which measure both. The factor has no default,
+because it differs between runs (1.2 to 2.3 seen).
 """
 
 import dataclasses
@@ -26,15 +26,15 @@ NORM = "norm"
 FEWEST_CALIBRATION_STEPS = FEWEST_STEPS
 
 _CALIBRATION_STEPS = 256
-"""That are remembered, at least: they are rare, and what they tell changes slowly."""
+"""Minimum length of their window: they are rare, and the factor changes slowly."""
 
 Status = Literal["ok", "insufficient", "unavailable"]
-"""insufficient: the signal cannot be told from 0, so no number is claimed. unavailable: no data."""
+"""insufficient: |G|² is not significantly above 0, so there is no estimate. unavailable: no data."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-  """The noise scale of the whole model over that of its normalization layers."""
+  """The ratio of the whole model's noise scale to that of its normalization layers."""
 
   status: Status
   steps: int
@@ -45,7 +45,7 @@ class Calibration:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-  """The noise scale of a group."""
+  """The noise scale of one group of parameters."""
 
   group: str
   status: Status
@@ -53,24 +53,24 @@ class Estimate:
   steps: int
   """Steps of the window that measured the group."""
   negative_share: float | None = None
-  """Share of these steps whose signal is below 0."""
+  """Fraction of these steps whose |G|² is estimated below 0."""
   signal: float | None = None
   noise: float | None = None
-  """Means over the steps; None where predicted or unavailable."""
+  """Mean |G|² and mean tr(Sigma) over the steps; None where predicted or unavailable."""
   scale: Interval | None = None
-  """Their ratio, in samples; None unless the status is ok."""
+  """B_simple = noise / signal, in samples; None unless the status is ok."""
   calibration: Calibration | None = None
-  """What it is predicted by, unless it was measured itself."""
+  """The calibration it is predicted with; None if it is measured."""
 
 
 class NoiseTracker:
-  """Moments of the last `window_steps` steps, and of the last calibration steps."""
+  """The moments of the last `window_steps` steps and of the last calibration steps."""
 
   def __init__(self, window_steps: int):
     """An empty tracker.
 
     Raises:
-      ValueError: the window holds no step.
+      ValueError: window_steps is less than 1.
     """
     self.window_steps = window_steps
     self._window = Window(window_steps)
@@ -78,7 +78,7 @@ class NoiseTracker:
 
   @property
   def groups(self) -> tuple[str, ...]:
-    """Every group that was ever measured."""
+    """Every group that was measured in any step."""
     return self._window.groups
 
   def add(self, step_moments: Mapping[str, Moments | None]) -> None:
@@ -113,13 +113,13 @@ class NoiseTracker:
       window_steps=self.window_steps,
       steps=steps,
       negative_share=negative / steps,
-      signal=float(ratios.below[row]),
-      noise=float(ratios.above[row]),
+      signal=float(ratios.denominator[row]),
+      noise=float(ratios.numerator[row]),
       scale=scale,
     )
 
   def calibration(self) -> Calibration:
-    """The factor from the normalization layers to the whole model."""
+    """The factor from the normalization layers' noise scale to the whole model's."""
     steps = min(self._calibration.added, self._calibration.length)
     if steps < FEWEST_CALIBRATION_STEPS:
       return Calibration("unavailable", steps)
@@ -128,7 +128,7 @@ class NoiseTracker:
     return Calibration("insufficient" if slope is None else "ok", steps, slope)
 
   def predicted_total(self) -> Estimate:
-    """The noise scale of the whole model, from that of its normalization layers."""
+    """The noise scale of the whole model, predicted from that of its normalization layers."""
     norm, calibration = self.estimate(NORM), self.calibration()
     scale = None
     if norm.scale is not None and norm.scale.value > 0 and calibration.slope is not None:
@@ -145,12 +145,12 @@ class NoiseTracker:
     )
 
   def as_dict(self) -> dict[str, Any]:
-    """Plain JSON; a tracker made `from_dict` goes on exactly as this one would."""
+    """The state as plain JSON; `from_dict` restores it exactly."""
     return {"window": self._window.as_dict(), "calibration": self._calibration.as_dict()}
 
   @classmethod
   def from_dict(cls, content: Mapping[str, Any]) -> "NoiseTracker":
-    """The tracker that `as_dict` wrote."""
+    """The tracker whose state `as_dict` gave."""
     tracker = cls(content["window"]["length"])
     tracker._window = Window.from_dict(content["window"])
     tracker._calibration = Window.from_dict(content["calibration"])
@@ -163,7 +163,7 @@ def _worst(*statuses: Status) -> Status:
 
 
 def _product(one: Interval, other: Interval) -> Interval:
-  """Of two values above 0: their relative errors are added in quadrature."""
+  """The product of two positive values; their relative errors are added in quadrature."""
   down = math.hypot(1 - one.low / one.value, 1 - other.low / other.value)
   up = math.hypot(one.high / one.value - 1, other.high / other.value - 1)
   value = one.value * other.value

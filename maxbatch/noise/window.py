@@ -1,4 +1,4 @@
-"""The moments of the last steps, of any number of groups, as one array that is written in place."""
+"""A ring buffer with the moments of the last steps, for any number of parameter groups."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,29 +11,29 @@ _KINDS = ("signal", "noise")
 
 
 class Window:
-  """A ring of the last `length` steps. Legend: K signal and noise, G groups, N steps."""
+  """The last `length` steps. Legend of shapes: K signal and noise, G groups, N steps."""
 
   def __init__(self, length: int):
     """An empty window of `length` steps.
 
     Raises:
-      ValueError: no step would fit.
+      ValueError: `length` is less than 1.
     """
     if length < 1:
-      raise ValueError(f"a window of {length} steps holds nothing")
+      raise ValueError(f"length={length} must be at least 1 step")
     self.length = length
     self.added = 0
-    """Steps that were added since the beginning."""
+    """Steps added since the beginning of the run."""
     self._rows: dict[str, int] = {}
     self._values_KGN = np.full((2, 0, length), np.nan)
 
   @property
   def groups(self) -> tuple[str, ...]:
-    """Every group that was ever measured."""
+    """Every group that was measured in any step."""
     return tuple(self._rows)
 
   def add(self, step: Mapping[str, Moments | None]) -> None:
-    """Adds a step; groups that it lacks, or has as None, were not measured in it."""
+    """Adds a step's moments by group; a group that is absent or None was not measured."""
     self._make_rows(step)
     place = self.added % self.length
     self._values_KGN[:, :, place] = np.nan
@@ -43,9 +43,9 @@ class Window:
     self.added += 1
 
   def values(self, *groups: str) -> np.ndarray:
-    """(K, G, N): signal and noise of these groups, the steps in no particular order.
+    """Signal and noise of these groups, (K, G, N), the steps in no particular order.
 
-    NaN where a step did not measure a group; a name never seen was measured in none.
+    NaN where a step did not measure a group.
     """
     found = np.full((2, len(groups), self.length), np.nan)
     for at, name in enumerate(groups):
@@ -54,7 +54,7 @@ class Window:
     return found
 
   def as_dict(self) -> dict[str, Any]:
-    """Plain JSON; `from_dict` gives the same window, to the last bit."""
+    """The state as plain JSON; `from_dict` restores it exactly."""
     groups = {
       name: {
         kind: [None if np.isnan(value) else float(value) for value in self._values_KGN[at, row]]
@@ -66,7 +66,7 @@ class Window:
 
   @classmethod
   def from_dict(cls, content: Mapping[str, Any]) -> "Window":
-    """The window that `as_dict` wrote."""
+    """The window whose state `as_dict` gave."""
     window = cls(content["length"])
     window.added = content["added"]
     window._make_rows(content["groups"])

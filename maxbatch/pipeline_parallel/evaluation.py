@@ -6,6 +6,7 @@ microbatch is filled up with rows of no weight.
 
 from typing import NamedTuple
 
+from maxbatch.batch.arithmetic import samples_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
 
 
@@ -18,7 +19,7 @@ class EvalMicrobatches(NamedTuple):
   @property
   def capacity(self) -> int:
     """Rows of all of them, in a group of devices."""
-    return self.microbatches * self.rows
+    return samples_of(self.microbatches, self.rows)
 
 
 def eval_microbatches(pipeline: Pipeline, rows: int) -> EvalMicrobatches:

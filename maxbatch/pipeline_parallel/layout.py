@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 
+from maxbatch.batch.arithmetic import samples_of, samples_per_group
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.solve import counted, nearest_divisors, nearest_multiples
 from maxbatch.batch.topology import AXES, Topology, topology
@@ -107,7 +108,7 @@ def _divided(config: Config, plan: BatchPlan) -> Pipeline:
     if streamed
     else max(point.num_microbatches for point in plan.schedule.points),
     timetables=num_microbatches if streamed else 1,
-    rows=plan.micro_batch_to_train // plan.topology.num_batch_groups // num_pipeline_microbatches,
+    rows=samples_per_group(plan.micro_batch_to_train, plan.topology, num_pipeline_microbatches),
     choices=choices,
     hop=hop,
     stash=keys.pipeline_stash,
@@ -198,10 +199,10 @@ def _num_pipeline_microbatches(
   config: Config, schedule: Schedule, plan: BatchPlan, shape: TimetableShape
 ) -> tuple[int, tuple[int, ...]]:
   """num_pipeline_microbatches, and everything that it could be."""
-  given, groups = config.pipeline.num_pipeline_microbatches, plan.topology.num_batch_groups
-  # A batch schedule may have other microbatches: one number must cut them all.
-  rows = math.gcd(*(micro_batch // groups for micro_batch in plan.micro_batches))
-  rows = math.gcd(rows, plan.micro_batch_to_train // groups)
+  given = config.pipeline.num_pipeline_microbatches
+  # A batch schedule may have other microbatches: the number must divide all of them.
+  micro_batches = (*plan.micro_batches, plan.micro_batch_to_train)
+  rows = math.gcd(*(samples_per_group(micro_batch, plan.topology) for micro_batch in micro_batches))
   least = shape.hop * shape.stages
   unit = least if schedule.group(shape) > 1 else shape.stages
   choices = tuple(n for n in range(least, rows + 1, unit) if rows % n == 0)
@@ -254,7 +255,7 @@ def _batch_offers(config: Config, plan: BatchPlan, needed: int) -> Iterator[Keys
   key = "per_device_batch_size" if batch.micro_batch_size == -1 else "micro_batch_size"
   for samples in nearest_multiples(needed * groups, Fraction(micro)):
     if samples > 0:
-      yield {key: samples / plan.topology.num_devices}
+      yield {key: plan.per_device(int(samples))}
   unit = needed * groups
   if isinstance(batch.batch_schedule, tuple) and batch.batch_schedule:
     stages = tuple((at, -(-size // unit) * unit) for at, size in batch.batch_schedule)
@@ -267,5 +268,6 @@ def _batch_offers(config: Config, plan: BatchPlan, needed: int) -> Iterator[Keys
     if vars(batch)[name] == -1:
       continue
     scale = batch.max_target_length if name == "tokens_per_step" else 1
-    for samples in nearest_multiples(unit * plan.gradient_accumulation_steps, Fraction(total)):
+    step_unit = samples_of(plan.gradient_accumulation_steps, unit)
+    for samples in nearest_multiples(step_unit, Fraction(total)):
       yield {name: int(samples) * scale}

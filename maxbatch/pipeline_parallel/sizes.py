@@ -7,6 +7,7 @@ exception.
 
 import dataclasses
 
+from maxbatch.batch.arithmetic import samples_of, samples_per_group
 from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import counted
@@ -66,14 +67,14 @@ class Pipeline:
 
   def with_num_pipeline_microbatches(self, num_pipeline_microbatches: int) -> "Pipeline":
     """The same with another choice of num_pipeline_microbatches."""
-    rows = self.rows * self.num_pipeline_microbatches // num_pipeline_microbatches
+    rows = samples_of(self.num_pipeline_microbatches, self.rows) // num_pipeline_microbatches
     return dataclasses.replace(
       self, num_pipeline_microbatches=num_pipeline_microbatches, rows=rows, is_open=False
     )
 
   def for_phase(self, plan: BatchPlan, phase: Phase) -> "Pipeline":
     """The same for the microbatch of one stage of the batch schedule."""
-    rows = phase.micro_batch // plan.topology.num_batch_groups // self.num_pipeline_microbatches
+    rows = samples_per_group(phase.micro_batch, plan.topology, self.num_pipeline_microbatches)
     return dataclasses.replace(self, rows=rows)
 
   @property

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from maxbatch.data.rows import Rows
-from maxbatch.hardware.sharding import constrain, open_sizes
+from maxbatch.hardware.sharding import auto_axis_sizes, constrain
 from maxbatch.models.registry import Model, Parameters, by_path
 from maxbatch.training import partial_sums
 from maxbatch.training.loss import loss_parts
@@ -76,7 +76,7 @@ def _local_sums(
   dropout_key: jax.Array,
 ) -> tuple[Parameters, Sums]:
   """The sums of one replica's microbatches."""
-  axes, sizes = model.axes(), open_sizes()
+  axes, sizes = model.axes(), auto_axis_sizes()
   probes = model.probes(rows.inputs.shape[1], sizes["tensor"])
 
   def laid_out(gradients: Parameters) -> Parameters:

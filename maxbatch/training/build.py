@@ -18,7 +18,7 @@ from maxbatch.data.loader import ChainedLoader, Loader, eval_loader, train_loade
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
-from maxbatch.hardware.sharding import make_mesh, sharding, undivided
+from maxbatch.hardware.sharding import make_mesh, replicated_dims, sharding
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, build_model
 from maxbatch.pipeline_parallel.layout import pipeline_of
@@ -82,7 +82,7 @@ def undivided_parameters(trainer: Trainer) -> list[str]:
   return [
     f"{'.'.join(path)}: {problem}"
     for path, axes in trainer.model.axes().items()
-    for problem in undivided(axes, shapes[path], trainer.mesh)
+    for problem in replicated_dims(axes, shapes[path], trainer.mesh)
   ]
 
 

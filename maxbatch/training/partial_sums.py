@@ -15,7 +15,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from maxbatch.hardware.sharding import LOGICAL_AXIS_RULES, LogicalAxes, constrain, open_sizes
+from maxbatch.hardware.sharding import LOGICAL_AXIS_RULES, LogicalAxes, auto_axis_sizes, constrain
 
 Tree = TypeVar("Tree")
 
@@ -24,7 +24,7 @@ _AXES = ("fsdp", "tensor")
 
 def of_rows(x: jax.Array) -> jax.Array:
   """Sums over the rows of a batch: (…, B, S or 1) → (…, F, S)."""
-  F, (*lead, B, shards) = open_sizes()["fsdp"], x.shape
+  F, (*lead, B, shards) = auto_axis_sizes()["fsdp"], x.shape
   ways = F if B % F == 0 else 1
   return _padded(x.reshape(*lead, ways, B // ways, shards).sum(-2))
 
@@ -42,7 +42,7 @@ def of_squares(x: jax.Array, axes: LogicalAxes, lead: int = 0) -> jax.Array:
     axes: the logical axes of its dims, the leading ones included.
     lead: dims that are kept.
   """
-  sizes, kept, rest = open_sizes(), x.shape[:lead], x.shape[lead:]
+  sizes, kept, rest = auto_axis_sizes(), x.shape[:lead], x.shape[lead:]
   names = [_divider(axis) for axis in axes[lead:]]
   ways = [
     sizes[name] if name and size % sizes[name] == 0 else 1
@@ -81,6 +81,6 @@ def _divider(axis: str | None) -> str | None:
 
 def _padded(x: jax.Array) -> jax.Array:
   """What one device holds for all counts as the first one's: (…, F or 1, S or 1) → (…, F, S)."""
-  sizes = open_sizes()
+  sizes = auto_axis_sizes()
   widths = [(0, sizes[name] - size) for name, size in zip(_AXES, x.shape[-2:], strict=True)]
   return jnp.pad(x, [(0, 0)] * (x.ndim - 2) + widths)

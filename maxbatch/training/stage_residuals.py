@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from maxbatch.data.rows import Rows
-from maxbatch.hardware.sharding import LogicalAxes, local_shape, open_sizes
+from maxbatch.hardware.sharding import LogicalAxes, auto_axis_sizes, local_shape
 from maxbatch.training.stage_parts import Leaves, ModelParts, divided
 
 
@@ -62,7 +62,7 @@ def residuals(
   parts: ModelParts, rest: Leaves, given: StageInput, places: Sequence[int | None]
 ) -> tuple[Residual, ...]:
   """Those leaves of the way back that have a place, in the order of the places."""
-  leaves, sizes = _leaves(parts, rest, given), open_sizes()
+  leaves, sizes = _leaves(parts, rest, given), auto_axis_sizes()
   axes: list[LogicalAxes] = [(None,) * leaf.ndim for leaf in leaves]
   if sizes["tensor"] > 1:
     axes = _named("heads", axes, leaves, _leaves(*_with_more_heads(parts, given)))

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal, get_args
 
+from maxbatch.batch.arithmetic import per_device_size, samples_per_group, tokens_of
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.solve import GivenSizes, counted, given_sizes, solve, text
 from maxbatch.batch.topology import Topology
@@ -43,7 +44,7 @@ class Candidate:
   @property
   def tokens(self) -> int:
     """Tokens of one step, padding included."""
-    return self.batch * self.max_target_length
+    return tokens_of(self.batch, self.max_target_length)
 
   @property
   def device_tokens(self) -> Fraction:
@@ -176,25 +177,20 @@ def _divisors(given: GivenSizes, topology: Topology) -> list[Fraction]:
   Raises:
     UserError: the batch does not divide into the groups of devices.
   """
-  rows = solve(given, topology).micro_batch // topology.num_batch_groups
+  rows = samples_per_group(solve(given, topology).micro_batch, topology)
   small = [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
   divisors = sorted({*small, *(rows // n for n in small)})
-  return [_per_device(rows, topology) for rows in divisors]
+  return [per_device_size(rows, topology) for rows in divisors]
 
 
 def _powers_of_two(batch: BatchConfig, topology: Topology) -> list[Fraction]:
   """Per-device sizes of 1, 2, 4, … samples per group, at most _MOST_TOKENS, at least two."""
-  sizes = [_per_device(1, topology), _per_device(2, topology)]
+  sizes = [per_device_size(1, topology), per_device_size(2, topology)]
   top = batch.micro_batch_size.max if isinstance(batch.micro_batch_size, Explore) else -1
   most = Fraction(_MOST_TOKENS, batch.max_target_length) if top == -1 else top
   while sizes[-1] * 2 <= most:
     sizes.append(sizes[-1] * 2)
   return sizes
-
-
-def _per_device(rows: int, topology: Topology) -> Fraction:
-  """Samples per device when each group of devices gets `rows`."""
-  return Fraction(rows * topology.num_batch_groups, topology.num_devices)
 
 
 def _with_a_plan(
