@@ -83,7 +83,7 @@ ERRORS = {
   ),
   "v5e": "compile_topology=v5e: v5e has no slice of this size; nearest: compile_topology=v5e-1. ",
   "tpu7-8": (
-    "compile_topology=tpu7-8: there is no such slice. Did you mean tpu7x? "
+    "compile_topology=tpu7-8: unknown slice. Did you mean tpu7x? "
     "Known: v4-4096, v5p-17920, v5e-256, v6e-256, tpu7x-18432 and smaller"
   ),
 }

@@ -343,7 +343,7 @@ def test_the_rate_follows_the_batch_as_asked(constant, monkeypatch, capsys, argu
     ),
     (
       ["checkpoint={folder}/mine", "branch_tokens=1000"],
-      "branch_tokens=1000 is too short: 0.977 times 1024 tokens (a step of 64 samples), and the "
+      "branch_tokens=1000 is too few: 0.977 times 1024 tokens (a step of 64 samples), and the "
       "last smoothing=0.25 of a branch, which is judged, needs 4; the smallest that works: "
       "branch_tokens=16384, less with smaller factors",
     ),

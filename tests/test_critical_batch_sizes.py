@@ -94,7 +94,7 @@ def test_a_folder_s_name_has_no_slash():
     (
       (1, 2),
       {"tokens": 10_000},
-      "branch_tokens=10000 is too short: 9.77 times 1024 tokens (a step of 64 samples), and the "
+      "branch_tokens=10000 is too few: 9.77 times 1024 tokens (a step of 64 samples), and the "
       "last smoothing=0.25 of a branch, which is judged, needs 4; the smallest that works: "
       "branch_tokens=16384, less with smaller factors",
     ),

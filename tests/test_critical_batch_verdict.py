@@ -142,7 +142,7 @@ def test_below_the_smallest_but_one():
   found = report({1: 3.0, 2: math.inf})
   assert found.sentences() == [
     "The critical batch is below 64 samples (1,024 tokens), which diverges. Whether 32 is below "
-    "it, only smaller factors can tell."
+    "it, only smaller factors can show."
   ]
   assert (found.at_least, found.below) == (None, 64)
 

@@ -174,7 +174,7 @@ ERRORS = {
     "Known: 1, 4, 8, 16, 32, 64, 128, 256"
   ),
   "compile_topology=v5x-8": (
-    "compile_topology=v5x-8: there is no such slice. Did you mean v5p? "
+    "compile_topology=v5x-8: unknown slice. Did you mean v5p? "
     "Known: v4-4096, v5p-17920, v5e-256, v6e-256, tpu7x-18432 and smaller"
   ),
   "num_hosts=3": "num_hosts=3 must divide the 8 devices evenly; for example num_hosts=2",

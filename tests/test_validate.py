@@ -166,8 +166,8 @@ def test_memory_is_what_the_devices_will_hold(tmp_path):
 
 def test_parameters_that_stay_whole_are_named(tmp_path):
   lines = check(tmp_path, vocab_size=261, ici_tensor_parallelism=2)
-  assert "     embedding: vocab 261 is not a multiple of tensor = 2: kept whole" in lines
-  assert not any("kept whole" in line for line in check(tmp_path))
+  assert "     embedding: vocab 261 is not a multiple of tensor = 2: replicated" in lines
+  assert not any(": replicated" in line for line in check(tmp_path))
 
 
 def test_a_microbatch_that_is_still_to_be_chosen_is_checked_at_its_smallest(tmp_path):

@@ -1,6 +1,6 @@
-"""What the makers publish about TPUs, as one device of each generation has it.
+"""Published specifications of TPU generations, per device.
 
-Bandwidths are sums over all links in one direction: of a published bidirectional figure, half.
+Bandwidths are sums over all links in one direction: half of a published bidirectional figure.
 """
 
 import dataclasses
@@ -18,20 +18,20 @@ class Chip:
   peak_flops: float
   """bfloat16 FLOPs per second."""
   hbm_bytes: int
-  """Main memory, as published."""
+  """HBM, as published."""
   usable_bytes: int
-  """What the compiler (libtpu 0.0.51) lets programs have of it: its "available HBM"."""
+  """HBM that the compiler (libtpu 0.0.51) leaves to programs: its "available HBM"."""
   hbm_bandwidth: float
-  """Bytes per second of main memory."""
+  """Bytes per second to and from HBM."""
   ici_bandwidth: float
-  """Bytes per second that the links to other chips of a slice take in, all together."""
+  """Bytes per second over all ICI links to other chips of the slice, in one direction."""
   ici_links: int
   dcn_bandwidth: float
   """Bytes per second to other slices: the host's network divided by its devices."""
   clock: float
-  """Hz: the compiler's estimated cycles divided by this are seconds."""
+  """Hz: converts the compiler's estimated cycles to seconds."""
   matrix_unit: int
-  """Width of a matrix unit; a narrower product leaves the rest of it idle."""
+  """Width of the matrix unit (MXU); a narrower product leaves the rest of it idle."""
 
 
 _GIB = 2**30
@@ -133,9 +133,9 @@ UNKNOWN_CHIP = Chip(
   clock=math.inf,
   matrix_unit=1,
 )
-"""For counting work and traffic where no time is to be estimated: everything takes none."""
+"""For counting FLOPs and bytes without estimating times: every time is 0."""
 
 
 def chip_for(device_kind: str) -> Chip | None:
-  """The chip that jax calls `device_kind`; None if nothing is known about it."""
+  """The chip that jax calls `device_kind`; None if it is not listed."""
   return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)

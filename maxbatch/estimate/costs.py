@@ -1,4 +1,4 @@
-"""A program as a flat list of what does work, how often, and what it costs each time."""
+"""The operations of a compiled program as a flat list, with FLOPs, bytes and executions of each."""
 
 import dataclasses
 import re
@@ -11,41 +11,41 @@ from maxbatch.estimate.replica_groups import ReplicaGroups
 from maxbatch.estimate.traffic import COLLECTIVES, FREE, traffic
 
 SCOPES = ("attention", "mlp", "norm", "embedding", "head", "optimizer")
-"""Names that the model gives its parts by jax.named_scope."""
+"""The model's parts, by jax.named_scope."""
 OTHER = "other"
 
 _NO_OPS = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "Sharding")
-"""Custom calls that only tell the compiler something."""
+"""Custom calls that are compiler annotations and do no work."""
 _WRAPPERS = ("fusion", "async-start", "call-start")
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-  """Data that devices exchange."""
+  """A collective: communication between devices."""
 
   kind: str
   """all-gather, all-reduce, reduce-scatter, …"""
   bytes: int
-  """Of the whole array: what a gather yields, what a reduction takes in."""
+  """Of the full array: the output of an all-gather, the input of a reduction."""
   groups: ReplicaGroups
   slices: int = 1
-  """Where slices exchange data through their hosts: how many. Each slice is then a program of its
-  own, and the groups say nothing."""
+  """The number of slices, where they communicate through their hosts. Each slice then runs a
+  program of its own, and `groups` does not apply."""
 
   @property
   def group_size(self) -> int:
-    """Devices among which the data is exchanged; between slices, one of each."""
+    """Devices that communicate; between slices, one of each."""
     return self.slices if self.slices > 1 else self.groups.size
 
   def crosses(self, devices_per_slice: int | None) -> bool:
-    """Whether data leaves a slice."""
+    """Whether data travels between slices."""
     inside = devices_per_slice is None or not self.groups.crosses(devices_per_slice)
     return self.slices > 1 or not inside
 
 
 @dataclasses.dataclass(frozen=True)
 class OperationCost:
-  """One operation. All figures but `count` are of one execution on one device."""
+  """One operation. All figures are for one execution on one device, except `count`."""
 
   name: str
   opcode: str
@@ -54,21 +54,20 @@ class OperationCost:
   scope: str
   """One of SCOPES, or "other"."""
   loop: str
-  """The computation it stands in: the body of the innermost loop, or the entry."""
+  """The computation that contains it: the body of the innermost loop, or the entry."""
   in_microbatch_loop: bool
   count: int
-  """Executions: within the loop over microbatches in one of its trips, elsewhere in a step."""
+  """Executions per microbatch inside the loop over microbatches, elsewhere per step."""
   products: Products
   bytes: int
-  """Read from and written to main memory."""
+  """Read from and written to HBM."""
   cycles: int | None
   """The compiler's estimate; None if there is none."""
   collective: Collective | None = None
   condition: str = ""
-  """jax's path of the innermost conditional around it, without which it does not run; empty if
-  there is none."""
+  """op_name of the innermost conditional that contains it; empty if there is none."""
   overlapped: bool = False
-  """Whether it runs beside what follows: a collective or a copy that is started and awaited."""
+  """Whether it is asynchronous: a collective or copy that overlaps with later operations."""
 
   @property
   def flops(self) -> int:
@@ -78,23 +77,23 @@ class OperationCost:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-  """Where the walk is."""
+  """The position of the walk through the program."""
 
   frame: Frame
   loop: str
   count: int
   in_microbatch_loop: bool
   scope: str = OTHER
-  """That of the loop around it."""
+  """The scope of the enclosing loop."""
   condition: str = ""
-  """The path of the innermost conditional that has one."""
+  """op_name of the innermost conditional that has one."""
 
 
 def program_costs(program: HloModule) -> Sequence[OperationCost]:
-  """The operations of a compiled step; trips of the loop over microbatches are not multiplied in.
+  """The operations of a compiled step; those in the loop over microbatches count once.
 
-  That loop is the one whose number of trips is data. A further loop of that kind inside it counts
-  as one trip. Of a conditional the dearest branch counts.
+  That loop is the one without a static trip count. A second such loop inside it counts as one trip.
+  A conditional counts as its most expensive branch.
   """
   entry = program.computations[program.entry]
   return list(_walk(program, _Place(Frame(entry), entry.name, 1, False)))
@@ -140,7 +139,7 @@ def _inside_branch(program: HloModule, place: _Place, one: Instruction) -> _Plac
 
 
 def _costliest_branch(program: HloModule, one: Instruction) -> Computation:
-  """What is called; of several branches the dearest, by matrix products, then by bytes."""
+  """The computation called; of several branches the one with most FLOPs, then most bytes."""
   branches = program.called_by(one)
   return (
     branches[0] if len(branches) == 1 else max(branches, key=lambda it: _branch_cost(program, it))
@@ -155,13 +154,13 @@ def _branch_cost(program: HloModule, computation: Computation) -> tuple[int, int
 def _operation(
   program: HloModule, place: _Place, one: Instruction, started: set[str]
 ) -> Iterator[OperationCost]:
-  """The cost of a leaf: none of the parts of an asynchronous collective counts twice.
+  """The cost of one instruction; a collective that is split into start and done counts once.
 
   Args:
-    program: the whole.
-    place: where `one` stands.
-    one: what does the work.
-    started: channels of the collectives that were started before in this computation.
+    program: the module.
+    place: the position of `one`.
+    one: an instruction that does work.
+    started: channels of the collectives already started in this computation.
   """
   within = place.frame.computation
   found = _collective(program, within, one)
@@ -193,7 +192,7 @@ def _operation(
 def _collective(
   program: HloModule, within: Computation, one: Instruction
 ) -> tuple[Computation, Instruction] | None:
-  """The collective that `one` is, or that is wrapped in it, and where that stands."""
+  """The collective that `one` is or wraps, with the computation that contains it."""
   if one.opcode.removesuffix("-start") in COLLECTIVES or one.opcode == "send":
     return within, one
   if one.opcode not in _WRAPPERS:
@@ -203,7 +202,10 @@ def _collective(
 
 
 def _collective_cost(program: HloModule, within: Computation, one: Instruction) -> Collective:
-  """Bytes and groups of a collective. A TPU writes a reduce-scatter as a reduced, sliced fusion."""
+  """Bytes and groups of a collective.
+
+  The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and a dynamic-slice.
+  """
   if one.opcode == "send":
     return _send_cost(program, within, one)
   kind = one.opcode.removesuffix("-start")
@@ -219,9 +221,9 @@ def _collective_cost(program: HloModule, within: Computation, one: Instruction) 
 
 
 def _send_cost(program: HloModule, within: Computation, one: Instruction) -> Collective:
-  """What a device sends: to another, or to its host for an exchange between slices.
+  """The cost of a send: to another device, or to the host for communication between slices.
 
-  A target such as {1,2}x{0:15} names slices, then devices of each; {1:4} are four.
+  A target such as {1,2}x{0:15} lists slices, then devices of each; {1:4} are four.
   """
   size = within.instructions[one.operands[0]].bytes
   kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', one.attributes)
@@ -239,7 +241,7 @@ def _channel(one: Instruction) -> str:
 
 
 def _inner_targets(program: HloModule, one: Instruction) -> set[str]:
-  """Targets of the custom calls in a fusion."""
+  """Targets of the custom calls inside a fusion."""
   if one.opcode != "fusion":
     return set()
   return {inner.target for body in program.called_by(one) for inner in body if inner.target}
@@ -262,7 +264,7 @@ def _cycles(program: HloModule, within: Computation, one: Instruction) -> int | 
 
 
 def _scope(program: HloModule, path: str, called: Sequence[Computation], around: str) -> str:
-  """The innermost scope in the path; else the most frequent in what is called; else `around`."""
+  """The innermost scope in the path, else the most frequent in the called code, else `around`."""
   own = _scope_of_path(path)
   if own != OTHER:
     return own
@@ -278,7 +280,7 @@ def _inner_paths(program: HloModule, body: Computation) -> Iterator[str]:
 
 
 def _scope_of_path(path: str) -> str:
-  """transpose(jvp(mlp)) is mlp; splash attention is attention even where no scope says so."""
+  """The scope in an op_name: transpose(jvp(mlp)) is mlp; splash attention needs no scope."""
   words = re.findall(r"\w+", path)
   named = [word for word in words if word in SCOPES]
   if named:

@@ -1,7 +1,7 @@
 """FLOPs of matrix products: dots, convolutions, library calls and attention kernels.
 
-A multiplication and its addition are two FLOPs. Everything else a program computes is left out:
-it does not run on the matrix units that a chip's peak is about.
+A multiply-add is two FLOPs. Other computations are not counted: they do not run on the matrix units
+to which a chip's peak refers.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ _BATCH_GROUPS = re.compile(r"batch_group_count=(\d+)")
 _GEMM = re.compile(r"__cublas\$(?:lt\$)?(?:matmul|gemm)|__onednn\$matmul|EigenMatMul")
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 
-# Products of two tokens' vectors that each kernel forms: logits and weighted values; logits again,
-# gradient of the weights and of the queries; and for keys and values one more.
+# Matrix products per kernel. fwd: logits, weighted values. dq: logits, gradient of the weights,
+# gradient of the queries. dkv: logits, gradient of the weights, gradients of keys and values.
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 
 
@@ -28,11 +28,11 @@ class Products:
   """Matrix products of one execution of an instruction."""
 
   flops: int = 0
-  """What the mathematics needs: of causal attention the half below the diagonal."""
+  """As the mathematics needs; for causal attention only the half below the diagonal."""
   executed: int = 0
-  """What is computed: kernels also do the upper half of the blocks on the diagonal."""
+  """As computed; kernels also compute the upper half of the blocks on the diagonal."""
   width: int = 0
-  """Of attention kernels: the width of a head. A matrix unit wider than this is not filled."""
+  """Attention kernels: head_dim, which fills only part of a wider matrix unit; 0 for others."""
 
   def __add__(self, other: "Products") -> "Products":
     return Products(
@@ -41,7 +41,7 @@ class Products:
 
 
 def products(program: HloModule, within: Computation, one: Instruction) -> Products:
-  """Matrix products of one execution of `one`, those of the computations it calls included."""
+  """Matrix products of one execution of `one`, including the computations it calls."""
   if one.opcode == "dot":
     return _plain(_dot_flops(within, one))
   if one.opcode == "convolution":
@@ -65,16 +65,16 @@ def _dot_flops(within: Computation, one: Instruction) -> int:
   if left is None:
     return 0
   dims = left.shapes[0].dims
-  # A library's matrix product without a list multiplies along the last dimension.
+  # A library call without contracting dimensions contracts the last one.
   axes = [int(axis) for axis in re.findall(r"\d+", found[1])] if found else [len(dims) - 1]
   return 2 * one.shapes[0].elements * math.prod(dims[axis] for axis in axes)
 
 
 def _convolution_flops(within: Computation, one: Instruction) -> int:
-  """Of the multiplications that meet data, not padding.
+  """FLOPs of the multiplications with data, not with padding.
 
-  A TPU writes every dot as a convolution: batch dimensions become places of a window that slides
-  over padding and holes, so that of all places of window and result few multiply anything.
+  The TPU compiler writes every dot as a convolution. Batch dimensions become spatial dimensions,
+  with a window over padding and dilation, so that few of its positions meet any data.
   """
   labels = _LABELS.search(one.attributes)
   left, right = within.operand(one, 0), within.operand(one, 1)
@@ -97,7 +97,7 @@ def _convolution_flops(within: Computation, one: Instruction) -> int:
 
 
 def _window(one: Instruction) -> Mapping[str, list[tuple[int, ...]]]:
-  """stride=1x2, pad=0_0x11_11, … by name, one entry for each spatial dimension."""
+  """The window's fields (stride=1x2, pad=0_0x11_11, …), with one entry per spatial dimension."""
   found = _WINDOW.search(one.attributes)
   fields = (field.split("=") for field in found[1].split()) if found else ()
   return {
@@ -106,7 +106,7 @@ def _window(one: Instruction) -> Mapping[str, list[tuple[int, ...]]]:
 
 
 def _overlaps(data: int, kernel: int, result: int, window: Mapping[str, tuple[int, ...]]) -> int:
-  """Pairs of places, in kernel and result, between which there is a datum."""
+  """Pairs of positions in kernel and result that multiply data rather than padding or holes."""
   stride, step = window.get("stride", (1,))[0], window.get("rhs_dilate", (1,))[0]
   holes, padding = window.get("lhs_dilate", (1,))[0], window.get("pad", (0, 0))[0]
   end = (data - 1) * holes + 1
@@ -120,7 +120,7 @@ def _overlaps(data: int, kernel: int, result: int, window: Mapping[str, tuple[in
 
 
 def _custom_call(within: Computation, one: Instruction) -> Products:
-  """A kernel's own figure if it states one; else what its name and shapes tell."""
+  """The kernel's own cost estimate if it states one, else derived from its name and shapes."""
   if stated := one.cost_estimate.get("flops"):
     return _plain(stated)
   if _GEMM.search(one.target):
@@ -133,9 +133,9 @@ def _custom_call(within: Computation, one: Instruction) -> Products:
 def _splash(within: Computation, one: Instruction, count: int) -> Products:
   """Splash attention: queries (B, N, T, H) and keys (B, K, S, H) are its first two float operands.
 
-  The kernel visits blocks of a grid (queries, keys), which is the shape of its first operands. A
-  square grid is causal: half of all pairs count, and the visited blocks are those on the diagonal
-  and below it. A window makes the grid narrower; all of what is left is then counted.
+  The kernel visits the blocks of a grid (queries, keys), the shape of its first operands. A square
+  grid is causal: it visits the blocks on and below the diagonal, and half of all pairs count. A
+  sliding window makes the grid narrower; all of its blocks then count.
   """
   shapes = list(_operand_shapes(within, one))
   floats = [shape for shape in shapes if shape.dtype in ("bf16", "f32", "f16")]

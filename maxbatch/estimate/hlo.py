@@ -1,8 +1,8 @@
-"""Compiled HLO text as computations and instructions. No jax, no protobuf: the text is enough.
+"""Parses the text of a compiled HLO module, without jax or protobuf.
 
-The format is that of `jax.stages.Compiled.as_text()`. What a field means:
-https://openxla.org/xla/operation_semantics and openxla.org/xla/hlo_dumps. A TPU's backend_config
-and memory spaces, S(n) behind a layout, are documented nowhere; they are read as they appear.
+The format is that of `jax.stages.Compiled.as_text()`; see openxla.org/xla/operation_semantics and
+openxla.org/xla/hlo_dumps. The TPU's backend_config and memory spaces, S(n) after a layout, are not
+documented; their meaning here is inferred from compiled programs.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ _PARTITIONS = re.compile(r"(?:num_partitions|replica_count)=(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class ArrayShape:
-  """An array: its element type, its sizes, and the memory it lives in (0: main memory)."""
+  """An array's element type, dimensions and memory space (0: HBM)."""
 
   dtype: str
   dims: tuple[int, ...]
@@ -44,12 +44,12 @@ class ArrayShape:
 
   @property
   def elements(self) -> int:
-    """How many there are; 1 for a scalar."""
+    """Number of elements; 1 for a scalar."""
     return math.prod(self.dims)
 
   @property
   def bytes(self) -> int:
-    """Without the padding of a tiled layout; tokens and opaque values have none."""
+    """Size without the padding of a tiled layout; 0 for HLO tokens and opaque values."""
     return -(-self.elements * _bits(self.dtype) // 8)
 
 
@@ -60,21 +60,21 @@ class Instruction:
   name: str
   opcode: str
   shapes: tuple[ArrayShape, ...]
-  """The result's arrays; those of a nested tuple one after another."""
+  """The arrays of the result; nested tuples are flattened."""
   operands: tuple[str, ...]
   """Names, within the same computation."""
   arguments: str
-  """What stands in the parentheses: a constant's value, a parameter's number."""
+  """The text in the parentheses: a constant's value, a parameter's number."""
   attributes: str
-  """What follows the parentheses, as text."""
+  """The text after the parentheses."""
   called: Mapping[str, tuple[str, ...]]
   """Computations by the attribute that names them: calls, to_apply, body, condition, …"""
   op_name: str
-  """The path of named scopes and transformations that jax gave it; empty if unknown."""
+  """jax's path of named scopes and transformations; empty if unknown."""
   cycles: int | None
   """The compiler's own estimate of one execution (TPU); None if it has none."""
   target: str
-  """What a custom call calls; empty for others."""
+  """custom_call_target; empty for other instructions."""
 
   @property
   def bytes(self) -> int:
@@ -88,19 +88,19 @@ class Instruction:
 
   @property
   def cost_estimate(self) -> Mapping[str, int]:
-    """A custom call's own: flops, transcendentals, bytes_accessed; empty if it states none."""
+    """A custom call's cost_estimate: flops, transcendentals, bytes_accessed; empty if absent."""
     found = _COST.search(self.attributes)
     return {key: int(n) for key, n in _NUMBER.findall(found[1])} if found else {}
 
   @property
   def known_trip_count(self) -> int | None:
-    """Trips of a while loop where the compiler wrote them down."""
+    """A while loop's trip count, if the compiler recorded it."""
     found = _TRIPS.search(self.attributes)
     return int(found[1]) if found else None
 
   @property
   def index(self) -> int | None:
-    """Which element a get-tuple-element takes."""
+    """The element that a get-tuple-element takes."""
     found = re.search(r"\bindex=(\d+)", self.attributes)
     return int(found[1]) if found else None
 
@@ -117,20 +117,20 @@ class Computation:
     return iter(self.instructions.values())
 
   def operand(self, instruction: Instruction, number: int) -> Instruction | None:
-    """The instruction that makes an operand; None if there is no such operand."""
+    """The instruction that defines an operand; None if there is no such operand."""
     if number >= len(instruction.operands):
       return None
     return self.instructions.get(instruction.operands[number])
 
   def parameters(self) -> list[Instruction]:
-    """By their number."""
+    """The parameters in order of their numbers."""
     found = [one for one in self if one.opcode == "parameter"]
     return sorted(found, key=lambda one: int(one.arguments))
 
 
 @dataclasses.dataclass(frozen=True)
 class HloModule:
-  """A compiled module."""
+  """A compiled HLO module."""
 
   computations: Mapping[str, Computation]
   entry: str
@@ -142,12 +142,12 @@ class HloModule:
     return [self.computations[name] for name in instruction.computations]
 
   def groups(self, instruction: Instruction) -> ReplicaGroups:
-    """The devices among which a collective communicates."""
+    """The replica groups of a collective."""
     return parse_groups(instruction.attributes, self.num_devices)
 
 
 def parse(text: str) -> HloModule:
-  """The program that `compiled.as_text()` shows.
+  """Parses the text of `compiled.as_text()`.
 
   Raises:
     ValueError: the text is no HLO module or has no entry computation.
@@ -194,7 +194,7 @@ def _computation(name: str, lines: list[str]) -> Computation:
 
 
 def _instruction(name: str, text: str) -> Instruction:
-  """Of `type opcode(arguments), attributes`."""
+  """Parses `type opcode(arguments), attributes`."""
   end_of_type = _closing(text, 0) if text.startswith("(") else text.find(" ")
   opcode = _OPCODE.match(text, end_of_type)
   if opcode is None:
@@ -218,7 +218,7 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-  """Just behind the parenthesis that closes the one at `start`."""
+  """The index after the parenthesis that closes the one at `start`."""
   depth = 0
   for bracket in _BRACKET.finditer(text, start):
     depth += 1 if bracket[0] == "(" else -1
@@ -238,6 +238,6 @@ def _shapes(text: str) -> tuple[ArrayShape, ...]:
 
 
 def _bits(dtype: str) -> int:
-  """Of one element; f8e4m3 and its like begin with their width."""
+  """Bits per element. f8e4m3 and similar types begin with their width."""
   found = _BITS.match(dtype)
   return int(found[1]) if found else 8 * (dtype == "pred")

@@ -1,4 +1,4 @@
-"""How often a while loop runs, as far as its program says."""
+"""Trip counts of while loops, where they are static."""
 
 import dataclasses
 import re
@@ -10,22 +10,22 @@ _SAME_VALUE = ("copy", "convert", "bitcast", "reshape", "broadcast", "copy-done"
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
-  """A computation together with the instruction that runs it, in whose frame its operands are."""
+  """A call frame: a computation, the instruction that calls it, and the caller's frame."""
 
   computation: Computation
   caller: Instruction | None = None
   outer: "Frame | None" = None
 
   def inner(self, computation: Computation, caller: Instruction) -> "Frame":
-    """The frame of what `caller`, in this one, runs."""
+    """The frame of a computation that `caller`, an instruction of this frame, calls."""
     return Frame(computation, caller, self)
 
 
 def trip_count(program: HloModule, frame: Frame, loop: Instruction) -> int | None:
-  """Trips of `loop`; None if they are data, as those of the loop over microbatches.
+  """The trip count of `loop`; None if it depends on data, as for the loop over microbatches.
 
-  The compiler writes the number down on some platforms. Elsewhere the condition compares a counter
-  to a constant, which may have been carried in from outside.
+  Some platforms record it. Elsewhere the condition compares a counter with a constant, which may
+  be passed into the loop from outside.
   """
   if loop.known_trip_count is not None:
     return loop.known_trip_count
@@ -36,7 +36,7 @@ def trip_count(program: HloModule, frame: Frame, loop: Instruction) -> int | Non
 
 
 def _trips_while_true(program: HloModule, frame: Frame, test: Instruction) -> int | None:
-  """The trips after which `test` fails."""
+  """The number of trips for which the comparison `test` holds; None if it depends on data."""
   if test.opcode == "fusion":
     called = frame.inner(program.called_by(test)[0], test)
     return _trips_while_true(
@@ -62,7 +62,7 @@ def _trips_while_true(program: HloModule, frame: Frame, test: Instruction) -> in
 
 
 def _loop_carry_of(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] | None:
-  """The get-tuple-element, and its frame, that takes `one` from a loop's carry."""
+  """The get-tuple-element that reads `one` from a loop's carry, with its frame."""
   while one.opcode in _SAME_VALUE and one.operands:
     one = frame.computation.instructions[one.operands[0]]
   if one.opcode == "parameter" and frame.caller and frame.outer:
@@ -72,7 +72,7 @@ def _loop_carry_of(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] 
 
 
 def _increment(program: HloModule, frame: Frame, counter: Instruction) -> int:
-  """What a trip adds to the counter: 1, unless the body says otherwise, as where it was unrolled."""
+  """What one trip adds to the counter; 1 unless the loop was unrolled."""
   assert frame.caller is not None
   assert frame.outer is not None
   assert counter.index is not None
@@ -87,7 +87,7 @@ def _increment(program: HloModule, frame: Frame, counter: Instruction) -> int:
 
 
 def _value(program: HloModule, frame: Frame, one: Instruction) -> int | None:
-  """A scalar integer's value, if it is the same in all trips of the loops around it."""
+  """The value of a scalar integer that is the same in all trips of the enclosing loops."""
   if one.opcode == "constant":
     return int(one.arguments) if re.fullmatch(r"-?\d+", one.arguments) else None
   if one.opcode in _SAME_VALUE and one.operands:
@@ -102,7 +102,7 @@ def _value(program: HloModule, frame: Frame, one: Instruction) -> int | None:
 
 
 def _initial_value(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] | None:
-  """What stood outside the loop in the element of the carry that `one` takes."""
+  """The initial value, from outside the loop, of the carry element that `one` reads."""
   source = frame.computation.operand(one, 0)
   if one.opcode != "get-tuple-element" or source is None or source.opcode != "parameter":
     return None
@@ -116,7 +116,7 @@ def _initial_value(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] 
 
 
 def _is_loop_invariant(program: HloModule, frame: Frame, one: Instruction) -> bool:
-  """Whether the body of the loop hands on unchanged the element of the carry that `one` takes."""
+  """Whether the loop's body passes on the carry element that `one` reads unchanged."""
   if frame.caller is None or frame.caller.opcode != "while" or one.index is None:
     return False
   body = program.computations[frame.caller.called["body"][0]]

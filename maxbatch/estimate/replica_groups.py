@@ -1,7 +1,7 @@
-"""Which devices a collective joins, from the three ways in which HLO writes it down.
+"""Parses the replica groups of a collective, which HLO writes in three formats.
 
-Explicit lists {{0,1},{2,3}}; an iota that is reshaped and transposed, [2,2]<=[4] or
-[2,2]<=[2,2]T(1,0); and axes of a mesh, mesh['a'=2,'b'=2] {'b'}.
+Explicit lists {{0,1},{2,3}}; a reshaped and transposed iota, [2,2]<=[4] or [2,2]<=[2,2]T(1,0); and
+axes of a mesh, mesh['a'=2,'b'=2] {'b'}.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ _PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaGroups:
-  """Groups of device numbers; each group communicates among itself."""
+  """Groups of device numbers; the devices of a group communicate with each other."""
 
   groups: tuple[tuple[int, ...], ...]
 
@@ -31,19 +31,21 @@ class ReplicaGroups:
     return max((len(group) for group in self.groups), default=1)
 
   def crosses(self, devices_per_slice: int) -> bool:
-    """Whether some group has devices of two slices, numbered one slice after another."""
+    """Whether any group spans two slices; devices are numbered slice by slice."""
     return any(len({one // devices_per_slice for one in group}) > 1 for group in self.groups)
 
 
 def parse_groups(attributes: str, num_devices: int) -> ReplicaGroups:
-  """The groups in a collective's attributes; none written, or empty ones, mean all devices."""
+  """The groups in a collective's attributes; absent or empty groups mean all devices."""
   if found := _PAIRS.search(attributes):
     return ReplicaGroups(_lists(found[1]))
   if found := _MESH.search(attributes):
     return ReplicaGroups(_mesh_groups(*found.groups()))
   if found := _IOTA.search(attributes):
-    turn = _TRANSPOSE.search(attributes, found.start())
-    return ReplicaGroups(_iota_groups(found[1], found[2] or "", turn[1] if turn else ""))
+    permutation = _TRANSPOSE.search(attributes, found.start())
+    return ReplicaGroups(
+      _iota_groups(found[1], found[2] or "", permutation[1] if permutation else "")
+    )
   found = _LISTS.search(attributes)
   groups = _lists(found[1]) if found else ()
   return ReplicaGroups(groups or (tuple(range(num_devices)),))
@@ -57,18 +59,18 @@ def _lists(text: str) -> tuple[tuple[int, ...], ...]:
   return tuple(_numbers(group) for group in re.findall(r"\{([\d,]*)\}", text))
 
 
-def _iota_groups(shape: str, source: str, turn: str) -> tuple[tuple[int, ...], ...]:
+def _iota_groups(shape: str, source: str, permutation: str) -> tuple[tuple[int, ...], ...]:
   """[number of groups, size of each] over a transposed iota."""
   sizes = _numbers(shape)
-  devices = _transposed(_numbers(source) or (math.prod(sizes),), _numbers(turn))
+  devices = _transposed(_numbers(source) or (math.prod(sizes),), _numbers(permutation))
   return _split(devices, sizes[-1])
 
 
 def _mesh_groups(mesh: str, order: str, used: str) -> tuple[tuple[int, ...], ...]:
   """Groups along the axes `used`, over the devices of the mesh in row-major order.
 
-  An axis may be used in part, 'a':(p)s: s of its devices, whose numbers differ by what the axis
-  has left below p·s. The axis is then cut into three, of which the middle one is used.
+  An axis may be used in part, 'a':(p)s. It is then split into three axes, of p, s and the remaining
+  devices, of which the middle one is used.
   """
   parts: list[int] = []
   inside: list[int] = []
@@ -88,18 +90,20 @@ def _mesh_groups(mesh: str, order: str, used: str) -> tuple[tuple[int, ...], ...
 
 
 def _device_order(text: str, count: int) -> Sequence[int]:
-  """The mesh's devices, row-major: counted up, unless device_ids say otherwise."""
+  """The mesh's devices in row-major order: 0, 1, 2, … unless device_ids are given."""
   found = _IOTA.search(text)
   if found is None:
     return range(count)
-  turn = _TRANSPOSE.search(text, found.start())
-  return _transposed(_numbers(found[2] or found[1]), _numbers(turn[1]) if turn else ())
+  permutation = _TRANSPOSE.search(text, found.start())
+  return _transposed(
+    _numbers(found[2] or found[1]), _numbers(permutation[1]) if permutation else ()
+  )
 
 
-def _transposed(sizes: Sequence[int], turn: Sequence[int]) -> list[int]:
-  """0, 1, 2, … in an array of `sizes`, read after its axes were permuted by `turn`."""
+def _transposed(sizes: Sequence[int], permutation: Sequence[int]) -> list[int]:
+  """iota(sizes).transpose(permutation), flattened; no permutation leaves the order."""
   strides = [math.prod(sizes[axis + 1 :]) for axis in range(len(sizes))]
-  axes = turn or range(len(sizes))
+  axes = permutation or range(len(sizes))
   steps = ([strides[axis] * place for place in range(sizes[axis])] for axis in axes)
   return [sum(offsets) for offsets in itertools.product(*steps)]
 

@@ -1,15 +1,14 @@
-"""From costs to seconds: of one trip of the loop over microbatches, and of the rest of a step.
+"""Estimated seconds of one microbatch, and of the rest of a step, from the costs of a program.
 
-How a time is bounded
-- An operation takes the compiler's cycles, where it has stated some. Else it takes the roofline:
-  the longer of its matrix products at peak and of its bytes at the main memory's bandwidth. Kernels
-  whose heads are narrower than the matrix unit are charged the whole unit.
-- A collective takes its bytes over all links of a chip at once, or over the host's network where a
-  group crosses slices: latency, and links that a group's shape leaves idle, are not counted.
-- Operations follow one another. A synchronous collective stops them. Asynchronous collectives and
-  copies run beside the operations of the same loop body, and only what is longer than those adds to
-  the time.
-So operations without the compiler's estimate and all collectives are at least as slow as said here.
+The model:
+- An operation takes the compiler's estimated cycles, if it has any. Else it takes its roofline: the
+  longer of its matrix products at peak FLOPs and its bytes at HBM bandwidth. Attention kernels with
+  heads narrower than the matrix unit are charged the whole unit.
+- A collective takes its bytes over the bandwidth of all ICI links of a chip, or of the data center
+  network if its group spans slices. Latency and links that stay idle are not modelled.
+- Operations run one after another, and a synchronous collective blocks them. Asynchronous
+  collectives and copies overlap with the operations of the same loop body; only the excess counts.
+So the times of collectives, and of operations without the compiler's estimate, are lower bounds.
 """
 
 import collections
@@ -29,12 +28,12 @@ _NUM_LARGEST = 20
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-  """One operation in a pass, or in the rest of a step."""
+  """One operation of a microbatch, or of the rest of a step."""
 
   name: str
   scope: str
   seconds: float
-  """All its executions together."""
+  """Of all its executions."""
   how: How
   count: int
   in_microbatch_loop: bool
@@ -43,7 +42,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-  """Collectives that are alike: kind, group and place."""
+  """Collectives of the same kind, group size and place, added up."""
 
   kind: str
   in_microbatch_loop: bool
@@ -51,16 +50,16 @@ class Exchange:
   group_size: int
   crosses_slices: bool
   count: int
-  """Executions in a pass, or in the rest of a step."""
+  """Executions per microbatch, or in the rest of a step."""
   bytes: int
-  """Of all executions: what gathers yield and reductions take in, on each device."""
+  """Of all executions: outputs of all-gathers and inputs of reductions, per device."""
   seconds: float
-  """On the links. If overlapped, only part of it or nothing adds to the step."""
+  """Time on the links. If overlapped, only the excess, if any, adds to the step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RooflineSeconds:
-  """Seconds by what is being waited for; they add up."""
+  """Seconds by the limiting resource; they add up to the total."""
 
   compute: float = 0.0
   memory: float = 0.0
@@ -68,12 +67,12 @@ class RooflineSeconds:
 
   @property
   def total(self) -> float:
-    """All of them."""
+    """The sum of the three."""
     return self.compute + self.memory + self.interconnect
 
   @property
   def limit(self) -> Limit:
-    """The largest."""
+    """The resource with the largest time."""
     named: dict[Limit, float] = {
       "compute": self.compute,
       "memory bandwidth": self.memory,
@@ -91,58 +90,58 @@ class RooflineSeconds:
 
 @dataclasses.dataclass(frozen=True)
 class StepEstimate:
-  """What a step of any number of microbatches takes, on one device of many that work alike."""
+  """The time of a step with any number of microbatches, on one device; all work alike."""
 
   microbatch_parts: RooflineSeconds
   rest_parts: RooflineSeconds
   microbatch_flops: int
-  """Of matrix products, as compiled."""
+  """Matrix-product FLOPs in the compiled program."""
   rest_flops: int
   microbatch_bytes: int
-  """Read from and written to main memory."""
+  """Read from and written to HBM."""
   rest_bytes: int
   coverage: float
-  """Matrix-product FLOPs that have a time, over those expected; nan if none are expected."""
+  """Matrix-product FLOPs with a time over those expected; nan if none are expected."""
   compiler_share: float
-  """Of those that have a time, the share timed by the compiler; the rest has the roofline's."""
+  """The fraction of them that the compiler timed; the rest has roofline times."""
   microbatch_scopes: Mapping[str, float]
-  """Seconds by scope; only time in which something waits, so they add up to pass_seconds."""
+  """Seconds by scope; overlapped time is not counted, so they add up to microbatch_seconds."""
   rest_scopes: Mapping[str, float]
   largest: Sequence[Operation]
-  """The longest operations and synchronous collectives of a step of one pass, longest first."""
+  """The longest operations and synchronous collectives of a one-microbatch step, longest first."""
   unestimated: Sequence[Operation]
-  """All operations with the roofline's time, longest first. Collectives are listed by themselves,
-  and copies that run beside operations are none."""
+  """All operations with roofline times, longest first, without collectives and overlapped
+  copies."""
   collectives: Sequence[Exchange]
 
   @property
   def microbatch_seconds(self) -> float:
-    """One trip of the loop over microbatches; 0 where the program has no such loop."""
+    """One microbatch; 0 where the program has no loop over microbatches."""
     return self.microbatch_parts.total
 
   @property
   def rest_seconds(self) -> float:
-    """All of a step but the loop over microbatches."""
+    """The rest of a step, outside the loop over microbatches."""
     return self.rest_parts.total
 
   def step_seconds(self, num_microbatches: int) -> float:
-    """A step of `trips` microbatches."""
+    """Seconds of a step with `num_microbatches` microbatches."""
     return self.rest_seconds + num_microbatches * self.microbatch_seconds
 
   def by_scope(self, num_microbatches: int) -> dict[str, float]:
-    """Seconds of a step of `trips` microbatches by scope, the longest first."""
+    """Seconds of a step with `num_microbatches` microbatches by scope, longest first."""
     scopes = self.microbatch_scopes.keys() | self.rest_scopes.keys()
     seconds = {
       scope: self.rest_scopes.get(scope, 0.0)
       + num_microbatches * self.microbatch_scopes.get(scope, 0.0)
       for scope in scopes
     }
-    # Names as well, or two equal ones would change places from run to run.
+    # Sorting by name too keeps the order of equal times the same in every run.
     return dict(sorted(seconds.items(), key=lambda entry: (-entry[1], entry[0])))
 
   @property
   def limited_by(self) -> Limit:
-    """What most of a pass is spent waiting for; of the rest, where there is no pass."""
+    """The resource that limits most of a microbatch, or of the rest if there is no loop."""
     return (self.microbatch_parts if self.microbatch_seconds else self.rest_parts).limit
 
 
@@ -156,12 +155,12 @@ def estimate(
   """The time of a compiled step on `chip`.
 
   Args:
-    costs: of the program, as program_costs lists them.
+    costs: of the program, from program_costs.
     chip: one device.
-    expected_pass_flops: matrix-product FLOPs that one device should do in one trip of the loop over
-      microbatches, of causal attention only the half below the diagonal.
+    expected_microbatch_flops: matrix-product FLOPs of one microbatch on one device; of causal
+      attention only the half below the diagonal.
     expected_rest_flops: the same for the rest of a step.
-    devices_per_slice: where there are several slices; None: all devices are on one.
+    devices_per_slice: if there are several slices; None: one slice.
   """
   inside = [cost for cost in costs if cost.in_microbatch_loop]
   outside = [cost for cost in costs if not cost.in_microbatch_loop]
@@ -196,7 +195,7 @@ def estimate(
 def seconds_of(
   costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None = None
 ) -> float:
-  """The time of some of a program's operations, as often as their counts say."""
+  """The time of some of a program's operations, each `count` times."""
   return _elapsed(costs, chip, devices_per_slice)[0].total
 
 
@@ -209,12 +208,12 @@ def _bytes(costs: Iterable[OperationCost]) -> int:
 
 
 def _is_operation(cost: OperationCost) -> bool:
-  """Whether it keeps the device itself busy, not only its links or its copying."""
+  """Whether it occupies the device's compute units, not only its links or copy engines."""
   return not cost.overlapped and (cost.collective is None or cost.flops > 0)
 
 
 def _operation(cost: OperationCost, seconds: float) -> Operation:
-  """Of a cost whose every execution takes `seconds`."""
+  """The entry for an operation whose every execution takes `seconds`."""
   return Operation(
     name=cost.name,
     scope=cost.scope,
@@ -227,28 +226,28 @@ def _operation(cost: OperationCost, seconds: float) -> Operation:
 
 
 def _busy_seconds(cost: OperationCost, chip: Chip) -> float:
-  """One execution of an operation."""
+  """Seconds of one execution of an operation."""
   if cost.cycles is not None:
     return cost.cycles / chip.clock
   return max(_product_seconds(cost, chip), cost.bytes / chip.hbm_bandwidth)
 
 
 def _product_seconds(cost: OperationCost, chip: Chip) -> float:
-  """Of the matrix products of one execution, a narrow kernel's rounded up to the matrix unit."""
+  """Seconds of one execution's matrix products; narrow kernels are charged the whole unit."""
   width = cost.products.width
   rounded = -(-width // chip.matrix_unit) * chip.matrix_unit / width if width else 1.0
   return cost.products.executed * rounded / chip.peak_flops
 
 
 def _link_seconds(one: Collective, chip: Chip, devices_per_slice: int | None) -> float:
-  """One execution of a collective: a ring's bytes over the bandwidth of all links."""
+  """Seconds of one execution of a collective: a ring's bytes over the bandwidth of all links."""
   size = one.group_size
   if size == 1:
     return 0.0
   crossing = one.crosses(devices_per_slice)
   bandwidth = chip.dcn_bandwidth if crossing else chip.ici_bandwidth
   if one.kind in ("collective-permute", "collective-broadcast"):
-    # It goes one way, to one neighbour.
+    # Sent in one direction, to one neighbour: one link.
     return one.bytes / (bandwidth if crossing else bandwidth / chip.ici_links)
   times = 2 if one.kind == "all-reduce" else 1
   return times * one.bytes * (size - 1) / size / bandwidth
@@ -257,7 +256,7 @@ def _link_seconds(one: Collective, chip: Chip, devices_per_slice: int | None) ->
 def _elapsed(
   costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None
 ) -> tuple[RooflineSeconds, dict[str, float]]:
-  """Time by what is waited for, and by scope; each loop body overlaps only with itself."""
+  """Time by limiting resource, and by scope; overlap is only within a loop body."""
   bodies: dict[str, list[OperationCost]] = collections.defaultdict(list)
   for cost in costs:
     bodies[cost.loop].append(cost)
@@ -273,7 +272,7 @@ def _elapsed(
 def _body(
   costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None
 ) -> Iterator[tuple[str, RooflineSeconds]]:
-  """(scope, time) of all trips of one loop body: what runs in turn, then what sticks out."""
+  """(scope, time) of one loop body: sequential operations, then the excess of overlapped ones."""
   links = [
     (cost, cost.count * _link_seconds(cost.collective, chip, devices_per_slice))
     for cost in costs
@@ -298,13 +297,13 @@ def _body(
 
 
 def _shares(timed: Sequence[tuple[OperationCost, float]]) -> Iterator[tuple[OperationCost, float]]:
-  """Each one's share of the sum."""
+  """Each operation with its fraction of the total time."""
   total = sum(seconds for _, seconds in timed)
   return ((cost, seconds / total) for cost, seconds in timed if total)
 
 
 def _waiting(cost: OperationCost, chip: Chip) -> RooflineSeconds:
-  """All executions: memory's where bytes take longer than products, and most of the time."""
+  """Time of all executions: memory-bound if bytes take longer than products and half the time."""
   seconds = _busy_seconds(cost, chip)
   moving = cost.bytes / chip.hbm_bandwidth
   if moving > max(seconds / 2, _product_seconds(cost, chip)):
@@ -315,7 +314,7 @@ def _waiting(cost: OperationCost, chip: Chip) -> RooflineSeconds:
 def _exchanges(
   costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None
 ) -> list[Exchange]:
-  """Collectives, alike ones together, those inside the loop first and the longest first."""
+  """Equal collectives added up; those in the loop over microbatches first, then longest first."""
   alike: dict[tuple[str, bool, bool, int, bool], list[tuple[OperationCost, Collective]]]
   alike = collections.defaultdict(list)
   for cost in costs:

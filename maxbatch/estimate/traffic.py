@@ -1,7 +1,7 @@
-"""Bytes that an instruction reads from main memory and writes to it.
+"""Bytes that an instruction reads from HBM and writes to it.
 
-Operands and results that live elsewhere, such as a TPU's vector memory S(1), cost nothing here.
-Slices read, and updates in place write, only their own part of an array.
+Operands and results in other memories, such as a TPU's vector memory S(1), are not counted. Slices
+read, and in-place updates write, only their own part of an array.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ FREE = frozenset(
     "conditional",
   )
 )
-"""Opcodes that do no work themselves."""
+"""Opcodes that read and write nothing themselves."""
 
 _SLICES = ("dynamic-slice", "slice", "gather")
 _UPDATES = ("dynamic-update-slice", "scatter")
@@ -44,7 +44,7 @@ COLLECTIVES = (
 
 
 def traffic(program: HloModule, within: Computation, one: Instruction) -> int:
-  """Bytes of one execution of `one`."""
+  """Bytes read and written in one execution of `one`."""
   if one.opcode in FREE or one.opcode.endswith("-done"):
     return 0
   if one.opcode in _MOVES:
@@ -62,13 +62,13 @@ def traffic(program: HloModule, within: Computation, one: Instruction) -> int:
 
 
 def _bytes_copied(one: Instruction) -> int:
-  """From one memory to another: the smaller of source and target, once for each in main memory."""
+  """A copy between memories: the smaller of source and target, once for each that is in HBM."""
   ends = one.shapes[:2]
   return min(end.bytes for end in ends) * sum(end.space == 0 for end in ends)
 
 
 def _read(program: HloModule, user: Instruction, number: int, operand: Instruction) -> int:
-  """Bytes that `user` reads of its operand `number`, an array or a tuple of them."""
+  """Bytes that `user` reads of its operand `number`."""
   if user.opcode in _SLICES and number == 0:
     return sum(shape.bytes for shape in user.shapes if operand.shapes[0].space == 0)
   if user.opcode in _UPDATES and number == 0:
@@ -81,7 +81,7 @@ def _in_main_memory(shapes: tuple[ArrayShape, ...]) -> int:
 
 
 def _written(within: Computation, one: Instruction, places: tuple[ArrayShape, ...]) -> int:
-  """Bytes that `one`, whose results lie at `places`, writes."""
+  """Bytes that `one` writes to its results at `places`."""
   if one.opcode not in _UPDATES:
     return _in_main_memory(places)
   update = within.operand(one, 2 if one.opcode == "scatter" else 1)
@@ -89,7 +89,7 @@ def _written(within: Computation, one: Instruction, places: tuple[ArrayShape, ..
 
 
 def _fusion(program: HloModule, within: Computation, one: Instruction) -> int:
-  """What goes in and out at the edge of a fusion; nothing inside it reaches main memory."""
+  """Bytes of a fusion's inputs and outputs; intermediate values do not reach HBM."""
   body = program.called_by(one)[0]
   total = 0
   for parameter, name in zip(body.parameters(), one.operands, strict=True):
@@ -102,7 +102,7 @@ def _fusion(program: HloModule, within: Computation, one: Instruction) -> int:
 
 
 def _bytes_read(program: HloModule, body: Computation, value: Instruction) -> int:
-  """Bytes of `value`, in main memory, that its users in a fusion read."""
+  """Bytes of `value`, in HBM, that its users in a fusion read."""
   total = 0
   for user, number in _users(body, value):
     if user.opcode == "bitcast":
@@ -118,7 +118,7 @@ def _bytes_read(program: HloModule, body: Computation, value: Instruction) -> in
 
 
 def _passes_through(user: Instruction, number: int) -> bool:
-  """Whether the operand is passed along, updated in place or sent away rather than read."""
+  """Whether the operand is passed on, updated in place or sent, rather than read."""
   in_place = user.opcode in _UPDATES and number == 0
   return in_place or user.opcode == "tuple" or user.opcode in COLLECTIVES
 
@@ -140,7 +140,7 @@ def _results(body: Computation) -> list[Instruction]:
 def _bytes_written(
   program: HloModule, body: Computation, result: Instruction, place: ArrayShape
 ) -> int:
-  """Bytes written at `place` by the instruction in a fusion that makes this result."""
+  """Bytes written at `place` by the instruction in a fusion that computes `result`."""
   while result.opcode == "bitcast":
     result = body.instructions[result.operands[0]]
   if result.opcode == "fusion":

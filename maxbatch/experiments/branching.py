@@ -1,7 +1,8 @@
-"""The same samples cut into steps of other sizes: the batches of branches from one checkpoint.
+"""The batch sizes and lengths of the branches of a critical-batch measurement.
 
-Branches can be compared where each has ended a step: every `block_samples` samples, the least
-number that is whole steps of all of them. A branch lasts whole blocks, so no last step is cut.
+All branches train on the same samples with different batches. They can be compared where all of
+them end a step: after every block of samples, the least common multiple of their batches. A branch
+lasts a whole number of blocks, so it has no partial last step.
 """
 
 import dataclasses
@@ -23,13 +24,13 @@ from maxbatch.batch.topology import Topology
 from maxbatch.errors import UserError
 
 FEWEST_BLOCKS = 4
-"""Blocks in the window that is judged, at least: fewer say nothing about their own noise."""
+"""Minimum number of blocks in the smoothing window; fewer do not show their own noise."""
 _DEFAULT_BLOCKS = 40
 
 
 @dataclasses.dataclass(frozen=True)
 class BranchBase:
-  """What is multiplied: the phase in force at the checkpoint, on these devices."""
+  """What the factors multiply: the batch schedule's phase at the checkpoint, on these devices."""
 
   phase: Phase
   topology: Topology
@@ -38,7 +39,7 @@ class BranchBase:
 
 @dataclasses.dataclass(frozen=True)
 class BranchRequest:
-  """What is asked for: factors of the batch, tokens (-1: derived), the share that is judged."""
+  """The request: factors of the batch, tokens per branch (-1: derived), fraction of the window."""
 
   factors: tuple[Fraction, ...]
   branch_tokens: int
@@ -57,35 +58,36 @@ class Branch:
 
   @property
   def name(self) -> str:
-    """`x2`, `x0.5`, `x1_3`: its folder."""
+    """The name of the branch's folder: `x2`, `x0.5`, `x1_3`."""
     return f"x{text(self.factor)}".replace("/", "_")
 
 
 @dataclasses.dataclass(frozen=True)
 class Branching:
-  """The branches, smallest batch first, all of as many samples in the same microbatches."""
+  """The branches, smallest batch first, all with the same samples and the same microbatch."""
 
   branches: tuple[Branch, ...]
   micro_batch: int
   per_device_batch_size: Fraction
   tokens: int
-  """Of one branch."""
+  """Tokens of each branch."""
   block_tokens: int
   num_blocks: int
   window_blocks: int
-  """Blocks at the end that are judged."""
+  """Blocks in the smoothing window at the end of a branch."""
 
   @property
   def window_tokens(self) -> int:
-    """Tokens at the end of a branch that are judged."""
+    """Tokens in the smoothing window at the end of a branch."""
     return self.window_blocks * self.block_tokens
 
 
 def plan_branches(base: BranchBase, request: BranchRequest) -> Branching:
-  """The branches that are asked for.
+  """Plans the requested branches.
 
   Raises:
-    UserError: a batch does not fit the devices, or the tokens are no whole steps, or too few.
+    UserError: a batch does not divide over the devices, or the tokens are not whole blocks or are
+      too few.
   """
   factors = sorted(request.factors)
   batches = [_batch(base, factor) for factor in factors]
@@ -114,7 +116,7 @@ def plan_branches(base: BranchBase, request: BranchRequest) -> Branching:
 
 
 def _batch(base: BranchBase, factor: Fraction) -> int:
-  """factor × the batch at the checkpoint."""
+  """factor × the batch at the checkpoint, checked to divide over the data-parallel groups."""
   groups = base.topology.num_batch_groups
   batch = scaled(base.phase.batch, factor)
   if divides_over(batch, base.topology):
@@ -128,15 +130,15 @@ def _batch(base: BranchBase, factor: Fraction) -> int:
 
 
 def _micro_batch(base: BranchBase, batches: Sequence[int]) -> int:
-  """The checkpoint's microbatch if it divides every batch, else the largest below it that does.
+  """The checkpoint's microbatch if it divides every batch, else the largest smaller one that does.
 
-  One for all: so one compiled program serves all branches, and only the passes differ.
+  All branches share it, so one compiled program runs all of them.
   """
   return fitting_micro_batch(base.phase.micro_batch, math.gcd(*batches), base.topology)
 
 
 def _blocks(request: BranchRequest, batches: Sequence[int], block: int, block_tokens: int) -> int:
-  """Blocks of a branch."""
+  """The number of blocks of each branch."""
   fewest = math.ceil(FEWEST_BLOCKS / request.smoothing)
   if request.branch_tokens == -1:
     return max(_DEFAULT_BLOCKS, fewest)
@@ -148,7 +150,7 @@ def _blocks(request: BranchRequest, batches: Sequence[int], block: int, block_to
   )
   if blocks < fewest:
     raise UserError(
-      f"branch_tokens={request.branch_tokens} is too short: {float(blocks):.3g} times {block_tokens} "
+      f"branch_tokens={request.branch_tokens} is too few: {float(blocks):.3g} times {block_tokens} "
       f"tokens ({what}), and the last smoothing={text(request.smoothing)} of a branch, which is "
       f"judged, needs {FEWEST_BLOCKS}; the smallest that works: "
       f"branch_tokens={fewest * block_tokens}, less with smaller factors"
@@ -158,8 +160,8 @@ def _blocks(request: BranchRequest, batches: Sequence[int], block: int, block_to
       text(tokens) for tokens in nearest_multiples(block_tokens, Fraction(request.branch_tokens))
     ]
     raise UserError(
-      f"branch_tokens={request.branch_tokens} must be a multiple of {block_tokens} tokens ({what}), "
-      "so that all branches train on the same samples; "
-      f"nearest: {' or '.join(f'branch_tokens={tokens}' for tokens in near)}"
+      f"branch_tokens={request.branch_tokens} must be a multiple of {block_tokens} tokens "
+      f"({what}), so that all branches train on the same samples; nearest: "
+      f"{' or '.join(f'branch_tokens={tokens}' for tokens in near)}"
     )
   return int(blocks)

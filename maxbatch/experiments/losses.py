@@ -1,15 +1,15 @@
-"""Which batch is still as good, token for token: the verdict over the losses of branches.
+"""The critical batch size from the losses of branches, compared at equal numbers of tokens.
 
 Merrill, Arora, Groeneveld and Hajishirzi, "Critical Batch Size Revisited" (2025, arXiv 2505.23971),
 section 3.1: the critical batch is the largest whose smoothed loss L is at most ε above that of
 every smaller batch that was tried, k* = max { k : L(k) ≤ L(j) + ε for all j < k }, with ε = 0.01.
-So a branch is held to the best of the smaller ones, which need not be factor 1.
+So a branch is compared with the best of the smaller ones, which need not be factor 1.
 
-They smooth the loss of steps with an exponential mean (α = 0.5). That is a few steps, so it would
-weigh other numbers of tokens, and other noise, for every batch; their steps have millions of tokens
-where ours may have thousands. Here L is the plain mean over the last tokens of the branch, the same
-samples for all. That pairs the branches: on a block of samples, their losses differ by far less
-than the losses of two blocks do.
+The paper smooths the loss with an exponential moving average over steps (α = 0.5). With steps of
+millions of tokens this works; with smaller ones it would average over few tokens, and over a
+different number for every batch. Here L is the mean over the last tokens of the branch, the same
+samples for all branches. So the comparison is paired: on a block of samples, the losses of two
+branches differ by far less than the losses of two blocks.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _CONFIDENCE = 0.95
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-  """What came of one branch; without blocks if its loss became infinite or NaN."""
+  """The results of one branch; `blocks` is empty if its loss became infinite or NaN."""
 
   branch: Branch
   learning_rate: float
@@ -36,27 +36,27 @@ class Measured:
 
   @property
   def diverged(self) -> bool:
-    """Whether training broke down."""
+    """Whether the loss became infinite or NaN."""
     return not self.blocks
 
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-  """A branch held to the best of the smaller ones, which the smallest branch does not have."""
+  """A branch compared with the best of the smaller ones; the smallest has none."""
 
   measured: Measured
   loss: float
-  """L: the mean over the window; infinite if it diverged."""
+  """L: the mean loss over the window; infinite if the branch diverged."""
   best_smaller: Branch | None
   difference: float
   """L − L of the best smaller branch."""
   half_width: float
-  """Of the difference's 95% interval, by the spread of the window's blocks. It covers the noise of
-  measuring these two branches, not what another order of the samples would have made of them."""
+  """Half the difference's 95% confidence interval, from the spread of the window's blocks. It covers
+  the noise of measuring these two branches, not the variation with the order of the samples."""
   within: bool
   """difference ≤ ε."""
   clear: bool
-  """Whether the whole interval is on that side of ε."""
+  """Whether the whole interval is on the same side of ε."""
 
 
 def block_means(losses: Sequence[float], steps_per_block: int) -> tuple[float, ...]:
@@ -66,11 +66,11 @@ def block_means(losses: Sequence[float], steps_per_block: int) -> tuple[float, .
 
 
 def judge(measured: Sequence[Measured], window: int, tolerance: float) -> list[Judged]:
-  """Every branch against the best of the smaller ones.
+  """Compares every branch with the best of the smaller ones.
 
   Args:
     measured: the branches, smallest batch first; the first did not diverge.
-    window: blocks at the end that count.
+    window: number of blocks at the end that are averaged.
     tolerance: ε, in nats per token.
   """
   judged: list[Judged] = []
@@ -81,15 +81,15 @@ def judge(measured: Sequence[Measured], window: int, tolerance: float) -> list[J
 
 
 def critical(judged: Sequence[Judged]) -> int:
-  """The place in `judged` of the largest branch that is within ε."""
+  """The index in `judged` of the largest branch that is within ε."""
   return max(place for place, one in enumerate(judged) if one.within)
 
 
 def half_width(values: Sequence[float]) -> float:
-  """Of the 95% interval of the mean, widened as far as neighbours resemble each other.
+  """Half the 95% confidence interval of the mean of autocorrelated values.
 
-  Two branches drift apart and together over several blocks, so blocks are no independent draws: n
-  of them with correlation r between neighbours count as n·(1 − r)/(1 + r).
+  Neighbouring blocks are not independent: n of them with correlation r between neighbours count as
+  n·(1 − r)/(1 + r).
   """
   count = len(values)
   mean = statistics.fmean(values)
@@ -97,9 +97,9 @@ def half_width(values: Sequence[float]) -> float:
   if squares == 0:
     return 0.0
   products = sum((a - mean) * (b - mean) for a, b in itertools.pairwise(values))
-  # Of few values the correlation comes out too low, by about 1/n where there is none.
-  likeness = min(max(0.0, products / squares + 1 / count), 0.9)
-  error = math.sqrt(squares / (count - 1) / count * (1 + likeness) / (1 - likeness))
+  # The sample autocorrelation of n uncorrelated values is biased by about -1/n.
+  correlation = min(max(0.0, products / squares + 1 / count), 0.9)
+  error = math.sqrt(squares / (count - 1) / count * (1 + correlation) / (1 - correlation))
   return _student_t(count - 1) * error
 
 
@@ -122,9 +122,9 @@ def _compare(branch: Measured, best: Judged | None, window: int, tolerance: floa
 
 
 def _student_t(degrees_of_freedom: int) -> float:
-  """The quantile that 95% intervals need, to 1% from 3 degrees of freedom on.
+  """The 97.5% quantile of Student's t, accurate to 1% from 3 degrees of freedom on.
 
-  The expansion in 1/freedom around the normal quantile (Abramowitz & Stegun 26.7.5).
+  The expansion in 1/degrees around the normal quantile (Abramowitz & Stegun 26.7.5).
   """
   z = statistics.NormalDist().inv_cdf(0.5 + _CONFIDENCE / 2)
   terms = (

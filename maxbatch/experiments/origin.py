@@ -1,4 +1,4 @@
-"""The checkpoint that branches start from: found, read, and given to each branch as its own."""
+"""The checkpoint that branches start from: finding it, reading it, and forking it per branch."""
 
 import dataclasses
 import json
@@ -23,19 +23,19 @@ class Checkpoint:
   """One complete checkpoint of a run."""
 
   folder: pathlib.Path
-  """Named by its step."""
+  """The step's folder, named by its number."""
   position: Position
   plan: dict[str, Any]
-  """The plan it was written under."""
+  """The batch plan of the run that wrote it."""
   checksum: str
-  """Of its record, which holds the fingerprint of every array."""
+  """Checksum of its record, which holds the fingerprint of every array."""
 
 
 def find_checkpoint(given: str) -> pathlib.Path:
-  """The folder of the step that checkpoint=`given` means: that step, or a run's newest.
+  """The folder of the checkpoint that checkpoint=`given` names: a step, or a run's newest step.
 
   Raises:
-    UserError: there is no such folder, or no checkpoint in it.
+    UserError: the folder does not exist or has no checkpoint.
   """
   path = pathlib.Path(given).absolute()
   if path.name.isdecimal() and path.parent.name == "checkpoints":
@@ -57,10 +57,10 @@ def find_checkpoint(given: str) -> pathlib.Path:
 
 
 def read_checkpoint(folder: pathlib.Path) -> Checkpoint:
-  """What the record in a step's folder says. The arrays are verified when a branch restores them.
+  """Reads the record of a step's folder. The arrays are verified when a branch restores them.
 
   Raises:
-    UserError: it cannot be read, or is not what was written.
+    UserError: the record cannot be read or fails its checksum.
   """
   silence_orbax()
   step = int(folder.name)
@@ -78,10 +78,10 @@ def read_checkpoint(folder: pathlib.Path) -> Checkpoint:
 
 
 def record_origin(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
-  """Notes in `folder`, once and for all, that its branches come from this checkpoint.
+  """Records in `folder` that its branches start from this checkpoint.
 
   Raises:
-    UserError: they come from another one of the same step.
+    UserError: the folder's branches start from another checkpoint of the same step.
   """
   note = folder / "origin.json"
   if note.exists():
@@ -98,7 +98,7 @@ def record_origin(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
 
 
 def write_atomically(path: pathlib.Path, content: str) -> None:
-  """Writes a file among the branches; a reader finds all of it or what was there before.
+  """Writes a file; a reader sees the old content or the new, never a part.
 
   Raises:
     UserError: the folder cannot be written to.
@@ -116,10 +116,13 @@ def write_atomically(path: pathlib.Path, content: str) -> None:
 
 
 def fork_checkpoint(checkpoint: Checkpoint, branch_folder: pathlib.Path) -> None:
-  """Gives a branch without checkpoints this one: its files linked, or copied where links do not go.
+  """Hard-links the checkpoint into a branch that has none, or copies it where links do not work.
 
-  Nothing ever changes a checkpoint's files, only removes them, so links are safe. The folder gets
-  its name when it is complete.
+  Links are safe because checkpoint files are never modified, only removed. The folder is renamed
+  when it is complete, so an interrupted fork leaves no partial checkpoint.
+
+  Raises:
+    UserError: the files cannot be linked or copied.
   """
   steps = branch_folder / "checkpoints"
   if _steps(steps):

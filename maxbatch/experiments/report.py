@@ -1,4 +1,4 @@
-"""What the branches say, as a table, as sentences and as JSON."""
+"""The result of a critical-batch measurement as a table, sentences and JSON."""
 
 import dataclasses
 import math
@@ -15,14 +15,14 @@ _RESULTS = ("loss", "above best smaller", "eval loss", "seconds", "")
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-  """Where the branches start, in numbers."""
+  """The checkpoint that the branches start from."""
 
   folder: str
   step: int
   samples: int
   tokens: int
   learning_rate: float
-  """Of the run's next step."""
+  """The learning rate of the run's next step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,23 +42,23 @@ class CriticalBatchReport:
 
   @property
   def above(self) -> Judged | None:
-    """The next larger branch, which is not; None if there is none."""
+    """The next larger branch, which is beyond the tolerance; None if there is none."""
     place = critical(self.judged) + 1
     return self.judged[place] if place < len(self.judged) else None
 
   @property
   def at_least(self) -> int | None:
-    """Samples that the critical batch is not below; None if the smallest branch is the critical
-    one: nothing smaller was there to hold it to."""
+    """Lower bound of the critical batch in samples; None if it is the smallest branch, which has
+    no smaller one to be compared with."""
     return self.critical.measured.branch.batch if self.critical.best_smaller else None
 
   @property
   def below(self) -> int | None:
-    """Samples that the critical batch is below; None if all that were tried are within."""
+    """Upper bound of the critical batch in samples; None if all branches are within."""
     return self.above.measured.branch.batch if self.above else None
 
   def as_dict(self) -> dict[str, Any]:
-    """All of it, for programs; null: not measured, or not finite."""
+    """The whole result for JSON; null where not measured or not finite."""
     return {
       "checkpoint": dataclasses.asdict(self.origin),
       "coupling": self.coupling,
@@ -72,7 +72,7 @@ class CriticalBatchReport:
     }
 
   def sentences(self) -> list[str]:
-    """The conclusion, then what is doubtful about it."""
+    """The conclusion, then its caveats."""
     return [_conclusion(self), *_contradiction(self), *_doubts(self)]
 
   def __str__(self) -> str:
@@ -147,7 +147,7 @@ def _conclusion(report: CriticalBatchReport) -> str:
   if largest.best_smaller is None:
     return (
       f"The critical batch is below {_samples(above.measured.branch)}, which {excess}. Whether "
-      f"{largest.measured.branch.batch:,} is below it, only smaller factors can tell."
+      f"{largest.measured.branch.batch:,} is below it, only smaller factors can show."
     )
   return (
     f"The critical batch is between {_samples(largest.measured.branch)} and "
@@ -163,13 +163,14 @@ def _excess(one: Judged) -> str:
 
 
 def _contradiction(report: CriticalBatchReport) -> list[str]:
-  """Branches that are not within, although a larger one is."""
+  """Branches beyond the tolerance although a larger one is within it."""
   last = critical(report.judged)
   odd = [one for one in report.judged[:last] if not one.within]
   names = ", ".join(f"{one.measured.branch.name} (which {_excess(one)})" for one in odd)
   return (
     [
-      f"Yet {names} is beyond the tolerance: the losses do not rise with the batch. Look at the plot."
+      f"Yet {names} is beyond the tolerance: the losses do not rise with the batch. Look at the "
+      "plot."
     ]
     if odd
     else []
@@ -177,7 +178,7 @@ def _contradiction(report: CriticalBatchReport) -> list[str]:
 
 
 def _doubts(report: CriticalBatchReport) -> list[str]:
-  """Branches on which the conclusion rests, and whose side of the tolerance is not certain."""
+  """Branches that decide the conclusion and whose interval includes the tolerance."""
   unclear = [one for one in report.judged[critical(report.judged) :] if not one.clear]
   if not unclear:
     return []
@@ -191,8 +192,8 @@ def _doubts(report: CriticalBatchReport) -> list[str]:
     else f"Not certain: the noise leaves open on which side of tolerance={report.tolerance:g} it is"
   )
   return [
-    f"{noise} ({spans}). With branch_tokens={4 * report.branching.tokens}, which goes on from "
-    "these branches, the noise is about half as large."
+    f"{noise} ({spans}). With branch_tokens={4 * report.branching.tokens}, which continues these "
+    "branches, the noise is about half as large."
   ]
 
 

@@ -242,8 +242,8 @@ def _check_same(config: Config, folder: pathlib.Path) -> None:
   if changed:
     lines = listed([one.replace("in the checkpoint", "there") for one in changed])
     raise UserError(
-      f"{folder} holds a branch that was trained otherwise:\n{lines}\nRemove that folder, or choose "
-      "another run_name for new branches."
+      f"{folder} holds a branch that was trained otherwise:\n{lines}\nRemove that folder, or "
+      "choose another run_name for new branches."
     )
 
 

@@ -1,7 +1,6 @@
-"""Which dimension of an array is divided over which mesh axis: one table, read by everything.
+"""Sharding: one table of rules maps logical axes to mesh axes, for parameters and activations.
 
-Parameters and activations name their dimensions with logical axes; the table maps these to mesh
-axes. A dimension that the devices do not divide evenly is kept whole on each of them, and reported.
+A dimension that the devices do not divide evenly is replicated, and reported.
 """
 
 import functools
@@ -39,14 +38,14 @@ LOGICAL_AXIS_RULES: dict[str | None, tuple[str, ...]] = {
 
 
 def make_mesh(topology: Topology, devices: Sequence[Device]) -> Mesh:
-  """The mesh of all `devices`, neighbours on the interconnect kept together where it is known.
+  """The mesh of all `devices`, in an order that follows the interconnect where it is known.
 
   Raises:
-    UserError: if the number of devices is not the topology's.
+    UserError: the number of devices is not the topology's.
   """
   if len(devices) != topology.num_devices:
     raise UserError(
-      f"the mesh {topology} needs {topology.num_devices} devices, and {len(devices)} are there"
+      f"the mesh {topology} needs {topology.num_devices} devices, but there are {len(devices)}"
     )
   if topology.num_slices > 1:
     array = mesh_utils.create_hybrid_device_mesh(
@@ -60,7 +59,7 @@ def make_mesh(topology: Topology, devices: Sequence[Device]) -> Mesh:
 
 
 def spec(axes: LogicalAxes, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
-  """The mesh axes that divide each dimension of an array of `shape` named by `axes`."""
+  """The PartitionSpec of an array of `shape` with logical axes `axes`."""
   if len(axes) != len(shape):
     raise ValueError(f"axes {axes} do not name the dimensions of shape {tuple(shape)}")
   return PartitionSpec(
@@ -75,30 +74,30 @@ def _divide(axis: str | None, size: int, mesh_shape: dict[str, int]) -> tuple[st
 
 
 def sharding(axes: LogicalAxes, shape: Sequence[int], mesh: Mesh) -> NamedSharding:
-  """As `spec`, bound to the mesh."""
+  """The NamedSharding of an array of `shape` with logical axes `axes`."""
   return NamedSharding(mesh, spec(axes, shape, mesh))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """The same value on every device."""
+  """The sharding of a value that every device holds whole."""
   return NamedSharding(mesh, PartitionSpec())
 
 
 def replicated_dims(axes: LogicalAxes, shape: Sequence[int], mesh: Mesh) -> list[str]:
-  """What the table would divide but the sizes do not allow, in words; [] if nothing."""
+  """A message for each dimension that is replicated because its size does not divide evenly."""
   problems = []
   for axis, size in zip(axes, shape, strict=True):
     ways = math.prod(mesh.shape[name] for name in LOGICAL_AXIS_RULES[axis])
     if size % ways:
       over = " × ".join(LOGICAL_AXIS_RULES[axis])
-      problems.append(f"{axis} {size} is not a multiple of {over} = {ways}: kept whole")
+      problems.append(f"{axis} {size} is not a multiple of {over} = {ways}: replicated")
   return problems
 
 
 def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
-  """Asks the compiler to keep activation `x` divided as the table says.
+  """Constrains the sharding of activation `x` to the table's.
 
-  Without a mesh (one device, or a model called by hand) nothing happens.
+  Does nothing without a mesh, or where all its automatic axes have one device.
   """
   mesh = jax.sharding.get_abstract_mesh()
   open_sizes = [size for name, size in mesh.shape.items() if name not in mesh.manual_axes]
@@ -113,13 +112,13 @@ def over_rows(
 ) -> jax.Array:
   """`function(whole parameter, *rows)`, run by each device on its own rows (B, …) → (B, …).
 
-  For what the compiler would divide otherwise: gathers, for which it sends rows between the devices
-  that fsdp sets apart, and sums over tokens in a loop, which it completes in every turn. Here the
-  parameter is gathered before and its gradient summed after, once.
+  For code that the compiler would shard badly over fsdp: gathers, for which it moves rows between
+  devices, and sums over tokens in a loop, which it all-reduces in every iteration. Here the
+  parameter is all-gathered once before, and its gradient reduced once after.
 
   Args:
     function: of the whole parameter and one device's rows.
-    stored: the parameter, laid out as the table says or in any other way.
+    stored: the parameter, in any sharding.
     axes: its logical axes.
     rows: arrays whose first dimension is the batch.
   """
@@ -128,7 +127,7 @@ def over_rows(
     return function(stored, *rows)
   place, dtype = _fsdp_spec(axes, stored.shape), stored.dtype
   if "fsdp" not in place:
-    # Its gradient is summed as it enters, and XLA's CPU compiler aborts on such sums of bfloat16.
+    # XLA's CPU compiler aborts on the all-reduce of its gradient in bfloat16.
     stored = stored.astype(jnp.float32)
 
   def local(part: jax.Array, *rows: jax.Array) -> jax.Array:
@@ -146,12 +145,12 @@ def over_rows(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _all_parts(part: jax.Array, dim: int) -> jax.Array:
-  """The whole of what fsdp divides along `dim`; its gradient is summed and divided again."""
+  """All-gather over fsdp along `dim`; the gradient is reduce-scattered."""
   return jax.lax.all_gather(part, "fsdp", axis=dim, tiled=True)
 
 
 def _summed(x: jax.Array, dim: int | None) -> jax.Array:
-  """The sum over fsdp, divided along `dim` or whole."""
+  """The sum over fsdp: reduce-scattered along `dim`, or all-reduced if it is None."""
 
   def plainly(x: jax.Array) -> jax.Array:
     if dim is None:
@@ -177,13 +176,13 @@ def sum_over_rows(
   shape: Sequence[int],
   *rows: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-  """`function(*rows)`, a sum over rows and something of each row, run by each device on its own.
+  """`function(*rows)` run by each device on its own rows, its first result summed over fsdp.
 
   Args:
-    function: of one device's rows, arrays whose first dimension is the batch, to a sum over them
+    function: from one device's rows, arrays whose first dimension is the batch, to a sum over them
       and an array (B, …).
-    axes: logical axes of the sum, which arrives laid out as the table says.
-    shape: its shape.
+    axes: logical axes of the sum, which is returned in the table's sharding.
+    shape: of the sum.
     rows: the rows of all devices.
   """
   mesh = jax.sharding.get_abstract_mesh()
@@ -205,15 +204,15 @@ def sum_over_rows(
 
 
 def _fsdp_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
-  """How fsdp divides an array, other mesh axes left out."""
+  """The PartitionSpec of an array over fsdp alone."""
   names = auto_axes_spec(axes, shape)
   return PartitionSpec(*("fsdp" if each in ("fsdp", ("fsdp",)) else None for each in names))
 
 
 def auto_axes_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
-  """As `spec`, for the mesh of the code around.
+  """As `spec`, for the mesh of the enclosing code.
 
-  Inside a shard_map the axes it has taken over are already divided, so they are left out.
+  Inside a shard_map its manual axes are left out: arrays are already local along them.
   """
   mesh = jax.sharding.get_abstract_mesh()
   sizes = auto_axis_sizes()
@@ -222,13 +221,13 @@ def auto_axes_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
 
 
 def auto_axis_sizes() -> dict[str, int]:
-  """Devices along each axis that is not taken over around; 1 for the others, or without a mesh."""
+  """Devices along each automatic mesh axis; 1 for manual axes of a shard_map, or without a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
   return {name: 1 if name in mesh.manual_axes else mesh.shape.get(name, 1) for name in AXES}
 
 
 def local_shape(axes: LogicalAxes, shape: Sequence[int]) -> tuple[int, ...]:
-  """What one device holds of an array of this shape, in the code around."""
+  """The shape of one device's shard of an array, in the enclosing code."""
   sizes = auto_axis_sizes()
   divided = (_divide(axis, size, sizes) for axis, size in zip(axes, shape, strict=True))
   ways = (math.prod(sizes[name] for name in names or ()) for names in divided)
@@ -236,12 +235,12 @@ def local_shape(axes: LogicalAxes, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def gathered(parameter: jax.Array, axes: LogicalAxes) -> jax.Array:
-  """A parameter as it is used: whole along `embed`, which fsdp divides only to store it.
+  """A parameter for use: all-gathered along `embed`, which fsdp shards only for storage.
 
-  Said outright, because the compiler may otherwise move activations instead of parameters. Its
-  gradient is asked for as the parameter is stored: where the compiler divides the sum at all, each
-  device receives only its share. (The gradient of a constraint is the same constraint: everyone
-  would receive everything.)
+  The constraint is explicit because the compiler may otherwise move activations instead of
+  parameters. The gradient is constrained to the parameter's stored sharding, so that it can be
+  reduce-scattered. (By default the gradient of a constraint has the same constraint, and would be
+  all-reduced.)
   """
   return _gathered(parameter, axes)
 

@@ -1,4 +1,4 @@
-"""TPU slices by their names: devices, hosts and what the TPU compiler asks. No jax, nothing touched.
+"""TPU slices by name: devices, hosts and the TPU compiler's names. No jax, no device access.
 
 The names and shapes are those of the public pages on TPU v4, v5e, v5p, v6e and TPU7x
 (docs.cloud.google.com/tpu/docs) and of MaxText's accelerator_to_spec_map.py. A host is a virtual
@@ -15,28 +15,28 @@ from maxbatch.errors import UserError
 Shape = tuple[int, int, int]
 
 _CUBE = 4
-"""A 3-D slice of 64 chips or more is made of cubes with this edge, joined by optical switches."""
+"""Edge of the cubes that 3-D slices of 64 chips or more consist of, joined by optical switches."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-  """How the slices of one generation are named and built."""
+  """The naming and the sizes of one generation's slices."""
 
   compiler_name: str
-  """What the TPU compiler calls the generation."""
+  """The TPU compiler's name of the generation."""
   dimensions: int
-  """Of the shape as it is written: 2 or 3."""
+  """Dimensions of the slice's shape: 2 or 3."""
   named_units_per_chip: int
   """2 where a name counts TensorCores, 1 where it counts chips."""
   devices_per_chip: int
   """1, or 2 where jax sees every TensorCore."""
   chip_config_name: str
   chips: tuple[int, ...]
-  """The sizes that are standard, ascending."""
+  """The standard sizes in chips, ascending."""
 
   @property
   def sizes(self) -> tuple[int, ...]:
-    """The same sizes in the units of the name."""
+    """The standard sizes in the units of the name."""
     return tuple(count * self.named_units_per_chip for count in self.chips)
 
 
@@ -69,7 +69,7 @@ _ALIASES = {"v5litepod": "v5e"}
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-  """The devices of a slice, or of several, their hosts, and how the TPU compiler calls one."""
+  """The devices and hosts of one or several slices, and the TPU compiler's description of one."""
 
   num_devices: int
   num_hosts: int
@@ -80,7 +80,7 @@ class Slice:
   chips_per_host_bounds: Shape
 
   def times(self, count: int) -> "Slice":
-    """The devices and hosts of `count` such slices together; one slice's topology."""
+    """The devices and hosts of `count` such slices together."""
     return dataclasses.replace(
       self, num_devices=self.num_devices * count, num_hosts=self.num_hosts * count
     )
@@ -97,7 +97,7 @@ def slice_named(name: str) -> Slice:
   family = FAMILIES.get(_ALIASES.get(generation, generation))
   if family is None:
     raise UserError(
-      f"compile_topology={name}: there is no such slice.{did_you_mean(generation, FAMILIES)} "
+      f"compile_topology={name}: unknown slice.{did_you_mean(generation, FAMILIES)} "
       f"Known: {', '.join(f'{key}-{known.sizes[-1]}' for key, known in FAMILIES.items())} and smaller"
     )
   if not size.isdecimal() or int(size) not in family.sizes:
@@ -123,7 +123,7 @@ def _slice(family: Family, chips: int) -> Slice:
 
 
 def _host_bounds(family: Family, shape: Shape) -> Shape:
-  """Hosts have 2x2 chips; but one chip has a host, and so have the 8 of v5e-8 and v6e-8."""
+  """Chips per host: 2x2, except that 2-D slices of up to 8 chips have a single host."""
   return shape if family.dimensions == 2 and math.prod(shape) <= 8 else _smaller(shape, (2, 2, 1))
 
 
@@ -162,7 +162,7 @@ def _divisors(count: int) -> list[int]:
 
 
 def _as_ranges(sizes: tuple[int, ...]) -> str:
-  """Such as 8, 16, 32, 64, 128 to 8448 by 128: three or more in equal steps told as a range."""
+  """Such as `8, 16, 32, 64, 128 to 8448 by 128`: equally spaced sizes are shown as a range."""
   words: list[str] = []
   start = 0
   while start < len(sizes):
