@@ -23,7 +23,7 @@ CASES = [
   *((Case(axes=axes), ONCE + ROUNDS, (CUTS, ALL)) for axes in PARALLEL),
   *((Case(repeats=2, axes=axes), ROUNDS, (CUTS, ALL)) for axes in PARALLEL),
   (Case(repeats=3, axes=(2, 2, 1)), ROUNDS, (CUTS, ALL)),
-  (Case(repeats=2, hop=2), ROUNDS, (CUTS, ALL)),
+  (Case(repeats=2, forwarding_delay=2), ROUNDS, (CUTS, ALL)),
   # Fewer microbatches than stages, segments, tied and learned embeddings.
   (Case(stages=4, length=8, gpt2=True), ONCE, (1, 2, 3, ALL)),
 ]
@@ -31,7 +31,11 @@ FULL, MINIMAL = (("remat_policy", "full"),), (("remat_policy", "minimal"),)
 UNROLLED = ("scan_layers", "false")
 KEEPING = [
   (Case(stash="residuals", repeats=2, axes=(1, 2, 2)), ROUNDS, (CUTS, ALL)),
-  (Case(stash="residuals", repeats=3, hop=2, axes=(1, 2, 1), keys=MINIMAL), ROUNDS, (ALL,)),
+  (
+    Case(stash="residuals", repeats=3, forwarding_delay=2, axes=(1, 2, 1), keys=MINIMAL),
+    ROUNDS,
+    (ALL,),
+  ),
   (Case(stash="residuals", stages=4, length=8, gpt2=True, keys=(*FULL, UNROLLED)), ONCE, (2, ALL)),
 ]
 """Every remat_policy: the first has what the configuration says, none."""

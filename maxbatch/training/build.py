@@ -22,8 +22,8 @@ from maxbatch.hardware.sharding import make_mesh, sharding, undivided
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, build_model
 from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.training.model_parts import in_parts
 from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.stage_parts import in_parts
 from maxbatch.training.step import EvalStep, Step, Trainer, eval_function, step_function
 
 

@@ -18,9 +18,10 @@ from jax.sharding import Mesh, PartitionSpec
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.pipeline_parallel.evaluation import EvalMicrobatches, eval_microbatches
-from maxbatch.pipeline_parallel.forward_only import forward_ticks
+from maxbatch.pipeline_parallel.forward_only import forward_only_arrays
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays
+from maxbatch.training.model_parts import Leaves, ModelParts, divided
 from maxbatch.training.pipelined_step import (
   BY_STAGE,
   ON_STAGE,
@@ -28,7 +29,6 @@ from maxbatch.training.pipelined_step import (
   by_repeat,
   split_microbatches,
 )
-from maxbatch.training.stage_parts import Leaves, ModelParts, divided
 from maxbatch.training.stash import Inputs
 from maxbatch.training.state import Sums
 from maxbatch.training.tick import PipelineStage
@@ -53,11 +53,11 @@ class _ForwardStage(PipelineStage):
     one = jax.eval_shape(lambda: self._embedded(jnp.int32(0)))
     blank_RTD, zero = jnp.zeros(one.shape, one.dtype), jnp.zeros((), jnp.float32)
     nothing = _Passing(blank_RTD, blank_RTD if self.hop > 1 else None, Sums(zero, zero))
-    return lax.fori_loop(0, self.ticks.count, self._passed_on, nothing).sums
+    return lax.fori_loop(0, self.ticks.num_ticks, self._passed_on, nothing).sums
 
   def _passed_on(self, tick: jax.Array, before: _Passing) -> _Passing:
     work = jax.tree.map(lambda x: x[tick, 0], self.ticks.stages.forward)
-    together = jax.tree.map(lambda x: x[tick], self.ticks.together)
+    together = jax.tree.map(lambda x: x[tick], self.ticks.all_stages)
     onward = [(stage, (stage + 1) % self.count) for stage in range(self.count)]
     sent_RTD = lax.ppermute(before.made_RTD, "stage", onward)
     input_RTD = sent_RTD if before.sent_RTD is None else before.sent_RTD
@@ -109,7 +109,9 @@ def pipelined_sums(
     check_vma=False,
   )(
     jnp.arange(pipeline.stages),
-    jax.tree.map(jnp.asarray, forward_ticks(pipeline, num_pipeline_microbatches.microbatches)),
+    jax.tree.map(
+      jnp.asarray, forward_only_arrays(pipeline, num_pipeline_microbatches.microbatches)
+    ),
     rows,
     divided(model, params),
   )
@@ -131,7 +133,7 @@ def _local_sums(
     rest=params[1],
     number=number[0],
     count=pipeline.stages,
-    hop=pipeline.hop,
+    hop=pipeline.forwarding_delay,
     microbatch=split_microbatches(
       _filled_up(rows, num_pipeline_microbatches), num_pipeline_microbatches.microbatches
     ),

@@ -21,7 +21,7 @@ from maxbatch.models.registry import Model, Parameters
 from maxbatch.pipeline_parallel.schedule import BufferLimits
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays
-from maxbatch.training.stage_parts import Leaves, ModelParts, divided, joined
+from maxbatch.training.model_parts import Leaves, ModelParts, divided, joined
 from maxbatch.training.stage_residuals import StageInput
 from maxbatch.training.stash import Stash, make_stash
 from maxbatch.training.state import Sums
@@ -133,7 +133,7 @@ def _local_gradients(
     rest=rest,
     number=number[0],
     count=pipeline.stages,
-    hop=pipeline.hop,
+    hop=pipeline.forwarding_delay,
     microbatch=microbatch,
     ticks=ticks,
     stash=_stash(parts, pipeline, layers, rest, microbatch),

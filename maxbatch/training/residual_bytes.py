@@ -17,8 +17,8 @@ from maxbatch.errors import UserError
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import build_model
 from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.training.model_parts import in_parts
 from maxbatch.training.pipelined_step import stage_residual_bytes
-from maxbatch.training.stage_parts import in_parts
 
 
 def residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:

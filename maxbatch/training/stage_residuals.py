@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh
 
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import LogicalAxes, local_shape, open_sizes
-from maxbatch.training.stage_parts import Leaves, ModelParts, divided
+from maxbatch.training.model_parts import Leaves, ModelParts, divided
 
 
 class StageInput(NamedTuple):

@@ -17,7 +17,7 @@ import jax
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from maxbatch.training.stage_parts import Leaves, ModelParts
+from maxbatch.training.model_parts import Leaves, ModelParts
 from maxbatch.training.stage_residuals import Residual, StageInput, linearized, residuals
 
 Arrays = tuple[jax.Array, ...]

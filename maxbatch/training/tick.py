@@ -20,14 +20,14 @@ from jax import lax
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import constrain
 from maxbatch.pipeline_parallel.schedule import BufferLimits
-from maxbatch.pipeline_parallel.tick_work import scope_of
+from maxbatch.pipeline_parallel.tick_operations import scope_name
 from maxbatch.pipeline_parallel.timetable_arrays import (
+  PassArrays,
   StageArrays,
   TickArrays,
   TimetableArrays,
-  WorkArrays,
 )
-from maxbatch.training.stage_parts import Leaves, ModelParts
+from maxbatch.training.model_parts import Leaves, ModelParts
 from maxbatch.training.stage_residuals import StageInput
 from maxbatch.training.stash import Arrays, Stash
 from maxbatch.training.state import Sums, zero_sums
@@ -102,11 +102,11 @@ class PipelineStage:
       d_rest=self._laid_out(zero_rest),
       sums=zero_sums(self.parts.model),
     )
-    return lax.fori_loop(0, self.ticks.count, self._tick, held)
+    return lax.fori_loop(0, self.ticks.num_ticks, self._tick, held)
 
   def _tick(self, tick: jax.Array, held: StageState) -> StageState:
     row: StageArrays = jax.tree.map(lambda x: x[tick, 0], self.ticks.stages)
-    together: TickArrays = jax.tree.map(lambda x: x[tick], self.ticks.together)
+    together: TickArrays = jax.tree.map(lambda x: x[tick], self.ticks.all_stages)
     held = self._received(row, held)
     # The buffers are read and written out here: XLA copies what goes through a branch as a whole.
     waiting_RTD = _read(held.inputs, row.forward.slot)
@@ -139,13 +139,13 @@ class PipelineStage:
     sent = (lax.ppermute(y_RTD, "stage", onward), lax.ppermute(d_x_RTD, "stage", back))
     input_RTD, gradient_RTD = held.sent if self.hop > 1 else sent
     return held._replace(
-      inputs=_put(held.inputs, row.input_arrives, input_RTD),
-      gradients=_put(held.gradients, row.gradient_arrives, gradient_RTD),
+      inputs=_put(held.inputs, row.input_arrival_slot, input_RTD),
+      gradients=_put(held.gradients, row.gradient_arrival_slot, gradient_RTD),
       sent=sent if self.hop > 1 else (),
     )
 
   def _forward(
-    self, work: WorkArrays, embedding: jax.Array, waiting_RTD: jax.Array
+    self, work: PassArrays, embedding: jax.Array, waiting_RTD: jax.Array
   ) -> ForwardResult:
     """This stage's layers."""
     embedded_RTD = self._either(
@@ -196,7 +196,7 @@ class PipelineStage:
     return shares_RSCD[:, -1], targets_RC, self._shares(rows.weights)[:, self.number]
 
   def _with_backward(
-    self, work: WorkArrays, gradient_slot: jax.Array, together: TickArrays, held: StageState
+    self, work: PassArrays, gradient_slot: jax.Array, together: TickArrays, held: StageState
   ) -> tuple[StageState, jax.Array]:
     """Adds the gradients of this stage's layers, if any stage has some; that of their input."""
     x_RTD = _read(held.inputs, work.slot)
@@ -209,8 +209,8 @@ class PipelineStage:
       lambda: (held.d_layers, _blank_like(x_RTD)),
     )
     d_rest = self._either(
-      "unembedding",
-      together.unembedding,
+      "embedding_backward",
+      together.embedding_backward,
       lambda: self._unembedded(work, d_x_RTD, held.d_rest),
       lambda: held.d_rest,
     )
@@ -218,7 +218,7 @@ class PipelineStage:
 
   def _backward(
     self,
-    work: WorkArrays,
+    work: PassArrays,
     x_RTD: jax.Array,
     kept: Arrays,
     d_y_RTD: jax.Array,
@@ -229,12 +229,12 @@ class PipelineStage:
     # As in accumulate.py: reductions over fsdp are to stay inside the loop.
     new = lax.optimization_barrier(new)
     sums = {
-      path: total.at[work.repeat].add(_masked(work.on, new[path].astype(total.dtype)))
+      path: total.at[work.repeat].add(_masked(work.is_active, new[path].astype(total.dtype)))
       for path, total in d_layers.items()
     }
     return sums, d_x_RTD
 
-  def _unembedded(self, work: WorkArrays, d_x_RTD: jax.Array, d_rest: Leaves) -> Leaves:
+  def _unembedded(self, work: PassArrays, d_x_RTD: jax.Array, d_rest: Leaves) -> Leaves:
     """Adds what the first stage's input owes to the embedding."""
     rows = self.microbatch(work.microbatch)
 
@@ -242,16 +242,16 @@ class PipelineStage:
       return self.parts.embed(self.layers, self.rest | some, rows)
 
     _, vjp_fn = jax.vjp(embed, _needed(embed, self.rest))
-    begins = work.on & self._is_first(work)
+    begins = work.is_active & self._is_first(work)
     return self._added(d_rest, vjp_fn(_masked(begins, d_x_RTD))[0])
 
-  def _is_first(self, work: WorkArrays) -> jax.Array:
+  def _is_first(self, work: PassArrays) -> jax.Array:
     return (self.number == 0) & (work.repeat == 0)
 
   def _embedded(self, microbatch: jax.Array) -> jax.Array:
     return self.parts.embed(self.layers, self.rest, self.microbatch(microbatch))
 
-  def _given(self, work: WorkArrays, x_RTD: jax.Array) -> StageInput:
+  def _given(self, work: PassArrays, x_RTD: jax.Array) -> StageInput:
     """What this stage's layers compute with in this work."""
     layers = self._of_repeat(work.repeat)
     each = next(iter(layers.values())).shape[0]
@@ -286,7 +286,7 @@ class PipelineStage:
 
     Reports tell by the scope how often it is computed.
     """
-    with jax.named_scope(scope_of(work)):
+    with jax.named_scope(scope_name(work)):
       return lax.cond(condition, lambda: self._placed(compute()), lambda: self._placed(otherwise()))
 
   def _placed(self, result: Any) -> Any:
