@@ -124,8 +124,8 @@ def test_what_residuals_add(capsys):
   ) in text
   assert "residuals" not in show(capsys, *KEYS)
   assert error(capsys, *keys, "remat_policy=explore") == (
-    "remat_policy=explore tries several policies, and pipeline_stash=residuals keeps what one of "
-    "them says; for example remat_policy=none"
+    "remat_policy=explore tries several policies, but the size of pipeline_stash=residuals needs "
+    "one of them; for example remat_policy=none"
   )
 
 

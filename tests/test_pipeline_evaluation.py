@@ -22,7 +22,7 @@ from maxbatch.pipeline_parallel.forward_only import forward_only_timetable
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable import ModelChunk, TimetableShape
 from maxbatch.training.build import build_trainer
-from maxbatch.training.layer_order import layers_by_stage
+from maxbatch.training.layer_order import stage_order
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.state import shardings
 from maxbatch.training.step import Trainer, eval_function
@@ -80,7 +80,7 @@ def expected(rows: Rows, packed: bool) -> float:
 def in_place(parts: Trainer, params: Any) -> Any:
   """Parameters from the host as a run of this trainer has them."""
   assert parts.pipeline is not None
-  order = layers_by_stage(parts.pipeline)
+  order = stage_order(parts.pipeline)
   staged = params | {"layers": jax.tree.map(lambda x: x[order], params["layers"])}
   return jax.device_put(staged, shardings(parts.abstract.params))
 
