@@ -19,7 +19,7 @@ from maxbatch.pipeline_parallel.report import NOT_MEASURED, PipelineReport, comp
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named, timetable
 from maxbatch.pipeline_parallel.simulator import run
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.slots import with_slots
+from maxbatch.pipeline_parallel.slots import assign_slots
 from maxbatch.pipeline_parallel.svg import svg
 from maxbatch.pipeline_parallel.timetable import Timetable
 from maxbatch.plan import find_devices
@@ -143,7 +143,7 @@ def _checked(file: str, pipeline: Pipeline) -> Timetable:
   outcome = run(table, schedule_named(pipeline.schedule).limits(pipeline.shape))
   if outcome.fault:
     raise UserError(f"{file}: {outcome.fault}")
-  return table if table.has_slots else with_slots(table)
+  return table if table.has_slots else assign_slots(table)
 
 
 def _write_files(report: PipelineReport, files: dict[str, str]) -> None:

@@ -23,7 +23,7 @@ from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.training.build import build_trainer, streams, traced_step
-from maxbatch.training.layer_order import layers_by_stage
+from maxbatch.training.layer_order import stage_order
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.state import TrainState, shardings
 from maxbatch.training.step import StepMetrics, Trainer, eval_function, rows_shardings
@@ -264,7 +264,7 @@ class Run:
     """The state of a trainer with these parameters."""
     params = self.params
     if trainer.pipeline:
-      order = layers_by_stage(trainer.pipeline)
+      order = stage_order(trainer.pipeline)
       params = params | {"layers": jax.tree.map(lambda x: x[order], params["layers"])}
     zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), trainer.abstract)
     # A streamed step is told by its number how many passes it takes.

@@ -39,7 +39,7 @@ class Case:
   repeats: int = 1
   axes: tuple[int, int, int] = (1, 1, 1)
   """Devices along data, fsdp and tensor."""
-  hop: int = 1
+  forwarding_delay: int = 1
   length: int = 9
   gpt2: bool = False
   stash: str = "input"
@@ -52,7 +52,7 @@ class Case:
     layers = LAYERS // self.stages // self.repeats
     rows = ROWS // PASSES // CUTS // groups
     sizes = (self.stages, self.repeats, layers, CUTS, PASSES, PASSES, 1, rows)
-    return Pipeline("", *sizes, (CUTS,), self.hop, self.stash)
+    return Pipeline("", *sizes, (CUTS,), self.forwarding_delay, self.stash)
 
   @property
   def model(self) -> Model:
@@ -64,8 +64,8 @@ class Case:
     return BufferLimits(self.repeats * PASSES * CUTS, PASSES * CUTS)
 
   def ticks(self, schedule: str, microbatches: int) -> TimetableArrays:
-    shape = TimetableShape(self.stages, microbatches, self.repeats, self.hop)
-    most = 2 * (PASSES * CUTS * self.repeats + self.hop * self.stages)
+    shape = TimetableShape(self.stages, microbatches, self.repeats, self.forwarding_delay)
+    most = 2 * (PASSES * CUTS * self.repeats + self.forwarding_delay * self.stages)
     return timetable_arrays(timetable(schedule, shape), self.capacity, most)
 
 

@@ -1,5 +1,6 @@
 """The documentation shows what the commands print."""
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 from maxbatch import pipeline as pipeline
 from maxbatch import plan
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "docs"
 COMMANDS = {"plan": plan.main, "pipeline": pipeline.main}
 PAGES = {"batch_size.md": 10, "pipeline.md": 5}
 """Each with a number of blocks that it has at least."""
@@ -46,3 +48,28 @@ def test_a_command_prints_what_the_page_shows(command, words, expected, capsys):
 def test_every_block_of_the_page_is_run(page):
   text = (FOLDER / page).read_text()
   assert len(BLOCK.findall(text)) == text.count("```console") > PAGES[page]
+
+
+PATH = re.compile(r"(?<![\w/])(?:maxbatch|scripts|tests)/[\w/.]*\w(?:/|\.\w+)")
+MODULE = re.compile(r"python -m\s+(maxbatch\.[a-z_]+)")
+TEXTS = [ROOT / "README.md", *sorted(FOLDER.glob("*.md"))]
+ELSEWHERE = {"docs/peers.md"}
+"""Its paths are inside other repositories."""
+
+
+@pytest.mark.parametrize("file", TEXTS, ids=[file.name for file in TEXTS])
+def test_every_path_and_command_of_a_page_exists(file):
+  text = file.read_text()
+  missing = [name for name in MODULE.findall(text) if importlib.util.find_spec(name) is None]
+  if str(file.relative_to(ROOT)) not in ELSEWHERE:
+    missing += [path for path in PATH.findall(text) if not (ROOT / path).exists()]
+  assert not missing
+  assert all(hasattr(importlib.import_module(name), "main") for name in MODULE.findall(text))
+
+
+def test_a_path_and_a_command_are_found_in_a_page():
+  assert PATH.findall("See `maxbatch/batch/plan.py`, maxbatch/batch/.") == [
+    "maxbatch/batch/plan.py",
+    "maxbatch/batch/",
+  ]
+  assert MODULE.findall("python -m\n  maxbatch.plan config=base") == ["maxbatch.plan"]

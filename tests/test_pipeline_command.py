@@ -33,14 +33,14 @@ Pipeline  1f1b
   stages        ici_pipeline_parallelism 4 × dcn_pipeline_parallelism 1 = 4
   layers        4 stages × num_pipeline_repeats 1 × num_layers_per_pipeline_stage 2 = 8
   microbatches  num_pipeline_microbatches 4 × gradient_accumulation_steps 2 = 8 per step, of 4 samples in each of 2 groups of devices
-  ticks         14, each a forward and a backward slot
-  bubble        3/11 = 27.3% idle; 42.9% if every pass had a pipeline of its own
+  ticks         14, each with at most one forward and one backward per stage
+  bubble        3/11 = 27.3% idle; 42.9% with a pipeline for each gradient accumulation step
   inputs kept   7 slots on every stage, 1.75 MiB a device; at most 7 5 3 1 in use on stages 0 to 3
   gradients     1 slot on every stage, 0.25 MiB a device; at most 1 1 1 1 in use on stages 0 to 3
-  imbalance     0%: equal layers, and the output matrix is to be divided over the stages; 4.7% if the last stage had it alone
+  imbalance     0%: all stages have as many layers and compute an equal share of the logits; 4.7% if the last stage computed them alone
 
 Schedules
-  pipeline_schedule  repeats  layers each  microbatches  bubble   inputs kept  layers in full
+  pipeline_schedule  repeats  layers each  microbatches  bubble   inputs kept  layer activations
   gpipe                    1            2             8   27.3%  8 × 0.25 MiB              16
   circular                 2            1             8   15.8%  16 × 0.25 MiB             16
   1f1b (this)              1            2             8   27.3%  7 × 0.25 MiB              14
@@ -75,7 +75,10 @@ def test_the_choices_of_microbatches(capsys):
 def test_a_batch_schedule_shows_its_bubbles(capsys):
   keys = ["ici_pipeline_parallelism=4", "pipeline_schedule=1f1b", "micro_batch_size=4"]
   text = show(capsys, *keys, "batch_schedule=[[0, 32], [3200, 256]]")
-  assert "over the batch schedule 42.9% (steps of 1 pass) to 8.6% (8 passes)" in text
+  assert (
+    "over the batch schedule 42.9% (gradient_accumulation_steps 1) to 8.6% (gradient_accumulation_steps 8)"
+    in text
+  )
 
 
 def test_streamed_passes(capsys):
@@ -121,8 +124,8 @@ def test_what_residuals_add(capsys):
   ) in text
   assert "residuals" not in show(capsys, *KEYS)
   assert error(capsys, *keys, "remat_policy=explore") == (
-    "remat_policy=explore tries several policies, and pipeline_stash=residuals keeps what one of "
-    "them says; for example remat_policy=none"
+    "remat_policy=explore tries several policies, but the size of pipeline_stash=residuals needs "
+    "one of them; for example remat_policy=none"
   )
 
 
@@ -240,7 +243,7 @@ def test_help(capsys):
 
 def test_neither_jax_nor_numpy_is_needed():
   code = (
-    "import sys; from maxbatch.pipeline.__main__ import main; code = main(sys.argv[1:]); "
+    "import sys; from maxbatch.pipeline import main; code = main(sys.argv[1:]); "
     "assert 'jax' not in sys.modules and 'numpy' not in sys.modules; sys.exit(code)"
   )
   done = subprocess.run(

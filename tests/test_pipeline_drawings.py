@@ -14,9 +14,9 @@ from maxbatch.pipeline_parallel.cost import bubble
 from maxbatch.pipeline_parallel.csv_file import COLUMNS, from_csv, to_csv
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, timetable
 from maxbatch.pipeline_parallel.simulator import run
-from maxbatch.pipeline_parallel.slots import with_slots
+from maxbatch.pipeline_parallel.slots import assign_slots
 from maxbatch.pipeline_parallel.svg import svg
-from maxbatch.pipeline_parallel.text_grid import text_grid
+from maxbatch.pipeline_parallel.text_diagram import text_diagram
 from maxbatch.pipeline_parallel.timetable import Timetable, TimetableShape
 
 ONE = timetable("1f1b", TimetableShape(3, 4))
@@ -24,7 +24,7 @@ SEVERAL = timetable("interleaved_1f1b", TimetableShape(2, 4, 2))
 SHAPES = [
   (name, TimetableShape(p, m * p * h, v, h))
   for name, p, m, v, h in itertools.product(SCHEDULES, (1, 2, 3), (1, 2), (1, 2), (1, 2))
-  if v == 1 or SCHEDULES[name].repeats
+  if v == 1 or SCHEDULES[name].allows_repeats
 ]
 
 GRID = """\
@@ -44,9 +44,9 @@ stage 1  F   · 0.0 0.1 1.0 1.1 0.2 0.3 1.2 1.3   ·   ·   ·
 
 
 def test_grid():
-  assert text_grid(ONE) == GRID
-  assert text_grid(SEVERAL) == GRID_OF_SEVERAL
-  assert text_grid(timetable("gpipe", TimetableShape(2, 2, hop=2))) == (
+  assert text_diagram(ONE) == GRID
+  assert text_diagram(SEVERAL) == GRID_OF_SEVERAL
+  assert text_diagram(timetable("gpipe", TimetableShape(2, 2, forwarding_delay=2))) == (
     "tick       0 1 2 3 4 5 6 7\n"
     "stage 0  F 0 1 · · · · · ·\n"
     "         B · · · · · · 0 1\n"
@@ -56,9 +56,9 @@ def test_grid():
 
 
 def test_a_long_grid_is_broken_and_a_very_long_one_says_what_is_left_out():
-  blocks = text_grid(timetable("1f1b", TimetableShape(2, 60))).split("\n\n")
+  blocks = text_diagram(timetable("1f1b", TimetableShape(2, 60))).split("\n\n")
   assert [block.split("\n")[0].split()[1] for block in blocks] == ["0", "30", "60"]
-  blocks = text_grid(timetable("1f1b", TimetableShape(2, 300))).split("\n\n")
+  blocks = text_diagram(timetable("1f1b", TimetableShape(2, 300))).split("\n\n")
   assert len(blocks) == 5
   assert blocks[2] == "… ticks 44 to 263: --csv, --svg and --trace write them all …"
   assert blocks[3].split()[1] == "264"
@@ -73,7 +73,7 @@ def test_svg_draws_every_entry_once_where_it_is():
   tree = ElementTree.fromstring(svg(SEVERAL, "a < b"))
   boxes = list(tree.iter(f"{SVG}rect"))
   colored = [box for box in boxes if box.get("fill") in ("#1f5fa8", "#b3401f")]
-  assert len(colored) == 2 * SEVERAL.shape.work * SEVERAL.shape.stages
+  assert len(colored) == 2 * SEVERAL.shape.forwards_per_stage * SEVERAL.shape.stages
   places = {(box.get("x"), box.get("y")) for box in colored}
   assert len(places) == len(colored)
   assert {box.get("fill-opacity") for box in colored} == {"1.00", "0.70"}
@@ -93,7 +93,7 @@ def test_svg_draws_every_entry_once_where_it_is():
 def test_trace_has_no_overlap_and_every_entry():
   trace = json.loads(chrome_trace(SEVERAL, "title"))
   events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-  assert len(events) == 2 * SEVERAL.shape.work * SEVERAL.shape.stages
+  assert len(events) == 2 * SEVERAL.shape.forwards_per_stage * SEVERAL.shape.stages
   for stage in range(2):
     lane = sorted((e["ts"], e["dur"]) for e in events if e["tid"] == stage)
     assert all(ts + dur <= after for (ts, dur), (after, _) in itertools.pairwise(lane))
@@ -140,7 +140,7 @@ def test_without_slots_they_are_assigned_anew(name, shape):
   read = from_csv(rewritten(to_csv(table), bare), shape, "a.csv")
   assert not read.has_slots
   assert run(read).fault is None
-  assert with_slots(read) == table
+  assert assign_slots(read) == table
 
 
 def test_a_text_editor_s_marks_do_no_harm():
@@ -152,35 +152,41 @@ HEAD = "tick,stage,forward_repeat,forward_microbatch,backward_repeat,backward_mi
 SLOTS = "forward_slot,backward_slot,gradient_slot"
 WRONG = {
   "tick,stage,forward\n": (
-    "a.csv:1: there is no column 'forward'. Did you mean forward_slot? Known: tick, stage, "
+    "a.csv:1: unknown column 'forward'. Did you mean forward_slot? Known: tick, stage, "
     "forward_repeat, forward_microbatch, forward_slot, backward_repeat, backward_microbatch, "
     "backward_slot, gradient_slot"
   ),
   "": (
-    "a.csv:1: no column tick, stage, forward_repeat, forward_microbatch, backward_repeat, "
-    "backward_microbatch; the first line names the columns, the three of slots all or none"
+    "a.csv:1: the first line lacks the columns tick, stage, forward_repeat, forward_microbatch, "
+    "backward_repeat, backward_microbatch; it must name all columns, or all but forward_slot, "
+    "backward_slot, gradient_slot"
   ),
   f"{HEAD},forward_slot\n": (
-    "a.csv:1: no column backward_slot, gradient_slot; the first line names the columns, the three "
-    "of slots all or none"
+    "a.csv:1: the first line lacks the columns backward_slot, gradient_slot; it must name all "
+    "columns, or all but forward_slot, backward_slot, gradient_slot"
   ),
-  f"{HEAD},tick\n": "a.csv:1: the column tick is there twice; keep one",
+  f"{HEAD},tick\n": "a.csv:1: the column tick appears twice; keep one",
   f"{HEAD}\n0,0,0,0,,\n0,0,,,,\n": (
-    "a.csv:3: tick 0 of stage 0 for a second time; keep one"
+    "a.csv:3: tick 0 of stage 0 has a row already; keep one of the two"
   ),
-  f"{HEAD}\n0,3,0,0,,\n": "a.csv:2: stage=3, but the configuration has stages 0 to 2",
+  f"{HEAD}\n0,3,0,0,,\n": (
+    "a.csv:2: stage=3 must be 0 to 2, since the configuration has 3 stages; for example 2"
+  ),
   f"{HEAD}\n24,0,0,0,,\n": (
-    "a.csv:2: tick=24, but 24 ticks are enough to do one thing after the other; leave out idle "
-    "ticks"
+    "a.csv:2: tick=24 must be below 24, which is enough for every forward and backward in turn; "
+    "leave out idle ticks"
   ),
-  f"{HEAD}\n0,0,0,0\n": "a.csv:2: 4 cells, but the first line names 6 columns",
+  f"{HEAD}\n0,0,0,0\n": "a.csv:2: 4 cells, but the first line names 6 columns; give as many",
   f"{HEAD}\n0,0,0,-1,,\n": (
-    "a.csv:2: forward_microbatch=-1 must be a whole number, at least 0, or empty"
+    "a.csv:2: forward_microbatch=-1 must be a whole number, at least 0, or empty; for example 0"
   ),
   f"{HEAD}\n0,0,0,1.5,,\n": (
-    "a.csv:2: forward_microbatch=1.5 must be a whole number, at least 0, or empty"
+    "a.csv:2: forward_microbatch=1.5 must be a whole number, at least 0, or empty; for example 0"
   ),
-  f"{HEAD}\n,0,0,1,,\n": "a.csv:2: every row needs a tick and a stage, both counted from 0",
+  f"{HEAD}\n,0,0,1,,\n": (
+    "a.csv:2: the row has no tick or no stage; every row needs both, counted from 0, for example "
+    "0,0"
+  ),
   f"{HEAD}\n0,0,,1,,\n": "a.csv:2: forward_microbatch without forward_repeat; fill all or none",
   f"{HEAD},{SLOTS}\n0,0,,,0,1,,1,\n": (
     "a.csv:2: backward_repeat, backward_microbatch, backward_slot without gradient_slot; fill all "

@@ -18,11 +18,11 @@ from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
 from maxbatch.data.rows import Rows
 from maxbatch.pipeline_parallel.evaluation import eval_microbatches
-from maxbatch.pipeline_parallel.forward_only import forward_timetable
+from maxbatch.pipeline_parallel.forward_only import forward_only_timetable
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable import ModelChunk, TimetableShape
 from maxbatch.training.build import build_trainer
-from maxbatch.training.layer_order import layers_by_stage
+from maxbatch.training.layer_order import stage_order
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.state import shardings
 from maxbatch.training.step import Trainer, eval_function
@@ -80,7 +80,7 @@ def expected(rows: Rows, packed: bool) -> float:
 def in_place(parts: Trainer, params: Any) -> Any:
   """Parameters from the host as a run of this trainer has them."""
   assert parts.pipeline is not None
-  order = layers_by_stage(parts.pipeline)
+  order = stage_order(parts.pipeline)
   staged = params | {"layers": jax.tree.map(lambda x: x[order], params["layers"])}
   return jax.device_put(staged, shardings(parts.abstract.params))
 
@@ -158,17 +158,19 @@ def test_no_stage_gathers_layers_or_holds_the_logits_of_a_microbatch():
 # --- how the batch is cut -------------------------------------------------------------------------
 
 
-def pipeline(stages: int, rows: int, repeats: int = 1, hop: int = 1) -> Pipeline:
-  return Pipeline("", stages, repeats, 1, stages, 1, 1, 1, rows, (stages,), hop)
+def pipeline(stages: int, rows: int, repeats: int = 1, forwarding_delay: int = 1) -> Pipeline:
+  return Pipeline("", stages, repeats, 1, stages, 1, 1, 1, rows, (stages,), forwarding_delay)
 
 
 @given(st.integers(2, 5), st.integers(1, 9), st.integers(1, 2), st.integers(1, 200))
-def test_microbatches_hold_all_rows_and_are_no_larger_than_in_training(stages, each, hop, rows):
-  count, size = eval_microbatches(pipeline(stages, each, hop=hop), rows)
+def test_microbatches_hold_all_rows_and_are_no_larger_than_in_training(
+  stages, each, forwarding_delay, rows
+):
+  count, size = eval_microbatches(pipeline(stages, each, forwarding_delay=forwarding_delay), rows)
   assert (count - 1) * size < rows <= count * size
   assert size <= each
   # Enough to keep the stages busy, if there are enough rows.
-  assert size == 1 or 2 * count > hop * stages
+  assert size == 1 or 2 * count > forwarding_delay * stages
 
 
 @pytest.mark.parametrize(
@@ -190,17 +192,19 @@ def test_cuts(rows, expected):
 
 @settings(deadline=None)
 @given(st.integers(2, 4), st.integers(1, 13), st.integers(1, 3), st.integers(1, 2))
-def test_every_input_is_used_in_the_tick_in_which_it_arrives(stages, microbatches, repeats, hop):
-  shape = TimetableShape(stages, microbatches, repeats, hop)
-  table = forward_timetable(shape)
+def test_every_input_is_used_in_the_tick_in_which_it_arrives(
+  stages, microbatches, repeats, forwarding_delay
+):
+  shape = TimetableShape(stages, microbatches, repeats, forwarding_delay)
+  table = forward_only_timetable(shape)
   done = {(place, entry.microbatch): tick for tick, place, entry in table.forwards()}
-  works = {(place, number) for place in shape.chunks() for number in range(microbatches)}
+  works = {(place, number) for place in shape.model_chunks() for number in range(microbatches)}
   assert set(done) == works
   assert len(list(table.forwards())) == len(works)
   for (place, number), tick in done.items():
-    above = shape.before(place)
-    assert above is None or done[above, number] + hop == tick
+    above = shape.previous_chunk(place)
+    assert above is None or done[above, number] + forwarding_delay == tick
   assert done[ModelChunk(0, 0), 0] == 0
   assert len(table.ticks) == max(done.values()) + 1
-  whole = microbatches % (hop * stages) == 0 or repeats == 1
-  assert not whole or len(table.ticks) == shape.work + shape.delay
+  whole = microbatches % (forwarding_delay * stages) == 0 or repeats == 1
+  assert not whole or len(table.ticks) == shape.forwards_per_stage + shape.warmup_ticks

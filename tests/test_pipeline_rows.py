@@ -8,8 +8,8 @@ import pytest
 from maxbatch.pipeline_parallel.schedule import schedule_named, timetable
 from maxbatch.pipeline_parallel.timetable import ModelChunk, Timetable, TimetableShape
 from maxbatch.pipeline_parallel.timetable_arrays import (
+  PassArrays,
   TimetableArrays,
-  WorkArrays,
   timetable_arrays,
 )
 
@@ -39,12 +39,14 @@ class Replay:
     self.gradients: list[list[Any]] = [
       [None] * (capacity.gradients + 1) for _ in range(shape.stages)
     ]
-    self.sent: list[list[tuple[Any, Any]]] = [[(None, None)] * shape.stages] * shape.hop
+    self.sent: list[list[tuple[Any, Any]]] = [
+      [(None, None)] * shape.stages
+    ] * shape.forwarding_delay
     self.seen: list[tuple[Any, Any]] = []
 
   def run(self) -> list[tuple[Any, Any]]:
     """Input and gradient that every backward was given, in names."""
-    for tick in range(int(self.ticks.count)):
+    for tick in range(int(self.ticks.num_ticks)):
       self.receive(tick, self.sent.pop(0))
       made = [self.forward(tick, stage) for stage in range(self.shape.stages)]
       self.loss(tick, made)
@@ -52,25 +54,27 @@ class Replay:
       self.sent.append(list(zip(made, back, strict=True)))
     return self.seen
 
-  def work(self, works: WorkArrays, tick: int, stage: int) -> tuple[ModelChunk, int, int] | None:
+  def work(self, works: PassArrays, tick: int, stage: int) -> tuple[ModelChunk, int, int] | None:
     at = tick, stage
     place = ModelChunk(int(works.repeat[at]), stage)
-    return (place, int(works.microbatch[at]), int(works.slot[at])) if works.on[at] else None
+    return (place, int(works.microbatch[at]), int(works.slot[at])) if works.is_active[at] else None
 
   def forward(self, tick: int, stage: int) -> Any:
-    assert self.ticks.together.forward[tick] or not self.ticks.stages.forward.on[tick, stage]
+    assert (
+      self.ticks.all_stages.forward[tick] or not self.ticks.stages.forward.is_active[tick, stage]
+    )
     found = self.work(self.ticks.stages.forward, tick, stage)
     if found is None:
       return "garbage"
     place, microbatch, slot = found
-    if self.shape.before(place) is None:
-      assert self.ticks.together.embedding[tick]
+    if self.shape.previous_chunk(place) is None:
+      assert self.ticks.all_stages.embedding[tick]
       self.inputs[stage][slot] = ("embedded", microbatch)
     return ("output", place, self.inputs[stage][slot])
 
   def loss(self, tick: int, made: list[Any]) -> None:
-    if self.ticks.together.loss[tick]:
-      number = int(self.ticks.together.loss_microbatch[tick])
+    if self.ticks.all_stages.loss[tick]:
+      number = int(self.ticks.all_stages.loss_microbatch[tick])
       for stage in range(self.shape.stages):
         slot = self.ticks.stages.loss_slot[tick, stage]
         self.gradients[stage][slot] = ("loss", number, made[-1])
@@ -79,19 +83,21 @@ class Replay:
     found = self.work(self.ticks.stages.backward, tick, stage)
     if found is None:
       return "garbage"
-    assert self.ticks.together.backward[tick]
+    assert self.ticks.all_stages.backward[tick]
     place, microbatch, slot = found
     given = self.gradients[stage][self.ticks.stages.gradient_slot[tick, stage]]
     self.seen.append(((place, microbatch), (self.inputs[stage][slot], given)))
-    assert self.ticks.together.unembedding[tick] or self.shape.before(place) is not None
+    assert (
+      self.ticks.all_stages.embedding_backward[tick] or self.shape.previous_chunk(place) is not None
+    )
     return ("gradient", place, given)
 
   def receive(self, tick: int, sent: list[tuple[Any, Any]]) -> None:
     stages, rows = self.shape.stages, self.ticks.stages
     for stage in range(stages):
-      self.inputs[stage][rows.input_arrives[tick, stage]] = sent[stage - 1][0]
+      self.inputs[stage][rows.input_arrival_slot[tick, stage]] = sent[stage - 1][0]
       behind = sent[(stage + 1) % stages][1]
-      self.gradients[stage][rows.gradient_arrives[tick, stage]] = behind
+      self.gradients[stage][rows.gradient_arrival_slot[tick, stage]] = behind
 
 
 @pytest.mark.parametrize(("name", "shape"), SHAPES)
@@ -99,10 +105,10 @@ def test_every_backward_gets_its_own_input_and_gradient(name, shape):
   expected = {}
   for number in range(shape.microbatches):
     value, inputs = ("embedded", number), {}
-    for place in shape.chunks():
+    for place in shape.model_chunks():
       inputs[place], value = value, ("output", place, value)
     value = ("loss", number, value)
-    for place in reversed(list(shape.chunks())):
+    for place in reversed(list(shape.model_chunks())):
       expected[place, number] = (inputs[place], value)
       value = ("gradient", place, value)
   seen = Replay(name, shape).run()
@@ -113,19 +119,23 @@ def test_every_backward_gets_its_own_input_and_gradient(name, shape):
 @pytest.mark.parametrize(("name", "shape"), SHAPES)
 def test_the_arrays_hold_exactly_the_entries_of_the_timetable(name, shape):
   table, ticks = made(name, shape, more=3)
-  assert ticks.count == len(table.ticks)
+  assert ticks.num_ticks == len(table.ticks)
   assert (
-    ticks.stages.forward.on.sum() == ticks.stages.backward.on.sum() == shape.stages * shape.work
+    ticks.stages.forward.is_active.sum()
+    == ticks.stages.backward.is_active.sum()
+    == shape.stages * shape.forwards_per_stage
   )
-  assert not np.any(ticks.together.forward[ticks.count :])
-  assert not np.any(ticks.stages.backward.on[ticks.count :])
+  assert not np.any(ticks.all_stages.forward[ticks.num_ticks :])
+  assert not np.any(ticks.stages.backward.is_active[ticks.num_ticks :])
 
 
 def test_what_nobody_uses_lies_behind_the_slots_of_the_schedule():
   shape = TimetableShape(3, 7)
   rows = made("1f1b", shape)[1].stages
   capacity = schedule_named("1f1b").limits(shape)
-  assert set(rows.forward.slot[~rows.forward.on]) == {capacity.inputs}
-  assert set(rows.backward.slot[~rows.backward.on]) == {capacity.inputs}
+  assert set(rows.forward.slot[~rows.forward.is_active]) == {capacity.inputs}
+  assert set(rows.backward.slot[~rows.backward.is_active]) == {capacity.inputs}
   assert set(rows.loss_slot[:, :-1].flat) == {capacity.gradients}
-  assert rows.input_arrives[:, 0].min() == capacity.inputs  # the first stage has its own inputs
+  assert (
+    rows.input_arrival_slot[:, 0].min() == capacity.inputs
+  )  # the first stage has its own inputs

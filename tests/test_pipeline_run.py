@@ -23,7 +23,7 @@ CASES = [
   *((Case(axes=axes), ONCE + ROUNDS, (CUTS, ALL)) for axes in PARALLEL),
   *((Case(repeats=2, axes=axes), ROUNDS, (CUTS, ALL)) for axes in PARALLEL),
   (Case(repeats=3, axes=(2, 2, 1)), ROUNDS, (CUTS, ALL)),
-  (Case(repeats=2, hop=2), ROUNDS, (CUTS, ALL)),
+  (Case(repeats=2, forwarding_delay=2), ROUNDS, (CUTS, ALL)),
   # Fewer microbatches than stages, segments, tied and learned embeddings.
   (Case(stages=4, length=8, gpt2=True), ONCE, (1, 2, 3, ALL)),
 ]
@@ -31,7 +31,11 @@ FULL, MINIMAL = (("remat_policy", "full"),), (("remat_policy", "minimal"),)
 UNROLLED = ("scan_layers", "false")
 KEEPING = [
   (Case(stash="residuals", repeats=2, axes=(1, 2, 2)), ROUNDS, (CUTS, ALL)),
-  (Case(stash="residuals", repeats=3, hop=2, axes=(1, 2, 1), keys=MINIMAL), ROUNDS, (ALL,)),
+  (
+    Case(stash="residuals", repeats=3, forwarding_delay=2, axes=(1, 2, 1), keys=MINIMAL),
+    ROUNDS,
+    (ALL,),
+  ),
   (Case(stash="residuals", stages=4, length=8, gpt2=True, keys=(*FULL, UNROLLED)), ONCE, (2, ALL)),
 ]
 """Every remat_policy: the first has what the configuration says, none."""
@@ -120,7 +124,7 @@ def test_what_idle_stages_compute_changes_nothing(monkeypatch, stash):
 @pytest.mark.usefixtures("fresh_programs")
 def test_that_would_be_seen_without_the_masks(monkeypatch):
   poisoned(monkeypatch)
-  monkeypatch.setattr(tick, "_masked", lambda condition, value: value)
+  monkeypatch.setattr(tick, "_mask", lambda condition, value: value)
   gradients, _ = pipelined(Case(repeats=2), "circular", CUTS)
   # One mask keeps the layers' gradients, another the embedding's.
   assert not all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients["layers"]))
@@ -138,14 +142,14 @@ def test_the_bubble_of_a_run_is_the_predicted_one(monkeypatch):
   for kind in ("_forward", "_backward"):
     plain_part = getattr(tick.PipelineStage, kind)
 
-    def part(self, works, *rest, kind=kind, plain_part=plain_part):
+    def part(self, entry, *rest, kind=kind, plain_part=plain_part):
       # A callback can only be where every axis is taken over.
       axes, whole = {"fsdp", "tensor"}, PartitionSpec()
       noted = functools.partial(count, kind)
       jax.shard_map(noted, in_specs=whole, out_specs=whole, axis_names=axes, check_vma=False)(
-        works.on
+        entry.is_active
       )
-      return plain_part(self, works, *rest)
+      return plain_part(self, entry, *rest)
 
     monkeypatch.setattr(tick.PipelineStage, kind, part)
   case = Case(stages=4, repeats=3)

@@ -10,10 +10,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from maxbatch.errors import UserError
-from maxbatch.pipeline_parallel.cost import PassCosts, bubble, imbalance, predicted_bubble, spans
+from maxbatch.pipeline_parallel.cost import (
+  PassCosts,
+  bubble,
+  imbalance,
+  predicted_bubble,
+  tick_times,
+)
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, BufferLimits, timetable
 from maxbatch.pipeline_parallel.simulator import run
-from maxbatch.pipeline_parallel.slots import with_slots
+from maxbatch.pipeline_parallel.slots import assign_slots
 from maxbatch.pipeline_parallel.timetable import (
   Backward,
   Cell,
@@ -32,7 +38,7 @@ SHAPES = [
 
 def allowed(name: str, shape: TimetableShape) -> bool:
   """The rules of the schedules, in one place of their own."""
-  round_trip = shape.hop * shape.stages
+  round_trip = shape.forwarding_delay * shape.stages
   if shape.repeats == 1:
     return True
   if name == "interleaved_1f1b":
@@ -56,7 +62,7 @@ def test_every_shape_runs_without_fault_in_exactly_the_slots_it_may_use(name):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_bubble_counted_is_that_of_the_formula_whatever_a_backward_costs(name):
   for shape in (shape for other, shape in TABLES if other == name):
-    p, m, v, h = shape.stages, shape.microbatches, shape.repeats, shape.hop
+    p, m, v, h = shape.stages, shape.microbatches, shape.repeats, shape.forwarding_delay
     if m * v < h:
       continue  # Then some ticks have no forward at all, and cost nothing.
     expected = Fraction(h * (p - 1), v * m + h * (p - 1))
@@ -106,9 +112,9 @@ def test_gpipe_has_no_tick_with_both():
 
 def test_places_follow_each_other():
   shape = TimetableShape(3, 1, 2)
-  places = list(shape.chunks())
-  assert [shape.after(place) for place in places] == [*places[1:], None]
-  assert [shape.before(place) for place in places] == [None, *places[:-1]]
+  places = list(shape.model_chunks())
+  assert [shape.next_chunk(place) for place in places] == [*places[1:], None]
+  assert [shape.previous_chunk(place) for place in places] == [None, *places[:-1]]
   assert places[3] == ModelChunk(repeat=1, stage=0)
 
 
@@ -122,12 +128,12 @@ REFUSED = {
     "pipeline_schedule=circular or num_pipeline_repeats=1"
   ),
   ("circular", TimetableShape(4, 6, 2, 2)): (
-    "pipeline_schedule=circular with 4 stages and num_pipeline_repeats=2 takes microbatches in "
-    "number at least 8, not 6; for example num_pipeline_microbatches=8"
+    "pipeline_schedule=circular with 4 stages and num_pipeline_repeats=2 needs a number of "
+    "microbatches that is at least 8, not 6; for example num_pipeline_microbatches=8"
   ),
   ("interleaved_1f1b", TimetableShape(4, 6, 2)): (
-    "pipeline_schedule=interleaved_1f1b with 4 stages and num_pipeline_repeats=2 takes "
-    "microbatches in number a multiple of 4, not 6; for example num_pipeline_microbatches=8"
+    "pipeline_schedule=interleaved_1f1b with 4 stages and num_pipeline_repeats=2 needs a "
+    "number of microbatches that is a multiple of 4, not 6; for example num_pipeline_microbatches=8"
   ),
   ("zero_bubble", TimetableShape(4, 6)): (
     "pipeline_schedule=zero_bubble: there is no such pipeline_schedule. Known: gpipe, circular, "
@@ -177,7 +183,7 @@ def fault(table: Timetable, limits: BufferLimits | None = None) -> str | None:
 
 BASE = without_slots(timetable("1f1b", TimetableShape(4, 8)))
 SLOTTED = timetable("1f1b", TimetableShape(4, 8))
-SLOW = without_slots(timetable("1f1b", TimetableShape(2, 4, hop=2)))
+SLOW = without_slots(timetable("1f1b", TimetableShape(2, 4, forwarding_delay=2)))
 SEVERAL = without_slots(timetable("interleaved_1f1b", TimetableShape(2, 4, 2)))
 
 FAULTS = [
@@ -283,7 +289,7 @@ def test_a_slot_is_free_again_only_after_its_tick():
   )
 
 
-small = st.sampled_from([(name, shape) for name, shape in TABLES if shape.work <= 24])
+small = st.sampled_from([(name, shape) for name, shape in TABLES if shape.forwards_per_stage <= 24])
 
 
 @settings(max_examples=300, deadline=None)
@@ -328,21 +334,23 @@ def test_idle_time_that_is_put_in_does_no_harm_and_is_counted(chosen, data):
   at = data.draw(st.integers(0, len(table.ticks)))
   idle = tuple(Cell() for _ in range(table.shape.stages))
   longer = Timetable(table.shape, (*table.ticks[:at], idle, *table.ticks[at:]))
-  assert fault(with_slots(without_slots(longer))) is None
+  assert fault(assign_slots(without_slots(longer))) is None
   assert bubble(longer) == bubble(table)  # A tick without work takes no time.
 
 
 def obeys_the_rules(table: Timetable) -> bool:
   """The rules again, from the table of ticks alone, slots by overlap."""
-  shape, hop = table.shape, table.shape.hop
+  shape, forwarding_delay = table.shape, table.shape.forwarding_delay
   forward = {(place, one.microbatch): tick for tick, place, one in table.forwards()}
   backward = {(place, one.microbatch): tick for tick, place, one in table.backwards()}
   busy: dict[object, list[tuple[int, int]]] = {}
   for tick, place, one in table.backwards():
     work = (place, one.microbatch)
-    above, below = shape.before(place), shape.after(place)
-    written = forward[work] if above is None else forward[above, one.microbatch] + hop
-    given_back = forward[work] if below is None else backward[below, one.microbatch] + hop
+    above, below = shape.previous_chunk(place), shape.next_chunk(place)
+    written = forward[work] if above is None else forward[above, one.microbatch] + forwarding_delay
+    given_back = (
+      forward[work] if below is None else backward[below, one.microbatch] + forwarding_delay
+    )
     if not (written <= forward[work] <= tick and given_back <= tick):
       return False
     busy.setdefault(("input", place.stage, one.slot), []).append((written, tick))
@@ -386,8 +394,8 @@ def test_the_table_of_one_operation_per_tick_is_worse_in_lockstep():
 
 
 def test_ticks_on_the_clock():
-  clock = spans(timetable("1f1b", TimetableShape(2, 2)))
-  assert [(one.forward, one.backward, one.end) for one in clock] == [
+  clock = tick_times(timetable("1f1b", TimetableShape(2, 2)))
+  assert [(one.forward_start, one.backward_start, one.end) for one in clock] == [
     (0, 1, 1), (1, 2, 4), (4, 5, 7), (7, 7, 9),
   ]  # fmt: skip
 

@@ -80,7 +80,7 @@ def test_streamed_passes_have_timetables_of_their_own():
 def test_delayed_forwarding_takes_twice_the_microbatches():
   delay = "pipeline_delay_activation_forwarding=true"
   assert pipeline(*FOUR, "pipeline_schedule=circular", delay).choices == (8, 16)
-  assert pipeline(*FOUR, "pipeline_schedule=circular", delay).shape.hop == 2
+  assert pipeline(*FOUR, "pipeline_schedule=circular", delay).shape.forwarding_delay == 2
   keys = [*FOUR, "pipeline_schedule=circular", delay, "per_device_batch_size=6"]
   assert pipeline(*keys).choices == (8, 12, 24)
   assert pipeline(*keys, "pipeline_schedule=interleaved_1f1b").choices == (8, 24)

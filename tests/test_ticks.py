@@ -12,7 +12,13 @@ from maxbatch.estimate.costs import OperationCost
 from maxbatch.estimate.flops import Products
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named, timetable
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.tick_work import ALWAYS, WORKS, scope_of, ticks_with, work_in
+from maxbatch.pipeline_parallel.tick_operations import (
+  EVERY_TICK,
+  OPERATIONS,
+  operation_in_path,
+  scope_name,
+  ticks_by_operation,
+)
 from maxbatch.pipeline_parallel.timetable import TimetableShape
 from maxbatch.pipeline_parallel.timetable_arrays import step_arrays, timetable_arrays
 from maxbatch.train import main
@@ -33,17 +39,21 @@ SHAPES = {
 def test_the_formulas_count_what_the_program_is_told(name):
   for shape in SHAPES[name]:
     table = timetable(name, shape)
-    printed = timetable_arrays(table, schedule_named(name).limits(shape), len(table.ticks)).together
-    expected = {work: int(printed._asdict()[work].sum()) for work in WORKS}
-    assert ticks_with(name, shape) == expected | {ALWAYS: len(table.ticks)}, shape
+    printed = timetable_arrays(
+      table, schedule_named(name).limits(shape), len(table.ticks)
+    ).all_stages
+    expected = {work: int(printed._asdict()[work].sum()) for work in OPERATIONS}
+    assert ticks_by_operation(name, shape) == expected | {EVERY_TICK: len(table.ticks)}, shape
 
 
 def test_the_innermost_work_is_found():
-  assert work_in("jit(step)/while/body/cond") == ALWAYS
-  for work in WORKS:
-    assert work_in(f"jit(step)/while/body/{scope_of(work)}/cond") == work
-  assert work_in(f"{scope_of('forward')}/cond/{scope_of('embedding')}/cond") == "embedding"
-  assert work_in("tick_loss_of_something_else/tick_tock") == ALWAYS
+  assert operation_in_path("jit(step)/while/body/cond") == EVERY_TICK
+  for work in OPERATIONS:
+    assert operation_in_path(f"jit(step)/while/body/{scope_name(work)}/cond") == work
+  assert (
+    operation_in_path(f"{scope_name('forward')}/cond/{scope_name('embedding')}/cond") == "embedding"
+  )
+  assert operation_in_path("tick_loss_of_something_else/tick_tock") == EVERY_TICK
 
 
 # --- what is counted so ---------------------------------------------------------------------------
@@ -55,14 +65,14 @@ def pipeline(schedule: str, repeats: int = 1) -> Pipeline:
 
 
 def cost(work: str, *, in_loop: bool = True) -> OperationCost:
-  path = f"while/body/{scope_of(work)}/cond" if work else ""
+  path = f"while/body/{scope_name(work)}/cond" if work else ""
   products = Products()
   return OperationCost(
     "x", "dot", "", "other", "body", in_loop, 5, products, 0, None, condition=path
   )
 
 
-COSTS = [cost(ALWAYS, in_loop=False), *map(cost, (ALWAYS, *WORKS))]
+COSTS = [cost(EVERY_TICK, in_loop=False), *map(cost, (EVERY_TICK, *OPERATIONS))]
 
 
 def counts(costs: Sequence[OperationCost]) -> list[float]:
@@ -94,8 +104,8 @@ def test_without_a_pipeline_a_trip_is_a_pass():
 def test_a_step_of_no_passes_is_an_empty_timetable():
   one = pipeline("1f1b")
   empty, full = step_arrays(one, 0), step_arrays(one, 3)
-  assert int(empty.count) == 0
-  assert empty.together.forward.shape == full.together.forward.shape
+  assert int(empty.num_ticks) == 0
+  assert empty.all_stages.forward.shape == full.all_stages.forward.shape
 
 
 # --- by the TPU compiler --------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from maxbatch.models.registry import Model
-from maxbatch.pipeline_parallel.tick_work import ALWAYS, work_in
+from maxbatch.pipeline_parallel.tick_operations import EVERY_TICK, operation_in_path
 
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 """Products of T × T × H in each of the flash attention kernels; the backward ones form the weights
@@ -84,7 +84,7 @@ def step_flops(traced: core.ClosedJaxpr) -> StepFlops:
   places = _flops(traced.jaxpr)
   inside = {work: flops for (in_loop, work), flops in places.items() if in_loop}
   outside = sum(flops for (in_loop, _), flops in places.items() if not in_loop)
-  by_work = {work: flops for work, flops in inside.items() if work != ALWAYS}
+  by_work = {work: flops for work, flops in inside.items() if work != EVERY_TICK}
   return StepFlops(sum(inside.values()), outside, by_work)
 
 
@@ -95,21 +95,21 @@ def _flops(jaxpr: core.Jaxpr) -> _Places:
 def _of_equation(equation: Any) -> _Places:
   name, parameters = equation.primitive.name, equation.params
   if name == "dot_general":
-    return {(False, ALWAYS): _product(equation)}
+    return {(False, EVERY_TICK): _product(equation)}
   if name == "pallas_call":
-    return {(False, ALWAYS): _splash(equation)}
+    return {(False, EVERY_TICK): _splash(equation)}
   if name == "while":
     return _moved(_flops(parameters["body_jaxpr"].jaxpr), in_loop=True)
   if name == "cond":
     branches = [_flops(branch.jaxpr) for branch in parameters["branches"]]
-    work = work_in(str(equation.source_info.name_stack))
+    work = operation_in_path(str(equation.source_info.name_stack))
     return _moved(max(branches, key=lambda places: sum(places.values())), work=work)
   parts = [_flops(each) for value in parameters.values() for each in _jaxprs(value)]
   times = _times(name, parameters)
   return {place: times * flops for place, flops in _added(parts).items()}
 
 
-def _moved(places: _Places, *, in_loop: bool = False, work: str = ALWAYS) -> _Places:
+def _moved(places: _Places, *, in_loop: bool = False, work: str = EVERY_TICK) -> _Places:
   """As seen from outside of a loop, or of a work: an inner one's name stays."""
   return _added(
     {(in_loop or inside, inner or work): flops} for (inside, inner), flops in places.items()

@@ -1,7 +1,7 @@
 """From one tick of a pipeline's program to one pass and to a step, for reports.
 
 A pipeline's loop runs over ticks, where another step's runs over passes. What a tick does depends on
-the timetable: every operation counts as often as the work it belongs to (pipeline/works.py).
+the timetable: every operation counts as often as the work it belongs to (pipeline_parallel/tick_operations.py).
 """
 
 import dataclasses
@@ -10,7 +10,12 @@ from collections.abc import Mapping, Sequence
 from maxbatch.compile.model_flops import StepFlops
 from maxbatch.estimate.costs import OperationCost
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.tick_work import ALWAYS, BY_MICROBATCH, ticks_with, work_in
+from maxbatch.pipeline_parallel.tick_operations import (
+  EVERY_TICK,
+  ONCE_PER_MICROBATCH,
+  operation_in_path,
+  ticks_by_operation,
+)
 
 
 def in_passes(
@@ -24,7 +29,7 @@ def in_passes(
     return costs, flops
   ticks = _of_a_pass(pipeline)
   by_work = flops.by_tick_work
-  always = (flops.per_microbatch - sum(by_work.values())) * ticks[ALWAYS]
+  always = (flops.per_microbatch - sum(by_work.values())) * ticks[EVERY_TICK]
   per_microbatch = always + sum(flops * ticks[work] for work, flops in by_work.items())
   return _as_often(costs, ticks), flops._replace(per_microbatch=per_microbatch, by_tick_work={})
 
@@ -36,7 +41,7 @@ def in_filling(
   if pipeline is None:
     return ()
   of_a_pass = _of_a_pass(pipeline)
-  first = ticks_with(pipeline.schedule, pipeline.shape_of_one_microbatch)
+  first = ticks_by_operation(pipeline.schedule, pipeline.shape_of_one_microbatch)
   ticks = {work: count - of_a_pass[work] for work, count in first.items()}
   return _as_often([cost for cost in costs if cost.in_microbatch_loop], ticks)
 
@@ -47,14 +52,14 @@ def beside_layers(
   """What the loop does in a pass besides the layers' forwards and backwards: embedding and loss."""
   if pipeline is None:
     return ()
-  own = [cost for cost in costs if work_in(cost.condition) in BY_MICROBATCH]
+  own = [cost for cost in costs if operation_in_path(cost.condition) in ONCE_PER_MICROBATCH]
   return _as_often(own, _of_a_pass(pipeline))
 
 
 def _of_a_pass(pipeline: Pipeline) -> Mapping[str, int]:
   """Ticks with each work that another pass adds to a timetable."""
   one, two = (
-    ticks_with(pipeline.schedule, pipeline.shape_of(num_microbatches))
+    ticks_by_operation(pipeline.schedule, pipeline.shape_of(num_microbatches))
     for num_microbatches in (1, 2)
   )
   return {work: two[work] - one[work] for work in one}
@@ -63,7 +68,7 @@ def _of_a_pass(pipeline: Pipeline) -> Mapping[str, int]:
 def _as_often(costs: Sequence[OperationCost], ticks: Mapping[str, int]) -> list[OperationCost]:
   """With as many executions as there are such ticks; what is outside of the loop stays."""
   return [
-    dataclasses.replace(cost, count=cost.count * ticks[work_in(cost.condition)])
+    dataclasses.replace(cost, count=cost.count * ticks[operation_in_path(cost.condition)])
     if cost.in_microbatch_loop
     else cost
     for cost in costs

@@ -1,1 +1,1 @@
-"""Pipelines over the layers: the timetable as data, its rules, its cost, its drawings. No jax."""
+"""Pipeline schedules as data, without jax: timetables, their rules, their cost, their drawings."""

@@ -1,7 +1,7 @@
-"""What a timetable costs in lockstep: how long each tick is, and how much of it is idle.
+"""The cost of a timetable in lockstep: how long each tick takes, and the bubble.
 
-A tick takes a forward's time if any stage has a forward in it, and a backward's if any has one. The
-stages without one wait: their program computes along on data that nothing uses.
+A tick takes the time of a forward if any stage has a forward in it, plus that of a backward if any
+stage has a backward. The other stages are idle: their program computes on data that nothing uses.
 """
 
 import dataclasses
@@ -13,65 +13,66 @@ from maxbatch.pipeline_parallel.timetable import Timetable, TimetableShape
 
 @dataclasses.dataclass(frozen=True)
 class PassCosts:
-  """Time of one forward and one backward of one stage in one repeat, in any unit.
+  """Time of one forward and one backward of one model chunk, in any unit.
 
-  A backward multiplies twice where a forward multiplies once. The schedules' bubble does not depend
-  on it.
+  A backward has two matrix products for each one of the forward. The bubble of the schedules does
+  not depend on this ratio.
   """
 
   forward: int = 1
   backward: int = 2
 
 
-TWICE = PassCosts()
+BACKWARD_TWICE_FORWARD = PassCosts()
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
-  """When a tick's forward slot and backward slot begin, and when the tick ends."""
+class TickTimes:
+  """When the forward and the backward of a tick begin, and when the tick ends."""
 
-  forward: int
-  backward: int
+  forward_start: int
+  backward_start: int
   end: int
 
 
-def spans(table: Timetable, costs: PassCosts = TWICE) -> list[Span]:
-  """The ticks on a clock that begins at 0."""
-  found, now = [], 0
+def tick_times(table: Timetable, costs: PassCosts = BACKWARD_TWICE_FORWARD) -> list[TickTimes]:
+  """The times of all ticks, the first of which begins at 0."""
+  times, now = [], 0
   for row in table.ticks:
     backward = now + (costs.forward if any(cell.forward for cell in row) else 0)
     end = backward + (costs.backward if any(cell.backward for cell in row) else 0)
-    found.append(Span(now, backward, end))
+    times.append(TickTimes(now, backward, end))
     now = end
-  return found
+  return times
 
 
-def bubble(table: Timetable, costs: PassCosts = TWICE) -> Fraction:
-  """The idle share of all stages' time, counted cell by cell."""
-  clock = spans(table, costs)
-  total = (clock[-1].end if clock else 0) * table.shape.stages
-  used = sum(
+def bubble(table: Timetable, costs: PassCosts = BACKWARD_TWICE_FORWARD) -> Fraction:
+  """The idle share of the time of all stages, counted cell by cell."""
+  times = tick_times(table, costs)
+  total = (times[-1].end if times else 0) * table.shape.stages
+  busy = sum(
     bool(cell.forward) * costs.forward + bool(cell.backward) * costs.backward
     for row in table.ticks
     for cell in row
   )
-  return Fraction(total - used, total) if total else Fraction(0)
+  return Fraction(total - busy, total) if total else Fraction(0)
 
 
 def predicted_bubble(shape: TimetableShape) -> Fraction:
-  """h(p−1) / (v·m + h(p−1)), which is (p−1) / (v·m + p−1) without delayed forwarding.
+  """The bubble by formula: h(p−1) / (v·m + h(p−1)).
 
-  It holds for the four schedules in lockstep with v·m ≥ h (the tests count it), not for any
-  timetable.
+  Without delayed forwarding (h = 1) and repeats (v = 1) this is (p−1) / (m + p−1) of GPipe (Huang et
+  al. 2019); dividing the bubble by v is from Narayanan et al. 2021. It holds for the four schedules
+  in lockstep with v·m ≥ h, not for any timetable; the tests compare it with `bubble`.
   """
-  return Fraction(shape.delay, shape.work + shape.delay)
+  return Fraction(shape.warmup_ticks, shape.forwards_per_stage + shape.warmup_ticks)
 
 
 def imbalance(loads: Sequence[int | Fraction]) -> Fraction:
-  """How much more the busiest stage computes than the mean: 0 when all compute the same."""
+  """By how much the busiest stage exceeds the mean: 0 when all stages compute the same."""
   return max(loads) * Fraction(len(loads)) / sum(loads) - 1
 
 
 def percent(share: Fraction) -> str:
-  """8.6%."""
+  """A share as text: 3/35 is 8.6%."""
   return f"{float(share):.1%}"

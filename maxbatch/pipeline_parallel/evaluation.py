@@ -1,7 +1,7 @@
-"""How a batch is cut into microbatches where it is only evaluated, under a pipeline.
+"""How an evaluation batch is divided into microbatches for the pipeline.
 
-The batch of an evaluation has a key of its own, and need not divide as training's does: the last
-microbatch is filled up with rows of no weight.
+The evaluation batch has a key of its own and need not be divisible as the training batch must be:
+the last microbatch is padded with rows of weight zero.
 """
 
 from typing import NamedTuple
@@ -11,26 +11,26 @@ from maxbatch.pipeline_parallel.sizes import Pipeline
 
 
 class EvalMicrobatches(NamedTuple):
-  """Microbatches of a batch, and the rows of each in a group of devices."""
+  """The number of microbatches, and the rows of each in one group of devices."""
 
   microbatches: int
   rows: int
 
   @property
   def capacity(self) -> int:
-    """Rows of all of them, in a group of devices."""
+    """Rows of all microbatches in one data-parallel group, padding included."""
     return samples_of(self.microbatches, self.rows)
 
 
 def eval_microbatches(pipeline: Pipeline, rows: int) -> EvalMicrobatches:
-  """Microbatches as large as in training, or smaller where these would not fill the stages.
+  """Microbatches as large as in training, or smaller if there were too few to fill the stages.
 
   Args:
-    pipeline: of the run.
-    rows: samples of the batch in each group of devices that see different samples, at least 1.
+    pipeline: the pipeline of the run.
+    rows: samples of the batch in each group of devices with the same samples, at least 1.
   """
-  to_fill = pipeline.hop * pipeline.stages
-  count = max(-(-rows // pipeline.rows), min(rows, to_fill))
-  # Once there are so many, equal ones leave the least to fill up.
-  each = -(-rows // count)
-  return EvalMicrobatches(-(-rows // each), each)
+  min_microbatches = pipeline.forwarding_delay * pipeline.stages
+  count = max(-(-rows // pipeline.rows), min(rows, min_microbatches))
+  # For this number of microbatches, equal sizes need the least padding.
+  rows_each = -(-rows // count)
+  return EvalMicrobatches(-(-rows // rows_each), rows_each)

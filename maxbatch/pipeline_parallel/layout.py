@@ -42,16 +42,19 @@ def pipeline_of(config: Config, layout: Topology, plan: BatchPlan) -> Pipeline:
     UserError: layers or samples do not divide as the schedule asks, with what does.
   """
   try:
-    return _divided(config, plan)
+    return _make_pipeline(config, plan)
   except _MisfitError as misfit:
     offers = suggested_fixes(
-      config, list(misfit.offers), _beside(config, layout), lambda other: _is_valid(other, layout)
+      config,
+      list(misfit.offers),
+      _accompanying_keys(config, layout),
+      lambda other: _is_valid(other, layout),
     )
     nearest = f"; nearest: {' or '.join(offers)}" if offers else ""
     raise UserError(f"{misfit}{nearest}") from None
 
 
-def _beside(config: Config, layout: Topology) -> Iterator[Keys]:
+def _accompanying_keys(config: Config, layout: Topology) -> Iterator[Keys]:
   """Nothing, then the microbatches left open, the layers, a small batch, no ramp, other layers."""
   keys = config.pipeline
   yield {}
@@ -60,7 +63,7 @@ def _beside(config: Config, layout: Topology) -> Iterator[Keys]:
   yield unset
   sizes = {key: -1 for key in (*_BATCH_KEYS, "micro_batch_size") if vars(config.batch)[key] != -1}
   # Then every group of devices has as many samples in a pass as the stages need microbatches.
-  least = Fraction(_hop(keys), layout.shape["tensor"])
+  least = Fraction(_forwarding_delay(keys), layout.shape["tensor"])
   smallest: dict[str, object] = {**unset, **sizes, "per_device_batch_size": least}
   yield smallest
   smallest |= {key: off for key, off in _NO_RAMP.items() if vars(config.batch)[key] != off}
@@ -72,13 +75,13 @@ def _beside(config: Config, layout: Topology) -> Iterator[Keys]:
 def _is_valid(config: Config, layout: Topology) -> bool:
   try:
     layout = topology(config.mesh, layout.num_devices, layout.num_slices)
-    _divided(config, plan_batches(config.batch, config.run, layout))
+    _make_pipeline(config, plan_batches(config.batch, config.run, layout))
   except (UserError, _MisfitError):
     return False
   return True
 
 
-def _divided(config: Config, plan: BatchPlan) -> Pipeline:
+def _make_pipeline(config: Config, plan: BatchPlan) -> Pipeline:
   keys = config.pipeline
   schedule = schedule_named(keys.pipeline_schedule)
   stages = plan.topology.shape["stage"]
@@ -89,9 +92,9 @@ def _divided(config: Config, plan: BatchPlan) -> Pipeline:
       _stage_offers(config),
     )
   repeats, layers = _layers(config, schedule, plan.topology)
-  hop = _hop(keys)
+  forwarding_delay = _forwarding_delay(keys)
   num_pipeline_microbatches, choices = _num_pipeline_microbatches(
-    config, schedule, plan, TimetableShape(stages, 1, repeats, hop)
+    config, schedule, plan, TimetableShape(stages, 1, repeats, forwarding_delay)
   )
   num_microbatches, streamed = (
     plan.gradient_accumulation_steps,
@@ -110,13 +113,13 @@ def _divided(config: Config, plan: BatchPlan) -> Pipeline:
     timetables=num_microbatches if streamed else 1,
     rows=samples_per_group(plan.micro_batch_to_train, plan.topology, num_pipeline_microbatches),
     choices=choices,
-    hop=hop,
+    forwarding_delay=forwarding_delay,
     stash=keys.pipeline_stash,
     is_open=keys.num_pipeline_microbatches == -1 and len(choices) > 1,
   )
 
 
-def _hop(config: PipelineConfig) -> int:
+def _forwarding_delay(config: PipelineConfig) -> int:
   return 2 if config.pipeline_delay_activation_forwarding else 1
 
 
@@ -142,13 +145,13 @@ def _layers(config: Config, schedule: Schedule, layout: Topology) -> tuple[int, 
   stages = layout.shape["stage"]
   keys, total = config.pipeline, config.model.base_num_decoder_layers
   repeats, layers = keys.num_pipeline_repeats, keys.num_layers_per_pipeline_stage
-  if repeats > 1 and not schedule.repeats:
+  if repeats > 1 and not schedule.allows_repeats:
     raise _MisfitError(
       f"pipeline_schedule={keys.pipeline_schedule} has no repeats, but "
       f"num_pipeline_repeats={repeats}",
       iter([_with_repeats(keys), {"num_pipeline_repeats": -1}]),
     )
-  if not schedule.repeats:
+  if not schedule.allows_repeats:
     repeats = 1
   elif repeats == layers == -1:
     layers = 1  # As in MaxText.
@@ -172,7 +175,9 @@ def _layers_message(config: Config, schedule: Schedule, layout: Topology, produc
   given = [assigned({key: vars(keys)[key]}) for key in _NUMBERS[1:] if vars(keys)[key] != -1]
   factors = " × ".join([_stages_given(layout), *given])
   once = (
-    "" if schedule.repeats else f" in the 1 repeat of pipeline_schedule={keys.pipeline_schedule}"
+    ""
+    if schedule.allows_repeats
+    else f" in the 1 repeat of pipeline_schedule={keys.pipeline_schedule}"
   )
   return f"{factors}{once} is {product} base_num_decoder_layers={total}"
 
@@ -203,8 +208,8 @@ def _num_pipeline_microbatches(
   # A batch schedule may have other microbatches: the number must divide all of them.
   micro_batches = (*plan.micro_batches, plan.micro_batch_to_train)
   rows = math.gcd(*(samples_per_group(micro_batch, plan.topology) for micro_batch in micro_batches))
-  least = shape.hop * shape.stages
-  unit = least if schedule.group(shape) > 1 else shape.stages
+  least = shape.forwarding_delay * shape.stages
+  unit = least if schedule.microbatch_multiple(shape) > 1 else shape.stages
   choices = tuple(n for n in range(least, rows + 1, unit) if rows % n == 0)
   if given == -1 and choices:
     return choices[0], choices
@@ -221,7 +226,7 @@ def _num_pipeline_microbatches_message(
   config: Config, plan: BatchPlan, shape: TimetableShape, rows: int, unit: int
 ) -> str:
   keys = config.pipeline
-  given, least = keys.num_pipeline_microbatches, shape.hop * shape.stages
+  given, least = keys.num_pipeline_microbatches, shape.forwarding_delay * shape.stages
   groups = counted(plan.topology.num_batch_groups, "group")
   per_group = (
     f"the {counted(rows, 'sample')} of one pass in each of {groups} of devices "
@@ -258,8 +263,8 @@ def _batch_offers(config: Config, plan: BatchPlan, needed: int) -> Iterator[Keys
       yield {key: plan.per_device(int(samples))}
   unit = needed * groups
   if isinstance(batch.batch_schedule, tuple) and batch.batch_schedule:
-    stages = tuple((at, -(-size // unit) * unit) for at, size in batch.batch_schedule)
-    yield {"batch_schedule": stages}
+    phases = tuple((at, -(-size // unit) * unit) for at, size in batch.batch_schedule)
+    yield {"batch_schedule": phases}
   if batch.batch_size_start != -1:
     start = -(-batch.batch_size_start // unit) * unit
     step = {} if batch.batch_size_increment == -1 else {"batch_size_increment": -1}

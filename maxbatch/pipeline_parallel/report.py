@@ -1,4 +1,4 @@
-"""What the pipeline command says: the sizes, the cost, the alternatives, and the timetable."""
+"""The report of the pipeline command: sizes, cost, alternatives and the timetable."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -13,29 +13,29 @@ from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named
 from maxbatch.pipeline_parallel.simulator import Outcome
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.text_grid import text_grid
+from maxbatch.pipeline_parallel.text_diagram import text_diagram
 from maxbatch.pipeline_parallel.timetable import Timetable
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 NOT_MEASURED = (
-  "Nothing here is measured; a backward is taken to last twice as long as a forward, which the\n"
-  "bubble does not depend on."
+  "Nothing here is measured. A backward is assumed to take twice as long as a forward; the bubble\n"
+  "does not depend on that."
 )
 Row = tuple[str, ...]
-_HEAD = (
+_HEADINGS = (
   "pipeline_schedule",
   "repeats",
   "layers each",
   "microbatches",
   "bubble",
   "inputs kept",
-  "layers in full",
+  "layer activations",
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineReport:
-  """A timetable with what it is for and what it costs."""
+  """A timetable with its sizes and its cost; `str` gives the text that the command prints."""
 
   config: Config
   plan: BatchPlan
@@ -43,75 +43,81 @@ class PipelineReport:
   table: Timetable
   outcome: Outcome
   source: str
-  """Where the timetable is from: a schedule's name or a file."""
+  """Where the timetable comes from: the name of a schedule or of a file."""
   residual_bytes: int | None = None
-  """Of one microbatch on one device, where pipeline_stash=residuals."""
+  """Bytes of one microbatch's residuals on one device; None unless pipeline_stash=residuals."""
 
   def __str__(self) -> str:
     parts = [
       "\n".join([f"Pipeline  {self.source}", *self._sizes(), *self._costs()]),
       comparison(self.config, self.plan),
       self._choices(),
-      f"Timetable, F forward, B backward, {_entries(self.table)}\n{text_grid(self.table)}",
+      f"Timetable, F forward, B backward, {_entries(self.table)}\n{text_diagram(self.table)}",
       NOT_MEASURED,
     ]
     return "\n\n".join(parts)
 
   def _sizes(self) -> Iterator[str]:
-    one, layout, at = self.pipeline, self.plan.topology, AXES.index("stage")
+    pipeline, layout, at = self.pipeline, self.plan.topology, AXES.index("stage")
     total = self.config.model.base_num_decoder_layers
     yield _line(
       "stages",
       f"ici_pipeline_parallelism {layout.ici[at]} × dcn_pipeline_parallelism {layout.dcn[at]} "
-      f"= {one.stages}",
+      f"= {pipeline.stages}",
     )
     yield _line(
       "layers",
-      f"{one.stages} stages × num_pipeline_repeats {one.repeats} × "
-      f"num_layers_per_pipeline_stage {one.layers} = {total}",
+      f"{pipeline.stages} stages × num_pipeline_repeats {pipeline.repeats} × "
+      f"num_layers_per_pipeline_stage {pipeline.layers} = {total}",
     )
-    each = f"{counted(one.rows, 'sample')} in each of {counted(layout.num_batch_groups, 'group')}"
+    each = (
+      f"{counted(pipeline.rows, 'sample')} in each of {counted(layout.num_batch_groups, 'group')}"
+    )
     yield _line("microbatches", f"{self._microbatches()}, of {each} of devices")
 
   def _microbatches(self) -> str:
-    one = self.pipeline
-    num_pipeline_microbatches = f"num_pipeline_microbatches {one.num_pipeline_microbatches}"
-    if one.timetables > 1:
-      return f"{num_pipeline_microbatches} in each of {one.timetables} timetables per step (accumulation=streamed)"
-    num_microbatches, number = (
-      f"gradient_accumulation_steps {one.num_microbatches}",
-      one.shape.microbatches,
-    )
-    return f"{num_pipeline_microbatches} × {num_microbatches} = {number:,} per step"
+    pipeline = self.pipeline
+    chunks = f"num_pipeline_microbatches {pipeline.num_pipeline_microbatches}"
+    if pipeline.timetables > 1:
+      return (
+        f"{chunks} in each of {pipeline.timetables} timetables per step (accumulation=streamed)"
+      )
+    steps = f"gradient_accumulation_steps {pipeline.num_microbatches}"
+    return f"{chunks} × {steps} = {pipeline.shape.microbatches:,} per step"
 
   def _costs(self) -> Iterator[str]:
-    one = self.pipeline
-    idle, planned = bubble(self.table), predicted_bubble(one.shape)
-    apart = predicted_bubble(one.shape_of_one_microbatch)
-    notes = [] if idle == planned else [f"{percent(planned)} in pipeline_schedule={one.schedule}"]
-    if one.num_microbatches > 1:
-      notes.append(f"{percent(apart)} if every pass had a pipeline of its own")
-    yield _line("ticks", f"{len(self.table.ticks):,}, each a forward and a backward slot")
-    yield _line("bubble", "; ".join([f"{idle} = {percent(idle)} idle", *notes]))
-    if len({stage.num_microbatches for stage in self.plan.phases}) > 1 and one.timetables == 1:
+    pipeline = self.pipeline
+    simulated, predicted = bubble(self.table), predicted_bubble(pipeline.shape)
+    separate = predicted_bubble(pipeline.shape_of_one_microbatch)
+    notes = []
+    if simulated != predicted:
+      notes.append(f"{percent(predicted)} in pipeline_schedule={pipeline.schedule}")
+    if pipeline.num_microbatches > 1:
+      notes.append(f"{percent(separate)} with a pipeline for each gradient accumulation step")
+    yield _line(
+      "ticks",
+      f"{len(self.table.ticks):,}, each with at most one forward and one backward per stage",
+    )
+    yield _line("bubble", "; ".join([f"{simulated} = {percent(simulated)} idle", *notes]))
+    if len({phase.num_microbatches for phase in self.plan.phases}) > 1 and pipeline.timetables == 1:
       yield _line("", self._ramp())
-    yield _line("inputs kept", self._held(self.outcome.inputs, self.outcome.input_slots))
+    yield _line("inputs kept", self._buffer(self.outcome.inputs, self.outcome.input_slots))
     if self.residual_bytes is not None:
       yield from self._residuals(self.residual_bytes)
-    yield _line("gradients", self._held(self.outcome.gradients, self.outcome.gradient_slots))
-    yield _line("imbalance", _imbalance(self.config.model, one))
+    yield _line("gradients", self._buffer(self.outcome.gradients, self.outcome.gradient_slots))
+    yield _line("imbalance", _imbalance(self.config.model, pipeline))
 
   def _ramp(self) -> str:
-    """The bubble while the batch is another than the run's."""
-    counts = sorted({stage.num_microbatches for stage in self.plan.phases})
+    """The bubble of the batch schedule's smallest and largest step."""
+    counts = sorted({phase.num_microbatches for phase in self.plan.phases})
     shares = [percent(predicted_bubble(self.pipeline.shape_of(count))) for count in counts]
     return (
-      f"over the batch schedule {shares[0]} (steps of {counted(counts[0], 'pass', 'passes')}) to "
-      f"{shares[-1]} ({counted(counts[-1], 'pass', 'passes')})"
+      f"over the batch schedule {shares[0]} (gradient_accumulation_steps {counts[0]}) to "
+      f"{shares[-1]} (gradient_accumulation_steps {counts[-1]})"
     )
 
-  def _held(self, held: Sequence[int], used: Sequence[int]) -> str:
-    """One program runs on all stages, so every stage has as many slots as the fullest."""
+  def _buffer(self, held: Sequence[int], used: Sequence[int]) -> str:
+    """Slots and bytes of a buffer: as one program runs everywhere, all stages have the most."""
     slots = max(used)
     capacity = slots * input_bytes(self.config, self.pipeline)
     return (
@@ -120,7 +126,7 @@ class PipelineReport:
     )
 
   def _residuals(self, each: int) -> Iterator[str]:
-    """With the inputs, all that a stage keeps until its backwards; and without, by the other key."""
+    """Bytes of the residuals, and of all that a stage keeps with and without them."""
     slots, alone = max(self.outcome.input_slots), input_bytes(self.config, self.pipeline)
     yield _line(
       "residuals",
@@ -135,17 +141,15 @@ class PipelineReport:
 
   def _choices(self) -> str:
     head = ("num_pipeline_microbatches", "in a timetable", "samples each", "bubble", "inputs kept")
-    rows = [
-      self._choice(num_pipeline_microbatches) for num_pipeline_microbatches in self.pipeline.choices
-    ]
+    rows = [self._choice(count) for count in self.pipeline.choices]
     open_line = [f"  {self.pipeline.choice}"] if self.pipeline.choice else []
     title = f"Microbatches, for {self.pipeline.schedule}"
     return "\n".join([title, *_table([head, *rows]), *open_line])
 
   def _choice(self, num_pipeline_microbatches: int) -> Row:
     other = self.pipeline.with_num_pipeline_microbatches(num_pipeline_microbatches)
-    capacity = _slots(other) * input_bytes(self.config, other)
-    kept = f"{_slots(other):,} × {_mib(input_bytes(self.config, other))} = {_mib(capacity)}"
+    capacity = _input_slots(other) * input_bytes(self.config, other)
+    kept = f"{_input_slots(other):,} × {_mib(input_bytes(self.config, other))} = {_mib(capacity)}"
     idle = percent(predicted_bubble(other.shape))
     chosen = (
       " (this)" if num_pipeline_microbatches == self.pipeline.num_pipeline_microbatches else ""
@@ -160,21 +164,25 @@ class PipelineReport:
 
 
 def comparison(config: Config, plan: BatchPlan) -> str:
-  """Every schedule on these sizes; those that are not chosen divide the layers by default.
+  """A table of all schedules for these sizes.
+
+  The configured schedule has the configured repeats and layers per stage, the others the defaults.
 
   Raises:
-    UserError: none of them works.
+    UserError: no schedule supports these sizes.
   """
   rows: list[Row] = []
   others: list[str] = []
   for name in SCHEDULES:
     try:
-      rows.append(_compared(config, pipeline_of(_with_schedule(config, name), plan.topology, plan)))
+      rows.append(
+        _comparison_row(config, pipeline_of(_with_schedule(config, name), plan.topology, plan))
+      )
     except UserError as error:
       others.append(f"{name}: {error}")
   if not rows:
     raise UserError("\n".join(dict.fromkeys(line.partition(": ")[2] for line in others)))
-  return "\n".join(["Schedules", *_table([_HEAD, *rows]), *(f"  {line}" for line in others)])
+  return "\n".join(["Schedules", *_table([_HEADINGS, *rows]), *(f"  {line}" for line in others)])
 
 
 def input_bytes(config: Config, pipeline: Pipeline) -> int:
@@ -196,31 +204,31 @@ def _with_schedule(config: Config, name: str) -> Config:
   )
 
 
-def _compared(config: Config, one: Pipeline) -> Row:
-  slots, chosen = _slots(one), config.pipeline.pipeline_schedule == one.schedule
+def _comparison_row(config: Config, pipeline: Pipeline) -> Row:
+  slots, chosen = _input_slots(pipeline), config.pipeline.pipeline_schedule == pipeline.schedule
   return (
-    one.schedule + (" (this)" if chosen else ""),
-    f"{one.repeats:,}",
-    f"{one.layers:,}",
-    f"{one.shape.microbatches:,}",
-    percent(predicted_bubble(one.shape)),
-    f"{slots:,} × {_mib(input_bytes(config, one))}",
-    f"{slots * one.layers:,}",
+    pipeline.schedule + (" (this)" if chosen else ""),
+    f"{pipeline.repeats:,}",
+    f"{pipeline.layers:,}",
+    f"{pipeline.shape.microbatches:,}",
+    percent(predicted_bubble(pipeline.shape)),
+    f"{slots:,} × {_mib(input_bytes(config, pipeline))}",
+    f"{slots * pipeline.layers:,}",
   )
 
 
-def _slots(one: Pipeline) -> int:
-  return schedule_named(one.schedule).limits(one.shape).inputs
+def _input_slots(pipeline: Pipeline) -> int:
+  return schedule_named(pipeline.schedule).limits(pipeline.shape).inputs
 
 
-def _imbalance(model: ModelConfig, one: Pipeline) -> str:
-  """Of multiplications by weights; attention's scores would be equal on all stages too."""
+def _imbalance(model: ModelConfig, pipeline: Pipeline) -> str:
+  """The imbalance of matrix products with weights; attention scores are equal on all stages."""
   head = model.base_emb_dim * model.vocab_size
-  layers = one.repeats * one.layers * _layer_weights(model)
-  alone = imbalance([layers] * (one.stages - 1) + [layers + head])
+  layers = pipeline.repeats * pipeline.layers * _layer_weights(model)
+  alone = imbalance([layers] * (pipeline.stages - 1) + [layers + head])
   return (
-    "0%: equal layers, and the output matrix is to be divided over the stages; "
-    f"{percent(alone)} if the last stage had it alone"
+    "0%: all stages have as many layers and compute an equal share of the logits; "
+    f"{percent(alone)} if the last stage computed them alone"
   )
 
 

@@ -30,7 +30,7 @@ class Pipeline:
     timetables: timetables of a step: 1, or its passes where they are streamed.
     rows: samples of one microbatch in each group of devices that see different samples.
     choices: what num_pipeline_microbatches could be instead, this one included.
-    hop: ticks to hand a result on.
+    forwarding_delay: ticks from computing a result to using it on the next stage, 1 or 2.
     stash: what a stage keeps of a microbatch until its backward: input or residuals.
     is_open: whether `cuts` is still to be chosen from `choices`, by time; until then the fewest.
   """
@@ -45,7 +45,7 @@ class Pipeline:
   timetables: int
   rows: int
   choices: tuple[int, ...]
-  hop: int
+  forwarding_delay: int
   stash: str = "input"
   is_open: bool = False
 
@@ -62,7 +62,10 @@ class Pipeline:
   def shape_of(self, num_microbatches: int) -> TimetableShape:
     """Of a timetable of so many passes."""
     return TimetableShape(
-      self.stages, self.num_pipeline_microbatches * num_microbatches, self.repeats, self.hop
+      self.stages,
+      self.num_pipeline_microbatches * num_microbatches,
+      self.repeats,
+      self.forwarding_delay,
     )
 
   def with_num_pipeline_microbatches(self, num_pipeline_microbatches: int) -> "Pipeline":

@@ -3,7 +3,7 @@
 import html
 from collections.abc import Iterator
 
-from maxbatch.pipeline_parallel.cost import PassCosts, spans
+from maxbatch.pipeline_parallel.cost import PassCosts, tick_times
 from maxbatch.pipeline_parallel.timetable import Timetable
 
 _UNIT, _ROW, _LEFT, _TOP = 22, 26, 70, 34
@@ -13,8 +13,8 @@ _COSTS = PassCosts()
 
 def svg(table: Timetable, title: str) -> str:
   """The drawing. A slot is labelled with its microbatch; later repeats are paler."""
-  clock = spans(table, _COSTS)
-  width = _LEFT + (clock[-1].end if clock else 0) * _UNIT + 20
+  times = tick_times(table, _COSTS)
+  width = _LEFT + (times[-1].end if times else 0) * _UNIT + 20
   bottom = _TOP + table.shape.stages * _ROW
   parts = [
     f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 40}" '
@@ -26,10 +26,15 @@ def svg(table: Timetable, title: str) -> str:
       for stage in range(table.shape.stages)
     ),
     *(
-      _box(_LEFT + span.forward * _UNIT, _TOP + stage * _ROW, span.end - span.forward, "#eee")
-      for span in clock
+      _box(
+        _LEFT + span.forward_start * _UNIT,
+        _TOP + stage * _ROW,
+        span.end - span.forward_start,
+        "#eee",
+      )
+      for span in times
       for stage in range(table.shape.stages)
-      if span.end > span.forward
+      if span.end > span.forward_start
     ),
     *_entries(table),
     _text(_LEFT, bottom + 22, "forward", "start", _FORWARD),
@@ -41,13 +46,13 @@ def svg(table: Timetable, title: str) -> str:
 
 
 def _entries(table: Timetable) -> Iterator[str]:
-  clock = spans(table, _COSTS)
+  times = tick_times(table, _COSTS)
   for tick, place, forward in table.forwards():
-    x, y = _LEFT + clock[tick].forward * _UNIT, _TOP + place.stage * _ROW
+    x, y = _LEFT + times[tick].forward_start * _UNIT, _TOP + place.stage * _ROW
     opacity = _opacity(place.repeat, table.shape.repeats)
     yield _slot(x, y, _COSTS.forward, _FORWARD, opacity, str(forward.microbatch))
   for tick, place, backward in table.backwards():
-    x, y = _LEFT + clock[tick].backward * _UNIT, _TOP + place.stage * _ROW
+    x, y = _LEFT + times[tick].backward_start * _UNIT, _TOP + place.stage * _ROW
     opacity = _opacity(place.repeat, table.shape.repeats)
     yield _slot(x, y, _COSTS.backward, _BACKWARD, opacity, str(backward.microbatch))
 

@@ -1,8 +1,8 @@
-"""A timetable as arrays that a compiled program reads: what each stage does in each tick.
+"""A timetable as arrays [ticks, stages], which the compiled program reads.
 
-Ticks down, stages across. Every buffer of a stage has one slot more than the schedule needs, the
-last one, for what nobody will use: a stage that is idle, or receives nothing, reads and writes
-there, so that all stages run the same program.
+Every buffer of a stage has one slot more than the schedule needs, the last one, for values that are
+not used: a stage that is idle or receives nothing reads and writes there, so that all stages run
+the same program.
 """
 
 import functools
@@ -15,73 +15,76 @@ from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable import ModelChunk, Timetable
 
 
-class WorkArrays(NamedTuple):
-  """One forward or backward of every tick and stage: arrays [ticks, stages]."""
+class PassArrays(NamedTuple):
+  """The forward, or the backward, of every tick and stage: arrays [ticks, stages]."""
 
-  on: Any
-  """bool: whether there is one; where not, the rest means nothing."""
+  is_active: Any
+  """bool: whether there is one; if not, the other values are not used."""
   repeat: Any
   microbatch: Any
   slot: Any
-  """Where its input lies."""
+  """The slot of its input."""
 
 
 class StageArrays(NamedTuple):
-  """What differs from stage to stage: arrays [ticks, stages], int32 but for `on`."""
+  """What differs between stages: arrays [ticks, stages], int32 except `is_active`."""
 
-  forward: WorkArrays
-  backward: WorkArrays
+  forward: PassArrays
+  backward: PassArrays
   gradient_slot: Any
-  """Where the gradient lies that the backward begins with."""
+  """The slot of the output's gradient, which the backward reads."""
   loss_slot: Any
-  """Where the gradient is put that the loss gives to this tick's forward."""
-  input_arrives: Any
-  """Where the input is put that is there when the tick begins."""
-  gradient_arrives: Any
-  """The same of gradients."""
+  """The slot in which the loss of this tick's forward writes its gradient."""
+  input_arrival_slot: Any
+  """The slot for the input that arrives at the beginning of the tick."""
+  gradient_arrival_slot: Any
+  """The slot for the gradient that arrives at the beginning of the tick."""
 
 
 class TickArrays(NamedTuple):
-  """What all stages must agree on: arrays [ticks], bool but for `loss_microbatch`."""
+  """What is the same for all stages: arrays [ticks], bool except `loss_microbatch`."""
 
   forward: Any
-  """Whether any stage has a forward; the same for the other works."""
+  """Whether any stage has a forward in the tick."""
   embedding: Any
-  """Of those, whether one begins at the embedding."""
+  """Whether the first stage's forward computes the embedding."""
   loss: Any
-  """Whether one ends in the loss."""
+  """Whether the last stage's forward is followed by the loss."""
   loss_microbatch: Any
   backward: Any
-  unembedding: Any
-  """Of those, whether one ends at the embedding."""
+  embedding_backward: Any
+  """Whether the first stage's backward continues through the embedding."""
 
 
 class TimetableArrays(NamedTuple):
-  """A timetable, and how many of its ticks there are: the rest is padding."""
+  """A timetable as arrays. Those of length above `num_ticks` are padded."""
 
-  count: Any
+  num_ticks: Any
   """int32 scalar."""
   stages: StageArrays
-  together: TickArrays
+  all_stages: TickArrays
 
 
 def buffer_capacity(pipeline: Pipeline) -> BufferLimits:
-  """The slots of a stage's buffers, for the largest step of the run."""
+  """The slots of a stage's buffers that the largest step of the run needs."""
   return schedule_named(pipeline.schedule).limits(pipeline.shape_of(pipeline.max_num_microbatches))
 
 
 @functools.lru_cache(maxsize=32)
 def step_arrays(pipeline: Pipeline, num_microbatches: int) -> TimetableArrays:
-  """The timetable of a step of so many passes, as the program for all steps of the run reads it.
+  """The timetable of a step, padded to the length that all steps of the run share.
 
-  Of none: an empty one, by which a clock tells ticks from the rest of a step.
+  Args:
+    pipeline: the pipeline of the run.
+    num_microbatches: gradient accumulation steps in the timetable. 0 gives a timetable without
+      ticks, with which the rest of a step is timed alone.
   """
   if num_microbatches == 0:
-    return step_arrays(pipeline, pipeline.max_num_microbatches)._replace(count=np.int32(0))
+    return step_arrays(pipeline, pipeline.max_num_microbatches)._replace(num_ticks=np.int32(0))
   table = timetable(pipeline.schedule, pipeline.shape_of(num_microbatches))
   length = len(table.ticks)
   if num_microbatches < pipeline.max_num_microbatches:
-    length = len(step_arrays(pipeline, pipeline.max_num_microbatches).together.forward)
+    length = len(step_arrays(pipeline, pipeline.max_num_microbatches).all_stages.forward)
   return timetable_arrays(table, buffer_capacity(pipeline), length)
 
 
@@ -90,78 +93,82 @@ def timetable_arrays(table: Timetable, capacity: BufferLimits, length: int) -> T
 
   Args:
     table: a timetable without faults.
-    room: slots of every stage's buffers, those for what nobody uses aside.
-    length: ticks of the arrays, at least those of the table.
+    capacity: slots of every stage's buffers, without the last one for unused values.
+    length: ticks of the arrays, at least those of the timetable.
   """
-  rows = _idle((length, table.shape.stages), capacity)
-  _fill_forwards(table, rows)
-  _fill_backwards(table, rows)
-  return TimetableArrays(np.int32(len(table.ticks)), rows, _together(table, rows))
+  arrays = _idle_arrays((length, table.shape.stages), capacity)
+  _set_forwards(table, arrays)
+  _set_backwards(table, arrays)
+  return TimetableArrays(np.int32(len(table.ticks)), arrays, _tick_arrays(table, arrays))
 
 
-def _idle(grid: tuple[int, int], capacity: BufferLimits) -> StageArrays:
+def _idle_arrays(grid: tuple[int, int], capacity: BufferLimits) -> StageArrays:
   def filled(value: int) -> np.ndarray:
     return np.full(grid, value, np.int32)
 
-  def no_work() -> WorkArrays:
-    return WorkArrays(np.zeros(grid, np.bool_), filled(0), filled(0), filled(capacity.inputs))
+  def idle_passes() -> PassArrays:
+    return PassArrays(np.zeros(grid, np.bool_), filled(0), filled(0), filled(capacity.inputs))
 
   return StageArrays(
-    forward=no_work(),
-    backward=no_work(),
+    forward=idle_passes(),
+    backward=idle_passes(),
     gradient_slot=filled(capacity.gradients),
     loss_slot=filled(capacity.gradients),
-    input_arrives=filled(capacity.inputs),
-    gradient_arrives=filled(capacity.gradients),
+    input_arrival_slot=filled(capacity.inputs),
+    gradient_arrival_slot=filled(capacity.gradients),
   )
 
 
-def _enter(
-  work_arrays: WorkArrays, tick: int, place: ModelChunk, microbatch: int, slot: int | None
+def _set_pass(
+  arrays: PassArrays, tick: int, chunk: ModelChunk, microbatch: int, slot: int | None
 ) -> None:
-  at = tick, place.stage
-  work_arrays.on[at] = True
-  work_arrays.repeat[at], work_arrays.microbatch[at], work_arrays.slot[at] = (
-    place.repeat,
+  at = tick, chunk.stage
+  arrays.is_active[at] = True
+  arrays.repeat[at], arrays.microbatch[at], arrays.slot[at] = (
+    chunk.repeat,
     microbatch,
     slot,
   )
 
 
-def _fill_forwards(table: Timetable, rows: StageArrays) -> None:
+def _set_forwards(table: Timetable, arrays: StageArrays) -> None:
   shape = table.shape
-  slots = {(place, entry.microbatch): entry.slot for _, place, entry in table.forwards()}
-  own = {(place, entry.microbatch): entry.gradient_slot for _, place, entry in table.backwards()}
-  for tick, place, entry in table.forwards():
-    _enter(rows.forward, tick, place, entry.microbatch, entry.slot)
-    after = shape.after(place)
-    if after is not None:
-      arrival = tick + shape.hop, after.stage
-      rows.input_arrives[arrival] = slots[after, entry.microbatch]
-    elif (place, entry.microbatch) in own:
-      rows.loss_slot[tick, place.stage] = own[place, entry.microbatch]
+  input_slots = {(place, entry.microbatch): entry.slot for _, place, entry in table.forwards()}
+  gradient_slots = {
+    (place, entry.microbatch): entry.gradient_slot for _, place, entry in table.backwards()
+  }
+  for tick, chunk, entry in table.forwards():
+    _set_pass(arrays.forward, tick, chunk, entry.microbatch, entry.slot)
+    next_chunk = shape.next_chunk(chunk)
+    if next_chunk is not None:
+      arrival = tick + shape.forwarding_delay, next_chunk.stage
+      arrays.input_arrival_slot[arrival] = input_slots[next_chunk, entry.microbatch]
+    elif (chunk, entry.microbatch) in gradient_slots:
+      arrays.loss_slot[tick, chunk.stage] = gradient_slots[chunk, entry.microbatch]
 
 
-def _fill_backwards(table: Timetable, rows: StageArrays) -> None:
+def _set_backwards(table: Timetable, arrays: StageArrays) -> None:
   shape = table.shape
-  slots = {(place, entry.microbatch): entry.gradient_slot for _, place, entry in table.backwards()}
-  for tick, place, entry in table.backwards():
-    _enter(rows.backward, tick, place, entry.microbatch, entry.slot)
-    rows.gradient_slot[tick, place.stage] = entry.gradient_slot
-    before = shape.before(place)
-    if before is not None:
-      arrival = tick + shape.hop, before.stage
-      rows.gradient_arrives[arrival] = slots[before, entry.microbatch]
+  gradient_slots = {
+    (place, entry.microbatch): entry.gradient_slot for _, place, entry in table.backwards()
+  }
+  for tick, chunk, entry in table.backwards():
+    _set_pass(arrays.backward, tick, chunk, entry.microbatch, entry.slot)
+    arrays.gradient_slot[tick, chunk.stage] = entry.gradient_slot
+    previous_chunk = shape.previous_chunk(chunk)
+    if previous_chunk is not None:
+      arrival = tick + shape.forwarding_delay, previous_chunk.stage
+      arrays.gradient_arrival_slot[arrival] = gradient_slots[previous_chunk, entry.microbatch]
 
 
-def _together(table: Timetable, rows: StageArrays) -> TickArrays:
-  forward, backward = rows.forward, rows.backward
+def _tick_arrays(table: Timetable, arrays: StageArrays) -> TickArrays:
+  forward, backward = arrays.forward, arrays.backward
   last = table.shape.repeats - 1
   return TickArrays(
-    forward=forward.on.any(1),
-    embedding=forward.on[:, 0] & (forward.repeat[:, 0] == 0),
-    loss=forward.on[:, -1] & (forward.repeat[:, -1] == last),
+    forward=forward.is_active.any(1),
+    embedding=forward.is_active[:, 0] & (forward.repeat[:, 0] == 0),
+    loss=forward.is_active[:, -1] & (forward.repeat[:, -1] == last),
     loss_microbatch=forward.microbatch[:, -1].copy(),
-    backward=backward.on.any(1),
-    unembedding=backward.on[:, 0] & (backward.repeat[:, 0] == 0),
+    backward=backward.is_active.any(1),
+    embedding_backward=backward.is_active[:, 0] & (backward.repeat[:, 0] == 0),
   )

@@ -22,8 +22,8 @@ from maxbatch.hardware.sharding import make_mesh, replicated_dims, sharding
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, build_model
 from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.training.model_parts import bind_layered
 from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.stage_parts import in_parts
 from maxbatch.training.step import EvalStep, Step, Trainer, eval_function, step_function
 
 
@@ -44,7 +44,7 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
   pipeline = None
   if config.pipeline.pipeline_schedule != "none":
     pipeline = pipeline_of(config, plan.topology, plan)
-    in_parts(model, model.shapes())
+    bind_layered(model, model.shapes())
   return Trainer(
     model=model,
     optimizer=make_optimizer(config.optimizer, model.axes(), every_k),

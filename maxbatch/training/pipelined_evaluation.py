@@ -2,8 +2,8 @@
 
 B rows of the batch, R of a microbatch, T tokens, D width, C tokens of a stage's share.
 
-The stages run as in training, and each needs its own layers only. As nothing goes back, nothing is
-kept: a stage holds the one microbatch that passes through it.
+The stages run as in training, each with its own layers only. Without backwards nothing is stashed:
+a stage holds one microbatch at a time.
 """
 
 import dataclasses
@@ -18,66 +18,68 @@ from jax.sharding import Mesh, PartitionSpec
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.pipeline_parallel.evaluation import EvalMicrobatches, eval_microbatches
-from maxbatch.pipeline_parallel.forward_only import forward_ticks
+from maxbatch.pipeline_parallel.forward_only import forward_only_arrays
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays
+from maxbatch.training.model_parts import FlatParams, ModelParts, split_layers
 from maxbatch.training.pipelined_step import (
-  BY_STAGE,
-  ON_STAGE,
-  WHOLE,
-  by_repeat,
+  OVER_STAGE,
+  REPLICATED,
+  TIMETABLE_SPECS,
   split_microbatches,
+  split_repeats,
 )
-from maxbatch.training.stage_parts import Leaves, ModelParts, divided
-from maxbatch.training.stash import Inputs
+from maxbatch.training.stash import InputStash
 from maxbatch.training.state import Sums
 from maxbatch.training.tick import PipelineStage
 
 
-class _Passing(NamedTuple):
-  """What a stage has from the tick before."""
+class _ForwardState(NamedTuple):
+  """The state of a stage between ticks."""
 
-  made_RTD: jax.Array
-  sent_RTD: jax.Array | None
-  """With delayed forwarding, the neighbour's output, a tick older."""
+  outgoing_RTD: jax.Array
+  received_RTD: jax.Array | None
+  """With delayed forwarding, what the previous stage sent in the previous tick; else None."""
   sums: Sums
-  """This stage's share of them."""
+  """This stage's share of the loss and the weight."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _ForwardStage(PipelineStage):
-  """A stage that only goes forward."""
+  """A stage that runs forwards only."""
 
   def evaluate(self) -> Sums:
-    """This stage's share of the sums."""
-    one = jax.eval_shape(lambda: self._embedded(jnp.int32(0)))
-    blank_RTD, zero = jnp.zeros(one.shape, one.dtype), jnp.zeros((), jnp.float32)
-    nothing = _Passing(blank_RTD, blank_RTD if self.hop > 1 else None, Sums(zero, zero))
-    return lax.fori_loop(0, self.ticks.count, self._passed_on, nothing).sums
+    """Runs all ticks and returns this stage's share of loss and weight."""
+    like = jax.eval_shape(lambda: self._embed(jnp.int32(0)))
+    blank_RTD, zero = jnp.zeros(like.shape, like.dtype), jnp.zeros((), jnp.float32)
+    initial = _ForwardState(
+      blank_RTD, blank_RTD if self.forwarding_delay > 1 else None, Sums(zero, zero)
+    )
+    return lax.fori_loop(0, self.ticks.num_ticks, self._forward_tick, initial).sums
 
-  def _passed_on(self, tick: jax.Array, before: _Passing) -> _Passing:
-    work = jax.tree.map(lambda x: x[tick, 0], self.ticks.stages.forward)
-    together = jax.tree.map(lambda x: x[tick], self.ticks.together)
-    onward = [(stage, (stage + 1) % self.count) for stage in range(self.count)]
-    sent_RTD = lax.ppermute(before.made_RTD, "stage", onward)
-    input_RTD = sent_RTD if before.sent_RTD is None else before.sent_RTD
-    y_RTD = self._either(
+  def _forward_tick(self, tick: jax.Array, state: _ForwardState) -> _ForwardState:
+    entry = jax.tree.map(lambda x: x[tick, 0], self.ticks.stages.forward)
+    all_stages = jax.tree.map(lambda x: x[tick], self.ticks.all_stages)
+    onward = [(stage, (stage + 1) % self.num_stages) for stage in range(self.num_stages)]
+    sent_RTD = lax.ppermute(state.outgoing_RTD, "stage", onward)
+    input_RTD = sent_RTD if state.received_RTD is None else state.received_RTD
+    y_RTD = self._cond(
       "forward",
-      together.forward,
-      lambda: self._forward(work, together.embedding, input_RTD).y_RTD,
+      all_stages.forward,
+      lambda: self._forward(entry, all_stages.embedding, input_RTD).y_RTD,
       lambda: jnp.zeros_like(input_RTD),
     )
-    sums = self._either(
+    sums = self._cond(
       "loss",
-      together.loss,
-      lambda: self._with_share(together.loss_microbatch, y_RTD, before.sums),
-      lambda: before.sums,
+      all_stages.loss,
+      lambda: self._add_loss_share(all_stages.loss_microbatch, y_RTD, state.sums),
+      lambda: state.sums,
     )
-    return _Passing(y_RTD, None if before.sent_RTD is None else sent_RTD, sums)
+    return _ForwardState(y_RTD, None if state.received_RTD is None else sent_RTD, sums)
 
-  def _with_share(self, microbatch: jax.Array, y_RTD: jax.Array, sums: Sums) -> Sums:
-    """With the loss of this stage's share of the last stage's output."""
-    y_RCD, targets_RC, weights_RC = self._share(microbatch, y_RTD)
+  def _add_loss_share(self, microbatch: jax.Array, y_RTD: jax.Array, sums: Sums) -> Sums:
+    """Adds the loss of this stage's share of the tokens of the last stage's output."""
+    y_RCD, targets_RC, weights_RC = self._token_share(microbatch, y_RTD)
     loss = self.parts.loss(self.layers, self.rest, y_RCD, targets_RC, weights_RC)
     return Sums(sums.loss + loss, sums.weight + weights_RC.sum())
 
@@ -94,61 +96,57 @@ def pipelined_sums(
     params: the parameters, the layers in the order of the stages.
     rows: any batch (B, T) with B divided over the data and fsdp axes.
   """
-  num_pipeline_microbatches = eval_microbatches(
+  microbatches = eval_microbatches(
     pipeline, rows.inputs.shape[0] // mesh.shape["data"] // mesh.shape["fsdp"]
   )
-  local = functools.partial(
-    _local_sums, ModelParts(model, None), pipeline, num_pipeline_microbatches
-  )
+  local = functools.partial(_local_sums, ModelParts(model, None), pipeline, microbatches)
   return jax.shard_map(
     local,
     mesh=mesh,
-    in_specs=(ON_STAGE, BY_STAGE, PartitionSpec("data"), (ON_STAGE, WHOLE)),
-    out_specs=WHOLE,
+    in_specs=(OVER_STAGE, TIMETABLE_SPECS, PartitionSpec("data"), (OVER_STAGE, REPLICATED)),
+    out_specs=REPLICATED,
     axis_names={"data", "stage"},
     check_vma=False,
   )(
     jnp.arange(pipeline.stages),
-    jax.tree.map(jnp.asarray, forward_ticks(pipeline, num_pipeline_microbatches.microbatches)),
+    jax.tree.map(jnp.asarray, forward_only_arrays(pipeline, microbatches.microbatches)),
     rows,
-    divided(model, params),
+    split_layers(model, params),
   )
 
 
 def _local_sums(
   parts: ModelParts,
   pipeline: Pipeline,
-  num_pipeline_microbatches: EvalMicrobatches,
-  number: jax.Array,
+  microbatches: EvalMicrobatches,
+  stage_index: jax.Array,
   ticks: TimetableArrays,
   rows: Rows,
-  params: tuple[Leaves, Leaves],
+  params: tuple[FlatParams, FlatParams],
 ) -> Sums:
-  """What one stage of one replica computes, summed over stages and replicas."""
+  """Runs one stage of one replica, and sums its results over stages and replicas."""
   stage = _ForwardStage(
     parts=parts,
-    layers=by_repeat(params[0], pipeline.repeats),
+    layers=split_repeats(params[0], pipeline.repeats),
     rest=params[1],
-    number=number[0],
-    count=pipeline.stages,
-    hop=pipeline.hop,
-    microbatch=split_microbatches(
-      _filled_up(rows, num_pipeline_microbatches), num_pipeline_microbatches.microbatches
-    ),
+    index=stage_index[0],
+    num_stages=pipeline.stages,
+    forwarding_delay=pipeline.forwarding_delay,
+    microbatch=split_microbatches(_pad_rows(rows, microbatches), microbatches.microbatches),
     ticks=ticks,
-    stash=Inputs(parts, params[1]),
+    stash=InputStash(parts, params[1]),
   )
   return lax.psum(stage.evaluate(), ("data", "stage"))
 
 
-def _filled_up(rows: Rows, num_pipeline_microbatches: EvalMicrobatches) -> Rows:
-  """Rows (B, …) with zeros behind those of every group of devices: one pass (1, B', …)."""
+def _pad_rows(rows: Rows, microbatches: EvalMicrobatches) -> Rows:
+  """Pads the rows of every group of devices with zeros: (B, …) → (1, B', …)."""
   groups = jax.sharding.get_abstract_mesh().shape["fsdp"]
 
-  def filled(x: jax.Array) -> jax.Array:
+  def pad(x: jax.Array) -> jax.Array:
     by_group = x.reshape(groups, -1, *x.shape[1:])
-    missing = num_pipeline_microbatches.capacity - by_group.shape[1]
+    missing = microbatches.capacity - by_group.shape[1]
     ends = ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 1))
     return (jnp.pad(by_group, ends) if missing else by_group).reshape(1, -1, *x.shape[1:])
 
-  return jax.tree.map(filled, rows)
+  return jax.tree.map(pad, rows)

@@ -1,10 +1,11 @@
-"""Gradients of a step's microbatches with the layers divided over stages, as a timetable says.
+"""Gradients of a step with the layers divided over pipeline stages.
 
 R rows of a microbatch, T tokens.
 
-A shard_map takes over the axes `stage` and `data`: each stage runs its ticks on its own layers, and
-each replica its own microbatches. The other axes stay with the compiler. The timetable is data, so
-that another number of passes runs the same program.
+A shard_map makes the mesh axes `stage` and `data` manual: each stage runs the ticks of the timetable
+on its own layers, and each replica on its own microbatches. The other axes are left to the
+compiler. The timetable is an argument, so that any number of accumulation steps runs the same
+program.
 """
 
 import functools
@@ -21,17 +22,17 @@ from maxbatch.models.registry import Model, Parameters
 from maxbatch.pipeline_parallel.schedule import BufferLimits
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays
-from maxbatch.training.stage_parts import Leaves, ModelParts, divided, joined
+from maxbatch.training.model_parts import FlatParams, ModelParts, merge_layers, split_layers
 from maxbatch.training.stage_residuals import StageInput
 from maxbatch.training.stash import Stash, make_stash
 from maxbatch.training.state import Sums
 from maxbatch.training.tick import PipelineStage
 
-WHOLE, ON_STAGE = PartitionSpec(), PartitionSpec("stage")
-BY_STAGE = TimetableArrays(WHOLE, PartitionSpec(None, "stage"), WHOLE)  # pyright: ignore
-"""How a timetable is divided: of what differs between stages each has its own."""
-_ON_DATA, _PARAMETERS = PartitionSpec(None, "data"), (ON_STAGE, WHOLE)
-_TAKEN = {"data", "stage"}
+REPLICATED, OVER_STAGE = PartitionSpec(), PartitionSpec("stage")
+TIMETABLE_SPECS = TimetableArrays(REPLICATED, PartitionSpec(None, "stage"), REPLICATED)  # pyright: ignore
+"""Of arrays [ticks, stages] every stage has its own column."""
+_OVER_DATA, _PARAMETER_SPECS = PartitionSpec(None, "data"), (OVER_STAGE, REPLICATED)
+_MANUAL_AXES = {"data", "stage"}
 
 
 def pipelined_gradients(
@@ -52,11 +53,11 @@ def pipelined_gradients(
     pipeline: how layers and batch are divided.
     mesh: the devices.
     params: the parameters, the layers in the order of the stages.
-    zeros: float32 zeros of their shapes, where the sums may be formed.
-    rows: passes (k, B, T), B divided over the data and fsdp axes; each is cut into microbatches,
-      numbered pass by pass.
+    zeros: float32 zeros of their shapes, in which gradients are summed.
+    rows: accumulation steps (k, B, T), B divided over the data and fsdp axes. Each is divided into
+      num_pipeline_microbatches; they are numbered one accumulation step after another.
     ticks: the timetable.
-    room: the slots of its buffers.
+    capacity: slots of a stage's buffers.
     dropout_key: the run's dropout key.
 
   Returns:
@@ -66,12 +67,18 @@ def pipelined_gradients(
   d_layers, d_rest, sums = jax.shard_map(
     local,
     mesh=mesh,
-    in_specs=(ON_STAGE, BY_STAGE, _ON_DATA, *(_PARAMETERS,) * 2),
-    out_specs=(*_PARAMETERS, WHOLE),
-    axis_names=_TAKEN,
+    in_specs=(OVER_STAGE, TIMETABLE_SPECS, _OVER_DATA, *(_PARAMETER_SPECS,) * 2),
+    out_specs=(*_PARAMETER_SPECS, REPLICATED),
+    axis_names=_MANUAL_AXES,
     check_vma=False,
-  )(jnp.arange(pipeline.stages), ticks, rows, divided(model, params), divided(model, zeros))
-  return joined(d_layers, d_rest), sums
+  )(
+    jnp.arange(pipeline.stages),
+    ticks,
+    rows,
+    split_layers(model, params),
+    split_layers(model, zeros),
+  )
+  return merge_layers(d_layers, d_rest), sums
 
 
 def stage_residual_bytes(
@@ -82,31 +89,32 @@ def stage_residual_bytes(
   rows: Rows,
   dropout_key: jax.Array,
 ) -> int:
-  """Bytes that a device keeps of one microbatch beside its input, of shapes as above.
+  """Bytes of one microbatch's residuals on one device, without its input.
 
-  Computes nothing: the mesh may be one whose devices are not here.
+  The arguments are those of `pipelined_gradients`, or their shapes. The model is only traced, so
+  the devices of the mesh need not exist.
   """
   found = 0
 
-  def look(rows: Rows, params: tuple[Leaves, Leaves]) -> None:
+  def trace(rows: Rows, params: tuple[FlatParams, FlatParams]) -> None:
     nonlocal found
     layers, microbatch = (
-      by_repeat(params[0], pipeline.repeats),
+      split_repeats(params[0], pipeline.repeats),
       split_microbatches(rows, pipeline.num_pipeline_microbatches),
     )
-    stash = _stash(ModelParts(model, dropout_key), pipeline, layers, params[1], microbatch)
-    found = sum(one.local_bytes for one in stash.kept)
+    stash = _make_stash(ModelParts(model, dropout_key), pipeline, layers, params[1], microbatch)
+    found = sum(residual.local_bytes for residual in stash.residuals)
 
-  looked = jax.shard_map(
-    look,
+  sharded_trace = jax.shard_map(
+    trace,
     mesh=mesh,
-    in_specs=(_ON_DATA, _PARAMETERS),
-    out_specs=WHOLE,
-    axis_names=_TAKEN,
+    in_specs=(_OVER_DATA, _PARAMETER_SPECS),
+    out_specs=REPLICATED,
+    axis_names=_MANUAL_AXES,
     check_vma=False,
   )
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    jax.eval_shape(looked, rows, divided(model, params))
+    jax.eval_shape(sharded_trace, rows, split_layers(model, params))
   return found
 
 
@@ -114,16 +122,16 @@ def _local_gradients(
   parts: ModelParts,
   pipeline: Pipeline,
   capacity: BufferLimits,
-  number: jax.Array,
+  stage_index: jax.Array,
   ticks: TimetableArrays,
   rows: Rows,
-  params: tuple[Leaves, Leaves],
-  zeros: tuple[Leaves, Leaves],
-) -> tuple[Leaves, Leaves, Sums]:
-  """What one stage of one replica computes, summed over stages and replicas where it must be."""
+  params: tuple[FlatParams, FlatParams],
+  zeros: tuple[FlatParams, FlatParams],
+) -> tuple[FlatParams, FlatParams, Sums]:
+  """Runs one stage of one replica, and sums its results over stages and replicas as needed."""
   repeats = pipeline.repeats
   layers, rest, microbatch = (
-    by_repeat(params[0], repeats),
+    split_repeats(params[0], repeats),
     params[1],
     split_microbatches(rows, pipeline.num_pipeline_microbatches),
   )
@@ -131,58 +139,59 @@ def _local_gradients(
     parts=parts,
     layers=layers,
     rest=rest,
-    number=number[0],
-    count=pipeline.stages,
-    hop=pipeline.hop,
+    index=stage_index[0],
+    num_stages=pipeline.stages,
+    forwarding_delay=pipeline.forwarding_delay,
     microbatch=microbatch,
     ticks=ticks,
-    stash=_stash(parts, pipeline, layers, rest, microbatch),
+    stash=_make_stash(parts, pipeline, layers, rest, microbatch),
   )
-  held = stage.run(by_repeat(zeros[0], repeats), zeros[1], capacity)
-  d_layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), held.d_layers)
-  d_rest, sums = lax.psum((held.d_rest, held.sums), ("data", "stage"))
+  state = stage.run(split_repeats(zeros[0], repeats), zeros[1], capacity)
+  d_layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state.d_layers)
+  d_rest, sums = lax.psum((state.d_rest, state.sums), ("data", "stage"))
   return lax.psum(d_layers, "data"), d_rest, sums
 
 
-def _stash(
+def _make_stash(
   parts: ModelParts,
   pipeline: Pipeline,
-  layers: Leaves,
-  rest: Leaves,
+  layers: FlatParams,
+  rest: FlatParams,
   microbatch: Callable[[jax.Array], Rows],
 ) -> Stash:
-  """The way from a forward to its backward, for what the layers of a repeat will be given."""
+  """The stash for the shapes that the layers of one repeat get."""
 
-  def given() -> StageInput:
+  def stage_input() -> StageInput:
     rows, first = microbatch(jnp.int32(0)), jnp.int32(0)
-    one = {path: leaf[0] for path, leaf in layers.items()}
-    return StageInput(one, parts.embed(layers, rest, rows), rows, first)
+    first_repeat = {path: leaf[0] for path, leaf in layers.items()}
+    return StageInput(first_repeat, parts.embed(layers, rest, rows), rows, first)
 
-  return make_stash(pipeline.stash, parts, rest, jax.eval_shape(given))
+  return make_stash(pipeline.stash, parts, rest, jax.eval_shape(stage_input))
 
 
-def by_repeat(layers: Leaves, repeats: int) -> Leaves:
-  """One repeat's layers after the other's: (repeats · layers, …) → (repeats, layers, …)."""
+def split_repeats(layers: FlatParams, repeats: int) -> FlatParams:
+  """Splits the layers of a stage by repeat: (repeats · layers, …) → (repeats, layers, …)."""
   return {path: leaf.reshape(repeats, -1, *leaf.shape[1:]) for path, leaf in layers.items()}
 
 
 def split_microbatches(rows: Rows, num_pipeline_microbatches: int) -> Callable[[jax.Array], Rows]:
-  """Microbatches by number: `num_pipeline_microbatches` of the first microbatch, then those of the next.
+  """A function from the number of a pipeline microbatch to its rows.
 
-  Each is cut from the rows of every group of devices that fsdp sets apart, so that no row moves.
+  The first `num_pipeline_microbatches` numbers are those of the first accumulation step. Each takes
+  rows from every group of devices along fsdp, so that no row moves between devices.
   """
   groups = jax.sharding.get_abstract_mesh().shape["fsdp"]
 
   def split(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], groups, num_pipeline_microbatches, -1, *x.shape[2:])
 
-  passes = jax.tree.map(split, rows)
+  accumulation_steps = jax.tree.map(split, rows)
 
   def microbatch(number: jax.Array) -> Rows:
-    def one(x: Any) -> jax.Array:
-      microbatch, chunk = jnp.divmod(number, x.shape[2])
-      return x[microbatch, :, chunk].reshape(-1, *x.shape[4:])
+    def select(x: Any) -> jax.Array:
+      accumulation_step, index = jnp.divmod(number, x.shape[2])
+      return x[accumulation_step, :, index].reshape(-1, *x.shape[4:])
 
-    return jax.tree.map(one, passes)
+    return jax.tree.map(select, accumulation_steps)
 
   return microbatch

@@ -1,7 +1,4 @@
-"""Bytes of what pipeline_stash=residuals keeps, by tracing the model for devices that need not be here.
-
-In a module of its own because it imports jax, which the pipeline command otherwise does without.
-"""
+"""Bytes that pipeline_stash=residuals keeps, found by tracing the model without its devices."""
 
 import dataclasses
 
@@ -17,30 +14,30 @@ from maxbatch.errors import UserError
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import build_model
 from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.training.model_parts import bind_layered
 from maxbatch.training.pipelined_step import stage_residual_bytes
-from maxbatch.training.stage_parts import in_parts
 
 
 def residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
-  """Bytes of the residuals of one microbatch on one device, its input not among them.
+  """Bytes of the residuals of one microbatch on one device, without its input.
 
   Raises:
-    UserError: the model does not come in parts, attention=flash has no kernel there, or
-      remat_policy is still to be chosen.
+    UserError: the model cannot be divided over stages, attention=flash has no kernel for the
+      devices, or remat_policy=explore, which leaves the policy open.
   """
   if config.model.remat_policy == "explore":
     raise UserError(
-      "remat_policy=explore tries several policies, and pipeline_stash=residuals keeps what one of "
-      "them says; for example remat_policy=none"
+      "remat_policy=explore tries several policies, but the size of pipeline_stash=residuals needs "
+      "one of them; for example remat_policy=none"
     )
   found = 0
 
-  # Under one trace, since even a random key would otherwise look for a device to be made on.
-  def look() -> None:
+  # Inside eval_shape, since outside even a random key is created on a device.
+  def trace() -> None:
     nonlocal found
     found = _residual_bytes(config, plan, dataclasses.replace(pipeline, stash="residuals"))
 
-  jax.eval_shape(look)
+  jax.eval_shape(trace)
   return found
 
 
@@ -56,14 +53,14 @@ def _residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
   )
   length = config.batch.max_target_length
   model = build_model(resolve_attention(config.model, length, device), length)
-  in_parts(model, model.shapes())
+  bind_layered(model, model.shapes())
   return stage_residual_bytes(
     model, pipeline, mesh, model.shapes(), _rows(config, plan), jax.random.key(0)
   )
 
 
 def _rows(config: Config, plan: BatchPlan) -> Rows:
-  """Shapes of one pass."""
+  """Shapes of the rows of one accumulation step."""
   count = plan.micro_batch_to_train
   ids = jax.ShapeDtypeStruct((1, count, plan.max_target_length), np.int32)
   weights = jax.ShapeDtypeStruct(ids.shape, np.float32)

@@ -2,11 +2,12 @@
 
 R rows of a microbatch, T tokens, D width of the residual stream.
 
-With `input` nothing: the backward computes the stage's layers once more. With `residuals` what
-differentiation hands from the forward to the backward, which remat_policy decides; but nothing that
-does not depend on the input: parameters are there anyway, and what is made of them or of the rows
-alone (casts, gathered copies, rotations, masks of dropout) is made again for the backward, so that
-it takes up no slot.
+- input: nothing more. The backward recomputes the stage's layers.
+- residuals: the residuals of the vjp, as remat_policy decides, if they depend on the input. What
+  depends on parameters or rows alone (casts, gathered copies, rotations, masks of dropout) is
+  recomputed for the backward and takes up no slot.
+
+"Stash" is PipeDream's word.
 """
 
 import dataclasses
@@ -17,129 +18,137 @@ import jax
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from maxbatch.training.stage_parts import Leaves, ModelParts
-from maxbatch.training.stage_residuals import Residual, StageInput, linearized, residuals
+from maxbatch.training.model_parts import FlatParams, ModelParts
+from maxbatch.training.stage_residuals import Residual, StageInput, layers_vjp, stage_residuals
 
 Arrays = tuple[jax.Array, ...]
 
 
 class Stash(Protocol):
-  """A way from a forward to its backward, the same on all stages."""
+  """How a forward and its backward are computed, and what is kept between them."""
 
   @property
-  def kept(self) -> tuple[Residual, ...]:
-    """What is kept of one microbatch."""
+  def residuals(self) -> tuple[Residual, ...]:
+    """The residuals that are kept of one microbatch."""
     ...
 
-  def forward(self, given: StageInput) -> tuple[jax.Array, Arrays]:
-    """The output, and what is kept."""
+  def forward(self, stage_input: StageInput) -> tuple[jax.Array, Arrays]:
+    """The output, and the residuals."""
     ...
 
   def backward(
-    self, given: StageInput, arrays: Arrays, d_y_RTD: jax.Array
-  ) -> tuple[Leaves, jax.Array]:
-    """Gradients of the layers and of their input."""
+    self, stage_input: StageInput, arrays: Arrays, d_y_RTD: jax.Array
+  ) -> tuple[FlatParams, jax.Array]:
+    """Gradients of the layers' parameters and of their input."""
     ...
 
 
-def make_stash(name: str, parts: ModelParts, rest: Leaves, given: StageInput) -> Stash:
-  """What `pipeline_stash=name` means for these layers.
+def make_stash(name: str, parts: ModelParts, rest: FlatParams, stage_input: StageInput) -> Stash:
+  """The stash of `pipeline_stash=name` for these layers.
 
   Args:
     name: input or residuals.
     parts: the model.
-    rest: the parameters that belong to no layer.
-    given: shapes of what the layers are given.
+    rest: parameters outside of the layers.
+    stage_input: shapes of the input of a model chunk.
   """
-  return Inputs(parts, rest) if name == "input" else _residuals(parts, rest, given)
+  return (
+    InputStash(parts, rest) if name == "input" else _make_residual_stash(parts, rest, stage_input)
+  )
 
 
 @dataclasses.dataclass(frozen=True)
-class Inputs:
-  """Keeps nothing: of inputs the ticks take care."""
+class InputStash:
+  """Keeps no residuals; the input itself is in the buffers of tick.py."""
 
   parts: ModelParts
-  rest: Leaves
-  kept = ()
+  rest: FlatParams
+  residuals = ()
 
-  def forward(self, given: StageInput) -> tuple[jax.Array, Arrays]:
-    """The output alone."""
-    rows, first = given.rows, given.first
-    return self.parts.apply_layers(given.layers, self.rest, given.x_RTD, rows, first), ()
+  def forward(self, stage_input: StageInput) -> tuple[jax.Array, Arrays]:
+    """The output, without residuals."""
+    rows, first = stage_input.rows, stage_input.first_layer
+    return self.parts.apply_layers(
+      stage_input.layers, self.rest, stage_input.x_RTD, rows, first
+    ), ()
 
   def backward(
-    self, given: StageInput, arrays: Arrays, d_y_RTD: jax.Array
-  ) -> tuple[Leaves, jax.Array]:
-    """Through the layers once more, and back."""
+    self, stage_input: StageInput, arrays: Arrays, d_y_RTD: jax.Array
+  ) -> tuple[FlatParams, jax.Array]:
+    """Recomputes the layers, then runs their vjp."""
     del arrays
-    _, vjp_fn = linearized(self.parts, self.rest, given)
+    _, vjp_fn = layers_vjp(self.parts, self.rest, stage_input)
     return vjp_fn(d_y_RTD)
 
 
 @dataclasses.dataclass(frozen=True)
-class Residuals:
-  """Keeps what differentiation hands on.
+class ResidualStash:
+  """Keeps the residuals that depend on the input.
 
   Attributes:
-    forth: from the leaves of what is given to the output and the leaves of `go_back`.
-    again: from the same to those leaves of `go_back` that are made again.
-    go_back: the structure of the way back, which is a function and a tree of arrays.
-    places: for each leaf of `go_back`, where it is in `kept`; None: it is made again.
-    kept: what is kept.
+    forward_fn: from the leaves of a StageInput to the output and the leaves of the vjp.
+    recompute_fn: from the leaves of a StageInput to the leaves of the vjp that are recomputed.
+    vjp_fn: the tree structure of the vjp, which is a function and a tree of arrays.
+    residual_indices: for each leaf of the vjp its index in `residuals`; None if recomputed.
+    residuals: what is kept of one microbatch.
   """
 
   forward_fn: Callable[..., Sequence[jax.Array]]
-  again: Callable[..., Sequence[jax.Array]]
+  recompute_fn: Callable[..., Sequence[jax.Array]]
   vjp_fn: Any
-  places: tuple[int | None, ...]
-  kept: tuple[Residual, ...]
+  residual_indices: tuple[int | None, ...]
+  residuals: tuple[Residual, ...]
 
-  def forward(self, given: StageInput) -> tuple[jax.Array, Arrays]:
-    """The output, and what the backward could only have from the layers."""
-    y_RTD, *leaves = self.forward_fn(*jax.tree.leaves(given))
-    found = dict(zip(self.places, leaves, strict=True))
-    return y_RTD, tuple(found[place] for place in range(len(self.kept)))
+  def forward(self, stage_input: StageInput) -> tuple[jax.Array, Arrays]:
+    """The output, and the residuals that depend on the input."""
+    y_RTD, *leaves = self.forward_fn(*jax.tree.leaves(stage_input))
+    by_index = dict(zip(self.residual_indices, leaves, strict=True))
+    return y_RTD, tuple(by_index[index] for index in range(len(self.residuals)))
 
   def backward(
-    self, given: StageInput, arrays: Arrays, d_y_RTD: jax.Array
-  ) -> tuple[Leaves, jax.Array]:
-    """Back, by what was kept and what is made again."""
-    again = iter(self.again(*jax.tree.leaves(given)))
-    leaves = [next(again) if place is None else arrays[place] for place in self.places]
+    self, stage_input: StageInput, arrays: Arrays, d_y_RTD: jax.Array
+  ) -> tuple[FlatParams, jax.Array]:
+    """Runs the vjp with the residuals and with the leaves that are recomputed."""
+    recomputed = iter(self.recompute_fn(*jax.tree.leaves(stage_input)))
+    leaves = [
+      next(recomputed) if index is None else arrays[index] for index in self.residual_indices
+    ]
     return jax.tree.unflatten(self.vjp_fn, leaves)(d_y_RTD)
 
 
-def _residuals(parts: ModelParts, rest: Leaves, given: StageInput) -> Residuals:
+def _make_residual_stash(
+  parts: ModelParts, rest: FlatParams, stage_input: StageInput
+) -> ResidualStash:
   traced, (_, vjp_fn) = jax.make_jaxpr(
-    lambda given: linearized(parts, rest, given), return_shape=True
-  )(given)
-  x_at, count = len(given.layers), len(traced.jaxpr.outvars)
-  stays = [at > 0 and _needs(traced.jaxpr, at, x_at) for at in range(count)]
-  again, _ = dce_jaxpr(
-    traced.jaxpr, [at > 0 and not stay for at, stay in enumerate(stays)], instantiate=True
+    lambda stage_input: layers_vjp(parts, rest, stage_input), return_shape=True
+  )(stage_input)
+  x_index, count = len(stage_input.layers), len(traced.jaxpr.outvars)
+  is_saved = [at > 0 and _depends_on(traced.jaxpr, at, x_index) for at in range(count)]
+  recomputed, _ = dce_jaxpr(
+    traced.jaxpr, [at > 0 and not saved for at, saved in enumerate(is_saved)], instantiate=True
   )
-  places = _numbered(traced.jaxpr.outvars[1:], stays[1:])
-  return Residuals(
+  residual_indices = _unique_indices(traced.jaxpr.outvars[1:], is_saved[1:])
+  return ResidualStash(
     forward_fn=core.jaxpr_as_fun(traced),
-    again=core.jaxpr_as_fun(core.ClosedJaxpr(again, traced.consts)),
+    recompute_fn=core.jaxpr_as_fun(core.ClosedJaxpr(recomputed, traced.consts)),
     vjp_fn=jax.tree.structure(vjp_fn),
-    places=places,
-    kept=residuals(parts, rest, given, places),
+    residual_indices=residual_indices,
+    residuals=stage_residuals(parts, rest, stage_input, residual_indices),
   )
 
 
-def _needs(jaxpr: core.Jaxpr, output: int, argument: int) -> bool:
-  """Whether an output depends on an argument, and is not that argument itself."""
+def _depends_on(jaxpr: core.Jaxpr, output: int, argument: int) -> bool:
+  """Whether an output depends on an argument and is not the argument itself."""
   if jaxpr.outvars[output] is jaxpr.invars[argument]:
     return False
   _, used = dce_jaxpr(jaxpr, [at == output for at in range(len(jaxpr.outvars))])
   return used[argument]
 
 
-def _numbered(leaves: Sequence[Any], stays: Sequence[bool]) -> tuple[int | None, ...]:
-  """A number for every leaf that stays, the same for the same; None for the others."""
+def _unique_indices(leaves: Sequence[Any], is_saved: Sequence[bool]) -> tuple[int | None, ...]:
+  """An index for every saved leaf, equal for identical leaves; None for the others."""
   numbers: dict[int, int] = {}
   return tuple(
-    numbers.setdefault(id(leaf), len(numbers)) if stay else None
-    for leaf, stay in zip(leaves, stays, strict=True)
+    numbers.setdefault(id(leaf), len(numbers)) if saved else None
+    for leaf, saved in zip(leaves, is_saved, strict=True)
   )

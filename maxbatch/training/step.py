@@ -27,7 +27,7 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
 )
 from maxbatch.training import partial_sums
 from maxbatch.training.accumulate import summed_gradients
-from maxbatch.training.layer_order import by_layer, by_stage
+from maxbatch.training.layer_order import to_layer_order, to_stage_order
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.optimizer import AverageState
 from maxbatch.training.pipelined_evaluation import pipelined_sums
@@ -107,10 +107,10 @@ class Trainer:
 
   def by_layer(self, tree: Any) -> Any:
     """Parameters, or what mirrors them, in the model's order of layers."""
-    return by_layer(self.model, self.pipeline, tree)
+    return to_layer_order(self.model, self.pipeline, tree)
 
   def _by_stage(self, state: TrainState) -> TrainState:
-    staged = functools.partial(by_stage, self.model, self.pipeline)
+    staged = functools.partial(to_stage_order, self.model, self.pipeline)
     inner = staged(state.opt_state.inner_opt_state)
     opt_state = state.opt_state._replace(inner_opt_state=inner)
     return state._replace(params=staged(state.params), opt_state=opt_state)

@@ -1,12 +1,11 @@
-"""One tick of one stage: what neighbours sent, a forward, the loss, a backward.
+"""One tick of one stage: receive from the neighbours, a forward, the loss, a backward.
 
 R rows of a microbatch, T tokens, C tokens of a stage's share, D width of the residual stream.
 
-All stages run this together. A stage without work computes along on what lies in a slot that nobody
-uses, and its results are masked: waiting would take as long, and collectives inside the layers need
-every device. Whether any stage has a forward, a loss or a backward is the same for all, so a whole
-tick can do without one. Nothing is left out on one stage alone, and nothing is exchanged between
-stages in a branch that others may not take.
+All stages run the same program in lockstep. An idle stage computes on the unused slot of its
+buffers and its results are masked: waiting would take as long, and collectives inside the layers
+need every device. A tick skips the forward, the loss or the backward only if no stage has one, so
+all stages take the same branches and no collective runs in a branch that another stage skips.
 """
 
 import dataclasses
@@ -20,301 +19,313 @@ from jax import lax
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import constrain
 from maxbatch.pipeline_parallel.schedule import BufferLimits
-from maxbatch.pipeline_parallel.tick_work import scope_of
+from maxbatch.pipeline_parallel.tick_operations import scope_name
 from maxbatch.pipeline_parallel.timetable_arrays import (
+  PassArrays,
   StageArrays,
   TickArrays,
   TimetableArrays,
-  WorkArrays,
 )
-from maxbatch.training.stage_parts import Leaves, ModelParts
+from maxbatch.training.model_parts import FlatParams, ModelParts
 from maxbatch.training.stage_residuals import StageInput
 from maxbatch.training.stash import Arrays, Stash
 from maxbatch.training.state import Sums, zero_sums
 
 
 class StageState(NamedTuple):
-  """What a stage keeps from tick to tick."""
+  """The state of a stage between ticks."""
 
   inputs: jax.Array
-  """[slots, R, T, D]: inputs, until their backward."""
+  """[slots, R, T, D]: inputs until their backward."""
   gradients: jax.Array
-  """[slots, R, T, D]: gradients of outputs, until their backward."""
-  kept: Arrays
-  """[slots, …]: what else is kept of a forward until its backward, in the slot of its input."""
-  made: tuple[jax.Array, jax.Array]
-  """Output and gradient of the tick before, (R, T, D) each."""
-  sent: tuple[jax.Array, ...]
-  """With delayed forwarding, the same of the neighbours, a tick older."""
-  d_layers: Leaves
-  """float32 sums of the layers' gradients: (repeats, layers, …)."""
-  d_rest: Leaves
-  """float32 sums of this stage's share of the other gradients."""
+  """[slots, R, T, D]: gradients of outputs until their backward."""
+  residuals: Arrays
+  """[slots, …]: residuals of a forward until its backward, in the same slot as its input."""
+  outgoing: tuple[jax.Array, jax.Array]
+  """Output and input gradient of the previous tick, (R, T, D) each, still to be sent."""
+  received: tuple[jax.Array, ...]
+  """With delayed forwarding, what the neighbours sent in the previous tick; else empty."""
+  d_layers: FlatParams
+  """float32 sums of the gradients of this stage's layers: (repeats, layers, …)."""
+  d_rest: FlatParams
+  """float32 sums of this stage's share of the gradients of all other parameters."""
   sums: Sums
-  """This stage's share of them."""
+  """This stage's share of the loss and the weight."""
 
 
 class ForwardResult(NamedTuple):
-  """What a forward leaves behind."""
+  """The input and output of a stage's layers, and the residuals to stash."""
 
   x_RTD: jax.Array
   y_RTD: jax.Array
-  kept: Arrays
+  residuals: Arrays
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineStage:
-  """What does not change from tick to tick.
+  """A pipeline stage: what stays the same in all ticks.
 
   Attributes:
     parts: the model.
-    layers: this stage's parameters: (repeats, layers, …).
-    rest: the parameters that belong to no layer, which every stage has.
-    number: of this stage, an int32 scalar.
-    count: stages.
-    hop: ticks to hand a result on, 1 or 2.
-    microbatch: the rows of a microbatch by its number.
-    ticks: the timetable; of what differs between stages only this one's column.
-    stash: the way from a forward to its backward.
+    layers: parameters of this stage's layers: (repeats, layers, …).
+    rest: parameters outside of the layers, which every stage has.
+    index: of this stage, an int32 scalar.
+    num_stages: pipeline stages.
+    forwarding_delay: ticks from computing a result to using it on the next stage, 1 or 2.
+    microbatch: a function from the number of a microbatch to its rows.
+    ticks: the timetable; of arrays [ticks, stages] only this stage's column.
+    stash: what is kept of a forward until its backward.
   """
 
   parts: ModelParts
-  layers: Leaves
-  rest: Leaves
-  number: jax.Array
-  count: int
-  hop: int
+  layers: FlatParams
+  rest: FlatParams
+  index: jax.Array
+  num_stages: int
+  forwarding_delay: int
   microbatch: Callable[[jax.Array], Rows]
   ticks: TimetableArrays
   stash: Stash
 
-  def run(self, zero_layers: Leaves, zero_rest: Leaves, capacity: BufferLimits) -> StageState:
-    """All ticks, from zeros of the gradients' shapes."""
-    one = jax.eval_shape(lambda: self._embedded(jnp.int32(0)))
-    made = (_blank(one.shape, one.dtype), _blank(one.shape, one.dtype))
-    held = StageState(
-      inputs=_blank((capacity.inputs + 1, *one.shape), one.dtype),
-      gradients=_blank((capacity.gradients + 1, *one.shape), one.dtype),
-      kept=self._nothing_kept(capacity.inputs + 1),
-      made=made,
-      sent=made if self.hop > 1 else (),
-      d_layers=self._laid_out(zero_layers),
-      d_rest=self._laid_out(zero_rest),
+  def run(
+    self, zero_layers: FlatParams, zero_rest: FlatParams, capacity: BufferLimits
+  ) -> StageState:
+    """Runs all ticks; the arguments are zeros in which the gradients are summed."""
+    like = jax.eval_shape(lambda: self._embed(jnp.int32(0)))
+    outgoing = (_blank(like.shape, like.dtype), _blank(like.shape, like.dtype))
+    state = StageState(
+      inputs=_blank((capacity.inputs + 1, *like.shape), like.dtype),
+      gradients=_blank((capacity.gradients + 1, *like.shape), like.dtype),
+      residuals=self._blank_residuals(capacity.inputs + 1),
+      outgoing=outgoing,
+      received=outgoing if self.forwarding_delay > 1 else (),
+      d_layers=self._constrain_like_params(zero_layers),
+      d_rest=self._constrain_like_params(zero_rest),
       sums=zero_sums(self.parts.model),
     )
-    return lax.fori_loop(0, self.ticks.count, self._tick, held)
+    return lax.fori_loop(0, self.ticks.num_ticks, self._tick, state)
 
-  def _tick(self, tick: jax.Array, held: StageState) -> StageState:
+  def _tick(self, tick: jax.Array, state: StageState) -> StageState:
     row: StageArrays = jax.tree.map(lambda x: x[tick, 0], self.ticks.stages)
-    together: TickArrays = jax.tree.map(lambda x: x[tick], self.ticks.together)
-    held = self._received(row, held)
-    # The buffers are read and written out here: XLA copies what goes through a branch as a whole.
-    waiting_RTD = _read(held.inputs, row.forward.slot)
+    all_stages: TickArrays = jax.tree.map(lambda x: x[tick], self.ticks.all_stages)
+    state = self._receive(row, state)
+    # Buffers are read and written outside of the branches: XLA would copy a whole buffer that goes
+    # through a branch.
+    waiting_RTD = _read(state.inputs, row.forward.slot)
     blank_RTD = _blank_like(waiting_RTD)
-    x_RTD, y_RTD, kept = self._either(
+    x_RTD, y_RTD, residuals = self._cond(
       "forward",
-      together.forward,
-      lambda: self._forward(row.forward, together.embedding, waiting_RTD),
-      lambda: ForwardResult(blank_RTD, blank_RTD, self._nothing_kept()),
+      all_stages.forward,
+      lambda: self._forward(row.forward, all_stages.embedding, waiting_RTD),
+      lambda: ForwardResult(blank_RTD, blank_RTD, self._blank_residuals()),
     )
-    held = held._replace(
-      inputs=_put(held.inputs, row.forward.slot, x_RTD),
-      kept=jax.tree.map(lambda to, x: _put(to, row.forward.slot, x), held.kept, kept),
+    state = state._replace(
+      inputs=_write(state.inputs, row.forward.slot, x_RTD),
+      residuals=jax.tree.map(
+        lambda to, x: _write(to, row.forward.slot, x), state.residuals, residuals
+      ),
     )
-    held, d_y_RTD = self._with_loss(together, y_RTD, held)
-    held = held._replace(gradients=_put(held.gradients, row.loss_slot, d_y_RTD))
-    held, d_x_RTD = self._with_backward(row.backward, row.gradient_slot, together, held)
-    return held._replace(made=(y_RTD, d_x_RTD))
+    state, d_y_RTD = self._add_loss(all_stages, y_RTD, state)
+    state = state._replace(gradients=_write(state.gradients, row.loss_slot, d_y_RTD))
+    state, d_x_RTD = self._add_backward(row.backward, row.gradient_slot, all_stages, state)
+    return state._replace(outgoing=(y_RTD, d_x_RTD))
 
-  def _received(self, row: StageArrays, held: StageState) -> StageState:
-    """Puts away outputs of the stage before and gradients of the one behind, around a ring.
+  def _receive(self, row: StageArrays, state: StageState) -> StageState:
+    """Stores the previous stage's output and the next stage's gradient, sent around a ring.
 
-    At the beginning of a tick, not at the end of the one before: between a read of a buffer and the
-    next write to it there is then always something that needs the one and that the other needs.
-    XLA would otherwise copy the buffer, in every tick.
+    This is at the beginning of a tick and not at the end of the previous one, so that every write
+    to a buffer depends on a result of the read before it. Otherwise XLA copies the buffer in every
+    tick.
     """
-    onward = [(stage, (stage + 1) % self.count) for stage in range(self.count)]
-    back = [(after, stage) for stage, after in onward]
-    y_RTD, d_x_RTD = held.made
-    sent = (lax.ppermute(y_RTD, "stage", onward), lax.ppermute(d_x_RTD, "stage", back))
-    input_RTD, gradient_RTD = held.sent if self.hop > 1 else sent
-    return held._replace(
-      inputs=_put(held.inputs, row.input_arrives, input_RTD),
-      gradients=_put(held.gradients, row.gradient_arrives, gradient_RTD),
-      sent=sent if self.hop > 1 else (),
+    onward = [(stage, (stage + 1) % self.num_stages) for stage in range(self.num_stages)]
+    backward = [(next_stage, stage) for stage, next_stage in onward]
+    y_RTD, d_x_RTD = state.outgoing
+    sent = (lax.ppermute(y_RTD, "stage", onward), lax.ppermute(d_x_RTD, "stage", backward))
+    input_RTD, gradient_RTD = state.received if self.forwarding_delay > 1 else sent
+    return state._replace(
+      inputs=_write(state.inputs, row.input_arrival_slot, input_RTD),
+      gradients=_write(state.gradients, row.gradient_arrival_slot, gradient_RTD),
+      received=sent if self.forwarding_delay > 1 else (),
     )
 
   def _forward(
-    self, work: WorkArrays, embedding: jax.Array, waiting_RTD: jax.Array
+    self, entry: PassArrays, embedding: jax.Array, waiting_RTD: jax.Array
   ) -> ForwardResult:
-    """This stage's layers."""
-    embedded_RTD = self._either(
+    """Embedding, on the first stage in the first repeat, and this stage's layers."""
+    embedded_RTD = self._cond(
       "embedding",
       embedding,
-      lambda: self._embedded(work.microbatch),
+      lambda: self._embed(entry.microbatch),
       lambda: _blank_like(waiting_RTD),
     )
-    x_RTD = jnp.where(self._is_first(work), embedded_RTD, waiting_RTD)
-    return ForwardResult(x_RTD, *self.stash.forward(self._given(work, x_RTD)))
+    x_RTD = jnp.where(self._is_first(entry), embedded_RTD, waiting_RTD)
+    return ForwardResult(x_RTD, *self.stash.forward(self._stage_input(entry, x_RTD)))
 
-  def _with_loss(
-    self, together: TickArrays, y_RTD: jax.Array, held: StageState
+  def _add_loss(
+    self, all_stages: TickArrays, y_RTD: jax.Array, state: StageState
   ) -> tuple[StageState, jax.Array]:
-    """Adds the loss of the last stage's output, if it has one; its gradient."""
-    d_rest, sums, d_y_RTD = self._either(
+    """Adds the loss of the last stage's output, if this tick has one; returns its gradient."""
+    d_rest, sums, d_y_RTD = self._cond(
       "loss",
-      together.loss,
-      lambda: self._loss(together.loss_microbatch, y_RTD, held.d_rest, held.sums),
-      lambda: (held.d_rest, held.sums, _blank_like(y_RTD)),
+      all_stages.loss,
+      lambda: self._loss(all_stages.loss_microbatch, y_RTD, state.d_rest, state.sums),
+      lambda: (state.d_rest, state.sums, _blank_like(y_RTD)),
     )
-    return held._replace(d_rest=d_rest, sums=sums), d_y_RTD
+    return state._replace(d_rest=d_rest, sums=sums), d_y_RTD
 
   def _loss(
-    self, microbatch: jax.Array, y_RTD: jax.Array, d_rest: Leaves, sums: Sums
-  ) -> tuple[Leaves, Sums, jax.Array]:
-    """Loss and gradient of the last stage's output, every stage taking a share of the tokens."""
-    y_RCD, targets_RC, weights_RC = self._share(microbatch, y_RTD)
+    self, microbatch: jax.Array, y_RTD: jax.Array, d_rest: FlatParams, sums: Sums
+  ) -> tuple[FlatParams, Sums, jax.Array]:
+    """Loss and gradient of the last stage's output; every stage computes a share of the tokens."""
+    y_RCD, targets_RC, weights_RC = self._token_share(microbatch, y_RTD)
 
-    def loss(some: Leaves, y_RCD: jax.Array) -> jax.Array:
-      return self.parts.loss(self.layers, self.rest | some, y_RCD, targets_RC, weights_RC)
+    def loss(used: FlatParams, y_RCD: jax.Array) -> jax.Array:
+      return self.parts.loss(self.layers, self.rest | used, y_RCD, targets_RC, weights_RC)
 
-    some = _needed(lambda rest: loss(rest, y_RCD), self.rest)
-    total, (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1))(some, y_RCD)
+    used = _used_params(lambda rest: loss(rest, y_RCD), self.rest)
+    total, (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1))(used, y_RCD)
     d_y_RTD = lax.all_gather(d_y_RCD, "stage", axis=1, tiled=True)[:, : y_RTD.shape[1]]
     sums = Sums(sums.loss + total, sums.weight + weights_RC.sum())
-    return self._added(d_rest, new), sums, d_y_RTD
+    return self._add_gradients(d_rest, new), sums, d_y_RTD
 
-  def _share(
+  def _token_share(
     self, microbatch: jax.Array, y_RTD: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """This stage's tokens of the last stage's output, their targets and their weights."""
     rows = self.microbatch(microbatch)
-    # Everyone sends everyone its share; all but the last stage's is dropped. A sum over stages with
-    # zeros from the others would move as much, and XLA's CPU compiler fails on one of bfloat16.
-    shares_RSCD = lax.all_to_all(self._shares(y_RTD), "stage", split_axis=1, concat_axis=1)
-    targets_RC = self._shares(rows.targets)[:, self.number]
-    return shares_RSCD[:, -1], targets_RC, self._shares(rows.weights)[:, self.number]
+    # Every stage sends every stage a share, and only the last stage's shares are used. A sum over
+    # stages with zeros would move as much, and XLA's CPU compiler fails on such a sum of bfloat16.
+    shares_RSCD = lax.all_to_all(self._split_tokens(y_RTD), "stage", split_axis=1, concat_axis=1)
+    targets_RC = self._split_tokens(rows.targets)[:, self.index]
+    return shares_RSCD[:, -1], targets_RC, self._split_tokens(rows.weights)[:, self.index]
 
-  def _with_backward(
-    self, work: WorkArrays, gradient_slot: jax.Array, together: TickArrays, held: StageState
+  def _add_backward(
+    self, entry: PassArrays, gradient_slot: jax.Array, all_stages: TickArrays, state: StageState
   ) -> tuple[StageState, jax.Array]:
-    """Adds the gradients of this stage's layers, if any stage has some; that of their input."""
-    x_RTD = _read(held.inputs, work.slot)
-    kept = tuple(_read(buffer, work.slot) for buffer in held.kept)
-    d_y_RTD = _read(held.gradients, gradient_slot)
-    d_layers, d_x_RTD = self._either(
+    """Adds the gradients of this stage's layers, if this tick has a backward.
+
+    Returns the state and the gradient of the layers' input.
+    """
+    x_RTD = _read(state.inputs, entry.slot)
+    residuals = tuple(_read(buffer, entry.slot) for buffer in state.residuals)
+    d_y_RTD = _read(state.gradients, gradient_slot)
+    d_layers, d_x_RTD = self._cond(
       "backward",
-      together.backward,
-      lambda: self._backward(work, x_RTD, kept, d_y_RTD, held.d_layers),
-      lambda: (held.d_layers, _blank_like(x_RTD)),
+      all_stages.backward,
+      lambda: self._backward(entry, x_RTD, residuals, d_y_RTD, state.d_layers),
+      lambda: (state.d_layers, _blank_like(x_RTD)),
     )
-    d_rest = self._either(
-      "unembedding",
-      together.unembedding,
-      lambda: self._unembedded(work, d_x_RTD, held.d_rest),
-      lambda: held.d_rest,
+    d_rest = self._cond(
+      "embedding_backward",
+      all_stages.embedding_backward,
+      lambda: self._embedding_backward(entry, d_x_RTD, state.d_rest),
+      lambda: state.d_rest,
     )
-    return held._replace(d_layers=d_layers, d_rest=d_rest), d_x_RTD
+    return state._replace(d_layers=d_layers, d_rest=d_rest), d_x_RTD
 
   def _backward(
     self,
-    work: WorkArrays,
+    entry: PassArrays,
     x_RTD: jax.Array,
-    kept: Arrays,
+    residuals: Arrays,
     d_y_RTD: jax.Array,
-    d_layers: Leaves,
-  ) -> tuple[Leaves, jax.Array]:
-    """Back through this stage's layers."""
-    new, d_x_RTD = self.stash.backward(self._given(work, x_RTD), kept, d_y_RTD)
-    # As in accumulate.py: reductions over fsdp are to stay inside the loop.
+    d_layers: FlatParams,
+  ) -> tuple[FlatParams, jax.Array]:
+    """The backward of this stage's layers: their gradients added, and that of their input."""
+    new, d_x_RTD = self.stash.backward(self._stage_input(entry, x_RTD), residuals, d_y_RTD)
+    # As in accumulate.py: keeps reductions over fsdp inside the loop.
     new = lax.optimization_barrier(new)
     sums = {
-      path: total.at[work.repeat].add(_masked(work.on, new[path].astype(total.dtype)))
+      path: total.at[entry.repeat].add(_mask(entry.is_active, new[path].astype(total.dtype)))
       for path, total in d_layers.items()
     }
     return sums, d_x_RTD
 
-  def _unembedded(self, work: WorkArrays, d_x_RTD: jax.Array, d_rest: Leaves) -> Leaves:
-    """Adds what the first stage's input owes to the embedding."""
-    rows = self.microbatch(work.microbatch)
+  def _embedding_backward(
+    self, entry: PassArrays, d_x_RTD: jax.Array, d_rest: FlatParams
+  ) -> FlatParams:
+    """The backward of the embedding, added on the first stage in the first repeat."""
+    rows = self.microbatch(entry.microbatch)
 
-    def embed(some: Leaves) -> jax.Array:
-      return self.parts.embed(self.layers, self.rest | some, rows)
+    def embed(used: FlatParams) -> jax.Array:
+      return self.parts.embed(self.layers, self.rest | used, rows)
 
-    _, vjp_fn = jax.vjp(embed, _needed(embed, self.rest))
-    begins = work.on & self._is_first(work)
-    return self._added(d_rest, vjp_fn(_masked(begins, d_x_RTD))[0])
+    _, vjp_fn = jax.vjp(embed, _used_params(embed, self.rest))
+    begins = entry.is_active & self._is_first(entry)
+    return self._add_gradients(d_rest, vjp_fn(_mask(begins, d_x_RTD))[0])
 
-  def _is_first(self, work: WorkArrays) -> jax.Array:
-    return (self.number == 0) & (work.repeat == 0)
+  def _is_first(self, entry: PassArrays) -> jax.Array:
+    return (self.index == 0) & (entry.repeat == 0)
 
-  def _embedded(self, microbatch: jax.Array) -> jax.Array:
+  def _embed(self, microbatch: jax.Array) -> jax.Array:
     return self.parts.embed(self.layers, self.rest, self.microbatch(microbatch))
 
-  def _given(self, work: WorkArrays, x_RTD: jax.Array) -> StageInput:
-    """What this stage's layers compute with in this work."""
-    layers = self._of_repeat(work.repeat)
+  def _stage_input(self, entry: PassArrays, x_RTD: jax.Array) -> StageInput:
+    """The input of this stage's layers in this forward or backward."""
+    layers = self._layers_of_repeat(entry.repeat)
     each = next(iter(layers.values())).shape[0]
-    first = (work.repeat * self.count + self.number) * each
-    return StageInput(layers, x_RTD, self.microbatch(work.microbatch), first)
+    first = (entry.repeat * self.num_stages + self.index) * each
+    return StageInput(layers, x_RTD, self.microbatch(entry.microbatch), first)
 
-  def _of_repeat(self, repeat: jax.Array) -> Leaves:
-    """The parameters of one repeat; with only one there is nothing to copy."""
+  def _layers_of_repeat(self, repeat: jax.Array) -> FlatParams:
+    """The parameters of one repeat; without repeats, nothing is copied."""
     return {
       path: leaf[0] if leaf.shape[0] == 1 else leaf[repeat] for path, leaf in self.layers.items()
     }
 
-  def _shares(self, x: jax.Array) -> jax.Array:
-    """The tokens that each stage takes: (R, T, …) → (R, stages, C, …), zeros at the end."""
-    missing = -x.shape[1] % self.count
+  def _split_tokens(self, x: jax.Array) -> jax.Array:
+    """Divides tokens over the stages: (R, T, …) → (R, stages, C, …), padded with zeros."""
+    missing = -x.shape[1] % self.num_stages
     padded = jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2))) if missing else x
-    return padded.reshape(x.shape[0], self.count, -1, *x.shape[2:])
+    return padded.reshape(x.shape[0], self.num_stages, -1, *x.shape[2:])
 
-  def _added(self, totals: Leaves, new: Leaves) -> Leaves:
-    """The sums with gradients of some of the parameters added."""
+  def _add_gradients(self, totals: FlatParams, new: FlatParams) -> FlatParams:
+    """Adds gradients of some of the parameters to the sums."""
     new = lax.optimization_barrier(new)
     return totals | {path: totals[path] + g.astype(totals[path].dtype) for path, g in new.items()}
 
-  def _either(
+  def _cond(
     self,
-    work: str,
+    operation: str,
     condition: jax.Array,
     compute: Callable[[], Any],
     otherwise: Callable[[], Any],
   ) -> Any:
-    """One of two branches, whose results lie in the same places: XLA's TPU compiler insists.
+    """lax.cond with equal shardings in both branches, which XLA's TPU compiler requires.
 
-    Reports tell by the scope how often it is computed.
+    The scope tells reports which operation this is, and so how often it runs.
     """
-    with jax.named_scope(scope_of(work)):
-      return lax.cond(condition, lambda: self._placed(compute()), lambda: self._placed(otherwise()))
+    with jax.named_scope(scope_name(operation)):
+      return lax.cond(
+        condition, lambda: self._constrain(compute()), lambda: self._constrain(otherwise())
+      )
 
-  def _placed(self, result: Any) -> Any:
-    """Gradients of parameters, activations (R, T, D) and scalars, where they belong."""
+  def _constrain(self, result: Any) -> Any:
+    """Constrains the sharding of gradients of parameters, activations (R, T, D) and scalars."""
     if result is None:
       return None
     if isinstance(result, dict):
-      return self._laid_out(result)
+      return self._constrain_like_params(result)
     if isinstance(result, ForwardResult):
-      x_RTD, y_RTD = self._placed(result.x_RTD), self._placed(result.y_RTD)
-      return ForwardResult(x_RTD, y_RTD, self._kept_placed(result.kept))
+      x_RTD, y_RTD = self._constrain(result.x_RTD), self._constrain(result.y_RTD)
+      return ForwardResult(x_RTD, y_RTD, self._constrain_residuals(result.residuals))
     if isinstance(result, tuple):
-      parts = [self._placed(each) for each in result]
+      parts = [self._constrain(each) for each in result]
       return Sums(*parts) if isinstance(result, Sums) else tuple(parts)
     return constrain(result, ("batch", "length", "activation_embed") if result.ndim else ())
 
-  def _nothing_kept(self, *slots: int) -> Arrays:
-    """Of one microbatch, or of as many as there are slots."""
-    blanks = [_blank((*slots, *one.shape), one.dtype) for one in self.stash.kept]
-    return self._kept_placed(tuple(blanks))
+  def _blank_residuals(self, *slots: int) -> Arrays:
+    """Zeros for the residuals of one microbatch, or buffers with a slot dimension in front."""
+    blanks = [_blank((*slots, *like.shape), like.dtype) for like in self.stash.residuals]
+    return self._constrain_residuals(tuple(blanks))
 
-  def _kept_placed(self, kept: Arrays) -> Arrays:
-    """Where fsdp and tensor divide it, with a dim in front for slots or without."""
-    each = zip(kept, self.stash.kept, strict=True)
-    return tuple(constrain(x, (None,) * (x.ndim - len(one.axes)) + one.axes) for x, one in each)
+  def _constrain_residuals(self, residuals: Arrays) -> Arrays:
+    """Divides residuals over fsdp and tensor, with or without a slot dimension in front."""
+    each = zip(residuals, self.stash.residuals, strict=True)
+    return tuple(constrain(x, (None,) * (x.ndim - len(like.axes)) + like.axes) for x, like in each)
 
-  def _laid_out(self, gradients: Leaves) -> Leaves:
-    """Divided over fsdp and tensor as the parameters are; the layers' have a dim in front."""
+  def _constrain_like_params(self, gradients: FlatParams) -> FlatParams:
+    """Divides gradients as the parameters are; those of layers have a repeat dim in front."""
     axes = self.parts.model.axes()
     return {
       path: constrain(leaf, (None,) * (leaf.ndim - len(axes[path])) + axes[path])
@@ -322,8 +333,8 @@ class PipelineStage:
     }
 
 
-def _needed(function: Callable[[Leaves], Any], rest: Leaves) -> Leaves:
-  """The parameters that it depends on: gradients of the others are zero, and need no adding."""
+def _used_params(function: Callable[[FlatParams], Any], rest: FlatParams) -> FlatParams:
+  """The parameters that the function uses: gradients of the others are zero and not added."""
   traced = jax.make_jaxpr(function)(rest).jaxpr
   read = {id(variable) for equation in traced.eqns for variable in equation.invars}
   given = zip(sorted(rest), traced.invars, strict=True)
@@ -331,7 +342,7 @@ def _needed(function: Callable[[Leaves], Any], rest: Leaves) -> Leaves:
 
 
 def _blank(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-  """What nobody will use, or not before it is written."""
+  """An array whose values are never used, or only after they are written."""
   return jnp.zeros(shape, dtype)
 
 
@@ -339,8 +350,8 @@ def _blank_like(x_RTD: jax.Array) -> jax.Array:
   return _blank(x_RTD.shape, x_RTD.dtype)
 
 
-def _masked(condition: jax.Array, value: jax.Array) -> jax.Array:
-  """Zeros, whatever an idle stage computed, NaN too."""
+def _mask(condition: jax.Array, value: jax.Array) -> jax.Array:
+  """The value, or zeros on an idle stage, even where it computed NaN."""
   return jnp.where(condition, value, jnp.zeros_like(value))
 
 
@@ -348,5 +359,5 @@ def _read(buffer: jax.Array, slot: jax.Array) -> jax.Array:
   return buffer[slot]
 
 
-def _put(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
+def _write(buffer: jax.Array, slot: jax.Array, value: jax.Array) -> jax.Array:
   return buffer.at[slot].set(value.astype(buffer.dtype))

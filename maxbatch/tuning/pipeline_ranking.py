@@ -60,7 +60,7 @@ class RankedStep:
     shape = self.pipeline.with_num_pipeline_microbatches(num_pipeline_microbatches).shape_of(
       num_microbatches
     )
-    return timetables * (shape.work + shape.delay)
+    return timetables * (shape.forwards_per_stage + shape.warmup_ticks)
 
   def samples(self, num_pipeline_microbatches: int) -> int:
     """Of a microbatch, in each group of devices."""

@@ -1,4 +1,4 @@
-"""A model's parameters and computation in the parts that a pipeline runs at different times.
+"""A model in parts that a pipeline runs at different times: embedding, layers, loss.
 
 R rows of a microbatch, T tokens, D width of the residual stream.
 """
@@ -15,55 +15,55 @@ from maxbatch.models.dropout import sample_keys
 from maxbatch.models.registry import LayeredModel, Model, Parameters, build_model
 from maxbatch.training.loss import cross_entropy_parts, num_tiles
 
-Leaves = dict[tuple[str, ...], jax.Array]
-"""Parameters, or something of each, by path."""
+FlatParams = dict[tuple[str, ...], jax.Array]
+"""Parameters, or an array for each of them (gradients, sums), by path."""
 
 
 def is_layered(model: Model, path: tuple[str, ...]) -> bool:
-  """Whether a parameter has a part for each layer, along its first dim."""
+  """Whether a parameter belongs to the layers, which are stacked along its first dim."""
   return model.axes()[path][:1] == ("layers",)
 
 
-def divided(model: Model, tree: Parameters) -> tuple[Leaves, Leaves]:
-  """What belongs to the layers, and the rest."""
-  flat = cast(Leaves, flatten_dict(tree))
+def split_layers(model: Model, tree: Parameters) -> tuple[FlatParams, FlatParams]:
+  """Splits parameters into those of the layers and all others."""
+  flat = cast(FlatParams, flatten_dict(tree))
   layers = {path: leaf for path, leaf in flat.items() if is_layered(model, path)}
   return layers, {path: leaf for path, leaf in flat.items() if path not in layers}
 
 
-def joined(layers: Leaves, rest: Leaves) -> Parameters:
-  """The tree that `divided` took apart."""
+def merge_layers(layers: FlatParams, rest: FlatParams) -> Parameters:
+  """The inverse of `split_layers`."""
   return unflatten_dict(layers | rest)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelParts:
-  """A model's call in parts, each a function of the parameters it needs."""
+  """The parts of a model, each a function of the layers' and the other parameters."""
 
   model: Model
   dropout_key: jax.Array | None
-  """None evaluates without dropout and without z-loss."""
+  """None for evaluation: without dropout and without z-loss."""
 
-  def embed(self, layers: Leaves, rest: Leaves, rows: Rows) -> jax.Array:
-    """What the first layer is given: (R, T, D)."""
-    return self._bound(layers, rest).embed(rows, self._keys(rows))
+  def embed(self, layers: FlatParams, rest: FlatParams, rows: Rows) -> jax.Array:
+    """The input of the first layer: (R, T, D)."""
+    return self._bind(layers, rest).embed(rows, self._dropout_keys(rows))
 
   def apply_layers(
-    self, layers: Leaves, rest: Leaves, x_RTD: jax.Array, rows: Rows, first: jax.Array
+    self, layers: FlatParams, rest: FlatParams, x_RTD: jax.Array, rows: Rows, first_layer: jax.Array
   ) -> jax.Array:
-    """These layers, the first of which is layer `first` of the model."""
-    return self._bound(layers, rest).apply_layers(x_RTD, rows, self._keys(rows), first)
+    """Applies the layers, the first of which is layer `first_layer` of the model."""
+    return self._bind(layers, rest).apply_layers(x_RTD, rows, self._dropout_keys(rows), first_layer)
 
   def loss(
     self,
-    layers: Leaves,
-    rest: Leaves,
+    layers: FlatParams,
+    rest: FlatParams,
     y_RTD: jax.Array,
     targets_RT: jax.Array,
     weights_RT: jax.Array,
   ) -> jax.Array:
-    """Weighted sum over tokens of the loss, as `loss_sum` forms it."""
-    bound, config = self._bound(layers, rest), self.model.config
+    """The weighted sum of the loss over tokens, as in `loss_sum`."""
+    bound, config = self._bind(layers, rest), self.model.config
     hidden_RTD = bound.normalize(y_RTD)
     tiles = num_tiles(config, *hidden_RTD.shape[:2])
     matrix_DV = bound.output_matrix()
@@ -71,8 +71,8 @@ class ModelParts:
     rows = hidden_RTD, matrix_DV, targets_RT, weights_RT
     return cross_entropy_parts(*rows, tiles, z_weight).sum()
 
-  def with_more_heads(self, length: int) -> "ModelParts":
-    """The same kind of model with twice of what tensor divides in a layer, for rows of `length`."""
+  def with_twice_the_heads(self, length: int) -> "ModelParts":
+    """The model with twice the heads and feed-forward width, for rows of `length` tokens."""
     config = self.model.config
     wider = dataclasses.replace(
       config,
@@ -82,20 +82,20 @@ class ModelParts:
     )
     return dataclasses.replace(self, model=build_model(wider, length))
 
-  def _bound(self, layers: Leaves, rest: Leaves) -> LayeredModel:
-    return in_parts(self.model, joined(layers, rest))
+  def _bind(self, layers: FlatParams, rest: FlatParams) -> LayeredModel:
+    return bind_layered(self.model, merge_layers(layers, rest))
 
-  def _keys(self, rows: Rows) -> jax.Array | None:
+  def _dropout_keys(self, rows: Rows) -> jax.Array | None:
     if self.dropout_key is None or self.model.config.dropout_rate == 0:
       return None
     return sample_keys(self.dropout_key, rows.sample_ids)
 
 
-def in_parts(model: Model, parameters: Parameters) -> LayeredModel:
+def bind_layered(model: Model, parameters: Parameters) -> LayeredModel:
   """The model with these parameters, to be called part by part.
 
   Raises:
-    UserError: it has no such parts.
+    UserError: the model cannot be called in parts.
   """
   bound = model.bind(parameters)
   if not isinstance(bound, LayeredModel):
