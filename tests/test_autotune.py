@@ -1,6 +1,7 @@
 """The choice tied together: one line, remembered, agreed on by all processes, and truly the largest."""
 
 import dataclasses
+import functools
 import importlib.metadata
 import json
 import os
@@ -13,19 +14,41 @@ from fractions import Fraction
 from typing import Any
 
 import jax
+import optax
 import pytest
 from support import config
 
 from maxbatch.batch.topology import Topology, topology
-from maxbatch.compile import step_identity
+from maxbatch.compile.step_identity import lowered_hash
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
+from maxbatch.training.optimizer import OPTIMIZERS
 from maxbatch.tuning import microbatch_size
 from maxbatch.tuning.candidates import Candidate, candidates
 from maxbatch.tuning.microbatch_size import Target, choose, explore_sizes, what_it_depends_on
 from maxbatch.tuning.search import ProbeResult
 
 GIB = 1 << 30
+
+
+@functools.cache
+def lowered_once(config: Config, shape: str, micro_batch: int) -> str:
+  """The hash of a step, lowered once for all tests that ask for the same."""
+  del micro_batch
+  return _LOWERED_BY.pop((config, shape))()
+
+
+_LOWERED_BY: dict[tuple[Config, str], Callable[[], str]] = {}
+
+
+@pytest.fixture(autouse=True)
+def _lowers_once(monkeypatch):
+  def of(config: Config, plan: Any, trainer: Any, source: Any, micro_batch: int) -> str:
+    shape = str(plan.topology.ici + plan.topology.dcn)
+    _LOWERED_BY[config, shape] = lambda: lowered_hash(config, plan, trainer, source, micro_batch)
+    return lowered_once(config, shape, micro_batch)
+
+  monkeypatch.setattr(microbatch_size, "lowered_hash", of)
 
 
 def place(settings: Config | None = None) -> Target:
@@ -139,9 +162,9 @@ CHANGES = [
   {"remat_policy": "full"},
   {"dtype": "bfloat16"},
   {"weight_dtype": "bfloat16"},
-  {"attention": "dot_product"},
   {"scan_layers": False},
   {"opt_type": "sgd"},
+  {"gradient_clipping_threshold": 0},
   {"max_target_length": 32},
   {"batch_size": 512},
   {"accumulation": "streamed"},
@@ -163,6 +186,23 @@ def test_what_does_not_matter_keeps_the_choice(tmp_path):
   chosen(auto(), tmp_path)
   same = auto(learning_rate=0.1, run_name="other", init_weights_seed=5, steps=17)
   assert chosen(same, tmp_path)[2].asked == []
+  # What attention=auto takes on a CPU: the same program.
+  assert chosen(auto(attention="dot_product"), tmp_path)[2].asked == []
+
+
+def test_a_registered_optimizer_with_a_larger_state_measures_anew(tmp_path, monkeypatch):
+  name, adamw = "test_autotune_optimizer", OPTIMIZERS["adamw"]
+  monkeypatch.setitem(OPTIMIZERS, name, adamw)
+  settings = auto(opt_type=name)
+  chosen(settings, tmp_path)
+  assert chosen(settings, tmp_path)[2].asked == []
+
+  def with_average(keys: Any, axes: Any) -> optax.GradientTransformation:
+    return optax.chain(optax.trace(0.9), adamw(keys, axes))
+
+  monkeypatch.setitem(OPTIMIZERS, name, with_average)
+  lowered_once.cache_clear()
+  assert chosen(settings, tmp_path)[2].asked
 
 
 def depends_on(layout: Topology | None = None) -> dict[str, Any]:
@@ -176,6 +216,8 @@ def test_devices_versions_code_and_variables_matter(monkeypatch):
   base = depends_on()
   assert json.loads(json.dumps(base)) == base
   others = [depends_on(Topology((4, 2, 1, 1), (1, 1, 1, 1)))]
+  # A CPU has no slices to make a mesh of.
+  monkeypatch.setattr(microbatch_size, "_lowered", lambda *_: base["lowered"])
   others.append(depends_on(Topology((4, 1, 1, 1), (2, 1, 1, 1))))
   monkeypatch.setenv("XLA_FLAGS", "--xla_another=1")
   others.append(depends_on())
@@ -183,11 +225,11 @@ def test_devices_versions_code_and_variables_matter(monkeypatch):
   monkeypatch.setattr(importlib.metadata, "version", lambda package: "9.9")
   others.append(depends_on())
   monkeypatch.undo()
-  monkeypatch.setattr(microbatch_size, "source_hash", lambda config: "edited")
+  monkeypatch.setattr(microbatch_size, "lowered_hash", lambda *_: "edited")
   others.append(depends_on())
   assert all(other != base for other in others)
-  assert base["source"] == step_identity.source_hash(auto())
-  assert set(base["versions"]) == {"jax", "jaxlib", "libtpu", "maxbatch"}
+  assert set(base["versions"]) == {"maxbatch", "flax", "optax"}
+  assert {"jax", "jaxlib", "libtpu", "XLA_FLAGS", "LIBTPU_INIT_ARGS"} <= set(base["compiler"])
   assert base["devices"]["kind"] == "cpu"
   assert base["devices"]["count"] == 8
 

@@ -356,12 +356,16 @@ def test_the_size_is_settled_first_then_how_it_is_cut(monkeypatch):
 def test_a_compiled_step_brings_its_number(tmp_path, monkeypatch):
   of = settings(compiled_step="file")
   monkeypatch.setattr(
-    pipeline_microbatches, "made_from", lambda path: {"num_pipeline_microbatches": 8}
+    pipeline_microbatches,
+    "made_from",
+    lambda path: {"configuration": {"num_pipeline_microbatches": 8}},
   )
   found, said, machine = settled(of, tmp_path)
   assert (found, said, machine.asked) == (with_num_pipeline_microbatches(of, 8), "", [])
   # One for another run is refused when it is loaded, by what differs.
   monkeypatch.setattr(
-    pipeline_microbatches, "made_from", lambda path: {"num_pipeline_microbatches": 3}
+    pipeline_microbatches,
+    "made_from",
+    lambda path: {"configuration": {"num_pipeline_microbatches": 3}},
   )
   assert settled(of, tmp_path)[0] == of

@@ -5,7 +5,6 @@ path through the search and end with the same size. Nothing of the training is c
 """
 
 import dataclasses
-import importlib.metadata
 import os
 import pathlib
 import platform
@@ -15,15 +14,18 @@ from typing import Any
 
 import jax
 
+from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.solve import counted, text
 from maxbatch.batch.topology import Topology
 from maxbatch.compile.program import memory_suggestions
-from maxbatch.compile.step_identity import source_hash
-from maxbatch.config.schema import Config
-from maxbatch.config.value import plain
+from maxbatch.compile.reports import placeholder_rows
+from maxbatch.compile.step_identity import compiler_environment, library_versions, lowered_hash
+from maxbatch.config.load import to_flat_dict
+from maxbatch.config.schema import BatchConfig, Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Device
+from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import (
   Candidate,
   asked,
@@ -36,9 +38,8 @@ from maxbatch.tuning.exploration import Exploration, explore
 from maxbatch.tuning.remembering import RememberedChoice
 from maxbatch.tuning.search import ProbeResult, ProbeSize, choose_largest
 
-_PACKAGES = ("jax", "jaxlib", "libtpu", "maxbatch")
-_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""What changes what compilers do and what memory there is."""
+_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""The variable by which jax takes a part of a GPU's memory."""
 
 Say = Callable[[str], None]
 
@@ -122,23 +123,22 @@ def explore_sizes(
 
 
 def what_it_depends_on(config: Config, place: Target, sizes: Sequence[Candidate]) -> dict[str, Any]:
-  """Everything by which another size could be the right one, as plain values."""
-  model = dataclasses.asdict(config.model)
-  del model["init_weights_seed"]  # Which weights, not how many.
-  batch = {key: plain(value) for key, value in vars(config.batch).items()}
-  first = place.devices[0]
+  """Everything by which another size could be the right one, as plain values.
+
+  Keys of model, optimizer, pipeline and data, and the code, are in the step that is lowered for the
+  first size: about a second, beside the compilations that a remembered choice saves.
+
+  Args:
+    config: the run; where `sizes` is empty, with its size chosen.
+    place: the devices.
+    sizes: what is chosen from, ascending.
+  """
+  flat, first = to_flat_dict(config), place.devices[0]
   return {
-    "model": model,
-    "batch": batch,
+    "lowered": _lowered(sizes[0].applied_to(config) if sizes else config, place),
+    "batch": {field.name: flat[field.name] for field in dataclasses.fields(BatchConfig)},
     "sizes": [[text(one.per_device), one.gradient_accumulation_steps, one.batch] for one in sizes],
-    "pipeline": dict(vars(config.pipeline)),
     "mesh": {"ici": list(place.layout.ici), "dcn": list(place.layout.dcn)},
-    "optimizer": {
-      "opt_type": config.optimizer.opt_type,
-      "gradient_clipping_threshold": config.optimizer.gradient_clipping_threshold,
-      "sgd_momentum": config.optimizer.sgd_momentum,
-    },
-    "data": {"dataset_type": config.data.dataset_type, "packing": config.data.packing},
     "devices": {
       "kind": first.device_kind,
       "count": len(place.devices),
@@ -147,12 +147,21 @@ def what_it_depends_on(config: Config, place: Target, sizes: Sequence[Candidate]
       "host": f"{platform.machine()}, {os.cpu_count()} cores" if first.platform == "cpu" else "",
       "compile_topology": config.compile.compile_topology,
       "device_memory_gb": config.compile.device_memory_gb,
+      _MEMORY_FRACTION: os.environ.get(_MEMORY_FRACTION, ""),
     },
-    # In a checkout the code changes and the version does not.
-    "source": source_hash(config),
-    "versions": {package: _version(package) for package in _PACKAGES},
-    "environment": {name: os.environ.get(name, "") for name in _VARIABLES},
+    "compiler": compiler_environment(first),
+    "versions": library_versions(),
   }
+
+
+def _lowered(config: Config, place: Target) -> str:
+  """The hash of the run's step."""
+  # Which weights, not how many; it is in the program where there is dropout.
+  model = dataclasses.replace(config.model, init_weights_seed=0)
+  config = dataclasses.replace(config, model=model)
+  plan = plan_batches(config.batch, config.run, place.layout)
+  trainer = build_trainer(config, plan, place.devices)
+  return lowered_hash(config, plan, trainer, placeholder_rows(config), plan.micro_batch_to_train)
 
 
 def _not_here(config: Config) -> str:
@@ -168,13 +177,6 @@ def _policy_not_here(config: Config) -> str:
     f"compile_only=true (now {asked(config.batch)} "
     f"compile_only={str(config.compile.compile_only).lower()}); for a run, remat_policy=full"
   )
-
-
-def _version(package: str) -> str | None:
-  try:
-    return importlib.metadata.version(package)
-  except importlib.metadata.PackageNotFoundError:
-    return None
 
 
 def in_process_0(say: Say) -> Say:

@@ -15,6 +15,7 @@ from maxbatch.compile.program import DoesNotFitError, capacity_bytes
 from maxbatch.compile.report import CompileReport
 from maxbatch.compile.reports import report_or_refusal
 from maxbatch.compile.step_file import made_from
+from maxbatch.compile.step_identity import CONFIGURATION
 from maxbatch.config.schema import Config
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Device
@@ -110,7 +111,7 @@ def largest_phase(plan: BatchPlan) -> Phase:
 
 def _as_compiled(config: Config, pipeline: Pipeline) -> Config:
   """The number that the run's program was compiled for; a file for another run says so later."""
-  num_pipeline_microbatches = made_from(config.compile.compiled_step).get(KEY)
+  num_pipeline_microbatches = made_from(config.compile.compiled_step)[CONFIGURATION].get(KEY)
   return (
     with_num_pipeline_microbatches(config, num_pipeline_microbatches)
     if num_pipeline_microbatches in pipeline.choices
