@@ -1,7 +1,6 @@
 """The choice tied together: one line, remembered, agreed on by all processes, and truly the largest."""
 
 import dataclasses
-import functools
 import importlib.metadata
 import json
 import os
@@ -14,12 +13,13 @@ from fractions import Fraction
 from typing import Any
 
 import jax
+import lowered_once
 import optax
 import pytest
+from lowered_once import lower_once
 from support import config
 
 from maxbatch.batch.topology import Topology, topology
-from maxbatch.compile.step_identity import lowered_hash
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.training.optimizer import OPTIMIZERS
@@ -31,24 +31,9 @@ from maxbatch.tuning.search import ProbeResult
 GIB = 1 << 30
 
 
-@functools.cache
-def lowered_once(config: Config, shape: str, micro_batch: int) -> str:
-  """The hash of a step, lowered once for all tests that ask for the same."""
-  del micro_batch
-  return _LOWERED_BY.pop((config, shape))()
-
-
-_LOWERED_BY: dict[tuple[Config, str], Callable[[], str]] = {}
-
-
 @pytest.fixture(autouse=True)
 def _lowers_once(monkeypatch):
-  def of(config: Config, plan: Any, trainer: Any, source: Any, micro_batch: int) -> str:
-    shape = str(plan.topology.ici + plan.topology.dcn)
-    _LOWERED_BY[config, shape] = lambda: lowered_hash(config, plan, trainer, source, micro_batch)
-    return lowered_once(config, shape, micro_batch)
-
-  monkeypatch.setattr(microbatch_size, "lowered_hash", of)
+  lower_once(monkeypatch)
 
 
 def place(settings: Config | None = None) -> Target:
@@ -67,7 +52,7 @@ class Machine:
     size = int(candidate.per_device)
     self.asked.append(size)
     peak, capacity = round((1.2 + 1.25 * size) * GIB), round(15.75 * GIB)
-    return ProbeResult(candidate.per_device, peak, capacity, peak <= capacity, self.seconds(size))
+    return ProbeResult(peak, capacity, peak <= capacity, self.seconds(size))
 
 
 def auto(**keys: object) -> Config:
@@ -201,7 +186,7 @@ def test_a_registered_optimizer_with_a_larger_state_measures_anew(tmp_path, monk
     return optax.chain(optax.trace(0.9), adamw(keys, axes))
 
   monkeypatch.setitem(OPTIMIZERS, name, with_average)
-  lowered_once.cache_clear()
+  lowered_once.forget()
   assert chosen(settings, tmp_path)[2].asked
 
 
@@ -236,7 +221,7 @@ def test_devices_versions_code_and_variables_matter(monkeypatch):
 
 def test_nothing_fits_names_the_ways_out(tmp_path):
   def small(candidate: Candidate) -> ProbeResult:
-    return ProbeResult(candidate.per_device, 21 * GIB + 1, 16 * GIB, False)
+    return ProbeResult(21 * GIB + 1, 16 * GIB, False)
 
   with pytest.raises(UserError) as caught:
     choose(auto(), place(), small, tmp_path)
@@ -297,7 +282,7 @@ def test_policies_are_explored_beside_the_sizes():
     seconds = float(candidate.per_device) + {"none": 0.0, "minimal": 0.1, "full": 9.0}[
       str(candidate.remat_policy)
     ] / factor  # fmt: skip
-    return ProbeResult(candidate.per_device, peak, 16 * GIB, peak <= 16 * GIB, seconds)
+    return ProbeResult(peak, 16 * GIB, peak <= 16 * GIB, seconds)
 
   result, found = explore_sizes(settings, place(), probe, say=lambda line: None)
   assert found.total == 12
@@ -341,7 +326,7 @@ def probe(candidate):
   size, fits = int(candidate.per_device), candidate.per_device <= (16 if number == "0" else 2)
   asked.append(size)
   seconds = size if number == "0" else size * size
-  return ProbeResult(candidate.per_device, size, 16, fits, float(seconds))
+  return ProbeResult(size, 16, fits, float(seconds))
 
 assert broadcast_one_to_all({"number": number, "text": "a" * (10 + int(number))})["number"] == "0"
 for _ in range(2):

@@ -8,8 +8,7 @@ import dataclasses
 import os
 import pathlib
 import platform
-from collections.abc import Callable, Sequence
-from fractions import Fraction
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ from maxbatch.compile.step_identity import compiler_environment, library_version
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import BatchConfig, Config
 from maxbatch.errors import UserError
-from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Device
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import (
@@ -35,13 +33,13 @@ from maxbatch.tuning.candidates import (
   with_policies,
 )
 from maxbatch.tuning.exploration import Exploration, explore
-from maxbatch.tuning.remembering import RememberedChoice
-from maxbatch.tuning.search import ProbeResult, ProbeSize, choose_largest
+from maxbatch.tuning.processes import Say, agreed, in_process_0
+from maxbatch.tuning.remembered import RememberedChoice
+from maxbatch.tuning.search import ProbeSize, choose_largest
 
+_KEY = "micro_batch_size"
 _MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """The variable by which jax takes a part of a GPU's memory."""
-
-Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +66,7 @@ def choose(
     place: the devices.
     probe: what one size needs and how long it takes; called in all processes in the same order.
     folder: where choices are remembered.
-    forgetting: measure anew, whatever is remembered.
+    forget: measure anew, whatever is remembered.
     say: prints a line; called in process 0 only.
 
   Raises:
@@ -81,15 +79,18 @@ def choose(
   if config.batch.micro_batch_size != "auto":
     raise UserError(_not_here(config))
   sizes = sizes_of(config, place.layout)
-  memory = RememberedChoice(folder, "micro_batch_size", what_it_depends_on(config, place, sizes))
-  say = in_process_0(say)
-  size = _recalled(memory, config, sizes, forget, say)
-  if size is None:
-    choice = choose_largest(sizes, _agreed(probe), memory_suggestions(config))
-    size = choice.chosen.candidate
-    content = {"micro_batch_size": choice.chosen.size, "why": choice.why()}
-    kept = memory.kept(content, [one.as_dict() for one in choice.tried])
-    say(_line(config, size, choice.why()) + kept)
+  depends_on = what_it_depends_on(config, place, sizes)
+  memory, say = RememberedChoice(folder, _KEY, "auto", depends_on), in_process_0(say)
+  by_size = {text(one.per_device): one for one in sizes}
+  remembered = memory.agreed(by_size, forget=forget, say=say)
+  if remembered:
+    size = by_size[remembered[_KEY]]
+    say(_line(config, size, str(remembered.get("why"))) + memory.origin)
+    return size.applied_to(config)
+  choice = choose_largest(sizes, agreed(probe), memory_suggestions(config))
+  size, content = choice.chosen.candidate, {_KEY: choice.chosen.size, "why": choice.why()}
+  kept = memory.remember(content, [one.as_dict() for one in choice.tried])
+  say(_line(config, size, choice.why()) + kept)
   return size.applied_to(config)
 
 
@@ -117,7 +118,7 @@ def explore_sizes(
   sizes = sizes_of(config, place.layout)
   sizes = with_policies(sizes) if config.model.remat_policy == "explore" else sizes
   say = in_process_0(say)
-  found = explore(sizes, _agreed(probe), memory_suggestions(config), say)
+  found = explore(sizes, agreed(probe), memory_suggestions(config), say)
   say(f"\n{found}")
   return found.ranked[0].candidate.applied_to(config), found
 
@@ -177,43 +178,6 @@ def _policy_not_here(config: Config) -> str:
     f"compile_only=true (now {asked(config.batch)} "
     f"compile_only={str(config.compile.compile_only).lower()}); for a run, remat_policy=full"
   )
-
-
-def in_process_0(say: Say) -> Say:
-  """The same, silent in the other processes."""
-  return say if jax.process_index() == 0 else lambda line: None
-
-
-def _agreed(probe: ProbeSize) -> ProbeSize:
-  """The probe with process 0's numbers everywhere."""
-
-  def agreed(candidate: Candidate) -> ProbeResult:
-    mine = probe(candidate)
-    numbers = dataclasses.asdict(mine) | {"per_device": text(mine.per_device)}
-    theirs = broadcast_one_to_all(numbers)
-    return ProbeResult(**theirs | {"per_device": Fraction(theirs["per_device"])})
-
-  return agreed
-
-
-def _recalled(
-  memory: RememberedChoice, config: Config, sizes: Sequence[Candidate], forget: bool, say: Say
-) -> Candidate | None:
-  """The remembered size; says where it comes from, or why what is remembered is of no use."""
-  choice, problem = memory.recalled(forget=forget)
-  by_size = {text(one.per_device): one for one in sizes}
-  if choice and choice.get("micro_batch_size") not in by_size:
-    choice, problem = None, f"{memory.file} has a damaged choice"
-  if problem:
-    say(f"micro_batch_size auto: {problem}; measured anew")
-  if choice is None:
-    return None
-  size = by_size[choice["micro_batch_size"]]
-  say(
-    f"{_line(config, size, str(choice.get('why')))} (remembered from {memory.file}; --forget "
-    "measures anew)"
-  )
-  return size
 
 
 def _line(config: Config, size: Candidate, why: str) -> str:
