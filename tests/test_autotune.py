@@ -13,19 +13,27 @@ from fractions import Fraction
 from typing import Any
 
 import jax
+import lowered_once
+import optax
 import pytest
+from lowered_once import lower_once
 from support import config
 
 from maxbatch.batch.topology import Topology, topology
-from maxbatch.compile import step_identity
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
+from maxbatch.training.optimizer import OPTIMIZERS
 from maxbatch.tuning import microbatch_size
 from maxbatch.tuning.candidates import Candidate, candidates
 from maxbatch.tuning.microbatch_size import Target, choose, explore_sizes, what_it_depends_on
 from maxbatch.tuning.search import ProbeResult
 
 GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def _lowers_once(monkeypatch):
+  lower_once(monkeypatch)
 
 
 def place(settings: Config | None = None) -> Target:
@@ -44,7 +52,7 @@ class Machine:
     size = int(candidate.per_device)
     self.asked.append(size)
     peak, capacity = round((1.2 + 1.25 * size) * GIB), round(15.75 * GIB)
-    return ProbeResult(candidate.per_device, peak, capacity, peak <= capacity, self.seconds(size))
+    return ProbeResult(peak, capacity, peak <= capacity, self.seconds(size))
 
 
 def auto(**keys: object) -> Config:
@@ -139,9 +147,9 @@ CHANGES = [
   {"remat_policy": "full"},
   {"dtype": "bfloat16"},
   {"weight_dtype": "bfloat16"},
-  {"attention": "dot_product"},
   {"scan_layers": False},
   {"opt_type": "sgd"},
+  {"gradient_clipping_threshold": 0},
   {"max_target_length": 32},
   {"batch_size": 512},
   {"accumulation": "streamed"},
@@ -163,6 +171,23 @@ def test_what_does_not_matter_keeps_the_choice(tmp_path):
   chosen(auto(), tmp_path)
   same = auto(learning_rate=0.1, run_name="other", init_weights_seed=5, steps=17)
   assert chosen(same, tmp_path)[2].asked == []
+  # What attention=auto takes on a CPU: the same program.
+  assert chosen(auto(attention="dot_product"), tmp_path)[2].asked == []
+
+
+def test_a_registered_optimizer_with_a_larger_state_measures_anew(tmp_path, monkeypatch):
+  name, adamw = "test_autotune_optimizer", OPTIMIZERS["adamw"]
+  monkeypatch.setitem(OPTIMIZERS, name, adamw)
+  settings = auto(opt_type=name)
+  chosen(settings, tmp_path)
+  assert chosen(settings, tmp_path)[2].asked == []
+
+  def with_average(keys: Any, axes: Any) -> optax.GradientTransformation:
+    return optax.chain(optax.trace(0.9), adamw(keys, axes))
+
+  monkeypatch.setitem(OPTIMIZERS, name, with_average)
+  lowered_once.forget()
+  assert chosen(settings, tmp_path)[2].asked
 
 
 def depends_on(layout: Topology | None = None) -> dict[str, Any]:
@@ -176,6 +201,8 @@ def test_devices_versions_code_and_variables_matter(monkeypatch):
   base = depends_on()
   assert json.loads(json.dumps(base)) == base
   others = [depends_on(Topology((4, 2, 1, 1), (1, 1, 1, 1)))]
+  # A CPU has no slices to make a mesh of.
+  monkeypatch.setattr(microbatch_size, "_lowered", lambda *_: base["lowered"])
   others.append(depends_on(Topology((4, 1, 1, 1), (2, 1, 1, 1))))
   monkeypatch.setenv("XLA_FLAGS", "--xla_another=1")
   others.append(depends_on())
@@ -183,18 +210,18 @@ def test_devices_versions_code_and_variables_matter(monkeypatch):
   monkeypatch.setattr(importlib.metadata, "version", lambda package: "9.9")
   others.append(depends_on())
   monkeypatch.undo()
-  monkeypatch.setattr(microbatch_size, "source_hash", lambda config: "edited")
+  monkeypatch.setattr(microbatch_size, "lowered_hash", lambda *_: "edited")
   others.append(depends_on())
   assert all(other != base for other in others)
-  assert base["source"] == step_identity.source_hash(auto())
-  assert set(base["versions"]) == {"jax", "jaxlib", "libtpu", "maxbatch"}
+  assert set(base["versions"]) == {"maxbatch", "flax", "optax"}
+  assert {"jax", "jaxlib", "libtpu", "XLA_FLAGS", "LIBTPU_INIT_ARGS"} <= set(base["compiler"])
   assert base["devices"]["kind"] == "cpu"
   assert base["devices"]["count"] == 8
 
 
 def test_nothing_fits_names_the_ways_out(tmp_path):
   def small(candidate: Candidate) -> ProbeResult:
-    return ProbeResult(candidate.per_device, 21 * GIB + 1, 16 * GIB, False)
+    return ProbeResult(21 * GIB + 1, 16 * GIB, False)
 
   with pytest.raises(UserError) as caught:
     choose(auto(), place(), small, tmp_path)
@@ -255,7 +282,7 @@ def test_policies_are_explored_beside_the_sizes():
     seconds = float(candidate.per_device) + {"none": 0.0, "minimal": 0.1, "full": 9.0}[
       str(candidate.remat_policy)
     ] / factor  # fmt: skip
-    return ProbeResult(candidate.per_device, peak, 16 * GIB, peak <= 16 * GIB, seconds)
+    return ProbeResult(peak, 16 * GIB, peak <= 16 * GIB, seconds)
 
   result, found = explore_sizes(settings, place(), probe, say=lambda line: None)
   assert found.total == 12
@@ -299,7 +326,7 @@ def probe(candidate):
   size, fits = int(candidate.per_device), candidate.per_device <= (16 if number == "0" else 2)
   asked.append(size)
   seconds = size if number == "0" else size * size
-  return ProbeResult(candidate.per_device, size, 16, fits, float(seconds))
+  return ProbeResult(size, 16, fits, float(seconds))
 
 assert broadcast_one_to_all({"number": number, "text": "a" * (10 + int(number))})["number"] == "0"
 for _ in range(2):

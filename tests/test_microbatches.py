@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import pytest
+from lowered_once import lower_once
 from support import SMALLEST, config
 
 from maxbatch.batch.topology import topology
@@ -20,7 +21,7 @@ from maxbatch.pipeline import main as pipeline_command
 from maxbatch.plan import main as plan_command
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
-from maxbatch.tuning import pipeline_microbatches
+from maxbatch.tuning import pipeline_microbatches, processes
 from maxbatch.tuning.microbatch_size import Target
 from maxbatch.tuning.pipeline_microbatches import (
   PipelineMicrobatchProber,
@@ -37,6 +38,11 @@ FOUR = {
   "per_device_batch_size": 8,
   "num_simulated_devices": 4,
 }
+
+
+@pytest.fixture(autouse=True)
+def _lowers_once(monkeypatch):
+  lower_once(monkeypatch)
 
 
 def settings(**keys: object) -> Config:
@@ -172,7 +178,7 @@ def test_all_numbers_are_process_0s(tmp_path, monkeypatch):
     faster = {"step_seconds": 0.1} if value["peak_bytes"] == 32 * GIB else {}
     return value | faster
 
-  monkeypatch.setattr(pipeline_microbatches, "broadcast_one_to_all", broadcast_one_to_all)
+  monkeypatch.setattr(processes, "broadcast_one_to_all", broadcast_one_to_all)
   found, _, _ = settled(settings(), tmp_path, machine=Machine(4))
   assert found.pipeline.num_pipeline_microbatches == 32
 
@@ -356,12 +362,16 @@ def test_the_size_is_settled_first_then_how_it_is_cut(monkeypatch):
 def test_a_compiled_step_brings_its_number(tmp_path, monkeypatch):
   of = settings(compiled_step="file")
   monkeypatch.setattr(
-    pipeline_microbatches, "made_from", lambda path: {"num_pipeline_microbatches": 8}
+    pipeline_microbatches,
+    "made_from",
+    lambda path: {"configuration": {"num_pipeline_microbatches": 8}},
   )
   found, said, machine = settled(of, tmp_path)
   assert (found, said, machine.asked) == (with_num_pipeline_microbatches(of, 8), "", [])
   # One for another run is refused when it is loaded, by what differs.
   monkeypatch.setattr(
-    pipeline_microbatches, "made_from", lambda path: {"num_pipeline_microbatches": 3}
+    pipeline_microbatches,
+    "made_from",
+    lambda path: {"configuration": {"num_pipeline_microbatches": 3}},
   )
   assert settled(of, tmp_path)[0] == of

@@ -2,12 +2,14 @@
 
 import json
 import os
+import pathlib
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
 import pytest
 
-from maxbatch.tuning.remembered import file_of, forget, recall, remember
+from maxbatch.tuning.remembered import RememberedChoice
 
 KEY: dict[str, Any] = {
   "model": {"base_emb_dim": 128, "remat_policy": "full"},
@@ -20,20 +22,33 @@ CHOICE = {"micro_batch_size": "1/2", "why": "largest that fits"}
 PROBES = [{"per_device": "1/2", "peak_bytes": 5}]
 
 
-def test_a_choice_is_recalled_with_its_probes(tmp_path):
+def memory(folder: pathlib.Path, depends_on: Mapping[str, Any] = KEY) -> RememberedChoice:
+  return RememberedChoice(folder, "micro_batch_size", "auto", depends_on)
+
+
+def remember(folder: pathlib.Path) -> pathlib.Path:
+  memory(folder).write(CHOICE, PROBES)
+  return memory(folder).file
+
+
+def agreed(folder: pathlib.Path, *, forget: bool = False) -> tuple[dict[str, Any] | None, str]:
+  """The choice, where 1/2 and 1 are allowed, and what is said."""
+  said: list[str] = []
+  found = memory(folder).agreed(("1/2", "1"), forget=forget, say=said.append)
+  return found, "\n".join(said)
+
+
+def test_a_choice_is_recalled_with_its_probes_beside_it(tmp_path):
   folder = tmp_path / "new" / "folder"
-  assert recall(folder, KEY) == (None, None)
-  file = remember(folder, KEY, CHOICE, PROBES)
-  assert file == file_of(folder, KEY)
-  found, problem = recall(folder, KEY)
-  assert problem is None
-  assert found is not None
-  assert (found.choice, found.probes) == (CHOICE, PROBES)
+  assert memory(folder).recall() == (None, None)
+  file = remember(folder)
+  assert memory(folder).recall() == (CHOICE, None)
+  assert json.loads(file.read_text())["probes"] == PROBES
   assert list(folder.iterdir()) == [file]
 
 
 def test_people_can_read_it(tmp_path):
-  text = remember(tmp_path, KEY, CHOICE, PROBES).read_text()
+  text = remember(tmp_path).read_text()
   assert '    "base_emb_dim": 128' in text
   content = json.loads(text)
   assert list(content) == ["depends_on", "choice", "probes", "when"]
@@ -52,30 +67,35 @@ def changed() -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", changed())
 def test_any_change_invalidates(tmp_path, name):
-  remember(tmp_path, KEY, CHOICE, PROBES)
-  assert recall(tmp_path, changed()[name]) == (None, None)
-  assert not forget(tmp_path, changed()[name])
-  assert recall(tmp_path, KEY)[0] is not None
+  remember(tmp_path)
+  assert memory(tmp_path, changed()[name]).recall() == (None, None)
+  assert memory(tmp_path).recall()[0] is not None
 
 
 def test_the_order_of_keys_is_no_change(tmp_path):
-  remember(tmp_path, KEY, CHOICE, PROBES)
-  assert recall(tmp_path, dict(reversed(KEY.items())))[0] is not None
+  remember(tmp_path)
+  assert memory(tmp_path, dict(reversed(KEY.items()))).recall()[0] is not None
 
 
 def test_forgotten_is_gone(tmp_path):
-  remember(tmp_path, KEY, CHOICE, PROBES)
-  assert forget(tmp_path, KEY)
-  assert recall(tmp_path, KEY) == (None, None)
-  assert not forget(tmp_path, KEY)
+  file = remember(tmp_path)
+  assert agreed(tmp_path) == (CHOICE, "")
+  assert agreed(tmp_path, forget=True) == (None, "")
+  assert not file.exists()
+  assert agreed(tmp_path, forget=True) == agreed(tmp_path) == (None, "")
+
+
+@pytest.mark.parametrize("value", ["7", None, ["1"]])
+def test_a_value_that_the_key_cannot_take_is_damaged(tmp_path, value):
+  memory(tmp_path).write({"micro_batch_size": value}, [])
+  damaged = f"micro_batch_size auto: {memory(tmp_path).file} has a damaged choice; measured anew"
+  assert agreed(tmp_path) == (None, damaged)
 
 
 def test_a_newer_choice_replaces_the_older(tmp_path):
-  remember(tmp_path, KEY, CHOICE, PROBES)
-  remember(tmp_path, KEY, {"micro_batch_size": "1"}, [])
-  found, _ = recall(tmp_path, KEY)
-  assert found is not None
-  assert found.choice == {"micro_batch_size": "1"}
+  remember(tmp_path)
+  memory(tmp_path).write({"micro_batch_size": "1"}, [])
+  assert memory(tmp_path).recall() == ({"micro_batch_size": "1"}, None)
 
 
 GOOD = {"depends_on": {}, "choice": {}, "probes": [], "when": ""}
@@ -93,30 +113,26 @@ DAMAGES = {
 
 @pytest.mark.parametrize("content", DAMAGES)
 def test_a_damaged_file_is_ignored_and_said(tmp_path, content):
-  file = remember(tmp_path, KEY, CHOICE, PROBES)
+  file = remember(tmp_path)
   file.write_bytes(content.encode(errors="surrogateescape"))
-  assert recall(tmp_path, KEY) == (None, f"{file} {DAMAGES[content]}")
-  remember(tmp_path, KEY, CHOICE, PROBES)
-  assert recall(tmp_path, KEY)[0] is not None
+  assert memory(tmp_path).recall() == (None, f"{file} {DAMAGES[content]}")
+  remember(tmp_path)
+  assert memory(tmp_path).recall()[0] is not None
 
 
 def test_what_cannot_be_read_is_said(tmp_path):
-  file_of(tmp_path, KEY).mkdir()
-  found, problem = recall(tmp_path, KEY)
-  assert found is None
-  assert problem == f"{file_of(tmp_path, KEY)} cannot be read: Is a directory"
+  file = memory(tmp_path).file
+  file.mkdir()
+  assert memory(tmp_path).recall() == (None, f"{file} cannot be read: Is a directory")
 
 
 def test_a_write_that_breaks_off_leaves_the_file_before(tmp_path, monkeypatch):
-  remember(tmp_path, KEY, CHOICE, PROBES)
+  remember(tmp_path)
 
   def stop(*_: object) -> None:
     raise OSError("stopped before the rename")
 
   monkeypatch.setattr(os, "replace", stop)
   with pytest.raises(OSError, match="stopped"):
-    remember(tmp_path, KEY, {"micro_batch_size": "9"}, [])
-  found, problem = recall(tmp_path, KEY)
-  assert problem is None
-  assert found is not None
-  assert found.choice == CHOICE
+    memory(tmp_path).write({"micro_batch_size": "9"}, [])
+  assert memory(tmp_path).recall() == (CHOICE, None)

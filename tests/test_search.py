@@ -39,7 +39,6 @@ class Machine:
     self.asked.append(size)
     fits = self.gib(size) <= self.capacity
     return ProbeResult(
-      candidate.per_device,
       round(self.gib(size) * GIB),
       round(self.capacity * GIB),
       fits,
@@ -281,7 +280,7 @@ def test_policies_are_explored_jointly():
     factor = {"none": 4.0, "full": 1.0}[str(candidate.remat_policy)]
     seconds = {"none": 1.0, "full": 2.0}[str(candidate.remat_policy)] * (candidate.per_device + 1)
     need = factor * float(candidate.per_device)
-    return ProbeResult(candidate.per_device, int(need * GIB), 8 * GIB, need <= 8, float(seconds))
+    return ProbeResult(int(need * GIB), 8 * GIB, need <= 8, float(seconds))
 
   candidates = [
     dataclasses.replace(one, remat_policy=policy)

@@ -1,19 +1,24 @@
 """A compiled step as a file: the same training to the last bit, and only for the run it is for."""
 
-import ast
+import base64
 import dataclasses
+import importlib.metadata
 import json
 import os
 import pathlib
 import pickle
+import re
+import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
+import optax
 import pytest
 from support import config
-from test_layers import TREES, WITHOUT_JAX, imports
 
 from maxbatch.batch.plan import Position, plan_batches
 from maxbatch.batch.topology import topology
@@ -40,8 +45,8 @@ class Run:
     self.trainer = build_trainer(self.config, self.plan, devices)
     self.data = build_dataset(self.config.data, self.config.batch.max_target_length)
 
-  def header(self) -> dict[str, object]:
-    return step_identity.header(self.config, self.plan, self.trainer)
+  def header(self) -> dict[str, Any]:
+    return step_identity.header(self.config, self.plan, self.trainer, self.data.train)
 
   def compiled(self, micro_batch: int):
     return compiled_step(self.config, self.plan, self.trainer, self.data.train, micro_batch)
@@ -109,8 +114,20 @@ print(json.dumps(run.three_steps(loaded(run, {str(path)!r}))))
   [
     ({"remat_policy": "full"}, ["remat_policy: the file has none, this run full"]),
     ({"adam_b2": 0.5}, ["adam_b2: the file has 0.95, this run 0.5"]),
-    ({"per_device_batch_size": 2}, ["micro_batch_to_train: the file has 32, this run 16"]),
-    ({"gradient_accumulation_steps": 17}, ["microbatch_capacity: the file has 16, this run 32"]),
+    (
+      {"per_device_batch_size": 2},
+      [
+        "micro_batch_to_train: the file has 32, this run 16",
+        "per_device_batch_size: the file has -1, this run 2",
+      ],
+    ),
+    (
+      {"gradient_accumulation_steps": 17},
+      [
+        "microbatch_capacity: the file has 16, this run 32",
+        "gradient_accumulation_steps: the file has 2, this run 17",
+      ],
+    ),
     ({"init_weights_seed": 3}, ["init_weights_seed: the file has 0, this run 3"]),
     (
       {"packing": "false", "max_target_length": 8},
@@ -123,15 +140,15 @@ print(json.dumps(run.three_steps(loaded(run, {str(path)!r}))))
       {"ici_fsdp_parallelism": 2},
       [
         "mesh: the file has data 8 × fsdp 1 × tensor 1 × stage 1, "
-        "this run data 4 × fsdp 2 × tensor 1 × stage 1"
+        "this run data 4 × fsdp 2 × tensor 1 × stage 1",
+        "ici_fsdp_parallelism: the file has 1, this run 2",
       ],
     ),
     (
       {"accumulation": "streamed"},
       [
-        "accumulation: the file has fused, this run streamed",
         "microbatch_capacity: the file has 16, this run none",
-        "streamed_passes: the file has none, this run 2",
+        "accumulation: the file has fused, this run streamed",
       ],
     ),
   ],
@@ -153,23 +170,41 @@ def test_another_run_is_refused_by_name(saved, keys, lines):
     {"learning_rate": 1, "warmup_steps": 3, "lr_schedule_type": "wsd"},
     {"gradient_accumulation_steps": 7, "steps": 99, "data_shuffle_seed": 4},
     {"run_name": "other", "checkpoint_period": 7, "eval_per_device_batch_size": 1},
+    # Another way to the same sizes.
+    {"per_device_batch_size": -1, "gradient_accumulation_steps": -1, "batch_size": 64}
+    | {"micro_batch_size": 4},
   ],
   ids=lambda keys: next(iter(keys)),
 )
-def test_what_does_not_shape_the_program_is_not_asked(run, saved, keys):
-  other = Run(**keys)
-  assert other.header() == run.header()
+def test_what_does_not_shape_the_program_is_not_asked(run, keys):
+  assert step_file.differences(run.header(), Run(**keys).header()) == []
 
 
-def test_the_seed_counts_only_with_dropout(run):
+def test_the_seed_counts_only_with_dropout():
   one, other = (Run(dropout_rate=0, init_weights_seed=seed).header() for seed in (1, 2))
-  assert one == other
+  assert one["lowered"] == other["lowered"]
 
 
-def test_other_versions_devices_and_code_are_refused(run, saved, monkeypatch):
+def test_a_change_of_the_code_that_changes_the_program_is_refused(run, saved, monkeypatch):
+  plain = optax.adamw
+  monkeypatch.setattr(optax, "adamw", lambda *sizes, **more: plain(*sizes, **more))
+  assert loaded(Run(), saved[0])
+  monkeypatch.setattr(optax, "adamw", lambda *sizes, **more: plain(*sizes, **more | {"eps": 0.5}))
+  with pytest.raises(UserError, match="\n  the code: the same keys and versions make another pro"):
+    loaded(Run(), saved[0])
+  # Versions of what the step is traced with are named where they may be why.
+  version = importlib.metadata.version
+  changed = {"optax": "9.9"}
+  monkeypatch.setattr(
+    step_identity.importlib.metadata, "version", lambda name: changed.get(name) or version(name)
+  )
+  with pytest.raises(UserError, match=r"\n  optax: the file has \d\S*, this run 9.9\n"):
+    loaded(Run(), saved[0])
+
+
+def test_other_versions_devices_and_settings_are_refused(run, saved, monkeypatch):
   monkeypatch.setattr(step_identity.importlib.metadata, "version", lambda package: f"{package} 9")
   monkeypatch.setattr(step_identity, "_cpu", lambda: "abacus")
-  monkeypatch.setattr(step_identity, "source_hash", lambda config: "changed")
   monkeypatch.setenv("XLA_FLAGS", "--xla_new=1 --xla_dump_to=x --xla_a=2")
   monkeypatch.setattr(pickle, "loads", lambda data: pytest.fail("unpickled"))
   with pytest.raises(UserError) as refusal:
@@ -177,46 +212,140 @@ def test_other_versions_devices_and_code_are_refused(run, saved, monkeypatch):
   text = str(refusal.value)
   for part in ("jax: the file has 0", "this run jax 9", "this run jaxlib 9", "this run abacus"):
     assert part in text
-  assert "source: the file has" in text
   assert "XLA_FLAGS: the file has '', this run --xla_a=2 --xla_new=1\n" in text
   assert "libtpu" not in text
+  # The same program of another optax is the same program.
+  assert "optax" not in text
+
+
+def test_a_setting_of_the_compiler_alone_is_refused(run, saved):
+  before = jax.config.values["jax_disable_most_optimizations"]
+  jax.config.update("jax_disable_most_optimizations", not before)
+  try:
+    with pytest.raises(UserError, match="jax_disable_most_optimizations: the file has"):
+      loaded(run, saved[0])
+  finally:
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def test_a_step_for_a_slice_is_refused_on_other_devices(run):
-  on_slice = run.header() | {"platform": "tpu", "device_kind": "TPU v5 lite", "num_devices": 256}
-  assert step_file.differences(on_slice, run.header()) == [
+  on_slice = {"platform": "tpu", "device_kind": "TPU v5 lite", "num_devices": 256}
+  header = run.header()
+  file = header | {"environment": header["environment"] | on_slice}
+  assert step_file.differences(file, header) == [
     "platform: the file has tpu, this run cpu",
     "device_kind: the file has TPU v5 lite, this run cpu",
     "num_devices: the file has 256, this run 8",
   ]
 
 
+def parts(lowered: dict[str, str], **named: Mapping[str, object]) -> dict[str, Any]:
+  empty = {"environment": {}, "sizes": {}, "configuration": {}, "libraries": {}}
+  return empty | {"lowered": lowered} | named
+
+
 def test_a_key_that_only_one_side_knows_is_a_difference():
-  assert step_file.differences({"old": 1}, {"new": None}) == [
+  file, run = ({"old": 1}, {"new": None})
+  assert step_file.differences(
+    parts({"8": "a"}, configuration=file), parts({"8": "b"}, configuration=run)
+  ) == [
     "new: the file has nothing, this run none",
     "old: the file has 1, this run nothing",
   ]
 
 
 def test_a_file_may_hold_more_microbatches_than_the_run_needs():
-  file, run = {"micro_batch_to_train": [8, 16]}, {"micro_batch_to_train": [16]}
+  file = parts({"8": "a", "16": "b"}, sizes={"micro_batch_to_train": [8, 16]})
+  run = parts({"16": "b"}, sizes={"micro_batch_to_train": [16]})
   assert step_file.differences(file, run) == []
   assert step_file.differences(run, file) == [
     "micro_batch_to_train: the file has 16, this run 8, 16"
   ]
 
 
-def test_passes_are_baked_in_where_stages_stream_different_ones():
-  keys = {"accumulation": "streamed", "batch_schedule": "[[0, 32], [320, 64]]"}
-  keys |= {"gradient_accumulation_steps": -1, "per_device_batch_size": 4}
-  assert Run(**keys).header()["streamed_passes"] == [[0, 1], [10, 2]]
+@pytest.mark.parametrize(
+  "keys",
+  [
+    {"batch_schedule": "[[0, 32], [320, 64]]", "micro_batch_size": 4},
+    {"batch_schedule": "[[0, 32], [320, 64]]", "micro_batch_size": "none"},
+    {"batch_size": 64, "micro_batch_size": 4, "accumulation": "streamed"},
+  ],
+  ids=["one shape", "two shapes", "streamed"],
+)
+def test_a_run_resumed_later_takes_the_same_file(keys):
+  run = Run(**keys, gradient_accumulation_steps=-1, steps=30)
+  file = run.header()
+  for at, samples in ((5, 160), (20, 320 + 10 * 64)):
+    position = Position(at, 64 * at if "batch_size" in keys else samples)
+    run.plan = run.plan.starting_at(position)
+    run.trainer = build_trainer(run.config, run.plan, jax.devices())
+    assert step_file.differences(file, run.header()) == []
+
+
+def test_passes_are_baked_in_where_phases_stream_different_ones():
+  keys = {"accumulation": "streamed", "gradient_accumulation_steps": -1}
+  keys |= {"per_device_batch_size": 4}
+  one, other = (
+    Run(**keys, batch_schedule=schedule).header()
+    for schedule in ("[[0, 32], [320, 64]]", "[[0, 32], [640, 64]]")
+  )
+  assert step_file.differences(one, other) == [
+    "batch_schedule: the file has 0, 32, 320, 64, this run 0, 32, 640, 64"
+  ]
+
+
+_HASHES = """
+import json, sys, conftest
+from test_step_file import Run
+print(json.dumps([Run(**keys).header()["lowered"] for keys in json.loads(sys.argv[1])]))
+"""
+
+
+def test_the_hash_is_the_same_in_every_process_and_folder(tmp_path):
+  of = [{}, {"accumulation": "streamed", "ici_fsdp_parallelism": 2}]
+  for name in ("maxbatch", "configs", "tests"):
+    shutil.copytree(pathlib.Path(__file__).parents[1] / name, tmp_path / "moved" / name)
+  for path in (tmp_path / "moved" / "maxbatch").rglob("*.py"):
+    path.write_text(f"# Every line is another one.\n{path.read_text()}")
+  done = subprocess.run(
+    [sys.executable, "-c", _HASHES, json.dumps(of)],
+    capture_output=True,
+    text=True,
+    check=False,
+    env=os.environ | {"PYTHONPATH": os.pathsep.join([".", "tests"]), "PYTHONHASHSEED": "77"},
+    cwd=tmp_path / "moved",
+  )
+  assert (done.returncode, done.stderr) == (0, "")
+  assert json.loads(done.stdout) == [Run(**keys).header()["lowered"] for keys in of]
+
+
+def test_kernels_are_lowered_without_the_places_they_come_from(monkeypatch):
+  pytest.importorskip("libtpu")
+  of = config(**KEYS, attention="flash", head_dim=128, max_target_length=256, packing=False)
+  layout = topology(of.mesh, 4)
+  plan = plan_batches(of.batch, of.run, layout)
+  trainer = build_trainer(of, plan, topology_devices("v5e-4"))
+  texts: list[str] = []
+  as_text = jax.stages.Lowered.as_text
+
+  def noted(lowered: jax.stages.Lowered) -> str:
+    texts.append(as_text(lowered))
+    return texts[-1]
+
+  monkeypatch.setattr(jax.stages.Lowered, "as_text", noted)
+  source = build_dataset(of.data, of.batch.max_target_length).train
+  step_identity.lowered_hash(of, plan, trainer, source, plan.micro_batch_to_train)
+  kernels = re.findall(r"body\\22: \\22([\w+/=]+)", texts[0])
+  assert kernels
+  assert not [kernel for kernel in kernels if b".py" in base64.b64decode(kernel)]
+  assert ".py" not in texts[0]
 
 
 @pytest.mark.parametrize(
   ("damage", "printed"),
   [
-    (lambda data: b"PK" + data, "this is not a compiled step"),
-    (lambda data: b"", "this is not a compiled step"),
+    (lambda data: b"PK" + data, "this is not a compiled step, or one of another version"),
+    (lambda data: b"", "this is not a compiled step, or one of another version"),
     (lambda data: data[:27], "its header is damaged or cut short"),
     (lambda data: data[:300], "its header is damaged or cut short"),
     (lambda data: data[:25] + b"\xff" * 8 + data[33:], "its header is damaged or cut short"),
@@ -264,64 +393,19 @@ def test_a_step_for_a_slice_that_is_not_here_can_be_saved(tmp_path):
   argument = jax.ShapeDtypeStruct((8, 128), np.float32, sharding=place)
   with cache.bypassed():
     program = jax.jit(lambda x: x + 1).lower(argument).compile()
-  step_file.save(str(tmp_path / "step"), {"platform": "tpu"}, {8: program})
+  file, run = (parts({"8": "a"}, environment={"platform": name}) for name in ("tpu", "cpu"))
+  step_file.save(str(tmp_path / "step"), file, {8: program})
   with pytest.raises(UserError, match="platform: the file has tpu, this run cpu"):
-    step_file.load(str(tmp_path / "step"), {"platform": "cpu"})
+    step_file.load(str(tmp_path / "step"), run)
 
 
-def test_every_key_is_sorted():
-  derived = [key for keys in step_identity.DERIVED.values() for key in keys]
-  sorted_keys = [*step_identity.BAKED, *derived, *step_identity.FREE]
-  assert sorted(sorted_keys) == sorted(schema.fields())
-
-
-def test_the_header_holds_what_it_should_and_nothing_else(run):
-  header = run.header()
-  assert set(step_identity.BAKED) | set(step_identity.DERIVED) <= header.keys()
-  assert json.loads(json.dumps(header)) == header
-  assert not set(header) & set(step_identity.FREE)
-
-
-def test_every_key_of_model_and_optimizer_that_is_free_is_known():
-  # A new key of these sections shapes the program unless somebody has made sure that it does not.
-  free = set(step_identity.FREE)
-  model = {field.name for field in dataclasses.fields(schema.ModelConfig)}
-  assert model & free == {"model_name"}
-  optimizer = {field.name for field in dataclasses.fields(schema.OptimizerConfig)}
-  assert {key for key in optimizer & free if "learning_rate" not in key} == {
-    "lr_schedule_type",
-    "warmup_steps",
-    "warmup_steps_fraction",
-    "wsd_decay_steps_fraction",
-  }
-
-
-def test_values_in_the_header_are_those_of_the_run(run):
+def test_the_header_holds_what_json_gives_back_and_every_key_of_the_program(run):
   header, flat = run.header(), to_flat_dict(run.config)
-  resolved = {"attention": "dot_product"}
-  assert {key: header[key] for key in step_identity.BAKED} == {
-    key: resolved.get(key, flat[key]) for key in step_identity.BAKED
+  assert json.loads(json.dumps(header)) == header
+  left_out = {
+    field.name
+    for section in (schema.RunConfig, schema.CheckpointConfig, schema.CompileConfig)
+    for field in dataclasses.fields(section)
   }
-
-
-def test_the_source_is_all_code_that_the_step_is_traced_from():
-  found, todo = set(), ["maxbatch.training.step"]
-  while todo:
-    module = todo.pop()
-    if module not in found and module in TREES and module.split(".")[1] not in WITHOUT_JAX:
-      found.add(module)
-      todo += imports(TREES[module])
-  listed = {module.__name__ for module in step_identity.STEP_MODULES}
-  # What timetables say is no part of the program, but must mean to it what it meant before.
-  timetables = {
-    f"maxbatch.pipeline_parallel.{name}" for name in ("timetable_arrays", "schedule", "slots")
-  }
-  assert listed == found - {"maxbatch.hardware.devices"} | {"maxbatch.training.build"} | timetables
-
-
-def test_a_change_of_the_code_is_seen(run, tmp_path, monkeypatch):
-  before = run.header()["source"]
-  copy = tmp_path / "loss.py"
-  copy.write_text(ast.unparse(ast.parse(pathlib.Path(step_identity.loss.__file__).read_text())))
-  monkeypatch.setattr(step_identity.loss, "__file__", str(copy))
-  assert run.header()["source"] != before
+  assert header["configuration"] == {key: flat[key] for key in flat.keys() - left_out}
+  assert set(header["libraries"]) == {"maxbatch", "flax", "optax"}

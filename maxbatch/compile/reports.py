@@ -21,6 +21,7 @@ from maxbatch.compile.program import (
 from maxbatch.compile.report import CompileReport, make_report
 from maxbatch.config.schema import Config
 from maxbatch.data import synthetic
+from maxbatch.data.dataset import RowSource
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Device
@@ -87,6 +88,11 @@ def write_reports(
   return as_text, as_json
 
 
+def placeholder_rows(config: Config) -> RowSource:
+  """Rows of the run's shapes, which follow from its keys alone: the data need not be here."""
+  return synthetic.build(config.data, config.batch.max_target_length).train
+
+
 def _report(
   config: Config, plan: BatchPlan, trainer: Trainer, devices: Sequence[Device], micro_batch: int
 ) -> CompileReport:
@@ -131,9 +137,7 @@ def _try_report(
   Raises:
     DoesNotFitError: the compiler refuses, or the step runs out of memory while it is timed.
   """
-  # The rows' shapes follow from the configuration alone, so the data need not be here.
-  source = synthetic.build(config.data, config.batch.max_target_length).train
-  program = compile_program(config, plan, trainer, source, micro_batch)
+  program = compile_program(config, plan, trainer, placeholder_rows(config), micro_batch)
   capacity = capacity_bytes(devices, config.compile.device_memory_gb)
   measured = None
   # All processes measure or none does: each waits for the others in the step's reductions.

@@ -1,8 +1,9 @@
 """A compiled step as a file, and the refusal to run it for any other run than the one it is for.
 
 The file: a magic line; length and SHA-256 of a JSON header; the header; the programs, one per
-microbatch. The header lists everything the programs were made from, and each program's length and
-SHA-256. Versions, devices and keys that differ are named before anything of the file is executed.
+microbatch. The header says what the programs were made from, and each program's length and SHA-256.
+A file is refused when this run lowers another program or compiles it otherwise; versions, devices and
+keys that differ are named before anything of the file is executed.
 
 The programs are pickles around machine code, so loading one runs what its author wanted: use files
 of people you trust. The checksums find damage, not malice.
@@ -21,10 +22,16 @@ from typing import Any, BinaryIO, NamedTuple
 import jax
 from jax.experimental import serialize_executable
 
-from maxbatch.compile.step_identity import MICRO_BATCHES
+from maxbatch.compile.step_identity import (
+  CONFIGURATION,
+  ENVIRONMENT,
+  LIBRARIES,
+  LOWERED,
+  SIZES,
+)
 from maxbatch.errors import UserError
 
-_MAGIC = b"maxbatch compiled step 1\n"
+_MAGIC = b"maxbatch compiled step 2\n"
 _LENGTH_BYTES, _HASH_BYTES = 8, 32
 
 
@@ -98,18 +105,28 @@ def made_from(path: str) -> dict[str, Any]:
 
 
 def differences(file: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
-  """What a file was made from that this run is not, a line each; both as JSON gives them back."""
+  """Why a file's programs are not this run's, a line each; both headers as JSON gives them back.
+
+  A file may hold programs that a run no longer needs, as one resumed in a later phase does.
+  """
+  found = _differing(file[ENVIRONMENT], run[ENVIRONMENT])
+  lowered = file[LOWERED]
+  if all(lowered.get(size) == digest for size, digest in run[LOWERED].items()):
+    return found
+  named = [
+    line for part in (SIZES, CONFIGURATION, LIBRARIES) for line in _differing(file[part], run[part])
+  ]
+  found += named
+  return found or ["the code: the same keys and versions make another program"]
+
+
+def _differing(file: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
   absent = "nothing"
   return [
     f"{key}: the file has {_shown(file.get(key, absent))}, this run {_shown(run.get(key, absent))}"
     for key in {**run, **file}
-    if not _serves(key, file.get(key, absent), run.get(key, absent))
+    if file.get(key, absent) != run.get(key, absent)
   ]
-
-
-def _serves(key: str, file: Any, run: Any) -> bool:
-  """A file may hold programs that a run no longer needs, as one resumed in a later phase does."""
-  return set(run) <= set(file) if key == MICRO_BATCHES else file == run
 
 
 def _shown(value: Any) -> str:
@@ -149,7 +166,7 @@ def _reading(path: str) -> Iterator[_Opened]:
 def _open(file: BinaryIO) -> _Opened:
   """Reads and checks all but the programs."""
   if file.read(len(_MAGIC)) != _MAGIC:
-    raise _DamagedError("this is not a compiled step")
+    raise _DamagedError("this is not a compiled step, or one of another version")
   length = int.from_bytes(file.read(_LENGTH_BYTES), "big")
   digest = file.read(_HASH_BYTES)
   # A damaged length may ask for more than there is memory.

@@ -1,298 +1,144 @@
-"""Everything that a compiled step is made from, key by key: the header of its file.
+"""What a compiled step was made from: the header of its file.
 
-Every configuration key is in one of three groups, and a test refuses one that is in none: baked
-into the program, felt by it only through sizes derived from it, or without any effect on it.
+A program is recognized by a hash of what jax lowers for the compiler, its StableHLO. Every key and
+every line of code that changes the program changes that text, and nothing else does, so no list of
+keys or source files has to be kept. What makes machine code of the text is compared by name:
+devices, versions, settings and flags. The configuration is recorded to say which keys differ.
+
+Tracing and lowering a step takes 0.5 s for the default model, 0.9 s for gpt2-small on a v5e-16 and
+0.7 s for llama2-7b on a v5e-256 (1.1 s with scan_layers=false), on 2 cores.
 """
 
+import contextlib
+import dataclasses
 import hashlib
 import importlib.metadata
 import os
 import platform
-import sys
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.config.load import to_flat_dict
-from maxbatch.config.schema import Config
-from maxbatch.data import rows
-from maxbatch.hardware import sharding
-from maxbatch.models import (
-  attention,
-  dot_product,
-  dropout,
-  flash,
-  layers,
-  probes,
-  registry,
-  transformer,
-)
-from maxbatch.models.registry import MODELS
-from maxbatch.pipeline_parallel import schedule, slots, timetable_arrays
-from maxbatch.training import (
-  accumulate,
-  build,
-  layer_order,
-  loss,
-  model_parts,
-  optimizer,
-  partial_sums,
-  pipelined_evaluation,
-  pipelined_step,
-  stage_residuals,
-  stash,
-  state,
-  step,
-  tick,
-)
+from maxbatch.config.schema import CheckpointConfig, CompileConfig, Config, RunConfig
+from maxbatch.data.dataset import RowSource
+from maxbatch.hardware.devices import Device
+from maxbatch.training.build import step_rows, streams, traced_step
 from maxbatch.training.step import Trainer
 
-MICRO_BATCHES = "micro_batch_to_train"
+LOWERED = "lowered"
+"""Part of the header: the hash of each program, by its microbatch."""
+ENVIRONMENT = "environment"
+"""Part of the header: what turns lowered programs into machine code."""
+SIZES, CONFIGURATION, LIBRARIES = "sizes", "configuration", "libraries"
+"""Parts of the header that explain why a lowered program is another one."""
 
-BAKED = (
-  "decoder_block",
-  "vocab_size",
-  "base_emb_dim",
-  "base_num_decoder_layers",
-  "base_num_query_heads",
-  "base_num_kv_heads",
-  "head_dim",
-  "base_mlp_dim",
-  "mlp_activation",
-  "normalization",
-  "normalization_layer_epsilon",
-  "position_embedding",
-  "rope_max_timescale",
-  "sliding_window_size",
-  "logits_via_embedding",
-  "use_qk_norm",
-  "attention_qkv_bias",
-  "attention_out_bias",
-  "mlp_bias",
-  "dropout_rate",
-  "init_weights_seed",
-  "dtype",
-  "weight_dtype",
-  "attention",
-  "scan_layers",
-  "remat_policy",
-  "num_vocab_tiling",
-  "z_loss_multiplier",
-  "gns",
-  "gns_from_microbatches",
-  "max_target_length",
-  "accumulation",
-  "pipeline_schedule",
-  "num_pipeline_microbatches",
-  "num_pipeline_repeats",
-  "num_layers_per_pipeline_stage",
-  "pipeline_delay_activation_forwarding",
-  "pipeline_stash",
-  "dataset_type",
-  "packing",
-  "opt_type",
-  "gradient_clipping_threshold",
-  "adam_b1",
-  "adam_b2",
-  "adam_eps",
-  "adam_weight_decay",
-  "sgd_momentum",
-)
-"""In the header by name."""
-
-DERIVED: dict[str, tuple[str, ...]] = {
-  # The batch of every phase, cut into passes: the arrays' shapes, and what is streamed when.
-  "micro_batch_to_train": (
-    "batch_size",
-    "global_batch_to_train",
-    "tokens_per_step",
-    "per_device_batch_size",
-    "micro_batch_size",
-  ),
-  "microbatch_capacity": ("gradient_accumulation_steps", "gns_max_batch_size"),
-  "streamed_passes": (
-    "enable_rampup_batch_size",
-    "per_device_batch_size_start",
-    "per_device_batch_size_increment",
-    "global_rampup_samples",
-    "batch_schedule",
-    "batch_schedule_file",
-    "batch_schedule_type",
-    "batch_schedule_unit",
-    "batch_schedule_length",
-    "batch_size_start",
-    "batch_size_increment",
-  ),
-  "num_devices": (
-    "num_simulated_devices",
-    "compile_topology",
-    "compile_topology_num_slices",
-  ),
-  "mesh": (
-    "ici_data_parallelism",
-    "ici_fsdp_parallelism",
-    "ici_tensor_parallelism",
-    "ici_pipeline_parallelism",
-  ),
-  "mesh_between_slices": (
-    "dcn_data_parallelism",
-    "dcn_fsdp_parallelism",
-    "dcn_tensor_parallelism",
-    "dcn_pipeline_parallelism",
-  ),
-}
-"""Header key to the keys that the program feels only through it (and through others of these)."""
-
-FREE = (
-  # Where the run lives, how long it lasts, what it shows.
-  "run_name",
-  "base_output_directory",
-  "steps",
-  "total_samples",
-  "total_tokens",
-  "schedule_unit",
-  "log_period",
-  "eval_interval",
-  "eval_samples",
-  "generate_length",
-  "prompt",
-  "decode_sampling_temperature",
-  # Evaluation is another program; loading is the host's.
-  "eval_per_device_batch_size",
-  "expansion_factor_real_data",
-  # What is done with compiled programs; device_memory_gb only helps to choose a microbatch.
-  "validate_only",
-  "compile_only",
-  "save_compiled_step",
-  "compiled_step",
-  "jax_cache_dir",
-  "device_memory_gb",
-  # The name of a file with shapes, each of which counts for itself.
-  "model_name",
-  # What is read, and in which order: the program is given rows.
-  "dataset_path",
-  "eval_dataset_path",
-  "eval_fraction",
-  "dataset_cache_directory",
-  "data_shuffle_seed",
-  "grain_worker_count",
-  # The learning rate of a step is an argument of the program.
-  "learning_rate",
-  "lr_schedule_type",
-  "learning_rate_schedule_steps",
-  "learning_rate_batch_coupling",
-  "warmup_steps",
-  "warmup_steps_fraction",
-  "learning_rate_final_fraction",
-  "wsd_decay_steps_fraction",
-  # What is made of the norms that a step reports; calibrating steps are another program.
-  "gns_window_steps",
-  "gns_calibrate_every",
-  "gns_report_every",
-  "gns_dwell_tokens",
-  "gns_windows_before_growth",
-  "gns_dry_run",
-  # Checkpoints hold the state, whatever steps it.
-  "enable_checkpointing",
-  "async_checkpointing",
-  "checkpoint_period",
-  "max_num_checkpoints_to_keep",
-  "checkpoint_keep_period",
-  "allow_changed_resume",
-)
-"""Not in the header: the program is the same whatever they are."""
-
-STEP_MODULES = (
-  accumulate,
-  attention,
-  dot_product,
-  dropout,
-  pipelined_evaluation,
-  flash,
-  stage_residuals,
-  layers,
-  loss,
-  optimizer,
-  partial_sums,
-  model_parts,
-  build,
-  probes,
-  registry,
-  rows,
-  timetable_arrays,
-  pipelined_step,
-  schedule,
-  sharding,
-  slots,
-  layer_order,
-  stash,
-  state,
-  step,
-  tick,
-  transformer,
-)
-"""The code that the program is traced from."""
-
+_NOT_RECORDED = (RunConfig, CheckpointConfig, CompileConfig)
+"""Sections that reach a program through its sizes at most, which are recorded themselves."""
+_LIBRARIES = ("maxbatch", "flax", "optax")
 _JAX_SETTINGS = (
+  # These change what is lowered too, and are here to be named.
   "jax_enable_x64",
   "jax_default_matmul_precision",
   "jax_default_prng_impl",
   "jax_threefry_partitionable",
+  # These change only what the compiler makes of it.
+  "jax_disable_most_optimizations",
+  "jax_exec_time_optimization_effort",
+  "jax_memory_fitting_effort",
+  "jax_optimization_level",
+  "jax_memory_fitting_level",
 )
 _FLAG_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _FLAGS_WITHOUT_EFFECT = ("--xla_dump", "--xla_force_host_platform_device_count")
+_TRACEBACK_LIMIT = "jax_traceback_in_locations_limit"
 
 
-def header(config: Config, plan: BatchPlan, trainer: Trainer) -> dict[str, object]:
+def header(
+  config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource
+) -> dict[str, Mapping[str, object]]:
   """What this run's compiled steps are made from, in values that JSON holds.
 
   Args:
     config: the run's keys, those of the batch already chosen.
     plan: the plan that is run: after a resume, the one from there on.
     trainer: the run's model, optimizer and mesh.
+    source: the rows that the step is fed.
   """
+  hashes = {
+    str(each): lowered_hash(config, plan, trainer, source, each) for each in plan.micro_batches
+  }
   return {
-    **_keys(config, trainer),
-    **_sizes(config, plan, trainer),
-    **_devices(plan, trainer),
-    **_versions(trainer),
-    "source": source_hash(config),
-    **{name: jax.config.values[name] for name in _JAX_SETTINGS},
+    LOWERED: hashes,
+    ENVIRONMENT: _devices(plan, trainer) | compiler_environment(trainer.mesh.devices.flat[0]),
+    SIZES: {
+      "micro_batch_to_train": list(plan.micro_batches),
+      "microbatch_capacity": None if streams(config) else plan.microbatch_capacity,
+    },
+    CONFIGURATION: _configuration(config),
+    LIBRARIES: library_versions(),
+  }
+
+
+def lowered_hash(
+  config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource, micro_batch: int
+) -> str:
+  """SHA-256 of the lowered step for one microbatch, and of its arguments' and results' structure.
+
+  The same in every process and folder: the text has no source locations, and the kernels that it
+  embeds are lowered without theirs.
+  """
+  rows = step_rows(config, plan, source, micro_batch)
+  with _without_locations():
+    lowered = traced_step(config, trainer, rows).lower()
+  digest = hashlib.sha256(lowered.as_text().encode())
+  digest.update(f"{lowered.in_tree}{lowered.out_tree}".encode())
+  return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _without_locations() -> Iterator[None]:
+  """Inside, what is lowered names no file: a kernel's bytecode would, and would so depend on where
+  Python packages are installed."""
+  before = jax.config.values[_TRACEBACK_LIMIT]
+  jax.config.update(_TRACEBACK_LIMIT, 0)
+  try:
+    yield
+  finally:
+    jax.config.update(_TRACEBACK_LIMIT, before)
+
+
+def compiler_environment(device: Device) -> dict[str, object]:
+  """Versions, settings and flags by which a compiler makes another program of the same text."""
+  on_tpu = device.platform == "tpu"
+  return {
+    "jax": _version("jax"),
+    "jaxlib": _version("jaxlib"),
+    "libtpu": _version("libtpu") if on_tpu else None,
+    "compiler": device.client.platform_version,
+    **{name: _setting(name) for name in _JAX_SETTINGS},
     **{name: _flags(os.environ.get(name, "")) for name in _FLAG_VARIABLES},
   }
 
 
-def _keys(config: Config, trainer: Trainer) -> dict[str, object]:
-  values = to_flat_dict(config)
-  keys = {name: values[name] for name in BAKED}
-  # `auto` is resolved by now; the seed is baked in only as the key of dropout.
-  keys["attention"] = trainer.model.config.attention
-  keys["init_weights_seed"] = config.model.init_weights_seed if config.model.dropout_rate else None
-  return keys
+def library_versions() -> dict[str, str | None]:
+  """Versions of what a step is traced with, besides jax."""
+  return {package: _version(package) for package in _LIBRARIES}
 
 
-def _sizes(config: Config, plan: BatchPlan, trainer: Trainer) -> dict[str, object]:
-  streamed = config.batch.accumulation == "streamed"
-  return {
-    MICRO_BATCHES: list(plan.micro_batches),
-    "microbatch_capacity": None if streamed else plan.microbatch_capacity,
-    # A pipeline's timetable has room for the largest step, not for the capacity.
-    "pipeline_passes": trainer.pipeline.max_num_microbatches if trainer.pipeline else None,
-    "streamed_passes": _streamed_passes(plan) if streamed else None,
-  }
+def _version(package: str) -> str | None:
+  """The installed version; None if there is none."""
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return None
 
 
-def _streamed_passes(plan: BatchPlan) -> object:
-  """Dispatches per step, or [first step, dispatches] of each phase where they differ."""
-  num_microbatches = [[phase.first.step, phase.num_microbatches] for phase in plan.phases]
-  return (
-    num_microbatches
-    if len({num_microbatches for _, num_microbatches in num_microbatches}) > 1
-    else num_microbatches[0][1]
-  )
+def _configuration(config: Config) -> dict[str, object]:
+  left_out = {field.name for section in _NOT_RECORDED for field in dataclasses.fields(section)}
+  return {key: value for key, value in to_flat_dict(config).items() if key not in left_out}
 
 
 def _devices(plan: BatchPlan, trainer: Trainer) -> dict[str, object]:
@@ -304,26 +150,9 @@ def _devices(plan: BatchPlan, trainer: Trainer) -> dict[str, object]:
     "num_devices": len(devices),
     "num_processes": len({device.process_index for device in devices}),
     "mesh": str(plan.topology),
+    # The devices' order on the mesh follows from it, and is no part of the text.
     "mesh_between_slices": list(plan.topology.dcn),
   }
-
-
-def _versions(trainer: Trainer) -> dict[str, object]:
-  device = trainer.mesh.devices.flat[0]
-  on_tpu = device.platform == "tpu"
-  return {
-    "jax": importlib.metadata.version("jax"),
-    "jaxlib": importlib.metadata.version("jaxlib"),
-    "libtpu": _version("libtpu") if on_tpu else None,
-    "compiler": device.client.platform_version,
-  }
-
-
-def _version(package: str) -> str | None:
-  try:
-    return importlib.metadata.version(package)
-  except importlib.metadata.PackageNotFoundError:
-    return None
 
 
 def _cpu() -> str:
@@ -332,22 +161,15 @@ def _cpu() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
   except OSError:
     return platform.processor()
-  known = [line for line in lines if line.startswith(("flags", "Features"))][:1]
-  return f"{platform.machine()} with instructions {_short_hash(line.encode() for line in known)}"
+  known = "".join([line for line in lines if line.startswith(("flags", "Features"))][:1])
+  digest = hashlib.sha256(known.encode()).hexdigest()[:12]
+  return f"{platform.machine()} with instructions {digest}"
 
 
-def source_hash(config: Config) -> str:
-  """Of the code that the step is traced from, the registered model's included: 12 hex digits."""
-  model = sys.modules[MODELS[config.model.decoder_block].create.__module__]
-  modules: dict[str, Any] = {module.__name__: module for module in (*STEP_MODULES, model)}
-  return _short_hash(Path(modules[name].__file__).read_bytes() for name in sorted(modules))
-
-
-def _short_hash(parts: Iterable[bytes]) -> str:
-  digest = hashlib.sha256()
-  for part in parts:
-    digest.update(part)
-  return digest.hexdigest()[:12]
+def _setting(name: str) -> object:
+  """As JSON holds it: levels are enumerations."""
+  value = jax.config.values[name]
+  return value if isinstance(value, bool | int | float | str | None) else str(value)
 
 
 def _flags(text: str) -> str:

@@ -16,7 +16,11 @@ from maxbatch.training.step import Step, Trainer
 
 
 def save_steps(
-  config: Config, plan: BatchPlan, trainer: Trainer, steps: Mapping[int, Step]
+  config: Config,
+  plan: BatchPlan,
+  trainer: Trainer,
+  source: RowSource,
+  steps: Mapping[int, Step],
 ) -> None:
   """Writes compiled steps, by microbatch, to the file that save_compiled_step names.
 
@@ -27,7 +31,7 @@ def save_steps(
     return
   path = config.compile.save_compiled_step
   programs = {size: cast(jax.stages.Compiled, step) for size, step in steps.items()}
-  step_file.save(path, header(config, plan, trainer), programs)
+  step_file.save(path, header(config, plan, trainer, source), programs)
   print(f"The compiled step is in {path}; compiled_step={path} runs it", flush=True)
 
 
@@ -40,7 +44,8 @@ def step_compiler(
     UserError: the file is damaged or was made for another run.
   """
   if config.compile.compiled_step:
-    return step_file.load(config.compile.compiled_step, header(config, plan, trainer)).__getitem__
+    made_from = header(config, plan, trainer, source)
+    return step_file.load(config.compile.compiled_step, made_from).__getitem__
 
   def compiled(micro_batch: int) -> Step:
     # What is saved must come from the compiler, not from the compilation cache.

@@ -9,7 +9,12 @@ from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import Topology, topology
 from maxbatch.compile import cache
 from maxbatch.compile.report import CompileReport
-from maxbatch.compile.reports import check_fits, compile_reports, write_reports
+from maxbatch.compile.reports import (
+  check_fits,
+  compile_reports,
+  placeholder_rows,
+  write_reports,
+)
 from maxbatch.compile.steps import save_steps
 from maxbatch.config.schema import Config, Explore
 from maxbatch.errors import UserError
@@ -77,7 +82,8 @@ def prepare_only(config: Config, *, forget: bool = False) -> None:
   _show(reports, folder)
   if config.compile.save_compiled_step:
     steps = {each.micro_batch: each.program.step for each in reports}
-    save_steps(config, plan, build_trainer(config, plan, devices), steps)
+    trainer = build_trainer(config, plan, devices)
+    save_steps(config, plan, trainer, placeholder_rows(config), steps)
   check_fits(config, plan, reports)
 
 

@@ -87,7 +87,7 @@ def run(config: Config, *, forget: bool = False) -> tuple[TrainState, Position]:
       _write_config(config, plan, folder)
       state, eval_step = _make_ready(config, plan, trainer, dataset, restored, programs)
       if config.compile.save_compiled_step:
-        save_steps(config, plan, trainer, programs.all())
+        save_steps(config, plan, trainer, dataset.train, programs.all())
       job = Job(
         plan=plan,
         run=config.run,

@@ -59,11 +59,14 @@ def _microbatches_per_update(config: Config, plan: BatchPlan) -> optax.Schedule 
   """Dispatches that MultiSteps sums up: one when fused, else the microbatches of each phase."""
   if not streams(config):
     return 1
-  firsts = np.array([phase.first.step for phase in plan.phases])
+  # Where a plan begins is no part of the program: a resumed run takes the same one.
+  firsts = np.array([phase.first.step for phase in plan.phases[1:]])
   num_microbatches = np.array([phase.num_microbatches for phase in plan.phases])
+  if len(set(num_microbatches.tolist())) == 1:
+    return int(num_microbatches[0])
 
   def every_k(step: jax.typing.ArrayLike) -> jax.Array:
-    return jnp.asarray(num_microbatches)[jnp.searchsorted(firsts, step, side="right") - 1]
+    return jnp.asarray(num_microbatches)[jnp.searchsorted(firsts, step, side="right")]
 
   return every_k
 

@@ -5,25 +5,25 @@ path through the search and end with the same size. Nothing of the training is c
 """
 
 import dataclasses
-import importlib.metadata
 import os
 import pathlib
 import platform
-from collections.abc import Callable, Sequence
-from fractions import Fraction
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
+from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.solve import counted, text
 from maxbatch.batch.topology import Topology
 from maxbatch.compile.program import memory_suggestions
-from maxbatch.compile.step_identity import source_hash
-from maxbatch.config.schema import Config
-from maxbatch.config.value import plain
+from maxbatch.compile.reports import placeholder_rows
+from maxbatch.compile.step_identity import compiler_environment, library_versions, lowered_hash
+from maxbatch.config.load import to_flat_dict
+from maxbatch.config.schema import BatchConfig, Config
 from maxbatch.errors import UserError
-from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Device
+from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import (
   Candidate,
   asked,
@@ -33,14 +33,13 @@ from maxbatch.tuning.candidates import (
   with_policies,
 )
 from maxbatch.tuning.exploration import Exploration, explore
-from maxbatch.tuning.remembering import RememberedChoice
-from maxbatch.tuning.search import ProbeResult, ProbeSize, choose_largest
+from maxbatch.tuning.processes import Say, agreed, in_process_0
+from maxbatch.tuning.remembered import RememberedChoice
+from maxbatch.tuning.search import ProbeSize, choose_largest
 
-_PACKAGES = ("jax", "jaxlib", "libtpu", "maxbatch")
-_VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-"""What changes what compilers do and what memory there is."""
-
-Say = Callable[[str], None]
+_KEY = "micro_batch_size"
+_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""The variable by which jax takes a part of a GPU's memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +66,7 @@ def choose(
     place: the devices.
     probe: what one size needs and how long it takes; called in all processes in the same order.
     folder: where choices are remembered.
-    forgetting: measure anew, whatever is remembered.
+    forget: measure anew, whatever is remembered.
     say: prints a line; called in process 0 only.
 
   Raises:
@@ -80,15 +79,18 @@ def choose(
   if config.batch.micro_batch_size != "auto":
     raise UserError(_not_here(config))
   sizes = sizes_of(config, place.layout)
-  memory = RememberedChoice(folder, "micro_batch_size", what_it_depends_on(config, place, sizes))
-  say = in_process_0(say)
-  size = _recalled(memory, config, sizes, forget, say)
-  if size is None:
-    choice = choose_largest(sizes, _agreed(probe), memory_suggestions(config))
-    size = choice.chosen.candidate
-    content = {"micro_batch_size": choice.chosen.size, "why": choice.why()}
-    kept = memory.kept(content, [one.as_dict() for one in choice.tried])
-    say(_line(config, size, choice.why()) + kept)
+  depends_on = what_it_depends_on(config, place, sizes)
+  memory, say = RememberedChoice(folder, _KEY, "auto", depends_on), in_process_0(say)
+  by_size = {text(one.per_device): one for one in sizes}
+  remembered = memory.agreed(by_size, forget=forget, say=say)
+  if remembered:
+    size = by_size[remembered[_KEY]]
+    say(_line(config, size, str(remembered.get("why"))) + memory.origin)
+    return size.applied_to(config)
+  choice = choose_largest(sizes, agreed(probe), memory_suggestions(config))
+  size, content = choice.chosen.candidate, {_KEY: choice.chosen.size, "why": choice.why()}
+  kept = memory.remember(content, [one.as_dict() for one in choice.tried])
+  say(_line(config, size, choice.why()) + kept)
   return size.applied_to(config)
 
 
@@ -116,29 +118,28 @@ def explore_sizes(
   sizes = sizes_of(config, place.layout)
   sizes = with_policies(sizes) if config.model.remat_policy == "explore" else sizes
   say = in_process_0(say)
-  found = explore(sizes, _agreed(probe), memory_suggestions(config), say)
+  found = explore(sizes, agreed(probe), memory_suggestions(config), say)
   say(f"\n{found}")
   return found.ranked[0].candidate.applied_to(config), found
 
 
 def what_it_depends_on(config: Config, place: Target, sizes: Sequence[Candidate]) -> dict[str, Any]:
-  """Everything by which another size could be the right one, as plain values."""
-  model = dataclasses.asdict(config.model)
-  del model["init_weights_seed"]  # Which weights, not how many.
-  batch = {key: plain(value) for key, value in vars(config.batch).items()}
-  first = place.devices[0]
+  """Everything by which another size could be the right one, as plain values.
+
+  Keys of model, optimizer, pipeline and data, and the code, are in the step that is lowered for the
+  first size: about a second, beside the compilations that a remembered choice saves.
+
+  Args:
+    config: the run; where `sizes` is empty, with its size chosen.
+    place: the devices.
+    sizes: what is chosen from, ascending.
+  """
+  flat, first = to_flat_dict(config), place.devices[0]
   return {
-    "model": model,
-    "batch": batch,
+    "lowered": _lowered(sizes[0].applied_to(config) if sizes else config, place),
+    "batch": {field.name: flat[field.name] for field in dataclasses.fields(BatchConfig)},
     "sizes": [[text(one.per_device), one.gradient_accumulation_steps, one.batch] for one in sizes],
-    "pipeline": dict(vars(config.pipeline)),
     "mesh": {"ici": list(place.layout.ici), "dcn": list(place.layout.dcn)},
-    "optimizer": {
-      "opt_type": config.optimizer.opt_type,
-      "gradient_clipping_threshold": config.optimizer.gradient_clipping_threshold,
-      "sgd_momentum": config.optimizer.sgd_momentum,
-    },
-    "data": {"dataset_type": config.data.dataset_type, "packing": config.data.packing},
     "devices": {
       "kind": first.device_kind,
       "count": len(place.devices),
@@ -147,12 +148,21 @@ def what_it_depends_on(config: Config, place: Target, sizes: Sequence[Candidate]
       "host": f"{platform.machine()}, {os.cpu_count()} cores" if first.platform == "cpu" else "",
       "compile_topology": config.compile.compile_topology,
       "device_memory_gb": config.compile.device_memory_gb,
+      _MEMORY_FRACTION: os.environ.get(_MEMORY_FRACTION, ""),
     },
-    # In a checkout the code changes and the version does not.
-    "source": source_hash(config),
-    "versions": {package: _version(package) for package in _PACKAGES},
-    "environment": {name: os.environ.get(name, "") for name in _VARIABLES},
+    "compiler": compiler_environment(first),
+    "versions": library_versions(),
   }
+
+
+def _lowered(config: Config, place: Target) -> str:
+  """The hash of the run's step."""
+  # Which weights, not how many; it is in the program where there is dropout.
+  model = dataclasses.replace(config.model, init_weights_seed=0)
+  config = dataclasses.replace(config, model=model)
+  plan = plan_batches(config.batch, config.run, place.layout)
+  trainer = build_trainer(config, plan, place.devices)
+  return lowered_hash(config, plan, trainer, placeholder_rows(config), plan.micro_batch_to_train)
 
 
 def _not_here(config: Config) -> str:
@@ -168,50 +178,6 @@ def _policy_not_here(config: Config) -> str:
     f"compile_only=true (now {asked(config.batch)} "
     f"compile_only={str(config.compile.compile_only).lower()}); for a run, remat_policy=full"
   )
-
-
-def _version(package: str) -> str | None:
-  try:
-    return importlib.metadata.version(package)
-  except importlib.metadata.PackageNotFoundError:
-    return None
-
-
-def in_process_0(say: Say) -> Say:
-  """The same, silent in the other processes."""
-  return say if jax.process_index() == 0 else lambda line: None
-
-
-def _agreed(probe: ProbeSize) -> ProbeSize:
-  """The probe with process 0's numbers everywhere."""
-
-  def agreed(candidate: Candidate) -> ProbeResult:
-    mine = probe(candidate)
-    numbers = dataclasses.asdict(mine) | {"per_device": text(mine.per_device)}
-    theirs = broadcast_one_to_all(numbers)
-    return ProbeResult(**theirs | {"per_device": Fraction(theirs["per_device"])})
-
-  return agreed
-
-
-def _recalled(
-  memory: RememberedChoice, config: Config, sizes: Sequence[Candidate], forget: bool, say: Say
-) -> Candidate | None:
-  """The remembered size; says where it comes from, or why what is remembered is of no use."""
-  choice, problem = memory.recalled(forget=forget)
-  by_size = {text(one.per_device): one for one in sizes}
-  if choice and choice.get("micro_batch_size") not in by_size:
-    choice, problem = None, f"{memory.file} has a damaged choice"
-  if problem:
-    say(f"micro_batch_size auto: {problem}; measured anew")
-  if choice is None:
-    return None
-  size = by_size[choice["micro_batch_size"]]
-  say(
-    f"{_line(config, size, str(choice.get('why')))} (remembered from {memory.file}; --forget "
-    "measures anew)"
-  )
-  return size
 
 
 def _line(config: Config, size: Candidate, why: str) -> str:

@@ -1,7 +1,7 @@
 """num_pipeline_microbatches=-1: from a Config that leaves it open to one that has it chosen.
 
 All processes compile together, and every number that decides is process 0's, as for the microbatch
-size (batch/autotune.py).
+size (microbatch_size.py).
 """
 
 import dataclasses
@@ -15,15 +15,16 @@ from maxbatch.compile.program import DoesNotFitError, capacity_bytes
 from maxbatch.compile.report import CompileReport
 from maxbatch.compile.reports import report_or_refusal
 from maxbatch.compile.step_file import made_from
+from maxbatch.compile.step_identity import CONFIGURATION
 from maxbatch.config.schema import Config
-from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Device
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.training.build import streams
-from maxbatch.tuning.microbatch_size import Say, Target, in_process_0, what_it_depends_on
+from maxbatch.tuning.microbatch_size import Target, what_it_depends_on
 from maxbatch.tuning.pipeline_ranking import KEY, CompiledChoice, Probe, RankedStep, rank
-from maxbatch.tuning.remembering import RememberedChoice
+from maxbatch.tuning.processes import Say, agreed, in_process_0
+from maxbatch.tuning.remembered import RememberedChoice
 
 
 class PipelineMicrobatchProber:
@@ -67,7 +68,7 @@ def choose_num_pipeline_microbatches(
     place: the devices.
     probe: what one number needs and takes; called in all processes in the same order.
     folder: where choices are remembered.
-    forgetting: measure anew, whatever is remembered.
+    forget: measure anew, whatever is remembered.
     say: prints the table and the choice; called in process 0 only.
 
   Raises:
@@ -86,15 +87,15 @@ def choose_num_pipeline_microbatches(
     pipeline.for_phase(plan, phase), phase.num_microbatches, streamed=streams(config)
   )
   memory, say = _memory(config, place, steps, folder), in_process_0(say)
-  num_pipeline_microbatches = _recalled(memory, pipeline, forget, say)
-  if num_pipeline_microbatches is None:
-    ranking = rank(steps, _agreed(probe))
-    num_pipeline_microbatches = ranking.chosen
-    kept = memory.kept(
-      {KEY: num_pipeline_microbatches, "why": ranking.why()}, ranking.as_dict()["choices"]
-    )
-    say(f"{_heading(steps)}\n{ranking}\n{_line(num_pipeline_microbatches, ranking.why())}{kept}\n")
-  return with_num_pipeline_microbatches(config, num_pipeline_microbatches)
+  remembered = memory.agreed(pipeline.choices, forget=forget, say=say)
+  if remembered:
+    say(_line(remembered[KEY], str(remembered.get("why"))) + memory.origin)
+    return with_num_pipeline_microbatches(config, remembered[KEY])
+  ranking = rank(steps, agreed(probe))
+  content = {KEY: ranking.chosen, "why": ranking.why()}
+  kept = memory.remember(content, ranking.as_dict()["choices"])
+  say(f"{_heading(steps)}\n{ranking}\n{_line(ranking.chosen, ranking.why())}{kept}\n")
+  return with_num_pipeline_microbatches(config, ranking.chosen)
 
 
 def with_num_pipeline_microbatches(config: Config, num_pipeline_microbatches: int) -> Config:
@@ -110,7 +111,7 @@ def largest_phase(plan: BatchPlan) -> Phase:
 
 def _as_compiled(config: Config, pipeline: Pipeline) -> Config:
   """The number that the run's program was compiled for; a file for another run says so later."""
-  num_pipeline_microbatches = made_from(config.compile.compiled_step).get(KEY)
+  num_pipeline_microbatches = made_from(config.compile.compiled_step)[CONFIGURATION].get(KEY)
   return (
     with_num_pipeline_microbatches(config, num_pipeline_microbatches)
     if num_pipeline_microbatches in pipeline.choices
@@ -130,13 +131,6 @@ def _compiled(report: CompileReport) -> CompiledChoice:
   )
 
 
-def _agreed(probe: Probe) -> Probe:
-  """The probe with process 0's numbers everywhere."""
-  return lambda num_pipeline_microbatches: CompiledChoice(
-    **broadcast_one_to_all(dataclasses.asdict(probe(num_pipeline_microbatches)))
-  )
-
-
 def _memory(
   config: Config, place: Target, steps: RankedStep, folder: pathlib.Path
 ) -> RememberedChoice:
@@ -147,21 +141,7 @@ def _memory(
     "passes": steps.num_microbatches,
     "room": steps.pipeline.max_num_microbatches,
   }
-  return RememberedChoice(folder, KEY, depends_on)
-
-
-def _recalled(memory: RememberedChoice, pipeline: Pipeline, forget: bool, say: Say) -> int | None:
-  """The remembered number; says where it comes from, or why what is remembered is of no use."""
-  choice, problem = memory.recalled(forget=forget)
-  if choice and choice.get(KEY) not in pipeline.choices:
-    choice, problem = None, f"{memory.file} has a damaged choice"
-  if problem:
-    say(f"{KEY} -1: {problem}; measured anew")
-  if choice is None:
-    return None
-  line = _line(choice[KEY], str(choice.get("why")))
-  say(f"{line} (remembered from {memory.file}; --forget measures anew)")
-  return choice[KEY]
+  return RememberedChoice(folder, KEY, "-1", depends_on)
 
 
 def _heading(steps: RankedStep) -> str:

@@ -8,6 +8,14 @@ where a full tick is a forward and a backward of a stage, be they in one tick of
 two, and the rest is what no number of microbatches changes much: embedding and loss of all samples,
 the update. The most and the fewest microbatches are compiled and timed; the rest is predicted. What
 is predicted to be the fastest, or close to it, is compiled as well, and tells the line more.
+
+Why a line is fitted, and the choices are not simply one more dimension of the sizes that
+micro_batch_size=auto bisects: there the largest that fits is nearly always the fastest, and here none
+of both ends is. An order by predicted bubble would always begin with the most microbatches, which are
+the slowest where a tick has a fixed cost (a small matrix product, a transfer); what weighs the one
+against the other is exactly this cost, and two compilations give it. So two or three programs, of
+which each may take a minute, are compiled instead of ⌈log2 n⌉ + 2, which for up to five choices are
+as good as all, and the table has a time for those that were not.
 """
 
 import dataclasses

@@ -37,17 +37,16 @@ class Prober:
     except DoesNotFitError as error:
       capacity = capacity_bytes(devices, config.compile.device_memory_gb)
       needed = max(error.needed_bytes, capacity + 1)
-      return ProbeResult(candidate.per_device, needed, capacity, fits=False)
+      return ProbeResult(needed, capacity, fits=False)
     if report.fits:
       self.reports[candidate] = report
-    return _as_probe(candidate, report)
+    return _as_probe(report)
 
 
-def _as_probe(candidate: Candidate, report: CompileReport) -> ProbeResult:
+def _as_probe(report: CompileReport) -> ProbeResult:
   time = report.time
   measured = time is not None and time.how == "measured"
   return ProbeResult(
-    per_device=candidate.per_device,
     peak_bytes=report.program.memory.peak,
     capacity_bytes=report.capacity_bytes,
     fits=report.fits,

@@ -1,9 +1,10 @@
-"""A choice remembered in a file, under everything it depends on: with anything changed, forgotten.
+"""A choice remembered in a file, under everything it depends on: with anything changed, another file.
 
-One JSON file per key, to be read by people too: what the choice depends on, the choice, the probes
-it rests on, and when it was made.
+One JSON file per choice, to be read by people too: what the choice depends on, the choice, the probes
+it rests on, and when it was made. All processes take what process 0 reads; process 0 alone writes.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import hashlib
@@ -11,101 +12,116 @@ import json
 import os
 import pathlib
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-_PARTS = ("depends_on", "choice", "probes", "when")
-_KEY = "micro_batch_size"
-"""What is chosen, unless said otherwise: the first part of the file's name."""
+import jax
+
+from maxbatch.hardware.agreement import broadcast_one_to_all
+from maxbatch.tuning.processes import Say
+
+_PARTS = {"depends_on": dict, "choice": dict, "probes": list, "when": str}
+"""What a file holds, and of which type."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Remembered:
-  """What a file says."""
+class RememberedChoice:
+  """The file of one choice."""
 
-  choice: dict[str, Any]
-  probes: list[dict[str, Any]]
-  when: str
-  """UTC, as in ISO 8601."""
+  folder: pathlib.Path
+  key: str
+  """The configuration key that is chosen."""
+  asked: str
+  """The value by which the key asks for a choice: `auto`, `-1`."""
+  depends_on: Mapping[str, Any]
 
+  @property
+  def file(self) -> pathlib.Path:
+    """Where it is, or will be."""
+    digest = hashlib.sha256(_canonical(self.depends_on).encode()).hexdigest()[:16]
+    return self.folder / f"{self.key}-{digest}.json"
 
-def file_of(folder: pathlib.Path, depends_on: Mapping[str, Any], key: str = _KEY) -> pathlib.Path:
-  """The file of the choice that depends on these things, whether it exists or not."""
-  digest = hashlib.sha256(_canonical(depends_on).encode()).hexdigest()[:16]
-  return folder / f"{key}-{digest}.json"
+  @property
+  def origin(self) -> str:
+    """What is said after a choice that was not made anew."""
+    return f" (remembered from {self.file}; --forget measures anew)"
 
+  def agreed(self, allowed: Collection[Any], *, forget: bool, say: Say) -> dict[str, Any] | None:
+    """Process 0's choice in all processes; None where there is none, after a line if it is damaged.
 
-def recall(
-  folder: pathlib.Path, depends_on: Mapping[str, Any], key: str = _KEY
-) -> tuple[Remembered | None, str | None]:
-  """The choice made under the same things, if there is one; else why a file there is of no use.
+    Args:
+      allowed: values that the key may take.
+      forget: delete the file instead.
+      say: prints a line.
+    """
+    choice, problem = broadcast_one_to_all(self._read_or_forget(forget))
+    if choice and choice.get(self.key) not in list(allowed):
+      choice, problem = None, f"{self.file} has a damaged choice"
+    if problem:
+      say(f"{self.key} {self.asked}: {problem}; measured anew")
+    return choice
 
-  Nothing there is (None, None): no reason is needed for what was never remembered.
-  """
-  file = file_of(folder, depends_on, key)
-  try:
-    content = json.loads(file.read_text(encoding="utf-8"))
-  except FileNotFoundError:
+  def recall(self) -> tuple[dict[str, Any] | None, str | None]:
+    """The choice, or why what is there is of no use; (None, None) where nothing is."""
+    try:
+      content = json.loads(self.file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+      return None, None
+    except OSError as error:
+      return None, f"{self.file} cannot be read: {error.strerror}"
+    except ValueError:
+      return None, f"{self.file} is no JSON"
+    problem = self._problem(content)
+    return (None, f"{self.file} {problem}") if problem else (content["choice"], None)
+
+  def remember(self, choice: Mapping[str, Any], probes: Sequence[Mapping[str, Any]]) -> str:
+    """Writes the choice, in process 0; what is said of it, be it that it cannot be written."""
+    if jax.process_index() != 0:
+      return ""
+    try:
+      self.write(choice, probes)
+    except OSError as error:
+      return f"; not remembered, {self.folder} cannot be written: {error.strerror}"
+    return f"; remembered in {self.file}"
+
+  def write(self, choice: Mapping[str, Any], probes: Sequence[Mapping[str, Any]]) -> None:
+    """Writes the choice; readers see the file before or the file after, never a part.
+
+    Raises:
+      OSError: the folder cannot be written.
+    """
+    when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    values = (_plain(self.depends_on), choice, list(probes), when)
+    content = dict(zip(_PARTS, values, strict=True))
+    self.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(
+      "w", encoding="utf-8", dir=self.folder, prefix=f".{self.file.stem}-", delete=False
+    ) as temporary:
+      temporary.write(json.dumps(content, indent=2, default=str) + "\n")
+    os.replace(temporary.name, self.file)
+
+  def _read_or_forget(self, forget: bool) -> tuple[dict[str, Any] | None, str | None]:
+    if jax.process_index() != 0:
+      return None, None
+    if not forget:
+      return self.recall()
+    # A file that cannot be deleted is written over, or that fails and is said.
+    with contextlib.suppress(OSError):
+      self.file.unlink(missing_ok=True)
     return None, None
-  except OSError as error:
-    return None, f"{file} cannot be read: {error.strerror}"
-  except ValueError:
-    return None, f"{file} is no JSON"
-  problem = _problem(content, depends_on)
-  if problem:
-    return None, f"{file} {problem}"
-  return Remembered(content["choice"], content["probes"], content["when"]), None
 
-
-def remember(
-  folder: pathlib.Path,
-  depends_on: Mapping[str, Any],
-  choice: Mapping[str, Any],
-  probes: Sequence[Mapping[str, Any]],
-  key: str = _KEY,
-) -> pathlib.Path:
-  """Writes the choice; readers see the file before or the file after, never a part.
-
-  Raises:
-    OSError: the folder cannot be written.
-  """
-  file = file_of(folder, depends_on, key)
-  when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-  content = dict(zip(_PARTS, (_plain(depends_on), choice, list(probes), when), strict=True))
-  folder.mkdir(parents=True, exist_ok=True)
-  with tempfile.NamedTemporaryFile(
-    "w", encoding="utf-8", dir=folder, prefix=f".{file.stem}-", delete=False
-  ) as temporary:
-    temporary.write(json.dumps(content, indent=2, default=str) + "\n")
-  os.replace(temporary.name, file)
-  return file
-
-
-def forget(folder: pathlib.Path, depends_on: Mapping[str, Any], key: str = _KEY) -> bool:
-  """Deletes the choice; whether there was one.
-
-  Raises:
-    OSError: the file cannot be deleted.
-  """
-  file = file_of(folder, depends_on, key)
-  there = file.exists()
-  file.unlink(missing_ok=True)
-  return there
-
-
-def _problem(content: Any, depends_on: Mapping[str, Any]) -> str | None:
-  """What is wrong with a file's content."""
-  if not isinstance(content, dict):
-    return "is not a remembered choice"
-  missing = [part for part in _PARTS if part not in content]
-  if missing:
-    return f"lacks {', '.join(missing)}"
-  kinds = (dict, dict, list, str)
-  for part, kind in zip(_PARTS, kinds, strict=True):
-    if not isinstance(content[part], kind):
-      return f"has a damaged {part}"
-  # The name holds only the key's digest: an edited or a misplaced file would pass for another's.
-  return None if content["depends_on"] == _plain(depends_on) else "depends on something else"
+  def _problem(self, content: Any) -> str | None:
+    """What is wrong with the file's content."""
+    if not isinstance(content, dict):
+      return "is not a remembered choice"
+    missing = [part for part in _PARTS if part not in content]
+    if missing:
+      return f"lacks {', '.join(missing)}"
+    for part, kind in _PARTS.items():
+      if not isinstance(content[part], kind):
+        return f"has a damaged {part}"
+    # The name holds only a digest: an edited or a misplaced file would pass for another's.
+    return None if content["depends_on"] == _plain(self.depends_on) else "depends on something else"
 
 
 def _canonical(depends_on: Mapping[str, Any]) -> str:

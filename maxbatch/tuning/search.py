@@ -7,7 +7,6 @@ A size is never tried by running it; the callback reads what a compiler says it 
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import Any, Literal
 
 from maxbatch.batch.solve import counted, text
@@ -23,7 +22,6 @@ _GIB = 1 << 30
 class ProbeResult:
   """What is known of one size. A step of n microbatches takes seconds_rest + n × seconds_per_microbatch."""
 
-  per_device: Fraction
   peak_bytes: int
   """Memory of one device, at the worst moment of a step."""
   capacity_bytes: int
