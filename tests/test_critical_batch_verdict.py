@@ -159,7 +159,7 @@ def test_noise_larger_than_the_tolerance_is_said():
   assert sentence.startswith(
     "Insufficient: the noise of the smoothed losses is larger than tolerance=0.01 (x2 +0.0000 ± "
   )
-  assert "With branch_tokens=655360, which goes on from these branches" in sentence
+  assert "With branch_tokens=655360, which continues these branches" in sentence
 
 
 def test_a_difference_next_to_the_tolerance_is_not_certain():

@@ -49,7 +49,7 @@ def test_a_single_sample_has_nothing_to_be_compared_with(gns):
 def test_nor_has_one_phase_of_a_schedule():
   keys = ONE | {"batch_size": 2}
   assert message(**keys, gns="all", batch_schedule="[[0, 1], [4, 2]]").startswith(
-    "gns=all compares"
+    "gns=all needs at least 2 samples per step"
   )
 
 

@@ -158,7 +158,7 @@ def test_a_name_never_measured_is_unavailable():
 
 
 def test_a_window_without_steps_is_refused():
-  with pytest.raises(ValueError, match="a window of 0 steps"):
+  with pytest.raises(ValueError, match="length=0 must be at least 1 step"):
     NoiseTracker(0)
 
 
