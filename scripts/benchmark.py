@@ -1,19 +1,19 @@
-"""How fast maxbatch trains: ratios measured side by side, never absolute promises.
+"""Measures how fast maxbatch trains, as ratios of programs that run side by side.
 
   python scripts/benchmark.py [--devices 1 8] [--accumulation 1 4] [--rounds 5] [--peer COMMAND]
     [--cache FOLDER]
 
-Inside one process, in turns (so that a machine that slows down slows all of them):
-  step / plain   the compiled step against scripts/plain_step.py, the same model by hand
+Inside one process, in turn (so that a slow period of the machine affects all of them):
+  step / plain   the compiled step against scripts/plain_step.py, the same model in plain JAX
   loop / step    the training loop against the bare compiled step
   16 / parts     accumulation of 16 against 16 times one forward/backward plus one update
-  norm / off     the step with gns=norm against the step without, in time and in the compiler's
-  all / off      account of memory (arguments and temporaries); likewise gns=all
+  norm / off     the step with gns=norm against the step without, in time and in memory by the
+  all / off      compiler (arguments and temporaries); the same for gns=all
 Against a peer, each a process of its own, in turns: tokens per second, and seconds from process
 start to the first finished step. COMMAND is a shell command in which {devices}, {per_device},
 {accumulation}, {steps} and {cache} are filled in, and which prints `completed step: N, seconds: S`.
-Without --cache ours compiles anew at every start, and {cache} is an empty folder each time; with it
-both keep their programs below FOLDER, and the first start of each is not counted.
+Without --cache our program is compiled at every start, and {cache} is an empty folder each time.
+With it both keep compiled programs below FOLDER, and the first start of each is not counted.
 
 The shapes: 6 layers, width 256, 8 heads of 32, feed-forward 1024, 256 tokens a row, 16 rows a
 microbatch, float32. Run it with the environment that scripts/train.sh sets, or without.
@@ -98,7 +98,7 @@ class Bench:
 
   @classmethod
   def of(cls, devices: int, **keys: object) -> "Bench":
-    """As a run of the command prepares it."""
+    """The configuration, prepared as a run of the command prepares it."""
     config = load_config(arguments(devices, 1, packing="false", **keys))
     found = find_devices(devices)
     plan = plan_batches(config.batch, config.run, topology(config.mesh, devices))
@@ -265,7 +265,7 @@ def inside(devices: int, rounds: int, scan: bool) -> dict[str, list[float]]:
 
 
 def noise(devices: int, rounds: int, scan: bool) -> dict[str, list[float]]:
-  """What measuring the noise scale costs the step: ratios in time, one a round, and in memory."""
+  """The cost of measuring the noise scale in the step: ratios in time, one a round, and memory."""
   benches = {
     mode: Bench.of(devices, gns=mode, scan_layers=str(scan).lower())
     for mode in ("off", "norm", "all")
@@ -284,7 +284,7 @@ def noise(devices: int, rounds: int, scan: bool) -> dict[str, list[float]]:
 
 
 def held_bytes(bench: Bench) -> int:
-  """What the compiled step holds, by the compiler's account."""
+  """Bytes of the compiled step's arguments and temporaries, by the compiler."""
   memory = cast(jax.stages.Compiled, _compiled(bench)).memory_analysis()
   assert memory is not None
   return memory.argument_size_in_bytes + memory.temp_size_in_bytes
@@ -393,7 +393,7 @@ def table(kind: str, options: argparse.Namespace) -> None:
 
 
 def peer_table(options: argparse.Namespace) -> None:
-  """Whole processes in turns."""
+  """Prints the table of whole processes, ours and the peer's in turn."""
   measures = ("tokens/s, median step", "tokens/s, best step", "s to step 1")
   heads = " | ".join(f"ours: {measure} | peer | ratio" for measure in measures)
   print(f"| devices | accumulation | {heads} |\n|{'---|' * 11}")
@@ -413,7 +413,7 @@ def peer_table(options: argparse.Namespace) -> None:
 def _columns(own: list[Timed], peer: list[Timed]) -> str:
   """Both sides and their ratio: medians over the rounds, or the best where the best is asked for.
 
-  On a machine that others slow down now and then, the best step says most about the program.
+  On a shared machine the best step says most about the program.
   """
   columns = []
   reduce = (statistics.median, max, min)

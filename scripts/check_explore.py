@@ -1,9 +1,9 @@
-"""Is what micro_batch_size=explore recommends really the fastest? Runs every size for longer.
+"""Checks that the size that micro_batch_size=explore recommends is the fastest, by longer runs.
 
     .venv/bin/python scripts/check_explore.py [seconds per size] [key=value ...]
 
-Prints how fast each size is when it runs for many steps, sizes in turn, and how far the recommended
-one is from the fastest.
+Prints samples per second of every size over many steps, the sizes in turn, and how far the
+recommended size is from the fastest.
 """
 
 import statistics
@@ -21,7 +21,7 @@ from maxbatch.tuning.microbatch_size import Target, explore_sizes
 from maxbatch.tuning.prober import Prober
 
 ROUNDS = 3
-"""Every size is measured this often, in turn, so that a slow spell of the machine meets them all."""
+"""Times each size is measured, in turn, so that a slow period of the machine affects all of them."""
 
 
 def main(arguments: list[str]) -> None:

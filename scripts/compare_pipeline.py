@@ -1,4 +1,4 @@
-"""Pipelines side by side on 4 simulated devices: memory as microbatches are added, step, compiling.
+"""Compares pipelines on 4 simulated devices: memory by microbatches, speed, compile time.
 
   python scripts/compare_pipeline.py [--microbatches 4 8 16 32] [--rounds 2] [--peer COMMAND]
 
@@ -10,8 +10,8 @@ as jax prints them where JAX_LOG_COMPILES is set:
   Finished XLA compilation of jit(…step…) in S sec
   completed step: N, seconds: S
 
-Each program is a process of its own, in turns; what is printed is Markdown. The model: 8 layers,
-width 256, 8 heads of 32, feed-forward 1024, float32, everything computed again in the backward.
+Each program runs in a process of its own, in turn; the output is Markdown tables. The model: 8
+layers, width 256, 8 heads of 32, feed-forward 1024, float32, remat_policy=full.
 """
 
 import argparse
@@ -56,7 +56,7 @@ STEP = re.compile(r"completed step: (\d+), seconds: ([\d.]+)")
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-  """One program: bytes, seconds to compile it, and seconds of a step."""
+  """One program: bytes of temporary memory, seconds to compile, and seconds of a step."""
 
   temporary: int
   compiling: float
@@ -64,7 +64,7 @@ class Measured:
 
 
 def own(microbatches: int, keys: dict[str, object]) -> Measured:
-  """What compile_only reports."""
+  """The figures of one of our schedules, from the report of compile_only."""
   with tempfile.TemporaryDirectory() as folder:
     values = SHAPES | {
       "num_simulated_devices": STAGES,
@@ -89,7 +89,7 @@ def own(microbatches: int, keys: dict[str, object]) -> Measured:
 
 
 def peer(command: str, microbatches: int, layers: int) -> Measured:
-  """What a run of the peer prints."""
+  """The figures of the peer, from the output of its run."""
   per_device = microbatches * ROWS / STAGES
   text = output(command.format(per_device=per_device, microbatches=microbatches, layers=layers))
   steps = [float(seconds) for number, seconds in STEP.findall(text) if int(number) >= WARM_UP]
@@ -130,9 +130,9 @@ def main() -> None:
   found: dict[tuple[str, int], list[Measured]] = {}
   for _ in range(options.rounds):
     for count in options.microbatches:
-      for name, one in _programs(options.peer, count):
-        found.setdefault((name, count), []).append(one)
-        print(f"{name}, {count} microbatches: {one}", file=sys.stderr, flush=True)
+      for name, measured in _programs(options.peer, count):
+        found.setdefault((name, count), []).append(measured)
+        print(f"{name}, {count} microbatches: {measured}", file=sys.stderr, flush=True)
   print("\n\n".join(_tables(found, options.microbatches)))
 
 
@@ -146,9 +146,9 @@ def _programs(command: str | None, microbatches: int) -> Iterator[tuple[str, Mea
 def _tables(found: dict[tuple[str, int], list[Measured]], counts: Sequence[int]) -> Iterator[str]:
   names = list(dict.fromkeys(name for name, _ in found))
   columns = {
-    "temporary memory, MiB": lambda one, count: f"{one.temporary / 2**20:.1f}",
-    "tokens per second": lambda one, count: f"{count * ROWS * LENGTH / one.step:,.0f}",
-    "compiling, s": lambda one, count: f"{one.compiling:.1f}",
+    "temporary memory, MiB": lambda measured, count: f"{measured.temporary / 2**20:.1f}",
+    "tokens per second": lambda measured, count: f"{count * ROWS * LENGTH / measured.step:,.0f}",
+    "compiling, s": lambda measured, count: f"{measured.compiling:.1f}",
   }
   for title, text in columns.items():
     lines = [f"| {title} | {' | '.join(f'm = {count}' for count in counts)} |"]
@@ -161,8 +161,8 @@ def _tables(found: dict[tuple[str, int], list[Measured]], counts: Sequence[int])
 
 def _median(rounds: Sequence[Measured]) -> Measured:
   """The median of each figure."""
-  figures = zip(*(dataclasses.astuple(one) for one in rounds), strict=True)
-  return Measured(*(statistics.median(each) for each in figures))
+  figures = zip(*(dataclasses.astuple(each) for each in rounds), strict=True)
+  return Measured(*(statistics.median(values) for values in figures))
 
 
 if __name__ == "__main__":

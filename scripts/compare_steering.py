@@ -1,12 +1,12 @@
-"""Compares a batch that follows the noise scale with fixed ones, at equal tokens.
+"""Compares a batch size that follows the noise scale with fixed batch sizes, at equal tokens.
 
     .venv/bin/python scripts/compare_steering.py text=shakespeare.txt tokens=2000000 out=steering
 
 Four arms: the small batch that the steered run begins with, a large one, the steered batch, and a
 fixed batch of its mean size (the same number of steps). Each arm's learning rate is the best of
-five by validation loss with the first seed; then all seeds are run. Prints what each arm needs, in
-tokens and in steps, to reach the loss at which the last arm ends. Finished runs are kept, so that the
-command goes on where it was interrupted. Writes steering.svg and steering.json into `out`.
+five by validation loss with the first seed; then all seeds are run. Prints the tokens and the steps
+that each arm needs to reach the final loss of the last arm. Finished runs are kept, so an interrupted
+command continues where it was. Writes steering.svg and steering.json into `out`.
 """
 
 import dataclasses

@@ -5,8 +5,8 @@
 They train GPT-2 on tinyshakespeare and find that the noise scale of the normalization layers alone
 follows that of the whole model, up to a factor. `size=full` is their configuration, for a GPU;
 `small` takes minutes on a laptop. Without `text` the default text is taken. Writes gns.svg and
-gns.json into `out`; correlations are of smoothed curves, as published, and of means over disjoint
-windows with the trend taken out, which neither smoothing nor a shared trend can raise.
+gns.json into `out`. Correlations are of smoothed curves, as published, and of detrended means over
+disjoint windows, which neither smoothing nor a common trend can raise.
 """
 
 import json
@@ -36,7 +36,7 @@ SMOOTHING, WINDOW = 0.95, 50
 
 
 def smoothed(values_N: np.ndarray, smoothing: float = SMOOTHING) -> np.ndarray:
-  """Exponential moving average without the bias of its start."""
+  """Exponential moving average with bias correction."""
   mean, weight, out = 0.0, 0.0, []
   for value in values_N:
     mean, weight = smoothing * mean + (1 - smoothing) * value, smoothing * weight + 1 - smoothing
@@ -45,13 +45,13 @@ def smoothed(values_N: np.ndarray, smoothing: float = SMOOTHING) -> np.ndarray:
 
 
 def detrended(values_N: np.ndarray) -> np.ndarray:
-  """What a straight line through the values leaves."""
+  """The values minus their least-squares line."""
   places = np.arange(len(values_N))
   return values_N - np.polyval(np.polyfit(places, values_N, 1), places)
 
 
 def correlation(one_N: np.ndarray, other_N: np.ndarray) -> float:
-  """Pearson's."""
+  """Pearson's correlation coefficient."""
   return float(np.corrcoef(one_N, other_N)[0, 1])
 
 
@@ -70,16 +70,16 @@ def compare(records: Sequence[dict]) -> tuple[dict[str, float], list[Panel]]:
   tokens = [record["tokens"] for record in records]
   total, total_windows = ratios(records, "total")
   norm, norm_windows = ratios(records, "norm")
-  settled = slice(len(total) // 10, None)  # The first tenth is the warm-up's.
+  after_warmup = slice(len(total) // 10, None)  # The first tenth is the warm-up's.
   known = (total_windows > 0) & (norm_windows > 0)
   known[: len(known) // 10] = False
   logs = [np.log(windows[known]) for windows in (norm_windows, total_windows)]
   figures = {
     "total": float(total[-1]),
     "norm": float(norm[-1]),
-    "slope": float(np.polyfit(norm[settled], total[settled], 1)[0]),
+    "slope": float(np.polyfit(norm[after_warmup], total[after_warmup], 1)[0]),
     "ratio": float(np.exp(np.mean(logs[1] - logs[0]))),
-    "correlation_smoothed": correlation(norm[settled], total[settled]),
+    "correlation_smoothed": correlation(norm[after_warmup], total[after_warmup]),
     "correlation_windows": correlation(logs[0], logs[1]),
     "correlation_windows_detrended": correlation(detrended(logs[0]), detrended(logs[1])),
     "windows": int(known.sum()),

@@ -6,7 +6,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment ""
 
-# Simulated devices allocate over a gigabyte anew in every step; huge pages save about a quarter of its time.
+# Simulated devices allocate over a gigabyte in every step; huge pages save about a quarter of its time.
 export GLIBC_TUNABLES="${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}"
 
 for argument in "$@"; do
