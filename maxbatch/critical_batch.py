@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Literal
 
-from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.solve import text
-from maxbatch.batch.topology import topology
 from maxbatch.command_line.arguments import Arguments, Command, Key
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
@@ -42,9 +40,9 @@ from maxbatch.experiments.running import (
   branch_config,
   train_branch,
 )
-from maxbatch.hardware.devices import find_devices, num_slices
+from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.compile_only import is_run
-from maxbatch.modes.resolve import resolve, resolve_micro_batch_size
+from maxbatch.modes.resolve import planned, resolve, resolve_micro_batch_size
 
 _RULES = {
   "none": "the same for all",
@@ -207,12 +205,11 @@ def _prepare(request: Request) -> Experiment:
   Raises:
     UserError: a batch, a rate or a length does not work.
   """
-  devices = find_devices(request.config.mesh.num_simulated_devices)
-  layout = topology(request.config.mesh, len(devices), num_slices(devices))
-  config = resolve_micro_batch_size(request.config, devices, layout)
+  target = find_devices(request.config)
+  config = resolve_micro_batch_size(request.config, target)
   checkpoint = read_checkpoint(request.step_folder)
-  now = at_checkpoint(config, checkpoint, layout)
-  base = BranchBase(now.phase, layout, config.batch.max_target_length)
+  now = at_checkpoint(config, checkpoint, target.layout)
+  base = BranchBase(now.phase, target.layout, config.batch.max_target_length)
   options = request.options
   wish = BranchRequest(request.factors, options.branch_tokens, options.smoothing)
   _tell_changes(now, checkpoint)
@@ -226,13 +223,13 @@ def _prepare(request: Request) -> Experiment:
   )
   branches = [branch_config(experiment, branch) for branch in experiment.branching.branches]
   for branch in branches:
-    plan_batches(branch.batch, branch.run, layout)
-  # Refuses if the model's step cannot be split into passes. All branches have the same microbatch:
-  # what the largest cuts it into serves all, and the run's own may be another.
-  largest = resolve(branches[-1], devices, layout)
+    planned(branch, target)
+  # Refuses if the model's step cannot be split into microbatches. These are the same in all
+  # branches, so that num_pipeline_microbatches of the largest serves all; the run's may be another.
+  largest = resolve(branches[-1], target)
   claim(experiment.folder, checkpoint)
   return dataclasses.replace(
-    experiment, config=dataclasses.replace(config, pipeline=largest.pipeline)
+    experiment, config=dataclasses.replace(config, pipeline=largest.config.pipeline)
   )
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Annotated
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.topology import topology
 from maxbatch.command_line.arguments import Arguments, Command, File, Key
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, PositiveOrUnset
 from maxbatch.errors import UserError
+from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.pipeline_parallel.chrome_trace import chrome_trace
 from maxbatch.pipeline_parallel.csv_file import from_csv, to_csv
 from maxbatch.pipeline_parallel.layout import pipeline_of
@@ -24,7 +24,6 @@ from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.slots import with_slots
 from maxbatch.pipeline_parallel.svg import svg
 from maxbatch.pipeline_parallel.timetable import Timetable
-from maxbatch.plan import find_devices
 from maxbatch.training.residual_bytes import residual_bytes
 
 _NO_TIMETABLE = (
@@ -72,8 +71,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _show(arguments: Arguments[PipelineArguments]) -> None:
   own, config = arguments.own, load_config(arguments.configuration)
-  devices = find_devices(config, own.num_devices)
-  layout = topology(config.mesh, devices.num_devices, devices.num_slices)
+  layout = count_devices(config, own.num_devices).layout
   plan = plan_batches(config.batch, config.run, layout)
   if config.pipeline.pipeline_schedule == "none":
     _refuse_files(own)

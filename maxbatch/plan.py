@@ -11,15 +11,14 @@ from maxbatch.batch.host_loads import host_loads
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.plan_plot import plot
-from maxbatch.batch.solve import given_sizes, solve_num_devices
-from maxbatch.batch.topology import Topology, topology
+from maxbatch.batch.topology import Topology
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config, Positive, PositiveOrUnset
 from maxbatch.errors import UserError
-from maxbatch.hardware.tpu_slices import slice_named
+from maxbatch.hardware.counted_devices import CountedDevices, count_devices
 from maxbatch.modes.plan_report import PlanReport
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.unused_keys import check_unused
@@ -53,15 +52,6 @@ without touching a device. The devices are num_simulated_devices, or a TPU slice
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Devices:
-  """How many devices, in how many slices, on how many hosts."""
-
-  num_devices: int
-  num_slices: int
-  num_hosts: int
-
-
 def main(arguments: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
   return run_command(COMMAND, arguments, _plan)
@@ -71,47 +61,19 @@ def _plan(arguments: Arguments[PlanArguments]) -> None:
   own, config = arguments.own, load_config(arguments.configuration)
   if own.plot and not own.plot.endswith(".svg"):
     raise UserError(f"--plot {own.plot}: draws SVG; for example --plot batch.svg")
-  report = make_report(config, find_devices(config, own.num_devices, own.num_hosts))
+  report = make_report(config, count_devices(config, own.num_devices, own.num_hosts))
   if own.plot:
     _write_plot(report, own.plot, config.run.run_name)
   print(json.dumps(report.as_dict(), indent=2) if own.json else report)
 
 
-def find_devices(config: Config, num_devices: int, num_hosts: int = 0) -> Devices:
-  """The devices that are asked for.
-
-  Raises:
-    UserError: the keys contradict each other or are no whole numbers.
-  """
-  name, slices = config.compile.compile_topology, config.compile.compile_topology_num_slices
-  if name:
-    if num_devices:
-      raise UserError(
-        f"compile_topology={name} already says how many devices there are; "
-        f"leave out num_devices={num_devices}"
-      )
-    named = slice_named(name).times(slices)
-    return Devices(named.num_devices, slices, num_hosts or named.num_hosts)
-  if num_devices == -1:
-    count = solve_num_devices(given_sizes(config.batch))
-  else:
-    count = num_devices or config.mesh.num_simulated_devices
-  if count == 0:
-    raise UserError(
-      "num_simulated_devices=0 means the devices that are there, and a plan looks at none; for "
-      "example num_devices=8 or compile_topology=v5e-8"
-    )
-  return Devices(count, slices, num_hosts or 1)
-
-
-def make_report(config: Config, devices: Devices) -> PlanReport:
+def make_report(config: Config, devices: CountedDevices) -> PlanReport:
   """Plans the run on these devices.
 
   Raises:
     UserError: something in the configuration does not work.
   """
-  layout = topology(config.mesh, devices.num_devices, devices.num_slices)
-  plan = plan_batches(config.batch, config.run, layout)
+  plan = plan_batches(config.batch, config.run, devices.layout)
   check_unused(config.pipeline)
   has_pipeline = config.pipeline.pipeline_schedule != "none"
   flat, unset = to_flat_dict(config), (-1, [])
@@ -120,8 +82,8 @@ def make_report(config: Config, devices: Devices) -> PlanReport:
     rate=learning_rate(config.optimizer, plan, config.run.schedule_unit),
     loads=host_loads(plan, devices.num_hosts),
     given=[f"{key}={flat[key]}" for key in _SIZE_KEYS if flat[key] not in unset],
-    choice=_choice(config, layout),
-    pipeline=pipeline_of(config, layout, plan) if has_pipeline else None,
+    choice=_choice(config, devices.layout),
+    pipeline=pipeline_of(config, devices.layout, plan) if has_pipeline else None,
   )
 
 

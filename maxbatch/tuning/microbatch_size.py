@@ -16,14 +16,13 @@ from typing import Any
 import jax
 
 from maxbatch.batch.solve import counted, text
-from maxbatch.batch.topology import Topology
 from maxbatch.compile.program import memory_suggestions
 from maxbatch.compile.step_identity import source_hash
-from maxbatch.config.schema import Config
-from maxbatch.config.value import plain
+from maxbatch.config.load import to_flat_dict
+from maxbatch.config.schema import BatchConfig, Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all
-from maxbatch.hardware.devices import Device
+from maxbatch.hardware.devices import Target
 from maxbatch.tuning.candidates import (
   Candidate,
   asked,
@@ -41,14 +40,6 @@ _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 """What changes what compilers do and what memory there is."""
 
 Say = Callable[[str], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-  """Where the step is to run."""
-
-  devices: Sequence[Device]
-  layout: Topology
 
 
 def choose(
@@ -125,13 +116,14 @@ def what_it_depends_on(config: Config, place: Target, sizes: Sequence[Candidate]
   """Everything by which another size could be the right one, as plain values."""
   model = dataclasses.asdict(config.model)
   del model["init_weights_seed"]  # Which weights, not how many.
-  batch = {key: plain(value) for key, value in vars(config.batch).items()}
+  flat = to_flat_dict(config)
+  batch = {field.name: flat[field.name] for field in dataclasses.fields(BatchConfig)}
   first = place.devices[0]
   return {
     "model": model,
     "batch": batch,
     "sizes": [[text(one.per_device), one.gradient_accumulation_steps, one.batch] for one in sizes],
-    "pipeline": dict(vars(config.pipeline)),
+    "pipeline": dataclasses.asdict(config.pipeline),
     "mesh": {"ici": list(place.layout.ici), "dcn": list(place.layout.dcn)},
     "optimizer": {
       "opt_type": config.optimizer.opt_type,

@@ -17,11 +17,11 @@ from maxbatch.compile.reports import report_or_refusal
 from maxbatch.compile.step_file import made_from
 from maxbatch.config.schema import Config
 from maxbatch.hardware.agreement import broadcast_one_to_all
-from maxbatch.hardware.devices import Device
+from maxbatch.hardware.devices import Device, Target
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.training.build import streams
-from maxbatch.tuning.microbatch_size import Say, Target, in_process_0, what_it_depends_on
+from maxbatch.tuning.microbatch_size import Say, in_process_0, what_it_depends_on
 from maxbatch.tuning.pipeline_ranking import KEY, CompiledChoice, Probe, RankedStep, rank
 from maxbatch.tuning.remembering import RememberedChoice
 
