@@ -12,19 +12,14 @@ import pathlib
 import sys
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.solve import text
-from maxbatch.batch.topology import topology
-from maxbatch.command_line.exit import exit_code
-from maxbatch.command_line.help import help_text, wants_help
+from maxbatch.command_line.arguments import Arguments, Command, Key
+from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
-from maxbatch.config.find import did_you_mean
 from maxbatch.config.load import load_config
-from maxbatch.config.schema import Config, NonNegativeFloat, PositiveOrUnset, Range, fields
-from maxbatch.config.value import convert
-from maxbatch.config.yaml_file import read_argument
+from maxbatch.config.schema import Config, NonNegativeFloat, PositiveOrUnset, Range
 from maxbatch.errors import UserError
 from maxbatch.experiments.branching import BranchBase, BranchRequest, plan_branches
 from maxbatch.experiments.losses import Measured, judge
@@ -45,35 +40,9 @@ from maxbatch.experiments.running import (
   branch_config,
   train_branch,
 )
-from maxbatch.hardware.devices import find_devices, num_slices
+from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.compile_only import is_run
-from maxbatch.modes.resolve import resolve, resolve_micro_batch_size
-
-COMMAND = "python -m maxbatch.critical_batch"
-HELP = f"""\
-Usage: {COMMAND} checkpoint=RUN [factors=1,2,4,8] [key=value ...]
-
-Measures the critical batch size at a checkpoint: branches train from it on the same samples with k
-times its batch, and the largest batch whose loss ends within a tolerance of every smaller one is
-reported (Merrill et al. 2025). Branches are runs beside RUN; repeated, the command goes on.
-  checkpoint=runs/mine     a run's folder, for its newest checkpoint, or .../checkpoints/200
-  factors=1,2,4,8          of the batch in force at the checkpoint; 0.5 and 1/2 work too
-  branch_tokens=-1         tokens that every branch trains on; -1: 40 steps of the largest batch
-  tolerance=0.01           nats per token that a batch may lose to a smaller one
-  smoothing=0.25           share of a branch, at its end, over which its loss is averaged
-  coupling=auto            rate times k (linear), its root (sqrt) or 1 (none); auto: linear for sgd,
-                           sqrt for the others
-  config=FILE              instead of the run's own config.yml
-The configuration is that of the run; keys below change it.
-"""
-_DEFAULTS = {
-  "checkpoint": "",
-  "factors": "1,2,4,8",
-  "branch_tokens": "-1",
-  "tolerance": "0.01",
-  "smoothing": "0.25",
-  "coupling": "auto",
-}
+from maxbatch.modes.resolve import planned, resolve, resolve_micro_batch_size
 
 _RULES = {
   "none": "the same for all",
@@ -83,57 +52,84 @@ _RULES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-  """Keys of this command that are read as those of the configuration are."""
+class BranchArguments:
+  """Beside the configuration's keys."""
 
-  branch_tokens: PositiveOrUnset
-  tolerance: NonNegativeFloat
-  smoothing: Annotated[Fraction, Range(low=0.01, high=1)]
-  coupling: Literal["auto", "none", "sqrt", "linear"]
+  checkpoint: Annotated[
+    str,
+    Key(
+      "a run's folder, for its newest checkpoint, or .../checkpoints/200", "checkpoint=runs/mine"
+    ),
+  ] = ""
+  factors: Annotated[
+    str, Key("of the batch in force at the checkpoint; 0.5 and 1/2 work too", "factors=1,2,4,8")
+  ] = "1,2,4,8"
+  branch_tokens: Annotated[
+    PositiveOrUnset,
+    Key(
+      "tokens that every branch trains on; -1: 40 steps of the largest batch", "branch_tokens=-1"
+    ),
+  ] = -1
+  tolerance: Annotated[
+    NonNegativeFloat,
+    Key("nats per token that a batch may lose to a smaller one", "tolerance=0.01"),
+  ] = 0.01
+  smoothing: Annotated[
+    Fraction,
+    Range(low=0.01, high=1),
+    Key("share of a branch, at its end, over which its loss is averaged", "smoothing=0.25"),
+  ] = Fraction(1, 4)
+  coupling: Annotated[
+    Literal["auto", "none", "sqrt", "linear"],
+    Key(
+      "the learning rate times k (linear), its root (sqrt) or 1 (none); auto: linear for sgd, sqrt "
+      "for the others",
+      "coupling=auto",
+    ),
+  ] = "auto"
+
+
+COMMAND = Command(
+  "critical_batch",
+  """\
+Measures the critical batch size at a checkpoint: branches train from it on the same samples with k
+times its batch, and the largest batch whose loss ends within a tolerance of every smaller one is
+reported (Merrill et al. 2025). Branches are runs beside RUN; repeated, the command goes on.
+The configuration is RUN's own config.yml, or config=FILE; keys change it.
+""",
+  BranchArguments,
+  "checkpoint=RUN [config=FILE]",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-  """The command line, taken apart."""
+  """What is to be measured."""
 
   config: Config
   """That of the run."""
   step_folder: pathlib.Path
   """The checkpoint."""
   factors: tuple[Fraction, ...]
-  options: Options
+  options: BranchArguments
 
 
 def main(arguments: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  if wants_help(arguments):
-    print(HELP)
-    print(help_text(COMMAND).partition("\n\n")[2])
-    return 0
-  return exit_code(lambda: measure(read_request(arguments)))
+  return run_command(COMMAND, arguments, lambda given: measure(request_of(given)))
 
 
-def read_request(arguments: Sequence[str]) -> Request:
-  """Separates what belongs to this command from the configuration, which is the run's own.
+def request_of(arguments: Arguments[BranchArguments]) -> Request:
+  """Finds the checkpoint, and the configuration of the run that wrote it.
 
   Raises:
     UserError: a mistake in either.
   """
-  own, rest = dict(_DEFAULTS), []
-  for argument in arguments:
-    key, equals, value = argument.partition("=")
-    if equals and key in own:
-      own[key] = value
-    else:
-      _check_key(argument, key)
-      rest.append(argument)
-  read: dict[str, Any] = {
-    field.name: convert(read_argument(field.name, own[field.name], False), field.type)
-    for field in dataclasses.fields(Options)
-  }
-  factors = _factors(own["factors"])
-  step_folder = find_checkpoint(own["checkpoint"])
-  return Request(_run_config(step_folder, rest), step_folder, factors, Options(**read))
+  own, rest = arguments.own, arguments.configuration
+  _check_keys(rest)
+  factors = _factors(own.factors)
+  step_folder = find_checkpoint(own.checkpoint)
+  return Request(_run_config(step_folder, rest), step_folder, factors, own)
 
 
 def measure(request: Request) -> CriticalBatchReport | None:
@@ -157,15 +153,13 @@ def measure(request: Request) -> CriticalBatchReport | None:
   return _conclude(request, experiment, measured)
 
 
-def _check_key(argument: str, key: str) -> None:
-  """Refuses what neither this command nor a run understands, and what branches set themselves."""
-  if key in SET_HERE:
-    instead = f"; the length of branches is {SET_HERE[key]}" if SET_HERE[key] else ""
-    raise UserError(f"{argument}: branches set {key} themselves{instead}; leave it out")
-  known = [*_DEFAULTS, "config", *fields()]
-  if "=" in argument and not key.startswith("-") and key not in known:
-    hint = did_you_mean(key, known)
-    raise UserError(f"command line: there is no key {key!r}.{hint} --help lists every key.")
+def _check_keys(arguments: Sequence[str]) -> None:
+  """Refuses keys that branches set themselves."""
+  for argument in arguments:
+    name = argument.partition("=")[0]
+    if name in SET_HERE:
+      instead = f"; the length of branches is {SET_HERE[name]}" if SET_HERE[name] else ""
+      raise UserError(f"{argument}: branches set {name} themselves{instead}; leave it out")
 
 
 def _factors(given: str) -> tuple[Fraction, ...]:
@@ -211,12 +205,11 @@ def _prepare(request: Request) -> Experiment:
   Raises:
     UserError: a batch, a rate or a length does not work.
   """
-  devices = find_devices(request.config.mesh.num_simulated_devices)
-  layout = topology(request.config.mesh, len(devices), num_slices(devices))
-  config = resolve_micro_batch_size(request.config, devices, layout)
+  target = find_devices(request.config)
+  config = resolve_micro_batch_size(request.config, target)
   checkpoint = read_checkpoint(request.step_folder)
-  now = at_checkpoint(config, checkpoint, layout)
-  base = BranchBase(now.phase, layout, config.batch.max_target_length)
+  now = at_checkpoint(config, checkpoint, target.layout)
+  base = BranchBase(now.phase, target.layout, config.batch.max_target_length)
   options = request.options
   wish = BranchRequest(request.factors, options.branch_tokens, options.smoothing)
   _tell_changes(now, checkpoint)
@@ -230,13 +223,13 @@ def _prepare(request: Request) -> Experiment:
   )
   branches = [branch_config(experiment, branch) for branch in experiment.branching.branches]
   for branch in branches:
-    plan_batches(branch.batch, branch.run, layout)
-  # Refuses if the model's step cannot be split into passes. All branches have the same microbatch:
-  # what the largest cuts it into serves all, and the run's own may be another.
-  largest = resolve(branches[-1], devices, layout)
+    planned(branch, target)
+  # Refuses if the model's step cannot be split into microbatches. These are the same in all
+  # branches, so that num_pipeline_microbatches of the largest serves all; the run's may be another.
+  largest = resolve(branches[-1], target)
   record_origin(experiment.folder, checkpoint)
   return dataclasses.replace(
-    experiment, config=dataclasses.replace(config, pipeline=largest.pipeline)
+    experiment, config=dataclasses.replace(config, pipeline=largest.config.pipeline)
   )
 
 

@@ -2,16 +2,18 @@
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
-from maxbatch.command_line.help import help_text, wants_help
-from maxbatch.command_line.signals import end_with_reader
+from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.command_line.arguments import Arguments, Command, File, Key
+from maxbatch.command_line.run import run_command
+from maxbatch.command_line.signals import leave
 from maxbatch.config.load import load_config
-from maxbatch.config.schema import Config
-from maxbatch.errors import EXIT_USER_ERROR, UserError
+from maxbatch.config.schema import Config, PositiveOrUnset
+from maxbatch.errors import UserError
+from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.pipeline_parallel.chrome_trace import chrome_trace
 from maxbatch.pipeline_parallel.csv_file import from_csv, to_csv
 from maxbatch.pipeline_parallel.layout import pipeline_of
@@ -22,113 +24,87 @@ from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.slots import assign_slots
 from maxbatch.pipeline_parallel.svg import svg
 from maxbatch.pipeline_parallel.timetable import Timetable
-from maxbatch.plan import find_devices
 from maxbatch.training.residual_bytes import residual_bytes
 
-COMMAND = "python -m maxbatch.pipeline"
-HELP = f"""\
-Usage: {COMMAND} config=FILE [key=value ...] [--csv FILE] [--svg FILE] [--trace FILE] [--check FILE]
-
-Prints which stage computes which microbatch when, how much of the time is idle, what every stage
-keeps, and the same for the other schedules, without touching a device. What pipeline_stash=residuals
-keeps is found by tracing the model, which takes seconds.
-The devices are num_simulated_devices, or those of compile_topology, or num_devices=64.
-  --csv FILE    writes the timetable, a row for each tick and stage
-  --check FILE  reads such a file instead of the schedule, and names its first fault
-  --svg FILE    draws it
-  --trace FILE  writes it for chrome://tracing and ui.perfetto.dev
-"""
-_OPTIONS = ("--csv", "--svg", "--trace", "--check")
+_NO_TIMETABLE = (
+  "pipeline_schedule=none has no timetable; for example pipeline_schedule=1f1b shows one."
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
-  """The command line, taken apart: the configuration, num_devices, and files by option."""
+class PipelineArguments:
+  """Beside the configuration's keys; num_devices 0: not given."""
 
-  config: Config
-  own: dict[str, str]
-  files: dict[str, str]
+  num_devices: Annotated[
+    PositiveOrUnset,
+    Key("any number; -1: derived from batch_size and micro_batch_size", "num_devices=64"),
+  ] = 0
+  csv: Annotated[
+    str, File("writes the timetable, a row for each tick and stage", "pipeline.csv")
+  ] = ""
+  check: Annotated[
+    str,
+    File("reads such a file instead of the schedule, and names its first fault", "pipeline.csv"),
+  ] = ""
+  svg: Annotated[str, File("draws it", "pipeline.svg")] = ""
+  trace: Annotated[
+    str, File("writes it for chrome://tracing and ui.perfetto.dev", "pipeline.json")
+  ] = ""
+
+
+COMMAND = Command(
+  "pipeline",
+  """\
+Prints which stage computes which microbatch when, how much of the time is idle, what every stage
+keeps, and the same for the other schedules, without touching a device. What
+pipeline_stash=residuals keeps is found by tracing the model, which takes seconds.
+The devices are num_simulated_devices, or those of compile_topology, or a number:
+""",
+  PipelineArguments,
+)
 
 
 def main(arguments: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  if wants_help(arguments):
-    print(HELP)
-    print(help_text(COMMAND).partition("\n\n")[2])
-    return 0
-  try:
-    request = read_request(arguments)
-    if request.config.pipeline.pipeline_schedule == "none":
-      print(_overview(request))
-      return 0
-    report = make_report(request)
-    _write_files(report, request.files)
-  except UserError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return EXIT_USER_ERROR
-  print(report)
-  return 0
+  return run_command(COMMAND, arguments, _show)
 
 
-def read_request(arguments: Sequence[str]) -> Request:
-  """Separates what belongs to this command from the configuration.
-
-  Raises:
-    UserError: an option lacks its file, or the configuration has a mistake.
-  """
-  files: dict[str, str] = {}
-  own: dict[str, str] = {}
-  rest = []
-  remaining = iter(arguments)
-  for argument in remaining:
-    key, equals, value = argument.partition("=")
-    if key in _OPTIONS:
-      file = value if equals else next(remaining, "")
-      if not file or (not equals and "=" in file):
-        raise UserError(f"{key} {file}: name a file; for example {key} {_example(key)}")
-      files[key] = file
-    elif key == "num_devices":
-      own[key] = value
-    else:
-      rest.append(argument)
-  return Request(load_config(rest), own, files)
-
-
-def make_report(request: Request) -> PipelineReport:
-  """Plans the batch and the pipeline, and makes or reads the timetable.
-
-  Raises:
-    UserError: something does not divide, or the timetable that was read has a fault.
-  """
-  config = request.config
-  devices = find_devices(config, request.own)
-  layout = topology(config.mesh, devices.num_devices, devices.num_slices)
+def _show(arguments: Arguments[PipelineArguments]) -> None:
+  own, config = arguments.own, load_config(arguments.configuration)
+  layout = count_devices(config, own.num_devices).layout
   plan = plan_batches(config.batch, config.run, layout)
+  if config.pipeline.pipeline_schedule == "none":
+    _refuse_files(own)
+    print(comparison(config, plan), _NO_TIMETABLE, NOT_MEASURED, sep="\n\n")
+    return
   pipeline = pipeline_of(config, layout, plan)
-  file = request.files.get("--check")
+  report = make_report(config, plan, pipeline, own.check)
+  _write_files(report, own)
+  print(report)
+
+
+def make_report(config: Config, plan: BatchPlan, pipeline: Pipeline, file: str) -> PipelineReport:
+  """Makes the timetable, or reads it from `file`, and measures it.
+
+  Raises:
+    UserError: the timetable that was read has a fault, or the model does not come in parts.
+  """
   table = _checked(file, pipeline) if file else timetable(pipeline.schedule, pipeline.shape)
   source = f"{pipeline.schedule}, as {file} has it" if file else pipeline.schedule
-  kept = None
-  if pipeline.stash == "residuals":
-    # Only where it is asked for: it imports jax, and the rest of the command does without.
-    kept = residual_bytes(config, plan, pipeline)
+  # Only where it is asked for: tracing the model takes seconds.
+  kept = residual_bytes(config, plan, pipeline) if pipeline.stash == "residuals" else None
   return PipelineReport(config, plan, pipeline, table, run(table), source, kept)
 
 
-def _overview(request: Request) -> str:
-  """What each schedule would do, where none is chosen."""
-  if request.files:
-    option = next(iter(request.files))
-    raise UserError(
-      f"{option} needs a schedule, but pipeline_schedule=none; for example pipeline_schedule=1f1b "
-      f"(known: {', '.join(SCHEDULES)})"
-    )
-  config = request.config
-  devices = find_devices(config, request.own)
-  layout = topology(config.mesh, devices.num_devices, devices.num_slices)
-  plan = plan_batches(config.batch, config.run, layout)
-  example = "pipeline_schedule=none has no timetable; for example pipeline_schedule=1f1b shows one."
-  return "\n\n".join([comparison(config, plan), example, NOT_MEASURED])
+def _refuse_files(own: PipelineArguments) -> None:
+  """No file is read or written where there is no timetable."""
+  given = {"--csv": own.csv, "--check": own.check, "--svg": own.svg, "--trace": own.trace}
+  for option, file in given.items():
+    if file:
+      raise UserError(
+        f"{option} needs a schedule, but pipeline_schedule=none; for example "
+        f"pipeline_schedule=1f1b (known: {', '.join(SCHEDULES)})"
+      )
 
 
 def _checked(file: str, pipeline: Pipeline) -> Timetable:
@@ -146,26 +122,20 @@ def _checked(file: str, pipeline: Pipeline) -> Timetable:
   return table if table.has_slots else assign_slots(table)
 
 
-def _write_files(report: PipelineReport, files: dict[str, str]) -> None:
-  title = report.source
-  writers = {
-    "--csv": lambda: to_csv(report.table),
-    "--svg": lambda: svg(report.table, title),
-    "--trace": lambda: chrome_trace(report.table, title),
-  }
-  for option, write in writers.items():
-    if option not in files:
-      continue
-    try:
-      Path(files[option]).write_text(write(), encoding="utf-8")
-    except OSError as error:
-      raise UserError(f"{option} {files[option]}: cannot be written: {error.strerror}") from error
+def _write_files(report: PipelineReport, own: PipelineArguments) -> None:
+  _write("--csv", own.csv, lambda: to_csv(report.table))
+  _write("--svg", own.svg, lambda: svg(report.table, report.source))
+  _write("--trace", own.trace, lambda: chrome_trace(report.table, report.source))
 
 
-def _example(option: str) -> str:
-  return {"--svg": "pipeline.svg", "--trace": "pipeline.json"}.get(option, "pipeline.csv")
+def _write(option: str, file: str, text: Callable[[], str]) -> None:
+  if not file:
+    return
+  try:
+    Path(file).write_text(text(), encoding="utf-8")
+  except OSError as error:
+    raise UserError(f"{option} {file}: cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":
-  end_with_reader()
-  sys.exit(main(sys.argv[1:]))
+  leave(main(sys.argv[1:]))

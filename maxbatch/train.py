@@ -1,38 +1,45 @@
 """python -m maxbatch.train config=… [key=value …]: trains a language model."""
 
+import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
-from maxbatch.command_line.exit import exit_code
-from maxbatch.command_line.help import help_text, wants_help
+from maxbatch.command_line.arguments import Arguments, Command, Flag
+from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.config.load import load_config
 from maxbatch.modes.compile_only import is_run, prepare_only
 from maxbatch.modes.run import run
 
-COMMAND = "python -m maxbatch.train"
-_FORGET = "--forget"
-_OPTIONS = {
-  _FORGET: "choose micro_batch_size=auto and num_pipeline_microbatches=-1 anew instead of taking what "
-  "is remembered"
-}
+
+@dataclasses.dataclass(frozen=True)
+class TrainArguments:
+  """Beside the configuration's keys."""
+
+  forget: Annotated[
+    bool,
+    Flag(
+      "choose micro_batch_size=auto and num_pipeline_microbatches=-1 anew instead of taking what "
+      "is remembered"
+    ),
+  ] = False
+
+
+COMMAND = Command("train", "", TrainArguments)
 
 
 def main(arguments: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  if wants_help(arguments):
-    print(help_text(COMMAND, _OPTIONS))
-    return 0
-  return exit_code(lambda: _run_or_prepare(arguments))
+  return run_command(COMMAND, arguments, _run_or_prepare)
 
 
-def _run_or_prepare(arguments: Sequence[str]) -> None:
-  forget = _FORGET in arguments
-  config = load_config([argument for argument in arguments if argument != _FORGET])
+def _run_or_prepare(arguments: Arguments[TrainArguments]) -> None:
+  config = load_config(arguments.configuration)
   if is_run(config):
-    run(config, forget=forget)
+    run(config, forget=arguments.own.forget)
   else:
-    prepare_only(config, forget=forget)
+    prepare_only(config, forget=arguments.own.forget)
 
 
 if __name__ == "__main__":

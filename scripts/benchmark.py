@@ -43,7 +43,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
-from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.data.registry import build_dataset
@@ -100,9 +99,9 @@ class Bench:
   def of(cls, devices: int, **keys: object) -> "Bench":
     """The configuration, prepared as a run of the command prepares it."""
     config = load_config(arguments(devices, 1, packing="false", **keys))
-    found = find_devices(devices)
-    plan = plan_batches(config.batch, config.run, topology(config.mesh, devices))
-    return cls(config, plan, build.build_trainer(config, plan, found))
+    target = find_devices(config)
+    plan = plan_batches(config.batch, config.run, target.layout)
+    return cls(config, plan, build.build_trainer(config, plan, target.devices))
 
   def fresh(self):
     """A new state."""

@@ -10,14 +10,13 @@ import statistics
 import sys
 
 from maxbatch.batch.solve import text
-from maxbatch.batch.topology import topology
 from maxbatch.compile.measured_time import measure_step
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
-from maxbatch.hardware.compile_devices import devices_of
+from maxbatch.hardware.devices import find_devices
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import Candidate, candidates
-from maxbatch.tuning.microbatch_size import Target, explore_sizes
+from maxbatch.tuning.microbatch_size import explore_sizes
 from maxbatch.tuning.prober import Prober
 
 ROUNDS = 3
@@ -29,12 +28,11 @@ def main(arguments: list[str]) -> None:
   seconds = float(arguments.pop(0)) if arguments and "=" not in arguments[0] else 20.0
   keys = ["config=base", "batch_size=128", "compile_only=true", "micro_batch_size=explore"]
   config = load_config([*keys, *arguments])
-  devices = devices_of(config)
-  layout = topology(config.mesh, len(devices))
-  prober = Prober(config, devices, layout)
-  _, found = explore_sizes(config, Target(devices, layout), prober)
+  target = find_devices(config)
+  prober = Prober(config, target.devices, target.layout)
+  _, found = explore_sizes(config, target, prober)
   recommended = found.ranked[0].candidate
-  sizes = candidates(config.batch, config.run, layout)
+  sizes = candidates(config.batch, config.run, target.layout)
   speeds: dict[Candidate, list[float]] = {size: [] for size in sizes}
   for _ in range(ROUNDS):
     for size in sizes:
@@ -54,7 +52,7 @@ def _speed(config: Config, size: Candidate, prober: Prober, seconds: float) -> f
   """Samples per second at the run's batch, measured for `seconds`."""
   report = prober.reports[size]
   program = report.program
-  trainer = build_trainer(size.applied_to(config), report.plan, devices_of(config))
+  trainer = build_trainer(size.applied_to(config), report.plan, find_devices(config).devices)
   timing = measure_step(
     trainer,
     program.step,

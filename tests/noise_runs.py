@@ -10,7 +10,10 @@ from typing import Any
 import jax
 import pytest
 
+from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config
+from maxbatch.hardware.devices import Target
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.run import run
 from maxbatch.run_folder.metrics import Record, read_metrics
@@ -75,12 +78,16 @@ def training(root: pathlib.Path) -> Iterator[Run]:
   On two devices, with programs that compile in half the time: what they compute is the same.
   """
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr("maxbatch.modes.run.find_devices", lambda number: jax.devices()[:2])
+    patch.setattr("maxbatch.modes.run.find_devices", _two_devices)
     jax.config.update("jax_disable_most_optimizations", True)
     try:
       yield _run_in(root)
     finally:
       jax.config.update("jax_disable_most_optimizations", False)
+
+
+def _two_devices(config: Config) -> Target:
+  return Target(jax.devices()[:2], topology(config.mesh, 2))
 
 
 def _run_in(root: pathlib.Path) -> Run:

@@ -22,10 +22,11 @@ from support import config
 from maxbatch.batch.topology import Topology, topology
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
+from maxbatch.hardware.devices import Target
 from maxbatch.training.optimizer import OPTIMIZERS
 from maxbatch.tuning import microbatch_size
 from maxbatch.tuning.candidates import Candidate, candidates
-from maxbatch.tuning.microbatch_size import Target, choose, explore_sizes, what_it_depends_on
+from maxbatch.tuning.microbatch_size import choose, explore_sizes, what_it_depends_on
 from maxbatch.tuning.search import ProbeResult
 
 GIB = 1 << 30
@@ -312,7 +313,8 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 4)
 jax.distributed.initialize(f"localhost:{port}", 2, int(number))
 from maxbatch.hardware.agreement import broadcast_one_to_all
-from maxbatch.tuning.microbatch_size import Target, choose
+from maxbatch.hardware.devices import Target
+from maxbatch.tuning.microbatch_size import choose
 from maxbatch.tuning.search import ProbeResult
 from maxbatch.config.load import load_config
 from maxbatch.batch.topology import topology

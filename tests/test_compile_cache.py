@@ -35,7 +35,7 @@ from support import config
 events = []
 jax.monitoring.register_event_listener(lambda event, **_: events.append(event.split("/")[-1]))
 run = config(dataset_type="synthetic", base_num_decoder_layers=1)
-devices = find_devices(8)
+devices = find_devices(run).devices
 cache.enable(sys.argv[1])
 plan = plan_batches(run.batch, run.run, topology(run.mesh, 8))
 trainer = build_trainer(run, plan, devices)

@@ -17,7 +17,7 @@ from maxbatch.batch.topology import topology
 from maxbatch.compile.model_flops import StepFlops, model_flops_per_token, step_flops
 from maxbatch.config.load import load_config
 from maxbatch.data import synthetic
-from maxbatch.hardware.compile_devices import topology_devices
+from maxbatch.hardware.devices import topology_devices
 from maxbatch.models import flash
 from maxbatch.models.registry import build_model
 from maxbatch.training.build import build_trainer, step_rows, traced_step

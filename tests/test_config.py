@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from maxbatch.command_line.help import documented_keys, help_text, wants_help
+from maxbatch.command_line.arguments import Command, wants_help
+from maxbatch.command_line.help import documented_keys, help_text
 from maxbatch.config import schema
 from maxbatch.config.find import config_path, model_names, packaged_folder
 from maxbatch.config.load import load_config, to_flat_dict
@@ -224,8 +225,13 @@ def read_list(text: str) -> object:
 # --- help and speed ------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class NoArguments:
+  """Of a command that takes nothing but configuration keys."""
+
+
 def test_help_shows_every_key_with_type_default_and_meaning():
-  text = help_text("python -m maxbatch.train")
+  text = help_text(Command("train", "", NoArguments))
   lines = text.splitlines()
   assert max(map(len, lines)) <= 100
   assert lines[0] == "Usage: python -m maxbatch.train config=FILE [key=value ...]"

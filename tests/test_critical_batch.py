@@ -17,6 +17,7 @@ from maxbatch import critical_batch
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import Position, plan_batches
 from maxbatch.batch.topology import topology
+from maxbatch.command_line.arguments import parse
 from maxbatch.config.load import load_config
 from maxbatch.critical_batch import main
 from maxbatch.errors import TrainingDivergedError, UserError
@@ -241,10 +242,12 @@ def test_all_branches_are_cut_as_the_largest_is_settled(
       assert num_pipeline_microbatches in choices
       return CompiledChoice(1, 2, True, 1.0 if num_pipeline_microbatches == max(choices) else 2.0)
 
-  monkeypatch.setattr(resolve, "CutsProber", Prober)
+  monkeypatch.setattr(resolve, "PipelineMicrobatchProber", Prober)
   checkpoint = tmp_path / "mine" / "checkpoints" / str(START)
   arguments = [f"checkpoint={checkpoint}", f"factors={factors}", *PIPELINE]
-  experiment = critical_batch._prepare(critical_batch.read_request(arguments))
+  experiment = critical_batch._prepare(
+    critical_batch.request_of(parse(critical_batch.COMMAND, arguments))
+  )
   branches = [branch_config(experiment, one) for one in experiment.branching.branches]
   assert {one.pipeline.num_pipeline_microbatches for one in branches} == {max(choices)}
   assert set(asked) == {branches[-1].batch.batch_size}
@@ -606,7 +609,7 @@ def test_another_batch_than_the_checkpoint_was_written_under_is_said(cosine, cap
 def test_help_has_the_command_s_keys_and_all_others(word, capsys):
   assert main([word]) == 0
   printed = capsys.readouterr().out
-  for key in (*critical_batch.Options.__dataclass_fields__, "checkpoint", "factors"):
+  for key in critical_batch.BranchArguments.__dataclass_fields__:
     assert f"  {key}=" in printed
   assert "  adam_b2=0.95" in printed
   assert max(map(len, printed.splitlines())) <= 100
@@ -614,6 +617,8 @@ def test_help_has_the_command_s_keys_and_all_others(word, capsys):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_outside_the_steps_ends_with_a_sentence(cosine, monkeypatch, capsys, number, code):
-  monkeypatch.setattr(critical_batch, "settled", lambda *_: os.kill(os.getpid(), number))
+  monkeypatch.setattr(
+    critical_batch, "resolve_micro_batch_size", lambda *_: os.kill(os.getpid(), number)
+  )
   assert main([f"checkpoint={cosine / 'mine'}"]) == code
   assert capsys.readouterr().err == "interrupted; what was saved before is kept\n"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from maxbatch.config.load import load_config
 from maxbatch.hardware import devices
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -17,8 +18,10 @@ def found(simulated: int, **environment: str) -> subprocess.CompletedProcess[str
   """The devices of a new process, on which this one has had no influence."""
   kept = {key: os.environ[key] for key in ("PATH", "HOME") if key in os.environ}
   program = (
-    "from maxbatch.devices import find_devices\n"
-    f"found = find_devices({simulated})\n"
+    "from maxbatch.config.load import load_config\n"
+    "from maxbatch.hardware.devices import find_devices\n"
+    f"config = load_config(['config=base', 'num_simulated_devices={simulated}'])\n"
+    "found = find_devices(config).devices\n"
     "print(len(found), found[0].platform)"
   )
   return subprocess.run(
@@ -51,7 +54,7 @@ def test_where_platforms_are_named_the_environment_stays(monkeypatch):
   for name in _TPU_VARIABLES:
     monkeypatch.delenv(name, raising=False)
   assert devices.platforms() == "cpu"
-  devices.find_devices(0)
+  devices.find_devices(load_config(["config=base", "num_simulated_devices=0"]))
   assert not [name for name in _TPU_VARIABLES if name in os.environ]
 
 
@@ -69,8 +72,9 @@ def test_simulated_devices_that_wait_for_each_other_in_any_order_all_get_a_threa
   # Collectives that do not depend on each other, due at different times: with XLA's own number of
   # threads this waits for ever where there are fewer cores than devices.
   program = """
-from maxbatch.devices import find_devices
-find_devices(4)
+from maxbatch.config.load import load_config
+from maxbatch.hardware.devices import find_devices
+find_devices(load_config(["config=base", "num_simulated_devices=4"]))
 import jax, jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 

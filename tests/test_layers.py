@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import maxbatch
+from maxbatch.config import schema
 
 PACKAGE = pathlib.Path(maxbatch.__file__).parent
 TREES = {
@@ -153,6 +154,32 @@ def name_of(node: ast.expr) -> str:
 
 def is_batch_size(node: ast.expr) -> bool:
   return BATCH_SIZE.fullmatch(name_of(node)) is not None
+
+
+SECTIONS = {*schema.sections(), "config", "mesh", "keys"}
+
+
+def reads_by_computed_name(tree: ast.AST) -> list[str]:
+  """Calls of vars and getattr on what is called as a configuration or one of its sections is."""
+  calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
+  return [
+    ast.unparse(call)
+    for call in calls
+    if isinstance(call.func, ast.Name) and call.func.id in ("vars", "getattr", "setattr")
+    if re.split(r"[.\[(]", ast.unparse(call.args[0]))[-1] in SECTIONS | {"section"}
+  ]
+
+
+def test_keys_of_the_configuration_are_read_by_their_names():
+  found = {module for module, tree in TREES.items() if reads_by_computed_name(tree)}
+  assert found == {"maxbatch.config.schema"}
+
+
+@pytest.mark.parametrize(
+  "source", ["vars(config)", "vars(config.batch)[key]", "getattr(mesh, name)", "getattr(a.keys, b)"]
+)
+def test_a_key_read_by_a_computed_name_would_be_seen(source):
+  assert reads_by_computed_name(ast.parse(source)) == [source.partition("[")[0]]
 
 
 def test_batch_sizes_are_multiplied_and_divided_in_one_place():

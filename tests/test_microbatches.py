@@ -16,13 +16,13 @@ from maxbatch.compile import measured_time, reports
 from maxbatch.compile.program import DoesNotFitError
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
+from maxbatch.hardware.devices import Target
 from maxbatch.modes import resolve
 from maxbatch.pipeline import main as pipeline_command
 from maxbatch.plan import main as plan_command
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
 from maxbatch.tuning import pipeline_microbatches, processes
-from maxbatch.tuning.microbatch_size import Target
 from maxbatch.tuning.pipeline_microbatches import (
   PipelineMicrobatchProber,
   choose_num_pipeline_microbatches,
@@ -355,7 +355,7 @@ def test_the_size_is_settled_first_then_how_it_is_cut(monkeypatch):
 
   monkeypatch.setattr(resolve, "resolve_micro_batch_size", size)
   monkeypatch.setattr(resolve, "choose_num_pipeline_microbatches", num_pipeline_microbatches)
-  resolve.resolve(of, place(of).devices, place(of).layout)
+  resolve.resolve(of, place(of))
   assert order == ["size", "cuts of none"]
 
 

@@ -180,8 +180,8 @@ REFUSED = [
   ),
   (
     {"compile_topology": "v5e-4"},
-    "compile_topology=v5e-4 names devices that are not here, on which nothing can run; with "
-    "compile_only=true or validate_only=true it works",
+    "compile_topology=v5e-4 names devices that are not here, on which nothing can run; "
+    "compile for them with compile_only=true, or check with validate_only=true",
   ),
   (
     {"compiled_step": "a", "save_compiled_step": "b"},

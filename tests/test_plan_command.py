@@ -179,17 +179,27 @@ ERRORS = {
   ),
   "num_hosts=3": "num_hosts=3 must divide the 8 devices evenly; for example num_hosts=2",
   "num_devices=many": (
-    "num_devices=many must be a whole number, at least 1; for example num_devices=8"
+    "command line: num_devices=many: num_devices must be a whole number, at least 1, or -1. "
+    "A value that works: num_devices=1"
   ),
   "num_simulated_devices=0": (
     "num_simulated_devices=0 means the devices that are there, and a plan looks at none; "
     "for example num_devices=8 or compile_topology=v5e-8"
   ),
-  "--plot": "--plot : name a file to draw to; for example --plot batch.svg",
-  "num_device=8": (
-    "command line: there is no key 'num_device'. Did you mean num_simulated_devices? "
-    "--help lists every key."
+  "num_hosts=0": (
+    "command line: num_hosts=0: num_hosts must be at least 1. The nearest value that works: "
+    "num_hosts=1"
   ),
+  "--plot": "--plot : name a file; for example --plot batch.svg",
+  "--plot=a.png": "--plot a.png: draws SVG; for example --plot batch.svg",
+  "--json=true": "--json=true: --json takes no value; write --json",
+  "--plots": (
+    "command line: there is no option '--plots'. Did you mean --plot? --help lists every option."
+  ),
+  "num_device=8": (
+    "command line: there is no key 'num_device'. Did you mean num_devices? --help lists every key."
+  ),
+  "num_devices": "'num_devices' is not of the form key=value. Did you mean num_devices=VALUE?",
 }
 
 

@@ -15,9 +15,10 @@ from maxbatch.compile.program import compile_program
 from maxbatch.config.schema import Config
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
+from maxbatch.hardware.devices import Target
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import Candidate, candidates
-from maxbatch.tuning.microbatch_size import Target, choose, explore_sizes
+from maxbatch.tuning.microbatch_size import choose, explore_sizes
 from maxbatch.tuning.prober import Prober
 from maxbatch.tuning.search import ProbeResult
 

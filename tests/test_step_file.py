@@ -28,7 +28,7 @@ from maxbatch.config import schema
 from maxbatch.config.load import to_flat_dict
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
-from maxbatch.hardware.compile_devices import topology_devices
+from maxbatch.hardware.devices import topology_devices
 from maxbatch.training.build import build_trainer, compiled_step, train_rows
 
 KEYS = {"dataset_type": "synthetic", "dropout_rate": 0.1, "gradient_accumulation_steps": 2}

@@ -13,7 +13,7 @@ from support import TINY
 from maxbatch.compile.cache import bypassed
 from maxbatch.compile.program import DoesNotFitError, capacity_bytes, refuse_if_too_large
 from maxbatch.estimate.chips import CHIPS
-from maxbatch.hardware.compile_devices import topology_devices
+from maxbatch.hardware.devices import topology_devices
 from maxbatch.train import main
 
 pytest.importorskip("libtpu")

@@ -285,7 +285,7 @@ def test_killed_and_interrupted_runs_go_on_exactly_on_other_devices(text, tmp_pa
   output, _ = stopped.communicate(timeout=60)
   assert stopped.returncode == 0, output
   assert "Resuming after step" in output
-  assert "go on:   the same command again" in output
+  assert "resume:  the same command again" in output
   reached = read_metrics(tmp_path / "first_run")[-1]["step"]
   assert 100 <= reached < 300
   train(text, tmp_path / "whole", **(keys | {"steps": reached}), learning_rate_schedule_steps=300)

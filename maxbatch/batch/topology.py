@@ -10,7 +10,8 @@ AXES = ("data", "fsdp", "tensor", "stage")
 BATCH_AXES = ("data", "fsdp")
 """Devices that differ along these axes get different samples; along the others they share them."""
 
-_CONFIG_NAMES = {"data": "data", "fsdp": "fsdp", "tensor": "tensor", "stage": "pipeline"}
+_KEYS = ("data", "fsdp", "tensor", "pipeline")
+"""The axes in the names of keys, as MaxText has them: ici_data_parallelism."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +61,18 @@ def topology(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> Topolog
       f"{num_devices} devices in {num_slices} slices: all slices must have the same number of "
       f"devices; for example {num_devices // num_slices * num_slices} devices"
     )
-  ici = tuple(getattr(mesh, f"ici_{_CONFIG_NAMES[axis]}_parallelism") for axis in AXES)
-  dcn = tuple(getattr(mesh, f"dcn_{_CONFIG_NAMES[axis]}_parallelism") for axis in AXES)
+  ici = (
+    mesh.ici_data_parallelism,
+    mesh.ici_fsdp_parallelism,
+    mesh.ici_tensor_parallelism,
+    mesh.ici_pipeline_parallelism,
+  )
+  dcn = (
+    mesh.dcn_data_parallelism,
+    mesh.dcn_fsdp_parallelism,
+    mesh.dcn_tensor_parallelism,
+    mesh.dcn_pipeline_parallelism,
+  )
   return Topology(
     ici=_fill("ici", ici, num_devices // num_slices, "devices of a slice"),
     dcn=_fill("dcn", dcn, num_slices, "slices"),
@@ -70,7 +81,7 @@ def topology(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> Topolog
 
 def _fill(prefix: str, sizes: tuple[int, ...], total: int, what: str) -> tuple[int, int, int, int]:
   """Replaces a -1 by the remaining devices, and checks that the product is `total`."""
-  names = [f"{prefix}_{_CONFIG_NAMES[axis]}_parallelism" for axis in AXES]
+  names = [f"{prefix}_{name}_parallelism" for name in _KEYS]
   given = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
   open_axes = [name for name, size in zip(names, sizes, strict=True) if size == -1]
   if len(open_axes) > 1:

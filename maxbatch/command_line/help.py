@@ -3,9 +3,9 @@
 import dataclasses
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator
 
+from maxbatch.command_line.arguments import Command, Declared, File, Key, declared
 from maxbatch.config import schema
 from maxbatch.config.find import config_path, model_names, packaged_names
 from maxbatch.config.value import describe
@@ -25,17 +25,9 @@ class Documented:
   comments: tuple[str, ...]
 
 
-def wants_help(arguments: Sequence[str]) -> bool:
-  """Whether the command should print its help instead of running."""
-  return any(argument in ("--help", "-help", "-h", "help") for argument in arguments)
-
-
-def help_text(command: str, options: Mapping[str, str] = MappingProxyType({})) -> str:
-  """The help of `command` (such as `python -m maxbatch.train`), at most 100 columns wide.
-
-  `options`: what it takes besides keys, with what each does.
-  """
-  lines = [*_opening(command), *(f"  {option}  {what}" for option, what in options.items())]
+def help_text(command: Command) -> str:
+  """What a command is called with, what it does, its own arguments, and every configuration key."""
+  lines = [*_usage(command), *_opening()]
   heading = ""
   for entry in documented_keys():
     if entry.heading != heading:
@@ -62,9 +54,37 @@ def documented_keys() -> list[Documented]:
   return found
 
 
-def _opening(command: str) -> Iterator[str]:
-  yield f"Usage: {command} config=FILE [key=value ...]"
+def _usage(command: Command) -> Iterator[str]:
+  """A line or two of usage, then the command's own arguments, their meanings below each other."""
+  own = list(declared(command))
+  options = [f"[{_shown(one)}]" for one in own if not isinstance(one.kind, Key)]
+  line = " ".join([command.usage, "[key=value ...]", *options])
+  yield from _wrapped(line, f"Usage: python -m maxbatch.{command.name} ")
   yield ""
+  yield from command.about.splitlines()
+  width = max((len(_shown(one)) for one in own), default=0) + 4
+  for one in own:
+    yield from _wrapped(one.kind.meaning, f"  {_shown(one)}".ljust(width))
+  if command.about or own:
+    yield ""
+
+
+def _shown(argument: Declared) -> str:
+  """An argument as it is given: `num_hosts=8`, `--json`, `--plot FILE`."""
+  if isinstance(argument.kind, Key):
+    return argument.kind.example
+  return argument.name + (" FILE" if isinstance(argument.kind, File) else "")
+
+
+def _wrapped(text: str, start: str) -> list[str]:
+  """Lines of which the first begins with `start`, and the others below the end of that."""
+  indent = " " * len(start)
+  return textwrap.wrap(
+    text, _WIDTH, initial_indent=start, subsequent_indent=indent, break_on_hyphens=False
+  )
+
+
+def _opening() -> Iterator[str]:
   yield from textwrap.wrap(
     f"FILE is a path, or comes with maxbatch: {', '.join(packaged_names())}. In your own file, "
     "`base_config: base` takes every other key from base.yml. Later wins: base.yml, the file of "

@@ -63,11 +63,6 @@ class EndingSignals:
       leave(second)
 
 
-def end_with_reader() -> None:
-  """Lets a command that only prints end without a word once nobody reads on: `… | head`."""
-  signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-
-
 def leave(exit_code: int) -> NoReturn:
   """Ends the process; after a signal without waiting for threads that still compile."""
   if exit_code > 128:

@@ -7,7 +7,7 @@ other root gives every key itself, the model's included, as a written-out config
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -37,7 +37,7 @@ def load_config(arguments: Sequence[str]) -> schema.Config:
   merged = ConfigDict(_root_values(root_path, root), type_safe=False).lock()
   for layer in [*_model_layers(root_path, root, layers), *layers]:
     merged.update(_values(layer))
-  return _assemble(merged.to_dict())
+  return schema.from_flat(merged.to_dict())
 
 
 def to_flat_dict(config: schema.Config) -> dict[str, object]:
@@ -45,11 +45,7 @@ def to_flat_dict(config: schema.Config) -> dict[str, object]:
 
   Exact numbers are whole numbers where they are, decimals where short ones exist, else `1/3`.
   """
-  return {
-    field.name: plain(vars(section)[field.name])
-    for section in vars(config).values()
-    for field in dataclasses.fields(section)
-  }
+  return {key: plain(value) for key, value in schema.to_flat(config).items()}
 
 
 def _read_arguments(arguments: Sequence[str]) -> tuple[str, Layer]:
@@ -62,7 +58,7 @@ def _read_arguments(arguments: Sequence[str]) -> tuple[str, Layer]:
     if key == "config":
       names.append(text)
     else:
-      overrides[key] = read_argument(key, text, _holds_text(key, COMMAND_LINE))
+      overrides[key] = read_argument(key, text, holds_text(_annotation(key, COMMAND_LINE)))
   if not any(names):
     raise UserError("No configuration is given. Write config=base, or config= and your own file.")
   if len(set(names)) > 1:
@@ -106,7 +102,7 @@ def _read_chain(path: Path) -> tuple[Path, Layer, list[Layer]]:
       return path, layers[0], layers[1:]
     if not base.text:
       raise UserError(f"{base.where}: base_config has no value. Write `base_config: base`.")
-    path = base_config_path(str(convert(base, str)), path, _given(base))
+    path = base_config_path(str(convert(base, str)), path, base.given)
 
 
 def _root_values(path: Path, root: Layer) -> dict[str, object]:
@@ -129,17 +125,13 @@ def _model_layers(path: Path, root: Layer, layers: Sequence[Layer]) -> list[Laye
   if not named:
     return []
   entry = named[-1]
-  model = read_file(model_path(str(convert(entry, str)), entry.folder, _given(entry)))
+  model = read_file(model_path(str(convert(entry, str)), entry.folder, entry.given))
   for key in ("model_name", "base_config"):
     if key in model:
       raise UserError(
         f"{model[key].where}: {key} cannot be set in a model's file; remove the line."
       )
   return [model]
-
-
-def _given(entry: Entry) -> str:
-  return f"{entry.where}: {entry.assigned(entry.text)}"
 
 
 def _values(layer: Layer) -> dict[str, object]:
@@ -154,21 +146,6 @@ def _annotation(key: str, where: str) -> object:
   special = "config" if where == COMMAND_LINE else "base_config"
   hint = did_you_mean(key.rpartition(".")[2], [*fields, special])
   if key in schema.sections():
-    hint = f" Keys are flat, without sections: {next(_names(schema.sections()[key]))} and so on."
+    first = dataclasses.fields(schema.sections()[key])[0].name
+    hint = f" Keys are flat, without sections: {first} and so on."
   raise UserError(f"{where}: there is no key {key!r}.{hint} --help lists every key.")
-
-
-def _holds_text(key: str, where: str) -> bool:
-  return holds_text(_annotation(key, where))
-
-
-def _assemble(values: dict[str, object]) -> schema.Config:
-  built = {
-    name: section(**{key: values[key] for key in _names(section)})
-    for name, section in schema.sections().items()
-  }
-  return schema.Config(**built)
-
-
-def _names(section: type) -> Iterator[str]:
-  return (field.name for field in dataclasses.fields(section))

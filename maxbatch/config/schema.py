@@ -6,6 +6,7 @@ equal these fields (a test holds the two together).
 """
 
 import dataclasses
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Annotated, Literal
 
@@ -260,3 +261,17 @@ def fields() -> dict[str, tuple[str, dataclasses.Field]]:
     for name, section in sections().items()
     for field in dataclasses.fields(section)
   }
+
+
+def to_flat(config: Config) -> dict[str, object]:
+  """Every key with its value. No other place reads keys by computed names."""
+  return {key: value for section in vars(config).values() for key, value in vars(section).items()}
+
+
+def from_flat(values: Mapping[str, object]) -> Config:
+  """The configuration of which `to_flat` gives `values`."""
+  built = {
+    name: section(**{field.name: values[field.name] for field in dataclasses.fields(section)})
+    for name, section in sections().items()
+  }
+  return Config(**built)

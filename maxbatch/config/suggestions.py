@@ -1,9 +1,8 @@
 """What to change so that a configuration works, found by trying it."""
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from maxbatch.config.schema import Config, fields
+from maxbatch.config.schema import Config, from_flat, to_flat
 from maxbatch.config.value import plain
 
 Keys = Mapping[str, object]
@@ -22,12 +21,15 @@ def suggested_fixes(
     config: what does not work.
     offers: changes to try, the nearest first; those that change nothing are passed over.
     beside: further changes; the first of them with which any offer works is the one taken.
-    works: whether a configuration does.
+    is_valid: whether a configuration works.
   """
-  flat = {key: vars(vars(config)[section])[key] for key, (section, _) in fields().items()}
-  changes = [offer for offer in offers if any(flat[key] != offer[key] for key in offer)]
+  flat = to_flat(config)
+
+  def changes(keys: Keys) -> dict[str, object]:
+    return {key: value for key, value in keys.items() if flat[key] != value}
+
   for more in beside:
-    tried = [{**more, **offer} for offer in changes]
+    tried = [changes({**more, **offer}) for offer in offers if changes(offer)]
     found = [assigned(keys) for keys in tried if is_valid(replaced(config, keys))]
     if found:
       return list(dict.fromkeys(found))[:_MOST]
@@ -36,11 +38,7 @@ def suggested_fixes(
 
 def replaced(config: Config, keys: Keys) -> Config:
   """The configuration with other values of these keys."""
-  sections = vars(config).copy()
-  for key, value in keys.items():
-    name = fields()[key][0]
-    sections[name] = dataclasses.replace(sections[name], **{key: value})
-  return Config(**sections)
+  return from_flat({**to_flat(config), **keys})
 
 
 def assigned(keys: Keys) -> str:

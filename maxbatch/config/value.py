@@ -86,7 +86,7 @@ def plain(value: object) -> object:
   if isinstance(value, tuple):
     return [plain(item) for item in value]
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
-    fields = {name: plain(part) for name, part in vars(value).items()}
+    fields = {name: plain(part) for name, part in dataclasses.asdict(value).items()}
     return {_name(type(value)): fields}
   if not isinstance(value, Fraction):
     return value
@@ -147,7 +147,7 @@ def _fields(entry: Entry, structure: type, node: yaml.Node) -> dict[str, object]
 def _structure_message(entry: Entry, structure: type) -> str:
   names = [field.name for field in dataclasses.fields(structure)]
   return (
-    f"{entry.where}: {entry.assigned(entry.text)}: {entry.key} must be {_name(structure)} or "
+    f"{entry.given}: {entry.key} must be {_name(structure)} or "
     f"{{{_name(structure)}: {{{names[0]}: 1}}}}, with any of {', '.join(names)}"
   )
 
@@ -270,9 +270,9 @@ def _type_message(entry: Entry, annotation: object, near: str) -> str:
   if interval is not None and _DECIMAL.fullmatch(near):
     near = _clamped(interval, float(near), near)
   near = closest(entry.text, _words(annotation)) or near
-  given = entry.assigned(entry.text) if entry.text else f"{entry.key} has no value"
+  given = entry.given if entry.text else f"{entry.where}: {entry.key} has no value"
   return (
-    f"{entry.where}: {given}: {entry.key} must be {_phrase(annotation)}. "
+    f"{given}: {entry.key} must be {_phrase(annotation)}. "
     f"A value that works: {entry.assigned(near)}"
   )
 
@@ -292,7 +292,7 @@ def _phrase(annotation: object) -> str:
 def _range_message(entry: Entry, interval: Range, value: float) -> str:
   near = _clamped(interval, value, entry.text)
   return (
-    f"{entry.where}: {entry.assigned(entry.text)}: {entry.key} must be {interval}. "
+    f"{entry.given}: {entry.key} must be {interval}. "
     f"The nearest value that works: {entry.assigned(near)}"
   )
 

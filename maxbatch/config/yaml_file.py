@@ -33,6 +33,11 @@ class Entry:
       return f"{quote}{self.node.value}{quote}"
     return "[...]" if isinstance(self.node, yaml.SequenceNode) else "{...}"
 
+  @property
+  def given(self) -> str:
+    """Place, key and value, as a message begins: `my.yml:3: steps: 0`."""
+    return f"{self.where}: {self.assigned(self.text)}"
+
   def assigned(self, value: object) -> str:
     """`key: value` or `key=value`, as one writes it in that place."""
     return f"{self.key}{'=' if self.where == COMMAND_LINE else ': '}{value}"

@@ -1,12 +1,22 @@
-"""The devices of this run: those that are there, or simulated ones on the CPU."""
+"""The devices that a command is about: present, simulated on the CPU, or a TPU slice by its name.
 
+The TPU compiler runs on any machine. It describes a slice's devices, and programs can be compiled
+for these, but never run. counted_devices.py is for commands that look at no device.
+"""
+
+import dataclasses
+import importlib.util
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
+from jax.experimental import topologies
 
+from maxbatch.batch.topology import Topology, topology
+from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
+from maxbatch.hardware.tpu_slices import slice_named
 
 _NO_TPU = {
   # Else the TPU library asks a cloud's metadata server about the machine it is on, for minutes.
@@ -36,16 +46,63 @@ class Device(Protocol):
     """The model of the device."""
     ...
 
+  @property
+  def client(self) -> Any:
+    """The compiler and runtime behind it, with its `platform_version`."""
+    ...
 
-def find_devices(num_simulated_devices: int) -> Sequence[Device]:
-  """All devices of all processes.
 
-  Args:
-    num_simulated_devices: CPU devices to simulate; 0 takes what is there.
+@dataclasses.dataclass(frozen=True)
+class Target:
+  """The devices that a step runs on or is compiled for, and how the mesh axes divide them."""
+
+  devices: Sequence[Device]
+  layout: Topology
+
+
+def find_devices(config: Config) -> Target:
+  """The devices that the configuration names: of all processes, or of slices that are not here.
 
   Raises:
-    UserError: jax has already started with another number of devices.
+    UserError: jax has already started with another number of devices, there is no such slice or no
+      compiler for it, or the axes do not multiply to the devices.
   """
+  if config.compile.compile_topology:
+    devices = topology_devices(
+      config.compile.compile_topology, config.compile.compile_topology_num_slices
+    )
+  else:
+    devices = _present_devices(config.mesh.num_simulated_devices)
+  # Platforms that know no slices have one.
+  slices = {getattr(device, "slice_index", 0) for device in devices}
+  return Target(devices, topology(config.mesh, len(devices), len(slices)))
+
+
+def topology_devices(name: str, num_slices: int = 1) -> Sequence[Device]:
+  """The devices of `num_slices` TPU slices of this name, for compiling only.
+
+  Raises:
+    UserError: there is no such slice, or the TPU compiler is not installed.
+  """
+  slice_ = slice_named(name)
+  if importlib.util.find_spec("libtpu") is None:
+    raise UserError(
+      f"compile_topology={name} needs the TPU compiler, which is not installed; "
+      "pip install 'maxbatch[tpu]' installs it, on any x86-64 Linux machine"
+    )
+  keep_tpu_library_quiet()
+  if not platforms():
+    jax.config.update("jax_platforms", "cpu")
+  return topologies.get_topology_desc(
+    platform="tpu",
+    topology_name=slice_.topology_name,
+    chip_config_name=slice_.chip_config_name,
+    chips_per_host_bounds=slice_.chips_per_host_bounds,
+    num_slices=num_slices,
+  ).devices
+
+
+def _present_devices(num_simulated_devices: int) -> Sequence[Device]:
   if num_simulated_devices:
     _simulate(num_simulated_devices)
   elif not platforms():
@@ -56,7 +113,7 @@ def find_devices(num_simulated_devices: int) -> Sequence[Device]:
 
 
 def platforms() -> str:
-  """The platforms that jax is told to use; empty: it looks for itself."""
+  """The value of jax_platforms; empty: jax looks for itself."""
   return jax.config.values["jax_platforms"] or ""
 
 
@@ -81,8 +138,3 @@ def _simulate(count: int) -> None:
         f"num_simulated_devices={count}, but jax has already started with {there} devices; "
         f"set it first, or use num_simulated_devices={there}"
       ) from error
-
-
-def num_slices(devices: Sequence[Device]) -> int:
-  """Slices the devices belong to; 1 where the platform knows none."""
-  return len({getattr(device, "slice_index", 0) for device in devices})

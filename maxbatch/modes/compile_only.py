@@ -4,9 +4,6 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import Topology, topology
 from maxbatch.compile import cache
 from maxbatch.compile.report import CompileReport
 from maxbatch.compile.reports import (
@@ -18,14 +15,13 @@ from maxbatch.compile.reports import (
 from maxbatch.compile.steps import save_steps
 from maxbatch.config.schema import Config, Explore
 from maxbatch.errors import UserError
-from maxbatch.hardware.compile_devices import devices_of
-from maxbatch.hardware.devices import Device, num_slices
-from maxbatch.modes.resolve import resolve
+from maxbatch.hardware.devices import Target, find_devices
+from maxbatch.modes.resolve import ResolvedRun, resolve, run_folder
 from maxbatch.modes.validate import validate
 from maxbatch.pipeline_parallel.unused_keys import check_unused
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.coupling import resolve_accumulation
-from maxbatch.tuning.microbatch_size import Target, explore_sizes
+from maxbatch.tuning.microbatch_size import explore_sizes
 from maxbatch.tuning.prober import Prober
 
 
@@ -47,7 +43,7 @@ def is_run(config: Config) -> bool:
   if keys.compile_topology and not instead:
     raise UserError(
       f"compile_topology={keys.compile_topology} names devices that are not here, on which nothing "
-      "can run; with compile_only=true or validate_only=true it works"
+      "can run; compile for them with compile_only=true, or check with validate_only=true"
     )
   if keys.compiled_step and (instead or keys.save_compiled_step):
     other = "save_compiled_step" if keys.save_compiled_step else "compile_only or validate_only"
@@ -64,22 +60,23 @@ def prepare_only(config: Config, *, forget: bool = False) -> None:
   Raises:
     UserError: something in the configuration or the input does not work.
   """
-  devices = devices_of(config)
   if config.compile.validate_only:
-    validate(config, devices)
+    validate(config)
     return
+  target = find_devices(config)
   cache.enable(config.compile.jax_cache_dir)
-  layout = topology(config.mesh, len(devices), num_slices(devices))
-  folder = Path(config.run.base_output_directory) / config.run.run_name
   if isinstance(config.batch.micro_batch_size, Explore):
-    _explore(config, devices, layout, folder)
-    return
-  config = resolve(config, devices, layout, forget=forget)
-  plan = plan_batches(config.batch, config.run, layout)
-  learning_rate(config.optimizer, plan, config.run.schedule_unit)
+    _explore(config, target)
+  else:
+    _compile(resolve(config, target, forget=forget))
+
+
+def _compile(run: ResolvedRun) -> None:
+  """Every step of the run, with a report of each."""
+  config, plan, devices = run.config, run.plan, run.target.devices
   print(f"{plan}\n", flush=True)
   reports = compile_reports(config, plan, devices)
-  _show(reports, folder)
+  _show(reports, run.folder)
   if config.compile.save_compiled_step:
     steps = {each.micro_batch: each.program.step for each in reports}
     trainer = build_trainer(config, plan, devices)
@@ -87,9 +84,9 @@ def prepare_only(config: Config, *, forget: bool = False) -> None:
   check_fits(config, plan, reports)
 
 
-def _explore(config: Config, devices: Sequence[Device], layout: Topology, folder: Path) -> None:
+def _explore(config: Config, target: Target) -> None:
   """Every size, ranked, and the report of the one recommended."""
-  if resolve_accumulation(config, layout) != config:
+  if resolve_accumulation(config, target.layout) != config:
     raise UserError(
       "micro_batch_size=explore: the model's samples depend on each other, so that a step has one "
       "pass of the whole batch; micro_batch_size=none is the only size"
@@ -102,11 +99,11 @@ def _explore(config: Config, devices: Sequence[Device], layout: Topology, folder
       "compile_only=true with the size that you take ranks the others too",
       flush=True,
     )
-  prober = Prober(config, devices, layout)
-  _, found = explore_sizes(config, Target(devices, layout), prober)
-  report = prober.reports[found.ranked[0].candidate]
+  prober = Prober(config, target.devices, target.layout)
+  _, found = explore_sizes(config, target, prober)
+  folder = run_folder(config)
   print()
-  _show([report], folder)
+  _show([prober.reports[found.ranked[0].candidate]], folder)
   written = folder / "exploration.json"
   written.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
 

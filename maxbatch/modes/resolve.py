@@ -1,16 +1,16 @@
-"""From what a configuration leaves open to a configuration in which everything is chosen."""
+"""From what a configuration leaves open to a run in which everything is chosen and planned."""
 
-from collections.abc import Sequence
+import dataclasses
 from pathlib import Path
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import Topology
+from maxbatch.batch.learning_rate import learning_rate
+from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.config.schema import Config
-from maxbatch.hardware.devices import Device
+from maxbatch.hardware.devices import Target
 from maxbatch.noise.requirements import check_noise
 from maxbatch.run_folder.cache import cache_folder
 from maxbatch.tuning.coupling import resolve_accumulation
-from maxbatch.tuning.microbatch_size import Target, choose
+from maxbatch.tuning.microbatch_size import choose
 from maxbatch.tuning.pipeline_microbatches import (
   PipelineMicrobatchProber,
   choose_num_pipeline_microbatches,
@@ -18,35 +18,64 @@ from maxbatch.tuning.pipeline_microbatches import (
 from maxbatch.tuning.prober import Prober
 
 
-def resolve(
-  config: Config, devices: Sequence[Device], layout: Topology, *, forget: bool = False
-) -> Config:
-  """The configuration with all chosen that was to be chosen on these devices.
+@dataclasses.dataclass(frozen=True)
+class ResolvedRun:
+  """A run on its devices, with nothing left to choose."""
 
-  That is the microbatch size, and then into how many pieces a pipeline cuts a pass of it.
+  config: Config
+  target: Target
+  plan: BatchPlan
+  """From the run's first step, wherever it resumes."""
+
+  @property
+  def folder(self) -> Path:
+    """The run's folder, which may not be there yet."""
+    return run_folder(self.config)
+
+
+def run_folder(config: Config) -> Path:
+  """Where a run writes."""
+  return Path(config.run.base_output_directory) / config.run.run_name
+
+
+def resolve(config: Config, target: Target, *, forget: bool = False) -> ResolvedRun:
+  """The run with all chosen that was to be chosen on these devices.
+
+  That is the microbatch size, then num_pipeline_microbatches, which divides it.
 
   Raises:
-    UserError: nothing fits, the model cannot be split as the keys ask, or the noise scale cannot be
-      measured so.
+    UserError: nothing fits, the model cannot be split as the keys ask, the noise scale cannot be
+      measured so, or the learning rate's schedule does not fit into the run.
   """
-  config = resolve_micro_batch_size(config, devices, layout, forget=forget)
-  check_noise(config, plan_batches(config.batch, config.run, layout))
-  prober = PipelineMicrobatchProber(config, devices, layout)
-  place = Target(devices, layout)
-  return choose_num_pipeline_microbatches(config, place, prober, _choices(), forget=forget)
+  run = planned(resolve_micro_batch_size(config, target, forget=forget), target)
+  # Before anything is compiled for the pipeline.
+  learning_rate(run.config.optimizer, run.plan, run.config.run.schedule_unit)
+  prober = PipelineMicrobatchProber(run.config, target.devices, target.layout)
+  chosen = choose_num_pipeline_microbatches(run.config, target, prober, _choices(), forget=forget)
+  # The plan knows nothing of the pipeline, so that it stays.
+  return dataclasses.replace(run, config=chosen)
 
 
-def resolve_micro_batch_size(
-  config: Config, devices: Sequence[Device], layout: Topology, *, forget: bool = False
-) -> Config:
+def planned(config: Config, target: Target) -> ResolvedRun:
+  """A run whose microbatch size is known, with its plan.
+
+  Raises:
+    UserError: sizes that do not divide, or a noise scale that cannot be measured so.
+  """
+  plan = plan_batches(config.batch, config.run, target.layout)
+  check_noise(config, plan)
+  return ResolvedRun(config, target, plan)
+
+
+def resolve_micro_batch_size(config: Config, target: Target, *, forget: bool = False) -> Config:
   """The configuration with its microbatch size chosen, if it was to be, on these devices.
 
   Raises:
     UserError: nothing fits, or the model cannot be split as the keys ask.
   """
-  config = resolve_accumulation(config, layout)
-  prober = Prober(config, devices, layout)
-  return choose(config, Target(devices, layout), prober, _choices(), forget=forget)
+  config = resolve_accumulation(config, target.layout)
+  prober = Prober(config, target.devices, target.layout)
+  return choose(config, target, prober, _choices(), forget=forget)
 
 
 def _choices() -> Path:

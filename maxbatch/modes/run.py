@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import yaml
 
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.plan import BatchPlan, Position, plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.checkpoints.checkpointer import Checkpointer, Restored
 from maxbatch.checkpoints.identity import identity
 from maxbatch.compile import cache
@@ -18,26 +17,36 @@ from maxbatch.config.load import DERIVED, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
-from maxbatch.hardware.devices import find_devices, num_slices
-from maxbatch.models.generate import generate
-from maxbatch.models.registry import Parameters
+from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.noise import calibration_programs, make_noise
-from maxbatch.modes.resolve import resolve
-from maxbatch.run_folder.metrics import MetricsLog, read_metrics
+from maxbatch.modes.resolve import ResolvedRun, resolve
+from maxbatch.modes.summary import describe, keep_sample, sum_up
+from maxbatch.run_folder.metrics import MetricsLog
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.build import (
   build_trainer,
   compiled_eval,
   eval_rows,
-  num_parameters,
+  following,
   streams,
   train_rows,
-  undivided_parameters,
 )
 from maxbatch.training.loop import Job, first_record, train
+from maxbatch.training.noise_run import Noise
 from maxbatch.training.programs import StepPrograms
 from maxbatch.training.state import TrainState, to_save
 from maxbatch.training.step import EvalStep, Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class _Start:
+  """Where a run begins or resumes, and what it is from there on."""
+
+  position: Position
+  restored: Restored | None
+  plan: BatchPlan
+  trainer: Trainer
+  noise: Noise | None
 
 
 def run(config: Config, *, forget: bool = False) -> tuple[TrainState, Position]:
@@ -45,96 +54,66 @@ def run(config: Config, *, forget: bool = False) -> tuple[TrainState, Position]:
 
   Args:
     config: the run.
-    forgetting: choose anew what the keys leave open, whatever is remembered.
+    forget: choose anew what the keys leave open, whatever is remembered.
 
   Raises:
     UserError: something in the configuration or the input does not work.
     TrainingDivergedError: the loss or a gradient is not finite.
   """
-  devices = find_devices(config.mesh.num_simulated_devices)
+  target = find_devices(config)
   cache.enable(config.compile.jax_cache_dir)
-  layout = topology(config.mesh, len(devices), num_slices(devices))
-  config = resolve(config, devices, layout, forget=forget)
-  plan = plan_batches(config.batch, config.run, layout)
-  print(f"{plan}\n", flush=True)
-  learning_rate(config.optimizer, plan, config.run.schedule_unit)  # Refuses before anything slow.
-  trainer = build_trainer(config, plan, devices)
-  dataset = build_dataset(config.data, config.batch.max_target_length)
-  folder = pathlib.Path(config.run.base_output_directory) / config.run.run_name
-  _describe(config, plan, trainer, dataset.description, folder)
-  with _checkpointer(config, folder, dataset.fingerprint) as checkpointer:
-    restored = _restore(config, trainer, checkpointer)
-    position = restored.position if restored else Position(0, 0)
-    noise = make_noise(config, plan, trainer, folder)
-    if noise:
-      noise.restore(restored.notes if restored else {}, position)
-      plan = noise.planned(plan)
-    plan = plan.starting_at(position)
-    if restored:
-      _tell_changes(plan, restored)
-      trainer = build_trainer(config, plan, devices)
-    if restored and position.step >= plan.steps:
-      print(f"This run is complete at step {position.step}. For more, raise its budget.")
-      return trainer.from_saved(restored.state), position
-    with (
-      MetricsLog(folder, position.step) as log,
-      Progress(position.step, plan.steps, config.run.log_period) as progress,
-      StepPrograms(
-        step_compiler(config, plan, trainer, dataset.train), plan.micro_batches
-      ) as programs,
-      calibration_programs(config, plan, devices, dataset.train) as calibration,
-    ):
-      _write_config(config, plan, folder)
-      state, eval_step = _make_ready(config, plan, trainer, dataset, restored, programs)
-      if config.compile.save_compiled_step:
-        save_steps(config, plan, trainer, dataset.train, programs.all())
-      job = Job(
-        plan=plan,
-        run=config.run,
-        checkpoint=config.checkpoint,
-        learning_rate=learning_rate(config.optimizer, plan, config.run.schedule_unit),
-        programs=programs,
-        streamed=streams(config),
-        trainer=trainer,
-        eval_step=eval_step,
-        train_rows=train_rows(config, trainer, dataset),
-        eval_rows=eval_rows(config, plan, trainer, dataset),
-        checkpointer=checkpointer if config.checkpoint.enable_checkpointing else None,
-        log=log,
-        progress=progress,
-        noise=noise and dataclasses.replace(noise, calibration=calibration),
-      )
-      if position.step == 0:
-        first_record(job, state.params)
-        _keep_sample(config, trainer, state.params, folder)
-      state, reached = train(job, state, position)
-  if noise:
-    plan = noise.planned(plan).starting_at(position)
-  _sum_up(config, plan, trainer, state, reached, folder)
-  if noise:
-    print(f"  batch:   {noise.meter.line(plan.batch_at(reached.samples))}")
+  resolved = resolve(config, target, forget=forget)
+  print(f"{resolved.plan}\n", flush=True)
+  trainer = build_trainer(resolved.config, resolved.plan, target.devices)
+  dataset = build_dataset(resolved.config.data, resolved.config.batch.max_target_length)
+  describe(resolved, trainer, dataset.description)
+  with _checkpointer(resolved, dataset.fingerprint) as checkpointer:
+    start = _restore(resolved, trainer, checkpointer)
+    if start.restored and start.position.step >= start.plan.steps:
+      print(f"This run is complete at step {start.position.step}. For more, raise its budget.")
+      return start.trainer.from_saved(start.restored.state), start.position
+    state, reached = _train(resolved, start, dataset, checkpointer)
+  plan = _as_decided(start)
+  sum_up(resolved, plan, trainer, state, reached)
+  if start.noise:
+    print(f"  batch:   {start.noise.meter.line(plan.batch_at(reached.samples))}")
   return state, reached
 
 
-def _checkpointer(config: Config, folder: pathlib.Path, dataset_fingerprint: str) -> Checkpointer:
+def _checkpointer(resolved: ResolvedRun, dataset_fingerprint: str) -> Checkpointer:
+  directory = resolved.folder / "checkpoints"
   return Checkpointer(
-    folder / "checkpoints", config.checkpoint, identity(config, dataset_fingerprint)
+    directory, resolved.config.checkpoint, identity(resolved.config, dataset_fingerprint)
   )
 
 
-def _restore(config: Config, trainer: Trainer, checkpointer: Checkpointer) -> Restored | None:
-  """The newest good checkpoint of this run's folder; None for a fresh start."""
-  if not config.checkpoint.enable_checkpointing:
-    return None
-  restored = checkpointer.restore(to_save(trainer.abstract))
+def _restore(resolved: ResolvedRun, trainer: Trainer, checkpointer: Checkpointer) -> _Start:
+  """The newest good checkpoint of the run's folder, or the beginning, and the plan from there."""
+  restored = None
+  if resolved.config.checkpoint.enable_checkpointing:
+    restored = checkpointer.restore(to_save(trainer.abstract))
+  position = restored.position if restored else Position(0, 0)
   if restored:
-    at = restored.position
-    print(f"Resuming after step {at.step} ({at.samples:,} samples)", flush=True)
-  return restored
+    print(f"Resuming after step {position.step} ({position.samples:,} samples)", flush=True)
+  plan = resolved.plan
+  noise = make_noise(resolved.config, plan, trainer, resolved.folder)
+  if noise:
+    noise.restore(restored.notes if restored else {}, position)
+    plan = noise.planned(plan)
+  plan = plan.starting_at(position)
+  if restored:
+    _print_changes(plan, restored)
+    trainer = following(trainer, resolved.config, plan)
+  return _Start(position, restored, plan, trainer, noise)
 
 
-def _tell_changes(plan: BatchPlan, restored: Restored) -> None:
-  """Says if the batch goes on otherwise than the run that wrote the checkpoint would have."""
+def _as_decided(start: _Start) -> BatchPlan:
+  """The plan with what the noise scale has decided since."""
+  return start.noise.planned(start.plan).starting_at(start.position) if start.noise else start.plan
+
+
+def _print_changes(plan: BatchPlan, restored: Restored) -> None:
+  """Says if the batch schedule is another one than that of the run that wrote the checkpoint."""
   before, now = restored.plan.get("batch_schedule"), plan.as_dict()["batch_schedule"]
   if before != now:
     print(
@@ -143,22 +122,56 @@ def _tell_changes(plan: BatchPlan, restored: Restored) -> None:
     )
 
 
-def _make_ready(
-  config: Config,
-  plan: BatchPlan,
-  trainer: Trainer,
-  dataset: Dataset,
-  restored: Restored | None,
-  programs: StepPrograms,
+def _train(
+  resolved: ResolvedRun, start: _Start, dataset: Dataset, checkpointer: Checkpointer
+) -> tuple[TrainState, Position]:
+  """Compiles and trains from `start` to the end of the plan, or until a signal."""
+  config, plan, trainer, position = resolved.config, start.plan, start.trainer, start.position
+  compiler = step_compiler(config, plan, trainer, dataset.train)
+  with (
+    MetricsLog(resolved.folder, position.step) as log,
+    Progress(position.step, plan.steps, config.run.log_period) as progress,
+    StepPrograms(compiler, plan.micro_batches) as programs,
+    calibration_programs(config, plan, resolved.target.devices, dataset.train) as calibration,
+  ):
+    _write_config(config, plan, resolved.folder)
+    state, eval_step = _compile_and_init(config, start, dataset, programs)
+    if config.compile.save_compiled_step:
+      save_steps(config, plan, trainer, dataset.train, programs.all())
+    job = Job(
+      plan=plan,
+      run=config.run,
+      checkpoint=config.checkpoint,
+      learning_rate=learning_rate(config.optimizer, plan, config.run.schedule_unit),
+      programs=programs,
+      streamed=streams(config),
+      trainer=trainer,
+      eval_step=eval_step,
+      train_rows=train_rows(config, trainer, dataset),
+      eval_rows=eval_rows(config, plan, trainer, dataset),
+      checkpointer=checkpointer if config.checkpoint.enable_checkpointing else None,
+      log=log,
+      progress=progress,
+      noise=start.noise and dataclasses.replace(start.noise, calibration=calibration),
+    )
+    if position.step == 0:
+      first_record(job, state.params)
+      keep_sample(resolved, trainer, state.params)
+    return train(job, state, position)
+
+
+def _compile_and_init(
+  config: Config, start: _Start, dataset: Dataset, programs: StepPrograms
 ) -> tuple[TrainState, EvalStep]:
   """State and compiled functions, side by side: compiling leaves the interpreter free."""
+  plan, trainer = start.plan, start.trainer
   began = time.perf_counter()
   pool = ThreadPoolExecutor(2)
   try:
     first_step = pool.submit(programs, plan.phases[0].micro_batch)
     evaluation = pool.submit(compiled_eval, plan, trainer, dataset.validation or dataset.train)
-    if restored:
-      state = trainer.from_saved(restored.state)
+    if start.restored:
+      state = trainer.from_saved(start.restored.state)
     else:
       state = trainer.init(config.model.init_weights_seed)
     first_step.result()
@@ -169,70 +182,7 @@ def _make_ready(
   return state, eval_step
 
 
-def _describe(
-  config: Config, plan: BatchPlan, trainer: Trainer, data: str, folder: pathlib.Path
-) -> None:
-  """What the run is made of, in a few lines."""
-  print(f"Model  {config.model.model_name}: {num_parameters(trainer.model):,} parameters")
-  print(f"Data   {data}")
-  if trainer.pipeline:
-    print(f"Pipeline\n       {trainer.pipeline}")
-  print(f"Mesh   {plan.topology} on {trainer.mesh.devices.flat[0].device_kind}")
-  for line in undivided_parameters(trainer):
-    print(f"       {line}")
-  print(f"Folder {folder}", flush=True)
-
-
 def _write_config(config: Config, plan: BatchPlan, folder: pathlib.Path) -> None:
   """config.yml: every key, and what was derived from them."""
   values = to_flat_dict(config) | {DERIVED: plan.as_dict()}
   (folder / "config.yml").write_text(yaml.safe_dump(values, sort_keys=False))
-
-
-def _sample(config: Config, trainer: Trainer, params: Parameters) -> str:
-  run = config.run
-  params = trainer.by_layer(params)
-  return generate(
-    trainer.model, params, run.prompt, run.generate_length, run.decode_sampling_temperature
-  )
-
-
-def _sample_file(folder: pathlib.Path) -> pathlib.Path:
-  return folder / "text_before_training.txt"
-
-
-def _keep_sample(
-  config: Config, trainer: Trainer, params: Parameters, folder: pathlib.Path
-) -> None:
-  if config.run.generate_length:
-    _sample_file(folder).write_text(_sample(config, trainer, params))
-
-
-def _sum_up(
-  config: Config,
-  plan: BatchPlan,
-  trainer: Trainer,
-  state: TrainState,
-  position: Position,
-  folder: pathlib.Path,
-) -> None:
-  """The last lines: how far, how well, where, and what next."""
-  complete = position.step == plan.steps
-  if complete and config.run.generate_length:
-    if _sample_file(folder).exists():
-      print(f"\n--- text before training\n{_sample_file(folder).read_text()}")
-    print(f"--- text after training\n{_sample(config, trainer, state.params)}\n---")
-  tokens = plan.tokens(position.samples)
-  print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
-  print(f"{position.samples:,} samples, {tokens:,} tokens")
-  losses = [record["eval/loss"] for record in read_metrics(folder) if "eval/loss" in record]
-  if losses:
-    print(f"Validation loss {losses[0]:.3f} → {losses[-1]:.3f} nats per token")
-  print(f"Everything is in {folder}; next:")
-  print(f"  curves:  tensorboard --logdir {folder / 'tensorboard'}")
-  if not complete:
-    print("  go on:   the same command again")
-  elif config.checkpoint.enable_checkpointing:
-    budget = plan.budget
-    amount = int(2 * budget.amount * budget.scale)
-    print(f"  longer:  the same command with a larger budget, for example {budget.key}={amount}")

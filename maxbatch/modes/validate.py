@@ -19,9 +19,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.plan import BatchPlan, Position, plan_batches
+from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.solve import counted, text
-from maxbatch.batch.topology import Topology, topology
+from maxbatch.batch.topology import Topology
 from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.identity import identity
@@ -31,8 +31,8 @@ from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
-from maxbatch.hardware.devices import Device, num_slices
-from maxbatch.noise.requirements import check_noise
+from maxbatch.hardware.devices import Device, find_devices
+from maxbatch.modes.resolve import planned, run_folder
 from maxbatch.training.build import (
   build_trainer,
   num_parameters,
@@ -48,18 +48,18 @@ _GIB = 1 << 30
 _NEXT = "Valid: nothing was compiled. Next: compile_only=true"
 
 
-def validate(config: Config, devices: Sequence[Device], say: Callable[[str], None] = print) -> None:
+def validate(config: Config, say: Callable[[str], None] = print) -> None:
   """Checks a run, a line for each check that passes.
 
   Args:
-    config: the run. A microbatch that is to be chosen is checked at the smallest size.
-    devices: real, simulated, or those of a slice that is not here.
+    config: the run, on any devices, those of a slice that is not here too. A microbatch that is to
+      be chosen is checked at the smallest size.
     say: receives the lines.
 
   Raises:
     UserError: the first check that fails, as the run itself would put it.
   """
-  for name, detail, more in _checks(config, devices):
+  for name, detail, more in _checks(config):
     say(f"ok   {name:<13}  {detail}")
     for line in more:
       say(f"     {line}")
@@ -70,12 +70,12 @@ _Check = tuple[str, str, Sequence[str]]
 """What was checked, what was found, and lines below it."""
 
 
-def _checks(config: Config, devices: Sequence[Device]) -> Iterator[_Check]:
+def _checks(config: Config) -> Iterator[_Check]:
   """Every check in turn; the next begins when the line of the one before is out."""
   yield "configuration", f"{len(schema.fields())} keys", ()
-  config, choice = _with_smallest_choice(config, devices)
-  plan = plan_batches(config.batch, config.run, _layout(config, devices))
-  check_noise(config, plan)
+  target = find_devices(config)
+  config, choice = _with_smallest_choice(config, target.layout)
+  plan, devices = planned(config, target).plan, target.devices
   yield "batch plan", _phases(plan), [*choice, *str(plan).splitlines()]
   trainer, state = _without_arrays(config, plan, devices)
   yield "mesh", f"{plan.topology} on {devices[0].device_kind}", undivided_parameters(trainer)
@@ -91,20 +91,14 @@ def _checks(config: Config, devices: Sequence[Device]) -> Iterator[_Check]:
     _first_row(dataset.validation)
   yield "dataset", "the first rows can be read", dataset.description.splitlines()
   yield "step", _traced(config, plan, devices, dataset.train), ()
-  folder = Path(config.run.base_output_directory).absolute() / config.run.run_name
+  folder = run_folder(config).absolute()
   yield "folder", _writable(folder), ()
   if config.checkpoint.enable_checkpointing:
     yield "checkpoints", _disk_space(config, plan, state, folder), ()
     yield "resume", _resumable(config, plan, state, dataset, folder), ()
 
 
-def _layout(config: Config, devices: Sequence[Device]) -> Topology:
-  return topology(config.mesh, len(devices), num_slices(devices))
-
-
-def _with_smallest_choice(
-  config: Config, devices: Sequence[Device]
-) -> tuple[Config, Sequence[str]]:
+def _with_smallest_choice(config: Config, layout: Topology) -> tuple[Config, Sequence[str]]:
   """The configuration with a microbatch to check, and a line if that is still to be chosen."""
   if config.model.remat_policy == "explore":
     config = dataclasses.replace(
@@ -112,7 +106,7 @@ def _with_smallest_choice(
     )
   if not is_open(config.batch):
     return config, ()
-  sizes = sizes_of(config, _layout(config, devices))
+  sizes = sizes_of(config, layout)
   smallest, largest = sizes[0].per_device, sizes[-1].per_device
   batch = with_size(config.batch, smallest)
   line = (
@@ -227,7 +221,7 @@ def _nearest(folder: Path) -> Path:
 
 
 def _disk_space(config: Config, plan: BatchPlan, state: TrainState, folder: Path) -> str:
-  """There is room for the checkpoints that stay, and for one more while it is written.
+  """There is disk space for the checkpoints that stay, and for one more while it is written.
 
   Raises:
     UserError: there is not, and the run is to take place on this machine.
@@ -243,13 +237,13 @@ def _disk_space(config: Config, plan: BatchPlan, state: TrainState, folder: Path
   free = shutil.disk_usage(_nearest(folder)).free
   needed = f"{counted(count, 'checkpoint')} of {_gib(each)}, one of them while it replaces another"
   if count * each <= free:
-    return f"room for {needed}; {_gib(free)} are free"
+    return f"{needed}; {_gib(free)} are free"
   if config.compile.compile_topology:
-    return f"need room for {needed}, which this machine has not: look at the slice's own disk"
+    return f"{needed}; less is free on this machine, so look at the slice's own disk"
   fewer = free // each - 1 - forever + there
   offer = f"max_num_checkpoints_to_keep={fewer}" if fewer >= 1 else "enable_checkpointing=false"
   raise UserError(
-    f"max_num_checkpoints_to_keep={keep}, checkpoint_keep_period={period}: this run needs room for "
+    f"max_num_checkpoints_to_keep={keep}, checkpoint_keep_period={period}: this run needs "
     f"{needed}, and {_gib(free)} are free in {_nearest(folder)}; for example {offer}, or "
     "base_output_directory on a larger disk"
   )
@@ -286,12 +280,12 @@ def _resumable(
   if misfits or (changed and not config.checkpoint.allow_changed_resume):
     allow = "" if misfits else ", or resume all the same with allow_changed_resume=true"
     raise UserError(
-      f"This run cannot go on from checkpoint step {step} in {directory}:\n"
+      f"This run cannot resume from checkpoint step {step} in {directory}:\n"
       f"{listed(changed + misfits)}\nSet these back, choose another run_name{allow}."
     )
   at = f"step {step} ({record['samples']:,} samples)"
   end = plan.starting_at(Position(step, record["samples"])).steps
-  return f"goes on after {at}" if step < end else f"is complete at {at}; raise its budget for more"
+  return f"resumes after {at}" if step < end else f"is complete at {at}; raise its budget for more"
 
 
 def _record(folder: Path) -> dict[str, Any] | None:

@@ -15,7 +15,17 @@ from maxbatch.pipeline_parallel.schedule import Schedule, schedule_named
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable import TimetableShape
 
-_NUMBERS = ("num_pipeline_microbatches", "num_pipeline_repeats", "num_layers_per_pipeline_stage")
+_OPEN: Keys = {
+  "num_pipeline_microbatches": -1,
+  "num_pipeline_repeats": -1,
+  "num_layers_per_pipeline_stage": -1,
+}
+_NO_SIZE: Keys = {
+  "batch_size": -1,
+  "global_batch_to_train": -1,
+  "tokens_per_step": -1,
+  "micro_batch_size": -1,
+}
 _NO_RAMP: Keys = {
   "batch_schedule": (),
   "batch_schedule_type": "constant",
@@ -24,7 +34,6 @@ _NO_RAMP: Keys = {
   "batch_size_increment": -1,
   "enable_rampup_batch_size": False,
 }
-_BATCH_KEYS = ("batch_size", "global_batch_to_train", "tokens_per_step")
 
 
 class _MisfitError(Exception):
@@ -56,20 +65,17 @@ def pipeline_of(config: Config, layout: Topology, plan: BatchPlan) -> Pipeline:
 
 def _accompanying_keys(config: Config, layout: Topology) -> Iterator[Keys]:
   """Nothing, then the microbatches left open, the layers, a small batch, no ramp, other layers."""
-  keys = config.pipeline
   yield {}
-  yield {key: -1 for key in _NUMBERS[:1] if vars(keys)[key] != -1}
-  unset = {key: -1 for key in _NUMBERS if vars(keys)[key] != -1}
-  yield unset
-  sizes = {key: -1 for key in (*_BATCH_KEYS, "micro_batch_size") if vars(config.batch)[key] != -1}
+  yield {"num_pipeline_microbatches": -1}
+  yield _OPEN
   # Then every group of devices has as many samples in a pass as the stages need microbatches.
-  least = Fraction(_forwarding_delay(keys), layout.shape["tensor"])
-  smallest: dict[str, object] = {**unset, **sizes, "per_device_batch_size": least}
+  least = Fraction(_forwarding_delay(config.pipeline), layout.shape["tensor"])
+  smallest: Keys = {**_OPEN, **_NO_SIZE, "per_device_batch_size": least}
   yield smallest
-  smallest |= {key: off for key, off in _NO_RAMP.items() if vars(config.batch)[key] != off}
-  yield smallest
+  yield {**smallest, **_NO_RAMP}
   layers, stages = config.model.base_num_decoder_layers, layout.shape["stage"]
-  yield {**smallest, "base_num_decoder_layers": -(-layers // stages) * stages}
+  more = {"base_num_decoder_layers": -(-layers // stages) * stages}
+  yield {**smallest, **_NO_RAMP, **more}
 
 
 def _is_valid(config: Config, layout: Topology) -> bool:
@@ -125,10 +131,14 @@ def _forwarding_delay(config: PipelineConfig) -> int:
 
 def _stage_offers(config: Config) -> Iterator[Keys]:
   """2, 4 or 3 stages, with other layers if these do not divide over them, and devices for them."""
-  layers, sizes = config.model.base_num_decoder_layers, vars(config.mesh)
-  others = [f"ici_{axis}_parallelism" for axis in ("data", "fsdp", "tensor")]
-  is_open = any(sizes[key] == -1 for key in others)
-  for beside in ({}, *({key: -1} for key in others if not is_open and sizes[key] > 1)):
+  layers, mesh = config.model.base_num_decoder_layers, config.mesh
+  others = {
+    "ici_data_parallelism": mesh.ici_data_parallelism,
+    "ici_fsdp_parallelism": mesh.ici_fsdp_parallelism,
+    "ici_tensor_parallelism": mesh.ici_tensor_parallelism,
+  }
+  opened = [] if -1 in others.values() else [{key: -1} for key in others if others[key] > 1]
+  for beside in ({}, *opened):
     for count in (2, 4, 3):
       near = -(-layers // count) * count
       more = {"base_num_decoder_layers": near} if near != layers else {}
@@ -172,7 +182,7 @@ def _with_repeats(config: PipelineConfig) -> Keys:
 
 def _layers_message(config: Config, schedule: Schedule, layout: Topology, product: str) -> str:
   keys, total = config.pipeline, config.model.base_num_decoder_layers
-  given = [assigned({key: vars(keys)[key]}) for key in _NUMBERS[1:] if vars(keys)[key] != -1]
+  given = [assigned({key: value}) for key, value in _given_layers(keys).items()]
   factors = " × ".join([_stages_given(layout), *given])
   once = (
     ""
@@ -182,12 +192,20 @@ def _layers_message(config: Config, schedule: Schedule, layout: Topology, produc
   return f"{factors}{once} is {product} base_num_decoder_layers={total}"
 
 
+def _given_layers(config: PipelineConfig) -> dict[str, int]:
+  """The keys that divide the layers, where they are set."""
+  keys = {
+    "num_pipeline_repeats": config.num_pipeline_repeats,
+    "num_layers_per_pipeline_stage": config.num_layers_per_pipeline_stage,
+  }
+  return {key: value for key, value in keys.items() if value != -1}
+
+
 def _layer_offers(config: Config, layout: Topology, known: int) -> Iterator[Keys]:
   """One key changed so that the layers divide."""
   total, stages = config.model.base_num_decoder_layers, layout.shape["stage"]
-  for key in _NUMBERS[1:]:
-    value = vars(config.pipeline)[key]
-    if value != -1 and total % stages == 0:
+  for key, value in _given_layers(config.pipeline).items():
+    if total % stages == 0:
       for near in nearest_divisors(total // stages, Fraction(value)):
         yield {key: near}
   if config.pipeline.num_pipeline_repeats == -1:
@@ -269,10 +287,13 @@ def _batch_offers(config: Config, plan: BatchPlan, needed: int) -> Iterator[Keys
     start = -(-batch.batch_size_start // unit) * unit
     step = {} if batch.batch_size_increment == -1 else {"batch_size_increment": -1}
     yield {"batch_size_start": start, **step}
-  for name in _BATCH_KEYS:
-    if vars(batch)[name] == -1:
-      continue
-    scale = batch.max_target_length if name == "tokens_per_step" else 1
-    step_unit = samples_of(plan.gradient_accumulation_steps, unit)
-    for samples in nearest_multiples(step_unit, Fraction(total)):
-      yield {name: int(samples) * scale}
+  given = (
+    ("batch_size", batch.batch_size, 1),
+    ("global_batch_to_train", batch.global_batch_to_train, 1),
+    ("tokens_per_step", batch.tokens_per_step, batch.max_target_length),
+  )
+  step_unit = samples_of(plan.gradient_accumulation_steps, unit)
+  for name, value, scale in given:
+    if value != -1:
+      for samples in nearest_multiples(step_unit, Fraction(total)):
+        yield {name: int(samples) * scale}

@@ -1,5 +1,6 @@
 """From a Config to a Job ready to run: every part built, checked and compiled in order."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,6 +54,15 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
     dropout_key=jax.random.fold_in(jax.random.key(config.model.init_weights_seed), 1),
     pipeline=pipeline,
   )
+
+
+def following(trainer: Trainer, config: Config, plan: BatchPlan) -> Trainer:
+  """The trainer for a plan whose phases begin elsewhere, as those of a resumed run do."""
+  if not streams(config):
+    return trainer
+  every_k = _microbatches_per_update(config, plan)
+  optimizer = make_optimizer(config.optimizer, trainer.model.axes(), every_k)
+  return dataclasses.replace(trainer, optimizer=optimizer)
 
 
 def _microbatches_per_update(config: Config, plan: BatchPlan) -> optax.Schedule | int:

@@ -15,14 +15,13 @@ import jax
 
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.solve import counted, text
-from maxbatch.batch.topology import Topology
 from maxbatch.compile.program import memory_suggestions
 from maxbatch.compile.reports import placeholder_rows
 from maxbatch.compile.step_identity import compiler_environment, library_versions, lowered_hash
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import BatchConfig, Config
 from maxbatch.errors import UserError
-from maxbatch.hardware.devices import Device
+from maxbatch.hardware.devices import Target
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import (
   Candidate,
@@ -40,14 +39,6 @@ from maxbatch.tuning.search import ProbeSize, choose_largest
 _KEY = "micro_batch_size"
 _MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """The variable by which jax takes a part of a GPU's memory."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-  """Where the step is to run."""
-
-  devices: Sequence[Device]
-  layout: Topology
 
 
 def choose(

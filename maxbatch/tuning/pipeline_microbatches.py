@@ -17,11 +17,11 @@ from maxbatch.compile.reports import report_or_refusal
 from maxbatch.compile.step_file import made_from
 from maxbatch.compile.step_identity import CONFIGURATION
 from maxbatch.config.schema import Config
-from maxbatch.hardware.devices import Device
+from maxbatch.hardware.devices import Device, Target
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.training.build import streams
-from maxbatch.tuning.microbatch_size import Target, what_it_depends_on
+from maxbatch.tuning.microbatch_size import what_it_depends_on
 from maxbatch.tuning.pipeline_ranking import KEY, CompiledChoice, Probe, RankedStep, rank
 from maxbatch.tuning.processes import Say, agreed, in_process_0
 from maxbatch.tuning.remembered import RememberedChoice

@@ -1,0 +1,50 @@
+"""Devices as mere numbers, for commands that look at none and start no jax."""
+
+import dataclasses
+
+from maxbatch.batch.solve import given_sizes, solve_num_devices
+from maxbatch.batch.topology import Topology, topology
+from maxbatch.config.schema import Config
+from maxbatch.errors import UserError
+from maxbatch.hardware.tpu_slices import slice_named
+
+
+@dataclasses.dataclass(frozen=True)
+class CountedDevices:
+  """How the mesh axes divide the devices, and the hosts that these belong to."""
+
+  layout: Topology
+  num_hosts: int
+
+
+def count_devices(config: Config, num_devices: int = 0, num_hosts: int = 0) -> CountedDevices:
+  """The devices that the configuration names, or as many as a command's own keys say.
+
+  Args:
+    config: names a TPU slice, or a number of simulated devices.
+    num_devices: instead of these; -1: as many as the given sizes need; 0: not given.
+    num_hosts: instead of those of the slice, or of one; 0: not given.
+
+  Raises:
+    UserError: the keys contradict each other, there is no such slice, or the axes do not multiply
+      to the devices.
+  """
+  name, slices = config.compile.compile_topology, config.compile.compile_topology_num_slices
+  if name and num_devices:
+    raise UserError(
+      f"compile_topology={name} already says how many devices there are; "
+      f"leave out num_devices={num_devices}"
+    )
+  if name:
+    named = slice_named(name).times(slices)
+    count, hosts = named.num_devices, named.num_hosts
+  elif num_devices == -1:
+    count, hosts = solve_num_devices(given_sizes(config.batch)), 1
+  else:
+    count, hosts = num_devices or config.mesh.num_simulated_devices, 1
+  if count == 0:
+    raise UserError(
+      "num_simulated_devices=0 means the devices that are there, and a plan looks at none; for "
+      "example num_devices=8 or compile_topology=v5e-8"
+    )
+  return CountedDevices(topology(config.mesh, count, slices), num_hosts or hosts)
