@@ -17,6 +17,7 @@ import jax
 
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.config.load import to_flat_dict
+from maxbatch.config.registry import registered
 from maxbatch.config.schema import Config
 from maxbatch.data import rows
 from maxbatch.hardware import sharding
@@ -48,6 +49,7 @@ from maxbatch.training import (
   step,
   tick,
 )
+from maxbatch.training.optimizer import OPTIMIZERS
 from maxbatch.training.step import Trainer
 
 MICRO_BATCHES = "micro_batch_to_train"
@@ -337,9 +339,13 @@ def _cpu() -> str:
 
 
 def source_hash(config: Config) -> str:
-  """Of the code that the step is traced from, the registered model's included: 12 hex digits."""
-  model = sys.modules[MODELS[config.model.decoder_block].create.__module__]
-  modules: dict[str, Any] = {module.__name__: module for module in (*STEP_MODULES, model)}
+  """Of the code that the step is traced from, model and optimizer included: 12 hex digits."""
+  chosen = (
+    registered("decoder_block", config.model.decoder_block, MODELS),
+    registered("opt_type", config.optimizer.opt_type, OPTIMIZERS),
+  )
+  used = (*STEP_MODULES, *(sys.modules[each.__module__] for each in chosen))
+  modules: dict[str, Any] = {module.__name__: module for module in used}
   return _short_hash(Path(modules[name].__file__).read_bytes() for name in sorted(modules))
 
 
