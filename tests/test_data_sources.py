@@ -11,7 +11,7 @@ from maxbatch.data import documents
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
 from maxbatch.data.sources import STDLIB_BYTES, Document, resolve, split
-from maxbatch.data.tokenizer import decode
+from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
 
@@ -25,6 +25,7 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
 def build(path: Path | str, cache: Path, length: int = 4, **changes) -> Dataset:
   keys = {
     "dataset_type": "text",
+    "tokenizer_type": "byte",
     "dataset_path": str(path),
     "eval_dataset_path": "",
     "eval_fraction": 0.25,
@@ -44,7 +45,7 @@ def refusal(*args, **changes) -> str:
 
 def text_of(rows) -> str:
   assert isinstance(rows, TokenWindows)
-  return decode(rows.cache.tokens)
+  return ByteTokenizer().decode(rows.cache.tokens)
 
 
 def names(path: Path | str) -> list[str]:

@@ -179,6 +179,7 @@ FREE = (
   "eval_dataset_path",
   "eval_fraction",
   "dataset_cache_directory",
+  "tokenizer_type",
   "data_shuffle_seed",
   "grain_worker_count",
   # The learning rate of a step is an argument of the program.

@@ -4,7 +4,7 @@ import codecs
 import gzip
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from maxbatch.data.sources import Document, SourceFile
 from maxbatch.errors import UserError
@@ -54,6 +54,29 @@ def text_chunks(key: str, document: Document, size: int) -> Iterator[bytes]:
       f"{key}: {document.file.path} changed from {size} to {position} bytes while it was read; "
       "start again when nothing writes to it"
     )
+
+
+def whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+  """The same bytes in pieces that end where lines end, or where characters do in a long line."""
+  pending = b""
+  for chunk in chunks:
+    end = _last_line_end(pending)
+    if end:
+      yield pending[:end]
+    pending = pending[end:] + chunk
+  if pending:
+    yield pending
+
+
+def _last_line_end(chunk: bytes) -> int:
+  """Where the last line that ends here does; without one, where the last character begins."""
+  end = chunk.rfind(b"\n") + 1
+  if end:
+    return end
+  end = max(len(chunk) - 1, 0)
+  while end > 0 and chunk[end] & 0xC0 == 0x80:
+    end -= 1
+  return end
 
 
 def byte_range(document: Document, size: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from maxbatch.compile.steps import save_steps, step_compiler
 from maxbatch.config.load import DERIVED, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
-from maxbatch.data.registry import build_dataset
+from maxbatch.data.registry import build_dataset, build_tokenizer
 from maxbatch.hardware.devices import find_devices, num_slices
 from maxbatch.models.generate import generate
 from maxbatch.models.registry import Parameters
@@ -193,7 +193,12 @@ def _sample(config: Config, trainer: Trainer, params: Parameters) -> str:
   run = config.run
   params = trainer.by_layer(params)
   return generate(
-    trainer.model, params, run.prompt, run.generate_length, run.decode_sampling_temperature
+    trainer.model,
+    params,
+    build_tokenizer(config.data),
+    run.prompt,
+    run.generate_length,
+    run.decode_sampling_temperature,
   )
 
 
