@@ -24,6 +24,7 @@ from maxbatch.errors import UserError
 CONFIG = CheckpointConfig(
   enable_checkpointing=True,
   async_checkpointing=True,
+  checkpoint_format="orbax",
   checkpoint_period=1,
   max_num_checkpoints_to_keep=3,
   checkpoint_keep_period=-1,
@@ -461,7 +462,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 sys.path[:0] = sys.argv[2:]
 import pathlib
 import test_checkpoint as helper
-from maxbatch.checkpoint import Checkpointer
+from maxbatch.checkpoints.checkpointer import Checkpointer
 
 folder = pathlib.Path(sys.argv[1])
 checkpointer = Checkpointer(folder, helper.CONFIG, helper.IDENTITY)

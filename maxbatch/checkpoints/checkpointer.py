@@ -26,9 +26,11 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from maxbatch.batch.plan import Position
 from maxbatch.checkpoints.fingerprint import named_leaves
+from maxbatch.checkpoints.formats import format_named
 from maxbatch.checkpoints.quiet_orbax import silence_orbax
 from maxbatch.checkpoints.record import (
   changed_leaves,
+  format_name,
   identity_differences,
   is_intact,
   listed,
@@ -72,11 +74,16 @@ class Checkpointer:
     report: Callable[[str], None] = print,
   ):
     """`identity` says what must not change between runs (model, dataset, seed, ...), as JSON
-    values; `report` receives one line whenever something deserves a person's attention."""
+    values; `report` receives one line whenever something deserves a person's attention.
+
+    Raises:
+      UserError: for an unknown checkpoint_format.
+    """
     self._directory = pathlib.Path(directory).absolute()
     self._config = config
     self._identity = dict(identity)
     self._report = report
+    self._format = format_named(config.checkpoint_format)
     self._damaged: dict[int, str] = {}
     self._ready_to_write = False
     self._pending: int | None = None
@@ -114,11 +121,11 @@ class Checkpointer:
     self._settle()
     if position.step in self.steps() and position.step not in self._damaged:
       return
-    record = make_record(state, position, plan, self._identity, notes or {})
-    arrays = {name: leaf for name, leaf in named_leaves(state).items() if leaf.size}
-    items = ocp.args.Composite(
-      state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
+    record = make_record(
+      state, position, plan, self._identity, notes or {}, self._config.checkpoint_format
     )
+    arrays = {name: leaf for name, leaf in named_leaves(state).items() if leaf.size}
+    items = ocp.args.Composite(state=self._format.save(arrays), record=ocp.args.JsonSave(record))
     try:
       self._make_ready_to_write()
       self._manager.save(position.step, args=items, force=True)
@@ -256,7 +263,7 @@ class Checkpointer:
     misfits = state_differences(record, wanted)
     if misfits:
       raise UserError(self._does_not_fit(step, misfits))
-    arrays = self._read_arrays(step, wanted)
+    arrays = self._read_arrays(step, format_name(record), wanted)
     wrong = changed_leaves(record, arrays)
     if wrong:
       others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -276,10 +283,12 @@ class Checkpointer:
       raise _DamagedError(f"its record is that of step {record['step']}")
     return record
 
-  def _read_arrays(self, step: int, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+  def _read_arrays(
+    self, step: int, written_as: str, wanted: dict[str, Any]
+  ) -> dict[str, jax.Array]:
     targets = {name: _on_devices(leaf) for name, leaf in wanted.items()}
     stored = {name: target for name, target in targets.items() if target.size}
-    arrays = self._read(step, "state", ocp.args.StandardRestore(stored))
+    arrays = self._read(step, "state", format_named(written_as).restore(stored))
     return {
       # Orbax refuses arrays without elements; there is nothing in them to save.
       name: arrays[name]

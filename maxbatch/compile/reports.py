@@ -1,5 +1,6 @@
 """Compiling without training: the step's programs with their reports, and one size's probe."""
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from maxbatch.compile.program import (
 )
 from maxbatch.compile.report import CompileReport, make_report
 from maxbatch.config.schema import Config
-from maxbatch.data import synthetic
+from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Device
@@ -132,7 +133,9 @@ def _try_report(
     DoesNotFitError: the compiler refuses, or the step runs out of memory while it is timed.
   """
   # The rows' shapes follow from the configuration alone, so the data need not be here.
-  source = synthetic.build(config.data, config.batch.max_target_length).train
+  source = build_dataset(
+    dataclasses.replace(config.data, dataset_type="synthetic"), config.batch.max_target_length
+  ).train
   program = compile_program(config, plan, trainer, source, micro_batch)
   capacity = capacity_bytes(devices, config.compile.device_memory_gb)
   measured = None

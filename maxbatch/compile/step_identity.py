@@ -201,6 +201,7 @@ FREE = (
   # Checkpoints hold the state, whatever steps it.
   "enable_checkpointing",
   "async_checkpointing",
+  "checkpoint_format",
   "checkpoint_period",
   "max_num_checkpoints_to_keep",
   "checkpoint_keep_period",

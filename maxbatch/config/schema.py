@@ -227,6 +227,7 @@ class CheckpointConfig:
 
   enable_checkpointing: bool
   async_checkpointing: bool
+  checkpoint_format: str
   checkpoint_period: Positive
   max_num_checkpoints_to_keep: Positive
   checkpoint_keep_period: PositiveOrUnset
