@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import zipfile
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,7 +30,8 @@ class Npz(ocp.CheckpointHandler):
   """Every array in one file that numpy reads anywhere."""
 
   def save(self, directory, args):
-    np.savez(directory / "arrays.npz", **{name: np.asarray(x) for name, x in args.arrays.items()})
+    arrays: dict[str, Any] = {name: np.asarray(x) for name, x in args.arrays.items()}
+    np.savez(directory / "arrays.npz", **arrays)
 
   def restore(self, directory, args):
     try:

@@ -71,7 +71,7 @@ def test_a_folder_is_read_recursively_and_says_what_it_passes_over(tmp_path):
   assert found == ["LICENSE", "b.txt", "empty.txt", "sub/a.md", "sub/c.txt.gz"]
   assert dict(sources.skipped) == {".png": 1, "hidden": 1}
   dataset = build(tmp_path / "in", tmp_path / "cache")
-  assert "files passed over: 1 .png, 1 empty, 1 hidden" in dataset.description
+  assert "files skipped: 1 .png, 1 empty, 1 hidden" in dataset.description
   both = text_of(dataset.train) + text_of(dataset.validation)
   assert sorted(both) == sorted("bbaafreecc")
 
@@ -170,7 +170,7 @@ def test_stdlib_only_counts_a_file_that_is_not_utf8(tmp_path, monkeypatch):
   write(tmp_path / "lib", {"a.py": b"x = 1\n" * 9, "b.py": b"y = 2\n" * 9, "bad.py": b"\xff\xfe"})
   monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "lib"))
   dataset = build("stdlib", tmp_path / "cache", eval_fraction=0.0)
-  assert "files passed over: 1 not UTF-8" in dataset.description
+  assert "files skipped: 1 not UTF-8" in dataset.description
   assert text_of(dataset.train) == "x = 1\n" * 9 + "y = 2\n" * 9
 
 

@@ -26,7 +26,7 @@ class Format:
   save: Callable[[dict[str, jax.Array]], Any]
   """Of the arrays by leaf name, none of them empty."""
   restore: Callable[[dict[str, jax.ShapeDtypeStruct]], Any]
-  """Of the shapes, dtypes and shardings by leaf name; the handler's `restore` returns the arrays."""
+  """Of the shapes, dtypes and shardings by leaf name; `restore` returns arrays."""
 
 
 FORMATS: dict[str, Format] = {

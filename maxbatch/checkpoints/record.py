@@ -1,8 +1,8 @@
 """What is written beside a checkpoint's arrays, and how two of these records are compared.
 
 A record is a JSON object: step, samples, plan, identity, notes of what steers the run, the format
-of the arrays, and every leaf's shape, dtype and fingerprint, under one checksum. A difference is one line for a person to
-read.
+of the arrays, and every leaf's shape, dtype and fingerprint, under one checksum. Differences
+are reported one per line.
 """
 
 import dataclasses

@@ -91,7 +91,7 @@ def _describe(
   if not skipped:
     return line
   reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-  return f"{line}\nfiles passed over: {reasons}"
+  return f"{line}\nfiles skipped: {reasons}"
 
 
 def _documents(count: int) -> str:

@@ -1,8 +1,8 @@
 """The token cache: every document as token ids in one flat file, built once.
 
 A cache's name derives from its sources' paths, sizes and times of change and from the tokenizer, so
-a finished cache never changes: a run that has one open cannot see it replaced by another. It appears under its name only
-when it is whole, so any number of runs may build it at once.
+a finished cache never changes while a run has it open. It is written under a temporary name and
+renamed when complete, so any number of runs may build it at once.
 """
 
 import collections
@@ -64,12 +64,12 @@ class TokenCache:
 def open_or_build(
   sources: Sources, documents: Sequence[Document], folder: Path, part: str, tokenizer: Tokenizer
 ) -> TokenCache:
-  """The cache of `documents`, which are files of `sources`: the one in `folder`, or a new one.
+  """The cache of `documents`, which are files of `sources`: opened in `folder`, or built there.
 
   Args:
     sources: where the documents come from; names the configuration key in errors.
-    documents: what to put in, in this order: begin, ids, end of each.
-    folder: where caches are kept.
+    documents: what it holds, in this order; of each document bos_id, its ids, eos_id.
+    folder: the folder of all caches.
     part: "train" or "validation", part of the file's name.
     tokenizer: makes the ids.
 
@@ -82,9 +82,9 @@ def open_or_build(
     return cache
   try:
     folder.mkdir(parents=True, exist_ok=True)
-    with _appearing(path) as file:
+    with _written_atomically(path) as file:
       metadata = _write(file, sources, documents, part, tokenizer)
-    with _appearing(_metadata_path(path)) as file:
+    with _written_atomically(_metadata_path(path)) as file:
       file.write(json.dumps(metadata, indent=1).encode())
   except OSError as error:
     raise _cannot_write(path, documents, token_dtype(tokenizer), error) from error
@@ -92,7 +92,7 @@ def open_or_build(
 
 
 def _key(sources: Sources, documents: Sequence[Document], tokenizer: Tokenizer) -> str:
-  """What decides the cache's contents, hashed; reading no file."""
+  """A hash of everything that determines the cache's contents; no file is read for it."""
   parts = [
     (doc.file.path, doc.file.name, doc.file.size_bytes, doc.file.modified_ns, doc.begin, doc.end)
     for doc in documents
@@ -108,7 +108,7 @@ def _metadata_path(path: Path) -> Path:
 
 
 def _open(path: Path) -> TokenCache | None:
-  """The cache at `path` if it is there and whole."""
+  """The cache at `path` if it exists and is intact."""
   if not _metadata_path(path).exists() and not path.exists():
     return None
   try:
@@ -188,11 +188,11 @@ def _write(
 def _tokens(
   sources: Sources, document: Document, tokenizer: Tokenizer, skipped: collections.Counter[str]
 ) -> Iterator[np.ndarray]:
-  """Begin, ids, end of one document; nothing, and a count in `skipped`, if it is passed over."""
+  """Begin, ids, end of one document; nothing, and a count in `skipped`, if it is skipped."""
   try:
     size = reading.checked_size(sources.key, document.file)
   except reading.NotTextError:
-    # Nobody chose the standard library's files one by one, so its odd one is only counted.
+    # The user did not choose the standard library's files one by one, so such a file is skipped.
     if sources.kind != "stdlib":
       raise
     skipped["not UTF-8"] += 1
@@ -208,8 +208,8 @@ def _tokens(
 
 
 @contextlib.contextmanager
-def _appearing(path: Path) -> Iterator[BinaryIO]:
-  """A file that appears at `path` when it is whole and on disk; after an error nothing is left."""
+def _written_atomically(path: Path) -> Iterator[BinaryIO]:
+  """A file renamed to `path` when it is complete and synced; after an error nothing is left."""
   temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
   try:
     with open(temporary, "xb") as file:
