@@ -24,6 +24,7 @@ from maxbatch.errors import UserError
 CONFIG = CheckpointConfig(
   enable_checkpointing=True,
   async_checkpointing=True,
+  checkpoint_format="orbax",
   checkpoint_period=1,
   max_num_checkpoints_to_keep=3,
   checkpoint_keep_period=-1,
@@ -337,7 +338,7 @@ def test_an_unfinished_save_is_ignored_then_removed(folder, tmp_path):
   restored, lines = resume(tmp_path)
   assert restored is None
   assert lines == [
-    f"ignoring {tmp_path}/alone.orbax-checkpoint-tmp: the save was cut off before it was complete"
+    f"ignoring {tmp_path}/alone.orbax-checkpoint-tmp: the save was interrupted before it was complete"
   ]
 
 
@@ -411,7 +412,7 @@ def test_a_failed_save_is_reported_and_the_next_one_works(tmp_path, capfd):
     assert checkpointer.steps() == [1]  # not deleted to make room for a save that failed
     assert lines[0].startswith(f"warning: checkpoint step 2 could not be written to {folder} (")
     assert "bytes free): " in lines[0]
-    assert lines[0].endswith("; training goes on, the newest checkpoint is step 1")
+    assert lines[0].endswith("; training continues, the newest checkpoint is step 1")
     checkpointer.save(make_state(2), position(2), PLAN)
   assert len(lines) == 1
   assert [path.name for path in folder.iterdir()] == ["2"]
@@ -426,7 +427,7 @@ def test_a_failed_last_save_is_an_error(tmp_path):
     Checkpointer(tmp_path / "c", CONFIG, IDENTITY, lines.append) as checkpointer,
   ):
     checkpointer.save(make_state(1), position(1), PLAN)
-  assert lines[0].endswith("; training goes on, there is no checkpoint yet")
+  assert lines[0].endswith("; training continues, there is no checkpoint yet")
 
 
 def test_a_failed_save_does_not_hide_another_error(tmp_path):
@@ -461,7 +462,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 sys.path[:0] = sys.argv[2:]
 import pathlib
 import test_checkpoint as helper
-from maxbatch.checkpoint import Checkpointer
+from maxbatch.checkpoints.checkpointer import Checkpointer
 
 folder = pathlib.Path(sys.argv[1])
 checkpointer = Checkpointer(folder, helper.CONFIG, helper.IDENTITY)

@@ -16,7 +16,7 @@ from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
 from maxbatch.compile.model_flops import StepFlops, model_flops_per_token, step_flops
 from maxbatch.config.load import load_config
-from maxbatch.data import synthetic
+from maxbatch.data.registry import build_dataset
 from maxbatch.hardware.devices import topology_devices
 from maxbatch.models import flash
 from maxbatch.models.registry import build_model
@@ -101,7 +101,7 @@ def of_step(**keys: object) -> StepFlops:
 
 def traced(of, plan, devices) -> StepFlops:
   trainer = build_trainer(of, plan, devices)
-  source = synthetic.build(of.data, of.batch.max_target_length).train
+  source = build_dataset(of.data, of.batch.max_target_length).train
   rows = step_rows(of, plan, source, plan.micro_batch_to_train)
   return step_flops(traced_step(of, trainer, rows).jaxpr)
 

@@ -27,7 +27,7 @@ from maxbatch.compile.program import (
 from maxbatch.compile.report import CompileReport, StateBytes, make_report, state_bytes
 from maxbatch.compile.reports import write_reports
 from maxbatch.compile.seconds import StepTime
-from maxbatch.data import synthetic
+from maxbatch.data.registry import build_dataset
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import CHIPS, UNKNOWN_CHIP
@@ -45,7 +45,7 @@ def made(**keys: object) -> tuple[CompiledProgram, BatchPlan, Trainer]:
   of = config(dataset_type="synthetic", base_num_decoder_layers=1, **keys)
   plan = plan_batches(of.batch, of.run, topology(of.mesh, 8))
   trainer = build_trainer(of, plan, jax.devices())
-  source = synthetic.build(of.data, of.batch.max_target_length).train
+  source = build_dataset(of.data, of.batch.max_target_length).train
   program = compile_program(of, plan, trainer, source, plan.micro_batch_to_train)
   return program, plan, trainer
 

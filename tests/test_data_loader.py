@@ -244,7 +244,7 @@ def test_loads_that_end_early_are_a_failure_not_the_end(monkeypatch):
 
 
 def test_a_cache_deleted_under_the_workers_is_named(tmp_path):
-  source = TokenWindows(TokenCache(str(tmp_path / "gone.tokens"), 100, "", 1), 4, False)
+  source = TokenWindows(TokenCache(str(tmp_path / "gone.tokens"), 100, "", 1), 4, False, 256, 258)
   with (
     train(source, microbatches=[1], worker_count=1) as loader,
     pytest.raises(UserError, match=r"gone\.tokens.*rebuilt"),
@@ -332,7 +332,7 @@ def test_the_validation_set_is_the_same_however_it_is_split(batch):
 def test_packed_text_reaches_the_devices_with_all_its_fields(tmp_path):
   path = Path(tmp_path, "tokens")
   np.arange(200, dtype="<u2").tofile(path)
-  source = TokenWindows(TokenCache(str(path), 200, "", 1), 4, True)
+  source = TokenWindows(TokenCache(str(path), 200, "", 1), 4, True, 256, 258)
   with train(source, microbatches=[2]) as loader:
     rows = next(loader)
   assert rows.segment_ids is not None

@@ -11,7 +11,7 @@ from maxbatch.data import documents
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
 from maxbatch.data.sources import STDLIB_BYTES, Document, resolve, split
-from maxbatch.data.tokenizer import decode
+from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
 
@@ -25,6 +25,7 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
 def build(path: Path | str, cache: Path, length: int = 4, **changes) -> Dataset:
   keys = {
     "dataset_type": "text",
+    "tokenizer_type": "byte",
     "dataset_path": str(path),
     "eval_dataset_path": "",
     "eval_fraction": 0.25,
@@ -44,7 +45,7 @@ def refusal(*args, **changes) -> str:
 
 def text_of(rows) -> str:
   assert isinstance(rows, TokenWindows)
-  return decode(rows.cache.tokens)
+  return ByteTokenizer().decode(rows.cache.tokens)
 
 
 def names(path: Path | str) -> list[str]:
@@ -70,7 +71,7 @@ def test_a_folder_is_read_recursively_and_says_what_it_passes_over(tmp_path):
   assert found == ["LICENSE", "b.txt", "empty.txt", "sub/a.md", "sub/c.txt.gz"]
   assert dict(sources.skipped) == {".png": 1, "hidden": 1}
   dataset = build(tmp_path / "in", tmp_path / "cache")
-  assert "files passed over: 1 .png, 1 empty, 1 hidden" in dataset.description
+  assert "files skipped: 1 .png, 1 empty, 1 hidden" in dataset.description
   both = text_of(dataset.train) + text_of(dataset.validation)
   assert sorted(both) == sorted("bbaafreecc")
 
@@ -169,7 +170,7 @@ def test_stdlib_only_counts_a_file_that_is_not_utf8(tmp_path, monkeypatch):
   write(tmp_path / "lib", {"a.py": b"x = 1\n" * 9, "b.py": b"y = 2\n" * 9, "bad.py": b"\xff\xfe"})
   monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path / "lib"))
   dataset = build("stdlib", tmp_path / "cache", eval_fraction=0.0)
-  assert "files passed over: 1 not UTF-8" in dataset.description
+  assert "files skipped: 1 not UTF-8" in dataset.description
   assert text_of(dataset.train) == "x = 1\n" * 9 + "y = 2\n" * 9
 
 

@@ -10,13 +10,18 @@ from pathlib import Path
 import cloudpickle
 import numpy as np
 import pytest
+from support import config
 
-from maxbatch.data import token_cache
+from maxbatch.data import registry, token_cache
 from maxbatch.data.sources import Document, resolve
 from maxbatch.data.token_cache import TokenCache, open_or_build
-from maxbatch.data.tokenizer import BOS, EOS, PAD, VOCAB_SIZE, decode, encode
+from maxbatch.data.tokenizer import ByteTokenizer, Ids, Tokenizer
 from maxbatch.errors import UserError
 from maxbatch.run_folder.cache import cache_folder
+
+BYTES = ByteTokenizer()
+BOS, EOS, PAD = BYTES.bos_id, BYTES.eos_id, BYTES.pad_id
+decode = BYTES.decode
 
 
 @pytest.fixture
@@ -28,9 +33,11 @@ def corpus(tmp_path) -> Path:
   return folder
 
 
-def cached(corpus: Path, folder: Path) -> TokenCache:
+def cached(corpus: Path, folder: Path, tokenizer: Tokenizer = BYTES) -> TokenCache:
   sources = resolve("dataset_path", str(corpus))
-  return open_or_build(sources, [Document(file) for file in sources.files], folder, "train")
+  return open_or_build(
+    sources, [Document(file) for file in sources.files], folder, "train", tokenizer
+  )
 
 
 def forbid_writing(monkeypatch) -> None:
@@ -42,11 +49,11 @@ def forbid_writing(monkeypatch) -> None:
 
 def test_tokenizer_round_trip_and_special_tokens():
   text = "na\u00efve \u20ac"
-  ids = encode(text.encode())
+  ids = BYTES.encode(text.encode())
   assert ids.dtype == np.uint16
   assert decode([BOS, *ids, EOS, PAD, PAD]) == text
   assert decode(ids[:3]) == "na\ufffd"
-  assert (BOS, EOS, PAD, VOCAB_SIZE) == (256, 257, 258, 259)
+  assert (BOS, EOS, PAD, BYTES.vocab_size) == (256, 257, 258, 259)
 
 
 def test_documents_are_wrapped_and_in_order(corpus, tmp_path):
@@ -114,6 +121,7 @@ import sys, time
 from pathlib import Path
 from maxbatch.data import token_cache
 from maxbatch.data.sources import Document, resolve
+from maxbatch.data.tokenizer import ByteTokenizer
 sources = resolve("dataset_path", {str(corpus)!r})
 inner = token_cache._write
 def write(*arguments):
@@ -124,7 +132,8 @@ def write(*arguments):
   return inner(*arguments)
 token_cache._write = write
 documents = [Document(file) for file in sources.files]
-print(token_cache.open_or_build(sources, documents, Path({str(tmp_path / "cache")!r}), "train"))
+folder = Path({str(tmp_path / "cache")!r})
+print(token_cache.open_or_build(sources, documents, folder, "train", ByteTokenizer()))
 """
   runs = [
     subprocess.Popen([sys.executable, "-c", program, number], stdout=-1, stderr=-1, text=True)
@@ -215,3 +224,71 @@ def test_progress_is_shown_on_a_terminal_only(corpus, tmp_path, monkeypatch, cap
   monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
   cached(corpus, tmp_path / "two")
   assert "tokenizing train" in capsys.readouterr().err
+
+
+class Words:
+  """A word is a token; as many words as `vocab_size` allows, told apart by their length alone."""
+
+  bos_id, eos_id, pad_id = 0, 1, 2
+
+  def __init__(self, vocab_size: int, version: str = "1"):
+    self.vocab_size, self.version = vocab_size, version
+
+  def encode(self, text: bytes) -> np.ndarray:
+    return np.array([self.vocab_size - len(word) for word in text.decode().split()], np.int64)
+
+  def decode(self, ids: Ids) -> str:
+    return " ".join("x" * (self.vocab_size - int(id_)) for id_ in ids if id_ > 2)
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(2**16, np.uint16), (2**16 + 1, np.uint32)])
+def test_ids_are_as_wide_as_the_vocabulary_needs(corpus, tmp_path, vocab_size, dtype):
+  cache = cached(corpus, tmp_path / "cache", Words(vocab_size))
+  assert cache.tokens.dtype == dtype
+  assert cache.tokens.tolist() == [
+    *[0, vocab_size - 5, 1],
+    *[0, vocab_size - 6, vocab_size - 3, 1],
+  ]
+  assert cached(corpus, tmp_path / "cache", Words(vocab_size)) == cache
+
+
+def test_each_tokenizer_and_version_has_a_cache_of_its_own(corpus, tmp_path):
+  tokenizers = [BYTES, Words(100), Words(101), Words(100, version="2")]
+  paths = {cached(corpus, tmp_path / "cache", tokenizer).path for tokenizer in tokenizers}
+  assert len(paths) == 4
+
+
+def test_no_line_and_no_character_is_divided(corpus, tmp_path, monkeypatch):
+  monkeypatch.setattr(token_cache.reading, "_CHUNK_BYTES", 5)
+  text = "ab\ncdefgh\n\u20ac\u20ac\u20ac\u20acx\n" + "y" * 12
+  (corpus / "a.txt").write_text(text)
+  seen = []
+
+  class Recorded(ByteTokenizer):
+    def encode(self, text: bytes) -> np.ndarray:
+      seen.append(text.decode())
+      return super().encode(text)
+
+  cache = cached(corpus, tmp_path / "cache", Recorded())
+  assert decode(cache.tokens).startswith(text)
+  assert seen[0] == "ab\n"
+  assert len(seen) > 4
+
+
+@pytest.mark.parametrize("special", [(0, 1, 1), (0, 1, 3)])
+def test_special_ids_must_be_distinct_ids_of_the_vocabulary(monkeypatch, special):
+  tokenizer = ByteTokenizer(3, *special)
+  monkeypatch.setitem(registry.TOKENIZERS, "odd", lambda data: tokenizer)
+  with pytest.raises(UserError) as caught:
+    registry.build_tokenizer(config(tokenizer_type="odd").data)
+  assert str(caught.value) == (
+    f"tokenizer_type=odd: bos_id, eos_id, pad_id = {special} must be three distinct ids below "
+    "vocab_size=3; for example (3, 4, 5) with vocab_size 6"
+  )
+
+
+def test_synthetic_tokens_are_none_of_the_special_ones(monkeypatch):
+  monkeypatch.setitem(registry.TOKENIZERS, "words", lambda data: Words(8))
+  data = config(tokenizer_type="words", dataset_type="synthetic").data
+  rows = registry.build_dataset(data, 400).train.rows(np.arange(2))
+  assert set(rows["inputs"].flat) == {3, 4, 5, 6, 7}

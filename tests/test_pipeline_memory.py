@@ -12,7 +12,7 @@ from support import config
 
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
-from maxbatch.data import synthetic
+from maxbatch.data.registry import build_dataset
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.timetable_arrays import buffer_capacity
 from maxbatch.training.build import build_trainer, step_rows, traced_step
@@ -45,7 +45,7 @@ def compiled(
   trainer = build_trainer(settings, plan, jax.devices()[:STAGES])
   assert trainer.pipeline is not None
   assert trainer.pipeline.rows == R
-  source = synthetic.build(settings.data, T).train
+  source = build_dataset(settings.data, T).train
   rows = step_rows(settings, plan, source, plan.micro_batch_to_train)
   lowered = traced_step(settings, trainer, rows).lower()
   capacity = buffer_capacity(trainer.pipeline)

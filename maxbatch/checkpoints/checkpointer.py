@@ -3,7 +3,7 @@
 `checkpoints/` holds one folder per step, written by Orbax under a temporary name and renamed when
 complete, so a killed run leaves whole steps only. Each has two items: `state`, the arrays by leaf
 name, and `record`, a JSON object with the position, the plan, the run's identity and the shape,
-dtype and fingerprint of every leaf. Orbax restores a flipped bit without a word and stops at a
+dtype and fingerprint of every leaf. Orbax restores a flipped bit without an error and stops at a
 truncated file; here a step counts only when its fingerprints match, else the next older one is
 tried. Reading changes nothing on disk: folders that turned out damaged are renamed, never deleted,
 when the next save begins.
@@ -26,9 +26,11 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from maxbatch.batch.plan import Position
 from maxbatch.checkpoints.fingerprint import named_leaves
+from maxbatch.checkpoints.formats import format_named
 from maxbatch.checkpoints.quiet_orbax import silence_orbax
 from maxbatch.checkpoints.record import (
   changed_leaves,
+  format_name,
   identity_differences,
   is_intact,
   listed,
@@ -46,7 +48,7 @@ _UNWRITABLE = (OSError, ValueError, RuntimeError)
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-  """A verified checkpoint: the state on its new devices, where it stood, the plan it ran under."""
+  """A verified checkpoint: the state on its new devices, its position, its batch plan and notes."""
 
   state: Any
   position: Position
@@ -72,11 +74,16 @@ class Checkpointer:
     report: Callable[[str], None] = print,
   ):
     """`identity` says what must not change between runs (model, dataset, seed, ...), as JSON
-    values; `report` receives one line whenever something deserves a person's attention."""
+    values; `report` receives one line whenever something deserves a person's attention.
+
+    Raises:
+      UserError: for an unknown checkpoint_format.
+    """
     self._directory = pathlib.Path(directory).absolute()
     self._config = config
     self._identity = dict(identity)
     self._report = report
+    self._format = format_named(config.checkpoint_format)
     self._damaged: dict[int, str] = {}
     self._ready_to_write = False
     self._pending: int | None = None
@@ -107,32 +114,32 @@ class Checkpointer:
   ) -> None:
     """Writes a checkpoint, in the background if so configured; nothing if the step has one.
 
-    `notes` are JSON values that a restore hands back: what else a run must know to go on as before.
+    `notes` are JSON values that a restore returns: whatever else a run needs to continue exactly.
     Returns once the state is copied off the devices: its buffers may be donated at once. A failure
-    is reported and does not raise; the next save starts afresh.
+    is reported and not raised; the next save tries again.
     """
-    self._settle()
+    self._wait_for_save()
     if position.step in self.steps() and position.step not in self._damaged:
       return
-    record = make_record(state, position, plan, self._identity, notes or {})
-    arrays = {name: leaf for name, leaf in named_leaves(state).items() if leaf.size}
-    items = ocp.args.Composite(
-      state=ocp.args.StandardSave(arrays), record=ocp.args.JsonSave(record)
+    record = make_record(
+      state, position, plan, self._identity, notes or {}, self._config.checkpoint_format
     )
+    arrays = {name: leaf for name, leaf in named_leaves(state).items() if leaf.size}
+    items = ocp.args.Composite(state=self._format.save(arrays), record=ocp.args.JsonSave(record))
     try:
-      self._make_ready_to_write()
+      self._prepare_to_write()
       self._manager.save(position.step, args=items, force=True)
     except _UNWRITABLE as error:
-      self._note_failure(position.step, error)
+      self._record_failure(position.step, error)
       return
     self._pending = position.step
     if not self._config.async_checkpointing:
-      self._settle()
+      self._wait_for_save()
 
   def poll(self) -> None:
     """Reports a background save that has failed since the last call, without waiting for one."""
     if self._pending is not None and not self._manager.is_saving_in_progress():
-      self._settle()
+      self._wait_for_save()
 
   def restore(self, abstract_state: object) -> Restored | None:
     """The newest checkpoint that verifies, or None if none was ever completed.
@@ -144,7 +151,7 @@ class Checkpointer:
       UserError: the run differs from the checkpoint's in identity or in the state's shapes, or
         there are checkpoints and none verifies.
     """
-    self._settle()
+    self._wait_for_save()
     damaged: dict[int, str] = {}
     for step in reversed(self.steps()):
       try:
@@ -159,17 +166,17 @@ class Checkpointer:
     if damaged:
       raise UserError(self._nothing_verifies(damaged))
     for path in self._unfinished():
-      self._report(f"ignoring {path}: the save was cut off before it was complete")
+      self._report(f"ignoring {path}: the save was interrupted before it was complete")
     return None
 
   def close(self) -> None:
-    """Waits for the save under way and lets go of the folder; a second call does nothing.
+    """Waits for the save in progress and closes the folder; a second call does nothing.
 
     Raises:
       UserError: the last save of this object failed.
     """
-    self._settle()
-    self._drop_manager()
+    self._wait_for_save()
+    self._close_manager()
     failure, self._failure = self._failure, None
     if failure:
       raise UserError(
@@ -186,50 +193,50 @@ class Checkpointer:
     if self._config.checkpoint_keep_period > 0:
       keep.append(policies.EveryNSteps(self._config.checkpoint_keep_period))
     # Always asynchronous: Orbax's synchronous save leaves a broken event loop behind on failure,
-    # and waiting at once comes to the same. Lightweight: never trips over an old step's metadata.
+    # and waiting at once has the same effect. Lightweight: ignores old metadata.
     options = ocp.CheckpointManagerOptions(
       preservation_policy=policies.AnyPreservationPolicy(keep), lightweight_initialize=True
     )
     return ocp.CheckpointManager(self._directory, options=options)
 
-  def _drop_manager(self) -> None:
-    """Forgets Orbax's list of steps, which after a failed save names one that is not there."""
+  def _close_manager(self) -> None:
+    """Drops Orbax's list of steps, which after a failed save names one that does not exist."""
     if "_manager" in self.__dict__:
       self._manager.close()
       del self._manager
 
-  def _settle(self) -> None:
-    """Waits for the save under way, if any, and notes how it ended."""
+  def _wait_for_save(self) -> None:
+    """Waits for the save in progress, if any, and records how it ended."""
     if self._pending is None:
       return
     step, self._pending = self._pending, None
     try:
       self._manager.wait_until_finished()
     except _UNWRITABLE as error:
-      self._note_failure(step, error)
+      self._record_failure(step, error)
     else:
       self._failure = None
 
-  def _note_failure(self, step: int, error: Exception) -> None:
+  def _record_failure(self, step: int, error: Exception) -> None:
     self._ready_to_write = False
-    self._drop_manager()
+    self._close_manager()
     steps = [good for good in self.steps() if good not in self._damaged]
     self._failure = (
       f"checkpoint step {step} could not be written to {self._directory}"
       f" ({_free_bytes(self._directory)} bytes free): {_cause(error)}"
     )
     last = f"the newest checkpoint is step {steps[-1]}" if steps else "there is no checkpoint yet"
-    self._report(f"warning: {self._failure}; training goes on, {last}")
+    self._report(f"warning: {self._failure}; training continues, {last}")
 
   def _unfinished(self) -> list[pathlib.Path]:
     return sorted(self._directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
 
-  def _make_ready_to_write(self) -> None:
-    """Before the first save, and after a failed one: removes the remains of saves that were cut
-    off, which nothing can read, and renames damaged steps so that their numbers are free."""
+  def _prepare_to_write(self) -> None:
+    """Before the first save, and after a failed one: removes what interrupted saves left,
+    which nothing can read, and renames damaged steps so that their numbers are free."""
     if self._ready_to_write:
       return
-    self._drop_manager()
+    self._close_manager()
     if jax.process_index() == 0:
       for path in self._unfinished():
         shutil.rmtree(path)
@@ -256,7 +263,7 @@ class Checkpointer:
     misfits = state_differences(record, wanted)
     if misfits:
       raise UserError(self._does_not_fit(step, misfits))
-    arrays = self._read_arrays(step, wanted)
+    arrays = self._read_arrays(step, format_name(record), wanted)
     wrong = changed_leaves(record, arrays)
     if wrong:
       others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -276,10 +283,12 @@ class Checkpointer:
       raise _DamagedError(f"its record is that of step {record['step']}")
     return record
 
-  def _read_arrays(self, step: int, wanted: dict[str, Any]) -> dict[str, jax.Array]:
+  def _read_arrays(
+    self, step: int, written_as: str, wanted: dict[str, Any]
+  ) -> dict[str, jax.Array]:
     targets = {name: _on_devices(leaf) for name, leaf in wanted.items()}
     stored = {name: target for name, target in targets.items() if target.size}
-    arrays = self._read(step, "state", ocp.args.StandardRestore(stored))
+    arrays = self._read(step, "state", format_named(written_as).restore(stored))
     return {
       # Orbax refuses arrays without elements; there is nothing in them to save.
       name: arrays[name]
@@ -293,7 +302,7 @@ class Checkpointer:
     try:
       return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
     except Exception as error:
-      # Orbax wraps what it meets in a chunk into a plain Exception: the cause tells them apart.
+      # Orbax wraps what it meets in a chunk into a plain Exception: the cause says which.
       cause = _root_cause(error)
       if not isinstance(cause, _UNREADABLE):
         raise
@@ -303,7 +312,7 @@ class Checkpointer:
     return (
       f"This run differs from the one that wrote checkpoint step {step} in {self._directory}:\n"
       + listed(changed)
-      + "\nSet these values back, choose another run_name, or resume all the same with"
+      + "\nSet these values back, choose another run_name, or resume anyway with"
       " allow_changed_resume=true."
     )
 
@@ -325,7 +334,7 @@ class Checkpointer:
 
 
 def _on_devices(leaf: Any) -> jax.ShapeDtypeStruct:
-  """`leaf` with a sharding on real devices; a mistake in it must not pass for a damaged file."""
+  """`leaf` with a sharding on real devices; a mistake in it must not look like a damaged file."""
   if isinstance(leaf.sharding, NamedSharding) and isinstance(leaf.sharding.mesh, AbstractMesh):
     raise TypeError(f"The sharding {leaf.sharding} of a restored leaf names no devices.")
   sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])

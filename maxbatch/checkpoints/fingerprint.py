@@ -1,4 +1,4 @@
-"""One number per array by which two copies of it can be told apart.
+"""One number per array that differs when the array does.
 
 The fingerprint of an array is Σᵢ bitsᵢ·wᵢ mod 2³², where bitsᵢ is element i read as an unsigned
 integer and wᵢ is an odd weight drawn from its flat index i. Odd numbers have an inverse mod 2³², so

@@ -1,4 +1,4 @@
-"""What must stay the same for a run to go on from its checkpoint."""
+"""What must be equal for a run to resume from a checkpoint."""
 
 import dataclasses
 

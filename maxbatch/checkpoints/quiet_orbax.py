@@ -1,7 +1,7 @@
-"""Keeps Orbax's own words off the terminal: what a person needs of them is reported in one line.
+"""Keeps Orbax's own log off the terminal: what a user needs of it is reported in one line.
 
 When one of Orbax's reads or writes fails, it closes its event loop at once. The others under way
-then complain, each with a traceback, to whoever listens; nobody can do anything about those.
+then log a traceback each, which nobody can do anything about.
 """
 
 import functools
@@ -12,14 +12,14 @@ import sys
 
 @functools.cache
 def silence_orbax() -> None:
-  """Drops log lines of Orbax and the complaints of its abandoned reads and writes, from now on."""
+  """Drops Orbax's log lines and the tracebacks of its abandoned reads and writes, from now on."""
   logging.getLogger("absl").addFilter(lambda record: not _of_orbax(record.pathname))
   logging.getLogger("asyncio").addFilter(lambda record: not _is_about_leftovers(record))
-  told_before = sys.unraisablehook
+  previous_hook = sys.unraisablehook
 
   def hook(unraisable: "sys.UnraisableHookArgs") -> None:
     if not _is_leftover(unraisable):
-      told_before(unraisable)
+      previous_hook(unraisable)
 
   sys.unraisablehook = hook
 

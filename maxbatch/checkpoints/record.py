@@ -1,8 +1,8 @@
 """What is written beside a checkpoint's arrays, and how two of these records are compared.
 
-A record is a JSON object: step, samples, plan, identity, notes of what steers the run, and every
-leaf's shape, dtype and fingerprint, under one checksum. A difference is one line for a person to
-read.
+A record is a JSON object: step, samples, plan, identity, notes of what steers the run, the format
+of the arrays, and every leaf's shape, dtype and fingerprint, under one checksum. Differences
+are reported one per line.
 """
 
 import dataclasses
@@ -26,6 +26,7 @@ def make_record(
   plan: Mapping[str, object],
   identity: Mapping[str, object],
   notes: Mapping[str, object],
+  checkpoint_format: str,
 ) -> dict[str, Any]:
   """The record of `state`, sealed. Waits until the state is computed.
 
@@ -36,9 +37,15 @@ def make_record(
   prints = fingerprints(state)
   described = {name: _shape(leaf) | {"fingerprint": prints[name]} for name, leaf in leaves.items()}
   fields = {"identity": dict(identity), "plan": dict(plan), "notes": dict(notes)}
-  fields |= {"leaves": described}
+  fields |= {"leaves": described, "checkpoint_format": checkpoint_format}
   fields = json.loads(json.dumps(dataclasses.asdict(position) | fields))
   return fields | {"checksum": _checksum(fields)}
+
+
+def format_name(record: dict[str, Any]) -> str:
+  """The checkpoint_format that the arrays were written with."""
+  # Checkpoints of earlier versions do not say: there was one format.
+  return record.get("checkpoint_format", "orbax")
 
 
 def is_intact(record: object) -> bool:

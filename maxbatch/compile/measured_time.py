@@ -25,7 +25,7 @@ _FEWEST = 3
 _MOST_A_SECOND = 3.75
 """Repeats."""
 _TOKENS = 251
-"""Synthetic token ids are below this; the byte tokenizer has more."""
+"""Synthetic token ids are below this; the smallest vocabulary of a real tokenizer has more."""
 
 
 @dataclasses.dataclass(frozen=True)

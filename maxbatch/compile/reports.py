@@ -1,5 +1,6 @@
 """Compiling without training: the step's programs with their reports, and one size's probe."""
 
+import dataclasses
 import json
 import pathlib
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ from maxbatch.compile.program import (
 )
 from maxbatch.compile.report import CompileReport, make_report
 from maxbatch.config.schema import Config
-from maxbatch.data import synthetic
 from maxbatch.data.dataset import RowSource
+from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Device
@@ -90,7 +91,8 @@ def write_reports(
 
 def placeholder_rows(config: Config) -> RowSource:
   """Rows of the run's shapes, which follow from its keys alone: the data need not be here."""
-  return synthetic.build(config.data, config.batch.max_target_length).train
+  data = dataclasses.replace(config.data, dataset_type="synthetic")
+  return build_dataset(data, config.batch.max_target_length).train
 
 
 def _report(

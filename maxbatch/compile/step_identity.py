@@ -24,7 +24,6 @@ from maxbatch.batch.plan import BatchPlan
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import CheckpointConfig, CompileConfig, Config, RunConfig
 from maxbatch.data.dataset import RowSource
-from maxbatch.hardware.devices import Device
 from maxbatch.training.build import step_rows, streams, traced_step
 from maxbatch.training.step import Trainer
 
@@ -110,7 +109,7 @@ def _without_locations() -> Iterator[None]:
     jax.config.update(_TRACEBACK_LIMIT, before)
 
 
-def compiler_environment(device: Device) -> dict[str, object]:
+def compiler_environment(device: Any) -> dict[str, object]:
   """Versions, settings and flags by which a compiler makes another program of the same text."""
   on_tpu = device.platform == "tpu"
   return {

@@ -1,7 +1,12 @@
-"""What a key names among several registered things: a model, an optimizer, a schedule."""
+"""What a key names: something registered under a name, or `module:attribute` of the user's own.
 
+Every registry is a dict from name to what it builds, in a file of the folder that uses it.
+"""
+
+import pkgutil
 from collections.abc import Mapping
-from typing import TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 from maxbatch.config.find import did_you_mean
 from maxbatch.errors import UserError
@@ -12,11 +17,52 @@ T = TypeVar("T")
 def registered(key: str, name: str, known: Mapping[str, T]) -> T:
   """The thing that `key=name` means.
 
+  A name with a colon, `my_data:build`, is imported: `build` of the module `my_data`, found as
+  Python finds modules, in the working directory (`python -m`) and in PYTHONPATH.
+
   Raises:
-    UserError: nothing of that name is registered; offers the nearest name.
+    UserError: nothing of that name is registered, or it cannot be imported; offers the nearest
+      name. Exceptions that the module raises while it is imported pass through.
   """
   if name in known:
     return known[name]
+  if ":" in name:
+    return _imported(key, name)
   raise UserError(
     f"{key}={name}: there is no such {key}.{did_you_mean(name, known)} Known: {', '.join(known)}."
   )
+
+
+def _imported(key: str, name: str) -> Any:
+  """What `module:attribute` means; it takes the place of a registered thing, whatever its type."""
+  module_name, _, attribute = name.partition(":")
+  module = _module(f"{key}={name}", module_name)
+  if hasattr(module, attribute):
+    return getattr(module, attribute)
+  public = [each for each in vars(module) if not each.startswith("_")]
+  raise UserError(
+    f"{key}={name}: {module_name} has no {attribute or 'name after the colon'}."
+    f"{did_you_mean(attribute, public)} Write {key}={module_name}:NAME with the name of "
+    "something defined there."
+  )
+
+
+def _module(given: str, name: str) -> ModuleType:
+  if not all(part.isidentifier() for part in name.split(".")):
+    raise UserError(
+      f"{given}: {name!r} is not the name of a module; write it as in an import statement, for "
+      "example my_folder.my_file:build"
+    )
+  try:
+    return pkgutil.resolve_name(f"{name}:")
+  except ImportError as error:
+    # An import inside the module that fails is another mistake than a name that does not exist.
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is None or not f"{name}.".startswith(f"{missing}."):
+      raise UserError(
+        f"{given}: importing {name} failed: {error}; install what it imports, or correct the import"
+      ) from error
+    raise UserError(
+      f"{given}: there is no module {missing} in the working directory or in PYTHONPATH; start "
+      "the command in the folder of the file, or set PYTHONPATH to that folder"
+    ) from None

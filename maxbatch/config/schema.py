@@ -190,11 +190,12 @@ class NoiseConfig:
 class DataConfig:
   """What is trained on and how it is read."""
 
-  dataset_type: Literal["text", "synthetic"]
+  dataset_type: str
   dataset_path: str
   eval_dataset_path: str
   eval_fraction: Annotated[float, Range(low=0, high=0.9)]
   dataset_cache_directory: str
+  tokenizer_type: str
   data_shuffle_seed: NonNegative
   packing: bool
   grain_worker_count: NonNegative
@@ -227,6 +228,7 @@ class CheckpointConfig:
 
   enable_checkpointing: bool
   async_checkpointing: bool
+  checkpoint_format: str
   checkpoint_period: Positive
   max_num_checkpoints_to_keep: Positive
   checkpoint_keep_period: PositiveOrUnset

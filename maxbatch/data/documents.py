@@ -4,7 +4,7 @@ import codecs
 import gzip
 import itertools
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from maxbatch.data.sources import Document, SourceFile
 from maxbatch.errors import UserError
@@ -25,7 +25,7 @@ def checked_size(key: str, file: SourceFile) -> int:
   """
   decoder = codecs.getincrementaldecoder("utf-8")()
   size = 0
-  # The empty chunk at the end lets the decoder refuse a character cut off by the file's end.
+  # The empty chunk at the end lets the decoder refuse an incomplete last character.
   for chunk in itertools.chain(_chunks(key, file), [b""]):
     carried = len(decoder.getstate()[0])
     nul = chunk.find(0)
@@ -52,18 +52,41 @@ def text_chunks(key: str, document: Document, size: int) -> Iterator[bytes]:
   if position != size:
     raise UserError(
       f"{key}: {document.file.path} changed from {size} to {position} bytes while it was read; "
-      "start again when nothing writes to it"
+      "start again when no other program writes to it"
     )
 
 
-def byte_range(document: Document, size: int) -> tuple[int, int]:
-  """First byte and end of the document in its file of `size` bytes; a cut leaves both sides some."""
+def whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+  """The same bytes in pieces that end where lines end, or where characters do in a long line."""
+  pending = b""
+  for chunk in chunks:
+    end = _last_line_end(pending)
+    if end:
+      yield pending[:end]
+    pending = pending[end:] + chunk
+  if pending:
+    yield pending
 
-  def cut(fraction: float) -> int:
+
+def _last_line_end(chunk: bytes) -> int:
+  """Where the last line that ends here does; without one, where the last character begins."""
+  end = chunk.rfind(b"\n") + 1
+  if end:
+    return end
+  end = max(len(chunk) - 1, 0)
+  while end > 0 and chunk[end] & 0xC0 == 0x80:
+    end -= 1
+  return end
+
+
+def byte_range(document: Document, size: int) -> tuple[int, int]:
+  """First byte and end of the document in its file of `size` bytes; never an empty part."""
+
+  def boundary(fraction: float) -> int:
     return min(max(round(fraction * size), 1), size - 1)
 
-  start = cut(document.begin) if document.begin > 0 else 0
-  return start, cut(document.end) if document.end < 1 else size
+  start = boundary(document.begin) if document.begin > 0 else 0
+  return start, boundary(document.end) if document.end < 1 else size
 
 
 def _chunks(key: str, file: SourceFile) -> Iterator[bytes]:

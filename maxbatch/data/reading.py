@@ -2,7 +2,7 @@
 
 R rows, T tokens per row, k microbatches, C the capacity of the step's array in microbatches.
 
-One grain element is one load. Loads are cut into steps here, in the order of samples, so neither
+One grain element is one load. Loads are divided into steps here, in order of samples, so neither
 the size of a load nor the number of workers can change what a step holds. This file and what it
 imports do not use devices: worker processes run it too.
 """
@@ -63,7 +63,7 @@ class ReadPlan:
 
   steps: StepTable
   columns: np.ndarray
-  """int64[R]: this process's places in every microbatch, ascending."""
+  """int64[R]: which rows of every microbatch this process reads, ascending."""
   bounds: np.ndarray
   """int64[loads + 1]: the sample each load begins at, and the end."""
 

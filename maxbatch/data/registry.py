@@ -1,21 +1,54 @@
-"""Datasets by name. A new one is a file with a `build` like these, a line here, and a test."""
+"""Tokenizers and datasets by name (docs/extending.md shows how to add one)."""
 
 from collections.abc import Callable
 
+from maxbatch.config.registry import registered
 from maxbatch.config.schema import DataConfig
 from maxbatch.data import synthetic, text
 from maxbatch.data.dataset import Dataset
+from maxbatch.data.tokenizer import ByteTokenizer, Tokenizer
+from maxbatch.errors import UserError
 
-DATASETS: dict[str, Callable[[DataConfig, int], Dataset]] = {
+
+def _byte(data: DataConfig) -> Tokenizer:
+  del data
+  return ByteTokenizer()
+
+
+TOKENIZERS: dict[str, Callable[[DataConfig], Tokenizer]] = {
+  "byte": _byte,
+}
+
+DATASETS: dict[str, Callable[[DataConfig, Tokenizer, int], Dataset]] = {
   "text": text.build,
   "synthetic": synthetic.build,
 }
+"""By name, what makes a dataset of (data, tokenizer, max_target_length)."""
+
+
+def build_tokenizer(data: DataConfig) -> Tokenizer:
+  """The tokenizer that `tokenizer_type` names.
+
+  Raises:
+    UserError: for an unknown name, or special ids that are not distinct ids of the vocabulary.
+  """
+  tokenizer = registered("tokenizer_type", data.tokenizer_type, TOKENIZERS)(data)
+  special = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+  if len(set(special)) < 3 or not all(0 <= each < tokenizer.vocab_size for each in special):
+    size = tokenizer.vocab_size
+    raise UserError(
+      f"tokenizer_type={data.tokenizer_type}: bos_id, eos_id, pad_id = {special} must be three "
+      f"distinct ids below vocab_size={size}; for example {(size, size + 1, size + 2)} with "
+      f"vocab_size {size + 3}"
+    )
+  return tokenizer
 
 
 def build_dataset(data: DataConfig, max_target_length: int) -> Dataset:
   """The dataset that `dataset_type` names, in rows of `max_target_length` tokens.
 
   Raises:
-    UserError: its input cannot be used; names it.
+    UserError: for an unknown name, or input that cannot be used; names it.
   """
-  return DATASETS[data.dataset_type](data, max_target_length)
+  build = registered("dataset_type", data.dataset_type, DATASETS)
+  return build(data, build_tokenizer(data), max_target_length)

@@ -43,7 +43,7 @@ class SourceFile:
 
 @dataclasses.dataclass(frozen=True)
 class Sources:
-  """The files a path means, sorted by name, and how many others were passed over, and why."""
+  """The files a path means, sorted by name, and how many others are skipped, by reason."""
 
   key: str
   path: str
@@ -87,14 +87,14 @@ def split(
   """Divides the files into training and validation documents.
 
   A file's side depends on its name alone, so adding files moves none of the others. One file is
-  divided by position: its last `eval_fraction` of bytes is validation. 0 keeps nothing back.
+  divided by position: its last `eval_fraction` of bytes is validation. 0: no validation.
   """
   files = sources.files
   if eval_fraction == 0:
     return tuple(Document(file) for file in files), ()
   if len(files) == 1:
-    cut = 1 - eval_fraction
-    return (Document(files[0], end=cut),), (Document(files[0], begin=cut),)
+    boundary = 1 - eval_fraction
+    return (Document(files[0], end=boundary),), (Document(files[0], begin=boundary),)
   ranked = sorted(files, key=lambda file: (_rank(file.name, "split"), file.name))
   wanted = sum(_rank(file.name, "split") < eval_fraction for file in ranked)
   kept = {file.name for file in ranked[: min(max(wanted, 1), len(files) - 1)]}
@@ -171,7 +171,7 @@ def _glob(key: str, path: str, pattern: str) -> Sources:
 
 
 def _stdlib(key: str) -> Sources:
-  """Python's own library, without tests and caches, cut to the same few megabytes each time."""
+  """Python's own library, without tests and caches: the same few megabytes of it each time."""
   root = Path(sysconfig.get_path("stdlib"))
   skip = STDLIB_SKIPPED_FOLDERS | {"__pycache__"}
   walk = _walk(key, root, lambda name: name not in skip)

@@ -12,7 +12,7 @@ STREAM_VERSION = "grain-shuffle-1"
 
 
 class SampleStream:
-  """All rows once per epoch, in an order of each epoch's own, without end."""
+  """Every row once per epoch, shuffled anew in each epoch, without end."""
 
   def __init__(self, num_rows: int, seed: int):
     # MapDataset.range would do, but its length check refuses nothing below 2**63 while the

@@ -9,7 +9,7 @@ import numpy as np
 
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.dataset import Arrays, Dataset
-from maxbatch.data.tokenizer import BOS
+from maxbatch.data.tokenizer import Tokenizer, ordinary_ids
 from maxbatch.data.windows import segments
 
 # The most rows the shuffle can number: as good as unlimited.
@@ -27,6 +27,10 @@ class SyntheticRows:
   num_rows: int
   length: int
   packing: bool
+  ids: np.ndarray
+  """The ids that are drawn from: those that stand for text."""
+  bos_id: int
+  pad_id: int
 
   def __len__(self) -> int:
     return self.num_rows
@@ -42,19 +46,30 @@ class SyntheticRows:
       "weights": np.ones((len(indices), self.length), np.float32),
     }
     if self.packing:
-      arrays["segment_ids"], arrays["positions"] = segments(arrays["inputs"])
+      arrays["segment_ids"], arrays["positions"] = segments(
+        arrays["inputs"], self.bos_id, self.pad_id
+      )
     return arrays
 
   def _tokens(self, index: int) -> np.ndarray:
     generator = np.random.default_rng((self.seed, self.part, index))
-    return generator.integers(0, BOS, self.length + 1, dtype=np.uint16)
+    return self.ids[generator.integers(0, len(self.ids), self.length + 1, dtype=self.ids.dtype)]
 
 
-def build(data: DataConfig, max_target_length: int) -> Dataset:
-  """Random bytes in rows of `max_target_length`; `dataset_path` is not read."""
+def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
+  """Random tokens in rows of `max_target_length`; `dataset_path` is not read."""
 
   def part(number: int, rows: int) -> SyntheticRows:
-    return SyntheticRows(data.data_shuffle_seed, number, rows, max_target_length, data.packing)
+    return SyntheticRows(
+      data.data_shuffle_seed,
+      number,
+      rows,
+      max_target_length,
+      data.packing,
+      ordinary_ids(tokenizer),
+      tokenizer.bos_id,
+      tokenizer.pad_id,
+    )
 
   return Dataset(
     train=part(0, _TRAIN_ROWS),

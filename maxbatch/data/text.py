@@ -8,13 +8,14 @@ from maxbatch.config.schema import DataConfig
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.sources import Document, Sources, resolve, split
 from maxbatch.data.token_cache import TokenCache, open_or_build
+from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
 from maxbatch.run_folder.cache import cache_folder
 
 
-def build(data: DataConfig, max_target_length: int) -> Dataset:
-  """The text of `dataset_path` in rows of `max_target_length` bytes.
+def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
+  """The text of `dataset_path` in rows of `max_target_length` tokens.
 
   Raises:
     UserError: an input is missing, unreadable, not text, empty or too short; names it.
@@ -26,15 +27,19 @@ def build(data: DataConfig, max_target_length: int) -> Dataset:
   if data.eval_dataset_path:
     eval_sources = resolve("eval_dataset_path", data.eval_dataset_path)
     train_documents, eval_documents = _whole(sources), _whole(eval_sources)
-  train = open_or_build(sources, train_documents, folder, "train")
+  train = open_or_build(sources, train_documents, folder, "train", tokenizer)
   _check_train(sources, train, max_target_length)
   validation = None
   if eval_documents:
-    validation = open_or_build(eval_sources, eval_documents, folder, "validation")
+    validation = open_or_build(eval_sources, eval_documents, folder, "validation", tokenizer)
     _check_validation(eval_sources, validation)
+
+  def windows(cache: TokenCache) -> TokenWindows:
+    return TokenWindows(cache, max_target_length, data.packing, tokenizer.bos_id, tokenizer.pad_id)
+
   return Dataset(
-    train=TokenWindows(train, max_target_length, data.packing),
-    validation=validation and TokenWindows(validation, max_target_length, data.packing),
+    train=windows(train),
+    validation=validation and windows(validation),
     fingerprint=train.fingerprint,
     description=_describe(sources, eval_sources, train, validation, folder),
   )
@@ -86,7 +91,7 @@ def _describe(
   if not skipped:
     return line
   reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-  return f"{line}\nfiles passed over: {reasons}"
+  return f"{line}\nfiles skipped: {reasons}"
 
 
 def _documents(count: int) -> str:

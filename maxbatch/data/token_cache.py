@@ -1,8 +1,8 @@
-"""The token cache: every document as uint16 tokens in one flat file, built once.
+"""The token cache: every document as token ids in one flat file, built once.
 
-A cache's name derives from its sources' paths, sizes and times of change, so a finished cache never
-changes: a run that has one open cannot see it replaced by another. It appears under its name only
-when it is whole, so any number of runs may build it at once.
+A cache's name derives from its sources' paths, sizes and times of change and from the tokenizer, so
+a finished cache never changes while a run has it open. It is written under a temporary name and
+renamed when complete, so any number of runs may build it at once.
 """
 
 import collections
@@ -23,12 +23,11 @@ import numpy as np
 import tqdm
 
 from maxbatch.data import documents as reading
-from maxbatch.data import tokenizer
 from maxbatch.data.sources import Document, Sources
+from maxbatch.data.tokenizer import Tokenizer, token_dtype
 from maxbatch.errors import UserError
 
-_FORMAT = 1
-_TOKEN = np.dtype("<u2")
+_FORMAT = 2
 # Up to this size an opened cache is hashed against its fingerprint (about 0.1 s); beyond it only
 # its length is checked, so that starting does not take longer the more text there is.
 _FULL_CHECK_BYTES = 128 * 2**20
@@ -45,12 +44,14 @@ class TokenCache:
   fingerprint: str
   """Hash of the tokens alone: equal on every machine that has the same text."""
   num_documents: int
+  dtype: str = "<u2"
+  """Of the ids in the file: uint16 or uint32, little-endian, as the vocabulary needs."""
   skipped: tuple[tuple[str, int], ...] = ()
 
   @functools.cached_property
   def tokens(self) -> np.ndarray:
-    """uint16[num_tokens], mapped, not loaded. Raises OSError if the file is gone or cut."""
-    tokens = np.memmap(self.path, dtype=_TOKEN, mode="r")
+    """The ids [num_tokens], mapped, not loaded. Raises OSError if the file is gone or truncated."""
+    tokens = np.memmap(self.path, dtype=self.dtype, mode="r")
     if tokens.size != self.num_tokens:
       raise OSError(f"{self.path} holds {tokens.size} tokens instead of {self.num_tokens}")
     return np.asarray(tokens)
@@ -61,41 +62,44 @@ class TokenCache:
 
 
 def open_or_build(
-  sources: Sources, documents: Sequence[Document], folder: Path, part: str
+  sources: Sources, documents: Sequence[Document], folder: Path, part: str, tokenizer: Tokenizer
 ) -> TokenCache:
-  """The cache of `documents`, which are files of `sources`: the one in `folder`, or a new one.
+  """The cache of `documents`, which are files of `sources`: opened in `folder`, or built there.
 
   Args:
     sources: where the documents come from; names the configuration key in errors.
-    documents: what to put in, in this order: begin, bytes, end of each.
-    folder: where caches are kept.
+    documents: what it holds, in this order; of each document bos_id, its ids, eos_id.
+    folder: the folder of all caches.
     part: "train" or "validation", part of the file's name.
+    tokenizer: makes the ids.
 
   Raises:
     UserError: an input or the folder cannot be used; names it.
   """
-  path = folder / f"{part}-{_key(sources, documents)}.tokens"
+  path = folder / f"{part}-{_key(sources, documents, tokenizer)}.tokens"
   cache = _open(path)
   if cache is not None:
     return cache
   try:
     folder.mkdir(parents=True, exist_ok=True)
-    with _appearing(path) as file:
-      metadata = _write(file, sources, documents, part)
-    with _appearing(_metadata_path(path)) as file:
+    with _written_atomically(path) as file:
+      metadata = _write(file, sources, documents, part, tokenizer)
+    with _written_atomically(_metadata_path(path)) as file:
       file.write(json.dumps(metadata, indent=1).encode())
   except OSError as error:
-    raise _cannot_write(path, documents, error) from error
+    raise _cannot_write(path, documents, token_dtype(tokenizer), error) from error
   return _from_metadata(path, metadata)
 
 
-def _key(sources: Sources, documents: Sequence[Document]) -> str:
-  """What decides the cache's contents, hashed; reading no file."""
+def _key(sources: Sources, documents: Sequence[Document], tokenizer: Tokenizer) -> str:
+  """A hash of everything that determines the cache's contents; no file is read for it."""
   parts = [
     (doc.file.path, doc.file.name, doc.file.size_bytes, doc.file.modified_ns, doc.begin, doc.end)
     for doc in documents
   ]
-  text = json.dumps([_FORMAT, tokenizer.TOKENIZER_VERSION, sources.kind, parts])
+  kind = type(tokenizer)
+  name = (kind.__module__, kind.__qualname__, tokenizer.version, tokenizer.vocab_size)
+  text = json.dumps([_FORMAT, name, sources.kind, parts])
   return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
@@ -104,7 +108,7 @@ def _metadata_path(path: Path) -> Path:
 
 
 def _open(path: Path) -> TokenCache | None:
-  """The cache at `path` if it is there and whole."""
+  """The cache at `path` if it exists and is intact."""
   if not _metadata_path(path).exists() and not path.exists():
     return None
   try:
@@ -125,13 +129,14 @@ def _from_metadata(path: Path, metadata: dict) -> TokenCache:
     num_tokens=int(metadata["num_tokens"]),
     fingerprint=str(metadata["fingerprint"]),
     num_documents=int(metadata["num_documents"]),
+    dtype=str(metadata["dtype"]),
     skipped=tuple((str(reason), int(count)) for reason, count in metadata["skipped"].items()),
   )
 
 
 def _damage(cache: TokenCache) -> str:
   """What is wrong with the file, or an empty string."""
-  size, expected = os.path.getsize(cache.path), cache.num_tokens * _TOKEN.itemsize
+  size, expected = os.path.getsize(cache.path), cache.num_tokens * np.dtype(cache.dtype).itemsize
   if size != expected:
     return f"it has {size} bytes instead of {expected}"
   if size <= _FULL_CHECK_BYTES:
@@ -147,7 +152,11 @@ def _new_hash():
 
 
 def _write(
-  file: BinaryIO, sources: Sources, documents: Sequence[Document], part: str
+  file: BinaryIO,
+  sources: Sources,
+  documents: Sequence[Document],
+  part: str,
+  tokenizer: Tokenizer,
 ) -> dict[str, object]:
   """Writes all tokens and returns the cache's metadata."""
   digest, num_tokens = _new_hash(), 0
@@ -162,7 +171,7 @@ def _write(
     leave=False,
   ) as bar:
     for document in documents:
-      for tokens in _tokens(sources, document, skipped):
+      for tokens in _tokens(sources, document, tokenizer, skipped):
         file.write(tokens.data)
         digest.update(tokens.data)
         num_tokens += tokens.size
@@ -170,19 +179,20 @@ def _write(
   return {
     "num_tokens": num_tokens,
     "fingerprint": digest.hexdigest(),
+    "dtype": token_dtype(tokenizer).str,
     "num_documents": len(documents) - skipped.total(),
     "skipped": dict(skipped),
   }
 
 
 def _tokens(
-  sources: Sources, document: Document, skipped: collections.Counter[str]
+  sources: Sources, document: Document, tokenizer: Tokenizer, skipped: collections.Counter[str]
 ) -> Iterator[np.ndarray]:
-  """Begin, bytes, end of one document; nothing, and a count in `skipped`, if it is passed over."""
+  """Begin, ids, end of one document; nothing, and a count in `skipped`, if it is skipped."""
   try:
     size = reading.checked_size(sources.key, document.file)
   except reading.NotTextError:
-    # Nobody chose the standard library's files one by one, so its odd one is only counted.
+    # The user did not choose the standard library's files one by one, so such a file is skipped.
     if sources.kind != "stdlib":
       raise
     skipped["not UTF-8"] += 1
@@ -190,15 +200,16 @@ def _tokens(
   if size == 0:
     skipped["empty"] += 1
     return
-  yield np.array([tokenizer.BOS], _TOKEN)
-  for chunk in reading.text_chunks(sources.key, document, size):
-    yield tokenizer.encode(chunk).astype(_TOKEN, copy=False)
-  yield np.array([tokenizer.EOS], _TOKEN)
+  dtype = token_dtype(tokenizer)
+  yield np.array([tokenizer.bos_id], dtype)
+  for lines in reading.whole_lines(reading.text_chunks(sources.key, document, size)):
+    yield np.ascontiguousarray(tokenizer.encode(lines), dtype)
+  yield np.array([tokenizer.eos_id], dtype)
 
 
 @contextlib.contextmanager
-def _appearing(path: Path) -> Iterator[BinaryIO]:
-  """A file that appears at `path` when it is whole and on disk; after an error nothing is left."""
+def _written_atomically(path: Path) -> Iterator[BinaryIO]:
+  """A file renamed to `path` when it is complete and synced; after an error nothing is left."""
   temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
   try:
     with open(temporary, "xb") as file:
@@ -210,8 +221,10 @@ def _appearing(path: Path) -> Iterator[BinaryIO]:
     temporary.unlink(missing_ok=True)
 
 
-def _cannot_write(path: Path, documents: Sequence[Document], error: OSError) -> UserError:
-  needed = sum(_TOKEN.itemsize * (document.file.size_bytes + 2) for document in documents)
+def _cannot_write(
+  path: Path, documents: Sequence[Document], dtype: np.dtype, error: OSError
+) -> UserError:
+  needed = sum(dtype.itemsize * (document.file.size_bytes + 2) for document in documents)
   zipped = any(document.file.name.endswith(".gz") for document in documents)
   try:
     free = f", {shutil.disk_usage(path.parent).free} bytes are free"
@@ -220,5 +233,5 @@ def _cannot_write(path: Path, documents: Sequence[Document], error: OSError) -> 
   return UserError(
     f"dataset_cache_directory={path.parent}: cannot write the token cache {path}: "
     f"{error.strerror or error}; it needs {'more than' if zipped else 'about'} {needed} bytes{free};"
-    " make room there, or set dataset_cache_directory to a folder you can write to"
+    " free some space there, or set dataset_cache_directory to a folder you can write to"
   )

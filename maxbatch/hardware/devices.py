@@ -8,7 +8,7 @@ import dataclasses
 import importlib.util
 import os
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 from jax.experimental import topologies
@@ -44,11 +44,6 @@ class Device(Protocol):
   @property
   def device_kind(self) -> str:
     """The model of the device."""
-    ...
-
-  @property
-  def client(self) -> Any:
-    """The compiler and runtime behind it, with its `platform_version`."""
     ...
 
 

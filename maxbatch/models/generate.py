@@ -1,4 +1,4 @@
-"""A few lines of text from a model of bytes, to see what it has learned.
+"""A few lines of text from a model, to see what it has learned.
 
 T tokens of prompt and text, D width, V vocabulary.
 """
@@ -8,44 +8,61 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from maxbatch.data import tokenizer
 from maxbatch.data.rows import Rows
+from maxbatch.data.tokenizer import Tokenizer, ordinary_ids
 from maxbatch.models.registry import Model, Parameters
 
 
-def generate(model: Model, params: Parameters, prompt: str, length: int, temperature: float) -> str:
-  """The prompt and `length` bytes after it, the same at every call.
+def generate(
+  model: Model,
+  params: Parameters,
+  tokenizer: Tokenizer,
+  prompt: str,
+  length: int,
+  temperature: float,
+) -> str:
+  """The prompt and the text of `length` tokens after it, the same at every call.
 
   Each token costs a forward pass over the whole text: meant for samples, not for serving.
 
   Args:
-    model: the model; its vocabulary must begin with the 256 bytes.
+    model: the model, whose vocabulary holds the tokenizer's.
     params: its parameters, wherever they lie.
+    tokenizer: what the model was trained with.
     prompt: text to begin with.
-    length: bytes to add.
-    temperature: 0 takes the likeliest byte.
+    length: tokens to add.
+    temperature: 0 takes the likeliest token.
   """
-  start = [tokenizer.BOS, *tokenizer.encode(prompt.encode()).tolist()]
+  start = [tokenizer.bos_id, *tokenizer.encode(prompt.encode()).tolist()]
   tokens_T = jnp.array(start + [0] * length, jnp.int32)
-  write = jax.jit(functools.partial(_write, model, len(start), temperature))
-  return tokenizer.decode(write(_on_one_device(params), tokens_T))
+  write = jax.jit(
+    functools.partial(_write, model, ordinary_ids(tokenizer), len(start), temperature)
+  )
+  return tokenizer.decode(np.asarray(write(_on_one_device(params), tokens_T)))
 
 
 def _write(
-  model: Model, start: int, temperature: float, params: Parameters, tokens_T: jax.Array
+  model: Model,
+  ids: np.ndarray,
+  start: int,
+  temperature: float,
+  params: Parameters,
+  tokens_T: jax.Array,
 ) -> jax.Array:
+  """`tokens_T` with `ids` from `start` on, those that stand for text, in place of what is there."""
   bound = model.bind(params)
 
   def add(at: jax.Array, tokens_T: jax.Array) -> jax.Array:
     rows = Rows(tokens_T[None], tokens_T[None], jnp.ones((1, len(tokens_T))), jnp.zeros(1, int))
     hidden_D = bound(rows, None)[0, at - 1]
-    logits_V = (hidden_D @ bound.output_matrix()).astype(jnp.float32)[:256]
+    logits_V = (hidden_D @ bound.output_matrix()).astype(jnp.float32)[ids]
     choice = jnp.argmax(logits_V)
     if temperature > 0:
       key = jax.random.fold_in(jax.random.key(0), at)
       choice = jax.random.categorical(key, logits_V / temperature)
-    return tokens_T.at[at].set(choice.astype(jnp.int32))
+    return tokens_T.at[at].set(jnp.asarray(ids, jnp.int32)[choice])
 
   return jax.lax.fori_loop(start, len(tokens_T), add, tokens_T)
 

@@ -1,7 +1,7 @@
 """Models by name (`decoder_block`), and a model as a pure function of its parameters.
 
-To add a model: write a module in this folder whose class has the methods of `LanguageModel`, and
-register it in MODELS.
+To add a model: write a class with the methods of `LanguageModel`, and register it in MODELS, or name
+it as `decoder_block=module:Class` (docs/extending.md).
 """
 
 import dataclasses
@@ -64,17 +64,10 @@ class LayeredModel(LanguageModel, Protocol):
     ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Registered:
-  """A model's constructor, taking (rngs, config, max_target_length), and the check of its keys."""
-
-  create: Callable[[nnx.Rngs, ModelConfig, int], Any]
-  validate: Callable[[ModelConfig], None]
-
-
-MODELS: Mapping[str, Registered] = {
-  "transformer": Registered(transformer.Transformer, transformer.validate),
+MODELS: Mapping[str, Callable[[nnx.Rngs, ModelConfig, int], Any]] = {
+  "transformer": transformer.Transformer,
 }
+"""By name, what makes a `LanguageModel` of (rngs, config, max_target_length)."""
 
 
 def by_path(
@@ -165,10 +158,9 @@ def build_model(config: ModelConfig, max_target_length: int) -> Model:
     UserError: for an unknown name, or keys that contradict each other.
   """
   chosen = registered("decoder_block", config.decoder_block, MODELS)
-  chosen.validate(config)
 
   def create(key: jax.Array) -> nnx.Module:
-    return chosen.create(nnx.Rngs(params=key), config, max_target_length)
+    return chosen(nnx.Rngs(params=key), config, max_target_length)
 
   whole = nnx.eval_shape(create, jax.random.key(0))
   graph, abstract, probes = nnx.split(whole, Parameter, Probe)

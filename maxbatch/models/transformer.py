@@ -60,7 +60,12 @@ class Transformer(nnx.Module):
   checkpoints do not depend on it.
   """
 
+  block: type[Block] = Block
+  """What a layer is; a subclass names its own."""
+
   def __init__(self, rngs: nnx.Rngs, config: ModelConfig, max_target_length: int):
+    """Raises UserError if sizes contradict each other."""
+    validate(config)
     D, V = config.base_emb_dim, config.vocab_size
     dtype, std = config.weight_dtype, _EMBEDDING_STD
     self.embedding = parameter(rngs, std, (V, D), ("vocab", "embed"), dtype)
@@ -68,7 +73,7 @@ class Transformer(nnx.Module):
     self.position_embedding = (
       parameter(rngs, std, shape, ("length", "embed"), dtype) if learned else None
     )
-    self.layers = _stacked_blocks(rngs, config)
+    self.layers = _stacked_blocks(rngs, config, self.block)
     self.final_norm = Norm(config, D, "embed")
     tied = config.logits_via_embedding
     self.head = None if tied else parameter(rngs, std, (D, V), ("embed", "vocab"), dtype)
@@ -140,13 +145,13 @@ def _look_up(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
   return table_VD[ids_BT]
 
 
-def _stacked_blocks(rngs: nnx.Rngs, config: ModelConfig) -> Block:
-  """All layers as one Block whose parameters have a leading dim L."""
+def _stacked_blocks(rngs: nnx.Rngs, config: ModelConfig, block: type[Block]) -> Block:
+  """All layers as one block whose parameters have a leading dim L."""
 
   @nnx.split_rngs(splits=config.base_num_decoder_layers)
   @nnx.vmap(axis_size=config.base_num_decoder_layers)
   def create(rngs: nnx.Rngs) -> Block:
-    return Block(rngs, config)
+    return block(rngs, config)
 
   return create(rngs)
 

@@ -3,6 +3,7 @@
 import pathlib
 
 from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.data.registry import build_tokenizer
 from maxbatch.models.generate import generate
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.resolve import ResolvedRun
@@ -61,6 +62,7 @@ def _sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
   return generate(
     trainer.model,
     trainer.by_layer(params),
+    build_tokenizer(resolved.config.data),
     run.prompt,
     run.generate_length,
     run.decode_sampling_temperature,

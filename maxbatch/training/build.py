@@ -13,9 +13,9 @@ import optax
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.row_plan import Segment, dispatches, load_factor
 from maxbatch.config.schema import Config
-from maxbatch.data import tokenizer
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.loader import ChainedLoader, Loader, eval_loader, train_loader
+from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
@@ -34,10 +34,11 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
   Raises:
     UserError: keys that contradict each other.
   """
-  if config.model.vocab_size < tokenizer.VOCAB_SIZE:
+  tokens = build_tokenizer(config.data).vocab_size
+  if config.model.vocab_size < tokens:
     raise UserError(
-      f"vocab_size={config.model.vocab_size} must be at least the {tokenizer.VOCAB_SIZE} tokens of "
-      f"the byte tokenizer; for example vocab_size={tokenizer.VOCAB_SIZE}"
+      f"vocab_size={config.model.vocab_size} must be at least the {tokens} tokens of "
+      f"tokenizer_type={config.data.tokenizer_type}; for example vocab_size={tokens}"
     )
   length = config.batch.max_target_length
   model = build_model(resolve_attention(config.model, length, devices[0]), length)

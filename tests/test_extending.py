@@ -1,0 +1,88 @@
+"""docs/extending.md is run as it stands: its files written, its tests and its trainings run."""
+
+import importlib
+import inspect
+import pathlib
+import re
+import shlex
+
+import pytest
+from support import SMALLEST
+
+from maxbatch import train
+from maxbatch.config.schema import fields
+from maxbatch.run_folder.metrics import read_metrics
+
+PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "extending.md"
+SECTIONS = dict(re.findall(r"^## (.*)\n((?:(?!^## ).*\n)*)", PAGE.read_text(), re.MULTILINE))
+BLOCK = re.compile(r"```(\w+)\n((?:.*\n)*?)```")
+TABLE_ROW = re.compile(r"\| ([\w -]+) \| `(\w+)` \| `(\w+)` in `maxbatch/([\w/]+)\.py` \|")
+SMALL = SMALLEST | {
+  "steps": 4,
+  "per_device_batch_size": 1,
+  "eval_samples": 8,
+  "eval_interval": -1,
+  "generate_length": 2,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+  """The reader's folder, in which modules are found and the command is started."""
+  (tmp_path / "text.txt").write_text("".join(f"line {n} of the text\n" for n in range(300)))
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.chdir(tmp_path)
+  return tmp_path
+
+
+def write_files(folder: pathlib.Path, section: str) -> list[str]:
+  """Writes the section's Python files, each named in its first line."""
+  blocks = [text for language, text in BLOCK.findall(SECTIONS[section]) if language == "python"]
+  names = [text.splitlines()[0].removeprefix("# ") for text in blocks]
+  for name, text in zip(names, blocks, strict=True):
+    (folder / name).write_text(text)
+  return names
+
+
+def commands(section: str) -> list[list[str]]:
+  blocks = [text for language, text in BLOCK.findall(SECTIONS[section]) if language == "bash"]
+  return [shlex.split(line) for block in blocks for line in block.splitlines()]
+
+
+def run_tests(file: str, folder: pathlib.Path) -> int:
+  """Calls the tests of a file in this process, and counts them."""
+  functions = vars(importlib.import_module(file.removesuffix(".py"))).items()
+  tests = [function for name, function in functions if name.startswith("test_")]
+  for number, test in enumerate(tests):
+    takes_folder = "tmp_path" in inspect.signature(test).parameters
+    test(*[folder / f"test_{number}"] if takes_folder else [])
+  return len(tests)
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_a_section_works_as_it_is_written(section, folder, capfd):
+  module, test = write_files(folder, section)
+  pytest_command, train_command = commands(section)
+  assert pytest_command == ["python", "-m", "pytest", test]
+  assert run_tests(test, folder) == 1
+  assert train_command[:4] == ["python", "-m", "maxbatch.train", "config=base"]
+  given = train_command[4:]
+  assert any(f"={module.removesuffix('.py')}:" in argument for argument in given)
+  chosen = {argument.partition("=")[0] for argument in given}
+  small = [f"{key}={value}" for key, value in SMALL.items() if key not in chosen]
+  if "batch_size" in chosen:
+    small.remove("per_device_batch_size=1")
+  paths = [f"base_output_directory={folder}", "dataset_path=text.txt", "dataset_cache_directory=."]
+  code = train.main(["config=base", *small, *paths, *given])
+  assert code == 0, capfd.readouterr()
+  assert read_metrics(folder / "first_run")[-1]["step"] == 4
+
+
+def test_the_table_names_every_section_s_registry():
+  rows = TABLE_ROW.findall(PAGE.read_text())
+  assert len(rows) == len(SECTIONS)
+  for (_, key, registry, path), section in zip(rows, SECTIONS.values(), strict=True):
+    known = vars(importlib.import_module(f"maxbatch.{path.replace('/', '.')}"))[registry]
+    assert fields()[key][1].type is str
+    assert len(known) > 0
+    assert f"{key}=my_" in section
