@@ -48,6 +48,7 @@ from maxbatch.experiments.running import (
 from maxbatch.hardware.devices import find_devices, num_slices
 from maxbatch.modes.compile_only import is_run
 from maxbatch.modes.resolve import resolve, resolve_micro_batch_size
+from maxbatch.plots.figure import render
 
 COMMAND = "python -m maxbatch.critical_batch"
 HELP = f"""\
@@ -309,7 +310,8 @@ def _conclude(
   )
   print(f"\n=== After {report.branching.tokens:,} tokens each\n\n{report}\n")
   written = json.dumps(report.as_dict(), indent=2, allow_nan=False) + "\n"
-  files = {"critical_batch.json": written, "critical_batch.svg": plot(report)}
+  picture = render(plot(report), ".svg").decode()
+  files = {"critical_batch.json": written, "critical_batch.svg": picture}
   for name, content in files.items():
     write_whole(experiment.folder / name, content)
   print(f"Written: {', '.join(str(experiment.folder / name) for name in files)}", flush=True)

@@ -15,14 +15,15 @@ from maxbatch.errors import EXIT_USER_ERROR, UserError
 from maxbatch.pipeline_parallel.chrome_trace import chrome_trace
 from maxbatch.pipeline_parallel.csv_file import from_csv, to_csv
 from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.pipeline_parallel.plot import plot
 from maxbatch.pipeline_parallel.report import NOT_MEASURED, PipelineReport, comparison
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named, timetable
 from maxbatch.pipeline_parallel.simulator import run
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.slots import with_slots
-from maxbatch.pipeline_parallel.svg import svg
 from maxbatch.pipeline_parallel.timetable import Timetable
 from maxbatch.plan import find_devices
+from maxbatch.plots.figure import check_picture_file, render
 from maxbatch.training.residual_bytes import residual_bytes
 
 COMMAND = "python -m maxbatch.pipeline"
@@ -35,7 +36,7 @@ keeps is found by tracing the model, which takes seconds.
 The devices are num_simulated_devices, or those of compile_topology, or num_devices=64.
   --csv FILE    writes the timetable, a row for each tick and stage
   --check FILE  reads such a file instead of the schedule, and names its first fault
-  --svg FILE    draws it
+  --svg FILE    draws it, as FILE.svg, FILE.png or FILE.pdf
   --trace FILE  writes it for chrome://tracing and ui.perfetto.dev
 """
 _OPTIONS = ("--csv", "--svg", "--trace", "--check")
@@ -86,6 +87,8 @@ def read_request(arguments: Sequence[str]) -> Request:
       file = value if equals else next(remaining, "")
       if not file or (not equals and "=" in file):
         raise UserError(f"{key} {file}: name a file; for example {key} {_example(key)}")
+      if key == "--svg":
+        check_picture_file(key, file, "pipeline")
       files[key] = file
     elif key == "num_devices":
       own[key] = value
@@ -149,15 +152,16 @@ def _checked(file: str, pipeline: Pipeline) -> Timetable:
 def _write_files(report: PipelineReport, files: dict[str, str]) -> None:
   title = report.source
   writers = {
-    "--csv": lambda: to_csv(report.table),
-    "--svg": lambda: svg(report.table, title),
-    "--trace": lambda: chrome_trace(report.table, title),
+    "--csv": lambda _: to_csv(report.table).encode(),
+    "--svg": lambda file: render(plot(report.table, title), file.suffix),
+    "--trace": lambda _: chrome_trace(report.table, title).encode(),
   }
   for option, write in writers.items():
     if option not in files:
       continue
+    file = Path(files[option])
     try:
-      Path(files[option]).write_text(write(), encoding="utf-8")
+      file.write_bytes(write(file))
     except OSError as error:
       raise UserError(f"{option} {files[option]}: cannot be written: {error.strerror}") from error
 

@@ -21,11 +21,12 @@ from maxbatch.hardware.tpu_slices import slice_named
 from maxbatch.modes.plan_report import PlanReport
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.unused_keys import check_unused
+from maxbatch.plots.figure import check_picture_file, render
 from maxbatch.tuning.candidates import is_open, offered, sizes_of
 
 COMMAND = "python -m maxbatch.plan"
 HELP = f"""\
-Usage: {COMMAND} config=FILE [key=value ...] [--json] [--plot FILE.svg]
+Usage: {COMMAND} config=FILE [key=value ...] [--json] [--plot FILE]
 
 Prints every batch size, who loads what, every phase of the batch schedule, and what limits it,
 without touching a device. The devices are num_simulated_devices unless you name others:
@@ -34,7 +35,8 @@ without touching a device. The devices are num_simulated_devices unless you name
   num_devices=100000             any number; -1: derived from batch_size and micro_batch_size
   num_hosts=12500                the hosts these devices belong to
   --json                         the same as JSON
-  --plot FILE.svg                draws batch and learning rate over the samples
+  --plot FILE                    draws batch and learning rate over the samples, as FILE.svg,
+                                 FILE.png or FILE.pdf
 """
 _OWN_KEYS = ("num_devices", "num_hosts")
 _SIZE_KEYS = ("batch_size", "global_batch_to_train", "tokens_per_step", "per_device_batch_size")
@@ -97,8 +99,8 @@ def read_request(arguments: Sequence[str]) -> Request:
       own[key] = value
     else:
       rest.append(argument)
-  if plot_file is not None and not plot_file.endswith(".svg"):
-    raise UserError(f"--plot {plot_file}: name a file to draw to; for example --plot batch.svg")
+  if plot_file is not None:
+    check_picture_file("--plot", plot_file, "batch")
   return Request(load_config(rest), own, as_json, plot_file)
 
 
@@ -169,8 +171,9 @@ def _positive(own: dict[str, str], key: str, default: int) -> int:
 
 
 def _write_plot(report: PlanReport, file: str, run_name: str) -> None:
+  path = pathlib.Path(file)
   try:
-    pathlib.Path(file).write_text(plot(report.plan, report.rate, run_name), encoding="utf-8")
+    path.write_bytes(render(plot(report.plan, report.rate, run_name), path.suffix))
   except OSError as error:
     raise UserError(f"--plot {file}: cannot be written: {error.strerror}") from error
 
