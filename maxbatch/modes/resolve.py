@@ -1,14 +1,13 @@
 """From what a configuration leaves open to a configuration in which everything is chosen."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config
 from maxbatch.hardware.devices import Device
 from maxbatch.noise.requirements import check_noise
-from maxbatch.run_folder.cache import cache_folder
+from maxbatch.run_folder.cache import remembered_choices
 from maxbatch.tuning.coupling import resolve_accumulation
 from maxbatch.tuning.microbatch_size import Target, choose
 from maxbatch.tuning.pipeline_microbatches import (
@@ -33,7 +32,9 @@ def resolve(
   check_noise(config, plan_batches(config.batch, config.run, layout))
   prober = PipelineMicrobatchProber(config, devices, layout)
   place = Target(devices, layout)
-  return choose_num_pipeline_microbatches(config, place, prober, _choices(), forget=forget)
+  return choose_num_pipeline_microbatches(
+    config, place, prober, remembered_choices(), forget=forget
+  )
 
 
 def resolve_micro_batch_size(
@@ -46,9 +47,4 @@ def resolve_micro_batch_size(
   """
   config = resolve_accumulation(config, layout)
   prober = Prober(config, devices, layout)
-  return choose(config, Target(devices, layout), prober, _choices(), forget=forget)
-
-
-def _choices() -> Path:
-  """Where choices are remembered."""
-  return cache_folder("") / "microbatch"
+  return choose(config, Target(devices, layout), prober, remembered_choices(), forget=forget)
