@@ -68,7 +68,7 @@ def test_names_and_counts_are_words():
 
 
 def test_pairs_of_color_and_dashes_repeat_late():
-  count = 30
+  count = 28
   pairs = {(COLORS[n % len(COLORS)], DASHES[n % len(DASHES)]) for n in range(count)}
   assert len(pairs) == count
 

@@ -10,7 +10,7 @@ import io
 import pathlib
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from maxbatch.errors import UserError
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 FORMATS = (".svg", ".png", ".pdf")
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 """Of Okabe and Ito (2008), which people with any color vision tell apart."""
-DASHES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
-"""Fewer than colors by a number without a common factor: pairs repeat after 35 lines."""
+DASHES: tuple[Literal["-", "--", "-.", ":"], ...] = ("-", "--", "-.", ":")
+"""As many as have no factor in common with the number of colors: pairs repeat after 28 lines."""
 MARKERS = "osD^vPX"
 FAINT = "#767676"
 _WIDTH_INCHES, _PANEL_INCHES = 8.0, 2.8
