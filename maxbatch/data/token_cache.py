@@ -6,14 +6,12 @@ when it is whole, so any number of runs may build it at once.
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import logging
 import os
-import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +24,7 @@ from maxbatch.data import documents as reading
 from maxbatch.data import tokenizer
 from maxbatch.data.sources import Document, Sources
 from maxbatch.errors import UserError
+from maxbatch.run_folder.atomic import replacing, write_whole
 
 _FORMAT = 1
 _TOKEN = np.dtype("<u2")
@@ -79,11 +78,9 @@ def open_or_build(
   if cache is not None:
     return cache
   try:
-    folder.mkdir(parents=True, exist_ok=True)
-    with _appearing(path) as file:
+    with replacing(path) as file:
       metadata = _write(file, sources, documents, part)
-    with _appearing(_metadata_path(path)) as file:
-      file.write(json.dumps(metadata, indent=1).encode())
+    write_whole(_metadata_path(path), json.dumps(metadata, indent=1))
   except OSError as error:
     raise _cannot_write(path, documents, error) from error
   return _from_metadata(path, metadata)
@@ -194,20 +191,6 @@ def _tokens(
   for chunk in reading.text_chunks(sources.key, document, size):
     yield tokenizer.encode(chunk).astype(_TOKEN, copy=False)
   yield np.array([tokenizer.EOS], _TOKEN)
-
-
-@contextlib.contextmanager
-def _appearing(path: Path) -> Iterator[BinaryIO]:
-  """A file that appears at `path` when it is whole and on disk; after an error nothing is left."""
-  temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
-  try:
-    with open(temporary, "xb") as file:
-      yield file
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(temporary, path)
-  finally:
-    temporary.unlink(missing_ok=True)
 
 
 def _cannot_write(path: Path, documents: Sequence[Document], error: OSError) -> UserError:

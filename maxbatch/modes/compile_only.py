@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import plan_batches
@@ -18,6 +17,8 @@ from maxbatch.hardware.devices import Device, num_slices
 from maxbatch.modes.resolve import resolve
 from maxbatch.modes.validate import validate
 from maxbatch.pipeline_parallel.unused_keys import check_unused
+from maxbatch.run_folder.atomic import write_run_file
+from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.coupling import resolve_accumulation
 from maxbatch.tuning.microbatch_size import Target, explore_sizes
@@ -65,7 +66,7 @@ def prepare_only(config: Config, *, forget: bool = False) -> None:
     return
   cache.enable(config.compile.jax_cache_dir)
   layout = topology(config.mesh, len(devices), num_slices(devices))
-  folder = Path(config.run.base_output_directory) / config.run.run_name
+  folder = RunFolder.of(config.run)
   if isinstance(config.batch.micro_batch_size, Explore):
     _explore(config, devices, layout, folder)
     return
@@ -81,7 +82,9 @@ def prepare_only(config: Config, *, forget: bool = False) -> None:
   check_fits(config, plan, reports)
 
 
-def _explore(config: Config, devices: Sequence[Device], layout: Topology, folder: Path) -> None:
+def _explore(
+  config: Config, devices: Sequence[Device], layout: Topology, folder: RunFolder
+) -> None:
   """Every size, ranked, and the report of the one recommended."""
   if resolve_accumulation(config, layout) != config:
     raise UserError(
@@ -101,11 +104,10 @@ def _explore(config: Config, devices: Sequence[Device], layout: Topology, folder
   report = prober.reports[found.ranked[0].candidate]
   print()
   _show([report], folder)
-  written = folder / "exploration.json"
-  written.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
+  write_run_file(folder.exploration, json.dumps(found.as_dict(), indent=2) + "\n")
 
 
-def _show(reports: Sequence[CompileReport], folder: Path) -> None:
+def _show(reports: Sequence[CompileReport], folder: RunFolder) -> None:
   print("\n\n\n".join(map(str, reports)))
-  written = write_reports(reports, folder)
+  written = write_reports(reports, folder.path)
   print(f"\nWritten: {', '.join(map(str, written))}", flush=True)

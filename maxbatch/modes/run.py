@@ -1,7 +1,6 @@
 """One run from its configuration to its end: plan, prepare, train, sum up."""
 
 import dataclasses
-import pathlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,7 +22,9 @@ from maxbatch.models.generate import generate
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.resolve import resolve
+from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.metrics import MetricsLog, read_metrics
+from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.build import (
   build_trainer,
@@ -60,12 +61,12 @@ def run(config: Config, *, forget: bool = False) -> tuple[TrainState, Position]:
   learning_rate(config.optimizer, plan, config.run.schedule_unit)  # Refuses before anything slow.
   trainer = build_trainer(config, plan, devices)
   dataset = build_dataset(config.data, config.batch.max_target_length)
-  folder = pathlib.Path(config.run.base_output_directory) / config.run.run_name
+  folder = RunFolder.of(config.run)
   _describe(config, plan, trainer, dataset.description, folder)
   with _checkpointer(config, folder, dataset.fingerprint) as checkpointer:
     restored = _restore(config, trainer, checkpointer)
     position = restored.position if restored else Position(0, 0)
-    noise = make_noise(config, plan, trainer, folder)
+    noise = make_noise(config, plan, trainer, folder.path)
     if noise:
       noise.restore(restored.notes if restored else {}, position)
       plan = noise.planned(plan)
@@ -77,7 +78,7 @@ def run(config: Config, *, forget: bool = False) -> tuple[TrainState, Position]:
       print(f"This run is complete at step {position.step}. For more, raise its budget.")
       return trainer.from_saved(restored.state), position
     with (
-      MetricsLog(folder, position.step) as log,
+      MetricsLog(folder.path, position.step) as log,
       Progress(position.step, plan.steps, config.run.log_period) as progress,
       StepPrograms(
         step_compiler(config, plan, trainer, dataset.train), plan.micro_batches
@@ -116,10 +117,8 @@ def run(config: Config, *, forget: bool = False) -> tuple[TrainState, Position]:
   return state, reached
 
 
-def _checkpointer(config: Config, folder: pathlib.Path, dataset_fingerprint: str) -> Checkpointer:
-  return Checkpointer(
-    folder / "checkpoints", config.checkpoint, identity(config, dataset_fingerprint)
-  )
+def _checkpointer(config: Config, folder: RunFolder, dataset_fingerprint: str) -> Checkpointer:
+  return Checkpointer(folder.checkpoints, config.checkpoint, identity(config, dataset_fingerprint))
 
 
 def _restore(config: Config, trainer: Trainer, checkpointer: Checkpointer) -> Restored | None:
@@ -170,7 +169,7 @@ def _make_ready(
 
 
 def _describe(
-  config: Config, plan: BatchPlan, trainer: Trainer, data: str, folder: pathlib.Path
+  config: Config, plan: BatchPlan, trainer: Trainer, data: str, folder: RunFolder
 ) -> None:
   """What the run is made of, in a few lines."""
   print(f"Model  {config.model.model_name}: {num_parameters(trainer.model):,} parameters")
@@ -180,13 +179,13 @@ def _describe(
   print(f"Mesh   {plan.topology} on {trainer.mesh.devices.flat[0].device_kind}")
   for line in undivided_parameters(trainer):
     print(f"       {line}")
-  print(f"Folder {folder}", flush=True)
+  print(f"Folder {folder.path}", flush=True)
 
 
-def _write_config(config: Config, plan: BatchPlan, folder: pathlib.Path) -> None:
+def _write_config(config: Config, plan: BatchPlan, folder: RunFolder) -> None:
   """config.yml: every key, and what was derived from them."""
   values = to_flat_dict(config) | {DERIVED: plan.as_dict()}
-  (folder / "config.yml").write_text(yaml.safe_dump(values, sort_keys=False))
+  write_run_file(folder.config, yaml.safe_dump(values, sort_keys=False))
 
 
 def _sample(config: Config, trainer: Trainer, params: Parameters) -> str:
@@ -197,15 +196,9 @@ def _sample(config: Config, trainer: Trainer, params: Parameters) -> str:
   )
 
 
-def _sample_file(folder: pathlib.Path) -> pathlib.Path:
-  return folder / "text_before_training.txt"
-
-
-def _keep_sample(
-  config: Config, trainer: Trainer, params: Parameters, folder: pathlib.Path
-) -> None:
+def _keep_sample(config: Config, trainer: Trainer, params: Parameters, folder: RunFolder) -> None:
   if config.run.generate_length:
-    _sample_file(folder).write_text(_sample(config, trainer, params))
+    write_run_file(folder.text_before_training, _sample(config, trainer, params))
 
 
 def _sum_up(
@@ -214,22 +207,23 @@ def _sum_up(
   trainer: Trainer,
   state: TrainState,
   position: Position,
-  folder: pathlib.Path,
+  folder: RunFolder,
 ) -> None:
   """The last lines: how far, how well, where, and what next."""
   complete = position.step == plan.steps
   if complete and config.run.generate_length:
-    if _sample_file(folder).exists():
-      print(f"\n--- text before training\n{_sample_file(folder).read_text()}")
+    if folder.text_before_training.exists():
+      before = folder.text_before_training.read_text(encoding="utf-8")
+      print(f"\n--- text before training\n{before}")
     print(f"--- text after training\n{_sample(config, trainer, state.params)}\n---")
   tokens = plan.tokens(position.samples)
   print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
   print(f"{position.samples:,} samples, {tokens:,} tokens")
-  losses = [record["eval/loss"] for record in read_metrics(folder) if "eval/loss" in record]
+  losses = [record["eval/loss"] for record in read_metrics(folder.path) if "eval/loss" in record]
   if losses:
     print(f"Validation loss {losses[0]:.3f} → {losses[-1]:.3f} nats per token")
-  print(f"Everything is in {folder}; next:")
-  print(f"  curves:  tensorboard --logdir {folder / 'tensorboard'}")
+  print(f"Everything is in {folder.path}; next:")
+  print(f"  curves:  tensorboard --logdir {folder.tensorboard}")
   if not complete:
     print("  go on:   the same command again")
   elif config.checkpoint.enable_checkpointing:

@@ -33,6 +33,7 @@ from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device, num_slices
 from maxbatch.noise.requirements import check_noise
+from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import (
   build_trainer,
   num_parameters,
@@ -91,7 +92,7 @@ def _checks(config: Config, devices: Sequence[Device]) -> Iterator[_Check]:
     _first_row(dataset.validation)
   yield "dataset", "the first rows can be read", dataset.description.splitlines()
   yield "step", _traced(config, plan, devices, dataset.train), ()
-  folder = Path(config.run.base_output_directory).absolute() / config.run.run_name
+  folder = RunFolder.of(config.run).path.absolute()
   yield "folder", _writable(folder), ()
   if config.checkpoint.enable_checkpointing:
     yield "checkpoints", _disk_space(config, plan, state, folder), ()
@@ -257,7 +258,7 @@ def _disk_space(config: Config, plan: BatchPlan, state: TrainState, folder: Path
 
 def _checkpointer(config: Config, dataset_fingerprint: str, folder: Path) -> Checkpointer:
   return Checkpointer(
-    folder / "checkpoints", config.checkpoint, identity(config, dataset_fingerprint)
+    RunFolder(folder).checkpoints, config.checkpoint, identity(config, dataset_fingerprint)
   )
 
 
@@ -269,7 +270,7 @@ def _resumable(
   Raises:
     UserError: it is another run's, or no record can be read.
   """
-  directory = folder / "checkpoints"
+  directory = RunFolder(folder).checkpoints
   steps = _checkpointer(config, dataset.fingerprint, folder).steps()
   if not steps:
     return "nothing to resume: the run begins at step 0"

@@ -8,11 +8,11 @@ import dataclasses
 import datetime
 import hashlib
 import json
-import os
 import pathlib
-import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from maxbatch.run_folder.atomic import write_whole
 
 _PARTS = ("depends_on", "choice", "probes", "when")
 _KEY = "micro_batch_size"
@@ -72,12 +72,7 @@ def remember(
   file = file_of(folder, depends_on, key)
   when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
   content = dict(zip(_PARTS, (_plain(depends_on), choice, list(probes), when), strict=True))
-  folder.mkdir(parents=True, exist_ok=True)
-  with tempfile.NamedTemporaryFile(
-    "w", encoding="utf-8", dir=folder, prefix=f".{file.stem}-", delete=False
-  ) as temporary:
-    temporary.write(json.dumps(content, indent=2, default=str) + "\n")
-  os.replace(temporary.name, file)
+  write_whole(file, json.dumps(content, indent=2, default=str) + "\n")
   return file
 
 
