@@ -44,10 +44,14 @@ def chart(title: str, panels: Sequence[Panel]) -> Figure:
 
 def _draw(axes: Axes, panel: Panel) -> None:
   for series, color, dashes in zip(panel.series, itertools.cycle(COLORS), itertools.cycle(DASHES)):
-    [line] = axes.plot(*zip(*series.points, strict=True), color=color, label=series.name)
-    line.set_linewidth(series.width)
-    line.set_linestyle("none" if series.dots else dashes)
-    line.set_marker("o" if series.dots else "")
+    axes.plot(
+      *zip(*series.points, strict=True),
+      color=color,
+      label=series.name,
+      linewidth=series.width,
+      linestyle="none" if series.dots else dashes,
+      marker="o" if series.dots else "",
+    )
   axes.set_title(panel.title, loc="left", fontsize="medium")
   axes.set_xlabel(panel.x_name)
   axes.set_ylabel(panel.y_name)

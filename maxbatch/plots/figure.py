@@ -10,7 +10,7 @@ import io
 import pathlib
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from maxbatch.errors import UserError
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 FORMATS = (".svg", ".png", ".pdf")
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 """Of Okabe and Ito (2008), which people with any color vision tell apart."""
-DASHES: tuple[Literal["-", "--", "-.", ":"], ...] = ("-", "--", "-.", ":")
+DASHES = ("-", "--", "-.", ":")
 """As many as have no factor in common with the number of colors: pairs repeat after 28 lines."""
 MARKERS = "osD^vPX"
 FAINT = "#767676"
