@@ -28,7 +28,6 @@ from maxbatch.experiments.origin import (
   find_checkpoint,
   read_checkpoint,
   record_origin,
-  write_atomically,
 )
 from maxbatch.experiments.plot import plot
 from maxbatch.experiments.report import CriticalBatchReport, Origin, plan_table
@@ -43,6 +42,9 @@ from maxbatch.experiments.running import (
 from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.compile_only import is_run
 from maxbatch.modes.resolve import planned, resolve, resolve_micro_batch_size
+from maxbatch.plots.figure import render
+from maxbatch.run_folder.atomic import write_run_file
+from maxbatch.run_folder.paths import RunFolder
 
 _RULES = {
   "none": "the same for all",
@@ -183,13 +185,14 @@ def _run_config(step_folder: pathlib.Path, rest: Sequence[str]) -> Config:
   given = list(rest)
   if not any(argument.startswith("config=") for argument in rest):
     folder = step_folder.parent.parent
-    if not (folder / "config.yml").exists():
+    written = RunFolder(folder).config
+    if not written.exists():
       raise UserError(
-        f"checkpoint={step_folder}: there is no {folder / 'config.yml'} to tell how the run "
+        f"checkpoint={step_folder}: there is no {written} to tell how the run "
         "was configured; give its configuration, for example config=my.yml"
       )
     place = [f"base_output_directory={folder.parent}", f"run_name={folder.name}"]
-    given = [f"config={folder / 'config.yml'}", *place, *rest]
+    given = [f"config={written}", *place, *rest]
   config = load_config(given)
   if not is_run(config):
     raise UserError(
@@ -242,8 +245,8 @@ def _coupling(asked: str, config: Config) -> str:
 
 def _folder(config: Config, checkpoint: Checkpoint) -> pathlib.Path:
   """Beside the run's folder; every checkpoint has its own."""
-  parent = pathlib.Path(config.run.base_output_directory)
-  return parent / f"{config.run.run_name}-critical_batch" / f"step-{checkpoint.position.step}"
+  own = RunFolder.of(config.run).path
+  return own.with_name(f"{own.name}-critical_batch") / f"step-{checkpoint.position.step}"
 
 
 def _tell_changes(now: AtCheckpoint, checkpoint: Checkpoint) -> None:
@@ -302,9 +305,10 @@ def _conclude(
   )
   print(f"\n=== After {report.branching.tokens:,} tokens each\n\n{report}\n")
   written = json.dumps(report.as_dict(), indent=2, allow_nan=False) + "\n"
-  files = {"critical_batch.json": written, "critical_batch.svg": plot(report)}
+  picture = render(plot(report), ".svg")
+  files = {"critical_batch.json": written.encode(), "critical_batch.svg": picture}
   for name, content in files.items():
-    write_atomically(experiment.folder / name, content)
+    write_run_file(experiment.folder / name, content)
   print(f"Written: {', '.join(str(experiment.folder / name) for name in files)}", flush=True)
   return report
 

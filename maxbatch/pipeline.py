@@ -17,13 +17,14 @@ from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.pipeline_parallel.chrome_trace import chrome_trace
 from maxbatch.pipeline_parallel.csv_file import from_csv, to_csv
 from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.pipeline_parallel.plot import plot
 from maxbatch.pipeline_parallel.report import NOT_MEASURED, PipelineReport, comparison
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named, timetable
 from maxbatch.pipeline_parallel.simulator import run
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.slots import assign_slots
-from maxbatch.pipeline_parallel.svg import svg
 from maxbatch.pipeline_parallel.timetable import Timetable
+from maxbatch.plots.figure import check_picture_file, render
 from maxbatch.training.residual_bytes import residual_bytes
 
 _NO_TIMETABLE = (
@@ -71,6 +72,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _show(arguments: Arguments[PipelineArguments]) -> None:
   own, config = arguments.own, load_config(arguments.configuration)
+  if own.svg:
+    check_picture_file("--svg", own.svg, "pipeline")
   layout = count_devices(config, own.num_devices).layout
   plan = plan_batches(config.batch, config.run, layout)
   if config.pipeline.pipeline_schedule == "none":
@@ -123,16 +126,18 @@ def _checked(file: str, pipeline: Pipeline) -> Timetable:
 
 
 def _write_files(report: PipelineReport, own: PipelineArguments) -> None:
-  _write("--csv", own.csv, lambda: to_csv(report.table))
-  _write("--svg", own.svg, lambda: svg(report.table, report.source))
-  _write("--trace", own.trace, lambda: chrome_trace(report.table, report.source))
+  table, title = report.table, report.source
+  _write("--csv", own.csv, lambda _: to_csv(table).encode())
+  _write("--svg", own.svg, lambda suffix: render(plot(table, title), suffix))
+  _write("--trace", own.trace, lambda _: chrome_trace(table, title).encode())
 
 
-def _write(option: str, file: str, text: Callable[[], str]) -> None:
+def _write(option: str, file: str, content: Callable[[str], bytes]) -> None:
   if not file:
     return
   try:
-    Path(file).write_text(text(), encoding="utf-8")
+    path = Path(file)
+    path.write_bytes(content(path.suffix))
   except OSError as error:
     raise UserError(f"{option} {file}: cannot be written: {error.strerror}") from error
 

@@ -22,6 +22,7 @@ from maxbatch.hardware.counted_devices import CountedDevices, count_devices
 from maxbatch.modes.plan_report import PlanReport
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.unused_keys import check_unused
+from maxbatch.plots.figure import check_picture_file, render
 from maxbatch.tuning.candidates import is_open, offered, sizes_of
 
 _SIZE_KEYS = ("batch_size", "global_batch_to_train", "tokens_per_step", "per_device_batch_size")
@@ -38,7 +39,9 @@ class PlanArguments:
   ] = 0
   num_hosts: Annotated[Positive, Key("the hosts these devices belong to", "num_hosts=12500")] = 0
   json: Annotated[bool, Flag("the same as JSON")] = False
-  plot: Annotated[str, File("draws batch and learning rate over the samples", "batch.svg")] = ""
+  plot: Annotated[
+    str, File("draws batch and learning rate over the samples (.svg, .png or .pdf)", "batch.svg")
+  ] = ""
 
 
 COMMAND = Command(
@@ -59,8 +62,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def _plan(arguments: Arguments[PlanArguments]) -> None:
   own, config = arguments.own, load_config(arguments.configuration)
-  if own.plot and not own.plot.endswith(".svg"):
-    raise UserError(f"--plot {own.plot}: draws SVG; for example --plot batch.svg")
+  if own.plot:
+    check_picture_file("--plot", own.plot, "batch")
   report = make_report(config, count_devices(config, own.num_devices, own.num_hosts))
   if own.plot:
     _write_plot(report, own.plot, config.run.run_name)
@@ -100,7 +103,8 @@ def _choice(config: Config, layout: Topology) -> str:
 
 def _write_plot(report: PlanReport, file: str, run_name: str) -> None:
   try:
-    pathlib.Path(file).write_text(plot(report.plan, report.rate, run_name), encoding="utf-8")
+    path = pathlib.Path(file)
+    path.write_bytes(render(plot(report.plan, report.rate, run_name), path.suffix))
   except OSError as error:
     raise UserError(f"--plot {file}: cannot be written: {error.strerror}") from error
 

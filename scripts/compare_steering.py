@@ -17,9 +17,11 @@ from collections.abc import Sequence
 
 import numpy as np
 from charts import Panel, Series, chart
+from matplotlib.figure import Figure
 
 from maxbatch.config.load import load_config
 from maxbatch.modes.run import run
+from maxbatch.plots.figure import render
 from maxbatch.run_folder.metrics import Record, read_metrics
 
 MODEL = """base_emb_dim=64 base_num_decoder_layers=2 base_num_query_heads=4 base_num_kv_heads=4
@@ -31,6 +33,7 @@ gns_report_every=0"""
 SMALL, LARGE, MOST = 16, 128, 256
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 SEEDS = (0, 1, 2)
+_LOSS = "validation loss (nats per token)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +125,10 @@ def compare(experiment: Experiment) -> tuple[dict[str, dict[str, object]], dict[
   }, runs
 
 
-def drawing(runs: dict[str, list]) -> str:
+def drawing(runs: dict[str, list]) -> Figure:
   """Validation loss over tokens and over steps, and the batches."""
   panels = [
-    Panel(f"validation loss over {name}", name, _mean_curves(runs, key), None, 2.6, "right")
+    Panel("", name, _LOSS, _mean_curves(runs, key), None, 2.6)
     for name, key in (("tokens", "tokens"), ("steps", "step"))
   ]
   batches = [
@@ -137,6 +140,7 @@ def drawing(runs: dict[str, list]) -> str:
     Panel(
       "steered batch, and the noise scale it followed (seed 0)",
       "tokens",
+      "samples",
       [*batches, Series("noise scale", scales, width=0.8)],
       0,
       2 * MOST,
@@ -164,7 +168,7 @@ def main(arguments: Sequence[str]) -> None:
   experiment = Experiment(out, given.get("text", "stdlib"), tokens)
   figures, runs = compare(experiment)
   (out / "steering.json").write_text(json.dumps(figures, indent=2) + "\n")
-  (out / "steering.svg").write_text(drawing(runs))
+  (out / "steering.svg").write_bytes(render(drawing(runs), ".svg"))
   for name, found in figures.items():
     print(f"{name}")
     for key, value in found.items():

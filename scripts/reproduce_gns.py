@@ -19,6 +19,7 @@ from charts import Panel, Series, chart
 
 from maxbatch.config.load import load_config
 from maxbatch.modes.run import run
+from maxbatch.plots.figure import render
 from maxbatch.run_folder.metrics import read_metrics
 
 GPT2 = """mlp_activation=gelu normalization=layernorm position_embedding=learned mlp_bias=true
@@ -89,11 +90,12 @@ def compare(records: Sequence[dict]) -> tuple[dict[str, float], list[Panel]]:
   by_type = {name: ratios(records, name)[0] for name in ("attention", "mlp", "embedding", "head")}
   pairs = sorted(zip(norm_windows[known], total_windows[known], strict=True))
   panels = [
-    Panel("noise scale in samples", "tokens", _series(tokens, curves), 0, high),
-    Panel("by type of layer", "tokens", _series(tokens, by_type), 0, high),
+    Panel("", "tokens", "noise scale (samples)", _series(tokens, curves), 0, high),
+    Panel("by type of layer", "tokens", "noise scale (samples)", _series(tokens, by_type), 0, high),
     Panel(
-      f"whole model over normalization layers, means of {WINDOW} steps",
-      "normalization layers",
+      f"means of {WINDOW} steps",
+      "noise scale of the normalization layers (samples)",
+      "of the whole model (samples)",
       [Series("a window", pairs, dots=True)],
       0,
     ),
@@ -117,7 +119,7 @@ def main(arguments: Sequence[str]) -> None:
   figures, panels = compare(records)
   (out / "gns.json").write_text(json.dumps(figures, indent=2) + "\n")
   title = f"Gradient noise scale, {size}, {pathlib.Path(text).stem}"
-  (out / "gns.svg").write_text(chart(title, panels))
+  (out / "gns.svg").write_bytes(render(chart(title, panels), ".svg"))
   for name, value in figures.items():
     print(f"{name:>30}  {value:.4g}")
   print(f"Written: {out / 'gns.svg'}, {out / 'gns.json'}")

@@ -4,17 +4,17 @@ import dataclasses
 import json
 import math
 import statistics
-import xml.etree.ElementTree as ElementTree
 from fractions import Fraction
 
 import numpy as np
 import pytest
+from matplotlib.patches import Rectangle
+from pictures import parsed
 
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Measured, block_means, critical, half_width, judge
 from maxbatch.experiments.plot import plot
 from maxbatch.experiments.report import CriticalBatchReport, Origin
-from maxbatch.plots.svg_parts import ticks
 
 WINDOW, BLOCKS = 10, 40
 EVEN = tuple(0.001 * (-1) ** n for n in range(BLOCKS))
@@ -206,21 +206,36 @@ def test_json_has_no_infinity():
   ],
 )
 def test_the_plot_draws_every_branch(losses, title):
-  drawing = ElementTree.fromstring(plot(report(losses)))
-  words = [element.text or "" for element in drawing.iter("{http://www.w3.org/2000/svg}text")]
-  assert words[0] == f"Critical batch of mine after step 200: {title}"
-  curves = list(drawing.iter("{http://www.w3.org/2000/svg}polyline"))
+  figure = plot(report(losses))
+  drawing = parsed(figure)
+  assert f"Critical batch of mine after step 200: {title}" in drawing.words
   finite = [factor for factor, loss in losses.items() if math.isfinite(loss)]
-  assert len(curves) == 2 * len(finite) + 1
-  assert words.count("diverged") == len(losses) - len(finite)
-  for factor in finite:
-    assert f"x{factor} ({32 * factor})" in words
-  heights = [
-    float(element.get("y", -1)) for element in drawing.iter("{http://www.w3.org/2000/svg}text")
-  ]
-  assert all(0 < height < float(drawing.get("height", 0)) for height in heights)
-  inside = [float(n) for curve in curves for n in curve.get("points", "").replace(",", " ").split()]
-  assert all(0 <= n <= 760 for n in inside)
+  assert drawing.words.count("diverged") == len(losses) - len(finite)
+  for factor, loss in losses.items():
+    names = {f"{kind}-x{factor}" for kind in ("blocks", "smoothed", "spot")}
+    assert names & drawing.groups.keys() == (names if math.isfinite(loss) else set())
+    if math.isfinite(loss):
+      assert f"x{factor} ({32 * factor})" in drawing.words
+      assert len(drawing.points(f"smoothed-x{factor}")) == BLOCKS - WINDOW + 1
+  assert {"limits", "judged", "judged_from"} <= drawing.groups.keys()
+  # Words and marks: nothing reaches out of the picture.
+  figure.draw_without_rendering()
+  (left, bottom), (right, top) = figure.get_tightbbox().get_points()
+  assert min(left, bottom) >= 0
+  assert right <= figure.get_figwidth()
+  assert top <= figure.get_figheight()
+  units = {"training loss (nats per token)", "judged loss (nats per token)"}
+  assert {"tokens after the checkpoint", "batch (samples per step)", *units} <= set(drawing.words)
+
+
+def test_no_two_branches_look_the_same_without_color():
+  figure = plot(report({1: 3.0, 2: 3.0, 4: 3.01, 8: 3.02}))
+  lines = [line for line in figure.axes[0].lines if str(line.get_gid()).startswith("smoothed")]
+  assert len({str(line.get_linestyle()) for line in lines}) == 4
+  ends = [line.get_marker() for line in figure.axes[0].lines if line.get_marker() != "None"]
+  spots = [line.get_marker() for line in figure.axes[1].lines if line.get_marker() != "None"]
+  assert ends == spots
+  assert len(set(spots)) == 4
 
 
 @pytest.mark.parametrize(
@@ -232,23 +247,13 @@ def test_the_plot_draws_every_branch(losses, title):
   ],
 )
 def test_the_plot_marks_where_the_critical_batch_is(losses, left, right):
-  drawing = ElementTree.fromstring(plot(report(losses)))
-  [bracket] = [r for r in drawing.iter("{http://www.w3.org/2000/svg}rect") if r.get("x")]
-  spots = [dot.get("cx") for dot in drawing.iter("{http://www.w3.org/2000/svg}circle")]
-  start = float(bracket.get("x", 0))
-  edges = (start, start + float(bracket.get("width", 0)))
-  for edge, spot, end in zip(edges, (left, right), (70, 670), strict=True):
-    assert edge == pytest.approx(end if spot is None else float(spots[spot]), abs=0.1)
+  below = plot(report(losses)).axes[1]
+  [bracket] = [patch for patch in below.patches if patch.get_gid() == "critical"]
+  assert isinstance(bracket, Rectangle)
+  edges = (bracket.get_x(), bracket.get_x() + bracket.get_width())
+  for edge, spot, end in zip(edges, (left, right), below.get_xlim(), strict=True):
+    assert edge == pytest.approx(end if spot is None else math.log2(32 * list(losses)[spot]))
 
 
 def test_the_critical_place_is_the_first_alone_when_nothing_else_is_within():
   assert critical(judge([measured(1, 3.0), measured(2, 4.0)], WINDOW, 0.01)) == 0
-
-
-@pytest.mark.parametrize(
-  ("low", "high"), [(2.405, 2.69), (0.0, 131_072.0), (-1.0, 1.0), (1.0, 1.02)]
-)
-def test_ticks_are_few_round_and_inside(low, high):
-  found = ticks(low, high)
-  assert 2 <= len(found) <= 7
-  assert all(low - 1e-9 <= tick <= high + 1e-9 for tick in found)

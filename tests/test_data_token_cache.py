@@ -17,7 +17,7 @@ from maxbatch.data.sources import Document, resolve
 from maxbatch.data.token_cache import TokenCache, open_or_build
 from maxbatch.data.tokenizer import ByteTokenizer, Ids, Tokenizer
 from maxbatch.errors import UserError
-from maxbatch.run_folder.cache import cache_folder
+from maxbatch.run_folder.cache import compiled_programs, remembered_choices, token_caches
 
 BYTES = ByteTokenizer()
 BOS, EOS, PAD = BYTES.bos_id, BYTES.eos_id, BYTES.pad_id
@@ -192,11 +192,13 @@ def test_a_folder_that_cannot_be_made(corpus, tmp_path):
 
 def test_the_default_folder_is_the_user_s_cache(monkeypatch, tmp_path):
   monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-  assert cache_folder("") == tmp_path / "maxbatch"
+  assert token_caches("") == tmp_path / "maxbatch" / "tokens"
+  assert compiled_programs("") == tmp_path / "maxbatch" / "compiled"
+  assert remembered_choices() == tmp_path / "maxbatch" / "microbatch"
   monkeypatch.delenv("XDG_CACHE_HOME")
   monkeypatch.setenv("HOME", str(tmp_path))
-  assert cache_folder("") == tmp_path / ".cache" / "maxbatch"
-  assert cache_folder("~/here") == tmp_path / "here"
+  assert token_caches("") == tmp_path / ".cache" / "maxbatch" / "tokens"
+  assert token_caches("~/here") == compiled_programs("~/here") == tmp_path / "here"
 
 
 def test_a_pickled_cache_leaves_the_tokens_on_disk(corpus, tmp_path):

@@ -9,7 +9,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxbatch.batch.schedule_file import (
-  FILE_NAME,
   Change,
   changes_until,
   read_changes,
@@ -44,7 +43,7 @@ def message(tmp_path, text: str) -> str:
 
 def test_a_record_is_read_back(tmp_path):
   file = write_changes(tmp_path, CHANGES)
-  assert file == tmp_path / FILE_NAME
+  assert file == tmp_path / "batch_schedule.yml"
   assert read_changes(file) == CHANGES
 
 

@@ -1,23 +1,24 @@
-"""A timetable as text, SVG, trace and CSV, and a CSV read back."""
+"""A timetable as text, picture, trace and CSV, and a CSV read back."""
 
 import itertools
 import json
-import xml.etree.ElementTree as ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pictures import parsed, png_size
 
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.chrome_trace import chrome_trace
 from maxbatch.pipeline_parallel.cost import bubble
 from maxbatch.pipeline_parallel.csv_file import COLUMNS, from_csv, to_csv
+from maxbatch.pipeline_parallel.plot import plot
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, timetable
 from maxbatch.pipeline_parallel.simulator import run
 from maxbatch.pipeline_parallel.slots import assign_slots
-from maxbatch.pipeline_parallel.svg import svg
 from maxbatch.pipeline_parallel.text_diagram import text_diagram
 from maxbatch.pipeline_parallel.timetable import Timetable, TimetableShape
+from maxbatch.plots.figure import render
 
 ONE = timetable("1f1b", TimetableShape(3, 4))
 SEVERAL = timetable("interleaved_1f1b", TimetableShape(2, 4, 2))
@@ -66,28 +67,38 @@ def test_a_long_grid_is_broken_and_a_very_long_one_says_what_is_left_out():
   assert max(len(line) for block in blocks for line in block.split("\n")) <= 100
 
 
-SVG = "{http://www.w3.org/2000/svg}"
+@pytest.mark.parametrize("table", [ONE, SEVERAL], ids=["one", "several"])
+def test_the_picture_has_every_entry_once_where_it_is(table):
+  drawing = parsed(plot(table, "a < b"))
+  shape, used, places = table.shape, 0.0, []
+  unit = min(width for _, _, width, _ in drawing.boxes("forward-0"))
+  for kind, units in (("forward", 1), ("backward", 2)):
+    for repeat in range(shape.repeats):
+      boxes = drawing.boxes(f"{kind}-{repeat}")
+      assert len(boxes) == shape.microbatches * shape.stages
+      assert [width for _, _, width, _ in boxes] == pytest.approx([units * unit] * len(boxes))
+      places += [(round(x, 3), round(y, 3)) for x, y, _, _ in boxes]
+      used += units * unit * len(boxes)
+  assert len(places) == len(set(places)) == 2 * shape.forwards_per_stage * shape.stages
+  assert {"a < b", "stage 0", "stage 1", "forward", "backward", "idle"} <= set(drawing.words)
+  # What is not covered of the grey is idle.
+  grey = sum(width for _, _, width, _ in drawing.boxes("idle-0"))
+  assert 1 - used / grey == pytest.approx(float(bubble(table)))
 
 
-def test_svg_draws_every_entry_once_where_it_is():
-  tree = ElementTree.fromstring(svg(SEVERAL, "a < b"))
-  boxes = list(tree.iter(f"{SVG}rect"))
-  colored = [box for box in boxes if box.get("fill") in ("#1f5fa8", "#b3401f")]
-  assert len(colored) == 2 * SEVERAL.shape.forwards_per_stage * SEVERAL.shape.stages
-  places = {(box.get("x"), box.get("y")) for box in colored}
-  assert len(places) == len(colored)
-  assert {box.get("fill-opacity") for box in colored} == {"1.00", "0.70"}
-  by_fill = {fill: [int(b.get("width", "")) for b in colored if b.get("fill") == fill]
-             for fill in ("#1f5fa8", "#b3401f")}  # fmt: skip
-  assert set(by_fill["#1f5fa8"]) == {20}
-  assert set(by_fill["#b3401f"]) == {42}
-  words = [text.text for text in tree.iter(f"{SVG}text")]
-  assert words[0] == "a < b"
-  assert {"stage 0", "stage 1", "forward", "backward"} <= set(words)
-  # What is not colored of the grey is idle.
-  grey = sum(int(box.get("width", "")) + 2 for box in boxes if box.get("fill") == "#eee")
-  used = sum(int(box.get("width", "")) + 2 for box in colored)
-  assert 1 - used / grey == pytest.approx(float(bubble(SEVERAL)))
+def test_every_box_of_the_picture_is_labelled_and_later_repeats_are_paler():
+  drawing = parsed(plot(SEVERAL, ""))
+  for words in itertools.starmap("{}.{}".format, itertools.product(range(2), range(4))):
+    assert drawing.words.count(words) == 2 * SEVERAL.shape.stages
+  for kind in ("forward", "backward"):
+    assert drawing.opacities(f"{kind}-0") == {1.0}
+    assert drawing.opacities(f"{kind}-1") == {0.7}
+
+
+def test_a_very_long_timetable_still_is_a_picture():
+  figure = plot(timetable("1f1b", TimetableShape(2, 1500)), "long")
+  width, height = png_size(render(figure, ".png"))
+  assert height < width < 2**16
 
 
 def test_trace_has_no_overlap_and_every_entry():

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pictures import png_size, read_svg
 
 from maxbatch.batch.host_loads import host_loads
 from maxbatch.batch.plan import BatchPlan, plan_batches
@@ -93,7 +93,7 @@ def test_a_plan_of_a_million_steps_needs_no_jax():
   code = (
     "import sys; from maxbatch.plan import main; "
     "code = main(sys.argv[1:]); "
-    "assert 'jax' not in sys.modules and 'numpy' not in sys.modules; sys.exit(code)"
+    "assert not {'jax', 'numpy', 'matplotlib'} & sys.modules.keys(); sys.exit(code)"
   )
   keys = ["config=base", "num_devices=100000", "num_hosts=12500", "steps=1_000_000", "--json"]
   keys += ["batch_size=6_400_000", "micro_batch_size=1", "batch_schedule_type=linear"]
@@ -191,7 +191,9 @@ ERRORS = {
     "num_hosts=1"
   ),
   "--plot": "--plot : name a file; for example --plot batch.svg",
-  "--plot=a.png": "--plot a.png: draws SVG; for example --plot batch.svg",
+  "--plot=a.gif": (
+    "--plot a.gif: name a file that ends in .svg, .png or .pdf; for example --plot batch.svg"
+  ),
   "--json=true": "--json=true: --json takes no value; write --json",
   "--plots": (
     "command line: there is no option '--plots'. Did you mean --plot? --help lists every option."
@@ -255,16 +257,25 @@ def test_help(capsys):
 
 def test_the_plot_shows_every_phase(capsys, tmp_path):
   file = tmp_path / "out.svg"
-  show(capsys, *RAMP, "--plot", str(file))
-  tree = ElementTree.parse(file)
-  name = "{http://www.w3.org/2000/svg}"
-  curves = [line.attrib["points"].split() for line in tree.iter(f"{name}polyline")]
-  assert len(curves) == 2
-  assert len({point.split(",")[1] for point in curves[0]}) == 4
-  words = [text.text for text in tree.iter(f"{name}text")]
-  assert {"batch (samples per step)", "learning rate", "samples consumed"} <= set(words)
+  show(capsys, *RAMP, "run_name=a < $b$", "--plot", str(file))
+  drawing = read_svg(file.read_bytes())
+  assert len({y for _, y in drawing.points("batch")}) == 4
+  assert len(drawing.points("learning_rate")) > 20
+  words = {"a < $b$", "batch (samples per step)", "learning rate", "samples consumed"}
+  assert words <= set(drawing.words)
   assert error(capsys, *RAMP, "--plot", str(tmp_path / "no" / "out.svg")).endswith(
     "cannot be written: No such file or directory"
+  )
+
+
+def test_the_plot_is_of_the_kind_that_its_name_says(capsys, tmp_path):
+  show(capsys, *RAMP, "--plot", str(tmp_path / "out.png"))
+  width, height = png_size((tmp_path / "out.png").read_bytes())
+  assert width > height > 400
+  show(capsys, *RAMP, f"--plot={tmp_path / 'out.pdf'}")
+  assert (tmp_path / "out.pdf").read_bytes().startswith(b"%PDF-")
+  assert error(capsys, "--plot", "out.gif") == (
+    "--plot out.gif: name a file that ends in .svg, .png or .pdf; for example --plot batch.svg"
   )
 
 

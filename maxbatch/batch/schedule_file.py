@@ -10,7 +10,6 @@ samples takes `batch` samples. The reason is optional.
 
 import dataclasses
 import itertools
-import os
 import pathlib
 from collections.abc import Sequence
 
@@ -18,8 +17,9 @@ import yaml
 
 from maxbatch.config.yaml_errors import plain_words
 from maxbatch.errors import UserError
+from maxbatch.run_folder.atomic import write_whole
+from maxbatch.run_folder.paths import RunFolder
 
-FILE_NAME = "batch_schedule.yml"
 _KEY = "batch_schedule"
 _EXAMPLE = f"""a file that works:
 {_KEY}:
@@ -59,15 +59,9 @@ def write_changes(folder: pathlib.Path, changes: Sequence[Change]) -> pathlib.Pa
   Raises:
     OSError: the folder cannot be written.
   """
-  file = folder / FILE_NAME
+  file = RunFolder(folder).batch_schedule
   text = "".join(f"- [{_entry(change)}]\n" for change in changes)
-  # tempfile would make it unreadable for other users.
-  temporary = file.with_name(f".{FILE_NAME}-{os.getpid()}")
-  try:
-    temporary.write_text(f"{_HEADER}{_KEY}:\n{text}", encoding="utf-8")
-    os.replace(temporary, file)
-  finally:
-    temporary.unlink(missing_ok=True)
+  write_whole(file, f"{_HEADER}{_KEY}:\n{text}")
   return file
 
 

@@ -19,10 +19,9 @@ import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-from maxbatch.run_folder.cache import cache_folder
+from maxbatch.run_folder.cache import compiled_programs
 
 OFF = "none"
-_FOLDER = "compiled"
 _LARGEST_BYTES = 8 * 2**30
 _ENTRIES = "*-cache"
 _MINIMUM = "jax_persistent_cache_min_compile_time_secs"
@@ -47,7 +46,7 @@ def enable(jax_cache_dir: str) -> Path | None:
     jax.config.update(_DIRECTORY, None)
     compilation_cache.reset_cache()
     return None
-  folder = Path(jax_cache_dir).expanduser().absolute() if jax_cache_dir else default_folder()
+  folder = compiled_programs(jax_cache_dir)
   there = _setting(_DIRECTORY)
   if there:
     if jax_cache_dir and str(folder) != there:
@@ -63,11 +62,6 @@ def enable(jax_cache_dir: str) -> Path | None:
     jax.config.update(_MINIMUM, 0.0)
   jax.config.update(_DIRECTORY, str(folder))
   return folder
-
-
-def default_folder() -> Path:
-  """Where programs are kept unless a key says otherwise."""
-  return cache_folder("") / _FOLDER
 
 
 @contextlib.contextmanager

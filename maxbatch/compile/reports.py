@@ -26,11 +26,12 @@ from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Device
+from maxbatch.run_folder.atomic import write_run_file
+from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import build_trainer
 from maxbatch.training.step import Trainer
 
 _GIB = 2**30
-REPORT_TEXT, REPORT_JSON = "compile_report.txt", "compile_report.json"
 
 
 def compile_reports(
@@ -75,17 +76,10 @@ def write_reports(
   Raises:
     UserError: they cannot be written.
   """
-  as_text, as_json = folder / REPORT_TEXT, folder / REPORT_JSON
+  as_text, as_json = RunFolder(folder).compile_report_text, RunFolder(folder).compile_report_json
   content = [report.as_dict() for report in reports]
-  try:
-    folder.mkdir(parents=True, exist_ok=True)
-    as_text.write_text("\n\n\n".join(map(str, reports)) + "\n", encoding="utf-8")
-    as_json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-  except OSError as error:
-    raise UserError(
-      f"base_output_directory: {folder} cannot be written: {error.strerror}; name a folder that can, "
-      "for example base_output_directory=runs"
-    ) from error
+  write_run_file(as_text, "\n\n\n".join(map(str, reports)) + "\n")
+  write_run_file(as_json, json.dumps(content, indent=2) + "\n")
   return as_text, as_json
 
 

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import pickle
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -30,6 +29,7 @@ from maxbatch.compile.step_identity import (
   SIZES,
 )
 from maxbatch.errors import UserError
+from maxbatch.run_folder.atomic import replacing
 
 _MAGIC = b"maxbatch compiled step 2\n"
 _LENGTH_BYTES, _HASH_BYTES = 8, 32
@@ -65,7 +65,7 @@ def save(
   ]
   text = json.dumps({"made_from": dict(header), "programs": described}).encode()
   try:
-    with _appearing(Path(path)) as file:
+    with replacing(Path(path)) as file:
       file.write(_MAGIC + len(text).to_bytes(_LENGTH_BYTES, "big"))
       file.write(hashlib.sha256(text).digest() + text)
       for data in payloads.values():
@@ -225,18 +225,3 @@ def _program(path: str, payload: bytes) -> jax.stages.Compiled:
       f"compiled_step={path}: these devices do not take it: {str(error).splitlines()[0]}; leave "
       "out compiled_step"
     ) from error
-
-
-@contextlib.contextmanager
-def _appearing(path: Path) -> Iterator[BinaryIO]:
-  """A file that appears at `path` when it is whole and on disk; after an error nothing is left."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-    try:
-      yield file  # pyright: ignore[reportReturnType]
-      file.flush()
-      os.fsync(file.fileno())
-      os.replace(file.name, path)
-    except BaseException:
-      os.unlink(file.name)
-      raise

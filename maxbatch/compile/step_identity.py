@@ -17,6 +17,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 

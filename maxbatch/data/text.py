@@ -11,7 +11,7 @@ from maxbatch.data.token_cache import TokenCache, open_or_build
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
-from maxbatch.run_folder.cache import cache_folder
+from maxbatch.run_folder.cache import token_caches
 
 
 def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
@@ -20,7 +20,7 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
   Raises:
     UserError: an input is missing, unreadable, not text, empty or too short; names it.
   """
-  folder = cache_folder(data.dataset_cache_directory)
+  folder = token_caches(data.dataset_cache_directory)
   sources = resolve("dataset_path", data.dataset_path)
   train_documents, eval_documents = split(sources, data.eval_fraction)
   eval_sources = sources

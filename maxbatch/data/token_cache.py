@@ -6,14 +6,12 @@ renamed when complete, so any number of runs may build it at once.
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import logging
 import os
-import secrets
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +24,7 @@ from maxbatch.data import documents as reading
 from maxbatch.data.sources import Document, Sources
 from maxbatch.data.tokenizer import Tokenizer, token_dtype
 from maxbatch.errors import UserError
+from maxbatch.run_folder.atomic import replacing, write_whole
 
 _FORMAT = 2
 # Up to this size an opened cache is hashed against its fingerprint (about 0.1 s); beyond it only
@@ -81,11 +80,9 @@ def open_or_build(
   if cache is not None:
     return cache
   try:
-    folder.mkdir(parents=True, exist_ok=True)
-    with _written_atomically(path) as file:
+    with replacing(path) as file:
       metadata = _write(file, sources, documents, part, tokenizer)
-    with _written_atomically(_metadata_path(path)) as file:
-      file.write(json.dumps(metadata, indent=1).encode())
+    write_whole(_metadata_path(path), json.dumps(metadata, indent=1))
   except OSError as error:
     raise _cannot_write(path, documents, token_dtype(tokenizer), error) from error
   return _from_metadata(path, metadata)
@@ -205,20 +202,6 @@ def _tokens(
   for lines in reading.whole_lines(reading.text_chunks(sources.key, document, size)):
     yield np.ascontiguousarray(tokenizer.encode(lines), dtype)
   yield np.array([tokenizer.eos_id], dtype)
-
-
-@contextlib.contextmanager
-def _written_atomically(path: Path) -> Iterator[BinaryIO]:
-  """A file renamed to `path` when it is complete and synced; after an error nothing is left."""
-  temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
-  try:
-    with open(temporary, "xb") as file:
-      yield file
-      file.flush()
-      os.fsync(file.fileno())
-    os.replace(temporary, path)
-  finally:
-    temporary.unlink(missing_ok=True)
 
 
 def _cannot_write(

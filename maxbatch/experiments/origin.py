@@ -13,6 +13,8 @@ from maxbatch.batch.plan import Position
 from maxbatch.checkpoints.quiet_orbax import silence_orbax
 from maxbatch.checkpoints.record import is_intact
 from maxbatch.errors import UserError
+from maxbatch.run_folder.atomic import write_run_file
+from maxbatch.run_folder.paths import RunFolder
 
 _SHOWN = 5
 _EXAMPLE = "for example checkpoint=runs/first_run or checkpoint=runs/first_run/checkpoints/200"
@@ -37,10 +39,12 @@ def find_checkpoint(given: str) -> pathlib.Path:
   Raises:
     UserError: the folder does not exist or has no checkpoint.
   """
-  path = pathlib.Path(given).absolute()
-  if path.name.isdecimal() and path.parent.name == "checkpoints":
+  path = pathlib.Path(given).expanduser().absolute()
+  if path.name.isdecimal() and path.parent == RunFolder(path.parent.parent).checkpoints:
     return _step_folder(given, path)
-  steps = path if path.name == "checkpoints" else path / "checkpoints"
+  steps = RunFolder(path).checkpoints
+  if path == RunFolder(path.parent).checkpoints:
+    steps = path
   found = _steps(steps)
   if found:
     return steps / str(found[-1])
@@ -94,25 +98,7 @@ def record_origin(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
       )
     return
   content = {"checkpoint": str(checkpoint.folder), "checksum": checkpoint.checksum}
-  write_atomically(note, json.dumps(content, indent=2) + "\n")
-
-
-def write_atomically(path: pathlib.Path, content: str) -> None:
-  """Writes a file; a reader sees the old content or the new, never a part.
-
-  Raises:
-    UserError: the folder cannot be written to.
-  """
-  temporary = path.with_suffix(".tmp")
-  try:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.write_text(content, encoding="utf-8")
-    os.replace(temporary, path)
-  except OSError as error:
-    raise UserError(
-      f"{path} cannot be written ({error.strerror}); make room there, or choose another folder, "
-      "for example base_output_directory=runs"
-    ) from error
+  write_run_file(note, json.dumps(content, indent=2) + "\n")
 
 
 def fork_checkpoint(checkpoint: Checkpoint, branch_folder: pathlib.Path) -> None:
@@ -124,7 +110,7 @@ def fork_checkpoint(checkpoint: Checkpoint, branch_folder: pathlib.Path) -> None
   Raises:
     UserError: the files cannot be linked or copied.
   """
-  steps = branch_folder / "checkpoints"
+  steps = RunFolder(branch_folder).checkpoints
   if _steps(steps):
     return
   unfinished = branch_folder / "checkpoint.unfinished"

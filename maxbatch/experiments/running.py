@@ -22,9 +22,11 @@ from maxbatch.config.schema import BatchConfig, Config, RunConfig
 from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Measured, block_means
-from maxbatch.experiments.origin import Checkpoint, fork_checkpoint, write_atomically
+from maxbatch.experiments.origin import Checkpoint, fork_checkpoint
 from maxbatch.modes.run import run
+from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.metrics import Record, read_metrics
+from maxbatch.run_folder.paths import RunFolder
 
 SET_HERE = {
   "steps": "branch_tokens",
@@ -162,7 +164,7 @@ def train_branch(experiment: Experiment, branch: Branch) -> Measured | None:
   except TrainingDivergedError as error:
     if branch == experiment.branching.branches[0]:
       raise
-    write_atomically(folder / _DIVERGED, f"{error}\n")
+    write_run_file(folder / _DIVERGED, f"{error}\n")
     print(f"Branch {branch.name} diverged: {error}", flush=True)
     complete = True
   except UserError as error:
@@ -174,7 +176,7 @@ def train_branch(experiment: Experiment, branch: Branch) -> Measured | None:
     return None
   if (done := _measured(experiment, branch)) is None:
     raise UserError(
-      f"{folder / 'metrics.jsonl'} lacks steps that this branch has made; remove {folder} to train "
+      f"{RunFolder(folder).metrics} lacks steps that this branch has made; remove {folder} to train "
       "it again"
     )
   return done
@@ -234,7 +236,7 @@ def _records(experiment: Experiment, branch: Branch, folder: pathlib.Path) -> li
 
 def _check_same(config: Config, folder: pathlib.Path) -> None:
   """Refuses to go on with a branch that was trained in another way."""
-  written = folder / "config.yml"
+  written = RunFolder(folder).config
   if not written.exists():
     return
   before = load_config([f"config={written}"])

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
 from maxbatch.compile import cache
 from maxbatch.compile.report import CompileReport
@@ -16,9 +15,11 @@ from maxbatch.compile.steps import save_steps
 from maxbatch.config.schema import Config, Explore
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target, find_devices
-from maxbatch.modes.resolve import ResolvedRun, resolve, run_folder
+from maxbatch.modes.resolve import ResolvedRun, resolve
 from maxbatch.modes.validate import validate
 from maxbatch.pipeline_parallel.unused_keys import check_unused
+from maxbatch.run_folder.atomic import write_run_file
+from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.coupling import resolve_accumulation
 from maxbatch.tuning.microbatch_size import explore_sizes
@@ -101,14 +102,13 @@ def _explore(config: Config, target: Target) -> None:
     )
   prober = Prober(config, target.devices, target.layout)
   _, found = explore_sizes(config, target, prober)
-  folder = run_folder(config)
+  folder = RunFolder.of(config.run)
   print()
   _show([prober.reports[found.ranked[0].candidate]], folder)
-  written = folder / "exploration.json"
-  written.write_text(json.dumps(found.as_dict(), indent=2) + "\n", encoding="utf-8")
+  write_run_file(folder.exploration, json.dumps(found.as_dict(), indent=2) + "\n")
 
 
-def _show(reports: Sequence[CompileReport], folder: Path) -> None:
+def _show(reports: Sequence[CompileReport], folder: RunFolder) -> None:
   print("\n\n\n".join(map(str, reports)))
-  written = write_reports(reports, folder)
+  written = write_reports(reports, folder.path)
   print(f"\nWritten: {', '.join(map(str, written))}", flush=True)

@@ -1,14 +1,14 @@
 """From what a configuration leaves open to a run in which everything is chosen and planned."""
 
 import dataclasses
-from pathlib import Path
 
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.config.schema import Config
 from maxbatch.hardware.devices import Target
 from maxbatch.noise.requirements import check_noise
-from maxbatch.run_folder.cache import cache_folder
+from maxbatch.run_folder.cache import remembered_choices
+from maxbatch.run_folder.paths import RunFolder
 from maxbatch.tuning.coupling import resolve_accumulation
 from maxbatch.tuning.microbatch_size import choose
 from maxbatch.tuning.pipeline_microbatches import (
@@ -28,14 +28,9 @@ class ResolvedRun:
   """From the run's first step, wherever it resumes."""
 
   @property
-  def folder(self) -> Path:
+  def folder(self) -> RunFolder:
     """The run's folder, which may not be there yet."""
-    return run_folder(self.config)
-
-
-def run_folder(config: Config) -> Path:
-  """Where a run writes."""
-  return Path(config.run.base_output_directory) / config.run.run_name
+    return RunFolder.of(self.config.run)
 
 
 def resolve(config: Config, target: Target, *, forget: bool = False) -> ResolvedRun:
@@ -51,7 +46,9 @@ def resolve(config: Config, target: Target, *, forget: bool = False) -> Resolved
   # Before anything is compiled for the pipeline.
   learning_rate(run.config.optimizer, run.plan, run.config.run.schedule_unit)
   prober = PipelineMicrobatchProber(run.config, target.devices, target.layout)
-  chosen = choose_num_pipeline_microbatches(run.config, target, prober, _choices(), forget=forget)
+  chosen = choose_num_pipeline_microbatches(
+    run.config, target, prober, remembered_choices(), forget=forget
+  )
   # The plan knows nothing of the pipeline, so that it stays.
   return dataclasses.replace(run, config=chosen)
 
@@ -75,9 +72,4 @@ def resolve_micro_batch_size(config: Config, target: Target, *, forget: bool = F
   """
   config = resolve_accumulation(config, target.layout)
   prober = Prober(config, target.devices, target.layout)
-  return choose(config, target, prober, _choices(), forget=forget)
-
-
-def _choices() -> Path:
-  """Where choices are remembered."""
-  return cache_folder("") / "microbatch"
+  return choose(config, target, prober, remembered_choices(), forget=forget)

@@ -1,7 +1,6 @@
 """One run from its configuration to its end: plan, prepare, train, sum up."""
 
 import dataclasses
-import pathlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,7 +20,9 @@ from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.resolve import ResolvedRun, resolve
 from maxbatch.modes.summary import describe, keep_sample, sum_up
+from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.metrics import MetricsLog
+from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.build import (
   build_trainer,
@@ -81,7 +82,7 @@ def run(config: Config, *, forget: bool = False) -> tuple[TrainState, Position]:
 
 
 def _checkpointer(resolved: ResolvedRun, dataset_fingerprint: str) -> Checkpointer:
-  directory = resolved.folder / "checkpoints"
+  directory = resolved.folder.checkpoints
   return Checkpointer(
     directory, resolved.config.checkpoint, identity(resolved.config, dataset_fingerprint)
   )
@@ -96,7 +97,7 @@ def _restore(resolved: ResolvedRun, trainer: Trainer, checkpointer: Checkpointer
   if restored:
     print(f"Resuming after step {position.step} ({position.samples:,} samples)", flush=True)
   plan = resolved.plan
-  noise = make_noise(resolved.config, plan, trainer, resolved.folder)
+  noise = make_noise(resolved.config, plan, trainer, resolved.folder.path)
   if noise:
     noise.restore(restored.notes if restored else {}, position)
     plan = noise.planned(plan)
@@ -129,7 +130,7 @@ def _train(
   config, plan, trainer, position = resolved.config, start.plan, start.trainer, start.position
   compiler = step_compiler(config, plan, trainer, dataset.train)
   with (
-    MetricsLog(resolved.folder, position.step) as log,
+    MetricsLog(resolved.folder.path, position.step) as log,
     Progress(position.step, plan.steps, config.run.log_period) as progress,
     StepPrograms(compiler, plan.micro_batches) as programs,
     calibration_programs(config, plan, resolved.target.devices, dataset.train) as calibration,
@@ -182,7 +183,7 @@ def _compile_and_init(
   return state, eval_step
 
 
-def _write_config(config: Config, plan: BatchPlan, folder: pathlib.Path) -> None:
+def _write_config(config: Config, plan: BatchPlan, folder: RunFolder) -> None:
   """config.yml: every key, and what was derived from them."""
   values = to_flat_dict(config) | {DERIVED: plan.as_dict()}
-  (folder / "config.yml").write_text(yaml.safe_dump(values, sort_keys=False))
+  write_run_file(folder.config, yaml.safe_dump(values, sort_keys=False))

@@ -7,6 +7,7 @@ from maxbatch.data.registry import build_tokenizer
 from maxbatch.models.generate import generate
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.resolve import ResolvedRun
+from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.training.build import num_parameters, undivided_parameters
 from maxbatch.training.state import TrainState
@@ -22,13 +23,13 @@ def describe(resolved: ResolvedRun, trainer: Trainer, data: str) -> None:
   print(f"Mesh   {resolved.plan.topology} on {trainer.mesh.devices.flat[0].device_kind}")
   for line in undivided_parameters(trainer):
     print(f"       {line}")
-  print(f"Folder {resolved.folder}", flush=True)
+  print(f"Folder {resolved.folder.path}", flush=True)
 
 
 def keep_sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> None:
   """Keeps text of the untrained model, to be shown beside that of the trained one."""
   if resolved.config.run.generate_length:
-    _sample_file(resolved).write_text(_sample(resolved, trainer, params))
+    write_run_file(resolved.folder.text_before_training, _sample(resolved, trainer, params))
 
 
 def sum_up(
@@ -38,17 +39,17 @@ def sum_up(
   config, folder = resolved.config, resolved.folder
   complete = position.step == plan.steps
   if complete and config.run.generate_length:
-    if _sample_file(resolved).exists():
-      print(f"\n--- text before training\n{_sample_file(resolved).read_text()}")
+    if resolved.folder.text_before_training.exists():
+      print(f"\n--- text before training\n{resolved.folder.text_before_training.read_text()}")
     print(f"--- text after training\n{_sample(resolved, trainer, state.params)}\n---")
   tokens = plan.tokens(position.samples)
   print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
   print(f"{position.samples:,} samples, {tokens:,} tokens")
-  losses = [record["eval/loss"] for record in read_metrics(folder) if "eval/loss" in record]
+  losses = [record["eval/loss"] for record in read_metrics(folder.path) if "eval/loss" in record]
   if losses:
     print(f"Validation loss {losses[0]:.3f} → {losses[-1]:.3f} nats per token")
-  print(f"Everything is in {folder}; next:")
-  print(f"  curves:  tensorboard --logdir {folder / 'tensorboard'}")
+  print(f"Everything is in {folder.path}; next:")
+  print(f"  curves:  tensorboard --logdir {folder.tensorboard}")
   if not complete:
     print("  resume:  the same command again")
   elif config.checkpoint.enable_checkpointing:
@@ -70,4 +71,4 @@ def _sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
 
 
 def _sample_file(resolved: ResolvedRun) -> pathlib.Path:
-  return resolved.folder / "text_before_training.txt"
+  return resolved.folder.text_before_training

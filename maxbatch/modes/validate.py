@@ -32,7 +32,8 @@ from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device, find_devices
-from maxbatch.modes.resolve import planned, run_folder
+from maxbatch.modes.resolve import planned
+from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import (
   build_trainer,
   num_parameters,
@@ -91,7 +92,7 @@ def _checks(config: Config) -> Iterator[_Check]:
     _first_row(dataset.validation)
   yield "dataset", "the first rows can be read", dataset.description.splitlines()
   yield "step", _traced(config, plan, devices, dataset.train), ()
-  folder = run_folder(config).absolute()
+  folder = RunFolder.of(config.run).path.absolute()
   yield "folder", _writable(folder), ()
   if config.checkpoint.enable_checkpointing:
     yield "checkpoints", _disk_space(config, plan, state, folder), ()
@@ -251,7 +252,7 @@ def _disk_space(config: Config, plan: BatchPlan, state: TrainState, folder: Path
 
 def _checkpointer(config: Config, dataset_fingerprint: str, folder: Path) -> Checkpointer:
   return Checkpointer(
-    folder / "checkpoints", config.checkpoint, identity(config, dataset_fingerprint)
+    RunFolder(folder).checkpoints, config.checkpoint, identity(config, dataset_fingerprint)
   )
 
 
@@ -263,7 +264,7 @@ def _resumable(
   Raises:
     UserError: it is another run's, or no record can be read.
   """
-  directory = folder / "checkpoints"
+  directory = RunFolder(folder).checkpoints
   steps = _checkpointer(config, dataset.fingerprint, folder).steps()
   if not steps:
     return "nothing to resume: the run begins at step 0"

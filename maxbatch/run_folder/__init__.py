@@ -1,1 +1,1 @@
-"""What a run writes and shows: metrics, progress; and where caches are."""
+"""What a run writes and shows, whole files and their names, and where caches are."""

@@ -4,9 +4,23 @@ import os
 from pathlib import Path
 
 
-def cache_folder(dataset_cache_directory: str) -> Path:
-  """Where caches are kept: the key's value, or the user's cache folder when it is empty."""
-  if dataset_cache_directory:
-    return Path(dataset_cache_directory).expanduser().absolute()
+def token_caches(dataset_cache_directory: str) -> Path:
+  """Where datasets' tokens are kept: the key's value, or a folder of the user's if it is empty."""
+  return _given_or_own(dataset_cache_directory, "tokens")
+
+
+def compiled_programs(jax_cache_dir: str) -> Path:
+  """Where compiled programs are kept: the key's value, or a folder of the user's if it is empty."""
+  return _given_or_own(jax_cache_dir, "compiled")
+
+
+def remembered_choices() -> Path:
+  """Where chosen microbatches are remembered."""
+  return _given_or_own("", "microbatch")
+
+
+def _given_or_own(given: str, name: str) -> Path:
+  if given:
+    return Path(given).expanduser().absolute()
   base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-  return Path(base, "maxbatch").absolute()
+  return Path(base, "maxbatch", name).absolute()

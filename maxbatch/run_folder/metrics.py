@@ -5,13 +5,14 @@ training step, others (`eval/loss`) to what their prefix names.
 """
 
 import json
-import os
 import pathlib
 from typing import Self
 
 import tensorboardX
 
 from maxbatch.errors import UserError
+from maxbatch.run_folder.atomic import write_whole
+from maxbatch.run_folder.paths import RunFolder
 
 Record = dict[str, int | float]
 
@@ -31,12 +32,12 @@ class MetricsLog:
     Raises:
       UserError: the folder cannot be written to, or holds a damaged metrics.jsonl.
     """
-    path, first = folder / "metrics.jsonl", step + 1 if step else 0
+    path, first = RunFolder(folder).metrics, step + 1 if step else 0
     try:
       folder.mkdir(parents=True, exist_ok=True)
       _cut(path, first)
       self._board = tensorboardX.SummaryWriter(
-        str(folder / "tensorboard"),
+        str(RunFolder(folder).tensorboard),
         purge_step=first,
         flush_secs=10,
         # Files are named by the second: without this a quick restart would overwrite the last one.
@@ -83,7 +84,7 @@ def read_metrics(folder: pathlib.Path) -> list[Record]:
   Raises:
     UserError: another line is not a record.
   """
-  path = folder / "metrics.jsonl"
+  path = RunFolder(folder).metrics
   return [record for _, record in _lines(path)] if path.exists() else []
 
 
@@ -112,6 +113,4 @@ def _cut(path: pathlib.Path, first: int) -> None:
   if not path.exists():
     return
   kept = [line for line, record in _lines(path) if record["step"] < first]
-  temporary = path.with_suffix(".tmp")
-  temporary.write_text("".join(kept))
-  os.replace(temporary, path)
+  write_whole(path, "".join(kept))

@@ -9,15 +9,14 @@ import dataclasses
 import datetime
 import hashlib
 import json
-import os
 import pathlib
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from maxbatch.hardware.agreement import broadcast_one_to_all
+from maxbatch.run_folder.atomic import write_whole
 from maxbatch.tuning.processes import Say
 
 _PARTS = {"depends_on": dict, "choice": dict, "probes": list, "when": str}
@@ -93,12 +92,7 @@ class RememberedChoice:
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     values = (_plain(self.depends_on), choice, list(probes), when)
     content = dict(zip(_PARTS, values, strict=True))
-    self.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-      "w", encoding="utf-8", dir=self.folder, prefix=f".{self.file.stem}-", delete=False
-    ) as temporary:
-      temporary.write(json.dumps(content, indent=2, default=str) + "\n")
-    os.replace(temporary.name, self.file)
+    write_whole(self.file, json.dumps(content, indent=2, default=str) + "\n")
 
   def _read_or_forget(self, forget: bool) -> tuple[dict[str, Any] | None, str | None]:
     if jax.process_index() != 0:

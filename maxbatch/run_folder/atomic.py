@@ -1,0 +1,67 @@
+"""Files that appear whole: a reader finds what was there before, or all of the new content.
+
+Whatever happens while it is written (an error, a signal, a full disk, a crash of the machine), a
+file never holds a part.
+"""
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from maxbatch.errors import UserError
+
+_KEPT_OF_NAME = 50
+"""Letters of a file's name in that of its temporary file, which may not become too long."""
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+  """A file to write to, which replaces `path` once it is on disk; after an error nothing is left.
+
+  Its folder is made if need be. Who may read it follows from the umask: not made by tempfile, whose
+  files nobody else may read. Several processes may write the same path; the last one wins.
+
+  Raises:
+    OSError: it cannot be written; `path` is as it was.
+  """
+  path.parent.mkdir(parents=True, exist_ok=True)
+  # Beside it, since a file can be renamed only within its file system.
+  name = f".{path.name[:_KEPT_OF_NAME]}-{os.getpid()}-{secrets.token_hex(4)}"
+  temporary = path.with_name(name)
+  try:
+    with open(temporary, "xb") as file:
+      yield file
+      file.flush()
+      # Otherwise the new name may reach the disk before the content does.
+      os.fsync(file.fileno())
+    os.replace(temporary, path)
+  finally:
+    temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+  """Writes a file, text in UTF-8, as `replacing` does.
+
+  Raises:
+    OSError: it cannot be written; `path` is as it was.
+  """
+  with replacing(path) as file:
+    file.write(content.encode() if isinstance(content, str) else content)
+
+
+def write_run_file(path: Path, content: str | bytes) -> None:
+  """Writes a file of a run's folder, as `write_whole` does.
+
+  Raises:
+    UserError: it cannot be written; `path` is as it was.
+  """
+  try:
+    write_whole(path, content)
+  except OSError as error:
+    raise UserError(
+      f"{path} cannot be written ({error.strerror}); make room there, or choose another folder, "
+      "for example base_output_directory=runs"
+    ) from error

@@ -1,0 +1,64 @@
+"""The names of a run's files, a contract with other tools that read them."""
+
+import dataclasses
+from pathlib import Path
+from typing import Self
+
+from maxbatch.config.schema import RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+  """`{base_output_directory}/{run_name}/` and what lies in it."""
+
+  path: Path
+
+  @classmethod
+  def of(cls, run: RunConfig) -> Self:
+    """Where a run writes; ~ is the user's home."""
+    return cls(Path(run.base_output_directory).expanduser() / run.run_name)
+
+  @property
+  def config(self) -> Path:
+    """Every key, and what was derived from them."""
+    return self.path / "config.yml"
+
+  @property
+  def metrics(self) -> Path:
+    """One JSON object per step."""
+    return self.path / "metrics.jsonl"
+
+  @property
+  def tensorboard(self) -> Path:
+    """A folder of event files."""
+    return self.path / "tensorboard"
+
+  @property
+  def checkpoints(self) -> Path:
+    """A folder for each step that was saved."""
+    return self.path / "checkpoints"
+
+  @property
+  def compile_report_text(self) -> Path:
+    """What the compiler found, for people."""
+    return self.path / "compile_report.txt"
+
+  @property
+  def compile_report_json(self) -> Path:
+    """The same for programs."""
+    return self.path / "compile_report.json"
+
+  @property
+  def exploration(self) -> Path:
+    """Every size that was tried, ranked, as JSON."""
+    return self.path / "exploration.json"
+
+  @property
+  def text_before_training(self) -> Path:
+    """What the model wrote before its first step."""
+    return self.path / "text_before_training.txt"
+
+  @property
+  def batch_schedule(self) -> Path:
+    """The batches that a run chose, which another run can follow."""
+    return self.path / "batch_schedule.yml"

@@ -1,0 +1,34 @@
+"""Where a run writes, and how its files are called."""
+
+import dataclasses
+from pathlib import Path
+
+from maxbatch.config.load import load_config
+from maxbatch.run_folder.paths import RunFolder
+
+CONTRACT = {
+  "config": "config.yml",
+  "metrics": "metrics.jsonl",
+  "tensorboard": "tensorboard",
+  "checkpoints": "checkpoints",
+  "compile_report_text": "compile_report.txt",
+  "compile_report_json": "compile_report.json",
+  "exploration": "exploration.json",
+  "text_before_training": "text_before_training.txt",
+  "batch_schedule": "batch_schedule.yml",
+}
+
+
+def test_the_names_are_the_contract():
+  folder = RunFolder(Path("runs/mine"))
+  names = [name for name, kind in vars(RunFolder).items() if isinstance(kind, property)]
+  found = {name: getattr(folder, name) for name in names}
+  assert found == {name: Path("runs/mine") / file for name, file in CONTRACT.items()}
+
+
+def test_a_run_s_folder_follows_from_two_keys(monkeypatch):
+  run = load_config(["config=base", "base_output_directory=~/runs", "run_name=mine"]).run
+  monkeypatch.setenv("HOME", "/home/somebody")
+  assert RunFolder.of(run).path == Path("/home/somebody/runs/mine")
+  here = dataclasses.replace(run, base_output_directory="runs")
+  assert RunFolder.of(here).path == Path("runs/mine")
