@@ -17,6 +17,7 @@ import os
 import platform
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -24,7 +25,6 @@ from maxbatch.batch.plan import BatchPlan
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import CheckpointConfig, CompileConfig, Config, RunConfig
 from maxbatch.data.dataset import RowSource
-from maxbatch.hardware.devices import Device
 from maxbatch.training.build import step_rows, streams, traced_step
 from maxbatch.training.step import Trainer
 
@@ -110,8 +110,12 @@ def _without_locations() -> Iterator[None]:
     jax.config.update(_TRACEBACK_LIMIT, before)
 
 
-def compiler_environment(device: Device) -> dict[str, object]:
-  """Versions, settings and flags by which a compiler makes another program of the same text."""
+def compiler_environment(device: Any) -> dict[str, object]:
+  """Versions, settings and flags by which a compiler makes another program of the same text.
+
+  Args:
+    device: a jax device, which knows its compiler.
+  """
   on_tpu = device.platform == "tpu"
   return {
     "jax": _version("jax"),
