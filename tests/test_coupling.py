@@ -128,7 +128,7 @@ def test_every_option_is_probed_as_it_is_configured():
 
 
 @pytest.mark.parametrize(
-  ("keys", "told"),
+  ("keys", "printed"),
   [
     (
       {"gradient_accumulation_steps": 4},

@@ -206,7 +206,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("keys", "told"), REFUSED, ids=["-".join(keys) for keys, _ in REFUSED])
+@pytest.mark.parametrize(("keys", "printed"), REFUSED, ids=["-".join(keys) for keys, _ in REFUSED])
 def test_what_excludes_each_other_is_refused(tmp_path, capsys, keys, printed):
   assert main(command(tmp_path, **keys)) == 2
   assert capsys.readouterr().err == f"error: {printed}\n"
