@@ -227,7 +227,7 @@ def test_nothing_fits_names_the_ways_out(tmp_path):
   with pytest.raises(UserError) as caught:
     choose(auto(), place(), small, tmp_path)
   assert str(caught.value) == (
-    "not even micro_batch_size=1, the smallest size allowed, fits: 1 sample per device in a pass "
+    "not even micro_batch_size=1, the smallest size allowed, fits: 1 sample per device in a microbatch "
     "needs 21 of 16 GiB; what helps: remat_policy=full (now none), a larger ici_fsdp_parallelism "
     "(now 1), a smaller max_target_length (now 16), or device_memory_gb=22 if the devices have "
     "that much"

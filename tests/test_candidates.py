@@ -185,10 +185,10 @@ def test_messages_name_keys_values_rule_and_what_works(arguments):
 def test_what_is_chosen_from_in_a_sentence():
   batch = config_of(batch_size=96).batch
   assert offered(batch, found(devices(8), batch_size=96)) == (
-    "micro_batch_size=auto chooses from 1, 2, 3, 4, 6, 12 samples per device and pass"
+    "micro_batch_size=auto chooses from 1, 2, 3, 4, 6, 12 samples per device and microbatch"
   )
   assert offered(config_of().batch, found(devices(8))[:2]) == (
-    "micro_batch_size=auto chooses from 1, 2 samples per device and pass, and batch_size follows"
+    "micro_batch_size=auto chooses from 1, 2 samples per device and microbatch, and batch_size follows"
   )
   many = found(devices(1), batch_size=5040)
   assert "1, 2, 3, 4, 5, …, 1008, 1260, 1680, 2520, 5040 samples" in offered(batch, many)

@@ -14,7 +14,7 @@ from support import mesh as simulated
 
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
-from maxbatch.compile.model_flops import StepFlops, model_flops_per_token, step_flops
+from maxbatch.compile.traced_flops import StepFlops, model_flops_per_token, step_flops
 from maxbatch.config.load import load_config
 from maxbatch.data.registry import build_dataset
 from maxbatch.hardware.devices import topology_devices

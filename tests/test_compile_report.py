@@ -14,8 +14,8 @@ from support import config
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.topology import topology
+from maxbatch.compile.compile_step import write_reports
 from maxbatch.compile.measured_time import Timing
-from maxbatch.compile.model_flops import StepFlops
 from maxbatch.compile.program import (
   CompiledProgram,
   DoesNotFitError,
@@ -25,8 +25,8 @@ from maxbatch.compile.program import (
   refuse_if_too_large,
 )
 from maxbatch.compile.report import CompileReport, StateBytes, make_report, state_bytes
-from maxbatch.compile.reports import write_reports
-from maxbatch.compile.seconds import StepTime
+from maxbatch.compile.report_time import StepTime
+from maxbatch.compile.traced_flops import StepFlops
 from maxbatch.data.registry import build_dataset
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
@@ -159,14 +159,14 @@ Memory of a device (compiler)
   activations, temporaries       0.500 GiB
   peak                           1.000 GiB of 2.00: fits
 
-Work of a device in one pass of 4 samples per device, of which a step has 2
+Work of a device in one microbatch of 4 samples per device, of which a step has 2
   model                              5 TFLOP
   program                            6 TFLOP (1.20 of the model's: what is computed again counts \
 twice)
   main memory                        7 GB read and written
 
 Time (estimate)
-  a step                             1 s: 0.2 s + 2 × 0.4 s a pass
+  a step                             1 s: 0.2 s + 2 × 0.4 s a microbatch
   tokens per second              1,024 (128 a device)
   model-FLOP utilisation         10.0% of 100 TFLOP/s
   limited by                   compute
@@ -178,16 +178,16 @@ Where a step's time goes (estimate)
   embedding                        0.2 s  20.0%
   other                            0.2 s  20.0%
 
-Largest operations (estimate; all passes' share of one pass)
+Largest operations (estimate; in one microbatch)
          0.3 s  mlp        compiler      2 × fusion.1
          0.1 s  embedding  roofline      1 × sort.2
-  roofline: 0.1 s of a pass are bounds from the chip's figures, not the compiler's estimates; the \
+  roofline: 0.1 s of a microbatch are bounds from the chip's figures, not the compiler's estimates; the \
 longest are sort
 
 Collectives of a device
-  each pass      3 × all-gather                  2 GB in groups of 4, beside the work, 0.01 s on the \
+  each microbatch      3 × all-gather                  2 GB in groups of 4, beside the work, 0.01 s on the \
 links (estimate)
-  each step      1 × all-reduce                  1 GB in groups of 8, across slices, work waits, \
+  each step            1 × all-reduce                  1 GB in groups of 8, across slices, work waits, \
 0.2 s on the links (estimate)"""
 
 WRITTEN = {
@@ -206,8 +206,12 @@ WRITTEN = {
     "capacity": 2 * GIB,
     "fits": True,
   },
-  "flops_per_device": {"model_pass": 5e12, "program_pass": 6 * 10**12, "program_rest": 0},
-  "bytes_per_device": {"pass": 7 * 10**9, "rest": 10**9},
+  "flops_per_device": {
+    "model_microbatch": 5e12,
+    "program_microbatch": 6 * 10**12,
+    "program_rest": 0,
+  },
+  "bytes_per_device": {"microbatch": 7 * 10**9, "rest": 10**9},
   "collectives": [
     {
       "kind": "all-gather",
@@ -234,7 +238,7 @@ WRITTEN = {
   "time": {
     "how": "estimate",
     "step_seconds": 1.0,
-    "seconds_per_pass": 0.4,
+    "seconds_per_microbatch": 0.4,
     "seconds_rest": 0.2,
     "tokens_per_second": 1024.0,
     "model_flop_utilisation": 0.1,

@@ -132,24 +132,24 @@ def test_every_option_is_probed_as_it_is_configured():
   [
     (
       {"gradient_accumulation_steps": 4},
-      "gradient_accumulation_steps=4 takes 4 passes; for example gradient_accumulation_steps=1",
+      "gradient_accumulation_steps=4 takes 4 microbatches; for example gradient_accumulation_steps=1",
     ),
     (
       {"micro_batch_size": 2, "batch_size": 64},
-      "micro_batch_size=2 takes 4 passes; for example micro_batch_size=none",
+      "micro_batch_size=2 takes 4 microbatches; for example micro_batch_size=none",
     ),
     (
       {"per_device_batch_size": 0.5, "ici_tensor_parallelism": 2, "batch_size": 8},
-      "per_device_batch_size=0.5 takes 2 passes; for example per_device_batch_size=-1 "
+      "per_device_batch_size=0.5 takes 2 microbatches; for example per_device_batch_size=-1 "
       "micro_batch_size=none",
     ),
     (
       {"micro_batch_size": 1, "batch_schedule": "[[0, 8], [800, 16]]"},
-      "micro_batch_size=1 takes 2 passes; for example micro_batch_size=none",
+      "micro_batch_size=1 takes 2 microbatches; for example micro_batch_size=none",
     ),
     (
       {"micro_batch_size": "auto", "gradient_accumulation_steps": 2},
-      "gradient_accumulation_steps=2 takes 2 passes; for example gradient_accumulation_steps=1",
+      "gradient_accumulation_steps=2 takes 2 microbatches; for example gradient_accumulation_steps=1",
     ),
   ],
   ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -157,7 +157,7 @@ def test_every_option_is_probed_as_it_is_configured():
 def test_passes_asked_for_by_number_are_refused(batch_norm, keys, printed):
   with pytest.raises(UserError) as refusal:
     settle(decoder_block="batch_norm", **keys)
-  assert str(refusal.value).endswith(f"cannot be split into passes, but {printed}")
+  assert str(refusal.value).endswith(f"cannot be split into microbatches, but {printed}")
   assert str(refusal.value).startswith("decoder_block=batch_norm couples the samples of a batch")
 
 

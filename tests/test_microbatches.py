@@ -12,7 +12,7 @@ from lowered_once import lower_once
 from support import SMALLEST, config
 
 from maxbatch.batch.topology import topology
-from maxbatch.compile import measured_time, reports
+from maxbatch.compile import compile_step, measured_time
 from maxbatch.compile.program import DoesNotFitError
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
@@ -90,7 +90,7 @@ def test_the_choice_is_made_said_and_remembered(tmp_path):
   (file,) = tmp_path.iterdir()
   assert file.name.startswith("num_pipeline_microbatches-")
   lines = said.splitlines()
-  assert lines[0] == "Microbatches of 1f1b on 4 stages, for steps of 1 pass"
+  assert lines[0] == "Pipeline microbatches of 1f1b on 4 stages, for steps of 1 microbatch"
   assert [line.split()[1] for line in lines[2:6] if line.endswith("taken")] == ["4"]
   assert said.endswith(
     "\nnum_pipeline_microbatches -1: 4 (the fastest: 0.5 s a step, measured); remembered in "
@@ -196,9 +196,9 @@ def test_what_the_compiler_refuses_is_known_not_to_fit(monkeypatch):
 @pytest.mark.parametrize(
   ("schedule", "micro_batch", "passes"),
   [
-    ("[[0, 24], [48, 96]]", 96, "1 pass"),
-    ("[[0, 24], [2400, 96]]", 24, "1 pass"),
-    ("[[0, 96], [96, 24]]", 24, "4 passes"),
+    ("[[0, 24], [48, 96]]", 96, "1 microbatch"),
+    ("[[0, 24], [2400, 96]]", 24, "1 microbatch"),
+    ("[[0, 96], [96, 24]]", 24, "4 microbatches"),
   ],
 )
 def test_a_schedule_is_ranked_for_its_largest_step_that_is_reached(
@@ -260,7 +260,7 @@ def test_the_pipeline_command_says_so_below_the_table(capsys):
 
 
 def test_validate_only_says_so_and_compiles_nothing(tmp_path, capsys, monkeypatch):
-  monkeypatch.setattr(reports, "compile_program", lambda *_: pytest.fail("compiled"))
+  monkeypatch.setattr(compile_step, "compile_program", lambda *_: pytest.fail("compiled"))
   assert main(given(**EIGHT, validate_only="true", base_output_directory=tmp_path)) == 0
   assert f"\n     {OPEN}\n" in capsys.readouterr().out
 
@@ -314,7 +314,7 @@ def test_a_run_compiles_and_times_both_and_trains_with_one_of_them(tmp_path, mon
   losses = [one["loss"] for one in read_metrics(tmp_path / "run") if "loss" in one]
   assert len(losses) == 2
   # A resume takes the same number at once.
-  monkeypatch.setattr(reports, "compile_program", lambda *_: pytest.fail("compiled"))
+  monkeypatch.setattr(compile_step, "compile_program", lambda *_: pytest.fail("compiled"))
   assert main(given(**keys)) == 0
   again = capsys.readouterr().out
   assert f"num_pipeline_microbatches -1: {taken[1]} (the fastest: " in again
@@ -328,7 +328,7 @@ def test_explore_tries_the_fewest_and_says_so(tmp_path, capsys, monkeypatch):
     tried.append((trainer.pipeline.num_pipeline_microbatches, trainer.pipeline.rows))
     raise DoesNotFitError(0)
 
-  monkeypatch.setattr(reports, "compile_program", compile_program)
+  monkeypatch.setattr(compile_step, "compile_program", compile_program)
   keys = {"micro_batch_size": "{explore: {min: 2, max: 4}}", "batch_size": 32}
   keys |= {"compile_only": "true", "base_output_directory": tmp_path, "per_device_batch_size": -1}
   assert main(given(**RUN | keys)) == 2

@@ -12,9 +12,9 @@ from test_coupling import register
 
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
-from maxbatch.compile import reports, steps
+from maxbatch.compile import compile_step, steps
+from maxbatch.compile.compile_step import compile_reports
 from maxbatch.compile.measured_time import Timing
-from maxbatch.compile.reports import compile_reports
 from maxbatch.modes.compile_only import is_run
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
@@ -49,7 +49,7 @@ def clock(monkeypatch) -> list[int]:
     timed.append(size)
     return Timing(1.0 if size == 16 else float(size), 0.0, 0.0, 3)
 
-  monkeypatch.setattr(reports, "measure_step", measure)
+  monkeypatch.setattr(compile_step, "measure_step", measure)
   return timed
 
 
@@ -89,7 +89,7 @@ def test_compile_only_writes_the_report_and_trains_nothing(tmp_path, capsys):
   assert report["time"] == {
     "how": "measured",
     "step_seconds": 2.0,
-    "seconds_per_pass": 1.0,
+    "seconds_per_microbatch": 1.0,
     "seconds_rest": 0.0,
     "tokens_per_second": 256.0,
     "spread": 0.0,
@@ -206,7 +206,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("keys", "told"), REFUSED, ids=["-".join(keys) for keys, _ in REFUSED])
+@pytest.mark.parametrize(("keys", "printed"), REFUSED, ids=["-".join(keys) for keys, _ in REFUSED])
 def test_what_excludes_each_other_is_refused(tmp_path, capsys, keys, printed):
   assert main(command(tmp_path, **keys)) == 2
   assert capsys.readouterr().err == f"error: {printed}\n"
@@ -307,7 +307,7 @@ def test_coupled_samples_in_several_passes_are_refused(tmp_path, capsys):
   printed = capsys.readouterr().err
   assert printed.startswith("error: decoder_block=batch_norm couples the samples of a batch")
   assert printed.endswith(
-    "but gradient_accumulation_steps=2 takes 2 passes; for example gradient_accumulation_steps=1\n"
+    "but gradient_accumulation_steps=2 takes 2 microbatches; for example gradient_accumulation_steps=1\n"
   )
   assert not (tmp_path / "run").exists()
 

@@ -9,7 +9,7 @@ from support import config
 
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
-from maxbatch.compile import measured_time, reports
+from maxbatch.compile import compile_step, measured_time
 from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.program import compile_program
 from maxbatch.config.schema import Config
@@ -49,16 +49,18 @@ class Counted:
   def __init__(self, of: Config):
     self.probe = Prober(of, PLACE.devices, PLACE.layout)
     self.probes: list[ProbeResult] = []
+    self.sizes: list[Fraction] = []
 
   def __call__(self, candidate: Candidate) -> ProbeResult:
     self.probes.append(self.probe(candidate))
+    self.sizes.append(candidate.per_device)
     return self.probes[-1]
 
 
 @pytest.fixture
 def _no_clock(monkeypatch):
   """A pass takes a second, however large: the largest is the fastest."""
-  monkeypatch.setattr(reports, "measure_step", lambda *_, **__: Timing(1.0, 0.0, 0.0, 3))
+  monkeypatch.setattr(compile_step, "measure_step", lambda *_, **__: Timing(1.0, 0.0, 0.0, 3))
 
 
 @functools.cache
@@ -79,7 +81,7 @@ def test_auto_takes_the_largest_that_fits_the_budget_and_the_next_exceeds_it(tmp
   chosen = choose(of, PLACE, probe, tmp_path, say=lines.append)
   # The same configuration as by hand, and so the same run: nothing else is handed on.
   assert chosen == settings(2, device_memory_gb=of.compile.device_memory_gb)
-  peaks = {one.per_device: one.peak_bytes for one in probe.probes}
+  peaks = {size: one.peak_bytes for size, one in zip(probe.sizes, probe.probes, strict=True)}
   assert (peaks[Fraction(2)], peaks[Fraction(4)]) == (two, four)
   assert "micro_batch_size auto: 2 samples per device (largest that fits of 1…4" in lines[0]
   # The second start compiles nothing.
@@ -122,7 +124,7 @@ def test_who_runs_out_of_memory_while_timed_does_not_fit(monkeypatch, message):
   def exhausted(*_, **__):
     raise jax.errors.JaxRuntimeError(message)
 
-  monkeypatch.setattr(reports, "measure_step", exhausted)
+  monkeypatch.setattr(compile_step, "measure_step", exhausted)
   of = settings()
   (candidate, *_), probe = sizes(of), Prober(of, PLACE.devices, PLACE.layout)
   if message == "X":
@@ -134,7 +136,7 @@ def test_who_runs_out_of_memory_while_timed_does_not_fit(monkeypatch, message):
   assert candidate not in probe.reports
   plan = plan_batches(settings(1).batch, settings(1).run, PLACE.layout)
   with pytest.raises(UserError, match="per_device_batch_size=1: the step needs more memory a dev"):
-    reports.compile_reports(settings(1), plan, PLACE.devices)
+    compile_step.compile_reports(settings(1), plan, PLACE.devices)
 
 
 def test_nothing_is_left_on_the_devices():

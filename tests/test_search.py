@@ -170,7 +170,7 @@ def test_nothing_fits():
   with pytest.raises(UserError) as caught:
     choose_largest(sizes(2, 4), Machine(lambda n: 10.6 * n), "remat_policy=full (now none)")
   assert str(caught.value) == (
-    "not even micro_batch_size=2, the smallest size allowed, fits: 2 samples per device in a pass "
+    "not even micro_batch_size=2, the smallest size allowed, fits: 2 samples per device in a microbatch "
     "needs 21.2 of 16 GiB; remat_policy=full (now none), or device_memory_gb=22 if the devices "
     "have that much"
   )
@@ -223,16 +223,16 @@ def test_the_table_ranks_what_fits_and_says_what_does_not():
   machine = Machine(linear, seconds={2: 2.0, 4: 3.0, 1: 1.5}, utilisation=0.456, seconds_rest=1.0)
   _, result = explored(sizes(1, 2, 4, 8, 16, batch=32), machine)
   assert str(result).splitlines() == [
-    "   micro_batch_size  passes  peak memory  step  samples/s  tokens/s  utilisation"
+    "   micro_batch_size  microbatches  peak memory  step  samples/s  tokens/s  utilisation"
     "  suggested global batches",
-    "1                 4       4  9 of 16 GiB  13 s      2.462     2,521        45.6%"
+    "1                 4             4  9 of 16 GiB  13 s      2.462     2,521        45.6%"
     "                24, 32, 40",
-    "2                 2       8  5 of 16 GiB  17 s      1.882     1,928        45.6%"
+    "2                 2             8  5 of 16 GiB  17 s      1.882     1,928        45.6%"
     "                28, 32, 36",
-    "3                 1      16  3 of 16 GiB  25 s       1.28     1,311        45.6%"
+    "3                 1            16  3 of 16 GiB  25 s       1.28     1,311        45.6%"
     "                30, 32, 34",
-    "                  8       2  does not fit: 17 of 16 GiB",
-    "                 16       1  does not fit (as 8)",
+    "                  8             2  does not fit: 17 of 16 GiB",
+    "                 16             1  does not fit (as 8)",
     "Times are measured.",
     "Confidence 99 of 99: 100% of the candidates are explored, times the share of work",
     "that the best one's time accounts for, times the chance that it is faster than the second, "

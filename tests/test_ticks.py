@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from maxbatch.compile.model_flops import StepFlops
-from maxbatch.compile.pipeline_ticks import beside_layers, in_filling, in_passes
+from maxbatch.compile.pipeline_ticks import beside_layers, in_filling, in_microbatches
+from maxbatch.compile.traced_flops import StepFlops
 from maxbatch.estimate.costs import OperationCost
 from maxbatch.estimate.flops import Products
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named, timetable
@@ -81,7 +81,7 @@ def counts(costs: Sequence[OperationCost]) -> list[float]:
 
 def test_a_pass_and_the_filling_of_an_interleaved_pipeline():
   one, flops = pipeline("interleaved_1f1b", repeats=2), StepFlops(100.0, 7.0, {"loss": 60.0})
-  costs, expected = in_passes(one, COSTS, flops)
+  costs, expected = in_microbatches(one, COSTS, flops)
   # 2 rounds of 4 microbatches: 8 forwards and backwards, but 4 losses.
   assert counts(costs) == [1, 8, 8, 4, 4, 8, 4]
   assert expected == StepFlops(8 * 40.0 + 4 * 60.0, 7.0)
@@ -91,13 +91,13 @@ def test_a_pass_and_the_filling_of_an_interleaved_pipeline():
 
 
 def test_ticks_of_gpipe_are_forward_or_backward():
-  costs, _ = in_passes(pipeline("gpipe"), COSTS, StepFlops(0.0, 0.0))
+  costs, _ = in_microbatches(pipeline("gpipe"), COSTS, StepFlops(0.0, 0.0))
   assert counts(costs) == [1, 8, 4, 4, 4, 4, 4]
   assert counts(in_filling(pipeline("gpipe"), COSTS)) == [6, 3, 0, 0, 3, 0]
 
 
 def test_without_a_pipeline_a_trip_is_a_pass():
-  assert in_passes(None, COSTS, StepFlops(3.0, 1.0)) == (COSTS, StepFlops(3.0, 1.0))
+  assert in_microbatches(None, COSTS, StepFlops(3.0, 1.0)) == (COSTS, StepFlops(3.0, 1.0))
   assert (in_filling(None, COSTS), beside_layers(None, COSTS)) == ((), ())
 
 
@@ -133,5 +133,5 @@ def test_a_loss_follows_one_repeat_of_two(tmp_path: pathlib.Path):
   # A stage has 2 layers, forward, and again with the way back; the last product is not done again.
   by_hand = tokens * (2 * 4 * layer + head)
   assert head > 3 * layer
-  assert report["flops_per_device"]["program_pass"] == pytest.approx(by_hand, rel=0.06)
+  assert report["flops_per_device"]["program_microbatch"] == pytest.approx(by_hand, rel=0.06)
   assert 0.94 < report["estimate"]["coverage"] < 1.06

@@ -70,7 +70,7 @@ def check(report: dict[str, Any]) -> None:
   held = memory["parameters"] + memory["optimizer_state"] + memory["accumulators"]
   assert memory["peak"] > held
   assert report["time"]["how"] == "estimate"
-  assert report["time"]["seconds_per_pass"] > 0
+  assert report["time"]["seconds_per_microbatch"] > 0
   assert 0 < report["time"]["model_flop_utilisation"] < 0.6
   assert 0.97 < report["estimate"]["coverage"] < 1.03
 

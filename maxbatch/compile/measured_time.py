@@ -30,7 +30,7 @@ _TOKENS = 251
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-  """A step of n passes takes seconds_rest + n × seconds_per_pass."""
+  """A step of n microbatches takes seconds_rest + n × seconds_per_microbatch."""
 
   seconds_per_microbatch: float
   seconds_rest: float
@@ -38,7 +38,7 @@ class Timing:
   """Half the range that holds the middle half of the repeats, as a share of their median."""
   repeats: int
   seconds_without_ticks: float | None = None
-  """Of a fused pipeline: a step whose timetable is empty, which is neither pass nor filling."""
+  """Of a fused pipeline: a step whose timetable is empty, which is neither microbatch nor filling."""
 
 
 def measure_step(
@@ -51,14 +51,14 @@ def measure_step(
   seconds: float | None = None,
   clock: Callable[[], float] = time.perf_counter,
 ) -> Timing:
-  """Times steps of 1 pass and of more, so that what belongs to a pass comes apart from the rest.
+  """Times steps of one microbatch and of more, to tell the time of a microbatch from the rest.
 
   Args:
     trainer: what the step was compiled for.
     step: the compiled step.
     shapes: the rows it takes: (capacity, B, …), with capacity 1 when streamed.
-    streamed: one dispatch per pass, instead of one for all.
-    passes: of the run's step; as many are timed if that is quick, at least 2 where they fit.
+    streamed: one dispatch per microbatch, instead of one for all.
+    num_microbatches: of the run's step; as many are timed if that is quick, at least 2 where they fit.
     seconds: how long the repeats may take together, roughly; None: SECONDS.
     clock: seconds.
 
@@ -82,7 +82,7 @@ def measure_step(
 
 
 def _capacity(trainer: Trainer, shapes: Rows) -> int:
-  """The most passes that a fused step can be told of."""
+  """The most microbatches that a fused step can take."""
   num_microbatches = shapes.inputs.shape[0]
   return (
     min(num_microbatches, trainer.pipeline.max_num_microbatches)
@@ -147,7 +147,7 @@ def _numbered(x: Any, dim: int) -> jax.Array:
 
 
 def _affordable(one: float, most: int, seconds: float) -> tuple[int, int]:
-  """Passes of the longer step, and repeats, when a step of one pass takes `one` seconds."""
+  """Microbatches of the longer step, and repeats, when a step of one takes `one` seconds."""
   one = max(one, 1e-6)
   many = min(most, max(2, int(seconds / (_FEWEST * one))))
   enough = max(_FEWEST, int(_MOST_A_SECOND * seconds))
@@ -158,13 +158,13 @@ def _affordable(one: float, most: int, seconds: float) -> tuple[int, int]:
 def _timing(
   ones: Sequence[float], mores: Sequence[float], many: int, empty: Sequence[float] = ()
 ) -> Timing:
-  """Solves one = rest + pass, more = rest + many × pass, in medians."""
+  """Solves one = rest + each, more = rest + many × each, in medians."""
   one, more = statistics.median(ones), statistics.median(mores)
   low, _, high = statistics.quantiles(mores, n=4, method="inclusive")
-  per_pass = (more - one) / max(1, many - 1)
-  rest = one - per_pass
-  if many == 1 or per_pass <= 0 or rest < 0:
-    # Nothing to tell apart, or less than the clock's scatter: all belongs to the passes.
-    per_pass, rest = more / many, 0.0
+  each = (more - one) / max(1, many - 1)
+  rest = one - each
+  if many == 1 or each <= 0 or rest < 0:
+    # No difference, or less than the clock's scatter: all belongs to the microbatches.
+    each, rest = more / many, 0.0
   without_ticks = statistics.median(empty) if empty else None
-  return Timing(per_pass, rest, (high - low) / 2 / more, len(mores), without_ticks)
+  return Timing(each, rest, (high - low) / 2 / more, len(mores), without_ticks)

@@ -13,7 +13,7 @@ import jax
 
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.compile.cache import bypassed
-from maxbatch.compile.model_flops import StepFlops, step_flops
+from maxbatch.compile.traced_flops import StepFlops, step_flops
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import RowSource
 from maxbatch.data.rows import Rows
@@ -70,7 +70,7 @@ class CompiledProgram:
   text: str
   """The optimized program."""
   streamed: bool = False
-  """Whether it is one pass of a step, all of it, instead of a loop over the passes."""
+  """Whether it takes one microbatch of a step, instead of a loop over all."""
 
 
 def compile_program(
@@ -185,7 +185,7 @@ def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
 
 
 def memory_suggestions(config: Config) -> str:
-  """What makes room, as keys with their values."""
+  """Keys that reduce the memory needed, with their values."""
   fsdp, length = config.mesh.ici_fsdp_parallelism, config.batch.max_target_length
   every = fsdp == -1  # The state is divided over all devices that there are.
   ways = [

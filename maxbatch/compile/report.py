@@ -13,10 +13,10 @@ import jax
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import text
 from maxbatch.compile.measured_time import Timing
-from maxbatch.compile.model_flops import StepFlops, model_flops_per_token
-from maxbatch.compile.pipeline_ticks import in_passes
+from maxbatch.compile.pipeline_ticks import in_microbatches
 from maxbatch.compile.program import CompiledProgram
-from maxbatch.compile.seconds import StepTime, estimated_time, measured_time
+from maxbatch.compile.report_time import StepTime, estimated_time, measured_time
+from maxbatch.compile.traced_flops import StepFlops, model_flops_per_token
 from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import UNKNOWN_CHIP, Chip, chip_for
 from maxbatch.estimate.costs import program_costs
@@ -61,7 +61,7 @@ class CompileReport:
 
   @property
   def num_microbatches(self) -> int:
-    """Passes of the largest step of this shape."""
+    """Of the largest step of this shape."""
     return self.plan.largest_phase(self.micro_batch).num_microbatches
 
   @property
@@ -71,7 +71,7 @@ class CompileReport:
 
   @property
   def model_microbatch_flops(self) -> float:
-    """What the model asks of one device in one pass."""
+    """What the model asks of one device in one microbatch."""
     return self.model_flops_per_token * float(self.plan.device_tokens(self.micro_batch))
 
   @property
@@ -81,7 +81,7 @@ class CompileReport:
 
   @property
   def step_seconds(self) -> float | None:
-    """Of a step of `passes` passes."""
+    """Of a step of `num_microbatches` microbatches."""
     return self.time.of(self.num_microbatches) if self.time else None
 
   @property
@@ -111,11 +111,11 @@ class CompileReport:
         "fits": self.fits,
       },
       "flops_per_device": {
-        "model_pass": self.model_microbatch_flops,
-        "program_pass": work.microbatch_flops,
+        "model_microbatch": self.model_microbatch_flops,
+        "program_microbatch": work.microbatch_flops,
         "program_rest": work.rest_flops,
       },
-      "bytes_per_device": {"pass": work.microbatch_bytes, "rest": work.rest_bytes},
+      "bytes_per_device": {"microbatch": work.microbatch_bytes, "rest": work.rest_bytes},
       "collectives": [dataclasses.asdict(each) for each in work.collectives],
       "compile_seconds": self.program.compile_seconds,
     }
@@ -123,7 +123,7 @@ class CompileReport:
       found["time"] = {
         "how": self.time.how,
         "step_seconds": self.step_seconds,
-        "seconds_per_pass": self.time.seconds_per_microbatch,
+        "seconds_per_microbatch": self.time.seconds_per_microbatch,
         "seconds_rest": self.time.rest,
         "tokens_per_second": self.step_tokens / self.step_seconds,
       }
@@ -176,7 +176,7 @@ class CompileReport:
     shape = f"{text(plan.per_device(self.micro_batch))} samples per device"
     return "\n".join(
       [
-        f"Work of a device in one pass of {shape}, of which a step has {num_microbatches:,}",
+        f"Work of a device in one microbatch of {shape}, of which a step has {num_microbatches:,}",
         f"  model                     {model / 1e12:10.4g} TFLOP",
         f"  program                   {work.microbatch_flops / 1e12:10.4g} TFLOP{again if model else ''}",
         f"  main memory               {work.microbatch_bytes / 1e9:10.4g} GB read and written",
@@ -193,7 +193,7 @@ class CompileReport:
     lines = [
       f"Time ({time.how})",
       f"  a step                    {seconds:10.4g} s{spread}: {time.rest:.4g} s + {self.num_microbatches:,} "
-      f"× {time.seconds_per_microbatch:.4g} s a pass",
+      f"× {time.seconds_per_microbatch:.4g} s a microbatch",
       f"  tokens per second         {speed:10,.0f} ({each:,.0f} a device)",
     ]
     if self.utilisation is not None and self.chip is not None:
@@ -222,12 +222,12 @@ class CompileReport:
     ]
     names = sorted({one.name.partition(".")[0] for one in self.work.unestimated[:_NUM_LARGEST]})
     note = (
-      f"  roofline: {bounded:.4g} s of a pass are bounds from the chip's figures, not the "
+      f"  roofline: {bounded:.4g} s of a microbatch are bounds from the chip's figures, not the "
       f"compiler's estimates; the longest are {', '.join(names)}"
     )
     return [
       "\n".join(["Where a step's time goes (estimate)", *by_part]),
-      "\n".join(["Largest operations (estimate; all passes' share of one pass)", *largest, note]),
+      "\n".join(["Largest operations (estimate; in one microbatch)", *largest, note]),
     ]
 
   def _moved(self) -> str:
@@ -238,12 +238,12 @@ class CompileReport:
     return "\n".join(["Collectives of a device", *(self._exchange(each) for each in found)])
 
   def _exchange(self, one: Exchange) -> str:
-    where = "each pass" if one.in_microbatch_loop else "each step"
+    where = "each microbatch" if one.in_microbatch_loop else "each step"
     beside = "beside the work" if one.overlapped else "work waits"
     seconds = f", {one.seconds:.3g} s on the links (estimate)" if self.chip else ""
     slices = ", across slices" if one.crosses_slices else ""
     return (
-      f"  {where}  {one.count:>5} × {one.kind:<19} {one.bytes / 1e9:9.4g} GB in groups of "
+      f"  {where:<15}  {one.count:>5} × {one.kind:<19} {one.bytes / 1e9:9.4g} GB in groups of "
       f"{one.group_size}{slices}, {beside}{seconds}"
     )
 
@@ -284,7 +284,7 @@ def make_report(
     plan: the run's sizes.
     trainer: model, optimizer and mesh.
     program: the compiled step.
-    micro_batch: samples of one of its passes, on all devices.
+    micro_batch: samples of one microbatch, on all devices.
     capacity: bytes that a device may use.
     measured: its time on the devices, where they are here; None asks for an estimate.
     title: the first line.
@@ -292,7 +292,7 @@ def make_report(
   layout = plan.topology
   chip = chip_for(trainer.mesh.devices.flat[0].device_kind)
   once = program_costs(hlo.parse(program.text))
-  costs, expected = in_passes(trainer.pipeline, once, program.flops)
+  costs, expected = in_microbatches(trainer.pipeline, once, program.flops)
   if program.streamed:
     # Its loop of one trip is unrolled away, or holds only part: without this all would be the rest.
     costs = [dataclasses.replace(cost, in_microbatch_loop=True) for cost in costs]

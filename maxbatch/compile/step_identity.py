@@ -111,7 +111,11 @@ def _without_locations() -> Iterator[None]:
 
 
 def compiler_environment(device: Any) -> dict[str, object]:
-  """Versions, settings and flags by which a compiler makes another program of the same text."""
+  """Versions, settings and flags by which a compiler makes another program of the same text.
+
+  Args:
+    device: a jax device, which knows its compiler.
+  """
   on_tpu = device.platform == "tpu"
   return {
     "jax": _version("jax"),

@@ -4,13 +4,13 @@ import json
 from collections.abc import Sequence
 
 from maxbatch.compile import cache
-from maxbatch.compile.report import CompileReport
-from maxbatch.compile.reports import (
+from maxbatch.compile.compile_step import (
   check_fits,
   compile_reports,
   placeholder_rows,
   write_reports,
 )
+from maxbatch.compile.report import CompileReport
 from maxbatch.compile.steps import save_steps
 from maxbatch.config.schema import Config, Explore
 from maxbatch.errors import UserError

@@ -22,7 +22,7 @@ RematPolicy = Literal["none", "minimal", "full"]
 REMAT_POLICIES: tuple[RematPolicy, ...] = get_args(RematPolicy)
 """What remat_policy=explore tries, the fastest where it fits first."""
 _MOST_TOKENS = 1 << 17
-"""Tokens of one pass on one device beyond which no size is looked for when the batch is open."""
+"""Tokens of one microbatch on one device beyond which no size is looked for when the batch is open."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Candidate:
   """A size to choose, with the plan it makes."""
 
   per_device: Fraction
-  """Samples of one pass on one device."""
+  """Samples of one microbatch on one device."""
   gradient_accumulation_steps: int
-  """Passes per step."""
+  """Microbatches per step."""
   micro_batch: int
-  """Samples of one pass on all devices."""
+  """Samples of one microbatch on all devices."""
   batch: int
   """Samples of one step."""
   max_target_length: int
@@ -48,7 +48,7 @@ class Candidate:
 
   @property
   def device_tokens(self) -> Fraction:
-    """Tokens of one pass on one device."""
+    """Tokens of one microbatch on one device."""
     return self.per_device * self.max_target_length
 
   def applied_to(self, config: Config) -> Config:
@@ -147,7 +147,7 @@ def asked(batch: BatchConfig) -> str:
 
 def offered(batch: BatchConfig, sizes: Sequence[Candidate]) -> str:
   """What is chosen from, in a sentence: `micro_batch_size=auto chooses from 1, 2, 4 samples …`."""
-  line = f"{asked(batch)} chooses from {_listed(sizes)} samples per device and pass"
+  line = f"{asked(batch)} chooses from {_listed(sizes)} samples per device and microbatch"
   return f"{line}, and batch_size follows" if batch_follows(batch) else line
 
 

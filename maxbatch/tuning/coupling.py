@@ -1,7 +1,7 @@
 """Finds models whose loss of a batch is not the sum of its samples' losses, before they are split.
 
 Batch normalization and the like make a sample's loss depend on the samples beside it. A step of
-such a model in several passes trains something else than the same step in one.
+such a model in several microbatches trains something else than the same step in one.
 """
 
 import dataclasses
@@ -31,17 +31,17 @@ _SPREAD = 0.5
 
 
 def resolve_accumulation(config: Config, topology: Topology) -> Config:
-  """The configuration, held to one pass per step if the model cannot be split into several.
+  """The configuration, held to one microbatch per step if the model cannot be split into several.
 
-  The model is looked at only where several passes are asked for, or the microbatch is to be chosen.
+  The model is looked at only where several microbatches are asked for, or the microbatch is to be chosen.
   A choice is then made at once, `micro_batch_size=none`, with a warning on stderr.
 
   Raises:
-    UserError: the model couples samples and keys ask for several passes; or there is no plan.
+    UserError: the model couples samples and keys ask for several microbatches; or there is no plan.
   """
   chooses = is_open(config.batch) and config.batch.gradient_accumulation_steps <= 1
   plan = None if is_open(config.batch) else plan_batches(config.batch, config.run, topology)
-  if plan is not None and _most_passes(plan) == 1:
+  if plan is not None and _most_microbatches(plan) == 1:
     return config
   try:
     coupled = couples_samples(
@@ -136,21 +136,21 @@ def _rows(length: int, packing: bool) -> Rows:
   return Rows(**fields)
 
 
-def _most_passes(plan: BatchPlan) -> int:
+def _most_microbatches(plan: BatchPlan) -> int:
   return max(point.num_microbatches for point in plan.schedule.points)
 
 
 def _refusal(config: Config, plan: BatchPlan | None) -> str:
-  num_microbatches = _most_passes(plan) if plan else config.batch.gradient_accumulation_steps
-  given, way_out = _asks_for_passes(config.batch)
+  num_microbatches = _most_microbatches(plan) if plan else config.batch.gradient_accumulation_steps
+  given, way_out = _asks_for_microbatches(config.batch)
   return (
-    f"{_coupled(config)}, but {given} takes {counted(num_microbatches, 'pass', 'passes')}; "
+    f"{_coupled(config)}, but {given} takes {counted(num_microbatches, 'microbatch', 'microbatches')}; "
     f"for example {way_out}"
   )
 
 
-def _asks_for_passes(batch: BatchConfig) -> tuple[str, str]:
-  """The key that several passes come from, with its value; and what gives one pass."""
+def _asks_for_microbatches(batch: BatchConfig) -> tuple[str, str]:
+  """The key that several microbatches come from, with its value; and what gives one."""
   if batch.gradient_accumulation_steps > 1:
     value = batch.gradient_accumulation_steps
     return f"gradient_accumulation_steps={value}", "gradient_accumulation_steps=1"
@@ -166,7 +166,7 @@ def _coupled(config: Config) -> str:
   return (
     f"decoder_block={config.model.decoder_block} couples the samples of a batch (the loss of "
     f"{_ROWS} rows is not the sum of the losses of {_ROWS // 2} and {_ROWS // 2}, as with batch "
-    "normalization), so its step cannot be split into passes"
+    "normalization), so its step cannot be split into microbatches"
   )
 
 

@@ -11,8 +11,8 @@ from maxbatch.tuning.candidates import Candidate
 from maxbatch.tuning.search import ProbeSize, Tried, nothing_fits
 
 _GUESSED_TOKENS = 2048
-"""Tokens of a pass on a device that are worth a first look: matrix products of that many rows
-keep a device busy, and a large model rarely has room for many more."""
+"""Tokens of a microbatch on a device that are worth a first look: matrix products of that many rows
+keep a device busy, and a large model rarely fits with many more."""
 MOST_CONFIDENCE = 99
 """A compiler or a clock that saw a few steps is never quite the run itself."""
 
@@ -65,7 +65,7 @@ class Exploration:
 
   def __str__(self) -> str:
     """The ranked table, with what its numbers mean."""
-    head = ("", "micro_batch_size", "passes", "peak memory", "step", "samples/s", "tokens/s")
+    head = ("", "micro_batch_size", "microbatches", "peak memory", "step", "samples/s", "tokens/s")
     head += ("utilisation", "suggested global batches")
     rows = [_fitting_row(rank, one) for rank, one in enumerate(self.ranked, 1)]
     rows += [
@@ -105,7 +105,10 @@ class Exploration:
 
 
 def explore(
-  candidates: Sequence[Candidate], probe: ProbeSize, ways_out: str, say: Callable[[str], None]
+  candidates: Sequence[Candidate],
+  probe: ProbeSize,
+  suggested_fixes: str,
+  say: Callable[[str], None],
 ) -> Exploration:
   """Probes every candidate, and says the recommendation so far after each.
 
@@ -114,7 +117,7 @@ def explore(
   Args:
     candidates: ascending in size; those with the same remat_policy are explored together.
     probe: called once for each.
-    ways_out: keys that make room, for the message when nothing fits.
+    suggested_fixes: keys that reduce the memory needed, for the message when nothing fits.
     say: prints a line.
 
   Raises:
@@ -132,7 +135,9 @@ def explore(
     base = base or found.best
     say(_line(found, base))
   if found.best is None:
-    raise UserError(nothing_fits(min(found.tried, key=lambda one: one.probe.peak_bytes), ways_out))
+    raise UserError(
+      nothing_fits(min(found.tried, key=lambda one: one.probe.peak_bytes), suggested_fixes)
+    )
   return found
 
 
@@ -150,13 +155,13 @@ def _larger_than(
   tried: Tried, candidates: Sequence[Candidate], found: Exploration
 ) -> list[Skipped]:
   """The candidates that cannot fit because `tried` does not."""
-  settled = [one.candidate for one in (*found.tried, *found.skipped)]
+  known = [one.candidate for one in (*found.tried, *found.skipped)]
   return [
     Skipped(one, tried)
     for one in candidates
     if one.remat_policy == tried.candidate.remat_policy
     and one.per_device > tried.candidate.per_device
-    and one not in settled
+    and one not in known
   ]
 
 

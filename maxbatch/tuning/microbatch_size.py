@@ -15,8 +15,8 @@ import jax
 
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.solve import counted, text
+from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.compile.program import memory_suggestions
-from maxbatch.compile.reports import placeholder_rows
 from maxbatch.compile.step_identity import compiler_environment, library_versions, lowered_hash
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import BatchConfig, Config

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.topology import Topology
+from maxbatch.compile.compile_step import report_or_refusal
 from maxbatch.compile.program import DoesNotFitError, capacity_bytes
 from maxbatch.compile.report import CompileReport
-from maxbatch.compile.reports import report_or_refusal
 from maxbatch.compile.step_file import made_from
 from maxbatch.compile.step_identity import CONFIGURATION
 from maxbatch.config.schema import Config
@@ -138,21 +138,21 @@ def _memory(
   depends_on = what_it_depends_on(config, place, ()) | {
     "choices": list(steps.pipeline.choices),
     "samples": steps.pipeline.rows,
-    "passes": steps.num_microbatches,
-    "room": steps.pipeline.max_num_microbatches,
+    "microbatches": steps.num_microbatches,
+    "max_microbatches": steps.pipeline.max_num_microbatches,
   }
   return RememberedChoice(folder, KEY, "-1", depends_on)
 
 
 def _heading(steps: RankedStep) -> str:
   num_microbatches = (
-    f"{steps.num_microbatches:,} passes" if steps.num_microbatches > 1 else "1 pass"
+    f"{steps.num_microbatches:,} microbatches" if steps.num_microbatches > 1 else "1 microbatch"
   )
   apart = (
     ", each with a timetable of its own" if steps.streamed and steps.num_microbatches > 1 else ""
   )
   return (
-    f"Microbatches of {steps.pipeline.schedule} on {steps.pipeline.stages} stages, for steps of "
+    f"Pipeline microbatches of {steps.pipeline.schedule} on {steps.pipeline.stages} stages, for steps of "
     f"{num_microbatches}{apart}"
   )
 

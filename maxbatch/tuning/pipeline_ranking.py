@@ -35,7 +35,7 @@ _CLOSE = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class CompiledChoice:
-  """What compiling a choice told of it."""
+  """What is known of a choice once compiled."""
 
   peak_bytes: int
   """Memory of one device, at the worst moment of a step; a lower bound if the compiler refused."""
@@ -49,12 +49,12 @@ class CompiledChoice:
 
 
 Probe = Callable[[int], CompiledChoice]
-"""Compiles a number of microbatches per pass, and times it if it fits."""
+"""Compiles for a number of pipeline microbatches, and times it if it fits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RankedStep:
-  """What is ranked for: the run's largest step, a timetable of all passes or one for each."""
+  """What is ranked for: the run's largest step, one timetable for all its microbatches or one for each."""
 
   pipeline: Pipeline
   num_microbatches: int

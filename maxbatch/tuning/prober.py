@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 
 from maxbatch.batch.topology import Topology
+from maxbatch.compile.compile_step import report_or_refusal
 from maxbatch.compile.program import (
   DoesNotFitError,
   capacity_bytes,
 )
 from maxbatch.compile.report import CompileReport
-from maxbatch.compile.reports import report_or_refusal
 from maxbatch.config.schema import Config
 from maxbatch.hardware.devices import Device
 from maxbatch.tuning.candidates import Candidate

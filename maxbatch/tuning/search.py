@@ -141,13 +141,13 @@ def most_probes(num_sizes: int) -> int:
   return (num_sizes - 1).bit_length() + 2
 
 
-def choose_largest(sizes: Sequence[Candidate], probe: ProbeSize, ways_out: str) -> Choice:
+def choose_largest(sizes: Sequence[Candidate], probe: ProbeSize, suggested_fixes: str) -> Choice:
   """The largest size that fits, or a smaller one that is clearly faster.
 
   Args:
     sizes: what to choose from, ascending.
     probe: called at most `most_probes(len(sizes))` times, never twice for a size.
-    ways_out: keys that make room, for the message when nothing fits.
+    suggested_fixes: keys that reduce the memory needed, for the message when nothing fits.
 
   Raises:
     UserError: nothing fits.
@@ -163,7 +163,7 @@ def choose_largest(sizes: Sequence[Candidate], probe: ProbeSize, ways_out: str) 
     middle = (largest + above) // 2
     largest, above = (middle, above) if fits(middle) else (largest, middle)
   if largest < 0:
-    raise UserError(nothing_fits(known[0], ways_out))
+    raise UserError(nothing_fits(known[0], suggested_fixes))
   chosen = _fastest(known, largest)
   while chosen > 0 and chosen - 1 not in known and len(known) < most_probes(len(sizes)):
     fits(chosen - 1)
@@ -183,13 +183,13 @@ def _fastest(known: dict[int, Tried], largest: int) -> int:
   return best if gain >= clearly else largest
 
 
-def nothing_fits(smallest: Tried, ways_out: str) -> str:
+def nothing_fits(smallest: Tried, suggested_fixes: str) -> str:
   """The message when not even the smallest size fits."""
   probe = smallest.probe
   enough = math.ceil(probe.peak_bytes / _GIB)
   samples = counted(smallest.candidate.per_device, "sample")
   return (
     f"not even micro_batch_size={smallest.size}, the smallest size allowed, fits: {samples} per "
-    f"device in a pass needs {probe.memory}; {ways_out}, or device_memory_gb={enough} if the "
+    f"device in a microbatch needs {probe.memory}; {suggested_fixes}, or device_memory_gb={enough} if the "
     "devices have that much"
   )

@@ -13,7 +13,7 @@ from maxbatch.pipeline_parallel.sizes import Pipeline
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-  """Seconds of a step of n passes: rest + n × per_pass."""
+  """Seconds of a step of n microbatches: rest + n × seconds_per_microbatch."""
 
   seconds_per_microbatch: float
   rest: float
@@ -22,12 +22,12 @@ class StepTime:
   spread: float | None = None
   """Of a measurement, as a share."""
   other_per_microbatch: float = 0.0
-  """Of `per_pass`, in a pipeline: what is no forward or backward of layers, as far as known."""
+  """Of `seconds_per_microbatch`, in a pipeline: what is no forward or backward of layers, as far as known."""
   other_rest: float = 0.0
   """Of `rest`, the same."""
 
   def of(self, num_microbatches: int) -> float:
-    """A step of `passes` passes."""
+    """A step of so many microbatches."""
     return self.rest + num_microbatches * self.seconds_per_microbatch
 
   def other_of(self, num_microbatches: int) -> float:
@@ -37,7 +37,7 @@ class StepTime:
 
 def measured_time(timing: Timing, *, streamed: bool) -> StepTime:
   """The time that a clock has shown."""
-  # A streamed pass is a dispatch of its own, with ticks to fill and empty in each.
+  # A streamed microbatch is a dispatch of its own, with ticks to fill and empty in each.
   other = timing.seconds_rest if streamed else timing.seconds_without_ticks or 0.0
   return StepTime(
     timing.seconds_per_microbatch, timing.seconds_rest, "measured", timing.spread, other_rest=other
@@ -56,21 +56,21 @@ def estimated_time(
   """The time that a chip's figures give.
 
   Args:
-    work: of a pass and the rest, as `in_passes` counts.
+    work: of a microbatch and the rest, as `in_microbatches` counts.
     once: the program's operations, one tick of a pipeline's loop.
     pipeline: the run's.
     chip: one device.
     per_slice: devices of a slice, where there are several.
-    streamed: whether every pass is a dispatch of its own.
+    streamed: whether every microbatch is a dispatch of its own.
   """
   fills = seconds_of(in_filling(pipeline, once), chip, per_slice)
   beside = seconds_of(beside_layers(pipeline, once), chip, per_slice)
   outside = seconds_of([one for one in once if not one.in_microbatch_loop], chip, per_slice)
-  in_pass, in_rest = (1, 0) if streamed else (0, 1)
+  in_each, in_rest = (1, 0) if streamed else (0, 1)
   return StepTime(
-    seconds_per_microbatch=work.microbatch_seconds + in_pass * fills,
+    seconds_per_microbatch=work.microbatch_seconds + in_each * fills,
     rest=work.rest_seconds + in_rest * fills,
     how="estimate",
-    other_per_microbatch=beside + in_pass * outside,
+    other_per_microbatch=beside + in_each * outside,
     other_rest=in_rest * outside,
   )

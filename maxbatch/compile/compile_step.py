@@ -57,7 +57,7 @@ def report_or_refusal(
     config: the run.
     devices: where it is to run.
     layout: the same as a mesh.
-    micro_batch: samples of a pass on all devices; None: the run's own.
+    micro_batch: samples of a microbatch on all devices; None: the run's own.
 
   Raises:
     DoesNotFitError: the compiler refuses, or the step runs out of memory while it is timed.
@@ -103,7 +103,7 @@ def check_fits(config: Config, plan: BatchPlan, reports: Sequence[CompileReport]
   """Refuses a run whose step compiles but needs more memory than a device has, once reported.
 
   Raises:
-    UserError: with the ways out.
+    UserError: with suggested fixes.
   """
   for report in reports:
     if not report.fits:

@@ -26,7 +26,7 @@ class StepFlops(NamedTuple):
   """Of matrix products."""
 
   per_microbatch: float
-  """One trip of the loop over microbatches."""
+  """One iteration of the loop over microbatches."""
   rest: float
   """A step outside that loop."""
   by_tick_work: Mapping[str, float] = MappingProxyType({})
@@ -34,7 +34,7 @@ class StepFlops(NamedTuple):
 
   @property
   def total(self) -> float:
-    """Of a step of one pass."""
+    """Of a step of one microbatch."""
     return self.per_microbatch + self.rest
 
   def divided(self, ways: int) -> "StepFlops":
@@ -78,8 +78,8 @@ def _paths(shapes: Any) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
 def step_flops(traced: core.ClosedJaxpr) -> StepFlops:
   """What the traced step does on all devices together, whatever the compiler makes of it.
 
-  The loop whose number of trips is data is the loop over microbatches. Of a conditional the dearest
-  branch counts.
+  The loop whose number of iterations is data is the loop over microbatches. Of a conditional the branch with
+  the most counts.
   """
   places = _flops(traced.jaxpr)
   inside = {work: flops for (in_loop, work), flops in places.items() if in_loop}
