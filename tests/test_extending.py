@@ -67,7 +67,7 @@ def test_a_section_works_as_it_is_written(section, folder, capfd):
   assert run_tests(test, folder) == 1
   assert train_command[:4] == ["python", "-m", "maxbatch.train", "config=base"]
   given = train_command[4:]
-  assert any(f"={module.removesuffix('.py')}:" in argument for argument in given)
+  assert any(f"{module.removesuffix('.py')}:" in argument for argument in given)
   chosen = {argument.partition("=")[0] for argument in given}
   small = [f"{key}={value}" for key, value in SMALL.items() if key not in chosen]
   if "batch_size" in chosen:
@@ -83,6 +83,6 @@ def test_the_table_names_every_section_s_registry():
   assert len(rows) == len(SECTIONS)
   for (_, key, registry, path), section in zip(rows, SECTIONS.values(), strict=True):
     known = vars(importlib.import_module(f"maxbatch.{path.replace('/', '.')}"))[registry]
-    assert fields()[key][1].type is str
+    assert fields()[key][1].type in (str, tuple[str, ...])
     assert len(known) > 0
-    assert f"{key}=my_" in section
+    assert f"{key}=my_" in section.replace("[", "")
