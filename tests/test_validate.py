@@ -178,7 +178,7 @@ def test_a_microbatch_that_is_still_to_be_chosen_is_checked_at_its_smallest(tmp_
 
 
 @pytest.mark.parametrize(
-  ("keys", "told", "last"),
+  ("keys", "printed", "last"),
   [
     ({"ici_data_parallelism": 3}, "ici_data_parallelism=3", "configuration"),
     ({"batch_size": 7}, "batch_size=7", "configuration"),
@@ -305,7 +305,7 @@ def test_a_run_that_is_over_says_so(resumable):
 
 
 @pytest.mark.parametrize(
-  ("keys", "told"),
+  ("keys", "printed"),
   [
     ({"data_shuffle_seed": 5}, "  data_shuffle_seed is 0 in the checkpoint and 5 now\n"),
     ({"base_mlp_dim": 32}, "[2, 64, 32] in the checkpoint and float32[2, 32, 32] now\n"),
