@@ -83,8 +83,8 @@ def test_a_load_that_is_not_whole_is_refused():
   with pytest.raises(UserError) as caught:
     table.load_bounds(Fraction(1, 4))
   message = str(caught.value)
-  assert "expansion_factor_real_data=1/4 times global_batch_to_train=6 is 3/2 samples" in message
-  assert "such as 1/6 or 2" in message
+  assert "expansion_factor_real_data=1/4 × global_batch_to_train=6 is 3/2 samples" in message
+  assert "for example expansion_factor_real_data=1/6 or 2" in message
 
 
 def test_a_gap_between_steps_is_refused():
@@ -104,5 +104,5 @@ def test_steps_in_order_cover_the_rows():
 
 
 def test_the_row_plan_does_not_import_jax():
-  program = "import sys, maxbatch.data.row_plan; assert 'jax' not in sys.modules"
+  program = "import sys, maxbatch.batch.row_plan; assert 'jax' not in sys.modules"
   subprocess.run([sys.executable, "-c", program], check=True)
