@@ -30,7 +30,7 @@ def made(name: str, shape: TimetableShape, more: int = 0) -> tuple[Timetable, Ti
 
 
 class Replay:
-  """Runs the arrays on names in place of tensors, as the compiled program runs them."""
+  """Runs the arrays on names in chunk of tensors, as the compiled program runs them."""
 
   def __init__(self, name: str, shape: TimetableShape):
     self.shape, self.ticks = shape, made(name, shape)[1]
@@ -54,10 +54,12 @@ class Replay:
       self.sent.append(list(zip(made, back, strict=True)))
     return self.seen
 
-  def work(self, works: PassArrays, tick: int, stage: int) -> tuple[ModelChunk, int, int] | None:
+  def work(self, passes: PassArrays, tick: int, stage: int) -> tuple[ModelChunk, int, int] | None:
     at = tick, stage
-    place = ModelChunk(int(works.repeat[at]), stage)
-    return (place, int(works.microbatch[at]), int(works.slot[at])) if works.is_active[at] else None
+    chunk = ModelChunk(int(passes.repeat[at]), stage)
+    return (
+      (chunk, int(passes.microbatch[at]), int(passes.slot[at])) if passes.is_active[at] else None
+    )
 
   def forward(self, tick: int, stage: int) -> Any:
     assert (
@@ -66,11 +68,11 @@ class Replay:
     found = self.work(self.ticks.stages.forward, tick, stage)
     if found is None:
       return "garbage"
-    place, microbatch, slot = found
-    if self.shape.previous_chunk(place) is None:
+    chunk, microbatch, slot = found
+    if self.shape.previous_chunk(chunk) is None:
       assert self.ticks.all_stages.embedding[tick]
       self.inputs[stage][slot] = ("embedded", microbatch)
-    return ("output", place, self.inputs[stage][slot])
+    return ("output", chunk, self.inputs[stage][slot])
 
   def loss(self, tick: int, made: list[Any]) -> None:
     if self.ticks.all_stages.loss[tick]:
@@ -84,13 +86,13 @@ class Replay:
     if found is None:
       return "garbage"
     assert self.ticks.all_stages.backward[tick]
-    place, microbatch, slot = found
+    chunk, microbatch, slot = found
     given = self.gradients[stage][self.ticks.stages.gradient_slot[tick, stage]]
-    self.seen.append(((place, microbatch), (self.inputs[stage][slot], given)))
+    self.seen.append(((chunk, microbatch), (self.inputs[stage][slot], given)))
     assert (
-      self.ticks.all_stages.embedding_backward[tick] or self.shape.previous_chunk(place) is not None
+      self.ticks.all_stages.embedding_backward[tick] or self.shape.previous_chunk(chunk) is not None
     )
-    return ("gradient", place, given)
+    return ("gradient", chunk, given)
 
   def receive(self, tick: int, sent: list[tuple[Any, Any]]) -> None:
     stages, rows = self.shape.stages, self.ticks.stages
@@ -105,12 +107,12 @@ def test_every_backward_gets_its_own_input_and_gradient(name, shape):
   expected = {}
   for number in range(shape.microbatches):
     value, inputs = ("embedded", number), {}
-    for place in shape.model_chunks():
-      inputs[place], value = value, ("output", place, value)
+    for chunk in shape.model_chunks():
+      inputs[chunk], value = value, ("output", chunk, value)
     value = ("loss", number, value)
-    for place in reversed(list(shape.model_chunks())):
-      expected[place, number] = (inputs[place], value)
-      value = ("gradient", place, value)
+    for chunk in reversed(list(shape.model_chunks())):
+      expected[chunk, number] = (inputs[chunk], value)
+      value = ("gradient", chunk, value)
   seen = Replay(name, shape).run()
   assert len(seen) == len(expected)
   assert dict(seen) == expected

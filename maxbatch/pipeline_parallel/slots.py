@@ -22,8 +22,8 @@ Interval = tuple[int, int, Task]
 def assign_slots(table: Timetable) -> Timetable:
   """The same timetable with every slot assigned. The timetable must have no fault."""
   shape = table.shape
-  forward = {(place, entry.microbatch): tick for tick, place, entry in table.forwards()}
-  backward = {(place, entry.microbatch): tick for tick, place, entry in table.backwards()}
+  forward = {(chunk, entry.microbatch): tick for tick, chunk, entry in table.forwards()}
+  backward = {(chunk, entry.microbatch): tick for tick, chunk, entry in table.backwards()}
   inputs: list[list[Interval]] = [[] for _ in range(shape.stages)]
   gradients: list[list[Interval]] = [[] for _ in range(shape.stages)]
   for (chunk, microbatch), last in backward.items():

@@ -57,7 +57,7 @@ class TickArrays(NamedTuple):
 
 
 class TimetableArrays(NamedTuple):
-  """A timetable as arrays. Those of length above `num_ticks` are padded."""
+  """A timetable as arrays, which may be longer than `num_ticks`: the rest is padding."""
 
   num_ticks: Any
   """int32 scalar."""
@@ -133,9 +133,9 @@ def _set_pass(
 
 def _set_forwards(table: Timetable, arrays: StageArrays) -> None:
   shape = table.shape
-  input_slots = {(place, entry.microbatch): entry.slot for _, place, entry in table.forwards()}
+  input_slots = {(chunk, entry.microbatch): entry.slot for _, chunk, entry in table.forwards()}
   gradient_slots = {
-    (place, entry.microbatch): entry.gradient_slot for _, place, entry in table.backwards()
+    (chunk, entry.microbatch): entry.gradient_slot for _, chunk, entry in table.backwards()
   }
   for tick, chunk, entry in table.forwards():
     _set_pass(arrays.forward, tick, chunk, entry.microbatch, entry.slot)
@@ -150,7 +150,7 @@ def _set_forwards(table: Timetable, arrays: StageArrays) -> None:
 def _set_backwards(table: Timetable, arrays: StageArrays) -> None:
   shape = table.shape
   gradient_slots = {
-    (place, entry.microbatch): entry.gradient_slot for _, place, entry in table.backwards()
+    (chunk, entry.microbatch): entry.gradient_slot for _, chunk, entry in table.backwards()
   }
   for tick, chunk, entry in table.backwards():
     _set_pass(arrays.backward, tick, chunk, entry.microbatch, entry.slot)
