@@ -18,7 +18,7 @@ from maxbatch.noise.estimators import Moments
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.noise_groups import TYPES, moments_by_group, type_of
 from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.state import NoiseSums
+from maxbatch.training.state import Measures, NoiseSums
 from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
 
 T, ROWS, LAYERS = 16, 32, 2
@@ -43,8 +43,10 @@ def _quick_to_compile():
 def step(axes: tuple[int, int, int], k: int, **keys: object) -> tuple[Trainer, StepMetrics]:
   """What one step of `k` microbatches on data × fsdp × tensor devices reports."""
   settings = config(dropout_rate=0.1, opt_type="sgd", **keys)
-  model = build_model(settings.model, T)
-  trainer = Trainer(model, make_optimizer(settings.optimizer, model.axes(), 1), mesh(*axes), KEY)
+  model = build_model(settings.model, T, settings.noise.gns)
+  optimizer = make_optimizer(settings.optimizer, model.axes(), 1)
+  measures = Measures(settings.noise.gns_from_microbatches)
+  trainer = Trainer(model, optimizer, mesh(*axes), KEY, measures=measures)
   rows = in_microbatches(UNEVEN, k, k)
   rows = jax.device_put(rows, rows_shardings(rows, trainer.mesh))
   program = step_function(trainer, rows, streamed=False)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
-from maxbatch.models.probes import for_each_row, probe, product, wired
+from maxbatch.models.probes import Probe, for_each_row, probe, product, wired
 
 
 class Parameter(nnx.Param):
@@ -63,7 +63,7 @@ class Projection(nnx.Module):
     out_axes = axes[len(in_shape) :]
     self.bias = _constant(0.0, out_shape, out_axes, config) if bias else None
     self.in_shape, self.out_shape = in_shape, out_shape
-    self.probe = probe("kernel", "bias") if config.gns == "all" else None
+    self.probe: Probe | None = probe("kernel", "bias")
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """(B, T, *in_shape) → (B, T, *out_shape), in x's dtype."""
@@ -85,7 +85,7 @@ class Norm(nnx.Module):
     centred = config.normalization == "layernorm"
     self.scale = _constant(1.0, (width,), (axis,), config)
     self.bias = _constant(0.0, (width,), (axis,), config) if centred else None
-    self.probe = None if config.gns == "off" else probe("scale", "bias")
+    self.probe: Probe | None = probe("scale", "bias")
     self.epsilon = config.normalization_layer_epsilon
 
   @jax.named_scope("norm")

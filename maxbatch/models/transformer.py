@@ -72,11 +72,10 @@ class Transformer(nnx.Module):
     self.final_norm = Norm(config, D, "embed")
     tied = config.logits_via_embedding
     self.head = None if tied else parameter(rngs, std, (D, V), ("embed", "vocab"), dtype)
-    # A tied table is left out: the norm of a sum of two gradients is not to be had from theirs.
-    every = config.gns == "all"
-    self.embedding_probe = probe("embedding") if every and not tied else None
-    self.position_probe = probe("position_embedding") if every and learned else None
-    self.head_probe = probe("head") if every and not tied else None
+    # A tied table has no probe: the norm of a sum of two gradients does not follow from theirs.
+    self.embedding_probe = None if tied else probe("embedding")
+    self.position_probe = probe("position_embedding") if learned else None
+    self.head_probe = None if tied else probe("head")
     self.config = config
 
   def __call__(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:

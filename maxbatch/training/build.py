@@ -24,6 +24,7 @@ from maxbatch.models.registry import Model, build_model
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.stage_parts import in_parts
+from maxbatch.training.state import Measures
 from maxbatch.training.step import EvalStep, Step, Trainer, eval_function, step_function
 
 
@@ -39,7 +40,8 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
       f"the byte tokenizer; for example vocab_size={tokenizer.VOCAB_SIZE}"
     )
   length = config.batch.max_target_length
-  model = build_model(resolve_attention(config.model, length, devices[0]), length)
+  model_config = resolve_attention(config.model, length, devices[0])
+  model = build_model(model_config, length, config.noise.gns)
   every_k = _microbatches_per_update(config, plan)
   pipeline = None
   if config.pipeline.pipeline_schedule != "none":
@@ -52,6 +54,7 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
     # Another key than the weights', from the same seed.
     dropout_key=jax.random.fold_in(jax.random.key(config.model.init_weights_seed), 1),
     pipeline=pipeline,
+    measures=Measures(microbatch_squares=config.noise.gns_from_microbatches),
   )
 
 

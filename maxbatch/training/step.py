@@ -33,6 +33,8 @@ from maxbatch.training.optimizer import AverageState
 from maxbatch.training.pipelined_evaluation import pipelined_sums
 from maxbatch.training.pipelined_step import pipelined_gradients
 from maxbatch.training.state import (
+  NOTHING,
+  Measures,
   NoiseSums,
   Sums,
   TrainState,
@@ -77,15 +79,18 @@ class Trainer:
   mesh: Mesh
   dropout_key: jax.Array
   pipeline: Pipeline | None = None
+  measures: Measures = NOTHING
 
   @functools.cached_property
   def abstract(self) -> TrainState:
     """The state's shapes, dtypes and shardings."""
-    return abstract_state(self.model, self.optimizer, self.mesh)
+    return abstract_state(self.model, self.optimizer, self.mesh, self.measures)
 
   def init(self, seed: int) -> TrainState:
     """A fresh state, divided over the devices."""
-    return self._by_stage(init_state(self.model, self.optimizer, self.abstract, seed))
+    return self._by_stage(
+      init_state(self.model, self.optimizer, self.abstract, seed, self.measures)
+    )
 
   def control(self, num_microbatches: int) -> np.int32 | TimetableArrays:
     """What a fused step is told, to train on the first `passes` microbatches of its rows."""
@@ -136,7 +141,7 @@ def fused_step(
     mini_step=jnp.zeros((), jnp.int32),
     acc_grads=jax.tree.map(jnp.zeros_like, zeros),
   )
-  state = state._replace(opt_state=opt_state, sums=zero_sums(trainer.model))
+  state = state._replace(opt_state=opt_state, sums=zero_sums(trainer.model, trainer.measures))
   return _update(trainer, state, gradients, sums, last=jnp.array(True), rate=learning_rate)
 
 
@@ -155,7 +160,10 @@ def _summed(
   """Gradients of the microbatches of one dispatch, and their other sums in parts."""
   model, mesh, pipeline, key = trainer.model, trainer.mesh, trainer.pipeline, trainer.dropout_key
   if pipeline is None:
-    return summed_gradients(model, mesh, params, zeros, rows, jnp.asarray(control), key)
+    num_microbatches = jnp.asarray(control)
+    return summed_gradients(
+      model, mesh, params, zeros, rows, num_microbatches, key, trainer.measures
+    )
   ticks, capacity = jax.tree.map(jnp.asarray, control), buffer_capacity(pipeline)
   arguments = params, zeros, rows, ticks, capacity, key
   gradients, sums = pipelined_gradients(model, pipeline, mesh, *arguments)

@@ -30,7 +30,7 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
 from maxbatch.training.stage_parts import Leaves, ModelParts
 from maxbatch.training.stage_residuals import StageInput
 from maxbatch.training.stash import Arrays, Stash
-from maxbatch.training.state import Sums, zero_sums
+from maxbatch.training.state import NOTHING, Sums, zero_sums
 
 
 class StageState(NamedTuple):
@@ -100,7 +100,7 @@ class PipelineStage:
       sent=made if self.hop > 1 else (),
       d_layers=self._laid_out(zero_layers),
       d_rest=self._laid_out(zero_rest),
-      sums=zero_sums(self.parts.model),
+      sums=zero_sums(self.parts.model, NOTHING),
     )
     return lax.fori_loop(0, self.ticks.count, self._tick, held)
 
