@@ -45,7 +45,7 @@ def step(axes: tuple[int, int, int], k: int, **keys: object) -> tuple[Trainer, S
   settings = config(dropout_rate=0.1, opt_type="sgd", **keys)
   model = build_model(settings.model, T, settings.noise.gns)
   optimizer = make_optimizer(settings.optimizer, model.axes(), 1)
-  measures = Measures(settings.noise.gns_from_microbatches)
+  measures = Measures(microbatch_squares=settings.noise.gns_from_microbatches)
   trainer = Trainer(model, optimizer, mesh(*axes), KEY, measures=measures)
   rows = in_microbatches(UNEVEN, k, k)
   rows = jax.device_put(rows, rows_shardings(rows, trainer.mesh))
@@ -168,13 +168,14 @@ def test_norms_alone_have_groups_of_their_own():
 
 def test_one_microbatch_has_nothing_to_compare():
   one = np.float32(1.0)
-  reported = StepMetrics(one, one, one, NoiseSums(one, {}, one), {})  # pyright: ignore
+  reported = StepMetrics(one, one, one, {}, NoiseSums(one, {}, one), {})  # pyright: ignore
   ours = moments_by_group((), reported, every_layer=False, replicas=1, num_microbatches=1)
   assert ours == {"from_microbatches": None}
 
 
 def test_nothing_measured_is_no_group():
-  nothing = StepMetrics(*(np.float32(1.0) for _ in range(3)))  # pyright: ignore[reportArgumentType]
+  one = np.float32(1.0)
+  nothing = StepMetrics(one, one, one, {})  # pyright: ignore[reportArgumentType]
   assert moments_by_group((), nothing, every_layer=True, replicas=1, num_microbatches=1) == {}
 
 

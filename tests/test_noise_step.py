@@ -26,7 +26,7 @@ def lowered(axes: tuple[int, int, int], k: int, **keys: object):
   settings = config(dropout_rate=0.1, opt_type="sgd", **keys)
   model = build_model(settings.model, T, settings.noise.gns)
   optimizer = make_optimizer(settings.optimizer, model.axes(), 1)
-  measures = Measures(settings.noise.gns_from_microbatches)
+  measures = Measures(microbatch_squares=settings.noise.gns_from_microbatches)
   trainer = Trainer(model, optimizer, mesh(*axes), KEY, measures=measures)
   rows = in_microbatches(uneven_rows(ROWS, T), k, CAPACITY)
   rows = jax.device_put(rows, rows_shardings(rows, trainer.mesh))
@@ -88,7 +88,7 @@ def test_gradients_of_microbatches(axes, replicas):
 
 
 def test_nothing_is_reported_unless_asked():
-  assert metrics((1, 1, 1), 2)[3:] == (None, None)
+  assert metrics((1, 1, 1), 2)[3:] == ({}, None, None)
 
 
 def messages(axes: tuple[int, int, int], gns: str) -> dict[str, Counter[str]]:

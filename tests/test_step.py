@@ -23,7 +23,7 @@ def trainer(axes=(1, 1, 1), dispatches: int = 1, **keys: object) -> Trainer:
   settings = config(dropout_rate=0.1, **keys)
   model = build_model(settings.model, T, settings.noise.gns)
   optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches)
-  measures = Measures(settings.noise.gns_from_microbatches)
+  measures = Measures(microbatch_squares=settings.noise.gns_from_microbatches)
   return Trainer(model, optimizer, mesh(*axes), jax.random.key(7), measures=measures)
 
 

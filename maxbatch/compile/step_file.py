@@ -114,7 +114,7 @@ def _serves(key: str, file: Any, run: Any) -> bool:
 
 def _shown(value: Any) -> str:
   if isinstance(value, list):
-    return ", ".join(map(_shown, value))
+    return ", ".join(map(_shown, value)) or "none"
   return {"": "''", None: "none"}.get(value, str(value))
 
 

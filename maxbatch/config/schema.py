@@ -60,6 +60,7 @@ class RunConfig:
   total_tokens: PositiveOrUnset
   schedule_unit: Literal["steps", "samples", "tokens"]
   log_period: Positive
+  metrics: tuple[str, ...]
   eval_interval: PositiveOrUnset
   eval_samples: PositiveOrUnset
   generate_length: NonNegative

@@ -7,6 +7,7 @@ axes. A dimension that the devices do not divide evenly is kept whole on each of
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
 
 LogicalAxes = tuple[str | None, ...]
+Result = TypeVar("Result")
 
 LOGICAL_AXIS_RULES: dict[str | None, tuple[str, ...]] = {
   "batch": ("data", "fsdp"),
@@ -109,9 +111,10 @@ def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
 
 
 def over_rows(
-  function: Callable[..., jax.Array], stored: jax.Array, axes: LogicalAxes, *rows: jax.Array
-) -> jax.Array:
-  """`function(whole parameter, *rows)`, run by each device on its own rows (B, …) → (B, …).
+  function: Callable[..., Result], stored: jax.Array, axes: LogicalAxes, *rows: jax.Array
+) -> Result:
+  """`function(whole parameter, *rows)`, run by each device on its own rows: (B, …) → one or more
+  arrays (B, …).
 
   For what the compiler would divide otherwise: gathers, for which it sends rows between the devices
   that fsdp sets apart, and sums over tokens in a loop, which it completes in every turn. Here the
@@ -131,7 +134,7 @@ def over_rows(
     # Its gradient is summed as it enters, and XLA's CPU compiler aborts on such sums of bfloat16.
     stored = stored.astype(jnp.float32)
 
-  def local(part: jax.Array, *rows: jax.Array) -> jax.Array:
+  def local(part: jax.Array, *rows: jax.Array) -> Result:
     whole = _all_parts(part, place.index("fsdp")) if "fsdp" in place else part.astype(dtype)
     return function(whole, *rows)
 

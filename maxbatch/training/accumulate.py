@@ -18,7 +18,7 @@ from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import constrain, open_sizes
 from maxbatch.models.registry import Model, Parameters, by_path
 from maxbatch.training import partial_sums
-from maxbatch.training.loss import loss_parts
+from maxbatch.training.loss import LossSums, loss_parts
 from maxbatch.training.state import NOTHING, Measures, NoiseSums, Sums, zero_sums
 
 
@@ -86,20 +86,20 @@ def _local_sums(
   def laid_out(gradients: Parameters) -> Parameters:
     return by_path(lambda path, g: constrain(g, axes[path]), gradients)
 
-  def loss(params: Parameters, probes: Parameters, micro: Rows) -> tuple[jax.Array, jax.Array]:
-    loss_F = loss_parts(model, params, micro, dropout_key, probes)
-    return loss_F.sum(), loss_F
+  def loss(params: Parameters, probes: Parameters, micro: Rows) -> tuple[jax.Array, LossSums]:
+    found = loss_parts(model, params, micro, dropout_key, probes, measures.metrics)
+    return found.loss.sum(), found
 
   def add_microbatch(index: jax.Array, carry: tuple[Parameters, Sums]) -> tuple[Parameters, Sums]:
     gradients, sums = carry
     micro = jax.tree.map(lambda x: x[index], rows)
     differentiate = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    (_, loss_F), (new, squares) = differentiate(params, probes, micro)
+    (_, found), (new, squares) = differentiate(params, probes, micro)
     # Without the barrier XLA moves reductions over fsdp behind the loop, and the loop then carries
     # whole gradients on every device: for Llama-2-7B on 256 TPUs 2 of 5.7 GiB.
     new = jax.lax.optimization_barrier(new)
     gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, new)
-    seen = _seen(model, measures, micro, loss_F, new, squares)
+    seen = _seen(model, measures, micro, found, new, squares)
     return laid_out(gradients), jax.tree.map(jnp.add, sums, seen)
 
   nothing = laid_out(zeros), zero_sums(model, measures, (sizes["fsdp"], sizes["tensor"]))
@@ -113,21 +113,21 @@ def _seen(
   model: Model,
   measures: Measures,
   micro: Rows,
-  loss_F: jax.Array,
+  found: LossSums,
   gradients: Parameters,
   squares: Parameters,
 ) -> Sums:
   """What one microbatch adds to the sums, in parts."""
   tokens_B = micro.weights.sum(1)
-  loss, weight = partial_sums.of_rows(loss_F[:, None]), partial_sums.of_rows(tokens_B[:, None])
+  loss, metrics = jax.tree.map(lambda x_F: partial_sums.of_rows(x_F[:, None]), found)
+  weight = partial_sums.of_rows(tokens_B[:, None])
   if not measures.noise(model):
-    return Sums(loss, weight)
+    return Sums(loss, weight, metrics)
   rows = partial_sums.of_rows((tokens_B > 0).astype(jnp.float32)[:, None])
   of_microbatches = jnp.zeros_like(loss)
   if measures.microbatch_squares:
     axes = model.axes()
     whole = by_path(lambda path, g: partial_sums.of_squares(g, axes[path]), gradients)
     of_microbatches = functools.reduce(jnp.add, jax.tree.leaves(whole))
-  return Sums(
-    loss, weight, NoiseSums(rows, jax.tree.map(partial_sums.of_rows, squares), of_microbatches)
-  )
+  of_rows = jax.tree.map(partial_sums.of_rows, squares)
+  return Sums(loss, weight, metrics, NoiseSums(rows, of_rows, of_microbatches))

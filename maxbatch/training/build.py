@@ -22,6 +22,7 @@ from maxbatch.hardware.sharding import make_mesh, sharding, undivided
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, build_model
 from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.training.metrics import chosen_metrics
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.stage_parts import in_parts
 from maxbatch.training.state import Measures
@@ -54,7 +55,7 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
     # Another key than the weights', from the same seed.
     dropout_key=jax.random.fold_in(jax.random.key(config.model.init_weights_seed), 1),
     pipeline=pipeline,
-    measures=Measures(microbatch_squares=config.noise.gns_from_microbatches),
+    measures=Measures(chosen_metrics(config.run.metrics), config.noise.gns_from_microbatches),
   )
 
 

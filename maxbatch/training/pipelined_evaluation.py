@@ -21,6 +21,7 @@ from maxbatch.pipeline_parallel.evaluation import EvalMicrobatches, eval_microba
 from maxbatch.pipeline_parallel.forward_only import forward_ticks
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays
+from maxbatch.training.metrics import NO_METRICS, Metrics
 from maxbatch.training.pipelined_step import (
   BY_STAGE,
   ON_STAGE,
@@ -30,7 +31,7 @@ from maxbatch.training.pipelined_step import (
 )
 from maxbatch.training.stage_parts import Leaves, ModelParts, divided
 from maxbatch.training.stash import Inputs
-from maxbatch.training.state import Sums
+from maxbatch.training.state import Measures, Sums, zero_sums
 from maxbatch.training.tick import PipelineStage
 
 
@@ -51,8 +52,9 @@ class _ForwardStage(PipelineStage):
   def evaluate(self) -> Sums:
     """This stage's share of the sums."""
     one = jax.eval_shape(lambda: self._embedded(jnp.int32(0)))
-    blank_RTD, zero = jnp.zeros(one.shape, one.dtype), jnp.zeros((), jnp.float32)
-    nothing = _Passing(blank_RTD, blank_RTD if self.hop > 1 else None, Sums(zero, zero))
+    blank_RTD = jnp.zeros(one.shape, one.dtype)
+    sums = zero_sums(self.parts.model, Measures(self.parts.metrics))
+    nothing = _Passing(blank_RTD, blank_RTD if self.hop > 1 else None, sums)
     return lax.fori_loop(0, self.ticks.count, self._passed_on, nothing).sums
 
   def _passed_on(self, tick: jax.Array, before: _Passing) -> _Passing:
@@ -78,14 +80,19 @@ class _ForwardStage(PipelineStage):
   def _with_share(self, microbatch: jax.Array, y_RTD: jax.Array, sums: Sums) -> Sums:
     """With the loss of this stage's share of the last stage's output."""
     y_RCD, targets_RC, weights_RC = self._share(microbatch, y_RTD)
-    loss = self.parts.loss(self.layers, self.rest, y_RCD, targets_RC, weights_RC)
-    return Sums(sums.loss + loss, sums.weight + weights_RC.sum())
+    found = self.parts.loss(self.layers, self.rest, y_RCD, targets_RC, weights_RC)
+    return sums.add(found, weights_RC.sum())
 
 
 def pipelined_sums(
-  model: Model, pipeline: Pipeline, mesh: Mesh, params: Parameters, rows: Rows
+  model: Model,
+  pipeline: Pipeline,
+  mesh: Mesh,
+  params: Parameters,
+  rows: Rows,
+  metrics: Metrics = NO_METRICS,
 ) -> Sums:
-  """Loss, without dropout and z-loss, and weight, summed over all tokens.
+  """Loss, without dropout and z-loss, weight and metrics, summed over all tokens.
 
   Args:
     model: the model.
@@ -93,12 +100,13 @@ def pipelined_sums(
     mesh: the devices.
     params: the parameters, the layers in the order of the stages.
     rows: any batch (B, T) with B divided over the data and fsdp axes.
+    metrics: those whose sums are formed.
   """
   num_pipeline_microbatches = eval_microbatches(
     pipeline, rows.inputs.shape[0] // mesh.shape["data"] // mesh.shape["fsdp"]
   )
   local = functools.partial(
-    _local_sums, ModelParts(model, None), pipeline, num_pipeline_microbatches
+    _local_sums, ModelParts(model, None, metrics), pipeline, num_pipeline_microbatches
   )
   return jax.shard_map(
     local,

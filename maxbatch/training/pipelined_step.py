@@ -21,6 +21,7 @@ from maxbatch.models.registry import Model, Parameters
 from maxbatch.pipeline_parallel.schedule import BufferLimits
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays
+from maxbatch.training.metrics import NO_METRICS, Metrics
 from maxbatch.training.stage_parts import Leaves, ModelParts, divided, joined
 from maxbatch.training.stage_residuals import StageInput
 from maxbatch.training.stash import Stash, make_stash
@@ -44,6 +45,7 @@ def pipelined_gradients(
   ticks: TimetableArrays,
   capacity: BufferLimits,
   dropout_key: jax.Array,
+  metrics: Metrics = NO_METRICS,
 ) -> tuple[Parameters, Sums]:
   """Gradients and loss, summed over all tokens of the timetable's microbatches.
 
@@ -58,11 +60,13 @@ def pipelined_gradients(
     ticks: the timetable.
     room: the slots of its buffers.
     dropout_key: the run's dropout key.
+    metrics: those whose sums are formed.
 
   Returns:
-    Gradients in float32, laid out like the parameters, and the sums of loss and weight.
+    Gradients in float32, laid out like the parameters, and the sums of loss, weight and metrics.
   """
-  local = functools.partial(_local_gradients, ModelParts(model, dropout_key), pipeline, capacity)
+  parts = ModelParts(model, dropout_key, metrics)
+  local = functools.partial(_local_gradients, parts, pipeline, capacity)
   d_layers, d_rest, sums = jax.shard_map(
     local,
     mesh=mesh,

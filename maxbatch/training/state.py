@@ -10,6 +10,8 @@ from jax.sharding import Mesh
 
 from maxbatch.hardware.sharding import replicated, sharding
 from maxbatch.models.registry import Model, Parameters
+from maxbatch.training.loss import LossSums
+from maxbatch.training.metrics import NO_METRICS, Metrics, TokenSums, zero_token_sums
 from maxbatch.training.optimizer import init_in_float32
 
 
@@ -29,8 +31,14 @@ class Sums(NamedTuple):
 
   loss: jax.Array
   weight: jax.Array
+  metrics: TokenSums
   noise: NoiseSums | None = None
   """None where nothing is measured."""
+
+  def add(self, found: LossSums, weight: jax.Array) -> "Sums":
+    """With the sums of more tokens, whose weight is `weight`."""
+    metrics = jax.tree.map(jnp.add, self.metrics, found.metrics)
+    return self._replace(loss=self.loss + found.loss, weight=self.weight + weight, metrics=metrics)
 
 
 class TrainState(NamedTuple):
@@ -45,6 +53,7 @@ class TrainState(NamedTuple):
 class Measures:
   """What a step measures beside loss and weight, and beside the probes of its model."""
 
+  metrics: Metrics = NO_METRICS
   microbatch_squares: bool = False
   """Whether the gradient of each microbatch is squared, for the noise scale."""
 
@@ -59,7 +68,8 @@ NOTHING = Measures()
 def zero_sums(model: Model, measures: Measures, parts: tuple[int, ...] = ()) -> Sums:
   """The sums before the first microbatch; `parts` are trailing dims of every leaf."""
   zero = jnp.zeros(parts, jnp.float32)
-  return Sums(zero, zero, zero_noise(model, parts) if measures.noise(model) else None)
+  noise = zero_noise(model, parts) if measures.noise(model) else None
+  return Sums(zero, zero, zero_token_sums(measures.metrics, parts), noise)
 
 
 def zero_noise(model: Model, parts: tuple[int, ...] = ()) -> NoiseSums:

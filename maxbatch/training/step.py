@@ -28,7 +28,8 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
 from maxbatch.training import partial_sums
 from maxbatch.training.accumulate import summed_gradients
 from maxbatch.training.layer_order import by_layer, by_stage
-from maxbatch.training.loss import loss_sum
+from maxbatch.training.loss import loss_parts
+from maxbatch.training.metrics import Update, token_values, update_values
 from maxbatch.training.optimizer import AverageState
 from maxbatch.training.pipelined_evaluation import pipelined_sums
 from maxbatch.training.pipelined_step import pipelined_gradients
@@ -56,16 +57,19 @@ class StepMetrics(NamedTuple):
   """float32: global norm of the mean gradient, before clipping."""
   weight: jax.Array
   """float32: tokens that counted."""
+  metrics: dict[str, jax.Array]
+  """float32: the metrics that the run lists, by name (training/metrics.py)."""
   noise: NoiseSums | None = None
-  """What the rows' and passes' gradients measured; None where nothing is measured."""
+  """What the noise scale is estimated from; None where it is not measured."""
   of_step: Parameters | None = None
   """float32[L or none]: for each probe, ‖gradient of the step's summed loss‖²."""
 
 
 Step = Callable[..., tuple[TrainState, StepMetrics]]
-"""(state, rows, told, learning_rate) → (state, metrics); the given state is consumed.
+"""(state, rows, control, learning_rate) → (state, metrics); the given state is donated.
 
-What the step is told: fused, `Trainer.told` of its passes; streamed, whether this is its last.
+`control` is, fused, `Trainer.control` of the number of microbatches; streamed, whether this
+microbatch is the last of its step.
 """
 EvalStep = Callable[[Parameters, Rows], Sums]
 
@@ -93,7 +97,7 @@ class Trainer:
     )
 
   def control(self, num_microbatches: int) -> np.int32 | TimetableArrays:
-    """What a fused step is told, to train on the first `passes` microbatches of its rows."""
+    """The argument of a fused step that trains on the first `num_microbatches` of its rows."""
     return (
       np.int32(num_microbatches)
       if self.pipeline is None
@@ -130,11 +134,11 @@ def fused_step(
     trainer: model, optimizer and mesh.
     state: the state before.
     rows: microbatches (k, B, T), of which the first are trained on.
-    told: how many, as `Trainer.told` puts it.
+    control: `Trainer.control` of their number.
     learning_rate: float32 scalar.
   """
   # Between steps MultiSteps' accumulators are zeros: the sums are formed in them, and MultiSteps
-  # is then told of zeros outright, so that the compiler drops its own addition.
+  # is given constant zeros, so that the compiler drops its own addition.
   zeros = state.opt_state.acc_grads
   gradients, sums = _summed(trainer, state.params, zeros, rows, control)
   opt_state = state.opt_state._replace(
@@ -165,7 +169,7 @@ def _summed(
       model, mesh, params, zeros, rows, num_microbatches, key, trainer.measures
     )
   ticks, capacity = jax.tree.map(jnp.asarray, control), buffer_capacity(pipeline)
-  arguments = params, zeros, rows, ticks, capacity, key
+  arguments = params, zeros, rows, ticks, capacity, key, trainer.measures.metrics
   gradients, sums = pipelined_gradients(model, pipeline, mesh, *arguments)
   return gradients, jax.tree.map(partial_sums.of_one, sums)
 
@@ -188,11 +192,15 @@ def _update(
     gradients, state.opt_state, state.params, weight=sums.weight, learning_rate=rate, last=last
   )
   params = cast(Parameters, optax.apply_updates(state.params, updates))
-  average = _average_state(opt_state)
+  loss, grad_norm = sums.loss / jnp.maximum(sums.weight, 1.0), _average_state(opt_state).grad_norm
+  mean = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1.0), summed)
+  update = Update(params, cast(Parameters, updates), mean, loss, grad_norm, sums.weight, rate)
   metrics = StepMetrics(
-    loss=sums.loss / jnp.maximum(sums.weight, 1.0),
-    grad_norm=average.grad_norm,
+    loss=loss,
+    grad_norm=grad_norm,
     weight=sums.weight,
+    metrics=token_values(sums.metrics, sums.weight)
+    | update_values(trainer.measures.metrics, update),
     noise=sums.noise,
     of_step=of_step if sums.noise else None,
   )
@@ -253,13 +261,17 @@ def rows_shardings(rows: Rows, mesh: Mesh) -> Rows:
 
 
 def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
-  """Loss and weight of a batch (B, T), without dropout, as a jitted function."""
+  """Loss, weight and metrics of a batch (B, T), without dropout, as a jitted function."""
+
+  metrics = trainer.measures.metrics
 
   def evaluate(params: Parameters, rows: Rows) -> Sums:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
       if trainer.pipeline is not None:
-        return pipelined_sums(trainer.model, trainer.pipeline, trainer.mesh, params, rows)
-      return Sums(loss_sum(trainer.model, params, rows, None), rows.weights.sum())
+        return pipelined_sums(trainer.model, trainer.pipeline, trainer.mesh, params, rows, metrics)
+      parts = loss_parts(trainer.model, params, rows, None, metrics=metrics)
+      loss, of_tokens = jax.tree.map(jnp.sum, parts)
+      return Sums(loss, rows.weights.sum(), of_tokens)
 
   places = shardings(trainer.abstract.params)
   return jax.jit(

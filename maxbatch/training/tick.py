@@ -27,10 +27,11 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
   TimetableArrays,
   WorkArrays,
 )
+from maxbatch.training.loss import LossSums
 from maxbatch.training.stage_parts import Leaves, ModelParts
 from maxbatch.training.stage_residuals import StageInput
 from maxbatch.training.stash import Arrays, Stash
-from maxbatch.training.state import NOTHING, Sums, zero_sums
+from maxbatch.training.state import Measures, Sums, zero_sums
 
 
 class StageState(NamedTuple):
@@ -100,7 +101,7 @@ class PipelineStage:
       sent=made if self.hop > 1 else (),
       d_layers=self._laid_out(zero_layers),
       d_rest=self._laid_out(zero_rest),
-      sums=zero_sums(self.parts.model, NOTHING),
+      sums=zero_sums(self.parts.model, Measures(self.parts.metrics)),
     )
     return lax.fori_loop(0, self.ticks.count, self._tick, held)
 
@@ -175,14 +176,14 @@ class PipelineStage:
     """Loss and gradient of the last stage's output, every stage taking a share of the tokens."""
     y_RCD, targets_RC, weights_RC = self._share(microbatch, y_RTD)
 
-    def loss(some: Leaves, y_RCD: jax.Array) -> jax.Array:
-      return self.parts.loss(self.layers, self.rest | some, y_RCD, targets_RC, weights_RC)
+    def loss(some: Leaves, y_RCD: jax.Array) -> tuple[jax.Array, LossSums]:
+      found = self.parts.loss(self.layers, self.rest | some, y_RCD, targets_RC, weights_RC)
+      return found.loss, found
 
-    some = _needed(lambda rest: loss(rest, y_RCD), self.rest)
-    total, (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1))(some, y_RCD)
+    some = _needed(lambda rest: loss(rest, y_RCD)[0], self.rest)
+    (_, found), (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1), has_aux=True)(some, y_RCD)
     d_y_RTD = lax.all_gather(d_y_RCD, "stage", axis=1, tiled=True)[:, : y_RTD.shape[1]]
-    sums = Sums(sums.loss + total, sums.weight + weights_RC.sum())
-    return self._added(d_rest, new), sums, d_y_RTD
+    return self._added(d_rest, new), sums.add(found, weights_RC.sum()), d_y_RTD
 
   def _share(
     self, microbatch: jax.Array, y_RTD: jax.Array
@@ -298,9 +299,10 @@ class PipelineStage:
     if isinstance(result, ForwardResult):
       x_RTD, y_RTD = self._placed(result.x_RTD), self._placed(result.y_RTD)
       return ForwardResult(x_RTD, y_RTD, self._kept_placed(result.kept))
+    if isinstance(result, Sums):
+      return jax.tree.map(lambda x: constrain(x, ()), result)
     if isinstance(result, tuple):
-      parts = [self._placed(each) for each in result]
-      return Sums(*parts) if isinstance(result, Sums) else tuple(parts)
+      return tuple(self._placed(each) for each in result)
     return constrain(result, ("batch", "length", "activation_embed") if result.ndim else ())
 
   def _nothing_kept(self, *slots: int) -> Arrays:
