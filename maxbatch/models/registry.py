@@ -1,7 +1,9 @@
 """Models by name (`decoder_block`), and a model as a pure function of its parameters.
 
 To add a model: write a module in this folder whose class has the methods of `LanguageModel`, and
-register it in MODELS.
+register it in MODELS. For the noise scale its modules offer probes (models/probes.py) in attributes
+of theirs, whether or not anything is measured: `build_model` keeps those that are asked for and
+sets the others to None.
 """
 
 import dataclasses
@@ -40,7 +42,7 @@ class LanguageModel(Protocol):
 
 @runtime_checkable
 class MeasuredModel(LanguageModel, Protocol):
-  """What a model offers besides, if its output matrix is to be measured for the noise scale."""
+  """What a model offers in addition for its output matrix to be measured for the noise scale."""
 
   def output_probe(self) -> jax.Array | None:
     """The probe (B, S) of that matrix, see models/probes.py; None: it is not measured."""

@@ -19,7 +19,7 @@ from maxbatch.hardware.sharding import constrain, over_rows
 from maxbatch.models.attention import Attention, AttentionContext, attention_context
 from maxbatch.models.dropout import dropout, fold
 from maxbatch.models.layers import FeedForward, Norm, parameter
-from maxbatch.models.probes import for_each_row, looked_up, probe, wired
+from maxbatch.models.probes import for_each_row, looked_up, probe, probe_values
 
 _EMBEDDING_STD = 0.02
 
@@ -105,7 +105,7 @@ class Transformer(nnx.Module):
     dtype = self.config.dtype
     table_VD = self.embedding[...].astype(dtype)
     x_BTD = over_rows(_look_up, table_VD, self.embedding.axes, rows.inputs)
-    probe_BS = wired(self.embedding_probe)
+    probe_BS = probe_values(self.embedding_probe)
     if probe_BS is not None:
       x_BTD = looked_up(x_BTD, rows.inputs, probe_BS)
     if self.position_embedding is not None:
@@ -116,7 +116,7 @@ class Transformer(nnx.Module):
     """Learned positions as vectors (B or 1, T, D)."""
     assert self.position_embedding is not None
     table_TD, T = self.position_embedding.ready(self.config.dtype), rows.inputs.shape[1]
-    probe_BS = wired(self.position_probe)
+    probe_BS = probe_values(self.position_probe)
     if rows.positions is not None:
       vectors_BTD = table_TD[rows.positions]
       return vectors_BTD if probe_BS is None else looked_up(vectors_BTD, rows.positions, probe_BS)
@@ -132,7 +132,7 @@ class Transformer(nnx.Module):
 
   def output_probe(self) -> jax.Array | None:
     """The probe of that matrix (models/probes.py); None where nothing is measured."""
-    return wired(self.head_probe)
+    return probe_values(self.head_probe)
 
 
 def _look_up(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
