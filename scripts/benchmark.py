@@ -162,7 +162,7 @@ def loop_runner(bench: Bench) -> Callable[[int], float]:
           programs=programs,
           streamed=False,
           trainer=trainer,
-          eval_step=lambda params, rows: Sums(jnp.zeros(()), jnp.zeros(())),
+          eval_step=lambda params, rows: Sums(jnp.zeros(()), jnp.zeros(()), {}),
           train_rows=build.train_rows(config, trainer, dataset),
           eval_rows=None,
           checkpointer=None,

@@ -27,9 +27,8 @@ from maxbatch.experiments.origin import Checkpoint
 from maxbatch.experiments.running import Experiment, at_checkpoint, branch_config
 from maxbatch.modes import resolve
 from maxbatch.modes.run import run
-from maxbatch.noise.requirements import check_noise
+from maxbatch.noise.requirements import check_noise, measures_noise
 from maxbatch.run_folder.metrics import read_metrics
-from maxbatch.training.state import measures_noise
 from maxbatch.tuning.pipeline_ranking import CompiledChoice
 
 START, TOKENS = 4, 16 * 8 * 16
@@ -590,7 +589,7 @@ def test_a_branch_s_batch_and_rate_are_the_same_throughout_whatever_the_run_s_we
   assert {rate(Position(step, 16 + 32 * (step - 1))) for step in range(1, 41)} == {1.0}
   assert plan.end() == Position(41, 16 + 40 * 32)
   assert (found.run.eval_interval, found.run.generate_length) == (-1, 0)
-  assert not measures_noise(found.model)
+  assert not measures_noise(found.noise)
   check_noise(found, plan)
 
 

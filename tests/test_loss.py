@@ -54,7 +54,7 @@ def tiled(x: Inputs, tiles: int, z_weight: float = 0.0) -> Result:
   def total(hidden_BTD: jax.Array, matrix_DV: jax.Array) -> jax.Array:
     return cross_entropy_parts(
       hidden_BTD, matrix_DV, x.targets_BT, x.weights_BT, tiles, z_weight
-    ).sum()
+    ).loss.sum()
 
   scaled = jax.value_and_grad(lambda *arrays: 3 * total(*arrays), (0, 1))
   loss, gradients = jax.jit(scaled)(*x[:2])

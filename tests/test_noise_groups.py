@@ -18,7 +18,7 @@ from maxbatch.noise.estimators import Moments
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.noise_groups import TYPES, moments_by_group, type_of
 from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.state import NoiseSums
+from maxbatch.training.state import Measures, NoiseSums
 from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
 
 T, ROWS, LAYERS = 16, 32, 2
@@ -43,8 +43,10 @@ def _quick_to_compile():
 def step(axes: tuple[int, int, int], k: int, **keys: object) -> tuple[Trainer, StepMetrics]:
   """What one step of `k` microbatches on data × fsdp × tensor devices reports."""
   settings = config(dropout_rate=0.1, opt_type="sgd", **keys)
-  model = build_model(settings.model, T)
-  trainer = Trainer(model, make_optimizer(settings.optimizer, model.axes(), 1), mesh(*axes), KEY)
+  model = build_model(settings.model, T, settings.noise.gns)
+  optimizer = make_optimizer(settings.optimizer, model.axes(), 1)
+  measures = Measures(microbatch_squares=settings.noise.gns_from_microbatches)
+  trainer = Trainer(model, optimizer, mesh(*axes), KEY, measures=measures)
   rows = in_microbatches(UNEVEN, k, k)
   rows = jax.device_put(rows, rows_shardings(rows, trainer.mesh))
   program = step_function(trainer, rows, streamed=False)
@@ -166,13 +168,14 @@ def test_norms_alone_have_groups_of_their_own():
 
 def test_one_microbatch_has_nothing_to_compare():
   one = np.float32(1.0)
-  reported = StepMetrics(one, one, one, NoiseSums(one, {}, one), {})  # pyright: ignore
+  reported = StepMetrics(one, one, one, {}, NoiseSums(one, {}, one), {})  # pyright: ignore
   ours = moments_by_group((), reported, every_layer=False, replicas=1, num_microbatches=1)
   assert ours == {"from_microbatches": None}
 
 
 def test_nothing_measured_is_no_group():
-  nothing = StepMetrics(*(np.float32(1.0) for _ in range(3)))  # pyright: ignore[reportArgumentType]
+  one = np.float32(1.0)
+  nothing = StepMetrics(one, one, one, {})  # pyright: ignore[reportArgumentType]
   assert moments_by_group((), nothing, every_layer=True, replicas=1, num_microbatches=1) == {}
 
 

@@ -12,6 +12,7 @@ from support import collectives, config, in_microbatches, mesh, program_text, un
 from maxbatch.models.registry import build_model
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.optimizer import make_optimizer
+from maxbatch.training.state import Measures
 from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
 
 T, ROWS, CAPACITY = 16, 32, 8
@@ -23,9 +24,10 @@ SPLITS = [((2, 1, 1), 2), ((1, 4, 1), 1), ((2, 2, 2), 4)]
 def lowered(axes: tuple[int, int, int], k: int, **keys: object):
   """The step's program, its trainer, and its rows."""
   settings = config(dropout_rate=0.1, opt_type="sgd", **keys)
-  model = build_model(settings.model, T)
+  model = build_model(settings.model, T, settings.noise.gns)
   optimizer = make_optimizer(settings.optimizer, model.axes(), 1)
-  trainer = Trainer(model, optimizer, mesh(*axes), KEY)
+  measures = Measures(microbatch_squares=settings.noise.gns_from_microbatches)
+  trainer = Trainer(model, optimizer, mesh(*axes), KEY, measures=measures)
   rows = in_microbatches(uneven_rows(ROWS, T), k, CAPACITY)
   rows = jax.device_put(rows, rows_shardings(rows, trainer.mesh))
   function = step_function(trainer, rows, streamed=False)
@@ -81,12 +83,12 @@ def test_gradients_of_microbatches(axes, replicas):
     rows = jax.tree.map(lambda x, at=index: x[at], micro)
     total += float(optax.tree.norm(gradient(params, rows))) ** 2
   assert ours.noise
-  assert float(ours.noise.of_passes) == pytest.approx(total, rel=1e-5)
+  assert float(ours.noise.of_microbatches) == pytest.approx(total, rel=1e-5)
   assert not ours.noise.of_rows
 
 
 def test_nothing_is_reported_unless_asked():
-  assert metrics((1, 1, 1), 2)[3:] == (None, None)
+  assert metrics((1, 1, 1), 2)[3:] == ({}, None, None)
 
 
 def messages(axes: tuple[int, int, int], gns: str) -> dict[str, Counter[str]]:

@@ -38,7 +38,7 @@ def measured(model: Model, parameters: Parameters, rows: Rows) -> tuple[Paramete
   @jax.jit
   def both(parameters, probes, rows):
     def loss(parameters, probes):
-      return loss_parts(model, parameters, rows, KEY, probes).sum()
+      return loss_parts(model, parameters, rows, KEY, probes).loss.sum()
 
     return jax.grad(loss, argnums=(0, 1))(parameters, probes)
 

@@ -13,7 +13,7 @@ from maxbatch.batch.topology import topology
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import build_model
 from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.state import TrainState
+from maxbatch.training.state import Measures, TrainState
 from maxbatch.training.step import Trainer, eval_function, rows_shardings, step_function
 
 T, ROWS, CAPACITY = 16, 32, 16
@@ -21,9 +21,10 @@ T, ROWS, CAPACITY = 16, 32, 16
 
 def trainer(axes=(1, 1, 1), dispatches: int = 1, **keys: object) -> Trainer:
   settings = config(dropout_rate=0.1, **keys)
-  model = build_model(settings.model, T)
+  model = build_model(settings.model, T, settings.noise.gns)
   optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches)
-  return Trainer(model, optimizer, mesh(*axes), jax.random.key(7))
+  measures = Measures(microbatch_squares=settings.noise.gns_from_microbatches)
+  return Trainer(model, optimizer, mesh(*axes), jax.random.key(7), measures=measures)
 
 
 def fresh(parts: Trainer) -> TrainState:

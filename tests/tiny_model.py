@@ -1,11 +1,13 @@
 """A model of a few hundred weights, and rows to feed it, for tests of the model and the loss."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.config.load import load_config
-from maxbatch.config.schema import ModelConfig
+from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters, build_model
 
@@ -33,12 +35,17 @@ GPT2_LIKE = (
 
 def tiny_config(*overrides: str) -> ModelConfig:
   """The model section of base.yml with tiny sizes and `overrides`."""
-  return load_config(["config=base", *_SIZES, *overrides]).model
+  return _load(overrides).model
+
+
+def _load(overrides: Sequence[str]) -> Config:
+  return load_config(["config=base", *_SIZES, *overrides])
 
 
 def tiny_model(*overrides: str, length: int = 12) -> Model:
   """A tiny Llama-like model for rows of `length` tokens."""
-  return build_model(tiny_config(*overrides), length)
+  config = _load(overrides)
+  return build_model(config.model, length, config.noise.gns)
 
 
 def loud_parameters(model: Model) -> Parameters:

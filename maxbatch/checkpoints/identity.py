@@ -6,7 +6,6 @@ from maxbatch.config.schema import Config
 
 _FREE_MODEL_KEYS = frozenset(
   {"model_name", "attention", "scan_layers", "remat_policy", "num_vocab_tiling", "dtype"}
-  | {"gns", "gns_from_microbatches"}
 )
 """How the model is computed or called; it is the same model either way."""
 

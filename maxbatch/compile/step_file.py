@@ -131,7 +131,7 @@ def _differing(file: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
 
 def _shown(value: Any) -> str:
   if isinstance(value, list):
-    return ", ".join(map(_shown, value))
+    return ", ".join(map(_shown, value)) or "none"
   return {"": "''", None: "none"}.get(value, str(value))
 
 

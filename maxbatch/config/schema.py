@@ -61,6 +61,7 @@ class RunConfig:
   total_tokens: PositiveOrUnset
   schedule_unit: Literal["steps", "samples", "tokens"]
   log_period: Positive
+  metrics: tuple[str, ...]
   eval_interval: PositiveOrUnset
   eval_samples: PositiveOrUnset
   generate_length: NonNegative
@@ -170,14 +171,14 @@ class ModelConfig:
   remat_policy: Literal["none", "minimal", "full", "explore"]
   num_vocab_tiling: NonNegative
   z_loss_multiplier: NonNegativeFloat
-  gns: Literal["off", "norm", "all"]
-  gns_from_microbatches: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class NoiseConfig:
-  """How the gradient noise scale is estimated and told, and how it may steer the batch."""
+  """How the gradient noise scale is measured and reported, and how it may steer the batch."""
 
+  gns: Literal["off", "norm", "all"]
+  gns_from_microbatches: bool
   gns_window_steps: Annotated[int, Range(low=8)]
   gns_calibrate_every: NonNegative
   gns_report_every: NonNegative

@@ -141,8 +141,9 @@ def branch_config(experiment: Experiment, branch: Branch) -> Config:
       checkpoint_keep_period=-1,
     ),
     compile=dataclasses.replace(config.compile, save_compiled_step="", compiled_step=""),
-    model=dataclasses.replace(config.model, gns="off", gns_from_microbatches=False),
-    noise=dataclasses.replace(config.noise, gns_dry_run=False),
+    noise=dataclasses.replace(
+      config.noise, gns="off", gns_from_microbatches=False, gns_dry_run=False
+    ),
   )
 
 

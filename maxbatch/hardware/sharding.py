@@ -6,6 +6,7 @@ A dimension that the devices do not divide evenly is replicated, and reported.
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
 
 LogicalAxes = tuple[str | None, ...]
+Result = TypeVar("Result")
 
 LOGICAL_AXIS_RULES: dict[str | None, tuple[str, ...]] = {
   "batch": ("data", "fsdp"),
@@ -108,9 +110,10 @@ def constrain(x: jax.Array, axes: LogicalAxes) -> jax.Array:
 
 
 def over_rows(
-  function: Callable[..., jax.Array], stored: jax.Array, axes: LogicalAxes, *rows: jax.Array
-) -> jax.Array:
-  """`function(whole parameter, *rows)`, run by each device on its own rows (B, …) → (B, …).
+  function: Callable[..., Result], stored: jax.Array, axes: LogicalAxes, *rows: jax.Array
+) -> Result:
+  """`function(whole parameter, *rows)`, run by each device on its own rows: (B, …) → one or more
+  arrays (B, …).
 
   For code that the compiler would shard badly over fsdp: gathers, for which it moves rows between
   devices, and sums over tokens in a loop, which it all-reduces in every iteration. Here the
@@ -130,7 +133,7 @@ def over_rows(
     # XLA's CPU compiler aborts on the all-reduce of its gradient in bfloat16.
     stored = stored.astype(jnp.float32)
 
-  def local(part: jax.Array, *rows: jax.Array) -> jax.Array:
+  def local(part: jax.Array, *rows: jax.Array) -> Result:
     whole = _all_parts(part, place.index("fsdp")) if "fsdp" in place else part.astype(dtype)
     return function(whole, *rows)
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
-from maxbatch.models.probes import for_each_row, probe, product, wired
+from maxbatch.models.probes import Probe, for_each_row, probe, probe_values, product
 
 
 class Parameter(nnx.Param):
@@ -63,13 +63,13 @@ class Projection(nnx.Module):
     out_axes = axes[len(in_shape) :]
     self.bias = _constant(0.0, out_shape, out_axes, config) if bias else None
     self.in_shape, self.out_shape = in_shape, out_shape
-    self.probe = probe("kernel", "bias") if config.gns == "all" else None
+    self.probe: Probe | None = probe("kernel", "bias")
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """(B, T, *in_shape) → (B, T, *out_shape), in x's dtype."""
     batch_dims = x.shape[: x.ndim - len(self.in_shape)]
     matrix = self.kernel.ready(x.dtype).reshape(math.prod(self.in_shape), -1)
-    rows, probe = x.reshape(*batch_dims, matrix.shape[0]), wired(self.probe)
+    rows, probe = x.reshape(*batch_dims, matrix.shape[0]), probe_values(self.probe)
     if probe is None:
       y = rows.reshape(-1, matrix.shape[0]) @ matrix
     else:
@@ -85,13 +85,13 @@ class Norm(nnx.Module):
     centred = config.normalization == "layernorm"
     self.scale = _constant(1.0, (width,), (axis,), config)
     self.bias = _constant(0.0, (width,), (axis,), config) if centred else None
-    self.probe = None if config.gns == "off" else probe("scale", "bias")
+    self.probe: Probe | None = probe("scale", "bias")
     self.epsilon = config.normalization_layer_epsilon
 
   @jax.named_scope("norm")
   def __call__(self, x: jax.Array) -> jax.Array:
     """Same shape and dtype as x."""
-    y, probe = x.astype(jnp.float32), wired(self.probe)
+    y, probe = x.astype(jnp.float32), probe_values(self.probe)
     if self.bias is not None:
       y = y - y.mean(-1, keepdims=True)
     y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + self.epsilon)

@@ -39,8 +39,8 @@ def probe(*names: str) -> Probe:
   return Probe(jnp.zeros(()), of=names)
 
 
-def wired(probe: Probe | None) -> jax.Array | None:
-  """The zeros (B, S) to be differentiated by; None where nothing is measured."""
+def probe_values(probe: Probe | None) -> jax.Array | None:
+  """The zeros (B, S) by which the loss is differentiated; None where nothing is measured."""
   return None if probe is None or probe[...].ndim < 2 else probe[...]
 
 

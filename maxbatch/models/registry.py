@@ -1,12 +1,14 @@
 """Models by name (`decoder_block`), and a model as a pure function of its parameters.
 
 To add a model: write a class with the methods of `LanguageModel`, and register it in MODELS, or name
-it as `decoder_block=module:Class` (docs/extending.md).
+it as `decoder_block=module:Class` (docs/extending.md). For the noise scale its modules offer probes
+(models/probes.py) as attributes, whether or not anything is measured: `build_model` keeps those that
+are asked for and sets the others to None.
 """
 
 import dataclasses
 from collections.abc import Callable, Container, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +19,13 @@ from maxbatch.config.schema import ModelConfig
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.models import transformer
-from maxbatch.models.layers import Parameter
+from maxbatch.models.layers import Norm, Parameter
 from maxbatch.models.probes import Probe
 
 Parameters = dict[str, Any]
 """Nested dicts of arrays, by module and parameter name."""
+Probes = Literal["off", "norm", "all"]
+"""The probes of a model that are kept: none, those of its layers.Norm modules, all."""
 
 
 class LanguageModel(Protocol):
@@ -38,7 +42,7 @@ class LanguageModel(Protocol):
 
 @runtime_checkable
 class MeasuredModel(LanguageModel, Protocol):
-  """What a model offers besides, if its output matrix is to be measured for the noise scale."""
+  """What a model offers in addition for its output matrix to be measured for the noise scale."""
 
   def output_probe(self) -> jax.Array | None:
     """The probe (B, S) of that matrix, see models/probes.py; None: it is not measured."""
@@ -99,6 +103,11 @@ class Model:
   abstract: nnx.State
   abstract_probes: nnx.State
 
+  @property
+  def has_probes(self) -> bool:
+    """Whether anything is measured in it."""
+    return bool(jax.tree.leaves(self.abstract_probes))
+
   def init(self, key: jax.Array) -> Parameters:
     """Fresh parameters; run under jit with shardings, so that no device ever holds all of them."""
     return nnx.to_pure_dict(nnx.state(self.create(key), Parameter))
@@ -151,8 +160,13 @@ def _axes(variable: nnx.Variable) -> LogicalAxes:
   return ("layers",) * (variable.ndim - len(axes)) + axes
 
 
-def build_model(config: ModelConfig, max_target_length: int) -> Model:
-  """The model that `decoder_block` names, for rows of `max_target_length` tokens.
+def build_model(config: ModelConfig, max_target_length: int, probes: Probes = "off") -> Model:
+  """The model that `decoder_block` names.
+
+  Args:
+    config: its shape.
+    max_target_length: tokens of a row.
+    probes: which of the probes it offers are kept; the others cost nothing.
 
   Raises:
     UserError: for an unknown name, or keys that contradict each other.
@@ -160,8 +174,18 @@ def build_model(config: ModelConfig, max_target_length: int) -> Model:
   chosen = registered("decoder_block", config.decoder_block, MODELS)
 
   def create(key: jax.Array) -> nnx.Module:
-    return chosen(nnx.Rngs(params=key), config, max_target_length)
+    module = chosen(nnx.Rngs(params=key), config, max_target_length)
+    _drop_probes(module, probes)
+    return module
 
   whole = nnx.eval_shape(create, jax.random.key(0))
-  graph, abstract, probes = nnx.split(whole, Parameter, Probe)
-  return Model(config, create, graph, abstract, probes)
+  return Model(config, create, *nnx.split(whole, Parameter, Probe))
+
+
+def _drop_probes(model: nnx.Module, kept: Probes) -> None:
+  """Replaces the probes that are not kept by None."""
+  for _, module in nnx.iter_modules(model):
+    if kept == "all" or (kept == "norm" and isinstance(module, Norm)):
+      continue
+    for name in [name for name, value in vars(module).items() if isinstance(value, Probe)]:
+      setattr(module, name, None)

@@ -19,7 +19,7 @@ from maxbatch.hardware.sharding import constrain, over_rows
 from maxbatch.models.attention import Attention, AttentionContext, attention_context
 from maxbatch.models.dropout import dropout, fold
 from maxbatch.models.layers import FeedForward, Norm, parameter
-from maxbatch.models.probes import for_each_row, looked_up, probe, wired
+from maxbatch.models.probes import for_each_row, looked_up, probe, probe_values
 
 _EMBEDDING_STD = 0.02
 
@@ -77,11 +77,10 @@ class Transformer(nnx.Module):
     self.final_norm = Norm(config, D, "embed")
     tied = config.logits_via_embedding
     self.head = None if tied else parameter(rngs, std, (D, V), ("embed", "vocab"), dtype)
-    # A tied table is left out: the norm of a sum of two gradients is not to be had from theirs.
-    every = config.gns == "all"
-    self.embedding_probe = probe("embedding") if every and not tied else None
-    self.position_probe = probe("position_embedding") if every and learned else None
-    self.head_probe = probe("head") if every and not tied else None
+    # A tied table has no probe: the norm of a sum of two gradients does not follow from theirs.
+    self.embedding_probe = None if tied else probe("embedding")
+    self.position_probe = probe("position_embedding") if learned else None
+    self.head_probe = None if tied else probe("head")
     self.config = config
 
   def __call__(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
@@ -111,7 +110,7 @@ class Transformer(nnx.Module):
     dtype = self.config.dtype
     table_VD = self.embedding[...].astype(dtype)
     x_BTD = over_rows(_look_up, table_VD, self.embedding.axes, rows.inputs)
-    probe_BS = wired(self.embedding_probe)
+    probe_BS = probe_values(self.embedding_probe)
     if probe_BS is not None:
       x_BTD = looked_up(x_BTD, rows.inputs, probe_BS)
     if self.position_embedding is not None:
@@ -122,7 +121,7 @@ class Transformer(nnx.Module):
     """Learned positions as vectors (B or 1, T, D)."""
     assert self.position_embedding is not None
     table_TD, T = self.position_embedding.ready(self.config.dtype), rows.inputs.shape[1]
-    probe_BS = wired(self.position_probe)
+    probe_BS = probe_values(self.position_probe)
     if rows.positions is not None:
       vectors_BTD = table_TD[rows.positions]
       return vectors_BTD if probe_BS is None else looked_up(vectors_BTD, rows.positions, probe_BS)
@@ -138,7 +137,7 @@ class Transformer(nnx.Module):
 
   def output_probe(self) -> jax.Array | None:
     """The probe of that matrix (models/probes.py); None where nothing is measured."""
-    return wired(self.head_probe)
+    return probe_values(self.head_probe)
 
 
 def _look_up(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:

@@ -13,12 +13,12 @@ from maxbatch.config.schema import Config
 from maxbatch.data.dataset import RowSource
 from maxbatch.hardware.devices import Device
 from maxbatch.models.registry import build_model
+from maxbatch.noise.requirements import measures_noise
 from maxbatch.noise.steering import Steering
 from maxbatch.training.build import build_trainer
 from maxbatch.training.noise_meter import NoiseMeter
 from maxbatch.training.noise_run import Noise
 from maxbatch.training.programs import StepPrograms
-from maxbatch.training.state import measures_noise
 from maxbatch.training.step import Trainer
 
 
@@ -33,12 +33,11 @@ def make_noise(
     trainer: its model, optimizer and mesh.
     folder: where decisions are written.
   """
-  if not measures_noise(config.model):
+  if not measures_noise(config.noise):
     return None
   calibrating = None
   if _calibrates(config):
-    every_layer = dataclasses.replace(trainer.model.config, gns="all")
-    calibrating = build_model(every_layer, config.batch.max_target_length)
+    calibrating = build_model(trainer.model.config, config.batch.max_target_length, "all")
   meter = NoiseMeter(config.noise, trainer.model, calibrating, trainer.mesh.shape["data"])
   steering = None
   if follows_noise_scale(config.batch):
@@ -53,14 +52,14 @@ def calibration_programs(
   if not _calibrates(config):
     return contextlib.nullcontext()
   ordinary = dataclasses.replace(config.compile, compiled_step="", save_compiled_step="")
-  model = dataclasses.replace(config.model, gns="all")
-  config = dataclasses.replace(config, model=model, compile=ordinary)
+  noise = dataclasses.replace(config.noise, gns="all")
+  config = dataclasses.replace(config, noise=noise, compile=ordinary)
   trainer = build_trainer(config, plan, devices)
   return StepPrograms(step_compiler(config, plan, trainer, source), plan.micro_batches)
 
 
 def _calibrates(config: Config) -> bool:
-  return config.model.gns == "norm" and config.noise.gns_calibrate_every > 0
+  return config.noise.gns == "norm" and config.noise.gns_calibrate_every > 0
 
 
 def _warmup_samples(config: Config, plan: BatchPlan) -> int:

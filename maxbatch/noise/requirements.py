@@ -2,8 +2,13 @@
 
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.schedule import follows_noise_scale
-from maxbatch.config.schema import Config
+from maxbatch.config.schema import Config, NoiseConfig
 from maxbatch.errors import UserError
+
+
+def measures_noise(config: NoiseConfig) -> bool:
+  """Whether steps measure what the noise scale is estimated from."""
+  return config.gns != "off" or config.gns_from_microbatches
 
 
 def check_noise(config: Config, plan: BatchPlan) -> None:
@@ -12,11 +17,9 @@ def check_noise(config: Config, plan: BatchPlan) -> None:
   Raises:
     UserError: naming the keys, their values and values that work.
   """
-  gns = config.model.gns
+  gns = config.noise.gns
   measuring = "gns_from_microbatches=true" if gns == "off" else f"gns={gns}"
-  if (
-    gns != "off" or config.model.gns_from_microbatches
-  ) and config.pipeline.pipeline_schedule != "none":
+  if measures_noise(config.noise) and config.pipeline.pipeline_schedule != "none":
     raise UserError(
       f"{measuring} and pipeline_schedule={config.pipeline.pipeline_schedule}: the noise scale "
       "cannot be measured in a pipeline yet; for example pipeline_schedule=none, or gns=off "
@@ -51,8 +54,8 @@ def check_noise(config: Config, plan: BatchPlan) -> None:
 
 def _check_measured(config: Config) -> None:
   """Checks that the noise scale of the whole model is measured or predicted."""
-  gns, every = config.model.gns, config.noise.gns_calibrate_every
-  if gns == "off" and not config.model.gns_from_microbatches:
+  gns, every = config.noise.gns, config.noise.gns_calibrate_every
+  if not measures_noise(config.noise):
     raise UserError("batch_schedule=gns needs the noise scale, and gns=off; for example gns=norm")
   if gns == "norm" and every == 0:
     raise UserError(

@@ -4,7 +4,7 @@ k microbatches, B rows of a microbatch over all devices, T tokens.
 
 A plain loop under jit would sum gradients between devices after every microbatch. Here a shard_map
 takes over the data axis: each replica adds up its own microbatches, and one psum after the loop
-joins the replicas. The other axes stay with the compiler. The number of trips is data, so that
+joins the replicas. The other axes stay with the compiler. The number of microbatches is data, so that
 another number of microbatches runs the same program.
 """
 
@@ -18,8 +18,8 @@ from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import auto_axis_sizes, constrain
 from maxbatch.models.registry import Model, Parameters, by_path
 from maxbatch.training import partial_sums
-from maxbatch.training.loss import loss_parts
-from maxbatch.training.state import NoiseSums, Sums, measures_noise, zero_sums
+from maxbatch.training.loss import LossSums, loss_parts
+from maxbatch.training.state import NOTHING, Measures, NoiseSums, Sums, zero_sums
 
 
 def summed_gradients(
@@ -30,8 +30,9 @@ def summed_gradients(
   rows: Rows,
   num_microbatches: jax.Array,
   dropout_key: jax.Array,
+  measures: Measures = NOTHING,
 ) -> tuple[Parameters, Sums]:
-  """Gradients and loss, summed over all tokens of the first `trips` microbatches.
+  """Gradients and loss, summed over all tokens of the first `num_microbatches` microbatches.
 
   Args:
     model: the model.
@@ -40,14 +41,16 @@ def summed_gradients(
     zeros: float32 zeros of the parameters' shapes, where the sums may be formed: donated ones
       save the memory of a second set.
     rows: microbatches (k, B, T), B divided over the data and fsdp axes.
-    trips: int32 scalar, at most k; what lies beyond is never read. With k of 1 it must be 1.
+    num_microbatches: int32 scalar, at most k; the rows beyond are never read. With k of 1 it must
+      be 1.
     dropout_key: the run's dropout key.
+    measures: what is summed up besides.
 
   Returns:
     Gradients in float32, laid out like the parameters, and the other sums of the step in parts,
     (…, F, S), for partial_sums.joined.
   """
-  local = functools.partial(_local_sums, model)
+  local = functools.partial(_local_sums, model, measures)
   if mesh.shape["data"] == 1:
     return local(params, zeros, rows, num_microbatches, dropout_key)
   on_data = jax.tree.map(lambda _: PartitionSpec(None, "data"), rows)
@@ -69,6 +72,7 @@ def _over_replicas(gradients: Parameters, sums: Sums) -> tuple[Parameters, Sums]
 
 def _local_sums(
   model: Model,
+  measures: Measures,
   params: Parameters,
   zeros: Parameters,
   rows: Rows,
@@ -82,23 +86,23 @@ def _local_sums(
   def laid_out(gradients: Parameters) -> Parameters:
     return by_path(lambda path, g: constrain(g, axes[path]), gradients)
 
-  def loss(params: Parameters, probes: Parameters, micro: Rows) -> tuple[jax.Array, jax.Array]:
-    loss_F = loss_parts(model, params, micro, dropout_key, probes)
-    return loss_F.sum(), loss_F
+  def loss(params: Parameters, probes: Parameters, micro: Rows) -> tuple[jax.Array, LossSums]:
+    found = loss_parts(model, params, micro, dropout_key, probes, measures.metrics)
+    return found.loss.sum(), found
 
   def add_microbatch(index: jax.Array, carry: tuple[Parameters, Sums]) -> tuple[Parameters, Sums]:
     gradients, sums = carry
     micro = jax.tree.map(lambda x: x[index], rows)
     differentiate = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    (_, loss_F), (new, squares) = differentiate(params, probes, micro)
+    (_, found), (new, squares) = differentiate(params, probes, micro)
     # Without the barrier XLA moves reductions over fsdp behind the loop, and the loop then carries
     # whole gradients on every device: for Llama-2-7B on 256 TPUs 2 of 5.7 GiB.
     new = jax.lax.optimization_barrier(new)
     gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, new)
-    seen = _seen(model, micro, loss_F, new, squares)
+    seen = _seen(model, measures, micro, found, new, squares)
     return laid_out(gradients), jax.tree.map(jnp.add, sums, seen)
 
-  nothing = laid_out(zeros), zero_sums(model, (sizes["fsdp"], sizes["tensor"]))
+  nothing = laid_out(zeros), zero_sums(model, measures, (sizes["fsdp"], sizes["tensor"]))
   if rows.inputs.shape[0] == 1:
     # No loop around a single microbatch: the TPU compiler otherwise computes parts of it twice.
     return add_microbatch(jnp.int32(0), nothing)
@@ -106,17 +110,24 @@ def _local_sums(
 
 
 def _seen(
-  model: Model, micro: Rows, loss_F: jax.Array, gradients: Parameters, squares: Parameters
+  model: Model,
+  measures: Measures,
+  micro: Rows,
+  found: LossSums,
+  gradients: Parameters,
+  squares: Parameters,
 ) -> Sums:
   """What one microbatch adds to the sums, in parts."""
   tokens_B = micro.weights.sum(1)
-  loss, weight = partial_sums.of_rows(loss_F[:, None]), partial_sums.of_rows(tokens_B[:, None])
-  if not measures_noise(model.config):
-    return Sums(loss, weight)
+  loss, metrics = jax.tree.map(lambda x_F: partial_sums.of_rows(x_F[:, None]), found)
+  weight = partial_sums.of_rows(tokens_B[:, None])
+  if not measures.noise(model):
+    return Sums(loss, weight, metrics)
   rows = partial_sums.of_rows((tokens_B > 0).astype(jnp.float32)[:, None])
-  of_passes = jnp.zeros_like(loss)
-  if model.config.gns_from_microbatches:
+  of_microbatches = jnp.zeros_like(loss)
+  if measures.microbatch_squares:
     axes = model.axes()
     whole = by_path(lambda path, g: partial_sums.of_squares(g, axes[path]), gradients)
-    of_passes = functools.reduce(jnp.add, jax.tree.leaves(whole))
-  return Sums(loss, weight, NoiseSums(rows, jax.tree.map(partial_sums.of_rows, squares), of_passes))
+    of_microbatches = functools.reduce(jnp.add, jax.tree.leaves(whole))
+  of_rows = jax.tree.map(partial_sums.of_rows, squares)
+  return Sums(loss, weight, metrics, NoiseSums(rows, of_rows, of_microbatches))

@@ -23,8 +23,10 @@ from maxbatch.hardware.sharding import make_mesh, replicated_dims, sharding
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, build_model
 from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.training.metrics import chosen_metrics
 from maxbatch.training.model_parts import bind_layered
 from maxbatch.training.optimizer import make_optimizer
+from maxbatch.training.state import Measures
 from maxbatch.training.step import EvalStep, Step, Trainer, eval_function, step_function
 
 
@@ -41,7 +43,8 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
       f"tokenizer_type={config.data.tokenizer_type}; for example vocab_size={tokens}"
     )
   length = config.batch.max_target_length
-  model = build_model(resolve_attention(config.model, length, devices[0]), length)
+  model_config = resolve_attention(config.model, length, devices[0])
+  model = build_model(model_config, length, config.noise.gns)
   every_k = _microbatches_per_update(config, plan)
   pipeline = None
   if config.pipeline.pipeline_schedule != "none":
@@ -54,6 +57,7 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
     # Another key than the weights', from the same seed.
     dropout_key=jax.random.fold_in(jax.random.key(config.model.init_weights_seed), 1),
     pipeline=pipeline,
+    measures=Measures(chosen_metrics(config.run.metrics), config.noise.gns_from_microbatches),
   )
 
 

@@ -20,6 +20,7 @@ from maxbatch.errors import TrainingDivergedError
 from maxbatch.models.registry import Parameters
 from maxbatch.run_folder.metrics import MetricsLog, Record
 from maxbatch.run_folder.progress import Progress
+from maxbatch.training.metrics import token_values
 from maxbatch.training.noise_run import Noise, decided, decides
 from maxbatch.training.programs import StepPrograms
 from maxbatch.training.state import Sums, TrainState
@@ -150,19 +151,23 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock) -> Record:
   if not (math.isfinite(loss) and math.isfinite(grad_norm)):
     raise TrainingDivergedError(_diverged(job, position, loss, grad_norm))
   noise = job.noise.observe(pending.before.step, phase, metrics) if job.noise else {}
-  return {
-    "step": position.step,
-    "samples": position.samples,
-    "tokens": plan.tokens(position.samples),
-    "loss": loss,
-    "grad_norm": grad_norm,
-    "learning_rate": pending.learning_rate,
-    "global_batch_to_train": phase.batch,
-    "micro_batch_to_train": phase.micro_batch,
-    "gradient_accumulation_steps": phase.num_microbatches,
-    "step_seconds": seconds,
-    "tokens_per_second": plan.tokens(phase.batch) / seconds,
-  } | noise
+  return (
+    {
+      "step": position.step,
+      "samples": position.samples,
+      "tokens": plan.tokens(position.samples),
+      "loss": loss,
+      "grad_norm": grad_norm,
+      "learning_rate": pending.learning_rate,
+      "global_batch_to_train": phase.batch,
+      "micro_batch_to_train": phase.micro_batch,
+      "gradient_accumulation_steps": phase.num_microbatches,
+      "step_seconds": seconds,
+      "tokens_per_second": plan.tokens(phase.batch) / seconds,
+    }
+    | {name: float(value) for name, value in metrics.metrics.items()}
+    | noise
+  )
 
 
 def _note(job: Job, record: Record) -> None:
@@ -175,17 +180,19 @@ def _note(job: Job, record: Record) -> None:
 
 
 def evaluate(job: Job, params: Parameters) -> Record:
-  """Loss per token over the validation batches, in nats; {} without validation data."""
+  """Loss, in nats, and metrics per token of the validation batches; {} without validation data."""
   if job.eval_rows is None:
     return {}
   with job.eval_rows() as batches:
     sums = jax.device_get([job.eval_step(params, rows) for rows in batches])
-  loss = sum(float(each.loss) for each in sums) / sum(float(each.weight) for each in sums)
+  total = jax.tree.map(lambda *each: sum(map(float, each)), *sums)
+  loss = total.loss / total.weight
   if not math.isfinite(loss):
     raise TrainingDivergedError(
       f"the validation loss is {loss}, which must be finite; {_kept(job)}"
     )
-  return {"eval/loss": loss}
+  metrics = token_values(total.metrics, total.weight)
+  return {"eval/loss": loss} | {f"eval/{name}": float(value) for name, value in metrics.items()}
 
 
 def _diverged(job: Job, position: Position, loss: float, grad_norm: float) -> str:

@@ -9,7 +9,7 @@ exactly the loss of the whole batch; the one division by the step's weight comes
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +20,24 @@ from maxbatch.hardware.sharding import constrain, local_shape, over_rows
 from maxbatch.models.dropout import sample_keys
 from maxbatch.models.probes import row_squares
 from maxbatch.models.registry import MeasuredModel, Model, Parameters
+from maxbatch.training.metrics import (
+  NO_METRICS,
+  Metrics,
+  Tokens,
+  TokenSums,
+  token_sums,
+  zero_token_sums,
+)
 
 _TILE_BYTES = 64 * 2**20
 _MATRIX_AXES = ("embed", "vocab")
+
+
+class LossSums(NamedTuple):
+  """Sums over tokens, as float32 scalars, or with an entry per device along fsdp, float32[F]."""
+
+  loss: jax.Array
+  metrics: TokenSums
 
 
 def loss_sum(
@@ -36,7 +51,7 @@ def loss_sum(
     rows: a microbatch.
     dropout_key: the run's dropout key; None evaluates without dropout and without z-loss.
   """
-  return loss_parts(model, parameters, rows, dropout_key).sum()
+  return loss_parts(model, parameters, rows, dropout_key).loss.sum()
 
 
 def loss_parts(
@@ -45,8 +60,9 @@ def loss_parts(
   rows: Rows,
   dropout_key: jax.Array | None,
   probes: Parameters | None = None,
-) -> jax.Array:
-  """As `loss_sum`, not yet summed over the devices along fsdp: float32[F].
+  metrics: Metrics = NO_METRICS,
+) -> LossSums:
+  """As `loss_sum`, with metrics, not yet summed over the devices along fsdp: float32[F].
 
   `probes`, if the model has any, are zeros to differentiate the sum by (models/probes.py).
   """
@@ -61,7 +77,7 @@ def loss_parts(
   matrix_DV = bound.output_matrix()
   probe_BS = bound.output_probe() if isinstance(bound, MeasuredModel) else None
   return cross_entropy_parts(
-    hidden_BTD, matrix_DV, rows.targets, rows.weights, tiles, z_weight, probe_BS
+    hidden_BTD, matrix_DV, rows.targets, rows.weights, tiles, z_weight, metrics, probe_BS
   )
 
 
@@ -79,76 +95,91 @@ def cross_entropy_parts(
   weights_BT: jax.Array,
   tiles: int,
   z_weight: float,
+  metrics: Metrics = NO_METRICS,
   probe_BS: jax.Array | None = None,
-) -> jax.Array:
-  """Σ weight · (log Z − logit[target] + z_weight · (log Z)²), with log Z in float32, for each
-  device along fsdp: float32[F]."""
+) -> LossSums:
+  """Σ weight · (log Z − logit[target] + z_weight · (log Z)²), with log Z in float32, and the sums
+  of metrics, for each device along fsdp: float32[F]."""
 
-  def of_rows(matrix_DV: jax.Array, *rows: jax.Array) -> jax.Array:
-    if probe_BS is None:
-      return _cross_entropy_sum(rows[0], matrix_DV, rows[1], rows[2], tiles, z_weight)[None]
-    return _measured_sum(rows[0], matrix_DV, rows[1], rows[2], rows[3], tiles, z_weight)[None]
+  def of_rows(matrix_DV: jax.Array, *rows: jax.Array) -> LossSums:
+    hidden_BTD, *others = rows
+    total = _cross_entropy_sum if probe_BS is None else _measured_sum
+    sums = total(hidden_BTD, matrix_DV, *others, tiles, z_weight, metrics)
+    return jax.tree.map(lambda x: x[None], sums)
 
   rows = (hidden_BTD, targets_BT, weights_BT, *(() if probe_BS is None else (probe_BS,)))
   with jax.named_scope("head"):
     return over_rows(of_rows, matrix_DV, _MATRIX_AXES, *rows)
 
 
-def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight):
-  """The sum, for evaluation."""
+def _zero(metrics: Metrics) -> LossSums:
+  return LossSums(jnp.zeros((), jnp.float32), zero_token_sums(metrics))
+
+
+def _add(total: LossSums, new: LossSums) -> LossSums:
+  return jax.tree.map(jnp.add, total, new)
+
+
+def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight, metrics):
+  """The sums, for evaluation."""
 
   def add_tile(total, tile):
-    return total + _tile_sum(tile, matrix_DV, z_weight)[0], None
+    return _add(total, _tile_sum(tile, matrix_DV, z_weight, metrics)[0]), None
 
   cut = _cut(tiles, hidden_BTD, targets_BT, weights_BT)
-  return _scan(add_tile, jnp.zeros((), jnp.float32), cut, tiles)[0]
+  return _scan(add_tile, _zero(metrics), cut, tiles)[0]
 
 
-def _forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight):
-  """The sum, and its gradients by hidden states and matrix."""
+def _forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight, metrics):
+  """The sums, and the loss's gradients by hidden states and matrix."""
   total, d_hidden_BTD, d_matrix_DV = _with_gradients(
-    hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight
+    hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight, metrics
   )
   return total, (d_hidden_BTD, d_matrix_DV.astype(matrix_DV.dtype))
 
 
-def _with_gradients(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight):
-  """The sum and its gradients, that of the matrix in float32, one tile at a time."""
+def _with_gradients(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight, metrics):
+  """The sums and the gradients, that of the matrix in float32, one tile at a time."""
 
   def add_tile(carry, tile):
     total, d_matrix_DV = carry
-    loss, d_logits_BCV = _tile_sum(tile, matrix_DV, z_weight)
+    new, d_logits_BCV = _tile_sum(tile, matrix_DV, z_weight, metrics)
     d_logits_XV = d_logits_BCV.astype(hidden_BTD.dtype).reshape(-1, d_logits_BCV.shape[-1])
     hidden_XD = tile[0].reshape(-1, tile[0].shape[-1])
     d_hidden_BCD = (d_logits_XV @ matrix_DV.T).reshape(tile[0].shape)
     d_tile_DV = jnp.matmul(hidden_XD.T, d_logits_XV, preferred_element_type=jnp.float32)
-    return (total + loss, d_matrix_DV + d_tile_DV), d_hidden_BCD
+    return (_add(total, new), d_matrix_DV + d_tile_DV), d_hidden_BCD
 
-  zeros = jnp.zeros((), jnp.float32), jnp.zeros(matrix_DV.shape, jnp.float32)
+  zeros = _zero(metrics), jnp.zeros(matrix_DV.shape, jnp.float32)
   cut = _cut(tiles, hidden_BTD, targets_BT, weights_BT)
   (total, d_matrix_DV), d_hidden = _scan(add_tile, zeros, cut, tiles)
   d_hidden_BTD = jnp.moveaxis(d_hidden, 0, 1).reshape(hidden_BTD.shape)
   return total, d_hidden_BTD, d_matrix_DV
 
 
-def _backward(tiles, z_weight, gradients, d_total):
-  del tiles, z_weight
+def _backward(tiles, z_weight, metrics, gradients, d_sums):
+  """Metrics have no gradients."""
+  del tiles, z_weight, metrics
   d_hidden_BTD, d_matrix_DV = gradients
-  scale = d_total.astype(d_hidden_BTD.dtype)
-  return d_hidden_BTD * scale, d_matrix_DV * d_total.astype(d_matrix_DV.dtype), None, None
+  scale = d_sums.loss.astype(d_hidden_BTD.dtype)
+  return d_hidden_BTD * scale, d_matrix_DV * d_sums.loss.astype(d_matrix_DV.dtype), None, None
 
 
-_cross_entropy_sum = jax.custom_vjp(_sum_only, nondiff_argnums=(4, 5))
+_cross_entropy_sum = jax.custom_vjp(_sum_only, nondiff_argnums=(4, 5, 6))
 _cross_entropy_sum.defvjp(_forward, _backward)
 
 
-def _measured_sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, tiles, z_weight):
-  """The sum, whose gradient by the matrix is measured row by row."""
+def _measured_sum_only(
+  hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, tiles, z_weight, metrics
+):
+  """The sums; the loss's gradient by the matrix is measured row by row."""
   del probe_BS
-  return _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight)
+  return _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight, metrics)
 
 
-def _measured_forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, tiles, z_weight):
+def _measured_forward(
+  hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, tiles, z_weight, metrics
+):
   """As `_forward`, a row at a time, each in as few tiles as the whole batch of one row needs."""
   tiles = -(-tiles // hidden_BTD.shape[0])
   tiles = next(n for n in range(tiles, hidden_BTD.shape[1] + 1) if hidden_BTD.shape[1] % n == 0)
@@ -156,31 +187,34 @@ def _measured_forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, t
   def add_row(carry, row):
     total, d_matrix_DV = carry
     hidden_1TD, targets_1T, weights_1T = (x[None] for x in row)
-    loss, d_hidden_1TD, d_row_DV = _with_gradients(
-      hidden_1TD, matrix_DV, targets_1T, weights_1T, tiles, z_weight
+    new, d_hidden_1TD, d_row_DV = _with_gradients(
+      hidden_1TD, matrix_DV, targets_1T, weights_1T, tiles, z_weight, metrics
     )
     squares_S = row_squares(d_row_DV[None], _MATRIX_AXES, probe_BS.shape[1])[0]
-    return (total + loss, d_matrix_DV + d_row_DV), (d_hidden_1TD[0], squares_S)
+    return (_add(total, new), d_matrix_DV + d_row_DV), (d_hidden_1TD[0], squares_S)
 
-  zeros = jnp.zeros((), jnp.float32), jnp.zeros(matrix_DV.shape, jnp.float32)
+  zeros = _zero(metrics), jnp.zeros(matrix_DV.shape, jnp.float32)
   rows = hidden_BTD, targets_BT, weights_BT
   (total, d_matrix_DV), (d_hidden_BTD, squares_BS) = jax.lax.scan(add_row, zeros, rows)
   return total, (d_hidden_BTD, d_matrix_DV.astype(matrix_DV.dtype), squares_BS)
 
 
-def _measured_backward(tiles, z_weight, kept, d_total):
+def _measured_backward(tiles, z_weight, metrics, kept, d_sums):
   *gradients, squares_BS = kept
-  return *_backward(tiles, z_weight, gradients, d_total), squares_BS * d_total**2
+  return *_backward(tiles, z_weight, metrics, gradients, d_sums), squares_BS * d_sums.loss**2
 
 
-_measured_sum = jax.custom_vjp(_measured_sum_only, nondiff_argnums=(5, 6))
+_measured_sum = jax.custom_vjp(_measured_sum_only, nondiff_argnums=(5, 6, 7))
 _measured_sum.defvjp(_measured_forward, _measured_backward)
 
 
 def _tile_sum(
-  tile: tuple[jax.Array, jax.Array, jax.Array], matrix_DV: jax.Array, z_weight: float
-) -> tuple[jax.Array, jax.Array]:
-  """Loss of a tile and its gradient by the logits, both float32."""
+  tile: tuple[jax.Array, jax.Array, jax.Array],
+  matrix_DV: jax.Array,
+  z_weight: float,
+  metrics: Metrics,
+) -> tuple[LossSums, jax.Array]:
+  """The sums over a tile and the loss's gradient by the logits, all float32."""
   hidden_BCD, targets_BC, weights_BC = tile
   B, C, D = hidden_BCD.shape
   hidden_XD = hidden_BCD.reshape(-1, D)
@@ -196,7 +230,15 @@ def _tile_sum(
   loss = (weights_BC * (log_z_BC - target_BC + z_weight * log_z_BC**2)).sum()
   d_log_z_BC1 = (1.0 + 2.0 * z_weight * log_z_BC)[..., None]
   d_logits_BCV = weights_BC[..., None] * (exp_BCV / sum_BC1 * d_log_z_BC1 - hit_BCV)
-  return loss, d_logits_BCV
+  tokens = Tokens(
+    loss_BC=log_z_BC - target_BC,
+    log_z_BC=log_z_BC,
+    target_logit_BC=target_BC,
+    max_logit_BC=max_BC1.squeeze(-1),
+    weights_BC=weights_BC,
+    targets_BC=targets_BC,
+  )
+  return LossSums(loss, token_sums(metrics, tokens)), d_logits_BCV
 
 
 def _cut(tiles: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:

@@ -7,13 +7,15 @@ import dataclasses
 from typing import cast
 
 import jax
+import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.models.dropout import sample_keys
 from maxbatch.models.registry import LayeredModel, Model, Parameters, build_model
-from maxbatch.training.loss import cross_entropy_parts, num_tiles
+from maxbatch.training.loss import LossSums, cross_entropy_parts, num_tiles
+from maxbatch.training.metrics import NO_METRICS, Metrics
 
 FlatParams = dict[tuple[str, ...], jax.Array]
 """Parameters, or an array for each of them (gradients, sums), by path."""
@@ -43,6 +45,7 @@ class ModelParts:
   model: Model
   dropout_key: jax.Array | None
   """None for evaluation: without dropout and without z-loss."""
+  metrics: Metrics = NO_METRICS
 
   def embed(self, layers: FlatParams, rest: FlatParams, rows: Rows) -> jax.Array:
     """The input of the first layer: (R, T, D)."""
@@ -61,15 +64,15 @@ class ModelParts:
     y_RTD: jax.Array,
     targets_RT: jax.Array,
     weights_RT: jax.Array,
-  ) -> jax.Array:
-    """The weighted sum of the loss over tokens, as in `loss_sum`."""
+  ) -> LossSums:
+    """Weighted sums over tokens of the loss, as `loss_sum` forms it, and of the metrics."""
     bound, config = self._bind(layers, rest), self.model.config
     hidden_RTD = bound.normalize(y_RTD)
     tiles = num_tiles(config, *hidden_RTD.shape[:2])
     matrix_DV = bound.output_matrix()
     z_weight = 0.0 if self.dropout_key is None else config.z_loss_multiplier
     rows = hidden_RTD, matrix_DV, targets_RT, weights_RT
-    return cross_entropy_parts(*rows, tiles, z_weight).sum()
+    return jax.tree.map(jnp.sum, cross_entropy_parts(*rows, tiles, z_weight, self.metrics))
 
   def with_twice_the_heads(self, length: int) -> "ModelParts":
     """The model with twice the heads and feed-forward width, for rows of `length` tokens."""

@@ -47,7 +47,7 @@ def moments_by_group(
     measured: what the step reported, on the host.
     every_layer: whether all layers have probes, or the normalization layers alone.
     replicas: along the data axis.
-    passes: microbatches of the step.
+    num_microbatches: of the step.
   """
   noise = measured.noise
   if noise is None:
@@ -57,9 +57,9 @@ def moments_by_group(
   for name, (of_rows, of_step) in _summed(probed, measured, every_layer).items():
     small, big = of_rows * examples / weight**2, of_step / weight**2
     found[name] = moments(examples, small, big)
-  if float(noise.of_passes) > 0:
+  if float(noise.of_microbatches) > 0:
     parts = replicas * num_microbatches
-    small, big = float(noise.of_passes) * parts / weight**2, float(measured.grad_norm) ** 2
+    small, big = float(noise.of_microbatches) * parts / weight**2, float(measured.grad_norm) ** 2
     of_parts = moments_of_parts(parts, 1, small, big)
     found[FROM_MICROBATCHES] = _of_one_row(of_parts, examples / parts)
   return found

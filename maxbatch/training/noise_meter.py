@@ -28,7 +28,7 @@ class NoiseMeter:
       calibrating: the model of calibration steps, if there are any.
       replicas: devices along the data axis.
     """
-    self._every = config.gns_calibrate_every
+    self._gns, self._every = config.gns, config.gns_calibrate_every
     self._replicas = replicas
     self._models = {False: model, True: calibrating or model}
     self._calibrates = calibrating is not None
@@ -51,7 +51,7 @@ class NoiseMeter:
     measured = moments_by_group(
       model.probed(),
       metrics,
-      every_layer=model.config.gns == "all",
+      every_layer=self._gns == "all" or self.is_calibration(step),
       replicas=self._replicas,
       num_microbatches=phase.num_microbatches,
     )
@@ -67,7 +67,7 @@ class NoiseMeter:
   def total(self) -> Estimate:
     """The noise scale of the whole model, measured or predicted; else of whole microbatches."""
     found = self._tracker.predicted_total() if self._predicts else self._tracker.estimate(TOTAL)
-    if self._models[False].config.gns == "off":
+    if self._gns == "off":
       return self._tracker.estimate(FROM_MICROBATCHES)
     return found
 
@@ -87,7 +87,7 @@ class NoiseMeter:
 
   @property
   def _predicts(self) -> bool:
-    return self._models[False].config.gns == "norm"
+    return self._gns == "norm"
 
   def _figures(self) -> Record:
     """The scales that are known, by group, in samples; of the whole with what is known about it."""
@@ -110,10 +110,8 @@ class NoiseMeter:
 
   def _left_out(self) -> list[str]:
     """Parameters that no probe sees."""
+    if self._gns != "all" and not self._calibrates:
+      return []
     model = self._models[True]
-    if model.config.gns == "off":
-      return []
     seen = {path for probe in model.probed() for path in probe.parameters}
-    if model.config.gns == "norm":
-      return []
     return [".".join(path) for path in sorted(set(model.axes()) - seen)]

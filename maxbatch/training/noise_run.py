@@ -1,4 +1,4 @@
-"""The noise scale's part in a run: which program a step takes, what is said, what is decided."""
+"""The noise scale in a run: which program a step takes, what is reported, what is decided."""
 
 import dataclasses
 import pathlib
@@ -15,13 +15,13 @@ from maxbatch.noise.steering import Steering
 from maxbatch.run_folder.metrics import Record
 from maxbatch.training.noise_meter import NoiseMeter
 from maxbatch.training.programs import StepPrograms
-from maxbatch.training.state import TrainState, zero_sums
+from maxbatch.training.state import TrainState, zero_noise
 from maxbatch.training.step import StepMetrics
 
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-  """What a run that measures the noise scale goes by."""
+  """What a run needs to measure the noise scale, and to steer by it."""
 
   meter: NoiseMeter
   calibration: StepPrograms | None
@@ -39,10 +39,11 @@ class Noise:
     """The state as that program takes it: between steps its sums are zeros, in their own shapes."""
     if self.calibration is None:
       return state
-    zeros = zero_sums(self.meter.model_at(step))
-    fits = jax.tree.structure(zeros) == jax.tree.structure(state.sums)
-    # Copies: steps are given their state to overwrite, and some of these zeros are one array.
-    return state if fits else state._replace(sums=jax.tree.map(jnp.array, zeros))
+    zeros = zero_noise(self.meter.model_at(step))
+    if jax.tree.structure(zeros) == jax.tree.structure(state.sums.noise):
+      return state
+    # Copies: a step overwrites its state, and some of these zeros are one array.
+    return state._replace(sums=state.sums._replace(noise=jax.tree.map(jnp.array, zeros)))
 
   def observe(self, step: int, phase: Phase, metrics: StepMetrics) -> Record:
     """What the update after `step` others adds to its record; `metrics` are on the host."""

@@ -21,6 +21,7 @@ from maxbatch.pipeline_parallel.evaluation import EvalMicrobatches, eval_microba
 from maxbatch.pipeline_parallel.forward_only import forward_only_arrays
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays
+from maxbatch.training.metrics import NO_METRICS, Metrics
 from maxbatch.training.model_parts import FlatParams, ModelParts, split_layers
 from maxbatch.training.pipelined_step import (
   OVER_STAGE,
@@ -30,7 +31,7 @@ from maxbatch.training.pipelined_step import (
   split_repeats,
 )
 from maxbatch.training.stash import InputStash
-from maxbatch.training.state import Sums
+from maxbatch.training.state import Measures, Sums, zero_sums
 from maxbatch.training.tick import PipelineStage
 
 
@@ -49,12 +50,11 @@ class _ForwardStage(PipelineStage):
   """A stage that runs forwards only."""
 
   def evaluate(self) -> Sums:
-    """Runs all ticks and returns this stage's share of loss and weight."""
+    """Runs all ticks and returns this stage's share of the sums."""
     like = jax.eval_shape(lambda: self._embed(jnp.int32(0)))
-    blank_RTD, zero = jnp.zeros(like.shape, like.dtype), jnp.zeros((), jnp.float32)
-    initial = _ForwardState(
-      blank_RTD, blank_RTD if self.forwarding_delay > 1 else None, Sums(zero, zero)
-    )
+    blank_RTD = jnp.zeros(like.shape, like.dtype)
+    sums = zero_sums(self.parts.model, Measures(self.parts.metrics))
+    initial = _ForwardState(blank_RTD, blank_RTD if self.forwarding_delay > 1 else None, sums)
     return lax.fori_loop(0, self.ticks.num_ticks, self._forward_tick, initial).sums
 
   def _forward_tick(self, tick: jax.Array, state: _ForwardState) -> _ForwardState:
@@ -80,14 +80,19 @@ class _ForwardStage(PipelineStage):
   def _add_loss_share(self, microbatch: jax.Array, y_RTD: jax.Array, sums: Sums) -> Sums:
     """Adds the loss of this stage's share of the tokens of the last stage's output."""
     y_RCD, targets_RC, weights_RC = self._token_share(microbatch, y_RTD)
-    loss = self.parts.loss(self.layers, self.rest, y_RCD, targets_RC, weights_RC)
-    return Sums(sums.loss + loss, sums.weight + weights_RC.sum())
+    found = self.parts.loss(self.layers, self.rest, y_RCD, targets_RC, weights_RC)
+    return sums.add(found, weights_RC.sum())
 
 
 def pipelined_sums(
-  model: Model, pipeline: Pipeline, mesh: Mesh, params: Parameters, rows: Rows
+  model: Model,
+  pipeline: Pipeline,
+  mesh: Mesh,
+  params: Parameters,
+  rows: Rows,
+  metrics: Metrics = NO_METRICS,
 ) -> Sums:
-  """Loss, without dropout and z-loss, and weight, summed over all tokens.
+  """Loss, without dropout and z-loss, weight and metrics, summed over all tokens.
 
   Args:
     model: the model.
@@ -95,11 +100,13 @@ def pipelined_sums(
     mesh: the devices.
     params: the parameters, the layers in the order of the stages.
     rows: any batch (B, T) with B divided over the data and fsdp axes.
+    metrics: those whose sums are formed.
   """
   microbatches = eval_microbatches(
     pipeline, rows.inputs.shape[0] // mesh.shape["data"] // mesh.shape["fsdp"]
   )
-  local = functools.partial(_local_sums, ModelParts(model, None), pipeline, microbatches)
+  parts = ModelParts(model, None, metrics)
+  local = functools.partial(_local_sums, parts, pipeline, microbatches)
   return jax.shard_map(
     local,
     mesh=mesh,

@@ -22,6 +22,7 @@ from maxbatch.models.registry import Model, Parameters
 from maxbatch.pipeline_parallel.schedule import BufferLimits
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays
+from maxbatch.training.metrics import NO_METRICS, Metrics
 from maxbatch.training.model_parts import FlatParams, ModelParts, merge_layers, split_layers
 from maxbatch.training.stage_residuals import StageInput
 from maxbatch.training.stash import Stash, make_stash
@@ -45,6 +46,7 @@ def pipelined_gradients(
   ticks: TimetableArrays,
   capacity: BufferLimits,
   dropout_key: jax.Array,
+  metrics: Metrics = NO_METRICS,
 ) -> tuple[Parameters, Sums]:
   """Gradients and loss, summed over all tokens of the timetable's microbatches.
 
@@ -59,11 +61,13 @@ def pipelined_gradients(
     ticks: the timetable.
     capacity: slots of a stage's buffers.
     dropout_key: the run's dropout key.
+    metrics: those whose sums are formed.
 
   Returns:
-    Gradients in float32, laid out like the parameters, and the sums of loss and weight.
+    Gradients in float32, laid out like the parameters, and the sums of loss, weight and metrics.
   """
-  local = functools.partial(_local_gradients, ModelParts(model, dropout_key), pipeline, capacity)
+  parts = ModelParts(model, dropout_key, metrics)
+  local = functools.partial(_local_gradients, parts, pipeline, capacity)
   d_layers, d_rest, sums = jax.shard_map(
     local,
     mesh=mesh,

@@ -1,6 +1,6 @@
 """The compiled step for every microbatch shape of a run, the next one compiled ahead of its phase.
 
-A schedule that keeps the microbatch changes only the number of passes and needs one program. Where
+A schedule that keeps the microbatch changes only their number and needs one program. Where
 phases have other microbatches, the program of the next shape is compiled in a thread while the
 phase before it trains, so that the step that changes shape does not wait.
 """
@@ -13,7 +13,7 @@ from maxbatch.training.step import Step
 
 
 class StepPrograms:
-  """Step steps by microbatch size; a context manager."""
+  """Compiled steps by microbatch size; a context manager."""
 
   def __init__(self, compile_for: Callable[[int], Step], micro_batches: Sequence[int]):
     """`micro_batches`: the shapes in the order in which the run first meets them."""

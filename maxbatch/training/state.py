@@ -1,5 +1,6 @@
 """What a run trains: parameters, optimizer state, and the sums of the step under way."""
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -7,20 +8,21 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
-from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import replicated, sharding
 from maxbatch.models.registry import Model, Parameters
+from maxbatch.training.loss import LossSums
+from maxbatch.training.metrics import NO_METRICS, Metrics, TokenSums, zero_token_sums
 from maxbatch.training.optimizer import init_in_float32
 
 
 class NoiseSums(NamedTuple):
-  """What the noise scale is estimated from, summed over the rows and passes seen so far in a step."""
+  """What the noise scale is estimated from, summed over a step's microbatches so far."""
 
   rows: jax.Array
   """float32: rows with at least one token that counts."""
   of_rows: Parameters
   """float32[L or none]: for each probe, Σ ‖gradient of a row's summed loss‖² over the rows."""
-  of_passes: jax.Array
+  of_microbatches: jax.Array
   """float32: Σ ‖gradient of one microbatch on one data replica‖²; 0 if that is not measured."""
 
 
@@ -29,8 +31,14 @@ class Sums(NamedTuple):
 
   loss: jax.Array
   weight: jax.Array
+  metrics: TokenSums
   noise: NoiseSums | None = None
   """None where nothing is measured."""
+
+  def add(self, found: LossSums, weight: jax.Array) -> "Sums":
+    """With the sums of more tokens, whose weight is `weight`."""
+    metrics = jax.tree.map(jnp.add, self.metrics, found.metrics)
+    return self._replace(loss=self.loss + found.loss, weight=self.weight + weight, metrics=metrics)
 
 
 class TrainState(NamedTuple):
@@ -41,32 +49,52 @@ class TrainState(NamedTuple):
   sums: Sums
 
 
-def measures_noise(config: ModelConfig) -> bool:
-  """Whether a step counts what the noise scale is estimated from."""
-  return config.gns != "off" or config.gns_from_microbatches
+@dataclasses.dataclass(frozen=True)
+class Measures:
+  """What a step measures beside loss and weight, and beside the probes of its model."""
+
+  metrics: Metrics = NO_METRICS
+  microbatch_squares: bool = False
+  """Whether the gradient of each microbatch is squared, for the noise scale."""
+
+  def noise(self, model: Model) -> bool:
+    """Whether a step sums up what the noise scale is estimated from."""
+    return model.has_probes or self.microbatch_squares
 
 
-def zero_sums(model: Model, parts: tuple[int, ...] = ()) -> Sums:
-  """Nothing seen yet; `parts` are trailing dims of every leaf."""
-  zero, noise = jnp.zeros(parts, jnp.float32), None
-  if measures_noise(model.config):
-    of_rows = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-2], *parts)), model.probes(1, 1))
-    noise = NoiseSums(zero, of_rows, zero)
-  return Sums(zero, zero, noise)
+NOTHING = Measures()
 
 
-def _init(model: Model, optimizer: optax.MultiSteps, key: jax.Array) -> TrainState:
+def zero_sums(model: Model, measures: Measures, parts: tuple[int, ...] = ()) -> Sums:
+  """The sums before the first microbatch; `parts` are trailing dims of every leaf."""
+  zero = jnp.zeros(parts, jnp.float32)
+  noise = zero_noise(model, parts) if measures.noise(model) else None
+  return Sums(zero, zero, zero_token_sums(measures.metrics, parts), noise)
+
+
+def zero_noise(model: Model, parts: tuple[int, ...] = ()) -> NoiseSums:
+  """As `zero_sums`, of what the noise scale is estimated from."""
+  zero = jnp.zeros(parts, jnp.float32)
+  of_rows = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-2], *parts)), model.probes(1, 1))
+  return NoiseSums(zero, of_rows, zero)
+
+
+def _init(
+  model: Model, optimizer: optax.MultiSteps, measures: Measures, key: jax.Array
+) -> TrainState:
   params = model.init(key)
-  return TrainState(params, init_in_float32(optimizer, params), zero_sums(model))
+  return TrainState(params, init_in_float32(optimizer, params), zero_sums(model, measures))
 
 
-def abstract_state(model: Model, optimizer: optax.MultiSteps, mesh: Mesh) -> TrainState:
+def abstract_state(
+  model: Model, optimizer: optax.MultiSteps, mesh: Mesh, measures: Measures = NOTHING
+) -> TrainState:
   """Shape, dtype and sharding of every leaf: what a compiler or a restore needs to know.
 
   Optimizer state that mirrors a parameter (same path, same rank) lies where the parameter lies;
   the rest (counters, Adafactor's rows and columns) is small and on every device.
   """
-  shapes = jax.eval_shape(lambda key: _init(model, optimizer, key), jax.random.key(0))
+  shapes = jax.eval_shape(lambda key: _init(model, optimizer, measures, key), jax.random.key(0))
   axes = model.axes()
 
   def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -84,11 +112,15 @@ def shardings(abstract: Any) -> Any:
 
 
 def init_state(
-  model: Model, optimizer: optax.MultiSteps, abstract: TrainState, seed: int
+  model: Model,
+  optimizer: optax.MultiSteps,
+  abstract: TrainState,
+  seed: int,
+  measures: Measures = NOTHING,
 ) -> TrainState:
   """A fresh state, created in its place: no device ever holds more than its share."""
   create = jax.jit(
-    lambda key: _init(model, optimizer, key),
+    lambda key: _init(model, optimizer, measures, key),
     out_shardings=shardings(abstract),
   )
   return create(jax.random.key(seed))

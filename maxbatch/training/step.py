@@ -28,11 +28,14 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
 from maxbatch.training import partial_sums
 from maxbatch.training.accumulate import summed_gradients
 from maxbatch.training.layer_order import to_layer_order, to_stage_order
-from maxbatch.training.loss import loss_sum
+from maxbatch.training.loss import loss_parts
+from maxbatch.training.metrics import Update, token_values, update_values
 from maxbatch.training.optimizer import AverageState
 from maxbatch.training.pipelined_evaluation import pipelined_sums
 from maxbatch.training.pipelined_step import pipelined_gradients
 from maxbatch.training.state import (
+  NOTHING,
+  Measures,
   NoiseSums,
   Sums,
   TrainState,
@@ -54,16 +57,19 @@ class StepMetrics(NamedTuple):
   """float32: global norm of the mean gradient, before clipping."""
   weight: jax.Array
   """float32: tokens that counted."""
+  metrics: dict[str, jax.Array]
+  """float32: the metrics that the run lists, by name (training/metrics.py)."""
   noise: NoiseSums | None = None
-  """What the rows' and passes' gradients measured; None where nothing is measured."""
+  """What the noise scale is estimated from; None where it is not measured."""
   of_step: Parameters | None = None
   """float32[L or none]: for each probe, ‖gradient of the step's summed loss‖²."""
 
 
 Step = Callable[..., tuple[TrainState, StepMetrics]]
-"""(state, rows, told, learning_rate) → (state, metrics); the given state is consumed.
+"""(state, rows, control, learning_rate) → (state, metrics); the given state is donated.
 
-What the step is told: fused, `Trainer.told` of its passes; streamed, whether this is its last.
+`control` is, fused, `Trainer.control` of the number of microbatches; streamed, whether this
+microbatch is the last of its step.
 """
 EvalStep = Callable[[Parameters, Rows], Sums]
 
@@ -77,18 +83,21 @@ class Trainer:
   mesh: Mesh
   dropout_key: jax.Array
   pipeline: Pipeline | None = None
+  measures: Measures = NOTHING
 
   @functools.cached_property
   def abstract(self) -> TrainState:
     """The state's shapes, dtypes and shardings."""
-    return abstract_state(self.model, self.optimizer, self.mesh)
+    return abstract_state(self.model, self.optimizer, self.mesh, self.measures)
 
   def init(self, seed: int) -> TrainState:
     """A fresh state, divided over the devices."""
-    return self._by_stage(init_state(self.model, self.optimizer, self.abstract, seed))
+    return self._by_stage(
+      init_state(self.model, self.optimizer, self.abstract, seed, self.measures)
+    )
 
   def control(self, num_microbatches: int) -> np.int32 | TimetableArrays:
-    """What a fused step is told, to train on the first `passes` microbatches of its rows."""
+    """The argument of a fused step that trains on the first `num_microbatches` of its rows."""
     return (
       np.int32(num_microbatches)
       if self.pipeline is None
@@ -125,18 +134,18 @@ def fused_step(
     trainer: model, optimizer and mesh.
     state: the state before.
     rows: microbatches (k, B, T), of which the first are trained on.
-    told: how many, as `Trainer.told` puts it.
+    control: `Trainer.control` of their number.
     learning_rate: float32 scalar.
   """
   # Between steps MultiSteps' accumulators are zeros: the sums are formed in them, and MultiSteps
-  # is then told of zeros outright, so that the compiler drops its own addition.
+  # is given constant zeros, so that the compiler drops its own addition.
   zeros = state.opt_state.acc_grads
   gradients, sums = _summed(trainer, state.params, zeros, rows, control)
   opt_state = state.opt_state._replace(
     mini_step=jnp.zeros((), jnp.int32),
     acc_grads=jax.tree.map(jnp.zeros_like, zeros),
   )
-  state = state._replace(opt_state=opt_state, sums=zero_sums(trainer.model))
+  state = state._replace(opt_state=opt_state, sums=zero_sums(trainer.model, trainer.measures))
   return _update(trainer, state, gradients, sums, last=jnp.array(True), rate=learning_rate)
 
 
@@ -155,9 +164,12 @@ def _summed(
   """Gradients of the microbatches of one dispatch, and their other sums in parts."""
   model, mesh, pipeline, key = trainer.model, trainer.mesh, trainer.pipeline, trainer.dropout_key
   if pipeline is None:
-    return summed_gradients(model, mesh, params, zeros, rows, jnp.asarray(control), key)
+    num_microbatches = jnp.asarray(control)
+    return summed_gradients(
+      model, mesh, params, zeros, rows, num_microbatches, key, trainer.measures
+    )
   ticks, capacity = jax.tree.map(jnp.asarray, control), buffer_capacity(pipeline)
-  arguments = params, zeros, rows, ticks, capacity, key
+  arguments = params, zeros, rows, ticks, capacity, key, trainer.measures.metrics
   gradients, sums = pipelined_gradients(model, pipeline, mesh, *arguments)
   return gradients, jax.tree.map(partial_sums.of_one, sums)
 
@@ -180,11 +192,15 @@ def _update(
     gradients, state.opt_state, state.params, weight=sums.weight, learning_rate=rate, last=last
   )
   params = cast(Parameters, optax.apply_updates(state.params, updates))
-  average = _average_state(opt_state)
+  loss, grad_norm = sums.loss / jnp.maximum(sums.weight, 1.0), _average_state(opt_state).grad_norm
+  mean = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1.0), summed)
+  update = Update(params, cast(Parameters, updates), mean, loss, grad_norm, sums.weight, rate)
   metrics = StepMetrics(
-    loss=sums.loss / jnp.maximum(sums.weight, 1.0),
-    grad_norm=average.grad_norm,
+    loss=loss,
+    grad_norm=grad_norm,
     weight=sums.weight,
+    metrics=token_values(sums.metrics, sums.weight)
+    | update_values(trainer.measures.metrics, update),
     noise=sums.noise,
     of_step=of_step if sums.noise else None,
   )
@@ -245,13 +261,17 @@ def rows_shardings(rows: Rows, mesh: Mesh) -> Rows:
 
 
 def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
-  """Loss and weight of a batch (B, T), without dropout, as a jitted function."""
+  """Loss, weight and metrics of a batch (B, T), without dropout, as a jitted function."""
+
+  metrics = trainer.measures.metrics
 
   def evaluate(params: Parameters, rows: Rows) -> Sums:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
       if trainer.pipeline is not None:
-        return pipelined_sums(trainer.model, trainer.pipeline, trainer.mesh, params, rows)
-      return Sums(loss_sum(trainer.model, params, rows, None), rows.weights.sum())
+        return pipelined_sums(trainer.model, trainer.pipeline, trainer.mesh, params, rows, metrics)
+      parts = loss_parts(trainer.model, params, rows, None, metrics=metrics)
+      loss, of_tokens = jax.tree.map(jnp.sum, parts)
+      return Sums(loss, rows.weights.sum(), of_tokens)
 
   places = shardings(trainer.abstract.params)
   return jax.jit(

@@ -26,10 +26,11 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
   TickArrays,
   TimetableArrays,
 )
+from maxbatch.training.loss import LossSums
 from maxbatch.training.model_parts import FlatParams, ModelParts
 from maxbatch.training.stage_residuals import StageInput
 from maxbatch.training.stash import Arrays, Stash
-from maxbatch.training.state import Sums, zero_sums
+from maxbatch.training.state import Measures, Sums, zero_sums
 
 
 class StageState(NamedTuple):
@@ -101,7 +102,7 @@ class PipelineStage:
       received=outgoing if self.forwarding_delay > 1 else (),
       d_layers=self._constrain_like_params(zero_layers),
       d_rest=self._constrain_like_params(zero_rest),
-      sums=zero_sums(self.parts.model),
+      sums=zero_sums(self.parts.model, Measures(self.parts.metrics)),
     )
     return lax.fori_loop(0, self.ticks.num_ticks, self._tick, state)
 
@@ -179,14 +180,14 @@ class PipelineStage:
     """Loss and gradient of the last stage's output; every stage computes a share of the tokens."""
     y_RCD, targets_RC, weights_RC = self._token_share(microbatch, y_RTD)
 
-    def loss(used: FlatParams, y_RCD: jax.Array) -> jax.Array:
-      return self.parts.loss(self.layers, self.rest | used, y_RCD, targets_RC, weights_RC)
+    def loss(used: FlatParams, y_RCD: jax.Array) -> tuple[jax.Array, LossSums]:
+      found = self.parts.loss(self.layers, self.rest | used, y_RCD, targets_RC, weights_RC)
+      return found.loss, found
 
-    used = _used_params(lambda rest: loss(rest, y_RCD), self.rest)
-    total, (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1))(used, y_RCD)
+    used = _used_params(lambda rest: loss(rest, y_RCD)[0], self.rest)
+    (_, found), (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1), has_aux=True)(used, y_RCD)
     d_y_RTD = lax.all_gather(d_y_RCD, "stage", axis=1, tiled=True)[:, : y_RTD.shape[1]]
-    sums = Sums(sums.loss + total, sums.weight + weights_RC.sum())
-    return self._add_gradients(d_rest, new), sums, d_y_RTD
+    return self._add_gradients(d_rest, new), sums.add(found, weights_RC.sum()), d_y_RTD
 
   def _token_share(
     self, microbatch: jax.Array, y_RTD: jax.Array
@@ -309,9 +310,10 @@ class PipelineStage:
     if isinstance(result, ForwardResult):
       x_RTD, y_RTD = self._constrain(result.x_RTD), self._constrain(result.y_RTD)
       return ForwardResult(x_RTD, y_RTD, self._constrain_residuals(result.residuals))
+    if isinstance(result, Sums):
+      return jax.tree.map(lambda x: constrain(x, ()), result)
     if isinstance(result, tuple):
-      parts = [self._constrain(each) for each in result]
-      return Sums(*parts) if isinstance(result, Sums) else tuple(parts)
+      return tuple(self._constrain(each) for each in result)
     return constrain(result, ("batch", "length", "activation_embed") if result.ndim else ())
 
   def _blank_residuals(self, *slots: int) -> Arrays:

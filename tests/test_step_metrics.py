@@ -1,0 +1,178 @@
+"""Metrics that a run lists: however the batch is split, the plain values of one device."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from noise_runs import training
+from pipeline_sweep import MODEL, Run, batch, configuration, prepared, without_pipeline
+from support import config, in_microbatches, mesh, uneven_rows
+
+from maxbatch.errors import UserError
+from maxbatch.models.registry import build_model
+from maxbatch.training import metrics
+from maxbatch.training.loss import loss_sum
+from maxbatch.training.metrics import METRICS, TokenMetric, Tokens, chosen_metrics
+from maxbatch.training.optimizer import make_optimizer
+from maxbatch.training.state import Measures
+from maxbatch.training.step import Trainer, eval_function, rows_shardings, step_function
+
+T, ROWS, RATE = 16, 32, np.float32(0.1)
+KEY = jax.random.key(7)
+
+
+def _even(tokens: Tokens) -> jax.Array:
+  return (tokens.targets_BC % 2 == 0).astype(jnp.float32)
+
+
+EVEN = TokenMetric(lambda tokens: _even(tokens) * tokens.loss_BC, per=_even)
+"""The loss of tokens with an even number: a sum divided by another."""
+
+
+@pytest.fixture(autouse=True)
+def _one_more_metric(monkeypatch):
+  monkeypatch.setattr(metrics, "METRICS", {**METRICS, "even_loss": EVEN})
+
+
+def trainer(axes: tuple[int, int, int], dispatches: int = 1, **keys: object) -> Trainer:
+  settings = config(opt_type="sgd", gradient_clipping_threshold=0, num_vocab_tiling=2, **keys)
+  model = build_model(settings.model, T, settings.noise.gns)
+  optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches)
+  measures = Measures(chosen_metrics(metrics.METRICS))
+  return Trainer(model, optimizer, mesh(*axes), KEY, measures=measures)
+
+
+def step(axes: tuple[int, int, int], k: int, *, streamed: bool = False, **keys: object):
+  """What one step of k microbatches reports."""
+  parts = trainer(axes, k if streamed else 1, **keys)
+  fed = in_microbatches(uneven_rows(ROWS, T), k, k)
+  fed = jax.device_put(fed, rows_shardings(fed, parts.mesh))
+  state = parts.init(seed=0)
+  if not streamed:
+    return step_function(parts, fed, streamed=False)(state, fed, jnp.int32(k), RATE)[1].metrics
+  found, pieces = {}, [jax.tree.map(lambda x, at=at: x[at : at + 1], fed) for at in range(k)]
+  function = step_function(parts, pieces[0], streamed=True)
+  for number, piece in enumerate(pieces, 1):
+    state, reported = function(state, piece, np.bool_(number == k), RATE)
+    found = reported.metrics
+  return found
+
+
+@functools.cache
+def plain(*, evaluation: bool = False) -> dict[str, float]:
+  """By the formulas, from all logits at once."""
+  parts, rows = trainer((1, 1, 1)), uneven_rows(ROWS, T)
+  params = parts.init(seed=0).params
+  bound = parts.model.bind(params)
+  logits_BTV = bound(rows, None) @ bound.output_matrix()
+  log_z_BT = np.asarray(jax.nn.logsumexp(logits_BTV, -1), np.float64)
+  targets_BT, weights_BT = np.asarray(rows.targets), np.asarray(rows.weights, np.float64)
+  logit_BT = np.take_along_axis(np.asarray(logits_BTV), targets_BT[..., None], -1)[..., 0]
+  hit_BT, even_BT = np.asarray(logits_BTV).argmax(-1) == targets_BT, targets_BT % 2 == 0
+  of_tokens = {
+    "accuracy": np.average(hit_BT, weights=weights_BT),
+    "log_z": np.average(log_z_BT, weights=weights_BT),
+    "even_loss": np.average(log_z_BT - logit_BT, weights=weights_BT * even_BT),
+  }
+  if evaluation:
+    return of_tokens
+  gradients = jax.grad(lambda p: loss_sum(parts.model, p, rows, KEY))(params)
+  updates = jax.tree.map(lambda g: -RATE * g / weights_BT.sum(), gradients)
+  after = jax.tree.map(jnp.add, params, updates)
+  return of_tokens | {
+    "update_norm": float(optax.tree.norm(updates)),
+    "param_norm": float(optax.tree.norm(after)),
+  }
+
+
+def assert_equal(found, expected) -> None:
+  assert set(found) == set(expected)
+  for name, value in expected.items():
+    np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+  ("axes", "k", "streamed"),
+  [
+    ((1, 1, 1), 1, False),
+    ((1, 1, 1), 4, False),
+    ((1, 1, 1), 4, True),
+    ((2, 1, 1), 4, False),
+    ((1, 2, 1), 1, False),
+    ((2, 2, 2), 4, False),
+    ((2, 2, 2), 4, True),
+  ],
+)
+def test_any_split_reports_the_plain_values(axes, k, streamed):
+  assert plain()["accuracy"] > 0
+  assert_equal(step(axes, k, streamed=streamed), plain())
+
+
+def test_measuring_the_noise_scale_leaves_them_as_they_are():
+  assert_equal(step((1, 2, 1), 2, gns="all"), plain())
+
+
+@pytest.mark.parametrize("axes", [(1, 1, 1), (2, 2, 2)])
+def test_evaluation_has_the_means_over_tokens(axes):
+  parts, rows = trainer(axes), uneven_rows(ROWS, T)
+  sums = eval_function(parts, rows)(parts.init(seed=0).params, rows)
+  assert_equal(metrics.token_values(sums.metrics, sums.weight), plain(evaluation=True))
+
+
+@functools.cache
+def pipelined(schedule: str) -> Run:
+  """Two stages on two replicas, two microbatches a step."""
+  keys = {
+    "num_simulated_devices": 4,
+    "ici_pipeline_parallelism": 2,
+    "pipeline_schedule": schedule,
+    "num_pipeline_microbatches": 2,
+    "base_num_decoder_layers": 4,
+    "num_layers_per_pipeline_stage": 2 if schedule in ("gpipe", "1f1b") else 1,
+    "per_device_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "metrics": "[accuracy, log_z, even_loss, param_norm, update_norm]",
+  }
+  return prepared(configuration(MODEL | keys))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "circular", "interleaved_1f1b"])
+def test_a_pipeline_reports_the_same(schedule):
+  run = pipelined(schedule)
+  assert_equal(run.step(run.trainer).metrics, without_pipeline(run).metrics)
+
+
+def test_evaluation_in_a_pipeline_is_the_same():
+  run = pipelined("1f1b")
+  rows, found = batch(run.config, run.plan.eval_batch), []
+  for parts in (run.trainer, dataclasses.replace(run.trainer, pipeline=None, mesh=mesh())):
+    sums = eval_function(parts, rows)(run.placed(parts).params, rows)
+    found.append(metrics.token_values(sums.metrics, sums.weight))
+  assert_equal(*found)
+
+
+def test_tokens_without_weight_may_be_anything():
+  rows = uneven_rows(ROWS, T)
+  values = jnp.where(jnp.asarray(rows.weights) == 0, jnp.nan, 2.0)
+  tokens = Tokens(values, values, values, values, jnp.asarray(rows.weights), jnp.zeros((ROWS, T)))
+  sums = metrics.token_sums(chosen_metrics(["log_z"]), tokens)
+  assert metrics.token_values(sums, rows.weights.sum())["log_z"] == 2.0
+
+
+def test_a_run_records_them_by_name(tmp_path):
+  with training(tmp_path) as train:
+    records = train("listed", batch_size=16, total_samples=32, metrics="[accuracy, param_norm]")
+  first, *_, last = records.records
+  assert "accuracy" not in first
+  assert {"accuracy", "param_norm", "eval/accuracy"} <= set(last)
+  assert "eval/accuracy" in first
+  assert "eval/param_norm" not in last
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+  with pytest.raises(UserError, match=r"metrics=acuracy: there is no such metrics. Did you mean"):
+    chosen_metrics(["acuracy"])
