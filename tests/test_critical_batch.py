@@ -259,7 +259,9 @@ def test_a_number_that_cannot_cut_the_branches_is_refused_before_any_trains(
   checkpoint = tmp_path / "mine" / "checkpoints" / str(START)
   eight = "num_pipeline_microbatches=8"
   printed = error(capsys, f"checkpoint={checkpoint}", "factors=1/2,1", *PIPELINE, eight)
-  assert printed.startswith(f"{eight} must divide the 4 samples of one pass in each of 4 groups")
+  assert printed.startswith(
+    f"{eight} must divide the 4 samples of one microbatch in each of 4 groups"
+  )
   assert not place(tmp_path).exists()
 
 

@@ -134,7 +134,7 @@ MESSAGES = {
     "num_pipeline_microbatches=2 or num_pipeline_microbatches=4 or num_pipeline_microbatches=8"
   ),
   (*I2, "num_pipeline_microbatches=6"): (
-    "num_pipeline_microbatches=6 must divide the 8 samples of one pass in each of 4 groups of "
+    "num_pipeline_microbatches=6 must divide the 8 samples of one microbatch in each of 4 groups of "
     "devices (micro_batch_to_train=32); nearest: num_pipeline_microbatches=4 or "
     "num_pipeline_microbatches=8 or num_pipeline_microbatches=2"
   ),
@@ -152,23 +152,23 @@ MESSAGES = {
     "num_pipeline_microbatches=8"
   ),
   (*I2, "batch_size=12"): (
-    "num_pipeline_microbatches must divide the 3 samples of one pass in each of 4 groups of "
+    "num_pipeline_microbatches must divide the 3 samples of one microbatch in each of 4 groups of "
     "devices (micro_batch_to_train=12) and be a multiple of the 2 stages; no number is both; "
     "nearest: batch_size=8 or batch_size=16"
   ),
   (*I2, "per_device_batch_size=1.5", "num_pipeline_repeats=1"): (
-    "num_pipeline_microbatches must divide the 3 samples of one pass in each of 4 groups of "
+    "num_pipeline_microbatches must divide the 3 samples of one microbatch in each of 4 groups of "
     "devices (micro_batch_to_train=12) and be a multiple of the 2 stages; no number is both; "
     "nearest: per_device_batch_size=1 or per_device_batch_size=2"
   ),
   (*I2, "batch_size=48", "gradient_accumulation_steps=4"): (
-    "num_pipeline_microbatches must divide the 3 samples of one pass in each of 4 groups of "
+    "num_pipeline_microbatches must divide the 3 samples of one microbatch in each of 4 groups of "
     "devices (micro_batch_to_train=12) and be a multiple of the 2 stages; no number is both; "
     "nearest: gradient_accumulation_steps=3 or gradient_accumulation_steps=6 or batch_size=32"
   ),
   (*I2, "batch_schedule=[[0, 12], [1200, 64]]", "num_pipeline_microbatches=2"): (
     "num_pipeline_microbatches=2 must divide the samples of each of 4 groups of devices in all "
-    "passes, of 12 and 64 in all; nearest: batch_schedule=[[0, 16], [1200, 64]]"
+    "microbatches, of 12 and 64 samples; nearest: batch_schedule=[[0, 16], [1200, 64]]"
   ),
   # Two mistakes at once: what is offered mends both.
   (*I2, "base_num_decoder_layers=5", "num_pipeline_microbatches=3"): (

@@ -60,12 +60,12 @@ Loading
   hosts 2 to 3: read nothing, and get their samples from the others
 
 Phases
-  phase  first step  first sample  first token  steps  batch  per device  passes  learning rate
-      1           0             0            0    157     64           8       1          0.003
-      2         157        10,048    1,286,144     78    128           8       2          0.003
-      3         235        20,032    2,564,096     39    256           8       4          0.003
-      4         274        30,016    3,842,048    136    512           8       8          0.003
-      4         410        99,648   12,754,944      1    384           8       6          0.003  the rest of the budget
+  phase  first step  first sample  first token  steps  batch  per device  microbatches  learning rate
+      1           0             0            0    157     64           8             1          0.003
+      2         157        10,048    1,286,144     78    128           8             2          0.003
+      3         235        20,032    2,564,096     39    256           8             4          0.003
+      4         274        30,016    3,842,048    136    512           8             8          0.003
+      4         410        99,648   12,754,944      1    384           8             6          0.003  the rest of the budget
 
 Limits
   with this microbatch the global batch is a multiple of 64; nearest to 512: 448 and 576
@@ -221,13 +221,13 @@ def test_a_topology_and_a_number_of_devices(capsys):
   [
     (
       ["micro_batch_size=auto", "batch_size=96"],
-      "Open   micro_batch_size=auto chooses from 1, 2, 3, 4, 6, 12 samples per device and pass; "
+      "Open   micro_batch_size=auto chooses from 1, 2, 3, 4, 6, 12 samples per device and microbatch; "
       "below as if it were 12 samples",
     ),
     (
       ["micro_batch_size={explore: {min: 2, max: 8}}"],
       "Open   micro_batch_size={explore: {min: 2, max: 8}} chooses from 2, 4, 8 samples per device "
-      "and pass, and batch_size follows; below as if it were 4 samples",
+      "and microbatch, and batch_size follows; below as if it were 4 samples",
     ),
   ],
 )

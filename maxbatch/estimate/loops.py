@@ -36,7 +36,7 @@ def trip_count(program: HloModule, frame: Frame, loop: Instruction) -> int | Non
 
 
 def _trips_while_true(program: HloModule, frame: Frame, test: Instruction) -> int | None:
-  """The number of trips for which the comparison `test` holds; None if it depends on data."""
+  """The number of iterations for which the comparison `test` holds; None if it depends on data."""
   if test.opcode == "fusion":
     called = frame.inner(program.called_by(test)[0], test)
     return _trips_while_true(
@@ -87,7 +87,7 @@ def _increment(program: HloModule, frame: Frame, counter: Instruction) -> int:
 
 
 def _value(program: HloModule, frame: Frame, one: Instruction) -> int | None:
-  """The value of a scalar integer that is the same in all trips of the enclosing loops."""
+  """The value of a scalar integer that is the same in all iterations of the enclosing loops."""
   if one.opcode == "constant":
     return int(one.arguments) if re.fullmatch(r"-?\d+", one.arguments) else None
   if one.opcode in _SAME_VALUE and one.operands:

@@ -90,7 +90,7 @@ def _explore(config: Config, target: Target) -> None:
   if resolve_accumulation(config, target.layout) != config:
     raise UserError(
       "micro_batch_size=explore: the model's samples depend on each other, so that a step has one "
-      "pass of the whole batch; micro_batch_size=none is the only size"
+      "microbatch of the whole batch; micro_batch_size=none is the only size"
     )
   if (
     config.pipeline.pipeline_schedule != "none" and config.pipeline.num_pipeline_microbatches == -1

@@ -47,7 +47,7 @@ class PlanReport:
     }
 
   def __str__(self) -> str:
-    given = ", ".join(self.given) or "nothing; 1 pass of 4 samples per device"
+    given = ", ".join(self.given) or "nothing; 1 microbatch of 4 samples per device"
     parts = [
       f"Given  {given}{self._open()}",
       self.plan.derivation(),
@@ -93,7 +93,7 @@ class PlanReport:
 
   def _table(self) -> str:
     head = ("phase", "first step", "first sample", "first token", "steps", "batch")
-    head += ("per device", "passes", "learning rate", "")
+    head += ("per device", "microbatches", "learning rate", "")
     rows = [head, *(_cells(self._phase(phase)) for phase in self.plan.phases)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = [

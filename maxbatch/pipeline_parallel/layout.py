@@ -68,7 +68,7 @@ def _accompanying_keys(config: Config, layout: Topology) -> Iterator[Keys]:
   yield {}
   yield {"num_pipeline_microbatches": -1}
   yield _OPEN
-  # Then every group of devices has as many samples in a pass as the stages need microbatches.
+  # Then every group of devices has as many samples in a microbatch as the stages need pipeline microbatches.
   least = Fraction(_forwarding_delay(config.pipeline), layout.shape["tensor"])
   smallest: Keys = {**_OPEN, **_NO_SIZE, "per_device_batch_size": least}
   yield smallest
@@ -247,12 +247,14 @@ def _num_pipeline_microbatches_message(
   given, least = keys.num_pipeline_microbatches, shape.forwarding_delay * shape.stages
   groups = counted(plan.topology.num_batch_groups, "group")
   per_group = (
-    f"the {counted(rows, 'sample')} of one pass in each of {groups} of devices "
+    f"the {counted(rows, 'sample')} of one microbatch in each of {groups} of devices "
     f"(micro_batch_to_train={plan.micro_batch_to_train})"
   )
   if len(plan.micro_batches) > 1:
     sizes = " and ".join(f"{size:,}" for size in plan.micro_batches)
-    per_group = f"the samples of each of {groups} of devices in all passes, of {sizes} in all"
+    per_group = (
+      f"the samples of each of {groups} of devices in all microbatches, of {sizes} samples"
+    )
   multiple = f"a multiple of the {counted(shape.stages, 'stage')}"
   if unit > shape.stages:
     multiple = (
@@ -268,7 +270,7 @@ def _num_pipeline_microbatches_message(
 
 
 def _batch_offers(config: Config, plan: BatchPlan, needed: int) -> Iterator[Keys]:
-  """Batches whose passes have a multiple of `needed` samples in each group."""
+  """Batches whose microbatches have a multiple of `needed` samples in each group."""
   groups, batch = plan.topology.num_batch_groups, config.batch
   micro, total = plan.micro_batch_to_train, plan.global_batch_to_train
   if total % (needed * groups) == 0:

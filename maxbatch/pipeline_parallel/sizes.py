@@ -1,8 +1,8 @@
 """The pipeline of a run as numbers: stages, repeats, layers and microbatches.
 
-The passes of gradient accumulation are microbatches of the same timetable, so that the stages fill
-and empty once per step and not once per pass. accumulation=streamed, one dispatch per pass, is the
-exception.
+Each microbatch of gradient accumulation is divided into num_pipeline_microbatches. All of a step run
+in one timetable, so that the stages fill and empty once per step. accumulation=streamed, one dispatch
+per microbatch, has a timetable for each.
 """
 
 import dataclasses
@@ -24,15 +24,17 @@ class Pipeline:
     stages: devices along the axis `stage`.
     repeats: rounds of a microbatch through them.
     layers: layers of one stage in one repeat.
-    cuts: num_pipeline_microbatches, the pieces of one pass.
-    passes: passes in one timetable: all of a step, or 1 where they are streamed.
-    most_passes: the same for the largest step of the batch schedule.
-    timetables: timetables of a step: 1, or its passes where they are streamed.
-    rows: samples of one microbatch in each group of devices that see different samples.
+    num_pipeline_microbatches: pieces of one microbatch of gradient accumulation.
+    num_microbatches: microbatches of gradient accumulation in one timetable: all of a step, or 1
+      where they are streamed.
+    max_num_microbatches: the same for the largest step of the batch schedule.
+    timetables: timetables of a step: 1, or its microbatches where they are streamed.
+    rows: samples of one pipeline microbatch in each data-parallel group.
     choices: what num_pipeline_microbatches could be instead, this one included.
     forwarding_delay: ticks from computing a result to using it on the next stage, 1 or 2.
     stash: what a stage keeps of a microbatch until its backward: input or residuals.
-    is_open: whether `cuts` is still to be chosen from `choices`, by time; until then the fewest.
+    is_open: whether num_pipeline_microbatches is still to be chosen from `choices`, by time; until
+      then it is the fewest.
   """
 
   schedule: str
@@ -56,11 +58,11 @@ class Pipeline:
 
   @property
   def shape_of_one_microbatch(self) -> TimetableShape:
-    """Of one pass alone."""
+    """Of one microbatch of gradient accumulation alone."""
     return self.shape_of(1)
 
   def shape_of(self, num_microbatches: int) -> TimetableShape:
-    """Of a timetable of so many passes."""
+    """Of a timetable of so many microbatches of gradient accumulation."""
     return TimetableShape(
       self.stages,
       self.num_pipeline_microbatches * num_microbatches,
