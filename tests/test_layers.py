@@ -69,6 +69,11 @@ def test_a_folder_imports_only_what_stands_before_it():
     assert not late, f"{module} imports {late}"
 
 
+def test_the_readme_shows_the_folders_in_this_order():
+  text = (PACKAGE.parent / "README.md").read_text()
+  assert re.findall(r"^\| `maxbatch/(\w+)(?:\.py|/)` \|", text, re.M) == FOLDERS
+
+
 def test_no_file_imports_itself_by_way_of_others():
   list(graphlib.TopologicalSorter({m: imports(t) for m, t in TREES.items()}).static_order())
 
