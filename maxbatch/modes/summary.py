@@ -67,6 +67,7 @@ def _sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
     run.prompt,
     run.generate_length,
     run.decode_sampling_temperature,
+    resolved.config.batch.max_target_length,
   )
 
 
