@@ -4,12 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from golden_models import SIZES
+from support import SMALLEST
 from tiny_model import GPT2_LIKE, VOCABULARY, loud_parameters, tiny_model
 
 from maxbatch.config.find import model_names
 from maxbatch.data.rows import Rows
 from maxbatch.models.generate import generate
 from maxbatch.models.registry import Model, Parameters
+from maxbatch.modes import summary
 from maxbatch.train import main
 
 LENGTH = 12
@@ -37,6 +39,32 @@ def test_every_shipped_model_trains_shrunk_with_sample_text(name, tmp_path, caps
   out, err = capsys.readouterr()
   assert (code, err) == (0, "")
   assert out.count(f"\n{PROMPT}") == 2  # Before training and after.
+
+
+def test_a_finished_run_answers_a_new_prompt_and_prints_no_control_bytes(
+  tmp_path, capsys, monkeypatch
+):
+  written = "a\x1b[2J\r\x07\x9b\u2028\tß\n"
+  monkeypatch.setattr(summary, "generate", lambda _m, _p, _t, prompt, *_: prompt + written)
+  text = tmp_path / "words.txt"
+  text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
+  keys = SMALLEST | {
+    "steps": 1,
+    "eval_samples": 8,
+    "per_device_batch_size": 1,
+    "dataset_path": text,
+    "dataset_cache_directory": tmp_path / "cache",
+    "base_output_directory": tmp_path,
+  }
+  first = ["config=base", *(f"{key}={value}" for key, value in keys.items())]
+  assert main(first) == 0
+  assert capsys.readouterr().out.count("\ndef a\\x1b[2J\\r\\x07\\x9b\\u2028\tß\n") == 2
+  assert main([*first, "prompt=class "]) == 0
+  printed = capsys.readouterr().out
+  assert "This run is complete at step 1." in printed
+  assert "--- text after training\nclass a\\x1b[2J" in printed
+  assert main([*first, "prompt=class ", "generate_length=0"]) == 0
+  assert "class a" not in capsys.readouterr().out
 
 
 class Letters:

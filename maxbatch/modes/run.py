@@ -19,7 +19,7 @@ from maxbatch.data.registry import build_dataset
 from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.resolve import ResolvedRun, resolve
-from maxbatch.modes.summary import describe, keep_sample, sum_up
+from maxbatch.modes.summary import describe, keep_sample, show_sample, sum_up
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.metrics import MetricsLog
 from maxbatch.run_folder.paths import RunFolder
@@ -72,7 +72,9 @@ def run(config: Config, *, forget: bool = False) -> tuple[TrainState, Position]:
     start = _restore(resolved, trainer, checkpointer)
     if start.restored and start.position.step >= start.plan.steps:
       print(f"This run is complete at step {start.position.step}. For more, raise its budget.")
-      return start.trainer.from_saved(start.restored.state), start.position
+      state = start.trainer.from_saved(start.restored.state)
+      show_sample(resolved, start.trainer, state.params)
+      return state, start.position
     state, reached = _train(resolved, start, dataset, checkpointer)
   plan = _as_decided(start)
   sum_up(resolved, plan, trainer, state, reached)

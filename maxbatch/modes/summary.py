@@ -1,7 +1,5 @@
 """What a run says of itself: its parts before it trains, and how it went at its end."""
 
-import pathlib
-
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.models.generate import generate
@@ -38,10 +36,11 @@ def sum_up(
   """The last lines: how far, how well, where, and what next."""
   config, folder = resolved.config, resolved.folder
   complete = position.step == plan.steps
-  if complete and config.run.generate_length:
-    if resolved.folder.text_before_training.exists():
-      print(f"\n--- text before training\n{resolved.folder.text_before_training.read_text()}")
-    print(f"--- text after training\n{_sample(resolved, trainer, state.params)}\n---")
+  if complete:
+    before = resolved.folder.text_before_training
+    if config.run.generate_length and before.exists():
+      print(f"\n--- text before training\n{_shown(before.read_bytes().decode())}")
+    show_sample(resolved, trainer, state.params)
   tokens = plan.tokens(position.samples)
   print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
   print(f"{position.samples:,} samples, {tokens:,} tokens")
@@ -58,6 +57,23 @@ def sum_up(
     print(f"  longer:  the same command with a larger budget, for example {budget.key}={amount}")
 
 
+def show_sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> None:
+  """Prints text of the trained model, if the run asks for any."""
+  if resolved.config.run.generate_length:
+    print(f"--- text after training\n{_shown(_sample(resolved, trainer, params))}\n---")
+
+
+def _shown(text: str) -> str:
+  """The text with escapes for all that would move a terminal's cursor, but line breaks and tabs."""
+  escaped = (
+    character
+    if character.isprintable() or character in "\n\t"
+    else character.encode("unicode_escape").decode()
+    for character in text
+  )
+  return "".join(escaped)
+
+
 def _sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
   run = resolved.config.run
   return generate(
@@ -69,7 +85,3 @@ def _sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
     run.decode_sampling_temperature,
     resolved.config.batch.max_target_length,
   )
-
-
-def _sample_file(resolved: ResolvedRun) -> pathlib.Path:
-  return resolved.folder.text_before_training
