@@ -13,6 +13,7 @@ CONTRACT = {
   "checkpoints": "checkpoints",
   "compile_report_text": "compile_report.txt",
   "compile_report_json": "compile_report.json",
+  "tensorboard_over_samples": "tensorboard/over_samples",
   "exploration": "exploration.json",
   "text_before_training": "text_before_training.txt",
   "batch_schedule": "batch_schedule.yml",
