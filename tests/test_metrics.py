@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maxbatch.errors import UserError
 from maxbatch.run_folder.metrics import MetricsLog, Record, read_metrics
@@ -28,7 +29,7 @@ def write(folder: pathlib.Path, start: int, *records: Record) -> None:
 
 def events(folder: pathlib.Path) -> Iterator[Any]:
   """Every TensorBoard event: records of length (8 bytes), checksum (4), data, checksum (4)."""
-  for path in sorted((folder / "tensorboard").iterdir()):
+  for path in sorted((folder / "tensorboard").rglob("events.*")):
     data = path.read_bytes()
     while data:
       (length,) = struct.unpack_from("<Q", data)
@@ -36,6 +37,12 @@ def events(folder: pathlib.Path) -> Iterator[Any]:
       event.ParseFromString(data[12 : 12 + length])
       yield event
       data = data[16 + length :]
+
+
+def curve(folder: pathlib.Path, part: str, tag: str) -> list[tuple[int, float]]:
+  """What TensorBoard itself shows of a part of the folder, as (step, value)."""
+  board = EventAccumulator(str(folder / "tensorboard" / part)).Reload()
+  return [(event.step, event.value) for event in board.Scalars(tag)]
 
 
 def steps(folder: pathlib.Path) -> list[int | float]:
@@ -77,12 +84,9 @@ def test_a_resumed_run_goes_on_after_its_step(tmp_path):
   write(tmp_path, 3, record(4, loss=9.0))
   assert steps(tmp_path) == [0, 1, 2, 3, 4]
   assert read_metrics(tmp_path)[-1]["loss"] == 9.0
-  starts = [
-    event.step
-    for event in events(tmp_path)
-    if event.session_log.status == event_pb2.SessionLog.START
-  ]
-  assert starts == [0, 4]  # TensorBoard forgets what lies at or after these.
+  assert curve(tmp_path, "", "loss") == [(0, 1.5), (1, 1.5), (2, 1.5), (3, 1.5), (4, 9.0)]
+  over_samples = [(0, 1.5), (4, 1.5), (8, 1.5), (12, 1.5), (16, 9.0)]
+  assert curve(tmp_path, "over_samples", "over_samples/loss") == over_samples
 
 
 def test_a_run_that_starts_anew_writes_step_0_once(tmp_path):

@@ -272,6 +272,19 @@ def test_auto_trains_what_the_number_by_hand_trains(tmp_path, capsys, clock):
   assert "; remembered in " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+  "schedule",
+  [
+    {"batch_schedule": "[[0, 16], [100000, 32]]"},
+    {"enable_rampup_batch_size": "true", "global_rampup_samples": 100000},
+  ],
+  ids=["listed", "ramp-up"],
+)
+def test_auto_with_a_schedule_that_ends_after_the_run(tmp_path, capsys, schedule):
+  trained(tmp_path, micro_batch_size="auto", **schedule)
+  assert "micro_batch_size auto: " in capsys.readouterr().out
+
+
 def test_compile_only_with_auto_reports_the_choice(tmp_path, capsys):
   assert main(command(tmp_path, compile_only="true", micro_batch_size="auto")) == 0
   (report,) = json.loads((tmp_path / "run" / "compile_report.json").read_text())

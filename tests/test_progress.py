@@ -2,6 +2,7 @@
 
 import io
 import re
+from unittest.mock import Mock
 
 import pytest
 
@@ -84,6 +85,26 @@ def test_a_resumed_bar_begins_where_the_run_does(monkeypatch):
   with Progress(90, 100, 10):
     pass
   assert "90/100" in terminal.getvalue()
+
+
+def test_the_time_left_counts_no_preparation(capsys, monkeypatch):
+  now = iter([0.0, 300.0, 302.0])
+  monkeypatch.setattr("time.perf_counter", lambda: next(now))
+  with Progress(0, 11, 1) as progress:
+    progress.begin()
+    progress.show(record(1))
+  assert "eta 00:20" in capsys.readouterr().out
+
+
+def test_the_time_left_on_a_terminal_counts_no_preparation(monkeypatch):
+  terminal, clock = on_terminal(monkeypatch), Mock(return_value=0.0)
+  monkeypatch.setattr("tqdm.std.time", clock)
+  with Progress(0, 11, 1) as progress:
+    clock.return_value = 300.0
+    progress.begin()
+    clock.return_value = 302.0
+    progress.show(record(1))
+  assert "[00:02<00:20" in terminal.getvalue()
 
 
 def test_lines_beside_the_bar_stay_whole(monkeypatch):

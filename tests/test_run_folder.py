@@ -3,7 +3,10 @@
 import dataclasses
 from pathlib import Path
 
+import pytest
+
 from maxbatch.config.load import load_config
+from maxbatch.errors import UserError
 from maxbatch.run_folder.paths import RunFolder
 
 CONTRACT = {
@@ -13,6 +16,7 @@ CONTRACT = {
   "checkpoints": "checkpoints",
   "compile_report_text": "compile_report.txt",
   "compile_report_json": "compile_report.json",
+  "tensorboard_over_samples": "tensorboard/over_samples",
   "exploration": "exploration.json",
   "text_before_training": "text_before_training.txt",
   "batch_schedule": "batch_schedule.yml",
@@ -32,3 +36,11 @@ def test_a_run_s_folder_follows_from_two_keys(monkeypatch):
   assert RunFolder.of(run).path == Path("/home/somebody/runs/mine")
   here = dataclasses.replace(run, base_output_directory="runs")
   assert RunFolder.of(here).path == Path("runs/mine")
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/runs", "s3://bucket"])
+def test_storage_that_is_no_folder_is_refused_by_name(url):
+  with pytest.raises(UserError) as caught:
+    load_config(["config=base", f"base_output_directory={url}"])
+  assert str(caught.value).startswith(f"base_output_directory={url}: ")
+  assert "for example base_output_directory=runs" in str(caught.value)

@@ -2,6 +2,8 @@
 
 import json
 import pathlib
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -315,3 +317,25 @@ def test_a_pipeline_that_does_not_divide_is_refused(text, tmp_path, capsys, more
   printed = capsys.readouterr()
   assert "base_num_decoder_layers=1; nearest: base_num_decoder_layers=2" in printed.err
   assert not (tmp_path / "runs").exists()
+
+
+def test_the_longer_run_that_is_offered_goes_on_at_the_last_learning_rate(text, tmp_path, capsys):
+  given = arguments(text, tmp_path / "run")
+  assert main(given) == 0
+  printed = capsys.readouterr().out
+  offer = re.search(rf"for example (steps={2 * STEPS} learning_rate_schedule_steps=\d+),", printed)
+  rates = re.search(r"the rate jumps from ([\d.e-]+) to ([\d.e-]+)", printed)
+  assert offer
+  assert rates
+  shutil.copytree(tmp_path / "run", tmp_path / "alone")
+  assert main([*given, *offer[1].split()]) == 0
+  assert main([*arguments(text, tmp_path / "alone"), f"steps={2 * STEPS}"]) == 0
+  for folder, expected in (("run", rates[1]), ("alone", rates[2])):
+    record = read_metrics(tmp_path / folder / "first_run")[STEPS + 1]
+    assert record["step"] == STEPS + 1
+    assert record["learning_rate"] == pytest.approx(float(expected), rel=0.01)
+
+
+def test_a_constant_learning_rate_goes_on_without_further_keys(text, tmp_path, capsys):
+  assert main(arguments(text, tmp_path, lr_schedule_type="constant")) == 0
+  assert f"larger budget, for example steps={2 * STEPS}\n" in capsys.readouterr().out

@@ -119,10 +119,14 @@ class BatchPlan:
     """Tokens of a microbatch on one device."""
     return self.per_device(micro_batch) * self.max_target_length
 
-  def largest_phase(self, micro_batch: int) -> Phase:
-    """Of the phases with this microbatch, the one with the most microbatches per step."""
-    phases = [phase for phase in self.phases if phase.micro_batch == micro_batch]
-    return max(phases, key=lambda phase: phase.num_microbatches)
+  def largest_phase(self, micro_batch: int) -> Phase | SchedulePoint:
+    """Of the phases with this microbatch, the one with the most microbatches per step.
+
+    Where the run ends before any of them, of those that its schedule has.
+    """
+    reached = [phase for phase in self.phases if phase.micro_batch == micro_batch]
+    scheduled = [point for point in self.schedule.points if point.micro_batch == micro_batch]
+    return max(reached or scheduled, key=lambda phase: phase.num_microbatches)
 
   def phase_at(self, samples: int) -> Phase:
     """The phase of the step that begins when `samples` are consumed."""

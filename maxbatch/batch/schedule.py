@@ -207,7 +207,7 @@ def from_file(inputs: ScheduleInputs) -> PhaseStarts:
       "batch_schedule=file needs batch_schedule_file, the schedule that a run with "
       "batch_schedule=gns wrote; for example batch_schedule_file=runs/steered/batch_schedule.yml"
     )
-  changes = read_changes(pathlib.Path(file))
+  changes = read_changes(pathlib.Path(file).expanduser())
   if changes[0].batch != batch:
     raise UserError(
       f"batch_schedule_file={file} begins with {changes[0].batch} samples and batch_size is "

@@ -7,6 +7,7 @@ and its abbreviations, its exits and its wording of errors would each have to be
 """
 
 import dataclasses
+import os
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
@@ -98,7 +99,7 @@ def parse(command: Command[Own], arguments: Sequence[str]) -> Arguments[Own]:
     elif isinstance(one.kind, File):
       path = text if equals else next(remaining, "")
       _check_file(name, path, one.kind.example, is_apart=not equals)
-      given[one.attribute] = path
+      given[one.attribute] = os.path.expanduser(path)
     elif equals:
       raise UserError(f"{argument}: {name} takes no value; write {name}")
     else:

@@ -65,7 +65,7 @@ def save(
   ]
   text = json.dumps({"made_from": dict(header), "programs": described}).encode()
   try:
-    with replacing(Path(path)) as file:
+    with replacing(Path(path).expanduser()) as file:
       file.write(_MAGIC + len(text).to_bytes(_LENGTH_BYTES, "big"))
       file.write(hashlib.sha256(text).digest() + text)
       for data in payloads.values():
@@ -150,7 +150,7 @@ def _refuse_differences(path: str, file: dict[str, Any], run: dict[str, Any]) ->
 def _reading(path: str) -> Iterator[_Opened]:
   """The file that `compiled_step` names; what is wrong with it in the words of the keys."""
   try:
-    with open(path, "rb") as file:
+    with open(Path(path).expanduser(), "rb") as file:
       yield _open(file)
   except OSError as error:
     raise UserError(

@@ -27,7 +27,7 @@ def model_names() -> list[str]:
 
 def config_path(name: str) -> Path:
   """The file that a path or a packaged bare name (`base`) means; UserError if there is none."""
-  return _existing(f"config={name}", _packaged(name) or Path(name))
+  return _existing(f"config={name}", _packaged(name) or Path(name).expanduser())
 
 
 def base_config_path(name: str, child: Path, given: str) -> Path:
@@ -37,7 +37,7 @@ def base_config_path(name: str, child: Path, given: str) -> Path:
   packaged file too where no other file of that name lies beside `child`. `given` starts the message
   when there is no such file.
   """
-  beside = child.parent / name
+  beside = child.parent / Path(name).expanduser()
   is_other = beside.is_file() and beside.resolve() != child.resolve()
   packaged = _packaged(name) or (None if is_other else _packaged(name.removesuffix(".yml")))
   return _existing(given, packaged or beside)
@@ -52,7 +52,8 @@ def model_path(name: str, folder: Path, given: str) -> Path:
   if name in model_names():
     return packaged_folder() / "models" / f"{name}.yml"
   if name.endswith((".yml", ".yaml")):
-    for path in (folder / name, Path(name)):
+    given_path = Path(name).expanduser()
+    for path in (folder / given_path, given_path):
       if path.is_file():
         return path
   raise UserError(

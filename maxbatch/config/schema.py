@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Annotated, Literal
 
+from maxbatch.errors import UserError
+
 
 @dataclasses.dataclass(frozen=True)
 class Range:
@@ -67,6 +69,16 @@ class RunConfig:
   generate_length: NonNegative
   prompt: str
   decode_sampling_temperature: NonNegativeFloat
+
+  def __post_init__(self) -> None:
+    """Raises UserError where the runs' folder is none of a file system, which it would become."""
+    scheme, is_url, _ = self.base_output_directory.partition("://")
+    if is_url:
+      raise UserError(
+        f"base_output_directory={self.base_output_directory}: a run is written to a file system, "
+        f"and {scheme}:// names none; for example base_output_directory=runs, or the folder where "
+        "that storage is mounted"
+      )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -185,7 +185,7 @@ def train_branch(experiment: Experiment, branch: Branch) -> Measured | None:
 
 def _train(config: Config) -> bool:
   """Whether it came to its end. The state is not kept: it may be large."""
-  _, position = run(config)
+  _, position = run(config, advise=False)
   return position.step >= config.run.steps
 
 

@@ -1,6 +1,6 @@
 """A few lines of text from a model, to see what it has learned.
 
-T tokens of prompt and text, D width, V vocabulary.
+T tokens of prompt and text, W of them in view, D width, V vocabulary.
 """
 
 import functools
@@ -22,10 +22,11 @@ def generate(
   prompt: str,
   length: int,
   temperature: float,
+  max_target_length: int,
 ) -> str:
   """The prompt and the text of `length` tokens after it, the same at every call.
 
-  Each token costs a forward pass over the whole text: meant for samples, not for serving.
+  Each token costs a forward pass over those before it: meant for samples, not for serving.
 
   Args:
     model: the model, whose vocabulary holds the tokenizer's.
@@ -34,11 +35,14 @@ def generate(
     prompt: text to begin with.
     length: tokens to add.
     temperature: 0 takes the likeliest token.
+    max_target_length: tokens of a row in training. A token follows from at most as many before it:
+      the model knows no others, and learned positions end there.
   """
   start = [tokenizer.bos_id, *tokenizer.encode(prompt.encode()).tolist()]
   tokens_T = jnp.array(start + [0] * length, jnp.int32)
+  window = min(max_target_length, len(tokens_T))
   write = jax.jit(
-    functools.partial(_write, model, ordinary_ids(tokenizer), len(start), temperature)
+    functools.partial(_write, model, ordinary_ids(tokenizer), len(start), window, temperature)
   )
   return tokenizer.decode(np.asarray(write(_on_one_device(params), tokens_T)))
 
@@ -47,6 +51,7 @@ def _write(
   model: Model,
   ids: np.ndarray,
   start: int,
+  window: int,
   temperature: float,
   params: Parameters,
   tokens_T: jax.Array,
@@ -55,8 +60,10 @@ def _write(
   bound = model.bind(params)
 
   def add(at: jax.Array, tokens_T: jax.Array) -> jax.Array:
-    rows = Rows(tokens_T[None], tokens_T[None], jnp.ones((1, len(tokens_T))), jnp.zeros(1, int))
-    hidden_D = bound(rows, None)[0, at - 1]
+    first = jnp.maximum(at - window, 0)
+    tokens_1W = jax.lax.dynamic_slice(tokens_T, (first,), (window,))[None]
+    rows = Rows(tokens_1W, tokens_1W, jnp.ones((1, window)), jnp.zeros(1, int))
+    hidden_D = bound(rows, None)[0, at - 1 - first]
     logits_V = (hidden_D @ bound.output_matrix()).astype(jnp.float32)[ids]
     choice = jnp.argmax(logits_V)
     if temperature > 0:

@@ -19,7 +19,7 @@ from maxbatch.data.registry import build_dataset
 from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.resolve import ResolvedRun, resolve
-from maxbatch.modes.summary import describe, keep_sample, sum_up
+from maxbatch.modes.summary import describe, keep_sample, print_next, show_sample, sum_up
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.metrics import MetricsLog
 from maxbatch.run_folder.paths import RunFolder
@@ -50,12 +50,15 @@ class _Start:
   noise: Noise | None
 
 
-def run(config: Config, *, forget: bool = False) -> tuple[TrainState, Position]:
+def run(
+  config: Config, *, forget: bool = False, advise: bool = True
+) -> tuple[TrainState, Position]:
   """Plans, prepares, trains and sums up one run; its state and position at the end.
 
   Args:
     config: the run.
     forget: choose anew what the keys leave open, whatever is remembered.
+    advise: end with commands that go on from here; not so where another command sets the budget.
 
   Raises:
     UserError: something in the configuration or the input does not work.
@@ -71,11 +74,16 @@ def run(config: Config, *, forget: bool = False) -> tuple[TrainState, Position]:
   with _checkpointer(resolved, dataset.fingerprint) as checkpointer:
     start = _restore(resolved, trainer, checkpointer)
     if start.restored and start.position.step >= start.plan.steps:
-      print(f"This run is complete at step {start.position.step}. For more, raise its budget.")
-      return start.trainer.from_saved(start.restored.state), start.position
+      more = " For more, raise its budget." if advise else ""
+      print(f"This run is complete at step {start.position.step}.{more}")
+      state = start.trainer.from_saved(start.restored.state)
+      show_sample(resolved, start.trainer, state.params)
+      return state, start.position
     state, reached = _train(resolved, start, dataset, checkpointer)
   plan = _as_decided(start)
   sum_up(resolved, plan, trainer, state, reached)
+  if advise:
+    print_next(resolved, plan, reached)
   if start.noise:
     print(f"  batch:   {start.noise.meter.line(plan.batch_at(reached.samples))}")
   return state, reached

@@ -1,7 +1,9 @@
 """What a run says of itself: its parts before it trains, and how it went at its end."""
 
-import pathlib
+import dataclasses
+import math
 
+from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.models.generate import generate
@@ -35,27 +37,69 @@ def keep_sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> 
 def sum_up(
   resolved: ResolvedRun, plan: BatchPlan, trainer: Trainer, state: TrainState, position: Position
 ) -> None:
-  """The last lines: how far, how well, where, and what next."""
+  """How far, how well and where."""
   config, folder = resolved.config, resolved.folder
   complete = position.step == plan.steps
-  if complete and config.run.generate_length:
-    if resolved.folder.text_before_training.exists():
-      print(f"\n--- text before training\n{resolved.folder.text_before_training.read_text()}")
-    print(f"--- text after training\n{_sample(resolved, trainer, state.params)}\n---")
+  if complete:
+    before = resolved.folder.text_before_training
+    if config.run.generate_length and before.exists():
+      print(f"\n--- text before training\n{_shown(before.read_bytes().decode())}")
+    show_sample(resolved, trainer, state.params)
   tokens = plan.tokens(position.samples)
   print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
   print(f"{position.samples:,} samples, {tokens:,} tokens")
   losses = [record["eval/loss"] for record in read_metrics(folder.path) if "eval/loss" in record]
   if losses:
     print(f"Validation loss {losses[0]:.3f} → {losses[-1]:.3f} nats per token")
-  print(f"Everything is in {folder.path}; next:")
-  print(f"  curves:  tensorboard --logdir {folder.tensorboard}")
-  if not complete:
+  print(f"Everything is in {folder.path}")
+
+
+def print_next(resolved: ResolvedRun, plan: BatchPlan, position: Position) -> None:
+  """How to look at the run, and how to go on with it."""
+  print(f"Next:\n  curves:  tensorboard --logdir {resolved.folder.tensorboard}")
+  if position.step < plan.steps:
     print("  resume:  the same command again")
-  elif config.checkpoint.enable_checkpointing:
-    budget = plan.budget
-    amount = int(2 * budget.amount * budget.scale)
-    print(f"  longer:  the same command with a larger budget, for example {budget.key}={amount}")
+  elif resolved.config.checkpoint.enable_checkpointing:
+    print(
+      f"  longer:  the same command with a larger budget, for example {_longer(resolved, plan)}"
+    )
+
+
+def _longer(resolved: ResolvedRun, plan: BatchPlan) -> str:
+  """Twice the budget; beside it what keeps the learning rate where a longer schedule lifts it."""
+  config, unit, end = resolved.config.optimizer, resolved.config.run.schedule_unit, plan.end()
+  budget = dataclasses.replace(plan.budget, amount=2 * plan.budget.amount)
+  keys = f"{budget.key}={int(budget.amount * budget.scale)}"
+  longer = dataclasses.replace(plan, budget=budget).starting_at(end)
+  now = learning_rate(config, plan, unit)
+  kept, lifted = now(end), learning_rate(config, longer, unit)(end)
+  if math.isclose(kept, lifted, rel_tol=0.01):
+    return keys
+  jump = f"the schedule spans the whole budget, and the rate jumps from {kept:.3g} to {lifted:.3g}"
+  if kept == 0:
+    return f"{keys}:\n           {jump}"
+  schedule = f"learning_rate_schedule_steps={math.ceil(now.length)}"
+  return (
+    f"{keys} {schedule},\n           which goes on at this run's last learning rate; without "
+    f"{schedule}\n           {jump}"
+  )
+
+
+def show_sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> None:
+  """Prints text of the trained model, if the run asks for any."""
+  if resolved.config.run.generate_length:
+    print(f"--- text after training\n{_shown(_sample(resolved, trainer, params))}\n---")
+
+
+def _shown(text: str) -> str:
+  """The text with escapes for all that would move a terminal's cursor, but line breaks and tabs."""
+  escaped = (
+    character
+    if character.isprintable() or character in "\n\t"
+    else character.encode("unicode_escape").decode()
+    for character in text
+  )
+  return "".join(escaped)
 
 
 def _sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
@@ -67,8 +111,5 @@ def _sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
     run.prompt,
     run.generate_length,
     run.decode_sampling_temperature,
+    resolved.config.batch.max_target_length,
   )
-
-
-def _sample_file(resolved: ResolvedRun) -> pathlib.Path:
-  return resolved.folder.text_before_training

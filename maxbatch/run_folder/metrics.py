@@ -35,14 +35,10 @@ class MetricsLog:
     path, first = RunFolder(folder).metrics, step + 1 if step else 0
     try:
       folder.mkdir(parents=True, exist_ok=True)
-      _cut(path, first)
-      self._board = tensorboardX.SummaryWriter(
-        str(RunFolder(folder).tensorboard),
-        purge_step=first,
-        flush_secs=10,
-        # Files are named by the second: without this a quick restart would overwrite the last one.
-        filename_suffix=f".{first}",
-      )
+      samples = _cut(path, first)
+      self._board = _board(RunFolder(folder).tensorboard, first)
+      # Apart: TensorBoard drops every curve of a folder from one and the same number on.
+      self._board_over_samples = _board(RunFolder(folder).tensorboard_over_samples, samples)
       self._file = path.open("a", buffering=1)
     except OSError as error:
       raise UserError(
@@ -57,6 +53,7 @@ class MetricsLog:
   def __exit__(self, *_: object) -> None:
     self._file.close()
     self._board.close()
+    self._board_over_samples.close()
 
   def write(self, record: Record) -> None:
     """Appends one step's record, which has at least the keys step, samples and tokens.
@@ -75,7 +72,8 @@ class MetricsLog:
       if key not in _NOT_PLOTTED:
         self._board.add_scalar(key, value, int(record["step"]))
     for key in _OVER_SAMPLES & record.keys():
-      self._board.add_scalar(f"over_samples/{key}", record[key], int(record["samples"]))
+      samples = int(record["samples"])
+      self._board_over_samples.add_scalar(f"over_samples/{key}", record[key], samples)
 
 
 def read_metrics(folder: pathlib.Path) -> list[Record]:
@@ -108,9 +106,24 @@ def _parse(path: pathlib.Path, number: int, line: str) -> Record:
   )
 
 
-def _cut(path: pathlib.Path, first: int) -> None:
-  """Leaves only the records before step `first`, replacing the file in one move."""
+def _board(folder: pathlib.Path, first: int) -> tensorboardX.SummaryWriter:
+  """Writes curves; TensorBoard drops what earlier writers of the folder have at `first` or later."""
+  return tensorboardX.SummaryWriter(
+    str(folder),
+    purge_step=first,
+    flush_secs=10,
+    # Files are named by the second: without this a quick restart would overwrite the last one.
+    filename_suffix=f".{first}",
+  )
+
+
+def _cut(path: pathlib.Path, first: int) -> int:
+  """Leaves only the records before step `first`, replacing the file in one move.
+
+  Returns the samples at which new records begin: one more than the last record left has, else 0.
+  """
   if not path.exists():
-    return
-  kept = [line for line, record in _lines(path) if record["step"] < first]
-  write_whole(path, "".join(kept))
+    return 0
+  kept = [(line, record) for line, record in _lines(path) if record["step"] < first]
+  write_whole(path, "".join(line for line, _ in kept))
+  return int(kept[-1][1]["samples"]) + 1 if kept else 0

@@ -34,6 +34,11 @@ class RunFolder:
     return self.path / "tensorboard"
 
   @property
+  def tensorboard_over_samples(self) -> Path:
+    """Likewise, of the curves over samples."""
+    return self.tensorboard / "over_samples"
+
+  @property
   def checkpoints(self) -> Path:
     """A folder for each step that was saved."""
     return self.path / "checkpoints"

@@ -25,6 +25,12 @@ class Progress:
     if self._bar is not None:
       self._bar.close()
 
+  def begin(self) -> None:
+    """Takes note that the first step begins now: what was prepared before it is no step's time."""
+    self._began = time.perf_counter()
+    if self._bar is not None:
+      self._bar.unpause()
+
   def expect(self, steps: int) -> None:
     """Takes note that the run will end after another number of steps."""
     self._steps = steps

@@ -72,6 +72,7 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
   Raises:
     TrainingDivergedError: a loss or gradient is not finite; nothing of that step is saved.
   """
+  job.progress.begin()
   with StopSignals() as stop:
     ended = False
     while not ended:
