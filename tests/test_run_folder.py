@@ -7,6 +7,7 @@ from maxbatch.config.load import load_config
 from maxbatch.run_folder.paths import RunFolder
 
 CONTRACT = {
+  "lock": "lock",
   "config": "config.yml",
   "metrics": "metrics.jsonl",
   "tensorboard": "tensorboard",
