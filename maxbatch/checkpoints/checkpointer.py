@@ -118,7 +118,7 @@ class Checkpointer:
     Returns once the state is copied off the devices: its buffers may be donated at once. A failure
     is reported and not raised; the next save tries again.
     """
-    self._wait_for_save()
+    self.wait()
     if position.step in self.steps() and position.step not in self._damaged:
       return
     record = make_record(
@@ -134,12 +134,12 @@ class Checkpointer:
       return
     self._pending = position.step
     if not self._config.async_checkpointing:
-      self._wait_for_save()
+      self.wait()
 
   def poll(self) -> None:
     """Reports a background save that has failed since the last call, without waiting for one."""
     if self._pending is not None and not self._manager.is_saving_in_progress():
-      self._wait_for_save()
+      self.wait()
 
   def restore(self, abstract_state: object) -> Restored | None:
     """The newest checkpoint that verifies, or None if none was ever completed.
@@ -151,7 +151,7 @@ class Checkpointer:
       UserError: the run differs from the checkpoint's in identity or in the state's shapes, or
         there are checkpoints and none verifies.
     """
-    self._wait_for_save()
+    self.wait()
     damaged: dict[int, str] = {}
     for step in reversed(self.steps()):
       try:
@@ -175,7 +175,7 @@ class Checkpointer:
     Raises:
       UserError: the last save of this object failed.
     """
-    self._wait_for_save()
+    self.wait()
     self._close_manager()
     failure, self._failure = self._failure, None
     if failure:
@@ -205,8 +205,8 @@ class Checkpointer:
       self._manager.close()
       del self._manager
 
-  def _wait_for_save(self) -> None:
-    """Waits for the save in progress, if any, and records how it ended."""
+  def wait(self) -> None:
+    """Waits for the save in progress, if any, and reports it if it failed."""
     if self._pending is None:
       return
     step, self._pending = self._pending, None

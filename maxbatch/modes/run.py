@@ -37,7 +37,7 @@ from maxbatch.training.build import (
   streams,
   train_rows,
 )
-from maxbatch.training.loop import Job, first_record, train
+from maxbatch.training.loop import RECORD, Job, first_record, train
 from maxbatch.training.noise_run import Noise
 from maxbatch.training.programs import StepPrograms
 from maxbatch.training.state import TrainState, to_save
@@ -189,10 +189,19 @@ def _train(
       progress=progress,
       noise=start.noise and dataclasses.replace(start.noise, calibration=calibration),
     )
+    if start.restored:
+      _complete_records(log, resolved.folder, start.restored)
     if position.step == 0:
       first_record(job, state.params)
       keep_sample(resolved, trainer, state.params)
     return train(job, state, position)
+
+
+def _complete_records(log: MetricsLog, folder: RunFolder, restored: Restored) -> None:
+  """Writes the record of the checkpoint's step, if kill -9 came between its save and its record."""
+  written = read_metrics(folder.path)
+  if RECORD in restored.notes and (not written or written[-1]["step"] < restored.position.step):
+    log.write(restored.notes[RECORD])
 
 
 def _compile_and_init(
