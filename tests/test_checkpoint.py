@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxbatch.checkpoints import checkpointer as checkpointer_module
 from maxbatch.checkpoints.checkpointer import Checkpointer, Position
 from maxbatch.config.schema import CheckpointConfig
 from maxbatch.errors import UserError
@@ -298,6 +300,63 @@ def test_a_record_that_is_none_is_damage(folder, text):
   assert "its record differs from its checksum" in lines[0]
 
 
+@pytest.mark.parametrize("depth", [500, 900, 990, 2_000, 100_000])
+def test_a_deeply_nested_record_is_damage(folder, depth):
+  (folder / "2" / "record" / "metadata").write_text('{"a":' * depth + "1" + "}" * depth)
+  restored, lines = resume(folder)
+  assert restored is not None
+  assert restored.position.step == 1
+  assert "step 2 is damaged" in lines[0]
+
+
+@contextlib.contextmanager
+def unreadable(path: pathlib.Path) -> Iterator[None]:
+  """The system refuses to open the file, with an error that even root gets: too many links."""
+  aside = path.rename(path.parent.parent.parent / "aside")
+  path.symlink_to(path.name)
+  try:
+    yield
+  finally:
+    path.unlink()
+    aside.rename(path)
+
+
+@pytest.mark.parametrize("item", ["record", "state"])
+def test_a_read_error_that_passes_is_none(folder, item):
+  largest = max((folder / "2" / item).rglob("*"), key=lambda path: path.stat().st_size)
+  refused = contextlib.ExitStack()
+  refused.enter_context(unreadable(largest))
+  timer = threading.Timer(0.5, refused.close)
+  timer.start()
+  restored, lines = resume(folder)
+  timer.join()
+  assert restored is not None
+  assert (restored.position.step, lines) == (2, [])
+  assert_same(restored.state, make_state(2))
+
+
+@pytest.mark.parametrize("item", ["record", "state"])
+def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_damaged(folder, item, monkeypatch):
+  monkeypatch.setattr(checkpointer_module, "_PAUSES_SECONDS", (0.1, 0.1))
+  largest = max((folder / "2" / item).rglob("*"), key=lambda path: path.stat().st_size)
+  lines: list[str] = []
+  with unreadable(largest), Checkpointer(folder, CONFIG, IDENTITY, lines.append) as checkpointer:
+    with pytest.raises(UserError) as error:
+      checkpointer.restore(abstract_state(mesh_of(4, 2)))
+    message = str(error.value)
+    assert message.startswith(f"checkpoint step 2 cannot be read: {largest} (Too many levels of ")
+    assert "nothing says that it is damaged" in message
+    assert f"move {folder / '2'} elsewhere" in message
+    with pytest.raises(UserError, match="cannot be read"):
+      checkpointer.restore(abstract_state(mesh_of(4, 2)))
+    checkpointer.save(make_state(3), position(3), PLAN)
+  assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "3"]
+  assert lines == []
+  restored, lines = resume(folder)
+  assert restored is not None
+  assert (restored.position.step, lines) == (3, [])
+
+
 def test_shardings_without_devices_are_not_taken_for_damage(two_steps):
   abstract = mesh_of(4, 2).abstract_mesh
   target = jax.tree.map(
@@ -462,6 +521,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 sys.path[:0] = sys.argv[2:]
 import pathlib
 import test_checkpoint as helper
+from maxbatch.checkpoints import checkpointer as checkpointer_module
 from maxbatch.checkpoints.checkpointer import Checkpointer
 
 folder = pathlib.Path(sys.argv[1])

@@ -12,8 +12,10 @@ when the next save begins.
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -42,8 +44,19 @@ from maxbatch.errors import UserError
 
 # What Orbax and TensorStore raise for folders they cannot read. JaxRuntimeError (out of memory) is
 # not among them: it says nothing about the folder.
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+_UNREADABLE = (
+  OSError,
+  ValueError,
+  LookupError,
+  TypeError,
+  AttributeError,
+  AssertionError,
+  RecursionError,
+)
 _UNWRITABLE = (OSError, ValueError, RuntimeError)
+
+_PAUSES_SECONDS = (0.2, 1.0, 5.0)
+"""After each refusal of the file system to read, before the next attempt; the last one ends it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +168,7 @@ class Checkpointer:
     damaged: dict[int, str] = {}
     for step in reversed(self.steps()):
       try:
-        restored = self._restore_step(step, abstract_state)
+        restored = self._restore_readable(step, abstract_state)
       except _DamagedError as damage:
         damaged[step] = str(damage)
         continue
@@ -254,6 +267,26 @@ class Checkpointer:
     (self._directory / str(step)).rename(target)
     self._report(f"checkpoint step {step} was damaged; its files are kept as {target}")
 
+  def _restore_readable(self, step: int, abstract_state: object) -> Restored:
+    """As `_restore_step`, which is damage only if it fails twice while all files can be read.
+
+    Raises:
+      UserError: the file system refuses to read them, again and again.
+    """
+    pauses, readable = iter(_PAUSES_SECONDS), False
+    while True:
+      try:
+        return self._restore_step(step, abstract_state)
+      except _DamagedError:
+        refusal = _refusal(self._directory / str(step))
+        if readable and refusal is None:
+          raise
+        readable = refusal is None
+      pause = 0.0 if readable else next(pauses, None)
+      if pause is None:
+        raise UserError(self._unreadable(step, refusal))
+      time.sleep(pause)
+
   def _restore_step(self, step: int, abstract_state: object) -> Restored:
     record = self._read_record(step)
     changed = identity_differences(record, self._identity)
@@ -316,6 +349,14 @@ class Checkpointer:
       " allow_changed_resume=true."
     )
 
+  def _unreadable(self, step: int, refusal: str | None) -> str:
+    return (
+      f"checkpoint step {step} cannot be read: {refusal}, after {len(_PAUSES_SECONDS) + 1} attempts; "
+      "nothing says that it is damaged, so it stays as it is. Start again when the disk or the "
+      "network works; to resume from an older step instead, move "
+      f"{self._directory / str(step)} elsewhere."
+    )
+
   def _does_not_fit(self, step: int, misfits: list[str]) -> str:
     return (
       f"The state of this run has other arrays than checkpoint step {step} in {self._directory}:\n"
@@ -339,6 +380,24 @@ def _on_devices(leaf: Any) -> jax.ShapeDtypeStruct:
     raise TypeError(f"The sharding {leaf.sharding} of a restored leaf names no devices.")
   sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _refusal(folder: pathlib.Path) -> str | None:
+  """Which file of a folder the file system does not hand out, and why; None if it does all."""
+  path = folder
+  try:
+    for parent, _, names in os.walk(folder, onerror=_raise):
+      for path in (pathlib.Path(parent, name) for name in names):
+        with path.open("rb") as file:
+          while file.read(1 << 24):
+            pass
+  except OSError as error:
+    return f"{error.filename or path} ({error.strerror})"
+  return None
+
+
+def _raise(error: OSError) -> None:
+  raise error
 
 
 def _root_cause(error: BaseException) -> BaseException:
