@@ -5,6 +5,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
 from typing import Any
 
 import jax
@@ -184,3 +185,21 @@ def test_an_evaluation_that_is_not_finite_loses_no_save(tmp_path, monkeypatch, c
   assert [record["step"] for record in records(tmp_path)] == [0, 1, 2, 3, 4]
   assert main([*arguments(tmp_path, 6), *keys]) == 0
   assert "Resuming after step 4" in capsys.readouterr().out
+
+
+def test_a_run_of_a_hundred_million_steps_begins_and_stops_at_once(tmp_path):
+  given = [*arguments(tmp_path, 100_000_000), "log_period=1"]
+  with subprocess.Popen(
+    [sys.executable, "-m", "maxbatch.train", *given],
+    cwd=REPOSITORY,
+    stdout=subprocess.PIPE,
+    text=True,
+  ) as process:
+    assert process.stdout is not None
+    assert any("step 0/100000000 " in line for line in process.stdout)
+    began = time.monotonic()
+    assert any("step 1/100000000 " in line for line in process.stdout)
+    process.terminate()
+    process.stdout.read()
+    assert process.wait() == 0
+  assert time.monotonic() - began < 60
