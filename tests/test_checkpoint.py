@@ -15,11 +15,13 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxbatch.checkpoints import checkpointer as checkpointer_module
 from maxbatch.checkpoints.checkpointer import Checkpointer, Position
+from maxbatch.checkpoints.formats import FORMATS, Format
 from maxbatch.config.schema import CheckpointConfig
 from maxbatch.errors import UserError
 
@@ -200,6 +202,31 @@ def test_keeps_the_newest_and_every_period(tmp_path):
     for step in range(6, 9):
       checkpointer.save(make_state(step), position(step), PLAN)
   assert Checkpointer(tmp_path / "c", config, IDENTITY).steps() == [3, 6, 7, 8]
+
+
+def test_older_steps_stay_until_a_newer_one_was_read_back(tmp_path, monkeypatch):
+  def other_values(arrays: dict[str, jax.Array]) -> ocp.args.StandardSave:
+    return ocp.args.StandardSave({name: x + 1 for name, x in arrays.items()})
+
+  broken = Format(other_values, ocp.args.StandardRestore)
+  monkeypatch.setitem(FORMATS, "broken", broken)
+  config = dataclasses.replace(CONFIG, max_num_checkpoints_to_keep=1)
+  folder, lines = tmp_path / "c", []
+  with Checkpointer(folder, config, IDENTITY) as checkpointer:
+    checkpointer.save(state := {"a": jnp.arange(8.0)}, position(1), PLAN)
+  broken_config = dataclasses.replace(config, checkpoint_format="broken")
+  checkpointer = Checkpointer(folder, broken_config, IDENTITY, lines.append)
+  checkpointer.save(state, position(2), PLAN)
+  with pytest.raises(UserError, match=r"step 2 in .* does not read back as it was saved: leaf a "):
+    checkpointer.close()
+  assert lines[0].endswith("training continues, and older ones are kept")
+  with Checkpointer(folder, config, IDENTITY, lines.append) as checkpointer:
+    assert checkpointer.steps() == [1, 2]
+    restored = checkpointer.restore(jax.eval_shape(lambda: state))
+    assert restored is not None
+    assert restored.position.step == 1
+    checkpointer.save(state, position(3), PLAN)
+  assert checkpointer.steps() == [3]
 
 
 def test_a_step_is_saved_once(folder):

@@ -5,7 +5,7 @@ complete, so a killed run leaves whole steps only. Each has two items: `state`, 
 name, and `record`, a JSON object with the position, the plan, the run's identity and the shape,
 dtype and fingerprint of every leaf. Orbax restores a flipped bit without an error and stops at a
 truncated file; here a step counts only when its fingerprints match, else the next older one is
-tried. Reading changes nothing on disk: folders that turned out damaged are renamed, never deleted,
+tried, and older ones are deleted only when a newer one has been read back. Reading changes nothing on disk: folders that turned out damaged are renamed, never deleted,
 when the next save begins.
 """
 
@@ -200,15 +200,11 @@ class Checkpointer:
 
   @functools.cached_property
   def _manager(self) -> ocp.CheckpointManager:
-    keep: list[policies.PreservationPolicy] = [
-      policies.LatestN(self._config.max_num_checkpoints_to_keep)
-    ]
-    if self._config.checkpoint_keep_period > 0:
-      keep.append(policies.EveryNSteps(self._config.checkpoint_keep_period))
     # Always asynchronous: Orbax's synchronous save leaves a broken event loop behind on failure,
-    # and waiting at once has the same effect. Lightweight: ignores old metadata.
+    # and waiting at once has the same effect. Lightweight: ignores old metadata. It preserves all,
+    # since it would delete older steps before the newer one has been read back.
     options = ocp.CheckpointManagerOptions(
-      preservation_policy=policies.AnyPreservationPolicy(keep), lightweight_initialize=True
+      preservation_policy=policies.LatestN(None), lightweight_initialize=True
     )
     return ocp.CheckpointManager(self._directory, options=options)
 
@@ -228,7 +224,40 @@ class Checkpointer:
     except _UNWRITABLE as error:
       self._record_failure(step, error)
     else:
-      self._failure = None
+      self._failure = self._difference_on_disk(step)
+      if self._failure:
+        self._report(f"warning: {self._failure}; training continues, and older ones are kept")
+      else:
+        self._remove_old()
+
+  def _difference_on_disk(self, step: int) -> str | None:
+    """Reads a completed save back; what differs from what was saved, or None.
+
+    Into the host's memory, that of the devices may be full. With several processes, of which none
+    holds the whole state, the save counts as it is.
+    """
+    if jax.process_count() > 1:
+      return None
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    try:
+      record = self._read_record(step)
+      wanted = {
+        name: jax.ShapeDtypeStruct(leaf["shape"], jnp.dtype(leaf["dtype"]), sharding=host)
+        for name, leaf in record["leaves"].items()
+      }
+      wrong = changed_leaves(record, self._read_arrays(step, format_name(record), wanted))
+      reason = f"leaf {wrong[0]} differs from its fingerprint" if wrong else ""
+    except _DamagedError as damage:
+      reason = str(damage)
+    where = f"checkpoint step {step} in {self._directory} does not read back as it was saved"
+    return f"{where}: {reason}" if reason else None
+
+  def _remove_old(self) -> None:
+    """Deletes the steps that are not to be kept; the newest one has been read back."""
+    period, steps = self._config.checkpoint_keep_period, self.steps()
+    for step in steps[: -self._config.max_num_checkpoints_to_keep]:
+      if step not in self._damaged and (period <= 0 or step % period):
+        self._manager.delete(step)
 
   def _record_failure(self, step: int, error: Exception) -> None:
     self._ready_to_write = False
