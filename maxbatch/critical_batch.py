@@ -101,6 +101,7 @@ The configuration is RUN's own config.yml, or config=FILE; keys change it.
 """,
   BranchArguments,
   "checkpoint=RUN [config=FILE]",
+  leaves_files=True,
 )
 
 

@@ -26,7 +26,7 @@ class TrainArguments:
   ] = False
 
 
-COMMAND = Command("train", "", TrainArguments)
+COMMAND = Command("train", "", TrainArguments, leaves_files=True)
 
 
 def main(arguments: Sequence[str]) -> int:

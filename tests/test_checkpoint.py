@@ -8,16 +8,20 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxbatch.checkpoints import checkpointer as checkpointer_module
 from maxbatch.checkpoints.checkpointer import Checkpointer, Position
+from maxbatch.checkpoints.formats import FORMATS, Format
 from maxbatch.config.schema import CheckpointConfig
 from maxbatch.errors import UserError
 
@@ -200,6 +204,31 @@ def test_keeps_the_newest_and_every_period(tmp_path):
   assert Checkpointer(tmp_path / "c", config, IDENTITY).steps() == [3, 6, 7, 8]
 
 
+def test_older_steps_stay_until_a_newer_one_was_read_back(tmp_path, monkeypatch):
+  def other_values(arrays: dict[str, jax.Array]) -> ocp.args.StandardSave:
+    return ocp.args.StandardSave({name: x + 1 for name, x in arrays.items()})
+
+  broken = Format(other_values, ocp.args.StandardRestore)
+  monkeypatch.setitem(FORMATS, "broken", broken)
+  config = dataclasses.replace(CONFIG, max_num_checkpoints_to_keep=1)
+  folder, lines = tmp_path / "c", []
+  with Checkpointer(folder, config, IDENTITY) as checkpointer:
+    checkpointer.save(state := {"a": jnp.arange(8.0)}, position(1), PLAN)
+  broken_config = dataclasses.replace(config, checkpoint_format="broken")
+  checkpointer = Checkpointer(folder, broken_config, IDENTITY, lines.append)
+  checkpointer.save(state, position(2), PLAN)
+  with pytest.raises(UserError, match=r"step 2 in .* does not read back as it was saved: leaf a "):
+    checkpointer.close()
+  assert lines[0].endswith("training continues, and older ones are kept")
+  with Checkpointer(folder, config, IDENTITY, lines.append) as checkpointer:
+    assert checkpointer.steps() == [1, 2]
+    restored = checkpointer.restore(jax.eval_shape(lambda: state))
+    assert restored is not None
+    assert restored.position.step == 1
+    checkpointer.save(state, position(3), PLAN)
+  assert checkpointer.steps() == [3]
+
+
 def test_a_step_is_saved_once(folder):
   before = [path.stat().st_mtime_ns for path in files_of(folder, 2)]
   write_steps(folder, 2)
@@ -296,6 +325,63 @@ def test_a_record_that_is_none_is_damage(folder, text):
   assert restored is not None
   assert restored.position.step == 1
   assert "its record differs from its checksum" in lines[0]
+
+
+@pytest.mark.parametrize("depth", [500, 900, 990, 2_000, 100_000])
+def test_a_deeply_nested_record_is_damage(folder, depth):
+  (folder / "2" / "record" / "metadata").write_text('{"a":' * depth + "1" + "}" * depth)
+  restored, lines = resume(folder)
+  assert restored is not None
+  assert restored.position.step == 1
+  assert "step 2 is damaged" in lines[0]
+
+
+@contextlib.contextmanager
+def unreadable(path: pathlib.Path) -> Iterator[None]:
+  """The system refuses to open the file, with an error that even root gets: too many links."""
+  aside = path.rename(path.parent.parent.parent / "aside")
+  path.symlink_to(path.name)
+  try:
+    yield
+  finally:
+    path.unlink()
+    aside.rename(path)
+
+
+@pytest.mark.parametrize("item", ["record", "state"])
+def test_a_read_error_that_passes_is_none(folder, item):
+  largest = max((folder / "2" / item).rglob("*"), key=lambda path: path.stat().st_size)
+  refused = contextlib.ExitStack()
+  refused.enter_context(unreadable(largest))
+  timer = threading.Timer(0.5, refused.close)
+  timer.start()
+  restored, lines = resume(folder)
+  timer.join()
+  assert restored is not None
+  assert (restored.position.step, lines) == (2, [])
+  assert_same(restored.state, make_state(2))
+
+
+@pytest.mark.parametrize("item", ["record", "state"])
+def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_damaged(folder, item, monkeypatch):
+  monkeypatch.setattr(checkpointer_module, "_PAUSES_SECONDS", (0.1, 0.1))
+  largest = max((folder / "2" / item).rglob("*"), key=lambda path: path.stat().st_size)
+  lines: list[str] = []
+  with unreadable(largest), Checkpointer(folder, CONFIG, IDENTITY, lines.append) as checkpointer:
+    with pytest.raises(UserError) as error:
+      checkpointer.restore(abstract_state(mesh_of(4, 2)))
+    message = str(error.value)
+    assert message.startswith(f"checkpoint step 2 cannot be read: {largest} (Too many levels of ")
+    assert "nothing says that it is damaged" in message
+    assert f"move {folder / '2'} elsewhere" in message
+    with pytest.raises(UserError, match="cannot be read"):
+      checkpointer.restore(abstract_state(mesh_of(4, 2)))
+    checkpointer.save(make_state(3), position(3), PLAN)
+  assert sorted(path.name for path in folder.iterdir()) == ["1", "2", "3"]
+  assert lines == []
+  restored, lines = resume(folder)
+  assert restored is not None
+  assert (restored.position.step, lines) == (3, [])
 
 
 def test_shardings_without_devices_are_not_taken_for_damage(two_steps):
@@ -462,6 +548,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 sys.path[:0] = sys.argv[2:]
 import pathlib
 import test_checkpoint as helper
+from maxbatch.checkpoints import checkpointer as checkpointer_module
 from maxbatch.checkpoints.checkpointer import Checkpointer
 
 folder = pathlib.Path(sys.argv[1])

@@ -1,6 +1,7 @@
 """What is sent to the devices, and what is loaded at once, from any step to the end of the run."""
 
 import dataclasses
+from collections.abc import Sequence
 from fractions import Fraction
 
 from hypothesis import given
@@ -26,7 +27,7 @@ def plan_of(micro: int, accumulation: int, steps: int, factor: int = 1) -> Batch
   return plan_batches(batch, run, Topology((1, 1, 1, 1), (1, 1, 1, 1)))
 
 
-def samples_of(dispatched: list[StepRows], micro: int) -> list[int]:
+def samples_of(dispatched: Sequence[StepRows], micro: int) -> list[int]:
   return [
     sample
     for one in dispatched

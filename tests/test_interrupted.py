@@ -5,10 +5,13 @@ import pathlib
 import signal
 import subprocess
 import sys
+import time
+from typing import Any
 
 import jax
 import pytest
 
+from maxbatch.modes import run as run_module
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
 from maxbatch.training import loop
@@ -115,3 +118,88 @@ def test_the_handlers_of_before_are_put_back(tmp_path):
   before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
   assert main(arguments(tmp_path, 1)) == 0
   assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+KILLED_IN_EVALUATION = """
+import os, pathlib, signal, sys, time
+from maxbatch import train
+from maxbatch.training import loop
+dispatch, evaluate, steps = loop._dispatch, loop.evaluate, []
+def dispatch_and_stop(*arguments):
+  steps.append(len(steps) + 1)
+  if len(steps) == 3:
+    os.kill(os.getpid(), signal.SIGTERM)
+  return dispatch(*arguments)
+def killed(*arguments):
+  if len(steps) < 3:
+    return evaluate(*arguments)
+  end = time.monotonic() + 10
+  while not pathlib.Path(sys.argv[1]).exists() and time.monotonic() < end:
+    time.sleep(0.01)
+  os.kill(os.getpid(), signal.SIGKILL)
+loop._dispatch, loop.evaluate = dispatch_and_stop, killed
+train.main(sys.argv[2:])
+"""
+
+
+def test_a_signal_saves_before_it_evaluates(tmp_path):
+  """A cluster sends SIGTERM, and kills what has not ended half a minute later."""
+  whole = tmp_path / "whole"
+  whole.mkdir()
+  assert main(arguments(whole, 5)) == 0
+  saved = tmp_path / "first_run" / "checkpoints" / "3"
+  killed = subprocess.run(
+    [sys.executable, "-c", KILLED_IN_EVALUATION, str(saved), *arguments(tmp_path, 5)],
+    cwd=REPOSITORY,
+    capture_output=True,
+    text=True,
+    timeout=300,
+    check=False,
+  )
+  assert killed.returncode == -signal.SIGKILL, killed.stderr
+  assert saved.is_dir()
+  assert main(arguments(tmp_path, 5)) == 0
+  for found, expected in zip(records(tmp_path), records(whole), strict=True):
+    assert found == pytest.approx(expected, rel=1e-4)  # The killed one was optimised otherwise.
+
+
+def test_an_evaluation_that_is_not_finite_loses_no_save(tmp_path, monkeypatch, capsys):
+  keys = ["checkpoint_period=2", "eval_interval=2"]
+  evaluate_batch = run_module.compiled_eval
+
+  def not_finite_at_4(*given: Any) -> Any:
+    evaluation, calls = evaluate_batch(*given), []
+
+    def of_batch(params: Any, rows: Any) -> Any:
+      calls.append(rows)
+      sums = evaluation(params, rows)
+      return sums if len(calls) < 3 else sums._replace(loss=sums.loss * float("nan"))
+
+    return of_batch
+
+  with monkeypatch.context() as patch:
+    patch.setattr(run_module, "compiled_eval", not_finite_at_4)
+    assert main([*arguments(tmp_path, 6), *keys]) == 3
+  assert "the validation loss is nan" in (error := capsys.readouterr().err)
+  assert "the last good checkpoint is step 4" in error
+  assert [record["step"] for record in records(tmp_path)] == [0, 1, 2, 3, 4]
+  assert main([*arguments(tmp_path, 6), *keys]) == 0
+  assert "Resuming after step 4" in capsys.readouterr().out
+
+
+def test_a_run_of_a_hundred_million_steps_begins_and_stops_at_once(tmp_path):
+  given = [*arguments(tmp_path, 100_000_000), "log_period=1"]
+  with subprocess.Popen(
+    [sys.executable, "-m", "maxbatch.train", *given],
+    cwd=REPOSITORY,
+    stdout=subprocess.PIPE,
+    text=True,
+  ) as process:
+    assert process.stdout is not None
+    assert any("step 0/100000000 " in line for line in process.stdout)
+    began = time.monotonic()
+    assert any("step 1/100000000 " in line for line in process.stdout)
+    process.terminate()
+    process.stdout.read()
+    assert process.wait() == 0
+  assert time.monotonic() - began < 60

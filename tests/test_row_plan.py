@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxbatch.batch.row_plan import RowPlan, StepRows, StepTable, steps_in_order
+from maxbatch.batch.row_plan import RowPlan, StepRows, Steps, StepTable, steps_in_order
 from maxbatch.errors import UserError
 
 small = st.integers(1, 5)
@@ -68,7 +68,7 @@ def test_samples_between_equals_counting(microbatches, micro_batch, first, data)
 )
 def test_loads_cover_all_samples_once_in_the_right_size(microbatches, first, factor):
   table = StepTable(steps_of(microbatches, 4, first), 4)
-  bounds = table.load_bounds(factor).tolist()
+  bounds = list(table.load_bounds(factor))
   assert bounds[0] == first
   assert bounds[-1] == table.end
   for begin, end in itertools.pairwise(bounds[:-1]):
@@ -76,6 +76,35 @@ def test_loads_cover_all_samples_once_in_the_right_size(microbatches, first, fac
     assert end - begin == factor * microbatches[step] * 4
   if factor != 1:
     assert bounds[-2] < bounds[-1]
+
+
+@given(st.lists(st.tuples(small, small), min_size=1, max_size=5), small, st.integers(0, 99))
+def test_runs_of_equal_steps_are_the_steps_one_by_one(runs, micro_batch, first):
+  steps = steps_of([count for count, length in runs for _ in range(length)], micro_batch, first)
+  ranges, begin = [], first
+  for count, length in runs:
+    end = begin + length * count * micro_batch
+    ranges.append((range(begin, end, count * micro_batch), count))
+    begin = end
+  joined = Steps(ranges)
+  assert list(joined) == steps
+  assert [joined[-1], *joined[1:3]] == [steps[-1], *steps[1:3]]
+  with pytest.raises(IndexError):
+    joined[len(steps)]
+  one, other = StepTable(joined, micro_batch), StepTable(steps, micro_batch)
+  assert (list(one.first_samples), one.end) == (list(other.first_samples), other.end)
+  for factor in (Fraction(1), Fraction(2), Fraction(1, micro_batch)):
+    assert list(one.load_bounds(factor)) == list(other.load_bounds(factor))
+
+
+@pytest.mark.parametrize("factor", [Fraction(1), Fraction(3, 2)])
+def test_a_thousand_billion_steps_take_no_time(factor):
+  count = 10**12
+  table = StepTable(Steps([(range(0, 2 * count, 2), 1)]), 2)
+  bounds = table.load_bounds(factor)
+  assert len(table) == count
+  assert (bounds[0], bounds[1], bounds[-1]) == (0, 2 * factor, 2 * count)
+  assert table.samples(count - 1, np.array([1])).tolist() == [2 * count - 1]
 
 
 def test_a_load_that_is_not_whole_is_refused():

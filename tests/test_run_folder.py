@@ -10,6 +10,7 @@ from maxbatch.errors import UserError
 from maxbatch.run_folder.paths import RunFolder
 
 CONTRACT = {
+  "lock": "lock",
   "config": "config.yml",
   "metrics": "metrics.jsonl",
   "tensorboard": "tensorboard",

@@ -10,12 +10,16 @@ A process loads only the rows of its own groups: the same columns of every micro
 Legend of shapes: k microbatches, r rows per group and microbatch.
 """
 
+import bisect
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
+from typing import overload
 
 import numpy as np
 
+from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.errors import UserError
 
@@ -59,26 +63,80 @@ class StepRows:
   num_microbatches: int
 
 
+class JoinedRanges(Sequence[int]):
+  """Ranges one after the other, as one sequence; takes no memory per number."""
+
+  def __init__(self, ranges: Iterable[range]):
+    self.ranges = [one for one in ranges if one]
+    self._ends = list(itertools.accumulate(map(len, self.ranges)))
+
+  def __len__(self) -> int:
+    return self._ends[-1] if self._ends else 0
+
+  @overload
+  def __getitem__(self, index: int) -> int: ...
+  @overload
+  def __getitem__(self, index: slice) -> Sequence[int]: ...
+  def __getitem__(self, index: int | slice) -> int | Sequence[int]:
+    if isinstance(index, slice):
+      return [self[each] for each in range(len(self))[index]]
+    number = self.number_of(index)
+    return self.ranges[number][range(len(self))[index] - self._ends[number]]
+
+  def number_of(self, index: int) -> int:
+    """Which of the ranges holds the number at `index`.
+
+    Raises:
+      IndexError: there is no such number.
+    """
+    return bisect.bisect_right(self._ends, range(len(self))[index])
+
+
+class Steps(Sequence[StepRows]):
+  """Steps in runs of equal ones: a run of a hundred million steps is one range."""
+
+  def __init__(self, runs: Iterable[tuple[range, int]]):
+    """`runs` are the steps' first samples, and the number of microbatches of each step."""
+    self.runs = [(firsts, num_microbatches) for firsts, num_microbatches in runs if firsts]
+    self._first_samples = JoinedRanges(firsts for firsts, _ in self.runs)
+
+  def __len__(self) -> int:
+    return len(self._first_samples)
+
+  @overload
+  def __getitem__(self, index: int) -> StepRows: ...
+  @overload
+  def __getitem__(self, index: slice) -> Sequence[StepRows]: ...
+  def __getitem__(self, index: int | slice) -> StepRows | Sequence[StepRows]:
+    if isinstance(index, slice):
+      return [self[each] for each in range(len(self))[index]]
+    _, num_microbatches = self.runs[self._first_samples.number_of(index)]
+    return StepRows(self._first_samples[index], num_microbatches)
+
+
 @dataclasses.dataclass(frozen=True)
 class Segment:
   """Consecutive dispatches with the same microbatch: the inputs of one compiled program."""
 
   micro_batch: int
-  steps: list[StepRows]
+  steps: Sequence[StepRows]
 
 
 def dispatches(plan: BatchPlan, start: Position, *, streamed: bool) -> list[Segment]:
   """The dispatches from `start` to the end of the run: one per step, or one per microbatch if
   `streamed`."""
-  segments: list[Segment] = []
-  for phase in plan.starting_at(start).phases:
-    per_dispatch = 1 if streamed else phase.num_microbatches
-    size = phase.micro_batch * per_dispatch
-    samples = range(phase.first.samples, phase.end.samples, size)
-    if not segments or segments[-1].micro_batch != phase.micro_batch:
-      segments.append(Segment(phase.micro_batch, []))
-    segments[-1].steps.extend(StepRows(sample, per_dispatch) for sample in samples)
-  return segments
+  phases = itertools.groupby(plan.starting_at(start).phases, lambda phase: phase.micro_batch)
+  return [
+    Segment(micro_batch, Steps(_dispatched(phase, streamed=streamed) for phase in group))
+    for micro_batch, group in phases
+  ]
+
+
+def _dispatched(phase: Phase, *, streamed: bool) -> tuple[range, int]:
+  """The first samples of a phase's dispatches, and the microbatches of each."""
+  per_dispatch = 1 if streamed else phase.num_microbatches
+  size = phase.micro_batch * per_dispatch
+  return range(phase.first.samples, phase.end.samples, size), per_dispatch
 
 
 def load_factor(plan: BatchPlan, *, streamed: bool) -> Fraction:
@@ -93,24 +151,26 @@ def steps_in_order(num_rows: int, batch: int) -> list[StepRows]:
 
 
 class StepTable:
-  """The steps of a run as two arrays, so that a million of them are pickled as 16 MB."""
+  """The steps of a run, with what is read for each; small however many there are."""
 
   def __init__(self, steps: Sequence[StepRows], micro_batch: int):
     self.micro_batch = micro_batch
-    self.first_samples = np.array([step.first_sample for step in steps], np.int64)
-    self.num_microbatches = np.array([step.num_microbatches for step in steps], np.int64)
-    ends = self.first_samples + self.num_microbatches * micro_batch
-    gaps = np.flatnonzero(ends[:-1] != self.first_samples[1:])
-    if gaps.size:
-      raise ValueError(f"step {gaps[0]} ends at {ends[gaps[0]]}, where the next does not begin")
-    self.end = int(ends[-1]) if len(steps) else 0
+    self._runs = steps.runs if isinstance(steps, Steps) else [_run_of_one(step) for step in steps]
+    self.first_samples = JoinedRanges(firsts for firsts, _ in self._runs)
+    self.end = 0
+    for number, (firsts, num_microbatches) in enumerate(self._runs):
+      if number and firsts[0] != self.end:
+        last = self.first_samples.index(firsts[0]) - 1
+        raise ValueError(f"step {last} ends at {self.end}, where the next does not begin")
+      self.end = firsts[-1] + num_microbatches * micro_batch
 
   def __len__(self) -> int:
     return len(self.first_samples)
 
   def plan(self, step: int) -> RowPlan:
     """The layout of step `step` of the table."""
-    return RowPlan(int(self.num_microbatches[step]), self.micro_batch)
+    _, num_microbatches = self._runs[self.first_samples.number_of(step)]
+    return RowPlan(num_microbatches, self.micro_batch)
 
   def samples(self, step: int, columns: np.ndarray) -> np.ndarray:
     """The samples int64[k·len(columns)], ascending, in these columns of the step's microbatches."""
@@ -118,13 +178,13 @@ class StepTable:
 
   def samples_between(self, begin: int, end: int, columns: np.ndarray) -> np.ndarray:
     """As `samples`, for all steps, from sample `begin` up to but not including `end`."""
-    first = int(np.searchsorted(self.first_samples, begin, side="right")) - 1
-    last = int(np.searchsorted(self.first_samples, end, side="left"))
+    first = bisect.bisect_right(self.first_samples, begin) - 1
+    last = bisect.bisect_left(self.first_samples, end)
     samples = np.concatenate([self.samples(step, columns) for step in range(first, last)])
     return samples[(samples >= begin) & (samples < end)]
 
-  def load_bounds(self, factor: Fraction) -> np.ndarray:
-    """The first sample of each load, then the end of the last: int64[loads + 1].
+  def load_bounds(self, factor: Fraction) -> JoinedRanges:
+    """The first sample of each load, then the end of the last: loads + 1 numbers.
 
     A load is `factor` times the batch of the step it begins in; the last one is shortened to the
     end of the run.
@@ -132,22 +192,27 @@ class StepTable:
     Raises:
       UserError: a load is not a whole number of samples.
     """
-    if factor == 1:
-      return np.append(self.first_samples, self.end)
-    bounds, step = [int(self.first_samples[0])] if len(self) else [0], 0
-    while bounds[-1] < self.end:
-      while step + 1 < len(self) and self.first_samples[step + 1] <= bounds[-1]:
-        step += 1
-      bounds.append(min(bounds[-1] + self._load_size(step, factor), self.end))
-    return np.array(bounds, np.int64)
+    bounds: list[range] = []
+    begin = self.first_samples[0] if len(self) else 0
+    for firsts, num_microbatches in self._runs:
+      batch = num_microbatches * self.micro_batch
+      end = firsts[-1] + batch
+      if begin < end:
+        bounds.append(range(begin, end, _load_size(batch, factor)))
+        begin += len(bounds[-1]) * bounds[-1].step
+    return JoinedRanges([*bounds, range(self.end, self.end + 1)])
 
-  def _load_size(self, step: int, factor: Fraction) -> int:
-    batch = self.plan(step).num_rows
-    size = factor * batch
-    if size.denominator != 1 or size <= 0:
-      raise UserError(
-        f"expansion_factor_real_data={factor} × global_batch_to_train={batch} is {size} samples, "
-        "which must be a whole number, at least 1; for example expansion_factor_real_data="
-        f"{Fraction(1, batch)} or 2"
-      )
-    return int(size)
+
+def _run_of_one(step: StepRows) -> tuple[range, int]:
+  return range(step.first_sample, step.first_sample + 1), step.num_microbatches
+
+
+def _load_size(batch: int, factor: Fraction) -> int:
+  size = factor * batch
+  if size.denominator != 1 or size <= 0:
+    raise UserError(
+      f"expansion_factor_real_data={factor} × global_batch_to_train={batch} is {size} samples, "
+      "which must be a whole number, at least 1; for example expansion_factor_real_data="
+      f"{Fraction(1, batch)} or 2"
+    )
+  return int(size)

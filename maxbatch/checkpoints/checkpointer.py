@@ -5,15 +5,17 @@ complete, so a killed run leaves whole steps only. Each has two items: `state`, 
 name, and `record`, a JSON object with the position, the plan, the run's identity and the shape,
 dtype and fingerprint of every leaf. Orbax restores a flipped bit without an error and stops at a
 truncated file; here a step counts only when its fingerprints match, else the next older one is
-tried. Reading changes nothing on disk: folders that turned out damaged are renamed, never deleted,
+tried, and older ones are deleted only when a newer one has been read back. Reading changes nothing on disk: folders that turned out damaged are renamed, never deleted,
 when the next save begins.
 """
 
 import contextlib
 import dataclasses
 import functools
+import os
 import pathlib
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -42,8 +44,19 @@ from maxbatch.errors import UserError
 
 # What Orbax and TensorStore raise for folders they cannot read. JaxRuntimeError (out of memory) is
 # not among them: it says nothing about the folder.
-_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, AssertionError)
+_UNREADABLE = (
+  OSError,
+  ValueError,
+  LookupError,
+  TypeError,
+  AttributeError,
+  AssertionError,
+  RecursionError,
+)
 _UNWRITABLE = (OSError, ValueError, RuntimeError)
+
+_PAUSES_SECONDS = (0.2, 1.0, 5.0)
+"""After each refusal of the file system to read, before the next attempt; the last one ends it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +131,7 @@ class Checkpointer:
     Returns once the state is copied off the devices: its buffers may be donated at once. A failure
     is reported and not raised; the next save tries again.
     """
-    self._wait_for_save()
+    self.wait()
     if position.step in self.steps() and position.step not in self._damaged:
       return
     record = make_record(
@@ -134,12 +147,12 @@ class Checkpointer:
       return
     self._pending = position.step
     if not self._config.async_checkpointing:
-      self._wait_for_save()
+      self.wait()
 
   def poll(self) -> None:
     """Reports a background save that has failed since the last call, without waiting for one."""
     if self._pending is not None and not self._manager.is_saving_in_progress():
-      self._wait_for_save()
+      self.wait()
 
   def restore(self, abstract_state: object) -> Restored | None:
     """The newest checkpoint that verifies, or None if none was ever completed.
@@ -151,11 +164,11 @@ class Checkpointer:
       UserError: the run differs from the checkpoint's in identity or in the state's shapes, or
         there are checkpoints and none verifies.
     """
-    self._wait_for_save()
+    self.wait()
     damaged: dict[int, str] = {}
     for step in reversed(self.steps()):
       try:
-        restored = self._restore_step(step, abstract_state)
+        restored = self._restore_readable(step, abstract_state)
       except _DamagedError as damage:
         damaged[step] = str(damage)
         continue
@@ -175,7 +188,7 @@ class Checkpointer:
     Raises:
       UserError: the last save of this object failed.
     """
-    self._wait_for_save()
+    self.wait()
     self._close_manager()
     failure, self._failure = self._failure, None
     if failure:
@@ -187,15 +200,11 @@ class Checkpointer:
 
   @functools.cached_property
   def _manager(self) -> ocp.CheckpointManager:
-    keep: list[policies.PreservationPolicy] = [
-      policies.LatestN(self._config.max_num_checkpoints_to_keep)
-    ]
-    if self._config.checkpoint_keep_period > 0:
-      keep.append(policies.EveryNSteps(self._config.checkpoint_keep_period))
     # Always asynchronous: Orbax's synchronous save leaves a broken event loop behind on failure,
-    # and waiting at once has the same effect. Lightweight: ignores old metadata.
+    # and waiting at once has the same effect. Lightweight: ignores old metadata. It preserves all,
+    # since it would delete older steps before the newer one has been read back.
     options = ocp.CheckpointManagerOptions(
-      preservation_policy=policies.AnyPreservationPolicy(keep), lightweight_initialize=True
+      preservation_policy=policies.LatestN(None), lightweight_initialize=True
     )
     return ocp.CheckpointManager(self._directory, options=options)
 
@@ -205,8 +214,8 @@ class Checkpointer:
       self._manager.close()
       del self._manager
 
-  def _wait_for_save(self) -> None:
-    """Waits for the save in progress, if any, and records how it ended."""
+  def wait(self) -> None:
+    """Waits for the save in progress, if any, and reports it if it failed."""
     if self._pending is None:
       return
     step, self._pending = self._pending, None
@@ -215,7 +224,40 @@ class Checkpointer:
     except _UNWRITABLE as error:
       self._record_failure(step, error)
     else:
-      self._failure = None
+      self._failure = self._difference_on_disk(step)
+      if self._failure:
+        self._report(f"warning: {self._failure}; training continues, and older ones are kept")
+      else:
+        self._remove_old()
+
+  def _difference_on_disk(self, step: int) -> str | None:
+    """Reads a completed save back; what differs from what was saved, or None.
+
+    Into the host's memory, that of the devices may be full. With several processes, of which none
+    holds the whole state, the save counts as it is.
+    """
+    if jax.process_count() > 1:
+      return None
+    host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+    try:
+      record = self._read_record(step)
+      wanted = {
+        name: jax.ShapeDtypeStruct(leaf["shape"], jnp.dtype(leaf["dtype"]), sharding=host)
+        for name, leaf in record["leaves"].items()
+      }
+      wrong = changed_leaves(record, self._read_arrays(step, format_name(record), wanted))
+      reason = f"leaf {wrong[0]} differs from its fingerprint" if wrong else ""
+    except _DamagedError as damage:
+      reason = str(damage)
+    where = f"checkpoint step {step} in {self._directory} does not read back as it was saved"
+    return f"{where}: {reason}" if reason else None
+
+  def _remove_old(self) -> None:
+    """Deletes the steps that are not to be kept; the newest one has been read back."""
+    period, steps = self._config.checkpoint_keep_period, self.steps()
+    for step in steps[: -self._config.max_num_checkpoints_to_keep]:
+      if step not in self._damaged and (period <= 0 or step % period):
+        self._manager.delete(step)
 
   def _record_failure(self, step: int, error: Exception) -> None:
     self._ready_to_write = False
@@ -253,6 +295,26 @@ class Checkpointer:
       target = self._directory / f"damaged-{step}-{attempt}"
     (self._directory / str(step)).rename(target)
     self._report(f"checkpoint step {step} was damaged; its files are kept as {target}")
+
+  def _restore_readable(self, step: int, abstract_state: object) -> Restored:
+    """As `_restore_step`, which is damage only if it fails twice while all files can be read.
+
+    Raises:
+      UserError: the file system refuses to read them, again and again.
+    """
+    pauses, readable = iter(_PAUSES_SECONDS), False
+    while True:
+      try:
+        return self._restore_step(step, abstract_state)
+      except _DamagedError:
+        refusal = _refusal(self._directory / str(step))
+        if readable and refusal is None:
+          raise
+        readable = refusal is None
+      pause = 0.0 if readable else next(pauses, None)
+      if pause is None:
+        raise UserError(self._unreadable(step, refusal))
+      time.sleep(pause)
 
   def _restore_step(self, step: int, abstract_state: object) -> Restored:
     record = self._read_record(step)
@@ -316,6 +378,14 @@ class Checkpointer:
       " allow_changed_resume=true."
     )
 
+  def _unreadable(self, step: int, refusal: str | None) -> str:
+    return (
+      f"checkpoint step {step} cannot be read: {refusal}, after {len(_PAUSES_SECONDS) + 1} attempts; "
+      "nothing says that it is damaged, so it stays as it is. Start again when the disk or the "
+      "network works; to resume from an older step instead, move "
+      f"{self._directory / str(step)} elsewhere."
+    )
+
   def _does_not_fit(self, step: int, misfits: list[str]) -> str:
     return (
       f"The state of this run has other arrays than checkpoint step {step} in {self._directory}:\n"
@@ -339,6 +409,24 @@ def _on_devices(leaf: Any) -> jax.ShapeDtypeStruct:
     raise TypeError(f"The sharding {leaf.sharding} of a restored leaf names no devices.")
   sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _refusal(folder: pathlib.Path) -> str | None:
+  """Which file of a folder the file system does not hand out, and why; None if it does all."""
+  path = folder
+  try:
+    for parent, _, names in os.walk(folder, onerror=_raise):
+      for path in (pathlib.Path(parent, name) for name in names):
+        with path.open("rb") as file:
+          while file.read(1 << 24):
+            pass
+  except OSError as error:
+    return f"{error.filename or path} ({error.strerror})"
+  return None
+
+
+def _raise(error: OSError) -> None:
+  raise error
 
 
 def _root_cause(error: BaseException) -> BaseException:

@@ -59,6 +59,8 @@ class Command(Generic[Own]):
   """Its own arguments: a dataclass with defaults, every field annotated."""
   usage: str = "config=FILE"
   """What must be given."""
+  leaves_files: bool = False
+  """Whether its work is in files: then it has succeeded even if nobody has read what it printed."""
 
 
 @dataclasses.dataclass(frozen=True)

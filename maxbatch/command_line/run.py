@@ -1,8 +1,5 @@
 """How every command runs and ends: its help, its exit code, and what it says on standard error."""
 
-import io
-import os
-import select
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -10,6 +7,7 @@ from collections.abc import Callable, Sequence
 from maxbatch.command_line.arguments import Arguments, Command, Own, parse, wants_help
 from maxbatch.command_line.help import help_text
 from maxbatch.command_line.signals import INTERRUPTED, EndingSignals, Interrupted
+from maxbatch.command_line.streams import EnduringStreams
 from maxbatch.errors import EXIT_DIVERGED, EXIT_USER_ERROR, TrainingDivergedError, UserError
 
 EXIT_NO_READER = 128 + signal.SIGPIPE
@@ -24,9 +22,25 @@ def run_command(
   Returns:
     The exit code: 0, or that of what ended the work, said in a sentence and without a traceback.
   """
-  for stream in (sys.stdout, sys.stderr):
-    if isinstance(stream, io.TextIOWrapper):
-      stream.reconfigure(errors="replace")  # × and → must not end a run on a terminal without them
+  only_prints = not command.leaves_files or wants_help(arguments)
+  with EnduringStreams() as streams:
+    exit_code = _exit_code(command, arguments, work)
+    failure = streams.failure()
+    if exit_code or not failure:
+      return exit_code
+    if only_prints and isinstance(failure, BrokenPipeError):
+      return EXIT_NO_READER
+    kind = "error" if only_prints else "warning"
+    print(
+      f"{kind}: standard output cannot be written ({failure.strerror})",
+      file=sys.stderr,
+    )
+    return EXIT_USER_ERROR if only_prints else 0
+
+
+def _exit_code(
+  command: Command[Own], arguments: Sequence[str], work: Callable[[Arguments[Own]], object]
+) -> int:
   try:
     with EndingSignals():
       if wants_help(arguments):
@@ -43,16 +57,4 @@ def run_command(
   except Interrupted as interrupted:
     print(INTERRUPTED, file=sys.stderr)
     return interrupted.exit_code
-  except BrokenPipeError:
-    if _has_reader():
-      raise  # Another pipe: that of a worker process, or a socket.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return EXIT_NO_READER
   return 0
-
-
-def _has_reader() -> bool:
-  """Whether somebody still reads standard output; not so once `head` has its lines."""
-  output = select.poll()
-  output.register(sys.stdout.fileno(), select.POLLOUT)
-  return not any(events & (select.POLLERR | select.POLLHUP) for _, events in output.poll(0))

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: an end with a sentence, and in the loop only after the step under way."""
+"""Ctrl-C, SIGTERM and SIGHUP: an end with a sentence, and in the loop only after the step under way."""
 
 import os
 import queue
@@ -9,9 +9,14 @@ import types
 from typing import NoReturn, Self
 
 INTERRUPTED = "interrupted; what was saved before is kept"
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PATIENCE_SECONDS = 5.0
 """For files and threads to be closed; an exception may also be lost, in a destructor or a lock."""
+
+
+def _signals() -> list[signal.Signals]:
+  """Those that end a command; not SIGHUP where it is ignored already, as nohup arranges."""
+  ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+  return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
 
 
 class Interrupted(KeyboardInterrupt):
@@ -35,7 +40,7 @@ class EndingSignals:
 
   def __enter__(self) -> Self:
     threading.Thread(target=self._insist, daemon=True).start()
-    self._before = {number: signal.signal(number, self._interrupt) for number in _SIGNALS}
+    self._before = {number: signal.signal(number, self._interrupt) for number in _signals()}
     return self
 
   def __exit__(self, *_: object) -> None:
@@ -66,8 +71,9 @@ class EndingSignals:
 def leave(exit_code: int) -> NoReturn:
   """Ends the process; after a signal without waiting for threads that still compile."""
   if exit_code > 128:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+      if stream is not None:  # as it is in a process that was started without
+        stream.flush()
     os._exit(exit_code)
   sys.exit(exit_code)
 
@@ -77,19 +83,29 @@ class StopSignals:
 
   def __init__(self) -> None:
     self.requested = False
+    self._names: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    self._announcer = threading.Thread(target=self._announce, daemon=True)
 
   def __enter__(self) -> Self:
-    self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+    self._announcer.start()
+    self._before = {number: signal.signal(number, self._note) for number in _signals()}
     return self
 
   def __exit__(self, *_: object) -> None:
     for number, handler in self._before.items():
       signal.signal(number, handler)
+    self._names.put(None)
+    self._announcer.join(_PATIENCE_SECONDS)
 
   def _note(self, number: int, frame: types.FrameType | None) -> None:
     del frame
-    if self.requested:
+    if not self.requested:
+      self.requested = True
+      self._names.put(signal.Signals(number).name)
+    elif number != signal.SIGHUP:  # A terminal that goes away may say so several times.
       raise Interrupted(number)
-    self.requested = True
-    name = signal.Signals(number).name
-    print(f"\n{name}: finishing the step and saving; once more stops at once", flush=True)
+
+  def _announce(self) -> None:
+    """Says what a signal does. In a thread: the main one may be in the midst of printing."""
+    while (name := self._names.get()) is not None:
+      print(f"\n{name}: finishing the step and saving; once more stops at once", flush=True)

@@ -64,15 +64,15 @@ class ReadPlan:
   steps: StepTable
   columns: np.ndarray
   """int64[R]: which rows of every microbatch this process reads, ascending."""
-  bounds: np.ndarray
-  """int64[loads + 1]: the sample each load begins at, and the end."""
+  bounds: Sequence[int]
+  """loads + 1 numbers: the sample each load begins at, and the end."""
 
   def __len__(self) -> int:
     return len(self.bounds) - 1
 
   def __getitem__(self, index: int) -> np.ndarray:
     """The samples int64[R] of load number `index` that belong to this process, ascending."""
-    begin, end = int(self.bounds[index]), int(self.bounds[index + 1])
+    begin, end = self.bounds[index], self.bounds[index + 1]
     return self.steps.samples_between(begin, end, self.columns)
 
 
@@ -104,7 +104,7 @@ class StepReader:
   def __next__(self) -> Arrays:
     if self._step == len(self._plan.steps):
       raise StopIteration
-    microbatches = int(self._plan.steps.num_microbatches[self._step])
+    microbatches = self._plan.steps.plan(self._step).num_microbatches
     if microbatches > self._capacity:
       raise ValueError(f"{microbatches} microbatches exceed the capacity of {self._capacity}")
     wanted = len(self._plan.steps.samples(self._step, self._plan.columns))

@@ -73,7 +73,7 @@ def read_checkpoint(folder: pathlib.Path) -> Checkpoint:
     with ocp.CheckpointManager(folder.parent, options=options) as manager:
       args = ocp.args.Composite(record=ocp.args.JsonRestore())
       record = manager.restore(step, args=args)["record"]
-  except (OSError, ValueError, KeyError) as error:
+  except (OSError, ValueError, KeyError, RecursionError) as error:
     raise UserError(_damaged(folder, str(error).splitlines()[0])) from error
   if not is_intact(record) or record["step"] != step:
     raise UserError(_damaged(folder, "its record is not what was written"))

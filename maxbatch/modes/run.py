@@ -1,9 +1,12 @@
 """One run from its configuration to its end: plan, prepare, train, sum up."""
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import jax
 import yaml
 
 from maxbatch.batch.learning_rate import learning_rate
@@ -16,12 +19,14 @@ from maxbatch.config.load import DERIVED, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
+from maxbatch.errors import UserError
 from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.resolve import ResolvedRun, resolve
 from maxbatch.modes.summary import describe, keep_sample, print_next, show_sample, sum_up
 from maxbatch.run_folder.atomic import write_run_file
-from maxbatch.run_folder.metrics import MetricsLog
+from maxbatch.run_folder.lock import locked
+from maxbatch.run_folder.metrics import MetricsLog, read_metrics
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.build import (
@@ -32,7 +37,7 @@ from maxbatch.training.build import (
   streams,
   train_rows,
 )
-from maxbatch.training.loop import Job, first_record, train
+from maxbatch.training.loop import RECORD, Job, first_record, train
 from maxbatch.training.noise_run import Noise
 from maxbatch.training.programs import StepPrograms
 from maxbatch.training.state import TrainState, to_save
@@ -71,7 +76,10 @@ def run(
   trainer = build_trainer(resolved.config, resolved.plan, target.devices)
   dataset = build_dataset(resolved.config.data, resolved.config.batch.max_target_length)
   describe(resolved, trainer, dataset.description)
-  with _checkpointer(resolved, dataset.fingerprint) as checkpointer:
+  with (
+    _held_by_one_process(resolved),
+    _checkpointer(resolved, dataset.fingerprint) as checkpointer,
+  ):
     start = _restore(resolved, trainer, checkpointer)
     if start.restored and start.position.step >= start.plan.steps:
       more = " For more, raise its budget." if advise else ""
@@ -87,6 +95,32 @@ def run(
   if start.noise:
     print(f"  batch:   {start.noise.meter.line(plan.batch_at(reached.samples))}")
   return state, reached
+
+
+@contextlib.contextmanager
+def _held_by_one_process(resolved: ResolvedRun) -> Iterator[None]:
+  """The run's folder, locked; all processes of one run share the lock of the first.
+
+  Raises:
+    UserError: another run is under way there, or this one would replace what is there.
+  """
+  with locked(resolved.folder) if jax.process_index() == 0 else contextlib.nullcontext():
+    _check_replaces_nothing(resolved)
+    yield
+
+
+def _check_replaces_nothing(resolved: ResolvedRun) -> None:
+  """Refuses to begin anew, without checkpoints, in the folder of a run that has made steps."""
+  folder = resolved.folder
+  if resolved.config.checkpoint.enable_checkpointing:
+    return
+  if any(record["step"] > 0 for record in read_metrics(folder.path)):
+    raise UserError(
+      f"enable_checkpointing=false run_name={folder.path.name}: a run without checkpoints begins at "
+      f"step 0, and would replace {folder.metrics.name} and {folder.config.name} of the run in "
+      f"{folder.path}; choose another name, for example run_name={folder.free_name()}, or go on "
+      "with that run: enable_checkpointing=true"
+    )
 
 
 def _checkpointer(resolved: ResolvedRun, dataset_fingerprint: str) -> Checkpointer:
@@ -163,10 +197,19 @@ def _train(
       progress=progress,
       noise=start.noise and dataclasses.replace(start.noise, calibration=calibration),
     )
+    if start.restored:
+      _complete_records(log, resolved.folder, start.restored)
     if position.step == 0:
       first_record(job, state.params)
       keep_sample(resolved, trainer, state.params)
     return train(job, state, position)
+
+
+def _complete_records(log: MetricsLog, folder: RunFolder, restored: Restored) -> None:
+  """Writes the record of the checkpoint's step, if kill -9 came between its save and its record."""
+  written = read_metrics(folder.path)
+  if RECORD in restored.notes and (not written or written[-1]["step"] < restored.position.step):
+    log.write(restored.notes[RECORD])
 
 
 def _compile_and_init(

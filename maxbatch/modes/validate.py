@@ -294,6 +294,6 @@ def _record(folder: Path) -> dict[str, Any] | None:
   try:
     with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
       record = reader.restore(folder / "record")
-  except (OSError, ValueError):
+  except (OSError, ValueError, RecursionError):
     return None
   return record if is_intact(record) else None

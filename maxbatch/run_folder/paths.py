@@ -1,6 +1,7 @@
 """The names of a run's files, a contract with other tools that read them."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Self
 
@@ -17,6 +18,16 @@ class RunFolder:
   def of(cls, run: RunConfig) -> Self:
     """Where a run writes; ~ is the user's home."""
     return cls(Path(run.base_output_directory).expanduser() / run.run_name)
+
+  def free_name(self) -> str:
+    """A run_name like this one under which nothing is there yet."""
+    numbered = (f"{self.path.name}-{number}" for number in itertools.count(2))
+    return next(name for name in numbered if not self.path.with_name(name).exists())
+
+  @property
+  def lock(self) -> Path:
+    """Which process trains here; held while it does."""
+    return self.path / "lock"
 
   @property
   def config(self) -> Path:

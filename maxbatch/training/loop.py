@@ -26,6 +26,9 @@ from maxbatch.training.programs import StepPrograms
 from maxbatch.training.state import Sums, TrainState
 from maxbatch.training.step import StepMetrics, Trainer
 
+RECORD = "record"
+"""In a checkpoint's notes: the record of its step, which metrics.jsonl may lack after kill -9."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
@@ -70,7 +73,8 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
   the next one is dispatched, so that the devices never wait for the host.
 
   Raises:
-    TrainingDivergedError: a loss or gradient is not finite; nothing of that step is saved.
+    TrainingDivergedError: a loss or gradient is not finite, and nothing of that step is saved; or
+      the validation loss is not, and what was due to be saved is.
   """
   job.progress.begin()
   with StopSignals() as stop:
@@ -78,6 +82,8 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
     while not ended:
       state, position, plan, ended = _train_until_change(job, state, position, stop)
       job = job.with_plan(plan)
+    if job.checkpointer:
+      job.checkpointer.wait()  # Afterwards a signal ends everything at once.
   return state, position
 
 
@@ -101,11 +107,10 @@ def _train_until_change(
       if evaluating or saving or decides(job.noise, position):
         record = _fetch(job, pending, clock)
         pending = None
-        _note(job, record | (evaluate(job, state.params) if evaluating else {}))
         plan = decided(job.noise, plan, position, job.progress.say)
-        if saving and job.checkpointer:
-          notes = job.noise.as_dict() if job.noise else {}
-          job.checkpointer.save(job.trainer.to_save(state), position, plan.as_dict(), notes)
+        if saving:
+          _save(job, state, position, plan, record)
+        _note_evaluated(job, record, state.params if evaluating else None)
         clock = _Clock()
   return state, position, plan, ending
 
@@ -180,6 +185,23 @@ def _note(job: Job, record: Record) -> None:
     job.checkpointer.poll()
 
 
+def _save(job: Job, state: TrainState, position: Position, plan: BatchPlan, record: Record) -> None:
+  """Saves what a run needs to go on; before an evaluation, for which there may be no time left."""
+  if job.checkpointer:
+    notes = {RECORD: record} | (job.noise.as_dict() if job.noise else {})
+    job.checkpointer.save(job.trainer.to_save(state), position, plan.as_dict(), notes)
+
+
+def _note_evaluated(job: Job, record: Record, params: Parameters | None) -> None:
+  """Notes a step, with the evaluation of `params`; without it if that fails or is interrupted."""
+  evaluation: Record = {}
+  try:
+    if params is not None:
+      evaluation = evaluate(job, params)
+  finally:
+    _note(job, record | evaluation)
+
+
 def evaluate(job: Job, params: Parameters) -> Record:
   """Loss, in nats, and metrics per token of the validation batches; {} without validation data."""
   if job.eval_rows is None:
@@ -205,6 +227,8 @@ def _diverged(job: Job, position: Position, loss: float, grad_norm: float) -> st
 
 def _kept(job: Job) -> str:
   """What is left when a run diverges, and what may help."""
+  if job.checkpointer:
+    job.checkpointer.wait()
   saved = job.checkpointer.steps() if job.checkpointer else []
   last = f"the last good checkpoint is step {saved[-1]}" if saved else "there is no checkpoint"
   return (

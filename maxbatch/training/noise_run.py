@@ -63,7 +63,7 @@ class Noise:
 
   def restore(self, notes: Mapping[str, Any], position: Position) -> None:
     """Takes up what `as_dict` gave in the run that goes on at `position`."""
-    if notes:
+    if "meter" in notes:
       self.meter.restore(notes["meter"])
       if self.steering is not None and notes["steering"] is not None:
         self.steering.restore(notes["steering"], position)

@@ -1,0 +1,78 @@
+"""Standard output and error that may fail, while a command goes on."""
+
+import io
+import os
+import sys
+from typing import TYPE_CHECKING, Self, TextIO
+
+if TYPE_CHECKING:
+  from _typeshed import ReadableBuffer
+
+
+class EnduringStreams:
+  """A context in which printing raises nothing when a pipe, a disk or a terminal fails.
+
+  What cannot be written is dropped: a reader that goes away must not take hours of training with
+  it. Streams that something else has put in the place of the process's own stay as they are.
+  """
+
+  def __enter__(self) -> Self:
+    self._before = sys.stdout, sys.stderr
+    self._output = None
+    if sys.stdout is sys.__stdout__:
+      self._output = _Descriptor(_number_of(sys.stdout))
+      sys.stdout = _text(self._output, sys.stdout)
+    if sys.stderr is sys.__stderr__:
+      sys.stderr = _text(_Descriptor(_number_of(sys.stderr)), sys.stderr)
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.stdout, sys.stderr = self._before
+
+  def failure(self) -> OSError | None:
+    """Why some of the standard output was dropped until now; None if all was written."""
+    sys.stdout.flush()
+    return self._output.failure if self._output else None
+
+
+class _Descriptor(io.FileIO):
+  """A file descriptor; what it does not take is dropped."""
+
+  def __init__(self, number: int) -> None:
+    super().__init__(number, "wb", closefd=False)
+    self.failure: OSError | None = None
+
+  def write(self, content: "ReadableBuffer", /) -> int:
+    try:
+      written = super().write(content)
+    except OSError as error:
+      self.failure, written = error, None
+    return memoryview(content).nbytes if written is None else written
+
+
+def _text(descriptor: _Descriptor, like: TextIO | None) -> io.TextIOWrapper:
+  """A stream with the settings of another one, in which × and → may become question marks."""
+  buffered = io.BufferedWriter(descriptor)
+  if not isinstance(like, io.TextIOWrapper):
+    return io.TextIOWrapper(buffered, errors="replace")
+  return io.TextIOWrapper(
+    buffered,
+    encoding=like.encoding,
+    errors="replace",
+    line_buffering=like.line_buffering,
+    write_through=like.write_through,
+  )
+
+
+def _number_of(stream: TextIO | None) -> int:
+  """The stream's file descriptor; one that drops everything if the stream was closed."""
+  if stream is not None:
+    return stream.fileno()
+  # The numbers 0 to 2 are taken first: else the next file to be opened, perhaps metrics.jsonl, would
+  # get that of standard error, and with it what XLA writes there.
+  number = 0
+  while number <= 2:
+    number = os.open(os.devnull, os.O_RDWR)
+  return number

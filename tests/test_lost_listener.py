@@ -1,0 +1,194 @@
+"""Whoever listens may go away, by a closed pipe, a full disk or a terminal: the run is not lost."""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+from test_interrupted import REPOSITORY, arguments, records
+
+from maxbatch.command_line.signals import StopSignals
+
+UNTIL_STOPPED = 1_000_000
+
+
+def command(folder: pathlib.Path, steps: int) -> list[str]:
+  keys = ["checkpoint_period=1000000", "log_period=1"]
+  return [sys.executable, "-m", "maxbatch.train", *arguments(folder, steps), *keys]
+
+
+def environment() -> dict[str, str]:
+  kept = jax.config.values["jax_compilation_cache_dir"]
+  return os.environ | {"JAX_COMPILATION_CACHE_DIR": kept, "PYTHONPATH": str(REPOSITORY)}
+
+
+def started(arguments: list[str], stdout: Any, **more: Any) -> subprocess.Popen[str]:
+  return subprocess.Popen(
+    arguments, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment(), **more
+  )
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+  """Exit code, and what was written to standard error."""
+  assert process.stderr is not None
+  with process, process.stderr:
+    errors = process.stderr.read()
+    return process.wait(60), errors
+
+
+def saved(folder: pathlib.Path) -> list[int]:
+  """The steps of the checkpoints, the newest of which is that of the last record."""
+  steps = sorted(int(path.name) for path in (folder / "first_run" / "checkpoints").iterdir())
+  assert steps[-1] == records(folder)[-1]["step"]
+  return steps
+
+
+def read_until(process: subprocess.Popen[str], word: str) -> None:
+  assert process.stdout is not None
+  assert any(word in line for line in process.stdout)
+
+
+def read_and_leave(process: subprocess.Popen[str], word: str) -> None:
+  read_until(process, word)
+  assert process.stdout is not None
+  process.stdout.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_without_a_reader_saves(tmp_path, number):
+  # As Ctrl-C does with `| tee log`: it ends tee, then the step is finished and saved.
+  process = started(command(tmp_path, UNTIL_STOPPED), subprocess.PIPE)
+  read_and_leave(process, "step 3/")
+  process.send_signal(number)
+  exit_code, errors = ended(process)
+  assert exit_code == 0, errors
+  assert "Traceback" not in errors
+  assert "standard output" in errors
+  assert "Broken pipe" in errors
+  assert saved(tmp_path)
+
+
+@pytest.mark.parametrize("word", ["Batch plan", "step 2/"])
+def test_a_run_goes_on_when_its_reader_leaves(tmp_path, word):
+  process = started(command(tmp_path, 6), subprocess.PIPE)
+  read_and_leave(process, word)
+  exit_code, errors = ended(process)
+  assert exit_code == 0, errors
+  assert saved(tmp_path) == [6]
+
+
+def test_a_run_goes_on_when_its_output_is_full(tmp_path):
+  with open("/dev/full", "w") as full:
+    exit_code, errors = ended(started(command(tmp_path, 4), full))
+  assert exit_code == 0, errors
+  assert "No space left on device" in errors
+  assert saved(tmp_path) == [4]
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "0 1 2"])
+def test_a_run_goes_on_without_output(tmp_path, closed):
+  redirections = " ".join(f"{number}>&-" for number in closed.split())
+  shell = ["/bin/sh", "-c", f'exec "$@" {redirections}', "sh", *command(tmp_path, 4)]
+  exit_code, errors = ended(started(shell, subprocess.DEVNULL))
+  assert exit_code == 0, errors
+  assert saved(tmp_path) == [4]
+  assert [one["step"] for one in records(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+def test_error_lines_without_a_reader_change_no_exit_code(tmp_path):
+  process = started(command(tmp_path, 0), subprocess.DEVNULL)
+  assert process.stderr is not None
+  process.stderr.close()
+  assert process.wait(60) == 2
+
+
+def in_session(terminal: int) -> Callable[[], None]:
+  """Makes a process the leader of a session on `terminal`, as a login shell is."""
+
+  def lead() -> None:
+    os.setsid()
+    os.close(os.open(os.ttyname(terminal), os.O_RDWR))  # The first one opened controls the session.
+
+  return lead
+
+
+def test_a_terminal_that_goes_away_saves_the_run(tmp_path):
+  ours, theirs = os.openpty()
+  termios.tcsetwinsize(theirs, (24, 200))
+  process = subprocess.Popen(
+    command(tmp_path, UNTIL_STOPPED),
+    stdin=theirs,
+    stdout=theirs,
+    stderr=theirs,
+    env=environment(),
+    preexec_fn=in_session(theirs),
+  )
+  os.close(theirs)
+  shown = b""
+  while not re.search(rb"step [1-9]", shown):  # The live line shows a few of the steps.
+    shown += os.read(ours, 1 << 16)
+  os.close(ours)  # Now the kernel sends SIGHUP, and every write fails.
+  assert process.wait(60) == 0
+  assert saved(tmp_path)
+
+
+def test_a_hangup_that_is_ignored_is_none(tmp_path):
+  def as_nohup_does() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+  process = started(command(tmp_path, 300), subprocess.PIPE, preexec_fn=as_nohup_does)
+  read_until(process, "step 3/")
+  process.send_signal(signal.SIGHUP)
+  read_and_leave(process, "step 300/300")
+  exit_code, errors = ended(process)
+  assert exit_code == 0, errors
+  assert saved(tmp_path) == [300]
+
+
+def test_a_terminal_may_hang_up_more_than_once():
+  with StopSignals() as stop:
+    for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
+      if number == signal.SIGTERM:
+        with pytest.raises(KeyboardInterrupt):
+          os.kill(os.getpid(), number)
+      else:
+        os.kill(os.getpid(), number)
+    assert stop.requested
+
+
+def test_a_signal_in_the_midst_of_printing_raises_nothing():
+  """A handler that prints would re-enter the buffer that the main thread writes to."""
+  code = (
+    "import os, signal, sys, time\n"
+    "from maxbatch.command_line.signals import StopSignals\n"
+    "with StopSignals() as stop:\n"
+    "  sys.stdout.write('x' * 1_000_000)\n"  # More than a pipe holds: it waits for its reader.
+    "  sys.stdout.flush()\n"
+    "  assert stop.requested\n"
+  )
+  process = started([sys.executable, "-c", code], subprocess.PIPE)
+  assert process.stdout is not None
+  assert process.stdout.read(1000) == "x" * 1000
+  process.send_signal(signal.SIGTERM)
+  timer = threading.Timer(60, process.kill)
+  timer.start()
+  read_until(process, "SIGTERM: finishing the step and saving")
+  timer.cancel()
+  exit_code, errors = ended(process)
+  assert (exit_code, errors) == (0, "")
+
+
+def test_what_only_prints_fails_when_its_output_is_full():
+  with open("/dev/full", "w") as full:
+    plan = [sys.executable, "-m", "maxbatch.plan", "config=base"]
+    exit_code, errors = ended(started(plan, full))
+  assert exit_code == 2
+  assert errors == "error: standard output cannot be written (No space left on device)\n"
