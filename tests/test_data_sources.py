@@ -2,6 +2,7 @@
 
 import gzip
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from maxbatch.config.schema import DataConfig
 from maxbatch.data import documents
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
-from maxbatch.data.sources import STDLIB_BYTES, Document, resolve, split
+from maxbatch.data.sources import STDLIB_BYTES, Document, rank, resolve
+from maxbatch.data.split import split
 from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
@@ -105,20 +107,20 @@ def test_one_file_is_divided_by_position(tmp_path):
 @pytest.mark.parametrize("fraction", [1e-9, 0.3, 0.9])
 def test_both_sides_of_one_file_get_something(fraction):
   file = resolve("dataset_path", __file__).files
-  (train,), (kept,) = split(resolve("dataset_path", __file__), fraction)
+  (train,), (kept,), _ = split(resolve("dataset_path", __file__), fraction)
   size = file[0].size_bytes
   first, second = documents.byte_range(train, size), documents.byte_range(kept, size)
   assert first[0] == 0
   assert 0 < first[1] == second[0] < second[1] == size
 
 
-@pytest.mark.parametrize("fraction", [0.0001, 0.3, 0.9])
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.9])
 def test_files_are_divided_by_name_alone(tmp_path, fraction):
   for copy in ("one", "two"):
     write(tmp_path / copy, {f"{i}.txt": bytes([65 + i % 26]) * (i + 1) for i in range(40)})
   sides = []
   for copy in ("one", "two"):
-    train, kept = split(resolve("dataset_path", str(tmp_path / copy)), fraction)
+    train, kept, _ = split(resolve("dataset_path", str(tmp_path / copy)), fraction)
     sides.append(([doc.file.name for doc in train], [doc.file.name for doc in kept]))
   assert sides[0] == sides[1]
   train, kept = sides[0]
@@ -127,6 +129,99 @@ def test_files_are_divided_by_name_alone(tmp_path, fraction):
   assert not set(train) & set(kept)
   assert len(train) + len(kept) == 40
   assert abs(len(kept) - 40 * fraction) <= 8
+
+
+def names_of(documents: Sequence[Document]) -> list[str]:
+  return [document.file.name for document in documents]
+
+
+@pytest.mark.parametrize("kept", ["valid", "validation", "val", "eval", "dev", "test", "VALID"])
+@pytest.mark.parametrize("folders", [False, True])
+def test_names_mean_what_they_say(tmp_path, kept, folders):
+  between = "/text" if folders else ""
+  write(tmp_path / "in", {f"train{between}.txt": b"learn", f"{kept}{between}.txt": b"check"})
+  dataset = build(tmp_path / "in", tmp_path / "cache")
+  assert (text_of(dataset.train), text_of(dataset.validation)) == ("learn", "check")
+  assert f"training: train{between}.txt\nvalidation: {kept}{between}.txt" in dataset.description
+
+
+def test_beside_validation_files_test_files_are_on_neither_side(tmp_path):
+  files = {"wiki.train.tokens": b"1", "wiki.valid.tokens": b"2", "wiki.test.tokens": b"3"}
+  write(tmp_path / "in", {**files, "notes.txt": b"4"})
+  train, kept, left_out = split(resolve("dataset_path", str(tmp_path / "in/*")), 0.05)
+  assert (names_of(train), names_of(kept)) == (
+    ["notes.txt", "wiki.train.tokens"],
+    ["wiki.valid.tokens"],
+  )
+  assert names_of(left_out) == ["wiki.test.tokens"]
+  dataset = build(tmp_path / "in/*", tmp_path / "cache", length=2, eval_fraction=0.0)
+  assert dataset.validation is None
+  assert "neither side, by name: wiki.test.tokens, wiki.valid.tokens" in dataset.description
+
+
+def test_numbered_parts_keep_their_names(tmp_path):
+  parts = {f"{side}-{n}-of-2.txt": b"text" for side in ("train", "val") for n in range(2)}
+  write(tmp_path, parts)
+  train, kept, _ = split(resolve("dataset_path", str(tmp_path)), 0.5)
+  assert names_of(train) == ["train-0-of-2.txt", "train-1-of-2.txt"]
+  assert names_of(kept) == ["val-0-of-2.txt", "val-1-of-2.txt"]
+
+
+@pytest.mark.parametrize("only", ["train", "valid"])
+def test_names_that_leave_a_side_empty_say_nothing(tmp_path, only):
+  write(tmp_path, {f"{only}.{n}.txt": b"0123456789" for n in range(2)})
+  train, kept, left_out = split(resolve("dataset_path", str(tmp_path)), 0.1)
+  assert len(train) == len(kept) == 2
+  assert not left_out
+
+
+def test_code_with_tests_is_not_divided_by_a_part_of_a_name(tmp_path):
+  write(tmp_path, {f"{name}.go": b"package" * 9 for name in ("a", "a_test", "test_b", "train")})
+  assert not split(resolve("dataset_path", str(tmp_path)), 0.5).left_out
+  assert len(split(resolve("dataset_path", str(tmp_path)), 0.0).train) == 4
+
+
+def test_what_is_held_out_is_a_share_of_bytes(tmp_path):
+  write(tmp_path / "in", {"corpus.txt": b"0123456789" * 1000, "README.md": b"read me"})
+  dataset = build(tmp_path / "in", tmp_path / "cache", eval_fraction=0.05)
+  assert text_of(dataset.train).count("9") == 950
+  assert text_of(dataset.validation) == "0123456789" * 50
+  assert "validation: corpus.txt (its last 5%)" in dataset.description
+  for sizes in ([1] * 60, [1, 1000], [500, 500, 500], range(1, 200), [10, 1000, 1, 1, 4000]):
+    place = tmp_path / f"{len(sizes)}-{sum(sizes)}"
+    write(place, {f"{n}.txt": b"x" * 100 * size for n, size in enumerate(sizes)})
+    for fraction in (0.05, 0.3):
+      kept = split(resolve("dataset_path", str(place)), fraction).validation
+      held_out = sum((each.end - each.begin) * each.file.size_bytes for each in kept)
+      assert abs(held_out / sum(sizes) / 100 - fraction) < 0.1
+
+
+def test_the_standard_library_is_divided_by_name_as_ever():
+  sources = resolve("dataset_path", "stdlib")
+  wanted = {file.name for file in sources.files if rank(file.name, "split") < 0.05}
+  train, kept, left_out = split(sources, 0.05)
+  assert {file.name for file in sources.files} - wanted == set(names_of(train))
+  assert set(names_of(kept)) == wanted
+  assert all((each.begin, each.end) == (0, 1) for each in (*train, *kept))
+  assert not left_out
+
+
+def test_a_file_for_validation_is_not_trained_on(tmp_path):
+  write(tmp_path / "in", {"a.txt": b"for training", "b.txt": b"for validation"})
+  (tmp_path / "link.txt").symlink_to(tmp_path / "in" / "b.txt")
+  other = str(tmp_path / "link.txt")
+  dataset = build(tmp_path / "in", tmp_path / "cache", eval_dataset_path=other)
+  assert text_of(dataset.train) == "for training"
+  assert text_of(dataset.validation) == "for validation"
+  assert "on neither side" not in dataset.description
+
+
+@pytest.mark.parametrize("name", ["a.txt", "same.txt"])
+def test_validation_text_that_equals_the_training_text_is_refused(tmp_path, name):
+  write(tmp_path, {"a.txt": b"for training", "same.txt": b"for training"})
+  message = refusal(tmp_path / "a.txt", tmp_path, eval_dataset_path=str(tmp_path / name))
+  assert f"eval_dataset_path={tmp_path / name}" in message
+  assert "leave" in message
 
 
 def test_another_file_moves_none_of_the_others(tmp_path):
@@ -160,7 +255,7 @@ def test_stdlib_is_deterministic_small_and_without_tests():
   for file in sources.files:
     assert not {"site-packages", "test", "lib2to3", "__pycache__"} & set(file.name.split("/"))
     assert file.name.endswith((".py", ".txt"))
-  train, kept = split(sources, 0.05)
+  train, kept, _ = split(sources, 0.05)
   assert not {doc.file.name for doc in train} & {doc.file.name for doc in kept}
   assert len(train) + len(kept) == len(sources.files)
   assert 0.01 < len(kept) / len(sources.files) < 0.12

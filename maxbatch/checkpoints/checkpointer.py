@@ -203,15 +203,21 @@ class Checkpointer:
     # Always asynchronous: Orbax's synchronous save leaves a broken event loop behind on failure,
     # and waiting at once has the same effect. Lightweight: ignores old metadata. It preserves all,
     # since it would delete older steps before the newer one has been read back.
+    # Folders are made at once: threads would wait ten minutes for one that cannot be made, and the
+    # process with them.
     options = ocp.CheckpointManagerOptions(
-      preservation_policy=policies.LatestN(None), lightweight_initialize=True
+      preservation_policy=policies.LatestN(None),
+      lightweight_initialize=True,
+      async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
     )
     return ocp.CheckpointManager(self._directory, options=options)
 
   def _close_manager(self) -> None:
     """Drops Orbax's list of steps, which after a failed save names one that does not exist."""
     if "_manager" in self.__dict__:
-      self._manager.close()
+      # It waits for the last save once more, and raises again what was recorded of it.
+      with contextlib.suppress(*_UNWRITABLE):
+        self._manager.close()
       del self._manager
 
   def wait(self) -> None:
@@ -281,7 +287,8 @@ class Checkpointer:
     self._close_manager()
     if jax.process_index() == 0:
       for path in self._unfinished():
-        shutil.rmtree(path)
+        # Orbax may still write to the folder of a save that has failed: then it is for later.
+        shutil.rmtree(path, ignore_errors=True)
       for step in self._damaged:
         self._move_aside(step)
     multihost_utils.sync_global_devices("maxbatch: checkpoints ready to write")

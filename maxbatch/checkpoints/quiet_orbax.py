@@ -29,7 +29,12 @@ def _of_orbax(path: str) -> bool:
 
 
 def _is_about_leftovers(record: logging.LogRecord) -> bool:
-  """Tasks that failed or were dropped after the first failure: `never retrieved`, `destroyed`."""
+  """Tasks that failed or were dropped after the first failure: `never retrieved`, `destroyed`.
+
+  A write that met a full disk names the error alone; nothing but Orbax uses asyncio here.
+  """
+  if record.exc_info and isinstance(record.exc_info[1], OSError):
+    return True
   message = record.getMessage()
   return "orbax" in message or "tensorstore" in message or "OCDBT" in message
 

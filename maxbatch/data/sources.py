@@ -1,4 +1,4 @@
-"""Which files a `dataset_path` means, and which of them are kept for validation."""
+"""Which files a `dataset_path` means."""
 
 import collections
 import dataclasses
@@ -51,6 +51,11 @@ class Sources:
   files: tuple[SourceFile, ...]
   skipped: tuple[tuple[str, int], ...] = ()
 
+  @property
+  def size_bytes(self) -> int:
+    """Of all files, as they lie on disk."""
+    return sum(file.size_bytes for file in self.files)
+
 
 @dataclasses.dataclass(frozen=True)
 class Document:
@@ -81,28 +86,7 @@ def resolve(key: str, path: str) -> Sources:
   raise UserError(f"{key}={path}: no such file or folder; use a path that exists or {_EXAMPLE}")
 
 
-def split(
-  sources: Sources, eval_fraction: float
-) -> tuple[tuple[Document, ...], tuple[Document, ...]]:
-  """Divides the files into training and validation documents.
-
-  A file's side depends on its name alone, so adding files moves none of the others. One file is
-  divided by position: its last `eval_fraction` of bytes is validation. 0: no validation.
-  """
-  files = sources.files
-  if eval_fraction == 0:
-    return tuple(Document(file) for file in files), ()
-  if len(files) == 1:
-    boundary = 1 - eval_fraction
-    return (Document(files[0], end=boundary),), (Document(files[0], begin=boundary),)
-  ranked = sorted(files, key=lambda file: (_rank(file.name, "split"), file.name))
-  wanted = sum(_rank(file.name, "split") < eval_fraction for file in ranked)
-  kept = {file.name for file in ranked[: min(max(wanted, 1), len(files) - 1)]}
-  train = tuple(Document(file) for file in files if file.name not in kept)
-  return train, tuple(Document(file) for file in files if file.name in kept)
-
-
-def _rank(name: str, purpose: str) -> float:
+def rank(name: str, purpose: str) -> float:
   """A number in [0, 1) drawn from the name; each purpose has its own draw."""
   digest = hashlib.blake2b(f"{purpose}\0{name}".encode(errors="surrogateescape"), digest_size=6)
   return int.from_bytes(digest.digest(), "big") / 2**48
@@ -182,7 +166,7 @@ def _stdlib(key: str) -> Sources:
       f"{key}={STDLIB}: this Python has no source text in {root}; give {key} a text file or folder"
     )
   kept, total = [], 0
-  for file in sorted(found, key=lambda file: (_rank(file.name, "stdlib"), file.name)):
+  for file in sorted(found, key=lambda file: (rank(file.name, "stdlib"), file.name)):
     if total < STDLIB_BYTES:
       kept.append(file)
       total += file.size_bytes

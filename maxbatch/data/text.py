@@ -1,12 +1,13 @@
 """Text files as a dataset: find them, split them, tokenize them once."""
 
 import collections
-from collections.abc import Sequence
+import os
 from pathlib import Path
 
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.dataset import Dataset
-from maxbatch.data.sources import Document, Sources, resolve, split
+from maxbatch.data.sources import Document, Sources, resolve
+from maxbatch.data.split import Split, described, split
 from maxbatch.data.token_cache import TokenCache, open_or_build
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.data.windows import TokenWindows
@@ -22,17 +23,16 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
   """
   folder = token_caches(data.dataset_cache_directory)
   sources = resolve("dataset_path", data.dataset_path)
-  train_documents, eval_documents = split(sources, data.eval_fraction)
-  eval_sources = sources
+  eval_sources, parts = sources, split(sources, data.eval_fraction)
   if data.eval_dataset_path:
     eval_sources = resolve("eval_dataset_path", data.eval_dataset_path)
-    train_documents, eval_documents = _whole(sources), _whole(eval_sources)
-  train = open_or_build(sources, train_documents, folder, "train", tokenizer)
+    parts = _with_validation(sources, eval_sources)
+  train = open_or_build(sources, parts.train, folder, "train", tokenizer)
   _check_train(sources, train, max_target_length)
   validation = None
-  if eval_documents:
-    validation = open_or_build(eval_sources, eval_documents, folder, "validation", tokenizer)
-    _check_validation(eval_sources, validation)
+  if parts.validation:
+    validation = open_or_build(eval_sources, parts.validation, folder, "validation", tokenizer)
+    _check_validation(eval_sources, validation, train)
 
   def windows(cache: TokenCache) -> TokenWindows:
     return TokenWindows(cache, max_target_length, data.packing, tokenizer.bos_id, tokenizer.pad_id)
@@ -41,12 +41,28 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
     train=windows(train),
     validation=validation and windows(validation),
     fingerprint=train.fingerprint,
-    description=_describe(sources, eval_sources, train, validation, folder),
+    description=_describe(sources, eval_sources, parts, train, validation, folder),
   )
 
 
-def _whole(sources: Sources) -> Sequence[Document]:
-  return [Document(file) for file in sources.files]
+def _with_validation(sources: Sources, eval_sources: Sources) -> Split:
+  """All of `eval_sources` for validation, and for training the rest of what is for training.
+
+  Raises:
+    UserError: there is no rest.
+  """
+  held_out = {os.path.realpath(file.path) for file in eval_sources.files}
+  train, _, test = split(sources, 0)
+  kept = [each for each in train if os.path.realpath(each.file.path) not in held_out]
+  if not kept:
+    raise UserError(
+      f"eval_dataset_path={eval_sources.path} is all that dataset_path={sources.path} has for "
+      "training; leave eval_dataset_path empty to hold out eval_fraction of it, or give another "
+      "file"
+    )
+  validation = tuple(map(Document, eval_sources.files))
+  left_out = tuple(each for each in test if os.path.realpath(each.file.path) not in held_out)
+  return Split(tuple(kept), validation, left_out)
 
 
 def _check_train(sources: Sources, cache: TokenCache, length: int) -> None:
@@ -60,11 +76,16 @@ def _check_train(sources: Sources, cache: TokenCache, length: int) -> None:
     )
 
 
-def _check_validation(sources: Sources, cache: TokenCache) -> None:
+def _check_validation(sources: Sources, cache: TokenCache, train: TokenCache) -> None:
   if cache.num_tokens == 0:
     raise UserError(
       f"{sources.key}={sources.path}: the text for validation is empty; give more text, another "
       "eval_dataset_path, or eval_fraction=0 to do without validation"
+    )
+  if cache.fingerprint == train.fingerprint:
+    raise UserError(
+      f"{sources.key}={sources.path}: the text for validation equals the text for training; give "
+      "another eval_dataset_path, or leave it empty to hold out eval_fraction of dataset_path"
     )
 
 
@@ -74,24 +95,30 @@ _OTHERWISE = "dataset_path=stdlib, or dataset_type=synthetic for random tokens"
 def _describe(
   sources: Sources,
   eval_sources: Sources,
+  parts: Split,
   train: TokenCache,
   validation: TokenCache | None,
   folder: Path,
 ) -> str:
-  """One line on what is read, a second on what is not."""
+  """One line on what is read, then which file is for what, and how many are not read."""
   what = "the Python standard library" if sources.kind == "stdlib" else sources.path
-  parts = [f"{train.num_tokens:,} training tokens ({_documents(train.num_documents)})"]
+  counts = [f"{train.num_tokens:,} training tokens ({_documents(train.num_documents)})"]
   if validation:
     count = _documents(validation.num_documents)
-    parts.append(f"{validation.num_tokens:,} validation tokens ({count})")
+    counts.append(f"{validation.num_tokens:,} validation tokens ({count})")
   skipped: collections.Counter[str] = collections.Counter()
   for holder in {sources, eval_sources, train} | ({validation} if validation else set()):
     skipped.update(dict(holder.skipped))
-  line = f"{what}: {', '.join(parts)}; cache in {folder}"
-  if not skipped:
-    return line
-  reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-  return f"{line}\nfiles skipped: {reasons}"
+  lines = [f"{what}: {', '.join(counts)}; cache in {folder}"]
+  lines.append(f"training: {described(parts.train)}")
+  if parts.validation:
+    lines.append(f"validation: {described(parts.validation)}")
+  if parts.left_out:
+    lines.append(f"on neither side, by name: {described(parts.left_out)}")
+  if skipped:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+    lines.append(f"files skipped: {reasons}")
+  return "\n".join(lines)
 
 
 def _documents(count: int) -> str:

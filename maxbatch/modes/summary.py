@@ -19,7 +19,7 @@ from maxbatch.training.step import Trainer
 def describe(resolved: ResolvedRun, trainer: Trainer, data: str) -> None:
   """What the run is made of, in a few lines."""
   print(f"Model  {resolved.config.model.model_name}: {num_parameters(trainer.model):,} parameters")
-  print(f"Data   {data}")
+  print("Data   " + data.replace("\n", "\n       "))
   if trainer.pipeline:
     print(f"Pipeline\n       {trainer.pipeline}")
   print(f"Mesh   {resolved.plan.topology} on {trainer.mesh.devices.flat[0].device_kind}")

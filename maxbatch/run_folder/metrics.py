@@ -4,13 +4,17 @@ Numbers are numbers; a key that is absent was not measured. Keys without a prefi
 training step, others (`eval/loss`) to what their prefix names.
 """
 
+import collections
 import json
 import pathlib
+from collections.abc import Callable
 from typing import Self
 
 import tensorboardX
+from tensorboardX.record_writer import register_writer_factory
 
 from maxbatch.errors import UserError
+from maxbatch.run_folder.appending import AppendedFile
 from maxbatch.run_folder.atomic import write_whole
 from maxbatch.run_folder.paths import RunFolder
 
@@ -19,27 +23,33 @@ Record = dict[str, int | float]
 _OVER_SAMPLES = frozenset({"loss", "eval/loss", "learning_rate", "global_batch_to_train"})
 """Plotted against samples too: runs with different batches compare there."""
 _NOT_PLOTTED = ("step", "samples", "tokens")
+_APPENDED = "appended"
+"""What stands before a path, with a colon, for tensorboardX to open it as an AppendedFile."""
 
 
 class MetricsLog:
   """Appends records to the files of a run's folder; a context manager."""
 
-  def __init__(self, folder: pathlib.Path, step: int):
+  def __init__(self, folder: pathlib.Path, step: int, report: Callable[[str], None] = print):
     """Opens the files to go on after `step`; what an interrupted run wrote beyond it is dropped.
 
-    A run that starts at step 0 writes that record again, so it keeps nothing.
+    A run that starts at step 0 writes that record again, so it keeps nothing. `report` receives a
+    line whenever something later cannot be written; training goes on without.
 
     Raises:
       UserError: the folder cannot be written to, or holds a damaged metrics.jsonl.
     """
     path, first = RunFolder(folder).metrics, step + 1 if step else 0
+    self._path, self._report = path, report
+    self._missing: collections.deque[int] = collections.deque()
     try:
       folder.mkdir(parents=True, exist_ok=True)
       samples = _cut(path, first)
-      self._board = _board(RunFolder(folder).tensorboard, first)
+      boards = RunFolder(folder)
+      self._board = _board(boards.tensorboard, first, report)
       # Apart: TensorBoard drops every curve of a folder from one and the same number on.
-      self._board_over_samples = _board(RunFolder(folder).tensorboard_over_samples, samples)
-      self._file = path.open("a", buffering=1)
+      self._board_over_samples = _board(boards.tensorboard_over_samples, samples, report)
+      self._file = AppendedFile(path, report)
     except OSError as error:
       raise UserError(
         f"base_output_directory={folder.parent} run_name={folder.name}: {error.filename or folder} "
@@ -52,28 +62,64 @@ class MetricsLog:
 
   def __exit__(self, *_: object) -> None:
     self._file.close()
+    self._drop_written()
+    if self._missing:
+      self._report(
+        f"warning: {self._path} misses the records of steps {self._missing[0]} to "
+        f"{self._missing[-1]}, which could not be written"
+      )
     self._board.close()
     self._board_over_samples.close()
 
   def write(self, record: Record) -> None:
-    """Appends one step's record, which has at least the keys step, samples and tokens.
-
-    Raises:
-      UserError: the disk is full, or the folder has become unwritable.
-    """
-    try:
-      self._file.write(json.dumps(record) + "\n")
-    except OSError as error:
-      raise UserError(
-        f"step {record['step']}: {self._file.name} cannot be written to ({error.strerror}); make "
-        "room there and start again: the run goes on from its last checkpoint"
-      ) from None
+    """Appends one step's record, which has at least the keys step, samples and tokens."""
+    self._file.write(json.dumps(record).encode() + b"\n")
+    self._file.flush()
+    self._missing.append(int(record["step"]))
+    self._drop_written()
     for key, value in record.items():
       if key not in _NOT_PLOTTED:
         self._board.add_scalar(key, value, int(record["step"]))
     for key in _OVER_SAMPLES & record.keys():
       samples = int(record["samples"])
       self._board_over_samples.add_scalar(f"over_samples/{key}", record[key], samples)
+
+  def _drop_written(self) -> None:
+    while len(self._missing) > self._file.num_waiting:
+      self._missing.popleft()
+
+
+class _AppendedFiles:
+  """Opens the files of a tensorboardX writer, whose thread would die of an error of writing."""
+
+  def __init__(self, report: Callable[[str], None]):
+    self._report = report
+
+  def directory_check(self, path: str) -> None:
+    """Makes the folder."""
+    _without_prefix(path).mkdir(parents=True, exist_ok=True)
+
+  def open(self, path: str) -> AppendedFile:
+    """Opens one file."""
+    return AppendedFile(_without_prefix(path), self._report)
+
+
+def _without_prefix(path: str) -> pathlib.Path:
+  return pathlib.Path(path.removeprefix(f"{_APPENDED}:"))
+
+
+def _board(
+  folder: pathlib.Path, first: int, report: Callable[[str], None]
+) -> tensorboardX.SummaryWriter:
+  """Writes curves; TensorBoard drops what earlier writers of the folder have at `first` or later."""
+  register_writer_factory(_APPENDED, _AppendedFiles(report))
+  return tensorboardX.SummaryWriter(
+    f"{_APPENDED}:{folder}",
+    purge_step=first,
+    flush_secs=10,
+    # Files are named by the second: without this a quick restart would overwrite the last one.
+    filename_suffix=f".{first}",
+  )
 
 
 def read_metrics(folder: pathlib.Path) -> list[Record]:
@@ -103,17 +149,6 @@ def _parse(path: pathlib.Path, number: int, line: str) -> Record:
     return record
   raise UserError(
     f"{path}:{number}: not a record of a step; remove the line, or choose another run_name"
-  )
-
-
-def _board(folder: pathlib.Path, first: int) -> tensorboardX.SummaryWriter:
-  """Writes curves; TensorBoard drops what earlier writers of the folder have at `first` or later."""
-  return tensorboardX.SummaryWriter(
-    str(folder),
-    purge_step=first,
-    flush_secs=10,
-    # Files are named by the second: without this a quick restart would overwrite the last one.
-    filename_suffix=f".{first}",
   )
 
 
