@@ -9,6 +9,7 @@ from tiny_model import GPT2_LIKE, VOCABULARY, loud_parameters, tiny_model
 
 from maxbatch.config.find import model_names
 from maxbatch.data.rows import Rows
+from maxbatch.data.tokenizer import Ids
 from maxbatch.models.generate import generate
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.modes import summary
@@ -75,8 +76,8 @@ class Letters:
   def encode(self, text: bytes) -> np.ndarray:
     return np.frombuffer(text, np.uint8).astype(np.uint16) - ord("A")
 
-  def decode(self, ids: np.ndarray) -> str:
-    return "".join(chr(ord("A") + i) for i in ids if i < 34)
+  def decode(self, ids: Ids) -> str:
+    return "".join(chr(ord("A") + int(i)) for i in ids if i < 34)
 
 
 def one_by_one(model: Model, parameters: Parameters, prompt: str, length: int) -> str:

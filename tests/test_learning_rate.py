@@ -137,3 +137,20 @@ def test_an_unknown_schedule_is_refused_with_the_nearest_name():
     "lr_schedule_type=cosin: there is no such lr_schedule_type. Did you mean cosine? "
     "Known: constant, cosine, linear, wsd."
   )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("warmup", [0, 1, 7, STEPS])
+@pytest.mark.parametrize("coupling", ["none", "sqrt"])
+def test_the_highest_rate_of_a_phase(name, warmup, coupling):
+  batch = dataclasses.replace(
+    _CONFIG.batch, batch_schedule=((0, 32), (160, 64), (1000, 128)), batch_size=128
+  )
+  run = dataclasses.replace(_CONFIG.run, steps=STEPS)
+  plan = plan_batches(batch, run, Topology((8, 1, 1, 1), (1, 1, 1, 1)))
+  keys = {"learning_rate_batch_coupling": coupling, "lr_schedule_type": name}
+  found = schedule(plan=plan, warmup_steps=warmup, **keys)
+  assert len(plan.phases) == 3
+  for phase in plan.phases:
+    every = [found(phase.after(step)) for step in range(phase.num_steps)]
+    assert found.highest(phase) == max(every)

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support import mesh
 from tiny_model import loud_parameters, random_rows, tiny_config, tiny_model
 
+from maxbatch.errors import UserError
 from maxbatch.training.loss import cross_entropy_parts, loss_sum, num_tiles
 
 B, T, D, V = 3, 12, 8, 29
@@ -90,7 +89,7 @@ def assert_close(found: Result, expected: Result, rtol: float) -> None:
 
 
 @pytest.mark.parametrize("z_weight", [0.0, 0.01])
-@pytest.mark.parametrize("tiles", [1, 2, T])
+@pytest.mark.parametrize("tiles", [1, 2, 3, 5, 7, 11, T])
 def test_equals_the_formula(tiles, z_weight):
   x = inputs()
   assert_close(tiled(x, tiles, z_weight), plain(x, z_weight), 2e-6)
@@ -196,11 +195,18 @@ def test_memory_shrinks_with_the_tiles():
 # --- how many tiles -------------------------------------------------------------------------------
 
 
-@given(wanted=st.integers(1, 60), length=st.integers(1, 48))
-def test_the_wanted_tiles_or_the_next_that_divide_the_row(wanted, length):
-  divisors = [tiles for tiles in range(1, length + 1) if length % tiles == 0]
-  expected = min((tiles for tiles in divisors if tiles >= wanted), default=length)
-  assert num_tiles(tiny_config(f"num_vocab_tiling={wanted}"), 2, length) == expected
+@pytest.mark.parametrize("wanted", [1, 3, 4, 127, 128])
+def test_the_tiles_that_are_asked_for(wanted):
+  assert num_tiles(tiny_config(f"num_vocab_tiling={wanted}"), 2, 128) == wanted
+
+
+def test_more_tiles_than_tokens_are_refused():
+  with pytest.raises(UserError) as caught:
+    num_tiles(tiny_config("num_vocab_tiling=129"), 2, 128)
+  assert str(caught.value) == (
+    "num_vocab_tiling=129 must be at most max_target_length=128: a tile has at least one token of "
+    "each row; for example num_vocab_tiling=128"
+  )
 
 
 @pytest.mark.parametrize(
@@ -213,6 +219,9 @@ def test_the_wanted_tiles_or_the_next_that_divide_the_row(wanted, length):
     (8, 2048, 128_256, 128),
     # A single token of all rows may be larger than a tile: then it is the tile.
     (100_000, 2, 128_256, 2),
+    # A prime length: no tile per token.
+    (2, 4093, 4096, 2),
+    (8, 2039, 128_256, 125),
   ],
 )
 def test_unset_cuts_into_pieces_of_64_mebibytes(rows, length, vocabulary, tiles):

@@ -98,6 +98,7 @@ MODELS = {
   "remat": ("remat_policy=full",),
   "remat minimal": ("remat_policy=minimal", "scan_layers=false"),
   "tiles": ("num_vocab_tiling=4",),
+  "uneven tiles": ("num_vocab_tiling=11",),
 }
 
 

@@ -5,10 +5,12 @@ schedule maps progress in [0, 1] after the warm-up to a fraction of the peak; c 
 the batch size, 0 by default. To add a schedule, write a function and register it in SCHEDULES.
 """
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable
 
+from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, Position, Unit
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import OptimizerConfig
@@ -81,6 +83,18 @@ class LearningRate:
     done = at >= self.length
     progress = 1.0 if done else (at - self.warmup) / (self.length - self.warmup)
     return peak * self.schedule(progress, self.config)
+
+  def highest(self, phase: Phase) -> float:
+    """The highest rate of a phase: at the warm-up's end, if that is in it, else at one of its ends.
+
+    So it is for schedules that never rise again, as those registered here.
+    """
+    steps = range(phase.num_steps)
+    ends = bisect.bisect_left(
+      steps, self.warmup, key=lambda step: self.plan.measure(phase.after(step + 1), self.unit)
+    )
+    last = phase.num_steps - 1
+    return max(self(phase.after(step)) for step in {0, min(ends, last), last} if step >= 0)
 
 
 def _coupling(config: OptimizerConfig, plan: BatchPlan) -> str:

@@ -1,6 +1,7 @@
 """What the plan command says: the same facts as plain values and as text."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,6 +83,7 @@ class PlanReport:
       "per_device_batch_size": text(plan.per_device(phase.micro_batch)),
       "gradient_accumulation_steps": phase.num_microbatches,
       "learning_rate_first": self.rate(phase.first),
+      "learning_rate_highest": self.rate.highest(phase) if phase.num_steps else 0.0,
       "learning_rate_last": self.rate(Position(last, plan.samples_at(last))),
       "same_shape_as_the_run": phase.micro_batch == plan.micro_batch_to_train,
       "is_cut": phase.is_cut,
@@ -107,13 +109,13 @@ class PlanReport:
 def _cells(phase: dict[str, Any]) -> tuple[str, ...]:
   numbers = ("first_step", "first_sample", "first_token", "steps", "global_batch_to_train")
   note = "" if phase["same_shape_as_the_run"] else "another shape"
-  first, last = f"{phase['learning_rate_first']:.3g}", f"{phase['learning_rate_last']:.3g}"
+  rates = [f"{phase[f'learning_rate_{at}']:.3g}" for at in ("first", "highest", "last")]
   return (
     str(phase["phase"]),
     *(f"{phase[key]:,}" for key in numbers),
     phase["per_device_batch_size"],
     f"{phase['gradient_accumulation_steps']:,}",
-    first if first == last else f"{first} … {last}",
+    " … ".join(rate for rate, _ in itertools.groupby(rates)),
     "the rest of the budget" if phase["is_cut"] else note,
   )
 

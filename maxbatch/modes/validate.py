@@ -182,7 +182,7 @@ def _rates(config: Config, plan: BatchPlan) -> str:
   before_end = last.after(last.num_steps - 1)
   return (
     f"{config.optimizer.lr_schedule_type}: {rate(Position(0, 0)):.3g} at the first step, "
-    f"{rate(before_end):.3g} at the last"
+    f"{max(map(rate.highest, plan.phases)):.3g} at most, {rate(before_end):.3g} at the last"
   )
 
 

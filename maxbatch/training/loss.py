@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.data.rows import Rows
+from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import constrain, local_shape, over_rows
 from maxbatch.models.dropout import sample_keys
 from maxbatch.models.probes import row_squares
@@ -82,10 +83,24 @@ def loss_parts(
 
 
 def num_tiles(config: ModelConfig, rows: int, length: int) -> int:
-  """Tiles into which `length` tokens are cut: num_vocab_tiling, or few enough for 64 MiB a device."""
+  """Tiles into which `length` tokens are cut: num_vocab_tiling, or so many that each has about
+  64 MiB a device at most.
+
+  Raises:
+    UserError: more tiles are asked for than there are tokens.
+  """
+  if config.num_vocab_tiling > length:
+    raise UserError(
+      f"num_vocab_tiling={config.num_vocab_tiling} must be at most max_target_length={length}: a "
+      f"tile has at least one token of each row; for example num_vocab_tiling={length}"
+    )
+  if config.num_vocab_tiling:
+    return config.num_vocab_tiling
   held = local_shape(("batch", "length", "vocab"), (rows, length, config.vocab_size))
-  wanted = config.num_vocab_tiling or -(-math.prod(held) * 4 // _TILE_BYTES)
-  return next(tiles for tiles in range(min(wanted, length), length + 1) if length % tiles == 0)
+  wanted = min(length, -(-math.prod(held) * 4 // _TILE_BYTES))
+  # Tiles that divide the row need no copy; but a prime length has only those of one token.
+  equal = next(tiles for tiles in range(wanted, length + 1) if length % tiles == 0)
+  return equal if equal <= 2 * wanted else wanted
 
 
 def cross_entropy_parts(
@@ -153,7 +168,8 @@ def _with_gradients(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weig
   zeros = _zero(metrics), jnp.zeros(matrix_DV.shape, jnp.float32)
   cut = _cut(tiles, hidden_BTD, targets_BT, weights_BT)
   (total, d_matrix_DV), d_hidden = _scan(add_tile, zeros, cut, tiles)
-  d_hidden_BTD = jnp.moveaxis(d_hidden, 0, 1).reshape(hidden_BTD.shape)
+  B, T, D = hidden_BTD.shape
+  d_hidden_BTD = jnp.moveaxis(d_hidden, 0, 1).reshape(B, -1, D)[:, :T]
   return total, d_hidden_BTD, d_matrix_DV
 
 
@@ -182,7 +198,6 @@ def _measured_forward(
 ):
   """As `_forward`, a row at a time, each in as few tiles as the whole batch of one row needs."""
   tiles = -(-tiles // hidden_BTD.shape[0])
-  tiles = next(n for n in range(tiles, hidden_BTD.shape[1] + 1) if hidden_BTD.shape[1] % n == 0)
 
   def add_row(carry, row):
     total, d_matrix_DV = carry
@@ -242,11 +257,18 @@ def _tile_sum(
 
 
 def _cut(tiles: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-  """(B, T, …) → (tiles, B, C, …): cut along T, which no mesh axis divides."""
-  return tuple(
-    jnp.moveaxis(x.reshape(x.shape[0], tiles, x.shape[1] // tiles, *x.shape[2:]), 1, 0)
-    for x in arrays
-  )
+  """(B, T, …) → (tiles, B, C, …): cut along T, which no mesh axis divides.
+
+  Where tiles do not divide T, the last ones are filled up with zeros: tokens without weight.
+  """
+  B, T = arrays[0].shape[:2]
+  C = -(-T // tiles)
+
+  def cut(x: jax.Array) -> jax.Array:
+    whole = jnp.pad(x, [(0, 0), (0, tiles * C - T)] + [(0, 0)] * (x.ndim - 2)) if T % tiles else x
+    return jnp.moveaxis(whole.reshape(B, tiles, C, *x.shape[2:]), 1, 0)
+
+  return tuple(map(cut, arrays))
 
 
 def _scan(body: Callable[..., Any], carry: Any, cut: tuple[jax.Array, ...], tiles: int) -> Any:
