@@ -12,7 +12,6 @@ when the next save begins.
 import contextlib
 import dataclasses
 import functools
-import os
 import pathlib
 import shutil
 import time
@@ -27,6 +26,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
 from maxbatch.batch.plan import Position
+from maxbatch.checkpoints.faults import cause, free_bytes, refusal, root_cause
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.formats import format_named
 from maxbatch.checkpoints.quiet_orbax import silence_orbax
@@ -271,7 +271,7 @@ class Checkpointer:
     steps = [good for good in self.steps() if good not in self._damaged]
     self._failure = (
       f"checkpoint step {step} could not be written to {self._directory}"
-      f" ({_free_bytes(self._directory)} bytes free): {_cause(error)}"
+      f" ({free_bytes(self._directory)} bytes free): {cause(error)}"
     )
     last = f"the newest checkpoint is step {steps[-1]}" if steps else "there is no checkpoint yet"
     self._report(f"warning: {self._failure}; training continues, {last}")
@@ -314,13 +314,13 @@ class Checkpointer:
       try:
         return self._restore_step(step, abstract_state)
       except _DamagedError:
-        refusal = _refusal(self._directory / str(step))
-        if readable and refusal is None:
+        refused = refusal(self._directory / str(step))
+        if readable and refused is None:
           raise
-        readable = refusal is None
+        readable = refused is None
       pause = 0.0 if readable else next(pauses, None)
       if pause is None:
-        raise UserError(self._unreadable(step, refusal))
+        raise UserError(self._unreadable(step, refused))
       time.sleep(pause)
 
   def _restore_step(self, step: int, abstract_state: object) -> Restored:
@@ -372,10 +372,10 @@ class Checkpointer:
       return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
     except Exception as error:
       # Orbax wraps what it meets in a chunk into a plain Exception: the cause says which.
-      cause = _root_cause(error)
-      if not isinstance(cause, _UNREADABLE):
+      root = root_cause(error)
+      if not isinstance(root, _UNREADABLE):
         raise
-      raise _DamagedError(f"its {item} cannot be read: {_cause(cause)}") from None
+      raise _DamagedError(f"its {item} cannot be read: {cause(root)}") from None
 
   def _changed_resume(self, step: int, changed: list[str]) -> str:
     return (
@@ -385,9 +385,9 @@ class Checkpointer:
       " allow_changed_resume=true."
     )
 
-  def _unreadable(self, step: int, refusal: str | None) -> str:
+  def _unreadable(self, step: int, refused: str | None) -> str:
     return (
-      f"checkpoint step {step} cannot be read: {refusal}, after {len(_PAUSES_SECONDS) + 1} attempts; "
+      f"checkpoint step {step} cannot be read: {refused}, after {len(_PAUSES_SECONDS) + 1} attempts; "
       "nothing says that it is damaged, so it stays as it is. Start again when the disk or the "
       "network works; to resume from an older step instead, move "
       f"{self._directory / str(step)} elsewhere."
@@ -416,39 +416,3 @@ def _on_devices(leaf: Any) -> jax.ShapeDtypeStruct:
     raise TypeError(f"The sharding {leaf.sharding} of a restored leaf names no devices.")
   sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
   return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _refusal(folder: pathlib.Path) -> str | None:
-  """Which file of a folder the file system does not hand out, and why; None if it does all."""
-  path = folder
-  try:
-    for parent, _, names in os.walk(folder, onerror=_raise):
-      for path in (pathlib.Path(parent, name) for name in names):
-        with path.open("rb") as file:
-          while file.read(1 << 24):
-            pass
-  except OSError as error:
-    return f"{error.filename or path} ({error.strerror})"
-  return None
-
-
-def _raise(error: OSError) -> None:
-  raise error
-
-
-def _root_cause(error: BaseException) -> BaseException:
-  while error.__cause__ is not None:
-    error = error.__cause__
-  return error
-
-
-def _cause(error: BaseException) -> str:
-  """What went wrong, in one line: the start says where, the end why."""
-  text = repr(error) if isinstance(error, LookupError) or not str(error) else str(error)
-  line = text.splitlines()[0].split(" [tensorstore_spec")[0]
-  return line if len(line) <= 220 else f"{line[:70]} ... {line[-140:]}"
-
-
-def _free_bytes(directory: pathlib.Path) -> str:
-  there = next(path for path in (directory, *directory.parents) if path.exists())
-  return f"{shutil.disk_usage(there).free:,}"
