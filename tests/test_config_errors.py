@@ -244,3 +244,12 @@ def test_the_value_that_a_message_offers_works(key: str):
       assert offered.startswith(f"{key}=")
       load_config(["config=base", offered])
   assert refused or schema.fields()[key][1].type is str
+
+
+def test_text_with_nul_is_refused(tmp_path):
+  file = tmp_path / "mine.yml"
+  file.write_text('base_config: base\ndataset_path: "a\\0b"\n')
+  assert message(f"config={file}") == (
+    f"{file}:2: dataset_path must be text without NUL characters (\\0). "
+    "A value that works: dataset_path: ab"
+  )

@@ -78,6 +78,28 @@ def test_a_folder_is_read_recursively_and_says_what_it_passes_over(tmp_path):
   assert sorted(both) == sorted("bbaafreecc")
 
 
+def test_a_linked_folder_is_not_entered_and_said(tmp_path):
+  write(tmp_path, {"in/a.txt": b"some text", "other/b.txt": b"more"})
+  (tmp_path / "in" / "linked").symlink_to(tmp_path / "other")
+  assert names(tmp_path / "in") == ["a.txt"]
+  expected = "files skipped: 1 symbolic link to a folder (name its files with a glob)"
+  assert expected in build(tmp_path / "in", tmp_path / "cache").description
+  assert names(tmp_path / "in/linked/*.txt") == ["b.txt"]
+
+
+def test_random_tokens_say_that_no_path_is_read(tmp_path):
+  random = build("my.txt", tmp_path, dataset_type="synthetic").description
+  assert "not read: dataset_path=my.txt (dataset_type=text reads it)" in random
+  assert "not read" not in build("stdlib", tmp_path, dataset_type="synthetic").description
+
+
+def test_a_pipe_among_files_is_refused(tmp_path):
+  write(tmp_path / "in", {"a.txt": b"some text"})
+  os.mkfifo(tmp_path / "in" / "b.txt")
+  for path in ("in", "in/*"):
+    assert f"{tmp_path}/in/b.txt is not a regular file" in refusal(tmp_path / path, tmp_path)
+
+
 def test_a_glob_reads_exactly_what_it_matches(tmp_path):
   write(tmp_path, {"x/a.txt": b"1", "x/y/b.txt": b"2", "x/y/c.rst": b"3", "z.txt": b"4"})
   assert names(tmp_path / "x/**/*.txt") == ["a.txt", "y/b.txt"]

@@ -114,6 +114,46 @@ def test_a_damaged_cache_is_built_again_and_says_so(corpus, tmp_path, damage, ca
   assert caplog.text == ""
 
 
+@pytest.mark.parametrize(
+  "content",
+  [
+    '{"num_tokens": Infinity}',
+    '{"num_tokens": true}',
+    '{"num_tokens": null}',
+    '{"skipped": []}',
+    '{"skipped": {"empty": "1e9"}}',
+    '{"dtype": 3}',
+    '{"dtype": "no type"}',
+    '{"fingerprint": {}}',
+    "[]",
+    "null",
+    "[" * 100_000,
+    "\udcff",
+  ],
+)
+def test_metadata_of_other_types_is_damaged(corpus, tmp_path, content, caplog):
+  first = cached(corpus, tmp_path / "cache")
+  path = Path(first.path).with_suffix(".json")
+  if content.startswith("{"):
+    content = json.dumps(json.loads(path.read_text()) | json.loads(content))
+  path.write_bytes(content.encode(errors="surrogateescape"))
+  assert cached(corpus, tmp_path / "cache") == first
+  assert f"The token cache {first.path} is damaged: " in caplog.text
+
+
+@pytest.mark.parametrize("suffix", [".json", ".tokens"])
+def test_a_pipe_or_a_folder_in_place_of_a_cache(corpus, tmp_path, suffix):
+  first = cached(corpus, tmp_path / "cache")
+  path = Path(first.path).with_suffix(suffix)
+  path.unlink()
+  os.mkfifo(path)
+  assert cached(corpus, tmp_path / "cache") == first
+  path.unlink()
+  path.mkdir()
+  with pytest.raises(UserError, match="cannot write the token cache"):
+    cached(corpus, tmp_path / "cache")
+
+
 def test_two_processes_build_it_at_once(corpus, tmp_path):
   (corpus / "big.txt").write_text("some text to keep the builders busy\n" * 100_000)
   program = f"""

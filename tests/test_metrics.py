@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import pathlib
+import re
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -116,6 +118,38 @@ def test_a_damaged_line_is_named(tmp_path):
       read()
     assert str(caught.value) == expected
   assert path.read_text().startswith("{oops}\n")
+
+
+@pytest.mark.parametrize(
+  "line",
+  [
+    b"\xff\xfe\x00\x01",
+    b"null",
+    b"[1]",
+    b'{"step": null}',
+    b'{"step": "1"}',
+    b'{"step": 1.5}',
+    b'{"step": true}',
+    b'{"step": 1, "loss": null}',
+    b'{"step": 1, "eval/loss": "low"}',
+    b'{"step": 1, "eval/loss": [1]}',
+    b"[" * 100_000,
+  ],
+)
+def test_a_line_that_is_no_record_is_named(tmp_path, line):
+  path = tmp_path / "metrics.jsonl"
+  path.write_bytes(line + b"\n")
+  for read in (lambda: read_metrics(tmp_path), lambda: MetricsLog(tmp_path, 1)):
+    with pytest.raises(UserError, match=re.escape(f"{path}:1: not a record of a step;")):
+      read()
+  assert path.read_bytes() == line + b"\n"
+
+
+def test_a_pipe_in_place_of_the_file_is_refused(tmp_path):
+  os.mkfifo(tmp_path / "metrics.jsonl")
+  for read in (lambda: read_metrics(tmp_path), lambda: MetricsLog(tmp_path, 1)):
+    with pytest.raises(UserError, match=r"metrics\.jsonl is a pipe, not a file; remove it"):
+      read()
 
 
 def test_a_run_without_records_has_none(tmp_path):

@@ -92,6 +92,22 @@ def test_a_value_that_the_key_cannot_take_is_damaged(tmp_path, value):
   assert agreed(tmp_path) == (None, damaged)
 
 
+@pytest.mark.parametrize("value", [True, 1.0, {"1": 1}, [1], "1"])
+def test_a_choice_of_another_type_is_damaged(tmp_path, value):
+  memory(tmp_path).write({"micro_batch_size": value}, [])
+  said: list[str] = []
+  assert memory(tmp_path).agreed((1, 2), forget=False, say=said.append) is None
+  assert "has a damaged choice" in said[0]
+
+
+def test_a_pipe_in_place_of_the_file_is_said(tmp_path):
+  file = memory(tmp_path).file
+  os.mkfifo(file)
+  assert memory(tmp_path).recall() == (None, f"{file} cannot be read: it is a pipe")
+  remember(tmp_path)
+  assert memory(tmp_path).recall()[0] is not None
+
+
 def test_a_newer_choice_replaces_the_older(tmp_path):
   remember(tmp_path)
   memory(tmp_path).write({"micro_batch_size": "1"}, [])
@@ -103,6 +119,7 @@ DAMAGES = {
   '{"depends_on": {': "is no JSON",
   "": "is no JSON",
   "\udcff": "is no JSON",
+  "[" * 100_000: "is no JSON",
   "[]": "is not a remembered choice",
   "{}": "lacks depends_on, choice, probes, when",
   json.dumps(GOOD | {"choice": 3}): "has a damaged choice",

@@ -47,7 +47,7 @@ def convert(entry: Entry, annotation: object) -> object:
   """The value of `entry` as `annotation` demands.
 
   Raises:
-    UserError: wrong type, outside the range, or not among the choices.
+    UserError: wrong type, outside the range, not among the choices, or text with NUL.
   """
   if (word := _word(entry.node, annotation)) is not None:
     return word
@@ -58,6 +58,8 @@ def convert(entry: Entry, annotation: object) -> object:
     value = _read(entry.node, bare)
   except _WrongTypeError as wrong:
     raise UserError(_type_message(entry, annotation, str(wrong))) from None
+  if isinstance(value, str) and "\0" in value:
+    raise UserError(_nul_message(entry, value))
   if interval is not None and not interval.holds(typing.cast(float, value)):
     raise UserError(_range_message(entry, interval, typing.cast(float, value)))
   return value
@@ -274,6 +276,14 @@ def _type_message(entry: Entry, annotation: object, near: str) -> str:
   return (
     f"{given}: {entry.key} must be {_phrase(annotation)}. "
     f"A value that works: {entry.assigned(near)}"
+  )
+
+
+def _nul_message(entry: Entry, value: str) -> str:
+  """No path can hold the character, nor can the command line."""
+  return (
+    f"{entry.where}: {entry.key} must be text without NUL characters (\\0). "
+    f"A value that works: {entry.assigned(value.replace(chr(0), ''))}"
   )
 
 

@@ -122,7 +122,9 @@ def _folder(key: str, path: str, root: Path) -> Sources:
 
 
 def _reason_to_skip(file: Path) -> str:
-  """Why a file met in a folder is not read; empty when it is."""
+  """Why a file or a linked folder met in a folder is not read; empty when it is."""
+  if file.is_dir():
+    return "symbolic link to a folder (name its files with a glob)"
   if file.name.startswith("."):
     return "hidden"
   suffixes = [suffix[1:].lower() for suffix in file.suffixes]
@@ -134,14 +136,16 @@ def _reason_to_skip(file: Path) -> str:
 
 
 def _walk(key: str, root: Path, enter) -> Iterator[Path]:
-  """All regular files below `root`, in the subfolders whose name `enter` accepts."""
+  """All files below `root`, in the subfolders whose name `enter` accepts, and symbolic links to
+  such subfolders, which are not entered: they may lead anywhere, and in circles."""
 
   def refuse(error: OSError):
     raise UserError(f"{key}: cannot read the folder {error.filename}: {error.strerror}") from error
 
   for folder, subfolders, names in os.walk(root, onerror=refuse):
     subfolders[:] = sorted(name for name in subfolders if enter(name))
-    yield from (Path(folder, name) for name in sorted(names))
+    links = [name for name in subfolders if os.path.islink(os.path.join(folder, name))]
+    yield from (Path(folder, name) for name in sorted([*names, *links]))
 
 
 def _glob(key: str, path: str, pattern: str) -> Sources:

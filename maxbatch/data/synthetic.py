@@ -9,6 +9,7 @@ import numpy as np
 
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.dataset import Arrays, Dataset
+from maxbatch.data.sources import STDLIB
 from maxbatch.data.tokenizer import Tokenizer, ordinary_ids
 from maxbatch.data.windows import segments
 
@@ -57,7 +58,10 @@ class SyntheticRows:
 
 
 def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
-  """Random tokens in rows of `max_target_length`; `dataset_path` is not read."""
+  """Random tokens in rows of `max_target_length`; no path is read, which is said if one is given."""
+  paths = {"dataset_path": data.dataset_path, "eval_dataset_path": data.eval_dataset_path}
+  given = [f"{key}={path}" for key, path in paths.items() if path not in ("", STDLIB)]
+  unread = f"; not read: {', '.join(given)} (dataset_type=text reads it)" if given else ""
 
   def part(number: int, rows: int) -> SyntheticRows:
     return SyntheticRows(
@@ -75,5 +79,5 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
     train=part(0, _TRAIN_ROWS),
     validation=part(1, _VALIDATION_ROWS),
     fingerprint=f"synthetic-{data.data_shuffle_seed}",
-    description=f"random tokens, seed {data.data_shuffle_seed}",
+    description=f"random tokens, seed {data.data_shuffle_seed}{unread}",
   )

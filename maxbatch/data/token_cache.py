@@ -31,6 +31,15 @@ _FORMAT = 2
 # its length is checked, so that starting does not take longer the more text there is.
 _FULL_CHECK_BYTES = 128 * 2**20
 
+_METADATA = {
+  "num_tokens": int,
+  "fingerprint": str,
+  "num_documents": int,
+  "dtype": str,
+  "skipped": dict,
+}
+"""What is noted of a cache, and of which type."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -109,9 +118,11 @@ def _open(path: Path) -> TokenCache | None:
   if not _metadata_path(path).exists() and not path.exists():
     return None
   try:
+    if path.is_fifo() or _metadata_path(path).is_fifo():
+      raise OSError("it is a pipe, not a file")
     cache = _from_metadata(path, json.loads(_metadata_path(path).read_text()))
     problem = _damage(cache)
-  except (OSError, ValueError, KeyError, TypeError) as error:
+  except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
     problem = f"its metadata cannot be read ({error})"
   else:
     if not problem:
@@ -121,13 +132,14 @@ def _open(path: Path) -> TokenCache | None:
 
 
 def _from_metadata(path: Path, metadata: dict) -> TokenCache:
+  wrong = [name for name, kind in _METADATA.items() if type(metadata[name]) is not kind]
+  skipped = metadata["skipped"]
+  if wrong or any(type(count) is not int for count in skipped.values()):
+    raise TypeError(f"{', '.join(wrong or ['skipped'])} has a value of another type")
   return TokenCache(
     path=str(path),
-    num_tokens=int(metadata["num_tokens"]),
-    fingerprint=str(metadata["fingerprint"]),
-    num_documents=int(metadata["num_documents"]),
-    dtype=str(metadata["dtype"]),
-    skipped=tuple((str(reason), int(count)) for reason, count in metadata["skipped"].items()),
+    skipped=tuple(skipped.items()),
+    **{name: metadata[name] for name in _METADATA if name != "skipped"},
   )
 
 

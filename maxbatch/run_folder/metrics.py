@@ -132,21 +132,26 @@ def read_metrics(folder: pathlib.Path) -> list[Record]:
   return [record for _, record in _lines(path)] if path.exists() else []
 
 
-def _lines(path: pathlib.Path) -> list[tuple[str, Record]]:
+def _lines(path: pathlib.Path) -> list[tuple[bytes, Record]]:
   """Every whole line with its record."""
-  lines = path.read_text().splitlines(keepends=True)
-  if lines and not lines[-1].endswith("\n"):
+  if path.is_fifo():
+    raise UserError(f"{path} is a pipe, not a file; remove it, or choose another run_name")
+  lines = path.read_bytes().splitlines(keepends=True)
+  if lines and not lines[-1].endswith(b"\n"):
     del lines[-1]
   return [(line, _parse(path, number, line)) for number, line in enumerate(lines, start=1)]
 
 
-def _parse(path: pathlib.Path, number: int, line: str) -> Record:
+def _parse(path: pathlib.Path, number: int, line: bytes) -> Record:
   try:
     record = json.loads(line)
-  except json.JSONDecodeError:
+  except (ValueError, RecursionError):
     record = None
-  if isinstance(record, dict) and "step" in record:
-    return record
+  if isinstance(record, dict) and type(record.get("step")) is int:
+    # Not isinstance: for it, true is a number too.
+    numbers = [value for value in record.values() if type(value) in (int, float)]
+    if len(numbers) == len(record):
+      return record
   raise UserError(
     f"{path}:{number}: not a record of a step; remove the line, or choose another run_name"
   )
@@ -160,5 +165,5 @@ def _cut(path: pathlib.Path, first: int) -> int:
   if not path.exists():
     return 0
   kept = [(line, record) for line, record in _lines(path) if record["step"] < first]
-  write_whole(path, "".join(line for line, _ in kept))
+  write_whole(path, b"".join(line for line, _ in kept))
   return int(kept[-1][1]["samples"]) + 1 if kept else 0

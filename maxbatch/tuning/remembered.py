@@ -54,7 +54,9 @@ class RememberedChoice:
       say: prints a line.
     """
     choice, problem = broadcast_one_to_all(self._read_or_forget(forget))
-    if choice and choice.get(self.key) not in list(allowed):
+    # With their types, since for Python true and 1.0 are 1.
+    values = list(map(_typed, allowed))
+    if choice is not None and _typed(choice.get(self.key)) not in values:
       choice, problem = None, f"{self.file} has a damaged choice"
     if problem:
       say(f"{self.key} {self.asked}: {problem}; measured anew")
@@ -62,13 +64,15 @@ class RememberedChoice:
 
   def recall(self) -> tuple[dict[str, Any] | None, str | None]:
     """The choice, or why what is there is of no use; (None, None) where nothing is."""
+    if self.file.is_fifo():
+      return None, f"{self.file} cannot be read: it is a pipe"
     try:
       content = json.loads(self.file.read_text(encoding="utf-8"))
     except FileNotFoundError:
       return None, None
     except OSError as error:
       return None, f"{self.file} cannot be read: {error.strerror}"
-    except ValueError:
+    except (ValueError, RecursionError):
       return None, f"{self.file} is no JSON"
     problem = self._problem(content)
     return (None, f"{self.file} {problem}") if problem else (content["choice"], None)
@@ -116,6 +120,10 @@ class RememberedChoice:
         return f"has a damaged {part}"
     # The name holds only a digest: an edited or a misplaced file would pass for another's.
     return None if content["depends_on"] == _plain(self.depends_on) else "depends on something else"
+
+
+def _typed(value: object) -> tuple[type, object]:
+  return type(value), value
 
 
 def _canonical(depends_on: Mapping[str, Any]) -> str:
