@@ -24,12 +24,12 @@ import json, sys
 import jax, numpy as np
 from maxbatch.batch.plan import plan_batches
 from maxbatch.compile import cache
-from maxbatch.devices import find_devices
-from maxbatch.fingerprint import fingerprints
-from maxbatch.prepare import build_trainer, compiled_step, train_rows
+from maxbatch.hardware.devices import find_devices
+from maxbatch.checkpoints.fingerprint import fingerprints
+from maxbatch.training.build import build_trainer, compiled_step, train_rows
 from maxbatch.batch.plan import Position
 from maxbatch.data.registry import build_dataset
-from maxbatch.topology import topology
+from maxbatch.batch.topology import topology
 from support import config
 
 events = []
