@@ -8,7 +8,6 @@ import subprocess
 import sys
 import termios
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +17,14 @@ from test_interrupted import REPOSITORY, arguments, records
 from maxbatch.command_line.signals import StopSignals
 
 UNTIL_STOPPED = 1_000_000
+
+
+@pytest.fixture(autouse=True)
+def _hangups_are_heard():
+  # Who starts the tests under nohup hands its ignored SIGHUP on to every process.
+  before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+  yield
+  signal.signal(signal.SIGHUP, before)
 
 
 def command(folder: pathlib.Path, steps: int) -> list[str]:
@@ -30,9 +37,9 @@ def environment() -> dict[str, str]:
   return os.environ | {"JAX_COMPILATION_CACHE_DIR": kept, "PYTHONPATH": str(REPOSITORY)}
 
 
-def started(arguments: list[str], stdout: Any, **more: Any) -> subprocess.Popen[str]:
+def started(arguments: list[str], stdout: Any) -> subprocess.Popen[str]:
   return subprocess.Popen(
-    arguments, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment(), **more
+    arguments, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment()
   )
 
 
@@ -110,26 +117,33 @@ def test_error_lines_without_a_reader_change_no_exit_code(tmp_path):
   assert process.wait(60) == 2
 
 
-def in_session(terminal: int) -> Callable[[], None]:
-  """Makes a process the leader of a session on `terminal`, as a login shell is."""
+# Run between fork and the command, in a process of its own: jax's threads forbid a fork here.
+LEAD_A_SESSION = """
+import os, sys
+os.setsid()
+os.close(os.open(os.ttyname(0), os.O_RDWR))  # The first one opened controls the session.
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+AS_NOHUP_DOES = """
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
-  def lead() -> None:
-    os.setsid()
-    os.close(os.open(os.ttyname(terminal), os.O_RDWR))  # The first one opened controls the session.
 
-  return lead
+def after(program: str, arguments: list[str]) -> list[str]:
+  return [sys.executable, "-c", program, *arguments]
 
 
 def test_a_terminal_that_goes_away_saves_the_run(tmp_path):
   ours, theirs = os.openpty()
   termios.tcsetwinsize(theirs, (24, 200))
   process = subprocess.Popen(
-    command(tmp_path, UNTIL_STOPPED),
+    after(LEAD_A_SESSION, command(tmp_path, UNTIL_STOPPED)),
     stdin=theirs,
     stdout=theirs,
     stderr=theirs,
     env=environment(),
-    preexec_fn=in_session(theirs),
   )
   os.close(theirs)
   shown = b""
@@ -141,10 +155,7 @@ def test_a_terminal_that_goes_away_saves_the_run(tmp_path):
 
 
 def test_a_hangup_that_is_ignored_is_none(tmp_path):
-  def as_nohup_does() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-  process = started(command(tmp_path, 300), subprocess.PIPE, preexec_fn=as_nohup_does)
+  process = started(after(AS_NOHUP_DOES, command(tmp_path, 300)), subprocess.PIPE)
   read_until(process, "step 3/")
   process.send_signal(signal.SIGHUP)
   read_and_leave(process, "step 300/300")

@@ -315,7 +315,7 @@ def test_a_run_compiles_and_times_both_and_trains_with_one_of_them(tmp_path, mon
   assert len(losses) == 2
   # A resume takes the same number at once.
   monkeypatch.setattr(compile_step, "compile_program", lambda *_: pytest.fail("compiled"))
-  assert main(given(**keys)) == 0
+  assert main(given(**keys | {"run_name": "again"})) == 0
   again = capsys.readouterr().out
   assert f"num_pipeline_microbatches -1: {taken[1]} (the fastest: " in again
   assert "(remembered from " in again

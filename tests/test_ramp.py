@@ -220,5 +220,5 @@ def test_a_ramp_moves_neither_rates_nor_evaluations(text, tmp_path):
 
 
 def test_tensorboard_shows_the_batch_over_samples(whole):
-  (events,) = (whole[2] / "first_run" / "tensorboard").glob("events*")
+  (events,) = (whole[2] / "first_run" / "tensorboard" / "over_samples").glob("events*")
   assert b"over_samples/global_batch_to_train" in events.read_bytes()

@@ -206,9 +206,12 @@ def _train(
 
 
 def _complete_records(log: MetricsLog, folder: RunFolder, restored: Restored) -> None:
-  """Writes the record of the checkpoint's step, if kill -9 came between its save and its record."""
+  """Writes the record of the checkpoint's step, if kill -9 came between its save and its record.
+
+  A branch has the checkpoint of another run, and no record before its own first step.
+  """
   written = read_metrics(folder.path)
-  if RECORD in restored.notes and (not written or written[-1]["step"] < restored.position.step):
+  if RECORD in restored.notes and written and written[-1]["step"] < restored.position.step:
     log.write(restored.notes[RECORD])
 
 
