@@ -84,6 +84,7 @@ def make_report(config: Config, devices: CountedDevices) -> PlanReport:
     plan=plan,
     rate=learning_rate(config.optimizer, plan, config.run.schedule_unit),
     loads=host_loads(plan, devices.num_hosts),
+    assumption=devices.assumption,
     given=[f"{key}={flat[key]}" for key in _SIZE_KEYS if flat[key] not in unset],
     choice=_choice(config, devices.layout),
     pipeline=pipeline_of(config, devices.layout, plan) if has_pipeline else None,

@@ -1,5 +1,6 @@
 """The devices that a run finds, and that finding them says nothing."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -38,6 +39,50 @@ def found(simulated: int, **environment: str) -> subprocess.CompletedProcess[str
 def test_simulated_devices_are_found_in_silence():
   done = found(8)
   assert (done.stdout, done.stderr) == ("8 cpu\n", "")
+
+
+def test_without_an_accelerator_the_default_simulates_8_devices_in_silence():
+  done = found(-1)
+  assert (done.stdout, done.stderr) == ("8 cpu\n", "")
+
+
+def test_the_default_takes_the_accelerator_that_is_there(monkeypatch):
+  # jax prefers an accelerator unless it is told a platform: which one, is left to it.
+  asked = []
+  monkeypatch.setattr(devices, "platforms", lambda: "")
+  monkeypatch.setattr(devices, "keep_tpu_library_quiet", lambda: None)
+  monkeypatch.setattr(devices.jax.config, "update", lambda *change: asked.append(change))
+  monkeypatch.setattr(devices.jax, "devices", lambda: [_Accelerator()] * 4)
+  there = devices.find_devices(load_config(["config=base"]))
+  assert asked == [("jax_num_cpu_devices", 8)]
+  assert there.layout.num_devices == 4
+  assert devices.describe_devices(there.devices) == "4 × NVIDIA H200"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Accelerator:
+  platform = "gpu"
+  device_kind = "NVIDIA H200"
+
+
+def test_platforms_of_the_environment_are_obeyed():
+  assert found(-1, JAX_PLATFORMS="cpu").stdout == "8 cpu\n"
+  for platform in ("cuda", "rocm"):
+    done = found(-1, JAX_PLATFORMS=platform)
+    assert f"UserError: JAX_PLATFORMS={platform}: jax cannot start these devices: " in done.stderr
+
+
+def test_simulated_devices_and_platforms_without_the_cpu_contradict_each_other():
+  done = found(2, JAX_PLATFORMS="cuda")
+  assert (
+    "UserError: JAX_PLATFORMS=cuda leaves out the CPU, and num_simulated_devices=2 are simulated on "
+    "it; for example num_simulated_devices=-1" in done.stderr
+  )
+
+
+def test_a_number_of_devices_in_xla_flags_is_obeyed():
+  done = found(-1, XLA_FLAGS="--xla_force_host_platform_device_count=4")
+  assert (done.stdout, done.stderr) == ("4 cpu\n", "")
 
 
 def test_the_tpu_compiler_does_not_speak_where_there_is_no_tpu():

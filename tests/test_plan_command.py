@@ -44,6 +44,7 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 PRINTED = """\
 Given  batch_size=512, micro_batch_size=8
+On     8 simulated devices, as a run where there is no accelerator; for others: num_devices
 
 Batch plan
   num_devices            data 8 × fsdp 1 × tensor 1 × stage 1     =          8 devices
@@ -205,6 +206,14 @@ ERRORS = {
 }
 
 
+def test_a_plan_says_that_it_assumes_simulated_devices(capsys):
+  assumption = (
+    "8 simulated devices, as a run where there is no accelerator; for others: num_devices"
+  )
+  assert f"On     {assumption}\n" in show(capsys)
+  assert assumption not in show(capsys, "num_devices=8")
+
+
 @pytest.mark.parametrize("argument", ERRORS)
 def test_errors(capsys, argument):
   assert error(capsys, argument) == ERRORS[argument]
@@ -234,7 +243,7 @@ def test_a_topology_and_a_number_of_devices(capsys):
 def test_what_is_to_be_chosen_is_said(capsys, keys, line):
   lines = show(capsys, *keys).splitlines()
   assert lines[0].startswith("Given  ")
-  assert lines[1:3] == [line, ""]
+  assert lines[1] == line
   assert f"Open   {facts(capsys, *keys)['choice']}; below" in line
 
 

@@ -113,7 +113,7 @@ class BatchConfig:
 class MeshConfig:
   """The devices and how the mesh axes divide them: ici inside a slice, dcn between slices."""
 
-  num_simulated_devices: NonNegative
+  num_simulated_devices: NonNegativeOrUnset
   ici_data_parallelism: PositiveOrUnset
   ici_fsdp_parallelism: PositiveOrUnset
   ici_tensor_parallelism: PositiveOrUnset

@@ -8,6 +8,9 @@ from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.tpu_slices import slice_named
 
+SIMULATED_DEVICES = 8
+"""Of the CPU, where no accelerator is there and no number is given."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CountedDevices:
@@ -15,6 +18,8 @@ class CountedDevices:
 
   layout: Topology
   num_hosts: int
+  assumption: str = ""
+  """Why they are as many, where nothing says how many there are."""
 
 
 def count_devices(config: Config, num_devices: int = 0, num_hosts: int = 0) -> CountedDevices:
@@ -41,10 +46,16 @@ def count_devices(config: Config, num_devices: int = 0, num_hosts: int = 0) -> C
   elif num_devices == -1:
     count, hosts = solve_num_devices(given_sizes(config.batch)), 1
   else:
-    count, hosts = num_devices or config.mesh.num_simulated_devices, 1
+    simulated = config.mesh.num_simulated_devices
+    count, hosts = num_devices or (SIMULATED_DEVICES if simulated == -1 else simulated), 1
   if count == 0:
     raise UserError(
       "num_simulated_devices=0 means the devices that are there, and a plan looks at none; for "
       "example num_devices=8 or compile_topology=v5e-8"
     )
-  return CountedDevices(topology(config.mesh, count, slices), num_hosts or hosts)
+  assumption = ""
+  if not (name or num_devices) and config.mesh.num_simulated_devices == -1:
+    assumption = (
+      f"{count} simulated devices, as a run where there is no accelerator; for others: num_devices"
+    )
+  return CountedDevices(topology(config.mesh, count, slices), num_hosts or hosts, assumption)

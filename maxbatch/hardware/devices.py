@@ -4,6 +4,7 @@ The TPU compiler runs on any machine. It describes a slice's devices, and progra
 for these, but never run. counted_devices.py is for commands that look at no device.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -16,6 +17,7 @@ from jax.experimental import topologies
 from maxbatch.batch.topology import Topology, topology
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
+from maxbatch.hardware.counted_devices import SIMULATED_DEVICES
 from maxbatch.hardware.tpu_slices import slice_named
 
 _NO_TPU = {
@@ -31,6 +33,9 @@ _NO_TPU = {
 
 _THREADS_EACH = 8
 """Of a simulated device, in XLA's pool."""
+
+_XLA_COUNT = "xla_force_host_platform_device_count"
+"""How jax's own documents simulate devices; who says it there need not say it again."""
 
 
 class Device(Protocol):
@@ -67,7 +72,8 @@ def find_devices(config: Config) -> Target:
       config.compile.compile_topology, config.compile.compile_topology_num_slices
     )
   else:
-    devices = _present_devices(config.mesh.num_simulated_devices)
+    _choose_platform(config.mesh.num_simulated_devices)
+    devices = _started_devices()
   # Platforms that know no slices have one.
   slices = {getattr(device, "slice_index", 0) for device in devices}
   return Target(devices, topology(config.mesh, len(devices), len(slices)))
@@ -97,14 +103,53 @@ def topology_devices(name: str, num_slices: int = 1) -> Sequence[Device]:
   ).devices
 
 
-def _present_devices(num_simulated_devices: int) -> Sequence[Device]:
-  if num_simulated_devices:
+def describe_devices(devices: Sequence[Device]) -> str:
+  """How many of which kind: `8 × NVIDIA H200` or `8 × CPU, simulated`."""
+  if devices[0].platform != "cpu":
+    return f"{len(devices):,} × {devices[0].device_kind}"
+  return f"{len(devices):,} × CPU, simulated" if len(devices) > 1 else "the CPU"
+
+
+def _choose_platform(num_simulated_devices: int) -> None:
+  """Tells jax, before it starts, which devices to start.
+
+  Raises:
+    UserError: JAX_PLATFORMS leaves out the CPU, of which devices are to be simulated.
+  """
+  if num_simulated_devices > 0:
+    if "cpu" not in (platforms() or "cpu").split(","):
+      raise UserError(
+        f"JAX_PLATFORMS={platforms()} leaves out the CPU, and num_simulated_devices="
+        f"{num_simulated_devices} are simulated on it; for example num_simulated_devices=-1, the "
+        "accelerators that are there"
+      )
     _simulate(num_simulated_devices)
-  elif not platforms():
+    return
+  if not platforms():
     # Where jax finds a TPU it has named it there. Elsewhere it tries the TPU library all the same,
     # if only the compiler in it is wanted, and its complaints would come before our first line.
     keep_tpu_library_quiet()
-  return jax.devices()
+  if num_simulated_devices == -1 and _XLA_COUNT not in os.environ.get("XLA_FLAGS", ""):
+    with contextlib.suppress(RuntimeError):  # jax has already started, with the devices it has.
+      # Of the CPU; jax takes an accelerator before it.
+      _set_num_cpu_devices(SIMULATED_DEVICES)
+
+
+def _started_devices() -> Sequence[Device]:
+  """The devices of the platform that jax prefers.
+
+  Raises:
+    UserError: it starts none.
+  """
+  try:
+    return jax.devices()
+  except (RuntimeError, AssertionError) as error:
+    # jax asserts that there is a backend where it knows a platform's name and has no plugin for it.
+    reason = str(error).split("(set JAX_PLATFORMS")[0].strip() or "it has no plugin for them"
+    raise UserError(
+      f"JAX_PLATFORMS={platforms()}: jax cannot start these devices: {reason}; without "
+      "JAX_PLATFORMS it takes those that are there"
+    ) from error
 
 
 def platforms() -> str:
@@ -119,13 +164,14 @@ def keep_tpu_library_quiet() -> None:
 
 
 def _simulate(count: int) -> None:
-  # Who takes part in a collective holds a thread of XLA's pool until all have come. A device may be
-  # in several at once, and with a thread for each device, as XLA has it where cores are fewer, some
-  # wait for ever for others that get none. Idle threads cost nothing.
-  os.environ.setdefault("NPROC", str(max(_THREADS_EACH * count, os.cpu_count() or 1)))
+  """Simulates so many devices on the CPU.
+
+  Raises:
+    UserError: jax has already started with another number.
+  """
   try:
     jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", count)
+    _set_num_cpu_devices(count)
   except RuntimeError as error:
     there = len(jax.devices())
     if there != count:
@@ -133,3 +179,11 @@ def _simulate(count: int) -> None:
         f"num_simulated_devices={count}, but jax has already started with {there} devices; "
         f"set it first, or use num_simulated_devices={there}"
       ) from error
+
+
+def _set_num_cpu_devices(count: int) -> None:
+  # Who takes part in a collective holds a thread of XLA's pool until all have come. A device may be
+  # in several at once, and with a thread for each device, as XLA has it where cores are fewer, some
+  # wait for ever for others that get none. Idle threads cost nothing.
+  os.environ.setdefault("NPROC", str(max(_THREADS_EACH * count, os.cpu_count() or 1)))
+  jax.config.update("jax_num_cpu_devices", count)

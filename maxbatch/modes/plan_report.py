@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxbatch.batch.host_loads import HostLoad
@@ -26,6 +26,8 @@ class PlanReport:
   choice: str
   """What the microbatch is chosen from when the run starts; empty if it is known."""
   pipeline: Pipeline | None = None
+  assumption: str = ""
+  """Why there are as many devices, where nothing says how many."""
 
   def as_dict(self) -> dict[str, Any]:
     """For --json: numbers are numbers, fractions text."""
@@ -48,9 +50,8 @@ class PlanReport:
     }
 
   def __str__(self) -> str:
-    given = ", ".join(self.given) or "nothing; 1 microbatch of 4 samples per device"
     parts = [
-      f"Given  {given}{self._open()}",
+      "\n".join(self._given_lines()),
       self.plan.derivation(),
       "\n".join(["Loading", *map(_load_line, self.loads)]),
       self._table(),
@@ -59,12 +60,14 @@ class PlanReport:
     ]
     return "\n\n".join(parts)
 
-  def _open(self) -> str:
-    """A line on what is still to be chosen, and what the numbers below assume instead."""
-    if not self.choice:
-      return ""
-    assumed = counted(self.plan.per_device(self.plan.micro_batch_to_train), "sample")
-    return f"\nOpen   {self.choice}; below as if it were {assumed}"
+  def _given_lines(self) -> Iterator[str]:
+    """What was given, what is still to be chosen, and what the numbers below assume instead."""
+    yield f"Given  {', '.join(self.given) or 'nothing; 1 microbatch of 4 samples per device'}"
+    if self.choice:
+      assumed = counted(self.plan.per_device(self.plan.micro_batch_to_train), "sample")
+      yield f"Open   {self.choice}; below as if it were {assumed}"
+    if self.assumption:
+      yield f"On     {self.assumption}"
 
   def _pipeline(self, pipeline: Pipeline) -> str:
     lines = ["Pipeline", str(pipeline), *([pipeline.choice] if pipeline.choice else [])]

@@ -6,6 +6,7 @@ import math
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.data.registry import build_tokenizer
+from maxbatch.hardware.devices import describe_devices
 from maxbatch.models.generate import generate
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.resolve import ResolvedRun
@@ -22,7 +23,7 @@ def describe(resolved: ResolvedRun, trainer: Trainer, data: str) -> None:
   print("Data   " + data.replace("\n", "\n       "))
   if trainer.pipeline:
     print(f"Pipeline\n       {trainer.pipeline}")
-  print(f"Mesh   {resolved.plan.topology} on {trainer.mesh.devices.flat[0].device_kind}")
+  print(f"Mesh   {resolved.plan.topology} on {describe_devices(list(trainer.mesh.devices.flat))}")
   for line in undivided_parameters(trainer):
     print(f"       {line}")
   print(f"Folder {resolved.folder.path}", flush=True)

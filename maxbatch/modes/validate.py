@@ -31,7 +31,7 @@ from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
-from maxbatch.hardware.devices import Device, find_devices
+from maxbatch.hardware.devices import Device, describe_devices, find_devices
 from maxbatch.modes.resolve import planned
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import (
@@ -79,7 +79,7 @@ def _checks(config: Config) -> Iterator[_Check]:
   plan, devices = planned(config, target).plan, target.devices
   yield "batch plan", _phases(plan), [*choice, *str(plan).splitlines()]
   trainer, state = _without_arrays(config, plan, devices)
-  yield "mesh", f"{plan.topology} on {devices[0].device_kind}", undivided_parameters(trainer)
+  yield "mesh", f"{plan.topology} on {describe_devices(devices)}", undivided_parameters(trainer)
   if trainer.pipeline:
     choice = [trainer.pipeline.choice] if trainer.pipeline.choice else []
     yield "pipeline", str(trainer.pipeline), choice
