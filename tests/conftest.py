@@ -6,9 +6,8 @@ import pathlib
 import jax
 import pytest
 
-os.environ.setdefault(
-  "NPROC", "64"
-)  # As maxbatch/hardware/devices.py has it for 8 devices, and why.
+# More than maxbatch/hardware/devices.py has: tests start many programs that do not wait for others.
+os.environ.setdefault("NPROC", "64")
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
