@@ -44,6 +44,7 @@ from maxbatch.training.build import (
 from maxbatch.training.state import TrainState, to_save
 from maxbatch.training.step import Trainer
 from maxbatch.tuning.candidates import asked, is_open, sizes_of, with_size
+from maxbatch.tuning.coupling import resolve_accumulation
 
 _GIB = 1 << 30
 _NEXT = "Valid: nothing was compiled. Next: compile_only=true"
@@ -75,7 +76,7 @@ def _checks(config: Config) -> Iterator[_Check]:
   """Every check in turn; the next begins when the line of the one before is out."""
   yield "configuration", f"{len(schema.fields())} keys", ()
   target = find_devices(config)
-  config, choice = _with_smallest_choice(config, target.layout)
+  config, choice = _with_smallest_choice(resolve_accumulation(config, target.layout), target.layout)
   plan, devices = planned(config, target).plan, target.devices
   yield "batch plan", _phases(plan), [*choice, *str(plan).splitlines()]
   trainer, state = _without_arrays(config, plan, devices)
