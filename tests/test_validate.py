@@ -162,6 +162,12 @@ def test_memory_is_what_the_devices_will_hold(tmp_path):
     assert module._bytes_per_device(part) == sum(held)
 
 
+def test_what_weights_in_bfloat16_lose_is_said(tmp_path):
+  said = "\n".join(check(tmp_path, weight_dtype="bfloat16"))
+  assert "an update of less than 1/512 (0.2%) of a weight is rounded away" in said
+  assert "rounded away" not in "\n".join(check(tmp_path, dtype="bfloat16"))
+
+
 def test_parameters_that_stay_whole_are_named(tmp_path):
   lines = check(tmp_path, vocab_size=261, ici_tensor_parallelism=2)
   assert "     embedding: vocab 261 is not a multiple of tensor = 2: replicated" in lines

@@ -36,6 +36,7 @@ from maxbatch.modes.resolve import planned
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import (
   build_trainer,
+  lost_updates,
   num_parameters,
   step_rows,
   traced_step,
@@ -84,7 +85,11 @@ def _checks(config: Config) -> Iterator[_Check]:
   if trainer.pipeline:
     choice = [trainer.pipeline.choice] if trainer.pipeline.choice else []
     yield "pipeline", str(trainer.pipeline), choice
-  yield "model", f"{config.model.model_name}: {num_parameters(trainer.model):,} parameters", ()
+  yield (
+    "model",
+    f"{config.model.model_name}: {num_parameters(trainer.model):,} parameters",
+    lost_updates(trainer.model),
+  )
   yield "memory", _memory(config, plan, state), ()
   yield "learning rate", _rates(config, plan), ()
   dataset = build_dataset(config.data, config.batch.max_target_length)
