@@ -22,6 +22,7 @@ from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import BatchConfig, Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target
+from maxbatch.hardware.memory import machine_bytes
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import (
   Candidate,
@@ -135,8 +136,7 @@ def what_it_depends_on(config: Config, place: Target, sizes: Sequence[Candidate]
       "kind": first.device_kind,
       "count": len(place.devices),
       "processes": jax.process_count(),
-      # "cpu" is all that a CPU says about itself.
-      "host": f"{platform.machine()}, {os.cpu_count()} cores" if first.platform == "cpu" else "",
+      "host": _host() if first.platform == "cpu" else "",
       "compile_topology": config.compile.compile_topology,
       "device_memory_gb": config.compile.device_memory_gb,
       _MEMORY_FRACTION: os.environ.get(_MEMORY_FRACTION, ""),
@@ -144,6 +144,11 @@ def what_it_depends_on(config: Config, place: Target, sizes: Sequence[Candidate]
     "compiler": compiler_environment(first),
     "versions": library_versions(),
   }
+
+
+def _host() -> str:
+  """This machine; "cpu" is all that a CPU says about itself."""
+  return f"{platform.machine()}, {os.cpu_count()} cores, {machine_bytes()} bytes"
 
 
 def _lowered(config: Config, place: Target) -> str:
