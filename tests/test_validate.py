@@ -179,6 +179,9 @@ def test_a_microbatch_that_is_still_to_be_chosen_is_checked_at_its_smallest(tmp_
   line = "     micro_batch_size=auto will choose from 4 sizes, 1 to 8; checked with 1"
   assert line in lines
   assert found(lines, "step") == "can be traced, for microbatches of 8"
+  # Without a size it is the batch of a run without auto.
+  line = "     micro_batch_size=auto will choose from 3 sizes, 1 to 4; checked with 1"
+  assert line in check(tmp_path, micro_batch_size="auto")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from maxbatch.training.build import (
 )
 from maxbatch.training.state import TrainState, to_save
 from maxbatch.training.step import Trainer
-from maxbatch.tuning.candidates import asked, is_open, sizes_of, with_size
+from maxbatch.tuning.candidates import asked, is_open, sizes_of, with_default_batch, with_size
 from maxbatch.tuning.coupling import resolve_accumulation
 
 _GIB = 1 << 30
@@ -113,6 +113,7 @@ def _with_smallest_choice(config: Config, layout: Topology) -> tuple[Config, Seq
     )
   if not is_open(config.batch):
     return config, ()
+  config = with_default_batch(config, layout)
   sizes = sizes_of(config, layout)
   smallest, largest = sizes[0].per_device, sizes[-1].per_device
   batch = with_size(config.batch, smallest)
