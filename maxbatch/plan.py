@@ -23,7 +23,13 @@ from maxbatch.modes.plan_report import PlanReport
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.unused_keys import check_unused
 from maxbatch.plots.figure import check_picture_file, render
-from maxbatch.tuning.candidates import is_open, offered, sizes_of
+from maxbatch.tuning.candidates import (
+  default_batch_note,
+  is_open,
+  offered,
+  sizes_of,
+  with_default_batch,
+)
 
 _SIZE_KEYS = ("batch_size", "global_batch_to_train", "tokens_per_step", "per_device_batch_size")
 _SIZE_KEYS += ("micro_batch_size", "gradient_accumulation_steps", "batch_schedule")
@@ -99,7 +105,11 @@ def _choice(config: Config, layout: Topology) -> str:
   """
   if not is_open(config.batch):
     return ""
-  return offered(config.batch, sizes_of(config, layout))
+  divided = with_default_batch(config, layout)
+  line = offered(divided.batch, sizes_of(divided, layout))
+  if divided == config:
+    return line
+  return f"{line}; {default_batch_note(divided.batch.batch_size, layout)}"
 
 
 def _write_plot(report: PlanReport, file: str, run_name: str) -> None:

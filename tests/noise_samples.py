@@ -4,6 +4,7 @@ Legend: T trials, N steps, D parameters.
 """
 
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -36,8 +37,13 @@ class Gradients:
   def steps(self, rng: np.random.Generator, steps: int, batch: int) -> list[Moments]:
     """The moments of so many steps."""
     small, big = self.norms(rng, (steps,), batch)
-    found = [moments(batch, *pair) for pair in zip(small.tolist(), big.tolist(), strict=True)]
+    found = map(functools.partial(equal_parts, batch), small.tolist(), big.tolist())
     return [step for step in found if step is not None]
+
+
+def equal_parts(parts: int, small: float, big: float, rows_per_part: int = 1) -> Moments | None:
+  """The moments of parts of one length, from the mean of |G_p|² and |G|²."""
+  return moments(parts * rows_per_part, 1 / parts, small / parts, big)
 
 
 def gradients(noise_scale: float, size: int = 100, trace: float = 1.0, seed: int = 1) -> Gradients:

@@ -50,6 +50,14 @@ ARGUMENTS = {
     "command line: adam_b2=1: adam_b2 must be at least 0 and at most 0.999999. "
     "The nearest value that works: adam_b2=0.999999"
   ),
+  "init_weights_seed=4294967296": (
+    "command line: init_weights_seed=4294967296: init_weights_seed must be at least 0 and at most "
+    "4294967295. The nearest value that works: init_weights_seed=4294967295"
+  ),
+  "data_shuffle_seed=1" + 30 * "0": (
+    f"command line: data_shuffle_seed=1{30 * '0'}: data_shuffle_seed must be at least 0 and at most "
+    "4294967295. The nearest value that works: data_shuffle_seed=4294967295"
+  ),
   "packing=no": (
     "command line: packing=no: packing must be true or false. A value that works: packing=false"
   ),

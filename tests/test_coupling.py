@@ -1,4 +1,4 @@
-"""Models that couple the samples of a batch are found, and are never split into passes."""
+"""Models that couple the samples of a batch are found, and are never split."""
 
 import dataclasses
 
@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from support import GPT2, TINY, config
+from support import GPT2, TINY, config, in_microbatches, mesh, relative_errors, uneven_rows
 
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
@@ -15,7 +15,13 @@ from maxbatch.errors import UserError
 from maxbatch.models import registry
 from maxbatch.models.dropout import fold
 from maxbatch.models.layers import parameter
+from maxbatch.models.registry import Parameters
+from maxbatch.modes.validate import validate
+from maxbatch.training.optimizer import make_optimizer
+from maxbatch.training.step import Trainer, rows_shardings, step_function
 from maxbatch.tuning import coupling
+
+KEY = jax.random.key(7)
 
 
 class Normalized(nnx.Module):
@@ -58,7 +64,12 @@ def couples(**keys) -> bool:
   return coupling.couples_samples(run.model, run.batch.max_target_length, packing=run.data.packing)
 
 
+FSDP = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": -1}
+"""All devices see a batch as one."""
+
+
 def settle(**keys) -> Config:
+  """What becomes of a run on 8 devices."""
   run = config(**keys)
   return coupling.resolve_accumulation(run, topology(run.mesh, 8))
 
@@ -108,6 +119,7 @@ def test_dropout_shared_by_the_batch_couples(monkeypatch):
   ids=lambda keys: "-".join(keys) or "llama",
 )
 def test_no_shipped_model_couples(keys):
+  assert {"transformer"} == coupling.SHIPPED, "give a new model its options here"
   assert not couples(**keys)
 
 
@@ -156,8 +168,8 @@ def test_every_option_is_probed_as_it_is_configured():
 )
 def test_passes_asked_for_by_number_are_refused(batch_norm, keys, printed):
   with pytest.raises(UserError) as refusal:
-    settle(decoder_block="batch_norm", **keys)
-  assert str(refusal.value).endswith(f"cannot be split into microbatches, but {printed}")
+    settle(decoder_block="batch_norm", **FSDP, **keys)
+  assert str(refusal.value).endswith(f"so its step cannot be split, but {printed}")
   assert str(refusal.value).startswith("decoder_block=batch_norm couples the samples of a batch")
 
 
@@ -173,15 +185,15 @@ def test_passes_asked_for_by_number_are_refused(batch_norm, keys, printed):
 )
 def test_the_ways_out_work_and_one_pass_is_not_probed(batch_norm, monkeypatch, keys):
   monkeypatch.setattr(coupling, "couples_samples", lambda *_, **__: pytest.fail("probed"))
-  run = settle(decoder_block="batch_norm", **keys)
-  assert run == config(decoder_block="batch_norm", **keys)
+  run = settle(decoder_block="batch_norm", **FSDP, **keys)
+  assert run == config(decoder_block="batch_norm", **FSDP, **keys)
   assert passes(run) == 1
 
 
 @pytest.mark.parametrize("asked", ["auto", "explore", "{explore: {min: 1, max: 4}}"])
 def test_a_choice_becomes_none_with_a_warning(batch_norm, capfd, asked):
-  run = settle(decoder_block="batch_norm", micro_batch_size=asked, batch_size=64)
-  assert run == config(decoder_block="batch_norm", micro_batch_size="none", batch_size=64)
+  run = settle(decoder_block="batch_norm", micro_batch_size=asked, batch_size=64, **FSDP)
+  assert run == config(decoder_block="batch_norm", micro_batch_size="none", batch_size=64, **FSDP)
   assert passes(run) == 1
   out, err = capfd.readouterr()
   assert out == ""
@@ -189,6 +201,71 @@ def test_a_choice_becomes_none_with_a_warning(batch_norm, capfd, asked):
   asked = "explore: {min" if asked.startswith("{") else asked
   assert f"micro_batch_size=none instead of micro_batch_size={asked}" in err.replace("={e", "=e")
   assert len(err.splitlines()) == 1
+
+
+def gradients(axes: tuple[int, int, int]) -> Parameters:
+  """Of a batch of a model with batch normalization, on data × fsdp × tensor devices."""
+  settings = config(decoder_block="batch_norm", opt_type="sgd")
+  model = registry.build_model(settings.model, 16)
+  trainer = Trainer(model, make_optimizer(settings.optimizer, model.axes(), 1), mesh(*axes), KEY)
+  rows = in_microbatches(uneven_rows(32, 16), 1, 1)
+  rows = jax.device_put(rows, rows_shardings(rows, trainer.mesh))
+  before = trainer.init(0)
+  start = jax.device_get(before.params)
+  step = step_function(trainer, rows, streamed=False)
+  after, _ = step(before, rows, trainer.control(1), jnp.float32(1.0))
+  return jax.tree.map(lambda new, old: new - old, jax.device_get(after.params), start)
+
+
+@pytest.mark.parametrize(
+  ("axes", "keys", "offered"),
+  [
+    ((2, 1, 1), {}, "ici_data_parallelism=1 ici_fsdp_parallelism=2"),
+    (
+      (2, 2, 1),
+      {"ici_fsdp_parallelism": 2, "gradient_accumulation_steps": 2},
+      "gradient_accumulation_steps=1 ici_data_parallelism=1 ici_fsdp_parallelism=4",
+    ),
+  ],
+  ids=["data", "data-fsdp"],
+)
+def test_replicas_would_train_something_else_and_are_refused(batch_norm, axes, keys, offered):
+  whole = gradients((1, 1, 1))
+  assert max(relative_errors(gradients(axes), whole).values()) > 0.01
+  assert max(relative_errors(gradients((1, axes[0] * axes[1], 1)), whole).values()) < 1e-5
+
+  def settle(**keys: object) -> Config:
+    run = config(decoder_block="batch_norm", **keys)
+    return coupling.resolve_accumulation(run, topology(run.mesh, axes[0] * axes[1]))
+
+  with pytest.raises(UserError, match="ici_data_parallelism=-1 makes 2 replicas") as refusal:
+    settle(**keys)
+  assert str(refusal.value).endswith(f"; for example {offered}")
+  keys |= dict(key.split("=") for key in offered.split())
+  assert settle(**keys) == config(decoder_block="batch_norm", **keys)
+
+
+def test_a_choice_does_not_help_replicas(batch_norm):
+  with pytest.raises(UserError, match="makes 8 replicas"):
+    settle(decoder_block="batch_norm", micro_batch_size="auto", batch_size=64)
+
+
+def test_validate_only_refuses_what_the_run_refuses(batch_norm):
+  with pytest.raises(UserError, match="ici_data_parallelism=-1 makes 8 replicas"):
+    validate(config(decoder_block="batch_norm"), say=lambda line: None)
+
+
+def test_slices_and_a_pipeline_split_a_step_too(batch_norm):
+  keys = {"decoder_block": "batch_norm", "dcn_data_parallelism": 2, "ici_fsdp_parallelism": 2}
+  run = config(**keys, pipeline_schedule="1f1b", ici_pipeline_parallelism=2)
+  with pytest.raises(UserError) as refusal:
+    coupling.resolve_accumulation(run, topology(run.mesh, 8, num_slices=2))
+  assert str(refusal.value).endswith(
+    "pipeline_schedule=1f1b divides a microbatch between stages and ici_data_parallelism=-1 with "
+    "dcn_data_parallelism=2 makes 2 replicas; for example pipeline_schedule=none "
+    "num_pipeline_microbatches=-1 ici_data_parallelism=1 ici_fsdp_parallelism=4 "
+    "ici_pipeline_parallelism=1 dcn_data_parallelism=1 dcn_fsdp_parallelism=2"
+  )
 
 
 def test_an_uncoupled_model_keeps_its_passes_and_its_choice(capfd):

@@ -19,6 +19,7 @@ import pytest
 from lowered_once import lower_once
 from support import config
 
+from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import Topology, topology
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
@@ -109,6 +110,22 @@ def test_without_a_batch_it_follows_from_the_size(tmp_path):
   assert "; batch_size follows: 192; remembered in" in said
   _, said, _ = chosen(auto(batch_size=-1, gradient_accumulation_steps=3), tmp_path)
   assert "; batch_size follows: 192 (remembered from" in said
+
+
+def test_without_any_size_the_batch_is_that_of_a_run_without_auto(tmp_path):
+  result, said, machine = chosen(auto(batch_size=-1), tmp_path)
+  assert result == config(batch_size=32, micro_batch_size=4)
+  without = config(), place()
+  assert (
+    plan_batches(without[0].batch, without[0].run, without[1].layout).global_batch_to_train == 32
+  )
+  assert max(machine.asked) == 4
+  default = "batch_size is the default: 32, 4 samples for each of 8 devices"
+  assert said.startswith("micro_batch_size auto: 4 samples per device (largest that fits of 1…4: ")
+  assert f"; {default}; remembered in" in said
+  again, said, _ = chosen(auto(batch_size=-1), tmp_path)
+  assert again == result
+  assert f"; {default} (remembered from" in said
 
 
 def test_a_number_is_left_alone(tmp_path):

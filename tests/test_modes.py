@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import pytest
 from support import TINY, config
-from test_coupling import register
+from test_coupling import FSDP, register
 
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
@@ -302,7 +302,7 @@ def _batch_norm(monkeypatch):
 
 @pytest.mark.usefixtures("_batch_norm")
 def test_coupled_samples_are_trained_in_one_pass_with_a_warning(tmp_path, capsys, clock):
-  keys = {"decoder_block": "batch_norm"}
+  keys = {"decoder_block": "batch_norm"} | FSDP
   found = trained(tmp_path / "auto", micro_batch_size="auto", **keys)
   printed = capsys.readouterr().err
   assert printed.startswith("warning: decoder_block=batch_norm couples the samples of a batch")
@@ -315,7 +315,7 @@ def test_coupled_samples_are_trained_in_one_pass_with_a_warning(tmp_path, capsys
 
 @pytest.mark.usefixtures("_batch_norm")
 def test_coupled_samples_in_several_passes_are_refused(tmp_path, capsys):
-  keys = {"decoder_block": "batch_norm", "gradient_accumulation_steps": 2}
+  keys = {"decoder_block": "batch_norm", "gradient_accumulation_steps": 2} | FSDP
   assert main(command(tmp_path, **keys)) == 2
   printed = capsys.readouterr().err
   assert printed.startswith("error: decoder_block=batch_norm couples the samples of a batch")
@@ -328,7 +328,7 @@ def test_coupled_samples_in_several_passes_are_refused(tmp_path, capsys):
 @pytest.mark.usefixtures("_batch_norm")
 def test_coupled_samples_leave_nothing_to_explore(tmp_path, capsys):
   keys = {"decoder_block": "batch_norm", "compile_only": "true", "micro_batch_size": "explore"}
-  assert main(command(tmp_path, **keys)) == 2
+  assert main(command(tmp_path, **keys, **FSDP)) == 2
   assert "error: micro_batch_size=explore: the model's samples depend on each other" in (
     capsys.readouterr().err
   )

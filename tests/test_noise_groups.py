@@ -1,6 +1,6 @@
 """Moments of every group of parameters, against each row's own gradient, taken by itself.
 
-B rows, P microbatches of all replicas, G parameters of a group.
+P rows, or microbatches of all replicas, G parameters of a group.
 """
 
 import functools
@@ -23,9 +23,10 @@ from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_fu
 
 T, ROWS, LAYERS = 16, 32, 2
 UNEVEN = uneven_rows(ROWS, T)
-COUNTED = np.asarray(UNEVEN.weights).sum(1) > 0
+TOKENS = np.asarray(UNEVEN.weights, np.float64).sum(1)
+COUNTED = TOKENS > 0
 """The rows that are examples."""
-WEIGHT = float(np.asarray(UNEVEN.weights).sum())
+WEIGHT = TOKENS.sum()
 KEY = jax.random.key(7)
 LLAMA = {"use_qk_norm": "true"}
 Path = tuple[str, ...]
@@ -70,22 +71,20 @@ def gradients(**keys: object) -> Gradients:
   return found
 
 
-def moments_of(parts_PG: np.ndarray, sizes: tuple[float, float]) -> Moments:
-  """McCandlish et al. 2018, appendix A, for gradients whose mean is the step's."""
-  small, big = (parts_PG**2).sum(1).mean(), (parts_PG.mean(0) ** 2).sum()
-  b_small, b_big = sizes
-  return Moments(
-    signal=(b_big * big - b_small * small) / (b_big - b_small),
-    noise=(small - big) / (1 / b_small - 1 / b_big),
-  )
+def moments_of(parts_PG: np.ndarray, tokens_P: np.ndarray) -> Moments:
+  """From products of different parts, whose noises are independent, and what squares have on top."""
+  products_PP, tokens_PP = parts_PG @ parts_PG.T, np.outer(tokens_P, tokens_P)
+  pairs_PP = ~np.eye(len(parts_PG), dtype=bool)
+  signal = products_PP[pairs_PP].sum() / tokens_PP[pairs_PP].sum()
+  of_gradients = np.trace(products_PP - signal * tokens_PP) / WEIGHT**2
+  return Moments(signal, COUNTED.sum() * of_gradients)
 
 
 def direct(found: Gradients, chosen: Sequence[tuple[Path, int | None]]) -> Moments:
   """The moments of the chosen parameters, each whole or one layer of it, from rows' gradients."""
   taken = [found[path] if at is None else found[path][:, at] for path, at in chosen]
-  rows_BG = np.concatenate([x.reshape(ROWS, -1) for x in taken], axis=1)
-  # The mean over the rows that count is the gradient of the update.
-  return moments_of(rows_BG[COUNTED] * COUNTED.sum() / WEIGHT, (1, COUNTED.sum()))
+  rows_PG = np.concatenate([x.reshape(ROWS, -1) for x in taken], axis=1)
+  return moments_of(rows_PG, TOKENS)
 
 
 def of_microbatches(found: Gradients, parts: int) -> Moments:
@@ -93,7 +92,7 @@ def of_microbatches(found: Gradients, parts: int) -> Moments:
   parts_PG = np.concatenate(
     [x.reshape(parts, ROWS // parts, -1).sum(1) for x in found.values()], axis=1
   )
-  return moments_of(parts_PG * parts / WEIGHT, (COUNTED.sum() / parts, COUNTED.sum()))
+  return moments_of(parts_PG, TOKENS.reshape(parts, -1).sum(1))
 
 
 def expected(found: Gradients, *, tied: bool) -> dict[str, Moments]:
@@ -132,9 +131,7 @@ def assert_near(ours: dict[str, Moments | None], theirs: dict[str, Moments]) -> 
 
 def test_every_group_is_that_of_the_rows_own_gradients():
   trainer, reported = step((2, 1, 1), 2, gns="all", gns_from_microbatches="true", **LLAMA)
-  ours = moments_by_group(
-    trainer.model.probed(), reported, every_layer=True, replicas=2, num_microbatches=2
-  )
+  ours = moments_by_group(trainer.model.probed(), reported, every_layer=True)
   found = gradients(**LLAMA)
   theirs = expected(found, tied=False)
   assert set(TYPES) < set(theirs)
@@ -143,9 +140,7 @@ def test_every_group_is_that_of_the_rows_own_gradients():
 
 def test_a_tied_table_is_in_no_group():
   trainer, reported = step((1, 1, 1), 1, gns="all", **GPT2)
-  ours = moments_by_group(
-    trainer.model.probed(), reported, every_layer=True, replicas=1, num_microbatches=1
-  )
+  ours = moments_by_group(trainer.model.probed(), reported, every_layer=True)
   theirs = expected(gradients(**GPT2), tied=True)
   assert set(TYPES) - set(theirs) == {"head"}
   assert_near(ours, theirs)
@@ -153,9 +148,7 @@ def test_a_tied_table_is_in_no_group():
 
 def test_norms_alone_have_groups_of_their_own():
   trainer, reported = step((1, 1, 1), 4, gns="norm", gns_from_microbatches="true", **LLAMA)
-  ours = moments_by_group(
-    trainer.model.probed(), reported, every_layer=False, replicas=1, num_microbatches=4
-  )
+  ours = moments_by_group(trainer.model.probed(), reported, every_layer=False)
   found = gradients(**LLAMA)
   norms = [path for path in found if any("norm" in word for word in path)]
   stacked = [path for path in norms if path[0] == "layers"]
@@ -168,15 +161,15 @@ def test_norms_alone_have_groups_of_their_own():
 
 def test_one_microbatch_has_nothing_to_compare():
   one = np.float32(1.0)
-  reported = StepMetrics(one, one, one, {}, NoiseSums(one, {}, one), {})  # pyright: ignore
-  ours = moments_by_group((), reported, every_layer=False, replicas=1, num_microbatches=1)
+  reported = StepMetrics(one, one, one, {}, NoiseSums(one, one, {}, one, one), {})  # pyright: ignore
+  ours = moments_by_group((), reported, every_layer=False)
   assert ours == {"from_microbatches": None}
 
 
 def test_nothing_measured_is_no_group():
   one = np.float32(1.0)
   nothing = StepMetrics(one, one, one, {})  # pyright: ignore[reportArgumentType]
-  assert moments_by_group((), nothing, every_layer=True, replicas=1, num_microbatches=1) == {}
+  assert moments_by_group((), nothing, every_layer=True) == {}
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from noise_samples import Gradients, gradients
+from noise_samples import Gradients, equal_parts, gradients
 
 from maxbatch.noise.confidence import (
   FEWEST_STEPS,
@@ -14,7 +14,7 @@ from maxbatch.noise.confidence import (
   product_of_means,
   ratios_of_means,
 )
-from maxbatch.noise.estimators import Moments, moments
+from maxbatch.noise.estimators import Moments
 from maxbatch.noise.tracker import NoiseTracker
 
 
@@ -146,7 +146,7 @@ def test_the_size_of_gradients_does_not_matter(exponent):
 def test_a_batch_of_one_is_unavailable():
   tracker = NoiseTracker(4)
   for _ in range(9):
-    tracker.add({"total": moments(1, 5.0, 5.0)})
+    tracker.add({"total": equal_parts(1, 5.0, 5.0)})
   estimate = tracker.estimate("total")
   assert (estimate.status, estimate.steps, estimate.scale) == ("unavailable", 0, None)
   assert (estimate.signal, estimate.noise, estimate.negative_share) == (None, None, None)
@@ -169,9 +169,11 @@ def mixed(steps: int, every: int, batch: int = 32, window_steps: int = 64) -> No
   for step in range(steps):
     small_norm, big_norm = norm.norms(rng, (), batch)
     small_rest, big_rest = rest.norms(rng, (), batch)
-    found = {"norm": moments(batch, float(small_norm), float(big_norm))}
+    found = {"norm": equal_parts(batch, float(small_norm), float(big_norm))}
     if step % every == 0:
-      found["total"] = moments(batch, float(small_norm + small_rest), float(big_norm + big_rest))
+      found["total"] = equal_parts(
+        batch, float(small_norm + small_rest), float(big_norm + big_rest)
+      )
     tracker.add(found)
   return tracker
 

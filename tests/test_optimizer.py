@@ -293,6 +293,18 @@ def test_the_moments_lie_under_the_paths_of_their_parameters(name):
   assert found == SHAPES.keys()
 
 
+def test_updates_under_a_512th_of_a_bfloat16_weight_are_rounded_away():
+  weights = jax.random.normal(jax.random.key(0), (10_000,)).astype(jnp.bfloat16)
+
+  def share_moved(fraction: float) -> float:
+    moved = optax.apply_updates(weights, weights.astype(jnp.float32) * fraction)
+    return float(jnp.mean(moved != weights))
+
+  assert share_moved(0.99 / 512) == share_moved(-0.99 / 512) == 0
+  assert 0 < share_moved(1.1 / 512) < 1
+  assert share_moved(1.01 / 256) == share_moved(-1.01 / 256) == 1
+
+
 def test_an_unknown_optimizer_is_refused_with_the_nearest_name():
   with pytest.raises(UserError) as caught:
     optimizer(opt_type="adam")

@@ -234,6 +234,11 @@ def test_a_topology_and_a_number_of_devices(capsys):
       "below as if it were 12 samples",
     ),
     (
+      ["micro_batch_size=auto"],
+      "Open   micro_batch_size=auto chooses from 1, 2, 4 samples per device and microbatch; "
+      "batch_size is the default: 32, 4 samples for each of 8 devices; below as if it were 4 samples",
+    ),
+    (
       ["micro_batch_size={explore: {min: 2, max: 8}}"],
       "Open   micro_batch_size={explore: {min: 2, max: 8}} chooses from 2, 4, 8 samples per device "
       "and microbatch, and batch_size follows; below as if it were 4 samples",

@@ -162,6 +162,12 @@ def test_memory_is_what_the_devices_will_hold(tmp_path):
     assert module._bytes_per_device(part) == sum(held)
 
 
+def test_what_weights_in_bfloat16_lose_is_said(tmp_path):
+  said = "\n".join(check(tmp_path, weight_dtype="bfloat16"))
+  assert "an update of less than 1/512 (0.2%) of a weight is rounded away" in said
+  assert "rounded away" not in "\n".join(check(tmp_path, dtype="bfloat16"))
+
+
 def test_parameters_that_stay_whole_are_named(tmp_path):
   lines = check(tmp_path, vocab_size=261, ici_tensor_parallelism=2)
   assert "     embedding: vocab 261 is not a multiple of tensor = 2: replicated" in lines
@@ -173,6 +179,9 @@ def test_a_microbatch_that_is_still_to_be_chosen_is_checked_at_its_smallest(tmp_
   line = "     micro_batch_size=auto will choose from 4 sizes, 1 to 8; checked with 1"
   assert line in lines
   assert found(lines, "step") == "can be traced, for microbatches of 8"
+  # Without a size it is the batch of a run without auto.
+  line = "     micro_batch_size=auto will choose from 3 sizes, 1 to 4; checked with 1"
+  assert line in check(tmp_path, micro_batch_size="auto")
 
 
 @pytest.mark.parametrize(

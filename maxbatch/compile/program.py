@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import pathlib
 import re
 import tempfile
@@ -20,6 +19,7 @@ from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import chip_for
 from maxbatch.hardware.devices import Device
+from maxbatch.hardware.memory import machine_bytes
 from maxbatch.training.build import step_rows, streams, traced_step
 from maxbatch.training.step import Trainer
 
@@ -162,7 +162,8 @@ def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
   """Memory that one device may use.
 
   device_memory_gb where it is set; else what a TPU's compiler lets programs have, what another
-  device reports, or, for CPU devices, the machine's memory divided by their number.
+  device reports, or, for CPU devices, the memory of the machine, or what its container allows,
+  divided by their number.
 
   Raises:
     UserError: none of these is known.
@@ -171,7 +172,7 @@ def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
     return int(device_memory_gb * _GIB)
   first = devices[0]
   if first.platform == "cpu":
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    return machine_bytes() // jax.local_device_count()
   chip = chip_for(first.device_kind)
   if chip is not None:
     return chip.usable_bytes

@@ -28,14 +28,21 @@ class Range:
     return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
   def __str__(self) -> str:
-    low = "" if self.low is None else f"at least {self.low:g}"
-    high = "" if self.high is None else f"at most {self.high:g}"
+    low = "" if self.low is None else f"at least {_digits(self.low)}"
+    high = "" if self.high is None else f"at most {_digits(self.high)}"
     text = " and ".join(part for part in (low, high) if part)
-    return text if self.also is None else f"{text}, or {self.also:g}"
+    return text if self.also is None else f"{text}, or {_digits(self.also)}"
+
+
+def _digits(edge: float) -> str:
+  """A whole number in full, else as short as it goes."""
+  return str(edge) if isinstance(edge, int) else f"{edge:g}"
 
 
 Positive = Annotated[int, Range(low=1)]
 NonNegative = Annotated[int, Range(low=0)]
+Seed = Annotated[int, Range(low=0, high=2**32 - 1)]
+"""jax takes the last 32 bits of a seed: beyond them another seed would give the same numbers."""
 PositiveOrUnset = Annotated[int, Range(low=1, also=-1)]
 NonNegativeOrUnset = Annotated[int, Range(low=0, also=-1)]
 ExactOrUnset = Annotated[Fraction, Range(low=0, also=-1)]
@@ -175,7 +182,7 @@ class ModelConfig:
   attention_out_bias: bool
   mlp_bias: bool
   dropout_rate: Annotated[float, Range(low=0, high=0.99)]
-  init_weights_seed: NonNegative
+  init_weights_seed: Seed
   dtype: DType
   weight_dtype: DType
   attention: Literal["auto", "dot_product", "flash"]
@@ -209,7 +216,7 @@ class DataConfig:
   eval_fraction: Annotated[float, Range(low=0, high=0.9)]
   dataset_cache_directory: str
   tokenizer_type: str
-  data_shuffle_seed: NonNegative
+  data_shuffle_seed: Seed
   packing: bool
   grain_worker_count: NonNegative
 

@@ -38,7 +38,7 @@ def make_noise(
   calibrating = None
   if _calibrates(config):
     calibrating = build_model(trainer.model.config, config.batch.max_target_length, "all")
-  meter = NoiseMeter(config.noise, trainer.model, calibrating, trainer.mesh.shape["data"])
+  meter = NoiseMeter(config.noise, trainer.model, calibrating)
   steering = None
   if follows_noise_scale(config.batch):
     steering = Steering(config.noise, plan, _warmup_samples(config, plan))

@@ -12,7 +12,7 @@ from maxbatch.models.registry import Parameters
 from maxbatch.modes.resolve import ResolvedRun
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.metrics import read_metrics
-from maxbatch.training.build import num_parameters, undivided_parameters
+from maxbatch.training.build import lost_updates, num_parameters, undivided_parameters
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
 
@@ -20,6 +20,8 @@ from maxbatch.training.step import Trainer
 def describe(resolved: ResolvedRun, trainer: Trainer, data: str) -> None:
   """What the run is made of, in a few lines."""
   print(f"Model  {resolved.config.model.model_name}: {num_parameters(trainer.model):,} parameters")
+  for line in lost_updates(trainer.model):
+    print(f"       {line}")
   print("Data   " + data.replace("\n", "\n       "))
   if trainer.pipeline:
     print(f"Pipeline\n       {trainer.pipeline}")

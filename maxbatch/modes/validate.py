@@ -36,6 +36,7 @@ from maxbatch.modes.resolve import planned
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import (
   build_trainer,
+  lost_updates,
   num_parameters,
   step_rows,
   traced_step,
@@ -43,7 +44,8 @@ from maxbatch.training.build import (
 )
 from maxbatch.training.state import TrainState, to_save
 from maxbatch.training.step import Trainer
-from maxbatch.tuning.candidates import asked, is_open, sizes_of, with_size
+from maxbatch.tuning.candidates import asked, is_open, sizes_of, with_default_batch, with_size
+from maxbatch.tuning.coupling import resolve_accumulation
 
 _GIB = 1 << 30
 _NEXT = "Valid: nothing was compiled. Next: compile_only=true"
@@ -75,7 +77,7 @@ def _checks(config: Config) -> Iterator[_Check]:
   """Every check in turn; the next begins when the line of the one before is out."""
   yield "configuration", f"{len(schema.fields())} keys", ()
   target = find_devices(config)
-  config, choice = _with_smallest_choice(config, target.layout)
+  config, choice = _with_smallest_choice(resolve_accumulation(config, target.layout), target.layout)
   plan, devices = planned(config, target).plan, target.devices
   yield "batch plan", _phases(plan), [*choice, *str(plan).splitlines()]
   trainer, state = _without_arrays(config, plan, devices)
@@ -83,7 +85,11 @@ def _checks(config: Config) -> Iterator[_Check]:
   if trainer.pipeline:
     choice = [trainer.pipeline.choice] if trainer.pipeline.choice else []
     yield "pipeline", str(trainer.pipeline), choice
-  yield "model", f"{config.model.model_name}: {num_parameters(trainer.model):,} parameters", ()
+  yield (
+    "model",
+    f"{config.model.model_name}: {num_parameters(trainer.model):,} parameters",
+    lost_updates(trainer.model),
+  )
   yield "memory", _memory(config, plan, state), ()
   yield "learning rate", _rates(config, plan), ()
   dataset = build_dataset(config.data, config.batch.max_target_length)
@@ -107,6 +113,7 @@ def _with_smallest_choice(config: Config, layout: Topology) -> tuple[Config, Seq
     )
   if not is_open(config.batch):
     return config, ()
+  config = with_default_batch(config, layout)
   sizes = sizes_of(config, layout)
   smallest, largest = sizes[0].per_device, sizes[-1].per_device
   batch = with_size(config.batch, smallest)

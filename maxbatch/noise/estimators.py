@@ -2,11 +2,19 @@
 
 The gradient noise scale B_simple = tr(Sigma) / |G|² (McCandlish et al. 2018, "An Empirical Model of
 Large-Batch Training", appendix A). G is the expected gradient and Sigma the covariance of one
-sample's gradient. The squared norm of a batch's gradient is |G|² + tr(Sigma) / B on average, so two
-batch sizes give both:
+sample's gradient. The squared norm of a batch's gradient is |G|² + tr(Sigma) / B on average.
 
-    signal  |G|²       = (B_big·|G_big|² − B_small·|G_small|²) / (B_big − B_small)
-    noise   tr(Sigma)  = (|G_small|² − |G_big|²) / (1/B_small − 1/B_big)
+A step's gradient is a ratio of sums over its rows, G_step = Σ s_b / Σ n_b: s_b is the gradient of
+row b's summed loss, n_b its number of tokens. What varies in it are the residuals s_b − n_b·G
+(Cochran 1977, "Sampling Techniques", chapter 6), not the s_b themselves: a row twice as long has
+twice the gradient without being noise. With rows drawn independently, and E[s_b] = n_b·G taken to
+hold for any length,
+
+    E Σ|s_b|²  =     Σn_b² · |G|² + Σ E|s_b − n_b·G|²
+    E |Σ s_b|² =  (Σ n_b)² · |G|² + Σ E|s_b − n_b·G|²
+
+which are solved for both without bias at any batch size. For rows of one length these are the
+formulas of McCandlish et al. The same holds for larger parts of a step than rows.
 
 The estimates of one step are noisy, and |G|² may come out negative. The noise scale is the mean of
 tr(Sigma) over the mean of |G|²; single steps are neither divided nor clamped.
@@ -16,6 +24,9 @@ import dataclasses
 import math
 
 from maxbatch.batch.arithmetic import over_noise_scale
+
+_ONE_PART = 1 - 1e-5
+"""A larger `share` is that of a single part that has nearly all tokens, to float32's rounding."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,37 +39,23 @@ class Moments:
   """tr(Sigma), the trace of the covariance of one sample's gradient."""
 
 
-def moments(examples: int, small: float, big: float) -> Moments | None:
-  """The estimates from per-example gradients.
+def moments(rows: int, share: float, small: float, big: float) -> Moments | None:
+  """The estimates from the parts of a step: its rows, or its microbatches on each replica.
 
   Args:
-    examples: rows of the step that have at least one token in the loss.
-    small: mean over these rows of |g_b|², g_b the gradient of row b's own loss.
-    big: |G|² of their mean gradient, before clipping.
+    rows: of the step that have at least one token in the loss.
+    share: Σ (n_p / W)² over the parts, of n_p tokens each and W together; 1/P for P equal parts.
+    small: Σ |s_p / W|² over the parts, s_p the gradient of part p's summed loss.
+    big: |Σ s_p / W|², of the step's mean gradient before clipping.
 
   Returns:
-    None with fewer than two examples, or a gradient that is not finite.
+    The noise is that of one row, whatever the parts. None with fewer than two parts that have
+    tokens, or a gradient that is not finite.
   """
-  return moments_of_parts(examples, 1, small, big)
-
-
-def moments_of_parts(parts: int, rows_per_part: int, small: float, big: float) -> Moments | None:
-  """The estimates from the gradients of equal parts of a step: microbatches or replicas.
-
-  Args:
-    parts: number of parts.
-    rows_per_part: samples in each.
-    small: mean over the parts of |G_p|², G_p the mean gradient of part p.
-    big: |G|² of the mean gradient of all parts.
-
-  Returns:
-    As `moments`; the noise is that of one sample, not of a part.
-  """
-  if parts < 2 or not (math.isfinite(small) and math.isfinite(big)):
+  if rows < 2 or share > _ONE_PART or not (math.isfinite(small) and math.isfinite(big)):
     return None
-  signal = (parts * big - small) / (parts - 1)
-  noise = rows_per_part * (small - big) * parts / (parts - 1)
-  return Moments(signal, noise)
+  signal = (big - small) / (1 - share)
+  return Moments(signal, rows * (small - share * signal))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,6 +82,8 @@ def _local_sums(
   """The sums of one replica's microbatches."""
   axes, sizes = model.axes(), auto_axis_sizes()
   probes = model.probes(rows.inputs.shape[1], sizes["tensor"])
+  # Summed over fsdp here and not in the loop: one message for all microbatches.
+  tokens_k = rows.weights.sum((1, 2))
 
   def laid_out(gradients: Parameters) -> Parameters:
     return by_path(lambda path, g: constrain(g, axes[path]), gradients)
@@ -99,7 +101,7 @@ def _local_sums(
     # whole gradients on every device: for Llama-2-7B on 256 TPUs 2 of 5.7 GiB.
     new = jax.lax.optimization_barrier(new)
     gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, new)
-    seen = _seen(model, measures, micro, found, new, squares)
+    seen = _seen(model, measures, micro, tokens_k[index], found, new, squares)
     return laid_out(gradients), jax.tree.map(jnp.add, sums, seen)
 
   nothing = laid_out(zeros), zero_sums(model, measures, (sizes["fsdp"], sizes["tensor"]))
@@ -113,21 +115,25 @@ def _seen(
   model: Model,
   measures: Measures,
   micro: Rows,
+  tokens: jax.Array,
   found: LossSums,
   gradients: Parameters,
   squares: Parameters,
 ) -> Sums:
-  """What one microbatch adds to the sums, in parts."""
+  """What one microbatch of so many tokens adds to the sums, in parts."""
   tokens_B = micro.weights.sum(1)
   loss, metrics = jax.tree.map(lambda x_F: partial_sums.of_rows(x_F[:, None]), found)
   weight = partial_sums.of_rows(tokens_B[:, None])
   if not measures.noise(model):
     return Sums(loss, weight, metrics)
   rows = partial_sums.of_rows((tokens_B > 0).astype(jnp.float32)[:, None])
-  of_microbatches = jnp.zeros_like(loss)
+  row_tokens_squared = partial_sums.of_rows(jnp.square(tokens_B)[:, None])
+  microbatch_tokens_squared = of_microbatches = jnp.zeros_like(loss)
   if measures.microbatch_squares:
     axes = model.axes()
+    microbatch_tokens_squared = partial_sums.of_one(jnp.square(tokens))
     whole = by_path(lambda path, g: partial_sums.of_squares(g, axes[path]), gradients)
     of_microbatches = functools.reduce(jnp.add, jax.tree.leaves(whole))
   of_rows = jax.tree.map(partial_sums.of_rows, squares)
-  return Sums(loss, weight, metrics, NoiseSums(rows, of_rows, of_microbatches))
+  noise = NoiseSums(rows, row_tokens_squared, of_rows, microbatch_tokens_squared, of_microbatches)
+  return Sums(loss, weight, metrics, noise)

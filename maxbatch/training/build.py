@@ -104,6 +104,17 @@ def undivided_parameters(trainer: Trainer) -> list[str]:
   ]
 
 
+def lost_updates(model: Model) -> list[str]:
+  """What training loses to the type of its weights, in lines; none where it is float32."""
+  if model.config.weight_dtype == "float32":
+    return []
+  return [
+    "weight_dtype=bfloat16: there is no float32 copy of the weights. They have 8 significant bits,",
+    "and an update of less than 1/512 (0.2%) of a weight is rounded away; weight_dtype=float32",
+    "keeps it",
+  ]
+
+
 def num_parameters(model: Model) -> int:
   """Parameters of a model."""
   return sum(leaf.size for leaf in jax.tree.leaves(model.shapes()))

@@ -156,7 +156,7 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock) -> Record:
   phase = plan.phase_at(pending.before.samples)
   if not (math.isfinite(loss) and math.isfinite(grad_norm)):
     raise TrainingDivergedError(_diverged(job, position, loss, grad_norm))
-  noise = job.noise.observe(pending.before.step, phase, metrics) if job.noise else {}
+  noise = job.noise.observe(pending.before.step, metrics) if job.noise else {}
   return (
     {
       "step": position.step,

@@ -3,9 +3,7 @@
 A group is the whole model, a type of layer (norm, attention, mlp, embedding, head) or one layer of
 the stack. Squared norms are summed over a group's parameters before moments are formed.
 
-A step's gradient is G = Σ s_b / W: s_b is the gradient of row b's summed loss, W the step's tokens.
-With g_b = s_b·B/W it is the mean over the B rows that have tokens, so g_b is what stands for one
-example. Rows of unequal length are examples of unequal weight, as they are in the update.
+A step's gradient is Σ s_b / W: s_b is the gradient of row b's summed loss, W the step's tokens.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +13,7 @@ import jax
 import numpy as np
 
 from maxbatch.models.registry import Probed
-from maxbatch.noise.estimators import Moments, moments, moments_of_parts
+from maxbatch.noise.estimators import Moments, moments
 from maxbatch.noise.tracker import NORM, TOTAL
 from maxbatch.training.step import StepMetrics
 
@@ -37,8 +35,6 @@ def moments_by_group(
   measured: StepMetrics,
   *,
   every_layer: bool,
-  replicas: int,
-  num_microbatches: int,
 ) -> dict[str, Moments | None]:
   """The moments of each group that this step measured.
 
@@ -46,28 +42,20 @@ def moments_by_group(
     probed: the probes of the model that the step ran.
     measured: what the step reported, on the host.
     every_layer: whether all layers have probes, or the normalization layers alone.
-    replicas: along the data axis.
-    num_microbatches: of the step.
   """
   noise = measured.noise
   if noise is None:
     return {}
-  weight, examples = max(float(measured.weight), 1.0), int(noise.rows)
+  rows, weight_squared = int(noise.rows), max(float(measured.weight), 1.0) ** 2
+  share = float(noise.row_tokens_squared) / weight_squared
   found: dict[str, Moments | None] = {}
   for name, (of_rows, of_step) in _summed(probed, measured, every_layer).items():
-    small, big = of_rows * examples / weight**2, of_step / weight**2
-    found[name] = moments(examples, small, big)
+    found[name] = moments(rows, share, of_rows / weight_squared, of_step / weight_squared)
   if float(noise.of_microbatches) > 0:
-    parts = replicas * num_microbatches
-    small, big = float(noise.of_microbatches) * parts / weight**2, float(measured.grad_norm) ** 2
-    of_parts = moments_of_parts(parts, 1, small, big)
-    found[FROM_MICROBATCHES] = _of_one_row(of_parts, examples / parts)
+    share = float(noise.microbatch_tokens_squared) / weight_squared
+    small = float(noise.of_microbatches) / weight_squared
+    found[FROM_MICROBATCHES] = moments(rows, share, small, float(measured.grad_norm) ** 2)
   return found
-
-
-def _of_one_row(moments: Moments | None, rows_per_part: float) -> Moments | None:
-  """The noise of a part's mean gradient is that of one row over the rows of the part."""
-  return moments and Moments(moments.signal, moments.noise * rows_per_part)
 
 
 def _summed(

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from maxbatch.batch.phases import Phase
 from maxbatch.config.schema import NoiseConfig
 from maxbatch.models.registry import Model
 from maxbatch.noise.advice import advice
@@ -19,17 +18,15 @@ _RAW = (TOTAL, *TYPES, FROM_MICROBATCHES)
 class NoiseMeter:
   """Takes in each step's metrics, in order."""
 
-  def __init__(self, config: NoiseConfig, model: Model, calibrating: Model | None, replicas: int):
+  def __init__(self, config: NoiseConfig, model: Model, calibrating: Model | None):
     """A meter that has seen nothing.
 
     Args:
       config: windows and intervals.
       model: the model of ordinary steps.
       calibrating: the model of calibration steps, if there are any.
-      replicas: devices along the data axis.
     """
     self._gns, self._every = config.gns, config.gns_calibrate_every
-    self._replicas = replicas
     self._models = {False: model, True: calibrating or model}
     self._calibrates = calibrating is not None
     self._tracker = NoiseTracker(config.gns_window_steps)
@@ -43,7 +40,7 @@ class NoiseMeter:
     """The model that the update after `step` others runs."""
     return self._models[self.is_calibration(step)]
 
-  def observe(self, step: int, phase: Phase, metrics: StepMetrics) -> Record:
+  def observe(self, step: int, metrics: StepMetrics) -> Record:
     """What the update after `step` others adds to its record; `metrics` are on the host."""
     if metrics.noise is None or metrics.weight == 0:
       return {}
@@ -52,8 +49,6 @@ class NoiseMeter:
       model.probed(),
       metrics,
       every_layer=self._gns == "all" or self.is_calibration(step),
-      replicas=self._replicas,
-      num_microbatches=phase.num_microbatches,
     )
     self._tracker.add(measured)
     self._tokens_per_sample = float(metrics.weight) / max(float(metrics.noise.rows), 1.0)

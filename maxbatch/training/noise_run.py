@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.resume import check_can_continue
 from maxbatch.noise.steering import Steering
@@ -45,11 +44,11 @@ class Noise:
     # Copies: a step overwrites its state, and some of these zeros are one array.
     return state._replace(sums=state.sums._replace(noise=jax.tree.map(jnp.array, zeros)))
 
-  def observe(self, step: int, phase: Phase, metrics: StepMetrics) -> Record:
+  def observe(self, step: int, metrics: StepMetrics) -> Record:
     """What the update after `step` others adds to its record; `metrics` are on the host."""
     if self.steering is not None:
       self.steering.observe(float(metrics.loss))
-    return self.meter.observe(step, phase, metrics)
+    return self.meter.observe(step, metrics)
 
   def report(self, record: Record, say: Callable[[str], None]) -> None:
     """Says what the batch of a step is worth, when it is time to."""

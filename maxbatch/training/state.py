@@ -20,8 +20,12 @@ class NoiseSums(NamedTuple):
 
   rows: jax.Array
   """float32: rows with at least one token that counts."""
+  row_tokens_squared: jax.Array
+  """float32: Σ (tokens of a row that count)² over the rows."""
   of_rows: Parameters
   """float32[L or none]: for each probe, Σ ‖gradient of a row's summed loss‖² over the rows."""
+  microbatch_tokens_squared: jax.Array
+  """float32: Σ (tokens of one microbatch on one data replica)²; 0 if that is not measured."""
   of_microbatches: jax.Array
   """float32: Σ ‖gradient of one microbatch on one data replica‖²; 0 if that is not measured."""
 
@@ -76,7 +80,7 @@ def zero_noise(model: Model, parts: tuple[int, ...] = ()) -> NoiseSums:
   """As `zero_sums`, of what the noise scale is estimated from."""
   zero = jnp.zeros(parts, jnp.float32)
   of_rows = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-2], *parts)), model.probes(1, 1))
-  return NoiseSums(zero, of_rows, zero)
+  return NoiseSums(zero, zero, of_rows, zero, zero)
 
 
 def _init(

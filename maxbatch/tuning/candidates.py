@@ -1,7 +1,9 @@
 """The microbatch sizes a run may choose from: those for which its whole plan works.
 
-With the batch given they are the divisors of its samples per group of devices. Without it they are
-powers of two of samples per group, and the batch follows from the size that is chosen.
+With the batch given they are the divisors of its samples per group of devices. Without any size
+given, auto divides the batch that the run would have without it: to ask for a faster microbatch does
+not change the training. With explore, or with only the number of microbatches given, the sizes are
+powers of two of samples per group, and the batch follows from the one that is chosen.
 """
 
 import dataclasses
@@ -12,7 +14,14 @@ from typing import Literal, get_args
 
 from maxbatch.batch.arithmetic import per_device_size, samples_per_group, tokens_of
 from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.solve import GivenSizes, counted, given_sizes, solve, text
+from maxbatch.batch.solve import (
+  DEFAULT_PER_DEVICE_BATCH_SIZE,
+  GivenSizes,
+  counted,
+  given_sizes,
+  solve,
+  text,
+)
 from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import BatchConfig, Config, Explore, RunConfig
 from maxbatch.errors import UserError
@@ -77,6 +86,23 @@ def is_open(batch: BatchConfig) -> bool:
 def batch_follows(batch: BatchConfig) -> bool:
   """Whether the batch is open as well and follows from the microbatch that is chosen."""
   return given_sizes(batch).batch is None
+
+
+def with_default_batch(config: Config, topology: Topology) -> Config:
+  """The configuration with the batch that auto divides, where no key gives one."""
+  given = given_sizes(config.batch)
+  if config.batch.micro_batch_size != "auto" or given != GivenSizes(None, None, None):
+    return config
+  batch = dataclasses.replace(config.batch, batch_size=solve(given, topology).batch)
+  return dataclasses.replace(config, batch=batch)
+
+
+def default_batch_note(batch: int, topology: Topology) -> str:
+  """Where a batch comes from that no key gave."""
+  each = counted(DEFAULT_PER_DEVICE_BATCH_SIZE, "sample")
+  return (
+    f"batch_size is the default: {batch:,}, {each} for each of {topology.num_devices:,} devices"
+  )
 
 
 def with_size(batch: BatchConfig, per_device: Fraction) -> BatchConfig:

@@ -1,7 +1,9 @@
 """Finds models whose loss of a batch is not the sum of its samples' losses, before they are split.
 
 Batch normalization and the like make a sample's loss depend on the samples beside it. A step of
-such a model in several microbatches trains something else than the same step in one.
+such a model in several microbatches, over replicas that each see rows of their own, or in a pipeline
+trains something else than the same step in one piece. fsdp and tensor parallelism divide arrays, not
+the batch's meaning: there the sums over rows go over all devices.
 """
 
 import dataclasses
@@ -19,9 +21,12 @@ from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import BatchConfig, Config, ModelConfig
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
-from maxbatch.models.registry import Model, Parameters, build_model
+from maxbatch.models.registry import MODELS, Model, Parameters, build_model
 from maxbatch.training.loss import loss_sum
 from maxbatch.tuning.candidates import asked, is_open
+
+SHIPPED = frozenset(MODELS)
+"""Models known not to couple samples, by test: looking again would cost every start a second."""
 
 _ROWS, _LENGTH, _VOCABULARY, _HEAD_DIM, _LAYERS = 4, 16, 32, 4, 2
 _TOLERANCE = 1e-4
@@ -33,15 +38,16 @@ _SPREAD = 0.5
 def resolve_accumulation(config: Config, topology: Topology) -> Config:
   """The configuration, held to one microbatch per step if the model cannot be split into several.
 
-  The model is looked at only where several microbatches are asked for, or the microbatch is to be chosen.
-  A choice is then made at once, `micro_batch_size=none`, with a warning on stderr.
+  A model that is not SHIPPED is looked at where keys split its step, or the microbatch is to be
+  chosen. A choice is then made at once, `micro_batch_size=none`, with a warning on stderr.
 
   Raises:
-    UserError: the model couples samples and keys ask for several microbatches; or there is no plan.
+    UserError: the model couples samples and keys split its step; or there is no plan.
   """
   chooses = is_open(config.batch) and config.batch.gradient_accumulation_steps <= 1
   plan = None if is_open(config.batch) else plan_batches(config.batch, config.run, topology)
-  if plan is not None and _most_microbatches(plan) == 1:
+  splits = _splits(config, plan, topology)
+  if config.model.decoder_block in SHIPPED or not (chooses or splits):
     return config
   try:
     coupled = couples_samples(
@@ -52,8 +58,11 @@ def resolve_accumulation(config: Config, topology: Topology) -> Config:
     return config
   if not coupled:
     return config
-  if not chooses:
-    raise UserError(_refusal(config, plan))
+  if splits:
+    reasons, offers = zip(*splits, strict=True)
+    raise UserError(
+      f"{_coupled(config)}, but {' and '.join(reasons)}; for example {' '.join(offers)}"
+    )
   _warn(f"{_coupled(config)}: micro_batch_size=none instead of {asked(config.batch)}")
   batch = dataclasses.replace(config.batch, micro_batch_size="none")
   return dataclasses.replace(config, batch=batch)
@@ -136,17 +145,51 @@ def _rows(length: int, packing: bool) -> Rows:
   return Rows(**fields)
 
 
+def _splits(config: Config, plan: BatchPlan | None, topology: Topology) -> list[tuple[str, str]]:
+  """Everything that splits a step: which keys do so, and keys that do not.
+
+  Args:
+    config: the run.
+    plan: its batches; None while its microbatch is to be chosen.
+    topology: its devices.
+  """
+  found = []
+  most = max(config.batch.gradient_accumulation_steps, _most_microbatches(plan) if plan else 1)
+  if most > 1:
+    given, instead = _asks_for_microbatches(config.batch)
+    found.append((f"{given} takes {counted(most, 'microbatch', 'microbatches')}", instead))
+  schedule, replicas = config.pipeline.pipeline_schedule, topology.shape["data"]
+  if schedule != "none":
+    given = f"pipeline_schedule={schedule} divides a microbatch between stages"
+    found.append((given, "pipeline_schedule=none num_pipeline_microbatches=-1"))
+  if replicas > 1:
+    found.append((f"{_data_keys(config, topology)} makes {replicas} replicas", ""))
+  if schedule != "none" or replicas > 1:
+    reason, instead = found[-1]
+    found[-1] = reason, f"{instead} {_over_fsdp(topology)}".strip()
+  return found
+
+
+def _data_keys(config: Config, topology: Topology) -> str:
+  given = f"ici_data_parallelism={config.mesh.ici_data_parallelism}"
+  if topology.num_slices == 1:
+    return given
+  return f"{given} with dcn_data_parallelism={config.mesh.dcn_data_parallelism}"
+
+
+def _over_fsdp(topology: Topology) -> str:
+  """Keys that give the devices of replicas and stages to fsdp."""
+  keys = []
+  for prefix, (data, fsdp, _, stage) in {"ici": topology.ici, "dcn": topology.dcn}.items():
+    if data * stage > 1:
+      keys += [f"{prefix}_data_parallelism=1", f"{prefix}_fsdp_parallelism={data * fsdp * stage}"]
+    if stage > 1:
+      keys.append(f"{prefix}_pipeline_parallelism=1")
+  return " ".join(keys)
+
+
 def _most_microbatches(plan: BatchPlan) -> int:
   return max(point.num_microbatches for point in plan.schedule.points)
-
-
-def _refusal(config: Config, plan: BatchPlan | None) -> str:
-  num_microbatches = _most_microbatches(plan) if plan else config.batch.gradient_accumulation_steps
-  given, way_out = _asks_for_microbatches(config.batch)
-  return (
-    f"{_coupled(config)}, but {given} takes {counted(num_microbatches, 'microbatch', 'microbatches')}; "
-    f"for example {way_out}"
-  )
 
 
 def _asks_for_microbatches(batch: BatchConfig) -> tuple[str, str]:
@@ -166,7 +209,7 @@ def _coupled(config: Config) -> str:
   return (
     f"decoder_block={config.model.decoder_block} couples the samples of a batch (the loss of "
     f"{_ROWS} rows is not the sum of the losses of {_ROWS // 2} and {_ROWS // 2}, as with batch "
-    "normalization), so its step cannot be split into microbatches"
+    "normalization), so its step cannot be split"
   )
 
 

@@ -22,13 +22,16 @@ from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import BatchConfig, Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target
+from maxbatch.hardware.memory import machine_bytes
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import (
   Candidate,
   asked,
   batch_follows,
+  default_batch_note,
   is_open,
   sizes_of,
+  with_default_batch,
   with_policies,
 )
 from maxbatch.tuning.exploration import Exploration, explore
@@ -52,6 +55,8 @@ def choose(
 ) -> Config:
   """The configuration with micro_batch_size a number, and one line that says why.
 
+  Without any size given the batch is the run's default, as it would be without auto.
+
   Args:
     config: returned as it is unless micro_batch_size is auto.
     place: the devices.
@@ -69,6 +74,7 @@ def choose(
     return config
   if config.batch.micro_batch_size != "auto":
     raise UserError(_not_here(config))
+  asked_for, config = config, with_default_batch(config, place.layout)
   sizes = sizes_of(config, place.layout)
   depends_on = what_it_depends_on(config, place, sizes)
   memory, say = RememberedChoice(folder, _KEY, "auto", depends_on), in_process_0(say)
@@ -76,12 +82,12 @@ def choose(
   remembered = memory.agreed(by_size, forget=forget, say=say)
   if remembered:
     size = by_size[remembered[_KEY]]
-    say(_line(config, size, str(remembered.get("why"))) + memory.origin)
+    say(_line(asked_for, place, size, str(remembered.get("why"))) + memory.origin)
     return size.applied_to(config)
   choice = choose_largest(sizes, agreed(probe), memory_suggestions(config))
   size, content = choice.chosen.candidate, {_KEY: choice.chosen.size, "why": choice.why()}
   kept = memory.remember(content, [one.as_dict() for one in choice.tried])
-  say(_line(config, size, choice.why()) + kept)
+  say(_line(asked_for, place, size, choice.why()) + kept)
   return size.applied_to(config)
 
 
@@ -135,8 +141,7 @@ def what_it_depends_on(config: Config, place: Target, sizes: Sequence[Candidate]
       "kind": first.device_kind,
       "count": len(place.devices),
       "processes": jax.process_count(),
-      # "cpu" is all that a CPU says about itself.
-      "host": f"{platform.machine()}, {os.cpu_count()} cores" if first.platform == "cpu" else "",
+      "host": _host() if first.platform == "cpu" else "",
       "compile_topology": config.compile.compile_topology,
       "device_memory_gb": config.compile.device_memory_gb,
       _MEMORY_FRACTION: os.environ.get(_MEMORY_FRACTION, ""),
@@ -144,6 +149,11 @@ def what_it_depends_on(config: Config, place: Target, sizes: Sequence[Candidate]
     "compiler": compiler_environment(first),
     "versions": library_versions(),
   }
+
+
+def _host() -> str:
+  """This machine; "cpu" is all that a CPU says about itself."""
+  return f"{platform.machine()}, {os.cpu_count()} cores, {machine_bytes()} bytes"
 
 
 def _lowered(config: Config, place: Target) -> str:
@@ -171,8 +181,12 @@ def _policy_not_here(config: Config) -> str:
   )
 
 
-def _line(config: Config, size: Candidate, why: str) -> str:
-  """The choice and why; where the batch was open, the batch that follows from it."""
-  follows = f"; batch_size follows: {size.batch:,}" if batch_follows(config.batch) else ""
+def _line(config: Config, place: Target, size: Candidate, why: str) -> str:
+  """The choice and why; where the batch was open, the batch and where it comes from."""
+  batch = ""
+  if with_default_batch(config, place.layout) != config:
+    batch = f"; {default_batch_note(size.batch, place.layout)}"
+  elif batch_follows(config.batch):
+    batch = f"; batch_size follows: {size.batch:,}"
   samples = counted(size.per_device, "sample")
-  return f"micro_batch_size auto: {samples} per device ({why}){follows}"
+  return f"micro_batch_size auto: {samples} per device ({why}){batch}"
