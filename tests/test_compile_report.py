@@ -442,7 +442,10 @@ def test_rows_of_a_device_are_what_is_not_state():
   program, plan, trainer = made(per_device_batch_size=2)
   report = reported(program, plan, trainer)
   rows = report.as_dict()["memory_bytes_per_device"]["rows"]
-  shapes = jax.tree.leaves(program.rows)
+  # Newer versions of jax leave out what the step does not use, here the samples' numbers.
+  taken = program.step.input_shardings[0][1]
+  both = zip(program.rows, taken, strict=True)
+  shapes = [leaf for leaf, place in both if leaf is not None and place is not None]
   expected = sum(np.prod(leaf.shape) * leaf.dtype.itemsize for leaf in shapes) / 8
   # The loss's sums, the learning rate and the number of trips come on top.
   assert expected <= rows <= expected + 64

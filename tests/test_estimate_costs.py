@@ -41,6 +41,23 @@ def convolution_flops(left: str, right: str, result: str, attributes: str) -> in
   ).flops
 
 
+def with_elements_in_operands(text: str) -> str:
+  """As the compiler of jax 0.12 writes it: %x#3 for the element 3 of %x, without a line of its own."""
+  element = re.compile(
+    r"^  %([\w.\-]+) = \S.* get-tuple-element\(%([\w.\-]+)\), index=(\d+).*\n", re.M
+  )
+  for name, source, index in element.findall(text):
+    text = re.sub(rf"%{re.escape(name)}(?=[,)])", f"%{source}#{index}", text)
+  return element.sub("", text)
+
+
+def test_elements_in_operands_are_counted_as_those_of_their_own():
+  """Loops are read by what their conditions and bodies take out of tuples, in operands or not."""
+  text = with_elements_in_operands(TPU_STEP)
+  assert "get-tuple-element" not in text
+  assert costs_of(text) == costs_of()
+
+
 def test_loops_multiply_and_the_loop_over_microbatches_does_not():
   """Its bound is an argument; that of the layers, 3, comes from outside of both loops."""
   costs = costs_of()
@@ -361,6 +378,12 @@ def test_an_unknown_kernel_has_only_its_bytes():
 def loop(condition: str, start: str = "0", step: str = "1") -> str:
   return f"""HloModule m
 
+%added (e: s32[], f: s32[]) -> s32[] {{
+  %e = s32[] parameter(0)
+  %f = s32[] parameter(1)
+  ROOT %g = s32[] add(%f, %e)
+}}
+
 %body (c: (s32[], s32[])) -> (s32[], s32[]) {{
   %c = (s32[], s32[]) parameter(0)
   %i = s32[] get-tuple-element(%c), index=0
@@ -405,13 +428,39 @@ ENTRY %main (trips: s32[]) -> (s32[], s32[]) {{
     (loop("compare(%j, %five), direction=LT", step="2"), 3),
     (loop("compare(%j, %five), direction=LT").replace("add(%i, %one)", "add(%one, %i)"), 5),
     (loop("compare(%j, %m), direction=LT"), 7),
+    (loop("compare(%j, %five), direction=NE"), 5),
+    (loop("compare(%five, %j), direction=NE"), 5),
+    (loop("compare(%j, %five), direction=LT", start="9"), 0),
+    # Downwards; of unsigned numbers 2^32 - 1 is added.
+    (loop("compare(%j, %five), direction=GT", start="9", step="-1"), 4),
+    (loop("compare(%j, %five), direction=GE", start="9", step="-1"), 5),
+    (loop("compare(%five, %j), direction=LT", start="9", step="-1"), 4),
+    (loop("compare(%j, %five), direction=GT", start="10", step="-2"), 3),
+    (loop("compare(%j, %five), direction=NE", start="9", step="-1"), 4),
+    (loop("compare(%j, %five), direction=GT", start="9").replace("add(", "subtract("), 4),
+    (loop("compare(%j, %five), direction=GT", "9", "4294967295").replace("s32", "u32"), 4),
+    (loop("compare(%j, %five), direction=GT", start="3", step="-1"), 0),
+    # What is added may be in a fusion, or be added in two steps.
+    (
+      loop("compare(%j, %five), direction=LT", step="2").replace(
+        "add(%i, %one)", "fusion(%one, %i), kind=kLoop, calls=%added"
+      ),
+      3,
+    ),
+    (
+      loop("compare(%j, %five), direction=LT").replace(
+        "%next = s32[] add(%i, %one)",
+        "%half = s32[] add(%i, %one)\n  %next = s32[] add(%one, %half)",
+      ),
+      3,
+    ),
     (loop("fusion(%j, %five), kind=kLoop, calls=%inner"), 5),
     (loop("fusion(%j, %m), kind=kLoop, calls=%inner"), 7),
   ],
 )
 def test_trips(text: str, trips: int):
   cost = costs_of(text)["next"]
-  assert (cost.count, cost.in_microbatch_loop) == (trips, False)
+  assert (cost.count, cost.in_microbatch_loop, cost.unread_loops) == (trips, False, ())
 
 
 @pytest.mark.parametrize(
@@ -425,6 +474,26 @@ def test_trips(text: str, trips: int):
 def test_trips_that_are_data(text: str):
   cost = costs_of(text)["next"]
   assert (cost.count, cost.in_microbatch_loop) == (1, True)
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    # It ends by overflow alone, or never; it doubles; the condition is no comparison.
+    loop("compare(%j, %five), direction=GT", start="9"),
+    loop("compare(%j, %five), direction=LT", step="-1"),
+    loop("compare(%j, %five), direction=LT", step="0"),
+    loop("compare(%j, %five), direction=NE", step="2"),
+    loop("compare(%j, %five), direction=LT").replace("add(", "multiply("),
+    loop("and(%j, %five)"),
+  ],
+)
+def test_loops_that_cannot_be_read_are_named_and_no_loop_over_microbatches(text: str):
+  cost = costs_of(text.replace("body=%body", 'body=%body, metadata={op_name="jit(step)/while"}'))[
+    "next"
+  ]
+  assert (cost.count, cost.in_microbatch_loop) == (1, False)
+  assert cost.unread_loops == ("jit(step)/while",)
 
 
 def test_of_a_conditional_the_larger_branch_counts():

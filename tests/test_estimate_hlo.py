@@ -91,6 +91,32 @@ def test_branches_and_known_trips():
   assert instruction(parse(module(line)), "c").computations == ("one", "two.2")
 
 
+def test_elements_of_a_tuple_that_operands_name():
+  """%pair#1 is element 1 of %pair, %pair#1#0 an element of that; so writes jax 0.12."""
+  text = """HloModule m
+
+ENTRY %main (pair: (s32[], ((f32[8,128], pred[]), s32[4]), bf16[2])) -> f32[8,128] {
+  %pair = (s32[]{:T(128)}, ((f32[8,128]{1,0:T(8,128)S(1)}, pred[]), /*index=1*/s32[4]{0}), /*index=2*/bf16[2]) parameter(0)
+  %sum = f32[8,128]{1,0} add(%pair#1#0#0, %pair#1#0#0), metadata={op_name="a#1"}
+  ROOT %t = (f32[8,128]{1,0}, s32[], bf16[2]) tuple(%sum, %pair#0, %pair#2)
+}
+"""
+  main = parse(text).computations["main"]
+  assert main.instructions["sum"].operands == ("pair#1#0#0",) * 2
+  assert main.instructions["t"].operands == ("sum", "pair#0", "pair#2")
+  element = main.instructions["pair#1#0#0"]
+  assert (element.opcode, element.operands, element.index) == (
+    "get-tuple-element",
+    ("pair#1#0",),
+    0,
+  )
+  assert element.shapes == (ArrayShape("f32", (8, 128), space=1),)
+  assert main.instructions["pair#2"].shapes == (ArrayShape("bf16", (2,)),)
+  assert main.root == "t"
+  with pytest.raises(ValueError, match="there is no element 3 of %pair"):
+    parse(text.replace("%pair#2", "%pair#3"))
+
+
 @pytest.mark.parametrize(
   ("dtype", "dims", "expected"),
   [

@@ -1,5 +1,7 @@
 """Compiled for TPU slices that are not here, by the real TPU compiler."""
 
+import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import pathlib
@@ -7,12 +9,21 @@ import re
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
-from support import TINY
+from support import TINY, program_text
 
+from maxbatch.compile import compile_step
 from maxbatch.compile.cache import bypassed
-from maxbatch.compile.program import DoesNotFitError, capacity_bytes, refuse_if_too_large
+from maxbatch.compile.program import (
+  CompiledProgram,
+  DoesNotFitError,
+  capacity_bytes,
+  refuse_if_too_large,
+)
 from maxbatch.estimate.chips import CHIPS
+from maxbatch.estimate.costs import program_costs
+from maxbatch.estimate.hlo import parse
 from maxbatch.hardware.devices import topology_devices
 from maxbatch.train import main
 
@@ -73,6 +84,57 @@ def check(report: dict[str, Any]) -> None:
   assert report["time"]["seconds_per_microbatch"] > 0
   assert 0 < report["time"]["model_flop_utilisation"] < 0.6
   assert 0.97 < report["estimate"]["coverage"] < 1.03
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint32])
+@pytest.mark.parametrize(
+  ("goes_on", "first", "step", "trips"),
+  [
+    (lambda i: i < 7, 0, 1, 7),
+    (lambda i: i > 0, 7, -1, 7),
+    (lambda i: i >= 1, 7, -2, 4),
+    (lambda i: i != 0, 7, -1, 7),
+  ],
+)
+def test_loops_that_go_up_and_down_are_read(goes_on, first, step, trips, dtype):
+  def repeated(matrix):
+    def more(counted):
+      number, product = counted
+      return number + jnp.asarray(step).astype(dtype), jnp.tanh(product @ matrix)
+
+    return jax.lax.while_loop(lambda counted: goes_on(counted[0]), more, (dtype(first), matrix))
+
+  place = jax.sharding.SingleDeviceSharding(topology_devices("v5e-1")[0])
+  matrix = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=place)
+  with bypassed():
+    text = program_text(jax.jit(repeated).lower(matrix))
+  products = [cost for cost in program_costs(parse(text)) if cost.flops]
+  assert [(cost.count, cost.in_microbatch_loop) for cost in products] == [(trips, False)]
+
+
+def test_an_estimate_of_a_text_that_is_not_understood_is_refused(tmp_path, capsys, monkeypatch):
+  """As of another compiler: its comparisons have another name, so that no loop can be read."""
+  compiled = compile_step.compile_program
+
+  def written_otherwise(*arguments: Any) -> CompiledProgram:
+    program = compiled(*arguments)
+    return dataclasses.replace(program, text=program.text.replace(" compare(", " compared("))
+
+  monkeypatch.setattr(compile_step, "compile_program", written_otherwise)
+  printed = refused(capsys, tmp_path, compile_topology="v5e-4", **TINY)
+  found = re.search(
+    r": ([\d.]+)% of its matrix products.* one iteration of the loops (.*?);", printed
+  )
+  assert found, printed
+  assert 20 < float(found[1]) < 60
+  assert "jit(step)/shard_map/while/body/transpose(jvp())/while" in found[2].split(", ")
+  installed = [importlib.metadata.version(package) for package in ("jax", "libtpu")]
+  for words in (
+    "error: the time of the compiled step cannot be estimated: ",
+    "This is jax {} and libtpu {};".format(*installed),
+    "pip install jax==0.10.2 libtpu==0.0.51",
+  ):
+    assert words in printed
 
 
 def test_data_parallel_gradients_are_reduced_once_a_step(tmp_path):

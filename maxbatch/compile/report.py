@@ -12,10 +12,12 @@ import jax
 
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import text
+from maxbatch.compile.coverage import check_coverage
 from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.pipeline_ticks import in_microbatches
 from maxbatch.compile.program import CompiledProgram
 from maxbatch.compile.report_time import StepTime, estimated_time, measured_time
+from maxbatch.compile.step_identity import compiler_environment
 from maxbatch.compile.traced_flops import StepFlops, model_flops_per_token
 from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import UNKNOWN_CHIP, Chip, chip_for
@@ -288,9 +290,12 @@ def make_report(
     capacity: bytes that a device may use.
     measured: its time on the devices, where they are here; None asks for an estimate.
     title: the first line.
+
+  Raises:
+    UserError: the compiler's text is not understood well enough for an estimate.
   """
-  layout = plan.topology
-  chip = chip_for(trainer.mesh.devices.flat[0].device_kind)
+  layout, device = plan.topology, trainer.mesh.devices.flat[0]
+  chip = chip_for(device.device_kind)
   once = program_costs(hlo.parse(program.text))
   costs, expected = in_microbatches(trainer.pipeline, once, program.flops)
   if program.streamed:
@@ -303,6 +308,7 @@ def make_report(
   if measured is not None:
     time = measured_time(measured, streamed=program.streamed)
   elif chip is not None:
+    check_coverage(work, costs, expected.total, compiler_environment(device))
     time = estimated_time(work, once, trainer.pipeline, chip, per_slice, streamed=program.streamed)
   return CompileReport(
     title=title,

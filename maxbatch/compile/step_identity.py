@@ -44,7 +44,7 @@ _JAX_SETTINGS = (
   "jax_default_matmul_precision",
   "jax_default_prng_impl",
   "jax_threefry_partitionable",
-  # These change only what the compiler makes of it.
+  # These change only what the compiler makes of it; jax 0.12 has no efforts any more.
   "jax_disable_most_optimizations",
   "jax_exec_time_optimization_effort",
   "jax_memory_fitting_effort",
@@ -122,7 +122,7 @@ def compiler_environment(device: Any) -> dict[str, object]:
     "jaxlib": _version("jaxlib"),
     "libtpu": _version("libtpu") if on_tpu else None,
     "compiler": device.client.platform_version,
-    **{name: _setting(name) for name in _JAX_SETTINGS},
+    **{name: _setting(name) for name in _JAX_SETTINGS if name in jax.config.values},
     **{name: _flags(os.environ.get(name, "")) for name in _FLAG_VARIABLES},
   }
 

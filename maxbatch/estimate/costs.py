@@ -68,6 +68,8 @@ class OperationCost:
   """op_name of the innermost conditional that contains it; empty if there is none."""
   overlapped: bool = False
   """Whether it is asynchronous: a collective or copy that overlaps with later operations."""
+  unread_loops: tuple[str, ...] = ()
+  """Loops around it, by op_name or name, that count as one trip for want of a readable count."""
 
   @property
   def flops(self) -> int:
@@ -87,12 +89,14 @@ class _Place:
   """The scope of the enclosing loop."""
   condition: str = ""
   """op_name of the innermost conditional that has one."""
+  unread_loops: tuple[str, ...] = ()
 
 
 def program_costs(program: HloModule) -> Sequence[OperationCost]:
   """The operations of a compiled step; those in the loop over microbatches count once.
 
-  That loop is the one without a static trip count. A second such loop inside it counts as one trip.
+  That loop is the one whose bound is data. A second such loop inside it, and a loop that cannot be
+  read, count as one trip.
   A conditional counts as its most expensive branch.
   """
   entry = program.computations[program.entry]
@@ -119,13 +123,16 @@ def _does_work(one: Instruction) -> bool:
 def _inside_loop(program: HloModule, place: _Place, loop: Instruction) -> _Place:
   body = program.computations[loop.called["body"][0]]
   number = trip_count(program, place.frame, loop)
+  is_static = isinstance(number, int)
+  unread = number == "unreadable" or (number == "data" and place.in_microbatch_loop)
   return _Place(
     place.frame.inner(body, loop),
     body.name,
-    place.count * (1 if number is None else number),
-    place.in_microbatch_loop or number is None,
+    place.count * (number if is_static else 1),
+    place.in_microbatch_loop or number == "data",
     _scope(program, loop.op_name, (), place.scope),
     place.condition,
+    (*place.unread_loops, *([loop.op_name or loop.name] if unread else [])),
   )
 
 
@@ -185,6 +192,7 @@ def _operation(
     cycles=_cycles(program, within, one),
     collective=_collective_cost(program, *found) if found else None,
     condition=place.condition,
+    unread_loops=place.unread_loops,
     overlapped="AsyncCollectiveStart" in targets or one.opcode.endswith(("-start", "send")),
   )
 

@@ -20,7 +20,8 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?")
 _SPACE = re.compile(r"S\((\d+)\)")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _BRACKET = re.compile(r"[()]")
-_OPERAND = re.compile(r"%([\w.\-]+)")
+_OPERAND = re.compile(r"%([\w.\-]+(?:#\d+)*)")
+_NESTING = re.compile(r"[()\[\]{},]")
 _CALLED = re.compile(
   r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation"
   r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
@@ -183,14 +184,57 @@ def _bodies(text: str) -> Iterator[tuple[bool, str, list[str]]]:
 
 def _computation(name: str, lines: list[str]) -> Computation:
   instructions: dict[str, Instruction] = {}
+  types: dict[str, str] = {}
   root = ""
   for line in lines:
     found = _ASSIGNED.match(line)
     assert found is not None
     one = _instruction(found[2], line[found.end() :])
-    instructions[one.name] = one
+    for operand in one.operands:
+      for each in _elements(operand, types):
+        instructions[each.name] = each
+    instructions[one.name], types[one.name] = one, line[found.end() :]
     root = one.name if found[1] else root
   return Computation(name, instructions, root or next(reversed(instructions), ""))
+
+
+def _elements(operand: str, types: dict[str, str]) -> Iterator[Instruction]:
+  """The get-tuple-elements, under the names they are used by, that an operand `x#3` stands for.
+
+  So writes the compiler of jax 0.12; `x#3#1` is an element of an element. Earlier ones write an
+  instruction of its own: `%y = type get-tuple-element(%x), index=3`.
+
+  Args:
+    operand: as it is written.
+    types: of what is defined so far, each the beginning of the text; the elements' are added.
+
+  Raises:
+    ValueError: there is no such element.
+  """
+  source, mark, number = operand.rpartition("#")
+  if not mark or operand in types:
+    return
+  yield from _elements(source, types)
+  inner = _types_in_tuple(types.get(source, ""))
+  if int(number) >= len(inner):
+    raise ValueError(f"this is no HLO: there is no element {number} of %{source}")
+  types[operand] = inner[int(number)]
+  yield _instruction(operand, f"{types[operand]} get-tuple-element(%{source}), index={number}")
+
+
+def _types_in_tuple(text: str) -> list[str]:
+  """The types in a tuple type, (f32[8,128]{1,0}, (s32[], s32[])); none for another type."""
+  if not text.startswith("("):
+    return []
+  depth, starts, ends = 0, [1], []
+  for mark in _NESTING.finditer(text, 0, _closing(text, 0)):
+    depth += (mark[0] in "([{") - (mark[0] in ")]}")
+    if mark[0] == "," and depth == 1:
+      ends.append(mark.start())
+      starts.append(mark.end())
+  ends.append(_closing(text, 0) - 1)
+  inner = (text[start:end] for start, end in zip(starts, ends, strict=True))
+  return [re.sub(r"/\*.*?\*/", "", each).strip() for each in inner]
 
 
 def _instruction(name: str, text: str) -> Instruction:

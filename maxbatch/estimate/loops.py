@@ -2,9 +2,12 @@
 
 import dataclasses
 import re
+from typing import Literal
 
 from maxbatch.estimate.hlo import Computation, HloModule, Instruction
 
+_DIRECTION = re.compile(r"direction=(L[TE]|G[TE]|NE)")
+_MIRRORED = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE", "NE": "NE"}
 _SAME_VALUE = ("copy", "convert", "bitcast", "reshape", "broadcast", "copy-done", "copy-start")
 
 
@@ -21,11 +24,16 @@ class Frame:
     return Frame(computation, caller, self)
 
 
-def trip_count(program: HloModule, frame: Frame, loop: Instruction) -> int | None:
-  """The trip count of `loop`; None if it depends on data, as for the loop over microbatches.
+TripCount = int | Literal["data", "unreadable"]
+"""data: the bound is no constant, as for the loop over microbatches. unreadable: it may well be one,
+but this file does not understand the condition or the counter."""
+
+
+def trip_count(program: HloModule, frame: Frame, loop: Instruction) -> TripCount:
+  """The trip count of `loop`, an instruction of `frame`.
 
   Some platforms record it. Elsewhere the condition compares a counter with a constant, which may
-  be passed into the loop from outside.
+  be passed into the loop from outside; the counter goes up or down.
   """
   if loop.known_trip_count is not None:
     return loop.known_trip_count
@@ -35,30 +43,46 @@ def trip_count(program: HloModule, frame: Frame, loop: Instruction) -> int | Non
   )
 
 
-def _trips_while_true(program: HloModule, frame: Frame, test: Instruction) -> int | None:
-  """The number of iterations for which the comparison `test` holds; None if it depends on data."""
+def _trips_while_true(program: HloModule, frame: Frame, test: Instruction) -> TripCount:
+  """The number of iterations for which the comparison `test` holds."""
   if test.opcode == "fusion":
     called = frame.inner(program.called_by(test)[0], test)
     return _trips_while_true(
       program, called, called.computation.instructions[called.computation.root]
     )
-  if test.opcode != "compare":
-    return None
-  up = "direction=L" in test.attributes
-  counter, limit = (
-    frame.computation.operand(test, number) for number in ((0, 1) if up else (1, 0))
-  )
-  source = _loop_carry_of(frame, counter) if counter else None
-  last = _value(program, frame, limit) if limit else None
-  if source is None or last is None:
-    return None
-  loop, taken = source
-  carried = _initial_value(loop, taken)
-  first = _value(program, *carried) if carried else None
+  direction = _DIRECTION.search(test.attributes)
+  left, right = (frame.computation.operand(test, number) for number in (0, 1))
+  if test.opcode != "compare" or direction is None or left is None or right is None:
+    return "unreadable"
+  # Either side may be the counter: 5 > i is i < 5.
+  bound = _value(program, frame, right)
+  if bound is not None:
+    return _trips(program, frame, left, bound, direction[1])
+  bound = _value(program, frame, left)
+  return "data" if bound is None else _trips(program, frame, right, bound, _MIRRORED[direction[1]])
+
+
+def _trips(
+  program: HloModule, frame: Frame, counter: Instruction, bound: int, relation: str
+) -> TripCount:
+  """Iterations until `counter`, which the loop carries, is not in `relation` to `bound`."""
+  source = _loop_carry_of(frame, counter)
+  carried = _initial_value(*source) if source else None
+  if source is None or carried is None:
+    return "unreadable"
+  first, step = _value(program, *carried), _increment(program, *source)
   if first is None:
-    return None
-  last += "direction=LE" in test.attributes or "direction=GE" in test.attributes
-  return max(0, -(-(last - first) // _increment(program, loop, taken)))
+    return "data"
+  distance = bound - first
+  if relation.startswith("G"):
+    distance, step = -distance, -step if step else step
+  distance += relation in ("LE", "GE")
+  if relation != "NE" and distance <= 0:
+    return 0
+  # What never ends, or would by the counter's overflow alone, was not understood.
+  if not step or distance / step < 0 or (relation == "NE" and distance % step):
+    return "unreadable"
+  return -(-distance // step)
 
 
 def _loop_carry_of(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] | None:
@@ -71,19 +95,39 @@ def _loop_carry_of(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] 
   return (frame, one) if one.opcode == "get-tuple-element" else None
 
 
-def _increment(program: HloModule, frame: Frame, counter: Instruction) -> int:
-  """What one trip adds to the counter; 1 unless the loop was unrolled."""
-  assert frame.caller is not None
-  assert frame.outer is not None
-  assert counter.index is not None
+def _increment(program: HloModule, frame: Frame, counter: Instruction) -> int | None:
+  """What one iteration adds to the counter, negative if it counts down; None if it cannot be read."""
+  if frame.caller is None or frame.outer is None or counter.index is None:
+    return None
   body = frame.outer.inner(program.computations[frame.caller.called["body"][0]], frame.caller)
-  new = body.computation.operand(
-    body.computation.instructions[body.computation.root], counter.index
-  )
-  if new is None or new.opcode != "add":
-    return 1
-  added = (body.computation.instructions[name] for name in new.operands)
-  return next((value for one in added if (value := _value(program, body, one))), 1)
+  root = body.computation.instructions[body.computation.root]
+  new = body.computation.operand(root, counter.index) if root.opcode == "tuple" else None
+  added = _added_to_carry(program, body, new, counter.index) if new else None
+  if added is None:
+    return None
+  # An unsigned counter goes down by one when 2^32 - 1 is added.
+  half = 2 ** (8 * counter.bytes - 1)
+  return (added + half) % (2 * half) - half
+
+
+def _added_to_carry(program: HloModule, frame: Frame, one: Instruction, index: int) -> int | None:
+  """How much `one` exceeds the carry element `index` of its iteration; None if not static."""
+  source = _loop_carry_of(frame, one)
+  if source:
+    return 0 if source[1].index == index else None
+  if one.opcode == "fusion":
+    called = frame.inner(program.called_by(one)[0], one)
+    root = called.computation.instructions[called.computation.root]
+    return _added_to_carry(program, called, root, index)
+  if one.opcode not in ("add", "subtract"):
+    return None
+  left, right = (frame.computation.instructions[name] for name in one.operands)
+  before, value = _added_to_carry(program, frame, left, index), _value(program, frame, right)
+  if one.opcode == "add" and (before is None or value is None):
+    before, value = _added_to_carry(program, frame, right, index), _value(program, frame, left)
+  if before is None or value is None:
+    return None
+  return before + (value if one.opcode == "add" else -value)
 
 
 def _value(program: HloModule, frame: Frame, one: Instruction) -> int | None:

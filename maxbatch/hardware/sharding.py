@@ -21,6 +21,10 @@ from maxbatch.hardware.devices import Device
 LogicalAxes = tuple[str | None, ...]
 Result = TypeVar("Result")
 
+MESH_AXES = ("data", "stage", "fsdp", "tensor")
+"""In the order in which shard_maps take them, the outer before the inner: XLA (jax 0.12) aborts on
+nested ones that take an axis before those they are in."""
+
 LOGICAL_AXIS_RULES: dict[str | None, tuple[str, ...]] = {
   "batch": ("data", "fsdp"),
   "layers": ("stage",),
@@ -57,7 +61,8 @@ def make_mesh(topology: Topology, devices: Sequence[Device]) -> Mesh:
     array = np.array(devices).reshape(topology.ici)
   else:
     array = mesh_utils.create_device_mesh(topology.ici, devices, allow_split_physical_axes=True)
-  return Mesh(array, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+  array = np.transpose(array, [AXES.index(axis) for axis in MESH_AXES])
+  return Mesh(array, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def spec(axes: LogicalAxes, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:

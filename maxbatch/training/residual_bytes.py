@@ -7,10 +7,10 @@ import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.topology import AXES
 from maxbatch.config.schema import Config
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
+from maxbatch.hardware.sharding import MESH_AXES
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import build_model
 from maxbatch.pipeline_parallel.sizes import Pipeline
@@ -46,9 +46,9 @@ def _residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
   kind = ("tpu", config.compile.compile_topology) if on_tpu else ("cpu", "cpu")
   device = AbstractDevice(device_kind=kind[1], num_cores=1, platform=kind[0])
   mesh = AbstractMesh(
-    tuple(plan.topology.shape[axis] for axis in AXES),
-    AXES,
-    axis_types=(AxisType.Auto,) * len(AXES),
+    tuple(plan.topology.shape[axis] for axis in MESH_AXES),
+    MESH_AXES,
+    axis_types=(AxisType.Auto,) * len(MESH_AXES),
     abstract_device=device,
   )
   length = config.batch.max_target_length
