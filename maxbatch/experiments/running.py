@@ -15,7 +15,7 @@ from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.schedule import follows_noise_scale
 from maxbatch.batch.topology import Topology
-from maxbatch.checkpoints.identity import identity
+from maxbatch.checkpoints.identity import fixed_keys
 from maxbatch.checkpoints.record import identity_differences, listed
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import BatchConfig, Config, RunConfig
@@ -255,4 +255,4 @@ def _what_decides(config: Config) -> dict[str, Any]:
   data = dataclasses.asdict(config.data)
   used = {key: value for key, value in data.items() if key not in _UNRELATED}
   optimizer = dataclasses.asdict(config.optimizer)
-  return identity(config, "") | used | optimizer | {"batch_size": config.batch.batch_size}
+  return fixed_keys(config) | used | optimizer | {"batch_size": config.batch.batch_size}

@@ -22,6 +22,8 @@ from maxbatch.tuning.prober import Prober
 class ResolvedRun:
   """A run on its devices, with nothing left to choose."""
 
+  given: Config
+  """As its keys say, with what they leave open."""
   config: Config
   target: Target
   plan: BatchPlan
@@ -50,7 +52,7 @@ def resolve(config: Config, target: Target, *, forget: bool = False) -> Resolved
     run.config, target, prober, remembered_choices(), forget=forget
   )
   # The plan knows nothing of the pipeline, so that it stays.
-  return dataclasses.replace(run, config=chosen)
+  return dataclasses.replace(run, config=chosen, given=config)
 
 
 def planned(config: Config, target: Target) -> ResolvedRun:
@@ -61,7 +63,7 @@ def planned(config: Config, target: Target) -> ResolvedRun:
   """
   plan = plan_batches(config.batch, config.run, target.layout)
   check_noise(config, plan)
-  return ResolvedRun(config, target, plan)
+  return ResolvedRun(config, config, target, plan)
 
 
 def resolve_micro_batch_size(config: Config, target: Target, *, forget: bool = False) -> Config:

@@ -12,7 +12,7 @@ import yaml
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.checkpoints.checkpointer import Checkpointer, Restored
-from maxbatch.checkpoints.identity import identity
+from maxbatch.checkpoints.identity import identity, settings
 from maxbatch.compile import cache
 from maxbatch.compile.steps import save_steps, step_compiler
 from maxbatch.config.load import DERIVED, to_flat_dict
@@ -78,7 +78,7 @@ def run(
   describe(resolved, trainer, dataset.description)
   with (
     _held_by_one_process(resolved),
-    _checkpointer(resolved, dataset.fingerprint) as checkpointer,
+    _checkpointer(resolved, dataset) as checkpointer,
   ):
     start = _restore(resolved, trainer, checkpointer)
     if start.restored and start.position.step >= start.plan.steps:
@@ -123,10 +123,12 @@ def _check_replaces_nothing(resolved: ResolvedRun) -> None:
     )
 
 
-def _checkpointer(resolved: ResolvedRun, dataset_fingerprint: str) -> Checkpointer:
-  directory = resolved.folder.checkpoints
+def _checkpointer(resolved: ResolvedRun, dataset: Dataset) -> Checkpointer:
   return Checkpointer(
-    directory, resolved.config.checkpoint, identity(resolved.config, dataset_fingerprint)
+    resolved.folder.checkpoints,
+    resolved.config.checkpoint,
+    identity(resolved.config, dataset),
+    settings=settings(resolved.given),
   )
 
 
@@ -177,7 +179,7 @@ def _train(
     StepPrograms(compiler, plan.micro_batches) as programs,
     calibration_programs(config, plan, resolved.target.devices, dataset.train) as calibration,
   ):
-    _write_config(config, plan, resolved.folder)
+    _write_config(config, start, resolved.folder)
     state, eval_step = _compile_and_init(config, start, dataset, programs)
     if config.compile.save_compiled_step:
       save_steps(config, plan, trainer, dataset.train, programs.all())
@@ -237,7 +239,11 @@ def _compile_and_init(
   return state, eval_step
 
 
-def _write_config(config: Config, plan: BatchPlan, folder: RunFolder) -> None:
-  """config.yml: every key, and what was derived from them."""
-  values = to_flat_dict(config) | {DERIVED: plan.as_dict()}
-  write_run_file(folder.config, yaml.safe_dump(values, sort_keys=False))
+def _write_config(config: Config, start: _Start, folder: RunFolder) -> None:
+  """config.yml, every key and what was derived from them; and the same among those of all starts."""
+  if jax.process_index() > 0:
+    return
+  derived = {"begins_after_step": start.position.step} | start.plan.as_dict()
+  content = yaml.safe_dump(to_flat_dict(config) | {DERIVED: derived}, sort_keys=False)
+  write_run_file(folder.next_start(), content)
+  write_run_file(folder.config, content)
