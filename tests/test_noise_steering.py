@@ -162,6 +162,8 @@ def test_stopped_anywhere_it_decides_and_measures_the_same(train, steered, chang
   assert_same_records(resumed.records, steered.records)
   assert fingerprints(resumed.params) == fingerprints(steered.params)
   assert "The batch schedule is another one" not in resumed.said
+  # Once: the plan that is printed first has what the checkpoint says was decided.
+  assert resumed.said.count("Batch plan") == 1
   written = [(done.folder / "batch_schedule.yml").read_text() for done in (resumed, steered)]
   assert written[0] == written[1]
 

@@ -1,15 +1,24 @@
 """A resumed run is the run that was begun, or it says in what it is another."""
 
 import pathlib
+import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import yaml
-from support import SMALLEST
+from support import SMALLEST, configured
 
+from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.resume import keep_batch
+from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
 from maxbatch.config.resume import CHANGEABLE, FIXED, OF_ONE_START
-from maxbatch.config.schema import fields
+from maxbatch.config.schema import BatchConfig, fields
+from maxbatch.critical_batch import main as critical_batch
+from maxbatch.errors import UserError
+from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
 
 OTHER_TEXT = "".join(f"{n} comes before {n + 1}\n" for n in range(300))
@@ -162,3 +171,147 @@ def test_the_configurations_of_all_starts_stay(text, folder):
   assert (run / "starts" / "2.yml").read_bytes() == (run / "config.yml").read_bytes()
   begins = [yaml.safe_load((run / "starts" / f"{n}.yml").read_text())["derived"] for n in (1, 2)]
   assert [each["begins_after_step"] for each in begins] == [0, 2]
+
+
+# --- the batch -----------------------------------------------------------------------------------
+
+
+def kept(saved: BatchConfig, now: BatchConfig, devices: tuple[int, int], *changed: str):
+  """The plan of `now` on the second number of devices, after a run of `saved` on the first."""
+  layouts = [topology(configured().mesh, count) for count in devices]
+  run = configured().run
+  before = plan_batches(saved, run, layouts[0]).as_dict()
+  return plan_batches(keep_batch(now, layouts[1], before, changed), run, layouts[1])
+
+
+@pytest.mark.parametrize(
+  ("keys", "devices", "microbatches"),
+  [
+    ([], (4, 2), 2),
+    ([], (2, 4), 1),
+    ([], (4, 1), 4),
+    ([], (2, 8), 1),
+    (["per_device_batch_size=2"], (8, 4), 2),
+    (["micro_batch_size=2", "gradient_accumulation_steps=-1"], (4, 2), 2),
+    (["gradient_accumulation_steps=2"], (4, 2), 2),
+    (["micro_batch_size=none"], (4, 2), 1),
+    (["enable_rampup_batch_size=true"], (4, 2), 2),
+  ],
+  ids=str,
+)
+def test_the_batch_stays_on_other_devices(keys, devices, microbatches):
+  config = configured(*keys).batch
+  before = plan_batches(config, configured().run, topology(configured().mesh, devices[0]))
+  plan = kept(config, config, devices)
+  assert plan.global_batch_to_train == before.global_batch_to_train
+  assert plan.gradient_accumulation_steps == microbatches
+  if keys == ["enable_rampup_batch_size=true"]:
+    assert [p.batch for p in plan.schedule.points] == [p.batch for p in before.schedule.points]
+
+
+@pytest.mark.parametrize(
+  ("now", "changed", "batch"),
+  [
+    (["batch_size=8"], ["batch_size"], 8),
+    (["tokens_per_step=1024"], ["tokens_per_step"], 8),
+    (["per_device_batch_size=1"], ["per_device_batch_size"], 2),
+    (["gradient_accumulation_steps=3"], ["gradient_accumulation_steps"], 24),
+    (["batch_schedule=[[0,8],[80,24]]"], ["batch_schedule"], 24),
+    ([], ["per_device_batch_size"], 16),  # A key that is given no more says nothing.
+  ],
+  ids=str,
+)
+def test_the_batch_changes_when_a_key_says_so(now, changed, batch):
+  plan = kept(configured().batch, configured(*now).batch, (4, 2), *changed)
+  assert plan.global_batch_to_train == batch
+
+
+@pytest.mark.parametrize(
+  ("keys", "devices", "named"),
+  [
+    ([], 3, "batch_size=16 in 1 microbatch"),
+    (["per_device_batch_size=4"], 3, "batch_size=16 over 3 devices"),
+    (["per_device_batch_size=4", "gradient_accumulation_steps=1"], 2, "change one of them: "),
+  ],
+  ids=str,
+)
+def test_a_batch_that_cannot_stay_is_refused_with_offers_that_work(keys, devices, named):
+  config = configured(*keys).batch
+  with pytest.raises(UserError) as caught:
+    kept(config, config, (4, devices))
+  message = str(caught.value)
+  assert message.startswith("this run trains with 16 samples per step, which it keeps unless a key")
+  assert named in message
+  offers = re.findall(r"\bbatch_size=(\d+)", message.partition("nearest: ")[2])
+  offers += re.findall(r"change one of them: batch_size=(\d+)", message)
+  assert offers
+  for offer in offers:
+    again = configured(*keys, f"batch_size={offer}").batch
+    assert kept(config, again, (4, devices)).global_batch_to_train == int(offer)
+
+
+def test_a_run_on_fewer_devices_keeps_its_batch(text, tmp_path, capsys):
+  """The second start of three is on half the devices, in a process of its own."""
+  keys = {"per_device_batch_size": -1, "steps": 3}
+  assert main(arguments(text, tmp_path, **keys)) == 0
+  given = arguments(text, tmp_path, **keys | {"steps": 6, "num_simulated_devices": 4})
+  done = subprocess.run(
+    [sys.executable, "-m", "maxbatch.train", *given], capture_output=True, text=True, check=False
+  )
+  assert (done.returncode, done.stderr) == (0, "")
+  assert "The run keeps its 32 samples per step" in done.stdout
+  lines = [line.strip() for line in done.stdout.splitlines()]
+  changes = lines.index("Changed since checkpoint step 3, and in force from here on:")
+  assert lines[changes + 1 : changes + 3] == ["steps: 3 → 6", "num_simulated_devices: 8 → 4"]
+  last = read_metrics(tmp_path / "first_run")[-1]
+  sizes = ("global_batch_to_train", "gradient_accumulation_steps", "samples")
+  assert [last[size] for size in sizes] == [32, 2, 6 * 32]
+  capsys.readouterr()
+  assert main(arguments(text, tmp_path, **keys | {"steps": 9})) == 0
+  assert "keeps" not in capsys.readouterr().out
+  assert read_metrics(tmp_path / "first_run")[-1]["global_batch_to_train"] == 32
+
+
+# --- the plan ------------------------------------------------------------------------------------
+
+
+def total_samples(printed: str) -> list[int]:
+  """Of every plan in an output."""
+  found = re.findall(r"^ *total_samples .* = +([\d,]+) samples$", printed, re.M)
+  return [int(total.replace(",", "")) for total in found]
+
+
+def test_the_plan_of_a_resumed_run_counts_from_where_it_is(text, folder, capsys):
+  given = arguments(text, folder, steps=10, batch_size=32, per_device_batch_size=-1)
+  for more in (["validate_only=true"], []):
+    capsys.readouterr()
+    assert main([*given, *more]) == 0
+    printed = capsys.readouterr().out
+    assert total_samples(printed) == [2 * 8 + 8 * 32]
+    assert "16 in 2 steps + 32 × 8 " in printed
+  assert read_metrics(folder / "first_run")[-1]["samples"] == 2 * 8 + 8 * 32
+
+
+def test_the_plan_is_printed_again_if_an_older_checkpoint_is_taken(text, folder, capsys):
+  more = {"per_device_batch_size": 2}
+  assert main(arguments(text, folder, **more)) == 0
+  for file in (folder / "first_run" / "checkpoints" / "4" / "state").rglob("d/*"):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+  capsys.readouterr()
+  assert main(arguments(text, folder, steps=6, **more | {"per_device_batch_size": 3})) == 0
+  printed = capsys.readouterr().out
+  assert total_samples(printed) == [2 * 8 + 2 * 16 + 2 * 24, 2 * 8 + 4 * 24]
+  assert read_metrics(folder / "first_run")[-1]["samples"] == 2 * 8 + 4 * 24
+
+
+def test_the_plans_of_branches_count_from_the_checkpoint(text, folder, capsys):
+  run = folder / "first_run"
+  assert critical_batch([f"checkpoint={run}", "factors=1,2", "smoothing=1"]) == 0
+  printed = capsys.readouterr().out
+  trained = [
+    read_metrics(folder / "first_run-critical_batch" / "step-2" / name)[-1]["samples"]
+    for name in ("x1", "x2")
+  ]
+  assert total_samples(printed) == trained

@@ -73,7 +73,7 @@ def identity_differences(record: dict[str, Any], identity: Mapping[str, object])
   return _differences(saved, current)
 
 
-def changed_settings(record: dict[str, Any], settings: Mapping[str, object]) -> dict[str, str]:
+def changed_settings(record: Mapping[str, Any], settings: Mapping[str, object]) -> dict[str, str]:
   """The keys that this run gives other values than the one that wrote the record: key: old → new.
 
   Keys that only one of the two versions of the program has are not compared.

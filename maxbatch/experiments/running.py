@@ -13,6 +13,7 @@ from typing import Any
 from maxbatch.batch.learning_rate import COUPLINGS, learning_rate
 from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.resume import resumed_plan
 from maxbatch.batch.schedule import follows_noise_scale
 from maxbatch.batch.topology import Topology
 from maxbatch.checkpoints.identity import fixed_keys
@@ -106,10 +107,8 @@ def _planned(
 ) -> BatchPlan:
   """The plan from the checkpoint on, with what a steered run had decided until then."""
   plan = plan_batches(config.batch, run_config, layout)
-  if follows_noise_scale(config.batch) and not config.noise.gns_dry_run:
-    schedule = checkpoint.plan["batch_schedule"]
-    plan = plan.with_schedule([(int(samples), batch) for samples, batch in schedule])
-  return plan.starting_at(checkpoint.position)
+  steered = follows_noise_scale(config.batch) and not config.noise.gns_dry_run
+  return resumed_plan(plan, checkpoint.plan, checkpoint.position, steered=steered)
 
 
 def branch_config(experiment: Experiment, branch: Branch) -> Config:

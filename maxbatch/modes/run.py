@@ -72,7 +72,7 @@ def run(
   target = find_devices(config)
   cache.enable(config.compile.jax_cache_dir)
   resolved = resolve(config, target, forget=forget)
-  print(f"{resolved.plan}\n", flush=True)
+  print(f"{resolved.plan_ahead}\n", flush=True)
   trainer = build_trainer(resolved.config, resolved.plan, target.devices)
   dataset = build_dataset(resolved.config.data, resolved.config.batch.max_target_length)
   describe(resolved, trainer, dataset.description)
@@ -146,6 +146,8 @@ def _restore(resolved: ResolvedRun, trainer: Trainer, checkpointer: Checkpointer
     noise.restore(restored.notes if restored else {}, position)
     plan = noise.planned(plan)
   plan = plan.starting_at(position)
+  if plan.phases != resolved.plan_ahead.phases:
+    print(f"{plan}\n", flush=True)
   if restored:
     _print_changes(plan, restored)
     trainer = following(trainer, resolved.config, plan)

@@ -36,7 +36,7 @@ from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device, find_devices
-from maxbatch.modes.resolve import planned
+from maxbatch.modes.resolve import checkpoint_of, keeping_batch, planned
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import (
   build_trainer,
@@ -79,9 +79,12 @@ def _checks(config: Config) -> Iterator[_Check]:
   """Every check in turn; the next begins when the line of the one before is out."""
   yield "configuration", f"{len(schema.fields())} keys", ()
   target = find_devices(config)
-  given, (config, choice) = config, _with_smallest_choice(config, target.layout)
-  plan, devices = planned(config, target).plan, target.devices
-  yield "batch plan", _phases(plan), [*choice, *str(plan).splitlines()]
+  given, saved = config, checkpoint_of(config)
+  config = keeping_batch(config, saved, target.layout)
+  config, choice = _with_smallest_choice(config, target.layout)
+  run, devices = dataclasses.replace(planned(config, target), saved=saved), target.devices
+  plan, ahead = run.plan, run.plan_ahead
+  yield "batch plan", _phases(ahead), [*choice, *str(ahead).splitlines()]
   trainer, state = _without_arrays(config, plan, devices)
   yield "mesh", f"{plan.topology} on {devices[0].device_kind}", undivided_parameters(trainer)
   if trainer.pipeline:
