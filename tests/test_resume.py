@@ -315,3 +315,24 @@ def test_the_plans_of_branches_count_from_the_checkpoint(text, folder, capsys):
     for name in ("x1", "x2")
   ]
   assert total_samples(printed) == trained
+
+
+def test_a_load_of_parts_of_samples_is_refused_where_the_run_resumes(text, folder, capsys):
+  """From the beginning the budget is whole steps; from 16 samples on, the last one is cut."""
+  keys = {"steps": -1, "total_samples": 96, "batch_size": 32, "per_device_batch_size": 1}
+  given = arguments(text, folder, **keys, expansion_factor_real_data="1/32")
+  message = refused(capsys, given)
+  assert "makes a load of 0.5 samples for a step of 16 samples" in message
+  offer = message.rpartition("for example ")[2].strip()
+  assert main([*given, offer]) == 0
+
+
+# --- the order of samples ------------------------------------------------------------------------
+
+
+def test_another_order_of_samples_is_refused(text, begun, monkeypatch, capsys):
+  monkeypatch.setattr("maxbatch.checkpoints.identity.STREAM_VERSION", "another-1")
+  assert (
+    "  stream_version is grain-shuffle-1 in the checkpoint and another-1 now: samples would come in "
+    "another order, some again and some not at all\n"
+  ) in refused(capsys, arguments(text, begun))

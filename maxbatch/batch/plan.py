@@ -285,11 +285,12 @@ class BatchPlan:
 
   def _summed(self) -> str:
     """What total_samples is the sum of: for a resumed run, what it has consumed and what is left."""
-    start, left = self.phases[0].first, self.phases[0].num_steps
+    phase, several = self.phases[0], len(self.phases) > 1
+    start = phase.first
     before = f"{start.samples:,} in {start.step:,} steps + " if start.step else ""
-    if len(self.phases) > 1:
+    if several:
       return f"{before}sum of the phases, steps {self.steps:,}"
-    return f"{before}{self.phases[0].batch:,} × {'' if before else 'steps '}{left:,}"
+    return f"{before}{phase.batch:,} × {'' if before else 'steps '}{phase.num_steps:,}"
 
 
 def plan_batches(batch: BatchConfig, run: RunConfig, topology: Topology) -> BatchPlan:

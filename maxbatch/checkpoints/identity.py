@@ -6,12 +6,14 @@ from maxbatch.config.load import to_flat_dict
 from maxbatch.config.resume import CHANGEABLE, FIXED
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
+from maxbatch.data.stream import STREAM_VERSION
 
 
 def identity(config: Config, dataset: Dataset) -> dict[str, object]:
   """What a resume may not change: keys, what is in the files, and the order of samples."""
   data = config.data
   return fixed_keys(config) | {
+    "stream_version": STREAM_VERSION,
     "dataset": _contents(
       dataset.fingerprint, {"dataset_path": data.dataset_path}, dataset.train_files
     ),

@@ -22,6 +22,11 @@ _FILES_SHOWN = 3
 _FINGERPRINT = "fingerprint"
 """What decides whether two values of an identity are equal that have it; the rest explains them."""
 
+_CONSEQUENCES = {
+  "stream_version": ": samples would come in another order, some again and some not at all"
+}
+"""Of differences that no key makes."""
+
 
 def make_record(
   state: object,
@@ -144,7 +149,8 @@ def _decisive(value: Any) -> Any:
 
 def _difference(key: str, before: Any, now: Any) -> str:
   if not (isinstance(before, dict) and isinstance(now, dict)):
-    return f"{key} is {_decisive(before)} in the checkpoint and {_decisive(now)} now"
+    line = f"{key} is {_decisive(before)} in the checkpoint and {_decisive(now)} now"
+    return line + _CONSEQUENCES.get(key, "")
   paths = [
     f"{name} was {_shown(before['paths'].get(name))} and is {_shown(path)}"
     for name, path in now["paths"].items()

@@ -52,7 +52,7 @@ class PlanReport:
     parts = [
       f"Given  {given}{self._open()}",
       self.plan.derivation(),
-      "\n".join(["Loading", *map(_load_line, self.loads)]),
+      "\n".join(["Loading", *map(_load_line, self.loads), *self._planned_only()]),
       self._table(),
       *([self._pipeline(self.pipeline)] if self.pipeline else []),
       "\n".join(["Limits", *(f"  {line}" for line in limits(self.plan))]),
@@ -65,6 +65,14 @@ class PlanReport:
       return ""
     assumed = counted(self.plan.per_device(self.plan.micro_batch_to_train), "sample")
     return f"\nOpen   {self.choice}; below as if it were {assumed}"
+
+  def _planned_only(self) -> list[str]:
+    """A line where the hosts that load are not those that a run has."""
+    if self.plan.expansion_factor_real_data <= 1:
+      return []
+    return [
+      "  (planned: a run does not follow this yet, each host reads the samples of its devices)"
+    ]
 
   def _pipeline(self, pipeline: Pipeline) -> str:
     lines = ["Pipeline", str(pipeline), *([pipeline.choice] if pipeline.choice else [])]

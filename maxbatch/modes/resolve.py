@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from maxbatch.batch.learning_rate import learning_rate
+from maxbatch.batch.loads import check_loads
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
 from maxbatch.batch.resume import keep_batch, resumed_plan
 from maxbatch.batch.schedule import follows_noise_scale
@@ -121,6 +122,7 @@ def planned(config: Config, target: Target) -> ResolvedRun:
     UserError: sizes that do not divide, or a noise scale that cannot be measured so.
   """
   plan = plan_batches(config.batch, config.run, target.layout)
+  check_loads(plan, streamed=config.batch.accumulation == "streamed")
   check_noise(config, plan)
   return ResolvedRun(given=config, config=config, target=target, plan=plan)
 

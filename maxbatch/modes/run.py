@@ -10,6 +10,7 @@ import jax
 import yaml
 
 from maxbatch.batch.learning_rate import learning_rate
+from maxbatch.batch.loads import check_loads
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.checkpoints.checkpointer import Checkpointer, Restored
 from maxbatch.checkpoints.identity import identity, settings
@@ -146,6 +147,7 @@ def _restore(resolved: ResolvedRun, trainer: Trainer, checkpointer: Checkpointer
     noise.restore(restored.notes if restored else {}, position)
     plan = noise.planned(plan)
   plan = plan.starting_at(position)
+  check_loads(plan, streamed=streams(resolved.config))
   if plan.phases != resolved.plan_ahead.phases:
     print(f"{plan}\n", flush=True)
   if restored:
