@@ -184,6 +184,8 @@ def _train(
     calibration_programs(config, plan, resolved.target.devices, dataset.train) as calibration,
   ):
     _write_config(config, start, resolved.folder)
+    if start.noise:
+      start.noise.write_decisions()
     state, eval_step = _compile_and_init(config, start, dataset, programs)
     if config.compile.save_compiled_step:
       save_steps(config, plan, trainer, dataset.train, programs.all())
