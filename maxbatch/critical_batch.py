@@ -18,7 +18,7 @@ from maxbatch.batch.solve import text
 from maxbatch.command_line.arguments import Arguments, Command, Key
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
-from maxbatch.config.load import load_config
+from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config, NonNegativeFloat, PositiveOrUnset, Range
 from maxbatch.errors import UserError
 from maxbatch.experiments.branching import BranchBase, BranchRequest, plan_branches
@@ -41,7 +41,7 @@ from maxbatch.experiments.running import (
 )
 from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.compile_only import is_run
-from maxbatch.modes.resolve import planned, resolve, resolve_micro_batch_size
+from maxbatch.modes.resolve import planned, resolve, resolve_micro_batch_size, with_batch_of
 from maxbatch.plots.figure import render
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder
@@ -210,8 +210,9 @@ def _prepare(request: Request) -> Experiment:
     UserError: a batch, a rate or a length does not work.
   """
   target = find_devices(request.config)
-  config = resolve_micro_batch_size(request.config, target)
   checkpoint = read_checkpoint(request.step_folder)
+  config = with_batch_of(request.config, checkpoint.plan, _changed(request), target.layout)
+  config = resolve_micro_batch_size(config, target)
   now = at_checkpoint(config, checkpoint, target.layout)
   base = BranchBase(now.phase, target.layout, config.batch.max_target_length)
   options = request.options
@@ -235,6 +236,13 @@ def _prepare(request: Request) -> Experiment:
   return dataclasses.replace(
     experiment, config=dataclasses.replace(config, pipeline=largest.config.pipeline)
   )
+
+
+def _changed(request: Request) -> set[str]:
+  """The keys that have other values than in the run."""
+  now, written = to_flat_dict(request.config), RunFolder(request.step_folder.parent.parent).config
+  before = to_flat_dict(load_config([f"config={written}"])) if written.exists() else {}
+  return {key for key, value in now.items() if before.get(key) != value}
 
 
 def _coupling(asked: str, config: Config) -> str:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from maxbatch.batch.host_loads import host_loads
 from maxbatch.batch.learning_rate import learning_rate
+from maxbatch.batch.loads import check_loads
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.plan_plot import plot
 from maxbatch.batch.topology import Topology
@@ -83,6 +84,7 @@ def make_report(config: Config, devices: CountedDevices) -> PlanReport:
     UserError: something in the configuration does not work.
   """
   plan = plan_batches(config.batch, config.run, devices.layout)
+  check_loads(plan, streamed=config.batch.accumulation == "streamed")
   check_unused(config.pipeline)
   has_pipeline = config.pipeline.pipeline_schedule != "none"
   flat, unset = to_flat_dict(config), (-1, [])

@@ -153,5 +153,5 @@ def test_not_calibrated_yet():
   faint = dataclasses.replace(UNKNOWN, calibration=Calibration("insufficient", 9))
   assert advice(faint, 32, 256) == (
     "noise scale not calibrated yet: over 9 calibration steps the gradient cannot be "
-    "distinguished from its noise; more of them are needed"
+    "distinguished from its noise; more of them are needed, as a smaller gns_calibrate_every gives"
   )

@@ -63,7 +63,7 @@ def test_nor_has_one_phase_of_a_schedule():
     (
       {"gns_calibrate_every": 0},
       "batch_schedule=gns needs the noise scale of the whole model, which gns=norm predicts "
-      "from calibration steps, and gns_calibrate_every=0; for example gns_calibrate_every=50, or "
+      "from calibration steps, and gns_calibrate_every=0; for example gns_calibrate_every=10, or "
       "gns=all",
     ),
     (

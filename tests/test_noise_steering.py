@@ -139,6 +139,19 @@ def test_a_dry_run_says_what_it_would_do_and_does_not(train):
   assert not (constant.folder / "batch_schedule.yml").exists()
 
 
+def test_a_run_that_keeps_its_batch_writes_that_down(train):
+  with growing({}):
+    done = train("kept", **STEERED)
+  (written,) = read_changes(done.folder / "batch_schedule.yml")
+  assert (written.samples, written.batch) == (0, 2)
+  replayed = train(
+    "kept, replayed",
+    batch_schedule="file",
+    batch_schedule_file=done.folder / "batch_schedule.yml",
+  )
+  assert replayed.records == done.records
+
+
 # --- going on ------------------------------------------------------------------------------------
 
 
@@ -162,6 +175,8 @@ def test_stopped_anywhere_it_decides_and_measures_the_same(train, steered, chang
   assert_same_records(resumed.records, steered.records)
   assert fingerprints(resumed.params) == fingerprints(steered.params)
   assert "The batch schedule is another one" not in resumed.said
+  # Once: the plan that is printed first has what the checkpoint says was decided.
+  assert resumed.said.count("Batch plan") == 1
   written = [(done.folder / "batch_schedule.yml").read_text() for done in (resumed, steered)]
   assert written[0] == written[1]
 

@@ -59,6 +59,7 @@ Batch plan
 Loading
   hosts 0 to 1: 256 samples per step each
   hosts 2 to 3: read nothing, and get their samples from the others
+  (planned: a run does not follow this yet, each host reads the samples of its devices)
 
 Phases
   phase  first step  first sample  first token  steps  batch  per device  microbatches  learning rate
@@ -353,3 +354,39 @@ def test_a_load_that_does_not_divide_over_the_hosts():
     "global_batch_to_load=9 over num_hosts=4 is 2.25 samples per host, which must be a whole "
     "number; nearest: expansion_factor_real_data=4/3 or expansion_factor_real_data=2"
   )
+
+
+@pytest.mark.parametrize(
+  ("keys", "load"),
+  [
+    # A partial last step of 16 samples.
+    (
+      "batch_size=64 micro_batch_size=2 steps=-1 total_samples=144 expansion_factor_real_data=1/32",
+      "a load of 0.5 samples for a step of 16 samples",
+    ),
+    # The first phase has another microbatch than the run.
+    (
+      "batch_schedule=[[0,48],[96,32]] micro_batch_size=4 accumulation=streamed "
+      "expansion_factor_real_data=1/16",
+      "a load of 1.5 samples for a microbatch of 24 samples",
+    ),
+    # Batches that the noise scale may decide on.
+    (
+      "batch_schedule=gns gns=all batch_size=32 micro_batch_size=1 steps=-1 total_samples=3200 "
+      "schedule_unit=samples expansion_factor_real_data=1/32",
+      "a load of 0.25 samples for a step of 8 samples",
+    ),
+  ],
+  ids=["partial step", "phase", "steered"],
+)
+def test_loads_of_parts_of_samples_are_refused_with_an_offer_that_works(capsys, keys, load):
+  message = error(capsys, *keys.split())
+  assert f" makes {load}, as this run has or may come to; loads must be whole " in message
+  offer = re.search(r"for example (expansion_factor_real_data=\S+)$", message)
+  assert offer
+  show(capsys, *keys.split(), offer[1])
+
+
+def test_hosts_that_load_for_others_are_a_plan_alone(capsys):
+  assert "a run does not follow this yet" in show(capsys, "expansion_factor_real_data=8")
+  assert "does not follow" not in show(capsys, "expansion_factor_real_data=0.5")

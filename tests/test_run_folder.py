@@ -12,6 +12,7 @@ from maxbatch.run_folder.paths import RunFolder
 CONTRACT = {
   "lock": "lock",
   "config": "config.yml",
+  "starts": "starts",
   "metrics": "metrics.jsonl",
   "tensorboard": "tensorboard",
   "checkpoints": "checkpoints",

@@ -179,7 +179,10 @@ def test_a_larger_budget_goes_on_from_the_end(text, tmp_path):
     ({"data_shuffle_seed": 5}, "data_shuffle_seed is 0 in the checkpoint and 5 now"),
     ({"init_weights_seed": 5}, "init_weights_seed is 0 in the checkpoint and 5 now"),
     ({"normalization": "layernorm"}, "normalization is rmsnorm"),
-    ({"dataset_path": str(pathlib.Path(__file__))}, "dataset is "),
+    (
+      {"dataset_path": str(pathlib.Path(__file__))},
+      "dataset is not that of the checkpoint: dataset_path was ",
+    ),
   ],
 )
 def test_resuming_something_else_is_refused(uninterrupted, text, capsys, changed, named):

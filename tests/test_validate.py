@@ -288,7 +288,7 @@ def resumable(tmp_path_factory) -> pathlib.Path:
   state = zeros(to_save(abstract_state(here)))
   data = build_dataset(here.data, here.batch.max_target_length)
   directory = folder / "first_run" / "checkpoints"
-  with Checkpointer(directory, here.checkpoint, identity(here, data.fingerprint)) as checkpointer:
+  with Checkpointer(directory, here.checkpoint, identity(here, data)) as checkpointer:
     for step in (2, 4):
       checkpointer.save(state, Position(step, step * 32), {})
   return folder

@@ -247,9 +247,6 @@ class BatchPlan:
     per_device_eval = text(self.per_device(self.eval_batch))
     times = f"{devices:,} devices ×"
     accumulation, length = f"{self.gradient_accumulation_steps:,}", f"{self.max_target_length:,}"
-    constant = len(self.phases) == 1
-    summed = f"{batch:,} × steps {self.steps:,}"
-    summed = summed if constant else f"sum of the phases, steps {self.steps:,}"
     return [
       ("num_devices", str(self.topology), devices, "devices"),
       (
@@ -282,9 +279,18 @@ class BatchPlan:
         self.tokens_per_step,
         "tokens",
       ),
-      ("total_samples", summed, self.total_samples, "samples"),
+      ("total_samples", self._summed(), self.total_samples, "samples"),
       ("total_tokens", f"{self.total_samples:,} × {length}", self.total_tokens, "tokens"),
     ]
+
+  def _summed(self) -> str:
+    """What total_samples is the sum of: for a resumed run, what it has consumed and what is left."""
+    phase, several = self.phases[0], len(self.phases) > 1
+    start = phase.first
+    before = f"{start.samples:,} in {start.step:,} steps + " if start.step else ""
+    if several:
+      return f"{before}sum of the phases, steps {self.steps:,}"
+    return f"{before}{phase.batch:,} × {'' if before else 'steps '}{phase.num_steps:,}"
 
 
 def plan_batches(batch: BatchConfig, run: RunConfig, topology: Topology) -> BatchPlan:

@@ -1,10 +1,81 @@
-"""Whether a run with batch_schedule=gns can be resumed with the batch sizes given now."""
+"""The batch of a resumed run: what it keeps, and whether it can go on with the sizes given now."""
 
+import dataclasses
 import math
+from collections.abc import Collection, Mapping
+from fractions import Fraction
+from typing import Any
 
-from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.solve import text
+from maxbatch.batch.arithmetic import fitting_micro_batch
+from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.batch.solve import given_sizes, solve, text
+from maxbatch.batch.topology import Topology
+from maxbatch.config.schema import BatchConfig, Explore
 from maxbatch.errors import UserError
+
+
+def keep_batch(
+  config: BatchConfig, topology: Topology, saved: Mapping[str, Any], changed: Collection[str]
+) -> BatchConfig:
+  """The sizes of a run that is resumed, perhaps on other devices: its batch stays.
+
+  Unless a key says otherwise: one that gives the batch, or a size of the microbatch or their number
+  that has another value than before. The microbatch of a device stays too, if no key gives it and
+  it divides the batch.
+
+  Args:
+    config: the sizes as they are given now.
+    topology: the devices now.
+    saved: the plan of the checkpoint, as `BatchPlan.as_dict` gave it.
+    changed: the keys whose values are not those of the start that wrote the checkpoint.
+
+  Raises:
+    UserError: the batch does not divide over these devices, or not as the keys ask.
+  """
+  given, batch = given_sizes(config), saved.get("global_batch_to_train")
+  divisions = (given.per_device, given.gradient_accumulation_steps)
+  told = given.batch or any(size and size.key in changed for size in divisions)
+  # A microbatch that is to be chosen has no size yet, and its choice must not change the batch.
+  is_open = config.micro_batch_size == "auto" or isinstance(config.micro_batch_size, Explore)
+  if told or batch is None:
+    return config
+  try:
+    if not is_open and solve(given, topology).batch == batch:
+      return config
+    kept = dataclasses.replace(config, batch_size=batch)
+    solve(given_sizes(kept), topology)
+  except UserError as error:
+    raise UserError(
+      f"this run trains with {batch} samples per step, which it keeps unless a key such as "
+      f"batch_size gives another batch: {error}"
+    ) from None
+  if is_open or any(divisions):
+    return kept
+  per_device = _near(Fraction(saved["per_device_batch_size"]), batch, topology)
+  return dataclasses.replace(kept, per_device_batch_size=per_device)
+
+
+def _near(per_device: Fraction, batch: int, topology: Topology) -> Fraction:
+  """The size of a device's microbatch, or the largest smaller one that divides the batch."""
+  devices, groups = topology.num_devices, topology.num_batch_groups
+  rows = max(1, math.floor(per_device * devices / groups))
+  return Fraction(fitting_micro_batch(rows * groups, batch, topology), devices)
+
+
+def resumed_plan(
+  plan: BatchPlan, saved: Mapping[str, Any], position: Position, *, steered: bool
+) -> BatchPlan:
+  """The plan from a checkpoint on.
+
+  Args:
+    plan: from the run's beginning.
+    saved: the plan of the checkpoint, as `BatchPlan.as_dict` gave it.
+    position: of the checkpoint.
+    steered: whether the noise scale decides on the batch; then what it had decided stays.
+  """
+  if steered:
+    plan = plan.with_schedule([(int(at), batch) for at, batch in saved["batch_schedule"]])
+  return plan.starting_at(position)
 
 
 def check_can_continue(plan: BatchPlan, first: int, now: int) -> None:

@@ -19,9 +19,9 @@ from typing import overload
 
 import numpy as np
 
+from maxbatch.batch.loads import load_ranges
 from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, Position
-from maxbatch.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,12 +139,6 @@ def _dispatched(phase: Phase, *, streamed: bool) -> tuple[range, int]:
   return range(phase.first.samples, phase.end.samples, size), per_dispatch
 
 
-def load_factor(plan: BatchPlan, *, streamed: bool) -> Fraction:
-  """Samples loaded at once, as a multiple of the samples of one dispatch."""
-  taken = plan.micro_batch_to_train if streamed else plan.global_batch_to_train
-  return Fraction(plan.global_batch_to_load, taken)
-
-
 def steps_in_order(num_rows: int, batch: int) -> list[StepRows]:
   """Steps of one microbatch of `batch` rows each that cover `num_rows` rows."""
   return [StepRows(first, 1) for first in range(0, num_rows, batch)]
@@ -192,27 +186,13 @@ class StepTable:
     Raises:
       UserError: a load is not a whole number of samples.
     """
-    bounds: list[range] = []
-    begin = self.first_samples[0] if len(self) else 0
-    for firsts, num_microbatches in self._runs:
-      batch = num_microbatches * self.micro_batch
-      end = firsts[-1] + batch
-      if begin < end:
-        bounds.append(range(begin, end, _load_size(batch, factor)))
-        begin += len(bounds[-1]) * bounds[-1].step
-    return JoinedRanges([*bounds, range(self.end, self.end + 1)])
+    runs = (
+      (firsts[0], firsts[-1] + size, size)
+      for firsts, num_microbatches in self._runs
+      for size in (num_microbatches * self.micro_batch,)
+    )
+    return JoinedRanges([*load_ranges(runs, factor), range(self.end, self.end + 1)])
 
 
 def _run_of_one(step: StepRows) -> tuple[range, int]:
   return range(step.first_sample, step.first_sample + 1), step.num_microbatches
-
-
-def _load_size(batch: int, factor: Fraction) -> int:
-  size = factor * batch
-  if size.denominator != 1 or size <= 0:
-    raise UserError(
-      f"expansion_factor_real_data={factor} × global_batch_to_train={batch} is {size} samples, "
-      "which must be a whole number, at least 1; for example expansion_factor_real_data="
-      f"{Fraction(1, batch)} or 2"
-    )
-  return int(size)

@@ -29,9 +29,11 @@ from maxbatch.batch.plan import Position
 from maxbatch.checkpoints.faults import cause, free_bytes, refusal, root_cause
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.formats import format_named
+from maxbatch.checkpoints.newest import completed_steps
 from maxbatch.checkpoints.quiet_orbax import silence_orbax
 from maxbatch.checkpoints.record import (
   changed_leaves,
+  changed_settings,
   format_name,
   identity_differences,
   is_intact,
@@ -85,9 +87,12 @@ class Checkpointer:
     config: CheckpointConfig,
     identity: Mapping[str, object],
     report: Callable[[str], None] = print,
+    *,
+    settings: Mapping[str, object] | None = None,
   ):
-    """`identity` says what must not change between runs (model, dataset, seed, ...), as JSON
-    values; `report` receives one line whenever something deserves a person's attention.
+    """`identity` says what must not change between runs (model, dataset, seed, ...), and `settings`
+    what may, as JSON values; `report` receives a text whenever something deserves a person's
+    attention.
 
     Raises:
       UserError: for an unknown checkpoint_format.
@@ -95,6 +100,7 @@ class Checkpointer:
     self._directory = pathlib.Path(directory).absolute()
     self._config = config
     self._identity = dict(identity)
+    self._settings = dict(settings or {})
     self._report = report
     self._format = format_named(config.checkpoint_format)
     self._damaged: dict[int, str] = {}
@@ -113,10 +119,7 @@ class Checkpointer:
 
   def steps(self) -> list[int]:
     """The steps whose saves were completed, oldest first; read from the disk, not yet verified."""
-    if not self._directory.is_dir():
-      return []
-    names = (path.name for path in self._directory.iterdir() if path.is_dir())
-    return sorted(int(name) for name in names if name.isdecimal())
+    return completed_steps(self._directory)
 
   def save(
     self,
@@ -135,7 +138,13 @@ class Checkpointer:
     if position.step in self.steps() and position.step not in self._damaged:
       return
     record = make_record(
-      state, position, plan, self._identity, notes or {}, self._config.checkpoint_format
+      state,
+      position,
+      plan,
+      self._identity,
+      self._settings,
+      notes or {},
+      self._config.checkpoint_format,
     )
     arrays = {name: leaf for name, leaf in named_leaves(state).items() if leaf.size}
     items = ocp.args.Composite(state=self._format.save(arrays), record=ocp.args.JsonSave(record))
@@ -339,6 +348,9 @@ class Checkpointer:
       raise _DamagedError(f"leaf {wrong[0]}{others} differs from its fingerprint")
     if changed:
       self._report(f"resuming from step {step} although it differs: " + "; ".join(changed))
+    if lines := list(changed_settings(record, self._settings).values()):
+      self._report(f"Changed since checkpoint step {step}, and in force from here on:")
+      self._report("\n".join(f"  {line}" for line in lines))
     state = jax.tree.unflatten(jax.tree.structure(abstract_state), list(arrays.values()))
     position = Position(step, record["samples"])
     # Checkpoints of earlier versions have no notes.

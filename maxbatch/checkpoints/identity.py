@@ -1,26 +1,40 @@
-"""What must be equal for a run to resume from a checkpoint."""
+"""What must be equal for a run to resume from a checkpoint, and what may have changed."""
 
-import dataclasses
+from collections.abc import Mapping
 
+from maxbatch.config.load import to_flat_dict
+from maxbatch.config.resume import CHANGEABLE, FIXED
 from maxbatch.config.schema import Config
-
-_FREE_MODEL_KEYS = frozenset(
-  {"model_name", "attention", "scan_layers", "remat_policy", "num_vocab_tiling", "dtype"}
-)
-"""How the model is computed or called; it is the same model either way."""
+from maxbatch.data.dataset import Dataset
+from maxbatch.data.stream import STREAM_VERSION
 
 
-def identity(config: Config, dataset_fingerprint: str) -> dict[str, object]:
-  """Dataset, seeds and model of a run, by configuration key."""
-  model = {
-    key: value
-    for key, value in dataclasses.asdict(config.model).items()
-    if key not in _FREE_MODEL_KEYS
+def identity(config: Config, dataset: Dataset) -> dict[str, object]:
+  """What a resume may not change: keys, what is in the files, and the order of samples."""
+  data = config.data
+  return fixed_keys(config) | {
+    "stream_version": STREAM_VERSION,
+    "dataset": _contents(
+      dataset.fingerprint, {"dataset_path": data.dataset_path}, dataset.train_files
+    ),
+    "validation": _contents(
+      dataset.validation_fingerprint,
+      {"dataset_path": data.dataset_path, "eval_dataset_path": data.eval_dataset_path},
+      dataset.validation_files,
+    ),
   }
-  return model | {
-    "dataset": dataset_fingerprint,
-    "data_shuffle_seed": config.data.data_shuffle_seed,
-    "packing": config.data.packing,
-    "max_target_length": config.batch.max_target_length,
-    "opt_type": config.optimizer.opt_type,
-  }
+
+
+def fixed_keys(config: Config) -> dict[str, object]:
+  """The keys that a resume may not change, as values that JSON holds."""
+  return {key: value for key, value in to_flat_dict(config).items() if key in FIXED}
+
+
+def settings(config: Config) -> dict[str, object]:
+  """The keys that it may, likewise."""
+  return {key: value for key, value in to_flat_dict(config).items() if key in CHANGEABLE}
+
+
+def _contents(fingerprint: str, paths: Mapping[str, str], files: Mapping[str, int]) -> object:
+  """A part of a dataset: equal if its fingerprint is; the rest says what has changed otherwise."""
+  return {"fingerprint": fingerprint, "paths": dict(paths), "files": dict(files)}

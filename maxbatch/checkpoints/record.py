@@ -1,14 +1,14 @@
 """What is written beside a checkpoint's arrays, and how two of these records are compared.
 
-A record is a JSON object: step, samples, plan, identity, notes of what steers the run, the format
-of the arrays, and every leaf's shape, dtype and fingerprint, under one checksum. Differences
-are reported one per line.
+A record is a JSON object: step, samples, plan, identity (what a resume may not change), settings
+(what it may), notes of what steers the run, the format of the arrays, and every leaf's shape, dtype
+and fingerprint, under one checksum. Differences are reported one per line.
 """
 
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +18,14 @@ from maxbatch.checkpoints.fingerprint import fingerprints, named_leaves
 
 _ABSENT = "(absent)"
 _SHOWN = 8
+_FILES_SHOWN = 3
+_FINGERPRINT = "fingerprint"
+"""What decides whether two values of an identity are equal that have it; the rest explains them."""
+
+_CONSEQUENCES = {
+  "stream_version": ": samples would come in another order, some again and some not at all"
+}
+"""Of differences that no key makes."""
 
 
 def make_record(
@@ -25,18 +33,20 @@ def make_record(
   position: Position,
   plan: Mapping[str, object],
   identity: Mapping[str, object],
+  settings: Mapping[str, object],
   notes: Mapping[str, object],
   checkpoint_format: str,
 ) -> dict[str, Any]:
   """The record of `state`, sealed. Waits until the state is computed.
 
   Raises:
-    TypeError: `plan`, `identity` or `notes` holds something that is not JSON.
+    TypeError: `plan`, `identity`, `settings` or `notes` holds something that is not JSON.
   """
   leaves = named_leaves(state)
   prints = fingerprints(state)
   described = {name: _shape(leaf) | {"fingerprint": prints[name]} for name, leaf in leaves.items()}
   fields = {"identity": dict(identity), "plan": dict(plan), "notes": dict(notes)}
+  fields |= {"settings": dict(settings)}
   fields |= {"leaves": described, "checkpoint_format": checkpoint_format}
   fields = json.loads(json.dumps(dataclasses.asdict(position) | fields))
   return fields | {"checksum": _checksum(fields)}
@@ -61,7 +71,24 @@ def is_intact(record: object) -> bool:
 
 def identity_differences(record: dict[str, Any], identity: Mapping[str, object]) -> list[str]:
   """What differs between the run that wrote the record and this one, a line per key."""
-  return _differences(record["identity"], json.loads(json.dumps(dict(identity))))
+  saved, current = record["identity"], json.loads(json.dumps(dict(identity)))
+  if "settings" not in record:
+    # Written by an earlier version, which compared fewer keys.
+    current = {key: value for key, value in current.items() if key in saved}
+  return _differences(saved, current)
+
+
+def changed_settings(record: Mapping[str, Any], settings: Mapping[str, object]) -> dict[str, str]:
+  """The keys that this run gives other values than the one that wrote the record: key: old → new.
+
+  Keys that only one of the two versions of the program has are not compared.
+  """
+  saved, current = record.get("settings", {}), json.loads(json.dumps(dict(settings)))
+  return {
+    key: f"{key}: {_shown(saved[key])} → {_shown(value)}"
+    for key, value in current.items()
+    if key in saved and saved[key] != value
+  }
 
 
 def state_differences(record: dict[str, Any], leaves: Mapping[str, Any]) -> list[str]:
@@ -99,10 +126,55 @@ def _spelled(leaf: Mapping[str, Any]) -> str:
   return f"{leaf['dtype']}{leaf['shape']}"
 
 
+def _shown(value: object) -> str:
+  return '""' if value == "" else str(value)
+
+
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
   """One line per key whose value differs, keys that only one side has included."""
-  return [
-    f"{key} is {saved.get(key, _ABSENT)} in the checkpoint and {current.get(key, _ABSENT)} now"
+  pairs = {
+    key: (saved.get(key, _ABSENT), current.get(key, _ABSENT))
     for key in sorted(saved.keys() | current.keys())
-    if saved.get(key, _ABSENT) != current.get(key, _ABSENT)
+  }
+  return [
+    _difference(key, before, now)
+    for key, (before, now) in pairs.items()
+    if _decisive(before) != _decisive(now)
   ]
+
+
+def _decisive(value: Any) -> Any:
+  return value[_FINGERPRINT] if isinstance(value, dict) else value
+
+
+def _difference(key: str, before: Any, now: Any) -> str:
+  if not (isinstance(before, dict) and isinstance(now, dict)):
+    line = f"{key} is {_decisive(before)} in the checkpoint and {_decisive(now)} now"
+    return line + _CONSEQUENCES.get(key, "")
+  paths = [
+    f"{name} was {_shown(before['paths'].get(name))} and is {_shown(path)}"
+    for name, path in now["paths"].items()
+    if before["paths"].get(name) != path
+  ]
+  files = _changed_files(before["files"], now["files"])
+  how = "; ".join(paths + files) or "the same paths, names and sizes, with other contents"
+  return f"{key} is not that of the checkpoint: {how}"
+
+
+def _changed_files(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
+  """Which files are there no more, are new, or have another size."""
+  gone = [f"{name} ({size:,} bytes)" for name, size in before.items() if name not in now]
+  new = [f"{name} ({size:,} bytes)" for name, size in now.items() if name not in before]
+  resized = [
+    f"{name} ({now[name]:,} bytes, was {size:,})"
+    for name, size in before.items()
+    if now.get(name, size) != size
+  ]
+  kinds = {"gone": gone, "new": new, "changed": resized}
+  return [f"{kind}: {_first(names)}" for kind, names in kinds.items() if names]
+
+
+def _first(names: Sequence[str]) -> str:
+  more = len(names) - _FILES_SHOWN
+  shown = ", ".join(names[:_FILES_SHOWN])
+  return f"{shown} and {more:,} more" if more > 0 else shown

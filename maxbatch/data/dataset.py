@@ -1,6 +1,7 @@
 """What every dataset offers: rows addressed by number, for training and for validation."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -48,3 +49,8 @@ class Dataset:
   """Equal exactly when the training tokens are equal; a resume compares it."""
   description: str
   """What was found, in a line or two for the person who starts the run."""
+  validation_fingerprint: str = ""
+  """Likewise, of the validation tokens."""
+  train_files: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  """Bytes of every file, by name: what a refused resume names beside fingerprints."""
+  validation_files: Mapping[str, int] = dataclasses.field(default_factory=dict)

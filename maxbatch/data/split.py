@@ -20,6 +20,8 @@ _ROLES: dict[str, _Role] = {
 }
 _SHOWN = 3
 """Names of documents in a description, before the rest is counted."""
+_MOST_LISTED = 1000
+"""Every checkpoint has the list: a record of some tens of kilobytes at most."""
 
 
 class Split(NamedTuple):
@@ -59,11 +61,18 @@ def split(sources: Sources, eval_fraction: float) -> Split:
 def described(documents: Sequence[Document]) -> str:
   """The first few names, with the part of a file that is meant if it is not all of it."""
   more = len(documents) - _SHOWN
-  names = ", ".join(map(_described, documents[:_SHOWN]))
+  names = ", ".join(map(_name, documents[:_SHOWN]))
   return f"{names} and {more:,} more" if more > 0 else names
 
 
-def _described(document: Document) -> str:
+def sizes_by_name(documents: Sequence[Document]) -> dict[str, int]:
+  """Bytes of each document's file, by its name; of very many files, all in one entry."""
+  if len(documents) > _MOST_LISTED:
+    return {f"{len(documents):,} files": sum(each.file.size_bytes for each in documents)}
+  return {_name(document): document.file.size_bytes for document in documents}
+
+
+def _name(document: Document) -> str:
   if document.begin > 0:
     return f"{document.file.name} (its last {100 * (1 - document.begin):.4g}%)"
   if document.end < 1:

@@ -7,8 +7,9 @@ nothing about workers, hosts or batch sizes can change what comes next.
 import grain
 import numpy as np
 
-# Saved with checkpoints: a stream that orders rows otherwise is another one.
 STREAM_VERSION = "grain-shuffle-1"
+"""Saved with checkpoints: a stream that orders rows otherwise is another one, and its samples after
+a resume would repeat some of those before and leave out others."""
 
 
 class SampleStream:

@@ -7,7 +7,7 @@ from pathlib import Path
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.sources import Document, Sources, resolve
-from maxbatch.data.split import Split, described, split
+from maxbatch.data.split import Split, described, sizes_by_name, split
 from maxbatch.data.token_cache import TokenCache, open_or_build
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.data.windows import TokenWindows
@@ -42,6 +42,9 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
     validation=validation and windows(validation),
     fingerprint=train.fingerprint,
     description=_describe(sources, eval_sources, parts, train, validation, folder),
+    validation_fingerprint=validation.fingerprint if validation else "none",
+    train_files=sizes_by_name(parts.train),
+    validation_files=sizes_by_name(parts.validation),
   )
 
 

@@ -13,9 +13,10 @@ from typing import Any
 from maxbatch.batch.learning_rate import COUPLINGS, learning_rate
 from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.resume import resumed_plan
 from maxbatch.batch.schedule import follows_noise_scale
 from maxbatch.batch.topology import Topology
-from maxbatch.checkpoints.identity import identity
+from maxbatch.checkpoints.identity import fixed_keys
 from maxbatch.checkpoints.record import identity_differences, listed
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import BatchConfig, Config, RunConfig
@@ -106,10 +107,8 @@ def _planned(
 ) -> BatchPlan:
   """The plan from the checkpoint on, with what a steered run had decided until then."""
   plan = plan_batches(config.batch, run_config, layout)
-  if follows_noise_scale(config.batch) and not config.noise.gns_dry_run:
-    schedule = checkpoint.plan["batch_schedule"]
-    plan = plan.with_schedule([(int(samples), batch) for samples, batch in schedule])
-  return plan.starting_at(checkpoint.position)
+  steered = follows_noise_scale(config.batch) and not config.noise.gns_dry_run
+  return resumed_plan(plan, checkpoint.plan, checkpoint.position, steered=steered)
 
 
 def branch_config(experiment: Experiment, branch: Branch) -> Config:
@@ -255,4 +254,4 @@ def _what_decides(config: Config) -> dict[str, Any]:
   data = dataclasses.asdict(config.data)
   used = {key: value for key, value in data.items() if key not in _UNRELATED}
   optimizer = dataclasses.asdict(config.optimizer)
-  return identity(config, "") | used | optimizer | {"batch_size": config.batch.batch_size}
+  return fixed_keys(config) | used | optimizer | {"batch_size": config.batch.batch_size}

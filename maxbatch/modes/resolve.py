@@ -1,9 +1,18 @@
 """From what a configuration leaves open to a run in which everything is chosen and planned."""
 
 import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
 
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.loads import check_loads
+from maxbatch.batch.plan import BatchPlan, Position, plan_batches
+from maxbatch.batch.resume import keep_batch, resumed_plan
+from maxbatch.batch.schedule import follows_noise_scale
+from maxbatch.batch.topology import Topology
+from maxbatch.checkpoints.identity import settings
+from maxbatch.checkpoints.newest import newest_record
+from maxbatch.checkpoints.record import changed_settings
 from maxbatch.config.schema import Config
 from maxbatch.hardware.devices import Target
 from maxbatch.noise.requirements import check_noise
@@ -22,15 +31,29 @@ from maxbatch.tuning.prober import Prober
 class ResolvedRun:
   """A run on its devices, with nothing left to choose."""
 
+  given: Config
+  """As its keys say, with what they leave open."""
   config: Config
   target: Target
   plan: BatchPlan
   """From the run's first step, wherever it resumes."""
+  saved: Mapping[str, Any] | None = None
+  """The record of the checkpoint to resume from; None if the run begins."""
 
   @property
   def folder(self) -> RunFolder:
     """The run's folder, which may not be there yet."""
     return RunFolder.of(self.config.run)
+
+  @property
+  def plan_ahead(self) -> BatchPlan:
+    """From where the run is, if its newest checkpoint turns out to be whole."""
+    if self.saved is None:
+      return self.plan
+    steers = follows_noise_scale(self.config.batch) and not self.config.noise.gns_dry_run
+    steered = steers and bool(self.saved.get("notes", {}).get("steering"))
+    position = Position(self.saved["step"], self.saved["samples"])
+    return resumed_plan(self.plan, self.saved["plan"], position, steered=steered)
 
 
 def resolve(config: Config, target: Target, *, forget: bool = False) -> ResolvedRun:
@@ -42,7 +65,9 @@ def resolve(config: Config, target: Target, *, forget: bool = False) -> Resolved
     UserError: nothing fits, the model cannot be split as the keys ask, the noise scale cannot be
       measured so, or the learning rate's schedule does not fit into the run.
   """
-  run = planned(resolve_micro_batch_size(config, target, forget=forget), target)
+  saved = checkpoint_of(config)
+  sized = keeping_batch(config, saved, target.layout)
+  run = planned(resolve_micro_batch_size(sized, target, forget=forget), target)
   # Before anything is compiled for the pipeline.
   learning_rate(run.config.optimizer, run.plan, run.config.run.schedule_unit)
   prober = PipelineMicrobatchProber(run.config, target.devices, target.layout)
@@ -50,7 +75,44 @@ def resolve(config: Config, target: Target, *, forget: bool = False) -> Resolved
     run.config, target, prober, remembered_choices(), forget=forget
   )
   # The plan knows nothing of the pipeline, so that it stays.
-  return dataclasses.replace(run, config=chosen)
+  return dataclasses.replace(run, config=chosen, given=config, saved=saved)
+
+
+def checkpoint_of(config: Config) -> Mapping[str, Any] | None:
+  """The record of the checkpoint that a start on this machine would resume from."""
+  if config.compile.compile_topology or not config.checkpoint.enable_checkpointing:
+    return None
+  return newest_record(RunFolder.of(config.run).checkpoints)
+
+
+def keeping_batch(config: Config, saved: Mapping[str, Any] | None, layout: Topology) -> Config:
+  """The configuration with the batch of the run that is resumed, unless keys give another."""
+  if saved is None:
+    return config
+  changed = changed_settings(saved, settings(config))
+  return with_batch_of(config, saved["plan"], changed, layout)
+
+
+def with_batch_of(
+  config: Config, saved: Mapping[str, Any], changed: Collection[str], layout: Topology
+) -> Config:
+  """The configuration with the batch of a saved plan, unless keys give another; says so.
+
+  Args:
+    config: as its keys say.
+    saved: the plan of a checkpoint, as `BatchPlan.as_dict` gave it.
+    changed: the keys that have other values than the checkpoint was written with.
+    layout: the devices.
+
+  Raises:
+    UserError: that batch does not divide over these devices, or not as the keys ask.
+  """
+  batch = keep_batch(config.batch, layout, saved, changed)
+  if batch != config.batch:
+    print(
+      f"The run keeps its {batch.batch_size} samples per step; batch_size=… gives it another batch"
+    )
+  return dataclasses.replace(config, batch=batch)
 
 
 def planned(config: Config, target: Target) -> ResolvedRun:
@@ -60,8 +122,9 @@ def planned(config: Config, target: Target) -> ResolvedRun:
     UserError: sizes that do not divide, or a noise scale that cannot be measured so.
   """
   plan = plan_batches(config.batch, config.run, target.layout)
+  check_loads(plan, streamed=config.batch.accumulation == "streamed")
   check_noise(config, plan)
-  return ResolvedRun(config, target, plan)
+  return ResolvedRun(given=config, config=config, target=target, plan=plan)
 
 
 def resolve_micro_batch_size(config: Config, target: Target, *, forget: bool = False) -> Config:

@@ -10,9 +10,10 @@ import jax
 import yaml
 
 from maxbatch.batch.learning_rate import learning_rate
+from maxbatch.batch.loads import check_loads
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.checkpoints.checkpointer import Checkpointer, Restored
-from maxbatch.checkpoints.identity import identity
+from maxbatch.checkpoints.identity import identity, settings
 from maxbatch.compile import cache
 from maxbatch.compile.steps import save_steps, step_compiler
 from maxbatch.config.load import DERIVED, to_flat_dict
@@ -72,13 +73,13 @@ def run(
   target = find_devices(config)
   cache.enable(config.compile.jax_cache_dir)
   resolved = resolve(config, target, forget=forget)
-  print(f"{resolved.plan}\n", flush=True)
+  print(f"{resolved.plan_ahead}\n", flush=True)
   trainer = build_trainer(resolved.config, resolved.plan, target.devices)
   dataset = build_dataset(resolved.config.data, resolved.config.batch.max_target_length)
   describe(resolved, trainer, dataset.description)
   with (
     _held_by_one_process(resolved),
-    _checkpointer(resolved, dataset.fingerprint) as checkpointer,
+    _checkpointer(resolved, dataset) as checkpointer,
   ):
     start = _restore(resolved, trainer, checkpointer)
     if start.restored and start.position.step >= start.plan.steps:
@@ -123,10 +124,12 @@ def _check_replaces_nothing(resolved: ResolvedRun) -> None:
     )
 
 
-def _checkpointer(resolved: ResolvedRun, dataset_fingerprint: str) -> Checkpointer:
-  directory = resolved.folder.checkpoints
+def _checkpointer(resolved: ResolvedRun, dataset: Dataset) -> Checkpointer:
   return Checkpointer(
-    directory, resolved.config.checkpoint, identity(resolved.config, dataset_fingerprint)
+    resolved.folder.checkpoints,
+    resolved.config.checkpoint,
+    identity(resolved.config, dataset),
+    settings=settings(resolved.given),
   )
 
 
@@ -144,6 +147,9 @@ def _restore(resolved: ResolvedRun, trainer: Trainer, checkpointer: Checkpointer
     noise.restore(restored.notes if restored else {}, position)
     plan = noise.planned(plan)
   plan = plan.starting_at(position)
+  check_loads(plan, streamed=streams(resolved.config))
+  if plan.phases != resolved.plan_ahead.phases:
+    print(f"{plan}\n", flush=True)
   if restored:
     _print_changes(plan, restored)
     trainer = following(trainer, resolved.config, plan)
@@ -177,7 +183,9 @@ def _train(
     StepPrograms(compiler, plan.micro_batches) as programs,
     calibration_programs(config, plan, resolved.target.devices, dataset.train) as calibration,
   ):
-    _write_config(config, plan, resolved.folder)
+    _write_config(config, start, resolved.folder)
+    if start.noise:
+      start.noise.write_decisions()
     state, eval_step = _compile_and_init(config, start, dataset, programs)
     if config.compile.save_compiled_step:
       save_steps(config, plan, trainer, dataset.train, programs.all())
@@ -237,7 +245,11 @@ def _compile_and_init(
   return state, eval_step
 
 
-def _write_config(config: Config, plan: BatchPlan, folder: RunFolder) -> None:
-  """config.yml: every key, and what was derived from them."""
-  values = to_flat_dict(config) | {DERIVED: plan.as_dict()}
-  write_run_file(folder.config, yaml.safe_dump(values, sort_keys=False))
+def _write_config(config: Config, start: _Start, folder: RunFolder) -> None:
+  """config.yml, every key and what was derived from them; and the same among those of all starts."""
+  if jax.process_index() > 0:
+    return
+  derived = {"begins_after_step": start.position.step} | start.plan.as_dict()
+  content = yaml.safe_dump(to_flat_dict(config) | {DERIVED: derived}, sort_keys=False)
+  write_run_file(folder.next_start(), content)
+  write_run_file(folder.config, content)

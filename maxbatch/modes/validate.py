@@ -16,23 +16,27 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.solve import counted, text
 from maxbatch.batch.topology import Topology
-from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.checkpoints.fingerprint import named_leaves
-from maxbatch.checkpoints.identity import identity
-from maxbatch.checkpoints.record import identity_differences, is_intact, listed, state_differences
+from maxbatch.checkpoints.identity import identity, settings
+from maxbatch.checkpoints.newest import completed_steps, newest_record
+from maxbatch.checkpoints.record import (
+  changed_settings,
+  identity_differences,
+  listed,
+  state_differences,
+)
 from maxbatch.config import schema
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device, describe_devices, find_devices
-from maxbatch.modes.resolve import planned
+from maxbatch.modes.resolve import checkpoint_of, keeping_batch, planned
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import (
   build_trainer,
@@ -77,9 +81,12 @@ def _checks(config: Config) -> Iterator[_Check]:
   """Every check in turn; the next begins when the line of the one before is out."""
   yield "configuration", f"{len(schema.fields())} keys", ()
   target = find_devices(config)
-  config, choice = _with_smallest_choice(resolve_accumulation(config, target.layout), target.layout)
-  plan, devices = planned(config, target).plan, target.devices
-  yield "batch plan", _phases(plan), [*choice, *str(plan).splitlines()]
+  given, saved = config, checkpoint_of(config)
+  config = resolve_accumulation(keeping_batch(config, saved, target.layout), target.layout)
+  config, choice = _with_smallest_choice(config, target.layout)
+  run, devices = dataclasses.replace(planned(config, target), saved=saved), target.devices
+  plan, ahead = run.plan, run.plan_ahead
+  yield "batch plan", _phases(ahead), [*choice, *str(ahead).splitlines()]
   trainer, state = _without_arrays(config, plan, devices)
   yield "mesh", f"{plan.topology} on {describe_devices(devices)}", undivided_parameters(trainer)
   if trainer.pipeline:
@@ -102,7 +109,7 @@ def _checks(config: Config) -> Iterator[_Check]:
   yield "folder", _writable(folder), ()
   if config.checkpoint.enable_checkpointing:
     yield "checkpoints", _disk_space(config, plan, state, folder), ()
-    yield "resume", _resumable(config, plan, state, dataset, folder), ()
+    yield "resume", *_resumable(given, plan, state, dataset, folder)
 
 
 def _with_smallest_choice(config: Config, layout: Topology) -> tuple[Config, Sequence[str]]:
@@ -240,7 +247,7 @@ def _disk_space(config: Config, plan: BatchPlan, state: TrainState, folder: Path
     config.checkpoint.checkpoint_keep_period,
   )
   forever = plan.steps // period if period > 0 else 0
-  there = len(_checkpointer(config, "", folder).steps())
+  there = len(completed_steps(RunFolder(folder).checkpoints))
   count = max(1, keep + 1 + forever - there)
   free = shutil.disk_usage(_nearest(folder)).free
   needed = f"{counted(count, 'checkpoint')} of {_gib(each)}, one of them while it replaces another"
@@ -257,34 +264,28 @@ def _disk_space(config: Config, plan: BatchPlan, state: TrainState, folder: Path
   )
 
 
-def _checkpointer(config: Config, dataset_fingerprint: str, folder: Path) -> Checkpointer:
-  return Checkpointer(
-    RunFolder(folder).checkpoints, config.checkpoint, identity(config, dataset_fingerprint)
-  )
-
-
 def _resumable(
   config: Config, plan: BatchPlan, state: TrainState, dataset: Dataset, folder: Path
-) -> str:
+) -> tuple[str, list[str]]:
   """Whether the run's newest checkpoint is this run's, by its record; its arrays are not read.
+
+  Returns where the run resumes, and a line for every key that has changed since.
 
   Raises:
     UserError: it is another run's, or no record can be read.
   """
   directory = RunFolder(folder).checkpoints
-  steps = _checkpointer(config, dataset.fingerprint, folder).steps()
+  steps, record = completed_steps(directory), newest_record(directory)
   if not steps:
-    return "nothing to resume: the run begins at step 0"
-  records = ((step, _record(directory / str(step))) for step in reversed(steps))
-  found = next(((step, record) for step, record in records if record is not None), None)
-  if found is None:
+    return "nothing to resume: the run begins at step 0", []
+  if record is None:
     raise UserError(
       f"No checkpoint in {directory} has a record that can be read: {steps}. Restore the folder "
       "from a backup, choose another run_name, or remove the folder to start again."
     )
-  step, record = found
+  step = record["step"]
   misfits = state_differences(record, named_leaves(to_save(state)))
-  changed = identity_differences(record, identity(config, dataset.fingerprint))
+  changed = identity_differences(record, identity(config, dataset))
   if misfits or (changed and not config.checkpoint.allow_changed_resume):
     allow = "" if misfits else ", or resume all the same with allow_changed_resume=true"
     raise UserError(
@@ -292,15 +293,8 @@ def _resumable(
       f"{listed(changed + misfits)}\nSet these back, choose another run_name{allow}."
     )
   at = f"step {step} ({record['samples']:,} samples)"
+  lines = changed + list(changed_settings(record, settings(config)).values())
   end = plan.starting_at(Position(step, record["samples"])).steps
-  return f"resumes after {at}" if step < end else f"is complete at {at}; raise its budget for more"
-
-
-def _record(folder: Path) -> dict[str, Any] | None:
-  """A checkpoint's record; None if it cannot be read, as after a damage."""
-  try:
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
-      record = reader.restore(folder / "record")
-  except (OSError, ValueError, RecursionError):
-    return None
-  return record if is_intact(record) else None
+  if step < end:
+    return f"resumes after {at}", lines
+  return f"is complete at {at}; raise its budget for more", lines

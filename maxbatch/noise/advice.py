@@ -98,7 +98,8 @@ def _unknown(estimate: Estimate, batch: int) -> str:
   if calibration is not None and calibration.status == "insufficient":
     return (
       f"noise scale not calibrated yet: over {calibration.steps} calibration steps the gradient "
-      "cannot be distinguished from its noise; more of them are needed"
+      "cannot be distinguished from its noise; more of them are needed, as a smaller "
+      "gns_calibrate_every gives"
     )
   hidden = f"over {steps} steps the gradient cannot be distinguished from its noise"
   if estimate.negative_share:

@@ -60,7 +60,7 @@ def _check_measured(config: Config) -> None:
   if gns == "norm" and every == 0:
     raise UserError(
       "batch_schedule=gns needs the noise scale of the whole model, which gns=norm predicts from "
-      "calibration steps, and gns_calibrate_every=0; for example gns_calibrate_every=50, or gns=all"
+      "calibration steps, and gns_calibrate_every=0; for example gns_calibrate_every=10, or gns=all"
     )
 
 

@@ -31,8 +31,18 @@ class RunFolder:
 
   @property
   def config(self) -> Path:
-    """Every key, and what was derived from them."""
+    """Every key of the latest start, and what was derived from them."""
     return self.path / "config.yml"
+
+  @property
+  def starts(self) -> Path:
+    """The same of every start, in files numbered from 1."""
+    return self.path / "starts"
+
+  def next_start(self) -> Path:
+    """The file of a start that has none yet."""
+    numbers = [int(path.stem) for path in self.starts.glob("*.yml") if path.stem.isdecimal()]
+    return self.starts / f"{max(numbers, default=0) + 1}.yml"
 
   @property
   def metrics(self) -> Path:

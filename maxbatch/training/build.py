@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from maxbatch.batch.loads import load_factor
 from maxbatch.batch.plan import BatchPlan, Position
-from maxbatch.batch.row_plan import Segment, dispatches, load_factor
+from maxbatch.batch.row_plan import Segment, dispatches
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.loader import ChainedLoader, Loader, eval_loader, train_loader

@@ -67,6 +67,11 @@ class Noise:
       if self.steering is not None and notes["steering"] is not None:
         self.steering.restore(notes["steering"], position)
 
+  def write_decisions(self) -> None:
+    """Writes the batches so far for another run to follow, also where there is one alone."""
+    if self.steering is not None and jax.process_index() == 0:
+      self.steering.write(self.folder)
+
   def planned(self, plan: BatchPlan) -> BatchPlan:
     """The plan of a run with what was decided in it so far.
 
@@ -96,8 +101,7 @@ def decided(
   decision = steering.decide(position, noise.meter.total())
   if not decision.grew:
     return plan
-  if jax.process_index() == 0:
-    steering.write(noise.folder)
+  noise.write_decisions()
   verb = "would go" if steering.is_dry else "goes"
   say(
     f"step {position.step}: the batch {verb} from {before:,} to {decision.batch:,}: {decision.reason}"

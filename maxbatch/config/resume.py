@@ -1,0 +1,60 @@
+"""What a resumed run may change: every key is in exactly one of three classes, by test.
+
+A new key is decided on here. FIXED keys give what is trained already its meaning: a resume with
+another value is refused, unless allow_changed_resume=true. CHANGEABLE ones apply from the resume on,
+and what changed is printed key by key. The keys OF_ONE_START say what a start does beside training,
+and where; they are not compared.
+"""
+
+
+def _keys(*groups: str) -> frozenset[str]:
+  return frozenset(key for group in groups for key in group.split())
+
+
+FIXED = _keys(
+  # The model: its arrays, and what they compute.
+  """decoder_block vocab_size base_emb_dim base_num_decoder_layers base_num_query_heads
+  base_num_kv_heads head_dim base_mlp_dim mlp_activation normalization normalization_layer_epsilon
+  position_embedding rope_max_timescale sliding_window_size logits_via_embedding use_qk_norm
+  attention_qkv_bias attention_out_bias mlp_bias weight_dtype""",
+  # What it is trained to do, and with which draws.
+  "z_loss_multiplier dropout_rate init_weights_seed",
+  # Which samples come in which order. What is in the files is compared by fingerprint.
+  "tokenizer_type data_shuffle_seed packing max_target_length",
+  # The optimizer's state: averages of gradients, with these weights.
+  "opt_type adam_b1 adam_b2 sgd_momentum",
+)
+
+CHANGEABLE = _keys(
+  # How long, and what is shown and measured on the way.
+  """steps total_samples total_tokens schedule_unit log_period metrics eval_interval eval_samples
+  generate_length prompt decode_sampling_temperature gns gns_from_microbatches gns_window_steps
+  gns_calibrate_every gns_report_every gns_dwell_tokens gns_windows_before_growth gns_dry_run""",
+  # The batch: another one takes effect at the sample that comes next.
+  """batch_size global_batch_to_train tokens_per_step per_device_batch_size micro_batch_size
+  gradient_accumulation_steps enable_rampup_batch_size per_device_batch_size_start
+  per_device_batch_size_increment global_rampup_samples batch_schedule batch_schedule_file
+  batch_schedule_type batch_schedule_unit batch_schedule_length batch_size_start
+  batch_size_increment gns_max_batch_size""",
+  # The rule of each update, of which the state keeps nothing.
+  """learning_rate lr_schedule_type learning_rate_schedule_steps learning_rate_batch_coupling
+  warmup_steps warmup_steps_fraction learning_rate_final_fraction wsd_decay_steps_fraction
+  gradient_clipping_threshold adam_eps adam_weight_decay""",
+  # How the same is computed, on which devices, and how it is loaded and saved.
+  """model_name dtype attention scan_layers remat_policy num_vocab_tiling accumulation
+  expansion_factor_real_data eval_per_device_batch_size num_simulated_devices
+  ici_data_parallelism ici_fsdp_parallelism ici_tensor_parallelism ici_pipeline_parallelism
+  dcn_data_parallelism dcn_fsdp_parallelism dcn_tensor_parallelism dcn_pipeline_parallelism
+  pipeline_schedule num_pipeline_microbatches num_pipeline_repeats num_layers_per_pipeline_stage
+  pipeline_delay_activation_forwarding pipeline_stash grain_worker_count enable_checkpointing
+  async_checkpointing checkpoint_format checkpoint_period max_num_checkpoints_to_keep
+  checkpoint_keep_period""",
+  # Where the data come from: what is there is compared by fingerprint.
+  "dataset_type dataset_path eval_dataset_path eval_fraction dataset_cache_directory",
+)
+
+OF_ONE_START = _keys(
+  "run_name base_output_directory allow_changed_resume jax_cache_dir device_memory_gb",
+  "validate_only compile_only compile_topology compile_topology_num_slices save_compiled_step",
+  "compiled_step",
+)
