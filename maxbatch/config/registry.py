@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from maxbatch.config.find import did_you_mean
+from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
 
 T = TypeVar("T")
@@ -27,9 +28,15 @@ def registered(key: str, name: str, known: Mapping[str, T]) -> T:
   if name in known:
     return known[name]
   if ":" in name:
-    return _imported(key, name)
+    found = _imported(key, name)
+    if not callable(found) and all(map(callable, known.values())):
+      raise UserError(
+        f"{key}={name} is {type(found).__name__}, and must be a function or a class, as "
+        f"{key}={next(iter(known))} names"
+      )
+    return found
   raise UserError(
-    f"{key}={name}: there is no such {key}.{did_you_mean(name, known)} Known: {', '.join(known)}."
+    f"{key}={shown(name)}: there is no such {key}.{did_you_mean(name, known)} Known: {', '.join(known)}."
   )
 
 
