@@ -40,8 +40,8 @@ from maxbatch.errors import UserError
 
 DEFAULT_PER_DEVICE_BATCH_SIZE = Fraction(4)
 
-MOST_SAMPLES = 2**31 - 1
-"""In a step: its samples are numbered by an int32."""
+MOST_SAMPLES = 2**40
+"""In a step: the divisors of larger numbers, which messages offer, take seconds to find."""
 
 
 @dataclasses.dataclass(frozen=True)
