@@ -324,7 +324,8 @@ def _point(inputs: ScheduleInputs, number: int, at: Fraction, batch: Fraction) -
   if batch > MOST_SAMPLES:
     raise UserError(
       f"batch_schedule: phase {number}, [{text(at)}, {text(batch)}], has more than the "
-      f"{MOST_SAMPLES} samples that a step can have; for example [{text(at)}, {inputs.sizes.batch}]"
+      f"{MOST_SAMPLES:,} samples that a step can have; for example "
+      f"[{text(at)}, {inputs.sizes.batch}]"
     )
   micro = fitting_micro_batch(inputs.sizes.micro_batch, int(batch), inputs.topology)
   return SchedulePoint(at, int(batch), micro)

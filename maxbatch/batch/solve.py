@@ -53,10 +53,15 @@ class GivenSize:
   scale: int = 1
   word: str = ""
   """The key's value where it is not a number."""
+  pairs: tuple[tuple[int, ...], ...] = ()
+  """The key's value where the size is that of the last of these pairs."""
 
   def assigned(self, size: Fraction | int | None = None) -> str:
     """`key=value`, of this size or of another."""
     value = text(Fraction(self.size if size is None else size) * self.scale)
+    if self.pairs and size is not None:
+      before = "".join(f"{list(pair)}, " for pair in self.pairs[:-1])
+      return f"batch_schedule=[{before}[{self.pairs[-1][0]}, {value}]]"
     return f"{self.key}={self.word or value}"
 
   def __str__(self) -> str:
@@ -99,7 +104,9 @@ def given_sizes(config: BatchConfig) -> GivenSizes:
   last = pairs[-1][1:2] if isinstance(pairs, tuple) and pairs else ()
   return GivenSizes(
     batch=_single_value(
-      *(GivenSize("the last batch of batch_schedule", Fraction(size)) for size in last),
+      *(
+        GivenSize("the last batch of batch_schedule", Fraction(size), pairs=pairs) for size in last
+      ),
       *_if_set("batch_size", config.batch_size),
       *_if_set("global_batch_to_train", config.global_batch_to_train),
       *_if_set("tokens_per_step", config.tokens_per_step, config.max_target_length),
@@ -123,9 +130,9 @@ def solve(given: GivenSizes, topology: Topology) -> Sizes:
       many samples; the message names the nearest values that work.
   """
   if given.batch and given.batch.size > MOST_SAMPLES:
+    smaller = given.batch.assigned(DEFAULT_PER_DEVICE_BATCH_SIZE * topology.num_devices)
     raise UserError(
-      f"{given.batch}: a step has at most {MOST_SAMPLES} samples; for example "
-      f"{GivenSize(given.batch.key, DEFAULT_PER_DEVICE_BATCH_SIZE * topology.num_devices, given.batch.scale)}"
+      f"{given.batch}: a step has at most {MOST_SAMPLES:,} samples; for example {smaller}"
     )
   sizes = _solved(given, topology)
   if sizes.batch > MOST_SAMPLES:
@@ -136,7 +143,7 @@ def solve(given: GivenSizes, topology: Topology) -> Sizes:
     raise UserError(
       f"{topology.num_devices} devices × {text(Fraction(sizes.micro_batch, topology.num_devices))} "
       f"samples × gradient_accumulation_steps={sizes.gradient_accumulation_steps} are "
-      f"{sizes.batch} samples per step, of which there can be {MOST_SAMPLES}; for example "
+      f"{sizes.batch} samples per step, of which there can be {MOST_SAMPLES:,}; for example "
       f"{' '.join(smaller)}"
     )
   return sizes

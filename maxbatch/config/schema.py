@@ -117,7 +117,8 @@ class RunConfig:
   metrics: tuple[str, ...]
   eval_interval: CountOrUnset
   eval_samples: PositiveOrUnset
-  generate_length: NonNegative
+  # A sample to look at; the tokens are computed one by one.
+  generate_length: Annotated[int, Range(low=0, high=100_000)]
   prompt: str
   decode_sampling_temperature: NonNegativeFloat
 
@@ -171,7 +172,7 @@ class MeshConfig:
   """The devices and how the mesh axes divide them: ici inside a slice, dcn between slices."""
 
   # Each has threads of its own; a host cannot start more.
-  num_simulated_devices: Annotated[int, Range(low=0, high=1024)]
+  num_simulated_devices: Annotated[int, Range(low=0, limit=1024)]
   ici_data_parallelism: PositiveOrUnset
   ici_fsdp_parallelism: PositiveOrUnset
   ici_tensor_parallelism: PositiveOrUnset
@@ -270,7 +271,7 @@ class DataConfig:
   data_shuffle_seed: Seed
   packing: bool
   # Each is a process.
-  grain_worker_count: Annotated[int, Range(low=0, high=256)]
+  grain_worker_count: Annotated[int, Range(low=0, limit=256)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -271,13 +271,24 @@ def _read_float(node: yaml.ScalarNode) -> float:
 
 def _read_fraction(node: yaml.ScalarNode) -> Fraction:
   # Quotes are allowed here: "1/3" is as natural to write as 1/3.
-  text = node.value
+  try:
+    return exact_number(node.value)
+  except ValueError:
+    raise _WrongTypeError("1/2") from None
+
+
+def exact_number(text: str) -> Fraction:
+  """The number that `2`, `0.25`, `1e3` or `1/3` is.
+
+  Raises:
+    ValueError: it is none, or longer than anybody means.
+  """
   is_number = _DECIMAL.fullmatch(text) or _RATIO.fullmatch(text)
   if len(text) > _LONGEST_NUMBER or not is_number or not _underscores_separate_digits(text):
-    raise _WrongTypeError("1/2")
+    raise ValueError(text)
   value = Fraction("".join(text.replace("_", "").split()))
   if value.denominator > _LARGEST_DENOMINATOR:
-    raise _WrongTypeError("1/2")
+    raise ValueError(text)
   return value
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -11,7 +12,6 @@ from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import text
 from maxbatch.compile.program import capacity_bytes
 from maxbatch.config.schema import Config
-from maxbatch.data.registry import build_tokenizer
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
 from maxbatch.training.build import streams
@@ -34,8 +34,8 @@ def check_memory(
     devices: those of the run; simulated ones share the memory of the machine.
 
   Raises:
-    UserError: the state, the rows of a dispatch, the activations of a single layer or those of the
-      text to be generated are more than a device has, or than device_memory_gb.
+    UserError: the state, the rows of a dispatch or the activations of a single layer are more than a
+      device has, or than device_memory_gb.
   """
   accumulators = bytes_per_device(state.opt_state.acc_grads)
   sizes = {
@@ -51,7 +51,6 @@ def check_memory(
       f"computes anything ({parts}); for example {_offer(config, plan, total, capacity)}"
     )
   _check_batch(config, plan, capacity - total, capacity)
-  _check_text(config, capacity - total, capacity)
   return f"{gib(total)} per device between steps: {parts}"
 
 
@@ -94,7 +93,9 @@ def _offer(config: Config, plan: BatchPlan, total: int, capacity: float) -> str:
 
 def _check_batch(config: Config, plan: BatchPlan, free: float, capacity: float) -> None:
   """The rows of a dispatch, and what one layer of one microbatch reads and writes."""
-  width = config.model.base_emb_dim * np.dtype(config.model.dtype).itemsize
+  model = config.model
+  widest = max(model.base_emb_dim, model.base_mlp_dim, model.base_num_query_heads * model.head_dim)
+  width = widest * np.dtype(model.dtype).itemsize / plan.topology.shape["tensor"]
   chunks = plan.topology.shape["stage"]
   for micro_batch, key in (
     (max(plan.micro_batches), "per_device_batch_size"),
@@ -104,20 +105,11 @@ def _check_batch(config: Config, plan: BatchPlan, free: float, capacity: float) 
     rows = tokens if key.startswith("eval") else plan.dispatched_tokens(streams(config))
     needed = float(rows * _ROW_BYTES_PER_TOKEN + tokens * width / chunks)
     if needed > free:
+      size = plan.per_device(micro_batch)
+      fitting = math.floor(size * Fraction(free) / Fraction(needed))
+      smaller = f"at most {fitting} fit" if fitting else "fewer gradient accumulation steps may"
       raise UserError(
-        f"{key}={text(plan.per_device(micro_batch))}, {plan.gradient_accumulation_steps} gradient "
-        f"accumulation steps: a device needs at least {gib(needed)} for their rows and for what one "
-        f"layer reads, beside the state; it has {gib(capacity)}; for example a smaller {key}"
-        + ("" if key.startswith("eval") else ", or accumulation=streamed")
+        f"{key}={text(size)}: a device needs at least {gib(needed)} for the rows of "
+        f"{plan.gradient_accumulation_steps:,} gradient accumulation steps and for what one layer "
+        f"computes, beside the state, and has {gib(capacity)}; {smaller}"
       )
-
-
-def _check_text(config: Config, free: float, capacity: float) -> None:
-  """The text that is generated is computed whole, on one device."""
-  prompt = len(build_tokenizer(config.data).encode(config.run.prompt.encode()))
-  length, width = prompt + config.run.generate_length, config.model.base_emb_dim
-  if length * width * np.dtype(config.model.dtype).itemsize > free:
-    raise UserError(
-      f"generate_length={config.run.generate_length}: a text of {length:,} tokens is more than a "
-      f"device's {gib(capacity)} hold beside the state; for example generate_length=160"
-    )
