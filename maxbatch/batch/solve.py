@@ -100,8 +100,8 @@ def given_sizes(config: BatchConfig) -> GivenSizes:
   # auto and explore give no size: tuning/candidates.py lists the sizes to choose from.
   micro_batch_size = config.micro_batch_size
   micro_batch_size = micro_batch_size if isinstance(micro_batch_size, Fraction) else -1
-  pairs = config.batch_schedule
-  last = pairs[-1][1:2] if isinstance(pairs, tuple) and pairs else ()
+  pairs = config.batch_schedule if isinstance(config.batch_schedule, tuple) else ()
+  last = pairs[-1][1:2] if pairs else ()
   return GivenSizes(
     batch=_single_value(
       *(

@@ -123,7 +123,7 @@ class RunConfig:
   decode_sampling_temperature: NonNegativeFloat
 
   def __post_init__(self) -> None:
-    """Raises UserError where the runs' folder is none of a file system, which it would become."""
+    """Raises UserError for a folder that is none of a file system, and a prompt that is no UTF-8."""
     scheme, is_url, _ = self.base_output_directory.partition("://")
     if is_url:
       raise UserError(
@@ -131,6 +131,13 @@ class RunConfig:
         f"and {scheme}:// names none; for example base_output_directory=runs, or the folder where "
         "that storage is mounted"
       )
+    try:
+      self.prompt.encode(errors="surrogateescape").decode()
+    except UnicodeError:
+      raise UserError(
+        f"prompt={self.prompt[:100]!a} is not text in UTF-8; for example "
+        f"prompt={self.prompt.encode(errors='ignore').decode()}"
+      ) from None
 
 
 @dataclasses.dataclass(frozen=True)
