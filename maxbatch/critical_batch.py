@@ -19,7 +19,9 @@ from maxbatch.command_line.arguments import Arguments, Command, Key
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.config.load import load_config, to_flat_dict
-from maxbatch.config.schema import Config, NonNegativeFloat, PositiveOrUnset, Range
+from maxbatch.config.schema import Config, CountOrUnset, NonNegativeFloat, Range
+from maxbatch.config.value import exact_number
+from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
 from maxbatch.experiments.branching import BranchBase, BranchRequest, plan_branches
 from maxbatch.experiments.losses import Measured, judge
@@ -41,11 +43,14 @@ from maxbatch.experiments.running import (
 )
 from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.compile_only import is_run
+from maxbatch.modes.memory import check_memory
 from maxbatch.modes.resolve import planned, resolve, resolve_micro_batch_size, with_batch_of
 from maxbatch.plots.figure import render
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder
+from maxbatch.training.build import build_trainer
 
+_MOST_FACTORS = 100
 _RULES = {
   "none": "the same for all",
   "sqrt": "times the root of the factor",
@@ -67,7 +72,7 @@ class BranchArguments:
     str, Key("of the batch in force at the checkpoint; 0.5 and 1/2 work too", "factors=1,2,4,8")
   ] = "1,2,4,8"
   branch_tokens: Annotated[
-    PositiveOrUnset,
+    CountOrUnset,
     Key(
       "tokens that every branch trains on; -1: 40 steps of the largest batch", "branch_tokens=-1"
     ),
@@ -169,15 +174,21 @@ def _factors(given: str) -> tuple[Fraction, ...]:
   """At least two different positive numbers."""
   example = "for example factors=1,2,4,8"
   factors: list[Fraction] = []
-  for word in given.strip("[]").split(","):
+  words = [word.strip() for word in given.strip("[]").split(",")]
+  if len(words) > _MOST_FACTORS:
+    raise UserError(
+      f"factors: these are {len(words):,}, each a training run, of which there can be "
+      f"{_MOST_FACTORS}; {example}"
+    )
+  for word in words:
     try:
-      factors.append(Fraction(word.strip()))
-    except (ValueError, ZeroDivisionError):
-      raise UserError(f"factors={given}: {word.strip()!r} is no number; {example}") from None
+      factors.append(exact_number(word))
+    except ValueError:
+      raise UserError(f"factors={shown(given)}: {shown(word)!r} is no number; {example}") from None
   if min(factors) <= 0:
-    raise UserError(f"factors={given}: {text(min(factors))} must be more than 0; {example}")
+    raise UserError(f"factors={shown(given)}: {text(min(factors))} must be more than 0; {example}")
   if len(set(factors)) < max(2, len(factors)):
-    raise UserError(f"factors={given} must be at least two different numbers; {example}")
+    raise UserError(f"factors={shown(given)} must be at least two different numbers; {example}")
   return tuple(factors)
 
 
@@ -232,6 +243,8 @@ def _prepare(request: Request) -> Experiment:
   # Refuses if the model's step cannot be split into microbatches. These are the same in all
   # branches, so that num_pipeline_microbatches of the largest serves all; the run's may be another.
   largest = resolve(branches[-1], target)
+  state = build_trainer(largest.config, largest.plan, target.devices).abstract
+  check_memory(largest.config, largest.plan, state, target.devices)
   record_origin(experiment.folder, checkpoint)
   return dataclasses.replace(
     experiment, config=dataclasses.replace(config, pipeline=largest.config.pipeline)

@@ -11,7 +11,7 @@ from maxbatch.command_line.arguments import Arguments, Command, File, Key
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.config.load import load_config
-from maxbatch.config.schema import Config, PositiveOrUnset
+from maxbatch.config.schema import Config, DevicesOrUnset
 from maxbatch.errors import UserError
 from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.pipeline_parallel.chrome_trace import chrome_trace
@@ -37,7 +37,7 @@ class PipelineArguments:
   """Beside the configuration's keys; num_devices 0: not given."""
 
   num_devices: Annotated[
-    PositiveOrUnset,
+    DevicesOrUnset,
     Key("any number; -1: derived from batch_size and micro_batch_size", "num_devices=64"),
   ] = 0
   csv: Annotated[

@@ -17,7 +17,7 @@ from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.config.load import load_config, to_flat_dict
-from maxbatch.config.schema import Config, Positive, PositiveOrUnset
+from maxbatch.config.schema import Config, DevicesOrUnset, Hosts
 from maxbatch.errors import UserError
 from maxbatch.hardware.counted_devices import CountedDevices, count_devices
 from maxbatch.modes.plan_report import PlanReport
@@ -41,10 +41,10 @@ class PlanArguments:
   """Beside the configuration's keys; 0: not given."""
 
   num_devices: Annotated[
-    PositiveOrUnset,
+    DevicesOrUnset,
     Key("any number; -1: derived from batch_size and micro_batch_size", "num_devices=100000"),
   ] = 0
-  num_hosts: Annotated[Positive, Key("the hosts these devices belong to", "num_hosts=12500")] = 0
+  num_hosts: Annotated[Hosts, Key("the hosts these devices belong to", "num_hosts=12500")] = 0
   json: Annotated[bool, Flag("the same as JSON")] = False
   plot: Annotated[
     str, File("draws batch and learning rate over the samples (.svg, .png or .pdf)", "batch.svg")

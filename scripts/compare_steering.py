@@ -101,14 +101,12 @@ def until(records: Sequence[Record], key: str, loss: float) -> int | None:
 
 def compare(experiment: Experiment) -> tuple[dict[str, dict[str, object]], dict[str, list]]:
   """Every arm's figures, and its runs."""
-  small, large = (
-    Arm(f"fixed {size}", f"batch_size={size} gns_max_batch_size={MOST}") for size in (SMALL, LARGE)
-  )
+  small, large = (Arm(f"fixed {size}", f"batch_size={size}") for size in (SMALL, LARGE))
   steered = Arm("steered", f"batch_size={SMALL} gns_max_batch_size={MOST} {STEERING}")
   rates = {arm: experiment.best_rate(arm) for arm in (small, large, steered)}
   runs = {arm.name: [experiment.records(arm, rates[arm], s) for s in SEEDS] for arm in rates}
   size = SMALL * max(1, round(np.mean([mean_batch(r) for r in runs["steered"]]) / SMALL))
-  mean = Arm(f"fixed {size} (mean)", f"batch_size={size} gns_max_batch_size={MOST}")
+  mean = Arm(f"fixed {size} (mean)", f"batch_size={size}")
   rates[mean] = experiment.best_rate(mean)
   runs[mean.name] = [experiment.records(mean, rates[mean], seed) for seed in SEEDS]
   target = max(final_loss(records) for records in runs[mean.name])

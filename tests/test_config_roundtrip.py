@@ -18,7 +18,7 @@ BASE = load_config(["config=base"])
 
 SCALARS = {
   bool: st.booleans(),
-  int: st.integers(-(10**12), 10**12),
+  int: st.integers(-1, 1000) | st.integers(-(10**12), 10**12),
   float: st.floats(allow_nan=False, allow_infinity=False),
   Fraction: st.fractions() | st.decimals(-99, 99, places=3).map(Fraction),
   str: st.text()
@@ -30,6 +30,10 @@ SCALARS = {
 
 def values_of(annotation: typing.Any) -> st.SearchStrategy:
   """Values that a key of this type may have."""
+  rules = []
+  if typing.get_origin(annotation) is typing.Annotated:
+    annotation, *notes = typing.get_args(annotation)
+    rules = [note for note in notes if not isinstance(note, schema.Example)]
   if typing.get_origin(annotation) in (typing.Union, types.UnionType):
     return st.one_of(*map(values_of, typing.get_args(annotation)))
   if typing.get_origin(annotation) is tuple:
@@ -37,12 +41,9 @@ def values_of(annotation: typing.Any) -> st.SearchStrategy:
   if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
     fields = {field.name: values_of(field.type) for field in dataclasses.fields(annotation)}
     return st.builds(annotation, **fields)
-  ranges = []
-  if typing.get_origin(annotation) is typing.Annotated:
-    annotation, *ranges = typing.get_args(annotation)
   if annotation not in SCALARS:
     return st.sampled_from(typing.get_args(annotation))
-  return SCALARS[annotation].filter(lambda value: all(limit.holds(value) for limit in ranges))
+  return SCALARS[annotation].filter(lambda value: all(rule.holds(value) for rule in rules))
 
 
 VALUES = {key: values_of(field.type) for key, (_, field) in schema.fields().items()}

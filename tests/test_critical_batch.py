@@ -332,6 +332,20 @@ def test_the_rate_follows_the_batch_as_asked(constant, monkeypatch, capsys, argu
       "factors=1,two: 'two' is no number; for example factors=1,2,4,8",
     ),
     (
+      ["factors=1," + "9" * 5000],
+      f"factors=1,{'9' * 95}...: '{'9' * 97}...' is no number; for example factors=1,2,4,8",
+    ),
+    (
+      ["factors=" + ",".join(map(str, range(1, 3001)))],
+      "factors: these are 3,000, each a training run, of which there can be 100; for example "
+      "factors=1,2,4,8",
+    ),
+    (
+      ["checkpoint={folder}/mine", "factors=1,1e20"],
+      f"factors: {10**20} × batch 8 is {8 * 10**20} samples, and a step has at most "
+      "1,099,511,627,776; for example factors=1,2,4,8",
+    ),
+    (
       ["factors=1,-2"],
       "factors=1,-2: -2 must be more than 0; for example factors=1,2,4,8",
     ),

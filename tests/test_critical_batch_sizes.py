@@ -43,6 +43,22 @@ def test_without_a_length_there_are_forty_blocks_or_what_the_window_needs():
 
 
 @pytest.mark.parametrize(
+  ("factors", "said"),
+  [
+    ((1, "1e20"), "samples, and a step has at most 1,099,511,627,776"),
+    ((1, "1e999"), "samples, and a step has at most 1,099,511,627,776"),
+    (
+      [1, *(n for n in range(2, 98) if all(n % d for d in range(2, n)))],
+      "end a step together only",
+    ),
+  ],
+)
+def test_factors_that_no_branch_can_have_are_refused_at_once(factors, said):
+  with pytest.raises(UserError, match=said):
+    branches(*factors)
+
+
+@pytest.mark.parametrize(
   ("factors", "micro_batch", "expected"),
   [((1, 2), 32, 32), ((1, 2), 8, 8), (("0.5", 1), 32, 16), (("0.75", 1), 32, 8), ((2, 3), 24, 16)],
 )

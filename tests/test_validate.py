@@ -24,6 +24,7 @@ from maxbatch.config.schema import Config
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.modes import validate as module
+from maxbatch.modes.memory import bytes_per_device
 from maxbatch.modes.validate import validate
 from maxbatch.training.build import build_trainer
 from maxbatch.training.state import TrainState, to_save
@@ -137,7 +138,7 @@ def listen(event, duration_secs, **more):
     compiled.append(event)
 jax.monitoring.register_event_duration_secs_listener(listen)
 config = load_config("config=base {LLAMA} num_simulated_devices=256 enable_checkpointing=false "
-                     "base_output_directory={tmp_path}".split())
+                     "device_memory_gb=16 base_output_directory={tmp_path}".split())
 validate(config)
 assert not compiled
 """
@@ -159,7 +160,7 @@ def test_memory_is_what_the_devices_will_hold(tmp_path):
   abstract = abstract_state(here)
   for part in (abstract.params, abstract.opt_state.acc_grads, abstract.opt_state):
     held = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(zeros(part))]
-    assert module._bytes_per_device(part) == sum(held)
+    assert bytes_per_device(part) == sum(held)
 
 
 def test_what_weights_in_bfloat16_lose_is_said(tmp_path):

@@ -107,6 +107,13 @@ class BatchPlan:
     """The distinct microbatches of the phases in order of appearance; each is one compilation."""
     return tuple(dict.fromkeys(phase.micro_batch for phase in self.phases))
 
+  @property
+  def phases_not_reached(self) -> tuple[int, ...]:
+    """Numbers of the schedule's phases that have no step between the plan's start and its end."""
+    reached = {phase.number for phase in self.phases}
+    first = self.phases[0].number
+    return tuple(n for n in range(first, len(self.schedule.points) + 1) if n not in reached)
+
   def tokens(self, samples: int) -> int:
     """Tokens in `samples` samples."""
     return samples * self.max_target_length
@@ -118,6 +125,11 @@ class BatchPlan:
   def device_tokens(self, micro_batch: int) -> Fraction:
     """Tokens of a microbatch on one device."""
     return self.per_device(micro_batch) * self.max_target_length
+
+  def dispatched_tokens(self, streamed: bool) -> Fraction:
+    """Tokens on one device of the largest dispatch: a microbatch, or as many as a step may have."""
+    tokens = self.device_tokens(max(self.micro_batches))
+    return tokens if streamed else self.microbatch_capacity * tokens
 
   def largest_phase(self, micro_batch: int) -> Phase | SchedulePoint:
     """Of the phases with this microbatch, the one with the most microbatches per step.
@@ -231,9 +243,13 @@ class BatchPlan:
 
   def _phase_lines(self) -> list[str]:
     """One line per phase, if there are several."""
+    missed = [
+      f"  phase {number} of the batch schedule has no step: the run ends or goes on before it"
+      for number in self.phases_not_reached
+    ]
     if len(self.phases) == 1:
-      return []
-    return [
+      return missed
+    return missed + [
       f"  from sample {phase.first.samples:>13,}: {phase.batch:,} samples per step, "
       f"{phase.num_microbatches:,} × {phase.micro_batch:,}, {phase.num_steps:,} steps"
       for phase in self.phases

@@ -42,14 +42,26 @@ from fractions import Fraction
 from maxbatch.batch.arithmetic import fitting_micro_batch
 from maxbatch.batch.phases import BatchSchedule, SchedulePoint
 from maxbatch.batch.schedule_file import read_changes
-from maxbatch.batch.solve import Sizes, describe_groups, nearest_divisors, nearest_multiples, text
+from maxbatch.batch.solve import (
+  MOST_SAMPLES,
+  Sizes,
+  describe_groups,
+  divisors,
+  nearest_divisors,
+  nearest_multiples,
+  text,
+)
 from maxbatch.batch.topology import Topology
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import BatchConfig
+from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
 
 _DEFAULT_MAX_GROWTH = 16
 """batch_schedule=gns grows the batch up to this multiple of the first, unless configured."""
+
+_MOST_INCREMENTS = 10_000
+"""Of a ramp-up; each is a phase, planned and checked before the run."""
 
 PhaseStarts = list[tuple[Fraction, Fraction]]
 """(at, samples per step) of every phase, the first at 0."""
@@ -190,7 +202,15 @@ def gns(inputs: ScheduleInputs) -> PhaseStarts:
   if most != -1 and most < batch:
     raise UserError(
       f"gns_max_batch_size={most} must be at least batch_size={batch}, with which "
-      f"batch_schedule=gns begins; for example gns_max_batch_size={16 * batch}"
+      f"batch_schedule=gns begins; for example gns_max_batch_size={_DEFAULT_MAX_GROWTH * batch}"
+    )
+  micro = inputs.sizes.micro_batch
+  if most != -1 and most % micro:
+    near = [size for size in nearest_multiples(micro, Fraction(most)) if size >= batch]
+    offers = " or ".join(f"gns_max_batch_size={text(size)}" for size in near)
+    raise UserError(
+      f"gns_max_batch_size={most} must be a multiple of the microbatch of {micro} samples, which "
+      f"every batch of batch_schedule=gns is; nearest: {offers}"
     )
   return constant(inputs)
 
@@ -253,6 +273,11 @@ def batch_schedule(inputs: ScheduleInputs) -> BatchSchedule:
     UserError: a phase does not divide over these devices, or keys contradict each other.
   """
   name = _schedule_name(inputs.config)
+  if name != "gns" and inputs.config.gns_max_batch_size != -1:
+    raise UserError(
+      f"gns_max_batch_size={inputs.config.gns_max_batch_size} limits batch_schedule=gns, and the "
+      "batch does not follow the noise scale; for example gns_max_batch_size=-1"
+    )
   build = _FROM_RUNS.get(name) or registered("batch_schedule_type", name, SCHEDULES)
   steps = build(inputs)
   unit = "samples" if name in ("rampup", *_FROM_RUNS) else inputs.config.batch_schedule_unit
@@ -267,7 +292,7 @@ def batch_schedule(inputs: ScheduleInputs) -> BatchSchedule:
 def _schedule_name(config: BatchConfig) -> str:
   """The name of the one schedule that the keys select."""
   asked = {
-    f"batch_schedule_type={config.batch_schedule_type}": config.batch_schedule_type,
+    f"batch_schedule_type={shown(config.batch_schedule_type)}": config.batch_schedule_type,
     "enable_rampup_batch_size=true": "rampup" if config.enable_rampup_batch_size else "constant",
     f"batch_schedule={_shown(config.batch_schedule)}": _name_of_list(config.batch_schedule),
   }
@@ -295,6 +320,12 @@ def _point(inputs: ScheduleInputs, number: int, at: Fraction, batch: Fraction) -
     raise UserError(
       f"batch_schedule: phase {number}, [{text(at)}, {text(batch)}], has {text(batch)} samples, "
       f"which must be a positive multiple of {describe_groups(inputs.topology)}; nearest: {nearest}"
+    )
+  if batch > MOST_SAMPLES:
+    raise UserError(
+      f"batch_schedule: phase {number}, [{text(at)}, {text(batch)}], has more than the "
+      f"{MOST_SAMPLES:,} samples that a step can have; for example "
+      f"[{text(at)}, {inputs.sizes.batch}]"
     )
   micro = fitting_micro_batch(inputs.sizes.micro_batch, int(batch), inputs.topology)
   return SchedulePoint(at, int(batch), micro)
@@ -351,23 +382,57 @@ def _check_increments(
   """
   start, increment, target = sizes
   if start % unit or not unit <= start < target:
-    near = [size for size in nearest_multiples(unit, min(start, target)) if size < target]
-    near = near or [unit * (math.ceil(target / unit) - 1)]
-    offers = " or ".join(f"{keys[0]}={text(size)}" for size in near if size > 0)
+    offers = _working_starts(start, increment, target, unit)
+    assigned = " or ".join(
+      f"{keys[0]}={text(start)}" + ("" if step == increment else f" {keys[1]}={text(step)}")
+      for start, step in offers
+    )
     raise UserError(
       f"{keys[0]}={text(start)} must be a positive multiple of {text(unit)} (one sample for each "
       f"data-parallel group) below {target_key}={text(target)}; "
-      + (f"nearest: {offers}" if offers else f"there is none; raise {target_key}")
+      + (f"nearest: {assigned}" if offers else f"there is none; raise {target_key}")
     )
   rise = target - start
   if increment <= 0 or rise % increment or increment % unit:
-    divisors = nearest_divisors(int(rise / unit), increment / unit)
-    offers = " or ".join(f"{keys[1]}={text(divisor * unit)}" for divisor in divisors)
+    offers = " or ".join(
+      f"{keys[1]}={text(divisor * unit)}"
+      for divisor in nearest_divisors(int(rise / unit), increment / unit)
+      if rise / unit / divisor <= _MOST_INCREMENTS
+    )
     raise UserError(
       f"{keys[1]}={text(increment)} must lead from {keys[0]}={text(start)} to "
       f"{target_key}={text(target)} in whole increments, each a multiple of {text(unit)}; "
-      f"nearest: {offers}"
+      f"nearest: {offers or f'{keys[1]}={text(rise)}'}"
     )
+  if rise / increment > _MOST_INCREMENTS:
+    fewer = next(n for n in divisors(int(rise / unit)) if rise / unit / n <= _MOST_INCREMENTS)
+    raise UserError(
+      f"{keys[1]}={text(increment)} leads from {keys[0]}={text(start)} to "
+      f"{target_key}={text(target)} in {text(rise / increment)} increments, of which a ramp has at "
+      f"most {_MOST_INCREMENTS}; nearest: {keys[1]}={text(fewer * unit)}"
+    )
+
+
+def _working_starts(
+  start: Fraction, increment: Fraction, target: Fraction, unit: Fraction
+) -> list[tuple[Fraction, Fraction]]:
+  """The starts on both sides of `start` from which whole increments lead to the target.
+
+  Each comes with its increment: the given one, or another where that leads there from no start.
+  """
+  if target <= unit:
+    return []
+  if increment <= 0 or increment % unit or target - increment < unit:
+    return [(unit, target - unit)]
+  most = (target - unit) // increment
+  counts = {max(1, min(most, count)) for count in _around((target - start) / increment)}
+  fitting = [count for count in counts if count <= _MOST_INCREMENTS]
+  starts = sorted(target - count * increment for count in fitting)
+  return [(size, increment) for size in starts] or [(unit, target - unit)]
+
+
+def _around(value: Fraction) -> tuple[int, int]:
+  return math.floor(value), math.ceil(value)
 
 
 def _shown(pairs: Sequence[Sequence[int]] | str) -> str:

@@ -28,6 +28,7 @@ the Cerebras Model Zoo. Everything is exact: sizes are fractions until they coun
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -39,6 +40,9 @@ from maxbatch.errors import UserError
 
 DEFAULT_PER_DEVICE_BATCH_SIZE = Fraction(4)
 
+MOST_SAMPLES = 2**40
+"""In a step: the divisors of larger numbers, which messages offer, take seconds to find."""
+
 
 @dataclasses.dataclass(frozen=True)
 class GivenSize:
@@ -49,10 +53,15 @@ class GivenSize:
   scale: int = 1
   word: str = ""
   """The key's value where it is not a number."""
+  pairs: tuple[tuple[int, ...], ...] = ()
+  """The key's value where the size is that of the last of these pairs."""
 
   def assigned(self, size: Fraction | int | None = None) -> str:
     """`key=value`, of this size or of another."""
     value = text(Fraction(self.size if size is None else size) * self.scale)
+    if self.pairs and size is not None:
+      before = "".join(f"{list(pair)}, " for pair in self.pairs[:-1])
+      return f"batch_schedule=[{before}[{self.pairs[-1][0]}, {value}]]"
     return f"{self.key}={self.word or value}"
 
   def __str__(self) -> str:
@@ -91,11 +100,13 @@ def given_sizes(config: BatchConfig) -> GivenSizes:
   # auto and explore give no size: tuning/candidates.py lists the sizes to choose from.
   micro_batch_size = config.micro_batch_size
   micro_batch_size = micro_batch_size if isinstance(micro_batch_size, Fraction) else -1
-  pairs = config.batch_schedule
-  last = pairs[-1][1:2] if isinstance(pairs, tuple) and pairs else ()
+  pairs = config.batch_schedule if isinstance(config.batch_schedule, tuple) else ()
+  last = pairs[-1][1:2] if pairs else ()
   return GivenSizes(
     batch=_single_value(
-      *(GivenSize("the last batch of batch_schedule", Fraction(size)) for size in last),
+      *(
+        GivenSize("the last batch of batch_schedule", Fraction(size), pairs=pairs) for size in last
+      ),
       *_if_set("batch_size", config.batch_size),
       *_if_set("global_batch_to_train", config.global_batch_to_train),
       *_if_set("tokens_per_step", config.tokens_per_step, config.max_target_length),
@@ -115,9 +126,31 @@ def solve(given: GivenSizes, topology: Topology) -> Sizes:
   """The microbatch and the gradient accumulation steps on these devices.
 
   Raises:
-    UserError: the given sizes contradict each other, or a derived size is not whole; the message
-      names the nearest values that work.
+    UserError: the given sizes contradict each other, a derived size is not whole, or a step has too
+      many samples; the message names the nearest values that work.
   """
+  if given.batch and given.batch.size > MOST_SAMPLES:
+    smaller = given.batch.assigned(DEFAULT_PER_DEVICE_BATCH_SIZE * topology.num_devices)
+    raise UserError(
+      f"{given.batch}: a step has at most {MOST_SAMPLES:,} samples; for example {smaller}"
+    )
+  sizes = _solved(given, topology)
+  if sizes.batch > MOST_SAMPLES:
+    smaller = [
+      *([given.per_device.assigned(DEFAULT_PER_DEVICE_BATCH_SIZE)] if given.per_device else []),
+      *(["gradient_accumulation_steps=1"] if given.gradient_accumulation_steps else []),
+    ]
+    raise UserError(
+      f"{topology.num_devices} devices × {text(Fraction(sizes.micro_batch, topology.num_devices))} "
+      f"samples × gradient_accumulation_steps={sizes.gradient_accumulation_steps} are "
+      f"{sizes.batch} samples per step, of which there can be {MOST_SAMPLES:,}; for example "
+      f"{' '.join(smaller)}"
+    )
+  return sizes
+
+
+def _solved(given: GivenSizes, topology: Topology) -> Sizes:
+  """The sizes, however large."""
   batch, per_device, accumulation = given.batch, given.per_device, given.gradient_accumulation_steps
   if batch is None:
     default = GivenSize("per_device_batch_size", DEFAULT_PER_DEVICE_BATCH_SIZE)
@@ -240,16 +273,22 @@ def counted(number: Fraction | int, one: str, many: str = "") -> str:
 
 def nearest_divisors(number: int, near: Fraction) -> list[int]:
   """The largest divisor of `number` below `near` and the smallest above it, where there is one."""
-  small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-  divisors = sorted({*small, *(number // n for n in small)})
-  below = [n for n in divisors if n < near]
-  above = [n for n in divisors if n > near]
+  below = [n for n in divisors(number) if n < near]
+  above = [n for n in divisors(number) if n > near]
   return below[-1:] + above[:1]
+
+
+@functools.lru_cache(maxsize=64)
+def divisors(number: int) -> tuple[int, ...]:
+  """All divisors, ascending."""
+  small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+  return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 def nearest_multiples(unit: Fraction | int, near: Fraction) -> list[Fraction]:
   """The positive multiples of `unit` on both sides of `near`, which is not one."""
-  return [Fraction(unit * count) for count in _integers_around(near / unit) if count > 0]
+  counts = [count for count in _integers_around(near / unit) if count > 0] or [1]
+  return [Fraction(unit * count) for count in counts]
 
 
 def _integers_around(value: Fraction) -> tuple[int, int]:
@@ -300,12 +339,12 @@ def _from_batch(batch: GivenSize, accumulation: GivenSize | None, topology: Topo
   if rows.denominator == 1 and rows > 0:
     return Sizes(int(rows) * groups, count)
   per_group = batch.size / groups
-  divisors = []
+  near = []
   if accumulation and not accumulation.word and per_group.denominator == 1:
-    divisors = nearest_divisors(int(per_group), accumulation.size)
+    near = nearest_divisors(int(per_group), accumulation.size)
   options = [(batch, nearest_multiples(groups * count, batch.size))]
-  if accumulation and divisors:
-    options.append((accumulation, [Fraction(near) for near in divisors]))
+  if accumulation and near:
+    options.append((accumulation, [Fraction(count) for count in near]))
   raise UserError(
     f"{batch} in {counted(count, 'microbatch', 'microbatches')} ({accumulation or 'one unless given'}) "
     f"is {text(batch.size / count)} samples per microbatch, which must be a multiple of "

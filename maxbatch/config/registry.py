@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from maxbatch.config.find import did_you_mean
+from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
 
 T = TypeVar("T")
@@ -27,18 +28,25 @@ def registered(key: str, name: str, known: Mapping[str, T]) -> T:
   if name in known:
     return known[name]
   if ":" in name:
-    return _imported(key, name)
+    return _imported(key, name, known)
   raise UserError(
-    f"{key}={name}: there is no such {key}.{did_you_mean(name, known)} Known: {', '.join(known)}."
+    f"{key}={shown(name)}: there is no such {key}.{did_you_mean(name, known)} "
+    f"Known: {', '.join(known)}."
   )
 
 
-def _imported(key: str, name: str) -> Any:
-  """What `module:attribute` means; it takes the place of a registered thing, whatever its type."""
+def _imported(key: str, name: str, known: Mapping[str, object]) -> Any:
+  """What `module:attribute` means; it takes the place of a registered thing."""
   module_name, _, attribute = name.partition(":")
   module = _module(f"{key}={name}", module_name)
   if hasattr(module, attribute):
-    return getattr(module, attribute)
+    found = getattr(module, attribute)
+    if not callable(found) and all(map(callable, known.values())):
+      raise UserError(
+        f"{key}={name} is {type(found).__name__}, and must be a function or a class, as "
+        f"{key}={next(iter(known))} names"
+      )
+    return found
   public = [each for each in vars(module) if not each.startswith("_")]
   raise UserError(
     f"{key}={name}: {module_name} has no {attribute or 'name after the colon'}."

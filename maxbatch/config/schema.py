@@ -20,12 +20,22 @@ class Range:
   low: float | None = None
   high: float | None = None
   also: float | None = None
+  offers_also: bool = True
+  """Whether a message may offer `also`, which some keys need another key for."""
+  limit: float | None = None
+  """What a machine can hold: said only to who exceeds it."""
 
   def holds(self, value: float | Fraction) -> bool:
     """Whether `value` is allowed."""
     if self.also is not None and value == self.also:
       return True
+    if self.exceeded_by(value):
+      return False
     return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
+  def exceeded_by(self, value: float | Fraction) -> bool:
+    """Whether `value` is more than a machine can hold."""
+    return self.limit is not None and value > self.limit
 
   def __str__(self) -> str:
     low = "" if self.low is None else f"at least {_digits(self.low)}"
@@ -39,15 +49,55 @@ def _digits(edge: float) -> str:
   return str(edge) if isinstance(edge, int) else f"{edge:g}"
 
 
-Positive = Annotated[int, Range(low=1)]
-NonNegative = Annotated[int, Range(low=0)]
+@dataclasses.dataclass(frozen=True)
+class RelativePath:
+  """A text that names a folder inside another one: no step upwards, and no control character."""
+
+  words: str = "the name of a folder inside another one, without .. and control characters"
+
+  def holds(self, value: str) -> bool:
+    """Whether `value` is such a name."""
+    parts = value.split("/")
+    short = all(len(part.encode(errors="replace")) <= 200 for part in parts) and len(parts) <= 8
+    return short and value.isprintable() and not {"", ".", ".."} & set(parts)
+
+  def nearest(self, value: str) -> str:
+    """What is left of `value` without what does not work in it."""
+    printable = "".join(char if char.isprintable() else "_" for char in value)
+    parts = [part[:40] for part in printable.split("/") if part not in ("", ".", "..")]
+    return "/".join(parts[:8]) or "my_run"
+
+
+@dataclasses.dataclass(frozen=True)
+class Example:
+  """A value that works, for messages, where none can be made of what is wrong."""
+
+  text: str
+
+
+# A size, a count or an index on a device is an int32.
+_INT32 = 2**31 - 1
+# JSON and floats count exactly so far: samples and tokens of whole runs.
+_EXACT = 2**53
+# No machine has more, and a plan lists the hosts one by one.
+_DEVICES = 2**20
+# More does not fit in a float32.
+_FLOAT32 = 3e38
+
+Positive = Annotated[int, Range(low=1, limit=_INT32)]
+NonNegative = Annotated[int, Range(low=0, limit=_INT32)]
+PositiveOrUnset = Annotated[int, Range(low=1, limit=_INT32, also=-1)]
+Budget = Annotated[int, Range(low=1, limit=_EXACT, also=-1, offers_also=False)]
+CountOrUnset = Annotated[int, Range(low=1, limit=_EXACT, also=-1)]
+CountOrZeroOrUnset = Annotated[int, Range(low=0, limit=_EXACT, also=-1)]
+Exact = Annotated[Fraction, Range(low=0, limit=_INT32)]
+ExactOrUnset = Annotated[Fraction, Range(low=0, limit=_INT32, also=-1)]
+DevicesOrUnset = Annotated[int, Range(low=1, limit=_DEVICES, also=-1)]
+Hosts = Annotated[int, Range(low=1, limit=_DEVICES)]
 Seed = Annotated[int, Range(low=0, high=2**32 - 1)]
 """jax takes the last 32 bits of a seed: beyond them another seed would give the same numbers."""
-PositiveOrUnset = Annotated[int, Range(low=1, also=-1)]
-NonNegativeOrUnset = Annotated[int, Range(low=0, also=-1)]
-ExactOrUnset = Annotated[Fraction, Range(low=0, also=-1)]
 Probability = Annotated[float, Range(low=0, high=1)]
-NonNegativeFloat = Annotated[float, Range(low=0)]
+NonNegativeFloat = Annotated[float, Range(low=0, limit=_FLOAT32)]
 DType = Literal["float32", "bfloat16"]
 
 
@@ -63,22 +113,23 @@ class Explore:
 class RunConfig:
   """Where the run lives, how long it lasts and what it shows."""
 
-  run_name: str
+  run_name: Annotated[str, RelativePath()]
   base_output_directory: str
-  steps: PositiveOrUnset
-  total_samples: PositiveOrUnset
-  total_tokens: PositiveOrUnset
+  steps: Annotated[int, Range(low=1, limit=_INT32, also=-1, offers_also=False)]
+  total_samples: Budget
+  total_tokens: Budget
   schedule_unit: Literal["steps", "samples", "tokens"]
   log_period: Positive
   metrics: tuple[str, ...]
-  eval_interval: PositiveOrUnset
+  eval_interval: CountOrUnset
   eval_samples: PositiveOrUnset
-  generate_length: NonNegative
+  # A sample to look at; the tokens are computed one by one.
+  generate_length: Annotated[int, Range(low=0, high=100_000)]
   prompt: str
   decode_sampling_temperature: NonNegativeFloat
 
   def __post_init__(self) -> None:
-    """Raises UserError where the runs' folder is none of a file system, which it would become."""
+    """Raises UserError for a folder that is none of a file system, and a prompt that is no UTF-8."""
     scheme, is_url, _ = self.base_output_directory.partition("://")
     if is_url:
       raise UserError(
@@ -86,6 +137,13 @@ class RunConfig:
         f"and {scheme}:// names none; for example base_output_directory=runs, or the folder where "
         "that storage is mounted"
       )
+    try:
+      self.prompt.encode(errors="surrogateescape").decode()
+    except UnicodeError:
+      raise UserError(
+        f"prompt={self.prompt[:100]!a} is not text in UTF-8; for example "
+        f"prompt={self.prompt.encode(errors='ignore').decode()}"
+      ) from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,23 +152,29 @@ class BatchConfig:
 
   batch_size: PositiveOrUnset
   global_batch_to_train: PositiveOrUnset
-  tokens_per_step: PositiveOrUnset
+  tokens_per_step: CountOrUnset
   per_device_batch_size: ExactOrUnset
   micro_batch_size: ExactOrUnset | Literal["none", "auto"] | Explore
   gradient_accumulation_steps: PositiveOrUnset
-  expansion_factor_real_data: Fraction
-  eval_per_device_batch_size: Annotated[Fraction, Range(low=0)]
+  expansion_factor_real_data: Annotated[Fraction, Range(limit=_INT32)]
+  eval_per_device_batch_size: Exact
   max_target_length: Positive
   accumulation: Literal["fused", "streamed"]
   enable_rampup_batch_size: bool
-  per_device_batch_size_start: Annotated[Fraction, Range(low=0)]
-  per_device_batch_size_increment: Annotated[Fraction, Range(low=0)]
-  global_rampup_samples: Positive
-  batch_schedule: tuple[tuple[int, ...], ...] | Literal["gns", "file"]
+  per_device_batch_size_start: Exact
+  per_device_batch_size_increment: Exact
+  global_rampup_samples: Annotated[int, Range(low=1, limit=_EXACT)]
+  batch_schedule: (
+    Annotated[
+      tuple[tuple[Annotated[int, Range(low=0, limit=_EXACT)], ...], ...],
+      Example("[[0, 32], [10000, 64]]"),
+    ]
+    | Literal["gns", "file"]
+  )
   batch_schedule_file: str
   batch_schedule_type: str
   batch_schedule_unit: Literal["steps", "samples", "tokens"]
-  batch_schedule_length: PositiveOrUnset
+  batch_schedule_length: CountOrUnset
   batch_size_start: PositiveOrUnset
   batch_size_increment: PositiveOrUnset
   gns_max_batch_size: PositiveOrUnset
@@ -120,7 +184,8 @@ class BatchConfig:
 class MeshConfig:
   """The devices and how the mesh axes divide them: ici inside a slice, dcn between slices."""
 
-  num_simulated_devices: NonNegativeOrUnset
+  # Each has threads of its own; a host cannot start more.
+  num_simulated_devices: Annotated[int, Range(low=0, limit=1024, also=-1)]
   ici_data_parallelism: PositiveOrUnset
   ici_fsdp_parallelism: PositiveOrUnset
   ici_tensor_parallelism: PositiveOrUnset
@@ -150,7 +215,7 @@ class CompileConfig:
   validate_only: bool
   compile_only: bool
   compile_topology: str
-  compile_topology_num_slices: Positive
+  compile_topology_num_slices: Annotated[int, Range(low=1, high=1024)]
   save_compiled_step: str
   compiled_step: str
   jax_cache_dir: str
@@ -165,16 +230,16 @@ class ModelConfig:
   decoder_block: str
   vocab_size: Positive
   base_emb_dim: Positive
-  base_num_decoder_layers: Positive
+  base_num_decoder_layers: Annotated[int, Range(low=1, high=10_000)]
   base_num_query_heads: Positive
   base_num_kv_heads: Positive
   head_dim: Positive
   base_mlp_dim: Positive
   mlp_activation: Literal["gelu", "swiglu"]
   normalization: Literal["rmsnorm", "layernorm"]
-  normalization_layer_epsilon: Annotated[float, Range(low=0)]
+  normalization_layer_epsilon: NonNegativeFloat
   position_embedding: Literal["rope", "learned"]
-  rope_max_timescale: Annotated[float, Range(low=1)]
+  rope_max_timescale: Annotated[float, Range(low=1, limit=_FLOAT32)]
   sliding_window_size: NonNegative
   logits_via_embedding: bool
   use_qk_norm: bool
@@ -198,10 +263,10 @@ class NoiseConfig:
 
   gns: Literal["off", "norm", "all"]
   gns_from_microbatches: bool
-  gns_window_steps: Annotated[int, Range(low=8)]
+  gns_window_steps: Annotated[int, Range(low=8, limit=_INT32)]
   gns_calibrate_every: NonNegative
   gns_report_every: NonNegative
-  gns_dwell_tokens: NonNegativeOrUnset
+  gns_dwell_tokens: CountOrZeroOrUnset
   gns_windows_before_growth: Positive
   gns_dry_run: bool
 
@@ -218,7 +283,8 @@ class DataConfig:
   tokenizer_type: str
   data_shuffle_seed: Seed
   packing: bool
-  grain_worker_count: NonNegative
+  # Each is a process.
+  grain_worker_count: Annotated[int, Range(low=0, limit=256)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,16 +294,16 @@ class OptimizerConfig:
   opt_type: str
   learning_rate: NonNegativeFloat
   lr_schedule_type: str
-  learning_rate_schedule_steps: PositiveOrUnset
+  learning_rate_schedule_steps: CountOrUnset
   learning_rate_batch_coupling: Literal["auto", "none", "linear", "sqrt"]
-  warmup_steps: NonNegativeOrUnset
+  warmup_steps: CountOrZeroOrUnset
   warmup_steps_fraction: Probability
   learning_rate_final_fraction: Probability
   wsd_decay_steps_fraction: Probability
   gradient_clipping_threshold: NonNegativeFloat
   adam_b1: Annotated[float, Range(low=0, high=0.99999)]
   adam_b2: Annotated[float, Range(low=0, high=0.999999)]
-  adam_eps: Annotated[float, Range(low=0)]
+  adam_eps: NonNegativeFloat
   adam_weight_decay: NonNegativeFloat
   sgd_momentum: Annotated[float, Range(low=0, high=0.99999)]
 
@@ -249,7 +315,7 @@ class CheckpointConfig:
   enable_checkpointing: bool
   async_checkpointing: bool
   checkpoint_format: str
-  checkpoint_period: Positive
+  checkpoint_period: Annotated[int, Range(low=1, limit=_EXACT)]
   max_num_checkpoints_to_keep: Positive
   checkpoint_keep_period: PositiveOrUnset
   allow_changed_resume: bool

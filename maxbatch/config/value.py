@@ -14,8 +14,8 @@ from fractions import Fraction
 import yaml
 
 from maxbatch.config.find import closest
-from maxbatch.config.schema import Range
-from maxbatch.config.yaml_file import Entry
+from maxbatch.config.schema import Example, Range, RelativePath
+from maxbatch.config.yaml_file import Entry, shown
 from maxbatch.errors import UserError
 
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
@@ -27,6 +27,14 @@ _YAML_TAG = "tag:yaml.org,2002:"
 _TAGS = {f"{_YAML_TAG}{name}" for name in ("null", "bool", "int", "float", "str")}
 # Plain text that YAML 1.1 takes for something else: 2026-01-02, << and =.
 _TAGS |= {f"{_YAML_TAG}{name}" for name in ("timestamp", "merge", "value")}
+
+
+_Note = typing.TypeVar("_Note")
+
+
+_LONGEST_NUMBER = 100
+"""Characters of a number as written; Python refuses to read or print those of thousands."""
+_LARGEST_DENOMINATOR = 10**50
 
 
 class _WrongTypeError(Exception):
@@ -58,11 +66,23 @@ def convert(entry: Entry, annotation: object) -> object:
     value = _read(entry.node, bare)
   except _WrongTypeError as wrong:
     raise UserError(_type_message(entry, annotation, str(wrong))) from None
-  if isinstance(value, str) and "\0" in value:
-    raise UserError(_nul_message(entry, value))
+  if isinstance(value, str):
+    _check_text(entry, annotation, value)
   if interval is not None and not interval.holds(typing.cast(float, value)):
     raise UserError(_range_message(entry, interval, typing.cast(float, value)))
   return value
+
+
+def _check_text(entry: Entry, annotation: object, value: str) -> None:
+  """Refuses a text that is no name where one is needed, and NUL, which no file's name has."""
+  rule = _note(annotation, RelativePath)
+  if rule is not None and not rule.holds(value):
+    raise UserError(
+      f"{entry.where}: {entry.assigned(shown(value))}: {entry.key} must be {rule.words}. "
+      f"A value that works: {entry.assigned(rule.nearest(value))}"
+    )
+  if "\0" in value:
+    raise UserError(_nul_message(entry, value))
 
 
 def describe(annotation: object) -> str:
@@ -161,12 +181,20 @@ def _word(node: yaml.Node, annotation: object) -> str | None:
 
 
 def _split(annotation: object) -> tuple[object, Range | None]:
+  return _notes(annotation)[0], _note(annotation, Range)
+
+
+def _notes(annotation: object) -> tuple[object, ...]:
+  """The bare type, and what it is annotated with."""
   if _words(annotation):
     annotation = typing.get_args(annotation)[0]
-  if typing.get_origin(annotation) is not typing.Annotated:
-    return annotation, None
-  bare, *extras = typing.get_args(annotation)
-  return bare, next((extra for extra in extras if isinstance(extra, Range)), None)
+  is_annotated = typing.get_origin(annotation) is typing.Annotated
+  return typing.get_args(annotation) if is_annotated else (annotation,)
+
+
+def _note(annotation: object, kind: type[_Note]) -> _Note | None:
+  """What the type is annotated with of this kind."""
+  return next((note for note in _notes(annotation)[1:] if isinstance(note, kind)), None)
 
 
 def _read(node: yaml.Node, bare: object) -> object:
@@ -205,6 +233,8 @@ def _read_list(node: yaml.Node, item: object) -> tuple[object, ...]:
 
 
 def _number_text(node: yaml.ScalarNode, example: str) -> str:
+  if len(node.value) > _LONGEST_NUMBER:
+    raise _WrongTypeError(example)
   # 400 in quotes is text by YAML's rules; guessing otherwise would hide a mistake.
   if node.style in ("'", '"', "|", ">"):
     near = node.value if _DECIMAL.fullmatch(node.value) else example
@@ -223,7 +253,8 @@ def _read_int(node: yaml.ScalarNode) -> int:
   text = _number_text(node, "1")
   if _INTEGER.fullmatch(text) and len(text) < 100:
     return int(text)
-  near = str(round(Fraction(text))) if _DECIMAL.fullmatch(text) else "1"
+  is_number = _DECIMAL.fullmatch(text) and _underscores_separate_digits(text)
+  near = str(round(Fraction(text))) if is_number else "1"
   raise _WrongTypeError(near if len(near) < 25 else "1")
 
 
@@ -240,12 +271,25 @@ def _read_float(node: yaml.ScalarNode) -> float:
 
 def _read_fraction(node: yaml.ScalarNode) -> Fraction:
   # Quotes are allowed here: "1/3" is as natural to write as 1/3.
-  text = node.value
-  if not _underscores_separate_digits(text) or not (
-    _DECIMAL.fullmatch(text) or _RATIO.fullmatch(text)
-  ):
-    raise _WrongTypeError("1/2")
-  return Fraction("".join(text.replace("_", "").split()))
+  try:
+    return exact_number(node.value)
+  except ValueError:
+    raise _WrongTypeError("1/2") from None
+
+
+def exact_number(text: str) -> Fraction:
+  """The number that `2`, `0.25`, `1e3` or `1/3` is.
+
+  Raises:
+    ValueError: it is none, or longer than anybody means.
+  """
+  is_number = _DECIMAL.fullmatch(text) or _RATIO.fullmatch(text)
+  if len(text) > _LONGEST_NUMBER or not is_number or not _underscores_separate_digits(text):
+    raise ValueError(text)
+  value = Fraction("".join(text.replace("_", "").split()))
+  if value.denominator > _LARGEST_DENOMINATOR:
+    raise ValueError(text)
+  return value
 
 
 def _underscores_separate_digits(text: str) -> bool:
@@ -271,7 +315,10 @@ def _type_message(entry: Entry, annotation: object, near: str) -> str:
   _, interval = _split(annotation)
   if interval is not None and _DECIMAL.fullmatch(near):
     near = _clamped(interval, float(near), near)
-  near = closest(entry.text, _words(annotation)) or near
+  example = _note(annotation, Example)
+  if _note(annotation, RelativePath):
+    example = Example(RelativePath().nearest(""))
+  near = closest(entry.text, _words(annotation)) or (example.text if example else near)
   given = entry.given if entry.text else f"{entry.where}: {entry.key} has no value"
   return (
     f"{given}: {entry.key} must be {_phrase(annotation)}. "
@@ -300,6 +347,9 @@ def _phrase(annotation: object) -> str:
 
 
 def _range_message(entry: Entry, interval: Range, value: float) -> str:
+  if interval.exceeded_by(value):
+    # Not as a value that works: a machine that counts so far may lack the memory for it.
+    return f"{entry.given}: {entry.key} must be at most {interval.limit:,}"
   near = _clamped(interval, value, entry.text)
   return (
     f"{entry.given}: {entry.key} must be {interval}. "
@@ -310,6 +360,8 @@ def _range_message(entry: Entry, interval: Range, value: float) -> str:
 def _clamped(interval: Range, value: float, text: str) -> str:
   if interval.holds(value):
     return text
-  allowed = [edge for edge in (interval.low, interval.high, interval.also) if edge is not None]
-  near = min(allowed, key=lambda edge: abs(edge - value))
+  also = interval.also if interval.offers_also else None
+  allowed = [edge for edge in (interval.low, interval.high, also) if edge is not None]
+  # Exact: a long whole number, or a fraction of two, does not fit in a float.
+  near = min(allowed, key=lambda edge: abs(Fraction(edge) - Fraction(value)))
   return str(int(near) if near == int(near) else near)

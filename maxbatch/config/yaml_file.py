@@ -13,6 +13,15 @@ from yaml.reader import ReaderError
 from maxbatch.config.yaml_errors import plain_words
 from maxbatch.errors import UserError
 
+_LONGEST = 100
+"""Characters of a value that a message shows."""
+
+
+def shown(text: str) -> str:
+  """A text as a message can hold it: shortened, and without control characters."""
+  text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+  return text if text.isprintable() else ascii(text)
+
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
@@ -30,7 +39,7 @@ class Entry:
     """The value as it was written; lists and mappings shortened to fit in a message."""
     if isinstance(self.node, yaml.ScalarNode):
       quote = self.node.style if self.node.style in ("'", '"') else ""
-      return f"{quote}{self.node.value}{quote}"
+      return f"{quote}{shown(self.node.value)}{quote}"
     return "[...]" if isinstance(self.node, yaml.SequenceNode) else "{...}"
 
   @property
@@ -91,7 +100,7 @@ def _argument_node(key: str, text: str) -> yaml.Node:
   try:
     node = _compose(text)
   except yaml.YAMLError as error:
-    raise UserError(f"{COMMAND_LINE}: {key}={text}: {plain_words(error)}") from error
+    raise UserError(f"{COMMAND_LINE}: {key}={shown(text)}: {plain_words(error)}") from error
   if node is None:
     raise UserError(f"{COMMAND_LINE}: {key}={text} has no value; write one after the equals sign.")
   return node

@@ -19,13 +19,15 @@ from maxbatch.batch.arithmetic import (
   tokens_of,
 )
 from maxbatch.batch.phases import Phase
-from maxbatch.batch.solve import describe_groups, nearest_multiples, text
+from maxbatch.batch.solve import MOST_SAMPLES, describe_groups, nearest_multiples, text
 from maxbatch.batch.topology import Topology
 from maxbatch.errors import UserError
 
 FEWEST_BLOCKS = 4
 """Minimum number of blocks in the smoothing window; fewer do not show their own noise."""
 _DEFAULT_BLOCKS = 40
+_MOST_TOKENS = 2**53
+"""Of a branch; floats and JSON count exactly so far."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +96,11 @@ def plan_branches(base: BranchBase, request: BranchRequest) -> Branching:
   block = math.lcm(*batches)
   block_tokens = block * base.max_target_length
   blocks = _blocks(request, batches, block, block_tokens)
+  if blocks * block_tokens > _MOST_TOKENS:
+    raise UserError(
+      f"factors: the {len(factors)} batches end a step together only after every {block_tokens:,} "
+      "tokens; take factors whose batches divide each other, for example factors=1,2,4,8"
+    )
   micro_batch = _micro_batch(base, batches)
   return Branching(
     branches=tuple(
@@ -119,6 +126,11 @@ def _batch(base: BranchBase, factor: Fraction) -> int:
   """factor × the batch at the checkpoint, checked to divide over the data-parallel groups."""
   groups = base.topology.num_batch_groups
   batch = scaled(base.phase.batch, factor)
+  if batch > MOST_SAMPLES:
+    raise UserError(
+      f"factors: {text(factor)} × batch {base.phase.batch} is {text(batch)} samples, and a step has "
+      f"at most {MOST_SAMPLES:,}; for example factors=1,2,4,8"
+    )
   if divides_over(batch, base.topology):
     return int(batch)
   near = [factor_of(size, base.phase.batch) for size in nearest_multiples(groups, batch)]

@@ -210,6 +210,7 @@ def _constant_batch(batch: BatchConfig, branch: Branch, per_device: Fraction) ->
     batch_schedule_length=-1,
     batch_size_start=-1,
     batch_size_increment=-1,
+    gns_max_batch_size=-1,
   )
 
 

@@ -18,6 +18,7 @@ from maxbatch.batch.topology import Topology, topology
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.counted_devices import SIMULATED_DEVICES
+from maxbatch.hardware.environment import check_environment
 from maxbatch.hardware.tpu_slices import slice_named
 
 _NO_TPU = {
@@ -74,6 +75,7 @@ def find_devices(config: Config) -> Target:
     UserError: jax has already started with another number of devices, there is no such slice or no
       compiler for it, or the axes do not multiply to the devices.
   """
+  check_environment()
   if config.compile.compile_topology:
     devices = topology_devices(
       config.compile.compile_topology, config.compile.compile_topology_num_slices

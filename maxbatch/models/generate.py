@@ -38,7 +38,9 @@ def generate(
     max_target_length: tokens of a row in training. A token follows from at most as many before it:
       the model knows no others, and learned positions end there.
   """
-  start = [tokenizer.bos_id, *tokenizer.encode(prompt.encode()).tolist()]
+  # Where the locale is not UTF-8, Python hands on what it cannot read as surrogates.
+  as_typed = prompt.encode(errors="surrogateescape")
+  start = [tokenizer.bos_id, *tokenizer.encode(as_typed).tolist()]
   tokens_T = jnp.array(start + [0] * length, jnp.int32)
   window = min(max_target_length, len(tokens_T))
   write = jax.jit(

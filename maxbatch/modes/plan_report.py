@@ -44,7 +44,7 @@ class PlanReport:
         for one in self.loads
       ],
       "phases": [self._phase(phase) for phase in plan.phases],
-      "phases_not_reached": self._not_reached(),
+      "phases_not_reached": list(self.plan.phases_not_reached),
       "limits": limits(plan),
       "pipeline": self.pipeline and self.pipeline.as_dict(),
     }
@@ -100,10 +100,6 @@ class PlanReport:
       "is_cut": phase.is_cut,
     }
 
-  def _not_reached(self) -> list[int]:
-    reached = {phase.number for phase in self.plan.phases}
-    return [n for n, _ in enumerate(self.plan.schedule.points, 1) if n not in reached]
-
   def _table(self) -> str:
     head = ("phase", "first step", "first sample", "first token", "steps", "batch")
     head += ("per device", "microbatches", "learning rate", "")
@@ -113,7 +109,7 @@ class PlanReport:
       "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
       for row in rows
     ]
-    missed = ", ".join(map(str, self._not_reached()))
+    missed = ", ".join(map(str, self.plan.phases_not_reached))
     return "\n".join(["Phases", *lines, *([f"  without a step: {missed}"] if missed else [])])
 
 

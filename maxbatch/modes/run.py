@@ -22,6 +22,7 @@ from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import find_devices
+from maxbatch.modes.memory import check_memory
 from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.resolve import ResolvedRun, resolve
 from maxbatch.modes.summary import describe, keep_sample, print_next, show_sample, sum_up
@@ -75,6 +76,7 @@ def run(
   resolved = resolve(config, target, forget=forget)
   print(f"{resolved.plan_ahead}\n", flush=True)
   trainer = build_trainer(resolved.config, resolved.plan, target.devices)
+  check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices)
   dataset = build_dataset(resolved.config.data, resolved.config.batch.max_target_length)
   describe(resolved, trainer, dataset.description)
   with (

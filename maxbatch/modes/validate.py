@@ -8,11 +8,11 @@ which belongs to no run, is built if the dataset has none yet.
 import dataclasses
 import functools
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -36,6 +36,7 @@ from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device, describe_devices, find_devices
+from maxbatch.modes.memory import check_memory, gib, item_bytes
 from maxbatch.modes.resolve import checkpoint_of, keeping_batch, planned
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import (
@@ -51,7 +52,6 @@ from maxbatch.training.step import Trainer
 from maxbatch.tuning.candidates import asked, is_open, sizes_of, with_default_batch, with_size
 from maxbatch.tuning.coupling import resolve_accumulation
 
-_GIB = 1 << 30
 _NEXT = "Valid: nothing was compiled. Next: compile_only=true"
 
 
@@ -97,7 +97,7 @@ def _checks(config: Config) -> Iterator[_Check]:
     f"{config.model.model_name}: {num_parameters(trainer.model):,} parameters",
     lost_updates(trainer.model),
   )
-  yield "memory", _memory(config, plan, state), ()
+  yield "memory", check_memory(config, plan, state, devices), ()
   yield "learning rate", _rates(config, plan), ()
   dataset = build_dataset(config.data, config.batch.max_target_length)
   _first_row(dataset.train)
@@ -149,47 +149,6 @@ def _without_arrays(
   return made[0]
 
 
-def _memory(config: Config, plan: BatchPlan, state: TrainState) -> str:
-  """What every device holds between steps.
-
-  Raises:
-    UserError: it is more than device_memory_gb.
-  """
-  accumulators = _bytes_per_device(state.opt_state.acc_grads)
-  sizes = {
-    "parameters": _bytes_per_device(state.params),
-    "optimizer state": _bytes_per_device(state.opt_state) - accumulators,
-    "accumulators": accumulators,
-  }
-  parts = ", ".join(f"{name} {_gib(size)}" for name, size in sizes.items())
-  total, limit = sum(sizes.values()), config.compile.device_memory_gb * _GIB
-  if 0 < limit < total:
-    shards, there = config.mesh.ici_fsdp_parallelism, plan.topology.num_devices
-    ways = [n for n in range(1, there + 1) if there % n == 0 and total * shards / n <= limit]
-    offer = f"ici_fsdp_parallelism={ways[0]}" if ways else "a smaller model, or more devices"
-    raise UserError(
-      f"device_memory_gb={config.compile.device_memory_gb:g} is less than the {_gib(total)} that "
-      f"every device holds before it computes anything ({parts}); for example {offer}"
-    )
-  return f"{_gib(total)} per device between steps: {parts}"
-
-
-def _bytes_per_device(tree: Any) -> int:
-  """Bytes of the abstract arrays' parts on one device."""
-  return sum(
-    math.prod(leaf.sharding.shard_shape(leaf.shape)) * _item_bytes(leaf)
-    for leaf in jax.tree.leaves(tree)
-  )
-
-
-def _item_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-  return np.dtype(leaf.dtype).itemsize
-
-
-def _gib(size: float) -> str:
-  return f"{size / _GIB:,.3f} GiB"
-
-
 def _rates(config: Config, plan: BatchPlan) -> str:
   rate = learning_rate(config.optimizer, plan, config.run.schedule_unit)
   last = plan.phases[-1]
@@ -224,9 +183,12 @@ def _writable(folder: Path) -> str:
     with tempfile.TemporaryFile(dir=there) as file:
       file.write(b"x")
   except OSError as error:
+    offers = (Path.home(), Path.cwd(), Path(tempfile.gettempdir()))
+    works = next((path for path in offers if os.access(path, os.W_OK)), None)
     raise UserError(
       f"base_output_directory={folder.parent}: {there} cannot be written: "
-      f"{error.strerror or error}; for example base_output_directory={Path.home() / 'runs'}"
+      f"{error.strerror or error}; "
+      + (f"for example base_output_directory={works / 'runs'}" if works else "free some disk space")
     ) from error
   return f"{folder} can be written" if there == folder else f"{folder} can be made"
 
@@ -241,7 +203,7 @@ def _disk_space(config: Config, plan: BatchPlan, state: TrainState, folder: Path
   Raises:
     UserError: there is not, and the run is to take place on this machine.
   """
-  each = sum(math.prod(x.shape) * _item_bytes(x) for x in jax.tree.leaves(to_save(state)))
+  each = sum(math.prod(x.shape) * item_bytes(x) for x in jax.tree.leaves(to_save(state)))
   keep, period = (
     config.checkpoint.max_num_checkpoints_to_keep,
     config.checkpoint.checkpoint_keep_period,
@@ -250,16 +212,16 @@ def _disk_space(config: Config, plan: BatchPlan, state: TrainState, folder: Path
   there = len(completed_steps(RunFolder(folder).checkpoints))
   count = max(1, keep + 1 + forever - there)
   free = shutil.disk_usage(_nearest(folder)).free
-  needed = f"{counted(count, 'checkpoint')} of {_gib(each)}, one of them while it replaces another"
+  needed = f"{counted(count, 'checkpoint')} of {gib(each)}, one of them while it replaces another"
   if count * each <= free:
-    return f"{needed}; {_gib(free)} are free"
+    return f"{needed}; {gib(free)} are free"
   if config.compile.compile_topology:
     return f"{needed}; less is free on this machine, so look at the slice's own disk"
   fewer = free // each - 1 - forever + there
   offer = f"max_num_checkpoints_to_keep={fewer}" if fewer >= 1 else "enable_checkpointing=false"
   raise UserError(
     f"max_num_checkpoints_to_keep={keep}, checkpoint_keep_period={period}: this run needs "
-    f"{needed}, and {_gib(free)} are free in {_nearest(folder)}; for example {offer}, or "
+    f"{needed}, and {gib(free)} are free in {_nearest(folder)}; for example {offer}, or "
     "base_output_directory on a larger disk"
   )
 

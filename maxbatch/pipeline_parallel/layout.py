@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from maxbatch.batch.arithmetic import samples_of, samples_per_group
 from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.solve import counted, nearest_divisors, nearest_multiples
+from maxbatch.batch.solve import counted, divisors, nearest_divisors, nearest_multiples
 from maxbatch.batch.topology import AXES, Topology, topology
 from maxbatch.config.schema import Config, PipelineConfig
 from maxbatch.config.suggestions import Keys, assigned, suggested_fixes
@@ -34,6 +34,10 @@ _NO_RAMP: Keys = {
   "batch_size_increment": -1,
   "enable_rampup_batch_size": False,
 }
+
+
+_MOST_CELLS = 50_000
+"""Forwards in a timetable, which is made and checked cell by cell before the run."""
 
 
 class _MisfitError(Exception):
@@ -106,6 +110,15 @@ def _make_pipeline(config: Config, plan: BatchPlan) -> Pipeline:
     plan.gradient_accumulation_steps,
     config.batch.accumulation == "streamed",
   )
+  most = 1 if streamed else max(point.num_microbatches for point in plan.schedule.points)
+  cells = samples_of(most, num_pipeline_microbatches) * stages * repeats
+  if cells > _MOST_CELLS:
+    raise UserError(
+      f"{most} microbatches × num_pipeline_microbatches={num_pipeline_microbatches} in {stages} "
+      f"stages and {repeats} repeats are a timetable of {cells:,} forwards, of which there can be "
+      f"{_MOST_CELLS:,}; for example accumulation=streamed, with a timetable for each microbatch, or "
+      "fewer gradient accumulation steps"
+    )
   return Pipeline(
     schedule=keys.pipeline_schedule,
     stages=stages,
@@ -113,9 +126,7 @@ def _make_pipeline(config: Config, plan: BatchPlan) -> Pipeline:
     layers=layers,
     num_pipeline_microbatches=num_pipeline_microbatches,
     num_microbatches=1 if streamed else num_microbatches,
-    max_num_microbatches=1
-    if streamed
-    else max(point.num_microbatches for point in plan.schedule.points),
+    max_num_microbatches=most,
     timetables=num_microbatches if streamed else 1,
     rows=samples_per_group(plan.micro_batch_to_train, plan.topology, num_pipeline_microbatches),
     choices=choices,
@@ -228,7 +239,7 @@ def _num_pipeline_microbatches(
   rows = math.gcd(*(samples_per_group(micro_batch, plan.topology) for micro_batch in micro_batches))
   least = shape.forwarding_delay * shape.stages
   unit = least if schedule.microbatch_multiple(shape) > 1 else shape.stages
-  choices = tuple(n for n in range(least, rows + 1, unit) if rows % n == 0)
+  choices = tuple(n for n in divisors(rows) if n >= least and (n - least) % unit == 0)
   if given == -1 and choices:
     return choices[0], choices
   if given in choices:

@@ -1,0 +1,115 @@
+"""What a run needs at the very least of a device's memory, refused before anything is allocated."""
+
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxbatch.batch.plan import BatchPlan
+from maxbatch.batch.solve import text
+from maxbatch.compile.program import capacity_bytes
+from maxbatch.config.schema import Config
+from maxbatch.errors import UserError
+from maxbatch.hardware.devices import Device
+from maxbatch.training.build import streams
+from maxbatch.training.state import TrainState
+
+_GIB = 1 << 30
+_ROW_BYTES_PER_TOKEN = 12
+"""Inputs, targets and weights; packed rows have more."""
+
+
+def check_memory(
+  config: Config, plan: BatchPlan, state: TrainState, devices: Sequence[Device]
+) -> str:
+  """What every device holds between steps.
+
+  Args:
+    config: the run.
+    plan: its sizes.
+    state: its abstract state.
+    devices: those of the run; simulated ones share the memory of the machine.
+
+  Raises:
+    UserError: the state, the rows of a dispatch or the activations of a single layer are more than a
+      device has, or than device_memory_gb.
+  """
+  accumulators = bytes_per_device(state.opt_state.acc_grads)
+  sizes = {
+    "parameters": bytes_per_device(state.params),
+    "optimizer state": bytes_per_device(state.opt_state) - accumulators,
+    "accumulators": accumulators,
+  }
+  parts = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items())
+  total, capacity = sum(sizes.values()), _capacity(config, devices)
+  if total > capacity:
+    raise UserError(
+      f"{_given(config, capacity)} is less than the {gib(total)} that every device holds before it "
+      f"computes anything ({parts}); for example {_offer(config, plan, total, capacity)}"
+    )
+  _check_batch(config, plan, capacity - total, capacity)
+  return f"{gib(total)} per device between steps: {parts}"
+
+
+def bytes_per_device(tree: Any) -> int:
+  """Bytes of the abstract arrays' parts on one device."""
+  return sum(
+    math.prod(leaf.sharding.shard_shape(leaf.shape)) * item_bytes(leaf)
+    for leaf in jax.tree.leaves(tree)
+  )
+
+
+def item_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+  """Bytes of one element."""
+  return np.dtype(leaf.dtype).itemsize
+
+
+def gib(size: float) -> str:
+  """Bytes as GiB, or as smaller units where that would print as zero."""
+  return f"{size / _GIB:,.3f} GiB" if size >= _GIB / 1000 or not size else f"{size:,.0f} bytes"
+
+
+def _capacity(config: Config, devices: Sequence[Device]) -> float:
+  try:
+    return capacity_bytes(devices, config.compile.device_memory_gb)
+  except UserError:
+    return math.inf  # A kind of device that does not say: it will when the step is compiled.
+
+
+def _given(config: Config, capacity: float) -> str:
+  if config.compile.device_memory_gb:
+    return f"device_memory_gb={config.compile.device_memory_gb:g}"
+  return f"A device's memory of {gib(capacity)}"
+
+
+def _offer(config: Config, plan: BatchPlan, total: int, capacity: float) -> str:
+  shards, there = config.mesh.ici_fsdp_parallelism, plan.topology.num_devices
+  ways = [n for n in range(1, there + 1) if there % n == 0 and total * shards / n <= capacity]
+  return f"ici_fsdp_parallelism={ways[0]}" if ways else "a smaller model, or more devices"
+
+
+def _check_batch(config: Config, plan: BatchPlan, free: float, capacity: float) -> None:
+  """The rows of a dispatch, and what one layer of one microbatch reads and writes."""
+  model = config.model
+  widest = max(model.base_emb_dim, model.base_mlp_dim, model.base_num_query_heads * model.head_dim)
+  width = widest * np.dtype(model.dtype).itemsize / plan.topology.shape["tensor"]
+  chunks = plan.topology.shape["stage"]
+  for micro_batch, key in (
+    (max(plan.micro_batches), "per_device_batch_size"),
+    (plan.eval_batch, "eval_per_device_batch_size"),
+  ):
+    tokens = plan.device_tokens(micro_batch)
+    rows = tokens if key.startswith("eval") else plan.dispatched_tokens(streams(config))
+    needed = float(rows * _ROW_BYTES_PER_TOKEN + tokens * width / chunks)
+    if needed > free:
+      size = plan.per_device(micro_batch)
+      fitting = math.floor(size * Fraction(free) / Fraction(needed))
+      smaller = f"at most {fitting} fit" if fitting else "fewer gradient accumulation steps may"
+      raise UserError(
+        f"{key}={text(size)}: a device needs at least {gib(needed)} for the rows of "
+        f"{plan.gradient_accumulation_steps:,} gradient accumulation steps and for what one layer "
+        f"computes, beside the state, and has {gib(capacity)}; {smaller}"
+      )
