@@ -3,6 +3,7 @@
 import os
 import pathlib
 
+import hypothesis
 import jax
 import pytest
 
@@ -14,6 +15,20 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Machine code of the lowest level: tests run a program a few times, and compiling it takes longest.
 # What XLA makes of a program before that (fusions, collectives, buffers) is as in a run.
 jax.config.update("jax_disable_most_optimizations", True)
+
+# XLA's emitters of fusions go through several of LLVM's dialects, which takes as long as all the rest
+# of a compilation. XLA reads its flags once; processes that tests start see those of the caller.
+_FLAGS = os.environ.get("XLA_FLAGS")
+os.environ["XLA_FLAGS"] = f"{_FLAGS or ''} --xla_cpu_use_fusion_emitters=false"
+jax.devices()
+if _FLAGS is None:
+  del os.environ["XLA_FLAGS"]
+else:
+  os.environ["XLA_FLAGS"] = _FLAGS
+
+# A machine that is busy is no failure.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 

@@ -121,7 +121,7 @@ def test_the_solver_takes_an_open_size_as_not_given(value):
   assert plan == given_sizes(config_of(micro_batch_size=-1, batch_size=96).batch)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
   batch=st.integers(1, 120),
   data=st.sampled_from([1, 2, 3, 4]),

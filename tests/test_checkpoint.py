@@ -18,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from processes import PATIENCE_SECONDS
 
 from maxbatch.checkpoints import checkpointer as checkpointer_module
 from maxbatch.checkpoints.checkpointer import Checkpointer, Position
@@ -480,7 +481,7 @@ def full_disk() -> Iterator[None]:
 
 def poll_until_reported(checkpointer: Checkpointer, lines: list[str]) -> None:
   """Polls as a training loop does, until a report comes."""
-  deadline = time.monotonic() + 20
+  deadline = time.monotonic() + PATIENCE_SECONDS
   while not lines and time.monotonic() < deadline:
     checkpointer.poll()
     time.sleep(0.01)
@@ -569,7 +570,7 @@ def test_kill_9_during_a_save_loses_nothing_before_it(tmp_path):
     capture_output=True,
     text=True,
     check=False,
-    timeout=120,
+    timeout=PATIENCE_SECONDS,
   )
   assert done.returncode == -signal.SIGKILL, done.stderr
   assert (tmp_path / "c" / "2.orbax-checkpoint-tmp").is_dir()

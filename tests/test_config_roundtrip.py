@@ -62,7 +62,7 @@ def configs(draw: st.DrawFn) -> schema.Config:
 
 
 # The first draw builds hypothesis' tables of Unicode, which takes seconds on a busy machine.
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(config=configs())
 def test_written_out_config_loads_back_to_the_same(
   tmp_path_factory: pytest.TempPathFactory, config: schema.Config

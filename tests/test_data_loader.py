@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from processes import PATIENCE_SECONDS
 
 from maxbatch.batch.row_plan import StepRows
 from maxbatch.data import loader as loading
@@ -127,7 +128,7 @@ def test_each_epoch_is_every_row_once_in_an_order_of_its_own():
   assert (SampleStream(ROWS, 8)(np.arange(ROWS)) != epochs[0]).any()
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 10**12), max_size=8), st.integers(1, 2**31), st.integers(0, 2**40))
 def test_the_stream_is_a_pure_function_of_seed_and_index(ids, rows, seed):
   together = SampleStream(rows, seed)(np.array(ids, np.int64))
@@ -260,7 +261,7 @@ def test_closing_early_stops_threads_and_processes(workers):
   loader.close()
   assert multiprocessing.active_children() == []
   # grain asks its thread to end and does not wait for it.
-  end = time.monotonic() + 10
+  end = time.monotonic() + PATIENCE_SECONDS
   while names := [t.name for t in threading.enumerate() if t.name.startswith(OWN_THREADS)]:
     assert time.monotonic() < end, names
     time.sleep(0.01)
@@ -273,7 +274,7 @@ def test_the_next_step_is_read_while_this_one_is_used():
   source = Watched()
   with train(source, microbatches=[1] * 6) as loader:
     next(loader)
-    assert source.third_read.wait(timeout=10), "nothing was read ahead"
+    assert source.third_read.wait(timeout=PATIENCE_SECONDS), "nothing was read ahead"
 
 
 class Watched:

@@ -10,6 +10,7 @@ from pathlib import Path
 import cloudpickle
 import numpy as np
 import pytest
+from processes import PATIENCE_SECONDS
 from support import config
 
 from maxbatch.data import registry, token_cache
@@ -179,7 +180,7 @@ print(token_cache.open_or_build(sources, documents, folder, "train", ByteTokeniz
     subprocess.Popen([sys.executable, "-c", program, number], stdout=-1, stderr=-1, text=True)
     for number in "12"
   ]
-  outputs = [run.communicate(timeout=60) for run in runs]
+  outputs = [run.communicate(timeout=PATIENCE_SECONDS) for run in runs]
   assert [run.returncode for run in runs] == [0, 0], outputs
   assert outputs[0][0] == outputs[1][0]
   cache = cached(corpus, tmp_path / "cache")

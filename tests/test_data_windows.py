@@ -48,7 +48,7 @@ def slow_row(tokens: list[int], index: int, length: int, packing: bool) -> dict[
 documents = st.lists(st.binary(max_size=9), min_size=1, max_size=6)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(documents, st.integers(1, 12), st.booleans(), st.randoms(use_true_random=False))
 def test_rows_equal_the_slow_reference(tmp_path, texts, length, packing, random):
   tokens = [token for text in texts for token in (BOS, *text, EOS)]
@@ -63,7 +63,7 @@ def test_rows_equal_the_slow_reference(tmp_path, texts, length, packing, random)
       assert rows[name][place].tolist() == reference[name], name
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(2, 60), st.integers(1, 12))
 def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path, count, length):
   source = windows(tmp_path / "tokens", list(range(count)), length, packing=False)

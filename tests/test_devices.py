@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import PATIENCE_SECONDS
 
 from maxbatch.config.load import load_config
 from maxbatch.hardware import devices
@@ -32,7 +33,7 @@ def found(simulated: int, **environment: str) -> subprocess.CompletedProcess[str
     check=False,
     cwd=ROOT,
     env=kept | environment,
-    timeout=60,
+    timeout=PATIENCE_SECONDS,
   )
 
 

@@ -8,6 +8,7 @@ import sys
 
 import jax
 import pytest
+from processes import PATIENCE_SECONDS
 from support import TINY
 
 from maxbatch.config.load import load_config
@@ -26,7 +27,7 @@ def run(command: str, *arguments: str | bytes, **more: str) -> subprocess.Comple
     [sys.executable, "-m", f"maxbatch.{command}", "config=base", *arguments],
     cwd=ROOT,
     capture_output=True,
-    timeout=300,
+    timeout=PATIENCE_SECONDS,
     env=os.environ | more,
   )
 

@@ -72,7 +72,7 @@ def test_leaves_on_fewer_devices_than_there_are():
   assert fingerprints(there) == fingerprints(tree)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(element=st.integers(0, 16 * 24 - 1), bit=st.integers(0, 31), dtype=st.sampled_from(DTYPES))
 def test_every_flipped_bit_shows(element, bit, dtype):
   array = np.array(tree_of_everything()[jnp.dtype(dtype).name])

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -10,14 +9,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-import jax
 import pytest
+from processes import PATIENCE_SECONDS, REPOSITORY, environment, small_run
 from small_disk import fill, read_only, small
 
 from maxbatch.run_folder.metrics import MetricsLog, read_metrics
-
-REPOSITORY = pathlib.Path(__file__).parents[1]
-PATIENCE_SECONDS = 240
 
 
 class Run:
@@ -25,22 +21,15 @@ class Run:
 
   def __init__(self, disk: pathlib.Path, elsewhere: pathlib.Path):
     self.folder, self._output = disk / "first_run", elsewhere / "output.txt"
-    text = elsewhere / "words.txt"
-    text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
-    sizes = "base_emb_dim=16 base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=2"
-    sizes += " head_dim=8 base_mlp_dim=32 vocab_size=264 max_target_length=16 generate_length=0"
-    sizes += " eval_samples=8 eval_interval=-1 per_device_batch_size=1 lr_schedule_type=constant"
-    sizes += " steps=1000000 log_period=10 checkpoint_period=40 warmup_steps=0"
-    paths = [f"base_output_directory={disk}", f"dataset_path={text}"]
-    paths += [f"dataset_cache_directory={elsewhere / 'cache'}"]
-    cache = jax.config.values["jax_compilation_cache_dir"]
+    arguments = small_run(disk, elsewhere / "words.txt", elsewhere / "cache")
+    keys = "steps=1000000 log_period=10 checkpoint_period=40 warmup_steps=0"
     with self._output.open("w") as output:
       self.process = subprocess.Popen(
-        [sys.executable, "-m", "maxbatch.train", "config=base", *sizes.split(), *paths],
+        [sys.executable, "-m", "maxbatch.train", *arguments, *keys.split()],
         cwd=REPOSITORY,
         stdout=output,
         stderr=subprocess.STDOUT,
-        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": cache, "PYTHONUNBUFFERED": "1"},
+        env=environment(PYTHONUNBUFFERED="1"),
       )
 
   @property
@@ -65,7 +54,7 @@ class Run:
 
   def stop(self) -> int:
     self.process.send_signal(signal.SIGTERM)
-    return self.process.wait(timeout=60)
+    return self.process.wait(timeout=PATIENCE_SECONDS)
 
 
 @contextlib.contextmanager

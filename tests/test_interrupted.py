@@ -8,15 +8,14 @@ import sys
 import time
 from typing import Any
 
-import jax
 import pytest
+from processes import PATIENCE_SECONDS, REPOSITORY, environment, small_run
 
 from maxbatch.modes import run as run_module
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
 from maxbatch.training import loop
 
-REPOSITORY = pathlib.Path(__file__).parents[1]
 SENTENCE = "interrupted; what was saved before is kept"
 TIMES = ("step_seconds", "tokens_per_second")
 
@@ -41,14 +40,8 @@ train.leave(train.main(sys.argv[3:]))
 
 
 def arguments(folder: pathlib.Path, steps: int) -> list[str]:
-  text = folder / "words.txt"
-  text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
-  sizes = "base_emb_dim=16 base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=2"
-  sizes += " head_dim=8 base_mlp_dim=32 vocab_size=264 max_target_length=16 generate_length=0"
-  sizes += " eval_samples=8 eval_interval=-1 per_device_batch_size=1 lr_schedule_type=constant"
-  paths = [f"base_output_directory={folder}", f"dataset_path={text}"]
-  paths += [f"dataset_cache_directory={folder / 'cache'}"]
-  return ["config=base", *sizes.split(), *paths, f"steps={steps}"]
+  run = small_run(folder, folder / "words.txt", folder / "cache")
+  return [*run, f"steps={steps}"]
 
 
 def interrupted(folder: pathlib.Path, where: str, number: int) -> subprocess.CompletedProcess[str]:
@@ -57,8 +50,8 @@ def interrupted(folder: pathlib.Path, where: str, number: int) -> subprocess.Com
     cwd=REPOSITORY,
     capture_output=True,
     text=True,
-    timeout=300,
-    env=os.environ | {"JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"]},
+    timeout=PATIENCE_SECONDS,
+    env=environment(),
   )
 
 
@@ -133,7 +126,7 @@ def dispatch_and_stop(*arguments):
 def killed(*arguments):
   if len(steps) < 3:
     return evaluate(*arguments)
-  end = time.monotonic() + 10
+  end = time.monotonic() + 600
   while not pathlib.Path(sys.argv[1]).exists() and time.monotonic() < end:
     time.sleep(0.01)
   os.kill(os.getpid(), signal.SIGKILL)
@@ -153,8 +146,9 @@ def test_a_signal_saves_before_it_evaluates(tmp_path):
     cwd=REPOSITORY,
     capture_output=True,
     text=True,
-    timeout=300,
+    timeout=PATIENCE_SECONDS,
     check=False,
+    env=environment(),
   )
   assert killed.returncode == -signal.SIGKILL, killed.stderr
   assert saved.is_dir()

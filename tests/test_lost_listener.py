@@ -10,9 +10,9 @@ import termios
 import threading
 from typing import Any
 
-import jax
 import pytest
-from test_interrupted import REPOSITORY, arguments, records
+from processes import PATIENCE_SECONDS, environment
+from test_interrupted import arguments, records
 
 from maxbatch.command_line.signals import StopSignals
 
@@ -32,11 +32,6 @@ def command(folder: pathlib.Path, steps: int) -> list[str]:
   return [sys.executable, "-m", "maxbatch.train", *arguments(folder, steps), *keys]
 
 
-def environment() -> dict[str, str]:
-  kept = jax.config.values["jax_compilation_cache_dir"]
-  return os.environ | {"JAX_COMPILATION_CACHE_DIR": kept, "PYTHONPATH": str(REPOSITORY)}
-
-
 def started(arguments: list[str], stdout: Any) -> subprocess.Popen[str]:
   return subprocess.Popen(
     arguments, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment()
@@ -48,7 +43,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
   assert process.stderr is not None
   with process, process.stderr:
     errors = process.stderr.read()
-    return process.wait(60), errors
+    return process.wait(PATIENCE_SECONDS), errors
 
 
 def saved(folder: pathlib.Path) -> list[int]:
@@ -114,7 +109,7 @@ def test_error_lines_without_a_reader_change_no_exit_code(tmp_path):
   process = started(command(tmp_path, 0), subprocess.DEVNULL)
   assert process.stderr is not None
   process.stderr.close()
-  assert process.wait(60) == 2
+  assert process.wait(PATIENCE_SECONDS) == 2
 
 
 # Run between fork and the command, in a process of its own: jax's threads forbid a fork here.
@@ -150,7 +145,7 @@ def test_a_terminal_that_goes_away_saves_the_run(tmp_path):
   while not re.search(rb"step [1-9]", shown):  # The live line shows a few of the steps.
     shown += os.read(ours, 1 << 16)
   os.close(ours)  # Now the kernel sends SIGHUP, and every write fails.
-  assert process.wait(60) == 0
+  assert process.wait(PATIENCE_SECONDS) == 0
   assert saved(tmp_path)
 
 

@@ -17,6 +17,7 @@ import lowered_once
 import optax
 import pytest
 from lowered_once import lower_once
+from processes import PATIENCE_SECONDS
 from support import config
 
 from maxbatch.batch.plan import plan_batches
@@ -370,7 +371,7 @@ def test_all_processes_take_process_0s_decision(tmp_path):
     for number in ("0", "1")
   ]
   try:
-    results = [process.communicate(timeout=120) for process in processes]
+    results = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
   finally:
     for process in processes:
       process.kill()

@@ -297,7 +297,7 @@ def run(
   return made
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(any_limits, st.integers(1, 6), runs)
 def test_what_holds_whatever_happens(limits, units, moments):
   changed, counted = 0, 0
@@ -316,7 +316,7 @@ def test_what_holds_whatever_happens(limits, units, moments):
     changed, counted = position.samples, position.step
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(any_limits, runs, st.data())
 def test_a_restored_controller_decides_the_same(limits, moments, data):
   whole = run(limits, limits.unit, moments)

@@ -136,7 +136,7 @@ def rewritten(text: str, columns: list[str], *, idle: bool = True) -> str:
   return "\n".join(",".join(row) for row in [columns, *kept])
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.sampled_from(SHAPES), st.permutations(COLUMNS), st.booleans())
 def test_the_order_of_columns_and_idle_rows_do_not_matter(chosen, columns, idle):
   table = timetable(*chosen)
@@ -220,7 +220,7 @@ def test_an_empty_table_is_a_table():
   assert from_csv(HEAD, ONE.shape, "a.csv") == Timetable(ONE.shape, ())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_a_changed_cell_is_refused_or_the_table_still_runs(data):
   lines = to_csv(SEVERAL).splitlines()

@@ -208,7 +208,7 @@ def count(low: int, high: int) -> st.SearchStrategy[int]:
   return st.one_of(st.just(-1), st.integers(low, high))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
   st.fixed_dictionaries(
     {

@@ -47,7 +47,7 @@ def mended(keys: Keys) -> Keys:
   return keys
 
 
-@settings(max_examples=200 + 20 * MORE, deadline=None, derandomize=not MORE)
+@settings(max_examples=200 + 20 * MORE, derandomize=not MORE)
 @given(broken())
 def test_a_refusal_offers_what_works_and_what_works_has_a_timetable_without_fault(keys):
   plan, pipeline = planned(configuration(mended(keys)))
@@ -113,14 +113,14 @@ def test_three_repeats_on_one_group_of_devices_and_with_fsdp(keys):
 
 
 @pytest.mark.parametrize("schedule", HAS_REPEATS)
-@settings(max_examples=MORE or 2, deadline=None, derandomize=not MORE, suppress_health_check=SLOWLY)
+@settings(max_examples=MORE or 2, derandomize=not MORE, suppress_health_check=SLOWLY)
 @given(st.data())
 def test_a_step_is_that_without_a_pipeline(schedule, data):
   keys = data.draw(configurations((schedule,)))
   assert_same_step(keys, smallest=data.draw(st.booleans()))
 
 
-@settings(max_examples=MORE or 2, deadline=None, derandomize=not MORE, suppress_health_check=SLOWLY)
+@settings(max_examples=MORE or 2, derandomize=not MORE, suppress_health_check=SLOWLY)
 @given(configurations())
 def test_an_evaluation_is_that_without_a_pipeline(keys):
   assert_same_evaluation(keys)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pipelined import QUICKLY
 from support import GPT2, SMALLEST, config, uneven_rows
@@ -190,7 +190,6 @@ def test_cuts(rows, expected):
   assert eval_microbatches(pipeline(4, 4), rows) == expected
 
 
-@settings(deadline=None)
 @given(st.integers(2, 4), st.integers(1, 13), st.integers(1, 3), st.integers(1, 2))
 def test_every_input_is_used_in_the_tick_in_which_it_arrives(
   stages, microbatches, repeats, forwarding_delay

@@ -312,7 +312,7 @@ def expanded(batch: int, factor: Fraction, num_devices: int) -> BatchPlan:
   )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 6), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(1, 5))
 def test_without_expansion_a_host_reads_what_its_devices_take(hosts, local, tensor, rows):
   devices = hosts * local * tensor
@@ -328,7 +328,7 @@ def test_without_expansion_a_host_reads_what_its_devices_take(hosts, local, tens
   assert found == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 12), st.integers(1, 6), st.fractions(1, 14, max_denominator=3))
 def test_with_expansion_the_first_hosts_read_everything_once(hosts, rows, factor):
   plan = expanded(6 * rows * hosts, factor, hosts)

@@ -7,6 +7,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from processes import PATIENCE_SECONDS
 from support import SMALLEST, stop_at
 
 from maxbatch.batch.plan import plan_batches
@@ -152,7 +153,7 @@ def test_another_microbatch_is_compiled_before_its_phase(text, tmp_path, monkeyp
 
   def dispatch_noted(job, state, loader, position, rate):
     events.append(("step", job.plan.phase_at(position.samples).micro_batch))
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE_SECONDS
     while events.count(("step", 8)) == 5 and ("compiled", 16) not in events:
       assert time.monotonic() < end, "the next shape is not compiled while this one trains"
       time.sleep(0.01)

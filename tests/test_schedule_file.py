@@ -76,7 +76,6 @@ reasons = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sa
 
 @settings(
   max_examples=100,
-  deadline=None,
   suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(

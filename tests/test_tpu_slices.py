@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from processes import PATIENCE_SECONDS
 
 from maxbatch.errors import UserError
 from maxbatch.hardware.tpu_slices import FAMILIES, slice_named
@@ -121,7 +122,7 @@ def test_the_tpu_compiler_takes_the_names_and_counts_the_same():
     input=json.dumps(asked),
     capture_output=True,
     text=True,
-    timeout=120,
+    timeout=PATIENCE_SECONDS,
     env=os.environ
     | {
       "JAX_PLATFORMS": "cpu",

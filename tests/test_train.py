@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from processes import PATIENCE_SECONDS, environment
 from support import SMALLEST, stop_at
 
 from maxbatch.checkpoints.fingerprint import fingerprints
@@ -266,8 +267,8 @@ def command(*arguments: str) -> list[str]:
   return [sys.executable, "-m", "maxbatch.train", *arguments]
 
 
-def wait_for(condition, process, seconds: float = 120) -> None:
-  end = time.monotonic() + seconds
+def wait_for(condition, process) -> None:
+  end = time.monotonic() + PATIENCE_SECONDS
   while not condition():
     assert process.poll() is None, process.communicate()
     assert time.monotonic() < end
@@ -281,6 +282,7 @@ def start(text, folder, **keys) -> subprocess.Popen[str]:
     stdout=subprocess.PIPE,
     stderr=subprocess.STDOUT,
     text=True,
+    env=environment(),
   )
 
 
@@ -300,7 +302,7 @@ def test_killed_and_interrupted_runs_go_on_exactly_on_other_devices(text, tmp_pa
   stopped = start(text, tmp_path, **keys, **halves)
   wait_for(lambda: (checkpoints / "100").is_dir(), stopped)
   stopped.send_signal(signal.SIGINT)
-  output, _ = stopped.communicate(timeout=60)
+  output, _ = stopped.communicate(timeout=PATIENCE_SECONDS)
   assert stopped.returncode == 0, output
   assert "Resuming after step" in output
   assert "resume:  the same command again" in output
