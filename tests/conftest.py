@@ -14,7 +14,8 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Machine code of the lowest level: tests run a program a few times, and compiling it takes longest.
 # What XLA makes of a program before that (fusions, collectives, buffers) is as in a run.
-jax.config.update("jax_disable_most_optimizations", True)
+_OPTIMIZATION = "jax_disable_most_optimizations"
+jax.config.update(_OPTIMIZATION, True)
 
 # XLA's emitters of fusions go through several of LLVM's dialects, which takes as long as all the rest
 # of a compilation. XLA reads its flags once; processes that tests start see those of the caller.
@@ -37,3 +38,21 @@ CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 def _compile_cache():
   jax.config.update("jax_compilation_cache_dir", os.environ.get("MAXBATCH_TEST_CACHE", str(CACHE)))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _jax_options_stay():
+  """What a module changes of jax's options does not reach the next one."""
+  before = dict(jax.config.values)
+  yield
+  for name, value in before.items():
+    if jax.config.values[name] != value:
+      jax.config.update(name, value)
+
+
+@pytest.fixture
+def optimized():
+  """Programs that are compiled here are those of a run: LLVM takes its time."""
+  jax.config.update(_OPTIMIZATION, False)
+  yield
+  jax.config.update(_OPTIMIZATION, True)

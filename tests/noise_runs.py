@@ -73,17 +73,10 @@ Run = Callable[..., Done]
 
 @contextlib.contextmanager
 def training(root: pathlib.Path) -> Iterator[Run]:
-  """Trains in folders of `root`, each named by its run; a second call of that name resumes.
-
-  On two devices, with programs that compile in half the time: what they compute is the same.
-  """
+  """Trains on two devices in folders of `root`, each named by its run; another call resumes it."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr("maxbatch.modes.run.find_devices", _two_devices)
-    jax.config.update("jax_disable_most_optimizations", True)
-    try:
-      yield _run_in(root)
-    finally:
-      jax.config.update("jax_disable_most_optimizations", False)
+    yield _run_in(root)
 
 
 def _two_devices(config: Config) -> Target:

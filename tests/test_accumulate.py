@@ -110,6 +110,50 @@ def test_any_split_gives_the_same_sums(model, whole, axes, k):
   assert sums.weight == whole[1].weight
 
 
+def packed_rows(count: int) -> Rows:
+  """As `uneven_rows`, each with two documents that meet at another place."""
+  place_1T, cuts_B1 = np.arange(T)[None], np.random.default_rng(1).integers(1, T, (count, 1))
+  second_BT = place_1T >= cuts_B1
+  return uneven_rows(count, T)._replace(
+    segment_ids=(1 + second_BT).astype(np.int32),
+    positions=(place_1T - second_BT * cuts_B1).astype(np.int32),
+  )
+
+
+@pytest.fixture(scope="module")
+def whole_packed(model):
+  """The packed batch in one piece on one device."""
+  return run_sums(model, packed_rows(ROWS), 1, (1, 1, 1), 1)
+
+
+def test_packed_rows_in_one_piece_are_their_documents(model, whole, whole_packed):
+  rows = packed_rows(ROWS)
+  params = model.init(jax.random.key(0))
+  grads = jax.jit(jax.grad(lambda p: loss_sum(model, p, rows, DROPOUT_KEY)))(params)
+  assert error(whole_packed[0], grads) < 1e-6
+  assert error(whole_packed[0], whole[0]) > 0.01
+
+
+@pytest.mark.parametrize(
+  ("axes", "k"),
+  [((1, 1, 1), 8), ((8, 1, 1), 2), ((1, 8, 1), 1), ((1, 1, 2), 2), ((2, 2, 2), 4)],
+)
+def test_any_split_of_packed_rows_gives_the_same_sums(model, whole_packed, axes, k):
+  grads, sums = run_sums(model, packed_rows(ROWS), k, axes, CAPACITY)
+  assert error(grads, whole_packed[0]) < 1e-6
+  assert max(relative_errors(grads, whole_packed[0]).values()) < 2e-6
+  assert sums.loss == pytest.approx(float(whole_packed[1].loss), rel=1e-6)
+  assert sums.weight == whole_packed[1].weight
+
+
+@pytest.mark.usefixtures("optimized")
+def test_programs_as_a_run_compiles_them_give_the_same_sums(model, whole_packed):
+  grads, sums = run_sums(model, packed_rows(ROWS), 4, (2, 2, 2), CAPACITY)
+  assert error(grads, whole_packed[0]) < 1e-6
+  assert max(relative_errors(grads, whole_packed[0]).values()) < 2e-6
+  assert sums.loss == pytest.approx(float(whole_packed[1].loss), rel=1e-6)
+
+
 def test_the_rows_hold_a_microbatch_of_padding_only():
   weights = in_microbatches(uneven_rows(ROWS, T), 8, CAPACITY).weights
   assert 0 in weights.sum((1, 2))

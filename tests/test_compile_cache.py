@@ -194,7 +194,11 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path):
 @pytest.mark.usefixtures("unset")
 def test_bypassed_neither_reads_nor_writes(tmp_path):
   events = []
-  jax.monitoring.register_event_listener(lambda event, **_: events.append(event))
+
+  def listen(event: str, **_: object) -> None:
+    events.append(event)
+
+  jax.monitoring.register_event_listener(listen)
   cache.enable(str(tmp_path))
   compile_something(5)
   kept = entries(tmp_path)
@@ -208,3 +212,4 @@ def test_bypassed_neither_reads_nor_writes(tmp_path):
   assert HIT in events
   compile_something(6)
   assert entries(tmp_path) > kept
+  jax.monitoring.unregister_event_listener(listen)

@@ -305,4 +305,5 @@ def test_it_is_one_program(monkeypatch):
   jax.monitoring.register_event_duration_secs_listener(listen)
   run = config(base_num_decoder_layers=7)
   coupling.couples_samples(run.model, 16)
+  jax.monitoring.unregister_event_duration_listener(listen)
   assert len(compiled) == 1

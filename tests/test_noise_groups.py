@@ -33,14 +33,6 @@ Path = tuple[str, ...]
 Gradients = dict[Path, np.ndarray]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _quick_to_compile():
-  """What programs compute is the same, to rounding, however much the compiler improves them."""
-  jax.config.update("jax_disable_most_optimizations", True)
-  yield
-  jax.config.update("jax_disable_most_optimizations", False)
-
-
 def step(axes: tuple[int, int, int], k: int, **keys: object) -> tuple[Trainer, StepMetrics]:
   """What one step of `k` microbatches on data × fsdp × tensor devices reports."""
   settings = config(dropout_rate=0.1, opt_type="sgd", **keys)

@@ -109,6 +109,14 @@ def fresh_programs():
   program.cache_clear()
 
 
+@pytest.mark.usefixtures("fresh_programs", "optimized")
+def test_a_timetable_as_a_run_compiles_it_gives_them_too(monkeypatch):
+  monkeypatch.setattr("pipelined.QUICKLY", {})
+  case = Case(repeats=2, axes=(2, 1, 1))
+  gradients, _ = pipelined(case, "interleaved_1f1b", ALL)
+  assert error(gradients, plain(case.gpt2, case.length, ALL)[1]) < 2e-6
+
+
 @pytest.mark.usefixtures("fresh_programs")
 @pytest.mark.parametrize("stash", ["input", "residuals"])
 def test_what_idle_stages_compute_changes_nothing(monkeypatch, stash):

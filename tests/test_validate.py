@@ -86,7 +86,8 @@ def compiled():
       names.append((more.get("fun_name"), duration_secs))
 
   jax.monitoring.register_event_duration_secs_listener(listen)
-  return names
+  yield names
+  jax.monitoring.unregister_event_duration_listener(listen)
 
 
 @pytest.mark.parametrize("keys", [{}, {"dropout_rate": 0.1, "accumulation": "streamed"}], ids=str)
