@@ -1,9 +1,15 @@
 # Sourced by the other scripts: makes .venv in the repository root, with the pinned packages.
 # A finished installation leaves a stamp, so that the next call starts at once and an interrupted
-# one is repaired.
+# one is repaired. MAXBATCH_NEWEST=1 makes .venv-newest instead, with the newest packages that
+# pyproject.toml allows; to take newer ones, delete it.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=.venv
+versions=(-c constraints.txt)
+if [[ -n "${MAXBATCH_NEWEST:-}" ]]; then
+  venv=.venv-newest
+  versions=(--upgrade --upgrade-strategy eager)
+fi
 stamp="$venv/maxbatch-installed"
 install_log="$venv/maxbatch-install.log"
 
@@ -49,9 +55,9 @@ install_package() {
     "$python" -m venv --clear "$venv"
   fi
   rm -f "$stamp"
-  echo "Installing maxbatch and its pinned packages into $venv: 1 to 5 minutes, once." >&2
+  echo "Installing maxbatch and its packages (${versions[*]}) into $venv: 1 to 5 minutes, once." >&2
   if ! "$venv/bin/python" -m pip install --disable-pip-version-check --quiet \
-    -c constraints.txt -e "$target" >"$install_log" 2>&1; then
+    "${versions[@]}" -e "$target" >"$install_log" 2>&1; then
     grep -v '^WARNING' "$install_log" | tail -n 15 >&2
     echo "The packages could not be installed (all of pip's words: $install_log)." >&2
     echo "Is there a network? Run the same command again; it continues where this one stopped." >&2

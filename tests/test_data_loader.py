@@ -4,6 +4,8 @@ import dataclasses
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from fractions import Fraction
@@ -268,6 +270,34 @@ def test_closing_early_stops_threads_and_processes(workers):
 
 
 OWN_THREADS = ("loader", "grain-prefetch")
+
+
+READ_ALL_AND_END = """
+from test_data_loader import train
+
+def read_all():
+  with train(worker_count=2) as loader:
+    return len(list(loader))
+
+if __name__ == "__main__":
+  print(read_all())
+"""
+
+
+def test_workers_leave_nothing_in_shared_memory(tmp_path):
+  """As Python's own tracker says at the end of a process."""
+  script = tmp_path / "read.py"
+  script.write_text(READ_ALL_AND_END)
+  here = Path(__file__).parent
+  done = subprocess.run(
+    [sys.executable, script],
+    capture_output=True,
+    text=True,
+    timeout=300,
+    env=os.environ
+    | {"PYTHONPATH": f"{here}:{here.parent}", "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"},
+  )
+  assert (done.stdout, done.stderr) == (f"{len(RAMP)}\n", "")
 
 
 def test_the_next_step_is_read_while_this_one_is_used():

@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from maxbatch.compile.coverage import TESTED_VERSIONS
+
 ROOT = Path(__file__).resolve().parent.parent
 
 STAND_IN = """#!/bin/bash
 echo "$*" >> "$CALLS"
 case "$*" in
-  "-m venv --clear .venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+  "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
   *"pip install"*) [[ ! -e "$CALLS.offline" ]] || { echo "ERROR: no such host"; exit 1; } ;;
 esac
 """
@@ -41,7 +43,7 @@ def checkout(tmp_path: Path) -> Path:
   return root
 
 
-def call(checkout: Path, script: str, *arguments: str, path: str | None = None):
+def call(checkout: Path, script: str, *arguments: str, path: str | None = None, **environment: str):
   """Runs a script from another folder; returns the process and the calls of Python it made."""
   calls = checkout.parent / "calls"
   calls.write_text("")
@@ -51,7 +53,7 @@ def call(checkout: Path, script: str, *arguments: str, path: str | None = None):
     capture_output=True,
     text=True,
     cwd=checkout.parent,
-    env={"PATH": path, "CALLS": str(calls)},
+    env={"PATH": path, "CALLS": str(calls), **environment},
   )
   lines = calls.read_text().splitlines()
   return process, [line for line in lines if not line.startswith(("-c", "--version"))]
@@ -81,6 +83,16 @@ def test_tests_add_what_training_did_not_need(checkout: Path):
   _, calls = call(checkout, "test.sh")
   assert f"{INSTALL} .[test]" in calls
   assert "-m venv --clear .venv" not in calls
+
+
+def test_the_newest_packages_have_an_environment_of_their_own(checkout: Path):
+  call(checkout, "test.sh")
+  process, calls = call(checkout, "test.sh", MAXBATCH_NEWEST="1")
+  assert process.returncode == 0, process.stderr
+  newest = INSTALL.replace("-c constraints.txt", "--upgrade --upgrade-strategy eager")
+  assert calls == ["-m venv --clear .venv-newest", f"{newest} .[test]", PYTEST]
+  assert call(checkout, "test.sh", MAXBATCH_NEWEST="1")[1] == [PYTEST]
+  assert call(checkout, "test.sh")[1] == [PYTEST]
 
 
 def test_own_config_replaces_the_default(checkout: Path):
@@ -183,6 +195,25 @@ def test_every_installed_package_is_pinned():
   required = project["dependencies"] + with_extras(project["optional-dependencies"], "dev")
   bare = {Requirement(line).name.lower().replace("_", "-") for line in required}
   assert bare <= names
+
+
+def test_lower_bounds_are_the_versions_that_the_tests_pass_with():
+  """Older ones may work, but nobody has tried."""
+  pins = (ROOT / "constraints.txt").read_text().splitlines()
+  tested = {
+    name.lower().replace("_", "-"): version
+    for name, _, version in (line.partition("==") for line in pins)
+  }
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  required = [*project["dependencies"], *project["optional-dependencies"]["tpu"]]
+  for one in map(Requirement, required):
+    assert str(one.specifier) == f">={tested[one.name.lower().replace('_', '-')]}", one
+
+
+def test_the_versions_that_estimates_name_are_the_pinned_ones():
+  pins = (ROOT / "constraints.txt").read_text().splitlines()
+  for package, version in TESTED_VERSIONS[0].items():
+    assert f"{package}=={version}" in pins
 
 
 def with_extras(extras: dict[str, list[str]], name: str) -> list[str]:

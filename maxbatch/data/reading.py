@@ -9,12 +9,14 @@ imports do not use devices: worker processes run it too.
 
 import dataclasses
 import functools
+import gc
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import grain
 import numpy as np
 from absl import flags
+from grain.multiprocessing import SharedMemoryArray
 
 from maxbatch.batch.row_plan import StepRows, StepTable
 from maxbatch.data.dataset import Arrays, RowSource
@@ -115,8 +117,11 @@ class StepReader:
     }
 
   def close(self) -> None:
-    """Stops the threads and processes that read ahead."""
+    """Stops the threads and processes that read ahead, and frees what they have read."""
     self._loads.close()
+    self._pending.clear()
+    if self._workers:
+      _free_shared_memory()
 
   def _take(self, wanted: int) -> list[Arrays]:
     """The next `wanted` rows, as views of the loads they lie in."""
@@ -157,6 +162,18 @@ class StepReader:
     stacked = np.zeros(shape, pieces[0].dtype)
     np.concatenate(pieces, out=stacked[:microbatches].reshape(-1, *shape[2:]))
     return stacked
+
+
+def _free_shared_memory() -> None:
+  """Frees what workers have read now: at Python's exit it would be reported as leaked.
+
+  grain's threads leave the last load of a worker in a cycle of frame and traceback, and a thread
+  pool, without a public name, frees one array after another.
+  """
+  gc.collect()
+  freeing = getattr(SharedMemoryArray, "_del_thread_pool", None)
+  if freeing is not None:
+    freeing.apply(int)  # It has one thread: what was handed to it before is done.
 
 
 def _start(plan: ReadPlan, order: ReadOrder, worker_count: int) -> grain.DatasetIterator[Arrays]:
