@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import pathlib
 import random
 import resource
@@ -22,6 +24,7 @@ from processes import PATIENCE_SECONDS
 
 from maxbatch.checkpoints import checkpointer as checkpointer_module
 from maxbatch.checkpoints.checkpointer import Checkpointer, Position
+from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.checkpoints.formats import FORMATS, Format
 from maxbatch.config.schema import CheckpointConfig
 from maxbatch.errors import UserError
@@ -264,6 +267,37 @@ def test_a_flipped_bit_never_changes_what_is_restored(folder):
         assert lines == []
       path.write_bytes(content)
   assert named > 0  # some went through Orbax in silence
+
+
+def rewrite_record(folder: pathlib.Path, step: int, version: int | None) -> None:
+  """Gives a step the fingerprints, and the name, of another version of them; None: no name."""
+  path = folder / str(step) / "record" / "metadata"
+  record = json.loads(path.read_text())
+  prints = fingerprints(make_state(step), version or 1) if version in (None, 1, 2) else {}
+  for name, print_ in prints.items():
+    record["leaves"][name]["fingerprint"] = print_
+  record |= {"fingerprint_version": version}
+  fields = {key: value for key, value in record.items() if key != "checksum" and value is not None}
+  checksum = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+  path.write_text(json.dumps(fields | {"checksum": checksum}))
+
+
+def test_a_checkpoint_of_an_earlier_version_verifies_by_its_own_fingerprints(folder):
+  rewrite_record(folder, 2, None)
+  restored, lines = resume(folder)
+  assert restored is not None
+  assert (restored.position.step, lines) == (2, [])
+  largest = max(files_of(folder, 2), key=lambda path: path.stat().st_size)
+  flip_bit(largest, largest.stat().st_size // 2, 3)
+  assert (
+    "step 2 is damaged (leaf params/kernel differs from its fingerprint)" in resume(folder)[1][0]
+  )
+
+
+def test_fingerprints_of_a_later_version_are_not_taken_for_damage(folder):
+  rewrite_record(folder, 2, 7)
+  with pytest.raises(UserError, match="checkpoint step 2 are of version 7"):
+    resume(folder)
 
 
 def test_the_damaged_leaf_is_named(folder):

@@ -1,5 +1,7 @@
 """A resumed run is the run that was begun, or it says in what it is another."""
 
+import hashlib
+import json
 import pathlib
 import re
 import shutil
@@ -173,6 +175,24 @@ def test_the_configurations_of_all_starts_stay(text, folder):
   assert [each["begins_after_step"] for each in begins] == [0, 2]
 
 
+def test_a_checkpoint_of_an_earlier_version_compares_what_it_says(text, folder, capsys):
+  """Then, data had a fingerprint alone, and most keys were not in the record."""
+  path = folder / "first_run" / "checkpoints" / "2" / "record" / "metadata"
+  record = json.loads(path.read_text())
+  identity = record["identity"]
+  earlier = {key: identity[key] for key in ("opt_type", "base_emb_dim", "data_shuffle_seed")}
+  earlier["dataset"] = identity["dataset"]["fingerprint"]
+  fields = {key: value for key, value in record.items() if key not in ("checksum", "settings")}
+  fields |= {"identity": earlier}
+  checksum = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+  path.write_text(json.dumps(fields | {"checksum": checksum}))
+  message = refused(capsys, arguments(text, folder, opt_type="sgd", data_shuffle_seed=1))
+  assert "  data_shuffle_seed is 0 in the checkpoint and 1 now\n" in message
+  assert "  opt_type is adamw in the checkpoint and sgd now\n" in message
+  assert main(arguments(text, folder)) == 0
+  assert "Changed since" not in capsys.readouterr().out
+
+
 # --- the batch -----------------------------------------------------------------------------------
 
 
@@ -196,6 +216,8 @@ def kept(saved: BatchConfig, now: BatchConfig, devices: tuple[int, int], *change
     (["gradient_accumulation_steps=2"], (4, 2), 2),
     (["micro_batch_size=none"], (4, 2), 1),
     (["enable_rampup_batch_size=true"], (4, 2), 2),
+    (["micro_batch_size=auto"], (4, 2), 1),
+    (["micro_batch_size=auto", "gradient_accumulation_steps=2"], (4, 2), 2),
   ],
   ids=str,
 )

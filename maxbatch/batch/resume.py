@@ -43,6 +43,9 @@ def keep_batch(
     if not is_open and solve(given, topology).batch == batch:
       return config
     kept = dataclasses.replace(config, batch_size=batch)
+    if is_open and given.gradient_accumulation_steps:
+      # Batch and number of microbatches give the size that was to be chosen.
+      kept = dataclasses.replace(kept, micro_batch_size=Fraction(-1))
     solve(given_sizes(kept), topology)
   except UserError as error:
     raise UserError(

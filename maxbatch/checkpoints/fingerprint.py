@@ -1,10 +1,12 @@
 """One number per array that differs when the array does.
 
-The fingerprint of an array is Σᵢ bitsᵢ·wᵢ mod 2³², where bitsᵢ is element i read as an unsigned
-integer and wᵢ is an odd weight drawn from its flat index i. Odd numbers have an inverse mod 2³², so
-a change of any single element changes the sum, always; swapped or shifted elements change it
-because weights differ. Integer sums do not depend on their order, so neither does the fingerprint
-on how the array is divided over devices.
+The fingerprint of an array is Σᵢ h(bitsᵢ)·wᵢ mod 2³², where bitsᵢ is element i read as an unsigned
+integer, h scatters it one to one, and wᵢ is an odd weight drawn from its flat index i. Odd numbers
+have an inverse mod 2³², so a change of any single element changes the sum, always; swapped or
+shifted elements change it because weights differ. Without h (version 1) high bits count for little:
+2³¹ times any odd number is 2³¹, so that an even number of flipped signs would not show. Integer sums
+do not depend on their order, so neither does the fingerprint on how the array is divided over
+devices.
 """
 
 import functools
@@ -13,6 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+VERSION = 2
+"""Of the formula; checkpoints that do not name one were written with version 1."""
+VERSIONS = (1, VERSION)
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
@@ -30,8 +36,8 @@ def named_leaves(tree: object) -> dict[str, jax.Array]:
   return named
 
 
-def fingerprints(tree: object) -> dict[str, int]:
-  """The fingerprint of every leaf of `tree`, by name, each in [0, 2³²).
+def fingerprints(tree: object, version: int = VERSION) -> dict[str, int]:
+  """The fingerprint of every leaf of `tree`, by name, each in [0, 2³²), by one of VERSIONS.
 
   Leaves are numbers or booleans of at most 8 bytes, of any shape and sharding (not PRNG keys).
   They stay where they are; one dispatch computes all the sums and one transfer brings them here.
@@ -40,7 +46,7 @@ def fingerprints(tree: object) -> dict[str, int]:
   leaves = named_leaves(tree)
   if not leaves:
     return {}
-  sums = _compiled(_replicated_like(leaves))(list(leaves.values()))
+  sums = _compiled(_replicated_like(leaves), version)(list(leaves.values()))
   return dict(zip(leaves, np.asarray(sums).tolist(), strict=True))
 
 
@@ -53,15 +59,16 @@ def _replicated_like(leaves: dict[str, jax.Array]) -> Sharding | None:
 
 
 @functools.cache
-def _compiled(out_sharding: Sharding | None):
+def _compiled(out_sharding: Sharding | None, version: int):
   return jax.jit(
-    lambda leaves: jnp.stack([_fingerprint(leaf) for leaf in leaves]), out_shardings=out_sharding
+    lambda leaves: jnp.stack([_fingerprint(leaf, version) for leaf in leaves]),
+    out_shardings=out_sharding,
   )
 
 
-def _fingerprint(leaf: jax.Array) -> jax.Array:
+def _fingerprint(leaf: jax.Array, version: int) -> jax.Array:
   """The fingerprint of one array, a uint32 scalar."""
-  bits = _bits(leaf)
+  bits = _bits(leaf) if version == 1 else _scattered(_bits(leaf))
   return jnp.sum(bits * _odd_weights(bits.shape), dtype=jnp.uint32)
 
 
@@ -74,7 +81,7 @@ def _bits(leaf: jax.Array) -> jax.Array:
 
 
 def _odd_weights(shape: tuple[int, ...]) -> jax.Array:
-  """An odd uint32 for every element, scattered by the finalizer of MurmurHash3 over flat indices.
+  """An odd uint32 for every element, drawn from its flat index.
 
   Scattered, because under weights linear in the index two swapped rows of bfloat16-like values
   (low bits zero) can cancel.
@@ -84,6 +91,11 @@ def _odd_weights(shape: tuple[int, ...]) -> jax.Array:
   for axis in reversed(range(len(shape))):
     index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
     stride *= shape[axis]
-  index = (index ^ (index >> 16)) * np.uint32(0x85EBCA6B)
-  index = (index ^ (index >> 13)) * np.uint32(0xC2B2AE35)
-  return (index ^ (index >> 16)) | np.uint32(1)
+  return _scattered(index) | np.uint32(1)
+
+
+def _scattered(numbers: jax.Array) -> jax.Array:
+  """Other numbers for all of 0 … 2³²−1, one to one: the finalizer of MurmurHash3."""
+  numbers = (numbers ^ (numbers >> 16)) * np.uint32(0x85EBCA6B)
+  numbers = (numbers ^ (numbers >> 13)) * np.uint32(0xC2B2AE35)
+  return numbers ^ (numbers >> 16)

@@ -14,7 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from maxbatch.batch.plan import Position
-from maxbatch.checkpoints.fingerprint import fingerprints, named_leaves
+from maxbatch.checkpoints.fingerprint import VERSION, VERSIONS, fingerprints, named_leaves
+from maxbatch.errors import UserError
 
 _ABSENT = "(absent)"
 _SHOWN = 8
@@ -47,7 +48,8 @@ def make_record(
   described = {name: _shape(leaf) | {"fingerprint": prints[name]} for name, leaf in leaves.items()}
   fields = {"identity": dict(identity), "plan": dict(plan), "notes": dict(notes)}
   fields |= {"settings": dict(settings)}
-  fields |= {"leaves": described, "checkpoint_format": checkpoint_format}
+  fields |= {"leaves": described, "fingerprint_version": VERSION}
+  fields |= {"checkpoint_format": checkpoint_format}
   fields = json.loads(json.dumps(dataclasses.asdict(position) | fields))
   return fields | {"checksum": _checksum(fields)}
 
@@ -100,11 +102,19 @@ def state_differences(record: dict[str, Any], leaves: Mapping[str, Any]) -> list
 
 
 def changed_leaves(record: dict[str, Any], arrays: object) -> list[str]:
-  """The names of the arrays that are not what was saved, by their fingerprints."""
-  leaves = record["leaves"]
-  return [
-    name for name, sum_ in fingerprints(arrays).items() if sum_ != leaves[name]["fingerprint"]
-  ]
+  """The names of the arrays that are not what was saved, by their fingerprints.
+
+  Raises:
+    UserError: a newer version of the program made them.
+  """
+  leaves, version = record["leaves"], record.get("fingerprint_version", 1)
+  if version not in VERSIONS:
+    raise UserError(
+      f"the fingerprints of checkpoint step {record['step']} are of version {version}, and this "
+      f"version of maxbatch knows {VERSIONS}; take the version that wrote it, or a newer one"
+    )
+  found = fingerprints(arrays, version)
+  return [name for name, sum_ in found.items() if sum_ != leaves[name]["fingerprint"]]
 
 
 def listed(lines: list[str]) -> str:
