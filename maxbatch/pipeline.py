@@ -8,6 +8,7 @@ from typing import Annotated
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.command_line.arguments import Arguments, Command, File, Key
+from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.config.load import load_config
@@ -133,13 +134,8 @@ def _write_files(report: PipelineReport, own: PipelineArguments) -> None:
 
 
 def _write(option: str, file: str, content: Callable[[str], bytes]) -> None:
-  if not file:
-    return
-  try:
-    path = Path(file)
-    path.write_bytes(content(path.suffix))
-  except OSError as error:
-    raise UserError(f"{option} {file}: cannot be written: {error.strerror}") from error
+  if file:
+    write_output(option, file, content(Path(file).suffix))
 
 
 if __name__ == "__main__":

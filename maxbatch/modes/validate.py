@@ -27,13 +27,14 @@ from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.identity import identity
 from maxbatch.checkpoints.record import identity_differences, is_intact, listed, state_differences
+from maxbatch.compile.program import gib
 from maxbatch.config import schema
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device, find_devices
-from maxbatch.modes.memory import check_memory, gib, item_bytes
+from maxbatch.modes.memory import check_memory, item_bytes
 from maxbatch.modes.resolve import planned
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import (
