@@ -113,8 +113,12 @@ def _refuse_files(own: PipelineArguments) -> None:
 
 def _checked(file: str, pipeline: Pipeline) -> Timetable:
   """The timetable in a file, held to the rules and to what its schedule may keep."""
+  path = Path(file)
   try:
-    text = Path(file).read_text(encoding="utf-8")
+    # A pipe that a shell makes, `--check <(…)`, has a writer.
+    if path.is_fifo() and not file.startswith("/dev/"):
+      raise UserError(f"--check {file}: this is a pipe, not a file; name a CSV file")
+    text = path.read_text(encoding="utf-8")
   except OSError as error:
     raise UserError(f"--check {file}: cannot be read: {error.strerror}") from error
   except UnicodeDecodeError as error:

@@ -170,8 +170,11 @@ def _refuse_differences(path: str, file: dict[str, Any], run: dict[str, Any]) ->
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[_Opened]:
   """The file that `compiled_step` names; what is wrong with it in the words of the keys."""
+  file_path = Path(path).expanduser()
   try:
-    with open(Path(path).expanduser(), "rb") as file:
+    if file_path.is_fifo():
+      raise _DamagedError("this is a pipe, not a file")
+    with file_path.open("rb") as file:
       yield _open(file)
   except OSError as error:
     raise UserError(
