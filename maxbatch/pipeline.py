@@ -8,6 +8,7 @@ from typing import Annotated
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.command_line.arguments import Arguments, Command, File, Key
+from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.config.load import load_config
@@ -112,8 +113,12 @@ def _refuse_files(own: PipelineArguments) -> None:
 
 def _checked(file: str, pipeline: Pipeline) -> Timetable:
   """The timetable in a file, held to the rules and to what its schedule may keep."""
+  path = Path(file)
   try:
-    text = Path(file).read_text(encoding="utf-8")
+    # A pipe that a shell makes, `--check <(…)`, has a writer.
+    if path.is_fifo() and not file.startswith("/dev/"):
+      raise UserError(f"--check {file}: this is a pipe, not a file; name a CSV file")
+    text = path.read_text(encoding="utf-8")
   except OSError as error:
     raise UserError(f"--check {file}: cannot be read: {error.strerror}") from error
   except UnicodeDecodeError as error:
@@ -133,13 +138,8 @@ def _write_files(report: PipelineReport, own: PipelineArguments) -> None:
 
 
 def _write(option: str, file: str, content: Callable[[str], bytes]) -> None:
-  if not file:
-    return
-  try:
-    path = Path(file)
-    path.write_bytes(content(path.suffix))
-  except OSError as error:
-    raise UserError(f"{option} {file}: cannot be written: {error.strerror}") from error
+  if file:
+    write_output(option, file, content(Path(file).suffix))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.plan_plot import plot
 from maxbatch.batch.topology import Topology
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
+from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config, DevicesOrUnset, Hosts
-from maxbatch.errors import UserError
 from maxbatch.hardware.counted_devices import CountedDevices, count_devices
 from maxbatch.modes.plan_report import PlanReport
 from maxbatch.pipeline_parallel.layout import pipeline_of
@@ -115,11 +115,8 @@ def _choice(config: Config, layout: Topology) -> str:
 
 
 def _write_plot(report: PlanReport, file: str, run_name: str) -> None:
-  try:
-    path = pathlib.Path(file)
-    path.write_bytes(render(plot(report.plan, report.rate, run_name), path.suffix))
-  except OSError as error:
-    raise UserError(f"--plot {file}: cannot be written: {error.strerror}") from error
+  suffix = pathlib.Path(file).suffix
+  write_output("--plot", file, render(plot(report.plan, report.rate, run_name), suffix))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch.errors import UserError
-from maxbatch.run_folder.atomic import replacing, write_run_file, write_whole
+from maxbatch.run_folder.atomic import elsewhere, replacing, write_run_file, write_whole
 
 
 @pytest.fixture
@@ -101,6 +101,17 @@ def test_a_full_disk_leaves_what_was_there(small_disk):
     "folder, for example base_output_directory=runs"
   )
   assert file.read_bytes() == bytes(30_000)
+
+
+def test_the_folder_that_is_offered_is_another_one_that_can_be_written(tmp_path, monkeypatch):
+  monkeypatch.setenv("HOME", str(tmp_path / "home"))
+  monkeypatch.chdir(tmp_path)
+  assert elsewhere(tmp_path / "other" / "run").endswith("=runs")
+  assert elsewhere(tmp_path / "runs" / "run").endswith(f"={tmp_path}/home/runs")
+  (tmp_path / "runs").touch()
+  assert elsewhere(Path("other/run")).endswith(f"={tmp_path}/home/runs")
+  monkeypatch.setattr("os.access", lambda *_: False)
+  assert elsewhere(Path("other/run")) == ""
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])

@@ -22,6 +22,7 @@ from maxbatch.compile.program import (
   ProgramMemory,
   capacity_bytes,
   compile_program,
+  gib,
   refuse_if_too_large,
 )
 from maxbatch.compile.report import CompileReport, StateBytes, make_report, state_bytes
@@ -431,7 +432,7 @@ def test_what_a_compiler_says_it_needs(message):
     refuse_if_too_large(cause)
   assert error.value.needed_bytes == REFUSALS[message]
   assert error.value.__cause__ is cause
-  assert str(error.value) == f"the step needs {REFUSALS[message] / GIB:.2f} GiB a device"
+  assert str(error.value) == f"the step needs {gib(REFUSALS[message])} a device"
 
 
 def test_another_error_is_not_about_memory():

@@ -309,11 +309,39 @@ def test_glob_without_match(tmp_path):
 
 
 def test_folder_without_text(tmp_path):
-  write(tmp_path / "in", {"a.png": b"1", "b.png": b"2"})
+  write(tmp_path / "in", {"a.png": b"\x89PNG\0", "b.parquet": b"PAR1\0\xff"})
   message = refusal(tmp_path / "in", tmp_path)
-  assert "the folder holds no text files (2 .png); name them with a glob" in message
+  assert message.endswith(
+    "the folder holds no text files (1 .png, 1 .parquet); what is read is text in UTF-8, for "
+    "example dataset_path=stdlib"
+  )
   (tmp_path / "bare").mkdir()
   assert "(no files at all)" in refusal(tmp_path / "bare", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["deep/a.text2", ".hidden"])
+def test_the_offer_for_a_folder_of_other_names_works(tmp_path, name):
+  write(tmp_path / "in", {name: b"words that are long enough for a few rows", "b.bin": b"\0"})
+  message = refusal(tmp_path / "in", tmp_path)
+  offered = message.rpartition("for example dataset_path='")[2].rstrip("'")
+  assert names(offered) == [Path(name).name]
+  build(offered, tmp_path)
+
+
+def test_the_offer_for_a_folder_of_links_works(tmp_path):
+  write(tmp_path / "other", {"a.txt": b"words that are long enough for a few rows"})
+  (tmp_path / "in").mkdir()
+  (tmp_path / "in" / "linked").symlink_to(tmp_path / "other")
+  message = refusal(tmp_path / "in", tmp_path)
+  build(message.rpartition("for example dataset_path=")[2], tmp_path)
+
+
+def test_records_that_are_read_as_they_stand_are_said(tmp_path):
+  write(tmp_path / "in", {"a.jsonl": b'{"text": "hello"}\n' * 20, "b.txt": b"words " * 60})
+  assert (
+    "as it stands, keys and quotes included: a.jsonl"
+    in build(tmp_path / "in", tmp_path).description
+  )
 
 
 def test_not_a_regular_file(tmp_path):

@@ -58,7 +58,7 @@ def test_a_product_that_is_not_the_number_of_devices():
   assert message(mesh_of((2, 1, 3, 1)), 8) == (
     "ici_data_parallelism=2, ici_fsdp_parallelism=1, ici_tensor_parallelism=3, "
     "ici_pipeline_parallelism=1: the product of the axes, 6, must equal the 8 devices of a slice; "
-    "for example ici_data_parallelism=8, ici_fsdp_parallelism=1, ici_tensor_parallelism=1, "
+    "for example ici_data_parallelism=8 ici_fsdp_parallelism=1 ici_tensor_parallelism=1 "
     "ici_pipeline_parallelism=1"
   )
 
@@ -67,7 +67,7 @@ def test_what_is_left_must_be_whole():
   assert message(mesh_of((-1, 2, 3, 1)), 8) == (
     "ici_data_parallelism=-1, ici_fsdp_parallelism=2, ici_tensor_parallelism=3, "
     "ici_pipeline_parallelism=1: the product of the axes, 6, must divide the 8 devices of a slice; "
-    "for example ici_data_parallelism=4, ici_fsdp_parallelism=2, ici_tensor_parallelism=1, "
+    "for example ici_data_parallelism=4 ici_fsdp_parallelism=2 ici_tensor_parallelism=1 "
     "ici_pipeline_parallelism=1"
   )
 
@@ -76,7 +76,7 @@ def test_only_one_axis_can_be_left_open():
   assert message(mesh_of((-1, -1, 4, 1)), 8) == (
     "ici_data_parallelism=-1, ici_fsdp_parallelism=-1, ici_tensor_parallelism=4, "
     "ici_pipeline_parallelism=1: only one axis can be -1 (the remaining devices), not 2; "
-    "for example ici_data_parallelism=2, ici_fsdp_parallelism=1, ici_tensor_parallelism=4, "
+    "for example ici_data_parallelism=2 ici_fsdp_parallelism=1 ici_tensor_parallelism=4 "
     "ici_pipeline_parallelism=1"
   )
 

@@ -212,7 +212,7 @@ def test_far_too_large_names_what_is_needed(tmp_path, capsys):
     per_device_batch_size=4,
   )
   found = re.match(
-    r"error: per_device_batch_size=4: the step needs ([\d.]+) GiB a device, which has 15\.75 GiB; "
+    r"error: per_device_batch_size=4: the step needs ([\d.]+) GiB a device, which has 15\.750 GiB; "
     r"micro_batch_size=auto finds the largest that fits; what helps: remat_policy=full",
     printed,
   )

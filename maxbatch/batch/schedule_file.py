@@ -105,6 +105,8 @@ def _rows(file: pathlib.Path) -> list[object]:
 
 def _content(file: pathlib.Path) -> object:
   try:
+    if file.is_fifo():
+      raise _refusal(file, "this is a pipe, not a file")
     text = file.read_text(encoding="utf-8")
     root = yaml.compose(text, yaml.SafeLoader)
     # safe_load would silently keep the last of two equal keys.

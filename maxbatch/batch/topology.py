@@ -110,4 +110,4 @@ def _working_example(names: list[str], sizes: tuple[int, ...], total: int) -> st
     fitting = math.gcd(max(size, 1), left)
     left //= fitting
     example.append(f"{name}={fitting}")
-  return ", ".join([f"{names[0]}={left}", *example])
+  return " ".join([f"{names[0]}={left}", *example])

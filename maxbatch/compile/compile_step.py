@@ -16,6 +16,8 @@ from maxbatch.compile.program import (
   DoesNotFitError,
   capacity_bytes,
   compile_program,
+  gib,
+  memory_of,
   memory_suggestions,
   refuse_if_too_large,
 )
@@ -30,8 +32,6 @@ from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import build_trainer
 from maxbatch.training.step import Trainer
-
-_GIB = 2**30
 
 
 def compile_reports(
@@ -111,16 +111,28 @@ def check_fits(config: Config, plan: BatchPlan, reports: Sequence[CompileReport]
       raise _too_large(config, plan, report.micro_batch, needed, report.capacity_bytes)
 
 
+def check_device_memory(
+  config: Config, plan: BatchPlan, step: jax.stages.Compiled, micro_batch: int, platform: str
+) -> None:
+  """Holds a run to device_memory_gb, where that is set.
+
+  Raises:
+    UserError: its compiled step needs more.
+  """
+  limit = int(config.compile.device_memory_gb * 2**30)
+  if limit and (needed := memory_of(step, platform).peak) > limit:
+    raise _too_large(config, plan, micro_batch, needed, limit)
+
+
 def _too_large(
   config: Config, plan: BatchPlan, micro_batch: int, needed_bytes: int, capacity: int
 ) -> UserError:
   size = text(plan.per_device(micro_batch))
   # Who ran out of memory while running does not say how much was missing.
-  known = needed_bytes > capacity
-  needed = f"{needed_bytes / _GIB:.2f} GiB" if known else "more memory"
+  needed = gib(needed_bytes) if needed_bytes > capacity else "more memory"
   return UserError(
     f"per_device_batch_size={size}: the step needs {needed} a device, "
-    f"which has {capacity / _GIB:.2f} GiB; micro_batch_size=auto finds the largest that fits; "
+    f"which has {gib(capacity)}; micro_batch_size=auto finds the largest that fits; "
     f"{memory_suggestions(config)}"
   )
 

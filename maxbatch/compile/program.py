@@ -36,7 +36,7 @@ class DoesNotFitError(Exception):
 
   def __init__(self, needed_bytes: int):
     """`needed_bytes`: of one device, as far as the compiler says; 0 if it does not."""
-    super().__init__(f"the step needs {needed_bytes / _GIB:.2f} GiB a device")
+    super().__init__(f"the step needs {gib(needed_bytes)} a device")
     self.needed_bytes = needed_bytes
 
 
@@ -183,6 +183,11 @@ def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
       "device_memory_gb=16"
     )
   return reported["bytes_limit"]
+
+
+def gib(size: float) -> str:
+  """Bytes as GiB, or as they are where that would print as zero."""
+  return f"{size / _GIB:,.3f} GiB" if size >= _GIB / 1000 or not size else f"{size:,.0f} bytes"
 
 
 def memory_suggestions(config: Config) -> str:

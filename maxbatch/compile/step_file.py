@@ -31,7 +31,8 @@ from maxbatch.compile.step_identity import (
 from maxbatch.errors import UserError
 from maxbatch.run_folder.atomic import replacing
 
-_MAGIC = b"maxbatch compiled step 2\n"
+_KIND = b"maxbatch compiled step "
+_MAGIC = _KIND + b"2\n"
 _LENGTH_BYTES, _HASH_BYTES = 8, 32
 
 
@@ -75,6 +76,26 @@ def save(
       f"save_compiled_step={path}: cannot be written: {error.strerror or error}; name a file in a "
       "folder you can write to, with room for it"
     ) from error
+
+
+def check_replaces_no_other(path: str) -> None:
+  """Checks that what `save_compiled_step` names is nothing yet, or a compiled step.
+
+  Raises:
+    UserError: it is another file, a folder or a pipe.
+  """
+  file = Path(path).expanduser()
+  if not file.exists():
+    return
+  kind = b""
+  if file.is_file():
+    with contextlib.suppress(OSError), open(file, "rb") as opened:
+      kind = opened.read(len(_MAGIC))
+  if not kind.startswith(_KIND):
+    raise UserError(
+      f"save_compiled_step={path}: what is there is no compiled step, and would be replaced; name "
+      f"another file, for example save_compiled_step={path.rstrip('/')}.compiled"
+    )
 
 
 def load(path: str, header: Mapping[str, object]) -> dict[int, jax.stages.Compiled]:
@@ -149,8 +170,11 @@ def _refuse_differences(path: str, file: dict[str, Any], run: dict[str, Any]) ->
 @contextlib.contextmanager
 def _reading(path: str) -> Iterator[_Opened]:
   """The file that `compiled_step` names; what is wrong with it in the words of the keys."""
+  file_path = Path(path).expanduser()
   try:
-    with open(Path(path).expanduser(), "rb") as file:
+    if file_path.is_fifo():
+      raise _DamagedError("this is a pipe, not a file")
+    with file_path.open("rb") as file:
       yield _open(file)
   except OSError as error:
     raise UserError(

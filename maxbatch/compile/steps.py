@@ -8,6 +8,7 @@ import jax
 
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.compile import cache, step_file
+from maxbatch.compile.compile_step import check_device_memory
 from maxbatch.compile.step_identity import header
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import RowSource
@@ -41,7 +42,8 @@ def step_compiler(
   """From a microbatch to its compiled step: out of the file compiled_step, or by compiling.
 
   Raises:
-    UserError: the file is damaged or was made for another run.
+    UserError: the file is damaged or was made for another run, or a step needs more memory than
+      device_memory_gb.
   """
   if config.compile.compiled_step:
     made_from = header(config, plan, trainer, source)
@@ -50,6 +52,9 @@ def step_compiler(
   def compiled(micro_batch: int) -> Step:
     # What is saved must come from the compiler, not from the compilation cache.
     with cache.bypassed() if config.compile.save_compiled_step else contextlib.nullcontext():
-      return compiled_step(config, plan, trainer, source, micro_batch)
+      step = compiled_step(config, plan, trainer, source, micro_batch)
+    platform = trainer.mesh.devices.flat[0].platform
+    check_device_memory(config, plan, cast(jax.stages.Compiled, step), micro_batch, platform)
+    return step
 
   return compiled

@@ -228,7 +228,7 @@ def _read_list(node: yaml.Node, item: object) -> tuple[object, ...]:
     if interval is not None and not interval.holds(value):
       raise _WrongTypeError(f"[{_clamped(interval, value, str(value))}]")
   if not is_list:
-    raise _WrongTypeError(f"[{node.value}]")
+    raise _WrongTypeError(f"[{node.value}]" if len(node.value) <= _LONGEST_NUMBER else "[]")
   return items
 
 

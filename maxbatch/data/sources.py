@@ -1,13 +1,16 @@
 """Which files a `dataset_path` means."""
 
+import codecs
 import collections
 import dataclasses
 import glob
+import gzip
 import hashlib
 import os
 import stat
 import sysconfig
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +29,8 @@ _CODE = {"py", "pyi", "c", "h", "cc", "cpp", "cxx", "hpp", "cu", "java", "kt", "
 _MORE_CODE = {"js", "mjs", "ts", "jsx", "rb", "php", "pl", "pm", "swift", "hs", "ml", "ex", "lisp"}
 TEXT_SUFFIXES = frozenset(_PROSE | _RECORDS | _SETTINGS | _CODE | _MORE_CODE)
 
+_BEGIN_BYTES = 65_536
+"""Of a file, which tell whether it may be text."""
 _EXAMPLE = f"'texts/**/*.txt', or {STDLIB} for the text of the Python standard library"
 
 Kind = Literal["file", "folder", "glob", "stdlib"]
@@ -106,19 +111,41 @@ def _source_file(key: str, path: Path, root: Path) -> SourceFile:
 def _folder(key: str, path: str, root: Path) -> Sources:
   kept: list[SourceFile] = []
   skipped: collections.Counter[str] = collections.Counter()
+  others: list[Path] = []
   for file in _walk(key, root, lambda name: not name.startswith(".") and name != "__pycache__"):
     reason = _reason_to_skip(file)
     if reason:
       skipped[reason] += 1
+      others.append(file)
     else:
       kept.append(_source_file(key, file, root))
   if not kept:
     seen = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "no files at all"
     raise UserError(
-      f"{key}={path}: the folder holds no text files ({seen}); name them with a glob, "
-      f"for example {key}='{path.rstrip('/')}/**/*'"
+      f"{key}={path}: the folder holds no text files ({seen}); {_offer(key, path, others)}"
     )
   return Sources(key, path, "folder", _by_name(kept), tuple(sorted(skipped.items())))
+
+
+def _offer(key: str, path: str, others: Sequence[Path]) -> str:
+  """What to write instead of a folder in which nothing is read."""
+  for file in others:
+    if file.is_dir():
+      return f"for example {key}={file}"
+    if file.is_file() and _begins_as_text(file):
+      hidden = "." if file.name.startswith(".") else ""
+      return f"for example {key}='{path.rstrip('/')}/**/{hidden}*{file.suffix}'"
+  return f"what is read is text in UTF-8, for example {key}={STDLIB}"
+
+
+def _begins_as_text(file: Path) -> bool:
+  try:
+    with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as opened:
+      begin = opened.read(_BEGIN_BYTES)
+    codecs.getincrementaldecoder("utf-8")().decode(begin)
+  except (OSError, EOFError, zlib.error, UnicodeDecodeError):
+    return False
+  return bool(begin) and b"\0" not in begin
 
 
 def _reason_to_skip(file: Path) -> str:

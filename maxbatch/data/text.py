@@ -92,6 +92,7 @@ def _check_validation(sources: Sources, cache: TokenCache, train: TokenCache) ->
     )
 
 
+_RECORDS = (".json", ".jsonl", ".ndjson")
 _OTHERWISE = "dataset_path=stdlib, or dataset_type=synthetic for random tokens"
 
 
@@ -116,12 +117,19 @@ def _describe(
   lines.append(f"training: {described(parts.train)}")
   if parts.validation:
     lines.append(f"validation: {described(parts.validation)}")
+  if markup := [each for each in (*parts.train, *parts.validation) if _is_record(each)]:
+    lines.append(f"as it stands, keys and quotes included: {described(markup)}")
   if parts.left_out:
     lines.append(f"on neither side, by name: {described(parts.left_out)}")
   if skipped:
     reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
     lines.append(f"files skipped: {reasons}")
   return "\n".join(lines)
+
+
+def _is_record(document: Document) -> bool:
+  """Whether the file is of a format whose text is only part of it."""
+  return document.file.name.removesuffix(".gz").endswith(_RECORDS)
 
 
 def _documents(count: int) -> str:

@@ -85,12 +85,12 @@ def record_origin(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
   """Records in `folder` that its branches start from this checkpoint.
 
   Raises:
-    UserError: the folder's branches start from another checkpoint of the same step.
+    UserError: the folder's branches start from another checkpoint of the same step, or its record
+      does not tell.
   """
   note = folder / "origin.json"
   if note.exists():
-    known = json.loads(note.read_text(encoding="utf-8"))
-    if known["checksum"] != checkpoint.checksum:
+    if _recorded_checksum(note) != checkpoint.checksum:
       raise UserError(
         f"the branches in {folder} come from another checkpoint of step "
         f"{checkpoint.position.step} than {checkpoint.folder} is now; remove that folder, or "
@@ -99,6 +99,18 @@ def record_origin(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
     return
   content = {"checkpoint": str(checkpoint.folder), "checksum": checkpoint.checksum}
   write_run_file(note, json.dumps(content, indent=2) + "\n")
+
+
+def _recorded_checksum(note: pathlib.Path) -> object:
+  try:
+    if not note.is_file():
+      raise OSError("it is no file")
+    return json.loads(note.read_text(encoding="utf-8"))["checksum"]
+  except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    raise UserError(
+      f"{note} does not tell which checkpoint the branches beside it come from ({error}); remove "
+      f"{note.parent}, or choose another run_name for new branches"
+    ) from error
 
 
 def fork_checkpoint(checkpoint: Checkpoint, branch_folder: pathlib.Path) -> None:

@@ -10,6 +10,7 @@ import functools
 import math
 
 from maxbatch.config.find import did_you_mean
+from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
 
 Shape = tuple[int, int, int]
@@ -97,17 +98,17 @@ def slice_named(name: str) -> Slice:
   family = FAMILIES.get(_ALIASES.get(generation, generation))
   if family is None:
     raise UserError(
-      f"compile_topology={name}: unknown slice.{did_you_mean(generation, FAMILIES)} "
+      f"compile_topology={shown(name)}: unknown slice.{did_you_mean(generation, FAMILIES)} "
       f"Known: {', '.join(f'{key}-{known.sizes[-1]}' for key, known in FAMILIES.items())} and smaller"
     )
-  if not size.isdecimal() or int(size) not in family.sizes:
-    wanted = int(size) if size.isdecimal() else 0
+  wanted = int(size) if size.isdecimal() and len(size) < 10 else 0
+  if wanted not in family.sizes:
     near = min(family.sizes, key=lambda known: abs(known - wanted))
     raise UserError(
-      f"compile_topology={name}: {generation} has no slice of this size; "
+      f"compile_topology={shown(name)}: {generation} has no slice of this size; "
       f"nearest: compile_topology={generation}-{near}. Known: {_as_ranges(family.sizes)}"
     )
-  return _slice(family, int(size) // family.named_units_per_chip)
+  return _slice(family, wanted // family.named_units_per_chip)
 
 
 def _slice(family: Family, chips: int) -> Slice:

@@ -11,6 +11,7 @@ from maxbatch.compile.compile_step import (
   write_reports,
 )
 from maxbatch.compile.report import CompileReport
+from maxbatch.compile.step_file import check_replaces_no_other
 from maxbatch.compile.steps import save_steps
 from maxbatch.config.schema import Config, Explore
 from maxbatch.errors import UserError
@@ -30,8 +31,8 @@ def is_run(config: Config) -> bool:
   """Whether there is something to train, not only to check or compile.
 
   Raises:
-    UserError: keys that exclude each other, a run on devices that are not here, or keys
-      without effect.
+    UserError: keys that exclude each other, a run on devices that are not here, keys without
+      effect, or a file that a compiled step would replace.
   """
   check_unused(config.pipeline)
   keys = config.compile
@@ -52,6 +53,8 @@ def is_run(config: Config) -> bool:
       f"compiled_step={keys.compiled_step} runs what was compiled before, and {other} asks for "
       'compiling; keep one of them, for example with compiled_step=""'
     )
+  if keys.save_compiled_step:
+    check_replaces_no_other(keys.save_compiled_step)
   return not instead
 
 

@@ -10,14 +10,13 @@ import numpy as np
 
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import text
-from maxbatch.compile.program import capacity_bytes
+from maxbatch.compile.program import capacity_bytes, gib
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
 from maxbatch.training.build import streams
 from maxbatch.training.state import TrainState
 
-_GIB = 1 << 30
 _ROW_BYTES_PER_TOKEN = 12
 """Inputs, targets and weights; packed rows have more."""
 
@@ -65,11 +64,6 @@ def bytes_per_device(tree: Any) -> int:
 def item_bytes(leaf: jax.ShapeDtypeStruct) -> int:
   """Bytes of one element."""
   return np.dtype(leaf.dtype).itemsize
-
-
-def gib(size: float) -> str:
-  """Bytes as GiB, or as smaller units where that would print as zero."""
-  return f"{size / _GIB:,.3f} GiB" if size >= _GIB / 1000 or not size else f"{size:,.0f} bytes"
 
 
 def _capacity(config: Config, devices: Sequence[Device]) -> float:

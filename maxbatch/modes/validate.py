@@ -8,7 +8,6 @@ which belongs to no run, is built if the dataset has none yet.
 import dataclasses
 import functools
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -30,14 +29,16 @@ from maxbatch.checkpoints.record import (
   listed,
   state_differences,
 )
+from maxbatch.compile.program import gib
 from maxbatch.config import schema
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device, describe_devices, find_devices
-from maxbatch.modes.memory import check_memory, gib, item_bytes
+from maxbatch.modes.memory import check_memory, item_bytes
 from maxbatch.modes.resolve import checkpoint_of, keeping_batch, planned
+from maxbatch.run_folder.atomic import elsewhere, nearest
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import (
   build_trainer,
@@ -178,23 +179,16 @@ def _traced(config: Config, plan: BatchPlan, devices: Sequence[Device], source: 
 
 def _writable(folder: Path) -> str:
   """The folder can be made and written, as far as the nearest one that is there tells."""
-  there = _nearest(folder)
+  there = nearest(folder)
   try:
     with tempfile.TemporaryFile(dir=there) as file:
       file.write(b"x")
   except OSError as error:
-    offers = (Path.home(), Path.cwd(), Path(tempfile.gettempdir()))
-    works = next((path for path in offers if os.access(path, os.W_OK)), None)
     raise UserError(
       f"base_output_directory={folder.parent}: {there} cannot be written: "
-      f"{error.strerror or error}; "
-      + (f"for example base_output_directory={works / 'runs'}" if works else "free some disk space")
+      f"{error.strerror or error}; choose another folder{elsewhere(folder)}"
     ) from error
   return f"{folder} can be written" if there == folder else f"{folder} can be made"
-
-
-def _nearest(folder: Path) -> Path:
-  return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _disk_space(config: Config, plan: BatchPlan, state: TrainState, folder: Path) -> str:
@@ -211,7 +205,7 @@ def _disk_space(config: Config, plan: BatchPlan, state: TrainState, folder: Path
   forever = plan.steps // period if period > 0 else 0
   there = len(completed_steps(RunFolder(folder).checkpoints))
   count = max(1, keep + 1 + forever - there)
-  free = shutil.disk_usage(_nearest(folder)).free
+  free = shutil.disk_usage(nearest(folder)).free
   needed = f"{counted(count, 'checkpoint')} of {gib(each)}, one of them while it replaces another"
   if count * each <= free:
     return f"{needed}; {gib(free)} are free"
@@ -221,7 +215,7 @@ def _disk_space(config: Config, plan: BatchPlan, state: TrainState, folder: Path
   offer = f"max_num_checkpoints_to_keep={fewer}" if fewer >= 1 else "enable_checkpointing=false"
   raise UserError(
     f"max_num_checkpoints_to_keep={keep}, checkpoint_keep_period={period}: this run needs "
-    f"{needed}, and {gib(free)} are free in {_nearest(folder)}; for example {offer}, or "
+    f"{needed}, and {gib(free)} are free in {nearest(folder)}; for example {offer}, or "
     "base_output_directory on a larger disk"
   )
 

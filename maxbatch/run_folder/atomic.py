@@ -7,6 +7,8 @@ file never holds a part.
 import contextlib
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -15,6 +17,8 @@ from maxbatch.errors import UserError
 
 _KEPT_OF_NAME = 50
 """Letters of a file's name in that of its temporary file, which may not become too long."""
+_ROOM_BYTES = 2**28
+"""Free where a message sends a run."""
 
 
 @contextlib.contextmanager
@@ -62,6 +66,22 @@ def write_run_file(path: Path, content: str | bytes) -> None:
     write_whole(path, content)
   except OSError as error:
     raise UserError(
-      f"{path} cannot be written ({error.strerror}); make room there, or choose another folder, "
-      "for example base_output_directory=runs"
+      f"{path} cannot be written ({error.strerror}); make room there, or choose another folder"
+      f"{elsewhere(path)}"
     ) from error
+
+
+def nearest(folder: Path) -> Path:
+  """The folder, or the nearest one above it that is there."""
+  return next(path for path in (folder, *folder.parents) if path.exists())
+
+
+def elsewhere(path: Path) -> str:
+  """`, for example base_output_directory=…`, which can be written where `path` cannot; or nothing."""
+  for folder in (Path("runs"), Path.home() / "runs", Path(tempfile.gettempdir()) / "runs"):
+    there = nearest(folder.absolute())
+    is_other = not path.absolute().is_relative_to(folder.absolute())
+    can_be_made = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    if is_other and can_be_made and shutil.disk_usage(there).free > _ROOM_BYTES:
+      return f", for example base_output_directory={folder}"
+  return ""

@@ -15,7 +15,7 @@ from tensorboardX.record_writer import register_writer_factory
 
 from maxbatch.errors import UserError
 from maxbatch.run_folder.appending import AppendedFile
-from maxbatch.run_folder.atomic import write_whole
+from maxbatch.run_folder.atomic import elsewhere, write_whole
 from maxbatch.run_folder.paths import RunFolder
 
 Record = dict[str, int | float]
@@ -53,8 +53,7 @@ class MetricsLog:
     except OSError as error:
       raise UserError(
         f"base_output_directory={folder.parent} run_name={folder.name}: {error.filename or folder} "
-        f"cannot be written to ({error.strerror}); choose a folder that can, "
-        "for example base_output_directory=runs"
+        f"cannot be written to ({error.strerror}); choose a folder that can{elsewhere(folder)}"
       ) from None
 
   def __enter__(self) -> Self:

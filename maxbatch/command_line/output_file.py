@@ -1,0 +1,42 @@
+"""The files that options such as --csv name, written without replacing a file of another kind."""
+
+import pathlib
+
+from maxbatch.errors import UserError
+
+_HEAD_BYTES = 16
+"""A format is known by its first bytes."""
+_DRAWN = b"Matplotlib"
+"""An SVG or PNG of ours says so near its beginning, and many others begin with the same bytes."""
+_NEAR_BYTES = 4096
+
+
+def write_output(option: str, file: str, content: bytes) -> None:
+  """Writes what `option file` asks for.
+
+  A file that is there is replaced if it begins as this content does: an earlier one of this command.
+
+  Raises:
+    UserError: something else is there, or it cannot be written.
+  """
+  path = pathlib.Path(file).expanduser()
+  try:
+    if not file.startswith("/dev/") and path.exists() and not _is_alike(path, content):
+      raise UserError(
+        f"{option} {file}: what is there was not written by this command, and would be replaced; "
+        f"name another file, for example {option} {path.with_name(f'new-{path.name}')}"
+      )
+    path.write_bytes(content)
+  except OSError as error:
+    raise UserError(f"{option} {file}: cannot be written: {error.strerror or error}") from error
+
+
+def _is_alike(path: pathlib.Path, content: bytes) -> bool:
+  if not path.is_file():
+    return path.is_dir()  # Which writing says itself; a pipe would be waited for.
+  with path.open("rb") as file:
+    there = file.read(_NEAR_BYTES)
+  near = content[:_NEAR_BYTES]
+  return not there or (
+    there[:_HEAD_BYTES] == near[:_HEAD_BYTES] and (_DRAWN in there) == (_DRAWN in near)
+  )
