@@ -121,7 +121,7 @@ def test_a_7b_model_on_a_slice_that_is_not_here(tmp_path, compiled):
   keys = [*LLAMA.split(), "compile_topology=v5e-256", f"base_output_directory={tmp_path}"]
   validate(load_config(["config=base", *keys]), lines.append)
   assert passed(lines) == CHECKS
-  assert found(lines, "mesh").endswith("fsdp 256 × tensor 1 × stage 1 on TPU v5 lite")
+  assert found(lines, "mesh").endswith("fsdp 256 × tensor 1 × stage 1 on 256 × TPU v5 lite")
   assert found(lines, "model") == "llama2-7b: 6,738,415,616 parameters"
   # 4 bytes of weights, 8 of Adam's moments and 4 of accumulators, over 256 devices.
   assert found(lines, "memory").startswith(f"{16 * 6738415616 / 256 / 2**30:.3f} GiB per device")
