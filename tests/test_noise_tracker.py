@@ -198,6 +198,19 @@ def test_calibration_recovers_the_slope():
   assert found.slope.low < 1.4 < found.slope.high
 
 
+def test_calibration_leaves_out_first_steps_with_much_larger_gradients():
+  tracker, random = NoiseTracker(64), np.random.default_rng(0)
+  for step in range(40):
+    size, spread = (100.0 if step < 2 else 1.0), random.uniform(0.3, 1.7)
+    norm = Moments(signal=size * spread, noise=size * 50 * random.uniform(0.9, 1.1))
+    total = Moments(signal=size * spread * 300, noise=size * 50 * 300 * 1.2)
+    tracker.add({"norm": norm, "total": total})
+  found = tracker.calibration()
+  assert (found.status, found.steps) == ("ok", 20)
+  assert found.slope is not None
+  assert found.slope.low < 1.2 < found.slope.high
+
+
 def test_calibration_steps_outlive_the_window():
   tracker = mixed(640, every=64, batch=256)
   assert tracker.estimate("total").steps == 1

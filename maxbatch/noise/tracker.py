@@ -119,13 +119,23 @@ class NoiseTracker:
     )
 
   def calibration(self) -> Calibration:
-    """The factor from the normalization layers' noise scale to the whole model's."""
-    steps = min(self._calibration.added, self._calibration.length)
-    if steps < FEWEST_CALIBRATION_STEPS:
-      return Calibration("unavailable", steps)
-    signal_GN, noise_GN = self._calibration.values(NORM, TOTAL)[:, :, :steps]
-    slope = product_of_means((noise_GN[1], signal_GN[0]), (signal_GN[1], noise_GN[0]))
-    return Calibration("insufficient" if slope is None else "ok", steps, slope)
+    """The factor from the normalization layers' noise scale to the whole model's.
+
+    Over all calibration steps of the window, or the newest half, quarter, … of them: the gradients
+    of a run's first steps may be a hundred times as large as later ones, and while they are among
+    them the mean signal cannot be told from 0.
+    """
+    signal_GN, noise_GN = self._calibration.newest(NORM, TOTAL)
+    count = steps = signal_GN.shape[1]
+    while steps >= FEWEST_CALIBRATION_STEPS:
+      signal, noise = signal_GN[:, :steps], noise_GN[:, :steps]
+      slope = product_of_means((noise[1], signal[0]), (signal[1], noise[0]))
+      if slope is not None:
+        return Calibration("ok", steps, slope)
+      steps //= 2
+    return Calibration(
+      "insufficient" if count >= FEWEST_CALIBRATION_STEPS else "unavailable", count
+    )
 
   def predicted_total(self) -> Estimate:
     """The noise scale of the whole model, predicted from that of its normalization layers."""

@@ -53,6 +53,11 @@ class Window:
         found[:, at] = self._values_KGN[:, self._rows[name]]
     return found
 
+  def newest(self, *groups: str) -> np.ndarray:
+    """As `values`, of the steps that were added, the newest first."""
+    back_N = np.arange(min(self.added, self.length))
+    return self.values(*groups)[:, :, (self.added - 1 - back_N) % self.length]
+
   def as_dict(self) -> dict[str, Any]:
     """The state as plain JSON; `from_dict` restores it exactly."""
     groups = {
