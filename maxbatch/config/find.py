@@ -8,6 +8,7 @@ from pathlib import Path
 from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
 
+_LONGEST_PATH = 1000
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -29,7 +30,9 @@ def model_names() -> list[str]:
 
 def config_path(name: str) -> Path:
   """The file that a path or a packaged bare name (`base`) means; UserError if there is none."""
-  return _existing(f"config={shown(name)}", _packaged(name) or Path(name).expanduser())
+  return _existing(
+    f"config={shown(name, _LONGEST_PATH)}", _packaged(name) or Path(name).expanduser()
+  )
 
 
 def base_config_path(name: str, child: Path, given: str) -> Path:
