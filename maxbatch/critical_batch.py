@@ -19,7 +19,7 @@ from maxbatch.command_line.arguments import Arguments, Command, Key
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.config.load import load_config, to_flat_dict
-from maxbatch.config.schema import Config, CountOrUnset, NonNegativeFloat, Range
+from maxbatch.config.schema import Config, CountOrUnset, FileName, NonNegativeFloat, Range
 from maxbatch.config.value import exact_number
 from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
@@ -64,6 +64,7 @@ class BranchArguments:
 
   checkpoint: Annotated[
     str,
+    FileName(),
     Key(
       "a run's folder, for its newest checkpoint, or .../checkpoints/200", "checkpoint=runs/mine"
     ),

@@ -428,6 +428,15 @@ def test_mistakes_are_refused_before_anything_trains(
   assert error(capsys, *given) == message.format(folder=cosine)
 
 
+def test_a_batch_that_no_device_holds_is_refused_before_any_branch_trains(
+  cosine, capsys, monkeypatch
+):
+  monkeypatch.setattr(running, "run", None)
+  keys = [f"checkpoint={cosine / 'mine'}", "factors=1,1000000000", "run_name=huge"]
+  assert "a device needs at least" in error(capsys, *keys)
+  assert not place(cosine, name="huge").exists()
+
+
 def test_a_branch_that_was_trained_otherwise_is_not_taken_for_this_one(cosine, measured, capsys):
   del measured
   folder = place(cosine) / "x2"

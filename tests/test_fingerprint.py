@@ -53,7 +53,7 @@ def test_the_newest_version_is_taken_by_default():
   assert fingerprints(tree) == fingerprints(tree, 2) != fingerprints(tree, 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
   elements=st.sets(st.integers(0, 16 * 24 - 1), min_size=1, max_size=16),
   bit=st.integers(0, 7),

@@ -12,7 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from maxbatch import critical_batch, pipeline, plan, train
 from maxbatch.checkpoints.formats import FORMATS
+from maxbatch.command_line import arguments
 from maxbatch.config.load import load_config
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import Config, fields, from_flat, to_flat
@@ -22,9 +24,7 @@ from maxbatch.data.registry import DATASETS, TOKENIZERS
 from maxbatch.errors import UserError
 from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.models.registry import MODELS
-from maxbatch.pipeline import make_report as make_pipeline_report
 from maxbatch.pipeline_parallel.layout import pipeline_of
-from maxbatch.plan import make_report
 from maxbatch.training.metrics import METRICS
 from maxbatch.training.optimizer import OPTIMIZERS
 
@@ -94,25 +94,25 @@ def changed(config: Config, argument: str) -> Config:
 def planned(config: Config) -> None:
   """Everything that the commands plan and pipeline derive and print."""
   devices = count_devices(config)
-  report = make_report(config, devices)
+  report = plan.make_report(config, devices)
   if config.pipeline.pipeline_schedule != "none":
-    pipeline = pipeline_of(config, devices.layout, report.plan)
-    str(make_pipeline_report(config, report.plan, pipeline, ""))
+    stages = pipeline_of(config, devices.layout, report.plan)
+    str(pipeline.make_report(config, report.plan, stages, ""))
   str(report)
   report.as_dict()
 
 
-def refusal(config: Config, arguments: Sequence[str], plan: bool) -> str:
+def refusal(config: Config, given: Sequence[str], is_planned: bool) -> str:
   """The message that refuses these arguments; empty if they are taken."""
   try:
-    for argument in arguments:
+    for argument in given:
       config = changed(config, argument)
       key = argument.partition("=")[0]
       names = to_flat(config).get(key)
       for name in names if isinstance(names, tuple) else [names]:
         if key in REGISTRIES:
           registered(key, str(name), REGISTRIES[key])
-    if plan:
+    if is_planned:
       planned(config)
   except UserError as error:
     return str(error)
@@ -151,10 +151,9 @@ def offers(message: str) -> list[list[str]]:
   found = []
   for part in said:
     for alternative in re.split(r" or (?=[a-z_0-9]+=)|, (?=[a-z_0-9]+=)", part):
-      arguments = [
-        f"{key}={value.rstrip('.')}" for key, value in OFFER.findall(alternative) if key in fields()
-      ]
-      found += [arguments] if arguments else []
+      given = OFFER.findall(alternative)
+      known = [f"{key}={value.rstrip('.')}" for key, value in given if key in fields()]
+      found += [known] if known else []
   return found
 
 
@@ -197,3 +196,31 @@ def test_a_hostile_value_is_taken_or_refused_in_a_sentence_whose_offers_work(nam
         with at_once(f"{name}: {key}={value[:50]}"):
           found += faults(name, f"{key}={value}", taken)
   assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("command", [plan.COMMAND, pipeline.COMMAND, critical_batch.COMMAND])
+def test_a_hostile_value_of_a_command_s_own_key_is_taken_or_refused_in_a_sentence(command):
+  for one in arguments.declared(command):
+    if not isinstance(one.kind, arguments.Key):
+      continue
+    for value in [*NUMBERS, *TEXTS, *LISTS]:
+      with at_once(f"{command.name}: {one.name}={value[:50]}"):
+        try:
+          given = arguments.parse(command, [f"{one.name}={value}"])
+          if isinstance(given.own, critical_batch.BranchArguments):
+            critical_batch.request_of(given)
+          elif one.name == "num_devices":
+            count_devices(context("base"), given.own.num_devices)
+        except UserError as error:
+          check_message(str(error))
+
+
+@pytest.mark.parametrize(
+  "key", ["config", "model_name", "save_compiled_step", "batch_schedule_file", "compiled_step"]
+)
+def test_a_file_s_name_that_no_file_system_takes_is_refused_in_a_sentence(key, capsys):
+  for name in ("a" * 5000, "a/" * 3000, f"{'a' * 300}.yml"):
+    given = [f"{key}={name}"] if key == "config" else ["config=base", f"{key}={name}"]
+    more = ["batch_schedule=file"] if key == "batch_schedule_file" else []
+    assert train.main([*given, *more, "dataset_type=synthetic"]) == 2
+    check_message(capsys.readouterr().err.strip())

@@ -1,11 +1,14 @@
 """Where configuration files are: by path, or by bare name among those that travel with maxbatch."""
 
 import difflib
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
 
+_LONGEST_PATH = 1000
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -27,7 +30,9 @@ def model_names() -> list[str]:
 
 def config_path(name: str) -> Path:
   """The file that a path or a packaged bare name (`base`) means; UserError if there is none."""
-  return _existing(f"config={name}", _packaged(name) or Path(name).expanduser())
+  return _existing(
+    f"config={shown(name, _LONGEST_PATH)}", _packaged(name) or Path(name).expanduser()
+  )
 
 
 def base_config_path(name: str, child: Path, given: str) -> Path:
@@ -38,7 +43,7 @@ def base_config_path(name: str, child: Path, given: str) -> Path:
   when there is no such file.
   """
   beside = child.parent / Path(name).expanduser()
-  is_other = beside.is_file() and beside.resolve() != child.resolve()
+  is_other = os.path.isfile(beside) and beside.resolve() != child.resolve()
   packaged = _packaged(name) or (None if is_other else _packaged(name.removesuffix(".yml")))
   return _existing(given, packaged or beside)
 
@@ -54,7 +59,7 @@ def model_path(name: str, folder: Path, given: str) -> Path:
   if name.endswith((".yml", ".yaml")):
     given_path = Path(name).expanduser()
     for path in (folder / given_path, given_path):
-      if path.is_file():
+      if os.path.isfile(path):
         return path
   raise UserError(
     f"{given}: there is no such model.{did_you_mean(name, model_names())} "
@@ -84,9 +89,10 @@ def _packaged(name: str) -> Path | None:
 
 
 def _existing(given: str, path: Path) -> Path:
-  if path.is_file():
+  # Not Path.is_file, to which a name that is too long is an error.
+  if os.path.isfile(path):
     return path
-  what = "that is a folder, not a file" if path.is_dir() else "there is no such file"
+  what = "that is a folder, not a file" if os.path.isdir(path) else "there is no such file"
   raise UserError(
     f"{given}: {what}.{_file_hint(path)} "
     f"Give the path of a .yml file, or one that comes with maxbatch: {', '.join(packaged_names())}."
@@ -96,6 +102,8 @@ def _existing(given: str, path: Path) -> Path:
 def _file_hint(path: Path) -> str:
   if path.stem in model_names():
     return f" That is a model: write config=base model_name={path.stem}."
+  if not os.path.isdir(path.parent):
+    return did_you_mean(path.stem, packaged_names())
   beside = {other.stem: other for end in ("yml", "yaml") for other in path.parent.glob(f"*.{end}")}
   found = closest(path.stem, beside)
   return f" Did you mean {beside[found]}?" if found else did_you_mean(path.stem, packaged_names())

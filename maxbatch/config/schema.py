@@ -50,7 +50,23 @@ def _digits(edge: float) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class RelativePath:
+class FileName:
+  """A text that names a file or folder, or files by a glob: no longer than file systems take."""
+
+  words: str = "a name that a file system can hold"
+
+  def holds(self, value: str) -> bool:
+    """Whether `value` is such a name."""
+    encoded = value.encode(errors="replace")
+    return len(encoded) <= 4000 and all(len(part) <= 255 for part in encoded.split(b"/"))
+
+  def nearest(self, value: str) -> str:
+    """The beginning of `value`."""
+    return "/".join(part[:40] for part in value[:80].split("/"))
+
+
+@dataclasses.dataclass(frozen=True)
+class RelativePath(FileName):
   """A text that names a folder inside another one: no step upwards, and no control character."""
 
   words: str = "the name of a folder inside another one, without .. and control characters"
@@ -84,6 +100,7 @@ _DEVICES = 2**20
 # More does not fit in a float32.
 _FLOAT32 = 3e38
 
+Path = Annotated[str, FileName()]
 Positive = Annotated[int, Range(low=1, limit=_INT32)]
 NonNegative = Annotated[int, Range(low=0, limit=_INT32)]
 PositiveOrUnset = Annotated[int, Range(low=1, limit=_INT32, also=-1)]
@@ -114,7 +131,7 @@ class RunConfig:
   """Where the run lives, how long it lasts and what it shows."""
 
   run_name: Annotated[str, RelativePath()]
-  base_output_directory: str
+  base_output_directory: Path
   steps: Annotated[int, Range(low=1, limit=_INT32, also=-1, offers_also=False)]
   total_samples: Budget
   total_tokens: Budget
@@ -171,7 +188,7 @@ class BatchConfig:
     ]
     | Literal["gns", "file"]
   )
-  batch_schedule_file: str
+  batch_schedule_file: Path
   batch_schedule_type: str
   batch_schedule_unit: Literal["steps", "samples", "tokens"]
   batch_schedule_length: CountOrUnset
@@ -216,9 +233,9 @@ class CompileConfig:
   compile_only: bool
   compile_topology: str
   compile_topology_num_slices: Annotated[int, Range(low=1, high=1024)]
-  save_compiled_step: str
-  compiled_step: str
-  jax_cache_dir: str
+  save_compiled_step: Path
+  compiled_step: Path
+  jax_cache_dir: Path
   device_memory_gb: NonNegativeFloat
 
 
@@ -226,7 +243,7 @@ class CompileConfig:
 class ModelConfig:
   """The model's shape and how it is computed."""
 
-  model_name: str
+  model_name: Path
   decoder_block: str
   vocab_size: Positive
   base_emb_dim: Positive
@@ -276,10 +293,10 @@ class DataConfig:
   """What is trained on and how it is read."""
 
   dataset_type: str
-  dataset_path: str
-  eval_dataset_path: str
+  dataset_path: Path
+  eval_dataset_path: Path
   eval_fraction: Annotated[float, Range(low=0, high=0.9)]
-  dataset_cache_directory: str
+  dataset_cache_directory: Path
   tokenizer_type: str
   data_shuffle_seed: Seed
   packing: bool

@@ -14,7 +14,7 @@ from fractions import Fraction
 import yaml
 
 from maxbatch.config.find import closest
-from maxbatch.config.schema import Example, Range, RelativePath
+from maxbatch.config.schema import Example, FileName, Range, RelativePath
 from maxbatch.config.yaml_file import Entry, shown
 from maxbatch.errors import UserError
 
@@ -75,7 +75,7 @@ def convert(entry: Entry, annotation: object) -> object:
 
 def _check_text(entry: Entry, annotation: object, value: str) -> None:
   """Refuses a text that is no name where one is needed, and NUL, which no file's name has."""
-  rule = _note(annotation, RelativePath)
+  rule = _note(annotation, FileName)
   if rule is not None and not rule.holds(value):
     raise UserError(
       f"{entry.where}: {entry.assigned(shown(value))}: {entry.key} must be {rule.words}. "

@@ -17,9 +17,9 @@ _LONGEST = 100
 """Characters of a value that a message shows."""
 
 
-def shown(text: str) -> str:
+def shown(text: str, longest: int = _LONGEST) -> str:
   """A text as a message can hold it: shortened, and without control characters."""
-  text = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+  text = text if len(text) <= longest else f"{text[: longest - 3]}..."
   return text if text.isprintable() else ascii(text)
 
 

@@ -12,11 +12,13 @@ import orbax.checkpoint as ocp
 from maxbatch.batch.plan import Position
 from maxbatch.checkpoints.quiet_orbax import silence_orbax
 from maxbatch.checkpoints.record import is_intact
+from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder
 
 _SHOWN = 5
+_LONGEST_PATH = 1000
 _EXAMPLE = "for example checkpoint=runs/first_run or checkpoint=runs/first_run/checkpoints/200"
 
 
@@ -55,7 +57,8 @@ def find_checkpoint(given: str) -> pathlib.Path:
       "no run has completed a checkpoint there" if steps.exists() else "that is no run's folder"
     )
   raise UserError(
-    f"checkpoint={given}: {what}; name a run's folder, for its newest checkpoint, or one of its "
+    f"checkpoint={shown(given, _LONGEST_PATH)}: {what}; name a run's folder, for its "
+    "newest checkpoint, or one of its "
     f"steps; {_EXAMPLE}"
   )
 
@@ -149,9 +152,11 @@ def _step_folder(given: str, path: pathlib.Path) -> pathlib.Path:
   if path.is_dir():
     return path
   there = _steps(path.parent)
-  shown = ", ".join(map(str, there[-_SHOWN:]))
-  others = f"there are {shown}" if there else "there is none in that folder"
-  raise UserError(f"checkpoint={given}: there is no checkpoint of that step; {others}")
+  newest = ", ".join(map(str, there[-_SHOWN:]))
+  others = f"there are {newest}" if there else "there is none in that folder"
+  raise UserError(
+    f"checkpoint={shown(given, _LONGEST_PATH)}: there is no checkpoint of that step; {others}"
+  )
 
 
 def _steps(folder: pathlib.Path) -> list[int]:
