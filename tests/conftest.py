@@ -3,6 +3,7 @@
 import os
 import pathlib
 
+import hypothesis
 import jax
 import pytest
 
@@ -15,6 +16,10 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # Machine code of the lowest level: tests run a program a few times, and compiling it takes longest.
 # What XLA makes of a program before that (fusions, collectives, buffers) is as in a run.
 jax.config.update("jax_disable_most_optimizations", True)
+
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("any load", deadline=None)
+hypothesis.settings.load_profile("any load")
 
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 
