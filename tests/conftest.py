@@ -31,6 +31,10 @@ else:
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
+# How long an example takes depends on what else the machine does.
+hypothesis.settings.register_profile("any load", deadline=None)
+hypothesis.settings.load_profile("any load")
+
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 
 

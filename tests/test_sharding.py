@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from support import mesh
 
-from maxbatch.hardware.sharding import over_rows, sum_over_rows
+from maxbatch.batch.topology import Topology
+from maxbatch.hardware.sharding import make_mesh, over_rows, sum_over_rows
 
 AXES = ("embed", None)
 
@@ -42,3 +43,14 @@ def test_a_gradient_is_the_sum_over_the_rows_of_all_devices(dtype, width):
   for each, expected in zip(found, (expected_EL, expected_EL, of_each_B), strict=True):
     assert each.dtype == dtype
     np.testing.assert_array_equal(each, expected)
+
+
+def test_every_device_has_its_place_along_every_axis():
+  """The mesh names its axes in another order than a topology does."""
+  devices = jax.devices()
+  made = make_mesh(Topology((2, 2, 1, 2), (1, 1, 1, 1)), devices)
+  assert made.shape == {"data": 2, "stage": 2, "fsdp": 2, "tensor": 1}
+  # XLA wants the axes that an outer shard_map takes before those of an inner one.
+  assert made.axis_names[:2] == ("data", "stage")
+  for number, (data, fsdp, stage) in enumerate(np.ndindex(2, 2, 2)):
+    assert made.devices[data, stage, fsdp, 0] == devices[number]
