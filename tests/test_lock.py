@@ -103,6 +103,8 @@ def test_a_run_without_checkpoints_replaces_no_other(tmp_path, capsys):
   error = capsys.readouterr().err
   assert error.startswith("error: enable_checkpointing=false run_name=first_run: a run without ")
   assert [file.read_bytes() for file in (folder.metrics, folder.config)] == before
+  assert main([*without, "validate_only=true"]) == 2
+  assert capsys.readouterr().err == error
   offer = error.partition("for example ")[2].partition(",")[0]
   assert offer == "run_name=first_run-2"
   assert main([*without, offer]) == 0

@@ -14,9 +14,11 @@ from maxbatch.checkpoints.identity import settings
 from maxbatch.checkpoints.newest import newest_record
 from maxbatch.checkpoints.record import changed_settings
 from maxbatch.config.schema import Config
+from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target
 from maxbatch.noise.requirements import check_noise
 from maxbatch.run_folder.cache import remembered_choices
+from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.tuning.coupling import resolve_accumulation
 from maxbatch.tuning.microbatch_size import choose
@@ -76,6 +78,24 @@ def resolve(config: Config, target: Target, *, forget: bool = False) -> Resolved
   )
   # The plan knows nothing of the pipeline, so that it stays.
   return dataclasses.replace(run, config=chosen, given=config, saved=saved)
+
+
+def check_replaces_nothing(config: Config) -> None:
+  """Checks that a run which begins anew, without checkpoints, has a folder of its own.
+
+  Raises:
+    UserError: the folder has the steps of another run.
+  """
+  folder = RunFolder.of(config.run)
+  if config.checkpoint.enable_checkpointing:
+    return
+  if any(record["step"] > 0 for record in read_metrics(folder.path)):
+    raise UserError(
+      f"enable_checkpointing=false run_name={folder.path.name}: a run without checkpoints begins at "
+      f"step 0, and would replace {folder.metrics.name} and {folder.config.name} of the run in "
+      f"{folder.path}; choose another name, for example run_name={folder.free_name()}, or go on "
+      "with that run: enable_checkpointing=true"
+    )
 
 
 def checkpoint_of(config: Config) -> Mapping[str, Any] | None:

@@ -20,11 +20,10 @@ from maxbatch.config.load import DERIVED, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
-from maxbatch.errors import UserError
 from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.noise import calibration_programs, make_noise
-from maxbatch.modes.resolve import ResolvedRun, resolve
+from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
 from maxbatch.modes.summary import describe, keep_sample, print_next, show_sample, sum_up
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.lock import locked
@@ -108,22 +107,8 @@ def _held_by_one_process(resolved: ResolvedRun) -> Iterator[None]:
     UserError: another run is under way there, or this one would replace what is there.
   """
   with locked(resolved.folder) if jax.process_index() == 0 else contextlib.nullcontext():
-    _check_replaces_nothing(resolved)
+    check_replaces_nothing(resolved.config)
     yield
-
-
-def _check_replaces_nothing(resolved: ResolvedRun) -> None:
-  """Refuses to begin anew, without checkpoints, in the folder of a run that has made steps."""
-  folder = resolved.folder
-  if resolved.config.checkpoint.enable_checkpointing:
-    return
-  if any(record["step"] > 0 for record in read_metrics(folder.path)):
-    raise UserError(
-      f"enable_checkpointing=false run_name={folder.path.name}: a run without checkpoints begins at "
-      f"step 0, and would replace {folder.metrics.name} and {folder.config.name} of the run in "
-      f"{folder.path}; choose another name, for example run_name={folder.free_name()}, or go on "
-      "with that run: enable_checkpointing=true"
-    )
 
 
 def _checkpointer(resolved: ResolvedRun, dataset: Dataset) -> Checkpointer:

@@ -37,7 +37,7 @@ from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device, describe_devices, find_devices
 from maxbatch.modes.memory import check_memory, item_bytes
-from maxbatch.modes.resolve import checkpoint_of, keeping_batch, planned
+from maxbatch.modes.resolve import check_replaces_nothing, checkpoint_of, keeping_batch, planned
 from maxbatch.run_folder.atomic import elsewhere, nearest
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import (
@@ -106,6 +106,7 @@ def _checks(config: Config) -> Iterator[_Check]:
     _first_row(dataset.validation)
   yield "dataset", "the first rows can be read", dataset.description.splitlines()
   yield "step", _traced(config, plan, devices, dataset.train), ()
+  check_replaces_nothing(config)
   folder = RunFolder.of(config.run).path.absolute()
   yield "folder", _writable(folder), ()
   if config.checkpoint.enable_checkpointing:
