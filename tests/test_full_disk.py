@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from processes import PATIENCE_SECONDS, REPOSITORY, environment, small_run
+from processes import ONE_DEVICE, PATIENCE_SECONDS, REPOSITORY, environment, small_run
 from small_disk import fill, read_only, small
 
 from maxbatch.run_folder.metrics import MetricsLog, read_metrics
@@ -25,7 +25,7 @@ class Run:
     keys = "steps=1000000 log_period=10 checkpoint_period=40 warmup_steps=0"
     with self._output.open("w") as output:
       self.process = subprocess.Popen(
-        [sys.executable, "-m", "maxbatch.train", *arguments, *keys.split()],
+        [sys.executable, "-m", "maxbatch.train", *arguments, ONE_DEVICE, *keys.split()],
         cwd=REPOSITORY,
         stdout=output,
         stderr=subprocess.STDOUT,

@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 import pytest
-from processes import PATIENCE_SECONDS, REPOSITORY, environment, small_run
+from processes import ONE_DEVICE, PATIENCE_SECONDS, REPOSITORY, environment, small_run
 
 from maxbatch.modes import run as run_module
 from maxbatch.run_folder.metrics import read_metrics
@@ -46,7 +46,7 @@ def arguments(folder: pathlib.Path, steps: int) -> list[str]:
 
 def interrupted(folder: pathlib.Path, where: str, number: int) -> subprocess.CompletedProcess[str]:
   return subprocess.run(
-    [sys.executable, "-c", DRIVER, where, str(number), *arguments(folder, 4)],
+    [sys.executable, "-c", DRIVER, where, str(number), *arguments(folder, 4), ONE_DEVICE],
     cwd=REPOSITORY,
     capture_output=True,
     text=True,
@@ -142,7 +142,7 @@ def test_a_signal_saves_before_it_evaluates(tmp_path):
   assert main(arguments(whole, 5)) == 0
   saved = tmp_path / "first_run" / "checkpoints" / "3"
   killed = subprocess.run(
-    [sys.executable, "-c", KILLED_IN_EVALUATION, str(saved), *arguments(tmp_path, 5)],
+    [sys.executable, "-c", KILLED_IN_EVALUATION, str(saved), *arguments(tmp_path, 5), ONE_DEVICE],
     cwd=REPOSITORY,
     capture_output=True,
     text=True,

@@ -11,7 +11,7 @@ import threading
 from typing import Any
 
 import pytest
-from processes import PATIENCE_SECONDS, environment
+from processes import ONE_DEVICE, PATIENCE_SECONDS, environment
 from test_interrupted import arguments, records
 
 from maxbatch.command_line.signals import StopSignals
@@ -28,7 +28,7 @@ def _hangups_are_heard():
 
 
 def command(folder: pathlib.Path, steps: int) -> list[str]:
-  keys = ["checkpoint_period=1000000", "log_period=1"]
+  keys = [ONE_DEVICE, "checkpoint_period=1000000", "log_period=1"]
   return [sys.executable, "-m", "maxbatch.train", *arguments(folder, steps), *keys]
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.resume import check_can_continue
-from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
+from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.noise.requirements import check_noise
 from maxbatch.train import main
 
@@ -26,8 +26,7 @@ ONE = {"num_simulated_devices": 1, "steps": 10, "per_device_batch_size": 1}
 def checked(**keys: object) -> BatchPlan:
   """The plan of these keys, on simulated devices that nobody starts."""
   config = load_config(["config=base", *(f"{key}={value}" for key, value in keys.items())])
-  devices = config.mesh.num_simulated_devices
-  plan = plan_batches(config.batch, config.run, topology(config.mesh, devices))
+  plan = plan_batches(config.batch, config.run, count_devices(config).layout)
   check_noise(config, plan)
   return plan
 
