@@ -40,14 +40,13 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 from maxbatch.batch.arithmetic import fitting_micro_batch
+from maxbatch.batch.increments import check_increments
 from maxbatch.batch.phases import BatchSchedule, SchedulePoint
 from maxbatch.batch.schedule_file import read_changes
 from maxbatch.batch.solve import (
   MOST_SAMPLES,
   Sizes,
   describe_groups,
-  divisors,
-  nearest_divisors,
   nearest_multiples,
   text,
 )
@@ -59,9 +58,6 @@ from maxbatch.errors import UserError
 
 _DEFAULT_MAX_GROWTH = 16
 """batch_schedule=gns grows the batch up to this multiple of the first, unless configured."""
-
-_MOST_INCREMENTS = 10_000
-"""Of a ramp-up; each is a phase, planned and checked before the run."""
 
 PhaseStarts = list[tuple[Fraction, Fraction]]
 """(at, samples per step) of every phase, the first at 0."""
@@ -136,7 +132,7 @@ def rampup(inputs: ScheduleInputs) -> PhaseStarts:
   target = Fraction(sizes.batch, per_size)
   keys = ("per_device_batch_size_start", "per_device_batch_size_increment")
   unit = Fraction(inputs.topology.num_batch_groups, per_size)
-  _check_increments(keys, (start, increment, target), unit, "per_device_batch_size")
+  check_increments(keys, (start, increment, target), unit, "per_device_batch_size")
   samples = Fraction(config.global_rampup_samples)
   return RampupBatchManager(start, increment, target, samples, per_size).phase_starts()
 
@@ -148,7 +144,7 @@ def linear(inputs: ScheduleInputs) -> PhaseStarts:
   increment = start if given == -1 else Fraction(given)
   unit = Fraction(inputs.topology.num_batch_groups)
   keys = ("batch_size_start", "batch_size_increment")
-  _check_increments(keys, (start, increment, target), unit, "batch_size")
+  check_increments(keys, (start, increment, target), unit, "batch_size")
   return RampupBatchManager(start, increment, target, length, 1).phase_starts()
 
 
@@ -367,72 +363,6 @@ def _length(inputs: ScheduleInputs) -> Fraction:
       f"{inputs.config.batch_schedule_unit}; for example batch_schedule_length=10000"
     )
   return Fraction(inputs.config.batch_schedule_length)
-
-
-def _check_increments(
-  keys: tuple[str, str], sizes: tuple[Fraction, Fraction, Fraction], unit: Fraction, target_key: str
-) -> None:
-  """Checks that start and target are whole increments apart, and all of them multiples of `unit`.
-
-  Args:
-    keys: of the start and of the increment.
-    sizes: start, increment and target.
-    unit: one sample for each data-parallel group, in the unit of the sizes.
-    target_key: the key of the target.
-  """
-  start, increment, target = sizes
-  if start % unit or not unit <= start < target:
-    offers = _working_starts(start, increment, target, unit)
-    assigned = " or ".join(
-      f"{keys[0]}={text(start)}" + ("" if step == increment else f" {keys[1]}={text(step)}")
-      for start, step in offers
-    )
-    raise UserError(
-      f"{keys[0]}={text(start)} must be a positive multiple of {text(unit)} (one sample for each "
-      f"data-parallel group) below {target_key}={text(target)}; "
-      + (f"nearest: {assigned}" if offers else f"there is none; raise {target_key}")
-    )
-  rise = target - start
-  if increment <= 0 or rise % increment or increment % unit:
-    offers = " or ".join(
-      f"{keys[1]}={text(divisor * unit)}"
-      for divisor in nearest_divisors(int(rise / unit), increment / unit)
-      if rise / unit / divisor <= _MOST_INCREMENTS
-    )
-    raise UserError(
-      f"{keys[1]}={text(increment)} must lead from {keys[0]}={text(start)} to "
-      f"{target_key}={text(target)} in whole increments, each a multiple of {text(unit)}; "
-      f"nearest: {offers or f'{keys[1]}={text(rise)}'}"
-    )
-  if rise / increment > _MOST_INCREMENTS:
-    fewer = next(n for n in divisors(int(rise / unit)) if rise / unit / n <= _MOST_INCREMENTS)
-    raise UserError(
-      f"{keys[1]}={text(increment)} leads from {keys[0]}={text(start)} to "
-      f"{target_key}={text(target)} in {text(rise / increment)} increments, of which a ramp has at "
-      f"most {_MOST_INCREMENTS}; nearest: {keys[1]}={text(fewer * unit)}"
-    )
-
-
-def _working_starts(
-  start: Fraction, increment: Fraction, target: Fraction, unit: Fraction
-) -> list[tuple[Fraction, Fraction]]:
-  """The starts on both sides of `start` from which whole increments lead to the target.
-
-  Each comes with its increment: the given one, or another where that leads there from no start.
-  """
-  if target <= unit:
-    return []
-  if increment <= 0 or increment % unit or target - increment < unit:
-    return [(unit, target - unit)]
-  most = (target - unit) // increment
-  counts = {max(1, min(most, count)) for count in _around((target - start) / increment)}
-  fitting = [count for count in counts if count <= _MOST_INCREMENTS]
-  starts = sorted(target - count * increment for count in fitting)
-  return [(size, increment) for size in starts] or [(unit, target - unit)]
-
-
-def _around(value: Fraction) -> tuple[int, int]:
-  return math.floor(value), math.ceil(value)
 
 
 def _shown(pairs: Sequence[Sequence[int]] | str) -> str:

@@ -26,6 +26,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
 from maxbatch.batch.plan import Position
+from maxbatch.checkpoints import refusals
 from maxbatch.checkpoints.faults import cause, free_bytes, refusal, root_cause
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.formats import format_named
@@ -37,7 +38,6 @@ from maxbatch.checkpoints.record import (
   format_name,
   identity_differences,
   is_intact,
-  listed,
   make_record,
   state_differences,
 )
@@ -186,7 +186,7 @@ class Checkpointer:
         self._report(f"checkpoint step {bad} is damaged ({reason}); using step {step} instead")
       return restored
     if damaged:
-      raise UserError(self._nothing_verifies(damaged))
+      raise UserError(refusals.nothing_verifies(self._directory, damaged))
     for path in self._unfinished():
       self._report(f"ignoring {path}: the save was interrupted before it was complete")
     return None
@@ -329,18 +329,20 @@ class Checkpointer:
         readable = refused is None
       pause = 0.0 if readable else next(pauses, None)
       if pause is None:
-        raise UserError(self._unreadable(step, refused))
+        raise UserError(
+          refusals.unreadable(self._directory, step, refused, len(_PAUSES_SECONDS) + 1)
+        )
       time.sleep(pause)
 
   def _restore_step(self, step: int, abstract_state: object) -> Restored:
     record = self._read_record(step)
     changed = identity_differences(record, self._identity)
     if changed and not self._config.allow_changed_resume:
-      raise UserError(self._changed_resume(step, changed))
+      raise UserError(refusals.changed_resume(self._directory, step, changed))
     wanted = named_leaves(abstract_state)
     misfits = state_differences(record, wanted)
     if misfits:
-      raise UserError(self._does_not_fit(step, misfits))
+      raise UserError(refusals.does_not_fit(self._directory, step, misfits))
     arrays = self._read_arrays(step, format_name(record), wanted)
     wrong = changed_leaves(record, arrays)
     if wrong:
@@ -388,38 +390,6 @@ class Checkpointer:
       if not isinstance(root, _UNREADABLE):
         raise
       raise _DamagedError(f"its {item} cannot be read: {cause(root)}") from None
-
-  def _changed_resume(self, step: int, changed: list[str]) -> str:
-    return (
-      f"This run differs from the one that wrote checkpoint step {step} in {self._directory}:\n"
-      + listed(changed)
-      + "\nSet these values back, choose another run_name, or resume anyway with"
-      " allow_changed_resume=true."
-    )
-
-  def _unreadable(self, step: int, refused: str | None) -> str:
-    return (
-      f"checkpoint step {step} cannot be read: {refused}, after {len(_PAUSES_SECONDS) + 1} attempts; "
-      "nothing says that it is damaged, so it stays as it is. Start again when the disk or the "
-      "network works; to resume from an older step instead, move "
-      f"{self._directory / str(step)} elsewhere."
-    )
-
-  def _does_not_fit(self, step: int, misfits: list[str]) -> str:
-    return (
-      f"The state of this run has other arrays than checkpoint step {step} in {self._directory}:\n"
-      + listed(misfits)
-      + "\nModel and optimizer must have the shapes of the checkpoint (config.yml beside the"
-      " checkpoints has its settings); set them back, or choose another run_name."
-    )
-
-  def _nothing_verifies(self, damaged: Mapping[int, str]) -> str:
-    return (
-      f"No checkpoint in {self._directory} can be used:\n"
-      + listed([f"step {step}: {reason}" for step, reason in damaged.items()])
-      + "\nRestore the folder from a backup, choose another run_name, or remove the folder to"
-      " start again from the beginning."
-    )
 
 
 def _on_devices(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -117,7 +117,7 @@ def changed_leaves(record: dict[str, Any], arrays: object) -> list[str]:
   return [name for name, sum_ in found.items() if sum_ != leaves[name]["fingerprint"]]
 
 
-def listed(lines: list[str]) -> str:
+def listed(lines: Sequence[str]) -> str:
   """The lines indented for a message, the first few of many."""
   more = len(lines) - _SHOWN
   shown = [f"  {line}" for line in lines[:_SHOWN]]
