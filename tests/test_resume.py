@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import yaml
+from processes import environment
 from support import SMALLEST, configured
 
 from maxbatch.batch.plan import plan_batches
@@ -278,7 +279,11 @@ def test_a_run_on_fewer_devices_keeps_its_batch(text, tmp_path, capsys):
   assert main(arguments(text, tmp_path, **keys)) == 0
   given = arguments(text, tmp_path, **keys | {"steps": 6, "num_simulated_devices": 4})
   done = subprocess.run(
-    [sys.executable, "-m", "maxbatch.train", *given], capture_output=True, text=True, check=False
+    [sys.executable, "-m", "maxbatch.train", *given],
+    capture_output=True,
+    text=True,
+    check=False,
+    env=environment(),
   )
   assert (done.returncode, done.stderr) == (0, "")
   assert "The run keeps its 32 samples per step" in done.stdout
