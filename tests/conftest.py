@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 
 import hypothesis
 import jax
@@ -38,6 +39,17 @@ CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 def _compile_cache():
   jax.config.update("jax_compilation_cache_dir", os.environ.get("MAXBATCH_TEST_CACHE", str(CACHE)))
   jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _signals_are_heard():
+  # Who starts the tests under nohup, or in the background of a script, hands its ignored signals on
+  # to every process.
+  ours = {signal.SIGHUP: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+  before = {number: signal.signal(number, handler) for number, handler in ours.items()}
+  yield
+  for number, handler in before.items():
+    signal.signal(number, handler)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -19,14 +19,6 @@ from maxbatch.command_line.signals import StopSignals
 UNTIL_STOPPED = 1_000_000
 
 
-@pytest.fixture(autouse=True)
-def _hangups_are_heard():
-  # Who starts the tests under nohup hands its ignored SIGHUP on to every process.
-  before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-  yield
-  signal.signal(signal.SIGHUP, before)
-
-
 def command(folder: pathlib.Path, steps: int) -> list[str]:
   keys = [ONE_DEVICE, "checkpoint_period=1000000", "log_period=1"]
   return [sys.executable, "-m", "maxbatch.train", *arguments(folder, steps), *keys]
