@@ -68,3 +68,9 @@ def optimized():
   jax.config.update(_OPTIMIZATION, False)
   yield
   jax.config.update(_OPTIMIZATION, True)
+
+
+@pytest.fixture
+def own_cache(monkeypatch, tmp_path):
+  """Choices are remembered per test, not in the home folder."""
+  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -224,11 +224,11 @@ PIPELINE = (
   "pipeline_schedule=1f1b",
   "per_device_batch_size=4",
 )
-"""8 samples of a group of devices in a pass, cut into 2, 4 or 8; half of them into 2 or 4."""
+"""8 samples for a group of devices, in microbatches of 2, 4 or 8; half as many in 2 or 4."""
 
 
 @pytest.mark.parametrize(("factors", "choices"), [("1,2", (2, 4, 8)), ("1/2,1", (2, 4))])
-def test_all_branches_are_cut_as_the_largest_is_settled(
+def test_all_branches_take_the_microbatch_chosen_for_the_largest(
   cosine, tmp_path, monkeypatch, factors, choices
 ):
   shutil.copytree(cosine / "mine", tmp_path / "mine")

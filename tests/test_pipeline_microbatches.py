@@ -282,10 +282,7 @@ RUN = {
 """2 or 4 microbatches of 2 samples or 1."""
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(monkeypatch, tmp_path):
-  """Choices are remembered per test, not in the home folder."""
-  monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def test_a_run_compiles_and_times_both_and_trains_with_one_of_them(tmp_path, monkeypatch, capsys):

@@ -207,7 +207,8 @@ def evaluate(job: Job, params: Parameters) -> Record:
   if job.eval_rows is None:
     return {}
   with job.eval_rows() as batches:
-    # Each is fetched before the next begins: see the threads of simulated devices.
+    # Each is fetched before the next begins: simulated devices have threads for two programs under
+    # way (hardware/devices.py), and the other may be reading a checkpoint back.
     sums = [jax.device_get(job.eval_step(params, rows)) for rows in batches]
   total = jax.tree.map(lambda *each: sum(map(float, each)), *sums)
   loss = total.loss / total.weight
