@@ -21,6 +21,7 @@ from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
 from maxbatch.hardware.devices import find_devices
+from maxbatch.hardware.ending import ending_together
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
@@ -197,7 +198,8 @@ def _train(
     if position.step == 0:
       first_record(job, state.params)
       keep_sample(resolved, trainer, state.params)
-    return train(job, state, position)
+    with ending_together(alone=True):
+      return train(job, state, position)
 
 
 def _complete_records(log: MetricsLog, folder: RunFolder, restored: Restored) -> None:

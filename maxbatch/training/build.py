@@ -29,6 +29,7 @@ from maxbatch.training.model_parts import bind_layered
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.state import Measures
 from maxbatch.training.step import EvalStep, Step, Trainer, eval_function, step_function
+from maxbatch.training.stop_flags import abstract_flagged
 
 
 def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) -> Trainer:
@@ -131,6 +132,7 @@ def traced_step(config: Config, trainer: Trainer, rows: Rows) -> jax.stages.Trac
   function = step_function(trainer, rows, streamed=streams(config))
   control = np.bool_(True) if streams(config) else trainer.control(1)
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), control)
+  shapes = abstract_flagged(trainer.mesh, shapes)
   rate = jax.ShapeDtypeStruct((), np.float32)
   return function.trace(trainer.abstract, rows, shapes, rate)
 
