@@ -8,6 +8,10 @@ class UserError(Exception):
   """
 
 
+class SaidByAnotherError(UserError):
+  """One that all processes have in common: process 0 prints it, the others end in silence."""
+
+
 class TrainingDivergedError(Exception):
   """The loss or a gradient is not finite. The command prints it and exits with code 3."""
 

@@ -12,6 +12,7 @@ from maxbatch.errors import (
   EXIT_DIVERGED,
   EXIT_USER_ERROR,
   ProcessFailedError,
+  SaidByAnotherError,
   TrainingDivergedError,
   UserError,
 )
@@ -54,6 +55,8 @@ def _exit_code(
       else:
         work(parse(command, arguments))
       sys.stdout.flush()
+  except SaidByAnotherError:
+    return EXIT_USER_ERROR
   except UserError as error:
     print(f"error: {error}", file=sys.stderr)
     return EXIT_USER_ERROR

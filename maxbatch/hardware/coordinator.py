@@ -5,9 +5,11 @@ The one place that uses jax's client of its coordination service, which has no p
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from jax._src import distributed
+from jax._src.lib import _jax as runtime
 
 from maxbatch.hardware.relay import open_relay
 
@@ -23,18 +25,17 @@ def relayed(lost: Callable[[], None]) -> Iterator[None]:
   Args:
     lost: called when process 0 has closed the connection.
   """
-  module = distributed._jax
-  connect = module.get_distributed_runtime_client
+  connect = runtime.get_distributed_runtime_client
 
-  def connect_by_relay(address: str, process: int, **options: object) -> object:
+  def connect_by_relay(address: str, process: int, **options: Any) -> object:
     # Process 0 has the service itself, and cannot lose it.
     return connect(open_relay(address, lost) if process else address, process, **options)
 
-  module.get_distributed_runtime_client = connect_by_relay
+  runtime.get_distributed_runtime_client = connect_by_relay
   try:
     yield
   finally:
-    module.get_distributed_runtime_client = connect
+    runtime.get_distributed_runtime_client = connect
 
 
 class Coordinator:
@@ -42,11 +43,8 @@ class Coordinator:
 
   def __init__(self) -> None:
     state = distributed.global_state
-    self._client, self.process, self.num_processes = (
-      state.client,
-      state.process_id,
-      state.num_processes,
-    )
+    self._client: Any = state.client
+    self.process, self.num_processes = state.process_id, state.num_processes
 
   def put(self, key: str, value: str) -> None:
     """Sets a key, whatever it was, if that is possible now."""

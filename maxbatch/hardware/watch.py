@@ -59,6 +59,7 @@ class Watch:
     self._ended, self._closed = threading.Event(), threading.Event()
     self._main_is_out, self._speaking = threading.Event(), threading.Lock()
     self._has_spoken = False
+    self._has_own_error = False
     self._terminal = os.dup(2)  # All but process 0 print into a log later on.
     others = range(1, store.num_processes) if store.process == 0 else [0]
     self._heard = dict.fromkeys(others, time.monotonic())
@@ -71,6 +72,7 @@ class Watch:
   ) -> None:
     """Ends the run in all processes because of this one, unless something else has ended it."""
     if not self._ended.is_set():
+      self._has_own_error = self._store.process == 0 and not with_stacks
       self._announce(End(self._store.process, self._host, reason, exit_code, with_stacks))
 
   def cause_of(self, error: BaseException) -> End | None:
@@ -115,7 +117,7 @@ class Watch:
       self._has_spoken = True
       if self._end.with_stacks:
         print(_stacks(), file=sys.stderr)
-      if self._end.process == 0 == self._store.process and not self._end.with_stacks:
+      if self._has_own_error and self._end.process == self._store.process:
         return
       sentence = f"stopped: {self._end}"
       print(sentence, file=sys.stderr, flush=True)

@@ -88,6 +88,17 @@ class MetricsLog:
       self._missing.popleft()
 
 
+class NoMetricsLog(MetricsLog):
+  """That of a process which leaves the files to another one."""
+
+  def __init__(self) -> None: ...
+
+  def __exit__(self, *_: object) -> None: ...
+
+  def write(self, record: Record) -> None:
+    """Does nothing."""
+
+
 class _AppendedFiles:
   """Opens the files of a tensorboardX writer, whose thread would die of an error of writing."""
 

@@ -1,0 +1,73 @@
+"""maxbatch.train with a fault in it: python tests/faulty_train.py FAULT PROCESS STEP [key=value …].
+
+The fault is in one process, when it reads the rows of a step or saves after one.
+"""
+
+import errno
+import os
+import pathlib
+import sys
+import time
+from typing import Any
+
+from maxbatch.checkpoints.checkpointer import Checkpointer
+from maxbatch.data.reading import StepReader
+from maxbatch.hardware.ending import leave_with_others
+from maxbatch.train import main
+
+HANGING_SECONDS = 3600
+
+
+def hang() -> None:
+  """Waits longer than any test."""
+  time.sleep(HANGING_SECONDS)
+
+
+def refuse() -> None:
+  """What a file system says of a file it cannot read."""
+  raise OSError(errno.EIO, os.strerror(errno.EIO), "/data/shard-00007.bin")
+
+
+def crash() -> None:
+  """A mistake of a program."""
+  raise ZeroDivisionError("a bug")
+
+
+READING = {"loader hangs": hang, "loader refuses": refuse, "loader crashes": crash}
+
+
+def read_with(fault: Any, number: int) -> None:
+  """The rows of step `number` of this process cannot be had."""
+  take = StepReader._next_load
+  calls = iter(range(1, sys.maxsize))
+
+  def next_load(reader: StepReader) -> Any:
+    if next(calls) == number:
+      fault()
+    return take(reader)
+
+  StepReader._next_load = next_load
+
+
+def save_with(fault: Any, number: int) -> None:
+  """This process does not come back from the save of step `number`, or fails in it."""
+  save = Checkpointer.save
+
+  def faulty(checkpointer: Checkpointer, state: Any, position: Any, *rest: Any) -> None:
+    if position.step == number:
+      fault()
+    save(checkpointer, state, position, *rest)
+
+  Checkpointer.save = faulty
+
+
+if __name__ == "__main__":
+  fault, process, step, *arguments = sys.argv[1:]
+  if f"process_id={process}" in arguments:
+    if fault in READING:
+      read_with(READING[fault], int(step))
+    elif fault == "save crashes":
+      save_with(crash, int(step))
+    else:
+      raise SystemExit(f"{pathlib.Path(__file__).name} knows no fault {fault!r}")
+  leave_with_others(main(arguments))
