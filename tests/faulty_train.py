@@ -1,6 +1,6 @@
-"""maxbatch.train with a fault in it: python tests/faulty_train.py FAULT PROCESS STEP [key=value …].
+"""maxbatch.train with a fault in it: python tests/faulty_train.py FAULT PROCESS NUMBER [key=value …].
 
-The fault is in one process, when it reads the rows of a step or saves after one.
+The fault is in one process, when it reads sample NUMBER or one after it, or saves step NUMBER.
 """
 
 import errno
@@ -10,8 +10,10 @@ import sys
 import time
 from typing import Any
 
+import numpy as np
+
 from maxbatch.checkpoints.checkpointer import Checkpointer
-from maxbatch.data.reading import StepReader
+from maxbatch.data.reading import ReadOrder
 from maxbatch.hardware.ending import leave_with_others
 from maxbatch.train import main
 
@@ -37,16 +39,15 @@ READING = {"loader hangs": hang, "loader refuses": refuse, "loader crashes": cra
 
 
 def read_with(fault: Any, number: int) -> None:
-  """The rows of step `number` of this process cannot be had."""
-  take = StepReader._next_load
-  calls = iter(range(1, sys.maxsize))
+  """Samples from `number` on cannot be had."""
+  read = ReadOrder.__call__
 
-  def next_load(reader: StepReader) -> Any:
-    if next(calls) == number:
+  def faulty(order: ReadOrder, sample_ids: np.ndarray) -> Any:
+    if order.seed is not None and sample_ids.max() >= number:
       fault()
-    return take(reader)
+    return read(order, sample_ids)
 
-  StepReader._next_load = next_load
+  ReadOrder.__call__ = faulty
 
 
 def save_with(fault: Any, number: int) -> None:
@@ -62,12 +63,12 @@ def save_with(fault: Any, number: int) -> None:
 
 
 if __name__ == "__main__":
-  fault, process, step, *arguments = sys.argv[1:]
+  fault, process, number, *arguments = sys.argv[1:]
   if f"process_id={process}" in arguments:
     if fault in READING:
-      read_with(READING[fault], int(step))
+      read_with(READING[fault], int(number))
     elif fault == "save crashes":
-      save_with(crash, int(step))
+      save_with(crash, int(number))
     else:
       raise SystemExit(f"{pathlib.Path(__file__).name} knows no fault {fault!r}")
   leave_with_others(main(arguments))

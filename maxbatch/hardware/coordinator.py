@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 from jax._src import distributed
-from jax._src.lib import _jax as runtime
 
 from maxbatch.hardware.relay import open_relay
 
@@ -25,6 +24,7 @@ def relayed(lost: Callable[[], None]) -> Iterator[None]:
   Args:
     lost: called when process 0 has closed the connection.
   """
+  runtime = vars(distributed)["_jax"]
   connect = runtime.get_distributed_runtime_client
 
   def connect_by_relay(address: str, process: int, **options: Any) -> object:

@@ -64,8 +64,12 @@ class Watch:
     others = range(1, store.num_processes) if store.process == 0 else [0]
     self._heard = dict.fromkeys(others, time.monotonic())
     self._beats = dict.fromkeys(others, "")
-    for work in (self._exchange, self._judge):
-      threading.Thread(target=work, daemon=True, name=f"watch{work.__name__}").start()
+    self._threads = [
+      threading.Thread(target=work, daemon=True, name=f"watch{work.__name__}")
+      for work in (self._exchange, self._judge)
+    ]
+    for thread in self._threads:
+      thread.start()
 
   def fail(
     self, reason: str, exit_code: int = EXIT_PROCESS_FAILED, *, with_stacks: bool = False
@@ -97,7 +101,7 @@ class Watch:
       with contextlib.suppress(RuntimeError):
         self._store.meet("end", _AT_THE_END_SECONDS)
     if not exit_code and not self._ended.is_set():
-      self._closed.set()
+      self._close()
       return 0
     self.fail(f"has ended with exit code {exit_code}", exit_code)
     self._main_is_out.set()
@@ -105,6 +109,13 @@ class Watch:
     self._wait_until_known()
     assert self._end is not None
     return self._end.exit_code
+
+  def _close(self) -> None:
+    """Ends the threads: Python cannot end while they are in jax's code."""
+    self._closed.set()
+    self._store.put_first("end", "")  # What they wait for.
+    for thread in self._threads:
+      thread.join(_GRACE_SECONDS)
 
   def speak(self) -> None:
     """Says once why the run ends, unless this process's own error says it.
