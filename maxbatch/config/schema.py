@@ -240,6 +240,7 @@ class DistributedConfig:
   skip_jax_distributed_system: bool
   jax_distributed_initialization_timeout: Seconds
   jax_distributed_heartbeat_timeout_seconds: Seconds
+  hang_timeout_seconds: Annotated[int, Range(low=0, limit=1_000_000)]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from maxbatch.errors import (
   UserError,
 )
 from maxbatch.hardware.coordinator import Coordinator
+from maxbatch.hardware.stacks import stacks
 from maxbatch.hardware.watch import Watch
 
 _watches: list[Watch] = []
@@ -56,10 +57,13 @@ def ending_together(*, alone: bool = False) -> Iterator[None]:
     raise
 
 
-def fail_hanging(reason: str) -> None:
-  """Ends all processes because this one does not get on; each says where it is."""
+def end_hanging(reason: str) -> None:
+  """Ends all processes because this one does not get on; each says where its threads are."""
   for watch in _watches:
     watch.fail(reason, with_stacks=True)
+  if not _watches:
+    print(f"{stacks()}\nstopped: this run {reason}", file=sys.stderr, flush=True)
+    os._exit(EXIT_PROCESS_FAILED)
 
 
 def leave_with_others(exit_code: int) -> NoReturn:

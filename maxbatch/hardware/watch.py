@@ -16,10 +16,10 @@ import socket
 import sys
 import threading
 import time
-import traceback
 
 from maxbatch.errors import EXIT_PROCESS_FAILED
 from maxbatch.hardware.coordinator import Coordinator
+from maxbatch.hardware.stacks import main_place, stacks
 
 _GRACE_SECONDS = 3.0
 """For the main thread to come out of what it does, then for its way out, before it is ended."""
@@ -28,6 +28,10 @@ _LONGEST_PAUSE_SECONDS = 5.0
 _BEATS_PER_LIMIT = 8
 _AT_THE_END_SECONDS = 7 * 24 * 3600.0
 """Processes wait for each other at the end; one that never comes is found by its silence."""
+
+_PLACES_SHOWN = 8
+_CLOCKS_SECONDS = 60.0
+"""By which clocks may differ; signs of life themselves are that old at times."""
 
 _BROKEN_CONNECTION = re.compile("UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED")
 """What jax's errors begin with when another process is gone: effects of a cause that is to come."""
@@ -59,7 +63,7 @@ class Watch:
     self._ended, self._closed = threading.Event(), threading.Event()
     self._main_is_out, self._speaking = threading.Event(), threading.Lock()
     self._has_spoken = False
-    self._has_own_error = False
+    self._has_own_error = self._first_is_lost = False
     self._terminal = os.dup(2)  # All but process 0 print into a log later on.
     others = range(1, store.num_processes) if store.process == 0 else [0]
     self._heard = dict.fromkeys(others, time.monotonic())
@@ -75,8 +79,8 @@ class Watch:
     self, reason: str, exit_code: int = EXIT_PROCESS_FAILED, *, with_stacks: bool = False
   ) -> None:
     """Ends the run in all processes because of this one, unless something else has ended it."""
+    self._has_own_error = self._store.process == 0 and not with_stacks
     if not self._ended.is_set():
-      self._has_own_error = self._store.process == 0 and not with_stacks
       self._announce(End(self._store.process, self._host, reason, exit_code, with_stacks))
 
   def cause_of(self, error: BaseException) -> End | None:
@@ -84,12 +88,12 @@ class Watch:
 
     Takes as long as it takes to notice that a process is silent.
     """
-    is_effect = isinstance(error, RuntimeError | ValueError) and _BROKEN_CONNECTION.match(
-      str(error)
-    )
-    if is_effect:
-      self._ended.wait(self._limit + 2 * self._pause + _GRACE_SECONDS)
-    return self._end if self._end is None or self._end.process != self._store.process else None
+    if not isinstance(error, RuntimeError | ValueError):
+      return None
+    if not _BROKEN_CONNECTION.match(str(error)):
+      return None
+    self._ended.wait(self._limit + 2 * self._pause + _GRACE_SECONDS)
+    return self._end
 
   def leave(self, exit_code: int) -> int:
     """Waits for the others; the exit code on which they agree.
@@ -117,8 +121,8 @@ class Watch:
     for thread in self._threads:
       thread.join(_GRACE_SECONDS)
 
-  def speak(self) -> None:
-    """Says once why the run ends, unless this process's own error says it.
+  def speak(self, *, main_is_out: bool = True) -> None:
+    """Says once why the run ends, unless process 0 has an error of its own to say.
 
     On the terminal it is process 0 that speaks; where that one is lost, the next.
     """
@@ -126,19 +130,31 @@ class Watch:
       if self._has_spoken or self._end is None:
         return
       self._has_spoken = True
-      if self._end.with_stacks:
-        print(_stacks(), file=sys.stderr)
-      if self._has_own_error and self._end.process == self._store.process:
-        return
       sentence = f"stopped: {self._end}"
+      if self._end.with_stacks:
+        print(stacks(), file=sys.stderr)
+        sentence += self._places()
+      if self._has_own_error and main_is_out:
+        return
       print(sentence, file=sys.stderr, flush=True)
-      if self._end.process == 0 and self._store.process == 1:
+      if self._first_is_lost and self._store.process == 1:
         with contextlib.suppress(OSError):
           os.write(self._terminal, f"{sentence}\n".encode())
+
+  def _places(self) -> str:
+    """Where the processes are: first those of which few are at the same place."""
+    self._store.put(f"place/{self._store.process}", main_place())
+    self._wait_for_all("place")
+    at: dict[str, list[int]] = {}
+    for process, place in self._store.within("place").items():
+      at.setdefault(place, []).append(int(process))
+    rare_first = sorted(at.items(), key=lambda item: len(item[1]))[:_PLACES_SHOWN]
+    return "".join(f"\n  {place}: {_numbers(processes)}" for place, processes in rare_first)
 
   def lose_coordinator(self) -> None:
     """Called when process 0 has closed its connection."""
     if not self._closed.is_set():
+      self._first_is_lost = True
       self._announce(End(0, self._host_of(0), "has ended without a word"))
 
   def _announce(self, end: End) -> None:
@@ -163,7 +179,7 @@ class Watch:
     number = 0
     while not (self._ended.is_set() or self._closed.is_set()):
       number, began = number + 1, time.monotonic()
-      self._store.put(f"beat/{self._store.process}", f"{number} {self._host}")
+      self._store.put(f"beat/{self._store.process}", f"{number} {time.time():.0f} {self._host}")
       self._hear(self._store.within("beat") if self._store.process == 0 else self._of_first())
       if first := self._store.wait_for("end", self._pause):
         self._settle(End(**json.loads(first)))
@@ -179,7 +195,20 @@ class Watch:
     for name, beat in beats.items():
       process = int(name)
       if process in self._heard and self._beats[process] != beat:
+        if not self._beats[process]:
+          self._compare_clocks(process, beat)
         self._beats[process], self._heard[process] = beat, time.monotonic()
+
+  def _compare_clocks(self, process: int, beat: str) -> None:
+    """Says in process 0 that another one's clock is wrong: times in logs and of files are."""
+    _, then, host = beat.split(" ", 2)
+    ahead = float(then) - time.time()
+    if self._store.process == 0 and abs(ahead) > _CLOCKS_SECONDS:
+      print(
+        f"warning: the clock of process {process} on {host} is {abs(ahead):,.0f} s "
+        f"{'ahead of' if ahead > 0 else 'behind'} that of process 0; no decision rests on it, but "
+        "the times in its log are wrong"
+      )
 
   def _judge(self) -> None:
     """Finds who is silent; once the run ends, ends a main thread that does not come out."""
@@ -192,10 +221,10 @@ class Watch:
       if now - last > self._limit:  # Stopped from outside: the others have gone on without it.
         self._settle(End(self._store.process, self._host, f"stood still for {now - last:.0f} s"))
       elif silent:
+        self._first_is_lost = silent[0] == 0
         self._announce(End(silent[0], self._host_of(silent[0]), self._silence(silent)))
       last = now
-    self._main_is_out.wait(_GRACE_SECONDS)
-    self.speak()
+    self.speak(main_is_out=self._main_is_out.wait(_GRACE_SECONDS))
     self._wait_until_known()
     if self._main_is_out.is_set():
       time.sleep(_GRACE_SECONDS)
@@ -213,22 +242,22 @@ class Watch:
     )
 
   def _host_of(self, process: int) -> str:
-    return self._beats[process].partition(" ")[2] or "an unknown host"
+    return self._beats[process].split(" ", 2)[-1] or "an unknown host"
 
   def _wait_until_known(self) -> None:
     """Process 0 keeps the store for the others until they have read why the run ends."""
+    self._wait_for_all("known")
+
+  def _wait_for_all(self, folder: str) -> None:
+    """In process 0, until every process has put something there, or has had enough time."""
     deadline = time.monotonic() + _GRACE_SECONDS
     while self._store.process == 0 and time.monotonic() < deadline:
-      if len(self._store.within("known")) == self._store.num_processes:
+      if len(self._store.within(folder)) == self._store.num_processes:
         return
       time.sleep(_TICK_SECONDS)
 
 
-def _stacks() -> str:
-  """Where every thread of this process is."""
-  names = {thread.ident: thread.name for thread in threading.enumerate()}
-  parts = [
-    f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-    for ident, frame in sys._current_frames().items()
-  ]
-  return "\n".join(parts)
+def _numbers(processes: list[int]) -> str:
+  shown = ", ".join(map(str, sorted(processes)[:_PLACES_SHOWN]))
+  more = len(processes) - _PLACES_SHOWN
+  return f"process {shown}{f' and {more:,} more' if more > 0 else ''}"

@@ -24,6 +24,7 @@ from maxbatch.hardware.agreement import failing_together, in_turn
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.shared_files import logged, write_shared_file
+from maxbatch.hardware.watchdog import Watchdog
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
@@ -193,6 +194,7 @@ def _train(
     state, eval_step = _compile_and_init(config, start, dataset, programs)
     if config.compile.save_compiled_step:
       save_steps(config, plan, trainer, dataset.train, programs.all())
+    watchdog = Watchdog(config.distributed.hang_timeout_seconds)
     job = Job(
       plan=plan,
       run=config.run,
@@ -207,6 +209,7 @@ def _train(
       checkpointer=checkpointer if config.checkpoint.enable_checkpointing else None,
       log=log,
       progress=progress,
+      feed_watchdog=watchdog.feed,
       noise=start.noise and dataclasses.replace(start.noise, calibration=calibration),
     )
     if start.restored and first:
@@ -214,7 +217,7 @@ def _train(
     if position.step == 0:
       first_record(job, state.params)
       keep_sample(resolved, trainer, state.params)
-    with ending_together(alone=True):
+    with ending_together(alone=True), watchdog:
       return train(job, state, position)
 
 

@@ -48,6 +48,7 @@ class Job:
   checkpointer: Checkpointer | None
   log: MetricsLog
   progress: Progress
+  feed_watchdog: Callable[[], None]
   noise: Noise | None = None
 
   def with_plan(self, plan: BatchPlan) -> "Job":
@@ -159,6 +160,7 @@ class _Clock:
 def _fetch(job: Job, pending: _Pending, clock: _Clock, stop: StopSignals) -> Record:
   """Waits for a step to end; its record. Raises TrainingDivergedError if it is not finite."""
   metrics = jax.device_get(pending.metrics)
+  job.feed_watchdog()
   stop.hear(metrics.stop)
   loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
   seconds, plan, position = clock.lap(), job.plan, pending.position
@@ -199,6 +201,7 @@ def _save(job: Job, state: TrainState, position: Position, plan: BatchPlan, reco
   if job.checkpointer:
     notes = {RECORD: record} | (job.noise.as_dict() if job.noise else {})
     job.checkpointer.save(job.trainer.to_save(state), position, plan.as_dict(), notes)
+    job.feed_watchdog()
 
 
 def _note_evaluated(job: Job, record: Record, params: Parameters | None) -> None:
@@ -218,7 +221,10 @@ def evaluate(job: Job, params: Parameters) -> Record:
   with job.eval_rows() as batches:
     # Each is fetched before the next begins: simulated devices have threads for two programs under
     # way (hardware/devices.py), and the other may be reading a checkpoint back.
-    sums = [jax.device_get(job.eval_step(params, rows)) for rows in batches]
+    sums = []
+    for rows in batches:
+      sums.append(jax.device_get(job.eval_step(params, rows)))
+      job.feed_watchdog()
   total = jax.tree.map(lambda *each: sum(map(float, each)), *sums)
   loss = total.loss / total.weight
   if not math.isfinite(loss):

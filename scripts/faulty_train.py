@@ -1,4 +1,4 @@
-"""maxbatch.train with a fault in it: python tests/faulty_train.py FAULT PROCESS NUMBER [key=value …].
+"""maxbatch.train with a fault in it: python scripts/faulty_train.py FAULT PROCESS NUMBER [key=value …].
 
 The fault is in one process, when it reads sample NUMBER or one after it, or saves step NUMBER.
 """
@@ -6,6 +6,7 @@ The fault is in one process, when it reads sample NUMBER or one after it, or sav
 import errno
 import os
 import pathlib
+import resource
 import sys
 import time
 from typing import Any
@@ -35,7 +36,20 @@ def crash() -> None:
   raise ZeroDivisionError("a bug")
 
 
+def fill_disk() -> None:
+  """From now on this process's files stay small, as on a disk without space for more."""
+  resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+
+
+def set_clock() -> None:
+  """This process believes it is an hour later."""
+  now = time.time
+  time.time = lambda: now() + 3600
+
+
 READING = {"loader hangs": hang, "loader refuses": refuse, "loader crashes": crash}
+
+SAVING = {"save crashes": crash, "save hangs": hang, "disk is full": fill_disk}
 
 
 def read_with(fault: Any, number: int) -> None:
@@ -67,8 +81,10 @@ if __name__ == "__main__":
   if f"process_id={process}" in arguments:
     if fault in READING:
       read_with(READING[fault], int(number))
-    elif fault == "save crashes":
-      save_with(crash, int(number))
+    elif fault in SAVING:
+      save_with(SAVING[fault], int(number))
+    elif fault == "clock is wrong":
+      set_clock()
     else:
       raise SystemExit(f"{pathlib.Path(__file__).name} knows no fault {fault!r}")
   leave_with_others(main(arguments))
