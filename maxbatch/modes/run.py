@@ -22,10 +22,11 @@ from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
 from maxbatch.hardware.agreement import failing_together, in_turn
 from maxbatch.hardware.devices import Target, find_devices
-from maxbatch.hardware.shared_files import logged, write_shared_file
+from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
+from maxbatch.modes.start import check_same_run, started
 from maxbatch.modes.summary import describe, keep_sample, print_next, show_sample, sum_up
 from maxbatch.run_folder.lock import locked
 from maxbatch.run_folder.metrics import MetricsLog, NoMetricsLog, read_metrics
@@ -71,9 +72,8 @@ def run(
     UserError: something in the configuration or the input does not work.
     TrainingDivergedError: the loss or a gradient is not finite.
   """
-  target = find_devices(config)
-  with logged(RunFolder.of(config.run)):
-    return _run(config, target, forget=forget, advise=advise)
+  with started(config):
+    return _run(config, find_devices(config), forget=forget, advise=advise)
 
 
 def _run(
@@ -87,6 +87,7 @@ def _run(
     check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices)
   with in_turn():
     dataset = build_dataset(resolved.config.data, resolved.config.batch.max_target_length)
+  check_same_run(resolved.config, dataset)
   describe(resolved, trainer, dataset.description)
   with (
     _held_by_one_process(resolved),
