@@ -33,15 +33,17 @@ def test_another_key_and_another_source_are_named(tmp_path):
   assert not (tmp_path / "first_run" / "metrics.jsonl").exists()
 
 
-def test_other_data_under_the_same_name_are_named(tmp_path):
+def test_other_data_and_another_schedule_under_the_same_name_are_named(tmp_path):
   arguments = small_run(tmp_path, tmp_path / "words.txt", tmp_path / "cache")
+  schedule = ["batch_schedule=file", "batch_schedule_file=batches.yml", "batch_size=-1"]
   folders = {number: tmp_path / str(number) for number in range(2)}
   for number, folder in folders.items():
     folder.mkdir()
     (folder / "words.txt").write_text(f"a word and {number} more\n" * 300 + "." * number)
+    (folder / "batches.yml").write_text(f"batch_schedule: [[0, 8], [16, {16 + 8 * number}]]")
   ended = train(
     2,
-    [*arguments, "dataset_path=words.txt", "num_simulated_devices=2"],
+    [*arguments, "dataset_path=words.txt", "num_simulated_devices=2", *schedule],
     variables={number: {"PYTHONPATH": str(REPOSITORY)} for number in folders},
     folders=folders,
   )
@@ -50,6 +52,7 @@ def test_other_data_under_the_same_name_are_named(tmp_path):
   size = f"  process 1 on {HOST}: training data, bytes of words.txt (its first 95%)="
   assert size in errors
   assert f"  process 1 on {HOST}: validation data, fingerprint=" in errors
+  assert f"  process 1 on {HOST}: plan, total_samples=" in errors
   assert ended[1].errors == ""
   assert not (tmp_path / "first_run" / "metrics.jsonl").exists()
 

@@ -87,7 +87,7 @@ def _run(
     check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices)
   with in_turn():
     dataset = build_dataset(resolved.config.data, resolved.config.batch.max_target_length)
-  check_same_run(resolved.config, dataset)
+  check_same_run(resolved.config, resolved.plan, dataset)
   describe(resolved, trainer, dataset.description)
   with (
     _held_by_one_process(resolved),

@@ -16,6 +16,7 @@ from pathlib import Path
 import jax
 
 import maxbatch
+from maxbatch.batch.plan import BatchPlan
 from maxbatch.compile.step_identity import compiler_environment, library_versions
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
@@ -52,8 +53,10 @@ def started(config: Config, *, leaves_files: bool = True) -> Iterator[None]:
     yield
 
 
-def check_same_run(config: Config, dataset: Dataset) -> None:
+def check_same_run(config: Config, plan: BatchPlan, dataset: Dataset) -> None:
   """Checks that all processes have resolved the run alike, and have the same data before them.
+
+  A plan may rest on a file, and data are read on every host.
 
   Raises:
     UserError: they have not.
@@ -61,6 +64,7 @@ def check_same_run(config: Config, dataset: Dataset) -> None:
   if jax.process_count() > 1:
     check_alike(
       _keys(config)
+      | {f"plan, {key}": value for key, value in plan.as_dict().items()}
       | _data("training", dataset.fingerprint, dataset.train_files)
       | _data("validation", dataset.validation_fingerprint, dataset.validation_files)
     )
