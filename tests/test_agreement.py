@@ -57,6 +57,23 @@ def test_other_data_and_another_schedule_under_the_same_name_are_named(tmp_path)
   assert not (tmp_path / "first_run" / "metrics.jsonl").exists()
 
 
+def test_a_folder_that_is_not_shared_is_refused(tmp_path):
+  arguments = small_run(tmp_path, tmp_path / "words.txt", tmp_path / "cache")
+  folders = {number: tmp_path / str(number) for number in range(2)}
+  for folder in folders.values():
+    folder.mkdir()
+  ended = train(
+    2,
+    [*arguments, "base_output_directory=runs", "num_simulated_devices=2"],
+    variables={number: {"PYTHONPATH": str(REPOSITORY)} for number in folders},
+    folders=folders,
+  )
+  assert [one.exit_code for one in ended] == [2, 2]
+  assert ended[0].errors.startswith("error: base_output_directory=runs: every process writes its ")
+  assert f"and process 1 on {HOST} cannot see" in ended[0].errors
+  assert ended[1].errors == ""
+
+
 def test_processes_with_different_numbers_of_devices_are_refused(tmp_path):
   arguments = small_run(tmp_path, tmp_path / "words.txt", tmp_path / "cache")
   ended = train(2, arguments, own={n: [f"num_simulated_devices={2 * n + 2}"] for n in range(2)})

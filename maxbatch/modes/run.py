@@ -22,7 +22,7 @@ from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
 from maxbatch.hardware.agreement import failing_together, in_turn
 from maxbatch.hardware.devices import Target, find_devices
-from maxbatch.hardware.shared_files import write_shared_file
+from maxbatch.hardware.shared_files import check_shared, write_shared_file
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
@@ -122,6 +122,8 @@ def _held_by_one_process(resolved: ResolvedRun) -> Iterator[None]:
       if jax.process_index() == 0:
         held.enter_context(locked(resolved.folder))
         check_replaces_nothing(resolved.config)
+    if resolved.config.checkpoint.enable_checkpointing:
+      check_shared(resolved.folder)
     yield
 
 
