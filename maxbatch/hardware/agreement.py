@@ -91,13 +91,15 @@ def check_alike(values: Mapping[str, Any]) -> None:
   text = json.dumps(values, sort_keys=True)
   if len(set(gather(hashlib.sha256(text.encode()).hexdigest()))) == 1:
     return
-  (first_host, first), *others = gather([socket.gethostname(), values])
+  host = socket.gethostname()
+  first_host, first = broadcast_one_to_all([host, values])
+  own = _differences(first, json.loads(text))[: _LINES + 1]
   lines = [
     f"  process {number} on {host}: {difference}"
-    for number, (host, found) in enumerate(others, start=1)
-    for difference in _differences(first, found)
+    for number, (host, differences) in enumerate(gather([host, own]))
+    for difference in differences
   ]
-  more = [f"  and {len(lines) - _LINES} other differences"] if len(lines) > _LINES else []
+  more = ["  and other differences"] if len(lines) > _LINES else []
   raise shared_error(
     "\n".join(
       [

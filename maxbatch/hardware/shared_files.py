@@ -10,7 +10,7 @@ from maxbatch.hardware.agreement import failing_together, gather, shared_error
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder
 
-_PATIENCE_SECONDS = 10.0
+_PATIENCE_SECONDS = 5.0
 _NAMED = 3
 """So many processes a message names."""
 

@@ -21,7 +21,7 @@ from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Target
 from maxbatch.noise.requirements import check_noise
 from maxbatch.run_folder.cache import remembered_choices
-from maxbatch.run_folder.metrics import read_metrics
+from maxbatch.run_folder.metrics import each_record
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.tuning.coupling import resolve_accumulation
 from maxbatch.tuning.microbatch_size import choose
@@ -92,7 +92,7 @@ def check_replaces_nothing(config: Config) -> None:
   folder = RunFolder.of(config.run)
   if config.checkpoint.enable_checkpointing:
     return
-  if any(record["step"] > 0 for record in read_metrics(folder.path)):
+  if any(record["step"] > 0 for record in each_record(folder.path)):
     raise UserError(
       f"enable_checkpointing=false run_name={folder.path.name}: a run without checkpoints begins at "
       f"step 0, and would replace {folder.metrics.name} and {folder.config.name} of the run in "

@@ -1,5 +1,6 @@
 """One run from its configuration to its end: plan, prepare, train, sum up."""
 
+import collections
 import contextlib
 import dataclasses
 import time
@@ -29,7 +30,7 @@ from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
 from maxbatch.modes.start import check_same_run, started
 from maxbatch.modes.summary import describe, keep_sample, print_next, show_sample, sum_up
 from maxbatch.run_folder.lock import locked
-from maxbatch.run_folder.metrics import MetricsLog, NoMetricsLog, read_metrics
+from maxbatch.run_folder.metrics import MetricsLog, NoMetricsLog, each_record
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.build import (
@@ -224,8 +225,8 @@ def _complete_records(log: MetricsLog, folder: RunFolder, restored: Restored) ->
 
   A branch has the checkpoint of another run, and no record before its own first step.
   """
-  written = read_metrics(folder.path)
-  if RECORD in restored.notes and written and written[-1]["step"] < restored.position.step:
+  newest = collections.deque(each_record(folder.path), maxlen=1)
+  if RECORD in restored.notes and newest and newest[0]["step"] < restored.position.step:
     log.write(restored.notes[RECORD])
 
 
