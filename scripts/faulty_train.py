@@ -15,7 +15,7 @@ import numpy as np
 
 from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.data.reading import ReadOrder
-from maxbatch.hardware.ending import leave_with_others
+from maxbatch.hardware.processes import leave_together
 from maxbatch.train import main
 
 HANGING_SECONDS = 3600
@@ -87,4 +87,4 @@ if __name__ == "__main__":
       set_clock()
     else:
       raise SystemExit(f"{pathlib.Path(__file__).name} knows no fault {fault!r}")
-  leave_with_others(main(arguments))
+  leave_together(main(arguments))

@@ -10,9 +10,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from maxbatch.command_line.signals import leave
 from maxbatch.config.load import load_config
-from maxbatch.hardware.ending import leave_with_others
+from maxbatch.hardware.processes import leave_together
 from maxbatch.modes.run import run
 from maxbatch.run_folder.paths import RunFolder
 
@@ -35,4 +34,4 @@ def main(file: str, keys: list[str]) -> None:
 
 if __name__ == "__main__":
   main(sys.argv[1], sys.argv[2:])
-  leave_with_others(0) if jax.process_count() > 1 else leave(0)
+  leave_together(0)

@@ -45,6 +45,7 @@ def start(
   command: Sequence[str] = TRAIN,
   own: Mapping[int, Sequence[str]] | None = None,
   variables: Mapping[int, Mapping[str, str]] | None = None,
+  folders: Mapping[int, pathlib.Path] | None = None,
 ) -> list[subprocess.Popen[str]]:
   """Starts `count` processes of one run.
 
@@ -54,19 +55,31 @@ def start(
     command: what each runs.
     own: further arguments of some processes, by their numbers.
     variables: further variables of the environment of some processes.
+    folders: where some processes start; the others in the repository.
   """
-  port, own, variables = free_port(), own or {}, variables or {}
+  port, own, variables, folders = free_port(), own or {}, variables or {}, folders or {}
   return [
-    subprocess.Popen(
+    started(
       [*command, *arguments, *place(number, count, port), *own.get(number, ())],
-      cwd=REPOSITORY,
-      stdout=subprocess.PIPE,
-      stderr=subprocess.PIPE,
-      text=True,
-      env=environment(**variables.get(number, {})),
+      variables.get(number, {}),
+      folders.get(number, REPOSITORY),
     )
     for number in range(count)
   ]
+
+
+def started(
+  command: Sequence[str], variables: Mapping[str, str], folder: pathlib.Path = REPOSITORY
+) -> subprocess.Popen[str]:
+  """Starts one process, which says where the others are in its own way."""
+  return subprocess.Popen(
+    command,
+    cwd=folder,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env=environment(**variables),
+  )
 
 
 def wait(processes: Sequence[subprocess.Popen[str]]) -> list[Ended]:

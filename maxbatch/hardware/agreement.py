@@ -1,9 +1,10 @@
 """One decision of all processes: from process 0's clock and files, or from what each of them found."""
 
 import contextlib
+import hashlib
 import json
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +13,8 @@ from jax.experimental import multihost_utils
 
 from maxbatch.errors import SaidByAnotherError, UserError
 
-_NAMED = 3
-"""So many processes a message names."""
+_NAMED, _LINES, _LETTERS = 3, 8, 80
+"""So many processes, differences and letters of a value a message shows."""
 
 
 def broadcast_one_to_all(value: Any) -> Any:
@@ -70,8 +71,45 @@ def failing_together() -> Iterator[None]:
     failure = str(error)
   found = gather([socket.gethostname(), failure])
   if any(failure for _, failure in found):
-    error_type = UserError if jax.process_index() == 0 else SaidByAnotherError
-    raise error_type(_of_all(found))
+    raise shared_error(_of_all(found))
+
+
+def shared_error(message: str) -> UserError:
+  """An error that all processes raise, of which process 0 prints it."""
+  return UserError(message) if jax.process_index() == 0 else SaidByAnotherError(message)
+
+
+def check_alike(values: Mapping[str, Any]) -> None:
+  """Checks that all processes have the same values under the same names.
+
+  Args:
+    values: plain values that JSON can represent.
+
+  Raises:
+    UserError: some differ from those of process 0; names processes, hosts, names and values.
+  """
+  text = json.dumps(values, sort_keys=True)
+  if len(set(gather(hashlib.sha256(text.encode()).hexdigest()))) == 1:
+    return
+  host = socket.gethostname()
+  first_host, first = broadcast_one_to_all([host, values])
+  own = _differences(first, json.loads(text))[: _LINES + 1]
+  lines = [
+    f"  process {number} on {host}: {difference}"
+    for number, (host, differences) in enumerate(gather([host, own]))
+    for difference in differences
+  ]
+  more = ["  and other differences"] if len(lines) > _LINES else []
+  raise shared_error(
+    "\n".join(
+      [
+        f"the processes have not started alike; compared with process 0 on {first_host}:",
+        *lines[:_LINES],
+        *more,
+        "Start all of them with the same keys, the same installation and the same data.",
+      ]
+    )
+  )
 
 
 @contextlib.contextmanager
@@ -93,6 +131,22 @@ def in_turn() -> Iterator[None]:
 
 def _wait_for_all() -> None:
   multihost_utils.sync_global_devices("maxbatch: in turn")
+
+
+def _differences(first: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+  """What differs from process 0's values, a line per name."""
+  absent = "(absent)"
+  pairs = {name: (first.get(name, absent), found.get(name, absent)) for name in {**first, **found}}
+  return [
+    f"{name}={_shown(now)} instead of {_shown(before)}"
+    for name, (before, now) in pairs.items()
+    if before != now
+  ]
+
+
+def _shown(value: object) -> str:
+  text = '""' if value == "" else str(value)
+  return text if len(text) <= _LETTERS else f"{text[:_LETTERS]}…"
 
 
 def _of_all(found: Sequence[tuple[str, str]]) -> str:

@@ -76,19 +76,28 @@ def find_devices(config: Config) -> Target:
     UserError: jax has already started with another number of devices, there is no such slice or no
       compiler for it, or the axes do not multiply to the devices.
   """
-  check_environment()
-  if config.compile.compile_topology:
-    devices = topology_devices(
-      config.compile.compile_topology, config.compile.compile_topology_num_slices
-    )
-  else:
-    simulated, processes = config.mesh.num_simulated_devices, join(config)
-    _choose_platform(simulated, processes)
-    devices = _started_devices()
-    check_joined(processes, simulated)
+  devices = start_devices(config)
   # Platforms that know no slices have one.
   slices = {getattr(device, "slice_index", 0) for device in devices}
   return Target(devices, topology(config.mesh, len(devices), len(slices)))
+
+
+def start_devices(config: Config) -> Sequence[Device]:
+  """The same, without a mesh; jax joins the other processes and starts its devices.
+
+  Raises:
+    UserError: as above, but for the axes.
+  """
+  check_environment()
+  if config.compile.compile_topology:
+    return topology_devices(
+      config.compile.compile_topology, config.compile.compile_topology_num_slices
+    )
+  simulated, processes = config.mesh.num_simulated_devices, join(config)
+  _choose_platform(simulated, processes)
+  devices = _started_devices()
+  check_joined(processes, simulated)
+  return devices
 
 
 def topology_devices(name: str, num_slices: int = 1) -> Sequence[Device]:

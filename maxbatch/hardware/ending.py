@@ -66,12 +66,17 @@ def end_hanging(reason: str) -> None:
     os._exit(EXIT_PROCESS_FAILED)
 
 
-def leave_with_others(exit_code: int) -> NoReturn:
-  """Ends this process, after a success with the others, else as soon as they know of it."""
+def leave_with_others(exit_code: int, *, at_once: bool = False) -> NoReturn:
+  """Ends this process, after a success with the others, else as soon as they know of it.
+
+  Args:
+    exit_code: what this process would end with alone.
+    at_once: after a failure without Python's own way out.
+  """
   agreed = exit_code
   for watch in _watches:
     agreed = watch.leave(exit_code)
-  if agreed and _watches:
+  if agreed and (_watches or at_once):
     for stream in (sys.stdout, sys.stderr):
       if stream is not None:  # as it is in a process that was started without
         stream.flush()

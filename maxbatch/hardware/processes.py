@@ -4,6 +4,8 @@ jax must know of the others before it starts a device. What keys and variables l
 itself, under SLURM, Open MPI and Kubernetes and on TPU pods.
 """
 
+import collections
+import errno
 import os
 import queue
 import socket
@@ -12,14 +14,22 @@ import warnings
 
 import jax
 
+from maxbatch.batch.solve import counted
 from maxbatch.config.schema import Config, DistributedConfig
 from maxbatch.errors import UserError
+from maxbatch.hardware.agreement import shared_error
 from maxbatch.hardware.coordinator import relayed
-from maxbatch.hardware.ending import lose_coordinator, watch_others
+from maxbatch.hardware.ending import leave_with_others, lose_coordinator, watch_others
 from maxbatch.hardware.stated_processes import StatedProcesses, stated_processes
 
 _JAX_LATER_SECONDS = 60
 """From our limits to jax's own, at which it ends the process with a stack trace."""
+
+_JOINING = "joins the other processes"
+"""The name of a thread, which goes on after our limit."""
+
+_tried_to_join = threading.Event()
+"""Whether jax may hold connections to other processes."""
 
 _PATIENCE_SECONDS = 5.0
 """For process 0 to answer."""
@@ -41,7 +51,8 @@ def join(config: Config) -> int:
   if not jax.distributed.is_initialized() and (stated.several or _may_be_a_pod(config)):
     # The handlers of signals stay Python's, which end a run in order.
     jax.config.update("jax_enable_preemption_service", False)
-    failure = _initialize(stated, keys)
+    _tried_to_join.set()
+    failure = _taken(stated) or _initialize(stated, keys)
     if failure and stated.several:
       raise UserError(_refusal(stated, failure))
     if not failure and jax.distributed.is_initialized():
@@ -53,9 +64,16 @@ def check_joined(num_processes: int, num_simulated_devices: int) -> None:
   """Checks, once jax has started, that as many processes have joined as `join` returned.
 
   Raises:
-    UserError: this one is alone, or it has simulated another share of devices than the others need.
+    UserError: this one is alone, or the processes have not as many devices each.
   """
   joined = jax.process_count()
+  counts = collections.Counter(device.process_index for device in jax.devices())
+  if len(set(counts.values())) > 1:
+    (least, fewest), (most, largest) = counts.most_common()[-1], counts.most_common(1)[0]
+    raise shared_error(
+      f"process {least} has {counted(fewest, 'device')} and process {most} has {largest}: all must "
+      f"have as many (num_simulated_devices={num_simulated_devices} here)"
+    )
   if num_processes > 1 and joined == 1:
     raise UserError(
       f"{num_processes} processes were started, and this one is alone, as jax had started before it "
@@ -68,12 +86,33 @@ def check_joined(num_processes: int, num_simulated_devices: int) -> None:
     )
 
 
+def leave_together(exit_code: int) -> NoReturn:
+  """Ends this process, with the others if it has joined them."""
+  # What is left of a connection that failed may wait, or crash, while Python is taken down.
+  leave_with_others(exit_code, at_once=_tried_to_join.is_set())
+
+
 def _may_be_a_pod(config: Config) -> bool:
   """Whether this may be one host of a TPU pod, which no variable need say.
 
   Not in other containers of Kubernetes, where jax would ask the cluster's interface.
   """
   return config.mesh.num_simulated_devices <= 0 and "KUBERNETES_SERVICE_HOST" not in os.environ
+
+
+def _taken(stated: StatedProcesses) -> str:
+  """Says so if process 0 cannot listen at its address, over which jax may crash; or nothing."""
+  if stated.process_id != 0 or stated.address is None:
+    return ""
+  family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+  with socket.socket(family) as own:
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+      own.bind(("", int(stated.address.rpartition(":")[2])))
+    except OSError as error:
+      if error.errno == errno.EADDRINUSE:
+        return f"another program has the port of {stated.address}; choose another port"
+  return ""
 
 
 def _initialize(stated: StatedProcesses, keys: DistributedConfig) -> str:
@@ -103,7 +142,7 @@ def _initialize(stated: StatedProcesses, keys: DistributedConfig) -> str:
       outcome.put("")
 
   with warnings.catch_warnings():
-    threading.Thread(target=initialize, daemon=True).start()
+    threading.Thread(target=initialize, daemon=True, name=_JOINING).start()
     try:
       return outcome.get(timeout=limit)
     except queue.Empty:

@@ -16,8 +16,10 @@ from maxbatch.compile.steps import save_steps
 from maxbatch.config.schema import Config, Explore
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target, find_devices
-from maxbatch.hardware.shared_files import logged, write_shared_file
+from maxbatch.hardware.ending import ending_together
+from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.modes.resolve import ResolvedRun, resolve
+from maxbatch.modes.start import started
 from maxbatch.modes.validate import validate
 from maxbatch.pipeline_parallel.unused_keys import check_unused
 from maxbatch.run_folder.paths import RunFolder
@@ -67,8 +69,8 @@ def prepare_only(config: Config, *, forget: bool = False) -> None:
   if config.compile.validate_only:
     validate(config)
     return
-  target = find_devices(config)
-  with logged(RunFolder.of(config.run)):
+  with started(config), ending_together():
+    target = find_devices(config)
     cache.enable(config.compile.jax_cache_dir)
     if isinstance(config.batch.micro_batch_size, Explore):
       _explore(config, target)

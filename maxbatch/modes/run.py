@@ -1,5 +1,6 @@
 """One run from its configuration to its end: plan, prepare, train, sum up."""
 
+import collections
 import contextlib
 import dataclasses
 import time
@@ -23,14 +24,15 @@ from maxbatch.data.registry import build_dataset
 from maxbatch.hardware.agreement import failing_together, in_turn
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.hardware.ending import ending_together
-from maxbatch.hardware.shared_files import logged, write_shared_file
+from maxbatch.hardware.shared_files import check_shared, write_shared_file
 from maxbatch.hardware.watchdog import Watchdog
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
+from maxbatch.modes.start import check_same_run, started
 from maxbatch.modes.summary import describe, keep_sample, print_next, show_sample, sum_up
 from maxbatch.run_folder.lock import locked
-from maxbatch.run_folder.metrics import MetricsLog, NoMetricsLog, read_metrics
+from maxbatch.run_folder.metrics import MetricsLog, NoMetricsLog, each_record
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.build import (
@@ -73,9 +75,8 @@ def run(
     UserError: something in the configuration or the input does not work.
     TrainingDivergedError: the loss or a gradient is not finite.
   """
-  target = find_devices(config)
-  with logged(RunFolder.of(config.run)), ending_together():
-    return _run(config, target, forget=forget, advise=advise)
+  with started(config), ending_together():
+    return _run(config, find_devices(config), forget=forget, advise=advise)
 
 
 def _run(
@@ -89,6 +90,7 @@ def _run(
     check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices)
   with in_turn():
     dataset = build_dataset(resolved.config.data, resolved.config.batch.max_target_length)
+  check_same_run(resolved.config, resolved.plan, dataset)
   describe(resolved, trainer, dataset.description)
   with (
     _held_by_one_process(resolved),
@@ -123,6 +125,8 @@ def _held_by_one_process(resolved: ResolvedRun) -> Iterator[None]:
       if jax.process_index() == 0:
         held.enter_context(locked(resolved.folder))
         check_replaces_nothing(resolved.config)
+    if resolved.config.checkpoint.enable_checkpointing:
+      check_shared(resolved.folder)
     yield
 
 
@@ -226,8 +230,8 @@ def _complete_records(log: MetricsLog, folder: RunFolder, restored: Restored) ->
 
   A branch has the checkpoint of another run, and no record before its own first step.
   """
-  written = read_metrics(folder.path)
-  if RECORD in restored.notes and written and written[-1]["step"] < restored.position.step:
+  newest = collections.deque(each_record(folder.path), maxlen=1)
+  if RECORD in restored.notes and newest and newest[0]["step"] < restored.position.step:
     log.write(restored.notes[RECORD])
 
 

@@ -11,7 +11,7 @@ from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.models.generate import generate
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.resolve import ResolvedRun
-from maxbatch.run_folder.metrics import read_metrics
+from maxbatch.run_folder.metrics import each_record
 from maxbatch.training.build import lost_updates, num_parameters, undivided_parameters
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
@@ -51,7 +51,7 @@ def sum_up(
   tokens = plan.tokens(position.samples)
   print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
   print(f"{position.samples:,} samples, {tokens:,} tokens")
-  losses = [record["eval/loss"] for record in read_metrics(folder.path) if "eval/loss" in record]
+  losses = [record["eval/loss"] for record in each_record(folder.path) if "eval/loss" in record]
   if losses:
     print(f"Validation loss {losses[0]:.3f} → {losses[-1]:.3f} nats per token")
   print(f"Everything is in {folder.path}")
