@@ -11,6 +11,7 @@ import queue
 import socket
 import threading
 import warnings
+from typing import NoReturn
 
 import jax
 
