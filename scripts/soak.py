@@ -1,13 +1,12 @@
 """Faults at random, and whether a run that meets them ends as the undisturbed one does.
 
-python scripts/soak.py FOLDER [--faults 200] [--seed 0] [--counts 2 3 4]
+python scripts/soak.py FOLDER [--faults 200] [--seed 0] [--devices 2 3 4]
 
 One small run is trained again and again. Each start of it has one fault: a process is killed, stopped
-or signalled, reads a broken file, finds its disk full, is cut off from the network, or the newest
-checkpoint is damaged before the next start. It is started again, with as many processes or with
-others, until it is complete. Then every record is compared with the undisturbed run's, and the last
-checkpoint's fingerprints too where the number of processes, and so the mesh, never changed: bit for
-bit. Prints a line for each fault and run; exit code 1 if anything was not as it must be.
+or signalled, reads a broken file, finds its disk full, or the newest checkpoint is damaged before the
+next start. It is started again, with as many processes or others, until it is complete. Then every
+record is compared with the undisturbed run's, and the last checkpoint's fingerprints too, bit for
+bit, where the mesh never changed. Prints a line for each fault and run; exit code 1 if anything was not as it must be.
 """
 
 import argparse
@@ -25,6 +24,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+
+import jax
 
 from maxbatch.checkpoints.newest import completed_steps, newest_record
 from maxbatch.run_folder.metrics import read_metrics
@@ -45,7 +46,15 @@ SIZES = (
   f"jax_distributed_heartbeat_timeout_seconds={HEARTBEAT_SECONDS} hang_timeout_seconds=120"
 )
 OF_EXACT = ("step", "samples", "tokens", "global_batch_to_train", "learning_rate")
+QUICK_START = {
+  "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 FAILED = 4
+PROCESSES = {1: [1], 2: [2], 3: [3], 4: [2, 4]}
+"""By which numbers of processes so many devices are shared."""
+Size = tuple[int, int]
+"""Processes, and the devices of all of them."""
 
 
 @dataclasses.dataclass
@@ -64,32 +73,32 @@ class Start:
 class Soak:
   """A folder in which the run is trained; see the module."""
 
-  def __init__(self, folder: pathlib.Path, seed: int, counts: Sequence[int]):
-    self.folder, self.random, self.counts = folder, random.Random(seed), list(counts)
+  def __init__(self, folder: pathlib.Path, seed: int, devices: Sequence[int]):
+    self.folder, self.random, self.devices = folder, random.Random(seed), list(devices)
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(f"the number {n} follows {n - 1}\n" for n in range(300))
     (folder / "text.txt").write_text(text)
     self.wrong: list[str] = []
     self.kinds: dict[str, int] = {}
-    self.seconds: list[float] = []
 
-  def undisturbed(self, count: int) -> pathlib.Path:
+  def undisturbed(self, devices: int) -> pathlib.Path:
     """The folder of the run that nothing happens to."""
-    name = f"undisturbed-{count}"
+    name = f"undisturbed-{devices}"
     if not (self.folder / name / "done").exists():
-      started = self.start(count, name, TRAIN)
+      started = self.start((PROCESSES[devices][0], devices), name, TRAIN)
       self.wait(started)
       if any(started.codes):
         raise SystemExit(f"the undisturbed run failed: {started.codes}")
       (self.folder / name / "done").touch()
     return self.folder / name
 
-  def start(self, count: int, name: str, command: Sequence[str]) -> Start:
+  def start(self, size: Size, name: str, command: Sequence[str]) -> Start:
     """Starts so many processes of the run of this name."""
+    count, devices = size
     with socket.socket() as free:
       free.bind(("localhost", 0))
       port = free.getsockname()[1]
-    keys = ["config=base", *SIZES.split(), f"steps={STEPS}", f"num_simulated_devices={count}"]
+    keys = ["config=base", *SIZES.split(), f"steps={STEPS}", f"num_simulated_devices={devices}"]
     keys += [f"base_output_directory={self.folder}", f"run_name={name}"]
     keys += [f"dataset_path={self.folder / 'text.txt'}"]
     keys += [f"dataset_cache_directory={self.folder / 'cache'}"]
@@ -102,7 +111,7 @@ class Soak:
         stdout=(self.folder / f"{name}.out").open("a"),
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | QUICK_START,
       )
       for number in range(count)
     ]
@@ -132,18 +141,25 @@ class Soak:
       time.sleep(0.02)
     return False
 
-  def one_run(self, name: str, counts: Callable[[], int], most_faults: int) -> int:
-    """Trains one run to its end, with a fault in each start; how many there were."""
+  def one_run(self, name: str, devices: int | None, most_faults: int) -> int:
+    """Trains one run to its end, with a fault in each start; how many there were.
+
+    Args:
+      name: of the run.
+      devices: of its mesh; None: another one at each start.
+      most_faults: after so many it is left alone.
+    """
     faults = 0
     while True:
-      count = counts()
-      step = self.random.randint(1, FURTHEST)
+      mesh = devices or self.random.choice(self.devices)
+      count = self.random.choice(PROCESSES[mesh])
+      size, step = (count, mesh), self.random.randint(1, FURTHEST)
       kind = self.random.choice(list(FAULTS)) if faults < most_faults else "none"
       victim = self.random.randrange(count)
       began = time.monotonic()
-      started = FAULTS[kind](self, name, count, victim, step) if kind != "none" else None
+      started = FAULTS[kind](self, name, size, victim, step) if kind != "none" else None
       if started is None:
-        started = self.start(count, name, TRAIN)
+        started = self.start(size, name, TRAIN)
       self.wait(started)
       complete = self.is_complete(name)
       codes = started.codes
@@ -153,7 +169,8 @@ class Soak:
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
       self.check_codes(kind, victim, codes, complete)
       print(
-        f"{name} {kind if met else 'no fault'} process {victim} of {count} from step "
+        f"{name} {kind if met else 'no fault'} process {victim} of {count} on {mesh} devices "
+        f"from step "
         f"{started.begins}: exit codes {codes}, {time.monotonic() - began:.0f} s",
         flush=True,
       )
@@ -174,9 +191,9 @@ class Soak:
     if any(code not in (0, FAILED) for code in survivors):
       self.wrong.append(f"{kind} in process {victim}: exit codes {codes}")
 
-  def compare(self, name: str, count: int | None) -> str:
+  def compare(self, name: str, devices: int | None) -> str:
     """Every record with the undisturbed run's; of one mesh, the fingerprints of all parameters."""
-    other = self.undisturbed(count or self.counts[0])
+    other = self.undisturbed(devices or self.devices[0])
     ours, theirs = (read_metrics(path) for path in (self.folder / name, other))
     if [[one[key] for key in OF_EXACT if key in one] for one in ours] != [
       [one[key] for key in OF_EXACT if key in one] for one in theirs
@@ -186,9 +203,9 @@ class Soak:
     apart = max(
       (abs(mine["loss"] - its["loss"]) for mine, its in pairs if "loss" in mine), default=math.inf
     )
-    if apart > (0.0 if count else 1e-4):
+    if apart > (0.0 if devices else 1e-4):
       self.wrong.append(f"{name}: losses differ by {apart}")
-    if not count:
+    if not devices:
       return f"samples the same, losses within {apart:.1e}"
     records = [newest_record(path / "checkpoints") for path in (self.folder / name, other)]
     leaves = [record and record["leaves"] for record in records]
@@ -198,11 +215,11 @@ class Soak:
     return "bit for bit the same"
 
 
-def by_signal(number: signal.Signals) -> Callable[[Soak, str, int, int, int], Start]:
+def by_signal(number: signal.Signals) -> Callable[[Soak, str, Size, int, int], Start]:
   """A signal to one process while it trains."""
 
-  def strike(soak: Soak, name: str, count: int, victim: int, step: int) -> Start:
-    started = soak.start(count, name, TRAIN)
+  def strike(soak: Soak, name: str, size: Size, victim: int, step: int) -> Start:
+    started = soak.start(size, name, TRAIN)
     if soak.until_step(started, name, started.begins + step):
       process = started.processes[victim]
       process.send_signal(number)
@@ -217,9 +234,9 @@ def by_signal(number: signal.Signals) -> Callable[[Soak, str, int, int, int], St
   return strike
 
 
-def to_all(soak: Soak, name: str, count: int, victim: int, step: int) -> Start:
+def to_all(soak: Soak, name: str, size: Size, victim: int, step: int) -> Start:
   """SIGTERM to every process, as schedulers send it, one a moment after the other."""
-  started = soak.start(count, name, TRAIN)
+  started = soak.start(size, name, TRAIN)
   if soak.until_step(started, name, started.begins + step):
     for process in started.processes:
       process.send_signal(signal.SIGTERM)
@@ -227,15 +244,15 @@ def to_all(soak: Soak, name: str, count: int, victim: int, step: int) -> Start:
   return started
 
 
-def from_within(fault: str) -> Callable[[Soak, str, int, int, int], Start]:
+def from_within(fault: str) -> Callable[[Soak, str, Size, int, int], Start]:
   """A fault that one process finds in what it reads or saves."""
 
-  def strike(soak: Soak, name: str, count: int, victim: int, step: int) -> Start:
+  def strike(soak: Soak, name: str, size: Size, victim: int, step: int) -> Start:
     begins = (completed_steps(soak.folder / name / "checkpoints") or [0])[-1]
     at = (begins + step) * BATCH
     if fault == "disk is full":
       at = begins + SAVE_EVERY * (1 + step // SAVE_EVERY)
-    return soak.start(count, name, [*FAULTY, fault, str(victim), str(at)])
+    return soak.start(size, name, [*FAULTY, fault, str(victim), str(at)])
 
   return strike
 
@@ -243,8 +260,8 @@ def from_within(fault: str) -> Callable[[Soak, str, int, int, int], Start]:
 def damage(change: Callable[[Soak, bytearray], bytearray]) -> Callable[..., Start]:
   """A process is killed, and a file of the newest checkpoint changed before the next start."""
 
-  def strike(soak: Soak, name: str, count: int, victim: int, step: int) -> Start:
-    started = by_signal(signal.SIGKILL)(soak, name, count, victim, step)
+  def strike(soak: Soak, name: str, size: Size, victim: int, step: int) -> Start:
+    started = by_signal(signal.SIGKILL)(soak, name, size, victim, step)
     soak.wait(started)
     checkpoints = soak.folder / name / "checkpoints"
     steps = completed_steps(checkpoints)
@@ -268,7 +285,7 @@ def cut(soak: Soak, content: bytearray) -> bytearray:
   return content[: soak.random.randrange(len(content))]
 
 
-FAULTS: dict[str, Callable[[Soak, str, int, int, int], Start]] = {
+FAULTS: dict[str, Callable[[Soak, str, Size, int, int], Start]] = {
   "SIGKILL": by_signal(signal.SIGKILL),
   "SIGTERM": by_signal(signal.SIGTERM),
   "SIGTERM to all": to_all,
@@ -287,21 +304,20 @@ def main(arguments: Sequence[str]) -> int:
   parser.add_argument("folder", type=pathlib.Path)
   parser.add_argument("--faults", type=int, default=200)
   parser.add_argument("--seed", type=int, default=0)
-  parser.add_argument("--counts", type=int, nargs="+", default=[2, 3, 4])
+  parser.add_argument("--devices", type=int, nargs="+", default=[2, 3, 4])
   given = parser.parse_args(arguments)
-  soak = Soak(given.folder.absolute(), given.seed, given.counts)
+  jax.config.update("jax_platforms", "cpu")  # Checkpoints are read here too.
+  soak = Soak(given.folder.absolute(), given.seed, given.devices)
   faults, runs = 0, 0
   while faults < given.faults:
     runs += 1
-    # Every third run changes its number of processes at every start.
-    fixed = None if runs % 3 == 0 and len(soak.counts) > 1 else soak.random.choice(soak.counts)
+    # Every third run has another mesh at each start.
+    others = runs % 3 == 0 and len(soak.devices) > 1
+    devices = None if others else soak.random.choice(soak.devices)
     name = f"run-{given.seed}-{runs}"
     shutil.rmtree(soak.folder / name, ignore_errors=True)
-    counts = (
-      (lambda: soak.random.choice(soak.counts)) if fixed is None else (lambda fixed=fixed: fixed)
-    )
-    faults += soak.one_run(name, counts, given.faults - faults)
-    print(f"{name}: {soak.compare(name, fixed)}; {faults} faults so far", flush=True)
+    faults += soak.one_run(name, devices, given.faults - faults)
+    print(f"{name}: {soak.compare(name, devices)}; {faults} faults so far", flush=True)
     if not soak.wrong:
       shutil.rmtree(soak.folder / name / "checkpoints", ignore_errors=True)
   print(f"{faults} faults in {runs} runs: {soak.kinds}")
