@@ -14,11 +14,9 @@ import dataclasses
 import functools
 import pathlib
 import shutil
-import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +41,10 @@ from maxbatch.checkpoints.record import (
   make_record,
   state_differences,
 )
+from maxbatch.checkpoints.several import Barrier, DamagedError, lone_reader, together
 from maxbatch.config.schema import CheckpointConfig
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all, gather
-
-_Read = TypeVar("_Read")
 
 # What Orbax and TensorStore raise for folders they cannot read. JaxRuntimeError (out of memory) is
 # not among them: it says nothing about the folder.
@@ -74,10 +71,6 @@ class Restored:
   position: Position
   plan: dict[str, Any]
   notes: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-class _DamagedError(Exception):
-  """A step's folder does not hold what was saved; the message says what is wrong."""
 
 
 class Checkpointer:
@@ -112,7 +105,7 @@ class Checkpointer:
     self._ready_to_write = False
     self._pending: int | None = None
     self._failure: str | None = None
-    self._failed_behind: BaseException | None = None
+    self._barrier = Barrier()
     silence_orbax()
 
   def __enter__(self) -> Self:
@@ -174,8 +167,8 @@ class Checkpointer:
     if self._pending is None:
       return
     if jax.process_count() > 1:  # They do not find out at the same time that one has ended.
-      if self._failed_behind is not None:
-        self._record_failure(self._pending, self._failed_behind)
+      if self._barrier.failure is not None:
+        self._record_failure(self._pending, self._barrier.failure)
     elif not self._manager.is_saving_in_progress():
       self.wait()
 
@@ -194,7 +187,7 @@ class Checkpointer:
     for step in reversed(self._agreed_steps()):
       try:
         restored = self._restore_readable(step, abstract_state)
-      except _DamagedError as damage:
+      except DamagedError as damage:
         damaged[step] = str(damage)
         continue
       self._damaged = damaged
@@ -235,7 +228,7 @@ class Checkpointer:
       lightweight_initialize=True,
       async_options=ocp.AsyncOptions(
         create_directories_asynchronously=False,
-        barrier_sync_fn=self._meet_others if jax.process_count() > 1 else None,
+        barrier_sync_fn=self._barrier if jax.process_count() > 1 else None,
       ),
     )
     return ocp.CheckpointManager(self._directory, options=options)
@@ -247,19 +240,7 @@ class Checkpointer:
 
   @functools.cached_property
   def _lone_reader(self) -> ocp.CheckpointManager:
-    own = jax.process_index()
-    alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
-    options = ocp.CheckpointManagerOptions(
-      read_only=True, lightweight_initialize=True, multiprocessing_options=alone
-    )
-    return ocp.CheckpointManager(self._directory, options=options)
-
-  def _meet_others(self, *, key: str, timeout_ms: int) -> None:
-    """Orbax's barrier in its threads, where it waits for the others even after an error."""
-    if failure := sys.exc_info()[1]:
-      self._failed_behind = failure
-      raise failure
-    ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
+    return lone_reader(self._directory)
 
   def _close_manager(self) -> None:
     """Drops Orbax's list of steps, which after a failed save names one that does not exist."""
@@ -302,7 +283,7 @@ class Checkpointer:
       }
       wrong = changed_leaves(record, self._read_arrays(step, format_name(record), wanted))
       reason = f"leaf {wrong[0]} differs from its fingerprint" if wrong else ""
-    except _DamagedError as damage:
+    except DamagedError as damage:
       reason = str(damage)
     where = f"checkpoint step {step} in {self._directory} does not read back as it was saved"
     return f"{where}: {reason}" if reason else None
@@ -368,7 +349,7 @@ class Checkpointer:
     while True:
       try:
         return self._restore_step(step, abstract_state)
-      except _DamagedError:
+      except DamagedError:
         refused = next(filter(None, gather(refusal(self._directory / str(step)))), None)
         if readable and refused is None:
           raise
@@ -381,7 +362,7 @@ class Checkpointer:
       time.sleep(pause)
 
   def _restore_step(self, step: int, abstract_state: object) -> Restored:
-    record = _together(lambda: self._read_record(step))
+    record = together(lambda: self._read_record(step))
     changed = identity_differences(record, self._identity)
     if changed and not self._config.allow_changed_resume:
       raise UserError(refusals.changed_resume(self._directory, step, changed))
@@ -389,11 +370,11 @@ class Checkpointer:
     misfits = state_differences(record, wanted)
     if misfits:
       raise UserError(refusals.does_not_fit(self._directory, step, misfits))
-    arrays = _together(lambda: self._read_arrays(step, format_name(record), wanted))
+    arrays = together(lambda: self._read_arrays(step, format_name(record), wanted))
     wrong = changed_leaves(record, arrays)
     if wrong:
       others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-      raise _DamagedError(f"leaf {wrong[0]}{others} differs from its fingerprint")
+      raise DamagedError(f"leaf {wrong[0]}{others} differs from its fingerprint")
     if changed:
       self._report(f"resuming from step {step} although it differs: " + "; ".join(changed))
     if lines := list(changed_settings(record, self._settings).values()):
@@ -407,9 +388,9 @@ class Checkpointer:
   def _read_record(self, step: int) -> dict[str, Any]:
     record = self._read(step, "record", ocp.args.JsonRestore())
     if not is_intact(record):
-      raise _DamagedError("its record differs from its checksum")
+      raise DamagedError("its record differs from its checksum")
     if record["step"] != step:
-      raise _DamagedError(f"its record is that of step {record['step']}")
+      raise DamagedError(f"its record is that of step {record['step']}")
     return record
 
   def _read_arrays(
@@ -427,7 +408,7 @@ class Checkpointer:
     }
 
   def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
-    """One item of a step's folder, or _DamagedError."""
+    """One item of a step's folder, or DamagedError."""
     try:
       return self._reader.restore(step, args=ocp.args.Composite(**{item: args}))[item]
     except Exception as error:
@@ -435,22 +416,7 @@ class Checkpointer:
       root = root_cause(error)
       if not isinstance(root, _UNREADABLE):
         raise
-      raise _DamagedError(f"its {item} cannot be read: {cause(root)}") from None
-
-
-def _together(read: Callable[[], _Read]) -> _Read:
-  """What `read` returns; damage that one process meets is damage for all."""
-  result, damage = None, ""
-  try:
-    result = read()
-  except _DamagedError as error:
-    damage = str(error)
-  found = gather([socket.gethostname(), damage])
-  for process, (host, reason) in enumerate(found):
-    if reason:
-      raise _DamagedError(f"process {process} on {host}: {reason}" if len(found) > 1 else reason)
-  assert result is not None
-  return result
+      raise DamagedError(f"its {item} cannot be read: {cause(root)}") from None
 
 
 def _on_devices(leaf: Any) -> jax.ShapeDtypeStruct:

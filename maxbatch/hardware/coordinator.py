@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax._src import distributed
+from jax._src import distributed as jax_distributed
 
 from maxbatch.hardware.relay import open_relay
 
@@ -24,7 +24,7 @@ def relayed(lost: Callable[[], None]) -> Iterator[None]:
   Args:
     lost: called when process 0 has closed the connection.
   """
-  runtime = vars(distributed)["_jax"]
+  runtime = vars(jax_distributed)["_jax"]
   connect = runtime.get_distributed_runtime_client
 
   def connect_by_relay(address: str, process: int, **options: Any) -> object:
@@ -42,7 +42,7 @@ class Coordinator:
   """The store; every call may take as long as the network keeps it waiting."""
 
   def __init__(self) -> None:
-    state = distributed.global_state
+    state = jax_distributed.global_state
     self._client: Any = state.client
     self.process, self.num_processes = state.process_id, state.num_processes
 
