@@ -413,9 +413,10 @@ def test_a_step_for_a_slice_that_is_not_here_can_be_saved(tmp_path):
 def test_the_header_holds_what_json_gives_back_and_every_key_of_the_program(run):
   header, flat = run.header(), to_flat_dict(run.config)
   assert json.loads(json.dumps(header)) == header
+  sections = schema.RunConfig, schema.CheckpointConfig, schema.CompileConfig
   left_out = {
     field.name
-    for section in (schema.RunConfig, schema.CheckpointConfig, schema.CompileConfig)
+    for section in (*sections, schema.DistributedConfig)
     for field in dataclasses.fields(section)
   }
   assert header["configuration"] == {key: flat[key] for key in flat.keys() - left_out}

@@ -31,6 +31,7 @@ from maxbatch.training.model_parts import bind_layered
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.state import Measures
 from maxbatch.training.step import EvalStep, Step, Trainer, eval_function, step_function
+from maxbatch.training.stop_flags import abstract_flagged
 
 _KEPT = 8
 """Trainers, and programs of each kind, that this process keeps: one that trains several times, as
@@ -162,6 +163,7 @@ def _traced_step(trainer: Trainer, rows: Rows, *, streamed: bool) -> jax.stages.
   function = step_function(trainer, rows, streamed=streamed)
   control = np.bool_(True) if streamed else trainer.control(1)
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), control)
+  shapes = abstract_flagged(trainer.mesh, shapes)
   rate = jax.ShapeDtypeStruct((), np.float32)
   return function.trace(trainer.abstract, rows, shapes, rate)
 
