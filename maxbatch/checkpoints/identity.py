@@ -12,17 +12,24 @@ from maxbatch.data.stream import STREAM_VERSION
 def identity(config: Config, dataset: Dataset) -> dict[str, object]:
   """What a resume may not change: keys, what is in the files, and the order of samples."""
   data = config.data
-  return fixed_keys(config) | {
-    "stream_version": STREAM_VERSION,
-    "dataset": _contents(
-      dataset.fingerprint, {"dataset_path": data.dataset_path}, dataset.train_files
-    ),
-    "validation": _contents(
-      dataset.validation_fingerprint,
-      {"dataset_path": data.dataset_path, "eval_dataset_path": data.eval_dataset_path},
-      dataset.validation_files,
-    ),
-  }
+  # Bytes have no contents that could change, and checkpoints of earlier versions have no such entry.
+  has_contents = data.tokenizer_type != "byte"
+  tokenizer = {"tokenizer": dataset.tokenizer_version} if has_contents else {}
+  return (
+    fixed_keys(config)
+    | tokenizer
+    | {
+      "stream_version": STREAM_VERSION,
+      "dataset": _contents(
+        dataset.fingerprint, {"dataset_path": data.dataset_path}, dataset.train_files
+      ),
+      "validation": _contents(
+        dataset.validation_fingerprint,
+        {"dataset_path": data.dataset_path, "eval_dataset_path": data.eval_dataset_path},
+        dataset.validation_files,
+      ),
+    }
+  )
 
 
 def fixed_keys(config: Config) -> dict[str, object]:

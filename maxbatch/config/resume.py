@@ -51,6 +51,8 @@ CHANGEABLE = _keys(
   checkpoint_keep_period""",
   # Where the data come from: what is there is compared by fingerprint.
   "dataset_type dataset_path eval_dataset_path eval_fraction dataset_cache_directory",
+  # Likewise the vocabulary; what these make of the text is in the fingerprint of its tokens.
+  "tokenizer_path add_bos add_eos bos_token eos_token pad_token max_bad_records",
 )
 
 OF_ONE_START = _keys(

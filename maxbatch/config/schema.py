@@ -298,8 +298,15 @@ class DataConfig:
   eval_fraction: Annotated[float, Range(low=0, high=0.9)]
   dataset_cache_directory: Path
   tokenizer_type: str
+  tokenizer_path: Path
+  add_bos: bool
+  add_eos: bool
+  bos_token: str
+  eos_token: str
+  pad_token: str
   data_shuffle_seed: Seed
   packing: bool
+  max_bad_records: NonNegative
   # Each is a process.
   grain_worker_count: Annotated[int, Range(low=0, limit=256)]
 

@@ -55,6 +55,12 @@ class Sources:
   kind: Kind
   files: tuple[SourceFile, ...]
   skipped: tuple[tuple[str, int], ...] = ()
+  format: str = "text"
+  """text: a file is a document; else the name of a format of records, each of them a document."""
+  column: str = ""
+  """Of a record, what holds the document."""
+  is_tokenized: bool = False
+  """The records hold token ids instead of text."""
 
   @property
   def size_bytes(self) -> int:
@@ -64,11 +70,30 @@ class Sources:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-  """The part of a file's bytes from the fraction `begin` to the fraction `end`."""
+  """The part of a file from the fraction `begin` to the fraction `end`, of its bytes or records.
+
+  A long part is read piece by piece, piece `piece` of `num_pieces`, and is one document all the
+  same where a file is one.
+  """
 
   file: SourceFile
   begin: float = 0.0
   end: float = 1.0
+  piece: int = 0
+  num_pieces: int = 1
+
+
+def part_of(document: Document, size: int) -> tuple[int, int]:
+  """First and end of the document in its file of `size` bytes, or records; never an empty part."""
+
+  if size == 0:
+    return 0, 0
+
+  def boundary(fraction: float) -> int:
+    return min(max(round(fraction * size), 1), size - 1)
+
+  start = boundary(document.begin) if document.begin > 0 else 0
+  return start, boundary(document.end) if document.end < 1 else size
 
 
 def resolve(key: str, path: str) -> Sources:
