@@ -290,7 +290,7 @@ def test_missing_path(tmp_path):
   message = refusal(tmp_path / "nothing.txt", tmp_path)
   assert message.startswith(f"dataset_path={tmp_path}/nothing.txt: no such file or folder; use")
   assert "stdlib" in message
-  assert refusal("", tmp_path).startswith("dataset_path is empty: give a text file")
+  assert refusal("", tmp_path).startswith("dataset_path is empty: give a file, a folder")
 
 
 def test_missing_eval_path_names_its_own_key(tmp_path):

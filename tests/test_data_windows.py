@@ -138,5 +138,5 @@ def test_an_unknown_dataset_is_refused_with_the_nearest_name():
     build_dataset(data, 16)
   assert str(caught.value) == (
     "dataset_type=syntetic: there is no such dataset_type. Did you mean synthetic? "
-    "Known: text, synthetic."
+    "Known: text, grain, hf, synthetic."
   )

@@ -307,6 +307,22 @@ class DataConfig:
   data_shuffle_seed: Seed
   packing: bool
   max_bad_records: NonNegative
+  num_epoch: Annotated[int, Range(low=1, limit=_INT32, also=-1)]
+  # Files of records, by MaxText's names.
+  train_data_columns: tuple[str, ...]
+  eval_data_columns: tuple[str, ...]
+  tokenize_train_data: bool
+  tokenize_eval_data: bool
+  grain_file_type: str
+  grain_train_files: Path
+  grain_eval_files: Path
+  hf_path: Path
+  hf_name: str
+  hf_data_dir: Path
+  hf_train_files: Path
+  hf_eval_files: Path
+  train_split: str
+  hf_eval_split: str
   # Each is a process.
   grain_worker_count: Annotated[int, Range(low=0, limit=256)]
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import DataConfig
-from maxbatch.data import synthetic, text
+from maxbatch.data import grain_files, hf_dataset, synthetic, text
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.tokenizer import ByteTokenizer, Tokenizer
 from maxbatch.data.tokenizers import huggingface, sentencepiece, tiktoken
@@ -36,6 +36,8 @@ TOKENIZERS: dict[str, Callable[[DataConfig], Tokenizer]] = {
 
 DATASETS: dict[str, Callable[[DataConfig, Tokenizer, int], Dataset]] = {
   "text": text.build,
+  "grain": grain_files.build,
+  "hf": hf_dataset.build,
   "synthetic": synthetic.build,
 }
 """By name, what makes a dataset of (data, tokenizer, max_target_length)."""
@@ -68,4 +70,42 @@ def build_dataset(data: DataConfig, max_target_length: int) -> Dataset:
   build = registered("dataset_type", data.dataset_type, DATASETS)
   tokenizer = build_tokenizer(data)
   dataset = build(data, tokenizer, max_target_length)
-  return dataclasses.replace(dataset, tokenizer_version=tokenizer.version)
+  description = "\n".join([dataset.description, *_unread(data)])
+  return dataclasses.replace(dataset, tokenizer_version=tokenizer.version, description=description)
+
+
+def _unread(data: DataConfig) -> list[str]:
+  """A line on the keys that are given and belong to another dataset_type."""
+  by_type = {
+    "grain": {
+      "grain_train_files": data.grain_train_files,
+      "grain_eval_files": data.grain_eval_files,
+    },
+    "hf": {
+      "hf_path": data.hf_path,
+      "hf_train_files": data.hf_train_files,
+      "hf_eval_files": data.hf_eval_files,
+    },
+  }
+  given = [
+    f"{key}={value} (dataset_type={name} reads it)"
+    for name, keys in by_type.items()
+    for key, value in keys.items()
+    if value and name != data.dataset_type
+  ]
+  return [f"not read: {', '.join(given)}"] if given else []
+
+
+def check_epochs(data: DataConfig, num_rows: int, num_samples: int) -> None:
+  """Refuses a run that reads its rows more often than num_epoch allows.
+
+  Raises:
+    UserError: names a number of epochs and a budget that work.
+  """
+  allowed = data.num_epoch * num_rows
+  if data.num_epoch > 0 and num_samples > allowed:
+    raise UserError(
+      f"num_epoch={data.num_epoch}: {num_rows:,} rows are {allowed:,} samples, and the run takes "
+      f"{num_samples:,}; use total_samples={allowed} (with steps=-1), num_epoch="
+      f"{-(-num_samples // num_rows)}, or num_epoch=-1 for as many as it takes"
+    )

@@ -38,7 +38,7 @@ def main(number: str, pipe: str) -> None:
 
 
 def _end_with_parent() -> None:
-  sys.stdin.buffer.read()
+  os.read(sys.stdin.fileno(), 1)  # Not the buffer, whose lock a thread would keep at the end.
   os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -19,7 +19,7 @@ from maxbatch.compile.steps import save_steps, step_compiler
 from maxbatch.config.load import DERIVED, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
-from maxbatch.data.registry import build_dataset
+from maxbatch.data.registry import build_dataset, check_epochs
 from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.noise import calibration_programs, make_noise
@@ -77,6 +77,7 @@ def run(
   trainer = build_trainer(resolved.config, resolved.plan, target.devices)
   check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices)
   dataset = build_dataset(resolved.config.data, resolved.config.batch.max_target_length)
+  check_epochs(resolved.config.data, len(dataset.train), resolved.plan.total_samples)
   describe(resolved, trainer, dataset.description)
   with (
     _held_by_one_process(resolved),
