@@ -124,7 +124,9 @@ def open_or_build(
     ShardJob(folder / f"{part}-{_key(each, recipe)}.tokens", each)
     for each in _grouped(documents, recipe.sources)
   ]
-  found = {job.path: open_shard(job.path) for job in jobs}
+  size = sum(os.path.getsize(job.path) for job in jobs if job.path.is_file())
+  jobs = [dataclasses.replace(job, check=size <= FULL_CHECK_BYTES) for job in jobs]
+  found = {job.path: open_shard(job.path, check=job.check) for job in jobs}
   if missing := [job for job in jobs if found[job.path] is None]:
     with tokenizing_progress(part, sum(job.size_bytes for job in missing)) as report:
       make_shards_in_processes(missing, recipe, report)
