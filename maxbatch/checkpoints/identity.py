@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.resume import CHANGEABLE, FIXED
-from maxbatch.config.schema import Config
+from maxbatch.config.schema import Config, DataConfig
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.stream import STREAM_VERSION
 
@@ -12,17 +12,35 @@ from maxbatch.data.stream import STREAM_VERSION
 def identity(config: Config, dataset: Dataset) -> dict[str, object]:
   """What a resume may not change: keys, what is in the files, and the order of samples."""
   data = config.data
-  return fixed_keys(config) | {
-    "stream_version": STREAM_VERSION,
-    "dataset": _contents(
-      dataset.fingerprint, {"dataset_path": data.dataset_path}, dataset.train_files
-    ),
-    "validation": _contents(
-      dataset.validation_fingerprint,
-      {"dataset_path": data.dataset_path, "eval_dataset_path": data.eval_dataset_path},
-      dataset.validation_files,
-    ),
-  }
+  train_paths, eval_paths = _paths(data)
+  # Only a file's contents could change; checkpoints of earlier versions have no such entry.
+  tokenizer = {"tokenizer": dataset.tokenizer_version} if data.tokenizer_path else {}
+  return (
+    fixed_keys(config)
+    | tokenizer
+    | {
+      "stream_version": STREAM_VERSION,
+      "dataset": _contents(dataset.fingerprint, train_paths, dataset.train_files),
+      "validation": _contents(
+        dataset.validation_fingerprint, train_paths | eval_paths, dataset.validation_files
+      ),
+    }
+  )
+
+
+def _paths(data: DataConfig) -> tuple[dict[str, str], dict[str, str]]:
+  """The keys that say where the data are, for training and for validation."""
+  if data.dataset_type == "grain":
+    return (
+      {"grain_train_files": data.grain_train_files},
+      {"grain_eval_files": data.grain_eval_files},
+    )
+  if data.dataset_type == "hf":
+    return (
+      {"hf_path": data.hf_path, "hf_train_files": data.hf_train_files},
+      {"hf_eval_files": data.hf_eval_files},
+    )
+  return {"dataset_path": data.dataset_path}, {"eval_dataset_path": data.eval_dataset_path}
 
 
 def fixed_keys(config: Config) -> dict[str, object]:

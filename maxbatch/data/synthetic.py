@@ -30,8 +30,6 @@ class SyntheticRows:
   packing: bool
   ids: np.ndarray
   """The ids that are drawn from: those that stand for text."""
-  bos_id: int
-  pad_id: int
 
   def __len__(self) -> int:
     return self.num_rows
@@ -47,9 +45,8 @@ class SyntheticRows:
       "weights": np.ones((len(indices), self.length), np.float32),
     }
     if self.packing:
-      arrays["segment_ids"], arrays["positions"] = segments(
-        arrays["inputs"], self.bos_id, self.pad_id
-      )
+      begins_RT = np.zeros(arrays["inputs"].shape, bool)
+      arrays["segment_ids"], arrays["positions"] = segments(begins_RT, ~begins_RT)
     return arrays
 
   def _tokens(self, index: int) -> np.ndarray:
@@ -71,8 +68,6 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
       max_target_length,
       data.packing,
       ordinary_ids(tokenizer),
-      tokenizer.bos_id,
-      tokenizer.pad_id,
     )
 
   return Dataset(

@@ -37,6 +37,9 @@ _KEPT = 8
 """Trainers, and programs of each kind, that this process keeps: one that trains several times, as
 critical_batch does, builds, traces and compiles what those runs share only once."""
 
+_FAST_MULTIPLE = 128
+"""Of the vocabulary's size: lanes of a TPU's vector unit, columns of its matrix unit."""
+
 
 def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) -> Trainer:
   """Model, optimizer and mesh, none of which holds an array yet.
@@ -44,12 +47,7 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
   Raises:
     UserError: keys that contradict each other.
   """
-  tokens = build_tokenizer(config.data).vocab_size
-  if config.model.vocab_size < tokens:
-    raise UserError(
-      f"vocab_size={config.model.vocab_size} must be at least the {tokens} tokens of "
-      f"tokenizer_type={config.data.tokenizer_type}; for example vocab_size={tokens}"
-    )
+  _check_vocabulary(config)
   length = config.batch.max_target_length
   model_config = resolve_attention(config.model, length, devices[0])
   model = build_model(model_config, length, config.noise.gns)
@@ -87,6 +85,21 @@ def _trainer(
     dropout_key=jax.random.fold_in(jax.random.key(model.config.init_weights_seed), 1),
     pipeline=pipeline,
     measures=measures,
+  )
+
+
+def _check_vocabulary(config: Config) -> None:
+  """Refuses a model that has no logit for some token."""
+  data, tokens = config.data, build_tokenizer(config.data).vocab_size
+  if config.model.vocab_size >= tokens:
+    return
+  path = f" tokenizer_path={data.tokenizer_path}" if data.tokenizer_path else ""
+  padded = -(-tokens // _FAST_MULTIPLE) * _FAST_MULTIPLE
+  larger = f", or vocab_size={padded}, a multiple of {_FAST_MULTIPLE} as matrix units like it"
+  raise UserError(
+    f"vocab_size={config.model.vocab_size} must be at least the {tokens} tokens of "
+    f"tokenizer_type={data.tokenizer_type}{path}; for example vocab_size={tokens}"
+    + (larger if padded > tokens else "")
   )
 
 
