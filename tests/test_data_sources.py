@@ -1,13 +1,14 @@
 """Which files a path means, how they are divided, and what is refused, in which words."""
 
+import dataclasses
 import gzip
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support import base
 
-from maxbatch.config.schema import DataConfig
 from maxbatch.data import documents
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
@@ -36,7 +37,7 @@ def build(path: Path | str, cache: Path, length: int = 4, **changes) -> Dataset:
     "packing": True,
     "grain_worker_count": 0,
   }
-  return build_dataset(DataConfig(**(keys | changes)), length)
+  return build_dataset(dataclasses.replace(base().data, **(keys | changes)), length)
 
 
 def refusal(*args, **changes) -> str:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import base
 
-from maxbatch.config.schema import DataConfig
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
 from maxbatch.data.token_cache import TokenCache
@@ -92,7 +92,7 @@ def test_dtypes_and_fresh_memory(tmp_path):
     assert not np.shares_memory(array, second[name])
 
 
-SYNTHETIC = DataConfig("synthetic", "", "", 0.1, "", "byte", 0, True, 0)
+SYNTHETIC = dataclasses.replace(base().data, dataset_type="synthetic")
 
 
 def synthetic(seed: int) -> Dataset:

@@ -50,7 +50,9 @@ CHANGEABLE = _keys(
   async_checkpointing checkpoint_format checkpoint_period max_num_checkpoints_to_keep
   checkpoint_keep_period""",
   # Where the data come from: what is there is compared by fingerprint.
-  "dataset_type dataset_path eval_dataset_path eval_fraction dataset_cache_directory",
+  """dataset_type dataset_path eval_dataset_path eval_fraction dataset_cache_directory
+  dataset_mixture mixture_schedule grain_train_mixture_config_path grain_packing_type use_truncation
+  block_cross_document_attention""",
 )
 
 OF_ONE_START = _keys(

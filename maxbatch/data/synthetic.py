@@ -69,7 +69,7 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
       number,
       rows,
       max_target_length,
-      data.packing,
+      data.segmented,
       ordinary_ids(tokenizer),
       tokenizer.bos_id,
       tokenizer.pad_id,

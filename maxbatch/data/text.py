@@ -4,13 +4,16 @@ import collections
 import os
 from pathlib import Path
 
+import numpy as np
+
 from maxbatch.config.schema import DataConfig
-from maxbatch.data.dataset import Dataset
+from maxbatch.data.dataset import Dataset, RowSource
+from maxbatch.data.document_rows import document_rows, layout_of, rows_name
+from maxbatch.data.packed_rows import PackedRows
 from maxbatch.data.sources import Document, Sources, resolve
 from maxbatch.data.split import Split, described, sizes_by_name, split
 from maxbatch.data.token_cache import TokenCache, open_or_build
 from maxbatch.data.tokenizer import Tokenizer
-from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
 from maxbatch.run_folder.cache import token_caches
 
@@ -21,28 +24,36 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
   Raises:
     UserError: an input is missing, unreadable, not text, empty or too short; names it.
   """
-  folder = token_caches(data.dataset_cache_directory)
+  folder, name = token_caches(data.dataset_cache_directory), rows_name(data, max_target_length)
   sources = resolve("dataset_path", data.dataset_path)
   eval_sources, parts = sources, split(sources, data.eval_fraction)
   if data.eval_dataset_path:
     eval_sources = resolve("eval_dataset_path", data.eval_dataset_path)
     parts = _with_validation(sources, eval_sources)
   train = open_or_build(sources, parts.train, folder, "train", tokenizer)
-  _check_train(sources, train, max_target_length)
+  least = 1 if layout_of(data, max_target_length) else max_target_length
+  _check_train(sources, train, least)
   validation = None
   if parts.validation:
     validation = open_or_build(eval_sources, parts.validation, folder, "validation", tokenizer)
     _check_validation(eval_sources, validation, train)
 
-  def windows(cache: TokenCache) -> TokenWindows:
-    return TokenWindows(cache, max_target_length, data.packing, tokenizer.bos_id, tokenizer.pad_id)
+  def rows(cache: TokenCache, part: str) -> RowSource:
+    offsets = _offsets(cache, tokenizer)
+    return document_rows(cache, offsets, data, tokenizer, max_target_length, folder, part)
 
+  train_rows = rows(train, "train")
+  validation_rows = rows(validation, "validation") if validation else None
+  lines = [_describe(sources, eval_sources, parts, train, validation, folder)]
+  for part, packed in {"training": train_rows, "validation": validation_rows}.items():
+    if isinstance(packed, PackedRows):
+      lines.append(f"{part}: {packed.index}")
   return Dataset(
-    train=windows(train),
-    validation=validation and windows(validation),
-    fingerprint=train.fingerprint,
-    description=_describe(sources, eval_sources, parts, train, validation, folder),
-    validation_fingerprint=validation.fingerprint if validation else "none",
+    train=train_rows,
+    validation=validation_rows,
+    fingerprint=train.fingerprint + name,
+    description="\n".join(lines),
+    validation_fingerprint=validation.fingerprint + name if validation else "none",
     train_files=sizes_by_name(parts.train),
     validation_files=sizes_by_name(parts.validation),
   )
@@ -66,6 +77,10 @@ def _with_validation(sources: Sources, eval_sources: Sources) -> Split:
   validation = tuple(map(Document, eval_sources.files))
   left_out = tuple(each for each in test if os.path.realpath(each.file.path) not in held_out)
   return Split(tuple(kept), validation, left_out)
+
+
+def _offsets(cache: TokenCache, tokenizer: Tokenizer) -> np.ndarray:
+  return np.append(np.flatnonzero(cache.tokens == tokenizer.bos_id), cache.num_tokens)
 
 
 def _check_train(sources: Sources, cache: TokenCache, length: int) -> None:
