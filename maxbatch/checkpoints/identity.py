@@ -8,20 +8,27 @@ from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.stream import STREAM_VERSION
 
+_TRAINED_ON = (
+  "dataset_path",
+  "dataset_mixture",
+  "mixture_schedule",
+  "grain_train_mixture_config_path",
+  "grain_packing_type",
+  "use_truncation",
+  "block_cross_document_attention",
+)
+"""The keys that explain why a dataset has another fingerprint."""
+
 
 def identity(config: Config, dataset: Dataset) -> dict[str, object]:
   """What a resume may not change: keys, what is in the files, and the order of samples."""
-  data = config.data
+  values = to_flat_dict(config)
+  train = {key: values[key] for key in _TRAINED_ON}
+  validation = train | {"eval_dataset_path": values["eval_dataset_path"]}
   return fixed_keys(config) | {
     "stream_version": STREAM_VERSION,
-    "dataset": _contents(
-      dataset.fingerprint, {"dataset_path": data.dataset_path}, dataset.train_files
-    ),
-    "validation": _contents(
-      dataset.validation_fingerprint,
-      {"dataset_path": data.dataset_path, "eval_dataset_path": data.eval_dataset_path},
-      dataset.validation_files,
-    ),
+    "dataset": _contents(dataset.fingerprint, train, dataset.train_files),
+    "validation": _contents(dataset.validation_fingerprint, validation, dataset.validation_files),
   }
 
 
@@ -35,6 +42,6 @@ def settings(config: Config) -> dict[str, object]:
   return {key: value for key, value in to_flat_dict(config).items() if key in CHANGEABLE}
 
 
-def _contents(fingerprint: str, paths: Mapping[str, str], files: Mapping[str, int]) -> object:
+def _contents(fingerprint: str, paths: Mapping[str, object], files: Mapping[str, int]) -> object:
   """A part of a dataset: equal if its fingerprint is; the rest says what has changed otherwise."""
   return {"fingerprint": fingerprint, "paths": dict(paths), "files": dict(files)}

@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import DataConfig
-from maxbatch.data import synthetic, text
+from maxbatch.data import mixed, synthetic, text
 from maxbatch.data.dataset import Dataset
+from maxbatch.data.mixture_keys import mixed_paths
 from maxbatch.data.tokenizer import ByteTokenizer, Tokenizer
 from maxbatch.errors import UserError
 
@@ -51,4 +52,11 @@ def build_dataset(data: DataConfig, max_target_length: int) -> Dataset:
     UserError: for an unknown name, or input that cannot be used; names it.
   """
   build = registered("dataset_type", data.dataset_type, DATASETS)
-  return build(data, build_tokenizer(data), max_target_length)
+  tokenizer = build_tokenizer(data)
+
+  def build_one(source: DataConfig) -> Dataset:
+    return build(source, tokenizer, max_target_length)
+
+  # Random tokens have no sources, and take the place of whatever is configured.
+  mixture = None if data.dataset_type == "synthetic" else mixed_paths(data)
+  return mixed.build(data, mixture, build_one) if mixture else build_one(data)

@@ -19,6 +19,7 @@ from maxbatch.compile.steps import save_steps, step_compiler
 from maxbatch.config.load import DERIVED, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
+from maxbatch.data.mixture import MixedRows
 from maxbatch.data.registry import build_dataset
 from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.memory import check_memory
@@ -92,6 +93,8 @@ def run(
     state, reached = _train(resolved, start, dataset, checkpointer)
   plan = _as_decided(start)
   sum_up(resolved, plan, trainer, state, reached)
+  if isinstance(dataset.train, MixedRows):
+    print(dataset.train.report(reached.samples))
   if advise:
     print_next(resolved, plan, reached)
   if start.noise:
