@@ -25,7 +25,7 @@ from maxbatch.data.mixture import (
 )
 from maxbatch.data.mixture_keys import mixed_paths, source_names
 from maxbatch.data.reading import ReadOrder
-from maxbatch.data.registry import build_dataset
+from maxbatch.data.registry import build_dataset, check_epochs
 from maxbatch.data.stream import SampleStream
 from maxbatch.errors import UserError
 
@@ -170,6 +170,22 @@ def phases(*arguments: str) -> list[tuple[int, tuple[int, ...]]]:
   return [(phase.first_sample, phase.weights) for phase in found.mixture.phases]
 
 
+def test_maxtexts_globs_with_weights():
+  found = mixed_paths(keys("dataset_type=grain", "grain_train_files=w/*.jsonl,0.7;c/*.jsonl, 0.3"))
+  assert found is not None
+  assert (found.paths, found.mixture.names) == (("w/*.jsonl", "c/*.jsonl"), ("w", "c"))
+  assert found.mixture.phases[0].weights == (7, 3)
+  # Files of text may be called so.
+  assert mixed_paths(keys("dataset_path=a,1;b,2")) is None
+
+
+@pytest.mark.parametrize("files", ["a;b", "a,1;b", "a,1;,2", "a,1;b,x", "a,1;b,-1", "a,1;"])
+def test_globs_without_weights_are_refused(files):
+  message = refused("dataset_type=grain", f"grain_train_files={files}")
+  assert message.startswith(f"grain_train_files={files}: ")
+  assert "must be a path, a comma and a weight" in message
+
+
 def test_without_keys_there_is_no_mixture():
   assert mixed_paths(base().data) is None
 
@@ -264,6 +280,15 @@ def test_short_names_for_paths(paths, names):
     (
       ["dataset_mixture=[[a, 1], [b, 1]]", "mixture_schedule=[[5, 0, 0]]"],
       "mixture_schedule: [5, 0, 0]: all weights are 0",
+    ),
+    (
+      ["dataset_type=grain", "dataset_mixture=[[a, 1]]", "grain_train_files=texts"],
+      "takes the place of grain_train_files=texts, which would not be read; set "
+      'grain_train_files="", or make it one',
+    ),
+    (
+      ["dataset_type=hf", "dataset_mixture=[[a, 1]]", "hf_path=texts"],
+      'takes the place of hf_path=texts, which would not be read; set hf_path=""',
     ),
     (["grain_train_mixture_config_path=/absent.json"], "cannot be read: No such file"),
     (
@@ -392,6 +417,28 @@ def test_a_source_that_cannot_be_used_is_named(texts):
   assert str(caught.value).startswith(
     "dataset_mixture, source absent: dataset_path=absent: no such file"
   )
+
+
+def test_sources_are_files_of_any_dataset_type(texts):
+  for name in ("low", "high"):
+    lines = [json.dumps({"text": f"{name} {n}" * 5}) for n in range(20)]
+    (texts / f"{name}.jsonl").write_text("\n".join(lines))
+  of_files = build("dataset_type=grain", "dataset_mixture=[[low.jsonl, 3], [high.jsonl, 1]]")
+  of_globs = build("dataset_type=grain", "grain_train_files=low.jsonl,3;high.jsonl,1")
+  assert of_files.fingerprint == of_globs.fingerprint
+  assert [part.name for part in of_files.validation_by_source] == ["low", "high"]
+  assert len(of_files.train) > 100
+  given = "grain_eval_files=low.jsonl"
+  whole = build("dataset_type=grain", "dataset_mixture=[[high.jsonl, 1]]", given)
+  assert whole.validation_by_source == ()
+
+
+def test_num_epoch_limits_each_source():
+  rows = mixed([10, 4], [(0, (3, 1))])
+  check_epochs(keys("num_epoch=1"), rows, 12)
+  check_epochs(keys("num_epoch=2"), rows, 26)
+  with pytest.raises(UserError, match=r"takes 1\.2 epochs of a; use num_epoch=2, num_epoch=-1"):
+    check_epochs(keys("num_epoch=1"), rows, 16)
 
 
 def test_random_tokens_have_no_sources():

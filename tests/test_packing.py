@@ -1,5 +1,6 @@
 """Documents as rows, against slow references: nothing lost, nothing twice, nothing seen across."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from token_caches import written_cache
 
 from maxbatch.data import pack_index, packing
 from maxbatch.data.pack_index import Layout, open_or_build
@@ -23,14 +25,17 @@ def offsets_of(sizes: list[int]) -> np.ndarray:
   return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
 
 
-def built(folder: Path, sizes: list[int], layout: Layout) -> PackedRows:
-  """Rows of documents of so many tokens; the tokens count up from 0."""
-  offsets = offsets_of(sizes)
-  np.arange(offsets[-1], dtype="<u2").tofile(folder / "tokens")
-  index = open_or_build(folder, "train", "tokens", offsets, layout)
-  return PackedRows(
-    TokenCache(str(folder / "tokens"), int(offsets[-1]), "", len(sizes)), index, PAD, segmented=True
+def cached(folder: Path, sizes: list[int], shards: int = 1) -> TokenCache:
+  """Documents of so many tokens; the tokens count up from 0."""
+  starts = offsets_of(sizes)
+  return written_cache(
+    folder / "tokens", range(starts[-1]), starts=starts[:-1].tolist(), shards=shards
   )
+
+
+def built(folder: Path, sizes: list[int], layout: Layout, shards: int = 1) -> PackedRows:
+  cache = cached(folder, sizes, shards)
+  return PackedRows(cache, open_or_build(folder, "train", cache, layout), PAD, segmented=True)
 
 
 def slow_rows(sizes: list[int], length: int, fit: Fit, truncate: bool) -> list[list[int]]:
@@ -73,9 +78,16 @@ def test_rows_are_those_of_packing_one_document_after_the_other(sizes, length, f
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(sizes_of_documents, st.integers(1, 24), fits, st.booleans(), st.integers(1, 50))
+@given(
+  sizes_of_documents,
+  st.integers(1, 24),
+  fits,
+  st.booleans(),
+  st.integers(1, 50),
+  st.integers(1, 3),
+)
 def test_every_target_once_and_only_after_its_own_document(
-  tmp_path_factory, sizes, length, fit, truncate, group
+  tmp_path_factory, sizes, length, fit, truncate, group, shards
 ):
   folder = tmp_path_factory.mktemp("packed")
   with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +95,7 @@ def test_every_target_once_and_only_after_its_own_document(
     patch.setattr(packing, "_GROUP_DOCUMENTS", group)
     patch.setattr(packing, "_GROUP_ROWS", 1)
     patch.setattr(pack_index, "_CHUNK_DOCUMENTS", 2 * group)
-    source = built(folder, sizes, Layout(length, fit, truncate))
+    source = built(folder, sizes, Layout(length, fit, truncate), shards)
   rows = source.rows(np.arange(len(source)))
   document_of = np.repeat(np.arange(len(sizes)), sizes)
   targets = []
@@ -167,13 +179,14 @@ def test_built_once_and_small_to_send_to_workers(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("change", ["length", "fit", "truncate", "documents", "tokens"])
 def test_another_index_for_other_rows(tmp_path, change):
-  offsets = offsets_of([4, 9, 3])
-  first = open_or_build(tmp_path, "train", "tokens", offsets, BEST)
+  cache = cached(tmp_path, [4, 9, 3])
+  first = open_or_build(tmp_path, "train", cache, BEST)
   layouts = {"length": Layout(9, "best_fit", False), "fit": Layout(8, "first_fit", False)}
   layouts["truncate"] = Layout(8, "best_fit", True)
-  others = offsets_of([9, 4, 3]) if change == "documents" else offsets
-  tokens = "others" if change == "tokens" else "tokens"
-  second = open_or_build(tmp_path, "train", tokens, others, layouts.get(change, BEST))
+  changed = {"tokens": {"fingerprint": "x"}, "documents": {"documents_fingerprint": "x"}}
+  shard = dataclasses.replace(cache.shards[0], **changed.get(change, {}))
+  cache = dataclasses.replace(cache, shards=(shard,))
+  second = open_or_build(tmp_path, "train", cache, layouts.get(change, BEST))
   assert second.path != first.path
 
 
@@ -207,4 +220,4 @@ def test_an_index_cut_under_a_run_is_an_error_not_other_rows(tmp_path):
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(UserError, match=r"dataset_cache_directory=.*cannot write the pack index"):
-    open_or_build(tmp_path / "file", "train", "", offsets_of([4]), BEST)
+    open_or_build(tmp_path / "file", "train", cached(tmp_path, [4]), BEST)

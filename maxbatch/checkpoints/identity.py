@@ -10,6 +10,8 @@ from maxbatch.data.stream import STREAM_VERSION
 
 _TRAINED_ON = (
   "dataset_path",
+  "grain_train_files",
+  "hf_path",
   "dataset_mixture",
   "mixture_schedule",
   "grain_train_mixture_config_path",
@@ -17,6 +19,7 @@ _TRAINED_ON = (
   "use_truncation",
   "block_cross_document_attention",
 )
+_EVALUATED_ON = ("eval_dataset_path", "grain_eval_files", "hf_eval_files")
 """The keys that explain why a dataset has another fingerprint."""
 
 
@@ -24,12 +27,19 @@ def identity(config: Config, dataset: Dataset) -> dict[str, object]:
   """What a resume may not change: keys, what is in the files, and the order of samples."""
   values = to_flat_dict(config)
   train = {key: values[key] for key in _TRAINED_ON}
-  validation = train | {"eval_dataset_path": values["eval_dataset_path"]}
-  return fixed_keys(config) | {
-    "stream_version": STREAM_VERSION,
-    "dataset": _contents(dataset.fingerprint, train, dataset.train_files),
-    "validation": _contents(dataset.validation_fingerprint, validation, dataset.validation_files),
-  }
+  validation = train | {key: values[key] for key in _EVALUATED_ON}
+  # Bytes have no contents that could change, and checkpoints of earlier versions have no such entry.
+  has_contents = config.data.tokenizer_type != "byte"
+  tokenizer = {"tokenizer": dataset.tokenizer_version} if has_contents else {}
+  return (
+    fixed_keys(config)
+    | tokenizer
+    | {
+      "stream_version": STREAM_VERSION,
+      "dataset": _contents(dataset.fingerprint, train, dataset.train_files),
+      "validation": _contents(dataset.validation_fingerprint, validation, dataset.validation_files),
+    }
+  )
 
 
 def fixed_keys(config: Config) -> dict[str, object]:

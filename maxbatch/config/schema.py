@@ -299,8 +299,31 @@ class DataConfig:
   eval_fraction: Annotated[float, Range(low=0, high=0.9)]
   dataset_cache_directory: Path
   tokenizer_type: str
+  tokenizer_path: Path
+  add_bos: bool
+  add_eos: bool
+  bos_token: str
+  eos_token: str
+  pad_token: str
   data_shuffle_seed: Seed
   packing: bool
+  max_bad_records: NonNegative
+  num_epoch: Annotated[int, Range(low=1, limit=_INT32, also=-1)]
+  # Files of records, by MaxText's names.
+  train_data_columns: tuple[str, ...]
+  eval_data_columns: tuple[str, ...]
+  tokenize_train_data: bool
+  tokenize_eval_data: bool
+  grain_file_type: str
+  grain_train_files: Path
+  grain_eval_files: Path
+  hf_path: Path
+  hf_name: str
+  hf_data_dir: Path
+  hf_train_files: Path
+  hf_eval_files: Path
+  train_split: str
+  hf_eval_split: str
   # Each is a process.
   grain_worker_count: Annotated[int, Range(low=0, limit=256)]
   # Several sources, and documents as rows.

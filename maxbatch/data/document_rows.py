@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import numpy as np
-
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.dataset import RowSource
 from maxbatch.data.pack_index import Layout, open_or_build
@@ -42,7 +40,6 @@ def rows_name(data: DataConfig, length: int) -> str:
 
 def document_rows(
   cache: TokenCache,
-  offsets: np.ndarray,
   data: DataConfig,
   tokenizer: Tokenizer,
   length: int,
@@ -53,7 +50,6 @@ def document_rows(
 
   Args:
     cache: the tokens.
-    offsets: int64[D+1], where each document begins, and the end of the last.
     data: the keys that say how documents become rows.
     tokenizer: of the tokens.
     length: tokens of a row.
@@ -65,6 +61,6 @@ def document_rows(
   """
   layout = layout_of(data, length)
   if layout is None:
-    return TokenWindows(cache, length, data.segmented, tokenizer.bos_id, tokenizer.pad_id)
-  index = open_or_build(folder, part, cache.fingerprint, offsets, layout)
+    return TokenWindows(cache, length, data.segmented, tokenizer.pad_id)
+  index = open_or_build(folder, part, cache, layout)
   return PackedRows(cache, index, tokenizer.pad_id, segmented=data.segmented)

@@ -8,19 +8,16 @@ from collections.abc import Callable, Mapping
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.dataset import Dataset, SourceRows
 from maxbatch.data.mixture import VERSION, JoinedRows, MixedRows, Mixture, described
-from maxbatch.data.mixture_keys import MixedPaths
+from maxbatch.data.mixture_keys import MixedPaths, has_one_validation, path_of
 from maxbatch.errors import UserError
-
-_ALONE = {"dataset_mixture": (), "mixture_schedule": (), "grain_train_mixture_config_path": ""}
-"""Of a source: it is no mixture itself."""
 
 
 def build(
   data: DataConfig, mixed: MixedPaths, build_one: Callable[[DataConfig], Dataset]
 ) -> Dataset:
-  """The mixture of the datasets that `build_one` makes of each source's `dataset_path`.
+  """The mixture of the datasets that `build_one` makes of each source's path.
 
-  Validation is by source, unless eval_dataset_path names one set for all.
+  Validation is by source, unless a key names one set for all.
 
   Raises:
     UserError: a source cannot be used; names it.
@@ -28,7 +25,7 @@ def build(
   datasets: dict[str, Dataset] = {}
   for name, path in zip(mixed.mixture.names, mixed.paths, strict=True):
     try:
-      datasets[name] = build_one(dataclasses.replace(data, dataset_path=path, **_ALONE))
+      datasets[name] = build_one(_alone(data, path))
     except UserError as error:
       raise UserError(f"{mixed.key}, source {name}: {error}") from error
   train = MixedRows(tuple(each.train for each in datasets.values()), mixed.mixture)
@@ -40,7 +37,14 @@ def build(
     description=_description(train, datasets),
     train_files=_files({name: each.train_files for name, each in datasets.items()}),
   )
-  return dataset if data.eval_dataset_path else _validated(dataset, mixed.mixture, datasets)
+  return dataset if has_one_validation(data) else _validated(dataset, mixed.mixture, datasets)
+
+
+def _alone(data: DataConfig, path: str) -> DataConfig:
+  """The keys of one source, which is no mixture itself."""
+  key, _ = path_of(data)
+  none = {"dataset_mixture": (), "mixture_schedule": (), "grain_train_mixture_config_path": ""}
+  return dataclasses.replace(data, **none, **{key: path})
 
 
 def _validated(dataset: Dataset, mixture: Mixture, datasets: Mapping[str, Dataset]) -> Dataset:

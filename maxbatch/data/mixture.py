@@ -124,12 +124,20 @@ class MixedRows(JoinedRows):
 
   mixture: Mixture
 
+  def epochs(self, samples: int) -> dict[str, Fraction]:
+    """How often the first `samples` samples take all rows of each source."""
+    counts = self.mixture.counts(samples)
+    return {
+      name: Fraction(count, len(rows))
+      for name, rows, count in zip(self.mixture.names, self.sources, counts, strict=True)
+    }
+
   def report(self, samples: int) -> str:
     """How many of the first `samples` samples each source has given, and how often all its rows."""
-    counts = self.mixture.counts(samples)
+    counts, epochs = self.mixture.counts(samples), self.epochs(samples).items()
     parts = [
-      f"{name} {count:,} ({count / max(samples, 1):.2%}, {count / len(rows):.2f} epochs)"
-      for name, rows, count in zip(self.mixture.names, self.sources, counts, strict=True)
+      f"{name} {count:,} ({count / max(samples, 1):.2%}, {float(number):.2f} epochs)"
+      for (name, number), count in zip(epochs, counts, strict=True)
     ]
     return f"Samples by source: {', '.join(parts)}"
 

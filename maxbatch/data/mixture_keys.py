@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxbatch.config.schema import DataConfig
-from maxbatch.config.value import plain
+from maxbatch.config.value import exact_number, plain
 from maxbatch.data.mixture import Mixture, MixturePhase
 from maxbatch.data.shares import LARGEST_TOTAL, SMALLEST_SHARE, whole_weights
 from maxbatch.data.sources import STDLIB
@@ -39,9 +39,10 @@ def mixed_paths(data: DataConfig) -> MixedPaths | None:
     key = f"grain_train_mixture_config_path={data.grain_train_mixture_config_path}"
     named = _from_file(key, data.grain_train_mixture_config_path)
     names, paths, weights = zip(*((name, *each) for name, each in named.items()), strict=True)
-  elif data.dataset_mixture:
-    key = "dataset_mixture"
-    paths, weights = zip(*data.dataset_mixture, strict=True)
+  elif data.dataset_mixture or _is_mixture(data):
+    key = "dataset_mixture" if data.dataset_mixture else "grain_train_files"
+    pairs = data.dataset_mixture or _from_globs(data.grain_train_files)
+    paths, weights = zip(*pairs, strict=True)
     names = source_names(paths)
   elif data.mixture_schedule:
     raise UserError(
@@ -61,11 +62,54 @@ def _check_alone(data: DataConfig, key: str) -> None:
   """Refuses other keys that say what to read."""
   if data.grain_train_mixture_config_path and data.dataset_mixture:
     raise UserError(f"{key} and dataset_mixture: one of them; for example dataset_mixture=[]")
-  if data.dataset_path not in ("", STDLIB):
+  path_key, path = path_of(data)
+  if path not in ("", STDLIB) and key != path_key:
+    default = STDLIB if path_key == "dataset_path" else '""'
     raise UserError(
-      f"{key} takes the place of dataset_path={data.dataset_path}, which would not be read; set "
-      f"dataset_path={STDLIB}, or make it one of the mixture's sources"
+      f"{key} takes the place of {path_key}={path}, which would not be read; set "
+      f"{path_key}={default}, or make it one of the mixture's sources"
     )
+
+
+def path_of(data: DataConfig) -> tuple[str, str]:
+  """The key that says what is trained on, and its value."""
+  if data.dataset_type == "grain":
+    return "grain_train_files", data.grain_train_files
+  if data.dataset_type == "hf":
+    return "hf_path", data.hf_path
+  return "dataset_path", data.dataset_path
+
+
+def has_one_validation(data: DataConfig) -> bool:
+  """Whether one validation set is given for all sources."""
+  if data.dataset_type == "grain":
+    return bool(data.grain_eval_files)
+  if data.dataset_type == "hf":
+    return bool(data.hf_eval_files)
+  return bool(data.eval_dataset_path)
+
+
+def _is_mixture(data: DataConfig) -> bool:
+  return data.dataset_type == "grain" and ";" in data.grain_train_files
+
+
+def _from_globs(files: str) -> list[tuple[str, Fraction]]:
+  """MaxText's `path,0.3;path,0.7`."""
+  return [_weighted(files, each) for each in files.split(";")]
+
+
+def _weighted(files: str, each: str) -> tuple[str, Fraction]:
+  path, _, text = each.rpartition(",")
+  try:
+    weight = exact_number(text.strip())
+  except ValueError:
+    weight = Fraction(-1)
+  if not path or weight < 0:
+    raise UserError(
+      f"grain_train_files={files}: {each!r} must be a path, a comma and a weight of at least 0; for "
+      "example grain_train_files='texts/*.jsonl,0.7;code/*.jsonl,0.3'"
+    )
+  return path.strip(), weight
 
 
 def _from_file(key: str, path: str) -> Mapping[str, tuple[str, Fraction]]:
@@ -85,9 +129,9 @@ def _from_file(key: str, path: str) -> Mapping[str, tuple[str, Fraction]]:
 def _entry(key: str, name: str, entry: object) -> tuple[str, Fraction]:
   fields = entry if isinstance(entry, dict) else {}
   path, weight = fields.get("path"), fields.get("weight")
-  is_number = isinstance(weight, int | Fraction) and not isinstance(weight, bool) and weight >= 0
-  if is_number and isinstance(path, str) and set(fields) == {"path", "weight"}:
-    return path, Fraction(weight)
+  number = weight if isinstance(weight, int | Fraction) and weight is not True else -1
+  if number >= 0 and isinstance(path, str) and set(fields) == {"path", "weight"}:
+    return path, Fraction(number)
   raise UserError(
     f"{key}: {name} must be an object with path, a text, and weight, a number of at least 0, and "
     f"nothing else; for example {_FILE_EXAMPLE}"

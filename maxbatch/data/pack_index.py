@@ -1,6 +1,6 @@
 """The pack index: which pieces of which documents make up each row, built once beside the cache.
 
-Its name derives from the tokens' fingerprint and from what the rows follow from, so a finished index
+Its name derives from the fingerprints of tokens and documents and from what the rows follow from, so a finished index
 never changes; it is written under a temporary name and renamed when complete. On disk are, for P
 pieces in R rows: the first token of each piece int64[P], its places int32[P], and where the pieces
 of each row end int64[R]. It is mapped, never loaded, so memory does not grow with it.
@@ -20,6 +20,7 @@ import numpy as np
 import tqdm
 
 from maxbatch.data.packing import Fit, Pieces, group_documents, pack, places
+from maxbatch.data.token_cache import TokenCache
 from maxbatch.errors import UserError
 from maxbatch.run_folder.atomic import replacing, write_whole
 
@@ -27,7 +28,6 @@ VERSION = 1
 """Of the rows that the same documents are packed to."""
 _CHUNK_DOCUMENTS = 2**21
 _FULL_CHECK_BYTES = 128 * 2**20
-_OFFSETS_HASHED = 2**16
 
 _log = logging.getLogger(__name__)
 
@@ -113,31 +113,26 @@ class PackIndex:
     return f"{line}; {longer} and {what}"
 
 
-def open_or_build(
-  folder: Path, part: str, tokens_fingerprint: str, offsets: np.ndarray, layout: Layout
-) -> PackIndex:
-  """The index of the documents between the offsets int64[D+1]: opened in `folder`, or built there.
+def open_or_build(folder: Path, part: str, cache: TokenCache, layout: Layout) -> PackIndex:
+  """The index of the documents of `cache`: opened in `folder`, or built there.
 
   Args:
     folder: the folder of all caches.
     part: "train" or "validation", part of the file's name.
-    tokens_fingerprint: of the tokens that the offsets divide into documents.
-    offsets: the first token of each document, and the end of the last; may be mapped.
-    layout: how documents become rows.
+    cache: the documents.
+    layout: how they become rows.
 
   Raises:
     UserError: the folder cannot be written.
   """
-  # The same tokens may be divided otherwise, which some of the offsets tell.
-  some = np.asarray(offsets[:: max(1, len(offsets) // _OFFSETS_HASHED)], "<i8")
-  digest = _new_hash(some.tobytes())
-  digest.update(json.dumps([tokens_fingerprint, len(offsets), layout.length, layout.name]).encode())
-  path = folder / f"{part}-{digest.hexdigest()}.rows"
+  prints = [(each.fingerprint, each.documents_fingerprint) for each in cache.shards]
+  content = json.dumps([prints, layout.length, layout.name])
+  path = folder / f"{part}-{_new_hash(content.encode()).hexdigest()}.rows"
   if (index := _open(path, layout)) is not None:
     return index
   try:
     with replacing(path) as file:
-      packed = _write(file, offsets, layout, part)
+      packed = _write(file, cache, layout, part)
     with open(path, "rb") as written:
       fingerprint = hashlib.file_digest(written, _new_hash).hexdigest()
     metadata = {"packed": dataclasses.asdict(packed), "fingerprint": fingerprint}
@@ -184,22 +179,22 @@ def _open(path: Path, layout: Layout) -> PackIndex | None:
   return PackIndex(str(path), layout, packed, fingerprint)
 
 
-def _write(file: BinaryIO, offsets: np.ndarray, layout: Layout, part: str) -> Packed:
+def _write(file: BinaryIO, cache: TokenCache, layout: Layout, part: str) -> Packed:
   """Packs chunk by chunk; the numbers of pieces are known before, those of rows are not."""
-  total, rests = _counted(offsets, layout)
+  total, rests = _counted(cache, layout)
   group = group_documents(*rests, layout.length)
   pieces, rows = 0, 0
   chunk = group * max(1, _CHUNK_DOCUMENTS // group)
   # disable=None: no bar where the output is not a terminal.
   with tqdm.tqdm(
-    total=len(offsets) - 1,
+    total=cache.num_documents,
     desc=f"packing {part}",
     unit=" documents",
     unit_scale=True,
     disable=None,
     leave=False,
   ) as bar:
-    for each in _chunks(offsets, chunk):
+    for each in offsets(cache, chunk):
       packed = pack(each, layout.length, layout.fit, group, truncate=layout.truncate)
       ends = pieces + np.cumsum(packed.counts)
       _write_at(file, 8 * pieces, packed.starts.astype("<i8"))
@@ -215,10 +210,10 @@ def _write_at(file: BinaryIO, position: int, content: np.ndarray) -> None:
   file.write(content.data)
 
 
-def _counted(offsets: np.ndarray, layout: Layout) -> tuple[Packed, tuple[int, int]]:
+def _counted(cache: TokenCache, layout: Layout) -> tuple[Packed, tuple[int, int]]:
   """What can be said before packing; and how many rests there are, with how many places."""
   sums = np.zeros(7, np.int64)
-  for each in _chunks(offsets, _CHUNK_DOCUMENTS):
+  for each in offsets(cache, _CHUNK_DOCUMENTS):
     needed, kept = (places(each, layout.length, truncate=cut) for cut in (False, layout.truncate))
     whole, rest = np.divmod(kept, layout.length)
     counted = (needed > 0, needed > layout.length, needed, whole + (rest > 0), kept, rest > 0, rest)
@@ -227,7 +222,14 @@ def _counted(offsets: np.ndarray, layout: Layout) -> tuple[Packed, tuple[int, in
   return Packed(documents, longer, num_places, pieces, 0, filled), (rests, rest_places)
 
 
-def _chunks(offsets: np.ndarray, documents: int) -> Iterator[np.ndarray]:
-  """The offsets of `documents` documents at a time, with the end of the last."""
-  for begin in range(0, len(offsets) - 1, documents):
-    yield np.asarray(offsets[begin : begin + documents + 1])
+def offsets(cache: TokenCache, documents: int) -> Iterator[np.ndarray]:
+  """The first token of every document, so many documents at a time, with the end of the last."""
+  waiting, first = np.empty(0, np.int64), 0
+  for shard in cache.shards:
+    waiting = np.concatenate([waiting, shard.document_starts + first])
+    first += shard.num_tokens
+    while len(waiting) > documents:
+      yield waiting[: documents + 1]
+      waiting = waiting[documents:]
+  if len(waiting):
+    yield np.append(waiting, first)

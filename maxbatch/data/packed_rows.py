@@ -1,9 +1,10 @@
 """Rows of whole documents over a token cache, as the pack index has put them together.
 
-R rows, T tokens per row, P pieces of the rows asked for, N tokens of these pieces.
+R rows, T tokens per row.
 """
 
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -28,29 +29,25 @@ class PackedRows:
   def rows(self, indices: np.ndarray) -> Arrays:
     """The rows int[R] as new arrays, see `RowSource.rows`; the weight is 0 on padding alone."""
     pieces, length = self.index.pieces(np.asarray(indices, np.int64)), self.index.layout.length
-    counts_P = pieces.lengths.astype(np.int64)
-    first_P = np.cumsum(counts_P) - counts_P
-    # The number of each piece within its row, and where it begins there.
-    first_piece_R = np.cumsum(pieces.counts) - pieces.counts
-    row_P = np.repeat(np.arange(len(indices)), pieces.counts)
-    number_P = np.arange(len(row_P)) - first_piece_R[row_P]
-    column_P = first_P - first_P[first_piece_R[row_P]]
-    within_N = np.arange(counts_P.sum()) - np.repeat(first_P, counts_P)
-    places_N = np.repeat(row_P * length + column_P, counts_P) + within_N
-    tokens_N = np.repeat(pieces.starts, counts_P) + within_N
-
-    def placed(values: np.ndarray | float, filler: float, dtype: type) -> np.ndarray:
-      array_RT = np.full((len(indices), length), filler, dtype)
-      array_RT.reshape(-1)[places_N] = values
-      return array_RT
-
-    tokens = self.cache.tokens
+    shape = (len(indices), length)
     arrays = {
-      "inputs": placed(tokens[tokens_N], self.pad_id, np.int32),
-      "targets": placed(tokens[tokens_N + 1], self.pad_id, np.int32),
-      "weights": placed(1.0, 0.0, np.float32),
+      "inputs": np.full(shape, self.pad_id, np.int32),
+      "targets": np.full(shape, self.pad_id, np.int32),
+      "weights": np.zeros(shape, np.float32),
     }
     if self.segmented:
-      arrays["segment_ids"] = placed(np.repeat(number_P + 1, counts_P), 0, np.int32)
-      arrays["positions"] = placed(within_N, 0, np.int32)
+      arrays["segment_ids"], arrays["positions"] = np.zeros((2, *shape), np.int32)
+    columns_T = np.arange(length, dtype=np.int32)
+    piece = iter(zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True))
+    for row, count in enumerate(pieces.counts.tolist()):
+      begin = 0
+      for number, (start, places) in enumerate(itertools.islice(piece, count), 1):
+        window, here = self.cache.read(start, start + places + 1), slice(begin, begin + places)
+        arrays["inputs"][row, here] = window[:-1]
+        arrays["targets"][row, here] = window[1:]
+        arrays["weights"][row, here] = 1
+        if self.segmented:
+          arrays["segment_ids"][row, here] = number
+          arrays["positions"][row, here] = columns_T[:places]
+        begin += places
     return arrays

@@ -31,8 +31,6 @@ class SyntheticRows:
   packing: bool
   ids: np.ndarray
   """The ids that are drawn from: those that stand for text."""
-  bos_id: int
-  pad_id: int
 
   def __len__(self) -> int:
     return self.num_rows
@@ -48,9 +46,8 @@ class SyntheticRows:
       "weights": np.ones((len(indices), self.length), np.float32),
     }
     if self.packing:
-      arrays["segment_ids"], arrays["positions"] = segments(
-        arrays["inputs"], self.bos_id, self.pad_id
-      )
+      begins_RT = np.zeros(arrays["inputs"].shape, bool)
+      arrays["segment_ids"], arrays["positions"] = segments(begins_RT, ~begins_RT)
     return arrays
 
   def _tokens(self, index: int) -> np.ndarray:
@@ -63,7 +60,7 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
   paths = {
     "dataset_path": data.dataset_path,
     "eval_dataset_path": data.eval_dataset_path,
-    "dataset_mixture": plain(data.dataset_mixture) or "",
+    "dataset_mixture": str(plain(data.dataset_mixture) or ""),
     "grain_train_mixture_config_path": data.grain_train_mixture_config_path,
   }
   given = [f"{key}={path}" for key, path in paths.items() if path not in ("", STDLIB)]
@@ -77,8 +74,6 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
       max_target_length,
       data.segmented,
       ordinary_ids(tokenizer),
-      tokenizer.bos_id,
-      tokenizer.pad_id,
     )
 
   return Dataset(

@@ -23,6 +23,8 @@ def generate(
   length: int,
   temperature: float,
   max_target_length: int,
+  *,
+  add_bos: bool = True,
 ) -> str:
   """The prompt and the text of `length` tokens after it, the same at every call.
 
@@ -37,10 +39,12 @@ def generate(
     temperature: 0 takes the likeliest token.
     max_target_length: tokens of a row in training. A token follows from at most as many before it:
       the model knows no others, and learned positions end there.
+    add_bos: begin with the token that begins a document, as an empty prompt always does.
   """
   # Where the locale is not UTF-8, Python hands on what it cannot read as surrogates.
   as_typed = prompt.encode(errors="surrogateescape")
-  start = [tokenizer.bos_id, *tokenizer.encode(as_typed).tolist()]
+  ids = tokenizer.encode(as_typed).tolist()
+  start = [tokenizer.bos_id, *ids] if add_bos or not ids else ids
   tokens_T = jnp.array(start + [0] * length, jnp.int32)
   window = min(max_target_length, len(tokens_T))
   write = jax.jit(

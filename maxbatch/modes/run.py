@@ -20,7 +20,7 @@ from maxbatch.config.load import DERIVED, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.mixture import MixedRows
-from maxbatch.data.registry import build_dataset
+from maxbatch.data.registry import build_dataset, check_epochs
 from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.noise import calibration_programs, make_noise
@@ -78,6 +78,7 @@ def run(
   trainer = build_trainer(resolved.config, resolved.plan, target.devices)
   check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices)
   dataset = build_dataset(resolved.config.data, resolved.config.batch.max_target_length)
+  check_epochs(resolved.config.data, dataset.train, resolved.plan.total_samples)
   describe(resolved, trainer, dataset.description)
   with (
     _held_by_one_process(resolved),

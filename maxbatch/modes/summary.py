@@ -121,4 +121,5 @@ def _sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
     run.generate_length,
     run.decode_sampling_temperature,
     resolved.config.batch.max_target_length,
+    add_bos=resolved.config.data.add_bos,
   )

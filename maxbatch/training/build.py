@@ -30,6 +30,9 @@ from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.state import Measures
 from maxbatch.training.step import EvalStep, Step, Trainer, eval_function, step_function
 
+_FAST_MULTIPLE = 128
+"""Of the vocabulary's size: lanes of a TPU's vector unit, columns of its matrix unit."""
+
 
 def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) -> Trainer:
   """Model, optimizer and mesh, none of which holds an array yet.
@@ -37,12 +40,7 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
   Raises:
     UserError: keys that contradict each other.
   """
-  tokens = build_tokenizer(config.data).vocab_size
-  if config.model.vocab_size < tokens:
-    raise UserError(
-      f"vocab_size={config.model.vocab_size} must be at least the {tokens} tokens of "
-      f"tokenizer_type={config.data.tokenizer_type}; for example vocab_size={tokens}"
-    )
+  _check_vocabulary(config)
   length = config.batch.max_target_length
   model_config = resolve_attention(config.model, length, devices[0])
   model = build_model(model_config, length, config.noise.gns)
@@ -59,6 +57,21 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
     dropout_key=jax.random.fold_in(jax.random.key(config.model.init_weights_seed), 1),
     pipeline=pipeline,
     measures=Measures(chosen_metrics(config.run.metrics), config.noise.gns_from_microbatches),
+  )
+
+
+def _check_vocabulary(config: Config) -> None:
+  """Refuses a model that has no logit for some token."""
+  data, tokens = config.data, build_tokenizer(config.data).vocab_size
+  if config.model.vocab_size >= tokens:
+    return
+  path = f" tokenizer_path={data.tokenizer_path}" if data.tokenizer_path else ""
+  padded = -(-tokens // _FAST_MULTIPLE) * _FAST_MULTIPLE
+  larger = f", or vocab_size={padded}, a multiple of {_FAST_MULTIPLE} as matrix units like it"
+  raise UserError(
+    f"vocab_size={config.model.vocab_size} must be at least the {tokens} tokens of "
+    f"tokenizer_type={data.tokenizer_type}{path}; for example vocab_size={tokens}"
+    + (larger if padded > tokens else "")
   )
 
 

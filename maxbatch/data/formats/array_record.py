@@ -1,0 +1,60 @@
+"""ArrayRecord, by array_record; its records are tf.train.Example."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from maxbatch.data.formats.format import (
+  MAX_RECORD_BYTES,
+  Bad,
+  Record,
+  RecordFormat,
+  by_number,
+  damaged,
+)
+from maxbatch.data.formats.tf_example import feature
+from maxbatch.data.optional import library
+from maxbatch.data.sources import SourceFile
+
+_READ_AT_ONCE = 64
+
+
+def _size(key: str, file: SourceFile) -> int:
+  """In records."""
+  with _opened(key, file) as reader:
+    return reader.num_records()
+
+
+def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Iterator[Record]:
+  with _opened(key, file) as reader:
+    stop = min(stop, reader.num_records())
+    for first in range(start, stop, _READ_AT_ONCE):
+      records = reader.read(first, min(first + _READ_AT_ONCE, stop))
+      for place, content in enumerate(records, start=first):
+        if len(content) > MAX_RECORD_BYTES:
+          yield Record(place, Bad(f"longer than {MAX_RECORD_BYTES:,} bytes"))
+        else:
+          yield Record(place, feature(content, column))
+
+
+@contextlib.contextmanager
+def _opened(key: str, file: SourceFile) -> Iterator[Any]:
+  module = library("array_record.python.array_record_module", file.path)
+  reader = module.ArrayRecordReader(file.path)
+  try:
+    if not reader.ok():
+      raise damaged(key, file, "ArrayRecord", "its index cannot be read")
+    yield reader
+  except RuntimeError as error:
+    raise damaged(key, file, "ArrayRecord", error) from error
+  finally:
+    reader.close()
+
+
+ARRAY_RECORD = RecordFormat(
+  suffix=r"\.array_?record\b",
+  size=_size,
+  read=_read,
+  can_be_divided=lambda file: True,
+  named=by_number,
+)

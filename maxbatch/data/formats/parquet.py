@@ -1,0 +1,66 @@
+"""Parquet, by pyarrow."""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from maxbatch.data.formats.arrow_columns import check_column, values
+from maxbatch.data.formats.format import Record, RecordFormat, by_number, damaged, unreadable
+from maxbatch.data.optional import library
+from maxbatch.data.sources import SourceFile
+
+# Few, since all of a batch is in memory and a record may be large.
+_BATCH_ROWS = 64
+
+
+def _size(key: str, file: SourceFile) -> int:
+  """In rows, as the file's end says."""
+  with _opened(key, file) as opened:
+    return opened.metadata.num_rows
+
+
+def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Iterator[Record]:
+  with _opened(key, file) as opened:
+    check_column(key, file, opened.schema_arrow, column)
+    counts = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
+    firsts = [0, *itertools.accumulate(counts)]
+    groups = [
+      group
+      for group, count in enumerate(counts)
+      if firsts[group] < stop and firsts[group] + count > start
+    ]
+    if not groups:
+      return
+    place = firsts[groups[0]]
+    for batch in opened.iter_batches(_BATCH_ROWS, row_groups=groups, columns=[column]):
+      for value in values(batch.column(0)):
+        if start <= place < stop:
+          yield Record(place, value)
+        place += 1
+      if place >= stop:
+        return
+
+
+@contextlib.contextmanager
+def _opened(key: str, file: SourceFile) -> Iterator[Any]:
+  pyarrow = library("pyarrow", file.path)
+  parquet = library("pyarrow.parquet", file.path)
+  try:
+    with parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=2**20) as opened:
+      yield opened
+  except pyarrow.ArrowException as error:
+    raise damaged(key, file, "Parquet", error) from error
+  except OSError as error:
+    if error.errno is None:  # Of pyarrow, about the contents.
+      raise damaged(key, file, "Parquet", error) from error
+    raise unreadable(key, file, error) from error
+
+
+PARQUET = RecordFormat(
+  suffix=r"\.(parquet|pq)$",
+  size=_size,
+  read=_read,
+  can_be_divided=lambda file: True,
+  named=by_number,
+)
