@@ -56,3 +56,13 @@ def test_a_resume_goes_on_with_the_same_samples_and_refuses_other_weights(folder
   assert start(folder) == 0
   whole = read_metrics(folder / "runs" / "whole")
   assert [one["loss"] for one in records(folder)[1:]] == [one["loss"] for one in whole[1:]]
+
+
+def test_a_phase_that_is_added_in_time_changes_no_sample_before_it(folder, capsys):
+  schedule = "mixture_schedule=[[24, 1, 3]]"
+  assert start(folder, "run_name=whole", "checkpoint_period=100", schedule) == 0
+  assert start(folder, "steps=2") == 0
+  assert start(folder, schedule) == 2
+  assert start(folder, schedule, "allow_changed_resume=true") == 0
+  whole = read_metrics(folder / "runs" / "whole")
+  assert [one["loss"] for one in records(folder)[1:]] == [one["loss"] for one in whole[1:]]
