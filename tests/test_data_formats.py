@@ -3,6 +3,7 @@
 import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -189,10 +190,8 @@ def test_a_dataset_saved_to_disk(tmp_path, splits):
   made = datasets.Dataset(table(DOCUMENTS))
   keys = {"dataset_type": "hf", "hf_path": str(tmp_path / "saved")}
   if splits:
-    parts = datasets.DatasetDict(
-      train=made.select(range(30)), validation=made.select(range(30, 40))
-    )
-    parts.save_to_disk(tmp_path / "saved")
+    parts: Any = {"train": made.select(range(30)), "validation": made.select(range(30, 40))}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
     keys["hf_eval_split"] = "validation"
   else:
     made.save_to_disk(tmp_path / "saved", num_shards=3)

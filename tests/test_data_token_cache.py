@@ -13,7 +13,7 @@ import pytest
 from processes import PATIENCE_SECONDS
 from support import config
 
-from maxbatch.data import registry, token_shard
+from maxbatch.data import registry, token_cache, token_shard
 from maxbatch.data.formats import text as text_format
 from maxbatch.data.sources import Document, resolve
 from maxbatch.data.token_cache import TokenCache, open_or_build
@@ -127,6 +127,17 @@ def test_a_damaged_cache_is_built_again_and_says_so(corpus, tmp_path, damage, ca
   caplog.clear()
   cached(corpus, tmp_path / "cache")
   assert caplog.text == ""
+
+
+def test_of_a_large_cache_no_contents_are_read_when_it_is_opened(corpus, tmp_path, monkeypatch):
+  """However many shards it has: their lengths alone are compared."""
+  monkeypatch.setattr(token_cache, "SHARD_BYTES", 1)
+  first = cached(corpus, tmp_path / "cache")
+  assert len(first.shards) > 1
+  monkeypatch.setattr(token_cache, "FULL_CHECK_BYTES", 20)
+  by_shards = cached(corpus, tmp_path / "cache").fingerprint
+  monkeypatch.setattr(token_shard.hashlib, "file_digest", None)
+  assert cached(corpus, tmp_path / "cache").fingerprint == by_shards != first.fingerprint
 
 
 @pytest.mark.parametrize(

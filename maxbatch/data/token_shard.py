@@ -25,7 +25,7 @@ from maxbatch.run_folder.claim import claimed
 
 FULL_CHECK_BYTES = 128 * 2**20
 """Up to this size an opened cache is hashed against its fingerprints (about 0.1 s); beyond it only
-its length is checked, so that starting does not take longer the more text there is."""
+lengths are checked, so that starting does not take longer the more text there is."""
 _START_BYTES = 8
 _METADATA = {
   "num_tokens": int,
@@ -80,6 +80,8 @@ class ShardJob:
 
   path: Path
   documents: tuple[Document, ...]
+  check: bool = True
+  """Where it is there already, compare its contents with its fingerprints."""
 
   @property
   def size_bytes(self) -> int:
@@ -91,7 +93,7 @@ def open_shard(path: Path, *, check: bool = True, warn: bool = True) -> TokenSha
   """The shard at `path` if it exists and is intact.
 
   Args:
-    check: its contents too, if it is not large.
+    check: its contents too, and not their lengths alone.
     warn: if it exists and is not intact.
   """
   if not _metadata_path(path).exists() and not path.exists():
@@ -136,7 +138,7 @@ def make_shards(
 
 
 def _make_unless_there(job: ShardJob, recipe: Recipe, report: Callable[[int], None]) -> None:
-  if open_shard(job.path, warn=False):
+  if open_shard(job.path, check=job.check, warn=False):
     return
   path = job.path
   with replacing(path) as tokens_file, replacing(_documents_path(path)) as starts_file:
@@ -191,8 +193,8 @@ def _damage(shard: TokenShard, check: bool) -> str:
   for each, (expected, _) in wanted.items():
     if (size := os.path.getsize(each)) != expected:
       return f"{each.name} has {size} bytes instead of {expected}"
-  for each, (size, fingerprint) in wanted.items():
-    if check and size <= FULL_CHECK_BYTES:
+  for each, (_, fingerprint) in wanted.items():
+    if check:
       with open(each, "rb") as file:
         digest = hashlib.file_digest(file, new_hash).hexdigest()
       if digest != fingerprint:

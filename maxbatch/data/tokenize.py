@@ -221,8 +221,8 @@ def _text(record: Record) -> bytes | Bad:
     return value
   try:
     content = value.encode() if isinstance(value, str) else value
-    if isinstance(content, bytes):
-      content.decode()
+    if isinstance(value, bytes):
+      value.decode()
   except UnicodeEncodeError as error:
     return Bad(f"character {error.start} is a lone surrogate, which is no Unicode")
   except UnicodeDecodeError as error:
@@ -241,7 +241,10 @@ def _ids(record: Record, recipe: Recipe) -> np.ndarray | Bad:
   value = record.value
   if isinstance(value, Bad):
     return value
-  ids = np.asarray(value) if isinstance(value, list | np.ndarray) else None
+  try:
+    ids = np.asarray(value) if isinstance(value, list | np.ndarray) else None
+  except ValueError:  # Lists of different lengths in a list.
+    ids = None
   if ids is not None and ids.shape == (0,):
     return ids.astype(np.int64)
   if ids is None or ids.dtype.kind not in "iu" or ids.ndim != 1:

@@ -32,15 +32,16 @@ class TokenWindows:
     """
     length = self.length
     tokens_RS = np.full((len(indices), length + 1), self.pad_id, np.int32)
-    is_real_RS = np.zeros(tokens_RS.shape, bool)
+    is_real_RS = np.ones(tokens_RS.shape, bool)
     begins_RS = np.zeros(tokens_RS.shape, bool)
     for row, index in enumerate(indices):
       start, stop = int(index) * length, (int(index) + 1) * length + 1
       window = self.cache.read(start, stop)
       tokens_RS[row, : window.size] = window
-      is_real_RS[row, : window.size] = True
-      if self.packing:
-        begins_RS[row, self.cache.document_starts(start, stop) - start] = True
+      if window.size <= length:
+        is_real_RS[row, window.size :] = False
+      if self.packing and (begins := self.cache.document_starts(start, stop)).size:
+        begins_RS[row, begins - start] = True
     arrays = {
       "inputs": np.ascontiguousarray(tokens_RS[:, :-1]),
       "targets": np.ascontiguousarray(tokens_RS[:, 1:]),

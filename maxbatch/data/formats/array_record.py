@@ -16,7 +16,9 @@ from maxbatch.data.formats.tf_example import feature
 from maxbatch.data.optional import library
 from maxbatch.data.sources import SourceFile
 
-_READ_AT_ONCE = 64
+# All that is read at once is in memory, and records may be large.
+_BYTES_AT_ONCE = 4 * 2**20
+_MOST_AT_ONCE = 1024
 
 
 def _size(key: str, file: SourceFile) -> int:
@@ -27,9 +29,12 @@ def _size(key: str, file: SourceFile) -> int:
 
 def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Iterator[Record]:
   with _opened(key, file) as reader:
-    stop = min(stop, reader.num_records())
-    for first in range(start, stop, _READ_AT_ONCE):
-      records = reader.read(first, min(first + _READ_AT_ONCE, stop))
+    count = reader.num_records()
+    stop = min(stop, count)
+    mean_bytes = max(file.size_bytes // max(count, 1), 1)
+    at_once = min(max(_BYTES_AT_ONCE // mean_bytes, 1), _MOST_AT_ONCE)
+    for first in range(start, stop, at_once):
+      records = reader.read(first, min(first + at_once, stop))
       for place, content in enumerate(records, start=first):
         if len(content) > MAX_RECORD_BYTES:
           yield Record(place, Bad(f"longer than {MAX_RECORD_BYTES:,} bytes"))
@@ -43,12 +48,12 @@ def _opened(key: str, file: SourceFile) -> Iterator[Any]:
   reader = module.ArrayRecordReader(file.path)
   try:
     if not reader.ok():
+      reader.close()  # Which says what is wrong.
       raise damaged(key, file, "ArrayRecord", "its index cannot be read")
     yield reader
+    reader.close()
   except RuntimeError as error:
     raise damaged(key, file, "ArrayRecord", error) from error
-  finally:
-    reader.close()
 
 
 ARRAY_RECORD = RecordFormat(

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxbatch.data.formats.arrow_columns import check_column, values
@@ -10,8 +10,9 @@ from maxbatch.data.formats.format import Record, RecordFormat, by_number, damage
 from maxbatch.data.optional import library
 from maxbatch.data.sources import SourceFile
 
-# Few, since all of a batch is in memory and a record may be large.
-_BATCH_ROWS = 64
+# All of a batch is in memory, and records may be large.
+_BATCH_BYTES = 8 * 2**20
+_MOST_ROWS = 1024
 
 
 def _size(key: str, file: SourceFile) -> int:
@@ -33,13 +34,25 @@ def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Ite
     if not groups:
       return
     place = firsts[groups[0]]
-    for batch in opened.iter_batches(_BATCH_ROWS, row_groups=groups, columns=[column]):
+    rows = _rows_at_once(opened, column, groups)
+    for batch in opened.iter_batches(rows, row_groups=groups, columns=[column]):
       for value in values(batch.column(0)):
         if start <= place < stop:
           yield Record(place, value)
         place += 1
       if place >= stop:
         return
+
+
+def _rows_at_once(opened: Any, column: str, groups: Sequence[int]) -> int:
+  """As many as are not too large, by the mean of the row group with the largest."""
+  means = []
+  for group in groups:
+    metadata = opened.metadata.row_group(group)
+    leaves = (metadata.column(number) for number in range(metadata.num_columns))
+    own = [leaf for leaf in leaves if f"{leaf.path_in_schema}.".startswith(f"{column}.")]
+    means.append(sum(leaf.total_uncompressed_size for leaf in own) // max(metadata.num_rows, 1))
+  return min(max(_BATCH_BYTES // max(1, *means), 1), _MOST_ROWS)
 
 
 @contextlib.contextmanager
