@@ -18,6 +18,8 @@ _TRAINED_ON = (
   "grain_packing_type",
   "use_truncation",
   "block_cross_document_attention",
+  "use_chat_template",
+  "sft_train_on_completion_only",
 )
 _EVALUATED_ON = ("eval_dataset_path", "grain_eval_files", "hf_eval_files")
 """The keys that explain why a dataset has another fingerprint."""

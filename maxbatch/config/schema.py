@@ -335,6 +335,8 @@ class DataConfig:
   grain_packing_type: Literal["concat_then_split", "first_fit", "best_fit"]
   use_truncation: bool
   block_cross_document_attention: bool
+  use_chat_template: bool
+  sft_train_on_completion_only: bool
 
   @property
   def segmented(self) -> bool:

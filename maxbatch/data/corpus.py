@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 
 from maxbatch.config.schema import DataConfig
+from maxbatch.data.chat import build_chat
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.document_rows import document_rows, layout_of, rows_name
 from maxbatch.data.packed_rows import PackedRows
@@ -40,8 +41,10 @@ def build_corpus(
     eval_sources = given_for_validation
     parts = _with_validation(sources, eval_sources)
 
+  chat = build_chat(data, tokenizer)
+
   def cache(sources: Sources, documents: tuple[Document, ...], part: str) -> TokenCache:
-    recipe = Recipe(sources, tokenizer, data.add_bos, data.add_eos, data.max_bad_records)
+    recipe = Recipe(sources, tokenizer, data.add_bos, data.add_eos, data.max_bad_records, chat)
     return open_or_build(documents, folder, part, recipe)
 
   name, layout = rows_name(data, max_target_length), layout_of(data, max_target_length)

@@ -27,7 +27,8 @@ class PackedRows:
     return self.index.packed.num_rows
 
   def rows(self, indices: np.ndarray) -> Arrays:
-    """The rows int[R] as new arrays, see `RowSource.rows`; the weight is 0 on padding alone."""
+    """The rows int[R] as new arrays, see `RowSource.rows`; the weight is 0 on padding, and
+    where the data say so."""
     pieces, length = self.index.pieces(np.asarray(indices, np.int64)), self.index.layout.length
     shape = (len(indices), length)
     arrays = {
@@ -45,7 +46,8 @@ class PackedRows:
         window, here = self.cache.read(start, start + places + 1), slice(begin, begin + places)
         arrays["inputs"][row, here] = window[:-1]
         arrays["targets"][row, here] = window[1:]
-        arrays["weights"][row, here] = 1
+        counted = self.cache.read_weights(start + 1, start + places + 1)
+        arrays["weights"][row, here] = 1 if counted is None else counted
         if self.segmented:
           arrays["segment_ids"][row, here] = number
           arrays["positions"][row, here] = columns_T[:places]
