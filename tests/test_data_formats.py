@@ -15,6 +15,7 @@ from maxbatch.data import token_cache, workers
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.formats.tf_example import feature
 from maxbatch.data.registry import build_dataset, check_epochs
+from maxbatch.data.synthetic import SyntheticRows
 from maxbatch.data.token_cache import TokenCache
 from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.data.windows import TokenWindows
@@ -236,12 +237,15 @@ def test_a_dataset_by_name_through_the_library(tmp_path, monkeypatch):
   assert "no.csv" in message
 
 
+HUNDRED = SyntheticRows(0, 0, 100, 4, packing=False, ids=np.arange(3))
+
+
 def test_epochs_are_limited_only_if_asked_for():
   data = dataclasses.replace(base().data, num_epoch=2)
-  check_epochs(data, num_rows=100, num_samples=200)
-  check_epochs(base().data, num_rows=100, num_samples=10**9)
+  check_epochs(data, HUNDRED, num_samples=200)
+  check_epochs(base().data, HUNDRED, num_samples=10**9)
   with pytest.raises(UserError) as caught:
-    check_epochs(data, num_rows=100, num_samples=201)
+    check_epochs(data, HUNDRED, num_samples=201)
   assert str(caught.value) == (
     "num_epoch=2: 100 rows are 200 samples, and the run takes 201; use total_samples=200 (with "
     "steps=-1), num_epoch=3, or num_epoch=-1 for as many as it takes"

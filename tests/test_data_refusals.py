@@ -269,7 +269,7 @@ def test_a_missing_numbered_file(tmp_path):
   ("path", "what"),
   [
     ("gs://bucket/a.parquet", "only files of this machine are read"),
-    ("a.parquet,0.3;b.parquet,0.7", "mixtures of files with weights are not read"),
+    ("a.parquet,0.3", "a mixture is two or more paths with weights in grain_train_files"),
     ("", "grain_train_files is empty: give a file, a folder, a glob such as 'data/*.parquet'"),
     ("no.parquet", "no such file or folder"),
   ],

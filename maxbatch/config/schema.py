@@ -125,6 +125,7 @@ CountOrUnset = Annotated[int, Range(low=1, limit=_EXACT, also=-1)]
 CountOrZeroOrUnset = Annotated[int, Range(low=0, limit=_EXACT, also=-1)]
 Exact = Annotated[Fraction, Range(low=0, limit=_INT32)]
 ExactOrUnset = Annotated[Fraction, Range(low=0, limit=_INT32, also=-1)]
+Weight = Annotated[Fraction, Range(low=0, limit=_EXACT)]
 DevicesOrUnset = Annotated[int, Range(low=1, limit=_DEVICES, also=-1)]
 Hosts = Annotated[int, Range(low=1, limit=_DEVICES)]
 Seconds = Annotated[int, Range(low=1, limit=1_000_000)]
@@ -355,6 +356,22 @@ class DataConfig:
   hf_eval_split: str
   # Each is a process.
   grain_worker_count: Annotated[int, Range(low=0, limit=256)]
+  # Several sources, and documents as rows.
+  dataset_mixture: Annotated[
+    tuple[tuple[Path, Weight], ...], Example("[[texts, 0.7], [code, 0.3]]")
+  ]
+  mixture_schedule: Annotated[tuple[tuple[Weight, ...], ...], Example("[[10000, 0.5, 0.5]]")]
+  grain_train_mixture_config_path: Path
+  grain_packing_type: Literal["concat_then_split", "first_fit", "best_fit"]
+  use_truncation: bool
+  block_cross_document_attention: bool
+  use_chat_template: bool
+  sft_train_on_completion_only: bool
+
+  @property
+  def segmented(self) -> bool:
+    """Whether rows say which tokens belong to one document."""
+    return self.packing and self.block_cross_document_attention
 
 
 @dataclasses.dataclass(frozen=True)

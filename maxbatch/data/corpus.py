@@ -5,13 +5,15 @@ import os
 from pathlib import Path
 
 from maxbatch.config.schema import DataConfig
-from maxbatch.data.dataset import Dataset
+from maxbatch.data.chat import build_chat
+from maxbatch.data.dataset import Dataset, RowSource
+from maxbatch.data.document_rows import document_rows, layout_of, rows_name
+from maxbatch.data.packed_rows import PackedRows
 from maxbatch.data.sources import Document, Sources
 from maxbatch.data.split import Split, described, sizes_by_name, split
 from maxbatch.data.token_cache import TokenCache, open_or_build
 from maxbatch.data.tokenize import Recipe
 from maxbatch.data.tokenizer import Tokenizer
-from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
 from maxbatch.run_folder.cache import token_caches
 
@@ -39,26 +41,35 @@ def build_corpus(
     eval_sources = given_for_validation
     parts = _with_validation(sources, eval_sources)
 
+  chat = build_chat(data, tokenizer)
+
   def cache(sources: Sources, documents: tuple[Document, ...], part: str) -> TokenCache:
-    recipe = Recipe(sources, tokenizer, data.add_bos, data.add_eos, data.max_bad_records)
+    recipe = Recipe(sources, tokenizer, data.add_bos, data.add_eos, data.max_bad_records, chat)
     return open_or_build(documents, folder, part, recipe)
 
+  name, layout = rows_name(data, max_target_length), layout_of(data, max_target_length)
   train = cache(sources, parts.train, "train")
-  _check_train(sources, train, max_target_length)
+  _check_train(sources, train, 1 if layout else max_target_length)
   validation = None
   if parts.validation:
     validation = cache(eval_sources, parts.validation, "validation")
     _check_validation(eval_sources, eval_key, validation, train)
 
-  def windows(cache: TokenCache) -> TokenWindows:
-    return TokenWindows(cache, max_target_length, data.packing, tokenizer.pad_id)
+  def rows(cache: TokenCache, part: str) -> RowSource:
+    return document_rows(cache, data, tokenizer, max_target_length, folder, part)
 
+  train_rows = rows(train, "train")
+  validation_rows = rows(validation, "validation") if validation else None
+  description = _describe(sources, eval_sources, parts, train, validation, folder)
+  for part, packed in {"training": train_rows, "validation": validation_rows}.items():
+    if isinstance(packed, PackedRows):
+      description += f"\n{part}: {packed.index}"
   return Dataset(
-    train=windows(train),
-    validation=validation and windows(validation),
-    fingerprint=train.fingerprint,
-    description=_describe(sources, eval_sources, parts, train, validation, folder),
-    validation_fingerprint=validation.fingerprint if validation else "none",
+    train=train_rows,
+    validation=validation_rows,
+    fingerprint=train.fingerprint + name,
+    description=description,
+    validation_fingerprint=validation.fingerprint + name if validation else "none",
     train_files=sizes_by_name(parts.train),
     validation_files=sizes_by_name(parts.validation),
   )

@@ -87,8 +87,9 @@ def _refuse_elsewhere(key: str, path: str) -> None:
     )
   if ";" in path or re.search(r",\d*\.?\d+$", path):
     raise UserError(
-      f"{key}={path}: mixtures of files with weights are not read; give one file, folder or glob, for "
-      f"example {key}={re.split('[;,]', path)[0]}"
+      f"{key}={path}: a mixture is two or more paths with weights in grain_train_files, or in "
+      f"dataset_mixture; here give one file, folder or glob, for example "
+      f"{key}={re.split('[;,]', path)[0]}"
     )
 
 

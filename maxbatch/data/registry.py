@@ -1,12 +1,15 @@
 """Tokenizers and datasets by name (docs/extending.md shows how to add one)."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import DataConfig
-from maxbatch.data import grain_files, hf_dataset, synthetic, text
-from maxbatch.data.dataset import Dataset
+from maxbatch.data import grain_files, hf_dataset, mixed, synthetic, text
+from maxbatch.data.dataset import Dataset, RowSource
+from maxbatch.data.mixture import MixedRows
+from maxbatch.data.mixture_keys import mixed_paths
 from maxbatch.data.tokenizer import ByteTokenizer, Tokenizer
 from maxbatch.data.tokenizers import huggingface, sentencepiece, tiktoken
 from maxbatch.errors import UserError
@@ -69,7 +72,13 @@ def build_dataset(data: DataConfig, max_target_length: int) -> Dataset:
   """
   build = registered("dataset_type", data.dataset_type, DATASETS)
   tokenizer = build_tokenizer(data)
-  dataset = build(data, tokenizer, max_target_length)
+
+  def build_one(source: DataConfig) -> Dataset:
+    return build(source, tokenizer, max_target_length)
+
+  # Random tokens have no sources, and take the place of whatever is configured.
+  mixture = None if data.dataset_type == "synthetic" else mixed_paths(data)
+  dataset = mixed.build(data, mixture, build_one) if mixture else build_one(data)
   description = "\n".join([dataset.description, *_unread(data)])
   return dataclasses.replace(dataset, tokenizer_version=tokenizer.version, description=description)
 
@@ -96,14 +105,26 @@ def _unread(data: DataConfig) -> list[str]:
   return [f"not read: {', '.join(given)}"] if given else []
 
 
-def check_epochs(data: DataConfig, num_rows: int, num_samples: int) -> None:
-  """Refuses a run that reads its rows more often than num_epoch allows.
+def check_epochs(data: DataConfig, rows: RowSource, num_samples: int) -> None:
+  """Refuses a run that reads its rows, or those of one source, more often than num_epoch allows.
 
   Raises:
     UserError: names a number of epochs and a budget that work.
   """
+  if data.num_epoch < 1:
+    return
+  if isinstance(rows, MixedRows):
+    for source, num_epochs in rows.epochs(num_samples).items():
+      if num_epochs > data.num_epoch:
+        raise UserError(
+          f"num_epoch={data.num_epoch}: the run takes {float(num_epochs):.4g} epochs of {source}; use "
+          f"num_epoch={math.ceil(num_epochs)}, num_epoch=-1 for as many as it takes, a smaller budget, "
+          "or a smaller weight"
+        )
+    return
+  num_rows = len(rows)
   allowed = data.num_epoch * num_rows
-  if data.num_epoch > 0 and num_samples > allowed:
+  if num_samples > allowed:
     raise UserError(
       f"num_epoch={data.num_epoch}: {num_rows:,} rows are {allowed:,} samples, and the run takes "
       f"{num_samples:,}; use total_samples={allowed} (with steps=-1), num_epoch="

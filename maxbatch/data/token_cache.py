@@ -33,7 +33,7 @@ from maxbatch.data.token_shard import (
 from maxbatch.data.tokenize import Recipe, new_hash, source_bytes, too_many
 from maxbatch.data.workers import make_shards_in_processes, tokenizing_progress
 
-_FORMAT = 3
+_FORMAT = 4
 SHARD_BYTES = 16 * 2**20
 """Of the sources of a shard, if there are not too many of them: seconds to a minute for a core."""
 _MOST_SHARDS = 4096
@@ -51,6 +51,10 @@ class TokenCache:
   def _firsts(self) -> list[int]:
     """The first token's number of every shard, and the number of all."""
     return [0, *itertools.accumulate(shard.num_tokens for shard in self.shards)]
+
+  @functools.cached_property
+  def _has_weights(self) -> bool:
+    return any(shard.weights_fingerprint for shard in self.shards)
 
   @property
   def num_tokens(self) -> int:
@@ -81,6 +85,16 @@ class TokenCache:
       for first, shard in self._overlapping(start, stop)
     ]
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+  def read_weights(self, start: int, stop: int) -> np.ndarray | None:
+    """Which of the tokens [start, stop) count as targets, uint8; None: all do."""
+    if not self._has_weights:
+      return None
+    parts = [
+      shard.weights[max(start - first, 0) : stop - first]
+      for first, shard in self._overlapping(start, stop)
+    ]
+    return np.concatenate(parts)
 
   def document_starts(self, start: int, stop: int) -> np.ndarray:
     """The tokens in [start, stop) that begin a document, int64, ascending; likewise."""
@@ -176,16 +190,18 @@ def _key(documents: Sequence[Document], recipe: Recipe) -> str:
   kind = type(tokenizer)
   name = (kind.__module__, kind.__qualname__, tokenizer.version, tokenizer.vocab_size)
   how = (recipe.add_bos, recipe.add_eos, sources.format, sources.column, sources.is_tokenized)
+  how += (recipe.chat.version,) if recipe.chat else ()
   content = json.dumps([_FORMAT, name, how, sources.kind == "stdlib", parts])
   return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
 
 def _fingerprint(shards: Sequence[TokenShard]) -> str:
   """Of all tokens one after the other; of very many, of the shards' fingerprints."""
-  if len(shards) == 1:
+  if len(shards) == 1 and not shards[0].weights_fingerprint:
     return shards[0].fingerprint
   digest = new_hash()
   is_small = sum(os.path.getsize(shard.path) for shard in shards) <= FULL_CHECK_BYTES
   for shard in shards:
     digest.update(shard.tokens.data if is_small else shard.fingerprint.encode())
+    digest.update(shard.weights_fingerprint.encode())
   return digest.hexdigest()

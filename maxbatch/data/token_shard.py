@@ -1,9 +1,11 @@
 """A shard of a token cache: three files, of which the last to appear says that it is whole.
 
 NAME.tokens has the ids of its documents one after the other, NAME.documents where each of them
-begins, and NAME.json what is known of both. All appear whole, and are never changed.
+begins, and NAME.json what is known of both. Where only some tokens count as targets, NAME.weights has
+a byte for each that says which. All appear whole, and are never changed.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -33,6 +35,7 @@ _METADATA = {
   "num_documents": int,
   "documents_fingerprint": str,
   "dtype": str,
+  "weights_fingerprint": str,
   "num_bad": int,
   "first_bad": str,
   "skipped": dict,
@@ -52,6 +55,8 @@ class TokenShard:
   """Hash of the tokens alone: equal on every machine that has the same text."""
   num_documents: int
   documents_fingerprint: str = ""
+  weights_fingerprint: str = ""
+  """Of which tokens count, if there is a file that says so; else all do."""
   dtype: str = "<u2"
   """Of the ids in the file: uint16 or uint32, little-endian, as the vocabulary needs."""
   num_bad: int = 0
@@ -68,6 +73,13 @@ class TokenShard:
   def document_starts(self) -> np.ndarray:
     """Where each document begins, int64[num_documents] ascending, likewise."""
     return _mapped(_documents_path(Path(self.path)), "<i8", self.num_documents, "documents")
+
+  @functools.cached_property
+  def weights(self) -> np.ndarray:
+    """uint8[num_tokens], 1 where a token counts as a target."""
+    if not self.weights_fingerprint:
+      return np.ones(self.num_tokens, np.uint8)
+    return _mapped(_weights_path(Path(self.path)), "u1", self.num_tokens, "weights")
 
   def __getstate__(self) -> dict[str, object]:
     """Leaves the mapping out, or pickling for a worker would copy every token."""
@@ -143,8 +155,12 @@ def _make_unless_there(job: ShardJob, recipe: Recipe, report: Callable[[int], No
   if open_shard(job.path, check=job.check, warn=False):
     return
   path = job.path
-  with replacing(path) as tokens_file, replacing(_documents_path(path)) as starts_file:
-    written = tokenize(recipe, job.documents, tokens_file, starts_file, report)
+  with contextlib.ExitStack() as files:
+    tokens_file = files.enter_context(replacing(path))
+    starts_file = files.enter_context(replacing(_documents_path(path)))
+    has_weights = recipe.chat is not None and recipe.chat.completion_only
+    weights_file = files.enter_context(replacing(_weights_path(path))) if has_weights else None
+    written = tokenize(recipe, job.documents, tokens_file, starts_file, report, weights_file)
     starts_file.flush()
     with open(starts_file.name, "rb") as file:
       starts_hash = hashlib.file_digest(file, new_hash).hexdigest()
@@ -162,6 +178,10 @@ def _metadata_path(path: Path) -> Path:
 
 def _documents_path(path: Path) -> Path:
   return path.with_suffix(".documents")
+
+
+def _weights_path(path: Path) -> Path:
+  return path.with_suffix(".weights")
 
 
 def _mapped(path: Path, dtype: str, count: int, what: str) -> np.ndarray:
@@ -192,6 +212,8 @@ def _damage(shard: TokenShard, check: bool) -> str:
     path: (shard.num_tokens * np.dtype(shard.dtype).itemsize, shard.fingerprint),
     _documents_path(path): (shard.num_documents * _START_BYTES, shard.documents_fingerprint),
   }
+  if shard.weights_fingerprint:
+    wanted[_weights_path(path)] = (shard.num_tokens, shard.weights_fingerprint)
   for each, (expected, _) in wanted.items():
     if (size := os.path.getsize(each)) != expected:
       return f"{each.name} has {size} bytes instead of {expected}"

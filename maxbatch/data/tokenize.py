@@ -11,6 +11,7 @@ from typing import BinaryIO
 
 import numpy as np
 
+from maxbatch.data.chat import Chat, Conversation
 from maxbatch.data.formats import text
 from maxbatch.data.formats.format import MAX_RECORD_BYTES, Bad, Record
 from maxbatch.data.formats.registry import FORMATS
@@ -33,6 +34,8 @@ class Recipe:
   add_eos: bool = True
   max_bad_records: int = 0
   """So many are skipped; one more is refused."""
+  chat: Chat | None = None
+  """What makes tokens of records that are conversations."""
 
 
 @dataclasses.dataclass
@@ -47,6 +50,8 @@ class Written:
   """Documents that are passed over, by reason."""
   fingerprint: str = ""
   """Hash of the tokens alone."""
+  weights_fingerprint: str = ""
+  """Likewise of which tokens count; empty where all do."""
 
 
 def new_hash():
@@ -60,17 +65,19 @@ def tokenize(
   tokens_file: BinaryIO,
   starts_file: BinaryIO,
   report: Callable[[int], None],
+  weights_file: BinaryIO | None = None,
 ) -> Written:
   """Writes the tokens of all documents one after the other, and where each of them begins.
 
   Args:
+    weights_file: of conversations, receives a byte for each token: 1 if it counts as a target.
     report: is given the bytes of each file, or piece of one, when it has been read.
 
   Raises:
     UserError: a document cannot be read, or more records are bad than may be; names it.
     OSError: a file cannot be written.
   """
-  out = _Output(recipe, tokens_file, starts_file)
+  out = _Output(recipe, tokens_file, starts_file, weights_file)
   for document in documents:
     if recipe.sources.format == "text":
       _add_text(out, document)
@@ -88,12 +95,19 @@ def source_bytes(document: Document) -> int:
 class _Output:
   """The files that are written, and what is counted meanwhile."""
 
-  def __init__(self, recipe: Recipe, tokens_file: BinaryIO, starts_file: BinaryIO):
+  def __init__(
+    self,
+    recipe: Recipe,
+    tokens_file: BinaryIO,
+    starts_file: BinaryIO,
+    weights_file: BinaryIO | None,
+  ):
     self.recipe = recipe
     self.written = Written()
     self._dtype = token_dtype(recipe.tokenizer)
     self._tokens_file, self._starts_file = tokens_file, starts_file
     self._digest = new_hash()
+    self._weights_file, self._weights_digest = weights_file, new_hash()
     self._starts = array.array("q")
 
   def begin(self) -> None:
@@ -110,6 +124,13 @@ class _Output:
     self._digest.update(tokens.data)
     self.written.num_tokens += tokens.size
 
+  def add_conversation(self, conversation: Conversation) -> None:
+    """The tokens of a document, and which of them count."""
+    self.add(conversation.ids)
+    if self._weights_file is not None:
+      self._weights_file.write(conversation.counted.data)
+      self._weights_digest.update(conversation.counted.data)
+
   def refuse(self, error: UserError) -> None:
     """Counts a bad record. Raises the error if it is one too many."""
     written, limit = self.written, self.recipe.max_bad_records
@@ -125,6 +146,8 @@ class _Output:
     """All of it, once the last document has been added."""
     self._flush()
     self.written.fingerprint = self._digest.hexdigest()
+    if self._weights_file is not None:
+      self.written.weights_fingerprint = self._weights_digest.hexdigest()
     return self.written
 
   def _flush(self) -> None:
@@ -172,7 +195,7 @@ def _add_records(out: _Output, document: Document) -> None:
   sources, file = out.recipe.sources, document.file
   form = FORMATS[sources.format]
   for record in form.read(sources.key, file, sources.column, *_range(sources, document)):
-    content = _ids(record, out.recipe) if sources.is_tokenized else _text(record)
+    content = _content(record, out.recipe)
     if isinstance(content, Bad):
       where = form.named(sources.key, file, record.place)
       out.refuse(
@@ -181,6 +204,9 @@ def _add_records(out: _Output, document: Document) -> None:
           "max_bad_records to the number of such records that may be skipped"
         )
       )
+    elif isinstance(content, Conversation):
+      out.begin()
+      out.add_conversation(content)
     elif not len(content):
       out.written.skipped["empty"] += 1
     else:
@@ -203,6 +229,13 @@ def check_unchanged(key: str, file: SourceFile) -> None:
       f"{key}: {file.path} changed from {file.size_bytes} to {status.st_size} bytes while it was "
       "read; start again when no other program writes to it"
     )
+
+
+def _content(record: Record, recipe: Recipe) -> bytes | np.ndarray | Conversation | Bad:
+  """What a record's column holds, as the recipe reads it."""
+  if recipe.chat is not None and not isinstance(record.value, Bad):
+    return recipe.chat(record.value)
+  return _ids(record, recipe) if recipe.sources.is_tokenized else _text(record)
 
 
 def _add_document(out: _Output, content: bytes | np.ndarray) -> None:
@@ -284,5 +317,7 @@ def _instead_of(value: object, wanted: str, key: str) -> str:
   if value is None:
     return f"null instead of {wanted}"
   is_other = isinstance(value, list | np.ndarray | str | bytes)
+  if isinstance(value, list) and value and isinstance(value[0], dict):
+    return f"a list of messages instead of {wanted} (use_chat_template=true reads it)"
   name = "a list" if isinstance(value, list | np.ndarray) else type(value).__name__
   return f"{name} instead of {wanted}" + (f" ({key} reads it)" if is_other else "")

@@ -28,12 +28,13 @@ class TokenWindows:
     """The windows int[R] as new arrays, see `RowSource.rows`.
 
     The weight is 0 where the target is padding and, when packing, where it begins the next
-    document, which nothing in this one predicts.
+    document, which nothing in this one predicts; and where the data say so.
     """
     length = self.length
     tokens_RS = np.full((len(indices), length + 1), self.pad_id, np.int32)
     is_real_RS = np.ones(tokens_RS.shape, bool)
     begins_RS = np.zeros(tokens_RS.shape, bool)
+    counted_RS = np.ones(tokens_RS.shape, bool)
     for row, index in enumerate(indices):
       start, stop = int(index) * length, (int(index) + 1) * length + 1
       window = self.cache.read(start, stop)
@@ -42,10 +43,12 @@ class TokenWindows:
         is_real_RS[row, window.size :] = False
       if self.packing and (begins := self.cache.document_starts(start, stop)).size:
         begins_RS[row, begins - start] = True
+      if (counted := self.cache.read_weights(start, stop)) is not None:
+        counted_RS[row, : window.size] = counted
     arrays = {
       "inputs": np.ascontiguousarray(tokens_RS[:, :-1]),
       "targets": np.ascontiguousarray(tokens_RS[:, 1:]),
-      "weights": (is_real_RS & ~begins_RS)[:, 1:].astype(np.float32),
+      "weights": (is_real_RS & ~begins_RS & counted_RS)[:, 1:].astype(np.float32),
     }
     if self.packing:
       arrays["segment_ids"], arrays["positions"] = segments(begins_RS[:, :-1], is_real_RS[:, :-1])

@@ -103,7 +103,7 @@ def _checks(config: Config) -> Iterator[_Check]:
   yield "memory", check_memory(config, plan, state, devices), ()
   yield "learning rate", _rates(config, plan), ()
   dataset = build_dataset(config.data, config.batch.max_target_length)
-  check_epochs(config.data, len(dataset.train), plan.total_samples)
+  check_epochs(config.data, dataset.train, plan.total_samples)
   _first_row(dataset.train)
   if dataset.validation is not None:
     _first_row(dataset.validation)

@@ -15,8 +15,8 @@ from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.row_plan import Segment, dispatches
 from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config, OptimizerConfig
-from maxbatch.data.dataset import Dataset, RowSource
-from maxbatch.data.loader import ChainedLoader, Loader, eval_loader, train_loader
+from maxbatch.data.dataset import Dataset, RowSource, SourceRows
+from maxbatch.data.loader import ChainedLoader, EvalRows, Loader, eval_loader, train_loader
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
@@ -245,15 +245,12 @@ def train_rows(
 
 def eval_rows(
   config: Config, plan: BatchPlan, trainer: Trainer, dataset: Dataset
-) -> Callable[[], Loader] | None:
-  """Opens the validation rows from their beginning; None without validation data."""
-  source = dataset.validation
-  if source is None:
-    return None
+) -> Sequence[EvalRows]:
+  """The validation rows, by source where each has its own; empty without validation data."""
   shape = (plan.eval_batch, config.batch.max_target_length)
   place = sharding(("batch", None), shape, trainer.mesh)
 
-  def open_all() -> Loader:
+  def open_all(source: RowSource) -> Loader:
     return eval_loader(
       source,
       eval_batch=plan.eval_batch,
@@ -262,4 +259,7 @@ def eval_rows(
       worker_count=config.data.grain_worker_count,
     )
 
-  return open_all
+  sources = dataset.validation_by_source
+  if not sources and dataset.validation:
+    sources = (SourceRows("", 1.0, dataset.validation),)
+  return [EvalRows(one.name, one.share, functools.partial(open_all, one.rows)) for one in sources]

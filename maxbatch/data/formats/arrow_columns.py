@@ -33,20 +33,29 @@ def check_column(key: str, file: SourceFile, schema: Any, column: str) -> None:
     )
   )
   is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-  if not (is_text or types.is_null(kind) or (is_list and types.is_integer(kind.value_type))):
+  holds = types.is_null(kind) or (is_list and _is_ids_or_messages(types, kind.value_type))
+  if not (is_text or holds):
     raise UserError(
       f"{key}: the column {column} of {file.path} is of type {type_}, and is to hold text, or token "
       "ids with tokenize_train_data=false; name another column in train_data_columns"
     )
 
 
+def _is_ids_or_messages(types: Any, kind: Any) -> bool:
+  return types.is_integer(kind) or types.is_struct(kind)
+
+
 def values(column: Any) -> Iterator[object]:
-  """Text, bytes or arrays of ids; None where it is null."""
+  """Text, bytes, arrays of ids or lists of messages; None where it is null."""
   types = library("pyarrow.types", "a column")
   kind = column.type
   if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    is_ids = types.is_integer(kind.value_type)
     for value in column:
-      yield value.values.to_numpy(zero_copy_only=False) if value.is_valid else None
+      if value.is_valid and is_ids:
+        yield value.values.to_numpy(zero_copy_only=False)
+      else:
+        yield value.as_py()
     return
   if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
     # pyarrow would raise where a value is not UTF-8, and not say of which row.

@@ -44,7 +44,7 @@ def build(data: DataConfig) -> HuggingFaceTokenizer:
   """
   file = read_vocabulary(data, _NAME)
   inner = _load(file)
-  own = _declared(file)
+  own = declared_tokens(file)
   added = inner.get_added_tokens_decoder().values()
   known = [token.content for token in added if token.special]
   ids = {role: inner.token_to_id(token) for role, token in own.items()}
@@ -66,7 +66,7 @@ def _load(file: VocabularyFile) -> Any:
   return inner
 
 
-def _declared(file: VocabularyFile) -> dict[str, str]:
+def declared_tokens(file: VocabularyFile) -> dict[str, str]:
   """The special tokens by role, as the file beside the vocabulary says."""
   path = file.path.with_name("tokenizer_config.json")
   try:
