@@ -355,8 +355,8 @@ def test_a_mixture_of_two_folders(texts):
   assert sum(high) == 50
   lines = dataset.description.splitlines()
   assert lines[0] == (
-    f"mixture: 75.0000% low ({len(dataset.train.sources[0]):,} rows), "
-    f"25.0000% high ({len(dataset.train.sources[1]):,} rows)"
+    f"mixture: 75% low ({len(dataset.train.sources[0]):,} rows), "
+    f"25% high ({len(dataset.train.sources[1]):,} rows)"
   )
   assert lines[1].startswith("low: low: ")
   assert any(line.startswith("high: high: ") for line in lines)

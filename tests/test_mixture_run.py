@@ -33,8 +33,8 @@ def records(folder: Path) -> list[dict[str, float]]:
 def test_sources_are_reported_and_evaluated_by_name(folder, capsys):
   assert start(folder, "metrics=[accuracy]", "mixture_schedule=[[24, 1, 3]]") == 0
   out = capsys.readouterr().out
-  assert "mixture: 75.0000% numbers" in out
-  assert "from sample 24 on: 25.0000% numbers" in out
+  assert "mixture: 75% numbers" in out
+  assert "from sample 24 on: 25% numbers" in out
   # 18 of 24 and then 2 of 8.
   assert "Samples by source: numbers 20 (62.50%, " in out
   last = records(folder)[-1]

@@ -180,7 +180,7 @@ def described(mixture: Mixture, num_rows: Sequence[int]) -> list[str]:
   lines = []
   for phase in mixture.phases:
     parts = [
-      f"{float(share):.4%} {name} ({rows:,} rows)" if not lines else f"{float(share):.4%} {name}"
+      f"{100 * float(share):.6g}% {name}" + (f" ({rows:,} rows)" if not lines else "")
       for name, share, rows in zip(mixture.names, phase.shares, num_rows, strict=True)
     ]
     since = f"from sample {phase.first_sample:,} on" if phase.first_sample else "mixture"

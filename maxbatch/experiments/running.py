@@ -18,8 +18,8 @@ from maxbatch.batch.schedule import follows_noise_scale
 from maxbatch.batch.topology import Topology
 from maxbatch.checkpoints.identity import fixed_keys
 from maxbatch.checkpoints.record import identity_differences, listed
-from maxbatch.config.load import load_config
-from maxbatch.config.schema import BatchConfig, Config, RunConfig
+from maxbatch.config.load import load_config, to_flat_dict
+from maxbatch.config.schema import BatchConfig, Config, DataConfig, OptimizerConfig, RunConfig
 from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Measured, block_means
@@ -252,7 +252,10 @@ def _check_same(config: Config, folder: pathlib.Path) -> None:
 
 def _what_decides(config: Config) -> dict[str, Any]:
   """What a branch's losses follow from, besides its checkpoint, by configuration key."""
-  data = dataclasses.asdict(config.data)
-  used = {key: value for key, value in data.items() if key not in _UNRELATED}
-  optimizer = dataclasses.asdict(config.optimizer)
-  return fixed_keys(config) | used | optimizer | {"batch_size": config.batch.batch_size}
+  # As they are written, for lists and exact numbers are compared with what a file gives back.
+  values = to_flat_dict(config)
+  names = [
+    each.name for section in (DataConfig, OptimizerConfig) for each in dataclasses.fields(section)
+  ]
+  used = {name: values[name] for name in names if name not in _UNRELATED}
+  return fixed_keys(config) | used | {"batch_size": config.batch.batch_size}
