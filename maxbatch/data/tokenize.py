@@ -20,7 +20,7 @@ from maxbatch.data.tokenizer import Tokenizer, token_dtype
 from maxbatch.errors import UserError
 
 _STARTS_AT_ONCE = 65_536
-_CHUNK_BYTES = 4 * 2**20
+_CHUNK_BYTES = 2**20
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Tokenizer(Protocol):
     """The ids, integers [n], of a piece of a document, without begin or end.
 
     Args:
-      text: UTF-8, whole lines where lines are shorter than some megabytes. Where eval_fraction
+      text: UTF-8, whole lines where lines are shorter than a megabyte. Where eval_fraction
         divides a single file, a character may be divided too: decode with errors="replace".
     """
     ...

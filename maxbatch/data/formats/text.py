@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 from maxbatch.data.sources import Document, SourceFile, part_of
 from maxbatch.errors import UserError
 
-_CHUNK_BYTES = 4 * 2**20
+# Of these a piece is made that is tokenized at once, which takes a hundred times their memory.
+_CHUNK_BYTES = 2**20
 
 
 class NotTextError(UserError):
