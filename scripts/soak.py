@@ -1,6 +1,6 @@
 """Faults at random, and whether a run that meets them ends as the undisturbed one does.
 
-python scripts/soak.py FOLDER [--faults 200] [--seed 0] [--devices 2 3 4]
+python scripts/soak.py FOLDER [--faults 200] [--seed 0] [--devices 2 3 4] [--steps 120]
 
 One small run is trained again and again. Each start of it has one fault: a process is killed, stopped
 or signalled, reads a broken file, finds its disk full, or the newest checkpoint is damaged before the
@@ -33,7 +33,7 @@ from maxbatch.run_folder.metrics import read_metrics
 REPOSITORY = pathlib.Path(__file__).parents[1]
 TRAIN = [sys.executable, "-m", "maxbatch.train"]
 FAULTY = [sys.executable, str(REPOSITORY / "scripts" / "faulty_train.py")]
-STEPS, BATCH, SAVE_EVERY = 120, 12, 5
+BATCH, SAVE_EVERY = 12, 5
 FURTHEST = 24
 """So many steps after its start a run meets its fault at the latest."""
 PATIENCE_SECONDS = 300
@@ -73,8 +73,9 @@ class Start:
 class Soak:
   """A folder in which the run is trained; see the module."""
 
-  def __init__(self, folder: pathlib.Path, seed: int, devices: Sequence[int]):
+  def __init__(self, folder: pathlib.Path, seed: int, devices: Sequence[int], steps: int):
     self.folder, self.random, self.devices = folder, random.Random(seed), list(devices)
+    self.steps = steps
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(f"the number {n} follows {n - 1}\n" for n in range(300))
     (folder / "text.txt").write_text(text)
@@ -98,7 +99,12 @@ class Soak:
     with socket.socket() as free:
       free.bind(("localhost", 0))
       port = free.getsockname()[1]
-    keys = ["config=base", *SIZES.split(), f"steps={STEPS}", f"num_simulated_devices={devices}"]
+    keys = [
+      "config=base",
+      *SIZES.split(),
+      f"steps={self.steps}",
+      f"num_simulated_devices={devices}",
+    ]
     keys += [f"base_output_directory={self.folder}", f"run_name={name}"]
     keys += [f"dataset_path={self.folder / 'text.txt'}"]
     keys += [f"dataset_cache_directory={self.folder / 'cache'}"]
@@ -179,7 +185,7 @@ class Soak:
 
   def is_complete(self, name: str) -> bool:
     """Whether the last step is saved."""
-    return completed_steps(self.folder / name / "checkpoints")[-1:] == [STEPS]
+    return completed_steps(self.folder / name / "checkpoints")[-1:] == [self.steps]
 
   def check_codes(
     self, kind: str, victim: int, codes: Sequence[int | None], complete: bool
@@ -304,10 +310,11 @@ def main(arguments: Sequence[str]) -> int:
   parser.add_argument("folder", type=pathlib.Path)
   parser.add_argument("--faults", type=int, default=200)
   parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--steps", type=int, default=120)
   parser.add_argument("--devices", type=int, nargs="+", default=[2, 3, 4])
   given = parser.parse_args(arguments)
   jax.config.update("jax_platforms", "cpu")  # Checkpoints are read here too.
-  soak = Soak(given.folder.absolute(), given.seed, given.devices)
+  soak = Soak(given.folder.absolute(), given.seed, given.devices, given.steps)
   faults, runs = 0, 0
   while faults < given.faults:
     runs += 1
