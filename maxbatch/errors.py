@@ -12,5 +12,10 @@ class TrainingDivergedError(Exception):
   """The loss or a gradient is not finite. The command prints it and exits with code 3."""
 
 
+class RowsError(Exception):
+  """A row did not reach its device as it was read. The command prints it and exits with code 5."""
+
+
 EXIT_USER_ERROR = 2
 EXIT_DIVERGED = 3
+EXIT_ROWS = 5

@@ -8,7 +8,14 @@ from maxbatch.command_line.arguments import Arguments, Command, Own, parse, want
 from maxbatch.command_line.help import help_text
 from maxbatch.command_line.signals import INTERRUPTED, EndingSignals, Interrupted
 from maxbatch.command_line.streams import EnduringStreams
-from maxbatch.errors import EXIT_DIVERGED, EXIT_USER_ERROR, TrainingDivergedError, UserError
+from maxbatch.errors import (
+  EXIT_DIVERGED,
+  EXIT_ROWS,
+  EXIT_USER_ERROR,
+  RowsError,
+  TrainingDivergedError,
+  UserError,
+)
 
 EXIT_NO_READER = 128 + signal.SIGPIPE
 """As a shell has it for a program that SIGPIPE ends."""
@@ -54,6 +61,9 @@ def _exit_code(
   except TrainingDivergedError as error:
     print(f"stopped: {error}", file=sys.stderr)
     return EXIT_DIVERGED
+  except RowsError as error:
+    print(f"stopped: {error}", file=sys.stderr)
+    return EXIT_ROWS
   except Interrupted as interrupted:
     print(INTERRUPTED, file=sys.stderr)
     return interrupted.exit_code
