@@ -41,11 +41,11 @@ class TokenWindows:
 
   def _windows(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Inputs and targets int32[R, T]; padding beyond the last token."""
-    tokens, length = self.cache.tokens, self.length
+    length = self.length
     inputs_RT = np.full((len(indices), length), self.pad_id, np.int32)
     targets_RT = np.full((len(indices), length), self.pad_id, np.int32)
     for row, index in enumerate(indices):
-      window = tokens[index * length : (index + 1) * length + 1]
+      window = self.cache.tokens[index * length : (index + 1) * length + 1]
       inputs_RT[row, : min(window.size, length)] = window[:length]
       targets_RT[row, : window.size - 1] = window[1:]
     return inputs_RT, targets_RT

@@ -154,9 +154,9 @@ def compiled_eval(plan: BatchPlan, trainer: Trainer, source: RowSource) -> EvalS
 
 
 def _shapes(source: RowSource, leading: tuple[int, ...]) -> Rows:
-  """What a loader of `source` yields, without reading more than its first row."""
-  one = source.rows(np.zeros(1, np.int64))
-  one |= {"sample_ids": np.zeros(1, np.int32), "checksums": np.zeros(1, np.uint32)}
+  """What a loader of `source` yields, without reading a row."""
+  one = source.rows(np.zeros(0, np.int64))
+  one |= {"sample_ids": np.zeros(0, np.int32), "checksums": np.zeros(0, np.uint32)}
   fields: dict[str, Any] = {
     name: jax.ShapeDtypeStruct(leading + x.shape[1:], x.dtype) for name, x in one.items()
   }
