@@ -16,6 +16,10 @@ class TrainingDivergedError(Exception):
   """The loss or a gradient is not finite. The command prints it and exits with code 3."""
 
 
+class RowsError(Exception):
+  """A row did not reach its device as it was read. The command prints it and exits with code 5."""
+
+
 class ProcessFailedError(Exception):
   """Another process of the run has failed or is gone; what is to be said about it has been said.
 
@@ -30,3 +34,4 @@ class ProcessFailedError(Exception):
 EXIT_USER_ERROR = 2
 EXIT_DIVERGED = 3
 EXIT_PROCESS_FAILED = 4
+EXIT_ROWS = 5

@@ -20,11 +20,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from processes import PATIENCE_SECONDS
 from token_caches import written_cache
 
-from maxbatch.batch.row_plan import StepRows
-from maxbatch.data import loader as loading
+from maxbatch.batch.row_plan import StepRows, StepTable
 from maxbatch.data import reading
 from maxbatch.data.dataset import Arrays
 from maxbatch.data.loader import Loader, eval_loader, train_loader
+from maxbatch.data.placement import RowPlacement
 from maxbatch.data.reading import ReadOrder, StepReader
 from maxbatch.data.stream import SampleStream
 from maxbatch.data.token_cache import TokenCache
@@ -114,8 +114,9 @@ def check(loader: Loader, microbatches: list[int], first: int = 0) -> None:
       np.testing.assert_array_equal(np.asarray(rows.inputs)[:count, :, 0], expected + 1)
       ids = np.arange(sample, sample + count * MICRO).reshape(count, MICRO)
       np.testing.assert_array_equal(np.asarray(rows.sample_ids)[:count], ids)
-      for array in (rows.inputs, rows.targets, rows.weights, rows.sample_ids):
+      for array in (rows.inputs, rows.targets, rows.weights, rows.checksums):
         assert not np.asarray(array)[count:].any()
+      assert (np.asarray(rows.sample_ids)[count:] == -1).all()
       assert np.asarray(rows.weights)[:count].all()
       sample += count * MICRO
     with pytest.raises(StopIteration):
@@ -187,7 +188,12 @@ def test_a_process_reads_only_its_own_rows(factor):
   parts = {}
   for columns in ([0, 1, 6, 7], [2, 3, 4, 5]):
     reader = StepReader(
-      ReadOrder(Numbered(), 7), steps_of(RAMP), MICRO, np.array(columns), 3, Fraction(factor), 0
+      ReadOrder(Numbered(), 7),
+      StepTable(steps_of(RAMP), MICRO),
+      np.array(columns),
+      3,
+      Fraction(factor),
+      0,
     )
     parts[tuple(columns)] = list(reader)
     reader.close()
@@ -200,7 +206,12 @@ def test_a_process_reads_only_its_own_rows(factor):
 
 def test_no_two_steps_share_memory():
   reader = StepReader(
-    ReadOrder(Numbered(), 7), steps_of([3, 3]), MICRO, np.arange(MICRO), 3, Fraction(1), 0
+    ReadOrder(Numbered(), 7),
+    StepTable(steps_of([3, 3]), MICRO),
+    np.arange(MICRO),
+    3,
+    Fraction(1),
+    0,
   )
   first, second = reader
   reader.close()
@@ -330,10 +341,8 @@ class Watched:
 
 def test_no_more_than_two_steps_are_kept_on_the_devices(monkeypatch):
   placed = []
-  inner = loading._RowPlacement.__call__
-  monkeypatch.setattr(
-    loading._RowPlacement, "__call__", lambda *args: placed.append(1) or inner(*args)
-  )
+  inner = RowPlacement.stage
+  monkeypatch.setattr(RowPlacement, "stage", lambda *args: placed.append(1) or inner(*args))
   with train(microbatches=[1] * 9) as loader:
     next(loader)
     loader._ahead[-1].result()

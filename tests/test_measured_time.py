@@ -16,7 +16,7 @@ from maxbatch.compile import measured_time
 from maxbatch.compile.measured_time import Timing, measure_step
 from maxbatch.data.registry import build_dataset
 from maxbatch.data.rows import Rows
-from maxbatch.training.build import build_trainer, compiled_step, streams
+from maxbatch.training.build import build_trainer, compiled_step, step_rows, streams
 from maxbatch.training.step import Step, Trainer
 
 
@@ -43,14 +43,9 @@ def made(accumulation: str = "fused", packing: bool = False) -> Made:
   parts = build_trainer(settings, plan, jax.devices())
   source = build_dataset(settings.data, settings.batch.max_target_length).train
   streamed = streams(settings)
-  capacity = 1 if streamed else plan.microbatch_capacity
-  one = source.rows(np.zeros(1, np.int64)) | {"sample_ids": np.zeros(1, np.int32)}
-  leading = (capacity, plan.micro_batch_to_train)
-  shapes: dict[str, Any] = {
-    name: jax.ShapeDtypeStruct(leading + x.shape[1:], x.dtype) for name, x in one.items()
-  }
+  rows = step_rows(settings, plan, source, plan.micro_batch_to_train)
   step = compiled_step(settings, plan, parts, source, plan.micro_batch_to_train)
-  return Made(parts, step, Rows(**shapes), streamed)
+  return Made(parts, step, rows, streamed)
 
 
 class Pretend:

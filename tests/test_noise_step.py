@@ -88,7 +88,8 @@ def test_gradients_of_microbatches(axes, replicas):
 
 
 def test_nothing_is_reported_unless_asked():
-  assert metrics((1, 1, 1), 2)[3:] == ({}, None, None)
+  found = metrics((1, 1, 1), 2)
+  assert (found.metrics, found.noise, found.of_step) == ({}, None, None)
 
 
 def messages(axes: tuple[int, int, int], gns: str) -> dict[str, Counter[str]]:

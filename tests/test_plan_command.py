@@ -59,7 +59,6 @@ Batch plan
 Loading
   hosts 0 to 1: 256 samples per step each
   hosts 2 to 3: read nothing, and get their samples from the others
-  (planned: a run does not follow this yet, each host reads the samples of its devices)
 
 Phases
   phase  first step  first sample  first token  steps  batch  per device  microbatches  learning rate
@@ -334,26 +333,59 @@ def test_with_expansion_the_first_hosts_read_everything_once(hosts, rows, factor
   plan = expanded(6 * rows * hosts, factor, hosts)
   loads = host_loads(plan, hosts)
   samples = [one.samples for one in loads for _ in range(one.num_hosts)]
-  each = 6 * rows * factor
-  # Every sample of the load has its host; a step is the first part of them.
-  readers = [int(sample // each) for sample in range(plan.global_batch_to_train)]
-  assert samples == [readers.count(host) for host in range(hosts)]
-  assert sum(1 for one in samples if one) == -(-hosts // factor)
+  # The first ones read what they use, and what the others use is dealt out.
+  loading = -(-hosts // factor)
+  shares = [0] * hosts
+  for host in range(hosts):
+    shares[host % loading] += 6 * rows
+  assert samples == (shares if factor > 1 else [6 * rows] * hosts)
+  assert sum(samples) == plan.global_batch_to_train
 
 
-def test_a_load_that_does_not_divide_over_the_hosts():
-  plan = plan_of(4, "batch_size=6", "ici_data_parallelism=2", "ici_tensor_parallelism=2")
-  assert [one.samples for one in host_loads(plan, 4)] == [3]
-  uneven = plan_of(
-    4, "batch_size=6", "ici_data_parallelism=2", "ici_tensor_parallelism=2",
-    "expansion_factor_real_data=1.5",
-  )  # fmt: skip
+def test_hosts_whose_devices_share_samples():
+  keys = ["batch_size=6", "ici_data_parallelism=2", "ici_tensor_parallelism=2"]
+  assert [one.samples for one in host_loads(plan_of(4, *keys), 4)] == [3]
+  expanded = plan_of(4, *keys, "expansion_factor_real_data=4/3")
+  assert [one.samples for one in host_loads(expanded, 4)] == [3, 0, 3, 0]
+
+
+def loads_of(num_hosts: int, *keys: str) -> list[int]:
+  loads = host_loads(plan_of(8, "batch_size=24", *keys), num_hosts)
+  return [one.samples for one in loads for _ in range(one.num_hosts)]
+
+
+def test_the_hosts_that_load_are_those_that_a_key_names():
+  assert loads_of(4, "expansion_factor_real_data=4/3") == [9, 9, 6, 0]
+  assert loads_of(4, "expansion_factor_real_data=4/3", "loading_hosts=[1,2,3]") == [0, 9, 9, 6]
+  assert loads_of(4, "expansion_factor_real_data=2", "loading_hosts=[3,1]") == [0, 12, 0, 12]
+  assert loads_of(4, "expansion_factor_real_data=1/2", "loading_hosts=[2]") == [0, 0, 24, 0]
+  assert loads_of(4, "loading_hosts=[2,3]") == [0, 0, 12, 12]
+  assert loads_of(1, "loading_hosts=[0]") == [24]
+
+
+@pytest.mark.parametrize(
+  ("keys", "expected"),
+  [
+    (
+      ["loading_hosts=[4]"],
+      "loading_hosts=[4]: there are 4 hosts, 0 to 3; for example loading_hosts=[3]",
+    ),
+    (
+      ["loading_hosts=[1,1]"],
+      "loading_hosts=[1,1] names a host twice; for example loading_hosts=[1]",
+    ),
+    (
+      ["loading_hosts=[0]", "expansion_factor_real_data=2"],
+      "loading_hosts=[0] names 1 hosts, but expansion_factor_real_data=2 lets 2 of 4 load; for "
+      "example loading_hosts=[2,3], or expansion_factor_real_data=-1",
+    ),
+  ],
+)
+def test_hosts_that_cannot_load_are_refused(keys, expected):
   with pytest.raises(UserError) as caught:
-    host_loads(uneven, 4)
-  assert str(caught.value) == (
-    "global_batch_to_load=9 over num_hosts=4 is 2.25 samples per host, which must be a whole "
-    "number; nearest: expansion_factor_real_data=4/3 or expansion_factor_real_data=2"
-  )
+    loads_of(4, *keys)
+  assert str(caught.value) == expected
+  loads_of(4, *keys[1:], expected.split("for example ")[1].split(",  or")[0].split(", or")[0])
 
 
 @pytest.mark.parametrize(
@@ -385,8 +417,3 @@ def test_loads_of_parts_of_samples_are_refused_with_an_offer_that_works(capsys, 
   offer = re.search(r"for example (expansion_factor_real_data=\S+)$", message)
   assert offer
   show(capsys, *keys.split(), offer[1])
-
-
-def test_hosts_that_load_for_others_are_a_plan_alone(capsys):
-  assert "a run does not follow this yet" in show(capsys, "expansion_factor_real_data=8")
-  assert "does not follow" not in show(capsys, "expansion_factor_real_data=0.5")

@@ -1,12 +1,13 @@
-"""How many samples of a step each host loads, for any number of hosts."""
+"""Which hosts load, and how many samples of a step each of them, for any number of hosts."""
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
-from fractions import Fraction
+import math
+from collections.abc import Sequence
 
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.solve import nearest_multiples, text
+from maxbatch.batch.redistribution import Redistribution, consecutive_processes, redistribution
+from maxbatch.batch.solve import text
 from maxbatch.errors import UserError
 
 
@@ -27,27 +28,50 @@ class HostLoad:
     return self.first_host + self.num_hosts - 1
 
 
+def loading_hosts(plan: BatchPlan, num_hosts: int) -> tuple[int, ...]:
+  """The hosts that load for all; none: every host loads what its own devices take.
+
+  With expansion_factor_real_data f > 1 they are num_hosts / f hosts, rounded up: the first ones, or
+  those that the key loading_hosts names.
+
+  Raises:
+    UserError: the key names other hosts than there are, or more or fewer than the factor asks for.
+  """
+  named, factor = plan.loading_hosts, plan.expansion_factor_real_data
+  wanted = math.ceil(num_hosts / factor) if factor > 1 else len(named)
+  if not named:
+    return tuple(range(wanted))
+  given = f"loading_hosts={_written(named)}"
+  example = _written(range(num_hosts - min(wanted, num_hosts), num_hosts))
+  if max(named) >= num_hosts:
+    raise UserError(
+      f"{given}: there are {num_hosts} hosts, 0 to {num_hosts - 1}; for example "
+      f"loading_hosts={example}"
+    )
+  if len(set(named)) < len(named):
+    raise UserError(
+      f"{given} names a host twice; for example loading_hosts={_written(sorted(set(named)))}"
+    )
+  if len(named) != wanted:
+    raise UserError(
+      f"{given} names {len(named)} hosts, but expansion_factor_real_data={text(factor)} lets "
+      f"{wanted} of {num_hosts} load; for example loading_hosts={example}, or "
+      f"expansion_factor_real_data=-1"
+    )
+  return tuple(sorted(named))
+
+
 def host_loads(plan: BatchPlan, num_hosts: int) -> list[HostLoad]:
   """Samples of a step of the run's batch that each host loads; hosts with equal loads are grouped.
 
-  With expansion_factor_real_data f > 1 the first num_hosts / f hosts load everything, f times what
-  their own devices take. Otherwise a host loads what its devices take; hosts whose devices share a
-  sample each load it.
+  Hosts have equally many devices, one host after the other in the order of the mesh.
 
   Raises:
-    UserError: the devices or the samples do not divide evenly over the hosts.
+    UserError: the devices do not divide evenly over the hosts, or loading_hosts does not fit them.
   """
-  devices = plan.topology.num_devices
-  if devices % num_hosts:
-    near = max(count for count in range(1, num_hosts) if devices % count == 0)
-    raise UserError(
-      f"num_hosts={num_hosts} must divide the {devices} devices evenly; for example "
-      f"num_hosts={near}"
-    )
-  if plan.expansion_factor_real_data > 1:
-    samples = _from_few_hosts(plan, num_hosts)
-  else:
-    samples = _own_samples(plan, num_hosts)
+  found = planned_redistribution(plan, num_hosts)
+  of_block = plan.global_batch_to_train // len(found.readers)
+  samples = [len(found.blocks_read.get(host, ())) * of_block for host in range(num_hosts)]
   loads, host = [], 0
   for size, hosts in itertools.groupby(samples):
     count = sum(1 for _ in hosts)
@@ -56,25 +80,26 @@ def host_loads(plan: BatchPlan, num_hosts: int) -> list[HostLoad]:
   return loads
 
 
-def _from_few_hosts(plan: BatchPlan, num_hosts: int) -> Iterator[int]:
-  """Each host loads an equal part of global_batch_to_load, until the step is complete."""
-  batch = plan.global_batch_to_train
-  each = Fraction(plan.global_batch_to_load, num_hosts)
-  if each.denominator != 1:
-    factors = [Fraction(load, batch) for load in nearest_multiples(num_hosts, each * num_hosts)]
-    offers = " or ".join(f"expansion_factor_real_data={text(factor)}" for factor in factors)
+def planned_redistribution(plan: BatchPlan, num_hosts: int) -> Redistribution:
+  """Who reads what on hosts that have equally many devices, in the order of the mesh.
+
+  Raises:
+    UserError: the devices do not divide evenly over the hosts, or loading_hosts does not fit them.
+  """
+  devices = plan.topology.num_devices
+  if devices % num_hosts:
+    near = max(count for count in range(1, num_hosts) if devices % count == 0)
     raise UserError(
-      f"global_batch_to_load={plan.global_batch_to_load} over num_hosts={num_hosts} is "
-      f"{text(each)} samples per host, which must be a whole number; nearest: {offers}"
+      f"num_hosts={num_hosts} must divide the {devices} devices evenly; for example "
+      f"num_hosts={near}"
     )
-  return (max(0, min(int(each), batch - host * int(each))) for host in range(num_hosts))
+  sharing = devices // plan.topology.num_batch_groups
+  return redistribution(
+    consecutive_processes(devices, num_hosts),
+    [device // sharing for device in range(devices)],
+    loading_hosts(plan, num_hosts),
+  )
 
 
-def _own_samples(plan: BatchPlan, num_hosts: int) -> Iterator[int]:
-  """Each host loads the samples of the data-parallel groups of its devices, in mesh order."""
-  topology = plan.topology
-  groups = topology.num_batch_groups
-  sharing, local = topology.num_devices // groups, topology.num_devices // num_hosts
-  for host in range(num_hosts):
-    first, last = host * local // sharing, (host * local + local - 1) // sharing
-    yield plan.global_batch_to_train // groups * (last + 1 - first)
+def _written(hosts: Sequence[int]) -> str:
+  return f"[{','.join(map(str, hosts))}]"

@@ -67,6 +67,8 @@ class BatchPlan:
   """From the plan's start to its end; at least one phase."""
   max_batch: int = 0
   """The largest batch that batch_schedule=gns may reach; 0 for any other schedule."""
+  loading_hosts: tuple[int, ...] = ()
+  """The hosts that load for all, as the key names them; empty where it names none."""
   begins_with_batch_size: bool = False
   """Whether the run's batch is the schedule's first; for a ramp-up it is the last."""
 
@@ -336,6 +338,7 @@ def plan_batches(batch: BatchConfig, run: RunConfig, topology: Topology) -> Batc
     budget=budget,
     phases=phases_of(schedule, budget, Position(0, 0)),
     max_batch=max_gns_batch_size(inputs),
+    loading_hosts=batch.loading_hosts,
     begins_with_batch_size=begins_with_batch_size(batch),
   )
 

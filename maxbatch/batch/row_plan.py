@@ -23,6 +23,14 @@ from maxbatch.batch.loads import load_ranges
 from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, Position
 
+# Sample ids are int32; they begin again at 0 after 2**31 samples.
+_ID_MASK = 2**31 - 1
+
+
+def ids_of(samples: np.ndarray) -> np.ndarray:
+  """The ids int32 of samples int64."""
+  return (samples & _ID_MASK).astype(np.int32)
+
 
 @dataclasses.dataclass(frozen=True)
 class RowPlan:
@@ -53,6 +61,16 @@ class RowPlan:
   def rows_at(self, columns: np.ndarray) -> np.ndarray:
     """Offsets int64[k, len(columns)] from the step's first sample of the rows in these columns."""
     return np.arange(self.num_microbatches)[:, None] * self.micro_batch + columns[None, :]
+
+
+def columns_of_blocks(blocks: Sequence[int], size: int) -> np.ndarray:
+  """The columns int64[R] of these blocks of `size` columns, in the order of the blocks."""
+  return (np.array(blocks, np.int64)[:, None] * size + np.arange(size)[None]).reshape(-1)
+
+
+def row_of_step(dispatch: int, place: int, micro_batch: int) -> tuple[int, int]:
+  """The row of a step, and its column, that is at `place` of the rows of one of its dispatches."""
+  return dispatch * micro_batch + place, place % micro_batch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +187,14 @@ class StepTable:
   def samples(self, step: int, columns: np.ndarray) -> np.ndarray:
     """The samples int64[k·len(columns)], ascending, in these columns of the step's microbatches."""
     return self.first_samples[step] + self.plan(step).rows_at(columns).reshape(-1)
+
+  def sample_ids(self, step: int, capacity: int) -> np.ndarray:
+    """The ids int32[capacity, micro_batch] of the step's samples; −1 beyond its microbatches."""
+    plan, first = self.plan(step), self.first_samples[step]
+    ids = np.full((capacity, self.micro_batch), -1, np.int32)
+    samples = np.arange(first, first + plan.num_rows)
+    ids[: plan.num_microbatches] = ids_of(samples).reshape(-1, self.micro_batch)
+    return ids
 
   def samples_between(self, begin: int, end: int, columns: np.ndarray) -> np.ndarray:
     """As `samples`, for all steps, from sample `begin` up to but not including `end`."""

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from maxbatch.data.checksums import scattered
+
 VERSION = 2
 """Of the formula; checkpoints that do not name one were written with version 1."""
 VERSIONS = (1, VERSION)
@@ -68,7 +70,7 @@ def _compiled(out_sharding: Sharding | None, version: int):
 
 def _fingerprint(leaf: jax.Array, version: int) -> jax.Array:
   """The fingerprint of one array, a uint32 scalar."""
-  bits = _bits(leaf) if version == 1 else _scattered(_bits(leaf))
+  bits = _bits(leaf) if version == 1 else scattered(_bits(leaf))
   return jnp.sum(bits * _odd_weights(bits.shape), dtype=jnp.uint32)
 
 
@@ -91,11 +93,4 @@ def _odd_weights(shape: tuple[int, ...]) -> jax.Array:
   for axis in reversed(range(len(shape))):
     index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
     stride *= shape[axis]
-  return _scattered(index) | np.uint32(1)
-
-
-def _scattered(numbers: jax.Array) -> jax.Array:
-  """Other numbers for all of 0 … 2³²−1, one to one: the finalizer of MurmurHash3."""
-  numbers = (numbers ^ (numbers >> 16)) * np.uint32(0x85EBCA6B)
-  numbers = (numbers ^ (numbers >> 13)) * np.uint32(0xC2B2AE35)
-  return numbers ^ (numbers >> 16)
+  return scattered(index) | np.uint32(1)

@@ -10,8 +10,10 @@ from maxbatch.command_line.signals import INTERRUPTED, EndingSignals, Interrupte
 from maxbatch.command_line.streams import EnduringStreams
 from maxbatch.errors import (
   EXIT_DIVERGED,
+  EXIT_ROWS,
   EXIT_USER_ERROR,
   ProcessFailedError,
+  RowsError,
   SaidByAnotherError,
   TrainingDivergedError,
   UserError,
@@ -63,6 +65,9 @@ def _exit_code(
   except TrainingDivergedError as error:
     print(f"stopped: {error}", file=sys.stderr)
     return EXIT_DIVERGED
+  except RowsError as error:
+    print(f"stopped: {error}", file=sys.stderr)
+    return EXIT_ROWS
   except ProcessFailedError as error:
     return error.exit_code
   except Interrupted as interrupted:

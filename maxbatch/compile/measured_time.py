@@ -131,6 +131,7 @@ def _synthetic(trainer: Trainer, shapes: Rows) -> Rows:
     "targets": lambda x: (_numbered(x, 2) * 11 + _numbered(x, 1)) % _TOKENS,
     "weights": lambda x: jnp.ones(x.shape, x.dtype),
     "sample_ids": lambda x: _numbered(x, 1),
+    "checksums": lambda x: _numbered(x, 1),
     # One segment as long as the row: the most that a token can see.
     "segment_ids": lambda x: jnp.ones(x.shape, x.dtype),
     "positions": lambda x: _numbered(x, 2),

@@ -42,7 +42,7 @@ CHANGEABLE = _keys(
   gradient_clipping_threshold adam_eps adam_weight_decay""",
   # How the same is computed, on which devices, and how it is loaded and saved.
   """model_name dtype attention scan_layers remat_policy num_vocab_tiling accumulation
-  expansion_factor_real_data eval_per_device_batch_size num_simulated_devices
+  expansion_factor_real_data loading_hosts eval_per_device_batch_size num_simulated_devices
   ici_data_parallelism ici_fsdp_parallelism ici_tensor_parallelism ici_pipeline_parallelism
   dcn_data_parallelism dcn_fsdp_parallelism dcn_tensor_parallelism dcn_pipeline_parallelism
   pipeline_schedule num_pipeline_microbatches num_pipeline_repeats num_layers_per_pipeline_stage

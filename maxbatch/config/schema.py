@@ -192,6 +192,7 @@ class BatchConfig:
   micro_batch_size: ExactOrUnset | Literal["none", "auto"] | Explore
   gradient_accumulation_steps: PositiveOrUnset
   expansion_factor_real_data: Annotated[Fraction, Range(limit=_INT32)]
+  loading_hosts: tuple[Annotated[int, Range(low=0, limit=_INT32)], ...]
   eval_per_device_batch_size: Exact
   max_target_length: Positive
   accumulation: Literal["fused", "streamed"]

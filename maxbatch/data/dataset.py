@@ -19,7 +19,10 @@ class RowSource(Protocol):
 
   def rows(self, indices: np.ndarray) -> Arrays:
     """The rows int[R] as new arrays: inputs, targets int32[R, T], weights float32[R, T], and
-    segment_ids, positions int32[R, T] when the rows are packed."""
+    segment_ids, positions int32[R, T] when the rows are packed.
+
+    Of no indices it opens no file: a process that others read for asks for no more.
+    """
     ...
 
 

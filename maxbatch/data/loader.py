@@ -1,10 +1,10 @@
 """Brings rows to the devices while the step before is running.
 
-B rows of a microbatch, T tokens per row, C the capacity of a step's array in microbatches; R of
-the B rows belong to this process.
+B rows of a microbatch, T tokens per row, C the capacity of a step's array in microbatches.
 
-Every process reads only the rows of its own devices; `jax.make_array_from_callback` joins them
-into global arrays without sending anything.
+Reading, and putting rows on the devices of this process, happens in a thread. What the processes
+send each other is dispatched where the rows are used, just before the step, so that all of them
+dispatch their programs in the same order; the devices are then still busy with the step before.
 """
 
 import collections
@@ -14,11 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from maxbatch.batch.row_plan import StepRows, steps_in_order
-from maxbatch.data.dataset import Arrays, FirstRows, RowSource
+from maxbatch.batch.row_plan import StepRows, StepTable, steps_in_order
+from maxbatch.data.dataset import FirstRows, RowSource
+from maxbatch.data.placement import RowPlacement, Staged
 from maxbatch.data.reading import ReadOrder, StepReader
 from maxbatch.data.rows import Rows
 
@@ -36,6 +36,7 @@ def train_loader(
   sharding: NamedSharding,
   load_factor: Fraction = Fraction(1),
   worker_count: int = 0,
+  loading: Sequence[int] = (),
 ) -> "Loader":
   """The training steps in order, each as `Rows` of global arrays [C, B, T].
 
@@ -48,14 +49,14 @@ def train_loader(
     sharding: of [C, B, T]; may divide B, not C or T.
     load_factor: samples read at once, as a multiple of the step's (`expansion_factor_real_data`).
     worker_count: processes that read ahead (`grain_worker_count`); 0: a thread.
+    loading: the processes that read for all; none: each for its own devices.
 
   Raises:
     UserError: `load_factor` does not make whole loads; from the iterator: reading failed.
   """
-  place = _RowPlacement(sharding, row_dim=1, num_rows=micro_batch)
-  order = ReadOrder(source, seed)
-  reader = StepReader(order, steps, micro_batch, place.columns, capacity, load_factor, worker_count)
-  return Loader(reader, place, len(steps))
+  place = RowPlacement(sharding, row_dim=1, num_rows=micro_batch, loading=tuple(loading))
+  table = StepTable(steps, micro_batch)
+  return Loader(ReadOrder(source, seed), table, place, capacity, load_factor, worker_count)
 
 
 def eval_loader(
@@ -65,22 +66,16 @@ def eval_loader(
   eval_samples: int,
   sharding: NamedSharding,
   worker_count: int = 0,
+  loading: Sequence[int] = (),
 ) -> "Loader":
   """The first `eval_samples` rows (-1: all) of `source` in its own order, as `Rows` [B, T].
 
   The last batch is filled up with rows of weight 0. `sharding` is of [B, T] and may divide B.
   """
-  place = _RowPlacement(sharding, row_dim=0, num_rows=eval_batch)
+  place = RowPlacement(sharding, row_dim=0, num_rows=eval_batch, loading=tuple(loading))
   source = source if eval_samples < 0 else FirstRows(source, eval_samples)
-  steps = steps_in_order(len(source), eval_batch)
-  reader = StepReader(
-    ReadOrder(source, None), steps, eval_batch, place.columns, 1, Fraction(1), worker_count
-  )
-
-  def place_batch(arrays: Arrays) -> Rows:
-    return place({name: array[0] for name, array in arrays.items()})
-
-  return Loader(reader, place_batch, len(steps))
+  table = StepTable(steps_in_order(len(source), eval_batch), eval_batch)
+  return Loader(ReadOrder(source, None), table, place, 1, Fraction(1), worker_count)
 
 
 class Loader(Iterator[Rows]):
@@ -89,23 +84,35 @@ class Loader(Iterator[Rows]):
   Close it, or use it as a context manager: threads and worker processes end then.
   """
 
-  def __init__(self, reader: StepReader, place: Callable[[Arrays], Rows], num_steps: int):
-    self._reader = reader
-    self._place = place
-    self._left = num_steps
+  def __init__(
+    self,
+    order: ReadOrder,
+    table: StepTable,
+    place: RowPlacement,
+    capacity: int,
+    load_factor: Fraction,
+    worker_count: int,
+  ):
+    self._table, self._place, self._capacity = table, place, capacity
+    self._process = jax.process_index()
+    columns = place.columns(self._process)
+    self._reader = StepReader(
+      order, table, columns, capacity, load_factor, worker_count, place.microbatches
+    )
+    self._begun = 0
     # One thread, so steps come in order; it never waits for a consumer, so closing cannot hang.
     self._executor = ThreadPoolExecutor(1, thread_name_prefix="loader")
-    self._ahead: collections.deque[Future[Rows]] = collections.deque()
+    self._ahead: collections.deque[Future[Staged]] = collections.deque()
     self._fill()
 
   def __next__(self) -> Rows:
     """The next step. Raises UserError if reading failed, again on every later call."""
     if not self._ahead:
       raise StopIteration
-    rows = self._ahead[0].result()
+    staged = self._ahead[0].result()
     self._ahead.popleft()
     self._fill()
-    return rows
+    return staged()
 
   def __enter__(self) -> "Loader":
     return self
@@ -115,18 +122,19 @@ class Loader(Iterator[Rows]):
 
   def close(self) -> None:
     """Stops reading and ends the threads and processes; harmless when repeated."""
-    self._left = 0
+    self._begun = len(self._table)
     self._executor.shutdown(wait=True, cancel_futures=True)
     self._ahead.clear()
     self._reader.close()
 
   def _fill(self) -> None:
-    while self._left and len(self._ahead) < _STEPS_AHEAD:
-      self._left -= 1
-      self._ahead.append(self._executor.submit(self._bring))
+    while self._begun < len(self._table) and len(self._ahead) < _STEPS_AHEAD:
+      self._ahead.append(self._executor.submit(self._bring, self._begun))
+      self._begun += 1
 
-  def _bring(self) -> Rows:
-    return self._place(next(self._reader))
+  def _bring(self, step: int) -> Staged:
+    read = {self._process: next(self._reader)}
+    return self._place.stage(read, self._table.sample_ids(step, self._capacity))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,41 +176,3 @@ class ChainedLoader(Iterator[Rows]):
     if self._current is not None:
       self._current.close()
       self._current = None
-
-
-@dataclasses.dataclass(frozen=True)
-class _RowPlacement:
-  """Makes global arrays of the rows this process has read."""
-
-  sharding: NamedSharding
-  row_dim: int
-  """The dimension, of size `num_rows`, that `sharding` divides."""
-  num_rows: int
-  columns: np.ndarray = dataclasses.field(init=False)
-  """int64[R]: which of the rows belong to this process, ascending."""
-
-  def __post_init__(self):
-    shape = (1,) * self.row_dim + (self.num_rows,)
-    indices = self._of_rank(len(shape)).addressable_devices_indices_map(shape).values()
-    ranges = [range(*index[self.row_dim].indices(self.num_rows)) for index in indices if index]
-    object.__setattr__(self, "columns", np.unique(np.concatenate(ranges)))
-
-  def __call__(self, arrays: Arrays) -> Rows:
-    """The arrays [..., R, ...] as parts of global ones [..., num_rows, ...]."""
-    return Rows(**{name: self._join(array) for name, array in arrays.items()})
-
-  def _join(self, array: np.ndarray) -> jax.Array:
-    dim = self.row_dim
-
-    def part(index: tuple[slice, ...] | None) -> np.ndarray:
-      assert index is not None
-      start, stop, _ = index[dim].indices(self.num_rows)
-      first = int(np.searchsorted(self.columns, start))
-      return array[(*index[:dim], slice(first, first + stop - start), *index[dim + 1 :])]
-
-    shape = (*array.shape[:dim], self.num_rows, *array.shape[dim + 1 :])
-    return jax.make_array_from_callback(shape, self._of_rank(array.ndim), part)
-
-  def _of_rank(self, rank: int) -> NamedSharding:
-    """The sharding for arrays with fewer dimensions, such as the sample ids."""
-    return NamedSharding(self.sharding.mesh, PartitionSpec(*self.sharding.spec[:rank]))

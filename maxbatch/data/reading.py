@@ -10,7 +10,7 @@ imports do not use devices: worker processes run it too.
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from fractions import Fraction
 
 import grain
@@ -18,13 +18,11 @@ import numpy as np
 from absl import flags
 from grain.multiprocessing import SharedMemoryArray
 
-from maxbatch.batch.row_plan import StepRows, StepTable
+from maxbatch.batch.row_plan import StepTable, ids_of
+from maxbatch.data.checksums import row_checksums
 from maxbatch.data.dataset import Arrays, RowSource
 from maxbatch.data.mixture import sample_stream
 from maxbatch.errors import UserError
-
-# Sample ids travel as int32; they begin again at 0 after 2**31 samples.
-_ID_MASK = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,20 +38,21 @@ class ReadOrder:
     assert self.seed is not None
     return sample_stream(self.source, self.seed)
 
-  def __call__(self, sample_ids: np.ndarray) -> Arrays:
-    """The rows of the samples int64[R], with `sample_ids` int32[R]."""
+  def __call__(self, samples: np.ndarray) -> Arrays:
+    """The rows of the samples int64[R], with their `checksums` uint32[R]."""
     if self.seed is None:
-      arrays = self._in_order(sample_ids)
+      arrays = self._in_order(samples)
     else:
-      arrays = self.source.rows(self._stream(sample_ids))
-    return arrays | {"sample_ids": (sample_ids & _ID_MASK).astype(np.int32)}
+      arrays = self.source.rows(self._stream(samples))
+    positions_T = np.arange(arrays["inputs"].shape[-1], dtype=np.uint32)
+    return arrays | {"checksums": row_checksums(arrays, ids_of(samples), positions_T)}
 
-  def _in_order(self, sample_ids: np.ndarray) -> Arrays:
-    real = sample_ids < len(self.source)
+  def _in_order(self, samples: np.ndarray) -> Arrays:
+    real = samples < len(self.source)
     if real.all():
-      return self.source.rows(sample_ids)
+      return self.source.rows(samples)
     # Row 0 stands in where there is none, and is then cleared: weight 0 and all else 0.
-    arrays = self.source.rows(np.where(real, sample_ids, 0))
+    arrays = self.source.rows(np.where(real, samples, 0))
     for array in arrays.values():
       array[~real] = 0
     return arrays
@@ -79,23 +78,27 @@ class ReadPlan:
 
 
 class StepReader:
-  """Iterates over steps: arrays [C, R, …] of this process's rows; microbatches beyond k are 0."""
+  """Iterates over steps: arrays [K, R, …] of a process's rows; microbatches beyond k are 0.
+
+  K is what `microbatches` makes of k and C. A process that reads no row opens no file for them, and
+  starts no worker.
+  """
 
   def __init__(
     self,
     order: ReadOrder,
-    steps: Sequence[StepRows],
-    micro_batch: int,
+    table: StepTable,
     columns: np.ndarray,
     capacity: int,
     load_factor: Fraction,
     worker_count: int,
+    microbatches: Callable[[int, int], int] = lambda _, capacity: capacity,
   ):
-    table = StepTable(steps, micro_batch)
     self._plan = ReadPlan(table, columns, table.load_bounds(load_factor))
     self._capacity = capacity
-    self._workers = worker_count
-    self._loads = _start(self._plan, order, worker_count)
+    self._microbatches = microbatches
+    self._workers = worker_count if len(columns) else 0
+    self._loads = _start(self._plan, order, worker_count) if len(columns) else _nothing(order)
     self._pending: list[Arrays] = []
     self._load = 0
     self._step = 0
@@ -110,7 +113,7 @@ class StepReader:
     if microbatches > self._capacity:
       raise ValueError(f"{microbatches} microbatches exceed the capacity of {self._capacity}")
     wanted = len(self._plan.steps.samples(self._step, self._plan.columns))
-    pieces = self._take(wanted)
+    pieces = self._take(wanted) or [next(self._loads)]
     self._step += 1
     return {
       name: self._stack([piece[name] for piece in pieces], microbatches) for name in pieces[0]
@@ -130,7 +133,7 @@ class StepReader:
       if not self._pending:
         self._pending.append(self._next_load())
       load = self._pending.pop()
-      size = len(load["sample_ids"])
+      size = len(load["checksums"])
       # A load smaller than a microbatch may hold no row of this process.
       if size:
         pieces.append({name: array[:wanted] for name, array in load.items()})
@@ -155,9 +158,10 @@ class StepReader:
 
   def _stack(self, pieces: Sequence[np.ndarray], microbatches: int) -> np.ndarray:
     """One array [C, R, …] of the pieces' rows; without copying where they already are one."""
-    shape = (self._capacity, len(self._plan.columns), *pieces[0].shape[1:])
+    length = self._microbatches(microbatches, self._capacity)
+    shape = (length, len(self._plan.columns), *pieces[0].shape[1:])
     # Rows from a worker lie in shared memory, of which containers have little: a copy frees it.
-    if len(pieces) == 1 and microbatches == self._capacity and not self._workers:
+    if len(pieces) == 1 and microbatches == length and not self._workers:
       return pieces[0].reshape(shape)
     stacked = np.zeros(shape, pieces[0].dtype)
     np.concatenate(pieces, out=stacked[:microbatches].reshape(-1, *shape[2:]))
@@ -174,6 +178,13 @@ def _free_shared_memory() -> None:
   freeing = getattr(SharedMemoryArray, "_del_thread_pool", None)
   if freeing is not None:
     freeing.apply(int)  # It has one thread: what was handed to it before is done.
+
+
+def _nothing(order: ReadOrder) -> Generator[Arrays]:
+  """Endless loads of no rows, which still say what a row looks like."""
+  nothing = order(np.zeros(0, np.int64))
+  while True:
+    yield nothing
 
 
 def _start(plan: ReadPlan, order: ReadOrder, worker_count: int) -> grain.DatasetIterator[Arrays]:

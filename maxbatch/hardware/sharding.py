@@ -65,6 +65,11 @@ def make_mesh(topology: Topology, devices: Sequence[Device]) -> Mesh:
   return Mesh(array, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
+def num_processes(mesh: Mesh) -> int:
+  """How many processes the devices belong to."""
+  return len({device.process_index for device in mesh.devices.flat})
+
+
 def spec(axes: LogicalAxes, shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
   """The PartitionSpec of an array of `shape` with logical axes `axes`."""
   if len(axes) != len(shape):

@@ -53,7 +53,7 @@ class PlanReport:
     parts = [
       "\n".join(self._given_lines()),
       self.plan.derivation(),
-      "\n".join(["Loading", *map(_load_line, self.loads), *self._planned_only()]),
+      "\n".join(["Loading", *map(_load_line, self.loads)]),
       self._table(),
       *([self._pipeline(self.pipeline)] if self.pipeline else []),
       "\n".join(["Limits", *(f"  {line}" for line in limits(self.plan))]),
@@ -68,14 +68,6 @@ class PlanReport:
       yield f"Open   {self.choice}; below as if it were {assumed}"
     if self.assumption:
       yield f"On     {self.assumption}"
-
-  def _planned_only(self) -> list[str]:
-    """A line where the hosts that load are not those that a run has."""
-    if self.plan.expansion_factor_real_data <= 1:
-      return []
-    return [
-      "  (planned: a run does not follow this yet, each host reads the samples of its devices)"
-    ]
 
   def _pipeline(self, pipeline: Pipeline) -> str:
     lines = ["Pipeline", str(pipeline), *([pipeline.choice] if pipeline.choice else [])]

@@ -41,6 +41,7 @@ from maxbatch.training.build import (
   compiled_eval,
   eval_rows,
   following,
+  row_hosts,
   streams,
   train_rows,
 )
@@ -75,6 +76,7 @@ def run(
   Raises:
     UserError: something in the configuration or the input does not work.
     TrainingDivergedError: the loss or a gradient is not finite.
+    RowsError: a row did not reach its device as it was read.
   """
   with started(config), ending_together():
     return _run(config, find_devices(config), forget=forget, advise=advise)
@@ -213,6 +215,7 @@ def _train(
       trainer=trainer,
       eval_step=eval_step,
       train_rows=train_rows(config, trainer, dataset),
+      row_hosts=row_hosts(trainer, plan),
       eval_rows=eval_rows(config, plan, trainer, dataset),
       checkpointer=checkpointer if config.checkpoint.enable_checkpointing else None,
       log=log,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from maxbatch.batch.host_loads import loading_hosts
 from maxbatch.batch.loads import load_factor
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.row_plan import Segment, dispatches
@@ -17,11 +18,12 @@ from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config, OptimizerConfig
 from maxbatch.data.dataset import Dataset, RowSource, SourceRows
 from maxbatch.data.loader import ChainedLoader, EvalRows, Loader, eval_loader, train_loader
+from maxbatch.data.placement import RowPlacement
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
-from maxbatch.hardware.sharding import make_mesh, replicated_dims, sharding
+from maxbatch.hardware.sharding import make_mesh, num_processes, replicated_dims, sharding
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, build_model
 from maxbatch.pipeline_parallel.layout import pipeline_of
@@ -56,7 +58,7 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
   if config.pipeline.pipeline_schedule != "none":
     pipeline = pipeline_of(config, plan.topology, plan)
     bind_layered(model, model.shapes())
-  return _trainer(
+  trainer = _trainer(
     model,
     config.optimizer,
     every_k,
@@ -65,6 +67,8 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
     pipeline,
     Measures(chosen_metrics(config.run.metrics), config.noise.gns_from_microbatches),
   )
+  loading_hosts(plan, num_processes(trainer.mesh))
+  return trainer
 
 
 @functools.lru_cache(_KEPT)
@@ -206,8 +210,9 @@ def _compiled_eval(trainer: Trainer, rows: Rows) -> EvalStep:
 
 
 def _shapes(source: RowSource, leading: tuple[int, ...]) -> Rows:
-  """What a loader of `source` yields, without reading more than its first row."""
-  one = source.rows(np.zeros(1, np.int64)) | {"sample_ids": np.zeros(1, np.int32)}
+  """What a loader of `source` yields, without reading a row."""
+  one = source.rows(np.zeros(0, np.int64))
+  one |= {"sample_ids": np.zeros(0, np.int32), "checksums": np.zeros(0, np.uint32)}
   fields: dict[str, Any] = {
     name: jax.ShapeDtypeStruct(leading + x.shape[1:], x.dtype) for name, x in one.items()
   }
@@ -238,9 +243,21 @@ def train_rows(
       sharding=sharding((None, "batch", None), shape, trainer.mesh),
       load_factor=load_factor(plan, streamed=streamed),
       worker_count=config.data.grain_worker_count,
+      loading=loading_hosts(plan, num_processes(trainer.mesh)),
     )
 
   return open_at
+
+
+def row_hosts(trainer: Trainer, plan: BatchPlan) -> Callable[[int, int], str]:
+  """Says, of a microbatch size and a column of such microbatches, which hosts its rows pass through."""
+
+  def hosts(micro_batch: int, column: int) -> str:
+    place = sharding((None, "batch"), (1, micro_batch), trainer.mesh)
+    loading = loading_hosts(plan, num_processes(trainer.mesh))
+    return RowPlacement(place, row_dim=1, num_rows=micro_batch, loading=loading).hosts(column)
+
+  return hosts
 
 
 def eval_rows(
@@ -257,6 +274,7 @@ def eval_rows(
       eval_samples=config.run.eval_samples,
       sharding=place,
       worker_count=config.data.grain_worker_count,
+      loading=loading_hosts(plan, num_processes(trainer.mesh)),
     )
 
   sources = dataset.validation_by_source

@@ -1,6 +1,7 @@
 """The training loop: batch, step, metrics of the step before, now and then eval and checkpoint."""
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -11,18 +12,20 @@ import numpy as np
 
 from maxbatch.batch.interval import is_due
 from maxbatch.batch.learning_rate import LearningRate
+from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.command_line.signals import StopSignals
 from maxbatch.config.schema import CheckpointConfig, RunConfig
 from maxbatch.data.loader import ChainedLoader, EvalRows
-from maxbatch.errors import TrainingDivergedError
+from maxbatch.errors import RowsError, TrainingDivergedError
 from maxbatch.models.registry import Parameters
 from maxbatch.run_folder.metrics import MetricsLog, Record
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.metrics import token_values
 from maxbatch.training.noise_run import Noise, decided, decides
 from maxbatch.training.programs import StepPrograms
+from maxbatch.training.row_check import check_rows
 from maxbatch.training.state import Sums, TrainState
 from maxbatch.training.step import StepMetrics, Trainer
 from maxbatch.training.stop_flags import flagged, has_flags
@@ -44,6 +47,7 @@ class Job:
   trainer: Trainer
   eval_step: Callable[[Parameters, Any], Sums]
   train_rows: Callable[[BatchPlan, Position], ChainedLoader]
+  row_hosts: Callable[[int, int], str]
   eval_rows: Sequence[EvalRows]
   checkpointer: Checkpointer | None
   log: MetricsLog
@@ -77,6 +81,7 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
   Raises:
     TrainingDivergedError: a loss or gradient is not finite, and nothing of that step is saved; or
       the validation loss is not, and what was due to be saved is.
+    RowsError: a row of a step is not what was read for it, and nothing of that step is saved.
   """
   job.progress.begin()
   with StopSignals(shared=has_flags(job.trainer.mesh)) as stop:
@@ -135,10 +140,13 @@ def _dispatch(
   if not job.streamed:
     control = flagged(mesh, job.trainer.control(phase.num_microbatches), stop.requested)
     return step(state, next(loader), control, learning_rate)
+  wrong = []
   for _ in range(phase.num_microbatches - 1):
-    state, _ = step(state, next(loader), flagged(mesh, np.bool_(False)), learning_rate)
+    state, metrics = step(state, next(loader), flagged(mesh, np.bool_(False)), learning_rate)
+    wrong.append(metrics.wrong_row)
   control = flagged(mesh, np.bool_(True), stop.requested)
-  return step(state, next(loader), control, learning_rate)
+  state, metrics = step(state, next(loader), control, learning_rate)
+  return state, metrics._replace(wrong_row=(*wrong, metrics.wrong_row))
 
 
 def _due(job: Job, before: Position, after: Position, period: int) -> bool:
@@ -158,13 +166,19 @@ class _Clock:
 
 
 def _fetch(job: Job, pending: _Pending, clock: _Clock, stop: StopSignals) -> Record:
-  """Waits for a step to end; its record. Raises TrainingDivergedError if it is not finite."""
+  """Waits for a step to end; its record.
+
+  Raises:
+    TrainingDivergedError: it is not finite.
+    RowsError: a row is not what was read for it.
+  """
   metrics = jax.device_get(pending.metrics)
   job.feed_watchdog()
   stop.hear(metrics.stop)
   loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
   seconds, plan, position = clock.lap(), job.plan, pending.position
   phase = plan.phase_at(pending.before.samples)
+  _check_rows(job, pending, metrics, phase)
   if not (math.isfinite(loss) and math.isfinite(grad_norm)):
     raise TrainingDivergedError(_diverged(job, position, loss, grad_norm))
   noise = job.noise.observe(pending.before.step, metrics) if job.noise else {}
@@ -185,6 +199,16 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock, stop: StopSignals) -> Rec
     | {name: float(value) for name, value in metrics.metrics.items()}
     | noise
   )
+
+
+def _check_rows(job: Job, pending: _Pending, metrics: StepMetrics, phase: Phase) -> None:
+  """Raises RowsError, with what is saved, if a row of the step is not what was read for it."""
+  wrong, first = jax.tree.leaves(metrics.wrong_row), pending.before.samples
+  hosts = functools.partial(job.row_hosts, phase.micro_batch)
+  try:
+    check_rows(wrong, pending.position.step, first, phase.micro_batch, hosts)
+  except RowsError as error:
+    raise RowsError(f"{error}; {_last_good(job)}. Nothing of that step is saved") from None
 
 
 def _note(job: Job, record: Record) -> None:
@@ -255,14 +279,18 @@ def _diverged(job: Job, position: Position, loss: float, grad_norm: float) -> st
   )
 
 
-def _kept(job: Job) -> str:
-  """What is left when a run diverges, and what may help."""
+def _last_good(job: Job) -> str:
+  """What is saved."""
   if job.checkpointer:
     job.checkpointer.wait()
   saved = job.checkpointer.steps() if job.checkpointer else []
-  last = f"the last good checkpoint is step {saved[-1]}" if saved else "there is no checkpoint"
+  return f"the last good checkpoint is step {saved[-1]}" if saved else "there is no checkpoint"
+
+
+def _kept(job: Job) -> str:
+  """What is left when a run diverges, and what may help."""
   return (
-    f"{last}. Nothing after it is saved. A lower learning_rate, a longer warmup_steps or a smaller "
+    f"{_last_good(job)}. Nothing after it is saved. A lower learning_rate, a longer warmup_steps or a smaller "
     "gradient_clipping_threshold may help."
   )
 

@@ -33,6 +33,7 @@ from maxbatch.training.metrics import Update, token_values, update_values
 from maxbatch.training.optimizer import AverageState
 from maxbatch.training.pipelined_evaluation import pipelined_sums
 from maxbatch.training.pipelined_step import pipelined_gradients
+from maxbatch.training.row_check import first_wrong_row
 from maxbatch.training.state import (
   NOTHING,
   Measures,
@@ -64,6 +65,8 @@ class StepMetrics(NamedTuple):
   """What the noise scale is estimated from; None where it is not measured."""
   of_step: Parameters | None = None
   """float32[L or none]: for each probe, ‖gradient of the step's summed loss‖²."""
+  wrong_row: jax.Array | tuple[jax.Array | None, ...] | None = None
+  """int32: `first_wrong_row`; of a streamed step one for each dispatch."""
   stop: jax.Array | None = None
   """int32: the largest of the processes' flags (training/stop_flags.py); None where one trains."""
 
@@ -247,8 +250,9 @@ def step_function(trainer: Trainer, rows: Rows, *, streamed: bool) -> jax.stages
   ) -> tuple[TrainState, StepMetrics]:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
       control, stop = unflagged(trainer.mesh, control)
-      state, metrics = body(trainer, state, rows, control, rate)
-      return state, metrics._replace(stop=stop)
+      wrong = first_wrong_row(rows)
+      state, metrics = body(trainer, state, rows._replace(checksums=None), control, rate)
+      return state, metrics._replace(stop=stop, wrong_row=wrong)
 
   places = shardings(trainer.abstract)
   whole = replicated(trainer.mesh)
@@ -279,6 +283,7 @@ def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
 
   def evaluate(params: Parameters, rows: Rows) -> Sums:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
+      rows = rows._replace(checksums=None)
       if trainer.pipeline is not None:
         return pipelined_sums(trainer.model, trainer.pipeline, trainer.mesh, params, rows, metrics)
       parts = loss_parts(trainer.model, params, rows, None, metrics=metrics)

@@ -1,0 +1,135 @@
+"""Who reads which rows, and how rows come to the devices of processes that do not read them.
+
+The columns of a microbatch lie in equal blocks, one for each data-parallel group of devices. Every
+block is read whole, by one of the loading processes: by one that has devices of the group, if there
+is one, so that most rows stay on their host; the other blocks go to those that read least. A device
+whose process does not read its block receives it from a device of the process that does. In one
+round every device sends at most one block and receives at most one: a collective permute.
+
+Devices are numbered by their place in the mesh. This file is pure: it knows neither jax nor which
+process it runs in, so that all processes come to the same plan without a message.
+"""
+
+import collections
+import dataclasses
+import functools
+import heapq
+import itertools
+from collections.abc import Mapping, Sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Redistribution:
+  """Who reads the rows of a microbatch, and what is sent."""
+
+  processes: tuple[int, ...]
+  """The process of every device."""
+  blocks: tuple[int, ...]
+  """The block of columns that every device uses."""
+  readers: tuple[tuple[int, ...], ...]
+  """The processes that read each block: one; without loading processes all that use it."""
+  rounds: tuple[tuple[tuple[int, int], ...], ...]
+  """Pairs (sending device, receiving device) of each round."""
+
+  @functools.cached_property
+  def blocks_read(self) -> Mapping[int, tuple[int, ...]]:
+    """The blocks that each process reads, ascending; processes that read none are left out."""
+    found: dict[int, list[int]] = {}
+    for block, readers in enumerate(self.readers):
+      for process in readers:
+        found.setdefault(process, []).append(block)
+    return {process: tuple(blocks) for process, blocks in found.items()}
+
+  @functools.cached_property
+  def slots(self) -> tuple[tuple[int | None, ...], ...]:
+    """For each device the blocks that its process puts there: its own, then that of each round."""
+    slots: list[list[int | None]] = [
+      [block if process in self.readers[block] else None] + [None] * len(self.rounds)
+      for process, block in zip(self.processes, self.blocks, strict=True)
+    ]
+    for number, pairs in enumerate(self.rounds, 1):
+      for sender, receiver in pairs:
+        slots[sender][number] = self.blocks[receiver]
+    return tuple(map(tuple, slots))
+
+  def users(self, block: int) -> tuple[int, ...]:
+    """The processes with devices that use a block, ascending."""
+    pairs = zip(self.processes, self.blocks, strict=True)
+    return tuple(sorted({process for process, used in pairs if used == block}))
+
+
+def redistribution(
+  processes: Sequence[int], blocks: Sequence[int], loading: Sequence[int] = ()
+) -> Redistribution:
+  """The plan for devices of these processes, which use these blocks 0, 1, … of columns.
+
+  Args:
+    processes: the process of every device.
+    blocks: the block of every device; each is used by at least one.
+    loading: the processes that read, in any order; none: every process reads what its own devices
+      use, and nothing is sent.
+
+  Raises:
+    ValueError: a loading process has no device.
+  """
+  if not set(loading) <= set(processes):
+    raise ValueError(f"processes {loading} load, but only {sorted(set(processes))} have devices")
+  users = _users(processes, blocks)
+  readers = _readers(users, loading) if loading else users
+  rounds = _rounds(processes, blocks, readers)
+  return Redistribution(tuple(processes), tuple(blocks), readers, rounds)
+
+
+def _users(processes: Sequence[int], blocks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+  """The processes that use each block, ascending."""
+  found: list[set[int]] = [set() for _ in range(max(blocks) + 1)]
+  for process, block in zip(processes, blocks, strict=True):
+    found[block].add(process)
+  return tuple(tuple(sorted(each)) for each in found)
+
+
+def _readers(users: Sequence[Sequence[int]], loading: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+  """One reader for every block: near it if possible, else the one that reads least so far."""
+  counts = dict.fromkeys(sorted(loading), 0)
+  readers: list[int | None] = []
+  for using in users:
+    near = [process for process in using if process in counts]
+    reader = min(near, key=lambda process: (counts[process], process)) if near else None
+    if reader is not None:
+      counts[reader] += 1
+    readers.append(reader)
+  least = [(count, process) for process, count in counts.items()]
+  heapq.heapify(least)
+  for block, reader in enumerate(readers):
+    if reader is None:
+      count, process = least[0]
+      heapq.heapreplace(least, (count + 1, process))
+      readers[block] = process
+  return tuple((reader,) for reader in readers if reader is not None)
+
+
+def _rounds(
+  processes: Sequence[int], blocks: Sequence[int], readers: Sequence[Sequence[int]]
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+  """What is sent: the devices of a reader take turns as senders, one block each in a round."""
+  devices: dict[int, list[int]] = {}
+  for device, process in enumerate(processes):
+    devices.setdefault(process, []).append(device)
+  sent: collections.Counter[int] = collections.Counter()
+  rounds: list[list[tuple[int, int]]] = []
+  for receiver, (process, block) in enumerate(zip(processes, blocks, strict=True)):
+    if process in readers[block]:
+      continue
+    reader = readers[block][0]
+    number, turn = divmod(sent[reader], len(devices[reader]))
+    sent[reader] += 1
+    if number == len(rounds):
+      rounds.append([])
+    rounds[number].append((devices[reader][turn], receiver))
+  return tuple(map(tuple, rounds))
+
+
+def consecutive_processes(num_devices: int, num_processes: int) -> tuple[int, ...]:
+  """The process of every device where each has equally many, one after the other."""
+  local = num_devices // num_processes
+  return tuple(itertools.chain.from_iterable([p] * local for p in range(num_processes)))

@@ -1,0 +1,205 @@
+"""Brings rows from the processes that read them to the devices that use them.
+
+Where every process reads the rows of its own devices, `jax.make_array_from_callback` joins them into
+global arrays without sending anything. Where some read for all, each of their devices gets the rows
+that it uses and those that it sends, and one compiled program of collective permutes does the rest.
+All processes must dispatch it in the same order as their other programs, so it is left to the
+thread that dispatches those: `stage` can run in any thread, `finish` cannot.
+
+B rows of a microbatch, b of a block, T tokens per row, C the capacity of a step's array in
+microbatches, K those that are sent; W the 32-bit numbers of a row: all its arrays, one after the
+other.
+"""
+
+import bisect
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxbatch.batch.redistribution import Redistribution, redistribution
+from maxbatch.batch.row_plan import columns_of_blocks
+from maxbatch.data.checksums import TOKEN_FIELDS
+from maxbatch.data.dataset import Arrays
+from maxbatch.data.rows import Rows
+
+CARRIED = (*TOKEN_FIELDS, "checksums")
+"""What travels of a row. Its place in the global array says which sample it is."""
+
+Staged = Callable[[], Rows]
+"""Dispatches what is left to do, and returns the rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPlacement:
+  """Makes global arrays of the rows that processes have read."""
+
+  sharding: NamedSharding
+  row_dim: int
+  """The dimension, of size `num_rows`, that `sharding` divides: 1 after that of microbatches, or 0."""
+  num_rows: int
+  loading: tuple[int, ...] = ()
+  """The processes that read for all; none: each for itself."""
+  process_of: Callable[[Any], int] = lambda device: device.process_index
+
+  @functools.cached_property
+  def plan(self) -> Redistribution:
+    """Who reads what, and who sends what to whom."""
+    shape = (1,) * self.row_dim + (self.num_rows,)
+    indices = self._of_rank(len(shape)).devices_indices_map(shape)
+    devices = self._mesh.devices.reshape(-1)
+    columns = [range(*indices[d][self.row_dim].indices(self.num_rows)) for d in devices]
+    blocks = [one.start // len(one) for one in columns]
+    return redistribution(list(map(self.process_of, devices)), blocks, self.loading)
+
+  @property
+  def _mesh(self) -> Mesh:
+    assert isinstance(self.sharding.mesh, Mesh)
+    return self.sharding.mesh
+
+  def columns(self, process: int) -> np.ndarray:
+    """int64[R]: which of the rows a process reads, ascending."""
+    return columns_of_blocks(self.plan.blocks_read.get(process, ()), self._block_size)
+
+  def microbatches(self, used: int, capacity: int) -> int:
+    """The microbatches that a process reads into: as many as are used, or all if none is sent.
+
+    A power of two, so that few programs are compiled when the batch grows.
+    """
+    return min(capacity, 1 << (used - 1).bit_length()) if self.plan.rounds else capacity
+
+  def hosts(self, column: int) -> str:
+    """Who reads the rows of this column, and who uses them, for messages."""
+    block = column // self._block_size
+    readers, users = (
+      f"{'host' if len(hosts) == 1 else 'hosts'} {', '.join(map(str, hosts))}"
+      for hosts in (self.plan.readers[block], self.plan.users(block))
+    )
+    return f"read by {readers} and used by {users}"
+
+  def stage(self, read: Mapping[int, Arrays], ids: np.ndarray) -> Staged:
+    """Puts rows on the devices of this process.
+
+    Args:
+      read: by process, its rows [K, R, …] in the order of `columns`: those of this process.
+      ids: int32[C, B]: the sample of every row of the global array, −1 where there is none.
+    """
+    size = self._block_size
+    placed = self._global(ids.shape, lambda block: ids[:, block * size : (block + 1) * size])
+    one = next(iter(read.values()))
+    names = [name for name in CARRIED if name in one]
+    if self.plan.rounds:
+      records = {process: _packed(names, arrays) for process, arrays in read.items()}
+      sent = self._slots(records)
+      fields = tuple((name, one[name].dtype.str, one[name].shape[2:]) for name in names)
+      program = _redistribution(self.sharding, self.row_dim, self.plan.rounds, len(ids), fields)
+      return lambda: Rows(**program(sent), sample_ids=placed)
+    arrays = {name: self._joined({p: rows[name] for p, rows in read.items()}) for name in names}
+    return lambda: Rows(**arrays, sample_ids=placed)
+
+  @functools.cached_property
+  def _block_size(self) -> int:
+    return self.num_rows // len(self.plan.readers)
+
+  def _block(self, block: int, process: int, rows: np.ndarray) -> np.ndarray:
+    """A block [K, b, …] of the rows [K, R, …] that a process has read."""
+    first = bisect.bisect_left(self.plan.blocks_read[process], block) * self._block_size
+    return rows[:, first : first + self._block_size]
+
+  def _joined(self, read: Mapping[int, np.ndarray]) -> jax.Array:
+    """One global array of the rows [C, R, …] that each process has read."""
+
+    def part(block: int) -> np.ndarray:
+      process = next(each for each in self.plan.readers[block] if each in read)
+      return self._block(block, process, read[process])
+
+    capacity, _, *trail = next(iter(read.values())).shape
+    return self._global((capacity, self.num_rows, *trail), part)
+
+  def _global(self, shape: tuple[int, ...], part: Callable[[int], np.ndarray]) -> jax.Array:
+    """The array [C, B, …] of blocks [C, b, …], or [B, …] without the dimension of microbatches."""
+    dim = self.row_dim
+
+    def local(index: tuple[slice, ...] | None) -> np.ndarray:
+      assert index is not None
+      rows = part((index[dim].start or 0) // self._block_size)
+      return rows if dim else rows[0]
+
+    shape = shape[1 - dim :]
+    return jax.make_array_from_callback(shape, self._of_rank(len(shape)), local)
+
+  def _slots(self, records: Mapping[int, np.ndarray]) -> jax.Array:
+    """What each device keeps and sends: int32[D, slots, K, b, W] of records [K, R, W]."""
+    mesh, plan = self._mesh, self.plan
+    K, _, W = next(iter(records.values())).shape
+    shape = (mesh.size, len(plan.rounds) + 1, K, self._block_size, W)
+
+    def local(index: tuple[slice, ...] | None) -> np.ndarray:
+      assert index is not None
+      device = index[0].start or 0
+      slots = np.zeros(shape[1:], np.int32)
+      for slot, block in enumerate(plan.slots[device]):
+        if block is not None:
+          process = plan.processes[device]
+          slots[slot] = self._block(block, process, records[process])
+      return slots[None]
+
+    place = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    return jax.make_array_from_callback(shape, place, local)
+
+  def _of_rank(self, rank: int) -> NamedSharding:
+    """The sharding for arrays with fewer dimensions, such as the sample ids."""
+    return NamedSharding(self.sharding.mesh, PartitionSpec(*self.sharding.spec[:rank]))
+
+
+def _packed(names: Sequence[str], arrays: Arrays) -> np.ndarray:
+  """All numbers of each row as one record: int32[K, R, W]."""
+
+  def numbers(array: np.ndarray) -> np.ndarray:
+    return array.view(np.int32).reshape(*array.shape[:2], math.prod(array.shape[2:]))
+
+  return np.concatenate([numbers(arrays[name]) for name in names], axis=-1)
+
+
+@functools.cache
+def _redistribution(
+  sharding: NamedSharding,
+  row_dim: int,
+  rounds: tuple[tuple[tuple[int, int], ...], ...],
+  capacity: int,
+  fields: tuple[tuple[str, str, tuple[int, ...]], ...],
+) -> jax.stages.Wrapped:
+  """The program from what each device keeps and sends, int32[D, slots, K, b, W], to arrays by name.
+
+  It holds collective permutes alone, one a round.
+  """
+  mesh, axes = sharding.mesh, sharding.mesh.axis_names
+
+  def unpacked(records: jax.Array) -> dict[str, jax.Array]:
+    found, first = {}, 0
+    for name, dtype, trail in fields:
+      end = first + math.prod(trail)
+      column = records[..., first:end].reshape(*records.shape[:-1], *trail)
+      found[name], first = column.view(np.dtype(dtype)), end
+    return found
+
+  def local(slots: jax.Array) -> dict[str, jax.Array]:
+    # A device keeps a block or receives one, never both; where nothing is received are zeros.
+    records = slots[0, 0]
+    for slot, pairs in enumerate(rounds, 1):
+      records = records + jax.lax.ppermute(slots[0, slot], axes, pairs)
+    padding = [(0, capacity - records.shape[0]), *((0, 0),) * 2]
+    records = jnp.pad(records, padding)
+    return unpacked(records if row_dim else records[0])
+
+  whole = PartitionSpec(*sharding.spec[: row_dim + 1])
+  mapped = jax.shard_map(
+    local, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=whole, check_vma=False
+  )
+  return jax.jit(mapped)

@@ -1,0 +1,64 @@
+"""Whether the rows of a step are those that were read for its samples, in their places.
+
+The place of a row in the step's array says, by the plan, which sample it is; its checksum says which
+sample was read, and with which tokens. So rows that were swapped, lost, repeated or changed between
+the file and the device show in the very step that trains on them, for a sum over integers that the
+step holds anyway.
+
+k microbatches, B rows of a microbatch over all devices, T tokens.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxbatch.batch.row_plan import row_of_step
+from maxbatch.data.checksums import TOKEN_FIELDS, row_checksums
+from maxbatch.data.rows import Rows
+from maxbatch.errors import RowsError
+
+NONE_WRONG = np.iinfo(np.int32).max
+
+
+def first_wrong_row(rows: Rows) -> jax.Array | None:
+  """The place m·B + b of the first row that is not what was read for its sample, as int32.
+
+  NONE_WRONG if all are right; None if no loader made the rows, so that nothing is known of them.
+
+  Args:
+    rows: microbatches (k, B, T), those beyond the step's filled up with zeros.
+  """
+  if rows.checksums is None:
+    return None
+  arrays = {name: array for name in TOKEN_FIELDS if (array := rows._asdict()[name]) is not None}
+  found = row_checksums(
+    arrays, rows.sample_ids, jnp.arange(rows.inputs.shape[-1], dtype=jnp.uint32)
+  )
+  places = jnp.arange(found.size, dtype=jnp.int32).reshape(found.shape)
+  return jnp.min(jnp.where(found == rows.checksums, NONE_WRONG, places))
+
+
+def check_rows(
+  wrong: Sequence[int], step: int, first_sample: int, micro_batch: int, hosts: Callable[[int], str]
+) -> None:
+  """Checks what the dispatches of a step found.
+
+  Args:
+    wrong: `first_wrong_row` of each dispatch, one if the step is fused, else one per microbatch.
+    step: number of the step, for the message.
+    first_sample: of the step.
+    micro_batch: rows of a microbatch.
+    hosts: says of a column of a microbatch who read it and who uses it.
+
+  Raises:
+    RowsError: a row is not what was read for its sample.
+  """
+  for dispatch, place in enumerate(wrong):
+    if place != NONE_WRONG:
+      row, column = row_of_step(dispatch, place, micro_batch)
+      raise RowsError(
+        f"step {step}: row {row} (sample {first_sample + row}), {hosts(column)}, is not "
+        "what was read: on the way it was swapped, lost, repeated or changed"
+      )

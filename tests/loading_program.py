@@ -1,0 +1,97 @@
+"""One of several processes that load for each other: `loading_program.py PORT COUNT NUMBER`.
+
+Reads a list of cases from standard input, as JSON, and prints a line for each step of each: what the
+devices of this process hold, by column, and what the step's check says. In a case with a fault, one
+process changes the rows of one step after it has read them.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from typing import Any
+from unittest import mock
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from numbered_rows import NumberedRows
+
+from maxbatch.batch.row_plan import StepRows
+from maxbatch.batch.topology import Topology
+from maxbatch.data.dataset import Arrays
+from maxbatch.data.loader import train_loader
+from maxbatch.data.placement import RowPlacement
+from maxbatch.data.rows import Rows
+from maxbatch.hardware.sharding import make_mesh
+from maxbatch.training.row_check import first_wrong_row
+
+NUM_DEVICES = 4
+STAGE = RowPlacement.stage
+
+
+def change(arrays: Arrays, fault: str) -> None:
+  """Changes the first rows that a process has read."""
+  for name, array in arrays.items():
+    if fault == "swap":
+      array[0, [0, 1]] = array[0, [1, 0]]
+    elif fault == "lose":
+      array[0, 1] = 0
+    elif fault == "repeat":
+      array[0, 1] = array[0, 0]
+    elif name == "inputs":
+      array[0, 1, 2] ^= 4
+
+
+def inject(process: int, step: int, fault: str) -> None:
+  """Lets one process change what it has read for one step."""
+  staged = []
+
+  def stage(place: RowPlacement, read: Mapping[int, Arrays], ids: np.ndarray) -> Any:
+    staged.append(ids)
+    if jax.process_index() == process and len(staged) == step + 1:
+      read = {each: {n: a.copy() for n, a in arrays.items()} for each, arrays in read.items()}
+      change(read[process], fault)
+    return STAGE(place, read, ids)
+
+  mock.patch.object(RowPlacement, "stage", stage).start()
+
+
+def steps_of(case: dict[str, Any]) -> Iterator[Rows]:
+  """The rows of the case's steps."""
+  mesh = make_mesh(Topology(tuple(case["axes"]), (1, 1, 1, 1)), jax.devices())
+  mock.patch.stopall()
+  if "fault" in case:
+    inject(*case["fault"])
+  with train_loader(
+    NumberedRows(),
+    case["seed"],
+    [StepRows(*step) for step in case["steps"]],
+    micro_batch=case["micro_batch"],
+    capacity=case["capacity"],
+    sharding=NamedSharding(mesh, PartitionSpec(None, ("data", "fsdp"))),
+    load_factor=Fraction(case["load_factor"]),
+    worker_count=case["workers"],
+    loading=case["loading"],
+  ) as loader:
+    yield from loader
+
+
+def main(port: int, count: int, number: int) -> None:
+  """Joins the others and goes through all cases."""
+  jax.config.update("jax_platforms", "cpu")
+  jax.config.update("jax_num_cpu_devices", NUM_DEVICES // count)
+  jax.distributed.initialize(f"localhost:{port}", count, number)
+  check = jax.jit(first_wrong_row)
+  for case in json.load(sys.stdin):
+    for rows in steps_of(case):
+      wrong, held = int(check(rows)), {}
+      for name, array in rows._asdict().items():
+        shards = {str(each.index[1].start or 0): each for each in array.addressable_shards}
+        held[name] = {first: each.data.tolist() for first, each in shards.items()}
+      print(json.dumps({"wrong": wrong, "held": held}), flush=True)
+  jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+  main(*map(int, sys.argv[1:]))

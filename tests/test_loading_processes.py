@@ -1,0 +1,128 @@
+"""Real processes that load for each other: the row stream is that of a single one, id for id."""
+
+import json
+import pathlib
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from loading_program import NUM_DEVICES
+from numbered_rows import NumberedRows
+from processes import PATIENCE_SECONDS, environment
+
+from maxbatch.batch.row_plan import StepRows, StepTable
+from maxbatch.data.reading import ReadOrder
+from maxbatch.training.row_check import NONE_WRONG
+
+PROGRAM = pathlib.Path(__file__).with_name("loading_program.py")
+RAMP = (1, 1, 2, 3, 3, 1)
+
+
+def case(axes, loading, load_factor="1", *, counts=RAMP, first=0, workers=0, micro=12, **more):
+  """A case, with its steps in a row from sample `first` on."""
+  ends = first + micro * np.cumsum(counts)
+  steps = [(int(end) - micro * k, k) for end, k in zip(ends, counts, strict=True)]
+  return {
+    "axes": axes, "loading": loading, "load_factor": load_factor, "workers": workers,
+    "micro_batch": micro, "capacity": max(counts) + 1, "seed": 7, "steps": steps,
+  } | more  # fmt: skip
+
+
+DATA, FSDP, STAGES, TENSOR = (4, 1, 1, 1), (2, 2, 1, 1), (2, 1, 1, 2), (1, 1, 4, 1)
+STREAMED: dict[str, Any] = {"counts": (1,) * 4, "capacity": 1}
+CASES = {
+  2: [
+    case(DATA, []),
+    case(DATA, [0], "2"),
+    case(DATA, [1], "2", first=48),
+    case(FSDP, [1], "1/2"),
+    case(STAGES, [1], "2", first=24, **STREAMED),
+    case(STAGES, [0, 1], "4/3"),
+    case(DATA, [1], "2", fault=(1, 2, "swap")),
+    case(DATA, [0], "2", fault=(0, 1, "lose")),
+    case(STAGES, [0], "2", fault=(0, 3, "repeat")),
+    case(FSDP, [], fault=(1, 1, "flip")),
+  ],
+  4: [
+    case(DATA, [0, 1, 2], "4/3"),
+    case(DATA, [1, 3], "2", workers=1),
+    case(DATA, [2], "4", first=36),
+    case(FSDP, [3, 1, 2], "4/3", **STREAMED),
+    case(STAGES, [3], "4"),
+    case(TENSOR, [1, 2], "2"),
+    case(DATA, [3], "4", fault=(3, 2, "flip")),
+    case(TENSOR, [2], "4", fault=(2, 2, "swap")),
+  ],
+}
+
+
+def started(count: int, folder: pathlib.Path) -> list[list[dict[str, Any]]]:
+  """What each of `count` processes says of each step of all cases."""
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    port = free.getsockname()[1]
+  cases = folder / "cases"
+  cases.write_text(json.dumps(CASES[count]))
+  # Into files: one that waits for the reader of its pipe would keep the others waiting.
+  said = [folder / f"said-{number}" for number in range(count)]
+  processes = []
+  try:
+    for number in range(count):
+      with cases.open() as given, said[number].open("w") as out:
+        command = [sys.executable, PROGRAM, *map(str, (port, count, number))]
+        processes.append(
+          subprocess.Popen(
+            command, stdin=given, stdout=out, stderr=subprocess.STDOUT, env=environment()
+          )
+        )
+    codes = [process.wait(PATIENCE_SECONDS) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  texts = [one.read_text() for one in said]
+  assert codes == [0] * count, texts
+  # gloo prints lines of its own.
+  return [[json.loads(line) for line in text.splitlines() if line[:1] == "{"] for text in texts]
+
+
+def expected_step(case: dict[str, Any], table: StepTable, step: int) -> dict[str, np.ndarray]:
+  """The arrays of one step as one process reads them."""
+  shape = (case["capacity"], case["micro_batch"])
+  ids = table.sample_ids(step, case["capacity"])
+  read = ReadOrder(NumberedRows(), case["seed"])(table.samples(step, np.arange(shape[1])))
+  whole = {"sample_ids": ids}
+  for name, array in read.items():
+    whole[name] = np.zeros((*shape, *array.shape[1:]), array.dtype)
+    whole[name].reshape(-1, *array.shape[1:])[: len(array)] = array
+  return whole
+
+
+@pytest.mark.parametrize("count", CASES)
+def test_processes_that_load_for_others_have_the_rows_of_a_single_one(count, tmp_path):
+  said = started(count, tmp_path)
+  lines = list(zip(*said, strict=True))
+  for one in CASES[count]:
+    steps = [StepRows(*step) for step in one["steps"]]
+    table = StepTable(steps, one["micro_batch"])
+    faulty_step = one["fault"][1] if "fault" in one else None
+    for step in range(len(steps)):
+      of_processes, lines = lines[0], lines[1:]
+      wrong = {said["wrong"] for said in of_processes}
+      if step == faulty_step:
+        assert len(wrong) == 1
+        assert wrong.pop() < one["micro_batch"], one
+        continue
+      assert wrong == {NONE_WRONG}, one
+      for name, whole in expected_step(one, table, step).items():
+        found = [held for said in of_processes for held in said["held"][name].items()]
+        columns = np.zeros(one["micro_batch"], int)
+        for first, rows in found:
+          part = slice(int(first), int(first) + len(rows[0]))
+          columns[part] += 1
+          np.testing.assert_array_equal(np.array(rows, whole.dtype), whole[:, part], name)
+        assert columns.all()
+  assert not lines
+  assert NUM_DEVICES % count == 0

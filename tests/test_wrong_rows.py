@@ -1,0 +1,177 @@
+"""Rows that are swapped, lost, repeated or changed on the way stop the run at the step they are in."""
+
+import pathlib
+from collections.abc import Callable
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from numbered_rows import NumberedRows
+from processes import small_run
+from support import mesh
+
+from maxbatch.batch.row_plan import StepRows
+from maxbatch.data.checksums import row_checksums
+from maxbatch.data.dataset import Arrays
+from maxbatch.data.loader import train_loader
+from maxbatch.data.placement import RowPlacement
+from maxbatch.data.reading import ReadOrder
+from maxbatch.run_folder.metrics import read_metrics
+from maxbatch.train import main
+from maxbatch.training.row_check import NONE_WRONG, first_wrong_row
+
+MICRO = 8
+Fault = Callable[[Arrays], None]
+
+
+def swap(arrays: Arrays) -> None:
+  """Rows 3 and 5 of the first microbatch change places."""
+  for array in arrays.values():
+    array[0, [3, 5]] = array[0, [5, 3]]
+
+
+def lose(arrays: Arrays) -> None:
+  """Row 3 does not come: all of it is 0."""
+  for array in arrays.values():
+    array[0, 3] = 0
+
+
+def repeat(arrays: Arrays) -> None:
+  """Row 2 comes again in the place of row 3."""
+  for array in arrays.values():
+    array[0, 3] = array[0, 2]
+
+
+def flip(arrays: Arrays) -> None:
+  """One token of row 3 is another one."""
+  arrays["inputs"][0, 3, 1] ^= 1
+
+
+def flip_target(arrays: Arrays) -> None:
+  """One bit of a target."""
+  arrays["targets"][0, 3, 0] ^= 1 << 30
+
+
+def weigh(arrays: Arrays) -> None:
+  """One token does not count, or does."""
+  arrays["weights"][0, 3, 1] = 1 - arrays["weights"][0, 3, 1]
+
+
+def swap_tokens(arrays: Arrays) -> None:
+  """Two tokens of row 3 change places."""
+  arrays["inputs"][0, 3, [0, 2]] = arrays["inputs"][0, 3, [2, 0]]
+
+
+def swap_fields(arrays: Arrays) -> None:
+  """Inputs and targets of row 3 change places."""
+  arrays["inputs"][0, 3], arrays["targets"][0, 3] = (
+    arrays["targets"][0, 3].copy(),
+    arrays["inputs"][0, 3].copy(),
+  )
+
+
+def fill(arrays: Arrays) -> None:
+  """A row beyond the step's is not empty."""
+  arrays["inputs"][-1, 0, 0] = 1
+
+
+FAULTS = [swap, lose, repeat, flip, flip_target, weigh, swap_tokens, swap_fields]
+
+
+def inject(monkeypatch: pytest.MonkeyPatch, fault: Fault, number: int) -> None:
+  """Changes rows after they were read and before they are on the devices, in one dispatch."""
+  inner, staged = RowPlacement.stage, []
+
+  def stage(place: RowPlacement, read, ids):
+    if place.row_dim == 1:  # Not those of an evaluation.
+      staged.append(ids)
+      if len(staged) == number:
+        read = {
+          process: {name: array.copy() for name, array in arrays.items()}
+          for process, arrays in read.items()
+        }
+        for arrays in read.values():
+          fault(arrays)
+    return inner(place, read, ids)
+
+  monkeypatch.setattr(RowPlacement, "stage", stage)
+
+
+def wrong_rows(counts: list[int], capacity: int = 4) -> list[int]:
+  """What the steps find, on 8 devices."""
+  place = NamedSharding(mesh(4, 2), PartitionSpec(None, ("data", "fsdp")))
+  firsts = np.cumsum([0, *counts]) * MICRO
+  steps = [StepRows(int(first), k) for first, k in zip(firsts, counts, strict=False)]
+  loader = train_loader(
+    NumberedRows(), 7, steps, micro_batch=MICRO, capacity=capacity, sharding=place
+  )
+  with loader:
+    return [int(found) for found in map(jax.jit(first_wrong_row), loader)]
+
+
+def test_right_rows_are_right():
+  assert wrong_rows([1, 2, 4, 3]) == [NONE_WRONG] * 4
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_row_is_found(monkeypatch, fault):
+  inject(monkeypatch, fault, 2)
+  assert wrong_rows([1, 2, 2]) == [NONE_WRONG, 3, NONE_WRONG]
+
+
+def test_a_row_where_there_should_be_none_is_found(monkeypatch):
+  inject(monkeypatch, fill, 2)
+  assert wrong_rows([1, 2, 2]) == [NONE_WRONG, 3 * MICRO, NONE_WRONG]
+
+
+def test_the_first_sample_of_all_may_not_be_lost_either(monkeypatch):
+  """Its id is 0, as are the numbers of a row that was lost."""
+
+  def lose_first(arrays: Arrays) -> None:
+    for array in arrays.values():
+      array[0, 0] = 0
+
+  inject(monkeypatch, lose_first, 1)
+  assert wrong_rows([1]) == [0]
+
+
+def test_equal_tokens_have_other_checksums_as_other_samples():
+  samples = np.arange(100_000)
+  zeros = {"inputs": np.zeros((samples.size, 1), np.int32)}
+  ids = samples.astype(np.int32)
+  assert len(np.unique(row_checksums(zeros, ids, np.arange(1, dtype=np.uint32)))) == samples.size
+
+
+def test_ids_begin_again_after_31_bits_and_checksums_with_them():
+  order = ReadOrder(NumberedRows(), 7)
+  one, other = order(np.array([5])), order(np.array([5 + 2**31]))
+  assert (one["inputs"] == other["inputs"]).all() == (one["checksums"] == other["checksums"]).all()
+
+
+RUNS = [
+  (swap, "batch_size=16 micro_batch_size=1", 3, 3),
+  (lose, "batch_size=16 micro_batch_size=1 accumulation=streamed", 6, 8 + 3),
+  (repeat, "batch_size=16 ici_pipeline_parallelism=2 base_num_decoder_layers=2 pipeline_schedule=1f1b "
+   "num_pipeline_microbatches=2", 3, 3),
+  (flip, "batch_size=16 micro_batch_size=1 gns=all ici_fsdp_parallelism=2", 3, 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "keys", "dispatch", "row"), RUNS)
+def test_the_run_stops_at_that_step_and_saves_nothing_of_it(
+  monkeypatch, tmp_path: pathlib.Path, capsys, fault, keys, dispatch, row
+):
+  inject(monkeypatch, fault, dispatch)
+  settings = f"{keys} steps=5 checkpoint_period=1 dropout_rate=0.1".split()
+  code = main([*small_run(tmp_path, tmp_path / "text", tmp_path / "cache"), *settings])
+  sample = 2 * 16 + row
+  assert capsys.readouterr().err == (
+    f"stopped: step 3: row {row} (sample {sample}), read by host 0 and used by host 0, is not what "
+    "was read: on the way it was swapped, lost, repeated or changed; the last good checkpoint is "
+    "step 2. Nothing of that step is saved\n"
+  )
+  assert code == 5
+  assert [record["step"] for record in read_metrics(tmp_path / "first_run")] == [0, 1, 2]
+  saved = {path.name for path in (tmp_path / "first_run" / "checkpoints").glob("[0-9]*")}
+  assert saved <= {"1", "2"}
