@@ -91,9 +91,7 @@ def test_pieces_and_processes_change_nothing(tmp_path, monkeypatch, name, proces
   assert documents(pieces.validation) == documents(whole.validation)
   assert pieces.fingerprint == whole.fingerprint
   is_divided = len(cache_of(pieces.train).shards) > 1
-  assert (
-    is_divided == (name not in ("a.json.gz", "a.jsonl.zst", "a.tfrecord.gz")) or "arrow" in name
-  )
+  assert is_divided == (name in ("a.jsonl", "a.parquet", "a.txt") or "array_record" in name)
   left = {path.suffix for path in (tmp_path / "pieces" / "cache").iterdir()}
   assert left == {".tokens", ".documents", ".json"}, "no claims, no temporary files"
 

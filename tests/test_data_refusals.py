@@ -34,8 +34,10 @@ from maxbatch.data import token_cache, tokenize, workers
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.formats import jsonl as jsonl_format
 from maxbatch.data.registry import build_dataset
-from maxbatch.data.sources import resolve
+from maxbatch.data.sources import Document, resolve
 from maxbatch.data.token_cache import TokenCache
+from maxbatch.data.tokenize import Recipe
+from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
 
@@ -303,6 +305,45 @@ def test_an_error_in_another_process_is_the_run_s(tmp_path, monkeypatch):
   message = refusal(tmp_path, tmp_path / "a.jsonl")
   assert message.startswith(f"grain_train_files: {tmp_path}/a.jsonl, line 28: null instead of text")
   assert not [name for name in cached_files(tmp_path) if name.startswith(".")]
+
+
+@pytest.mark.parametrize("change", ["grow", "edit", "remove"])
+def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, change):
+  path = tmp_path / "a.jsonl"
+  jsonl(path, GOOD)
+  inner = tokenize._text
+
+  def meddle(record):
+    if change == "remove":
+      path.unlink(missing_ok=True)
+    else:
+      with path.open("a" if change == "grow" else "r+") as file:
+        file.write('{"text": "more"}\n')
+    return inner(record)
+
+  monkeypatch.setattr(tokenize, "_text", meddle)
+  message = refusal(tmp_path, path)
+  gone = "a.jsonl: No such file or directory"
+  assert (gone if change == "remove" else "a.jsonl changed from ") in message
+  assert cached_files(tmp_path) == []
+
+
+class Killing(ByteTokenizer):
+  """Kills its process, as the system does when memory is short."""
+
+  def encode(self, text: bytes) -> np.ndarray:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return super().encode(text)
+
+
+def test_a_killed_process_is_named(tmp_path, monkeypatch):
+  monkeypatch.setattr(token_cache, "SHARD_BYTES", 10)
+  monkeypatch.setattr(workers.os, "cpu_count", lambda: 2)
+  (tmp_path / "a.txt").write_text("some words\n" * 9)
+  sources = resolve("dataset_path", str(tmp_path / "a.txt"))
+  documents = [Document(file) for file in sources.files]
+  with pytest.raises(UserError, match="a process that tokenizes ended with exit code -9; "):
+    token_cache.open_or_build(documents, tmp_path / "cache", "train", Recipe(sources, Killing()))
 
 
 BUILD = """

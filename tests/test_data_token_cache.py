@@ -180,13 +180,15 @@ def test_a_pipe_or_a_folder_in_place_of_a_cache(corpus, tmp_path, suffix):
     cached(corpus, tmp_path / "cache")
 
 
-def test_of_two_processes_at_once_one_builds_it(corpus, tmp_path):
-  """The other waits for it and builds nothing."""
+@pytest.mark.parametrize("shards", [1, 5])
+def test_of_two_processes_at_once_one_builds_each_shard(corpus, tmp_path, monkeypatch, shards):
+  """The other makes another one, waits for those that it has not made, and finds them."""
   (corpus / "big.txt").write_text("some text to keep the builder busy\n" * 10_000)
+  size = (corpus / "big.txt").stat().st_size * 2 // (shards + 1) if shards > 1 else 2**20
   program = f"""
 import sys, time
 from pathlib import Path
-from maxbatch.data import token_cache, token_shard
+from maxbatch.data import token_cache, token_shard, workers
 from maxbatch.data.sources import Document, resolve
 from maxbatch.data.tokenize import Recipe
 from maxbatch.data.tokenizer import ByteTokenizer
@@ -200,10 +202,12 @@ def ready(*arguments):
     time.sleep(0.01)
   return make(*arguments)
 def tokenize(*arguments):
-  (place / ("built-" + sys.argv[1])).touch()
-  time.sleep(0.5)
+  (place / ("built-" + sys.argv[1] + "-" + str(hash(arguments[1])))).touch()
+  time.sleep(0.5 / {shards})
   return inner(*arguments)
 token_cache.make_shards, token_shard.tokenize = ready, tokenize
+token_cache.SHARD_BYTES = {size}
+workers.os.cpu_count = lambda: 1
 documents = [Document(file) for file in sources.files]
 recipe = Recipe(sources, ByteTokenizer())
 print(token_cache.open_or_build(documents, place / "cache", "train", recipe))
@@ -214,12 +218,16 @@ print(token_cache.open_or_build(documents, place / "cache", "train", recipe))
   ]
   outputs = [run.communicate(timeout=PATIENCE_SECONDS) for run in runs]
   assert [run.returncode for run in runs] == [0, 0], outputs
-  assert outputs[0][0] == outputs[1][0]
-  assert len(list(tmp_path.glob("built-*"))) == 1
+  last = [output.splitlines()[-1] for output, _ in outputs]
+  assert last[0] == last[1]
+  monkeypatch.setattr(token_cache, "SHARD_BYTES", size)
+  forbid_writing(monkeypatch)
   cache = cached(corpus, tmp_path / "cache")
-  assert repr(cache) == outputs[0][0].strip()
+  assert repr(cache) == last[0]
+  assert (len(cache.shards) > 1) == (shards > 1)
+  assert len(list(tmp_path.glob("built-*"))) == len(cache.shards)
   assert decode(tokens(cache)).endswith("busy\n")
-  assert len(list((tmp_path / "cache").iterdir())) == 3
+  assert len(list((tmp_path / "cache").iterdir())) == 3 * len(cache.shards)
 
 
 def test_disk_full_names_path_and_need_and_leaves_nothing(corpus, tmp_path, monkeypatch):

@@ -139,6 +139,8 @@ def make_shards(
   """
   left = list(jobs)
   for waits in (False, True) if wait else (False,):
+    if waits and left:
+      print(f"The token cache waits for other processes: {len(left)} of its parts", flush=True)
     for job in list(left):
       try:
         with claimed(job.path.with_name(f".{job.path.stem}.claim"), wait=waits) as is_ours:

@@ -4,6 +4,7 @@ import array
 import collections
 import dataclasses
 import hashlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO
@@ -14,7 +15,7 @@ from maxbatch.data.chat import Chat, Conversation
 from maxbatch.data.formats import text
 from maxbatch.data.formats.format import MAX_RECORD_BYTES, Bad, Record
 from maxbatch.data.formats.registry import FORMATS
-from maxbatch.data.sources import Document, Sources, part_of
+from maxbatch.data.sources import Document, SourceFile, Sources, part_of
 from maxbatch.data.tokenizer import Tokenizer, token_dtype
 from maxbatch.errors import UserError
 
@@ -185,6 +186,8 @@ def _add_text(out: _Output, document: Document) -> None:
     out.add(recipe.tokenizer.encode(lines))
   if document.piece == document.num_pieces - 1:
     out.add([recipe.tokenizer.eos_id] if recipe.add_eos else [])
+  if document.num_pieces > 1:
+    check_unchanged(key, document.file)
 
 
 def _add_records(out: _Output, document: Document) -> None:
@@ -208,6 +211,24 @@ def _add_records(out: _Output, document: Document) -> None:
       out.written.skipped["empty"] += 1
     else:
       _add_document(out, content)
+  check_unchanged(sources.key, file)
+
+
+def check_unchanged(key: str, file: SourceFile) -> None:
+  """Refuses a file that another program has written to since it was listed.
+
+  Raises:
+    UserError: it has, or it is gone.
+  """
+  try:
+    status = os.stat(file.path)
+  except OSError as error:
+    raise UserError(f"{key}: cannot read {file.path}: {error.strerror or error}") from error
+  if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.modified_ns):
+    raise UserError(
+      f"{key}: {file.path} changed from {file.size_bytes} to {status.st_size} bytes while it was "
+      "read; start again when no other program writes to it"
+    )
 
 
 def _content(record: Record, recipe: Recipe) -> bytes | np.ndarray | Conversation | Bad:
@@ -238,11 +259,14 @@ def _range(sources: Sources, document: Document) -> tuple[int, int]:
   """First and end of the records to read, in the units of the format."""
   if (document.begin, document.end, document.num_pieces) == (0, 1, 1):
     return 0, sys.maxsize  # Without asking how many there are, which may take long.
-  size = FORMATS[sources.format].size(sources.key, document.file)
-  start, stop = part_of(document, size)
-  first, last = (
+  form, key, file = FORMATS[sources.format], sources.key, document.file
+  start, stop = part_of(document, form.size(key, file))
+  ends = [
     start + (stop - start) * piece // document.num_pieces
     for piece in (document.piece, document.piece + 1)
+  ]
+  first, last = (
+    end if end in (start, stop) else min(form.next_cut(key, file, end), stop) for end in ends
   )
   return first, last
 

@@ -9,6 +9,7 @@ from maxbatch.data.formats.format import (
   Bad,
   Record,
   RecordFormat,
+  anywhere,
   by_number,
   damaged,
 )
@@ -61,5 +62,6 @@ ARRAY_RECORD = RecordFormat(
   size=_size,
   read=_read,
   can_be_divided=lambda file: True,
+  next_cut=anywhere,
   named=by_number,
 )

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from maxbatch.data.formats.arrow_columns import check_column, values
-from maxbatch.data.formats.format import Record, RecordFormat, by_number, damaged, unreadable
+from maxbatch.data.formats.format import (
+  Record,
+  RecordFormat,
+  anywhere,
+  by_number,
+  damaged,
+  unreadable,
+)
 from maxbatch.data.optional import library
 from maxbatch.data.sources import SourceFile
 
@@ -73,5 +80,6 @@ ARROW = RecordFormat(
   read=_read,
   # A stream of batches is read from its beginning; datasets divide them into files of 500 MB.
   can_be_divided=lambda file: False,
+  next_cut=anywhere,
   named=by_number,
 )

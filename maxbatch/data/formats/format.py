@@ -46,8 +46,16 @@ class RecordFormat:
   read: Read
   can_be_divided: Callable[[SourceFile], bool]
   """Whether a part can be read without all that stands before it."""
+  next_cut: Callable[[str, SourceFile, int], int]
+  """Of (key, file, place): the first place from there on before which nothing has to be read."""
   named: Callable[[str, SourceFile, int], str]
   """Of (key, file, place): how a person finds that record."""
+
+
+def anywhere(key: str, file: SourceFile, place: int) -> int:
+  """Every place is one before which nothing has to be read."""
+  del key, file
+  return place
 
 
 def by_number(key: str, file: SourceFile, place: int) -> str:

@@ -13,6 +13,7 @@ from maxbatch.data.formats.format import (
   Bad,
   Record,
   RecordFormat,
+  anywhere,
   damaged,
   unreadable,
 )
@@ -39,6 +40,8 @@ def _size(key: str, file: SourceFile) -> int:
 
 
 def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Iterator[Record]:
+  if _is_plain(file):
+    stop = min(stop, file.size_bytes)  # What is written meanwhile is not read without end.
   with _opened(key, file) as stream:
     position = 0
     if start > 0:
@@ -131,5 +134,6 @@ JSONL = RecordFormat(
   size=_size,
   read=_read,
   can_be_divided=_is_plain,
+  next_cut=anywhere,
   named=_named,
 )

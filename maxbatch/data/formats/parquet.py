@@ -24,12 +24,11 @@ def _size(key: str, file: SourceFile) -> int:
 def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Iterator[Record]:
   with _opened(key, file) as opened:
     check_column(key, file, opened.schema_arrow, column)
-    counts = [opened.metadata.row_group(group).num_rows for group in range(opened.num_row_groups)]
-    firsts = [0, *itertools.accumulate(counts)]
+    firsts = _first_rows(opened)
     groups = [
       group
-      for group, count in enumerate(counts)
-      if firsts[group] < stop and firsts[group] + count > start
+      for group, (first, end) in enumerate(itertools.pairwise(firsts))
+      if first < stop and end > start
     ]
     if not groups:
       return
@@ -42,6 +41,19 @@ def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Ite
         place += 1
       if place >= stop:
         return
+
+
+def _next_row_group(key: str, file: SourceFile, place: int) -> int:
+  """Where the next row group begins: to read its last row, all of a group is read."""
+  with _opened(key, file) as opened:
+    return next(first for first in _first_rows(opened) if first >= place)
+
+
+def _first_rows(opened: Any) -> list[int]:
+  """The first row of every row group, and the number of all rows."""
+  groups = range(opened.num_row_groups)
+  counts = (opened.metadata.row_group(group).num_rows for group in groups)
+  return [0, *itertools.accumulate(counts)]
 
 
 def _rows_at_once(opened: Any, column: str, groups: Sequence[int]) -> int:
@@ -75,5 +87,6 @@ PARQUET = RecordFormat(
   size=_size,
   read=_read,
   can_be_divided=lambda file: True,
+  next_cut=_next_row_group,
   named=by_number,
 )

@@ -16,6 +16,7 @@ from maxbatch.data.formats.format import (
   Bad,
   Record,
   RecordFormat,
+  anywhere,
   by_number,
   damaged,
   unreadable,
@@ -107,6 +108,8 @@ TFRECORD = RecordFormat(
   suffix=r"\.tfrecords?\b",
   size=_size,
   read=_read,
-  can_be_divided=lambda file: ".gz" not in file.name,
+  # To find a record, all lengths before it are read.
+  can_be_divided=lambda file: False,
+  next_cut=anywhere,
   named=by_number,
 )
