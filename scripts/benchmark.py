@@ -168,6 +168,7 @@ def loop_runner(bench: Bench) -> Callable[[int], float]:
           checkpointer=None,
           log=log,
           progress=progress,
+          feed_watchdog=lambda: None,
         )
         train(job, bench.fresh(), Position(0, 0))
       times = [record["step_seconds"] for record in read_metrics(folder)]

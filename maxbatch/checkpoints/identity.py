@@ -4,11 +4,15 @@ from collections.abc import Mapping
 
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.resume import CHANGEABLE, FIXED
-from maxbatch.config.schema import Config, DataConfig
+from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.stream import STREAM_VERSION
 
 _TRAINED_ON = (
+  "dataset_path",
+  "grain_train_files",
+  "hf_path",
+  "hf_train_files",
   "dataset_mixture",
   "mixture_schedule",
   "grain_train_mixture_config_path",
@@ -18,14 +22,15 @@ _TRAINED_ON = (
   "use_chat_template",
   "sft_train_on_completion_only",
 )
-"""The keys that explain, beside paths, why a dataset has another fingerprint."""
+_EVALUATED_ON = ("eval_dataset_path", "grain_eval_files", "hf_eval_files")
+"""The keys that explain why a dataset has another fingerprint."""
 
 
 def identity(config: Config, dataset: Dataset) -> dict[str, object]:
   """What a resume may not change: keys, what is in the files, and the order of samples."""
   values = to_flat_dict(config)
-  train_paths, eval_paths = _paths(config.data)
-  train = {key: values[key] for key in _TRAINED_ON} | train_paths
+  train = {key: values[key] for key in _TRAINED_ON}
+  validation = train | {key: values[key] for key in _EVALUATED_ON}
   # Only a file's contents could change; checkpoints of earlier versions have no such entry.
   tokenizer = {"tokenizer": dataset.tokenizer_version} if config.data.tokenizer_path else {}
   return (
@@ -34,26 +39,9 @@ def identity(config: Config, dataset: Dataset) -> dict[str, object]:
     | {
       "stream_version": STREAM_VERSION,
       "dataset": _contents(dataset.fingerprint, train, dataset.train_files),
-      "validation": _contents(
-        dataset.validation_fingerprint, train | eval_paths, dataset.validation_files
-      ),
+      "validation": _contents(dataset.validation_fingerprint, validation, dataset.validation_files),
     }
   )
-
-
-def _paths(data: DataConfig) -> tuple[dict[str, str], dict[str, str]]:
-  """The keys that say where the data are, for training and for validation."""
-  if data.dataset_type == "grain":
-    return (
-      {"grain_train_files": data.grain_train_files},
-      {"grain_eval_files": data.grain_eval_files},
-    )
-  if data.dataset_type == "hf":
-    return (
-      {"hf_path": data.hf_path, "hf_train_files": data.hf_train_files},
-      {"hf_eval_files": data.hf_eval_files},
-    )
-  return {"dataset_path": data.dataset_path}, {"eval_dataset_path": data.eval_dataset_path}
 
 
 def fixed_keys(config: Config) -> dict[str, object]:

@@ -8,7 +8,14 @@ from maxbatch.command_line.arguments import Arguments, Command, Own, parse, want
 from maxbatch.command_line.help import help_text
 from maxbatch.command_line.signals import INTERRUPTED, EndingSignals, Interrupted
 from maxbatch.command_line.streams import EnduringStreams
-from maxbatch.errors import EXIT_DIVERGED, EXIT_USER_ERROR, TrainingDivergedError, UserError
+from maxbatch.errors import (
+  EXIT_DIVERGED,
+  EXIT_USER_ERROR,
+  ProcessFailedError,
+  SaidByAnotherError,
+  TrainingDivergedError,
+  UserError,
+)
 
 EXIT_NO_READER = 128 + signal.SIGPIPE
 """As a shell has it for a program that SIGPIPE ends."""
@@ -48,12 +55,16 @@ def _exit_code(
       else:
         work(parse(command, arguments))
       sys.stdout.flush()
+  except SaidByAnotherError:
+    return EXIT_USER_ERROR
   except UserError as error:
     print(f"error: {error}", file=sys.stderr)
     return EXIT_USER_ERROR
   except TrainingDivergedError as error:
     print(f"stopped: {error}", file=sys.stderr)
     return EXIT_DIVERGED
+  except ProcessFailedError as error:
+    return error.exit_code
   except Interrupted as interrupted:
     print(INTERRUPTED, file=sys.stderr)
     return interrupted.exit_code

@@ -63,5 +63,7 @@ CHANGEABLE = _keys(
 OF_ONE_START = _keys(
   "run_name base_output_directory allow_changed_resume jax_cache_dir device_memory_gb",
   "validate_only compile_only compile_topology compile_topology_num_slices save_compiled_step",
-  "compiled_step",
+  "compiled_step coordinator_address num_processes process_id skip_jax_distributed_system",
+  "jax_distributed_initialization_timeout jax_distributed_heartbeat_timeout_seconds",
+  "hang_timeout_seconds",
 )

@@ -85,6 +85,22 @@ class RelativePath(FileName):
 
 
 @dataclasses.dataclass(frozen=True)
+class Address(FileName):
+  """A text that names a port of a host, or nothing."""
+
+  words: str = "HOST:PORT"
+
+  def holds(self, value: str) -> bool:
+    """Whether `value` is such an address."""
+    host, _, port = value.rpartition(":")
+    return not value or bool(host and port.isdecimal() and 0 < int(port) < 2**16)
+
+  def nearest(self, value: str) -> str:
+    """`value` with a port."""
+    return f"{value.partition(':')[0] or 'localhost'}:1234"
+
+
+@dataclasses.dataclass(frozen=True)
 class Example:
   """A value that works, for messages, where none can be made of what is wrong."""
 
@@ -112,6 +128,7 @@ ExactOrUnset = Annotated[Fraction, Range(low=0, limit=_INT32, also=-1)]
 Weight = Annotated[Fraction, Range(low=0, limit=_EXACT)]
 DevicesOrUnset = Annotated[int, Range(low=1, limit=_DEVICES, also=-1)]
 Hosts = Annotated[int, Range(low=1, limit=_DEVICES)]
+Seconds = Annotated[int, Range(low=1, limit=1_000_000)]
 Seed = Annotated[int, Range(low=0, high=2**32 - 1)]
 """jax takes the last 32 bits of a seed: beyond them another seed would give the same numbers."""
 Probability = Annotated[float, Range(low=0, high=1)]
@@ -212,6 +229,19 @@ class MeshConfig:
   dcn_fsdp_parallelism: PositiveOrUnset
   dcn_tensor_parallelism: PositiveOrUnset
   dcn_pipeline_parallelism: PositiveOrUnset
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+  """How several processes find each other, and for how long they wait."""
+
+  coordinator_address: Annotated[str, Address()]
+  num_processes: PositiveOrUnset
+  process_id: Annotated[int, Range(low=0, limit=_INT32, also=-1)]
+  skip_jax_distributed_system: bool
+  jax_distributed_initialization_timeout: Seconds
+  jax_distributed_heartbeat_timeout_seconds: Seconds
+  hang_timeout_seconds: Annotated[int, Range(low=0, limit=1_000_000)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -385,6 +415,7 @@ class Config:
   run: RunConfig
   batch: BatchConfig
   mesh: MeshConfig
+  distributed: DistributedConfig
   pipeline: PipelineConfig
   compile: CompileConfig
   model: ModelConfig

@@ -47,20 +47,20 @@ def generate(
   start = [tokenizer.bos_id, *ids] if add_bos or not ids else ids
   tokens_T = jnp.array(start + [0] * length, jnp.int32)
   window = min(max_target_length, len(tokens_T))
-  write = jax.jit(
-    functools.partial(_write, model, ordinary_ids(tokenizer), len(start), window, temperature)
-  )
-  return tokenizer.decode(np.asarray(write(_on_one_device(params), tokens_T)))
+  ids = np.asarray(ordinary_ids(tokenizer), np.int32)
+  written_T = _write(model, window, temperature, _on_one_device(params), ids, tokens_T, len(start))
+  return tokenizer.decode(np.asarray(written_T))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _write(
   model: Model,
-  ids: np.ndarray,
-  start: int,
   window: int,
   temperature: float,
   params: Parameters,
+  ids: jax.Array,
   tokens_T: jax.Array,
+  start: jax.Array,
 ) -> jax.Array:
   """`tokens_T` with `ids` from `start` on, those that stand for text, in place of what is there."""
   bound = model.bind(params)
@@ -75,7 +75,7 @@ def _write(
     if temperature > 0:
       key = jax.random.fold_in(jax.random.key(0), at)
       choice = jax.random.categorical(key, logits_V / temperature)
-    return tokens_T.at[at].set(jnp.asarray(ids, jnp.int32)[choice])
+    return tokens_T.at[at].set(ids[choice])
 
   return jax.lax.fori_loop(start, len(tokens_T), add, tokens_T)
 

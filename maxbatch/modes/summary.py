@@ -7,11 +7,11 @@ from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.hardware.devices import describe_devices
+from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.models.generate import generate
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.resolve import ResolvedRun
-from maxbatch.run_folder.atomic import write_run_file
-from maxbatch.run_folder.metrics import read_metrics
+from maxbatch.run_folder.metrics import each_record
 from maxbatch.training.build import lost_updates, num_parameters, undivided_parameters
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
@@ -34,7 +34,7 @@ def describe(resolved: ResolvedRun, trainer: Trainer, data: str) -> None:
 def keep_sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> None:
   """Keeps text of the untrained model, to be shown beside that of the trained one."""
   if resolved.config.run.generate_length:
-    write_run_file(resolved.folder.text_before_training, _sample(resolved, trainer, params))
+    write_shared_file(resolved.folder.text_before_training, _sample(resolved, trainer, params))
 
 
 def sum_up(
@@ -51,7 +51,7 @@ def sum_up(
   tokens = plan.tokens(position.samples)
   print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
   print(f"{position.samples:,} samples, {tokens:,} tokens")
-  evaluated = [record for record in read_metrics(folder.path) if "eval/loss" in record]
+  evaluated = [record for record in each_record(folder.path) if "eval/loss" in record]
   if evaluated:
     first, last = evaluated[0], evaluated[-1]
     parts = [key for key in last if key.startswith("eval/loss/") and key in first]

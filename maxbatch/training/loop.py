@@ -25,6 +25,7 @@ from maxbatch.training.noise_run import Noise, decided, decides
 from maxbatch.training.programs import StepPrograms
 from maxbatch.training.state import Sums, TrainState
 from maxbatch.training.step import StepMetrics, Trainer
+from maxbatch.training.stop_flags import flagged, has_flags
 
 RECORD = "record"
 """In a checkpoint's notes: the record of its step, which metrics.jsonl may lack after kill -9."""
@@ -47,6 +48,7 @@ class Job:
   checkpointer: Checkpointer | None
   log: MetricsLog
   progress: Progress
+  feed_watchdog: Callable[[], None]
   noise: Noise | None = None
 
   def with_plan(self, plan: BatchPlan) -> "Job":
@@ -77,7 +79,7 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
       the validation loss is not, and what was due to be saved is.
   """
   job.progress.begin()
-  with StopSignals() as stop:
+  with StopSignals(shared=has_flags(job.trainer.mesh)) as stop:
     ended = False
     while not ended:
       state, position, plan, ended = _train_until_change(job, state, position, stop)
@@ -96,16 +98,16 @@ def _train_until_change(
   with job.train_rows(plan, position) as loader:
     while not ending and plan is job.plan:
       rate = job.learning_rate(position)
-      state, metrics = _dispatch(job, state, loader, position, rate)
+      state, metrics = _dispatch(job, state, loader, position, rate, stop)
       if pending:
-        _note(job, _fetch(job, pending, clock))
+        _note(job, _fetch(job, pending, clock, stop))
       before, position = position, plan.advance(position)
       pending = _Pending(before, position, rate, metrics)
-      ending = stop.requested or position.step == plan.steps
+      ending = stop.agreed or position.step == plan.steps
       evaluating = ending or _due(job, before, position, job.run.eval_interval)
       saving = ending or _due(job, before, position, job.checkpoint.checkpoint_period)
       if evaluating or saving or decides(job.noise, position):
-        record = _fetch(job, pending, clock)
+        record = _fetch(job, pending, clock, stop)
         pending = None
         plan = decided(job.noise, plan, position, job.progress.say)
         if saving:
@@ -116,7 +118,12 @@ def _train_until_change(
 
 
 def _dispatch(
-  job: Job, state: TrainState, loader: ChainedLoader, position: Position, rate: float
+  job: Job,
+  state: TrainState,
+  loader: ChainedLoader,
+  position: Position,
+  rate: float,
+  stop: StopSignals,
 ) -> tuple[TrainState, StepMetrics]:
   """Sends one whole step to the devices."""
   phase, learning_rate = job.plan.phase_at(position.samples), np.float32(rate)
@@ -124,12 +131,14 @@ def _dispatch(
   if job.noise is not None:
     programs = job.noise.programs_at(position.step, programs)
     state = job.noise.ready(position.step, state)
-  step = programs(phase.micro_batch)
+  step, mesh = programs(phase.micro_batch), job.trainer.mesh
   if not job.streamed:
-    return step(state, next(loader), job.trainer.control(phase.num_microbatches), learning_rate)
+    control = flagged(mesh, job.trainer.control(phase.num_microbatches), stop.requested)
+    return step(state, next(loader), control, learning_rate)
   for _ in range(phase.num_microbatches - 1):
-    state, _ = step(state, next(loader), np.bool_(False), learning_rate)
-  return step(state, next(loader), np.bool_(True), learning_rate)
+    state, _ = step(state, next(loader), flagged(mesh, np.bool_(False)), learning_rate)
+  control = flagged(mesh, np.bool_(True), stop.requested)
+  return step(state, next(loader), control, learning_rate)
 
 
 def _due(job: Job, before: Position, after: Position, period: int) -> bool:
@@ -148,9 +157,11 @@ class _Clock:
     return self._last - last
 
 
-def _fetch(job: Job, pending: _Pending, clock: _Clock) -> Record:
+def _fetch(job: Job, pending: _Pending, clock: _Clock, stop: StopSignals) -> Record:
   """Waits for a step to end; its record. Raises TrainingDivergedError if it is not finite."""
   metrics = jax.device_get(pending.metrics)
+  job.feed_watchdog()
+  stop.hear(metrics.stop)
   loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
   seconds, plan, position = clock.lap(), job.plan, pending.position
   phase = plan.phase_at(pending.before.samples)
@@ -190,6 +201,7 @@ def _save(job: Job, state: TrainState, position: Position, plan: BatchPlan, reco
   if job.checkpointer:
     notes = {RECORD: record} | (job.noise.as_dict() if job.noise else {})
     job.checkpointer.save(job.trainer.to_save(state), position, plan.as_dict(), notes)
+    job.feed_watchdog()
 
 
 def _note_evaluated(job: Job, record: Record, params: Parameters | None) -> None:
@@ -221,7 +233,10 @@ def _evaluated(job: Job, rows: EvalRows, params: Parameters) -> Record:
   with rows.open() as batches:
     # Each is fetched before the next begins: simulated devices have threads for two programs under
     # way (hardware/devices.py), and the other may be reading a checkpoint back.
-    sums = [jax.device_get(job.eval_step(params, rows)) for rows in batches]
+    sums = []
+    for batch in batches:
+      sums.append(jax.device_get(job.eval_step(params, batch)))
+      job.feed_watchdog()
   total = jax.tree.map(lambda *each: sum(map(float, each)), *sums)
   loss = total.loss / total.weight
   if not math.isfinite(loss):
