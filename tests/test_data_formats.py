@@ -151,6 +151,7 @@ def test_a_given_format_needs_no_name_that_says_it(tmp_path):
   )
   assert documents(build(tmp_path, **keys, grain_file_type="jsonl").train) == DOCUMENTS[:3]
   assert "Did you mean jsonl?" in refusal(tmp_path, **keys, grain_file_type="json")
+  assert "there is no such format" in refusal(tmp_path, **keys, grain_file_type="os:sep")
 
 
 def test_an_example_is_read_as_tensorflow_writes_it():

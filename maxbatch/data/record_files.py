@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxbatch.config.registry import registered
+from maxbatch.config.find import did_you_mean
+from maxbatch.config.yaml_file import shown
 from maxbatch.data.formats.registry import FORMATS, format_of
 from maxbatch.data.sources import SourceFile, Sources, Wanted, listed
 from maxbatch.errors import UserError
@@ -42,8 +43,11 @@ def resolve_records(key: str, path: str, columns: Columns, form: str, form_key: 
       f"{columns.key}={list(columns.names)}: a document is one column; for example "
       f"{columns.key}=[text]"
     )
-  if form != AUTO:
-    registered(form_key, form, FORMATS | {AUTO: None})
+  if form not in (AUTO, *FORMATS):
+    raise UserError(
+      f"{form_key}={shown(form)}: there is no such format.{did_you_mean(form, FORMATS)} "
+      f"Known: {AUTO}, {', '.join(FORMATS)}."
+    )
   _refuse_elsewhere(key, path)
   found = listed(key, path, _wanted(form))
   if form == AUTO:

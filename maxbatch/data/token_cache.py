@@ -185,7 +185,7 @@ def _grouped(documents: Sequence[Document], sources: Sources) -> Iterator[tuple[
 
 def _key(documents: Sequence[Document], recipe: Recipe) -> str:
   """A hash of everything that determines a shard's contents; no file is read for it."""
-  parts = [(*dataclasses.astuple(doc.file), *dataclasses.astuple(doc)[1:]) for doc in documents]
+  parts = [(*_file(each), each.begin, each.end, each.piece, each.num_pieces) for each in documents]
   tokenizer, sources = recipe.tokenizer, recipe.sources
   kind = type(tokenizer)
   name = (kind.__module__, kind.__qualname__, tokenizer.version, tokenizer.vocab_size)
@@ -193,6 +193,11 @@ def _key(documents: Sequence[Document], recipe: Recipe) -> str:
   how += (recipe.chat.version,) if recipe.chat else ()
   content = json.dumps([_FORMAT, name, how, sources.kind == "stdlib", parts])
   return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
+
+
+def _file(document: Document) -> tuple[str, str, int, int]:
+  file = document.file
+  return file.path, file.name, file.size_bytes, file.modified_ns
 
 
 def _fingerprint(shards: Sequence[TokenShard]) -> str:

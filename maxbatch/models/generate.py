@@ -43,8 +43,8 @@ def generate(
   """
   # Where the locale is not UTF-8, Python hands on what it cannot read as surrogates.
   as_typed = prompt.encode(errors="surrogateescape")
-  ids = tokenizer.encode(as_typed).tolist()
-  start = [tokenizer.bos_id, *ids] if add_bos or not ids else ids
+  typed = tokenizer.encode(as_typed).tolist()
+  start = [tokenizer.bos_id, *typed] if add_bos or not typed else typed
   tokens_T = jnp.array(start + [0] * length, jnp.int32)
   window = min(max_target_length, len(tokens_T))
   ids = np.asarray(ordinary_ids(tokenizer), np.int32)
