@@ -1,6 +1,6 @@
 """Faults at random, and whether a run that meets them ends as the undisturbed one does.
 
-python scripts/soak.py FOLDER [--faults 200] [--seed 0] [--devices 2 3 4]
+python scripts/soak.py FOLDER [--faults 200] [--seed 0] [--devices 2 3 4] [--steps 120]
 
 One small run is trained again and again. Each start of it has one fault: a process is killed, stopped
 or signalled, reads a broken file, finds its disk full, or the newest checkpoint is damaged before the
@@ -33,7 +33,7 @@ from maxbatch.run_folder.metrics import read_metrics
 REPOSITORY = pathlib.Path(__file__).parents[1]
 TRAIN = [sys.executable, "-m", "maxbatch.train"]
 FAULTY = [sys.executable, str(REPOSITORY / "scripts" / "faulty_train.py")]
-STEPS, BATCH, SAVE_EVERY = 120, 12, 5
+BATCH, SAVE_EVERY = 12, 5
 FURTHEST = 24
 """So many steps after its start a run meets its fault at the latest."""
 PATIENCE_SECONDS = 300
@@ -63,6 +63,8 @@ class Start:
 
   processes: list[subprocess.Popen[str]]
   begins: int
+  records: int | None
+  """The file of records that it found; it replaces that by one of its own."""
 
   @property
   def codes(self) -> list[int | None]:
@@ -70,11 +72,17 @@ class Start:
     return [process.poll() for process in self.processes]
 
 
+def file_number(path: pathlib.Path) -> int | None:
+  """What tells a file from its successor; None where there is none."""
+  return path.stat().st_ino if path.exists() else None
+
+
 class Soak:
   """A folder in which the run is trained; see the module."""
 
-  def __init__(self, folder: pathlib.Path, seed: int, devices: Sequence[int]):
+  def __init__(self, folder: pathlib.Path, seed: int, devices: Sequence[int], steps: int):
     self.folder, self.random, self.devices = folder, random.Random(seed), list(devices)
+    self.steps = steps
     folder.mkdir(parents=True, exist_ok=True)
     text = "".join(f"the number {n} follows {n - 1}\n" for n in range(300))
     (folder / "text.txt").write_text(text)
@@ -98,12 +106,18 @@ class Soak:
     with socket.socket() as free:
       free.bind(("localhost", 0))
       port = free.getsockname()[1]
-    keys = ["config=base", *SIZES.split(), f"steps={STEPS}", f"num_simulated_devices={devices}"]
+    keys = [
+      "config=base",
+      *SIZES.split(),
+      f"steps={self.steps}",
+      f"num_simulated_devices={devices}",
+    ]
     keys += [f"base_output_directory={self.folder}", f"run_name={name}"]
     keys += [f"dataset_path={self.folder / 'text.txt'}"]
     keys += [f"dataset_cache_directory={self.folder / 'cache'}"]
     keys += [f"coordinator_address=localhost:{port}", f"num_processes={count}"]
     begins = (completed_steps(self.folder / name / "checkpoints") or [0])[-1]
+    records = file_number(self.folder / name / "metrics.jsonl")
     processes = [
       subprocess.Popen(
         [*command, *keys, f"process_id={number}"],
@@ -115,7 +129,7 @@ class Soak:
       )
       for number in range(count)
     ]
-    return Start(processes, begins)
+    return Start(processes, begins, records)
 
   def wait(self, started: Start) -> None:
     """Until all have ended; those that do not are killed, which is not as it must be."""
@@ -132,12 +146,11 @@ class Soak:
     """Waits until the run has ended a step; whether it is under way then."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while None in started.codes and time.monotonic() < deadline:
-      with contextlib.suppress(OSError):
-        lines = (self.folder / name / "metrics.jsonl").read_bytes().splitlines()
-        if lines and b'"step": ' in lines[-1]:
-          with contextlib.suppress(ValueError):
-            if json.loads(lines[-1])["step"] >= step:
-              return all(code is None for code in started.codes)
+      path = self.folder / name / "metrics.jsonl"
+      if file_number(path) not in (None, started.records):
+        with contextlib.suppress(ValueError, IndexError):  # Of a line that is being written.
+          if json.loads(path.read_bytes().splitlines()[-1])["step"] >= step:
+            return all(code is None for code in started.codes)
       time.sleep(0.02)
     return False
 
@@ -169,7 +182,7 @@ class Soak:
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
       self.check_codes(kind, victim, codes, complete)
       print(
-        f"{name} {kind if met else 'no fault'} process {victim} of {count} on {mesh} devices "
+        f"{name} {kind if met else f'no fault ({kind})'} process {victim} of {count} on {mesh} devices "
         f"from step "
         f"{started.begins}: exit codes {codes}, {time.monotonic() - began:.0f} s",
         flush=True,
@@ -179,7 +192,7 @@ class Soak:
 
   def is_complete(self, name: str) -> bool:
     """Whether the last step is saved."""
-    return completed_steps(self.folder / name / "checkpoints")[-1:] == [STEPS]
+    return completed_steps(self.folder / name / "checkpoints")[-1:] == [self.steps]
 
   def check_codes(
     self, kind: str, victim: int, codes: Sequence[int | None], complete: bool
@@ -304,10 +317,11 @@ def main(arguments: Sequence[str]) -> int:
   parser.add_argument("folder", type=pathlib.Path)
   parser.add_argument("--faults", type=int, default=200)
   parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--steps", type=int, default=120)
   parser.add_argument("--devices", type=int, nargs="+", default=[2, 3, 4])
   given = parser.parse_args(arguments)
   jax.config.update("jax_platforms", "cpu")  # Checkpoints are read here too.
-  soak = Soak(given.folder.absolute(), given.seed, given.devices)
+  soak = Soak(given.folder.absolute(), given.seed, given.devices, given.steps)
   faults, runs = 0, 0
   while faults < given.faults:
     runs += 1

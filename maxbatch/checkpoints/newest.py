@@ -7,6 +7,7 @@ import orbax.checkpoint as ocp
 
 from maxbatch.checkpoints.quiet_orbax import silence_orbax
 from maxbatch.checkpoints.record import is_intact
+from maxbatch.checkpoints.several import alone
 
 
 def completed_steps(directory: pathlib.Path) -> list[int]:
@@ -30,7 +31,7 @@ def _record(folder: pathlib.Path) -> dict[str, Any] | None:
   """A step's record; None if it cannot be read, or is not what was written."""
   silence_orbax()
   try:
-    with ocp.Checkpointer(ocp.JsonCheckpointHandler()) as reader:
+    with ocp.Checkpointer(ocp.JsonCheckpointHandler(), multiprocessing_options=alone()) as reader:
       record = reader.restore(folder / "record")
   except (OSError, ValueError, RecursionError):
     return None

@@ -36,12 +36,18 @@ class Barrier:
     ocp.multihost.get_barrier_sync_fn()(key=key, timeout_ms=timeout_ms)
 
 
+def alone() -> ocp.options.MultiprocessingOptions:
+  """For what this process does by itself, however many there are."""
+  if jax.process_count() == 1:
+    return ocp.options.MultiprocessingOptions()
+  own = jax.process_index()
+  return ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
+
+
 def lone_reader(directory: pathlib.Path) -> ocp.CheckpointManager:
   """Reads the parts of this process's devices, with no other process."""
-  own = jax.process_index()
-  alone = ocp.options.MultiprocessingOptions(primary_host=own, active_processes={own})
   options = ocp.CheckpointManagerOptions(
-    read_only=True, lightweight_initialize=True, multiprocessing_options=alone
+    read_only=True, lightweight_initialize=True, multiprocessing_options=alone()
   )
   return ocp.CheckpointManager(directory, options=options)
 
