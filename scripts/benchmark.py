@@ -164,7 +164,7 @@ def loop_runner(bench: Bench) -> Callable[[int], float]:
           trainer=trainer,
           eval_step=lambda params, rows: Sums(jnp.zeros(()), jnp.zeros(()), {}),
           train_rows=build.train_rows(config, trainer, dataset),
-          eval_rows=None,
+          eval_rows=(),
           checkpointer=None,
           log=log,
           progress=progress,

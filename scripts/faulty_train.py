@@ -10,6 +10,7 @@ import resource
 import sys
 import time
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -61,7 +62,7 @@ def read_with(fault: Any, number: int) -> None:
       fault()
     return read(order, sample_ids)
 
-  ReadOrder.__call__ = faulty
+  mock.patch.object(ReadOrder, "__call__", faulty).start()
 
 
 def save_with(fault: Any, number: int) -> None:
@@ -73,7 +74,7 @@ def save_with(fault: Any, number: int) -> None:
       fault()
     save(checkpointer, state, position, *rest)
 
-  Checkpointer.save = faulty
+  mock.patch.object(Checkpointer, "save", faulty).start()
 
 
 if __name__ == "__main__":

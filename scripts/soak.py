@@ -264,7 +264,7 @@ def from_within(fault: str) -> Callable[[Soak, str, Size, int, int], Start]:
     begins = (completed_steps(soak.folder / name / "checkpoints") or [0])[-1]
     at = (begins + step) * BATCH
     if fault == "disk is full":
-      at = begins + SAVE_EVERY * (1 + step // SAVE_EVERY)
+      at = ((begins + step) // SAVE_EVERY + 1) * SAVE_EVERY
     return soak.start(size, name, [*FAULTY, fault, str(victim), str(at)])
 
   return strike

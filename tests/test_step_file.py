@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from lowered_once import forget
 from support import config
 
 from maxbatch.batch.plan import Position, plan_batches
@@ -185,11 +186,21 @@ def test_the_seed_counts_only_with_dropout():
   assert one["lowered"] == other["lowered"]
 
 
+@pytest.fixture
+def _other_code():
+  """Nothing stays of what is built while the code is another one."""
+  yield
+  forget()
+
+
+@pytest.mark.usefixtures("_other_code")
 def test_a_change_of_the_code_that_changes_the_program_is_refused(run, saved, monkeypatch):
   plain = optax.adamw
   monkeypatch.setattr(optax, "adamw", lambda *sizes, **more: plain(*sizes, **more))
+  forget()
   assert loaded(Run(), saved[0])
   monkeypatch.setattr(optax, "adamw", lambda *sizes, **more: plain(*sizes, **more | {"eps": 0.5}))
+  forget()
   with pytest.raises(UserError, match="\n  the code: the same keys and versions make another pro"):
     loaded(Run(), saved[0])
   # Versions of what the step is traced with are named where they may be why.

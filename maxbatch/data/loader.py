@@ -129,6 +129,17 @@ class Loader(Iterator[Rows]):
     return self._place(next(self._reader))
 
 
+@dataclasses.dataclass(frozen=True)
+class EvalRows:
+  """Validation rows that are evaluated together, and their part of the loss of the whole."""
+
+  name: str
+  """Of the source of a mixture; empty where there is nothing to tell apart."""
+  share: float
+  open: Callable[[], Loader]
+  """Opens them from their beginning."""
+
+
 class ChainedLoader(Iterator[Rows]):
   """Loaders one after the other, each opened when the one before it is empty; a context manager."""
 

@@ -10,7 +10,7 @@ imports do not use devices: worker processes run it too.
 import dataclasses
 import functools
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 
 import grain
@@ -20,7 +20,7 @@ from grain.multiprocessing import SharedMemoryArray
 
 from maxbatch.batch.row_plan import StepRows, StepTable
 from maxbatch.data.dataset import Arrays, RowSource
-from maxbatch.data.stream import SampleStream
+from maxbatch.data.mixture import sample_stream
 from maxbatch.errors import UserError
 
 # Sample ids travel as int32; they begin again at 0 after 2**31 samples.
@@ -36,9 +36,9 @@ class ReadOrder:
   """None reads the source in its own order; samples beyond its end are padding."""
 
   @functools.cached_property
-  def _stream(self) -> SampleStream:
+  def _stream(self) -> Callable[[np.ndarray], np.ndarray]:
     assert self.seed is not None
-    return SampleStream(len(self.source), self.seed)
+    return sample_stream(self.source, self.seed)
 
   def __call__(self, sample_ids: np.ndarray) -> Arrays:
     """The rows of the samples int64[R], with `sample_ids` int32[R]."""

@@ -20,7 +20,8 @@ from maxbatch.compile.steps import save_steps, step_compiler
 from maxbatch.config.load import DERIVED, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
-from maxbatch.data.registry import build_dataset
+from maxbatch.data.mixture import MixedRows
+from maxbatch.data.registry import build_dataset, check_epochs
 from maxbatch.hardware.agreement import failing_together, in_turn
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.hardware.ending import ending_together
@@ -90,6 +91,7 @@ def _run(
     check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices)
   with in_turn():
     dataset = build_dataset(resolved.config.data, resolved.config.batch.max_target_length)
+    check_epochs(resolved.config.data, dataset.train, resolved.plan.total_samples)
   check_same_run(resolved.config, resolved.plan, dataset)
   describe(resolved, trainer, dataset.description)
   with (
@@ -106,6 +108,8 @@ def _run(
     state, reached = _train(resolved, start, dataset, checkpointer)
   plan = _as_decided(start)
   sum_up(resolved, plan, trainer, state, reached)
+  if isinstance(dataset.train, MixedRows):
+    print(dataset.train.report(reached.samples))
   if advise:
     print_next(resolved, plan, reached)
   if start.noise:

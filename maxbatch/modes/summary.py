@@ -51,9 +51,15 @@ def sum_up(
   tokens = plan.tokens(position.samples)
   print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
   print(f"{position.samples:,} samples, {tokens:,} tokens")
-  losses = [record["eval/loss"] for record in each_record(folder.path) if "eval/loss" in record]
-  if losses:
-    print(f"Validation loss {losses[0]:.3f} → {losses[-1]:.3f} nats per token")
+  evaluated = [record for record in each_record(folder.path) if "eval/loss" in record]
+  if evaluated:
+    first, last = evaluated[0], evaluated[-1]
+    parts = [key for key in last if key.startswith("eval/loss/") and key in first]
+    of_each = ", ".join(f"{key[10:]} {first[key]:.3f} → {last[key]:.3f}" for key in parts)
+    print(
+      f"Validation loss {first['eval/loss']:.3f} → {last['eval/loss']:.3f} nats per token"
+      + (f" ({of_each})" if parts else "")
+    )
   print(f"Everything is in {folder.path}")
 
 
@@ -115,4 +121,5 @@ def _sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
     run.generate_length,
     run.decode_sampling_temperature,
     resolved.config.batch.max_target_length,
+    add_bos=resolved.config.data.add_bos,
   )

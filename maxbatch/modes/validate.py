@@ -33,7 +33,7 @@ from maxbatch.compile.program import gib
 from maxbatch.config import schema
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset, RowSource
-from maxbatch.data.registry import build_dataset
+from maxbatch.data.registry import build_dataset, check_epochs
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device, describe_devices, find_devices
 from maxbatch.modes.memory import check_memory, item_bytes
@@ -103,6 +103,7 @@ def _checks(config: Config) -> Iterator[_Check]:
   yield "memory", check_memory(config, plan, state, devices), ()
   yield "learning rate", _rates(config, plan), ()
   dataset = build_dataset(config.data, config.batch.max_target_length)
+  check_epochs(config.data, dataset.train, plan.total_samples)
   _first_row(dataset.train)
   if dataset.validation is not None:
     _first_row(dataset.validation)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.command_line.signals import StopSignals
 from maxbatch.config.schema import CheckpointConfig, RunConfig
-from maxbatch.data.loader import ChainedLoader, Loader
+from maxbatch.data.loader import ChainedLoader, EvalRows
 from maxbatch.errors import TrainingDivergedError
 from maxbatch.models.registry import Parameters
 from maxbatch.run_folder.metrics import MetricsLog, Record
@@ -44,7 +44,7 @@ class Job:
   trainer: Trainer
   eval_step: Callable[[Parameters, Any], Sums]
   train_rows: Callable[[BatchPlan, Position], ChainedLoader]
-  eval_rows: Callable[[], Loader] | None
+  eval_rows: Sequence[EvalRows]
   checkpointer: Checkpointer | None
   log: MetricsLog
   progress: Progress
@@ -215,24 +215,37 @@ def _note_evaluated(job: Job, record: Record, params: Parameters | None) -> None
 
 
 def evaluate(job: Job, params: Parameters) -> Record:
-  """Loss, in nats, and metrics per token of the validation batches; {} without validation data."""
-  if job.eval_rows is None:
-    return {}
-  with job.eval_rows() as batches:
+  """Loss, in nats, and metrics per token of the validation batches; {} without validation data.
+
+  Of a mixture the sources' own too, and for the whole their means by the sources' shares.
+  """
+  record: Record = {}
+  for each in job.eval_rows:
+    for name, value in _evaluated(job, each, params).items():
+      record[f"eval/{name}"] = record.get(f"eval/{name}", 0.0) + each.share * value
+      if each.name:
+        record[f"eval/{name}/{each.name}"] = value
+  return record
+
+
+def _evaluated(job: Job, rows: EvalRows, params: Parameters) -> Record:
+  """Loss and metrics per token of the rows."""
+  with rows.open() as batches:
     # Each is fetched before the next begins: simulated devices have threads for two programs under
     # way (hardware/devices.py), and the other may be reading a checkpoint back.
     sums = []
-    for rows in batches:
-      sums.append(jax.device_get(job.eval_step(params, rows)))
+    for batch in batches:
+      sums.append(jax.device_get(job.eval_step(params, batch)))
       job.feed_watchdog()
   total = jax.tree.map(lambda *each: sum(map(float, each)), *sums)
   loss = total.loss / total.weight
   if not math.isfinite(loss):
+    of_source = f" of {rows.name}" if rows.name else ""
     raise TrainingDivergedError(
-      f"the validation loss is {loss}, which must be finite; {_kept(job)}"
+      f"the validation loss{of_source} is {loss}, which must be finite; {_kept(job)}"
     )
   metrics = token_values(total.metrics, total.weight)
-  return {"eval/loss": loss} | {f"eval/{name}": float(value) for name, value in metrics.items()}
+  return {"loss": loss} | {name: float(value) for name, value in metrics.items()}
 
 
 def _diverged(job: Job, position: Position, loss: float, grad_norm: float) -> str:

@@ -41,8 +41,8 @@ from maxbatch.training.state import (
   TrainState,
   abstract_state,
   from_saved,
-  init_state,
   shardings,
+  state_initializer,
   to_save,
   zero_sums,
 )
@@ -77,9 +77,9 @@ microbatch is the last of its step; of several processes, `flagged`.
 EvalStep = Callable[[Parameters, Rows], Sums]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Trainer:
-  """The pieces a step is made of."""
+  """The pieces a step is made of; what is compiled for one of them is of no use to another."""
 
   model: Model
   optimizer: optax.MultiSteps
@@ -93,11 +93,13 @@ class Trainer:
     """The state's shapes, dtypes and shardings."""
     return abstract_state(self.model, self.optimizer, self.mesh, self.measures)
 
+  @functools.cached_property
+  def _create(self) -> Callable[[jax.Array], TrainState]:
+    return state_initializer(self.model, self.optimizer, self.abstract, self.measures)
+
   def init(self, seed: int) -> TrainState:
     """A fresh state, divided over the devices."""
-    return self._by_stage(
-      init_state(self.model, self.optimizer, self.abstract, seed, self.measures)
-    )
+    return self._by_stage(self._create(jax.random.key(seed)))
 
   def control(self, num_microbatches: int) -> np.int32 | TimetableArrays:
     """The argument of a fused step that trains on the first `num_microbatches` of its rows."""
