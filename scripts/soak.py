@@ -63,11 +63,18 @@ class Start:
 
   processes: list[subprocess.Popen[str]]
   begins: int
+  records: int | None
+  """The file of records that it found; it replaces that by one of its own."""
 
   @property
   def codes(self) -> list[int | None]:
     """Exit codes; None where a process goes on."""
     return [process.poll() for process in self.processes]
+
+
+def file_number(path: pathlib.Path) -> int | None:
+  """What tells a file from its successor; None where there is none."""
+  return path.stat().st_ino if path.exists() else None
 
 
 class Soak:
@@ -110,6 +117,7 @@ class Soak:
     keys += [f"dataset_cache_directory={self.folder / 'cache'}"]
     keys += [f"coordinator_address=localhost:{port}", f"num_processes={count}"]
     begins = (completed_steps(self.folder / name / "checkpoints") or [0])[-1]
+    records = file_number(self.folder / name / "metrics.jsonl")
     processes = [
       subprocess.Popen(
         [*command, *keys, f"process_id={number}"],
@@ -121,7 +129,7 @@ class Soak:
       )
       for number in range(count)
     ]
-    return Start(processes, begins)
+    return Start(processes, begins, records)
 
   def wait(self, started: Start) -> None:
     """Until all have ended; those that do not are killed, which is not as it must be."""
@@ -138,12 +146,11 @@ class Soak:
     """Waits until the run has ended a step; whether it is under way then."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while None in started.codes and time.monotonic() < deadline:
-      with contextlib.suppress(OSError):
-        lines = (self.folder / name / "metrics.jsonl").read_bytes().splitlines()
-        if lines and b'"step": ' in lines[-1]:
-          with contextlib.suppress(ValueError):
-            if json.loads(lines[-1])["step"] >= step:
-              return all(code is None for code in started.codes)
+      path = self.folder / name / "metrics.jsonl"
+      if file_number(path) not in (None, started.records):
+        with contextlib.suppress(ValueError, IndexError):  # Of a line that is being written.
+          if json.loads(path.read_bytes().splitlines()[-1])["step"] >= step:
+            return all(code is None for code in started.codes)
       time.sleep(0.02)
     return False
 
@@ -175,7 +182,7 @@ class Soak:
         self.kinds[kind] = self.kinds.get(kind, 0) + 1
       self.check_codes(kind, victim, codes, complete)
       print(
-        f"{name} {kind if met else 'no fault'} process {victim} of {count} on {mesh} devices "
+        f"{name} {kind if met else f'no fault ({kind})'} process {victim} of {count} on {mesh} devices "
         f"from step "
         f"{started.begins}: exit codes {codes}, {time.monotonic() - began:.0f} s",
         flush=True,
@@ -257,7 +264,7 @@ def from_within(fault: str) -> Callable[[Soak, str, Size, int, int], Start]:
     begins = (completed_steps(soak.folder / name / "checkpoints") or [0])[-1]
     at = (begins + step) * BATCH
     if fault == "disk is full":
-      at = begins + SAVE_EVERY * (1 + step // SAVE_EVERY)
+      at = ((begins + step) // SAVE_EVERY + 1) * SAVE_EVERY
     return soak.start(size, name, [*FAULTY, fault, str(victim), str(at)])
 
   return strike

@@ -30,6 +30,9 @@ def test_another_key_and_another_source_are_named(tmp_path):
   assert f"  process 1 on {HOST}: maxbatch/training/loss.py=" in first.errors
   assert len(first.errors.splitlines()) == 4, first.errors
   assert (first.output, second.output, second.errors) == ("", "", "")
+  log = (tmp_path / "first_run" / "logs" / "process_00001.log").read_text()
+  assert f" on {HOST}, " in log.splitlines()[0]
+  assert "error: the processes have not started alike; compared with process 0" in log
   assert not (tmp_path / "first_run" / "metrics.jsonl").exists()
 
 

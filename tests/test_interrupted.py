@@ -35,7 +35,7 @@ def long_one(*_):
       raise
     time.sleep(600)  # an exception that is lost on its way
 setattr(steps if where == "compiled_step" else run, where, long_one)
-train.leave(train.main(sys.argv[3:]))
+train.leave_together(train.main(sys.argv[3:]))
 """
 
 

@@ -18,8 +18,10 @@ import sys
 import jax
 from maxbatch.config.load import load_config
 from maxbatch.hardware.devices import find_devices
+from maxbatch.hardware.ending import leave_with_others
 devices = find_devices(load_config(["config=base", *sys.argv[1:]])).devices
 print(jax.process_index(), jax.process_count(), jax.local_device_count(), len(devices))
+leave_with_others(0)
 """
 
 

@@ -326,6 +326,7 @@ import jax
 from maxbatch.config.load import load_config
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import find_devices
+from maxbatch.hardware.ending import leave_with_others
 from maxbatch.tuning.microbatch_size import choose
 from maxbatch.tuning.search import ProbeResult
 
@@ -349,6 +350,7 @@ with open(pathlib.Path(folder) / f"{number}.txt", "w") as said:
     write = lambda line: print(line, file=said)
     chosen = choose(config, place, probe, pathlib.Path(folder) / number, say=write)
     print("chosen", chosen.batch.micro_batch_size, asked, file=said)
+leave_with_others(0)
 """
 
 

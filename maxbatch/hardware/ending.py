@@ -43,8 +43,7 @@ def ending_together(*, alone: bool = False) -> Iterator[None]:
       to start again may help: the exit code says so.
 
   Raises:
-    ProcessFailedError: another process has failed or is gone; or this one, which is not the one
-      that speaks.
+    ProcessFailedError: this process has met what another one's failure has led to.
   """
   try:
     yield

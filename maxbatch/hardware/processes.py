@@ -52,8 +52,9 @@ def join(config: Config) -> int:
   if not jax.distributed.is_initialized() and (stated.several or _may_be_a_pod(config)):
     # The handlers of signals stay Python's, which end a run in order.
     jax.config.update("jax_enable_preemption_service", False)
-    _tried_to_join.set()
     failure = _taken(stated) or _initialize(stated, keys)
+    if stated.several or not failure:
+      _tried_to_join.set()
     if failure and stated.several:
       raise UserError(_refusal(stated, failure))
     if not failure and jax.distributed.is_initialized():
@@ -68,7 +69,8 @@ def check_joined(num_processes: int, num_simulated_devices: int) -> None:
     UserError: this one is alone, or the processes have not as many devices each.
   """
   joined = jax.process_count()
-  counts = collections.Counter(device.process_index for device in jax.devices())
+  devices = jax.devices() if joined > 1 else []
+  counts = collections.Counter(device.process_index for device in devices)
   if len(set(counts.values())) > 1:
     (least, fewest), (most, largest) = counts.most_common()[-1], counts.most_common(1)[0]
     raise shared_error(

@@ -108,6 +108,8 @@ class Watch:
       self._close()
       return 0
     self.fail(f"has ended with exit code {exit_code}", exit_code)
+    # The others' logs are closed now, and have said why.
+    self._has_spoken |= self._store.process != 0 and not self._first_is_lost
     self._main_is_out.set()
     self.speak()
     self._wait_until_known()
