@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Annotated, Literal
 
+import jax
+
 from maxbatch.batch.solve import text
 from maxbatch.command_line.arguments import Arguments, Command, Key
 from maxbatch.command_line.run import run_command
-from maxbatch.command_line.signals import leave
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config, CountOrUnset, FileName, NonNegativeFloat, Range
 from maxbatch.config.value import exact_number
@@ -41,7 +42,9 @@ from maxbatch.experiments.running import (
   branch_config,
   train_branch,
 )
+from maxbatch.hardware.agreement import shared_error
 from maxbatch.hardware.devices import find_devices
+from maxbatch.hardware.processes import leave_together
 from maxbatch.modes.compile_only import is_run
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.resolve import planned, resolve, resolve_micro_batch_size, with_batch_of
@@ -222,6 +225,11 @@ def _prepare(request: Request) -> Experiment:
     UserError: a batch, a rate or a length does not work.
   """
   target = find_devices(request.config)
+  if jax.process_count() > 1:
+    raise shared_error(
+      f"critical_batch trains its branches in one process, and {jax.process_count()} have joined; "
+      "start it once, on one host, or each branch as a run of its own"
+    )
   checkpoint = read_checkpoint(request.step_folder)
   config = with_batch_of(request.config, checkpoint.plan, _changed(request), target.layout)
   config = resolve_micro_batch_size(config, target)
@@ -337,4 +345,4 @@ def _conclude(
 
 
 if __name__ == "__main__":
-  leave(main(sys.argv[1:]))
+  leave_together(main(sys.argv[1:]))

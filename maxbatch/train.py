@@ -7,8 +7,8 @@ from typing import Annotated
 
 from maxbatch.command_line.arguments import Arguments, Command, Flag
 from maxbatch.command_line.run import run_command
-from maxbatch.command_line.signals import leave
 from maxbatch.config.load import load_config
+from maxbatch.hardware.processes import leave_together
 from maxbatch.modes.compile_only import is_run, prepare_only
 from maxbatch.modes.run import run
 
@@ -43,4 +43,4 @@ def _run_or_prepare(arguments: Arguments[TrainArguments]) -> None:
 
 
 if __name__ == "__main__":
-  leave(main(sys.argv[1:]))
+  leave_together(main(sys.argv[1:]))

@@ -165,10 +165,11 @@ def loop_runner(bench: Bench) -> Callable[[int], float]:
           eval_step=lambda params, rows: Sums(jnp.zeros(()), jnp.zeros(()), {}),
           train_rows=build.train_rows(config, trainer, dataset),
           row_hosts=build.row_hosts(trainer, bench.plan),
-          eval_rows=None,
+          eval_rows=(),
           checkpointer=None,
           log=log,
           progress=progress,
+          feed_watchdog=lambda: None,
         )
         train(job, bench.fresh(), Position(0, 0))
       times = [record["step_seconds"] for record in read_metrics(folder)]

@@ -27,7 +27,8 @@ from maxbatch.run_folder.metrics import Record, read_metrics
 MODEL = """base_emb_dim=64 base_num_decoder_layers=2 base_num_query_heads=4 base_num_kv_heads=4
 head_dim=16 base_mlp_dim=256 max_target_length=64 num_simulated_devices=1 generate_length=0
 steps=-1 schedule_unit=tokens warmup_steps_fraction=0.05 learning_rate_final_fraction=0.1
-micro_batch_size=16 enable_checkpointing=false log_period=1000000 eval_samples=512 packing=false"""
+micro_batch_size=16 enable_checkpointing=false log_period=1000000 eval_samples=512
+block_cross_document_attention=false"""
 STEERING = """gns=all batch_schedule=gns gns_window_steps=64 gns_windows_before_growth=2
 gns_report_every=0"""
 SMALL, LARGE, MOST = 16, 128, 256

@@ -25,7 +25,8 @@ from maxbatch.run_folder.metrics import read_metrics
 GPT2 = """mlp_activation=gelu normalization=layernorm position_embedding=learned mlp_bias=true
 attention_qkv_bias=true attention_out_bias=true remat_policy=none num_simulated_devices=1
 gns=all gns_report_every=500 gns_window_steps=64 log_period=500 eval_interval=500 adam_b2=0.99
-learning_rate=1e-3 learning_rate_final_fraction=0.1 generate_length=0 packing=false"""
+learning_rate=1e-3 learning_rate_final_fraction=0.1 generate_length=0
+block_cross_document_attention=false"""
 SIZES = {
   "small": """base_emb_dim=64 base_num_decoder_layers=4 base_num_query_heads=4 base_num_kv_heads=4
   head_dim=16 base_mlp_dim=256 max_target_length=64 batch_size=32 steps=2000 warmup_steps=100""",

@@ -6,6 +6,7 @@ import pytest
 
 from maxbatch.compile.step_identity import lowered_hash
 from maxbatch.config.schema import Config
+from maxbatch.training import build
 from maxbatch.tuning import microbatch_size
 
 _KNOWN: dict[tuple[Config, str], str] = {}
@@ -14,6 +15,7 @@ _KNOWN: dict[tuple[Config, str], str] = {}
 def forget() -> None:
   """After a change that no key tells of."""
   _KNOWN.clear()
+  build._trainer.cache_clear()
 
 
 def lower_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """The batch split any way: the same loss and the same gradient, at the cost of one reduction."""
 
+import functools
 import re
 
 import jax
@@ -26,7 +27,7 @@ from maxbatch.training import partial_sums
 from maxbatch.training.accumulate import summed_gradients
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.state import abstract_state, init_state
+from maxbatch.training.state import abstract_state, shardings
 from maxbatch.training.step import rows_shardings
 
 T = 16
@@ -42,6 +43,12 @@ REMAINING = [
 ]
 
 
+@functools.cache
+def initial(model: Model):
+  """Parameters to begin with."""
+  return jax.device_get(jax.jit(model.init)(jax.random.key(0)))
+
+
 def run_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], capacity: int):
   """Summed gradients and losses of `rows` in k microbatches on a mesh, by the training code."""
   compiled, params, fed = lowered_sums(model, rows, k, axes, capacity)
@@ -55,7 +62,7 @@ def lowered_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], c
   fed = jax.device_put(fed, rows_shardings(fed, devices))
   optimizer = make_optimizer(config().optimizer, model.axes(), 1)
   abstract = abstract_state(model, optimizer, devices)
-  params = init_state(model, optimizer, abstract, seed=0).params
+  params = jax.device_put(initial(model), shardings(abstract.params))
 
   def sums(params, rows, num_microbatches):
     zeros = optax.tree.zeros_like(params, dtype=jnp.float32)

@@ -37,7 +37,10 @@ def values_of(annotation: typing.Any) -> st.SearchStrategy:
   if typing.get_origin(annotation) in (typing.Union, types.UnionType):
     return st.one_of(*map(values_of, typing.get_args(annotation)))
   if typing.get_origin(annotation) is tuple:
-    return st.lists(values_of(typing.get_args(annotation)[0]), max_size=3).map(tuple)
+    items = typing.get_args(annotation)
+    if items[-1] is not Ellipsis:
+      return st.tuples(*map(values_of, items))
+    return st.lists(values_of(items[0]), max_size=3).map(tuple)
   if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
     fields = {field.name: values_of(field.type) for field in dataclasses.fields(annotation)}
     return st.builds(annotation, **fields)

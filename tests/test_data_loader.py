@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from processes import PATIENCE_SECONDS
+from token_caches import written_cache
 
 from maxbatch.batch.row_plan import StepRows, StepTable
 from maxbatch.data import reading
@@ -27,6 +28,7 @@ from maxbatch.data.placement import RowPlacement
 from maxbatch.data.reading import ReadOrder, StepReader
 from maxbatch.data.stream import SampleStream
 from maxbatch.data.token_cache import TokenCache
+from maxbatch.data.token_shard import TokenShard
 from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
 
@@ -258,7 +260,9 @@ def test_loads_that_end_early_are_a_failure_not_the_end(monkeypatch):
 
 
 def test_a_cache_deleted_under_the_workers_is_named(tmp_path):
-  source = TokenWindows(TokenCache(str(tmp_path / "gone.tokens"), 100, "", 1), 4, False, 256, 258)
+  source = TokenWindows(
+    TokenCache((TokenShard(str(tmp_path / "gone.tokens"), 100, "", 1),), ""), 4, False, 258
+  )
   with (
     train(source, microbatches=[1], worker_count=1) as loader,
     pytest.raises(UserError, match=r"gone\.tokens.*rebuilt"),
@@ -370,9 +374,7 @@ def test_the_validation_set_is_the_same_however_it_is_split(batch):
 
 
 def test_packed_text_reaches_the_devices_with_all_its_fields(tmp_path):
-  path = Path(tmp_path, "tokens")
-  np.arange(200, dtype="<u2").tofile(path)
-  source = TokenWindows(TokenCache(str(path), 200, "", 1), 4, True, 256, 258)
+  source = TokenWindows(written_cache(tmp_path / "a.tokens", list(range(200))), 4, True, 258)
   with train(source, microbatches=[2]) as loader:
     rows = next(loader)
   assert rows.segment_ids is not None

@@ -1,17 +1,18 @@
 """Which files a path means, how they are divided, and what is refused, in which words."""
 
+import dataclasses
 import gzip
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from support import base
 
-from maxbatch.config.schema import DataConfig
-from maxbatch.data import documents
 from maxbatch.data.dataset import Dataset
+from maxbatch.data.formats import text
 from maxbatch.data.registry import build_dataset
-from maxbatch.data.sources import STDLIB_BYTES, Document, rank, resolve
+from maxbatch.data.sources import STDLIB_BYTES, Document, part_of, rank, resolve
 from maxbatch.data.split import split
 from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.data.windows import TokenWindows
@@ -26,17 +27,11 @@ def write(folder: Path, files: dict[str, bytes]) -> None:
 
 def build(path: Path | str, cache: Path, length: int = 4, **changes) -> Dataset:
   keys = {
-    "dataset_type": "text",
-    "tokenizer_type": "byte",
     "dataset_path": str(path),
-    "eval_dataset_path": "",
     "eval_fraction": 0.25,
     "dataset_cache_directory": str(cache),
-    "data_shuffle_seed": 0,
-    "packing": True,
-    "grain_worker_count": 0,
   }
-  return build_dataset(DataConfig(**(keys | changes)), length)
+  return build_dataset(dataclasses.replace(base().data, **(keys | changes)), length)
 
 
 def refusal(*args, **changes) -> str:
@@ -47,7 +42,7 @@ def refusal(*args, **changes) -> str:
 
 def text_of(rows) -> str:
   assert isinstance(rows, TokenWindows)
-  return ByteTokenizer().decode(rows.cache.tokens)
+  return ByteTokenizer().decode(rows.cache.read(0, rows.cache.num_tokens))
 
 
 def names(path: Path | str) -> list[str]:
@@ -131,7 +126,7 @@ def test_both_sides_of_one_file_get_something(fraction):
   file = resolve("dataset_path", __file__).files
   (train,), (kept,), _ = split(resolve("dataset_path", __file__), fraction)
   size = file[0].size_bytes
-  first, second = documents.byte_range(train, size), documents.byte_range(kept, size)
+  first, second = part_of(train, size), part_of(kept, size)
   assert first[0] == 0
   assert 0 < first[1] == second[0] < second[1] == size
 
@@ -295,7 +290,7 @@ def test_missing_path(tmp_path):
   message = refusal(tmp_path / "nothing.txt", tmp_path)
   assert message.startswith(f"dataset_path={tmp_path}/nothing.txt: no such file or folder; use")
   assert "stdlib" in message
-  assert refusal("", tmp_path).startswith("dataset_path is empty: give a text file")
+  assert refusal("", tmp_path).startswith("dataset_path is empty: give a file, a folder")
 
 
 def test_missing_eval_path_names_its_own_key(tmp_path):
@@ -363,7 +358,7 @@ def test_file_without_permission(tmp_path, monkeypatch):
     raise PermissionError(13, "Permission denied", path)
 
   # Tests may run as root, who may read everything.
-  monkeypatch.setattr(documents, "open", deny, raising=False)
+  monkeypatch.setattr(text, "open", deny, raising=False)
   message = refusal(tmp_path / "a.txt", tmp_path / "cache")
   assert message == f"dataset_path: cannot read {tmp_path}/a.txt: Permission denied"
 
@@ -393,21 +388,25 @@ def test_not_text(tmp_path, data, what, where):
 
 
 def test_bad_byte_is_counted_from_the_file_s_begin_in_later_chunks(tmp_path, monkeypatch):
-  monkeypatch.setattr(documents, "_CHUNK_BYTES", 4)
+  monkeypatch.setattr(text, "_CHUNK_BYTES", 4)
   good = "abc\u00e9\u20ac\U0001f600".encode() * 3
   write(tmp_path, {"good.txt": good, "bad.txt": good + b"x\xe2\x82" + good})
   file = resolve("dataset_path", str(tmp_path / "good.txt")).files[0]
-  assert documents.checked_size("dataset_path", file) == len(good)
+  assert text.checked_range("dataset_path", Document(file)) == (0, len(good))
   message = refusal(tmp_path / "bad.txt", tmp_path / "cache")
   assert f"at offset {len(good) + 1};" in message
 
 
 def test_document_pieces_join_whatever_the_chunks(tmp_path, monkeypatch):
-  monkeypatch.setattr(documents, "_CHUNK_BYTES", 3)
+  monkeypatch.setattr(text, "_CHUNK_BYTES", 3)
   write(tmp_path, {"a.txt": b"0123456789"})
   file = resolve("dataset_path", str(tmp_path / "a.txt")).files[0]
   halves = [Document(file, end=0.5), Document(file, begin=0.5)]
-  texts = [b"".join(documents.text_chunks("dataset_path", half, 10)) for half in halves]
+  ranges = [text.checked_range("dataset_path", half) for half in halves]
+  texts = [
+    b"".join(text.text_chunks("dataset_path", half, *range_))
+    for half, range_ in zip(halves, ranges, strict=True)
+  ]
   assert texts == [b"01234", b"56789"]
 
 

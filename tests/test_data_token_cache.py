@@ -13,9 +13,11 @@ import pytest
 from processes import PATIENCE_SECONDS
 from support import config
 
-from maxbatch.data import registry, token_cache
+from maxbatch.data import registry, token_cache, token_shard
+from maxbatch.data.formats import text as text_format
 from maxbatch.data.sources import Document, resolve
 from maxbatch.data.token_cache import TokenCache, open_or_build
+from maxbatch.data.tokenize import Recipe
 from maxbatch.data.tokenizer import ByteTokenizer, Ids, Tokenizer
 from maxbatch.errors import UserError
 from maxbatch.run_folder.cache import compiled_programs, remembered_choices, token_caches
@@ -36,16 +38,24 @@ def corpus(tmp_path) -> Path:
 
 def cached(corpus: Path, folder: Path, tokenizer: Tokenizer = BYTES) -> TokenCache:
   sources = resolve("dataset_path", str(corpus))
-  return open_or_build(
-    sources, [Document(file) for file in sources.files], folder, "train", tokenizer
-  )
+  documents = [Document(file) for file in sources.files]
+  return open_or_build(documents, folder, "train", Recipe(sources, tokenizer))
+
+
+def tokens(cache: TokenCache) -> np.ndarray:
+  return cache.read(0, cache.num_tokens)
+
+
+def path_of(cache: TokenCache) -> Path:
+  (shard,) = cache.shards
+  return Path(shard.path)
 
 
 def forbid_writing(monkeypatch) -> None:
   def fail(*_):
     raise AssertionError("the cache was built again")
 
-  monkeypatch.setattr(token_cache, "_write", fail)
+  monkeypatch.setattr(token_shard, "tokenize", fail)
 
 
 def test_tokenizer_round_trip_and_special_tokens():
@@ -60,7 +70,7 @@ def test_tokenizer_round_trip_and_special_tokens():
 def test_documents_are_wrapped_and_in_order(corpus, tmp_path):
   cache = cached(corpus, tmp_path / "cache")
   expected = [BOS, *b"first", EOS, BOS, *b"second one", EOS]
-  assert cache.tokens.tolist() == expected
+  assert tokens(cache).tolist() == expected
   assert (cache.num_tokens, cache.num_documents) == (len(expected), 2)
 
 
@@ -68,7 +78,11 @@ def test_built_once(corpus, tmp_path, monkeypatch):
   first = cached(corpus, tmp_path / "cache")
   forbid_writing(monkeypatch)
   assert cached(corpus, tmp_path / "cache") == first
-  assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".json", ".tokens"]
+  assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [
+    ".documents",
+    ".json",
+    ".tokens",
+  ]
 
 
 def test_rebuilt_when_a_source_changes(corpus, tmp_path):
@@ -78,8 +92,8 @@ def test_rebuilt_when_a_source_changes(corpus, tmp_path):
   os.utime(corpus / "a.txt", ns=(status.st_atime_ns, status.st_mtime_ns + 1))
   second = cached(corpus, tmp_path / "cache")
   assert second.fingerprint != first.fingerprint
-  assert decode(second.tokens).startswith("FIRST")
-  assert decode(first.tokens).startswith("first"), "an open cache must not change"
+  assert decode(tokens(second)).startswith("FIRST")
+  assert decode(tokens(first)).startswith("first"), "an open cache must not change"
   (corpus / "c.txt").write_text("third")
   assert cached(corpus, tmp_path / "cache").num_documents == 3
 
@@ -90,14 +104,14 @@ def test_the_fingerprint_knows_the_text_and_not_the_machine(corpus, tmp_path):
   os.utime(tmp_path / "elsewhere" / "a.txt", ns=(5, 5))
   moved = cached(tmp_path / "elsewhere", tmp_path / "other")
   assert moved.fingerprint == first.fingerprint
-  assert moved.path != first.path
+  assert path_of(moved) != path_of(first)
 
 
 @pytest.mark.parametrize("damage", ["cut", "longer", "flipped", "metadata", "no metadata", "key"])
 def test_a_damaged_cache_is_built_again_and_says_so(corpus, tmp_path, damage, caplog):
   first = cached(corpus, tmp_path / "cache")
-  good = first.tokens.tolist()
-  path, metadata = Path(first.path), Path(first.path).with_suffix(".json")
+  good = tokens(first).tolist()
+  path, metadata = path_of(first), path_of(first).with_suffix(".json")
   data = path.read_bytes()
   if damage == "no metadata":
     metadata.unlink()
@@ -108,11 +122,22 @@ def test_a_damaged_cache_is_built_again_and_says_so(corpus, tmp_path, damage, ca
     path.write_bytes(changed[damage])
   again = cached(corpus, tmp_path / "cache")
   assert again == first
-  assert again.tokens.tolist() == good
+  assert tokens(again).tolist() == good
   assert f"The token cache {path} is damaged: " in caplog.text
   caplog.clear()
   cached(corpus, tmp_path / "cache")
   assert caplog.text == ""
+
+
+def test_of_a_large_cache_no_contents_are_read_when_it_is_opened(corpus, tmp_path, monkeypatch):
+  """However many shards it has: their lengths alone are compared."""
+  monkeypatch.setattr(token_cache, "SHARD_BYTES", 1)
+  first = cached(corpus, tmp_path / "cache")
+  assert len(first.shards) > 1
+  monkeypatch.setattr(token_cache, "FULL_CHECK_BYTES", 20)
+  by_shards = cached(corpus, tmp_path / "cache").fingerprint
+  monkeypatch.setattr(token_shard.hashlib, "file_digest", None)
+  assert cached(corpus, tmp_path / "cache").fingerprint == by_shards != first.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -134,18 +159,18 @@ def test_a_damaged_cache_is_built_again_and_says_so(corpus, tmp_path, damage, ca
 )
 def test_metadata_of_other_types_is_damaged(corpus, tmp_path, content, caplog):
   first = cached(corpus, tmp_path / "cache")
-  path = Path(first.path).with_suffix(".json")
+  path = path_of(first).with_suffix(".json")
   if content.startswith("{"):
     content = json.dumps(json.loads(path.read_text()) | json.loads(content))
   path.write_bytes(content.encode(errors="surrogateescape"))
   assert cached(corpus, tmp_path / "cache") == first
-  assert f"The token cache {first.path} is damaged: " in caplog.text
+  assert f"The token cache {path_of(first)} is damaged: " in caplog.text
 
 
 @pytest.mark.parametrize("suffix", [".json", ".tokens"])
 def test_a_pipe_or_a_folder_in_place_of_a_cache(corpus, tmp_path, suffix):
   first = cached(corpus, tmp_path / "cache")
-  path = Path(first.path).with_suffix(suffix)
+  path = path_of(first).with_suffix(suffix)
   path.unlink()
   os.mkfifo(path)
   assert cached(corpus, tmp_path / "cache") == first
@@ -155,26 +180,37 @@ def test_a_pipe_or_a_folder_in_place_of_a_cache(corpus, tmp_path, suffix):
     cached(corpus, tmp_path / "cache")
 
 
-def test_two_processes_build_it_at_once(corpus, tmp_path):
-  (corpus / "big.txt").write_text("some text to keep the builders busy\n" * 100_000)
+@pytest.mark.parametrize("shards", [1, 5])
+def test_of_two_processes_at_once_one_builds_each_shard(corpus, tmp_path, monkeypatch, shards):
+  """The other makes another one, waits for those that it has not made, and finds them."""
+  (corpus / "big.txt").write_text("some text to keep the builder busy\n" * 10_000)
+  size = (corpus / "big.txt").stat().st_size * 2 // (shards + 1) if shards > 1 else 2**20
   program = f"""
 import sys, time
 from pathlib import Path
-from maxbatch.data import token_cache
+from maxbatch.data import token_cache, token_shard, workers
 from maxbatch.data.sources import Document, resolve
+from maxbatch.data.tokenize import Recipe
 from maxbatch.data.tokenizer import ByteTokenizer
 sources = resolve("dataset_path", {str(corpus)!r})
-inner = token_cache._write
-def write(*arguments):
+place = Path({str(tmp_path)!r})
+inner, make = token_shard.tokenize, token_cache.make_shards
+def ready(*arguments):
   # Both are past looking for a finished cache before either may go on.
-  Path({str(tmp_path)!r}, "ready-" + sys.argv[1]).touch()
-  while len(list(Path({str(tmp_path)!r}).glob("ready-*"))) < 2:
+  (place / ("ready-" + sys.argv[1])).touch()
+  while len(list(place.glob("ready-*"))) < 2:
     time.sleep(0.01)
+  return make(*arguments)
+def tokenize(*arguments):
+  (place / ("built-" + sys.argv[1] + "-" + str(hash(arguments[1])))).touch()
+  time.sleep(0.5 / {shards})
   return inner(*arguments)
-token_cache._write = write
+token_cache.make_shards, token_shard.tokenize = ready, tokenize
+token_cache.SHARD_BYTES = {size}
+workers.os.cpu_count = lambda: 1
 documents = [Document(file) for file in sources.files]
-folder = Path({str(tmp_path / "cache")!r})
-print(token_cache.open_or_build(sources, documents, folder, "train", ByteTokenizer()))
+recipe = Recipe(sources, ByteTokenizer())
+print(token_cache.open_or_build(documents, place / "cache", "train", recipe))
 """
   runs = [
     subprocess.Popen([sys.executable, "-c", program, number], stdout=-1, stderr=-1, text=True)
@@ -182,11 +218,16 @@ print(token_cache.open_or_build(sources, documents, folder, "train", ByteTokeniz
   ]
   outputs = [run.communicate(timeout=PATIENCE_SECONDS) for run in runs]
   assert [run.returncode for run in runs] == [0, 0], outputs
-  assert outputs[0][0] == outputs[1][0]
+  last = [output.splitlines()[-1] for output, _ in outputs]
+  assert last[0] == last[1]
+  monkeypatch.setattr(token_cache, "SHARD_BYTES", size)
+  forbid_writing(monkeypatch)
   cache = cached(corpus, tmp_path / "cache")
-  assert repr(cache) == outputs[0][0].strip()
-  assert decode(cache.tokens).endswith("busy\n")
-  assert len(list((tmp_path / "cache").iterdir())) == 2
+  assert repr(cache) == last[0]
+  assert (len(cache.shards) > 1) == (shards > 1)
+  assert len(list(tmp_path.glob("built-*"))) == len(cache.shards)
+  assert decode(tokens(cache)).endswith("busy\n")
+  assert len(list((tmp_path / "cache").iterdir())) == 3 * len(cache.shards)
 
 
 def test_disk_full_names_path_and_need_and_leaves_nothing(corpus, tmp_path, monkeypatch):
@@ -212,15 +253,15 @@ def test_a_refused_document_leaves_nothing(corpus, tmp_path):
 
 
 def test_a_file_that_grows_while_it_is_read_is_refused(corpus, tmp_path, monkeypatch):
-  inner = token_cache.reading.checked_size
+  inner = text_format.checked_range
 
-  def grow(key, file):
-    size = inner(key, file)
-    with open(file.path, "a") as stream:
+  def grow(key, document):
+    found = inner(key, document)
+    with open(document.file.path, "a") as stream:
       stream.write("more")
-    return size
+    return found
 
-  monkeypatch.setattr(token_cache.reading, "checked_size", grow)
+  monkeypatch.setattr(text_format, "checked_range", grow)
   with pytest.raises(UserError, match=r"a\.txt changed from 5 to 9 bytes while it was read"):
     cached(corpus, tmp_path / "cache")
 
@@ -245,20 +286,20 @@ def test_the_default_folder_is_the_user_s_cache(monkeypatch, tmp_path):
 def test_a_pickled_cache_leaves_the_tokens_on_disk(corpus, tmp_path):
   (corpus / "big.txt").write_text("x" * 100_000)
   cache = cached(corpus, tmp_path / "cache")
-  assert cache.tokens.size > 100_000
+  assert tokens(cache).size > 100_000
   pickled = cloudpickle.dumps(cache)
   assert len(pickled) < 2000
-  np.testing.assert_array_equal(cloudpickle.loads(pickled).tokens, cache.tokens)
+  np.testing.assert_array_equal(tokens(cloudpickle.loads(pickled)), tokens(cache))
 
 
 def test_a_cache_deleted_or_cut_behind_our_back_is_an_error(corpus, tmp_path):
   cache = cached(corpus, tmp_path / "cache")
-  Path(cache.path).write_bytes(b"1234")
+  path_of(cache).write_bytes(b"1234")
   with pytest.raises(OSError, match="holds 2 tokens instead of"):
-    _ = cache.tokens
-  Path(cache.path).unlink()
+    _ = tokens(cache)
+  path_of(cache).unlink()
   with pytest.raises(FileNotFoundError):
-    _ = cache.tokens
+    _ = tokens(cache)
 
 
 def test_progress_is_shown_on_a_terminal_only(corpus, tmp_path, monkeypatch, capsys):
@@ -287,8 +328,8 @@ class Words:
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(2**16, np.uint16), (2**16 + 1, np.uint32)])
 def test_ids_are_as_wide_as_the_vocabulary_needs(corpus, tmp_path, vocab_size, dtype):
   cache = cached(corpus, tmp_path / "cache", Words(vocab_size))
-  assert cache.tokens.dtype == dtype
-  assert cache.tokens.tolist() == [
+  assert tokens(cache).dtype == dtype
+  assert tokens(cache).tolist() == [
     *[0, vocab_size - 5, 1],
     *[0, vocab_size - 6, vocab_size - 3, 1],
   ]
@@ -297,12 +338,12 @@ def test_ids_are_as_wide_as_the_vocabulary_needs(corpus, tmp_path, vocab_size, d
 
 def test_each_tokenizer_and_version_has_a_cache_of_its_own(corpus, tmp_path):
   tokenizers = [BYTES, Words(100), Words(101), Words(100, version="2")]
-  paths = {cached(corpus, tmp_path / "cache", tokenizer).path for tokenizer in tokenizers}
+  paths = {path_of(cached(corpus, tmp_path / "cache", tokenizer)) for tokenizer in tokenizers}
   assert len(paths) == 4
 
 
 def test_no_line_and_no_character_is_divided(corpus, tmp_path, monkeypatch):
-  monkeypatch.setattr(token_cache.reading, "_CHUNK_BYTES", 5)
+  monkeypatch.setattr(text_format, "_CHUNK_BYTES", 5)
   text = "ab\ncdefgh\n\u20ac\u20ac\u20ac\u20acx\n" + "y" * 12
   (corpus / "a.txt").write_text(text)
   seen = []
@@ -313,20 +354,20 @@ def test_no_line_and_no_character_is_divided(corpus, tmp_path, monkeypatch):
       return super().encode(text)
 
   cache = cached(corpus, tmp_path / "cache", Recorded())
-  assert decode(cache.tokens).startswith(text)
+  assert decode(tokens(cache)).startswith(text)
   assert seen[0] == "ab\n"
   assert len(seen) > 4
 
 
-@pytest.mark.parametrize("special", [(0, 1, 1), (0, 1, 3)])
-def test_special_ids_must_be_distinct_ids_of_the_vocabulary(monkeypatch, special):
+@pytest.mark.parametrize("special", [(0, -1, 1), (0, 1, 3)])
+def test_special_ids_must_be_ids_of_the_vocabulary(monkeypatch, special):
   tokenizer = ByteTokenizer(3, *special)
   monkeypatch.setitem(registry.TOKENIZERS, "odd", lambda data: tokenizer)
   with pytest.raises(UserError) as caught:
     registry.build_tokenizer(config(tokenizer_type="odd").data)
   assert str(caught.value) == (
-    f"tokenizer_type=odd: bos_id, eos_id, pad_id = {special} must be three distinct ids below "
-    "vocab_size=3; for example (3, 4, 5) with vocab_size 6"
+    f"tokenizer_type=odd: bos_id, eos_id, pad_id = {special} must be ids below vocab_size=3; for "
+    "example (3, 4, 5) with vocab_size 6"
   )
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support import base
+from token_caches import written_cache
 
-from maxbatch.config.schema import DataConfig
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
-from maxbatch.data.token_cache import TokenCache
 from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
@@ -19,9 +19,13 @@ from maxbatch.errors import UserError
 BOS, EOS, PAD = ByteTokenizer.bos_id, ByteTokenizer.eos_id, ByteTokenizer.pad_id
 
 
-def windows(path: Path, tokens: list[int], length: int, packing: bool) -> TokenWindows:
-  np.array(tokens, "<u2").tofile(path)
-  return TokenWindows(TokenCache(str(path), len(tokens), "", 1), length, packing, BOS, PAD)
+def windows(
+  path: Path, tokens: list[int], length: int, packing: bool, shards: int = 1
+) -> TokenWindows:
+  starts = [place for place, token in enumerate(tokens) if token == BOS]
+  return TokenWindows(
+    written_cache(path, tokens, starts=starts, shards=shards), length, packing, PAD
+  )
 
 
 def slow_row(tokens: list[int], index: int, length: int, packing: bool) -> dict[str, list]:
@@ -49,10 +53,16 @@ documents = st.lists(st.binary(max_size=9), min_size=1, max_size=6)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(documents, st.integers(1, 12), st.booleans(), st.randoms(use_true_random=False))
-def test_rows_equal_the_slow_reference(tmp_path, texts, length, packing, random):
+@given(
+  documents,
+  st.integers(1, 12),
+  st.booleans(),
+  st.integers(1, 5),
+  st.randoms(use_true_random=False),
+)
+def test_rows_equal_the_slow_reference(tmp_path, texts, length, packing, shards, random):
   tokens = [token for text in texts for token in (BOS, *text, EOS)]
-  source = windows(tmp_path / "tokens", tokens, length, packing)
+  source = windows(tmp_path / "a.tokens", tokens, length, packing, shards)
   indices = [random.randrange(len(source)) for _ in range(5)]
   rows = source.rows(np.array(indices))
   names = {"inputs", "targets", "weights"} | ({"segment_ids", "positions"} if packing else set())
@@ -66,7 +76,7 @@ def test_rows_equal_the_slow_reference(tmp_path, texts, length, packing, random)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(2, 60), st.integers(1, 12))
 def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path, count, length):
-  source = windows(tmp_path / "tokens", list(range(count)), length, packing=False)
+  source = windows(tmp_path / "a.tokens", list(range(count)), length, packing=False)
   rows = source.rows(np.arange(len(source)))
   counted = rows["targets"][rows["weights"] == 1]
   assert counted.tolist() == list(range(1, count))
@@ -74,7 +84,7 @@ def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path, count, len
 
 def test_the_last_window_is_padded_not_dropped(tmp_path):
   tokens = [BOS, 10, 11, 12, 13, EOS]
-  source = windows(tmp_path / "tokens", tokens, 4, packing=True)
+  source = windows(tmp_path / "a.tokens", tokens, 4, packing=True)
   assert len(source) == 2
   rows = source.rows(np.array([1]))
   assert rows["inputs"].tolist() == [[13, EOS, PAD, PAD]]
@@ -85,14 +95,14 @@ def test_the_last_window_is_padded_not_dropped(tmp_path):
 
 
 def test_dtypes_and_fresh_memory(tmp_path):
-  source = windows(tmp_path / "tokens", [BOS, 1, 2, 3, EOS], 2, packing=True)
+  source = windows(tmp_path / "a.tokens", [BOS, 1, 2, 3, EOS], 2, packing=True)
   first, second = source.rows(np.array([0])), source.rows(np.array([0]))
   for name, array in first.items():
     assert array.dtype == (np.float32 if name == "weights" else np.int32)
     assert not np.shares_memory(array, second[name])
 
 
-SYNTHETIC = DataConfig("synthetic", "", "", 0.1, "", "byte", 0, True, 0)
+SYNTHETIC = dataclasses.replace(base().data, dataset_type="synthetic", dataset_path="")
 
 
 def synthetic(seed: int) -> Dataset:
@@ -128,5 +138,5 @@ def test_an_unknown_dataset_is_refused_with_the_nearest_name():
     build_dataset(data, 16)
   assert str(caught.value) == (
     "dataset_type=syntetic: there is no such dataset_type. Did you mean synthetic? "
-    "Known: text, synthetic."
+    "Known: text, grain, hf, synthetic."
   )

@@ -55,6 +55,7 @@ def test_the_default_takes_the_accelerator_that_is_there(monkeypatch):
   monkeypatch.setattr(devices.jax.config, "update", lambda *change: asked.append(change))
   monkeypatch.setattr(devices.jax, "devices", lambda: [_Accelerator()] * 4)
   there = devices.find_devices(load_config(["config=base"]))
+  asked.remove(("jax_enable_preemption_service", False))  # Of several processes, on a TPU pod.
   assert asked == [("jax_num_cpu_devices", 8)]
   assert there.layout.num_devices == 4
   assert devices.describe_devices(there.devices) == "4 × NVIDIA H200"

@@ -3,10 +3,7 @@
 import dataclasses
 import importlib.metadata
 import json
-import os
 import pathlib
-import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from fractions import Fraction
@@ -17,7 +14,7 @@ import lowered_once
 import optax
 import pytest
 from lowered_once import lower_once
-from processes import PATIENCE_SECONDS
+from several_processes import train
 from support import config
 
 from maxbatch.batch.plan import plan_batches
@@ -326,19 +323,16 @@ def test_a_policy_is_explored_only_with_the_sizes(tmp_path, keys):
 _PROCESS = """
 import pathlib, sys
 import jax
-port, number, folder = sys.argv[1:]
-jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 4)
-jax.distributed.initialize(f"localhost:{port}", 2, int(number))
+from maxbatch.config.load import load_config
 from maxbatch.hardware.agreement import broadcast_one_to_all
-from maxbatch.hardware.devices import Target
+from maxbatch.hardware.devices import find_devices
 from maxbatch.tuning.microbatch_size import choose
 from maxbatch.tuning.search import ProbeResult
-from maxbatch.config.load import load_config
-from maxbatch.batch.topology import topology
 
-config = load_config(["config=base", "micro_batch_size=auto", "batch_size=256"])
-place = Target(jax.devices(), topology(config.mesh, 8))
+folder, *keys = sys.argv[1:]
+config = load_config(["config=base", "micro_batch_size=auto", "batch_size=256", *keys])
+place = find_devices(config)
+number = str(jax.process_index())
 asked = []
 
 def probe(candidate):
@@ -359,26 +353,9 @@ with open(pathlib.Path(folder) / f"{number}.txt", "w") as said:
 
 
 def test_all_processes_take_process_0s_decision(tmp_path):
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    port = free.getsockname()[1]
-  environment = os.environ | {"PYTHONPATH": str(pathlib.Path(microbatch_size.__file__).parents[2])}
-  processes = [
-    subprocess.Popen(
-      [sys.executable, "-c", _PROCESS, str(port), number, str(tmp_path)],
-      stdout=subprocess.DEVNULL,
-      stderr=subprocess.PIPE,
-      text=True,
-      env=environment,
-    )
-    for number in ("0", "1")
-  ]
-  try:
-    results = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
-  finally:
-    for process in processes:
-      process.kill()
-  assert [process.returncode for process in processes] == [0, 0], results
+  command = [sys.executable, "-c", _PROCESS, str(tmp_path)]
+  ended = train(2, ["num_simulated_devices=8"], command=command)
+  assert [one.exit_code for one in ended] == [0, 0], ended
   spoken = [(tmp_path / f"{number}.txt").read_text().splitlines() for number in ("0", "1")]
   # The same path through the search in both; the second choice asks nothing.
   assert spoken[1] == ["chosen 16 [4, 16, 32, 8]"] * 2

@@ -151,13 +151,13 @@ def test_another_microbatch_is_compiled_before_its_phase(text, tmp_path, monkeyp
     events.append(("compiled", arguments[-1]))
     return step
 
-  def dispatch_noted(job, state, loader, position, rate):
+  def dispatch_noted(job, state, loader, position, *rest):
     events.append(("step", job.plan.phase_at(position.samples).micro_batch))
     end = time.monotonic() + PATIENCE_SECONDS
     while events.count(("step", 8)) == 5 and ("compiled", 16) not in events:
       assert time.monotonic() < end, "the next shape is not compiled while this one trains"
       time.sleep(0.01)
-    return dispatch(job, state, loader, position, rate)
+    return dispatch(job, state, loader, position, *rest)
 
   monkeypatch.setattr("maxbatch.compile.steps.compiled_step", compile_noted)
   monkeypatch.setattr(loop, "_dispatch", dispatch_noted)

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from lowered_once import forget
 from support import config
 
 from maxbatch.batch.plan import Position, plan_batches
@@ -185,11 +186,21 @@ def test_the_seed_counts_only_with_dropout():
   assert one["lowered"] == other["lowered"]
 
 
+@pytest.fixture
+def _other_code():
+  """Nothing stays of what is built while the code is another one."""
+  yield
+  forget()
+
+
+@pytest.mark.usefixtures("_other_code")
 def test_a_change_of_the_code_that_changes_the_program_is_refused(run, saved, monkeypatch):
   plain = optax.adamw
   monkeypatch.setattr(optax, "adamw", lambda *sizes, **more: plain(*sizes, **more))
+  forget()
   assert loaded(Run(), saved[0])
   monkeypatch.setattr(optax, "adamw", lambda *sizes, **more: plain(*sizes, **more | {"eps": 0.5}))
+  forget()
   with pytest.raises(UserError, match="\n  the code: the same keys and versions make another pro"):
     loaded(Run(), saved[0])
   # Versions of what the step is traced with are named where they may be why.
@@ -402,9 +413,10 @@ def test_a_step_for_a_slice_that_is_not_here_can_be_saved(tmp_path):
 def test_the_header_holds_what_json_gives_back_and_every_key_of_the_program(run):
   header, flat = run.header(), to_flat_dict(run.config)
   assert json.loads(json.dumps(header)) == header
+  sections = schema.RunConfig, schema.CheckpointConfig, schema.CompileConfig
   left_out = {
     field.name
-    for section in (schema.RunConfig, schema.CheckpointConfig, schema.CompileConfig)
+    for section in (*sections, schema.DistributedConfig)
     for field in dataclasses.fields(section)
   }
   assert header["configuration"] == {key: flat[key] for key in flat.keys() - left_out}

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from processes import PATIENCE_SECONDS, environment
+from processes import ONE_DEVICE, PATIENCE_SECONDS, environment
 from support import SMALLEST, stop_at
 
 from maxbatch.checkpoints.fingerprint import fingerprints
@@ -316,8 +316,9 @@ def test_killed_and_interrupted_runs_go_on_exactly_on_other_devices(text, tmp_pa
 
 def test_piped_output_has_no_progress_bar(text, tmp_path):
   done = subprocess.run(
-    command(*arguments(text, tmp_path, steps=2, generate_length=4)),
+    command(*arguments(text, tmp_path, steps=2, generate_length=4), ONE_DEVICE),
     cwd=REPOSITORY,
+    env=environment(),
     capture_output=True,
     text=True,
     check=True,

@@ -79,6 +79,22 @@ def topology(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> Topolog
   )
 
 
+def devices_per_process(num_simulated_devices: int, num_processes: int) -> int:
+  """The simulated devices of each of several processes.
+
+  Raises:
+    UserError: the processes cannot share them equally.
+  """
+  if num_simulated_devices % num_processes:
+    fitting = max(num_simulated_devices // num_processes, 1) * num_processes
+    raise UserError(
+      f"num_simulated_devices={num_simulated_devices}: {num_processes} processes share them "
+      f"equally, so it must be a multiple of {num_processes}; for example "
+      f"num_simulated_devices={fitting}"
+    )
+  return num_simulated_devices // num_processes
+
+
 def _fill(prefix: str, sizes: tuple[int, ...], total: int, what: str) -> tuple[int, int, int, int]:
   """Replaces a -1 by the remaining devices, and checks that the product is `total`."""
   names = [f"{prefix}_{name}_parallelism" for name in _KEYS]

@@ -41,8 +41,10 @@ from maxbatch.checkpoints.record import (
   make_record,
   state_differences,
 )
+from maxbatch.checkpoints.several import Barrier, DamagedError, lone_reader, together
 from maxbatch.config.schema import CheckpointConfig
 from maxbatch.errors import UserError
+from maxbatch.hardware.agreement import broadcast_one_to_all, gather
 
 # What Orbax and TensorStore raise for folders they cannot read. JaxRuntimeError (out of memory) is
 # not among them: it says nothing about the folder.
@@ -69,10 +71,6 @@ class Restored:
   position: Position
   plan: dict[str, Any]
   notes: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-class _DamagedError(Exception):
-  """A step's folder does not hold what was saved; the message says what is wrong."""
 
 
 class Checkpointer:
@@ -107,12 +105,15 @@ class Checkpointer:
     self._ready_to_write = False
     self._pending: int | None = None
     self._failure: str | None = None
+    self._barrier = Barrier()
     silence_orbax()
 
   def __enter__(self) -> Self:
     return self
 
   def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    if kind and jax.process_count() > 1:
+      return  # The others may have no such error, and not come here.
     # A failed save must not hide the error that is already on its way.
     with contextlib.suppress(*([UserError] if kind else [])):
       self.close()
@@ -133,9 +134,12 @@ class Checkpointer:
     `notes` are JSON values that a restore returns: whatever else a run needs to continue exactly.
     Returns once the state is copied off the devices: its buffers may be donated at once. A failure
     is reported and not raised; the next save tries again.
+
+    Raises:
+      UserError: this process, one of several, could not write; here or when waiting later.
     """
     self.wait()
-    if position.step in self.steps() and position.step not in self._damaged:
+    if position.step in self._agreed_steps() and position.step not in self._damaged:
       return
     record = make_record(
       state,
@@ -160,7 +164,12 @@ class Checkpointer:
 
   def poll(self) -> None:
     """Reports a background save that has failed since the last call, without waiting for one."""
-    if self._pending is not None and not self._manager.is_saving_in_progress():
+    if self._pending is None:
+      return
+    if jax.process_count() > 1:  # They do not find out at the same time that one has ended.
+      if self._barrier.failure is not None:
+        self._record_failure(self._pending, self._barrier.failure)
+    elif not self._manager.is_saving_in_progress():
       self.wait()
 
   def restore(self, abstract_state: object) -> Restored | None:
@@ -175,10 +184,10 @@ class Checkpointer:
     """
     self.wait()
     damaged: dict[int, str] = {}
-    for step in reversed(self.steps()):
+    for step in reversed(self._agreed_steps()):
       try:
         restored = self._restore_readable(step, abstract_state)
-      except _DamagedError as damage:
+      except DamagedError as damage:
         damaged[step] = str(damage)
         continue
       self._damaged = damaged
@@ -217,9 +226,21 @@ class Checkpointer:
     options = ocp.CheckpointManagerOptions(
       preservation_policy=policies.LatestN(None),
       lightweight_initialize=True,
-      async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+      async_options=ocp.AsyncOptions(
+        create_directories_asynchronously=False,
+        barrier_sync_fn=self._barrier if jax.process_count() > 1 else None,
+      ),
     )
     return ocp.CheckpointManager(self._directory, options=options)
+
+  @property
+  def _reader(self) -> ocp.CheckpointManager:
+    """What reads: in each of several processes by itself, so that one that cannot keeps nobody."""
+    return self._manager if jax.process_count() == 1 else self._lone_reader
+
+  @functools.cached_property
+  def _lone_reader(self) -> ocp.CheckpointManager:
+    return lone_reader(self._directory)
 
   def _close_manager(self) -> None:
     """Drops Orbax's list of steps, which after a failed save names one that does not exist."""
@@ -262,28 +283,34 @@ class Checkpointer:
       }
       wrong = changed_leaves(record, self._read_arrays(step, format_name(record), wanted))
       reason = f"leaf {wrong[0]} differs from its fingerprint" if wrong else ""
-    except _DamagedError as damage:
+    except DamagedError as damage:
       reason = str(damage)
     where = f"checkpoint step {step} in {self._directory} does not read back as it was saved"
     return f"{where}: {reason}" if reason else None
 
   def _remove_old(self) -> None:
     """Deletes the steps that are not to be kept; the newest one has been read back."""
-    period, steps = self._config.checkpoint_keep_period, self.steps()
+    period, steps = self._config.checkpoint_keep_period, self._agreed_steps()
     for step in steps[: -self._config.max_num_checkpoints_to_keep]:
       if step not in self._damaged and (period <= 0 or step % period):
         self._manager.delete(step)
 
-  def _record_failure(self, step: int, error: Exception) -> None:
-    self._ready_to_write = False
-    self._close_manager()
-    steps = [good for good in self.steps() if good not in self._damaged]
-    self._failure = (
+  def _record_failure(self, step: int, error: BaseException) -> None:
+    failure = (
       f"checkpoint step {step} could not be written to {self._directory}"
       f" ({free_bytes(self._directory)} bytes free): {cause(error)}"
     )
+    if jax.process_count() > 1:  # Orbax has the others wait for this one.
+      raise UserError(failure) from error
+    self._failure, self._ready_to_write = failure, False
+    self._close_manager()
+    steps = [good for good in self.steps() if good not in self._damaged]
     last = f"the newest checkpoint is step {steps[-1]}" if steps else "there is no checkpoint yet"
     self._report(f"warning: {self._failure}; training continues, {last}")
+
+  def _agreed_steps(self) -> list[int]:
+    """`steps` as process 0 sees them."""
+    return broadcast_one_to_all(self.steps())
 
   def _unfinished(self) -> list[pathlib.Path]:
     return sorted(self._directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
@@ -322,8 +349,8 @@ class Checkpointer:
     while True:
       try:
         return self._restore_step(step, abstract_state)
-      except _DamagedError:
-        refused = refusal(self._directory / str(step))
+      except DamagedError:
+        refused = next(filter(None, gather(refusal(self._directory / str(step)))), None)
         if readable and refused is None:
           raise
         readable = refused is None
@@ -335,7 +362,7 @@ class Checkpointer:
       time.sleep(pause)
 
   def _restore_step(self, step: int, abstract_state: object) -> Restored:
-    record = self._read_record(step)
+    record = together(lambda: self._read_record(step))
     changed = identity_differences(record, self._identity)
     if changed and not self._config.allow_changed_resume:
       raise UserError(refusals.changed_resume(self._directory, step, changed))
@@ -343,11 +370,11 @@ class Checkpointer:
     misfits = state_differences(record, wanted)
     if misfits:
       raise UserError(refusals.does_not_fit(self._directory, step, misfits))
-    arrays = self._read_arrays(step, format_name(record), wanted)
+    arrays = together(lambda: self._read_arrays(step, format_name(record), wanted))
     wrong = changed_leaves(record, arrays)
     if wrong:
       others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-      raise _DamagedError(f"leaf {wrong[0]}{others} differs from its fingerprint")
+      raise DamagedError(f"leaf {wrong[0]}{others} differs from its fingerprint")
     if changed:
       self._report(f"resuming from step {step} although it differs: " + "; ".join(changed))
     if lines := list(changed_settings(record, self._settings).values()):
@@ -361,9 +388,9 @@ class Checkpointer:
   def _read_record(self, step: int) -> dict[str, Any]:
     record = self._read(step, "record", ocp.args.JsonRestore())
     if not is_intact(record):
-      raise _DamagedError("its record differs from its checksum")
+      raise DamagedError("its record differs from its checksum")
     if record["step"] != step:
-      raise _DamagedError(f"its record is that of step {record['step']}")
+      raise DamagedError(f"its record is that of step {record['step']}")
     return record
 
   def _read_arrays(
@@ -381,15 +408,15 @@ class Checkpointer:
     }
 
   def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
-    """One item of a step's folder, or _DamagedError."""
+    """One item of a step's folder, or DamagedError."""
     try:
-      return self._manager.restore(step, args=ocp.args.Composite(**{item: args}))[item]
+      return self._reader.restore(step, args=ocp.args.Composite(**{item: args}))[item]
     except Exception as error:
       # Orbax wraps what it meets in a chunk into a plain Exception: the cause says which.
       root = root_cause(error)
       if not isinstance(root, _UNREADABLE):
         raise
-      raise _DamagedError(f"its {item} cannot be read: {cause(root)}") from None
+      raise DamagedError(f"its {item} cannot be read: {cause(root)}") from None
 
 
 def _on_devices(leaf: Any) -> jax.ShapeDtypeStruct:

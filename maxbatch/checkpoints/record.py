@@ -164,7 +164,8 @@ def _difference(key: str, before: Any, now: Any) -> str:
   paths = [
     f"{name} was {_shown(before['paths'].get(name))} and is {_shown(path)}"
     for name, path in now["paths"].items()
-    if before["paths"].get(name) != path
+    # An earlier version may not have had the key.
+    if before["paths"].get(name, path) != path
   ]
   files = _changed_files(before["files"], now["files"])
   how = "; ".join(paths + files) or "the same paths, names and sizes, with other contents"

@@ -12,7 +12,9 @@ from maxbatch.errors import (
   EXIT_DIVERGED,
   EXIT_ROWS,
   EXIT_USER_ERROR,
+  ProcessFailedError,
   RowsError,
+  SaidByAnotherError,
   TrainingDivergedError,
   UserError,
 )
@@ -55,6 +57,8 @@ def _exit_code(
       else:
         work(parse(command, arguments))
       sys.stdout.flush()
+  except SaidByAnotherError:
+    return EXIT_USER_ERROR
   except UserError as error:
     print(f"error: {error}", file=sys.stderr)
     return EXIT_USER_ERROR
@@ -64,6 +68,8 @@ def _exit_code(
   except RowsError as error:
     print(f"stopped: {error}", file=sys.stderr)
     return EXIT_ROWS
+  except ProcessFailedError as error:
+    return error.exit_code
   except Interrupted as interrupted:
     print(INTERRUPTED, file=sys.stderr)
     return interrupted.exit_code

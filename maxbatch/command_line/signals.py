@@ -79,10 +79,16 @@ def leave(exit_code: int) -> NoReturn:
 
 
 class StopSignals:
-  """A context in which the first signal sets `requested`, and a second one stops at once."""
+  """A context in which the first signal sets `requested`, and a second one stops at once.
 
-  def __init__(self) -> None:
+  Of several processes that train together each may hear it at another step, or only one at all:
+  they stop when the steps say that one of them has (`hear`).
+  """
+
+  def __init__(self, *, shared: bool = False) -> None:
+    """`shared`: whether several processes train together."""
     self.requested = False
+    self._shared, self._heard = shared, False
     self._names: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     self._announcer = threading.Thread(target=self._announce, daemon=True)
 
@@ -96,6 +102,18 @@ class StopSignals:
       signal.signal(number, handler)
     self._names.put(None)
     self._announcer.join(_PATIENCE_SECONDS)
+
+  @property
+  def agreed(self) -> bool:
+    """Whether to stop after this step, alike in all processes."""
+    return self._heard if self._shared else self.requested
+
+  def hear(self, flag: int | None) -> None:
+    """Takes up what a step has returned: 0, or 1 + the number of a process that heard a signal."""
+    if flag and not self._heard:
+      self._heard = True
+      if not self.requested:
+        self._names.put(f"a stop signal in process {int(flag) - 1}")
 
   def _note(self, number: int, frame: types.FrameType | None) -> None:
     del frame

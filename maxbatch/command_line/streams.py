@@ -38,10 +38,10 @@ class EnduringStreams:
 
 
 class _Descriptor(io.FileIO):
-  """A file descriptor; what it does not take is dropped."""
+  """Where a file descriptor leads now, whatever is put in its place; what cannot go there is dropped."""
 
   def __init__(self, number: int) -> None:
-    super().__init__(number, "wb", closefd=False)
+    super().__init__(os.dup(number), "wb")
     self.failure: OSError | None = None
 
   def write(self, content: "ReadableBuffer", /) -> int:

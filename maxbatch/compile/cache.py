@@ -116,7 +116,7 @@ def _loads_quietly() -> bool:
     stderr = os.dup(2)
     os.dup2(written.fileno(), 2)
     try:
-      serialize_executable.deserialize_and_load(*saved, execution_devices=jax.devices()[:1])
+      serialize_executable.deserialize_and_load(*saved, execution_devices=jax.local_devices()[:1])
     except jax.errors.JaxRuntimeError:
       return False
     finally:

@@ -28,7 +28,7 @@ from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Device
-from maxbatch.run_folder.atomic import write_run_file
+from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import build_trainer
 from maxbatch.training.step import Trainer
@@ -78,8 +78,8 @@ def write_reports(
   """
   as_text, as_json = RunFolder(folder).compile_report_text, RunFolder(folder).compile_report_json
   content = [report.as_dict() for report in reports]
-  write_run_file(as_text, "\n\n\n".join(map(str, reports)) + "\n")
-  write_run_file(as_json, json.dumps(content, indent=2) + "\n")
+  write_shared_file(as_text, "\n\n\n".join(map(str, reports)) + "\n")
+  write_shared_file(as_json, json.dumps(content, indent=2) + "\n")
   return as_text, as_json
 
 

@@ -18,6 +18,7 @@ from maxbatch.data.rows import Rows
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Step, Trainer, rows_shardings
+from maxbatch.training.stop_flags import flagged
 
 SECONDS = 4.0
 """How long the repeats of one program take together, roughly, unless asked otherwise."""
@@ -113,6 +114,7 @@ class _Bench:
     return self._clock() - began
 
   def _dispatch(self, control: Any) -> None:
+    control = flagged(self._trainer.mesh, control)
     self._state, _ = self._step(self._state, self._rows, control, self._rate)
 
   def free(self) -> None:

@@ -23,7 +23,13 @@ import jax
 
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.config.load import to_flat_dict
-from maxbatch.config.schema import CheckpointConfig, CompileConfig, Config, RunConfig
+from maxbatch.config.schema import (
+  CheckpointConfig,
+  CompileConfig,
+  Config,
+  DistributedConfig,
+  RunConfig,
+)
 from maxbatch.data.dataset import RowSource
 from maxbatch.training.build import step_rows, streams, traced_step
 from maxbatch.training.step import Trainer
@@ -35,7 +41,7 @@ ENVIRONMENT = "environment"
 SIZES, CONFIGURATION, LIBRARIES = "sizes", "configuration", "libraries"
 """Parts of the header that explain why a lowered program is another one."""
 
-_NOT_RECORDED = (RunConfig, CheckpointConfig, CompileConfig)
+_NOT_RECORDED = (RunConfig, CheckpointConfig, CompileConfig, DistributedConfig)
 """Sections that reach a program through its sizes at most, which are recorded themselves."""
 _LIBRARIES = ("maxbatch", "flax", "optax")
 _JAX_SETTINGS = (

@@ -50,11 +50,20 @@ CHANGEABLE = _keys(
   async_checkpointing checkpoint_format checkpoint_period max_num_checkpoints_to_keep
   checkpoint_keep_period""",
   # Where the data come from: what is there is compared by fingerprint.
-  "dataset_type dataset_path eval_dataset_path eval_fraction dataset_cache_directory",
+  """dataset_type dataset_path eval_dataset_path eval_fraction dataset_cache_directory
+  dataset_mixture mixture_schedule grain_train_mixture_config_path grain_packing_type use_truncation
+  block_cross_document_attention use_chat_template sft_train_on_completion_only""",
+  # Likewise the vocabulary; what these make of the text is in the fingerprint of its tokens.
+  "tokenizer_path add_bos add_eos bos_token eos_token pad_token max_bad_records",
+  """num_epoch train_data_columns eval_data_columns tokenize_train_data tokenize_eval_data
+  grain_file_type grain_train_files grain_eval_files hf_path hf_name hf_data_dir hf_train_files
+  hf_eval_files train_split hf_eval_split""",
 )
 
 OF_ONE_START = _keys(
   "run_name base_output_directory allow_changed_resume jax_cache_dir device_memory_gb",
   "validate_only compile_only compile_topology compile_topology_num_slices save_compiled_step",
-  "compiled_step",
+  "compiled_step coordinator_address num_processes process_id skip_jax_distributed_system",
+  "jax_distributed_initialization_timeout jax_distributed_heartbeat_timeout_seconds",
+  "hang_timeout_seconds",
 )

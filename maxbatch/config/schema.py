@@ -85,6 +85,22 @@ class RelativePath(FileName):
 
 
 @dataclasses.dataclass(frozen=True)
+class Address(FileName):
+  """A text that names a port of a host, or nothing."""
+
+  words: str = "HOST:PORT"
+
+  def holds(self, value: str) -> bool:
+    """Whether `value` is such an address."""
+    host, _, port = value.rpartition(":")
+    return not value or bool(host and port.isdecimal() and 0 < int(port) < 2**16)
+
+  def nearest(self, value: str) -> str:
+    """`value` with a port."""
+    return f"{value.partition(':')[0] or 'localhost'}:1234"
+
+
+@dataclasses.dataclass(frozen=True)
 class Example:
   """A value that works, for messages, where none can be made of what is wrong."""
 
@@ -109,8 +125,10 @@ CountOrUnset = Annotated[int, Range(low=1, limit=_EXACT, also=-1)]
 CountOrZeroOrUnset = Annotated[int, Range(low=0, limit=_EXACT, also=-1)]
 Exact = Annotated[Fraction, Range(low=0, limit=_INT32)]
 ExactOrUnset = Annotated[Fraction, Range(low=0, limit=_INT32, also=-1)]
+Weight = Annotated[Fraction, Range(low=0, limit=_EXACT)]
 DevicesOrUnset = Annotated[int, Range(low=1, limit=_DEVICES, also=-1)]
 Hosts = Annotated[int, Range(low=1, limit=_DEVICES)]
+Seconds = Annotated[int, Range(low=1, limit=1_000_000)]
 Seed = Annotated[int, Range(low=0, high=2**32 - 1)]
 """jax takes the last 32 bits of a seed: beyond them another seed would give the same numbers."""
 Probability = Annotated[float, Range(low=0, high=1)]
@@ -215,6 +233,19 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+  """How several processes find each other, and for how long they wait."""
+
+  coordinator_address: Annotated[str, Address()]
+  num_processes: PositiveOrUnset
+  process_id: Annotated[int, Range(low=0, limit=_INT32, also=-1)]
+  skip_jax_distributed_system: bool
+  jax_distributed_initialization_timeout: Seconds
+  jax_distributed_heartbeat_timeout_seconds: Seconds
+  hang_timeout_seconds: Annotated[int, Range(low=0, limit=1_000_000)]
+
+
+@dataclasses.dataclass(frozen=True)
 class PipelineConfig:
   """How microbatches pass through the stages of a pipeline, which are the mesh axis `stage`."""
 
@@ -299,10 +330,49 @@ class DataConfig:
   eval_fraction: Annotated[float, Range(low=0, high=0.9)]
   dataset_cache_directory: Path
   tokenizer_type: str
+  tokenizer_path: Path
+  add_bos: bool
+  add_eos: bool
+  bos_token: str
+  eos_token: str
+  pad_token: str
   data_shuffle_seed: Seed
   packing: bool
+  max_bad_records: NonNegative
+  num_epoch: Annotated[int, Range(low=1, limit=_INT32, also=-1)]
+  # Files of records, by MaxText's names.
+  train_data_columns: tuple[str, ...]
+  eval_data_columns: tuple[str, ...]
+  tokenize_train_data: bool
+  tokenize_eval_data: bool
+  grain_file_type: str
+  grain_train_files: Path
+  grain_eval_files: Path
+  hf_path: Path
+  hf_name: str
+  hf_data_dir: Path
+  hf_train_files: Path
+  hf_eval_files: Path
+  train_split: str
+  hf_eval_split: str
   # Each is a process.
   grain_worker_count: Annotated[int, Range(low=0, limit=256)]
+  # Several sources, and documents as rows.
+  dataset_mixture: Annotated[
+    tuple[tuple[Path, Weight], ...], Example("[[texts, 0.7], [code, 0.3]]")
+  ]
+  mixture_schedule: Annotated[tuple[tuple[Weight, ...], ...], Example("[[10000, 0.5, 0.5]]")]
+  grain_train_mixture_config_path: Path
+  grain_packing_type: Literal["concat_then_split", "first_fit", "best_fit"]
+  use_truncation: bool
+  block_cross_document_attention: bool
+  use_chat_template: bool
+  sft_train_on_completion_only: bool
+
+  @property
+  def segmented(self) -> bool:
+    """Whether rows say which tokens belong to one document."""
+    return self.packing and self.block_cross_document_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,6 +416,7 @@ class Config:
   run: RunConfig
   batch: BatchConfig
   mesh: MeshConfig
+  distributed: DistributedConfig
   pipeline: PipelineConfig
   compile: CompileConfig
   model: ModelConfig

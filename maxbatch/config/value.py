@@ -91,7 +91,7 @@ def describe(annotation: object) -> str:
   if typing.get_origin(bare) is typing.Literal:
     return " | ".join(str(choice) for choice in typing.get_args(bare))
   if typing.get_origin(bare) is tuple:
-    ranged = f"list: {describe(typing.get_args(bare)[0])}"
+    ranged = f"list: {_of_items(bare, describe)}"
   else:
     kind = _KINDS[typing.cast(type, bare)].words
     ranged = kind if interval is None else f"{kind}, {interval}"
@@ -201,7 +201,7 @@ def _read(node: yaml.Node, bare: object) -> object:
   if typing.get_origin(bare) is typing.Literal:
     return _read_choice(node, typing.get_args(bare))
   if typing.get_origin(bare) is tuple:
-    return _read_list(node, typing.get_args(bare)[0])
+    return _read_list(node, typing.get_args(bare))
   kind = _KINDS[typing.cast(type, bare)]
   if not isinstance(node, yaml.ScalarNode) or node.tag not in _TAGS:
     raise _WrongTypeError(kind.example)
@@ -216,20 +216,38 @@ def _read_choice(node: yaml.Node, choices: tuple[object, ...]) -> object:
   raise _WrongTypeError(closest(str(written), map(str, choices)) or str(choices[0]))
 
 
-def _read_list(node: yaml.Node, item: object) -> tuple[object, ...]:
-  """A list, whose items may be lists."""
+def _read_list(node: yaml.Node, types: tuple[object, ...]) -> tuple[object, ...]:
+  """A list, whose items may be lists: of one type, or as many items as there are types."""
   is_list = isinstance(node, yaml.SequenceNode)
-  bare, interval = _split(item)
+  parts = node.value if is_list else [node]
+  if types[-1] is Ellipsis:
+    types = types[:1] * len(parts)
+  elif len(parts) != len(types):
+    raise _WrongTypeError("[]")
   try:
-    items = tuple(_read(part, bare) for part in (node.value if is_list else [node]))
+    items = tuple(_read_item(part, each) for part, each in zip(parts, types, strict=True))
   except _WrongTypeError as wrong:
     raise _WrongTypeError(f"[{wrong}]") from None
-  for value in typing.cast(tuple[float, ...], items):
-    if interval is not None and not interval.holds(value):
-      raise _WrongTypeError(f"[{_clamped(interval, value, str(value))}]")
   if not is_list:
     raise _WrongTypeError(f"[{node.value}]" if len(node.value) <= _LONGEST_NUMBER else "[]")
   return items
+
+
+def _read_item(node: yaml.Node, annotation: object) -> object:
+  """One item of a list, within its range."""
+  bare, interval = _split(annotation)
+  value, name = _read(node, bare), _note(annotation, FileName)
+  if interval is not None and not interval.holds(typing.cast(float, value)):
+    raise _WrongTypeError(_clamped(interval, typing.cast(float, value), str(value)))
+  if isinstance(value, str) and ("\0" in value or (name is not None and not name.holds(value))):
+    raise _WrongTypeError('""')
+  return value
+
+
+def _of_items(bare: object, words: Callable[[object], str]) -> str:
+  """The types of a list's items in words."""
+  types = typing.get_args(bare)
+  return words(types[0]) if types[-1] is Ellipsis else f"[{', '.join(map(words, types))}]"
 
 
 def _number_text(node: yaml.ScalarNode, example: str) -> str:
@@ -339,7 +357,7 @@ def _phrase(annotation: object) -> str:
   if typing.get_origin(bare) is typing.Literal:
     return f"one of {', '.join(str(choice) for choice in typing.get_args(bare))}"
   if typing.get_origin(bare) is tuple:
-    ranged = f"a list, each {_phrase(typing.get_args(bare)[0])}"
+    ranged = f"a list, each {_of_items(bare, _phrase)}"
   else:
     phrase = _KINDS[typing.cast(type, bare)].phrase
     ranged = phrase if interval is None else f"{phrase}, {interval}"

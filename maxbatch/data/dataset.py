@@ -42,6 +42,16 @@ class FirstRows:
 
 
 @dataclasses.dataclass(frozen=True)
+class SourceRows:
+  """Rows of one source of a mixture."""
+
+  name: str
+  share: float
+  """Of the loss of the whole."""
+  rows: RowSource
+
+
+@dataclasses.dataclass(frozen=True)
 class Dataset:
   """A named dataset, ready to read."""
 
@@ -57,3 +67,7 @@ class Dataset:
   train_files: Mapping[str, int] = dataclasses.field(default_factory=dict)
   """Bytes of every file, by name: what a refused resume names beside fingerprints."""
   validation_files: Mapping[str, int] = dataclasses.field(default_factory=dict)
+  tokenizer_version: str = ""
+  """Of the tokenizer that made the ids; changes with the contents of its vocabulary."""
+  validation_by_source: tuple[SourceRows, ...] = ()
+  """The validation rows of a mixture by source, where each has its own."""

@@ -8,6 +8,7 @@ dispatch their programs in the same order; the devices are then still busy with 
 """
 
 import collections
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
@@ -134,6 +135,17 @@ class Loader(Iterator[Rows]):
   def _bring(self, step: int) -> Staged:
     read = {self._process: next(self._reader)}
     return self._place.stage(read, self._table.sample_ids(step, self._capacity))
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalRows:
+  """Validation rows that are evaluated together, and their part of the loss of the whole."""
+
+  name: str
+  """Of the source of a mixture; empty where there is nothing to tell apart."""
+  share: float
+  open: Callable[[], Loader]
+  """Opens them from their beginning."""
 
 
 class ChainedLoader(Iterator[Rows]):

@@ -21,7 +21,7 @@ from grain.multiprocessing import SharedMemoryArray
 from maxbatch.batch.row_plan import StepTable, ids_of
 from maxbatch.data.checksums import row_checksums
 from maxbatch.data.dataset import Arrays, RowSource
-from maxbatch.data.stream import SampleStream
+from maxbatch.data.mixture import sample_stream
 from maxbatch.errors import UserError
 
 
@@ -34,9 +34,9 @@ class ReadOrder:
   """None reads the source in its own order; samples beyond its end are padding."""
 
   @functools.cached_property
-  def _stream(self) -> SampleStream:
+  def _stream(self) -> Callable[[np.ndarray], np.ndarray]:
     assert self.seed is not None
-    return SampleStream(len(self.source), self.seed)
+    return sample_stream(self.source, self.seed)
 
   def __call__(self, samples: np.ndarray) -> Arrays:
     """The rows of the samples int64[R], with their `checksums` uint32[R]."""

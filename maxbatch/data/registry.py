@@ -1,26 +1,46 @@
 """Tokenizers and datasets by name (docs/extending.md shows how to add one)."""
 
+import dataclasses
+import math
 from collections.abc import Callable
 
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import DataConfig
-from maxbatch.data import synthetic, text
-from maxbatch.data.dataset import Dataset
+from maxbatch.data import grain_files, hf_dataset, mixed, synthetic, text
+from maxbatch.data.dataset import Dataset, RowSource
+from maxbatch.data.mixture import MixedRows
+from maxbatch.data.mixture_keys import mixed_paths
 from maxbatch.data.tokenizer import ByteTokenizer, Tokenizer
+from maxbatch.data.tokenizers import huggingface, sentencepiece, tiktoken
 from maxbatch.errors import UserError
 
 
 def _byte(data: DataConfig) -> Tokenizer:
-  del data
+  given = {
+    "tokenizer_path": data.tokenizer_path,
+    "bos_token": data.bos_token,
+    "eos_token": data.eos_token,
+    "pad_token": data.pad_token,
+  }
+  if unread := [f"{key}={value}" for key, value in given.items() if value]:
+    raise UserError(
+      f"tokenizer_type=byte reads no vocabulary, and {' '.join(unread)}; give tokenizer_type="
+      "huggingface, sentencepiece or tiktoken as well, or leave them empty"
+    )
   return ByteTokenizer()
 
 
 TOKENIZERS: dict[str, Callable[[DataConfig], Tokenizer]] = {
   "byte": _byte,
+  "huggingface": huggingface.build,
+  "sentencepiece": sentencepiece.build,
+  "tiktoken": tiktoken.build,
 }
 
 DATASETS: dict[str, Callable[[DataConfig, Tokenizer, int], Dataset]] = {
   "text": text.build,
+  "grain": grain_files.build,
+  "hf": hf_dataset.build,
   "synthetic": synthetic.build,
 }
 """By name, what makes a dataset of (data, tokenizer, max_target_length)."""
@@ -30,16 +50,16 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
   """The tokenizer that `tokenizer_type` names.
 
   Raises:
-    UserError: for an unknown name, or special ids that are not distinct ids of the vocabulary.
+    UserError: for an unknown name, a vocabulary that cannot be used, or special ids that are no ids
+      of the vocabulary.
   """
   tokenizer = registered("tokenizer_type", data.tokenizer_type, TOKENIZERS)(data)
   special = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
-  if len(set(special)) < 3 or not all(0 <= each < tokenizer.vocab_size for each in special):
+  if not all(0 <= each < tokenizer.vocab_size for each in special):
     size = tokenizer.vocab_size
     raise UserError(
-      f"tokenizer_type={data.tokenizer_type}: bos_id, eos_id, pad_id = {special} must be three "
-      f"distinct ids below vocab_size={size}; for example {(size, size + 1, size + 2)} with "
-      f"vocab_size {size + 3}"
+      f"tokenizer_type={data.tokenizer_type}: bos_id, eos_id, pad_id = {special} must be ids below "
+      f"vocab_size={size}; for example {(size, size + 1, size + 2)} with vocab_size {size + 3}"
     )
   return tokenizer
 
@@ -51,4 +71,62 @@ def build_dataset(data: DataConfig, max_target_length: int) -> Dataset:
     UserError: for an unknown name, or input that cannot be used; names it.
   """
   build = registered("dataset_type", data.dataset_type, DATASETS)
-  return build(data, build_tokenizer(data), max_target_length)
+  tokenizer = build_tokenizer(data)
+
+  def build_one(source: DataConfig) -> Dataset:
+    return build(source, tokenizer, max_target_length)
+
+  # Random tokens have no sources, and take the place of whatever is configured.
+  mixture = None if data.dataset_type == "synthetic" else mixed_paths(data)
+  dataset = mixed.build(data, mixture, build_one) if mixture else build_one(data)
+  description = "\n".join([dataset.description, *_unread(data)])
+  return dataclasses.replace(dataset, tokenizer_version=tokenizer.version, description=description)
+
+
+def _unread(data: DataConfig) -> list[str]:
+  """A line on the keys that are given and belong to another dataset_type."""
+  by_type = {
+    "grain": {
+      "grain_train_files": data.grain_train_files,
+      "grain_eval_files": data.grain_eval_files,
+    },
+    "hf": {
+      "hf_path": data.hf_path,
+      "hf_train_files": data.hf_train_files,
+      "hf_eval_files": data.hf_eval_files,
+    },
+  }
+  given = [
+    f"{key}={value} (dataset_type={name} reads it)"
+    for name, keys in by_type.items()
+    for key, value in keys.items()
+    if value and name != data.dataset_type
+  ]
+  return [f"not read: {', '.join(given)}"] if given else []
+
+
+def check_epochs(data: DataConfig, rows: RowSource, num_samples: int) -> None:
+  """Refuses a run that reads its rows, or those of one source, more often than num_epoch allows.
+
+  Raises:
+    UserError: names a number of epochs and a budget that work.
+  """
+  if data.num_epoch < 1:
+    return
+  if isinstance(rows, MixedRows):
+    for source, num_epochs in rows.epochs(num_samples).items():
+      if num_epochs > data.num_epoch:
+        raise UserError(
+          f"num_epoch={data.num_epoch}: the run takes {float(num_epochs):.4g} epochs of {source}; use "
+          f"num_epoch={math.ceil(num_epochs)}, num_epoch=-1 for as many as it takes, a smaller budget, "
+          "or a smaller weight"
+        )
+    return
+  num_rows = len(rows)
+  allowed = data.num_epoch * num_rows
+  if num_samples > allowed:
+    raise UserError(
+      f"num_epoch={data.num_epoch}: {num_rows:,} rows are {allowed:,} samples, and the run takes "
+      f"{num_samples:,}; use total_samples={allowed} (with steps=-1), num_epoch="
+      f"{-(-num_samples // num_rows)}, or num_epoch=-1 for as many as it takes"
+    )

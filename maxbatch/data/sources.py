@@ -10,7 +10,7 @@ import os
 import stat
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -55,6 +55,12 @@ class Sources:
   kind: Kind
   files: tuple[SourceFile, ...]
   skipped: tuple[tuple[str, int], ...] = ()
+  format: str = "text"
+  """text: a file is a document; else the name of a format of records, each of them a document."""
+  column: str = ""
+  """Of a record, what holds the document."""
+  is_tokenized: bool = False
+  """The records hold token ids instead of text."""
 
   @property
   def size_bytes(self) -> int:
@@ -64,31 +70,75 @@ class Sources:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-  """The part of a file's bytes from the fraction `begin` to the fraction `end`."""
+  """The part of a file from the fraction `begin` to the fraction `end`, of its bytes or records.
+
+  A long part is read piece by piece, piece `piece` of `num_pieces`, and is one document all the
+  same where a file is one.
+  """
 
   file: SourceFile
   begin: float = 0.0
   end: float = 1.0
+  piece: int = 0
+  num_pieces: int = 1
+
+
+def part_of(document: Document, size: int) -> tuple[int, int]:
+  """First and end of the document in its file of `size` bytes, or records; never an empty part."""
+
+  if size == 0:
+    return 0, 0
+
+  def boundary(fraction: float) -> int:
+    return min(max(round(fraction * size), 1), size - 1)
+
+  start = boundary(document.begin) if document.begin > 0 else 0
+  return start, boundary(document.end) if document.end < 1 else size
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+  """What is read of a folder, and what errors say about it."""
+
+  what: str
+  """Such files, as in: the folder holds no …"""
+  reason_to_skip: Callable[[Path], str]
+  """Why a file or a linked folder met in a folder is not read; empty when it is."""
+  example: str
+  """What to give instead of a path that is not there, after: …, or"""
+  offer: Callable[[str, str, Sequence[Path]], str]
+  """Of (key, path, files that are skipped): what to write instead of a folder with nothing to read."""
 
 
 def resolve(key: str, path: str) -> Sources:
-  """The files that `path`, the value of the configuration key `key`, stands for.
+  """The text files that `path`, the value of the configuration key `key`, stands for.
 
   Raises:
     UserError: nothing is there, nothing in it is text, or it cannot be read.
   """
   if path == STDLIB:
     return _stdlib(key)
+  return listed(key, path, Wanted("text files", _reason_to_skip, _EXAMPLE, _offer))
+
+
+def listed(key: str, path: str, wanted: Wanted) -> Sources:
+  """The files that `path` stands for: a file, those of a folder that are wanted, or of a glob.
+
+  Raises:
+    UserError: nothing is there, nothing in it is wanted, or it cannot be read.
+  """
   expanded = os.path.expanduser(path)
   if not path:
-    raise UserError(f"{key} is empty: give a text file, a folder, a glob such as {_EXAMPLE}")
+    raise UserError(f"{key} is empty: give a file, a folder, a glob such as {wanted.example}")
   if os.path.isdir(expanded):
-    return _folder(key, path, Path(expanded))
+    return _folder(key, path, Path(expanded), wanted)
   if os.path.lexists(expanded):
     return Sources(key, path, "file", (_source_file(key, Path(expanded), Path(expanded).parent),))
   if glob.has_magic(expanded):
     return _glob(key, path, expanded)
-  raise UserError(f"{key}={path}: no such file or folder; use a path that exists or {_EXAMPLE}")
+  raise UserError(
+    f"{key}={path}: no such file or folder; use a path that exists or {wanted.example}"
+  )
 
 
 def rank(name: str, purpose: str) -> float:
@@ -108,12 +158,12 @@ def _source_file(key: str, path: Path, root: Path) -> SourceFile:
   return SourceFile(name, str(path.absolute()), status.st_size, status.st_mtime_ns)
 
 
-def _folder(key: str, path: str, root: Path) -> Sources:
+def _folder(key: str, path: str, root: Path, wanted: Wanted) -> Sources:
   kept: list[SourceFile] = []
   skipped: collections.Counter[str] = collections.Counter()
   others: list[Path] = []
   for file in _walk(key, root, lambda name: not name.startswith(".") and name != "__pycache__"):
-    reason = _reason_to_skip(file)
+    reason = wanted.reason_to_skip(file)
     if reason:
       skipped[reason] += 1
       others.append(file)
@@ -122,7 +172,7 @@ def _folder(key: str, path: str, root: Path) -> Sources:
   if not kept:
     seen = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "no files at all"
     raise UserError(
-      f"{key}={path}: the folder holds no text files ({seen}); {_offer(key, path, others)}"
+      f"{key}={path}: the folder holds no {wanted.what} ({seen}); {wanted.offer(key, path, others)}"
     )
   return Sources(key, path, "folder", _by_name(kept), tuple(sorted(skipped.items())))
 

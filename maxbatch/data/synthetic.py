@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 
 from maxbatch.config.schema import DataConfig
+from maxbatch.config.value import plain
 from maxbatch.data.dataset import Arrays, Dataset
 from maxbatch.data.sources import STDLIB
 from maxbatch.data.tokenizer import Tokenizer, ordinary_ids
@@ -30,8 +31,6 @@ class SyntheticRows:
   packing: bool
   ids: np.ndarray
   """The ids that are drawn from: those that stand for text."""
-  bos_id: int
-  pad_id: int
 
   def __len__(self) -> int:
     return self.num_rows
@@ -47,9 +46,8 @@ class SyntheticRows:
       "weights": np.ones((len(indices), self.length), np.float32),
     }
     if self.packing:
-      arrays["segment_ids"], arrays["positions"] = segments(
-        arrays["inputs"], self.bos_id, self.pad_id
-      )
+      begins_RT = np.zeros(arrays["inputs"].shape, bool)
+      arrays["segment_ids"], arrays["positions"] = segments(begins_RT, ~begins_RT)
     return arrays
 
   def _tokens(self, index: int) -> np.ndarray:
@@ -59,7 +57,12 @@ class SyntheticRows:
 
 def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
   """Random tokens in rows of `max_target_length`; no path is read, which is said if one is given."""
-  paths = {"dataset_path": data.dataset_path, "eval_dataset_path": data.eval_dataset_path}
+  paths = {
+    "dataset_path": data.dataset_path,
+    "eval_dataset_path": data.eval_dataset_path,
+    "dataset_mixture": str(plain(data.dataset_mixture) or ""),
+    "grain_train_mixture_config_path": data.grain_train_mixture_config_path,
+  }
   given = [f"{key}={path}" for key, path in paths.items() if path not in ("", STDLIB)]
   unread = f"; not read: {', '.join(given)} (dataset_type=text reads it)" if given else ""
 
@@ -69,10 +72,8 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
       number,
       rows,
       max_target_length,
-      data.packing,
+      data.segmented,
       ordinary_ids(tokenizer),
-      tokenizer.bos_id,
-      tokenizer.pad_id,
     )
 
   return Dataset(

@@ -1,18 +1,10 @@
-"""Text files as a dataset: find them, split them, tokenize them once."""
-
-import collections
-import os
-from pathlib import Path
+"""Text files as a dataset, each of them a document."""
 
 from maxbatch.config.schema import DataConfig
+from maxbatch.data.corpus import build_corpus
 from maxbatch.data.dataset import Dataset
-from maxbatch.data.sources import Document, Sources, resolve
-from maxbatch.data.split import Split, described, sizes_by_name, split
-from maxbatch.data.token_cache import TokenCache, open_or_build
+from maxbatch.data.sources import resolve
 from maxbatch.data.tokenizer import Tokenizer
-from maxbatch.data.windows import TokenWindows
-from maxbatch.errors import UserError
-from maxbatch.run_folder.cache import token_caches
 
 
 def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
@@ -21,116 +13,8 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
   Raises:
     UserError: an input is missing, unreadable, not text, empty or too short; names it.
   """
-  folder = token_caches(data.dataset_cache_directory)
   sources = resolve("dataset_path", data.dataset_path)
-  eval_sources, parts = sources, split(sources, data.eval_fraction)
-  if data.eval_dataset_path:
-    eval_sources = resolve("eval_dataset_path", data.eval_dataset_path)
-    parts = _with_validation(sources, eval_sources)
-  train = open_or_build(sources, parts.train, folder, "train", tokenizer)
-  _check_train(sources, train, max_target_length)
   validation = None
-  if parts.validation:
-    validation = open_or_build(eval_sources, parts.validation, folder, "validation", tokenizer)
-    _check_validation(eval_sources, validation, train)
-
-  def windows(cache: TokenCache) -> TokenWindows:
-    return TokenWindows(cache, max_target_length, data.packing, tokenizer.bos_id, tokenizer.pad_id)
-
-  return Dataset(
-    train=windows(train),
-    validation=validation and windows(validation),
-    fingerprint=train.fingerprint,
-    description=_describe(sources, eval_sources, parts, train, validation, folder),
-    validation_fingerprint=validation.fingerprint if validation else "none",
-    train_files=sizes_by_name(parts.train),
-    validation_files=sizes_by_name(parts.validation),
-  )
-
-
-def _with_validation(sources: Sources, eval_sources: Sources) -> Split:
-  """All of `eval_sources` for validation, and for training the rest of what is for training.
-
-  Raises:
-    UserError: there is no rest.
-  """
-  held_out = {os.path.realpath(file.path) for file in eval_sources.files}
-  train, _, test = split(sources, 0)
-  kept = [each for each in train if os.path.realpath(each.file.path) not in held_out]
-  if not kept:
-    raise UserError(
-      f"eval_dataset_path={eval_sources.path} is all that dataset_path={sources.path} has for "
-      "training; leave eval_dataset_path empty to hold out eval_fraction of it, or give another "
-      "file"
-    )
-  validation = tuple(map(Document, eval_sources.files))
-  left_out = tuple(each for each in test if os.path.realpath(each.file.path) not in held_out)
-  return Split(tuple(kept), validation, left_out)
-
-
-def _check_train(sources: Sources, cache: TokenCache, length: int) -> None:
-  if cache.num_tokens == 0:
-    raise UserError(f"{sources.key}={sources.path} is empty: a run needs text, or {_OTHERWISE}")
-  if cache.num_tokens <= length:
-    raise UserError(
-      f"{sources.key}={sources.path} is too short: {cache.num_tokens} tokens for training, and one "
-      f"row needs max_target_length + 1 = {length + 1}; give it more text, or set "
-      f"max_target_length={cache.num_tokens - 1}"
-    )
-
-
-def _check_validation(sources: Sources, cache: TokenCache, train: TokenCache) -> None:
-  if cache.num_tokens == 0:
-    raise UserError(
-      f"{sources.key}={sources.path}: the text for validation is empty; give more text, another "
-      "eval_dataset_path, or eval_fraction=0 to do without validation"
-    )
-  if cache.fingerprint == train.fingerprint:
-    raise UserError(
-      f"{sources.key}={sources.path}: the text for validation equals the text for training; give "
-      "another eval_dataset_path, or leave it empty to hold out eval_fraction of dataset_path"
-    )
-
-
-_RECORDS = (".json", ".jsonl", ".ndjson")
-_OTHERWISE = "dataset_path=stdlib, or dataset_type=synthetic for random tokens"
-
-
-def _describe(
-  sources: Sources,
-  eval_sources: Sources,
-  parts: Split,
-  train: TokenCache,
-  validation: TokenCache | None,
-  folder: Path,
-) -> str:
-  """One line on what is read, then which file is for what, and how many are not read."""
-  what = "the Python standard library" if sources.kind == "stdlib" else sources.path
-  counts = [f"{train.num_tokens:,} training tokens ({_documents(train.num_documents)})"]
-  if validation:
-    count = _documents(validation.num_documents)
-    counts.append(f"{validation.num_tokens:,} validation tokens ({count})")
-  skipped: collections.Counter[str] = collections.Counter()
-  for holder in {sources, eval_sources, train} | ({validation} if validation else set()):
-    skipped.update(dict(holder.skipped))
-  lines = [f"{what}: {', '.join(counts)}; cache in {folder}"]
-  lines.append(f"training: {described(parts.train)}")
-  if parts.validation:
-    lines.append(f"validation: {described(parts.validation)}")
-  if markup := [each for each in (*parts.train, *parts.validation) if _is_record(each)]:
-    lines.append(f"as it stands, keys and quotes included: {described(markup)}")
-  if parts.left_out:
-    lines.append(f"on neither side, by name: {described(parts.left_out)}")
-  if skipped:
-    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
-    lines.append(f"files skipped: {reasons}")
-  return "\n".join(lines)
-
-
-def _is_record(document: Document) -> bool:
-  """Whether the file is of a format whose text is only part of it."""
-  return document.file.name.removesuffix(".gz").endswith(_RECORDS)
-
-
-def _documents(count: int) -> str:
-  return f"{count:,} document" + ("s" if count != 1 else "")
+  if data.eval_dataset_path:
+    validation = resolve("eval_dataset_path", data.eval_dataset_path)
+  return build_corpus(data, tokenizer, max_target_length, sources, validation, "eval_dataset_path")

@@ -1,232 +1,207 @@
-"""The token cache: every document as token ids in one flat file, built once.
+"""The token cache: every document as token ids on disk, made once, by all the cores there are.
 
-A cache's name derives from its sources' paths, sizes and times of change and from the tokenizer, so
-a finished cache never changes while a run has it open. It is written under a temporary name and
-renamed when complete, so any number of runs may build it at once.
+It is made of shards, each of some megabytes of sources. A shard's name derives from its sources'
+paths, sizes and times of change and from the tokenizer, so a finished one never changes while a run
+has it open, and stays good whatever becomes of other files. Whoever needs a shard claims it, makes
+it and goes to the next: processes of one run, other runs and other hosts share the work, and what an
+interrupted run had finished is there for the next one.
 """
 
+import bisect
 import collections
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
-import logging
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
-import tqdm
 
-from maxbatch.data import documents as reading
+from maxbatch.data.formats import text
+from maxbatch.data.formats.registry import FORMATS
 from maxbatch.data.sources import Document, Sources
-from maxbatch.data.tokenizer import Tokenizer, token_dtype
-from maxbatch.errors import UserError
-from maxbatch.run_folder.atomic import replacing, write_whole
+from maxbatch.data.token_shard import (
+  FULL_CHECK_BYTES,
+  ShardJob,
+  TokenShard,
+  make_shards,
+  open_shard,
+)
+from maxbatch.data.tokenize import Recipe, new_hash, source_bytes, too_many
+from maxbatch.data.workers import make_shards_in_processes, tokenizing_progress
 
-_FORMAT = 2
-# Up to this size an opened cache is hashed against its fingerprint (about 0.1 s); beyond it only
-# its length is checked, so that starting does not take longer the more text there is.
-_FULL_CHECK_BYTES = 128 * 2**20
-
-_METADATA = {
-  "num_tokens": int,
-  "fingerprint": str,
-  "num_documents": int,
-  "dtype": str,
-  "skipped": dict,
-}
-"""What is noted of a cache, and of which type."""
-
-_log = logging.getLogger(__name__)
+_FORMAT = 4
+SHARD_BYTES = 16 * 2**20
+"""Of the sources of a shard, if there are not too many of them: seconds to a minute for a core."""
+_MOST_SHARDS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenCache:
-  """A finished cache on disk; small to pickle, mapped into memory when first read."""
+  """A finished cache: the tokens of its shards one after the other."""
 
-  path: str
-  num_tokens: int
+  shards: tuple[TokenShard, ...]
   fingerprint: str
-  """Hash of the tokens alone: equal on every machine that has the same text."""
-  num_documents: int
-  dtype: str = "<u2"
-  """Of the ids in the file: uint16 or uint32, little-endian, as the vocabulary needs."""
-  skipped: tuple[tuple[str, int], ...] = ()
+  """Hash of the tokens: equal on every machine that has the same files."""
 
   @functools.cached_property
-  def tokens(self) -> np.ndarray:
-    """The ids [num_tokens], mapped, not loaded. Raises OSError if the file is gone or truncated."""
-    tokens = np.memmap(self.path, dtype=self.dtype, mode="r")
-    if tokens.size != self.num_tokens:
-      raise OSError(f"{self.path} holds {tokens.size} tokens instead of {self.num_tokens}")
-    return np.asarray(tokens)
+  def _firsts(self) -> list[int]:
+    """The first token's number of every shard, and the number of all."""
+    return [0, *itertools.accumulate(shard.num_tokens for shard in self.shards)]
+
+  @functools.cached_property
+  def _has_weights(self) -> bool:
+    return any(shard.weights_fingerprint for shard in self.shards)
+
+  @property
+  def num_tokens(self) -> int:
+    """Of all documents, with those that begin and end them."""
+    return self._firsts[-1]
+
+  @property
+  def num_documents(self) -> int:
+    """Without those that were skipped."""
+    return sum(shard.num_documents for shard in self.shards)
+
+  @property
+  def skipped(self) -> tuple[tuple[str, int], ...]:
+    """Reasons, and how many documents were skipped for each."""
+    counts: collections.Counter[str] = collections.Counter()
+    for shard in self.shards:
+      counts.update(dict(shard.skipped))
+    return tuple(counts.items())
+
+  def read(self, start: int, stop: int) -> np.ndarray:
+    """The ids [stop - start] from token `start` on, fewer at the end.
+
+    Raises:
+      OSError: a file of the cache is gone or truncated.
+    """
+    parts = [
+      shard.tokens[max(start - first, 0) : stop - first]
+      for first, shard in self._overlapping(start, stop)
+    ]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+  def read_weights(self, start: int, stop: int) -> np.ndarray | None:
+    """Which of the tokens [start, stop) count as targets, uint8; None: all do."""
+    if not self._has_weights:
+      return None
+    parts = [
+      shard.weights[max(start - first, 0) : stop - first]
+      for first, shard in self._overlapping(start, stop)
+    ]
+    return np.concatenate(parts)
+
+  def document_starts(self, start: int, stop: int) -> np.ndarray:
+    """The tokens in [start, stop) that begin a document, int64, ascending; likewise."""
+    parts = []
+    for first, shard in self._overlapping(start, stop):
+      starts = shard.document_starts
+      # The method: numpy's function of that name takes twice as long, and this is for every row.
+      begin, end = starts.searchsorted(start - first), starts.searchsorted(stop - first)
+      parts.append(starts[begin:end] + first)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+  def _overlapping(self, start: int, stop: int) -> list[tuple[int, TokenShard]]:
+    """The shards that hold some of the tokens [start, stop), at least one, with their first one."""
+    firsts = self._firsts
+    begin = min(bisect.bisect_right(firsts, start), len(self.shards)) - 1
+    if stop <= firsts[begin + 1]:
+      return [(firsts[begin], self.shards[begin])]
+    end = max(bisect.bisect_left(firsts, stop), begin + 1)
+    return list(zip(firsts[begin:end], self.shards[begin:end], strict=False))
 
   def __getstate__(self) -> dict[str, object]:
-    """Leaves the mapping out, or pickling for a worker would copy every token."""
-    return {field.name: self.__dict__[field.name] for field in dataclasses.fields(self)}
+    return {"shards": self.shards, "fingerprint": self.fingerprint}
 
 
 def open_or_build(
-  sources: Sources, documents: Sequence[Document], folder: Path, part: str, tokenizer: Tokenizer
+  documents: Sequence[Document], folder: Path, part: str, recipe: Recipe
 ) -> TokenCache:
-  """The cache of `documents`, which are files of `sources`: opened in `folder`, or built there.
+  """The cache of `documents`: opened in `folder`, or built there, or completed.
 
   Args:
-    sources: where the documents come from; names the configuration key in errors.
-    documents: what it holds, in this order; of each document bos_id, its ids, eos_id.
+    documents: what it holds, in this order.
     folder: the folder of all caches.
-    part: "train" or "validation", part of the file's name.
-    tokenizer: makes the ids.
+    part: "train" or "validation", part of the files' names.
+    recipe: how the documents become tokens.
 
   Raises:
     UserError: an input or the folder cannot be used; names it.
   """
-  path = folder / f"{part}-{_key(sources, documents, tokenizer)}.tokens"
-  cache = _open(path)
-  if cache is not None:
-    return cache
-  try:
-    with replacing(path) as file:
-      metadata = _write(file, sources, documents, part, tokenizer)
-    write_whole(_metadata_path(path), json.dumps(metadata, indent=1))
-  except OSError as error:
-    raise _cannot_write(path, documents, token_dtype(tokenizer), error) from error
-  return _from_metadata(path, metadata)
-
-
-def _key(sources: Sources, documents: Sequence[Document], tokenizer: Tokenizer) -> str:
-  """A hash of everything that determines the cache's contents; no file is read for it."""
-  parts = [
-    (doc.file.path, doc.file.name, doc.file.size_bytes, doc.file.modified_ns, doc.begin, doc.end)
-    for doc in documents
+  recipe = dataclasses.replace(recipe, sources=dataclasses.replace(recipe.sources, files=()))
+  jobs = [
+    ShardJob(folder / f"{part}-{_key(each, recipe)}.tokens", each)
+    for each in _grouped(documents, recipe.sources)
   ]
+  size = sum(os.path.getsize(job.path) for job in jobs if job.path.is_file())
+  jobs = [dataclasses.replace(job, check=size <= FULL_CHECK_BYTES) for job in jobs]
+  found = {job.path: open_shard(job.path, check=job.check) for job in jobs}
+  if missing := [job for job in jobs if found[job.path] is None]:
+    with tokenizing_progress(part, sum(job.size_bytes for job in missing)) as report:
+      make_shards_in_processes(missing, recipe, report)
+      make_shards(missing, recipe, report)
+    found |= {job.path: open_shard(job.path, check=False) for job in missing}
+  shards = tuple(shard for shard in found.values() if shard is not None)
+  num_bad = sum(shard.num_bad for shard in shards)
+  if num_bad > recipe.max_bad_records:
+    first = next(shard.first_bad for shard in shards if shard.num_bad)
+    raise too_many(num_bad, recipe.max_bad_records, first)
+  return TokenCache(shards, _fingerprint(shards))
+
+
+def _grouped(documents: Sequence[Document], sources: Sources) -> Iterator[tuple[Document, ...]]:
+  """The documents of each shard: small files together, large ones in pieces if they can be.
+
+  A function of the documents alone, so that every machine with the same files has the same shards.
+  """
+  can_be_divided = (
+    text.can_be_divided if sources.format == "text" else FORMATS[sources.format].can_be_divided
+  )
+  shard_bytes = max(SHARD_BYTES, sum(map(source_bytes, documents)) // _MOST_SHARDS)
+  group: list[Document] = []
+  size = 0
+  for document in documents:
+    num_pieces = -(-source_bytes(document) // shard_bytes)
+    if num_pieces < 2 or not can_be_divided(document.file):
+      pieces = [document]
+    else:
+      pieces = [
+        dataclasses.replace(document, piece=piece, num_pieces=num_pieces)
+        for piece in range(num_pieces)
+      ]
+    for piece in pieces:
+      if group and size + source_bytes(piece) > shard_bytes:
+        yield tuple(group)
+        group, size = [], 0
+      group.append(piece)
+      size += source_bytes(piece)
+  yield tuple(group)
+
+
+def _key(documents: Sequence[Document], recipe: Recipe) -> str:
+  """A hash of everything that determines a shard's contents; no file is read for it."""
+  parts = [(*dataclasses.astuple(doc.file), *dataclasses.astuple(doc)[1:]) for doc in documents]
+  tokenizer, sources = recipe.tokenizer, recipe.sources
   kind = type(tokenizer)
   name = (kind.__module__, kind.__qualname__, tokenizer.version, tokenizer.vocab_size)
-  text = json.dumps([_FORMAT, name, sources.kind, parts])
-  return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+  how = (recipe.add_bos, recipe.add_eos, sources.format, sources.column, sources.is_tokenized)
+  how += (recipe.chat.version,) if recipe.chat else ()
+  content = json.dumps([_FORMAT, name, how, sources.kind == "stdlib", parts])
+  return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
 
-def _metadata_path(path: Path) -> Path:
-  return path.with_suffix(".json")
-
-
-def _open(path: Path) -> TokenCache | None:
-  """The cache at `path` if it exists and is intact."""
-  if not _metadata_path(path).exists() and not path.exists():
-    return None
-  try:
-    if path.is_fifo() or _metadata_path(path).is_fifo():
-      raise OSError("it is a pipe, not a file")
-    cache = _from_metadata(path, json.loads(_metadata_path(path).read_text()))
-    problem = _damage(cache)
-  except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-    problem = f"its metadata cannot be read ({error})"
-  else:
-    if not problem:
-      return cache
-  _log.warning("The token cache %s is damaged: %s. Building it again.", path, problem)
-  return None
-
-
-def _from_metadata(path: Path, metadata: dict) -> TokenCache:
-  wrong = [name for name, kind in _METADATA.items() if type(metadata[name]) is not kind]
-  skipped = metadata["skipped"]
-  if wrong or any(type(count) is not int for count in skipped.values()):
-    raise TypeError(f"{', '.join(wrong or ['skipped'])} has a value of another type")
-  return TokenCache(
-    path=str(path),
-    skipped=tuple(skipped.items()),
-    **{name: metadata[name] for name in _METADATA if name != "skipped"},
-  )
-
-
-def _damage(cache: TokenCache) -> str:
-  """What is wrong with the file, or an empty string."""
-  size, expected = os.path.getsize(cache.path), cache.num_tokens * np.dtype(cache.dtype).itemsize
-  if size != expected:
-    return f"it has {size} bytes instead of {expected}"
-  if size <= _FULL_CHECK_BYTES:
-    with open(cache.path, "rb") as file:
-      digest = hashlib.file_digest(file, _new_hash).hexdigest()
-    if digest != cache.fingerprint:
-      return "its tokens do not match its fingerprint"
-  return ""
-
-
-def _new_hash():
-  return hashlib.blake2b(digest_size=16)
-
-
-def _write(
-  file: BinaryIO,
-  sources: Sources,
-  documents: Sequence[Document],
-  part: str,
-  tokenizer: Tokenizer,
-) -> dict[str, object]:
-  """Writes all tokens and returns the cache's metadata."""
-  digest, num_tokens = _new_hash(), 0
-  skipped: collections.Counter[str] = collections.Counter()
-  # disable=None: no bar where the output is not a terminal.
-  with tqdm.tqdm(
-    total=sum(document.file.size_bytes for document in documents),
-    desc=f"tokenizing {part}",
-    unit="B",
-    unit_scale=True,
-    disable=None,
-    leave=False,
-  ) as bar:
-    for document in documents:
-      for tokens in _tokens(sources, document, tokenizer, skipped):
-        file.write(tokens.data)
-        digest.update(tokens.data)
-        num_tokens += tokens.size
-      bar.update(document.file.size_bytes)
-  return {
-    "num_tokens": num_tokens,
-    "fingerprint": digest.hexdigest(),
-    "dtype": token_dtype(tokenizer).str,
-    "num_documents": len(documents) - skipped.total(),
-    "skipped": dict(skipped),
-  }
-
-
-def _tokens(
-  sources: Sources, document: Document, tokenizer: Tokenizer, skipped: collections.Counter[str]
-) -> Iterator[np.ndarray]:
-  """Begin, ids, end of one document; nothing, and a count in `skipped`, if it is skipped."""
-  try:
-    size = reading.checked_size(sources.key, document.file)
-  except reading.NotTextError:
-    # The user did not choose the standard library's files one by one, so such a file is skipped.
-    if sources.kind != "stdlib":
-      raise
-    skipped["not UTF-8"] += 1
-    return
-  if size == 0:
-    skipped["empty"] += 1
-    return
-  dtype = token_dtype(tokenizer)
-  yield np.array([tokenizer.bos_id], dtype)
-  for lines in reading.whole_lines(reading.text_chunks(sources.key, document, size)):
-    yield np.ascontiguousarray(tokenizer.encode(lines), dtype)
-  yield np.array([tokenizer.eos_id], dtype)
-
-
-def _cannot_write(
-  path: Path, documents: Sequence[Document], dtype: np.dtype, error: OSError
-) -> UserError:
-  needed = sum(dtype.itemsize * (document.file.size_bytes + 2) for document in documents)
-  zipped = any(document.file.name.endswith(".gz") for document in documents)
-  try:
-    free = f", {shutil.disk_usage(path.parent).free} bytes are free"
-  except OSError:
-    free = ""
-  return UserError(
-    f"dataset_cache_directory={path.parent}: cannot write the token cache {path}: "
-    f"{error.strerror or error}; it needs {'more than' if zipped else 'about'} {needed} bytes{free};"
-    " free some space there, or set dataset_cache_directory to a folder you can write to"
-  )
+def _fingerprint(shards: Sequence[TokenShard]) -> str:
+  """Of all tokens one after the other; of very many, of the shards' fingerprints."""
+  if len(shards) == 1 and not shards[0].weights_fingerprint:
+    return shards[0].fingerprint
+  digest = new_hash()
+  is_small = sum(os.path.getsize(shard.path) for shard in shards) <= FULL_CHECK_BYTES
+  for shard in shards:
+    digest.update(shard.tokens.data if is_small else shard.fingerprint.encode())
+    digest.update(shard.weights_fingerprint.encode())
+  return digest.hexdigest()

@@ -10,7 +10,7 @@ Ids = Sequence[int] | np.ndarray
 
 
 class Tokenizer(Protocol):
-  """What a tokenizer offers. The three special ids are distinct and stand for no text."""
+  """What a tokenizer offers. The special ids stand for no text; they may be one and the same."""
 
   @property
   def vocab_size(self) -> int:

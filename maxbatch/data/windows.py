@@ -1,6 +1,6 @@
 """Fixed windows over a token cache: row i is a place in the file, so any row can be read first.
 
-R rows, T tokens per row. A window has T+1 tokens and starts T after the one before, so that every
+R rows, T tokens per row, S = T + 1. A window has T+1 tokens and starts T after the one before, so that every
 token but the first is a target exactly once; the last window is padded and nothing is dropped.
 """
 
@@ -19,7 +19,6 @@ class TokenWindows:
   cache: TokenCache
   length: int
   packing: bool
-  bos_id: int
   pad_id: int
 
   def __len__(self) -> int:
@@ -29,39 +28,47 @@ class TokenWindows:
     """The windows int[R] as new arrays, see `RowSource.rows`.
 
     The weight is 0 where the target is padding and, when packing, where it begins the next
-    document, which nothing in this one predicts.
+    document, which nothing in this one predicts; and where the data say so.
     """
-    inputs_RT, targets_RT = self._windows(indices)
-    counted_RT = targets_RT != self.pad_id
-    arrays = {"inputs": inputs_RT, "targets": targets_RT}
-    if self.packing:
-      counted_RT &= targets_RT != self.bos_id
-      arrays["segment_ids"], arrays["positions"] = segments(inputs_RT, self.bos_id, self.pad_id)
-    return arrays | {"weights": counted_RT.astype(np.float32)}
-
-  def _windows(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs and targets int32[R, T]; padding beyond the last token."""
     length = self.length
-    inputs_RT = np.full((len(indices), length), self.pad_id, np.int32)
-    targets_RT = np.full((len(indices), length), self.pad_id, np.int32)
+    tokens_RS = np.full((len(indices), length + 1), self.pad_id, np.int32)
+    is_real_RS = np.ones(tokens_RS.shape, bool)
+    begins_RS = np.zeros(tokens_RS.shape, bool)
+    counted_RS = np.ones(tokens_RS.shape, bool)
     for row, index in enumerate(indices):
-      window = self.cache.tokens[index * length : (index + 1) * length + 1]
-      inputs_RT[row, : min(window.size, length)] = window[:length]
-      targets_RT[row, : window.size - 1] = window[1:]
-    return inputs_RT, targets_RT
+      start, stop = int(index) * length, (int(index) + 1) * length + 1
+      window = self.cache.read(start, stop)
+      tokens_RS[row, : window.size] = window
+      if window.size <= length:
+        is_real_RS[row, window.size :] = False
+      if self.packing and (begins := self.cache.document_starts(start, stop)).size:
+        begins_RS[row, begins - start] = True
+      if (counted := self.cache.read_weights(start, stop)) is not None:
+        counted_RS[row, : window.size] = counted
+    arrays = {
+      "inputs": np.ascontiguousarray(tokens_RS[:, :-1]),
+      "targets": np.ascontiguousarray(tokens_RS[:, 1:]),
+      "weights": (is_real_RS & ~begins_RS & counted_RS)[:, 1:].astype(np.float32),
+    }
+    if self.packing:
+      arrays["segment_ids"], arrays["positions"] = segments(begins_RS[:, :-1], is_real_RS[:, :-1])
+    return arrays
 
 
-def segments(inputs_RT: np.ndarray, bos_id: int, pad_id: int) -> tuple[np.ndarray, np.ndarray]:
+def segments(begins_RT: np.ndarray, is_real_RT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
   """Segment numbers and positions, int32[R, T] each, of rows of packed documents.
 
   Segments count 1, 2, 3 … by document within the row, 0 is padding; positions restart at 0 with
   each document.
+
+  Args:
+    begins_RT: where a document begins.
+    is_real_RT: where there is no padding.
   """
-  begins_RT = inputs_RT == bos_id
+  begins_RT = begins_RT.copy()
   # A row that begins inside a document counts that rest as its first segment.
   begins_RT[:, 0] = True
-  columns_T = np.arange(inputs_RT.shape[1], dtype=np.int32)
+  columns_T = np.arange(begins_RT.shape[1], dtype=np.int32)
   starts_RT = np.maximum.accumulate(np.where(begins_RT, columns_T[None], 0), axis=1)
-  real_RT = inputs_RT != pad_id
-  segment_ids_RT = np.cumsum(begins_RT, axis=1, dtype=np.int32) * real_RT
-  return segment_ids_RT, (columns_T[None] - starts_RT) * real_RT
+  segment_ids_RT = np.cumsum(begins_RT, axis=1, dtype=np.int32) * is_real_RT
+  return segment_ids_RT, (columns_T[None] - starts_RT) * is_real_RT

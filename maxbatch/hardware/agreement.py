@@ -1,11 +1,20 @@
-"""Broadcasts process 0's value, so that all processes decide alike from one host's clock or files."""
+"""One decision of all processes: from process 0's clock and files, or from what each of them found."""
 
+import contextlib
+import hashlib
 import json
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+from maxbatch.errors import SaidByAnotherError, UserError
+
+_NAMED, _LINES, _LETTERS = 3, 8, 80
+"""So many processes, differences and letters of a value a message shows."""
 
 
 def broadcast_one_to_all(value: Any) -> Any:
@@ -24,3 +33,129 @@ def broadcast_one_to_all(value: Any) -> Any:
   length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
   mine = np.frombuffer(text.ljust(length)[:length], np.uint8)
   return json.loads(multihost_utils.broadcast_one_to_all(mine).tobytes())
+
+
+def gather(value: Any) -> list[Any]:
+  """Every process's value, in all processes, by the number of the process.
+
+  All processes must call it, in the same order.
+
+  Args:
+    value: plain values that JSON can represent.
+  """
+  text = json.dumps(value).encode()
+  if jax.process_count() == 1:
+    return [json.loads(text)]
+  lengths = multihost_utils.process_allgather(np.int32(len(text)))
+  padded = np.frombuffer(text.ljust(int(lengths.max())), np.uint8)
+  return [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(padded)]
+
+
+@contextlib.contextmanager
+def failing_together() -> Iterator[None]:
+  """What one process refuses in this context, all refuse; process 0 says it, and whose it is.
+
+  Without it the others would wait in the next collective for the one that has left. There may be no
+  collective inside.
+
+  Raises:
+    UserError: one was raised in this context, in any process.
+  """
+  if jax.process_count() == 1:
+    yield
+    return
+  failure = ""
+  try:
+    yield
+  except UserError as error:
+    failure = str(error)
+  found = gather([socket.gethostname(), failure])
+  if any(failure for _, failure in found):
+    raise shared_error(_of_all(found))
+
+
+def shared_error(message: str) -> UserError:
+  """An error that all processes raise, of which process 0 prints it."""
+  return UserError(message) if jax.process_index() == 0 else SaidByAnotherError(message)
+
+
+def check_alike(values: Mapping[str, Any]) -> None:
+  """Checks that all processes have the same values under the same names.
+
+  Args:
+    values: plain values that JSON can represent.
+
+  Raises:
+    UserError: some differ from those of process 0; names processes, hosts, names and values.
+  """
+  text = json.dumps(values, sort_keys=True)
+  if len(set(gather(hashlib.sha256(text.encode()).hexdigest()))) == 1:
+    return
+  host = socket.gethostname()
+  first_host, first = broadcast_one_to_all([host, values])
+  own = _differences(first, json.loads(text))[: _LINES + 1]
+  lines = [
+    f"  process {number} on {host}: {difference}"
+    for number, (host, differences) in enumerate(gather([host, own]))
+    for difference in differences
+  ]
+  more = ["  and other differences"] if len(lines) > _LINES else []
+  raise shared_error(
+    "\n".join(
+      [
+        f"the processes have not started alike; compared with process 0 on {first_host}:",
+        *lines[:_LINES],
+        *more,
+        "Start all of them with the same keys, the same installation and the same data.",
+      ]
+    )
+  )
+
+
+@contextlib.contextmanager
+def in_turn() -> Iterator[None]:
+  """Process 0 passes through this context before the others do, who find the files that it made.
+
+  Raises:
+    UserError: one was raised in this context, in any process.
+  """
+  with failing_together():
+    try:
+      if jax.process_index() > 0:
+        _wait_for_all()
+      yield
+    finally:
+      if jax.process_index() == 0:
+        _wait_for_all()
+
+
+def _wait_for_all() -> None:
+  multihost_utils.sync_global_devices("maxbatch: in turn")
+
+
+def _differences(first: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+  """What differs from process 0's values, a line per name."""
+  absent = "(absent)"
+  pairs = {name: (first.get(name, absent), found.get(name, absent)) for name in {**first, **found}}
+  return [
+    f"{name}={_shown(now)} instead of {_shown(before)}"
+    for name, (before, now) in pairs.items()
+    if before != now
+  ]
+
+
+def _shown(value: object) -> str:
+  text = '""' if value == "" else str(value)
+  return text if len(text) <= _LETTERS else f"{text[:_LETTERS]}…"
+
+
+def _of_all(found: Sequence[tuple[str, str]]) -> str:
+  """The failures of all processes, each given as its host and what failed there, or nothing."""
+  different = {failure for _, failure in found}
+  if len(different) == 1:
+    return different.pop()
+  failing = [(number, *one) for number, one in enumerate(found) if one[1]]
+  lines = [f"process {number} on {host}: {failure}" for number, host, failure in failing[:_NAMED]]
+  if len(failing) > _NAMED:
+    lines.append(f"and {len(failing) - _NAMED} other processes")
+  return "\n".join(lines)

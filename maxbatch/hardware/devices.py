@@ -14,11 +14,12 @@ from typing import Protocol
 import jax
 from jax.experimental import topologies
 
-from maxbatch.batch.topology import Topology, topology
+from maxbatch.batch.topology import Topology, devices_per_process, topology
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.counted_devices import SIMULATED_DEVICES
 from maxbatch.hardware.environment import check_environment
+from maxbatch.hardware.processes import check_joined, join
 from maxbatch.hardware.tpu_slices import slice_named
 
 _NO_TPU = {
@@ -75,17 +76,28 @@ def find_devices(config: Config) -> Target:
     UserError: jax has already started with another number of devices, there is no such slice or no
       compiler for it, or the axes do not multiply to the devices.
   """
-  check_environment()
-  if config.compile.compile_topology:
-    devices = topology_devices(
-      config.compile.compile_topology, config.compile.compile_topology_num_slices
-    )
-  else:
-    _choose_platform(config.mesh.num_simulated_devices)
-    devices = _started_devices()
+  devices = start_devices(config)
   # Platforms that know no slices have one.
   slices = {getattr(device, "slice_index", 0) for device in devices}
   return Target(devices, topology(config.mesh, len(devices), len(slices)))
+
+
+def start_devices(config: Config) -> Sequence[Device]:
+  """The same, without a mesh; jax joins the other processes and starts its devices.
+
+  Raises:
+    UserError: as above, but for the axes.
+  """
+  check_environment()
+  if config.compile.compile_topology:
+    return topology_devices(
+      config.compile.compile_topology, config.compile.compile_topology_num_slices
+    )
+  simulated, processes = config.mesh.num_simulated_devices, join(config)
+  _choose_platform(simulated, processes)
+  devices = _started_devices()
+  check_joined(processes, simulated)
+  return devices
 
 
 def topology_devices(name: str, num_slices: int = 1) -> Sequence[Device]:
@@ -119,11 +131,12 @@ def describe_devices(devices: Sequence[Device]) -> str:
   return f"{len(devices):,} × CPU, simulated" if len(devices) > 1 else "the CPU"
 
 
-def _choose_platform(num_simulated_devices: int) -> None:
-  """Tells jax, before it starts, which devices to start.
+def _choose_platform(num_simulated_devices: int, num_processes: int) -> None:
+  """Tells jax, before it starts, which devices to start; of simulated ones, this process's share.
 
   Raises:
-    UserError: JAX_PLATFORMS leaves out the CPU, of which devices are to be simulated.
+    UserError: JAX_PLATFORMS leaves out the CPU, of which devices are to be simulated, or the
+      processes cannot share them equally.
   """
   if num_simulated_devices > 0:
     if "cpu" not in (platforms() or "cpu").split(","):
@@ -132,7 +145,8 @@ def _choose_platform(num_simulated_devices: int) -> None:
         f"{num_simulated_devices} are simulated on it; for example num_simulated_devices=-1, the "
         "accelerators that are there"
       )
-    _simulate(num_simulated_devices)
+    own = devices_per_process(num_simulated_devices, num_processes)
+    _simulate(num_simulated_devices, own)
     return
   if not platforms():
     # Where jax finds a TPU it has named it there. Elsewhere it tries the TPU library all the same,
@@ -141,7 +155,7 @@ def _choose_platform(num_simulated_devices: int) -> None:
   if num_simulated_devices == -1 and _XLA_COUNT not in os.environ.get("XLA_FLAGS", ""):
     with contextlib.suppress(RuntimeError):  # jax has already started, with the devices it has.
       # Of the CPU; jax takes an accelerator before it.
-      _set_num_cpu_devices(SIMULATED_DEVICES)
+      _set_num_cpu_devices(max(SIMULATED_DEVICES // num_processes, 1))
 
 
 def _started_devices() -> Sequence[Device]:
@@ -172,15 +186,15 @@ def keep_tpu_library_quiet() -> None:
     os.environ.setdefault(key, value)
 
 
-def _simulate(count: int) -> None:
-  """Simulates so many devices on the CPU.
+def _simulate(count: int, own: int) -> None:
+  """Simulates so many devices on the CPU, `own` of them in this process.
 
   Raises:
     UserError: jax has already started with another number.
   """
   try:
     jax.config.update("jax_platforms", "cpu")
-    _set_num_cpu_devices(count)
+    _set_num_cpu_devices(own)
   except RuntimeError as error:
     there = len(jax.devices())
     if there != count:

@@ -23,6 +23,8 @@ def generate(
   length: int,
   temperature: float,
   max_target_length: int,
+  *,
+  add_bos: bool = True,
 ) -> str:
   """The prompt and the text of `length` tokens after it, the same at every call.
 
@@ -37,26 +39,28 @@ def generate(
     temperature: 0 takes the likeliest token.
     max_target_length: tokens of a row in training. A token follows from at most as many before it:
       the model knows no others, and learned positions end there.
+    add_bos: begin with the token that begins a document, as an empty prompt always does.
   """
   # Where the locale is not UTF-8, Python hands on what it cannot read as surrogates.
   as_typed = prompt.encode(errors="surrogateescape")
-  start = [tokenizer.bos_id, *tokenizer.encode(as_typed).tolist()]
+  ids = tokenizer.encode(as_typed).tolist()
+  start = [tokenizer.bos_id, *ids] if add_bos or not ids else ids
   tokens_T = jnp.array(start + [0] * length, jnp.int32)
   window = min(max_target_length, len(tokens_T))
-  write = jax.jit(
-    functools.partial(_write, model, ordinary_ids(tokenizer), len(start), window, temperature)
-  )
-  return tokenizer.decode(np.asarray(write(_on_one_device(params), tokens_T)))
+  ids = np.asarray(ordinary_ids(tokenizer), np.int32)
+  written_T = _write(model, window, temperature, _on_one_device(params), ids, tokens_T, len(start))
+  return tokenizer.decode(np.asarray(written_T))
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _write(
   model: Model,
-  ids: np.ndarray,
-  start: int,
   window: int,
   temperature: float,
   params: Parameters,
+  ids: jax.Array,
   tokens_T: jax.Array,
+  start: jax.Array,
 ) -> jax.Array:
   """`tokens_T` with `ids` from `start` on, those that stand for text, in place of what is there."""
   bound = model.bind(params)
@@ -71,7 +75,7 @@ def _write(
     if temperature > 0:
       key = jax.random.fold_in(jax.random.key(0), at)
       choice = jax.random.categorical(key, logits_V / temperature)
-    return tokens_T.at[at].set(jnp.asarray(ids, jnp.int32)[choice])
+    return tokens_T.at[at].set(ids[choice])
 
   return jax.lax.fori_loop(start, len(tokens_T), add, tokens_T)
 

@@ -7,6 +7,7 @@ are asked for and sets the others to None.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Container, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -93,7 +94,7 @@ class Probed:
   parameters: tuple[tuple[str, ...], ...]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Model:
   """A model split into its structure and its parameters' shapes; holds no arrays."""
 
@@ -172,7 +173,16 @@ def build_model(config: ModelConfig, max_target_length: int, probes: Probes = "o
     UserError: for an unknown name, or keys that contradict each other.
   """
   chosen = registered("decoder_block", config.decoder_block, MODELS)
+  return _built(chosen, config, max_target_length, probes)
 
+
+@functools.lru_cache(8)
+def _built(
+  chosen: Callable[[nnx.Rngs, ModelConfig, int], Any],
+  config: ModelConfig,
+  max_target_length: int,
+  probes: Probes,
+) -> Model:
   def create(key: jax.Array) -> nnx.Module:
     module = chosen(nnx.Rngs(params=key), config, max_target_length)
     _drop_probes(module, probes)

@@ -16,10 +16,12 @@ from maxbatch.compile.steps import save_steps
 from maxbatch.config.schema import Config, Explore
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target, find_devices
+from maxbatch.hardware.ending import ending_together
+from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.modes.resolve import ResolvedRun, resolve
+from maxbatch.modes.start import started
 from maxbatch.modes.validate import validate
 from maxbatch.pipeline_parallel.unused_keys import check_unused
-from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.coupling import resolve_accumulation
@@ -67,12 +69,13 @@ def prepare_only(config: Config, *, forget: bool = False) -> None:
   if config.compile.validate_only:
     validate(config)
     return
-  target = find_devices(config)
-  cache.enable(config.compile.jax_cache_dir)
-  if isinstance(config.batch.micro_batch_size, Explore):
-    _explore(config, target)
-  else:
-    _compile(resolve(config, target, forget=forget))
+  with started(config), ending_together():
+    target = find_devices(config)
+    cache.enable(config.compile.jax_cache_dir)
+    if isinstance(config.batch.micro_batch_size, Explore):
+      _explore(config, target)
+    else:
+      _compile(resolve(config, target, forget=forget))
 
 
 def _compile(run: ResolvedRun) -> None:
@@ -108,7 +111,7 @@ def _explore(config: Config, target: Target) -> None:
   folder = RunFolder.of(config.run)
   print()
   _show([prober.reports[found.ranked[0].candidate]], folder)
-  write_run_file(folder.exploration, json.dumps(found.as_dict(), indent=2) + "\n")
+  write_shared_file(folder.exploration, json.dumps(found.as_dict(), indent=2) + "\n")
 
 
 def _show(reports: Sequence[CompileReport], folder: RunFolder) -> None:

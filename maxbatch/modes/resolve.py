@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import jax
+
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.loads import check_loads
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
@@ -15,10 +17,11 @@ from maxbatch.checkpoints.newest import newest_record
 from maxbatch.checkpoints.record import changed_settings
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
+from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Target
 from maxbatch.noise.requirements import check_noise
 from maxbatch.run_folder.cache import remembered_choices
-from maxbatch.run_folder.metrics import read_metrics
+from maxbatch.run_folder.metrics import each_record
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.tuning.coupling import resolve_accumulation
 from maxbatch.tuning.microbatch_size import choose
@@ -89,7 +92,7 @@ def check_replaces_nothing(config: Config) -> None:
   folder = RunFolder.of(config.run)
   if config.checkpoint.enable_checkpointing:
     return
-  if any(record["step"] > 0 for record in read_metrics(folder.path)):
+  if any(record["step"] > 0 for record in each_record(folder.path)):
     raise UserError(
       f"enable_checkpointing=false run_name={folder.path.name}: a run without checkpoints begins at "
       f"step 0, and would replace {folder.metrics.name} and {folder.config.name} of the run in "
@@ -99,10 +102,14 @@ def check_replaces_nothing(config: Config) -> None:
 
 
 def checkpoint_of(config: Config) -> Mapping[str, Any] | None:
-  """The record of the checkpoint that a start on this machine would resume from."""
+  """The record of the checkpoint that a start on these machines would resume from."""
   if config.compile.compile_topology or not config.checkpoint.enable_checkpointing:
     return None
-  return newest_record(RunFolder.of(config.run).checkpoints)
+  # Process 0's: a shared folder may not look alike on all hosts at once.
+  first = jax.process_index() == 0
+  return broadcast_one_to_all(
+    newest_record(RunFolder.of(config.run).checkpoints) if first else None
+  )
 
 
 def keeping_batch(config: Config, saved: Mapping[str, Any] | None, layout: Topology) -> Config:

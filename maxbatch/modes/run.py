@@ -1,5 +1,6 @@
 """One run from its configuration to its end: plan, prepare, train, sum up."""
 
+import collections
 import contextlib
 import dataclasses
 import time
@@ -19,15 +20,20 @@ from maxbatch.compile.steps import save_steps, step_compiler
 from maxbatch.config.load import DERIVED, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
-from maxbatch.data.registry import build_dataset
-from maxbatch.hardware.devices import find_devices
+from maxbatch.data.mixture import MixedRows
+from maxbatch.data.registry import build_dataset, check_epochs
+from maxbatch.hardware.agreement import failing_together, in_turn
+from maxbatch.hardware.devices import Target, find_devices
+from maxbatch.hardware.ending import ending_together
+from maxbatch.hardware.shared_files import check_shared, write_shared_file
+from maxbatch.hardware.watchdog import Watchdog
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
+from maxbatch.modes.start import check_same_run, started
 from maxbatch.modes.summary import describe, keep_sample, print_next, show_sample, sum_up
-from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.lock import locked
-from maxbatch.run_folder.metrics import MetricsLog, read_metrics
+from maxbatch.run_folder.metrics import MetricsLog, NoMetricsLog, each_record
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.build import (
@@ -72,13 +78,23 @@ def run(
     TrainingDivergedError: the loss or a gradient is not finite.
     RowsError: a row did not reach its device as it was read.
   """
-  target = find_devices(config)
+  with started(config), ending_together():
+    return _run(config, find_devices(config), forget=forget, advise=advise)
+
+
+def _run(
+  config: Config, target: Target, *, forget: bool, advise: bool
+) -> tuple[TrainState, Position]:
   cache.enable(config.compile.jax_cache_dir)
   resolved = resolve(config, target, forget=forget)
   print(f"{resolved.plan_ahead}\n", flush=True)
   trainer = build_trainer(resolved.config, resolved.plan, target.devices)
-  check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices)
-  dataset = build_dataset(resolved.config.data, resolved.config.batch.max_target_length)
+  with failing_together():
+    check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices)
+  with in_turn():
+    dataset = build_dataset(resolved.config.data, resolved.config.batch.max_target_length)
+    check_epochs(resolved.config.data, dataset.train, resolved.plan.total_samples)
+  check_same_run(resolved.config, resolved.plan, dataset)
   describe(resolved, trainer, dataset.description)
   with (
     _held_by_one_process(resolved),
@@ -94,6 +110,8 @@ def run(
     state, reached = _train(resolved, start, dataset, checkpointer)
   plan = _as_decided(start)
   sum_up(resolved, plan, trainer, state, reached)
+  if isinstance(dataset.train, MixedRows):
+    print(dataset.train.report(reached.samples))
   if advise:
     print_next(resolved, plan, reached)
   if start.noise:
@@ -108,8 +126,13 @@ def _held_by_one_process(resolved: ResolvedRun) -> Iterator[None]:
   Raises:
     UserError: another run is under way there, or this one would replace what is there.
   """
-  with locked(resolved.folder) if jax.process_index() == 0 else contextlib.nullcontext():
-    check_replaces_nothing(resolved.config)
+  with contextlib.ExitStack() as held:
+    with failing_together():
+      if jax.process_index() == 0:
+        held.enter_context(locked(resolved.folder))
+        check_replaces_nothing(resolved.config)
+    if resolved.config.checkpoint.enable_checkpointing:
+      check_shared(resolved.folder)
     yield
 
 
@@ -166,8 +189,11 @@ def _train(
   """Compiles and trains from `start` to the end of the plan, or until a signal."""
   config, plan, trainer, position = resolved.config, start.plan, start.trainer, start.position
   compiler = step_compiler(config, plan, trainer, dataset.train)
+  with failing_together():
+    first = jax.process_index() == 0
+    records = MetricsLog(resolved.folder.path, position.step) if first else NoMetricsLog()
   with (
-    MetricsLog(resolved.folder.path, position.step) as log,
+    records as log,
     Progress(position.step, plan.steps, config.run.log_period) as progress,
     StepPrograms(compiler, plan.micro_batches) as programs,
     calibration_programs(config, plan, resolved.target.devices, dataset.train) as calibration,
@@ -178,6 +204,7 @@ def _train(
     state, eval_step = _compile_and_init(config, start, dataset, programs)
     if config.compile.save_compiled_step:
       save_steps(config, plan, trainer, dataset.train, programs.all())
+    watchdog = Watchdog(config.distributed.hang_timeout_seconds)
     job = Job(
       plan=plan,
       run=config.run,
@@ -193,14 +220,16 @@ def _train(
       checkpointer=checkpointer if config.checkpoint.enable_checkpointing else None,
       log=log,
       progress=progress,
+      feed_watchdog=watchdog.feed,
       noise=start.noise and dataclasses.replace(start.noise, calibration=calibration),
     )
-    if start.restored:
+    if start.restored and first:
       _complete_records(log, resolved.folder, start.restored)
     if position.step == 0:
       first_record(job, state.params)
       keep_sample(resolved, trainer, state.params)
-    return train(job, state, position)
+    with ending_together(alone=True), watchdog:
+      return train(job, state, position)
 
 
 def _complete_records(log: MetricsLog, folder: RunFolder, restored: Restored) -> None:
@@ -208,8 +237,8 @@ def _complete_records(log: MetricsLog, folder: RunFolder, restored: Restored) ->
 
   A branch has the checkpoint of another run, and no record before its own first step.
   """
-  written = read_metrics(folder.path)
-  if RECORD in restored.notes and written and written[-1]["step"] < restored.position.step:
+  newest = collections.deque(each_record(folder.path), maxlen=1)
+  if RECORD in restored.notes and newest and newest[0]["step"] < restored.position.step:
     log.write(restored.notes[RECORD])
 
 
@@ -237,9 +266,7 @@ def _compile_and_init(
 
 def _write_config(config: Config, start: _Start, folder: RunFolder) -> None:
   """config.yml, every key and what was derived from them; and the same among those of all starts."""
-  if jax.process_index() > 0:
-    return
   derived = {"begins_after_step": start.position.step} | start.plan.as_dict()
   content = yaml.safe_dump(to_flat_dict(config) | {DERIVED: derived}, sort_keys=False)
-  write_run_file(folder.next_start(), content)
-  write_run_file(folder.config, content)
+  write_shared_file(folder.next_start(), content)
+  write_shared_file(folder.config, content)

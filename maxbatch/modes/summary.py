@@ -7,11 +7,11 @@ from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.hardware.devices import describe_devices
+from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.models.generate import generate
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.resolve import ResolvedRun
-from maxbatch.run_folder.atomic import write_run_file
-from maxbatch.run_folder.metrics import read_metrics
+from maxbatch.run_folder.metrics import each_record
 from maxbatch.training.build import lost_updates, num_parameters, undivided_parameters
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
@@ -34,7 +34,7 @@ def describe(resolved: ResolvedRun, trainer: Trainer, data: str) -> None:
 def keep_sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> None:
   """Keeps text of the untrained model, to be shown beside that of the trained one."""
   if resolved.config.run.generate_length:
-    write_run_file(resolved.folder.text_before_training, _sample(resolved, trainer, params))
+    write_shared_file(resolved.folder.text_before_training, _sample(resolved, trainer, params))
 
 
 def sum_up(
@@ -51,9 +51,15 @@ def sum_up(
   tokens = plan.tokens(position.samples)
   print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
   print(f"{position.samples:,} samples, {tokens:,} tokens")
-  losses = [record["eval/loss"] for record in read_metrics(folder.path) if "eval/loss" in record]
-  if losses:
-    print(f"Validation loss {losses[0]:.3f} → {losses[-1]:.3f} nats per token")
+  evaluated = [record for record in each_record(folder.path) if "eval/loss" in record]
+  if evaluated:
+    first, last = evaluated[0], evaluated[-1]
+    parts = [key for key in last if key.startswith("eval/loss/") and key in first]
+    of_each = ", ".join(f"{key[10:]} {first[key]:.3f} → {last[key]:.3f}" for key in parts)
+    print(
+      f"Validation loss {first['eval/loss']:.3f} → {last['eval/loss']:.3f} nats per token"
+      + (f" ({of_each})" if parts else "")
+    )
   print(f"Everything is in {folder.path}")
 
 
@@ -115,4 +121,5 @@ def _sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
     run.generate_length,
     run.decode_sampling_temperature,
     resolved.config.batch.max_target_length,
+    add_bos=resolved.config.data.add_bos,
   )

@@ -33,11 +33,12 @@ from maxbatch.compile.program import gib
 from maxbatch.config import schema
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset, RowSource
-from maxbatch.data.registry import build_dataset
+from maxbatch.data.registry import build_dataset, check_epochs
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device, describe_devices, find_devices
 from maxbatch.modes.memory import check_memory, item_bytes
 from maxbatch.modes.resolve import check_replaces_nothing, checkpoint_of, keeping_batch, planned
+from maxbatch.modes.start import started
 from maxbatch.run_folder.atomic import elsewhere, nearest
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import (
@@ -67,11 +68,12 @@ def validate(config: Config, say: Callable[[str], None] = print) -> None:
   Raises:
     UserError: the first check that fails, as the run itself would put it.
   """
-  for name, detail, more in _checks(config):
-    say(f"ok   {name:<13}  {detail}")
-    for line in more:
-      say(f"     {line}")
-  say(_NEXT)
+  with started(config, leaves_files=False):
+    for name, detail, more in _checks(config):
+      say(f"ok   {name:<13}  {detail}")
+      for line in more:
+        say(f"     {line}")
+    say(_NEXT)
 
 
 _Check = tuple[str, str, Sequence[str]]
@@ -101,6 +103,7 @@ def _checks(config: Config) -> Iterator[_Check]:
   yield "memory", check_memory(config, plan, state, devices), ()
   yield "learning rate", _rates(config, plan), ()
   dataset = build_dataset(config.data, config.batch.max_target_length)
+  check_epochs(config.data, dataset.train, plan.total_samples)
   _first_row(dataset.train)
   if dataset.validation is not None:
     _first_row(dataset.validation)

@@ -7,7 +7,7 @@ training step, others (`eval/loss`) to what their prefix names.
 import collections
 import json
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Self
 
 import tensorboardX
@@ -15,7 +15,7 @@ from tensorboardX.record_writer import register_writer_factory
 
 from maxbatch.errors import UserError
 from maxbatch.run_folder.appending import AppendedFile
-from maxbatch.run_folder.atomic import elsewhere, write_whole
+from maxbatch.run_folder.atomic import elsewhere, replacing
 from maxbatch.run_folder.paths import RunFolder
 
 Record = dict[str, int | float]
@@ -88,6 +88,17 @@ class MetricsLog:
       self._missing.popleft()
 
 
+class NoMetricsLog(MetricsLog):
+  """That of a process which leaves the files to another one."""
+
+  def __init__(self) -> None: ...
+
+  def __exit__(self, *_: object) -> None: ...
+
+  def write(self, record: Record) -> None:
+    """Does nothing."""
+
+
 class _AppendedFiles:
   """Opens the files of a tensorboardX writer, whose thread would die of an error of writing."""
 
@@ -127,18 +138,28 @@ def read_metrics(folder: pathlib.Path) -> list[Record]:
   Raises:
     UserError: another line is not a record.
   """
+  return list(each_record(folder))
+
+
+def each_record(folder: pathlib.Path) -> Iterator[Record]:
+  """The same, one at a time: a run of millions of steps does not fit in memory.
+
+  Raises:
+    UserError: as above, when it comes to such a line.
+  """
   path = RunFolder(folder).metrics
-  return [record for _, record in _lines(path)] if path.exists() else []
+  if path.exists():
+    yield from (record for _, record in _lines(path))
 
 
-def _lines(path: pathlib.Path) -> list[tuple[bytes, Record]]:
+def _lines(path: pathlib.Path) -> Iterator[tuple[bytes, Record]]:
   """Every whole line with its record."""
   if path.is_fifo():
     raise UserError(f"{path} is a pipe, not a file; remove it, or choose another run_name")
-  lines = path.read_bytes().splitlines(keepends=True)
-  if lines and not lines[-1].endswith(b"\n"):
-    del lines[-1]
-  return [(line, _parse(path, number, line)) for number, line in enumerate(lines, start=1)]
+  with path.open("rb") as file:
+    for number, line in enumerate(file, start=1):
+      if line.endswith(b"\n"):
+        yield line, _parse(path, number, line)
 
 
 def _parse(path: pathlib.Path, number: int, line: bytes) -> Record:
@@ -163,6 +184,10 @@ def _cut(path: pathlib.Path, first: int) -> int:
   """
   if not path.exists():
     return 0
-  kept = [(line, record) for line, record in _lines(path) if record["step"] < first]
-  write_whole(path, b"".join(line for line, _ in kept))
-  return int(kept[-1][1]["samples"]) + 1 if kept else 0
+  samples = 0
+  with replacing(path) as file:
+    for line, record in _lines(path):
+      if record["step"] < first:
+        file.write(line)
+        samples = int(record["samples"]) + 1
+  return samples

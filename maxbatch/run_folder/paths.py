@@ -49,6 +49,10 @@ class RunFolder:
     """One JSON object per step."""
     return self.path / "metrics.jsonl"
 
+  def process_log(self, process: int) -> Path:
+    """What one of several processes said, its warnings and its errors."""
+    return self.path / "logs" / f"process_{process:05}.log"
+
   @property
   def tensorboard(self) -> Path:
     """A folder of event files."""

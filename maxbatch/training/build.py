@@ -14,9 +14,10 @@ from maxbatch.batch.host_loads import loading_hosts
 from maxbatch.batch.loads import load_factor
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.row_plan import Segment, dispatches
-from maxbatch.config.schema import Config
-from maxbatch.data.dataset import Dataset, RowSource
-from maxbatch.data.loader import ChainedLoader, Loader, eval_loader, train_loader
+from maxbatch.batch.topology import Topology
+from maxbatch.config.schema import Config, OptimizerConfig
+from maxbatch.data.dataset import Dataset, RowSource, SourceRows
+from maxbatch.data.loader import ChainedLoader, EvalRows, Loader, eval_loader, train_loader
 from maxbatch.data.placement import RowPlacement
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.rows import Rows
@@ -26,11 +27,20 @@ from maxbatch.hardware.sharding import make_mesh, num_processes, replicated_dims
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, build_model
 from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.training.metrics import chosen_metrics
 from maxbatch.training.model_parts import bind_layered
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.state import Measures
 from maxbatch.training.step import EvalStep, Step, Trainer, eval_function, step_function
+from maxbatch.training.stop_flags import abstract_flagged
+
+_KEPT = 8
+"""Trainers, and programs of each kind, that this process keeps: one that trains several times, as
+critical_batch does, builds, traces and compiles what those runs share only once."""
+
+_FAST_MULTIPLE = 128
+"""Of the vocabulary's size: lanes of a TPU's vector unit, columns of its matrix unit."""
 
 
 def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) -> Trainer:
@@ -39,12 +49,7 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
   Raises:
     UserError: keys that contradict each other.
   """
-  tokens = build_tokenizer(config.data).vocab_size
-  if config.model.vocab_size < tokens:
-    raise UserError(
-      f"vocab_size={config.model.vocab_size} must be at least the {tokens} tokens of "
-      f"tokenizer_type={config.data.tokenizer_type}; for example vocab_size={tokens}"
-    )
+  _check_vocabulary(config)
   length = config.batch.max_target_length
   model_config = resolve_attention(config.model, length, devices[0])
   model = build_model(model_config, length, config.noise.gns)
@@ -53,16 +58,52 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
   if config.pipeline.pipeline_schedule != "none":
     pipeline = pipeline_of(config, plan.topology, plan)
     bind_layered(model, model.shapes())
-  mesh = make_mesh(plan.topology, devices)
-  loading_hosts(plan, num_processes(mesh))
+  trainer = _trainer(
+    model,
+    config.optimizer,
+    every_k,
+    plan.topology,
+    tuple(devices),
+    pipeline,
+    Measures(chosen_metrics(config.run.metrics), config.noise.gns_from_microbatches),
+  )
+  loading_hosts(plan, num_processes(trainer.mesh))
+  return trainer
+
+
+@functools.lru_cache(_KEPT)
+def _trainer(
+  model: Model,
+  optimizer: OptimizerConfig,
+  every_k: optax.Schedule | int,
+  layout: Topology,
+  devices: tuple[Device, ...],
+  pipeline: Pipeline | None,
+  measures: Measures,
+) -> Trainer:
   return Trainer(
     model=model,
-    optimizer=make_optimizer(config.optimizer, model.axes(), every_k),
-    mesh=mesh,
+    optimizer=make_optimizer(optimizer, model.axes(), every_k),
+    mesh=make_mesh(layout, devices),
     # Another key than the weights', from the same seed.
-    dropout_key=jax.random.fold_in(jax.random.key(config.model.init_weights_seed), 1),
+    dropout_key=jax.random.fold_in(jax.random.key(model.config.init_weights_seed), 1),
     pipeline=pipeline,
-    measures=Measures(chosen_metrics(config.run.metrics), config.noise.gns_from_microbatches),
+    measures=measures,
+  )
+
+
+def _check_vocabulary(config: Config) -> None:
+  """Refuses a model that has no logit for some token."""
+  data, tokens = config.data, build_tokenizer(config.data).vocab_size
+  if config.model.vocab_size >= tokens:
+    return
+  path = f" tokenizer_path={data.tokenizer_path}" if data.tokenizer_path else ""
+  padded = -(-tokens // _FAST_MULTIPLE) * _FAST_MULTIPLE
+  larger = f", or vocab_size={padded}, a multiple of {_FAST_MULTIPLE} as matrix units like it"
+  raise UserError(
+    f"vocab_size={config.model.vocab_size} must be at least the {tokens} tokens of "
+    f"tokenizer_type={data.tokenizer_type}{path}; for example vocab_size={tokens}"
+    + (larger if padded > tokens else "")
   )
 
 
@@ -132,9 +173,14 @@ def step_rows(config: Config, plan: BatchPlan, source: RowSource, micro_batch: i
 
 def traced_step(config: Config, trainer: Trainer, rows: Rows) -> jax.stages.Traced:
   """The training step, traced for these rows, with every sharding fixed."""
-  function = step_function(trainer, rows, streamed=streams(config))
-  control = np.bool_(True) if streams(config) else trainer.control(1)
+  return _traced_step(trainer, rows, streamed=streams(config))
+
+
+def _traced_step(trainer: Trainer, rows: Rows, *, streamed: bool) -> jax.stages.Traced:
+  function = step_function(trainer, rows, streamed=streamed)
+  control = np.bool_(True) if streamed else trainer.control(1)
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), control)
+  shapes = abstract_flagged(trainer.mesh, shapes)
   rate = jax.ShapeDtypeStruct((), np.float32)
   return function.trace(trainer.abstract, rows, shapes, rate)
 
@@ -143,13 +189,23 @@ def compiled_step(
   config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource, micro_batch: int
 ) -> Step:
   """The training step, compiled for exactly the arrays that phases of `micro_batch` feed it."""
-  rows = step_rows(config, plan, source, micro_batch)
-  return traced_step(config, trainer, rows).lower().compile()
+  # What is saved must come from the compiler itself.
+  compiled = _compiled_step.__wrapped__ if config.compile.save_compiled_step else _compiled_step
+  return compiled(trainer, step_rows(config, plan, source, micro_batch), streams(config))
+
+
+@functools.lru_cache(_KEPT)
+def _compiled_step(trainer: Trainer, rows: Rows, streamed: bool) -> Step:
+  return _traced_step(trainer, rows, streamed=streamed).lower().compile()
 
 
 def compiled_eval(plan: BatchPlan, trainer: Trainer, source: RowSource) -> EvalStep:
   """The evaluation of one batch, compiled."""
-  rows = _shapes(source, (plan.eval_batch,))
+  return _compiled_eval(trainer, _shapes(source, (plan.eval_batch,)))
+
+
+@functools.lru_cache(_KEPT)
+def _compiled_eval(trainer: Trainer, rows: Rows) -> EvalStep:
   return eval_function(trainer, rows).lower(trainer.abstract.params, rows).compile()
 
 
@@ -206,15 +262,12 @@ def row_hosts(trainer: Trainer, plan: BatchPlan) -> Callable[[int, int], str]:
 
 def eval_rows(
   config: Config, plan: BatchPlan, trainer: Trainer, dataset: Dataset
-) -> Callable[[], Loader] | None:
-  """Opens the validation rows from their beginning; None without validation data."""
-  source = dataset.validation
-  if source is None:
-    return None
+) -> Sequence[EvalRows]:
+  """The validation rows, by source where each has its own; empty without validation data."""
   shape = (plan.eval_batch, config.batch.max_target_length)
   place = sharding(("batch", None), shape, trainer.mesh)
 
-  def open_all() -> Loader:
+  def open_all(source: RowSource) -> Loader:
     return eval_loader(
       source,
       eval_batch=plan.eval_batch,
@@ -224,4 +277,7 @@ def eval_rows(
       loading=loading_hosts(plan, num_processes(trainer.mesh)),
     )
 
-  return open_all
+  sources = dataset.validation_by_source
+  if not sources and dataset.validation:
+    sources = (SourceRows("", 1.0, dataset.validation),)
+  return [EvalRows(one.name, one.share, functools.partial(open_all, one.rows)) for one in sources]

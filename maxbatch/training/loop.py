@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.command_line.signals import StopSignals
 from maxbatch.config.schema import CheckpointConfig, RunConfig
-from maxbatch.data.loader import ChainedLoader, Loader
+from maxbatch.data.loader import ChainedLoader, EvalRows
 from maxbatch.errors import RowsError, TrainingDivergedError
 from maxbatch.models.registry import Parameters
 from maxbatch.run_folder.metrics import MetricsLog, Record
@@ -28,6 +28,7 @@ from maxbatch.training.programs import StepPrograms
 from maxbatch.training.row_check import check_rows
 from maxbatch.training.state import Sums, TrainState
 from maxbatch.training.step import StepMetrics, Trainer
+from maxbatch.training.stop_flags import flagged, has_flags
 
 RECORD = "record"
 """In a checkpoint's notes: the record of its step, which metrics.jsonl may lack after kill -9."""
@@ -47,10 +48,11 @@ class Job:
   eval_step: Callable[[Parameters, Any], Sums]
   train_rows: Callable[[BatchPlan, Position], ChainedLoader]
   row_hosts: Callable[[int, int], str]
-  eval_rows: Callable[[], Loader] | None
+  eval_rows: Sequence[EvalRows]
   checkpointer: Checkpointer | None
   log: MetricsLog
   progress: Progress
+  feed_watchdog: Callable[[], None]
   noise: Noise | None = None
 
   def with_plan(self, plan: BatchPlan) -> "Job":
@@ -82,7 +84,7 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
     RowsError: a row of a step is not what was read for it, and nothing of that step is saved.
   """
   job.progress.begin()
-  with StopSignals() as stop:
+  with StopSignals(shared=has_flags(job.trainer.mesh)) as stop:
     ended = False
     while not ended:
       state, position, plan, ended = _train_until_change(job, state, position, stop)
@@ -101,16 +103,16 @@ def _train_until_change(
   with job.train_rows(plan, position) as loader:
     while not ending and plan is job.plan:
       rate = job.learning_rate(position)
-      state, metrics = _dispatch(job, state, loader, position, rate)
+      state, metrics = _dispatch(job, state, loader, position, rate, stop)
       if pending:
-        _note(job, _fetch(job, pending, clock))
+        _note(job, _fetch(job, pending, clock, stop))
       before, position = position, plan.advance(position)
       pending = _Pending(before, position, rate, metrics)
-      ending = stop.requested or position.step == plan.steps
+      ending = stop.agreed or position.step == plan.steps
       evaluating = ending or _due(job, before, position, job.run.eval_interval)
       saving = ending or _due(job, before, position, job.checkpoint.checkpoint_period)
       if evaluating or saving or decides(job.noise, position):
-        record = _fetch(job, pending, clock)
+        record = _fetch(job, pending, clock, stop)
         pending = None
         plan = decided(job.noise, plan, position, job.progress.say)
         if saving:
@@ -121,7 +123,12 @@ def _train_until_change(
 
 
 def _dispatch(
-  job: Job, state: TrainState, loader: ChainedLoader, position: Position, rate: float
+  job: Job,
+  state: TrainState,
+  loader: ChainedLoader,
+  position: Position,
+  rate: float,
+  stop: StopSignals,
 ) -> tuple[TrainState, StepMetrics]:
   """Sends one whole step to the devices."""
   phase, learning_rate = job.plan.phase_at(position.samples), np.float32(rate)
@@ -129,14 +136,17 @@ def _dispatch(
   if job.noise is not None:
     programs = job.noise.programs_at(position.step, programs)
     state = job.noise.ready(position.step, state)
-  step = programs(phase.micro_batch)
+  step, mesh = programs(phase.micro_batch), job.trainer.mesh
   if not job.streamed:
-    return step(state, next(loader), job.trainer.control(phase.num_microbatches), learning_rate)
+    control = flagged(mesh, job.trainer.control(phase.num_microbatches), stop.requested)
+    return step(state, next(loader), control, learning_rate)
   wrong = []
   for _ in range(phase.num_microbatches - 1):
-    state, metrics = step(state, next(loader), np.bool_(False), learning_rate)
+    control = flagged(mesh, np.bool_(False))
+    state, metrics = step(state, next(loader), control, learning_rate)
     wrong.append(metrics.wrong_row)
-  state, metrics = step(state, next(loader), np.bool_(True), learning_rate)
+  control = flagged(mesh, np.bool_(True), stop.requested)
+  state, metrics = step(state, next(loader), control, learning_rate)
   return state, metrics._replace(wrong_row=(*wrong, metrics.wrong_row))
 
 
@@ -156,7 +166,7 @@ class _Clock:
     return self._last - last
 
 
-def _fetch(job: Job, pending: _Pending, clock: _Clock) -> Record:
+def _fetch(job: Job, pending: _Pending, clock: _Clock, stop: StopSignals) -> Record:
   """Waits for a step to end; its record.
 
   Raises:
@@ -164,6 +174,8 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock) -> Record:
     RowsError: a row is not what was read for it.
   """
   metrics = jax.device_get(pending.metrics)
+  job.feed_watchdog()
+  stop.hear(metrics.stop)
   loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
   seconds, plan, position = clock.lap(), job.plan, pending.position
   phase = plan.phase_at(pending.before.samples)
@@ -214,6 +226,7 @@ def _save(job: Job, state: TrainState, position: Position, plan: BatchPlan, reco
   if job.checkpointer:
     notes = {RECORD: record} | (job.noise.as_dict() if job.noise else {})
     job.checkpointer.save(job.trainer.to_save(state), position, plan.as_dict(), notes)
+    job.feed_watchdog()
 
 
 def _note_evaluated(job: Job, record: Record, params: Parameters | None) -> None:
@@ -227,21 +240,37 @@ def _note_evaluated(job: Job, record: Record, params: Parameters | None) -> None
 
 
 def evaluate(job: Job, params: Parameters) -> Record:
-  """Loss, in nats, and metrics per token of the validation batches; {} without validation data."""
-  if job.eval_rows is None:
-    return {}
-  with job.eval_rows() as batches:
+  """Loss, in nats, and metrics per token of the validation batches; {} without validation data.
+
+  Of a mixture the sources' own too, and for the whole their means by the sources' shares.
+  """
+  record: Record = {}
+  for each in job.eval_rows:
+    for name, value in _evaluated(job, each, params).items():
+      record[f"eval/{name}"] = record.get(f"eval/{name}", 0.0) + each.share * value
+      if each.name:
+        record[f"eval/{name}/{each.name}"] = value
+  return record
+
+
+def _evaluated(job: Job, rows: EvalRows, params: Parameters) -> Record:
+  """Loss and metrics per token of the rows."""
+  with rows.open() as batches:
     # Each is fetched before the next begins: simulated devices have threads for two programs under
     # way (hardware/devices.py), and the other may be reading a checkpoint back.
-    sums = [jax.device_get(job.eval_step(params, rows)) for rows in batches]
+    sums = []
+    for batch in batches:
+      sums.append(jax.device_get(job.eval_step(params, batch)))
+      job.feed_watchdog()
   total = jax.tree.map(lambda *each: sum(map(float, each)), *sums)
   loss = total.loss / total.weight
   if not math.isfinite(loss):
+    of_source = f" of {rows.name}" if rows.name else ""
     raise TrainingDivergedError(
-      f"the validation loss is {loss}, which must be finite; {_kept(job)}"
+      f"the validation loss{of_source} is {loss}, which must be finite; {_kept(job)}"
     )
   metrics = token_values(total.metrics, total.weight)
-  return {"eval/loss": loss} | {f"eval/{name}": float(value) for name, value in metrics.items()}
+  return {"loss": loss} | {name: float(value) for name, value in metrics.items()}
 
 
 def _diverged(job: Job, position: Position, loss: float, grad_norm: float) -> str:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.resume import check_can_continue
+from maxbatch.hardware.agreement import failing_together
 from maxbatch.noise.steering import Steering
 from maxbatch.run_folder.metrics import Record
 from maxbatch.training.noise_meter import NoiseMeter
@@ -69,8 +70,11 @@ class Noise:
 
   def write_decisions(self) -> None:
     """Writes the batches so far for another run to follow, also where there is one alone."""
-    if self.steering is not None and jax.process_index() == 0:
-      self.steering.write(self.folder)
+    if self.steering is None:
+      return
+    with failing_together():
+      if jax.process_index() == 0:
+        self.steering.write(self.folder)
 
   def planned(self, plan: BatchPlan) -> BatchPlan:
     """The plan of a run with what was decided in it so far.

@@ -64,6 +64,6 @@ def _rows(config: Config, plan: BatchPlan) -> Rows:
   count = plan.micro_batch_to_train
   ids = jax.ShapeDtypeStruct((1, count, plan.max_target_length), np.int32)
   weights = jax.ShapeDtypeStruct(ids.shape, np.float32)
-  packed = ids if config.data.packing else None
+  packed = ids if config.data.segmented else None
   samples = jax.ShapeDtypeStruct((1, count), np.int32)
   return Rows(ids, ids, weights, samples, packed, packed)  # pyright: ignore[reportArgumentType]

@@ -1,6 +1,7 @@
 """What a run trains: parameters, optimizer state, and the sums of the step under way."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -115,19 +116,14 @@ def shardings(abstract: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def init_state(
-  model: Model,
-  optimizer: optax.MultiSteps,
-  abstract: TrainState,
-  seed: int,
-  measures: Measures = NOTHING,
-) -> TrainState:
-  """A fresh state, created in its place: no device ever holds more than its share."""
-  create = jax.jit(
-    lambda key: _init(model, optimizer, measures, key),
-    out_shardings=shardings(abstract),
+def state_initializer(
+  model: Model, optimizer: optax.MultiSteps, abstract: TrainState, measures: Measures = NOTHING
+) -> Callable[[jax.Array], TrainState]:
+  """From a random key to a fresh state, created in its place: no device ever holds more than its
+  share."""
+  return jax.jit(
+    lambda key: _init(model, optimizer, measures, key), out_shardings=shardings(abstract)
   )
-  return create(jax.random.key(seed))
 
 
 def to_save(state: TrainState) -> dict[str, Any]:

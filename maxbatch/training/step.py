@@ -42,11 +42,12 @@ from maxbatch.training.state import (
   TrainState,
   abstract_state,
   from_saved,
-  init_state,
   shardings,
+  state_initializer,
   to_save,
   zero_sums,
 )
+from maxbatch.training.stop_flags import flagged_shardings, unflagged
 
 
 class StepMetrics(NamedTuple):
@@ -66,20 +67,22 @@ class StepMetrics(NamedTuple):
   """float32[L or none]: for each probe, ‖gradient of the step's summed loss‖²."""
   wrong_row: jax.Array | tuple[jax.Array | None, ...] | None = None
   """int32: `first_wrong_row`; of a streamed step one for each dispatch."""
+  stop: jax.Array | None = None
+  """int32: the largest of the processes' flags (training/stop_flags.py); None where one trains."""
 
 
 Step = Callable[..., tuple[TrainState, StepMetrics]]
 """(state, rows, control, learning_rate) → (state, metrics); the given state is donated.
 
 `control` is, fused, `Trainer.control` of the number of microbatches; streamed, whether this
-microbatch is the last of its step.
+microbatch is the last of its step; of several processes, `flagged`.
 """
 EvalStep = Callable[[Parameters, Rows], Sums]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Trainer:
-  """The pieces a step is made of."""
+  """The pieces a step is made of; what is compiled for one of them is of no use to another."""
 
   model: Model
   optimizer: optax.MultiSteps
@@ -93,11 +96,13 @@ class Trainer:
     """The state's shapes, dtypes and shardings."""
     return abstract_state(self.model, self.optimizer, self.mesh, self.measures)
 
+  @functools.cached_property
+  def _create(self) -> Callable[[jax.Array], TrainState]:
+    return state_initializer(self.model, self.optimizer, self.abstract, self.measures)
+
   def init(self, seed: int) -> TrainState:
     """A fresh state, divided over the devices."""
-    return self._by_stage(
-      init_state(self.model, self.optimizer, self.abstract, seed, self.measures)
-    )
+    return self._by_stage(self._create(jax.random.key(seed)))
 
   def control(self, num_microbatches: int) -> np.int32 | TimetableArrays:
     """The argument of a fused step that trains on the first `num_microbatches` of its rows."""
@@ -244,15 +249,21 @@ def step_function(trainer: Trainer, rows: Rows, *, streamed: bool) -> jax.stages
     state: TrainState, rows: Rows, control: Any, rate: jax.Array
   ) -> tuple[TrainState, StepMetrics]:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
+      control, stop = unflagged(trainer.mesh, control)
       wrong = first_wrong_row(rows)
       state, metrics = body(trainer, state, rows._replace(checksums=None), control, rate)
-      return state, metrics._replace(wrong_row=wrong)
+      return state, metrics._replace(stop=stop, wrong_row=wrong)
 
   places = shardings(trainer.abstract)
   whole = replicated(trainer.mesh)
   return jax.jit(
     step,
-    in_shardings=(places, rows_shardings(rows, trainer.mesh), whole, whole),
+    in_shardings=(
+      places,
+      rows_shardings(rows, trainer.mesh),
+      flagged_shardings(trainer.mesh),
+      whole,
+    ),
     out_shardings=(places, whole),
     donate_argnums=0,
   )

@@ -51,7 +51,7 @@ def resolve_accumulation(config: Config, topology: Topology) -> Config:
     return config
   try:
     coupled = couples_samples(
-      config.model, config.batch.max_target_length, packing=config.data.packing
+      config.model, config.batch.max_target_length, packing=config.data.segmented
     )
   except UserError as error:
     _warn(f"decoder_block={config.model.decoder_block} was not tried at a small size: {error}")

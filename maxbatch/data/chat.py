@@ -1,0 +1,273 @@
+"""Conversations as documents: the tokenizer's own chat template, and which tokens are the assistant's.
+
+A template is a program in Jinja that comes with a tokenizer; it runs in a sandbox and without a
+clock, so that the same records give the same tokens. What the assistant says is found in the text
+that it renders: where the template marks it with {% generation %}, or else as what a message adds to
+what the messages before it render with the prompt for an answer. The whole text is then tokenized at
+once, and a token counts if all of it lies in what the assistant says.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maxbatch.config.schema import DataConfig
+from maxbatch.data.formats.format import Bad
+from maxbatch.data.optional import library
+from maxbatch.data.tokenizer import Tokenizer
+from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer, declared_tokens
+from maxbatch.errors import UserError
+
+# Characters of no meaning, which no text that is meant to be read holds.
+_BEGIN, _END = "\U000f0000", "\U000f0001"
+_GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_EXAMPLE = '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]'
+
+
+class Conversation(NamedTuple):
+  """A document of tokens that count or do not."""
+
+  ids: np.ndarray
+  counted: np.ndarray
+  """uint8, of the same length: 1 where the token counts as a target."""
+
+
+class _Span(NamedTuple):
+  """Characters of the rendered text that an assistant says."""
+
+  begin: int
+  end: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Chat:
+  """How conversations become tokens; loaded from its texts again where it is unpickled."""
+
+  tokenizer: HuggingFaceTokenizer
+  template: str
+  tokens: tuple[tuple[str, str], ...]
+  """Special tokens by the names that templates give them."""
+  completion_only: bool
+  """Whether only what assistants say counts."""
+
+  @property
+  def version(self) -> str:
+    """Changes whenever some conversation gives other tokens or weights."""
+    content = json.dumps([self.template, self.tokens, self.completion_only, 1])
+    return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
+
+  @functools.cached_property
+  def _compiled(self) -> Any:
+    """The template. Raises jinja2's TemplateSyntaxError if it is none."""
+    sandbox = library("jinja2.sandbox", "use_chat_template=true")
+    # As chat templates are written for, of which transformers set the custom.
+    environment = sandbox.ImmutableSandboxedEnvironment(
+      trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    # As a call block, of which Jinja keeps the rules for white space and variables.
+    environment.globals["marked_generation"] = lambda caller: f"{_BEGIN}{caller()}{_END}"
+    return environment.from_string(_GENERATION.sub(_call, self.template))
+
+  @functools.cached_property
+  def _inner(self) -> Any:
+    """The library's tokenizer, by which special tokens in a text are special."""
+    inner = self.tokenizer.load(self.tokenizer.file)
+    inner.encode_special_tokens = False
+    return inner
+
+  @functools.cached_property
+  def _special(self) -> list[str]:
+    added = self._inner.get_added_tokens_decoder().values()
+    return [token.content for token in added if token.special]
+
+  def __getstate__(self) -> dict[str, object]:
+    return {field.name: self.__dict__[field.name] for field in dataclasses.fields(self)}
+
+  def __call__(self, value: object) -> Conversation | Bad:
+    """The tokens of a record's messages, or why there are none."""
+    messages = _messages(value)
+    if isinstance(messages, Bad):
+      return messages
+    for text in _texts(messages):
+      if bad := [each for each in (*self._special, _BEGIN, _END) if each in text]:
+        return Bad(f"a message holds {bad[0]!a}, which the template uses to end or mark one")
+    template_error = library("jinja2", "use_chat_template=true").TemplateError
+    try:
+      text, spans = self._rendered(messages)
+    except (template_error, TypeError, ValueError) as error:
+      return Bad(f"the chat template refuses it: {error}")
+    encoding = self._inner.encode(text, add_special_tokens=False)
+    ids = np.array(encoding.ids, np.int64)
+    if not self.completion_only:
+      return Conversation(ids, np.ones(len(ids), np.uint8))
+    begins, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+    counted = np.zeros(len(ids), np.uint8)
+    for span in spans:
+      counted |= (span.begin <= begins) & (ends <= span.end) & (begins < ends)
+    if not counted.any():
+      return Bad("there is no message of an assistant to train on")
+    return Conversation(ids, counted)
+
+  def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[_Span]]:
+    """The text of the conversation, and what of it assistants say that is to be trained on."""
+    text = self._render(messages)
+    if not self.completion_only:
+      return text.replace(_BEGIN, "").replace(_END, ""), []
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    if _BEGIN in text:
+      text, spans = _marked(text)
+      if len(spans) != len(answers):
+        raise ValueError(f"{len(answers)} answers, of which it marks {len(spans)}")
+    else:
+      spans = [self._added(messages, answer, text) for answer in answers]
+    wanted = [_weight(messages[answer]) for answer in answers]
+    return text, [span for span, is_wanted in zip(spans, wanted, strict=True) if is_wanted]
+
+  def _added(self, messages: Sequence[Mapping[str, Any]], answer: int, text: str) -> _Span:
+    """What one message adds to those before it."""
+    before = self._render(messages[:answer], add_generation_prompt=True)
+    after = self._render(messages[: answer + 1])
+    if not (after.startswith(before) and text.startswith(after)):
+      raise ValueError(
+        f"messages before and after answer {answer} change how it is rendered, so what the assistant "
+        "says cannot be found; mark it in the template with {% generation %} and {% endgeneration %}"
+      )
+    return _Span(len(before), len(after))
+
+  def _render(
+    self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
+  ) -> str:
+    return self._compiled.render(
+      messages=messages, add_generation_prompt=add_generation_prompt, **dict(self.tokens)
+    )
+
+
+def build_chat(data: DataConfig, tokenizer: Tokenizer) -> Chat | None:
+  """How conversations become tokens, if the keys ask for it.
+
+  Raises:
+    UserError: keys that need each other, or the tokenizer has no chat template that works.
+  """
+  if not data.use_chat_template:
+    if data.sft_train_on_completion_only:
+      raise UserError(
+        "sft_train_on_completion_only=true needs conversations, whose chat template says what the "
+        "assistant said; set use_chat_template=true train_data_columns=[messages]"
+      )
+    return None
+  if not isinstance(tokenizer, HuggingFaceTokenizer):
+    raise UserError(
+      f"use_chat_template=true: tokenizer_type={data.tokenizer_type} has no chat template; use "
+      "tokenizer_type=huggingface with the folder of a chat model's tokenizer as tokenizer_path"
+    )
+  if data.dataset_type not in ("grain", "hf"):
+    raise UserError(
+      f"use_chat_template=true: dataset_type={data.dataset_type} has no records with messages; use "
+      "dataset_type=grain grain_train_files='chats/*.jsonl' train_data_columns=[messages]"
+    )
+  tokens = declared_tokens(tokenizer.file)
+  named = {"bos": data.bos_token, "eos": data.eos_token, "pad": data.pad_token}
+  tokens |= {role: token for role, token in named.items() if token}
+  named_tokens = tuple((f"{role}_token", token) for role, token in sorted(tokens.items()))
+  template = _template(tokenizer)
+  chat = Chat(tokenizer, template, named_tokens, data.sft_train_on_completion_only)
+  try:
+    assert chat._compiled is not None
+  except library("jinja2", "use_chat_template=true").TemplateError as error:
+    raise UserError(
+      f"{tokenizer.file}: its chat template is no Jinja template ({error}); correct it"
+    ) from error
+  return chat
+
+
+def _template(tokenizer: HuggingFaceTokenizer) -> str:
+  """The template beside the vocabulary: a file of its own, or part of the tokenizer's settings."""
+  own = tokenizer.file.path.with_name("chat_template.jinja")
+  settings = own.with_name("tokenizer_config.json")
+  try:
+    if own.is_file():
+      return own.read_text(encoding="utf-8")
+    found = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
+  except (OSError, ValueError, AttributeError) as error:
+    raise UserError(f"{tokenizer.file}: its chat template cannot be read ({error})") from error
+  if isinstance(found, list):  # Several by name.
+    found = {each.get("name"): each.get("template") for each in found}.get("default")
+  if not isinstance(found, str):
+    raise UserError(
+      f"use_chat_template=true: {tokenizer.file} has no chat template, neither {own.name} nor "
+      f"chat_template in {settings.name}; take the tokenizer of a chat model, or write {own}"
+    )
+  return found
+
+
+def _messages(value: object) -> list[dict[str, Any]] | Bad:
+  """The messages of a record, which may be in JSON."""
+  if isinstance(value, str | bytes):
+    try:
+      value = json.loads(value)
+    except (ValueError, RecursionError) as error:
+      return Bad(f"text that is no JSON ({error}) instead of messages")
+  if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+    return Bad(f"{type(value).__name__} instead of a list of messages such as {_EXAMPLE}")
+  # Parquet has every field in every message, null where there is none.
+  messages = [{k: v for k, v in each.items() if v is not None} for each in value]
+  for number, message in enumerate(messages):
+    if not isinstance(message.get("role"), str) or "content" not in message:
+      return Bad(f"message {number} has no role and content; messages are such as {_EXAMPLE}")
+    if message.get("weight", 1) not in (0, 1):
+      return Bad(f"message {number} has weight {message['weight']!r}, which must be 0 or 1")
+  return messages or Bad("no messages")
+
+
+def _weight(message: Mapping[str, Any]) -> bool:
+  """Whether an answer is trained on: `weight` 0 leaves it out."""
+  return bool(message.get("weight", 1))
+
+
+def _texts(value: object) -> Iterator[str]:
+  """Every text anywhere in the messages."""
+  if isinstance(value, str):
+    yield value
+  elif isinstance(value, Mapping):
+    for each in value.values():
+      yield from _texts(each)
+  elif isinstance(value, list):
+    for each in value:
+      yield from _texts(each)
+
+
+def _marked(text: str) -> tuple[str, list[_Span]]:
+  """The text without marks, and what stood between them."""
+  parts = re.split(f"([{_BEGIN}{_END}])", text)
+  plain, spans, begin = "", [], 0
+  for part in parts:
+    if part == _BEGIN:
+      begin = len(plain)
+    elif part == _END:
+      spans.append(_Span(begin, len(plain)))
+    else:
+      plain += part
+  return plain, spans
+
+
+def _call(tag: re.Match[str]) -> str:
+  """{% generation %} or {% endgeneration %} as a tag that Jinja knows."""
+  return f"{{%{tag[1]} {'endcall' if tag[2] else 'call marked_generation()'} {tag[3]}%}}"
+
+
+def _to_json(value: object, indent: int | None = None) -> str:
+  """As templates expect it: not escaped for HTML."""
+  return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> None:
+  """What templates call where they refuse a conversation."""
+  raise ValueError(message)

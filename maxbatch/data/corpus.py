@@ -1,0 +1,170 @@
+"""Documents as a dataset: divide them into training and validation, tokenize them once."""
+
+import collections
+import os
+from pathlib import Path
+
+from maxbatch.config.schema import DataConfig
+from maxbatch.data.chat import build_chat
+from maxbatch.data.dataset import Dataset, RowSource
+from maxbatch.data.document_rows import document_rows, layout_of, rows_name
+from maxbatch.data.packed_rows import PackedRows
+from maxbatch.data.sources import Document, Sources
+from maxbatch.data.split import Split, described, sizes_by_name, split
+from maxbatch.data.token_cache import TokenCache, open_or_build
+from maxbatch.data.tokenize import Recipe
+from maxbatch.data.tokenizer import Tokenizer
+from maxbatch.errors import UserError
+from maxbatch.run_folder.cache import token_caches
+
+
+def build_corpus(
+  data: DataConfig,
+  tokenizer: Tokenizer,
+  max_target_length: int,
+  sources: Sources,
+  given_for_validation: Sources | None,
+  eval_key: str,
+) -> Dataset:
+  """The documents of `sources` in rows of `max_target_length` tokens.
+
+  Args:
+    given_for_validation: None: a part of `sources`.
+    eval_key: the key that gives them.
+
+  Raises:
+    UserError: an input is unreadable, empty or too short; names it.
+  """
+  folder = token_caches(data.dataset_cache_directory)
+  eval_sources, parts = sources, split(sources, data.eval_fraction)
+  if given_for_validation:
+    eval_sources = given_for_validation
+    parts = _with_validation(sources, eval_sources)
+
+  chat = build_chat(data, tokenizer)
+
+  def cache(sources: Sources, documents: tuple[Document, ...], part: str) -> TokenCache:
+    recipe = Recipe(sources, tokenizer, data.add_bos, data.add_eos, data.max_bad_records, chat)
+    return open_or_build(documents, folder, part, recipe)
+
+  name, layout = rows_name(data, max_target_length), layout_of(data, max_target_length)
+  train = cache(sources, parts.train, "train")
+  _check_train(sources, train, 1 if layout else max_target_length)
+  validation = None
+  if parts.validation:
+    validation = cache(eval_sources, parts.validation, "validation")
+    _check_validation(eval_sources, eval_key, validation, train)
+
+  def rows(cache: TokenCache, part: str) -> RowSource:
+    return document_rows(cache, data, tokenizer, max_target_length, folder, part)
+
+  train_rows = rows(train, "train")
+  validation_rows = rows(validation, "validation") if validation else None
+  description = _describe(sources, eval_sources, parts, train, validation, folder)
+  for part, packed in {"training": train_rows, "validation": validation_rows}.items():
+    if isinstance(packed, PackedRows):
+      description += f"\n{part}: {packed.index}"
+  return Dataset(
+    train=train_rows,
+    validation=validation_rows,
+    fingerprint=train.fingerprint + name,
+    description=description,
+    validation_fingerprint=validation.fingerprint + name if validation else "none",
+    train_files=sizes_by_name(parts.train),
+    validation_files=sizes_by_name(parts.validation),
+  )
+
+
+def _with_validation(sources: Sources, eval_sources: Sources) -> Split:
+  """All of `eval_sources` for validation, and for training the rest of what is for training.
+
+  Raises:
+    UserError: there is no rest.
+  """
+  held_out = {os.path.realpath(file.path) for file in eval_sources.files}
+  train, _, test = split(sources, 0)
+  kept = [each for each in train if os.path.realpath(each.file.path) not in held_out]
+  if not kept:
+    raise UserError(
+      f"{eval_sources.key}={eval_sources.path} is all that {sources.key}={sources.path} has for "
+      f"training; leave {eval_sources.key} empty to hold out eval_fraction of it, or give another "
+      "file"
+    )
+  validation = tuple(map(Document, eval_sources.files))
+  left_out = tuple(each for each in test if os.path.realpath(each.file.path) not in held_out)
+  return Split(tuple(kept), validation, left_out)
+
+
+def _check_train(sources: Sources, cache: TokenCache, length: int) -> None:
+  if cache.num_tokens == 0:
+    raise UserError(f"{sources.key}={sources.path} is empty: a run needs text, or {_OTHERWISE}")
+  if cache.num_tokens <= length:
+    raise UserError(
+      f"{sources.key}={sources.path} is too short: {cache.num_tokens} tokens for training, and one "
+      f"row needs max_target_length + 1 = {length + 1}; give it more text, or set "
+      f"max_target_length={cache.num_tokens - 1}"
+    )
+
+
+def _check_validation(
+  sources: Sources, eval_key: str, cache: TokenCache, train: TokenCache
+) -> None:
+  if cache.num_tokens == 0:
+    raise UserError(
+      f"{sources.key}={sources.path}: the text for validation is empty; give more text, another "
+      f"{eval_key}, or eval_fraction=0 to do without validation"
+    )
+  if cache.fingerprint == train.fingerprint:
+    raise UserError(
+      f"{sources.key}={sources.path}: the text for validation equals the text for training; give "
+      f"another {eval_key}, or leave it empty to hold out eval_fraction of what is trained on"
+    )
+
+
+_RECORDS = (".json", ".jsonl", ".ndjson")
+_OTHERWISE = "dataset_path=stdlib, or dataset_type=synthetic for random tokens"
+
+
+def _describe(
+  sources: Sources,
+  eval_sources: Sources,
+  parts: Split,
+  train: TokenCache,
+  validation: TokenCache | None,
+  folder: Path,
+) -> str:
+  """One line on what is read, then which file is for what, and how many are not read."""
+  what = "the Python standard library" if sources.kind == "stdlib" else sources.path
+  if sources.format != "text":
+    what += f" ({sources.format}, column {sources.column})"
+  counts = [f"{train.num_tokens:,} training tokens ({_documents(train.num_documents)})"]
+  if validation:
+    count = _documents(validation.num_documents)
+    counts.append(f"{validation.num_tokens:,} validation tokens ({count})")
+  skipped: collections.Counter[str] = collections.Counter()
+  for holder in {sources, eval_sources, train} | ({validation} if validation else set()):
+    skipped.update(dict(holder.skipped))
+  lines = [f"{what}: {', '.join(counts)}; cache in {folder}"]
+  lines.append(f"training: {described(parts.train)}")
+  if parts.validation:
+    lines.append(f"validation: {described(parts.validation)}")
+  read = (*parts.train, *parts.validation)
+  if sources.format == "text" and (markup := [each for each in read if _is_record(each)]):
+    lines.append(f"as it stands, keys and quotes included: {described(markup)}")
+  if parts.left_out:
+    lines.append(f"on neither side, by name: {described(parts.left_out)}")
+  if skipped:
+    reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
+    lines.append(
+      f"{'files' if sources.format == 'text' else 'files and records'} skipped: {reasons}"
+    )
+  return "\n".join(lines)
+
+
+def _is_record(document: Document) -> bool:
+  """Whether the file is of a format whose text is only part of it."""
+  return document.file.name.removesuffix(".gz").endswith(_RECORDS)
+
+
+def _documents(count: int) -> str:
+  return f"{count:,} document" + ("s" if count != 1 else "")

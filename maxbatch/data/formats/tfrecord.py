@@ -1,0 +1,115 @@
+"""TFRecord: records one after the other, each with its length; plain or compressed with gzip.
+
+https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details
+"""
+
+import contextlib
+import functools
+import gzip
+import struct
+import zlib
+from collections.abc import Iterator
+from typing import IO, Any
+
+from maxbatch.data.formats.format import (
+  MAX_RECORD_BYTES,
+  Bad,
+  Record,
+  RecordFormat,
+  anywhere,
+  by_number,
+  damaged,
+  unreadable,
+)
+from maxbatch.data.formats.tf_example import feature
+from maxbatch.data.sources import SourceFile
+
+_LENGTH = struct.Struct("<QI")
+_CHECKSUM_BYTES = 4
+_MASK_DELTA = 0xA282EAD8
+_POLYNOMIAL = 0x82F63B78
+
+
+def _size(key: str, file: SourceFile) -> int:
+  """In records, by going from length to length."""
+  with _opened(key, file) as stream:
+    return sum(1 for _ in _lengths(key, file, stream))
+
+
+def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Iterator[Record]:
+  with _opened(key, file) as stream:
+    for place, length in enumerate(_lengths(key, file, stream)):
+      if place >= stop:
+        return
+      if place < start:
+        continue
+      if length > MAX_RECORD_BYTES:
+        yield Record(place, Bad(f"longer than {MAX_RECORD_BYTES:,} bytes"))
+        continue
+      content = stream.read(length)
+      if len(content) < length:
+        raise damaged(key, file, "TFRecord", f"record {place} is cut off")
+      yield Record(place, feature(content, column))
+
+
+def _lengths(key: str, file: SourceFile, stream: IO[bytes]) -> Iterator[int]:
+  """The length of each record, at whose first byte the stream then is."""
+  position, place = 0, 0
+  while header := stream.read(_LENGTH.size):
+    length, checksum = _LENGTH.unpack(header) if len(header) == _LENGTH.size else (0, -1)
+    if checksum != _masked(header[:8]):
+      raise damaged(
+        key, file, "TFRecord", f"where record {place} should begin, at byte {position}, is none"
+      )
+    yield length
+    position += _LENGTH.size + length + _CHECKSUM_BYTES
+    _go_to(key, file, stream, position, place)
+    place += 1
+
+
+def _go_to(key: str, file: SourceFile, stream: IO[bytes], end: int, place: int) -> None:
+  """Moves to the end of a record, which must be there."""
+  stream.seek(end - 1)
+  if not stream.read(1):
+    raise damaged(key, file, "TFRecord", f"record {place} is cut off")
+
+
+def _masked(content: bytes) -> int:
+  """The masked CRC-32C that follows a length."""
+  crc = 0xFFFFFFFF
+  for byte in content:
+    crc = _table()[(crc ^ byte) & 0xFF] ^ (crc >> 8)
+  crc ^= 0xFFFFFFFF
+  return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
+
+
+@functools.cache
+def _table() -> tuple[int, ...]:
+  table = []
+  for value in range(256):
+    for _ in range(8):
+      value = value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
+    table.append(value)
+  return tuple(table)
+
+
+@contextlib.contextmanager
+def _opened(key: str, file: SourceFile) -> Iterator[Any]:
+  try:
+    with gzip.open(file.path) if ".gz" in file.name else open(file.path, "rb") as stream:
+      yield stream
+  except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+    raise damaged(key, file, "gzip", error) from error
+  except OSError as error:
+    raise unreadable(key, file, error) from error
+
+
+TFRECORD = RecordFormat(
+  suffix=r"\.tfrecords?\b",
+  size=_size,
+  read=_read,
+  # To find a record, all lengths before it are read.
+  can_be_divided=lambda file: False,
+  next_cut=anywhere,
+  named=by_number,
+)

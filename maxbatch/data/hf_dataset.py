@@ -1,0 +1,147 @@
+"""dataset_type=hf: a dataset's folder, files, or a name on the Hugging Face hub, by MaxText's keys."""
+
+import os
+from pathlib import Path
+
+from maxbatch.config.schema import DataConfig
+from maxbatch.data.corpus import build_corpus
+from maxbatch.data.dataset import Dataset
+from maxbatch.data.grain_files import eval_columns, train_columns
+from maxbatch.data.optional import library
+from maxbatch.data.record_files import AUTO, Columns, resolve_records
+from maxbatch.data.sources import SourceFile, Sources
+from maxbatch.data.tokenizer import Tokenizer
+from maxbatch.errors import UserError
+
+_BUILDERS = {"parquet": "parquet", "json": "jsonl", "arrow": "arrow"}
+"""Of the datasets library, those whose files are read here as formats."""
+_EVAL_WORDS = ("valid", "validation", "val", "eval", "dev", "test")
+
+
+def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
+  """The records of `hf_path` in rows of `max_target_length` tokens.
+
+  Raises:
+    UserError: an input is missing, unreadable, of another format, empty or too short; names it.
+  """
+  if not data.hf_path:
+    raise UserError(
+      "dataset_type=hf needs hf_path: a dataset's folder, a name such as allenai/c4, or "
+      "hf_path=parquet with hf_train_files='data/*.parquet'"
+    )
+  folder = Path(data.hf_path).expanduser()
+  if data.hf_path in _BUILDERS:
+    parts = _of_files(data)
+  elif folder.is_dir():
+    parts = _of_folder(data, folder / data.hf_data_dir)
+  else:
+    parts = _of_name(data)
+  sources, validation, eval_key = parts
+  return build_corpus(data, tokenizer, max_target_length, sources, validation, eval_key)
+
+
+_Parts = tuple[Sources, Sources | None, str]
+"""For training; for validation, if not a part of that; and the key that gives the latter."""
+
+
+def _of_files(data: DataConfig) -> _Parts:
+  """Files of a format that hf_path names."""
+  _refuse("a format", data.hf_path, hf_name=data.hf_name, hf_eval_split=data.hf_eval_split)
+  form, folder = _BUILDERS[data.hf_path], data.hf_data_dir
+  train_files = data.hf_train_files or folder
+  train = resolve_records("hf_train_files", train_files, train_columns(data), form, "hf_path")
+  validation = None
+  if data.hf_eval_files:
+    columns = eval_columns(data)
+    validation = resolve_records("hf_eval_files", data.hf_eval_files, columns, form, "hf_path")
+  return train, validation, "hf_eval_files"
+
+
+def _of_folder(data: DataConfig, folder: Path) -> _Parts:
+  """A folder as save_to_disk writes it, with or without splits, or of files of records."""
+  _refuse("a folder", data.hf_path, hf_name=data.hf_name)
+  if (folder / "dataset_dict.json").is_file():
+    _refuse("a folder of splits", data.hf_path, hf_train_files=data.hf_train_files)
+    train = _split(data.train_split, "train_split", folder, train_columns(data))
+    if not data.hf_eval_split:
+      return train, None, "hf_eval_split"
+    columns = eval_columns(data)
+    return train, _split(data.hf_eval_split, "hf_eval_split", folder, columns), "hf_eval_split"
+  if data.train_split != "train" or data.hf_eval_split not in ("", *_EVAL_WORDS):
+    raise UserError(
+      f"hf_path={data.hf_path}: train_split={data.train_split} hf_eval_split={data.hf_eval_split}: "
+      "this folder has no splits but what its files' names say; use train_split=train hf_eval_split="
+      "validation, or hf_train_files and hf_eval_files"
+    )
+  files = os.path.join(folder, data.hf_train_files)
+  train = resolve_records("hf_path", files, train_columns(data), AUTO, "hf_path")
+  validation = None
+  if data.hf_eval_files:
+    files = os.path.join(folder, data.hf_eval_files)
+    validation = resolve_records("hf_eval_files", files, eval_columns(data), AUTO, "hf_path")
+  return train, validation, "hf_eval_files"
+
+
+def _split(name: str, key: str, folder: Path, columns: Columns) -> Sources:
+  if not (folder / name).is_dir():
+    there = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
+    raise UserError(f"{key}={name}: {folder} has no such split; it has {there or 'none'}")
+  return resolve_records(key, str(folder / name), columns, "arrow", "hf_path")
+
+
+def _of_name(data: DataConfig) -> _Parts:
+  """A dataset that the datasets library finds by name, downloads and keeps as Arrow files."""
+  train = _loaded(data, "train_split", data.train_split, data.hf_train_files, train_columns(data))
+  if not (data.hf_eval_split or data.hf_eval_files):
+    return train, None, "hf_eval_split"
+  # Files that are given without splits are all of the split "train".
+  split = data.hf_eval_split or "train"
+  columns = eval_columns(data)
+  return train, _loaded(data, "hf_eval_split", split, data.hf_eval_files, columns), "hf_eval_split"
+
+
+def _loaded(data: DataConfig, key: str, split: str, files: str, columns: Columns) -> Sources:
+  given = f"hf_path={data.hf_path}"
+  datasets = library("datasets", given, extra="hf")
+  try:
+    loaded = datasets.load_dataset(
+      data.hf_path,
+      name=data.hf_name or None,
+      data_dir=data.hf_data_dir or None,
+      data_files=files or None,
+      split=split,
+    )
+  except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    text = " ".join(str(error).split())[:500]
+    raise UserError(
+      f"{given} {key}={split}: it is no folder here, and the datasets library does not load it "
+      f"({text}); give a folder of files, or a name and split that exist"
+    ) from error
+  paths = [Path(entry["filename"]) for entry in loaded.cache_files]
+  if not paths:
+    raise UserError(f"{given} {key}={split}: the dataset has no files in the library's cache")
+  return _sources(key, data.hf_path, paths, columns)
+
+
+def _sources(key: str, name: str, paths: list[Path], columns: Columns) -> Sources:
+  files = tuple(
+    SourceFile(path.name, str(path.absolute()), status.st_size, status.st_mtime_ns)
+    for path, status in ((path, path.stat()) for path in paths)
+  )
+  return Sources(
+    key,
+    name,
+    "folder",
+    files,
+    format="arrow",
+    column=columns.names[0],
+    is_tokenized=not columns.tokenize,
+  )
+
+
+def _refuse(what: str, path: str, **given: str) -> None:
+  """Refuses keys that mean nothing beside an hf_path of this kind."""
+  if unread := [f"{key}={value}" for key, value in given.items() if value]:
+    raise UserError(
+      f"hf_path={path} is {what}, beside which {' '.join(unread)} means nothing; leave it empty"
+    )

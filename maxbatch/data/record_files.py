@@ -1,0 +1,139 @@
+"""Which files of records a path means, of which format they are, and whether all are there."""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from maxbatch.config.registry import registered
+from maxbatch.data.formats.registry import FORMATS, format_of
+from maxbatch.data.sources import SourceFile, Sources, Wanted, listed
+from maxbatch.errors import UserError
+
+AUTO = "auto"
+_NUMBERED = re.compile(r"^(.*?)(\d+)-of-(\d+)(.*)$")
+_SHOWN = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+  """What of a record is the document, and what it holds, with the keys that say so."""
+
+  key: str
+  names: tuple[str, ...]
+  tokenize_key: str
+  tokenize: bool
+
+
+def resolve_records(key: str, path: str, columns: Columns, form: str, form_key: str) -> Sources:
+  """The files of records that `path`, the value of the configuration key `key`, stands for.
+
+  Args:
+    columns: what of a record is the document.
+    form: the format's name, or "auto": as the names of the files say.
+    form_key: the key that gives it, for errors.
+
+  Raises:
+    UserError: nothing is there, several formats are mixed, or a numbered file is missing.
+  """
+  if len(columns.names) != 1 or not columns.names[0]:
+    raise UserError(
+      f"{columns.key}={list(columns.names)}: a document is one column; for example "
+      f"{columns.key}=[text]"
+    )
+  if form != AUTO:
+    registered(form_key, form, FORMATS | {AUTO: None})
+  _refuse_elsewhere(key, path)
+  found = listed(key, path, _wanted(form))
+  if form == AUTO:
+    form = _format(found, form_key)
+  _check_all_are_there(key, found.files)
+  return dataclasses.replace(
+    found, format=form, column=columns.names[0], is_tokenized=not columns.tokenize
+  )
+
+
+def _wanted(form: str) -> Wanted:
+  what = "files of records" if form == AUTO else f"{form} files"
+
+  def reason_to_skip(file: Path) -> str:
+    if file.is_dir():
+      return "symbolic link to a folder (name its files with a glob)"
+    if file.name.startswith("."):
+      return "hidden"
+    own = format_of(file.name)
+    if own and form in (AUTO, own):
+      return ""
+    return file.suffix or "without a suffix"
+
+  def offer(key: str, path: str, others: Sequence[Path]) -> str:
+    example = next((file for file in others if file.is_file()), None)
+    if example is None or form == AUTO:
+      return f"what is read by name is {', '.join(FORMATS)}, other names by a glob and the format"
+    return (
+      f"if they are {form}, name them with a glob: {key}='{path.rstrip('/')}/*{example.suffix}'"
+    )
+
+  return Wanted(what, reason_to_skip, "'data/*.parquet'", offer)
+
+
+def _refuse_elsewhere(key: str, path: str) -> None:
+  """Refuses what MaxText's keys may also hold, and what is not read here."""
+  if "://" in path:
+    raise UserError(
+      f"{key}={path}: only files of this machine are read; copy them here, or mount the bucket as a "
+      f"folder, and give {key} that path"
+    )
+  if ";" in path or re.search(r",\d*\.?\d+$", path):
+    raise UserError(
+      f"{key}={path}: a mixture is two or more paths with weights in grain_train_files, or in "
+      f"dataset_mixture; here give one file, folder or glob, for example "
+      f"{key}={re.split('[;,]', path)[0]}"
+    )
+
+
+def _format(found: Sources, form_key: str) -> str:
+  """The one format of all files, as their names say."""
+  examples: dict[str, list[str]] = collections.defaultdict(list)
+  for file in found.files:
+    examples[format_of(file.name)].append(file.name)
+  unknown = examples.pop("", [])
+  if unknown:
+    raise UserError(
+      f"{found.key}={found.path}: the name of {unknown[0]} does not say its format; give it, for "
+      f"example {form_key}=parquet (or {', '.join(name for name in FORMATS if name != 'parquet')})"
+    )
+  if len(examples) > 1:
+    seen = ", ".join(
+      f"{len(names)} {form} ({names[0]})" for form, names in sorted(examples.items())
+    )
+    raise UserError(
+      f"{found.key}={found.path} mixes formats: {seen}; give a glob that names one of them, or "
+      f"{form_key}={min(examples)}"
+    )
+  return next(iter(examples))
+
+
+def _check_all_are_there(key: str, files: Sequence[SourceFile]) -> None:
+  """Refuses a set of files numbered 00000-of-00004 and so on of which one is missing."""
+  there: dict[tuple[str, str, str], set[int]] = collections.defaultdict(set)
+  digits: dict[tuple[str, str, str], int] = {}
+  for file in files:
+    if match := _NUMBERED.match(file.name):
+      before, number, count, after = match.groups()
+      there[before, count, after].add(int(number))
+      digits[before, count, after] = len(number)
+  for (before, count, after), numbers in there.items():
+    first = 0 if 0 in numbers else 1  # Some count from 1.
+    missing = sorted(set(range(first, first + int(count))) - numbers)
+    if missing and len(numbers) > 1:
+      width = digits[before, count, after]
+      names = ", ".join(
+        f"{before}{number:0{width}}-of-{count}{after}" for number in missing[:_SHOWN]
+      )
+      more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+      raise UserError(
+        f"{key}: {len(missing)} of {count} numbered files are missing: {names}{more}; fetch them, or "
+        "name the files that are meant one by one, for example in a folder of links"
+      )

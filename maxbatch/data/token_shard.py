@@ -1,0 +1,241 @@
+"""A shard of a token cache: three files, of which the last to appear says that it is whole.
+
+NAME.tokens has the ids of its documents one after the other, NAME.documents where each of them
+begins, and NAME.json what is known of both. Where only some tokens count as targets, NAME.weights has
+a byte for each that says which. All appear whole, and are never changed.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from maxbatch.data.sources import Document
+from maxbatch.data.tokenize import Recipe, new_hash, source_bytes, tokenize
+from maxbatch.data.tokenizer import token_dtype
+from maxbatch.errors import UserError
+from maxbatch.run_folder.atomic import replacing, write_whole
+from maxbatch.run_folder.claim import claimed
+
+FULL_CHECK_BYTES = 128 * 2**20
+"""Up to this size an opened cache is hashed against its fingerprints (about 0.1 s); beyond it only
+lengths are checked, so that starting does not take longer the more text there is."""
+_START_BYTES = 8
+_METADATA = {
+  "num_tokens": int,
+  "fingerprint": str,
+  "num_documents": int,
+  "documents_fingerprint": str,
+  "dtype": str,
+  "weights_fingerprint": str,
+  "num_bad": int,
+  "first_bad": str,
+  "skipped": dict,
+}
+"""What is noted of a shard, and of which type."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenShard:
+  """A finished shard on disk; small to pickle, mapped into memory when first read."""
+
+  path: str
+  num_tokens: int
+  fingerprint: str
+  """Hash of the tokens alone: equal on every machine that has the same text."""
+  num_documents: int
+  documents_fingerprint: str = ""
+  weights_fingerprint: str = ""
+  """Of which tokens count, if there is a file that says so; else all do."""
+  dtype: str = "<u2"
+  """Of the ids in the file: uint16 or uint32, little-endian, as the vocabulary needs."""
+  num_bad: int = 0
+  """Records that were skipped because they hold no document."""
+  first_bad: str = ""
+  skipped: tuple[tuple[str, int], ...] = ()
+
+  @functools.cached_property
+  def tokens(self) -> np.ndarray:
+    """The ids [num_tokens], mapped, not loaded. Raises OSError if the file is gone or truncated."""
+    return _mapped(Path(self.path), self.dtype, self.num_tokens, "tokens")
+
+  @functools.cached_property
+  def document_starts(self) -> np.ndarray:
+    """Where each document begins, int64[num_documents] ascending, likewise."""
+    return _mapped(_documents_path(Path(self.path)), "<i8", self.num_documents, "documents")
+
+  @functools.cached_property
+  def weights(self) -> np.ndarray:
+    """uint8[num_tokens], 1 where a token counts as a target."""
+    if not self.weights_fingerprint:
+      return np.ones(self.num_tokens, np.uint8)
+    return _mapped(_weights_path(Path(self.path)), "u1", self.num_tokens, "weights")
+
+  def __getstate__(self) -> dict[str, object]:
+    """Leaves the mapping out, or pickling for a worker would copy every token."""
+    return {field.name: self.__dict__[field.name] for field in dataclasses.fields(self)}
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardJob:
+  """A shard to make: its file of tokens, and the documents in it."""
+
+  path: Path
+  documents: tuple[Document, ...]
+  check: bool = True
+  """Where it is there already, compare its contents with its fingerprints."""
+
+  @property
+  def size_bytes(self) -> int:
+    """Of its sources."""
+    return sum(map(source_bytes, self.documents))
+
+
+def open_shard(path: Path, *, check: bool = True, warn: bool = True) -> TokenShard | None:
+  """The shard at `path` if it exists and is intact.
+
+  Args:
+    check: its contents too, and not their lengths alone.
+    warn: if it exists and is not intact.
+  """
+  if not _metadata_path(path).exists() and not path.exists():
+    return None
+  try:
+    if any(each.is_fifo() for each in (path, _metadata_path(path), _documents_path(path))):
+      raise OSError("it is a pipe, not a file")
+    shard = _from_metadata(path, json.loads(_metadata_path(path).read_text()))
+    problem = _damage(shard, check)
+  except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    problem = f"its metadata cannot be read ({error})"
+  else:
+    if not problem:
+      return shard
+  if warn:
+    _log.warning("The token cache %s is damaged: %s. Building it again.", path, problem)
+  return None
+
+
+def make_shards(
+  jobs: Sequence[ShardJob], recipe: Recipe, report: Callable[[int], None], *, wait: bool = True
+) -> None:
+  """Makes those of the shards that nobody has made or is making.
+
+  Args:
+    report: is given the bytes of sources that have been read here.
+    wait: for those that others are making, and make them if the others end without them.
+
+  Raises:
+    UserError: a source or the folder cannot be used; names it.
+  """
+  left = list(jobs)
+  for waits in (False, True) if wait else (False,):
+    if waits and left:
+      print(f"The token cache waits for other processes: {len(left)} of its parts", flush=True)
+    for job in list(left):
+      try:
+        with claimed(job.path.with_name(f".{job.path.stem}.claim"), wait=waits) as is_ours:
+          if is_ours:
+            _make_unless_there(job, recipe, report)
+            left.remove(job)
+      except OSError as error:
+        raise _cannot_write(job, token_dtype(recipe.tokenizer), error) from error
+
+
+def _make_unless_there(job: ShardJob, recipe: Recipe, report: Callable[[int], None]) -> None:
+  if open_shard(job.path, check=job.check, warn=False):
+    return
+  path = job.path
+  with contextlib.ExitStack() as files:
+    tokens_file = files.enter_context(replacing(path))
+    starts_file = files.enter_context(replacing(_documents_path(path)))
+    has_weights = recipe.chat is not None and recipe.chat.completion_only
+    weights_file = files.enter_context(replacing(_weights_path(path))) if has_weights else None
+    written = tokenize(recipe, job.documents, tokens_file, starts_file, report, weights_file)
+    starts_file.flush()
+    with open(starts_file.name, "rb") as file:
+      starts_hash = hashlib.file_digest(file, new_hash).hexdigest()
+  metadata = {
+    **vars(written),
+    "documents_fingerprint": starts_hash,
+    "dtype": token_dtype(recipe.tokenizer).str,
+  }
+  write_whole(_metadata_path(path), json.dumps(metadata, indent=1))
+
+
+def _metadata_path(path: Path) -> Path:
+  return path.with_suffix(".json")
+
+
+def _documents_path(path: Path) -> Path:
+  return path.with_suffix(".documents")
+
+
+def _weights_path(path: Path) -> Path:
+  return path.with_suffix(".weights")
+
+
+def _mapped(path: Path, dtype: str, count: int, what: str) -> np.ndarray:
+  if count == 0 and path.exists():  # Which cannot be mapped.
+    return np.empty(0, dtype)
+  mapped = np.memmap(path, dtype=dtype, mode="r")
+  if mapped.size != count:
+    raise OSError(f"{path} holds {mapped.size} {what} instead of {count}")
+  return np.asarray(mapped)
+
+
+def _from_metadata(path: Path, metadata: dict) -> TokenShard:
+  wrong = [name for name, kind in _METADATA.items() if type(metadata[name]) is not kind]
+  skipped = metadata["skipped"]
+  if wrong or any(type(count) is not int for count in skipped.values()):
+    raise TypeError(f"{', '.join(wrong or ['skipped'])} has a value of another type")
+  return TokenShard(
+    path=str(path),
+    skipped=tuple(skipped.items()),
+    **{name: metadata[name] for name in _METADATA if name != "skipped"},
+  )
+
+
+def _damage(shard: TokenShard, check: bool) -> str:
+  """What is wrong with the files, or an empty string."""
+  path = Path(shard.path)
+  wanted = {
+    path: (shard.num_tokens * np.dtype(shard.dtype).itemsize, shard.fingerprint),
+    _documents_path(path): (shard.num_documents * _START_BYTES, shard.documents_fingerprint),
+  }
+  if shard.weights_fingerprint:
+    wanted[_weights_path(path)] = (shard.num_tokens, shard.weights_fingerprint)
+  for each, (expected, _) in wanted.items():
+    if (size := os.path.getsize(each)) != expected:
+      return f"{each.name} has {size} bytes instead of {expected}"
+  for each, (_, fingerprint) in wanted.items():
+    if check:
+      with open(each, "rb") as file:
+        digest = hashlib.file_digest(file, new_hash).hexdigest()
+      if digest != fingerprint:
+        return f"{each.name} does not match its fingerprint"
+  return ""
+
+
+def _cannot_write(job: ShardJob, dtype: np.dtype, error: OSError) -> UserError:
+  path = job.path
+  needed = sum(dtype.itemsize * (source_bytes(document) + 2) for document in job.documents)
+  zipped = any(document.file.name.endswith(".gz") for document in job.documents)
+  try:
+    free = f", {shutil.disk_usage(path.parent).free} bytes are free"
+  except OSError:
+    free = ""
+  return UserError(
+    f"dataset_cache_directory={path.parent}: cannot write the token cache {path}: "
+    f"{error.strerror or error}; it needs {'more than' if zipped else 'about'} {needed} bytes{free};"
+    " free some space there, or set dataset_cache_directory to a folder you can write to"
+  )

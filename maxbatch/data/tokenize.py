@@ -1,0 +1,323 @@
+"""From documents to token ids: what is read, what is refused, and what may be skipped."""
+
+import array
+import collections
+import dataclasses
+import hashlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import BinaryIO
+
+import numpy as np
+
+from maxbatch.data.chat import Chat, Conversation
+from maxbatch.data.formats import text
+from maxbatch.data.formats.format import MAX_RECORD_BYTES, Bad, Record
+from maxbatch.data.formats.registry import FORMATS
+from maxbatch.data.sources import Document, SourceFile, Sources, part_of
+from maxbatch.data.tokenizer import Tokenizer, token_dtype
+from maxbatch.errors import UserError
+
+_STARTS_AT_ONCE = 65_536
+_CHUNK_BYTES = 4 * 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+  """How documents become tokens."""
+
+  sources: Sources
+  """Where they come from; without its files."""
+  tokenizer: Tokenizer
+  add_bos: bool = True
+  add_eos: bool = True
+  max_bad_records: int = 0
+  """So many are skipped; one more is refused."""
+  chat: Chat | None = None
+  """What makes tokens of records that are conversations."""
+
+
+@dataclasses.dataclass
+class Written:
+  """What has been written of some documents."""
+
+  num_tokens: int = 0
+  num_documents: int = 0
+  num_bad: int = 0
+  first_bad: str = ""
+  skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+  """Documents that are passed over, by reason."""
+  fingerprint: str = ""
+  """Hash of the tokens alone."""
+  weights_fingerprint: str = ""
+  """Likewise of which tokens count; empty where all do."""
+
+
+def new_hash():
+  """The hash of fingerprints."""
+  return hashlib.blake2b(digest_size=16)
+
+
+def tokenize(
+  recipe: Recipe,
+  documents: Sequence[Document],
+  tokens_file: BinaryIO,
+  starts_file: BinaryIO,
+  report: Callable[[int], None],
+  weights_file: BinaryIO | None = None,
+) -> Written:
+  """Writes the tokens of all documents one after the other, and where each of them begins.
+
+  Args:
+    weights_file: of conversations, receives a byte for each token: 1 if it counts as a target.
+    report: is given the bytes of each file, or piece of one, when it has been read.
+
+  Raises:
+    UserError: a document cannot be read, or more records are bad than may be; names it.
+    OSError: a file cannot be written.
+  """
+  out = _Output(recipe, tokens_file, starts_file, weights_file)
+  for document in documents:
+    if recipe.sources.format == "text":
+      _add_text(out, document)
+    else:
+      _add_records(out, document)
+    report(source_bytes(document))
+  return out.finished()
+
+
+def source_bytes(document: Document) -> int:
+  """About how many bytes of its file a document takes."""
+  return round(document.file.size_bytes * (document.end - document.begin) / document.num_pieces)
+
+
+class _Output:
+  """The files that are written, and what is counted meanwhile."""
+
+  def __init__(
+    self,
+    recipe: Recipe,
+    tokens_file: BinaryIO,
+    starts_file: BinaryIO,
+    weights_file: BinaryIO | None,
+  ):
+    self.recipe = recipe
+    self.written = Written()
+    self._dtype = token_dtype(recipe.tokenizer)
+    self._tokens_file, self._starts_file = tokens_file, starts_file
+    self._digest = new_hash()
+    self._weights_file, self._weights_digest = weights_file, new_hash()
+    self._starts = array.array("q")
+
+  def begin(self) -> None:
+    """A document begins where the next token will be."""
+    self._starts.append(self.written.num_tokens)
+    if len(self._starts) == _STARTS_AT_ONCE:
+      self._flush()
+    self.written.num_documents += 1
+
+  def add(self, ids: np.ndarray | Sequence[int]) -> None:
+    """Tokens of the document that has begun."""
+    tokens = np.ascontiguousarray(ids, self._dtype)
+    self._tokens_file.write(tokens.data)
+    self._digest.update(tokens.data)
+    self.written.num_tokens += tokens.size
+
+  def add_conversation(self, conversation: Conversation) -> None:
+    """The tokens of a document, and which of them count."""
+    self.add(conversation.ids)
+    if self._weights_file is not None:
+      self._weights_file.write(conversation.counted.data)
+      self._weights_digest.update(conversation.counted.data)
+
+  def refuse(self, error: UserError) -> None:
+    """Counts a bad record. Raises the error if it is one too many."""
+    written, limit = self.written, self.recipe.max_bad_records
+    written.num_bad += 1
+    written.skipped["bad"] += 1
+    written.first_bad = written.first_bad or str(error)
+    if limit == 0:
+      raise error
+    if written.num_bad > limit:
+      raise too_many(written.num_bad, limit, written.first_bad)
+
+  def finished(self) -> Written:
+    """All of it, once the last document has been added."""
+    self._flush()
+    self.written.fingerprint = self._digest.hexdigest()
+    if self._weights_file is not None:
+      self.written.weights_fingerprint = self._weights_digest.hexdigest()
+    return self.written
+
+  def _flush(self) -> None:
+    self._starts_file.write(np.array(self._starts, "<i8").data)
+    del self._starts[:]
+
+
+def too_many(count: int, limit: int, first: str) -> UserError:
+  """The error that says that more records are bad than may be skipped."""
+  return UserError(
+    f"{count} bad records, and max_bad_records={limit}; correct them, or raise it to skip more. "
+    f"The first: {first}"
+  )
+
+
+def _add_text(out: _Output, document: Document) -> None:
+  """A file of text is one document."""
+  recipe = out.recipe
+  key = recipe.sources.key
+  try:
+    start, stop = text.checked_range(key, document)
+  except text.NotTextError as error:
+    # The user did not choose the standard library's files one by one, so such a file is skipped.
+    if recipe.sources.kind == "stdlib":
+      out.written.skipped["not UTF-8"] += 1
+    else:
+      out.refuse(error)
+    return
+  if stop == 0:
+    out.written.skipped["empty"] += 1
+    return
+  if document.piece == 0:
+    out.begin()
+    out.add([recipe.tokenizer.bos_id] if recipe.add_bos else [])
+  for lines in text.whole_lines(text.text_chunks(key, document, start, stop)):
+    out.add(recipe.tokenizer.encode(lines))
+  if document.piece == document.num_pieces - 1:
+    out.add([recipe.tokenizer.eos_id] if recipe.add_eos else [])
+  if document.num_pieces > 1:
+    check_unchanged(key, document.file)
+
+
+def _add_records(out: _Output, document: Document) -> None:
+  """Every record is a document."""
+  sources, file = out.recipe.sources, document.file
+  form = FORMATS[sources.format]
+  for record in form.read(sources.key, file, sources.column, *_range(sources, document)):
+    content = _content(record, out.recipe)
+    if isinstance(content, Bad):
+      where = form.named(sources.key, file, record.place)
+      out.refuse(
+        UserError(
+          f"{sources.key}: {file.path}, {where}: {content.reason}; correct it, or set "
+          "max_bad_records to the number of such records that may be skipped"
+        )
+      )
+    elif isinstance(content, Conversation):
+      out.begin()
+      out.add_conversation(content)
+    elif not len(content):
+      out.written.skipped["empty"] += 1
+    else:
+      _add_document(out, content)
+  check_unchanged(sources.key, file)
+
+
+def check_unchanged(key: str, file: SourceFile) -> None:
+  """Refuses a file that another program has written to since it was listed.
+
+  Raises:
+    UserError: it has, or it is gone.
+  """
+  try:
+    status = os.stat(file.path)
+  except OSError as error:
+    raise UserError(f"{key}: cannot read {file.path}: {error.strerror or error}") from error
+  if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.modified_ns):
+    raise UserError(
+      f"{key}: {file.path} changed from {file.size_bytes} to {status.st_size} bytes while it was "
+      "read; start again when no other program writes to it"
+    )
+
+
+def _content(record: Record, recipe: Recipe) -> bytes | np.ndarray | Conversation | Bad:
+  """What a record's column holds, as the recipe reads it."""
+  if recipe.chat is not None and not isinstance(record.value, Bad):
+    return recipe.chat(record.value)
+  return _ids(record, recipe) if recipe.sources.is_tokenized else _text(record)
+
+
+def _add_document(out: _Output, content: bytes | np.ndarray) -> None:
+  out.begin()
+  if isinstance(content, np.ndarray):  # Whoever made the ids has begun and ended the documents.
+    out.add(content)
+    return
+  recipe = out.recipe
+  out.add([recipe.tokenizer.bos_id] if recipe.add_bos else [])
+  for lines in text.whole_lines(_slices(content)):
+    out.add(recipe.tokenizer.encode(lines))
+  out.add([recipe.tokenizer.eos_id] if recipe.add_eos else [])
+
+
+def _slices(content: bytes) -> Iterator[bytes]:
+  for start in range(0, len(content), _CHUNK_BYTES):
+    yield content[start : start + _CHUNK_BYTES]
+
+
+def _range(sources: Sources, document: Document) -> tuple[int, int]:
+  """First and end of the records to read, in the units of the format."""
+  if (document.begin, document.end, document.num_pieces) == (0, 1, 1):
+    return 0, sys.maxsize  # Without asking how many there are, which may take long.
+  form, key, file = FORMATS[sources.format], sources.key, document.file
+  start, stop = part_of(document, form.size(key, file))
+  ends = [
+    start + (stop - start) * piece // document.num_pieces
+    for piece in (document.piece, document.piece + 1)
+  ]
+  first, last = (
+    end if end in (start, stop) else min(form.next_cut(key, file, end), stop) for end in ends
+  )
+  return first, last
+
+
+def _text(record: Record) -> bytes | Bad:
+  """The document's text in UTF-8."""
+  value = record.value
+  if isinstance(value, Bad):
+    return value
+  try:
+    content = value.encode() if isinstance(value, str) else value
+    if isinstance(value, bytes):
+      value.decode()
+  except UnicodeEncodeError as error:
+    return Bad(f"character {error.start} is a lone surrogate, which is no Unicode")
+  except UnicodeDecodeError as error:
+    return Bad(f"not text: byte 0x{error.object[error.start]:02x} at {error.start} is not UTF-8")
+  if not isinstance(content, bytes):
+    return Bad(_instead_of(value, "text", "tokenize_train_data=false"))
+  if len(content) > MAX_RECORD_BYTES:
+    return Bad(f"longer than {MAX_RECORD_BYTES:,} bytes; a longer document can be a file of text")
+  if b"\0" in content:
+    return Bad(f"not text: a NUL byte at {content.index(0)}")
+  return content
+
+
+def _ids(record: Record, recipe: Recipe) -> np.ndarray | Bad:
+  """The document's token ids, as they are."""
+  value = record.value
+  if isinstance(value, Bad):
+    return value
+  try:
+    ids = np.asarray(value) if isinstance(value, list | np.ndarray) else None
+  except ValueError:  # Lists of different lengths in a list.
+    ids = None
+  if ids is not None and ids.shape == (0,):
+    return ids.astype(np.int64)
+  if ids is None or ids.dtype.kind not in "iu" or ids.ndim != 1:
+    return Bad(_instead_of(value, "a list of token ids", "tokenize_train_data=true"))
+  size = recipe.tokenizer.vocab_size
+  wrong = np.flatnonzero((ids < 0) | (ids >= size))
+  if wrong.size:
+    return Bad(f"token id {ids[wrong[0]]} at {wrong[0]} is not below the tokenizer's {size} ids")
+  return ids
+
+
+def _instead_of(value: object, wanted: str, key: str) -> str:
+  if value is None:
+    return f"null instead of {wanted}"
+  is_other = isinstance(value, list | np.ndarray | str | bytes)
+  if isinstance(value, list) and value and isinstance(value[0], dict):
+    return f"a list of messages instead of {wanted} (use_chat_template=true reads it)"
+  name = "a list" if isinstance(value, list | np.ndarray) else type(value).__name__
+  return f"{name} instead of {wanted}" + (f" ({key} reads it)" if is_other else "")

@@ -1,0 +1,1 @@
+"""Tokenizers of other libraries, one file each; maxbatch.data.registry names them."""

@@ -1,0 +1,100 @@
+"""A tiktoken file of ranks, read as Llama 3 and MaxText read it, by the tiktoken library."""
+
+import base64
+from typing import Any
+
+from maxbatch.config.schema import DataConfig
+from maxbatch.data.optional import library
+from maxbatch.data.tokenizers.vocabulary_file import (
+  FileTokenizer,
+  VocabularyFile,
+  bounded_pieces,
+  read_vocabulary,
+  special_ids,
+)
+
+# A file of ranks says neither how text is divided into words nor which tokens are special: these
+# are Llama 3's.
+_PATTERN = (
+  r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+  r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_NUM_SPECIAL = 256
+_NAMED = (
+  "<|begin_of_text|>",
+  "<|end_of_text|>",
+  "<|reserved_special_token_0|>",
+  "<|reserved_special_token_1|>",
+  "<|finetune_right_pad_id|>",
+  "<|step_id|>",
+  "<|start_header_id|>",
+  "<|end_header_id|>",
+  "<|eom_id|>",
+  "<|eot_id|>",
+  "<|python_tag|>",
+  "<|image|>",
+)
+
+
+class TiktokenTokenizer(FileTokenizer):
+  """See `FileTokenizer`."""
+
+  @staticmethod
+  def load(file: VocabularyFile) -> Any:
+    """See `FileTokenizer.load`."""
+    return _load(file)
+
+  def ids_of(self, text: str) -> list[int]:
+    """See `FileTokenizer.ids_of`."""
+    pieces = bounded_pieces(text)
+    return [id_ for piece in pieces for id_ in self.inner.encode_ordinary(piece)]
+
+  def text_of(self, ids: list[int]) -> str:
+    """See `FileTokenizer.text_of`."""
+    first_special = self.vocab_size - _NUM_SPECIAL
+    return self.inner.decode([id_ for id_ in ids if id_ < first_special])
+
+
+def build(data: DataConfig) -> TiktokenTokenizer:
+  """The tokenizer of tokenizer_path, a tiktoken file or the folder that holds it.
+
+  Raises:
+    UserError: there is none, it is damaged, or a special token is missing.
+  """
+  file = read_vocabulary(data, "tokenizer.model", "tokenizer.tiktoken")
+  ids = _load(file)._special_tokens
+  own = {"bos": ids[_NAMED[0]], "eos": ids[_NAMED[1]], "pad": ids[_NAMED[4]]}
+  known = list(ids)
+  return TiktokenTokenizer(
+    file, max(ids.values()) + 1, special_ids(data, file, own, ids.get, known)
+  )
+
+
+def _load(file: VocabularyFile) -> Any:
+  tiktoken = library("tiktoken", str(file))
+  try:
+    ranks = _ranks(file.content)
+  except ValueError as error:
+    raise file.damaged(error) from error
+  rest = range(2, _NUM_SPECIAL - len(_NAMED) + 2)
+  names = [*_NAMED, *(f"<|reserved_special_token_{number}|>" for number in rest)]
+  special = {name: len(ranks) + place for place, name in enumerate(names)}
+  return tiktoken.Encoding(
+    name=file.path.name, pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens=special
+  )
+
+
+def _ranks(content: bytes) -> dict[bytes, int]:
+  """The tokens with their ranks. Raises ValueError if a line is not one, or a rank is missing."""
+  ranks: dict[bytes, int] = {}
+  for number, line in enumerate(content.splitlines(), start=1):
+    token, _, rank = line.partition(b" ")
+    try:
+      ranks[base64.b64decode(token, validate=True)] = int(rank)
+    except ValueError as error:
+      raise ValueError(f"line {number} is not a token in base64 and its rank: {error}") from None
+  if not ranks or sorted(ranks.values()) != list(range(len(ranks))):
+    raise ValueError(f"its {len(ranks)} ranks are not 0, 1, 2 and so on")
+  if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+    raise ValueError(f"{len(missing)} bytes have no token, the first is 0x{missing[0]:02x}")
+  return ranks

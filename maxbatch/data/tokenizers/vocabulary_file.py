@@ -1,0 +1,221 @@
+"""What tokenizers that are read from a file have in common: the file, and the special tokens."""
+
+import abc
+import dataclasses
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxbatch.config.find import did_you_mean
+from maxbatch.config.schema import DataConfig
+from maxbatch.data.tokenizer import Ids
+from maxbatch.errors import UserError
+
+_MAX_CHARACTERS = 400_000
+_MAX_RUN = 25_000
+# Regular expressions of tokenizers take quadratic time or all of the stack for longer runs; Llama's
+# and MaxText's tokenizers divide them in the same places.
+_LONG_RUN = re.compile(rf"\S{{{_MAX_RUN}}}(?=\S)|\s{{{_MAX_RUN}}}(?=\s)")
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularyFile:
+  """A vocabulary's file, and what to call it in errors."""
+
+  tokenizer_type: str
+  path: Path
+  content: bytes = dataclasses.field(repr=False)
+
+  def __str__(self) -> str:
+    return f"tokenizer_type={self.tokenizer_type} tokenizer_path={self.path}"
+
+  @functools.cached_property
+  def hash(self) -> str:
+    """Of its contents."""
+    return hashlib.blake2b(self.content, digest_size=12).hexdigest()
+
+  def damaged(self, reason: object) -> UserError:
+    """The error that says that this is no such vocabulary."""
+    other = _type_of(self.content)
+    offer = (
+      f"it looks as tokenizer_type={other} has it"
+      if other and other != self.tokenizer_type
+      else "give the file as it was published, whole"
+    )
+    text = " ".join(str(reason).split())[:300]
+    return UserError(f"{self}: this is not such a vocabulary ({text}); {offer}")
+
+
+def read_vocabulary(data: DataConfig, *names: str) -> VocabularyFile:
+  """The file that `tokenizer_path` means; in a folder, the first of `names` that is there.
+
+  Raises:
+    UserError: there is none, or it cannot be read.
+  """
+  given = f"tokenizer_type={data.tokenizer_type} tokenizer_path={data.tokenizer_path}"
+  if not data.tokenizer_path:
+    raise UserError(
+      f"tokenizer_type={data.tokenizer_type} needs the vocabulary's file: for example "
+      f"tokenizer_path=my_tokenizer/{names[0]}; or use tokenizer_type=byte, which needs none"
+    )
+  path = Path(data.tokenizer_path).expanduser()
+  if path.is_dir():
+    there = [path / name for name in names if (path / name).is_file()]
+    if not there:
+      raise UserError(f"{given}: the folder holds no {' or '.join(names)}; give the file itself")
+    path = there[0]
+  try:
+    return VocabularyFile(data.tokenizer_type, path, path.read_bytes())
+  except OSError as error:
+    raise UserError(
+      f"{given}: cannot read {path}: {error.strerror}; give a file or folder that is on this "
+      "machine (names on a hub are not looked up)"
+    ) from error
+
+
+def _type_of(content: bytes) -> str:
+  """The tokenizer_type whose files begin as this one does; empty if none does."""
+  if content.lstrip()[:1] == b"{":
+    return "huggingface"
+  if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content):
+    return "tiktoken"
+  return "sentencepiece" if content[:1] == b"\n" else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class SpecialIds:
+  """The ids that begin and end a document and fill up rows."""
+
+  bos: int
+  eos: int
+  pad: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FileTokenizer(abc.ABC):
+  """See `maxbatch.data.tokenizer.Tokenizer`; loaded from its file again where it is unpickled.
+
+  What looks like a special token in a text is text: no document can end another.
+  """
+
+  file: VocabularyFile
+  vocab_size: int
+  special: SpecialIds
+
+  @staticmethod
+  @abc.abstractmethod
+  def load(file: VocabularyFile) -> Any:
+    """The library's own tokenizer. Raises UserError if the file is damaged."""
+
+  @abc.abstractmethod
+  def ids_of(self, text: str) -> list[int]:
+    """The ids of a text, without special ones."""
+
+  @abc.abstractmethod
+  def text_of(self, ids: list[int]) -> str:
+    """The text of ids of the vocabulary; special ids stand for none."""
+
+  @functools.cached_property
+  def inner(self) -> Any:
+    """The library's own tokenizer."""
+    return self.load(self.file)
+
+  def __getstate__(self) -> dict[str, object]:
+    return {field.name: self.__dict__[field.name] for field in dataclasses.fields(self)}
+
+  @property
+  def bos_id(self) -> int:
+    """See `Tokenizer.bos_id`."""
+    return self.special.bos
+
+  @property
+  def eos_id(self) -> int:
+    """See `Tokenizer.eos_id`."""
+    return self.special.eos
+
+  @property
+  def pad_id(self) -> int:
+    """See `Tokenizer.pad_id`."""
+    return self.special.pad
+
+  @property
+  def version(self) -> str:
+    """See `Tokenizer.version`."""
+    return f"{self.file.hash}-{self.bos_id}-{self.eos_id}-{self.pad_id}"
+
+  def encode(self, text: bytes) -> np.ndarray:
+    """See `Tokenizer.encode`."""
+    ids = self.ids_of(text.decode(errors="replace"))
+    return np.array(ids, np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+
+  def decode(self, ids: Ids) -> str:
+    """See `Tokenizer.decode`; broken UTF-8 becomes U+FFFD, ids of no token stand for no text."""
+    numbers = np.asarray(ids).reshape(-1).tolist()
+    return self.text_of([id_ for id_ in numbers if 0 <= id_ < self.vocab_size])
+
+
+def special_ids(
+  data: DataConfig,
+  file: VocabularyFile,
+  own: Mapping[str, int | None],
+  find: Callable[[str], int | None],
+  known: list[str],
+) -> SpecialIds:
+  """The special ids: those that the configuration names, else the tokenizer's own.
+
+  A tokenizer without a pad token fills up rows with the one that ends a document: what is filled up
+  has no weight, whatever its id.
+
+  Args:
+    own: of bos, eos and pad, the id that the tokenizer itself gives it, if any.
+    find: the id of a token, None if there is no such.
+    known: the special tokens by name, for errors.
+
+  Raises:
+    UserError: a named token does not exist, or one that add_bos or add_eos needs is not known.
+  """
+  named = {"bos": data.bos_token, "eos": data.eos_token, "pad": data.pad_token}
+  ids = dict(own)
+  for role, token in named.items():
+    if token:
+      ids[role] = find(token)
+      if ids[role] is None:
+        raise UserError(
+          f"{role}_token={token}: {file} has no such token.{did_you_mean(token, known)} "
+          f"Its special tokens: {_listed(known)}"
+        )
+  for role, is_used in (("bos", data.add_bos), ("eos", data.add_eos)):
+    if is_used and ids.get(role) is None:
+      example = f"{role}_token='{known[0]}' or " if known else ""
+      does = "begins" if role == "bos" else "ends"
+      raise UserError(
+        f"{file} does not say which token {does} a document, and add_{role}=true; use for example "
+        f"{example}add_{role}=false. Its special tokens: {_listed(known)}"
+      )
+  bos, eos, pad = (ids.get(role) for role in ("bos", "eos", "pad"))
+  last = next((id_ for id_ in (eos, bos, pad) if id_ is not None), 0)
+  return SpecialIds(
+    bos if bos is not None else last, eos if eos is not None else last, last if pad is None else pad
+  )
+
+
+def _listed(known: list[str]) -> str:
+  more = len(known) - 8
+  return ", ".join(known[:8]) + (f" and {more} more" if more > 0 else "") or "none"
+
+
+def bounded_pieces(text: str) -> Iterator[str]:
+  """The text in pieces that a regular expression can take, with no run of more than 25,000
+  characters that are all spaces or all none."""
+  for start in range(0, len(text), _MAX_CHARACTERS):
+    part = text[start : start + _MAX_CHARACTERS]
+    begin = 0
+    for run in _LONG_RUN.finditer(part):
+      yield part[begin : run.end()]
+      begin = run.end()
+    yield part[begin:]

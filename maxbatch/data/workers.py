@@ -1,0 +1,127 @@
+"""Processes that tokenize: one for every core, each making the shards that no other has claimed."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import cloudpickle
+import tqdm
+
+from maxbatch.data.token_shard import ShardJob
+from maxbatch.data.tokenize import Recipe
+from maxbatch.errors import UserError
+
+_PROGRAM = ("-m", "maxbatch.data.token_worker")
+_SAID_AFTER_SECONDS = 30
+_PATIENCE_SECONDS = 10
+
+
+def make_shards_in_processes(
+  jobs: Sequence[ShardJob], recipe: Recipe, report: Callable[[int], None]
+) -> None:
+  """Makes shards in as many processes as there are cores; none where one core would do it all.
+
+  The processes of this host take turns, whoever started them, so there may be shards left.
+
+  Raises:
+    UserError: a source or the folder cannot be used, or a process ended by itself.
+  """
+  num_processes = min(os.cpu_count() or 1, len(jobs))
+  if num_processes < 2:
+    return
+  read_end, write_end = os.pipe()
+  work = cloudpickle.dumps((list(jobs), recipe))
+  workers = []
+  try:
+    for number in range(num_processes):
+      command = [sys.executable, *_PROGRAM, str(number), str(write_end)]
+      # Where this process finds modules, the user's own among them.
+      env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+      workers.append(
+        subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[write_end], env=env)
+      )
+      _send(workers[-1], work)
+    os.close(write_end)
+    write_end = -1
+    with open(read_end, closefd=False) as lines:
+      for line in lines:
+        message = json.loads(line)
+        if "error" in message:
+          raise UserError(message["error"])
+        report(message["bytes"])
+    for worker in workers:
+      if code := worker.wait():
+        raise UserError(
+          f"a process that tokenizes ended with exit code {code}; what it says above is why, and if "
+          "it says nothing it was killed, as the system does when memory is short. Start again: what "
+          "is finished stays"
+        )
+  finally:
+    for end in (read_end, *([write_end] if write_end >= 0 else [])):
+      os.close(end)
+    _stop(workers)
+
+
+def _send(worker: subprocess.Popen, work: bytes) -> None:
+  assert worker.stdin is not None
+  with contextlib.suppress(BrokenPipeError):  # It has ended; its exit code says why.
+    worker.stdin.write(work)
+    worker.stdin.flush()
+
+
+def _stop(workers: Sequence[subprocess.Popen]) -> None:
+  """Ends them all; each removes the files that it has begun."""
+  for worker in workers:
+    worker.terminate()
+    with contextlib.suppress(BrokenPipeError):
+      assert worker.stdin is not None
+      worker.stdin.close()
+  for worker in workers:
+    try:
+      worker.wait(_PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+      worker.kill()
+      worker.wait()
+
+
+@contextlib.contextmanager
+def tokenizing_progress(part: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+  """What is given the bytes read since, and shows how many and how fast.
+
+  On a terminal a bar; elsewhere a line now and then, if it takes long.
+  """
+  began = said = time.monotonic()
+  done = 0
+  # disable=None: no bar where the output is not a terminal.
+  with tqdm.tqdm(
+    total=total_bytes,
+    desc=f"tokenizing {part}",
+    unit="B",
+    unit_scale=True,
+    disable=None,
+    leave=False,
+  ) as bar:
+
+    def report(num_bytes: int) -> None:
+      nonlocal done, said
+      done += num_bytes
+      bar.update(num_bytes)
+      now = time.monotonic()
+      if bar.disable and now - said > _SAID_AFTER_SECONDS:
+        said = now
+        print(
+          f"tokenizing {part}: {done / 1e6:,.0f} of {total_bytes / 1e6:,.0f} MB, "
+          f"{done / 1e6 / (now - began):.3g} MB/s",
+          flush=True,
+        )
+
+    yield report
+  if (seconds := time.monotonic() - began) > _SAID_AFTER_SECONDS:
+    print(
+      f"tokenized {part}: {done / 1e6:,.0f} MB in {seconds:,.0f} s, {done / 1e6 / seconds:.3g} MB/s",
+      flush=True,
+    )

@@ -1,0 +1,100 @@
+"""One end for all processes of a run, whichever of them it begins in."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+
+from maxbatch.command_line.signals import Interrupted, leave
+from maxbatch.errors import (
+  EXIT_DIVERGED,
+  EXIT_PROCESS_FAILED,
+  EXIT_ROWS,
+  EXIT_USER_ERROR,
+  ProcessFailedError,
+  RowsError,
+  TrainingDivergedError,
+  UserError,
+)
+from maxbatch.hardware.coordinator import Coordinator
+from maxbatch.hardware.stacks import stacks
+from maxbatch.hardware.watch import Watch
+
+_watches: list[Watch] = []
+"""The one of this process, once it has joined others: jax, too, joins them once and for all."""
+
+
+def watch_others(limit_seconds: float) -> None:
+  """Begins to watch the other processes, which have joined; one that is silent so long is lost."""
+  _watches.append(Watch(Coordinator(), limit_seconds))
+
+
+def lose_coordinator() -> None:
+  """Called when process 0 has closed its connection."""
+  for watch in _watches:
+    watch.lose_coordinator()
+
+
+@contextlib.contextmanager
+def ending_together(*, alone: bool = False) -> Iterator[None]:
+  """What ends this process in this context ends all; what has ended another ends this one.
+
+  Args:
+    alone: whether an error in this context is this process's and not the configuration's, so that
+      to start again may help: the exit code says so.
+
+  Raises:
+    ProcessFailedError: another process has failed or is gone; or this one, which is not the one
+      that speaks.
+  """
+  try:
+    yield
+  except BaseException as error:
+    for watch in _watches:
+      if cause := watch.cause_of(error):
+        watch.speak()
+        raise ProcessFailedError(str(cause), cause.exit_code) from None
+      watch.fail(*_reason(error, alone=alone))
+    raise
+
+
+def end_hanging(reason: str) -> None:
+  """Ends all processes because this one does not get on; each says where its threads are."""
+  for watch in _watches:
+    watch.fail(reason, with_stacks=True)
+  if not _watches:
+    print(f"{stacks()}\nstopped: this run {reason}", file=sys.stderr, flush=True)
+    os._exit(EXIT_PROCESS_FAILED)
+
+
+def leave_with_others(exit_code: int, *, at_once: bool = False) -> NoReturn:
+  """Ends this process, after a success with the others, else as soon as they know of it.
+
+  Args:
+    exit_code: what this process would end with alone.
+    at_once: after a failure without Python's own way out.
+  """
+  agreed = exit_code
+  for watch in _watches:
+    agreed = watch.leave(exit_code)
+  if agreed and (_watches or at_once):
+    for stream in (sys.stdout, sys.stderr):
+      if stream is not None:  # as it is in a process that was started without
+        stream.flush()
+    os._exit(agreed)
+  leave(exit_code)
+
+
+def _reason(error: BaseException, *, alone: bool) -> tuple[str, int]:
+  """What others say of it, and with which code all exit."""
+  if isinstance(error, Interrupted):
+    return f"was ended by signal {error.exit_code - 128}", error.exit_code
+  if isinstance(error, TrainingDivergedError):
+    return f"stopped: {error}", EXIT_DIVERGED
+  if isinstance(error, RowsError):
+    return f"stopped: {error}", EXIT_ROWS
+  if isinstance(error, UserError):
+    return f"failed: {error}", EXIT_PROCESS_FAILED if alone else EXIT_USER_ERROR
+  text = str(error).partition("\n")[0]
+  return f"failed: {type(error).__name__}: {text}", EXIT_PROCESS_FAILED

@@ -1,0 +1,185 @@
+"""Joins the processes that train together.
+
+jax must know of the others before it starts a device. What keys and variables leave open it finds
+itself, under SLURM, Open MPI and Kubernetes and on TPU pods.
+"""
+
+import collections
+import errno
+import os
+import queue
+import socket
+import threading
+import warnings
+from typing import NoReturn
+
+import jax
+
+from maxbatch.batch.solve import counted
+from maxbatch.config.schema import Config, DistributedConfig
+from maxbatch.errors import UserError
+from maxbatch.hardware.agreement import shared_error
+from maxbatch.hardware.coordinator import relayed
+from maxbatch.hardware.ending import leave_with_others, lose_coordinator, watch_others
+from maxbatch.hardware.stated_processes import StatedProcesses, stated_processes
+
+_JAX_LATER_SECONDS = 60
+"""From our limits to jax's own, at which it ends the process with a stack trace."""
+
+_JOINING = "joins the other processes"
+"""The name of a thread, which goes on after our limit."""
+
+_tried_to_join = threading.Event()
+"""Whether jax may hold connections to other processes."""
+
+_PATIENCE_SECONDS = 5.0
+"""For process 0 to answer."""
+
+
+def join(config: Config) -> int:
+  """Joins the other processes, if there are any; call it before jax starts a device.
+
+  Returns:
+    The number of processes that keys or variables name; 1 where they name none.
+
+  Raises:
+    UserError: the others cannot be reached in time, or there are some and nothing says where.
+  """
+  keys = config.distributed
+  if keys.skip_jax_distributed_system or config.compile.compile_topology:
+    return 1
+  stated = stated_processes(keys, os.environ)
+  if not jax.distributed.is_initialized() and (stated.several or _may_be_a_pod(config)):
+    # The handlers of signals stay Python's, which end a run in order.
+    jax.config.update("jax_enable_preemption_service", False)
+    _tried_to_join.set()
+    failure = _taken(stated) or _initialize(stated, keys)
+    if failure and stated.several:
+      raise UserError(_refusal(stated, failure))
+    if not failure and jax.distributed.is_initialized():
+      watch_others(keys.jax_distributed_heartbeat_timeout_seconds)
+  return stated.num_processes or 1
+
+
+def check_joined(num_processes: int, num_simulated_devices: int) -> None:
+  """Checks, once jax has started, that as many processes have joined as `join` returned.
+
+  Raises:
+    UserError: this one is alone, or the processes have not as many devices each.
+  """
+  joined = jax.process_count()
+  counts = collections.Counter(device.process_index for device in jax.devices())
+  if len(set(counts.values())) > 1:
+    (least, fewest), (most, largest) = counts.most_common()[-1], counts.most_common(1)[0]
+    raise shared_error(
+      f"process {least} has {counted(fewest, 'device')} and process {most} has {largest}: all must "
+      f"have as many (num_simulated_devices={num_simulated_devices} here)"
+    )
+  if num_processes > 1 and joined == 1:
+    raise UserError(
+      f"{num_processes} processes were started, and this one is alone, as jax had started before it "
+      "could join the others"
+    )
+  if num_simulated_devices > 0 and joined != num_processes:
+    raise UserError(
+      f"num_simulated_devices={num_simulated_devices}: {joined} processes have joined, and nothing "
+      f"said before how many share these devices; for example num_processes={joined}"
+    )
+
+
+def leave_together(exit_code: int) -> NoReturn:
+  """Ends this process, with the others if it has joined them."""
+  # What is left of a connection that failed may wait, or crash, while Python is taken down.
+  leave_with_others(exit_code, at_once=_tried_to_join.is_set())
+
+
+def _may_be_a_pod(config: Config) -> bool:
+  """Whether this may be one host of a TPU pod, which no variable need say.
+
+  Not in other containers of Kubernetes, where jax would ask the cluster's interface.
+  """
+  return config.mesh.num_simulated_devices <= 0 and "KUBERNETES_SERVICE_HOST" not in os.environ
+
+
+def _taken(stated: StatedProcesses) -> str:
+  """Says so if process 0 cannot listen at its address, over which jax may crash; or nothing."""
+  if stated.process_id != 0 or stated.address is None:
+    return ""
+  family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+  with socket.socket(family) as own:
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+      own.bind(("", int(stated.address.rpartition(":")[2])))
+    except OSError as error:
+      if error.errno == errno.EADDRINUSE:
+        return f"another program has the port of {stated.address}; choose another port"
+  return ""
+
+
+def _initialize(stated: StatedProcesses, keys: DistributedConfig) -> str:
+  """Joins by jax; why it could not, or nothing.
+
+  In a thread: jax waits without hearing signals, and at its own limit it ends the process.
+  """
+  limit = keys.jax_distributed_initialization_timeout
+  silence = keys.jax_distributed_heartbeat_timeout_seconds
+  outcome: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+  def initialize() -> None:
+    try:
+      # Of a package that jax would use to ask Kubernetes, if it were installed.
+      warnings.simplefilter("ignore")
+      with relayed(lose_coordinator):
+        jax.distributed.initialize(
+          stated.address,
+          stated.num_processes if stated.address else None,
+          stated.process_id if stated.address else None,
+          initialization_timeout=limit + _JAX_LATER_SECONDS,
+          heartbeat_timeout_seconds=silence + _JAX_LATER_SECONDS,
+        )
+    except (ValueError, RuntimeError, LookupError, OSError) as error:
+      outcome.put(str(error).splitlines()[0] or type(error).__name__)
+    else:
+      outcome.put("")
+
+  with warnings.catch_warnings():
+    threading.Thread(target=initialize, daemon=True, name=_JOINING).start()
+    try:
+      return outcome.get(timeout=limit)
+    except queue.Empty:
+      return _late(stated, limit)
+
+
+def _late(stated: StatedProcesses, limit: int) -> str:
+  """Why processes may not have joined in time."""
+  count = f"the {stated.num_processes}" if stated.num_processes else "all"
+  late = f"{count} processes have not come within jax_distributed_initialization_timeout={limit}"
+  late += " seconds"
+  if stated.address is not None:
+    host, _, port = stated.address.rpartition(":")
+    try:
+      socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE_SECONDS).close()
+    except OSError as error:
+      late += f", and process 0 does not answer at {stated.address} ({error.strerror or error})"
+    else:
+      late += f"; process 0 answers at {stated.address}, so that others are missing"
+  return f"{late}. If they only start late, raise that limit"
+
+
+def _refusal(stated: StatedProcesses, reason: str) -> str:
+  given = {
+    "coordinator_address": stated.address,
+    "num_processes": stated.num_processes,
+    "process_id": stated.process_id,
+  }
+  known = " ".join(f"{key}={value}" for key, value in given.items() if value is not None)
+  if "should be defined" in reason or "must be defined" in reason:
+    reason = (
+      "nothing says where the others are. Start the processes by srun or by mpirun of Open MPI 4, "
+      "or give each of them coordinator_address=HOST:PORT (a free port of process 0's host), "
+      "num_processes=… and process_id=…"
+    )
+  return (
+    f"{stated.sign or known}: there are several processes, and this one cannot join the others: "
+    f"{reason}; skip_jax_distributed_system=true trains with this process alone"
+  )

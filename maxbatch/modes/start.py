@@ -1,0 +1,91 @@
+"""The start of a run: its devices, and several processes that must have started alike.
+
+A process with another key, another checkout or another library compiles another program, and all of
+them would wait for each other in the first collective that only some of them reach; with other data
+they would train on what nobody asked for. So what decides is compared before anything else is done.
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import jax
+
+import maxbatch
+from maxbatch.batch.plan import BatchPlan
+from maxbatch.compile.step_identity import compiler_environment, library_versions
+from maxbatch.config.load import to_flat_dict
+from maxbatch.config.schema import Config
+from maxbatch.data.dataset import Dataset
+from maxbatch.hardware.agreement import check_alike
+from maxbatch.hardware.devices import start_devices
+from maxbatch.run_folder.paths import RunFolder
+from maxbatch.run_folder.process_log import process_log
+
+_OF_EACH = ("coordinator_address", "process_id")
+"""Keys in which processes may differ."""
+_LIBRARIES = ("numpy", "grain", "orbax-checkpoint")
+
+
+@contextlib.contextmanager
+def started(config: Config, *, leaves_files: bool = True) -> Iterator[None]:
+  """A context in which all processes have joined and started alike, and process 0 alone speaks.
+
+  Args:
+    config: as its keys say.
+    leaves_files: whether each process has a log in the run's folder.
+
+  Raises:
+    UserError: as `start_devices`, or the processes have different keys, packages or sources.
+  """
+  start_devices(config)
+  number = jax.process_index()
+  if config.compile.compile_topology or jax.process_count() == 1:
+    yield
+    return
+  log = RunFolder.of(config.run).process_log(number) if leaves_files else Path(os.devnull)
+  with process_log(log, speaks=number == 0):
+    check_alike(_keys(config) | _installation())
+    yield
+
+
+def check_same_run(config: Config, plan: BatchPlan, dataset: Dataset) -> None:
+  """Checks that all processes have resolved the run alike, and have the same data before them.
+
+  A plan may rest on a file, and data are read on every host.
+
+  Raises:
+    UserError: they have not.
+  """
+  if jax.process_count() > 1:
+    check_alike(
+      _keys(config)
+      | {f"plan, {key}": value for key, value in plan.as_dict().items()}
+      | _data("training", dataset.fingerprint, dataset.train_files)
+      | _data("validation", dataset.validation_fingerprint, dataset.validation_files)
+    )
+
+
+def _keys(config: Config) -> dict[str, object]:
+  return {key: value for key, value in to_flat_dict(config).items() if key not in _OF_EACH}
+
+
+def _installation() -> dict[str, object]:
+  """Python, packages, what the environment tells the compiler, and a hash of each of our files."""
+  versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+  package = Path(maxbatch.__file__).parent
+  sources = {
+    f"maxbatch/{path.relative_to(package)}": hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    for path in sorted(package.rglob("*.py"))
+  }
+  compiler = compiler_environment(jax.local_devices()[0])
+  return {"python": platform.python_version()} | library_versions() | versions | compiler | sources
+
+
+def _data(part: str, fingerprint: str, files: Mapping[str, int]) -> dict[str, object]:
+  sizes: dict[str, object] = {f"{part} data, bytes of {name}": size for name, size in files.items()}
+  return sizes | {f"{part} data, fingerprint": fingerprint}

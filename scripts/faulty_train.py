@@ -1,0 +1,91 @@
+"""maxbatch.train with a fault in it: python scripts/faulty_train.py FAULT PROCESS NUMBER [key=value …].
+
+The fault is in one process, when it reads sample NUMBER or one after it, or saves step NUMBER.
+"""
+
+import errno
+import os
+import pathlib
+import resource
+import sys
+import time
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from maxbatch.checkpoints.checkpointer import Checkpointer
+from maxbatch.data.reading import ReadOrder
+from maxbatch.hardware.processes import leave_together
+from maxbatch.train import main
+
+HANGING_SECONDS = 3600
+
+
+def hang() -> None:
+  """Waits longer than any test."""
+  time.sleep(HANGING_SECONDS)
+
+
+def refuse() -> None:
+  """What a file system says of a file it cannot read."""
+  raise OSError(errno.EIO, os.strerror(errno.EIO), "/data/shard-00007.bin")
+
+
+def crash() -> None:
+  """A mistake of a program."""
+  raise ZeroDivisionError("a bug")
+
+
+def fill_disk() -> None:
+  """From now on this process's files stay small, as on a disk without space for more."""
+  resource.setrlimit(resource.RLIMIT_FSIZE, (64, resource.RLIM_INFINITY))
+
+
+def set_clock() -> None:
+  """This process believes it is an hour later."""
+  now = time.time
+  time.time = lambda: now() + 3600
+
+
+READING = {"loader hangs": hang, "loader refuses": refuse, "loader crashes": crash}
+
+SAVING = {"save crashes": crash, "save hangs": hang, "disk is full": fill_disk}
+
+
+def read_with(fault: Any, number: int) -> None:
+  """Samples from `number` on cannot be had."""
+  read = ReadOrder.__call__
+
+  def faulty(order: ReadOrder, sample_ids: np.ndarray) -> Any:
+    if order.seed is not None and sample_ids.max() >= number:
+      fault()
+    return read(order, sample_ids)
+
+  mock.patch.object(ReadOrder, "__call__", faulty).start()
+
+
+def save_with(fault: Any, number: int) -> None:
+  """This process does not come back from the save of step `number`, or fails in it."""
+  save = Checkpointer.save
+
+  def faulty(checkpointer: Checkpointer, state: Any, position: Any, *rest: Any) -> None:
+    if position.step == number:
+      fault()
+    save(checkpointer, state, position, *rest)
+
+  mock.patch.object(Checkpointer, "save", faulty).start()
+
+
+if __name__ == "__main__":
+  fault, process, number, *arguments = sys.argv[1:]
+  if f"process_id={process}" in arguments:
+    if fault in READING:
+      read_with(READING[fault], int(number))
+    elif fault in SAVING:
+      save_with(SAVING[fault], int(number))
+    elif fault == "clock is wrong":
+      set_clock()
+    else:
+      raise SystemExit(f"{pathlib.Path(__file__).name} knows no fault {fault!r}")
+  leave_together(main(arguments))

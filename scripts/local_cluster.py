@@ -1,0 +1,69 @@
+"""What scripts/local_cluster.sh runs: N processes of one run, their signals and their exit code."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+_LAST_WORDS_SECONDS = 60
+"""For the others, when one has failed: they notice it themselves and say so."""
+_POLL_SECONDS = 0.1
+
+
+def main(arguments: Sequence[str]) -> int:
+  """Starts the processes and waits for them; the exit code of the first that failed, or 0."""
+  count, *keys = arguments or [""]
+  if not count.isdecimal() or count == "0":
+    print("usage: scripts/local_cluster.sh N [key=value ...]; for example N=2", file=sys.stderr)
+    return 2
+  given = [] if any(key.startswith("config=") for key in keys) else ["config=configs/base.yml"]
+  command = [*_ending_with_parent(), sys.executable, "-m", "maxbatch.train", *given, *keys]
+  number = int(count)
+  place = [f"coordinator_address=localhost:{_free_port()}", f"num_processes={number}"]
+  processes = [
+    # In sessions of their own: Ctrl-C reaches them once, from here; a second one stops at once.
+    subprocess.Popen([*command, *place, f"process_id={own}"], start_new_session=True)
+    for own in range(number)
+  ]
+  for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(each, lambda got, _: _send(processes, got))
+  return _wait(processes)
+
+
+def _ending_with_parent() -> list[str]:
+  """The beginning of a command that the kernel ends when this process is no more."""
+  return ["setpriv", "--pdeathsig", "KILL"] if shutil.which("setpriv") else []
+
+
+def _free_port() -> int:
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    return free.getsockname()[1]
+
+
+def _send(processes: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+  for process in processes:
+    process.send_signal(number)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+  """Waits for all; when one has failed, for the others no longer than a minute."""
+  failed, limit = 0, float("inf")
+  while any(process.poll() is None for process in processes):
+    time.sleep(_POLL_SECONDS)
+    codes = [process.poll() for process in processes]
+    if not failed and any(codes):
+      failed, limit = next(filter(None, codes)), time.monotonic() + _LAST_WORDS_SECONDS
+    if time.monotonic() > limit:
+      _send(processes, signal.SIGKILL)
+  failed = failed or next(filter(None, (process.poll() for process in processes)), 0)
+  return 128 - failed if failed < 0 else failed
+
+
+if __name__ == "__main__":
+  os.chdir(os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+  sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,103 @@
+"""Runs of several real processes on this machine, which tests start, wait for and read."""
+
+import dataclasses
+import pathlib
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from processes import PATIENCE_SECONDS, REPOSITORY, environment
+
+from maxbatch.run_folder.metrics import read_metrics
+
+TIMES = ("step_seconds", "tokens_per_second")
+TRAIN = [sys.executable, "-m", "maxbatch.train"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Ended:
+  """A process that has ended."""
+
+  exit_code: int
+  output: str
+  errors: str
+
+
+def free_port() -> int:
+  """A port of this machine that nobody listens at."""
+  with socket.socket() as free:
+    free.bind(("localhost", 0))
+    return free.getsockname()[1]
+
+
+def place(number: int, count: int, port: int) -> list[str]:
+  """The keys of process `number` of `count`."""
+  address = f"coordinator_address=localhost:{port}"
+  return [address, f"num_processes={count}", f"process_id={number}"]
+
+
+def start(
+  count: int,
+  arguments: Sequence[str],
+  *,
+  command: Sequence[str] = TRAIN,
+  own: Mapping[int, Sequence[str]] | None = None,
+  variables: Mapping[int, Mapping[str, str]] | None = None,
+  folders: Mapping[int, pathlib.Path] | None = None,
+) -> list[subprocess.Popen[str]]:
+  """Starts `count` processes of one run.
+
+  Args:
+    count: how many.
+    arguments: keys of all of them.
+    command: what each runs.
+    own: further arguments of some processes, by their numbers.
+    variables: further variables of the environment of some processes.
+    folders: where some processes start; the others in the repository.
+  """
+  port, own, variables, folders = free_port(), own or {}, variables or {}, folders or {}
+  return [
+    started(
+      [*command, *arguments, *place(number, count, port), *own.get(number, ())],
+      variables.get(number, {}),
+      folders.get(number, REPOSITORY),
+    )
+    for number in range(count)
+  ]
+
+
+def started(
+  command: Sequence[str], variables: Mapping[str, str], folder: pathlib.Path = REPOSITORY
+) -> subprocess.Popen[str]:
+  """Starts one process, which says where the others are in its own way."""
+  return subprocess.Popen(
+    command,
+    cwd=folder,
+    stdout=subprocess.PIPE,
+    stderr=subprocess.PIPE,
+    text=True,
+    env=environment(**variables),
+  )
+
+
+def wait(processes: Sequence[subprocess.Popen[str]]) -> list[Ended]:
+  """Waits for all processes, in parallel; ends those that hang."""
+  try:
+    said = [process.communicate(timeout=PATIENCE_SECONDS) for process in processes]
+  finally:
+    for process in processes:
+      process.kill()
+  return [Ended(process.returncode, *each) for process, each in zip(processes, said, strict=True)]
+
+
+def train(count: int, arguments: Sequence[str], **more: Any) -> list[Ended]:
+  """Trains in `count` processes; see `start`."""
+  return wait(start(count, arguments, **more))
+
+
+def records(run_folder: pathlib.Path) -> list[dict[str, float]]:
+  """metrics.jsonl without what clocks say."""
+  found = read_metrics(run_folder)
+  return [{key: value for key, value in one.items() if key not in TIMES} for one in found]

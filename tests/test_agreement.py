@@ -1,0 +1,85 @@
+"""Processes that were not started alike do not train: each difference is named with its host."""
+
+import shutil
+import socket
+
+from processes import REPOSITORY, small_run
+from several_processes import train
+
+HOST = socket.gethostname()
+
+
+def test_another_key_and_another_source_are_named(tmp_path):
+  other = tmp_path / "other"
+  shutil.copytree(REPOSITORY / "maxbatch", other / "maxbatch")
+  shutil.copytree(REPOSITORY / "configs", other / "configs")
+  with (other / "maxbatch" / "training" / "loss.py").open("a") as file:
+    file.write("# Another checkout.\n")
+  first, second = train(
+    2,
+    [*small_run(tmp_path, tmp_path / "words.txt", tmp_path / "cache"), "num_simulated_devices=2"],
+    own={1: ["learning_rate=0.5"]},
+    variables={1: {"PYTHONPATH": str(other)}},
+    folders={1: tmp_path},
+  )
+  assert (first.exit_code, second.exit_code) == (2, 2)
+  assert first.errors.splitlines()[0] == (
+    f"error: the processes have not started alike; compared with process 0 on {HOST}:"
+  )
+  assert f"  process 1 on {HOST}: learning_rate=0.5 instead of 0.003\n" in first.errors
+  assert f"  process 1 on {HOST}: maxbatch/training/loss.py=" in first.errors
+  assert len(first.errors.splitlines()) == 4, first.errors
+  assert (first.output, second.output, second.errors) == ("", "", "")
+  assert not (tmp_path / "first_run" / "metrics.jsonl").exists()
+
+
+def test_other_data_and_another_schedule_under_the_same_name_are_named(tmp_path):
+  arguments = small_run(tmp_path, tmp_path / "words.txt", tmp_path / "cache")
+  schedule = ["batch_schedule=file", "batch_schedule_file=batches.yml", "batch_size=-1"]
+  folders = {number: tmp_path / str(number) for number in range(2)}
+  for number, folder in folders.items():
+    folder.mkdir()
+    (folder / "words.txt").write_text(f"a word and {number} more\n" * 300 + "." * number)
+    (folder / "batches.yml").write_text(f"batch_schedule: [[0, 8], [16, {16 + 8 * number}]]")
+  ended = train(
+    2,
+    [*arguments, "dataset_path=words.txt", "num_simulated_devices=2", *schedule],
+    variables={number: {"PYTHONPATH": str(REPOSITORY)} for number in folders},
+    folders=folders,
+  )
+  assert [one.exit_code for one in ended] == [2, 2]
+  errors = ended[0].errors
+  size = f"  process 1 on {HOST}: training data, bytes of words.txt (its first 95%)="
+  assert size in errors
+  assert f"  process 1 on {HOST}: validation data, fingerprint=" in errors
+  assert f"  process 1 on {HOST}: plan, total_samples=" in errors
+  assert ended[1].errors == ""
+  assert not (tmp_path / "first_run" / "metrics.jsonl").exists()
+
+
+def test_a_folder_that_is_not_shared_is_refused(tmp_path):
+  arguments = small_run(tmp_path, tmp_path / "words.txt", tmp_path / "cache")
+  folders = {number: tmp_path / str(number) for number in range(2)}
+  for folder in folders.values():
+    folder.mkdir()
+  ended = train(
+    2,
+    [*arguments, "base_output_directory=runs", "num_simulated_devices=2"],
+    variables={number: {"PYTHONPATH": str(REPOSITORY)} for number in folders},
+    folders=folders,
+  )
+  assert [one.exit_code for one in ended] == [2, 2]
+  assert ended[0].errors.startswith("error: base_output_directory=runs: every process writes its ")
+  assert f"and process 1 on {HOST} cannot see" in ended[0].errors
+  assert ended[1].errors == ""
+
+
+def test_processes_with_different_numbers_of_devices_are_refused(tmp_path):
+  arguments = small_run(tmp_path, tmp_path / "words.txt", tmp_path / "cache")
+  ended = train(2, arguments, own={n: [f"num_simulated_devices={2 * n + 2}"] for n in range(2)})
+  assert [one.exit_code for one in ended] == [2, 2]
+  assert ended[0].errors == (
+    "error: process 0 has 1 device and process 1 has 2: all must have as many "
+    "(num_simulated_devices=2 here)\n"
+  )
+  assert ended[1].errors == ""

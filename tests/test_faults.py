@@ -1,0 +1,130 @@
+"""What happens to all of several processes when something happens to one: real processes, real kills."""
+
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from processes import PATIENCE_SECONDS, REPOSITORY, small_run
+from several_processes import Ended, records, start, wait
+
+from maxbatch.checkpoints.newest import completed_steps
+from maxbatch.errors import EXIT_PROCESS_FAILED
+
+FAULTY = [sys.executable, str(REPOSITORY / "scripts" / "faulty_train.py")]
+SILENCE = "jax_distributed_heartbeat_timeout_seconds=20"
+
+
+@pytest.fixture
+def arguments(tmp_path):
+  """Of a run that would take long, saves often and has a device in each of two processes."""
+  keys = "run_name=r num_simulated_devices=2 steps=5000 checkpoint_period=4 log_period=1000"
+  return [*small_run(tmp_path, tmp_path / "text.txt", tmp_path / "cache"), *keys.split()]
+
+
+def saved(folder: pathlib.Path) -> list[int]:
+  """The steps that are saved."""
+  return completed_steps(folder / "r" / "checkpoints")
+
+
+def after_save(processes: list[subprocess.Popen[str]], folder: pathlib.Path, step: int) -> None:
+  """Waits until the run has saved this step or a later one."""
+  deadline = time.monotonic() + PATIENCE_SECONDS
+  while not saved(folder) or saved(folder)[-1] < step:
+    assert all(process.poll() is None for process in processes), wait(processes)
+    assert time.monotonic() < deadline
+    time.sleep(0.1)
+
+
+def logs(folder: pathlib.Path) -> list[str]:
+  """What each process said."""
+  return [path.read_text() for path in sorted((folder / "r" / "logs").iterdir())]
+
+
+def codes(ended: list[Ended]) -> list[int]:
+  return [process.exit_code for process in ended]
+
+
+def test_a_killed_process_is_named_and_a_signal_to_one_stops_all(tmp_path, arguments):
+  begins = 0
+  for victim, reason in enumerate(
+    ["has ended without a word", "has given no sign of life for 20 s"]
+  ):
+    processes = start(2, [*arguments, SILENCE])
+    after_save(processes, tmp_path, begins + 4)
+    os.kill(processes[victim].pid, signal.SIGKILL)
+    ended, other = wait(processes), 1 - victim
+    assert codes(ended)[other] == EXIT_PROCESS_FAILED, ended
+    (line,) = ended[other].errors.splitlines()
+    assert line.startswith(f"stopped: process {victim} on ")
+    assert reason in line
+    assert line in logs(tmp_path)[other]
+    # With process 0 ends metrics.jsonl; the save under way may be lost with a process.
+    assert records(tmp_path / "r")[-1]["step"] - saved(tmp_path)[-1] <= 8
+    begins = saved(tmp_path)[-1]
+
+  processes = start(2, arguments)
+  after_save(processes, tmp_path, begins + 4)
+  processes[1].send_signal(signal.SIGTERM)
+  ended = wait(processes)
+  assert codes(ended) == [0, 0], ended
+  assert f"Resuming after step {begins} ({begins * 8:,} samples)" in ended[0].output
+  last = records(tmp_path / "r")[-1]
+  assert "eval/loss" in last
+  assert [one["step"] for one in records(tmp_path / "r")] == list(range(int(last["step"]) + 1))
+  assert saved(tmp_path)[-1] == last["step"]
+  assert "a stop signal in process 1" in ended[0].output
+  for said in (ended[0].output, logs(tmp_path)[1]):
+    assert f"Stopped after step {last['step']}:" in said
+
+
+@pytest.mark.parametrize(
+  ("fault", "said"),
+  [
+    (
+      "loader refuses",
+      "reading samples 72 to 79 failed: [Errno 5] Input/output error: '/data/shard",
+    ),
+    ("loader crashes", "failed: ZeroDivisionError: a bug"),
+    ("disk is full", "failed: checkpoint step 8 could not be written to "),
+  ],
+)
+def test_an_error_in_one_process_ends_all_with_its_words(tmp_path, arguments, fault, said):
+  number = 8 if fault == "disk is full" else 72
+  ended = wait(start(2, arguments, command=[*FAULTY, fault, "1", str(number)]))
+  assert codes(ended) == [EXIT_PROCESS_FAILED] * 2, ended
+  assert "stopped: process 1 on " in ended[0].errors
+  assert said in ended[0].errors
+  if fault != "disk is full":  # Its log is on that disk.
+    assert said.removeprefix("failed: ") in logs(tmp_path)[1]
+  assert set(saved(tmp_path)) <= {4, 8}
+  assert records(tmp_path / "r")[-1]["step"] >= 7
+
+
+def test_a_process_that_hangs_is_found_by_its_stack(tmp_path, arguments):
+  keys = [*arguments, "hang_timeout_seconds=30"]
+  ended = wait(start(2, keys, command=[*FAULTY, "loader hangs", "1", "72"]))
+  assert codes(ended) == [EXIT_PROCESS_FAILED] * 2, ended
+  assert "has ended no step for 30 s (hang_timeout_seconds)" in ended[0].errors
+  assert re.search(r"maxbatch/data/loader.py:\d+ in __next__: process 1$", ended[0].errors, re.M)
+  assert "in hang" in logs(tmp_path)[1]
+
+
+def test_a_flipped_bit_is_named_and_all_use_an_older_checkpoint(tmp_path, arguments):
+  two = [*arguments, "steps=8", "async_checkpointing=false"]
+  assert codes(wait(start(2, two))) == [0, 0]
+  (data,) = (tmp_path / "r" / "checkpoints" / "8" / "state" / "ocdbt.process_1" / "d").iterdir()
+  content = bytearray(data.read_bytes())
+  content[len(content) // 2] ^= 1
+  data.write_bytes(content)
+  ended = wait(start(2, [*two, "steps=10"], command=[*FAULTY, "clock is wrong", "1", "0"]))
+  assert codes(ended) == [0, 0], ended
+  assert "checkpoint step 8 is damaged" in ended[0].output
+  assert "using step 4 instead" in ended[0].output
+  assert "Resuming after step 4" in logs(tmp_path)[1]
+  assert "the clock of process 1 on " in ended[0].output
+  assert saved(tmp_path)[-1] == 10

@@ -1,0 +1,95 @@
+"""The same training in 1, 2 and 4 processes, and from one number of them to another."""
+
+import pathlib
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from processes import small_run
+from several_processes import records, start, wait
+
+RUNS = [sys.executable, str(pathlib.Path(__file__).with_name("many_runs.py"))]
+COMMON = "num_simulated_devices=4 eval_interval=2 dropout_rate=0.1 checkpoint_period=2"
+CASES = {
+  "fused": "batch_size=16 gradient_accumulation_steps=2 ici_fsdp_parallelism=2 gns=all",
+  "pipeline": "batch_size=8 pipeline_schedule=1f1b ici_pipeline_parallelism=4 "
+  "num_pipeline_microbatches=4 base_num_decoder_layers=4",
+  "streamed": "batch_size=8 accumulation=streamed gradient_accumulation_steps=2 "
+  "ici_tensor_parallelism=2",
+  "ramp": "batch_size=-1 batch_schedule=[[0,8],[16,16]] per_device_batch_size=1 gns=norm",
+}
+"""What each run adds to the common keys."""
+OF = {1: list(CASES), 2: list(CASES), 4: ["fused", "pipeline"]}
+"""The runs of so many processes."""
+
+CHAIN = "batch_size=16 gradient_accumulation_steps=2 ici_fsdp_parallelism=2"
+OTHER_MESH = "batch_size=16 gradient_accumulation_steps=2 ici_tensor_parallelism=2"
+
+
+def line(folder: pathlib.Path, name: str, keys: str, steps: int) -> str:
+  paths = f"base_output_directory={folder} run_name={name}"
+  return f"{paths} steps={steps} {COMMON} {keys}\n"
+
+
+def run_lines(count: int, folder: pathlib.Path, shared: list[str], lines: list[str]) -> None:
+  """Trains the runs of these lines in `count` processes."""
+  file = folder / f"runs-of-{count}.txt"
+  file.write_text("".join(lines))
+  ended = wait(start(count, [str(file), *shared], command=RUNS))
+  assert [process.exit_code for process in ended] == [0] * count, ended
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> pathlib.Path:
+  """A folder of runs for each number of processes; `chain` went from 4 processes to 2 and to 4."""
+  folder = tmp_path_factory.mktemp("runs")
+  shared = small_run(folder, folder / "words.txt", folder / "cache")
+  places = {count: folder / str(count) for count in (1, 2, 4)}
+  lines = {
+    count: [line(places[count], name, CASES[name], 4) for name in names]
+    for count, names in OF.items()
+  }
+  run_lines(4, folder, shared, [*lines[4], line(places[4], "chain", CHAIN, 2)])
+  shutil.copytree(places[4] / "chain", places[1] / "other_mesh")
+  shutil.move(places[4] / "chain", places[2] / "chain")
+  run_lines(2, folder, shared, [*lines[2], line(places[2], "chain", CHAIN, 4)])
+  shutil.move(places[2] / "chain", places[4] / "chain")
+  run_lines(4, folder, shared, [line(places[4], "chain", CHAIN, 6)])
+  lines[1] += [
+    line(places[1], "undisturbed", CHAIN, 6),
+    line(places[1], "other_mesh", OTHER_MESH, 6),
+  ]
+  run_lines(1, folder, shared, lines[1])
+  return folder
+
+
+def parameters(path: pathlib.Path) -> list[np.ndarray]:
+  with np.load(path) as arrays:
+    return list(arrays.values())
+
+
+def assert_same(one: pathlib.Path, other: pathlib.Path, *, exactly: bool) -> None:
+  """That two runs are one: in what they recorded, and in their parameters."""
+  ours, theirs = records(one), records(other)
+  assert len(ours) == len(theirs) > 4
+  for mine, its in zip(ours, theirs, strict=True):
+    assert mine == pytest.approx(its, rel=1e-6, abs=1e-6)
+  pairs = zip(
+    *(parameters(path.with_name(f"{path.name}.npz")) for path in (one, other)), strict=True
+  )
+  for mine, its in pairs:
+    np.testing.assert_allclose(mine, its, rtol=0, atol=0 if exactly else 1e-6)
+
+
+@pytest.mark.parametrize(("name", "count"), [(name, n) for n in (2, 4) for name in OF[n]])
+def test_several_processes_train_as_one(trained, name, count):
+  assert_same(trained / "1" / name, trained / str(count) / name, exactly=True)
+
+
+def test_a_run_goes_from_4_processes_to_2_and_back_to_4(trained):
+  assert_same(trained / "1" / "undisturbed", trained / "4" / "chain", exactly=True)
+
+
+def test_what_4_processes_saved_goes_on_in_one_on_another_mesh(trained):
+  assert_same(trained / "1" / "undisturbed", trained / "1" / "other_mesh", exactly=False)
