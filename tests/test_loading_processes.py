@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import several_processes
 from loading_program import NUM_DEVICES
 from numbered_rows import NumberedRows
-from processes import PATIENCE_SECONDS, environment
+from processes import PATIENCE_SECONDS, environment, small_run
 
 from maxbatch.batch.row_plan import StepRows, StepTable
 from maxbatch.data.reading import ReadOrder
+from maxbatch.train import main
 from maxbatch.training.row_check import NONE_WRONG
 
 PROGRAM = pathlib.Path(__file__).with_name("loading_program.py")
@@ -126,3 +128,26 @@ def test_processes_that_load_for_others_have_the_rows_of_a_single_one(count, tmp
         assert columns.all()
   assert not lines
   assert NUM_DEVICES % count == 0
+
+
+def test_all_processes_stop_at_the_step_of_a_wrong_row(tmp_path, capsys):
+  """Until then, with one of two processes loading, they train as a single one does."""
+  folder, data = tmp_path / "runs", (tmp_path / "text", tmp_path / "cache")
+  keys = ["steps=5", "checkpoint_period=1", "num_simulated_devices=4", "micro_batch_size=2"]
+  assert main([*small_run(tmp_path / "one", *data), *keys[:-2], "steps=2"]) == 0
+  capsys.readouterr()
+  own = ["loading_hosts=[1]", "expansion_factor_real_data=2"]
+  program = [sys.executable, str(PROGRAM.with_name("wrong_rows_train.py"))]
+  ended = several_processes.train(2, [*small_run(folder, *data), *keys, *own], command=program)
+  said = (
+    "stopped: step 3: row 3 (sample 19), read by host 1 and used by host 0, is not what was read: on "
+    "the way it was swapped, lost, repeated or changed; the last good checkpoint is step 2"
+  )
+  assert [one.exit_code for one in ended] == [5, 5], ended
+  assert all(said in one.errors for one in ended), ended
+  found, single = (
+    several_processes.records(run / "first_run") for run in (folder, tmp_path / "one")
+  )
+  assert [one["step"] for one in found] == [0, 1, 2]
+  for one, other in zip(found[1:], single[1:], strict=True):
+    assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)

@@ -10,8 +10,10 @@ from maxbatch.command_line.signals import Interrupted, leave
 from maxbatch.errors import (
   EXIT_DIVERGED,
   EXIT_PROCESS_FAILED,
+  EXIT_ROWS,
   EXIT_USER_ERROR,
   ProcessFailedError,
+  RowsError,
   TrainingDivergedError,
   UserError,
 )
@@ -89,6 +91,8 @@ def _reason(error: BaseException, *, alone: bool) -> tuple[str, int]:
     return f"was ended by signal {error.exit_code - 128}", error.exit_code
   if isinstance(error, TrainingDivergedError):
     return f"stopped: {error}", EXIT_DIVERGED
+  if isinstance(error, RowsError):
+    return f"stopped: {error}", EXIT_ROWS
   if isinstance(error, UserError):
     return f"failed: {error}", EXIT_PROCESS_FAILED if alone else EXIT_USER_ERROR
   text = str(error).partition("\n")[0]

@@ -142,7 +142,8 @@ def _dispatch(
     return step(state, next(loader), control, learning_rate)
   wrong = []
   for _ in range(phase.num_microbatches - 1):
-    state, metrics = step(state, next(loader), flagged(mesh, np.bool_(False)), learning_rate)
+    control = flagged(mesh, np.bool_(False))
+    state, metrics = step(state, next(loader), control, learning_rate)
     wrong.append(metrics.wrong_row)
   control = flagged(mesh, np.bool_(True), stop.requested)
   state, metrics = step(state, next(loader), control, learning_rate)
