@@ -5,6 +5,7 @@ for an exact key, and 3e-4 is a number although YAML 1.1 reads it as text).
 """
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import yaml
@@ -124,7 +125,9 @@ def _read_text(path: Path) -> str:
     raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
 
 
+@functools.lru_cache(16)
 def _compose(text: str) -> yaml.Node | None:
+  """What a text says; nobody changes it, and base.yml, which takes longest, is often read."""
   try:
     return yaml.compose(text, yaml.SafeLoader)
   except RecursionError as error:
