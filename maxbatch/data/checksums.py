@@ -11,6 +11,7 @@ The same formula runs in numpy, where a row is read, and in jax, where it is use
 R rows, T tokens per row.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -30,21 +31,25 @@ def scattered(numbers: Numbers) -> Numbers:
   return numbers ^ (numbers >> 16)
 
 
-def row_checksums(
-  arrays: Mapping[str, Numbers], sample_ids: Numbers, positions_T: Numbers
-) -> Numbers:
+@functools.lru_cache(8)
+def _weights_FT(length: int) -> np.ndarray:
+  """The weights of a row's numbers, by the place of their array in TOKEN_FIELDS."""
+  places_TF = np.arange(length * len(TOKEN_FIELDS), dtype=np.uint32).reshape(length, -1)
+  return scattered(np.ascontiguousarray(places_TF.T)) | np.uint32(1)
+
+
+def row_checksums(arrays: Mapping[str, Numbers], sample_ids: Numbers) -> Numbers:
   """The checksums uint32[..., R] of rows.
 
   Args:
     arrays: those of TOKEN_FIELDS that the rows have, [..., R, T] of 32 bits each.
     sample_ids: int32[..., R]; −1 for padding.
-    positions_T: uint32[T]: 0, 1, 2, …
   """
   total: Any = scattered(sample_ids.view(np.uint32) + np.uint32(1))
   for number, name in enumerate(TOKEN_FIELDS):
     if name in arrays:
       bits = arrays[name].view(np.uint32)
-      weights_T = scattered(positions_T * np.uint32(len(TOKEN_FIELDS)) + np.uint32(number)) | 1
+      weights_T = _weights_FT(bits.shape[-1])[number]
       weighted = bits * weights_T.reshape((1,) * (bits.ndim - 1) + weights_T.shape)
       total = total + weighted.sum(-1, dtype=np.uint32)
   return total

@@ -44,8 +44,7 @@ class ReadOrder:
       arrays = self._in_order(samples)
     else:
       arrays = self.source.rows(self._stream(samples))
-    positions_T = np.arange(arrays["inputs"].shape[-1], dtype=np.uint32)
-    return arrays | {"checksums": row_checksums(arrays, ids_of(samples), positions_T)}
+    return arrays | {"checksums": row_checksums(arrays, ids_of(samples))}
 
   def _in_order(self, samples: np.ndarray) -> Arrays:
     real = samples < len(self.source)

@@ -33,9 +33,7 @@ def first_wrong_row(rows: Rows) -> jax.Array | None:
   if rows.checksums is None:
     return None
   arrays = {name: array for name in TOKEN_FIELDS if (array := rows._asdict()[name]) is not None}
-  found = row_checksums(
-    arrays, rows.sample_ids, jnp.arange(rows.inputs.shape[-1], dtype=jnp.uint32)
-  )
+  found = row_checksums(arrays, rows.sample_ids)
   places = jnp.arange(found.size, dtype=jnp.int32).reshape(found.shape)
   return jnp.min(jnp.where(found == rows.checksums, NONE_WRONG, places))
 
