@@ -7,6 +7,7 @@ import signal
 import hypothesis
 import jax
 import pytest
+from processes import QUICKLY
 
 # More than maxbatch/hardware/devices.py has: tests start many programs that do not wait for others.
 os.environ.setdefault("NPROC", "64")
@@ -18,11 +19,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 _OPTIMIZATION = "jax_disable_most_optimizations"
 jax.config.update(_OPTIMIZATION, True)
 
-# XLA's emitters of fusions go through several of LLVM's dialects, which takes as long as all the rest
-# of a compilation. XLA reads its flags once; processes that tests start see those of the caller.
+# XLA reads its flags once; the tests see those of the caller.
 _FLAGS = os.environ.get("XLA_FLAGS")
-if jax.__version_info__ < (0, 11):  # Later ones have no others.
-  os.environ["XLA_FLAGS"] = f"{_FLAGS or ''} --xla_cpu_use_fusion_emitters=false"
+os.environ["XLA_FLAGS"] = f"{_FLAGS or ''} {QUICKLY}"
 jax.devices()
 os.environ.pop("XLA_FLAGS", None)
 if _FLAGS is not None:

@@ -14,9 +14,15 @@ ONE_DEVICE = "num_simulated_devices=1"
 """Starts and steps in half the time, where it is not the devices that a test is about."""
 
 
+QUICKLY = "--xla_cpu_use_fusion_emitters=false" if jax.__version_info__ < (0, 11) else ""
+"""XLA's emitters of fusions go through several of LLVM's dialects, which takes as long as all the rest
+of a compilation. Later versions of jax have no others."""
+
+
 def environment(**changes: str) -> dict[str, str]:
   """This package, and the suite's compile cache and options."""
   return os.environ | {
+    "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICKLY}",
     "JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"],
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     "PYTHONPATH": str(REPOSITORY),

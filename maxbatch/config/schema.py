@@ -6,6 +6,7 @@ equal these fields (a test holds the two together).
 """
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Annotated, Literal
@@ -89,15 +90,22 @@ class Address(FileName):
   """A text that names a port of a host, or nothing."""
 
   words: str = "HOST:PORT"
+  longest: int = 253
+  """Characters of a host's name."""
 
   def holds(self, value: str) -> bool:
     """Whether `value` is such an address."""
     host, _, port = value.rpartition(":")
-    return not value or bool(host and port.isdecimal() and 0 < int(port) < 2**16)
+    numbered = port.isdecimal() and len(port) <= 5 and 0 < int(port) < 2**16
+    return not value or (self._is_host(host) and numbered)
 
   def nearest(self, value: str) -> str:
     """`value` with a port."""
-    return f"{value.partition(':')[0] or 'localhost'}:1234"
+    host = value.partition(":")[0]
+    return f"{host if self._is_host(host) else 'localhost'}:1234"
+
+  def _is_host(self, text: str) -> bool:
+    return re.fullmatch(r"[\w.:\[\]-]+", text, re.ASCII) is not None and len(text) <= self.longest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -147,7 +147,7 @@ def _without_arrays(
   made: list[tuple[Trainer, TrainState]] = []
 
   def build() -> None:
-    trainer = build_trainer(config, plan, devices)
+    trainer = build_trainer(config, plan, devices, keep=False)
     made.append((trainer, trainer.abstract))
 
   jax.eval_shape(build)
@@ -173,7 +173,7 @@ def _traced(config: Config, plan: BatchPlan, devices: Sequence[Device], source: 
 
   def trace(micro_batch: int) -> None:
     rows = step_rows(config, plan, source, micro_batch)
-    traced_step(config, build_trainer(config, plan, devices), rows)
+    traced_step(config, build_trainer(config, plan, devices, keep=False), rows)
 
   for micro_batch in plan.micro_batches:
     jax.eval_shape(functools.partial(trace, micro_batch))

@@ -43,8 +43,16 @@ _FAST_MULTIPLE = 128
 """Of the vocabulary's size: lanes of a TPU's vector unit, columns of its matrix unit."""
 
 
-def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) -> Trainer:
+def build_trainer(
+  config: Config, plan: BatchPlan, devices: Sequence[Device], *, keep: bool = True
+) -> Trainer:
   """Model, optimizer and mesh, none of which holds an array yet.
+
+  Args:
+    config: the run.
+    plan: its batch plan.
+    devices: what it runs on.
+    keep: whether later calls may return this one; not while jax traces, when its random key is none.
 
   Raises:
     UserError: keys that contradict each other.
@@ -58,7 +66,7 @@ def build_trainer(config: Config, plan: BatchPlan, devices: Sequence[Device]) ->
   if config.pipeline.pipeline_schedule != "none":
     pipeline = pipeline_of(config, plan.topology, plan)
     bind_layered(model, model.shapes())
-  trainer = _trainer(
+  trainer = (_trainer if keep else _trainer.__wrapped__)(
     model,
     config.optimizer,
     every_k,
