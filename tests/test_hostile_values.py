@@ -74,7 +74,7 @@ REGISTRIES = {
   "metrics": METRICS,
   "opt_type": OPTIMIZERS,
 }
-OFFER = re.compile(r"\b([a-z][a-z_0-9]+)=(\[\[.*?\]\]|\[\]|[^\s,;:()]+)")
+OFFER = re.compile(r"\b([a-z][a-z_0-9]+)=(\[\[.*?\]\]|\[\]|[^\s,;:()]+(?::\d+)?)")
 
 
 @functools.cache

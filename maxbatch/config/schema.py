@@ -105,7 +105,8 @@ class Address(FileName):
     return f"{host if self._is_host(host) else 'localhost'}:1234"
 
   def _is_host(self, text: str) -> bool:
-    return re.fullmatch(r"[\w.:\[\]-]+", text, re.ASCII) is not None and len(text) <= self.longest
+    name = re.fullmatch(r"[\w.-]+|\[[\da-f:.]+\]", text, re.ASCII | re.IGNORECASE)
+    return name is not None and len(text) <= self.longest
 
 
 @dataclasses.dataclass(frozen=True)
