@@ -123,7 +123,9 @@ def test_a_damaged_cache_is_built_again_and_says_so(corpus, tmp_path, damage, ca
   again = cached(corpus, tmp_path / "cache")
   assert again == first
   assert tokens(again).tolist() == good
-  assert f"The token cache {path} is damaged: " in caplog.text
+  # Without its metadata it is unfinished: another process may be making it.
+  said = f"The token cache {path} is damaged: " in caplog.text
+  assert said == (damage != "no metadata")
   caplog.clear()
   cached(corpus, tmp_path / "cache")
   assert caplog.text == ""

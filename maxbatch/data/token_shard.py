@@ -108,8 +108,8 @@ def open_shard(path: Path, *, check: bool = True, warn: bool = True) -> TokenSha
     check: its contents too, and not their lengths alone.
     warn: if it exists and is not intact.
   """
-  if not _metadata_path(path).exists() and not path.exists():
-    return None
+  if not _metadata_path(path).exists():
+    return None  # It comes last: somebody is making the shard, or was interrupted.
   try:
     if any(each.is_fifo() for each in (path, _metadata_path(path), _documents_path(path))):
       raise OSError("it is a pipe, not a file")
