@@ -19,8 +19,9 @@ import jax
 from maxbatch.batch.solve import text
 from maxbatch.command_line.arguments import Arguments, Command, Key
 from maxbatch.command_line.run import run_command
+from maxbatch.config.allowed import CountOrUnset, FileName, NonNegativeFloat, Range
 from maxbatch.config.load import load_config, to_flat_dict
-from maxbatch.config.schema import Config, CountOrUnset, FileName, NonNegativeFloat, Range
+from maxbatch.config.schema import Config
 from maxbatch.config.value import exact_number
 from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError

@@ -11,8 +11,9 @@ from maxbatch.command_line.arguments import Arguments, Command, File, Key
 from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
+from maxbatch.config.allowed import DevicesOrUnset
 from maxbatch.config.load import load_config
-from maxbatch.config.schema import Config, DevicesOrUnset
+from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.pipeline_parallel.chrome_trace import chrome_trace

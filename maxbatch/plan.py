@@ -17,8 +17,9 @@ from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
+from maxbatch.config.allowed import DevicesOrUnset, Hosts
 from maxbatch.config.load import load_config, to_flat_dict
-from maxbatch.config.schema import Config, DevicesOrUnset, Hosts
+from maxbatch.config.schema import Config
 from maxbatch.hardware.counted_devices import CountedDevices, count_devices
 from maxbatch.modes.plan_report import PlanReport
 from maxbatch.pipeline_parallel.layout import pipeline_of

@@ -6,143 +6,35 @@ equal these fields (a test holds the two together).
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Annotated, Literal
 
+from maxbatch.config.allowed import (
+  EXACT,
+  FLOAT32,
+  INT32,
+  Address,
+  Budget,
+  CountOrUnset,
+  CountOrZeroOrUnset,
+  DType,
+  Exact,
+  ExactOrUnset,
+  Example,
+  NonNegative,
+  NonNegativeFloat,
+  Path,
+  Positive,
+  PositiveOrUnset,
+  Probability,
+  Range,
+  RelativePath,
+  Seconds,
+  Seed,
+  Weight,
+)
 from maxbatch.errors import UserError
-
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-  """The closed interval a number must lie in; `also` names one value allowed outside it."""
-
-  low: float | None = None
-  high: float | None = None
-  also: float | None = None
-  offers_also: bool = True
-  """Whether a message may offer `also`, which some keys need another key for."""
-  limit: float | None = None
-  """What a machine can hold: said only to who exceeds it."""
-
-  def holds(self, value: float | Fraction) -> bool:
-    """Whether `value` is allowed."""
-    if self.also is not None and value == self.also:
-      return True
-    if self.exceeded_by(value):
-      return False
-    return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
-
-  def exceeded_by(self, value: float | Fraction) -> bool:
-    """Whether `value` is more than a machine can hold."""
-    return self.limit is not None and value > self.limit
-
-  def __str__(self) -> str:
-    low = "" if self.low is None else f"at least {_digits(self.low)}"
-    high = "" if self.high is None else f"at most {_digits(self.high)}"
-    text = " and ".join(part for part in (low, high) if part)
-    return text if self.also is None else f"{text}, or {_digits(self.also)}"
-
-
-def _digits(edge: float) -> str:
-  """A whole number in full, else as short as it goes."""
-  return str(edge) if isinstance(edge, int) else f"{edge:g}"
-
-
-@dataclasses.dataclass(frozen=True)
-class FileName:
-  """A text that names a file or folder, or files by a glob: no longer than file systems take."""
-
-  words: str = "a name that a file system can hold"
-
-  def holds(self, value: str) -> bool:
-    """Whether `value` is such a name."""
-    encoded = value.encode(errors="replace")
-    return len(encoded) <= 4000 and all(len(part) <= 255 for part in encoded.split(b"/"))
-
-  def nearest(self, value: str) -> str:
-    """The beginning of `value`."""
-    return "/".join(part[:40] for part in value[:80].split("/"))
-
-
-@dataclasses.dataclass(frozen=True)
-class RelativePath(FileName):
-  """A text that names a folder inside another one: no step upwards, and no control character."""
-
-  words: str = "the name of a folder inside another one, without .. and control characters"
-
-  def holds(self, value: str) -> bool:
-    """Whether `value` is such a name."""
-    parts = value.split("/")
-    short = all(len(part.encode(errors="replace")) <= 200 for part in parts) and len(parts) <= 8
-    return short and value.isprintable() and not {"", ".", ".."} & set(parts)
-
-  def nearest(self, value: str) -> str:
-    """What is left of `value` without what does not work in it."""
-    printable = "".join(char if char.isprintable() else "_" for char in value)
-    parts = [part[:40] for part in printable.split("/") if part not in ("", ".", "..")]
-    return "/".join(parts[:8]) or "my_run"
-
-
-@dataclasses.dataclass(frozen=True)
-class Address(FileName):
-  """A text that names a port of a host, or nothing."""
-
-  words: str = "HOST:PORT"
-  longest: int = 253
-  """Characters of a host's name."""
-
-  def holds(self, value: str) -> bool:
-    """Whether `value` is such an address."""
-    host, _, port = value.rpartition(":")
-    numbered = port.isdecimal() and len(port) <= 5 and 0 < int(port) < 2**16
-    return not value or (self._is_host(host) and numbered)
-
-  def nearest(self, value: str) -> str:
-    """`value` with a port."""
-    host = value.partition(":")[0]
-    return f"{host if self._is_host(host) else 'localhost'}:1234"
-
-  def _is_host(self, text: str) -> bool:
-    name = re.fullmatch(r"[\w.-]+|\[[\da-f:.]+\]", text, re.ASCII | re.IGNORECASE)
-    return name is not None and len(text) <= self.longest
-
-
-@dataclasses.dataclass(frozen=True)
-class Example:
-  """A value that works, for messages, where none can be made of what is wrong."""
-
-  text: str
-
-
-# A size, a count or an index on a device is an int32.
-_INT32 = 2**31 - 1
-# JSON and floats count exactly so far: samples and tokens of whole runs.
-_EXACT = 2**53
-# No machine has more, and a plan lists the hosts one by one.
-_DEVICES = 2**20
-# More does not fit in a float32.
-_FLOAT32 = 3e38
-
-Path = Annotated[str, FileName()]
-Positive = Annotated[int, Range(low=1, limit=_INT32)]
-NonNegative = Annotated[int, Range(low=0, limit=_INT32)]
-PositiveOrUnset = Annotated[int, Range(low=1, limit=_INT32, also=-1)]
-Budget = Annotated[int, Range(low=1, limit=_EXACT, also=-1, offers_also=False)]
-CountOrUnset = Annotated[int, Range(low=1, limit=_EXACT, also=-1)]
-CountOrZeroOrUnset = Annotated[int, Range(low=0, limit=_EXACT, also=-1)]
-Exact = Annotated[Fraction, Range(low=0, limit=_INT32)]
-ExactOrUnset = Annotated[Fraction, Range(low=0, limit=_INT32, also=-1)]
-Weight = Annotated[Fraction, Range(low=0, limit=_EXACT)]
-DevicesOrUnset = Annotated[int, Range(low=1, limit=_DEVICES, also=-1)]
-Hosts = Annotated[int, Range(low=1, limit=_DEVICES)]
-Seconds = Annotated[int, Range(low=1, limit=1_000_000)]
-Seed = Annotated[int, Range(low=0, high=2**32 - 1)]
-"""jax takes the last 32 bits of a seed: beyond them another seed would give the same numbers."""
-Probability = Annotated[float, Range(low=0, high=1)]
-NonNegativeFloat = Annotated[float, Range(low=0, limit=_FLOAT32)]
-DType = Literal["float32", "bfloat16"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +51,7 @@ class RunConfig:
 
   run_name: Annotated[str, RelativePath()]
   base_output_directory: Path
-  steps: Annotated[int, Range(low=1, limit=_INT32, also=-1, offers_also=False)]
+  steps: Annotated[int, Range(low=1, limit=INT32, also=-1, offers_also=False)]
   total_samples: Budget
   total_tokens: Budget
   schedule_unit: Literal["steps", "samples", "tokens"]
@@ -200,18 +92,18 @@ class BatchConfig:
   per_device_batch_size: ExactOrUnset
   micro_batch_size: ExactOrUnset | Literal["none", "auto"] | Explore
   gradient_accumulation_steps: PositiveOrUnset
-  expansion_factor_real_data: Annotated[Fraction, Range(limit=_INT32)]
-  loading_hosts: tuple[Annotated[int, Range(low=0, limit=_INT32)], ...]
+  expansion_factor_real_data: Annotated[Fraction, Range(limit=INT32)]
+  loading_hosts: tuple[Annotated[int, Range(low=0, limit=INT32)], ...]
   eval_per_device_batch_size: Exact
   max_target_length: Positive
   accumulation: Literal["fused", "streamed"]
   enable_rampup_batch_size: bool
   per_device_batch_size_start: Exact
   per_device_batch_size_increment: Exact
-  global_rampup_samples: Annotated[int, Range(low=1, limit=_EXACT)]
+  global_rampup_samples: Annotated[int, Range(low=1, limit=EXACT)]
   batch_schedule: (
     Annotated[
-      tuple[tuple[Annotated[int, Range(low=0, limit=_EXACT)], ...], ...],
+      tuple[tuple[Annotated[int, Range(low=0, limit=EXACT)], ...], ...],
       Example("[[0, 32], [10000, 64]]"),
     ]
     | Literal["gns", "file"]
@@ -247,7 +139,7 @@ class DistributedConfig:
 
   coordinator_address: Annotated[str, Address()]
   num_processes: PositiveOrUnset
-  process_id: Annotated[int, Range(low=0, limit=_INT32, also=-1)]
+  process_id: Annotated[int, Range(low=0, limit=INT32, also=-1)]
   skip_jax_distributed_system: bool
   jax_distributed_initialization_timeout: Seconds
   jax_distributed_heartbeat_timeout_seconds: Seconds
@@ -297,7 +189,7 @@ class ModelConfig:
   normalization: Literal["rmsnorm", "layernorm"]
   normalization_layer_epsilon: NonNegativeFloat
   position_embedding: Literal["rope", "learned"]
-  rope_max_timescale: Annotated[float, Range(low=1, limit=_FLOAT32)]
+  rope_max_timescale: Annotated[float, Range(low=1, limit=FLOAT32)]
   sliding_window_size: NonNegative
   logits_via_embedding: bool
   use_qk_norm: bool
@@ -321,7 +213,7 @@ class NoiseConfig:
 
   gns: Literal["off", "norm", "all"]
   gns_from_microbatches: bool
-  gns_window_steps: Annotated[int, Range(low=8, limit=_INT32)]
+  gns_window_steps: Annotated[int, Range(low=8, limit=INT32)]
   gns_calibrate_every: NonNegative
   gns_report_every: NonNegative
   gns_dwell_tokens: CountOrZeroOrUnset
@@ -348,7 +240,7 @@ class DataConfig:
   data_shuffle_seed: Seed
   packing: bool
   max_bad_records: NonNegative
-  num_epoch: Annotated[int, Range(low=1, limit=_INT32, also=-1)]
+  num_epoch: Annotated[int, Range(low=1, limit=INT32, also=-1)]
   # Files of records, by MaxText's names.
   train_data_columns: tuple[str, ...]
   eval_data_columns: tuple[str, ...]
@@ -412,7 +304,7 @@ class CheckpointConfig:
   enable_checkpointing: bool
   async_checkpointing: bool
   checkpoint_format: str
-  checkpoint_period: Annotated[int, Range(low=1, limit=_EXACT)]
+  checkpoint_period: Annotated[int, Range(low=1, limit=EXACT)]
   max_num_checkpoints_to_keep: Positive
   checkpoint_keep_period: PositiveOrUnset
   allow_changed_resume: bool

@@ -13,8 +13,8 @@ from fractions import Fraction
 
 import yaml
 
+from maxbatch.config.allowed import Example, FileName, Range, RelativePath
 from maxbatch.config.find import closest
-from maxbatch.config.schema import Example, FileName, Range, RelativePath
 from maxbatch.config.yaml_file import Entry, shown
 from maxbatch.errors import UserError
 

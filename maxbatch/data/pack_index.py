@@ -21,13 +21,13 @@ import tqdm
 
 from maxbatch.data.packing import Fit, Pieces, group_documents, pack, places
 from maxbatch.data.token_cache import TokenCache
+from maxbatch.data.token_shard import FULL_CHECK_BYTES
 from maxbatch.errors import UserError
 from maxbatch.run_folder.atomic import replacing, write_whole
 
 VERSION = 1
 """Of the rows that the same documents are packed to."""
 _CHUNK_DOCUMENTS = 2**21
-_FULL_CHECK_BYTES = 128 * 2**20
 
 _log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ def _open(path: Path, layout: Layout) -> PackIndex | None:
     packed, fingerprint = Packed(**metadata["packed"]), str(metadata["fingerprint"])
     size = os.path.getsize(path)
     intact = size == _size(packed)
-    if intact and size <= _FULL_CHECK_BYTES:
+    if intact and size <= FULL_CHECK_BYTES:
       with open(path, "rb") as file:
         intact = hashlib.file_digest(file, _new_hash).hexdigest() == fingerprint
   except (OSError, ValueError, KeyError, TypeError) as error:

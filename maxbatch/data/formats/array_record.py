@@ -9,8 +9,6 @@ from maxbatch.data.formats.format import (
   Bad,
   Record,
   RecordFormat,
-  anywhere,
-  by_number,
   damaged,
 )
 from maxbatch.data.formats.tf_example import feature
@@ -62,6 +60,4 @@ ARRAY_RECORD = RecordFormat(
   size=_size,
   read=_read,
   can_be_divided=lambda file: True,
-  next_cut=anywhere,
-  named=by_number,
 )

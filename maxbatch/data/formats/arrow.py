@@ -8,8 +8,6 @@ from maxbatch.data.formats.arrow_columns import check_column, values
 from maxbatch.data.formats.format import (
   Record,
   RecordFormat,
-  anywhere,
-  by_number,
   damaged,
   unreadable,
 )
@@ -80,6 +78,4 @@ ARROW = RecordFormat(
   read=_read,
   # A stream of batches is read from its beginning; datasets divide them into files of 500 MB.
   can_be_divided=lambda file: False,
-  next_cut=anywhere,
-  named=by_number,
 )

@@ -35,6 +35,18 @@ class Read(Protocol):
   ) -> Iterator[Record]: ...
 
 
+def _anywhere(key: str, file: SourceFile, place: int) -> int:
+  """Every place is one before which nothing has to be read."""
+  del key, file
+  return place
+
+
+def _by_number(key: str, file: SourceFile, place: int) -> str:
+  """A record named by its number from 0, as libraries count them."""
+  del key, file
+  return f"record {place}"
+
+
 @dataclasses.dataclass(frozen=True)
 class RecordFormat:
   """A format of files in which a record is a document."""
@@ -46,22 +58,10 @@ class RecordFormat:
   read: Read
   can_be_divided: Callable[[SourceFile], bool]
   """Whether a part can be read without all that stands before it."""
-  next_cut: Callable[[str, SourceFile, int], int]
+  next_cut: Callable[[str, SourceFile, int], int] = _anywhere
   """Of (key, file, place): the first place from there on before which nothing has to be read."""
-  named: Callable[[str, SourceFile, int], str]
+  named: Callable[[str, SourceFile, int], str] = _by_number
   """Of (key, file, place): how a person finds that record."""
-
-
-def anywhere(key: str, file: SourceFile, place: int) -> int:
-  """Every place is one before which nothing has to be read."""
-  del key, file
-  return place
-
-
-def by_number(key: str, file: SourceFile, place: int) -> str:
-  """A record named by its number from 0, as libraries count them."""
-  del key, file
-  return f"record {place}"
 
 
 def damaged(key: str, file: SourceFile, kind: str, reason: object) -> UserError:

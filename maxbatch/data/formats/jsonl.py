@@ -13,7 +13,6 @@ from maxbatch.data.formats.format import (
   Bad,
   Record,
   RecordFormat,
-  anywhere,
   damaged,
   unreadable,
 )
@@ -134,6 +133,5 @@ JSONL = RecordFormat(
   size=_size,
   read=_read,
   can_be_divided=_is_plain,
-  next_cut=anywhere,
   named=_named,
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxbatch.data.formats.arrow_columns import check_column, values
-from maxbatch.data.formats.format import Record, RecordFormat, by_number, damaged, unreadable
+from maxbatch.data.formats.format import Record, RecordFormat, damaged, unreadable
 from maxbatch.data.optional import library
 from maxbatch.data.sources import SourceFile
 
@@ -88,5 +88,4 @@ PARQUET = RecordFormat(
   read=_read,
   can_be_divided=lambda file: True,
   next_cut=_next_row_group,
-  named=by_number,
 )

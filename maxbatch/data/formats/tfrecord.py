@@ -16,8 +16,6 @@ from maxbatch.data.formats.format import (
   Bad,
   Record,
   RecordFormat,
-  anywhere,
-  by_number,
   damaged,
   unreadable,
 )
@@ -110,6 +108,4 @@ TFRECORD = RecordFormat(
   read=_read,
   # To find a record, all lengths before it are read.
   can_be_divided=lambda file: False,
-  next_cut=anywhere,
-  named=by_number,
 )
