@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from maxbatch.errors import SaidByAnotherError, UserError
 
-_NAMED, _LINES, _LETTERS = 3, 8, 80
+_NAMED, _LINES, _LETTERS = 3, 12, 80
 """So many processes, differences and letters of a value a message shows."""
 
 
