@@ -26,6 +26,7 @@ from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.hardware.agreement import check_alike
 from maxbatch.hardware.devices import start_devices
+from maxbatch.hardware.ending import ending_together
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.process_log import process_log
 
@@ -47,7 +48,8 @@ def started(config: Config, *, leaves_files: bool = True) -> Iterator[None]:
   Raises:
     UserError: as `start_devices`, or the processes have different keys, packages or sources.
   """
-  start_devices(config)
+  with ending_together():
+    start_devices(config)
   number = jax.process_index()
   if config.compile.compile_topology or jax.process_count() == 1:
     yield
