@@ -472,7 +472,7 @@ def test_branches_of_another_checkpoint_of_that_step_are_not_gone_on_with(
 
 def test_several_processes_are_refused(cosine, monkeypatch, capsys):
   monkeypatch.setattr(critical_batch, "jax", types.SimpleNamespace(process_count=lambda: 4))
-  said = error(capsys, f"checkpoint={cosine / "mine"}")
+  said = error(capsys, f"checkpoint={cosine / 'mine'}")
   assert "in one process, and 4 have joined; start it on one host" in said
   assert "skip_jax_distributed_system=true" in said
 

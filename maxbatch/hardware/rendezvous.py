@@ -39,14 +39,14 @@ class Rendezvous:
     self._failure = self.refusal = failure
     """Why none may start, as far as it is known."""
     self._num_processes = 0
-    self._waiting: dict[asyncio.StreamWriter, _Guest] = {}
+    self._waiting: dict[int, asyncio.StreamWriter] = {}
+    self._hosts: dict[int, str] = {}
     self._num_refused = 0
     self._complete = asyncio.Event()
 
   def missing(self) -> list[int]:
     """In process 0: the processes that have not come."""
-    here = {guest.process for guest in list(self._waiting.values())}
-    return [number for number in range(1, self._num_processes) if number not in here]
+    return [number for number in range(1, self._num_processes) if number not in self._waiting]
 
   def hold(self, address: str, num_processes: int) -> None:
     """Waits for all others and lets them go on.
@@ -101,61 +101,62 @@ class Rendezvous:
       raise SaidByAnotherError(self.refusal)
 
   async def _until_all_are_here(self, listener: socket.socket) -> None:
-    self._judge()
+    self._count()
     server = await asyncio.start_server(self._receive, sock=listener, limit=_LONGEST_LINE_BYTES)
     await self._complete.wait()
     server.close()  # Before anyone connects to jax's service at this address.
-    await asyncio.gather(*(_answer(writer, "") for writer in self._waiting))
+    await asyncio.gather(*(_answer(writer, "") for writer in self._waiting.values()))
 
   async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Serves one connection, until it is closed there."""
     try:
       guest = _Guest(**json.loads(await reader.readline()))
-      if self._complete.is_set():
-        return  # One too many; what it meets next at this address says so.
-      self._waiting[writer] = guest
-      self._judge()
-      if self.refusal:
-        await self._refuse_all()
-      await reader.read()
+      await self._admit(guest, writer)
+      with contextlib.suppress(OSError):
+        await reader.read()
+      if not self._complete.is_set() and self._waiting.get(guest.process) is writer:
+        del self._waiting[guest.process]  # It may come again.
     except (OSError, ValueError, TypeError, asyncio.CancelledError):
-      pass  # It is gone, is none of ours, or has never said anything.
+      pass  # It is none of ours, or has never said anything.
     finally:
       writer.close()
-      if not self._complete.is_set():
-        self._waiting.pop(writer, None)
 
-  async def _refuse_all(self) -> None:
-    refused, self._waiting = self._waiting, {}
-    await asyncio.gather(*(_answer(writer, self.refusal) for writer in refused))
-    self._num_refused += len(refused)
-    self._judge()
+  async def _admit(self, guest: _Guest, writer: asyncio.StreamWriter) -> None:
+    """Lets one process wait, or refuses it and with it all."""
+    if self._complete.is_set():
+      writer.close()  # One too many; what it meets next at this address says so.
+      return
+    self.refusal = self.refusal or self._reason(guest)
+    if self.refusal:
+      refused, self._waiting = [writer, *self._waiting.values()], {}
+      await asyncio.gather(*(_answer(each, self.refusal) for each in refused))
+      self._num_refused += len(refused)
+    else:
+      self._waiting[guest.process], self._hosts[guest.process] = writer, guest.host
+    self._count()
 
-  def _judge(self) -> None:
-    """Takes note of why none may start, and of whether all are here."""
-    self.refusal = self.refusal or self._reason()
-    here = self._num_refused if self.refusal else len(self._waiting)
-    if here >= self._num_processes - 1:
+  def _count(self) -> None:
+    """Takes note of whether all have come."""
+    if self._num_refused + len(self._waiting) >= self._num_processes - 1:
       self._complete.set()
 
-  def _reason(self) -> str:
-    hosts: dict[int, str] = {}
-    for guest in self._waiting.values():
-      if guest.failure:
-        return f"process {guest.process} on {guest.host}: {guest.failure}"
-      if not 0 < guest.process < self._num_processes:
-        return (
-          f"process_id={guest.process} on {guest.host}: process 0 has been told "
-          f"num_processes={self._num_processes}, of which the others are process 1 to process "
-          f"{self._num_processes - 1}; start all with the same number of processes"
-        )
-      if guest.process in hosts:
-        return (
-          f"process_id={guest.process}: a process on {hosts[guest.process]} and one on {guest.host} "
-          f"both have this number; each of the {self._num_processes} processes must have its own, 0 "
-          f"to {self._num_processes - 1}"
-        )
-      hosts[guest.process] = guest.host
+  def _reason(self, guest: _Guest) -> str:
+    """Why none may start now that this process has come; or nothing."""
+    last = self._num_processes - 1
+    if guest.failure:
+      return f"process {guest.process} on {guest.host}: {guest.failure}"
+    if not 0 < guest.process <= last:
+      return (
+        f"process_id={guest.process} on {guest.host}: process 0 has been told num_processes="
+        f"{self._num_processes}, of which the others are process 1 to process {last}; start all with "
+        "the same number of processes"
+      )
+    if guest.process in self._waiting:
+      return (
+        f"process_id={guest.process}: a process on {self._hosts[guest.process]} and one on "
+        f"{guest.host} both have this number; each of the {self._num_processes} processes must have "
+        f"its own, 0 to {last}"
+      )
     return ""
 
 
