@@ -45,7 +45,7 @@ from maxbatch.experiments.running import (
 )
 from maxbatch.hardware.agreement import shared_error
 from maxbatch.hardware.devices import find_devices
-from maxbatch.hardware.processes import leave_together
+from maxbatch.hardware.processes import leave_together, refusing_together
 from maxbatch.modes.compile_only import is_run
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.resolve import planned, resolve, resolve_micro_batch_size, with_batch_of
@@ -129,7 +129,12 @@ class Request:
 
 def main(arguments: Sequence[str]) -> int:
   """Runs the command; returns its exit code."""
-  return run_command(COMMAND, arguments, lambda given: measure(request_of(given)))
+  return run_command(COMMAND, arguments, _measure)
+
+
+def _measure(arguments: Arguments[BranchArguments]) -> None:
+  with refusing_together(arguments.configuration):
+    measure(request_of(arguments))
 
 
 def request_of(arguments: Arguments[BranchArguments]) -> Request:
@@ -228,8 +233,10 @@ def _prepare(request: Request) -> Experiment:
   target = find_devices(request.config)
   if jax.process_count() > 1:
     raise shared_error(
-      f"critical_batch trains its branches in one process, and {jax.process_count()} have joined; "
-      "start it once, on one host, or each branch as a run of its own"
+      f"critical_batch trains and compares its branches in one process, and {jax.process_count()} "
+      "have joined; start it on one host, with skip_jax_distributed_system=true. Where the model needs "
+      "more, train each branch on all of them as a run of its own, from a copy of the checkpoint "
+      "(docs/critical_batch.md)"
     )
   checkpoint = read_checkpoint(request.step_folder)
   config = with_batch_of(request.config, checkpoint.plan, _changed(request), target.layout)

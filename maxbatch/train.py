@@ -8,7 +8,7 @@ from typing import Annotated
 from maxbatch.command_line.arguments import Arguments, Command, Flag
 from maxbatch.command_line.run import run_command
 from maxbatch.config.load import load_config
-from maxbatch.hardware.processes import leave_together
+from maxbatch.hardware.processes import leave_together, refusing_together
 from maxbatch.modes.compile_only import is_run, prepare_only
 from maxbatch.modes.run import run
 
@@ -35,11 +35,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run_or_prepare(arguments: Arguments[TrainArguments]) -> None:
-  config = load_config(arguments.configuration)
-  if is_run(config):
-    run(config, forget=arguments.own.forget)
-  else:
-    prepare_only(config, forget=arguments.own.forget)
+  with refusing_together(arguments.configuration):
+    config = load_config(arguments.configuration)
+    if is_run(config):
+      run(config, forget=arguments.own.forget)
+    else:
+      prepare_only(config, forget=arguments.own.forget)
 
 
 if __name__ == "__main__":

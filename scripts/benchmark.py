@@ -53,8 +53,7 @@ from maxbatch.training import build
 from maxbatch.training.loop import Job, train
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.programs import StepPrograms
-from maxbatch.training.state import Sums
-from maxbatch.training.step import Step
+from maxbatch.training.step import EvalMetrics, Step
 
 ROWS, LENGTH = 16, 256
 SHAPES = {
@@ -162,7 +161,7 @@ def loop_runner(bench: Bench) -> Callable[[int], float]:
           programs=programs,
           streamed=False,
           trainer=trainer,
-          eval_step=lambda params, rows: Sums(jnp.zeros(()), jnp.zeros(()), {}),
+          eval_step=lambda params, rows: EvalMetrics(jnp.zeros(()), jnp.zeros(()), {}, None),
           train_rows=build.train_rows(config, trainer, dataset),
           row_hosts=build.row_hosts(trainer, bench.plan),
           eval_rows=(),

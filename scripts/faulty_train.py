@@ -1,23 +1,29 @@
 """maxbatch.train with a fault in it: python scripts/faulty_train.py FAULT PROCESS NUMBER [key=value …].
 
-The fault is in one process, when it reads sample NUMBER or one after it, or saves step NUMBER.
+The fault is in one process, when it reads sample NUMBER or one after it, or saves step NUMBER, or
+computes that step.
 """
 
 import errno
+import itertools
 import os
 import pathlib
 import resource
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.data.reading import ReadOrder
 from maxbatch.hardware.processes import leave_together
 from maxbatch.train import main
+from maxbatch.training import loop
 
 HANGING_SECONDS = 3600
 
@@ -77,6 +83,22 @@ def save_with(fault: Any, number: int) -> None:
   mock.patch.object(Checkpointer, "save", faulty).start()
 
 
+def step_with(fault: Callable[[], None], number: int) -> None:
+  """From step `number` on this process's devices wait for an input that `fault` keeps from them."""
+  flagged, steps = loop.flagged, itertools.count(1)
+
+  def faulty(mesh: Mesh, control: Any, heard: bool = False) -> Any:
+    control, flags = flagged(mesh, control, heard)
+    if next(steps) >= number:
+      shape = jax.ShapeDtypeStruct((1,), np.int32)
+      wait = jax.jit(lambda flag: jax.pure_callback(lambda _: fault(), shape, flag))
+      parts = [wait(shard.data) for shard in flags.addressable_shards]
+      flags = jax.make_array_from_single_device_arrays(flags.shape, flags.sharding, parts)
+    return control, flags
+
+  mock.patch.object(loop, "flagged", faulty).start()
+
+
 if __name__ == "__main__":
   fault, process, number, *arguments = sys.argv[1:]
   if f"process_id={process}" in arguments:
@@ -84,6 +106,8 @@ if __name__ == "__main__":
       read_with(READING[fault], int(number))
     elif fault in SAVING:
       save_with(SAVING[fault], int(number))
+    elif fault == "step hangs":
+      step_with(hang, int(number))
     elif fault == "clock is wrong":
       set_clock()
     else:

@@ -21,7 +21,7 @@ from unittest import mock
 
 import numpy as np
 
-from maxbatch.batch.host_loads import host_loads
+from maxbatch.batch.host_loads import host_loads, planned_redistribution
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.loads import load_factor
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
@@ -33,7 +33,7 @@ from maxbatch.data.stream import SampleStream
 from maxbatch.hardware import agreement
 from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.plan import make_report
-from maxbatch.run_folder.metrics import MetricsLog, each_record
+from maxbatch.run_folder.metrics import MetricsLog
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +119,12 @@ def _loads(size: Size) -> Callable[[], object]:
   return lambda: host_loads(plan, size.hosts)
 
 
+def _hand_over(size: Size) -> Callable[[], object]:
+  """Devices in fours share their rows."""
+  plan = plan_of(size, "expansion_factor_real_data=4", "ici_tensor_parallelism=4")
+  return lambda: planned_redistribution(plan, size.hosts).slots
+
+
 def _row_table(size: Size) -> Callable[[], object]:
   plan = ramp_of(size)
   factor = load_factor(plan, streamed=False)
@@ -170,15 +176,15 @@ def _agreement(size: Size) -> Callable[[], object]:
 
 
 def _records(size: Size) -> Callable[[], object]:
-  """What a start reads of the steps before: all, and the file is opened at its end."""
+  """What a start reads of the steps before: all, up to where the run goes on."""
   folder = Path(tempfile.mkdtemp())
   record = {"samples": 1, "tokens": 1, "loss": 2.345678, "grad_norm": 1.2345678, "seconds": 0.12345}
   lines = (json.dumps({"step": step} | record) + "\n" for step in range(size.records))
   (folder / "metrics.jsonl").write_text("".join(lines))
 
   def read() -> object:
-    with MetricsLog(folder, size.records):
-      return sum(1 for _ in each_record(folder))
+    with MetricsLog(folder, size.records) as log:
+      return log.last_step
 
   return read
 
@@ -189,6 +195,7 @@ WORKS: dict[str, Work] = {
   "`python -m maxbatch.plan --json`": _report,
   "the same with a pipeline": _pipeline,
   "host_loads, a quarter of the hosts reading": _loads,
+  "who sends which rows to whom": _hand_over,
   "row plan of the whole run": _row_table,
   "a host's rows of the last step": _last_step,
   "rate and plan at the last step": _rate,

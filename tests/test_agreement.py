@@ -1,5 +1,6 @@
 """Processes that were not started alike do not train: each difference is named with its host."""
 
+import pathlib
 import shutil
 import socket
 
@@ -9,17 +10,38 @@ from several_processes import train
 HOST = socket.gethostname()
 
 
+MEASURE = """
+import my_scale
+from maxbatch.training.metrics import TokenMetric
+margin = TokenMetric(lambda tokens: my_scale.SCALE * tokens.max_logit_BC)
+"""
+"""A metric of the user's own, in a file that needs another one."""
+
+
+def own_module(folder: pathlib.Path, *, measure: str = MEASURE, scale: int = 1) -> dict[str, str]:
+  """Writes the metric's files; the variable by which a process finds them."""
+  folder.mkdir(exist_ok=True)
+  (folder / "my_measure.py").write_text(measure)
+  (folder / "my_scale.py").write_text(f"SCALE = {scale}\n")
+  return {"PYTHONPATH": f"{REPOSITORY}:{folder}"}
+
+
 def test_another_key_and_another_source_are_named(tmp_path):
   other = tmp_path / "other"
   shutil.copytree(REPOSITORY / "maxbatch", other / "maxbatch")
   shutil.copytree(REPOSITORY / "configs", other / "configs")
   with (other / "maxbatch" / "training" / "loss.py").open("a") as file:
     file.write("# Another checkout.\n")
+  own = [own_module(tmp_path / str(n), measure=f"{MEASURE}# {n}\n") for n in range(2)]
+  own[1] = {"PYTHONPATH": own[1]["PYTHONPATH"].replace(str(REPOSITORY), str(other))}
   first, second = train(
     2,
-    [*small_run(tmp_path, tmp_path / "words.txt", tmp_path / "cache"), "num_simulated_devices=2"],
+    [
+      *small_run(tmp_path, tmp_path / "words.txt", tmp_path / "cache"),
+      *["num_simulated_devices=2", "metrics=[my_measure:margin]"],
+    ],
     own={1: ["learning_rate=0.5"]},
-    variables={1: {"PYTHONPATH": str(other)}},
+    variables=dict(enumerate(own)),
     folders={1: tmp_path},
   )
   assert (first.exit_code, second.exit_code) == (2, 2)
@@ -28,7 +50,8 @@ def test_another_key_and_another_source_are_named(tmp_path):
   )
   assert f"  process 1 on {HOST}: learning_rate=0.5 instead of 0.003\n" in first.errors
   assert f"  process 1 on {HOST}: maxbatch/training/loss.py=" in first.errors
-  assert len(first.errors.splitlines()) == 4, first.errors
+  assert f"  process 1 on {HOST}: my_measure.py=" in first.errors
+  assert len(first.errors.splitlines()) == 5, first.errors
   assert (first.output, second.output, second.errors) == ("", "", "")
   log = (tmp_path / "first_run" / "logs" / "process_00001.log").read_text()
   assert f" on {HOST}, " in log.splitlines()[0]
@@ -46,8 +69,11 @@ def test_other_data_and_another_schedule_under_the_same_name_are_named(tmp_path)
     (folder / "batches.yml").write_text(f"batch_schedule: [[0, 8], [16, {16 + 8 * number}]]")
   ended = train(
     2,
-    [*arguments, "dataset_path=words.txt", "num_simulated_devices=2", *schedule],
-    variables={number: {"PYTHONPATH": str(REPOSITORY)} for number in folders},
+    [
+      *[*arguments, "dataset_path=words.txt", "num_simulated_devices=2", *schedule],
+      "metrics=[my_measure:margin]",
+    ],
+    variables={number: own_module(path, scale=number) for number, path in folders.items()},
     folders=folders,
   )
   assert [one.exit_code for one in ended] == [2, 2]
@@ -56,6 +82,7 @@ def test_other_data_and_another_schedule_under_the_same_name_are_named(tmp_path)
   assert size in errors
   assert f"  process 1 on {HOST}: validation data, fingerprint=" in errors
   assert f"  process 1 on {HOST}: plan, total_samples=" in errors
+  assert f"  process 1 on {HOST}: my_scale.py=" in errors
   assert ended[1].errors == ""
   assert not (tmp_path / "first_run" / "metrics.jsonl").exists()
 

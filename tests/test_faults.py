@@ -108,18 +108,34 @@ def test_an_error_in_one_process_ends_all_with_its_words(tmp_path, arguments, fa
   assert records(tmp_path / "r")[-1]["step"] >= 7
 
 
-def test_a_process_that_hangs_is_found_by_its_stack(tmp_path, arguments):
-  keys = [*arguments, "hang_timeout_seconds=30"]
-  ended = wait(start(2, keys, command=[*FAULTY, "loader hangs", "1", "72"]))
+def assert_found_by_its_stack(folder: pathlib.Path, ended: list[Ended], place: str) -> None:
+  """That all have ended because process 1 hangs in `place`, which its log shows."""
   assert codes(ended) == [EXIT_PROCESS_FAILED] * 2, ended
   assert "has ended no step for 30 s (hang_timeout_seconds)" in ended[0].errors
-  assert re.search(r"maxbatch/data/loader.py:\d+ in __next__: process 1$", ended[0].errors, re.M)
-  assert "in hang" in logs(tmp_path)[1]
+  assert re.search(rf"maxbatch/{place}: process (0, )?1$", ended[0].errors, re.M), ended
+  assert "in hang" in logs(folder)[1]
+  assert all("Thread MainThread:" in log for log in logs(folder))
 
 
-def test_a_flipped_bit_is_named_and_all_use_an_older_checkpoint(tmp_path, arguments):
-  two = [*arguments, "steps=8", "async_checkpointing=false"]
-  assert codes(wait(start(2, two))) == [0, 0]
+@pytest.mark.parametrize(
+  ("fault", "number", "place"),
+  [
+    ("loader hangs", 72, r"data/loader.py:\d+ in __next__"),
+    ("step hangs", 9, r"training/loop.py:\d+ in (_dispatch|_fetch)"),
+  ],
+)
+def test_a_process_that_hangs_is_found_by_its_stack(tmp_path, arguments, fault, number, place):
+  keys = [*arguments, "hang_timeout_seconds=30"]
+  ended = wait(start(2, keys, command=[*FAULTY, fault, "1", str(number)]))
+  assert_found_by_its_stack(tmp_path, ended, place)
+  assert "in hang" not in logs(tmp_path)[0]
+
+
+def test_a_save_that_hangs_is_found_and_a_flipped_bit_before_it_too(tmp_path, arguments):
+  """All use an older checkpoint than that with the flipped bit."""
+  two = [*arguments, "async_checkpointing=false", "hang_timeout_seconds=30"]
+  ended = wait(start(2, two, command=[*FAULTY, "save hangs", "1", "12"]))
+  assert_found_by_its_stack(tmp_path, ended, r"training/loop.py:\d+ in _save")
   files = (tmp_path / "r" / "checkpoints" / "8" / "state" / "ocdbt.process_1" / "d").iterdir()
   data = max(files, key=lambda path: path.stat().st_size)
   content = bytearray(data.read_bytes())

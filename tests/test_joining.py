@@ -2,17 +2,20 @@
 
 import socket
 import sys
+import threading
 
 import pytest
-from processes import environment
-from several_processes import TRAIN, free_port, place, started, wait
+from processes import PATIENCE_SECONDS, environment
+from several_processes import TRAIN, free_port, place, started, train, wait
 
 from maxbatch.batch.topology import devices_per_process
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import DistributedConfig
-from maxbatch.errors import UserError
+from maxbatch.errors import SaidByAnotherError, UserError
+from maxbatch.hardware.rendezvous import Rendezvous
 from maxbatch.hardware.stated_processes import StatedProcesses, stated_processes
 
+HOST = socket.gethostname()
 JOINS = """
 import sys
 import jax
@@ -98,11 +101,47 @@ def test_a_process_waits_for_the_others_no_longer_than_the_limit():
   first, second, third = (one.errors.splitlines() for one in ended)
   late = f"the 2 processes have not come within {limit} seconds"
   assert late in first[0]
-  assert "so that others are missing" in first[0]
+  assert "; missing: process 1. If they only start late" in first[0]
   assert late in second[0]
   assert "and process 0 does not answer at localhost:" in second[0]
-  assert "another program has the port of localhost:" in third[0]
+  assert "another program has port " in third[0]
   assert (len(first), len(second), len(third)) == (1, 1, 1)
+
+
+def test_what_one_process_refuses_all_refuse():
+  """Long before the limit, and with the words of that process."""
+  first, second = train(
+    2, ["config=base", "num_simulated_devices=2"], own={1: ["learning_rat=0.5"]}
+  )
+  assert (first.exit_code, second.exit_code) == (2, 2)
+  assert first.errors.startswith(
+    f"error: process 1 on {HOST}: command line: there is no key 'learning_rat'"
+  )
+  assert (len(first.errors.splitlines()), first.output) == (1, "")
+  assert (second.errors, second.output) == ("", "")
+
+
+def test_two_processes_of_one_number_are_refused():
+  port, others = free_port(), []
+  command = [*TRAIN, "config=base", "num_simulated_devices=3"]
+  processes = [started([*command, *place(number, 3, port)], {}) for number in range(2)]
+  other = threading.Thread(target=attend, args=(f"localhost:{port}", others), daemon=True)
+  other.start()
+  ended = wait(processes)
+  assert [(one.exit_code, one.output) for one in ended] == [(2, "")] * 2
+  said = f"process_id=1: a process on {HOST} and one on {HOST} both have this number"
+  assert ended[0].errors.startswith(f"error: {said}")
+  assert (len(ended[0].errors.splitlines()), ended[1].errors) == (1, "")
+  other.join(PATIENCE_SECONDS)
+  assert others[0].startswith(said)
+
+
+def attend(address: str, said: list[str]) -> None:
+  """A further process 1, which is told why it may not start."""
+  try:
+    Rendezvous().attend(address, 1)
+  except SaidByAnotherError as error:
+    said.append(str(error))
 
 
 def test_a_process_may_train_alone_all_the_same(monkeypatch):

@@ -99,7 +99,14 @@ def sent(plan: Redistribution, rows: dict[int, np.ndarray], num_columns: int) ->
       for sender, receiver in pairs
       if receiver == device
     ]
-    (found[device],) = [part for part in [held[0], *received] if part is not None]
+    parts = [part for part in [held[0], *received] if part is not None]
+    if parts:
+      (found[device],) = parts
+  for pairs in plan.copies:
+    held = dict(found)
+    for sender, receiver in pairs:
+      assert receiver not in held
+      found[receiver] = held[sender]
   whole = np.full((len(found[0]), num_columns), -1)
   for device, block in enumerate(plan.blocks):
     columns = slice(block * size, (block + 1) * size)
@@ -187,6 +194,14 @@ def test_every_device_gets_its_block_once_and_no_round_has_two_for_one(found):
     received.update(receivers)
     for sender, receiver in pairs:
       assert (processes[sender],) == plan.readers[blocks[receiver]]
+  hosts = {(processes[device], blocks[device]) for device in received}
+  assert len(hosts) == received.total()  # A block comes to a host once.
+  for pairs in plan.copies:
+    assert {sender for sender, _ in pairs}.isdisjoint(receiver for _, receiver in pairs)
+    for sender, receiver in pairs:
+      assert (processes[sender], blocks[sender]) == (processes[receiver], blocks[receiver])
+      assert received[sender] == 1
+    received.update(receiver for _, receiver in pairs)
   for device, (process, block) in enumerate(zip(processes, blocks, strict=True)):
     assert received[device] == (process not in plan.readers[block])
   for number in range(1, len(plan.rounds) + 1):
@@ -221,8 +236,8 @@ def test_a_loading_process_without_devices_is_refused():
 def test_thousands_of_hosts():
   processes = consecutive_processes(4096 * 16, 4096)
   plan = redistribution(processes, [device // 2 for device in range(len(processes))], range(1024))
-  assert len(plan.rounds) == 3
-  assert sum(map(len, plan.slots)) == 4 * len(processes)
+  assert (len(plan.rounds), len(plan.copies)) == (2, 1)
+  assert sum(map(len, plan.slots)) == 3 * len(processes)
 
 
 def test_the_plan_does_not_import_jax():

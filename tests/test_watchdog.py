@@ -11,7 +11,7 @@ from maxbatch.errors import EXIT_PROCESS_FAILED
 from maxbatch.hardware.watchdog import Watchdog
 
 
-def test_it_barks_once_nobody_feeds_it():
+def test_it_ends_a_run_that_nobody_feeds():
   said: queue.SimpleQueue[str] = queue.SimpleQueue()
   with Watchdog(0.1, said.put):
     assert "for 0.1 s (hang_timeout_seconds)" in said.get(timeout=PATIENCE_SECONDS)

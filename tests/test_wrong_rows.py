@@ -79,12 +79,17 @@ def fill(arrays: Arrays) -> None:
 FAULTS = [swap, lose, repeat, flip, flip_target, weigh, swap_tokens, swap_fields]
 
 
-def inject(monkeypatch: pytest.MonkeyPatch, fault: Fault, number: int) -> None:
-  """Changes rows after they were read and before they are on the devices, in one dispatch."""
+def inject(
+  monkeypatch: pytest.MonkeyPatch, fault: Fault, number: int, *, training: bool = True
+) -> None:
+  """Changes rows after they were read and before they are on the devices, in one dispatch.
+
+  Of the training's steps, or of an evaluation's batches.
+  """
   inner, staged = RowPlacement.stage, []
 
   def stage(place: RowPlacement, read, ids):
-    if place.row_dim == 1:  # Not those of an evaluation.
+    if place.row_dim == training:
       staged.append(ids)
       if len(staged) == number:
         read = {
@@ -175,3 +180,21 @@ def test_the_run_stops_at_that_step_and_saves_nothing_of_it(
   assert [record["step"] for record in read_metrics(tmp_path / "first_run")] == [0, 1, 2]
   saved = {path.name for path in (tmp_path / "first_run" / "checkpoints").glob("[0-9]*")}
   assert saved <= {"1", "2"}
+
+
+def test_a_wrong_row_of_an_evaluation_stops_the_run_too(monkeypatch, tmp_path, capsys):
+  inject(monkeypatch, flip, 4, training=False)
+  keys = "batch_size=16 micro_batch_size=1 steps=2 checkpoint_period=1 dropout_rate=0.1"
+  given = [*small_run(tmp_path, tmp_path / "text", tmp_path / "cache"), *keys.split()]
+  code = main([*given, "eval_samples=16", "eval_per_device_batch_size=1"])
+  # The second batch of 8 of the evaluation at the end; the first one was before training.
+  assert capsys.readouterr().err == (
+    "stopped: validation: row 11 (sample 11), read by host 0 and used by host 0, is not what was "
+    "read: on the way it was swapped, lost, repeated or changed; the last good checkpoint is step 2\n"
+  )
+  assert code == 5
+  assert [set(one) & {"eval/loss"} for one in read_metrics(tmp_path / "first_run")] == [
+    {"eval/loss"},
+    set(),
+    set(),
+  ]

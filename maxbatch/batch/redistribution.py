@@ -2,9 +2,10 @@
 
 The columns of a microbatch lie in equal blocks, one for each data-parallel group of devices. Every
 block is read whole, by one of the loading processes: by one that has devices of the group, if there
-is one, so that most rows stay on their host; the other blocks go to those that read least. A device
-whose process does not read its block receives it from a device of the process that does. In one
-round every device sends at most one block and receives at most one: a collective permute.
+is one, so that most rows stay on their host; the other blocks go to those that read least. Of the
+devices of a process that does not read their block one receives it from a device of the process that
+does, and the others from that one: a block comes to a host once. In one round every device sends at
+most one block and receives at most one: a collective permute.
 
 Devices are numbered by their place in the mesh. This file is pure: it knows neither jax nor which
 process it runs in, so that all processes come to the same plan without a message.
@@ -17,6 +18,9 @@ import heapq
 import itertools
 from collections.abc import Mapping, Sequence
 
+Rounds = tuple[tuple[tuple[int, int], ...], ...]
+"""Pairs (sending device, receiving device) of each round."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Redistribution:
@@ -28,8 +32,10 @@ class Redistribution:
   """The block of columns that every device uses."""
   readers: tuple[tuple[int, ...], ...]
   """The processes that read each block: one; without loading processes all that use it."""
-  rounds: tuple[tuple[tuple[int, int], ...], ...]
-  """Pairs (sending device, receiving device) of each round."""
+  rounds: Rounds
+  """What is sent to other processes."""
+  copies: Rounds
+  """What the devices of a process then send each other: what they hold by then."""
 
   @functools.cached_property
   def blocks_read(self) -> Mapping[int, tuple[int, ...]]:
@@ -76,8 +82,10 @@ def redistribution(
     raise ValueError(f"processes {loading} load, but only {sorted(set(processes))} have devices")
   users = _users(processes, blocks)
   readers = _readers(users, loading) if loading else users
-  rounds = _rounds(processes, blocks, readers)
-  return Redistribution(tuple(processes), tuple(blocks), readers, rounds)
+  receiving = _receiving(processes, blocks, readers)
+  rounds = _rounds(processes, receiving, readers)
+  copies = _copies(list(receiving.values()))
+  return Redistribution(tuple(processes), tuple(blocks), readers, rounds, copies)
 
 
 def _users(processes: Sequence[int], blocks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -108,24 +116,46 @@ def _readers(users: Sequence[Sequence[int]], loading: Sequence[int]) -> tuple[tu
   return tuple((reader,) for reader in readers if reader is not None)
 
 
-def _rounds(
+def _receiving(
   processes: Sequence[int], blocks: Sequence[int], readers: Sequence[Sequence[int]]
-) -> tuple[tuple[tuple[int, int], ...], ...]:
-  """What is sent: the devices of a reader take turns as senders, one block each in a round."""
+) -> Mapping[tuple[int, int], Sequence[int]]:
+  """The devices that do not get their block from their own process, by process and block."""
+  found: dict[tuple[int, int], list[int]] = {}
+  for device, (process, block) in enumerate(zip(processes, blocks, strict=True)):
+    if process not in readers[block]:
+      found.setdefault((process, block), []).append(device)
+  return found
+
+
+def _rounds(
+  processes: Sequence[int],
+  receiving: Mapping[tuple[int, int], Sequence[int]],
+  readers: Sequence[Sequence[int]],
+) -> Rounds:
+  """The devices of a reader take turns as senders, one block each in a round."""
   devices: dict[int, list[int]] = {}
   for device, process in enumerate(processes):
     devices.setdefault(process, []).append(device)
   sent: collections.Counter[int] = collections.Counter()
   rounds: list[list[tuple[int, int]]] = []
-  for receiver, (process, block) in enumerate(zip(processes, blocks, strict=True)):
-    if process in readers[block]:
-      continue
+  for (_, block), (receiver, *_) in receiving.items():
     reader = readers[block][0]
     number, turn = divmod(sent[reader], len(devices[reader]))
     sent[reader] += 1
     if number == len(rounds):
       rounds.append([])
     rounds[number].append((devices[reader][turn], receiver))
+  return tuple(map(tuple, rounds))
+
+
+def _copies(groups: Sequence[Sequence[int]]) -> Rounds:
+  """From the first device of each group to the others: twice as many have it after each round."""
+  rounds: list[list[tuple[int, int]]] = []
+  for group in groups:
+    for number in range((len(group) - 1).bit_length()):
+      if number == len(rounds):
+        rounds.append([])
+      rounds[number].extend(zip(group[: 1 << number], group[1 << number :], strict=False))
   return tuple(map(tuple, rounds))
 
 

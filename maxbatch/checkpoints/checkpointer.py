@@ -5,8 +5,8 @@ complete, so a killed run leaves whole steps only. Each has two items: `state`, 
 name, and `record`, a JSON object with the position, the plan, the run's identity and the shape,
 dtype and fingerprint of every leaf. Orbax restores a flipped bit without an error and stops at a
 truncated file; here a step counts only when its fingerprints match, else the next older one is
-tried, and older ones are deleted only when a newer one has been read back. Reading changes nothing on disk: folders that turned out damaged are renamed, never deleted,
-when the next save begins.
+tried, and older ones are deleted only when a newer one has been read back. Reading changes nothing
+on disk: folders that turned out damaged are renamed, never deleted, when the next save begins.
 """
 
 import contextlib
@@ -22,22 +22,21 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
-from jax.sharding import AbstractMesh, NamedSharding
 from orbax.checkpoint import checkpoint_managers as policies
 
 from maxbatch.batch.plan import Position
 from maxbatch.checkpoints import refusals
-from maxbatch.checkpoints.faults import cause, free_bytes, refusal, root_cause
+from maxbatch.checkpoints.faults import cause, free_bytes, refusal
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.formats import format_named
 from maxbatch.checkpoints.newest import completed_steps
 from maxbatch.checkpoints.quiet_orbax import silence_orbax
+from maxbatch.checkpoints.reading import read_arrays, read_record
 from maxbatch.checkpoints.record import (
   changed_leaves,
   changed_settings,
   format_name,
   identity_differences,
-  is_intact,
   make_record,
   state_differences,
 )
@@ -46,17 +45,6 @@ from maxbatch.config.schema import CheckpointConfig
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all, gather
 
-# What Orbax and TensorStore raise for folders they cannot read. JaxRuntimeError (out of memory) is
-# not among them: it says nothing about the folder.
-_UNREADABLE = (
-  OSError,
-  ValueError,
-  LookupError,
-  TypeError,
-  AttributeError,
-  AssertionError,
-  RecursionError,
-)
 _UNWRITABLE = (OSError, ValueError, RuntimeError)
 
 _PAUSES_SECONDS = (0.2, 1.0, 5.0)
@@ -276,12 +264,12 @@ class Checkpointer:
       return None
     host = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     try:
-      record = self._read_record(step)
+      record = read_record(self._reader, step)
       wanted = {
         name: jax.ShapeDtypeStruct(leaf["shape"], jnp.dtype(leaf["dtype"]), sharding=host)
         for name, leaf in record["leaves"].items()
       }
-      wrong = changed_leaves(record, self._read_arrays(step, format_name(record), wanted))
+      wrong = changed_leaves(record, read_arrays(self._reader, step, format_name(record), wanted))
       reason = f"leaf {wrong[0]} differs from its fingerprint" if wrong else ""
     except DamagedError as damage:
       reason = str(damage)
@@ -362,7 +350,7 @@ class Checkpointer:
       time.sleep(pause)
 
   def _restore_step(self, step: int, abstract_state: object) -> Restored:
-    record = together(lambda: self._read_record(step))
+    record = together(lambda: read_record(self._reader, step))
     changed = identity_differences(record, self._identity)
     if changed and not self._config.allow_changed_resume:
       raise UserError(refusals.changed_resume(self._directory, step, changed))
@@ -370,7 +358,7 @@ class Checkpointer:
     misfits = state_differences(record, wanted)
     if misfits:
       raise UserError(refusals.does_not_fit(self._directory, step, misfits))
-    arrays = together(lambda: self._read_arrays(step, format_name(record), wanted))
+    arrays = together(lambda: read_arrays(self._reader, step, format_name(record), wanted))
     wrong = changed_leaves(record, arrays)
     if wrong:
       others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
@@ -384,44 +372,3 @@ class Checkpointer:
     position = Position(step, record["samples"])
     # Checkpoints of earlier versions have no notes.
     return Restored(state, position, record["plan"], record.get("notes", {}))
-
-  def _read_record(self, step: int) -> dict[str, Any]:
-    record = self._read(step, "record", ocp.args.JsonRestore())
-    if not is_intact(record):
-      raise DamagedError("its record differs from its checksum")
-    if record["step"] != step:
-      raise DamagedError(f"its record is that of step {record['step']}")
-    return record
-
-  def _read_arrays(
-    self, step: int, written_as: str, wanted: dict[str, Any]
-  ) -> dict[str, jax.Array]:
-    targets = {name: _on_devices(leaf) for name, leaf in wanted.items()}
-    stored = {name: target for name, target in targets.items() if target.size}
-    arrays = self._read(step, "state", format_named(written_as).restore(stored))
-    return {
-      # Orbax refuses arrays without elements; there is nothing in them to save.
-      name: arrays[name]
-      if target.size
-      else jnp.zeros(target.shape, target.dtype, device=target.sharding)
-      for name, target in targets.items()
-    }
-
-  def _read(self, step: int, item: str, args: ocp.args.CheckpointArgs) -> Any:
-    """One item of a step's folder, or DamagedError."""
-    try:
-      return self._reader.restore(step, args=ocp.args.Composite(**{item: args}))[item]
-    except Exception as error:
-      # Orbax wraps what it meets in a chunk into a plain Exception: the cause says which.
-      root = root_cause(error)
-      if not isinstance(root, _UNREADABLE):
-        raise
-      raise DamagedError(f"its {item} cannot be read: {cause(root)}") from None
-
-
-def _on_devices(leaf: Any) -> jax.ShapeDtypeStruct:
-  """`leaf` with a sharding on real devices; a mistake in it must not look like a damaged file."""
-  if isinstance(leaf.sharding, NamedSharding) and isinstance(leaf.sharding.mesh, AbstractMesh):
-    raise TypeError(f"The sharding {leaf.sharding} of a restored leaf names no devices.")
-  sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

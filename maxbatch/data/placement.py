@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxbatch.batch.redistribution import Redistribution, redistribution
+from maxbatch.batch.redistribution import Redistribution, Rounds, redistribution
 from maxbatch.batch.row_plan import columns_of_blocks
 from maxbatch.data.checksums import TOKEN_FIELDS
 from maxbatch.data.dataset import Arrays
@@ -98,7 +98,9 @@ class RowPlacement:
       records = {process: _packed(names, arrays) for process, arrays in read.items()}
       sent = self._slots(records)
       fields = tuple((name, one[name].dtype.str, one[name].shape[2:]) for name in names)
-      program = _redistribution(self.sharding, self.row_dim, self.plan.rounds, len(ids), fields)
+      program = _redistribution(
+        self.sharding, self.row_dim, self.plan.rounds, self.plan.copies, len(ids), fields
+      )
       return lambda: Rows(**program(sent), sample_ids=placed)
     arrays = {name: self._joined({p: rows[name] for p, rows in read.items()}) for name in names}
     return lambda: Rows(**arrays, sample_ids=placed)
@@ -171,7 +173,8 @@ def _packed(names: Sequence[str], arrays: Arrays) -> np.ndarray:
 def _redistribution(
   sharding: NamedSharding,
   row_dim: int,
-  rounds: tuple[tuple[tuple[int, int], ...], ...],
+  rounds: Rounds,
+  copies: Rounds,
   capacity: int,
   fields: tuple[tuple[str, str, tuple[int, ...]], ...],
 ) -> jax.stages.Wrapped:
@@ -194,6 +197,8 @@ def _redistribution(
     records = slots[0, 0]
     for slot, pairs in enumerate(rounds, 1):
       records = records + jax.lax.ppermute(slots[0, slot], axes, pairs)
+    for pairs in copies:
+      records = records + jax.lax.ppermute(records, axes, pairs)
     padding = [(0, capacity - records.shape[0]), *((0, 0),) * 2]
     records = jnp.pad(records, padding)
     return unpacked(records if row_dim else records[0])

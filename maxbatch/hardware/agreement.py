@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from maxbatch.errors import SaidByAnotherError, UserError
 
-_NAMED, _LINES, _LETTERS = 3, 8, 80
+_NAMED, _LINES, _LETTERS = 3, 12, 80
 """So many processes, differences and letters of a value a message shows."""
 
 
@@ -71,7 +71,7 @@ def failing_together() -> Iterator[None]:
     failure = str(error)
   found = gather([socket.gethostname(), failure])
   if any(failure for _, failure in found):
-    raise shared_error(_of_all(found))
+    raise shared_error(_combined(found))
 
 
 def shared_error(message: str) -> UserError:
@@ -149,7 +149,7 @@ def _shown(value: object) -> str:
   return text if len(text) <= _LETTERS else f"{text[:_LETTERS]}…"
 
 
-def _of_all(found: Sequence[tuple[str, str]]) -> str:
+def _combined(found: Sequence[tuple[str, str]]) -> str:
   """The failures of all processes, each given as its host and what failed there, or nothing."""
   different = {failure for _, failure in found}
   if len(different) == 1:

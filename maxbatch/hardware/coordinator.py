@@ -11,6 +11,7 @@ import jax
 from jax._src import distributed as jax_distributed
 
 from maxbatch.hardware.relay import open_relay
+from maxbatch.hardware.rendezvous import Rendezvous
 
 _PREFIX = "maxbatch/"
 _ERRORS = (jax.errors.JaxRuntimeError, ValueError, RuntimeError)
@@ -18,23 +19,38 @@ _ERRORS = (jax.errors.JaxRuntimeError, ValueError, RuntimeError)
 
 
 @contextlib.contextmanager
-def relayed(lost: Callable[[], None]) -> Iterator[None]:
+def relayed(rendezvous: Rendezvous, lost: Callable[[], None]) -> Iterator[None]:
   """In this context jax.distributed.initialize connects to process 0 through a relay.
 
+  Before that all processes meet.
+
   Args:
+    rendezvous: where they do.
     lost: called when process 0 has closed the connection.
   """
   runtime = vars(jax_distributed)["_jax"]
-  connect = runtime.get_distributed_runtime_client
+  serve, connect = (
+    runtime.get_distributed_runtime_service,
+    runtime.get_distributed_runtime_client,
+  )
+
+  def serve_all(address: str, num_processes: int, **options: Any) -> object:
+    rendezvous.hold(address, num_processes)
+    return serve(address, num_processes, **options)
 
   def connect_by_relay(address: str, process: int, **options: Any) -> object:
     # Process 0 has the service itself, and cannot lose it.
-    return connect(open_relay(address, lost) if process else address, process, **options)
+    if process:
+      rendezvous.attend(address, process)
+      address = open_relay(address, lost)
+    return connect(address, process, **options)
 
+  runtime.get_distributed_runtime_service = serve_all
   runtime.get_distributed_runtime_client = connect_by_relay
   try:
     yield
   finally:
+    runtime.get_distributed_runtime_service = serve
     runtime.get_distributed_runtime_client = connect
 
 

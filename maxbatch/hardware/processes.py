@@ -5,22 +5,27 @@ itself, under SLURM, Open MPI and Kubernetes and on TPU pods.
 """
 
 import collections
-import errno
+import contextlib
+import dataclasses
 import os
 import queue
 import socket
+import sys
 import threading
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import jax
 
 from maxbatch.batch.solve import counted
+from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, DistributedConfig
-from maxbatch.errors import UserError
+from maxbatch.errors import SaidByAnotherError, UserError
 from maxbatch.hardware.agreement import shared_error
 from maxbatch.hardware.coordinator import relayed
 from maxbatch.hardware.ending import leave_with_others, lose_coordinator, watch_others
+from maxbatch.hardware.rendezvous import Rendezvous
 from maxbatch.hardware.stated_processes import StatedProcesses, stated_processes
 
 _JAX_LATER_SECONDS = 60
@@ -34,6 +39,8 @@ _tried_to_join = threading.Event()
 
 _PATIENCE_SECONDS = 5.0
 """For process 0 to answer."""
+_NAMED = 8
+"""So many missing processes a message names."""
 
 
 def join(config: Config) -> int:
@@ -52,9 +59,9 @@ def join(config: Config) -> int:
   if not jax.distributed.is_initialized() and (stated.several or _may_be_a_pod(config)):
     # The handlers of signals stay Python's, which end a run in order.
     jax.config.update("jax_enable_preemption_service", False)
-    failure = _taken(stated) or _initialize(stated, keys)
-    if stated.several or not failure:
-      _tried_to_join.set()
+    failure = _initialize(stated, keys, Rendezvous())
+    if isinstance(failure, UserError):
+      raise failure
     if failure and stated.several:
       raise UserError(_refusal(stated, failure))
     if not failure and jax.distributed.is_initialized():
@@ -95,6 +102,61 @@ def leave_together(exit_code: int) -> NoReturn:
   leave_with_others(exit_code, at_once=_tried_to_join.is_set())
 
 
+@contextlib.contextmanager
+def refusing_together(arguments: Sequence[str]) -> Iterator[None]:
+  """What one process refuses in this context before it has joined the others, all refuse.
+
+  Such as a key in it alone, or a file that it alone does not have: the others wait for it.
+
+  Args:
+    arguments: the command's, which say where the others are.
+
+  Raises:
+    UserError: one was raised in this context; process 0 says it, and whose it is.
+  """
+  try:
+    yield
+  except UserError as error:
+    if not _tried_to_join.is_set() and not jax.distributed.is_initialized():
+      _tell(arguments, error)
+    raise
+
+
+def _tell(arguments: Sequence[str], error: UserError) -> None:
+  """Tells the others, if there are any, that this process cannot start.
+
+  Raises:
+    SaidByAnotherError: it is said.
+  """
+  try:
+    keys = _keys_of_processes(arguments)
+    stated = stated_processes(keys, os.environ)
+  except UserError:
+    return  # What says where the others are is wrong itself.
+  if keys.skip_jax_distributed_system or not stated.several:
+    return
+  is_first = stated.process_id == 0
+  if is_first:
+    print(f"error: {error}", file=sys.stderr, flush=True)  # It may be long until all have come.
+  answer = _initialize(stated, keys, Rendezvous(str(error)))
+  if is_first or isinstance(answer, SaidByAnotherError):
+    raise SaidByAnotherError(str(error)) from None
+
+
+def _keys_of_processes(arguments: Sequence[str]) -> DistributedConfig:
+  """The keys that say where the others are, whatever is wrong with other keys or their file.
+
+  Raises:
+    UserError: something is wrong with these keys.
+  """
+  names = {field.name for field in dataclasses.fields(DistributedConfig)}
+  own = [argument for argument in arguments if argument.partition("=")[0] in names]
+  file = [argument for argument in arguments if argument.startswith("config=")]
+  with contextlib.suppress(UserError):
+    return load_config([*file, *own]).distributed
+  return load_config(["config=base", *own]).distributed
+
+
 def _may_be_a_pod(config: Config) -> bool:
   """Whether this may be one host of a TPU pod, which no variable need say.
 
@@ -103,35 +165,24 @@ def _may_be_a_pod(config: Config) -> bool:
   return config.mesh.num_simulated_devices <= 0 and "KUBERNETES_SERVICE_HOST" not in os.environ
 
 
-def _taken(stated: StatedProcesses) -> str:
-  """Says so if process 0 cannot listen at its address, over which jax may crash; or nothing."""
-  if stated.process_id != 0 or stated.address is None:
-    return ""
-  family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-  with socket.socket(family) as own:
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-      own.bind(("", int(stated.address.rpartition(":")[2])))
-    except OSError as error:
-      if error.errno == errno.EADDRINUSE:
-        return f"another program has the port of {stated.address}; choose another port"
-  return ""
-
-
-def _initialize(stated: StatedProcesses, keys: DistributedConfig) -> str:
+def _initialize(
+  stated: StatedProcesses, keys: DistributedConfig, rendezvous: Rendezvous
+) -> str | UserError:
   """Joins by jax; why it could not, or nothing.
 
   In a thread: jax waits without hearing signals, and at its own limit it ends the process.
   """
+  if stated.several:
+    _tried_to_join.set()
   limit = keys.jax_distributed_initialization_timeout
   silence = keys.jax_distributed_heartbeat_timeout_seconds
-  outcome: queue.SimpleQueue[str] = queue.SimpleQueue()
+  outcome: queue.SimpleQueue[str | UserError] = queue.SimpleQueue()
 
   def initialize() -> None:
     try:
       # Of a package that jax would use to ask Kubernetes, if it were installed.
       warnings.simplefilter("ignore")
-      with relayed(lose_coordinator):
+      with relayed(rendezvous, lose_coordinator):
         jax.distributed.initialize(
           stated.address,
           stated.num_processes if stated.address else None,
@@ -139,9 +190,12 @@ def _initialize(stated: StatedProcesses, keys: DistributedConfig) -> str:
           initialization_timeout=limit + _JAX_LATER_SECONDS,
           heartbeat_timeout_seconds=silence + _JAX_LATER_SECONDS,
         )
+    except UserError as error:
+      outcome.put(error)
     except (ValueError, RuntimeError, LookupError, OSError) as error:
       outcome.put(str(error).splitlines()[0] or type(error).__name__)
     else:
+      _tried_to_join.set()
       outcome.put("")
 
   with warnings.catch_warnings():
@@ -149,15 +203,21 @@ def _initialize(stated: StatedProcesses, keys: DistributedConfig) -> str:
     try:
       return outcome.get(timeout=limit)
     except queue.Empty:
-      return _late(stated, limit)
+      if rendezvous.refusal:  # Of which some that never came have not been told.
+        return UserError(rendezvous.refusal)
+      return _late(stated, limit, rendezvous.missing())
 
 
-def _late(stated: StatedProcesses, limit: int) -> str:
-  """Why processes may not have joined in time."""
+def _late(stated: StatedProcesses, limit: int, missing: Sequence[int]) -> str:
+  """Why processes may not have joined in time; `missing` is known in process 0 alone."""
   count = f"the {stated.num_processes}" if stated.num_processes else "all"
   late = f"{count} processes have not come within jax_distributed_initialization_timeout={limit}"
   late += " seconds"
-  if stated.address is not None:
+  if missing:
+    more = len(missing) - _NAMED
+    numbers = ", ".join(map(str, missing[:_NAMED]))
+    late += f"; missing: process {numbers}{f' and {more:,} more' if more > 0 else ''}"
+  elif stated.address is not None:
     host, _, port = stated.address.rpartition(":")
     try:
       socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE_SECONDS).close()

@@ -7,10 +7,10 @@ silence instead, and `hardware/watch.py` says who is gone.
 
 import socket
 import threading
-import time
 from collections.abc import Callable
 
-_PAUSE_SECONDS = 0.2
+from maxbatch.hardware.rendezvous import connected
+
 _PIECE_BYTES = 1 << 16
 
 
@@ -37,23 +37,11 @@ def open_relay(address: str, lost: Callable[[], None]) -> str:
 
 def _carry(near: socket.socket, address: str, lost: Callable[[], None]) -> None:
   """Hands on what one connection carries, both ways."""
-  far = _connect(address)
+  far = connected(address)  # jax's own limit ends the wait.
+  far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
   threading.Thread(target=_pump, args=(near, far), daemon=True).start()
   _pump(far, near)
   lost()
-
-
-def _connect(address: str) -> socket.socket:
-  """Waits for process 0 to listen; jax's own limit ends the wait."""
-  host, _, port = address.rpartition(":")
-  while True:
-    try:
-      far = socket.create_connection((host.strip("[]"), int(port)))
-    except OSError:
-      time.sleep(_PAUSE_SECONDS)
-    else:
-      far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-      return far
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:

@@ -70,7 +70,7 @@ class Watch:
     self._beats = dict.fromkeys(others, "")
     self._threads = [
       threading.Thread(target=work, daemon=True, name=f"watch{work.__name__}")
-      for work in (self._exchange, self._judge)
+      for work in (self._exchange, self._guard)
     ]
     for thread in self._threads:
       thread.start()
@@ -160,18 +160,19 @@ class Watch:
       self._announce(End(0, self._host_of(0), "has ended without a word"))
 
   def _announce(self, end: End) -> None:
-    """Makes `end`, or what came before it, known to all; a broken network does not keep it."""
+    """Makes `end`, or what came before it, known to all; without a network, to this process."""
     sender = threading.Thread(target=self._publish, args=(end,), daemon=True)
     sender.start()
     sender.join(_GRACE_SECONDS)
-    self._settle(end)
+    self._set_end(end)
 
   def _publish(self, end: End) -> None:
     self._store.put_first("end", json.dumps(dataclasses.asdict(end)))
     first = self._store.wait_for("end", _GRACE_SECONDS)
-    self._settle(End(**json.loads(first)) if first else end)
+    self._set_end(End(**json.loads(first)) if first else end)
 
-  def _settle(self, end: End) -> None:
+  def _set_end(self, end: End) -> None:
+    """The first end is the one that counts."""
     with self._speaking:
       self._end = self._end or end
     self._ended.set()
@@ -184,7 +185,7 @@ class Watch:
       self._store.put(f"beat/{self._store.process}", f"{number} {time.time():.0f} {self._host}")
       self._hear(self._store.within("beat") if self._store.process == 0 else self._of_first())
       if first := self._store.wait_for("end", self._pause):
-        self._settle(End(**json.loads(first)))
+        self._set_end(End(**json.loads(first)))
       time.sleep(max(0.0, min(_TICK_SECONDS, began + self._pause - time.monotonic())))
     if self._ended.is_set():
       self._store.put(f"known/{self._store.process}", "")
@@ -212,7 +213,7 @@ class Watch:
         "the times in its log are wrong"
       )
 
-  def _judge(self) -> None:
+  def _guard(self) -> None:
     """Finds who is silent; once the run ends, ends a main thread that does not come out."""
     last = time.monotonic()
     while not self._ended.wait(_TICK_SECONDS):
@@ -221,7 +222,7 @@ class Watch:
         return
       silent = [process for process, heard in self._heard.items() if now - heard > self._limit]
       if now - last > self._limit:  # Stopped from outside: the others have gone on without it.
-        self._settle(End(self._store.process, self._host, f"stood still for {now - last:.0f} s"))
+        self._set_end(End(self._store.process, self._host, f"stood still for {now - last:.0f} s"))
       elif silent:
         self._first_is_lost = silent[0] == 0
         self._announce(End(silent[0], self._host_of(silent[0]), self._silence(silent)))

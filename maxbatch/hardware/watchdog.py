@@ -16,9 +16,9 @@ class Watchdog:
   It ends with the stacks of all threads, of all processes in their logs.
   """
 
-  def __init__(self, limit_seconds: float, bark: Callable[[str], None] = end_hanging) -> None:
-    """`bark` is called, once, with what to say."""
-    self._limit, self._bark = limit_seconds, bark
+  def __init__(self, limit_seconds: float, end: Callable[[str], None] = end_hanging) -> None:
+    """`end` is called, once, with what to say."""
+    self._limit, self._end = limit_seconds, end
     self._fed = time.monotonic()
     self._over = threading.Event()
 
@@ -38,5 +38,5 @@ class Watchdog:
   def _guard(self) -> None:
     while not self._over.wait(self._limit / _CHECKS_PER_LIMIT):
       if time.monotonic() - self._fed > self._limit:
-        self._bark(f"has ended no step for {self._limit:g} s (hang_timeout_seconds)")
+        self._end(f"has ended no step for {self._limit:g} s (hang_timeout_seconds)")
         return

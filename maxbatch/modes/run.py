@@ -1,6 +1,5 @@
 """One run from its configuration to its end: plan, prepare, train, sum up."""
 
-import collections
 import contextlib
 import dataclasses
 import time
@@ -33,7 +32,7 @@ from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
 from maxbatch.modes.start import check_same_run, started
 from maxbatch.modes.summary import describe, keep_sample, print_next, show_sample, sum_up
 from maxbatch.run_folder.lock import locked
-from maxbatch.run_folder.metrics import MetricsLog, NoMetricsLog, each_record
+from maxbatch.run_folder.metrics import MetricsLog, NoMetricsLog
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.build import (
@@ -224,7 +223,7 @@ def _train(
       noise=start.noise and dataclasses.replace(start.noise, calibration=calibration),
     )
     if start.restored and first:
-      _complete_records(log, resolved.folder, start.restored)
+      _complete_records(log, start.restored)
     if position.step == 0:
       first_record(job, state.params)
       keep_sample(resolved, trainer, state.params)
@@ -232,13 +231,13 @@ def _train(
       return train(job, state, position)
 
 
-def _complete_records(log: MetricsLog, folder: RunFolder, restored: Restored) -> None:
+def _complete_records(log: MetricsLog, restored: Restored) -> None:
   """Writes the record of the checkpoint's step, if kill -9 came between its save and its record.
 
   A branch has the checkpoint of another run, and no record before its own first step.
   """
-  newest = collections.deque(each_record(folder.path), maxlen=1)
-  if RECORD in restored.notes and newest and newest[0]["step"] < restored.position.step:
+  last = log.last_step
+  if RECORD in restored.notes and last is not None and last < restored.position.step:
     log.write(restored.notes[RECORD])
 
 

@@ -8,8 +8,11 @@ they would train on what nobody asked for. So what decides is compared before an
 import contextlib
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -23,12 +26,15 @@ from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.hardware.agreement import check_alike
 from maxbatch.hardware.devices import start_devices
+from maxbatch.hardware.ending import ending_together
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.process_log import process_log
 
 _OF_EACH = ("coordinator_address", "process_id")
 """Keys in which processes may differ."""
 _LIBRARIES = ("numpy", "grain", "orbax-checkpoint")
+_OWN_MODULE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
+"""A key's value that names something of the user's (config/registry.py)."""
 
 
 @contextlib.contextmanager
@@ -42,21 +48,22 @@ def started(config: Config, *, leaves_files: bool = True) -> Iterator[None]:
   Raises:
     UserError: as `start_devices`, or the processes have different keys, packages or sources.
   """
-  start_devices(config)
+  with ending_together():
+    start_devices(config)
   number = jax.process_index()
   if config.compile.compile_topology or jax.process_count() == 1:
     yield
     return
   log = RunFolder.of(config.run).process_log(number) if leaves_files else Path(os.devnull)
   with process_log(log, speaks=number == 0):
-    check_alike(_keys(config) | _installation())
+    check_alike(_keys(config) | _installation() | _own_modules(config))
     yield
 
 
 def check_same_run(config: Config, plan: BatchPlan, dataset: Dataset) -> None:
   """Checks that all processes have resolved the run alike, and have the same data before them.
 
-  A plan may rest on a file, and data are read on every host.
+  A plan may rest on a file, data are read on every host, and the user's modules have imported others.
 
   Raises:
     UserError: they have not.
@@ -64,6 +71,7 @@ def check_same_run(config: Config, plan: BatchPlan, dataset: Dataset) -> None:
   if jax.process_count() > 1:
     check_alike(
       _keys(config)
+      | _own_modules(config)
       | {f"plan, {key}": value for key, value in plan.as_dict().items()}
       | _data("training", dataset.fingerprint, dataset.train_files)
       | _data("validation", dataset.validation_fingerprint, dataset.validation_files)
@@ -79,11 +87,39 @@ def _installation() -> dict[str, object]:
   versions = {name: importlib.metadata.version(name) for name in _LIBRARIES}
   package = Path(maxbatch.__file__).parent
   sources = {
-    f"maxbatch/{path.relative_to(package)}": hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    for path in sorted(package.rglob("*.py"))
+    f"maxbatch/{path.relative_to(package)}": _hash(path) for path in sorted(package.rglob("*.py"))
   }
   compiler = compiler_environment(jax.local_devices()[0])
   return {"python": platform.python_version()} | library_versions() | versions | compiler | sources
+
+
+def _own_modules(config: Config) -> dict[str, object]:
+  """A hash of each file that a key names as module:attribute.
+
+  And of those beside it that are imported by now: what it needs, as a rule.
+  """
+  named = re.findall(_OWN_MODULE, "\n".join(map(str, to_flat_dict(config).values())))
+  files: dict[str, Path] = {}
+  for module in named:
+    # Where it cannot be found the registry says so later, better.
+    with contextlib.suppress(ImportError, ValueError):
+      spec = importlib.util.find_spec(module)
+      if spec is not None and spec.origin is not None:
+        files[module] = Path(spec.origin)
+  folders = {path.parent for path in files.values()}
+  for name, module in list(sys.modules.items()):
+    path = Path(getattr(module, "__file__", None) or "")
+    if path.parent in folders and path.suffix:
+      files[name] = path
+  return {
+    f"{name.replace('.', '/')}{path.suffix}": _hash(path)
+    for name, path in sorted(files.items())
+    if path.is_file()
+  }
+
+
+def _hash(path: Path) -> str:
+  return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 def _data(part: str, fingerprint: str, files: Mapping[str, int]) -> dict[str, object]:

@@ -30,6 +30,9 @@ _APPENDED = "appended"
 class MetricsLog:
   """Appends records to the files of a run's folder; a context manager."""
 
+  last_step: int | None = None
+  """Of the records that were there before; None: there were none."""
+
   def __init__(self, folder: pathlib.Path, step: int, report: Callable[[str], None] = print):
     """Opens the files to go on after `step`; what an interrupted run wrote beyond it is dropped.
 
@@ -44,12 +47,14 @@ class MetricsLog:
     self._missing: collections.deque[int] = collections.deque()
     try:
       folder.mkdir(parents=True, exist_ok=True)
-      samples = _cut(path, first)
+      last = _cut(path, first)
       boards = RunFolder(folder)
       self._board = _board(boards.tensorboard, first, report)
       # Apart: TensorBoard drops every curve of a folder from one and the same number on.
+      samples = int(last["samples"]) + 1 if last else 0
       self._board_over_samples = _board(boards.tensorboard_over_samples, samples, report)
       self._file = AppendedFile(path, report)
+      self.last_step = int(last["step"]) if last else None
     except OSError as error:
       raise UserError(
         f"base_output_directory={folder.parent} run_name={folder.name}: {error.filename or folder} "
@@ -177,17 +182,17 @@ def _parse(path: pathlib.Path, number: int, line: bytes) -> Record:
   )
 
 
-def _cut(path: pathlib.Path, first: int) -> int:
+def _cut(path: pathlib.Path, first: int) -> Record | None:
   """Leaves only the records before step `first`, replacing the file in one move.
 
-  Returns the samples at which new records begin: one more than the last record left has, else 0.
+  Returns the last record left, if there is one.
   """
   if not path.exists():
-    return 0
-  samples = 0
+    return None
+  last: Record | None = None
   with replacing(path) as file:
     for line, record in _lines(path):
       if record["step"] < first:
         file.write(line)
-        samples = int(record["samples"]) + 1
-  return samples
+        last = record
+  return last

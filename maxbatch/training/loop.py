@@ -5,7 +5,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -26,8 +25,8 @@ from maxbatch.training.metrics import token_values
 from maxbatch.training.noise_run import Noise, decided, decides
 from maxbatch.training.programs import StepPrograms
 from maxbatch.training.row_check import check_rows
-from maxbatch.training.state import Sums, TrainState
-from maxbatch.training.step import StepMetrics, Trainer
+from maxbatch.training.state import TrainState
+from maxbatch.training.step import EvalStep, StepMetrics, Trainer
 from maxbatch.training.stop_flags import flagged, has_flags
 
 RECORD = "record"
@@ -45,7 +44,7 @@ class Job:
   programs: StepPrograms
   streamed: bool
   trainer: Trainer
-  eval_step: Callable[[Parameters, Any], Sums]
+  eval_step: EvalStep
   train_rows: Callable[[BatchPlan, Position], ChainedLoader]
   row_hosts: Callable[[int, int], str]
   eval_rows: Sequence[EvalRows]
@@ -207,7 +206,7 @@ def _check_rows(job: Job, pending: _Pending, metrics: StepMetrics, phase: Phase)
   wrong, first = jax.tree.leaves(metrics.wrong_row), pending.before.samples
   hosts = functools.partial(job.row_hosts, phase.micro_batch)
   try:
-    check_rows(wrong, pending.position.step, first, phase.micro_batch, hosts)
+    check_rows(wrong, f"step {pending.position.step}", first, phase.micro_batch, hosts)
   except RowsError as error:
     raise RowsError(f"{error}; {_last_good(job)}. Nothing of that step is saved") from None
 
@@ -254,23 +253,40 @@ def evaluate(job: Job, params: Parameters) -> Record:
 
 
 def _evaluated(job: Job, rows: EvalRows, params: Parameters) -> Record:
-  """Loss and metrics per token of the rows."""
+  """Loss and metrics per token of the rows.
+
+  Raises:
+    TrainingDivergedError: the loss is not finite.
+    RowsError: a row is not what was read for it.
+  """
   with rows.open() as batches:
     # Each is fetched before the next begins: simulated devices have threads for two programs under
     # way (hardware/devices.py), and the other may be reading a checkpoint back.
-    sums = []
+    sums, wrong = [], []
     for batch in batches:
-      sums.append(jax.device_get(job.eval_step(params, batch)))
+      found = jax.device_get(job.eval_step(params, batch))
+      sums.append(found._replace(wrong_row=None))
+      wrong.append(found.wrong_row)
       job.feed_watchdog()
+  of_source = f" of {rows.name}" if rows.name else ""
+  _check_eval_rows(job, f"validation{of_source}", wrong)
   total = jax.tree.map(lambda *each: sum(map(float, each)), *sums)
   loss = total.loss / total.weight
   if not math.isfinite(loss):
-    of_source = f" of {rows.name}" if rows.name else ""
     raise TrainingDivergedError(
       f"the validation loss{of_source} is {loss}, which must be finite; {_kept(job)}"
     )
   metrics = token_values(total.metrics, total.weight)
   return {"loss": loss} | {name: float(value) for name, value in metrics.items()}
+
+
+def _check_eval_rows(job: Job, where: str, wrong: Sequence[int]) -> None:
+  """Raises RowsError, with what is saved, if a row of an evaluation is not what was read for it."""
+  size = job.plan.eval_batch
+  try:
+    check_rows(wrong, where, 0, size, functools.partial(job.row_hosts, size))
+  except RowsError as error:
+    raise RowsError(f"{error}; {_last_good(job)}") from None
 
 
 def _diverged(job: Job, position: Position, loss: float, grad_norm: float) -> str:

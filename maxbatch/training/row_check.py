@@ -1,4 +1,4 @@
-"""Whether the rows of a step are those that were read for its samples, in their places.
+"""Whether the rows of a step, or of an evaluation, are those that were read for its samples, in their places.
 
 The place of a row in the step's array says, by the plan, which sample it is; its checksum says which
 sample was read, and with which tokens. So rows that were swapped, lost, repeated or changed between
@@ -28,7 +28,7 @@ def first_wrong_row(rows: Rows) -> jax.Array | None:
   NONE_WRONG if all are right; None if no loader made the rows, so that nothing is known of them.
 
   Args:
-    rows: microbatches (k, B, T), those beyond the step's filled up with zeros.
+    rows: microbatches (k, B, T), those beyond the step's filled up with zeros; or a batch (B, T).
   """
   if rows.checksums is None:
     return None
@@ -39,13 +39,13 @@ def first_wrong_row(rows: Rows) -> jax.Array | None:
 
 
 def check_rows(
-  wrong: Sequence[int], step: int, first_sample: int, micro_batch: int, hosts: Callable[[int], str]
+  wrong: Sequence[int], where: str, first_sample: int, micro_batch: int, hosts: Callable[[int], str]
 ) -> None:
-  """Checks what the dispatches of a step found.
+  """Checks what the dispatches of a step found, or the batches of an evaluation.
 
   Args:
     wrong: `first_wrong_row` of each dispatch, one if the step is fused, else one per microbatch.
-    step: number of the step, for the message.
+    where: `step 3` or `validation`, for the message.
     first_sample: of the step.
     micro_batch: rows of a microbatch.
     hosts: says of a column of a microbatch who read it and who uses it.
@@ -57,6 +57,6 @@ def check_rows(
     if place != NONE_WRONG:
       row, column = row_of_step(dispatch, place, micro_batch)
       raise RowsError(
-        f"step {step}: row {row} (sample {first_sample + row}), {hosts(column)}, is not "
+        f"{where}: row {row} (sample {first_sample + row}), {hosts(column)}, is not "
         "what was read: on the way it was swapped, lost, repeated or changed"
       )

@@ -29,7 +29,7 @@ from maxbatch.training import partial_sums
 from maxbatch.training.accumulate import summed_gradients
 from maxbatch.training.layer_order import to_layer_order, to_stage_order
 from maxbatch.training.loss import loss_parts
-from maxbatch.training.metrics import Update, token_values, update_values
+from maxbatch.training.metrics import TokenSums, Update, token_values, update_values
 from maxbatch.training.optimizer import AverageState
 from maxbatch.training.pipelined_evaluation import pipelined_sums
 from maxbatch.training.pipelined_step import pipelined_gradients
@@ -71,13 +71,23 @@ class StepMetrics(NamedTuple):
   """int32: the largest of the processes' flags (training/stop_flags.py); None where one trains."""
 
 
+class EvalMetrics(NamedTuple):
+  """What an evaluation of a batch reports: float32 sums over its tokens, on the devices."""
+
+  loss: jax.Array
+  weight: jax.Array
+  metrics: TokenSums
+  wrong_row: jax.Array | None
+  """int32: `first_wrong_row`."""
+
+
 Step = Callable[..., tuple[TrainState, StepMetrics]]
 """(state, rows, control, learning_rate) → (state, metrics); the given state is donated.
 
 `control` is, fused, `Trainer.control` of the number of microbatches; streamed, whether this
 microbatch is the last of its step; of several processes, `flagged`.
 """
-EvalStep = Callable[[Parameters, Rows], Sums]
+EvalStep = Callable[[Parameters, Rows], EvalMetrics]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -277,18 +287,21 @@ def rows_shardings(rows: Rows, mesh: Mesh) -> Rows:
 
 
 def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
-  """Loss, weight and metrics of a batch (B, T), without dropout, as a jitted function."""
+  """Loss, weight and metrics of a batch (B, T), without dropout, as a jitted EvalStep."""
 
   metrics = trainer.measures.metrics
 
-  def evaluate(params: Parameters, rows: Rows) -> Sums:
+  def summed(params: Parameters, rows: Rows) -> Sums:
+    if trainer.pipeline is not None:
+      return pipelined_sums(trainer.model, trainer.pipeline, trainer.mesh, params, rows, metrics)
+    parts = loss_parts(trainer.model, params, rows, None, metrics=metrics)
+    loss, of_tokens = jax.tree.map(jnp.sum, parts)
+    return Sums(loss, rows.weights.sum(), of_tokens)
+
+  def evaluate(params: Parameters, rows: Rows) -> EvalMetrics:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
-      rows = rows._replace(checksums=None)
-      if trainer.pipeline is not None:
-        return pipelined_sums(trainer.model, trainer.pipeline, trainer.mesh, params, rows, metrics)
-      parts = loss_parts(trainer.model, params, rows, None, metrics=metrics)
-      loss, of_tokens = jax.tree.map(jnp.sum, parts)
-      return Sums(loss, rows.weights.sum(), of_tokens)
+      sums, wrong = summed(params, rows._replace(checksums=None)), first_wrong_row(rows)
+      return EvalMetrics(sums.loss, sums.weight, sums.metrics, wrong)
 
   places = shardings(trainer.abstract.params)
   return jax.jit(

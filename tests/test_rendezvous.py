@@ -1,0 +1,104 @@
+"""Processes meet before jax connects them: here they are threads of one."""
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from processes import PATIENCE_SECONDS
+from several_processes import free_port
+
+from maxbatch.errors import SaidByAnotherError, UserError
+from maxbatch.hardware.rendezvous import Rendezvous
+
+HOST = socket.gethostname()
+
+
+def outcomes(*parts: Callable[[], None]) -> list[str]:
+  """What each part ended with, all at the same time: nothing, or what was refused."""
+  said: list[queue.SimpleQueue[str]] = [queue.SimpleQueue() for _ in parts]
+
+  def play(number: int) -> None:
+    refused = ""
+    try:
+      parts[number]()
+    except UserError as error:
+      refused = f"{type(error).__name__}: {error}"
+    said[number].put(refused)
+
+  for number in range(len(parts)):
+    threading.Thread(target=play, args=(number,), daemon=True).start()
+  return [each.get(timeout=PATIENCE_SECONDS) for each in said]
+
+
+def meeting(count: int, *processes: int, failures: dict[int, str] | None = None) -> list[str]:
+  """How a rendezvous of `count` processes ends, to which these come beside process 0."""
+  port, refused = free_port(), failures or {}
+  return outcomes(
+    lambda: Rendezvous(refused.get(0, "")).hold(f"[::]:{port}", count),
+    *(
+      lambda number=number: Rendezvous(refused.get(number, "")).attend(f"localhost:{port}", number)
+      for number in processes
+    ),
+  )
+
+
+def test_all_go_on_once_all_are_there():
+  assert meeting(1) == [""]
+  assert meeting(4, 3, 1, 2) == [""] * 4
+
+
+@pytest.mark.parametrize(
+  ("count", "processes", "failures", "said"),
+  [
+    (3, (1, 1), {}, f"process_id=1: a process on {HOST} and one on {HOST} both have this number"),
+    (3, (2, 5), {}, f"process_id=5 on {HOST}: process 0 has been told num_processes=3"),
+    (3, (1, 2), {2: "learning_rat: no such key"}, f"process 2 on {HOST}: learning_rat: no such"),
+    (3, (1, 2), {0: "learning_rat: no such key"}, "learning_rat: no such key"),
+  ],
+)
+def test_all_hear_why_none_may_start(count, processes, failures, said):
+  first, *others = meeting(count, *processes, failures=failures)
+  assert first.startswith(f"{UserError.__name__}: {said}")
+  assert len(others) == len(processes)
+  for other in others:
+    assert other.startswith(f"{SaidByAnotherError.__name__}: {said}")
+
+
+def test_one_that_went_away_may_come_again_and_strangers_are_not_counted():
+  port, first = free_port(), Rendezvous()
+  held = threading.Thread(target=first.hold, args=(f"[::]:{port}", 3), daemon=True)
+  held.start()
+  for said in (b"GET / HTTP/1.1\r\n", b'{"process": 1, "host": "a", "failure": ""}\n'):
+    connection = None
+    while connection is None:
+      with contextlib.suppress(OSError):
+        connection = socket.create_connection(("localhost", port))
+    connection.sendall(said)
+    if said[:1] == b"{":
+      while first.missing() != [2]:
+        time.sleep(0.01)
+    connection.close()
+  while first.missing() != [1, 2]:
+    time.sleep(0.01)
+  others = outcomes(
+    *(lambda number=number: Rendezvous().attend(f"localhost:{port}", number) for number in (1, 2))
+  )
+  held.join(PATIENCE_SECONDS)
+  assert (others, held.is_alive()) == (["", ""], False)
+
+
+def test_a_process_that_another_program_answers_is_refused():
+  with socket.create_server(("localhost", 0)) as other:
+    port = other.getsockname()[1]
+
+    def answer() -> None:
+      connection, _ = other.accept()
+      connection.sendall(b"\x00\x00\x12\x04\n")
+      connection.close()
+
+    (said, _) = outcomes(lambda: Rendezvous().attend(f"localhost:{port}", 1), answer)
+  assert said.startswith(f"UserError: process_id=1: what answers at localhost:{port} does not wait")
