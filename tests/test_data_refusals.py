@@ -268,7 +268,7 @@ def test_a_missing_numbered_file(tmp_path):
 @pytest.mark.parametrize(
   ("path", "what"),
   [
-    ("gs://bucket/a.parquet", "only files of this machine are read"),
+    ("abfs://bucket/a.parquet", "abfs:// is not read here. Known: s3://, gs://, and files"),
     ("a.parquet,0.3", "a mixture is two or more paths with weights in grain_train_files"),
     ("", "grain_train_files is empty: give a file, a folder, a glob such as 'data/*.parquet'"),
     ("no.parquet", "no such file or folder"),

@@ -8,10 +8,11 @@ from maxbatch.config.schema import DataConfig
 from maxbatch.data.chat import build_chat
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.document_rows import document_rows, layout_of, rows_name
+from maxbatch.data.object_copies import copies_in, with_copies
 from maxbatch.data.packed_rows import PackedRows
 from maxbatch.data.sources import Document, Sources
 from maxbatch.data.split import Split, described, sizes_by_name, split
-from maxbatch.data.token_cache import TokenCache, open_or_build
+from maxbatch.data.token_cache import TokenCache, cache_key, open_or_build
 from maxbatch.data.tokenize import Recipe
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import UserError
@@ -43,17 +44,22 @@ def build_corpus(
 
   chat = build_chat(data, tokenizer)
 
+  def recipe(sources: Sources) -> Recipe:
+    return Recipe(sources, tokenizer, data.add_bos, data.add_eos, data.max_bad_records, chat)
+
   def cache(sources: Sources, documents: tuple[Document, ...], part: str) -> TokenCache:
-    recipe = Recipe(sources, tokenizer, data.add_bos, data.add_eos, data.max_bad_records, chat)
-    return open_or_build(documents, folder, part, recipe)
+    return open_or_build(with_copies(documents, copies), folder, part, recipe(sources))
 
   name, layout = rows_name(data, max_target_length), layout_of(data, max_target_length)
-  train = cache(sources, parts.train, "train")
-  _check_train(sources, train, 1 if layout else max_target_length)
+  documents = (*parts.train, *parts.validation)
+  copies = folder / f"objects-{cache_key(documents, recipe(sources))}"
   validation = None
-  if parts.validation:
-    validation = cache(eval_sources, parts.validation, "validation")
-    _check_validation(eval_sources, eval_key, validation, train)
+  with copies_in(copies):
+    train = cache(sources, parts.train, "train")
+    _check_train(sources, train, 1 if layout else max_target_length)
+    if parts.validation:
+      validation = cache(eval_sources, parts.validation, "validation")
+      _check_validation(eval_sources, eval_key, validation, train)
 
   def rows(cache: TokenCache, part: str) -> RowSource:
     return document_rows(cache, data, tokenizer, max_target_length, folder, part)

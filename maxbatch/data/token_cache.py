@@ -135,7 +135,7 @@ def open_or_build(
   """
   recipe = dataclasses.replace(recipe, sources=dataclasses.replace(recipe.sources, files=()))
   jobs = [
-    ShardJob(folder / f"{part}-{_key(each, recipe)}.tokens", each)
+    ShardJob(folder / f"{part}-{cache_key(each, recipe)}.tokens", each)
     for each in _grouped(documents, recipe.sources)
   ]
   size = sum(os.path.getsize(job.path) for job in jobs if job.path.is_file())
@@ -183,8 +183,8 @@ def _grouped(documents: Sequence[Document], sources: Sources) -> Iterator[tuple[
   yield tuple(group)
 
 
-def _key(documents: Sequence[Document], recipe: Recipe) -> str:
-  """A hash of everything that determines a shard's contents; no file is read for it."""
+def cache_key(documents: Sequence[Document], recipe: Recipe) -> str:
+  """A hash of everything that determines the documents' tokens; no file is read for it."""
   parts = [(*_file(each), each.begin, each.end, each.piece, each.num_pieces) for each in documents]
   tokenizer, sources = recipe.tokenizer, recipe.sources
   kind = type(tokenizer)
@@ -195,9 +195,9 @@ def _key(documents: Sequence[Document], recipe: Recipe) -> str:
   return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
 
-def _file(document: Document) -> tuple[str, str, int, int]:
+def _file(document: Document) -> tuple[str, str, int, int | str]:
   file = document.file
-  return file.path, file.name, file.size_bytes, file.modified_ns
+  return file.path, file.name, file.size_bytes, file.version or file.modified_ns
 
 
 def _fingerprint(shards: Sequence[TokenShard]) -> str:

@@ -44,7 +44,7 @@ def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Ite
 @contextlib.contextmanager
 def _opened(key: str, file: SourceFile) -> Iterator[Any]:
   module = library("array_record.python.array_record_module", file.path)
-  reader = module.ArrayRecordReader(file.path)
+  reader = module.ArrayRecordReader(file.local_path)
   try:
     if not reader.ok():
       reader.close()  # Which says what is wrong.

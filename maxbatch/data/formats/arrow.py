@@ -45,7 +45,11 @@ def _opened(
   """The schema and the batches; if they are mapped, all that was read stays in memory."""
   pyarrow, ipc = library("pyarrow", file.path), library("pyarrow.ipc", file.path)
   try:
-    with pyarrow.memory_map(file.path) if is_mapped else pyarrow.OSFile(file.path) as stream:
+    with (
+      pyarrow.memory_map(file.local_path)
+      if is_mapped
+      else pyarrow.OSFile(file.local_path) as stream
+    ):
       is_file = stream.read(len(_MAGIC)) == _MAGIC
       stream.seek(0)
       if is_file:
@@ -66,7 +70,7 @@ def _opened(
 
 def _check_end(key: str, file: SourceFile) -> None:
   """Refuses a stream that was truncated between two batches, which pyarrow takes for its end."""
-  with open(file.path, "rb") as stream:
+  with open(file.local_path, "rb") as stream:
     stream.seek(max(0, file.size_bytes - 8))
     if stream.read() != b"\xff\xff\xff\xff\0\0\0\0":
       raise damaged(key, file, "Arrow", "it ends without the mark of a stream's end")

@@ -120,11 +120,11 @@ def _opened(key: str, file: SourceFile) -> Iterator[IO[bytes]]:
 
 def _stream(file: SourceFile) -> Any:
   if _is_plain(file):
-    return open(file.path, "rb")
+    return open(file.local_path, "rb")
   if file.name.endswith(".gz"):
-    return gzip.open(file.path)
+    return gzip.open(file.local_path)
   # pyarrow's reader says where a file is truncated; those of zstandard take that for its end.
-  stream = library("pyarrow", file.path).input_stream(file.path, compression="zstd")
+  stream = library("pyarrow", file.path).input_stream(file.local_path, compression="zstd")
   return io.BufferedReader(stream, _CHUNK_BYTES)
 
 

@@ -72,7 +72,7 @@ def _opened(key: str, file: SourceFile) -> Iterator[Any]:
   pyarrow = library("pyarrow", file.path)
   parquet = library("pyarrow.parquet", file.path)
   try:
-    with parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=2**20) as opened:
+    with parquet.ParquetFile(file.local_path, pre_buffer=False, buffer_size=2**20) as opened:
       yield opened
   except pyarrow.ArrowException as error:
     raise damaged(key, file, "Parquet", error) from error

@@ -94,7 +94,9 @@ def _table() -> tuple[int, ...]:
 @contextlib.contextmanager
 def _opened(key: str, file: SourceFile) -> Iterator[Any]:
   try:
-    with gzip.open(file.path) if ".gz" in file.name else open(file.path, "rb") as stream:
+    with (
+      gzip.open(file.local_path) if ".gz" in file.name else open(file.local_path, "rb") as stream
+    ):
       yield stream
   except (gzip.BadGzipFile, EOFError, zlib.error) as error:
     raise damaged(key, file, "gzip", error) from error
