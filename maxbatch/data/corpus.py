@@ -76,6 +76,7 @@ def build_corpus(
     fingerprint=train.fingerprint + name,
     description=description,
     validation_fingerprint=validation.fingerprint + name if validation else "none",
+    num_skipped_records=train.num_bad,
     train_files=sizes_by_name(parts.train),
     validation_files=sizes_by_name(parts.validation),
   )
@@ -164,7 +165,15 @@ def _describe(
     lines.append(
       f"{'files' if sources.format == 'text' else 'files and records'} skipped: {reasons}"
     )
+  for part, cache in {"training": train, "validation": validation}.items():
+    if cache and cache.num_bad:
+      lines.append(f"bad in {part}: {cache.num_bad:,}, the first: {_problem(cache.first_bad)}")
   return "\n".join(lines)
+
+
+def _problem(message: str) -> str:
+  """What an error says is wrong, without what to do, which has been done."""
+  return message.partition("; correct it")[0]
 
 
 def _is_record(document: Document) -> bool:

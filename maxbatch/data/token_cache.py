@@ -74,6 +74,16 @@ class TokenCache:
       counts.update(dict(shard.skipped))
     return tuple(counts.items())
 
+  @property
+  def num_bad(self) -> int:
+    """Records that were skipped because they hold no document."""
+    return sum(shard.num_bad for shard in self.shards)
+
+  @property
+  def first_bad(self) -> str:
+    """What is wrong with the first of these, and where it is."""
+    return next((shard.first_bad for shard in self.shards if shard.num_bad), "")
+
   def read(self, start: int, stop: int) -> np.ndarray:
     """The ids [stop - start] from token `start` on, fewer at the end.
 
@@ -147,11 +157,10 @@ def open_or_build(
       make_shards(missing, recipe, report)
     found |= {job.path: open_shard(job.path, check=False) for job in missing}
   shards = tuple(shard for shard in found.values() if shard is not None)
-  num_bad = sum(shard.num_bad for shard in shards)
-  if num_bad > recipe.max_bad_records:
-    first = next(shard.first_bad for shard in shards if shard.num_bad)
-    raise too_many(num_bad, recipe.max_bad_records, first)
-  return TokenCache(shards, _fingerprint(shards))
+  cache = TokenCache(shards, _fingerprint(shards))
+  if cache.num_bad > recipe.max_bad_records:
+    raise too_many(cache.num_bad, recipe.max_bad_records, cache.first_bad)
+  return cache
 
 
 def _grouped(documents: Sequence[Document], sources: Sources) -> Iterator[tuple[Document, ...]]:
