@@ -405,6 +405,17 @@ def test_a_line_is_read_from_wherever_a_piece_begins(tmp_path):
     assert parts == whole
 
 
+def test_a_flipped_bit_in_a_tfrecord_is_named_with_its_record(tmp_path):
+  path = tmp_path / "a.tfrecord"
+  tfrecord(path, GOOD)
+  content = bytearray(path.read_bytes())
+  content[content.index(b"second")] ^= 1  # Text all the same.
+  path.write_bytes(content)
+  message = refusal(tmp_path, path, max_bad_records=9)
+  assert f"{path} is not a whole TFRecord file (record 1 does not match its checksum)" in message
+  assert cached_files(tmp_path) == []
+
+
 def test_a_tfrecord_whose_length_is_damaged(tmp_path):
   path = tmp_path / "a.tfrecord"
   tfrecord(path, GOOD)
