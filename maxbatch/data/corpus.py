@@ -105,11 +105,20 @@ def _with_validation(sources: Sources, eval_sources: Sources) -> Split:
 def _check_train(sources: Sources, cache: TokenCache, length: int) -> None:
   if cache.num_tokens == 0:
     raise UserError(f"{sources.key}={sources.path} is empty: a run needs text, or {_OTHERWISE}")
+  _check_weights(sources, cache)
   if cache.num_tokens <= length:
     raise UserError(
       f"{sources.key}={sources.path} is too short: {cache.num_tokens} tokens for training, and one "
       f"row needs max_target_length + 1 = {length + 1}; give it more text, or set "
       f"max_target_length={cache.num_tokens - 1}"
+    )
+
+
+def _check_weights(sources: Sources, cache: TokenCache) -> None:
+  if not cache.counts_any():
+    raise UserError(
+      f"{sources.key}={sources.path}: no token counts in the loss, since all weights are 0; give "
+      "records with some 1 in weights_column, or weights_column='' if all are to count"
     )
 
 
@@ -121,6 +130,7 @@ def _check_validation(
       f"{sources.key}={sources.path}: the text for validation is empty; give more text, another "
       f"{eval_key}, or eval_fraction=0 to do without validation"
     )
+  _check_weights(sources, cache)
   if cache.fingerprint == train.fingerprint:
     raise UserError(
       f"{sources.key}={sources.path}: the text for validation equals the text for training; give "

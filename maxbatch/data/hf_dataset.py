@@ -144,6 +144,7 @@ def _sources(key: str, name: str, paths: list[Path], columns: Columns) -> Source
     format="arrow",
     column=columns.names[0],
     is_tokenized=not columns.tokenize,
+    weights_column=columns.weights,
   )
 
 

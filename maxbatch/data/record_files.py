@@ -25,6 +25,8 @@ class Columns:
   names: tuple[str, ...]
   tokenize_key: str
   tokenize: bool
+  weights: str = ""
+  """What says which tokens count; empty: all do."""
 
 
 def resolve_records(key: str, path: str, columns: Columns, form: str, form_key: str) -> Sources:
@@ -54,7 +56,11 @@ def resolve_records(key: str, path: str, columns: Columns, form: str, form_key: 
     form = _format(found, form_key)
   _check_all_are_there(key, found.files)
   return dataclasses.replace(
-    found, format=form, column=columns.names[0], is_tokenized=not columns.tokenize
+    found,
+    format=form,
+    column=columns.names[0],
+    is_tokenized=not columns.tokenize,
+    weights_column=columns.weights,
   )
 
 

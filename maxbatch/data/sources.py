@@ -74,6 +74,8 @@ class Sources:
   """Of a record, what holds the document."""
   is_tokenized: bool = False
   """The records hold token ids instead of text."""
+  weights_column: str = ""
+  """Of a record, what says which of its tokens count; empty: all do."""
 
   @property
   def size_bytes(self) -> int:

@@ -106,6 +106,10 @@ class TokenCache:
     ]
     return np.concatenate(parts)
 
+  def counts_any(self) -> bool:
+    """Whether some token counts as a target."""
+    return any(shard.weights.any() for shard in self.shards) if self._has_weights else True
+
   def document_starts(self, start: int, stop: int) -> np.ndarray:
     """The tokens in [start, stop) that begin a document, int64, ascending; likewise."""
     parts = []
@@ -200,6 +204,7 @@ def cache_key(documents: Sequence[Document], recipe: Recipe) -> str:
   name = (kind.__module__, kind.__qualname__, tokenizer.version, tokenizer.vocab_size)
   how = (recipe.add_bos, recipe.add_eos, sources.format, sources.column, sources.is_tokenized)
   how += (recipe.chat.version,) if recipe.chat else ()
+  how += ("weights", sources.weights_column) if sources.weights_column else ()
   content = json.dumps([_FORMAT, name, how, sources.kind == "stdlib", parts])
   return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 

@@ -162,8 +162,9 @@ def _make_unless_there(job: ShardJob, recipe: Recipe, report: Callable[[int], No
   with contextlib.ExitStack() as files:
     tokens_file = files.enter_context(replacing(path))
     starts_file = files.enter_context(replacing(_documents_path(path)))
-    has_weights = recipe.chat is not None and recipe.chat.completion_only
-    weights_file = files.enter_context(replacing(_weights_path(path))) if has_weights else None
+    weights_file = (
+      files.enter_context(replacing(_weights_path(path))) if recipe.has_weights else None
+    )
     written = tokenize(recipe, job.documents, tokens_file, starts_file, report, weights_file)
     starts_file.flush()
     with open(starts_file.name, "rb") as file:

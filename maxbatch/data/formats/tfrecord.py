@@ -34,7 +34,9 @@ def _size(key: str, file: SourceFile) -> int:
     return sum(1 for _ in _lengths(key, file, stream))
 
 
-def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Iterator[Record]:
+def _read(
+  key: str, file: SourceFile, column: str, start: int, stop: int, weights: str = ""
+) -> Iterator[Record]:
   with _opened(key, file) as stream:
     for place, length in enumerate(_lengths(key, file, stream)):
       if place >= stop:
@@ -49,7 +51,8 @@ def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Ite
         raise damaged(key, file, "TFRecord", f"record {place} is cut off")
       if _CHECKSUM.unpack(checksum) != (_masked(content),):
         raise damaged(key, file, "TFRecord", f"record {place} does not match its checksum")
-      yield Record(place, feature(content, column))
+      found = feature(content, weights) if weights else None
+      yield Record(place, feature(content, column), found)
 
 
 def _lengths(key: str, file: SourceFile, stream: IO[bytes]) -> Iterator[int]:
