@@ -33,7 +33,9 @@ class Proxy(http.server.ThreadingHTTPServer):
     self.requests: collections.Counter[str] = collections.Counter()
     self.faults: collections.deque[Callable[[_Handler, http.client.HTTPResponse, bytes], None]]
     self.faults = collections.deque()
-    """Each for one request for an object's contents; then there are none."""
+    """Each for one request; then there are none."""
+    self.faulty = "contents"
+    """Of which requests: for an object's contents, or else by method."""
 
   @property
   def url(self) -> str:
@@ -61,7 +63,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     is_contents = self.command == "GET" and not parts.query and parts.path.count("/") > 1
     kind = "contents" if is_contents else self.command
     self.server.requests[kind] += 1
-    faulty = is_contents and self.server.faults
+    faulty = kind == self.server.faulty and self.server.faults
     (self.server.faults.popleft() if faulty else whole)(self, answer, content)
 
   do_GET = do_HEAD = do_PUT = do_POST = _pass_on

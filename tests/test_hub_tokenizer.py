@@ -1,6 +1,7 @@
 """A vocabulary by its model's name on the Hugging Face hub: downloaded once, and then from the cache."""
 
 import collections
+import dataclasses
 import hashlib
 import http.server
 import json
@@ -131,9 +132,9 @@ def test_a_name_is_looked_up_once_and_then_found_offline(tmp_path):
 def test_without_the_library_a_name_is_no_folder_and_says_what_to_install(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-  data = vars(base().data) | {"tokenizer_type": "huggingface", "tokenizer_path": "owner/model"}
+  keys = {"tokenizer_type": "huggingface", "tokenizer_path": "owner/model"}
   with pytest.raises(UserError) as caught:
-    build(type(base().data)(**data))
+    build(dataclasses.replace(base().data, **keys))
   assert "there is no such file or folder here" in str(caught.value)
   assert "needs the package huggingface_hub" in str(caught.value)
   assert "pip install 'maxbatch[hf]'" in str(caught.value)

@@ -38,6 +38,7 @@ def proxy(s3) -> Iterator[Proxy]:
   proxy.contents_read()
   yield proxy
   proxy.faults.clear()
+  proxy.faulty = "contents"
 
 
 @pytest.fixture
@@ -181,6 +182,30 @@ def test_a_fault_is_retried_and_then_named(tmp_path, proxy, put, kind, capsys, m
   assert [path for path in cache.rglob("*") if path.is_file()] == []
 
 
+def test_a_listing_is_retried_too(tmp_path, proxy, put):
+  jsonl(tmp_path / "a.jsonl", TEXTS)
+  url = put(tmp_path / "a.jsonl")
+  proxy.faulty = "GET"
+  proxy.faults.extend([object_stores.too_busy, object_stores.reset, object_stores.truncated])
+  assert same(build(tmp_path, tmp_path / "a.jsonl"), build(tmp_path, url))
+  assert not proxy.faults
+
+
+def test_a_run_goes_on_with_what_an_earlier_one_has_copied(tmp_path, proxy, put):
+  names = ["a b+c%20ä.jsonl", ".hidden.jsonl", "empty.jsonl"]
+  jsonl(tmp_path / names[0], [*TEXTS, None])
+  jsonl(tmp_path / names[1], TEXTS)
+  (tmp_path / names[2]).touch()
+  url = put(*(tmp_path / name for name in names))
+  assert f"{url}/{names[0]}, line 41: null instead of text" in refusal(tmp_path, url)
+  assert proxy.contents_read() == 1
+  stored = build(tmp_path, url, max_bad_records=1)
+  assert "skipped: 1 bad, 1 hidden" in stored.description
+  assert same(build(tmp_path, tmp_path / names[0], max_bad_records=1), stored)
+  assert proxy.contents_read() == 0
+  assert not list((tmp_path / "cache").glob("objects*"))
+
+
 def test_other_contents_than_the_store_says_are_not_taken(tmp_path, proxy, put):
   jsonl(tmp_path / "a.jsonl", TEXTS)
   url = put(tmp_path / "a.jsonl")
@@ -256,6 +281,9 @@ def test_what_is_not_there_or_not_allowed_is_named_at_once(tmp_path, proxy, put)
   message = refusal(tmp_path, "hf://datasets/a")
   assert message.startswith("grain_train_files=hf://datasets/a: hf:// is not read here")
   assert "Known: s3://, gs://, and files and folders of this machine" in message
+  assert "tokens are mapped into memory from a file system" in (
+    refusal(tmp_path, tmp_path / "a.jsonl", dataset_cache_directory="s3://bucket/tokens")
+  )
 
 
 def test_without_credentials_or_the_package(tmp_path, proxy, monkeypatch):
@@ -267,6 +295,15 @@ def test_without_credentials_or_the_package(tmp_path, proxy, monkeypatch):
   message = refusal(tmp_path, f"{ROOT}/a.jsonl")
   assert "NoCredentialsError" in message
   assert "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE" in message
+  monkeypatch.setenv("AWS_PROFILE", "nobody")
+  system.clear_instance_cache()
+  assert "ProfileNotFound" in refusal(tmp_path, f"{ROOT}/a.jsonl")
+  monkeypatch.delenv("AWS_PROFILE")
+  monkeypatch.setenv("AWS_ENDPOINT_URL", "no address")
+  system.clear_instance_cache()
+  assert f"{ROOT}/a.jsonl: no address: ValueError: Invalid endpoint" in (
+    refusal(tmp_path, f"{ROOT}/a.jsonl")
+  )
   system.clear_instance_cache()
   monkeypatch.setitem(sys.modules, "s3fs", None)
   message = refusal(tmp_path, f"{ROOT}/a.jsonl")

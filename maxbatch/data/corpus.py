@@ -1,7 +1,10 @@
 """Documents as a dataset: divide them into training and validation, tokenize them once."""
 
 import collections
+import contextlib
+import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from maxbatch.config.schema import DataConfig
@@ -9,6 +12,7 @@ from maxbatch.data.chat import build_chat
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.document_rows import document_rows, layout_of, rows_name
 from maxbatch.data.object_copies import copies_in, with_copies
+from maxbatch.data.object_store import is_url
 from maxbatch.data.packed_rows import PackedRows
 from maxbatch.data.sources import Document, Sources
 from maxbatch.data.split import Split, described, sizes_by_name, split
@@ -43,22 +47,15 @@ def build_corpus(
     parts = _with_validation(sources, eval_sources)
 
   chat = build_chat(data, tokenizer)
-
-  def recipe(sources: Sources) -> Recipe:
-    return Recipe(sources, tokenizer, data.add_bos, data.add_eos, data.max_bad_records, chat)
-
-  def cache(sources: Sources, documents: tuple[Document, ...], part: str) -> TokenCache:
-    return open_or_build(with_copies(documents, copies), folder, part, recipe(sources))
-
+  recipe = Recipe(sources, tokenizer, data.add_bos, data.add_eos, data.max_bad_records, chat)
+  eval_recipe = dataclasses.replace(recipe, sources=eval_sources)
   name, layout = rows_name(data, max_target_length), layout_of(data, max_target_length)
-  documents = (*parts.train, *parts.validation)
-  copies = folder / f"objects-{cache_key(documents, recipe(sources))}"
   validation = None
-  with copies_in(copies):
-    train = cache(sources, parts.train, "train")
+  with _copied(parts, recipe, eval_recipe, folder) as parts:
+    train = open_or_build(parts.train, folder, "train", recipe)
     _check_train(sources, train, 1 if layout else max_target_length)
     if parts.validation:
-      validation = cache(eval_sources, parts.validation, "validation")
+      validation = open_or_build(parts.validation, folder, "validation", eval_recipe)
       _check_validation(eval_sources, eval_key, validation, train)
 
   def rows(cache: TokenCache, part: str) -> RowSource:
@@ -80,6 +77,20 @@ def build_corpus(
     train_files=sizes_by_name(parts.train),
     validation_files=sizes_by_name(parts.validation),
   )
+
+
+@contextlib.contextmanager
+def _copied(parts: Split, recipe: Recipe, eval_recipe: Recipe, folder: Path) -> Iterator[Split]:
+  """The documents, those in an object store with a place for copies, which is removed at the end."""
+  if not (is_url(recipe.sources.path) or is_url(eval_recipe.sources.path)):
+    yield parts
+    return
+  # Of one's own for the same tokens of the same objects: whoever makes them shares it.
+  copies = folder / f"objects-{cache_key((*parts.train, *parts.validation), recipe)}"
+  with copies_in(copies):
+    yield parts._replace(
+      train=with_copies(parts.train, copies), validation=with_copies(parts.validation, copies)
+    )
 
 
 def _with_validation(sources: Sources, eval_sources: Sources) -> Split:

@@ -1,6 +1,7 @@
 """S3 and what speaks its protocol, by s3fs: endpoint and credentials as botocore reads them."""
 
 import errno
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -37,11 +38,19 @@ def _open(what: str) -> Any:
 def _errors() -> tuple[type[Exception], ...]:
   botocore, parsers = library("botocore.exceptions", _WHAT), library("botocore.parsers", _WHAT)
   client_error = library("aiohttp", _WHAT).ClientError
-  return (OSError, botocore.BotoCoreError, parsers.ResponseParserError, client_error)
+  # botocore says by ValueError that an endpoint is no address.
+  return (OSError, ValueError, botocore.BotoCoreError, parsers.ResponseParserError, client_error)
+
+
+def _endpoint(system: Any) -> str:
+  try:
+    return system.s3.meta.endpoint_url
+  except (ValueError, library("botocore.exceptions", _WHAT).BotoCoreError):  # It has no client.
+    return os.environ.get("AWS_ENDPOINT_URL", "S3")
 
 
 def _is_final(error: Exception) -> bool:
-  if isinstance(error, FileNotFoundError | PermissionError):
+  if isinstance(error, FileNotFoundError | PermissionError | ValueError):
     return True
   exceptions = library("botocore.exceptions", _WHAT)
   passing = (
@@ -75,7 +84,7 @@ S3 = ObjectStore(
   open=_open,
   errors=_errors,
   is_final=_is_final,
-  endpoint=lambda system: system.s3.meta.endpoint_url,
+  endpoint=_endpoint,
   version=lambda info: str(info.get("ETag") or info.get("LastModified", "")).strip('"'),
   md5=_md5,
   has_md5=_has_md5,
