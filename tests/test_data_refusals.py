@@ -268,7 +268,7 @@ def test_a_missing_numbered_file(tmp_path):
 @pytest.mark.parametrize(
   ("path", "what"),
   [
-    ("gs://bucket/a.parquet", "only files of this machine are read"),
+    ("abfs://bucket/a.parquet", "abfs:// is not read here. Known: s3://, gs://, and files"),
     ("a.parquet,0.3", "a mixture is two or more paths with weights in grain_train_files"),
     ("", "grain_train_files is empty: give a file, a folder, a glob such as 'data/*.parquet'"),
     ("no.parquet", "no such file or folder"),
@@ -403,6 +403,17 @@ def test_a_line_is_read_from_wherever_a_piece_begins(tmp_path):
   for cut in range(size + 1):
     parts = [*read("key", file, "text", 0, cut), *read("key", file, "text", cut, size)]
     assert parts == whole
+
+
+def test_a_flipped_bit_in_a_tfrecord_is_named_with_its_record(tmp_path):
+  path = tmp_path / "a.tfrecord"
+  tfrecord(path, GOOD)
+  content = bytearray(path.read_bytes())
+  content[content.index(b"second")] ^= 1  # Text all the same.
+  path.write_bytes(content)
+  message = refusal(tmp_path, path, max_bad_records=9)
+  assert f"{path} is not a whole TFRecord file (record 1 does not match its checksum)" in message
+  assert cached_files(tmp_path) == []
 
 
 def test_a_tfrecord_whose_length_is_damaged(tmp_path):

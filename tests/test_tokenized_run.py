@@ -23,7 +23,7 @@ SMALL = SMALLEST | {
 @pytest.mark.usefixtures("own_cache")
 def test_a_run_with_a_vocabulary_writes_text_and_resumes_with_the_same(tmp_path, capsys):
   vocabulary = huggingface(tmp_path / "vocabulary", bos_token=END, eos_token=END)
-  parquet(tmp_path / "train-0.parquet", TEXT * 4)
+  parquet(tmp_path / "train-0.parquet", [*TEXT, None, *TEXT * 3])
   parquet(tmp_path / "validation-0.parquet", TEXT[:40])
 
   def run(**keys: object) -> int:
@@ -34,6 +34,7 @@ def test_a_run_with_a_vocabulary_writes_text_and_resumes_with_the_same(tmp_path,
       "grain_train_files": f"{tmp_path}/*.parquet",
       "tokenizer_type": "huggingface",
       "tokenizer_path": vocabulary,
+      "max_bad_records": 1,
     }
     return train.main(["config=base", *(f"{key}={value}" for key, value in (given | keys).items())])
 
@@ -41,9 +42,12 @@ def test_a_run_with_a_vocabulary_writes_text_and_resumes_with_the_same(tmp_path,
   printed = capsys.readouterr().out
   assert "(parquet, column text): " in printed
   assert "validation: validation-0.parquet" in printed
+  assert "files and records skipped: 1 bad\n" in printed
+  assert f"train-0.parquet, record {len(TEXT)}: null instead of text\n" in printed
   (sample,) = re.findall(r"text after training\n(.*)\n---", printed, re.DOTALL)
   assert sample.startswith("The naïve line")
-  assert len(read_metrics(tmp_path / "first_run")) >= 4
+  records = read_metrics(tmp_path / "first_run")
+  assert [record["data/skipped_records"] for record in records] == [1] * 5
 
   # Nothing of the text is made of the last merge, and yet it is another vocabulary.
   path = vocabulary / "tokenizer.json"

@@ -56,7 +56,7 @@ CHANGEABLE = _keys(
   # Likewise the vocabulary; what these make of the text is in the fingerprint of its tokens.
   "tokenizer_path add_bos add_eos bos_token eos_token pad_token max_bad_records",
   """num_epoch train_data_columns eval_data_columns tokenize_train_data tokenize_eval_data
-  grain_file_type grain_train_files grain_eval_files hf_path hf_name hf_data_dir hf_train_files
+  weights_column grain_file_type grain_train_files grain_eval_files hf_path hf_name hf_data_dir hf_train_files
   hf_eval_files train_split hf_eval_split""",
 )
 

@@ -246,6 +246,7 @@ class DataConfig:
   eval_data_columns: tuple[str, ...]
   tokenize_train_data: bool
   tokenize_eval_data: bool
+  weights_column: str
   grain_file_type: str
   grain_train_files: Path
   grain_eval_files: Path

@@ -163,6 +163,11 @@ def build_chat(data: DataConfig, tokenizer: Tokenizer) -> Chat | None:
         "assistant said; set use_chat_template=true train_data_columns=[messages]"
       )
     return None
+  if data.weights_column:
+    raise UserError(
+      f"use_chat_template=true weights_column={data.weights_column}: conversations say in themselves "
+      "what counts, with \"weight\": 0 in a message; set weights_column='', or use_chat_template=false"
+    )
   if not isinstance(tokenizer, HuggingFaceTokenizer):
     raise UserError(
       f"use_chat_template=true: tokenizer_type={data.tokenizer_type} has no chat template; use "

@@ -1,17 +1,22 @@
 """Documents as a dataset: divide them into training and validation, tokenize them once."""
 
 import collections
+import contextlib
+import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.chat import build_chat
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.document_rows import document_rows, layout_of, rows_name
+from maxbatch.data.object_copies import copies_in, with_copies
+from maxbatch.data.object_store import is_url
 from maxbatch.data.packed_rows import PackedRows
 from maxbatch.data.sources import Document, Sources
 from maxbatch.data.split import Split, described, sizes_by_name, split
-from maxbatch.data.token_cache import TokenCache, open_or_build
+from maxbatch.data.token_cache import TokenCache, cache_key, open_or_build
 from maxbatch.data.tokenize import Recipe
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import UserError
@@ -42,18 +47,16 @@ def build_corpus(
     parts = _with_validation(sources, eval_sources)
 
   chat = build_chat(data, tokenizer)
-
-  def cache(sources: Sources, documents: tuple[Document, ...], part: str) -> TokenCache:
-    recipe = Recipe(sources, tokenizer, data.add_bos, data.add_eos, data.max_bad_records, chat)
-    return open_or_build(documents, folder, part, recipe)
-
+  recipe = Recipe(sources, tokenizer, data.add_bos, data.add_eos, data.max_bad_records, chat)
+  eval_recipe = dataclasses.replace(recipe, sources=eval_sources)
   name, layout = rows_name(data, max_target_length), layout_of(data, max_target_length)
-  train = cache(sources, parts.train, "train")
-  _check_train(sources, train, 1 if layout else max_target_length)
   validation = None
-  if parts.validation:
-    validation = cache(eval_sources, parts.validation, "validation")
-    _check_validation(eval_sources, eval_key, validation, train)
+  with _copied(parts, recipe, eval_recipe, folder) as parts:
+    train = open_or_build(parts.train, folder, "train", recipe)
+    _check_train(sources, train, 1 if layout else max_target_length)
+    if parts.validation:
+      validation = open_or_build(parts.validation, folder, "validation", eval_recipe)
+      _check_validation(eval_sources, eval_key, validation, train)
 
   def rows(cache: TokenCache, part: str) -> RowSource:
     return document_rows(cache, data, tokenizer, max_target_length, folder, part)
@@ -70,9 +73,24 @@ def build_corpus(
     fingerprint=train.fingerprint + name,
     description=description,
     validation_fingerprint=validation.fingerprint + name if validation else "none",
+    num_skipped_records=train.num_bad,
     train_files=sizes_by_name(parts.train),
     validation_files=sizes_by_name(parts.validation),
   )
+
+
+@contextlib.contextmanager
+def _copied(parts: Split, recipe: Recipe, eval_recipe: Recipe, folder: Path) -> Iterator[Split]:
+  """The documents, those in an object store with a place for copies, which is removed at the end."""
+  if not (is_url(recipe.sources.path) or is_url(eval_recipe.sources.path)):
+    yield parts
+    return
+  # Of one's own for the same tokens of the same objects: whoever makes them shares it.
+  copies = folder / f"objects-{cache_key((*parts.train, *parts.validation), recipe)}"
+  with copies_in(copies):
+    yield parts._replace(
+      train=with_copies(parts.train, copies), validation=with_copies(parts.validation, copies)
+    )
 
 
 def _with_validation(sources: Sources, eval_sources: Sources) -> Split:
@@ -98,11 +116,20 @@ def _with_validation(sources: Sources, eval_sources: Sources) -> Split:
 def _check_train(sources: Sources, cache: TokenCache, length: int) -> None:
   if cache.num_tokens == 0:
     raise UserError(f"{sources.key}={sources.path} is empty: a run needs text, or {_OTHERWISE}")
+  _check_weights(sources, cache)
   if cache.num_tokens <= length:
     raise UserError(
       f"{sources.key}={sources.path} is too short: {cache.num_tokens} tokens for training, and one "
       f"row needs max_target_length + 1 = {length + 1}; give it more text, or set "
       f"max_target_length={cache.num_tokens - 1}"
+    )
+
+
+def _check_weights(sources: Sources, cache: TokenCache) -> None:
+  if not cache.counts_any():
+    raise UserError(
+      f"{sources.key}={sources.path}: no token counts in the loss, since all weights are 0; give "
+      "records with some 1 in weights_column, or weights_column='' if all are to count"
     )
 
 
@@ -114,6 +141,7 @@ def _check_validation(
       f"{sources.key}={sources.path}: the text for validation is empty; give more text, another "
       f"{eval_key}, or eval_fraction=0 to do without validation"
     )
+  _check_weights(sources, cache)
   if cache.fingerprint == train.fingerprint:
     raise UserError(
       f"{sources.key}={sources.path}: the text for validation equals the text for training; give "
@@ -158,7 +186,15 @@ def _describe(
     lines.append(
       f"{'files' if sources.format == 'text' else 'files and records'} skipped: {reasons}"
     )
+  for part, cache in {"training": train, "validation": validation}.items():
+    if cache and cache.num_bad:
+      lines.append(f"bad in {part}: {cache.num_bad:,}, the first: {_problem(cache.first_bad)}")
   return "\n".join(lines)
+
+
+def _problem(message: str) -> str:
+  """What an error says is wrong, without what to do, which has been done."""
+  return message.partition("; correct it")[0]
 
 
 def _is_record(document: Document) -> bool:

@@ -69,5 +69,7 @@ class Dataset:
   validation_files: Mapping[str, int] = dataclasses.field(default_factory=dict)
   tokenizer_version: str = ""
   """Of the tokenizer that made the ids; changes with the contents of its vocabulary."""
+  num_skipped_records: int = 0
+  """Bad records among those to train on, which max_bad_records lets pass."""
   validation_by_source: tuple[SourceRows, ...] = ()
   """The validation rows of a mixture by source, where each has its own."""

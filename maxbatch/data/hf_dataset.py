@@ -7,6 +7,7 @@ from maxbatch.config.schema import DataConfig
 from maxbatch.data.corpus import build_corpus
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.grain_files import eval_columns, train_columns
+from maxbatch.data.object_store import OpenStore, is_url
 from maxbatch.data.optional import library
 from maxbatch.data.record_files import AUTO, Columns, resolve_records
 from maxbatch.data.sources import SourceFile, Sources
@@ -29,11 +30,11 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
       "dataset_type=hf needs hf_path: a dataset's folder, a name such as allenai/c4, or "
       "hf_path=parquet with hf_train_files='data/*.parquet'"
     )
-  folder = Path(data.hf_path).expanduser()
+  folder = os.path.expanduser(data.hf_path)
   if data.hf_path in _BUILDERS:
     parts = _of_files(data)
-  elif folder.is_dir():
-    parts = _of_folder(data, folder / data.hf_data_dir)
+  elif is_url(folder) or os.path.isdir(folder):
+    parts = _of_folder(data, os.path.join(folder, data.hf_data_dir))
   else:
     parts = _of_name(data)
   sources, validation, eval_key = parts
@@ -57,10 +58,10 @@ def _of_files(data: DataConfig) -> _Parts:
   return train, validation, "hf_eval_files"
 
 
-def _of_folder(data: DataConfig, folder: Path) -> _Parts:
+def _of_folder(data: DataConfig, folder: str) -> _Parts:
   """A folder as save_to_disk writes it, with or without splits, or of files of records."""
   _refuse("a folder", data.hf_path, hf_name=data.hf_name)
-  if (folder / "dataset_dict.json").is_file():
+  if _is_file(os.path.join(folder, "dataset_dict.json")):
     _refuse("a folder of splits", data.hf_path, hf_train_files=data.hf_train_files)
     train = _split(data.train_split, "train_split", folder, train_columns(data))
     if not data.hf_eval_split:
@@ -82,11 +83,18 @@ def _of_folder(data: DataConfig, folder: Path) -> _Parts:
   return train, validation, "hf_eval_files"
 
 
-def _split(name: str, key: str, folder: Path, columns: Columns) -> Sources:
-  if not (folder / name).is_dir():
-    there = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
+def _is_file(path: str) -> bool:
+  if is_url(path):
+    return bool(OpenStore.of("hf_path", path).listed(path))
+  return os.path.isfile(path)
+
+
+def _split(name: str, key: str, folder: str, columns: Columns) -> Sources:
+  path = os.path.join(folder, name)
+  if not is_url(path) and not os.path.isdir(path):
+    there = ", ".join(sorted(path.name for path in Path(folder).iterdir() if path.is_dir()))
     raise UserError(f"{key}={name}: {folder} has no such split; it has {there or 'none'}")
-  return resolve_records(key, str(folder / name), columns, "arrow", "hf_path")
+  return resolve_records(key, path, columns, "arrow", "hf_path")
 
 
 def _of_name(data: DataConfig) -> _Parts:
@@ -136,6 +144,7 @@ def _sources(key: str, name: str, paths: list[Path], columns: Columns) -> Source
     format="arrow",
     column=columns.names[0],
     is_tokenized=not columns.tokenize,
+    weights_column=columns.weights,
   )
 
 

@@ -35,6 +35,7 @@ def build(
     train=train,
     fingerprint=_fingerprint(mixed.mixture, datasets),
     description=_description(train, datasets),
+    num_skipped_records=sum(each.num_skipped_records for each in datasets.values()),
     train_files=_files({name: each.train_files for name, each in datasets.items()}),
   )
   return dataset if has_one_validation(data) else _validated(dataset, mixed.mixture, datasets)

@@ -25,6 +25,8 @@ class Columns:
   names: tuple[str, ...]
   tokenize_key: str
   tokenize: bool
+  weights: str = ""
+  """What says which tokens count; empty: all do."""
 
 
 def resolve_records(key: str, path: str, columns: Columns, form: str, form_key: str) -> Sources:
@@ -48,28 +50,28 @@ def resolve_records(key: str, path: str, columns: Columns, form: str, form_key: 
       f"{form_key}={shown(form)}: there is no such format.{did_you_mean(form, FORMATS)} "
       f"Known: {AUTO}, {', '.join(FORMATS)}."
     )
-  _refuse_elsewhere(key, path)
+  _refuse_mixture(key, path)
   found = listed(key, path, _wanted(form))
   if form == AUTO:
     form = _format(found, form_key)
   _check_all_are_there(key, found.files)
   return dataclasses.replace(
-    found, format=form, column=columns.names[0], is_tokenized=not columns.tokenize
+    found,
+    format=form,
+    column=columns.names[0],
+    is_tokenized=not columns.tokenize,
+    weights_column=columns.weights,
   )
 
 
 def _wanted(form: str) -> Wanted:
   what = "files of records" if form == AUTO else f"{form} files"
 
-  def reason_to_skip(file: Path) -> str:
-    if file.is_dir():
-      return "symbolic link to a folder (name its files with a glob)"
-    if file.name.startswith("."):
-      return "hidden"
-    own = format_of(file.name)
+  def reason_to_skip(name: str) -> str:
+    own = format_of(name)
     if own and form in (AUTO, own):
       return ""
-    return file.suffix or "without a suffix"
+    return Path(name).suffix or "without a suffix"
 
   def offer(key: str, path: str, others: Sequence[Path]) -> str:
     example = next((file for file in others if file.is_file()), None)
@@ -82,13 +84,8 @@ def _wanted(form: str) -> Wanted:
   return Wanted(what, reason_to_skip, "'data/*.parquet'", offer)
 
 
-def _refuse_elsewhere(key: str, path: str) -> None:
-  """Refuses what MaxText's keys may also hold, and what is not read here."""
-  if "://" in path:
-    raise UserError(
-      f"{key}={path}: only files of this machine are read; copy them here, or mount the bucket as a "
-      f"folder, and give {key} that path"
-    )
+def _refuse_mixture(key: str, path: str) -> None:
+  """Refuses what MaxText's keys may also hold."""
   if ";" in path or re.search(r",\d*\.?\d+$", path):
     raise UserError(
       f"{key}={path}: a mixture is two or more paths with weights in grain_train_files, or in "

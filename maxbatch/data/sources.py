@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from maxbatch.data.object_store import OpenStore, common_folder, is_url, names_within
 from maxbatch.errors import UserError
 
 STDLIB = "stdlib"
@@ -42,8 +43,20 @@ class SourceFile:
 
   name: str
   path: str
+  """Absolute, or the URL of an object."""
   size_bytes: int
   modified_ns: int
+  version: str = ""
+  """Of an object, in place of the time: what its store changes with its contents."""
+  md5: str = ""
+  """Of an object, if its store says so."""
+  copy: str = ""
+  """Of an object, where its contents lie while they are tokenized."""
+
+  @property
+  def local_path(self) -> str:
+    """What is opened to read it."""
+    return self.copy or self.path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +74,8 @@ class Sources:
   """Of a record, what holds the document."""
   is_tokenized: bool = False
   """The records hold token ids instead of text."""
+  weights_column: str = ""
+  """Of a record, what says which of its tokens count; empty: all do."""
 
   @property
   def size_bytes(self) -> int:
@@ -102,8 +117,8 @@ class Wanted:
 
   what: str
   """Such files, as in: the folder holds no …"""
-  reason_to_skip: Callable[[Path], str]
-  """Why a file or a linked folder met in a folder is not read; empty when it is."""
+  reason_to_skip: Callable[[str], str]
+  """Why a file of that name, met in a folder, is not read; empty when it is."""
   example: str
   """What to give instead of a path that is not there, after: …, or"""
   offer: Callable[[str, str, Sequence[Path]], str]
@@ -118,7 +133,7 @@ def resolve(key: str, path: str) -> Sources:
   """
   if path == STDLIB:
     return _stdlib(key)
-  return listed(key, path, Wanted("text files", _reason_to_skip, _EXAMPLE, _offer))
+  return listed(key, path, Wanted("text files", _no_text, _EXAMPLE, _offer))
 
 
 def listed(key: str, path: str, wanted: Wanted) -> Sources:
@@ -130,6 +145,8 @@ def listed(key: str, path: str, wanted: Wanted) -> Sources:
   expanded = os.path.expanduser(path)
   if not path:
     raise UserError(f"{key} is empty: give a file, a folder, a glob such as {wanted.example}")
+  if is_url(path):
+    return _objects(key, path, wanted)
   if os.path.isdir(expanded):
     return _folder(key, path, Path(expanded), wanted)
   if os.path.lexists(expanded):
@@ -163,18 +180,58 @@ def _folder(key: str, path: str, root: Path, wanted: Wanted) -> Sources:
   skipped: collections.Counter[str] = collections.Counter()
   others: list[Path] = []
   for file in _walk(key, root, lambda name: not name.startswith(".") and name != "__pycache__"):
-    reason = wanted.reason_to_skip(file)
-    if reason:
+    if reason := _reason_to_skip(file.name, wanted, is_folder=file.is_dir()):
       skipped[reason] += 1
       others.append(file)
     else:
       kept.append(_source_file(key, file, root))
+  return _found_in_folder(key, path, kept, skipped, wanted, others)
+
+
+def _found_in_folder(
+  key: str,
+  path: str,
+  kept: list[SourceFile],
+  skipped: collections.Counter[str],
+  wanted: Wanted,
+  others: Sequence[Path] = (),
+) -> Sources:
+  """What is read of a folder, which must be something."""
   if not kept:
     seen = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "no files at all"
     raise UserError(
       f"{key}={path}: the folder holds no {wanted.what} ({seen}); {wanted.offer(key, path, others)}"
     )
   return Sources(key, path, "folder", _by_name(kept), tuple(sorted(skipped.items())))
+
+
+def _objects(key: str, url: str, wanted: Wanted) -> Sources:
+  """The objects of a store that a URL means, as `listed` reads paths."""
+  scheme, _, path = url.partition("://")
+  found = {each.path: each for each in OpenStore.of(key, url).listed(url)}
+  is_glob = glob.has_magic(path)
+  if not found:
+    reason = "the glob matches no object" if is_glob else "no such object, and none below it"
+    raise UserError(f"{key}={url}: {reason}; use a URL that exists or {wanted.example}")
+  root = common_folder(list(found)) if is_glob else path.rstrip("/")
+  kind: Kind = "glob" if is_glob else "file" if root in found else "folder"
+  if kind == "file":
+    root = os.path.dirname(root)
+  kept: list[SourceFile] = []
+  skipped: collections.Counter[str] = collections.Counter()
+  for place, name in names_within(root, list(found)):
+    last = os.path.basename(name)
+    reason = _reason_to_skip(last, wanted) if kind == "folder" else ""
+    if reason:
+      skipped[reason] += 1
+    else:
+      each = found[place]
+      kept.append(
+        SourceFile(name, f"{scheme}://{place}", each.size_bytes, 0, each.version, each.md5)
+      )
+  if kind == "folder":
+    return _found_in_folder(key, url, kept, skipped, wanted)
+  return Sources(key, url, kind, _by_name(kept))
 
 
 def _offer(key: str, path: str, others: Sequence[Path]) -> str:
@@ -198,13 +255,16 @@ def _begins_as_text(file: Path) -> bool:
   return bool(begin) and b"\0" not in begin
 
 
-def _reason_to_skip(file: Path) -> str:
+def _reason_to_skip(name: str, wanted: Wanted, *, is_folder: bool = False) -> str:
   """Why a file or a linked folder met in a folder is not read; empty when it is."""
-  if file.is_dir():
+  if is_folder:
     return "symbolic link to a folder (name its files with a glob)"
-  if file.name.startswith("."):
-    return "hidden"
-  suffixes = [suffix[1:].lower() for suffix in file.suffixes]
+  return "hidden" if name.startswith(".") else wanted.reason_to_skip(name)
+
+
+def _no_text(name: str) -> str:
+  """Why a file is not read as text, by its name."""
+  suffixes = [suffix[1:].lower() for suffix in Path(name).suffixes]
   if suffixes and suffixes[-1] == "gz":
     suffixes.pop()
   if not suffixes or suffixes[-1] in TEXT_SUFFIXES:

@@ -5,6 +5,7 @@ from maxbatch.data.corpus import build_corpus
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.sources import resolve
 from maxbatch.data.tokenizer import Tokenizer
+from maxbatch.errors import UserError
 
 
 def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
@@ -13,6 +14,11 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
   Raises:
     UserError: an input is missing, unreadable, not text, empty or too short; names it.
   """
+  if data.weights_column:
+    raise UserError(
+      f"weights_column={data.weights_column}: files of text have no columns; set weights_column='', or "
+      "use dataset_type=grain grain_train_files='data/*.parquet'"
+    )
   sources = resolve("dataset_path", data.dataset_path)
   validation = None
   if data.eval_dataset_path:

@@ -74,6 +74,16 @@ class TokenCache:
       counts.update(dict(shard.skipped))
     return tuple(counts.items())
 
+  @property
+  def num_bad(self) -> int:
+    """Records that were skipped because they hold no document."""
+    return sum(shard.num_bad for shard in self.shards)
+
+  @property
+  def first_bad(self) -> str:
+    """What is wrong with the first of these, and where it is."""
+    return next((shard.first_bad for shard in self.shards if shard.num_bad), "")
+
   def read(self, start: int, stop: int) -> np.ndarray:
     """The ids [stop - start] from token `start` on, fewer at the end.
 
@@ -95,6 +105,10 @@ class TokenCache:
       for first, shard in self._overlapping(start, stop)
     ]
     return np.concatenate(parts)
+
+  def counts_any(self) -> bool:
+    """Whether some token counts as a target."""
+    return any(shard.weights.any() for shard in self.shards) if self._has_weights else True
 
   def document_starts(self, start: int, stop: int) -> np.ndarray:
     """The tokens in [start, stop) that begin a document, int64, ascending; likewise."""
@@ -135,7 +149,7 @@ def open_or_build(
   """
   recipe = dataclasses.replace(recipe, sources=dataclasses.replace(recipe.sources, files=()))
   jobs = [
-    ShardJob(folder / f"{part}-{_key(each, recipe)}.tokens", each)
+    ShardJob(folder / f"{part}-{cache_key(each, recipe)}.tokens", each)
     for each in _grouped(documents, recipe.sources)
   ]
   size = sum(os.path.getsize(job.path) for job in jobs if job.path.is_file())
@@ -147,11 +161,10 @@ def open_or_build(
       make_shards(missing, recipe, report)
     found |= {job.path: open_shard(job.path, check=False) for job in missing}
   shards = tuple(shard for shard in found.values() if shard is not None)
-  num_bad = sum(shard.num_bad for shard in shards)
-  if num_bad > recipe.max_bad_records:
-    first = next(shard.first_bad for shard in shards if shard.num_bad)
-    raise too_many(num_bad, recipe.max_bad_records, first)
-  return TokenCache(shards, _fingerprint(shards))
+  cache = TokenCache(shards, _fingerprint(shards))
+  if cache.num_bad > recipe.max_bad_records:
+    raise too_many(cache.num_bad, recipe.max_bad_records, cache.first_bad)
+  return cache
 
 
 def _grouped(documents: Sequence[Document], sources: Sources) -> Iterator[tuple[Document, ...]]:
@@ -183,21 +196,22 @@ def _grouped(documents: Sequence[Document], sources: Sources) -> Iterator[tuple[
   yield tuple(group)
 
 
-def _key(documents: Sequence[Document], recipe: Recipe) -> str:
-  """A hash of everything that determines a shard's contents; no file is read for it."""
+def cache_key(documents: Sequence[Document], recipe: Recipe) -> str:
+  """A hash of everything that determines the documents' tokens; no file is read for it."""
   parts = [(*_file(each), each.begin, each.end, each.piece, each.num_pieces) for each in documents]
   tokenizer, sources = recipe.tokenizer, recipe.sources
   kind = type(tokenizer)
   name = (kind.__module__, kind.__qualname__, tokenizer.version, tokenizer.vocab_size)
   how = (recipe.add_bos, recipe.add_eos, sources.format, sources.column, sources.is_tokenized)
   how += (recipe.chat.version,) if recipe.chat else ()
+  how += ("weights", sources.weights_column) if sources.weights_column else ()
   content = json.dumps([_FORMAT, name, how, sources.kind == "stdlib", parts])
   return hashlib.blake2b(content.encode(), digest_size=12).hexdigest()
 
 
-def _file(document: Document) -> tuple[str, str, int, int]:
+def _file(document: Document) -> tuple[str, str, int, int | str]:
   file = document.file
-  return file.path, file.name, file.size_bytes, file.modified_ns
+  return file.path, file.name, file.size_bytes, file.version or file.modified_ns
 
 
 def _fingerprint(shards: Sequence[TokenShard]) -> str:

@@ -5,6 +5,7 @@ begins, and NAME.json what is known of both. Where only some tokens count as tar
 a byte for each that says which. All appear whole, and are never changed.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -13,11 +14,12 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from maxbatch.data.object_copies import copy_objects, is_object, remove_copies
 from maxbatch.data.sources import Document
 from maxbatch.data.tokenize import Recipe, new_hash, source_bytes, tokenize
 from maxbatch.data.tokenizer import token_dtype
@@ -137,7 +139,7 @@ def make_shards(
   Raises:
     UserError: a source or the folder cannot be used; names it.
   """
-  left = list(jobs)
+  left, shards_of = list(jobs), _shards_of_objects(jobs)
   for waits in (False, True) if wait else (False,):
     if waits and left:
       print(f"The token cache waits for other processes: {len(left)} of its parts", flush=True)
@@ -147,6 +149,7 @@ def make_shards(
           if is_ours:
             _make_unless_there(job, recipe, report)
             left.remove(job)
+            _remove_unneeded(job, shards_of)
       except OSError as error:
         raise _cannot_write(job, token_dtype(recipe.tokenizer), error) from error
 
@@ -155,11 +158,13 @@ def _make_unless_there(job: ShardJob, recipe: Recipe, report: Callable[[int], No
   if open_shard(job.path, check=job.check, warn=False):
     return
   path = job.path
+  copy_objects(recipe.sources.key, job.documents)
   with contextlib.ExitStack() as files:
     tokens_file = files.enter_context(replacing(path))
     starts_file = files.enter_context(replacing(_documents_path(path)))
-    has_weights = recipe.chat is not None and recipe.chat.completion_only
-    weights_file = files.enter_context(replacing(_weights_path(path))) if has_weights else None
+    weights_file = (
+      files.enter_context(replacing(_weights_path(path))) if recipe.has_weights else None
+    )
     written = tokenize(recipe, job.documents, tokens_file, starts_file, report, weights_file)
     starts_file.flush()
     with open(starts_file.name, "rb") as file:
@@ -170,6 +175,32 @@ def _make_unless_there(job: ShardJob, recipe: Recipe, report: Callable[[int], No
     "dtype": token_dtype(recipe.tokenizer).str,
   }
   write_whole(_metadata_path(path), json.dumps(metadata, indent=1))
+
+
+def _shards_of_objects(jobs: Sequence[ShardJob]) -> Mapping[str, Sequence[Path]]:
+  """Which shards need an object of which they hold a part, by the object's copy."""
+  shards: dict[str, list[Path]] = collections.defaultdict(list)
+  for job in jobs:
+    for document in job.documents:
+      if is_object(document.file):
+        shards[document.file.copy].append(job.path)
+  return shards
+
+
+def _remove_unneeded(job: ShardJob, shards_of: Mapping[str, Sequence[Path]]) -> None:
+  """Removes the copies of objects of which all shards are made.
+
+  Of an object that is divided into training and validation the copy stays for the latter.
+  """
+  remove_copies(
+    [
+      document
+      for document in job.documents
+      if is_object(document.file)
+      and document.end == 1
+      and all(_metadata_path(path).exists() for path in shards_of[document.file.copy])
+    ]
+  )
 
 
 def _metadata_path(path: Path) -> Path:

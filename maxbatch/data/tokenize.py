@@ -37,6 +37,12 @@ class Recipe:
   chat: Chat | None = None
   """What makes tokens of records that are conversations."""
 
+  @property
+  def has_weights(self) -> bool:
+    """Whether it is noted of each token if it counts as a target; else all do."""
+    of_answers = self.chat is not None and self.chat.completion_only
+    return of_answers or bool(self.sources.weights_column)
+
 
 @dataclasses.dataclass
 class Written:
@@ -70,7 +76,8 @@ def tokenize(
   """Writes the tokens of all documents one after the other, and where each of them begins.
 
   Args:
-    weights_file: of conversations, receives a byte for each token: 1 if it counts as a target.
+    weights_file: if the recipe has weights, receives a byte for each token: 1 if it counts as a
+      target.
     report: is given the bytes of each file, or piece of one, when it has been read.
 
   Raises:
@@ -124,12 +131,11 @@ class _Output:
     self._digest.update(tokens.data)
     self.written.num_tokens += tokens.size
 
-  def add_conversation(self, conversation: Conversation) -> None:
-    """The tokens of a document, and which of them count."""
-    self.add(conversation.ids)
+  def weigh(self, counted: np.ndarray) -> None:
+    """Which of the tokens that have been added count, uint8."""
     if self._weights_file is not None:
-      self._weights_file.write(conversation.counted.data)
-      self._weights_digest.update(conversation.counted.data)
+      self._weights_file.write(counted.data)
+      self._weights_digest.update(counted.data)
 
   def refuse(self, error: UserError) -> None:
     """Counts a bad record. Raises the error if it is one too many."""
@@ -194,8 +200,12 @@ def _add_records(out: _Output, document: Document) -> None:
   """Every record is a document."""
   sources, file = out.recipe.sources, document.file
   form = FORMATS[sources.format]
-  for record in form.read(sources.key, file, sources.column, *_range(sources, document)):
+  places = _range(sources, document)
+  for record in form.read(sources.key, file, sources.column, *places, sources.weights_column):
     content = _content(record, out.recipe)
+    weights = _weights(record, content) if sources.weights_column else None
+    if isinstance(weights, Bad) and not isinstance(content, Bad):
+      content = weights
     if isinstance(content, Bad):
       where = form.named(sources.key, file, record.place)
       out.refuse(
@@ -206,20 +216,29 @@ def _add_records(out: _Output, document: Document) -> None:
       )
     elif isinstance(content, Conversation):
       out.begin()
-      out.add_conversation(content)
+      out.add(content.ids)
+      out.weigh(content.counted)
     elif not len(content):
       out.written.skipped["empty"] += 1
     else:
+      before = out.written.num_tokens
       _add_document(out, content)
+      if isinstance(weights, np.ndarray):
+        num_tokens = out.written.num_tokens - before
+        out.weigh(np.ascontiguousarray(np.broadcast_to(weights, num_tokens), np.uint8))
   check_unchanged(sources.key, file)
 
 
 def check_unchanged(key: str, file: SourceFile) -> None:
   """Refuses a file that another program has written to since it was listed.
 
+  A copy is checked where it is made, and nobody else writes to it.
+
   Raises:
     UserError: it has, or it is gone.
   """
+  if file.copy:
+    return
   try:
     status = os.stat(file.path)
   except OSError as error:
@@ -236,6 +255,26 @@ def _content(record: Record, recipe: Recipe) -> bytes | np.ndarray | Conversatio
   if recipe.chat is not None and not isinstance(record.value, Bad):
     return recipe.chat(record.value)
   return _ids(record, recipe) if recipe.sources.is_tokenized else _text(record)
+
+
+def _weights(record: Record, content: object) -> np.ndarray | Bad:
+  """Which tokens of the document count: 0 or 1 for each of its ids, or one for all of it."""
+  value = record.weights
+  if isinstance(value, Bad):
+    return value
+  try:
+    weights = np.asarray(value)
+  except ValueError:  # Lists of different lengths in a list.
+    weights = np.asarray(None)
+  is_number = weights.dtype.kind in "iufb" and weights.ndim < 2
+  if not is_number or not np.isin(weights, (0, 1)).all():
+    return Bad(f"its weights are {str(value)[:50]}, which must be 0 or 1, or a list of these")
+  weights = weights.astype(np.uint8).reshape(-1)
+  num_ids = len(content) if isinstance(content, np.ndarray) else 0
+  if len(weights) not in (1, num_ids):
+    wanted = f"its {num_ids} ids" if num_ids else "a text, which has one weight"
+    return Bad(f"{len(weights)} weights for {wanted}")
+  return weights
 
 
 def _add_document(out: _Output, content: bytes | np.ndarray) -> None:

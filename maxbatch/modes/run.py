@@ -32,7 +32,7 @@ from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
 from maxbatch.modes.start import check_same_run, started
 from maxbatch.modes.summary import describe, keep_sample, print_next, show_sample, sum_up
 from maxbatch.run_folder.lock import locked
-from maxbatch.run_folder.metrics import MetricsLog, NoMetricsLog
+from maxbatch.run_folder.metrics import MetricsLog, NoMetricsLog, Record
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.build import (
@@ -221,6 +221,7 @@ def _train(
       progress=progress,
       feed_watchdog=watchdog.feed,
       noise=start.noise and dataclasses.replace(start.noise, calibration=calibration),
+      data_counts=_data_counts(config, dataset),
     )
     if start.restored and first:
       _complete_records(log, start.restored)
@@ -229,6 +230,13 @@ def _train(
       keep_sample(resolved, trainer, state.params)
     with ending_together(alone=True), watchdog:
       return train(job, state, position)
+
+
+def _data_counts(config: Config, dataset: Dataset) -> Record:
+  """How many records were skipped, where any may be."""
+  if config.data.max_bad_records == 0:
+    return {}
+  return {"data/skipped_records": dataset.num_skipped_records}
 
 
 def _complete_records(log: MetricsLog, restored: Restored) -> None:

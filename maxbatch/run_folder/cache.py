@@ -3,9 +3,20 @@
 import os
 from pathlib import Path
 
+from maxbatch.errors import UserError
+
 
 def token_caches(dataset_cache_directory: str) -> Path:
-  """Where datasets' tokens are kept: the key's value, or a folder of the user's if it is empty."""
+  """Where datasets' tokens are kept: the key's value, or a folder of the user's if it is empty.
+
+  Raises:
+    UserError: it is no folder of a file system.
+  """
+  if "://" in dataset_cache_directory:
+    raise UserError(
+      f"dataset_cache_directory={dataset_cache_directory}: tokens are mapped into memory from a file "
+      "system; give a folder, for example dataset_cache_directory=tokens, or '' for the user's own"
+    )
   return _given_or_own(dataset_cache_directory, "tokens")
 
 

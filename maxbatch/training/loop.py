@@ -53,6 +53,8 @@ class Job:
   progress: Progress
   feed_watchdog: Callable[[], None]
   noise: Noise | None = None
+  data_counts: Record = dataclasses.field(default_factory=dict)
+  """What is known of the data before the first step; noted with every step."""
 
   def with_plan(self, plan: BatchPlan) -> "Job":
     """The job after the plan has changed."""
@@ -198,6 +200,7 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock, stop: StopSignals) -> Rec
     }
     | {name: float(value) for name, value in metrics.metrics.items()}
     | noise
+    | job.data_counts
   )
 
 
@@ -314,4 +317,4 @@ def _kept(job: Job) -> str:
 
 def first_record(job: Job, params: Parameters) -> None:
   """Writes the record of step 0: the model before training, on the validation set."""
-  _note(job, {"step": 0, "samples": 0, "tokens": 0} | evaluate(job, params))
+  _note(job, {"step": 0, "samples": 0, "tokens": 0} | evaluate(job, params) | job.data_counts)

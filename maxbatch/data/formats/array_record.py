@@ -26,7 +26,9 @@ def _size(key: str, file: SourceFile) -> int:
     return reader.num_records()
 
 
-def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Iterator[Record]:
+def _read(
+  key: str, file: SourceFile, column: str, start: int, stop: int, weights: str = ""
+) -> Iterator[Record]:
   with _opened(key, file) as reader:
     count = reader.num_records()
     stop = min(stop, count)
@@ -38,13 +40,14 @@ def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Ite
         if len(content) > MAX_RECORD_BYTES:
           yield Record(place, Bad(f"longer than {MAX_RECORD_BYTES:,} bytes"))
         else:
-          yield Record(place, feature(content, column))
+          found = feature(content, weights) if weights else None
+          yield Record(place, feature(content, column), found)
 
 
 @contextlib.contextmanager
 def _opened(key: str, file: SourceFile) -> Iterator[Any]:
   module = library("array_record.python.array_record_module", file.path)
-  reader = module.ArrayRecordReader(file.path)
+  reader = module.ArrayRecordReader(file.local_path)
   try:
     if not reader.ok():
       reader.close()  # Which says what is wrong.

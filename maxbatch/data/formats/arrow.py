@@ -4,7 +4,12 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from maxbatch.data.formats.arrow_columns import check_column, values
+from maxbatch.data.formats.arrow_columns import (
+  check_column,
+  check_weights,
+  values,
+  weights_of,
+)
 from maxbatch.data.formats.format import (
   Record,
   RecordFormat,
@@ -23,18 +28,22 @@ def _size(key: str, file: SourceFile) -> int:
     return sum(batch.num_rows for batch in batches)
 
 
-def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Iterator[Record]:
+def _read(
+  key: str, file: SourceFile, column: str, start: int, stop: int, weights: str = ""
+) -> Iterator[Record]:
   with _opened(key, file) as (schema, batches):
     check_column(key, file, schema, column)
+    check_weights(key, file, schema, weights)
     first = 0
     for batch in batches:
       if first >= stop:
         return
       inside = range(max(start - first, 0), min(stop - first, batch.num_rows))
       if inside:
-        part = batch.column(column)[inside.start : inside.stop]
-        for place, value in enumerate(values(part), start=first + inside.start):
-          yield Record(place, value)
+        part = batch.slice(inside.start, len(inside))
+        found = zip(values(part.column(column)), weights_of(part, weights), strict=True)
+        for place, (value, weight) in enumerate(found, start=first + inside.start):
+          yield Record(place, value, weight)
       first += batch.num_rows
 
 
@@ -45,7 +54,11 @@ def _opened(
   """The schema and the batches; if they are mapped, all that was read stays in memory."""
   pyarrow, ipc = library("pyarrow", file.path), library("pyarrow.ipc", file.path)
   try:
-    with pyarrow.memory_map(file.path) if is_mapped else pyarrow.OSFile(file.path) as stream:
+    with (
+      pyarrow.memory_map(file.local_path)
+      if is_mapped
+      else pyarrow.OSFile(file.local_path) as stream
+    ):
       is_file = stream.read(len(_MAGIC)) == _MAGIC
       stream.seek(0)
       if is_file:
@@ -66,7 +79,7 @@ def _opened(
 
 def _check_end(key: str, file: SourceFile) -> None:
   """Refuses a stream that was truncated between two batches, which pyarrow takes for its end."""
-  with open(file.path, "rb") as stream:
+  with open(file.local_path, "rb") as stream:
     stream.seek(max(0, file.size_bytes - 8))
     if stream.read() != b"\xff\xff\xff\xff\0\0\0\0":
       raise damaged(key, file, "Arrow", "it ends without the mark of a stream's end")

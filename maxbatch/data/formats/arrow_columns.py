@@ -1,6 +1,7 @@
 """Columns of Parquet and Arrow files: which may be read, and their values one by one."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from maxbatch.data.optional import library
@@ -41,8 +42,26 @@ def check_column(key: str, file: SourceFile, schema: Any, column: str) -> None:
     )
 
 
+def check_weights(key: str, file: SourceFile, schema: Any, column: str) -> None:
+  """Refuses a file without that column of weights; empty: none is read.
+
+  Raises:
+    UserError: names the columns that there are.
+  """
+  if column and column not in schema.names:
+    raise UserError(
+      f"{key}: {file.path} has no column {column}, named by weights_column; its columns: "
+      f"{', '.join(schema.names)}"
+    )
+
+
 def _is_ids_or_messages(types: Any, kind: Any) -> bool:
   return types.is_integer(kind) or types.is_struct(kind)
+
+
+def weights_of(batch: Any, column: str) -> Iterable[object]:
+  """What the column of weights holds, for every row; empty: None."""
+  return values(batch.column(column)) if column else itertools.repeat(None, batch.num_rows)
 
 
 def values(column: Any) -> Iterator[object]:

@@ -25,13 +25,16 @@ class Record:
   place: int
   value: object
   """Text, bytes or a sequence of ids; None where it is null; or `Bad`."""
+  weights: object = None
+  """What the column of weights holds, if one is read; or `Bad`."""
 
 
 class Read(Protocol):
-  """Reads the records that begin in [start, stop), in the units of `RecordFormat.size`."""
+  """Reads the records that begin in [start, stop), in the units of `RecordFormat.size`: what a
+  column holds, and what that of weights does if it is named."""
 
   def __call__(
-    self, key: str, file: SourceFile, column: str, start: int, stop: int
+    self, key: str, file: SourceFile, column: str, start: int, stop: int, weights: str = ""
   ) -> Iterator[Record]: ...
 
 

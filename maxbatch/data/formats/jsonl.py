@@ -38,7 +38,9 @@ def _size(key: str, file: SourceFile) -> int:
   return size
 
 
-def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Iterator[Record]:
+def _read(
+  key: str, file: SourceFile, column: str, start: int, stop: int, weights: str = ""
+) -> Iterator[Record]:
   if _is_plain(file):
     stop = min(stop, file.size_bytes)  # What is written meanwhile is not read without end.
   with _opened(key, file) as stream:
@@ -57,7 +59,9 @@ def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Ite
         position += _rest_of_line(stream)
         yield Record(place, Bad(f"longer than {MAX_RECORD_BYTES:,} bytes"))
       elif not line.isspace():
-        yield Record(place, _value(line, column))
+        record = _object(line, column)
+        found = _value(record, weights) if weights else None
+        yield Record(place, _value(record, column), found)
 
 
 def _skip(stream: IO[bytes], num_bytes: int, *, is_seekable: bool) -> None:
@@ -77,7 +81,7 @@ def _rest_of_line(stream: IO[bytes]) -> int:
   return skipped
 
 
-def _value(line: bytes, column: str) -> Any:
+def _object(line: bytes, column: str) -> dict[str, Any] | Bad:
   try:
     record = json.loads(line)
   except UnicodeDecodeError as error:
@@ -88,6 +92,12 @@ def _value(line: bytes, column: str) -> Any:
     return Bad("nested too deeply")
   if not isinstance(record, dict):
     return Bad(f"{type(record).__name__} instead of an object with the column {column}")
+  return record
+
+
+def _value(record: dict[str, Any] | Bad, column: str) -> Any:
+  if isinstance(record, Bad):
+    return record
   if column not in record:
     names = ", ".join(list(record)[:_SHOWN]) or "nothing"
     return Bad(f"no column {column}; it has {names}")
@@ -120,11 +130,11 @@ def _opened(key: str, file: SourceFile) -> Iterator[IO[bytes]]:
 
 def _stream(file: SourceFile) -> Any:
   if _is_plain(file):
-    return open(file.path, "rb")
+    return open(file.local_path, "rb")
   if file.name.endswith(".gz"):
-    return gzip.open(file.path)
+    return gzip.open(file.local_path)
   # pyarrow's reader says where a file is truncated; those of zstandard take that for its end.
-  stream = library("pyarrow", file.path).input_stream(file.path, compression="zstd")
+  stream = library("pyarrow", file.path).input_stream(file.local_path, compression="zstd")
   return io.BufferedReader(stream, _CHUNK_BYTES)
 
 

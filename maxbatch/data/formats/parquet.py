@@ -5,7 +5,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from maxbatch.data.formats.arrow_columns import check_column, values
+from maxbatch.data.formats.arrow_columns import (
+  check_column,
+  check_weights,
+  values,
+  weights_of,
+)
 from maxbatch.data.formats.format import Record, RecordFormat, damaged, unreadable
 from maxbatch.data.optional import library
 from maxbatch.data.sources import SourceFile
@@ -21,9 +26,12 @@ def _size(key: str, file: SourceFile) -> int:
     return opened.metadata.num_rows
 
 
-def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Iterator[Record]:
+def _read(
+  key: str, file: SourceFile, column: str, start: int, stop: int, weights: str = ""
+) -> Iterator[Record]:
   with _opened(key, file) as opened:
     check_column(key, file, opened.schema_arrow, column)
+    check_weights(key, file, opened.schema_arrow, weights)
     firsts = _first_rows(opened)
     groups = [
       group
@@ -34,10 +42,13 @@ def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Ite
       return
     place = firsts[groups[0]]
     rows = _rows_at_once(opened, column, groups)
-    for batch in opened.iter_batches(rows, row_groups=groups, columns=[column]):
-      for value in values(batch.column(0)):
+    columns = [column, weights] if weights else [column]
+    for batch in opened.iter_batches(rows, row_groups=groups, columns=columns):
+      for value, weight in zip(
+        values(batch.column(column)), weights_of(batch, weights), strict=True
+      ):
         if start <= place < stop:
-          yield Record(place, value)
+          yield Record(place, value, weight)
         place += 1
       if place >= stop:
         return
@@ -72,7 +83,7 @@ def _opened(key: str, file: SourceFile) -> Iterator[Any]:
   pyarrow = library("pyarrow", file.path)
   parquet = library("pyarrow.parquet", file.path)
   try:
-    with parquet.ParquetFile(file.path, pre_buffer=False, buffer_size=2**20) as opened:
+    with parquet.ParquetFile(file.local_path, pre_buffer=False, buffer_size=2**20) as opened:
       yield opened
   except pyarrow.ArrowException as error:
     raise damaged(key, file, "Parquet", error) from error

@@ -117,7 +117,11 @@ def _next_line(key: str, file: SourceFile, offset: int, stop: int) -> int:
 def _chunks(key: str, file: SourceFile, start: int, stop: int | None) -> Iterator[bytes]:
   """The file's bytes [start, stop), decompressed when its name ends in .gz; None: to the end."""
   try:
-    with gzip.open(file.path) if file.name.endswith(".gz") else open(file.path, "rb") as stream:
+    with (
+      gzip.open(file.local_path)
+      if file.name.endswith(".gz")
+      else open(file.local_path, "rb") as stream
+    ):
       stream.seek(start)
       left = stop - start if stop is not None else _CHUNK_BYTES
       while chunk := stream.read(min(left, _CHUNK_BYTES)):

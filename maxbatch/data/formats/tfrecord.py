@@ -1,4 +1,4 @@
-"""TFRecord: records one after the other, each with its length; plain or compressed with gzip.
+"""TFRecord: records one after the other, each with its length and checksums; plain or with gzip.
 
 https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details
 """
@@ -8,7 +8,7 @@ import functools
 import gzip
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Any
 
 from maxbatch.data.formats.format import (
@@ -20,12 +20,12 @@ from maxbatch.data.formats.format import (
   unreadable,
 )
 from maxbatch.data.formats.tf_example import feature
+from maxbatch.data.optional import library
 from maxbatch.data.sources import SourceFile
 
 _LENGTH = struct.Struct("<QI")
-_CHECKSUM_BYTES = 4
+_CHECKSUM = struct.Struct("<I")
 _MASK_DELTA = 0xA282EAD8
-_POLYNOMIAL = 0x82F63B78
 
 
 def _size(key: str, file: SourceFile) -> int:
@@ -34,7 +34,9 @@ def _size(key: str, file: SourceFile) -> int:
     return sum(1 for _ in _lengths(key, file, stream))
 
 
-def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Iterator[Record]:
+def _read(
+  key: str, file: SourceFile, column: str, start: int, stop: int, weights: str = ""
+) -> Iterator[Record]:
   with _opened(key, file) as stream:
     for place, length in enumerate(_lengths(key, file, stream)):
       if place >= stop:
@@ -44,10 +46,13 @@ def _read(key: str, file: SourceFile, column: str, start: int, stop: int) -> Ite
       if length > MAX_RECORD_BYTES:
         yield Record(place, Bad(f"longer than {MAX_RECORD_BYTES:,} bytes"))
         continue
-      content = stream.read(length)
-      if len(content) < length:
+      content, checksum = stream.read(length), stream.read(_CHECKSUM.size)
+      if len(content) + len(checksum) < length + _CHECKSUM.size:
         raise damaged(key, file, "TFRecord", f"record {place} is cut off")
-      yield Record(place, feature(content, column))
+      if _CHECKSUM.unpack(checksum) != (_masked(content),):
+        raise damaged(key, file, "TFRecord", f"record {place} does not match its checksum")
+      found = feature(content, weights) if weights else None
+      yield Record(place, feature(content, column), found)
 
 
 def _lengths(key: str, file: SourceFile, stream: IO[bytes]) -> Iterator[int]:
@@ -60,7 +65,7 @@ def _lengths(key: str, file: SourceFile, stream: IO[bytes]) -> Iterator[int]:
         key, file, "TFRecord", f"where record {place} should begin, at byte {position}, is none"
       )
     yield length
-    position += _LENGTH.size + length + _CHECKSUM_BYTES
+    position += _LENGTH.size + length + _CHECKSUM.size
     _go_to(key, file, stream, position, place)
     place += 1
 
@@ -73,28 +78,22 @@ def _go_to(key: str, file: SourceFile, stream: IO[bytes], end: int, place: int) 
 
 
 def _masked(content: bytes) -> int:
-  """The masked CRC-32C that follows a length."""
-  crc = 0xFFFFFFFF
-  for byte in content:
-    crc = _table()[(crc ^ byte) & 0xFF] ^ (crc >> 8)
-  crc ^= 0xFFFFFFFF
+  """The masked CRC-32C that follows a length, and a record."""
+  crc = _crc32c()(content)
   return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
 
 
 @functools.cache
-def _table() -> tuple[int, ...]:
-  table = []
-  for value in range(256):
-    for _ in range(8):
-      value = value >> 1 ^ (_POLYNOMIAL if value & 1 else 0)
-    table.append(value)
-  return tuple(table)
+def _crc32c() -> Callable[[bytes], int]:
+  return library("google_crc32c", "TFRecord").value
 
 
 @contextlib.contextmanager
 def _opened(key: str, file: SourceFile) -> Iterator[Any]:
   try:
-    with gzip.open(file.path) if ".gz" in file.name else open(file.path, "rb") as stream:
+    with (
+      gzip.open(file.local_path) if ".gz" in file.name else open(file.local_path, "rb") as stream
+    ):
       yield stream
   except (gzip.BadGzipFile, EOFError, zlib.error) as error:
     raise damaged(key, file, "gzip", error) from error

@@ -61,7 +61,7 @@ def build(data: DataConfig) -> TiktokenTokenizer:
   Raises:
     UserError: there is none, it is damaged, or a special token is missing.
   """
-  file = read_vocabulary(data, "tokenizer.model", "tokenizer.tiktoken")
+  file = read_vocabulary(data, "tokenizer.model", "tokenizer.tiktoken", "original/tokenizer.model")
   ids = _load(file)._special_tokens
   own = {"bos": ids[_NAMED[0]], "eos": ids[_NAMED[1]], "pad": ids[_NAMED[4]]}
   known = list(ids)

@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import functools
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 from maxbatch.config.find import did_you_mean
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.tokenizer import Ids
+from maxbatch.data.tokenizers.hub import hub_folder, is_hub_name
 from maxbatch.errors import UserError
 
 _MAX_CHARACTERS = 400_000
@@ -52,7 +54,8 @@ class VocabularyFile:
 
 
 def read_vocabulary(data: DataConfig, *names: str) -> VocabularyFile:
-  """The file that `tokenizer_path` means; in a folder, the first of `names` that is there.
+  """The file that `tokenizer_path` means; in a folder, or of a model on the Hugging Face hub, the first
+  of `names` that is there.
 
   Raises:
     UserError: there is none, or it cannot be read.
@@ -64,6 +67,8 @@ def read_vocabulary(data: DataConfig, *names: str) -> VocabularyFile:
       f"tokenizer_path=my_tokenizer/{names[0]}; or use tokenizer_type=byte, which needs none"
     )
   path = Path(data.tokenizer_path).expanduser()
+  if not os.path.lexists(path) and is_hub_name(data.tokenizer_path):
+    path = hub_folder(given, data.tokenizer_path, names)
   if path.is_dir():
     there = [path / name for name in names if (path / name).is_file()]
     if not there:
@@ -74,7 +79,7 @@ def read_vocabulary(data: DataConfig, *names: str) -> VocabularyFile:
   except OSError as error:
     raise UserError(
       f"{given}: cannot read {path}: {error.strerror}; give a file or folder that is on this "
-      "machine (names on a hub are not looked up)"
+      "machine, or a model's name on the Hugging Face hub, such as meta-llama/Llama-3.1-8B"
     ) from error
 
 

@@ -1,0 +1,220 @@
+"""Objects of a store by URL: listed, and read in ranges, with patience for a store that fails.
+
+A request that fails is sent again with longer and longer waits in between, and a limit. What would
+fail again (no credentials, no such bucket or object, no access) is named at once.
+"""
+
+import dataclasses
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple, Self, TypeVar
+
+from maxbatch.config.find import did_you_mean
+from maxbatch.data.stores.registry import STORES
+from maxbatch.data.stores.store import ObjectStore
+from maxbatch.errors import UserError
+
+TRIES = 7
+FIRST_WAIT_SECONDS = 0.5
+"""After the first failure; twice as long after each further one, half a minute in all."""
+
+_SEPARATOR = "://"
+_log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+def is_url(path: str) -> bool:
+  """Whether a path of the configuration names something elsewhere than on this machine."""
+  return _SEPARATOR in path
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredObject:
+  """What a store lists of an object."""
+
+  path: str
+  """Bucket and key."""
+  size_bytes: int
+  version: str
+  md5: str
+  """Of its contents, in hexadecimal digits; empty where the store does not say."""
+
+
+class Range(NamedTuple):
+  """Some bytes of an object."""
+
+  url: str
+  start: int
+  stop: int
+
+
+class ShortAnswerError(OSError):
+  """An answer with fewer bytes, or more, than were asked for."""
+
+
+class _FailedError(Exception):
+  """What went wrong with one of several requests."""
+
+  def __init__(self, url: str, error: Exception):
+    super().__init__(str(error))
+    self.url, self.error = url, error
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenStore:
+  """The store of a URL, ready to be asked."""
+
+  key: str
+  store: ObjectStore
+  system: Any
+  """Its fsspec file system."""
+
+  @classmethod
+  def of(cls, key: str, url: str) -> Self:
+    """The store that `url`, the value of the configuration key `key`, names.
+
+    Raises:
+      UserError: there is none of that kind, or its package is not installed.
+    """
+    scheme = url.partition(_SEPARATOR)[0]
+    if scheme not in STORES:
+      known = ", ".join(f"{name}://" for name in STORES)
+      raise UserError(
+        f"{key}={url}: {scheme}:// is not read here.{did_you_mean(scheme, STORES)} Known: {known}, "
+        "and files and folders of this machine, mounted ones too"
+      )
+    return cls(key, STORES[scheme], STORES[scheme].open(f"{key}={url}"))
+
+  def listed(self, url: str) -> list[StoredObject]:
+    """The object of that name, or those below it, or those that a glob matches; may be none.
+
+    Raises:
+      UserError: the store does not answer, or refuses to.
+    """
+    path = _path(url)
+    if not path.strip("/"):
+      raise UserError(
+        f"{self.key}={url}: give a bucket, for example {self.store.name}://bucket/data"
+      )
+    is_glob = any(char in path for char in "*?[")
+    ask = self.system.glob if is_glob else self.system.find
+    found = self._tried(url, lambda: ask(path, detail=True))
+    if not found:
+      # Which is said of a bucket alone: what it holds may not be for everyone to see.
+      bucket = path.partition("/")[0]
+      self._tried(f"{self.store.name}://{bucket}", lambda: self.system.info(bucket))
+    return [self._object(info) for info in found.values() if _is_object(info)]
+
+  def read(self, ranges: Sequence[Range]) -> list[bytes]:
+    """The contents of all ranges, asked for at once.
+
+    Raises:
+      UserError: the store does not answer, refuses to, or sends something else.
+    """
+    contents: dict[int, bytes] = {}
+
+    def read_missing() -> None:
+      left = [number for number in range(len(ranges)) if number not in contents]
+      wanted = [ranges[number] for number in left]
+      answers = self.system.cat_ranges(
+        [_path(each.url) for each in wanted],
+        [each.start for each in wanted],
+        [each.stop for each in wanted],
+        on_error="return",
+      )
+      failed = None
+      for number, each, answer in zip(left, wanted, answers, strict=True):
+        if isinstance(answer, bytes) and len(answer) == each.stop - each.start:
+          contents[number] = answer
+        elif isinstance(answer, bytes):
+          what = f"{len(answer)} bytes instead of {each.stop - each.start}"
+          failed = failed or _FailedError(each.url, ShortAnswerError(what))
+        else:
+          failed = failed or _FailedError(each.url, answer)
+      if failed:
+        raise failed
+
+    self._tried(ranges[0].url, read_missing)
+    return [contents[number] for number in range(len(ranges))]
+
+  def current(self, url: str) -> StoredObject:
+    """What the store says of an object now. Raises UserError, see `listed`."""
+    return self._object(self._tried(url, lambda: self.system.info(_path(url), refresh=True)))
+
+  def has_md5(self, url: str) -> bool:
+    """Whether what is listed as an object's MD5 is one. Raises UserError, see `listed`."""
+    return self._tried(url, lambda: self.store.has_md5(self.system, _path(url)))
+
+  def _object(self, info: Mapping[str, Any]) -> StoredObject:
+    version, md5 = self.store.version(info), self.store.md5(info)
+    return StoredObject(info["name"], int(info["size"]), version, md5)
+
+  def _tried(self, url: str, request: Callable[[], _T]) -> _T:
+    """The answer to a request, sent again while that may help."""
+    number, wait = 1, FIRST_WAIT_SECONDS
+    while True:
+      try:
+        return request()
+      except (_FailedError, *self.store.errors()) as caught:
+        failed = caught if isinstance(caught, _FailedError) else _FailedError(url, caught)
+      error = failed.error
+      if not isinstance(error, (ShortAnswerError, *self.store.errors())):
+        raise error
+      if not isinstance(error, ShortAnswerError) and self.store.is_final(error):
+        raise self._refused(failed.url, error) from error
+      said = f"{failed.url}: {self.store.endpoint(self.system)} failed: {_said(error)}"
+      if number == TRIES:
+        raise UserError(
+          f"{self.key}: {said}; {TRIES} tries were made. What is tokenized is kept: start again when the "
+          "store answers, or see that the address is right and the network is up"
+        ) from error
+      _log.warning("%s; try %d of %d follows in %.1f s", said, number + 1, TRIES, wait)
+      # Not all processes at the same moment.
+      time.sleep(wait * random.uniform(0.75, 1.0))
+      number, wait = number + 1, 2 * wait
+
+  def _refused(self, url: str, error: Exception) -> UserError:
+    given = f"{self.key}: {url}: {self.store.endpoint(self.system)}"
+    if isinstance(error, FileNotFoundError):
+      return UserError(f"{given} has no such bucket or object; give one that exists")
+    if isinstance(error, PermissionError):
+      return UserError(
+        f"{given} denies access ({_said(error)}); give credentials that may list and read it, as "
+        f"{self.store.credentials}"
+      )
+    return UserError(
+      f"{given}: {_said(error)}; see that the URL is right, and that credentials are given by "
+      f"{self.store.credentials}"
+    )
+
+
+def _path(url: str) -> str:
+  return url.partition(_SEPARATOR)[2]
+
+
+def _is_object(info: Mapping[str, Any]) -> bool:
+  """Whether it is an object with a name of its own: folders are no objects, or empty ones."""
+  return info["type"] == "file" and not info["name"].endswith("/")
+
+
+def _said(error: Exception) -> str:
+  text = " ".join(str(error).split())[:300]
+  return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def names_within(root: str, paths: Sequence[str]) -> Iterator[tuple[str, str]]:
+  """Every path with its part below `root`; those in hidden folders are left out."""
+  for path in paths:
+    name = str(PurePosixPath(path).relative_to(root))
+    folders = name.split("/")[:-1]
+    if not any(each.startswith(".") or each == "__pycache__" for each in folders):
+      yield path, name
+
+
+def common_folder(paths: Sequence[str]) -> str:
+  """The deepest folder that holds all of them."""
+  return os.path.commonpath([os.path.dirname(path) for path in paths])

@@ -1,0 +1,1 @@
+"""Object stores, one file each; maxbatch.data.stores.registry names them."""
