@@ -9,6 +9,7 @@ dispatch their programs in the same order; the devices are then still busy with 
 
 import collections
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
@@ -107,12 +108,21 @@ class Loader(Iterator[Rows]):
 
   def __next__(self) -> Rows:
     """The next step. Raises UserError if reading failed, again on every later call."""
+    return self.next_staged()()
+
+  def next_staged(self) -> Staged:
+    """Waits for the rows of the next step; what is left is to dispatch what brings them there.
+
+    Raises:
+      StopIteration: there is no further step.
+      UserError: reading failed; again on every later call.
+    """
     if not self._ahead:
       raise StopIteration
     staged = self._ahead[0].result()
     self._ahead.popleft()
     self._fill()
-    return staged()
+    return staged
 
   def __enter__(self) -> "Loader":
     return self
@@ -151,19 +161,39 @@ class EvalRows:
 class ChainedLoader(Iterator[Rows]):
   """Loaders one after the other, each opened when the one before it is empty; a context manager."""
 
-  def __init__(self, opened: Iterable[Callable[[], Loader]]):
+  def __init__(
+    self,
+    opened: Iterable[Callable[[], Loader]],
+    clock: Callable[[], float] = time.perf_counter,
+  ):
     self._left = iter(opened)
     self._current: Loader | None = None
+    self._clock, self._waited = clock, 0.0
 
   def __next__(self) -> Rows:
     """The next step; see `Loader`."""
+    began = self._clock()
+    staged = self._next_staged()
+    self._waited += self._clock() - began
+    return staged()
+
+  def waited_seconds(self) -> float:
+    """How long `next` has waited for rows to be read since this was last asked.
+
+    That is for files, workers and the reading thread, at the beginning also to open them. What the
+    devices do afterwards, or the host while it dispatches, is not in it.
+    """
+    waited, self._waited = self._waited, 0.0
+    return waited
+
+  def _next_staged(self) -> Staged:
     while True:
       if self._current is None:
         self._current = next(self._left)()
-      rows = next(self._current, None)
-      if rows is not None:
-        return rows
-      self.close()
+      try:
+        return self._current.next_staged()
+      except StopIteration:
+        self.close()
 
   def __enter__(self) -> "ChainedLoader":
     return self
