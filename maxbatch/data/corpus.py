@@ -39,13 +39,10 @@ def build_corpus(
   eval_sources, parts = sources, split(sources, data.eval_fraction)
   if given_for_validation:
     eval_sources = given_for_validation
-    parts = _with_validation(sources, eval_sources)
-
-  chat = build_chat(data, tokenizer)
+    parts = with_validation(sources, eval_sources)
 
   def cache(sources: Sources, documents: tuple[Document, ...], part: str) -> TokenCache:
-    recipe = Recipe(sources, tokenizer, data.add_bos, data.add_eos, data.max_bad_records, chat)
-    return open_or_build(documents, folder, part, recipe)
+    return open_or_build(documents, folder, part, recipe_of(data, tokenizer, sources))
 
   name, layout = rows_name(data, max_target_length), layout_of(data, max_target_length)
   train = cache(sources, parts.train, "train")
@@ -75,7 +72,13 @@ def build_corpus(
   )
 
 
-def _with_validation(sources: Sources, eval_sources: Sources) -> Split:
+def recipe_of(data: DataConfig, tokenizer: Tokenizer, sources: Sources) -> Recipe:
+  """How the documents of `sources` become tokens."""
+  chat = build_chat(data, tokenizer)
+  return Recipe(sources, tokenizer, data.add_bos, data.add_eos, data.max_bad_records, chat)
+
+
+def with_validation(sources: Sources, eval_sources: Sources) -> Split:
   """All of `eval_sources` for validation, and for training the rest of what is for training.
 
   Raises:
