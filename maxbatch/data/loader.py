@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from maxbatch.batch.row_plan import StepRows, StepTable, steps_in_order
 from maxbatch.data.dataset import FirstRows, RowSource
 from maxbatch.data.placement import RowPlacement, Staged
+from maxbatch.data.read_ahead import AS_USUAL, ReadAhead
 from maxbatch.data.reading import ReadOrder, StepReader
 from maxbatch.data.rows import Rows
 
@@ -38,6 +39,7 @@ def train_loader(
   load_factor: Fraction = Fraction(1),
   worker_count: int = 0,
   loading: Sequence[int] = (),
+  ahead: ReadAhead = AS_USUAL,
 ) -> "Loader":
   """The training steps in order, each as `Rows` of global arrays [C, B, T].
 
@@ -51,13 +53,15 @@ def train_loader(
     load_factor: samples read at once, as a multiple of the step's (`expansion_factor_real_data`).
     worker_count: processes that read ahead (`grain_worker_count`); 0: a thread.
     loading: the processes that read for all; none: each for its own devices.
+    ahead: how far reading is ahead.
 
   Raises:
     UserError: `load_factor` does not make whole loads; from the iterator: reading failed.
   """
   place = RowPlacement(sharding, row_dim=1, num_rows=micro_batch, loading=tuple(loading))
   table = StepTable(steps, micro_batch)
-  return Loader(ReadOrder(source, seed), table, place, capacity, load_factor, worker_count)
+  order = ReadOrder(source, seed)
+  return Loader(order, table, place, capacity, load_factor, worker_count, ahead)
 
 
 def eval_loader(
@@ -68,6 +72,7 @@ def eval_loader(
   sharding: NamedSharding,
   worker_count: int = 0,
   loading: Sequence[int] = (),
+  ahead: ReadAhead = AS_USUAL,
 ) -> "Loader":
   """The first `eval_samples` rows (-1: all) of `source` in its own order, as `Rows` [B, T].
 
@@ -76,7 +81,7 @@ def eval_loader(
   place = RowPlacement(sharding, row_dim=0, num_rows=eval_batch, loading=tuple(loading))
   source = source if eval_samples < 0 else FirstRows(source, eval_samples)
   table = StepTable(steps_in_order(len(source), eval_batch), eval_batch)
-  return Loader(ReadOrder(source, None), table, place, 1, Fraction(1), worker_count)
+  return Loader(ReadOrder(source, None), table, place, 1, Fraction(1), worker_count, ahead)
 
 
 class Loader(Iterator[Rows]):
@@ -93,12 +98,13 @@ class Loader(Iterator[Rows]):
     capacity: int,
     load_factor: Fraction,
     worker_count: int,
+    ahead: ReadAhead = AS_USUAL,
   ):
     self._table, self._place, self._capacity = table, place, capacity
     self._process = jax.process_index()
     columns = place.columns(self._process)
     self._reader = StepReader(
-      order, table, columns, capacity, load_factor, worker_count, place.microbatches
+      order, table, columns, capacity, load_factor, worker_count, place.microbatches, ahead
     )
     self._begun = 0
     # One thread, so steps come in order; it never waits for a consumer, so closing cannot hang.
