@@ -130,7 +130,7 @@ def input_report(
   """
   tokenizer = build_tokenizer(data)
   sources = tuple(
-    _source(one, tokenizer, name, given, measure=measure) for name, one, given in _given(data)
+    _source(one, tokenizer, name, given, measure=measure) for name, one, given in given_files(data)
   )
   loads = tuple(host_loads(plan, num_hosts))
   return InputReport(
@@ -144,7 +144,7 @@ def input_report(
   )
 
 
-def _given(data: DataConfig) -> Iterator[tuple[str, DataConfig, Given]]:
+def given_files(data: DataConfig) -> Iterator[tuple[str, DataConfig, Given]]:
   """Every source of the data: its name, its keys and its files."""
   find = FILES.get(data.dataset_type)
   if find is None:
@@ -159,7 +159,7 @@ def _given(data: DataConfig) -> Iterator[tuple[str, DataConfig, Given]]:
       yield name, one, given
 
 
-def cold_jobs(
+def shards_of(
   data: DataConfig, tokenizer: Tokenizer, given: Given
 ) -> tuple[list[ShardJob], list[ShardJob]]:
   """The shards of the token cache for training, and those for validation; see `shard_jobs`."""
@@ -176,7 +176,7 @@ def cold_jobs(
 def _source(
   data: DataConfig, tokenizer: Tokenizer, name: str, given: Given, *, measure: bool
 ) -> SourceReport:
-  train, validation = cold_jobs(data, tokenizer, given)
+  train, validation = shards_of(data, tokenizer, given)
   shards = {
     job.path: open_shard(job.path, check=False, warn=False) for job in [*train, *validation]
   }
