@@ -104,6 +104,13 @@ def test_as_many_loads_are_ahead_as_the_slowest_took_steps(setting, slowest, buf
   assert found.setting.buffer_size == buffer
 
 
+def test_a_larger_load_takes_as_much_longer_as_reading_is_fast():
+  # 240 samples more than were measured take 5 s at 48 a second; a load lasts 4 steps of 2 s.
+  found = recommend([read(48.0, slowest=3.0)], [ONE], BOUNDS)
+  assert found.setting.buffer_size == 2
+  assert recommend([read(48.0, slowest=3.1)], [ONE], BOUNDS).setting.buffer_size == 3
+
+
 def test_hosts_that_load_are_all_of_them_half_and_so_on_as_the_plan_has_it():
   options = loading_options(plan_of("batch_size=64"), 8, streamed=False)
   assert [(one.num_hosts, one.factor, one.samples_per_step) for one in options] == [

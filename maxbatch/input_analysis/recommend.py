@@ -140,7 +140,9 @@ def _buffered(one: Measured, loading: Loading, bounds: Bounds) -> Setting:
 
   Each thread has a load under way.
   """
-  slowest = one.slowest_seconds * loading.samples_per_load / one.samples_per_load
+  # A load that is larger than those that were measured is slow once, not in each of its parts.
+  more = max(loading.samples_per_load - one.samples_per_load, 0) / one.samples_per_second
+  slowest = one.slowest_seconds + more
   ahead = math.ceil(slowest / (bounds.step_seconds * float(loading.factor))) + 1
   per_worker = math.ceil(ahead / max(one.setting.worker_count, 1))
   size = min(max(per_worker, one.setting.num_threads), _MOST_LOADS)
