@@ -22,7 +22,7 @@ from maxbatch.training import build
 T, WINDOW = 6, 16
 CALIBRATE_EVERY = 2
 CALIBRATED = {"gns": "norm", "gns_calibrate_every": CALIBRATE_EVERY}
-_TIMES = ("step_seconds", "tokens_per_second")
+_TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 _MODEL = {
   "base_emb_dim": 16,
   "base_num_query_heads": 2,

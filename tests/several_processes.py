@@ -12,7 +12,7 @@ from processes import PATIENCE_SECONDS, REPOSITORY, environment
 
 from maxbatch.run_folder.metrics import read_metrics
 
-TIMES = ("step_seconds", "tokens_per_second")
+TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 TRAIN = [sys.executable, "-m", "maxbatch.train"]
 
 

@@ -35,7 +35,7 @@ from maxbatch.tuning.pipeline_ranking import CompiledChoice
 START, TOKENS = 4, 16 * 8 * 16
 """The checkpoint's step, and 16 steps of its batch of 8 samples of 16 tokens."""
 BRANCHES = ("factors=1,2,4", f"branch_tokens={TOKENS}", "smoothing=1", "checkpoint_period=100")
-TIMES = ("step_seconds", "tokens_per_second")
+TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 
 
 def train(folder: pathlib.Path, **keys: object) -> None:

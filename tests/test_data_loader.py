@@ -9,7 +9,10 @@ import sys
 import threading
 import time
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -23,8 +26,9 @@ from token_caches import written_cache
 from maxbatch.batch.row_plan import StepRows, StepTable
 from maxbatch.data import reading
 from maxbatch.data.dataset import Arrays
-from maxbatch.data.loader import Loader, eval_loader, train_loader
+from maxbatch.data.loader import ChainedLoader, Loader, eval_loader, train_loader
 from maxbatch.data.placement import RowPlacement
+from maxbatch.data.read_ahead import ReadAhead
 from maxbatch.data.reading import ReadOrder, StepReader
 from maxbatch.data.stream import SampleStream
 from maxbatch.data.token_cache import TokenCache
@@ -383,3 +387,40 @@ def test_packed_text_reaches_the_devices_with_all_its_fields(tmp_path):
   for name, array in wanted.items():
     found = np.asarray(rows._asdict()[name])
     np.testing.assert_array_equal(found[:2].reshape(array.shape), array)
+
+
+def test_the_wait_for_rows_counts_opening_and_reading_and_not_what_is_dispatched():
+  now = 0.0
+
+  def spend(seconds: float, result: Any) -> Any:
+    nonlocal now
+    now += seconds
+    return result
+
+  staged = partial(spend, 100.0, "rows")
+  loader = Mock(spec=Loader)
+  loader.next_staged.side_effect = lambda: spend(2.0, staged)
+  with ChainedLoader([partial(spend, 1.0, loader)], clock=lambda: now) as rows:
+    assert [next(rows), rows.waited_seconds()] == ["rows", 3.0]
+    assert [next(rows), next(rows), rows.waited_seconds()] == ["rows", "rows", 4.0]
+    assert rows.waited_seconds() == 0.0
+
+
+def test_as_many_loads_are_read_at_once_as_there_are_threads_and_buffers_for_them():
+  together = threading.Barrier(3, timeout=PATIENCE_SECONDS)
+
+  class Together(Numbered):
+    def rows(self, indices: np.ndarray) -> Arrays:
+      together.wait()
+      return super().rows(indices)
+
+  ahead = ReadAhead(num_threads=3, prefetch_buffer_size=3)
+  check(train(Together(), microbatches=[1] * 3, ahead=ahead), [1] * 3)
+
+
+def test_the_buffer_of_each_worker_is_that_of_its_key(monkeypatch):
+  options = Mock(side_effect=RuntimeError("seen"))
+  monkeypatch.setattr(reading.grain, "MultiprocessingOptions", options)
+  with pytest.raises(RuntimeError, match="seen"):
+    train(worker_count=3, ahead=ReadAhead(per_worker_buffer_size=7))
+  options.assert_called_once_with(num_workers=3, per_worker_buffer_size=7)

@@ -17,7 +17,7 @@ from maxbatch.train import main
 from maxbatch.training import loop
 
 SENTENCE = "interrupted; what was saved before is kept"
-TIMES = ("step_seconds", "tokens_per_second")
+TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 
 # A run that gets the signal in the named function, which would then take ten minutes more.
 DRIVER = """

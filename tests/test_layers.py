@@ -37,9 +37,10 @@ FOLDERS = [
   "compile",
   "tuning",
   "modes",
+  "input_analysis",
   "experiments",
 ]
-COMMANDS = ["train", "plan", "pipeline", "critical_batch"]
+COMMANDS = ["train", "plan", "pipeline", "critical_batch", "input_analyzer"]
 WITHOUT_JAX = [
   "errors",
   "config",

@@ -9,7 +9,7 @@ from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
 
 MIXTURE = "dataset_mixture=[[numbers.txt, 3], [letters.txt, 1]]"
-TIMES = ("step_seconds", "tokens_per_second")
+TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 
 
 @pytest.fixture

@@ -102,6 +102,11 @@ def test_every_shape_of_a_run_has_its_report(tmp_path):
   assert main(command(tmp_path, compile_only="true", **schedule)) == 0
   reports = json.loads((tmp_path / "run" / "compile_report.json").read_text())
   assert [report["micro_batch_to_train"] for report in reports] == [8, 32]
+  # What is known of the data is the same for all, and stands once.
+  assert ["input_function" in report for report in reports] == [False, True]
+  text = (tmp_path / "run" / "compile_report.txt").read_text()
+  assert text.count("Input function\n") == 1
+  assert "  loads: host 0, 32 rows per step\n" in text
 
 
 def test_what_compiles_but_exceeds_the_budget_is_not_timed(tmp_path, clock, capsys):

@@ -115,3 +115,12 @@ def test_lines_beside_the_bar_stay_whole(monkeypatch):
   lines = [line.rpartition("\r")[2] for line in terminal.getvalue().split("\n")]
   assert any(line.startswith("step 1/4  loss 2.500  eval loss 4.250") for line in lines)
   assert "Saved" in lines
+
+
+def test_the_wait_for_data_is_a_share_of_the_time_of_the_steps():
+  with Progress(0, 2, 1) as progress:
+    progress.show({"step": 0, "eval/loss": 5.5})
+    assert progress.data_wait() == ""
+    progress.show(record(1, step_seconds=3.0, data_wait_seconds=0.25))
+    progress.show(record(2, step_seconds=5.0, data_wait_seconds=0.15))
+  assert progress.data_wait() == "Waited for data: 5.00% of the time of 2 steps (0.4 of 8 s)"

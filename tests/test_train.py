@@ -23,7 +23,7 @@ from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import load_config, main
 
 STEPS = 6
-TIMES = ("step_seconds", "tokens_per_second")
+TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 REPOSITORY = pathlib.Path(__file__).parents[1]
 
 
@@ -85,7 +85,7 @@ def test_the_folder_holds_what_the_contract_says(uninterrupted):
   records = read_metrics(folder)
   assert [record["step"] for record in records] == list(range(STEPS + 1))
   keys = "step samples tokens loss grad_norm learning_rate global_batch_to_train"
-  keys += " micro_batch_to_train gradient_accumulation_steps step_seconds tokens_per_second"
+  keys += " micro_batch_to_train gradient_accumulation_steps step_seconds data_wait_seconds tokens_per_second"
   assert all(set(keys.split()) <= record.keys() for record in records[1:])
   assert [r["step"] for r in records if "eval/loss" in r] == [0, 2, 4, 6]
   assert (records[-1]["samples"], records[-1]["tokens"]) == (48, 48 * 16)

@@ -29,8 +29,8 @@ from maxbatch.modes.validate import validate
 from maxbatch.training.build import build_trainer
 from maxbatch.training.state import TrainState, to_save
 
-CHECKS = ["configuration", "batch plan", "mesh", "model", "memory", "learning rate", "dataset"]
-CHECKS += ["step", "folder", "checkpoints", "resume"]
+CHECKS = ["configuration", "batch plan", "mesh", "model", "memory", "learning rate", "input"]
+CHECKS += ["dataset", "step", "folder", "checkpoints", "resume"]
 ROOT = pathlib.Path(__file__).parents[1]
 LLAMA = "model_name=llama2-7b ici_data_parallelism=1 ici_fsdp_parallelism=256 remat_policy=full"
 LLAMA += " max_target_length=2048 dtype=bfloat16 dataset_type=synthetic"

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.redistribution import Redistribution, consecutive_processes, redistribution
@@ -78,6 +79,12 @@ def host_loads(plan: BatchPlan, num_hosts: int) -> list[HostLoad]:
     loads.append(HostLoad(host, count, size))
     host += count
   return loads
+
+
+def with_load_factor(plan: BatchPlan, factor: Fraction) -> BatchPlan:
+  """The plan with another expansion_factor_real_data, more than 0."""
+  loaded = math.ceil(plan.global_batch_to_train * factor)
+  return dataclasses.replace(plan, expansion_factor_real_data=factor, global_batch_to_load=loaded)
 
 
 def planned_redistribution(plan: BatchPlan, num_hosts: int) -> Redistribution:

@@ -19,6 +19,7 @@ from maxbatch.compile.program import CompiledProgram
 from maxbatch.compile.report_time import StepTime, estimated_time, measured_time
 from maxbatch.compile.step_identity import compiler_environment
 from maxbatch.compile.traced_flops import StepFlops, model_flops_per_token
+from maxbatch.data.input_report import InputReport
 from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import UNKNOWN_CHIP, Chip, chip_for
 from maxbatch.estimate.costs import program_costs
@@ -60,6 +61,8 @@ class CompileReport:
   time: StepTime | None
   """None: the devices are not here and nothing is published about them."""
   model_flops_per_token: float
+  input_function: InputReport | None = None
+  """What the run would read; the same for all of its steps, so that one of their reports has it."""
 
   @property
   def num_microbatches(self) -> int:
@@ -131,6 +134,8 @@ class CompileReport:
       }
       found["time"] |= {"spread": self.time.spread} if self.time.spread is not None else {}
       found["time"] |= {"model_flop_utilisation": self.utilisation} if self.utilisation else {}
+    if self.input_function is not None:
+      found["input_function"] = self.input_function.as_dict()
     if self.time is not None and self.time.how == "estimate":
       found["estimate"] = {
         "limited_by": work.limited_by,
@@ -151,6 +156,7 @@ class CompileReport:
       self._time(),
       *self._where(),
       self._moved(),
+      str(self.input_function or ""),
     ]
     return "\n\n".join(part for part in parts if part)
 

@@ -46,9 +46,9 @@ CHANGEABLE = _keys(
   ici_data_parallelism ici_fsdp_parallelism ici_tensor_parallelism ici_pipeline_parallelism
   dcn_data_parallelism dcn_fsdp_parallelism dcn_tensor_parallelism dcn_pipeline_parallelism
   pipeline_schedule num_pipeline_microbatches num_pipeline_repeats num_layers_per_pipeline_stage
-  pipeline_delay_activation_forwarding pipeline_stash grain_worker_count enable_checkpointing
-  async_checkpointing checkpoint_format checkpoint_period max_num_checkpoints_to_keep
-  checkpoint_keep_period""",
+  pipeline_delay_activation_forwarding pipeline_stash grain_worker_count grain_num_threads
+  grain_prefetch_buffer_size grain_per_worker_buffer_size enable_checkpointing async_checkpointing
+  checkpoint_format checkpoint_period max_num_checkpoints_to_keep checkpoint_keep_period""",
   # Where the data come from: what is there is compared by fingerprint.
   """dataset_type dataset_path eval_dataset_path eval_fraction dataset_cache_directory
   dataset_mixture mixture_schedule grain_train_mixture_config_path grain_packing_type use_truncation

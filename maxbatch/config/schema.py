@@ -259,6 +259,10 @@ class DataConfig:
   hf_eval_split: str
   # Each is a process.
   grain_worker_count: Annotated[int, Range(low=0, limit=256)]
+  # Each thread has a load, and so has each place of a buffer.
+  grain_num_threads: Annotated[int, Range(low=1, limit=256)]
+  grain_prefetch_buffer_size: Annotated[int, Range(low=1, limit=10_000)]
+  grain_per_worker_buffer_size: Annotated[int, Range(low=1, limit=10_000)]
   # Several sources, and documents as rows.
   dataset_mixture: Annotated[
     tuple[tuple[Path, Weight], ...], Example("[[texts, 0.7], [code, 0.3]]")

@@ -44,10 +44,9 @@ def build_corpus(
   eval_sources, parts = sources, split(sources, data.eval_fraction)
   if given_for_validation:
     eval_sources = given_for_validation
-    parts = _with_validation(sources, eval_sources)
+    parts = with_validation(sources, eval_sources)
 
-  chat = build_chat(data, tokenizer)
-  recipe = Recipe(sources, tokenizer, data.add_bos, data.add_eos, data.max_bad_records, chat)
+  recipe = recipe_of(data, tokenizer, sources)
   eval_recipe = dataclasses.replace(recipe, sources=eval_sources)
   name, layout = rows_name(data, max_target_length), layout_of(data, max_target_length)
   validation = None
@@ -93,7 +92,13 @@ def _copied(parts: Split, recipe: Recipe, eval_recipe: Recipe, folder: Path) -> 
     )
 
 
-def _with_validation(sources: Sources, eval_sources: Sources) -> Split:
+def recipe_of(data: DataConfig, tokenizer: Tokenizer, sources: Sources) -> Recipe:
+  """How the documents of `sources` become tokens."""
+  chat = build_chat(data, tokenizer)
+  return Recipe(sources, tokenizer, data.add_bos, data.add_eos, data.max_bad_records, chat)
+
+
+def with_validation(sources: Sources, eval_sources: Sources) -> Split:
   """All of `eval_sources` for validation, and for training the rest of what is for training.
 
   Raises:

@@ -4,6 +4,7 @@ from maxbatch.config.schema import DataConfig
 from maxbatch.data.corpus import build_corpus
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.record_files import Columns, resolve_records
+from maxbatch.data.split import Given
 from maxbatch.data.tokenizer import Tokenizer
 
 _FORM = "grain_file_type"
@@ -31,6 +32,15 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
   Raises:
     UserError: an input is missing, unreadable, of another format, empty or too short; names it.
   """
+  return build_corpus(data, tokenizer, max_target_length, *find(data))
+
+
+def find(data: DataConfig) -> Given:
+  """The files of `grain_train_files` and `grain_eval_files`.
+
+  Raises:
+    UserError: one is missing, or is of another format.
+  """
   form = data.grain_file_type
   sources = resolve_records(
     "grain_train_files", data.grain_train_files, train_columns(data), form, _FORM
@@ -39,4 +49,4 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
   if data.grain_eval_files:
     columns = eval_columns(data)
     validation = resolve_records(eval_key, data.grain_eval_files, columns, form, _FORM)
-  return build_corpus(data, tokenizer, max_target_length, sources, validation, eval_key)
+  return Given(sources, validation, eval_key)

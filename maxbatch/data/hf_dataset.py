@@ -11,6 +11,7 @@ from maxbatch.data.object_store import OpenStore, is_url
 from maxbatch.data.optional import library
 from maxbatch.data.record_files import AUTO, Columns, resolve_records
 from maxbatch.data.sources import SourceFile, Sources
+from maxbatch.data.split import Given
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import UserError
 
@@ -25,6 +26,16 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
   Raises:
     UserError: an input is missing, unreadable, of another format, empty or too short; names it.
   """
+  given = find(data) or _of_name(data)
+  return build_corpus(data, tokenizer, max_target_length, *given)
+
+
+def find(data: DataConfig) -> Given | None:
+  """The files of `hf_path`; None for a name, which the datasets library has to look up.
+
+  Raises:
+    UserError: an input is missing, or of another format.
+  """
   if not data.hf_path:
     raise UserError(
       "dataset_type=hf needs hf_path: a dataset's folder, a name such as allenai/c4, or "
@@ -32,20 +43,13 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
     )
   folder = os.path.expanduser(data.hf_path)
   if data.hf_path in _BUILDERS:
-    parts = _of_files(data)
-  elif is_url(folder) or os.path.isdir(folder):
-    parts = _of_folder(data, os.path.join(folder, data.hf_data_dir))
-  else:
-    parts = _of_name(data)
-  sources, validation, eval_key = parts
-  return build_corpus(data, tokenizer, max_target_length, sources, validation, eval_key)
+    return _of_files(data)
+  if is_url(folder) or os.path.isdir(folder):
+    return _of_folder(data, os.path.join(folder, data.hf_data_dir))
+  return None
 
 
-_Parts = tuple[Sources, Sources | None, str]
-"""For training; for validation, if not a part of that; and the key that gives the latter."""
-
-
-def _of_files(data: DataConfig) -> _Parts:
+def _of_files(data: DataConfig) -> Given:
   """Files of a format that hf_path names."""
   _refuse("a format", data.hf_path, hf_name=data.hf_name, hf_eval_split=data.hf_eval_split)
   form, folder = _BUILDERS[data.hf_path], data.hf_data_dir
@@ -55,19 +59,19 @@ def _of_files(data: DataConfig) -> _Parts:
   if data.hf_eval_files:
     columns = eval_columns(data)
     validation = resolve_records("hf_eval_files", data.hf_eval_files, columns, form, "hf_path")
-  return train, validation, "hf_eval_files"
+  return Given(train, validation, "hf_eval_files")
 
 
-def _of_folder(data: DataConfig, folder: str) -> _Parts:
+def _of_folder(data: DataConfig, folder: str) -> Given:
   """A folder as save_to_disk writes it, with or without splits, or of files of records."""
   _refuse("a folder", data.hf_path, hf_name=data.hf_name)
   if _is_file(os.path.join(folder, "dataset_dict.json")):
     _refuse("a folder of splits", data.hf_path, hf_train_files=data.hf_train_files)
     train = _split(data.train_split, "train_split", folder, train_columns(data))
     if not data.hf_eval_split:
-      return train, None, "hf_eval_split"
-    columns = eval_columns(data)
-    return train, _split(data.hf_eval_split, "hf_eval_split", folder, columns), "hf_eval_split"
+      return Given(train, None, "hf_eval_split")
+    validation = _split(data.hf_eval_split, "hf_eval_split", folder, eval_columns(data))
+    return Given(train, validation, "hf_eval_split")
   if data.train_split != "train" or data.hf_eval_split not in ("", *_EVAL_WORDS):
     raise UserError(
       f"hf_path={data.hf_path}: train_split={data.train_split} hf_eval_split={data.hf_eval_split}: "
@@ -80,7 +84,7 @@ def _of_folder(data: DataConfig, folder: str) -> _Parts:
   if data.hf_eval_files:
     files = os.path.join(folder, data.hf_eval_files)
     validation = resolve_records("hf_eval_files", files, eval_columns(data), AUTO, "hf_path")
-  return train, validation, "hf_eval_files"
+  return Given(train, validation, "hf_eval_files")
 
 
 def _is_file(path: str) -> bool:
@@ -97,15 +101,15 @@ def _split(name: str, key: str, folder: str, columns: Columns) -> Sources:
   return resolve_records(key, path, columns, "arrow", "hf_path")
 
 
-def _of_name(data: DataConfig) -> _Parts:
+def _of_name(data: DataConfig) -> Given:
   """A dataset that the datasets library finds by name, downloads and keeps as Arrow files."""
   train = _loaded(data, "train_split", data.train_split, data.hf_train_files, train_columns(data))
   if not (data.hf_eval_split or data.hf_eval_files):
-    return train, None, "hf_eval_split"
+    return Given(train, None, "hf_eval_split")
   # Files that are given without splits are all of the split "train".
   split = data.hf_eval_split or "train"
-  columns = eval_columns(data)
-  return train, _loaded(data, "hf_eval_split", split, data.hf_eval_files, columns), "hf_eval_split"
+  validation = _loaded(data, "hf_eval_split", split, data.hf_eval_files, eval_columns(data))
+  return Given(train, validation, "hf_eval_split")
 
 
 def _loaded(data: DataConfig, key: str, split: str, files: str, columns: Columns) -> Sources:

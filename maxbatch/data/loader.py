@@ -9,6 +9,7 @@ dispatch their programs in the same order; the devices are then still busy with 
 
 import collections
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
@@ -19,6 +20,7 @@ from jax.sharding import NamedSharding
 from maxbatch.batch.row_plan import StepRows, StepTable, steps_in_order
 from maxbatch.data.dataset import FirstRows, RowSource
 from maxbatch.data.placement import RowPlacement, Staged
+from maxbatch.data.read_ahead import AS_USUAL, ReadAhead
 from maxbatch.data.reading import ReadOrder, StepReader
 from maxbatch.data.rows import Rows
 
@@ -37,6 +39,7 @@ def train_loader(
   load_factor: Fraction = Fraction(1),
   worker_count: int = 0,
   loading: Sequence[int] = (),
+  ahead: ReadAhead = AS_USUAL,
 ) -> "Loader":
   """The training steps in order, each as `Rows` of global arrays [C, B, T].
 
@@ -50,13 +53,15 @@ def train_loader(
     load_factor: samples read at once, as a multiple of the step's (`expansion_factor_real_data`).
     worker_count: processes that read ahead (`grain_worker_count`); 0: a thread.
     loading: the processes that read for all; none: each for its own devices.
+    ahead: how far reading is ahead.
 
   Raises:
     UserError: `load_factor` does not make whole loads; from the iterator: reading failed.
   """
   place = RowPlacement(sharding, row_dim=1, num_rows=micro_batch, loading=tuple(loading))
   table = StepTable(steps, micro_batch)
-  return Loader(ReadOrder(source, seed), table, place, capacity, load_factor, worker_count)
+  order = ReadOrder(source, seed)
+  return Loader(order, table, place, capacity, load_factor, worker_count, ahead)
 
 
 def eval_loader(
@@ -67,6 +72,7 @@ def eval_loader(
   sharding: NamedSharding,
   worker_count: int = 0,
   loading: Sequence[int] = (),
+  ahead: ReadAhead = AS_USUAL,
 ) -> "Loader":
   """The first `eval_samples` rows (-1: all) of `source` in its own order, as `Rows` [B, T].
 
@@ -75,7 +81,7 @@ def eval_loader(
   place = RowPlacement(sharding, row_dim=0, num_rows=eval_batch, loading=tuple(loading))
   source = source if eval_samples < 0 else FirstRows(source, eval_samples)
   table = StepTable(steps_in_order(len(source), eval_batch), eval_batch)
-  return Loader(ReadOrder(source, None), table, place, 1, Fraction(1), worker_count)
+  return Loader(ReadOrder(source, None), table, place, 1, Fraction(1), worker_count, ahead)
 
 
 class Loader(Iterator[Rows]):
@@ -92,12 +98,13 @@ class Loader(Iterator[Rows]):
     capacity: int,
     load_factor: Fraction,
     worker_count: int,
+    ahead: ReadAhead = AS_USUAL,
   ):
     self._table, self._place, self._capacity = table, place, capacity
     self._process = jax.process_index()
     columns = place.columns(self._process)
     self._reader = StepReader(
-      order, table, columns, capacity, load_factor, worker_count, place.microbatches
+      order, table, columns, capacity, load_factor, worker_count, place.microbatches, ahead
     )
     self._begun = 0
     # One thread, so steps come in order; it never waits for a consumer, so closing cannot hang.
@@ -107,12 +114,21 @@ class Loader(Iterator[Rows]):
 
   def __next__(self) -> Rows:
     """The next step. Raises UserError if reading failed, again on every later call."""
+    return self.next_staged()()
+
+  def next_staged(self) -> Staged:
+    """Waits for the rows of the next step; what is left is to dispatch what brings them there.
+
+    Raises:
+      StopIteration: there is no further step.
+      UserError: reading failed; again on every later call.
+    """
     if not self._ahead:
       raise StopIteration
     staged = self._ahead[0].result()
     self._ahead.popleft()
     self._fill()
-    return staged()
+    return staged
 
   def __enter__(self) -> "Loader":
     return self
@@ -151,19 +167,39 @@ class EvalRows:
 class ChainedLoader(Iterator[Rows]):
   """Loaders one after the other, each opened when the one before it is empty; a context manager."""
 
-  def __init__(self, opened: Iterable[Callable[[], Loader]]):
+  def __init__(
+    self,
+    opened: Iterable[Callable[[], Loader]],
+    clock: Callable[[], float] = time.perf_counter,
+  ):
     self._left = iter(opened)
     self._current: Loader | None = None
+    self._clock, self._waited = clock, 0.0
 
   def __next__(self) -> Rows:
     """The next step; see `Loader`."""
+    began = self._clock()
+    staged = self._next_staged()
+    self._waited += self._clock() - began
+    return staged()
+
+  def waited_seconds(self) -> float:
+    """How long `next` has waited for rows to be read since this was last asked.
+
+    That is for files, workers and the reading thread, at the beginning also to open them. What the
+    devices do afterwards, or the host while it dispatches, is not in it.
+    """
+    waited, self._waited = self._waited, 0.0
+    return waited
+
+  def _next_staged(self) -> Staged:
     while True:
       if self._current is None:
         self._current = next(self._left)()
-      rows = next(self._current, None)
-      if rows is not None:
-        return rows
-      self.close()
+      try:
+        return self._current.next_staged()
+      except StopIteration:
+        self.close()
 
   def __enter__(self) -> "ChainedLoader":
     return self

@@ -25,7 +25,7 @@ def build(
   datasets: dict[str, Dataset] = {}
   for name, path in zip(mixed.mixture.names, mixed.paths, strict=True):
     try:
-      datasets[name] = build_one(_alone(data, path))
+      datasets[name] = build_one(alone(data, path))
     except UserError as error:
       raise UserError(f"{mixed.key}, source {name}: {error}") from error
   train = MixedRows(tuple(each.train for each in datasets.values()), mixed.mixture)
@@ -41,7 +41,7 @@ def build(
   return dataset if has_one_validation(data) else _validated(dataset, mixed.mixture, datasets)
 
 
-def _alone(data: DataConfig, path: str) -> DataConfig:
+def alone(data: DataConfig, path: str) -> DataConfig:
   """The keys of one source, which is no mixture itself."""
   key, _ = path_of(data)
   none = {"dataset_mixture": (), "mixture_schedule": (), "grain_train_mixture_config_path": ""}

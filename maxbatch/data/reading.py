@@ -22,6 +22,7 @@ from maxbatch.batch.row_plan import StepTable, ids_of
 from maxbatch.data.checksums import row_checksums
 from maxbatch.data.dataset import Arrays, RowSource
 from maxbatch.data.mixture import sample_stream
+from maxbatch.data.read_ahead import AS_USUAL, ReadAhead
 from maxbatch.errors import UserError
 
 
@@ -92,12 +93,15 @@ class StepReader:
     load_factor: Fraction,
     worker_count: int,
     microbatches: Callable[[int, int], int] = lambda _, capacity: capacity,
+    ahead: ReadAhead = AS_USUAL,
   ):
     self._plan = ReadPlan(table, columns, table.load_bounds(load_factor))
     self._capacity = capacity
     self._microbatches = microbatches
     self._workers = worker_count if len(columns) else 0
-    self._loads = _start(self._plan, order, worker_count) if len(columns) else _nothing(order)
+    self._loads = (
+      _start(self._plan, order, worker_count, ahead) if len(columns) else _nothing(order)
+    )
     self._pending: list[Arrays] = []
     self._load = 0
     self._step = 0
@@ -186,14 +190,21 @@ def _nothing(order: ReadOrder) -> Generator[Arrays]:
     yield nothing
 
 
-def _start(plan: ReadPlan, order: ReadOrder, worker_count: int) -> grain.DatasetIterator[Arrays]:
-  """Begins to read loads ahead: in a thread, or in processes that take turns."""
+def _start(
+  plan: ReadPlan, order: ReadOrder, worker_count: int, ahead: ReadAhead
+) -> grain.DatasetIterator[Arrays]:
+  """Begins to read loads ahead: in threads, or in processes that take turns."""
   loads = grain.MapDataset.source(plan).map(order)
   if not worker_count:
-    return iter(loads.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)))
+    read = grain.ReadOptions(
+      num_threads=ahead.num_threads, prefetch_buffer_size=ahead.prefetch_buffer_size
+    )
+    return iter(loads.to_iter_dataset(read))
   # grain reads its options from absl flags, which nobody has parsed.
   if not flags.FLAGS.is_parsed():
     flags.FLAGS.mark_as_parsed()
   alone = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-  options = grain.MultiprocessingOptions(num_workers=worker_count, per_worker_buffer_size=2)
+  options = grain.MultiprocessingOptions(
+    num_workers=worker_count, per_worker_buffer_size=ahead.per_worker_buffer_size
+  )
   return iter(loads.to_iter_dataset(alone).mp_prefetch(options))

@@ -10,6 +10,7 @@ from maxbatch.data import grain_files, hf_dataset, mixed, synthetic, text
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.mixture import MixedRows
 from maxbatch.data.mixture_keys import mixed_paths
+from maxbatch.data.split import Given
 from maxbatch.data.tokenizer import ByteTokenizer, Tokenizer
 from maxbatch.data.tokenizers import huggingface, sentencepiece, tiktoken
 from maxbatch.errors import UserError
@@ -44,6 +45,13 @@ DATASETS: dict[str, Callable[[DataConfig, Tokenizer, int], Dataset]] = {
   "synthetic": synthetic.build,
 }
 """By name, what makes a dataset of (data, tokenizer, max_target_length)."""
+
+FILES: dict[str, Callable[[DataConfig], Given | None]] = {
+  "text": text.find,
+  "grain": grain_files.find,
+  "hf": hf_dataset.find,
+}
+"""Of datasets made of files, what finds them; the input function report looks at them."""
 
 
 def build_tokenizer(data: DataConfig) -> Tokenizer:

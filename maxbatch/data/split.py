@@ -24,6 +24,16 @@ _MOST_LISTED = 1000
 """Every checkpoint has the list: a record of some tens of kilobytes at most."""
 
 
+class Given(NamedTuple):
+  """The files that the keys of a dataset name."""
+
+  train: Sources
+  validation: Sources | None
+  """None: a part of `train`."""
+  eval_key: str
+  """The key that gives them."""
+
+
 class Split(NamedTuple):
   """The documents of each side, and those that are on neither."""
 

@@ -4,6 +4,7 @@ from maxbatch.config.schema import DataConfig
 from maxbatch.data.corpus import build_corpus
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.sources import resolve
+from maxbatch.data.split import Given
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import UserError
 
@@ -14,6 +15,15 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
   Raises:
     UserError: an input is missing, unreadable, not text, empty or too short; names it.
   """
+  return build_corpus(data, tokenizer, max_target_length, *find(data))
+
+
+def find(data: DataConfig) -> Given:
+  """The files of `dataset_path` and `eval_dataset_path`.
+
+  Raises:
+    UserError: one is missing, or a column is to have weights.
+  """
   if data.weights_column:
     raise UserError(
       f"weights_column={data.weights_column}: files of text have no columns; set weights_column='', or "
@@ -23,4 +33,4 @@ def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dat
   validation = None
   if data.eval_dataset_path:
     validation = resolve("eval_dataset_path", data.eval_dataset_path)
-  return build_corpus(data, tokenizer, max_target_length, sources, validation, "eval_dataset_path")
+  return Given(sources, validation, "eval_dataset_path")

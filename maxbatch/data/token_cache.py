@@ -15,14 +15,14 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from maxbatch.data.formats import text
 from maxbatch.data.formats.registry import FORMATS
-from maxbatch.data.sources import Document, Sources
+from maxbatch.data.sources import Document, SourceFile, Sources
 from maxbatch.data.token_shard import (
   FULL_CHECK_BYTES,
   ShardJob,
@@ -148,10 +148,7 @@ def open_or_build(
     UserError: an input or the folder cannot be used; names it.
   """
   recipe = dataclasses.replace(recipe, sources=dataclasses.replace(recipe.sources, files=()))
-  jobs = [
-    ShardJob(folder / f"{part}-{cache_key(each, recipe)}.tokens", each)
-    for each in _grouped(documents, recipe.sources)
-  ]
+  jobs = shard_jobs(documents, folder, part, recipe)
   size = sum(os.path.getsize(job.path) for job in jobs if job.path.is_file())
   jobs = [dataclasses.replace(job, check=size <= FULL_CHECK_BYTES) for job in jobs]
   found = {job.path: open_shard(job.path, check=job.check) for job in jobs}
@@ -167,20 +164,33 @@ def open_or_build(
   return cache
 
 
+def shard_jobs(
+  documents: Sequence[Document], folder: Path, part: str, recipe: Recipe
+) -> list[ShardJob]:
+  """The shards that `open_or_build` opens or makes; none of them is looked at."""
+  return [
+    ShardJob(folder / f"{part}-{cache_key(each, recipe)}.tokens", each)
+    for each in _grouped(documents, recipe.sources)
+  ]
+
+
+def can_be_divided(sources: Sources) -> Callable[[SourceFile], bool]:
+  """Whether a part of a file can be read without all that stands before it."""
+  return text.can_be_divided if sources.format == "text" else FORMATS[sources.format].can_be_divided
+
+
 def _grouped(documents: Sequence[Document], sources: Sources) -> Iterator[tuple[Document, ...]]:
   """The documents of each shard: small files together, large ones in pieces if they can be.
 
   A function of the documents alone, so that every machine with the same files has the same shards.
   """
-  can_be_divided = (
-    text.can_be_divided if sources.format == "text" else FORMATS[sources.format].can_be_divided
-  )
+  is_divisible = can_be_divided(sources)
   shard_bytes = max(SHARD_BYTES, sum(map(source_bytes, documents)) // _MOST_SHARDS)
   group: list[Document] = []
   size = 0
   for document in documents:
     num_pieces = -(-source_bytes(document) // shard_bytes)
-    if num_pieces < 2 or not can_be_divided(document.file):
+    if num_pieces < 2 or not is_divisible(document.file):
       pieces = [document]
     else:
       pieces = [

@@ -43,7 +43,13 @@ SET_HERE = {
 }
 """Keys that a branch sets itself, and what to give instead."""
 
-_UNRELATED = ("dataset_cache_directory", "grain_worker_count")
+_UNRELATED = (
+  "dataset_cache_directory",
+  "grain_worker_count",
+  "grain_num_threads",
+  "grain_prefetch_buffer_size",
+  "grain_per_worker_buffer_size",
+)
 _DIVERGED = "diverged.txt"
 
 

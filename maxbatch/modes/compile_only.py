@@ -1,8 +1,10 @@
 """What is done instead of a run: checks, or compilation with its reports."""
 
+import dataclasses
 import json
 from collections.abc import Sequence
 
+from maxbatch.batch.plan import BatchPlan
 from maxbatch.compile import cache
 from maxbatch.compile.compile_step import (
   check_fits,
@@ -14,9 +16,11 @@ from maxbatch.compile.report import CompileReport
 from maxbatch.compile.step_file import check_replaces_no_other
 from maxbatch.compile.steps import save_steps
 from maxbatch.config.schema import Config, Explore
+from maxbatch.data.input_report import InputReport, input_report
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.hardware.ending import ending_together
+from maxbatch.hardware.sharding import num_processes
 from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.modes.resolve import ResolvedRun, resolve
 from maxbatch.modes.start import started
@@ -83,12 +87,23 @@ def _compile(run: ResolvedRun) -> None:
   config, plan, devices = run.config, run.plan, run.target.devices
   print(f"{plan}\n", flush=True)
   reports = compile_reports(config, plan, devices)
+  trainer = build_trainer(config, plan, devices)
+  found = input_function(config, plan, num_processes(trainer.mesh))
+  reports[-1] = dataclasses.replace(reports[-1], input_function=found)
   _show(reports, run.folder)
   if config.compile.save_compiled_step:
     steps = {each.micro_batch: each.program.step for each in reports}
-    trainer = build_trainer(config, plan, devices)
     save_steps(config, plan, trainer, placeholder_rows(config), steps)
   check_fits(config, plan, reports)
+
+
+def input_function(config: Config, plan: BatchPlan, num_hosts: int) -> InputReport | None:
+  """What is known of the run's data; None, and a line, where they are not here to compile for."""
+  try:
+    return input_report(config.data, plan, num_hosts)
+  except UserError as error:
+    print(f"The run's data are not looked at: {error}\n", flush=True)
+    return None
 
 
 def _explore(config: Config, target: Target) -> None:

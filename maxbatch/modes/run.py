@@ -229,7 +229,10 @@ def _train(
       first_record(job, state.params)
       keep_sample(resolved, trainer, state.params)
     with ending_together(alone=True), watchdog:
-      return train(job, state, position)
+      trained = train(job, state, position)
+  if waited := progress.data_wait():
+    print(f"\n{waited}", flush=True)
+  return trained
 
 
 def _data_counts(config: Config, dataset: Dataset) -> Record:

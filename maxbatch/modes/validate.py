@@ -33,9 +33,11 @@ from maxbatch.compile.program import gib
 from maxbatch.config import schema
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset, RowSource
+from maxbatch.data.input_report import input_report
 from maxbatch.data.registry import build_dataset, check_epochs
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device, describe_devices, find_devices
+from maxbatch.hardware.sharding import num_processes
 from maxbatch.modes.memory import check_memory, item_bytes
 from maxbatch.modes.resolve import check_replaces_nothing, checkpoint_of, keeping_batch, planned
 from maxbatch.modes.start import started
@@ -102,6 +104,8 @@ def _checks(config: Config) -> Iterator[_Check]:
   )
   yield "memory", check_memory(config, plan, state, devices), ()
   yield "learning rate", _rates(config, plan), ()
+  given_data = input_report(config.data, plan, num_processes(trainer.mesh))
+  yield "input", given_data.headline, given_data.lines()
   dataset = build_dataset(config.data, config.batch.max_target_length)
   check_epochs(config.data, dataset.train, plan.total_samples)
   _first_row(dataset.train)

@@ -17,6 +17,7 @@ class Progress:
     self._steps, self._period, self._start = steps, log_period, start
     self._began = time.perf_counter()
     self._bar = _bar(start, steps) if sys.stdout.isatty() else None
+    self._num_steps, self._seconds, self._waited_seconds = 0, 0.0, 0.0
 
   def __enter__(self) -> Self:
     return self
@@ -40,6 +41,10 @@ class Progress:
   def show(self, record: Record) -> None:
     """Shows a finished step."""
     step = int(record["step"])
+    if "step_seconds" in record:
+      self._num_steps += 1
+      self._seconds += record["step_seconds"]
+      self._waited_seconds += record["data_wait_seconds"]
     if self._bar is not None:
       self._bar.set_postfix_str(_figures(record), refresh=False)
       self._bar.update(step - self._bar.n)
@@ -47,6 +52,16 @@ class Progress:
       print(f"step {step}/{self._steps}  {_figures(record)}  eta {self._eta(step)}", flush=True)
     if self._bar is not None and "eval/loss" in record:
       self.say(f"step {step}/{self._steps}  {_figures(record)}")
+
+  def data_wait(self) -> str:
+    """How much of the time of the steps shown this process has waited for its rows; empty for none."""
+    if not self._num_steps:
+      return ""
+    share = self._waited_seconds / self._seconds
+    return (
+      f"Waited for data: {share:.2%} of the time of {self._num_steps:,} steps "
+      f"({self._waited_seconds:.3g} of {self._seconds:,.4g} s)"
+    )
 
   def say(self, text: str) -> None:
     """Prints a line without breaking the live one."""

@@ -19,6 +19,7 @@ from maxbatch.config.schema import Config, OptimizerConfig
 from maxbatch.data.dataset import Dataset, RowSource, SourceRows
 from maxbatch.data.loader import ChainedLoader, EvalRows, Loader, eval_loader, train_loader
 from maxbatch.data.placement import RowPlacement
+from maxbatch.data.read_ahead import read_ahead
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
@@ -251,6 +252,7 @@ def train_rows(
       sharding=sharding((None, "batch", None), shape, trainer.mesh),
       load_factor=load_factor(plan, streamed=streamed),
       worker_count=config.data.grain_worker_count,
+      ahead=read_ahead(config.data),
       loading=loading_hosts(plan, num_processes(trainer.mesh)),
     )
 
@@ -282,6 +284,7 @@ def eval_rows(
       eval_samples=config.run.eval_samples,
       sharding=place,
       worker_count=config.data.grain_worker_count,
+      ahead=read_ahead(config.data),
       loading=loading_hosts(plan, num_processes(trainer.mesh)),
     )
 

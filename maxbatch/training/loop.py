@@ -70,6 +70,7 @@ class _Pending:
   before: Position
   position: Position
   learning_rate: float
+  data_wait_seconds: float
   metrics: StepMetrics
 
 
@@ -108,7 +109,7 @@ def _train_until_change(
       if pending:
         _note(job, _fetch(job, pending, clock, stop))
       before, position = position, plan.advance(position)
-      pending = _Pending(before, position, rate, metrics)
+      pending = _Pending(before, position, rate, loader.waited_seconds(), metrics)
       ending = stop.agreed or position.step == plan.steps
       evaluating = ending or _due(job, before, position, job.run.eval_interval)
       saving = ending or _due(job, before, position, job.checkpoint.checkpoint_period)
@@ -196,6 +197,7 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock, stop: StopSignals) -> Rec
       "micro_batch_to_train": phase.micro_batch,
       "gradient_accumulation_steps": phase.num_microbatches,
       "step_seconds": seconds,
+      "data_wait_seconds": pending.data_wait_seconds,
       "tokens_per_second": plan.tokens(phase.batch) / seconds,
     }
     | {name: float(value) for name, value in metrics.metrics.items()}

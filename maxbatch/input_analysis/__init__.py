@@ -1,0 +1,1 @@
+"""Whether the data keep up with the step, and with which settings."""

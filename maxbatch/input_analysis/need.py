@@ -1,0 +1,128 @@
+"""What the step consumes: measured here, from a run's metrics, or from a compile report."""
+
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from maxbatch.batch.plan import BatchPlan
+from maxbatch.compile.compile_step import placeholder_rows, report_or_refusal
+from maxbatch.compile.measured_time import measure_step
+from maxbatch.compile.program import compile_program
+from maxbatch.config.schema import Config
+from maxbatch.errors import UserError
+from maxbatch.hardware.devices import Target
+from maxbatch.run_folder.metrics import read_metrics
+from maxbatch.run_folder.paths import RunFolder
+from maxbatch.training.build import build_trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+  """A step of the run, without any wait for data."""
+
+  samples: int
+  """Of one step."""
+  step_seconds: float
+  how: str
+
+  @property
+  def samples_per_second(self) -> float:
+    """Of all devices together."""
+    return self.samples / self.step_seconds
+
+
+def from_metrics(path: str, plan: BatchPlan) -> Need:
+  """From the steps of an earlier run, of any batch size; the first one, which opens files, is left out.
+
+  Args:
+    path: its folder, or its metrics.jsonl.
+    plan: of the run that is planned.
+
+  Raises:
+    UserError: there are no such steps.
+  """
+  folder = Path(path).expanduser()
+  folder = folder.parent if folder.name == RunFolder(folder).metrics.name else folder
+  steps = [record for record in read_metrics(folder) if "step_seconds" in record][1:]
+  if not steps:
+    raise UserError(
+      f"run_metrics={path}: no metrics.jsonl with two steps or more is there; for example "
+      "run_metrics=runs/first_run, the folder of a run"
+    )
+  of_a_sample = statistics.median(
+    (one["step_seconds"] - one.get("data_wait_seconds", 0.0)) / one["global_batch_to_train"]
+    for one in steps
+  )
+  samples = plan.global_batch_to_train
+  how = f"the median of {len(steps):,} steps of {folder}, without their waits for data"
+  return Need(samples, max(of_a_sample * samples, 1e-9), how)
+
+
+def from_report(path: str, plan: BatchPlan) -> Need:
+  """From the compile report of such a step, by its tokens per second.
+
+  Args:
+    path: compile_report.json, or the folder that it is in.
+    plan: of the run that is planned.
+
+  Raises:
+    UserError: it cannot be read, or tells no time.
+  """
+  file = Path(path).expanduser()
+  file = RunFolder(file).compile_report_json if file.is_dir() else file
+  example = (
+    "for example compile_report=runs/mine/compile_report.json, which compile_only=true writes"
+  )
+  try:
+    reports = json.loads(file.read_text(encoding="utf-8"))
+    times = [report["time"] for report in reports if "time" in report]
+    time: dict[str, Any] = times[-1]
+    samples = plan.global_batch_to_train
+    seconds = plan.tokens(samples) / float(time["tokens_per_second"])
+    return Need(samples, seconds, f"the compile report {file} ({time['how']})")
+  except OSError as error:
+    raise UserError(f"compile_report={path}: {error.strerror or error}; {example}") from error
+  except (ValueError, KeyError, TypeError, IndexError, ZeroDivisionError) as error:
+    raise UserError(
+      f"compile_report={path}: this is no report that tells a step's time; {example}"
+    ) from error
+
+
+def estimated(config: Config, target: Target) -> Need:
+  """By compiling the step for devices that are not here.
+
+  Raises:
+    UserError: it does not fit, or nothing is published about the devices.
+  """
+  report = report_or_refusal(config, target.devices, target.layout)
+  if report.step_seconds is None:
+    raise UserError(
+      f"compile_topology={config.compile.compile_topology}: no figures of these devices are known; "
+      "give a run's metrics instead, for example run_metrics=runs/mine"
+    )
+  how = f"estimated for {config.compile.compile_topology}"
+  return Need(report.plan.global_batch_to_train, report.step_seconds, how)
+
+
+def measured(config: Config, plan: BatchPlan, target: Target, seconds: float) -> Need:
+  """By some steps on the devices that are here, with rows that are on them already.
+
+  Raises:
+    UserError: the step does not fit.
+  """
+  trainer = build_trainer(config, plan, target.devices)
+  micro_batch = plan.micro_batch_to_train
+  program = compile_program(config, plan, trainer, placeholder_rows(config), micro_batch)
+  count = plan.gradient_accumulation_steps
+  timing = measure_step(
+    trainer,
+    program.step,
+    program.rows,
+    streamed=program.streamed,
+    num_microbatches=count,
+    seconds=seconds,
+  )
+  step_seconds = timing.seconds_rest + timing.seconds_per_microbatch * count
+  return Need(plan.global_batch_to_train, step_seconds, f"measured here, {timing.repeats} times")

@@ -1,0 +1,48 @@
+"""What each setting reads beside what the step consumes, and what a row costs on its way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from maxbatch.input_analysis.report import InputAnalysis
+from maxbatch.plots.figure import COLORS, DASHES, count_axis, legend, new_figure
+
+if TYPE_CHECKING:
+  from matplotlib.axes import Axes
+  from matplotlib.figure import Figure
+
+
+def plot(analysis: InputAnalysis) -> Figure:
+  """Settings above, stages below."""
+  figure, (above, below) = new_figure(f"Input of {analysis.run_name}", 2)
+  _settings(above, analysis)
+  _stages(below, analysis)
+  return figure
+
+
+def _settings(axes: Axes, analysis: InputAnalysis) -> None:
+  """A bar for each setting, and lines at what a loading host needs."""
+  names = [_name(one.setting.worker_count, one.setting.num_threads, one.setting.buffer_size)
+           for one in analysis.measured]  # fmt: skip
+  speeds = [one.samples_per_second for one in analysis.measured]
+  axes.bar(names, speeds, color=COLORS[0], gid="settings")
+  needed = analysis.found.needed_per_second
+  lines = {"the step": 1.0, f"× {analysis.bounds.margin:g}": analysis.bounds.margin}
+  for (label, times), dashes in zip(lines.items(), DASHES, strict=False):
+    axes.axhline(times * needed, color=COLORS[1], linestyle=dashes, label=label, gid=label)
+  axes.set_yscale("log")
+  axes.set_ylabel("samples/s")
+  axes.tick_params(axis="x", labelsize="small")
+  legend(axes)
+
+
+def _name(worker_count: int, num_threads: int, buffer_size: int) -> str:
+  who = f"{worker_count} workers" if worker_count else f"{num_threads} threads"
+  return f"{who.removesuffix('s') if who.startswith('1 ') else who}\n{buffer_size} ahead"
+
+
+def _stages(axes: Axes, analysis: InputAnalysis) -> None:
+  names = [stage.name for stage in analysis.stages]
+  axes.bar(names, [1e6 * stage.seconds for stage in analysis.stages], color=COLORS[2], gid="stages")
+  axes.set_ylabel("µs/sample")
+  count_axis(axes.yaxis)
