@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from record_files import WRITERS, example, framed, jsonl, parquet, table
 from support import base
+from token_caches import starts_of
 
 from maxbatch.data import token_cache, workers
 from maxbatch.data.dataset import Dataset
@@ -49,7 +50,7 @@ def cache_of(rows: object) -> TokenCache:
 def documents(rows: object) -> list[str]:
   """The text of every document, taken apart by the index of documents."""
   cache = cache_of(rows)
-  starts = cache.document_starts(0, cache.num_tokens).tolist()
+  starts = starts_of(cache)
   parts = [cache.read(*pair) for pair in zip(starts, [*starts[1:], cache.num_tokens], strict=True)]
   assert all(part[0] == BYTES.bos_id and part[-1] == BYTES.eos_id for part in parts)
   return [BYTES.decode(part) for part in parts]
@@ -104,7 +105,7 @@ def test_records_of_token_ids(tmp_path, name):
   dataset = grain(tmp_path, tmp_path / name, **keys)
   cache = cache_of(dataset.train)
   assert cache.read(0, 100).tolist() == [5, 6, 7, 8, 100, 258, 0]
-  assert cache.document_starts(0, 100).tolist() == [0, 3, 4]
+  assert starts_of(cache) == [0, 3, 4]
   assert "1 empty" in dataset.description
 
 
@@ -258,4 +259,4 @@ def test_keys_of_another_dataset_type_are_said(tmp_path):
   keys = {"dataset_path": str(tmp_path / "a.txt"), "grain_train_files": "x.parquet"}
   description = build(tmp_path, **keys).description
   assert "not read: grain_train_files=x.parquet (dataset_type=grain reads it)" in description
-  assert np.array_equal(cache_of(build(tmp_path, **keys).train).document_starts(0, 99), [0])
+  assert starts_of(cache_of(build(tmp_path, **keys).train)) == [0]

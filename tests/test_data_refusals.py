@@ -30,7 +30,7 @@ from support import base
 from vocabularies import tiktoken_file
 
 from maxbatch import train
-from maxbatch.data import token_cache, tokenize, workers
+from maxbatch.data import record_content, token_cache, tokenize, workers
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.formats import jsonl as jsonl_format
 from maxbatch.data.registry import build_dataset
@@ -210,7 +210,7 @@ def test_documents_of_no_and_of_a_hundred_million_characters(tmp_path, monkeypat
   dataset = build(tmp_path, path, max_bad_records=1)
   assert cache_of(dataset).num_documents == 2
   assert "skipped: 1 bad, 1 empty" in dataset.description
-  monkeypatch.setattr(tokenize, "MAX_RECORD_BYTES", 99)
+  monkeypatch.setattr(record_content, "MAX_RECORD_BYTES", 99)
   parquet(tmp_path / "a.parquet", ["first", "x" * 100])
   message = refusal(tmp_path, tmp_path / "a.parquet")
   assert "record 1: longer than 99 bytes; a longer document can be a file of text" in message
@@ -311,7 +311,7 @@ def test_an_error_in_another_process_is_the_run_s(tmp_path, monkeypatch):
 def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, change):
   path = tmp_path / "a.jsonl"
   jsonl(path, GOOD)
-  inner = tokenize._text
+  inner = tokenize.text_of
 
   def meddle(record):
     if change == "remove":
@@ -321,7 +321,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, change):
         file.write('{"text": "more"}\n')
     return inner(record)
 
-  monkeypatch.setattr(tokenize, "_text", meddle)
+  monkeypatch.setattr(tokenize, "text_of", meddle)
   message = refusal(tmp_path, path)
   gone = "a.jsonl: No such file or directory"
   assert (gone if change == "remove" else "a.jsonl changed from ") in message

@@ -107,6 +107,7 @@ def test_nothing_is_reported_unless_asked():
 def messages(axes: tuple[int, int, int], gns: str) -> dict[str, Counter[str]]:
   """Messages between devices by kind, inside and outside the loop over microbatches."""
   text = compiled(axes, dict(SPLITS)[axes], gns)[0].as_text()
+  assert text
   found = collectives(text)
   return {where: Counter(names) for where, names in found.items()}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import base, config
+from token_caches import starts_of
 from vocabularies import END, MAKERS, huggingface, sentencepiece_model, tiktoken_file
 
 from maxbatch.batch.plan import plan_batches
@@ -122,7 +123,7 @@ def test_documents_are_begun_and_ended_as_asked_for(folders, tmp_path, bos, eos)
   assert isinstance(dataset.train, TokenWindows)
   cache = dataset.train.cache
   assert cache.read(0, 1000).tolist() == one * 2
-  assert cache.document_starts(0, 1000).tolist() == [0, len(one)]
+  assert starts_of(cache) == [0, len(one)]
   # Rows know where documents begin without a token that says so.
   rows = dataset.train.rows(np.arange(len(dataset.train)))
   flat = rows["positions"].reshape(-1)[: len(one) + 1]

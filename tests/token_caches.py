@@ -23,3 +23,9 @@ def written_cache(
     np.array(inside, "<i8").tofile(place.with_suffix(".documents"))
     made.append(TokenShard(str(place), last - first, "", len(inside)))
   return TokenCache(tuple(made), "")
+
+
+def starts_of(cache: TokenCache) -> list[int]:
+  """Where its documents begin."""
+  _, starts = cache.document_starts(np.array([0]), np.array([cache.num_tokens]))
+  return starts.tolist()

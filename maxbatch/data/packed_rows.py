@@ -1,15 +1,15 @@
 """Rows of whole documents over a token cache, as the pack index has put them together.
 
-R rows, T tokens per row.
+R rows, T tokens per row, P pieces of documents in these rows.
 """
 
 import dataclasses
-import itertools
 
 import numpy as np
 
 from maxbatch.data.dataset import Arrays
 from maxbatch.data.pack_index import PackIndex
+from maxbatch.data.segments import clear_padding, segments
 from maxbatch.data.token_cache import TokenCache
 
 
@@ -29,27 +29,25 @@ class PackedRows:
   def rows(self, indices: np.ndarray) -> Arrays:
     """The rows int[R] as new arrays, see `RowSource.rows`; the weight is 0 on padding, and
     where the data say so."""
-    pieces, length = self.index.pieces(np.asarray(indices, np.int64)), self.index.layout.length
-    shape = (len(indices), length)
+    pieces = self.index.pieces(np.asarray(indices, np.int64))
+    shape_RT = (len(indices), self.index.layout.length)
+    starts_P, lengths_P = pieces.starts, pieces.lengths
+    rows_P = np.repeat(np.arange(len(indices)), pieces.counts)
+    filled_R = np.bincount(rows_P, lengths_P, len(indices)).astype(np.int64)
+    # Without padding pieces would lie one after the other.
+    padding_R = shape_RT[1] - filled_R
+    places_P = np.cumsum(lengths_P) - lengths_P + (np.cumsum(padding_R) - padding_R)[rows_P]
     arrays = {
-      "inputs": np.full(shape, self.pad_id, np.int32),
-      "targets": np.full(shape, self.pad_id, np.int32),
-      "weights": np.zeros(shape, np.float32),
+      "inputs": np.full(shape_RT, self.pad_id, np.int32),
+      "targets": np.full(shape_RT, self.pad_id, np.int32),
+      "weights": np.ones(shape_RT, np.float32),
     }
+    self.cache.copy_tokens(starts_P, lengths_P, arrays["inputs"], places_P)
+    self.cache.copy_tokens(starts_P + 1, lengths_P, arrays["targets"], places_P)
+    self.cache.copy_weights(starts_P + 1, lengths_P, arrays["weights"], places_P)
+    clear_padding(arrays["weights"], filled_R)
     if self.segmented:
-      arrays["segment_ids"], arrays["positions"] = np.zeros((2, *shape), np.int32)
-    columns_T = np.arange(length, dtype=np.int32)
-    piece = iter(zip(pieces.starts.tolist(), pieces.lengths.tolist(), strict=True))
-    for row, count in enumerate(pieces.counts.tolist()):
-      begin = 0
-      for number, (start, places) in enumerate(itertools.islice(piece, count), 1):
-        window, here = self.cache.read(start, start + places + 1), slice(begin, begin + places)
-        arrays["inputs"][row, here] = window[:-1]
-        arrays["targets"][row, here] = window[1:]
-        counted = self.cache.read_weights(start + 1, start + places + 1)
-        arrays["weights"][row, here] = 1 if counted is None else counted
-        if self.segmented:
-          arrays["segment_ids"][row, here] = number
-          arrays["positions"][row, here] = columns_T[:places]
-        begin += places
+      begins_RT = np.zeros(shape_RT, bool)
+      begins_RT.reshape(-1)[places_P] = True
+      arrays["segment_ids"], arrays["positions"] = segments(begins_RT, filled_R)
     return arrays

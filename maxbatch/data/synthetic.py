@@ -10,9 +10,9 @@ import numpy as np
 from maxbatch.config.schema import DataConfig
 from maxbatch.config.value import plain
 from maxbatch.data.dataset import Arrays, Dataset
+from maxbatch.data.segments import segments
 from maxbatch.data.sources import STDLIB
 from maxbatch.data.tokenizer import Tokenizer, ordinary_ids
-from maxbatch.data.windows import segments
 
 # The most rows the shuffle can number: as good as unlimited.
 _TRAIN_ROWS = 2**31 - 1
@@ -47,7 +47,9 @@ class SyntheticRows:
     }
     if self.packing:
       begins_RT = np.zeros(arrays["inputs"].shape, bool)
-      arrays["segment_ids"], arrays["positions"] = segments(begins_RT, ~begins_RT)
+      arrays["segment_ids"], arrays["positions"] = segments(
+        begins_RT, np.full(len(indices), self.length)
+      )
     return arrays
 
   def _tokens(self, index: int) -> np.ndarray:

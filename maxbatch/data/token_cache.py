@@ -7,13 +7,12 @@ it and goes to the next: processes of one run, other runs and other hosts share 
 interrupted run had finished is there for the next one.
 """
 
-import bisect
 import collections
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -48,9 +47,9 @@ class TokenCache:
   """Hash of the tokens: equal on every machine that has the same files."""
 
   @functools.cached_property
-  def _firsts(self) -> list[int]:
-    """The first token's number of every shard, and the number of all."""
-    return [0, *itertools.accumulate(shard.num_tokens for shard in self.shards)]
+  def _firsts(self) -> np.ndarray:
+    """The first token's number of every shard, and the number of all, int64[shards + 1]."""
+    return np.cumsum([0, *(shard.num_tokens for shard in self.shards)])
 
   @functools.cached_property
   def _has_weights(self) -> bool:
@@ -59,7 +58,7 @@ class TokenCache:
   @property
   def num_tokens(self) -> int:
     """Of all documents, with those that begin and end them."""
-    return self._firsts[-1]
+    return int(self._firsts[-1])
 
   @property
   def num_documents(self) -> int:
@@ -85,49 +84,89 @@ class TokenCache:
     return next((shard.first_bad for shard in self.shards if shard.num_bad), "")
 
   def read(self, start: int, stop: int) -> np.ndarray:
-    """The ids [stop - start] from token `start` on, fewer at the end.
+    """The ids [stop - start] from token `start` on, fewer at the end; see `copy_tokens`."""
+    length = min(stop, self.num_tokens) - start
+    tokens = np.empty(length, self.shards[0].dtype)
+    self.copy_tokens(np.array([start]), np.array([length]), tokens, np.array([0]))
+    return tokens
+
+  def copy_tokens(
+    self, starts_P: np.ndarray, lengths_P: np.ndarray, out: np.ndarray, places_P: np.ndarray
+  ) -> None:
+    """Copies pieces of the tokens to places in `out`, whatever its shape.
+
+    Args:
+      starts_P: the first token of each piece.
+      lengths_P: its tokens, which there must be.
+      out: contiguous, changed in place.
+      places_P: where the first token of each piece goes in out.reshape(-1).
 
     Raises:
       OSError: a file of the cache is gone or truncated.
     """
-    parts = [
-      shard.tokens[max(start - first, 0) : stop - first]
-      for first, shard in self._overlapping(start, stop)
-    ]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    self._copy(operator.attrgetter("tokens"), starts_P, lengths_P, out, places_P)
 
-  def read_weights(self, start: int, stop: int) -> np.ndarray | None:
-    """Which of the tokens [start, stop) count as targets, uint8; None: all do."""
-    if not self._has_weights:
-      return None
-    parts = [
-      shard.weights[max(start - first, 0) : stop - first]
-      for first, shard in self._overlapping(start, stop)
-    ]
-    return np.concatenate(parts)
+  def copy_weights(
+    self, starts_P: np.ndarray, lengths_P: np.ndarray, out: np.ndarray, places_P: np.ndarray
+  ) -> None:
+    """Likewise which tokens count as targets, 1 or 0; leaves `out` as it is where all do."""
+    if self._has_weights:
+      self._copy(operator.attrgetter("weights"), starts_P, lengths_P, out, places_P)
 
   def counts_any(self) -> bool:
     """Whether some token counts as a target."""
     return any(shard.weights.any() for shard in self.shards) if self._has_weights else True
 
-  def document_starts(self, start: int, stop: int) -> np.ndarray:
-    """The tokens in [start, stop) that begin a document, int64, ascending; likewise."""
-    parts = []
-    for first, shard in self._overlapping(start, stop):
-      starts = shard.document_starts
-      # The method: numpy's function of that name takes twice as long, and this is for every row.
-      begin, end = starts.searchsorted(start - first), starts.searchsorted(stop - first)
-      parts.append(starts[begin:end] + first)
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+  def _copy(
+    self,
+    column: Callable[[TokenShard], np.ndarray],
+    starts_P: np.ndarray,
+    lengths_P: np.ndarray,
+    out: np.ndarray,
+    places_P: np.ndarray,
+  ) -> None:
+    flat, ends_P = out.reshape(-1), places_P + lengths_P
+    numbers_P, begins_P = self._located(starts_P)
+    pieces = zip(*map(np.ndarray.tolist, (numbers_P, begins_P, places_P, ends_P)), strict=True)
+    for number, begin, place, end in pieces:
+      while place < end:  # A piece may go on in the next shard.
+        part = column(self.shards[number])[begin : begin + end - place]
+        flat[place : place + part.size] = part
+        number, begin, place = number + 1, 0, place + part.size
 
-  def _overlapping(self, start: int, stop: int) -> list[tuple[int, TokenShard]]:
-    """The shards that hold some of the tokens [start, stop), at least one, with their first one."""
-    firsts = self._firsts
-    begin = min(bisect.bisect_right(firsts, start), len(self.shards)) - 1
-    if stop <= firsts[begin + 1]:
-      return [(firsts[begin], self.shards[begin])]
-    end = max(bisect.bisect_left(firsts, stop), begin + 1)
-    return list(zip(firsts[begin:end], self.shards[begin:end], strict=False))
+  def document_starts(
+    self, starts_R: np.ndarray, stops_R: np.ndarray
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """The documents that begin in each of the ranges [start, stop) of tokens, one after the other.
+
+    Returns:
+      The range int64[D] that each document begins in, and how far from its start int64[D].
+
+    Raises:
+      OSError: a file of the cache is gone or truncated.
+    """
+    which, counts, places = [0], [0], [np.empty(0, np.int64)]
+    numbers_R, begins_R = self._located(starts_R)
+    ranges = zip(*map(np.ndarray.tolist, (numbers_R, begins_R, stops_R - starts_R)), strict=True)
+    for one, (number, begin, length) in enumerate(ranges):
+      passed = 0
+      while passed < length and number < len(self.shards):  # It may go on in the next shard.
+        shard = self.shards[number]
+        starts, end = shard.document_starts, begin + length - passed
+        # The method: numpy's function of that name takes twice as long, and this is for every row.
+        first, last = starts.searchsorted(begin), starts.searchsorted(end)
+        if first < last:
+          which.append(one)
+          counts.append(last - first)
+          places.append(starts[first:last] + (passed - begin))
+        passed += shard.num_tokens - begin
+        number, begin = number + 1, 0
+    return np.repeat(which, counts), np.concatenate(places)
+
+  def _located(self, tokens_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The shard that each token is in, and which of its tokens it is, int64[P] each."""
+    numbers_P = np.searchsorted(self._firsts, tokens_P, "right") - 1
+    return numbers_P, tokens_P - self._firsts[numbers_P]
 
   def __getstate__(self) -> dict[str, object]:
     return {"shards": self.shards, "fingerprint": self.fingerprint}

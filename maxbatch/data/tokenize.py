@@ -13,8 +13,9 @@ import numpy as np
 
 from maxbatch.data.chat import Chat, Conversation
 from maxbatch.data.formats import text
-from maxbatch.data.formats.format import MAX_RECORD_BYTES, Bad, Record
+from maxbatch.data.formats.format import Bad, Record
 from maxbatch.data.formats.registry import FORMATS
+from maxbatch.data.record_content import ids_of, text_of
 from maxbatch.data.sources import Document, SourceFile, Sources, part_of
 from maxbatch.data.tokenizer import Tokenizer, token_dtype
 from maxbatch.errors import UserError
@@ -254,7 +255,9 @@ def _content(record: Record, recipe: Recipe) -> bytes | np.ndarray | Conversatio
   """What a record's column holds, as the recipe reads it."""
   if recipe.chat is not None and not isinstance(record.value, Bad):
     return recipe.chat(record.value)
-  return _ids(record, recipe) if recipe.sources.is_tokenized else _text(record)
+  if recipe.sources.is_tokenized:
+    return ids_of(record, recipe.tokenizer.vocab_size)
+  return text_of(record)
 
 
 def _weights(record: Record, content: object) -> np.ndarray | Bad:
@@ -308,55 +311,3 @@ def _range(sources: Sources, document: Document) -> tuple[int, int]:
     end if end in (start, stop) else min(form.next_cut(key, file, end), stop) for end in ends
   )
   return first, last
-
-
-def _text(record: Record) -> bytes | Bad:
-  """The document's text in UTF-8."""
-  value = record.value
-  if isinstance(value, Bad):
-    return value
-  try:
-    content = value.encode() if isinstance(value, str) else value
-    if isinstance(value, bytes):
-      value.decode()
-  except UnicodeEncodeError as error:
-    return Bad(f"character {error.start} is a lone surrogate, which is no Unicode")
-  except UnicodeDecodeError as error:
-    return Bad(f"not text: byte 0x{error.object[error.start]:02x} at {error.start} is not UTF-8")
-  if not isinstance(content, bytes):
-    return Bad(_instead_of(value, "text", "tokenize_train_data=false"))
-  if len(content) > MAX_RECORD_BYTES:
-    return Bad(f"longer than {MAX_RECORD_BYTES:,} bytes; a longer document can be a file of text")
-  if b"\0" in content:
-    return Bad(f"not text: a NUL byte at {content.index(0)}")
-  return content
-
-
-def _ids(record: Record, recipe: Recipe) -> np.ndarray | Bad:
-  """The document's token ids, as they are."""
-  value = record.value
-  if isinstance(value, Bad):
-    return value
-  try:
-    ids = np.asarray(value) if isinstance(value, list | np.ndarray) else None
-  except ValueError:  # Lists of different lengths in a list.
-    ids = None
-  if ids is not None and ids.shape == (0,):
-    return ids.astype(np.int64)
-  if ids is None or ids.dtype.kind not in "iu" or ids.ndim != 1:
-    return Bad(_instead_of(value, "a list of token ids", "tokenize_train_data=true"))
-  size = recipe.tokenizer.vocab_size
-  wrong = np.flatnonzero((ids < 0) | (ids >= size))
-  if wrong.size:
-    return Bad(f"token id {ids[wrong[0]]} at {wrong[0]} is not below the tokenizer's {size} ids")
-  return ids
-
-
-def _instead_of(value: object, wanted: str, key: str) -> str:
-  if value is None:
-    return f"null instead of {wanted}"
-  is_other = isinstance(value, list | np.ndarray | str | bytes)
-  if isinstance(value, list) and value and isinstance(value[0], dict):
-    return f"a list of messages instead of {wanted} (use_chat_template=true reads it)"
-  name = "a list" if isinstance(value, list | np.ndarray) else type(value).__name__
-  return f"{name} instead of {wanted}" + (f" ({key} reads it)" if is_other else "")

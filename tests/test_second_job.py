@@ -1,0 +1,74 @@
+"""The README's second job, line by line as it stands there, at a size that takes seconds."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from processes import PATIENCE_SECONDS, REPOSITORY, environment
+
+from maxbatch.run_folder.metrics import read_metrics
+
+SMALL = (
+  "base_emb_dim=16 base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=2 head_dim=8"
+  " base_mlp_dim=32 max_target_length=32 eval_samples=8 generate_length=0 per_device_batch_size=2"
+  " num_simulated_devices=2 vocab_size=384 dataset_cache_directory=cache"
+)
+SMALLER = [
+  (r"(make_example_data.py .*)", r"\1 --modules 9 --vocab-size 384"),
+  (r"(\.sh) 4 (.*documents.yml)", rf"\1 2 \2 steps=3 {SMALL}"),
+  # Another number of processes goes on with the same samples.
+  (r"(\.sh) 4 (.*chat.yml)", rf"\1 1 \2 steps=5 {SMALL}"),
+]
+
+
+def commands() -> str:
+  """The lines of the README, each made smaller in one place."""
+  section = (REPOSITORY / "README.md").read_text().partition("## A second job")[2]
+  (block,) = re.findall(r"```bash\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+  for pattern, smaller in SMALLER:
+    block, count = re.subn(pattern, smaller, block)
+    assert count == 1
+  return block
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+  """A checkout in which everything is installed: its python is that of the tests."""
+  for name in ("scripts", "configs"):
+    shutil.copytree(REPOSITORY / name, tmp_path / name)
+  for name in ("pyproject.toml", "constraints.txt"):
+    shutil.copy(REPOSITORY / name, tmp_path)
+  (tmp_path / ".venv" / "bin").mkdir(parents=True)
+  for name, runs in (("python", f'exec {sys.executable} "$@"'), ("pip", "echo installs")):
+    program = tmp_path / ".venv" / "bin" / name
+    program.write_text(f"#!/bin/sh\n{runs}\n")
+    program.chmod(0o755)
+  installed = 'source scripts/environment.sh; fingerprint "" > "$stamp"'
+  subprocess.run(["bash", "-c", installed], cwd=tmp_path, check=True)
+  return tmp_path
+
+
+def test_the_second_job_of_the_readme(checkout):
+  done = subprocess.run(
+    ["bash", "-e", "-c", commands()],
+    cwd=checkout,
+    env=environment(),
+    capture_output=True,
+    text=True,
+    timeout=PATIENCE_SECONDS,
+  )
+  assert done.returncode == 0, done.stdout + done.stderr
+  assert "num_devices            data 2" in done.stdout
+  assert "expansion_factor_real_data 2" in done.stdout
+  assert "mixture: 60% code" in done.stdout
+  assert "best fit" in done.stdout
+  assert "Resuming after step 3 (12 samples)" in done.stdout
+  documents, chat = (read_metrics(checkout / "runs" / name) for name in ("documents", "chat"))
+  assert {"eval/loss/code", "eval/loss/prose"} <= documents[-1].keys()
+  # The first run stays as it is, and the second has its steps before its own.
+  assert [each["step"] for each in documents] == [0, 1, 2, 3]
+  assert [each["step"] for each in chat] == [0, 1, 2, 3, 4, 5]
+  assert [each.get("loss") for each in chat[:4]] == [each.get("loss") for each in documents]
