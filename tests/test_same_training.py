@@ -18,12 +18,22 @@ CASES = {
   "streamed": "batch_size=8 accumulation=streamed gradient_accumulation_steps=2 "
   "ici_tensor_parallelism=2 gns=all",
   "ramp": "batch_size=-1 batch_schedule=[[0,8],[16,16]] per_device_batch_size=1 gns=norm",
+  # Short rows, of which each says little: their noise scale is above the batch.
+  "steered": "steps=-1 total_samples=72 schedule_unit=samples eval_interval=24 checkpoint_period=96 "
+  "batch_schedule=gns gns=all gns_window_steps=8 gns_windows_before_growth=1 gns_dwell_tokens=0 "
+  "batch_size=4 per_device_batch_size=1 max_target_length=4 learning_rate=1e-3 warmup_steps=0",
 }
 """What each run adds to the common keys."""
 OF = {1: list(CASES), 2: list(CASES), 4: ["pipeline"]}
 """The runs of so many processes; a fused one goes from one number of them to another."""
 
-OTHER_MESH = "batch_size=16 gradient_accumulation_steps=2 ici_tensor_parallelism=2"
+OTHER_MESH = "batch_size=16 gradient_accumulation_steps=2 ici_fsdp_parallelism=4"
+"""In two processes every parameter is divided over both."""
+LOADING = {
+  4: "expansion_factor_real_data=2 loading_hosts=[1,3]",
+  2: "expansion_factor_real_data=2 loading_hosts=[1]",
+}
+"""Who reads on the way from one number of processes to another; at its end all do."""
 
 
 def line(folder: pathlib.Path, name: str, keys: str, steps: int) -> str:
@@ -49,16 +59,18 @@ def trained(tmp_path_factory) -> pathlib.Path:
     count: [line(places[count], name, CASES[name], 4) for name in names]
     for count, names in OF.items()
   }
-  run_lines(4, folder, shared, [*lines[4], line(places[4], "chain", FUSED, 2)])
-  shutil.copytree(places[4] / "chain", places[1] / "other_mesh")
+  run_lines(4, folder, shared, [*lines[4], line(places[4], "chain", f"{FUSED} {LOADING[4]}", 2)])
+  shutil.copytree(places[4] / "chain", places[1] / "alone")
+  shutil.copytree(places[4] / "chain", places[2] / "other_mesh")
   shutil.move(places[4] / "chain", places[2] / "chain")
-  run_lines(2, folder, shared, [*lines[2], line(places[2], "chain", FUSED, 4)])
+  lines[2] += [
+    line(places[2], "chain", f"{FUSED} {LOADING[2]}", 4),
+    line(places[2], "other_mesh", OTHER_MESH, 6),
+  ]
+  run_lines(2, folder, shared, lines[2])
   shutil.move(places[2] / "chain", places[4] / "chain")
   run_lines(4, folder, shared, [line(places[4], "chain", FUSED, 6)])
-  lines[1] += [
-    line(places[1], "undisturbed", FUSED, 6),
-    line(places[1], "other_mesh", OTHER_MESH, 6),
-  ]
+  lines[1] += [line(places[1], "undisturbed", FUSED, 6), line(places[1], "alone", FUSED, 6)]
   run_lines(1, folder, shared, lines[1])
   return folder
 
@@ -86,9 +98,20 @@ def test_several_processes_train_as_one(trained, name, count):
   assert_same(trained / "1" / name, trained / str(count) / name, exactly=True)
 
 
-def test_a_run_goes_from_4_processes_to_2_and_back_to_4(trained):
+def test_the_batch_follows_the_noise_scale(trained):
+  """In the runs that are compared: else they would show nothing."""
+  assert [one["global_batch_to_train"] for one in records(trained / "2" / "steered")[-3:]] == [
+    8
+  ] * 3
+
+
+def test_a_run_goes_from_4_processes_to_2_and_back_to_4_with_other_hosts_reading(trained):
   assert_same(trained / "1" / "undisturbed", trained / "4" / "chain", exactly=True)
 
 
-def test_what_4_processes_saved_goes_on_in_one_on_another_mesh(trained):
-  assert_same(trained / "1" / "undisturbed", trained / "1" / "other_mesh", exactly=False)
+def test_what_4_processes_saved_goes_on_in_one(trained):
+  assert_same(trained / "1" / "undisturbed", trained / "1" / "alone", exactly=True)
+
+
+def test_what_4_processes_saved_goes_on_in_2_on_another_mesh(trained):
+  assert_same(trained / "1" / "undisturbed", trained / "2" / "other_mesh", exactly=False)
