@@ -1,5 +1,6 @@
 """All tests see 8 simulated CPU devices and a compile cache shared by the whole suite."""
 
+import gc
 import os
 import pathlib
 import signal
@@ -14,6 +15,7 @@ os.environ.setdefault("NPROC", "64")
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_traceback_in_locations_limit", 0)
 # Machine code of the lowest level: tests run a program a few times, and compiling it takes longest.
 # What XLA makes of a program before that (fusions, collectives, buffers) is as in a run.
 _OPTIMIZATION = "jax_disable_most_optimizations"
@@ -31,13 +33,17 @@ if _FLAGS is not None:
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
+# jax makes objects by the million while it traces; looking through them takes a tenth of the time.
+gc.freeze()
+gc.set_threshold(100_000, 20, 20)
+
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _compile_cache():
   jax.config.update("jax_compilation_cache_dir", os.environ.get("MAXBATCH_TEST_CACHE", str(CACHE)))
-  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+  jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
 @pytest.fixture(scope="session", autouse=True)

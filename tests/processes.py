@@ -20,11 +20,18 @@ of a compilation. Later versions of jax have no others."""
 
 
 def environment(**changes: str) -> dict[str, str]:
-  """This package, and the suite's compile cache and options."""
+  """This package, and the suite's compile cache and options.
+
+  A start is most of what such a test costs: what one process compiled, its programs and its byte
+  code, is there for the next, however small it is.
+  """
   return os.environ | {
     "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {QUICKLY}",
     "JAX_COMPILATION_CACHE_DIR": jax.config.values["jax_compilation_cache_dir"],
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+    "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
+    "PYTHONDONTWRITEBYTECODE": "",
     "PYTHONPATH": str(REPOSITORY),
     **changes,
   }

@@ -35,12 +35,16 @@ DROPOUT_KEY = jax.random.key(7)
 CAPACITY = 8
 ROWS = 64
 
-EVERY_K = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (8, 1, 1), (1, 8, 1), (2, 2, 2)]
-"""Devices along data, fsdp and tensor."""
-REMAINING = [
-  *[(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (1, 2, 2), (2, 1, 2)],
-  *[(1, 1, 8), (4, 2, 1), (2, 4, 1), (1, 4, 2), (1, 2, 4), (4, 1, 2), (2, 1, 4)],
+MESHES = [
+  *[(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4)],
+  *[(2, 2, 1), (1, 2, 2), (2, 1, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1)],
+  *[(2, 4, 1), (1, 4, 2), (1, 2, 4), (4, 1, 2), (2, 1, 4), (2, 2, 2)],
 ]
+"""Devices along data, fsdp and tensor."""
+
+
+def in_words(axes: tuple[int, int, int]) -> str:
+  return "x".join(map(str, axes))
 
 
 @functools.cache
@@ -49,17 +53,10 @@ def initial(model: Model):
   return jax.device_get(jax.jit(model.init)(jax.random.key(0)))
 
 
-def run_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], capacity: int):
-  """Summed gradients and losses of `rows` in k microbatches on a mesh, by the training code."""
-  compiled, params, fed = lowered_sums(model, rows, k, axes, capacity)
-  return jax.device_get(compiled.compile()(params, fed, jnp.int32(k)))
-
-
-def lowered_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], capacity: int):
-  """That program, its parameters and its rows, laid out as in training."""
+@functools.cache
+def summing(model: Model, axes: tuple[int, int, int]):
+  """The training code's sums over microbatches as one function, and its parameters, on a mesh."""
   devices = mesh(*axes)
-  fed = in_microbatches(rows, k, capacity)
-  fed = jax.device_put(fed, rows_shardings(fed, devices))
   optimizer = make_optimizer(config().optimizer, model.axes(), 1)
   abstract = abstract_state(model, optimizer, devices)
   params = jax.device_put(initial(model), shardings(abstract.params))
@@ -72,7 +69,26 @@ def lowered_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], c
       )
       return grads, partial_sums.joined(sums)
 
-  return jax.jit(sums).lower(params, fed, jnp.int32(k)), params, fed
+  return jax.jit(sums), params
+
+
+def feed(rows: Rows, k: int, axes: tuple[int, int, int], capacity: int) -> Rows:
+  """The rows in k microbatches, laid out as in training."""
+  fed = in_microbatches(rows, k, capacity)
+  return jax.device_put(fed, rows_shardings(fed, mesh(*axes)))
+
+
+def run_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], capacity: int):
+  """Summed gradients and losses of `rows` in k microbatches on a mesh."""
+  function, params = summing(model, axes)
+  return jax.device_get(function(params, feed(rows, k, axes, capacity), jnp.int32(k)))
+
+
+def lowered_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], capacity: int):
+  """That program, its parameters and its rows."""
+  function, params = summing(model, axes)
+  fed = feed(rows, k, axes, capacity)
+  return function.lower(params, fed, jnp.int32(k)), params, fed
 
 
 def error(grads, expected) -> float:
@@ -97,24 +113,36 @@ def whole(model):
 
 def test_one_piece_is_the_plain_gradient_of_the_loss(model, whole):
   rows = uneven_rows(ROWS, T)
-  params = model.init(jax.random.key(0))
-  loss, grads = jax.value_and_grad(lambda p: loss_sum(model, p, rows, DROPOUT_KEY))(params)
+  gradient = jax.jit(jax.value_and_grad(lambda p: loss_sum(model, p, rows, DROPOUT_KEY)))
+  loss, grads = gradient(initial(model))
   assert error(whole[0], grads) < 1e-6
   assert whole[1].loss == pytest.approx(float(loss), rel=1e-6)
   assert whole[1].weight == np.sum(rows.weights)
 
 
-@pytest.mark.parametrize(
-  ("axes", "k"),
-  [(axes, k) for axes in EVERY_K for k in (1, 2, 4, 8)] + [(axes, 4) for axes in REMAINING],
-  ids=lambda value: "x".join(map(str, value)) if isinstance(value, tuple) else str(value),
-)
+def assert_same_sums(split, whole):
+  assert error(split[0], whole[0]) < 1e-6
+  assert max(relative_errors(split[0], whole[0]).values()) < 2e-6
+  assert split[1].loss == pytest.approx(float(whole[1].loss), rel=1e-6)
+  assert split[1].weight == whole[1].weight
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=in_words)
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_k_microbatches_give_the_sums_of_their_rows(model, axes, k):
+  """On each mesh one program for all numbers of microbatches, as in training."""
+  rows = uneven_rows(ROWS, T)
+  first = rows._replace(weights=np.where(np.arange(ROWS)[:, None] < 8 * k, rows.weights, 0))
+  split = jax.tree.map(lambda x: x[: 8 * k], rows)
+  assert_same_sums(
+    run_sums(model, split, k, axes, CAPACITY), run_sums(model, first, 1, (1, 1, 1), 1)
+  )
+
+
+@pytest.mark.parametrize("axes", [(1, 1, 1), (8, 1, 1), (2, 2, 2)], ids=in_words)
+@pytest.mark.parametrize("k", [1, 2])
 def test_any_split_gives_the_same_sums(model, whole, axes, k):
-  grads, sums = run_sums(model, uneven_rows(ROWS, T), k, axes, CAPACITY)
-  assert error(grads, whole[0]) < 1e-6
-  assert max(relative_errors(grads, whole[0]).values()) < 2e-6
-  assert sums.loss == pytest.approx(float(whole[1].loss), rel=1e-6)
-  assert sums.weight == whole[1].weight
+  assert_same_sums(run_sums(model, uneven_rows(ROWS, T), k, axes, CAPACITY), whole)
 
 
 def packed_rows(count: int) -> Rows:
@@ -135,8 +163,8 @@ def whole_packed(model):
 
 def test_packed_rows_in_one_piece_are_their_documents(model, whole, whole_packed):
   rows = packed_rows(ROWS)
-  params = model.init(jax.random.key(0))
-  grads = jax.jit(jax.grad(lambda p: loss_sum(model, p, rows, DROPOUT_KEY)))(params)
+  gradient = jax.jit(jax.grad(lambda p: loss_sum(model, p, rows, DROPOUT_KEY)))
+  grads = gradient(initial(model))
   assert error(whole_packed[0], grads) < 1e-6
   assert error(whole_packed[0], whole[0]) > 0.01
 
@@ -146,19 +174,14 @@ def test_packed_rows_in_one_piece_are_their_documents(model, whole, whole_packed
   [((1, 1, 1), 8), ((8, 1, 1), 2), ((1, 8, 1), 1), ((1, 1, 2), 2), ((2, 2, 2), 4)],
 )
 def test_any_split_of_packed_rows_gives_the_same_sums(model, whole_packed, axes, k):
-  grads, sums = run_sums(model, packed_rows(ROWS), k, axes, CAPACITY)
-  assert error(grads, whole_packed[0]) < 1e-6
-  assert max(relative_errors(grads, whole_packed[0]).values()) < 2e-6
-  assert sums.loss == pytest.approx(float(whole_packed[1].loss), rel=1e-6)
-  assert sums.weight == whole_packed[1].weight
+  assert_same_sums(run_sums(model, packed_rows(ROWS), k, axes, CAPACITY), whole_packed)
 
 
 @pytest.mark.usefixtures("optimized")
 def test_programs_as_a_run_compiles_them_give_the_same_sums(model, whole_packed):
-  grads, sums = run_sums(model, packed_rows(ROWS), 4, (2, 2, 2), CAPACITY)
-  assert error(grads, whole_packed[0]) < 1e-6
-  assert max(relative_errors(grads, whole_packed[0]).values()) < 2e-6
-  assert sums.loss == pytest.approx(float(whole_packed[1].loss), rel=1e-6)
+  compiled, params, fed = lowered_sums(model, packed_rows(ROWS), 4, (2, 2, 2), CAPACITY)
+  optimized = jax.device_get(compiled.compile()(params, fed, jnp.int32(4)))
+  assert_same_sums(optimized, whole_packed)
 
 
 def test_the_rows_hold_a_microbatch_of_padding_only():
@@ -222,6 +245,7 @@ def test_fsdp_keeps_no_gathered_parameters_for_the_backward_pass(monkeypatch):
   gathers, temporary = [], []
   for policy in (transformer._remat_policy, lambda name: None):
     monkeypatch.setattr(transformer, "_remat_policy", policy)
+    summing.cache_clear()
     deep = build_model(model_config(**keys), T)
     lowered, _, _ = lowered_sums(deep, uneven_rows(8, T), 1, (1, 8, 1), 1)
     gathers.append(collectives(program_text(lowered))["loop"].count("all-gather"))

@@ -67,7 +67,7 @@ def test_a_killed_process_is_named_and_a_signal_to_one_stops_all(tmp_path, argum
     assert records(tmp_path / "r")[-1]["step"] - saved(tmp_path)[-1] <= 8
     begins = saved(tmp_path)[-1]
 
-  processes = start(2, arguments)
+  processes = start(2, [*arguments, "generate_length=2"])
   after_save(processes, tmp_path, begins + 4)
   processes[1].send_signal(signal.SIGTERM)
   ended = wait(processes)
@@ -78,6 +78,9 @@ def test_a_killed_process_is_named_and_a_signal_to_one_stops_all(tmp_path, argum
   assert [one["step"] for one in records(tmp_path / "r")] == list(range(int(last["step"]) + 1))
   assert saved(tmp_path)[-1] == last["step"]
   assert "a stop signal in process 1" in ended[0].output
+  # Process 0 alone speaks; each has a log.
+  assert "Batch plan" in ended[0].output
+  assert (ended[1].output, ended[1].errors) == ("", "")
   for said in (ended[0].output, logs(tmp_path)[1]):
     assert f"Stopped after step {last['step']}:" in said
 

@@ -1,18 +1,20 @@
 """What a step reports for the noise scale: the same however it is split, and at no message's cost."""
 
+import functools
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import collectives, config, in_microbatches, mesh, program_text, uneven_rows
+from support import collectives, config, in_microbatches, mesh, uneven_rows
 
 from maxbatch.models.registry import build_model
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.state import Measures
+from maxbatch.training.state import Measures, TrainState, shardings
 from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
 
 T, ROWS, CAPACITY = 16, 32, 8
@@ -21,36 +23,49 @@ SPLITS = [((2, 1, 1), 2), ((1, 4, 1), 1), ((2, 2, 2), 4)]
 """Devices along data, fsdp and tensor, and microbatches."""
 
 
-def lowered(axes: tuple[int, int, int], k: int, **keys: object):
-  """The step's program, its trainer, and its rows."""
+@functools.cache
+def prepared(axes: tuple[int, int, int], gns: str = "off", from_microbatches: bool = False):
+  """The trainer of a step that measures this."""
+  keys = {"gns": gns, "gns_from_microbatches": from_microbatches}
   settings = config(dropout_rate=0.1, opt_type="sgd", **keys)
   model = build_model(settings.model, T, settings.noise.gns)
   optimizer = make_optimizer(settings.optimizer, model.axes(), 1)
   measures = Measures(microbatch_squares=settings.noise.gns_from_microbatches)
-  trainer = Trainer(model, optimizer, mesh(*axes), KEY, measures=measures)
+  return Trainer(model, optimizer, mesh(*axes), KEY, measures=measures)
+
+
+@functools.cache
+def initial(*measured: Any) -> TrainState:
+  """The state that every step here begins with, on the host."""
+  return jax.device_get(prepared((1, 1, 1), *measured).init(0))
+
+
+@functools.cache
+def compiled(axes: tuple[int, int, int], k: int, *measured: Any):
+  """The step's program and its rows."""
+  trainer = prepared(axes, *measured)
   rows = in_microbatches(uneven_rows(ROWS, T), k, CAPACITY)
   rows = jax.device_put(rows, rows_shardings(rows, trainer.mesh))
   function = step_function(trainer, rows, streamed=False)
-  program = function.lower(trainer.abstract, rows, jnp.int32(k), jnp.float32(0.0))
-  return program, trainer, rows
+  return function.lower(trainer.abstract, rows, jnp.int32(k), jnp.float32(0.0)).compile(), rows
 
 
-def metrics(axes: tuple[int, int, int], k: int, **keys: object) -> StepMetrics:
+def metrics(axes: tuple[int, int, int], k: int, *measured: Any) -> StepMetrics:
   """What one step reports."""
-  program, trainer, rows = lowered(axes, k, **keys)
-  state = trainer.init(0)
-  return jax.device_get(program.compile()(state, rows, jnp.int32(k), jnp.float32(0.0))[1])
+  program, rows = compiled(axes, k, *measured)
+  state = jax.device_put(initial(*measured), shardings(prepared(axes, *measured).abstract))
+  return jax.device_get(program(state, rows, jnp.int32(k), jnp.float32(0.0))[1])
 
 
 @pytest.fixture(scope="module")
 def whole() -> StepMetrics:
   """The batch in one piece on one device."""
-  return metrics((1, 1, 1), 1, gns="all")
+  return metrics((1, 1, 1), 1, "all")
 
 
 @pytest.mark.parametrize(("axes", "k"), SPLITS)
 def test_any_split_measures_the_same(whole, axes, k):
-  split = metrics(axes, k, gns="all")
+  split = metrics(axes, k, "all")
   assert split.noise
   assert whole.noise
   assert split.noise.rows == whole.noise.rows == (uneven_rows(ROWS, T).weights.sum(1) > 0).sum()
@@ -63,10 +78,8 @@ def test_any_split_measures_the_same(whole, axes, k):
 
 
 def test_squares_of_the_step_are_those_of_its_gradient(whole):
-  _, trainer, _ = lowered((1, 1, 1), 1, gns="all")
-  rows = uneven_rows(ROWS, T)
-  params = trainer.init(0).params
-  gradients = jax.grad(lambda p: loss_sum(trainer.model, p, rows, KEY))(params)
+  rows, model = uneven_rows(ROWS, T), prepared((1, 1, 1)).model
+  gradients = jax.jit(jax.grad(lambda p: loss_sum(model, p, rows, KEY)))(initial("all").params)
   total = sum(float(leaf.sum()) for leaf in jax.tree.leaves(whole.of_step))
   assert total == pytest.approx(float(optax.tree.norm(gradients)) ** 2, rel=1e-5)
   assert total == pytest.approx(float(whole.grad_norm * whole.weight) ** 2, rel=1e-5)
@@ -74,14 +87,13 @@ def test_squares_of_the_step_are_those_of_its_gradient(whole):
 
 @pytest.mark.parametrize(("axes", "replicas"), [((1, 2, 2), 1), ((2, 2, 2), 2)])
 def test_gradients_of_microbatches(axes, replicas):
-  ours = metrics(axes, 4, gns_from_microbatches=True)
-  _, trainer, _ = lowered((1, 1, 1), 1)
-  params, total = trainer.init(0).params, 0.0
+  ours = metrics(axes, 4, "off", True)
+  model, total = prepared((1, 1, 1)).model, 0.0
   micro = in_microbatches(uneven_rows(ROWS, T), 4 * replicas, 4 * replicas)
-  gradient = jax.jit(jax.grad(lambda p, rows: loss_sum(trainer.model, p, rows, KEY)))
+  gradient = jax.jit(jax.grad(lambda p, rows: loss_sum(model, p, rows, KEY)))
   for index in range(4 * replicas):
     rows = jax.tree.map(lambda x, at=index: x[at], micro)
-    total += float(optax.tree.norm(gradient(params, rows))) ** 2
+    total += float(optax.tree.norm(gradient(initial("off", True).params, rows))) ** 2
   assert ours.noise
   assert float(ours.noise.of_microbatches) == pytest.approx(total, rel=1e-5)
   assert not ours.noise.of_rows
@@ -94,7 +106,8 @@ def test_nothing_is_reported_unless_asked():
 
 def messages(axes: tuple[int, int, int], gns: str) -> dict[str, Counter[str]]:
   """Messages between devices by kind, inside and outside the loop over microbatches."""
-  found = collectives(program_text(lowered(axes, 4, gns=gns)[0]))
+  text = compiled(axes, dict(SPLITS)[axes], gns)[0].as_text()
+  found = collectives(text)
   return {where: Counter(names) for where, names in found.items()}
 
 

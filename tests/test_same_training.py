@@ -11,8 +11,8 @@ from several_processes import records, start, wait
 
 RUNS = [sys.executable, str(pathlib.Path(__file__).with_name("many_runs.py"))]
 COMMON = "num_simulated_devices=4 eval_interval=2 dropout_rate=0.1 checkpoint_period=2"
+FUSED = "batch_size=16 gradient_accumulation_steps=2 ici_fsdp_parallelism=2"
 CASES = {
-  "fused": "batch_size=16 gradient_accumulation_steps=2 ici_fsdp_parallelism=2",
   "pipeline": "batch_size=8 pipeline_schedule=1f1b ici_pipeline_parallelism=4 "
   "num_pipeline_microbatches=4 base_num_decoder_layers=4",
   "streamed": "batch_size=8 accumulation=streamed gradient_accumulation_steps=2 "
@@ -20,10 +20,9 @@ CASES = {
   "ramp": "batch_size=-1 batch_schedule=[[0,8],[16,16]] per_device_batch_size=1 gns=norm",
 }
 """What each run adds to the common keys."""
-OF = {1: list(CASES), 2: list(CASES), 4: ["fused", "pipeline"]}
-"""The runs of so many processes."""
+OF = {1: list(CASES), 2: list(CASES), 4: ["pipeline"]}
+"""The runs of so many processes; a fused one goes from one number of them to another."""
 
-CHAIN = CASES["fused"]  # What a process has compiled it compiles once.
 OTHER_MESH = "batch_size=16 gradient_accumulation_steps=2 ici_tensor_parallelism=2"
 
 
@@ -50,14 +49,14 @@ def trained(tmp_path_factory) -> pathlib.Path:
     count: [line(places[count], name, CASES[name], 4) for name in names]
     for count, names in OF.items()
   }
-  run_lines(4, folder, shared, [*lines[4], line(places[4], "chain", CHAIN, 2)])
+  run_lines(4, folder, shared, [*lines[4], line(places[4], "chain", FUSED, 2)])
   shutil.copytree(places[4] / "chain", places[1] / "other_mesh")
   shutil.move(places[4] / "chain", places[2] / "chain")
-  run_lines(2, folder, shared, [*lines[2], line(places[2], "chain", CHAIN, 4)])
+  run_lines(2, folder, shared, [*lines[2], line(places[2], "chain", FUSED, 4)])
   shutil.move(places[2] / "chain", places[4] / "chain")
-  run_lines(4, folder, shared, [line(places[4], "chain", CHAIN, 6)])
+  run_lines(4, folder, shared, [line(places[4], "chain", FUSED, 6)])
   lines[1] += [
-    line(places[1], "undisturbed", CHAIN, 6),
+    line(places[1], "undisturbed", FUSED, 6),
     line(places[1], "other_mesh", OTHER_MESH, 6),
   ]
   run_lines(1, folder, shared, lines[1])
