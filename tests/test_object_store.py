@@ -13,6 +13,7 @@ import object_stores
 import pytest
 from object_stores import BUCKET, GoogleServer, Proxy, s3_behind_proxy
 from record_files import WRITERS, array_record, jsonl, parquet
+from small_disk import small
 from support import base
 
 from maxbatch import train
@@ -204,6 +205,16 @@ def test_a_run_goes_on_with_what_an_earlier_one_has_copied(tmp_path, proxy, put)
   assert same(build(tmp_path, tmp_path / names[0], max_bad_records=1), stored)
   assert proxy.contents_read() == 0
   assert not list((tmp_path / "cache").glob("objects*"))
+
+
+def test_a_disk_without_room_for_a_copy_is_named(tmp_path, proxy, put):
+  jsonl(tmp_path / "a.jsonl", TEXTS * 40)
+  url, size = put(tmp_path / "a.jsonl"), (tmp_path / "a.jsonl").stat().st_size
+  with small(tmp_path / "disk", 64) as disk:
+    message = refusal(tmp_path, url, dataset_cache_directory=str(disk))
+    assert f"of {url}/a.jsonl: No space left on device; it needs {size} bytes" in message
+    assert [path for path in disk.rglob("*") if path.is_file()] == []
+  assert proxy.contents_read() == 1
 
 
 def test_other_contents_than_the_store_says_are_not_taken(tmp_path, proxy, put):
