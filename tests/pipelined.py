@@ -79,7 +79,7 @@ def plain_model(gpt2: bool, length: int, more: tuple[tuple[str, object], ...] = 
 
 @functools.cache
 def parameters(gpt2: bool, length: int) -> Parameters:
-  return plain_model(gpt2, length).init(jax.random.key(0))
+  return jax.jit(plain_model(gpt2, length).init)(jax.random.key(0))
 
 
 def make_rows(case: Case, microbatches: int) -> Rows:

@@ -67,8 +67,13 @@ def plain(*, evaluation: bool = False) -> dict[str, float]:
   """By the formulas, from all logits at once."""
   parts, rows = trainer((1, 1, 1)), uneven_rows(ROWS, T)
   params = parts.init(seed=0).params
-  bound = parts.model.bind(params)
-  logits_BTV = bound(rows, None) @ bound.output_matrix()
+
+  @jax.jit
+  def logits(params):
+    bound = parts.model.bind(params)
+    return bound(rows, None) @ bound.output_matrix()
+
+  logits_BTV = logits(params)
   log_z_BT = np.asarray(jax.nn.logsumexp(logits_BTV, -1), np.float64)
   targets_BT, weights_BT = np.asarray(rows.targets), np.asarray(rows.weights, np.float64)
   logit_BT = np.take_along_axis(np.asarray(logits_BTV), targets_BT[..., None], -1)[..., 0]
@@ -80,7 +85,7 @@ def plain(*, evaluation: bool = False) -> dict[str, float]:
   }
   if evaluation:
     return of_tokens
-  gradients = jax.grad(lambda p: loss_sum(parts.model, p, rows, KEY))(params)
+  gradients = jax.jit(jax.grad(lambda p: loss_sum(parts.model, p, rows, KEY)))(params)
   updates = jax.tree.map(lambda g: -RATE * g / weights_BT.sum(), gradients)
   after = jax.tree.map(jnp.add, params, updates)
   return of_tokens | {
