@@ -13,8 +13,9 @@ from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
 from maxbatch.data import input_report as module
 from maxbatch.data.input_report import InputReport, input_report
-from maxbatch.data.registry import build_dataset
+from maxbatch.data.registry import FILES, build_dataset
 from maxbatch.data.sources import Document, SourceFile, Sources
+from maxbatch.data.split import Given
 from maxbatch.data.tokenize import Recipe
 from maxbatch.data.tokenize_rate import tokenize_rate
 from maxbatch.data.tokenizer import ByteTokenizer
@@ -108,6 +109,17 @@ def test_what_has_no_files_here_is_not_looked_up(tmp_path, keys):
   report = report_of(tmp_path, *keys)
   assert report.sources == ()
   assert "its files, if any, are not known beforehand" in report.headline
+
+
+def test_what_is_in_an_object_store_is_not_read_for_the_report(tmp_path, monkeypatch):
+  monkeypatch.setattr(module, "_SLOW_BYTES", 100)
+  url = "s3://bucket/a.txt"
+  file = SourceFile("a.txt", url, 10**9, 0)
+  given = Given(Sources("dataset_path", url, "file", (file,)), None, "eval_dataset_path")
+  monkeypatch.setitem(FILES, "text", lambda _: given)
+  report = report_of(tmp_path, "eval_fraction=0")
+  assert report.sources[0].rate is None
+  assert report.missing == ("the token cache is cold: 1 GB are tokenized before the first step",)
 
 
 def test_the_rate_of_tokenizing_is_that_of_the_time_it_took(tmp_path):

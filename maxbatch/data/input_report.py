@@ -184,7 +184,7 @@ def _source(
   cold_bytes = sum(job.size_bytes for job in cold)
   cached = [shard for job in train if (shard := shards[job.path]) is not None]
   rate = None
-  if measure and cold_bytes > _SLOW_BYTES:
+  if measure and cold_bytes > _SLOW_BYTES and not is_elsewhere(given.train.path):
     rate = _rate(recipe_of(data, tokenizer, given.train), cold)
   return SourceReport(
     name=name,
@@ -199,6 +199,11 @@ def _source(
     num_documents=sum(shard.num_documents for shard in cached),
     rate=rate,
   )
+
+
+def is_elsewhere(path: str) -> bool:
+  """Whether the files are in an object store: they are copied before anything is read of them."""
+  return "://" in path
 
 
 def _rate(recipe: Recipe, jobs: Sequence[ShardJob]) -> TokenizeRate:

@@ -11,7 +11,7 @@ from maxbatch.config.schema import DataConfig
 from maxbatch.data.corpus import recipe_of
 from maxbatch.data.dataset import RowSource
 from maxbatch.data.document_rows import document_rows
-from maxbatch.data.input_report import InputReport, given_files, shards_of
+from maxbatch.data.input_report import InputReport, given_files, is_elsewhere, shards_of
 from maxbatch.data.mixture import MixedRows
 from maxbatch.data.mixture_keys import mixed_paths
 from maxbatch.data.registry import build_dataset, build_tokenizer
@@ -39,13 +39,15 @@ def rows_to_measure(
 ) -> Iterator[SampledRows]:
   """The training rows, tokenized if that takes no longer than `seconds`, else those of a part.
 
+  Of an object store all are taken, however long it takes: there is no part before all is copied.
+
   The part is tokenized in a folder that is there as long as the context.
 
   Raises:
     UserError: an input cannot be used, or its smallest part takes too long.
   """
   cold = sum(one.cold_seconds for one in report.sources)
-  if cold <= seconds:
+  if cold <= seconds or any(is_elsewhere(one.path) for one in report.sources):
     yield SampledRows(build_dataset(data, length).train, "")
     return
   with tempfile.TemporaryDirectory(prefix="maxbatch-") as name:
