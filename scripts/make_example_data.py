@@ -80,11 +80,11 @@ def _defined(
         yield from _defined(node, own, lines)
 
 
-def write_parquet(folder: Path, texts: Sequence[str]) -> None:
+def write_parquet(folder: Path, documents: Sequence[object], column: str = "text") -> None:
   """The documents in a few files."""
   folder.mkdir(parents=True, exist_ok=True)
   for number in range(FILES):
-    table = pyarrow.table({"text": texts[number::FILES]})
+    table = pyarrow.table({column: documents[number::FILES]})
     pyarrow.parquet.write_table(table, folder / f"{number:05}-of-{FILES:05}.parquet")
 
 

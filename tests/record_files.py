@@ -57,7 +57,7 @@ def arrow_file(path: Path, values: Sequence[Any], column: str = "text") -> None:
 
 def example(value: Any, column: str = "text") -> bytes:
   """A serialized tf.train.Example."""
-  made = tf_example._example()()
+  made = tf_example.example_class()()
   feature = made.features.feature[column]
   if isinstance(value, list):
     feature.int64_list.value.extend(value)

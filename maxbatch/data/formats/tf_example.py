@@ -18,7 +18,7 @@ def feature(record: bytes, column: str) -> Any:
   """The bytes, the ids, or what is wrong, of one feature of a serialized tf.train.Example."""
   message = library("google.protobuf.message", _WHAT)
   try:
-    features = _example().FromString(record).features.feature
+    features = example_class().FromString(record).features.feature
   except message.DecodeError as error:
     return Bad(f"not a tf.train.Example: {error}")
   if column not in features:
@@ -35,7 +35,7 @@ def feature(record: bytes, column: str) -> Any:
 
 
 @functools.cache
-def _example() -> Any:
+def example_class() -> Any:
   """The class of the message, as tensorflow/core/example/example.proto declares it."""
   descriptors = library("google.protobuf.descriptor_pb2", _WHAT)
   kinds = descriptors.FieldDescriptorProto
