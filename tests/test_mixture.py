@@ -251,6 +251,8 @@ def test_short_names_for_paths(paths, names):
       ["dataset_mixture=[[a, 1], [a, 2]]"],
       "dataset_mixture: a is given twice; give it once, with the sum of the weights",
     ),
+    (["dataset_mixture=[[a, 1], [./b/../a/, 2]]"], "dataset_mixture: ./b/../a/ is given twice"),
+    (["dataset_mixture=[[s3://b/a, 1], [s3://b/a/, 2]]"], "s3://b/a/ is given twice"),
     (
       ["dataset_mixture=[[a, 1], [b, 1e-9]]"],
       "the share of b is 1e-09 of the samples, and must be at least 1/1,048,576",
@@ -290,7 +292,11 @@ def test_short_names_for_paths(paths, names):
       ["dataset_type=hf", "dataset_mixture=[[a, 1]]", "hf_path=texts"],
       'takes the place of hf_path=texts, which would not be read; set hf_path=""',
     ),
-    (["grain_train_mixture_config_path=/absent.json"], "cannot be read: No such file"),
+    (
+      ["grain_train_mixture_config_path=/absent.json"],
+      "cannot be read: No such file or directory; give a JSON file that is on this machine, for "
+      'example {"texts": {"path": "texts", "weight": 0.7}',
+    ),
     (
       ["grain_train_mixture_config_path=x.json", "dataset_mixture=[[a, 1]]"],
       "one of them; for example dataset_mixture=[]",
@@ -314,6 +320,17 @@ def test_what_is_refused(tmp_path, monkeypatch, arguments, message):
     ('{"a": {"path": "a", "weight": -1}}', "a must be an object"),
     ('{"a": {"path": "a", "weight": true}}', "a must be an object"),
     ('{"a": {"path": "a", "weight": 1, "columns": 2}}', "and nothing else"),
+    (
+      '{"a": {"path": "a", "weight": 1e999999999}}',
+      "is not JSON (1e999999999 is too large or too long",
+    ),
+    (
+      '{"a": {"path": "a", "weight": 1}, "a": {"path": "b", "weight": 1}}',
+      "not JSON (a is there twi",
+    ),
+    ("[" * 100_000, "is not JSON (maximum recursion depth"),
+    ('{"": {"path": "a", "weight": 1}}', "'' is no name"),
+    ('{"a\\nb": {"path": "a", "weight": 1}}', "'a\\nb' is no name"),
   ],
 )
 def test_files_that_hold_no_mixture(tmp_path, content, message):

@@ -2,6 +2,7 @@
 
 import glob
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from maxbatch.config.schema import DataConfig
 from maxbatch.config.value import exact_number, plain
 from maxbatch.data.mixture import Mixture, MixturePhase
+from maxbatch.data.object_store import is_url
 from maxbatch.data.shares import LARGEST_TOTAL, SMALLEST_SHARE, whole_weights
 from maxbatch.data.sources import STDLIB
 from maxbatch.errors import UserError
@@ -52,9 +54,9 @@ def mixed_paths(data: DataConfig) -> MixedPaths | None:
   else:
     return None
   _check_alone(data, key)
-  if len(set(paths)) < len(paths):
-    twice = next(path for path in paths if paths.count(path) > 1)
-    raise UserError(f"{key}: {twice} is given twice; give it once, with the sum of the weights")
+  places = [_place(path) for path in paths]
+  if twice := [path for path, place in zip(paths, places, strict=True) if places.count(place) > 1]:
+    raise UserError(f"{key}: {twice[-1]} is given twice; give it once, with the sum of the weights")
   return MixedPaths(key, paths, Mixture(names, _phases(data, key, names, weights)))
 
 
@@ -69,6 +71,11 @@ def _check_alone(data: DataConfig, key: str) -> None:
       f"{key} takes the place of {path_key}={path}, which would not be read; set "
       f"{path_key}={default}, or make it one of the mixture's sources"
     )
+
+
+def _place(path: str) -> str:
+  """The path in one of its spellings."""
+  return path.rstrip("/") if is_url(path) else os.path.normpath(os.path.expanduser(path))
 
 
 def path_of(data: DataConfig) -> tuple[str, str]:
@@ -115,23 +122,50 @@ def _weighted(files: str, each: str) -> tuple[str, Fraction]:
 def _from_file(key: str, path: str) -> Mapping[str, tuple[str, Fraction]]:
   """Path and weight of each source by name, from MaxText's JSON file."""
   try:
-    # Exact: 0.7 is 7/10, and not the binary number next to it.
-    content = json.loads(Path(path).expanduser().read_text(encoding="utf-8"), parse_float=Fraction)
+    content = json.loads(
+      Path(path).expanduser().read_text(encoding="utf-8"),
+      parse_float=_number,
+      parse_int=_number,
+      object_pairs_hook=_without_repetition,
+    )
   except OSError as error:
-    raise UserError(f"{key} cannot be read: {error.strerror or error}") from error
-  except ValueError as error:
+    raise UserError(
+      f"{key} cannot be read: {error.strerror or error}; give a JSON file that is on this machine, for "
+      f"example {_FILE_EXAMPLE}"
+    ) from error
+  except (ValueError, RecursionError) as error:
     raise UserError(f"{key} is not JSON ({error}); for example {_FILE_EXAMPLE}") from error
   if not isinstance(content, dict) or not content:
     raise UserError(f"{key} must hold an object with a source for each name; {_FILE_EXAMPLE}")
   return {str(name): _entry(key, name, entry) for name, entry in content.items()}
 
 
+def _number(text: str) -> Fraction:
+  """Exact: 0.7 is 7/10, and not the binary number next to it."""
+  try:
+    return exact_number(text)
+  except ValueError as error:
+    raise ValueError(f"{text[:20]} is too large or too long a number") from error
+
+
+def _without_repetition(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+  """The object of the pairs. Raises ValueError for a name that JSON would forget."""
+  names = [name for name, _ in pairs]
+  if twice := [name for name in names if names.count(name) > 1]:
+    raise ValueError(f"{twice[0]} is there twice")
+  return dict(pairs)
+
+
 def _entry(key: str, name: str, entry: object) -> tuple[str, Fraction]:
+  if not name.strip() or not name.isprintable():
+    raise UserError(
+      f"{key}: {name!r} is no name that logs and metrics can show; for example {_FILE_EXAMPLE}"
+    )
   fields = entry if isinstance(entry, dict) else {}
   path, weight = fields.get("path"), fields.get("weight")
-  number = weight if isinstance(weight, int | Fraction) and weight is not True else -1
-  if number >= 0 and isinstance(path, str) and set(fields) == {"path", "weight"}:
-    return path, Fraction(number)
+  is_weight = isinstance(weight, Fraction) and weight >= 0
+  if is_weight and isinstance(path, str) and set(fields) == {"path", "weight"}:
+    return path, weight
   raise UserError(
     f"{key}: {name} must be an object with path, a text, and weight, a number of at least 0, and "
     f"nothing else; for example {_FILE_EXAMPLE}"
