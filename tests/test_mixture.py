@@ -14,6 +14,7 @@ from support import base, configured
 
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.dataset import Arrays, Dataset
+from maxbatch.data.input_report import given_files
 from maxbatch.data.mixture import (
   JoinedRows,
   MixedRows,
@@ -434,6 +435,9 @@ def test_a_source_that_cannot_be_used_is_named(texts):
   assert str(caught.value).startswith(
     "dataset_mixture, source absent: dataset_path=absent: no such file"
   )
+  # So it is where only its files are looked at.
+  with pytest.raises(UserError, match="source absent: dataset_path=absent: no such"):
+    list(given_files(keys("dataset_mixture=[[low, 1], [absent, 1]]")))
 
 
 def test_sources_are_files_of_any_dataset_type(texts):

@@ -150,12 +150,15 @@ def given_files(data: DataConfig) -> Iterator[tuple[str, DataConfig, Given]]:
   if find is None:
     return
   mixture = mixed_paths(data)
-  named = {"": data}
-  if mixture:
-    pairs = zip(mixture.mixture.names, mixture.paths, strict=True)
-    named = {name: alone(data, path) for name, path in pairs}
-  for name, one in named.items():
-    if (given := find(one)) is not None:
+  if mixture is None:
+    if (given := find(data)) is not None:
+      yield "", data, given
+    return
+  for name, path in zip(mixture.mixture.names, mixture.paths, strict=True):
+    one = alone(data, path)
+    with mixture.naming(name):
+      given = find(one)
+    if given is not None:
       yield name, one, given
 
 

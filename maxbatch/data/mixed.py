@@ -9,7 +9,6 @@ from maxbatch.config.schema import DataConfig
 from maxbatch.data.dataset import Dataset, SourceRows
 from maxbatch.data.mixture import VERSION, JoinedRows, MixedRows, Mixture, described
 from maxbatch.data.mixture_keys import MixedPaths, has_one_validation, path_of
-from maxbatch.errors import UserError
 
 
 def build(
@@ -24,10 +23,8 @@ def build(
   """
   datasets: dict[str, Dataset] = {}
   for name, path in zip(mixed.mixture.names, mixed.paths, strict=True):
-    try:
+    with mixed.naming(name):
       datasets[name] = build_one(alone(data, path))
-    except UserError as error:
-      raise UserError(f"{mixed.key}, source {name}: {error}") from error
   train = MixedRows(tuple(each.train for each in datasets.values()), mixed.mixture)
   # What a source says of validation is the same for all where one set is given.
   dataset = dataclasses.replace(

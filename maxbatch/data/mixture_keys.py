@@ -1,10 +1,11 @@
 """From keys, or MaxText's file, to a mixture: names, paths and weights, checked."""
 
+import contextlib
 import glob
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,14 @@ class MixedPaths(NamedTuple):
   key: str
   paths: tuple[str, ...]
   mixture: Mixture
+
+  @contextlib.contextmanager
+  def naming(self, source: str) -> Iterator[None]:
+    """A context whose errors name the source, since its path is the value of no key."""
+    try:
+      yield
+    except UserError as error:
+      raise UserError(f"{self.key}, source {source}: {error}") from error
 
 
 def mixed_paths(data: DataConfig) -> MixedPaths | None:
