@@ -14,7 +14,7 @@ from maxbatch.batch.host_loads import loading_hosts
 from maxbatch.batch.loads import check_loads
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
-from maxbatch.command_line.output_file import write_output
+from maxbatch.command_line.output_file import check_output, write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.compile import cache
@@ -94,15 +94,16 @@ def _analyze(arguments: Arguments[AnalyzerArguments]) -> None:
   own, config = arguments.own, load_config(arguments.configuration)
   if own.svg:
     check_picture_file("--svg", own.svg, "input")
+    check_output("--svg", own.svg)
   began = time.perf_counter()
   request, need = _prepare(config, own)
   # Compiling the step may have taken all of it.
   seconds = max(own.seconds - (time.perf_counter() - began), own.seconds / 2)
   analysis = analyze(request, need, seconds)
   _check(arguments.configuration, analysis, request)
+  print(json.dumps(analysis.as_dict(), indent=2) if own.json else analysis)
   if own.svg:
     write_output("--svg", own.svg, render(plot(analysis), pathlib.Path(own.svg).suffix))
-  print(json.dumps(analysis.as_dict(), indent=2) if own.json else analysis)
 
 
 def _prepare(config: Config, own: AnalyzerArguments) -> tuple[Request, Need]:

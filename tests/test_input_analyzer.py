@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 from fractions import Fraction
 from typing import Any
@@ -292,8 +293,37 @@ def test_data_that_do_not_keep_up_are_called_so(tmp_path, capsys, without_worker
 
 
 @pytest.mark.parametrize(
+  "record",
+  [
+    {"step_seconds": 1.0},
+    {"step_seconds": 0.0, "global_batch_to_train": 8},
+    {"step_seconds": 1.0, "global_batch_to_train": 0},
+    {"step_seconds": math.nan, "global_batch_to_train": 8},
+    {"step_seconds": 1.0, "data_wait_seconds": 1.5, "global_batch_to_train": 8},
+  ],
+)
+def test_steps_that_took_no_time_say_nothing_of_what_is_consumed(tmp_path, record):
+  lines = [json.dumps({"step": step, **record}) + "\n" for step in range(3)]
+  (tmp_path / "metrics.jsonl").write_text("".join(lines))
+  with pytest.raises(UserError, match="with two steps or more is there; for example"):
+    from_metrics(str(tmp_path), plan_of())
+
+
+@pytest.mark.parametrize("speed", ["-5", "NaN", "1e400", "true", "0"])
+def test_a_report_whose_speed_is_none_is_refused(tmp_path, speed):
+  file = tmp_path / "report.json"
+  file.write_text(f'[{{"time": {{"how": "measured", "tokens_per_second": {speed}}}}}]')
+  with pytest.raises(UserError, match="this is no report that tells a step's time; for example"):
+    from_report(str(file), plan_of())
+  file.write_text("[" * 100_000)
+  with pytest.raises(UserError, match="this is no report that tells a step's time; for example"):
+    from_report(str(file), plan_of())
+
+
+@pytest.mark.parametrize(
   ("more", "error"),
   [
+    (["--svg", "/absent/x.svg"], "No such file or directory; for example --svg new-x.svg"),
     (["run_metrics=/absent"], "run_metrics=/absent: no metrics.jsonl with two steps or more"),
     (["compile_report=/absent"], "compile_report=/absent: No such file or directory; for example"),
     (["compile_report=/etc/hostname"], "this is no report that tells a step's time; for example"),

@@ -1,5 +1,7 @@
 """The files that options such as --csv name, written without replacing a file of another kind."""
 
+import errno
+import os
 import pathlib
 
 from maxbatch.errors import UserError
@@ -9,6 +11,27 @@ _HEAD_BYTES = 16
 _DRAWN = b"Matplotlib"
 """An SVG or PNG of ours says so near its beginning, and many others begin with the same bytes."""
 _NEAR_BYTES = 4096
+
+
+def check_output(option: str, file: str) -> None:
+  """Refuses what `write_output` could not write, before the work that it would hold.
+
+  Raises:
+    UserError: with a name that works.
+  """
+  path = pathlib.Path(file).expanduser()
+  reason = 0
+  if path.is_dir():
+    reason = errno.EISDIR
+  elif not path.parent.is_dir():
+    reason = errno.ENOENT
+  elif not os.access(path if path.exists() else path.parent, os.W_OK):
+    reason = errno.EACCES
+  if reason:
+    raise UserError(
+      f"{option} {file}: cannot be written: {os.strerror(reason)}; for example {option} "
+      f"new-{path.name}"
+    )
 
 
 def write_output(option: str, file: str, content: bytes) -> None:

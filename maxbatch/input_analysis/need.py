@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from maxbatch.compile.program import compile_program
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target
-from maxbatch.run_folder.metrics import read_metrics
+from maxbatch.run_folder.metrics import Record, read_metrics
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import build_trainer
 
@@ -46,18 +47,22 @@ def from_metrics(path: str, plan: BatchPlan) -> Need:
   folder = Path(path).expanduser()
   folder = folder.parent if folder.name == RunFolder(folder).metrics.name else folder
   steps = [record for record in read_metrics(folder) if "step_seconds" in record][1:]
-  if not steps:
+  of_a_sample = [seconds for one in steps if (seconds := _seconds_of_a_sample(one)) > 0]
+  if not of_a_sample:
     raise UserError(
       f"run_metrics={path}: no metrics.jsonl with two steps or more is there; for example "
       "run_metrics=runs/first_run, the folder of a run"
     )
-  of_a_sample = statistics.median(
-    (one["step_seconds"] - one.get("data_wait_seconds", 0.0)) / one["global_batch_to_train"]
-    for one in steps
-  )
   samples = plan.global_batch_to_train
-  how = f"the median of {len(steps):,} steps of {folder}, without their waits for data"
-  return Need(samples, max(of_a_sample * samples, 1e-9), how)
+  how = f"the median of {len(of_a_sample):,} steps of {folder}, without their waits for data"
+  return Need(samples, statistics.median(of_a_sample) * samples, how)
+
+
+def _seconds_of_a_sample(one: Record) -> float:
+  """What a step took of each sample, without waiting; 0 where its record does not say."""
+  seconds = one["step_seconds"] - one.get("data_wait_seconds", 0.0)
+  samples = one.get("global_batch_to_train", 0)
+  return seconds / samples if samples > 0 and math.isfinite(seconds) else 0.0
 
 
 def from_report(path: str, plan: BatchPlan) -> Need:
@@ -80,11 +85,13 @@ def from_report(path: str, plan: BatchPlan) -> Need:
     times = [report["time"] for report in reports if "time" in report]
     time: dict[str, Any] = times[-1]
     samples = plan.global_batch_to_train
-    seconds = plan.tokens(samples) / float(time["tokens_per_second"])
-    return Need(samples, seconds, f"the compile report {file} ({time['how']})")
+    speed = time["tokens_per_second"]
+    if not (isinstance(speed, float) and 0 < speed < math.inf):
+      raise ValueError(speed)
+    return Need(samples, plan.tokens(samples) / speed, f"the compile report {file} ({time['how']})")
   except OSError as error:
     raise UserError(f"compile_report={path}: {error.strerror or error}; {example}") from error
-  except (ValueError, KeyError, TypeError, IndexError, ZeroDivisionError) as error:
+  except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
     raise UserError(
       f"compile_report={path}: this is no report that tells a step's time; {example}"
     ) from error
