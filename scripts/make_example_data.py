@@ -27,6 +27,8 @@ from maxbatch.run_folder.atomic import write_whole
 
 FILES = 4
 """Of each source, as a corpus has several."""
+_SMALLEST_VOCABULARY = 260
+"""A byte each, and four special tokens."""
 _END, _USER, _ASSISTANT, _END_OF_TURN = "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"
 _CHAT_TEMPLATE = (
   "{% for message in messages %}{% if message.role == 'assistant' %}<|assistant|>"
@@ -134,17 +136,34 @@ def main() -> None:
   parser.add_argument("--modules", type=int, default=300, help="files that are read")
   parser.add_argument("--vocab-size", type=int, default=4096)
   options = parser.parse_args()
-  found = list(definitions(options.modules))
+  if options.modules < 1 or options.vocab_size < _SMALLEST_VOCABULARY:
+    parser.error(
+      f"--modules {options.modules} --vocab-size {options.vocab_size}: at least 1 file is read, and the "
+      f"vocabulary has {_SMALLEST_VOCABULARY} tokens for bytes and special ones; for example --modules "
+      "300 --vocab-size 4096"
+    )
+  try:
+    print(write(options.folder, options.modules, options.vocab_size))
+  except OSError as error:
+    parser.error(
+      f"{options.folder}: {error.filename or options.folder} cannot be written: "
+      f"{error.strerror or error}; name a folder that can, for example example_data"
+    )
+
+
+def write(folder: Path, modules: int, vocab_size: int) -> str:
+  """Writes the folder. Returns what is in it; raises OSError if it cannot be written."""
+  found = list(definitions(modules))
   code = [each.code for each in found if not each.is_method]  # Those are in their classes.
   described = [each for each in found if each.docstring]
   prose = [f"{each.name}\n\n{each.docstring}" for each in described]
-  write_parquet(options.folder / "code", code)
-  write_parquet(options.folder / "prose", prose)
+  write_parquet(folder / "code", code)
+  write_parquet(folder / "prose", prose)
   chats = [json.dumps({"messages": conversation(each)}) for each in described]
-  write_whole(options.folder / "chats.jsonl", "\n".join(chats) + "\n")
-  write_tokenizer(options.folder / "tokenizer", [*code, *prose], options.vocab_size)
-  print(
-    f"{options.folder}: {len(code):,} documents of code, {len(prose):,} of prose, "
+  write_whole(folder / "chats.jsonl", "\n".join(chats) + "\n")
+  write_tokenizer(folder / "tokenizer", [*code, *prose], vocab_size)
+  return (
+    f"{folder}: {len(code):,} documents of code, {len(prose):,} of prose, "
     f"{len(chats):,} conversations, a tokenizer"
   )
 

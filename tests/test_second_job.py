@@ -1,6 +1,7 @@
 """The README's second job, line by line as it stands there, at a size that takes seconds."""
 
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -49,6 +50,37 @@ def checkout(tmp_path: Path) -> Path:
   installed = 'source scripts/environment.sh; fingerprint "" > "$stamp"'
   subprocess.run(["bash", "-c", installed], cwd=tmp_path, check=True)
   return tmp_path
+
+
+def test_data_that_cannot_be_made_end_with_a_sentence(tmp_path, monkeypatch, capsys):
+  script = runpy.run_path(str(REPOSITORY / "scripts" / "make_example_data.py"))
+  (tmp_path / "file").write_text("")
+  few = ["--modules", "2", "--vocab-size", "260"]
+  for arguments, said in (
+    (
+      [f"{tmp_path}/file", *few],
+      f"{tmp_path}/file/code cannot be written: Not a directory; name a",
+    ),
+    (
+      [f"{tmp_path}/new", "--modules", "0"],
+      "--modules 0 --vocab-size 4096: at least 1 file is read",
+    ),
+    (
+      [f"{tmp_path}/new", "--vocab-size", "3"],
+      "260 tokens for bytes and special ones; for example",
+    ),
+  ):
+    monkeypatch.setattr(sys, "argv", ["make_example_data.py", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+      script["main"]()
+    assert said in capsys.readouterr().err
+  assert not (tmp_path / "new").exists()
+  # A second time in the same place it is as the first.
+  monkeypatch.setattr(sys, "argv", ["make_example_data.py", f"{tmp_path}/new", *few])
+  script["main"]()
+  first = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+  script["main"]()
+  assert first == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
 
 def test_the_second_job_of_the_readme(checkout):
