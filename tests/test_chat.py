@@ -248,6 +248,8 @@ def test_a_bad_conversation_is_named_with_its_line(tmp_path):
     ({"use_chat_template": False}, "sft_train_on_completion_only=true needs conversations"),
     ({"tokenizer_type": "byte", "tokenizer_path": ""}, "tokenizer_type=byte has no chat template"),
     ({"dataset_type": "text"}, "dataset_type=text has no records with messages"),
+    ({"tokenize_train_data": False}, "use_chat_template=true tokenize_train_data=false: conversat"),
+    ({"tokenize_eval_data": False}, "tokenize_eval_data=false: conversations are text"),
   ],
 )
 def test_keys_that_need_each_other(tmp_path, changes, message):

@@ -259,4 +259,18 @@ def test_keys_of_another_dataset_type_are_said(tmp_path):
   keys = {"dataset_path": str(tmp_path / "a.txt"), "grain_train_files": "x.parquet"}
   description = build(tmp_path, **keys).description
   assert "not read: grain_train_files=x.parquet (dataset_type=grain reads it)" in description
+  more = {"train_data_columns": ("a",), "grain_file_type": "arrow", "hf_name": "en"}
+  description = build(tmp_path, dataset_path=keys["dataset_path"], **more).description
+  for key in (
+    "grain_file_type=arrow (dataset_type=grain",
+    "train_data_columns=['a'] (dataset_type=gr",
+  ):
+    assert key in description
+  assert "hf_name=en (dataset_type=hf reads it)" in description
+  with pytest.raises(UserError, match="tokenize_train_data=false: files of text hold no token ids"):
+    build(tmp_path, dataset_path=keys["dataset_path"], tokenize_train_data=False)
+  jsonl(tmp_path / "a.jsonl", ["some words " * 9])
+  given = {"dataset_type": "grain", "grain_train_files": str(tmp_path / "a.jsonl")}
+  description = build(tmp_path, dataset_path="other/", **given).description
+  assert "not read: dataset_path=other/ (dataset_type=text reads it)" in description
   assert starts_of(cache_of(build(tmp_path, **keys).train)) == [0]

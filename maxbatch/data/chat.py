@@ -168,6 +168,15 @@ def build_chat(data: DataConfig, tokenizer: Tokenizer) -> Chat | None:
       f"use_chat_template=true weights_column={data.weights_column}: conversations say in themselves "
       "what counts, with \"weight\": 0 in a message; set weights_column='', or use_chat_template=false"
     )
+  for key, tokenize in (
+    ("tokenize_train_data", data.tokenize_train_data),
+    ("tokenize_eval_data", data.tokenize_eval_data),
+  ):
+    if not tokenize:
+      raise UserError(
+        f"use_chat_template=true {key}=false: conversations are text, which has to be tokenized; set "
+        f"{key}=true, or use_chat_template=false for records of token ids"
+      )
   if not isinstance(tokenizer, HuggingFaceTokenizer):
     raise UserError(
       f"use_chat_template=true: tokenizer_type={data.tokenizer_type} has no chat template; use "

@@ -10,6 +10,8 @@ from maxbatch.data import grain_files, hf_dataset, mixed, synthetic, text
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.mixture import MixedRows
 from maxbatch.data.mixture_keys import mixed_paths
+from maxbatch.data.record_files import AUTO
+from maxbatch.data.sources import STDLIB
 from maxbatch.data.split import Given
 from maxbatch.data.tokenizer import ByteTokenizer, Tokenizer
 from maxbatch.data.tokenizers import huggingface, sentencepiece, tiktoken
@@ -93,17 +95,30 @@ def build_dataset(data: DataConfig, max_target_length: int) -> Dataset:
 
 def _unread(data: DataConfig) -> list[str]:
   """A line on the keys that are given and belong to another dataset_type."""
-  by_type = {
+  by_type: dict[str, dict[str, object]] = {
     "grain": {
       "grain_train_files": data.grain_train_files,
       "grain_eval_files": data.grain_eval_files,
+      "grain_file_type": data.grain_file_type.removeprefix(AUTO),
     },
     "hf": {
       "hf_path": data.hf_path,
+      "hf_name": data.hf_name,
+      "hf_data_dir": data.hf_data_dir,
       "hf_train_files": data.hf_train_files,
       "hf_eval_files": data.hf_eval_files,
+      "hf_eval_split": data.hf_eval_split,
     },
   }
+  if data.dataset_type in ("grain", "hf"):
+    text_path = data.dataset_path if data.dataset_path != STDLIB else ""
+    by_type["text"] = {"dataset_path": text_path, "eval_dataset_path": data.eval_dataset_path}
+  if data.dataset_type == "text":
+    columns = {
+      "train_data_columns": data.train_data_columns,
+      "eval_data_columns": data.eval_data_columns,
+    }
+    by_type["grain or hf"] = {key: list(of) for key, of in columns.items() if of != ("text",)}
   given = [
     f"{key}={value} (dataset_type={name} reads it)"
     for name, keys in by_type.items()

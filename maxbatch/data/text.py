@@ -22,12 +22,21 @@ def find(data: DataConfig) -> Given:
   """The files of `dataset_path` and `eval_dataset_path`.
 
   Raises:
-    UserError: one is missing, or a column is to have weights.
+    UserError: one is missing, or is to hold weights or token ids.
   """
   if data.weights_column:
     raise UserError(
       f"weights_column={data.weights_column}: files of text have no columns; set weights_column='', or "
       "use dataset_type=grain grain_train_files='data/*.parquet'"
+    )
+  ids = {
+    "tokenize_train_data": data.tokenize_train_data,
+    "tokenize_eval_data": data.tokenize_eval_data,
+  }
+  if ids_keys := [key for key, tokenize in ids.items() if not tokenize]:
+    raise UserError(
+      f"{ids_keys[0]}=false: files of text hold no token ids; set {ids_keys[0]}=true, or use "
+      "dataset_type=grain grain_train_files='data/*.parquet'"
     )
   sources = resolve("dataset_path", data.dataset_path)
   validation = None
