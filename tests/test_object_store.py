@@ -113,6 +113,11 @@ def test_folders_globs_texts_mixtures_and_evaluation_by_url(tmp_path, proxy, put
   assert same(local, build(tmp_path, "", **hf, hf_path=url))
   of_files = hf | {"hf_path": "json", "hf_train_files": f"{url}/train-*.jsonl"}
   assert same(local, build(tmp_path, "", **of_files, hf_eval_files=f"{url}/dev-0.jsonl"))
+  # Within a folder's dataset, or by a URL of its own.
+  for file in ("train-*.jsonl", f"{url}/train-*.jsonl"):
+    assert same(local, build(tmp_path, "", **hf, hf_path=url, hf_train_files=file))
+  message = refusal(tmp_path, "", **hf, hf_path=url, hf_train_files="none.jsonl")
+  assert message.startswith(f"hf_train_files={url}/none.jsonl: no such object")
   mixed = [
     build(
       tmp_path, "", dataset_mixture=((f"{place}/train-0.jsonl", 1), (f"{place}/dev-0.jsonl", 2))
@@ -286,7 +291,12 @@ def test_what_is_not_there_or_not_allowed_is_named_at_once(tmp_path, proxy, put)
   assert "no such bucket or object; give one that exists" in refusal(tmp_path, "s3://nobody/a")
   assert "no such object, and none below it" in refusal(tmp_path, f"{ROOT}/none/a.jsonl")
   assert "the glob matches no object" in refusal(tmp_path, f"{ROOT}/none-*.jsonl")
-  assert "give a bucket, for example s3://bucket/data" in refusal(tmp_path, "s3://")
+  for without in ("s3://", "s3:///a.jsonl", "s3://buck*/a.jsonl"):
+    message = refusal(tmp_path, without)
+    assert message == f"grain_train_files={without}: give a bucket, for example s3://bucket/data"
+  hf: dict[str, object] = {"dataset_type": "hf", "grain_train_files": ""}
+  message = refusal(tmp_path, "", **hf, hf_path="s3://")
+  assert message == "hf_path=s3://: give a bucket, for example s3://bucket/data"
   # One request for each of a listing, the object and the bucket.
   assert proxy.requests.total() <= 10
   message = refusal(tmp_path, "hf://datasets/a")

@@ -44,7 +44,10 @@ def find(data: DataConfig) -> Given | None:
   folder = os.path.expanduser(data.hf_path)
   if data.hf_path in _BUILDERS:
     return _of_files(data)
-  if is_url(folder) or os.path.isdir(folder):
+  if is_url(folder):
+    OpenStore.of("hf_path", folder)  # It names a bucket: what is joined to it may look like one.
+    return _of_folder(data, os.path.join(folder, data.hf_data_dir))
+  if os.path.isdir(folder):
     return _of_folder(data, os.path.join(folder, data.hf_data_dir))
   return None
 
@@ -78,13 +81,19 @@ def _of_folder(data: DataConfig, folder: str) -> Given:
       "this folder has no splits but what its files' names say; use train_split=train hf_eval_split="
       "validation, or hf_train_files and hf_eval_files"
     )
-  files = os.path.join(folder, data.hf_train_files)
-  train = resolve_records("hf_path", files, train_columns(data), AUTO, "hf_path")
+  key = "hf_train_files" if data.hf_train_files else "hf_path"
+  files = _within(folder, data.hf_train_files)
+  train = resolve_records(key, files, train_columns(data), AUTO, "hf_path")
   validation = None
   if data.hf_eval_files:
-    files = os.path.join(folder, data.hf_eval_files)
+    files = _within(folder, data.hf_eval_files)
     validation = resolve_records("hf_eval_files", files, eval_columns(data), AUTO, "hf_path")
   return Given(train, validation, "hf_eval_files")
+
+
+def _within(folder: str, files: str) -> str:
+  """The files of a folder's dataset, which may also be elsewhere."""
+  return files if is_url(files) else os.path.join(folder, files)
 
 
 def _is_file(path: str) -> bool:

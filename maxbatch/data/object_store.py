@@ -5,6 +5,7 @@ fail again (no credentials, no such bucket or object, no access) is named at onc
 """
 
 import dataclasses
+import glob
 import logging
 import os
 import random
@@ -78,7 +79,7 @@ class OpenStore:
     """The store that `url`, the value of the configuration key `key`, names.
 
     Raises:
-      UserError: there is none of that kind, or its package is not installed.
+      UserError: there is none of that kind, the URL names no bucket, or its package is not installed.
     """
     scheme = url.partition(_SEPARATOR)[0]
     if scheme not in STORES:
@@ -87,6 +88,9 @@ class OpenStore:
         f"{key}={url}: {scheme}:// is not read here.{did_you_mean(scheme, STORES)} Known: {known}, "
         "and files and folders of this machine, mounted ones too"
       )
+    bucket = _path(url).partition("/")[0]
+    if not bucket or glob.has_magic(bucket):
+      raise UserError(f"{key}={url}: give a bucket, for example {scheme}://bucket/data")
     return cls(key, STORES[scheme], STORES[scheme].open(f"{key}={url}"))
 
   def listed(self, url: str) -> list[StoredObject]:
@@ -96,12 +100,7 @@ class OpenStore:
       UserError: the store does not answer, or refuses to.
     """
     path = _path(url)
-    if not path.strip("/"):
-      raise UserError(
-        f"{self.key}={url}: give a bucket, for example {self.store.name}://bucket/data"
-      )
-    is_glob = any(char in path for char in "*?[")
-    ask = self.system.glob if is_glob else self.system.find
+    ask = self.system.glob if glob.has_magic(path) else self.system.find
     found = self._tried(url, lambda: ask(path, detail=True))
     if not found:
       # Which is said of a bucket alone: what it holds may not be for everyone to see.

@@ -14,6 +14,7 @@ import numpy as np
 
 from maxbatch.config.find import did_you_mean
 from maxbatch.config.schema import DataConfig
+from maxbatch.data.object_store import is_url
 from maxbatch.data.tokenizer import Ids
 from maxbatch.data.tokenizers.hub import hub_folder, is_hub_name
 from maxbatch.errors import UserError
@@ -65,6 +66,11 @@ def read_vocabulary(data: DataConfig, *names: str) -> VocabularyFile:
     raise UserError(
       f"tokenizer_type={data.tokenizer_type} needs the vocabulary's file: for example "
       f"tokenizer_path=my_tokenizer/{names[0]}; or use tokenizer_type=byte, which needs none"
+    )
+  if is_url(data.tokenizer_path):
+    raise UserError(
+      f"{given}: a vocabulary is not read from a URL; copy it to this machine, and give the file or "
+      "its folder, for example tokenizer_path=my_tokenizer"
     )
   path = Path(data.tokenizer_path).expanduser()
   if not os.path.lexists(path) and is_hub_name(data.tokenizer_path):
