@@ -10,7 +10,7 @@ from typing import Annotated
 
 import jax
 
-from maxbatch.batch.host_loads import loading_hosts
+from maxbatch.batch.host_loads import host_loads, loading_hosts
 from maxbatch.batch.loads import check_loads
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
@@ -29,7 +29,9 @@ from maxbatch.hardware.sharding import make_mesh, num_processes
 from maxbatch.input_analysis.analyze import Request, analyze
 from maxbatch.input_analysis.need import Need, estimated, from_metrics, from_report, measured
 from maxbatch.input_analysis.plot import plot
+from maxbatch.input_analysis.recommend import slurm
 from maxbatch.input_analysis.report import InputAnalysis
+from maxbatch.input_analysis.settings import Setting
 from maxbatch.modes.resolve import resolve_micro_batch_size
 from maxbatch.plots.figure import check_picture_file, render
 from maxbatch.training.build import streams
@@ -152,6 +154,9 @@ def _request(
   own: AnalyzerArguments,
   target: Target | None,
 ) -> Request:
+  """What is asked. Raises UserError for hosts that the devices or the nodes do not divide over."""
+  slurm(Setting(), num_hosts, own.tasks_per_node)
+  host_loads(plan, num_hosts)
   return Request(config, plan, num_hosts, own.tasks_per_node, own.margin, target)
 
 

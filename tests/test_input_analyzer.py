@@ -305,7 +305,7 @@ def test_data_that_do_not_keep_up_are_called_so(tmp_path, capsys, without_worker
 def test_steps_that_took_no_time_say_nothing_of_what_is_consumed(tmp_path, record):
   lines = [json.dumps({"step": step, **record}) + "\n" for step in range(3)]
   (tmp_path / "metrics.jsonl").write_text("".join(lines))
-  with pytest.raises(UserError, match="with two steps or more is there; for example"):
+  with pytest.raises(UserError, match="with two steps or more, which did more than wait for data"):
     from_metrics(str(tmp_path), plan_of())
 
 
@@ -329,11 +329,15 @@ def test_a_report_whose_speed_is_none_is_refused(tmp_path, speed):
     (["compile_report=/etc/hostname"], "this is no report that tells a step's time; for example"),
     (["run_metrics=a", "compile_report=b"], "one of them says what the step consumes"),
     (["num_devices=64"], "names devices that are not here"),
+    # Before the step is compiled.
+    (["num_hosts=3"], "num_hosts=3 must divide the 8 devices evenly; for example num_hosts=2"),
+    (["num_hosts=4", "tasks_per_node=3"], "tasks_per_node=3 must divide the 4 processes"),
     (["margin=0.5"], "margin must be at least 1"),
     (["--svg", "x.txt"], "--svg x.txt: name a file that ends in .svg, .png or .pdf"),
     (["run_metric=x"], "Did you mean run_metrics?"),
   ],
 )
-def test_mistakes_end_with_a_sentence(capsys, more, error):
+def test_mistakes_end_with_a_sentence(capsys, monkeypatch, more, error):
+  monkeypatch.delattr("maxbatch.input_analyzer.measured")
   assert main(["config=base", *more]) == 2
   assert error in capsys.readouterr().err

@@ -172,9 +172,9 @@ def _entry(key: str, name: str, entry: object) -> tuple[str, Fraction]:
     )
   fields = entry if isinstance(entry, dict) else {}
   path, weight = fields.get("path"), fields.get("weight")
-  is_weight = isinstance(weight, Fraction) and weight >= 0
-  if is_weight and isinstance(path, str) and set(fields) == {"path", "weight"}:
-    return path, weight
+  number = weight if isinstance(weight, Fraction) else Fraction(-1)
+  if number >= 0 and isinstance(path, str) and set(fields) == {"path", "weight"}:
+    return path, number
   raise UserError(
     f"{key}: {name} must be an object with path, a text, and weight, a number of at least 0, and "
     f"nothing else; for example {_FILE_EXAMPLE}"

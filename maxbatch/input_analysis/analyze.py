@@ -75,7 +75,6 @@ def analyze(
     UserError: the data or the keys cannot be used.
   """
   config, plan, budget = request.config, request.plan, _Budget(seconds, clock)
-  slurm(Setting(), request.num_hosts, request.tasks_per_node)
   options = loading_options(plan, request.num_hosts, streamed=streams(config))
   found = input_report(config.data, plan, request.num_hosts)
   began = clock()

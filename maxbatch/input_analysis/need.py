@@ -50,8 +50,8 @@ def from_metrics(path: str, plan: BatchPlan) -> Need:
   of_a_sample = [seconds for one in steps if (seconds := _seconds_of_a_sample(one)) > 0]
   if not of_a_sample:
     raise UserError(
-      f"run_metrics={path}: no metrics.jsonl with two steps or more is there; for example "
-      "run_metrics=runs/first_run, the folder of a run"
+      f"run_metrics={path}: no metrics.jsonl with two steps or more, which did more than wait for "
+      "data, is there; for example run_metrics=runs/first_run, the folder of a run"
     )
   samples = plan.global_batch_to_train
   how = f"the median of {len(of_a_sample):,} steps of {folder}, without their waits for data"
