@@ -230,6 +230,11 @@ def test_what_a_step_consumes_is_that_of_earlier_steps_without_their_waits(tmp_p
 
 def test_what_a_step_consumes_is_that_of_a_compile_report(tmp_path):
   time = {"tokens_per_second": 256.0, "how": "estimate"}
+  titled = {"title": "Compile report: tiny, rows of 16 tokens\n  8 × cpu: data 8", "time": time}
+  (tmp_path / "compile_report.json").write_text(json.dumps([titled]))
+  # Of which model and devices, so that another one's is noticed.
+  said = from_report(str(tmp_path), plan_of()).how
+  assert said.endswith("compile_report.json (estimate; tiny, rows of 16 tokens 8 × cpu: data 8)")
   (tmp_path / "compile_report.json").write_text(json.dumps([{}, {"time": time}]))
   need = from_report(str(tmp_path), plan_of("batch_size=32", "max_target_length=128"))
   assert (need.samples, need.step_seconds) == (32, 16.0)

@@ -82,16 +82,18 @@ def from_report(path: str, plan: BatchPlan) -> Need:
   )
   try:
     reports = json.loads(file.read_text(encoding="utf-8"))
-    times = [report["time"] for report in reports if "time" in report]
-    time: dict[str, Any] = times[-1]
+    report: dict[str, Any] = [one for one in reports if "time" in one][-1]
+    time = report["time"]
     samples = plan.global_batch_to_train
     speed = time["tokens_per_second"]
     if not (isinstance(speed, float) and 0 < speed < math.inf):
       raise ValueError(speed)
-    return Need(samples, plan.tokens(samples) / speed, f"the compile report {file} ({time['how']})")
+    about = " ".join(str(report.get("title", "")).removeprefix("Compile report: ").split())
+    how = f"the compile report {file} ({time['how']}{about and f'; {about}'})"
+    return Need(samples, plan.tokens(samples) / speed, how)
   except OSError as error:
     raise UserError(f"compile_report={path}: {error.strerror or error}; {example}") from error
-  except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+  except (ValueError, KeyError, TypeError, IndexError, RecursionError, AttributeError) as error:
     raise UserError(
       f"compile_report={path}: this is no report that tells a step's time; {example}"
     ) from error
