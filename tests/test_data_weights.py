@@ -53,7 +53,7 @@ def targets(dataset: Dataset) -> dict[int, float]:
 def examples(ids: list[Any], masks: list[Any]) -> list[bytes]:
   made = []
   for one, mask in zip(ids, masks, strict=True):
-    example = tf_example._example()()
+    example = tf_example.example_class()()
     example.features.feature["text"].int64_list.value.extend(one)
     example.features.feature["mask"].int64_list.value.extend(mask)
     made.append(example.SerializeToString())
