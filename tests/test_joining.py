@@ -139,7 +139,7 @@ def test_two_processes_of_one_number_are_refused():
 def attend(address: str, said: list[str]) -> None:
   """A further process 1, which is told why it may not start."""
   try:
-    Rendezvous().attend(address, 1)
+    Rendezvous().check_in(address, 1)
   except SaidByAnotherError as error:
     said.append(str(error))
 
