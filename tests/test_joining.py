@@ -219,6 +219,16 @@ def test_keys_and_variables_say(given, variables, stated):
   [
     (["process_id=2", "num_processes=2"], {}, "process_id=2 num_processes=2: processes count from"),
     ([], {"SLURM_NTASKS": "many"}, "SLURM_NTASKS=many: must be a number"),
+    (
+      [],
+      {"JAX_COORDINATOR_ADDRESS": "a:99999"},
+      "JAX_COORDINATOR_ADDRESS=a:99999 must be HOST:PORT, .* for example a:1234",
+    ),
+    (
+      [],
+      {"JAX_COORDINATOR_IP": "::1", "JAX_COORDINATOR_PORT": "8000", "NNODES": "2"},
+      "JAX_COORDINATOR_IP=::1 JAX_COORDINATOR_PORT=8000 must be HOST:PORT",
+    ),
   ],
 )
 def test_what_cannot_be_is_refused(given, variables, said):
