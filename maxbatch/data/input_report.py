@@ -17,6 +17,7 @@ from maxbatch.data.corpus import recipe_of, with_validation
 from maxbatch.data.document_rows import layout_of
 from maxbatch.data.mixed import alone
 from maxbatch.data.mixture_keys import mixed_paths
+from maxbatch.data.object_store import is_url
 from maxbatch.data.registry import FILES, build_tokenizer
 from maxbatch.data.sources import Sources
 from maxbatch.data.split import Given, split
@@ -184,7 +185,8 @@ def _source(
   cold_bytes = sum(job.size_bytes for job in cold)
   cached = [shard for job in train if (shard := shards[job.path]) is not None]
   rate = None
-  if measure and cold_bytes > _SLOW_BYTES and not is_elsewhere(given.train.path):
+  # Objects of a store would be copied as a whole first.
+  if measure and cold_bytes > _SLOW_BYTES and not is_url(given.train.path):
     rate = _rate(recipe_of(data, tokenizer, given.train), cold)
   return SourceReport(
     name=name,
@@ -199,11 +201,6 @@ def _source(
     num_documents=sum(shard.num_documents for shard in cached),
     rate=rate,
   )
-
-
-def is_elsewhere(path: str) -> bool:
-  """Whether the files are in an object store: they are copied before anything is read of them."""
-  return "://" in path
 
 
 def _rate(recipe: Recipe, jobs: Sequence[ShardJob]) -> TokenizeRate:
