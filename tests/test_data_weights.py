@@ -53,7 +53,7 @@ def targets(dataset: Dataset) -> dict[int, float]:
 def examples(ids: list[Any], masks: list[Any]) -> list[bytes]:
   made = []
   for one, mask in zip(ids, masks, strict=True):
-    example = tf_example._example()()
+    example = tf_example.example_class()()
     example.features.feature["text"].int64_list.value.extend(one)
     example.features.feature["mask"].int64_list.value.extend(mask)
     made.append(example.SerializeToString())
@@ -143,8 +143,10 @@ def test_weights_that_are_none_make_a_bad_record(tmp_path, mask, reason):
 
 
 def test_weights_that_cannot_be_meant(tmp_path):
-  jsonl(tmp_path / "a.jsonl", ["some text", "more"], [1, [1, 0, 1, 0]])
-  assert "4 weights for a text, which has one weight" in refusal(tmp_path, tmp_path / "a.jsonl")
+  for mask in ([1, 0, 1, 0], []):
+    jsonl(tmp_path / "a.jsonl", ["some text", "more"], [1, mask])
+    said = f"{len(mask)} weights for a text, which has one weight"
+    assert said in refusal(tmp_path, tmp_path / "a.jsonl")
   jsonl(tmp_path / "b.jsonl", ["some text", "more"], [0, 0])
   assert "no token counts in the loss, since all weights are 0" in (
     refusal(tmp_path, tmp_path / "b.jsonl")
