@@ -1,11 +1,16 @@
 """Processes that were not started alike do not train: each difference is named with its host."""
 
+import importlib
 import pathlib
 import shutil
 import socket
+import sys
 
 from processes import REPOSITORY, small_run
 from several_processes import train
+
+from maxbatch.config.load import load_config
+from maxbatch.modes import start
 
 HOST = socket.gethostname()
 
@@ -113,3 +118,17 @@ def test_processes_with_different_numbers_of_devices_are_refused(tmp_path):
     "(num_simulated_devices=2 here)\n"
   )
   assert ended[1].errors == ""
+
+
+def test_a_module_that_only_some_processes_have_imported_so_far_is_no_difference(
+  tmp_path, monkeypatch
+):
+  """Such as what a tokenizer imports when it is first used: in the process that tokenizes."""
+  own_module(tmp_path)
+  (tmp_path / "my_late.py").touch()
+  monkeypatch.syspath_prepend(str(tmp_path))
+  config = load_config(["config=base", "metrics=[my_measure:margin]"])
+  monkeypatch.setitem(sys.modules, "my_late", importlib.import_module("my_late"))
+  assert sorted(start.own_modules(config)) == ["my_late.py", "my_measure.py"]
+  monkeypatch.setattr(start, "gather", lambda names: [names, []])
+  assert sorted(start.own_modules(config)) == ["my_measure.py"]
