@@ -1,10 +1,10 @@
 """Processes that were not started alike do not train: each difference is named with its host."""
 
-import importlib
 import pathlib
 import shutil
 import socket
 import sys
+import types
 
 from processes import REPOSITORY, small_run
 from several_processes import train
@@ -125,10 +125,12 @@ def test_a_module_that_only_some_processes_have_imported_so_far_is_no_difference
 ):
   """Such as what a tokenizer imports when it is first used: in the process that tokenizes."""
   own_module(tmp_path)
-  (tmp_path / "my_late.py").touch()
+  late = types.ModuleType("my_late")
+  late.__file__ = str(tmp_path / "my_late.py")
+  pathlib.Path(late.__file__).touch()
   monkeypatch.syspath_prepend(str(tmp_path))
   config = load_config(["config=base", "metrics=[my_measure:margin]"])
-  monkeypatch.setitem(sys.modules, "my_late", importlib.import_module("my_late"))
+  monkeypatch.setitem(sys.modules, "my_late", late)
   assert sorted(start.own_modules(config)) == ["my_late.py", "my_measure.py"]
   monkeypatch.setattr(start, "gather", lambda names: [names, []])
   assert sorted(start.own_modules(config)) == ["my_measure.py"]

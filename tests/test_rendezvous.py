@@ -57,7 +57,7 @@ def test_all_go_on_once_all_are_there():
   ("count", "processes", "failures", "said"),
   [
     (3, (1, 1), {}, f"process_id=1: a process on {HOST} and one on {HOST} both have this number"),
-    (3, (2, 5), {}, f"process_id=5 on {HOST}: process 0 has been told num_processes=3"),
+    (3, (2, 5), {}, f"process_id=5 on {HOST}: process 0 has num_processes=3"),
     (3, (1, 2), {2: "learning_rat: no such key"}, f"process 2 on {HOST}: learning_rat: no such"),
     (3, (1, 2), {0: "learning_rat: no such key"}, "learning_rat: no such key"),
     (3, (1, 2), {2: "é" * 100_000}, f"process 2 on {HOST}: ééé"),

@@ -208,7 +208,7 @@ def _initialize(
     try:
       return outcome.get(timeout=limit)
     except queue.Empty:
-      if rendezvous.refusal:  # Of which some that never came have not been told.
+      if rendezvous.refusal:  # Those that never came have not heard of it.
         return UserError(rendezvous.refusal)
       return _late(stated, limit, rendezvous.missing())
 

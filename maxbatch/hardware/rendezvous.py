@@ -39,7 +39,7 @@ class Rendezvous:
   """This process's part in it: process 0 waits for the others (`serve`), who `check_in` there."""
 
   def __init__(self, failure: str = "") -> None:
-    """`failure`: why this process cannot start, which all are told."""
+    """`failure`: why this process cannot start, which all others hear too."""
     self._failure = self.refusal = failure[:_LONGEST_FAILURE]
     """Why none may start, as far as it is known."""
     self._num_processes = 0
@@ -60,7 +60,7 @@ class Rendezvous:
       num_processes: with this one.
 
     Raises:
-      UserError: none may start, for the reason that all have been told.
+      UserError: none may start, for the reason that all have been sent.
       OSError: another program has the port.
     """
     self._num_processes = num_processes
@@ -153,7 +153,7 @@ class Rendezvous:
       return f"process {hello.process} on {hello.host}: {hello.failure}"
     if not 0 < hello.process <= last:
       return (
-        f"process_id={hello.process} on {hello.host}: process 0 has been told num_processes="
+        f"process_id={hello.process} on {hello.host}: process 0 has num_processes="
         f"{self._num_processes}, of which the others are process 1 to process {last}; start all with "
         "the same number of processes"
       )
