@@ -225,6 +225,8 @@ def _rows(data: DataConfig, length: int) -> str:
 def _missing(sources: Sequence[SourceReport], loads: Sequence[HostLoad]) -> Iterator[str]:
   """What would hold up a run, or leave hosts without work, and what helps."""
   loading = sum(load.num_hosts for load in loads if load.samples)
+  # A factor above 1 lets another number of hosts load than the example names.
+  no_factor = "" if all(load.samples for load in loads) else "expansion_factor_real_data=-1 "
   for one in sources:
     of_source = f"{one.name}: " if one.name else ""
     if one.cold_bytes:
@@ -239,7 +241,8 @@ def _missing(sources: Sequence[SourceReport], loads: Sequence[HostLoad]) -> Iter
     if one.num_shards < loading:
       yield (
         f"{of_source}fewer shards ({one.num_shards:,}) than loading hosts ({loading:,}), so that "
-        f"hosts read the same file; for example loading_hosts={list(range(one.num_shards))}"
+        f"hosts read the same file; for example {no_factor}"
+        f"loading_hosts={list(range(one.num_shards))}"
       )
 
 
