@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from processes import PATIENCE_SECONDS
 from several_processes import free_port
 
 from maxbatch.errors import SaidByAnotherError, UserError
+from maxbatch.hardware import rendezvous
 from maxbatch.hardware.rendezvous import Rendezvous, connected
 
 HOST = socket.gethostname()
@@ -71,6 +73,7 @@ def test_all_hear_why_none_may_start(count, processes, failures, said):
     assert other.startswith(f"{SaidByAnotherError.__name__}: {said}")
 
 
+FIRST = b'{"process": 1, "host": "a", "failure": ""}\n'
 STRANGERS = (
   b"GET / HTTP/1.1\r\n",
   b"\xff\xfe\n",
@@ -87,7 +90,7 @@ def test_one_that_went_away_may_come_again_and_strangers_are_not_counted(caplog)
   port, first = free_port(), Rendezvous()
   held = threading.Thread(target=first.serve, args=(f"[::]:{port}", 3), daemon=True)
   held.start()
-  for said in (*STRANGERS, b'{"process": 1, "host": "a", "failure": ""}\n'):
+  for said in (*STRANGERS, FIRST):
     with connected(f"localhost:{port}") as connection, contextlib.suppress(ConnectionError):
       connection.settimeout(PATIENCE_SECONDS)
       connection.sendall(said)
@@ -104,6 +107,34 @@ def test_one_that_went_away_may_come_again_and_strangers_are_not_counted(caplog)
   held.join(PATIENCE_SECONDS)
   assert (others, held.is_alive()) == (["", ""], False)
   assert not caplog.records  # Such as tracebacks of asyncio.
+
+
+def test_all_may_come_at_the_same_moment(monkeypatch):
+  """Connections that the system does not keep are tried again seconds later."""
+  port, first, count, listeners = free_port(), Rendezvous(), 120, []
+  inner = rendezvous._listener
+  monkeypatch.setattr(
+    rendezvous, "_listener", lambda *given: listeners.append(inner(*given)) or listeners[0]
+  )
+  served = threading.Thread(target=first.serve, args=(f"[::]:{port}", count), daemon=True)
+  served.start()
+  with connected(f"localhost:{port}") as connection:
+    connection.sendall(FIRST)
+    while 1 in first.missing():
+      time.sleep(0.01)
+    # Of a socket that listens: how many it keeps (linux/tcp.h).
+    state = listeners[0].getsockopt(socket.SOL_TCP, socket.TCP_INFO, 104)
+    (kept,) = struct.unpack_from("I", state, 28)
+  while 1 not in first.missing():
+    time.sleep(0.01)
+  said = outcomes(
+    *(
+      lambda number=number: Rendezvous().check_in(f"localhost:{port}", number)
+      for number in range(1, count)
+    )
+  )
+  served.join(PATIENCE_SECONDS)
+  assert (set(said), kept) == ({""}, count)
 
 
 def test_a_process_that_another_program_answers_is_refused():

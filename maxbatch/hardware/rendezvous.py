@@ -66,7 +66,7 @@ class Rendezvous:
     self._num_processes = num_processes
     host, _, port = address.rpartition(":")
     try:
-      listener = _listener(host.strip("[]"), int(port), num_processes)
+      listener = _listener(host.strip("[]"), int(port))
     except OSError as error:
       if error.errno != errno.EADDRINUSE:
         raise
@@ -106,7 +106,9 @@ class Rendezvous:
 
   async def _serve(self, listener: socket.socket) -> None:
     self._note_if_complete()
-    server = await asyncio.start_server(self._handle, sock=listener, limit=_LONGEST_LINE_BYTES)
+    server = await asyncio.start_server(
+      self._handle, sock=listener, limit=_LONGEST_LINE_BYTES, backlog=self._num_processes
+    )
     await self._complete.wait()
     server.close()  # Before anyone connects to jax's service at this address.
     await asyncio.gather(*(_answer(writer, "") for writer in self._waiting.values()))
@@ -176,15 +178,13 @@ def connected(address: str) -> socket.socket:
       time.sleep(_PAUSE_SECONDS)
 
 
-def _listener(host: str, port: int, backlog: int) -> socket.socket:
+def _listener(host: str, port: int) -> socket.socket:
   if host not in _EVERYWHERE:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=backlog)
+    return socket.create_server((host, port), family=family)
   if not socket.has_dualstack_ipv6():
-    return socket.create_server(("", port), backlog=backlog)
-  return socket.create_server(
-    ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog
-  )
+    return socket.create_server(("", port))
+  return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
 
 
 async def _answer(writer: asyncio.StreamWriter, refusal: str) -> None:
