@@ -24,7 +24,8 @@ from maxbatch.compile.step_identity import compiler_environment, library_version
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
-from maxbatch.hardware.agreement import check_alike, gather
+from maxbatch.errors import UserError
+from maxbatch.hardware.agreement import check_alike, gather, shared_error
 from maxbatch.hardware.devices import start_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.run_folder.paths import RunFolder
@@ -57,7 +58,11 @@ def started(config: Config, *, leaves_files: bool = True) -> Iterator[None]:
   log = RunFolder.of(config.run).process_log(number) if leaves_files else Path(os.devnull)
   with process_log(log, speaks=number == 0):
     check_alike(_keys(config) | _installation() | own_modules(config))
-    yield
+    try:
+      yield
+    except UserError as error:
+      # Process 0 says it, or that it happened here (hardware/ending.py); here it is in the log.
+      raise shared_error(str(error)) from None
 
 
 def check_same_run(config: Config, plan: BatchPlan, dataset: Dataset) -> None:
