@@ -3,9 +3,17 @@
 import pathlib
 import shutil
 import socket
+import sys
+import types
 
+import jax
+import pytest
 from processes import REPOSITORY, small_run
 from several_processes import train
+
+from maxbatch.config.load import load_config
+from maxbatch.errors import SaidByAnotherError, UserError
+from maxbatch.modes import start
 
 HOST = socket.gethostname()
 
@@ -113,3 +121,35 @@ def test_processes_with_different_numbers_of_devices_are_refused(tmp_path):
     "(num_simulated_devices=2 here)\n"
   )
   assert ended[1].errors == ""
+
+
+def test_a_module_that_only_some_processes_have_imported_so_far_is_no_difference(
+  tmp_path, monkeypatch
+):
+  """Such as what a tokenizer imports when it is first used: in the process that tokenizes."""
+  own_module(tmp_path)
+  late = types.ModuleType("my_late")
+  late.__file__ = str(tmp_path / "my_late.py")
+  pathlib.Path(late.__file__).touch()
+  monkeypatch.syspath_prepend(str(tmp_path))
+  config = load_config(["config=base", "metrics=[my_measure:margin]"])
+  monkeypatch.setitem(sys.modules, "my_late", late)
+  assert sorted(start.own_modules(config)) == ["my_late.py", "my_measure.py"]
+  monkeypatch.setattr(start, "gather", lambda names: [names, []])
+  assert sorted(start.own_modules(config)) == ["my_measure.py"]
+
+
+@pytest.mark.parametrize(("number", "kind"), [(0, UserError), (1, SaidByAnotherError)])
+def test_an_error_of_all_processes_is_said_by_the_first(monkeypatch, number, kind):
+  monkeypatch.setattr(start, "start_devices", lambda _: None)
+  monkeypatch.setattr(start, "check_alike", lambda _: None)
+  monkeypatch.setattr(jax, "process_index", lambda: number)
+  monkeypatch.setattr(jax, "process_count", lambda: 2)
+  monkeypatch.setattr(start, "gather", lambda value: [value])
+  config = load_config(["config=base"])
+  with (
+    pytest.raises(UserError, match="batch_size=7") as caught,
+    start.started(config, leaves_files=False),
+  ):
+    raise UserError("batch_size=7")
+  assert type(caught.value) is kind

@@ -292,9 +292,8 @@ def test_the_plan_is_what_a_loop_would_take(drawn, steps):
   totals = list(itertools.accumulate(taken, initial=0))
   assert [plan.samples_at(step) for step in range(steps + 1)] == totals
   positions = [Position(step, samples) for step, samples in enumerate(totals[:-1])]
-  assert [
-    plan.num_microbatches_at(at) * plan.phase_at(at.samples).micro_batch for at in positions
-  ] == taken
+  phases = [plan.phase_at(at.samples) for at in positions]
+  assert [phase.num_microbatches * phase.micro_batch for phase in phases] == taken
   assert [one.first_sample for one in sent(plan)] == totals[:-1]
 
 
@@ -368,7 +367,7 @@ def test_the_last_step_is_cut_to_whole_microbatches():
   keys = {"batch_size": 64, "micro_batch_size": 2}
   plan = plan_of(devices(8), total_samples=160, **keys)
   assert batches(plan) == [64, 64, 32]
-  assert [plan.num_microbatches_at(at) for at in walk(plan)[:-1]] == [4, 4, 2]
+  assert [plan.phase_at(at.samples).num_microbatches for at in walk(plan)[:-1]] == [4, 4, 2]
   assert plan.phases[-1].is_cut
   assert message(devices(8), total_samples=150, **keys) == (
     "total_samples=150 is 2 steps of 64 samples and a rest of 22 samples, which must be a "

@@ -143,8 +143,10 @@ def test_weights_that_are_none_make_a_bad_record(tmp_path, mask, reason):
 
 
 def test_weights_that_cannot_be_meant(tmp_path):
-  jsonl(tmp_path / "a.jsonl", ["some text", "more"], [1, [1, 0, 1, 0]])
-  assert "4 weights for a text, which has one weight" in refusal(tmp_path, tmp_path / "a.jsonl")
+  for mask in ([1, 0, 1, 0], []):
+    jsonl(tmp_path / "a.jsonl", ["some text", "more"], [1, mask])
+    said = f"{len(mask)} weights for a text, which has one weight"
+    assert said in refusal(tmp_path, tmp_path / "a.jsonl")
   jsonl(tmp_path / "b.jsonl", ["some text", "more"], [0, 0])
   assert "no token counts in the loss, since all weights are 0" in (
     refusal(tmp_path, tmp_path / "b.jsonl")

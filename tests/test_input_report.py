@@ -89,6 +89,9 @@ def test_who_loads_and_too_few_shards_for_them(tmp_path):
   assert "loads: host 0, 32 rows per step" in one.lines()
   assert "loads: hosts 1 to 3, nothing" in one.lines()
   assert "a load is 128 samples of all hosts together" in one.lines()
+  (half,) = report_of(tmp_path, *keys, "expansion_factor_real_data=2", hosts=4).missing
+  example = half.partition("for example ")[2].split()
+  assert not report_of(tmp_path, *keys, "expansion_factor_real_data=2", *example, hosts=4).missing
 
 
 def test_each_source_of_a_mixture_has_a_line(tmp_path):

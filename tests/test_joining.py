@@ -3,6 +3,7 @@
 import socket
 import sys
 import threading
+from unittest.mock import Mock
 
 import pytest
 from processes import PATIENCE_SECONDS, environment
@@ -12,6 +13,7 @@ from maxbatch.batch.topology import devices_per_process
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import DistributedConfig
 from maxbatch.errors import SaidByAnotherError, UserError
+from maxbatch.hardware import processes
 from maxbatch.hardware.rendezvous import Rendezvous
 from maxbatch.hardware.stated_processes import StatedProcesses, stated_processes
 
@@ -139,7 +141,7 @@ def test_two_processes_of_one_number_are_refused():
 def attend(address: str, said: list[str]) -> None:
   """A further process 1, which is told why it may not start."""
   try:
-    Rendezvous().attend(address, 1)
+    Rendezvous().check_in(address, 1)
   except SaidByAnotherError as error:
     said.append(str(error))
 
@@ -150,6 +152,14 @@ def test_a_process_may_train_alone_all_the_same(monkeypatch):
   assert "SLURM_NTASKS" in environment()
   (ended,) = wait([started([*command, "skip_jax_distributed_system=true"], {})])
   assert (ended.output, ended.errors) == ("0 1 1 1\n", "")
+
+
+def test_who_compiles_for_other_devices_waits_for_nobody(monkeypatch):
+  monkeypatch.setenv("SLURM_NTASKS", "8")
+  monkeypatch.setattr(processes, "_initialize", Mock(side_effect=AssertionError("it joins")))
+  given = ["config=base", "compile_topology=v5e-256", "learning_rat=1"]
+  with pytest.raises(UserError, match="learning_rat"), processes.refusing_together(given):
+    load_config(given)
 
 
 def keys(*given: str) -> DistributedConfig:
@@ -219,6 +229,16 @@ def test_keys_and_variables_say(given, variables, stated):
   [
     (["process_id=2", "num_processes=2"], {}, "process_id=2 num_processes=2: processes count from"),
     ([], {"SLURM_NTASKS": "many"}, "SLURM_NTASKS=many: must be a number"),
+    (
+      [],
+      {"JAX_COORDINATOR_ADDRESS": "a:99999"},
+      "JAX_COORDINATOR_ADDRESS=a:99999 must be HOST:PORT, .* for example a:1234",
+    ),
+    (
+      [],
+      {"JAX_COORDINATOR_IP": "::1", "JAX_COORDINATOR_PORT": "8000", "NNODES": "2"},
+      "JAX_COORDINATOR_IP=::1 JAX_COORDINATOR_PORT=8000 must be HOST:PORT",
+    ),
   ],
 )
 def test_what_cannot_be_is_refused(given, variables, said):

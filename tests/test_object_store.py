@@ -17,10 +17,14 @@ from small_disk import small
 from support import base
 
 from maxbatch import train
-from maxbatch.data import object_copies, token_cache
+from maxbatch.data import corpus, object_copies, token_cache
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.object_store import TRIES
 from maxbatch.data.registry import build_dataset
+from maxbatch.data.sources import Document, SourceFile, Sources
+from maxbatch.data.split import Split
+from maxbatch.data.tokenize import Recipe
+from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.errors import UserError
 
 TEXTS = [f"document {number} of an object, about nothing" for number in range(40)]
@@ -278,6 +282,20 @@ def test_processes_that_share_an_object_copy_it_once(tmp_path, proxy, put, monke
   assert len(list((tmp_path / "cache").glob("*.tokens"))) == 1 + 3
   assert proxy.contents_read() == 1
   assert not list((tmp_path / "cache").glob("objects*"))
+
+
+def test_runs_that_read_other_columns_for_validation_share_no_copies(tmp_path):
+  """The one that ends first would remove those of the other."""
+  file = SourceFile("a.jsonl", f"{ROOT}/a.jsonl", 10, 0, "1")
+  sources = Sources("grain_train_files", file.path, "file", (file,), format="jsonl", column="text")
+  recipe = Recipe(sources, ByteTokenizer())
+  other = dataclasses.replace(recipe, sources=dataclasses.replace(sources, column="answer"))
+  parts = Split((Document(file, end=0.5),), (Document(file, begin=0.5),), ())
+  with (
+    corpus._copied(parts, recipe, recipe, tmp_path) as one,
+    corpus._copied(parts, recipe, other, tmp_path) as another,
+  ):
+    assert Path(one.train[0].file.copy).parent != Path(another.train[0].file.copy).parent
 
 
 def test_what_is_not_there_or_not_allowed_is_named_at_once(tmp_path, proxy, put):

@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -12,7 +13,8 @@ from processes import PATIENCE_SECONDS
 from several_processes import free_port
 
 from maxbatch.errors import SaidByAnotherError, UserError
-from maxbatch.hardware.rendezvous import Rendezvous
+from maxbatch.hardware import rendezvous
+from maxbatch.hardware.rendezvous import Rendezvous, connected
 
 HOST = socket.gethostname()
 
@@ -38,9 +40,11 @@ def meeting(count: int, *processes: int, failures: dict[int, str] | None = None)
   """How a rendezvous of `count` processes ends, to which these come beside process 0."""
   port, refused = free_port(), failures or {}
   return outcomes(
-    lambda: Rendezvous(refused.get(0, "")).hold(f"[::]:{port}", count),
+    lambda: Rendezvous(refused.get(0, "")).serve(f"[::]:{port}", count),
     *(
-      lambda number=number: Rendezvous(refused.get(number, "")).attend(f"localhost:{port}", number)
+      lambda number=number: Rendezvous(refused.get(number, "")).check_in(
+        f"localhost:{port}", number
+      )
       for number in processes
     ),
   )
@@ -55,9 +59,10 @@ def test_all_go_on_once_all_are_there():
   ("count", "processes", "failures", "said"),
   [
     (3, (1, 1), {}, f"process_id=1: a process on {HOST} and one on {HOST} both have this number"),
-    (3, (2, 5), {}, f"process_id=5 on {HOST}: process 0 has been told num_processes=3"),
+    (3, (2, 5), {}, f"process_id=5 on {HOST}: process 0 has num_processes=3"),
     (3, (1, 2), {2: "learning_rat: no such key"}, f"process 2 on {HOST}: learning_rat: no such"),
     (3, (1, 2), {0: "learning_rat: no such key"}, "learning_rat: no such key"),
+    (3, (1, 2), {2: "é" * 100_000}, f"process 2 on {HOST}: ééé"),
   ],
 )
 def test_all_hear_why_none_may_start(count, processes, failures, said):
@@ -68,27 +73,68 @@ def test_all_hear_why_none_may_start(count, processes, failures, said):
     assert other.startswith(f"{SaidByAnotherError.__name__}: {said}")
 
 
-def test_one_that_went_away_may_come_again_and_strangers_are_not_counted():
+FIRST = b'{"process": 1, "host": "a", "failure": ""}\n'
+STRANGERS = (
+  b"GET / HTTP/1.1\r\n",
+  b"\xff\xfe\n",
+  b"[" * 50_000 + b"\n",
+  b"x" * 200_000,
+  b'{"process": 1.5, "host": "a", "failure": ""}\n',
+  b'{"process": NaN, "host": "a", "failure": ""}\n',
+  b'{"process": "1", "host": "a", "failure": 1}\n',
+  b'{"process": 1}\n',
+)
+
+
+def test_one_that_went_away_may_come_again_and_strangers_are_not_counted(caplog):
   port, first = free_port(), Rendezvous()
-  held = threading.Thread(target=first.hold, args=(f"[::]:{port}", 3), daemon=True)
+  held = threading.Thread(target=first.serve, args=(f"[::]:{port}", 3), daemon=True)
   held.start()
-  for said in (b"GET / HTTP/1.1\r\n", b'{"process": 1, "host": "a", "failure": ""}\n'):
-    connection = None
-    while connection is None:
-      with contextlib.suppress(OSError):
-        connection = socket.create_connection(("localhost", port))
-    connection.sendall(said)
-    if said[:1] == b"{":
-      while first.missing() != [2]:
-        time.sleep(0.01)
-    connection.close()
+  for said in (*STRANGERS, FIRST):
+    with connected(f"localhost:{port}") as connection, contextlib.suppress(ConnectionError):
+      connection.settimeout(PATIENCE_SECONDS)
+      connection.sendall(said)
+      if said not in STRANGERS:
+        while first.missing() != [2]:
+          time.sleep(0.01)
+      elif said[-1:] == b"\n":
+        assert connection.recv(1) == b""  # It is not even answered.
   while first.missing() != [1, 2]:
     time.sleep(0.01)
   others = outcomes(
-    *(lambda number=number: Rendezvous().attend(f"localhost:{port}", number) for number in (1, 2))
+    *(lambda number=number: Rendezvous().check_in(f"localhost:{port}", number) for number in (1, 2))
   )
   held.join(PATIENCE_SECONDS)
   assert (others, held.is_alive()) == (["", ""], False)
+  assert not caplog.records  # Such as tracebacks of asyncio.
+
+
+def test_all_may_come_at_the_same_moment(monkeypatch):
+  """Connections that the system does not keep are tried again seconds later."""
+  port, first, count, listeners = free_port(), Rendezvous(), 120, []
+  inner = rendezvous._listener
+  monkeypatch.setattr(
+    rendezvous, "_listener", lambda *given: listeners.append(inner(*given)) or listeners[0]
+  )
+  served = threading.Thread(target=first.serve, args=(f"[::]:{port}", count), daemon=True)
+  served.start()
+  with connected(f"localhost:{port}") as connection:
+    connection.sendall(FIRST)
+    while 1 in first.missing():
+      time.sleep(0.01)
+    # Of a socket that listens: how many it keeps (linux/tcp.h).
+    state = listeners[0].getsockopt(socket.SOL_TCP, socket.TCP_INFO, 104)
+    (kept,) = struct.unpack_from("I", state, 28)
+  while 1 not in first.missing():
+    time.sleep(0.01)
+  said = outcomes(
+    *(
+      lambda number=number: Rendezvous().check_in(f"localhost:{port}", number)
+      for number in range(1, count)
+    )
+  )
+  served.join(PATIENCE_SECONDS)
+  assert (set(said), kept) == ({""}, count)
 
 
 def test_a_process_that_another_program_answers_is_refused():
@@ -100,5 +146,5 @@ def test_a_process_that_another_program_answers_is_refused():
       connection.sendall(b"\x00\x00\x12\x04\n")
       connection.close()
 
-    (said, _) = outcomes(lambda: Rendezvous().attend(f"localhost:{port}", 1), answer)
+    (said, _) = outcomes(lambda: Rendezvous().check_in(f"localhost:{port}", 1), answer)
   assert said.startswith(f"UserError: process_id=1: what answers at localhost:{port} does not wait")

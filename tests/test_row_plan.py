@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxbatch.batch.row_plan import RowPlan, StepRows, Steps, StepTable, steps_in_order
+from maxbatch.batch.row_plan import (
+  RowPlan,
+  StepRows,
+  Steps,
+  StepTable,
+  columns_of_blocks,
+  steps_in_order,
+)
 from maxbatch.errors import UserError
 
 small = st.integers(1, 5)
@@ -26,9 +33,9 @@ def steps_of(microbatches: list[int], micro_batch: int, first: int) -> list[Step
 
 @given(small, small, small)
 def test_rows_of_the_groups_are_the_canonical_order(microbatches, groups, slots):
-  plan = RowPlan(microbatches, groups * slots, groups)
+  plan = RowPlan(microbatches, groups * slots)
   offset = 0
-  parts = [plan.rows_of_group(group) for group in range(groups)]
+  parts = [plan.rows_at(columns_of_blocks([group], slots)) for group in range(groups)]
   for microbatch in range(microbatches):
     for group in range(groups):
       for slot in range(slots):
@@ -39,15 +46,11 @@ def test_rows_of_the_groups_are_the_canonical_order(microbatches, groups, slots)
 
 @given(small, small, small)
 def test_dividing_the_array_gives_each_group_its_rows(microbatches, groups, slots):
-  plan = RowPlan(microbatches, groups * slots, groups)
+  plan = RowPlan(microbatches, groups * slots)
   array = np.arange(plan.num_rows).reshape(microbatches, groups * slots)
   for group, part in enumerate(np.split(array, groups, axis=1)):
-    np.testing.assert_array_equal(part, plan.rows_of_group(group))
-
-
-def test_groups_must_divide_a_microbatch():
-  with pytest.raises(ValueError, match="3 groups do not divide 4 rows evenly"):
-    RowPlan(1, 4, 3)
+    rows = plan.rows_at(columns_of_blocks([group], slots))
+    np.testing.assert_array_equal(part, rows)
 
 
 @given(st.lists(small, min_size=1, max_size=8), small, st.integers(0, 99), st.data())

@@ -150,10 +150,6 @@ class BatchPlan:
     """Samples of the step that begins when `samples` are consumed."""
     return self.phase_at(samples).batch
 
-  def num_microbatches_at(self, position: Position) -> int:
-    """Microbatches of the step that begins at `position`."""
-    return self.phase_at(position.samples).num_microbatches
-
   def share_of_batch(self, position: Position) -> Fraction:
     """The batch at `position` as a fraction of the run's batch."""
     return Fraction(self.batch_at(position.samples), self.global_batch_to_train)

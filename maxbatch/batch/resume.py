@@ -34,10 +34,10 @@ def keep_batch(
   """
   given, batch = given_sizes(config), saved.get("global_batch_to_train")
   divisions = (given.per_device, given.gradient_accumulation_steps)
-  told = given.batch or any(size and size.key in changed for size in divisions)
+  is_given = given.batch or any(size and size.key in changed for size in divisions)
   # A microbatch that is to be chosen has no size yet, and its choice must not change the batch.
   is_open = config.micro_batch_size == "auto" or isinstance(config.micro_batch_size, Explore)
-  if told or batch is None:
+  if is_given or batch is None:
     return config
   try:
     if not is_open and solve(given, topology).batch == batch:

@@ -38,25 +38,11 @@ class RowPlan:
 
   num_microbatches: int
   micro_batch: int
-  num_groups: int = 1
-
-  def __post_init__(self):
-    if self.micro_batch % self.num_groups:
-      raise ValueError(f"{self.num_groups} groups do not divide {self.micro_batch} rows evenly")
 
   @property
   def num_rows(self) -> int:
     """Rows of the step: its global batch."""
     return self.num_microbatches * self.micro_batch
-
-  def columns_of_group(self, group: int) -> np.ndarray:
-    """Columns int64[r] of every microbatch that belong to data-parallel group `group`."""
-    size = self.micro_batch // self.num_groups
-    return np.arange(group * size, (group + 1) * size)
-
-  def rows_of_group(self, group: int) -> np.ndarray:
-    """Offsets int64[k, r] from the step's first sample of the rows of group `group`."""
-    return self.rows_at(self.columns_of_group(group))
 
   def rows_at(self, columns: np.ndarray) -> np.ndarray:
     """Offsets int64[k, len(columns)] from the step's first sample of the rows in these columns."""

@@ -85,7 +85,8 @@ def _copied(parts: Split, recipe: Recipe, eval_recipe: Recipe, folder: Path) -> 
     yield parts
     return
   # Of one's own for the same tokens of the same objects: whoever makes them shares it.
-  copies = folder / f"objects-{cache_key((*parts.train, *parts.validation), recipe)}"
+  keys = cache_key(parts.train, recipe), cache_key(parts.validation, eval_recipe)
+  copies = folder / f"objects-{'-'.join(keys)}"
   with copies_in(copies):
     yield parts._replace(
       train=with_copies(parts.train, copies), validation=with_copies(parts.validation, copies)

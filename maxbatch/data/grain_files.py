@@ -12,18 +12,14 @@ _FORM = "grain_file_type"
 
 def train_columns(data: DataConfig) -> Columns:
   """What of a record is the document to train on."""
-  keys = ("train_data_columns", "tokenize_train_data")
-  return Columns(
-    keys[0], data.train_data_columns, keys[1], data.tokenize_train_data, data.weights_column
-  )
+  names, tokenize = data.train_data_columns, data.tokenize_train_data
+  return Columns("train_data_columns", names, tokenize, data.weights_column)
 
 
 def eval_columns(data: DataConfig) -> Columns:
   """What of a record is the document for validation."""
-  keys = ("eval_data_columns", "tokenize_eval_data")
-  return Columns(
-    keys[0], data.eval_data_columns, keys[1], data.tokenize_eval_data, data.weights_column
-  )
+  names, tokenize = data.eval_data_columns, data.tokenize_eval_data
+  return Columns("eval_data_columns", names, tokenize, data.weights_column)
 
 
 def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:

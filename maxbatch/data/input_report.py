@@ -17,6 +17,7 @@ from maxbatch.data.corpus import recipe_of, with_validation
 from maxbatch.data.document_rows import layout_of
 from maxbatch.data.mixed import alone
 from maxbatch.data.mixture_keys import mixed_paths
+from maxbatch.data.object_store import is_url
 from maxbatch.data.registry import FILES, build_tokenizer
 from maxbatch.data.sources import Sources
 from maxbatch.data.split import Given, split
@@ -187,7 +188,8 @@ def _source(
   cold_bytes = sum(job.size_bytes for job in cold)
   cached = [shard for job in train if (shard := shards[job.path]) is not None]
   rate = None
-  if measure and cold_bytes > _SLOW_BYTES and not is_elsewhere(given.train.path):
+  # Objects of a store would be copied as a whole first.
+  if measure and cold_bytes > _SLOW_BYTES and not is_url(given.train.path):
     rate = _rate(recipe_of(data, tokenizer, given.train), cold)
   return SourceReport(
     name=name,
@@ -202,11 +204,6 @@ def _source(
     num_documents=sum(shard.num_documents for shard in cached),
     rate=rate,
   )
-
-
-def is_elsewhere(path: str) -> bool:
-  """Whether the files are in an object store: they are copied before anything is read of them."""
-  return "://" in path
 
 
 def _rate(recipe: Recipe, jobs: Sequence[ShardJob]) -> TokenizeRate:
@@ -231,6 +228,8 @@ def _rows(data: DataConfig, length: int) -> str:
 def _missing(sources: Sequence[SourceReport], loads: Sequence[HostLoad]) -> Iterator[str]:
   """What would hold up a run, or leave hosts without work, and what helps."""
   loading = sum(load.num_hosts for load in loads if load.samples)
+  # A factor above 1 lets another number of hosts load than the example names.
+  no_factor = "" if all(load.samples for load in loads) else "expansion_factor_real_data=-1 "
   for one in sources:
     of_source = f"{one.name}: " if one.name else ""
     if one.cold_bytes:
@@ -245,7 +244,8 @@ def _missing(sources: Sequence[SourceReport], loads: Sequence[HostLoad]) -> Iter
     if one.num_shards < loading:
       yield (
         f"{of_source}fewer shards ({one.num_shards:,}) than loading hosts ({loading:,}), so that "
-        f"hosts read the same file; for example loading_hosts={list(range(one.num_shards))}"
+        f"hosts read the same file; for example {no_factor}"
+        f"loading_hosts={list(range(one.num_shards))}"
       )
 
 

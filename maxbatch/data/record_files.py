@@ -19,11 +19,11 @@ _SHOWN = 3
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-  """What of a record is the document, and what it holds, with the keys that say so."""
+  """What of a record is the document, and what it holds."""
 
   key: str
+  """That gives the names."""
   names: tuple[str, ...]
-  tokenize_key: str
   tokenize: bool
   weights: str = ""
   """What says which tokens count; empty: all do."""

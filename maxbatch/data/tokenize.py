@@ -273,9 +273,9 @@ def _weights(record: Record, content: object) -> np.ndarray | Bad:
   if not is_number or not np.isin(weights, (0, 1)).all():
     return Bad(f"its weights are {str(value)[:50]}, which must be 0 or 1, or a list of these")
   weights = weights.astype(np.uint8).reshape(-1)
-  num_ids = len(content) if isinstance(content, np.ndarray) else 0
+  num_ids = len(content) if isinstance(content, np.ndarray) else None
   if len(weights) not in (1, num_ids):
-    wanted = f"its {num_ids} ids" if num_ids else "a text, which has one weight"
+    wanted = "a text, which has one weight" if num_ids is None else f"its {num_ids} ids"
     return Bad(f"{len(weights)} weights for {wanted}")
   return weights
 

@@ -35,13 +35,13 @@ def relayed(rendezvous: Rendezvous, lost: Callable[[], None]) -> Iterator[None]:
   )
 
   def serve_all(address: str, num_processes: int, **options: Any) -> object:
-    rendezvous.hold(address, num_processes)
+    rendezvous.serve(address, num_processes)
     return serve(address, num_processes, **options)
 
   def connect_by_relay(address: str, process: int, **options: Any) -> object:
     # Process 0 has the service itself, and cannot lose it.
     if process:
-      rendezvous.attend(address, process)
+      rendezvous.check_in(address, process)
       address = open_relay(address, lost)
     return connect(address, process, **options)
 

@@ -52,9 +52,9 @@ def join(config: Config) -> int:
   Raises:
     UserError: the others cannot be reached in time, or there are some and nothing says where.
   """
-  keys = config.distributed
-  if keys.skip_jax_distributed_system or config.compile.compile_topology:
+  if _is_alone(config):
     return 1
+  keys = config.distributed
   stated = stated_processes(keys, os.environ)
   if not jax.distributed.is_initialized() and (stated.several or _may_be_a_pod(config)):
     # The handlers of signals stay Python's, which end a run in order.
@@ -129,32 +129,37 @@ def _tell(arguments: Sequence[str], error: UserError) -> None:
     SaidByAnotherError: it is said.
   """
   try:
-    keys = _keys_of_processes(arguments)
-    stated = stated_processes(keys, os.environ)
+    config = _config_of_processes(arguments)
+    stated = stated_processes(config.distributed, os.environ)
   except UserError:
     return  # What says where the others are is wrong itself.
-  if keys.skip_jax_distributed_system or not stated.several:
+  if _is_alone(config) or not stated.several:
     return
   is_first = stated.process_id == 0
   if is_first:
     print(f"error: {error}", file=sys.stderr, flush=True)  # It may be long until all have come.
-  answer = _initialize(stated, keys, Rendezvous(str(error)))
+  answer = _initialize(stated, config.distributed, Rendezvous(str(error)))
   if is_first or isinstance(answer, SaidByAnotherError):
     raise SaidByAnotherError(str(error)) from None
 
 
-def _keys_of_processes(arguments: Sequence[str]) -> DistributedConfig:
-  """The keys that say where the others are, whatever is wrong with other keys or their file.
+def _config_of_processes(arguments: Sequence[str]) -> Config:
+  """With the keys that say where the others are, whatever is wrong with other keys or their file.
 
   Raises:
     UserError: something is wrong with these keys.
   """
-  names = {field.name for field in dataclasses.fields(DistributedConfig)}
+  names = {field.name for field in dataclasses.fields(DistributedConfig)} | {"compile_topology"}
   own = [argument for argument in arguments if argument.partition("=")[0] in names]
   file = [argument for argument in arguments if argument.startswith("config=")]
   with contextlib.suppress(UserError):
-    return load_config([*file, *own]).distributed
-  return load_config(["config=base", *own]).distributed
+    return load_config([*file, *own])
+  return load_config(["config=base", *own])
+
+
+def _is_alone(config: Config) -> bool:
+  """Whether this process joins no other, whatever variables say."""
+  return config.distributed.skip_jax_distributed_system or bool(config.compile.compile_topology)
 
 
 def _may_be_a_pod(config: Config) -> bool:
@@ -203,7 +208,7 @@ def _initialize(
     try:
       return outcome.get(timeout=limit)
     except queue.Empty:
-      if rendezvous.refusal:  # Of which some that never came have not been told.
+      if rendezvous.refusal:  # Those that never came have not heard of it.
         return UserError(rendezvous.refusal)
       return _late(stated, limit, rendezvous.missing())
 

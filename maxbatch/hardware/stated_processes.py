@@ -7,6 +7,7 @@ MaxText's; JAX_PROCESS_COUNT, JOB_INDEX and PROCESSES_IN_JOB are those that xpk 
 import dataclasses
 from collections.abc import Mapping
 
+from maxbatch.config.allowed import Address
 from maxbatch.config.schema import DistributedConfig
 from maxbatch.errors import UserError
 
@@ -23,6 +24,8 @@ _NUMBERED = (
 )
 """Variables that say how many processes there are, and which of them this one is."""
 
+_ADDRESSES = ("JAX_COORDINATOR_ADDRESS", "JAX_COORDINATOR_IP")
+_PORT_VARIABLE = "JAX_COORDINATOR_PORT"
 _PORT = 1234
 """Where an address has none, as in MaxText."""
 
@@ -47,7 +50,7 @@ def stated_processes(keys: DistributedConfig, environment: Mapping[str, str]) ->
   """What is said of this process and the others.
 
   Raises:
-    UserError: a variable is no number, or there is no such process.
+    UserError: a variable is no number or no address, or there is no such process.
   """
   number, own, sign = _numbers(environment)
   number = number if keys.num_processes < 0 else keys.num_processes
@@ -85,16 +88,24 @@ def _numbers(environment: Mapping[str, str]) -> tuple[int | None, int | None, st
 
 
 def _address(keys: DistributedConfig, environment: Mapping[str, str]) -> str | None:
-  """HOST:PORT of process 0."""
-  address = (
-    keys.coordinator_address
-    or environment.get("JAX_COORDINATOR_ADDRESS")
-    or environment.get("JAX_COORDINATOR_IP")
-  )
-  if not address:
-    return None
-  has_port = address.rpartition(":")[2].isdecimal()
-  return address if has_port else f"{address}:{environment.get('JAX_COORDINATOR_PORT', _PORT)}"
+  """HOST:PORT of process 0. Raises UserError if a variable says something else."""
+  name = next((name for name in _ADDRESSES if environment.get(name)), "")
+  if keys.coordinator_address or not name:
+    return keys.coordinator_address or None
+  address, said = environment[name], f"{name}={environment[name]}"
+  # An address of IPv6 has other colons.
+  if address.count(":") != 1 and not address.rpartition("]:")[2].isdecimal():
+    port = environment.get(_PORT_VARIABLE)
+    address, said = (
+      f"{address}:{port or _PORT}",
+      f"{said} {_PORT_VARIABLE}={port}" if port else said,
+    )
+  if not Address().holds(address):
+    raise UserError(
+      f"{said} must be HOST:PORT, an IPv6 address in brackets; for example "
+      f"{Address().nearest(address)}"
+    )
+  return address
 
 
 def _integer(environment: Mapping[str, str], name: str) -> int | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from maxbatch.batch.solve import counted
 from maxbatch.input_analysis.report import InputAnalysis
+from maxbatch.input_analysis.settings import Setting
 from maxbatch.plots.figure import COLORS, DASHES, count_axis, legend, new_figure
 
 if TYPE_CHECKING:
@@ -22,8 +24,7 @@ def plot(analysis: InputAnalysis) -> Figure:
 
 def _settings(axes: Axes, analysis: InputAnalysis) -> None:
   """A bar for each setting, and lines at what a loading host needs."""
-  names = [_name(one.setting.worker_count, one.setting.num_threads, one.setting.buffer_size)
-           for one in analysis.measured]  # fmt: skip
+  names = [_name(one.setting) for one in analysis.measured]
   speeds = [one.samples_per_second for one in analysis.measured]
   axes.bar(names, speeds, color=COLORS[0], gid="settings")
   needed = analysis.found.needed_per_second
@@ -36,9 +37,9 @@ def _settings(axes: Axes, analysis: InputAnalysis) -> None:
   legend(axes)
 
 
-def _name(worker_count: int, num_threads: int, buffer_size: int) -> str:
-  who = f"{worker_count} workers" if worker_count else f"{num_threads} threads"
-  return f"{who.removesuffix('s') if who.startswith('1 ') else who}\n{buffer_size} ahead"
+def _name(setting: Setting) -> str:
+  threads, workers = counted(setting.num_threads, "thread"), counted(setting.worker_count, "worker")
+  return f"{workers if setting.worker_count else threads}\n{setting.buffer_size} ahead"
 
 
 def _stages(axes: Axes, analysis: InputAnalysis) -> None:

@@ -11,9 +11,10 @@ from maxbatch.config.schema import DataConfig
 from maxbatch.data.corpus import recipe_of
 from maxbatch.data.dataset import RowSource
 from maxbatch.data.document_rows import document_rows
-from maxbatch.data.input_report import InputReport, given_files, is_elsewhere, shards_of
+from maxbatch.data.input_report import InputReport, given_files, shards_of
 from maxbatch.data.mixture import MixedRows
 from maxbatch.data.mixture_keys import mixed_paths
+from maxbatch.data.object_store import is_url
 from maxbatch.data.registry import build_dataset, build_tokenizer
 from maxbatch.data.sources import Document, SourceFile
 from maxbatch.data.split import Given
@@ -47,7 +48,7 @@ def rows_to_measure(
     UserError: an input cannot be used, or its smallest part takes too long.
   """
   cold = sum(one.cold_seconds for one in report.sources)
-  if cold <= seconds or any(is_elsewhere(one.path) for one in report.sources):
+  if cold <= seconds or any(is_url(one.path) for one in report.sources):
     yield SampledRows(build_dataset(data, length).train, "")
     return
   with tempfile.TemporaryDirectory(prefix="maxbatch-") as name:

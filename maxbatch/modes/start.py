@@ -24,7 +24,8 @@ from maxbatch.compile.step_identity import compiler_environment, library_version
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
-from maxbatch.hardware.agreement import check_alike
+from maxbatch.errors import UserError
+from maxbatch.hardware.agreement import check_alike, gather, shared_error
 from maxbatch.hardware.devices import start_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.run_folder.paths import RunFolder
@@ -56,8 +57,12 @@ def started(config: Config, *, leaves_files: bool = True) -> Iterator[None]:
     return
   log = RunFolder.of(config.run).process_log(number) if leaves_files else Path(os.devnull)
   with process_log(log, speaks=number == 0):
-    check_alike(_keys(config) | _installation() | _own_modules(config))
-    yield
+    check_alike(_keys(config) | _installation() | own_modules(config))
+    try:
+      yield
+    except UserError as error:
+      # Process 0 says it, or that it happened here (hardware/ending.py); here it is in the log.
+      raise shared_error(str(error)) from None
 
 
 def check_same_run(config: Config, plan: BatchPlan, dataset: Dataset) -> None:
@@ -71,7 +76,7 @@ def check_same_run(config: Config, plan: BatchPlan, dataset: Dataset) -> None:
   if jax.process_count() > 1:
     check_alike(
       _keys(config)
-      | _own_modules(config)
+      | own_modules(config)
       | {f"plan, {key}": value for key, value in plan.as_dict().items()}
       | _data("training", dataset.fingerprint, dataset.train_files)
       | _data("validation", dataset.validation_fingerprint, dataset.validation_files)
@@ -93,29 +98,39 @@ def _installation() -> dict[str, object]:
   return {"python": platform.python_version()} | library_versions() | versions | compiler | sources
 
 
-def _own_modules(config: Config) -> dict[str, object]:
+def own_modules(config: Config) -> dict[str, object]:
   """A hash of each file that a key names as module:attribute.
 
-  And of those beside it that are imported by now: what it needs, as a rule.
+  And of those beside it that all processes have imported by now: what it needs, as a rule. All
+  processes must call it, in the same order.
   """
-  named = re.findall(_OWN_MODULE, "\n".join(map(str, to_flat_dict(config).values())))
-  files: dict[str, Path] = {}
-  for module in named:
-    # Where it cannot be found the registry says so later, better.
-    with contextlib.suppress(ImportError, ValueError):
-      spec = importlib.util.find_spec(module)
-      if spec is not None and spec.origin is not None:
-        files[module] = Path(spec.origin)
-  folders = {path.parent for path in files.values()}
+  named = _named_files(config)
+  folders, imported = {path.parent for path in named.values()}, dict[str, Path]()
   for name, module in list(sys.modules.items()):
     path = Path(getattr(module, "__file__", None) or "")
     if path.parent in folders and path.suffix:
-      files[name] = path
+      imported[name] = path
+  # What is imported when it is first used, one process may have needed and another not yet.
+  everywhere = set.intersection(*map(set, gather(sorted(imported))))
+  files = named | {name: path for name, path in imported.items() if name in everywhere}
   return {
     f"{name.replace('.', '/')}{path.suffix}": _hash(path)
     for name, path in sorted(files.items())
     if path.is_file()
   }
+
+
+def _named_files(config: Config) -> dict[str, Path]:
+  """The modules that keys name, and their files."""
+  names = re.findall(_OWN_MODULE, "\n".join(map(str, to_flat_dict(config).values())))
+  files: dict[str, Path] = {}
+  for name in names:
+    # Where it cannot be found the registry says so later, better.
+    with contextlib.suppress(ImportError, ValueError):
+      spec = importlib.util.find_spec(name)
+      if spec is not None and spec.origin is not None:
+        files[name] = Path(spec.origin)
+  return files
 
 
 def _hash(path: Path) -> str:

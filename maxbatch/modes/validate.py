@@ -37,6 +37,7 @@ from maxbatch.data.input_report import input_report
 from maxbatch.data.registry import build_dataset, check_epochs
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device, describe_devices, find_devices
+from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import num_processes
 from maxbatch.modes.memory import check_memory, item_bytes
 from maxbatch.modes.resolve import check_replaces_nothing, checkpoint_of, keeping_batch, planned
@@ -70,7 +71,7 @@ def validate(config: Config, say: Callable[[str], None] = print) -> None:
   Raises:
     UserError: the first check that fails, as the run itself would put it.
   """
-  with started(config, leaves_files=False):
+  with started(config, leaves_files=False), ending_together():
     for name, detail, more in _checks(config):
       say(f"ok   {name:<13}  {detail}")
       for line in more:
