@@ -142,6 +142,20 @@ def test_of_a_large_cache_no_contents_are_read_when_it_is_opened(corpus, tmp_pat
   assert cached(corpus, tmp_path / "cache").fingerprint == by_shards != first.fingerprint
 
 
+def test_what_has_just_been_made_is_not_read_again(corpus, tmp_path, monkeypatch):
+  """Neither here nor in the processes that tokenize, each of which comes by all shards."""
+  monkeypatch.setattr(token_cache, "SHARD_BYTES", 1)
+  read, digest = [], token_shard.hashlib.file_digest
+
+  def noted(file, new):
+    read.append(Path(file.name).suffix)
+    return digest(file, new)
+
+  monkeypatch.setattr(token_shard.hashlib, "file_digest", noted)
+  assert len(cached(corpus, tmp_path / "cache").shards) > 1
+  assert ".tokens" not in read
+
+
 @pytest.mark.parametrize(
   "content",
   [

@@ -28,6 +28,7 @@ from maxbatch.data.token_shard import (
   TokenShard,
   make_shards,
   open_shard,
+  remove_damaged,
 )
 from maxbatch.data.tokenize import Recipe, new_hash, source_bytes, too_many
 from maxbatch.data.workers import make_shards_in_processes, tokenizing_progress
@@ -189,9 +190,12 @@ def open_or_build(
   recipe = dataclasses.replace(recipe, sources=dataclasses.replace(recipe.sources, files=()))
   jobs = shard_jobs(documents, folder, part, recipe)
   size = sum(os.path.getsize(job.path) for job in jobs if job.path.is_file())
-  jobs = [dataclasses.replace(job, check=size <= FULL_CHECK_BYTES) for job in jobs]
-  found = {job.path: open_shard(job.path, check=job.check) for job in jobs}
+  check = size <= FULL_CHECK_BYTES
+  found = {job.path: open_shard(job.path, check=check) for job in jobs}
   if missing := [job for job in jobs if found[job.path] is None]:
+    for job in missing:
+      if job.path.exists():
+        remove_damaged(job, recipe, check=check)
     with tokenizing_progress(part, sum(job.size_bytes for job in missing)) as report:
       make_shards_in_processes(missing, recipe, report)
       make_shards(missing, recipe, report)

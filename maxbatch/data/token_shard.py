@@ -94,8 +94,6 @@ class ShardJob:
 
   path: Path
   documents: tuple[Document, ...]
-  check: bool = True
-  """Where it is there already, compare its contents with its fingerprints."""
 
   @property
   def size_bytes(self) -> int:
@@ -127,10 +125,24 @@ def open_shard(path: Path, *, check: bool = True, warn: bool = True) -> TokenSha
   return None
 
 
+def remove_damaged(job: ShardJob, recipe: Recipe, *, check: bool) -> None:
+  """Makes of a damaged shard a missing one, so that who finds it later need not read it.
+
+  Raises:
+    UserError: the folder cannot be used; names it.
+  """
+  try:
+    with claimed(_claim_path(job.path), wait=True):  # Nobody makes it anew meanwhile, or has.
+      if open_shard(job.path, check=check, warn=False) is None:
+        _metadata_path(job.path).unlink(missing_ok=True)
+  except OSError as error:
+    raise _cannot_write(job, token_dtype(recipe.tokenizer), error) from error
+
+
 def make_shards(
   jobs: Sequence[ShardJob], recipe: Recipe, report: Callable[[int], None], *, wait: bool = True
 ) -> None:
-  """Makes those of the shards that nobody has made or is making.
+  """Makes those of the shards that nobody has made or is making; damaged ones have been removed.
 
   Args:
     report: is given the bytes of sources that have been read here.
@@ -145,7 +157,7 @@ def make_shards(
       print(f"The token cache waits for other processes: {len(left)} of its parts", flush=True)
     for job in list(left):
       try:
-        with claimed(job.path.with_name(f".{job.path.stem}.claim"), wait=waits) as is_ours:
+        with claimed(_claim_path(job.path), wait=waits) as is_ours:
           if is_ours:
             _make_unless_there(job, recipe, report)
             left.remove(job)
@@ -155,7 +167,7 @@ def make_shards(
 
 
 def _make_unless_there(job: ShardJob, recipe: Recipe, report: Callable[[int], None]) -> None:
-  if open_shard(job.path, check=job.check, warn=False):
+  if open_shard(job.path, check=False, warn=False):
     return
   path = job.path
   copy_objects(recipe.sources.key, job.documents)
@@ -201,6 +213,10 @@ def _remove_unneeded(job: ShardJob, shards_of: Mapping[str, Sequence[Path]]) -> 
       and all(_metadata_path(path).exists() for path in shards_of[document.file.copy])
     ]
   )
+
+
+def _claim_path(path: Path) -> Path:
+  return path.with_name(f".{path.stem}.claim")
 
 
 def _metadata_path(path: Path) -> Path:
