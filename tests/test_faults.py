@@ -120,7 +120,7 @@ def assert_found_by_its_stack(folder: pathlib.Path, ended: list[Ended], place: s
 @pytest.mark.parametrize(
   ("fault", "number", "place"),
   [
-    ("loader hangs", 72, r"data/loader.py:\d+ in __next__"),
+    ("loader hangs", 72, r"data/loader.py:\d+ in next_staged"),
     ("step hangs", 9, r"training/loop.py:\d+ in (_dispatch|_fetch)"),
   ],
 )
