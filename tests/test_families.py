@@ -5,6 +5,7 @@ logits, loss and gradients in float32. B rows, T tokens, V vocabulary.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +20,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, to_flat
 from maxbatch.data.rows import Rows
+from maxbatch.hugging_face import registry
 from maxbatch.hugging_face.family import Family
-from maxbatch.hugging_face.registry import family_for, read_folder
+from maxbatch.hugging_face.registry import read_folder
 from maxbatch.models.registry import Model, Parameters, build_model
 from maxbatch.training.loss import loss_sum
 
@@ -77,6 +79,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Every family, and every option of ours, of which transformers makes a random model."""
 
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+EXAMPLE, ITS_MODELS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+exec(ITS_MODELS, page := {})
+MODELS |= page["MODELS"]
+
 
 class Pair(NamedTuple):
   """A model of transformers and what it is here."""
@@ -85,6 +92,15 @@ class Pair(NamedTuple):
   family: Family
   config: Config
   model: Model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def the_pages_family():
+  """The family that the page adds, registered."""
+  exec(EXAMPLE, written := {})
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(registry, "FAMILIES", (*registry.FAMILIES, written["PHI3"]))
+    yield
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -170,8 +186,7 @@ def test_a_family_computes_what_transformers_computes(pair):
 
 
 def test_transformers_reads_what_is_written(pair, tmp_path: Path):
-  family, values = family_for(to_flat(pair.config), T)
-  assert family is pair.family
+  values = pair.family.config_json(to_flat(pair.config), T)
   (tmp_path / "config.json").write_text(json.dumps(values))
   config = transformers.AutoConfig.from_pretrained(tmp_path)
   again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
