@@ -31,17 +31,17 @@ pytestmark = pytest.mark.xdist_group("transformers")
 B, T = 2, 24
 USED_TOKENS = 61
 SIZES = {
-  "vocab_size": 67,  # More than there are tokens, as in models whose vocabulary is padded.
+  # More than there are tokens, as in models whose vocabulary is padded.
+  "vocab_size": 67,
   "hidden_size": 24,
   "intermediate_size": 40,
   "num_hidden_layers": 2,
   "num_attention_heads": 4,
   "num_key_value_heads": 2,
   "max_position_embeddings": 16,
-  # torch gives the embedding of padding no gradient.
-  "pad_token_id": None,
-  "eos_token_id": 1,
 }
+# torch gives the embedding of padding no gradient.
+TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 8.0} | {
   "low_freq_factor": 1.0,
   "high_freq_factor": 4.0,
@@ -107,7 +107,7 @@ def the_pages_family():
 def pair(request, tmp_path_factory) -> Pair:
   kind, options = MODELS[request.param]
   sizes = SIZES if kind != "gpt2" else {"vocab_size": 67}
-  theirs = random_model(transformers.AutoConfig.for_model(kind, **sizes | options))
+  theirs = random_model(transformers.AutoConfig.for_model(kind, **sizes | TOKENS | options))
   folder = tmp_path_factory.mktemp(kind)
   theirs.config.save_pretrained(folder)
   config = load_config(["config=base", f"model_name={folder}", f"max_target_length={T}"])
@@ -187,7 +187,7 @@ def test_a_family_computes_what_transformers_computes(pair):
 
 def test_transformers_reads_what_is_written(pair, tmp_path: Path):
   values = pair.family.config_json(to_flat(pair.config), T)
-  (tmp_path / "config.json").write_text(json.dumps(values))
+  (tmp_path / "config.json").write_text(json.dumps(values | TOKENS))
   config = transformers.AutoConfig.from_pretrained(tmp_path)
   again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
   again.load_state_dict(pair.theirs.state_dict())
