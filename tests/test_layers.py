@@ -34,6 +34,7 @@ FOLDERS = [
   "data",
   "models",
   "checkpoints",
+  "conversion",
   "training",
   "compile",
   "tuning",
