@@ -50,14 +50,15 @@ _Places = Mapping[tuple[bool, str], float]
 def model_flops_per_token(model: Model, length: int) -> float:
   """FLOPs that training on one token needs, forward and backward, nothing computed twice.
 
-  6 for every parameter that takes part in a matrix product, and 12 · layers · width of all heads ·
+  6 for every parameter that takes part in a matrix product, 4 where it is frozen and has no gradient
+  of its own, and 12 · layers · width of all heads ·
   tokens seen on average (Chowdhery et al. 2022, appendix B, with the causal half).
   """
   config = model.config
   tables = 0 if config.logits_via_embedding else 1  # an untied embedding is looked up, no product
   shapes = dict(_paths(model.shapes()))
   matrices = sum(
-    math.prod(shapes[path])
+    (4 if path in model.frozen else 6) * math.prod(shapes[path])
     for path, axes in model.axes().items()
     if len([axis for axis in axes if axis != "layers"]) > 1
     and axes[0] != "length"
@@ -67,7 +68,7 @@ def model_flops_per_token(model: Model, length: int) -> float:
   window = min(config.sliding_window_size or length, length)
   seen = window - window * (window - 1) / (2 * length) - 0.5
   width = config.base_num_query_heads * config.head_dim
-  return 6 * matrices + 12 * config.base_num_decoder_layers * width * seen
+  return matrices + 12 * config.base_num_decoder_layers * width * seen
 
 
 def _paths(shapes: Any) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:

@@ -16,13 +16,13 @@ FIXED = _keys(
   """decoder_block vocab_size base_emb_dim base_num_decoder_layers base_num_query_heads
   base_num_kv_heads head_dim base_mlp_dim mlp_activation normalization normalization_layer_epsilon
   position_embedding rope_max_timescale sliding_window_size logits_via_embedding use_qk_norm
-  attention_qkv_bias attention_out_bias mlp_bias weight_dtype""",
+  attention_qkv_bias attention_out_bias mlp_bias weight_dtype lora_rank lora_alpha lora_targets""",
   # What it is trained to do, and with which draws.
   "z_loss_multiplier dropout_rate init_weights_seed",
   # Which samples come in which order. What is in the files is compared by fingerprint.
   "tokenizer_type data_shuffle_seed packing max_target_length",
-  # The optimizer's state: averages of gradients, with these weights.
-  "opt_type adam_b1 adam_b2 sgd_momentum",
+  # The optimizer's state: averages of gradients, with these weights, of these parameters.
+  "opt_type adam_b1 adam_b2 sgd_momentum trainable",
 )
 
 CHANGEABLE = _keys(
@@ -65,5 +65,5 @@ OF_ONE_START = _keys(
   "validate_only compile_only compile_topology compile_topology_num_slices save_compiled_step",
   "compiled_step coordinator_address num_processes process_id skip_jax_distributed_system",
   "jax_distributed_initialization_timeout jax_distributed_heartbeat_timeout_seconds",
-  "hang_timeout_seconds",
+  "hang_timeout_seconds load_parameters_path load_full_state_path",
 )

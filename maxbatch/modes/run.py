@@ -104,7 +104,7 @@ def _run(
       more = " For more, raise its budget." if advise else ""
       print(f"This run is complete at step {start.position.step}.{more}")
       state = start.trainer.from_saved(start.restored.state)
-      show_sample(resolved, start.trainer, state.params)
+      show_sample(resolved, start.trainer, state.parameters)
       return state, start.position
     state, reached = _train(resolved, start, dataset, checkpointer)
   plan = _as_decided(start)
@@ -226,8 +226,8 @@ def _train(
     if start.restored and first:
       _complete_records(log, start.restored)
     if position.step == 0:
-      first_record(job, state.params)
-      keep_sample(resolved, trainer, state.params)
+      first_record(job, state.parameters)
+      keep_sample(resolved, trainer, state.parameters)
     with ending_together(alone=True), watchdog:
       trained = train(job, state, position)
   if waited := progress.data_wait():

@@ -47,7 +47,7 @@ def sum_up(
     before = resolved.folder.text_before_training
     if config.run.generate_length and before.exists():
       print(f"\n--- text before training\n{_shown(before.read_bytes().decode())}")
-    show_sample(resolved, trainer, state.params)
+    show_sample(resolved, trainer, state.parameters)
   tokens = plan.tokens(position.samples)
   print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
   print(f"{position.samples:,} samples, {tokens:,} tokens")

@@ -119,7 +119,7 @@ def _train_until_change(
         plan = decided(job.noise, plan, position, job.progress.say)
         if saving:
           _save(job, state, position, plan, record)
-        _note_evaluated(job, record, state.params if evaluating else None)
+        _note_evaluated(job, record, state.parameters if evaluating else None)
         clock = _Clock()
   return state, position, plan, ending
 
