@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 import jax
 
 from maxbatch.batch.solve import text
+from maxbatch.checkpoints.find import find_checkpoint
 from maxbatch.command_line.arguments import Arguments, Command, Key
 from maxbatch.command_line.run import run_command
 from maxbatch.config.allowed import CountOrUnset, FileName, NonNegativeFloat, Range
@@ -29,7 +30,6 @@ from maxbatch.experiments.branching import BranchBase, BranchRequest, plan_branc
 from maxbatch.experiments.losses import Measured, judge
 from maxbatch.experiments.origin import (
   Checkpoint,
-  find_checkpoint,
   read_checkpoint,
   record_origin,
 )

@@ -179,6 +179,15 @@ def num_parameters(model: Model) -> int:
   return sum(leaf.size for leaf in jax.tree.leaves(model.shapes()))
 
 
+def parameter_counts(model: Model) -> str:
+  """How many parameters there are, and how many of them train, in words."""
+  trained, _ = model.split(model.shapes())
+  counted = f"{num_parameters(model):,} parameters"
+  if not model.frozen:
+    return counted
+  return f"{counted}, of which {sum(leaf.size for leaf in jax.tree.leaves(trained)):,} train"
+
+
 def step_rows(config: Config, plan: BatchPlan, source: RowSource, micro_batch: int) -> Rows:
   """The shapes of what phases of `micro_batch` feed the step."""
   return _shapes(source, (1 if streams(config) else plan.microbatch_capacity, micro_batch))
