@@ -71,8 +71,8 @@ def _noting_fingerprints(
       part = next(values)
       total += part_of_fingerprint(part, first)
       first += part.size
+      prints[spec.name] = total % 2**32
       yield part
-    prints[spec.name] = total % 2**32
 
 
 @dataclasses.dataclass(frozen=True)

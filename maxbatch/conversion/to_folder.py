@@ -1,7 +1,6 @@
 """From a checkpoint to a Hugging Face folder: safetensors, config.json, tokenizer."""
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,17 +10,18 @@ import numpy as np
 
 from maxbatch.checkpoints.parameters_only import PARAMETERS, StoredCheckpoint, open_checkpoint
 from maxbatch.checkpoints.tensor_files import TensorSpec, total_bytes, write_tensors
-from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.conversion.beside import CONFIG, origin_of, token_ids, write_beside
 from maxbatch.conversion.output_folder import whole_folder
-from maxbatch.conversion.to_run import Converted, model_identity
+from maxbatch.conversion.result import Converted, converted, model_keys
 from maxbatch.data.tokenizer import Tokenizer
+from maxbatch.data.tokenizers.vocabulary_file import FileTokenizer
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes
-from maxbatch.hugging_face.config_json import read_config_json
+from maxbatch.hugging_face.config_json import HARMLESS, read_config_json
 from maxbatch.hugging_face.family import Family
-from maxbatch.hugging_face.registry import family_for, family_of
+from maxbatch.hugging_face.model_keys import PLAIN, differing
+from maxbatch.hugging_face.registry import family_for, read_folder
 from maxbatch.hugging_face.tensors import Shape, Tensor
 from maxbatch.models.registry import build_model
 from maxbatch.run_folder.progress import ByteProgress
@@ -60,14 +60,7 @@ def convert_to_folder(
     tokenizer = write_beside(config, unfinished)
     values = _completed(values, config, tokenizer, kind)
     (unfinished / CONFIG).write_text(json.dumps(values, indent=2) + "\n", "utf-8")
-  return Converted(
-    folder,
-    family.name,
-    sum(math.prod(spec.shape) for spec in specs),
-    num_bytes,
-    kind.name,
-    tuple(_vocabulary(rows, tokenizer, config)),
-  )
+  return converted(folder, family.name, specs, list(_vocabulary(rows, tokenizer, config)))
 
 
 class _Source:
@@ -125,13 +118,17 @@ def _leaf(path: str) -> str:
 
 def _check_model(checkpoint: StoredCheckpoint, config: Config) -> None:
   """Refuses a configuration of another model. Raises UserError."""
-  saved = checkpoint.record["identity"]
-  for key, value in model_identity(config).items():
-    if key in saved and saved[key] != value:
-      raise UserError(
-        f"{key}={value} is not what checkpoint={checkpoint.folder} was written with, {saved[key]}; "
-        f"give the configuration of its run: config={checkpoint.folder.parent.parent / 'config.yml'}"
-      )
+  ours = model_keys(config)
+  saved = PLAIN | {
+    key: value for key, value in checkpoint.record["identity"].items() if key in ours
+  }
+  found = differing(saved, ours)
+  if found is not None:
+    key, value = found
+    raise UserError(
+      f"{key}={ours[key]} is not what checkpoint={checkpoint.folder} was written with, {value}; "
+      f"give the configuration of its run: config={checkpoint.folder.parent.parent / 'config.yml'}"
+    )
 
 
 def _check_leaves(checkpoint: StoredCheckpoint, axes: Mapping[str, LogicalAxes]) -> None:
@@ -157,17 +154,22 @@ def _rows(config: Config, vocab_size: int) -> int:
 
 
 def _family(config: Config, vocab_size: int) -> tuple[Family, dict[str, Any]]:
-  """The family that the run began as, if it still is one of that, else the first that fits."""
-  ours = to_flat_dict(config) | {"vocab_size": vocab_size}
+  """The family that the run began as, if it still is one of that, else the first that fits; and the
+  config.json, which is that of the beginning if it still says all."""
+  ours = model_keys(config) | {"vocab_size": vocab_size}
   length, origin = config.batch.max_target_length, origin_of(config)
   if origin is None:
     return family_for(ours, length)
   began_as = read_config_json(origin)
-  family = family_of(began_as, str(origin / CONFIG))
+  family, options = read_folder(origin)
+  if family.text_key not in began_as and differing(PLAIN | options, ours) is None:
+    return family, began_as
+  said = {key: value for key, value in began_as.items() if key in HARMLESS}
   try:
-    return family, began_as | family.config_json(ours, length)
+    return family, said | family.config_json(ours, length)
   except UserError:
-    return family_for(ours, length)
+    family, values = family_for(ours, length)
+    return family, said | values
 
 
 def _completed(
@@ -188,7 +190,7 @@ def _shown(values: Iterator[np.ndarray], progress: ByteProgress) -> Iterator[np.
 def _vocabulary(rows: int, tokenizer: Tokenizer, config: Config) -> Iterator[str]:
   if rows < config.model.vocab_size:
     yield f"export_vocab_size={rows}: the last {config.model.vocab_size - rows} rows are left out"
-  elif rows > tokenizer.vocab_size:
+  elif isinstance(tokenizer, FileTokenizer) and rows > tokenizer.vocab_size:
     yield (
       f"the vocabulary has {rows} rows and the tokenizer {tokenizer.vocab_size} tokens; "
       f"export_vocab_size={tokenizer.vocab_size} leaves out the others"

@@ -1,10 +1,7 @@
 """From a Hugging Face folder to a run's folder: config.yml, and a checkpoint of parameters alone."""
 
-import dataclasses
-import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import yaml
@@ -18,23 +15,10 @@ from maxbatch.config.schema import Config
 from maxbatch.conversion.beside import carry_along
 from maxbatch.conversion.output_folder import whole_folder
 from maxbatch.conversion.reading import FolderReader
-from maxbatch.hugging_face.model_keys import PLAIN, SHAPE
+from maxbatch.conversion.result import Converted, converted, model_keys
 from maxbatch.models.registry import build_model
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.progress import ByteProgress
-
-
-@dataclasses.dataclass(frozen=True)
-class Converted:
-  """What a conversion has made."""
-
-  folder: Path
-  model_type: str
-  num_parameters: int
-  num_bytes: int
-  dtype: str
-  notes: tuple[str, ...] = ()
-  """What a user should know besides, a line each."""
 
 
 def convert_to_run(folder: Path, config: Config) -> Converted:
@@ -65,25 +49,11 @@ def convert_to_run(folder: Path, config: Config) -> Converted:
     made = RunFolder(unfinished)
     carry_along(folder, made.hugging_face)
     made.config.write_text(yaml.safe_dump(to_flat_dict(config), sort_keys=False), "utf-8")
-    values = _values(reader, specs, progress)
+    values, identity = _values(reader, specs, progress), model_keys(config)
     origin = {"folder": str(folder.absolute()), "vocab_size": reader.options["vocab_size"]}
-    write_parameters(
-      made.checkpoints / "0", list(specs.values()), values, model_identity(config), origin
-    )
-    return Converted(
-      run.path,
-      reader.family.name,
-      sum(math.prod(spec.shape) for spec in specs.values()),
-      num_bytes,
-      config.model.weight_dtype,
-      tuple(_padding(config, reader)),
-    )
-
-
-def model_identity(config: Config) -> dict[str, Any]:
-  """The keys that a run with these parameters must share, as JSON values."""
-  values = to_flat_dict(config)
-  return {key: values[key] for key in (*SHAPE, *PLAIN, "weight_dtype")}
+    write_parameters(made.checkpoints / "0", list(specs.values()), values, identity, origin)
+    notes = list(_padding(config, reader))
+  return converted(run.path, reader.family.name, specs.values(), notes)
 
 
 def _values(
