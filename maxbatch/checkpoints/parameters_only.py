@@ -73,6 +73,7 @@ def _noting_fingerprints(
       first += part.size
       prints[spec.name] = total % 2**32
       yield part
+  assert next(values, None) is None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.checkpoints.parameters_only import PARAMETERS, StoredCheckpoint, open_checkpoint
-from maxbatch.checkpoints.tensor_files import TensorSpec, total_bytes, write_tensors
+from maxbatch.checkpoints.tensor_files import (
+  MAX_FILE_BYTES,
+  TensorSpec,
+  total_bytes,
+  write_tensors,
+)
 from maxbatch.config.schema import Config
 from maxbatch.conversion.beside import CONFIG, origin_of, token_ids, write_beside
 from maxbatch.conversion.output_folder import whole_folder
@@ -53,10 +58,10 @@ def convert_to_folder(
   specs = [spec for tensor in table for spec in source.specs(tensor, kind)]
   num_bytes = total_bytes(specs)
   with (
-    whole_folder(f"to_hf={folder}", folder, num_bytes) as unfinished,
+    whole_folder(f"to_hf={folder}", f"to_hf={folder}-2", folder, num_bytes) as unfinished,
     ByteProgress("writing", num_bytes) as progress,
   ):
-    write_tensors(unfinished, specs, _shown(source.values(table, kind), progress))
+    write_tensors(unfinished, specs, _shown(source.values(table, kind), progress), MAX_FILE_BYTES)
     tokenizer = write_beside(config, unfinished)
     values = _completed(values, config, tokenizer, kind)
     (unfinished / CONFIG).write_text(json.dumps(values, indent=2) + "\n", "utf-8")
@@ -119,10 +124,9 @@ def _leaf(path: str) -> str:
 def _check_model(checkpoint: StoredCheckpoint, config: Config) -> None:
   """Refuses a configuration of another model. Raises UserError."""
   ours = model_keys(config)
-  saved = PLAIN | {
-    key: value for key, value in checkpoint.record["identity"].items() if key in ours
-  }
-  found = differing(saved, ours)
+  saved = {key: value for key, value in checkpoint.record["identity"].items() if key in ours}
+  # An option of the model that the version which wrote it did not have was off.
+  found = differing({**ours, **PLAIN, **saved}, ours)
   if found is not None:
     key, value = found
     raise UserError(

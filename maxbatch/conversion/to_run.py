@@ -43,7 +43,7 @@ def convert_to_run(folder: Path, config: Config) -> Converted:
   given = f"run_name={config.run.run_name} base_output_directory={config.run.base_output_directory}"
   with (
     FolderReader(folder, shapes, model.axes()) as reader,
-    whole_folder(given, run.path, num_bytes) as unfinished,
+    whole_folder(given, f"run_name={run.free_name()}", run.path, num_bytes) as unfinished,
     ByteProgress("reading", num_bytes) as progress,
   ):
     made = RunFolder(unfinished)
