@@ -35,6 +35,7 @@ from test_progress import Terminal
 from maxbatch.batch.plan import Position
 from maxbatch.checkpoints import formats
 from maxbatch.checkpoints.checkpointer import Checkpointer
+from maxbatch.checkpoints.identity import fixed_keys
 from maxbatch.checkpoints.parameters_only import is_parameters_only, open_checkpoint
 from maxbatch.config.load import load_config
 from maxbatch.conversion import output_folder, reading, to_folder
@@ -347,7 +348,7 @@ def test_a_checkpoint_of_training_is_read_layer_by_layer(folder, monkeypatch):
   params = load_parameters(folder, model, abstract(model, fsdp=2, tensor=2))
   state = {"params": params, "opt_state": {"count": np.int32(3)}}
   state = jax.tree.map(jax.numpy.asarray, state)
-  with Checkpointer(run / "checkpoints", config.checkpoint, {}) as checkpointer:
+  with Checkpointer(run / "checkpoints", config.checkpoint, fixed_keys(config)) as checkpointer:
     checkpointer.save(state, Position(5, 40), {})
   checkpoint = open_checkpoint(run / "checkpoints" / "5")
   assert checkpoint["params/layers/mlp/up/kernel"].rows_together == 1
