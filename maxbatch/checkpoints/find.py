@@ -1,8 +1,11 @@
-"""The folder of the checkpoint that a key names: a step's, or a run's, for its newest step."""
+"""The checkpoint that a key names, and the configuration of the run that wrote it."""
 
 import pathlib
+from collections.abc import Sequence
 
 from maxbatch.checkpoints.newest import completed_steps
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config
 from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
 from maxbatch.run_folder.paths import RunFolder
@@ -42,6 +45,29 @@ def find_checkpoint(given: str, key: str = "checkpoint", others: str = "") -> pa
     f"or one of its steps{others}; for example {key}=runs/first_run or "
     f"{key}=runs/first_run/checkpoints/200"
   )
+
+
+def config_of(step_folder: pathlib.Path, arguments: Sequence[str]) -> Config:
+  """The configuration of the run that wrote a checkpoint, in the folder where that is now.
+
+  Args:
+    step_folder: the checkpoint.
+    arguments: keys on top of it, or config= and another file in its place.
+
+  Raises:
+    UserError: there is none, or a key is wrong.
+  """
+  if any(argument.startswith("config=") for argument in arguments):
+    return load_config(arguments)
+  folder = step_folder.parent.parent
+  written = RunFolder(folder).config
+  if not written.exists():
+    raise UserError(
+      f"checkpoint={step_folder}: there is no {written} to tell how the run "
+      "was configured; give its configuration, for example config=my.yml"
+    )
+  place = [f"base_output_directory={folder.parent}", f"run_name={folder.name}"]
+  return load_config([f"config={written}", *place, *arguments])
 
 
 def _step_folder(given: str, key: str, path: pathlib.Path) -> pathlib.Path:

@@ -71,8 +71,9 @@ def _noting_fingerprints(
       part = next(values)
       total += part_of_fingerprint(part, first)
       first += part.size
+      prints[spec.name] = total % 2**32
       yield part
-    prints[spec.name] = total % 2**32
+  assert next(values, None) is None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -179,6 +179,8 @@ def write_tensors(
   files, parts = _divided(specs, max_file_bytes), iter(values)
   for name, inside in files.items():
     _write_file(folder / name, inside, parts)
+  # What gives the values may have something to say at the end.
+  assert next(parts, None) is None
   if list(files) != [SINGLE]:
     weight_map = {spec.name: name for name, inside in files.items() for spec in inside}
     total = {"total_size": total_bytes(specs)}

@@ -5,6 +5,7 @@ sense together (positions, windows). Registered in registry.py.
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -69,8 +70,7 @@ class Family:
       UserError: a value that is not computed here, or a key that would be ignored; `where` is the
         file that it names.
     """
-    nested = values.get(self.text_key) if self.text_key else None
-    theirs = ConfigJson(where, values if nested is None else nested, self.defaults)
+    theirs = ConfigJson(where, self._text(values), self.defaults)
     if theirs["quantization_config"] is not None:
       raise theirs.refusal("quantization_config", "take the folder with the weights as trained")
     ours = {key: theirs[name] for name, key in self.same.items()}
@@ -90,6 +90,13 @@ class Family:
     if missing is not None:
       raise theirs.refusal(missing, "a value is needed")
     return {**PLAIN, **self.constants, **ours}
+
+  def _text(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that is about the model of the text."""
+    if self.text_key not in values:
+      return values
+    quantization = {"quantization_config": values.get("quantization_config")}
+    return {**quantization, **values[self.text_key]}
 
   def config_json(self, model: Ours, max_target_length: int) -> dict[str, Any]:
     """The config.json of a model: what transformers must know to compute the same.
@@ -147,4 +154,4 @@ class Family:
 
 
 def _allowed(name: str, values: Collection[Any]) -> str:
-  return "what works: " + " or ".join(f"{name}={value}" for value in values)
+  return "what works: " + " or ".join(f"{name}={json.dumps(value)}" for value in values)

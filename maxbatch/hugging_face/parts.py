@@ -1,10 +1,11 @@
-"""The parts of a config.json that several families share: heads, rotary positions."""
+"""The parts of a config.json that several families share: heads, positions, biases, windows."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxbatch.hugging_face.config_json import ConfigJson
 from maxbatch.hugging_face.family import Ours, Part
+from maxbatch.hugging_face.model_keys import layer_types, shortest_pattern
 
 _LLAMA3 = {
   "factor": "rope_factor",
@@ -83,3 +84,34 @@ def _read_biases(theirs: ConfigJson) -> dict[str, Any]:
 
 BIASES = Part(_read_biases, lambda ours: {"attention_bias": ours["attention_qkv_bias"]})
 """Biases in all projections of the attention, or in none."""
+
+
+_KINDS = ("sliding_attention", "full_attention")
+
+
+def read_layer_types(
+  theirs: ConfigJson, window: int | None, kinds: Sequence[str]
+) -> dict[str, Any]:
+  """Our keys for a window that the layers of sliding attention have; `kinds` is each layer's.
+
+  Raises:
+    UserError: a layer is of another kind, or there are not as many kinds as layers.
+  """
+  given = theirs["layer_types"]
+  kinds = kinds if given is None else given
+  if len(kinds) != theirs["num_hidden_layers"] or not set(kinds) <= set(_KINDS):
+    raise theirs.refusal("layer_types", f"a list is needed, of one of {_KINDS} for each layer")
+  if window is None or "sliding_attention" not in kinds:
+    return {"sliding_window_size": 0, "layer_types": ()}
+  pattern = shortest_pattern(kinds)
+  return {
+    "sliding_window_size": window,
+    "layer_types": () if pattern == ("sliding_attention",) else pattern,
+  }
+
+
+def written_layer_types(ours: Ours) -> list[str]:
+  """The kind of each layer."""
+  num_layers = ours["base_num_decoder_layers"]
+  alike = "sliding_attention" if ours["sliding_window_size"] else "full_attention"
+  return list(layer_types(ours["layer_types"], num_layers)) or [alike] * num_layers

@@ -9,12 +9,26 @@ from typing import Any
 
 from maxbatch.errors import UserError
 from maxbatch.hugging_face.config_json import read_config_json
+from maxbatch.hugging_face.families.gemma2 import GEMMA2
+from maxbatch.hugging_face.families.gemma3 import GEMMA3
 from maxbatch.hugging_face.families.gpt2 import GPT2
 from maxbatch.hugging_face.families.llama import LLAMA
 from maxbatch.hugging_face.families.mistral import MISTRAL
+from maxbatch.hugging_face.families.olmo2 import OLMO2
+from maxbatch.hugging_face.families.qwen2 import QWEN2
+from maxbatch.hugging_face.families.qwen3 import QWEN3
 from maxbatch.hugging_face.family import Family, Ours
 
-FAMILIES: tuple[Family, ...] = (LLAMA, MISTRAL, GPT2)
+FAMILIES: tuple[Family, ...] = (
+  LLAMA,
+  MISTRAL,
+  QWEN2,
+  QWEN3,
+  GEMMA2,
+  GEMMA3,
+  OLMO2,
+  GPT2,
+)
 """A model of ours is written as the first that can say all of it."""
 
 
