@@ -27,7 +27,7 @@ from hf_folders import (
   read_tensors,
   write_folder,
 )
-from processes import PATIENCE_SECONDS, REPOSITORY, environment
+from processes import PATIENCE_SECONDS, REPOSITORY, environment, small_run
 from small_disk import small
 from support import mesh
 from test_progress import Terminal
@@ -36,13 +36,15 @@ from maxbatch.batch.plan import Position
 from maxbatch.checkpoints import formats
 from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.checkpoints.identity import fixed_keys
-from maxbatch.checkpoints.parameters_only import is_parameters_only, open_checkpoint
+from maxbatch.checkpoints.parameters_only import open_checkpoint
+from maxbatch.checkpoints.record import is_parameters_only
 from maxbatch.config.load import load_config
 from maxbatch.conversion import output_folder, reading, to_folder
 from maxbatch.conversion.reading import FolderReader, load_parameters
 from maxbatch.convert import main
 from maxbatch.hardware.sharding import sharding
 from maxbatch.models.registry import Model, build_model, by_path
+from maxbatch.train import main as train
 
 
 @pytest.fixture
@@ -318,15 +320,14 @@ def test_arguments_that_do_not_work_say_what_does(folder, tmp_path, capsys, monk
   out = f"to_hf={tmp_path / 'ours'}"
   assert f"{tmp_path / 'theirs'}" in refused(capsys, f"to_hf={folder}", config)
   assert "there is no checkpoint of that step" in refused(capsys, out, config, "checkpoint=7")
-  assert "there is no checkpoint in" in refused(capsys, out, "config=base", runs)
+  assert "there is no such folder" in refused(capsys, out, "config=base", runs, "run_name=none")
   other = refused(capsys, out, config, "rope_max_timescale=500")
   assert "rope_max_timescale=500.0 is not what checkpoint=" in other
   assert "export_vocab_size=50 is more than the 40 rows" in refused(
     capsys, out, config, "export_vocab_size=50"
   )
   assert not (tmp_path / "ours").exists()
-  path = run / "checkpoints" / "0"
-  assert main([out, config, f"checkpoint={path}"]) == 0
+  assert main([out, f"checkpoint={run}"]) == 0
   assert_same_bits(read_tensors(tmp_path / "ours"), llama_tensors())
 
 
@@ -449,3 +450,23 @@ def test_a_terminal_shows_how_fast_it_goes(folder, monkeypatch):
   take(folder)
   assert "reading 100% " in stream.getvalue()
   assert "B/s]" in stream.getvalue()
+
+
+def test_training_begins_with_what_was_converted_and_then_resumes(folder, tmp_path, capsys):
+  run = take(folder, "vocab_size=264")
+  words = small_run(tmp_path, tmp_path / "words.txt", tmp_path / "cache")
+  own = [key for key in words if key.startswith(("dataset", "batch_size", "generate", "eval"))]
+  keys = [f"config={run / 'config.yml'}", "max_target_length=16", "lr_schedule_type=constant", *own]
+  still = ["learning_rate=0", "adam_weight_decay=0", "warmup_steps=0", "checkpoint_period=1"]
+  keys += ["max_num_checkpoints_to_keep=1", *still]
+  capsys.readouterr()
+  assert train([*keys, "validate_only=true"]) == 0
+  assert f"parameters of {run / 'checkpoints' / '0'}, with a new" in capsys.readouterr().out
+  assert train([*keys, "steps=2"]) == 0
+  assert f"parameters of {run / 'checkpoints' / '0'}, with a new" in capsys.readouterr().out
+  assert {path.name for path in (run / "checkpoints").iterdir()} == {"0", "2"}
+  out = give(run, "export_vocab_size=40")
+  assert_same_bits(read_tensors(out), llama_tensors())
+  assert train([*keys, "steps=3"]) == 0
+  assert "Resuming after step 2" in capsys.readouterr().out
+  assert main([f"to_hf={tmp_path / 'first'}", f"checkpoint={run / 'checkpoints' / '0'}"]) == 0

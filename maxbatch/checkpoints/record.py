@@ -18,6 +18,8 @@ from maxbatch.checkpoints.fingerprint import VERSION, VERSIONS, fingerprints, na
 from maxbatch.errors import UserError
 from maxbatch.hugging_face.model_keys import PLAIN
 
+ORIGIN = "origin"
+"""In the notes of a checkpoint of parameters alone: where they come from."""
 _ABSENT = "(absent)"
 _SHOWN = 8
 _FILES_SHOWN = 3
@@ -73,6 +75,11 @@ def sealed(
   fields |= {"checkpoint_format": checkpoint_format}
   fields = json.loads(json.dumps(dataclasses.asdict(position) | fields))
   return fields | {"checksum": _checksum(fields)}
+
+
+def is_parameters_only(record: Mapping[str, Any]) -> bool:
+  """Whether a record is that of parameters without a state of training."""
+  return ORIGIN in record.get("notes", {})
 
 
 def format_name(record: dict[str, Any]) -> str:

@@ -15,11 +15,11 @@ from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import constrain
-from maxbatch.hugging_face.model_keys import layer_types
 from maxbatch.models import flash
 from maxbatch.models.dot_product import dot_product_attention
 from maxbatch.models.layers import Norm, Projection
 from maxbatch.models.rope import frequency_factors
+from maxbatch.models.windows import sliding_layers
 
 
 class AttentionContext(NamedTuple):
@@ -79,13 +79,6 @@ def attention_contexts(
   sliding = context(config.sliding_window_size, *of_sliding)
   full = sliding if slides_L.all() else context(0, timescale, factors_H)
   return LayerContexts(sliding, full, slides_L)
-
-
-def sliding_layers(config: ModelConfig) -> np.ndarray:
-  """bool[L]: which layers see no farther than sliding_window_size."""
-  kinds = layer_types(config.layer_types, config.base_num_decoder_layers)
-  slides = [kind == "sliding_attention" for kind in kinds]
-  return np.array(slides or [config.sliding_window_size > 0] * config.base_num_decoder_layers)
 
 
 def _first_seen(length: int, window: int, segment_ids_BT: jax.Array | None) -> jax.Array:
@@ -154,7 +147,9 @@ class Attention(nnx.Module):
     cap = self.config.attn_logits_soft_cap
     if self.config.attention == "flash" and flash.has_devices():
       window = self.config.sliding_window_size
-      out_BTNH = flash.flash_attention(q_BTNH, k_BSKH, v_BSKH, at.segment_ids_BT, window, cap)
+      out_BTNH = flash.flash_attention(
+        q_BTNH, k_BSKH, v_BSKH, at.segment_ids_BT, window, soft_cap=cap
+      )
     else:
       out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.first_BT, cap)
     return self.out(constrain(out_BTNH, ("batch", "length", "heads", "head_dim")))

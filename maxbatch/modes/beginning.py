@@ -12,6 +12,7 @@ from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.identity import fixed_keys
 from maxbatch.checkpoints.leaves import read_leaves
+from maxbatch.checkpoints.newest import parameters_to_begin_with
 from maxbatch.checkpoints.record import listed, state_differences
 from maxbatch.config.schema import CheckpointConfig, Config, ModelConfig
 from maxbatch.conversion.source import (
@@ -26,6 +27,7 @@ from maxbatch.conversion.source import (
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all, failing_together
 from maxbatch.models.registry import joined
+from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
 
@@ -120,14 +122,18 @@ def _check_optimizer(source: CheckpointSource, trainer: Trainer) -> None:
     )
 
 
-def beginning_of(config: CheckpointConfig) -> Beginning:
+def beginning_of(config: CheckpointConfig, folder: RunFolder) -> Beginning:
   """What the keys say; of a folder that they name the record is read. All processes must call it.
+
+  A run that a conversion has made begins with what lies in its own folder.
 
   Raises:
     UserError: both are given, or there is nothing of the kind.
   """
   key = _FULL if config.load_full_state_path else _PARAMETERS
+  own = parameters_to_begin_with(folder.checkpoints)
   given = config.load_full_state_path or config.load_parameters_path
+  given = given or broadcast_one_to_all(str(own or ""))
   if not given:
     return Beginning()
   with failing_together():

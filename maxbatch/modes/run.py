@@ -104,7 +104,7 @@ def _run(
 ) -> tuple[TrainState, Position]:
   cache.enable(config.compile.jax_cache_dir)
   resolved = resolve(config, target, forget=forget)
-  beginning = Beginning() if resolved.saved else beginning_of(config.checkpoint)
+  beginning = Beginning() if resolved.saved else beginning_of(config.checkpoint, resolved.folder)
   resolved = dataclasses.replace(resolved, begins=beginning.position)
   print(f"{resolved.plan_ahead}\n", flush=True)
   trainer = build_trainer(resolved.config, resolved.plan, target.devices)

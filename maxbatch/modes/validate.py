@@ -23,7 +23,7 @@ from maxbatch.batch.solve import counted, text
 from maxbatch.batch.topology import Topology
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.identity import identity, settings
-from maxbatch.checkpoints.newest import completed_steps, newest_record
+from maxbatch.checkpoints.newest import newest_record, resumable_steps
 from maxbatch.checkpoints.record import (
   changed_settings,
   identity_differences,
@@ -136,7 +136,7 @@ def _beginning(config: Config) -> tuple[Beginning, str]:
     UserError: it is to take place here, and there is nothing of the kind.
   """
   try:
-    return beginning_of(config.checkpoint), ""
+    return beginning_of(config.checkpoint, RunFolder.of(config.run)), ""
   except UserError as error:
     if not config.compile.compile_topology:
       raise
@@ -233,7 +233,7 @@ def _disk_space(config: Config, plan: BatchPlan, state: Mapping[str, Any], folde
     config.checkpoint.checkpoint_keep_period,
   )
   forever = plan.steps // period if period > 0 else 0
-  there = len(completed_steps(RunFolder(folder).checkpoints))
+  there = len(resumable_steps(RunFolder(folder).checkpoints))
   count = max(1, keep + 1 + forever - there)
   free = shutil.disk_usage(nearest(folder)).free
   needed = f"{counted(count, 'checkpoint')} of {gib(each)}, one of them while it replaces another"
@@ -261,7 +261,7 @@ def _resumable(
     UserError: it is another run's, or no record can be read.
   """
   directory = RunFolder(folder).checkpoints
-  steps, record = completed_steps(directory), newest_record(directory)
+  steps, record = resumable_steps(directory), newest_record(directory)
   if not steps:
     return "nothing to resume: the run begins at step 0", []
   if record is None:
