@@ -26,6 +26,9 @@ _FILES_SHOWN = 3
 _FINGERPRINT = "fingerprint"
 """What decides whether two values of an identity are equal that have it; the rest explains them."""
 
+_OFF: dict[str, Any] = {"trainable": [], "lora_rank": 0, "lora_alpha": -1, "lora_targets": []}
+"""What trained in runs of versions without these keys."""
+
 _CONSEQUENCES = {
   "stream_version": ": samples would come in another order, some again and some not at all"
 }
@@ -102,8 +105,8 @@ def identity_differences(record: dict[str, Any], identity: Mapping[str, object])
   if "settings" not in record:
     # Written by an earlier version, which compared fewer keys.
     current = {key: value for key, value in current.items() if key in saved}
-  # An option of the model that the version which wrote it did not have was off.
-  off = json.loads(json.dumps(dict(PLAIN)))
+  # An option that the version which wrote it did not have was off.
+  off = json.loads(json.dumps(dict(PLAIN))) | _OFF
   current = {
     key: value
     for key, value in current.items()
