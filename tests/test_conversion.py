@@ -30,7 +30,9 @@ from hf_folders import (
 from processes import PATIENCE_SECONDS, REPOSITORY, environment, small_run
 from small_disk import small
 from support import mesh
+from test_hub_tokenizer import Hub
 from test_progress import Terminal
+from vocabularies import END, huggingface
 
 from maxbatch.batch.plan import Position
 from maxbatch.checkpoints import formats
@@ -117,6 +119,7 @@ def test_what_goes_in_comes_out_bit_for_bit(tmp_path, theirs, kept, num_files, k
 
 
 def test_a_run_is_made_of_the_model_that_training_begins_with(folder, capsys):
+  huggingface(folder, eos_token=END, chat_template="{{ messages }}")
   run = take(folder, "learning_rate=0.5")
   out = capsys.readouterr().out
   assert " parameters of a model of type llama in float32: " in out
@@ -128,6 +131,14 @@ def test_a_run_is_made_of_the_model_that_training_begins_with(folder, capsys):
   assert is_parameters_only(checkpoint.record)
   assert checkpoint.record["notes"]["origin"] == {"folder": str(folder), "vocab_size": V}
   assert (run / "hugging_face" / "config.json").read_text() == json.dumps(CONFIG)
+  assert (keys["tokenizer_type"], keys["tokenizer_path"]) == (
+    "huggingface",
+    str(run / "hugging_face"),
+  )
+  assert (keys["add_bos"], keys["add_eos"]) == (False, True)  # As it has the one token alone.
+  out = give(run)
+  for name in ("tokenizer.json", "tokenizer_config.json", *BESIDE):
+    assert (out / name).read_bytes() == (folder / name).read_bytes()
 
 
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "tensor": 2, "stage": 2}, {"fsdp": 4}])
@@ -366,6 +377,32 @@ def test_a_whole_state_in_safetensors_comes_back(tmp_path):
     restored = checkpointer.restore(shapes)
   assert restored is not None
   jax.tree.map(np.testing.assert_array_equal, restored.state, state)
+
+
+def test_a_model_by_its_name_on_the_hub(tmp_path):
+  theirs = write_folder(tmp_path / "theirs")
+  files = {path.name: path.read_bytes() for path in theirs.iterdir()}
+  command = ["-m", "maxbatch.convert", "from_hf=owner/model", "run_name=taken"]
+  with Hub(files | {"pytorch_model.bin": b"large"}) as hub:
+    process = subprocess.run(
+      [sys.executable, *command, f"base_output_directory={tmp_path}", "hf_access_token=hf_secret"],
+      cwd=REPOSITORY,
+      capture_output=True,
+      text=True,
+      timeout=PATIENCE_SECONDS,
+      env=environment(
+        JAX_PLATFORMS="cpu",
+        HF_HOME=str(tmp_path / "cache"),
+        HF_ENDPOINT=f"http://127.0.0.1:{hub.server_address[1]}",
+      ),
+      check=False,
+    )
+  assert process.returncode == 0, process.stderr
+  assert hub.downloads == dict.fromkeys(files, 1)
+  assert "Bearer hf_secret" in hub.tokens
+  kept = [path for path in (tmp_path / "taken").rglob("*") if path.is_file()]
+  assert not [path for path in kept if b"hf_secret" in path.read_bytes()]
+  assert_same_bits(read_tensors(give(tmp_path / "taken")), llama_tensors())
 
 
 DRIVER = """

@@ -8,7 +8,7 @@ from typing import Any
 from maxbatch.config.schema import Config
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer
-from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer
+from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer, special_tokens
 from maxbatch.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from maxbatch.data.tokenizers.vocabulary_file import FileTokenizer
 from maxbatch.hugging_face.registry import is_model_folder
@@ -45,12 +45,19 @@ def carry_along(source: Path, target: Path) -> None:
 
 
 def tokenizer_keys(folder: Path, run: RunFolder) -> list[str]:
-  """The keys for the tokenizer of a model's folder, once it is carried along into a run's."""
-  types = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece"}
-  for name, tokenizer_type in types.items():
-    if (folder / name).is_file():
-      place = run.hugging_face.absolute()
-      return [f"tokenizer_type={tokenizer_type}", f"tokenizer_path={place}"]
+  """The keys for the tokenizer of a model's folder, once it is carried along into a run's.
+
+  Raises:
+    UserError: tokenizer_config.json cannot be read.
+  """
+  place = f"tokenizer_path={run.hugging_face.absolute()}"
+  if (folder / "tokenizer.json").is_file():
+    # A model without such a token was not trained with one.
+    declared = special_tokens(folder / "tokenizer_config.json")
+    without = [f"add_{role}=false" for role in ("bos", "eos") if role not in declared]
+    return ["tokenizer_type=huggingface", place, *without]
+  if (folder / "tokenizer.model").is_file():
+    return ["tokenizer_type=sentencepiece", place]
   return []
 
 
