@@ -504,6 +504,6 @@ def test_training_begins_with_what_was_converted_and_then_resumes(folder, tmp_pa
   assert {path.name for path in (run / "checkpoints").iterdir()} == {"0", "2"}
   out = give(run, "export_vocab_size=40")
   assert_same_bits(read_tensors(out), llama_tensors())
-  assert train([*keys, "steps=3"]) == 0
-  assert "Resuming after step 2" in capsys.readouterr().out
+  assert train([*keys, "steps=3", "validate_only=true"]) == 0
+  assert "resumes after step 2 (16 samples)" in capsys.readouterr().out
   assert main([f"to_hf={tmp_path / 'first'}", f"checkpoint={run / 'checkpoints' / '0'}"]) == 0
