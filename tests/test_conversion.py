@@ -40,11 +40,14 @@ from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.checkpoints.identity import fixed_keys
 from maxbatch.checkpoints.parameters_only import open_checkpoint
 from maxbatch.checkpoints.record import is_parameters_only
+from maxbatch.checkpoints.stored import StoredArray
 from maxbatch.config.load import load_config
-from maxbatch.conversion import output_folder, reading, to_folder
+from maxbatch.conversion import output_folder, to_folder
+from maxbatch.conversion.placing import Place
 from maxbatch.conversion.reading import FolderReader, load_parameters
 from maxbatch.convert import main
 from maxbatch.hardware.sharding import sharding
+from maxbatch.hugging_face.tensors import Tensor
 from maxbatch.models.registry import Model, build_model, by_path
 from maxbatch.train import main as train
 
@@ -167,17 +170,46 @@ def test_parameters_arrive_in_their_places(folder, sizes):
   np.testing.assert_array_equal(found["embedding"], tensors["model.embed_tokens.weight"])
 
 
+KINDS = {
+  "vector": (Tensor("a", ("x",), 0, transposed=False), [(6,)]),
+  "vectors": (Tensor("a", ("x", "y"), 0, transposed=False), [(2, 3), (4,)]),
+  "matrix": (Tensor("a", ("x",), 1, transposed=False), [(6, 4)]),
+  "linear": (Tensor("a", ("x",), 1, transposed=True), [(6, 4, 2)]),
+  "two dims in": (Tensor("a", ("x",), 2, transposed=True), [(2, 3, 5)]),
+  "fused": (Tensor("a", ("x", "y", "z"), 1, transposed=False), [(6, 4), (6, 2, 2), (6, 4)]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_part_of_a_parameter_is_found(kind):
+  tensor, shapes = KINDS[kind]
+  theirs = np.arange(np.prod(tensor.shape(shapes))).reshape(tensor.shape(shapes))
+  stored = StoredArray(theirs.shape, theirs.dtype, 1, lambda index: theirs[index])
+  random = np.random.default_rng(0)
+  for number, whole in enumerate(tensor.ours(theirs, shapes)):
+    place = Place(tensor, number, tuple(shapes))
+    for _ in range(20):
+      ends = [sorted(random.choice(size + 1, 2, replace=False)) for size in whole.shape]
+      index = tuple(slice(int(first), int(last)) for first, last in ends)
+      np.testing.assert_array_equal(place.read(stored, index), whole[index])
+
+
 def test_only_what_a_device_holds_is_read(folder, monkeypatch):
   model = model_of(folder)
   read: list[int] = []
-  place = reading.Place.read
+  whole = StoredArray.__init__
 
-  def counted(self: Any, theirs: Any, index: Any) -> np.ndarray:
-    part = place(self, theirs, index)
-    read.append(part.size)
-    return part
+  def counting(self: Any, *arguments: Any) -> None:
+    whole(self, *arguments)
 
-  monkeypatch.setattr(reading.Place, "read", counted)
+    def counted(index: Any, read_part: Any = self.read) -> np.ndarray:
+      part = read_part(index)
+      read.append(part.size)
+      return part
+
+    object.__setattr__(self, "read", counted)
+
+  monkeypatch.setattr(StoredArray, "__init__", counting)
   shapes = {path: leaf.shape for path, leaf in flat(model.shapes()).items()}
   with FolderReader(folder, shapes, model.axes()) as reader:
     for path, shape in shapes.items():

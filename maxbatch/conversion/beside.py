@@ -63,9 +63,16 @@ def tokenizer_keys(folder: Path, run: RunFolder) -> list[str]:
 
 def origin_of(config: Config) -> Path | None:
   """The folder of what was beside the weights that a run began with, if it is known."""
-  kept = RunFolder.of(config.run).hugging_face
-  named = Path(config.model.model_name).expanduser()
-  return next((folder for folder in (kept, named) if is_model_folder(folder)), None)
+  began_with = Path(config.checkpoint.load_parameters_path).expanduser()
+  folders = (
+    RunFolder.of(config.run).hugging_face,
+    Path(config.model.model_name).expanduser(),
+    began_with,
+    # Another run, or one of its steps.
+    RunFolder(began_with).hugging_face,
+    RunFolder(began_with.parent.parent).hugging_face,
+  )
+  return next((folder for folder in folders if is_model_folder(folder)), None)
 
 
 def write_beside(config: Config, target: Path) -> Tokenizer:
