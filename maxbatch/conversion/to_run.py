@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import yaml
 from flax.traverse_util import flatten_dict
@@ -52,7 +53,7 @@ def convert_to_run(folder: Path, config: Config) -> Converted:
     values, identity = _values(reader, specs, progress), model_keys(config)
     origin = {"folder": str(folder.absolute()), "vocab_size": reader.options["vocab_size"]}
     write_parameters(made.checkpoints / "0", list(specs.values()), values, identity, origin)
-    notes = list(_padding(config, reader))
+    notes = list(_notes(config, reader))
   return converted(run.path, reader.family.name, specs.values(), notes)
 
 
@@ -67,7 +68,13 @@ def _values(
       progress.add(part.nbytes)
 
 
-def _padding(config: Config, reader: FolderReader) -> Iterator[str]:
+def _notes(config: Config, reader: FolderReader) -> Iterator[str]:
+  """What is not as in the folder."""
+  dtype = jnp.dtype(config.model.weight_dtype)
+  for theirs in sorted(
+    each.name for each in reader.dtypes if jnp.promote_types(each, dtype) != dtype
+  ):
+    yield f"weight_dtype={dtype.name}: {theirs} in the folder, and so rounded"
   added = config.model.vocab_size - reader.options["vocab_size"]
   if added:
     yield (
