@@ -1,4 +1,7 @@
-"""python -m maxbatch.convert from_hf=MODEL run_name=… | to_hf=FOLDER checkpoint=…: weights, in and out."""
+"""python -m maxbatch.convert from_hf=MODEL run_name=… | to_hf=FOLDER checkpoint=…: weights, in and out.
+
+to_peft=FOLDER checkpoint=… writes the adapters of a run alone.
+"""
 
 import dataclasses
 import sys
@@ -18,6 +21,7 @@ from maxbatch.config.load import load_config
 from maxbatch.conversion.beside import tokenizer_keys
 from maxbatch.conversion.hub import model_folder
 from maxbatch.conversion.to_folder import convert_to_folder
+from maxbatch.conversion.to_peft import convert_to_peft
 from maxbatch.conversion.to_run import Converted, convert_to_run
 from maxbatch.errors import UserError
 from maxbatch.run_folder.paths import RunFolder
@@ -33,11 +37,14 @@ class ConvertArguments:
     Key("the model to begin with: a folder, or a name on the hub", "from_hf=Qwen/Qwen3-0.6B"),
   ] = ""
   to_hf: Annotated[str, FileName(), Key("the folder to write", "to_hf=my_model")] = ""
+  to_peft: Annotated[
+    str, FileName(), Key("the folder to write a run's LoRA adapters to", "to_peft=my_adapter")
+  ] = ""
   checkpoint: Annotated[
     str,
     FileName(),
     Key(
-      "of to_hf: a step of config's run, or the folder of a run or of a step; else the newest",
+      "of to_hf and to_peft: a step of config's run, or the folder of a run or of a step; else the newest",
       "checkpoint=runs/qwen",
     ),
   ] = ""
@@ -58,11 +65,12 @@ COMMAND = Command(
   "convert",
   """\
 from_hf makes a run of a Hugging Face model: a folder with its config.yml and the parameters as
-checkpoint 0, with which training begins. to_hf makes a folder that transformers reads of a run.
-Weights are read and written as safetensors, a tensor at a time.
+checkpoint 0, with which training begins. to_hf makes a folder that transformers reads of a run, with
+adapters merged, and to_peft one that peft reads of its adapters. Weights are read and written as
+safetensors, a tensor at a time.
 """,
   ConvertArguments,
-  usage="from_hf=MODEL run_name=NAME | to_hf=FOLDER checkpoint=RUN",
+  usage="from_hf=MODEL run_name=NAME | to_hf=FOLDER checkpoint=RUN | to_peft=FOLDER checkpoint=RUN",
   leaves_files=True,
 )
 
@@ -76,9 +84,9 @@ def _convert(arguments: Arguments[ConvertArguments]) -> None:
   # Nothing is computed; where there are accelerators, someone else may use them.
   jax.config.update("jax_platforms", "cpu")
   began, own = time.perf_counter(), arguments.own
-  if bool(own.from_hf) == bool(own.to_hf):
+  if sum(map(bool, (own.from_hf, own.to_hf, own.to_peft))) != 1:
     raise UserError(
-      "give either from_hf or to_hf, for example from_hf=Qwen/Qwen3-0.6B run_name=qwen, or "
+      "give one of from_hf, to_hf and to_peft, for example from_hf=Qwen/Qwen3-0.6B run_name=qwen, or "
       "to_hf=my_model checkpoint=runs/qwen"
     )
   made = _to_run(arguments) if own.from_hf else _to_folder(arguments)
@@ -97,6 +105,8 @@ def _next(own: ConvertArguments, made: Converted) -> str:
   if own.from_hf:
     config = RunFolder(made.folder).config
     return f"python -m maxbatch.train config={config} dataset_path=MY_TEXTS"
+  if own.to_peft:
+    return f"peft.PeftModel.from_pretrained(model, {str(made.folder)!r})"
   return f"transformers.AutoModelForCausalLM.from_pretrained({str(made.folder)!r})"
 
 
@@ -117,7 +127,10 @@ def _to_run(arguments: Arguments[ConvertArguments]) -> Converted:
 
 def _to_folder(arguments: Arguments[ConvertArguments]) -> Converted:
   own, keys = arguments.own, arguments.configuration
-  _refuse(own, "to_hf", ("hf_access_token",))
+  if own.to_peft:
+    _refuse(own, "to_peft", ("hf_access_token", "save_dtype", "export_vocab_size"))
+  else:
+    _refuse(own, "to_hf", ("hf_access_token",))
   if own.checkpoint and not own.checkpoint.isdecimal():
     step = find_checkpoint(own.checkpoint)
     config = config_of(step, keys)
@@ -125,6 +138,8 @@ def _to_folder(arguments: Arguments[ConvertArguments]) -> Converted:
     config = load_config(keys)
     run = RunFolder.of(config.run)
     step = find_checkpoint(str(run.checkpoints / own.checkpoint if own.checkpoint else run.path))
+  if own.to_peft:
+    return convert_to_peft(step, config, Path(own.to_peft).expanduser())
   folder = Path(own.to_hf).expanduser()
   return convert_to_folder(step, config, folder, own.save_dtype, own.export_vocab_size)
 

@@ -40,7 +40,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device, describe_devices, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import num_processes
-from maxbatch.modes.beginning import Beginning, beginning_of, saving_as_before
+from maxbatch.modes.beginning import Beginning, beginning_of, saving_frozen
 from maxbatch.modes.memory import check_memory, item_bytes
 from maxbatch.modes.resolve import check_replaces_nothing, checkpoint_of, keeping_batch, planned
 from maxbatch.modes.start import started
@@ -97,7 +97,9 @@ def _checks(config: Config) -> Iterator[_Check]:
   devices = target.devices
   plan, ahead = run.plan, run.plan_ahead
   yield "batch plan", _phases(ahead), [*choice, *str(ahead).splitlines()]
-  trainer, state = _without_arrays(config, plan, devices, saved)
+  trainer, state = _without_arrays(
+    config, plan, devices, lambda trainer: saving_frozen(trainer, saved, beginning)
+  )
   yield "mesh", f"{plan.topology} on {describe_devices(devices)}", undivided_parameters(trainer)
   if trainer.pipeline:
     choice = [trainer.pipeline.choice] if trainer.pipeline.choice else []
@@ -167,13 +169,16 @@ def _phases(plan: BatchPlan) -> str:
 
 
 def _without_arrays(
-  config: Config, plan: BatchPlan, devices: Sequence[Device], saved: Mapping[str, Any] | None
+  config: Config,
+  plan: BatchPlan,
+  devices: Sequence[Device],
+  completed: Callable[[Trainer], Trainer],
 ) -> tuple[Trainer, TrainState]:
   """Trainer and state by tracing alone: even a random key would compile a program."""
   made: list[tuple[Trainer, TrainState]] = []
 
   def build() -> None:
-    trainer = saving_as_before(build_trainer(config, plan, devices, keep=False), saved)
+    trainer = completed(build_trainer(config, plan, devices, keep=False))
     made.append((trainer, trainer.abstract))
 
   jax.eval_shape(build)
