@@ -368,8 +368,8 @@ def test_arguments_that_do_not_work_say_what_does(folder, tmp_path, capsys, monk
   monkeypatch.setenv("HF_HUB_OFFLINE", "1")
   run = take(folder)
   config, runs = f"config={run / 'config.yml'}", f"base_output_directory={tmp_path / 'runs'}"
-  assert "give either from_hf or to_hf" in refused(capsys)
-  assert "give either from_hf or to_hf" in refused(capsys, "from_hf=a", "to_hf=b")
+  assert "give one of from_hf, to_hf and to_peft" in refused(capsys)
+  assert "give one of from_hf, to_hf and to_peft" in refused(capsys, "from_hf=a", "to_hf=b")
   again = refused(capsys, f"from_hf={folder}", runs, "run_name=taken")
   assert "something is there, and would be replaced" in again
   assert "run_name=taken-2" in again
