@@ -22,7 +22,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from processes import PATIENCE_SECONDS
 
-from maxbatch.checkpoints import checkpointer as checkpointer_module
+from maxbatch.checkpoints import reading as reading_module
 from maxbatch.checkpoints.checkpointer import Checkpointer, Position
 from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.checkpoints.formats import FORMATS, Format
@@ -37,6 +37,8 @@ CONFIG = CheckpointConfig(
   max_num_checkpoints_to_keep=3,
   checkpoint_keep_period=-1,
   allow_changed_resume=False,
+  load_parameters_path="",
+  load_full_state_path="",
 )
 IDENTITY = {"model_name": "default", "dataset": "stdlib", "data_shuffle_seed": 0}
 PLAN = {"global_batch_to_train": 32, "per_device_batch_size": "1/2"}
@@ -399,7 +401,7 @@ def test_a_read_error_that_passes_is_none(folder, item):
 
 @pytest.mark.parametrize("item", ["record", "state"])
 def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_damaged(folder, item, monkeypatch):
-  monkeypatch.setattr(checkpointer_module, "_PAUSES_SECONDS", (0.1, 0.1))
+  monkeypatch.setattr(reading_module, "_PAUSES_SECONDS", (0.1, 0.1))
   largest = max((folder / "2" / item).rglob("*"), key=lambda path: path.stat().st_size)
   lines: list[str] = []
   with unreadable(largest), Checkpointer(folder, CONFIG, IDENTITY, lines.append) as checkpointer:

@@ -34,6 +34,7 @@ FOLDERS = [
   "data",
   "models",
   "checkpoints",
+  "conversion",
   "training",
   "compile",
   "tuning",
@@ -41,7 +42,7 @@ FOLDERS = [
   "input_analysis",
   "experiments",
 ]
-COMMANDS = ["train", "plan", "pipeline", "critical_batch", "input_analyzer"]
+COMMANDS = ["train", "plan", "pipeline", "critical_batch", "input_analyzer", "convert"]
 WITHOUT_JAX = [
   "errors",
   "hugging_face",

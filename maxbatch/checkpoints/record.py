@@ -18,11 +18,16 @@ from maxbatch.checkpoints.fingerprint import VERSION, VERSIONS, fingerprints, na
 from maxbatch.errors import UserError
 from maxbatch.hugging_face.model_keys import PLAIN
 
+ORIGIN = "origin"
+"""In the notes of a checkpoint of parameters alone: where they come from."""
 _ABSENT = "(absent)"
 _SHOWN = 8
 _FILES_SHOWN = 3
 _FINGERPRINT = "fingerprint"
 """What decides whether two values of an identity are equal that have it; the rest explains them."""
+
+_OFF: dict[str, Any] = {"trainable": [], "lora_rank": 0, "lora_alpha": -1, "lora_targets": []}
+"""What trained in runs of versions without these keys."""
 
 _CONSEQUENCES = {
   "stream_version": ": samples would come in another order, some again and some not at all"
@@ -44,15 +49,37 @@ def make_record(
   Raises:
     TypeError: `plan`, `identity`, `settings` or `notes` holds something that is not JSON.
   """
-  leaves = named_leaves(state)
-  prints = fingerprints(state)
-  described = {name: _shape(leaf) | {"fingerprint": prints[name]} for name, leaf in leaves.items()}
+  described = describe_leaves(named_leaves(state), fingerprints(state))
   fields = {"identity": dict(identity), "plan": dict(plan), "notes": dict(notes)}
   fields |= {"settings": dict(settings)}
-  fields |= {"leaves": described, "fingerprint_version": VERSION}
+  return sealed(position, described, checkpoint_format, fields)
+
+
+def describe_leaves(leaves: Mapping[str, Any], prints: Mapping[str, int]) -> dict[str, Any]:
+  """What a record says of each leaf, by name."""
+  return {name: _shape(leaf) | {"fingerprint": prints[name]} for name, leaf in leaves.items()}
+
+
+def sealed(
+  position: Position, leaves: Mapping[str, Any], checkpoint_format: str, more: Mapping[str, Any]
+) -> dict[str, Any]:
+  """A record with its checksum.
+
+  Args:
+    position: of the checkpoint.
+    leaves: from `describe_leaves`.
+    checkpoint_format: what the arrays are written with.
+    more: the other fields, of JSON values.
+  """
+  fields = {"leaves": dict(leaves), "fingerprint_version": VERSION, **more}
   fields |= {"checkpoint_format": checkpoint_format}
   fields = json.loads(json.dumps(dataclasses.asdict(position) | fields))
   return fields | {"checksum": _checksum(fields)}
+
+
+def is_parameters_only(record: Mapping[str, Any]) -> bool:
+  """Whether a record is that of parameters without a state of training."""
+  return ORIGIN in record.get("notes", {})
 
 
 def format_name(record: dict[str, Any]) -> str:
@@ -78,8 +105,8 @@ def identity_differences(record: dict[str, Any], identity: Mapping[str, object])
   if "settings" not in record:
     # Written by an earlier version, which compared fewer keys.
     current = {key: value for key, value in current.items() if key in saved}
-  # An option of the model that the version which wrote it did not have was off.
-  off = json.loads(json.dumps(dict(PLAIN)))
+  # An option that the version which wrote it did not have was off.
+  off = json.loads(json.dumps(dict(PLAIN))) | _OFF
   current = {
     key: value
     for key, value in current.items()
