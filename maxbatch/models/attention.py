@@ -5,7 +5,9 @@ per key/value head, H width of a head.
 """
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -31,6 +33,8 @@ class AttentionContext(NamedTuple):
   """float32[B or 1, T, H/2]: rotation of each position; None without rope."""
   sin_BTH: jax.Array | None
   segment_ids_BT: jax.Array | None
+  slides: jax.Array | bool = False
+  """Whether the window is what limits the reach: data where layers differ in a scan."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +71,7 @@ def attention_contexts(
       positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
       cos, sin = _rotations(positions, config.head_dim, timescale, factors_H)
     first = _first_seen(length, window, segment_ids_BT)
-    return AttentionContext(first, cos, sin, segment_ids_BT)
+    return AttentionContext(first, cos, sin, segment_ids_BT, window > 0)
 
   slides_L = sliding_layers(config)
   timescale, local = config.rope_max_timescale, config.local_rope_max_timescale
@@ -144,15 +148,30 @@ class Attention(nnx.Module):
       q_BTNH = q_BTNH * self.query_factor
     q_BTNH = constrain(q_BTNH, ("batch", "length", "heads", "head_dim"))
     k_BSKH = constrain(k_BSKH, ("batch", "length", "kv_heads", "head_dim"))
-    cap = self.config.attn_logits_soft_cap
     if self.config.attention == "flash" and flash.has_devices():
-      window = self.config.sliding_window_size
-      out_BTNH = flash.flash_attention(
-        q_BTNH, k_BSKH, v_BSKH, at.segment_ids_BT, window, soft_cap=cap
-      )
+      out_BTNH = self._flash(q_BTNH, k_BSKH, v_BSKH, at)
     else:
+      cap = self.config.attn_logits_soft_cap
       out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.first_BT, cap)
     return self.out(constrain(out_BTNH, ("batch", "length", "heads", "head_dim")))
+
+  def _flash(
+    self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, at: AttentionContext
+  ) -> jax.Array:
+    """By a kernel, whose window is compiled: where it is data there are two to choose from."""
+
+    def attend(window: int) -> Callable[..., jax.Array]:
+      return functools.partial(
+        flash.flash_attention,
+        segment_ids_BT=at.segment_ids_BT,
+        window=window,
+        soft_cap=self.config.attn_logits_soft_cap,
+      )
+
+    window = self.config.sliding_window_size
+    if isinstance(at.slides, bool):
+      return attend(window if at.slides else 0)(q_BTNH, k_BSKH, v_BSKH)
+    return jax.lax.cond(at.slides, attend(window), attend(0), q_BTNH, k_BSKH, v_BSKH)
 
 
 def _norm(config: ModelConfig, num_heads: int, axis: str) -> Norm | None:

@@ -23,7 +23,6 @@ from maxbatch.config.schema import ModelConfig
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
 from maxbatch.hardware.sharding import auto_axes_spec
-from maxbatch.models.windows import sliding_layers
 
 Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, int], jax.Array]
 """(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window) → out_BTNH, on one device."""
@@ -66,11 +65,6 @@ def flash_obstacle(
     platform: of the devices, as jax calls it: cpu, gpu or tpu.
     compute_capability: of a GPU, for example 9.0; AMD's begin with gfx.
   """
-  if len(set(sliding_layers(config))) > 1:
-    return (
-      "its kernels have one window for all layers, and layer_types has layers of "
-      "sliding_attention and of full_attention"
-    )
   if platform == "tpu":
     return None
   if platform != "gpu" or not compute_capability[:1].isdigit():
