@@ -17,6 +17,7 @@ from typing import Annotated, Literal
 import jax
 
 from maxbatch.batch.solve import text
+from maxbatch.checkpoints.find import config_of, find_checkpoint
 from maxbatch.command_line.arguments import Arguments, Command, Key
 from maxbatch.command_line.run import run_command
 from maxbatch.config.allowed import CountOrUnset, FileName, NonNegativeFloat, Range
@@ -29,7 +30,6 @@ from maxbatch.experiments.branching import BranchBase, BranchRequest, plan_branc
 from maxbatch.experiments.losses import Measured, judge
 from maxbatch.experiments.origin import (
   Checkpoint,
-  find_checkpoint,
   read_checkpoint,
   record_origin,
 )
@@ -203,19 +203,8 @@ def _factors(given: str) -> tuple[Fraction, ...]:
 
 
 def _run_config(step_folder: pathlib.Path, rest: Sequence[str]) -> Config:
-  """The configuration that wrote the checkpoint, with `rest` on top; its folder is where it is."""
-  given = list(rest)
-  if not any(argument.startswith("config=") for argument in rest):
-    folder = step_folder.parent.parent
-    written = RunFolder(folder).config
-    if not written.exists():
-      raise UserError(
-        f"checkpoint={step_folder}: there is no {written} to tell how the run "
-        "was configured; give its configuration, for example config=my.yml"
-      )
-    place = [f"base_output_directory={folder.parent}", f"run_name={folder.name}"]
-    given = [f"config={written}", *place, *rest]
-  config = load_config(given)
+  """See `config_of`; for training."""
+  config = config_of(step_folder, rest)
   if not is_run(config):
     raise UserError(
       "validate_only and compile_only: branches are trained; leave both false, for example "

@@ -1,4 +1,4 @@
-"""The checkpoint that branches start from: finding it, reading it, and forking it per branch."""
+"""The checkpoint that branches start from: reading it, and forking it per branch."""
 
 import dataclasses
 import json
@@ -10,16 +10,12 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from maxbatch.batch.plan import Position
+from maxbatch.checkpoints.newest import completed_steps
 from maxbatch.checkpoints.quiet_orbax import silence_orbax
 from maxbatch.checkpoints.record import is_intact
-from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder
-
-_SHOWN = 5
-_LONGEST_PATH = 1000
-_EXAMPLE = "for example checkpoint=runs/first_run or checkpoint=runs/first_run/checkpoints/200"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,34 +29,6 @@ class Checkpoint:
   """The batch plan of the run that wrote it."""
   checksum: str
   """Checksum of its record, which holds the fingerprint of every array."""
-
-
-def find_checkpoint(given: str) -> pathlib.Path:
-  """The folder of the checkpoint that checkpoint=`given` names: a step, or a run's newest step.
-
-  Raises:
-    UserError: the folder does not exist or has no checkpoint.
-  """
-  path = pathlib.Path(given).expanduser().absolute()
-  if path.name.isdecimal() and path.parent == RunFolder(path.parent.parent).checkpoints:
-    return _step_folder(given, path)
-  steps = RunFolder(path).checkpoints
-  if path == RunFolder(path.parent).checkpoints:
-    steps = path
-  found = _steps(steps)
-  if found:
-    return steps / str(found[-1])
-  if not given or not path.exists():
-    what = "there is no such folder" if given else "it has no value"
-  else:
-    what = (
-      "no run has completed a checkpoint there" if steps.exists() else "that is no run's folder"
-    )
-  raise UserError(
-    f"checkpoint={shown(given, _LONGEST_PATH)}: {what}; name a run's folder, for its "
-    "newest checkpoint, or one of its "
-    f"steps; {_EXAMPLE}"
-  )
 
 
 def read_checkpoint(folder: pathlib.Path) -> Checkpoint:
@@ -126,7 +94,7 @@ def fork_checkpoint(checkpoint: Checkpoint, branch_folder: pathlib.Path) -> None
     UserError: the files cannot be linked or copied.
   """
   steps = RunFolder(branch_folder).checkpoints
-  if _steps(steps):
+  if completed_steps(steps):
     return
   unfinished = branch_folder / "checkpoint.unfinished"
   try:
@@ -148,24 +116,7 @@ def _link_or_copy(source: str, target: str) -> None:
     shutil.copy2(source, target)
 
 
-def _step_folder(given: str, path: pathlib.Path) -> pathlib.Path:
-  if path.is_dir():
-    return path
-  there = _steps(path.parent)
-  newest = ", ".join(map(str, there[-_SHOWN:]))
-  others = f"there are {newest}" if there else "there is none in that folder"
-  raise UserError(
-    f"checkpoint={shown(given, _LONGEST_PATH)}: there is no checkpoint of that step; {others}"
-  )
-
-
-def _steps(folder: pathlib.Path) -> list[int]:
-  if not folder.is_dir():
-    return []
-  return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
-
-
 def _damaged(folder: pathlib.Path, reason: str) -> str:
-  others = [step for step in _steps(folder.parent) if step != int(folder.name)]
+  others = [step for step in completed_steps(folder.parent) if step != int(folder.name)]
   other = f"checkpoint={folder.parent / str(others[-1])}" if others else "one of another run"
   return f"checkpoint={folder} is damaged ({reason}); take another, for example {other}"

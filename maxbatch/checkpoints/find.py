@@ -1,0 +1,77 @@
+"""The checkpoint that a command is given, and the configuration of the run that wrote it."""
+
+import pathlib
+from collections.abc import Sequence
+
+from maxbatch.checkpoints.newest import completed_steps
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config
+from maxbatch.config.yaml_file import shown
+from maxbatch.errors import UserError
+from maxbatch.run_folder.paths import RunFolder
+
+_SHOWN = 5
+_LONGEST_PATH = 1000
+_EXAMPLE = "for example checkpoint=runs/first_run or checkpoint=runs/first_run/checkpoints/200"
+
+
+def find_checkpoint(given: str) -> pathlib.Path:
+  """The folder of the checkpoint that checkpoint=`given` names: a step, or a run's newest step.
+
+  Raises:
+    UserError: the folder does not exist or has no checkpoint.
+  """
+  path = pathlib.Path(given).expanduser().absolute()
+  if path.name.isdecimal() and path.parent == RunFolder(path.parent.parent).checkpoints:
+    return _step_folder(given, path)
+  steps = RunFolder(path).checkpoints
+  if path == RunFolder(path.parent).checkpoints:
+    steps = path
+  found = completed_steps(steps)
+  if found:
+    return steps / str(found[-1])
+  if not given or not path.exists():
+    what = "there is no such folder" if given else "it has no value"
+  else:
+    what = (
+      "no run has completed a checkpoint there" if steps.exists() else "that is no run's folder"
+    )
+  raise UserError(
+    f"checkpoint={shown(given, _LONGEST_PATH)}: {what}; name a run's folder, for its "
+    "newest checkpoint, or one of its "
+    f"steps; {_EXAMPLE}"
+  )
+
+
+def config_of(step_folder: pathlib.Path, arguments: Sequence[str]) -> Config:
+  """The configuration of the run that wrote a checkpoint, in the folder where that is now.
+
+  Args:
+    step_folder: the checkpoint.
+    arguments: keys on top of it, or config= and another file in its place.
+
+  Raises:
+    UserError: there is none, or a key is wrong.
+  """
+  if any(argument.startswith("config=") for argument in arguments):
+    return load_config(arguments)
+  folder = step_folder.parent.parent
+  written = RunFolder(folder).config
+  if not written.exists():
+    raise UserError(
+      f"checkpoint={step_folder}: there is no {written} to tell how the run "
+      "was configured; give its configuration, for example config=my.yml"
+    )
+  place = [f"base_output_directory={folder.parent}", f"run_name={folder.name}"]
+  return load_config([f"config={written}", *place, *arguments])
+
+
+def _step_folder(given: str, path: pathlib.Path) -> pathlib.Path:
+  if path.is_dir():
+    return path
+  there = completed_steps(path.parent)
+  newest = ", ".join(map(str, there[-_SHOWN:]))
+  others = f"there are {newest}" if there else "there is none in that folder"
+  raise UserError(
+    f"checkpoint={shown(given, _LONGEST_PATH)}: there is no checkpoint of that step; {others}"
+  )
