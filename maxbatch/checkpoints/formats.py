@@ -27,10 +27,17 @@ class Format:
   """Of the arrays by leaf name, none of them empty."""
   restore: Callable[[dict[str, jax.ShapeDtypeStruct]], Any]
   """Of the shapes, dtypes and shardings by leaf name; `restore` returns arrays."""
+  restore_some: Callable[[dict[str, jax.ShapeDtypeStruct]], Any] | None = None
+  """The same where these are not all that was saved; None: `restore` can do that too."""
+
+
+def _restore_some(wanted: dict[str, jax.ShapeDtypeStruct]) -> Any:
+  targets = ocp.checkpoint_utils.construct_restore_args(wanted)
+  return ocp.args.PyTreeRestore(wanted, restore_args=targets, partial_restore=True)
 
 
 FORMATS: dict[str, Format] = {
-  "orbax": Format(ocp.args.StandardSave, ocp.args.StandardRestore),
+  "orbax": Format(ocp.args.StandardSave, ocp.args.StandardRestore, _restore_some),
 }
 
 

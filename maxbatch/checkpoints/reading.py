@@ -40,7 +40,12 @@ def read_record(reader: ocp.CheckpointManager, step: int) -> dict[str, Any]:
 
 
 def read_arrays(
-  reader: ocp.CheckpointManager, step: int, written_as: str, wanted: dict[str, Any]
+  reader: ocp.CheckpointManager,
+  step: int,
+  written_as: str,
+  wanted: dict[str, Any],
+  *,
+  is_all: bool = True,
 ) -> dict[str, jax.Array]:
   """The arrays of a step; whether they are those that were saved is not looked at.
 
@@ -49,13 +54,16 @@ def read_arrays(
     step: which one.
     written_as: the checkpoint_format of its record.
     wanted: ShapeDtypeStructs by leaf name; without a sharding: the first device.
+    is_all: whether these are all that were saved.
 
   Raises:
     DamagedError: they cannot be read.
   """
   targets = {name: _on_devices(leaf) for name, leaf in wanted.items()}
   stored = {name: target for name, target in targets.items() if target.size}
-  arrays = _read(reader, step, "state", format_named(written_as).restore(stored))
+  format_ = format_named(written_as)
+  restore = format_.restore if is_all else format_.restore_some or format_.restore
+  arrays = _read(reader, step, "state", restore(stored))
   return {
     # Orbax refuses arrays without elements; there is nothing in them to save.
     name: arrays[name]

@@ -13,6 +13,7 @@ from flax import nnx
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import constrain
 from maxbatch.models import flash
+from maxbatch.models.cache import LayerCache
 from maxbatch.models.dot_product import dot_product_attention
 from maxbatch.models.layers import Norm, Projection
 
@@ -26,6 +27,8 @@ class AttentionContext(NamedTuple):
   """float32[B or 1, T, H/2]: rotation of each position; None without rope."""
   sin_BTH: jax.Array | None
   segment_ids_BT: jax.Array | None
+  cache: LayerCache | None = None
+  """While a text is written, what a layer keeps for the tokens to come."""
 
 
 def attention_context(
@@ -35,12 +38,19 @@ def attention_context(
   positions_BT: jax.Array | None,
 ) -> AttentionContext:
   """The reach and rotations of rows of `length` tokens."""
-  cos = sin = None
-  if config.position_embedding == "rope":
-    positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
-    cos, sin = _rotations(positions, config.head_dim, config.rope_max_timescale)
+  positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
   first = _first_seen(length, config.sliding_window_size, segment_ids_BT)
-  return AttentionContext(first, cos, sin, segment_ids_BT)
+  return AttentionContext(first, *_rotations(config, positions), segment_ids_BT)
+
+
+def next_token_context(
+  config: ModelConfig, begins_B: jax.Array, place: jax.Array
+) -> AttentionContext:
+  """The same for one token of each row, at `place` of a cache in which the rows begin at `begins_B`."""
+  window, first_B1 = config.sliding_window_size, begins_B[:, None]
+  if window:
+    first_B1 = jnp.maximum(first_B1, place - window + 1)
+  return AttentionContext(first_B1, *_rotations(config, place - begins_B[:, None]), None)
 
 
 def _first_seen(length: int, window: int, segment_ids_BT: jax.Array | None) -> jax.Array:
@@ -57,11 +67,13 @@ def _first_seen(length: int, window: int, segment_ids_BT: jax.Array | None) -> j
 
 
 def _rotations(
-  positions_BT: jax.Array, head_dim: int, timescale: float
-) -> tuple[jax.Array, jax.Array]:
-  """cos and sin of each position at each of head_dim/2 frequencies (Su et al. 2021)."""
-  exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
-  angles_BTH = positions_BT[..., None] * (timescale**-exponents)[None, None]
+  config: ModelConfig, positions_BT: jax.Array
+) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
+  """cos and sin of each position at each of head_dim/2 frequencies (Su et al. 2021), with rope."""
+  if config.position_embedding != "rope":
+    return None, None
+  exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+  angles_BTH = positions_BT[..., None] * (config.rope_max_timescale**-exponents)[None, None]
   return jnp.cos(angles_BTH), jnp.sin(angles_BTH)
 
 
@@ -101,7 +113,11 @@ class Attention(nnx.Module):
       k_BSKH = rotate(k_BSKH, at.cos_BTH, at.sin_BTH)
     q_BTNH = constrain(q_BTNH, ("batch", "length", "heads", "head_dim"))
     k_BSKH = constrain(k_BSKH, ("batch", "length", "kv_heads", "head_dim"))
-    if self.config.attention == "flash" and flash.has_devices():
+    if at.cache is not None:
+      at.cache.put(k_BSKH, v_BSKH)
+    if at.cache is not None and not at.cache.is_new:
+      out_BTNH = at.cache.attention(q_BTNH, at.first_BT)
+    elif self.config.attention == "flash" and flash.has_devices():
       window = self.config.sliding_window_size
       out_BTNH = flash.flash_attention(q_BTNH, k_BSKH, v_BSKH, at.segment_ids_BT, window)
     else:

@@ -9,7 +9,7 @@ are asked for and sets the others to None.
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Mapping
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from maxbatch.config.schema import ModelConfig
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.models import transformer
+from maxbatch.models.cache import Cache
 from maxbatch.models.layers import Norm, Parameter
 from maxbatch.models.probes import Probe
 
@@ -69,10 +70,35 @@ class LayeredModel(LanguageModel, Protocol):
     ...
 
 
+@runtime_checkable
+class CachedModel(LanguageModel, Protocol):
+  """What a model offers in addition for its texts to be written with a pass over one token each."""
+
+  offers_cache: bool
+  """In the class itself: what a subclass adds may need more than its base keeps."""
+
+  def prefill(self, rows: Rows, places: int) -> tuple[jax.Array, Cache]:
+    """Hidden states (B, T, D) as a call returns them, and a cache of so many places with these tokens
+    in the first."""
+    ...
+
+  def decode(
+    self, tokens_B: jax.Array, cache: Cache, place: jax.Array, begins_B: jax.Array
+  ) -> tuple[jax.Array, Cache]:
+    """Hidden states (B, D) of one more token of each row, and the cache with it at `place`; rows see
+    what is there from `begins_B` on, as position 0."""
+    ...
+
+
 MODELS: Mapping[str, Callable[[nnx.Rngs, ModelConfig, int], Any]] = {
   "transformer": transformer.Transformer,
 }
 """By name, what makes a `LanguageModel` of (rngs, config, max_target_length)."""
+
+
+def offers_cache(model: LanguageModel) -> TypeGuard[CachedModel]:
+  """Whether a model, as `bind` returns it, keeps what its tokens see of those before."""
+  return isinstance(model, CachedModel) and vars(type(model)).get("offers_cache", False)
 
 
 def by_path(
