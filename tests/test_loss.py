@@ -16,7 +16,7 @@ from support import mesh
 from tiny_model import loud_parameters, random_rows, tiny_config, tiny_model
 
 from maxbatch.errors import UserError
-from maxbatch.training.loss import cross_entropy_parts, loss_sum, num_tiles
+from maxbatch.training.loss import LossOptions, cross_entropy_parts, loss_sum, num_tiles
 
 B, T, D, V = 3, 12, 8, 29
 
@@ -52,7 +52,7 @@ def tiled(x: Inputs, tiles: int, z_weight: float = 0.0) -> Result:
 
   def total(hidden_BTD: jax.Array, matrix_DV: jax.Array) -> jax.Array:
     return cross_entropy_parts(
-      hidden_BTD, matrix_DV, x.targets_BT, x.weights_BT, tiles, z_weight
+      hidden_BTD, matrix_DV, x.targets_BT, x.weights_BT, LossOptions(tiles, z_weight)
     ).loss.sum()
 
   scaled = jax.value_and_grad(lambda *arrays: 3 * total(*arrays), (0, 1))

@@ -4,22 +4,28 @@ B rows, T query and S key tokens, D width, N query heads, K key/value heads, G =
 per key/value head, H width of a head.
 """
 
+import dataclasses
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import constrain
+from maxbatch.hugging_face.model_keys import layer_types
 from maxbatch.models import flash
 from maxbatch.models.cache import LayerCache
 from maxbatch.models.dot_product import dot_product_attention
 from maxbatch.models.layers import Norm, Projection
+from maxbatch.models.rope import frequency_factors
 
 
 class AttentionContext(NamedTuple):
-  """What attention needs to know of the rows, computed once and shared by all layers."""
+  """What attention needs to know of the rows, computed once and shared by all layers of a kind."""
 
   first_BT: jax.Array
   """int32[B or 1, T]: the first token that each token sees; the last is itself."""
@@ -31,26 +37,83 @@ class AttentionContext(NamedTuple):
   """While a text is written, what a layer keeps for the tokens to come."""
 
 
-def attention_context(
+@dataclasses.dataclass(frozen=True)
+class LayerContexts:
+  """The contexts of layers of sliding and of full attention: only numbers tell the two apart."""
+
+  sliding: AttentionContext
+  full: AttentionContext
+  """The same object where all layers are alike."""
+  slides_L: np.ndarray
+  """bool[L]: which layers are of sliding attention."""
+
+  def of(self, layer: jax.Array | int) -> AttentionContext:
+    """That of layer `layer` of the model; its number may be data, as in a scan or a pipeline."""
+    if self.sliding is self.full:
+      return self.full
+    if isinstance(layer, int):
+      return self.sliding if self.slides_L[layer] else self.full
+    slides = jnp.asarray(self.slides_L)[layer]
+    return jax.tree.map(lambda *either: jnp.where(slides, *either), self.sliding, self.full)
+
+
+def attention_contexts(
   config: ModelConfig,
   length: int,
   segment_ids_BT: jax.Array | None,
   positions_BT: jax.Array | None,
-) -> AttentionContext:
-  """The reach and rotations of rows of `length` tokens."""
+) -> LayerContexts:
+  """The reach and rotations of rows of `length` tokens, for the layers of either kind."""
   positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
-  first = _first_seen(length, config.sliding_window_size, segment_ids_BT)
-  return AttentionContext(first, *_rotations(config, positions), segment_ids_BT)
+
+  def first_seen(window: int) -> jax.Array:
+    return _first_seen(length, window, segment_ids_BT)
+
+  return _contexts(config, positions, first_seen, segment_ids_BT)
 
 
-def next_token_context(
+def next_token_contexts(
   config: ModelConfig, begins_B: jax.Array, place: jax.Array
-) -> AttentionContext:
+) -> LayerContexts:
   """The same for one token of each row, at `place` of a cache in which the rows begin at `begins_B`."""
-  window, first_B1 = config.sliding_window_size, begins_B[:, None]
-  if window:
-    first_B1 = jnp.maximum(first_B1, place - window + 1)
-  return AttentionContext(first_B1, *_rotations(config, place - begins_B[:, None]), None)
+  begins_B1 = begins_B[:, None]
+
+  def first_seen(window: int) -> jax.Array:
+    return jnp.maximum(begins_B1, place - window + 1) if window else begins_B1
+
+  return _contexts(config, place - begins_B1, first_seen, None)
+
+
+def _contexts(
+  config: ModelConfig,
+  positions_BT: jax.Array,
+  first_seen: Callable[[int], jax.Array],
+  segment_ids_BT: jax.Array | None,
+) -> LayerContexts:
+
+  def context(window: int, timescale: float, factors_H: np.ndarray | None) -> AttentionContext:
+    cos = sin = None
+    if config.position_embedding == "rope":
+      cos, sin = _rotations(positions_BT, config.head_dim, timescale, factors_H)
+    return AttentionContext(first_seen(window), cos, sin, segment_ids_BT)
+
+  slides_L = sliding_layers(config)
+  timescale, local = config.rope_max_timescale, config.local_rope_max_timescale
+  factors_H = frequency_factors(config)
+  if not slides_L.any():
+    full = context(0, timescale, factors_H)
+    return LayerContexts(full, full, slides_L)
+  of_sliding = (timescale, factors_H) if local == -1 else (local, None)
+  sliding = context(config.sliding_window_size, *of_sliding)
+  full = sliding if slides_L.all() else context(0, timescale, factors_H)
+  return LayerContexts(sliding, full, slides_L)
+
+
+def sliding_layers(config: ModelConfig) -> np.ndarray:
+  """bool[L]: which layers see no farther than sliding_window_size."""
+  kinds = layer_types(config.layer_types, config.base_num_decoder_layers)
+  slides = [kind == "sliding_attention" for kind in kinds]
+  return np.array(slides or [config.sliding_window_size > 0] * config.base_num_decoder_layers)
 
 
 def _first_seen(length: int, window: int, segment_ids_BT: jax.Array | None) -> jax.Array:
@@ -67,13 +130,13 @@ def _first_seen(length: int, window: int, segment_ids_BT: jax.Array | None) -> j
 
 
 def _rotations(
-  config: ModelConfig, positions_BT: jax.Array
-) -> tuple[jax.Array, jax.Array] | tuple[None, None]:
-  """cos and sin of each position at each of head_dim/2 frequencies (Su et al. 2021), with rope."""
-  if config.position_embedding != "rope":
-    return None, None
-  exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
-  angles_BTH = positions_BT[..., None] * (config.rope_max_timescale**-exponents)[None, None]
+  positions_BT: jax.Array, head_dim: int, timescale: float, factors_H: np.ndarray | None
+) -> tuple[jax.Array, jax.Array]:
+  """cos and sin of each position at each of head_dim/2 frequencies (Su et al. 2021)."""
+  exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
+  angles_BTH = positions_BT[..., None] * (timescale**-exponents)[None, None]
+  if factors_H is not None:
+    angles_BTH = angles_BTH * factors_H[None, None]
   return jnp.cos(angles_BTH), jnp.sin(angles_BTH)
 
 
@@ -98,8 +161,9 @@ class Attention(nnx.Module):
     self.value = Projection(rngs, config, (D,), (K, H), kv_axes, bias=bias)
     out_axes, out_bias = ("heads", "head_dim", "embed"), config.attention_out_bias
     self.out = Projection(rngs, config, (N, H), (D,), out_axes, bias=out_bias, scale=residual_scale)
-    self.query_norm = Norm(config, H, "head_dim") if config.use_qk_norm else None
-    self.key_norm = Norm(config, H, "head_dim") if config.use_qk_norm else None
+    self.query_norm = _norm(config, N, "heads")
+    self.key_norm = _norm(config, K, "kv_heads")
+    self.query_factor = _query_factor(config)
     self.config = config
 
   @jax.named_scope("attention")
@@ -111,15 +175,33 @@ class Attention(nnx.Module):
     if at.cos_BTH is not None and at.sin_BTH is not None:
       q_BTNH = rotate(q_BTNH, at.cos_BTH, at.sin_BTH)
       k_BSKH = rotate(k_BSKH, at.cos_BTH, at.sin_BTH)
+    if self.query_factor != 1:
+      q_BTNH = q_BTNH * self.query_factor
     q_BTNH = constrain(q_BTNH, ("batch", "length", "heads", "head_dim"))
     k_BSKH = constrain(k_BSKH, ("batch", "length", "kv_heads", "head_dim"))
+    cap = self.config.attn_logits_soft_cap
     if at.cache is not None:
       at.cache.put(k_BSKH, v_BSKH)
     if at.cache is not None and not at.cache.is_new:
-      out_BTNH = at.cache.attention(q_BTNH, at.first_BT)
+      out_BTNH = at.cache.attention(q_BTNH, at.first_BT, cap)
     elif self.config.attention == "flash" and flash.has_devices():
       window = self.config.sliding_window_size
-      out_BTNH = flash.flash_attention(q_BTNH, k_BSKH, v_BSKH, at.segment_ids_BT, window)
+      out_BTNH = flash.flash_attention(q_BTNH, k_BSKH, v_BSKH, at.segment_ids_BT, window, cap)
     else:
-      out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.first_BT)
+      out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.first_BT, cap)
     return self.out(constrain(out_BTNH, ("batch", "length", "heads", "head_dim")))
+
+
+def _norm(config: ModelConfig, num_heads: int, axis: str) -> Norm | None:
+  """Of queries or keys: of each head (Qwen 3), or of all heads together (OLMo 2)."""
+  if not config.use_qk_norm:
+    return None
+  if config.qk_norm_across_heads:
+    return Norm(config, (num_heads, config.head_dim), (axis, "head_dim"))
+  return Norm(config, (config.head_dim,), ("head_dim",))
+
+
+def _query_factor(config: ModelConfig) -> float:
+  """What makes of logits divided by √head_dim those divided by the root of another number."""
+  scalar = config.query_pre_attn_scalar
+  return math.sqrt(config.head_dim / scalar) if scalar else 1.0

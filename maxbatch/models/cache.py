@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import constrain
+from maxbatch.models.dot_product import capped
 
 
 class KeysValues(NamedTuple):
@@ -66,13 +67,14 @@ class LayerCache:
       return jax.lax.dynamic_update_slice(kept, x_BKTH, at)
     return jax.lax.dynamic_update_slice(kept, x_BKTH[None], (self._layer, *at))
 
-  def attention(self, q_B1NH: jax.Array, first_B1: jax.Array) -> jax.Array:
+  def attention(self, q_B1NH: jax.Array, first_B1: jax.Array, soft_cap: float) -> jax.Array:
     """As `dot_product_attention`, of the token that was put last to all from its first to itself."""
     B, _, N, H = q_B1NH.shape
     keys_BKSH, values_BKSH = self._own()
     K, S = keys_BKSH.shape[1:3]
     q_BKGH = (q_B1NH / math.sqrt(H)).reshape(B, K, N // K, H)
     logits_BKGS = jnp.matmul(q_BKGH, keys_BKSH.mT, preferred_element_type=jnp.float32)
+    logits_BKGS = capped(logits_BKGS, soft_cap)
     places_1S = jnp.arange(S)[None]
     seen_BS = (places_1S >= first_B1) & (places_1S <= self.place)
     logits_BKGS = jnp.where(seen_BS[:, None, None], logits_BKGS, jnp.finfo(jnp.float32).min)

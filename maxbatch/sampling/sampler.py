@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import LOGICAL_AXIS_RULES, constrain, replicated
 from maxbatch.models.cache import Cache
+from maxbatch.models.dot_product import capped
 from maxbatch.models.registry import LanguageModel, Model, Parameters, offers_cache
 from maxbatch.sampling.choice import Choice, Vocabulary, choose
 
@@ -255,6 +256,7 @@ def _with_next(
 ) -> _State:
   """With the token that is chosen by the hidden states of the last one, in rows that go on."""
   logits_BV = jnp.matmul(hidden_BD, bound.output_matrix(), preferred_element_type=jnp.float32)
+  logits_BV = capped(logits_BV, sampler.model.config.final_logits_soft_cap)
   logits_BV = constrain(logits_BV, ("batch", None))
   logits_BV = jnp.where(texts.vocabulary.allowed_V[None], logits_BV, -jnp.inf)
   ids_B, log_probs_B = choose(logits_BV, texts.keys_B, state.number, sampler.choice)
