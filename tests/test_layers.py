@@ -33,6 +33,7 @@ FOLDERS = [
   "hardware",
   "data",
   "models",
+  "sampling",
   "checkpoints",
   "training",
   "compile",
@@ -41,7 +42,7 @@ FOLDERS = [
   "input_analysis",
   "experiments",
 ]
-COMMANDS = ["train", "plan", "pipeline", "critical_batch", "input_analyzer"]
+COMMANDS = ["train", "sample", "plan", "pipeline", "critical_batch", "input_analyzer"]
 WITHOUT_JAX = [
   "errors",
   "hugging_face",

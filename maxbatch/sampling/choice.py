@@ -11,8 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxbatch.errors import UserError
-
 _NEVER = float("-inf")
 
 
@@ -29,18 +27,6 @@ class Choice:
   Holtzman et al. 2020); 1: all."""
   min_p: float = 0.0
   """Only tokens at least so likely as this times the likeliest one (Nguyen et al. 2024); 0: all."""
-
-  def __post_init__(self) -> None:
-    """Raises UserError for a number out of its range."""
-    ranges = {
-      "temperature": (self.temperature, 0 <= self.temperature < math.inf, "at least 0", 0.8),
-      "top_k": (self.top_k, self.top_k >= 0, "at least 0", 50),
-      "top_p": (self.top_p, 0 < self.top_p <= 1, "more than 0 and at most 1", 0.95),
-      "min_p": (self.min_p, 0 <= self.min_p <= 1, "at least 0 and at most 1", 0.05),
-    }
-    for name, (value, holds, rule, example) in ranges.items():
-      if not holds:
-        raise UserError(f"{name}={value} must be {rule}; for example {name}={example}")
 
 
 class Vocabulary(NamedTuple):

@@ -37,7 +37,7 @@ class Prompts(NamedTuple):
   lengths_B: np.ndarray | jax.Array
   """int32: how many of them, at least one."""
   keys_B: jax.Array
-  """A random key for each text."""
+  """A random key for each text, of those that jax.random.key makes."""
 
 
 class Samples(NamedTuple):
@@ -72,7 +72,8 @@ class _Texts(NamedTuple):
 
   begins_B: jax.Array
   """Where each row's own tokens begin."""
-  keys_B: jax.Array
+  key_data_B: jax.Array
+  """uint32[B, 2]: of the random keys; typed ones cannot be handed to devices of other processes."""
   vocabulary: Vocabulary
 
 
@@ -173,7 +174,7 @@ def _begun(
   ended_B = np.arange(B) >= num_texts
   zeros = np.zeros((B, N), np.float32), np.zeros(B, np.int32)
   arrays: Any = (
-    _Texts(begins_B, prompts.keys_B, vocabulary),  # pyright: ignore
+    _Texts(begins_B, np.asarray(jax.random.key_data(prompts.keys_B)), vocabulary),  # pyright: ignore
     _State(tokens_BS, *zeros, ended_B, np.int32(0)),  # pyright: ignore
   )
   return jax.device_put(arrays, None if sampler.mesh is None else replicated(sampler.mesh))
@@ -259,7 +260,8 @@ def _with_next(
   logits_BV = capped(logits_BV, sampler.model.config.final_logits_soft_cap)
   logits_BV = constrain(logits_BV, ("batch", None))
   logits_BV = jnp.where(texts.vocabulary.allowed_V[None], logits_BV, -jnp.inf)
-  ids_B, log_probs_B = choose(logits_BV, texts.keys_B, state.number, sampler.choice)
+  keys_B = jax.random.wrap_key_data(texts.key_data_B)
+  ids_B, log_probs_B = choose(logits_BV, keys_B, state.number, sampler.choice)
   ids_B = jnp.where(state.ended_B, 0, ids_B)
   log_probs_B = jnp.where(state.ended_B, 0.0, log_probs_B)
   place = state.tokens_BS.shape[1] - sampler.max_new_tokens + state.number

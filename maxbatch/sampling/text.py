@@ -10,13 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxbatch.config.schema import RunConfig
 from maxbatch.data.tokenizer import Ids, Tokenizer, ordinary_ids
-from maxbatch.sampling.choice import Vocabulary
+from maxbatch.errors import UserError
+from maxbatch.sampling.choice import Choice, Vocabulary
 from maxbatch.sampling.sampler import Prompts
 
 _MULTIPLE = 16
 """Of which the places of prompts are one: prompts of similar lengths share a compiled program."""
 _INCOMPLETE = "\ufffd"
+
+
+def choice_of(run: RunConfig) -> Choice:
+  """How the keys say that a token is chosen."""
+  return Choice(
+    run.decode_sampling_temperature,
+    run.decode_sampling_top_k,
+    run.decode_sampling_nucleus_p,
+    run.decode_sampling_min_p,
+  )
 
 
 def encoded(tokenizer: Tokenizer, prompt: str, *, add_bos: bool) -> list[int]:
@@ -52,7 +64,16 @@ def _folded(key: jax.Array, *parts: jax.Array) -> jax.Array:
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int] = ()) -> Vocabulary:
-  """The tokens that stand for text, and those of `ends`, of a model's `vocab_size` logits."""
+  """The tokens that stand for text, and those of `ends`, of a model's `vocab_size` logits.
+
+  Raises:
+    UserError: the model has no logit for some token.
+  """
+  if tokenizer.vocab_size > vocab_size:
+    raise UserError(
+      f"vocab_size={vocab_size} must be at least the {tokenizer.vocab_size} tokens of the tokenizer; "
+      "give the tokenizer that the model was trained with"
+    )
   ends_V = np.zeros(vocab_size, bool)
   ends_V[list(ends)] = True
   allowed_V = ends_V.copy()
@@ -72,7 +93,7 @@ class TextStream:
   def __init__(self, tokenizer: Tokenizer, prompt: Ids):
     self._tokenizer, self._prompt, self._shown = tokenizer, prompt, ""
 
-  def more(self, ids: Ids, *, is_all: bool) -> str:
+  def more(self, ids: Ids, *, is_all: bool = False) -> str:
     """What is new, of all of the text's tokens until now."""
     text = text_after(self._tokenizer, self._prompt, ids)
     whole = text if is_all else text.rstrip(_INCOMPLETE)
