@@ -92,7 +92,7 @@ class SampleArguments:
   ] = -1
   top_p: Annotated[
     float,
-    Range(low=1e-6, high=1, also=-1),
+    Range(low=0.001, high=1, also=-1),
     Key(
       "only the likeliest that have this probability together" + _RUN_SAYS.format("nucleus_p"),
       "top_p=0.95",

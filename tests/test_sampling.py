@@ -218,7 +218,7 @@ def test_a_model_that_offers_no_cache_writes_by_whole_passes():
     (Choice(top_k=9), [0, 1, 2, 3, 4]),
     (Choice(top_p=0.5), [3]),
     (Choice(top_p=0.51), [1, 3]),
-    (Choice(top_p=1e-6), [3]),
+    (Choice(top_p=0.001), [3]),
     (Choice(top_p=0.96), [0, 1, 2, 3]),
     # Of 2 tokens, 0.5 and 0.25, the first has two thirds.
     (Choice(top_k=2, top_p=0.6), [3]),
