@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -11,8 +10,7 @@ from typing import Annotated, Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from maxbatch.checkpoints.find import config_of, find_checkpoint
-from maxbatch.checkpoints.parameters import read_parameters
+from maxbatch.checkpoints.find import config_of
 from maxbatch.command_line.arguments import Arguments, Command, File, Key
 from maxbatch.command_line.output_file import check_output, write_output
 from maxbatch.command_line.run import run_command
@@ -28,6 +26,7 @@ from maxbatch.config.allowed import (
 )
 from maxbatch.config.schema import Config, RunConfig
 from maxbatch.config.yaml_file import shown
+from maxbatch.conversion.source import Source, find_source, open_source
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import UserError
@@ -35,7 +34,7 @@ from maxbatch.hardware.devices import find_devices
 from maxbatch.hardware.processes import leave_together, refusing_together
 from maxbatch.hardware.sharding import make_mesh
 from maxbatch.models.flash import resolve_attention
-from maxbatch.models.registry import Model, Parameters, build_model
+from maxbatch.models.registry import Model, Parameters, build_model, placed
 from maxbatch.modes.start import started
 from maxbatch.sampling.choice import Choice
 from maxbatch.sampling.requests import PromptEncoder, Request, read_prompts, requests
@@ -169,15 +168,15 @@ def _sample(arguments: Arguments[SampleArguments]) -> None:
   own, rest = arguments.own, arguments.configuration
   with refusing_together(rest):
     _check(own, rest)
-    step_folder = find_checkpoint(own.checkpoint)
-    config = config_of(step_folder, rest)
+    folder = find_source("checkpoint", own.checkpoint)
+    config = config_of(folder, rest)
     if config.compile.compile_topology:
       raise UserError(
         f"compile_topology={config.compile.compile_topology}: these devices are not here, and write "
         "nothing; leave it out"
       )
     with started(config, leaves_files=False):
-      job = _prepare(own, config, step_folder)
+      job = _prepare(own, config, open_source("checkpoint", folder))
       if own.output:
         lines = [_line(job, text) for text in _texts(job)]
         write_output("--output", own.output, "".join(f"{line}\n" for line in lines).encode())
@@ -202,7 +201,7 @@ def _check(own: SampleArguments, rest: Sequence[str]) -> None:
     check_output("--output", own.output)
 
 
-def _prepare(own: SampleArguments, config: Config, step_folder: pathlib.Path) -> _Job:
+def _prepare(own: SampleArguments, config: Config, source: Source) -> _Job:
   """Reads what is asked for, then the model.
 
   Raises:
@@ -217,9 +216,10 @@ def _prepare(own: SampleArguments, config: Config, step_folder: pathlib.Path) ->
   cache.enable(config.compile.jax_cache_dir)
   model = build_model(resolve_attention(config.model, length, target.devices[0]), length)
   mesh = make_mesh(target.layout, target.devices)
+  source.check(model)
   return _Job(
     model=model,
-    params=read_parameters(step_folder, model, mesh),
+    params=source.read(model, placed(model, mesh)),
     mesh=mesh,
     tokenizer=tokenizer,
     choice=_choice(own, config.run),

@@ -22,7 +22,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from processes import PATIENCE_SECONDS
 
-from maxbatch.checkpoints import checkpointer as checkpointer_module
+from maxbatch.checkpoints import reading as reading_module
 from maxbatch.checkpoints.checkpointer import Checkpointer, Position
 from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.checkpoints.formats import FORMATS, Format
@@ -399,7 +399,7 @@ def test_a_read_error_that_passes_is_none(folder, item):
 
 @pytest.mark.parametrize("item", ["record", "state"])
 def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_damaged(folder, item, monkeypatch):
-  monkeypatch.setattr(checkpointer_module, "_PAUSES_SECONDS", (0.1, 0.1))
+  monkeypatch.setattr(reading_module, "_PAUSES_SECONDS", (0.1, 0.1))
   largest = max((folder / "2" / item).rglob("*"), key=lambda path: path.stat().st_size)
   lines: list[str] = []
   with unreadable(largest), Checkpointer(folder, CONFIG, IDENTITY, lines.append) as checkpointer:

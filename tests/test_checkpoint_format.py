@@ -131,5 +131,5 @@ def test_an_unknown_format_is_refused_before_anything_is_written(tmp_path):
     opened(tmp_path, [], "orbx")
   assert str(caught.value) == (
     "checkpoint_format=orbx: there is no such checkpoint_format. Did you mean orbax? "
-    "Known: orbax, npz."
+    "Known: orbax, safetensors, npz."
   )

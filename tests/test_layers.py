@@ -35,6 +35,7 @@ FOLDERS = [
   "models",
   "sampling",
   "checkpoints",
+  "conversion",
   "training",
   "compile",
   "tuning",
@@ -42,7 +43,7 @@ FOLDERS = [
   "input_analysis",
   "experiments",
 ]
-COMMANDS = ["train", "sample", "plan", "pipeline", "critical_batch", "input_analyzer"]
+COMMANDS = ["train", "sample", "plan", "pipeline", "critical_batch", "input_analyzer", "convert"]
 WITHOUT_JAX = [
   "errors",
   "hugging_face",

@@ -118,7 +118,7 @@ MISTAKES = {
   "prompt=seventeen letters": "max_new_tokens=-1: the longest prompt has 18 tokens, and "
   "max_target_length=16 leaves none; for example max_new_tokens=64",
   "compile_topology=v5e-4": "compile_topology=v5e-4: these devices are not here",
-  "base_emb_dim=32": "The state of this run has other arrays than checkpoint step 2",
+  "base_emb_dim=32": "has other parameters than this run:\n  embedding is [264, 16] there and [264, 32]",
 }
 
 

@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import pathlib
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -26,12 +25,12 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from maxbatch.batch.plan import Position
 from maxbatch.checkpoints import refusals
-from maxbatch.checkpoints.faults import cause, free_bytes, refusal
+from maxbatch.checkpoints.faults import cause, free_bytes
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.formats import format_named
 from maxbatch.checkpoints.newest import completed_steps
 from maxbatch.checkpoints.quiet_orbax import silence_orbax
-from maxbatch.checkpoints.reading import read_arrays, read_record
+from maxbatch.checkpoints.reading import patiently, read_arrays, read_record
 from maxbatch.checkpoints.record import (
   changed_leaves,
   changed_settings,
@@ -43,12 +42,9 @@ from maxbatch.checkpoints.record import (
 from maxbatch.checkpoints.several import Barrier, DamagedError, lone_reader, together
 from maxbatch.config.schema import CheckpointConfig
 from maxbatch.errors import UserError
-from maxbatch.hardware.agreement import broadcast_one_to_all, gather
+from maxbatch.hardware.agreement import broadcast_one_to_all
 
 _UNWRITABLE = (OSError, ValueError, RuntimeError)
-
-_PAUSES_SECONDS = (0.2, 1.0, 5.0)
-"""After each refusal of the file system to read, before the next attempt; the last one ends it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +170,9 @@ class Checkpointer:
     damaged: dict[int, str] = {}
     for step in reversed(self._agreed_steps()):
       try:
-        restored = self._restore_readable(step, abstract_state)
+        restored = patiently(
+          self._directory, step, lambda step=step: self._restore_step(step, abstract_state)
+        )
       except DamagedError as damage:
         damaged[step] = str(damage)
         continue
@@ -326,28 +324,6 @@ class Checkpointer:
       target = self._directory / f"damaged-{step}-{attempt}"
     (self._directory / str(step)).rename(target)
     self._report(f"checkpoint step {step} was damaged; its files are kept as {target}")
-
-  def _restore_readable(self, step: int, abstract_state: object) -> Restored:
-    """As `_restore_step`, which is damage only if it fails twice while all files can be read.
-
-    Raises:
-      UserError: the file system refuses to read them, again and again.
-    """
-    pauses, readable = iter(_PAUSES_SECONDS), False
-    while True:
-      try:
-        return self._restore_step(step, abstract_state)
-      except DamagedError:
-        refused = next(filter(None, gather(refusal(self._directory / str(step)))), None)
-        if readable and refused is None:
-          raise
-        readable = refused is None
-      pause = 0.0 if readable else next(pauses, None)
-      if pause is None:
-        raise UserError(
-          refusals.unreadable(self._directory, step, refused, len(_PAUSES_SECONDS) + 1)
-        )
-      time.sleep(pause)
 
   def _restore_step(self, step: int, abstract_state: object) -> Restored:
     record = together(lambda: read_record(self._reader, step))

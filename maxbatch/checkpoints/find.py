@@ -1,4 +1,4 @@
-"""The checkpoint that a command is given, and the configuration of the run that wrote it."""
+"""The checkpoint that a key names, and the configuration of the run that wrote it."""
 
 import pathlib
 from collections.abc import Sequence
@@ -12,18 +12,22 @@ from maxbatch.run_folder.paths import RunFolder
 
 _SHOWN = 5
 _LONGEST_PATH = 1000
-_EXAMPLE = "for example checkpoint=runs/first_run or checkpoint=runs/first_run/checkpoints/200"
 
 
-def find_checkpoint(given: str) -> pathlib.Path:
-  """The folder of the checkpoint that checkpoint=`given` names: a step, or a run's newest step.
+def find_checkpoint(given: str, key: str = "checkpoint", others: str = "") -> pathlib.Path:
+  """The folder of the checkpoint that `key=given` names: a step, or a run's newest step.
+
+  Args:
+    given: the value of the key.
+    key: its name, for messages.
+    others: what else the key may name, for messages: `; or …`.
 
   Raises:
     UserError: the folder does not exist or has no checkpoint.
   """
   path = pathlib.Path(given).expanduser().absolute()
   if path.name.isdecimal() and path.parent == RunFolder(path.parent.parent).checkpoints:
-    return _step_folder(given, path)
+    return _step_folder(given, key, path)
   steps = RunFolder(path).checkpoints
   if path == RunFolder(path.parent).checkpoints:
     steps = path
@@ -37,9 +41,9 @@ def find_checkpoint(given: str) -> pathlib.Path:
       "no run has completed a checkpoint there" if steps.exists() else "that is no run's folder"
     )
   raise UserError(
-    f"checkpoint={shown(given, _LONGEST_PATH)}: {what}; name a run's folder, for its "
-    "newest checkpoint, or one of its "
-    f"steps; {_EXAMPLE}"
+    f"{key}={shown(given, _LONGEST_PATH)}: {what}; name a run's folder, for its newest checkpoint, "
+    f"or one of its steps{others}; for example {key}=runs/first_run or "
+    f"{key}=runs/first_run/checkpoints/200"
   )
 
 
@@ -66,12 +70,18 @@ def config_of(step_folder: pathlib.Path, arguments: Sequence[str]) -> Config:
   return load_config([f"config={written}", *place, *arguments])
 
 
-def _step_folder(given: str, path: pathlib.Path) -> pathlib.Path:
+def _step_folder(given: str, key: str, path: pathlib.Path) -> pathlib.Path:
   if path.is_dir():
     return path
   there = completed_steps(path.parent)
   newest = ", ".join(map(str, there[-_SHOWN:]))
   others = f"there are {newest}" if there else "there is none in that folder"
   raise UserError(
-    f"checkpoint={shown(given, _LONGEST_PATH)}: there is no checkpoint of that step; {others}"
+    f"{key}={shown(given, _LONGEST_PATH)}: there is no checkpoint of that step; {others}"
   )
+
+
+def other_step(folder: pathlib.Path, key: str) -> str:
+  """What to take instead of a step's folder that is damaged."""
+  others = [step for step in completed_steps(folder.parent) if step != int(folder.name)]
+  return f"{key}={folder.parent / str(others[-1])}" if others else "one of another run"

@@ -23,6 +23,8 @@ VERSION = 2
 VERSIONS = (1, VERSION)
 
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
+_AT_ONCE = 2**20
+"""Elements of which numpy holds several copies, in the processor's cache."""
 
 
 def named_leaves(tree: object) -> dict[str, jax.Array]:
@@ -94,3 +96,24 @@ def _odd_weights(shape: tuple[int, ...]) -> jax.Array:
     index += jax.lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(stride % 2**32)
     stride *= shape[axis]
   return scattered(index) | np.uint32(1)
+
+
+def part_of_fingerprint(part: np.ndarray, first: int) -> int:
+  """What consecutive elements of an array add to its fingerprint, by the newest version.
+
+  The fingerprint is the sum over all parts mod 2³²; no array needs to be in memory whole.
+
+  Args:
+    part: some of the elements.
+    first: the index of the first of them in the flat array.
+  """
+  unsigned = np.dtype(_UNSIGNED[part.dtype.itemsize].dtype)
+  bits = np.ascontiguousarray(part).reshape(-1).view(unsigned)
+  first *= part.dtype.itemsize // unsigned.itemsize
+  total = 0
+  for start in range(0, bits.size, _AT_ONCE):
+    some = bits[start : start + _AT_ONCE].astype(np.uint32)
+    index = np.arange(first + start, first + start + some.size).astype(np.uint32)
+    weighted = scattered(some) * (scattered(index) | np.uint32(1))
+    total += int(weighted.sum(dtype=np.uint32))
+  return total % 2**32

@@ -6,13 +6,21 @@ the background, on all processes, and keeps as many steps as it is asked to.
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+import tensorstore
 
+from maxbatch.checkpoints.safetensors_format import SafetensorsRestore, SafetensorsSave
+from maxbatch.checkpoints.stored import StoredArray, StoredArrays
+from maxbatch.checkpoints.tensor_files import TensorFolder
 from maxbatch.config.registry import registered
+
+_BYTES_TOGETHER = 2**26
+"""Larger arrays of stacked layers are stored layer by layer, so that one can be read by itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,17 +35,41 @@ class Format:
   """Of the arrays by leaf name, none of them empty."""
   restore: Callable[[dict[str, jax.ShapeDtypeStruct]], Any]
   """Of the shapes, dtypes and shardings by leaf name; `restore` returns arrays."""
-  restore_some: Callable[[dict[str, jax.ShapeDtypeStruct]], Any] | None = None
-  """The same where these are not all that was saved; None: `restore` can do that too."""
+  stored: Callable[[pathlib.Path], StoredArrays] | None = None
+  """Of the folder of a step's arrays, each of them to be read by itself and in parts; None: they are
+  read all together."""
 
 
-def _restore_some(wanted: dict[str, jax.ShapeDtypeStruct]) -> Any:
-  targets = ocp.checkpoint_utils.construct_restore_args(wanted)
-  return ocp.args.PyTreeRestore(wanted, restore_args=targets, partial_restore=True)
+def _save_args(leaf: jax.Array) -> ocp.SaveArgs:
+  is_large = leaf.ndim > 2 and leaf.nbytes > _BYTES_TOGETHER
+  return ocp.SaveArgs(shard_axes=(0,) if is_large else ())
+
+
+def _orbax_save(arrays: dict[str, jax.Array]) -> ocp.args.StandardSave:
+  return ocp.args.StandardSave(arrays, jax.tree.map(_save_args, arrays))
+
+
+@dataclasses.dataclass(frozen=True)
+class _OrbaxArrays:
+  """The arrays of a folder that Orbax has written."""
+
+  folder: pathlib.Path
+
+  def __getitem__(self, name: str) -> StoredArray:
+    kvstore = {"driver": "ocdbt", "base": f"file://{self.folder}/", "path": f"{name}/"}
+    array = tensorstore.open({"driver": "zarr", "kvstore": kvstore}, open=True, read=True).result()
+    chunk = array.chunk_layout.read_chunk.shape
+    return StoredArray(
+      shape=tuple(array.shape),
+      dtype=array.dtype.numpy_dtype,
+      rows_together=chunk[0] if chunk else 1,
+      read=lambda index: array[index].read().result(),
+    )
 
 
 FORMATS: dict[str, Format] = {
-  "orbax": Format(ocp.args.StandardSave, ocp.args.StandardRestore, _restore_some),
+  "orbax": Format(_orbax_save, ocp.args.StandardRestore, _OrbaxArrays),
+  "safetensors": Format(SafetensorsSave, SafetensorsRestore, TensorFolder),
 }
 
 

@@ -23,11 +23,11 @@ def newest_record(directory: pathlib.Path) -> dict[str, Any] | None:
 
   A restore may still fall back to an older step, if the arrays of this one are damaged.
   """
-  records = (_record(directory / str(step)) for step in reversed(completed_steps(directory)))
+  records = (record_of(directory / str(step)) for step in reversed(completed_steps(directory)))
   return next((record for record in records if record is not None), None)
 
 
-def _record(folder: pathlib.Path) -> dict[str, Any] | None:
+def record_of(folder: pathlib.Path) -> dict[str, Any] | None:
   """A step's record; None if it cannot be read, or is not what was written."""
   silence_orbax()
   try:

@@ -1,16 +1,26 @@
 """Reads the two items of a step's folder; what cannot be read is damage, and says why."""
 
-from typing import Any
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from jax.sharding import AbstractMesh, NamedSharding
 
-from maxbatch.checkpoints.faults import cause, root_cause
+from maxbatch.checkpoints import refusals
+from maxbatch.checkpoints.faults import cause, refusal, root_cause
 from maxbatch.checkpoints.formats import format_named
 from maxbatch.checkpoints.record import is_intact
 from maxbatch.checkpoints.several import DamagedError
+from maxbatch.errors import UserError
+from maxbatch.hardware.agreement import gather
+
+_Read = TypeVar("_Read")
+_PAUSES_SECONDS = (0.2, 1.0, 5.0)
+"""After each refusal of the file system to read, before the next attempt; the last one ends it."""
 
 # What Orbax and TensorStore raise for folders they cannot read. JaxRuntimeError (out of memory) is
 # not among them: it says nothing about the folder.
@@ -23,6 +33,29 @@ _UNREADABLE = (
   AssertionError,
   RecursionError,
 )
+
+
+def patiently(directory: pathlib.Path, step: int, read: Callable[[], _Read]) -> _Read:
+  """What `read` returns of a step, which is damaged only if that fails twice while all of its files
+  can be read.
+
+  Raises:
+    DamagedError: it is.
+    UserError: the file system refuses to read the files, again and again.
+  """
+  pauses, readable = iter(_PAUSES_SECONDS), False
+  while True:
+    try:
+      return read()
+    except DamagedError:
+      refused = next(filter(None, gather(refusal(directory / str(step)))), None)
+      if readable and refused is None:
+        raise
+      readable = refused is None
+    pause = 0.0 if readable else next(pauses, None)
+    if pause is None:
+      raise UserError(refusals.unreadable(directory, step, refused, len(_PAUSES_SECONDS) + 1))
+    time.sleep(pause)
 
 
 def read_record(reader: ocp.CheckpointManager, step: int) -> dict[str, Any]:
@@ -40,12 +73,7 @@ def read_record(reader: ocp.CheckpointManager, step: int) -> dict[str, Any]:
 
 
 def read_arrays(
-  reader: ocp.CheckpointManager,
-  step: int,
-  written_as: str,
-  wanted: dict[str, Any],
-  *,
-  is_all: bool = True,
+  reader: ocp.CheckpointManager, step: int, written_as: str, wanted: dict[str, Any]
 ) -> dict[str, jax.Array]:
   """The arrays of a step; whether they are those that were saved is not looked at.
 
@@ -54,16 +82,13 @@ def read_arrays(
     step: which one.
     written_as: the checkpoint_format of its record.
     wanted: ShapeDtypeStructs by leaf name; without a sharding: the first device.
-    is_all: whether these are all that were saved.
 
   Raises:
     DamagedError: they cannot be read.
   """
   targets = {name: _on_devices(leaf) for name, leaf in wanted.items()}
   stored = {name: target for name, target in targets.items() if target.size}
-  format_ = format_named(written_as)
-  restore = format_.restore if is_all else format_.restore_some or format_.restore
-  arrays = _read(reader, step, "state", restore(stored))
+  arrays = _read(reader, step, "state", format_named(written_as).restore(stored))
   return {
     # Orbax refuses arrays without elements; there is nothing in them to save.
     name: arrays[name]

@@ -44,12 +44,29 @@ def make_record(
   Raises:
     TypeError: `plan`, `identity`, `settings` or `notes` holds something that is not JSON.
   """
-  leaves = named_leaves(state)
-  prints = fingerprints(state)
-  described = {name: _shape(leaf) | {"fingerprint": prints[name]} for name, leaf in leaves.items()}
+  described = describe_leaves(named_leaves(state), fingerprints(state))
   fields = {"identity": dict(identity), "plan": dict(plan), "notes": dict(notes)}
   fields |= {"settings": dict(settings)}
-  fields |= {"leaves": described, "fingerprint_version": VERSION}
+  return sealed(position, described, checkpoint_format, fields)
+
+
+def describe_leaves(leaves: Mapping[str, Any], prints: Mapping[str, int]) -> dict[str, Any]:
+  """What a record says of each leaf, by name."""
+  return {name: _shape(leaf) | {"fingerprint": prints[name]} for name, leaf in leaves.items()}
+
+
+def sealed(
+  position: Position, leaves: Mapping[str, Any], checkpoint_format: str, more: Mapping[str, Any]
+) -> dict[str, Any]:
+  """A record with its checksum.
+
+  Args:
+    position: of the checkpoint.
+    leaves: from `describe_leaves`.
+    checkpoint_format: what the arrays are written with.
+    more: the other fields, of JSON values.
+  """
+  fields = {"leaves": dict(leaves), "fingerprint_version": VERSION, **more}
   fields |= {"checkpoint_format": checkpoint_format}
   fields = json.loads(json.dumps(dataclasses.asdict(position) | fields))
   return fields | {"checksum": _checksum(fields)}

@@ -36,13 +36,15 @@ class StateBytes:
   """What one device holds between steps."""
 
   parameters: int
+  """Those that train."""
   optimizer_state: int
   accumulators: int
+  frozen_parameters: int = 0
 
   @property
   def total(self) -> int:
     """All of it."""
-    return self.parameters + self.optimizer_state + self.accumulators
+    return self.parameters + self.optimizer_state + self.accumulators + self.frozen_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,8 +164,10 @@ class CompileReport:
 
   def _memory(self) -> str:
     memory, state = self.program.memory, self.state
+    frozen = [("frozen parameters", state.frozen_parameters)] if state.frozen_parameters else []
     rows = [
       ("parameters", state.parameters),
+      *frozen,
       ("optimizer state", state.optimizer_state),
       ("gradient accumulators", state.accumulators),
       ("rows of the step", max(0, memory.arguments - state.total)),
@@ -260,7 +264,8 @@ def state_bytes(abstract: TrainState) -> StateBytes:
   """Bytes of the state on one device."""
   accumulated = abstract.opt_state.acc_grads
   rest = abstract.opt_state._replace(acc_grads=())
-  return StateBytes(_held(abstract.params), _held(rest), _held(accumulated))
+  held = (_held(part) for part in (abstract.params, rest, accumulated, abstract.frozen))
+  return StateBytes(*held)
 
 
 def _held(tree: Any) -> int:

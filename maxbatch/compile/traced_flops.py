@@ -51,14 +51,15 @@ _Places = Mapping[tuple[bool, str], float]
 def model_flops_per_token(model: Model, length: int) -> float:
   """FLOPs that training on one token needs, forward and backward, nothing computed twice.
 
-  6 for every parameter that takes part in a matrix product, and in each layer 12 · width of all
-  heads · tokens seen on average (Chowdhery et al. 2022, appendix B, with the causal half).
+  6 for every parameter that takes part in a matrix product, 4 where it is frozen and has no gradient
+  of its own, and in each layer 12 · width of all heads · tokens seen on average (Chowdhery et al.
+  2022, appendix B, with the causal half).
   """
   config = model.config
   tables = 0 if config.logits_via_embedding else 1  # an untied embedding is looked up, no product
   shapes = dict(_paths(model.shapes()))
   matrices = sum(
-    math.prod(shapes[path])
+    (4 if path in model.frozen else 6) * math.prod(shapes[path])
     for path, axes in model.axes().items()
     if len([axis for axis in axes if axis != "layers"]) > 1
     and axes[0] != "length"
@@ -69,7 +70,7 @@ def model_flops_per_token(model: Model, length: int) -> float:
   sliding = int(sliding_layers(config).sum())
   layers = {config.sliding_window_size: sliding, 0: config.base_num_decoder_layers - sliding}
   seen = sum(number * _seen(window or length, length) for window, number in layers.items())
-  return 6 * matrices + 12 * width * seen
+  return matrices + 12 * width * seen
 
 
 def _seen(window: int, length: int) -> float:

@@ -20,13 +20,13 @@ FIXED = _keys(
   rope_low_freq_factor rope_high_freq_factor original_max_position_embeddings sliding_window_size
   layer_types query_pre_attn_scalar attn_logits_soft_cap final_logits_soft_cap scale_embedding
   logits_via_embedding use_qk_norm qk_norm_across_heads attention_qkv_bias attention_out_bias
-  mlp_bias weight_dtype""",
+  mlp_bias weight_dtype lora_rank lora_alpha lora_targets""",
   # What it is trained to do, and with which draws.
   "z_loss_multiplier dropout_rate init_weights_seed",
   # Which samples come in which order. What is in the files is compared by fingerprint.
   "tokenizer_type data_shuffle_seed packing max_target_length",
-  # The optimizer's state: averages of gradients, with these weights.
-  "opt_type adam_b1 adam_b2 sgd_momentum",
+  # The optimizer's state: averages of gradients, with these weights, of these parameters.
+  "opt_type adam_b1 adam_b2 sgd_momentum trainable",
 )
 
 CHANGEABLE = _keys(
@@ -70,5 +70,5 @@ OF_ONE_START = _keys(
   "validate_only compile_only compile_topology compile_topology_num_slices save_compiled_step",
   "compiled_step coordinator_address num_processes process_id skip_jax_distributed_system",
   "jax_distributed_initialization_timeout jax_distributed_heartbeat_timeout_seconds",
-  "hang_timeout_seconds",
+  "hang_timeout_seconds load_parameters_path load_full_state_path",
 )

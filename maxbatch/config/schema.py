@@ -226,6 +226,9 @@ class ModelConfig:
   remat_policy: Literal["none", "minimal", "full", "explore"]
   num_vocab_tiling: NonNegative
   z_loss_multiplier: NonNegativeFloat
+  lora_rank: NonNegative
+  lora_alpha: Annotated[float, Range(low=1e-6, limit=FLOAT32, also=-1)]
+  lora_targets: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,7 +307,7 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-  """The optimizer and its learning rate."""
+  """The optimizer, its learning rate, and which parameters it changes."""
 
   opt_type: str
   learning_rate: NonNegativeFloat
@@ -321,11 +324,12 @@ class OptimizerConfig:
   adam_eps: NonNegativeFloat
   adam_weight_decay: NonNegativeFloat
   sgd_momentum: Annotated[float, Range(low=0, high=0.99999)]
+  trainable: Annotated[tuple[str, ...], Example('["layers/attention/*", "head"]')]
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-  """When checkpoints are written, how many stay, and what a resume accepts."""
+  """What a run begins with, when checkpoints are written, how many stay, what a resume accepts."""
 
   enable_checkpointing: bool
   async_checkpointing: bool
@@ -334,6 +338,8 @@ class CheckpointConfig:
   max_num_checkpoints_to_keep: Positive
   checkpoint_keep_period: PositiveOrUnset
   allow_changed_resume: bool
+  load_parameters_path: Path
+  load_full_state_path: Path
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from maxbatch.batch.plan import Position
+from maxbatch.checkpoints.find import other_step
 from maxbatch.checkpoints.newest import completed_steps
 from maxbatch.checkpoints.quiet_orbax import silence_orbax
 from maxbatch.checkpoints.record import is_intact
@@ -117,6 +118,5 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def _damaged(folder: pathlib.Path, reason: str) -> str:
-  others = [step for step in completed_steps(folder.parent) if step != int(folder.name)]
-  other = f"checkpoint={folder.parent / str(others[-1])}" if others else "one of another run"
+  other = other_step(folder, "checkpoint")
   return f"checkpoint={folder} is damaged ({reason}); take another, for example {other}"

@@ -47,6 +47,11 @@ class Projection(nnx.Module):
   gradient as a plain matrix product too, which is 1.5 times as fast as contracting (B, T).
   """
 
+  lora_a: Parameter | None = None
+  lora_b: Parameter | None = None
+  """An adapter beside the kernel, see `add_adapter`."""
+  lora_scale = 0.0
+
   def __init__(
     self,
     rngs: nnx.Rngs,
@@ -63,19 +68,48 @@ class Projection(nnx.Module):
     out_axes = axes[len(in_shape) :]
     self.bias = _constant(0.0, out_shape, out_axes, config) if bias else None
     self.in_shape, self.out_shape = in_shape, out_shape
-    self.probe: Probe | None = probe("kernel", "bias")
+    self.probe: Probe | None = probe("kernel", "bias", "lora_a", "lora_b")
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """(B, T, *in_shape) → (B, T, *out_shape), in x's dtype."""
     batch_dims = x.shape[: x.ndim - len(self.in_shape)]
     matrix = self.kernel.ready(x.dtype).reshape(math.prod(self.in_shape), -1)
-    rows, probe = x.reshape(*batch_dims, matrix.shape[0]), probe_values(self.probe)
+    rows, probe = x.reshape(*batch_dims, matrix.shape[0]), probe_values(self.probe, "kernel")
     if probe is None:
       y = rows.reshape(-1, matrix.shape[0]) @ matrix
     else:
       y = product(rows, matrix, probe, self.kernel.shape, self.kernel.axes)
     y = y.reshape(*batch_dims, *self.out_shape)
-    return y if self.bias is None else y + _over_rows(self.bias, probe, y)
+    if self.lora_a is not None and self.lora_b is not None:
+      for name, adapter in (("lora_a", self.lora_a), ("lora_b", self.lora_b)):
+        rows = self._adapted(rows, name, adapter)
+      y = y + self.lora_scale * rows.reshape(y.shape)
+    return (
+      y if self.bias is None else y + _over_rows(self.bias, probe_values(self.probe, "bias"), y)
+    )
+
+  def add_adapter(self, rngs: nnx.Rngs, rank: int, scale: float) -> None:
+    """LoRA's matrices beside the kernel (Hu et al. 2021): x·W + scale · x·A·B.
+
+    B is zero, so that nothing changes at first; A is uniform as peft's is. They are float32 whatever
+    the kernel is. In stacked layers, as a whole, they are stacked too.
+    """
+    ins, axes = len(self.in_shape), self.kernel.axes
+    layers = self.kernel.shape[: self.kernel.ndim - len(axes)]
+    shape_a, shape_b = (*layers, *self.in_shape, rank), (*layers, rank, *self.out_shape)
+    bound = 1 / math.sqrt(math.prod(self.in_shape))
+    drawn = jax.random.uniform(rngs.params(), shape_a, jnp.float32, -bound, bound)
+    self.lora_a = Parameter(drawn, axes=(*axes[:ins], None))
+    self.lora_b = Parameter(jnp.zeros(shape_b, jnp.float32), axes=(None, *axes[ins:]))
+    self.lora_scale = scale
+
+  def _adapted(self, rows: jax.Array, name: str, adapter: Parameter) -> jax.Array:
+    """(…, K) → (…, R), by one of the adapter's matrices."""
+    matrix = adapter.ready(rows.dtype).reshape(rows.shape[-1], -1)
+    probe = probe_values(self.probe, name)
+    if probe is not None:
+      return product(rows, matrix, probe, adapter.shape, adapter.axes)
+    return (rows.reshape(-1, rows.shape[-1]) @ matrix).reshape(*rows.shape[:-1], -1)
 
 
 class Norm(nnx.Module):
@@ -95,14 +129,14 @@ class Norm(nnx.Module):
   @jax.named_scope("norm")
   def __call__(self, x: jax.Array) -> jax.Array:
     """Same shape and dtype as x."""
-    y, probe = x.astype(jnp.float32), probe_values(self.probe)
+    y = x.astype(jnp.float32)
     if self.bias is not None:
       y = y - y.mean(self.dims, keepdims=True)
     y = y * jax.lax.rsqrt((y * y).mean(self.dims, keepdims=True) + self.epsilon)
-    scale = _over_rows(self.scale, probe, y)
+    scale = _over_rows(self.scale, probe_values(self.probe, "scale"), y)
     y = y * (scale + self.offset if self.offset else scale)
     if self.bias is not None:
-      y = y + _over_rows(self.bias, probe, y)
+      y = y + _over_rows(self.bias, probe_values(self.probe, "bias"), y)
     return y.astype(x.dtype)
 
 

@@ -13,11 +13,13 @@ that it is cheaper, its norm by ⟨x·xᵀ, dy·dyᵀ⟩ ("ghost", Li et al. 202
 """
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import (
   LOGICAL_AXIS_RULES,
   LogicalAxes,
@@ -30,18 +32,42 @@ from maxbatch.hardware.sharding import (
 class Probe(nnx.Variable):
   """A probe; a scalar, in stacked layers one per layer, while nothing is measured.
 
-  Its metadata `of` names the parameters beside it that it measures.
+  Its metadata `of` names the parameters beside it that it measures, `frozen` those that it would
+  measure if they trained.
   """
 
 
 def probe(*names: str) -> Probe:
   """A probe of the module's parameters `names`, nothing measured yet."""
-  return Probe(jnp.zeros(()), of=names)
+  return Probe(jnp.zeros(()), of=names, frozen=())
 
 
-def probe_values(probe: Probe | None) -> jax.Array | None:
-  """The zeros (B, S) by which the loss is differentiated; None where nothing is measured."""
-  return None if probe is None or probe[...].ndim < 2 else probe[...]
+def probe_of(probe: Probe, trained: Sequence[str], frozen: Sequence[str]) -> Probe:
+  """The probe, of those of its parameters that train."""
+  return Probe(probe[...], of=tuple(trained), frozen=tuple(frozen))
+
+
+def probe_values(probe: Probe | None, name: str = "") -> jax.Array | None:
+  """The zeros (B, S) by which the loss is differentiated; None where nothing is measured.
+
+  Args:
+    probe: the module's.
+    name: of the parameter that is to be measured; empty where the probe has one alone, or a module
+      measures all of its parameters at once.
+
+  Raises:
+    UserError: some of a module's parameters are frozen, and it measures all of them at once.
+  """
+  if probe is None or probe[...].ndim < 2:
+    return None
+  known = probe.get_metadata()
+  if not name and known["frozen"]:
+    raise UserError(
+      f"trainable: of a module that measures all of its parameters with one probe, "
+      f"{', '.join(known['frozen'])} are frozen and {', '.join(known['of'])} are not; let all of "
+      "them train or none, or set gns=off"
+    )
+  return probe[...] if not name or name in known["of"] else None
 
 
 def for_each_row(parameter: jax.Array, probe_BS: jax.Array, axes: LogicalAxes) -> jax.Array:

@@ -8,21 +8,26 @@ are asked for and sets the others to None.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh
 
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import ModelConfig
 from maxbatch.data.rows import Rows
-from maxbatch.hardware.sharding import LogicalAxes
+from maxbatch.errors import UserError
+from maxbatch.hardware.sharding import LogicalAxes, sharding
 from maxbatch.models import transformer
 from maxbatch.models.cache import Cache
 from maxbatch.models.layers import Norm, Parameter
-from maxbatch.models.probes import Probe
+from maxbatch.models.lora import add_adapters
+from maxbatch.models.probes import Probe, probe_of
+from maxbatch.models.trainable import Path, frozen_paths
 
 Parameters = dict[str, Any]
 """Nested dicts of arrays, by module and parameter name."""
@@ -129,6 +134,23 @@ class Model:
   graph: nnx.GraphDef
   abstract: nnx.State
   abstract_probes: nnx.State
+  trainable: tuple[str, ...] = ()
+  """The patterns of the parameters that train."""
+
+  @functools.cached_property
+  def frozen(self) -> frozenset[Path]:
+    """The parameters that do not train."""
+    return frozen_paths(list(_flat(self.abstract)), self.trainable, self.config)
+
+  def split(self, parameters: Parameters) -> tuple[Parameters, Parameters]:
+    """Parameters, or trees like them, divided into those that train and the frozen ones."""
+    if not self.frozen:
+      return parameters, {}
+    flat = flatten_dict(parameters)
+    frozen = {path: leaf for path, leaf in flat.items() if path in self.frozen}
+    return unflatten_dict({path: flat[path] for path in flat if path not in frozen}), (
+      unflatten_dict(frozen)
+    )
 
   @property
   def has_probes(self) -> bool:
@@ -170,6 +192,24 @@ class Model:
     return {path: _axes(variable) for path, variable in _flat(self.abstract).items()}
 
 
+def placed(model: Model, mesh: Mesh) -> Parameters:
+  """Shape and dtype of every parameter, with its place on a mesh."""
+  axes = model.axes()
+
+  def place(path: tuple[str, ...], leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    where = sharding(axes[path], leaf.shape, mesh)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+  return by_path(place, model.shapes())
+
+
+def joined(parameters: Parameters, others: Parameters) -> Parameters:
+  """The inverse of `Model.split`."""
+  if not others:
+    return parameters
+  return unflatten_dict(flatten_dict(parameters) | flatten_dict(others))
+
+
 def _flat(state: nnx.State) -> dict[tuple[str, ...], nnx.Variable]:
   return {tuple(str(part) for part in path): leaf for path, leaf in nnx.to_flat_state(state)}
 
@@ -187,19 +227,32 @@ def _axes(variable: nnx.Variable) -> LogicalAxes:
   return ("layers",) * (variable.ndim - len(axes)) + axes
 
 
-def build_model(config: ModelConfig, max_target_length: int, probes: Probes = "off") -> Model:
+def build_model(
+  config: ModelConfig,
+  max_target_length: int,
+  probes: Probes = "off",
+  trainable: Sequence[str] = (),
+) -> Model:
   """The model that `decoder_block` names.
 
   Args:
     config: its shape.
     max_target_length: tokens of a row.
-    probes: which of the probes it offers are kept; the others cost nothing.
+    probes: which of the probes it offers are kept, if what they measure trains; the others cost
+      nothing.
+    trainable: patterns of the parameters that train; none: all, or the adapters.
 
   Raises:
     UserError: for an unknown name, or keys that contradict each other.
   """
   chosen = registered("decoder_block", config.decoder_block, MODELS)
-  return _built(chosen, config, max_target_length, probes)
+  model = _built(chosen, config, max_target_length, probes, tuple(trainable))
+  if probes == "norm" and model.frozen and not model.has_probes:
+    raise UserError(
+      "gns=norm measures the gradients of the normalization layers, and all of them are frozen by "
+      f"trainable={list(trainable)} lora_rank={config.lora_rank}; for example gns=all"
+    )
+  return model
 
 
 @functools.lru_cache(8)
@@ -208,20 +261,30 @@ def _built(
   config: ModelConfig,
   max_target_length: int,
   probes: Probes,
+  trainable: tuple[str, ...],
 ) -> Model:
   def create(key: jax.Array) -> nnx.Module:
-    module = chosen(nnx.Rngs(params=key), config, max_target_length)
-    _drop_probes(module, probes)
+    rngs = nnx.Rngs(params=key)
+    module = chosen(rngs, config, max_target_length)
+    add_adapters(module, config, rngs)
+    paths = frozenset(_flat(nnx.state(module, Parameter)))
+    frozen = frozen_paths(paths, trainable, config)
+    _drop_probes(module, probes, paths - frozen, frozen)
     return module
 
   whole = nnx.eval_shape(create, jax.random.key(0))
-  return Model(config, create, *nnx.split(whole, Parameter, Probe))
+  return Model(config, create, *nnx.split(whole, Parameter, Probe), trainable)
 
 
-def _drop_probes(model: nnx.Module, kept: Probes) -> None:
-  """Replaces the probes that are not kept by None."""
-  for _, module in nnx.iter_modules(model):
-    if kept == "all" or (kept == "norm" and isinstance(module, Norm)):
-      continue
-    for name in [name for name, value in vars(module).items() if isinstance(value, Probe)]:
-      setattr(module, name, None)
+def _drop_probes(
+  model: nnx.Module, kept: Probes, trained: Container[Path], frozen: Container[Path]
+) -> None:
+  """Replaces the probes that are not kept, or have nothing to measure, by None."""
+  for path, module in nnx.iter_modules(model):
+    keeps = kept == "all" or (kept == "norm" and isinstance(module, Norm))
+    for name, value in [each for each in vars(module).items() if isinstance(each[1], Probe)]:
+      of = {each: (*map(str, path), each) for each in value.get_metadata()["of"]}
+      measured = [each for each in of if of[each] in trained]
+      still = [each for each in of if of[each] in frozen]
+      if still or not keeps:
+        setattr(module, name, probe_of(value, measured, still) if keeps and measured else None)

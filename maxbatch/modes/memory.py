@@ -17,6 +17,8 @@ from maxbatch.hardware.devices import Device
 from maxbatch.training.build import streams
 from maxbatch.training.state import TrainState
 
+_ALWAYS = ("parameters", "optimizer state", "accumulators")
+"""What every run has, be it nothing."""
 _ROW_BYTES_PER_TOKEN = 12
 """Inputs, targets and weights; packed rows have more."""
 
@@ -39,10 +41,13 @@ def check_memory(
   accumulators = bytes_per_device(state.opt_state.acc_grads)
   sizes = {
     "parameters": bytes_per_device(state.params),
+    "frozen parameters": bytes_per_device(state.frozen),
     "optimizer state": bytes_per_device(state.opt_state) - accumulators,
     "accumulators": accumulators,
   }
-  parts = ", ".join(f"{name} {gib(size)}" for name, size in sizes.items())
+  parts = ", ".join(
+    f"{name} {gib(size)}" for name, size in sizes.items() if size or name in _ALWAYS
+  )
   total, capacity = sum(sizes.values()), _capacity(config, devices)
   if total > capacity:
     raise UserError(

@@ -37,7 +37,8 @@ def make_noise(
     return None
   calibrating = None
   if _calibrates(config):
-    calibrating = build_model(trainer.model.config, config.batch.max_target_length, "all")
+    length = config.batch.max_target_length
+    calibrating = build_model(trainer.model.config, length, "all", trainer.model.trainable)
   meter = NoiseMeter(config.noise, trainer.model, calibrating)
   steering = None
   if follows_noise_scale(config.batch):

@@ -31,6 +31,8 @@ from maxbatch.tuning.pipeline_microbatches import (
 )
 from maxbatch.tuning.prober import Prober
 
+_ORIGIN = Position(0, 0)
+
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedRun:
@@ -44,6 +46,8 @@ class ResolvedRun:
   """From the run's first step, wherever it resumes."""
   saved: Mapping[str, Any] | None = None
   """The record of the checkpoint to resume from; None if the run begins."""
+  begins: Position = _ORIGIN
+  """Where a run without one begins to count."""
 
   @property
   def folder(self) -> RunFolder:
@@ -54,7 +58,7 @@ class ResolvedRun:
   def plan_ahead(self) -> BatchPlan:
     """From where the run is, if its newest checkpoint turns out to be whole."""
     if self.saved is None:
-      return self.plan
+      return self.plan.starting_at(self.begins) if self.begins != _ORIGIN else self.plan
     steers = follows_noise_scale(self.config.batch) and not self.config.noise.gns_dry_run
     steered = steers and bool(self.saved.get("notes", {}).get("steering"))
     position = Position(self.saved["step"], self.saved["samples"])

@@ -5,6 +5,7 @@ import dataclasses
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
 import yaml
@@ -18,14 +19,24 @@ from maxbatch.compile import cache
 from maxbatch.compile.steps import save_steps, step_compiler
 from maxbatch.config.load import DERIVED, to_flat_dict
 from maxbatch.config.schema import Config
+from maxbatch.conversion.source import FROZEN
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.mixture import MixedRows
 from maxbatch.data.registry import build_dataset, check_epochs
+from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import failing_together, in_turn
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.shared_files import check_shared, write_shared_file
 from maxbatch.hardware.watchdog import Watchdog
+from maxbatch.modes.beginning import (
+  Beginning,
+  beginning_of,
+  key_that_is_over,
+  no_steps_left,
+  resumed_state,
+  saving_as_before,
+)
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
@@ -47,7 +58,7 @@ from maxbatch.training.build import (
 from maxbatch.training.loop import RECORD, Job, first_record, train
 from maxbatch.training.noise_run import Noise
 from maxbatch.training.programs import StepPrograms
-from maxbatch.training.state import TrainState, to_save
+from maxbatch.training.state import TrainState
 from maxbatch.training.step import EvalStep, Trainer
 
 
@@ -55,11 +66,18 @@ from maxbatch.training.step import EvalStep, Trainer
 class _Start:
   """Where a run begins or resumes, and what it is from there on."""
 
+  beginning: Beginning
   position: Position
   restored: Restored | None
   plan: BatchPlan
   trainer: Trainer
   noise: Noise | None
+
+  def notes(self, state: TrainState) -> dict[str, Any]:
+    """What all checkpoints note."""
+    if self.restored:
+      return {FROZEN: self.restored.notes[FROZEN]} if FROZEN in self.restored.notes else {}
+    return self.beginning.notes(self.trainer, state)
 
 
 def run(
@@ -86,25 +104,28 @@ def _run(
 ) -> tuple[TrainState, Position]:
   cache.enable(config.compile.jax_cache_dir)
   resolved = resolve(config, target, forget=forget)
+  beginning = Beginning() if resolved.saved else beginning_of(config.checkpoint)
+  resolved = dataclasses.replace(resolved, begins=beginning.position)
   print(f"{resolved.plan_ahead}\n", flush=True)
   trainer = build_trainer(resolved.config, resolved.plan, target.devices)
+  trainer = saving_as_before(trainer, resolved.saved)
   with failing_together():
     check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices)
   with in_turn():
     dataset = build_dataset(resolved.config.data, resolved.config.batch.max_target_length)
     check_epochs(resolved.config.data, dataset.train, resolved.plan.total_samples)
   check_same_run(resolved.config, resolved.plan, dataset)
-  describe(resolved, trainer, dataset.description)
+  describe(resolved, trainer, dataset.description, beginning.check(resolved.config, trainer))
   with (
     _held_by_one_process(resolved),
     _checkpointer(resolved, dataset) as checkpointer,
   ):
-    start = _restore(resolved, trainer, checkpointer)
+    start = _restore(resolved, trainer, checkpointer, beginning)
     if start.restored and start.position.step >= start.plan.steps:
       more = " For more, raise its budget." if advise else ""
       print(f"This run is complete at step {start.position.step}.{more}")
-      state = start.trainer.from_saved(start.restored.state)
-      show_sample(resolved, start.trainer, state.params)
+      state = resumed_state(resolved.config, start.trainer, start.restored)
+      show_sample(resolved, start.trainer, state.parameters)
       return state, start.position
     state, reached = _train(resolved, start, dataset, checkpointer)
   plan = _as_decided(start)
@@ -144,14 +165,18 @@ def _checkpointer(resolved: ResolvedRun, dataset: Dataset) -> Checkpointer:
   )
 
 
-def _restore(resolved: ResolvedRun, trainer: Trainer, checkpointer: Checkpointer) -> _Start:
+def _restore(
+  resolved: ResolvedRun, trainer: Trainer, checkpointer: Checkpointer, beginning: Beginning
+) -> _Start:
   """The newest good checkpoint of the run's folder, or the beginning, and the plan from there."""
   restored = None
   if resolved.config.checkpoint.enable_checkpointing:
-    restored = checkpointer.restore(to_save(trainer.abstract))
-  position = restored.position if restored else Position(0, 0)
+    restored = checkpointer.restore(trainer.abstract_saved)
+  position = restored.position if restored else beginning.position
   if restored:
     print(f"Resuming after step {position.step} ({position.samples:,} samples)", flush=True)
+    if line := key_that_is_over(resolved.config.checkpoint):
+      print(line, flush=True)
   plan = resolved.plan
   noise = make_noise(resolved.config, plan, trainer, resolved.folder.path)
   if noise:
@@ -163,8 +188,11 @@ def _restore(resolved: ResolvedRun, trainer: Trainer, checkpointer: Checkpointer
     print(f"{plan}\n", flush=True)
   if restored:
     _print_changes(plan, restored)
+  elif position.step >= plan.steps:
+    raise UserError(no_steps_left(resolved.config, plan, position))
+  if position.step:
     trainer = following(trainer, resolved.config, plan)
-  return _Start(position, restored, plan, trainer, noise)
+  return _Start(beginning, position, restored, plan, trainer, noise)
 
 
 def _as_decided(start: _Start) -> BatchPlan:
@@ -222,12 +250,13 @@ def _train(
       feed_watchdog=watchdog.feed,
       noise=start.noise and dataclasses.replace(start.noise, calibration=calibration),
       data_counts=_data_counts(config, dataset),
+      notes=start.notes(state),
     )
     if start.restored and first:
       _complete_records(log, start.restored)
     if position.step == 0:
-      first_record(job, state.params)
-      keep_sample(resolved, trainer, state.params)
+      first_record(job, state.parameters)
+      keep_sample(resolved, trainer, state.parameters)
     with ending_together(alone=True), watchdog:
       trained = train(job, state, position)
   if waited := progress.data_wait():
@@ -263,9 +292,9 @@ def _compile_and_init(
     first_step = pool.submit(programs, plan.phases[0].micro_batch)
     evaluation = pool.submit(compiled_eval, plan, trainer, dataset.validation or dataset.train)
     if start.restored:
-      state = trainer.from_saved(start.restored.state)
+      state = resumed_state(config, trainer, start.restored)
     else:
-      state = trainer.init(config.model.init_weights_seed)
+      state = start.beginning.state(trainer, config.model.init_weights_seed)
     first_step.result()
     eval_step = evaluation.result()
   finally:

@@ -1,7 +1,9 @@
 """What a run says of itself: its parts before it trains, and how it went at its end."""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,16 +17,22 @@ from maxbatch.modes.resolve import ResolvedRun
 from maxbatch.run_folder.metrics import each_record
 from maxbatch.sampling.sampler import Sampler, on_fewest_devices, sample
 from maxbatch.sampling.text import choice_of, encoded, printable, prompts_of, vocabulary_of
-from maxbatch.training.build import lost_updates, num_parameters, undivided_parameters
+from maxbatch.training.build import lost_updates, parameter_counts, undivided_parameters
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
 
 
-def describe(resolved: ResolvedRun, trainer: Trainer, data: str) -> None:
-  """What the run is made of, in a few lines."""
-  print(f"Model  {resolved.config.model.model_name}: {num_parameters(trainer.model):,} parameters")
+def describe(
+  resolved: ResolvedRun, trainer: Trainer, data: str, beginning: Sequence[str] = ()
+) -> None:
+  """What the run is made of, and what it begins with, in a few lines."""
+  print(f"Model  {resolved.config.model.model_name}: {parameter_counts(trainer.model)}")
   for line in lost_updates(trainer.model):
     print(f"       {line}")
+  for line, label in zip(
+    beginning, itertools.chain(["Begins"], itertools.repeat("")), strict=False
+  ):
+    print(f"{label:<6} {line}")
   print("Data   " + data.replace("\n", "\n       "))
   if trainer.pipeline:
     print(f"Pipeline\n       {trainer.pipeline}")
@@ -50,7 +58,7 @@ def sum_up(
     before = resolved.folder.text_before_training
     if config.run.generate_length and before.exists():
       print(f"\n--- text before training\n{printable(before.read_bytes().decode())}")
-    show_sample(resolved, trainer, state.params)
+    show_sample(resolved, trainer, state.parameters)
   tokens = plan.tokens(position.samples)
   print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
   print(f"{position.samples:,} samples, {tokens:,} tokens")

@@ -10,8 +10,9 @@ import functools
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -39,6 +40,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device, describe_devices, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import num_processes
+from maxbatch.modes.beginning import Beginning, beginning_of, saving_as_before
 from maxbatch.modes.memory import check_memory, item_bytes
 from maxbatch.modes.resolve import check_replaces_nothing, checkpoint_of, keeping_batch, planned
 from maxbatch.modes.start import started
@@ -47,12 +49,12 @@ from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import (
   build_trainer,
   lost_updates,
-  num_parameters,
+  parameter_counts,
   step_rows,
   traced_step,
   undivided_parameters,
 )
-from maxbatch.training.state import TrainState, to_save
+from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
 from maxbatch.tuning.candidates import asked, is_open, sizes_of, with_default_batch, with_size
 from maxbatch.tuning.coupling import resolve_accumulation
@@ -88,21 +90,26 @@ def _checks(config: Config) -> Iterator[_Check]:
   yield "configuration", f"{len(schema.fields())} keys", ()
   target = find_devices(config)
   given, saved = config, checkpoint_of(config)
+  beginning, unknown = (Beginning(), "") if saved else _beginning(config)
   config = resolve_accumulation(keeping_batch(config, saved, target.layout), target.layout)
   config, choice = _with_smallest_choice(config, target.layout)
-  run, devices = dataclasses.replace(planned(config, target), saved=saved), target.devices
+  run = dataclasses.replace(planned(config, target), saved=saved, begins=beginning.position)
+  devices = target.devices
   plan, ahead = run.plan, run.plan_ahead
   yield "batch plan", _phases(ahead), [*choice, *str(ahead).splitlines()]
-  trainer, state = _without_arrays(config, plan, devices)
+  trainer, state = _without_arrays(config, plan, devices, saved)
   yield "mesh", f"{plan.topology} on {describe_devices(devices)}", undivided_parameters(trainer)
   if trainer.pipeline:
     choice = [trainer.pipeline.choice] if trainer.pipeline.choice else []
     yield "pipeline", str(trainer.pipeline), choice
   yield (
     "model",
-    f"{config.model.model_name}: {num_parameters(trainer.model):,} parameters",
+    f"{config.model.model_name}: {parameter_counts(trainer.model)}",
     lost_updates(trainer.model),
   )
+  begins, *more = beginning.check(config, trainer) or [unknown]
+  if begins:
+    yield "beginning", begins, more
   yield "memory", check_memory(config, plan, state, devices), ()
   yield "learning rate", _rates(config, plan), ()
   given_data = input_report(config.data, plan, num_processes(trainer.mesh))
@@ -118,8 +125,22 @@ def _checks(config: Config) -> Iterator[_Check]:
   folder = RunFolder.of(config.run).path.absolute()
   yield "folder", _writable(folder), ()
   if config.checkpoint.enable_checkpointing:
-    yield "checkpoints", _disk_space(config, plan, state, folder), ()
-    yield "resume", *_resumable(given, plan, state, dataset, folder)
+    yield "checkpoints", _disk_space(config, plan, trainer.abstract_saved, folder), ()
+    yield "resume", *_resumable(given, plan, trainer.abstract_saved, dataset, folder)
+
+
+def _beginning(config: Config) -> tuple[Beginning, str]:
+  """What the run begins with; nothing, and a line, where it is not on this machine to be looked at.
+
+  Raises:
+    UserError: it is to take place here, and there is nothing of the kind.
+  """
+  try:
+    return beginning_of(config.checkpoint), ""
+  except UserError as error:
+    if not config.compile.compile_topology:
+      raise
+    return Beginning(), f"is not looked at: {error}"
 
 
 def _with_smallest_choice(config: Config, layout: Topology) -> tuple[Config, Sequence[str]]:
@@ -146,13 +167,13 @@ def _phases(plan: BatchPlan) -> str:
 
 
 def _without_arrays(
-  config: Config, plan: BatchPlan, devices: Sequence[Device]
+  config: Config, plan: BatchPlan, devices: Sequence[Device], saved: Mapping[str, Any] | None
 ) -> tuple[Trainer, TrainState]:
   """Trainer and state by tracing alone: even a random key would compile a program."""
   made: list[tuple[Trainer, TrainState]] = []
 
   def build() -> None:
-    trainer = build_trainer(config, plan, devices, keep=False)
+    trainer = saving_as_before(build_trainer(config, plan, devices, keep=False), saved)
     made.append((trainer, trainer.abstract))
 
   jax.eval_shape(build)
@@ -200,13 +221,13 @@ def _writable(folder: Path) -> str:
   return f"{folder} can be written" if there == folder else f"{folder} can be made"
 
 
-def _disk_space(config: Config, plan: BatchPlan, state: TrainState, folder: Path) -> str:
+def _disk_space(config: Config, plan: BatchPlan, state: Mapping[str, Any], folder: Path) -> str:
   """There is disk space for the checkpoints that stay, and for one more while it is written.
 
   Raises:
     UserError: there is not, and the run is to take place on this machine.
   """
-  each = sum(math.prod(x.shape) * item_bytes(x) for x in jax.tree.leaves(to_save(state)))
+  each = sum(math.prod(x.shape) * item_bytes(x) for x in jax.tree.leaves(state))
   keep, period = (
     config.checkpoint.max_num_checkpoints_to_keep,
     config.checkpoint.checkpoint_keep_period,
@@ -230,7 +251,7 @@ def _disk_space(config: Config, plan: BatchPlan, state: TrainState, folder: Path
 
 
 def _resumable(
-  config: Config, plan: BatchPlan, state: TrainState, dataset: Dataset, folder: Path
+  config: Config, plan: BatchPlan, state: Mapping[str, Any], dataset: Dataset, folder: Path
 ) -> tuple[str, list[str]]:
   """Whether the run's newest checkpoint is this run's, by its record; its arrays are not read.
 
@@ -249,7 +270,7 @@ def _resumable(
       "from a backup, choose another run_name, or remove the folder to start again."
     )
   step = record["step"]
-  misfits = state_differences(record, named_leaves(to_save(state)))
+  misfits = state_differences(record, named_leaves(state))
   changed = identity_differences(record, identity(config, dataset))
   if misfits or (changed and not config.checkpoint.allow_changed_resume):
     allow = "" if misfits else ", or resume all the same with allow_changed_resume=true"

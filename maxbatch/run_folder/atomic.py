@@ -46,6 +46,29 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def appearing(folder: Path) -> Iterator[Path]:
+  """A folder to write to, which is renamed to `folder` at the end; after an error nothing is left.
+
+  What a process that was killed has left under the temporary name is removed by the next one. Two
+  must not write the same folder at once.
+
+  Args:
+    folder: not there yet, or empty.
+
+  Raises:
+    OSError: it cannot be made.
+  """
+  temporary = folder.with_name(f".{folder.name[:_KEPT_OF_NAME]}.unfinished")
+  shutil.rmtree(temporary, ignore_errors=True)
+  try:
+    temporary.mkdir(parents=True)
+    yield temporary
+    os.replace(temporary, folder)
+  finally:
+    shutil.rmtree(temporary, ignore_errors=True)
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
   """Writes a file, text in UTF-8, as `replacing` does.
 

@@ -69,6 +69,11 @@ class RunFolder:
     return self.path / "checkpoints"
 
   @property
+  def hugging_face(self) -> Path:
+    """What a Hugging Face folder held beside the weights that the run began with."""
+    return self.path / "hugging_face"
+
+  @property
   def compile_report_text(self) -> Path:
     """What the compiler found, for people."""
     return self.path / "compile_report.txt"

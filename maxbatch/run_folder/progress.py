@@ -3,7 +3,7 @@
 import shutil
 import sys
 import time
-from typing import Self
+from typing import Any, Self
 
 import tqdm
 
@@ -75,18 +75,47 @@ class Progress:
     return tqdm.tqdm.format_interval(per_step * (self._steps - step))
 
 
+class ByteProgress:
+  """Shows on a terminal how much of a file or folder is done, and how fast; a context manager."""
+
+  def __init__(self, what: str, total_bytes: int):
+    self._bar = None
+    if sys.stdout.isatty():
+      self._bar = _terminal_bar(
+        total=total_bytes, unit="B", unit_scale=True, desc=what, bar_format=_BYTES_SHOWN
+      )
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    if self._bar is not None:
+      self._bar.close()
+
+  def add(self, num_bytes: int) -> None:
+    """Takes note of more that is done."""
+    if self._bar is not None:
+      self._bar.update(num_bytes)
+
+
+_BYTES_SHOWN = (
+  "{desc} {percentage:.0f}% {n_fmt}B of {total_fmt}B [{elapsed}<{remaining}, {rate_fmt}]"
+)
+
+
 def _bar(start: int, steps: int) -> tqdm.tqdm:
-  # Terminals without a size of their own (in containers) count as 80 by 24, not as 0 by 0.
-  size = shutil.get_terminal_size()
-  return tqdm.tqdm(
+  return _terminal_bar(
     total=steps,
     initial=start,
     unit="step",
-    file=sys.stdout,
-    ncols=size.columns,
-    nrows=size.lines,
     bar_format="step {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
   )
+
+
+def _terminal_bar(**shown: Any) -> tqdm.tqdm:
+  # Terminals without a size of their own (in containers) count as 80 by 24, not as 0 by 0.
+  size = shutil.get_terminal_size()
+  return tqdm.tqdm(file=sys.stdout, ncols=size.columns, nrows=size.lines, **shown)
 
 
 def _figures(record: Record) -> str:

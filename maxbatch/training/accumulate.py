@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import auto_axis_sizes, constrain
-from maxbatch.models.registry import Model, Parameters, by_path
+from maxbatch.models.registry import Model, Parameters, by_path, joined
 from maxbatch.training import partial_sums
 from maxbatch.training.loss import LossSums, loss_parts
 from maxbatch.training.state import NOTHING, Measures, NoiseSums, Sums, zero_sums
@@ -31,13 +31,14 @@ def summed_gradients(
   num_microbatches: jax.Array,
   dropout_key: jax.Array,
   measures: Measures = NOTHING,
+  frozen: Parameters | None = None,
 ) -> tuple[Parameters, Sums]:
   """Gradients and loss, summed over all tokens of the first `num_microbatches` microbatches.
 
   Args:
     model: the model.
     mesh: the devices.
-    params: the parameters.
+    params: the parameters that train.
     zeros: float32 zeros of the parameters' shapes, where the sums may be formed: donated ones
       save the memory of a second set.
     rows: microbatches (k, B, T), B divided over the data and fsdp axes.
@@ -45,24 +46,26 @@ def summed_gradients(
       be 1.
     dropout_key: the run's dropout key.
     measures: what is summed up besides.
+    frozen: the other parameters, of which no gradient is formed; None: there are none.
 
   Returns:
     Gradients in float32, laid out like the parameters, and the other sums of the step in parts,
     (…, F, S), for partial_sums.joined.
   """
   local = functools.partial(_local_sums, model, measures)
+  fixed = frozen or {}
   if mesh.shape["data"] == 1:
-    return local(params, zeros, rows, num_microbatches, dropout_key)
+    return local(params, fixed, zeros, rows, num_microbatches, dropout_key)
   on_data = jax.tree.map(lambda _: PartitionSpec(None, "data"), rows)
   whole = PartitionSpec()
   return jax.shard_map(
     lambda *arguments: _over_replicas(*local(*arguments)),
     mesh=mesh,
-    in_specs=(whole, whole, on_data, whole, whole),
+    in_specs=(whole, whole, whole, on_data, whole, whole),
     out_specs=whole,
     axis_names={"data"},
     check_vma=False,
-  )(params, zeros, rows, num_microbatches, dropout_key)
+  )(params, fixed, zeros, rows, num_microbatches, dropout_key)
 
 
 def _over_replicas(gradients: Parameters, sums: Sums) -> tuple[Parameters, Sums]:
@@ -74,6 +77,7 @@ def _local_sums(
   model: Model,
   measures: Measures,
   params: Parameters,
+  frozen: Parameters,
   zeros: Parameters,
   rows: Rows,
   num_microbatches: jax.Array,
@@ -89,7 +93,8 @@ def _local_sums(
     return by_path(lambda path, g: constrain(g, axes[path]), gradients)
 
   def loss(params: Parameters, probes: Parameters, micro: Rows) -> tuple[jax.Array, LossSums]:
-    found = loss_parts(model, params, micro, dropout_key, probes, measures.metrics)
+    whole = joined(params, frozen)
+    found = loss_parts(model, whole, micro, dropout_key, probes, measures.metrics)
     return found.loss.sum(), found
 
   def add_microbatch(index: jax.Array, carry: tuple[Parameters, Sums]) -> tuple[Parameters, Sums]:

@@ -61,7 +61,7 @@ def build_trainer(
   _check_vocabulary(config)
   length = config.batch.max_target_length
   model_config = resolve_attention(config.model, length, devices[0])
-  model = build_model(model_config, length, config.noise.gns)
+  model = build_model(model_config, length, config.noise.gns, config.optimizer.trainable)
   every_k = _microbatches_per_update(config, plan)
   pipeline = None
   if config.pipeline.pipeline_schedule != "none":
@@ -75,6 +75,7 @@ def build_trainer(
     tuple(devices),
     pipeline,
     Measures(chosen_metrics(config.run.metrics), config.noise.gns_from_microbatches),
+    not config.checkpoint.load_parameters_path,
   )
   loading_hosts(plan, num_processes(trainer.mesh))
   return trainer
@@ -89,6 +90,7 @@ def _trainer(
   devices: tuple[Device, ...],
   pipeline: Pipeline | None,
   measures: Measures,
+  keeps_frozen: bool,
 ) -> Trainer:
   return Trainer(
     model=model,
@@ -98,6 +100,7 @@ def _trainer(
     dropout_key=jax.random.fold_in(jax.random.key(model.config.init_weights_seed), 1),
     pipeline=pipeline,
     measures=measures,
+    keeps_frozen=keeps_frozen or not model.frozen,
   )
 
 
@@ -161,7 +164,8 @@ def undivided_parameters(trainer: Trainer) -> list[str]:
 
 def lost_updates(model: Model) -> list[str]:
   """What training loses to the type of its weights, in lines; none where it is float32."""
-  if model.config.weight_dtype == "float32":
+  trained, _ = model.split(model.shapes())
+  if all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(trained)):
     return []
   return [
     "weight_dtype=bfloat16: there is no float32 copy of the weights. They have 8 significant bits,",
@@ -173,6 +177,15 @@ def lost_updates(model: Model) -> list[str]:
 def num_parameters(model: Model) -> int:
   """Parameters of a model."""
   return sum(leaf.size for leaf in jax.tree.leaves(model.shapes()))
+
+
+def parameter_counts(model: Model) -> str:
+  """How many parameters there are, and how many of them train, in words."""
+  trained, _ = model.split(model.shapes())
+  counted = f"{num_parameters(model):,} parameters"
+  if not model.frozen:
+    return counted
+  return f"{counted}, of which {sum(leaf.size for leaf in jax.tree.leaves(trained)):,} train"
 
 
 def step_rows(config: Config, plan: BatchPlan, source: RowSource, micro_batch: int) -> Rows:
@@ -215,7 +228,7 @@ def compiled_eval(plan: BatchPlan, trainer: Trainer, source: RowSource) -> EvalS
 
 @functools.lru_cache(_KEPT)
 def _compiled_eval(trainer: Trainer, rows: Rows) -> EvalStep:
-  return eval_function(trainer, rows).lower(trainer.abstract.params, rows).compile()
+  return eval_function(trainer, rows).lower(trainer.abstract.parameters, rows).compile()
 
 
 def _shapes(source: RowSource, leading: tuple[int, ...]) -> Rows:

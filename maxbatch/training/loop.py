@@ -5,6 +5,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -55,6 +56,8 @@ class Job:
   noise: Noise | None = None
   data_counts: Record = dataclasses.field(default_factory=dict)
   """What is known of the data before the first step; noted with every step."""
+  notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+  """What every checkpoint notes beside what it saves."""
 
   def with_plan(self, plan: BatchPlan) -> "Job":
     """The job after the plan has changed."""
@@ -119,7 +122,7 @@ def _train_until_change(
         plan = decided(job.noise, plan, position, job.progress.say)
         if saving:
           _save(job, state, position, plan, record)
-        _note_evaluated(job, record, state.params if evaluating else None)
+        _note_evaluated(job, record, state.parameters if evaluating else None)
         clock = _Clock()
   return state, position, plan, ending
 
@@ -228,7 +231,7 @@ def _note(job: Job, record: Record) -> None:
 def _save(job: Job, state: TrainState, position: Position, plan: BatchPlan, record: Record) -> None:
   """Saves what a run needs to go on; before an evaluation, for which there may be no time left."""
   if job.checkpointer:
-    notes = {RECORD: record} | (job.noise.as_dict() if job.noise else {})
+    notes = {RECORD: record} | job.notes | (job.noise.as_dict() if job.noise else {})
     job.checkpointer.save(job.trainer.to_save(state), position, plan.as_dict(), notes)
     job.feed_watchdog()
 

@@ -165,43 +165,49 @@ def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, options):
 
 
 def _forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, options):
-  """The sums, and the loss's gradients by hidden states and matrix."""
-  total, d_hidden_BTD, d_matrix_DV = _with_gradients(
-    hidden_BTD, matrix_DV, targets_BT, weights_BT, options
-  )
-  return total, (d_hidden_BTD, d_matrix_DV.astype(matrix_DV.dtype))
+  """The sums, and the loss's gradients by hidden states and matrix; None where all is frozen."""
+  values = (x.value for x in (hidden_BTD, matrix_DV, targets_BT, weights_BT))
+  wanted = hidden_BTD.perturbed, matrix_DV.perturbed
+  total, d_hidden_BTD, d_matrix_DV = _with_gradients(*values, options, wanted)
+  if d_matrix_DV is not None:
+    d_matrix_DV = d_matrix_DV.astype(matrix_DV.value.dtype)
+  return total, (d_hidden_BTD, d_matrix_DV)
 
 
-def _with_gradients(hidden_BTD, matrix_DV, targets_BT, weights_BT, options):
-  """The sums and the gradients, that of the matrix in float32, one tile at a time."""
+def _with_gradients(hidden_BTD, matrix_DV, targets_BT, weights_BT, options, wanted=(True, True)):
+  """The sums and the gradients that are wanted, that of the matrix in float32, a tile at a time."""
+  of_hidden, of_matrix = wanted
 
   def add_tile(carry, tile):
     total, d_matrix_DV = carry
     new, d_logits_BCV = _tile_sum(tile, matrix_DV, options)
     d_logits_XV = d_logits_BCV.astype(hidden_BTD.dtype).reshape(-1, d_logits_BCV.shape[-1])
     hidden_XD = tile[0].reshape(-1, tile[0].shape[-1])
-    d_hidden_BCD = (d_logits_XV @ matrix_DV.T).reshape(tile[0].shape)
+    d_hidden_BCD = (d_logits_XV @ matrix_DV.T).reshape(tile[0].shape) if of_hidden else None
+    if not of_matrix:
+      return (_add(total, new), None), d_hidden_BCD
     d_tile_DV = jnp.matmul(hidden_XD.T, d_logits_XV, preferred_element_type=jnp.float32)
     return (_add(total, new), d_matrix_DV + d_tile_DV), d_hidden_BCD
 
-  zeros = _zero(options.metrics), jnp.zeros(matrix_DV.shape, jnp.float32)
+  d_matrix_DV = jnp.zeros(matrix_DV.shape, jnp.float32) if of_matrix else None
   cut = _cut(options.tiles, hidden_BTD, targets_BT, weights_BT)
+  zeros = _zero(options.metrics), d_matrix_DV
   (total, d_matrix_DV), d_hidden = _scan(add_tile, zeros, cut, options.tiles)
   B, T, D = hidden_BTD.shape
-  d_hidden_BTD = jnp.moveaxis(d_hidden, 0, 1).reshape(B, -1, D)[:, :T]
-  return total, d_hidden_BTD, d_matrix_DV
+  if d_hidden is not None:
+    d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(B, -1, D)[:, :T]
+  return total, d_hidden, d_matrix_DV
 
 
 def _backward(options, gradients, d_sums):
   """Metrics have no gradients."""
   del options
-  d_hidden_BTD, d_matrix_DV = gradients
-  scale = d_sums.loss.astype(d_hidden_BTD.dtype)
-  return d_hidden_BTD * scale, d_matrix_DV * d_sums.loss.astype(d_matrix_DV.dtype), None, None
+  scaled = (None if d is None else d * d_sums.loss.astype(d.dtype) for d in gradients)
+  return *scaled, None, None
 
 
 _cross_entropy_sum = jax.custom_vjp(_sum_only, nondiff_argnums=(4,))
-_cross_entropy_sum.defvjp(_forward, _backward)
+_cross_entropy_sum.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _measured_sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, options):

@@ -33,6 +33,11 @@ def split_layers(model: Model, tree: Parameters) -> tuple[FlatParams, FlatParams
   return layers, {path: leaf for path, leaf in flat.items() if path not in layers}
 
 
+def trained(model: Model, flat: FlatParams) -> FlatParams:
+  """Those of some parameters that train."""
+  return {path: leaf for path, leaf in flat.items() if path not in model.frozen}
+
+
 def merge_layers(layers: FlatParams, rest: FlatParams) -> Parameters:
   """The inverse of `split_layers`."""
   return unflatten_dict(layers | rest)
@@ -87,7 +92,8 @@ class ModelParts:
       base_num_kv_heads=2 * config.base_num_kv_heads,
       base_mlp_dim=2 * config.base_mlp_dim,
     )
-    return dataclasses.replace(self, model=build_model(wider, length))
+    model = build_model(wider, length, trainable=self.model.trainable)
+    return dataclasses.replace(self, model=model)
 
   def _bind(self, layers: FlatParams, rest: FlatParams) -> LayeredModel:
     return bind_layered(self.model, merge_layers(layers, rest))

@@ -104,9 +104,9 @@ class NoiseMeter:
     return record
 
   def _left_out(self) -> list[str]:
-    """Parameters that no probe sees."""
+    """Parameters that train and that no probe sees."""
     if self._gns != "all" and not self._calibrates:
       return []
     model = self._models[True]
     seen = {path for probe in model.probed() for path in probe.parameters}
-    return [".".join(path) for path in sorted(set(model.axes()) - seen)]
+    return [".".join(path) for path in sorted(set(model.axes()) - model.frozen - seen)]

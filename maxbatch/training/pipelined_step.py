@@ -55,7 +55,7 @@ def pipelined_gradients(
     pipeline: how layers and batch are divided.
     mesh: the devices.
     params: the parameters, the layers in the order of the stages.
-    zeros: float32 zeros of their shapes, in which gradients are summed.
+    zeros: float32 zeros of the shapes of those that train, in which gradients are summed.
     rows: accumulation steps (k, B, T), B divided over the data and fsdp axes. Each is divided into
       num_pipeline_microbatches; they are numbered one accumulation step after another.
     ticks: the timetable.
@@ -64,7 +64,8 @@ def pipelined_gradients(
     metrics: those whose sums are formed.
 
   Returns:
-    Gradients in float32, laid out like the parameters, and the sums of loss, weight and metrics.
+    Gradients in float32 of the parameters that train, laid out like them, and the sums of loss,
+    weight and metrics.
   """
   parts = ModelParts(model, dropout_key, metrics)
   local = functools.partial(_local_gradients, parts, pipeline, capacity)

@@ -52,7 +52,11 @@ def _residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
     abstract_device=device,
   )
   length = config.batch.max_target_length
-  model = build_model(resolve_attention(config.model, length, device), length)
+  model_config, trainable = (
+    resolve_attention(config.model, length, device),
+    config.optimizer.trainable,
+  )
+  model = build_model(model_config, length, trainable=trainable)
   bind_layered(model, model.shapes())
   return stage_residual_bytes(
     model, pipeline, mesh, model.shapes(), _rows(config, plan), jax.random.key(0)

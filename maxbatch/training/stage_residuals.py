@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh
 
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import LogicalAxes, auto_axis_sizes, local_shape
-from maxbatch.training.model_parts import FlatParams, ModelParts, split_layers
+from maxbatch.training.model_parts import FlatParams, ModelParts, split_layers, trained
 
 
 class StageInput(NamedTuple):
@@ -50,12 +50,14 @@ class Residual(NamedTuple):
 def layers_vjp(
   parts: ModelParts, rest: FlatParams, stage_input: StageInput
 ) -> tuple[jax.Array, Callable[[jax.Array], tuple[FlatParams, jax.Array]]]:
-  """The layers' output, and the vjp: from its gradient to those of the parameters and the input."""
+  """The layers' output, and the vjp: from its gradient to those of the parameters that train and of
+  the input."""
 
   def apply(layers: FlatParams, x_RTD: jax.Array) -> jax.Array:
+    layers = stage_input.layers | layers
     return parts.apply_layers(layers, rest, x_RTD, stage_input.rows, stage_input.first_layer)
 
-  return jax.vjp(apply, stage_input.layers, stage_input.x_RTD)
+  return jax.vjp(apply, trained(parts.model, stage_input.layers), stage_input.x_RTD)
 
 
 def stage_residuals(

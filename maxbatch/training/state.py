@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from maxbatch.hardware.sharding import replicated, sharding
-from maxbatch.models.registry import Model, Parameters
+from maxbatch.models.registry import Model, Parameters, joined
 from maxbatch.training.loss import LossSums
 from maxbatch.training.metrics import NO_METRICS, Metrics, TokenSums, zero_token_sums
 from maxbatch.training.optimizer import init_in_float32
@@ -50,8 +50,16 @@ class TrainState(NamedTuple):
   """Everything a step reads and writes."""
 
   params: Parameters
+  """Those that train."""
   opt_state: optax.MultiStepsState
   sums: Sums
+  frozen: Parameters
+  """Those that stay as they are (Model.frozen), of which there is nothing else."""
+
+  @property
+  def parameters(self) -> Parameters:
+    """All parameters, as the model is bound to them."""
+    return joined(self.params, self.frozen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +95,16 @@ def zero_noise(model: Model, parts: tuple[int, ...] = ()) -> NoiseSums:
 def _init(
   model: Model, optimizer: optax.MultiSteps, measures: Measures, key: jax.Array
 ) -> TrainState:
-  params = model.init(key)
-  return TrainState(params, init_in_float32(optimizer, params), zero_sums(model, measures))
+  return _begun(model, optimizer, measures, model.init(key))
+
+
+def _begun(
+  model: Model, optimizer: optax.MultiSteps, measures: Measures, parameters: Parameters
+) -> TrainState:
+  """The state before the first step with these parameters."""
+  params, frozen = model.split(parameters)
+  sums = zero_sums(model, measures)
+  return TrainState(params, init_in_float32(optimizer, params), sums, frozen)
 
 
 def abstract_state(
@@ -126,20 +142,45 @@ def state_initializer(
   )
 
 
-def to_save(state: TrainState) -> dict[str, Any]:
-  """The part of the state that outlives a step: sums and accumulators are zero between steps."""
+def state_beginner(
+  model: Model, optimizer: optax.MultiSteps, abstract: TrainState, measures: Measures = NOTHING
+) -> Callable[[jax.Array, Parameters], TrainState]:
+  """From a random key and loaded parameters, which are used up, to a state that begins with them.
+
+  Parameters that were not loaded, such as new adapters, are fresh.
+  """
+
+  def begin(key: jax.Array, loaded: Parameters) -> TrainState:
+    return _begun(model, optimizer, measures, joined(model.init(key), loaded))
+
+  return jax.jit(begin, out_shardings=shardings(abstract), donate_argnums=1)
+
+
+def to_save(state: TrainState, *, keeps_frozen: bool = True) -> dict[str, Any]:
+  """The part of the state that outlives a step: sums and accumulators are zero between steps.
+
+  `keeps_frozen`: whether the frozen parameters are among them.
+  """
   opt = state.opt_state
   return {
-    "params": state.params,
+    "params": state.parameters if keeps_frozen else state.params,
     "opt_state": opt.inner_opt_state,
     "gradient_step": opt.gradient_step,
   }
 
 
-def from_saved(saved: dict[str, Any], abstract: TrainState) -> TrainState:
-  """The state that `to_save` came from, with fresh zeros for what was not saved."""
+def from_saved(model: Model, saved: dict[str, Any], abstract: TrainState) -> TrainState:
+  """The state that `to_save` came from, with fresh zeros for what was not saved.
+
+  Args:
+    model: its model.
+    saved: as `to_save` gave it, with all parameters.
+    abstract: shapes, dtypes and shardings of the state.
+  """
   empty = abstract._replace(
-    params={}, opt_state=abstract.opt_state._replace(inner_opt_state=(), gradient_step=())
+    params={},
+    opt_state=abstract.opt_state._replace(inner_opt_state=(), gradient_step=()),
+    frozen={},
   )
 
   def zeros() -> TrainState:
@@ -149,4 +190,5 @@ def from_saved(saved: dict[str, Any], abstract: TrainState) -> TrainState:
   opt_state = made.opt_state._replace(
     inner_opt_state=saved["opt_state"], gradient_step=saved["gradient_step"]
   )
-  return TrainState(saved["params"], opt_state, made.sums)
+  params, frozen = model.split(saved["params"])
+  return TrainState(params, opt_state, made.sums, frozen)

@@ -43,6 +43,7 @@ from maxbatch.training.state import (
   abstract_state,
   from_saved,
   shardings,
+  state_beginner,
   state_initializer,
   to_save,
   zero_sums,
@@ -100,6 +101,8 @@ class Trainer:
   dropout_key: jax.Array
   pipeline: Pipeline | None = None
   measures: Measures = NOTHING
+  keeps_frozen: bool = True
+  """Whether checkpoints hold the frozen parameters, which can be had nowhere else."""
 
   @functools.cached_property
   def abstract(self) -> TrainState:
@@ -114,6 +117,16 @@ class Trainer:
     """A fresh state, divided over the devices."""
     return self._by_stage(self._create(jax.random.key(seed)))
 
+  def begin(self, seed: int, loaded: Parameters) -> TrainState:
+    """As `init`, with loaded parameters, layers in the model's order, where there are any."""
+    begin = state_beginner(self.model, self.optimizer, self.abstract, self.measures)
+    return self._by_stage(begin(jax.random.key(seed), loaded))
+
+  @property
+  def abstract_saved(self) -> dict[str, Any]:
+    """Shapes, dtypes and shardings of what a checkpoint holds."""
+    return to_save(self.abstract, keeps_frozen=self.keeps_frozen)
+
   def control(self, num_microbatches: int) -> np.int32 | TimetableArrays:
     """The argument of a fused step that trains on the first `num_microbatches` of its rows."""
     return (
@@ -126,11 +139,13 @@ class Trainer:
     """What a checkpoint holds of a state, its layers in the model's order."""
     inner = self.by_layer(state.opt_state.inner_opt_state)
     opt_state = state.opt_state._replace(inner_opt_state=inner)
-    return to_save(state._replace(params=self.by_layer(state.params), opt_state=opt_state))
+    frozen = self.by_layer(state.frozen) if self.keeps_frozen else {}
+    ordered = TrainState(self.by_layer(state.params), opt_state, state.sums, frozen)
+    return to_save(ordered, keeps_frozen=self.keeps_frozen)
 
   def from_saved(self, saved: dict[str, Any]) -> TrainState:
-    """The state that `to_save` came from."""
-    return self._by_stage(from_saved(saved, self.abstract))
+    """The state that `to_save` came from, of what it gave and the frozen parameters if it had none."""
+    return self._by_stage(from_saved(self.model, saved, self.abstract))
 
   def by_layer(self, tree: Any) -> Any:
     """Parameters, or what mirrors them, in the model's order of layers."""
@@ -140,7 +155,9 @@ class Trainer:
     staged = functools.partial(to_stage_order, self.model, self.pipeline)
     inner = staged(state.opt_state.inner_opt_state)
     opt_state = state.opt_state._replace(inner_opt_state=inner)
-    return state._replace(params=staged(state.params), opt_state=opt_state)
+    return state._replace(
+      params=staged(state.params), opt_state=opt_state, frozen=staged(state.frozen)
+    )
 
 
 def fused_step(
@@ -158,7 +175,7 @@ def fused_step(
   # Between steps MultiSteps' accumulators are zeros: the sums are formed in them, and MultiSteps
   # is given constant zeros, so that the compiler drops its own addition.
   zeros = state.opt_state.acc_grads
-  gradients, sums = _summed(trainer, state.params, zeros, rows, control)
+  gradients, sums = _summed(trainer, state, zeros, rows, control)
   opt_state = state.opt_state._replace(
     mini_step=jnp.zeros((), jnp.int32),
     acc_grads=jax.tree.map(jnp.zeros_like, zeros),
@@ -172,22 +189,22 @@ def streamed_step(
 ) -> tuple[TrainState, StepMetrics]:
   """One microbatch of a step: rows (1, B, T). The update happens when `last` is true."""
   zeros = jax.tree.map(jnp.zeros_like, state.opt_state.acc_grads)
-  gradients, sums = _summed(trainer, state.params, zeros, rows, trainer.control(1))
+  gradients, sums = _summed(trainer, state, zeros, rows, trainer.control(1))
   return _update(trainer, state, gradients, sums, last=last, rate=learning_rate)
 
 
 def _summed(
-  trainer: Trainer, params: Parameters, zeros: Parameters, rows: Rows, control: Any
+  trainer: Trainer, state: TrainState, zeros: Parameters, rows: Rows, control: Any
 ) -> tuple[Parameters, Sums]:
   """Gradients of the microbatches of one dispatch, and their other sums in parts."""
   model, mesh, pipeline, key = trainer.model, trainer.mesh, trainer.pipeline, trainer.dropout_key
   if pipeline is None:
     num_microbatches = jnp.asarray(control)
     return summed_gradients(
-      model, mesh, params, zeros, rows, num_microbatches, key, trainer.measures
+      model, mesh, state.params, zeros, rows, num_microbatches, key, trainer.measures, state.frozen
     )
   ticks, capacity = jax.tree.map(jnp.asarray, control), buffer_capacity(pipeline)
-  arguments = params, zeros, rows, ticks, capacity, key, trainer.measures.metrics
+  arguments = state.parameters, zeros, rows, ticks, capacity, key, trainer.measures.metrics
   gradients, sums = pipelined_gradients(model, pipeline, mesh, *arguments)
   return gradients, jax.tree.map(partial_sums.of_one, sums)
 
@@ -223,7 +240,7 @@ def _update(
     of_step=of_step if sums.noise else None,
   )
   carried = jax.tree.map(lambda x: jnp.where(last, 0.0, x), sums)
-  return TrainState(params, opt_state, carried), metrics
+  return TrainState(params, opt_state, carried, state.frozen), metrics
 
 
 def _squares(model: Model, gradients: Parameters) -> Parameters:
@@ -303,7 +320,7 @@ def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
       sums, wrong = summed(params, rows._replace(checksums=None)), first_wrong_row(rows)
       return EvalMetrics(sums.loss, sums.weight, sums.metrics, wrong)
 
-  places = shardings(trainer.abstract.params)
+  places = shardings(trainer.abstract.parameters)
   return jax.jit(
     evaluate,
     in_shardings=(places, eval_shardings(rows, trainer.mesh)),

@@ -27,7 +27,7 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
   TimetableArrays,
 )
 from maxbatch.training.loss import LossSums
-from maxbatch.training.model_parts import FlatParams, ModelParts
+from maxbatch.training.model_parts import FlatParams, ModelParts, trained
 from maxbatch.training.stage_residuals import StageInput
 from maxbatch.training.stash import Arrays, Stash
 from maxbatch.training.state import Measures, Sums, zero_sums
@@ -47,9 +47,9 @@ class StageState(NamedTuple):
   received: tuple[jax.Array, ...]
   """With delayed forwarding, what the neighbours sent in the previous tick; else empty."""
   d_layers: FlatParams
-  """float32 sums of the gradients of this stage's layers: (repeats, layers, …)."""
+  """float32 sums of the gradients of this stage's layers that train: (repeats, layers, …)."""
   d_rest: FlatParams
-  """float32 sums of this stage's share of the gradients of all other parameters."""
+  """float32 sums of this stage's share of the gradients of all other parameters that train."""
   sums: Sums
   """This stage's share of the loss and the weight."""
 
@@ -184,7 +184,7 @@ class PipelineStage:
       found = self.parts.loss(self.layers, self.rest | used, y_RCD, targets_RC, weights_RC)
       return found.loss, found
 
-    used = _used_params(lambda rest: loss(rest, y_RCD)[0], self.rest)
+    used = _used_params(lambda rest: loss(rest, y_RCD)[0], self._trained_rest)
     (_, found), (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1), has_aux=True)(used, y_RCD)
     d_y_RTD = lax.all_gather(d_y_RCD, "stage", axis=1, tiled=True)[:, : y_RTD.shape[1]]
     return self._add_gradients(d_rest, new), sums.add(found, weights_RC.sum()), d_y_RTD
@@ -251,9 +251,13 @@ class PipelineStage:
     def embed(used: FlatParams) -> jax.Array:
       return self.parts.embed(self.layers, self.rest | used, rows)
 
-    _, vjp_fn = jax.vjp(embed, _used_params(embed, self.rest))
+    _, vjp_fn = jax.vjp(embed, _used_params(embed, self._trained_rest))
     begins = entry.is_active & self._is_first(entry)
     return self._add_gradients(d_rest, vjp_fn(_mask(begins, d_x_RTD))[0])
+
+  @property
+  def _trained_rest(self) -> FlatParams:
+    return trained(self.parts.model, self.rest)
 
   def _is_first(self, entry: PassArrays) -> jax.Array:
     return (self.index == 0) & (entry.repeat == 0)
@@ -336,7 +340,7 @@ class PipelineStage:
 
 
 def _used_params(function: Callable[[FlatParams], Any], rest: FlatParams) -> FlatParams:
-  """The parameters that the function uses: gradients of the others are zero and not added."""
+  """Those of some parameters that the function uses: gradients of the others are zero, not added."""
   traced = jax.make_jaxpr(function)(rest).jaxpr
   read = {id(variable) for equation in traced.eqns for variable in equation.invars}
   given = zip(sorted(rest), traced.invars, strict=True)

@@ -1,4 +1,4 @@
-"""Vocabularies by their models' names on the Hugging Face hub, through its own library and cache."""
+"""Files of models by their names on the Hugging Face hub, through its own library and cache."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,9 @@ def is_hub_name(path: str) -> bool:
   return bool(_NAME.fullmatch(path)) and not _FILE.search(path)
 
 
-def hub_folder(given: str, name: str, files: Sequence[str]) -> Path:
+def hub_folder(
+  given: str, name: str, files: Sequence[str], *, shown: str = "tokenizer*", token: str = ""
+) -> Path:
   """The folder of this machine that holds those of the files that the model `name` has.
 
   They are downloaded unless they are in the library's cache (HF_HOME). With HF_HUB_OFFLINE=1, and
@@ -27,7 +29,9 @@ def hub_folder(given: str, name: str, files: Sequence[str]) -> Path:
   Args:
     given: keys and values, for errors.
     name: as OWNER/MODEL.
-    files: of the vocabulary, within the model's folder.
+    files: within the model's folder, or patterns of their names.
+    shown: the same as one pattern, for errors.
+    token: of an account, for models that not everyone may read; empty: as the library finds one.
 
   Raises:
     UserError: there is no such model, it may not be read, or it is neither cached nor reachable.
@@ -36,7 +40,7 @@ def hub_folder(given: str, name: str, files: Sequence[str]) -> Path:
   hub = library("huggingface_hub", f"{nowhere} it", extra="hf")
   errors = library("huggingface_hub.errors", given, extra="hf")
   try:
-    return Path(hub.snapshot_download(name, allow_patterns=[*files, *BESIDE]))
+    return Path(hub.snapshot_download(name, allow_patterns=[*files, *BESIDE], token=token or None))
   except errors.GatedRepoError as error:
     raise UserError(
       f"{nowhere} it is gated: accept its conditions at {hub.constants.ENDPOINT}/{name}, and give a "
@@ -47,7 +51,7 @@ def hub_folder(given: str, name: str, files: Sequence[str]) -> Path:
     raise UserError(
       f"{nowhere} it is not in the cache {hub.constants.HF_HUB_CACHE}, and cannot be downloaded "
       f"({cause}); give a file or folder that is here, or download it where there is a network: "
-      f"hf download {name} --include 'tokenizer*'"
+      f"hf download {name} --include '{shown}'"
     ) from error
   except (OSError, ValueError) as error:
     text = " ".join(str(error).split())[:200]

@@ -1,0 +1,144 @@
+"""Checkpoints of parameters alone, written leaf by leaf; and any checkpoint, read likewise.
+
+A checkpoint of parameters alone is what a conversion leaves: step 0, no optimizer state, and a record
+that names neither data nor a plan. A run that has no other begins with its parameters.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxbatch.batch.plan import Position
+from maxbatch.checkpoints.faults import cause
+from maxbatch.checkpoints.fingerprint import VERSION, part_of_fingerprint
+from maxbatch.checkpoints.formats import format_named
+from maxbatch.checkpoints.newest import record_of
+from maxbatch.checkpoints.record import describe_leaves, format_name, sealed
+from maxbatch.checkpoints.stored import StoredArray, StoredArrays
+from maxbatch.checkpoints.tensor_files import TensorSpec, write_tensors
+from maxbatch.errors import UserError
+
+PARAMETERS = "params/"
+"""What the names of a model's parameters begin with."""
+_ORIGIN = "origin"
+
+
+def is_parameters_only(record: Mapping[str, Any]) -> bool:
+  """Whether a record is that of parameters without a state of training."""
+  return _ORIGIN in record.get("notes", {})
+
+
+def write_parameters(
+  folder: Path,
+  specs: Sequence[TensorSpec],
+  values: Iterator[np.ndarray],
+  identity: Mapping[str, object],
+  origin: Mapping[str, object],
+) -> None:
+  """Writes a checkpoint of parameters alone.
+
+  Args:
+    folder: of step 0, not there yet; under a temporary name, as nothing here makes it appear whole.
+    specs: the leaves by name, each beginning with PARAMETERS.
+    values: theirs in this order, in parts of which each belongs to one leaf.
+    identity: the model's keys, which a run must share.
+    origin: where the parameters come from.
+
+  Raises:
+    OSError: a file cannot be written.
+  """
+  state, record = folder / "state", folder / "record"
+  state.mkdir(parents=True)
+  record.mkdir()
+  prints: dict[str, int] = {}
+  write_tensors(state, specs, _noting_fingerprints(specs, values, prints))
+  leaves = describe_leaves({spec.name: spec for spec in specs}, prints)
+  more = {"identity": dict(identity), "settings": {}, "plan": {}, "notes": {_ORIGIN: dict(origin)}}
+  content = json.dumps(sealed(Position(0, 0), leaves, "safetensors", more))
+  (record / "metadata").write_text(content, encoding="utf-8")
+
+
+def _noting_fingerprints(
+  specs: Sequence[TensorSpec], values: Iterator[np.ndarray], prints: dict[str, int]
+) -> Iterator[np.ndarray]:
+  for spec in specs:
+    total, first, size = 0, 0, spec.nbytes // spec.dtype.itemsize
+    while first < size:
+      part = next(values)
+      total += part_of_fingerprint(part, first)
+      first += part.size
+      prints[spec.name] = total % 2**32
+      yield part
+  assert next(values, None) is None
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredCheckpoint:
+  """One checkpoint, of which the record has been read and no array."""
+
+  folder: Path
+  record: Mapping[str, Any]
+  arrays: StoredArrays
+
+  def __getitem__(self, name: str) -> StoredArray:
+    """One array, still on disk.
+
+    Raises:
+      UserError: it is damaged.
+    """
+    try:
+      found = self.arrays[name]
+    except (OSError, ValueError, LookupError, UserError) as error:
+      raise self._damaged(cause(error)) from error
+    leaf = self.record["leaves"][name]
+    if (list(found.shape), found.dtype.name) != (leaf["shape"], leaf["dtype"]):
+      raise self._damaged(f"{name} is {found.dtype.name}{list(found.shape)}")
+    return found
+
+  def blocks(self, name: str) -> Iterator[np.ndarray]:
+    """All of an array in parts along its first dim, compared with its fingerprint at the end.
+
+    Raises:
+      UserError: it is damaged.
+    """
+    total, first = 0, 0
+    try:
+      for block in self[name].blocks():
+        total += part_of_fingerprint(block, first)
+        first += block.size
+        yield block
+    except (OSError, ValueError) as error:
+      raise self._damaged(cause(error)) from error
+    if total % 2**32 != self.record["leaves"][name]["fingerprint"]:
+      raise self._damaged(f"leaf {name} differs from its fingerprint")
+
+  def _damaged(self, reason: str) -> UserError:
+    return UserError(f"checkpoint={self.folder} is damaged ({reason}); take another one")
+
+
+def open_checkpoint(folder: Path) -> StoredCheckpoint:
+  """A step's folder, to be read array by array.
+
+  Raises:
+    UserError: there is no checkpoint that can be read so.
+  """
+  record = record_of(folder)
+  if record is None:
+    raise UserError(f"checkpoint={folder}: there is no checkpoint whose record can be read")
+  name = format_name(record)
+  stored = format_named(name).stored
+  if stored is None:
+    raise UserError(
+      f"checkpoint={folder} was written with checkpoint_format={name}, whose arrays are not read one by "
+      "one; resume the run with checkpoint_format=orbax, and take the checkpoint that it writes"
+    )
+  if record.get("fingerprint_version", 1) != VERSION:
+    raise UserError(
+      f"checkpoint={folder} was written by an earlier version of maxbatch; resume the run, and take "
+      "the checkpoint that it writes"
+    )
+  return StoredCheckpoint(folder, record, stored(folder / "state"))

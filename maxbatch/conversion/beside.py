@@ -1,0 +1,115 @@
+"""The small files beside a model's weights: its tokenizer, and how text is generated with it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from maxbatch.config.schema import Config
+from maxbatch.data.registry import build_tokenizer
+from maxbatch.data.tokenizer import Tokenizer
+from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer
+from maxbatch.data.tokenizers.sentencepiece import SentencePieceTokenizer
+from maxbatch.data.tokenizers.vocabulary_file import FileTokenizer
+from maxbatch.hugging_face.registry import is_model_folder
+from maxbatch.run_folder.paths import RunFolder
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+TOKENIZER = (
+  "tokenizer.json",
+  "tokenizer.model",
+  "tokenizer_config.json",
+  "special_tokens_map.json",
+  "added_tokens.json",
+  "chat_template.jinja",
+  "chat_template.json",
+  "vocab.json",
+  "merges.txt",
+  "spiece.model",
+)
+_ALONE = {HuggingFaceTokenizer: "tokenizer.json", SentencePieceTokenizer: "tokenizer.model"}
+"""What a vocabulary's own file is called in a model's folder."""
+
+
+def carry_along(source: Path, target: Path) -> None:
+  """Copies what a model's folder holds beside its weights.
+
+  Raises:
+    OSError: a file cannot be read or written.
+  """
+  target.mkdir(exist_ok=True)
+  for name in (CONFIG, GENERATION, *TOKENIZER):
+    if (source / name).is_file():
+      shutil.copyfile(source / name, target / name)
+
+
+def tokenizer_keys(folder: Path, run: RunFolder) -> list[str]:
+  """The keys for the tokenizer of a model's folder, once it is carried along into a run's."""
+  types = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece"}
+  for name, tokenizer_type in types.items():
+    if (folder / name).is_file():
+      place = run.hugging_face.absolute()
+      return [f"tokenizer_type={tokenizer_type}", f"tokenizer_path={place}"]
+  return []
+
+
+def origin_of(config: Config) -> Path | None:
+  """The folder of what was beside the weights that a run began with, if it is known."""
+  kept = RunFolder.of(config.run).hugging_face
+  named = Path(config.model.model_name).expanduser()
+  return next((folder for folder in (kept, named) if is_model_folder(folder)), None)
+
+
+def write_beside(config: Config, target: Path) -> Tokenizer:
+  """Writes a run's tokenizer and generation_config.json into a model's folder.
+
+  The tokenizer is that of the run's keys, where transformers has such files, else that of the model
+  which it began with.
+
+  Returns:
+    The run's tokenizer.
+
+  Raises:
+    UserError: the tokenizer cannot be read.
+    OSError: a file cannot be read or written.
+  """
+  tokenizer, origin = build_tokenizer(config.data), origin_of(config)
+  own = _ALONE.get(type(tokenizer)) if isinstance(tokenizer, FileTokenizer) else None
+  if own is not None and isinstance(tokenizer, FileTokenizer):
+    _copy(tokenizer.file.path.parent, target)
+    shutil.copyfile(tokenizer.file.path, target / own)
+    if not (target / "tokenizer_config.json").exists():
+      _write_json(target / "tokenizer_config.json", _tokenizer_config(tokenizer))
+  elif origin is not None:
+    _copy(origin, target)
+  if origin is not None and (origin / GENERATION).is_file():
+    shutil.copyfile(origin / GENERATION, target / GENERATION)
+  else:
+    _write_json(target / GENERATION, token_ids(tokenizer))
+  return tokenizer
+
+
+def token_ids(tokenizer: Tokenizer) -> dict[str, int]:
+  """The special ids as config.json and generation_config.json name them."""
+  ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
+  return {f"{role}_token_id": id_ for role, id_ in ids.items()}
+
+
+def _tokenizer_config(tokenizer: FileTokenizer) -> dict[str, Any]:
+  """The least that transformers needs to know of a tokenizer.json."""
+  if not isinstance(tokenizer, HuggingFaceTokenizer):
+    return {"tokenizer_class": "LlamaTokenizer"}
+  ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
+  tokens = {f"{role}_token": tokenizer.inner.id_to_token(id_) for role, id_ in ids.items()}
+  return {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
+
+
+def _copy(source: Path, target: Path) -> None:
+  for name in TOKENIZER:
+    if (source / name).is_file():
+      shutil.copyfile(source / name, target / name)
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+  path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,179 @@
+"""Parameters from a Hugging Face folder: which tensor is which, and each straight into its place."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from maxbatch.checkpoints.safetensors_format import whole_slices
+from maxbatch.checkpoints.stored import Index
+from maxbatch.checkpoints.tensor_files import TensorFolder
+from maxbatch.conversion.placing import Place
+from maxbatch.errors import UserError
+from maxbatch.hardware.sharding import LogicalAxes
+from maxbatch.hugging_face.family import Family
+from maxbatch.hugging_face.registry import read_folder
+from maxbatch.hugging_face.tensors import Shape
+from maxbatch.models.registry import Model, Parameters
+
+_SHOWN = 3
+
+
+def load_parameters(folder: Path, model: Model, abstract: Parameters) -> Parameters:
+  """The parameters of a Hugging Face folder, each part read where it is needed, and nowhere else.
+
+  Args:
+    folder: with config.json and safetensors files.
+    model: a model that computes what the folder's does.
+    abstract: ShapeDtypeStructs with shardings, of the parameters that the folder gives: all of
+      `model`'s but those that were added to it. Values are cast to their dtypes.
+
+  Raises:
+    UserError: the folder cannot be read, its family is not supported, a tensor is missing or left
+      over, or has another shape.
+  """
+  leaves = flatten_dict(abstract)
+  shapes = {path: leaf.shape for path, leaf in leaves.items()}
+  with FolderReader(folder, shapes, model.axes()) as reader:
+    return unflatten_dict({path: _placed(reader, path, leaf) for path, leaf in leaves.items()})
+
+
+def _placed(reader: "FolderReader", path: tuple[str, ...], leaf: Any) -> jax.Array:
+  def part(index: Index) -> np.ndarray:
+    return reader.read(path, whole_slices(index, leaf.shape), np.dtype(leaf.dtype))
+
+  return jax.make_array_from_callback(leaf.shape, leaf.sharding, part, dtype=leaf.dtype)
+
+
+class FolderReader:
+  """Reads parts of parameters from a Hugging Face folder; a context manager."""
+
+  def __init__(
+    self,
+    folder: Path,
+    shapes: Mapping[tuple[str, ...], Shape],
+    axes: Mapping[tuple[str, ...], LogicalAxes],
+  ):
+    """Checks that the folder's tensors are those of the parameters.
+
+    Args:
+      folder: with config.json and safetensors files.
+      shapes: of the parameters by their paths, stacked ones with their leading dim.
+      axes: the logical axes of their dims.
+
+    Raises:
+      UserError: see `load_parameters`.
+    """
+    family, options = read_folder(folder)
+    self.family, self.options = family, options
+    self._folder, self._shapes = folder, shapes
+    self._places = _places(family, _as_stored(shapes, axes, options["vocab_size"], folder))
+    self._tensors = TensorFolder(folder)
+    try:
+      self._names = _names(self._tensors, family)
+      self._check()
+    except UserError:
+      self._tensors.__exit__()
+      raise
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._tensors.__exit__()
+
+  def read(self, path: tuple[str, ...], index: Index, dtype: np.dtype) -> np.ndarray:
+    """A part of a parameter, in a dtype."""
+    place = self._places[path]
+    if not place.tensor.is_layered:
+      theirs = self._tensors[self._names[place.tensor.name]]
+      return place.read(theirs, index).astype(dtype, copy=False)
+    layers, inside = index[0], index[1:]
+    found = np.empty([each.stop - each.start for each in index], dtype)
+    for layer in range(layers.start, layers.stop):
+      theirs = self._tensors[self._names[place.tensor.name.format(layer)]]
+      found[layer - layers.start] = place.read(theirs, inside)
+    return found
+
+  def _check(self) -> None:
+    """Raises UserError for tensors that are missing, left over, or of another shape."""
+    expected = dict(self._expected())
+    if missing := [name for name in expected if name not in self._names]:
+      raise UserError(
+        f"{self._folder}: there is no tensor {_some(missing)}, which a model of type "
+        f"{self.family.name} has with the keys of this run; take the folder as it was published, "
+        "whole, and the keys as its config.json has them"
+      )
+    # As transformers does where both matrices are one.
+    ignored = {tensor.name for tensor in self.family.tensors if tensor.parameters == ("head",)}
+    if left := sorted(self._names.keys() - expected.keys() - ignored):
+      raise UserError(
+        f"{self._folder}: the tensor {_some(left)} would be left over: no parameter of this run "
+        f"takes its values; keys such as base_num_decoder_layers must be as the folder's config.json "
+        "has them"
+      )
+    for name, (shape, place) in expected.items():
+      found = self._tensors[self._names[name]].shape
+      if found != shape:
+        raise UserError(
+          f"{self._folder}: the tensor {self._names[name]} is {list(found)}, and this run's "
+          f"parameters make it {list(shape)} ({', '.join(place.tensor.parameters)}); the keys of the "
+          "model must be as the folder's config.json has them"
+        )
+
+  def _expected(self) -> Iterator[tuple[str, tuple[Shape, Place]]]:
+    """Every tensor that the parameters need, by the table's name, with its shape."""
+    for path, place in self._places.items():
+      shape = place.tensor.shape(place.shapes)
+      layers = self._shapes[path][0] if place.tensor.is_layered else 1
+      for layer in range(layers):
+        yield place.tensor.name.format(layer), (shape, place)
+
+
+def _as_stored(
+  shapes: Mapping[tuple[str, ...], Shape],
+  axes: Mapping[tuple[str, ...], LogicalAxes],
+  vocab_size: int,
+  folder: Path,
+) -> dict[tuple[str, ...], Shape]:
+  """The shapes of one layer, with the folder's vocabulary, which may be smaller than ours."""
+  found: dict[tuple[str, ...], Shape] = {}
+  for path, shape in shapes.items():
+    sizes = []
+    for axis, size in zip(axes[path], shape, strict=True):
+      if axis == "vocab" and size < vocab_size:
+        raise UserError(
+          f"vocab_size={size} is less than the {vocab_size} of {folder}; give vocab_size={vocab_size}, "
+          "or more for rows of zeros after them"
+        )
+      if axis != "layers":
+        sizes.append(vocab_size if axis == "vocab" else size)
+    found[path] = tuple(sizes)
+  return found
+
+
+def _places(
+  family: Family, shapes: Mapping[tuple[str, ...], Shape]
+) -> dict[tuple[str, ...], Place]:
+  """Where each parameter is."""
+  paths = {".".join(path): path for path in shapes}
+  found: dict[tuple[str, ...], Place] = {}
+  for tensor in family.table(paths):
+    inside = tuple(shapes[paths[name]] for name in tensor.parameters)
+    for number, name in enumerate(tensor.parameters):
+      found[paths[name]] = Place(tensor, number, inside)
+  return found
+
+
+def _names(tensors: TensorFolder, family: Family) -> dict[str, str]:
+  """The names in the files by those of the table, without what are no parameters."""
+  named = {family.table_name(name): name for name in tensors.names}
+  return {ours: theirs for ours, theirs in named.items() if ours is not None}
+
+
+def _some(names: list[str]) -> str:
+  more = len(names) - _SHOWN
+  return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,299 @@
+"""What a run can begin with: the parameters of another run's checkpoint, or of a Hugging Face folder.
+
+A run that begins so, and keeps some of its parameters frozen, does not save these with each of its
+checkpoints: their record says where they are and what their fingerprints were, and whoever reads
+such a checkpoint reads them there again.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from maxbatch.batch.plan import Position
+from maxbatch.checkpoints import leaves
+from maxbatch.checkpoints.find import find_checkpoint
+from maxbatch.checkpoints.fingerprint import VERSION, fingerprints
+from maxbatch.checkpoints.parameters_only import PARAMETERS
+from maxbatch.checkpoints.record import listed
+from maxbatch.checkpoints.safetensors_format import whole_slices
+from maxbatch.checkpoints.stored import Index
+from maxbatch.conversion.reading import FolderReader
+from maxbatch.errors import UserError
+from maxbatch.hardware.agreement import failing_together
+from maxbatch.hugging_face.registry import is_model_folder, read_folder
+from maxbatch.models.registry import Model, Parameters
+from maxbatch.models.trainable import ADAPTER
+from maxbatch.models.trainable import Path as ParameterPath
+
+FROZEN = "frozen"
+"""In a checkpoint's notes: the parameters that it does not hold, as `frozen_note` gives them."""
+
+
+class Source(Protocol):
+  """Where parameters are; of no use without a model that has them."""
+
+  @property
+  def folder(self) -> Path:
+    """Of a step, or of a Hugging Face model."""
+    ...
+
+  @property
+  def position(self) -> Position:
+    """How far its run had come."""
+    ...
+
+  @property
+  def model_keys(self) -> Mapping[str, Any]:
+    """Keys of the configuration that its model has, and others."""
+    ...
+
+  def check(self, model: Model) -> None:
+    """Reads no array.
+
+    Raises:
+      UserError: it does not have the model's parameters, or has others too; names them.
+    """
+    ...
+
+  def read(self, model: Model, wanted: Parameters) -> Parameters:
+    """Those of the wanted parameters that it has: all but adapters, which are fresh without it.
+
+    All processes must call it.
+
+    Args:
+      model: what they are parameters of.
+      wanted: ShapeDtypeStructs with shardings.
+
+    Raises:
+      UserError: they cannot be read, or are damaged.
+    """
+    ...
+
+
+def find_source(key: str, given: str) -> Path:
+  """The folder that `key=given` names: of a step, of a run, for its newest, or of a model.
+
+  Raises:
+    UserError: there is nothing of the kind.
+  """
+  path = Path(given).expanduser()
+  if is_model_folder(path):
+    return path.absolute()
+  return find_checkpoint(given, key, "; or a Hugging Face folder, with config.json")
+
+
+def open_source(key: str, folder: Path) -> Source:
+  """What lies in a folder that `find_source` found.
+
+  Raises:
+    UserError: its record cannot be read.
+  """
+  if is_model_folder(folder):
+    return _HuggingFace(key, folder)
+  return CheckpointSource(key, folder, leaves.read_step_record(key, folder))
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointSource:
+  """A checkpoint of ours."""
+
+  key: str
+  folder: Path
+  record: dict[str, Any]
+
+  @property
+  def position(self) -> Position:
+    """How far its run had come."""
+    return Position(self.record["step"], self.record["samples"])
+
+  @property
+  def model_keys(self) -> Mapping[str, Any]:
+    """As `Source.model_keys`."""
+    return self.record["identity"]
+
+  def check(self, model: Model) -> None:
+    """As `Source.check`."""
+    theirs, ours = self._sizes(), {_name(path): leaf.shape for path, leaf in _flat(model.shapes())}
+    adapted = any(_is_adapter(name) for name in theirs)
+    if not adapted:
+      ours = {name: shape for name, shape in ours.items() if not _is_adapter(name)}
+    lines = [
+      f"{name} is {_shown(theirs.get(name))} there and {_shown(ours.get(name))} in this run"
+      for name in sorted(theirs.keys() | ours.keys())
+      if theirs.get(name) != ours.get(name)
+    ]
+    if lines:
+      raise UserError(
+        f"{self.key}={self.folder} has other parameters than this run:\n{listed(lines)}\n"
+        + self._advice(model, adapted=adapted)
+      )
+
+  def read(self, model: Model, wanted: Parameters) -> Parameters:
+    """As `Source.read`."""
+    flat, note = dict(_flat(wanted)), self._elsewhere
+    names = {PARAMETERS + _name(path): path for path in flat}
+    here = {name: flat[path] for name, path in names.items() if name in self.record["leaves"]}
+    arrays = leaves.read_leaves(self.key, self.folder, self.record, here)
+    found: dict[ParameterPath, Any] = {names[name]: array for name, array in arrays.items()}
+    missing = {path: leaf for path, leaf in flat.items() if _name(path) in note["leaves"]}
+    if missing:
+      found |= dict(_flat(read_frozen(note, model, unflatten_dict(missing))))
+    return unflatten_dict(found)
+
+  @property
+  def _elsewhere(self) -> Mapping[str, Any]:
+    return self.record.get("notes", {}).get(FROZEN, {"leaves": {}})
+
+  def _sizes(self) -> dict[str, tuple[int, ...]]:
+    """The shapes of all parameters of its model, wherever they are."""
+    saved = {
+      name.removeprefix(PARAMETERS): leaf
+      for name, leaf in self.record["leaves"].items()
+      if name.startswith(PARAMETERS)
+    }
+    every = saved | dict(self._elsewhere["leaves"])
+    return {name: tuple(leaf["shape"]) for name, leaf in every.items()}
+
+  def _advice(self, model: Model, *, adapted: bool) -> str:
+    identity = self.record["identity"]
+    if adapted and not model.config.lora_rank:
+      targets = f" lora_targets={identity['lora_targets']}" if identity.get("lora_targets") else ""
+      return (
+        f"Its adapters are no part of this run's model: give lora_rank={identity.get('lora_rank')}"
+        f"{targets}, as they were trained, or merge them first: python -m maxbatch.convert to_hf=…"
+      )
+    run = self.folder.parent.parent
+    return (
+      f"The model's keys must be those of that run ({run / 'config.yml'} has them), or the "
+      "parameters those of another run"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _HuggingFace:
+  """A folder with config.json and safetensors files."""
+
+  key: str
+  folder: Path
+
+  @property
+  def position(self) -> Position:
+    return Position(0, 0)
+
+  @property
+  def model_keys(self) -> Mapping[str, Any]:
+    return read_folder(self.folder)[1]
+
+  def check(self, model: Model) -> None:
+    with self._reader(model):
+      pass
+
+  def read(self, model: Model, wanted: Parameters) -> Parameters:
+    with failing_together(), self._reader(model) as reader:
+      return unflatten_dict(
+        {
+          path: _placed(reader, path, leaf)
+          for path, leaf in _flat(wanted)
+          if path[-1] not in ADAPTER
+        }
+      )
+
+  def _reader(self, model: Model) -> FolderReader:
+    shapes = {path: leaf.shape for path, leaf in _flat(model.shapes()) if path[-1] not in ADAPTER}
+    return FolderReader(self.folder, shapes, model.axes())
+
+
+def _placed(reader: FolderReader, path: ParameterPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+  def part(index: Index) -> np.ndarray:
+    return reader.read(path, whole_slices(index, leaf.shape), np.dtype(leaf.dtype))
+
+  return jax.make_array_from_callback(leaf.shape, leaf.sharding, part, dtype=leaf.dtype)
+
+
+def frozen_note(source: Source, frozen: Parameters) -> dict[str, Any]:
+  """What the checkpoints of a run note of parameters that they do not hold, as JSON.
+
+  Args:
+    source: where they are.
+    frozen: they themselves, layers in the model's order.
+  """
+  flat = {_name(path): leaf for path, leaf in _flat(frozen)}
+  prints = fingerprints(flat)
+  return {
+    "folder": str(source.folder),
+    "fingerprint_version": VERSION,
+    "leaves": {
+      name: {"shape": list(leaf.shape), "dtype": leaf.dtype.name, "fingerprint": prints[name]}
+      for name, leaf in flat.items()
+    },
+  }
+
+
+def read_frozen(
+  note: Mapping[str, Any], model: Model, wanted: Parameters, moved_to: str = ""
+) -> Parameters:
+  """The parameters that a checkpoint does not hold, read where they are and verified.
+
+  Args:
+    note: as `frozen_note` gave it.
+    model: what they are parameters of.
+    wanted: ShapeDtypeStructs with shardings, in any dtypes.
+    moved_to: the value of load_parameters_path, where they are if not where they were.
+
+  Raises:
+    UserError: they are not there, or not the same any more.
+  """
+  key, flat = "load_parameters_path", dict(_flat(wanted))
+  with failing_together():
+    folder = Path(note["folder"])
+    if not folder.is_dir():
+      folder = _moved(key, folder, moved_to)
+    source = open_source(key, folder)
+  saved = {path: _as_saved(leaf, note["leaves"][_name(path)]) for path, leaf in flat.items()}
+  found = {_name(path): array for path, array in _flat(source.read(model, unflatten_dict(saved)))}
+  prints = fingerprints(found, note["fingerprint_version"])
+  for name, leaf in note["leaves"].items():
+    if name in prints and prints[name] != leaf["fingerprint"]:
+      raise UserError(
+        f"the frozen parameters in {folder} are not those that this run began with: {name} differs "
+        "from its fingerprint; give load_parameters_path the folder as it was"
+      )
+  names = {_name(path): leaf for path, leaf in flat.items()}
+  return unflatten_dict(
+    {tuple(name.split("/")): array for name, array in leaves.cast(found, names).items()}
+  )
+
+
+def _moved(key: str, folder: Path, moved_to: str) -> Path:
+  if not moved_to:
+    raise UserError(
+      f"the frozen parameters of this run are not in its checkpoints, but in {folder}, and there is "
+      f"no such folder; put it back, or say where it is now, for example {key}=runs/first_run"
+    )
+  return find_source(key, moved_to)
+
+
+def _as_saved(leaf: jax.ShapeDtypeStruct, saved: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
+  return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved["dtype"]), sharding=leaf.sharding)
+
+
+def _flat(tree: Parameters) -> list[tuple[ParameterPath, Any]]:
+  return list(cast(dict[ParameterPath, Any], flatten_dict(tree)).items())
+
+
+def _name(path: ParameterPath) -> str:
+  return "/".join(path)
+
+
+def _is_adapter(name: str) -> bool:
+  return name.rpartition("/")[2] in ADAPTER
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+  return "(absent)" if shape is None else str(list(shape))

@@ -1,0 +1,201 @@
+"""From a checkpoint to a Hugging Face folder: safetensors, config.json, tokenizer."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from maxbatch.checkpoints.parameters_only import PARAMETERS, StoredCheckpoint, open_checkpoint
+from maxbatch.checkpoints.tensor_files import (
+  MAX_FILE_BYTES,
+  TensorSpec,
+  total_bytes,
+  write_tensors,
+)
+from maxbatch.config.schema import Config
+from maxbatch.conversion.beside import CONFIG, origin_of, token_ids, write_beside
+from maxbatch.conversion.output_folder import whole_folder
+from maxbatch.conversion.result import Converted, converted, model_keys
+from maxbatch.data.tokenizer import Tokenizer
+from maxbatch.data.tokenizers.vocabulary_file import FileTokenizer
+from maxbatch.errors import UserError
+from maxbatch.hardware.sharding import LogicalAxes
+from maxbatch.hugging_face.config_json import HARMLESS, read_config_json
+from maxbatch.hugging_face.family import Family
+from maxbatch.hugging_face.model_keys import PLAIN, differing
+from maxbatch.hugging_face.registry import family_for, read_folder
+from maxbatch.hugging_face.tensors import Shape, Tensor
+from maxbatch.models.registry import build_model
+from maxbatch.run_folder.progress import ByteProgress
+
+
+def convert_to_folder(
+  step: Path, config: Config, folder: Path, dtype: str = "", vocab_size: int = 0
+) -> Converted:
+  """Writes a checkpoint's parameters as a Hugging Face folder.
+
+  Args:
+    step: the checkpoint's folder.
+    config: of the run that wrote it.
+    folder: where nothing is yet.
+    dtype: of the tensors; empty: as in the checkpoint.
+    vocab_size: how many rows of the vocabulary are written; 0: all.
+
+  Raises:
+    UserError: the checkpoint is not one of this configuration or is damaged, no family can say what
+      the model computes, or the folder is not to be written.
+  """
+  checkpoint = open_checkpoint(step)
+  _check_model(checkpoint, config)
+  rows = _rows(config, vocab_size)
+  source = _Source(checkpoint, config, rows)
+  family, values = _family(config, rows)
+  kind = np.dtype(jnp.dtype(dtype)) if dtype else source.dtype
+  table = family.table(source.shapes)
+  specs = [spec for tensor in table for spec in source.specs(tensor, kind)]
+  num_bytes = total_bytes(specs)
+  with (
+    whole_folder(f"to_hf={folder}", f"to_hf={folder}-2", folder, num_bytes) as unfinished,
+    ByteProgress("writing", num_bytes) as progress,
+  ):
+    write_tensors(unfinished, specs, _shown(source.values(table, kind), progress), MAX_FILE_BYTES)
+    tokenizer = write_beside(config, unfinished)
+    values = _completed(values, config, tokenizer, kind)
+    (unfinished / CONFIG).write_text(json.dumps(values, indent=2) + "\n", "utf-8")
+  return converted(folder, family.name, specs, list(_vocabulary(rows, tokenizer, config)))
+
+
+class _Source:
+  """A checkpoint's parameters, by their paths as tables of families have them."""
+
+  def __init__(self, checkpoint: StoredCheckpoint, config: Config, vocab_size: int):
+    model = build_model(config.model, config.batch.max_target_length)
+    self._checkpoint, self._vocab_size = checkpoint, vocab_size
+    self._axes = {".".join(path): axes for path, axes in model.axes().items()}
+    _check_leaves(checkpoint, self._axes)
+    self.shapes = {path: self._shape(path) for path in self._axes}
+    """Of one layer, with the vocabulary that is written."""
+    self.dtype = checkpoint[_leaf(next(iter(self._axes)))].dtype
+
+  def specs(self, tensor: Tensor, dtype: np.dtype) -> Iterator[TensorSpec]:
+    """What a row of the table becomes: one tensor, or one for each layer."""
+    shape = tensor.shape([self.shapes[path] for path in tensor.parameters])
+    layers = self._checkpoint[_leaf(tensor.parameters[0])].shape[0] if tensor.is_layered else 1
+    for layer in range(layers):
+      yield TensorSpec(tensor.name.format(layer), shape, dtype)
+
+  def values(self, table: tuple[Tensor, ...], dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Their tensors in the order of the table, layer after layer."""
+    for tensor in table:
+      parts = [self._layers(path, stacked=tensor.is_layered) for path in tensor.parameters]
+      for ours in zip(*parts, strict=True):
+        yield np.ascontiguousarray(tensor.theirs(ours), dtype)
+
+  def _layers(self, path: str, *, stacked: bool) -> Iterator[np.ndarray]:
+    """A parameter layer by layer, or all of it."""
+    blocks = self._checkpoint.blocks(_leaf(path))
+    if stacked:
+      for block in blocks:
+        yield from block
+      return
+    stored = self._checkpoint[_leaf(path)]
+    whole, first = np.empty(stored.shape, stored.dtype), 0
+    for block in blocks:
+      whole[first : first + len(block)] = block
+      first += len(block)
+    yield whole[tuple(slice(0, size) for size in self.shapes[path])]
+
+  def _shape(self, path: str) -> Shape:
+    axes, shape = self._axes[path], self._checkpoint[_leaf(path)].shape
+    return tuple(
+      self._vocab_size if axis == "vocab" else size
+      for axis, size in zip(axes, shape, strict=True)
+      if axis != "layers"
+    )
+
+
+def _leaf(path: str) -> str:
+  return PARAMETERS + path.replace(".", "/")
+
+
+def _check_model(checkpoint: StoredCheckpoint, config: Config) -> None:
+  """Refuses a configuration of another model. Raises UserError."""
+  ours = model_keys(config)
+  saved = {key: value for key, value in checkpoint.record["identity"].items() if key in ours}
+  # An option of the model that the version which wrote it did not have was off.
+  found = differing({**ours, **PLAIN, **saved}, ours)
+  if found is not None:
+    key, value = found
+    raise UserError(
+      f"{key}={ours[key]} is not what checkpoint={checkpoint.folder} was written with, {value}; "
+      f"give the configuration of its run: config={checkpoint.folder.parent.parent / 'config.yml'}"
+    )
+
+
+def _check_leaves(checkpoint: StoredCheckpoint, axes: Mapping[str, LogicalAxes]) -> None:
+  """Refuses a checkpoint that lacks a parameter, or has others. Raises UserError."""
+  saved = {name for name in checkpoint.record["leaves"] if name.startswith(PARAMETERS)}
+  ours = {_leaf(path) for path in axes}
+  if different := sorted(saved ^ ours):
+    raise UserError(
+      f"checkpoint={checkpoint.folder}: {different[0]} is in "
+      f"{'the checkpoint' if different[0] in saved else 'the configuration'} alone, so they are of "
+      "different models; give the configuration of its run: "
+      f"config={checkpoint.folder.parent.parent / 'config.yml'}"
+    )
+
+
+def _rows(config: Config, vocab_size: int) -> int:
+  if vocab_size > config.model.vocab_size:
+    raise UserError(
+      f"export_vocab_size={vocab_size} is more than the {config.model.vocab_size} rows of the run; "
+      "leave it out to write them all"
+    )
+  return vocab_size or config.model.vocab_size
+
+
+def _family(config: Config, vocab_size: int) -> tuple[Family, dict[str, Any]]:
+  """The family that the run began as, if it still is one of that, else the first that fits; and the
+  config.json, which is that of the beginning if it still says all."""
+  ours = model_keys(config) | {"vocab_size": vocab_size}
+  length, origin = config.batch.max_target_length, origin_of(config)
+  if origin is None:
+    return family_for(ours, length)
+  began_as = read_config_json(origin)
+  family, options = read_folder(origin)
+  if family.text_key not in began_as and differing(PLAIN | options, ours) is None:
+    return family, began_as
+  said = {key: value for key, value in began_as.items() if key in HARMLESS}
+  try:
+    return family, said | family.config_json(ours, length)
+  except UserError:
+    family, values = family_for(ours, length)
+    return family, said | values
+
+
+def _completed(
+  values: dict[str, Any], config: Config, tokenizer: Tokenizer, dtype: np.dtype
+) -> dict[str, Any]:
+  """With the special ids where none are said, and the dtype of the weights."""
+  ids = {} if origin_of(config) else token_ids(tokenizer)
+  key = "torch_dtype" if "torch_dtype" in values else "dtype"
+  return ids | values | {key: dtype.name}
+
+
+def _shown(values: Iterator[np.ndarray], progress: ByteProgress) -> Iterator[np.ndarray]:
+  for value in values:
+    yield value
+    progress.add(value.nbytes)
+
+
+def _vocabulary(rows: int, tokenizer: Tokenizer, config: Config) -> Iterator[str]:
+  if rows < config.model.vocab_size:
+    yield f"export_vocab_size={rows}: the last {config.model.vocab_size - rows} rows are left out"
+  elif isinstance(tokenizer, FileTokenizer) and rows > tokenizer.vocab_size:
+    yield (
+      f"the vocabulary has {rows} rows and the tokenizer {tokenizer.vocab_size} tokens; "
+      f"export_vocab_size={tokenizer.vocab_size} leaves out the others"
+    )

@@ -1,0 +1,76 @@
+"""From a Hugging Face folder to a run's folder: config.yml, and a checkpoint of parameters alone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import yaml
+from flax.traverse_util import flatten_dict
+
+from maxbatch.checkpoints.parameters_only import PARAMETERS, write_parameters
+from maxbatch.checkpoints.stored import block_indices
+from maxbatch.checkpoints.tensor_files import TensorSpec, total_bytes
+from maxbatch.config.load import to_flat_dict
+from maxbatch.config.schema import Config
+from maxbatch.conversion.beside import carry_along
+from maxbatch.conversion.output_folder import whole_folder
+from maxbatch.conversion.reading import FolderReader
+from maxbatch.conversion.result import Converted, converted, model_keys
+from maxbatch.models.registry import build_model
+from maxbatch.run_folder.paths import RunFolder
+from maxbatch.run_folder.progress import ByteProgress
+
+
+def convert_to_run(folder: Path, config: Config) -> Converted:
+  """Writes the folder of a run that begins with a Hugging Face folder's parameters.
+
+  Args:
+    folder: with config.json and safetensors files.
+    config: of the run, with the model's keys as the folder's config.json has them.
+
+  Raises:
+    UserError: the folder's tensors are not those of the model, or the run's folder is not to be
+      written.
+  """
+  model = build_model(config.model, config.batch.max_target_length)
+  leaves = flatten_dict(model.shapes())
+  specs = {
+    path: TensorSpec(PARAMETERS + "/".join(path), leaf.shape, np.dtype(leaf.dtype))
+    for path, leaf in leaves.items()
+  }
+  run, num_bytes = RunFolder.of(config.run), total_bytes(specs.values())
+  shapes = {path: spec.shape for path, spec in specs.items()}
+  given = f"run_name={config.run.run_name} base_output_directory={config.run.base_output_directory}"
+  with (
+    FolderReader(folder, shapes, model.axes()) as reader,
+    whole_folder(given, f"run_name={run.free_name()}", run.path, num_bytes) as unfinished,
+    ByteProgress("reading", num_bytes) as progress,
+  ):
+    made = RunFolder(unfinished)
+    carry_along(folder, made.hugging_face)
+    made.config.write_text(yaml.safe_dump(to_flat_dict(config), sort_keys=False), "utf-8")
+    values, identity = _values(reader, specs, progress), model_keys(config)
+    origin = {"folder": str(folder.absolute()), "vocab_size": reader.options["vocab_size"]}
+    write_parameters(made.checkpoints / "0", list(specs.values()), values, identity, origin)
+    notes = list(_padding(config, reader))
+  return converted(run.path, reader.family.name, specs.values(), notes)
+
+
+def _values(
+  reader: FolderReader, specs: dict[tuple[str, ...], TensorSpec], progress: ByteProgress
+) -> Iterator[np.ndarray]:
+  """All parameters in parts, in the order of `specs`."""
+  for path, spec in specs.items():
+    for index in block_indices(spec.shape, spec.dtype):
+      part = reader.read(path, index, spec.dtype)
+      yield part
+      progress.add(part.nbytes)
+
+
+def _padding(config: Config, reader: FolderReader) -> Iterator[str]:
+  added = config.model.vocab_size - reader.options["vocab_size"]
+  if added:
+    yield (
+      f"vocab_size={config.model.vocab_size}: the folder's {reader.options['vocab_size']} rows, and "
+      f"{added} of zeros after them, whose logits are 0 until they are trained"
+    )

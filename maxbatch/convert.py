@@ -1,0 +1,153 @@
+"""python -m maxbatch.convert from_hf=FOLDER run_name=… | to_hf=FOLDER config=…: weights, in and out."""
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+
+from maxbatch.checkpoints.newest import completed_steps
+from maxbatch.command_line.arguments import Arguments, Command, Key
+from maxbatch.command_line.run import run_command
+from maxbatch.command_line.signals import leave
+from maxbatch.config.allowed import FileName, NonNegative
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config
+from maxbatch.conversion.beside import tokenizer_keys
+from maxbatch.conversion.hub import model_folder
+from maxbatch.conversion.to_folder import convert_to_folder
+from maxbatch.conversion.to_run import Converted, convert_to_run
+from maxbatch.errors import UserError
+from maxbatch.run_folder.paths import RunFolder
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertArguments:
+  """Beside the configuration's keys; empty and 0: not given."""
+
+  from_hf: Annotated[
+    str,
+    FileName(),
+    Key("the model to begin with: a folder, or a name on the hub", "from_hf=Qwen/Qwen3-0.6B"),
+  ] = ""
+  to_hf: Annotated[str, FileName(), Key("the folder to write", "to_hf=my_model")] = ""
+  checkpoint: Annotated[
+    str,
+    FileName(),
+    Key("of to_hf: a step, or its folder; else the run's newest", "checkpoint=2000"),
+  ] = ""
+  save_dtype: Annotated[
+    Literal["", "float32", "bfloat16", "float16"],
+    Key("of to_hf's tensors; else that of the run's parameters", "save_dtype=bfloat16"),
+  ] = ""
+  export_vocab_size: Annotated[
+    NonNegative,
+    Key("of to_hf: rows of the vocabulary to write; else all", "export_vocab_size=50257"),
+  ] = 0
+  hf_access_token: Annotated[
+    str, Key("for models that not everyone may read; else HF_TOKEN", "hf_access_token=hf_...")
+  ] = ""
+
+
+COMMAND = Command(
+  "convert",
+  """\
+from_hf makes a run of a Hugging Face model: a folder with its config.yml and the parameters as
+checkpoint 0, with which training begins. to_hf makes a folder that transformers reads of a run.
+Weights are read and written as safetensors, a tensor at a time.
+""",
+  ConvertArguments,
+  usage="from_hf=MODEL run_name=NAME | to_hf=FOLDER config=FILE",
+  leaves_files=True,
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+  """Runs the command; returns its exit code."""
+  return run_command(COMMAND, arguments, _convert)
+
+
+def _convert(arguments: Arguments[ConvertArguments]) -> None:
+  # Nothing is computed; where there are accelerators, someone else may use them.
+  jax.config.update("jax_platforms", "cpu")
+  began, own = time.perf_counter(), arguments.own
+  if bool(own.from_hf) == bool(own.to_hf):
+    raise UserError(
+      "give either from_hf or to_hf, for example from_hf=Qwen/Qwen3-0.6B run_name=qwen, or "
+      "to_hf=my_model config=runs/qwen/config.yml"
+    )
+  made = _to_run(arguments) if own.from_hf else _to_folder(arguments)
+  seconds = time.perf_counter() - began
+  print(
+    f"{made.num_parameters:,} parameters of a model of type {made.model_type} in {made.dtype}: "
+    f"{made.num_bytes / 1e9:,.3g} GB in {seconds:.3g} s "
+    f"({made.num_bytes / 1e6 / seconds:,.0f} MB/s)"
+  )
+  for note in made.notes:
+    print(note)
+  print(f"Written to {made.folder}. Next:\n  {_next(own, made)}")
+
+
+def _next(own: ConvertArguments, made: Converted) -> str:
+  if own.from_hf:
+    config = RunFolder(made.folder).config
+    return f"python -m maxbatch.train config={config} dataset_path=MY_TEXTS"
+  return f"transformers.AutoModelForCausalLM.from_pretrained({str(made.folder)!r})"
+
+
+def _to_run(arguments: Arguments[ConvertArguments]) -> Converted:
+  own, keys = arguments.own, list(arguments.configuration)
+  _refuse(own, "from_hf", ("checkpoint", "save_dtype", "export_vocab_size"))
+  if any(key.startswith("model_name=") for key in keys):
+    raise UserError(f"from_hf={own.from_hf} says which model it is; leave out model_name")
+  folder = model_folder("from_hf", own.from_hf, own.hf_access_token)
+  if not any(key.startswith("config=") for key in keys):
+    keys.insert(0, "config=base")
+  keys.append(f"model_name={folder.absolute()}")
+  config = load_config(keys)
+  if not any(key.startswith("tokenizer_") for key in keys):
+    config = load_config([*keys, *tokenizer_keys(folder, RunFolder.of(config.run))])
+  return convert_to_run(folder, config)
+
+
+def _to_folder(arguments: Arguments[ConvertArguments]) -> Converted:
+  own = arguments.own
+  _refuse(own, "to_hf", ("hf_access_token",))
+  config = load_config(arguments.configuration)
+  step, folder = _step(own.checkpoint, config), Path(own.to_hf).expanduser()
+  return convert_to_folder(step, config, folder, own.save_dtype, own.export_vocab_size)
+
+
+def _refuse(own: ConvertArguments, direction: str, others: Sequence[str]) -> None:
+  """Raises UserError for an argument of the other direction."""
+  values = dataclasses.asdict(own)
+  if given := [f"{name}={values[name]}" for name in others if values[name]]:
+    raise UserError(f"{given[0]} means nothing with {direction}; leave it out")
+
+
+def _step(checkpoint: str, config: Config) -> Path:
+  """The folder of the checkpoint that is meant. Raises UserError if there is none."""
+  folder = RunFolder.of(config.run).checkpoints
+  if checkpoint and not checkpoint.isdecimal():
+    path = Path(checkpoint).expanduser()
+    folder = path.parent if path.name.isdecimal() else RunFolder(path).checkpoints
+    checkpoint = path.name if path.name.isdecimal() else ""
+  steps = completed_steps(folder)
+  if not steps:
+    raise UserError(
+      f"checkpoint={checkpoint or folder}: there is no checkpoint in {folder}; give the run's own "
+      "configuration, for example config=runs/my_run/config.yml"
+    )
+  if checkpoint and int(checkpoint) not in steps:
+    raise UserError(
+      f"checkpoint={checkpoint}: there is no checkpoint of that step in {folder}; there are "
+      f"{', '.join(map(str, steps[-5:]))}"
+    )
+  return folder / (checkpoint or str(steps[-1]))
+
+
+if __name__ == "__main__":
+  leave(main(sys.argv[1:]))

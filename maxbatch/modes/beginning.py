@@ -1,0 +1,197 @@
+"""What a run without a checkpoint of its own begins with, and what a run that resumes takes up."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.checkpoints.checkpointer import Restored
+from maxbatch.checkpoints.fingerprint import named_leaves
+from maxbatch.checkpoints.identity import fixed_keys
+from maxbatch.checkpoints.leaves import read_leaves
+from maxbatch.checkpoints.record import listed, state_differences
+from maxbatch.config.schema import CheckpointConfig, Config, ModelConfig
+from maxbatch.conversion.source import (
+  FROZEN,
+  CheckpointSource,
+  Source,
+  find_source,
+  frozen_note,
+  open_source,
+  read_frozen,
+)
+from maxbatch.errors import UserError
+from maxbatch.hardware.agreement import broadcast_one_to_all, failing_together
+from maxbatch.models.registry import joined
+from maxbatch.training.state import TrainState
+from maxbatch.training.step import Trainer
+
+_FULL, _PARAMETERS = "load_full_state_path", "load_parameters_path"
+_WITHOUT_MEANING = ("weight_dtype", "dropout_rate", "init_weights_seed", "max_position_embeddings")
+_WITHOUT_MEANING += ("z_loss_multiplier", "lora_rank", "lora_alpha", "lora_targets")
+"""Keys of a model that may be others where trained parameters are taken up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Beginning:
+  """Random parameters, unless there is a source."""
+
+  source: Source | None = None
+  full: bool = False
+  """Whether optimizer state and position are the source's too."""
+
+  @property
+  def position(self) -> Position:
+    """Where the run begins to count."""
+    return self.source.position if self.source is not None and self.full else Position(0, 0)
+
+  def check(self, config: Config, trainer: Trainer) -> list[str]:
+    """What is said about it, in lines; reads no array.
+
+    Raises:
+      UserError: it is not of this run's model, or optimizer.
+    """
+    if self.source is None:
+      return []
+    with failing_together():
+      self.source.check(trainer.model)
+      if isinstance(self.source, CheckpointSource) and self.full:
+        _check_optimizer(self.source, trainer)
+    at, differences = self.source.position, _otherwise(self.source, config)
+    if self.full:
+      line = (
+        f"parameters, optimizer state and position of {self.source.folder}: goes on after step "
+      )
+      return [line + f"{at.step} ({at.samples:,} samples)", *differences]
+    line = f"parameters of {self.source.folder}, with a new optimizer, at step 0"
+    return [line, *differences]
+
+  def state(self, trainer: Trainer, seed: int) -> TrainState:
+    """The state before the run's first step; all processes must call it.
+
+    Raises:
+      UserError: the source is damaged, or cannot be read.
+    """
+    if self.source is None:
+      return trainer.init(seed)
+    loaded = self.source.read(trainer.model, trainer.abstract.parameters)
+    if not isinstance(self.source, CheckpointSource) or not self.full:
+      return trainer.begin(seed, loaded)
+    rest = {name: part for name, part in trainer.abstract_saved.items() if name != "params"}
+    wanted = named_leaves(rest)
+    arrays = read_leaves(_FULL, self.source.folder, self.source.record, wanted)
+    saved = jax.tree.unflatten(jax.tree.structure(rest), [arrays[name] for name in wanted])
+    return trainer.from_saved(saved | {"params": loaded})
+
+  def notes(self, trainer: Trainer, state: TrainState) -> dict[str, Any]:
+    """What each checkpoint notes of it."""
+    if self.source is None or trainer.keeps_frozen:
+      return {}
+    return {FROZEN: frozen_note(self.source, trainer.by_layer(state.frozen))}
+
+
+def _otherwise(source: Source, config: Config) -> list[str]:
+  """Keys of the model that give the same parameters another meaning, a line each."""
+  now, before = fixed_keys(config), source.model_keys
+  keys = [
+    field.name for field in dataclasses.fields(ModelConfig) if field.name not in _WITHOUT_MEANING
+  ]
+  return [
+    f"{key}={now[key]}, and they were trained with {key}={before[key]}"
+    for key in [*keys, "tokenizer_type"]
+    if key in now and key in before and before[key] != now[key]
+  ]
+
+
+def _check_optimizer(source: CheckpointSource, trainer: Trainer) -> None:
+  kept = trainer.abstract_saved | {"params": {}}
+  saved = {
+    name: leaf for name, leaf in source.record["leaves"].items() if not name.startswith("params/")
+  }
+  misfits = state_differences({"leaves": saved}, named_leaves(kept))
+  if misfits:
+    raise UserError(
+      f"{_FULL}={source.folder} has another optimizer state than this run:\n{listed(misfits)}\n"
+      "opt_type, trainable and the model's keys must be those of that run; or begin with its "
+      f'parameters alone: {_PARAMETERS}={source.folder} {_FULL}=""'
+    )
+
+
+def beginning_of(config: CheckpointConfig) -> Beginning:
+  """What the keys say; of a folder that they name the record is read. All processes must call it.
+
+  Raises:
+    UserError: both are given, or there is nothing of the kind.
+  """
+  key = _FULL if config.load_full_state_path else _PARAMETERS
+  given = config.load_full_state_path or config.load_parameters_path
+  if not given:
+    return Beginning()
+  with failing_together():
+    if config.load_full_state_path and config.load_parameters_path:
+      raise UserError(
+        f"{_PARAMETERS}={config.load_parameters_path} and {_FULL}={config.load_full_state_path}: a "
+        f'run begins with one of them; for example {_PARAMETERS}=""'
+      )
+    found = str(find_source(key, given))
+  # Process 0's: the newest checkpoint of a run that goes on may not be the same for all.
+  folder = Path(broadcast_one_to_all(found))
+  with failing_together():
+    source = open_source(key, folder)
+    if key == _FULL and not _has_state(source):
+      raise UserError(
+        f'{key}={given} holds parameters alone; begin with these: {_PARAMETERS}={given} {key}=""'
+      )
+  return Beginning(source, full=key == _FULL)
+
+
+def _has_state(source: Source) -> bool:
+  return isinstance(source, CheckpointSource) and any(
+    not name.startswith("params/") for name in source.record["leaves"]
+  )
+
+
+def resumed_state(config: Config, trainer: Trainer, restored: Restored) -> TrainState:
+  """The state of a run's own checkpoint; frozen parameters that it does not hold are read again.
+
+  Raises:
+    UserError: they are not where they were, or not the same any more.
+  """
+  saved = restored.state
+  if not trainer.keeps_frozen:
+    wanted, path = trainer.abstract.frozen, config.checkpoint.load_parameters_path
+    frozen = read_frozen(restored.notes[FROZEN], trainer.model, wanted, path)
+    saved = saved | {"params": joined(saved["params"], frozen)}
+  return trainer.from_saved(saved)
+
+
+def saving_as_before(trainer: Trainer, saved: Mapping[str, Any] | None) -> Trainer:
+  """The trainer, whose checkpoints hold the frozen parameters if those of its run do.
+
+  Args:
+    trainer: built as the keys say, which may be others than when the run began.
+    saved: the record of its newest checkpoint; None: it begins.
+  """
+  keeps = FROZEN not in saved.get("notes", {}) if saved else trainer.keeps_frozen
+  return (
+    trainer if keeps == trainer.keeps_frozen else dataclasses.replace(trainer, keeps_frozen=keeps)
+  )
+
+
+def no_steps_left(config: Config, plan: BatchPlan, position: Position) -> str:
+  """A budget that another run's position has used up."""
+  key, at = plan.budget.key, f"step {position.step} ({position.samples:,} samples)"
+  return (
+    f"{_FULL}={config.checkpoint.load_full_state_path} is at {at}, where the budget of this run ends; "
+    f"it counts from the beginning of that run: raise {key}, or begin anew with {_PARAMETERS}"
+  )
+
+
+def key_that_is_over(config: CheckpointConfig) -> str:
+  """A line about keys that counted only when the run began; empty where none is given."""
+  given = {_PARAMETERS: config.load_parameters_path, _FULL: config.load_full_state_path}
+  keys = [f"{key}={value}" for key, value in given.items() if value]
+  return f"{keys[0]} counted when the run began; it goes on from its own checkpoint" if keys else ""
