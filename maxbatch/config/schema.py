@@ -207,7 +207,7 @@ class ModelConfig:
   original_max_position_embeddings: Positive
   sliding_window_size: NonNegative
   layer_types: tuple[Literal["sliding_attention", "full_attention"], ...]
-  query_pre_attn_scalar: NonNegativeFloat
+  query_pre_attn_scalar: NonNegative
   attn_logits_soft_cap: NonNegativeFloat
   final_logits_soft_cap: NonNegativeFloat
   scale_embedding: bool

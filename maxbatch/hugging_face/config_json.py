@@ -31,6 +31,7 @@ class ConfigJson:
 
   def __init__(self, where: str, values: Mapping[str, Any], defaults: Mapping[str, Any]):
     self.where = where
+    self._given = values
     self._values = {**defaults, **values}
     self._read: set[str] = set()
 
@@ -58,7 +59,7 @@ class ConfigJson:
 
   def refuse_unread(self, model_type: str) -> None:
     """Raises UserError for the first key that was not read and is not known to be harmless."""
-    for key, value in self._values.items():
+    for key, value in self._given.items():
       if key not in self._read and key not in HARMLESS and value is not None:
         raise self.refusal(
           key,

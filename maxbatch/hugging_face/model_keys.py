@@ -37,7 +37,7 @@ PLAIN: Mapping[str, Any] = {
   "original_max_position_embeddings": 8192,
   "sliding_window_size": 0,
   "layer_types": (),
-  "query_pre_attn_scalar": 0.0,
+  "query_pre_attn_scalar": 0,
   "attn_logits_soft_cap": 0.0,
   "final_logits_soft_cap": 0.0,
   "scale_embedding": False,

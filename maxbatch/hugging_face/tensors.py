@@ -7,10 +7,11 @@ along a leading dim, of which a tensor of theirs holds one layer: shapes here ar
 import dataclasses
 import math
 from collections.abc import Sequence
-
-import numpy as np
+from typing import Any
 
 Shape = tuple[int, ...]
+Array = Any
+"""Of numpy, jax, or whatever else has the array API."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,18 +40,22 @@ class Tensor:
     inputs = math.prod(shapes[0][: self.in_dims])
     return (outputs, inputs) if self.transposed else (inputs, outputs)
 
-  def theirs(self, ours: Sequence[np.ndarray]) -> np.ndarray:
+  def theirs(self, ours: Sequence[Array]) -> Array:
     """Their tensor, of our parameters; a view of ours where that is possible."""
     parts = [each.reshape(self._flat(each.shape)) for each in ours]
-    joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+    several = len(parts) > 1
+    joined = parts[0].__array_namespace__().concat(parts, axis=-1) if several else parts[0]
     return joined.T if self.transposed else joined
 
-  def ours(self, theirs: np.ndarray, shapes: Sequence[Shape]) -> list[np.ndarray]:
+  def ours(self, theirs: Array, shapes: Sequence[Shape]) -> list[Array]:
     """Our parameters of `shapes`, of their tensor, whose shape is `self.shape(shapes)`."""
     joined = theirs.T if self.transposed else theirs
-    ends = np.cumsum([math.prod(shape[self.in_dims :]) for shape in shapes])
-    parts = np.split(joined, ends[:-1], axis=-1)
-    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+    found, start = [], 0
+    for shape in shapes:
+      end = start + math.prod(shape[self.in_dims :])
+      found.append(joined[..., start:end].reshape(shape))
+      start = end
+    return found
 
   def _flat(self, shape: Shape) -> Shape:
     outputs = math.prod(shape[self.in_dims :])

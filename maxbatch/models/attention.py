@@ -5,6 +5,7 @@ per key/value head, H width of a head.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,12 +17,12 @@ from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import constrain
-from maxbatch.hugging_face.model_keys import layer_types
 from maxbatch.models import flash
 from maxbatch.models.cache import LayerCache
 from maxbatch.models.dot_product import dot_product_attention
 from maxbatch.models.layers import Norm, Projection
 from maxbatch.models.rope import frequency_factors
+from maxbatch.models.windows import sliding_layers
 
 
 class AttentionContext(NamedTuple):
@@ -33,6 +34,8 @@ class AttentionContext(NamedTuple):
   """float32[B or 1, T, H/2]: rotation of each position; None without rope."""
   sin_BTH: jax.Array | None
   segment_ids_BT: jax.Array | None
+  slides: jax.Array | bool = False
+  """Whether the window is what limits the reach: data where layers differ in a scan."""
   cache: LayerCache | None = None
   """While a text is written, what a layer keeps for the tokens to come."""
 
@@ -95,7 +98,7 @@ def _contexts(
     cos = sin = None
     if config.position_embedding == "rope":
       cos, sin = _rotations(positions_BT, config.head_dim, timescale, factors_H)
-    return AttentionContext(first_seen(window), cos, sin, segment_ids_BT)
+    return AttentionContext(first_seen(window), cos, sin, segment_ids_BT, window > 0)
 
   slides_L = sliding_layers(config)
   timescale, local = config.rope_max_timescale, config.local_rope_max_timescale
@@ -107,13 +110,6 @@ def _contexts(
   sliding = context(config.sliding_window_size, *of_sliding)
   full = sliding if slides_L.all() else context(0, timescale, factors_H)
   return LayerContexts(sliding, full, slides_L)
-
-
-def sliding_layers(config: ModelConfig) -> np.ndarray:
-  """bool[L]: which layers see no farther than sliding_window_size."""
-  kinds = layer_types(config.layer_types, config.base_num_decoder_layers)
-  slides = [kind == "sliding_attention" for kind in kinds]
-  return np.array(slides or [config.sliding_window_size > 0] * config.base_num_decoder_layers)
 
 
 def _first_seen(length: int, window: int, segment_ids_BT: jax.Array | None) -> jax.Array:
@@ -185,11 +181,28 @@ class Attention(nnx.Module):
     if at.cache is not None and not at.cache.is_new:
       out_BTNH = at.cache.attention(q_BTNH, at.first_BT, cap)
     elif self.config.attention == "flash" and flash.has_devices():
-      window = self.config.sliding_window_size
-      out_BTNH = flash.flash_attention(q_BTNH, k_BSKH, v_BSKH, at.segment_ids_BT, window, cap)
+      out_BTNH = self._flash(q_BTNH, k_BSKH, v_BSKH, at)
     else:
       out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.first_BT, cap)
     return self.out(constrain(out_BTNH, ("batch", "length", "heads", "head_dim")))
+
+  def _flash(
+    self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, at: AttentionContext
+  ) -> jax.Array:
+    """By a kernel, whose window is compiled: where it is data there are two to choose from."""
+
+    def attend(window: int) -> Callable[..., jax.Array]:
+      return functools.partial(
+        flash.flash_attention,
+        segment_ids_BT=at.segment_ids_BT,
+        window=window,
+        soft_cap=self.config.attn_logits_soft_cap,
+      )
+
+    window = self.config.sliding_window_size
+    if isinstance(at.slides, bool):
+      return attend(window if at.slides else 0)(q_BTNH, k_BSKH, v_BSKH)
+    return jax.lax.cond(at.slides, attend(window), attend(0), q_BTNH, k_BSKH, v_BSKH)
 
 
 def _norm(config: ModelConfig, num_heads: int, axis: str) -> Norm | None:

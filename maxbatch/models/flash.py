@@ -65,11 +65,6 @@ def flash_obstacle(
     platform: of the devices, as jax calls it: cpu, gpu or tpu.
     compute_capability: of a GPU, for example 9.0; AMD's begin with gfx.
   """
-  if len(set(config.layer_types)) > 1:
-    return (
-      "its kernels have one window for all layers, and layer_types has layers of "
-      "sliding_attention and of full_attention"
-    )
   if platform == "tpu":
     return None
   if platform != "gpu" or not compute_capability[:1].isdigit():
@@ -116,8 +111,9 @@ def flash_attention(
   v_BSKH: jax.Array,
   segment_ids_BT: jax.Array | None,
   window: int,
-  soft_cap: float = 0.0,
   kernel: Kernel | None = None,
+  *,
+  soft_cap: float = 0.0,
 ) -> jax.Array:
   """Causal attention, each device working on its own rows and heads. Returns (B, T, N, H).
 
@@ -130,8 +126,8 @@ def flash_attention(
     v_BSKH: values.
     segment_ids_BT: tokens see only their own segment; None: each row is one segment.
     window: tokens each token sees, itself included; 0: all before it.
-    soft_cap: logits become cap·tanh(logit/cap), on a TPU; 0: they stay as they are.
     kernel: what to run on each device; None: what belongs to the mesh's devices.
+    soft_cap: logits become cap·tanh(logit/cap), on a TPU; 0: they stay as they are.
   """
   mesh = jax.sharding.get_abstract_mesh()
   run = kernel or KERNELS[mesh.abstract_device.platform]

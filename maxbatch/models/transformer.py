@@ -349,8 +349,3 @@ def _validate_positions(config: ModelConfig, max_target_length: int) -> None:
       f"rope_high_freq_factor={config.rope_high_freq_factor:g} must be more than "
       f"rope_low_freq_factor={low:g}; for example rope_high_freq_factor={4 * low or 1:g}"
     )
-  if "sliding_attention" in config.layer_types and not config.sliding_window_size:
-    raise UserError(
-      "layer_types has layers of sliding_attention, and sliding_window_size=0 gives them no window; "
-      "for example sliding_window_size=4096"
-    )

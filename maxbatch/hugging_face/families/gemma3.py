@@ -60,7 +60,8 @@ GEMMA3 = Family(
     "attn_logit_softcapping": None,
   },
   parts=(HEADS, Part(_read_rope, _write_rope), BIASES, QUERY_SCALE, alternating(6), FINAL_CAP),
-  harmless=HARMLESS,
+  # transformers writes the latter beside the layer_types that it made of it.
+  harmless=HARMLESS | {"_sliding_window_pattern"},
   # The published files leave out most of these.
   defaults={
     **GEMMA_DEFAULTS,

@@ -46,7 +46,8 @@ QWEN2 = Family(
   same=SAME,
   constants={"attention_qkv_bias": True},
   choices=ACTIVATION,
-  fixed={"attention_dropout": 0.0, "use_mrope": False},
+  # The biases are there whatever attention_bias says.
+  fixed={"attention_dropout": 0.0, "attention_bias": False, "use_mrope": False},
   parts=(HEADS, ROPE, WINDOWS),
   defaults=QWEN_DEFAULTS,
   tensors=TENSORS,
