@@ -1,4 +1,5 @@
-"""Greedy texts and their log-probabilities equal those of transformers, token for token, and the choice cuts away what its processors do.
+"""Greedy texts equal those of transformers, token for token, and their log-probabilities do; and the
+choice cuts away what its processors do.
 
 The tiny random models of test_families.py; prompts of different lengths, padded on the left on both
 sides. N new tokens, V vocabulary.
