@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import pathlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -20,12 +21,12 @@ from maxbatch.config.allowed import (
   INT32,
   FileName,
   Positive,
-  PositiveOrUnset,
   Range,
   Seed,
 )
 from maxbatch.config.schema import Config, RunConfig
 from maxbatch.config.yaml_file import shown
+from maxbatch.conversion.beside import origin_of
 from maxbatch.conversion.source import Source, find_source, open_source
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer
@@ -33,10 +34,12 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.devices import find_devices
 from maxbatch.hardware.processes import leave_together, refusing_together
 from maxbatch.hardware.sharding import make_mesh
+from maxbatch.hugging_face.registry import is_model_folder
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, Parameters, build_model, placed
 from maxbatch.modes.start import started
 from maxbatch.sampling.choice import Choice
+from maxbatch.sampling.model_folder import config_of_folder, ends_of_folder
 from maxbatch.sampling.requests import PromptEncoder, Request, read_prompts, requests
 from maxbatch.sampling.sampler import Sampler, Samples, on_fewest_devices, stream
 from maxbatch.sampling.text import (
@@ -63,7 +66,8 @@ class SampleArguments:
     str,
     FileName(),
     Key(
-      "a run's folder, for its newest checkpoint, or .../checkpoints/200", "checkpoint=runs/mine"
+      "a run's folder, for its newest checkpoint, or .../checkpoints/200, or a Hugging Face folder",
+      "checkpoint=runs/mine",
     ),
   ] = ""
   prompts_file: Annotated[
@@ -76,9 +80,8 @@ class SampleArguments:
   ] = ""
   num_samples: Annotated[Positive, Key("texts of each prompt", "num_samples=4")] = 1
   max_new_tokens: Annotated[
-    PositiveOrUnset,
-    Key("tokens of a text; -1: what max_target_length leaves", "max_new_tokens=200"),
-  ] = -1
+    Positive, Key("tokens of a text, if nothing ends it before", "max_new_tokens=200")
+  ] = 128
   temperature: Annotated[
     float,
     _AsRun,
@@ -142,7 +145,6 @@ class _Job(NamedTuple):
   requests: Sequence[Request]
   shows_prompts: bool
   """Whether a prompt is a text that goes on, and no message."""
-  max_new_tokens: int
   max_target_length: int
   own: SampleArguments
 
@@ -169,7 +171,7 @@ def _sample(arguments: Arguments[SampleArguments]) -> None:
   with refusing_together(rest):
     _check(own, rest)
     folder = find_source("checkpoint", own.checkpoint)
-    config = config_of(folder, rest)
+    config = _config_of(folder, rest)
     if config.compile.compile_topology:
       raise UserError(
         f"compile_topology={config.compile.compile_topology}: these devices are not here, and write "
@@ -201,6 +203,11 @@ def _check(own: SampleArguments, rest: Sequence[str]) -> None:
     check_output("--output", own.output)
 
 
+def _config_of(folder: pathlib.Path, rest: Sequence[str]) -> Config:
+  """That of the run that wrote a checkpoint, or of a Hugging Face folder's model."""
+  return config_of_folder(folder, rest) if is_model_folder(folder) else config_of(folder, rest)
+
+
 def _prepare(own: SampleArguments, config: Config, source: Source) -> _Job:
   """Reads what is asked for, then the model.
 
@@ -212,7 +219,8 @@ def _prepare(own: SampleArguments, config: Config, source: Source) -> _Job:
   encode = PromptEncoder(config.data, tokenizer)
   prompts = read_prompts(own.prompts_file) if own.prompts_file else [config.run.prompt]
   asked = list(requests(prompts, own.num_samples, encode))
-  ends, max_new_tokens = encode.ends(own.stop), _max_new_tokens(own, asked, length)
+  origin = origin_of(config)
+  ends = encode.ends(own.stop) + (ends_of_folder(origin) if origin else [])
   cache.enable(config.compile.jax_cache_dir)
   model = build_model(resolve_attention(config.model, length, target.devices[0]), length)
   mesh = make_mesh(target.layout, target.devices)
@@ -226,7 +234,6 @@ def _prepare(own: SampleArguments, config: Config, source: Source) -> _Job:
     ends=ends,
     requests=asked,
     shows_prompts=not config.data.use_chat_template,
-    max_new_tokens=max_new_tokens,
     max_target_length=length,
     own=own,
   )
@@ -243,18 +250,6 @@ def _choice(own: SampleArguments, run: RunConfig) -> Choice:
   )
 
 
-def _max_new_tokens(own: SampleArguments, asked: Sequence[Request], length: int) -> int:
-  """The tokens of a text. Raises UserError if the longest prompt leaves none."""
-  longest = max(len(request.ids) for request in asked)
-  if own.max_new_tokens == -1 and longest >= length:
-    raise UserError(
-      f"max_new_tokens=-1: the longest prompt has {longest} tokens, and max_target_length={length} "
-      "leaves none; for example max_new_tokens=64, each of which follows from the last "
-      f"{length} before it"
-    )
-  return length - longest if own.max_new_tokens == -1 else own.max_new_tokens
-
-
 def _texts(job: _Job) -> Iterator[_Text]:
   """All that is asked for, in its order."""
   num_groups = -(-len(job.requests) // job.own.samples_at_once)
@@ -262,7 +257,7 @@ def _texts(job: _Job) -> Iterator[_Text]:
   for start in range(0, len(job.requests), size):
     group = job.requests[start : start + size]
     # As many rows each time, so that all groups share a program.
-    *_, last = _streamed(job, [*group, *[group[-1]] * (size - len(group))], job.max_new_tokens)
+    *_, last = _streamed(job, [*group, *[group[-1]] * (size - len(group))], job.own.max_new_tokens)
     for row, request in enumerate(group):
       yield _text(request, last, row)
 
@@ -270,7 +265,7 @@ def _texts(job: _Job) -> Iterator[_Text]:
 def _streamed(job: _Job, group: Sequence[Request], chunk: int) -> Iterator[Samples]:
   """The texts of a group, after every chunk of tokens; on the host."""
   params, mesh = on_fewest_devices(job.params, job.mesh, len(group))
-  sampler = Sampler(job.model, job.choice, job.max_new_tokens, job.max_target_length, mesh)
+  sampler = Sampler(job.model, job.choice, job.own.max_new_tokens, job.max_target_length, mesh)
   numbers = [request.number for request in group]
   prompts = prompts_of([request.ids for request in group], job.own.seed, numbers)
   vocabulary = vocabulary_of(job.tokenizer, job.model.config.vocab_size, job.ends)

@@ -12,10 +12,11 @@ from support import base
 from test_chat import CHATML, ENDS, SPECIAL, keys
 from vocabularies import END, huggingface
 
-from maxbatch import sample, train
+from maxbatch import convert, sample, train
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.errors import UserError
+from maxbatch.sampling.model_folder import config_of_folder, ends_of_folder
 from maxbatch.sampling.requests import PromptEncoder, read_prompts
 from maxbatch.sampling.text import TextStream, text_after
 
@@ -115,8 +116,6 @@ MISTAKES = {
   'for example stop=["b"]',
   "prompts_file=none.txt": "prompts_file=none.txt cannot be read: No such file or directory; give a "
   "file with a prompt in each line",
-  "prompt=seventeen letters": "max_new_tokens=-1: the longest prompt has 18 tokens, and "
-  "max_target_length=16 leaves none; for example max_new_tokens=64",
   "compile_topology=v5e-4": "compile_topology=v5e-4: these devices are not here",
   "base_emb_dim=32": "has other parameters than this run:\n  embedding is [264, 16] there and [264, 32]",
 }
@@ -143,6 +142,37 @@ def test_prompts_come_from_one_place(run, tmp_path, capsys):
     file.write_text(content)
     with pytest.raises(UserError, match=reason):
       read_prompts(str(file))
+
+
+def test_a_folder_of_hugging_face_writes_with_its_own_tokenizer(run, lines, tmp_path):
+  """Exported from the run, so that it writes the same, but for where texts begin and end."""
+  folder = tmp_path / "model"
+  keys = f"checkpoint={run}", f"to_hf={folder}", f"config={run / 'config.yml'}"
+  assert convert.main(keys) == 0
+  asked = "prompt=the number", SHORT, "temperature=0"
+  with pytest.raises(UserError, match=r"has neither tokenizer\.json nor tokenizer\.model"):
+    config_of_folder(folder, [])
+  byte = "tokenizer_type=byte", "vocab_size=264", "add_bos=true"
+  lines_of_run = lines(f"checkpoint={run}", *asked)
+  assert lines(f"checkpoint={folder}", *byte, *asked) == lines_of_run
+  huggingface(folder, bos_token=END, eos_token=END)
+  assert not config_of_folder(folder, []).data.add_bos
+  made = json.loads((folder / "tokenizer.json").read_text())
+  made["post_processor"] = {
+    "type": "TemplateProcessing",
+    "single": [
+      {"SpecialToken": {"id": END, "type_id": 0}},
+      {"Sequence": {"id": "A", "type_id": 0}},
+    ],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+    "special_tokens": {END: {"id": END, "ids": [0], "tokens": [END]}},
+  }
+  (folder / "tokenizer.json").write_text(json.dumps(made))
+  config = config_of_folder(folder, [])
+  assert config.data.add_bos
+  assert config.batch.max_target_length == config.model.max_position_embeddings == 16
+  (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+  assert ends_of_folder(folder) == [7, 9]
 
 
 def test_a_chat_is_asked_by_its_template(tmp_path):

@@ -75,7 +75,7 @@ def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int] = (
       "give the tokenizer that the model was trained with"
     )
   ends_V = np.zeros(vocab_size, bool)
-  ends_V[list(ends)] = True
+  ends_V[[end for end in ends if end < vocab_size]] = True
   allowed_V = ends_V.copy()
   allowed_V[ordinary_ids(tokenizer)] = True
   return Vocabulary(allowed_V, ends_V)
