@@ -1,4 +1,7 @@
-"""python -m maxbatch.convert from_hf=FOLDER run_name=… | to_hf=FOLDER config=…: weights, in and out."""
+"""python -m maxbatch.convert from_hf=MODEL run_name=… | to_hf=FOLDER checkpoint=…: weights, in and out.
+
+to_peft=FOLDER checkpoint=… writes the adapters of a run alone.
+"""
 
 import dataclasses
 import sys
@@ -9,16 +12,16 @@ from typing import Annotated, Literal
 
 import jax
 
-from maxbatch.checkpoints.newest import completed_steps
+from maxbatch.checkpoints.find import config_of, find_checkpoint
 from maxbatch.command_line.arguments import Arguments, Command, Key
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.config.allowed import FileName, NonNegative
 from maxbatch.config.load import load_config
-from maxbatch.config.schema import Config
 from maxbatch.conversion.beside import tokenizer_keys
 from maxbatch.conversion.hub import model_folder
 from maxbatch.conversion.to_folder import convert_to_folder
+from maxbatch.conversion.to_peft import convert_to_peft
 from maxbatch.conversion.to_run import Converted, convert_to_run
 from maxbatch.errors import UserError
 from maxbatch.run_folder.paths import RunFolder
@@ -34,10 +37,16 @@ class ConvertArguments:
     Key("the model to begin with: a folder, or a name on the hub", "from_hf=Qwen/Qwen3-0.6B"),
   ] = ""
   to_hf: Annotated[str, FileName(), Key("the folder to write", "to_hf=my_model")] = ""
+  to_peft: Annotated[
+    str, FileName(), Key("the folder to write a run's LoRA adapters to", "to_peft=my_adapter")
+  ] = ""
   checkpoint: Annotated[
     str,
     FileName(),
-    Key("of to_hf: a step, or its folder; else the run's newest", "checkpoint=2000"),
+    Key(
+      "of to_hf and to_peft: a step of config's run, or the folder of a run or of a step; else the newest",
+      "checkpoint=runs/qwen",
+    ),
   ] = ""
   save_dtype: Annotated[
     Literal["", "float32", "bfloat16", "float16"],
@@ -56,11 +65,12 @@ COMMAND = Command(
   "convert",
   """\
 from_hf makes a run of a Hugging Face model: a folder with its config.yml and the parameters as
-checkpoint 0, with which training begins. to_hf makes a folder that transformers reads of a run.
-Weights are read and written as safetensors, a tensor at a time.
+checkpoint 0, with which training begins. to_hf makes a folder that transformers reads of a run, with
+adapters merged, and to_peft one that peft reads of its adapters. Weights are read and written as
+safetensors, a tensor at a time.
 """,
   ConvertArguments,
-  usage="from_hf=MODEL run_name=NAME | to_hf=FOLDER config=FILE",
+  usage="from_hf=MODEL run_name=NAME | to_hf=FOLDER checkpoint=RUN | to_peft=FOLDER checkpoint=RUN",
   leaves_files=True,
 )
 
@@ -74,10 +84,10 @@ def _convert(arguments: Arguments[ConvertArguments]) -> None:
   # Nothing is computed; where there are accelerators, someone else may use them.
   jax.config.update("jax_platforms", "cpu")
   began, own = time.perf_counter(), arguments.own
-  if bool(own.from_hf) == bool(own.to_hf):
+  if sum(map(bool, (own.from_hf, own.to_hf, own.to_peft))) != 1:
     raise UserError(
-      "give either from_hf or to_hf, for example from_hf=Qwen/Qwen3-0.6B run_name=qwen, or "
-      "to_hf=my_model config=runs/qwen/config.yml"
+      "give one of from_hf, to_hf and to_peft, for example from_hf=Qwen/Qwen3-0.6B run_name=qwen, or "
+      "to_hf=my_model checkpoint=runs/qwen"
     )
   made = _to_run(arguments) if own.from_hf else _to_folder(arguments)
   seconds = time.perf_counter() - began
@@ -95,6 +105,8 @@ def _next(own: ConvertArguments, made: Converted) -> str:
   if own.from_hf:
     config = RunFolder(made.folder).config
     return f"python -m maxbatch.train config={config} dataset_path=MY_TEXTS"
+  if own.to_peft:
+    return f"peft.PeftModel.from_pretrained(model, {str(made.folder)!r})"
   return f"transformers.AutoModelForCausalLM.from_pretrained({str(made.folder)!r})"
 
 
@@ -114,10 +126,21 @@ def _to_run(arguments: Arguments[ConvertArguments]) -> Converted:
 
 
 def _to_folder(arguments: Arguments[ConvertArguments]) -> Converted:
-  own = arguments.own
-  _refuse(own, "to_hf", ("hf_access_token",))
-  config = load_config(arguments.configuration)
-  step, folder = _step(own.checkpoint, config), Path(own.to_hf).expanduser()
+  own, keys = arguments.own, arguments.configuration
+  if own.to_peft:
+    _refuse(own, "to_peft", ("hf_access_token", "save_dtype", "export_vocab_size"))
+  else:
+    _refuse(own, "to_hf", ("hf_access_token",))
+  if own.checkpoint and not own.checkpoint.isdecimal():
+    step = find_checkpoint(own.checkpoint)
+    config = config_of(step, keys)
+  else:
+    config = load_config(keys)
+    run = RunFolder.of(config.run)
+    step = find_checkpoint(str(run.checkpoints / own.checkpoint if own.checkpoint else run.path))
+  if own.to_peft:
+    return convert_to_peft(step, config, Path(own.to_peft).expanduser())
+  folder = Path(own.to_hf).expanduser()
   return convert_to_folder(step, config, folder, own.save_dtype, own.export_vocab_size)
 
 
@@ -126,27 +149,6 @@ def _refuse(own: ConvertArguments, direction: str, others: Sequence[str]) -> Non
   values = dataclasses.asdict(own)
   if given := [f"{name}={values[name]}" for name in others if values[name]]:
     raise UserError(f"{given[0]} means nothing with {direction}; leave it out")
-
-
-def _step(checkpoint: str, config: Config) -> Path:
-  """The folder of the checkpoint that is meant. Raises UserError if there is none."""
-  folder = RunFolder.of(config.run).checkpoints
-  if checkpoint and not checkpoint.isdecimal():
-    path = Path(checkpoint).expanduser()
-    folder = path.parent if path.name.isdecimal() else RunFolder(path).checkpoints
-    checkpoint = path.name if path.name.isdecimal() else ""
-  steps = completed_steps(folder)
-  if not steps:
-    raise UserError(
-      f"checkpoint={checkpoint or folder}: there is no checkpoint in {folder}; give the run's own "
-      "configuration, for example config=runs/my_run/config.yml"
-    )
-  if checkpoint and int(checkpoint) not in steps:
-    raise UserError(
-      f"checkpoint={checkpoint}: there is no checkpoint of that step in {folder}; there are "
-      f"{', '.join(map(str, steps[-5:]))}"
-    )
-  return folder / (checkpoint or str(steps[-1]))
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ CONFIG = CheckpointConfig(
   max_num_checkpoints_to_keep=3,
   checkpoint_keep_period=-1,
   allow_changed_resume=False,
+  load_parameters_path="",
+  load_full_state_path="",
 )
 IDENTITY = {"model_name": "default", "dataset": "stdlib", "data_shuffle_seed": 0}
 PLAN = {"global_batch_to_train": 32, "per_device_batch_size": "1/2"}

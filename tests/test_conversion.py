@@ -27,22 +27,29 @@ from hf_folders import (
   read_tensors,
   write_folder,
 )
-from processes import PATIENCE_SECONDS, REPOSITORY, environment
+from processes import PATIENCE_SECONDS, REPOSITORY, environment, small_run
 from small_disk import small
 from support import mesh
+from test_hub_tokenizer import Hub
 from test_progress import Terminal
+from vocabularies import END, huggingface
 
 from maxbatch.batch.plan import Position
 from maxbatch.checkpoints import formats
 from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.checkpoints.identity import fixed_keys
-from maxbatch.checkpoints.parameters_only import is_parameters_only, open_checkpoint
+from maxbatch.checkpoints.parameters_only import open_checkpoint
+from maxbatch.checkpoints.record import is_parameters_only
+from maxbatch.checkpoints.stored import StoredArray
 from maxbatch.config.load import load_config
-from maxbatch.conversion import output_folder, reading, to_folder
+from maxbatch.conversion import output_folder, to_folder
+from maxbatch.conversion.placing import Place
 from maxbatch.conversion.reading import FolderReader, load_parameters
 from maxbatch.convert import main
 from maxbatch.hardware.sharding import sharding
+from maxbatch.hugging_face.tensors import Tensor
 from maxbatch.models.registry import Model, build_model, by_path
+from maxbatch.train import main as train
 
 
 @pytest.fixture
@@ -115,6 +122,7 @@ def test_what_goes_in_comes_out_bit_for_bit(tmp_path, theirs, kept, num_files, k
 
 
 def test_a_run_is_made_of_the_model_that_training_begins_with(folder, capsys):
+  huggingface(folder, eos_token=END, chat_template="{{ messages }}")
   run = take(folder, "learning_rate=0.5")
   out = capsys.readouterr().out
   assert " parameters of a model of type llama in float32: " in out
@@ -126,6 +134,14 @@ def test_a_run_is_made_of_the_model_that_training_begins_with(folder, capsys):
   assert is_parameters_only(checkpoint.record)
   assert checkpoint.record["notes"]["origin"] == {"folder": str(folder), "vocab_size": V}
   assert (run / "hugging_face" / "config.json").read_text() == json.dumps(CONFIG)
+  assert (keys["tokenizer_type"], keys["tokenizer_path"]) == (
+    "huggingface",
+    str(run / "hugging_face"),
+  )
+  assert (keys["add_bos"], keys["add_eos"]) == (False, True)  # As it has the one token alone.
+  out = give(run)
+  for name in ("tokenizer.json", "tokenizer_config.json", *BESIDE):
+    assert (out / name).read_bytes() == (folder / name).read_bytes()
 
 
 @pytest.mark.parametrize("sizes", [{}, {"fsdp": 2, "tensor": 2, "stage": 2}, {"fsdp": 4}])
@@ -154,17 +170,46 @@ def test_parameters_arrive_in_their_places(folder, sizes):
   np.testing.assert_array_equal(found["embedding"], tensors["model.embed_tokens.weight"])
 
 
+KINDS = {
+  "vector": (Tensor("a", ("x",), 0, transposed=False), [(6,)]),
+  "vectors": (Tensor("a", ("x", "y"), 0, transposed=False), [(2, 3), (4,)]),
+  "matrix": (Tensor("a", ("x",), 1, transposed=False), [(6, 4)]),
+  "linear": (Tensor("a", ("x",), 1, transposed=True), [(6, 4, 2)]),
+  "two dims in": (Tensor("a", ("x",), 2, transposed=True), [(2, 3, 5)]),
+  "fused": (Tensor("a", ("x", "y", "z"), 1, transposed=False), [(6, 4), (6, 2, 2), (6, 4)]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_part_of_a_parameter_is_found(kind):
+  tensor, shapes = KINDS[kind]
+  theirs = np.arange(np.prod(tensor.shape(shapes))).reshape(tensor.shape(shapes))
+  stored = StoredArray(theirs.shape, theirs.dtype, 1, lambda index: theirs[index])
+  random = np.random.default_rng(0)
+  for number, whole in enumerate(tensor.ours(theirs, shapes)):
+    place = Place(tensor, number, tuple(shapes))
+    for _ in range(20):
+      ends = [sorted(random.choice(size + 1, 2, replace=False)) for size in whole.shape]
+      index = tuple(slice(int(first), int(last)) for first, last in ends)
+      np.testing.assert_array_equal(place.read(stored, index), whole[index])
+
+
 def test_only_what_a_device_holds_is_read(folder, monkeypatch):
   model = model_of(folder)
   read: list[int] = []
-  place = reading.Place.read
+  whole = StoredArray.__init__
 
-  def counted(self: Any, theirs: Any, index: Any) -> np.ndarray:
-    part = place(self, theirs, index)
-    read.append(part.size)
-    return part
+  def counting(self: Any, *arguments: Any) -> None:
+    whole(self, *arguments)
 
-  monkeypatch.setattr(reading.Place, "read", counted)
+    def counted(index: Any, read_part: Any = self.read) -> np.ndarray:
+      part = read_part(index)
+      read.append(part.size)
+      return part
+
+    object.__setattr__(self, "read", counted)
+
+  monkeypatch.setattr(StoredArray, "__init__", counting)
   shapes = {path: leaf.shape for path, leaf in flat(model.shapes()).items()}
   with FolderReader(folder, shapes, model.axes()) as reader:
     for path, shape in shapes.items():
@@ -318,15 +363,14 @@ def test_arguments_that_do_not_work_say_what_does(folder, tmp_path, capsys, monk
   out = f"to_hf={tmp_path / 'ours'}"
   assert f"{tmp_path / 'theirs'}" in refused(capsys, f"to_hf={folder}", config)
   assert "there is no checkpoint of that step" in refused(capsys, out, config, "checkpoint=7")
-  assert "there is no checkpoint in" in refused(capsys, out, "config=base", runs)
+  assert "there is no such folder" in refused(capsys, out, "config=base", runs, "run_name=none")
   other = refused(capsys, out, config, "rope_max_timescale=500")
   assert "rope_max_timescale=500.0 is not what checkpoint=" in other
   assert "export_vocab_size=50 is more than the 40 rows" in refused(
     capsys, out, config, "export_vocab_size=50"
   )
   assert not (tmp_path / "ours").exists()
-  path = run / "checkpoints" / "0"
-  assert main([out, config, f"checkpoint={path}"]) == 0
+  assert main([out, f"checkpoint={run}"]) == 0
   assert_same_bits(read_tensors(tmp_path / "ours"), llama_tensors())
 
 
@@ -365,6 +409,32 @@ def test_a_whole_state_in_safetensors_comes_back(tmp_path):
     restored = checkpointer.restore(shapes)
   assert restored is not None
   jax.tree.map(np.testing.assert_array_equal, restored.state, state)
+
+
+def test_a_model_by_its_name_on_the_hub(tmp_path):
+  theirs = write_folder(tmp_path / "theirs")
+  files = {path.name: path.read_bytes() for path in theirs.iterdir()}
+  command = ["-m", "maxbatch.convert", "from_hf=owner/model", "run_name=taken"]
+  with Hub(files | {"pytorch_model.bin": b"large"}) as hub:
+    process = subprocess.run(
+      [sys.executable, *command, f"base_output_directory={tmp_path}", "hf_access_token=hf_secret"],
+      cwd=REPOSITORY,
+      capture_output=True,
+      text=True,
+      timeout=PATIENCE_SECONDS,
+      env=environment(
+        JAX_PLATFORMS="cpu",
+        HF_HOME=str(tmp_path / "cache"),
+        HF_ENDPOINT=f"http://127.0.0.1:{hub.server_address[1]}",
+      ),
+      check=False,
+    )
+  assert process.returncode == 0, process.stderr
+  assert hub.downloads == dict.fromkeys(files, 1)
+  assert "Bearer hf_secret" in hub.tokens
+  kept = [path for path in (tmp_path / "taken").rglob("*") if path.is_file()]
+  assert not [path for path in kept if b"hf_secret" in path.read_bytes()]
+  assert_same_bits(read_tensors(give(tmp_path / "taken")), llama_tensors())
 
 
 DRIVER = """
@@ -449,3 +519,23 @@ def test_a_terminal_shows_how_fast_it_goes(folder, monkeypatch):
   take(folder)
   assert "reading 100% " in stream.getvalue()
   assert "B/s]" in stream.getvalue()
+
+
+def test_training_begins_with_what_was_converted_and_then_resumes(folder, tmp_path, capsys):
+  run = take(folder, "vocab_size=264")
+  words = small_run(tmp_path, tmp_path / "words.txt", tmp_path / "cache")
+  own = [key for key in words if key.startswith(("dataset", "batch_size", "generate", "eval"))]
+  keys = [f"config={run / 'config.yml'}", "max_target_length=16", "lr_schedule_type=constant", *own]
+  still = ["learning_rate=0", "adam_weight_decay=0", "warmup_steps=0", "checkpoint_period=1"]
+  keys += ["max_num_checkpoints_to_keep=1", *still]
+  capsys.readouterr()
+  assert train([*keys, "validate_only=true"]) == 0
+  assert f"parameters of {run / 'checkpoints' / '0'}, with a new" in capsys.readouterr().out
+  assert train([*keys, "steps=2"]) == 0
+  assert f"parameters of {run / 'checkpoints' / '0'}, with a new" in capsys.readouterr().out
+  assert {path.name for path in (run / "checkpoints").iterdir()} == {"0", "2"}
+  out = give(run, "export_vocab_size=40")
+  assert_same_bits(read_tensors(out), llama_tensors())
+  assert train([*keys, "steps=3", "validate_only=true"]) == 0
+  assert "resumes after step 2 (16 samples)" in capsys.readouterr().out
+  assert main([f"to_hf={tmp_path / 'first'}", f"checkpoint={run / 'checkpoints' / '0'}"]) == 0

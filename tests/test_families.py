@@ -5,6 +5,7 @@ logits, loss and gradients in float32. B rows, T tokens, V vocabulary.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +20,9 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, to_flat
 from maxbatch.data.rows import Rows
+from maxbatch.hugging_face import registry
 from maxbatch.hugging_face.family import Family
-from maxbatch.hugging_face.registry import family_for, read_folder
+from maxbatch.hugging_face.registry import read_folder
 from maxbatch.models.registry import Model, Parameters, build_model
 from maxbatch.training.loss import loss_sum
 
@@ -29,17 +31,17 @@ pytestmark = pytest.mark.xdist_group("transformers")
 B, T = 2, 24
 USED_TOKENS = 61
 SIZES = {
-  "vocab_size": 67,  # More than there are tokens, as in models whose vocabulary is padded.
+  # More than there are tokens, as in models whose vocabulary is padded.
+  "vocab_size": 67,
   "hidden_size": 24,
   "intermediate_size": 40,
   "num_hidden_layers": 2,
   "num_attention_heads": 4,
   "num_key_value_heads": 2,
   "max_position_embeddings": 16,
-  # torch gives the embedding of padding no gradient.
-  "pad_token_id": None,
-  "eos_token_id": 1,
 }
+# torch gives the embedding of padding no gradient.
+TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 8.0} | {
   "low_freq_factor": 1.0,
   "high_freq_factor": 4.0,
@@ -77,6 +79,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Every family, and every option of ours, of which transformers makes a random model."""
 
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+EXAMPLE, ITS_MODELS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+exec(ITS_MODELS, page := {})
+MODELS |= page["MODELS"]
+
 
 class Pair(NamedTuple):
   """A model of transformers and what it is here."""
@@ -87,11 +94,20 @@ class Pair(NamedTuple):
   model: Model
 
 
+@pytest.fixture(scope="module", autouse=True)
+def the_pages_family():
+  """The family that the page adds, registered."""
+  exec(EXAMPLE, written := {})
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(registry, "FAMILIES", (*registry.FAMILIES, written["PHI3"]))
+    yield
+
+
 @pytest.fixture(scope="module", params=MODELS)
 def pair(request, tmp_path_factory) -> Pair:
   kind, options = MODELS[request.param]
   sizes = SIZES if kind != "gpt2" else {"vocab_size": 67}
-  theirs = random_model(transformers.AutoConfig.for_model(kind, **sizes | options))
+  theirs = random_model(transformers.AutoConfig.for_model(kind, **sizes | TOKENS | options))
   folder = tmp_path_factory.mktemp(kind)
   theirs.config.save_pretrained(folder)
   config = load_config(["config=base", f"model_name={folder}", f"max_target_length={T}"])
@@ -170,9 +186,8 @@ def test_a_family_computes_what_transformers_computes(pair):
 
 
 def test_transformers_reads_what_is_written(pair, tmp_path: Path):
-  family, values = family_for(to_flat(pair.config), T)
-  assert family is pair.family
-  (tmp_path / "config.json").write_text(json.dumps(values))
+  values = pair.family.config_json(to_flat(pair.config), T)
+  (tmp_path / "config.json").write_text(json.dumps(values | TOKENS))
   config = transformers.AutoConfig.from_pretrained(tmp_path)
   again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
   again.load_state_dict(pair.theirs.state_dict())

@@ -44,6 +44,7 @@ class Hub(http.server.ThreadingHTTPServer):
     super().__init__(("127.0.0.1", 0), _Handler)
     self.files = files
     self.downloads: collections.Counter[str] = collections.Counter()
+    self.tokens: set[str | None] = set()
     threading.Thread(target=self.serve_forever, daemon=True).start()
 
   def __exit__(self, *args: Any) -> None:
@@ -57,6 +58,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   def do_GET(self) -> None:
     files, path = self.server.files, self.path.partition("?")[0]
+    self.server.tokens.add(self.headers["Authorization"])
     name = path.rpartition("/")[2]
     if "gated" in path:
       self._say(403, {"X-Error-Code": "GatedRepo"}, b"{}")

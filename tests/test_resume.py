@@ -16,6 +16,7 @@ from support import SMALLEST, configured
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.resume import keep_batch
 from maxbatch.batch.topology import topology
+from maxbatch.checkpoints.record import identity_differences
 from maxbatch.config.load import load_config
 from maxbatch.config.resume import CHANGEABLE, FIXED, OF_ONE_START
 from maxbatch.config.schema import BatchConfig, fields
@@ -192,6 +193,14 @@ def test_a_checkpoint_of_an_earlier_version_compares_what_it_says(text, folder, 
   assert "  opt_type is adamw in the checkpoint and sgd now\n" in message
   assert main(arguments(text, folder)) == 0
   assert "Changed since" not in capsys.readouterr().out
+
+
+def test_an_option_of_the_model_that_a_checkpoint_does_not_name_was_off():
+  record = {"identity": {"base_emb_dim": 128}, "settings": {}}
+  off = {"base_emb_dim": 128, "use_pre_norm": True, "layer_types": [], "rope_factor": 1.0}
+  assert identity_differences(record, off) == []
+  (line,) = identity_differences(record, off | {"use_pre_norm": False})
+  assert line.startswith("use_pre_norm")
 
 
 # --- the batch -----------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from maxbatch.checkpoints import refusals
 from maxbatch.checkpoints.faults import cause, free_bytes
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.formats import format_named
-from maxbatch.checkpoints.newest import completed_steps
+from maxbatch.checkpoints.newest import resumable_steps
 from maxbatch.checkpoints.quiet_orbax import silence_orbax
 from maxbatch.checkpoints.reading import patiently, read_arrays, read_record
 from maxbatch.checkpoints.record import (
@@ -104,7 +104,7 @@ class Checkpointer:
 
   def steps(self) -> list[int]:
     """The steps whose saves were completed, oldest first; read from the disk, not yet verified."""
-    return completed_steps(self._directory)
+    return resumable_steps(self._directory)
 
   def save(
     self,

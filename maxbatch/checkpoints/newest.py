@@ -6,7 +6,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from maxbatch.checkpoints.quiet_orbax import silence_orbax
-from maxbatch.checkpoints.record import is_intact
+from maxbatch.checkpoints.record import is_intact, is_parameters_only
 from maxbatch.checkpoints.several import alone
 
 
@@ -18,12 +18,25 @@ def completed_steps(directory: pathlib.Path) -> list[int]:
   return sorted(int(name) for name in names if name.isdecimal())
 
 
+def parameters_to_begin_with(directory: pathlib.Path) -> pathlib.Path | None:
+  """The folder of step 0, if a conversion left parameters alone there; no run ever removes it."""
+  folder = directory / "0"
+  record = record_of(folder) if folder.is_dir() else None
+  return folder if record is not None and is_parameters_only(record) else None
+
+
+def resumable_steps(directory: pathlib.Path) -> list[int]:
+  """As `completed_steps`, of those that a run saved while it trained."""
+  steps = completed_steps(directory)
+  return steps[1:] if parameters_to_begin_with(directory) else steps
+
+
 def newest_record(directory: pathlib.Path) -> dict[str, Any] | None:
-  """The record of the newest step that has an intact one; None if there is none.
+  """The record of the newest resumable step that has an intact one; None if there is none.
 
   A restore may still fall back to an older step, if the arrays of this one are damaged.
   """
-  records = (record_of(directory / str(step)) for step in reversed(completed_steps(directory)))
+  records = (record_of(directory / str(step)) for step in reversed(resumable_steps(directory)))
   return next((record for record in records if record is not None), None)
 
 

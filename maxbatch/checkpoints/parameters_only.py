@@ -17,19 +17,13 @@ from maxbatch.checkpoints.faults import cause
 from maxbatch.checkpoints.fingerprint import VERSION, part_of_fingerprint
 from maxbatch.checkpoints.formats import format_named
 from maxbatch.checkpoints.newest import record_of
-from maxbatch.checkpoints.record import describe_leaves, format_name, sealed
+from maxbatch.checkpoints.record import ORIGIN, describe_leaves, format_name, sealed
 from maxbatch.checkpoints.stored import StoredArray, StoredArrays
 from maxbatch.checkpoints.tensor_files import TensorSpec, write_tensors
 from maxbatch.errors import UserError
 
 PARAMETERS = "params/"
 """What the names of a model's parameters begin with."""
-_ORIGIN = "origin"
-
-
-def is_parameters_only(record: Mapping[str, Any]) -> bool:
-  """Whether a record is that of parameters without a state of training."""
-  return _ORIGIN in record.get("notes", {})
 
 
 def write_parameters(
@@ -57,7 +51,7 @@ def write_parameters(
   prints: dict[str, int] = {}
   write_tensors(state, specs, _noting_fingerprints(specs, values, prints))
   leaves = describe_leaves({spec.name: spec for spec in specs}, prints)
-  more = {"identity": dict(identity), "settings": {}, "plan": {}, "notes": {_ORIGIN: dict(origin)}}
+  more = {"identity": dict(identity), "settings": {}, "plan": {}, "notes": {ORIGIN: dict(origin)}}
   content = json.dumps(sealed(Position(0, 0), leaves, "safetensors", more))
   (record / "metadata").write_text(content, encoding="utf-8")
 

@@ -18,11 +18,16 @@ from maxbatch.checkpoints.fingerprint import VERSION, VERSIONS, fingerprints, na
 from maxbatch.errors import UserError
 from maxbatch.hugging_face.model_keys import PLAIN
 
+ORIGIN = "origin"
+"""In the notes of a checkpoint of parameters alone: where they come from."""
 _ABSENT = "(absent)"
 _SHOWN = 8
 _FILES_SHOWN = 3
 _FINGERPRINT = "fingerprint"
 """What decides whether two values of an identity are equal that have it; the rest explains them."""
+
+_OFF: dict[str, Any] = {"trainable": [], "lora_rank": 0, "lora_alpha": -1, "lora_targets": []}
+"""What trained in runs of versions without these keys."""
 
 _CONSEQUENCES = {
   "stream_version": ": samples would come in another order, some again and some not at all"
@@ -72,6 +77,11 @@ def sealed(
   return fields | {"checksum": _checksum(fields)}
 
 
+def is_parameters_only(record: Mapping[str, Any]) -> bool:
+  """Whether a record is that of parameters without a state of training."""
+  return ORIGIN in record.get("notes", {})
+
+
 def format_name(record: dict[str, Any]) -> str:
   """The checkpoint_format that the arrays were written with."""
   # Checkpoints of earlier versions do not say: there was one format.
@@ -95,8 +105,8 @@ def identity_differences(record: dict[str, Any], identity: Mapping[str, object])
   if "settings" not in record:
     # Written by an earlier version, which compared fewer keys.
     current = {key: value for key, value in current.items() if key in saved}
-  # An option of the model that the version which wrote it did not have was off.
-  off = json.loads(json.dumps(dict(PLAIN)))
+  # An option that the version which wrote it did not have was off.
+  off = json.loads(json.dumps(dict(PLAIN))) | _OFF
   current = {
     key: value
     for key, value in current.items()

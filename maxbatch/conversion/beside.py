@@ -8,7 +8,7 @@ from typing import Any
 from maxbatch.config.schema import Config
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer
-from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer
+from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer, special_tokens
 from maxbatch.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from maxbatch.data.tokenizers.vocabulary_file import FileTokenizer
 from maxbatch.hugging_face.registry import is_model_folder
@@ -45,20 +45,34 @@ def carry_along(source: Path, target: Path) -> None:
 
 
 def tokenizer_keys(folder: Path, run: RunFolder) -> list[str]:
-  """The keys for the tokenizer of a model's folder, once it is carried along into a run's."""
-  types = {"tokenizer.json": "huggingface", "tokenizer.model": "sentencepiece"}
-  for name, tokenizer_type in types.items():
-    if (folder / name).is_file():
-      place = run.hugging_face.absolute()
-      return [f"tokenizer_type={tokenizer_type}", f"tokenizer_path={place}"]
+  """The keys for the tokenizer of a model's folder, once it is carried along into a run's.
+
+  Raises:
+    UserError: tokenizer_config.json cannot be read.
+  """
+  place = f"tokenizer_path={run.hugging_face.absolute()}"
+  if (folder / "tokenizer.json").is_file():
+    # A model without such a token was not trained with one.
+    declared = special_tokens(folder / "tokenizer_config.json")
+    without = [f"add_{role}=false" for role in ("bos", "eos") if role not in declared]
+    return ["tokenizer_type=huggingface", place, *without]
+  if (folder / "tokenizer.model").is_file():
+    return ["tokenizer_type=sentencepiece", place]
   return []
 
 
 def origin_of(config: Config) -> Path | None:
   """The folder of what was beside the weights that a run began with, if it is known."""
-  kept = RunFolder.of(config.run).hugging_face
-  named = Path(config.model.model_name).expanduser()
-  return next((folder for folder in (kept, named) if is_model_folder(folder)), None)
+  began_with = Path(config.checkpoint.load_parameters_path).expanduser()
+  folders = (
+    RunFolder.of(config.run).hugging_face,
+    Path(config.model.model_name).expanduser(),
+    began_with,
+    # Another run, or one of its steps.
+    RunFolder(began_with).hugging_face,
+    RunFolder(began_with.parent.parent).hugging_face,
+  )
+  return next((folder for folder in folders if is_model_folder(folder)), None)
 
 
 def write_beside(config: Config, target: Path) -> Tokenizer:

@@ -19,6 +19,7 @@ from maxbatch.batch.plan import Position
 from maxbatch.checkpoints import leaves
 from maxbatch.checkpoints.find import find_checkpoint
 from maxbatch.checkpoints.fingerprint import VERSION, fingerprints
+from maxbatch.checkpoints.newest import parameters_to_begin_with
 from maxbatch.checkpoints.parameters_only import PARAMETERS
 from maxbatch.checkpoints.record import listed
 from maxbatch.checkpoints.safetensors_format import whole_slices
@@ -30,6 +31,7 @@ from maxbatch.hugging_face.registry import is_model_folder, read_folder
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.models.trainable import ADAPTER
 from maxbatch.models.trainable import Path as ParameterPath
+from maxbatch.run_folder.paths import RunFolder
 
 FROZEN = "frozen"
 """In a checkpoint's notes: the parameters that it does not hold, as `frozen_note` gives them."""
@@ -143,7 +145,8 @@ class CheckpointSource:
     found: dict[ParameterPath, Any] = {names[name]: array for name, array in arrays.items()}
     missing = {path: leaf for path, leaf in flat.items() if _name(path) in note["leaves"]}
     if missing:
-      found |= dict(_flat(read_frozen(note, model, unflatten_dict(missing))))
+      run = self.folder.parent.parent
+      found |= dict(_flat(read_frozen(note, model, unflatten_dict(missing), run)))
     return unflatten_dict(found)
 
   @property
@@ -236,7 +239,7 @@ def frozen_note(source: Source, frozen: Parameters) -> dict[str, Any]:
 
 
 def read_frozen(
-  note: Mapping[str, Any], model: Model, wanted: Parameters, moved_to: str = ""
+  note: Mapping[str, Any], model: Model, wanted: Parameters, run: Path, moved_to: str = ""
 ) -> Parameters:
   """The parameters that a checkpoint does not hold, read where they are and verified.
 
@@ -244,16 +247,15 @@ def read_frozen(
     note: as `frozen_note` gave it.
     model: what they are parameters of.
     wanted: ShapeDtypeStructs with shardings, in any dtypes.
-    moved_to: the value of load_parameters_path, where they are if not where they were.
+    run: the folder of the run that wrote the checkpoint, where that is now.
+    moved_to: the value of load_parameters_path, where they may be if not where they were.
 
   Raises:
     UserError: they are not there, or not the same any more.
   """
   key, flat = "load_parameters_path", dict(_flat(wanted))
   with failing_together():
-    folder = Path(note["folder"])
-    if not folder.is_dir():
-      folder = _moved(key, folder, moved_to)
+    folder = frozen_folder(note, run, moved_to)
     source = open_source(key, folder)
   saved = {path: _as_saved(leaf, note["leaves"][_name(path)]) for path, leaf in flat.items()}
   found = {_name(path): array for path, array in _flat(source.read(model, unflatten_dict(saved)))}
@@ -270,13 +272,25 @@ def read_frozen(
   )
 
 
-def _moved(key: str, folder: Path, moved_to: str) -> Path:
+def frozen_folder(note: Mapping[str, Any], run: Path, moved_to: str = "") -> Path:
+  """Where the parameters are that a checkpoint does not hold: where they were, or moved with its run.
+
+  Raises:
+    UserError: they are not to be found.
+  """
+  folder = Path(note["folder"])
+  beside = run.parent.joinpath(*folder.parts[-3:])
+  converted = parameters_to_begin_with(RunFolder(run).checkpoints) if folder.name == "0" else None
+  for each in (folder, beside, converted):
+    if each is not None and each.is_dir():
+      return each
   if not moved_to:
     raise UserError(
-      f"the frozen parameters of this run are not in its checkpoints, but in {folder}, and there is "
-      f"no such folder; put it back, or say where it is now, for example {key}=runs/first_run"
+      f"the frozen parameters of {run} are not in its checkpoints, but in {folder}, and there is "
+      "no such folder; put it back, or say where it is now, for example "
+      "load_parameters_path=runs/first_run"
     )
-  return find_source(key, moved_to)
+  return find_source("load_parameters_path", moved_to)
 
 
 def _as_saved(leaf: jax.ShapeDtypeStruct, saved: Mapping[str, Any]) -> jax.ShapeDtypeStruct:

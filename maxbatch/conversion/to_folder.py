@@ -1,5 +1,6 @@
 """From a checkpoint to a Hugging Face folder: safetensors, config.json, tokenizer."""
 
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from maxbatch.checkpoints.parameters_only import PARAMETERS, StoredCheckpoint, open_checkpoint
+from maxbatch.checkpoints.parameters_only import PARAMETERS
 from maxbatch.checkpoints.tensor_files import (
   MAX_FILE_BYTES,
   TensorSpec,
@@ -19,6 +20,7 @@ from maxbatch.config.schema import Config
 from maxbatch.conversion.beside import CONFIG, origin_of, token_ids, write_beside
 from maxbatch.conversion.output_folder import whole_folder
 from maxbatch.conversion.result import Converted, converted, model_keys
+from maxbatch.conversion.whole import WholeCheckpoint, whole_checkpoint
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.vocabulary_file import FileTokenizer
 from maxbatch.errors import UserError
@@ -28,6 +30,7 @@ from maxbatch.hugging_face.family import Family
 from maxbatch.hugging_face.model_keys import PLAIN, differing
 from maxbatch.hugging_face.registry import family_for, read_folder
 from maxbatch.hugging_face.tensors import Shape, Tensor
+from maxbatch.models.lora import without_adapters
 from maxbatch.models.registry import build_model
 from maxbatch.run_folder.progress import ByteProgress
 
@@ -35,7 +38,7 @@ from maxbatch.run_folder.progress import ByteProgress
 def convert_to_folder(
   step: Path, config: Config, folder: Path, dtype: str = "", vocab_size: int = 0
 ) -> Converted:
-  """Writes a checkpoint's parameters as a Hugging Face folder.
+  """Writes a checkpoint's parameters as a Hugging Face folder, adapters merged.
 
   Args:
     step: the checkpoint's folder.
@@ -48,7 +51,15 @@ def convert_to_folder(
     UserError: the checkpoint is not one of this configuration or is damaged, no family can say what
       the model computes, or the folder is not to be written.
   """
-  checkpoint = open_checkpoint(step)
+  with whole_checkpoint(step, config) as checkpoint:
+    model = without_adapters(config.model)
+    plain = dataclasses.replace(config, model=model)
+    return _write(checkpoint, plain, folder, dtype, vocab_size)
+
+
+def _write(
+  checkpoint: WholeCheckpoint, config: Config, folder: Path, dtype: str, vocab_size: int
+) -> Converted:
   _check_model(checkpoint, config)
   rows = _rows(config, vocab_size)
   source = _Source(checkpoint, config, rows)
@@ -71,7 +82,7 @@ def convert_to_folder(
 class _Source:
   """A checkpoint's parameters, by their paths as tables of families have them."""
 
-  def __init__(self, checkpoint: StoredCheckpoint, config: Config, vocab_size: int):
+  def __init__(self, checkpoint: WholeCheckpoint, config: Config, vocab_size: int):
     model = build_model(config.model, config.batch.max_target_length)
     self._checkpoint, self._vocab_size = checkpoint, vocab_size
     self._axes = {".".join(path): axes for path, axes in model.axes().items()}
@@ -121,7 +132,7 @@ def _leaf(path: str) -> str:
   return PARAMETERS + path.replace(".", "/")
 
 
-def _check_model(checkpoint: StoredCheckpoint, config: Config) -> None:
+def _check_model(checkpoint: WholeCheckpoint, config: Config) -> None:
   """Refuses a configuration of another model. Raises UserError."""
   ours = model_keys(config)
   saved = {key: value for key, value in checkpoint.record["identity"].items() if key in ours}
@@ -135,7 +146,7 @@ def _check_model(checkpoint: StoredCheckpoint, config: Config) -> None:
     )
 
 
-def _check_leaves(checkpoint: StoredCheckpoint, axes: Mapping[str, LogicalAxes]) -> None:
+def _check_leaves(checkpoint: WholeCheckpoint, axes: Mapping[str, LogicalAxes]) -> None:
   """Refuses a checkpoint that lacks a parameter, or has others. Raises UserError."""
   saved = {name for name in checkpoint.record["leaves"] if name.startswith(PARAMETERS)}
   ours = {_leaf(path) for path in axes}

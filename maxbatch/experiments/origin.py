@@ -13,7 +13,7 @@ from maxbatch.batch.plan import Position
 from maxbatch.checkpoints.find import other_step
 from maxbatch.checkpoints.newest import completed_steps
 from maxbatch.checkpoints.quiet_orbax import silence_orbax
-from maxbatch.checkpoints.record import is_intact
+from maxbatch.checkpoints.record import is_intact, is_parameters_only
 from maxbatch.errors import UserError
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder
@@ -49,6 +49,11 @@ def read_checkpoint(folder: pathlib.Path) -> Checkpoint:
     raise UserError(_damaged(folder, str(error).splitlines()[0])) from error
   if not is_intact(record) or record["step"] != step:
     raise UserError(_damaged(folder, "its record is not what was written"))
+  if is_parameters_only(record):
+    raise UserError(
+      f"checkpoint={folder} holds parameters alone, and branches go on with a run that trains; give "
+      "one that its training has saved"
+    )
   position = Position(step, record["samples"])
   return Checkpoint(folder, position, record["plan"], record["checksum"])
 

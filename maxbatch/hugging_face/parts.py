@@ -45,7 +45,9 @@ def _read_rope(theirs: ConfigJson) -> dict[str, Any]:
 def rope_scaling(theirs: ConfigJson, key: str, values: Mapping[str, Any]) -> dict[str, Any]:
   """Our keys for one object of rope parameters; UserError for a type that is not computed here."""
   kind = values.get("rope_type", values.get("type", "default"))
-  given = {name for name in values if name not in ("rope_type", "type", "rope_theta")}
+  given = set(values) - {"rope_type", "type", "rope_theta"}
+  if values.get("partial_rotary_factor") == 1:  # All of a head, as transformers 5 spells out.
+    given -= {"partial_rotary_factor"}
   taken = {"linear": {"factor"}, "llama3": set(_LLAMA3)}.get(kind, set())
   if kind not in ("default", "linear", "llama3"):
     raise theirs.refusal(

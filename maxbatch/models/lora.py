@@ -1,5 +1,6 @@
 """LoRA (Hu et al. 2021): matrices of low rank beside frozen ones, added to any model's Projections."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,11 @@ _DEFAULT_TARGETS = ("query", "value")
 def scale(config: ModelConfig) -> float:
   """How often the adapters' product counts."""
   return 1.0 if config.lora_alpha == -1 else config.lora_alpha / config.lora_rank
+
+
+def without_adapters(config: ModelConfig) -> ModelConfig:
+  """The model that they are added to."""
+  return dataclasses.replace(config, lora_rank=0, lora_alpha=-1, lora_targets=())
 
 
 def add_adapters(model: nnx.Module, config: ModelConfig, rngs: nnx.Rngs) -> None:

@@ -1,6 +1,7 @@
 """What a run without a checkpoint of its own begins with, and what a run that resumes takes up."""
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.identity import fixed_keys
 from maxbatch.checkpoints.leaves import read_leaves
+from maxbatch.checkpoints.newest import parameters_to_begin_with
 from maxbatch.checkpoints.record import listed, state_differences
 from maxbatch.config.schema import CheckpointConfig, Config, ModelConfig
 from maxbatch.conversion.source import (
@@ -26,12 +28,13 @@ from maxbatch.conversion.source import (
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all, failing_together
 from maxbatch.models.registry import joined
+from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
 
 _FULL, _PARAMETERS = "load_full_state_path", "load_parameters_path"
 _WITHOUT_MEANING = ("weight_dtype", "dropout_rate", "init_weights_seed", "max_position_embeddings")
-_WITHOUT_MEANING += ("z_loss_multiplier", "lora_rank", "lora_alpha", "lora_targets")
+_WITHOUT_MEANING += ("vocab_size", "z_loss_multiplier", "lora_rank", "lora_alpha", "lora_targets")
 """Keys of a model that may be others where trained parameters are taken up."""
 
 
@@ -95,7 +98,7 @@ class Beginning:
 
 def _otherwise(source: Source, config: Config) -> list[str]:
   """Keys of the model that give the same parameters another meaning, a line each."""
-  now, before = fixed_keys(config), source.model_keys
+  now, before = (json.loads(json.dumps(dict(x))) for x in (fixed_keys(config), source.model_keys))
   keys = [
     field.name for field in dataclasses.fields(ModelConfig) if field.name not in _WITHOUT_MEANING
   ]
@@ -120,14 +123,18 @@ def _check_optimizer(source: CheckpointSource, trainer: Trainer) -> None:
     )
 
 
-def beginning_of(config: CheckpointConfig) -> Beginning:
+def beginning_of(config: CheckpointConfig, folder: RunFolder) -> Beginning:
   """What the keys say; of a folder that they name the record is read. All processes must call it.
+
+  A run that a conversion has made begins with what lies in its own folder.
 
   Raises:
     UserError: both are given, or there is nothing of the kind.
   """
   key = _FULL if config.load_full_state_path else _PARAMETERS
+  own = parameters_to_begin_with(folder.checkpoints)
   given = config.load_full_state_path or config.load_parameters_path
+  given = given or broadcast_one_to_all(str(own or ""))
   if not given:
     return Beginning()
   with failing_together():
@@ -162,23 +169,26 @@ def resumed_state(config: Config, trainer: Trainer, restored: Restored) -> Train
   """
   saved = restored.state
   if not trainer.keeps_frozen:
-    wanted, path = trainer.abstract.frozen, config.checkpoint.load_parameters_path
-    frozen = read_frozen(restored.notes[FROZEN], trainer.model, wanted, path)
+    wanted, given = trainer.abstract.frozen, config.checkpoint.load_parameters_path
+    run = RunFolder.of(config.run).path
+    frozen = read_frozen(restored.notes[FROZEN], trainer.model, wanted, run, given)
     saved = saved | {"params": joined(saved["params"], frozen)}
   return trainer.from_saved(saved)
 
 
-def saving_as_before(trainer: Trainer, saved: Mapping[str, Any] | None) -> Trainer:
-  """The trainer, whose checkpoints hold the frozen parameters if those of its run do.
+def saving_frozen(
+  trainer: Trainer, saved: Mapping[str, Any] | None, beginning: Beginning
+) -> Trainer:
+  """The trainer, whose checkpoints hold the frozen parameters unless they can be had elsewhere.
 
   Args:
-    trainer: built as the keys say, which may be others than when the run began.
-    saved: the record of its newest checkpoint; None: it begins.
+    trainer: with nothing said of it.
+    saved: the record of the run's newest checkpoint, as which it goes on; None: it begins.
+    beginning: what it then begins with.
   """
-  keeps = FROZEN not in saved.get("notes", {}) if saved else trainer.keeps_frozen
-  return (
-    trainer if keeps == trainer.keeps_frozen else dataclasses.replace(trainer, keeps_frozen=keeps)
-  )
+  taken = beginning.source is not None and not beginning.full
+  elsewhere = FROZEN in saved.get("notes", {}) if saved else taken and bool(trainer.model.frozen)
+  return dataclasses.replace(trainer, keeps_frozen=False) if elsewhere else trainer
 
 
 def no_steps_left(config: Config, plan: BatchPlan, position: Position) -> str:

@@ -35,7 +35,7 @@ from maxbatch.modes.beginning import (
   key_that_is_over,
   no_steps_left,
   resumed_state,
-  saving_as_before,
+  saving_frozen,
 )
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.noise import calibration_programs, make_noise
@@ -104,11 +104,11 @@ def _run(
 ) -> tuple[TrainState, Position]:
   cache.enable(config.compile.jax_cache_dir)
   resolved = resolve(config, target, forget=forget)
-  beginning = Beginning() if resolved.saved else beginning_of(config.checkpoint)
+  beginning = Beginning() if resolved.saved else beginning_of(config.checkpoint, resolved.folder)
   resolved = dataclasses.replace(resolved, begins=beginning.position)
   print(f"{resolved.plan_ahead}\n", flush=True)
   trainer = build_trainer(resolved.config, resolved.plan, target.devices)
-  trainer = saving_as_before(trainer, resolved.saved)
+  trainer = saving_frozen(trainer, resolved.saved, beginning)
   with failing_together():
     check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices)
   with in_turn():

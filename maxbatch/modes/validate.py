@@ -23,7 +23,7 @@ from maxbatch.batch.solve import counted, text
 from maxbatch.batch.topology import Topology
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.identity import identity, settings
-from maxbatch.checkpoints.newest import completed_steps, newest_record
+from maxbatch.checkpoints.newest import newest_record, resumable_steps
 from maxbatch.checkpoints.record import (
   changed_settings,
   identity_differences,
@@ -40,7 +40,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device, describe_devices, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import num_processes
-from maxbatch.modes.beginning import Beginning, beginning_of, saving_as_before
+from maxbatch.modes.beginning import Beginning, beginning_of, saving_frozen
 from maxbatch.modes.memory import check_memory, item_bytes
 from maxbatch.modes.resolve import check_replaces_nothing, checkpoint_of, keeping_batch, planned
 from maxbatch.modes.start import started
@@ -97,7 +97,9 @@ def _checks(config: Config) -> Iterator[_Check]:
   devices = target.devices
   plan, ahead = run.plan, run.plan_ahead
   yield "batch plan", _phases(ahead), [*choice, *str(ahead).splitlines()]
-  trainer, state = _without_arrays(config, plan, devices, saved)
+  trainer, state = _without_arrays(
+    config, plan, devices, lambda trainer: saving_frozen(trainer, saved, beginning)
+  )
   yield "mesh", f"{plan.topology} on {describe_devices(devices)}", undivided_parameters(trainer)
   if trainer.pipeline:
     choice = [trainer.pipeline.choice] if trainer.pipeline.choice else []
@@ -136,7 +138,7 @@ def _beginning(config: Config) -> tuple[Beginning, str]:
     UserError: it is to take place here, and there is nothing of the kind.
   """
   try:
-    return beginning_of(config.checkpoint), ""
+    return beginning_of(config.checkpoint, RunFolder.of(config.run)), ""
   except UserError as error:
     if not config.compile.compile_topology:
       raise
@@ -167,13 +169,16 @@ def _phases(plan: BatchPlan) -> str:
 
 
 def _without_arrays(
-  config: Config, plan: BatchPlan, devices: Sequence[Device], saved: Mapping[str, Any] | None
+  config: Config,
+  plan: BatchPlan,
+  devices: Sequence[Device],
+  completed: Callable[[Trainer], Trainer],
 ) -> tuple[Trainer, TrainState]:
   """Trainer and state by tracing alone: even a random key would compile a program."""
   made: list[tuple[Trainer, TrainState]] = []
 
   def build() -> None:
-    trainer = saving_as_before(build_trainer(config, plan, devices, keep=False), saved)
+    trainer = completed(build_trainer(config, plan, devices, keep=False))
     made.append((trainer, trainer.abstract))
 
   jax.eval_shape(build)
@@ -233,7 +238,7 @@ def _disk_space(config: Config, plan: BatchPlan, state: Mapping[str, Any], folde
     config.checkpoint.checkpoint_keep_period,
   )
   forever = plan.steps // period if period > 0 else 0
-  there = len(completed_steps(RunFolder(folder).checkpoints))
+  there = len(resumable_steps(RunFolder(folder).checkpoints))
   count = max(1, keep + 1 + forever - there)
   free = shutil.disk_usage(nearest(folder)).free
   needed = f"{counted(count, 'checkpoint')} of {gib(each)}, one of them while it replaces another"
@@ -261,7 +266,7 @@ def _resumable(
     UserError: it is another run's, or no record can be read.
   """
   directory = RunFolder(folder).checkpoints
-  steps, record = completed_steps(directory), newest_record(directory)
+  steps, record = resumable_steps(directory), newest_record(directory)
   if not steps:
     return "nothing to resume: the run begins at step 0", []
   if record is None:

@@ -75,7 +75,6 @@ def build_trainer(
     tuple(devices),
     pipeline,
     Measures(chosen_metrics(config.run.metrics), config.noise.gns_from_microbatches),
-    not config.checkpoint.load_parameters_path,
   )
   loading_hosts(plan, num_processes(trainer.mesh))
   return trainer
@@ -90,7 +89,6 @@ def _trainer(
   devices: tuple[Device, ...],
   pipeline: Pipeline | None,
   measures: Measures,
-  keeps_frozen: bool,
 ) -> Trainer:
   return Trainer(
     model=model,
@@ -100,7 +98,6 @@ def _trainer(
     dropout_key=jax.random.fold_in(jax.random.key(model.config.init_weights_seed), 1),
     pipeline=pipeline,
     measures=measures,
-    keeps_frozen=keeps_frozen or not model.frozen,
   )
 
 

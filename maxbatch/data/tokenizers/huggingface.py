@@ -1,6 +1,7 @@
 """A Hugging Face tokenizer.json, by the tokenizers library."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 from maxbatch.config.schema import DataConfig
@@ -68,14 +69,26 @@ def _load(file: VocabularyFile) -> Any:
 
 def declared_tokens(file: VocabularyFile) -> dict[str, str]:
   """The special tokens by role, as the file beside the vocabulary says."""
-  path = file.path.with_name("tokenizer_config.json")
+  return special_tokens(file.path.with_name("tokenizer_config.json"), f"{file}: ")
+
+
+def special_tokens(path: Path, given: str = "") -> dict[str, str]:
+  """The special tokens by role that a tokenizer_config.json names; none without it.
+
+  Args:
+    path: of the file.
+    given: what an error begins with.
+
+  Raises:
+    UserError: it cannot be read.
+  """
   try:
     said = json.loads(path.read_text())
     tokens = {role: said.get(f"{role}_token") for role in ("bos", "eos", "pad")}
   except FileNotFoundError:
     return {}
   except (OSError, ValueError, AttributeError) as error:
-    raise UserError(f"{file}: {path} beside it cannot be read ({error}); correct it") from error
+    raise UserError(f"{given}{path} beside it cannot be read ({error}); correct it") from error
   # A token is its text, or an object that has it.
   texts = {
     role: token.get("content") if isinstance(token, dict) else token

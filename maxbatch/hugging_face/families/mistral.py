@@ -16,13 +16,15 @@ def _write_window(ours: Ours) -> dict[str, Any]:
   return {"sliding_window": ours["sliding_window_size"] or None}
 
 
+WINDOW = Part(_read_window, _write_window)
+
 MISTRAL = Family(
   model_types=("mistral",),
   architectures=("MistralForCausalLM",),
   same=SAME,
   choices=ACTIVATION,
   fixed={"attention_dropout": 0.0, "attention_bias": False},
-  parts=(HEADS, ROPE, Part(_read_window, _write_window)),
+  parts=(HEADS, ROPE, WINDOW),
   defaults={
     **DEFAULTS,
     "max_position_embeddings": 4096 * 32,

@@ -1,0 +1,280 @@
+"""Runs that begin with the parameters, or the whole state, of another; and what they then save."""
+
+import json
+import pathlib
+import shutil
+from typing import Any
+
+import jax
+import pytest
+from support import SMALLEST, stop_at
+
+from maxbatch.checkpoints import leaves
+from maxbatch.checkpoints.fingerprint import fingerprints
+from maxbatch.checkpoints.newest import newest_record
+from maxbatch.checkpoints.record import _checksum
+from maxbatch.modes.run import run
+from maxbatch.run_folder.metrics import read_metrics
+from maxbatch.train import load_config, main
+from maxbatch.training.state import TrainState
+
+ADAPTED: dict[str, object] = {"lora_rank": 2, "lora_alpha": 4, "lora_targets": "[query,value,down]"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> pathlib.Path:
+  path = tmp_path_factory.mktemp("text") / "words.txt"
+  path.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
+  return path
+
+
+def arguments(text: pathlib.Path, folder: pathlib.Path, name: str, **keys: object) -> list[str]:
+  defaults: dict[str, object] = {
+    "base_output_directory": folder,
+    "run_name": name,
+    "dataset_path": text,
+    "dataset_cache_directory": text.parent / "cache",
+    "eval_samples": 8,
+    "eval_interval": -1,
+    "generate_length": 0,
+    "per_device_batch_size": 1,
+    "lr_schedule_type": "constant",
+    "warmup_steps": 0,
+    **SMALLEST,
+  }
+  return ["config=base", *(f"{key}={value}" for key, value in (defaults | keys).items())]
+
+
+def train(text: pathlib.Path, folder: pathlib.Path, name: str, **keys: object) -> TrainState:
+  return run(load_config(arguments(text, folder, name, **keys)))[0]
+
+
+def losses(folder: pathlib.Path, key: str = "eval/loss") -> list[float]:
+  return [record[key] for record in read_metrics(folder) if key in record]
+
+
+@pytest.fixture(scope="module")
+def bases(text, tmp_path_factory) -> pathlib.Path:
+  """Runs: `base` of 4 steps, with checkpoints 2 and 4, and `tuned`, its adapters after 3 steps."""
+  folder = tmp_path_factory.mktemp("runs")
+  train(text, folder, "base", steps=4, checkpoint_period=2)
+  train(text, folder, "tuned", steps=3, load_parameters_path=folder / "base", **ADAPTED)
+  return folder
+
+
+@pytest.fixture
+def folder(bases, tmp_path) -> pathlib.Path:
+  """A copy, for tests that change what is there."""
+  return shutil.copytree(bases, tmp_path / "runs")
+
+
+def refused(capsys, given: list[str]) -> str:
+  capsys.readouterr()
+  assert main(given) == 2
+  return capsys.readouterr().err
+
+
+# --- load_parameters_path ------------------------------------------------------------------------
+
+
+def test_parameters_alone_are_taken_and_counting_begins_anew(text, bases, tmp_path, capsys):
+  given = {"load_parameters_path": bases / "base", "steps": 1}
+  assert main([*arguments(text, tmp_path, "next", **given), "validate_only=true"]) == 0
+  begins = f"parameters of {bases}/base/checkpoints/4, with a new optimizer, at step 0"
+  assert f"ok   beginning      {begins}\n" in capsys.readouterr().out
+  # On another mesh, in another type.
+  more = {"ici_fsdp_parallelism": 4, "weight_dtype": "bfloat16"}
+  state = train(text, tmp_path, "next", **given, **more)
+  assert f"Begins {begins}\n" in capsys.readouterr().out
+  base, (first, *_) = losses(bases / "base")[-1], losses(tmp_path / "next")
+  assert first == pytest.approx(base, rel=1e-3)
+  assert int(state.opt_state.gradient_step) == 1
+  assert state.params["embedding"].dtype == "bfloat16"
+  assert read_metrics(tmp_path / "next")[-1]["samples"] == 8
+
+
+def test_the_same_parameters_give_the_same_loss_to_the_bit(bases):
+  assert losses(bases / "tuned")[0] == losses(bases / "base")[-1]
+
+
+def test_an_earlier_step_can_be_named(text, bases, tmp_path, capsys):
+  step = bases / "base" / "checkpoints" / "2"
+  train(text, tmp_path, "next", load_parameters_path=step, steps=1)
+  assert f"Begins parameters of {step}, " in capsys.readouterr().out
+  assert losses(tmp_path / "next")[0] == pytest.approx(losses(bases / "base")[1], rel=0.1)
+
+
+def test_frozen_parameters_are_not_saved_again_and_stay_as_they_are(bases):
+  record = newest_record(bases / "tuned" / "checkpoints")
+  assert record is not None
+  saved = {name for name in record["leaves"] if name.startswith("params/")}
+  assert {name.rpartition("/")[2] for name in saved} == {"lora_a", "lora_b"}
+  # What it keeps of them are their fingerprints, which are those of the run that they came from.
+  base = newest_record(bases / "base" / "checkpoints")
+  assert base is not None
+  note = record["notes"]["frozen"]
+  assert note["folder"] == f"{bases}/base/checkpoints/4"
+  assert {f"params/{name}": leaf for name, leaf in note["leaves"].items()} == {
+    name: leaf for name, leaf in base["leaves"].items() if name.startswith("params/")
+  }
+  assert losses(bases / "tuned")[-1] < losses(bases / "tuned")[0]
+
+
+def test_interrupted_and_resumed_is_bit_identical(text, bases, tmp_path, monkeypatch, capsys):
+  given = {"steps": 3, "load_parameters_path": bases / "base", **ADAPTED}
+  with monkeypatch.context() as patch:
+    stop_at(patch, 2)
+    train(text, tmp_path, "tuned", **given)
+  capsys.readouterr()
+  state = train(text, tmp_path, "tuned", **given)
+  said = capsys.readouterr().out
+  assert f"load_parameters_path={bases}/base counted when the run began" in said
+  assert "Begins" not in said
+  record = newest_record(bases / "tuned" / "checkpoints")
+  assert record is not None
+  expected = {name: leaf["fingerprint"] for name, leaf in record["leaves"].items()}
+  found = {f"params/{name}": each for name, each in fingerprints(state.params).items()}
+  assert found == {name: each for name, each in expected.items() if name.startswith("params/")}
+  assert fingerprints(state.frozen) == {
+    name: leaf["fingerprint"] for name, leaf in record["notes"]["frozen"]["leaves"].items()
+  }
+  assert losses(tmp_path / "tuned", "loss") == losses(bases / "tuned", "loss")
+
+
+def test_a_run_can_begin_with_adapters_and_what_they_stand_beside(text, bases, tmp_path):
+  given = {"load_parameters_path": bases / "tuned", "steps": 1, **ADAPTED}
+  state = train(text, tmp_path, "next", **given, trainable="[layers/mlp/*]")
+  assert losses(tmp_path / "next")[0] == losses(bases / "tuned")[-1]
+  trained = jax.tree_util.tree_leaves_with_path(state.params)
+  names = {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in trained}
+  assert {"layers/mlp/up/kernel", "layers/attention/query/lora_a"} < names
+  assert "layers/attention/query/kernel" not in names
+
+
+def test_a_run_whose_frozen_parameters_moved_or_changed(text, folder, capsys):
+  train(text, folder, "mine", steps=1, load_parameters_path=folder / "base", **ADAPTED)
+  (folder / "base").rename(folder / "moved")
+  given = arguments(text, folder, "mine", steps=2, **ADAPTED)
+  # As its config.yml has the key, and without.
+  for more in ([f"load_parameters_path={folder}/base"], []):
+    assert "there is no such folder" in refused(capsys, [*given, *more])
+  steps = folder / "moved" / "checkpoints"
+  said = refused(capsys, [*given, f"load_parameters_path={steps}/2"])
+  assert f"the frozen parameters in {steps}/2 are not those that this run began with: " in said
+  assert main([*given, f"load_parameters_path={steps}/4"]) == 0
+
+
+# --- load_full_state_path ------------------------------------------------------------------------
+
+
+def test_a_whole_state_goes_on_as_its_own_run_does(text, folder, tmp_path, capsys):
+  given = {"load_full_state_path": folder / "base", "steps": 6}
+  assert main([*arguments(text, tmp_path, "fork", **given), "validate_only=true"]) == 0
+  where = f"{folder}/base/checkpoints/4: goes on after step 4 (32 samples)"
+  assert f"parameters, optimizer state and position of {where}" in capsys.readouterr().out
+  fork = train(text, tmp_path, "fork", **given)
+  own = train(text, folder, "base", steps=6)
+  assert fingerprints(fork.params) == fingerprints(own.params)
+  assert fingerprints(fork.opt_state) == fingerprints(own.opt_state)
+  assert [record["step"] for record in read_metrics(tmp_path / "fork")] == [5, 6]
+  assert losses(tmp_path / "fork", "loss") == losses(folder / "base", "loss")[-2:]
+
+
+def test_a_state_that_is_another_runs_is_refused(text, bases, tmp_path, capsys):
+  base = f"load_full_state_path={bases}/base"
+  for keys, said in (
+    ({"opt_type": "sgd"}, "has another optimizer state than this run:"),
+    ({"trainable": "[head]"}, "opt_type, trainable and the model's keys must be those of that run"),
+    ({"steps": 4}, "is at step 4 (32 samples), where the budget of this run ends"),
+    ({"load_parameters_path": bases / "base"}, "a run begins with one of them; for example"),
+  ):
+    given = arguments(text, tmp_path, "fork", **{"steps": 6} | keys)
+    assert said in refused(capsys, [*given, base])
+  assert not (tmp_path / "fork" / "checkpoints").exists()
+
+
+# --- what cannot be taken ------------------------------------------------------------------------
+
+
+def test_what_is_not_there_or_not_of_this_model_is_refused_by_name(text, bases, tmp_path, capsys):
+  (tmp_path / "empty").mkdir()
+  for path, keys, said in (
+    (tmp_path / "empty", {}, "that is no run's folder; name a run's folder, for its newest"),
+    (tmp_path / "none", {}, "there is no such folder; name a run's folder"),
+    (
+      bases / "base" / "checkpoints" / "3",
+      {},
+      "there is no checkpoint of that step; there are 2, 4",
+    ),
+    (
+      bases / "base",
+      {"base_mlp_dim": 48, "logits_via_embedding": "true"},
+      "  head is [16, 264] there and (absent) in this run\n"
+      "  layers/mlp/down/kernel is [1, 32, 16] there and [1, 48, 16] in this run\n",
+    ),
+    (
+      bases / "tuned",
+      {},
+      "Its adapters are no part of this run's model: give lora_rank=2 "
+      "lora_targets=['query', 'value', 'down'], as they were trained",
+    ),
+    (
+      bases / "tuned",
+      {"lora_rank": 3},
+      "query/lora_a is [1, 16, 2] there and [1, 16, 3] in this run",
+    ),
+  ):
+    given = arguments(text, tmp_path, "next", steps=1, load_parameters_path=path, **keys)
+    for more in ([], ["validate_only=true"]):
+      assert said in refused(capsys, [*given, *more])
+
+
+def test_the_same_shapes_with_another_meaning_are_said(text, bases, tmp_path, capsys):
+  given = arguments(text, tmp_path, "next", steps=1, load_parameters_path=bases / "base")
+  assert main([*given, "rope_max_timescale=500000", "validate_only=true"]) == 0
+  said = "rope_max_timescale=500000.0, and they were trained with rope_max_timescale=10000.0"
+  assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("item", ["record", "state"])
+def test_a_damaged_checkpoint_is_named_with_another_that_may_work(
+  text, folder, tmp_path, capsys, item
+):
+  step = folder / "base" / "checkpoints" / "4"
+  largest = max((step / item).rglob("*"), key=lambda path: path.stat().st_size)
+  data = bytearray(largest.read_bytes())
+  # What holds the state of the optimizer alone is not read, so that a single bit may not matter.
+  for at in range(len(data) // 10, len(data), 1000):
+    data[at] ^= 1
+  largest.write_bytes(data)
+  given = arguments(text, tmp_path, "next", steps=1, load_parameters_path=folder / "base")
+  said = refused(capsys, given)
+  assert f"load_parameters_path={step} is damaged (" in said
+  assert f"take another, for example load_parameters_path={step.parent / '2'}" in said
+
+
+def test_only_what_is_needed_is_read(text, bases, tmp_path, monkeypatch):
+  names, placed = set(), leaves._placed
+
+  def noting(arrays: Any, name: str, leaf: Any) -> jax.Array:
+    names.add(name)
+    return placed(arrays, name, leaf)
+
+  monkeypatch.setattr(leaves, "_placed", noting)
+  train(text, tmp_path, "next", load_parameters_path=bases / "base", steps=1)
+  record = newest_record(bases / "base" / "checkpoints")
+  assert record is not None
+  assert names == {name for name in record["leaves"] if name.startswith("params/")}
+  assert names < record["leaves"].keys()
+
+
+def test_a_checkpoint_from_before_these_keys_resumes(text, folder, capsys):
+  """Its record knows nothing of what trains: everything did."""
+  file = folder / "base" / "checkpoints" / "4" / "record" / "metadata"
+  record = json.loads(file.read_text())
+  for key in ("trainable", "lora_rank", "lora_alpha", "lora_targets", "checksum"):
+    (record if key == "checksum" else record["identity"]).pop(key)
+  file.write_text(json.dumps(record | {"checksum": _checksum(record)}))
+  given = arguments(text, folder, "base", steps=5)
+  assert "trainable is (absent) in the checkpoint" in refused(capsys, [*given, "trainable=[head]"])
+  assert main(given) == 0
