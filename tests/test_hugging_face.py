@@ -228,6 +228,34 @@ def test_a_model_of_no_family_says_what_stands_in_the_way():
   )
 
 
+GEMMA3_4B = {"rope_linear_scaling_factor": 8.0, "local_rope_max_timescale": 10_000}
+
+
+@pytest.mark.parametrize(
+  ("change", "key"),
+  [
+    ({"sliding_window_size": 0}, None),
+    ({"sliding_window_size": 0, "local_rope_max_timescale": -1}, None),
+    ({"layer_types": ()}, None),
+    ({"layer_types": ("full_attention",)}, None),
+    ({"local_rope_max_timescale": -1, "rope_linear_scaling_factor": 1.0}, None),
+    # Then the layers of the window would be scaled too.
+    ({"local_rope_max_timescale": -1}, "local_rope_max_timescale"),
+    ({"rope_type": "llama3.1"}, "rope_linear_scaling_factor"),
+    ({"use_qk_norm": False}, "use_qk_norm"),
+  ],
+)
+def test_what_gemma_3_can_say(change, key):
+  packaged = to_flat(load_config(["config=base", "model_name=gemma3-4b"]))
+  assert packaged | GEMMA3_4B == packaged
+  if key is None:
+    values = GEMMA3.config_json(packaged | change, 128)
+    assert differing(GEMMA3.options(values, "here"), packaged | change) is None
+  else:
+    with pytest.raises(UserError, match=f"^{key}=.* cannot be said"):
+      GEMMA3.config_json(packaged | change, 128)
+
+
 def test_a_parameter_without_a_tensor_is_named():
   with pytest.raises(UserError, match=r"type llama has no tensor for layers.mlp.up.lora_a$"):
     LLAMA.table(["embedding", "layers.mlp.up.lora_a"])

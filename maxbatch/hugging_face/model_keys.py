@@ -1,6 +1,6 @@
 """The keys of our configuration that say what a model computes, and when two models are the same.
 
-`tests/test_families.py` holds them together with config/schema.py.
+`tests/test_hugging_face.py` holds them together with config/schema.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -85,7 +85,10 @@ def _computed(model: Mapping[str, Any]) -> dict[str, Any]:
   if not keys["sliding_window_size"] or kinds == ("full_attention",):
     kinds, keys["sliding_window_size"] = ("full_attention",), 0
   without = list(_TRAINING_ONLY)
-  if len(kinds) < 2 or keys["local_rope_max_timescale"] in (-1, keys["rope_max_timescale"]):
+  # With a scaling, which those of the window never have, the same timescale is not the same.
+  is_scaled = (keys["rope_type"], keys["rope_linear_scaling_factor"]) != ("default", 1)
+  is_same = keys["local_rope_max_timescale"] == keys["rope_max_timescale"] and not is_scaled
+  if kinds == ("full_attention",) or is_same:
     without += ["local_rope_max_timescale"]
   if keys["position_embedding"] != "rope":
     without += _ROPE

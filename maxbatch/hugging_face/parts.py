@@ -116,5 +116,6 @@ def read_layer_types(
 def written_layer_types(ours: Ours) -> list[str]:
   """The kind of each layer."""
   num_layers = ours["base_num_decoder_layers"]
-  alike = "sliding_attention" if ours["sliding_window_size"] else "full_attention"
-  return list(layer_types(ours["layer_types"], num_layers)) or [alike] * num_layers
+  if not ours["sliding_window_size"]:
+    return ["full_attention"] * num_layers
+  return list(layer_types(ours["layer_types"] or _KINDS[:1], num_layers))

@@ -27,7 +27,8 @@ def alternating(default_pattern: int) -> Part:
 
   def write(ours: Ours) -> dict[str, Any]:
     return {
-      "sliding_window": ours["sliding_window_size"] or None,
+      # transformers wants a window even where no layer has it.
+      "sliding_window": ours["sliding_window_size"] or GEMMA_DEFAULTS["sliding_window"],
       "layer_types": written_layer_types(ours),
     }
 
