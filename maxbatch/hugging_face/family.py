@@ -76,7 +76,7 @@ class Family:
     ours = {key: theirs[name] for name, key in self.same.items()}
     for name, (key, values_of) in self.choices.items():
       value = theirs.word(name)
-      if value not in values_of:
+      if value is None or value not in values_of:
         raise theirs.refusal(name, f"not supported; {_allowed(name, values_of)}")
       ours[key] = values_of[value]
     for name, value in self.fixed.items():
@@ -125,7 +125,7 @@ class Family:
     theirs = {"architectures": [self.architectures[0]], "model_type": self.model_types[0]}
     theirs |= {name: model[key] for name, key in self.same.items()}
     for name, (key, values_of) in self.choices.items():
-      by_ours = {ours: value for value, ours in reversed(values_of.items())}
+      by_ours = {ours: value for value, ours in reversed(list(values_of.items()))}
       theirs |= {name: by_ours[model[key]]} if model[key] in by_ours else {}
     for part in self.parts:
       theirs |= part.write(model)

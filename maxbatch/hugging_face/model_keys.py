@@ -51,7 +51,7 @@ PLAIN: Mapping[str, Any] = {
 }
 """The other keys, as Llama has them: a family names only those of its own that differ."""
 
-_ROPE = (*(key for key in PLAIN if "rope_" in key), "original_max_position_embeddings")
+_ROPE = [*(key for key in PLAIN if "rope_" in key), "original_max_position_embeddings"]
 _SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor")
 _TRAINING_ONLY = ("dropout_rate",)
 

@@ -30,7 +30,8 @@ def _read_rope(theirs: ConfigJson) -> dict[str, Any]:
   kinds = [new.get(kind) or {} for kind in ("full_attention", "sliding_attention")]
   if not all(isinstance(each, dict) for each in kinds):
     raise theirs.refusal(key, "full_attention and sliding_attention must be objects")
-  full, sliding = {"rope_theta": base} | (kinds[0] or scaling), {"rope_theta": local} | kinds[1]
+  full = {"rope_theta": base, **(kinds[0] or scaling)}
+  sliding = {"rope_theta": local, **kinds[1]}
   if rope_scaling(theirs, key, sliding):
     raise theirs.refusal(key, "the layers of sliding_attention have no scaling here")
   return {
