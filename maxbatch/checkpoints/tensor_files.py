@@ -236,7 +236,7 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
 
 def _bytes(piece: np.ndarray) -> memoryview:
   # numpy hands out no buffer of bfloat16.
-  return memoryview(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
+  return np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
 
 
 def total_bytes(specs: Iterable[TensorSpec]) -> int:

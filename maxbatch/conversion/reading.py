@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,14 +36,19 @@ def load_parameters(folder: Path, model: Model, abstract: Parameters) -> Paramet
     UserError: the folder cannot be read, its family is not supported, a tensor is missing or left
       over, or has another shape.
   """
-  leaves = flatten_dict(abstract)
+  leaves = leaves_by_path(abstract)
   shapes = {path: leaf.shape for path, leaf in leaves.items()}
   with FolderReader(folder, shapes, model.axes()) as reader:
     return unflatten_dict({path: _placed(reader, path, leaf) for path, leaf in leaves.items()})
 
 
+def leaves_by_path(tree: Parameters) -> dict[tuple[str, ...], Any]:
+  """Parameters, or what there is of each, by their paths."""
+  return cast(dict[tuple[str, ...], Any], flatten_dict(tree))
+
+
 def _placed(reader: "FolderReader", path: tuple[str, ...], leaf: Any) -> jax.Array:
-  def part(index: Index) -> np.ndarray:
+  def part(index: Index | None) -> np.ndarray:
     return reader.read(path, whole_slices(index, leaf.shape), np.dtype(leaf.dtype))
 
   return jax.make_array_from_callback(leaf.shape, leaf.sharding, part, dtype=leaf.dtype)

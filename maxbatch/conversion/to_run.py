@@ -6,7 +6,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import yaml
-from flax.traverse_util import flatten_dict
 
 from maxbatch.checkpoints.parameters_only import PARAMETERS, write_parameters
 from maxbatch.checkpoints.stored import block_indices
@@ -15,7 +14,7 @@ from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.conversion.beside import carry_along
 from maxbatch.conversion.output_folder import whole_folder
-from maxbatch.conversion.reading import FolderReader
+from maxbatch.conversion.reading import FolderReader, leaves_by_path
 from maxbatch.conversion.result import Converted, converted, model_keys
 from maxbatch.models.registry import build_model
 from maxbatch.run_folder.paths import RunFolder
@@ -34,7 +33,7 @@ def convert_to_run(folder: Path, config: Config) -> Converted:
       written.
   """
   model = build_model(config.model, config.batch.max_target_length)
-  leaves = flatten_dict(model.shapes())
+  leaves = leaves_by_path(model.shapes())
   specs = {
     path: TensorSpec(PARAMETERS + "/".join(path), leaf.shape, np.dtype(leaf.dtype))
     for path, leaf in leaves.items()
