@@ -45,6 +45,8 @@ class Beginning:
   source: Source | None = None
   full: bool = False
   """Whether optimizer state and position are the source's too."""
+  unseen: bool = False
+  """There is a source of parameters, which is not on this machine to be looked at."""
 
   @property
   def position(self) -> Position:
@@ -186,7 +188,7 @@ def saving_frozen(
     saved: the record of the run's newest checkpoint, as which it goes on; None: it begins.
     beginning: what it then begins with.
   """
-  taken = beginning.source is not None and not beginning.full
+  taken = (beginning.source is not None and not beginning.full) or beginning.unseen
   elsewhere = FROZEN in saved.get("notes", {}) if saved else taken and bool(trainer.model.frozen)
   return dataclasses.replace(trainer, keeps_frozen=False) if elsewhere else trainer
 
