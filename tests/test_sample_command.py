@@ -13,8 +13,10 @@ from test_chat import CHATML, ENDS, SPECIAL, keys
 from vocabularies import END, huggingface
 
 from maxbatch import convert, sample, train
+from maxbatch.checkpoints.find import config_of
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import ByteTokenizer
+from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer
 from maxbatch.errors import UserError
 from maxbatch.sampling.model_folder import config_of_folder, ends_of_folder
 from maxbatch.sampling.requests import PromptEncoder, read_prompts
@@ -107,6 +109,22 @@ def test_a_damaged_checkpoint_writes_nothing(run, tmp_path, capsys):
   assert output.err.endswith(f"take another, for example checkpoint={step / '1'}\n")
 
 
+def test_a_run_of_several_processes_is_waited_for_by_none(run, tmp_path):
+  shutil.copytree(run, tmp_path / "run")
+  written = tmp_path / "run" / "config.yml"
+  there = "coordinator_address: ''", "num_processes: -1", "process_id: -1"
+  content = written.read_text()
+  assert all(line in content for line in there)
+  for line, other in zip(
+    there, ("coordinator_address: a:1", "num_processes: 2", "process_id: 0"), strict=True
+  ):
+    content = content.replace(line, other)
+  written.write_text(content)
+  step = tmp_path / "run" / "checkpoints" / "2"
+  assert config_of(step, []).distributed == config_of(run / "checkpoints" / "2", []).distributed
+  assert config_of(step, ["num_processes=2"]).distributed.num_processes == 2
+
+
 MISTAKES = {
   "top_p=0": "top_p=0: top_p must be at least 0.001 and at most 1, or -1",
   "temperature=-2": "temperature=-2: temperature must be at least 0, or -1",
@@ -179,6 +197,7 @@ def test_a_chat_is_asked_by_its_template(tmp_path):
   huggingface(tmp_path / "model", SPECIAL, **ENDS, chat_template=CHATML)
   data = keys(tmp_path)
   tokenizer = build_tokenizer(data)
+  assert isinstance(tokenizer, HuggingFaceTokenizer)
   encode = PromptEncoder(data, tokenizer)
   messages: list[dict[str, object]] = [{"role": "user", "content": "Who?"}]
   text = tokenizer.inner.decode(list(encode("Who?")), skip_special_tokens=False)

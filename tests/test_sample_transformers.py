@@ -5,6 +5,8 @@ The tiny random models of test_families.py; prompts of different lengths, padded
 sides. N new tokens, V vocabulary.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,7 +70,7 @@ def test_greedy_texts_are_those_of_transformers(pair: Pair):
 def test_the_choice_is_cut_as_transformers_cuts_it(choice):
   logits_BV = np.random.default_rng(2).normal(size=(16, 100)).astype(np.float32) * 2
   scores_BV = torch.asarray(logits_BV)
-  warpers = [transformers.TemperatureLogitsWarper(choice.temperature)]
+  warpers: list[Any] = [transformers.TemperatureLogitsWarper(choice.temperature)]
   warpers += [transformers.TopKLogitsWarper(choice.top_k)] if choice.top_k else []
   warpers += [transformers.TopPLogitsWarper(choice.top_p)] if choice.top_p < 1 else []
   warpers += [transformers.MinPLogitsWarper(choice.min_p)] if choice.min_p else []
