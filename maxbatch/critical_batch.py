@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import jax
 
+from maxbatch.batch.rl_sizes import check_supervised
 from maxbatch.batch.solve import text
 from maxbatch.command_line.arguments import Arguments, Command, Key
 from maxbatch.command_line.run import run_command
@@ -216,6 +217,7 @@ def _run_config(step_folder: pathlib.Path, rest: Sequence[str]) -> Config:
     place = [f"base_output_directory={folder.parent}", f"run_name={folder.name}"]
     given = [f"config={written}", *place, *rest]
   config = load_config(given)
+  check_supervised(config.rl)
   if not is_run(config):
     raise UserError(
       "validate_only and compile_only: branches are trained; leave both false, for example "

@@ -18,6 +18,7 @@ from maxbatch.config.allowed import (
   Budget,
   CountOrUnset,
   CountOrZeroOrUnset,
+  DevicesOrNone,
   DType,
   Exact,
   ExactOrUnset,
@@ -316,6 +317,35 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RLConfig:
+  """Reinforcement learning: what is sampled for a prompt, how it is rewarded, and GRPO's loss."""
+
+  # The sizes; batch_size then counts prompts, and micro_batch_size pairs (batch/rl_sizes.py).
+  num_generations: Annotated[int, Range(low=2, limit=INT32, also=-1)]
+  num_iterations: Positive
+  max_prefill_predict_length: Positive
+  rollout_devices: DevicesOrNone
+  # A snapshot of the parameters for each.
+  rollout_staleness: Annotated[int, Range(low=0, high=64)]
+  # The prompts.
+  rl_task: str
+  num_prompts: CountOrUnset
+  leftover_prompts: Literal["carry", "drop", "error"]
+  # The rewards.
+  reward_functions: tuple[str, ...]
+  reward_processes: Annotated[int, Range(low=1, high=256)]
+  reward_timeout_seconds: Seconds
+  reward_failure: Literal["stop", "zero"]
+  # The loss.
+  loss_type: Literal["dapo", "grpo", "dr_grpo"]
+  scale_rewards: Literal["group", "none"]
+  grpo_beta: NonNegativeFloat
+  grpo_epsilon: Probability
+  grpo_epsilon_high: Annotated[float, Range(low=0, limit=FLOAT32, also=-1)]
+  importance_sampling_cap: NonNegativeFloat
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
   """A whole run, by section."""
 
@@ -330,6 +360,7 @@ class Config:
   data: DataConfig
   optimizer: OptimizerConfig
   checkpoint: CheckpointConfig
+  rl: RLConfig
 
 
 def sections() -> dict[str, type]:
