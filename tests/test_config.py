@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from published import PUBLISHED_PARAMETERS
 
 from maxbatch.command_line.arguments import Command, wants_help
 from maxbatch.command_line.help import documented_keys, help_text
@@ -54,18 +55,10 @@ def test_model_loads_and_takes_effect(name: str):
   config = load_config(["config=base", f"model_name={name}"])
   flat = to_flat_dict(config)
   written = yaml.safe_load((packaged_folder() / "models" / f"{name}.yml").read_text())
+  # Lists are not compared with a tolerance.
+  assert flat["layer_types"] == written.pop("layer_types", [])
   assert {key: flat[key] for key in written} == pytest.approx(written)
   assert flat["model_name"] == name
-
-
-# Parameters of the published checkpoints, counted by their publishers.
-PUBLISHED_PARAMETERS = {
-  "gpt2-small": 124_439_808,
-  "llama2-7b": 6_738_415_616,
-  "llama3-8b": 8_030_261_248,
-  "mistral-7b": 7_241_732_096,
-  "qwen3-0.6b": 596_049_920,
-}
 
 
 def parameters(config: schema.Config) -> int:
@@ -74,14 +67,16 @@ def parameters(config: schema.Config) -> int:
   width, heads, kv_heads = model.base_emb_dim, model.base_num_query_heads, model.base_num_kv_heads
   qkv_width = (heads + 2 * kv_heads) * model.head_dim
   norm = width * (2 if model.normalization == "layernorm" else 1)
-  layer = width * qkv_width + heads * model.head_dim * width + 2 * norm
+  norms = 2 * model.use_pre_norm + model.use_post_attn_norm + model.use_post_ffw_norm
+  layer = width * qkv_width + heads * model.head_dim * width + norms * norm
   layer += model.attention_qkv_bias * qkv_width + model.attention_out_bias * width
-  layer += width * model.base_mlp_dim * (3 if model.mlp_activation == "swiglu" else 2)
+  layer += width * model.base_mlp_dim * (2 if model.mlp_activation == "gelu" else 3)
   layer += model.mlp_bias * (model.base_mlp_dim + width)
-  layer += model.use_qk_norm * 2 * model.head_dim
+  normed_heads = heads + kv_heads if model.qk_norm_across_heads else 2
+  layer += model.use_qk_norm * normed_heads * model.head_dim
   tables = model.vocab_size * width * (1 if model.logits_via_embedding else 2)
   if model.position_embedding == "learned":
-    tables += config.batch.max_target_length * width
+    tables += model.max_position_embeddings * width
   return tables + norm + layer * model.base_num_decoder_layers
 
 
@@ -133,7 +128,8 @@ def test_model_named_in_the_users_file(tmp_path: Path):
 
 
 def test_model_named_in_a_base_yml_takes_effect(tmp_path: Path):
-  text = config_path("base").read_text().replace('"default"', '"llama2-7b"')
+  named = 'model_name: "default"', 'model_name: "llama2-7b"'
+  text = config_path("base").read_text().replace(*named)
   assert load_config([write(tmp_path / "base.yml", text)]).model.base_emb_dim == 4096
 
 

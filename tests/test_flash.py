@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
+from tiny_model import GEMMA_LIKE, loud_parameters, random_rows, tiny_model
 
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import AXES, topology
@@ -20,6 +21,7 @@ from maxbatch.errors import UserError
 from maxbatch.models import flash
 from maxbatch.models.dot_product import dot_product_attention
 from maxbatch.training.build import build_trainer
+from maxbatch.training.loss import loss_sum
 
 KERNELS = {
   "tpu": functools.partial(flash.tpu_attention, interpret=True),
@@ -34,6 +36,7 @@ def model(**keys: object) -> ModelConfig:
 
 def test_every_tpu_has_a_kernel():
   assert flash.flash_obstacle(model(dtype="float32", head_dim=80), 1000, "tpu") is None
+  assert flash.flash_obstacle(model(attn_logits_soft_cap=50), 1000, "tpu") is None
 
 
 def test_an_nvidia_gpu_has_a_kernel_for_bfloat16():
@@ -63,6 +66,13 @@ def test_an_nvidia_gpu_has_a_kernel_for_bfloat16():
       "gpu",
       "7.5",
       "cuDNN's kernel needs compute capability 8.0, but the GPU has 7.5",
+    ),
+    (
+      {"dtype": "bfloat16", "attn_logits_soft_cap": 50},
+      128,
+      "gpu",
+      "9.0",
+      "cuDNN's kernel knows no attn_logits_soft_cap=50",
     ),
     (
       {"dtype": "float32"},
@@ -158,7 +168,7 @@ def with_gradients(attend, q_BTNH, k_BSKH, v_BSKH) -> list[np.ndarray]:
   return [np.asarray(x) for x in run(q_BTNH, k_BSKH, v_BSKH)]
 
 
-def by_products(segment_ids_BT: jax.Array | None, window: int):
+def by_products(segment_ids_BT: jax.Array | None, window: int, soft_cap: float = 0.0):
   """The same attention by matrix products, the mask written out."""
 
   def attend(q_BTNH, k_BSKH, v_BSKH):
@@ -167,7 +177,8 @@ def by_products(segment_ids_BT: jax.Array | None, window: int):
     seen_TS = (back_TS >= 0) & (back_TS < (window or T))
     ids_BT = jnp.zeros((B, T), int) if segment_ids_BT is None else segment_ids_BT
     mask_BTS = jnp.asarray(seen_TS)[None] & (ids_BT[:, :, None] == ids_BT[:, None])
-    return dot_product_attention(q_BTNH, k_BSKH, v_BSKH, jnp.argmax(mask_BTS, axis=-1))
+    first_BT = jnp.argmax(mask_BTS, axis=-1)
+    return dot_product_attention(q_BTNH, k_BSKH, v_BSKH, first_BT, soft_cap)
 
   return attend
 
@@ -184,6 +195,50 @@ def test_a_kernel_equals_matrix_products(kernel: str, K: int, T: int, packed: bo
   wanted = with_gradients(by_products(ids_BT, window), *arrays)
   for ours, theirs in zip(got, wanted, strict=True):
     np.testing.assert_allclose(ours, theirs, atol=3e-6, rtol=1e-5)
+
+
+def test_capped_logits_have_exact_gradients():
+  """By matrix products and by the TPU's kernel, against the formula and autodiff."""
+  arrays, ids_BT = operands(4, 2, 128), segments(2, 128)
+
+  def formula(q_BTNH, k_BSKH, v_BSKH):
+    q_BTKGH = q_BTNH.reshape(2, 128, 2, 2, 16) / 4
+    logits_BKGTS = 0.5 * jnp.tanh(jnp.einsum("btkgh,bskh->bkgts", q_BTKGH, k_BSKH) / 0.5)
+    back_TS = np.arange(128)[:, None] - np.arange(128)[None]
+    seen_BTS = (ids_BT[:, :, None] == ids_BT[:, None]) & jnp.asarray(
+      (back_TS >= 0) & (back_TS < 40)
+    )[None]
+    weights = jax.nn.softmax(jnp.where(seen_BTS[:, None, None], logits_BKGTS, -1e30))
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v_BSKH).reshape(q_BTNH.shape)
+
+  wanted = with_gradients(formula, *arrays)
+  kernel = functools.partial(KERNELS["tpu"], soft_cap=0.5)
+  for attend in (by_products(ids_BT, 40, 0.5), lambda *qkv: kernel(*qkv, ids_BT, 40)):
+    for ours, theirs in zip(with_gradients(attend, *arrays), wanted, strict=True):
+      np.testing.assert_allclose(ours, theirs, atol=3e-6, rtol=1e-5)
+
+
+def test_layers_of_two_kinds_take_two_kernels(monkeypatch: pytest.MonkeyPatch):
+  """A window that is data, in a scan, chooses between kernels compiled for one window each."""
+  windows = []
+
+  def kernel(q_BTNH, k_BSKH, v_BSKH, ids_BT, window):
+    windows.append(window)
+    return KERNELS["gpu"](q_BTNH, k_BSKH, v_BSKH, ids_BT, window)
+
+  monkeypatch.setitem(flash.KERNELS, "cpu", kernel)
+  mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2, 1, 1), AXES)
+  rows, results = random_rows(2)._replace(segment_ids=segments(2, 12)), []
+  for attention in ("flash", "dot_product"):
+    tiny = tiny_model(*GEMMA_LIKE, "attn_logits_soft_cap=0", f"attention={attention}")
+    loss = functools.partial(loss_sum, tiny, rows=rows, dropout_key=None)
+    with jax.set_mesh(mesh):
+      results.append(jax.jit(jax.value_and_grad(loss))(loud_parameters(tiny)))
+  assert set(windows) == {0, 4}
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * float(jnp.abs(b).max())),
+    *results,
+  )
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ TREES = {
 # Lowest first: a folder imports from itself and from what stands before it.
 FOLDERS = [
   "errors",
+  "hugging_face",
   "config",
   "command_line",
   "plots",
@@ -43,6 +44,7 @@ FOLDERS = [
 COMMANDS = ["train", "plan", "pipeline", "critical_batch", "input_analyzer"]
 WITHOUT_JAX = [
   "errors",
+  "hugging_face",
   "config",
   "command_line",
   "batch",

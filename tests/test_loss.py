@@ -16,7 +16,7 @@ from support import mesh
 from tiny_model import loud_parameters, random_rows, tiny_config, tiny_model
 
 from maxbatch.errors import UserError
-from maxbatch.training.loss import cross_entropy_parts, loss_sum, num_tiles
+from maxbatch.training.loss import LossOptions, cross_entropy_parts, loss_sum, num_tiles
 
 B, T, D, V = 3, 12, 8, 29
 
@@ -47,12 +47,12 @@ class Result(NamedTuple):
   d_matrix_DV: np.ndarray
 
 
-def tiled(x: Inputs, tiles: int, z_weight: float = 0.0) -> Result:
+def tiled(x: Inputs, tiles: int, z_weight: float = 0.0, soft_cap: float = 0.0) -> Result:
   """Value and gradients by the function under test; of 3 times the sum, as a caller may scale."""
 
   def total(hidden_BTD: jax.Array, matrix_DV: jax.Array) -> jax.Array:
     return cross_entropy_parts(
-      hidden_BTD, matrix_DV, x.targets_BT, x.weights_BT, tiles, z_weight
+      hidden_BTD, matrix_DV, x.targets_BT, x.weights_BT, LossOptions(tiles, z_weight, soft_cap)
     ).loss.sum()
 
   scaled = jax.value_and_grad(lambda *arrays: 3 * total(*arrays), (0, 1))
@@ -62,11 +62,13 @@ def tiled(x: Inputs, tiles: int, z_weight: float = 0.0) -> Result:
   return Result(np.asarray(value), *(np.asarray(gradient) for gradient in gradients))
 
 
-def plain(x: Inputs, z_weight: float = 0.0) -> Result:
+def plain(x: Inputs, z_weight: float = 0.0, soft_cap: float = 0.0) -> Result:
   """The same by the formula and automatic differentiation, in float64."""
 
   def loss(hidden_BTD, matrix_DV):
     logits_BTV = hidden_BTD @ matrix_DV
+    if soft_cap:
+      logits_BTV = soft_cap * jnp.tanh(logits_BTV / soft_cap)
     log_z_BT = jax.nn.logsumexp(logits_BTV, -1)
     target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], -1)[..., 0]
     return (weights_BT * (log_z_BT - target_BT + z_weight * log_z_BT**2)).sum()
@@ -93,6 +95,13 @@ def assert_close(found: Result, expected: Result, rtol: float) -> None:
 def test_equals_the_formula(tiles, z_weight):
   x = inputs()
   assert_close(tiled(x, tiles, z_weight), plain(x, z_weight), 2e-6)
+
+
+@pytest.mark.parametrize("tiles", [1, 5])
+def test_capped_logits_equal_the_formula(tiles):
+  x = inputs()
+  assert_close(tiled(x, tiles, 0.01, 1.5), plain(x, 0.01, 1.5), 2e-6)
+  assert plain(x, 0.0, 1.5).loss < 0.9 * plain(x).loss
 
 
 def test_z_loss_matters():

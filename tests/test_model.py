@@ -10,7 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import GPT2_LIKE, VOCABULARY, loud_parameters, random_rows, tiny_config, tiny_model
+from published import PUBLISHED_PARAMETERS
+from tiny_model import (
+  GEMMA_LIKE,
+  GPT2_LIKE,
+  OLMO_LIKE,
+  VOCABULARY,
+  loud_parameters,
+  random_rows,
+  tiny_config,
+  tiny_model,
+)
 
 from maxbatch.config.load import load_config
 from maxbatch.data.rows import Rows
@@ -20,7 +30,7 @@ from maxbatch.training.build import num_parameters
 from maxbatch.training.loss import loss_sum
 
 QWEN3_LIKE = ("use_qk_norm=true",)
-FAMILIES = {"gpt2": GPT2_LIKE, "qwen3": QWEN3_LIKE}
+FAMILIES = {"gpt2": GPT2_LIKE, "qwen3": QWEN3_LIKE, "gemma": GEMMA_LIKE, "olmo": OLMO_LIKE}
 every_family = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 
 
@@ -66,10 +76,11 @@ def test_unrolled_layers_have_the_parameters_of_scanned_ones(family):
   assert scanned.axes() == unrolled.axes()
 
 
-def test_unrolled_layers_equal_scanned_ones():
-  given = loud_parameters(tiny_model(*QWEN3_LIKE)), random_rows(3)
-  unrolled = loss_of(*QWEN3_LIKE, "scan_layers=false")(*given)
-  assert_trees_close(unrolled, loss_of(*QWEN3_LIKE)(*given), 2e-6)
+@pytest.mark.parametrize("family", [QWEN3_LIKE, GEMMA_LIKE], ids=["qwen3", "gemma"])
+def test_unrolled_layers_equal_scanned_ones(family):
+  given = loud_parameters(tiny_model(*family)), random_rows(3)
+  unrolled = loss_of(*family, "scan_layers=false")(*given)
+  assert_trees_close(unrolled, loss_of(*family)(*given), 2e-6)
 
 
 def test_layers_are_compiled_once_or_each():
@@ -127,6 +138,33 @@ def test_tokens_see_no_farther_than_the_window(window):
   assert changed.tolist() == [3 <= place < 3 + window for place in range(12)]
 
 
+def test_only_layers_of_sliding_attention_have_a_window():
+  kinds = "sliding_attention, full_attention"
+  for pattern, reach in ((kinds, 9), ("sliding_attention", 7), ("full_attention", 9)):
+    model = tiny_model("sliding_window_size=4", f"layer_types=[{pattern}]")
+    changed = changed_at(model, random_rows(2), token=3)
+    # Two layers of a window of 4 see 6 tokens back.
+    assert changed.tolist() == [3 <= place < 3 + reach for place in range(12)]
+
+
+def test_a_pipeline_knows_the_layers_by_their_number():
+  model = tiny_model(*GEMMA_LIKE, "base_num_decoder_layers=4")
+  parameters, rows = loud_parameters(model), random_rows(2)
+
+  @jax.jit
+  def in_two(first: jax.Array) -> jax.Array:
+    x_BTD = model.bind(parameters).embed(rows, None)
+    for start, end in ((0, 1), (1, 4)):
+      part = jax.tree.map(lambda leaf, start=start, end=end: leaf[start:end], parameters["layers"])
+      bound = model.bind(parameters | {"layers": part})
+      x_BTD = bound.apply_layers(x_BTD, rows, None, first + start)
+    return model.bind(parameters).normalize(x_BTD)
+
+  np.testing.assert_allclose(
+    in_two(jnp.asarray(0)), hidden(model, parameters, rows), rtol=0, atol=1e-5
+  )
+
+
 # --- documents that share a row -------------------------------------------------------------------
 
 
@@ -171,14 +209,6 @@ def test_positions_reach_learned_and_rotary_embeddings():
 
 
 # --- parameters -----------------------------------------------------------------------------------
-
-PUBLISHED_PARAMETERS = {
-  "gpt2-small": 124_439_808,
-  "llama2-7b": 6_738_415_616,
-  "llama3-8b": 8_030_261_248,
-  "mistral-7b": 7_241_732_096,
-  "qwen3-0.6b": 596_049_920,
-}
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMETERS)

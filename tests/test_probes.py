@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_model import GPT2_LIKE, loud_parameters, random_rows, tiny_model
+from tiny_model import GEMMA_LIKE, GPT2_LIKE, OLMO_LIKE, loud_parameters, random_rows, tiny_model
 
 from maxbatch.data.rows import Rows
 from maxbatch.models import probes
@@ -93,6 +93,8 @@ MODELS = {
   "tied": ("logits_via_embedding=true",),
   "qwen": ("use_qk_norm=true", "z_loss_multiplier=0.01"),
   "mistral": ("sliding_window_size=4",),
+  "gemma": (*GEMMA_LIKE, "logits_via_embedding=false"),
+  "olmo": OLMO_LIKE,
   "dropout": ("dropout_rate=0.2",),
   "unrolled": ("scan_layers=false",),
   "remat": ("remat_policy=full",),
@@ -107,7 +109,7 @@ def test_every_layer_of_every_model(keys):
   assert_as_expected(tiny_model("gns=all", *keys), rows_with_padding(5))
 
 
-@pytest.mark.parametrize("keys", [(), GPT2_LIKE, ("use_qk_norm=true",)])
+@pytest.mark.parametrize("keys", [(), GPT2_LIKE, ("use_qk_norm=true",), GEMMA_LIKE, OLMO_LIKE])
 def test_the_norm_layers_alone(keys):
   model = tiny_model("gns=norm", *keys)
   assert all("norm" in probed.path[-2] for probed in model.probed())

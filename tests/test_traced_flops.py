@@ -75,8 +75,16 @@ def test_a_sliding_window_by_counting(window):
   assert of_model(sliding_window_size=window) == pytest.approx(expected)
 
 
+def test_layers_without_a_window_see_all():
+  kinds = "[sliding_attention, full_attention]"
+  both = of_model(sliding_window_size=5) + of_model()
+  assert of_model(sliding_window_size=5, layer_types=kinds) == pytest.approx(both / 2)
+  assert of_model(layer_types=kinds) == of_model()
+
+
 def test_norms_and_rotation_are_not_counted():
   assert of_model(use_qk_norm="true") == of_model()
+  assert of_model(use_qk_norm="true", qk_norm_across_heads="true") == of_model()
   assert of_model(normalization="layernorm") == of_model()
 
 

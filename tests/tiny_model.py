@@ -31,6 +31,28 @@ GPT2_LIKE = (
   "attention_out_bias=true",
   "mlp_bias=true",
 )
+GEMMA_LIKE = (
+  "mlp_activation=geglu",
+  "normalization=zero_centered_rmsnorm",
+  "use_post_attn_norm=true",
+  "use_post_ffw_norm=true",
+  "scale_embedding=true",
+  "sliding_window_size=4",
+  "layer_types=[sliding_attention, full_attention]",
+  "local_rope_max_timescale=10",
+  "query_pre_attn_scalar=5",
+  "attn_logits_soft_cap=0.5",
+  "final_logits_soft_cap=2",
+  "logits_via_embedding=true",
+)
+"""All that Gemma 2 and 3 have, in one."""
+OLMO_LIKE = (
+  "use_pre_norm=false",
+  "use_post_attn_norm=true",
+  "use_post_ffw_norm=true",
+  "use_qk_norm=true",
+  "qk_norm_across_heads=true",
+)
 
 
 def tiny_config(*overrides: str) -> ModelConfig:

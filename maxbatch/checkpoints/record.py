@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from maxbatch.batch.plan import Position
 from maxbatch.checkpoints.fingerprint import VERSION, VERSIONS, fingerprints, named_leaves
 from maxbatch.errors import UserError
+from maxbatch.hugging_face.model_keys import PLAIN
 
 _ABSENT = "(absent)"
 _SHOWN = 8
@@ -77,6 +78,13 @@ def identity_differences(record: dict[str, Any], identity: Mapping[str, object])
   if "settings" not in record:
     # Written by an earlier version, which compared fewer keys.
     current = {key: value for key, value in current.items() if key in saved}
+  # An option of the model that the version which wrote it did not have was off.
+  off = json.loads(json.dumps(dict(PLAIN)))
+  current = {
+    key: value
+    for key, value in current.items()
+    if key in saved or key not in off or value != off[key]
+  }
   return _differences(saved, current)
 
 

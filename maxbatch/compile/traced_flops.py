@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from maxbatch.models.registry import Model
+from maxbatch.models.windows import sliding_layers
 from maxbatch.pipeline_parallel.tick_operations import EVERY_TICK, operation_in_path
 
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
@@ -50,8 +51,8 @@ _Places = Mapping[tuple[bool, str], float]
 def model_flops_per_token(model: Model, length: int) -> float:
   """FLOPs that training on one token needs, forward and backward, nothing computed twice.
 
-  6 for every parameter that takes part in a matrix product, and 12 · layers · width of all heads ·
-  tokens seen on average (Chowdhery et al. 2022, appendix B, with the causal half).
+  6 for every parameter that takes part in a matrix product, and in each layer 12 · width of all
+  heads · tokens seen on average (Chowdhery et al. 2022, appendix B, with the causal half).
   """
   config = model.config
   tables = 0 if config.logits_via_embedding else 1  # an untied embedding is looked up, no product
@@ -61,13 +62,20 @@ def model_flops_per_token(model: Model, length: int) -> float:
     for path, axes in model.axes().items()
     if len([axis for axis in axes if axis != "layers"]) > 1
     and axes[0] != "length"
-    and path[-1] != "bias"
+    and path[-1] not in ("bias", "scale")
     and not (tables and axes[0] == "vocab")
   )
-  window = min(config.sliding_window_size or length, length)
-  seen = window - window * (window - 1) / (2 * length) - 0.5
   width = config.base_num_query_heads * config.head_dim
-  return 6 * matrices + 12 * config.base_num_decoder_layers * width * seen
+  sliding = int(sliding_layers(config).sum())
+  layers = {config.sliding_window_size: sliding, 0: config.base_num_decoder_layers - sliding}
+  seen = sum(number * _seen(window or length, length) for window, number in layers.items())
+  return 6 * matrices + 12 * width * seen
+
+
+def _seen(window: int, length: int) -> float:
+  """Tokens of `length` that a token of a row sees on average, half of itself."""
+  window = min(window, length)
+  return window - window * (window - 1) / (2 * length) - 0.5
 
 
 def _paths(shapes: Any) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:

@@ -49,21 +49,28 @@ def base_config_path(name: str, child: Path, given: str) -> Path:
 
 
 def model_path(name: str, folder: Path, given: str) -> Path:
-  """The file that `model_name` means: a known name, or the path of a .yml file.
+  """What `model_name` means: the file of a known name, a .yml file, or a folder of Hugging Face's.
 
-  The path is relative to `folder` (that of the file that names it), else to the working directory.
-  `given` starts the message when there is no such file.
+  A path is relative to `folder` (that of the file that names it), else to the working directory.
+  `given` starts the message when there is no such thing.
   """
   if name in model_names():
     return packaged_folder() / "models" / f"{name}.yml"
-  if name.endswith((".yml", ".yaml")):
-    given_path = Path(name).expanduser()
-    for path in (folder / given_path, given_path):
-      if os.path.isfile(path):
-        return path
+  given_path = Path(name).expanduser()
+  paths = (folder / given_path, given_path)
+  for path in paths:
+    is_yaml = name.endswith((".yml", ".yaml")) and os.path.isfile(path)
+    if is_yaml or os.path.isfile(path / "config.json"):
+      return path
+  if any(map(os.path.isdir, paths)):
+    raise UserError(
+      f"{given}: that folder has no config.json, so it is no model of Hugging Face's. Give the "
+      "folder that holds one, with the weights beside it."
+    )
   raise UserError(
     f"{given}: there is no such model.{did_you_mean(name, model_names())} "
-    f"Known: {', '.join(model_names())}; or give the path of a .yml file."
+    f"Known: {', '.join(model_names())}; or give the path of a .yml file, or of a folder with "
+    "Hugging Face's config.json."
   )
 
 

@@ -1,15 +1,18 @@
 """From command-line arguments to a Config: which files are read, and which value wins.
 
-Later wins: the root file (usually base.yml), then configs/models/NAME.yml, then the files that
-build on the root, then the command line. So a key that you set yourself always beats the model's.
+Later wins: the root file (usually base.yml), then configs/models/NAME.yml or what a Hugging Face
+config.json says, then the files that build on the root, then the command line. So a key that you
+set yourself always beats the model's.
 The model file is read when model_name is set after the root, or by a file called base.yml; any
 other root gives every key itself, the model's included, as a written-out config.yml does.
 """
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
+import yaml
 from ml_collections import ConfigDict
 
 from maxbatch.config import schema
@@ -17,6 +20,7 @@ from maxbatch.config.find import base_config_path, config_path, did_you_mean, mo
 from maxbatch.config.value import convert, holds_text, plain
 from maxbatch.config.yaml_file import COMMAND_LINE, Entry, read_argument, read_file
 from maxbatch.errors import UserError
+from maxbatch.hugging_face.registry import read_folder
 
 Layer = dict[str, Entry]
 
@@ -118,20 +122,39 @@ def _root_values(path: Path, root: Layer) -> dict[str, object]:
 
 
 def _model_layers(path: Path, root: Layer, layers: Sequence[Layer]) -> list[Layer]:
-  """The model file's entries, as zero or one layer."""
+  """The entries of the model's file, or of its folder's config.json, as zero or one layer."""
   named = [layer["model_name"] for layer in layers if "model_name" in layer]
   if path.name == "base.yml":
     named.insert(0, root["model_name"])
   if not named:
     return []
   entry = named[-1]
-  model = read_file(model_path(str(convert(entry, str)), entry.folder, entry.given))
+  path = model_path(str(convert(entry, str)), entry.folder, entry.given)
+  if path.is_dir():
+    return [_folder_layer(path)]
+  model = read_file(path)
   for key in ("model_name", "base_config"):
     if key in model:
       raise UserError(
         f"{model[key].where}: {key} cannot be set in a model's file; remove the line."
       )
   return [model]
+
+
+def _folder_layer(folder: Path) -> Layer:
+  """What a Hugging Face config.json says, in our keys."""
+  family, options = read_folder(folder)
+  theirs = {key: f", {name}" for name, key in family.same.items()}
+  return {
+    # JSON is YAML.
+    key: Entry(
+      key=key,
+      node=yaml.compose(json.dumps(value), yaml.SafeLoader),
+      where=f"{folder / 'config.json'}{theirs.get(key, '')}",
+      folder=folder,
+    )
+    for key, value in options.items()
+  }
 
 
 def _values(layer: Layer) -> dict[str, object]:

@@ -15,8 +15,12 @@ FIXED = _keys(
   # The model: its arrays, and what they compute.
   """decoder_block vocab_size base_emb_dim base_num_decoder_layers base_num_query_heads
   base_num_kv_heads head_dim base_mlp_dim mlp_activation normalization normalization_layer_epsilon
-  position_embedding rope_max_timescale sliding_window_size logits_via_embedding use_qk_norm
-  attention_qkv_bias attention_out_bias mlp_bias weight_dtype""",
+  use_pre_norm use_post_attn_norm use_post_ffw_norm position_embedding max_position_embeddings
+  rope_type rope_max_timescale local_rope_max_timescale rope_linear_scaling_factor rope_factor
+  rope_low_freq_factor rope_high_freq_factor original_max_position_embeddings sliding_window_size
+  layer_types query_pre_attn_scalar attn_logits_soft_cap final_logits_soft_cap scale_embedding
+  logits_via_embedding use_qk_norm qk_norm_across_heads attention_qkv_bias attention_out_bias
+  mlp_bias weight_dtype""",
   # What it is trained to do, and with which draws.
   "z_loss_multiplier dropout_rate init_weights_seed",
   # Which samples come in which order. What is in the files is compared by fingerprint.

@@ -186,14 +186,31 @@ class ModelConfig:
   base_num_kv_heads: Positive
   head_dim: Positive
   base_mlp_dim: Positive
-  mlp_activation: Literal["gelu", "swiglu"]
-  normalization: Literal["rmsnorm", "layernorm"]
+  mlp_activation: Literal["gelu", "swiglu", "geglu"]
+  normalization: Literal["rmsnorm", "zero_centered_rmsnorm", "layernorm"]
   normalization_layer_epsilon: NonNegativeFloat
+  use_pre_norm: bool
+  use_post_attn_norm: bool
+  use_post_ffw_norm: bool
   position_embedding: Literal["rope", "learned"]
+  max_position_embeddings: PositiveOrUnset
+  rope_type: Literal["default", "llama3.1"]
   rope_max_timescale: Annotated[float, Range(low=1, limit=FLOAT32)]
+  local_rope_max_timescale: Annotated[float, Range(low=1, limit=FLOAT32, also=-1)]
+  rope_linear_scaling_factor: Annotated[float, Range(low=1, limit=FLOAT32)]
+  rope_factor: Annotated[float, Range(low=1, limit=FLOAT32)]
+  rope_low_freq_factor: NonNegativeFloat
+  rope_high_freq_factor: NonNegativeFloat
+  original_max_position_embeddings: Positive
   sliding_window_size: NonNegative
+  layer_types: tuple[Literal["sliding_attention", "full_attention"], ...]
+  query_pre_attn_scalar: NonNegative
+  attn_logits_soft_cap: NonNegativeFloat
+  final_logits_soft_cap: NonNegativeFloat
+  scale_embedding: bool
   logits_via_embedding: bool
   use_qk_norm: bool
+  qk_norm_across_heads: bool
   attention_qkv_bias: bool
   attention_out_bias: bool
   mlp_bias: bool

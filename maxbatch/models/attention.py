@@ -4,10 +4,15 @@ B rows, T query and S key tokens, D width, N query heads, K key/value heads, G =
 per key/value head, H width of a head.
 """
 
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
@@ -15,10 +20,12 @@ from maxbatch.hardware.sharding import constrain
 from maxbatch.models import flash
 from maxbatch.models.dot_product import dot_product_attention
 from maxbatch.models.layers import Norm, Projection
+from maxbatch.models.rope import frequency_factors
+from maxbatch.models.windows import sliding_layers
 
 
 class AttentionContext(NamedTuple):
-  """What attention needs to know of the rows, computed once and shared by all layers."""
+  """What attention needs to know of the rows, computed once and shared by all layers of a kind."""
 
   first_BT: jax.Array
   """int32[B or 1, T]: the first token that each token sees; the last is itself."""
@@ -26,21 +33,56 @@ class AttentionContext(NamedTuple):
   """float32[B or 1, T, H/2]: rotation of each position; None without rope."""
   sin_BTH: jax.Array | None
   segment_ids_BT: jax.Array | None
+  slides: jax.Array | bool = False
+  """Whether the window is what limits the reach: data where layers differ in a scan."""
 
 
-def attention_context(
+@dataclasses.dataclass(frozen=True)
+class LayerContexts:
+  """The contexts of layers of sliding and of full attention: only numbers tell the two apart."""
+
+  sliding: AttentionContext
+  full: AttentionContext
+  """The same object where all layers are alike."""
+  slides_L: np.ndarray
+  """bool[L]: which layers are of sliding attention."""
+
+  def of(self, layer: jax.Array | int) -> AttentionContext:
+    """That of layer `layer` of the model; its number may be data, as in a scan or a pipeline."""
+    if self.sliding is self.full:
+      return self.full
+    if isinstance(layer, int):
+      return self.sliding if self.slides_L[layer] else self.full
+    slides = jnp.asarray(self.slides_L)[layer]
+    return jax.tree.map(lambda *either: jnp.where(slides, *either), self.sliding, self.full)
+
+
+def attention_contexts(
   config: ModelConfig,
   length: int,
   segment_ids_BT: jax.Array | None,
   positions_BT: jax.Array | None,
-) -> AttentionContext:
-  """The reach and rotations of rows of `length` tokens."""
-  cos = sin = None
-  if config.position_embedding == "rope":
-    positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
-    cos, sin = _rotations(positions, config.head_dim, config.rope_max_timescale)
-  first = _first_seen(length, config.sliding_window_size, segment_ids_BT)
-  return AttentionContext(first, cos, sin, segment_ids_BT)
+) -> LayerContexts:
+  """The reach and rotations of rows of `length` tokens, for the layers of either kind."""
+
+  def context(window: int, timescale: float, factors_H: np.ndarray | None) -> AttentionContext:
+    cos = sin = None
+    if config.position_embedding == "rope":
+      positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
+      cos, sin = _rotations(positions, config.head_dim, timescale, factors_H)
+    first = _first_seen(length, window, segment_ids_BT)
+    return AttentionContext(first, cos, sin, segment_ids_BT, window > 0)
+
+  slides_L = sliding_layers(config)
+  timescale, local = config.rope_max_timescale, config.local_rope_max_timescale
+  factors_H = frequency_factors(config)
+  if not slides_L.any():
+    full = context(0, timescale, factors_H)
+    return LayerContexts(full, full, slides_L)
+  of_sliding = (timescale, factors_H) if local == -1 else (local, None)
+  sliding = context(config.sliding_window_size, *of_sliding)
+  full = sliding if slides_L.all() else context(0, timescale, factors_H)
+  return LayerContexts(sliding, full, slides_L)
 
 
 def _first_seen(length: int, window: int, segment_ids_BT: jax.Array | None) -> jax.Array:
@@ -57,11 +99,13 @@ def _first_seen(length: int, window: int, segment_ids_BT: jax.Array | None) -> j
 
 
 def _rotations(
-  positions_BT: jax.Array, head_dim: int, timescale: float
+  positions_BT: jax.Array, head_dim: int, timescale: float, factors_H: np.ndarray | None
 ) -> tuple[jax.Array, jax.Array]:
   """cos and sin of each position at each of head_dim/2 frequencies (Su et al. 2021)."""
   exponents = jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim
   angles_BTH = positions_BT[..., None] * (timescale**-exponents)[None, None]
+  if factors_H is not None:
+    angles_BTH = angles_BTH * factors_H[None, None]
   return jnp.cos(angles_BTH), jnp.sin(angles_BTH)
 
 
@@ -86,8 +130,9 @@ class Attention(nnx.Module):
     self.value = Projection(rngs, config, (D,), (K, H), kv_axes, bias=bias)
     out_axes, out_bias = ("heads", "head_dim", "embed"), config.attention_out_bias
     self.out = Projection(rngs, config, (N, H), (D,), out_axes, bias=out_bias, scale=residual_scale)
-    self.query_norm = Norm(config, H, "head_dim") if config.use_qk_norm else None
-    self.key_norm = Norm(config, H, "head_dim") if config.use_qk_norm else None
+    self.query_norm = _norm(config, N, "heads")
+    self.key_norm = _norm(config, K, "kv_heads")
+    self.query_factor = _query_factor(config)
     self.config = config
 
   @jax.named_scope("attention")
@@ -99,11 +144,46 @@ class Attention(nnx.Module):
     if at.cos_BTH is not None and at.sin_BTH is not None:
       q_BTNH = rotate(q_BTNH, at.cos_BTH, at.sin_BTH)
       k_BSKH = rotate(k_BSKH, at.cos_BTH, at.sin_BTH)
+    if self.query_factor != 1:
+      q_BTNH = q_BTNH * self.query_factor
     q_BTNH = constrain(q_BTNH, ("batch", "length", "heads", "head_dim"))
     k_BSKH = constrain(k_BSKH, ("batch", "length", "kv_heads", "head_dim"))
     if self.config.attention == "flash" and flash.has_devices():
-      window = self.config.sliding_window_size
-      out_BTNH = flash.flash_attention(q_BTNH, k_BSKH, v_BSKH, at.segment_ids_BT, window)
+      out_BTNH = self._flash(q_BTNH, k_BSKH, v_BSKH, at)
     else:
-      out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.first_BT)
+      cap = self.config.attn_logits_soft_cap
+      out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.first_BT, cap)
     return self.out(constrain(out_BTNH, ("batch", "length", "heads", "head_dim")))
+
+  def _flash(
+    self, q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, at: AttentionContext
+  ) -> jax.Array:
+    """By a kernel, whose window is compiled: where it is data there are two to choose from."""
+
+    def attend(window: int) -> Callable[..., jax.Array]:
+      return functools.partial(
+        flash.flash_attention,
+        segment_ids_BT=at.segment_ids_BT,
+        window=window,
+        soft_cap=self.config.attn_logits_soft_cap,
+      )
+
+    window = self.config.sliding_window_size
+    if isinstance(at.slides, bool):
+      return attend(window if at.slides else 0)(q_BTNH, k_BSKH, v_BSKH)
+    return jax.lax.cond(at.slides, attend(window), attend(0), q_BTNH, k_BSKH, v_BSKH)
+
+
+def _norm(config: ModelConfig, num_heads: int, axis: str) -> Norm | None:
+  """Of queries or keys: of each head (Qwen 3), or of all heads together (OLMo 2)."""
+  if not config.use_qk_norm:
+    return None
+  if config.qk_norm_across_heads:
+    return Norm(config, (num_heads, config.head_dim), (axis, "head_dim"))
+  return Norm(config, (config.head_dim,), ("head_dim",))
+
+
+def _query_factor(config: ModelConfig) -> float:
+  """What makes of logits divided by √head_dim those divided by the root of another number."""
+  scalar = config.query_pre_attn_scalar
+  return math.sqrt(config.head_dim / scalar) if scalar else 1.0

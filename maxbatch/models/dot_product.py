@@ -8,6 +8,7 @@ attention does (Dao et al. 2022): nothing of size T·S is kept between the passe
 lead in every product, the layout that XLA's CPU backend multiplies fastest.
 """
 
+import functools
 import math
 
 import jax
@@ -15,7 +16,11 @@ import jax.numpy as jnp
 
 
 def dot_product_attention(
-  q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, first_BT: jax.Array
+  q_BTNH: jax.Array,
+  k_BSKH: jax.Array,
+  v_BSKH: jax.Array,
+  first_BT: jax.Array,
+  soft_cap: float = 0.0,
 ) -> jax.Array:
   """Attention of each query to the keys from its first to itself; logits and softmax in float32.
 
@@ -25,6 +30,7 @@ def dot_product_attention(
     v_BSKH: values.
     first_BT: int32[B or 1, T]: the first key that each query sees. Two comparisons with a number per
       row cost next to nothing; a mask of (B, T, S) made the whole step half as slow again.
+    soft_cap: logits become cap·tanh(logit/cap) (Gemma 2); 0: they stay as they are.
 
   Returns:
     (B, T, N, H), in the values' dtype.
@@ -34,28 +40,35 @@ def dot_product_attention(
   # The G heads that share keys become rows of one product: X = G·T.
   q_BKXH = (q_BTNH / math.sqrt(H)).transpose(0, 2, 1, 3).reshape(B, K, G * T, H)
   k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
-  out_BKXH = _attend(q_BKXH, k_BKSH, v_BKSH, jnp.tile(first_BT, (1, G)))
+  out_BKXH = _attend(q_BKXH, k_BKSH, v_BKSH, jnp.tile(first_BT, (1, G)), soft_cap)
   return out_BKXH.reshape(B, N, T, H).transpose(0, 2, 1, 3)
 
 
-def _logits(q_BKXH: jax.Array, k_BKSH: jax.Array, first_BX: jax.Array) -> jax.Array:
-  logits_BKXS = jnp.matmul(q_BKXH, k_BKSH.mT, preferred_element_type=jnp.float32)
-  S = k_BKSH.shape[2]
+def _logits(q_BKXH: jax.Array, k_BKSH: jax.Array) -> jax.Array:
+  return jnp.matmul(q_BKXH, k_BKSH.mT, preferred_element_type=jnp.float32)
+
+
+def _capped(logits_BKXS: jax.Array, soft_cap: float) -> jax.Array:
+  return soft_cap * jnp.tanh(logits_BKXS / soft_cap) if soft_cap else logits_BKXS
+
+
+def _masked(logits_BKXS: jax.Array, first_BX: jax.Array) -> jax.Array:
+  S = logits_BKXS.shape[-1]
   keys_S, last_X = jnp.arange(S), jnp.arange(first_BX.shape[1]) % S
   causal_XS = keys_S[None, :] <= last_X[:, None]
   seen_BXS = causal_XS[None] & (keys_S[None, None, :] >= first_BX[:, :, None])
   return jnp.where(seen_BXS[:, None], logits_BKXS, jnp.finfo(jnp.float32).min)
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(
-  q_BKXH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, first_BX: jax.Array
+  q_BKXH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, first_BX: jax.Array, soft_cap: float
 ) -> jax.Array:
-  return _forward(q_BKXH, k_BKSH, v_BKSH, first_BX)[0]
+  return _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, soft_cap)[0]
 
 
-def _forward(q_BKXH, k_BKSH, v_BKSH, first_BX):
-  logits_BKXS = _logits(q_BKXH, k_BKSH, first_BX)
+def _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, soft_cap):
+  logits_BKXS = _masked(_capped(_logits(q_BKXH, k_BKSH), soft_cap), first_BX)
   max_BKX1 = logits_BKXS.max(-1, keepdims=True)
   exp_BKXS = jnp.exp(logits_BKXS - max_BKX1)
   sum_BKX1 = exp_BKXS.sum(-1, keepdims=True)
@@ -65,15 +78,20 @@ def _forward(q_BKXH, k_BKSH, v_BKSH, first_BX):
   return out_BKXH, (q_BKXH, k_BKSH, v_BKSH, first_BX, out_BKXH, max_BKX1 + jnp.log(sum_BKX1))
 
 
-def _backward(kept, d_out_BKXH):
+def _backward(soft_cap, kept, d_out_BKXH):
   q_BKXH, k_BKSH, v_BKSH, first_BX, out_BKXH, log_sum_BKX1 = kept
   f32, dtype = jnp.float32, q_BKXH.dtype
-  weights_BKXS = jnp.exp(_logits(q_BKXH, k_BKSH, first_BX) - log_sum_BKX1)
+  capped_BKXS = _capped(_logits(q_BKXH, k_BKSH), soft_cap)
+  weights_BKXS = jnp.exp(_masked(capped_BKXS, first_BX) - log_sum_BKX1)
   d_v_BKSH = jnp.matmul(weights_BKXS.astype(dtype).mT, d_out_BKXH)
   d_weights_BKXS = jnp.matmul(d_out_BKXH, v_BKSH.mT, preferred_element_type=f32)
   # Σ_s weight · d_weight, without another pass over (X, S).
   shift_BKX1 = (d_out_BKXH.astype(f32) * out_BKXH.astype(f32)).sum(-1, keepdims=True)
-  d_logits_BKXS = (weights_BKXS * (d_weights_BKXS - shift_BKX1)).astype(dtype)
+  d_logits_BKXS = weights_BKXS * (d_weights_BKXS - shift_BKX1)
+  if soft_cap:
+    # The slope of the tanh; of logits before the mask, whose least number has no square.
+    d_logits_BKXS = d_logits_BKXS * (1 - (capped_BKXS / soft_cap) ** 2)
+  d_logits_BKXS = d_logits_BKXS.astype(dtype)
   d_q_BKXH = jnp.matmul(d_logits_BKXS, k_BKSH)
   d_k_BKSH = jnp.matmul(d_logits_BKXS.mT, q_BKXH)
   return d_q_BKXH, d_k_BKSH, d_v_BKSH, None

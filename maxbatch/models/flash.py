@@ -78,6 +78,8 @@ def _cudnn_obstacle(config: ModelConfig, max_target_length: int, capability: str
   chip = tuple(int(part) for part in capability.split("."))
   if chip < _AMPERE:
     return f"cuDNN's kernel needs compute capability 8.0, but the GPU has {capability}"
+  if config.attn_logits_soft_cap:
+    return f"cuDNN's kernel knows no attn_logits_soft_cap={config.attn_logits_soft_cap:g}"
   if config.dtype != "bfloat16":
     return f"cuDNN's kernel computes in bfloat16, not in dtype={config.dtype}; use dtype=bfloat16"
   widest = 256 if chip >= _HOPPER else 128
@@ -110,6 +112,8 @@ def flash_attention(
   segment_ids_BT: jax.Array | None,
   window: int,
   kernel: Kernel | None = None,
+  *,
+  soft_cap: float = 0.0,
 ) -> jax.Array:
   """Causal attention, each device working on its own rows and heads. Returns (B, T, N, H).
 
@@ -123,9 +127,11 @@ def flash_attention(
     segment_ids_BT: tokens see only their own segment; None: each row is one segment.
     window: tokens each token sees, itself included; 0: all before it.
     kernel: what to run on each device; None: what belongs to the mesh's devices.
+    soft_cap: logits become cap·tanh(logit/cap), on a TPU; 0: they stay as they are.
   """
   mesh = jax.sharding.get_abstract_mesh()
   run = kernel or KERNELS[mesh.abstract_device.platform]
+  run = functools.partial(run, soft_cap=soft_cap) if soft_cap else run
   k_BSKH, v_BSKH = (_divisible(x, q_BTNH.shape[2], mesh.shape["tensor"]) for x in (k_BSKH, v_BSKH))
   queries = auto_axes_spec(("batch", "length", "heads", "head_dim"), q_BTNH.shape)
   keys = auto_axes_spec(("batch", "length", "kv_heads", "head_dim"), k_BSKH.shape)
@@ -158,6 +164,7 @@ def tpu_attention(
   segment_ids_BT: jax.Array | None,
   window: int,
   *,
+  soft_cap: float = 0.0,
   interpret: bool = False,
 ) -> jax.Array:
   """Splash attention of one device's rows and heads; `interpret` runs it, slowly, without a TPU.
@@ -171,13 +178,13 @@ def tpu_attention(
   q_BNTH, k_BKSH, v_BKSH = (
     jnp.swapaxes(pad(x), 1, 2) for x in (q_BTNH / math.sqrt(H), k_BSKH, v_BSKH)
   )
-  kernel = _splash_kernel(N, length, window, interpret=interpret)
+  kernel = _splash_kernel(N, length, window, soft_cap, interpret=interpret)
   out_BNTH = jax.vmap(kernel)(q_BNTH, k_BKSH, v_BKSH, segments)
   return jnp.swapaxes(out_BNTH, 1, 2)[:, :T]
 
 
 def _splash_kernel(
-  num_heads: int, length: int, window: int, *, interpret: bool
+  num_heads: int, length: int, window: int, soft_cap: float, *, interpret: bool
 ) -> Callable[..., Any]:
   """The kernel for one row of `length` tokens; it skips the blocks that the mask leaves empty."""
   if window:
@@ -195,6 +202,7 @@ def _splash_kernel(
       block_q_dq=X,
       block_kv_dq=X,
     ),
+    attn_logits_soft_cap=soft_cap or None,
     head_shards=1,
     q_seq_shards=1,
     interpret=interpret,

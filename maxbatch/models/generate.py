@@ -71,6 +71,8 @@ def _write(
     rows = Rows(tokens_1W, tokens_1W, jnp.ones((1, window)), jnp.zeros(1, int))
     hidden_D = bound(rows, None)[0, at - 1 - first]
     logits_V = (hidden_D @ bound.output_matrix()).astype(jnp.float32)[ids]
+    cap = model.config.final_logits_soft_cap
+    logits_V = cap * jnp.tanh(logits_V / cap) if cap else logits_V
     choice = jnp.argmax(logits_V)
     if temperature > 0:
       key = jax.random.fold_in(jax.random.key(0), at)

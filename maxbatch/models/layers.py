@@ -79,12 +79,16 @@ class Projection(nnx.Module):
 
 
 class Norm(nnx.Module):
-  """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) of the last dim, in float32."""
+  """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) of the last dims, in float32."""
 
-  def __init__(self, config: ModelConfig, width: int, axis: str | None):
+  def __init__(self, config: ModelConfig, shape: tuple[int, ...], axes: LogicalAxes):
+    """Of the last dims, as many as `shape` has, together."""
     centred = config.normalization == "layernorm"
-    self.scale = _constant(1.0, (width,), (axis,), config)
-    self.bias = _constant(0.0, (width,), (axis,), config) if centred else None
+    # Gemma's scale is kept as what it adds to one: weight decay then draws it to one.
+    self.offset = 1.0 if config.normalization == "zero_centered_rmsnorm" else 0.0
+    self.scale = _constant(1.0 - self.offset, shape, axes, config)
+    self.bias = _constant(0.0, shape, axes, config) if centred else None
+    self.dims = tuple(range(-len(shape), 0))
     self.probe: Probe | None = probe("scale", "bias")
     self.epsilon = config.normalization_layer_epsilon
 
@@ -93,9 +97,10 @@ class Norm(nnx.Module):
     """Same shape and dtype as x."""
     y, probe = x.astype(jnp.float32), probe_values(self.probe)
     if self.bias is not None:
-      y = y - y.mean(-1, keepdims=True)
-    y = y * jax.lax.rsqrt((y * y).mean(-1, keepdims=True) + self.epsilon)
-    y = y * _over_rows(self.scale, probe, y)
+      y = y - y.mean(self.dims, keepdims=True)
+    y = y * jax.lax.rsqrt((y * y).mean(self.dims, keepdims=True) + self.epsilon)
+    scale = _over_rows(self.scale, probe, y)
+    y = y * (scale + self.offset if self.offset else scale)
     if self.bias is not None:
       y = y + _over_rows(self.bias, probe, y)
     return y.astype(x.dtype)
@@ -111,12 +116,13 @@ def _over_rows(parameter: Parameter, probe_BS: jax.Array | None, y: jax.Array) -
 
 
 class FeedForward(nnx.Module):
-  """GELU in two matrices (GPT-2), or SwiGLU in three (Shazeer 2020)."""
+  """GELU in two matrices (GPT-2), or SwiGLU or GeGLU in three (Shazeer 2020)."""
 
   def __init__(self, rngs: nnx.Rngs, config: ModelConfig, residual_scale: float):
     D, F, bias = config.base_emb_dim, config.base_mlp_dim, config.mlp_bias
     up = ("embed", "mlp")
-    gated = config.mlp_activation == "swiglu"
+    gated = config.mlp_activation != "gelu"
+    self.is_silu = config.mlp_activation == "swiglu"
     self.gate = Projection(rngs, config, (D,), (F,), up, bias=bias) if gated else None
     self.up = Projection(rngs, config, (D,), (F,), up, bias=bias)
     self.down = Projection(
@@ -127,9 +133,13 @@ class FeedForward(nnx.Module):
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     """(B, T, D) → (B, T, D)."""
     h_BTF = self.up(x_BTD)
-    h_BTF = (
-      jax.nn.gelu(h_BTF, approximate=True)
-      if self.gate is None
-      else jax.nn.silu(self.gate(x_BTD)) * h_BTF
-    )
+    if self.gate is None:
+      h_BTF = _gelu(h_BTF)
+    else:
+      h_BTF = (jax.nn.silu if self.is_silu else _gelu)(self.gate(x_BTD)) * h_BTF
     return self.down(constrain(h_BTF, ("batch", "length", "mlp")))
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+  """GELU by tanh, as in GPT-2 and Gemma."""
+  return jax.nn.gelu(x, approximate=True)

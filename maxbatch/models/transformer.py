@@ -1,4 +1,4 @@
-"""A decoder-only transformer that expresses GPT-2, Llama, Mistral and Qwen 3.
+"""A decoder-only transformer that expresses GPT-2, Llama, Mistral, Qwen, Gemma and OLMo 2.
 
 B rows, T tokens, D width of the residual stream, V vocabulary, L layers.
 """
@@ -16,7 +16,7 @@ from maxbatch.config.schema import ModelConfig
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import constrain, over_rows
-from maxbatch.models.attention import Attention, AttentionContext, attention_context
+from maxbatch.models.attention import Attention, AttentionContext, LayerContexts, attention_contexts
 from maxbatch.models.dropout import dropout, fold
 from maxbatch.models.layers import FeedForward, Norm, parameter
 from maxbatch.models.probes import for_each_row, looked_up, probe, probe_values
@@ -33,24 +33,37 @@ _MOVES = ("sharding_constraint", "convert_element_type", "reshape")
 
 
 class Block(nnx.Module):
-  """One layer: attention and feed-forward, each normalized before and added to the stream."""
+  """One layer: attention and feed-forward, each normalized before or after, or both, and added to
+  the stream."""
 
   def __init__(self, rngs: nnx.Rngs, config: ModelConfig):
     # Two additions to the stream per layer: keeps its variance near one at any depth (GPT-2).
     residual_scale = 1.0 / math.sqrt(2 * config.base_num_decoder_layers)
-    self.attention_norm = Norm(config, config.base_emb_dim, "embed")
+    self.attention_norm = _norm(config, config.use_pre_norm)
     self.attention = Attention(rngs, config, residual_scale)
-    self.mlp_norm = Norm(config, config.base_emb_dim, "embed")
+    self.post_attention_norm = _norm(config, config.use_post_attn_norm)
+    self.mlp_norm = _norm(config, config.use_pre_norm)
     self.mlp = FeedForward(rngs, config, residual_scale)
+    self.post_mlp_norm = _norm(config, config.use_post_ffw_norm)
     self.dropout_rate = config.dropout_rate
 
   def __call__(self, x_BTD: jax.Array, at: AttentionContext, keys_B: jax.Array | None) -> jax.Array:
     """(B, T, D) → (B, T, D)."""
-    y_BTD = self.attention(self.attention_norm(x_BTD), at)
+    y_BTD = self.attention(_normalized(self.attention_norm, x_BTD), at)
+    y_BTD = _normalized(self.post_attention_norm, y_BTD)
     x_BTD = x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 0))
-    y_BTD = self.mlp(self.mlp_norm(x_BTD))
+    y_BTD = self.mlp(_normalized(self.mlp_norm, x_BTD))
+    y_BTD = _normalized(self.post_mlp_norm, y_BTD)
     x_BTD = x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 1))
     return constrain(x_BTD, ("batch", "length", "activation_embed"))
+
+
+def _norm(config: ModelConfig, is_used: bool) -> Norm | None:
+  return Norm(config, (config.base_emb_dim,), ("embed",)) if is_used else None
+
+
+def _normalized(norm: Norm | None, x_BTD: jax.Array) -> jax.Array:
+  return x_BTD if norm is None else norm(x_BTD)
 
 
 class Transformer(nnx.Module):
@@ -65,16 +78,18 @@ class Transformer(nnx.Module):
 
   def __init__(self, rngs: nnx.Rngs, config: ModelConfig, max_target_length: int):
     """Raises UserError if sizes contradict each other."""
-    validate(config)
+    validate(config, max_target_length)
     D, V = config.base_emb_dim, config.vocab_size
     dtype, std = config.weight_dtype, _EMBEDDING_STD
     self.embedding = parameter(rngs, std, (V, D), ("vocab", "embed"), dtype)
-    learned, shape = config.position_embedding == "learned", (max_target_length, D)
+    longest = config.max_position_embeddings
+    learned = config.position_embedding == "learned"
+    shape = (max_target_length if longest == -1 else longest, D)
     self.position_embedding = (
       parameter(rngs, std, shape, ("length", "embed"), dtype) if learned else None
     )
     self.layers = _stacked_blocks(rngs, config, self.block)
-    self.final_norm = Norm(config, D, "embed")
+    self.final_norm = Norm(config, (D,), ("embed",))
     tied = config.logits_via_embedding
     self.head = None if tied else parameter(rngs, std, (D, V), ("embed", "vocab"), dtype)
     # A tied table has no probe: the norm of a sum of two gradients does not follow from theirs.
@@ -97,7 +112,7 @@ class Transformer(nnx.Module):
     self, x_BTD: jax.Array, rows: Rows, keys_B: jax.Array | None, first: jax.Array | int
   ) -> jax.Array:
     """The layers bound here, of which the first is layer `first` of the model."""
-    at = attention_context(self.config, rows.inputs.shape[1], rows.segment_ids, rows.positions)
+    at = attention_contexts(self.config, rows.inputs.shape[1], rows.segment_ids, rows.positions)
     return _apply_layers(self.layers, self.config, x_BTD, at, keys_B, first)
 
   def normalize(self, x_BTD: jax.Array) -> jax.Array:
@@ -113,6 +128,8 @@ class Transformer(nnx.Module):
     probe_BS = probe_values(self.embedding_probe)
     if probe_BS is not None:
       x_BTD = looked_up(x_BTD, rows.inputs, probe_BS)
+    if self.config.scale_embedding:
+      x_BTD = x_BTD * math.sqrt(self.config.base_emb_dim)
     if self.position_embedding is not None:
       x_BTD = x_BTD + self._positions(rows)
     return constrain(x_BTD, ("batch", "length", "activation_embed"))
@@ -159,7 +176,7 @@ def _apply_layers(
   stacked: Block,
   config: ModelConfig,
   x_BTD: jax.Array,
-  at: AttentionContext,
+  at: LayerContexts,
   keys_B: jax.Array | None,
   first: jax.Array | int,
 ) -> jax.Array:
@@ -168,7 +185,7 @@ def _apply_layers(
 
   def layer(x_BTD: jax.Array, item: tuple[nnx.State, jax.Array | int]) -> tuple[jax.Array, None]:
     parameters, index = item
-    return nnx.merge(graph, parameters)(x_BTD, at, fold(keys_B, index)), None
+    return nnx.merge(graph, parameters)(x_BTD, at.of(index), fold(keys_B, index)), None
 
   policy = _remat_policy(config.remat_policy)
   if policy is not None:
@@ -214,7 +231,7 @@ def _unstack(parameters: nnx.State, length: int) -> list[nnx.State]:
   ]
 
 
-def validate(config: ModelConfig) -> None:
+def validate(config: ModelConfig, max_target_length: int) -> None:
   """Checks the sizes that depend on each other.
 
   Raises:
@@ -231,4 +248,20 @@ def validate(config: ModelConfig) -> None:
     raise UserError(
       f"head_dim={config.head_dim} must be even with position_embedding=rope, which rotates pairs; "
       f"for example head_dim={config.head_dim + 1}"
+    )
+  _validate_positions(config, max_target_length)
+
+
+def _validate_positions(config: ModelConfig, max_target_length: int) -> None:
+  longest, low = config.max_position_embeddings, config.rope_low_freq_factor
+  if config.position_embedding == "learned" and -1 < longest < max_target_length:
+    raise UserError(
+      f"max_target_length={max_target_length} must be at most max_position_embeddings={longest}, "
+      f"the positions that there are with position_embedding=learned; for example "
+      f"max_target_length={longest}"
+    )
+  if config.rope_type == "llama3.1" and config.rope_high_freq_factor <= low:
+    raise UserError(
+      f"rope_high_freq_factor={config.rope_high_freq_factor:g} must be more than "
+      f"rope_low_freq_factor={low:g}; for example rope_high_freq_factor={4 * low or 1:g}"
     )

@@ -34,6 +34,18 @@ _TILE_BYTES = 64 * 2**20
 _MATRIX_AXES = ("embed", "vocab")
 
 
+class LossOptions(NamedTuple):
+  """How the loss is formed from hidden states; known when the step is compiled."""
+
+  tiles: int
+  """Tiles of tokens, see `num_tiles`."""
+  z_weight: float = 0.0
+  """Weight of the squared log normalizer."""
+  soft_cap: float = 0.0
+  """Logits become cap·tanh(logit/cap); 0: they stay as they are."""
+  metrics: Metrics = NO_METRICS
+
+
 class LossSums(NamedTuple):
   """Sums over tokens, as float32 scalars, or with an entry per device along fsdp, float32[F]."""
 
@@ -73,12 +85,21 @@ def loss_parts(
     keys_B = sample_keys(dropout_key, rows.sample_ids)
   bound = model.bind(parameters, probes)
   hidden_BTD = bound(rows, keys_B)
-  z_weight = 0.0 if dropout_key is None else config.z_loss_multiplier
-  tiles = num_tiles(config, *hidden_BTD.shape[:2])
+  options = loss_options(
+    config, *hidden_BTD.shape[:2], is_training=dropout_key is not None, metrics=metrics
+  )
   matrix_DV = bound.output_matrix()
   probe_BS = bound.output_probe() if isinstance(bound, MeasuredModel) else None
-  return cross_entropy_parts(
-    hidden_BTD, matrix_DV, rows.targets, rows.weights, tiles, z_weight, metrics, probe_BS
+  return cross_entropy_parts(hidden_BTD, matrix_DV, rows.targets, rows.weights, options, probe_BS)
+
+
+def loss_options(
+  config: ModelConfig, rows: int, length: int, *, is_training: bool, metrics: Metrics
+) -> LossOptions:
+  """How the loss of `rows` rows of `length` tokens is formed; z-loss is training's alone."""
+  z_weight = config.z_loss_multiplier if is_training else 0.0
+  return LossOptions(
+    num_tiles(config, rows, length), z_weight, config.final_logits_soft_cap, metrics
   )
 
 
@@ -108,9 +129,7 @@ def cross_entropy_parts(
   matrix_DV: jax.Array,
   targets_BT: jax.Array,
   weights_BT: jax.Array,
-  tiles: int,
-  z_weight: float,
-  metrics: Metrics = NO_METRICS,
+  options: LossOptions,
   probe_BS: jax.Array | None = None,
 ) -> LossSums:
   """Σ weight · (log Z − logit[target] + z_weight · (log Z)²), with log Z in float32, and the sums
@@ -119,7 +138,7 @@ def cross_entropy_parts(
   def of_rows(matrix_DV: jax.Array, *rows: jax.Array) -> LossSums:
     hidden_BTD, *others = rows
     total = _cross_entropy_sum if probe_BS is None else _measured_sum
-    sums = total(hidden_BTD, matrix_DV, *others, tiles, z_weight, metrics)
+    sums = total(hidden_BTD, matrix_DV, *others, options)
     return jax.tree.map(lambda x: x[None], sums)
 
   rows = (hidden_BTD, targets_BT, weights_BT, *(() if probe_BS is None else (probe_BS,)))
@@ -135,106 +154,103 @@ def _add(total: LossSums, new: LossSums) -> LossSums:
   return jax.tree.map(jnp.add, total, new)
 
 
-def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight, metrics):
+def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, options):
   """The sums, for evaluation."""
 
   def add_tile(total, tile):
-    return _add(total, _tile_sum(tile, matrix_DV, z_weight, metrics)[0]), None
+    return _add(total, _tile_sum(tile, matrix_DV, options)[0]), None
 
-  cut = _cut(tiles, hidden_BTD, targets_BT, weights_BT)
-  return _scan(add_tile, _zero(metrics), cut, tiles)[0]
+  cut = _cut(options.tiles, hidden_BTD, targets_BT, weights_BT)
+  return _scan(add_tile, _zero(options.metrics), cut, options.tiles)[0]
 
 
-def _forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight, metrics):
+def _forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, options):
   """The sums, and the loss's gradients by hidden states and matrix."""
   total, d_hidden_BTD, d_matrix_DV = _with_gradients(
-    hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight, metrics
+    hidden_BTD, matrix_DV, targets_BT, weights_BT, options
   )
   return total, (d_hidden_BTD, d_matrix_DV.astype(matrix_DV.dtype))
 
 
-def _with_gradients(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight, metrics):
+def _with_gradients(hidden_BTD, matrix_DV, targets_BT, weights_BT, options):
   """The sums and the gradients, that of the matrix in float32, one tile at a time."""
 
   def add_tile(carry, tile):
     total, d_matrix_DV = carry
-    new, d_logits_BCV = _tile_sum(tile, matrix_DV, z_weight, metrics)
+    new, d_logits_BCV = _tile_sum(tile, matrix_DV, options)
     d_logits_XV = d_logits_BCV.astype(hidden_BTD.dtype).reshape(-1, d_logits_BCV.shape[-1])
     hidden_XD = tile[0].reshape(-1, tile[0].shape[-1])
     d_hidden_BCD = (d_logits_XV @ matrix_DV.T).reshape(tile[0].shape)
     d_tile_DV = jnp.matmul(hidden_XD.T, d_logits_XV, preferred_element_type=jnp.float32)
     return (_add(total, new), d_matrix_DV + d_tile_DV), d_hidden_BCD
 
-  zeros = _zero(metrics), jnp.zeros(matrix_DV.shape, jnp.float32)
-  cut = _cut(tiles, hidden_BTD, targets_BT, weights_BT)
-  (total, d_matrix_DV), d_hidden = _scan(add_tile, zeros, cut, tiles)
+  zeros = _zero(options.metrics), jnp.zeros(matrix_DV.shape, jnp.float32)
+  cut = _cut(options.tiles, hidden_BTD, targets_BT, weights_BT)
+  (total, d_matrix_DV), d_hidden = _scan(add_tile, zeros, cut, options.tiles)
   B, T, D = hidden_BTD.shape
   d_hidden_BTD = jnp.moveaxis(d_hidden, 0, 1).reshape(B, -1, D)[:, :T]
   return total, d_hidden_BTD, d_matrix_DV
 
 
-def _backward(tiles, z_weight, metrics, gradients, d_sums):
+def _backward(options, gradients, d_sums):
   """Metrics have no gradients."""
-  del tiles, z_weight, metrics
+  del options
   d_hidden_BTD, d_matrix_DV = gradients
   scale = d_sums.loss.astype(d_hidden_BTD.dtype)
   return d_hidden_BTD * scale, d_matrix_DV * d_sums.loss.astype(d_matrix_DV.dtype), None, None
 
 
-_cross_entropy_sum = jax.custom_vjp(_sum_only, nondiff_argnums=(4, 5, 6))
+_cross_entropy_sum = jax.custom_vjp(_sum_only, nondiff_argnums=(4,))
 _cross_entropy_sum.defvjp(_forward, _backward)
 
 
-def _measured_sum_only(
-  hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, tiles, z_weight, metrics
-):
+def _measured_sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, options):
   """The sums; the loss's gradient by the matrix is measured row by row."""
   del probe_BS
-  return _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, tiles, z_weight, metrics)
+  return _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, options)
 
 
-def _measured_forward(
-  hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, tiles, z_weight, metrics
-):
+def _measured_forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, options):
   """As `_forward`, a row at a time, each in as few tiles as the whole batch of one row needs."""
-  tiles = -(-tiles // hidden_BTD.shape[0])
+  of_a_row = options._replace(tiles=-(-options.tiles // hidden_BTD.shape[0]))
 
   def add_row(carry, row):
     total, d_matrix_DV = carry
     hidden_1TD, targets_1T, weights_1T = (x[None] for x in row)
     new, d_hidden_1TD, d_row_DV = _with_gradients(
-      hidden_1TD, matrix_DV, targets_1T, weights_1T, tiles, z_weight, metrics
+      hidden_1TD, matrix_DV, targets_1T, weights_1T, of_a_row
     )
     squares_S = row_squares(d_row_DV[None], _MATRIX_AXES, probe_BS.shape[1])[0]
     return (_add(total, new), d_matrix_DV + d_row_DV), (d_hidden_1TD[0], squares_S)
 
-  zeros = _zero(metrics), jnp.zeros(matrix_DV.shape, jnp.float32)
+  zeros = _zero(options.metrics), jnp.zeros(matrix_DV.shape, jnp.float32)
   rows = hidden_BTD, targets_BT, weights_BT
   (total, d_matrix_DV), (d_hidden_BTD, squares_BS) = jax.lax.scan(add_row, zeros, rows)
   return total, (d_hidden_BTD, d_matrix_DV.astype(matrix_DV.dtype), squares_BS)
 
 
-def _measured_backward(tiles, z_weight, metrics, kept, d_sums):
+def _measured_backward(options, kept, d_sums):
   *gradients, squares_BS = kept
-  return *_backward(tiles, z_weight, metrics, gradients, d_sums), squares_BS * d_sums.loss**2
+  return *_backward(options, gradients, d_sums), squares_BS * d_sums.loss**2
 
 
-_measured_sum = jax.custom_vjp(_measured_sum_only, nondiff_argnums=(5, 6, 7))
+_measured_sum = jax.custom_vjp(_measured_sum_only, nondiff_argnums=(5,))
 _measured_sum.defvjp(_measured_forward, _measured_backward)
 
 
 def _tile_sum(
   tile: tuple[jax.Array, jax.Array, jax.Array],
   matrix_DV: jax.Array,
-  z_weight: float,
-  metrics: Metrics,
+  options: LossOptions,
 ) -> tuple[LossSums, jax.Array]:
   """The sums over a tile and the loss's gradient by the logits, all float32."""
   hidden_BCD, targets_BC, weights_BC = tile
-  B, C, D = hidden_BCD.shape
+  (B, C, D), z_weight, cap = hidden_BCD.shape, options.z_weight, options.soft_cap
   hidden_XD = hidden_BCD.reshape(-1, D)
   logits_XV = jnp.matmul(hidden_XD, matrix_DV, preferred_element_type=jnp.float32)
   logits_BCV = constrain(logits_XV.reshape(B, C, -1), ("batch", "length", "vocab"))
+  if cap:
+    logits_BCV = cap * jnp.tanh(logits_BCV / cap)
   max_BC1 = logits_BCV.max(-1, keepdims=True)
   exp_BCV = jnp.exp(logits_BCV - max_BC1)
   sum_BC1 = exp_BCV.sum(-1, keepdims=True)
@@ -245,6 +261,8 @@ def _tile_sum(
   loss = (weights_BC * (log_z_BC - target_BC + z_weight * log_z_BC**2)).sum()
   d_log_z_BC1 = (1.0 + 2.0 * z_weight * log_z_BC)[..., None]
   d_logits_BCV = weights_BC[..., None] * (exp_BCV / sum_BC1 * d_log_z_BC1 - hit_BCV)
+  if cap:
+    d_logits_BCV = d_logits_BCV * (1 - (logits_BCV / cap) ** 2)
   tokens = Tokens(
     loss_BC=log_z_BC - target_BC,
     log_z_BC=log_z_BC,
@@ -253,7 +271,7 @@ def _tile_sum(
     weights_BC=weights_BC,
     targets_BC=targets_BC,
   )
-  return LossSums(loss, token_sums(metrics, tokens)), d_logits_BCV
+  return LossSums(loss, token_sums(options.metrics, tokens)), d_logits_BCV
 
 
 def _cut(tiles: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:

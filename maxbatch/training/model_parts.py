@@ -14,7 +14,7 @@ from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.models.dropout import sample_keys
 from maxbatch.models.registry import LayeredModel, Model, Parameters, build_model
-from maxbatch.training.loss import LossSums, cross_entropy_parts, num_tiles
+from maxbatch.training.loss import LossSums, cross_entropy_parts, loss_options
 from maxbatch.training.metrics import NO_METRICS, Metrics
 
 FlatParams = dict[tuple[str, ...], jax.Array]
@@ -66,13 +66,17 @@ class ModelParts:
     weights_RT: jax.Array,
   ) -> LossSums:
     """Weighted sums over tokens of the loss, as `loss_sum` forms it, and of the metrics."""
-    bound, config = self._bind(layers, rest), self.model.config
+    bound = self._bind(layers, rest)
     hidden_RTD = bound.normalize(y_RTD)
-    tiles = num_tiles(config, *hidden_RTD.shape[:2])
+    options = loss_options(
+      self.model.config,
+      *hidden_RTD.shape[:2],
+      is_training=self.dropout_key is not None,
+      metrics=self.metrics,
+    )
     matrix_DV = bound.output_matrix()
-    z_weight = 0.0 if self.dropout_key is None else config.z_loss_multiplier
     rows = hidden_RTD, matrix_DV, targets_RT, weights_RT
-    return jax.tree.map(jnp.sum, cross_entropy_parts(*rows, tiles, z_weight, self.metrics))
+    return jax.tree.map(jnp.sum, cross_entropy_parts(*rows, options))
 
   def with_twice_the_heads(self, length: int) -> "ModelParts":
     """The model with twice the heads and feed-forward width, for rows of `length` tokens."""

@@ -1,0 +1,1 @@
+"""One file per family, registered in maxbatch/hugging_face/registry.py."""

@@ -1,0 +1,196 @@
+"""Families of Hugging Face models: their options in both directions, and what they compute.
+
+Tiny random models of transformers, their weights taken through the family's own table, against ours:
+logits, loss and gradients in float32. B rows, T tokens, V vocabulary.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+from flax.traverse_util import flatten_dict, unflatten_dict
+
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config, to_flat
+from maxbatch.data.rows import Rows
+from maxbatch.hugging_face import registry
+from maxbatch.hugging_face.family import Family
+from maxbatch.hugging_face.registry import read_folder
+from maxbatch.models.registry import Model, Parameters, build_model
+from maxbatch.training.loss import loss_sum
+
+pytestmark = pytest.mark.xdist_group("transformers")
+
+B, T = 2, 24
+USED_TOKENS = 61
+SIZES = {
+  "vocab_size": 67,  # More than there are tokens, as in models whose vocabulary is padded.
+  "hidden_size": 24,
+  "intermediate_size": 40,
+  "num_hidden_layers": 2,
+  "num_attention_heads": 4,
+  "num_key_value_heads": 2,
+  "max_position_embeddings": 16,
+  # torch gives the embedding of padding no gradient.
+  "pad_token_id": None,
+  "eos_token_id": 1,
+}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 50.0, "factor": 8.0} | {
+  "low_freq_factor": 1.0,
+  "high_freq_factor": 4.0,
+  "original_max_position_embeddings": 8,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+  "llama 3.1": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
+  "llama, biases": ("llama", {"rope_parameters": LINEAR, "attention_bias": True, "mlp_bias": True}),
+  "mistral": ("mistral", {"sliding_window": 5, "head_dim": 10}),
+  "qwen 2.5": (
+    "qwen2",
+    {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+  ),
+  "qwen 3": ("qwen3", {"head_dim": 10, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+  "gemma 2": (
+    "gemma2",
+    {"head_dim": 10, "sliding_window": 5, "query_pre_attn_scalar": 14}
+    # Small, so that they matter.
+    | {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "num_hidden_layers": 3},
+  ),
+  "gemma 3": (
+    "gemma3_text",
+    {"head_dim": 10, "sliding_window": 5, "sliding_window_pattern": 2, "num_hidden_layers": 3}
+    | {
+      "rope_parameters": {
+        "full_attention": LINEAR,
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10.0},
+      }
+    },
+  ),
+  "olmo 2": ("olmo2", {}),
+  "gpt2": ("gpt2", {"n_embd": 24, "n_head": 4, "n_layer": 2, "n_positions": 32}),
+}
+"""Every family, and every option of ours, of which transformers makes a random model."""
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+EXAMPLE, ITS_MODELS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+exec(ITS_MODELS, page := {})
+MODELS |= page["MODELS"]
+
+
+class Pair(NamedTuple):
+  """A model of transformers and what it is here."""
+
+  theirs: Any
+  family: Family
+  config: Config
+  model: Model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def the_pages_family():
+  """The family that the page adds, registered."""
+  exec(EXAMPLE, written := {})
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(registry, "FAMILIES", (*registry.FAMILIES, written["PHI3"]))
+    yield
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def pair(request, tmp_path_factory) -> Pair:
+  kind, options = MODELS[request.param]
+  sizes = SIZES if kind != "gpt2" else {"vocab_size": 67}
+  theirs = random_model(transformers.AutoConfig.for_model(kind, **sizes | options))
+  folder = tmp_path_factory.mktemp(kind)
+  theirs.config.save_pretrained(folder)
+  config = load_config(["config=base", f"model_name={folder}", f"max_target_length={T}"])
+  return Pair(theirs, read_folder(folder)[0], config, build_model(config.model, T))
+
+
+def random_model(config: Any) -> Any:
+  """No weight is zero or one, and none so small that its part of the model does not show."""
+  torch.manual_seed(0)
+  model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+  with torch.no_grad():
+    for weight in model.parameters():
+      weight += 0.3 * torch.randn_like(weight)
+  return model.eval()
+
+
+def taken(pair: Pair, tensors: dict[str, np.ndarray]) -> Parameters:
+  """Our parameters, of tensors by their names, through the family's table; all of them are used."""
+  shapes = flat(pair.model.shapes())
+  layers, found = pair.config.model.base_num_decoder_layers, {}
+  given = {pair.family.table_name(name): tensor for name, tensor in tensors.items()}
+  for tensor in pair.family.table(shapes):
+    ours = [shapes[path].shape[tensor.is_layered :] for path in tensor.parameters]
+    numbers = range(layers) if tensor.is_layered else range(1)
+    each = [given.pop(tensor.name.format(number)) for number in numbers]
+    assert {theirs.shape for theirs in each} == {tensor.shape(ours)}
+    parts = [tensor.ours(theirs, ours) for theirs in each]
+    for theirs, split in zip(each, parts, strict=True):
+      np.testing.assert_array_equal(tensor.theirs(split), theirs)
+    for path, stacked in zip(tensor.parameters, zip(*parts, strict=True), strict=True):
+      found[path] = np.stack(stacked) if tensor.is_layered else stacked[0]
+  tied = {"lm_head.weight"} if pair.config.model.logits_via_embedding else set()
+  assert set(given) - {None} <= tied
+  return unflatten_dict(found, sep=".")
+
+
+def flat(tree: Parameters) -> dict[str, Any]:
+  return flatten_dict(tree, sep=".")
+
+
+def tokens(length: int = T) -> np.ndarray:
+  return np.random.default_rng(0).integers(0, USED_TOKENS, (B, length + 1)).astype(np.int32)
+
+
+def computed(pair: Pair, parameters: Parameters) -> tuple[np.ndarray, float, Parameters]:
+  """Our logits, mean loss, and its gradients."""
+  ids = jnp.asarray(tokens())
+  rows = Rows(ids[:, :-1], ids[:, 1:], jnp.full((B, T), 1 / (B * T)), jnp.arange(B))
+
+  @jax.jit
+  def run(parameters: Parameters) -> Any:
+    bound = pair.model.bind(parameters)
+    logits_BTV = bound(rows, None) @ bound.output_matrix()
+    return logits_BTV, jax.value_and_grad(
+      lambda parameters: loss_sum(pair.model, parameters, rows, None)
+    )(parameters)
+
+  logits_BTV, (loss, gradients) = run(parameters)
+  cap = pair.config.model.final_logits_soft_cap
+  logits_BTV = cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
+  return np.asarray(logits_BTV), float(loss), gradients
+
+
+def test_a_family_computes_what_transformers_computes(pair):
+  given = {name: tensor.numpy() for name, tensor in pair.theirs.state_dict().items()}
+  logits_BTV, loss, gradients = computed(pair, taken(pair, given))
+  ids = torch.asarray(tokens(), dtype=torch.long)
+  found = pair.theirs(ids[:, :-1]).logits
+  np.testing.assert_allclose(logits_BTV, found.detach().numpy(), rtol=0, atol=1e-4)
+  expected = torch.nn.functional.cross_entropy(found.flatten(0, 1), ids[:, 1:].flatten())
+  expected.backward()
+  assert loss == pytest.approx(expected.item(), abs=1e-5)
+  slopes = {name: weight.grad.numpy() for name, weight in pair.theirs.named_parameters()}
+  for path, theirs in flat(taken(pair, slopes)).items():
+    np.testing.assert_allclose(flat(gradients)[path], theirs, rtol=0, atol=1e-4, err_msg=path)
+
+
+def test_transformers_reads_what_is_written(pair, tmp_path: Path):
+  values = pair.family.config_json(to_flat(pair.config), T)
+  (tmp_path / "config.json").write_text(json.dumps(values))
+  config = transformers.AutoConfig.from_pretrained(tmp_path)
+  again = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+  again.load_state_dict(pair.theirs.state_dict())
+  ids = torch.asarray(tokens(), dtype=torch.long)
+  with torch.no_grad():
+    assert torch.equal(again(ids).logits, pair.theirs(ids).logits)
