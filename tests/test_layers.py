@@ -35,6 +35,7 @@ FOLDERS = [
   "models",
   "checkpoints",
   "training",
+  "rl",
   "compile",
   "tuning",
   "modes",
