@@ -78,11 +78,11 @@ def _summed(weights_VV: Any, pairs: Pairs, goal: Objective) -> tuple[Any, GrpoSu
 
 def summed(pairs: Pairs, goal: Objective, micro: int = B) -> tuple[np.ndarray, GrpoSums]:
   """Gradient and sums of a step in microbatches, added up; the gradient is divided once."""
-  gradients, sums = 0.0, None
+  gradients, sums = np.zeros((V, V)), None
   for first in range(0, pairs.advantages_B.shape[0], micro):
     part = jax.tree.map(lambda x: x[first : first + micro], pairs)  # noqa: B023
     gradient, found = _summed(WEIGHTS_VV, part, goal)
-    gradients += np.asarray(gradient, np.float64)
+    gradients = gradients + np.asarray(gradient, np.float64)
     sums = found if sums is None else sums.add(found)
   assert sums is not None
   return gradients / float(sums.weight), sums

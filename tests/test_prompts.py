@@ -172,5 +172,7 @@ def test_an_epoch_has_as_many_prompts_as_there_are():
   assert epoch_size(-1, numbered(10)) == 10
   assert epoch_size(5, numbered(10)) == 5 == epoch_size(5, numbered(-1))
   assert epoch_size(-1, numbered(-1)) == -1
-  with pytest.raises(UserError, match=r"num_prompts=11: the data have 10 prompts; .*num_prompts=10"):
+  with pytest.raises(
+    UserError, match=r"num_prompts=11: the data have 10 prompts; .*num_prompts=10"
+  ):
     epoch_size(11, numbered(10))

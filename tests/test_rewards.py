@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,7 @@ def mine(prompts, completions, **columns):
 
 
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
   """A module of the user's."""
   (tmp_path / "own_rewards.py").write_text(MODULE)
   monkeypatch.syspath_prepend(tmp_path)
@@ -86,6 +87,7 @@ def test_a_process_ends_with_the_one_that_started_it(module):
   with RewardPool(rl) as pool:
     pool.score(groups("x"))
     worker = pool._workers[0]
+    assert worker.process.stdin is not None
     worker.process.stdin.close()
     assert worker.process.wait(60) < 0
 

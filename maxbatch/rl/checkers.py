@@ -5,11 +5,11 @@ prompts, what was sampled for them, and the other columns of the data. It return
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-RewardFunction = Callable[..., Sequence[float]]
+RewardFunction = Callable[..., Iterable[float]]
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?|-?\.\d+")
 _FINAL = "####"

@@ -3,7 +3,7 @@
 B pairs, P places of prompts, N of completions, T tokens of a row.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -62,17 +62,17 @@ def make_pairs(rollout: Rollout, advantages_B: np.ndarray, first_pair: int, leng
   counts_BS = (number_BS >= 0) & (number_BS < own_B1)
   tokens_BS = np.where((place_1S < prompt_B1) | counts_BS, tokens_BS, 0).astype(np.int32)
   log_probs_BS = np.where(counts_BS, _taken(rollout.log_probs_BN, number_BS), 0)
-  rows = Rows(
-    inputs=tokens_BS[:, :-1],
-    targets=tokens_BS[:, 1:],
-    weights=counts_BS[:, 1:].astype(np.float32),
-    sample_ids=np.arange(first_pair, first_pair + B, dtype=np.int32),
-  )  # pyright: ignore[reportArgumentType]
-  return Pairs(
-    rows,
-    advantages_B.astype(np.float32),  # pyright: ignore[reportArgumentType]
-    log_probs_BS[:, 1:].astype(np.float32),  # pyright: ignore[reportArgumentType]
-  )
+  fields: dict[str, Any] = {
+    "inputs": tokens_BS[:, :-1],
+    "targets": tokens_BS[:, 1:],
+    "weights": counts_BS[:, 1:].astype(np.float32),
+    "sample_ids": np.arange(first_pair, first_pair + B, dtype=np.int32),
+  }
+  known: dict[str, Any] = {
+    "advantages_B": advantages_B.astype(np.float32),
+    "behaviour_BT": log_probs_BS[:, 1:].astype(np.float32),
+  }
+  return Pairs(Rows(**fields), **known)
 
 
 def _taken(x_BN: np.ndarray, index_BS: np.ndarray) -> np.ndarray:
