@@ -269,7 +269,7 @@ def test_a_budget_ends_with_a_batch(key: str):
   whole: dict[str, Any] = {"steps": -1, "batch_size": 4, "num_iterations": 2, key: 320 * scale}
   assert plan_of(**whole).pairs.steps == 20
   keys = whole | {key: 328 * scale}
-  text = message(**keys)
+  text = message(devices(), **keys)
   assert f"nearest: {key}={320 * scale} or {key}={352 * scale}" in text
   assert apply_offers(text, devices(), keys)
 

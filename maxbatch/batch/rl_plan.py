@@ -12,7 +12,8 @@ from maxbatch.batch.prompt_epochs import PromptEpochs, prompt_epochs
 from maxbatch.batch.rl_sizes import RLTopology, given_pairs, micro_batch_sizes, solve_rl
 from maxbatch.batch.solve import counted, nearest_multiples
 from maxbatch.batch.topology import Topology
-from maxbatch.config.schema import BatchConfig, Config, RLConfig, RunConfig
+from maxbatch.config.rl_schema import RLConfig
+from maxbatch.config.schema import BatchConfig, Config, RunConfig
 from maxbatch.errors import UserError
 
 

@@ -41,7 +41,8 @@ from maxbatch.batch.solve import (
   text,
 )
 from maxbatch.batch.topology import Topology
-from maxbatch.config.schema import BatchConfig, RLConfig
+from maxbatch.config.rl_schema import RLConfig
+from maxbatch.config.schema import BatchConfig
 from maxbatch.errors import UserError
 
 

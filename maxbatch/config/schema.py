@@ -18,7 +18,6 @@ from maxbatch.config.allowed import (
   Budget,
   CountOrUnset,
   CountOrZeroOrUnset,
-  DevicesOrNone,
   DType,
   Exact,
   ExactOrUnset,
@@ -35,6 +34,7 @@ from maxbatch.config.allowed import (
   Seed,
   Weight,
 )
+from maxbatch.config.rl_schema import RLConfig
 from maxbatch.errors import UserError
 
 
@@ -331,35 +331,6 @@ class CheckpointConfig:
   max_num_checkpoints_to_keep: Positive
   checkpoint_keep_period: PositiveOrUnset
   allow_changed_resume: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class RLConfig:
-  """Reinforcement learning: what is sampled for a prompt, how it is rewarded, and GRPO's loss."""
-
-  # The sizes; batch_size then counts prompts, and micro_batch_size pairs (batch/rl_sizes.py).
-  num_generations: Annotated[int, Range(low=2, limit=INT32, also=-1)]
-  num_iterations: Positive
-  max_prefill_predict_length: Positive
-  rollout_devices: DevicesOrNone
-  # A snapshot of the parameters for each.
-  rollout_staleness: Annotated[int, Range(low=0, high=64)]
-  # The prompts.
-  rl_task: str
-  num_prompts: CountOrUnset
-  leftover_prompts: Literal["carry", "drop", "error"]
-  # The rewards.
-  reward_functions: tuple[str, ...]
-  reward_processes: Annotated[int, Range(low=1, high=256)]
-  reward_timeout_seconds: Seconds
-  reward_failure: Literal["stop", "zero"]
-  # The loss.
-  loss_type: Literal["dapo", "grpo", "dr_grpo"]
-  scale_rewards: Literal["group", "none"]
-  grpo_beta: NonNegativeFloat
-  grpo_epsilon: Probability
-  grpo_epsilon_high: Annotated[float, Range(low=0, limit=FLOAT32, also=-1)]
-  importance_sampling_cap: NonNegativeFloat
 
 
 @dataclasses.dataclass(frozen=True)
