@@ -1,6 +1,7 @@
 """Reward functions in real processes: their rewards, what they raise, and where they hang."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,3 +159,8 @@ def test_gsm8k_compares_final_numbers():
   answer = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
   completions = ["72", "#### 72.00", "#### 73", "the 72 clips cost 3", "?"]
   assert gsm8k(["p"] * 5, completions, answer=[answer] * 5) == [1, 1, 0, 0, 0]
+
+
+def test_the_processes_start_without_jax():
+  program = "import sys; sys.modules['jax'] = None; import maxbatch.rl.reward_worker"
+  subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)

@@ -190,7 +190,7 @@ class RLPlan:
     epochs, total = self.epochs, self.total_prompts
     if epochs.num_prompts == -1:
       return (
-        "prompts have no epochs: num_prompts=-1 of a built-in task; of data, all that they have"
+        "num_prompts=-1: an epoch has all prompts of the data; those of a built-in task do not end"
       )
     rest = epochs.num_prompts % epochs.batch_size
     many = epochs.epochs(total)

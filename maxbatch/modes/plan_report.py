@@ -49,7 +49,7 @@ class PlanReport:
       ],
       "phases": [self._phase(phase) for phase in plan.phases],
       "phases_not_reached": list(self.plan.phases_not_reached),
-      "limits": limits(plan),
+      "limits": self._limits(),
       "pipeline": self.pipeline and self.pipeline.as_dict(),
     } | ({"rl": self.rl.as_dict()} if self.rl else {})
 
@@ -61,9 +61,13 @@ class PlanReport:
       *(["\n".join(["Loading", *map(_load_line, self.loads)])] if self.loads else []),
       self._table(),
       *([self._pipeline(self.pipeline)] if self.pipeline else []),
-      "\n".join(["Limits", *(f"  {line}" for line in limits(self.plan))]),
+      *(["\n".join(["Limits", *(f"  {line}" for line in self._limits())])] if not self.rl else []),
     ]
     return "\n\n".join(parts)
+
+  def _limits(self) -> list[str]:
+    """Of samples; those of pairs, which come in whole groups, are in the plan of these."""
+    return [] if self.rl else limits(self.plan)
 
   def _given_lines(self) -> Iterator[str]:
     """What was given, what is still to be chosen, and what the numbers below assume instead."""

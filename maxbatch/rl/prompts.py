@@ -1,6 +1,7 @@
 """Prompts, and the stream of them that a run takes: a pure function of (seed, index)."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,8 +47,12 @@ class PromptStream:
     size = self.epochs.num_prompts
     if size == -1:
       return self.prompts.at(place)
-    [number] = SampleStream(size, self.seed)(np.array([epoch * size + place]))
+    [number] = self._order(np.array([epoch * size + place]))
     return self.prompts.at(int(number))
+
+  @functools.cached_property
+  def _order(self) -> SampleStream:
+    return SampleStream(self.epochs.num_prompts, self.seed)
 
   def batch(self, first: int) -> list[Prompt]:
     """The prompts of a batch, of which the first is at this place."""
