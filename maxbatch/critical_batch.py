@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import jax
 
+from maxbatch.batch.rl_sizes import check_supervised
 from maxbatch.batch.solve import text
 from maxbatch.checkpoints.find import config_of, find_checkpoint
 from maxbatch.command_line.arguments import Arguments, Command, Key
@@ -205,6 +206,7 @@ def _factors(given: str) -> tuple[Fraction, ...]:
 def _run_config(step_folder: pathlib.Path, rest: Sequence[str]) -> Config:
   """See `config_of`; for training."""
   config = config_of(step_folder, rest)
+  check_supervised(config.rl)
   if not is_run(config):
     raise UserError(
       "validate_only and compile_only: branches are trained; leave both false, for example "

@@ -13,6 +13,7 @@ import jax
 from maxbatch.batch.host_loads import host_loads, loading_hosts
 from maxbatch.batch.loads import check_loads
 from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.rl_sizes import check_supervised
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import check_output, write_output
 from maxbatch.command_line.run import run_command
@@ -94,6 +95,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _analyze(arguments: Arguments[AnalyzerArguments]) -> None:
   own, config = arguments.own, load_config(arguments.configuration)
+  check_supervised(config.rl)
   if own.svg:
     check_picture_file("--svg", own.svg, "input")
     check_output("--svg", own.svg)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.rl_sizes import check_supervised
 from maxbatch.command_line.arguments import Arguments, Command, File, Key
 from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
@@ -74,6 +75,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _show(arguments: Arguments[PipelineArguments]) -> None:
   own, config = arguments.own, load_config(arguments.configuration)
+  check_supervised(config.rl)
   if own.svg:
     check_picture_file("--svg", own.svg, "pipeline")
   layout = count_devices(config, own.num_devices).layout

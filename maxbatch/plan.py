@@ -12,6 +12,8 @@ from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.loads import check_loads
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.plan_plot import plot
+from maxbatch.batch.rl_plan import plan_rl
+from maxbatch.batch.rl_sizes import is_rl
 from maxbatch.batch.topology import Topology
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import write_output
@@ -35,6 +37,7 @@ from maxbatch.tuning.candidates import (
 
 _SIZE_KEYS = ("batch_size", "global_batch_to_train", "tokens_per_step", "per_device_batch_size")
 _SIZE_KEYS += ("micro_batch_size", "gradient_accumulation_steps", "batch_schedule")
+_SIZE_KEYS += ("num_generations",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +87,8 @@ def make_report(config: Config, devices: CountedDevices) -> PlanReport:
   Raises:
     UserError: something in the configuration does not work.
   """
-  plan = plan_batches(config.batch, config.run, devices.layout)
+  rl = plan_rl(config, devices.layout) if is_rl(config.rl) else None
+  plan = rl.pairs if rl else plan_batches(config.batch, config.run, devices.layout)
   check_loads(plan, streamed=config.batch.accumulation == "streamed")
   check_unused(config.pipeline)
   has_pipeline = config.pipeline.pipeline_schedule != "none"
@@ -92,10 +96,11 @@ def make_report(config: Config, devices: CountedDevices) -> PlanReport:
   return PlanReport(
     plan=plan,
     rate=learning_rate(config.optimizer, plan, config.run.schedule_unit),
-    loads=host_loads(plan, devices.num_hosts),
+    loads=[] if rl else host_loads(plan, devices.num_hosts),
     assumption=devices.assumption,
     given=[f"{key}={flat[key]}" for key in _SIZE_KEYS if flat[key] not in unset],
-    choice=_choice(config, devices.layout),
+    choice="" if rl else _choice(config, devices.layout),
+    rl=rl,
     pipeline=pipeline_of(config, devices.layout, plan) if has_pipeline else None,
   )
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated
 
+from maxbatch.batch.rl_sizes import check_supervised
 from maxbatch.command_line.arguments import Arguments, Command, Flag
 from maxbatch.command_line.run import run_command
 from maxbatch.config.load import load_config
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str]) -> int:
 def _run_or_prepare(arguments: Arguments[TrainArguments]) -> None:
   with refusing_together(arguments.configuration):
     config = load_config(arguments.configuration)
+    check_supervised(config.rl)
     if is_run(config):
       run(config, forget=arguments.own.forget)
     else:

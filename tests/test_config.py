@@ -241,7 +241,7 @@ def test_help_shows_every_key_with_type_default_and_meaning():
     -len(schema.sections()) :
   ]
   assert headings[:3] == ["The run", "The batch", "The mesh"]
-  assert headings[-1] == "Checkpoints"
+  assert headings[-1] == "Reinforcement learning"
 
 
 def test_wants_help():

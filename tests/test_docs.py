@@ -13,7 +13,7 @@ from maxbatch import plan
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs"
 COMMANDS = {"plan": plan.main, "pipeline": pipeline.main}
-PAGES = {"batch_size.md": 10, "pipeline.md": 5, "who_loads.md": 0}
+PAGES = {"batch_size.md": 10, "pipeline.md": 5, "who_loads.md": 0, "reinforcement_learning.md": 0}
 """Each with a number of blocks that it has at least."""
 BLOCK = re.compile(r"```console\n\$ python -m maxbatch\.(\w+) (.*)\n((?:.*\n)*?)```")
 SHOWN = [match for page in PAGES for match in BLOCK.findall((FOLDER / page).read_text())]

@@ -37,6 +37,7 @@ FOLDERS = [
   "checkpoints",
   "conversion",
   "training",
+  "rl",
   "compile",
   "tuning",
   "modes",

@@ -50,7 +50,7 @@ class GivenSize:
 
   key: str
   size: Fraction
-  scale: int = 1
+  scale: Fraction | int = 1
   word: str = ""
   """The key's value where it is not a number."""
   pairs: tuple[tuple[int, ...], ...] = ()
@@ -103,7 +103,7 @@ def given_sizes(config: BatchConfig) -> GivenSizes:
   pairs = config.batch_schedule if isinstance(config.batch_schedule, tuple) else ()
   last = pairs[-1][1:2] if pairs else ()
   return GivenSizes(
-    batch=_single_value(
+    batch=single_value(
       *(
         GivenSize("the last batch of batch_schedule", Fraction(size), pairs=pairs) for size in last
       ),
@@ -111,11 +111,11 @@ def given_sizes(config: BatchConfig) -> GivenSizes:
       *_if_set("global_batch_to_train", config.global_batch_to_train),
       *_if_set("tokens_per_step", config.tokens_per_step, config.max_target_length),
     ),
-    per_device=_single_value(
+    per_device=single_value(
       *_if_set("per_device_batch_size", config.per_device_batch_size),
       *_if_set("micro_batch_size", micro_batch_size),
     ),
-    gradient_accumulation_steps=_single_value(
+    gradient_accumulation_steps=single_value(
       *_if_set("gradient_accumulation_steps", config.gradient_accumulation_steps),
       *([GivenSize("micro_batch_size", Fraction(1), word="none")] if none else []),
     ),
@@ -300,7 +300,7 @@ def _if_set(key: str, value: Fraction | int, scale: int = 1) -> list[GivenSize]:
   return [] if value == -1 else [GivenSize(key, Fraction(value) / scale, scale)]
 
 
-def _single_value(*given: GivenSize) -> GivenSize | None:
+def single_value(*given: GivenSize) -> GivenSize | None:
   """The size that all these keys agree on; None if there are no keys."""
   for other in given[1:]:
     if other.size != given[0].size:

@@ -27,6 +27,8 @@ FIXED = _keys(
   "tokenizer_type data_shuffle_seed packing max_target_length",
   # The optimizer's state: averages of gradients, with these weights, of these parameters.
   "opt_type adam_b1 adam_b2 sgd_momentum trainable",
+  # Which prompt comes when: a position counts pairs, each as often as it is trained on.
+  "rl_task num_prompts leftover_prompts num_generations num_iterations",
 )
 
 CHANGEABLE = _keys(
@@ -63,6 +65,10 @@ CHANGEABLE = _keys(
   """num_epoch train_data_columns eval_data_columns tokenize_train_data tokenize_eval_data
   weights_column grain_file_type grain_train_files grain_eval_files hf_path hf_name hf_data_dir hf_train_files
   hf_eval_files train_split hf_eval_split""",
+  # Reinforcement learning: the rule of each update, and who samples and rewards.
+  """max_prefill_predict_length rollout_devices rollout_staleness reward_functions reward_processes
+  reward_timeout_seconds reward_failure loss_type scale_rewards grpo_beta grpo_epsilon
+  grpo_epsilon_high importance_sampling_cap""",
 )
 
 OF_ONE_START = _keys(

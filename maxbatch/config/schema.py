@@ -35,6 +35,7 @@ from maxbatch.config.allowed import (
   Seed,
   Weight,
 )
+from maxbatch.config.rl_schema import RLConfig
 from maxbatch.errors import UserError
 
 
@@ -357,6 +358,7 @@ class Config:
   data: DataConfig
   optimizer: OptimizerConfig
   checkpoint: CheckpointConfig
+  rl: RLConfig
 
 
 def sections() -> dict[str, type]:

@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from maxbatch.batch.rl_plan import training_devices
+from maxbatch.batch.rl_sizes import is_rl
 from maxbatch.batch.solve import given_sizes, solve_num_devices
 from maxbatch.batch.topology import Topology, topology
 from maxbatch.config.schema import Config
@@ -17,6 +19,7 @@ class CountedDevices:
   """How the mesh axes divide the devices, and the hosts that these belong to."""
 
   layout: Topology
+  """Of those that train; rollout_devices come on top."""
   num_hosts: int
   assumption: str = ""
   """Why they are as many, where nothing says how many there are."""
@@ -44,6 +47,7 @@ def count_devices(config: Config, num_devices: int = 0, num_hosts: int = 0) -> C
     named = slice_named(name).times(slices)
     count, hosts = named.num_devices, named.num_hosts
   elif num_devices == -1:
+    _check_counts_samples(config)
     count, hosts = solve_num_devices(given_sizes(config.batch)), 1
   else:
     simulated = config.mesh.num_simulated_devices
@@ -58,4 +62,15 @@ def count_devices(config: Config, num_devices: int = 0, num_hosts: int = 0) -> C
     assumption = (
       f"{count} simulated devices, as a run where there is no accelerator; for others: num_devices"
     )
-  return CountedDevices(topology(config.mesh, count, slices), num_hosts or hosts, assumption)
+  training = training_devices(config.rl, count, slices) if is_rl(config.rl) else count
+  return CountedDevices(topology(config.mesh, training, slices), num_hosts or hosts, assumption)
+
+
+def _check_counts_samples(config: Config) -> None:
+  """Refuses to derive devices from sizes that count prompts and pairs."""
+  if is_rl(config.rl):
+    raise UserError(
+      f"num_devices=-1 is derived from samples per device, and with num_generations="
+      f"{config.rl.num_generations} micro_batch_size counts pairs on all devices; for example "
+      "num_devices=8"
+    )

@@ -10,6 +10,7 @@ from maxbatch.batch.learning_rate import LearningRate
 from maxbatch.batch.limits import limits
 from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.batch.solve import counted, text
 from maxbatch.pipeline_parallel.sizes import Pipeline
 
@@ -21,6 +22,7 @@ class PlanReport:
   plan: BatchPlan
   rate: LearningRate
   loads: Sequence[HostLoad]
+  """Empty where nothing is loaded."""
   given: Sequence[str]
   """The sizes that were given, as key=value."""
   choice: str
@@ -28,6 +30,8 @@ class PlanReport:
   pipeline: Pipeline | None = None
   assumption: str = ""
   """Why there are as many devices, where nothing says how many."""
+  rl: RLPlan | None = None
+  """Of reinforcement learning, whose pairs are the plan's samples; nothing loads them."""
 
   def as_dict(self) -> dict[str, Any]:
     """For --json: numbers are numbers, fractions text."""
@@ -45,20 +49,25 @@ class PlanReport:
       ],
       "phases": [self._phase(phase) for phase in plan.phases],
       "phases_not_reached": list(self.plan.phases_not_reached),
-      "limits": limits(plan),
+      "limits": self._limits(),
       "pipeline": self.pipeline and self.pipeline.as_dict(),
-    }
+    } | ({"rl": self.rl.as_dict()} if self.rl else {})
 
   def __str__(self) -> str:
     parts = [
       "\n".join(self._given_lines()),
+      *([f"{self.rl}\n\nTraining on the pairs, each a sample"] if self.rl else []),
       self.plan.derivation(),
-      "\n".join(["Loading", *map(_load_line, self.loads)]),
+      *(["\n".join(["Loading", *map(_load_line, self.loads)])] if self.loads else []),
       self._table(),
       *([self._pipeline(self.pipeline)] if self.pipeline else []),
-      "\n".join(["Limits", *(f"  {line}" for line in limits(self.plan))]),
+      *(["\n".join(["Limits", *(f"  {line}" for line in self._limits())])] if not self.rl else []),
     ]
     return "\n\n".join(parts)
+
+  def _limits(self) -> list[str]:
+    """Of samples; those of pairs, which come in whole groups, are in the plan of these."""
+    return [] if self.rl else limits(self.plan)
 
   def _given_lines(self) -> Iterator[str]:
     """What was given, what is still to be chosen, and what the numbers below assume instead."""

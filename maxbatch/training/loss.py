@@ -160,8 +160,8 @@ def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, options):
   def add_tile(total, tile):
     return _add(total, _tile_sum(tile, matrix_DV, options)[0]), None
 
-  cut = _cut(options.tiles, hidden_BTD, targets_BT, weights_BT)
-  return _scan(add_tile, _zero(options.metrics), cut, options.tiles)[0]
+  cut = cut_tokens(options.tiles, hidden_BTD, targets_BT, weights_BT)
+  return scan_tiles(add_tile, _zero(options.metrics), cut, options.tiles)[0]
 
 
 def _forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, options):
@@ -190,9 +190,9 @@ def _with_gradients(hidden_BTD, matrix_DV, targets_BT, weights_BT, options, want
     return (_add(total, new), d_matrix_DV + d_tile_DV), d_hidden_BCD
 
   d_matrix_DV = jnp.zeros(matrix_DV.shape, jnp.float32) if of_matrix else None
-  cut = _cut(options.tiles, hidden_BTD, targets_BT, weights_BT)
+  cut = cut_tokens(options.tiles, hidden_BTD, targets_BT, weights_BT)
   zeros = _zero(options.metrics), d_matrix_DV
-  (total, d_matrix_DV), d_hidden = _scan(add_tile, zeros, cut, options.tiles)
+  (total, d_matrix_DV), d_hidden = scan_tiles(add_tile, zeros, cut, options.tiles)
   B, T, D = hidden_BTD.shape
   if d_hidden is not None:
     d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(B, -1, D)[:, :T]
@@ -280,7 +280,7 @@ def _tile_sum(
   return LossSums(loss, token_sums(options.metrics, tokens)), d_logits_BCV
 
 
-def _cut(tiles: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+def cut_tokens(tiles: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
   """(B, T, …) → (tiles, B, C, …): cut along T, which no mesh axis divides.
 
   Where tiles do not divide T, the last ones are filled up with zeros: tokens without weight.
@@ -295,9 +295,9 @@ def _cut(tiles: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
   return tuple(map(cut, arrays))
 
 
-def _scan(body: Callable[..., Any], carry: Any, cut: tuple[jax.Array, ...], tiles: int) -> Any:
+def scan_tiles(body: Callable[..., Any], carry: Any, cut: tuple[jax.Array, ...], tiles: int) -> Any:
   """As lax.scan; a single tile needs no loop."""
   if tiles > 1:
     return jax.lax.scan(body, carry, cut)
   carry, out = body(carry, tuple(x[0] for x in cut))
-  return carry, None if out is None else out[None]
+  return carry, jax.tree.map(lambda x: x[None], out)

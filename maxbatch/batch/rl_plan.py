@@ -1,0 +1,329 @@
+"""RLPlan: every size of a run of reinforcement learning, derived exactly and printed line by line.
+
+rl_sizes.py gives the sizes of one step, prompt_epochs.py which prompts it takes. A pair is a sample:
+what trains on the pairs reads its sizes from the BatchPlan in here, as any training does.
+"""
+
+import dataclasses
+from fractions import Fraction
+
+from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.prompt_epochs import PromptEpochs, prompt_epochs
+from maxbatch.batch.rl_sizes import RLTopology, given_pairs, micro_batch_sizes, solve_rl
+from maxbatch.batch.solve import counted, nearest_multiples
+from maxbatch.batch.topology import Topology
+from maxbatch.config.rl_schema import RLConfig
+from maxbatch.config.schema import BatchConfig, Config, RunConfig
+from maxbatch.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class RLPlan:
+  """The sizes of a run. A pair is a prompt with one of its completions."""
+
+  pairs: BatchPlan
+  """Of the pairs, on the devices that train; its steps are those of the optimizer."""
+  topology: RLTopology
+  num_iterations: int
+  """Steps of the optimizer on each batch of pairs."""
+  staleness: int
+  """Batches by which the policy that samples lags behind the one that trains."""
+  max_prompt_length: int
+  epochs: PromptEpochs
+
+  @property
+  def batch_size(self) -> int:
+    """Prompts per step."""
+    return self.epochs.batch_size
+
+  @property
+  def num_generations(self) -> int:
+    """Pairs of a prompt."""
+    return self.topology.num_generations
+
+  @property
+  def pairs_per_step(self) -> int:
+    """Pairs that are sampled for a batch, and trained on in each of its steps."""
+    return self.pairs.global_batch_to_train
+
+  @property
+  def micro_batch(self) -> int:
+    """Pairs that are sampled at once, and trained on at once."""
+    return self.pairs.micro_batch_to_train
+
+  @property
+  def num_microbatches(self) -> int:
+    """Microbatches of a step."""
+    return self.pairs.gradient_accumulation_steps
+
+  @property
+  def prompts_per_microbatch(self) -> int:
+    """Whole groups of a microbatch."""
+    return self.micro_batch // self.num_generations
+
+  @property
+  def num_batches(self) -> int:
+    """Batches of pairs that are sampled in the run."""
+    return self.pairs.steps // self.num_iterations
+
+  @property
+  def total_prompts(self) -> int:
+    """Prompts of the stream that the run takes."""
+    return self.num_batches * self.batch_size
+
+  @property
+  def total_pairs(self) -> int:
+    """Pairs that the run samples."""
+    return self.num_batches * self.pairs_per_step
+
+  @property
+  def max_completion_length(self) -> int:
+    """Tokens of the longest completion."""
+    return self.pairs.max_target_length - self.max_prompt_length
+
+  @property
+  def waiting_microbatches(self) -> int:
+    """Microbatches that may be sampled and wait to be trained on."""
+    return (self.staleness + 1) * self.num_microbatches
+
+  def batch_of_step(self, step: int) -> int:
+    """The batch of pairs that `step` (0-based) of the optimizer trains on."""
+    return step // self.num_iterations
+
+  def first_prompt(self, batch: int) -> int:
+    """The place in the stream of the first prompt of a batch."""
+    return batch * self.batch_size
+
+  def policy_of_batch(self, batch: int) -> int:
+    """The step before which the policy stood that samples a batch: by its lag, never before 0."""
+    return max(0, batch - self.staleness) * self.num_iterations
+
+  def dropped_prompts(self, batches: int) -> int:
+    """Prompts dropped at the ends of epochs in the first so many batches."""
+    return self.epochs.dropped(self.first_prompt(batches))
+
+  def as_dict(self) -> dict[str, object]:
+    """The derived sizes, for config.yml, checkpoints and --json."""
+    return {
+      "batch_size": self.batch_size,
+      "num_generations": self.num_generations,
+      "pairs_per_step": self.pairs_per_step,
+      "micro_batch_size": self.micro_batch,
+      "num_microbatches": self.num_microbatches,
+      "prompts_per_microbatch": self.prompts_per_microbatch,
+      "num_iterations": self.num_iterations,
+      "num_batches": self.num_batches,
+      "total_prompts": self.total_prompts,
+      "total_pairs": self.total_pairs,
+      "dropped_prompts": self.dropped_prompts(self.num_batches),
+      "training_devices": self.topology.training.num_devices,
+      "rollout_devices": self.topology.rollout_devices,
+      "rollout_staleness": self.staleness,
+      "waiting_microbatches": self.waiting_microbatches,
+      "max_prompt_length": self.max_prompt_length,
+      "max_completion_length": self.max_completion_length,
+    }
+
+  def __str__(self) -> str:
+    rows = self._rows()
+    how_width = max(len(how) for _, how, _, _ in rows)
+    size_width = max(len(size) for _, _, size, _ in rows)
+    lines = [
+      f"  {name:<17}  {how:<{how_width}} = {size:>{size_width}} {unit}"
+      for name, how, size, unit in rows
+    ]
+    return "\n".join(["Reinforcement learning", *lines, *(f"  {line}" for line in self._notes())])
+
+  def _rows(self) -> list[tuple[str, str, str, str]]:
+    """(name, formula, size, unit) of every size; a formula uses only sizes above it."""
+    pairs, micro, iterations = self.pairs_per_step, self.micro_batch, self.num_iterations
+    training, rollout = self.topology.training.num_devices, self.topology.rollout_devices
+    groups = self.topology.rollout_groups
+    of = f"{groups:,} rollout devices" if rollout else f"{groups:,} data-parallel groups"
+    more = f" + rollout {rollout:,}" if rollout else ", which sample too"
+    batches = f"steps {self.pairs.steps:,} / num_iterations {iterations:,}"
+    rows = [
+      ("num_devices", f"training {training:,}{more}", training + rollout, "devices"),
+      ("batch_size", "unique prompts", self.batch_size, "prompts per step"),
+      (
+        "pairs",
+        f"{self.batch_size:,} × num_generations {self.num_generations:,}",
+        pairs,
+        "pairs per step",
+      ),
+      ("micro_batch_size", f"{pairs:,} / {self.num_microbatches:,}", micro, "pairs per microbatch"),
+      (
+        "groups",
+        f"{micro:,} / num_generations {self.num_generations:,}",
+        self.prompts_per_microbatch,
+        "prompts per microbatch",
+      ),
+      ("sampled at once", f"{micro:,} / {of}", micro // groups, "pairs each"),
+      (
+        "completion",
+        f"max_target_length {self.pairs.max_target_length:,} − prompt {self.max_prompt_length:,}",
+        self.max_completion_length,
+        "tokens at most",
+      ),
+      ("batches", batches, self.num_batches, "batches of pairs"),
+      (
+        "total prompts",
+        f"{self.num_batches:,} × {self.batch_size:,}",
+        self.total_prompts,
+        "prompts",
+      ),
+      ("total pairs", f"{self.num_batches:,} × {pairs:,}", self.total_pairs, "pairs sampled"),
+    ]
+    return [(name, how, f"{size:,}", unit) for name, how, size, unit in rows]
+
+  def _notes(self) -> list[str]:
+    """What becomes of the ends of epochs, and what may wait."""
+    return [
+      self._epochs(),
+      f"rollout_staleness={self.staleness}: at most "
+      f"{counted(self.waiting_microbatches, 'microbatch', 'microbatches')} sampled ahead, "
+      f"{counted(self.staleness + 1, 'snapshot')} of the parameters",
+      f"micro_batch_size can be {_listed(micro_batch_sizes(self.pairs_per_step, self.topology))}",
+    ]
+
+  def _epochs(self) -> str:
+    epochs, total = self.epochs, self.total_prompts
+    if epochs.num_prompts == -1:
+      return (
+        "num_prompts=-1: an epoch has all prompts of the data; those of a built-in task do not end"
+      )
+    rest = epochs.num_prompts % epochs.batch_size
+    many = epochs.epochs(total)
+    number = f"{float(many):.4g}" if many.denominator > 1 else f"{int(many):,}"
+    said = f"epochs of {epochs.num_prompts:,} prompts: {number}"
+    if not rest:
+      return f"{said}, each of whole batches"
+    if epochs.leftovers == "drop":
+      return (
+        f"{said}; {rest:,} prompts dropped at the end of each, {epochs.dropped(total):,} in all"
+      )
+    carried = counted(epochs.batches_of_two_epochs(total), "batch", "batches")
+    return f"{said}; none dropped, {carried} with prompts of two epochs"
+
+
+_SHOWN = 6
+
+
+def _listed(sizes: list[int]) -> str:
+  """`8, 16 or 32`; of many the first and the last."""
+  words = [f"{size:,}" for size in sizes]
+  if len(words) > _SHOWN:
+    words = [*words[: _SHOWN - 2], "…", words[-1]]
+  return " or ".join([", ".join(words[:-1]), words[-1]]) if words[1:] else words[0]
+
+
+def training_devices(config: RLConfig, num_devices: int, num_slices: int = 1) -> int:
+  """The devices that train, of all.
+
+  Raises:
+    UserError: those that only sample leave none, or slices of different sizes.
+  """
+  rollout, each = config.rollout_devices, num_devices // num_slices
+  if rollout < num_devices and rollout % num_slices == 0:
+    return num_devices - rollout
+  fitting = min(max(round(rollout / num_slices), 1), each - 1) * num_slices
+  offer = f"rollout_devices={fitting}, or " if fitting > 0 else ""
+  equally = (
+    f", and take equally many from each of the {num_slices} slices" if num_slices > 1 else ""
+  )
+  raise UserError(
+    f"rollout_devices={rollout} must leave some of the {num_devices} devices to train{equally}; "
+    f"for example {offer}rollout_devices=0: all devices sample and train in turn"
+  )
+
+
+def plan_rl(config: Config, training: Topology) -> RLPlan:
+  """Derives every size from the configuration and the devices that train.
+
+  Raises:
+    UserError: sizes contradict each other or do not divide; the message suggests sizes that work.
+  """
+  batch, rl = config.batch, config.rl
+  topology = RLTopology(training, rl.num_generations, rl.rollout_devices)
+  _check_constant(batch)
+  given = given_pairs(batch, topology)
+  sizes = solve_rl(given, topology)
+  _check_lengths(batch.max_target_length, rl.max_prefill_predict_length)
+  _check_end(config.run, rl.num_iterations, sizes.batch, batch.max_target_length)
+  prompts = sizes.batch // rl.num_generations
+  epochs = prompt_epochs(
+    rl.num_prompts,
+    prompts,
+    rl.leftover_prompts,
+    unit=given.batch_unit(topology) // rl.num_generations,
+    assigned=lambda count: given.batch.assigned(count * rl.num_generations),
+  )
+  pairs = dataclasses.replace(
+    batch,
+    batch_size=-1,
+    tokens_per_step=-1,
+    global_batch_to_train=sizes.batch,
+    micro_batch_size=Fraction(-1),
+    per_device_batch_size=Fraction(-1),
+    gradient_accumulation_steps=sizes.gradient_accumulation_steps,
+  )
+  return RLPlan(
+    pairs=plan_batches(pairs, config.run, training),
+    topology=topology,
+    num_iterations=rl.num_iterations,
+    staleness=rl.rollout_staleness,
+    max_prompt_length=rl.max_prefill_predict_length,
+    epochs=epochs,
+  )
+
+
+def _check_constant(batch: BatchConfig) -> None:
+  """Refuses a batch that changes: the schedules count samples, and here a step has its prompts."""
+  given = [
+    *(["enable_rampup_batch_size=true"] if batch.enable_rampup_batch_size else []),
+    *(["batch_schedule"] if batch.batch_schedule else []),
+    *(
+      [f"batch_schedule_type={batch.batch_schedule_type}"]
+      if batch.batch_schedule_type != "constant"
+      else []
+    ),
+  ]
+  if given:
+    off = "enable_rampup_batch_size=false batch_schedule=[] batch_schedule_type=constant"
+    raise UserError(
+      f"{' and '.join(given)}: the batch of reinforcement learning is the same in every step; for "
+      f"example {off}"
+    )
+
+
+def _check_lengths(max_target_length: int, max_prompt_length: int) -> None:
+  if max_prompt_length >= max_target_length:
+    raise UserError(
+      f"max_prefill_predict_length={max_prompt_length} leaves no token of max_target_length="
+      f"{max_target_length} to a completion; for example "
+      f"max_target_length={max(max_target_length, 2 * max_prompt_length)}"
+    )
+
+
+def _check_end(run: RunConfig, num_iterations: int, pairs: int, length: int) -> None:
+  """Checks that the run ends with the last of the steps on a batch of pairs.
+
+  Args:
+    run: its budget; which of the keys is given plan_batches checks.
+    num_iterations: steps on each batch of pairs.
+    pairs: of a step.
+    length: tokens of a pair.
+  """
+  units = {
+    "steps": (run.steps, num_iterations),
+    "total_samples": (run.total_samples, num_iterations * pairs),
+    "total_tokens": (run.total_tokens, num_iterations * pairs * length),
+  }
+  for key, (amount, unit) in units.items():
+    if amount == -1 or amount % unit == 0:
+      continue
+    offers = " or ".join(f"{key}={near}" for near in nearest_multiples(unit, Fraction(amount)))
+    raise UserError(
+      f"{key}={amount} ends inside a batch of {pairs:,} pairs, each of which is trained on in "
+      f"num_iterations={num_iterations} steps; nearest: {offers}"
+    )

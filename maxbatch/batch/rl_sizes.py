@@ -1,0 +1,271 @@
+"""The sizes of one step of reinforcement learning: prompts, generations, pairs, microbatches.
+
+A step takes batch_size unique prompts and samples num_generations completions of each, a group. A
+prompt with one of its completions is a pair: the sample that is trained on. So for the rest of batch/
+a pair is a sample:
+
+    global_batch_to_train = batch_size · num_generations                   pairs per step
+    micro_batch_to_train  = micro_batch_size                               pairs per microbatch
+    gradient_accumulation_steps = global_batch_to_train / micro_batch_to_train
+
+Each key has one unit, whatever is sampled or trained: batch_size counts prompts, micro_batch_size
+pairs on all devices, per_device_batch_size pairs on one. The keys that give each of the unknowns:
+
+    pairs per step        batch_size · num_generations, global_batch_to_train,
+                          tokens_per_step / max_target_length
+    pairs per microbatch  micro_batch_size, per_device_batch_size · devices
+    microbatches          gradient_accumulation_steps, micro_batch_size=none (1)
+
+A microbatch holds whole groups, since the rewards of a group are compared with each other, and as many
+pairs for each data-parallel group of devices, those that sample and those that train: it is a multiple
+of `RLTopology.unit` and divides the step.
+
+batch_size, micro_batch_size (−1: none) and num_generations are MaxText's names (configs/post_train/
+rl.yml), and mean what its documentation says.
+"""
+
+import dataclasses
+import math
+from fractions import Fraction
+
+from maxbatch.batch.solve import (
+  MOST_SAMPLES,
+  GivenSize,
+  Sizes,
+  counted,
+  describe_groups,
+  divisors,
+  nearest_divisors,
+  nearest_multiples,
+  single_value,
+  text,
+)
+from maxbatch.batch.topology import Topology
+from maxbatch.config.rl_schema import RLConfig
+from maxbatch.config.schema import BatchConfig
+from maxbatch.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class RLTopology:
+  """The devices that train, those that sample, and what both ask of a microbatch."""
+
+  training: Topology
+  num_generations: int
+  rollout_devices: int = 0
+  """Devices that only sample; 0: those that train sample too."""
+
+  @property
+  def rollout_groups(self) -> int:
+    """Groups of devices that sample pairs of their own."""
+    return self.rollout_devices or self.training.num_batch_groups
+
+  @property
+  def unit(self) -> int:
+    """Pairs of the smallest microbatch: whole groups, and as many on each device."""
+    return math.lcm(self.num_generations, self.training.num_batch_groups, self.rollout_groups)
+
+  @property
+  def unit_prompts(self) -> int:
+    """The prompts of these pairs."""
+    return self.unit // self.num_generations
+
+  def __str__(self) -> str:
+    """What the unit is made of, for a message."""
+    rollout = f" and the {counted(self.rollout_devices, 'rollout device')}"
+    return (
+      f"{counted(self.unit, 'pair')} (whole groups of num_generations={self.num_generations}, and "
+      f"as many for each of {describe_groups(self.training)}"
+      f"{rollout if self.rollout_devices else ''})"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class GivenPairs:
+  """The three unknowns as the configuration gives them, in pairs; None where it gives none."""
+
+  batch: GivenSize
+  micro_batch: GivenSize | None
+  num_microbatches: GivenSize | None
+
+  def batch_unit(self, topology: RLTopology) -> int:
+    """Pairs of which a step must be a multiple for the other sizes to stay as they are given."""
+    count = int(self.num_microbatches.size) if self.num_microbatches else 1
+    micro = self.micro_batch
+    return count * (int(micro.size) if micro and _is_whole(micro, topology) else topology.unit)
+
+
+def is_rl(config: RLConfig) -> bool:
+  """Whether a configuration is one of reinforcement learning."""
+  return config.num_generations != -1
+
+
+def check_supervised(config: RLConfig) -> None:
+  """Checks, for commands that train on text, that the sizes count samples and not prompts.
+
+  Raises:
+    UserError: the configuration is one of reinforcement learning.
+  """
+  if is_rl(config):
+    raise UserError(
+      f"num_generations={config.num_generations} makes this a configuration of reinforcement "
+      "learning, whose batch_size counts prompts, and this command trains on text; for example "
+      "num_generations=-1, or another config"
+    )
+
+
+def solve_rl(given: GivenPairs, topology: RLTopology) -> Sizes:
+  """The microbatch and the number of microbatches, in pairs.
+
+  Raises:
+    UserError: the sizes contradict each other, or a microbatch would not hold whole groups for all
+      devices; the message names the nearest values that work.
+  """
+  batch, micro, number = given.batch, given.micro_batch, given.num_microbatches
+  if batch.size > MOST_SAMPLES:
+    raise UserError(
+      f"{batch.assigned()} with num_generations={topology.num_generations} is {text(batch.size)} "
+      f"pairs, of which a step has at most {MOST_SAMPLES:,}; for example "
+      f"{batch.assigned(topology.unit)}"
+    )
+  if batch.size % topology.unit:
+    raise UserError(
+      f"{batch.assigned()} with num_generations={topology.num_generations} is {text(batch.size)} "
+      f"pairs, which must be a positive multiple of {topology}; "
+      f"nearest: {' or '.join(_batches(given, topology))}"
+    )
+  if micro is None:
+    return _from_number(batch, number, topology)
+  if number is not None:
+    _check_product(batch, micro, number, topology)
+  return _from_micro_batch(batch, micro, topology)
+
+
+def given_pairs(batch: BatchConfig, topology: RLTopology) -> GivenPairs:
+  """Reads the keys of all three unknowns.
+
+  Raises:
+    UserError: two keys give one size different values, none gives the batch, or a key cannot be used.
+  """
+  micro, unit = batch.micro_batch_size, topology.unit
+  if not isinstance(micro, Fraction) and micro != "none":
+    word = micro if isinstance(micro, str) else "explore"
+    raise UserError(
+      f"micro_batch_size={word} chooses for training on text alone; with num_generations="
+      f"{topology.num_generations} give a number of pairs, for example micro_batch_size="
+      f"{unit}, or micro_batch_size=-1: all at once"
+    )
+  whole = single_value(
+    *_if_set("batch_size", batch.batch_size, Fraction(1, topology.num_generations)),
+    *_if_set("global_batch_to_train", batch.global_batch_to_train),
+    *_if_set("tokens_per_step", batch.tokens_per_step, batch.max_target_length),
+  )
+  if whole is None:
+    raise UserError(
+      f"batch_size=-1 with num_generations={topology.num_generations}: a step needs its number of "
+      f"prompts; for example batch_size={topology.unit_prompts}"
+    )
+  devices = topology.training.num_devices
+  return GivenPairs(
+    batch=whole,
+    micro_batch=single_value(
+      *_if_set("micro_batch_size", micro if isinstance(micro, Fraction) else -1),
+      *_if_set("per_device_batch_size", batch.per_device_batch_size, Fraction(1, devices)),
+    ),
+    num_microbatches=single_value(
+      *_if_set("gradient_accumulation_steps", batch.gradient_accumulation_steps),
+      *([GivenSize("micro_batch_size", Fraction(1), word="none")] if micro == "none" else []),
+    ),
+  )
+
+
+def _if_set(key: str, value: Fraction | int, scale: Fraction | int = 1) -> list[GivenSize]:
+  return [] if value == -1 else [GivenSize(key, value / Fraction(scale), scale)]
+
+
+def _pairs(batch: GivenSize) -> str:
+  """`128 pairs of batch_size=16`."""
+  return f"{text(batch.size)} pairs of {batch.assigned()}"
+
+
+def _is_whole(micro: GivenSize, topology: RLTopology) -> bool:
+  """Whether a microbatch holds whole groups, and as many pairs for each device."""
+  return micro.size > 0 and micro.size % topology.unit == 0
+
+
+def _batches(given: GivenPairs, topology: RLTopology) -> list[str]:
+  """The nearest steps, with the microbatch that they need where the given one works with none."""
+  unit, micro = given.batch_unit(topology), given.micro_batch
+  if micro is None:
+    return [given.batch.assigned(size) for size in nearest_multiples(unit, given.batch.size)]
+  if _is_whole(micro, topology):
+    sizes = (
+      [Fraction(unit)] if given.num_microbatches else nearest_multiples(unit, given.batch.size)
+    )
+    return [given.batch.assigned(size) for size in sizes]
+  offers = []
+  for size in nearest_multiples(unit, given.batch.size):
+    units = int(size / topology.unit)
+    near = nearest_divisors(units, micro.size / topology.unit)[0]
+    if given.num_microbatches:
+      near = units // int(given.num_microbatches.size)
+    offers.append(f"{given.batch.assigned(size)} {micro.assigned(Fraction(near * topology.unit))}")
+  return offers
+
+
+def _check_product(
+  batch: GivenSize, micro: GivenSize, number: GivenSize, topology: RLTopology
+) -> None:
+  """Checks that all three, where all are given, agree."""
+  product, unit = micro.size * number.size, topology.unit
+  is_whole = _is_whole(micro, topology)
+  if product == batch.size and is_whole:
+    return
+  offers = []
+  if is_whole:
+    offers.append(batch.assigned(product))
+  if batch.size % (unit * number.size) == 0:
+    offers.append(micro.assigned(batch.size / number.size))
+  if is_whole and batch.size % micro.size == 0 and not number.word:
+    offers.append(number.assigned(batch.size / micro.size))
+  rule = "" if is_whole else f", and {micro.assigned()} must be a multiple of {topology}"
+  raise UserError(
+    f"{micro.assigned()} × {number.assigned()} must be the {_pairs(batch)} with num_generations="
+    f"{topology.num_generations}, and is {counted(product, 'pair')}{rule}; for example "
+    f"{', or '.join(offers) or f'{micro.key}=-1 {number.key}=-1'}"
+  )
+
+
+def _from_micro_batch(batch: GivenSize, micro: GivenSize, topology: RLTopology) -> Sizes:
+  """Microbatches = pairs of the step / pairs of a microbatch."""
+  unit, is_whole = topology.unit, _is_whole(micro, topology)
+  if is_whole and batch.size % micro.size == 0:
+    return Sizes(int(micro.size), int(batch.size / micro.size))
+  near = nearest_divisors(int(batch.size / unit), micro.size / unit)
+  offers = " or ".join(micro.assigned(Fraction(count * unit)) for count in near)
+  steps = nearest_multiples(micro.size, batch.size) if is_whole else []
+  others = "".join(f", or {batch.assigned(size)}" for size in steps)
+  size = "" if micro.scale == 1 else f" ({text(micro.size)} pairs)"
+  raise UserError(
+    f"{micro.assigned()}{size} must divide the {_pairs(batch)}, and be a multiple of {topology}; "
+    f"nearest: {offers}{others}"
+  )
+
+
+def _from_number(batch: GivenSize, number: GivenSize | None, topology: RLTopology) -> Sizes:
+  """Pairs of a microbatch = pairs of the step / microbatches, which are 1 unless given."""
+  count, units = int(number.size) if number else 1, int(batch.size / topology.unit)
+  if number is None or units % count == 0:
+    return Sizes(int(batch.size) // count, count)
+  counts = " or ".join(number.assigned(near) for near in nearest_divisors(units, number.size))
+  steps = nearest_multiples(count * topology.unit, batch.size)
+  raise UserError(
+    f"{number.assigned()}: the {_pairs(batch)} in {count} microbatches are "
+    f"{text(batch.size / count)} each, which must be a multiple of {topology}; nearest: {counts}"
+    f"{''.join(f', or {batch.assigned(size)}' for size in steps)}"
+  )
+
+
+def micro_batch_sizes(pairs: int, topology: RLTopology) -> list[int]:
+  """Every microbatch that a step of so many pairs can have, ascending."""
+  return [count * topology.unit for count in divisors(pairs // topology.unit)]

@@ -1,0 +1,176 @@
+"""The loss of GRPO (Shao et al. 2024) as sums that any split of a step's pairs adds up to.
+
+For a token of a pair with advantage A, of log-probability p now, p' before the first step on its batch
+(proximal) and b when it was sampled (behaviour):
+
+    loss = −w · min(r·A, clip(r, 1 − ε, 1 + ε_high)·A) + β·k3,     r = exp(p − p')
+    w    = min(exp(p' − b), cap)                                    constant
+    k3   = exp(q − p) − (q − p) − 1                                 q: by the reference
+
+ε_high > ε is DAPO's clip higher (Yu et al. 2025). w corrects what a policy behind by some steps has
+sampled (decoupled PPO, Hilton et al. 2022, truncated); with cap = 0 there is none, and p' is b. k3
+(Schulman 2020) has the gradient of the KL divergence's estimate where p − q, k1, has none towards q.
+
+A step's loss is Σ loss / Σ weight over all of its pairs, divided once, by the type:
+
+    dapo     Σ over tokens                                          / tokens
+    grpo     Σ over pairs of the mean over the pair's tokens        / pairs
+    dr_grpo  Σ over tokens                    / (pairs · longest completion) (Liu et al. 2025)
+
+So the gradient does not depend on how a step is split into microbatches. B pairs, T tokens.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxbatch.config.rl_schema import RLConfig
+from maxbatch.rl.log_probs import LogProbs
+from maxbatch.rl.pairs import Pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class Objective:
+  """What the loss is made of; known when the step is compiled."""
+
+  loss_type: Literal["dapo", "grpo", "dr_grpo"]
+  beta: float
+  epsilon: float
+  epsilon_high: float
+  importance_sampling_cap: float
+  max_completion_length: int
+
+
+def objective(config: RLConfig, max_completion_length: int) -> Objective:
+  """The objective that the keys describe, for completions of so many tokens at most."""
+  high = config.grpo_epsilon if config.grpo_epsilon_high == -1 else config.grpo_epsilon_high
+  return Objective(
+    loss_type=config.loss_type,
+    beta=config.grpo_beta,
+    epsilon=config.grpo_epsilon,
+    epsilon_high=high,
+    importance_sampling_cap=config.importance_sampling_cap,
+    max_completion_length=max_completion_length,
+  )
+
+
+class GrpoSums(NamedTuple):
+  """Sums over pairs, as float32 scalars; `largest_gap` is a maximum."""
+
+  loss: jax.Array
+  weight: jax.Array
+  """What the step's sum of losses, and its gradient, are divided by."""
+  tokens: jax.Array
+  pairs: jax.Array
+  entropy: jax.Array
+  """Over tokens, as all that follow."""
+  kl: jax.Array
+  """From the reference, k3; 0 without one."""
+  clipped_low: jax.Array
+  """Tokens whose ratio is clipped at 1 − ε."""
+  clipped_high: jax.Array
+  importance: jax.Array
+  """Importance weights."""
+  gap: jax.Array
+  """|p − b|: how far the policy has gone from the one that sampled; if that is this one, how far
+  sampler and trainer disagree."""
+  largest_gap: jax.Array
+
+  def add(self, other: "GrpoSums") -> "GrpoSums":
+    """With the sums over other pairs."""
+    summed = jax.tree.map(jnp.add, self, other)
+    return summed._replace(largest_gap=jnp.maximum(self.largest_gap, other.largest_gap))
+
+
+def grpo_sums(found: LogProbs, pairs: Pairs, objective: Objective) -> GrpoSums:
+  """The loss and the metrics of some pairs, summed; differentiate `loss`.
+
+  Args:
+    found: log-probabilities and entropies of the targets by the policy that is trained.
+    pairs: the pairs.
+    objective: the loss.
+  """
+  counts_BT = pairs.rows.weights > 0
+  now_BT = jnp.where(counts_BT, found.targets_BT, 0.0)
+  behaviour_BT = jnp.where(counts_BT, pairs.behaviour_BT, 0.0)
+  ratio_BT, importance_BT = _ratios(now_BT, behaviour_BT, pairs, counts_BT, objective)
+  advantage_B1 = pairs.advantages_B[:, None]
+  low, high = 1 - objective.epsilon, 1 + objective.epsilon_high
+  clipped_BT = jnp.clip(ratio_BT, low, high) * advantage_B1
+  loss_BT = -importance_BT * jnp.minimum(ratio_BT * advantage_B1, clipped_BT)
+  kl_BT = _kl(now_BT, pairs.reference_BT, counts_BT)
+  loss_BT += objective.beta * kl_BT
+  gap_BT = jnp.abs(now_BT - behaviour_BT)
+  is_pair_B = (pairs.rows.sample_ids >= 0).astype(jnp.float32)
+  tokens_B = counts_BT.sum(1).astype(jnp.float32)
+  loss, weight = _aggregated(loss_BT * counts_BT, tokens_B, is_pair_B.sum(), objective)
+
+  def summed(x_BT: jax.Array) -> jax.Array:
+    return jax.lax.stop_gradient(jnp.where(counts_BT, x_BT, 0.0).sum(dtype=jnp.float32))
+
+  return GrpoSums(
+    loss=loss,
+    weight=weight,
+    tokens=tokens_B.sum(),
+    pairs=is_pair_B.sum(),
+    entropy=summed(found.entropy_BT),
+    kl=summed(kl_BT),
+    clipped_low=summed((ratio_BT < low) & (advantage_B1 < 0)),
+    clipped_high=summed((ratio_BT > high) & (advantage_B1 > 0)),
+    importance=summed(importance_BT),
+    gap=summed(gap_BT),
+    largest_gap=jax.lax.stop_gradient(gap_BT.max(initial=0.0)),
+  )
+
+
+def _ratios(
+  now_BT: jax.Array,
+  behaviour_BT: jax.Array,
+  pairs: Pairs,
+  counts_BT: jax.Array,
+  objective: Objective,
+) -> tuple[jax.Array, jax.Array]:
+  """Of every token r and w; 1 where it does not count."""
+  cap = objective.importance_sampling_cap
+  if not cap:
+    return jnp.exp(now_BT - behaviour_BT), jnp.ones_like(now_BT)
+  proximal_BT = now_BT if pairs.proximal_BT is None else pairs.proximal_BT
+  proximal_BT = jax.lax.stop_gradient(jnp.where(counts_BT, proximal_BT, 0.0))
+  weight_BT = jnp.minimum(jnp.exp(proximal_BT - behaviour_BT), cap)
+  return jnp.exp(now_BT - proximal_BT), weight_BT
+
+
+def _kl(now_BT: jax.Array, reference_BT: jax.Array | None, counts_BT: jax.Array) -> jax.Array:
+  """k3 of every token; 0 where it does not count, or without a reference."""
+  if reference_BT is None:
+    return jnp.zeros_like(now_BT)
+  further_BT = jnp.where(counts_BT, reference_BT, 0.0) - now_BT
+  return jnp.expm1(further_BT) - further_BT
+
+
+def _aggregated(
+  loss_BT: jax.Array, tokens_B: jax.Array, num_pairs: jax.Array, objective: Objective
+) -> tuple[jax.Array, jax.Array]:
+  """The sum of losses and the weight that divides it, by the type of loss."""
+  if objective.loss_type == "grpo":
+    return (loss_BT.sum(1) / jnp.maximum(tokens_B, 1.0)).sum(), num_pairs
+  if objective.loss_type == "dr_grpo":
+    return loss_BT.sum(), num_pairs * objective.max_completion_length
+  return loss_BT.sum(), tokens_B.sum()
+
+
+def metric_values(sums: GrpoSums) -> dict[str, jax.Array]:
+  """The metrics of a step, by their names in metrics.jsonl."""
+  tokens = jnp.maximum(sums.tokens, 1.0)
+  return {
+    "rl/entropy": sums.entropy / tokens,
+    "rl/kl": sums.kl / tokens,
+    "rl/clipped_low": sums.clipped_low / tokens,
+    "rl/clipped_high": sums.clipped_high / tokens,
+    "rl/importance_weight": sums.importance / tokens,
+    "rl/log_prob_gap": sums.gap / tokens,
+    "rl/largest_log_prob_gap": sums.largest_gap,
+    "rl/completion_length": sums.tokens / jnp.maximum(sums.pairs, 1.0),
+  }

@@ -1,0 +1,98 @@
+"""Log-probabilities of given tokens, holding the logits of one tile of tokens at a time.
+
+B rows, T tokens, D width, V vocabulary, C tokens of a tile.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxbatch.data.rows import Rows
+from maxbatch.hardware.sharding import constrain, over_rows
+from maxbatch.models.registry import Model, Parameters
+from maxbatch.training.loss import cut_tokens, num_tiles, scan_tiles
+
+_NEVER = -1e30
+"""In place of −∞, of which a product with probability 0 is not 0."""
+
+
+class LogProbs(NamedTuple):
+  """Of every target, float32; 0 where it does not count."""
+
+  targets_BT: jax.Array
+  """Its log-probability."""
+  entropy_BT: jax.Array
+  """Of the distribution it is of, in nats; without a gradient."""
+
+
+def token_log_probs(
+  model: Model,
+  parameters: Parameters,
+  rows: Rows,
+  allowed_V: np.ndarray,
+  temperature: float = 1.0,
+) -> LogProbs:
+  """Log-probabilities by the distribution that the sampler draws from.
+
+  There is no dropout: what is sampled has none.
+
+  Args:
+    model: the model.
+    parameters: its parameters.
+    rows: a microbatch; only targets with a weight count.
+    allowed_V: bool: tokens that may be sampled; the others have no probability here either.
+    temperature: divides the logits, more than 0.
+  """
+  bound, config = model.bind(parameters), model.config
+  hidden_BTD = bound(rows, None)
+  tiles = num_tiles(config, *hidden_BTD.shape[:2])
+  options = functools.partial(
+    _of_tile, allowed_V=allowed_V, cap=config.final_logits_soft_cap, temperature=temperature
+  )
+  of_tile = jax.checkpoint(options)  # The backward pass makes the logits again.
+
+  def of_rows(matrix_DV: jax.Array, *rows: jax.Array) -> LogProbs:
+    # In float32 here, so that the gradients of the tiles are summed in it.
+    wide_DV = matrix_DV.astype(jnp.float32)
+
+    def add_tile(carry: None, tile: tuple[jax.Array, ...]) -> tuple[None, LogProbs]:
+      return carry, of_tile(wide_DV.astype(matrix_DV.dtype), *tile)
+
+    _, found = scan_tiles(add_tile, None, cut_tokens(tiles, *rows), tiles)
+    B, T = rows[0].shape[:2]
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T], found)
+
+  with jax.named_scope("head"):
+    matrix_DV = bound.output_matrix()
+    return over_rows(of_rows, matrix_DV, ("embed", "vocab"), hidden_BTD, rows.targets, rows.weights)
+
+
+def _of_tile(
+  matrix_DV: jax.Array,
+  hidden_BCD: jax.Array,
+  targets_BC: jax.Array,
+  weights_BC: jax.Array,
+  *,
+  allowed_V: np.ndarray,
+  cap: float,
+  temperature: float,
+) -> LogProbs:
+  B, C, D = hidden_BCD.shape
+  logits_XV = jnp.matmul(hidden_BCD.reshape(-1, D), matrix_DV, preferred_element_type=jnp.float32)
+  logits_BCV = constrain(logits_XV.reshape(B, C, -1), ("batch", "length", "vocab"))
+  if cap:
+    logits_BCV = cap * jnp.tanh(logits_BCV / cap)
+  logits_BCV = jnp.where(allowed_V[None, None], logits_BCV / temperature, _NEVER)
+  log_z_BC = jax.nn.logsumexp(logits_BCV, -1)
+  # A comparison instead of a gather: it also works where the vocabulary is divided over devices.
+  hit_BCV = targets_BC[..., None] == jnp.arange(logits_BCV.shape[-1])[None, None]
+  target_BC = jnp.where(hit_BCV, logits_BCV, 0.0).sum(-1)
+  counts_BC = weights_BC > 0
+  fixed_BCV = jax.lax.stop_gradient(logits_BCV - log_z_BC[..., None])
+  entropy_BC = -(jnp.exp(fixed_BCV) * fixed_BCV).sum(-1)
+  return LogProbs(
+    jnp.where(counts_BC, target_BC - log_z_BC, 0.0), jnp.where(counts_BC, entropy_BC, 0.0)
+  )

@@ -1,0 +1,80 @@
+"""What is trained on: prompts with their completions as rows, and what was known when they were sampled.
+
+B pairs, P places of prompts, N of completions, T tokens of a row.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from maxbatch.data.rows import Rows
+
+
+class Rollout(NamedTuple):
+  """Sampled pairs as a sampler leaves them."""
+
+  prompts_BP: np.ndarray
+  """int32: ids, padded on the left."""
+  prompt_lengths_B: np.ndarray
+  completions_BN: np.ndarray
+  """int32: ids, padded on the right."""
+  lengths_B: np.ndarray
+  """int32: tokens of the completions, with the one that ends them."""
+  log_probs_BN: np.ndarray
+  """float32: of those tokens, by the policy that sampled them."""
+
+
+class Pairs(NamedTuple):
+  """A microbatch of pairs as the loss takes them."""
+
+  rows: Rows
+  """The targets that count are the tokens of the completions, and no others."""
+  advantages_B: jax.Array
+  behaviour_BT: jax.Array
+  """float32: log-probabilities of the targets by the policy that sampled them."""
+  proximal_BT: jax.Array | None = None
+  """The same by the policy before the first step on this batch; None: this is the first step."""
+  reference_BT: jax.Array | None = None
+  """The same by the policy that training began with; None: no KL divergence is taken."""
+
+
+def make_pairs(rollout: Rollout, advantages_B: np.ndarray, first_pair: int, length: int) -> Pairs:
+  """Rows of a rollout: the prompt, its completion, and padding that no token sees.
+
+  Which targets count follows from the lengths alone: padding may have the id of any token.
+
+  Args:
+    rollout: what was sampled.
+    advantages_B: of each pair.
+    first_pair: index of the first pair in the run's stream of pairs.
+    length: T.
+  """
+  prompt_B1, own_B1 = rollout.prompt_lengths_B[:, None], rollout.lengths_B[:, None]
+  B, P = rollout.prompts_BP.shape
+  place_1S = np.arange(length + 1)[None]
+  tokens_BS = np.where(
+    place_1S < prompt_B1,
+    _taken(rollout.prompts_BP, place_1S + P - prompt_B1),
+    _taken(rollout.completions_BN, place_1S - prompt_B1),
+  )
+  number_BS = place_1S - prompt_B1
+  counts_BS = (number_BS >= 0) & (number_BS < own_B1)
+  tokens_BS = np.where((place_1S < prompt_B1) | counts_BS, tokens_BS, 0).astype(np.int32)
+  log_probs_BS = np.where(counts_BS, _taken(rollout.log_probs_BN, number_BS), 0)
+  fields: dict[str, Any] = {
+    "inputs": tokens_BS[:, :-1],
+    "targets": tokens_BS[:, 1:],
+    "weights": counts_BS[:, 1:].astype(np.float32),
+    "sample_ids": np.arange(first_pair, first_pair + B, dtype=np.int32),
+  }
+  known: dict[str, Any] = {
+    "advantages_B": advantages_B.astype(np.float32),
+    "behaviour_BT": log_probs_BS[:, 1:].astype(np.float32),
+  }
+  return Pairs(Rows(**fields), **known)
+
+
+def _taken(x_BN: np.ndarray, index_BS: np.ndarray) -> np.ndarray:
+  """The elements at these places of each row; anything where there is none."""
+  return np.take_along_axis(x_BN, np.clip(index_BS, 0, x_BN.shape[1] - 1), 1)

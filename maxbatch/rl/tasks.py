@@ -1,0 +1,97 @@
+"""Built-in tasks with answers to verify (`rl_task`): prompts that are pure functions of (seed, number).
+
+A task also has demonstrations, of which a share has the wrong answer: trained on these first, a model
+knows all behaviours, and reinforcement learning makes the rewarded one more frequent. To add a task,
+write its two functions and register it in TASKS; or name one as `rl_task=module:attribute`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import numpy as np
+
+from maxbatch.config.registry import registered
+from maxbatch.rl.prompts import Prompt, Prompts
+
+Part = Literal["train", "validation", "demonstrations"]
+_PARTS: tuple[Part, ...] = ("train", "validation", "demonstrations")
+
+Draws = Callable[[int], int]
+"""From n, the next of the draws of a prompt: a number from 0 to n − 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+  """What a task asks, and what a model that has learned nothing yet answers."""
+
+  ask: Callable[[Draws], tuple[str, str]]
+  """A prompt and its answer."""
+  demonstrate: Callable[[Draws, str, str], str]
+  """An answer, right or wrong, of a prompt with this right one."""
+
+  def prompt(self, seed: int, number: int, part: Part = "train") -> Prompt:
+    """A prompt, with its answer as the column `answer`."""
+    text, answer = self.ask(_draws(seed, number, part))
+    return Prompt(text, {"answer": answer})
+
+  def demonstration(self, seed: int, number: int) -> tuple[str, str]:
+    """A prompt and what may be answered, for training before reinforcement learning."""
+    draws = _draws(seed, number, "demonstrations")
+    text, answer = self.ask(draws)
+    return text, self.demonstrate(draws, text, answer)
+
+  def prompts(self, seed: int, part: Part = "train") -> Prompts:
+    """The prompts of a part of the task, without end."""
+    return Prompts(lambda number: self.prompt(seed, number, part), -1)
+
+
+def _draws(seed: int, number: int, part: Part) -> Draws:
+  """The draws of one prompt, independent of all others."""
+  sequence = np.random.SeedSequence([seed, _PARTS.index(part), number])
+  # 64 bits each: the remainder favours no number by more than 2⁻⁵⁰ for n < 2¹⁴.
+  words = iter(sequence.generate_state(64, np.uint64))
+  return lambda n: int(next(words)) % n
+
+
+def _digits(draws: Draws, count: int) -> str:
+  return "".join(str(draws(10)) for _ in range(count))
+
+
+def _ask_sort(draws: Draws) -> tuple[str, str]:
+  digits = _digits(draws, 3 + draws(3))
+  return f"s{digits}=", "".join(sorted(digits))
+
+
+def _mixed_sort(draws: Draws, text: str, answer: str) -> str:
+  """60% copy the digits or reverse them."""
+  digits = text[1:-1]
+  if draws(10) >= 6:
+    return answer
+  return digits if draws(2) else digits[::-1]
+
+
+def _ask_format(draws: Draws) -> tuple[str, str]:
+  digits = _digits(draws, 4)
+  return f"f{digits}=", f"<{digits}>"
+
+
+def _bare(draws: Draws, text: str, answer: str) -> str:
+  """60% leave out the brackets."""
+  del text
+  return answer if draws(10) >= 6 else answer.strip("<>")
+
+
+TASKS = {
+  "mix-sort": Task(_ask_sort, _mixed_sort),
+  "format": Task(_ask_format, _bare),
+}
+
+
+def task_named(name: str) -> Task:
+  """The task that `rl_task` names.
+
+  Raises:
+    UserError: there is none of that name.
+  """
+  return registered("rl_task", name, TASKS)

@@ -1,0 +1,166 @@
+"""Reward functions in real processes: their rewards, what they raise, and where they hang."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import configured
+
+from maxbatch.errors import UserError
+from maxbatch.rl.checkers import exact, final_number, gsm8k
+from maxbatch.rl.reward_calls import Call, make_call
+from maxbatch.rl.rewards import Group, RewardPool, check_rewards
+
+MODULE = """
+import os
+import time
+
+
+def lengths(prompts, completions, bonus, **columns):
+  assert len(prompts) == len(completions) == len(bonus)
+  return [len(each) + extra for each, extra in zip(completions, bonus)]
+
+
+def mine(prompts, completions, **columns):
+  if prompts[0] == "raise":
+    raise ValueError("I do not like\\nthis one")
+  if prompts[0] == "hang":
+    time.sleep(3600)
+  if prompts[0] == "die":
+    os._exit(7)
+  return [1.0 for _ in completions]
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+  """A module of the user's."""
+  (tmp_path / "own_rewards.py").write_text(MODULE)
+  monkeypatch.syspath_prepend(tmp_path)
+  yield "own_rewards"
+  sys.modules.pop("own_rewards", None)
+
+
+def groups(*prompts: str) -> list[Group]:
+  return [Group(prompt, ["a", "bbb"], {"bonus": place}) for place, prompt in enumerate(prompts)]
+
+
+def test_rewards_are_summed_and_a_failure_is_counted_and_scores_zero(module):
+  """One start for all: a raise, a hang, a death, and what comes after them. Five seconds are long enough
+  for a busy machine to answer."""
+  names = f"reward_functions=[{module}:lengths, {module}:mine]"
+  rl = configured(names, "reward_timeout_seconds=5", "reward_failure=zero").rl
+  with RewardPool(rl) as pool:
+    whole = pool.score(groups("x", "y"))
+    prompts = ("x", "raise", "die", "z")
+    found = pool.score(groups(*prompts))
+    late = pool.score(groups("hang", "y"))
+    pids = [worker.process.pid for worker in pool._workers]
+  np.testing.assert_array_equal(whole.rewards_N, [2, 4, 3, 5])
+  assert whole.failures == ()
+  np.testing.assert_array_equal(found.rewards_N, [2, 4, 0, 0, 0, 0, 5, 7])
+  assert [str(each) for each in found.failures] == [
+    "reward function own_rewards:mine, prompt raise: ValueError: I do not like this one "
+    "(own_rewards.py:13)",
+    "reward function own_rewards:mine, prompt die: its process ended with exit code 7",
+  ]
+  np.testing.assert_array_equal(late.rewards_N, [0, 0, 3, 5])
+  assert [each.problem for each in late.failures] == ["no answer within reward_timeout_seconds=5"]
+  for pid in pids:
+    with pytest.raises(ProcessLookupError):
+      os.kill(pid, 0)
+
+
+def test_a_failure_stops_the_run_and_names_function_prompt_and_the_way_on(module):
+  rl = configured(f"reward_functions=[{module}:mine]", "reward_processes=1").rl
+  with RewardPool(rl) as pool, pytest.raises(UserError) as caught:
+    pool.score(groups("x", "raise"))
+  assert str(caught.value).startswith("reward function own_rewards:mine, prompt raise: ValueError")
+  assert "reward_failure=zero" in str(caught.value)
+
+
+def test_a_process_ends_with_the_one_that_started_it(module):
+  rl = configured(f"reward_functions=[{module}:mine]", "reward_processes=1").rl
+  with RewardPool(rl) as pool:
+    pool.score(groups("x"))
+    worker = pool._workers[0]
+    assert worker.process.stdin is not None
+    worker.process.stdin.close()
+    assert worker.process.wait(60) < 0
+
+
+@pytest.mark.parametrize(
+  ("function", "problem"),
+  [
+    (lambda prompts, completions, **_: [1.0], "it returned 1 rewards for 2 completions"),
+    (lambda prompts, completions, **_: [1.0, float("nan")], "its reward of completion 1 is nan"),
+    (lambda prompts, completions, **_: None, "TypeError: 'NoneType' object is not iterable"),
+    (lambda prompts, completions: [1.0, 1.0], "unexpected keyword argument 'bonus'"),
+    (lambda prompts, completions, **_: ["a", "b"], "ValueError: could not convert string"),
+  ],
+)
+def test_what_is_returned_is_checked(function, problem):
+  assert problem in make_call(function, Call(0, "p", ["a", "b"], {"bonus": 1})).problem
+
+
+def test_numbers_of_any_kind_are_rewards():
+  found = make_call(
+    lambda prompts, completions: np.array([True, False]), Call(0, "p", ["a", "b"], {})
+  )
+  assert found.rewards == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+  ("keys", "said"),
+  [
+    (["reward_functions=[gsm9k]"], "there is no such reward_functions. Did you mean gsm8k?"),
+    (["reward_functions=[no_such_file:score]"], "there is no module no_such_file"),
+    ([], "nothing says what a good completion is; for example reward_functions=[my_rewards:score]"),
+  ],
+)
+def test_a_function_that_is_not_there_is_found_before_the_run(keys, said):
+  with pytest.raises(UserError) as caught:
+    check_rewards(configured(*keys).rl)
+  assert said in str(caught.value)
+
+
+def test_a_built_in_task_brings_its_checker():
+  assert check_rewards(configured("rl_task=format").rl) == ("exact",)
+
+
+def test_exact_answers():
+  assert exact(["p"] * 3, ["12", " 12\n", "21"], answer=["12"] * 3) == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+  ("text", "number"),
+  [
+    ("He has 3 + 4 = 7 apples.\n#### 7", 7),
+    ("#### 1,234", 1234),
+    ("#### $1,234.50 in all, of 3", 1234.5),
+    ("so the answer is 18.", 18),
+    ("-3", -3),
+    ("first 5, then 70%", 70),
+    ("it is .5", 0.5),
+    ("####", None),
+    ("none", None),
+    ("1,000,000", 10**6),
+  ],
+)
+def test_the_final_number_of_a_text(text, number):
+  assert final_number(text) == number
+
+
+def test_gsm8k_compares_final_numbers():
+  answer = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\n#### 72"
+  completions = ["72", "#### 72.00", "#### 73", "the 72 clips cost 3", "?"]
+  assert gsm8k(["p"] * 5, completions, answer=[answer] * 5) == [1, 1, 0, 0, 0]
+
+
+def test_the_processes_start_without_jax():
+  program = "import sys; sys.modules['jax'] = None; import maxbatch.rl.reward_worker"
+  subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parent.parent)
