@@ -21,11 +21,13 @@ from jax.sharding import Mesh
 
 from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.data.reading import ReadOrder
+from maxbatch.hardware.coordinator import Coordinator
 from maxbatch.hardware.processes import leave_together
 from maxbatch.train import main
 from maxbatch.training import loop
 
 HANGING_SECONDS = 3600
+LATE_SECONDS = 4
 
 
 def hang() -> None:
@@ -99,6 +101,18 @@ def step_with(fault: Callable[[], None], number: int) -> None:
   mock.patch.object(loop, "flagged", faulty).start()
 
 
+def ask_late() -> None:
+  """This process asks where the others are when process 0 knows that already."""
+  within = Coordinator.within
+
+  def late(store: Coordinator, folder: str) -> dict[str, str]:
+    if folder == "place":
+      time.sleep(LATE_SECONDS)
+    return within(store, folder)
+
+  mock.patch.object(Coordinator, "within", late).start()
+
+
 if __name__ == "__main__":
   fault, process, number, *arguments = sys.argv[1:]
   if f"process_id={process}" in arguments:
@@ -108,6 +122,7 @@ if __name__ == "__main__":
       save_with(SAVING[fault], int(number))
     elif fault == "step hangs":
       step_with(hang, int(number))
+      ask_late()
     elif fault == "clock is wrong":
       set_clock()
     else:

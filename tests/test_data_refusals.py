@@ -1,6 +1,5 @@
 """Damaged and unsuitable input: each is named with file and record, and nothing half is cached."""
 
-import dataclasses
 import gzip
 import json
 import os
@@ -15,6 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from grain_datasets import build, refusal
 from processes import PATIENCE_SECONDS
 from record_files import (
   WRITERS,
@@ -26,14 +26,12 @@ from record_files import (
   parquet,
   tfrecord,
 )
-from support import base
 from vocabularies import tiktoken_file
 
 from maxbatch import train
 from maxbatch.data import record_content, token_cache, tokenize, workers
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.formats import jsonl as jsonl_format
-from maxbatch.data.registry import build_dataset
 from maxbatch.data.sources import Document, resolve
 from maxbatch.data.token_cache import TokenCache
 from maxbatch.data.tokenize import Recipe
@@ -42,22 +40,6 @@ from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
 
 GOOD = ["first document", "second document", "third document"]
-
-
-def build(place: Path, path: Path | str, **keys: object) -> Dataset:
-  given = {
-    "dataset_type": "grain",
-    "grain_train_files": str(path),
-    "dataset_cache_directory": str(place / "cache"),
-    "eval_fraction": 0.0,
-  }
-  return build_dataset(dataclasses.replace(base().data, **(given | keys)), 4)
-
-
-def refusal(place: Path, path: Path | str, **keys: object) -> str:
-  with pytest.raises(UserError) as caught:
-    build(place, path, **keys)
-  return str(caught.value)
 
 
 def cache_of(dataset: Dataset) -> TokenCache:

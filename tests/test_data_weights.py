@@ -1,45 +1,34 @@
 """Which tokens count, as a column of the records says it: from every format to the rows' weights."""
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grain_datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from record_files import framed
-from support import base
 
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.formats import tf_example
 from maxbatch.data.optional import library
-from maxbatch.data.registry import build_dataset
-from maxbatch.errors import UserError
 
 IDS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
 MASKS = [[0, 1, 1], [1, 0, 0, 1], [0, 1]]
-LENGTH = 4
+
+
+MASKED = {"weights_column": "mask", "grain_packing_type": "first_fit"}
 
 
 def build(place: Path, path: Path, **keys: object) -> Dataset:
-  given = {
-    "dataset_type": "grain",
-    "grain_train_files": str(path),
-    "dataset_cache_directory": str(place / "cache"),
-    "eval_fraction": 0.0,
-    "weights_column": "mask",
-    "grain_packing_type": "first_fit",
-  }
-  return build_dataset(dataclasses.replace(base().data, **(given | keys)), LENGTH)
+  return grain_datasets.build(place, path, **(MASKED | keys))
 
 
 def refusal(place: Path, path: Path, **keys: object) -> str:
-  with pytest.raises(UserError) as caught:
-    build(place, path, **keys)
-  return str(caught.value)
+  return grain_datasets.refusal(place, path, **(MASKED | keys))
 
 
 def targets(dataset: Dataset) -> dict[int, float]:

@@ -125,6 +125,7 @@ def assert_found_by_its_stack(folder: pathlib.Path, ended: list[Ended], place: s
   ],
 )
 def test_a_process_that_hangs_is_found_by_its_stack(tmp_path, arguments, fault, number, place):
+  """The one whose step hangs is late to say so: process 0 waits for it, as it has the store."""
   keys = [*arguments, "hang_timeout_seconds=30"]
   ended = wait(start(2, keys, command=[*FAULTY, fault, "1", str(number)]))
   assert_found_by_its_stack(tmp_path, ended, place)

@@ -112,7 +112,7 @@ def test_what_needs_no_jax_works_where_it_is_not_installed():
   modules = [m for m in TREES if m.split(".")[1:2] and m.split(".")[1] in WITHOUT_JAX]
   program = f"""
 import sys
-absent = ("jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorboardX")
+absent = ("jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorboard")
 sys.modules.update(dict.fromkeys(absent))
 import {", ".join(m.removesuffix(".__init__") for m in modules)}
 config = maxbatch.config.load.load_config(["config=base"])

@@ -16,7 +16,7 @@ from maxbatch.errors import UserError
 from maxbatch.run_folder.metrics import MetricsLog, Record, read_metrics
 
 # Generated at import, so that no type checker knows what is in it.
-event_pb2 = importlib.import_module("tensorboardX.proto.event_pb2")
+event_pb2 = importlib.import_module("tensorboard.compat.proto.event_pb2")
 
 
 def record(step: int, loss: float = 1.5) -> Record:

@@ -11,21 +11,19 @@ from typing import Any
 import numpy as np
 import object_stores
 import pytest
+from grain_datasets import build, refusal
 from object_stores import BUCKET, GoogleServer, Proxy, s3_behind_proxy
 from record_files import WRITERS, array_record, jsonl, parquet
 from small_disk import small
-from support import base
 
 from maxbatch import train
 from maxbatch.data import corpus, object_copies, token_cache
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.object_store import TRIES
-from maxbatch.data.registry import build_dataset
 from maxbatch.data.sources import Document, SourceFile, Sources
 from maxbatch.data.split import Split
 from maxbatch.data.tokenize import Recipe
 from maxbatch.data.tokenizer import ByteTokenizer
-from maxbatch.errors import UserError
 
 TEXTS = [f"document {number} of an object, about nothing" for number in range(40)]
 ROOT = f"s3://{BUCKET}"
@@ -59,22 +57,6 @@ def put(s3, request):
     return f"{ROOT}/{folder}"
 
   return put_files
-
-
-def build(place: Path, path: Path | str, **keys: object) -> Dataset:
-  given = {
-    "dataset_type": "grain",
-    "grain_train_files": str(path),
-    "dataset_cache_directory": str(place / "cache"),
-    "eval_fraction": 0.0,
-  }
-  return build_dataset(dataclasses.replace(base().data, **(given | keys)), 16)
-
-
-def refusal(place: Path, path: Path | str, **keys: object) -> str:
-  with pytest.raises(UserError) as caught:
-    build(place, path, **keys)
-  return str(caught.value)
 
 
 def same(one: Dataset, other: Dataset) -> bool:

@@ -68,8 +68,12 @@ def _compiled(out_sharding: Sharding | None, version: int):
   )
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def _fingerprint(leaf: jax.Array, version: int) -> jax.Array:
-  """The fingerprint of one array, a uint32 scalar."""
+  """The fingerprint of one array, a uint32 scalar.
+
+  A function of its own for jax: traced once for all leaves of one shape, of which a state has many.
+  """
   bits = _bits(leaf) if version == 1 else scattered(_bits(leaf))
   return jnp.sum(bits * _odd_weights(bits.shape), dtype=jnp.uint32)
 

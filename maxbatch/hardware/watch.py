@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from maxbatch.errors import EXIT_PROCESS_FAILED
 from maxbatch.hardware.coordinator import Coordinator
@@ -161,10 +162,14 @@ class Watch:
 
   def _announce(self, end: End) -> None:
     """Makes `end`, or what came before it, known to all; without a network, to this process."""
-    sender = threading.Thread(target=self._publish, args=(end,), daemon=True)
+    self._try(self._publish, end)
+    self._set_end(end)
+
+  def _try(self, work: Callable[..., None], *arguments: object) -> None:
+    """Does what needs the network, for which nobody waits long."""
+    sender = threading.Thread(target=work, args=arguments, daemon=True)
     sender.start()
     sender.join(_GRACE_SECONDS)
-    self._set_end(end)
 
   def _publish(self, end: End) -> None:
     self._store.put_first("end", json.dumps(dataclasses.asdict(end)))
@@ -184,11 +189,11 @@ class Watch:
       number, began = number + 1, time.monotonic()
       self._store.put(f"beat/{self._store.process}", f"{number} {time.time():.0f} {self._host}")
       self._hear(self._store.within("beat") if self._store.process == 0 else self._of_first())
-      if first := self._store.wait_for("end", self._pause):
+      # Process 0 soon hears of all for the first time, and of their clocks.
+      pause = self._pause if all(self._beats.values()) else _TICK_SECONDS
+      if first := self._store.wait_for("end", pause):
         self._set_end(End(**json.loads(first)))
-      time.sleep(max(0.0, min(_TICK_SECONDS, began + self._pause - time.monotonic())))
-    if self._ended.is_set():
-      self._store.put(f"known/{self._store.process}", "")
+      time.sleep(max(0.0, min(_TICK_SECONDS, began + pause - time.monotonic())))
 
   def _of_first(self) -> dict[str, str]:
     beat = self._store.wait_for("beat/0", self._pause)
@@ -248,12 +253,17 @@ class Watch:
     return self._beats[process].split(" ", 2)[-1] or "an unknown host"
 
   def _wait_until_known(self) -> None:
-    """Process 0 keeps the store for the others until they have read why the run ends."""
-    self._wait_for_all("known")
+    """Process 0 keeps the store for the others until they have said why the run ends.
 
-  def _wait_for_all(self, folder: str) -> None:
+    jax aborts a process that still asks it for something when process 0 is gone.
+    """
+    if not self._first_is_lost:
+      self._try(self._store.put, f"known/{self._store.process}", "")
+    self._wait_for_all("known", 2 * _GRACE_SECONDS)
+
+  def _wait_for_all(self, folder: str, seconds: float = _GRACE_SECONDS) -> None:
     """In process 0, until every process has put something there, or has had enough time."""
-    deadline = time.monotonic() + _GRACE_SECONDS
+    deadline = time.monotonic() + seconds
     while self._store.process == 0 and time.monotonic() < deadline:
       if len(self._store.within(folder)) == self._store.num_processes:
         return

@@ -10,21 +10,17 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Self
 
-import tensorboardX
-from tensorboardX.record_writer import register_writer_factory
-
 from maxbatch.errors import UserError
 from maxbatch.run_folder.appending import AppendedFile
 from maxbatch.run_folder.atomic import elsewhere, replacing
 from maxbatch.run_folder.paths import RunFolder
+from maxbatch.run_folder.tensorboard import Curves
 
 Record = dict[str, int | float]
 
 _OVER_SAMPLES = frozenset({"loss", "eval/loss", "learning_rate", "global_batch_to_train"})
 """Plotted against samples too: runs with different batches compare there."""
 _NOT_PLOTTED = ("step", "samples", "tokens")
-_APPENDED = "appended"
-"""What stands before a path, with a colon, for tensorboardX to open it as an AppendedFile."""
 
 
 class MetricsLog:
@@ -49,10 +45,10 @@ class MetricsLog:
       folder.mkdir(parents=True, exist_ok=True)
       last = _cut(path, first)
       boards = RunFolder(folder)
-      self._board = _board(boards.tensorboard, first, report)
+      self._curves = Curves(boards.tensorboard, first, report)
       # Apart: TensorBoard drops every curve of a folder from one and the same number on.
       samples = int(last["samples"]) + 1 if last else 0
-      self._board_over_samples = _board(boards.tensorboard_over_samples, samples, report)
+      self._curves_over_samples = Curves(boards.tensorboard_over_samples, samples, report)
       self._file = AppendedFile(path, report)
       self.last_step = int(last["step"]) if last else None
     except OSError as error:
@@ -72,8 +68,8 @@ class MetricsLog:
         f"warning: {self._path} misses the records of steps {self._missing[0]} to "
         f"{self._missing[-1]}, which could not be written"
       )
-    self._board.close()
-    self._board_over_samples.close()
+    self._curves.close()
+    self._curves_over_samples.close()
 
   def write(self, record: Record) -> None:
     """Appends one step's record, which has at least the keys step, samples and tokens."""
@@ -81,12 +77,10 @@ class MetricsLog:
     self._file.flush()
     self._missing.append(int(record["step"]))
     self._drop_written()
-    for key, value in record.items():
-      if key not in _NOT_PLOTTED:
-        self._board.add_scalar(key, value, int(record["step"]))
-    for key in _OVER_SAMPLES & record.keys():
-      samples = int(record["samples"])
-      self._board_over_samples.add_scalar(f"over_samples/{key}", record[key], samples)
+    plotted = {key: value for key, value in record.items() if key not in _NOT_PLOTTED}
+    self._curves.add(int(record["step"]), plotted)
+    over_samples = {f"over_samples/{key}": record[key] for key in _OVER_SAMPLES & record.keys()}
+    self._curves_over_samples.add(int(record["samples"]), over_samples)
 
   def _drop_written(self) -> None:
     while len(self._missing) > self._file.num_waiting:
@@ -102,39 +96,6 @@ class NoMetricsLog(MetricsLog):
 
   def write(self, record: Record) -> None:
     """Does nothing."""
-
-
-class _AppendedFiles:
-  """Opens the files of a tensorboardX writer, whose thread would die of an error of writing."""
-
-  def __init__(self, report: Callable[[str], None]):
-    self._report = report
-
-  def directory_check(self, path: str) -> None:
-    """Makes the folder."""
-    _without_prefix(path).mkdir(parents=True, exist_ok=True)
-
-  def open(self, path: str) -> AppendedFile:
-    """Opens one file."""
-    return AppendedFile(_without_prefix(path), self._report)
-
-
-def _without_prefix(path: str) -> pathlib.Path:
-  return pathlib.Path(path.removeprefix(f"{_APPENDED}:"))
-
-
-def _board(
-  folder: pathlib.Path, first: int, report: Callable[[str], None]
-) -> tensorboardX.SummaryWriter:
-  """Writes curves; TensorBoard drops what earlier writers of the folder have at `first` or later."""
-  register_writer_factory(_APPENDED, _AppendedFiles(report))
-  return tensorboardX.SummaryWriter(
-    f"{_APPENDED}:{folder}",
-    purge_step=first,
-    flush_secs=10,
-    # Files are named by the second: without this a quick restart would overwrite the last one.
-    filename_suffix=f".{first}",
-  )
 
 
 def read_metrics(folder: pathlib.Path) -> list[Record]:
