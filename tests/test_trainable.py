@@ -32,19 +32,19 @@ from maxbatch.training.step import Trainer, rows_shardings, step_function
 T, ROWS, CAPACITY, RATE, STEPS = 16, 32, 4, 1e-2, 3
 KEY = jax.random.key(7)
 
-ATTENTION: dict[str, object] = {"trainable": '["layers/attention/*", "final_norm/*"]'}
-ADAPTERS: dict[str, object] = {"lora_rank": 2, "lora_targets": "[query,out,down]", "lora_alpha": 3}
-MIXED: dict[str, object] = {"lora_rank": 2, "trainable": '["*/bias", "head"]', "mlp_bias": "true"}
+ATTENTION: dict[str, Any] = {"trainable": '["layers/attention/*", "final_norm/*"]'}
+ADAPTERS: dict[str, Any] = {"lora_rank": 2, "lora_targets": "[query,out,down]", "lora_alpha": 3}
+MIXED: dict[str, Any] = {"lora_rank": 2, "trainable": '["*/bias", "head"]', "mlp_bias": "true"}
 
 
-def trainer(axes: tuple[int, int, int] = (1, 1, 1), dispatches: int = 1, **keys: object) -> Trainer:
+def trainer(axes: tuple[int, int, int] = (1, 1, 1), dispatches: int = 1, **keys: Any) -> Trainer:
   settings = config(dropout_rate=0.1, **keys)
   model = build_model(settings.model, T, settings.noise.gns, settings.optimizer.trainable)
   optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches)
   return Trainer(model, optimizer, mesh(*axes), KEY)
 
 
-def model_of(length: int = T, **keys: object) -> Model:
+def model_of(length: int = T, **keys: Any) -> Model:
   settings = config(**keys)
   return build_model(settings.model, length, settings.noise.gns, settings.optimizer.trainable)
 
@@ -94,7 +94,7 @@ def test_no_gradient_of_a_frozen_matrix_is_formed():
   """As traced: not even one that the compiler would drop."""
   rows = in_microbatches(uneven_rows(ROWS, T), 2, CAPACITY)
 
-  def products(**keys: object) -> set[str]:
+  def products(**keys: Any) -> set[str]:
     parts = trainer(num_vocab_tiling=4, **keys)
     text = step_function(parts, rows, streamed=False).lower(
       parts.abstract, rows, jnp.int32(1), jnp.float32(0)
@@ -112,7 +112,8 @@ def test_no_gradient_of_a_frozen_matrix_is_formed():
 def test_the_patterns_of_all_parameters_make_the_same_program():
   rows = in_microbatches(uneven_rows(ROWS, T), 2, CAPACITY)
   texts = set()
-  for keys in ({}, {"trainable": '["*"]'}):
+  every: dict[str, Any] = {"trainable": '["*"]'}
+  for keys in (dict[str, Any](), every):
     parts = trainer((2, 2, 1), **keys)
     assert parts.abstract.frozen == {}
     function = step_function(parts, rows, streamed=False)
@@ -151,7 +152,7 @@ def test_counts_and_work_know_what_trains():
 
 
 @functools.cache
-def by_hand(**keys: object) -> tuple[Any, list[float]]:
+def by_hand(**keys: Any) -> tuple[Any, list[float]]:
   """The parameters after STEPS of a loop of optax, and each step's loss, on one device."""
   parts = trainer(**keys)
   begun = parts.init(0)
@@ -192,7 +193,7 @@ def test_trained_in_any_split_equals_a_loop_of_optax(keys, axes, k, streams):
   keys = {"opt_type": "sgd"} | keys
   (params, frozen), losses = by_hand(**keys)
   parts = trainer(axes, k if streams else 1, **keys)
-  state, function, found = parts.init(0), None, []
+  state, function, found, metrics = parts.init(0), None, [], None
   for seed in range(STEPS):
     fed = in_microbatches(uneven_rows(ROWS, T, seed), k, k if streams else CAPACITY)
     pieces = (
@@ -203,6 +204,7 @@ def test_trained_in_any_split_equals_a_loop_of_optax(keys, axes, k, streams):
       function = function or step_function(parts, piece, streamed=streams)
       control = jnp.bool_(at == k - 1) if streams else jnp.int32(k)
       state, metrics = function(state, placed, control, jnp.float32(RATE))
+    assert metrics is not None
     found.append(float(metrics.loss))
   np.testing.assert_allclose(found, losses, rtol=1e-6)
   moved = jax.tree.map(lambda a, b: a - b, params, jax.device_get(parts.init(0).params))

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -86,7 +86,7 @@ class Beginning:
     if not isinstance(self.source, CheckpointSource) or not self.full:
       return trainer.begin(seed, loaded)
     rest = {name: part for name, part in trainer.abstract_saved.items() if name != "params"}
-    wanted = named_leaves(rest)
+    wanted = cast(dict[str, jax.ShapeDtypeStruct], named_leaves(rest))
     arrays = read_leaves(_FULL, self.source.folder, self.source.record, wanted)
     saved = jax.tree.unflatten(jax.tree.structure(rest), [arrays[name] for name in wanted])
     return trainer.from_saved(saved | {"params": loaded})
@@ -147,9 +147,9 @@ def beginning_of(config: CheckpointConfig, folder: RunFolder) -> Beginning:
       )
     found = str(find_source(key, given))
   # Process 0's: the newest checkpoint of a run that goes on may not be the same for all.
-  folder = Path(broadcast_one_to_all(found))
+  place = Path(broadcast_one_to_all(found))
   with failing_together():
-    source = open_source(key, folder)
+    source = open_source(key, place)
     if key == _FULL and not _has_state(source):
       raise UserError(
         f'{key}={given} holds parameters alone; begin with these: {_PARAMETERS}={given} {key}=""'
