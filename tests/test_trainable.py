@@ -122,7 +122,7 @@ def test_the_patterns_of_all_parameters_make_the_same_program():
 
 
 def test_a_pattern_without_a_match_is_refused_with_the_nearest():
-  for keys, said in (
+  cases: tuple[tuple[dict[str, Any], str], ...] = (
     ({"trainable": "[layer/atention/*]"}, "nearest: layers/attention/*"),
     ({"trainable": "[embeding]"}, "for example trainable=['embedding']"),
     ({"lora_rank": 2, "lora_targets": "[querry]"}, "Did you mean query? It has down, gate, key,"),
@@ -132,7 +132,8 @@ def test_a_pattern_without_a_match_is_refused_with_the_nearest():
       {"lora_rank": 2, "gns": "norm"},
       "gns=norm measures the gradients of the normalization layers",
     ),
-  ):
+  )
+  for keys, said in cases:
     with pytest.raises(UserError) as caught:
       model_of(**keys)
     assert said in str(caught.value)
@@ -215,7 +216,7 @@ def test_trained_in_any_split_equals_a_loop_of_optax(keys, axes, k, streams):
 
 def test_adapters_change_nothing_before_they_are_trained_and_can_be_merged():
   rows, plain = uneven_rows(4, T), model_of()
-  settings = ADAPTERS | {"lora_targets": "[query,key,value,out,gate,up,down]"}
+  settings: dict[str, Any] = ADAPTERS | {"lora_targets": "[query,key,value,out,gate,up,down]"}
   scanned, unrolled = (model_of(scan_layers=each, **settings) for each in ("true", "false"))
 
   def loss_of(model, parameters):
