@@ -39,6 +39,7 @@ SIZES = {
   "num_attention_heads": 4,
   "num_key_value_heads": 2,
   "max_position_embeddings": 16,
+  "rms_norm_eps": 1e-3,
 }
 # torch gives the embedding of padding no gradient.
 TOKENS = {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1}

@@ -28,7 +28,7 @@ COUNTED = TOKENS > 0
 """The rows that are examples."""
 WEIGHT = TOKENS.sum()
 KEY = jax.random.key(7)
-LLAMA = {"use_qk_norm": "true"}
+LLAMA = {"use_qk_norm": "true", "qk_norm_across_heads": "true", "use_post_attn_norm": "true"}
 Path = tuple[str, ...]
 Gradients = dict[Path, np.ndarray]
 

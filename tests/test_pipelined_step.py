@@ -9,10 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
-from pipelined import CUTS, PASSES, Case, make_rows, pipelined, plain, program
+from pipelined import (
+  CUTS,
+  KEY,
+  PASSES,
+  Case,
+  fed_rows,
+  in_order_of_stages,
+  make_rows,
+  pipelined,
+  plain,
+  program,
+)
 
 from maxbatch.pipeline_parallel.cost import predicted_bubble
 from maxbatch.training import tick
+from maxbatch.training.loss import loss_sum
 
 ALL = CUTS * PASSES
 ONCE, ROUNDS = ("gpipe", "1f1b"), ("circular", "interleaved_1f1b")
@@ -72,6 +84,31 @@ def test_any_timetable_gives_the_gradients_of_the_plain_step(case, schedule, mic
   assert error(gradients, expected) < 2e-6
   assert sums.loss == pytest.approx(float(loss), rel=1e-6)
   assert sums.weight == np.sum(make_rows(case, microbatches).weights)
+
+
+def test_layers_that_differ_are_known_by_their_number_in_any_stage():
+  """With the options of Gemma and OLMo, heads divided over devices."""
+  keys = {"layer_types": "[sliding_attention, sliding_attention, full_attention]"} | {
+    "sliding_window_size": 3,
+    "local_rope_max_timescale": 10,
+    "normalization": "zero_centered_rmsnorm",
+    "use_post_attn_norm": "true",
+    "use_post_ffw_norm": "true",
+    "use_qk_norm": "true",
+    "qk_norm_across_heads": "true",
+    "attn_logits_soft_cap": 0.5,
+    "final_logits_soft_cap": 2,
+  }
+  case = Case(repeats=2, axes=(1, 1, 2), keys=tuple(keys.items()))
+  compiled, places = program(case)
+  params, rows = jax.jit(case.model.init)(jax.random.key(0)), make_rows(case, ALL)
+  given = jax.device_put(in_order_of_stages(case, params), places)
+  found, sums = compiled(given, fed_rows(case, ALL), case.ticks("interleaved_1f1b", ALL))
+  loss = jax.jit(jax.value_and_grad(lambda p, rows: loss_sum(case.model, p, rows, KEY)))
+  expected = jax.device_get(loss(params, rows))
+  # Small sums that are normalized again carry their rounding further.
+  assert error(in_order_of_stages(case, jax.device_get(found), back=True), expected[1]) < 6e-6
+  assert sums.loss == pytest.approx(float(expected[0]), rel=1e-6)
 
 
 def test_in_bfloat16_residuals_are_what_would_be_computed_again():

@@ -64,8 +64,8 @@ def model_path(name: str, folder: Path, given: str) -> Path:
       return path
   if any(map(os.path.isdir, paths)):
     raise UserError(
-      f"{given}: that folder has no config.json, so it is no model of Hugging Face's. Give the "
-      "folder that holds one, with the weights beside it."
+      f"{given}: there is no such model: that folder has no config.json. Give a Hugging Face "
+      "model's folder, which holds one beside the weights."
     )
   raise UserError(
     f"{given}: there is no such model.{did_you_mean(name, model_names())} "

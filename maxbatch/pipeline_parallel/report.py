@@ -234,7 +234,7 @@ def _imbalance(model: ModelConfig, pipeline: Pipeline) -> str:
 
 def _layer_weights(model: ModelConfig) -> int:
   heads = 2 * model.base_num_query_heads + 2 * model.base_num_kv_heads
-  matrices = 3 if model.mlp_activation == "swiglu" else 2
+  matrices = 2 if model.mlp_activation == "gelu" else 3
   return model.base_emb_dim * (heads * model.head_dim + matrices * model.base_mlp_dim)
 
 
