@@ -125,7 +125,6 @@ def _placed(arrays: StoredArrays, name: str, leaf: jax.ShapeDtypeStruct) -> jax.
     return array.read(tuple(slice(*each) for each in starts_and_stops))
 
   def part(index: Index | None) -> np.ndarray:
-    assert index is not None
     # jax asks once for each device, also where several hold the same.
     whole = whole_slices(index, leaf.shape)
     return read(tuple((each.start, each.stop) for each in whole))

@@ -214,7 +214,6 @@ class _HuggingFace:
 
 def _placed(reader: FolderReader, path: ParameterPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
   def part(index: Index | None) -> np.ndarray:
-    assert index is not None
     return reader.read(path, whole_slices(index, leaf.shape), np.dtype(leaf.dtype))
 
   return jax.make_array_from_callback(leaf.shape, leaf.sharding, part, dtype=leaf.dtype)

@@ -147,9 +147,9 @@ def beginning_of(config: CheckpointConfig, folder: RunFolder) -> Beginning:
       )
     found = str(find_source(key, given))
   # Process 0's: the newest checkpoint of a run that goes on may not be the same for all.
-  place = Path(broadcast_one_to_all(found))
+  chosen = Path(broadcast_one_to_all(found))
   with failing_together():
-    source = open_source(key, place)
+    source = open_source(key, chosen)
     if key == _FULL and not _has_state(source):
       raise UserError(
         f'{key}={given} holds parameters alone; begin with these: {_PARAMETERS}={given} {key}=""'
