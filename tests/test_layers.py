@@ -33,6 +33,7 @@ FOLDERS = [
   "hardware",
   "data",
   "models",
+  "sampling",
   "checkpoints",
   "conversion",
   "training",
@@ -42,7 +43,7 @@ FOLDERS = [
   "input_analysis",
   "experiments",
 ]
-COMMANDS = ["train", "plan", "pipeline", "critical_batch", "input_analyzer", "convert"]
+COMMANDS = ["train", "sample", "plan", "pipeline", "critical_batch", "input_analyzer", "convert"]
 WITHOUT_JAX = [
   "errors",
   "hugging_face",

@@ -12,6 +12,8 @@ from maxbatch.run_folder.paths import RunFolder
 
 _SHOWN = 5
 _LONGEST_PATH = 1000
+_NO_PROCESSES = ("coordinator_address=", "num_processes=-1", "process_id=-1")
+"""Where a run's processes found each other nobody waits now."""
 
 
 def find_checkpoint(given: str, key: str = "checkpoint", others: str = "") -> pathlib.Path:
@@ -67,7 +69,7 @@ def config_of(step_folder: pathlib.Path, arguments: Sequence[str]) -> Config:
       "was configured; give its configuration, for example config=my.yml"
     )
   place = [f"base_output_directory={folder.parent}", f"run_name={folder.name}"]
-  return load_config([f"config={written}", *place, *arguments])
+  return load_config([f"config={written}", *place, *_NO_PROCESSES, *arguments])
 
 
 def _step_folder(given: str, key: str, path: pathlib.Path) -> pathlib.Path:

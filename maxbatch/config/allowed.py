@@ -133,5 +133,6 @@ Seconds = Annotated[int, Range(low=1, limit=1_000_000)]
 Seed = Annotated[int, Range(low=0, high=2**32 - 1)]
 """jax takes the last 32 bits of a seed: beyond them another seed would give the same numbers."""
 Probability = Annotated[float, Range(low=0, high=1)]
+NucleusProbability = Annotated[float, Range(low=0.001, high=1)]
 NonNegativeFloat = Annotated[float, Range(low=0, limit=FLOAT32)]
 DType = Literal["float32", "bfloat16"]

@@ -24,6 +24,7 @@ from maxbatch.config.allowed import (
   Example,
   NonNegative,
   NonNegativeFloat,
+  NucleusProbability,
   Path,
   Positive,
   PositiveOrUnset,
@@ -59,10 +60,13 @@ class RunConfig:
   metrics: tuple[str, ...]
   eval_interval: CountOrUnset
   eval_samples: PositiveOrUnset
-  # A sample to look at; the tokens are computed one by one.
+  # A sample to look at.
   generate_length: Annotated[int, Range(low=0, high=100_000)]
   prompt: str
   decode_sampling_temperature: NonNegativeFloat
+  decode_sampling_top_k: NonNegative
+  decode_sampling_nucleus_p: NucleusProbability
+  decode_sampling_min_p: Probability
 
   def __post_init__(self) -> None:
     """Raises UserError for a folder that is none of a file system, and a prompt that is no UTF-8."""

@@ -27,6 +27,7 @@ from maxbatch.errors import UserError
 # Characters of no meaning, which no text that is meant to be read holds.
 _BEGIN, _END = "\U000f0000", "\U000f0001"
 _GENERATION = re.compile(r"\{%([-+]?)\s*(end)?generation\s*([-+]?)%\}")
+_ANSWER = "an answer"
 _EXAMPLE = '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]'
 
 
@@ -115,6 +116,21 @@ class Chat:
     if not counted.any():
       return Bad("there is no message of an assistant to train on")
     return Conversation(ids, counted)
+
+  def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    """The tokens up to where an assistant's answer begins."""
+    return self._ids(self._render(messages, add_generation_prompt=True))
+
+  def end_of_answer(self) -> int | None:
+    """The special token with which the template ends what an assistant says, if there is one."""
+    asked = [{"role": "user", "content": "?"}]
+    text = self._render([*asked, {"role": "assistant", "content": _ANSWER}])
+    after = self._ids(text.rpartition(_ANSWER)[2])
+    return next((id_ for id_ in after if self._inner.id_to_token(id_) in self._special), None)
+
+  def _ids(self, text: str) -> list[int]:
+    plain = text.replace(_BEGIN, "").replace(_END, "")
+    return self._inner.encode(plain, add_special_tokens=False).ids
 
   def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[_Span]]:
     """The text of the conversation, and what of it assistants say that is to be trained on."""

@@ -18,6 +18,7 @@ from flax import nnx
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import constrain
 from maxbatch.models import flash
+from maxbatch.models.cache import LayerCache
 from maxbatch.models.dot_product import dot_product_attention
 from maxbatch.models.layers import Norm, Projection
 from maxbatch.models.rope import frequency_factors
@@ -35,6 +36,8 @@ class AttentionContext(NamedTuple):
   segment_ids_BT: jax.Array | None
   slides: jax.Array | bool = False
   """Whether the window is what limits the reach: data where layers differ in a scan."""
+  cache: LayerCache | None = None
+  """While a text is written, what a layer keeps for the tokens to come."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,14 +67,38 @@ def attention_contexts(
   positions_BT: jax.Array | None,
 ) -> LayerContexts:
   """The reach and rotations of rows of `length` tokens, for the layers of either kind."""
+  positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
+
+  def first_seen(window: int) -> jax.Array:
+    return _first_seen(length, window, segment_ids_BT)
+
+  return _contexts(config, positions, first_seen, segment_ids_BT)
+
+
+def next_token_contexts(
+  config: ModelConfig, begins_B: jax.Array, place: jax.Array
+) -> LayerContexts:
+  """The same for one token of each row, at `place` of a cache in which the rows begin at `begins_B`."""
+  begins_B1 = begins_B[:, None]
+
+  def first_seen(window: int) -> jax.Array:
+    return jnp.maximum(begins_B1, place - window + 1) if window else begins_B1
+
+  return _contexts(config, place - begins_B1, first_seen, None)
+
+
+def _contexts(
+  config: ModelConfig,
+  positions_BT: jax.Array,
+  first_seen: Callable[[int], jax.Array],
+  segment_ids_BT: jax.Array | None,
+) -> LayerContexts:
 
   def context(window: int, timescale: float, factors_H: np.ndarray | None) -> AttentionContext:
     cos = sin = None
     if config.position_embedding == "rope":
-      positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
-      cos, sin = _rotations(positions, config.head_dim, timescale, factors_H)
-    first = _first_seen(length, window, segment_ids_BT)
-    return AttentionContext(first, cos, sin, segment_ids_BT, window > 0)
+      cos, sin = _rotations(positions_BT, config.head_dim, timescale, factors_H)
+    return AttentionContext(first_seen(window), cos, sin, segment_ids_BT, window > 0)
 
   slides_L = sliding_layers(config)
   timescale, local = config.rope_max_timescale, config.local_rope_max_timescale
@@ -148,10 +175,14 @@ class Attention(nnx.Module):
       q_BTNH = q_BTNH * self.query_factor
     q_BTNH = constrain(q_BTNH, ("batch", "length", "heads", "head_dim"))
     k_BSKH = constrain(k_BSKH, ("batch", "length", "kv_heads", "head_dim"))
-    if self.config.attention == "flash" and flash.has_devices():
+    cap = self.config.attn_logits_soft_cap
+    if at.cache is not None:
+      at.cache.put(k_BSKH, v_BSKH)
+    if at.cache is not None and not at.cache.is_new:
+      out_BTNH = at.cache.attention(q_BTNH, at.first_BT, cap)
+    elif self.config.attention == "flash" and flash.has_devices():
       out_BTNH = self._flash(q_BTNH, k_BSKH, v_BSKH, at)
     else:
-      cap = self.config.attn_logits_soft_cap
       out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.first_BT, cap)
     return self.out(constrain(out_BTNH, ("batch", "length", "heads", "head_dim")))
 

@@ -8,7 +8,6 @@ attention does (Dao et al. 2022): nothing of size T·S is kept between the passe
 lead in every product, the layout that XLA's CPU backend multiplies fastest.
 """
 
-import functools
 import math
 
 import jax
@@ -48,8 +47,9 @@ def _logits(q_BKXH: jax.Array, k_BKSH: jax.Array) -> jax.Array:
   return jnp.matmul(q_BKXH, k_BKSH.mT, preferred_element_type=jnp.float32)
 
 
-def _capped(logits_BKXS: jax.Array, soft_cap: float) -> jax.Array:
-  return soft_cap * jnp.tanh(logits_BKXS / soft_cap) if soft_cap else logits_BKXS
+def capped(logits: jax.Array, soft_cap: float) -> jax.Array:
+  """cap·tanh(logit/cap), which stays below the cap; 0: the logits as they are."""
+  return soft_cap * jnp.tanh(logits / soft_cap) if soft_cap else logits
 
 
 def _masked(logits_BKXS: jax.Array, first_BX: jax.Array) -> jax.Array:
@@ -60,15 +60,14 @@ def _masked(logits_BKXS: jax.Array, first_BX: jax.Array) -> jax.Array:
   return jnp.where(seen_BXS[:, None], logits_BKXS, jnp.finfo(jnp.float32).min)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(
+def _attended(
   q_BKXH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, first_BX: jax.Array, soft_cap: float
 ) -> jax.Array:
   return _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, soft_cap)[0]
 
 
 def _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, soft_cap):
-  logits_BKXS = _masked(_capped(_logits(q_BKXH, k_BKSH), soft_cap), first_BX)
+  logits_BKXS = _masked(capped(_logits(q_BKXH, k_BKSH), soft_cap), first_BX)
   max_BKX1 = logits_BKXS.max(-1, keepdims=True)
   exp_BKXS = jnp.exp(logits_BKXS - max_BKX1)
   sum_BKX1 = exp_BKXS.sum(-1, keepdims=True)
@@ -81,7 +80,7 @@ def _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, soft_cap):
 def _backward(soft_cap, kept, d_out_BKXH):
   q_BKXH, k_BKSH, v_BKSH, first_BX, out_BKXH, log_sum_BKX1 = kept
   f32, dtype = jnp.float32, q_BKXH.dtype
-  capped_BKXS = _capped(_logits(q_BKXH, k_BKSH), soft_cap)
+  capped_BKXS = capped(_logits(q_BKXH, k_BKSH), soft_cap)
   weights_BKXS = jnp.exp(_masked(capped_BKXS, first_BX) - log_sum_BKX1)
   d_v_BKSH = jnp.matmul(weights_BKXS.astype(dtype).mT, d_out_BKXH)
   d_weights_BKXS = jnp.matmul(d_out_BKXH, v_BKSH.mT, preferred_element_type=f32)
@@ -97,4 +96,5 @@ def _backward(soft_cap, kept, d_out_BKXH):
   return d_q_BKXH, d_k_BKSH, d_v_BKSH, None
 
 
+_attend = jax.custom_vjp(_attended, nondiff_argnums=(4,))
 _attend.defvjp(_forward, _backward)

@@ -9,19 +9,21 @@ are asked for and sets the others to None.
 import dataclasses
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh
 
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import ModelConfig
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
-from maxbatch.hardware.sharding import LogicalAxes
+from maxbatch.hardware.sharding import LogicalAxes, sharding
 from maxbatch.models import transformer
+from maxbatch.models.cache import Cache
 from maxbatch.models.layers import Norm, Parameter
 from maxbatch.models.lora import add_adapters
 from maxbatch.models.probes import Probe, probe_of
@@ -73,10 +75,35 @@ class LayeredModel(LanguageModel, Protocol):
     ...
 
 
+@runtime_checkable
+class CachedModel(LanguageModel, Protocol):
+  """What a model offers in addition for its texts to be written with a pass over one token each."""
+
+  offers_cache: bool
+  """In the class itself: what a subclass adds may need more than its base keeps."""
+
+  def prefill(self, rows: Rows, places: int) -> tuple[jax.Array, Cache]:
+    """Hidden states (B, T, D) as a call returns them, and a cache of so many places with these tokens
+    in the first."""
+    ...
+
+  def decode(
+    self, tokens_B: jax.Array, cache: Cache, place: jax.Array, begins_B: jax.Array
+  ) -> tuple[jax.Array, Cache]:
+    """Hidden states (B, D) of one more token of each row, and the cache with it at `place`; rows see
+    what is there from `begins_B` on, as position 0."""
+    ...
+
+
 MODELS: Mapping[str, Callable[[nnx.Rngs, ModelConfig, int], Any]] = {
   "transformer": transformer.Transformer,
 }
 """By name, what makes a `LanguageModel` of (rngs, config, max_target_length)."""
+
+
+def offers_cache(model: LanguageModel) -> TypeGuard[CachedModel]:
+  """Whether a model, as `bind` returns it, keeps what its tokens see of those before."""
+  return isinstance(model, CachedModel) and vars(type(model)).get("offers_cache", False)
 
 
 def by_path(
@@ -165,6 +192,17 @@ class Model:
     return {path: _axes(variable) for path, variable in _flat(self.abstract).items()}
 
 
+def placed(model: Model, mesh: Mesh) -> Parameters:
+  """Shape and dtype of every parameter, with its place on a mesh."""
+  axes = model.axes()
+
+  def place(path: tuple[str, ...], leaf: jax.Array) -> jax.ShapeDtypeStruct:
+    where = sharding(axes[path], leaf.shape, mesh)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+  return by_path(place, model.shapes())
+
+
 def joined(parameters: Parameters, others: Parameters) -> Parameters:
   """The inverse of `Model.split`."""
   if not others:
@@ -235,7 +273,8 @@ def _built(
     return module
 
   whole = nnx.eval_shape(create, jax.random.key(0))
-  return Model(config, create, *nnx.split(whole, Parameter, Probe), trainable)
+  graph, abstract, abstract_probes = nnx.split(whole, Parameter, Probe)
+  return Model(config, create, graph, abstract, abstract_probes, trainable)
 
 
 def _drop_probes(

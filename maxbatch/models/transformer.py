@@ -16,7 +16,14 @@ from maxbatch.config.schema import ModelConfig
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import constrain, over_rows
-from maxbatch.models.attention import Attention, AttentionContext, LayerContexts, attention_contexts
+from maxbatch.models.attention import (
+  Attention,
+  AttentionContext,
+  LayerContexts,
+  attention_contexts,
+  next_token_contexts,
+)
+from maxbatch.models.cache import Cache, KeysValues, LayerCache, empty_cache
 from maxbatch.models.dropout import dropout, fold
 from maxbatch.models.layers import FeedForward, Norm, parameter
 from maxbatch.models.probes import for_each_row, looked_up, probe, probe_values
@@ -75,6 +82,9 @@ class Transformer(nnx.Module):
 
   block: type[Block] = Block
   """What a layer is; a subclass names its own."""
+  offers_cache = True
+  """Whether tokens see others through `Attention` alone, whose keys and values can be kept while a
+  text is written. A subclass whose tokens do, too, says so itself."""
 
   def __init__(self, rngs: nnx.Rngs, config: ModelConfig, max_target_length: int):
     """Raises UserError if sizes contradict each other."""
@@ -114,6 +124,42 @@ class Transformer(nnx.Module):
     """The layers bound here, of which the first is layer `first` of the model."""
     at = attention_contexts(self.config, rows.inputs.shape[1], rows.segment_ids, rows.positions)
     return _apply_layers(self.layers, self.config, x_BTD, at, keys_B, first)
+
+  def prefill(self, rows: Rows, places: int) -> tuple[jax.Array, Cache]:
+    """Hidden states (B, T, D) as a call returns them, and a cache of so many places with these tokens
+    in the first."""
+    B, T = rows.inputs.shape
+    at = attention_contexts(self.config, T, rows.segment_ids, rows.positions)
+    cache = empty_cache(self.config, self.config.base_num_decoder_layers, B, places)
+    x_BTD, cache = _apply_cached(
+      self.layers, self.config, self.embed(rows, None), at, cache, 0, is_new=True
+    )
+    return self.normalize(x_BTD), cache
+
+  def decode(
+    self, tokens_B: jax.Array, cache: Cache, place: jax.Array, begins_B: jax.Array
+  ) -> tuple[jax.Array, Cache]:
+    """Hidden states (B, D) of one more token of each row, and the cache with it.
+
+    Args:
+      tokens_B: their ids.
+      cache: with all tokens before; written to in place where it is given away.
+      place: int32: where these are put, the same for all rows.
+      begins_B: where each row's own tokens begin; what is before that is not seen.
+    """
+    tokens_B1 = tokens_B[:, None]
+    rows = Rows(
+      tokens_B1,
+      tokens_B1,
+      jnp.ones(tokens_B1.shape),
+      jnp.zeros_like(tokens_B),
+      positions=place - begins_B[:, None],
+    )
+    at = next_token_contexts(self.config, begins_B, place)
+    x_B1D, cache = _apply_cached(
+      self.layers, self.config, self.embed(rows, None), at, cache, place, is_new=False
+    )
+    return self.normalize(x_B1D)[:, 0], cache
 
   def normalize(self, x_BTD: jax.Array) -> jax.Array:
     """What the output matrix is applied to."""
@@ -198,6 +244,44 @@ def _apply_layers(
   for index, one in enumerate(_unstack(parameters, L)):
     x_BTD, _ = layer(x_BTD, (one, first + index))
   return x_BTD
+
+
+def _apply_cached(
+  stacked: Block,
+  config: ModelConfig,
+  x_BTD: jax.Array,
+  at: LayerContexts,
+  cache: Cache,
+  place: jax.Array | int,
+  *,
+  is_new: bool,
+) -> tuple[jax.Array, Cache]:
+  """As `_apply_layers` without dropout, each layer with its part of the cache."""
+  graph, parameters = nnx.split(stacked)
+
+  def apply(
+    x_BTD: jax.Array, parameters: nnx.State, index: jax.Array | int, own: LayerCache
+  ) -> tuple[jax.Array, KeysValues]:
+    x_BTD = nnx.merge(graph, parameters)(x_BTD, at.of(index)._replace(cache=own), None)
+    return x_BTD, own.kept
+
+  if isinstance(cache, KeysValues):
+    # Carried along as a whole, of which each layer writes only what is new.
+    def layer(
+      carried: tuple[jax.Array, KeysValues], item: tuple[nnx.State, jax.Array]
+    ) -> tuple[tuple[jax.Array, KeysValues], None]:
+      (x_BTD, kept), (parameters, index) = carried, item
+      own = LayerCache(kept, place, is_new=is_new, layer=index)
+      return apply(x_BTD, parameters, index, own), None
+
+    items = parameters, jnp.arange(cache.keys_BKSH.shape[0])
+    return jax.lax.scan(layer, (x_BTD, cache), items)[0]
+  kept = []
+  for index, one in enumerate(_unstack(parameters, len(cache))):
+    own = LayerCache(cache[index], place, is_new=is_new)
+    x_BTD, now = apply(x_BTD, one, index, own)
+    kept.append(now)
+  return x_BTD, tuple(kept)
 
 
 def _remat_policy(name: str) -> Callable[..., bool] | None:

@@ -5,15 +5,18 @@ import itertools
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.hardware.devices import describe_devices
 from maxbatch.hardware.shared_files import write_shared_file
-from maxbatch.models.generate import generate
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.resolve import ResolvedRun
 from maxbatch.run_folder.metrics import each_record
+from maxbatch.sampling.sampler import Sampler, on_fewest_devices, sample
+from maxbatch.sampling.text import choice_of, encoded, printable, prompts_of, vocabulary_of
 from maxbatch.training.build import lost_updates, parameter_counts, undivided_parameters
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
@@ -54,7 +57,7 @@ def sum_up(
   if complete:
     before = resolved.folder.text_before_training
     if config.run.generate_length and before.exists():
-      print(f"\n--- text before training\n{_shown(before.read_bytes().decode())}")
+      print(f"\n--- text before training\n{printable(before.read_bytes().decode())}")
     show_sample(resolved, trainer, state.parameters)
   tokens = plan.tokens(position.samples)
   print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
@@ -105,29 +108,17 @@ def _longer(resolved: ResolvedRun, plan: BatchPlan) -> str:
 def show_sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> None:
   """Prints text of the trained model, if the run asks for any."""
   if resolved.config.run.generate_length:
-    print(f"--- text after training\n{_shown(_sample(resolved, trainer, params))}\n---")
-
-
-def _shown(text: str) -> str:
-  """The text with escapes for all that would move a terminal's cursor, but line breaks and tabs."""
-  escaped = (
-    character
-    if character.isprintable() or character in "\n\t"
-    else character.encode("unicode_escape").decode()
-    for character in text
-  )
-  return "".join(escaped)
+    print(f"--- text after training\n{printable(_sample(resolved, trainer, params))}\n---")
 
 
 def _sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
-  run = resolved.config.run
-  return generate(
-    trainer.model,
-    trainer.by_layer(params),
-    build_tokenizer(resolved.config.data),
-    run.prompt,
-    run.generate_length,
-    run.decode_sampling_temperature,
-    resolved.config.batch.max_target_length,
-    add_bos=resolved.config.data.add_bos,
-  )
+  """The prompt and a text that goes on from it, the same at every call, which nothing but its length
+  ends."""
+  config, tokenizer = resolved.config, build_tokenizer(resolved.config.data)
+  params, mesh = on_fewest_devices(trainer.by_layer(params), trainer.mesh, num_texts=1)
+  length, model = config.run.generate_length, trainer.model
+  sampler = Sampler(model, choice_of(config.run), length, config.batch.max_target_length, mesh)
+  prompt = encoded(tokenizer, config.run.prompt, add_bos=config.data.add_bos)
+  vocabulary = vocabulary_of(tokenizer, model.config.vocab_size)
+  samples = sample(sampler, params, prompts_of([prompt], seed=0, numbers=[0]), vocabulary)
+  return tokenizer.decode([*prompt, *np.asarray(samples.tokens_BN)[0]])

@@ -1,0 +1,1 @@
+"""Texts written by a model, token by token."""

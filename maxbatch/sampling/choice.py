@@ -1,0 +1,80 @@
+"""The choice of the next token from the model's logits.
+
+B rows, V vocabulary, K largest logits of each row.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_NEVER = float("-inf")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """How a token is chosen. What is cut away is cut in the order of the fields, as transformers does."""
+
+  temperature: float = 1.0
+  """Divides the logits; 0 takes the likeliest token."""
+  top_k: int = 0
+  """Only so many of the likeliest tokens; 0: all."""
+  top_p: float = 1.0
+  """Only the fewest of the likeliest tokens that have this probability together (nucleus sampling,
+  Holtzman et al. 2020); 1: all."""
+  min_p: float = 0.0
+  """Only tokens at least so likely as this times the likeliest one (Nguyen et al. 2024); 0: all."""
+
+
+class Vocabulary(NamedTuple):
+  """What ids of the model are to a text."""
+
+  allowed_V: np.ndarray | jax.Array
+  """bool: what may be written."""
+  ends_V: np.ndarray | jax.Array
+  """bool: what ends a text; it is its last token."""
+
+
+def choose(
+  logits_BV: jax.Array, keys_B: jax.Array, number: jax.Array, choice: Choice
+) -> tuple[jax.Array, jax.Array]:
+  """The next token of each row, and its log-probability.
+
+  Args:
+    logits_BV: float32, −∞ where a token is not allowed.
+    keys_B: a random key for each text: what a row draws does not depend on the others.
+    number: int32: which of its tokens this is, from 0.
+    choice: how.
+
+  Returns:
+    int32[B], and float32[B]: of the tokens chosen, by the allowed logits over the temperature (1 if
+    that is 0) before top_k, top_p and min_p: what the gradient of a policy is of.
+  """
+  scaled_BV = logits_BV / (choice.temperature or 1.0)
+  if choice.temperature == 0:
+    ids_B = jnp.argmax(logits_BV, axis=-1)
+  else:
+    keys_B = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys_B)
+    ids_B = jax.vmap(jax.random.categorical)(keys_B, cut(scaled_BV, choice))
+  log_probs_BV = jax.nn.log_softmax(scaled_BV)
+  return ids_B.astype(jnp.int32), jnp.take_along_axis(log_probs_BV, ids_B[:, None], 1)[:, 0]
+
+
+def cut(logits_BV: jax.Array, choice: Choice) -> jax.Array:
+  """The logits with −∞ where top_k, top_p or min_p leave a token out."""
+  V = logits_BV.shape[1]
+  if choice.top_k or choice.top_p < 1:
+    largest_BK = jax.lax.top_k(logits_BV, min(choice.top_k or V, V))[0]
+    probability_BK = jax.nn.softmax(largest_BK)
+    before_BK = jnp.cumsum(probability_BK, axis=1) - probability_BK
+    # The likeliest stays, however small top_p is.
+    kept_B1 = jnp.maximum((before_BK < choice.top_p).sum(1, keepdims=True), 1)
+    least_B1 = jnp.take_along_axis(largest_BK, kept_B1 - 1, 1)
+    logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, _NEVER)
+  if choice.min_p:
+    least_B1 = logits_BV.max(1, keepdims=True) + math.log(choice.min_p)
+    logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, _NEVER)
+  return logits_BV

@@ -1,0 +1,141 @@
+"""The texts that are asked for: prompts of a key or a file, as text or as conversations."""
+
+import dataclasses
+import json
+import pathlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from maxbatch.config.schema import DataConfig
+from maxbatch.config.yaml_file import shown
+from maxbatch.data.chat import Chat, build_chat
+from maxbatch.data.optional import library
+from maxbatch.data.tokenizer import Tokenizer
+from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer
+from maxbatch.errors import UserError
+from maxbatch.sampling.text import encoded
+
+_LINE = '{"prompt": "Once"} or {"messages": [{"role": "user", "content": "Hi"}]}'
+
+Prompt = str | list[dict[str, Any]]
+"""A text, or the messages of a conversation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+  """One text to be written."""
+
+  prompt: Prompt
+  ids: tuple[int, ...]
+  number: int
+  """Among those of the same prompt, from 0."""
+
+
+class PromptEncoder:
+  """Makes tokens of prompts, by the tokenizer and the chat template that a run was trained with."""
+
+  def __init__(self, data: DataConfig, tokenizer: Tokenizer):
+    """Raises UserError for a chat template that cannot be used."""
+    self._tokenizer, self._add_bos = tokenizer, data.add_bos
+    self._chat = build_chat(data, tokenizer) if data.use_chat_template else None
+
+  def ends(self, stop: Sequence[str]) -> list[int]:
+    """The ids that end a text: of the document, of an answer, and those of `stop`.
+
+    Raises:
+      UserError: a text of `stop` is not one token.
+    """
+    answer = self._chat.end_of_answer() if self._chat else None
+    own = [self._tokenizer.eos_id, *([] if answer is None else [answer])]
+    return own + [self._one_token(text) for text in stop]
+
+  def _one_token(self, text: str) -> int:
+    tokenizer = self._tokenizer
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+      special = tokenizer.inner.token_to_id(text)
+      if special is not None:
+        return special
+    ids = tokenizer.encode(text.encode(errors="surrogateescape")).tolist()
+    if len(ids) != 1:
+      last = tokenizer.decode(ids[-1:]) if ids else "."
+      raise UserError(
+        f"stop: {shown(text)!r} is {len(ids)} tokens of this tokenizer, and a text is stopped by one; "
+        f"for example stop=[{json.dumps(last, ensure_ascii=False)}]"
+      )
+    return ids[0]
+
+  def __call__(self, prompt: Prompt) -> tuple[int, ...]:
+    """The tokens of a prompt.
+
+    Raises:
+      UserError: messages without a chat template, or which it refuses.
+    """
+    if self._chat is None:
+      if not isinstance(prompt, str):
+        raise UserError(
+          "the prompt is messages, and the run was trained without a chat template; give a text, or "
+          "the keys of one: use_chat_template=true tokenizer_type=huggingface tokenizer_path=…"
+        )
+      return tuple(encoded(self._tokenizer, prompt, add_bos=self._add_bos))
+    return tuple(_rendered(self._chat, prompt))
+
+
+def _rendered(chat: Chat, prompt: Prompt) -> list[int]:
+  messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+  template_error = library("jinja2", "use_chat_template=true").TemplateError
+  try:
+    return chat.prompt(messages)
+  except (template_error, TypeError, ValueError) as error:
+    raise UserError(
+      f"the chat template refuses {shown(json.dumps(messages))}: {error}; prompts are such as {_LINE}"
+    ) from error
+
+
+def requests(
+  prompts: Sequence[Prompt], num_samples: int, encode: PromptEncoder
+) -> Iterator[Request]:
+  """`num_samples` texts of each prompt, in their order."""
+  before: Counter[tuple[int, ...]] = Counter()
+  for prompt in prompts:
+    ids = encode(prompt)
+    for _ in range(num_samples):
+      yield Request(prompt, ids, before[ids])
+      before[ids] += 1
+
+
+def read_prompts(file: str) -> list[Prompt]:
+  """The prompts of a file: of each line the text, or in a .jsonl its `prompt` or `messages`.
+
+  Raises:
+    UserError: it cannot be read, or a line is no prompt.
+  """
+  try:
+    lines = pathlib.Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+  except (OSError, UnicodeError) as error:
+    reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+    raise UserError(
+      f"prompts_file={shown(file)} cannot be read: {reason}; give a file with a prompt in each line, "
+      f"or a .jsonl of lines such as {_LINE}"
+    ) from error
+  if not lines:
+    raise UserError(f"prompts_file={shown(file)} is empty; write a prompt into each line")
+  if not file.endswith(".jsonl"):
+    return list(lines)
+  return [
+    _prompt_of(line, f"prompts_file={shown(file)}, line {n}") for n, line in enumerate(lines, 1)
+  ]
+
+
+def _prompt_of(line: str, where: str) -> Prompt:
+  try:
+    found = json.loads(line)
+  except (ValueError, RecursionError) as error:
+    raise UserError(f"{where}: no JSON ({error}); lines are such as {_LINE}") from None
+  found = found if isinstance(found, dict) else {}
+  prompt, messages = found.get("prompt"), found.get("messages")
+  if isinstance(prompt, str):
+    return prompt
+  if isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages):
+    return messages
+  raise UserError(f"{where}: it has neither a prompt nor messages; lines are such as {_LINE}")

@@ -1,0 +1,76 @@
+"""Sample text: every shipped model trains and writes some, and what it writes moves no cursor."""
+
+import pytest
+from golden_models import SIZES
+from support import SMALLEST
+
+from maxbatch.config.find import model_names
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import to_flat
+from maxbatch.hugging_face.registry import family_for
+from maxbatch.modes import summary
+from maxbatch.train import main
+
+PROMPT = "def longer_than_a_row(of, 16, tokens):"
+
+
+def shrunk(name: str) -> dict[str, object]:
+  sizes = SIZES.get(name, SIZES["llama2-7b"])
+  return {"model_name": name, **sizes, "vocab_size": 259, "base_emb_dim": 32}
+
+
+def of_every_family() -> list[str]:
+  """The shipped models, but of those whose logits are not golden one of each family alone."""
+  families: dict[str, str] = {}
+  for name in [*SIZES, *model_names()]:
+    config = load_config(["config=base", f"model_name={name}"])
+    family, _ = family_for(to_flat(config), config.batch.max_target_length)
+    families.setdefault(family.name, name)
+  return sorted({*SIZES, *families.values(), "default"})
+
+
+@pytest.mark.parametrize("name", of_every_family())
+def test_every_shipped_model_trains_shrunk_with_sample_text(name, tmp_path, capsys):
+  text = tmp_path / "words.txt"
+  text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
+  keys = shrunk(name) | {
+    "prompt": PROMPT,
+    "generate_length": 20,
+    "num_simulated_devices": 8,
+    "per_device_batch_size": 1,
+    "steps": 1,
+    "eval_samples": 8,
+    "dataset_path": text,
+    "dataset_cache_directory": tmp_path / "cache",
+    "base_output_directory": tmp_path,
+  }
+  code = main(["config=base", *(f"{key}={value}" for key, value in keys.items())])
+  out, err = capsys.readouterr()
+  assert (code, err) == (0, "")
+  assert out.count(f"\n{PROMPT}") == 2  # Before training and after.
+
+
+def test_a_finished_run_answers_a_new_prompt_and_prints_no_control_bytes(
+  tmp_path, capsys, monkeypatch
+):
+  written = "a\x1b[2J\r\x07\x9b\u2028\tß\n"
+  monkeypatch.setattr(summary, "_sample", lambda run, *_: run.config.run.prompt + written)
+  text = tmp_path / "words.txt"
+  text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
+  keys = SMALLEST | {
+    "steps": 1,
+    "eval_samples": 8,
+    "per_device_batch_size": 1,
+    "dataset_path": text,
+    "dataset_cache_directory": tmp_path / "cache",
+    "base_output_directory": tmp_path,
+  }
+  first = ["config=base", *(f"{key}={value}" for key, value in keys.items())]
+  assert main(first) == 0
+  assert capsys.readouterr().out.count("\ndef a\\x1b[2J\\r\\x07\\x9b\\u2028\tß\n") == 2
+  assert main([*first, "prompt=class "]) == 0
+  printed = capsys.readouterr().out
+  assert "This run is complete at step 1." in printed
+  assert "--- text after training\nclass a\\x1b[2J" in printed
+  assert main([*first, "prompt=class ", "generate_length=0"]) == 0
+  assert "class a" not in capsys.readouterr().out
