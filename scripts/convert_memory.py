@@ -83,17 +83,17 @@ def measured(*arguments: str) -> tuple[int, float]:
 
 def different(left: pathlib.Path, right: pathlib.Path) -> list[str]:
   """The tensors of two folders that are not the same bits."""
-  with TensorFolder(left) as one, TensorFolder(right) as other:
-    if one.names != other.names:
-      return sorted(set(one.names) ^ set(other.names))
-    return [
-      name
-      for name in one.names
-      if any(
-        a.tobytes() != b.tobytes()
-        for a, b in zip(one[name].blocks(), other[name].blocks(), strict=True)
-      )
-    ]
+  one, other = TensorFolder(left), TensorFolder(right)
+  if one.names != other.names:
+    return sorted(set(one.names) ^ set(other.names))
+  return [
+    name
+    for name in one.names
+    if any(
+      a.tobytes() != b.tobytes()
+      for a, b in zip(one[name].blocks(), other[name].blocks(), strict=True)
+    )
+  ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

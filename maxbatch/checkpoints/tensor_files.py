@@ -5,15 +5,15 @@ parts are read and tensors written one by one here. A file is the length of its 
 place), and the tensors' bytes. Of several files, an index says which has which tensor.
 """
 
-import contextlib
 import dataclasses
 import errno
+import io
 import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -58,7 +58,7 @@ class TensorSpec:
 
 
 class TensorFolder:
-  """The tensors of a folder, of which nothing is in memory; a context manager."""
+  """The tensors of a folder, of which nothing is in memory, and no file is open."""
 
   def __init__(self, folder: Path):
     """Looks for model.safetensors, or for the files that the index beside them names.
@@ -67,20 +67,7 @@ class TensorFolder:
       UserError: there are none, or they are not what the index says.
     """
     self.folder = folder
-    self._open_files = contextlib.ExitStack()
-    with contextlib.ExitStack() as opened:
-      self._tensors = _find_tensors(folder, opened)
-      self._open_files = opened.pop_all()
-
-  def __enter__(self) -> "TensorFolder":
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
-
-  def close(self) -> None:
-    """Closes the files; arrays that were taken from here cannot be read any more."""
-    self._open_files.close()
+    self._tensors = _find_tensors(folder)
 
   @property
   def names(self) -> list[str]:
@@ -93,7 +80,7 @@ class TensorFolder:
     Raises:
       UserError: numpy has no such dtype.
     """
-    file, place = self._tensors[name]
+    path, place = self._tensors[name]
     code, shape = place["dtype"], tuple(place["shape"])
     if code not in _DTYPES:
       raise UserError(
@@ -103,14 +90,15 @@ class TensorFolder:
 
     def read(index: Index) -> np.ndarray:
       part = np.empty([each.stop - each.start for each in index], _DTYPES[code])
-      _read_part(file, part, place["begins"], shape, index)
+      with path.open("rb", buffering=0) as file:
+        _read_part(file, part, place["begins"], shape, index)
       return part
 
     return StoredArray(shape, _DTYPES[code], 1, read)
 
 
 def _read_part(
-  file: BinaryIO, part: np.ndarray, begins: int, shape: tuple[int, ...], index: Index
+  file: io.FileIO, part: np.ndarray, begins: int, shape: tuple[int, ...], index: Index
 ) -> None:
   """Fills `part` with a part of the tensor of `shape` that begins at a byte of the file.
 
@@ -132,18 +120,18 @@ def _read_part(
     _read_part(file, row, begins + number * row_bytes, shape[1:], index[1:])
 
 
-_Tensors = dict[str, tuple[BinaryIO, Mapping[str, Any]]]
-"""The open file of every tensor, and its dtype, shape and first byte."""
+_Tensors = dict[str, tuple[Path, Mapping[str, Any]]]
+"""The file of every tensor, and its dtype, shape and first byte."""
 
 
-def _find_tensors(folder: Path, opened: contextlib.ExitStack) -> _Tensors:
+def _find_tensors(folder: Path) -> _Tensors:
   single, index = folder / SINGLE, folder / INDEX
   if single.is_file():
-    return _open(single, opened)
+    return _header_of(single)
   if not index.is_file():
     raise UserError(_nothing_there(folder))
   named = _weight_map(index)
-  files = {name: _open(folder / name, opened) for name in sorted(set(named.values()))}
+  files = {name: _header_of(folder / name) for name in sorted(set(named.values()))}
   for tensor, name in named.items():
     if tensor not in files[name]:
       raise UserError(f"{index}: {tensor} is said to be in {name}, which does not have it")
@@ -162,19 +150,18 @@ def _weight_map(index: Path) -> dict[str, str]:
   return named
 
 
-def _open(path: Path, opened: contextlib.ExitStack) -> _Tensors:
+def _header_of(path: Path) -> _Tensors:
   safetensors = library("safetensors", str(path), extra="hf")
   try:
     # The library looks whether the header is right and the file as long as it says.
-    with safetensors.safe_open(path, framework="numpy"):
-      file = opened.enter_context(path.open("rb", buffering=0))
-    length = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
-    header = json.loads(os.pread(file.fileno(), length, 8))
+    with safetensors.safe_open(path, framework="numpy"), path.open("rb") as file:
+      length = int.from_bytes(file.read(8), "little")
+      header = json.loads(file.read(length))
   except (OSError, safetensors.SafetensorError) as error:
     missing = "it is missing" if not path.exists() else f"it cannot be read: {error}"
     raise UserError(f"{path}: {missing}; copy or download the folder again, whole") from error
   return {
-    name: (file, {**place, "begins": 8 + length + place["data_offsets"][0]})
+    name: (path, {**place, "begins": 8 + length + place["data_offsets"][0]})
     for name, place in header.items()
     if name != "__metadata__"
   }

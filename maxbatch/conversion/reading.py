@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,8 @@ def load_parameters(folder: Path, model: Model, abstract: Parameters) -> Paramet
   """
   leaves = leaves_by_path(abstract)
   shapes = {path: leaf.shape for path, leaf in leaves.items()}
-  with FolderReader(folder, shapes, model.axes()) as reader:
-    return unflatten_dict({path: _placed(reader, path, leaf) for path, leaf in leaves.items()})
+  reader = FolderReader(folder, shapes, model.axes())
+  return unflatten_dict({path: _placed(reader, path, leaf) for path, leaf in leaves.items()})
 
 
 def leaves_by_path(tree: Parameters) -> dict[tuple[str, ...], Any]:
@@ -55,7 +55,7 @@ def _placed(reader: "FolderReader", path: tuple[str, ...], leaf: Any) -> jax.Arr
 
 
 class FolderReader:
-  """Reads parts of parameters from a Hugging Face folder; a context manager."""
+  """Reads parts of parameters from a Hugging Face folder."""
 
   def __init__(
     self,
@@ -80,18 +80,8 @@ class FolderReader:
     self._folder, self._shapes = folder, shapes
     self._places = _places(family, _as_stored(shapes, axes, options["vocab_size"], folder))
     self._tensors = TensorFolder(folder)
-    try:
-      self._names = _names(self._tensors, family)
-      self._check()
-    except UserError:
-      self._tensors.close()
-      raise
-
-  def __enter__(self) -> Self:
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self._tensors.close()
+    self._names = _names(self._tensors, family)
+    self._check()
 
   def read(self, path: tuple[str, ...], index: Index, dtype: np.dtype) -> np.ndarray:
     """A part of a parameter, in a dtype."""

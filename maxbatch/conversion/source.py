@@ -194,11 +194,11 @@ class _HuggingFace:
     return read_folder(self.folder)[1]
 
   def check(self, model: Model) -> None:
-    with self._reader(model):
-      pass
+    self._reader(model)
 
   def read(self, model: Model, wanted: Parameters) -> Parameters:
-    with failing_together(), self._reader(model) as reader:
+    with failing_together():
+      reader = self._reader(model)
       return unflatten_dict(
         {
           path: _placed(reader, path, leaf)

@@ -41,8 +41,8 @@ def convert_to_run(folder: Path, config: Config) -> Converted:
   run, num_bytes = RunFolder.of(config.run), total_bytes(specs.values())
   shapes = {path: spec.shape for path, spec in specs.items()}
   given = f"run_name={config.run.run_name} base_output_directory={config.run.base_output_directory}"
+  reader = FolderReader(folder, shapes, model.axes())
   with (
-    FolderReader(folder, shapes, model.axes()) as reader,
     whole_folder(given, f"run_name={run.free_name()}", run.path, num_bytes) as unfinished,
     ByteProgress("reading", num_bytes) as progress,
   ):

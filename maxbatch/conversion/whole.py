@@ -4,7 +4,6 @@ Frozen parameters that the checkpoint does not hold are read where its record sa
 added to the matrices beside them: W + scale · A·B, in float32 and rounded once.
 """
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -115,8 +114,7 @@ class _Elsewhere:
       )
 
 
-@contextlib.contextmanager
-def whole_checkpoint(step: Path, config: Config) -> Iterator[WholeCheckpoint]:
+def whole_checkpoint(step: Path, config: Config) -> WholeCheckpoint:
   """A step's folder, with the frozen parameters that are elsewhere.
 
   Args:
@@ -126,24 +124,18 @@ def whole_checkpoint(step: Path, config: Config) -> Iterator[WholeCheckpoint]:
   Raises:
     UserError: there is no checkpoint that can be read so, or what it rests on is gone.
   """
-  with contextlib.ExitStack() as held:
-    yield _opened(step, config, held)
-
-
-def _opened(step: Path, config: Config, held: contextlib.ExitStack) -> WholeCheckpoint:
   checkpoint = open_checkpoint(step)
   note = checkpoint.record.get("notes", {}).get(FROZEN)
   if note is None:
     return WholeCheckpoint(checkpoint, None, config)
   folder = frozen_folder(note, step.parent.parent)
   if not is_model_folder(folder):
-    return WholeCheckpoint(
-      checkpoint, _Elsewhere(note, _opened(folder, config, held), folder), config
-    )
+    base = whole_checkpoint(folder, config)
+    return WholeCheckpoint(checkpoint, _Elsewhere(note, base, folder), config)
   model = build_model(lora.without_adapters(config.model), config.batch.max_target_length)
   flat = cast(dict[tuple[str, ...], Any], flatten_dict(model.shapes()))
   shapes = {path: leaf.shape for path, leaf in flat.items()}
-  reader = held.enter_context(FolderReader(folder, shapes, model.axes()))
+  reader = FolderReader(folder, shapes, model.axes())
   return WholeCheckpoint(checkpoint, _Elsewhere(note, reader, folder), config)
 
 
