@@ -6,17 +6,16 @@ added to the matrices beside them: W + scale · A·B, in float32 and rounded onc
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict
 
 from maxbatch.checkpoints.fingerprint import part_of_fingerprint
 from maxbatch.checkpoints.parameters_only import PARAMETERS, StoredCheckpoint, open_checkpoint
 from maxbatch.checkpoints.stored import Index, StoredArray, block_indices
 from maxbatch.config.schema import Config
-from maxbatch.conversion.reading import FolderReader
+from maxbatch.conversion.reading import FolderReader, reader_of
 from maxbatch.conversion.source import FROZEN, frozen_folder
 from maxbatch.errors import UserError
 from maxbatch.hugging_face.registry import is_model_folder
@@ -133,9 +132,7 @@ def whole_checkpoint(step: Path, config: Config) -> WholeCheckpoint:
     base = whole_checkpoint(folder, config)
     return WholeCheckpoint(checkpoint, _Elsewhere(note, base, folder), config)
   model = build_model(lora.without_adapters(config.model), config.batch.max_target_length)
-  flat = cast(dict[tuple[str, ...], Any], flatten_dict(model.shapes()))
-  shapes = {path: leaf.shape for path, leaf in flat.items()}
-  reader = FolderReader(folder, shapes, model.axes())
+  reader = reader_of(folder, model)
   return WholeCheckpoint(checkpoint, _Elsewhere(note, reader, folder), config)
 
 
