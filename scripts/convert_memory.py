@@ -78,22 +78,23 @@ def measured(*arguments: str) -> tuple[int, float]:
   process.returncode = os.waitstatus_to_exitcode(status)
   if process.returncode:
     sys.exit(process.returncode)
+  print(f"{used.ru_utime + used.ru_stime:.0f} s of processor time")
   return used.ru_maxrss * 1024, time.perf_counter() - began
 
 
 def different(left: pathlib.Path, right: pathlib.Path) -> list[str]:
   """The tensors of two folders that are not the same bits."""
-  with TensorFolder(left) as one, TensorFolder(right) as other:
-    if one.names != other.names:
-      return sorted(set(one.names) ^ set(other.names))
-    return [
-      name
-      for name in one.names
-      if any(
-        a.tobytes() != b.tobytes()
-        for a, b in zip(one[name].blocks(), other[name].blocks(), strict=True)
-      )
-    ]
+  one, other = TensorFolder(left), TensorFolder(right)
+  if one.names != other.names:
+    return sorted(set(one.names) ^ set(other.names))
+  return [
+    name
+    for name in one.names
+    if any(
+      a.tobytes() != b.tobytes()
+      for a, b in zip(one[name].blocks(), other[name].blocks(), strict=True)
+    )
+  ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

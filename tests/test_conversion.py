@@ -211,16 +211,16 @@ def test_only_what_a_device_holds_is_read(folder, monkeypatch):
 
   monkeypatch.setattr(StoredArray, "__init__", counting)
   shapes = {path: leaf.shape for path, leaf in flat(model.shapes()).items()}
-  with FolderReader(folder, shapes, model.axes()) as reader:
-    for path, shape in shapes.items():
-      half = tuple(slice(0, size) for size in shape)
-      axis = next((n for n, name in enumerate(model.axes()[path]) if name == "embed"), None)
-      if axis is None:
-        continue
-      half = (*half[:axis], slice(shape[axis] // 2, shape[axis]), *half[axis + 1 :])
-      read.clear()
-      assert reader.read(path, half, np.dtype(np.float32)).size == sum(read)
-      assert 2 * sum(read) == np.prod(shape)
+  reader = FolderReader(folder, shapes, model.axes())
+  for path, shape in shapes.items():
+    half = tuple(slice(0, size) for size in shape)
+    axis = next((n for n, name in enumerate(model.axes()[path]) if name == "embed"), None)
+    if axis is None:
+      continue
+    half = (*half[:axis], slice(shape[axis] // 2, shape[axis]), *half[axis + 1 :])
+    read.clear()
+    assert reader.read(path, half, np.dtype(np.float32)).size == sum(read)
+    assert 2 * sum(read) == np.prod(shape)
 
 
 def flat(tree: Any) -> dict[tuple[str, ...], Any]:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import peft
 import pytest
@@ -32,7 +33,8 @@ T = 16
 
 def our_logits(config: Config, parameters: Any, tokens_BT: np.ndarray) -> np.ndarray:
   model = build_model(config.model, T, trainable=config.optimizer.trainable)
-  rows = Rows(tokens_BT, tokens_BT, np.ones(tokens_BT.shape, np.float32), np.arange(len(tokens_BT)))
+  some = jnp.asarray(tokens_BT)
+  rows = Rows(some, some, jnp.ones(tokens_BT.shape), jnp.arange(len(tokens_BT)))
 
   @jax.jit
   def logits(parameters, rows):

@@ -62,7 +62,7 @@ class _OrbaxArrays:
     return StoredArray(
       shape=tuple(array.shape),
       dtype=array.dtype.numpy_dtype,
-      rows_together=chunk[0] if chunk else 1,
+      rows_together=(chunk[0] if chunk else 0) or 1,
       read=lambda index: array[index].read().result(),
     )
 

@@ -25,8 +25,8 @@ class _Handler(ocp.CheckpointHandler):
 
   def restore(self, directory: Path, args: "SafetensorsRestore") -> dict[str, jax.Array]:
     try:
-      with TensorFolder(Path(directory)) as folder:
-        return {name: _placed(folder, name, leaf) for name, leaf in args.arrays.items()}
+      folder = TensorFolder(Path(directory))
+      return {name: _placed(folder, name, leaf) for name, leaf in args.arrays.items()}
     except UserError as error:  # A checkpoint that cannot be read is damaged; another may be there.
       raise ValueError(error) from error
 

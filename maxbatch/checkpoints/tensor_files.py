@@ -1,17 +1,17 @@
 """Folders of safetensors files: read in parts, and written tensor by tensor.
 
-The library reads; to write, it wants all tensors of a file at once, so that is done here. A file is
-the length of its header (8 bytes, little-endian), the header (JSON: each tensor's dtype, shape and
+The library checks files; it reads whole tensors, and writes all tensors of a file at once, so that
+parts are read and tensors written one by one here. A file is the length of its header (8 bytes, little-endian), the header (JSON: each tensor's dtype, shape and
 place), and the tensors' bytes. Of several files, an index says which has which tensor.
 """
 
-import contextlib
 import dataclasses
-import functools
+import errno
+import io
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ class TensorSpec:
 
 
 class TensorFolder:
-  """The tensors of a folder, of which nothing is in memory; a context manager."""
+  """The tensors of a folder, of which nothing is in memory, and no file is open."""
 
   def __init__(self, folder: Path):
     """Looks for model.safetensors, or for the files that the index beside them names.
@@ -67,25 +67,12 @@ class TensorFolder:
       UserError: there are none, or they are not what the index says.
     """
     self.folder = folder
-    self._open_files = contextlib.ExitStack()
-    with contextlib.ExitStack() as opened:
-      self._files = _files(folder, opened)
-      self._open_files = opened.pop_all()
-
-  def __enter__(self) -> "TensorFolder":
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self.close()
-
-  def close(self) -> None:
-    """Closes the files; arrays that were taken from here cannot be read any more."""
-    self._open_files.close()
+    self._tensors = _find_tensors(folder)
 
   @property
   def names(self) -> list[str]:
     """All tensors, sorted."""
-    return sorted(self._files)
+    return sorted(self._tensors)
 
   def __getitem__(self, name: str) -> StoredArray:
     """One tensor, still on disk.
@@ -93,35 +80,62 @@ class TensorFolder:
     Raises:
       UserError: numpy has no such dtype.
     """
-    part = self._files[name].get_slice(name)
-    if part.get_dtype() not in _DTYPES:
+    path, place = self._tensors[name]
+    code, shape = place["dtype"], tuple(place["shape"])
+    if code not in _DTYPES:
       raise UserError(
-        f"{self.folder}: {name} is of type {part.get_dtype()}, and what is read is "
-        f"{', '.join(_DTYPES)}; take the model's folder with the weights as trained, not quantized"
+        f"{self.folder}: {name} is of type {code}, and what is read is {', '.join(_DTYPES)}; take the "
+        "model's folder with the weights as trained, not quantized"
       )
-    shape = tuple(part.get_shape())
-    return StoredArray(shape, _DTYPES[part.get_dtype()], 1, functools.partial(_read, part))
+
+    def read(index: Index) -> np.ndarray:
+      part = np.empty([each.stop - each.start for each in index], _DTYPES[code])
+      with path.open("rb", buffering=0) as file:
+        _read_part(file, part, place["begins"], shape, index)
+      return part
+
+    return StoredArray(shape, _DTYPES[code], 1, read)
 
 
-def _read(part: Any, index: Index) -> np.ndarray:
-  return np.asarray(part[index] if index else part[...])
+def _read_part(
+  file: io.FileIO, part: np.ndarray, begins: int, shape: tuple[int, ...], index: Index
+) -> None:
+  """Fills `part` with a part of the tensor of `shape` that begins at a byte of the file.
+
+  Not mapped into memory, where the pages would count as this process's.
+  """
+  row_bytes = math.prod(shape[1:]) * part.dtype.itemsize
+  first = index[0].start if index else 0
+  inside = zip(index[1:], shape[1:], strict=True)
+  if all((each.start, each.stop) == (0, size) for each, size in inside):
+    left = part.reshape(-1).view(np.uint8)
+    place = begins + first * row_bytes
+    while left.size:
+      num_bytes = os.preadv(file.fileno(), [left.data], place)
+      if not num_bytes:
+        raise OSError(errno.EIO, "the file ends too early", file.name)
+      left, place = left[num_bytes:], place + num_bytes
+    return
+  for number, row in enumerate(part, first):
+    _read_part(file, row, begins + number * row_bytes, shape[1:], index[1:])
 
 
-def _files(folder: Path, opened: contextlib.ExitStack) -> dict[str, Any]:
-  """The open file of every tensor."""
+_Tensors = dict[str, tuple[Path, Mapping[str, Any]]]
+"""The file of every tensor, and its dtype, shape and first byte."""
+
+
+def _find_tensors(folder: Path) -> _Tensors:
   single, index = folder / SINGLE, folder / INDEX
   if single.is_file():
-    file = opened.enter_context(_open(single))
-    return dict.fromkeys(file.keys(), file)
+    return _header_of(single)
   if not index.is_file():
     raise UserError(_nothing_there(folder))
   named = _weight_map(index)
-  files = {name: opened.enter_context(_open(folder / name)) for name in sorted(set(named.values()))}
-  inside = {name: set(file.keys()) for name, file in files.items()}
+  files = {name: _header_of(folder / name) for name in sorted(set(named.values()))}
   for tensor, name in named.items():
-    if tensor not in inside[name]:
+    if tensor not in files[name]:
       raise UserError(f"{index}: {tensor} is said to be in {name}, which does not have it")
-  return {tensor: files[name] for tensor, name in named.items()}
+  return {tensor: files[name][tensor] for tensor, name in named.items()}
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -136,14 +150,21 @@ def _weight_map(index: Path) -> dict[str, str]:
   return named
 
 
-def _open(path: Path) -> Any:
+def _header_of(path: Path) -> _Tensors:
   safetensors = library("safetensors", str(path), extra="hf")
   try:
-    # Not mapped into memory: the pages would count as this process's.
-    return safetensors.safe_open(path, framework="numpy", backend="pread")
+    # The library looks whether the header is right and the file as long as it says.
+    with safetensors.safe_open(path, framework="numpy"), path.open("rb") as file:
+      length = int.from_bytes(file.read(8), "little")
+      header = json.loads(file.read(length))
   except (OSError, safetensors.SafetensorError) as error:
     missing = "it is missing" if not path.exists() else f"it cannot be read: {error}"
     raise UserError(f"{path}: {missing}; copy or download the folder again, whole") from error
+  return {
+    name: (path, {**place, "begins": 8 + length + place["data_offsets"][0]})
+    for name, place in header.items()
+    if name != "__metadata__"
+  }
 
 
 def _nothing_there(folder: Path) -> str:

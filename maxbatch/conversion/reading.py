@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,27 +19,46 @@ from maxbatch.hugging_face.family import Family
 from maxbatch.hugging_face.registry import read_folder
 from maxbatch.hugging_face.tensors import Shape
 from maxbatch.models.registry import Model, Parameters
+from maxbatch.models.trainable import ADAPTER
 
 _SHOWN = 3
 
 
-def load_parameters(folder: Path, model: Model, abstract: Parameters) -> Parameters:
-  """The parameters of a Hugging Face folder, each part read where it is needed, and nowhere else.
+def load_parameters(folder: Path, model: Model, wanted: Parameters) -> Parameters:
+  """Parameters of a Hugging Face folder, each part read where it is needed, and nowhere else.
 
   Args:
     folder: with config.json and safetensors files.
     model: a model that computes what the folder's does.
-    abstract: ShapeDtypeStructs with shardings, of the parameters that the folder gives: all of
-      `model`'s but those that were added to it. Values are cast to their dtypes.
+    wanted: ShapeDtypeStructs with shardings, of some or all of its parameters; values are cast to
+      their dtypes. Adapters, which no folder has, are left out.
 
   Raises:
     UserError: the folder cannot be read, its family is not supported, a tensor is missing or left
       over, or has another shape.
   """
-  leaves = leaves_by_path(abstract)
-  shapes = {path: leaf.shape for path, leaf in leaves.items()}
-  with FolderReader(folder, shapes, model.axes()) as reader:
-    return unflatten_dict({path: _placed(reader, path, leaf) for path, leaf in leaves.items()})
+  reader = reader_of(folder, model)
+  return unflatten_dict(
+    {
+      path: _placed(reader, path, leaf)
+      for path, leaf in leaves_by_path(wanted).items()
+      if path[-1] not in ADAPTER
+    }
+  )
+
+
+def reader_of(folder: Path, model: Model) -> "FolderReader":
+  """What reads a model's parameters, all but adapters, from a folder that is checked to have them.
+
+  Raises:
+    UserError: see `load_parameters`.
+  """
+  shapes = {
+    path: leaf.shape
+    for path, leaf in leaves_by_path(model.shapes()).items()
+    if path[-1] not in ADAPTER
+  }
+  return FolderReader(folder, shapes, model.axes())
 
 
 def leaves_by_path(tree: Parameters) -> dict[tuple[str, ...], Any]:
@@ -55,7 +74,7 @@ def _placed(reader: "FolderReader", path: tuple[str, ...], leaf: Any) -> jax.Arr
 
 
 class FolderReader:
-  """Reads parts of parameters from a Hugging Face folder; a context manager."""
+  """Reads parts of parameters from a Hugging Face folder."""
 
   def __init__(
     self,
@@ -80,18 +99,8 @@ class FolderReader:
     self._folder, self._shapes = folder, shapes
     self._places = _places(family, _as_stored(shapes, axes, options["vocab_size"], folder))
     self._tensors = TensorFolder(folder)
-    try:
-      self._names = _names(self._tensors, family)
-      self._check()
-    except UserError:
-      self._tensors.close()
-      raise
-
-  def __enter__(self) -> Self:
-    return self
-
-  def __exit__(self, *_: object) -> None:
-    self._tensors.close()
+    self._names = _names(self._tensors, family)
+    self._check()
 
   def read(self, path: tuple[str, ...], index: Index, dtype: np.dtype) -> np.ndarray:
     """A part of a parameter, in a dtype."""

@@ -12,7 +12,6 @@ from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxbatch.batch.plan import Position
@@ -22,9 +21,7 @@ from maxbatch.checkpoints.fingerprint import VERSION, fingerprints
 from maxbatch.checkpoints.newest import parameters_to_begin_with
 from maxbatch.checkpoints.parameters_only import PARAMETERS
 from maxbatch.checkpoints.record import listed
-from maxbatch.checkpoints.safetensors_format import whole_slices
-from maxbatch.checkpoints.stored import Index
-from maxbatch.conversion.reading import FolderReader
+from maxbatch.conversion.reading import load_parameters, reader_of
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import failing_together
 from maxbatch.hugging_face.registry import is_model_folder, read_folder
@@ -194,29 +191,11 @@ class _HuggingFace:
     return read_folder(self.folder)[1]
 
   def check(self, model: Model) -> None:
-    with self._reader(model):
-      pass
+    reader_of(self.folder, model)
 
   def read(self, model: Model, wanted: Parameters) -> Parameters:
-    with failing_together(), self._reader(model) as reader:
-      return unflatten_dict(
-        {
-          path: _placed(reader, path, leaf)
-          for path, leaf in _flat(wanted)
-          if path[-1] not in ADAPTER
-        }
-      )
-
-  def _reader(self, model: Model) -> FolderReader:
-    shapes = {path: leaf.shape for path, leaf in _flat(model.shapes()) if path[-1] not in ADAPTER}
-    return FolderReader(self.folder, shapes, model.axes())
-
-
-def _placed(reader: FolderReader, path: ParameterPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-  def part(index: Index | None) -> np.ndarray:
-    return reader.read(path, whole_slices(index, leaf.shape), np.dtype(leaf.dtype))
-
-  return jax.make_array_from_callback(leaf.shape, leaf.sharding, part, dtype=leaf.dtype)
+    with failing_together():
+      return load_parameters(self.folder, model, wanted)
 
 
 def frozen_note(source: Source, frozen: Parameters) -> dict[str, Any]:

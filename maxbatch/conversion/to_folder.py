@@ -51,10 +51,10 @@ def convert_to_folder(
     UserError: the checkpoint is not one of this configuration or is damaged, no family can say what
       the model computes, or the folder is not to be written.
   """
-  with whole_checkpoint(step, config) as checkpoint:
-    model = without_adapters(config.model)
-    plain = dataclasses.replace(config, model=model)
-    return _write(checkpoint, plain, folder, dtype, vocab_size)
+  checkpoint = whole_checkpoint(step, config)
+  model = without_adapters(config.model)
+  plain = dataclasses.replace(config, model=model)
+  return _write(checkpoint, plain, folder, dtype, vocab_size)
 
 
 def _write(

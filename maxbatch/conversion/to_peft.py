@@ -48,13 +48,13 @@ def convert_to_peft(step: Path, config: Config, folder: Path) -> Converted:
     config.model, config.batch.max_target_length, trainable=config.optimizer.trainable
   )
   _check(config, {path for path in model.axes() if path not in model.frozen}, step)
-  with whole_checkpoint(step, config) as checkpoint:
-    adapted = {".".join(path[:-1]) for path in model.axes() if path[-1] == ADAPTER[0]}
-    family, _ = family_for(model_keys(config), config.batch.max_target_length)
-    plain = build_model(lora.without_adapters(config.model), config.batch.max_target_length)
-    table = family.table([".".join(path) for path in plain.axes()])
-    fused = [_Fused(tensor, adapted, checkpoint) for tensor in table if _has(tensor, adapted)]
-    tensors = dict(pair for each in fused for pair in each.tensors())
+  checkpoint = whole_checkpoint(step, config)
+  adapted = {".".join(path[:-1]) for path in model.axes() if path[-1] == ADAPTER[0]}
+  family, _ = family_for(model_keys(config), config.batch.max_target_length)
+  plain = build_model(lora.without_adapters(config.model), config.batch.max_target_length)
+  table = family.table([".".join(path) for path in plain.axes()])
+  fused = [_Fused(tensor, adapted, checkpoint) for tensor in table if _has(tensor, adapted)]
+  tensors = dict(pair for each in fused for pair in each.tensors())
   specs = [TensorSpec(name, each.shape, each.dtype) for name, each in tensors.items()]
   given = f"to_peft={folder}"
   with whole_folder(given, f"{given}-2", folder, total_bytes(specs)) as unfinished:

@@ -14,7 +14,7 @@ from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.conversion.beside import carry_along
 from maxbatch.conversion.output_folder import whole_folder
-from maxbatch.conversion.reading import FolderReader, leaves_by_path
+from maxbatch.conversion.reading import FolderReader, leaves_by_path, reader_of
 from maxbatch.conversion.result import Converted, converted, model_keys
 from maxbatch.models.registry import build_model
 from maxbatch.run_folder.paths import RunFolder
@@ -39,10 +39,9 @@ def convert_to_run(folder: Path, config: Config) -> Converted:
     for path, leaf in leaves.items()
   }
   run, num_bytes = RunFolder.of(config.run), total_bytes(specs.values())
-  shapes = {path: spec.shape for path, spec in specs.items()}
   given = f"run_name={config.run.run_name} base_output_directory={config.run.base_output_directory}"
+  reader = reader_of(folder, model)
   with (
-    FolderReader(folder, shapes, model.axes()) as reader,
     whole_folder(given, f"run_name={run.free_name()}", run.path, num_bytes) as unfinished,
     ByteProgress("reading", num_bytes) as progress,
   ):

@@ -4,20 +4,18 @@ Frozen parameters that the checkpoint does not hold are read where its record sa
 added to the matrices beside them: W + scale · A·B, in float32 and rounded once.
 """
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import flatten_dict
 
 from maxbatch.checkpoints.fingerprint import part_of_fingerprint
 from maxbatch.checkpoints.parameters_only import PARAMETERS, StoredCheckpoint, open_checkpoint
 from maxbatch.checkpoints.stored import Index, StoredArray, block_indices
 from maxbatch.config.schema import Config
-from maxbatch.conversion.reading import FolderReader
+from maxbatch.conversion.reading import FolderReader, reader_of
 from maxbatch.conversion.source import FROZEN, frozen_folder
 from maxbatch.errors import UserError
 from maxbatch.hugging_face.registry import is_model_folder
@@ -41,7 +39,7 @@ class WholeCheckpoint:
 
   def __getitem__(self, name: str) -> StoredArray:
     """One array, still on disk, without what adapters add to it."""
-    return self._base[name] if self._is_elsewhere(name) else self._own[name]
+    return self._holder(name)[name]
 
   def blocks(self, name: str) -> Iterator[np.ndarray]:
     """All of an array in parts along its first dim, verified; with what adapters add to it.
@@ -49,7 +47,7 @@ class WholeCheckpoint:
     Raises:
       UserError: it is damaged.
     """
-    blocks = (self._base if self._is_elsewhere(name) else self._own).blocks(name)
+    blocks = self._holder(name).blocks(name)
     beside = [f"{name.rpartition('/')[0]}/{each}" for each in ADAPTER]
     if not name.endswith("/kernel") or beside[0] not in self._adapters:
       yield from blocks
@@ -60,8 +58,9 @@ class WholeCheckpoint:
     """All of an array."""
     return np.concatenate([np.atleast_1d(block) for block in self.blocks(name)])
 
-  def _is_elsewhere(self, name: str) -> bool:
-    return self._base is not None and name in self._base.leaves
+  def _holder(self, name: str) -> "StoredCheckpoint | _Elsewhere":
+    base = self._base
+    return base if base is not None and name in base.leaves else self._own
 
   def _merged(
     self, blocks: Iterator[np.ndarray], shape: tuple[int, ...], a: np.ndarray, b: np.ndarray
@@ -114,8 +113,7 @@ class _Elsewhere:
       )
 
 
-@contextlib.contextmanager
-def whole_checkpoint(step: Path, config: Config) -> Iterator[WholeCheckpoint]:
+def whole_checkpoint(step: Path, config: Config) -> WholeCheckpoint:
   """A step's folder, with the frozen parameters that are elsewhere.
 
   Args:
@@ -125,23 +123,16 @@ def whole_checkpoint(step: Path, config: Config) -> Iterator[WholeCheckpoint]:
   Raises:
     UserError: there is no checkpoint that can be read so, or what it rests on is gone.
   """
-  with contextlib.ExitStack() as held:
-    yield _opened(step, config, held)
-
-
-def _opened(step: Path, config: Config, held: contextlib.ExitStack) -> WholeCheckpoint:
   checkpoint = open_checkpoint(step)
   note = checkpoint.record.get("notes", {}).get(FROZEN)
   if note is None:
     return WholeCheckpoint(checkpoint, None, config)
   folder = frozen_folder(note, step.parent.parent)
   if not is_model_folder(folder):
-    return WholeCheckpoint(
-      checkpoint, _Elsewhere(note, _opened(folder, config, held), folder), config
-    )
+    base = whole_checkpoint(folder, config)
+    return WholeCheckpoint(checkpoint, _Elsewhere(note, base, folder), config)
   model = build_model(lora.without_adapters(config.model), config.batch.max_target_length)
-  shapes = {path: leaf.shape for path, leaf in flatten_dict(model.shapes()).items()}
-  reader = held.enter_context(FolderReader(folder, shapes, model.axes()))
+  reader = reader_of(folder, model)
   return WholeCheckpoint(checkpoint, _Elsewhere(note, reader, folder), config)
 
 

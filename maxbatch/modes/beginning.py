@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -86,7 +86,7 @@ class Beginning:
     if not isinstance(self.source, CheckpointSource) or not self.full:
       return trainer.begin(seed, loaded)
     rest = {name: part for name, part in trainer.abstract_saved.items() if name != "params"}
-    wanted = named_leaves(rest)
+    wanted = cast(dict[str, jax.ShapeDtypeStruct], named_leaves(rest))
     arrays = read_leaves(_FULL, self.source.folder, self.source.record, wanted)
     saved = jax.tree.unflatten(jax.tree.structure(rest), [arrays[name] for name in wanted])
     return trainer.from_saved(saved | {"params": loaded})
