@@ -212,8 +212,11 @@ def test_capped_logits_have_exact_gradients():
     return jnp.einsum("bkgts,bskh->btkgh", weights, v_BSKH).reshape(q_BTNH.shape)
 
   wanted = with_gradients(formula, *arrays)
-  kernel = functools.partial(KERNELS["tpu"], soft_cap=0.5)
-  for attend in (by_products(ids_BT, 40, 0.5), lambda *qkv: kernel(*qkv, ids_BT, 40)):
+
+  def kernel(q_BTNH, k_BSKH, v_BSKH):
+    return flash.tpu_attention(q_BTNH, k_BSKH, v_BSKH, ids_BT, 40, soft_cap=0.5, interpret=True)
+
+  for attend in (by_products(ids_BT, 40, 0.5), kernel):
     for ours, theirs in zip(with_gradients(attend, *arrays), wanted, strict=True):
       np.testing.assert_allclose(ours, theirs, atol=3e-6, rtol=1e-5)
 

@@ -13,6 +13,7 @@ from maxbatch.config.find import model_names
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import ModelConfig, to_flat
 from maxbatch.errors import UserError
+from maxbatch.hugging_face.config_json import HARMLESS
 from maxbatch.hugging_face.families.gemma3 import GEMMA3
 from maxbatch.hugging_face.families.gpt2 import GPT2
 from maxbatch.hugging_face.families.llama import LLAMA
@@ -117,7 +118,10 @@ REFUSALS = {
   ),
   "a window that Llama has not": ({"sliding_window": 4096}, f"sliding_window=4096: {IGNORED}"),
   "an unknown key": ({"embedding_multiplier": 12.0}, f"embedding_multiplier=12.0: {IGNORED}"),
-  "no number": ({"num_attention_heads": "9"}, 'num_attention_heads="9": a whole number is needed'),
+  "no number": (
+    {"num_attention_heads": "9"},
+    'num_attention_heads="9": a whole number is needed, at least 1 and at most 2147483647',
+  ),
   "a size that is missing": ({"vocab_size": "absent"}, "vocab_size=null: a value is needed"),
   "a model that is no language model": (
     {"architectures": ["LlamaForSequenceClassification"]},
@@ -138,6 +142,30 @@ def test_what_would_be_ignored_is_refused_by_name(mistake, tmp_path):
   with pytest.raises(UserError) as caught:
     keys_of(folder(tmp_path, **changes))
   assert str(caught.value) == f"{tmp_path}/config.json: {message}"
+
+
+ODD = [None, True, 0, -3, 2.5, 10**30, "9", "", [], ["a"], [[]], {}, {"rope_type": []}, {"a": {}}]
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_whatever_a_value_is_it_is_taken_or_refused_in_a_sentence(family):
+  sizes = {"vocab_size": 64, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+  usual = (sizes | {"num_attention_heads": 4}) if family.name != "gpt2" else {}
+  keys = {*family.same, *family.choices, *family.fixed, *family.defaults, *HARMLESS} | {
+    *("rope_scaling", "rope_parameters", "layer_types", "text_config", "quantization_config"),
+    *("sliding_window", "sliding_window_pattern", "n_inner", "num_key_value_heads"),
+  }
+  taken, messages = 0, []
+  for key in sorted(keys):
+    for value in ODD:
+      values = usual | {"model_type": family.name, key: value}
+      try:
+        family_of(values, "here").options(values, "here")
+        taken += 1
+      except UserError as error:
+        messages.append(str(error))
+  assert all(message.startswith("here: ") for message in messages)
+  assert min(taken, len(messages)) > 100
 
 
 def test_a_value_out_of_range_names_both_keys(tmp_path):
@@ -198,6 +226,34 @@ def test_a_model_of_no_family_says_what_stands_in_the_way():
     "final_logits_soft_cap=3.0 cannot be said in the config.json of a model of type qwen3, which "
     "computes as final_logits_soft_cap=0.0 does"
   )
+
+
+GEMMA3_4B = {"rope_linear_scaling_factor": 8.0, "local_rope_max_timescale": 10_000}
+
+
+@pytest.mark.parametrize(
+  ("change", "key"),
+  [
+    ({"sliding_window_size": 0}, None),
+    ({"sliding_window_size": 0, "local_rope_max_timescale": -1}, None),
+    ({"layer_types": ()}, None),
+    ({"layer_types": ("full_attention",)}, None),
+    ({"local_rope_max_timescale": -1, "rope_linear_scaling_factor": 1.0}, None),
+    # Then the layers of the window would be scaled too.
+    ({"local_rope_max_timescale": -1}, "local_rope_max_timescale"),
+    ({"rope_type": "llama3.1"}, "rope_linear_scaling_factor"),
+    ({"use_qk_norm": False}, "use_qk_norm"),
+  ],
+)
+def test_what_gemma_3_can_say(change, key):
+  packaged = to_flat(load_config(["config=base", "model_name=gemma3-4b"]))
+  assert packaged | GEMMA3_4B == packaged
+  if key is None:
+    values = GEMMA3.config_json(packaged | change, 128)
+    assert differing(GEMMA3.options(values, "here"), packaged | change) is None
+  else:
+    with pytest.raises(UserError, match=f"^{key}=.* cannot be said"):
+      GEMMA3.config_json(packaged | change, 128)
 
 
 def test_a_parameter_without_a_tensor_is_named():

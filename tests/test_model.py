@@ -28,6 +28,7 @@ from maxbatch.errors import UserError
 from maxbatch.models.registry import Model, Parameters, build_model
 from maxbatch.training.build import num_parameters
 from maxbatch.training.loss import loss_sum
+from maxbatch.training.model_parts import bind_layered
 
 QWEN3_LIKE = ("use_qk_norm=true",)
 FAMILIES = {"gpt2": GPT2_LIKE, "qwen3": QWEN3_LIKE, "gemma": GEMMA_LIKE, "olmo": OLMO_LIKE}
@@ -153,12 +154,12 @@ def test_a_pipeline_knows_the_layers_by_their_number():
 
   @jax.jit
   def in_two(first: jax.Array) -> jax.Array:
-    x_BTD = model.bind(parameters).embed(rows, None)
+    x_BTD = bind_layered(model, parameters).embed(rows, None)
     for start, end in ((0, 1), (1, 4)):
       part = jax.tree.map(lambda leaf, start=start, end=end: leaf[start:end], parameters["layers"])
-      bound = model.bind(parameters | {"layers": part})
+      bound = bind_layered(model, parameters | {"layers": part})
       x_BTD = bound.apply_layers(x_BTD, rows, None, first + start)
-    return model.bind(parameters).normalize(x_BTD)
+    return bind_layered(model, parameters).normalize(x_BTD)
 
   np.testing.assert_allclose(
     in_two(jnp.asarray(0)), hidden(model, parameters, rows), rtol=0, atol=1e-5

@@ -20,7 +20,8 @@ HARMLESS = words(
   use_cache cache_implementation initializer_range bos_token_id eos_token_id pad_token_id
   pretraining_tp id2label label2id num_labels task_specific_params tokenizer_class return_dict
   output_attentions output_hidden_states chunk_size_feed_forward problem_type is_encoder_decoder
-  is_decoder torchscript attn_implementation _attn_implementation_autoset"""
+  is_decoder torchscript attn_implementation _attn_implementation_autoset _num_labels
+  transformers.js_config"""
 )
 """Keys that no model computes with: of files, tokens, training and classes. In which precision the
 weights are kept (dtype) is read from the weights."""
@@ -39,12 +40,23 @@ class ConfigJson:
     self._read.add(key)
     return self._values.get(key)
 
-  def integer(self, key: str) -> int:
-    """A whole number; UserError if it is something else, or missing."""
+  def integer(self, key: str, least: int = 1, most: int = 2**31 - 1) -> int:
+    """A whole number; UserError if it is something else, out of its range, or missing."""
     value = self[key]
-    if isinstance(value, bool) or not isinstance(value, int):
-      raise self.refusal(key, "a whole number is needed")
+    is_one = isinstance(value, int) and not isinstance(value, bool)
+    if not is_one or not least <= value <= most:
+      raise self.refusal(key, f"a whole number is needed, at least {least} and at most {most}")
     return value
+
+  @property
+  def num_layers(self) -> int:
+    """num_hidden_layers."""
+    return self.integer("num_hidden_layers", most=10_000)
+
+  def word(self, key: str) -> str | None:
+    """A text, or what else is there as one; None where there is nothing."""
+    value = self[key]
+    return None if value is None else str(value)
 
   def mapping(self, key: str) -> Mapping[str, Any]:
     """A JSON object; empty where there is none. UserError if it is something else."""

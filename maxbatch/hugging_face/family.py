@@ -70,14 +70,15 @@ class Family:
       UserError: a value that is not computed here, or a key that would be ignored; `where` is the
         file that it names.
     """
-    theirs = ConfigJson(where, self._text(values), self.defaults)
+    theirs = ConfigJson(where, self._text(values, where), self.defaults)
     if theirs["quantization_config"] is not None:
       raise theirs.refusal("quantization_config", "take the folder with the weights as trained")
     ours = {key: theirs[name] for name, key in self.same.items()}
     for name, (key, values_of) in self.choices.items():
-      if theirs[name] not in values_of:
+      value = theirs.word(name)
+      if value is None or value not in values_of:
         raise theirs.refusal(name, f"not supported; {_allowed(name, values_of)}")
-      ours[key] = values_of[theirs[name]]
+      ours[key] = values_of[value]
     for name, value in self.fixed.items():
       if theirs[name] not in (value, None):
         raise theirs.refusal(name, f"not supported; {_allowed(name, [value])}")
@@ -91,12 +92,12 @@ class Family:
       raise theirs.refusal(missing, "a value is needed")
     return {**PLAIN, **self.constants, **ours}
 
-  def _text(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+  def _text(self, values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """The part of a config.json that is about the model of the text."""
     if self.text_key not in values:
       return values
     quantization = {"quantization_config": values.get("quantization_config")}
-    return {**quantization, **values[self.text_key]}
+    return {**quantization, **ConfigJson(where, values, {}).mapping(self.text_key)}
 
   def config_json(self, model: Ours, max_target_length: int) -> dict[str, Any]:
     """The config.json of a model: what transformers must know to compute the same.
@@ -124,7 +125,7 @@ class Family:
     theirs = {"architectures": [self.architectures[0]], "model_type": self.model_types[0]}
     theirs |= {name: model[key] for name, key in self.same.items()}
     for name, (key, values_of) in self.choices.items():
-      by_ours = {ours: value for value, ours in reversed(values_of.items())}
+      by_ours = {ours: value for value, ours in reversed(list(values_of.items()))}
       theirs |= {name: by_ours[model[key]]} if model[key] in by_ours else {}
     for part in self.parts:
       theirs |= part.write(model)

@@ -1,6 +1,6 @@
 """The keys of our configuration that say what a model computes, and when two models are the same.
 
-`tests/test_families.py` holds them together with config/schema.py.
+`tests/test_hugging_face.py` holds them together with config/schema.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ PLAIN: Mapping[str, Any] = {
 }
 """The other keys, as Llama has them: a family names only those of its own that differ."""
 
-_ROPE = (*(key for key in PLAIN if "rope_" in key), "original_max_position_embeddings")
+_ROPE = [*(key for key in PLAIN if "rope_" in key), "original_max_position_embeddings"]
 _SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor")
 _TRAINING_ONLY = ("dropout_rate",)
 
@@ -85,7 +85,10 @@ def _computed(model: Mapping[str, Any]) -> dict[str, Any]:
   if not keys["sliding_window_size"] or kinds == ("full_attention",):
     kinds, keys["sliding_window_size"] = ("full_attention",), 0
   without = list(_TRAINING_ONLY)
-  if len(kinds) < 2 or keys["local_rope_max_timescale"] in (-1, keys["rope_max_timescale"]):
+  # With a scaling, which those of the window never have, the same timescale is not the same.
+  is_scaled = (keys["rope_type"], keys["rope_linear_scaling_factor"]) != ("default", 1)
+  is_same = keys["local_rope_max_timescale"] == keys["rope_max_timescale"] and not is_scaled
+  if kinds == ("full_attention",) or is_same:
     without += ["local_rope_max_timescale"]
   if keys["position_embedding"] != "rope":
     without += _ROPE

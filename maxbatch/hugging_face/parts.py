@@ -44,7 +44,7 @@ def _read_rope(theirs: ConfigJson) -> dict[str, Any]:
 
 def rope_scaling(theirs: ConfigJson, key: str, values: Mapping[str, Any]) -> dict[str, Any]:
   """Our keys for one object of rope parameters; UserError for a type that is not computed here."""
-  kind = values.get("rope_type", values.get("type", "default"))
+  kind = str(values.get("rope_type", values.get("type", "default")))
   given = set(values) - {"rope_type", "type", "rope_theta"}
   if values.get("partial_rotary_factor") == 1:  # All of a head, as transformers 5 spells out.
     given -= {"partial_rotary_factor"}
@@ -100,8 +100,9 @@ def read_layer_types(
     UserError: a layer is of another kind, or there are not as many kinds as layers.
   """
   given = theirs["layer_types"]
-  kinds = kinds if given is None else given
-  if len(kinds) != theirs["num_hidden_layers"] or not set(kinds) <= set(_KINDS):
+  if given is not None:
+    kinds = given if isinstance(given, list) else ()
+  if len(kinds) != theirs.num_layers or any(kind not in _KINDS for kind in kinds):
     raise theirs.refusal("layer_types", f"a list is needed, of one of {_KINDS} for each layer")
   if window is None or "sliding_attention" not in kinds:
     return {"sliding_window_size": 0, "layer_types": ()}
@@ -115,5 +116,6 @@ def read_layer_types(
 def written_layer_types(ours: Ours) -> list[str]:
   """The kind of each layer."""
   num_layers = ours["base_num_decoder_layers"]
-  alike = "sliding_attention" if ours["sliding_window_size"] else "full_attention"
-  return list(layer_types(ours["layer_types"], num_layers)) or [alike] * num_layers
+  if not ours["sliding_window_size"]:
+    return ["full_attention"] * num_layers
+  return list(layer_types(ours["layer_types"] or _KINDS[:1], num_layers))

@@ -44,12 +44,14 @@ def family_of(values: Mapping[str, Any], where: str) -> Family:
     UserError: it names none, or one that is not supported.
   """
   known = {name: family for family in FAMILIES for name in family.model_types}
-  model_type = values.get("model_type")
+  model_type = str(values.get("model_type"))
   if model_type not in known:
-    given = "no model_type" if model_type is None else f"model_type={model_type} is not supported"
+    is_named = "model_type" in values
+    given = f"model_type={model_type} is not supported" if is_named else "no model_type"
     raise UserError(f"{where}: {given}; what works: {', '.join(known)}")
   family = known[model_type]
   named = values.get("architectures") or list(family.architectures)
+  named = named if isinstance(named, list) else [named]
   if not any(name in family.architectures for name in named):
     raise UserError(
       f"{where}: architectures={named} is not a language model of type {model_type}; what works: "

@@ -8,7 +8,6 @@ attention does (Dao et al. 2022): nothing of size T·S is kept between the passe
 lead in every product, the layout that XLA's CPU backend multiplies fastest.
 """
 
-import functools
 import math
 
 import jax
@@ -61,8 +60,7 @@ def _masked(logits_BKXS: jax.Array, first_BX: jax.Array) -> jax.Array:
   return jnp.where(seen_BXS[:, None], logits_BKXS, jnp.finfo(jnp.float32).min)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(
+def _attended(
   q_BKXH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, first_BX: jax.Array, soft_cap: float
 ) -> jax.Array:
   return _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, soft_cap)[0]
@@ -98,4 +96,5 @@ def _backward(soft_cap, kept, d_out_BKXH):
   return d_q_BKXH, d_k_BKSH, d_v_BKSH, None
 
 
+_attend = jax.custom_vjp(_attended, nondiff_argnums=(4,))
 _attend.defvjp(_forward, _backward)

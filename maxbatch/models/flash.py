@@ -24,8 +24,9 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
 from maxbatch.hardware.sharding import auto_axes_spec
 
-Kernel = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, int], jax.Array]
-"""(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window) → out_BTNH, on one device."""
+Kernel = Callable[..., jax.Array]
+"""(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window) → out_BTNH, on one device; where the kernel knows
+it, with soft_cap too."""
 
 _LANES = 128
 """Tokens in the smallest block the TPU kernel works on."""

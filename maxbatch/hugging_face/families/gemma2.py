@@ -19,14 +19,16 @@ def alternating(default_pattern: int) -> Part:
   """Windows in all layers but every n-th, n given by sliding_window_pattern where it may be."""
 
   def read(theirs: ConfigJson) -> dict[str, Any]:
-    pattern = theirs["sliding_window_pattern"] or default_pattern
-    layers = range(1, theirs.integer("num_hidden_layers") + 1)
+    given = theirs["sliding_window_pattern"]
+    pattern = default_pattern if given is None else theirs.integer("sliding_window_pattern")
+    layers = range(1, theirs.num_layers + 1)
     kinds = ["sliding_attention" if layer % pattern else "full_attention" for layer in layers]
     return read_layer_types(theirs, theirs["sliding_window"], kinds)
 
   def write(ours: Ours) -> dict[str, Any]:
     return {
-      "sliding_window": ours["sliding_window_size"] or None,
+      # transformers wants a window even where no layer has it.
+      "sliding_window": ours["sliding_window_size"] or GEMMA_DEFAULTS["sliding_window"],
       "layer_types": written_layer_types(ours),
     }
 

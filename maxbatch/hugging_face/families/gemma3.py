@@ -26,9 +26,12 @@ def _read_rope(theirs: ConfigJson) -> dict[str, Any]:
   """
   base, local = theirs["rope_theta"], theirs["rope_local_base_freq"]
   new, scaling = theirs.mapping("rope_parameters"), theirs.mapping("rope_scaling")
-  full = {"rope_theta": base} | (new.get("full_attention") or scaling)
-  sliding = {"rope_theta": local} | (new.get("sliding_attention") or {})
   key = "rope_parameters" if new else "rope_scaling"
+  kinds = [new.get(kind) or {} for kind in ("full_attention", "sliding_attention")]
+  if not all(isinstance(each, dict) for each in kinds):
+    raise theirs.refusal(key, "full_attention and sliding_attention must be objects")
+  full = {"rope_theta": base, **(kinds[0] or scaling)}
+  sliding = {"rope_theta": local, **kinds[1]}
   if rope_scaling(theirs, key, sliding):
     raise theirs.refusal(key, "the layers of sliding_attention have no scaling here")
   return {

@@ -10,10 +10,10 @@ from maxbatch.hugging_face.parts import HEADS, ROPE, read_layer_types, written_l
 
 def _read_windows(theirs: ConfigJson) -> dict[str, Any]:
   """The layers from max_window_layers on have a window, if use_sliding_window says so."""
-  first, window = theirs.integer("max_window_layers"), theirs["sliding_window"]
+  first, window = theirs.integer("max_window_layers", 0), theirs["sliding_window"]
   if not theirs["use_sliding_window"]:
     window = None
-  slides = [window is not None and i >= first for i in range(theirs.integer("num_hidden_layers"))]
+  slides = [window is not None and i >= first for i in range(theirs.num_layers)]
   kinds = ["sliding_attention" if each else "full_attention" for each in slides]
   return read_layer_types(theirs, window, kinds)
 
