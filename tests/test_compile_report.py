@@ -201,6 +201,7 @@ WRITTEN = {
     "parameters": 25 * MIB,
     "optimizer_state": 50 * MIB,
     "accumulators": 25 * MIB,
+    "frozen_parameters": 0,
     "rows": MIB,
     "activations_and_temporaries": 512 * MIB,
     "peak": GIB,
@@ -286,6 +287,13 @@ WRITTEN = {
 
 def test_the_text():
   assert str(handmade()) == PRINTED
+  report = handmade()
+  frozen = dataclasses.replace(
+    report, state=dataclasses.replace(report.state, frozen_parameters=MIB)
+  )
+  line = "  frozen parameters              0.001 GiB\n"
+  assert line in str(frozen)
+  assert line not in PRINTED
 
 
 def test_the_json(tmp_path):

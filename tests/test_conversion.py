@@ -255,6 +255,19 @@ def test_fused_projections_are_divided_and_joined_again(tmp_path):
   np.testing.assert_array_equal(np.asarray(value).reshape(D, D), fused[:, 2 * D :])
 
 
+def test_what_is_rounded_is_said(folder, capsys):
+  run = take(folder, "weight_dtype=bfloat16")
+  out = capsys.readouterr().out
+  assert "weight_dtype=bfloat16: float32 in the folder, and so rounded" in out
+  kept = read_tensors(give(run))
+  assert_same_bits(kept, {name: x.astype(BFLOAT16) for name, x in llama_tensors().items()})
+
+
+def test_a_second_copy_of_a_tied_table_is_not_needed(tmp_path):
+  out = give(take(write_folder(tmp_path / "theirs", tie_word_embeddings=True)))
+  assert_same_bits(read_tensors(out), without("lm_head.weight"))
+
+
 def test_a_padded_vocabulary_has_rows_of_zeros_and_is_cut_on_request(folder, capsys):
   run = take(folder, "vocab_size=48")
   assert "vocab_size=48: the folder's 40 rows, and 8 of zeros after them" in capsys.readouterr().out
@@ -316,7 +329,13 @@ def _index(content: str) -> Callable[[pathlib.Path], None]:
       llama_tensors() | {UP: np.ones((24, D), np.int16)},
       {},
       None,
-      f"{UP} is of type I16, and parameters are read as F32, F16 or BF16",
+      f"{UP} is of type I16, and what is read is F64, F32, F16, BF16",
+    ),
+    (
+      llama_tensors() | {UP: np.ones((24, D), np.int8)},
+      {},
+      None,
+      f"the tensor {UP} is int8, and parameters are floating-point numbers",
     ),
     (None, {"model_type": "mamba"}, None, "model_type=mamba is not supported"),
     (None, {"hidden_act": "relu"}, None, 'hidden_act="relu": not supported'),
@@ -349,8 +368,8 @@ def test_arguments_that_do_not_work_say_what_does(folder, tmp_path, capsys, monk
   monkeypatch.setenv("HF_HUB_OFFLINE", "1")
   run = take(folder)
   config, runs = f"config={run / 'config.yml'}", f"base_output_directory={tmp_path / 'runs'}"
-  assert "give either from_hf or to_hf" in refused(capsys)
-  assert "give either from_hf or to_hf" in refused(capsys, "from_hf=a", "to_hf=b")
+  assert "give one of from_hf, to_hf and to_peft" in refused(capsys)
+  assert "give one of from_hf, to_hf and to_peft" in refused(capsys, "from_hf=a", "to_hf=b")
   again = refused(capsys, f"from_hf={folder}", runs, "run_name=taken")
   assert "something is there, and would be replaced" in again
   assert "run_name=taken-2" in again

@@ -26,7 +26,8 @@ SMALLER += " num_simulated_devices=8 per_device_batch_size=1 vocab_size=384"
 
 def commands() -> list[str]:
   text = (REPOSITORY / "docs" / "fine_tuning.md").read_text()
-  return "".join(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)).splitlines()
+  blocks: list[str] = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+  return [line for block in blocks for line in block.splitlines()]
 
 
 def run_here(line: str, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -32,19 +32,19 @@ from maxbatch.training.step import Trainer, rows_shardings, step_function
 T, ROWS, CAPACITY, RATE, STEPS = 16, 32, 4, 1e-2, 3
 KEY = jax.random.key(7)
 
-ATTENTION: dict[str, object] = {"trainable": '["layers/attention/*", "final_norm/*"]'}
-ADAPTERS: dict[str, object] = {"lora_rank": 2, "lora_targets": "[query,out,down]", "lora_alpha": 3}
-MIXED: dict[str, object] = {"lora_rank": 2, "trainable": '["*/bias", "head"]', "mlp_bias": "true"}
+ATTENTION: dict[str, Any] = {"trainable": '["layers/attention/*", "final_norm/*"]'}
+ADAPTERS: dict[str, Any] = {"lora_rank": 2, "lora_targets": "[query,out,down]", "lora_alpha": 3}
+MIXED: dict[str, Any] = {"lora_rank": 2, "trainable": '["*/bias", "head"]', "mlp_bias": "true"}
 
 
-def trainer(axes: tuple[int, int, int] = (1, 1, 1), dispatches: int = 1, **keys: object) -> Trainer:
+def trainer(axes: tuple[int, int, int] = (1, 1, 1), dispatches: int = 1, **keys: Any) -> Trainer:
   settings = config(dropout_rate=0.1, **keys)
   model = build_model(settings.model, T, settings.noise.gns, settings.optimizer.trainable)
   optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches)
   return Trainer(model, optimizer, mesh(*axes), KEY)
 
 
-def model_of(length: int = T, **keys: object) -> Model:
+def model_of(length: int = T, **keys: Any) -> Model:
   settings = config(**keys)
   return build_model(settings.model, length, settings.noise.gns, settings.optimizer.trainable)
 
@@ -94,7 +94,7 @@ def test_no_gradient_of_a_frozen_matrix_is_formed():
   """As traced: not even one that the compiler would drop."""
   rows = in_microbatches(uneven_rows(ROWS, T), 2, CAPACITY)
 
-  def products(**keys: object) -> set[str]:
+  def products(**keys: Any) -> set[str]:
     parts = trainer(num_vocab_tiling=4, **keys)
     text = step_function(parts, rows, streamed=False).lower(
       parts.abstract, rows, jnp.int32(1), jnp.float32(0)
@@ -112,7 +112,8 @@ def test_no_gradient_of_a_frozen_matrix_is_formed():
 def test_the_patterns_of_all_parameters_make_the_same_program():
   rows = in_microbatches(uneven_rows(ROWS, T), 2, CAPACITY)
   texts = set()
-  for keys in ({}, {"trainable": '["*"]'}):
+  every: dict[str, Any] = {"trainable": '["*"]'}
+  for keys in (dict[str, Any](), every):
     parts = trainer((2, 2, 1), **keys)
     assert parts.abstract.frozen == {}
     function = step_function(parts, rows, streamed=False)
@@ -121,7 +122,7 @@ def test_the_patterns_of_all_parameters_make_the_same_program():
 
 
 def test_a_pattern_without_a_match_is_refused_with_the_nearest():
-  for keys, said in (
+  cases: tuple[tuple[dict[str, Any], str], ...] = (
     ({"trainable": "[layer/atention/*]"}, "nearest: layers/attention/*"),
     ({"trainable": "[embeding]"}, "for example trainable=['embedding']"),
     ({"lora_rank": 2, "lora_targets": "[querry]"}, "Did you mean query? It has down, gate, key,"),
@@ -131,7 +132,8 @@ def test_a_pattern_without_a_match_is_refused_with_the_nearest():
       {"lora_rank": 2, "gns": "norm"},
       "gns=norm measures the gradients of the normalization layers",
     ),
-  ):
+  )
+  for keys, said in cases:
     with pytest.raises(UserError) as caught:
       model_of(**keys)
     assert said in str(caught.value)
@@ -151,7 +153,7 @@ def test_counts_and_work_know_what_trains():
 
 
 @functools.cache
-def by_hand(**keys: object) -> tuple[Any, list[float]]:
+def by_hand(**keys: Any) -> tuple[Any, list[float]]:
   """The parameters after STEPS of a loop of optax, and each step's loss, on one device."""
   parts = trainer(**keys)
   begun = parts.init(0)
@@ -192,7 +194,7 @@ def test_trained_in_any_split_equals_a_loop_of_optax(keys, axes, k, streams):
   keys = {"opt_type": "sgd"} | keys
   (params, frozen), losses = by_hand(**keys)
   parts = trainer(axes, k if streams else 1, **keys)
-  state, function, found = parts.init(0), None, []
+  state, function, found, metrics = parts.init(0), None, [], None
   for seed in range(STEPS):
     fed = in_microbatches(uneven_rows(ROWS, T, seed), k, k if streams else CAPACITY)
     pieces = (
@@ -203,6 +205,7 @@ def test_trained_in_any_split_equals_a_loop_of_optax(keys, axes, k, streams):
       function = function or step_function(parts, piece, streamed=streams)
       control = jnp.bool_(at == k - 1) if streams else jnp.int32(k)
       state, metrics = function(state, placed, control, jnp.float32(RATE))
+    assert metrics is not None
     found.append(float(metrics.loss))
   np.testing.assert_allclose(found, losses, rtol=1e-6)
   moved = jax.tree.map(lambda a, b: a - b, params, jax.device_get(parts.init(0).params))
@@ -213,7 +216,7 @@ def test_trained_in_any_split_equals_a_loop_of_optax(keys, axes, k, streams):
 
 def test_adapters_change_nothing_before_they_are_trained_and_can_be_merged():
   rows, plain = uneven_rows(4, T), model_of()
-  settings = ADAPTERS | {"lora_targets": "[query,key,value,out,gate,up,down]"}
+  settings: dict[str, Any] = ADAPTERS | {"lora_targets": "[query,key,value,out,gate,up,down]"}
   scanned, unrolled = (model_of(scan_layers=each, **settings) for each in ("true", "false"))
 
   def loss_of(model, parameters):

@@ -124,7 +124,7 @@ def _placed(arrays: StoredArrays, name: str, leaf: jax.ShapeDtypeStruct) -> jax.
   def read(starts_and_stops: tuple[tuple[int, int], ...]) -> np.ndarray:
     return array.read(tuple(slice(*each) for each in starts_and_stops))
 
-  def part(index: Index) -> np.ndarray:
+  def part(index: Index | None) -> np.ndarray:
     # jax asks once for each device, also where several hold the same.
     whole = whole_slices(index, leaf.shape)
     return read(tuple((each.start, each.stop) for each in whole))

@@ -61,12 +61,13 @@ def _placed(folder: TensorFolder, name: str, leaf: jax.ShapeDtypeStruct) -> jax.
     raise ValueError(f"{name} is {stored.dtype}{list(stored.shape)}")
   assert leaf.sharding is not None
 
-  def part(index: Index) -> np.ndarray:
+  def part(index: Index | None) -> np.ndarray:
     return stored.read(whole_slices(index, leaf.shape))
 
   return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
 
 
-def whole_slices(index: Index, shape: tuple[int, ...]) -> Index:
-  """An index of jax, in which None stands for an end, with numbers."""
+def whole_slices(index: Index | None, shape: tuple[int, ...]) -> Index:
+  """An index of jax, in which None stands for an end, or for all of it, with numbers."""
+  index = index or (slice(None),) * len(shape)
   return tuple(slice(*each.indices(size)[:2]) for each, size in zip(index, shape, strict=True))

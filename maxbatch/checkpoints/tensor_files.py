@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ import numpy as np
 from maxbatch.checkpoints.stored import Index, StoredArray
 from maxbatch.data.optional import library
 from maxbatch.errors import UserError
-from maxbatch.run_folder.atomic import nearest
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -78,6 +76,10 @@ class TensorFolder:
     return self
 
   def __exit__(self, *_: object) -> None:
+    self.close()
+
+  def close(self) -> None:
+    """Closes the files; arrays that were taken from here cannot be read any more."""
     self._open_files.close()
 
   @property
@@ -89,13 +91,13 @@ class TensorFolder:
     """One tensor, still on disk.
 
     Raises:
-      UserError: it has a dtype that holds no parameters of ours.
+      UserError: numpy has no such dtype.
     """
     part = self._files[name].get_slice(name)
     if part.get_dtype() not in _DTYPES:
       raise UserError(
-        f"{self.folder}: {name} is of type {part.get_dtype()}, and parameters are read as "
-        "F32, F16 or BF16; take the model's folder with the weights as trained, not quantized"
+        f"{self.folder}: {name} is of type {part.get_dtype()}, and what is read is "
+        f"{', '.join(_DTYPES)}; take the model's folder with the weights as trained, not quantized"
       )
     shape = tuple(part.get_shape())
     return StoredArray(shape, _DTYPES[part.get_dtype()], 1, functools.partial(_read, part))
@@ -234,21 +236,7 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
 
 def _bytes(piece: np.ndarray) -> memoryview:
   # numpy hands out no buffer of bfloat16.
-  return memoryview(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
-
-
-def check_space(folder: Path, needed: int, what: str) -> None:
-  """Refuses to begin what the file system has no space for.
-
-  Raises:
-    UserError: names what is needed and what is free, in bytes.
-  """
-  free = shutil.disk_usage(nearest(folder.absolute())).free
-  if needed > free:
-    raise UserError(
-      f"{what} needs {needed:,} bytes in {folder.parent}, where {free:,} are free; free some space, "
-      "or name a folder of another disk"
-    )
+  return np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
 
 
 def total_bytes(specs: Iterable[TensorSpec]) -> int:

@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -35,14 +36,19 @@ def load_parameters(folder: Path, model: Model, abstract: Parameters) -> Paramet
     UserError: the folder cannot be read, its family is not supported, a tensor is missing or left
       over, or has another shape.
   """
-  leaves = flatten_dict(abstract)
+  leaves = leaves_by_path(abstract)
   shapes = {path: leaf.shape for path, leaf in leaves.items()}
   with FolderReader(folder, shapes, model.axes()) as reader:
     return unflatten_dict({path: _placed(reader, path, leaf) for path, leaf in leaves.items()})
 
 
+def leaves_by_path(tree: Parameters) -> dict[tuple[str, ...], Any]:
+  """Parameters, or what there is of each, by their paths."""
+  return cast(dict[tuple[str, ...], Any], flatten_dict(tree))
+
+
 def _placed(reader: "FolderReader", path: tuple[str, ...], leaf: Any) -> jax.Array:
-  def part(index: Index) -> np.ndarray:
+  def part(index: Index | None) -> np.ndarray:
     return reader.read(path, whole_slices(index, leaf.shape), np.dtype(leaf.dtype))
 
   return jax.make_array_from_callback(leaf.shape, leaf.sharding, part, dtype=leaf.dtype)
@@ -69,6 +75,8 @@ class FolderReader:
     """
     family, options = read_folder(folder)
     self.family, self.options = family, options
+    self.dtypes: set[np.dtype] = set()
+    """Of the folder's tensors."""
     self._folder, self._shapes = folder, shapes
     self._places = _places(family, _as_stored(shapes, axes, options["vocab_size"], folder))
     self._tensors = TensorFolder(folder)
@@ -76,14 +84,14 @@ class FolderReader:
       self._names = _names(self._tensors, family)
       self._check()
     except UserError:
-      self._tensors.__exit__()
+      self._tensors.close()
       raise
 
   def __enter__(self) -> Self:
     return self
 
   def __exit__(self, *_: object) -> None:
-    self._tensors.__exit__()
+    self._tensors.close()
 
   def read(self, path: tuple[str, ...], index: Index, dtype: np.dtype) -> np.ndarray:
     """A part of a parameter, in a dtype."""
@@ -116,10 +124,16 @@ class FolderReader:
         "has them"
       )
     for name, (shape, place) in expected.items():
-      found = self._tensors[self._names[name]].shape
-      if found != shape:
+      found = self._tensors[self._names[name]]
+      self.dtypes.add(found.dtype)
+      if not jnp.issubdtype(found.dtype, jnp.floating):
         raise UserError(
-          f"{self._folder}: the tensor {self._names[name]} is {list(found)}, and this run's "
+          f"{self._folder}: the tensor {self._names[name]} is {found.dtype.name}, and parameters are "
+          "floating-point numbers; take the folder with the weights as trained, not quantized"
+        )
+      if found.shape != shape:
+        raise UserError(
+          f"{self._folder}: the tensor {self._names[name]} is {list(found.shape)}, and this run's "
           f"parameters make it {list(shape)} ({', '.join(place.tensor.parameters)}); the keys of the "
           "model must be as the folder's config.json has them"
         )

@@ -213,7 +213,7 @@ class _HuggingFace:
 
 
 def _placed(reader: FolderReader, path: ParameterPath, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-  def part(index: Index) -> np.ndarray:
+  def part(index: Index | None) -> np.ndarray:
     return reader.read(path, whole_slices(index, leaf.shape), np.dtype(leaf.dtype))
 
   return jax.make_array_from_callback(leaf.shape, leaf.sharding, part, dtype=leaf.dtype)

@@ -177,7 +177,7 @@ def _family(config: Config, vocab_size: int) -> tuple[Family, dict[str, Any]]:
     return family_for(ours, length)
   began_as = read_config_json(origin)
   family, options = read_folder(origin)
-  if family.text_key not in began_as and differing(PLAIN | options, ours) is None:
+  if family.text_key not in began_as and differing({**PLAIN, **options}, ours) is None:
     return family, began_as
   said = {key: value for key, value in began_as.items() if key in HARMLESS}
   try:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import yaml
-from flax.traverse_util import flatten_dict
 
 from maxbatch.checkpoints.parameters_only import PARAMETERS, write_parameters
 from maxbatch.checkpoints.stored import block_indices
@@ -14,7 +14,7 @@ from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.conversion.beside import carry_along
 from maxbatch.conversion.output_folder import whole_folder
-from maxbatch.conversion.reading import FolderReader
+from maxbatch.conversion.reading import FolderReader, leaves_by_path
 from maxbatch.conversion.result import Converted, converted, model_keys
 from maxbatch.models.registry import build_model
 from maxbatch.run_folder.paths import RunFolder
@@ -33,7 +33,7 @@ def convert_to_run(folder: Path, config: Config) -> Converted:
       written.
   """
   model = build_model(config.model, config.batch.max_target_length)
-  leaves = flatten_dict(model.shapes())
+  leaves = leaves_by_path(model.shapes())
   specs = {
     path: TensorSpec(PARAMETERS + "/".join(path), leaf.shape, np.dtype(leaf.dtype))
     for path, leaf in leaves.items()
@@ -52,7 +52,7 @@ def convert_to_run(folder: Path, config: Config) -> Converted:
     values, identity = _values(reader, specs, progress), model_keys(config)
     origin = {"folder": str(folder.absolute()), "vocab_size": reader.options["vocab_size"]}
     write_parameters(made.checkpoints / "0", list(specs.values()), values, identity, origin)
-    notes = list(_padding(config, reader))
+    notes = list(_notes(config, reader))
   return converted(run.path, reader.family.name, specs.values(), notes)
 
 
@@ -67,7 +67,13 @@ def _values(
       progress.add(part.nbytes)
 
 
-def _padding(config: Config, reader: FolderReader) -> Iterator[str]:
+def _notes(config: Config, reader: FolderReader) -> Iterator[str]:
+  """What is not as in the folder."""
+  dtype = jnp.dtype(config.model.weight_dtype)
+  for theirs in sorted(
+    each.name for each in reader.dtypes if jnp.promote_types(each, dtype) != dtype
+  ):
+    yield f"weight_dtype={dtype.name}: {theirs} in the folder, and so rounded"
   added = config.model.vocab_size - reader.options["vocab_size"]
   if added:
     yield (

@@ -7,7 +7,7 @@ added to the matrices beside them: W + scale · A·B, in float32 and rounded onc
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +41,7 @@ class WholeCheckpoint:
 
   def __getitem__(self, name: str) -> StoredArray:
     """One array, still on disk, without what adapters add to it."""
-    return self._base[name] if self._is_elsewhere(name) else self._own[name]
+    return self._holder(name)[name]
 
   def blocks(self, name: str) -> Iterator[np.ndarray]:
     """All of an array in parts along its first dim, verified; with what adapters add to it.
@@ -49,7 +49,7 @@ class WholeCheckpoint:
     Raises:
       UserError: it is damaged.
     """
-    blocks = (self._base if self._is_elsewhere(name) else self._own).blocks(name)
+    blocks = self._holder(name).blocks(name)
     beside = [f"{name.rpartition('/')[0]}/{each}" for each in ADAPTER]
     if not name.endswith("/kernel") or beside[0] not in self._adapters:
       yield from blocks
@@ -60,8 +60,9 @@ class WholeCheckpoint:
     """All of an array."""
     return np.concatenate([np.atleast_1d(block) for block in self.blocks(name)])
 
-  def _is_elsewhere(self, name: str) -> bool:
-    return self._base is not None and name in self._base.leaves
+  def _holder(self, name: str) -> "StoredCheckpoint | _Elsewhere":
+    base = self._base
+    return base if base is not None and name in base.leaves else self._own
 
   def _merged(
     self, blocks: Iterator[np.ndarray], shape: tuple[int, ...], a: np.ndarray, b: np.ndarray
@@ -140,7 +141,8 @@ def _opened(step: Path, config: Config, held: contextlib.ExitStack) -> WholeChec
       checkpoint, _Elsewhere(note, _opened(folder, config, held), folder), config
     )
   model = build_model(lora.without_adapters(config.model), config.batch.max_target_length)
-  shapes = {path: leaf.shape for path, leaf in flatten_dict(model.shapes()).items()}
+  flat = cast(dict[tuple[str, ...], Any], flatten_dict(model.shapes()))
+  shapes = {path: leaf.shape for path, leaf in flat.items()}
   reader = held.enter_context(FolderReader(folder, shapes, model.axes()))
   return WholeCheckpoint(checkpoint, _Elsewhere(note, reader, folder), config)
 

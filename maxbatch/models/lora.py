@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from maxbatch.config.find import did_you_mean
 from maxbatch.config.schema import ModelConfig
 from maxbatch.errors import UserError
 from maxbatch.models.layers import Projection
-from maxbatch.models.trainable import ADAPTER
+from maxbatch.models.trainable import ADAPTER, Path
 
 _DEFAULT_TARGETS = ("query", "value")
 """Those of the paper, and peft's for Llama."""
@@ -82,7 +82,7 @@ def merged(parameters: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
     parameters: nested dicts of arrays, those of the layers stacked.
     config: the model with its adapters.
   """
-  flat = flatten_dict(parameters)
+  flat = cast(dict[Path, Any], flatten_dict(parameters))
   found = {path: leaf for path, leaf in flat.items() if path[-1] not in ADAPTER}
   for path in [path for path in flat if path[-1] == ADAPTER[0]]:
     module = path[:-1]

@@ -270,7 +270,8 @@ def _built(
     return module
 
   whole = nnx.eval_shape(create, jax.random.key(0))
-  return Model(config, create, *nnx.split(whole, Parameter, Probe), trainable)
+  graph, abstract, abstract_probes = nnx.split(whole, Parameter, Probe)
+  return Model(config, create, graph, abstract, abstract_probes, trainable)
 
 
 def _drop_probes(

@@ -4,7 +4,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -45,6 +45,8 @@ class Beginning:
   source: Source | None = None
   full: bool = False
   """Whether optimizer state and position are the source's too."""
+  unseen: bool = False
+  """There is a source of parameters, which is not on this machine to be looked at."""
 
   @property
   def position(self) -> Position:
@@ -84,7 +86,7 @@ class Beginning:
     if not isinstance(self.source, CheckpointSource) or not self.full:
       return trainer.begin(seed, loaded)
     rest = {name: part for name, part in trainer.abstract_saved.items() if name != "params"}
-    wanted = named_leaves(rest)
+    wanted = cast(dict[str, jax.ShapeDtypeStruct], named_leaves(rest))
     arrays = read_leaves(_FULL, self.source.folder, self.source.record, wanted)
     saved = jax.tree.unflatten(jax.tree.structure(rest), [arrays[name] for name in wanted])
     return trainer.from_saved(saved | {"params": loaded})
@@ -145,9 +147,9 @@ def beginning_of(config: CheckpointConfig, folder: RunFolder) -> Beginning:
       )
     found = str(find_source(key, given))
   # Process 0's: the newest checkpoint of a run that goes on may not be the same for all.
-  folder = Path(broadcast_one_to_all(found))
+  chosen = Path(broadcast_one_to_all(found))
   with failing_together():
-    source = open_source(key, folder)
+    source = open_source(key, chosen)
     if key == _FULL and not _has_state(source):
       raise UserError(
         f'{key}={given} holds parameters alone; begin with these: {_PARAMETERS}={given} {key}=""'
@@ -186,7 +188,7 @@ def saving_frozen(
     saved: the record of the run's newest checkpoint, as which it goes on; None: it begins.
     beginning: what it then begins with.
   """
-  taken = beginning.source is not None and not beginning.full
+  taken = (beginning.source is not None and not beginning.full) or beginning.unseen
   elsewhere = FROZEN in saved.get("notes", {}) if saved else taken and bool(trainer.model.frozen)
   return dataclasses.replace(trainer, keeps_frozen=False) if elsewhere else trainer
 

@@ -142,7 +142,8 @@ def _beginning(config: Config) -> tuple[Beginning, str]:
   except UserError as error:
     if not config.compile.compile_topology:
       raise
-    return Beginning(), f"is not looked at: {error}"
+    unseen = bool(config.checkpoint.load_parameters_path)
+    return Beginning(unseen=unseen), f"is not looked at: {error}"
 
 
 def _with_smallest_choice(config: Config, layout: Topology) -> tuple[Config, Sequence[str]]:

@@ -166,9 +166,10 @@ def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, options):
 
 def _forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, options):
   """The sums, and the loss's gradients by hidden states and matrix; None where all is frozen."""
-  values = (x.value for x in (hidden_BTD, matrix_DV, targets_BT, weights_BT))
   wanted = hidden_BTD.perturbed, matrix_DV.perturbed
-  total, d_hidden_BTD, d_matrix_DV = _with_gradients(*values, options, wanted)
+  total, d_hidden_BTD, d_matrix_DV = _with_gradients(
+    hidden_BTD.value, matrix_DV.value, targets_BT.value, weights_BT.value, options, wanted
+  )
   if d_matrix_DV is not None:
     d_matrix_DV = d_matrix_DV.astype(matrix_DV.value.dtype)
   return total, (d_hidden_BTD, d_matrix_DV)
@@ -226,6 +227,8 @@ def _measured_forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, o
     new, d_hidden_1TD, d_row_DV = _with_gradients(
       hidden_1TD, matrix_DV, targets_1T, weights_1T, of_a_row
     )
+    assert d_hidden_1TD is not None
+    assert d_row_DV is not None
     squares_S = row_squares(d_row_DV[None], _MATRIX_AXES, probe_BS.shape[1])[0]
     return (_add(total, new), d_matrix_DV + d_row_DV), (d_hidden_1TD[0], squares_S)
 

@@ -1,25 +1,30 @@
-"""Runs with adapters, handed over: merged for transformers, or alone for peft; logits are the same."""
+"""Somebody's model, fine-tuned as torch would, and adapters handed over: merged, or alone for peft."""
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import peft
 import pytest
 import torch
 import transformers
 from processes import small_run
+from support import in_microbatches, mesh, uneven_rows
 from test_conversion_transformers import random_model
 
 from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.checkpoints.newest import newest_record
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
+from maxbatch.conversion.source import find_source, open_source
 from maxbatch.convert import main as convert
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import build_model
 from maxbatch.modes.run import run
 from maxbatch.train import main as train
+from maxbatch.training.optimizer import make_optimizer
+from maxbatch.training.step import Trainer, rows_shardings, step_function
 
 pytestmark = pytest.mark.xdist_group("transformers")
 
@@ -28,7 +33,8 @@ T = 16
 
 def our_logits(config: Config, parameters: Any, tokens_BT: np.ndarray) -> np.ndarray:
   model = build_model(config.model, T, trainable=config.optimizer.trainable)
-  rows = Rows(tokens_BT, tokens_BT, np.ones(tokens_BT.shape, np.float32), np.arange(len(tokens_BT)))
+  some = jnp.asarray(tokens_BT)
+  rows = Rows(some, some, jnp.ones(tokens_BT.shape), jnp.arange(len(tokens_BT)))
 
   @jax.jit
   def logits(parameters, rows):
@@ -99,3 +105,54 @@ def test_what_a_peft_adapter_cannot_hold_is_refused(tmp_path, capsys):
   assert not (tmp_path / "out").exists()
   # Merged, what trained beside the adapters is there too.
   assert convert([f"to_hf={tmp_path / 'out'}", f"checkpoint={tmp_path / 'more'}"]) == 0
+
+
+def test_a_fine_tune_has_the_losses_of_a_loop_in_torch(tmp_path):
+  """AdamW with clipping on rows of which some tokens count, as transformers' Trainer would."""
+  theirs, steps, rate = tmp_path / "theirs", 4, 3e-3
+  reference = random_model("llama")
+  reference.save_pretrained(theirs)
+  settings = load_config(["config=base", f"model_name={theirs}", f"max_target_length={T}"])
+  model = build_model(settings.model, T)
+  optimizer = make_optimizer(settings.optimizer, model.axes(), 1)
+  parts = Trainer(model, optimizer, mesh(2, 2, 1), jax.random.key(0))
+  source = open_source("load_parameters_path", find_source("load_parameters_path", str(theirs)))
+  source.check(model)
+  state = parts.begin(0, source.read(model, parts.abstract.parameters))
+  batches = [uneven_rows(16, T, seed) for seed in range(steps)]
+  batches = [rows._replace(inputs=rows.inputs % 68, targets=rows.targets % 68) for rows in batches]
+  function, ours = step_function(parts, in_microbatches(batches[0], 2, 2), streamed=False), []
+  for rows in batches:
+    fed = in_microbatches(rows, 2, 2)
+    placed = jax.device_put(fed, rows_shardings(fed, parts.mesh))
+    state, metrics = function(state, placed, np.int32(2), np.float32(rate))
+    ours.append(float(metrics.loss))
+
+  keys = settings.optimizer
+  norms = [each for name, each in reference.named_parameters() if "norm" in name]
+  others = [each for name, each in reference.named_parameters() if "norm" not in name]
+  adam = torch.optim.AdamW(
+    [
+      {"params": others, "weight_decay": keys.adam_weight_decay},
+      {"params": norms, "weight_decay": 0.0},
+    ],
+    lr=rate,
+    betas=(keys.adam_b1, keys.adam_b2),
+    eps=keys.adam_eps,
+  )
+  expected = []
+  for rows in batches:
+    weights_BT = torch.tensor(rows.weights)
+    logits_BTV = reference.train()(torch.tensor(rows.inputs).long()).logits
+    targets_BT = torch.tensor(rows.targets).long()
+    losses_BT = torch.nn.functional.cross_entropy(
+      logits_BTV.transpose(1, 2), targets_BT, reduction="none"
+    )
+    loss = (losses_BT * weights_BT).sum() / weights_BT.sum()
+    adam.zero_grad()
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(reference.parameters(), keys.gradient_clipping_threshold)
+    adam.step()
+    expected.append(loss.item())
+  np.testing.assert_allclose(ours, expected, atol=1e-4)
+  assert expected[0] - expected[-1] > 0.01
