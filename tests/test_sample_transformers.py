@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_families import T, USED_TOKENS, Pair, pair, taken, the_pages_family
+from test_families import USED_TOKENS, Pair, T, pair, taken, the_pages_family
 
 from maxbatch.sampling.choice import Choice, Vocabulary, cut
 from maxbatch.sampling.sampler import Sampler, sample
