@@ -288,7 +288,9 @@ WRITTEN = {
 def test_the_text():
   assert str(handmade()) == PRINTED
   report = handmade()
-  frozen = dataclasses.replace(report, state=dataclasses.replace(report.state, frozen_parameters=MIB))
+  frozen = dataclasses.replace(
+    report, state=dataclasses.replace(report.state, frozen_parameters=MIB)
+  )
   line = "  frozen parameters              0.001 GiB\n"
   assert line in str(frozen)
   assert line not in PRINTED

@@ -94,6 +94,10 @@ class RLPlan:
     """The place in the stream of the first prompt of a batch."""
     return batch * self.batch_size
 
+  def first_pair(self, batch: int, microbatch: int) -> int:
+    """The place in the stream of the first pair of a batch's microbatch."""
+    return batch * self.pairs_per_step + microbatch * self.micro_batch
+
   def policy_of_batch(self, batch: int) -> int:
     """The step before which the policy stood that samples a batch: by its lag, never before 0."""
     return max(0, batch - self.staleness) * self.num_iterations
@@ -237,6 +241,24 @@ def training_devices(config: RLConfig, num_devices: int, num_slices: int = 1) ->
   )
 
 
+def in_pairs(config: Config, plan: RLPlan) -> Config:
+  """The configuration whose batch counts samples, as training reads it: a sample is a pair."""
+  batch = _sized(config.batch, plan.pairs_per_step, plan.num_microbatches)
+  return dataclasses.replace(config, batch=batch)
+
+
+def _sized(batch: BatchConfig, pairs: int, num_microbatches: int) -> BatchConfig:
+  return dataclasses.replace(
+    batch,
+    batch_size=-1,
+    tokens_per_step=-1,
+    global_batch_to_train=pairs,
+    micro_batch_size=Fraction(-1),
+    per_device_batch_size=Fraction(-1),
+    gradient_accumulation_steps=num_microbatches,
+  )
+
+
 def plan_rl(config: Config, training: Topology) -> RLPlan:
   """Derives every size from the configuration and the devices that train.
 
@@ -258,15 +280,7 @@ def plan_rl(config: Config, training: Topology) -> RLPlan:
     unit=given.batch_unit(topology) // rl.num_generations,
     assigned=lambda count: given.batch.assigned(count * rl.num_generations),
   )
-  pairs = dataclasses.replace(
-    batch,
-    batch_size=-1,
-    tokens_per_step=-1,
-    global_batch_to_train=sizes.batch,
-    micro_batch_size=Fraction(-1),
-    per_device_batch_size=Fraction(-1),
-    gradient_accumulation_steps=sizes.gradient_accumulation_steps,
-  )
+  pairs = _sized(batch, sizes.batch, sizes.gradient_accumulation_steps)
   return RLPlan(
     pairs=plan_batches(pairs, config.run, training),
     topology=topology,
