@@ -10,6 +10,7 @@ from fractions import Fraction
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.prompt_epochs import PromptEpochs, prompt_epochs
 from maxbatch.batch.rl_sizes import RLTopology, given_pairs, micro_batch_sizes, solve_rl
+from maxbatch.batch.rollout_order import saved_policies
 from maxbatch.batch.solve import counted, nearest_multiples
 from maxbatch.batch.topology import Topology
 from maxbatch.config.rl_schema import RLConfig
@@ -94,6 +95,34 @@ class RLPlan:
     """The place in the stream of the first prompt of a batch."""
     return batch * self.batch_size
 
+  def begins_batch(self, step: int) -> bool:
+    """Whether `step` is the first on its batch."""
+    return step % self.num_iterations == 0
+
+  @property
+  def num_saved_policies(self) -> int:
+    """Policies that a checkpoint has beside the parameters."""
+    return len(self.saved_policies(0))
+
+  def saved_policies(self, step: int) -> list[int]:
+    """The steps before which those stood that a checkpoint before `step` has, see rollout_order.py."""
+    batch, again = self.batch_of_step(step), self.num_iterations > 1
+    return [
+      each * self.num_iterations for each in saved_policies(batch, self.staleness, and_own=again)
+    ]
+
+  def dispatch_of(self, number: int) -> tuple[int, int]:
+    """Of a step's dispatch, numbered through all steps: the step, and the microbatch in it."""
+    return divmod(number, self.num_microbatches)
+
+  def first_microbatch(self, batch: int) -> int:
+    """The number of a batch's first microbatch, counted through all batches."""
+    return batch * self.num_microbatches
+
+  def place_of_microbatch(self, number: int) -> tuple[int, int]:
+    """The batch of a microbatch that is numbered through all of them, and its number in it."""
+    return divmod(number, self.num_microbatches)
+
   def first_pair(self, batch: int, microbatch: int) -> int:
     """The place in the stream of the first pair of a batch's microbatch."""
     return batch * self.pairs_per_step + microbatch * self.micro_batch
@@ -101,6 +130,10 @@ class RLPlan:
   def policy_of_batch(self, batch: int) -> int:
     """The step before which the policy stood that samples a batch: by its lag, never before 0."""
     return max(0, batch - self.staleness) * self.num_iterations
+
+  def lag(self, batch: int) -> int:
+    """Batches by which the policy that samples a batch is behind the one that trains on it."""
+    return min(batch, self.staleness)
 
   def dropped_prompts(self, batches: int) -> int:
     """Prompts dropped at the ends of epochs in the first so many batches."""

@@ -3,6 +3,7 @@
 import contextlib
 from typing import Protocol
 
+from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset, check_epochs
@@ -18,6 +19,11 @@ class Method(Protocol):
     """What a step minimizes."""
     ...
 
+  @property
+  def num_saved_policies(self) -> int:
+    """Parameters of earlier steps without which a run cannot go on."""
+    ...
+
   def dataset(self, resolved: ResolvedRun) -> Dataset:
     """What is trained on.
 
@@ -26,13 +32,23 @@ class Method(Protocol):
     """
     ...
 
-  def equipped(self, job: Job, resolved: ResolvedRun) -> contextlib.AbstractContextManager[Job]:
-    """The job with what feeds it and evaluates it, which ends with the context."""
+  def equipped(
+    self, job: Job, resolved: ResolvedRun, restored: Restored | None
+  ) -> contextlib.AbstractContextManager[Job]:
+    """The job with what feeds it and evaluates it, which ends with the context.
+
+    Args:
+      job: with what all have.
+      resolved: the run.
+      restored: the checkpoint that it resumes from; None: it begins.
+    """
     ...
 
 
 class OnText:
   """Training on the rows of a dataset."""
+
+  num_saved_policies = 0
 
   def loss(self, config: Config) -> Loss:
     """See `Method.loss`."""
@@ -46,9 +62,11 @@ class OnText:
     check_epochs(config.data, dataset.train, resolved.plan.total_samples)
     return dataset
 
-  def equipped(self, job: Job, resolved: ResolvedRun) -> contextlib.AbstractContextManager[Job]:
+  def equipped(
+    self, job: Job, resolved: ResolvedRun, restored: Restored | None
+  ) -> contextlib.AbstractContextManager[Job]:
     """See `Method.equipped`; the job has it all."""
-    del resolved
+    del resolved, restored
     return contextlib.nullcontext(job)
 
 

@@ -18,8 +18,10 @@ _ONLY: dict[str, tuple[object, str]] = {
   "gns": ("off", "the noise scale is not measured there yet"),
   "gns_from_microbatches": (False, "the noise scale is not measured there yet"),
   "rollout_devices": (0, "devices that only sample are not there yet: all do both in turn"),
-  "rollout_staleness": (0, "a policy that lags behind is not there yet"),
-  "num_iterations": (1, "several steps on a batch are not there yet"),
+  "load_full_state_path": (
+    "",
+    "its position counts samples of text; load_parameters_path begins anew",
+  ),
   "grpo_beta": (0.0, "a reference is not kept yet"),
   "compiled_step": ("", "a step for pairs is not read from a file yet"),
   "save_compiled_step": ("", "a step for pairs is not written to a file yet"),
@@ -57,6 +59,12 @@ def check_rl(config: Config) -> None:
       "decode_sampling_temperature=0 writes the same completion each time, and groups would have "
       "nothing to compare; for example decode_sampling_temperature=1"
     )
+  if config.rl.num_iterations > 1 and config.rl.rollout_staleness:
+    raise UserError(
+      f"num_iterations={config.rl.num_iterations} and rollout_staleness={config.rl.rollout_staleness}: "
+      "several steps on batches of a policy that lags behind are not there yet; for example "
+      "num_iterations=1, or rollout_staleness=0"
+    )
   _check_beginning(config)
   check_rewards(config.rl)
 
@@ -81,12 +89,10 @@ def _check_beginning(config: Config) -> None:
     task_named(rl.rl_task)
   if not rl.warm_start_steps:
     return
-  given = keys.load_parameters_path or keys.load_full_state_path
-  key = "load_parameters_path" if keys.load_parameters_path else "load_full_state_path"
-  if given:
+  if keys.load_parameters_path:
     raise UserError(
-      f"warm_start_steps={rl.warm_start_steps} and {key}={given}: the run begins with one of them; "
-      f'for example warm_start_steps=0, or {key}=""'
+      f"warm_start_steps={rl.warm_start_steps} and load_parameters_path={keys.load_parameters_path}: "
+      "the run begins with one of them; for example warm_start_steps=0"
     )
   if not rl.rl_task:
     raise UserError(

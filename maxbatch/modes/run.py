@@ -110,6 +110,8 @@ def _run(
   print(f"{resolved.plan_ahead}\n", flush=True)
   loss = method.loss(resolved.config)
   trainer = build_trainer(resolved.config, resolved.plan, target.devices, loss=loss)
+  if method.num_saved_policies:
+    trainer = dataclasses.replace(trainer, num_saved_policies=method.num_saved_policies)
   trainer = saving_frozen(trainer, resolved.saved, beginning)
   with failing_together():
     check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices)
@@ -259,7 +261,7 @@ def _train(
     )
     if start.restored and first:
       _complete_records(log, start.restored)
-    with method.equipped(job, resolved) as ready:
+    with method.equipped(job, resolved, start.restored) as ready:
       if position.step == 0:
         first_record(ready, state.parameters)
         keep_sample(resolved, trainer, state.parameters)

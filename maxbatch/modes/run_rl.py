@@ -10,8 +10,10 @@ import numpy as np
 
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.rl_plan import RLPlan, in_pairs, plan_rl
+from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.checkpoints.newest import newest_record
 from maxbatch.compile.compile_step import placeholder_rows
+from maxbatch.config.rl_schema import RLConfig
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.hardware.devices import find_devices
@@ -37,6 +39,8 @@ from maxbatch.rl.steps import StepRecords
 from maxbatch.run_folder.metrics import Record, each_record
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.loop import Job
+from maxbatch.training.state import TrainState
+from maxbatch.training.step import POLICIES
 
 _WARM_START_BATCH = 64
 _WARM_START_RATE = 1e-3
@@ -56,7 +60,13 @@ class ByReinforcement:
       objective(config.rl, self.plan.max_completion_length),
       allowed_V.tobytes(),
       config.run.decode_sampling_temperature,
+      has_proximal=_has_proximal(config.rl),
     )
+
+  @property
+  def num_saved_policies(self) -> int:
+    """See `Method.num_saved_policies`."""
+    return self.plan.num_saved_policies
 
   def dataset(self, resolved: ResolvedRun) -> Dataset:
     """See `Method.dataset`: its rows are there for their shapes alone."""
@@ -70,19 +80,27 @@ class ByReinforcement:
     )
 
   @contextlib.contextmanager
-  def equipped(self, job: Job, resolved: ResolvedRun) -> Iterator[Job]:
+  def equipped(self, job: Job, resolved: ResolvedRun, restored: Restored | None) -> Iterator[Job]:
     """See `Method.equipped`."""
     config, plan, trainer = resolved.config, self.plan, job.trainer
     sampler = pair_sampler(config, trainer.model, trainer.mesh)
     stream = PromptStream(self.prompts.train, plan.epochs, config.data.data_shuffle_seed)
-    policies, records = Policies(kept=1), StepRecords(plan, config)
+    policies, records = Policies(kept=plan.staleness + 1), StepRecords(plan, config)
+    if restored and plan.num_saved_policies:
+      policies.put_back(plan.saved_policies(restored.position.step), restored.state[POLICIES])
     with RewardPool(config.rl) as rewards:
-      make = MicrobatchMaker(config.rl, plan, stream, sampler, rewards)
+      make = MicrobatchMaker(
+        config.rl, plan, stream, sampler, rewards, has_proximal=_has_proximal(config.rl)
+      )
       at_once = plan.prompts_per_microbatch
       evaluation = Evaluation(self.prompts.validation, sampler, rewards, at_once)
 
       def opened(_: BatchPlan, position: Position) -> RolloutLoader:
         return RolloutLoader(plan, position, make, policies, trainer.mesh, records.note)
+
+      def published(position: Position, params: Parameters) -> None:
+        if plan.begins_batch(position.step):
+          policies.publish(position.step, params)
 
       def evaluated(params: Parameters) -> Record:
         found = evaluation(params)
@@ -92,7 +110,10 @@ class ByReinforcement:
       yield dataclasses.replace(
         job,
         train_rows=opened,
-        publish=lambda position, params: policies.publish(position.step, params),
+        publish=published,
+        policies=lambda position: [
+          policies.of(step) for step in plan.saved_policies(position.step)
+        ],
         own_evaluation=evaluated,
         completed=records.completed,
       )
@@ -106,8 +127,13 @@ class ByReinforcement:
     write_shared_file(path, lines)
 
 
-def run_rl(config: Config) -> None:
-  """A warm start, where one is asked for, then the run, and how far it came.
+def _has_proximal(config: RLConfig) -> bool:
+  """Whether the loss compares with the policy of before the first of several steps on a batch."""
+  return config.num_iterations > 1 and config.importance_sampling_cap > 0
+
+
+def run_rl(config: Config) -> tuple[TrainState, Position]:
+  """A warm start, where one is asked for, then the run; its state and position at the end.
 
   Raises:
     UserError: something in the configuration or the input does not work.
@@ -125,8 +151,9 @@ def run_rl(config: Config) -> None:
   begun = newest_record(RunFolder.of(config.run).checkpoints)
   if config.rl.warm_start_steps and not (begun and config.checkpoint.enable_checkpointing):
     config = _warmed_up(config)
-  run(in_pairs(config, plan), method=ByReinforcement(plan, found))
+  state, reached = run(in_pairs(config, plan), method=ByReinforcement(plan, found))
   _sum_up(RunFolder.of(config.run))
+  return state, reached
 
 
 def _warmed_up(config: Config) -> Config:

@@ -38,21 +38,37 @@ class Microbatch(NamedTuple):
   counts: Counts
 
 
+class Unrewarded(NamedTuple):
+  """Completions of some prompts of which nothing is known yet."""
+
+  prompts: list[Prompt]
+  sampled: Sampled
+  first_pair: int
+  """Index of the first pair in the run's stream of pairs."""
+  seconds: float
+  """For which they were sampled."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class MicrobatchMaker:
-  """Makes microbatch after microbatch; a function of parameters and numbers alone."""
+  """Makes microbatch after microbatch; a function of parameters and numbers alone.
+
+  In two parts: `sample` runs on the devices, `reward` in processes of the host.
+  """
 
   config: RLConfig
   plan: RLPlan
   prompts: PromptStream
   sampler: PairSampler
   rewards: RewardPool
+  has_proximal: bool
+  """Whether a loss takes log-probabilities of before the first step on a batch."""
 
-  def __call__(self, params: Parameters, batch: int, number: int) -> Microbatch:
-    """Microbatch `number` of a batch of pairs.
+  def sample(self, params: Parameters, batch: int, number: int) -> "Unrewarded":
+    """The completions of microbatch `number` of a batch of pairs.
 
     Raises:
-      UserError: a prompt is too long, or a reward function fails.
+      UserError: a prompt is too long.
       TrainingDivergedError: the policy gives no probabilities.
     """
     plan = self.plan
@@ -61,20 +77,32 @@ class MicrobatchMaker:
     prompts = [self.prompts(index) for index in range(begin, begin + plan.prompts_per_microbatch)]
     began = time.perf_counter()
     sampled = self.sampler(params, prompts, "rollout", batch, first)
-    sampled_at = time.perf_counter()
-    scores = scored(self.rewards, prompts, sampled)
+    seconds = time.perf_counter() - began
+    return Unrewarded(prompts, sampled, plan.first_pair(batch, number), seconds)
+
+  def reward(self, unrewarded: "Unrewarded") -> Microbatch:
+    """The same with advantages, as it is trained on.
+
+    Raises:
+      UserError: a reward function fails, and reward_failure=stop.
+    """
+    plan, sampled, began = self.plan, unrewarded.sampled, time.perf_counter()
+    scores = scored(self.rewards, unrewarded.prompts, sampled)
     scale, size = self.config.scale_rewards == "group", plan.num_generations
     advantages_B = group_advantages(scores.rewards_N, size, scale=scale)
-    first_pair = plan.first_pair(batch, number)
-    pairs = make_pairs(sampled.rollout, advantages_B, first_pair, plan.pairs.max_target_length)
+    length = plan.pairs.max_target_length
+    pairs = make_pairs(sampled.rollout, advantages_B, unrewarded.first_pair, length)
+    if self.has_proximal:
+      # Without a lag the policy of before the first step on a batch is the one that sampled it.
+      pairs = pairs._replace(proximal_BT=pairs.behaviour_BT)
     counts = Counts(
       rewards_B=scores.rewards_N,
       live_G=live_groups(scores.rewards_N, size),
       num_truncated=int((~sampled.ended_B).sum()),
       num_tokens=int(sampled.rollout.lengths_B.sum()),
       num_failures=len(scores.failures),
-      rollout_seconds=sampled_at - began,
-      reward_seconds=time.perf_counter() - sampled_at,
+      rollout_seconds=unrewarded.seconds,
+      reward_seconds=time.perf_counter() - began,
     )
     return Microbatch(pairs, counts)
 

@@ -1,7 +1,15 @@
-"""Pairs as a loader brings them: microbatch after microbatch, in the order in which steps take them."""
+"""Pairs as a loader brings them: microbatch after microbatch, in the order in which steps take them.
 
+One thread, the training loop's, dispatches all that runs on the devices, in an order that follows from
+numbers alone (batch/rollout_order.py): programs that talk to each other are dispatched alike on all
+devices, and no lock is needed. What overlaps: rewards are formed in a thread of their own while the next
+microbatch is sampled and the one before is trained on, which the devices do after it was dispatched.
+"""
+
+import collections
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 import jax
@@ -10,19 +18,15 @@ from jax.sharding import Mesh
 
 from maxbatch.batch.plan import Position
 from maxbatch.batch.rl_plan import RLPlan
-from maxbatch.errors import TrainingDivergedError
-from maxbatch.models.registry import Parameters
-from maxbatch.rl.microbatches import Counts, Microbatch
+from maxbatch.batch.rollout_order import sampled_before
+from maxbatch.rl.microbatches import Counts, Microbatch, MicrobatchMaker
 from maxbatch.rl.pairs import Pairs
 from maxbatch.rl.policies import Policies
 from maxbatch.training.step import rows_shardings
 
-Make = Callable[[Parameters, int, int], Microbatch]
-"""From parameters, batch and number of the microbatch in it."""
-
 
 class RolloutLoader:
-  """Samples each batch by the policy of before its first step, then yields its pairs.
+  """Samples each batch by the policy that its lag says, then yields its pairs.
 
   A context manager, and an iterator of pairs on the devices, (1, B, …).
   """
@@ -31,10 +35,12 @@ class RolloutLoader:
     self,
     plan: RLPlan,
     position: Position,
-    make: Make,
+    make: MicrobatchMaker,
     policies: Policies,
     mesh: Mesh,
     note: Callable[[int, list[Counts]], None],
+    *,
+    overlaps: bool = True,
   ):
     """Samples nothing yet.
 
@@ -45,19 +51,23 @@ class RolloutLoader:
       policies: where the training loop publishes its parameters.
       mesh: the devices that train.
       note: is told, of every step, what its microbatches count, before the last is yielded.
+      overlaps: else each microbatch is made when it is asked for: the same, one after the other.
     """
     self._plan, self._make, self._policies, self._mesh = plan, make, policies, mesh
-    self._note, self._waited = note, 0.0
-    self._microbatches = self._in_order(position.step)
+    self._note, self._waited, self._overlaps = note, 0.0, overlaps
+    self._step, self._place = position.step, 0
+    self._sampled = plan.first_microbatch(plan.batch_of_step(position.step))
+    self._last = plan.first_microbatch(plan.num_batches) - 1
+    self._ahead: collections.deque[Future[Microbatch]] = collections.deque()
+    self._batch: list[Microbatch] = []
+    self._rewards = ThreadPoolExecutor(1, thread_name_prefix="rewards")
 
   def __enter__(self) -> Self:
     return self
 
   def __exit__(self, *_: object) -> None:
-    self._microbatches.close()
-
-  def __iter__(self) -> Self:
-    return self
+    self._rewards.shutdown(wait=True, cancel_futures=True)
+    self._ahead.clear()
 
   def __next__(self) -> Pairs:
     """The next microbatch.
@@ -67,25 +77,38 @@ class RolloutLoader:
       TrainingDivergedError: the policy gives no probabilities.
     """
     began = time.perf_counter()
-    pairs = next(self._microbatches)
+    plan = self._plan
+    batch = plan.batch_of_step(self._step)
+    while len(self._batch) <= self._place:
+      self._take(plan.first_microbatch(batch) + len(self._batch))
+    pairs = self._batch[self._place].pairs
+    self._place += 1
+    if self._place == plan.num_microbatches:
+      self._note(self._step, [made.counts for made in self._batch])
+      self._step, self._place = self._step + 1, 0
+      if plan.begins_batch(self._step):
+        self._batch = []
     self._waited += time.perf_counter() - began
     fed = jax.tree.map(lambda x: np.asarray(x)[None], pairs)
     return jax.device_put(fed, rows_shardings(fed, self._mesh))
 
   def waited_seconds(self) -> float:
-    """How long `next` has waited since this was last asked."""
+    """How long `next` has sampled, and waited for rewards, since this was last asked."""
     waited, self._waited = self._waited, 0.0
     return waited
 
-  def _in_order(self, step: int) -> Iterator[Pairs]:
-    for batch in range(self._plan.batch_of_step(step), self._plan.num_batches):
-      params = self._policies.wait(self._plan.policy_of_batch(batch))
-      if params is None:
-        raise TrainingDivergedError("nobody trains any more")
-      counts = []
-      for number in range(self._plan.num_microbatches):
-        made = self._make(params, batch, number)
-        counts.append(made.counts)
-        if len(counts) == self._plan.num_microbatches:
-          self._note(batch, counts)
-        yield made.pairs
+  def _take(self, number: int) -> None:
+    """Waits for a microbatch, numbered through all batches, with what is sampled before."""
+    plan, last = self._plan, number
+    if self._overlaps:
+      last = sampled_before(number, plan.num_microbatches, plan.staleness)
+    self._sample_up_to(min(last, self._last))
+    self._batch.append(self._ahead.popleft().result())
+
+  def _sample_up_to(self, last: int) -> None:
+    while self._sampled <= last:
+      batch, place = self._plan.place_of_microbatch(self._sampled)
+      params = self._policies.of(self._plan.policy_of_batch(batch))
+      unrewarded = self._make.sample(params, batch, place)
+      self._ahead.append(self._rewards.submit(self._make.reward, unrewarded))
+      self._sampled += 1

@@ -1,7 +1,5 @@
 """The records of steps, with what their rollouts count, and what must hold of them."""
 
-import threading
-
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
@@ -15,18 +13,16 @@ by rounding, at temperature 1."""
 
 
 class StepRecords:
-  """Completes the records of steps. One thread notes batches, another asks."""
+  """Completes the records of steps."""
 
   def __init__(self, plan: RLPlan, config: Config):
     """Args: the run's plan and configuration."""
     self._plan, self._config = plan, config
     self._counts: dict[int, list[Counts]] = {}
-    self._lock = threading.Lock()
 
-  def note(self, batch: int, counts: list[Counts]) -> None:
-    """Takes note of what the microbatches of a batch count."""
-    with self._lock:
-      self._counts[batch] = counts
+  def note(self, step: int, counts: list[Counts]) -> None:
+    """Takes note of what the microbatches of a step count; steps are numbered from 0."""
+    self._counts[step] = counts
 
   def completed(self, record: Record) -> Record:
     """The record of a step with the metrics of its rollout.
@@ -35,16 +31,17 @@ class StepRecords:
       UserError: sampler and trainer give other probabilities to what was sampled.
     """
     plan = self._plan
-    batch = plan.batch_of_step(int(record["step"]) - 1)
-    with self._lock:
-      counts = self._counts.pop(batch)
+    step = int(record["step"]) - 1
+    batch, counts = plan.batch_of_step(step), self._counts.pop(step)
     values = step_values(counts, plan.num_generations)
-    check_gap(self._config, batch, record[LARGEST_GAP])
+    if plan.begins_batch(step) and not plan.lag(batch):
+      check_gap(self._config, batch, record[LARGEST_GAP])
     made = values["rl/rollout_seconds"] + values["rl/reward_seconds"]
     waited = record["data_wait_seconds"]
     own = {
       "rl/train_seconds": max(record["step_seconds"] - waited, 0.0),
       "rl/overlap_fraction": min(max(1 - waited / made, 0.0), 1.0),
+      "rl/staleness": float(plan.lag(batch)),
       "rl/dropped_prompts": float(plan.dropped_prompts(batch + 1)),
     }
     return record | values | own

@@ -81,7 +81,7 @@ def summed_gradients(
 def _over_replicas(gradients: Parameters, sums: Sums) -> tuple[Parameters, Sums]:
   join = functools.partial(jax.lax.psum, axis_name="data")
   largest = jax.tree.map(lambda x: jax.lax.pmax(x, "data"), sums.largest)
-  summed = partial_sums.in_one(sums._replace(largest={}), join)
+  summed = partial_sums.in_one(sums._replace(largest=None), join)
   return join(gradients), summed._replace(largest=largest)
 
 

@@ -87,6 +87,8 @@ class Job:
   """What every checkpoint notes beside what it saves."""
   publish: Callable[[Position, Parameters], None] = _unheard
   """Is called with the parameters before each step, which that step uses up."""
+  policies: Callable[[Position], Sequence[Parameters]] = lambda position: ()
+  """Those of earlier steps that a checkpoint needs (Trainer.num_saved_policies)."""
   own_evaluation: Callable[[Parameters], Record] = lambda params: {}
   """What else an evaluation finds."""
   completed: Callable[[Record], Record] = lambda record: record
@@ -267,7 +269,8 @@ def _save(job: Job, state: TrainState, position: Position, plan: BatchPlan, reco
   """Saves what a run needs to go on; before an evaluation, for which there may be no time left."""
   if job.checkpointer:
     notes = {RECORD: record} | job.notes | (job.noise.as_dict() if job.noise else {})
-    job.checkpointer.save(job.trainer.to_save(state), position, plan.as_dict(), notes)
+    saved = job.trainer.to_save(state, job.policies(position))
+    job.checkpointer.save(saved, position, plan.as_dict(), notes)
     job.feed_watchdog()
 
 

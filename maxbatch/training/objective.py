@@ -21,7 +21,7 @@ class MicrobatchLoss(NamedTuple):
   """Entries along the first dim are to be added up."""
   weight_B: jax.Array
   """float32: what the step's sum of losses is divided by, in as many parts as one likes."""
-  largest: dict[str, jax.Array]
+  largest: dict[str, jax.Array] | None = None
   """float32 scalars of which a step reports the largest, by the names of `Metrics.largest`."""
 
 
@@ -80,7 +80,7 @@ class TextLoss:
   ) -> MicrobatchLoss:
     """See `Loss`."""
     sums = loss_parts(model, parameters, microbatch, dropout_key, probes, metrics)
-    return MicrobatchLoss(sums, microbatch.weights.sum(1), {})
+    return MicrobatchLoss(sums, microbatch.weights.sum(1))
 
 
 TEXT = TextLoss()

@@ -39,8 +39,8 @@ class Sums(NamedTuple):
   metrics: TokenSums
   noise: NoiseSums | None = None
   """None where nothing is measured."""
-  largest: dict[str, jax.Array] = {}
-  """Of what is not added up (Metrics.largest); never in parts."""
+  largest: dict[str, jax.Array] | None = None
+  """Of what is not added up (Metrics.largest), never in parts; None where there is nothing."""
 
   def add(self, found: LossSums, weight: jax.Array) -> "Sums":
     """With the sums of more tokens, whose weight is `weight`."""
@@ -50,7 +50,7 @@ class Sums(NamedTuple):
 
 def joined_sums(total: Sums, new: Sums) -> Sums:
   """The sums over what both are over."""
-  added = jax.tree.map(jnp.add, total._replace(largest={}), new._replace(largest={}))
+  added = jax.tree.map(jnp.add, total._replace(largest=None), new._replace(largest=None))
   return added._replace(largest=jax.tree.map(jnp.maximum, total.largest, new.largest))
 
 
@@ -91,7 +91,7 @@ def zero_sums(model: Model, measures: Measures, parts: tuple[int, ...] = ()) -> 
   zero = jnp.zeros(parts, jnp.float32)
   noise = zero_noise(model, parts) if measures.noise(model) else None
   largest = {name: jnp.zeros((), jnp.float32) for name in measures.metrics.largest}
-  return Sums(zero, zero, zero_token_sums(measures.metrics, parts), noise, largest)
+  return Sums(zero, zero, zero_token_sums(measures.metrics, parts), noise, largest or None)
 
 
 def zero_noise(model: Model, parts: tuple[int, ...] = ()) -> NoiseSums:

@@ -7,7 +7,7 @@ their update, and agree to rounding.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -90,6 +90,8 @@ Step = Callable[..., tuple[TrainState, StepMetrics]]
 `control` is, fused, `Trainer.control` of the number of microbatches; streamed, whether this
 microbatch is the last of its step; of several processes, `flagged`.
 """
+POLICIES = "policies"
+"""In what is saved: parameters of earlier steps, the oldest first."""
 EvalStep = Callable[[Parameters, Rows], EvalMetrics]
 
 
@@ -107,6 +109,8 @@ class Trainer:
   """Whether checkpoints hold the frozen parameters, which can be had nowhere else."""
   loss: Loss = TEXT
   """Of what a step is fed."""
+  num_saved_policies: int = 0
+  """Parameters of earlier steps that checkpoints hold as well."""
 
   @functools.cached_property
   def abstract(self) -> TrainState:
@@ -129,7 +133,8 @@ class Trainer:
   @property
   def abstract_saved(self) -> dict[str, Any]:
     """Shapes, dtypes and shardings of what a checkpoint holds."""
-    return to_save(self.abstract, keeps_frozen=self.keeps_frozen)
+    policies = [self.abstract.parameters] * self.num_saved_policies
+    return to_save(self.abstract, keeps_frozen=self.keeps_frozen) | _named(policies)
 
   def control(self, num_microbatches: int) -> np.int32 | TimetableArrays:
     """The argument of a fused step that trains on the first `num_microbatches` of its rows."""
@@ -139,13 +144,13 @@ class Trainer:
       else step_arrays(self.pipeline, num_microbatches)
     )
 
-  def to_save(self, state: TrainState) -> dict[str, Any]:
-    """What a checkpoint holds of a state, its layers in the model's order."""
+  def to_save(self, state: TrainState, policies: Sequence[Parameters] = ()) -> dict[str, Any]:
+    """What a checkpoint holds of a state, its layers in the model's order, and of earlier policies."""
     inner = self.by_layer(state.opt_state.inner_opt_state)
     opt_state = state.opt_state._replace(inner_opt_state=inner)
     frozen = self.by_layer(state.frozen) if self.keeps_frozen else {}
     ordered = TrainState(self.by_layer(state.params), opt_state, state.sums, frozen)
-    return to_save(ordered, keeps_frozen=self.keeps_frozen)
+    return to_save(ordered, keeps_frozen=self.keeps_frozen) | _named(policies)
 
   def from_saved(self, saved: dict[str, Any]) -> TrainState:
     """The state that `to_save` came from, of what it gave and the frozen parameters if it had none."""
@@ -162,6 +167,10 @@ class Trainer:
     return state._replace(
       params=staged(state.params), opt_state=opt_state, frozen=staged(state.frozen)
     )
+
+
+def _named(policies: Sequence[Parameters]) -> dict[str, Any]:
+  return {POLICIES: list(policies)} if policies else {}
 
 
 def fused_step(
@@ -224,7 +233,7 @@ def _update(
 ) -> tuple[TrainState, StepMetrics]:
   """Hands one sum of gradients to MultiSteps, which updates the parameters when `last`."""
   summed = jax.tree.map(jnp.add, state.opt_state.acc_grads, gradients)
-  in_parts = sums._replace(largest={}), _squares(trainer.model, summed)
+  in_parts = sums._replace(largest=None), _squares(trainer.model, summed)
   new, of_step = partial_sums.joined(in_parts)
   sums = joined_sums(state.sums, new._replace(largest=sums.largest))
   updates, opt_state = trainer.optimizer.update(
@@ -239,7 +248,7 @@ def _update(
     grad_norm=grad_norm,
     weight=sums.weight,
     metrics=token_values(sums.metrics, sums.weight)
-    | sums.largest
+    | (sums.largest or {})
     | update_values(trainer.measures.metrics, update),
     noise=sums.noise,
     of_step=of_step if sums.noise else None,
