@@ -44,7 +44,16 @@ FOLDERS = [
   "input_analysis",
   "experiments",
 ]
-COMMANDS = ["train", "sample", "plan", "pipeline", "critical_batch", "input_analyzer", "convert"]
+COMMANDS = [
+  "train",
+  "train_rl",
+  "sample",
+  "plan",
+  "pipeline",
+  "critical_batch",
+  "input_analyzer",
+  "convert",
+]
 WITHOUT_JAX = [
   "errors",
   "hugging_face",

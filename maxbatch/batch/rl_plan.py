@@ -10,6 +10,7 @@ from fractions import Fraction
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.prompt_epochs import PromptEpochs, prompt_epochs
 from maxbatch.batch.rl_sizes import RLTopology, given_pairs, micro_batch_sizes, solve_rl
+from maxbatch.batch.rollout_order import saved_policies
 from maxbatch.batch.solve import counted, nearest_multiples
 from maxbatch.batch.topology import Topology
 from maxbatch.config.rl_schema import RLConfig
@@ -94,9 +95,45 @@ class RLPlan:
     """The place in the stream of the first prompt of a batch."""
     return batch * self.batch_size
 
+  def begins_batch(self, step: int) -> bool:
+    """Whether `step` is the first on its batch."""
+    return step % self.num_iterations == 0
+
+  @property
+  def num_saved_policies(self) -> int:
+    """Policies that a checkpoint has beside the parameters."""
+    return len(self.saved_policies(0))
+
+  def saved_policies(self, step: int) -> list[int]:
+    """The steps before which those stood that a checkpoint before `step` has, see rollout_order.py."""
+    batch, again = self.batch_of_step(step), self.num_iterations > 1
+    return [
+      each * self.num_iterations for each in saved_policies(batch, self.staleness, and_own=again)
+    ]
+
+  def dispatch_of(self, number: int) -> tuple[int, int]:
+    """Of a step's dispatch, numbered through all steps: the step, and the microbatch in it."""
+    return divmod(number, self.num_microbatches)
+
+  def first_microbatch(self, batch: int) -> int:
+    """The number of a batch's first microbatch, counted through all batches."""
+    return batch * self.num_microbatches
+
+  def place_of_microbatch(self, number: int) -> tuple[int, int]:
+    """The batch of a microbatch that is numbered through all of them, and its number in it."""
+    return divmod(number, self.num_microbatches)
+
+  def first_pair(self, batch: int, microbatch: int) -> int:
+    """The place in the stream of the first pair of a batch's microbatch."""
+    return batch * self.pairs_per_step + microbatch * self.micro_batch
+
   def policy_of_batch(self, batch: int) -> int:
     """The step before which the policy stood that samples a batch: by its lag, never before 0."""
     return max(0, batch - self.staleness) * self.num_iterations
+
+  def lag(self, batch: int) -> int:
+    """Batches by which the policy that samples a batch is behind the one that trains on it."""
+    return min(batch, self.staleness)
 
   def dropped_prompts(self, batches: int) -> int:
     """Prompts dropped at the ends of epochs in the first so many batches."""
@@ -237,6 +274,24 @@ def training_devices(config: RLConfig, num_devices: int, num_slices: int = 1) ->
   )
 
 
+def in_pairs(config: Config, plan: RLPlan) -> Config:
+  """The configuration whose batch counts samples, as training reads it: a sample is a pair."""
+  batch = _sized(config.batch, plan.pairs_per_step, plan.num_microbatches)
+  return dataclasses.replace(config, batch=batch)
+
+
+def _sized(batch: BatchConfig, pairs: int, num_microbatches: int) -> BatchConfig:
+  return dataclasses.replace(
+    batch,
+    batch_size=-1,
+    tokens_per_step=-1,
+    global_batch_to_train=pairs,
+    micro_batch_size=Fraction(-1),
+    per_device_batch_size=Fraction(-1),
+    gradient_accumulation_steps=num_microbatches,
+  )
+
+
 def plan_rl(config: Config, training: Topology) -> RLPlan:
   """Derives every size from the configuration and the devices that train.
 
@@ -258,15 +313,7 @@ def plan_rl(config: Config, training: Topology) -> RLPlan:
     unit=given.batch_unit(topology) // rl.num_generations,
     assigned=lambda count: given.batch.assigned(count * rl.num_generations),
   )
-  pairs = dataclasses.replace(
-    batch,
-    batch_size=-1,
-    tokens_per_step=-1,
-    global_batch_to_train=sizes.batch,
-    micro_batch_size=Fraction(-1),
-    per_device_batch_size=Fraction(-1),
-    gradient_accumulation_steps=sizes.gradient_accumulation_steps,
-  )
+  pairs = _sized(batch, sizes.batch, sizes.gradient_accumulation_steps)
   return RLPlan(
     pairs=plan_batches(pairs, config.run, training),
     topology=topology,

@@ -8,6 +8,7 @@ from maxbatch.config.allowed import (
   INT32,
   CountOrUnset,
   DevicesOrNone,
+  NonNegative,
   NonNegativeFloat,
   Positive,
   Probability,
@@ -29,6 +30,7 @@ class RLConfig:
   rollout_staleness: Annotated[int, Range(low=0, high=64)]
   # The prompts.
   rl_task: str
+  warm_start_steps: NonNegative
   num_prompts: CountOrUnset
   leftover_prompts: Literal["carry", "drop", "error"]
   # The rewards.

@@ -22,7 +22,6 @@ from maxbatch.config.schema import Config
 from maxbatch.conversion.source import FROZEN
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.mixture import MixedRows
-from maxbatch.data.registry import build_dataset, check_epochs
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import failing_together, in_turn
 from maxbatch.hardware.devices import Target, find_devices
@@ -38,6 +37,7 @@ from maxbatch.modes.beginning import (
   saving_frozen,
 )
 from maxbatch.modes.memory import check_memory
+from maxbatch.modes.method import ON_TEXT, Method
 from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
 from maxbatch.modes.start import check_same_run, started
@@ -81,7 +81,7 @@ class _Start:
 
 
 def run(
-  config: Config, *, forget: bool = False, advise: bool = True
+  config: Config, *, forget: bool = False, advise: bool = True, method: Method = ON_TEXT
 ) -> tuple[TrainState, Position]:
   """Plans, prepares, trains and sums up one run; its state and position at the end.
 
@@ -89,6 +89,7 @@ def run(
     config: the run.
     forget: choose anew what the keys leave open, whatever is remembered.
     advise: end with commands that go on from here; not so where another command sets the budget.
+    method: how it trains.
 
   Raises:
     UserError: something in the configuration or the input does not work.
@@ -96,24 +97,26 @@ def run(
     RowsError: a row did not reach its device as it was read.
   """
   with started(config), ending_together():
-    return _run(config, find_devices(config), forget=forget, advise=advise)
+    return _run(config, find_devices(config), method, forget=forget, advise=advise)
 
 
 def _run(
-  config: Config, target: Target, *, forget: bool, advise: bool
+  config: Config, target: Target, method: Method, *, forget: bool, advise: bool
 ) -> tuple[TrainState, Position]:
   cache.enable(config.compile.jax_cache_dir)
   resolved = resolve(config, target, forget=forget)
   beginning = Beginning() if resolved.saved else beginning_of(config.checkpoint, resolved.folder)
   resolved = dataclasses.replace(resolved, begins=beginning.position)
   print(f"{resolved.plan_ahead}\n", flush=True)
-  trainer = build_trainer(resolved.config, resolved.plan, target.devices)
+  loss = method.loss(resolved.config)
+  trainer = build_trainer(resolved.config, resolved.plan, target.devices, loss=loss)
+  if method.num_saved_policies:
+    trainer = dataclasses.replace(trainer, num_saved_policies=method.num_saved_policies)
   trainer = saving_frozen(trainer, resolved.saved, beginning)
   with failing_together():
     check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices)
   with in_turn():
-    dataset = build_dataset(resolved.config.data, resolved.config.batch.max_target_length)
-    check_epochs(resolved.config.data, dataset.train, resolved.plan.total_samples)
+    dataset = method.dataset(resolved)
   check_same_run(resolved.config, resolved.plan, dataset)
   describe(resolved, trainer, dataset.description, beginning.check(resolved.config, trainer))
   with (
@@ -127,7 +130,7 @@ def _run(
       state = resumed_state(resolved.config, start.trainer, start.restored)
       show_sample(resolved, start.trainer, state.parameters)
       return state, start.position
-    state, reached = _train(resolved, start, dataset, checkpointer)
+    state, reached = _train(resolved, start, dataset, checkpointer, method)
   plan = _as_decided(start)
   sum_up(resolved, plan, trainer, state, reached)
   if isinstance(dataset.train, MixedRows):
@@ -211,7 +214,11 @@ def _print_changes(plan: BatchPlan, restored: Restored) -> None:
 
 
 def _train(
-  resolved: ResolvedRun, start: _Start, dataset: Dataset, checkpointer: Checkpointer
+  resolved: ResolvedRun,
+  start: _Start,
+  dataset: Dataset,
+  checkpointer: Checkpointer,
+  method: Method,
 ) -> tuple[TrainState, Position]:
   """Compiles and trains from `start` to the end of the plan, or until a signal."""
   config, plan, trainer, position = resolved.config, start.plan, start.trainer, start.position
@@ -254,11 +261,12 @@ def _train(
     )
     if start.restored and first:
       _complete_records(log, start.restored)
-    if position.step == 0:
-      first_record(job, state.parameters)
-      keep_sample(resolved, trainer, state.parameters)
-    with ending_together(alone=True), watchdog:
-      trained = train(job, state, position)
+    with method.equipped(job, resolved, start.restored) as ready:
+      if position.step == 0:
+        first_record(ready, state.parameters)
+        keep_sample(resolved, trainer, state.parameters)
+      with ending_together(alone=True), watchdog:
+        trained = train(ready, state, position)
   if waited := progress.data_wait():
     print(f"\n{waited}", flush=True)
   return trained
@@ -283,20 +291,23 @@ def _complete_records(log: MetricsLog, restored: Restored) -> None:
 
 def _compile_and_init(
   config: Config, start: _Start, dataset: Dataset, programs: StepPrograms
-) -> tuple[TrainState, EvalStep]:
+) -> tuple[TrainState, EvalStep | None]:
   """State and compiled functions, side by side: compiling leaves the interpreter free."""
   plan, trainer = start.plan, start.trainer
   began = time.perf_counter()
   pool = ThreadPoolExecutor(2)
   try:
     first_step = pool.submit(programs, plan.phases[0].micro_batch)
-    evaluation = pool.submit(compiled_eval, plan, trainer, dataset.validation or dataset.train)
+    evaluation = None
+    if dataset.validation or dataset.validation_by_source:
+      rows = dataset.validation or dataset.train
+      evaluation = pool.submit(compiled_eval, plan, trainer, rows)
     if start.restored:
       state = resumed_state(config, trainer, start.restored)
     else:
       state = start.beginning.state(trainer, config.model.init_weights_seed)
     first_step.result()
-    eval_step = evaluation.result()
+    eval_step = evaluation and evaluation.result()
   finally:
     pool.shutdown(wait=False, cancel_futures=True)  # An error or a signal waits for no compiler.
   print(f"Compiled in {time.perf_counter() - began:.1f} s\n", flush=True)

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from maxbatch.config.rl_schema import RLConfig
 from maxbatch.rl.log_probs import LogProbs
 from maxbatch.rl.pairs import Pairs
+from maxbatch.training.metrics import Quotient, token_values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,16 +162,35 @@ def _aggregated(
   return loss_BT.sum(), tokens_B.sum()
 
 
+LARGEST_GAP = "rl/largest_log_prob_gap"
+
+
+def quotients(sums: GrpoSums) -> dict[str, Quotient]:
+  """The metrics of a step as sums and what they are divided by, by their names in metrics.jsonl."""
+  of_tokens = {
+    "rl/entropy": sums.entropy,
+    "rl/kl": sums.kl,
+    "rl/clipped_low": sums.clipped_low,
+    "rl/clipped_high": sums.clipped_high,
+    "rl/importance_weight": sums.importance,
+    "rl/log_prob_gap": sums.gap,
+  }
+  means = {name: Quotient(value, sums.tokens) for name, value in of_tokens.items()}
+  return means | {"rl/completion_length": Quotient(sums.tokens, sums.pairs)}
+
+
+METRICS = (
+  "rl/entropy",
+  "rl/kl",
+  "rl/clipped_low",
+  "rl/clipped_high",
+  "rl/importance_weight",
+  "rl/log_prob_gap",
+  "rl/completion_length",
+)
+"""The names of `quotients`."""
+
+
 def metric_values(sums: GrpoSums) -> dict[str, jax.Array]:
   """The metrics of a step, by their names in metrics.jsonl."""
-  tokens = jnp.maximum(sums.tokens, 1.0)
-  return {
-    "rl/entropy": sums.entropy / tokens,
-    "rl/kl": sums.kl / tokens,
-    "rl/clipped_low": sums.clipped_low / tokens,
-    "rl/clipped_high": sums.clipped_high / tokens,
-    "rl/importance_weight": sums.importance / tokens,
-    "rl/log_prob_gap": sums.gap / tokens,
-    "rl/largest_log_prob_gap": sums.largest_gap,
-    "rl/completion_length": sums.tokens / jnp.maximum(sums.pairs, 1.0),
-  }
+  return token_values(quotients(sums), 1.0) | {LARGEST_GAP: sums.largest_gap}

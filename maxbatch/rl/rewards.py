@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
@@ -104,6 +105,7 @@ class RewardPool:
     self._names = check_rewards(config)
     self._config = config
     self._workers: list[_Worker] = []
+    self._lock = threading.Lock()
 
   def __enter__(self) -> "RewardPool":
     self._workers = [self._started() for _ in range(self._config.reward_processes)]
@@ -125,6 +127,11 @@ class RewardPool:
     Raises:
       UserError: a function fails, and reward_failure=stop; or a process cannot start.
     """
+    # Evaluations score in one thread, rollouts in another.
+    with self._lock:
+      return self._scored(groups)
+
+  def _scored(self, groups: Sequence[Group]) -> Scores:
     waiting = collections.deque(
       (group, function) for group in range(len(groups)) for function in range(len(self._names))
     )

@@ -94,6 +94,16 @@ class RunFolder:
     return self.path / "text_before_training.txt"
 
   @property
+  def examples_before(self) -> Path:
+    """What a policy completed before reinforcement learning."""
+    return self.path / "examples_before_training.txt"
+
+  @property
+  def examples_after(self) -> Path:
+    """Likewise, at the latest evaluation."""
+    return self.path / "examples_after_training.txt"
+
+  @property
   def batch_schedule(self) -> Path:
     """The batches that a run chose, which another run can follow."""
     return self.path / "batch_schedule.yml"

@@ -48,9 +48,9 @@ class Progress:
     if self._bar is not None:
       self._bar.set_postfix_str(_figures(record), refresh=False)
       self._bar.update(step - self._bar.n)
-    elif step % self._period == 0 or step == self._steps or "eval/loss" in record:
+    elif step % self._period == 0 or step == self._steps or _is_evaluated(record):
       print(f"step {step}/{self._steps}  {_figures(record)}  eta {self._eta(step)}", flush=True)
-    if self._bar is not None and "eval/loss" in record:
+    if self._bar is not None and _is_evaluated(record):
       self.say(f"step {step}/{self._steps}  {_figures(record)}")
 
   def data_wait(self) -> str:
@@ -118,12 +118,19 @@ def _terminal_bar(**shown: Any) -> tqdm.tqdm:
   return tqdm.tqdm(file=sys.stdout, ncols=size.columns, nrows=size.lines, **shown)
 
 
+_SHOWN = {"rl/reward": "reward", "eval/loss": "eval loss", "eval/pass_at_1": "pass@1"}
+"""What is shown beside the loss, where it is known."""
+
+
+def _is_evaluated(record: Record) -> bool:
+  return any(name.startswith("eval/") for name in record)
+
+
 def _figures(record: Record) -> str:
   parts = []
   if "loss" in record:
     parts.append(f"loss {record['loss']:.3f}")
-  if "eval/loss" in record:
-    parts.append(f"eval loss {record['eval/loss']:.3f}")
+  parts += [f"{word} {record[name]:.3f}" for name, word in _SHOWN.items() if name in record]
   if "learning_rate" in record:
     parts.append(f"lr {record['learning_rate']:.2e}")
     parts.append(f"batch {record['global_batch_to_train']}")

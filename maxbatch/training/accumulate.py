@@ -9,6 +9,7 @@ another number of microbatches runs the same program.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,15 @@ from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import auto_axis_sizes, constrain
 from maxbatch.models.registry import Model, Parameters, by_path, joined
 from maxbatch.training import partial_sums
-from maxbatch.training.loss import LossSums, loss_parts
-from maxbatch.training.state import NOTHING, Measures, NoiseSums, Sums, zero_sums
+from maxbatch.training.objective import TEXT, Loss, MicrobatchLoss
+from maxbatch.training.state import (
+  NOTHING,
+  Measures,
+  NoiseSums,
+  Sums,
+  joined_sums,
+  zero_sums,
+)
 
 
 def summed_gradients(
@@ -27,11 +35,12 @@ def summed_gradients(
   mesh: Mesh,
   params: Parameters,
   zeros: Parameters,
-  rows: Rows,
+  rows: Any,
   num_microbatches: jax.Array,
   dropout_key: jax.Array,
   measures: Measures = NOTHING,
   frozen: Parameters | None = None,
+  loss: Loss = TEXT,
 ) -> tuple[Parameters, Sums]:
   """Gradients and loss, summed over all tokens of the first `num_microbatches` microbatches.
 
@@ -41,18 +50,19 @@ def summed_gradients(
     params: the parameters that train.
     zeros: float32 zeros of the parameters' shapes, where the sums may be formed: donated ones
       save the memory of a second set.
-    rows: microbatches (k, B, T), B divided over the data and fsdp axes.
+    rows: microbatches (k, B, T) as the loss takes them, B divided over the data and fsdp axes.
     num_microbatches: int32 scalar, at most k; the rows beyond are never read. With k of 1 it must
       be 1.
     dropout_key: the run's dropout key.
     measures: what is summed up besides.
     frozen: the other parameters, of which no gradient is formed; None: there are none.
+    loss: of a microbatch.
 
   Returns:
     Gradients in float32, laid out like the parameters, and the other sums of the step in parts,
     (…, F, S), for partial_sums.joined.
   """
-  local = functools.partial(_local_sums, model, measures)
+  local = functools.partial(_local_sums, model, measures, loss)
   fixed = frozen or {}
   if mesh.shape["data"] == 1:
     return local(params, fixed, zeros, rows, num_microbatches, dropout_key)
@@ -70,21 +80,24 @@ def summed_gradients(
 
 def _over_replicas(gradients: Parameters, sums: Sums) -> tuple[Parameters, Sums]:
   join = functools.partial(jax.lax.psum, axis_name="data")
-  return join(gradients), partial_sums.in_one(sums, join)
+  largest = jax.tree.map(lambda x: jax.lax.pmax(x, "data"), sums.largest)
+  summed = partial_sums.in_one(sums._replace(largest=None), join)
+  return join(gradients), summed._replace(largest=largest)
 
 
 def _local_sums(
   model: Model,
   measures: Measures,
+  loss: Loss,
   params: Parameters,
   frozen: Parameters,
   zeros: Parameters,
-  rows: Rows,
+  fed: Any,
   num_microbatches: jax.Array,
   dropout_key: jax.Array,
 ) -> tuple[Parameters, Sums]:
   """The sums of one replica's microbatches."""
-  axes, sizes = model.axes(), auto_axis_sizes()
+  axes, sizes, rows = model.axes(), auto_axis_sizes(), loss.rows(fed)
   probes = model.probes(rows.inputs.shape[1], sizes["tensor"])
   # Summed over fsdp here and not in the loop: one message for all microbatches.
   tokens_k = rows.weights.sum((1, 2))
@@ -92,22 +105,22 @@ def _local_sums(
   def laid_out(gradients: Parameters) -> Parameters:
     return by_path(lambda path, g: constrain(g, axes[path]), gradients)
 
-  def loss(params: Parameters, probes: Parameters, micro: Rows) -> tuple[jax.Array, LossSums]:
+  def lost(params: Parameters, probes: Parameters, micro: Any) -> tuple[jax.Array, MicrobatchLoss]:
     whole = joined(params, frozen)
-    found = loss_parts(model, whole, micro, dropout_key, probes, measures.metrics)
-    return found.loss.sum(), found
+    found = loss(model, whole, micro, dropout_key, probes, measures.metrics)
+    return found.sums.loss.sum(), found
 
   def add_microbatch(index: jax.Array, carry: tuple[Parameters, Sums]) -> tuple[Parameters, Sums]:
     gradients, sums = carry
-    micro = jax.tree.map(lambda x: x[index], rows)
-    differentiate = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    micro = jax.tree.map(lambda x: x[index], fed)
+    differentiate = jax.value_and_grad(lost, argnums=(0, 1), has_aux=True)
     (_, found), (new, squares) = differentiate(params, probes, micro)
     # Without the barrier XLA moves reductions over fsdp behind the loop, and the loop then carries
     # whole gradients on every device: for Llama-2-7B on 256 TPUs 2 of 5.7 GiB.
     new = jax.lax.optimization_barrier(new)
     gradients = jax.tree.map(lambda total, g: total + g.astype(jnp.float32), gradients, new)
-    seen = _seen(model, measures, micro, tokens_k[index], found, new, squares)
-    return laid_out(gradients), jax.tree.map(jnp.add, sums, seen)
+    seen = _seen(model, measures, loss.rows(micro), tokens_k[index], found, new, squares)
+    return laid_out(gradients), joined_sums(sums, seen)
 
   nothing = laid_out(zeros), zero_sums(model, measures, (sizes["fsdp"], sizes["tensor"]))
   if rows.inputs.shape[0] == 1:
@@ -121,16 +134,16 @@ def _seen(
   measures: Measures,
   micro: Rows,
   tokens: jax.Array,
-  found: LossSums,
+  found: MicrobatchLoss,
   gradients: Parameters,
   squares: Parameters,
 ) -> Sums:
   """What one microbatch of so many tokens adds to the sums, in parts."""
-  tokens_B = micro.weights.sum(1)
-  loss, metrics = jax.tree.map(lambda x_F: partial_sums.of_rows(x_F[:, None]), found)
-  weight = partial_sums.of_rows(tokens_B[:, None])
+  loss, metrics = jax.tree.map(lambda x_F: partial_sums.of_rows(x_F[:, None]), found.sums)
+  weight = partial_sums.of_rows(found.weight_B[:, None])
   if not measures.noise(model):
-    return Sums(loss, weight, metrics)
+    return Sums(loss, weight, metrics, largest=found.largest)
+  tokens_B = micro.weights.sum(1)
   rows = partial_sums.of_rows((tokens_B > 0).astype(jnp.float32)[:, None])
   row_tokens_squared = partial_sums.of_rows(jnp.square(tokens_B)[:, None])
   microbatch_tokens_squared = of_microbatches = jnp.zeros_like(loss)
@@ -141,4 +154,4 @@ def _seen(
     of_microbatches = functools.reduce(jnp.add, jax.tree.leaves(whole))
   of_rows = jax.tree.map(partial_sums.of_rows, squares)
   noise = NoiseSums(rows, row_tokens_squared, of_rows, microbatch_tokens_squared, of_microbatches)
-  return Sums(loss, weight, metrics, noise)
+  return Sums(loss, weight, metrics, noise, found.largest)

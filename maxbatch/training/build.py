@@ -31,6 +31,7 @@ from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.training.metrics import chosen_metrics
 from maxbatch.training.model_parts import bind_layered
+from maxbatch.training.objective import TEXT, Loss
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.state import Measures
 from maxbatch.training.step import EvalStep, Step, Trainer, eval_function, step_function
@@ -45,7 +46,12 @@ _FAST_MULTIPLE = 128
 
 
 def build_trainer(
-  config: Config, plan: BatchPlan, devices: Sequence[Device], *, keep: bool = True
+  config: Config,
+  plan: BatchPlan,
+  devices: Sequence[Device],
+  *,
+  keep: bool = True,
+  loss: Loss = TEXT,
 ) -> Trainer:
   """Model, optimizer and mesh, none of which holds an array yet.
 
@@ -54,6 +60,7 @@ def build_trainer(
     plan: its batch plan.
     devices: what it runs on.
     keep: whether later calls may return this one; not while jax traces, when its random key is none.
+    loss: what a step minimizes.
 
   Raises:
     UserError: keys that contradict each other.
@@ -63,6 +70,7 @@ def build_trainer(
   model_config = resolve_attention(config.model, length, devices[0])
   model = build_model(model_config, length, config.noise.gns, config.optimizer.trainable)
   every_k = _microbatches_per_update(config, plan)
+  metrics = loss.metrics(chosen_metrics(config.run.metrics))
   pipeline = None
   if config.pipeline.pipeline_schedule != "none":
     pipeline = pipeline_of(config, plan.topology, plan)
@@ -74,7 +82,8 @@ def build_trainer(
     plan.topology,
     tuple(devices),
     pipeline,
-    Measures(chosen_metrics(config.run.metrics), config.noise.gns_from_microbatches),
+    Measures(metrics, config.noise.gns_from_microbatches),
+    loss,
   )
   loading_hosts(plan, num_processes(trainer.mesh))
   return trainer
@@ -89,6 +98,7 @@ def _trainer(
   devices: tuple[Device, ...],
   pipeline: Pipeline | None,
   measures: Measures,
+  loss: Loss,
 ) -> Trainer:
   return Trainer(
     model=model,
@@ -98,6 +108,7 @@ def _trainer(
     dropout_key=jax.random.fold_in(jax.random.key(model.config.init_weights_seed), 1),
     pipeline=pipeline,
     measures=measures,
+    loss=loss,
   )
 
 
@@ -186,7 +197,7 @@ def parameter_counts(model: Model) -> str:
 
 
 def step_rows(config: Config, plan: BatchPlan, source: RowSource, micro_batch: int) -> Rows:
-  """The shapes of what phases of `micro_batch` feed the step."""
+  """The shapes of the rows that phases of `micro_batch` feed the step."""
   return _shapes(source, (1 if streams(config) else plan.microbatch_capacity, micro_batch))
 
 
@@ -196,12 +207,13 @@ def traced_step(config: Config, trainer: Trainer, rows: Rows) -> jax.stages.Trac
 
 
 def _traced_step(trainer: Trainer, rows: Rows, *, streamed: bool) -> jax.stages.Traced:
-  function = step_function(trainer, rows, streamed=streamed)
+  fed = trainer.loss.fed(rows)
+  function = step_function(trainer, fed, streamed=streamed)
   control = np.bool_(True) if streamed else trainer.control(1)
   shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), control)
   shapes = abstract_flagged(trainer.mesh, shapes)
   rate = jax.ShapeDtypeStruct((), np.float32)
-  return function.trace(trainer.abstract, rows, shapes, rate)
+  return function.trace(trainer.abstract, fed, shapes, rate)
 
 
 def compiled_step(

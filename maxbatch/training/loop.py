@@ -5,7 +5,8 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import TracebackType
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
@@ -17,7 +18,7 @@ from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.command_line.signals import StopSignals
 from maxbatch.config.schema import CheckpointConfig, RunConfig
-from maxbatch.data.loader import ChainedLoader, EvalRows
+from maxbatch.data.loader import EvalRows
 from maxbatch.errors import RowsError, TrainingDivergedError
 from maxbatch.models.registry import Parameters
 from maxbatch.run_folder.metrics import MetricsLog, Record
@@ -34,6 +35,31 @@ RECORD = "record"
 """In a checkpoint's notes: the record of its step, which metrics.jsonl may lack after kill -9."""
 
 
+class StepLoader(Protocol):
+  """What brings the arrays that steps are fed, one dispatch after the other."""
+
+  def __next__(self) -> Any:
+    """What the next dispatch is fed."""
+    ...
+
+  def waited_seconds(self) -> float:
+    """How long `next` has waited for it to be made since this was last asked."""
+    ...
+
+  def __enter__(self) -> Self: ...
+
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    trace: TracebackType | None,
+  ) -> None: ...
+
+
+def _unheard(position: Position, params: Parameters) -> None:
+  """Nobody but the loop needs the parameters."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
   """All that the loop needs, made ready: compiled functions, loaders and open files."""
@@ -45,8 +71,9 @@ class Job:
   programs: StepPrograms
   streamed: bool
   trainer: Trainer
-  eval_step: EvalStep
-  train_rows: Callable[[BatchPlan, Position], ChainedLoader]
+  eval_step: EvalStep | None
+  """None: there are no rows to evaluate on."""
+  train_rows: Callable[[BatchPlan, Position], StepLoader]
   row_hosts: Callable[[int, int], str]
   eval_rows: Sequence[EvalRows]
   checkpointer: Checkpointer | None
@@ -58,6 +85,14 @@ class Job:
   """What is known of the data before the first step; noted with every step."""
   notes: dict[str, Any] = dataclasses.field(default_factory=dict)
   """What every checkpoint notes beside what it saves."""
+  publish: Callable[[Position, Parameters], None] = _unheard
+  """Is called with the parameters before each step, which that step uses up."""
+  policies: Callable[[Position], Sequence[Parameters]] = lambda position: ()
+  """Those of earlier steps that a checkpoint needs (Trainer.num_saved_policies)."""
+  own_evaluation: Callable[[Parameters], Record] = lambda params: {}
+  """What else an evaluation finds."""
+  completed: Callable[[Record], Record] = lambda record: record
+  """The record of a step with what else is known of it; raises where that is wrong."""
 
   def with_plan(self, plan: BatchPlan) -> "Job":
     """The job after the plan has changed."""
@@ -105,13 +140,15 @@ def _train_until_change(
   """Trains until the noise scale changes the plan, or to the end or a stop signal: then True."""
   clock, pending, plan = _Clock(), None, job.plan
   ending = position.step >= plan.steps
+  job.publish(position, state.parameters)
   with job.train_rows(plan, position) as loader:
     while not ending and plan is job.plan:
       rate = job.learning_rate(position)
       state, metrics = _dispatch(job, state, loader, position, rate, stop)
+      before, position = position, plan.advance(position)
+      job.publish(position, state.parameters)
       if pending:
         _note(job, _fetch(job, pending, clock, stop))
-      before, position = position, plan.advance(position)
       pending = _Pending(before, position, rate, loader.waited_seconds(), metrics)
       ending = stop.agreed or position.step == plan.steps
       evaluating = ending or _due(job, before, position, job.run.eval_interval)
@@ -130,7 +167,7 @@ def _train_until_change(
 def _dispatch(
   job: Job,
   state: TrainState,
-  loader: ChainedLoader,
+  loader: StepLoader,
   position: Position,
   rate: float,
   stop: StopSignals,
@@ -188,7 +225,7 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock, stop: StopSignals) -> Rec
   if not (math.isfinite(loss) and math.isfinite(grad_norm)):
     raise TrainingDivergedError(_diverged(job, position, loss, grad_norm))
   noise = job.noise.observe(pending.before.step, metrics) if job.noise else {}
-  return (
+  return job.completed(
     {
       "step": position.step,
       "samples": position.samples,
@@ -232,7 +269,8 @@ def _save(job: Job, state: TrainState, position: Position, plan: BatchPlan, reco
   """Saves what a run needs to go on; before an evaluation, for which there may be no time left."""
   if job.checkpointer:
     notes = {RECORD: record} | job.notes | (job.noise.as_dict() if job.noise else {})
-    job.checkpointer.save(job.trainer.to_save(state), position, plan.as_dict(), notes)
+    saved = job.trainer.to_save(state, job.policies(position))
+    job.checkpointer.save(saved, position, plan.as_dict(), notes)
     job.feed_watchdog()
 
 
@@ -257,7 +295,7 @@ def evaluate(job: Job, params: Parameters) -> Record:
       record[f"eval/{name}"] = record.get(f"eval/{name}", 0.0) + each.share * value
       if each.name:
         record[f"eval/{name}/{each.name}"] = value
-  return record
+  return record | job.own_evaluation(params)
 
 
 def _evaluated(job: Job, rows: EvalRows, params: Parameters) -> Record:
@@ -267,6 +305,7 @@ def _evaluated(job: Job, rows: EvalRows, params: Parameters) -> Record:
     TrainingDivergedError: the loss is not finite.
     RowsError: a row is not what was read for it.
   """
+  assert job.eval_step is not None
   with rows.open() as batches:
     # Each is fetched before the next begins: simulated devices have threads for two programs under
     # way (hardware/devices.py), and the other may be reading a checkpoint back.

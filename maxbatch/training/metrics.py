@@ -92,6 +92,10 @@ class Metrics:
 
   of_tokens: tuple[tuple[str, TokenMetric], ...] = ()
   of_update: tuple[tuple[str, UpdateMetric], ...] = ()
+  of_loss: tuple[str, ...] = ()
+  """Names of quotients whose two sums the loss forms itself (training/objective.py)."""
+  largest: tuple[str, ...] = ()
+  """Names of what the loss finds and a step reports the largest of."""
 
 
 NO_METRICS = Metrics()
@@ -140,7 +144,7 @@ def zero_token_sums(metrics: Metrics, shape: tuple[int, ...] = ()) -> TokenSums:
   zero = jnp.zeros(shape, jnp.float32)
   return {
     name: Quotient(zero, None if metric.per is None else zero) for name, metric in metrics.of_tokens
-  }
+  } | {name: Quotient(zero, zero) for name in metrics.of_loss}
 
 
 def token_values(sums: TokenSums, weight: jax.typing.ArrayLike) -> dict[str, jax.Array]:

@@ -39,11 +39,19 @@ class Sums(NamedTuple):
   metrics: TokenSums
   noise: NoiseSums | None = None
   """None where nothing is measured."""
+  largest: dict[str, jax.Array] | None = None
+  """Of what is not added up (Metrics.largest), never in parts; None where there is nothing."""
 
   def add(self, found: LossSums, weight: jax.Array) -> "Sums":
     """With the sums of more tokens, whose weight is `weight`."""
     metrics = jax.tree.map(jnp.add, self.metrics, found.metrics)
     return self._replace(loss=self.loss + found.loss, weight=self.weight + weight, metrics=metrics)
+
+
+def joined_sums(total: Sums, new: Sums) -> Sums:
+  """The sums over what both are over."""
+  added = jax.tree.map(jnp.add, total._replace(largest=None), new._replace(largest=None))
+  return added._replace(largest=jax.tree.map(jnp.maximum, total.largest, new.largest))
 
 
 class TrainState(NamedTuple):
@@ -82,7 +90,8 @@ def zero_sums(model: Model, measures: Measures, parts: tuple[int, ...] = ()) -> 
   """The sums before the first microbatch; `parts` are trailing dims of every leaf."""
   zero = jnp.zeros(parts, jnp.float32)
   noise = zero_noise(model, parts) if measures.noise(model) else None
-  return Sums(zero, zero, zero_token_sums(measures.metrics, parts), noise)
+  largest = {name: jnp.zeros((), jnp.float32) for name in measures.metrics.largest}
+  return Sums(zero, zero, zero_token_sums(measures.metrics, parts), noise, largest or None)
 
 
 def zero_noise(model: Model, parts: tuple[int, ...] = ()) -> NoiseSums:

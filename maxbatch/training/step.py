@@ -7,7 +7,7 @@ their update, and agree to rounding.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -30,6 +30,7 @@ from maxbatch.training.accumulate import summed_gradients
 from maxbatch.training.layer_order import to_layer_order, to_stage_order
 from maxbatch.training.loss import loss_parts
 from maxbatch.training.metrics import TokenSums, Update, token_values, update_values
+from maxbatch.training.objective import TEXT, Loss
 from maxbatch.training.optimizer import AverageState
 from maxbatch.training.pipelined_evaluation import pipelined_sums
 from maxbatch.training.pipelined_step import pipelined_gradients
@@ -42,6 +43,7 @@ from maxbatch.training.state import (
   TrainState,
   abstract_state,
   from_saved,
+  joined_sums,
   shardings,
   state_beginner,
   state_initializer,
@@ -88,6 +90,8 @@ Step = Callable[..., tuple[TrainState, StepMetrics]]
 `control` is, fused, `Trainer.control` of the number of microbatches; streamed, whether this
 microbatch is the last of its step; of several processes, `flagged`.
 """
+POLICIES = "policies"
+"""In what is saved: parameters of earlier steps, the oldest first."""
 EvalStep = Callable[[Parameters, Rows], EvalMetrics]
 
 
@@ -103,6 +107,10 @@ class Trainer:
   measures: Measures = NOTHING
   keeps_frozen: bool = True
   """Whether checkpoints hold the frozen parameters, which can be had nowhere else."""
+  loss: Loss = TEXT
+  """Of what a step is fed."""
+  num_saved_policies: int = 0
+  """Parameters of earlier steps that checkpoints hold as well."""
 
   @functools.cached_property
   def abstract(self) -> TrainState:
@@ -125,7 +133,8 @@ class Trainer:
   @property
   def abstract_saved(self) -> dict[str, Any]:
     """Shapes, dtypes and shardings of what a checkpoint holds."""
-    return to_save(self.abstract, keeps_frozen=self.keeps_frozen)
+    policies = [self.abstract.parameters] * self.num_saved_policies
+    return to_save(self.abstract, keeps_frozen=self.keeps_frozen) | _named(policies)
 
   def control(self, num_microbatches: int) -> np.int32 | TimetableArrays:
     """The argument of a fused step that trains on the first `num_microbatches` of its rows."""
@@ -135,13 +144,13 @@ class Trainer:
       else step_arrays(self.pipeline, num_microbatches)
     )
 
-  def to_save(self, state: TrainState) -> dict[str, Any]:
-    """What a checkpoint holds of a state, its layers in the model's order."""
+  def to_save(self, state: TrainState, policies: Sequence[Parameters] = ()) -> dict[str, Any]:
+    """What a checkpoint holds of a state, its layers in the model's order, and of earlier policies."""
     inner = self.by_layer(state.opt_state.inner_opt_state)
     opt_state = state.opt_state._replace(inner_opt_state=inner)
     frozen = self.by_layer(state.frozen) if self.keeps_frozen else {}
     ordered = TrainState(self.by_layer(state.params), opt_state, state.sums, frozen)
-    return to_save(ordered, keeps_frozen=self.keeps_frozen)
+    return to_save(ordered, keeps_frozen=self.keeps_frozen) | _named(policies)
 
   def from_saved(self, saved: dict[str, Any]) -> TrainState:
     """The state that `to_save` came from, of what it gave and the frozen parameters if it had none."""
@@ -160,8 +169,12 @@ class Trainer:
     )
 
 
+def _named(policies: Sequence[Parameters]) -> dict[str, Any]:
+  return {POLICIES: list(policies)} if policies else {}
+
+
 def fused_step(
-  trainer: Trainer, state: TrainState, rows: Rows, control: Any, learning_rate: jax.Array
+  trainer: Trainer, state: TrainState, rows: Any, control: Any, learning_rate: jax.Array
 ) -> tuple[TrainState, StepMetrics]:
   """A whole step.
 
@@ -185,7 +198,7 @@ def fused_step(
 
 
 def streamed_step(
-  trainer: Trainer, state: TrainState, rows: Rows, last: jax.Array, learning_rate: jax.Array
+  trainer: Trainer, state: TrainState, rows: Any, last: jax.Array, learning_rate: jax.Array
 ) -> tuple[TrainState, StepMetrics]:
   """One microbatch of a step: rows (1, B, T). The update happens when `last` is true."""
   zeros = jax.tree.map(jnp.zeros_like, state.opt_state.acc_grads)
@@ -194,15 +207,14 @@ def streamed_step(
 
 
 def _summed(
-  trainer: Trainer, state: TrainState, zeros: Parameters, rows: Rows, control: Any
+  trainer: Trainer, state: TrainState, zeros: Parameters, rows: Any, control: Any
 ) -> tuple[Parameters, Sums]:
   """Gradients of the microbatches of one dispatch, and their other sums in parts."""
   model, mesh, pipeline, key = trainer.model, trainer.mesh, trainer.pipeline, trainer.dropout_key
   if pipeline is None:
     num_microbatches = jnp.asarray(control)
-    return summed_gradients(
-      model, mesh, state.params, zeros, rows, num_microbatches, key, trainer.measures, state.frozen
-    )
+    arguments = state.params, zeros, rows, num_microbatches, key, trainer.measures, state.frozen
+    return summed_gradients(model, mesh, *arguments, trainer.loss)
   ticks, capacity = jax.tree.map(jnp.asarray, control), buffer_capacity(pipeline)
   arguments = state.parameters, zeros, rows, ticks, capacity, key, trainer.measures.metrics
   gradients, sums = pipelined_gradients(model, pipeline, mesh, *arguments)
@@ -221,8 +233,9 @@ def _update(
 ) -> tuple[TrainState, StepMetrics]:
   """Hands one sum of gradients to MultiSteps, which updates the parameters when `last`."""
   summed = jax.tree.map(jnp.add, state.opt_state.acc_grads, gradients)
-  new, of_step = partial_sums.joined((sums, _squares(trainer.model, summed)))
-  sums = jax.tree.map(jnp.add, state.sums, new)
+  in_parts = sums._replace(largest=None), _squares(trainer.model, summed)
+  new, of_step = partial_sums.joined(in_parts)
+  sums = joined_sums(state.sums, new._replace(largest=sums.largest))
   updates, opt_state = trainer.optimizer.update(
     gradients, state.opt_state, state.params, weight=sums.weight, learning_rate=rate, last=last
   )
@@ -235,6 +248,7 @@ def _update(
     grad_norm=grad_norm,
     weight=sums.weight,
     metrics=token_values(sums.metrics, sums.weight)
+    | (sums.largest or {})
     | update_values(trainer.measures.metrics, update),
     noise=sums.noise,
     of_step=of_step if sums.noise else None,
@@ -262,23 +276,25 @@ def _average_state(opt_state: optax.MultiStepsState) -> AverageState:
   return next(leaf for leaf in states if isinstance(leaf, AverageState))
 
 
-def step_function(trainer: Trainer, rows: Rows, *, streamed: bool) -> jax.stages.Wrapped:
+def step_function(trainer: Trainer, rows: Any, *, streamed: bool) -> jax.stages.Wrapped:
   """The step as a jitted function with its buffers donated and every sharding fixed.
 
   Args:
     trainer: model, optimizer and mesh.
-    rows: shapes of what the step is fed (arrays or ShapeDtypeStructs).
+    rows: shapes of what the step is fed (arrays or ShapeDtypeStructs): `Loss.fed` of rows.
     streamed: one microbatch per dispatch instead of all.
   """
   body = streamed_step if streamed else fused_step
 
   def step(
-    state: TrainState, rows: Rows, control: Any, rate: jax.Array
+    state: TrainState, rows: Any, control: Any, rate: jax.Array
   ) -> tuple[TrainState, StepMetrics]:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
       control, stop = unflagged(trainer.mesh, control)
-      wrong = first_wrong_row(rows)
-      state, metrics = body(trainer, state, rows._replace(checksums=None), control, rate)
+      wrong = first_wrong_row(trainer.loss.rows(rows))
+      if isinstance(rows, Rows):
+        rows = rows._replace(checksums=None)
+      state, metrics = body(trainer, state, rows, control, rate)
       return state, metrics._replace(stop=stop, wrong_row=wrong)
 
   places = shardings(trainer.abstract)
@@ -296,8 +312,8 @@ def step_function(trainer: Trainer, rows: Rows, *, streamed: bool) -> jax.stages
   )
 
 
-def rows_shardings(rows: Rows, mesh: Mesh) -> Rows:
-  """Rows of microbatches (k, B, …): divided along B."""
+def rows_shardings(rows: Any, mesh: Mesh) -> Any:
+  """Of arrays of microbatches (k, B, …): divided along B."""
   return jax.tree.map(
     lambda x: sharding((None, "batch", *(None,) * (x.ndim - 2)), x.shape, mesh), rows
   )

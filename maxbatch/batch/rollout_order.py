@@ -1,0 +1,34 @@
+"""In which order microbatches are sampled and trained on: a function of their numbers alone.
+
+Microbatches are numbered through all batches. Before microbatch i is trained on, those up to
+`sampled_before(i)` are sampled: the rewards of one, and the training on the one before it, then go on
+while the next is sampled. A batch is sampled by the policy that its lag says, so that none is sampled
+before that policy is there.
+"""
+
+
+def sampled_before(microbatch: int, num_microbatches: int, staleness: int) -> int:
+  """The last microbatch that is sampled before this one is trained on.
+
+  Args:
+    microbatch: numbered from 0 through all batches.
+    num_microbatches: of a batch.
+    staleness: batches by which the policy that samples lags behind.
+  """
+  ahead = microbatch + 1 + staleness * num_microbatches
+  # The batch whose policy is the newest that is there.
+  newest_batch = microbatch // num_microbatches + staleness
+  return min(ahead, (newest_batch + 1) * num_microbatches - 1)
+
+
+def saved_policies(batch: int, staleness: int, *, and_own: bool) -> list[int]:
+  """The policies that a checkpoint in `batch` needs beside its parameters, always as many.
+
+  Each is named by the batch before whose first step it stood, the oldest first.
+
+  Args:
+    batch: which is trained on next.
+    staleness: batches by which the policy that samples lags behind.
+    and_own: whether that of before this batch is among them, since the parameters may be later.
+  """
+  return [max(0, batch - lag) for lag in range(staleness, -1 if and_own else 0, -1)]

@@ -1,0 +1,73 @@
+"""How a run trains: on text, or, in run_rl.py, by reinforcement learning."""
+
+import contextlib
+from typing import Protocol
+
+from maxbatch.checkpoints.checkpointer import Restored
+from maxbatch.config.schema import Config
+from maxbatch.data.dataset import Dataset
+from maxbatch.data.registry import build_dataset, check_epochs
+from maxbatch.modes.resolve import ResolvedRun
+from maxbatch.training.loop import Job
+from maxbatch.training.objective import TEXT, Loss
+
+
+class Method(Protocol):
+  """What differs between the ways to train; all else of a run they share."""
+
+  def loss(self, config: Config) -> Loss:
+    """What a step minimizes."""
+    ...
+
+  @property
+  def num_saved_policies(self) -> int:
+    """Parameters of earlier steps without which a run cannot go on."""
+    ...
+
+  def dataset(self, resolved: ResolvedRun) -> Dataset:
+    """What is trained on.
+
+    Raises:
+      UserError: it cannot be read, or not for as long as the run is.
+    """
+    ...
+
+  def equipped(
+    self, job: Job, resolved: ResolvedRun, restored: Restored | None
+  ) -> contextlib.AbstractContextManager[Job]:
+    """The job with what feeds it and evaluates it, which ends with the context.
+
+    Args:
+      job: with what all have.
+      resolved: the run.
+      restored: the checkpoint that it resumes from; None: it begins.
+    """
+    ...
+
+
+class OnText:
+  """Training on the rows of a dataset."""
+
+  num_saved_policies = 0
+
+  def loss(self, config: Config) -> Loss:
+    """See `Method.loss`."""
+    del config
+    return TEXT
+
+  def dataset(self, resolved: ResolvedRun) -> Dataset:
+    """See `Method.dataset`."""
+    config = resolved.config
+    dataset = build_dataset(config.data, config.batch.max_target_length)
+    check_epochs(config.data, dataset.train, resolved.plan.total_samples)
+    return dataset
+
+  def equipped(
+    self, job: Job, resolved: ResolvedRun, restored: Restored | None
+  ) -> contextlib.AbstractContextManager[Job]:
+    """See `Method.equipped`; the job has it all."""
+    del resolved, restored
+    return contextlib.nullcontext(job)
+
+
+ON_TEXT = OnText()

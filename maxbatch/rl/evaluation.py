@@ -1,0 +1,88 @@
+"""How often the policy is right: pass@k on prompts that are never trained on, and examples of them."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from maxbatch.models.registry import Parameters
+from maxbatch.rl.microbatches import scored
+from maxbatch.rl.pass_at_k import pass_at_k
+from maxbatch.rl.prompts import Prompt
+from maxbatch.rl.rewards import RewardPool
+from maxbatch.rl.sampled import PairSampler
+from maxbatch.run_folder.metrics import Record
+
+_RIGHT = 1.0
+"""The reward from which on a completion passes."""
+_EXAMPLES = 4
+
+
+class Example(NamedTuple):
+  """A completion of a prompt."""
+
+  prompt: str
+  completion: str
+  reward: float
+
+  def __str__(self) -> str:
+    return f"{self.reward:6.2f}  {self.prompt!r} {self.completion!r}"
+
+
+class Evaluated(NamedTuple):
+  """What an evaluation has found."""
+
+  record: Record
+  examples: list[Example]
+  """The first completions of the first prompts."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Evaluation:
+  """Samples num_generations completions of each prompt, by random keys that are always the same."""
+
+  prompts: Sequence[Prompt]
+  sampler: PairSampler
+  rewards: RewardPool
+  prompts_at_once: int
+  """As in the rollout, whose program this shares."""
+
+  def __call__(self, params: Parameters) -> Evaluated:
+    """pass@k for k = 1, 2, 4, … and the mean reward; nothing without prompts.
+
+    Raises:
+      UserError: a reward function fails, and reward_failure=stop.
+    """
+    rewards, examples, ended = [], [], []
+    starts = range(0, len(self.prompts), self.prompts_at_once)
+    for first in starts:
+      some = list(self.prompts[first : first + self.prompts_at_once])
+      # As many each time, so that all share a program.
+      filled = [*some, *[some[-1]] * (self.prompts_at_once - len(some))]
+      sampled = self.sampler(params, filled, "evaluation", 0, first)
+      size = self.sampler.num_generations
+      own = sampled._replace(texts=sampled.texts[: len(some) * size])
+      found = scored(self.rewards, some, own).rewards_N.reshape(-1, size)
+      rewards.append(found)
+      ended.append(sampled.ended_B[: len(some) * size])
+      examples += [
+        Example(prompt.text, own.texts[number * size], float(found[number, 0]))
+        for number, prompt in enumerate(some)
+      ]
+    if not rewards:
+      return Evaluated({}, [])
+    return Evaluated(_record(np.concatenate(rewards), np.concatenate(ended)), examples[:_EXAMPLES])
+
+
+def _record(rewards_QG: np.ndarray, ended_N: np.ndarray) -> Record:
+  """Metrics of Q prompts with G completions each."""
+  generations = rewards_QG.shape[1]
+  right = (rewards_QG >= _RIGHT).sum(1).tolist()
+  doubled = itertools.takewhile(lambda k: k <= generations, (2**power for power in range(32)))
+  of_k = {f"eval/pass_at_{k}": pass_at_k(right, generations, k) for k in doubled}
+  return of_k | {
+    "eval/reward": float(rewards_QG.mean()),
+    "eval/truncated": float((~ended_N).mean()),
+  }

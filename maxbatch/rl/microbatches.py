@@ -1,0 +1,145 @@
+"""One microbatch of pairs: prompts sampled, rewarded and compared, ready to be trained on."""
+
+import dataclasses
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+from maxbatch.batch.rl_plan import RLPlan
+from maxbatch.config.rl_schema import RLConfig
+from maxbatch.models.registry import Parameters
+from maxbatch.rl.advantages import group_advantages, live_groups
+from maxbatch.rl.pairs import Pairs, make_pairs
+from maxbatch.rl.prompts import Prompt, PromptStream
+from maxbatch.rl.rewards import Group, RewardPool, Scores
+from maxbatch.rl.sampled import PairSampler, Sampled
+
+
+class Counts(NamedTuple):
+  """What a microbatch adds to the metrics of its step."""
+
+  rewards_B: np.ndarray
+  """float64."""
+  live_G: np.ndarray
+  """bool, of each group."""
+  num_truncated: int
+  num_tokens: int
+  num_failures: int
+  """Prompts for which a reward function failed."""
+  rollout_seconds: float
+  reward_seconds: float
+
+
+class Microbatch(NamedTuple):
+  """Pairs on the host, and what is known of them."""
+
+  pairs: Pairs
+  counts: Counts
+
+
+class Unrewarded(NamedTuple):
+  """Completions of some prompts of which nothing is known yet."""
+
+  prompts: list[Prompt]
+  sampled: Sampled
+  first_pair: int
+  """Index of the first pair in the run's stream of pairs."""
+  seconds: float
+  """For which they were sampled."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MicrobatchMaker:
+  """Makes microbatch after microbatch; a function of parameters and numbers alone.
+
+  In two parts: `sample` runs on the devices, `reward` in processes of the host.
+  """
+
+  config: RLConfig
+  plan: RLPlan
+  prompts: PromptStream
+  sampler: PairSampler
+  rewards: RewardPool
+  has_proximal: bool
+  """Whether a loss takes log-probabilities of before the first step on a batch."""
+
+  def sample(self, params: Parameters, batch: int, number: int) -> "Unrewarded":
+    """The completions of microbatch `number` of a batch of pairs.
+
+    Raises:
+      UserError: a prompt is too long.
+      TrainingDivergedError: the policy gives no probabilities.
+    """
+    plan = self.plan
+    first = number * plan.prompts_per_microbatch
+    begin = plan.first_prompt(batch) + first
+    prompts = [self.prompts(index) for index in range(begin, begin + plan.prompts_per_microbatch)]
+    began = time.perf_counter()
+    sampled = self.sampler(params, prompts, "rollout", batch, first)
+    seconds = time.perf_counter() - began
+    return Unrewarded(prompts, sampled, plan.first_pair(batch, number), seconds)
+
+  def reward(self, unrewarded: "Unrewarded") -> Microbatch:
+    """The same with advantages, as it is trained on.
+
+    Raises:
+      UserError: a reward function fails, and reward_failure=stop.
+    """
+    plan, sampled, began = self.plan, unrewarded.sampled, time.perf_counter()
+    scores = scored(self.rewards, unrewarded.prompts, sampled)
+    scale, size = self.config.scale_rewards == "group", plan.num_generations
+    advantages_B = group_advantages(scores.rewards_N, size, scale=scale)
+    length = plan.pairs.max_target_length
+    pairs = make_pairs(sampled.rollout, advantages_B, unrewarded.first_pair, length)
+    if self.has_proximal:
+      # Without a lag the policy of before the first step on a batch is the one that sampled it.
+      pairs = pairs._replace(proximal_BT=pairs.behaviour_BT)
+    counts = Counts(
+      rewards_B=scores.rewards_N,
+      live_G=live_groups(scores.rewards_N, size),
+      num_truncated=int((~sampled.ended_B).sum()),
+      num_tokens=int(sampled.rollout.lengths_B.sum()),
+      num_failures=len(scores.failures),
+      rollout_seconds=unrewarded.seconds,
+      reward_seconds=time.perf_counter() - began,
+    )
+    return Microbatch(pairs, counts)
+
+
+def scored(rewards: RewardPool, prompts: list[Prompt], sampled: Sampled) -> Scores:
+  """The rewards of all completions.
+
+  Raises:
+    UserError: a reward function fails, and reward_failure=stop.
+  """
+  size = len(sampled.texts) // len(prompts)
+  groups = [
+    Group(prompt.text, sampled.texts[number * size : (number + 1) * size], prompt.columns)
+    for number, prompt in enumerate(prompts)
+  ]
+  return rewards.score(groups)
+
+
+def step_values(all_counts: list[Counts], generations: int) -> dict[str, float]:
+  """The metrics of a step's rollout, by their names in metrics.jsonl.
+
+  Args:
+    all_counts: of its microbatches.
+    generations: pairs of a group.
+  """
+  rewards = np.concatenate([counts.rewards_B for counts in all_counts])
+  live = np.concatenate([counts.live_G for counts in all_counts])
+  within = rewards.reshape(-1, generations).std(1).mean()
+  rollout_seconds = sum(counts.rollout_seconds for counts in all_counts)
+  tokens = sum(counts.num_tokens for counts in all_counts)
+  return {
+    "rl/reward": float(rewards.mean()),
+    "rl/reward_std": float(within),
+    "rl/live_groups": float(live.mean()),
+    "rl/truncated": sum(counts.num_truncated for counts in all_counts) / len(rewards),
+    "rl/reward_failures": float(sum(counts.num_failures for counts in all_counts)),
+    "rl/rollout_seconds": rollout_seconds,
+    "rl/reward_seconds": sum(counts.reward_seconds for counts in all_counts),
+    "rl/rollout_tokens_per_second": tokens / rollout_seconds,
+  }

@@ -1,0 +1,79 @@
+"""GRPO as the loss of a training step: what the step is fed are pairs instead of rows."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxbatch.data.rows import Rows
+from maxbatch.errors import UserError
+from maxbatch.models.registry import Model, Parameters
+from maxbatch.rl.grpo import LARGEST_GAP, METRICS, Objective, grpo_sums, quotients
+from maxbatch.rl.log_probs import token_log_probs
+from maxbatch.rl.pairs import Pairs
+from maxbatch.training.loss import LossSums
+from maxbatch.training.metrics import Metrics
+from maxbatch.training.objective import MicrobatchLoss
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyLoss:
+  """The loss of pairs, see `Loss`; there is no dropout, as there is none where they are sampled."""
+
+  objective: Objective
+  allowed: bytes
+  """Of a token each: 1 where it may be sampled."""
+  temperature: float
+  has_proximal: bool = False
+  """Whether pairs have the log-probabilities of before the first step on their batch."""
+
+  def fed(self, rows: Rows) -> Pairs:
+    """See `Loss.fed`."""
+    per_token, per_row = rows.weights, rows.sample_ids
+    advantages = jax.ShapeDtypeStruct(per_row.shape, np.float32)
+    log_probs = jax.ShapeDtypeStruct(per_token.shape, np.float32)
+    own = Rows(rows.inputs, rows.targets, rows.weights, rows.sample_ids)
+    arrays: dict[str, Any] = {"advantages_B": advantages, "behaviour_BT": log_probs}
+    if self.has_proximal:
+      arrays["proximal_BT"] = log_probs
+    if self.objective.beta:
+      arrays["reference_BT"] = log_probs
+    return Pairs(own, **arrays)
+
+  def rows(self, microbatch: Pairs) -> Rows:
+    """See `Loss.rows`."""
+    return microbatch.rows
+
+  def metrics(self, chosen: Metrics) -> Metrics:
+    """See `Loss.metrics`.
+
+    Raises:
+      UserError: one is of the cross entropy, which there is none of.
+    """
+    if chosen.of_tokens:
+      names = [name for name, _ in chosen.of_tokens]
+      raise UserError(
+        f"metrics={names} are means over the tokens of a text, and reinforcement learning has a loss "
+        "of its own, whose metrics are always reported; for example metrics=[param_norm]"
+      )
+    return dataclasses.replace(chosen, of_loss=METRICS, largest=(LARGEST_GAP,))
+
+  def __call__(
+    self,
+    model: Model,
+    parameters: Parameters,
+    microbatch: Pairs,
+    dropout_key: jax.Array,
+    probes: Parameters,
+    metrics: Metrics,
+  ) -> MicrobatchLoss:
+    """See `Loss`."""
+    del dropout_key, probes, metrics
+    allowed_V = np.frombuffer(self.allowed, bool)
+    found = token_log_probs(model, parameters, microbatch.rows, allowed_V, self.temperature)
+    sums = grpo_sums(found, microbatch, self.objective)
+    of_tokens = jax.tree.map(lambda x: x[None], quotients(sums))
+    return MicrobatchLoss(
+      LossSums(sums.loss[None], of_tokens), sums.weight[None], {LARGEST_GAP: sums.largest_gap}
+    )

@@ -1,0 +1,114 @@
+"""Pairs as a loader brings them: microbatch after microbatch, in the order in which steps take them.
+
+One thread, the training loop's, dispatches all that runs on the devices, in an order that follows from
+numbers alone (batch/rollout_order.py): programs that talk to each other are dispatched alike on all
+devices, and no lock is needed. What overlaps: rewards are formed in a thread of their own while the next
+microbatch is sampled and the one before is trained on, which the devices do after it was dispatched.
+"""
+
+import collections
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Self
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from maxbatch.batch.plan import Position
+from maxbatch.batch.rl_plan import RLPlan
+from maxbatch.batch.rollout_order import sampled_before
+from maxbatch.rl.microbatches import Counts, Microbatch, MicrobatchMaker
+from maxbatch.rl.pairs import Pairs
+from maxbatch.rl.policies import Policies
+from maxbatch.training.step import rows_shardings
+
+
+class RolloutLoader:
+  """Samples each batch by the policy that its lag says, then yields its pairs.
+
+  A context manager, and an iterator of pairs on the devices, (1, B, …).
+  """
+
+  def __init__(
+    self,
+    plan: RLPlan,
+    position: Position,
+    make: MicrobatchMaker,
+    policies: Policies,
+    mesh: Mesh,
+    note: Callable[[int, list[Counts]], None],
+    *,
+    overlaps: bool = True,
+  ):
+    """Samples nothing yet.
+
+    Args:
+      plan: the run's.
+      position: of the first step.
+      make: what makes a microbatch.
+      policies: where the training loop publishes its parameters.
+      mesh: the devices that train.
+      note: is told, of every step, what its microbatches count, before the last is yielded.
+      overlaps: else each microbatch is made when it is asked for: the same, one after the other.
+    """
+    self._plan, self._make, self._policies, self._mesh = plan, make, policies, mesh
+    self._note, self._waited, self._overlaps = note, 0.0, overlaps
+    self._step, self._place = position.step, 0
+    self._sampled = plan.first_microbatch(plan.batch_of_step(position.step))
+    self._last = plan.first_microbatch(plan.num_batches) - 1
+    self._ahead: collections.deque[Future[Microbatch]] = collections.deque()
+    self._batch: list[Microbatch] = []
+    self._rewards = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+
+  def __enter__(self) -> Self:
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._rewards.shutdown(wait=True, cancel_futures=True)
+    self._ahead.clear()
+
+  def __next__(self) -> Pairs:
+    """The next microbatch.
+
+    Raises:
+      UserError: a reward function fails, or a prompt is too long.
+      TrainingDivergedError: the policy gives no probabilities.
+    """
+    began = time.perf_counter()
+    plan = self._plan
+    batch = plan.batch_of_step(self._step)
+    while len(self._batch) <= self._place:
+      self._take(plan.first_microbatch(batch) + len(self._batch))
+    pairs = self._batch[self._place].pairs
+    self._place += 1
+    if self._place == plan.num_microbatches:
+      self._note(self._step, [made.counts for made in self._batch])
+      self._step, self._place = self._step + 1, 0
+      if plan.begins_batch(self._step):
+        self._batch = []
+    self._waited += time.perf_counter() - began
+    fed = jax.tree.map(lambda x: np.asarray(x)[None], pairs)
+    return jax.device_put(fed, rows_shardings(fed, self._mesh))
+
+  def waited_seconds(self) -> float:
+    """How long `next` has sampled, and waited for rewards, since this was last asked."""
+    waited, self._waited = self._waited, 0.0
+    return waited
+
+  def _take(self, number: int) -> None:
+    """Waits for a microbatch, numbered through all batches, with what is sampled before."""
+    plan, last = self._plan, number
+    if self._overlaps:
+      last = sampled_before(number, plan.num_microbatches, plan.staleness)
+    self._sample_up_to(min(last, self._last))
+    self._batch.append(self._ahead.popleft().result())
+
+  def _sample_up_to(self, last: int) -> None:
+    while self._sampled <= last:
+      batch, place = self._plan.place_of_microbatch(self._sampled)
+      params = self._policies.of(self._plan.policy_of_batch(batch))
+      unrewarded = self._make.sample(params, batch, place)
+      self._ahead.append(self._rewards.submit(self._make.reward, unrewarded))
+      self._sampled += 1

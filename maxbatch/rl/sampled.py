@@ -1,0 +1,135 @@
+"""Completions of prompts by the policy: the tokens that training then takes log-probabilities of.
+
+B pairs, P places of prompts, N of completions, V vocabulary.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from maxbatch.config.schema import Config
+from maxbatch.config.yaml_file import shown
+from maxbatch.data.registry import build_tokenizer
+from maxbatch.data.tokenizer import Tokenizer
+from maxbatch.errors import TrainingDivergedError, UserError
+from maxbatch.models.registry import Model, Parameters
+from maxbatch.rl.pairs import Rollout
+from maxbatch.rl.prompts import Prompt
+from maxbatch.sampling.choice import Vocabulary
+from maxbatch.sampling.requests import PromptEncoder
+from maxbatch.sampling.sampler import Prompts, Sampler, sample
+from maxbatch.sampling.text import choice_of, text_after, vocabulary_of
+
+Part = Literal["rollout", "evaluation"]
+_TAGS: dict[Part, int] = {"rollout": 2, "evaluation": 3}
+"""Of the random keys, made from the seed of the weights; dropout has 1."""
+
+
+class Sampled(NamedTuple):
+  """Completions of some prompts, num_generations of each, one after the other."""
+
+  rollout: Rollout
+  texts: list[str]
+  """The completions, without what ended them."""
+  ended_B: np.ndarray
+  """bool: whether they ended by themselves, and are not cut off."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PairSampler:
+  """Samples the completions of whole groups; all calls of as many prompts share a program.
+
+  A token is a function of parameters, seed, batch, prompt, generation and its place: which prompts are
+  sampled together does not matter, but for the rounding of the logits.
+  """
+
+  sampler: Sampler
+  vocabulary: Vocabulary
+  encode: Callable[[str], Sequence[int]]
+  tokenizer: Tokenizer
+  seed: int
+  num_generations: int
+  max_prompt_length: int
+
+  def __call__(
+    self, params: Parameters, prompts: Sequence[Prompt], part: Part, batch: int, first: int
+  ) -> Sampled:
+    """Completions of the prompts of a batch from its prompt number `first` on.
+
+    Raises:
+      UserError: a prompt is too long.
+      TrainingDivergedError: the policy gives no probabilities.
+    """
+    ids = [self._encoded(prompt.text) for prompt in prompts for _ in range(self.num_generations)]
+    lengths_B = np.array([len(each) for each in ids], np.int32)
+    tokens_BP = np.zeros((len(ids), self.max_prompt_length), np.int32)
+    for row_P, each in zip(tokens_BP, ids, strict=True):
+      row_P[len(row_P) - len(each) :] = each
+    numbers = np.arange(len(ids), dtype=np.uint32)
+    key = jax.random.fold_in(jax.random.key(self.seed), _TAGS[part])
+    pairs = numbers // self.num_generations + first, numbers % self.num_generations
+    given = Prompts(tokens_BP, lengths_B, _keys(key, np.uint32(batch), *pairs))
+    found = jax.device_get(sample(self.sampler, params, given, self.vocabulary))
+    if not np.isfinite(found.log_probs_BN).all():
+      raise TrainingDivergedError(
+        f"batch {batch}: the policy that samples gives no finite log-probabilities; a lower "
+        "learning_rate may help"
+      )
+    kept = zip(found.tokens_BN, found.lengths_B, found.ended_B, strict=True)
+    texts = [
+      text_after(self.tokenizer, each, row_N[: length - ended])
+      for each, (row_N, length, ended) in zip(ids, kept, strict=True)
+    ]
+    rollout = Rollout(tokens_BP, lengths_B, found.tokens_BN, found.lengths_B, found.log_probs_BN)
+    return Sampled(rollout, texts, found.ended_B)
+
+  def _encoded(self, text: str) -> Sequence[int]:
+    ids = self.encode(text)
+    if len(ids) > self.max_prompt_length:
+      raise UserError(
+        f"max_prefill_predict_length={self.max_prompt_length}: the prompt {shown(text)} has "
+        f"{len(ids)} tokens; for example max_prefill_predict_length={len(ids)}, and a "
+        "max_target_length that leaves as many tokens to completions as before"
+      )
+    return ids
+
+
+@jax.jit
+def _keys(key: jax.Array, batch: jax.Array, prompts_B: jax.Array, generations_B: jax.Array):
+  of_batch = jax.random.fold_in(key, batch)
+
+  def of_pair(prompt: jax.Array, generation: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(of_batch, prompt), generation)
+
+  return jax.vmap(of_pair)(prompts_B, generations_B)
+
+
+def run_vocabulary(config: Config) -> Vocabulary:
+  """The tokens that a run's completions may have, and those that end them."""
+  tokenizer = build_tokenizer(config.data)
+  ends = PromptEncoder(config.data, tokenizer).ends(())
+  return vocabulary_of(tokenizer, config.model.vocab_size, ends)
+
+
+def pair_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh) -> PairSampler:
+  """The sampler of a run of reinforcement learning.
+
+  Args:
+    config: the run.
+    model: its policy.
+    mesh: over which the parameters lie.
+  """
+  tokenizer, places = build_tokenizer(config.data), config.rl.max_prefill_predict_length
+  length = config.batch.max_target_length
+  return PairSampler(
+    sampler=Sampler(model, choice_of(config.run), length - places, length, mesh),
+    vocabulary=run_vocabulary(config),
+    encode=PromptEncoder(config.data, tokenizer),
+    tokenizer=tokenizer,
+    seed=config.model.init_weights_seed,
+    num_generations=config.rl.num_generations,
+    max_prompt_length=places,
+  )

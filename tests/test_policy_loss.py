@@ -1,0 +1,107 @@
+"""Pairs through the streamed step: the same update as their plain sums, however they are split."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+from support import relative_errors
+from test_grpo import ALLOWED_V, B, T, pairs_of
+
+from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.topology import topology
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config
+from maxbatch.rl.grpo import Objective, grpo_sums, metric_values
+from maxbatch.rl.log_probs import token_log_probs
+from maxbatch.rl.pairs import Pairs
+from maxbatch.rl.policy_loss import PolicyLoss
+from maxbatch.training.build import build_trainer
+from maxbatch.training.state import TrainState
+from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
+
+GOAL = Objective("dapo", 0.05, 0.2, 0.28, 2.0, T - 5)
+KEYS = f"""vocab_size=264 base_emb_dim=16 base_num_decoder_layers=1 base_num_query_heads=2
+  base_num_kv_heads=2 head_dim=8 base_mlp_dim=32 max_target_length={T} accumulation=streamed
+  opt_type=sgd sgd_momentum=0 gradient_clipping_threshold=0 learning_rate=1 warmup_steps=0
+  lr_schedule_type=constant steps=1"""
+LOSS = PolicyLoss(GOAL, np.resize(ALLOWED_V, 264).tobytes(), 0.7, has_proximal=True)
+
+
+def config_of(micro: int, *keys: str) -> Config:
+  counts = f"global_batch_to_train={B} gradient_accumulation_steps={B // micro}"
+  return load_config(["config=base", *KEYS.split(), *counts.split(), *keys])
+
+
+@functools.cache
+def step(micro: int, num_devices: int, *keys: str) -> tuple[Trainer, TrainState, StepMetrics]:
+  """One step on the same pairs."""
+  config = config_of(micro, *keys)
+  layout = topology(config.mesh, num_devices)
+  plan = plan_batches(config.batch, config.run, layout)
+  trainer = build_trainer(config, plan, jax.devices()[:num_devices], loss=LOSS)
+  state, pairs = trainer.init(0), pairs_of()
+  cut = [
+    jax.tree.map(lambda x: np.asarray(x)[None, at : at + micro], pairs)  # noqa: B023
+    for at in range(0, B, micro)
+  ]
+  function = step_function(trainer, cut[0], streamed=True)
+  metrics = None
+  for number, each in enumerate(cut, 1):
+    fed = jax.device_put(each, rows_shardings(each, trainer.mesh))
+    state, metrics = function(state, fed, np.bool_(number == len(cut)), np.float32(1))
+  assert metrics is not None
+  return trainer, state, metrics
+
+
+def test_a_step_on_pairs_is_one_of_their_plain_sums():
+  trainer, state, metrics = step(B, 1)
+  params, pairs = trainer.init(0).parameters, pairs_of()
+
+  def loss(params):
+    found = token_log_probs(trainer.model, params, pairs.rows, LOSS_ALLOWED, LOSS.temperature)
+    sums = grpo_sums(found, pairs, GOAL)
+    return sums.loss, sums
+
+  gradients, sums = jax.jit(jax.grad(loss, has_aux=True))(params)
+  expected = jax.tree.map(lambda p, g: p - g / sums.weight, params, gradients)
+  assert max(relative_errors(state.parameters, expected).values()) < 1e-6
+  assert float(metrics.loss) == pytest.approx(float(sums.loss / sums.weight), rel=1e-6)
+  for name, value in metric_values(sums).items():
+    assert float(metrics.metrics[name]) == pytest.approx(float(value), rel=1e-5), name
+
+
+LOSS_ALLOWED = np.frombuffer(LOSS.allowed, bool)
+
+
+@pytest.mark.parametrize(
+  ("micro", "num_devices", "keys"), [(4, 1, ()), (8, 8, ()), (16, 8, ("ici_fsdp_parallelism=4",))]
+)
+def test_a_step_does_not_depend_on_how_its_pairs_are_split(micro, num_devices, keys):
+  _, whole, expected = step(B, 1)
+  _, state, metrics = step(micro, num_devices, *keys)
+  assert (
+    max(relative_errors(jax.device_get(state.params), jax.device_get(whole.params)).values()) < 1e-6
+  )
+  for name, value in expected.metrics.items():
+    assert float(metrics.metrics[name]) == pytest.approx(float(value), rel=1e-5), name
+
+
+def test_sums_and_largest_gap_begin_anew_with_each_step():
+  _, state, _ = step(B, 1)
+  assert not any(float(leaf) for leaf in jax.tree.leaves(state.sums))
+
+
+def test_the_step_is_compiled_for_what_it_is_fed():
+  rows = pairs_of().rows
+  fed = LOSS.fed(rows)
+  given = jax.tree.map(lambda x: (x.shape, x.dtype), pairs_of())
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), fed) == given
+  plain = dataclasses.replace(
+    LOSS, objective=dataclasses.replace(GOAL, beta=0.0), has_proximal=False
+  )
+  fewer = plain.fed(rows)
+  assert isinstance(fewer, Pairs)
+  assert fewer.proximal_BT is None
+  assert fewer.reference_BT is None

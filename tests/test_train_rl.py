@@ -1,0 +1,167 @@
+"""Runs of reinforcement learning from the command down to the bits of their parameters."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from maxbatch import train_rl
+from maxbatch.command_line.signals import StopSignals
+from maxbatch.config.load import load_config
+from maxbatch.errors import UserError
+from maxbatch.modes import run_rl as mode
+from maxbatch.modes.rl_requirements import check_rl
+from maxbatch.rl.microbatches import MicrobatchMaker
+from maxbatch.rl.rollout import RolloutLoader
+from maxbatch.sampling.text import choice_of
+
+_KEYS = """config=base num_simulated_devices=8 vocab_size=264 base_emb_dim=16 base_num_decoder_layers=1
+  base_num_query_heads=2 base_num_kv_heads=2 head_dim=8 base_mlp_dim=32 max_target_length=16
+  max_prefill_predict_length=8 num_generations=4 batch_size=4 micro_batch_size=8 accumulation=streamed
+  rl_task=format reward_functions=[test_train_rl:vowels] reward_processes=1 generate_length=0
+  eval_samples=3 eval_interval=-1 lr_schedule_type=constant warmup_steps=0 learning_rate=0.01 steps=3
+  max_num_checkpoints_to_keep=9"""
+KEYS = _KEYS.split()
+
+
+def vowels(prompts, completions, **columns):
+  """What even an untrained model can get more of."""
+  return [float(sum(character in "aeiou" for character in each)) for each in completions]
+
+
+def run(folder: pathlib.Path, *keys: str) -> list[np.ndarray]:
+  """The parameters that a run ends with."""
+  config = load_config([*KEYS, f"base_output_directory={folder}", *keys])
+  state, _ = mode.run_rl(config)
+  return [np.asarray(leaf) for leaf in jax.tree.leaves(state.parameters)]
+
+
+def figures(folder: pathlib.Path) -> list[dict[str, Any]]:
+  """Of all steps, what depends neither on the clock nor on where evaluations are."""
+  lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+  clocked = ("second", "overlap", "eval/")
+  return [
+    {name: x for name, x in json.loads(line).items() if not any(word in name for word in clocked)}
+    for line in lines
+  ]
+
+
+def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
+  return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+WAYS = {"plain": (), "lag": ("rollout_staleness=1",), "again": ("num_iterations=2", "steps=4")}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+  """Uninterrupted runs: parameters, and figures of all steps."""
+
+  @functools.cache
+  def of(way: str) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp(way)
+    return run(folder, "run_name=run", *WAYS[way]), figures(folder)
+
+  return of
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_that_is_stopped_after_each_step_ends_with_the_same_bits(
+  whole, tmp_path, way, monkeypatch
+):
+  parameters, expected = whole(way)
+  monkeypatch.setattr(StopSignals, "agreed", property(lambda self: True))
+  for _ in expected[1:]:
+    found = run(tmp_path, "run_name=run", *WAYS[way])
+  assert same(found, parameters)
+  assert figures(tmp_path) == expected
+
+
+@pytest.mark.parametrize("way", ["plain", "lag"])
+def test_overlap_changes_no_bit_whatever_takes_how_long(whole, tmp_path, way, monkeypatch):
+  parameters, expected = whole(way)
+  draws = random.Random(0)
+
+  def delayed(inner: Callable[..., Any]) -> Callable[..., Any]:
+    def function(*arguments: Any) -> Any:
+      time.sleep(draws.random() * 0.05)
+      return inner(*arguments)
+
+    return function
+
+  for name in ("sample", "reward"):
+    monkeypatch.setattr(MicrobatchMaker, name, delayed(getattr(MicrobatchMaker, name)))
+  assert same(run(tmp_path / "delayed", "run_name=run", *WAYS[way]), parameters)
+  one_by_one = functools.partial(RolloutLoader, overlaps=False)
+  monkeypatch.setattr(mode, "RolloutLoader", one_by_one)
+  assert same(run(tmp_path / "one_by_one", "run_name=run", *WAYS[way]), parameters)
+  assert figures(tmp_path / "one_by_one") == expected
+
+
+def test_records_have_what_a_rollout_counts(whole):
+  _, (before, *steps) = whole("plain")
+  assert before == {"step": 0, "samples": 0, "tokens": 0}
+  assert [record["samples"] for record in steps] == [16, 32, 48]
+  for record in steps:
+    assert record["rl/largest_log_prob_gap"] < 1e-4
+    assert record["rl/importance_weight"] == pytest.approx(1, abs=1e-4)
+    assert 0 <= record["rl/live_groups"] <= 1
+    assert record["rl/staleness"] == 0
+  assert [record["rl/staleness"] for record in whole("lag")[1][1:]] == [0, 1, 1]
+
+
+def test_a_difference_between_sampler_and_trainer_stops_the_run(tmp_path, capsys, monkeypatch):
+  """As if the sampler forgot the temperature."""
+  wrong = dataclasses.replace(choice_of(load_config(KEYS).run), temperature=2.0)
+  monkeypatch.setattr("maxbatch.rl.sampled.choice_of", lambda run: wrong)
+  assert train_rl.main([*KEYS, f"base_output_directory={tmp_path}"]) == 2
+  assert "differs by" in capsys.readouterr().err
+  assert not list(tmp_path.rglob("checkpoints/1"))
+
+
+@pytest.mark.parametrize(
+  ("keys", "said"),
+  [
+    (["num_generations=-1"], "num_generations=-1: this command trains by reinforcement"),
+    (["rollout_devices=1", "num_simulated_devices=2"], "rollout_devices=1"),
+    (["grpo_beta=0.1"], "grpo_beta=0.1"),
+    (["accumulation=fused"], "accumulation=fused"),
+    (["decode_sampling_top_k=5"], "decode_sampling_top_k=5"),
+    (["decode_sampling_temperature=0"], "decode_sampling_temperature=0"),
+    (["num_iterations=2", "rollout_staleness=1"], "num_iterations=2 and rollout_staleness=1"),
+    (["warm_start_steps=3", "load_parameters_path=x"], "warm_start_steps=3"),
+    (["warm_start_steps=3", "rl_task="], "rl_task is empty"),
+    (["dropout_rate=0.1"], "dropout_rate=0.1"),
+    (["gns=all"], "gns=all"),
+  ],
+)
+def test_what_a_run_cannot_do_is_refused_by_name(keys, said):
+  with pytest.raises(UserError, match=re.escape(said)):
+    check_rl(load_config([*KEYS, *keys]))
+
+
+def test_a_warm_start_is_taken_up_and_made_only_once(tmp_path, capsys):
+  keys = [*KEYS, f"base_output_directory={tmp_path}", "warm_start_steps=2", "steps=1"]
+  keys += ["eval_interval=1", "run_name=mine", "reward_functions=[exact]"]
+  assert train_rl.main(keys) == 0
+  out = capsys.readouterr().out
+  assert "Begins parameters of" in out
+  assert "pass@1" in out
+  assert "--- after training" in out
+  assert train_rl.main([*keys, "steps=2"]) == 0
+  assert "Warm start" not in capsys.readouterr().out
+
+
+def test_a_prompt_that_is_too_long_is_named(tmp_path, capsys):
+  keys = [*KEYS, f"base_output_directory={tmp_path}", "max_prefill_predict_length=6"]
+  assert train_rl.main(keys) == 2
+  assert "max_prefill_predict_length=6: the prompt f" in capsys.readouterr().err
