@@ -78,6 +78,7 @@ def measured(*arguments: str) -> tuple[int, float]:
   process.returncode = os.waitstatus_to_exitcode(status)
   if process.returncode:
     sys.exit(process.returncode)
+  print(f"{used.ru_utime + used.ru_stime:.0f} s of processor time")
   return used.ru_maxrss * 1024, time.perf_counter() - began
 
 

@@ -406,6 +406,7 @@ def test_a_damaged_checkpoint_is_not_handed_on(folder, capsys):
 
 def test_a_checkpoint_of_training_is_read_layer_by_layer(folder, monkeypatch):
   monkeypatch.setattr(formats, "_BYTES_TOGETHER", 1000)
+  monkeypatch.setattr(formats, "_SMALLEST_CHUNK_BYTES", 100)
   run, model = take(folder), model_of(folder)
   config = load_config([f"config={run / 'config.yml'}"])
   params = load_parameters(folder, model, abstract(model, fsdp=2, tensor=2))
