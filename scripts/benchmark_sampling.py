@@ -1,13 +1,14 @@
 """Measures tokens per second of greedy texts beside transformers' generate, in one run, on the CPU.
 
   python scripts/benchmark_sampling.py [--models small gpt2-small smollm-135m] [--batch 8]
-    [--prompt 64] [--tokens 128] [--rounds 5] [--scan]
+    [--prompt 64] [--tokens 128] [--rounds 5] [--cores 2] [--scan]
 
 Both have the same random weights in float32, the same prompts, padded on the left, the same cores,
 and write as many tokens; a round is one call of each, in turn, after one that compiles and warms up.
 The tokens are compared. `prefill` is the time to the first token, `decode` tokens per second after it.
 
 --models  `small` (8 layers of width 256), or names of configs/models
+--cores   of so many alone; where other programs run too, 1 is fairer: torch's threads wait for each other
 --scan    ours with scan_layers=true, as a run has it that does not say otherwise
 Needs the extra `test`.
 """
@@ -51,6 +52,8 @@ SMALL = (
   "head_dim=32",
   "base_mlp_dim=1024",
 )
+
+CORES = sorted(os.sched_getaffinity(0))
 
 Write = Callable[[int], np.ndarray]
 """So many tokens after each prompt: int32[B, N]."""
@@ -178,11 +181,14 @@ def main() -> None:
   parser.add_argument("--prompt", type=int, default=64)
   parser.add_argument("--tokens", type=int, default=128)
   parser.add_argument("--rounds", type=int, default=5)
+  parser.add_argument("--cores", type=int, default=len(CORES))
   parser.add_argument("--scan", action="store_true")
   arguments = parser.parse_args()
-  torch.set_num_threads(os.cpu_count() or 1)
+  # Before jax starts its threads.
+  os.sched_setaffinity(0, CORES[: arguments.cores])
+  torch.set_num_threads(arguments.cores)
   print(
-    f"{os.cpu_count()} cores, torch {torch.__version__}, transformers {transformers.__version__}, "
+    f"{arguments.cores} of {len(CORES)} cores, torch {torch.__version__}, transformers {transformers.__version__}, "
     f"jax {jax.__version__}; batch {arguments.batch}, prompts of up to {arguments.prompt} tokens, "
     f"{arguments.tokens} new ones, {arguments.rounds} rounds"
   )

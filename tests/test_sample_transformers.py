@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from test_families import USED_TOKENS, Pair, T, pair, taken
+from test_families import USED_TOKENS, Pair, T, pair, taken, the_pages_family
 
 from maxbatch.sampling.choice import Choice, Vocabulary, cut
 from maxbatch.sampling.sampler import Sampler, sample
@@ -21,7 +21,7 @@ from maxbatch.sampling.text import prompts_of
 
 pytestmark = pytest.mark.xdist_group("transformers")
 
-assert pair  # A fixture.
+FIXTURES = pair, the_pages_family
 
 LENGTHS = (7, 1, 4)
 N = 12

@@ -6,6 +6,7 @@ stacked, with a leading L.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -25,6 +26,13 @@ class KeysValues(NamedTuple):
 
 Cache = KeysValues | tuple[KeysValues, ...]
 """Of all layers: stacked, or one by one."""
+
+Decode = Callable[[jax.Array, Cache, jax.Array, jax.Array], tuple[jax.Array, Cache]]
+"""(tokens_B, cache, place, begins_B) → (hidden_BD, cache): a pass over one more token of each row.
+
+The tokens see what is in the cache from int32 `begins_B` on, which is position 0 of each row, and are
+put in it at int32 `place`, the same for all.
+"""
 
 _AXES = ("batch", "kv_heads", "length", "head_dim")
 

@@ -23,7 +23,7 @@ from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes, sharding
 from maxbatch.models import transformer
-from maxbatch.models.cache import Cache
+from maxbatch.models.cache import Cache, Decode
 from maxbatch.models.layers import Norm, Parameter
 from maxbatch.models.lora import add_adapters
 from maxbatch.models.probes import Probe, probe_of
@@ -87,11 +87,8 @@ class CachedModel(LanguageModel, Protocol):
     in the first."""
     ...
 
-  def decode(
-    self, tokens_B: jax.Array, cache: Cache, place: jax.Array, begins_B: jax.Array
-  ) -> tuple[jax.Array, Cache]:
-    """Hidden states (B, D) of one more token of each row, and the cache with it at `place`; rows see
-    what is there from `begins_B` on, as position 0."""
+  def decoder(self) -> Decode:
+    """What makes a pass over one more token of each row, to be called in a loop over tokens."""
     ...
 
 

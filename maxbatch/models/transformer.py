@@ -23,7 +23,7 @@ from maxbatch.models.attention import (
   attention_contexts,
   next_token_contexts,
 )
-from maxbatch.models.cache import Cache, KeysValues, LayerCache, empty_cache
+from maxbatch.models.cache import Cache, Decode, KeysValues, LayerCache, empty_cache
 from maxbatch.models.dropout import dropout, fold
 from maxbatch.models.layers import FeedForward, Norm, parameter
 from maxbatch.models.probes import for_each_row, looked_up, probe, probe_values
@@ -131,35 +131,25 @@ class Transformer(nnx.Module):
     B, T = rows.inputs.shape
     at = attention_contexts(self.config, T, rows.segment_ids, rows.positions)
     cache = empty_cache(self.config, self.config.base_num_decoder_layers, B, places)
-    x_BTD, cache = _apply_cached(
-      self.layers, self.config, self.embed(rows, None), at, cache, 0, is_new=True
-    )
+    layers = _cached_layers(self.layers, self.config)
+    x_BTD, cache = layers(self.embed(rows, None), at, cache, 0, is_new=True)
     return self.normalize(x_BTD), cache
 
-  def decode(
-    self, tokens_B: jax.Array, cache: Cache, place: jax.Array, begins_B: jax.Array
-  ) -> tuple[jax.Array, Cache]:
-    """Hidden states (B, D) of one more token of each row, and the cache with it.
+  def decoder(self) -> Decode:
+    """What makes a pass over one more token of each row, to be called in a loop over tokens."""
+    layers = _cached_layers(self.layers, self.config)
 
-    Args:
-      tokens_B: their ids.
-      cache: with all tokens before; written to in place where it is given away.
-      place: int32: where these are put, the same for all rows.
-      begins_B: where each row's own tokens begin; what is before that is not seen.
-    """
-    tokens_B1 = tokens_B[:, None]
-    rows = Rows(
-      tokens_B1,
-      tokens_B1,
-      jnp.ones(tokens_B1.shape),
-      jnp.zeros_like(tokens_B),
-      positions=place - begins_B[:, None],
-    )
-    at = next_token_contexts(self.config, begins_B, place)
-    x_B1D, cache = _apply_cached(
-      self.layers, self.config, self.embed(rows, None), at, cache, place, is_new=False
-    )
-    return self.normalize(x_B1D)[:, 0], cache
+    def decode(
+      tokens_B: jax.Array, cache: Cache, place: jax.Array, begins_B: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+      tokens_B1, positions_B1 = tokens_B[:, None], place - begins_B[:, None]
+      weights_B1, ids_B = jnp.ones(tokens_B1.shape), jnp.zeros_like(tokens_B)
+      rows = Rows(tokens_B1, tokens_B1, weights_B1, ids_B, positions=positions_B1)
+      at = next_token_contexts(self.config, begins_B, place)
+      x_B1D, cache = layers(self.embed(rows, None), at, cache, place, is_new=False)
+      return self.normalize(x_B1D)[:, 0], cache
+
+    return decode
 
   def normalize(self, x_BTD: jax.Array) -> jax.Array:
     """What the output matrix is applied to."""
@@ -246,42 +236,42 @@ def _apply_layers(
   return x_BTD
 
 
-def _apply_cached(
-  stacked: Block,
-  config: ModelConfig,
-  x_BTD: jax.Array,
-  at: LayerContexts,
-  cache: Cache,
-  place: jax.Array | int,
-  *,
-  is_new: bool,
-) -> tuple[jax.Array, Cache]:
-  """As `_apply_layers` without dropout, each layer with its part of the cache."""
+def _cached_layers(stacked: Block, config: ModelConfig) -> Callable[..., tuple[jax.Array, Cache]]:
+  """As `_apply_layers` without dropout, each layer with its part of a cache.
+
+  Layers that are not scanned are taken apart here, once for all tokens that are then written.
+  """
   graph, parameters = nnx.split(stacked)
+  L = config.base_num_decoder_layers
+  each = [] if config.scan_layers else _unstack(parameters, L)
 
   def apply(
-    x_BTD: jax.Array, parameters: nnx.State, index: jax.Array | int, own: LayerCache
+    x_BTD: jax.Array, parameters: nnx.State, at: AttentionContext, own: LayerCache
   ) -> tuple[jax.Array, KeysValues]:
-    x_BTD = nnx.merge(graph, parameters)(x_BTD, at.of(index)._replace(cache=own), None)
+    x_BTD = nnx.merge(graph, parameters)(x_BTD, at._replace(cache=own), None)
     return x_BTD, own.kept
 
-  if isinstance(cache, KeysValues):
-    # Carried along as a whole, of which each layer writes only what is new.
-    def layer(
-      carried: tuple[jax.Array, KeysValues], item: tuple[nnx.State, jax.Array]
-    ) -> tuple[tuple[jax.Array, KeysValues], None]:
-      (x_BTD, kept), (parameters, index) = carried, item
-      own = LayerCache(kept, place, is_new=is_new, layer=index)
-      return apply(x_BTD, parameters, index, own), None
+  def apply_all(
+    x_BTD: jax.Array, at: LayerContexts, cache: Cache, place: jax.Array | int, *, is_new: bool
+  ) -> tuple[jax.Array, Cache]:
+    if isinstance(cache, KeysValues):
+      # Carried along as a whole, of which each layer writes only what is new.
+      def layer(
+        carried: tuple[jax.Array, KeysValues], item: tuple[nnx.State, jax.Array]
+      ) -> tuple[tuple[jax.Array, KeysValues], None]:
+        (x_BTD, kept), (parameters, index) = carried, item
+        own = LayerCache(kept, place, is_new=is_new, layer=index)
+        return apply(x_BTD, parameters, at.of(index), own), None
 
-    items = parameters, jnp.arange(cache.keys_BKSH.shape[0])
-    return jax.lax.scan(layer, (x_BTD, cache), items)[0]
-  kept = []
-  for index, one in enumerate(_unstack(parameters, len(cache))):
-    own = LayerCache(cache[index], place, is_new=is_new)
-    x_BTD, now = apply(x_BTD, one, index, own)
-    kept.append(now)
-  return x_BTD, tuple(kept)
+      return jax.lax.scan(layer, (x_BTD, cache), (parameters, jnp.arange(L)))[0]
+    kept = []
+    for index, (one, own) in enumerate(zip(each, cache, strict=True)):
+      own = LayerCache(own, place, is_new=is_new)
+      x_BTD, now = apply(x_BTD, one, at.of(index), own)
+      kept.append(now)
+    return x_BTD, tuple(kept)
+
+  return apply_all
 
 
 def _remat_policy(name: str) -> Callable[..., bool] | None:

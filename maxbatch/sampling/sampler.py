@@ -217,15 +217,16 @@ def _write(
   """With the tokens up to number `until`, unless all texts end before."""
   with _mesh_of(sampler):
     bound = sampler.model.bind(params)
+    decode = bound.decoder() if cache is not None and offers_cache(bound) else None
 
     def add(carried: tuple[_State, Cache | None]) -> tuple[_State, Cache | None]:
       state, cache = carried
       place = state.tokens_BS.shape[1] - sampler.max_new_tokens + state.number - 1
-      if cache is None or not offers_cache(bound):
+      if decode is None or cache is None:
         hidden_BD = _hidden_of_whole(bound, sampler, texts, state, place)
       else:
         token_B = jax.lax.dynamic_index_in_dim(state.tokens_BS, place, 1, keepdims=False)
-        hidden_BD, cache = bound.decode(token_B, cache, place, texts.begins_B)
+        hidden_BD, cache = decode(token_B, cache, place, texts.begins_B)
       return _with_next(sampler, bound, texts, state, hidden_BD), cache
 
     def goes_on(carried: tuple[_State, Cache | None]) -> jax.Array:
