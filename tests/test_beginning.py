@@ -14,6 +14,8 @@ from maxbatch.checkpoints import leaves
 from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.checkpoints.newest import newest_record
 from maxbatch.checkpoints.record import _checksum
+from maxbatch.conversion.source import frozen_folder
+from maxbatch.errors import UserError
 from maxbatch.modes.run import run
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import load_config, main
@@ -176,6 +178,17 @@ def test_a_run_whose_frozen_parameters_moved_or_changed(text, folder, capsys):
   said = refused(capsys, [*given, f"load_parameters_path={steps}/2"])
   assert f"the frozen parameters in {steps}/2 are not those that this run began with: " in said
   assert main([*given, f"load_parameters_path={steps}/4"]) == 0
+
+
+def test_runs_that_moved_together_find_each_other(tmp_path):
+  there = tmp_path / "runs" / "base" / "checkpoints" / "4"
+  there.mkdir(parents=True)
+  note = {"folder": "/nowhere/runs/base/checkpoints/4"}
+  assert frozen_folder(note, tmp_path / "runs" / "tuned") == there
+  with pytest.raises(
+    UserError, match="there is no such folder; put it back, or say where it is now"
+  ):
+    frozen_folder(note, tmp_path / "others" / "tuned")
 
 
 # --- load_full_state_path ------------------------------------------------------------------------
