@@ -59,8 +59,8 @@ def choose(
   else:
     keys_B = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys_B)
     ids_B = jax.vmap(jax.random.categorical)(keys_B, cut(scaled_BV, choice))
-  log_probs_BV = jax.nn.log_softmax(scaled_BV)
-  return ids_B.astype(jnp.int32), jnp.take_along_axis(log_probs_BV, ids_B[:, None], 1)[:, 0]
+  chosen_B = jnp.take_along_axis(scaled_BV, ids_B[:, None], 1)[:, 0]
+  return ids_B.astype(jnp.int32), chosen_B - jax.nn.logsumexp(scaled_BV, axis=1)
 
 
 def cut(logits_BV: jax.Array, choice: Choice) -> jax.Array:
