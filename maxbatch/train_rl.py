@@ -8,7 +8,8 @@ from maxbatch.command_line.arguments import Arguments, Command
 from maxbatch.command_line.run import run_command
 from maxbatch.config.load import load_config
 from maxbatch.hardware.processes import leave_together, refusing_together
-from maxbatch.modes.run_rl import run_rl
+from maxbatch.modes.run_rl import run_rl, sum_up_rl
+from maxbatch.run_folder.paths import RunFolder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,9 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(arguments: Arguments[TrainRLArguments]) -> None:
   with refusing_together(arguments.configuration):
-    run_rl(load_config(arguments.configuration))
+    config = load_config(arguments.configuration)
+    run_rl(config)
+    sum_up_rl(config.run.run_name, RunFolder.of(config.run))
 
 
 if __name__ == "__main__":

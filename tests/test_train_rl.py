@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import random
@@ -48,7 +49,7 @@ def run(folder: pathlib.Path, *keys: str) -> list[np.ndarray]:
 def figures(folder: pathlib.Path) -> list[dict[str, Any]]:
   """Of all steps, what depends neither on the clock nor on where evaluations are."""
   lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-  clocked = ("second", "overlap", "eval/")
+  clocked = ("second", "overlap", "ideal", "eval/")
   return [
     {name: x for name, x in json.loads(line).items() if not any(word in name for word in clocked)}
     for line in lines
@@ -59,36 +60,63 @@ def same(one: list[np.ndarray], other: list[np.ndarray]) -> bool:
   return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-WAYS = {"plain": (), "lag": ("rollout_staleness=1",), "again": ("num_iterations=2", "steps=4")}
+PROMPTS = "".join(json.dumps({"ask": f"f{n}=", "answer": "e"}) + "\n" for n in range(10))
+OF_FILES = """rl_task= dataset_type=grain train_data_columns=[ask,answer] eval_data_columns=[ask,answer]
+  eval_fraction=0.1 leftover_prompts=carry"""
+WAYS = {
+  "plain": [],
+  "all": [
+    *OF_FILES.split(),
+    *["rollout_staleness=1", "num_iterations=2", "grpo_beta=0.1", "loss_type=grpo", "steps=6"],
+  ],
+}
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> str:
+  file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+  file.write_text(PROMPTS)
+  return f"grain_train_files={file}"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, prompts: str) -> Callable[[str], Any]:
   """Uninterrupted runs: parameters, and figures of all steps."""
 
   @functools.cache
   def of(way: str) -> tuple[list[np.ndarray], list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp(way)
-    return run(folder, "run_name=run", *WAYS[way]), figures(folder)
+    return run(folder, "run_name=run", prompts, *WAYS[way]), figures(folder)
 
   return of
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_run_that_is_stopped_after_each_step_ends_with_the_same_bits(
-  whole, tmp_path, way, monkeypatch
+@pytest.mark.parametrize(("way", "stop"), [("plain", 1), ("all", 3)])
+def test_a_run_that_is_stopped_and_goes_on_ends_with_the_same_bits(
+  whole, prompts, tmp_path, way, stop, monkeypatch
 ):
+  """Also between two steps on a batch, sampled again by a policy that is gone, with a reference."""
   parameters, expected = whole(way)
-  monkeypatch.setattr(StopSignals, "agreed", property(lambda self: True))
-  for _ in expected[1:]:
-    found = run(tmp_path, "run_name=run", *WAYS[way])
+  asked = itertools.count(1)
+  monkeypatch.setattr(StopSignals, "agreed", property(lambda self: next(asked) == stop))
+  run(tmp_path, "run_name=run", prompts, *WAYS[way])
+  found = run(tmp_path, "run_name=run", prompts, *WAYS[way])
+  assert (tmp_path / "run" / "checkpoints" / str(stop)).is_dir()
   assert same(found, parameters)
   assert figures(tmp_path) == expected
 
 
-@pytest.mark.parametrize("way", ["plain", "lag"])
-def test_overlap_changes_no_bit_whatever_takes_how_long(whole, tmp_path, way, monkeypatch):
-  parameters, expected = whole(way)
+def test_pairs_made_one_after_the_other_give_the_same_bits(whole, tmp_path, monkeypatch):
+  parameters, expected = whole("plain")
+  monkeypatch.setattr(mode, "RolloutLoader", functools.partial(RolloutLoader, overlaps=False))
+  assert same(run(tmp_path, "run_name=run"), parameters)
+  assert figures(tmp_path) == expected
+
+
+def test_no_bit_depends_on_how_long_sampling_and_rewards_take(
+  whole, prompts, tmp_path, monkeypatch
+):
+  parameters, _ = whole("all")
   draws = random.Random(0)
 
   def delayed(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,11 +128,7 @@ def test_overlap_changes_no_bit_whatever_takes_how_long(whole, tmp_path, way, mo
 
   for name in ("sample", "reward"):
     monkeypatch.setattr(MicrobatchMaker, name, delayed(getattr(MicrobatchMaker, name)))
-  assert same(run(tmp_path / "delayed", "run_name=run", *WAYS[way]), parameters)
-  one_by_one = functools.partial(RolloutLoader, overlaps=False)
-  monkeypatch.setattr(mode, "RolloutLoader", one_by_one)
-  assert same(run(tmp_path / "one_by_one", "run_name=run", *WAYS[way]), parameters)
-  assert figures(tmp_path / "one_by_one") == expected
+  assert same(run(tmp_path, "run_name=run", prompts, *WAYS["all"]), parameters)
 
 
 def test_records_have_what_a_rollout_counts(whole):
@@ -116,7 +140,12 @@ def test_records_have_what_a_rollout_counts(whole):
     assert record["rl/importance_weight"] == pytest.approx(1, abs=1e-4)
     assert 0 <= record["rl/live_groups"] <= 1
     assert record["rl/staleness"] == 0
-  assert [record["rl/staleness"] for record in whole("lag")[1][1:]] == [0, 1, 1]
+  steps = whole("all")[1][1:]
+  assert [record["rl/staleness"] for record in steps] == [0, 0, 1, 1, 1, 1]
+  assert [record["rl/kl"] > 0 for record in steps] == [False, *[True] * 5]
+  # Two steps on the same pairs have the same rewards; the first has not moved from their policy.
+  assert steps[0]["rl/reward"] == steps[1]["rl/reward"] != steps[2]["rl/reward"]
+  assert steps[0]["rl/log_prob_gap"] < 1e-5 < steps[1]["rl/log_prob_gap"]
 
 
 def test_a_difference_between_sampler_and_trainer_stops_the_run(tmp_path, capsys, monkeypatch):
@@ -133,11 +162,9 @@ def test_a_difference_between_sampler_and_trainer_stops_the_run(tmp_path, capsys
   [
     (["num_generations=-1"], "num_generations=-1: this command trains by reinforcement"),
     (["rollout_devices=1", "num_simulated_devices=2"], "rollout_devices=1"),
-    (["grpo_beta=0.1"], "grpo_beta=0.1"),
     (["accumulation=fused"], "accumulation=fused"),
     (["decode_sampling_top_k=5"], "decode_sampling_top_k=5"),
     (["decode_sampling_temperature=0"], "decode_sampling_temperature=0"),
-    (["num_iterations=2", "rollout_staleness=1"], "num_iterations=2 and rollout_staleness=1"),
     (["warm_start_steps=3", "load_parameters_path=x"], "warm_start_steps=3"),
     (["warm_start_steps=3", "rl_task="], "rl_task is empty"),
     (["dropout_rate=0.1"], "dropout_rate=0.1"),
@@ -157,7 +184,7 @@ def test_a_warm_start_is_taken_up_and_made_only_once(tmp_path, capsys):
   assert "Begins parameters of" in out
   assert "pass@1" in out
   assert "--- after training" in out
-  assert train_rl.main([*keys, "steps=2"]) == 0
+  assert train_rl.main(keys) == 0
   assert "Warm start" not in capsys.readouterr().out
 
 

@@ -31,6 +31,8 @@ class RLPlan:
   """Batches by which the policy that samples lags behind the one that trains."""
   max_prompt_length: int
   epochs: PromptEpochs
+  has_reference: bool = False
+  """Whether the policy of before step 0 is needed in all steps."""
 
   @property
   def batch_size(self) -> int:
@@ -107,9 +109,12 @@ class RLPlan:
   def saved_policies(self, step: int) -> list[int]:
     """The steps before which those stood that a checkpoint before `step` has, see rollout_order.py."""
     batch, again = self.batch_of_step(step), self.num_iterations > 1
-    return [
-      each * self.num_iterations for each in saved_policies(batch, self.staleness, and_own=again)
-    ]
+    batches = saved_policies(batch, self.staleness, and_own=again)
+    return [0] * self.has_reference + [self.first_step(each) for each in batches]
+
+  def first_step(self, batch: int) -> int:
+    """The first step on a batch, from 0."""
+    return batch * self.num_iterations
 
   def dispatch_of(self, number: int) -> tuple[int, int]:
     """Of a step's dispatch, numbered through all steps: the step, and the microbatch in it."""
@@ -321,6 +326,7 @@ def plan_rl(config: Config, training: Topology) -> RLPlan:
     staleness=rl.rollout_staleness,
     max_prompt_length=rl.max_prefill_predict_length,
     epochs=epochs,
+    has_reference=rl.grpo_beta > 0,
   )
 
 

@@ -22,7 +22,6 @@ _ONLY: dict[str, tuple[object, str]] = {
     "",
     "its position counts samples of text; load_parameters_path begins anew",
   ),
-  "grpo_beta": (0.0, "a reference is not kept yet"),
   "compiled_step": ("", "a step for pairs is not read from a file yet"),
   "save_compiled_step": ("", "a step for pairs is not written to a file yet"),
   "compile_only": (False, "compiling without a run is not there yet"),
@@ -58,12 +57,6 @@ def check_rl(config: Config) -> None:
     raise UserError(
       "decode_sampling_temperature=0 writes the same completion each time, and groups would have "
       "nothing to compare; for example decode_sampling_temperature=1"
-    )
-  if config.rl.num_iterations > 1 and config.rl.rollout_staleness:
-    raise UserError(
-      f"num_iterations={config.rl.num_iterations} and rollout_staleness={config.rl.rollout_staleness}: "
-      "several steps on batches of a policy that lags behind are not there yet; for example "
-      "num_iterations=1, or rollout_staleness=0"
     )
   _check_beginning(config)
   check_rewards(config.rl)

@@ -24,10 +24,13 @@ from maxbatch.modes.resolve import ResolvedRun
 from maxbatch.modes.rl_requirements import check_one_process, check_rl
 from maxbatch.modes.run import run
 from maxbatch.modes.start import started
+from maxbatch.plots.figure import render
 from maxbatch.rl import demonstrations
+from maxbatch.rl.earlier import EarlierPolicies, log_prob_program
 from maxbatch.rl.evaluation import Evaluation, Example
 from maxbatch.rl.grpo import objective
 from maxbatch.rl.microbatches import MicrobatchMaker
+from maxbatch.rl.plot import PASS_AT, plot
 from maxbatch.rl.policies import Policies
 from maxbatch.rl.policy_loss import PolicyLoss
 from maxbatch.rl.prompt_set import PromptSet, prompt_set
@@ -36,6 +39,7 @@ from maxbatch.rl.rewards import RewardPool
 from maxbatch.rl.rollout import RolloutLoader
 from maxbatch.rl.sampled import pair_sampler, run_vocabulary
 from maxbatch.rl.steps import StepRecords
+from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.metrics import Record, each_record
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.loop import Job
@@ -85,18 +89,19 @@ class ByReinforcement:
     config, plan, trainer = resolved.config, self.plan, job.trainer
     sampler = pair_sampler(config, trainer.model, trainer.mesh)
     stream = PromptStream(self.prompts.train, plan.epochs, config.data.data_shuffle_seed)
-    policies, records = Policies(kept=plan.staleness + 1), StepRecords(plan, config)
+    loss, records = self.loss(config), StepRecords(plan, config, job.feed_watchdog)
+    policies = Policies(kept=plan.staleness + 1, keeps_first=plan.has_reference)
     if restored and plan.num_saved_policies:
       policies.put_back(plan.saved_policies(restored.position.step), restored.state[POLICIES])
+    earlier = EarlierPolicies(plan, loss, policies, log_prob_program(trainer, loss))
     with RewardPool(config.rl) as rewards:
-      make = MicrobatchMaker(
-        config.rl, plan, stream, sampler, rewards, has_proximal=_has_proximal(config.rl)
+      make = MicrobatchMaker(config.rl, plan, stream, sampler, rewards)
+      evaluation = Evaluation(
+        self.prompts.validation, sampler, rewards, plan.prompts_per_microbatch, job.feed_watchdog
       )
-      at_once = plan.prompts_per_microbatch
-      evaluation = Evaluation(self.prompts.validation, sampler, rewards, at_once)
 
       def opened(_: BatchPlan, position: Position) -> RolloutLoader:
-        return RolloutLoader(plan, position, make, policies, trainer.mesh, records.note)
+        return RolloutLoader(plan, position, make, policies, trainer.mesh, records, earlier)
 
       def published(position: Position, params: Parameters) -> None:
         if plan.begins_batch(position.step):
@@ -151,9 +156,7 @@ def run_rl(config: Config) -> tuple[TrainState, Position]:
   begun = newest_record(RunFolder.of(config.run).checkpoints)
   if config.rl.warm_start_steps and not (begun and config.checkpoint.enable_checkpointing):
     config = _warmed_up(config)
-  state, reached = run(in_pairs(config, plan), method=ByReinforcement(plan, found))
-  _sum_up(RunFolder.of(config.run))
-  return state, reached
+  return run(in_pairs(config, plan), method=ByReinforcement(plan, found))
 
 
 def _warmed_up(config: Config) -> Config:
@@ -206,17 +209,21 @@ def _warm_start(config: Config) -> Config:
   )
 
 
-def _sum_up(folder: RunFolder) -> None:
-  """What the policy wrote before and afterwards, and how often it was right."""
+def sum_up_rl(run_name: str, folder: RunFolder) -> None:
+  """What the policy wrote before and afterwards, how often it was right, and a picture of that."""
   for path, word in ((folder.examples_before, "before"), (folder.examples_after, "after")):
     if path.exists():
       print(f"\n--- {word} training\n{path.read_text().rstrip()}")
-  evaluated = [record for record in each_record(folder.path) if "eval/pass_at_1" in record]
-  if evaluated:
-    first, last = evaluated[0], evaluated[-1]
-    names = [name for name in last if name.startswith("eval/pass_at_")]
-    shown = ", ".join(
-      f"pass@{name.removeprefix('eval/pass_at_')} {first[name]:.3f} → {last[name]:.3f}"
-      for name in names
-    )
-    print(f"\n{shown}", flush=True)
+  records = list(each_record(folder.path))
+  evaluated = [record for record in records if f"{PASS_AT}1" in record]
+  if len(evaluated) < 2 or evaluated[0] is not records[0]:
+    return
+  first, last = evaluated[0], evaluated[-1]
+  shown = ", ".join(
+    f"pass@{name.removeprefix(PASS_AT)} {first[name]:.3f} → {last[name]:.3f}"
+    for name in last
+    if name.startswith(PASS_AT)
+  )
+  picture = folder.pass_at_k
+  write_run_file(picture, render(plot(run_name, records), picture.suffix))
+  print(f"\n{shown}, drawn in {picture}", flush=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +48,7 @@ class Evaluation:
   rewards: RewardPool
   prompts_at_once: int
   """As in the rollout, whose program this shares."""
+  feed_watchdog: Callable[[], None]
 
   def __call__(self, params: Parameters) -> Evaluated:
     """pass@k for k = 1, 2, 4, … and the mean reward; nothing without prompts.
@@ -65,6 +66,7 @@ class Evaluation:
       size = self.sampler.num_generations
       own = sampled._replace(texts=sampled.texts[: len(some) * size])
       found = scored(self.rewards, some, own).rewards_N.reshape(-1, size)
+      self.feed_watchdog()
       rewards.append(found)
       ended.append(sampled.ended_B[: len(some) * size])
       examples += [

@@ -61,8 +61,6 @@ class MicrobatchMaker:
   prompts: PromptStream
   sampler: PairSampler
   rewards: RewardPool
-  has_proximal: bool
-  """Whether a loss takes log-probabilities of before the first step on a batch."""
 
   def sample(self, params: Parameters, batch: int, number: int) -> "Unrewarded":
     """The completions of microbatch `number` of a batch of pairs.
@@ -92,9 +90,6 @@ class MicrobatchMaker:
     advantages_B = group_advantages(scores.rewards_N, size, scale=scale)
     length = plan.pairs.max_target_length
     pairs = make_pairs(sampled.rollout, advantages_B, unrewarded.first_pair, length)
-    if self.has_proximal:
-      # Without a lag the policy of before the first step on a batch is the one that sampled it.
-      pairs = pairs._replace(proximal_BT=pairs.behaviour_BT)
     counts = Counts(
       rewards_B=scores.rewards_N,
       live_G=live_groups(scores.rewards_N, size),

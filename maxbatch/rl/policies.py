@@ -11,16 +11,22 @@ from maxbatch.models.registry import Parameters
 class Policies:
   """The newest parameters by the step before which they stood."""
 
-  def __init__(self, kept: int):
-    """`kept`: how many; those before are forgotten."""
-    self._kept = kept
+  def __init__(self, kept: int, *, keeps_first: bool = False):
+    """Knows none yet.
+
+    Args:
+      kept: how many; those before are forgotten.
+      keeps_first: whether those from before step 0 stay all the same.
+    """
+    self._kept, self._keeps_first = kept, keeps_first
     self._by_step: dict[int, Parameters] = {}
 
   def publish(self, step: int, parameters: Parameters) -> None:
     """Keeps a copy of the parameters from before `step`."""
     self._by_step[step] = _copied(parameters)
     for old in sorted(self._by_step)[: -self._kept]:
-      del self._by_step[old]
+      if old or not self._keeps_first:
+        del self._by_step[old]
 
   def of(self, step: int) -> Parameters:
     """The parameters from before `step`, one of the newest that were published."""

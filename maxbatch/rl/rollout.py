@@ -19,9 +19,10 @@ from jax.sharding import Mesh
 from maxbatch.batch.plan import Position
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.batch.rollout_order import sampled_before
-from maxbatch.rl.microbatches import Counts, Microbatch, MicrobatchMaker
+from maxbatch.rl.microbatches import Microbatch, MicrobatchMaker
 from maxbatch.rl.pairs import Pairs
 from maxbatch.rl.policies import Policies
+from maxbatch.rl.steps import StepRecords
 from maxbatch.training.step import rows_shardings
 
 
@@ -38,7 +39,8 @@ class RolloutLoader:
     make: MicrobatchMaker,
     policies: Policies,
     mesh: Mesh,
-    note: Callable[[int, list[Counts]], None],
+    records: StepRecords,
+    complete: Callable[[int, Pairs], Pairs],
     *,
     overlaps: bool = True,
   ):
@@ -50,11 +52,13 @@ class RolloutLoader:
       make: what makes a microbatch.
       policies: where the training loop publishes its parameters.
       mesh: the devices that train.
-      note: is told, of every step, what its microbatches count, before the last is yielded.
+      records: are told, of every step, what its microbatches count, before the last is yielded.
+      complete: adds to the pairs of a batch, on the devices, what the loss takes besides.
       overlaps: else each microbatch is made when it is asked for: the same, one after the other.
     """
     self._plan, self._make, self._policies, self._mesh = plan, make, policies, mesh
-    self._note, self._waited, self._overlaps = note, 0.0, overlaps
+    self._records, self._complete, self._overlaps = records, complete, overlaps
+    self._waited = self._trained = 0.0
     self._step, self._place = position.step, 0
     self._sampled = plan.first_microbatch(plan.batch_of_step(position.step))
     self._last = plan.first_microbatch(plan.num_batches) - 1
@@ -84,16 +88,22 @@ class RolloutLoader:
     pairs = self._batch[self._place].pairs
     self._place += 1
     if self._place == plan.num_microbatches:
-      self._note(self._step, [made.counts for made in self._batch])
+      self._records.note(self._step, [made.counts for made in self._batch])
       self._step, self._place = self._step + 1, 0
       if plan.begins_batch(self._step):
         self._batch = []
-    self._waited += time.perf_counter() - began
+    waited = time.perf_counter() - began - self._trained
+    self._trained = 0.0
+    self._waited += waited
+    self._records.waited(waited)
     fed = jax.tree.map(lambda x: np.asarray(x)[None], pairs)
-    return jax.device_put(fed, rows_shardings(fed, self._mesh))
+    return self._complete(batch, jax.device_put(fed, rows_shardings(fed, self._mesh)))
 
   def waited_seconds(self) -> float:
-    """How long `next` has sampled, and waited for rewards, since this was last asked."""
+    """How long `next` has sampled, and waited for rewards, since this was last asked.
+
+    Not for the policy, which is there when the step before has ended.
+    """
     waited, self._waited = self._waited, 0.0
     return waited
 
@@ -109,6 +119,9 @@ class RolloutLoader:
     while self._sampled <= last:
       batch, place = self._plan.place_of_microbatch(self._sampled)
       params = self._policies.of(self._plan.policy_of_batch(batch))
+      began = time.perf_counter()
+      jax.block_until_ready(params)
+      self._trained += time.perf_counter() - began
       unrewarded = self._make.sample(params, batch, place)
       self._ahead.append(self._rewards.submit(self._make.reward, unrewarded))
       self._sampled += 1

@@ -1,5 +1,7 @@
 """The records of steps, with what their rollouts count, and what must hold of them."""
 
+from collections.abc import Callable
+
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
@@ -15,14 +17,20 @@ by rounding, at temperature 1."""
 class StepRecords:
   """Completes the records of steps."""
 
-  def __init__(self, plan: RLPlan, config: Config):
-    """Args: the run's plan and configuration."""
-    self._plan, self._config = plan, config
+  def __init__(self, plan: RLPlan, config: Config, feed_watchdog: Callable[[], None]):
+    """Args: the run's plan and configuration, and what is told that the run goes on."""
+    self._plan, self._config, self._feed_watchdog = plan, config, feed_watchdog
+    self._waited = 0.0
     self._counts: dict[int, list[Counts]] = {}
 
   def note(self, step: int, counts: list[Counts]) -> None:
     """Takes note of what the microbatches of a step count; steps are numbered from 0."""
     self._counts[step] = counts
+
+  def waited(self, seconds: float) -> None:
+    """Takes note that training has waited for pairs, which are sampled or rewarded."""
+    self._waited += seconds
+    self._feed_watchdog()
 
   def completed(self, record: Record) -> Record:
     """The record of a step with the metrics of its rollout.
@@ -37,10 +45,13 @@ class StepRecords:
     if plan.begins_batch(step) and not plan.lag(batch):
       check_gap(self._config, batch, record[LARGEST_GAP])
     made = values["rl/rollout_seconds"] + values["rl/reward_seconds"]
-    waited = record["data_wait_seconds"]
+    # Within the seconds of this record, which is made when the next step's pairs are there.
+    waited, self._waited = self._waited, 0.0
+    train = max(record["step_seconds"] - waited, 0.0)
     own = {
-      "rl/train_seconds": max(record["step_seconds"] - waited, 0.0),
-      "rl/overlap_fraction": min(max(1 - waited / made, 0.0), 1.0),
+      "rl/train_seconds": train,
+      "rl/ideal_seconds": max(made, train) + min(made, train) / plan.num_microbatches,
+      "rl/overlap_fraction": min(max(1 - record["data_wait_seconds"] / made, 0.0), 1.0),
       "rl/staleness": float(plan.lag(batch)),
       "rl/dropped_prompts": float(plan.dropped_prompts(batch + 1)),
     }

@@ -1,0 +1,51 @@
+"""What earlier policies say of pairs: the one before the first step on their batch, and the first of all."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from maxbatch.batch.rl_plan import RLPlan
+from maxbatch.data.rows import Rows
+from maxbatch.models.registry import Parameters
+from maxbatch.rl.log_probs import token_log_probs
+from maxbatch.rl.pairs import Pairs
+from maxbatch.rl.policies import Policies
+from maxbatch.rl.policy_loss import PolicyLoss
+from maxbatch.training.step import Trainer
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EarlierPolicies:
+  """Adds to pairs the log-probabilities that the loss takes of them, by the program of training."""
+
+  plan: RLPlan
+  loss: PolicyLoss
+  policies: Policies
+  log_probs: Callable[[Parameters, Rows], jax.Array]
+
+  def __call__(self, batch: int, pairs: Pairs) -> Pairs:
+    """The pairs of a batch, (1, B, …) on the devices, with all that the loss takes."""
+    if self.loss.has_proximal:
+      first = self.policies.of(self.plan.first_step(batch))
+      pairs = pairs._replace(proximal_BT=self._of(first, pairs))
+    if self.loss.objective.beta:
+      pairs = pairs._replace(reference_BT=self._of(self.policies.of(0), pairs))
+    return pairs
+
+  def _of(self, params: Parameters, pairs: Pairs) -> jax.Array:
+    return jax.device_put(self.log_probs(params, pairs.rows), pairs.behaviour_BT.sharding)
+
+
+def log_prob_program(trainer: Trainer, loss: PolicyLoss) -> Callable[[Parameters, Rows], jax.Array]:
+  """From parameters and rows (1, B, T) to the log-probabilities of the targets."""
+  allowed_V = np.frombuffer(loss.allowed, bool)
+
+  def program(params: Parameters, rows: Rows) -> jax.Array:
+    with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
+      of_one = jax.tree.map(lambda x: x[0], rows)
+      found = token_log_probs(trainer.model, params, of_one, allowed_V, loss.temperature)
+      return found.targets_BT[None]
+
+  return jax.jit(program)
