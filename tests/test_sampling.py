@@ -94,10 +94,14 @@ WARM_SAMPLER = Sampler(MODEL, WARM, 10, LENGTH)
 
 
 @functools.cache
-def together() -> list[list[int]]:
+def samples_together() -> Samples:
   """What is drawn for all of TEXTS in one batch."""
-  samples = sample(WARM_SAMPLER, loud_parameters(MODEL), prompts(TEXTS), LETTERS)
-  return [written(samples, row) for row in range(len(TEXTS))]
+  return sample(WARM_SAMPLER, loud_parameters(MODEL), prompts(TEXTS), LETTERS)
+
+
+def together() -> list[list[int]]:
+  """Its tokens."""
+  return [written(samples_together(), row) for row in range(len(TEXTS))]
 
 
 def test_a_text_does_not_depend_on_its_neighbours_their_order_or_padding():
@@ -106,6 +110,8 @@ def test_a_text_does_not_depend_on_its_neighbours_their_order_or_padding():
   other = prompts([*TEXTS[::-1], TEXTS[0]], more_padding=16)
   mixed = sample(WARM_SAMPLER, parameters, other, LETTERS)
   assert [written(mixed, row) for row in range(4)] == together()[::-1]
+  log_probs_BN = np.asarray(samples_together().log_probs_BN)
+  np.testing.assert_allclose(mixed.log_probs_BN[:4], log_probs_BN[::-1], atol=2e-5)
   for row in (1, 2):
     alone = sample(WARM_SAMPLER, parameters, prompts([TEXTS[row]]), LETTERS)
     assert written(alone, 0) == together()[row]
