@@ -28,15 +28,10 @@ from maxbatch.sampling.text import choice_of
 _KEYS = """config=base num_simulated_devices=8 vocab_size=264 base_emb_dim=16 base_num_decoder_layers=1
   base_num_query_heads=2 base_num_kv_heads=2 head_dim=8 base_mlp_dim=32 max_target_length=16
   max_prefill_predict_length=8 num_generations=4 batch_size=4 micro_batch_size=8 accumulation=streamed
-  rl_task=format reward_functions=[test_train_rl:vowels] reward_processes=1 generate_length=0
+  rl_task=format reward_functions=[vowels:count] reward_processes=1 generate_length=0
   eval_samples=3 eval_interval=-1 lr_schedule_type=constant warmup_steps=0 learning_rate=0.01 steps=3
   max_num_checkpoints_to_keep=9"""
 KEYS = _KEYS.split()
-
-
-def vowels(prompts, completions, **columns):
-  """What even an untrained model can get more of."""
-  return [float(sum(character in "aeiou" for character in each)) for each in completions]
 
 
 def run(folder: pathlib.Path, *keys: str) -> list[np.ndarray]:
