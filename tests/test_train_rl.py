@@ -122,6 +122,17 @@ def test_pairs_made_one_after_the_other_give_the_same_bits(whole, prompts, tmp_p
   assert figures(tmp_path) == expected
 
 
+def test_what_is_sampled_does_not_depend_on_micro_batch_size(whole, tmp_path):
+  _, (_, expected, *_) = whole("plain")
+  run(tmp_path, "run_name=run", "micro_batch_size=16", "steps=1")
+  _, found = figures(tmp_path)
+  assert found["gradient_accumulation_steps"] == 1
+  for name in ("rl/reward", "rl/reward_std", "rl/live_groups", "rl/completion_length"):
+    assert found[name] == pytest.approx(expected[name], rel=1e-12), name
+  for name in ("loss", "grad_norm", "rl/entropy"):
+    assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
+
+
 def test_records_have_what_a_rollout_counts(whole):
   _, (before, *steps) = whole("plain")
   assert before == {"step": 0, "samples": 0, "tokens": 0}
