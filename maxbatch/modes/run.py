@@ -108,10 +108,13 @@ def _run(
   beginning = Beginning() if resolved.saved else beginning_of(config.checkpoint, resolved.folder)
   resolved = dataclasses.replace(resolved, begins=beginning.position)
   print(f"{resolved.plan_ahead}\n", flush=True)
-  loss = method.loss(resolved.config)
-  trainer = build_trainer(resolved.config, resolved.plan, target.devices, loss=loss)
-  if method.num_saved_policies:
-    trainer = dataclasses.replace(trainer, num_saved_policies=method.num_saved_policies)
+  trainer = build_trainer(
+    resolved.config,
+    resolved.plan,
+    target.devices,
+    loss=method.loss(resolved.config),
+    num_saved_policies=method.num_saved_policies,
+  )
   trainer = saving_frozen(trainer, resolved.saved, beginning)
   with failing_together():
     check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices)

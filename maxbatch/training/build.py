@@ -52,6 +52,7 @@ def build_trainer(
   *,
   keep: bool = True,
   loss: Loss = TEXT,
+  num_saved_policies: int = 0,
 ) -> Trainer:
   """Model, optimizer and mesh, none of which holds an array yet.
 
@@ -61,6 +62,7 @@ def build_trainer(
     devices: what it runs on.
     keep: whether later calls may return this one; not while jax traces, when its random key is none.
     loss: what a step minimizes.
+    num_saved_policies: parameters of earlier steps that checkpoints hold as well.
 
   Raises:
     UserError: keys that contradict each other.
@@ -84,6 +86,7 @@ def build_trainer(
     pipeline,
     Measures(metrics, config.noise.gns_from_microbatches),
     loss,
+    num_saved_policies,
   )
   loading_hosts(plan, num_processes(trainer.mesh))
   return trainer
@@ -99,6 +102,7 @@ def _trainer(
   pipeline: Pipeline | None,
   measures: Measures,
   loss: Loss,
+  num_saved_policies: int,
 ) -> Trainer:
   return Trainer(
     model=model,
@@ -109,6 +113,7 @@ def _trainer(
     pipeline=pipeline,
     measures=measures,
     loss=loss,
+    num_saved_policies=num_saved_policies,
   )
 
 

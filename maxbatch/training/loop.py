@@ -5,7 +5,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import jax
@@ -48,12 +47,7 @@ class StepLoader(Protocol):
 
   def __enter__(self) -> Self: ...
 
-  def __exit__(
-    self,
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    trace: TracebackType | None,
-  ) -> None: ...
+  def __exit__(self, *_: object) -> None: ...
 
 
 def _unheard(position: Position, params: Parameters) -> None:
