@@ -37,7 +37,37 @@ hypothesis.settings.load_profile("suite")
 gc.freeze()
 gc.set_threshold(100_000, 20, 20)
 
+LONGEST_FIRST = [
+  "test_same_training",
+  "test_faults",
+  "test_lost_listener",
+  "test_train",
+  "test_resume",
+  "test_agreement",
+  "test_interrupted",
+  "test_soak",
+  "test_tpu_topology",
+  "test_step_file",
+  "test_environment",
+  "test_data_loader",
+  "test_ramp",
+  "test_joining",
+  "test_full_disk",
+  "test_lock",
+  "test_compile_cache",
+  "test_partition",
+  "test_loading_processes",
+  "test_second_job",
+]
+"""Files that take long, most of them because they wait for processes: begun last, they would keep one
+core busy for minutes while the other has nothing to do."""
+
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+  place = {name: number for number, name in enumerate(LONGEST_FIRST)}
+  items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
 @pytest.fixture(scope="session", autouse=True)
