@@ -294,8 +294,9 @@ def test_a_fused_matrix_comes_apart_and_together_again():
 
 HOW_COMPUTED = {"model_name", "init_weights_seed", "dtype", "weight_dtype", "attention"} | {
   *("scan_layers", "remat_policy", "num_vocab_tiling", "z_loss_multiplier"),
+  *("lora_rank", "lora_alpha", "lora_targets"),
 }
-"""Keys of the model section that are not about what a trained model computes."""
+"""Keys of the model section that no config.json has: of how a model is trained and computed."""
 
 
 def test_every_key_of_the_model_is_known_here():

@@ -24,7 +24,7 @@ DRIVER = """
 import os, sys, time
 from maxbatch import train
 from maxbatch.compile import steps
-from maxbatch.modes import run
+from maxbatch.modes import method, run
 where, number = sys.argv[1], int(sys.argv[2])
 def long_one(*_):
   try:
@@ -34,7 +34,9 @@ def long_one(*_):
     if where != "eval_rows":
       raise
     time.sleep(600)  # an exception that is lost on its way
-setattr(steps if where == "compiled_step" else run, where, long_one)
+place = {"compiled_step": steps, "build_dataset": method}.get(where, run)
+assert hasattr(place, where)
+setattr(place, where, long_one)
 train.leave_together(train.main(sys.argv[3:]))
 """
 

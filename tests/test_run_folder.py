@@ -22,6 +22,10 @@ CONTRACT = {
   "exploration": "exploration.json",
   "text_before_training": "text_before_training.txt",
   "batch_schedule": "batch_schedule.yml",
+  "hugging_face": "hugging_face",
+  "examples_before": "examples_before_training.txt",
+  "examples_after": "examples_after_training.txt",
+  "pass_at_k": "pass_at_k.svg",
 }
 
 
