@@ -26,7 +26,7 @@ esac
 """
 
 
-PYTEST = "-m pytest -n auto --maxprocesses 4 --dist loadfile"
+PYTEST = "-m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder"
 
 
 @pytest.fixture
