@@ -5,6 +5,7 @@ prompt, and rewards depend neither on the number of processes nor on micro_batch
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import multiprocessing.connection
@@ -105,7 +106,7 @@ class RewardPool:
     self._names = check_rewards(config)
     self._config = config
     self._workers: list[_Worker] = []
-    self._lock = threading.Lock()
+    self._lock, self._given_up = threading.Lock(), threading.Event()
 
   def __enter__(self) -> "RewardPool":
     self._workers = [self._started() for _ in range(self._config.reward_processes)]
@@ -126,18 +127,32 @@ class RewardPool:
 
     Raises:
       UserError: a function fails, and reward_failure=stop; or a process cannot start.
+      CancelledError: see `give_up`.
     """
     # Evaluations score in one thread, rollouts in another.
     with self._lock:
       return self._scored(groups)
 
+  def give_up(self) -> None:
+    """Ends a `score` under way in another thread, and the calls that it has begun."""
+    self._given_up.set()
+    for worker in list(self._workers):
+      if worker.call is not None:
+        _kill(worker)
+    with self._lock:
+      self._given_up.clear()
+
   def _scored(self, groups: Sequence[Group]) -> Scores:
+    for worker in [worker for worker in self._workers if worker.call is not None]:
+      self._replace(worker)  # What it does has been given up.
     waiting = collections.deque(
       (group, function) for group in range(len(groups)) for function in range(len(self._names))
     )
     replies: dict[tuple[int, int], Reply] = {}
     total = len(waiting)
     while len(replies) < total:
+      if self._given_up.is_set():
+        raise concurrent.futures.CancelledError
       for worker in self._workers:
         if worker.is_ready and worker.call is None and waiting:
           self._begin(worker, waiting.popleft(), groups)
@@ -238,10 +253,15 @@ class RewardPool:
     return _Worker(process, ours, time.monotonic() + _START_SECONDS)
 
 
-def _end(worker: _Worker) -> None:
-  """Ends a process and what it has started."""
+def _kill(worker: _Worker) -> None:
+  """Ends a process and what it has started; its connection says so."""
   with contextlib.suppress(ProcessLookupError):
     os.killpg(worker.process.pid, signal.SIGKILL)
+
+
+def _end(worker: _Worker) -> None:
+  """Ends a process for good."""
+  _kill(worker)
   worker.process.wait()
   worker.connection.close()
   assert worker.process.stdin is not None
