@@ -4,9 +4,11 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import pathlib
 import random
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -113,9 +115,25 @@ def whole(tmp_path_factory: pytest.TempPathFactory, prompts: str) -> Callable[[s
   return of
 
 
-@pytest.mark.parametrize(
-  ("way", "stops"), [("plain", [1]), ("all", [3]), ("lagging", [1, 2, 3, 4, 5])]
-)
+def test_ctrl_c_in_the_middle_of_a_rollout_and_going_on_ends_with_the_same_bits(
+  whole, tmp_path, monkeypatch
+):
+  parameters, expected = whole("plain")
+  reward, calls = MicrobatchMaker.reward, itertools.count(1)
+
+  def interrupted(*arguments: Any) -> Any:
+    if next(calls) == 3:
+      os.kill(os.getpid(), signal.SIGINT)
+    return reward(*arguments)
+
+  monkeypatch.setattr(MicrobatchMaker, "reward", interrupted)
+  run(tmp_path, "run_name=run", *WAYS["plain"])
+  assert 1 <= len(figures(tmp_path)) - 1 < 3
+  assert same(run(tmp_path, "run_name=run", *WAYS["plain"]), parameters)
+  assert figures(tmp_path) == expected
+
+
+@pytest.mark.parametrize(("way", "stops"), [("all", [3]), ("lagging", [1, 2, 3, 4, 5])])
 def test_a_run_that_is_stopped_and_goes_on_ends_with_the_same_bits(
   whole, prompts, tmp_path, way, stops, monkeypatch
 ):

@@ -95,7 +95,7 @@ class ByReinforcement:
     sampler = pair_sampler(config, trainer.model, trainer.mesh)
     stream = PromptStream(self.prompts.train, plan.epochs, config.data.data_shuffle_seed)
     loss, records = self.loss(config), StepRecords(plan, config, job.feed_watchdog)
-    policies = Policies(kept=plan.staleness + 1, keeps_first=plan.has_reference)
+    policies = Policies(trainer.model, kept=plan.staleness + 1, keeps_first=plan.has_reference)
     if restored and plan.num_saved_policies:
       policies.put_back(plan.saved_policies(restored.position.step), restored.state[POLICIES])
     earlier = EarlierPolicies(plan, loss, policies, log_prob_program(trainer, loss))
@@ -113,6 +113,7 @@ class ByReinforcement:
         return RolloutLoader(plan, position, make, policies, trainer.mesh, records, earlier)
 
       def published(position: Position, params: Parameters) -> None:
+        policies.keep_frozen(params)
         if plan.begins_batch(position.step):
           policies.publish(position.step, params)
 
@@ -126,7 +127,7 @@ class ByReinforcement:
         train_rows=opened,
         publish=published,
         policies=lambda position: [
-          policies.of(step) for step in plan.saved_policies(position.step)
+          policies.trained(step) for step in plan.saved_policies(position.step)
         ],
         own_evaluation=evaluated,
         completed=records.completed,
