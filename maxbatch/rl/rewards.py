@@ -151,18 +151,23 @@ class RewardPool:
     replies: dict[tuple[int, int], Reply] = {}
     total = len(waiting)
     while len(replies) < total:
-      if self._given_up.is_set():
-        raise concurrent.futures.CancelledError
+      self._check_wanted()
       for worker in self._workers:
         if worker.is_ready and worker.call is None and waiting:
           self._begin(worker, waiting.popleft(), groups)
-      for worker in self._ended():
+      ended = self._ended()
+      self._check_wanted()  # Else it would be the function whose process has ended.
+      for worker in ended:
         place = worker.call
         reply = self._outcome(worker)
         if place is not None:
           replies[place] = reply
           self._check(reply, place, groups)
     return self._scores(groups, replies)
+
+  def _check_wanted(self) -> None:
+    if self._given_up.is_set():
+      raise concurrent.futures.CancelledError
 
   def _begin(self, worker: _Worker, place: tuple[int, int], groups: Sequence[Group]) -> None:
     group, function = groups[place[0]], place[1]
