@@ -16,12 +16,13 @@ from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.config.rl_schema import RLConfig
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
+from maxbatch.hardware.agreement import broadcast_one_to_all, in_turn
 from maxbatch.hardware.devices import find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.resolve import ResolvedRun
-from maxbatch.modes.rl_requirements import check_one_process, check_rl
+from maxbatch.modes.rl_requirements import check_rl
 from maxbatch.modes.run import run
 from maxbatch.modes.start import started
 from maxbatch.plots.figure import render
@@ -38,10 +39,13 @@ from maxbatch.rl.prompts import PromptStream, epoch_size
 from maxbatch.rl.rewards import RewardPool
 from maxbatch.rl.rollout import RolloutLoader
 from maxbatch.rl.sampled import pair_sampler, run_vocabulary
+from maxbatch.rl.shared_rewards import SharedRewards
 from maxbatch.rl.steps import StepRecords
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.metrics import Record, each_record
 from maxbatch.run_folder.paths import RunFolder
+from maxbatch.sampling.choice import num_words
+from maxbatch.sampling.text import choice_of
 from maxbatch.training.loop import Job
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import POLICIES
@@ -65,6 +69,7 @@ class ByReinforcement:
       allowed_V.tobytes(),
       config.run.decode_sampling_temperature,
       has_proximal=_has_proximal(config.rl),
+      kept_words=num_words(config.model.vocab_size) if choice_of(config.run).leaves_out else 0,
     )
 
   @property
@@ -90,20 +95,25 @@ class ByReinforcement:
     sampler = pair_sampler(config, trainer.model, trainer.mesh)
     stream = PromptStream(self.prompts.train, plan.epochs, config.data.data_shuffle_seed)
     loss, records = self.loss(config), StepRecords(plan, config, job.feed_watchdog)
-    policies = Policies(kept=plan.staleness + 1, keeps_first=plan.has_reference)
+    policies = Policies(trainer.model, kept=plan.staleness + 1, keeps_first=plan.has_reference)
     if restored and plan.num_saved_policies:
       policies.put_back(plan.saved_policies(restored.position.step), restored.state[POLICIES])
     earlier = EarlierPolicies(plan, loss, policies, log_prob_program(trainer, loss))
-    with RewardPool(config.rl) as rewards:
-      make = MicrobatchMaker(config.rl, plan, stream, sampler, rewards)
+    with RewardPool(config.rl) as pool:
       evaluation = Evaluation(
-        self.prompts.validation, sampler, rewards, plan.prompts_per_microbatch, job.feed_watchdog
+        self.prompts.validation,
+        sampler,
+        SharedRewards(pool),
+        plan.prompts_per_microbatch,
+        job.feed_watchdog,
       )
 
       def opened(_: BatchPlan, position: Position) -> RolloutLoader:
+        make = MicrobatchMaker(config.rl, plan, stream, sampler, SharedRewards(pool))
         return RolloutLoader(plan, position, make, policies, trainer.mesh, records, earlier)
 
       def published(position: Position, params: Parameters) -> None:
+        policies.keep_frozen(params)
         if plan.begins_batch(position.step):
           policies.publish(position.step, params)
 
@@ -117,7 +127,7 @@ class ByReinforcement:
         train_rows=opened,
         publish=published,
         policies=lambda position: [
-          policies.of(step) for step in plan.saved_policies(position.step)
+          policies.trained(step) for step in plan.saved_policies(position.step)
         ],
         own_evaluation=evaluated,
         completed=records.completed,
@@ -147,14 +157,17 @@ def run_rl(config: Config) -> tuple[TrainState, Position]:
   check_rl(config)
   with started(config), ending_together():
     target = find_devices(config)
-    check_one_process(jax.process_count())
-    found = prompt_set(config)
-    size = epoch_size(config.rl.num_prompts, found.train)
-    config = dataclasses.replace(config, rl=dataclasses.replace(config.rl, num_prompts=size))
-    plan = plan_rl(config, target.layout)
+    with in_turn():
+      found = prompt_set(config)
+      size = epoch_size(config.rl.num_prompts, found.train)
+      config = dataclasses.replace(config, rl=dataclasses.replace(config.rl, num_prompts=size))
+      plan = plan_rl(config, target.layout)
     print(f"{plan}\n", flush=True)
-  begun = newest_record(RunFolder.of(config.run).checkpoints)
-  if config.rl.warm_start_steps and not (begun and config.checkpoint.enable_checkpointing):
+    begun = config.checkpoint.enable_checkpointing and bool(
+      newest_record(RunFolder.of(config.run).checkpoints)
+    )
+    begun = broadcast_one_to_all(begun)
+  if config.rl.warm_start_steps and not begun:
     config = _warmed_up(config)
   return run(in_pairs(config, plan), method=ByReinforcement(plan, found))
 
@@ -162,17 +175,22 @@ def run_rl(config: Config) -> tuple[TrainState, Position]:
 def _warmed_up(config: Config) -> Config:
   """The configuration of a run that begins with what was trained on demonstrations, which it is now."""
   warm = _warm_start(config)
-  print(
+  _say(
     f"Warm start: {warm.run.steps} steps of {_WARM_START_BATCH} demonstrations of "
-    f"rl_task={config.rl.rl_task}, in {RunFolder.of(warm.run).path}\n",
-    flush=True,
+    f"rl_task={config.rl.rl_task}, in {RunFolder.of(warm.run).path}\n"
   )
   run(warm, advise=False)
-  print("\nReinforcement learning\n", flush=True)
+  _say("\nReinforcement learning\n")
   path = str(RunFolder.of(warm.run).path)
   return dataclasses.replace(
     config, checkpoint=dataclasses.replace(config.checkpoint, load_parameters_path=path)
   )
+
+
+def _say(text: str) -> None:
+  """Prints between two runs, where each process has its terminal: the first alone speaks."""
+  if jax.process_index() == 0:
+    print(text, flush=True)
 
 
 def _warm_start(config: Config) -> Config:
@@ -211,6 +229,8 @@ def _warm_start(config: Config) -> Config:
 
 def sum_up_rl(run_name: str, folder: RunFolder) -> None:
   """What the policy wrote before and afterwards, how often it was right, and a picture of that."""
+  if jax.process_index():
+    return
   for path, word in ((folder.examples_before, "before"), (folder.examples_after, "after")):
     if path.exists():
       print(f"\n--- {word} training\n{path.read_text().rstrip()}")

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from maxbatch.batch.plan import Position
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.batch.rollout_order import sampled_before
+from maxbatch.hardware.sharding import put
 from maxbatch.rl.microbatches import Microbatch, MicrobatchMaker
 from maxbatch.rl.pairs import Pairs
 from maxbatch.rl.policies import Policies
@@ -70,7 +71,9 @@ class RolloutLoader:
     return self
 
   def __exit__(self, *_: object) -> None:
-    self._rewards.shutdown(wait=True, cancel_futures=True)
+    self._rewards.shutdown(wait=False, cancel_futures=True)
+    self._make.rewards.give_up()  # Nobody waits for a function that takes a minute.
+    self._rewards.shutdown(wait=True)
     self._ahead.clear()
 
   def __next__(self) -> Pairs:
@@ -97,7 +100,7 @@ class RolloutLoader:
     self._waited += waited
     self._records.waited(waited)
     fed = jax.tree.map(lambda x: np.asarray(x)[None], pairs)
-    return self._complete(batch, jax.device_put(fed, rows_shardings(fed, self._mesh)))
+    return self._complete(batch, put(fed, rows_shardings(fed, self._mesh)))
 
   def waited_seconds(self) -> float:
     """How long `next` has sampled, and waited for rewards, since this was last asked.

@@ -83,7 +83,8 @@ class PairSampler:
       text_after(self.tokenizer, each, row_N[: length - ended])
       for each, (row_N, length, ended) in zip(ids, kept, strict=True)
     ]
-    rollout = Rollout(tokens_BP, lengths_B, found.tokens_BN, found.lengths_B, found.log_probs_BN)
+    completions = found.tokens_BN, found.lengths_B, found.log_probs_BN, found.kept_BNW
+    rollout = Rollout(tokens_BP, lengths_B, *completions)
     return Sampled(rollout, texts, found.ended_B)
 
   def _encoded(self, text: str) -> Sequence[int]:
@@ -124,8 +125,9 @@ def pair_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh) -> PairS
   """
   tokenizer, places = build_tokenizer(config.data), config.rl.max_prefill_predict_length
   length = config.batch.max_target_length
+  choice = choice_of(config.run)
   return PairSampler(
-    sampler=Sampler(model, choice_of(config.run), length - places, length, mesh),
+    sampler=Sampler(model, choice, length - places, length, mesh, choice.leaves_out),
     vocabulary=run_vocabulary(config),
     encode=PromptEncoder(config.data, tokenizer),
     tokenizer=tokenizer,
