@@ -7,6 +7,7 @@ import json
 import pathlib
 import random
 import re
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -65,6 +66,7 @@ WAYS = {
     *["rollout_staleness=1", "num_iterations=2", "grpo_beta=0.1", "loss_type=grpo", "steps=4"],
   ],
 }
+WAYS["apart"] = [*WAYS["all"], "rollout_devices=4"]
 
 
 def delayed(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +101,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, prompts: str) -> Callable[[s
   return of
 
 
-@pytest.mark.parametrize(("way", "stop"), [("plain", 1), ("all", 3)])
+@pytest.mark.parametrize(("way", "stop"), [("plain", 1), ("all", 3), ("apart", 3)])
 def test_a_run_that_is_stopped_and_goes_on_ends_with_the_same_bits(
   whole, prompts, tmp_path, way, stop, monkeypatch
 ):
@@ -114,12 +116,46 @@ def test_a_run_that_is_stopped_and_goes_on_ends_with_the_same_bits(
   assert figures(tmp_path) == expected
 
 
-def test_pairs_made_one_after_the_other_give_the_same_bits(whole, prompts, tmp_path, monkeypatch):
+@pytest.mark.parametrize("way", ["all", "apart"])
+def test_pairs_made_one_after_the_other_give_the_same_bits(
+  whole, prompts, tmp_path, monkeypatch, way
+):
   """As those that overlap, whatever takes how long there."""
-  parameters, expected = whole("all")
+  parameters, expected = whole(way)
   monkeypatch.setattr(mode, "RolloutLoader", functools.partial(RolloutLoader, overlaps=False))
-  assert same(run(tmp_path, "run_name=run", prompts, *WAYS["all"]), parameters)
+  assert same(run(tmp_path, "run_name=run", prompts, *WAYS[way]), parameters)
   assert figures(tmp_path) == expected
+
+
+def test_devices_that_only_sample_change_nothing_but_rounding(whole):
+  """Four that train and four that sample, beside eight that do both."""
+  (parameters, steps), (expected, expected_steps) = whole("apart"), whole("all")
+  for ours, theirs in zip(parameters, expected, strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6)
+  for ours, theirs in zip(steps[1:], expected_steps[1:], strict=True):
+    for name in ("rl/reward", "rl/reward_std", "rl/completion_length", "rl/truncated"):
+      assert ours[name] == theirs[name], name
+
+
+def test_devices_that_only_sample_do_not_wait_for_training(tmp_path, monkeypatch):
+  """Nor does training wait for them: a microbatch is trained on while the next is sampled."""
+  sample, take = MicrobatchMaker.sample, RolloutLoader.__next__
+  taken, in_time, trains = itertools.count(), [], threading.Event()
+
+  def waiting(self: MicrobatchMaker, params: Any, batch: int, number: int) -> Any:
+    if number == 1:
+      in_time.append(trains.wait(20))
+    return sample(self, params, batch, number)
+
+  def noted(self: RolloutLoader) -> Any:
+    if next(taken):
+      trains.set()  # The first microbatch is dispatched.
+    return take(self)
+
+  monkeypatch.setattr(MicrobatchMaker, "sample", waiting)
+  monkeypatch.setattr(RolloutLoader, "__next__", noted)
+  run(tmp_path, "rollout_devices=4", "steps=1")
+  assert in_time == [True]
 
 
 def test_what_is_sampled_does_not_depend_on_micro_batch_size(whole, tmp_path):
@@ -163,7 +199,6 @@ def test_a_difference_between_sampler_and_trainer_stops_the_run(tmp_path, capsys
   ("keys", "said"),
   [
     (["num_generations=-1"], "num_generations=-1: this command trains by reinforcement"),
-    (["rollout_devices=1", "num_simulated_devices=2"], "rollout_devices=1"),
     (["accumulation=fused"], "accumulation=fused"),
     (["decode_sampling_top_k=5"], "decode_sampling_top_k=5"),
     (["decode_sampling_temperature=0"], "decode_sampling_temperature=0"),
