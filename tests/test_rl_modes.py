@@ -16,7 +16,8 @@ from maxbatch import plan, train_rl
 from maxbatch.batch.rl_plan import in_pairs, plan_rl
 from maxbatch.batch.topology import topology
 from maxbatch.compile import compile_step, measured_time
-from maxbatch.compile.compile_step import rl_report_or_refusal
+from maxbatch.compile.compile_step import placeholder_rows, rl_report_or_refusal
+from maxbatch.compile.measured_time import synthetic
 from maxbatch.compile.program import ProgramMemory
 from maxbatch.compile.report import CompileReport
 from maxbatch.compile.rollout_program import (
@@ -25,7 +26,7 @@ from maxbatch.compile.rollout_program import (
   RolloutTime,
   compile_rollout,
 )
-from maxbatch.compile.rollout_report import rollout_report
+from maxbatch.compile.rollout_report import PolicyBytes, rollout_report
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
@@ -35,6 +36,7 @@ from maxbatch.modes.validate_rl import validate_rl
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.sampled import pair_sampler
 from maxbatch.rl.trainer import build_policy_trainer
+from maxbatch.training.build import step_rows
 from maxbatch.tuning import prober
 
 CHECKS = ["configuration", "rollout plan", "batch plan", "mesh", "model", "memory", "learning rate"]
@@ -149,13 +151,13 @@ SAMPLER = ProgramMemory(arguments=40, outputs=10, aliased=10, temporaries=15, pe
 @pytest.mark.parametrize(
   ("keys", "training", "rollout"),
   [
-    # Beside the step: two policies of 20, and keys and values. Beside the rollout: these, 20 of state
-    # and 10 of rows.
-    (["rollout_staleness=1"], 100 + 2 * 20 + 12, 2 * 20 + (60 - 20) + 30),
-    (["grpo_beta=1"], 100 + 2 * 20 + 12, 2 * 20 + (60 - 20) + 30),
-    # Apart, one of 80 on its way to devices that have nothing else.
-    (["rollout_devices=4"], 100 + 80, 80 + (60 - 80)),
-    (["rollout_devices=4", "rollout_staleness=1"], 100 + 2 * 20 + 80, 2 * 80 + (60 - 80)),
+    # Beside the step: two policies of 15, 5 that are frozen, and keys and values. Beside the rollout:
+    # these policies, 20 of state and 10 of rows.
+    (["rollout_staleness=1"], 100 + 2 * 15 + 5 + 12, 2 * 15 + 5 + (60 - 20) + 30),
+    (["grpo_beta=1"], 100 + 2 * 15 + 5 + 12, 2 * 15 + 5 + (60 - 20) + 30),
+    # Apart, 75 that train on their way to devices that have nothing else.
+    (["rollout_devices=4"], 100 + 75, 80 + (60 - 80)),
+    (["rollout_devices=4", "rollout_staleness=1"], 100 + 35 + 75, 2 * 75 + 5 + (60 - 80)),
   ],
 )
 def test_what_lies_beside_a_program_counts(keys, training, rollout):
@@ -163,7 +165,8 @@ def test_what_lies_beside_a_program_counts(keys, training, rollout):
   sizes = plan_rl(config, topology(config.mesh, 8 - config.rl.rollout_devices))
   policy = 80 if config.rl.rollout_devices else 20
   program = RolloutProgram(None, None, SAMPLER, 12, ("", ""), (None, None), 1.0)  # pyright: ignore
-  found = rollout_report(sizes, program, policy, 20, 80, RolloutTime(1.0, "measured"))
+  held = PolicyBytes(policy - 5, 5), PolicyBytes(15, 5)
+  found = rollout_report(program, sizes, *held, 75, RolloutTime(1.0, "measured"))
   assert STEP.peak + found.beside_training == training
   assert found.peak(20, 10) == rollout
   assert found.largest(STEP, 20) == max(training, rollout)
@@ -213,6 +216,17 @@ def test_auto_takes_the_largest_microbatch_with_which_both_programs_fit(
     UserError, match="not even micro_batch_size=8, the smallest size allowed, fits"
   ):
     resolving.resolve_rl(of("micro_batch_size=auto", "device_memory_gb=0.0000001"), target)
+
+
+def test_what_is_timed_is_not_skipped():
+  """As pairs are whose rewards are all alike."""
+  config = of("steps=1")
+  target = find_devices(config)
+  sizes = plan_rl(config, target.layout)
+  of_pairs = in_pairs(config, sizes)
+  trainer = build_policy_trainer(of_pairs, sizes, target.devices)
+  shapes = step_rows(of_pairs, sizes.pairs, placeholder_rows(of_pairs), sizes.micro_batch)
+  assert trainer.loss.has_gradient(synthetic(trainer, shapes)).all()
 
 
 def planned(capsys: Any, *keys: str) -> str:

@@ -30,7 +30,7 @@ from maxbatch.compile.rollout_program import (
   estimate_rollout,
   measure_rollout,
 )
-from maxbatch.compile.rollout_report import RolloutReport, rollout_report
+from maxbatch.compile.rollout_report import PolicyBytes, RolloutReport, rollout_report
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import RowSource
 from maxbatch.data.registry import build_dataset
@@ -220,13 +220,13 @@ def _sampled(
   """What is known of a rollout without running it."""
   chip = chip_for(trainer.mesh.devices.flat[0].device_kind)
   per_slice = plan.topology.devices_per_slice if plan.topology.num_slices > 1 else None
-  parameters = trainer.abstract.parameters
+  state, parts = trainer.abstract, trainer.model.split(place.policy(trainer))
   return rollout_report(
-    place.plan,
     program,
-    policy=held_bytes(place.policy(trainer)),
-    trained=held_bytes(parameters),
-    whole=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(parameters)),
+    place.plan,
+    sampling=PolicyBytes(*map(held_bytes, parts)),
+    training=PolicyBytes(held_bytes(state.params), held_bytes(state.frozen)),
+    in_flight=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.params)),
     time=estimate_rollout(place.plan, program, chip, per_slice) if chip else None,
   )
 

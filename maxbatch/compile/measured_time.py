@@ -100,7 +100,7 @@ class _Bench:
   ):
     self._trainer, self._step, self._streamed, self._clock = trainer, step, streamed, clock
     self._rate = np.float32(0.0)  # The parameters stay what they are, however often it runs.
-    self._rows = _synthetic(trainer, shapes)
+    self._rows = synthetic(trainer, shapes)
     self._state: TrainState = trainer.init(0)
 
   def run(self, num_microbatches: int) -> float:
@@ -124,8 +124,8 @@ class _Bench:
         leaf.delete()
 
 
-def _synthetic(trainer: Trainer, shapes: Rows) -> Any:
-  """What the step is fed: rows of arbitrary tokens, all of which count, and zeros; made where they lie."""
+def synthetic(trainer: Trainer, shapes: Rows) -> Any:
+  """What the step is fed: rows of arbitrary tokens, all of which count, and ones; made where they lie."""
   values: dict[str, Callable[[Any], jax.Array]] = {
     "inputs": lambda x: (_numbered(x, 2) * 7 + _numbered(x, 1)) % _TOKENS,
     "targets": lambda x: (_numbered(x, 2) * 11 + _numbered(x, 1)) % _TOKENS,
@@ -141,7 +141,9 @@ def _synthetic(trainer: Trainer, shapes: Rows) -> Any:
 
   def made(x: Any) -> Any:
     if not isinstance(x, Rows):
-      return jnp.zeros(x.shape, x.dtype)
+      # No zeros: pairs without an advantage are not run through the model.
+      ones = jnp.ones(x.shape, x.dtype)
+      return ones if jnp.issubdtype(x.dtype, jnp.floating) else ~jnp.zeros_like(ones)
     fields = {name: None if x is None else values[name](x) for name, x in x._asdict().items()}
     return Rows(**fields)  # pyright: ignore[reportArgumentType]
 

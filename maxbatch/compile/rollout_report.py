@@ -1,13 +1,29 @@
 """What a rollout needs and takes, beside the training step of the same microbatch."""
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.compile.program import ProgramMemory
 from maxbatch.compile.rollout_program import RolloutProgram, RolloutTime
 
 _GIB = 2**30
+
+
+class PolicyBytes(NamedTuple):
+  """Bytes of a policy's parameters on one device."""
+
+  trained: int
+  frozen: int = 0
+
+  @property
+  def total(self) -> int:
+    """Of all."""
+    return self.trained + self.frozen
+
+  def copies(self, count: int) -> int:
+    """Of so many policies, which share what is frozen."""
+    return count * self.trained + (self.frozen if count else 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,33 +163,33 @@ class RolloutReport:
 
 
 def rollout_report(
-  plan: RLPlan,
   program: RolloutProgram,
-  policy: int,
-  trained: int,
-  whole: int,
+  plan: RLPlan,
+  sampling: PolicyBytes,
+  training: PolicyBytes,
+  in_flight: int,
   time: RolloutTime | None,
 ) -> RolloutReport:
   """Puts together what is known of a rollout.
 
   Args:
-    plan: the run's sizes.
     program: the compiled sampler.
-    policy: bytes of the parameters on a device that samples.
-    trained: the same on a device that trains.
-    whole: the same of whole parameters.
+    plan: the run's sizes.
+    sampling: of the policy on a device that samples.
+    training: the same on a device that trains.
+    in_flight: of all of what is trained, on its way to another device.
     time: of a microbatch.
   """
-  kept, apart = plan.num_snapshots, plan.topology.rollout_devices > 0
-  in_training = trained * plan.num_policies_in_training
+  apart = plan.topology.rollout_devices > 0
+  in_training = training.copies(plan.num_policies_in_training)
   return RolloutReport(
     plan=plan,
     sampling=program.memory,
-    policy=policy,
-    snapshots=policy * kept if apart else in_training,
+    policy=sampling.total,
+    snapshots=sampling.copies(plan.num_snapshots) if apart else in_training,
     snapshots_in_training=in_training,
     kept=program.kept_bytes,
-    in_flight=whole if apart else 0,
+    in_flight=in_flight if apart else 0,
     compile_seconds=program.compile_seconds,
     time=time,
   )

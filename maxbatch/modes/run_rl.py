@@ -13,8 +13,10 @@ from maxbatch.batch.rl_sizes import warm_start_batch
 from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.checkpoints.newest import newest_record
 from maxbatch.compile.compile_step import placeholder_rows
+from maxbatch.compile.rollout_report import PolicyBytes
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
+from maxbatch.hardware.agreement import broadcast_one_to_all, in_turn
 from maxbatch.hardware.devices import find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import rollout_mesh
@@ -23,7 +25,7 @@ from maxbatch.models.registry import Parameters
 from maxbatch.modes.memory import bytes_per_device
 from maxbatch.modes.resolve import ResolvedRun
 from maxbatch.modes.resolve_rl import resolve_rl, with_prompts
-from maxbatch.modes.rl_requirements import check_one_process, check_rl
+from maxbatch.modes.rl_requirements import check_rl, check_rollout_devices
 from maxbatch.modes.run import run
 from maxbatch.modes.start import started
 from maxbatch.plots.figure import render
@@ -39,6 +41,7 @@ from maxbatch.rl.prompts import PromptStream
 from maxbatch.rl.rewards import RewardPool
 from maxbatch.rl.rollout import RolloutLoader
 from maxbatch.rl.sampled import pair_sampler
+from maxbatch.rl.shared_rewards import SharedRewards
 from maxbatch.rl.steps import StepRecords
 from maxbatch.rl.trainer import policy_loss
 from maxbatch.run_folder.atomic import write_run_file
@@ -69,8 +72,9 @@ class ByReinforcement:
 
   def held_beside(self, trainer: Trainer) -> Mapping[str, int]:
     """See `Method.held_beside`: policies."""
-    each, count = bytes_per_device(trainer.abstract.parameters), self.plan.num_policies_in_training
-    return {"policies": count * each} if count else {}
+    state, count = trainer.abstract, self.plan.num_policies_in_training
+    policy = PolicyBytes(bytes_per_device(state.params), bytes_per_device(state.frozen))
+    return {"policies": policy.copies(count)} if count else {}
 
   def dataset(self, resolved: ResolvedRun) -> Dataset:
     """See `Method.dataset`: its rows are there for their shapes alone."""
@@ -94,6 +98,7 @@ class ByReinforcement:
     stream = PromptStream(self.prompts.train, plan.epochs, config.data.data_shuffle_seed)
     loss, records = self.loss(config), StepRecords(plan, config, job.feed_watchdog)
     policies = Policies(
+      trainer.model,
       kept=plan.num_snapshots,
       keeps_first=plan.has_reference,
       move=move,
@@ -102,18 +107,23 @@ class ByReinforcement:
     if restored and plan.num_saved_policies:
       policies.put_back(plan.saved_policies(restored.position.step), restored.state[POLICIES])
     earlier = EarlierPolicies(plan, loss, policies, log_prob_program(trainer, loss))
-    with RewardPool(config.rl) as rewards:
-      make = MicrobatchMaker(config.rl, plan, stream, sampler, rewards)
+    with RewardPool(config.rl) as pool:
       evaluation = Evaluation(
-        self.prompts.validation, sampler, rewards, plan.prompts_per_microbatch, job.feed_watchdog
+        self.prompts.validation,
+        sampler,
+        SharedRewards(pool),
+        plan.prompts_per_microbatch,
+        job.feed_watchdog,
       )
 
       def opened(_: BatchPlan, position: Position) -> RolloutLoader:
+        make = MicrobatchMaker(config.rl, plan, stream, sampler, SharedRewards(pool))
         return RolloutLoader(
           plan, position, make, policies, trainer.mesh, records, earlier, apart=bool(apart)
         )
 
       def published(position: Position, params: Parameters) -> None:
+        policies.keep_frozen(params)
         if plan.begins_batch(position.step):
           policies.publish(position.step, params)
 
@@ -127,7 +137,7 @@ class ByReinforcement:
         train_rows=opened,
         publish=published,
         policies=lambda position: [
-          policies.of(step) for step in plan.saved_policies(position.step)
+          policies.trained(step) for step in plan.saved_policies(position.step)
         ],
         own_evaluation=evaluated,
         completed=records.completed,
@@ -156,36 +166,48 @@ def run_rl(config: Config, *, forget: bool = False) -> tuple[TrainState, Positio
   check_rl(config)
   with started(config), ending_together():
     target = find_devices(config)
-    check_one_process(jax.process_count())
-    config, found = with_prompts(config)
+    check_rollout_devices(config.rl, jax.process_count())
+    with in_turn():
+      config, found = with_prompts(config)
     resolved = resolve_rl(config, target, forget=forget)
     config, plan = resolved.config, resolved.plan
     print(f"{plan}\n", flush=True)
-  if warms_up(config):
+    warms = warms_up(config)
+  if warms:
     config = _warmed_up(config, plan)
   return run(in_pairs(config, plan), method=ByReinforcement(plan, found))
 
 
 def warms_up(config: Config) -> bool:
-  """Whether a run of its own on demonstrations comes before: one is asked for, and nothing is saved."""
-  begun = newest_record(RunFolder.of(config.run).checkpoints)
-  return bool(config.rl.warm_start_steps) and not (begun and config.checkpoint.enable_checkpointing)
+  """Whether a run of its own on demonstrations comes before: one is asked for, and nothing is saved.
+
+  All processes must call it.
+  """
+  begun = config.checkpoint.enable_checkpointing and bool(
+    newest_record(RunFolder.of(config.run).checkpoints)
+  )
+  return bool(config.rl.warm_start_steps) and not broadcast_one_to_all(begun)
 
 
 def _warmed_up(config: Config, plan: RLPlan) -> Config:
   """The configuration of a run that begins with what was trained on demonstrations, which it is now."""
   warm = warm_start(config, plan)
-  print(
+  _say(
     f"Warm start: {warm.run.steps} steps of {warm.batch.batch_size} demonstrations of "
-    f"rl_task={config.rl.rl_task}, in {RunFolder.of(warm.run).path}\n",
-    flush=True,
+    f"rl_task={config.rl.rl_task}, in {RunFolder.of(warm.run).path}\n"
   )
   run(warm, advise=False)
-  print("\nReinforcement learning\n", flush=True)
+  _say("\nReinforcement learning\n")
   path = str(RunFolder.of(warm.run).path)
   return dataclasses.replace(
     config, checkpoint=dataclasses.replace(config.checkpoint, load_parameters_path=path)
   )
+
+
+def _say(text: str) -> None:
+  """Prints between two runs, where each process has its terminal: the first alone speaks."""
+  if jax.process_index() == 0:
+    print(text, flush=True)
 
 
 def warm_start(config: Config, plan: RLPlan) -> Config:
@@ -226,6 +248,8 @@ def warm_start(config: Config, plan: RLPlan) -> Config:
 
 def sum_up_rl(run_name: str, folder: RunFolder) -> None:
   """What the policy wrote before and afterwards, how often it was right, and a picture of that."""
+  if jax.process_index():
+    return
   for path, word in ((folder.examples_before, "before"), (folder.examples_after, "after")):
     if path.exists():
       print(f"\n--- {word} training\n{path.read_text().rstrip()}")

@@ -16,7 +16,7 @@ from maxbatch.hardware.devices import describe_devices, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.modes.resolve import ResolvedRun
 from maxbatch.modes.resolve_rl import with_prompts
-from maxbatch.modes.rl_requirements import check_one_process, check_rl
+from maxbatch.modes.rl_requirements import check_rl, check_rollout_devices
 from maxbatch.modes.run_rl import ByReinforcement, warm_start, warms_up
 from maxbatch.modes.start import started
 from maxbatch.modes.validate import Check, check_of_keys, checks_of_run, show_checks
@@ -41,7 +41,7 @@ def validate_rl(config: Config, say: Callable[[str], None] = print) -> None:
   """
   check_rl(config)
   with started(config, leaves_files=False), ending_together():
-    check_one_process(jax.process_count())
+    check_rollout_devices(config.rl, jax.process_count())
     show_checks(_checks(config), say)
 
 

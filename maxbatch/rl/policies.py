@@ -7,17 +7,18 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from maxbatch.hardware.sharding import replicated
-from maxbatch.models.registry import Parameters
+from maxbatch.models.registry import Model, Parameters, joined
 
 Move = Callable[[Parameters], Parameters]
 """From parameters where they are trained to a copy where they sample."""
 
 
 class Policies:
-  """The newest parameters by the step before which they stood."""
+  """The newest parameters by the step before which they stood; of those that are frozen one copy."""
 
   def __init__(
     self,
+    model: Model,
     kept: int,
     *,
     keeps_first: bool = False,
@@ -27,44 +28,66 @@ class Policies:
     """Knows none yet.
 
     Args:
+      model: whose parameters they are.
       kept: how many; those before are forgotten.
       keeps_first: whether those from before step 0 stay all the same.
       move: to the devices that sample, where these do not train.
       is_asked_for: whether `of` will be called; else, with `move`, the devices that train keep none.
     """
-    self._kept, self._keeps_first = kept, keeps_first
-    self._move, self._is_asked_for = move, is_asked_for
-    self._by_step: dict[int, Parameters] = {}
-    self._to_sample = self._by_step if move is None else dict[int, Parameters]()
+    self._model, self._kept, self._keeps_first = model, kept, keeps_first
+    self._move, self._is_asked_for = move, move is None or is_asked_for
+    self._trained: dict[int, Parameters] = {}
+    self._frozen: Parameters | None = None
+    self._moved: dict[int, Parameters] = {}
+    self._moved_frozen: Parameters = {}
 
   def publish(self, step: int, parameters: Parameters) -> None:
     """Keeps a copy of the parameters from before `step`."""
+    self.keep_frozen(parameters)
+    trained, _ = self._model.split(parameters)
     # What is forgotten is so before, so that there are never more.
-    if self._move is None or self._is_asked_for:
-      self._forget(self._by_step, keeps_first=self._keeps_first)
-      self._by_step[step] = _copied(parameters)
+    if self._is_asked_for:
+      self._forget(self._trained, step, keeps_first=self._keeps_first)
+      self._trained[step] = _copied(trained)
     if self._move is not None:
-      self._forget(self._to_sample, keeps_first=False)
-      self._to_sample[step] = self._move(parameters)
+      self._forget(self._moved, step, keeps_first=False)
+      self._moved[step] = self._move(trained)
+
+  def keep_frozen(self, parameters: Parameters) -> None:
+    """Keeps a copy of those that are frozen, which all steps have, unless there is one."""
+    if self._frozen is not None:
+      return
+    _, frozen = self._model.split(parameters)
+    self._frozen = _copied(frozen) if frozen and self._is_asked_for else {}
+    if self._move is not None and frozen:
+      self._moved_frozen = self._move(frozen)
 
   def of(self, step: int) -> Parameters:
     """The parameters from before `step`, one of the newest that were published."""
-    return self._by_step[step]
+    assert self._frozen is not None
+    return joined(self._trained[step], self._frozen)
+
+  def trained(self, step: int) -> Parameters:
+    """Of those the ones that train."""
+    return self._trained[step]
 
   def to_sample(self, step: int) -> Parameters:
     """The same where they sample."""
-    return self._to_sample[step]
+    if self._move is None:
+      return self.of(step)
+    return joined(self._moved[step], self._moved_frozen)
 
   def put_back(self, steps: Sequence[int], parameters: Sequence[Parameters]) -> None:
-    """Takes up what `of` gave for these steps before a run was resumed."""
+    """Takes up what `trained` gave for these steps before a run was resumed."""
     for step, each in zip(steps, parameters, strict=True):
-      self._by_step[step] = each
+      self._trained[step] = each
       if self._move is not None:
-        self._to_sample[step] = self._move(each)
+        self._moved[step] = self._move(each)
 
-  def _forget(self, kept: dict[int, Parameters], *, keeps_first: bool) -> None:
-    """All but the newest, of which one less than there may be."""
-    for old in sorted(kept, reverse=True)[self._kept - 1 :]:
+  def _forget(self, kept: dict[int, Parameters], step: int, *, keeps_first: bool) -> None:
+    """All but the newest, so that with that of `step` there are as many as there may be."""
+    others = sorted(set(kept) - {step}, reverse=True)
+    for old in others[self._kept - 1 :]:
       if old or not keeps_first:
         del kept[old]
 

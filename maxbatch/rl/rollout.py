@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from maxbatch.batch.plan import Position
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.batch.rollout_order import last_with_a_policy, sampled_before
+from maxbatch.hardware.sharding import put
 from maxbatch.rl.microbatches import Microbatch, MicrobatchMaker, Unrewarded
 from maxbatch.rl.pairs import Pairs
 from maxbatch.rl.policies import Policies
@@ -72,13 +73,17 @@ class RolloutLoader:
     self._batch: list[Microbatch] = []
     self._rewards = ThreadPoolExecutor(1, thread_name_prefix="rewards")
     self._rollout = ThreadPoolExecutor(1, thread_name_prefix="rollout") if apart else None
+    self._pools = [pool for pool in (self._rollout, self._rewards) if pool]
 
   def __enter__(self) -> Self:
     return self
 
   def __exit__(self, *_: object) -> None:
-    for pool in filter(None, (self._rollout, self._rewards)):
-      pool.shutdown(wait=True, cancel_futures=True)
+    for pool in self._pools:
+      pool.shutdown(wait=False, cancel_futures=True)
+    self._make.rewards.give_up()  # Nobody waits for a function that takes a minute.
+    for pool in self._pools:
+      pool.shutdown(wait=True)
     self._ahead.clear()
 
   def __next__(self) -> Pairs:
@@ -105,7 +110,7 @@ class RolloutLoader:
     self._waited += waited
     self._records.waited(waited)
     fed = jax.tree.map(lambda x: np.asarray(x)[None], pairs)
-    return self._complete(batch, jax.device_put(fed, rows_shardings(fed, self._mesh)))
+    return self._complete(batch, put(fed, rows_shardings(fed, self._mesh)))
 
   def waited_seconds(self) -> float:
     """How long `next` has sampled, and waited for rewards, since this was last asked.

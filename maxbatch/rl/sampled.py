@@ -83,7 +83,8 @@ class PairSampler:
       text_after(self.tokenizer, each, row_N[: length - ended])
       for each, (row_N, length, ended) in zip(ids, kept, strict=True)
     ]
-    rollout = Rollout(tokens_BP, lengths_B, found.tokens_BN, found.lengths_B, found.log_probs_BN)
+    completions = found.tokens_BN, found.lengths_B, found.log_probs_BN, found.kept_BNW
+    rollout = Rollout(tokens_BP, lengths_B, *completions)
     return Sampled(rollout, texts, found.ended_B)
 
   def longest(self, prompts: Sequence[Prompt]) -> int:
@@ -124,9 +125,9 @@ def run_vocabulary(config: Config) -> Vocabulary:
 
 def rollout_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh) -> Sampler:
   """What samples in a run of reinforcement learning, by the policy `model` over a mesh."""
-  length = config.batch.max_target_length
+  length, choice = config.batch.max_target_length, choice_of(config.run)
   new_tokens = length - config.rl.max_prefill_predict_length
-  return Sampler(model, choice_of(config.run), new_tokens, length, mesh)
+  return Sampler(model, choice, new_tokens, length, mesh, choice.leaves_out)
 
 
 def pair_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh) -> PairSampler:

@@ -11,6 +11,8 @@ from maxbatch.hardware.devices import Device
 from maxbatch.rl.grpo import objective
 from maxbatch.rl.policy_loss import PolicyLoss
 from maxbatch.rl.sampled import run_vocabulary
+from maxbatch.sampling.choice import num_words
+from maxbatch.sampling.text import choice_of
 from maxbatch.training.build import build_trainer
 from maxbatch.training.step import Trainer
 
@@ -23,6 +25,7 @@ def policy_loss(config: Config, plan: RLPlan) -> PolicyLoss:
     allowed_V.tobytes(),
     config.run.decode_sampling_temperature,
     has_proximal=_has_proximal(config.rl),
+    kept_words=num_words(config.model.vocab_size) if choice_of(config.run).leaves_out else 0,
   )
 
 

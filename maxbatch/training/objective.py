@@ -52,6 +52,14 @@ class Loss(Protocol):
     """The sums of a microbatch; `sums.loss` is differentiated by parameters and probes."""
     ...
 
+  def has_gradient(self, fed: Any) -> jax.Array | None:
+    """Of microbatches (k, …), whether each has any but 0: bool[k]; None: the model is run on all."""
+    ...
+
+  def without_gradient(self, microbatch: Any) -> MicrobatchLoss:
+    """The sums of a microbatch that has none, on which the model is not run."""
+    ...
+
 
 @dataclasses.dataclass(frozen=True)
 class TextLoss:
@@ -81,6 +89,14 @@ class TextLoss:
     """See `Loss`."""
     sums = loss_parts(model, parameters, microbatch, dropout_key, probes, metrics)
     return MicrobatchLoss(sums, microbatch.weights.sum(1))
+
+  def has_gradient(self, fed: Rows) -> None:
+    """See `Loss.has_gradient`."""
+    del fed
+
+  def without_gradient(self, microbatch: Rows) -> MicrobatchLoss:
+    """See `Loss.without_gradient`: there is no such microbatch."""
+    raise NotImplementedError(microbatch)
 
 
 TEXT = TextLoss()
