@@ -89,11 +89,11 @@ class PolicyLoss:
     return _found(grpo_sums(found, microbatch, self.objective))
 
   def has_gradient(self, fed: Pairs) -> jax.Array | None:
-    """See `Loss.has_gradient`: without a KL divergence none where no reward of a group differs."""
+    """See `SkippingLoss`: without a KL divergence none where no reward of a group differs."""
     return None if self.objective.beta else (fed.advantages_B != 0).any(1)
 
   def without_gradient(self, microbatch: Pairs) -> MicrobatchLoss:
-    """See `Loss.without_gradient`."""
+    """See `SkippingLoss`."""
     return _found(nothing_learned(microbatch.rows, self.objective))
 
 

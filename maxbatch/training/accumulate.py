@@ -19,7 +19,7 @@ from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import auto_axis_sizes, constrain
 from maxbatch.models.registry import Model, Parameters, by_path, joined
 from maxbatch.training import partial_sums
-from maxbatch.training.objective import TEXT, Loss, MicrobatchLoss
+from maxbatch.training.objective import TEXT, Loss, MicrobatchLoss, SkippingLoss
 from maxbatch.training.state import (
   NOTHING,
   Measures,
@@ -63,7 +63,8 @@ def summed_gradients(
     (…, F, S), for partial_sums.joined.
   """
   local = functools.partial(_local_sums, model, measures, loss)
-  fixed, live_k = frozen or {}, loss.has_gradient(rows)
+  fixed = frozen or {}
+  live_k = loss.has_gradient(rows) if isinstance(loss, SkippingLoss) else None
   if mesh.shape["data"] == 1:
     return local(params, fixed, zeros, rows, live_k, num_microbatches, dropout_key)
   on_data = jax.tree.map(lambda _: PartitionSpec(None, "data"), rows)
@@ -117,6 +118,7 @@ def _local_sums(
     return found, new, squares
 
   def skipped(micro: Any) -> tuple[MicrobatchLoss, Parameters, Parameters]:
+    assert isinstance(loss, SkippingLoss)
     return loss.without_gradient(micro), *jax.tree.map(jnp.zeros_like, (params, probes))
 
   def add_microbatch(index: jax.Array, carry: tuple[Parameters, Sums]) -> tuple[Parameters, Sums]:

@@ -4,7 +4,7 @@ B rows of a microbatch, F devices along fsdp.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
@@ -52,6 +52,11 @@ class Loss(Protocol):
     """The sums of a microbatch; `sums.loss` is differentiated by parameters and probes."""
     ...
 
+
+@runtime_checkable
+class SkippingLoss(Protocol):
+  """A loss that knows of microbatches on which the model need not be run."""
+
   def has_gradient(self, fed: Any) -> jax.Array | None:
     """Of microbatches (k, …), whether each has any but 0: bool[k]; None: the model is run on all."""
     ...
@@ -89,14 +94,6 @@ class TextLoss:
     """See `Loss`."""
     sums = loss_parts(model, parameters, microbatch, dropout_key, probes, metrics)
     return MicrobatchLoss(sums, microbatch.weights.sum(1))
-
-  def has_gradient(self, fed: Rows) -> None:
-    """See `Loss.has_gradient`."""
-    del fed
-
-  def without_gradient(self, microbatch: Rows) -> MicrobatchLoss:
-    """See `Loss.without_gradient`: there is no such microbatch."""
-    raise NotImplementedError(microbatch)
 
 
 TEXT = TextLoss()
