@@ -19,8 +19,7 @@ REFUSED = {
     batch_size_start=8 batch_size_increment=8 gns_max_batch_size=64 pipeline_schedule=gpipe
     num_pipeline_microbatches=2 num_pipeline_repeats=2 num_layers_per_pipeline_stage=1
     pipeline_delay_activation_forwarding=true pipeline_stash=residuals
-    accumulation=fused dropout_rate=0.1 z_loss_multiplier=0.1 load_full_state_path=x
-    compiled_step=x save_compiled_step=x""",
+    accumulation=fused dropout_rate=0.1 z_loss_multiplier=0.1 load_full_state_path=x""",
   "rl_task=format": """dataset_type=grain eval_fraction=0.1 max_bad_records=1
     train_data_columns=[ask] eval_data_columns=[ask] grain_file_type=jsonl grain_train_files=x
     grain_eval_files=x hf_path=x hf_name=x hf_data_dir=x hf_train_files=x hf_eval_files=x
@@ -46,6 +45,7 @@ EFFECTIVE = f"""
   {" ".join(vars(schema.MeshConfig)["__dataclass_fields__"])}
   {" ".join(vars(schema.DistributedConfig)["__dataclass_fields__"])}
   validate_only compile_only compile_topology compile_topology_num_slices jax_cache_dir
+  compiled_step save_compiled_step
   device_memory_gb tokenizer_type tokenizer_path add_bos bos_token eos_token pad_token
   data_shuffle_seed use_chat_template
   {" ".join(vars(schema.OptimizerConfig)["__dataclass_fields__"])}

@@ -10,6 +10,7 @@ import random
 import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -77,6 +78,7 @@ WAYS = {
   ],
   "lagging": ["rollout_staleness=2", "num_iterations=2", "steps=6"],
 }
+WAYS["apart"] = [*WAYS["all"], "rollout_devices=4"]
 
 
 def keys(way: str, prompts: str) -> list[str]:
@@ -133,7 +135,9 @@ def test_ctrl_c_in_the_middle_of_a_rollout_and_going_on_ends_with_the_same_bits(
   assert figures(tmp_path) == expected
 
 
-@pytest.mark.parametrize(("way", "stops"), [("all", [3]), ("lagging", [1, 2, 3, 4, 5])])
+@pytest.mark.parametrize(
+  ("way", "stops"), [("all", [3]), ("lagging", [1, 2, 3, 4, 5]), ("apart", [3])]
+)
 def test_a_run_that_is_stopped_and_goes_on_ends_with_the_same_bits(
   whole, prompts, tmp_path, way, stops, monkeypatch
 ):
@@ -168,12 +172,46 @@ def test_two_processes_train_as_one_and_a_killed_one_costs_nothing(whole, prompt
     assert found == pytest.approx(right, rel=1e-6, abs=1e-6)
 
 
-def test_pairs_made_one_after_the_other_give_the_same_bits(whole, prompts, tmp_path, monkeypatch):
+@pytest.mark.parametrize("way", ["all", "apart"])
+def test_pairs_made_one_after_the_other_give_the_same_bits(
+  whole, prompts, tmp_path, monkeypatch, way
+):
   """As those that overlap, whatever takes how long there."""
-  parameters, expected = whole("all")
+  parameters, expected = whole(way)
   monkeypatch.setattr(mode, "RolloutLoader", functools.partial(RolloutLoader, overlaps=False))
-  assert same(run(tmp_path, "run_name=run", *keys("all", prompts)), parameters)
+  assert same(run(tmp_path, "run_name=run", *keys(way, prompts)), parameters)
   assert figures(tmp_path) == expected
+
+
+def test_devices_that_only_sample_change_nothing_but_rounding(whole):
+  """Four that train and four that sample, beside eight that do both."""
+  (parameters, steps), (expected, expected_steps) = whole("apart"), whole("all")
+  for ours, theirs in zip(parameters, expected, strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6)
+  for ours, theirs in zip(steps[1:], expected_steps[1:], strict=True):
+    for name in ("rl/reward", "rl/reward_std", "rl/completion_length", "rl/truncated"):
+      assert ours[name] == theirs[name], name
+
+
+def test_devices_that_only_sample_do_not_wait_for_training(tmp_path, monkeypatch):
+  """Nor does training wait for them: a microbatch is trained on while the next is sampled."""
+  sample, take = MicrobatchMaker.sample, RolloutLoader.__next__
+  taken, in_time, trains = itertools.count(), [], threading.Event()
+
+  def waiting(self: MicrobatchMaker, params: Any, batch: int, number: int) -> Any:
+    if number == 1:
+      in_time.append(trains.wait(20))
+    return sample(self, params, batch, number)
+
+  def noted(self: RolloutLoader) -> Any:
+    if next(taken):
+      trains.set()  # The first microbatch is dispatched.
+    return take(self)
+
+  monkeypatch.setattr(MicrobatchMaker, "sample", waiting)
+  monkeypatch.setattr(RolloutLoader, "__next__", noted)
+  run(tmp_path, "rollout_devices=4", "steps=1")
+  assert in_time == [True]
 
 
 def test_what_is_sampled_does_not_depend_on_micro_batch_size(whole, tmp_path):
@@ -248,7 +286,6 @@ def test_a_difference_between_sampler_and_trainer_stops_the_run(tmp_path, capsys
   ("keys", "said"),
   [
     (["num_generations=-1"], "num_generations=-1: this command trains by reinforcement"),
-    (["rollout_devices=1", "num_simulated_devices=2"], "rollout_devices=1"),
     (["accumulation=fused"], "accumulation=fused"),
     (["decode_sampling_temperature=0"], "decode_sampling_temperature=0"),
     (["warm_start_steps=3", "load_parameters_path=x"], "warm_start_steps=3"),

@@ -2,6 +2,7 @@
 
 from maxbatch.batch.rl_sizes import is_rl
 from maxbatch.config.load import to_flat_dict
+from maxbatch.config.rl_schema import RLConfig
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.modes.rl_unused_keys import check_unused
@@ -15,15 +16,10 @@ _ONLY: dict[str, tuple[object, str]] = {
   "pipeline_schedule": ("none", "the sampler knows no pipeline"),
   "gns": ("off", "the noise scale is not measured there yet"),
   "gns_from_microbatches": (False, "the noise scale is not measured there yet"),
-  "rollout_devices": (0, "devices that only sample are not there yet: all do both in turn"),
   "load_full_state_path": (
     "",
     "its position counts samples of text; load_parameters_path begins anew",
   ),
-  "compiled_step": ("", "a step for pairs is not read from a file yet"),
-  "save_compiled_step": ("", "a step for pairs is not written to a file yet"),
-  "compile_only": (False, "compiling without a run is not there yet"),
-  "validate_only": (False, "checking without a run is not there yet; the command plan shows sizes"),
 }
 """By key, the only value that reinforcement learning takes, and why."""
 
@@ -55,6 +51,19 @@ def check_rl(config: Config) -> None:
   check_unused(config)
   _check_beginning(config)
   check_rewards(config.rl)
+
+
+def check_rollout_devices(config: RLConfig, num_processes: int) -> None:
+  """Checks that devices which only sample are this process's own.
+
+  Raises:
+    UserError: other processes have joined.
+  """
+  if config.rollout_devices and num_processes > 1:
+    raise UserError(
+      f"rollout_devices={config.rollout_devices} with num_processes={num_processes}: devices that only "
+      "sample are fed by one process yet; for example rollout_devices=0"
+    )
 
 
 def _check_beginning(config: Config) -> None:

@@ -139,6 +139,54 @@ def stream(
     yield state.samples(B)
 
 
+def traced_prefill(
+  sampler: Sampler, params: Parameters, num_texts: int, places: int
+) -> jax.stages.Traced:
+  """The program that reads the prompts and begins the texts, of abstract arrays.
+
+  Args:
+    sampler: how; it has a mesh, and a model that offers a cache.
+    params: shapes, dtypes and shardings.
+    num_texts: B.
+    places: P.
+  """
+  return _prefill.trace(sampler, params, *abstract_texts(sampler, num_texts, places))
+
+
+def traced_write(
+  sampler: Sampler, params: Parameters, num_texts: int, places: int, cache: Cache
+) -> jax.stages.Traced:
+  """The program that writes token after token; see `traced_prefill`, which gives the cache."""
+  until = jax.ShapeDtypeStruct((), np.int32)
+  texts, state = abstract_texts(sampler, num_texts, places)
+  return _write.trace(sampler, params, texts, state, cache, until)
+
+
+def abstract_texts(sampler: Sampler, num_texts: int, places: int) -> tuple[Any, Any]:
+  """Shapes, dtypes and shardings of what both programs take beside parameters and cache."""
+  assert sampler.mesh is not None
+  B, N, V = num_texts, sampler.max_new_tokens, sampler.model.config.vocab_size
+  key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+  whole = replicated(sampler.mesh)
+
+  def array(dtype: Any, *shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+  kept_BNW = array(np.uint32, B, N, num_words(V)) if sampler.keeps_choices else None
+  vocabulary = Vocabulary(array(np.bool_, V), array(np.bool_, V))
+  return (
+    _Texts(array(np.int32, B), array(key.dtype, B, *key.shape), vocabulary),
+    _State(
+      tokens_BS=array(np.int32, B, places + N),
+      log_probs_BN=array(np.float32, B, N),
+      lengths_B=array(np.int32, B),
+      ended_B=array(np.bool_, B),
+      number=array(np.int32),
+      kept_BNW=kept_BNW,
+    ),
+  )
+
+
 def on_fewest_devices(
   params: Parameters, mesh: Mesh, num_texts: int
 ) -> tuple[Parameters, Mesh | None]:
