@@ -178,6 +178,22 @@ def test_what_a_run_cannot_do_is_refused_by_name(keys, said):
     check_rl(load_config([*KEYS, *keys]))
 
 
+def test_the_noise_of_the_gradient_is_measured_per_prompt(tmp_path):
+  """In the first of two steps on a batch, with all that the loss can take."""
+  keys = ["run_name=run", "gns_from_microbatches=true", "ici_fsdp_parallelism=4", "steps=4"]
+  keys += ["ici_data_parallelism=2", "micro_batch_size=16", "num_iterations=2", "grpo_beta=0.1"]
+  run(tmp_path, *keys)
+  measured = [{name for name in record if "gns/" in name} for record in figures(tmp_path)[1:]]
+  raw = {"gns/total/signal", "gns/total/noise", "gns/sampling/noise"}
+  assert [raw <= names for names in measured] == [True, False, True, False]
+  for name, said in (
+    ("micro_batch_size=8", "for example micro_batch_size=16"),
+    ("gns=all", "gns=all"),
+  ):
+    with pytest.raises(UserError, match=said):
+      run(tmp_path, *keys, name)
+
+
 def test_a_warm_start_is_taken_up_and_made_only_once(tmp_path, capsys):
   keys = [*KEYS, f"base_output_directory={tmp_path}", "warm_start_steps=2", "steps=1"]
   keys += ["eval_interval=1", "run_name=mine", "reward_functions=[exact]"]

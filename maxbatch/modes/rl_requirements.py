@@ -1,8 +1,9 @@
 """What a run of reinforcement learning asks of the other keys: none is accepted and without effect."""
 
-from maxbatch.batch.rl_sizes import is_rl
+from maxbatch.batch.rl_plan import RLPlan
+from maxbatch.batch.rl_sizes import halving_micro_batch_sizes, is_rl
 from maxbatch.config.load import to_flat_dict
-from maxbatch.config.schema import Config
+from maxbatch.config.schema import Config, NoiseConfig
 from maxbatch.errors import UserError
 from maxbatch.rl.rewards import check_rewards
 from maxbatch.rl.tasks import task_named
@@ -15,8 +16,10 @@ _ONLY: dict[str, tuple[object, str]] = {
   "dropout_rate": (0.0, "what is sampled has no dropout"),
   "z_loss_multiplier": (0.0, "the loss has no such term"),
   "pipeline_schedule": ("none", "the sampler knows no pipeline"),
-  "gns": ("off", "the noise scale is not measured there yet"),
-  "gns_from_microbatches": (False, "the noise scale is not measured there yet"),
+  "gns": (
+    "off",
+    "completions of one prompt are no independent examples; gns_from_microbatches=true measures per prompt",
+  ),
   "rollout_devices": (0, "devices that only sample are not there yet: all do both in turn"),
   "load_full_state_path": (
     "",
@@ -73,6 +76,26 @@ def check_one_process(num_processes: int) -> None:
       f"num_processes={num_processes}: reinforcement learning runs in one process yet; for example "
       "num_processes=1, with all devices of one host"
     )
+
+
+def check_prompt_noise(config: NoiseConfig, plan: RLPlan) -> None:
+  """Checks that the noise scale, if it is to be measured, can be.
+
+  Raises:
+    UserError: there are no two microbatches of whole groups, or no two halves of a group.
+  """
+  if not config.gns_from_microbatches:
+    return
+  sizes = halving_micro_batch_sizes(plan.pairs_per_step, plan.topology)
+  if plan.micro_batch in sizes:
+    return
+  offer = f"micro_batch_size={sizes[-1]}, or " if sizes else ""
+  raise UserError(
+    f"gns_from_microbatches=true with num_generations={plan.num_generations} and a microbatch of "
+    f"{plan.micro_batch} pairs: the noise scale per prompt is estimated from the differences of at least "
+    "two microbatches, or replicas of one, of whole groups, and of the halves of each group, which "
+    f"the devices share alike; for example {offer}gns_from_microbatches=false"
+  )
 
 
 def _check_beginning(config: Config) -> None:

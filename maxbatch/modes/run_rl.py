@@ -21,7 +21,7 @@ from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.resolve import ResolvedRun
-from maxbatch.modes.rl_requirements import check_one_process, check_rl
+from maxbatch.modes.rl_requirements import check_one_process, check_prompt_noise, check_rl
 from maxbatch.modes.run import run
 from maxbatch.modes.start import started
 from maxbatch.plots.figure import render
@@ -30,9 +30,11 @@ from maxbatch.rl.earlier import EarlierPolicies, log_prob_program
 from maxbatch.rl.evaluation import Evaluation, Example
 from maxbatch.rl.grpo import objective
 from maxbatch.rl.microbatches import MicrobatchMaker
+from maxbatch.rl.pairs import Pairs
 from maxbatch.rl.plot import PASS_AT, plot
 from maxbatch.rl.policies import Policies
 from maxbatch.rl.policy_loss import PolicyLoss
+from maxbatch.rl.prompt_noise import in_halves
 from maxbatch.rl.prompt_set import PromptSet, prompt_set
 from maxbatch.rl.prompts import PromptStream, epoch_size
 from maxbatch.rl.rewards import RewardPool
@@ -65,6 +67,7 @@ class ByReinforcement:
       allowed_V.tobytes(),
       config.run.decode_sampling_temperature,
       has_proximal=_has_proximal(config.rl),
+      halves=config.noise.gns_from_microbatches,
     )
 
   @property
@@ -94,6 +97,12 @@ class ByReinforcement:
     if restored and plan.num_saved_policies:
       policies.put_back(plan.saved_policies(restored.position.step), restored.state[POLICIES])
     earlier = EarlierPolicies(plan, loss, policies, log_prob_program(trainer, loss))
+    halved = in_halves(plan.num_generations, trainer.mesh)
+
+    def complete(batch: int, pairs: Pairs) -> Pairs:
+      found = earlier(batch, pairs)
+      return halved(found) if loss.halves else found
+
     with RewardPool(config.rl) as rewards:
       make = MicrobatchMaker(config.rl, plan, stream, sampler, rewards)
       evaluation = Evaluation(
@@ -101,7 +110,7 @@ class ByReinforcement:
       )
 
       def opened(_: BatchPlan, position: Position) -> RolloutLoader:
-        return RolloutLoader(plan, position, make, policies, trainer.mesh, records, earlier)
+        return RolloutLoader(plan, position, make, policies, trainer.mesh, records, complete)
 
       def published(position: Position, params: Parameters) -> None:
         if plan.begins_batch(position.step):
@@ -152,6 +161,7 @@ def run_rl(config: Config) -> tuple[TrainState, Position]:
     size = epoch_size(config.rl.num_prompts, found.train)
     config = dataclasses.replace(config, rl=dataclasses.replace(config.rl, num_prompts=size))
     plan = plan_rl(config, target.layout)
+    check_prompt_noise(config.noise, plan)
     print(f"{plan}\n", flush=True)
   begun = newest_record(RunFolder.of(config.run).checkpoints)
   if config.rl.warm_start_steps and not (begun and config.checkpoint.enable_checkpointing):
@@ -205,6 +215,7 @@ def _warm_start(config: Config) -> Config:
     checkpoint=dataclasses.replace(
       config.checkpoint, enable_checkpointing=True, max_num_checkpoints_to_keep=1
     ),
+    noise=dataclasses.replace(config.noise, gns_from_microbatches=False),
     rl=dataclasses.replace(config.rl, num_generations=-1, rl_task="", num_prompts=-1),
   )
 

@@ -27,9 +27,13 @@ class PolicyLoss:
   temperature: float
   has_proximal: bool = False
   """Whether pairs have the log-probabilities of before the first step on their batch."""
+  halves: bool = False
+  """See `Loss.halves`; each has half of the completions of every prompt."""
 
   def fed(self, rows: Rows) -> Pairs:
     """See `Loss.fed`."""
+    if self.halves:
+      rows = jax.tree.map(_in_two, rows)
     per_token, per_row = rows.weights, rows.sample_ids
     advantages = jax.ShapeDtypeStruct(per_row.shape, np.float32)
     log_probs = jax.ShapeDtypeStruct(per_token.shape, np.float32)
@@ -77,3 +81,8 @@ class PolicyLoss:
     return MicrobatchLoss(
       LossSums(sums.loss[None], of_tokens), sums.weight[None], {LARGEST_GAP: sums.largest_gap}
     )
+
+
+def _in_two(x: Any) -> jax.ShapeDtypeStruct:
+  """The shape of a microbatch (1, B, …) as its halves are fed."""
+  return jax.ShapeDtypeStruct((2, x.shape[1] // 2, *x.shape[2:]), x.dtype)
