@@ -138,9 +138,9 @@ def split(tree: Any, first: int, count: int) -> Any:
   return jax.tree.map(lambda x: np.asarray(x)[first : first + count], tree)
 
 
-def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups(micro: int = 8):
+def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups():
   """Against the gradients of each half by itself; of two replicas each has microbatches of its own."""
-  num_devices = 2
+  micro, num_devices = 8, 2
   config = config_of(micro, "gns_from_microbatches=true")
   layout = topology(config.mesh, num_devices)
   plan = plan_batches(config.batch, config.run, layout)
