@@ -32,6 +32,7 @@ _KEYS = """config=base num_simulated_devices=8 vocab_size=264 base_emb_dim=16 ba
   eval_samples=3 eval_interval=-1 lr_schedule_type=constant warmup_steps=0 learning_rate=0.01 steps=3
   max_num_checkpoints_to_keep=9"""
 KEYS = _KEYS.split()
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 def run(folder: pathlib.Path, *keys: str) -> list[np.ndarray]:
@@ -178,14 +179,37 @@ def test_what_a_run_cannot_do_is_refused_by_name(keys, said):
     check_rl(load_config([*KEYS, *keys]))
 
 
-def test_the_noise_of_the_gradient_is_measured_per_prompt(tmp_path):
-  """In the first of two steps on a batch, with all that the loss can take."""
+def documented(heading: str) -> set[str]:
+  """The names in the table below a heading of the documentation."""
+  text = (ROOT / "docs" / "reinforcement_learning.md").read_text()
+  table = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+  cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+  names = re.findall(r"`([^`]+)`", " ".join(cells))
+  return {name for name in names if "/" in name}
+
+
+def test_a_record_has_all_that_is_documented_and_the_times_of_its_own_step(tmp_path):
+  """Of two steps on each batch, the first of which measures the noise of the gradient per prompt."""
   keys = ["run_name=run", "gns_from_microbatches=true", "ici_fsdp_parallelism=4", "steps=4"]
   keys += ["ici_data_parallelism=2", "micro_batch_size=16", "num_iterations=2", "grpo_beta=0.1"]
-  run(tmp_path, *keys)
-  measured = [{name for name in record if "gns/" in name} for record in figures(tmp_path)[1:]]
+  run(tmp_path, *keys, "eval_interval=2")
+  lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  _, *records = map(json.loads, lines)
+  named = documented("What is measured?")
+  assert len(named) > 20
+  assert named - {"eval/pass_at_k"} | {"eval/pass_at_1", "eval/pass_at_2", "eval/pass_at_4"} <= (
+    set(records[-1])
+  )
   raw = {"gns/total/signal", "gns/total/noise", "gns/sampling/noise"}
-  assert [raw <= names for names in measured] == [True, False, True, False]
+  assert raw < documented("More prompts, or more completions of each?")
+  assert [raw <= set(record) for record in records] == [True, False, True, False]
+  for record in records:
+    # Also after an evaluation, and of the last step.
+    R, T = (record["rl/rollout_seconds"] + record["rl/reward_seconds"], record["rl/train_seconds"])
+    assert record["step_seconds"] == pytest.approx(T + record["data_wait_seconds"])
+    assert record["rl/ideal_seconds"] == pytest.approx(max(R, T) + min(R, T) / 1)
+    hidden = 1 - record["data_wait_seconds"] / R
+    assert record["rl/overlap_fraction"] == pytest.approx(min(max(hidden, 0), 1))
   for name, said in (
     ("micro_batch_size=8", "for example micro_batch_size=16"),
     ("gns=all", "gns=all"),

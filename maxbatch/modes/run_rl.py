@@ -130,6 +130,7 @@ class ByReinforcement:
         ],
         own_evaluation=evaluated,
         completed=records.completed,
+        loader_waits=True,
       )
 
   def _keep(self, examples: Sequence[Example], folder: RunFolder) -> None:

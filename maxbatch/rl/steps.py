@@ -45,7 +45,7 @@ class StepRecords:
     if plan.begins_batch(step) and not plan.lag(batch):
       check_gap(self._config, batch, record[LARGEST_GAP])
     made = values["rl/rollout_seconds"] + values["rl/reward_seconds"]
-    # Within the seconds of this record, which is made when the next step's pairs are there.
+    # Within the seconds of this record: the loader waits for the step before (Job.loader_waits).
     waited, self._waited = self._waited, 0.0
     train = max(record["step_seconds"] - waited, 0.0)
     own = {

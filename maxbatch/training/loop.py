@@ -87,6 +87,9 @@ class Job:
   """What else an evaluation finds."""
   completed: Callable[[Record], Record] = lambda record: record
   """The record of a step with what else is known of it; raises where that is wrong."""
+  loader_waits: bool = False
+  """Whether the loader waits for each step to end anyway, so that its metrics are fetched before more
+  is loaded, and its seconds are its own."""
 
   def with_plan(self, plan: BatchPlan) -> "Job":
     """The job after the plan has changed."""
@@ -110,7 +113,7 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
   """Trains from `position` to the end of the plan, or to the first stop signal.
 
   Returns the state and how far it came; all of it is saved. Metrics of a step are fetched after
-  the next one is dispatched, so that the devices never wait for the host.
+  the next one is dispatched, so that the devices never wait for the host (but see `loader_waits`).
 
   Raises:
     TrainingDivergedError: a loss or gradient is not finite, and nothing of that step is saved; or
@@ -147,7 +150,7 @@ def _train_until_change(
       ending = stop.agreed or position.step == plan.steps
       evaluating = ending or _due(job, before, position, job.run.eval_interval)
       saving = ending or _due(job, before, position, job.checkpoint.checkpoint_period)
-      if evaluating or saving or decides(job.noise, position):
+      if job.loader_waits or evaluating or saving or decides(job.noise, position):
         record = _fetch(job, pending, clock, stop)
         pending = None
         plan = decided(job.noise, plan, position, job.progress.say)
