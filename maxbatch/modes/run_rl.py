@@ -41,6 +41,7 @@ from maxbatch.rl.rewards import RewardPool
 from maxbatch.rl.rollout import RolloutLoader
 from maxbatch.rl.sampled import pair_sampler, run_vocabulary
 from maxbatch.rl.steps import StepRecords
+from maxbatch.rl.training_clock import TrainingClock
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.metrics import Record, each_record
 from maxbatch.run_folder.paths import RunFolder
@@ -92,7 +93,8 @@ class ByReinforcement:
     config, plan, trainer = resolved.config, self.plan, job.trainer
     sampler = pair_sampler(config, trainer.model, trainer.mesh)
     stream = PromptStream(self.prompts.train, plan.epochs, config.data.data_shuffle_seed)
-    loss, records = self.loss(config), StepRecords(plan, config, job.feed_watchdog)
+    loss, clock = self.loss(config), TrainingClock()
+    records = StepRecords(plan, config, job.feed_watchdog, clock.seconds)
     policies = Policies(kept=plan.staleness + 1, keeps_first=plan.has_reference)
     if restored and plan.num_saved_policies:
       policies.put_back(plan.saved_policies(restored.position.step), restored.state[POLICIES])
@@ -103,8 +105,8 @@ class ByReinforcement:
       found = earlier(batch, pairs)
       return halved(found) if loss.halves else found
 
-    with RewardPool(config.rl) as rewards:
-      make = MicrobatchMaker(config.rl, plan, stream, sampler, rewards)
+    with RewardPool(config.rl) as rewards, clock:
+      make = MicrobatchMaker(config.rl, plan, stream, sampler, rewards, clock.last_end)
       evaluation = Evaluation(
         self.prompts.validation, sampler, rewards, plan.prompts_per_microbatch, job.feed_watchdog
       )
@@ -130,6 +132,7 @@ class ByReinforcement:
         ],
         own_evaluation=evaluated,
         completed=records.completed,
+        dispatched=clock.dispatched,
         loader_waits=True,
       )
 

@@ -87,6 +87,8 @@ class Job:
   """What else an evaluation finds."""
   completed: Callable[[Record], Record] = lambda record: record
   """The record of a step with what else is known of it; raises where that is wrong."""
+  dispatched: Callable[[StepMetrics], None] = lambda metrics: None
+  """Is called after each dispatch of training, whose metrics may still be on the devices."""
   loader_waits: bool = False
   """Whether the loader waits for each step to end anyway, so that its metrics are fetched before more
   is loaded, and its seconds are its own."""
@@ -178,14 +180,18 @@ def _dispatch(
   step, mesh = programs(phase.micro_batch), job.trainer.mesh
   if not job.streamed:
     control = flagged(mesh, job.trainer.control(phase.num_microbatches), stop.requested)
-    return step(state, next(loader), control, learning_rate)
+    state, metrics = step(state, next(loader), control, learning_rate)
+    job.dispatched(metrics)
+    return state, metrics
   wrong = []
   for _ in range(phase.num_microbatches - 1):
     control = flagged(mesh, np.bool_(False))
     state, metrics = step(state, next(loader), control, learning_rate)
+    job.dispatched(metrics)
     wrong.append(metrics.wrong_row)
   control = flagged(mesh, np.bool_(True), stop.requested)
   state, metrics = step(state, next(loader), control, learning_rate)
+  job.dispatched(metrics)
   return state, metrics._replace(wrong_row=(*wrong, metrics.wrong_row))
 
 
