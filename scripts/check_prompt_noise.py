@@ -15,7 +15,6 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -44,10 +43,20 @@ FIELDS = ("signal", "between", "within")
 
 
 class Rollout(NamedTuple):
-  """The gradient of a batch of pairs, and what a step would have estimated from its parts."""
+  """The mean gradients of the microbatches of a batch, and what a step would have estimated."""
 
-  gradient: np.ndarray
+  parts_KD: np.ndarray
   estimate: PromptMoments
+
+
+class Again(PromptStream):
+  """Prompts by their place in a set, whatever the batch that they are sampled in is numbered."""
+
+  first = 0
+
+  def __call__(self, index: int) -> Prompt:
+    """See `PromptStream`."""
+    return super().__call__(self.first + index)
 
 
 class Bench:
@@ -65,7 +74,7 @@ class Bench:
     self._model, self._mesh, self._loss = trainer.model, trainer.mesh, loss
     source = open_source("RUN", find_source("RUN", folder))
     self._params = source.read(trainer.model, trainer.abstract.parameters)
-    self._stream = PromptStream(prompts.train, self.plan.epochs, config.data.data_shuffle_seed)
+    self._stream = Again(prompts.train, self.plan.epochs, config.data.data_shuffle_seed)
     self._sampler, self._rewards, self._config = (
       pair_sampler(config, trainer.model, trainer.mesh),
       rewards,
@@ -88,68 +97,92 @@ class Bench:
 
   def rollout(self, number: int, again: int) -> Rollout:
     """Of the prompts of set `number`, with the random keys of its rollout `again`."""
-    plan, of_halves, of_parts, whole, weights = self.plan, 0.0, 0.0, 0.0, []
-    # The prompts of a set, and as many keys as there are rollouts.
-    prompts = _Shifted(self._stream, (number - self._batch(number, again)) * plan.batch_size)
-    make = MicrobatchMaker(self._config.rl, plan, prompts, self._sampler, self._rewards)
+    plan, of_halves, of_parts, parts, weights = self.plan, 0.0, 0.0, [], []
+    batch = 2 * number + again
+    self._stream.first = plan.first_prompt(number) - plan.first_prompt(batch)
+    make = MicrobatchMaker(self._config.rl, plan, self._stream, self._sampler, self._rewards)
     for place in range(plan.num_microbatches):
-      made = make.reward(make.sample(self._params, self._batch(number, again), place))
+      made = make.reward(make.sample(self._params, batch, place))
       fed = self._halved(jax.tree.map(lambda x: np.asarray(x)[None], made.pairs))
       found = [
         self._gradient(self._params, jax.tree.map(lambda x, at=at: x[at], fed)) for at in (0, 1)
       ]
       halves = [np.asarray(gradient) for gradient, _ in found]
+      whole = halves[0] + halves[1]
       of_halves += sum(float(half @ half) for half in halves)
-      of_parts += float((halves[0] + halves[1]) @ (halves[0] + halves[1]))
-      whole = whole + halves[0] + halves[1]
+      of_parts += float(whole @ whole)
       weights.append(sum(float(weight) for _, weight in found))
+      parts.append(whole / weights[-1])
     total = sum(weights)
+    mean = np.average(parts, axis=0, weights=weights)
     share = sum(weight**2 for weight in weights) / total**2
-    mean = np.asarray(whole) / total
     squares = of_halves / total**2, of_parts / total**2, float(mean @ mean)
     estimate = prompt_moments(plan.batch_size, plan.num_generations, share, *squares)
     assert estimate is not None
-    return Rollout(mean, estimate)
-
-  @staticmethod
-  def _batch(number: int, again: int) -> int:
-    return 2 * number + again
+    return Rollout(np.array(parts), estimate)
 
 
-class _Shifted(NamedTuple):
-  """A stream of prompts from another place on."""
+class Repeated(NamedTuple):
+  """Of a set, each microbatch of which was sampled for twice."""
 
-  stream: PromptStream
-  first: int
+  sum_D: np.ndarray
+  """Of the microbatches' gradients, means of both times."""
+  square: float
+  """Sum of their squares."""
+  product: float
+  """Of both times, mean over the microbatches."""
+  apart: float
+  """Half the square of their difference, likewise."""
 
-  def __call__(self, index: int) -> Prompt:
-    return self.stream(self.first + index)
+
+def repeated(one: Rollout, other: Rollout) -> Repeated:
+  """Two rollouts for the same prompts."""
+  means_KD, apart_KD = (one.parts_KD + other.parts_KD) / 2, one.parts_KD - other.parts_KD
+  products_K = (one.parts_KD * other.parts_KD).sum(1)
+  apart = float((apart_KD**2).sum(1).mean()) / 2
+  return Repeated(means_KD.sum(0), float((means_KD**2).sum()), float(products_K.mean()), apart)
+
+
+def truths(sets: list[Repeated], parts: int, prompts: int) -> np.ndarray:
+  """Signal, and noise between prompts and within, with standard errors: (F, 2), by the jackknife."""
+  total_D = np.sum([each.sum_D for each in sets], 0)
+  square = sum(each.square for each in sets)
+
+  def of(left_out: int | None) -> tuple[float, float, float]:
+    kept = [each for at, each in enumerate(sets) if at != left_out]
+    own = sets[left_out] if left_out is not None else None
+    sum_D = total_D if own is None else total_D - own.sum_D
+    count = parts * len(kept)
+    squares = square - (own.square if own else 0.0)
+    signal = float(sum_D @ sum_D - squares) / (count * (count - 1))
+    product = float(np.mean([each.product for each in kept]))
+    return signal, prompts * (product - signal), prompts * float(np.mean([x.apart for x in kept]))
+
+  without = np.array([of(at) for at in range(len(sets))])
+  errors = without.std(0) * np.sqrt(len(sets) - 1)
+  return np.stack([of(None), errors], 1)
 
 
 def measured(bench: Bench, sets: int) -> tuple[np.ndarray, np.ndarray]:
-  """Signal, and noise between prompts and within: by repetition, and as estimated, (F, sets)."""
-  prompts, estimates, squares, firsts = bench.plan.batch_size, [], [], []
-  total = np.zeros(1)
+  """By repetition, and as estimated from single rollouts: values and standard errors (F, 2)."""
+  plan, both, estimates = bench.plan, [], []
   for number in range(sets):
-    one, other = bench.rollout(number, 0), bench.rollout(number, 1)
-    total = total + one.gradient
-    firsts.append(one.gradient)
-    apart = one.gradient - other.gradient
-    squares.append((float(one.gradient @ other.gradient), prompts * float(apart @ apart) / 2))
-    for each in (one.estimate, other.estimate):
-      estimates.append((each.whole.signal, each.whole.noise - each.within, each.within))
-  # A set's mean against all the others', which are of other prompts.
-  signals = np.array([float(own @ (total - own)) / (sets - 1) for own in firsts])
-  products, within = np.array(squares).T
-  between = prompts * (products - signals)
-  return np.array([signals, between, within]), np.array(estimates).T
+    pair = bench.rollout(number, 0), bench.rollout(number, 1)
+    both.append(repeated(*pair))
+    found = [
+      (each.whole.signal, each.whole.noise - each.within, each.within)
+      for each in (pair[0].estimate, pair[1].estimate)
+    ]
+    estimates.append(np.mean(found, 0))
+  by_repetition = truths(both, plan.num_microbatches, plan.prompts_per_microbatch)
+  values_NF = np.array(estimates)
+  errors = values_NF.std(0, ddof=1) / np.sqrt(sets)
+  return by_repetition, np.stack([values_NF.mean(0), errors], 1)
 
 
-def shown(values_FN: np.ndarray) -> Iterator[str]:
-  """Means with their standard errors."""
-  for values_N in values_FN:
-    error = values_N.std(ddof=1) / np.sqrt(values_N.size)
-    yield f"{values_N.mean():9.3g} ± {error:<8.2g}"
+def shown(values_F2: np.ndarray) -> str:
+  """Values with their standard errors."""
+  return " ".join(f"{value:9.3g} ± {error:<8.2g}" for value, error in values_F2)
 
 
 def main() -> None:
@@ -161,7 +194,7 @@ def main() -> None:
   parser.add_argument("--generations", type=int, nargs="+", default=[8, 4, 16])
   parser.add_argument("--sets", type=int, default=24)
   arguments, keys = parser.parse_known_args()
-  first: np.ndarray | None = None
+  within: list[float] = []
   for generations in arguments.generations:
     own = [
       f"num_generations={generations}",
@@ -172,17 +205,16 @@ def main() -> None:
     config = load_config(["config=configs/post_train/rl.yml", *keys, *own])
     with RewardPool(config.rl) as rewards:
       bench = Bench(config, arguments.run, rewards)
-      repeated, estimated = measured(bench, arguments.sets)
+      by_repetition, estimated = measured(bench, arguments.sets)
     print(f"\n{bench.plan.batch_size} prompts of {generations} completions")
-    print(f"{'':28}{''.join(f'{name:<21}' for name in FIELDS)}")
-    print(f"{'by repeated rollouts':<27}{' '.join(shown(repeated))}")
-    print(f"{'estimated from one':<27}{' '.join(shown(estimated))}")
-    # Relative to the mean gradient, which the mean of G rewards shortens by 1 / G.
-    longer = repeated.mean(1) / (1 - 1 / generations) ** 2
-    first = longer if first is None else first
-    predicted = within_at(float(first[2]), arguments.generations[0], generations)
+    print(f"{'':27}{''.join(f'{name:<21}' for name in FIELDS)}")
+    print(f"{'by repeated rollouts':<24}{shown(by_repetition)}")
+    print(f"{'estimated from one':<24}{shown(estimated)}")
+    # For the same mean gradient, which the mean of G rewards shortens by 1 / G.
+    within.append(float(by_repetition[2, 0]) / (1 - 1 / generations) ** 2)
+    predicted = within_at(within[0], arguments.generations[0], generations)
     print(
-      f"within, for the same mean gradient: {longer[2]:.3g}, predicted {predicted:.3g}", flush=True
+      f"within, for the same mean gradient: {within[-1]:.3g}, predicted {predicted:.3g}", flush=True
     )
 
 

@@ -16,13 +16,20 @@ import numpy as np
 import pytest
 
 from maxbatch import train_rl
+from maxbatch.batch.topology import topology
 from maxbatch.command_line.signals import StopSignals
 from maxbatch.config.load import load_config
+from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.errors import UserError
+from maxbatch.hardware.sharding import make_mesh
+from maxbatch.models.registry import build_model
 from maxbatch.modes import run_rl as mode
 from maxbatch.modes.rl_requirements import check_rl
 from maxbatch.rl.microbatches import MicrobatchMaker
+from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.rollout import RolloutLoader
+from maxbatch.rl.sampled import pair_sampler, run_vocabulary
+from maxbatch.sampling.sampler import Prompts
 from maxbatch.sampling.text import choice_of
 
 _KEYS = """config=base num_simulated_devices=8 vocab_size=264 base_emb_dim=16 base_num_decoder_layers=1
@@ -115,12 +122,43 @@ def test_a_run_that_is_stopped_and_goes_on_ends_with_the_same_bits(
   assert figures(tmp_path) == expected
 
 
-def test_pairs_made_one_after_the_other_give_the_same_bits(whole, prompts, tmp_path, monkeypatch):
-  """As those that overlap, whatever takes how long there."""
-  parameters, expected = whole("all")
+@pytest.mark.parametrize("way", ["plain", "all"])
+def test_at_any_staleness_the_bits_are_those_of_the_synchronous_run(
+  whole, prompts, tmp_path, way, monkeypatch
+):
+  """Hazard: "staleness 0" that samples with an older policy where it overlaps, whatever takes how long."""
+  parameters, expected = whole(way)
   monkeypatch.setattr(mode, "RolloutLoader", functools.partial(RolloutLoader, overlaps=False))
-  assert same(run(tmp_path, "run_name=run", prompts, *WAYS["all"]), parameters)
+  assert same(run(tmp_path, "run_name=run", prompts, *WAYS[way]), parameters)
   assert figures(tmp_path) == expected
+
+
+def test_the_sampler_s_noise_is_repeated_in_no_microbatch(monkeypatch):
+  """Hazard: a constant random key, with which all microbatches have the same noise."""
+  config, keys = load_config(KEYS), []
+  model = build_model(config.model, config.batch.max_target_length)
+  sampler = pair_sampler(config, model, make_mesh(topology(config.mesh, 1), jax.devices()[:1]))
+
+  def taken(sampler: Any, params: Any, given: Prompts, vocabulary: Any) -> None:
+    keys.extend(map(bytes, np.asarray(jax.random.key_data(given.keys_B))))
+    raise InterruptedError
+
+  monkeypatch.setattr("maxbatch.rl.sampled.sample", taken)
+  prompts = [Prompt("f1=", {})] * 2
+  for part, batch, first in itertools.product(("rollout", "evaluation"), (0, 1), (0, 2)):
+    with pytest.raises(InterruptedError):
+      sampler({}, prompts, part, batch, first)
+  assert len(keys) == len(set(keys)) == 2 * 2 * 2 * 2 * config.rl.num_generations
+
+
+def test_neither_padding_nor_a_beginning_is_ever_sampled():
+  """Hazard: PAD that may be sampled, where which tokens count is inferred from it."""
+  vocabulary, tokens = run_vocabulary(load_config(KEYS)), ByteTokenizer()
+  allowed_V = np.asarray(vocabulary.allowed_V)
+  assert allowed_V[: tokens.bos_id].all()
+  assert not allowed_V[[tokens.bos_id, tokens.pad_id]].any()
+  assert np.flatnonzero(vocabulary.ends_V).tolist() == [tokens.eos_id]
+  assert not allowed_V[tokens.vocab_size :].any()
 
 
 def test_what_is_sampled_does_not_depend_on_micro_batch_size(whole, tmp_path):
@@ -177,6 +215,17 @@ def test_a_difference_between_sampler_and_trainer_stops_the_run(tmp_path, capsys
 def test_what_a_run_cannot_do_is_refused_by_name(keys, said):
   with pytest.raises(UserError, match=re.escape(said)):
     check_rl(load_config([*KEYS, *keys]))
+
+
+def test_every_hazard_has_the_test_that_the_documentation_names():
+  text = (ROOT / "docs" / "reinforcement_learning.md").read_text()
+  table = text.split("the hazards that our tests are named after")[1].split("\n## ")[0]
+  rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+  names = [re.findall(r"`(test_\w+)` \|$", row) for row in rows]
+  assert len(names) > 10
+  tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+  for row, (name,) in zip(rows, names, strict=True):
+    assert f"def {name}(" in tests, row
 
 
 def documented(heading: str) -> set[str]:
