@@ -11,7 +11,8 @@ R and T are the seconds for which a step's pairs are made and trained on, one af
 of n microbatches takes max(R, T) + min(R, T) / n at best where sampling and training have devices of
 their own. Here both are on the same cores, and only the delay has a place of its own: what of R is not
 delay cannot overlap with T. `shared` is the best there is then: the cores are busy for all of it, or they
-wait for rewards but for the first microbatch that is sampled and the last that is trained on.
+wait for rewards but for the first microbatch that is sampled and the last that is trained on. At the end, the same step with
+and without measuring the noise scale.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from maxbatch.rl.rollout import RolloutLoader
 from maxbatch.run_folder.metrics import Record, read_metrics
 
 DELAY = "MAXBATCH_REWARD_DELAY"
+MEASURING = "gns_from_microbatches=true"
 WARM_UP = 2
 
 
@@ -120,6 +122,19 @@ def compare(delay: float, prompts: int, n: int, rounds: int, keys: list[str]) ->
   )
 
 
+def noise_cost(rounds: int, keys: list[str]) -> None:
+  """Prints how much longer a step takes that measures the noise scale, and its training."""
+  os.environ[DELAY] = "0"
+  steps, trainings = [], []
+  measure(RolloutLoader, [*keys, MEASURING])
+  for _ in range(rounds):
+    plain, _ = measure(RolloutLoader, keys)
+    measuring, _ = measure(RolloutLoader, [*keys, MEASURING])
+    steps.append(measuring.step / plain.step)
+    trainings.append(measuring.train / plain.train)
+  print(f"{MEASURING}: step ×{_spread(steps)}, its training ×{_spread(trainings)}", flush=True)
+
+
 def _spread(ratios: list[float]) -> str:
   return f"{statistics.median(ratios):6.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
 
@@ -129,7 +144,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
-  parser.add_argument("--delays", type=float, nargs="+", default=[0.0, 0.4, 0.8, 1.6])
+  parser.add_argument("--delays", type=float, nargs="*", default=[0.0, 0.4, 0.8, 1.6])
   parser.add_argument("--steps", type=int, default=12)
   parser.add_argument("--rounds", type=int, default=3)
   arguments, more = parser.parse_known_args()
@@ -137,6 +152,7 @@ def main() -> None:
     *("config=configs/post_train/rl.yml", "rl_task=format", "warm_start_steps=0"),
     *(
       "reward_functions=[benchmark_rl:delayed]",
+      "reward_processes=1",
       "enable_checkpointing=false",
       "eval_samples=8",
       "eval_interval=-1",
@@ -150,6 +166,7 @@ def main() -> None:
   print(f"delay  {'  '.join(f'{name:>10}' for name in names)}   {'  '.join(ratios)}")
   for delay in arguments.delays:
     compare(delay, plan.batch_size, plan.num_microbatches, arguments.rounds, keys)
+  noise_cost(arguments.rounds, keys)
 
 
 if __name__ == "__main__":
