@@ -24,9 +24,10 @@ from maxbatch.batch.rl_sizes import RLTopology, halving_micro_batch_sizes
 from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
 from maxbatch.noise.confidence import Interval
+from maxbatch.noise.estimators import Moments
 from maxbatch.noise.prompt_advice import prompt_advice
 from maxbatch.noise.prompts import prompt_moments, within_at
-from maxbatch.noise.tracker import Estimate
+from maxbatch.noise.tracker import Estimate, NoiseTracker
 from maxbatch.rl.advantages import group_advantages
 from maxbatch.rl.grpo import grpo_sums
 from maxbatch.rl.log_probs import token_log_probs
@@ -77,21 +78,23 @@ class Bandits:
     within = np.mean(squares) - np.mean([(mean**2).sum() for mean in means])
     return float(signal), float(np.mean(squares) - signal), float(within)
 
-  def estimated(
-    self, generations: int, *, scale: bool = False, steps: int = 60_000
-  ) -> tuple[float, float, float]:
-    """The same from steps of 4 prompts in 2 microbatches, whose moments are linear in their squares."""
-    random, P, M = np.random.default_rng(0), 4, 2
+  def squares(
+    self, generations: int, P: int, M: int, *, scale: bool = False, steps: int = 60_000
+  ) -> np.ndarray:
+    """Of the halves, the microbatches and the gradient of steps of P prompts in M: (3, steps)."""
+    random = np.random.default_rng(0)
     q_SP = random.integers(0, len(self.chances_QA), (steps, P))
     u_SPG1 = random.random((steps, P, generations, 1))
     chosen_SPG = (u_SPG1 > self.chances_QA.cumsum(1)[q_SP][:, :, None]).sum(-1)
     c_SPGD = self.contributions(q_SP, chosen_SPG, scale=scale) / (P * generations)
     halves = c_SPGD.reshape(steps, M, P // M, 2, generations // 2, -1).sum((2, 4))
     parts = halves.sum(2)
-    squares = [
-      float((x**2).reshape(steps, -1).sum(1).mean()) for x in (halves, parts, parts.sum(1))
-    ]
-    found = prompt_moments(P, generations, 1 / M, *squares)
+    return np.stack([(x**2).reshape(steps, -1).sum(1) for x in (halves, parts, parts.sum(1))])
+
+  def estimated(self, generations: int, *, scale: bool = False) -> tuple[float, float, float]:
+    """As `truth`, of many steps of 4 prompts in 2 microbatches: linear in their squares."""
+    squares = self.squares(generations, 4, 2, scale=scale).mean(1).tolist()
+    found = prompt_moments(4, generations, 1 / 2, *squares)
     assert found is not None
     return found.whole.signal, found.whole.noise, found.within
 
@@ -113,6 +116,28 @@ def test_where_rewards_are_scaled_the_part_by_sampling_comes_out_too_large():
   found = policy.estimated(8, scale=True)
   np.testing.assert_allclose(found[:2], (signal, noise), rtol=0.03)
   assert 1.2 < found[2] / within < 1.5
+
+
+def test_the_intervals_hold_the_truth_as_often_as_they_say():
+  """Of windows of 32 steps that show a signal, of noise scale and share of sampling."""
+  policy, windows, steps, P, G = Bandits.drawn(1), 300, 32, 16, 4
+  signal, noise, within = policy.truth(G)
+  each = [
+    prompt_moments(P, G, 1 / 4, *found)
+    for found in policy.squares(G, P, 4, steps=windows * steps).T.tolist()
+  ]
+  held = []
+  for at in range(0, len(each), steps):
+    tracker = NoiseTracker(steps)
+    for found in filter(None, each[at : at + steps]):
+      tracker.add({"total": found.whole, "sampling": Moments(found.whole.signal, found.within)})
+    scale, share = tracker.estimate("total").scale, tracker.share("sampling", "total")
+    if scale is not None and share is not None:
+      held.append(
+        (scale.low < noise / signal < scale.high, share.low < within / noise < share.high)
+      )
+  assert len(held) > 0.5 * windows
+  assert (np.mean(held, 0) > 0.9).all(), np.mean(held, 0)
 
 
 def test_one_microbatch_has_nothing_to_compare():
