@@ -18,10 +18,10 @@ from maxbatch.config.allowed import (
   Budget,
   CountOrUnset,
   CountOrZeroOrUnset,
-  DType,
   Exact,
   ExactOrUnset,
   Example,
+  FloatFormat,
   NonNegative,
   NonNegativeFloat,
   NucleusProbability,
@@ -31,6 +31,7 @@ from maxbatch.config.allowed import (
   Probability,
   Range,
   RelativePath,
+  Scale,
   Seconds,
   Seed,
   Weight,
@@ -220,8 +221,6 @@ class ModelConfig:
   mlp_bias: bool
   dropout_rate: Annotated[float, Range(low=0, high=0.99)]
   init_weights_seed: Seed
-  dtype: DType
-  weight_dtype: DType
   attention: Literal["auto", "dot_product", "flash"]
   scan_layers: bool
   remat_policy: Literal["none", "minimal", "full", "explore"]
@@ -230,6 +229,26 @@ class ModelConfig:
   lora_rank: NonNegative
   lora_alpha: Annotated[float, Range(low=1e-6, limit=FLOAT32, also=-1)]
   lora_targets: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionConfig:
+  """In which number formats a run computes and keeps what, and the scale of its loss."""
+
+  precision: FloatFormat
+  dtype: Literal["auto", "float32", "bfloat16", "float16", "cbfloat16"]
+  weight_dtype: Literal["float32", "bfloat16"]
+  weight_rounding: Literal["none", "stochastic", "nearest"]
+  grad_dtype: FloatFormat
+  loss_scale: Scale | Literal["auto", "none", "dynamic"]
+  initial_loss_scale: Scale
+  min_loss_scale: Scale
+  max_loss_scale: Scale
+  loss_scale_window: Positive
+  loss_scale_growth_factor: Annotated[float, Range(low=1.0625, high=1024)]
+  loss_scale_backoff_factor: Annotated[float, Range(low=0.001, high=0.9375)]
+  max_consecutive_skipped_steps: Positive
+  precision_report: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -325,6 +344,7 @@ class OptimizerConfig:
   adam_eps: NonNegativeFloat
   adam_weight_decay: NonNegativeFloat
   sgd_momentum: Annotated[float, Range(low=0, high=0.99999)]
+  mu_dtype: Literal["float32", "bfloat16"]
   trainable: Annotated[tuple[str, ...], Example('["layers/attention/*", "head"]')]
 
 
@@ -354,6 +374,7 @@ class Config:
   pipeline: PipelineConfig
   compile: CompileConfig
   model: ModelConfig
+  precision: PrecisionConfig
   noise: NoiseConfig
   data: DataConfig
   optimizer: OptimizerConfig

@@ -38,7 +38,8 @@ def make_noise(
   calibrating = None
   if _calibrates(config):
     length = config.batch.max_target_length
-    calibrating = build_model(trainer.model.config, length, "all", trainer.model.trainable)
+    model = trainer.model
+    calibrating = build_model(model.config, length, "all", model.trainable, model.policy)
   meter = NoiseMeter(config.noise, trainer.model, calibrating)
   steering = None
   if follows_noise_scale(config.batch):

@@ -9,6 +9,7 @@ import numpy as np
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.models.registry import Model, Parameters
+from maxbatch.precision.loss_scale import scaled_gradient
 from maxbatch.rl.grpo import LARGEST_GAP, METRICS, Objective, grpo_sums, quotients
 from maxbatch.rl.log_probs import token_log_probs
 from maxbatch.rl.pairs import Pairs
@@ -67,11 +68,15 @@ class PolicyLoss:
     dropout_key: jax.Array,
     probes: Parameters,
     metrics: Metrics,
+    scale: jax.Array | None = None,
   ) -> MicrobatchLoss:
     """See `Loss`."""
     del dropout_key, probes, metrics
     allowed_V = np.frombuffer(self.allowed, bool)
     found = token_log_probs(model, parameters, microbatch.rows, allowed_V, self.temperature)
+    if scale is not None:
+      # Where all is float32 yet: what flows back from here into the model is scaled.
+      found = found._replace(targets_BT=scaled_gradient(found.targets_BT, scale))
     sums = grpo_sums(found, microbatch, self.objective)
     of_tokens = jax.tree.map(lambda x: x[None], quotients(sums))
     return MicrobatchLoss(
