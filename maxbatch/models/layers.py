@@ -11,6 +11,7 @@ from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
+from maxbatch.models.exponents import given_out
 from maxbatch.models.probes import Probe, for_each_row, probe, probe_values, product
 from maxbatch.precision.policy import PLAIN, Policy
 
@@ -49,6 +50,7 @@ class Projection(nnx.Module):
   """An adapter beside the kernel, see `add_adapter`."""
   lora_scale = 0.0
   policy: Policy = PLAIN
+  exponents: Probe | None = None
 
   def __init__(
     self,
@@ -83,7 +85,7 @@ class Projection(nnx.Module):
       y = y + self.lora_scale * rows.reshape(y.shape)
     if self.bias is not None:
       y = y + _over_rows(self.bias, self.policy, probe_values(self.probe, "bias"), y.ndim)
-    return self.policy.cast(y)
+    return given_out(y, self.policy, self.exponents)
 
   def add_adapter(self, rngs: nnx.Rngs, rank: int, scale: float) -> None:
     """LoRA's matrices beside the kernel (Hu et al. 2021): x·W + scale · x·A·B.
@@ -113,6 +115,7 @@ class Norm(nnx.Module):
   """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) of the last dims, in float32."""
 
   policy: Policy = PLAIN
+  exponents: Probe | None = None
 
   def __init__(self, config: ModelConfig, shape: tuple[int, ...], axes: LogicalAxes):
     """Of the last dims, as many as `shape` has, together."""
@@ -136,7 +139,7 @@ class Norm(nnx.Module):
     y = y * (scale + self.offset if self.offset else scale)
     if self.bias is not None:
       y = y + _over_rows(self.bias, PLAIN, probe_values(self.probe, "bias"), y.ndim)
-    return self.policy.cast(y)
+    return given_out(y, self.policy, self.exponents)
 
 
 def _over_rows(

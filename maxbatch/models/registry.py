@@ -24,6 +24,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes, sharding
 from maxbatch.models import transformer
 from maxbatch.models.cache import Cache, Decode
+from maxbatch.models.exponents import exponent_probe
 from maxbatch.models.layers import Norm, Parameter
 from maxbatch.models.lora import add_adapters
 from maxbatch.models.probes import Probe, probe_of
@@ -32,8 +33,9 @@ from maxbatch.precision.policy import PLAIN, Policy
 
 Parameters = dict[str, Any]
 """Nested dicts of arrays, by module and parameter name."""
-Probes = Literal["off", "norm", "all"]
-"""The probes of a model that are kept: none, those of its layers.Norm modules, all."""
+Probes = Literal["off", "norm", "all", "exponents"]
+"""The probes of a model that are kept: none, those of its layers.Norm modules, all; or others, of the
+exponents of what its modules give (models/exponents.py)."""
 
 
 class LanguageModel(Protocol):
@@ -274,6 +276,8 @@ def _built(
     paths = frozenset(_flat(nnx.state(module, Parameter)))
     frozen = frozen_paths(paths, trainable, config)
     _drop_probes(module, probes, paths - frozen, frozen)
+    if probes == "exponents":
+      _add_exponent_probes(module)
     return module
 
   whole = nnx.eval_shape(create, jax.random.key(0))
@@ -289,6 +293,15 @@ def _set_policy(model: nnx.Module, policy: Policy) -> None:
       node.set_value(node[...].astype(policy.parameters.carrier))
     elif isinstance(node, nnx.Module) and hasattr(type(node), "policy"):
       node.policy = policy  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _add_exponent_probes(model: nnx.Module) -> None:
+  """Gives every module that has parameters and an attribute for it a probe of its exponents."""
+  for _, module in nnx.iter_modules(model):
+    own = [value for value in vars(module).values() if isinstance(value, Parameter)]
+    if own and hasattr(type(module), "exponents"):
+      layers = own[0].shape[: own[0].ndim - len(own[0].axes)]
+      module.exponents = exponent_probe(layers)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _drop_probes(

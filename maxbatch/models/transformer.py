@@ -25,8 +25,9 @@ from maxbatch.models.attention import (
 )
 from maxbatch.models.cache import Cache, Decode, KeysValues, LayerCache, empty_cache
 from maxbatch.models.dropout import dropout, fold
+from maxbatch.models.exponents import given_out
 from maxbatch.models.layers import FeedForward, Norm, parameter
-from maxbatch.models.probes import for_each_row, looked_up, probe, probe_values
+from maxbatch.models.probes import Probe, for_each_row, looked_up, probe, probe_values
 from maxbatch.precision.policy import PLAIN, Policy
 
 _EMBEDDING_STD = 0.02
@@ -90,6 +91,8 @@ class Transformer(nnx.Module):
   text is written. A subclass whose tokens do, too, says so itself."""
   policy: Policy = PLAIN
   """In which format it computes; `build_model` sets it, as in all modules that have it."""
+  exponents: Probe | None = None
+  """Likewise, for a report of its exponents (models/exponents.py)."""
 
   def __init__(self, rngs: nnx.Rngs, config: ModelConfig, max_target_length: int):
     """Raises UserError if sizes contradict each other."""
@@ -171,7 +174,8 @@ class Transformer(nnx.Module):
     if self.config.scale_embedding:
       x_BTD = self.policy.cast(x_BTD * math.sqrt(self.config.base_emb_dim))
     if self.position_embedding is not None:
-      x_BTD = self.policy.cast(x_BTD + self._positions(rows))
+      x_BTD = x_BTD + self._positions(rows)
+    x_BTD = given_out(x_BTD, self.policy, self.exponents)
     return constrain(x_BTD, ("batch", "length", "activation_embed"))
 
   def _positions(self, rows: Rows) -> jax.Array:

@@ -15,6 +15,7 @@ _ONLY: dict[str, tuple[object, str]] = {
   "dropout_rate": (0.0, "what is sampled has no dropout"),
   "z_loss_multiplier": (0.0, "the loss has no such term"),
   "pipeline_schedule": ("none", "the sampler knows no pipeline"),
+  "precision_report": (False, "it is of the loss of text, of which there are no rows"),
   "gns": ("off", "the noise scale is not measured there yet"),
   "gns_from_microbatches": (False, "the noise scale is not measured there yet"),
   "rollout_devices": (0, "devices that only sample are not there yet: all do both in turn"),
