@@ -91,7 +91,7 @@ def test_float16_alone_is_scaled_unless_keys_say_otherwise():
       "loss_scale=dynamic initial_loss_scale=1 min_loss_scale=2",
       "for example initial_loss_scale=2",
     ),
-    ("loss_scale=dynamic max_loss_scale=512", "for example initial_loss_scale=512"),
+    ("loss_scale=dynamic max_loss_scale=8", "for example initial_loss_scale=8"),
   ],
 )
 def test_what_cannot_work_is_refused_with_what_does(given, said):

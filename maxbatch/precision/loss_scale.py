@@ -44,6 +44,10 @@ class LossScaling:
   backoff_factor: float
   max_skipped_in_a_row: int
 
+  def __str__(self) -> str:
+    kind = "dynamic, from" if self.is_dynamic else "fixed at"
+    return f"loss scale {kind} {self.initial:g}"
+
   def begin(self, noted: Mapping[str, float] | None = None) -> LossScale:
     """The scale of the first step, or of the one after the step of which `noted` is the `note`.
 

@@ -59,7 +59,8 @@ class Policy:
   def __str__(self) -> str:
     if self == PLAIN:
       return "float32"
-    parts = [f"computes in {self.compute.name}", f"weights in {self.parameters.name}"]
+    emulated = " (emulated: to study convergence, not speed)" if self.compute.is_emulated else ""
+    parts = [f"computes in {self.compute.name}{emulated}", f"weights in {self.parameters.name}"]
     if self.weight_rounding != "none":
       parts.append(f"rounded {_ROUNDED[self.weight_rounding]}")
     if self.gradients != FLOAT32:

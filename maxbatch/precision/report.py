@@ -5,6 +5,7 @@ smallest number, and makes infinite what is beyond its largest; both follow from
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -142,7 +143,10 @@ def _verdict(found: Sequence[Exponents], to: Format, tokens: int) -> Iterator[st
   """What a format loses: without a loss scale, with the largest that does not overflow, and where the
   loss is a mean over tokens, as many trainers have it, and not a sum."""
   shift, mean = best_shift(found, to), -round(math.log2(tokens))
-  shifts = {0: "without a loss scale", mean: f"loss_scale={2.0**mean:g}, as of a loss that is a mean"}
+  shifts = {
+    0: "without a loss scale",
+    mean: f"loss_scale={2.0**mean:g}, as of a loss that is a mean",
+  }
   if shift and _losers(found, to, 0):
     shifts[shift] = f"loss_scale={2.0**shift:g}"
   for scaled, words in shifts.items():

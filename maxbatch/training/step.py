@@ -26,6 +26,7 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
   step_arrays,
 )
 from maxbatch.precision.loss_scale import LossScaling
+from maxbatch.precision.policy import PLAIN
 from maxbatch.precision.rounding import stochastically_updated
 from maxbatch.training import partial_sums
 from maxbatch.training.accumulate import summed_gradients
@@ -144,6 +145,13 @@ class Trainer:
     parts = self.model, self.optimizer, self.abstract, self.measures
     begin = state_beginner(*parts, self.loss_scaling)
     return self._by_stage(begin(jax.random.key(seed), loaded))
+
+  @property
+  def formats(self) -> str:
+    """In which formats it computes and keeps what, in words; empty where all is float32."""
+    policy, scaling = self.model.policy, self.loss_scaling
+    parts = [str(policy)] if policy != PLAIN or scaling else []
+    return ", ".join([*parts, *([str(scaling)] if scaling else [])])
 
   @property
   def abstract_saved(self) -> dict[str, Any]:
