@@ -39,7 +39,7 @@ def row(name: str, keys: list[str]) -> str:
   note = " (emulated: float32 and rounding)" if FORMATS[name].is_emulated else ""
   return (
     f"| {name}{note} | {memory['peak'] / GIB:.2f} GiB | {memory['activations_and_temporaries'] / GIB:.2f} "
-    f"GiB | {time['step_seconds']:.3f} s | {time['tokens_per_second']:,.0f} |"
+    f"GiB | {time['step_seconds']:.4g} s | {time['tokens_per_second']:,.0f} |"
   )
 
 

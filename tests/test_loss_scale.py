@@ -115,6 +115,7 @@ def test_a_run_that_skips_step_after_step_stops(loss, said):
 
 SPLITS: dict[str, tuple[str, ...]] = {
   "fsdp and tensor": (
+    *("gns=all", "gns_from_microbatches=true", "metrics=[update_norm]", "z_loss_multiplier=0.01"),
     "ici_data_parallelism=2",
     "ici_fsdp_parallelism=2",
     "ici_tensor_parallelism=2",
@@ -206,22 +207,21 @@ def trainer_scale(state: TrainState) -> dict[str, float]:
 
 
 def test_the_scale_is_divided_out_of_all_that_a_step_reports():
-  """float32 with a power of two: the same, but for the order of operations in another program."""
-  split = "fsdp and tensor"
-  more = ("z_loss_multiplier=0.01", "metrics=[update_norm]", "opt_type=sgd")
-  more += ("gns=all", "gns_from_microbatches=true")
-  plain, (expected,) = steps(split, *more, batches=GOOD[:1])
-  scaled, (found,) = steps(split, *more, "loss_scale=1024", batches=GOOD[:1])
-  moved = [
-    jax.tree.map(
-      np.subtract, *jax.device_get((state.params, program(split, *more)[0].init(0).params))
-    )
-    for state in (scaled, plain)
-  ]
-  assert max(relative_errors(*moved).values()) < 1e-5
-  assert found.scaling is not None
-  found = found._replace(scaling=None)
-  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), expected, found)
+  """In one program, to the rounding of numbers near float16's smallest."""
+  states, reports = [], []
+  for scale in (64.0, 1024.0):
+    state = program("fsdp and tensor", *FLOAT16)[0].init(0)
+    assert state.loss_scale is not None
+    given = jax.device_put(np.float32(scale), state.loss_scale.scale.sharding)
+    state = state._replace(loss_scale=state.loss_scale._replace(scale=given))
+    state, (found,) = steps("fsdp and tensor", *FLOAT16, batches=GOOD[:1], state=state)
+    assert found.noise.of_microbatches > 0
+    states.append(jax.device_get(state.params))
+    reports.append(found._replace(scaling=None))
+  begun = jax.device_get(program("fsdp and tensor", *FLOAT16)[0].init(0).params)
+  moved = [jax.tree.map(np.subtract, after, begun) for after in states]
+  assert max(relative_errors(*moved).values()) < 0.01
+  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0.01, atol=1e-6), *reports)
 
 
 def test_a_resume_at_any_step_goes_on_bit_for_bit():

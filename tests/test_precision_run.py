@@ -28,7 +28,7 @@ def arguments(folder: pathlib.Path, **keys: object) -> list[str]:
     "learning_rate_schedule_steps": 6,
     "eval_interval": -1,
     "eval_samples": 4,
-    "generate_length": 2,
+    "generate_length": 0,
     "checkpoint_period": 1,
     **SMALLEST,
   }
@@ -44,7 +44,11 @@ def records(folder: pathlib.Path) -> list[dict[str, float]]:
 def whole(tmp_path_factory) -> pathlib.Path:
   """A run of 6 steps, the first of which overflow."""
   folder = tmp_path_factory.mktemp("whole")
-  run(load_config(arguments(folder, steps=6, precision_report="true", **OVERFLOWING)))
+  run(
+    load_config(
+      arguments(folder, steps=6, precision_report="true", generate_length=2, **OVERFLOWING)
+    )
+  )
   return folder
 
 
@@ -62,9 +66,8 @@ def test_skipped_steps_are_counted_and_what_is_not_finite_is_left_out(whole):
       assert after == record["loss_scale"] / 2
 
 
-@pytest.mark.parametrize("at", [1, 3])
-def test_a_run_resumed_between_skipped_steps_is_the_same_run(whole, tmp_path, at):
-  run(load_config(arguments(tmp_path, steps=at, **OVERFLOWING)))
+def test_a_run_resumed_between_skipped_steps_is_the_same_run(whole, tmp_path):
+  run(load_config(arguments(tmp_path, steps=1, **OVERFLOWING)))
   run(load_config(arguments(tmp_path, steps=6, **OVERFLOWING)))
   expected = [{k: v for k, v in r.items() if k != "eval/loss"} for r in records(whole)]
   found = [{k: v for k, v in r.items() if k != "eval/loss"} for r in records(tmp_path)]
