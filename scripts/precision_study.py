@@ -141,7 +141,7 @@ def lost(found: Sequence[Exponents], dynamic: float) -> list[str]:
         if each.kind == kind and each.layer == layer and (not name or each.name == name)
       ]
       if of_place:
-        one = Exponents(kind, name, layer, sum(of_place))
+        one = Exponents(kind, name, layer, np.sum(of_place, 0))
         shares = " | ".join(f"{one.underflow(to, shifts[words]):.2%}" for to, words in columns)
         lines.append(f"| {kind}, {name or f'layer {layer}'} | {shares} |")
   return lines
@@ -153,8 +153,9 @@ def drawing(runs: dict[str, list[list[Record]]], found: Sequence[Exponents]) -> 
   for index, (name, of_seeds) in enumerate(runs.items()):
     curves = np.array([[r.get("loss", np.nan) for r in records[1:]] for records in of_seeds])
     smooth = np.apply_along_axis(_smoothed, 1, curves)
-    style = {"color": COLORS[index % len(COLORS)], "linestyle": DASHES[index % len(DASHES)]}
-    above.plot(np.arange(smooth.shape[1]) + 1, np.nanmean(smooth, 0), label=name, **style)
+    color, dashes = COLORS[index % len(COLORS)], DASHES[index % len(DASHES)]
+    places = np.arange(smooth.shape[1]) + 1
+    above.plot(places, np.nanmean(smooth, 0), label=name, color=color, linestyle=dashes)
   above.set_xlabel("steps")
   above.set_ylabel("training loss (nats per token)")
   legend(above)
@@ -188,7 +189,8 @@ def _smoothed(values: np.ndarray, window: int = 9) -> np.ndarray:
 
 def main() -> int:
   """Reads the arguments, runs, prints and writes."""
-  given = dict(argument.partition("=")[::2] for argument in sys.argv[1:])
+  pairs = [argument.partition("=") for argument in sys.argv[1:]]
+  given = {key: value for key, _, value in pairs}
   own = {"out": "precision", "steps": "100", "seeds": "3"}
   keys = tuple(f"{key}={value}" for key, value in given.items() if key not in own)
   values = own | {key: value for key, value in given.items() if key in own}

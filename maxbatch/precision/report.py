@@ -126,7 +126,7 @@ def _ranges(found: Sequence[Exponents]) -> Iterator[str]:
   for kind in KINDS:
     of_kind = [each for each in found if each.kind == kind]
     for name in dict.fromkeys(map(_place, of_kind)):
-      one = Exponents(kind, name, None, sum(e.counts for e in of_kind if _place(e) == name))
+      one = Exponents(kind, name, None, np.sum([e.counts for e in of_kind if _place(e) == name], 0))
       if one.smallest is None or one.largest is None:
         continue
       zeros = one.counts[0] / max(one.counts.sum(), 1)

@@ -4,7 +4,7 @@ B rows, T tokens, L layers, N bins.
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import cast
 
 import jax
 import numpy as np
@@ -61,16 +61,20 @@ def exponents(trainer: Trainer, parameters: Parameters, rows: Rows) -> list[Expo
 def _listed(
   model: Model, counts: Parameters, weights: Parameters, gradients: Parameters
 ) -> Iterator[Exponents]:
-  for path, both in flatten_dict(counts).items():
+  for path, both in _flat(counts).items():
     for kind, index in ((ACTIVATIONS, 0), (ACTIVATIONS_GRADIENTS, 1)):
       yield from _by_layer(kind, path[:-1], np.moveaxis(both, -2, 0)[index])
   for kind, tree in ((WEIGHTS, weights), (GRADIENTS, gradients)):
-    for path, found in flatten_dict(tree).items():
+    for path, found in _flat(tree).items():
       yield from _by_layer(kind, path, found)
 
 
-def _by_layer(kind: str, path: tuple[Any, ...], counts: np.ndarray) -> Iterator[Exponents]:
-  name = "/".join(map(str, path)) or "embedding"
+def _flat(tree: Parameters) -> dict[tuple[str, ...], np.ndarray]:
+  return cast(dict[tuple[str, ...], np.ndarray], flatten_dict(tree))
+
+
+def _by_layer(kind: str, path: tuple[str, ...], counts: np.ndarray) -> Iterator[Exponents]:
+  name = "/".join(path) or "embedding"
   if counts.ndim == 1:
     yield Exponents(kind, name, None, counts)
   else:
