@@ -1,6 +1,6 @@
 """Trains the default model in every format, with and without a loss scale, at equal seeds.
 
-    .venv/bin/python scripts/precision_study.py out=precision steps=100 seeds=3
+    .venv/bin/python scripts/precision_study.py out=precision steps=60 seeds=3
 
 Each run sees the same samples in the same order. Prints a table of validation losses with their
 spread over the seeds and their difference from float32 at the same seed, and one of the gradients that
@@ -9,7 +9,8 @@ Finished runs are kept, so an interrupted command continues where it was. More k
 model_name=gpt2-small, go to every run.
 
 A loss that is a mean over tokens, as many trainers have it, has gradients as many times smaller as
-there are tokens in a step: here that is loss_scale = 1 / tokens.
+there are tokens in a step: loss_scale = 1 / tokens. Here that is 1/1024; a million tokens, as many as
+large models have in a step, are imitated by 1/2^20.
 """
 
 import dataclasses
@@ -33,7 +34,7 @@ from maxbatch.run_folder.metrics import Record, read_metrics
 BATCH, LENGTH = 8, 128
 JOB = f"""num_simulated_devices=1 batch_size={BATCH} max_target_length={LENGTH} generate_length=0
 enable_checkpointing=false log_period=1000000 eval_interval=-1 eval_samples=128"""
-MEAN = f"loss_scale={1 / (BATCH * LENGTH):.10g}"
+MEAN, LARGE_MEAN = (f"loss_scale={2.0**-bits:.10g}" for bits in (10, 20))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,8 @@ ARMS = (
   Arm("float16, loss a mean", f"precision=float16 {MEAN}"),
   Arm("cbfloat16, loss scale none", "precision=cbfloat16"),
   Arm("cbfloat16, loss a mean", f"precision=cbfloat16 {MEAN}"),
+  Arm("float16, a mean of 1M tokens", f"precision=float16 {LARGE_MEAN}"),
+  Arm("cbfloat16, a mean of 1M tokens", f"precision=cbfloat16 {LARGE_MEAN}"),
   Arm("bfloat16 weights, nearest", "weight_dtype=bfloat16 weight_rounding=nearest"),
   Arm("bfloat16 weights, stochastic", "weight_dtype=bfloat16 weight_rounding=stochastic"),
   Arm("bfloat16 first moment", "mu_dtype=bfloat16"),
@@ -124,11 +127,7 @@ def _counted(each: dict[str, Any]) -> Exponents:
 
 def lost(found: Sequence[Exponents], dynamic: float) -> list[str]:
   """The table of gradients that are set to zero, by layer."""
-  shifts = {
-    "a mean": -round(np.log2(BATCH * LENGTH)),
-    "none": 0,
-    "dynamic": round(np.log2(dynamic)),
-  }
+  shifts = {"a mean of 1M": -20, "a mean": -10, "none": 0, "dynamic": round(np.log2(dynamic))}
   columns = [(to, words) for to in (FLOAT16, CBFLOAT16) for words in shifts]
   header = " | ".join(f"{to.name}, {words}" for to, words in columns)
   lines = [f"| set to zero | {header} |", "|---" * (len(columns) + 1) + "|"]
@@ -148,29 +147,38 @@ def lost(found: Sequence[Exponents], dynamic: float) -> list[str]:
 
 
 def drawing(runs: dict[str, list[list[Record]]], found: Sequence[Exponents]) -> Figure:
-  """Training loss over steps, and the exponents of all kinds beside the ranges of the formats."""
-  figure, (above, below) = new_figure("One job in several formats", 2, panel=3.6)
+  """Training loss over steps, what it is off float32's, and the exponents beside the formats' ranges."""
+  figure, (above, off, below) = new_figure("One job in several formats", 3, panel=3.2)
+  exact = _curves(runs["float32"])
   for index, (name, of_seeds) in enumerate(runs.items()):
-    curves = np.array([[r.get("loss", np.nan) for r in records[1:]] for records in of_seeds])
-    smooth = np.apply_along_axis(_smoothed, 1, curves)
+    curves = _curves(of_seeds)
     color, dashes = COLORS[index % len(COLORS)], DASHES[index % len(DASHES)]
-    places = np.arange(smooth.shape[1]) + 1
-    above.plot(places, np.nanmean(smooth, 0), label=name, color=color, linestyle=dashes)
+    places = np.arange(curves.shape[1]) + 1
+    above.plot(places, curves.mean(0), label=name, color=color, linestyle=dashes)
+    off.plot(places, (curves - exact).mean(0), label=name, color=color, linestyle=dashes)
   above.set_xlabel("steps")
   above.set_ylabel("training loss (nats per token)")
   legend(above)
+  off.set_xlabel("steps")
+  off.set_ylabel("less float32's")
   for kind, color, dashes in zip(KINDS, COLORS, DASHES, strict=False):
     counts = np.sum([each.counts for each in found if each.kind == kind], 0)[1:-1]
     shares = np.where(counts, counts, np.nan) / counts.sum()
     below.semilogy(np.arange(-126, 128), shares, color=color, linestyle=dashes, label=kind)
   for place, to in enumerate((FLOAT16, CBFLOAT16)):
     _range(below, to, 3e-8 * 3**place)
-  below.set_xlim(-60, 40)
+  below.set_xlim(-60, 48)
   below.set_ylim(1e-8, 1)
   below.set_xlabel("exponent of two, at the end of training in float32")
   below.set_ylabel("share of numbers")
   legend(below)
   return figure
+
+
+def _curves(of_seeds: list[list[Record]]) -> np.ndarray:
+  """Training losses, smoothed: a row for each seed; a step without one has its neighbours'."""
+  losses = np.array([[r.get("loss", np.nan) for r in records[1:]] for records in of_seeds])
+  return np.apply_along_axis(_smoothed, 1, losses)
 
 
 def _range(axes: Any, to: Format, height: float) -> None:
@@ -191,7 +199,7 @@ def main() -> int:
   """Reads the arguments, runs, prints and writes."""
   pairs = [argument.partition("=") for argument in sys.argv[1:]]
   given = {key: value for key, _, value in pairs}
-  own = {"out": "precision", "steps": "100", "seeds": "3"}
+  own = {"out": "precision", "steps": "60", "seeds": "3"}
   keys = tuple(f"{key}={value}" for key, value in given.items() if key not in own)
   values = own | {key: value for key, value in given.items() if key in own}
   study = Study(pathlib.Path(values["out"]), int(values["steps"]), int(values["seeds"]), keys)

@@ -21,7 +21,6 @@ from maxbatch.config.allowed import (
   Exact,
   ExactOrUnset,
   Example,
-  FloatFormat,
   NonNegative,
   NonNegativeFloat,
   NucleusProbability,
@@ -31,11 +30,11 @@ from maxbatch.config.allowed import (
   Probability,
   Range,
   RelativePath,
-  Scale,
   Seconds,
   Seed,
   Weight,
 )
+from maxbatch.config.precision_schema import PrecisionConfig
 from maxbatch.config.rl_schema import RLConfig
 from maxbatch.errors import UserError
 
@@ -229,26 +228,6 @@ class ModelConfig:
   lora_rank: NonNegative
   lora_alpha: Annotated[float, Range(low=1e-6, limit=FLOAT32, also=-1)]
   lora_targets: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class PrecisionConfig:
-  """In which number formats a run computes and keeps what, and the scale of its loss."""
-
-  precision: FloatFormat
-  dtype: Literal["auto", "float32", "bfloat16", "float16", "cbfloat16"]
-  weight_dtype: Literal["float32", "bfloat16"]
-  weight_rounding: Literal["none", "stochastic", "nearest"]
-  grad_dtype: FloatFormat
-  loss_scale: Scale | Literal["auto", "none", "dynamic"]
-  initial_loss_scale: Scale
-  min_loss_scale: Scale
-  max_loss_scale: Scale
-  loss_scale_window: Positive
-  loss_scale_growth_factor: Annotated[float, Range(low=1.0625, high=1024)]
-  loss_scale_backoff_factor: Annotated[float, Range(low=0.001, high=0.9375)]
-  max_consecutive_skipped_steps: Positive
-  precision_report: bool
 
 
 @dataclasses.dataclass(frozen=True)
