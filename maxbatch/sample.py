@@ -38,6 +38,7 @@ from maxbatch.hugging_face.registry import is_model_folder
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, Parameters, build_model, placed
 from maxbatch.modes.start import started
+from maxbatch.precision.policy import policy_of
 from maxbatch.sampling.choice import Choice
 from maxbatch.sampling.model_folder import config_of_folder, ends_of_folder
 from maxbatch.sampling.requests import PromptEncoder, Request, read_prompts, requests
@@ -222,7 +223,9 @@ def _prepare(own: SampleArguments, config: Config, source: Source) -> _Job:
   origin = origin_of(config)
   ends = encode.ends(own.stop) + (ends_of_folder(origin) if origin else [])
   cache.enable(config.compile.jax_cache_dir)
-  model = build_model(resolve_attention(config.model, length, target.devices[0]), length)
+  policy = policy_of(config.precision)
+  shape = resolve_attention(config.model, length, target.devices[0], policy.compute)
+  model = build_model(shape, length, policy=policy)
   mesh = make_mesh(target.layout, target.devices)
   source.check(model)
   return _Job(

@@ -36,6 +36,7 @@ from maxbatch.rl.prompt_noise import in_halves
 from maxbatch.rl.prompt_set import prompt_set
 from maxbatch.rl.prompts import Prompt, PromptStream
 from maxbatch.rl.rewards import RewardPool
+from maxbatch.rl.shared_rewards import SharedRewards
 from maxbatch.rl.sampled import pair_sampler
 from maxbatch.training.build import build_trainer
 
@@ -62,7 +63,7 @@ class Again(PromptStream):
 class Bench:
   """A policy that stays as it is."""
 
-  def __init__(self, config: Config, folder: str, rewards: RewardPool):
+  def __init__(self, config: Config, folder: str, rewards: SharedRewards):
     """Reads the policy."""
     target = find_devices(config)
     self.plan: RLPlan = plan_rl(config, target.layout)
@@ -88,7 +89,7 @@ class Bench:
     allowed_V = np.frombuffer(self._loss.allowed, bool)
 
     def loss_of(params: Any) -> tuple[jax.Array, jax.Array]:
-      options = pairs.rows, allowed_V, self._loss.temperature
+      options = pairs.rows, allowed_V, self._loss.temperature, pairs.kept_BTW
       sums = grpo_sums(token_log_probs(self._model, params, *options), pairs, self._loss.objective)
       return sums.loss, sums.weight
 
@@ -203,8 +204,8 @@ def main() -> None:
       "warm_start_steps=0",
     ]
     config = load_config(["config=configs/post_train/rl.yml", *keys, *own])
-    with RewardPool(config.rl) as rewards:
-      bench = Bench(config, arguments.run, rewards)
+    with RewardPool(config.rl) as pool:
+      bench = Bench(config, arguments.run, SharedRewards(pool))
       by_repetition, estimated = measured(bench, arguments.sets)
     print(f"\n{bench.plan.batch_size} prompts of {generations} completions")
     print(f"{'':27}{''.join(f'{name:<21}' for name in FIELDS)}")

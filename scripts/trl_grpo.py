@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import transformers
-import trl
+import trl  # pyright: ignore[reportMissingImports]
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 

@@ -26,6 +26,7 @@ FOLDERS = [
   "command_line",
   "plots",
   "run_folder",
+  "precision",
   "batch",
   "noise",
   "pipeline_parallel",

@@ -20,7 +20,9 @@ FIXED = _keys(
   rope_low_freq_factor rope_high_freq_factor original_max_position_embeddings sliding_window_size
   layer_types query_pre_attn_scalar attn_logits_soft_cap final_logits_soft_cap scale_embedding
   logits_via_embedding use_qk_norm qk_norm_across_heads attention_qkv_bias attention_out_bias
-  mlp_bias weight_dtype lora_rank lora_alpha lora_targets""",
+  mlp_bias lora_rank lora_alpha lora_targets""",
+  # How weights and moments are kept.
+  "weight_dtype mu_dtype",
   # What it is trained to do, and with which draws.
   "z_loss_multiplier dropout_rate init_weights_seed",
   # Which samples come in which order. What is in the files is compared by fingerprint.
@@ -47,8 +49,12 @@ CHANGEABLE = _keys(
   """learning_rate lr_schedule_type learning_rate_schedule_steps learning_rate_batch_coupling
   warmup_steps warmup_steps_fraction learning_rate_final_fraction wsd_decay_steps_fraction
   gradient_clipping_threshold adam_eps adam_weight_decay""",
+  # The format that is computed in, and the loss's scale, which a checkpoint notes.
+  """precision dtype weight_rounding grad_dtype loss_scale initial_loss_scale min_loss_scale
+  max_loss_scale loss_scale_window loss_scale_growth_factor loss_scale_backoff_factor
+  max_consecutive_skipped_steps precision_report""",
   # How the same is computed, on which devices, and how it is loaded and saved.
-  """model_name dtype attention scan_layers remat_policy num_vocab_tiling accumulation
+  """model_name attention scan_layers remat_policy num_vocab_tiling accumulation
   expansion_factor_real_data loading_hosts eval_per_device_batch_size num_simulated_devices
   ici_data_parallelism ici_fsdp_parallelism ici_tensor_parallelism ici_pipeline_parallelism
   dcn_data_parallelism dcn_fsdp_parallelism dcn_tensor_parallelism dcn_pipeline_parallelism

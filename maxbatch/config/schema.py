@@ -20,7 +20,6 @@ from maxbatch.config.allowed import (
   Budget,
   CountOrUnset,
   CountOrZeroOrUnset,
-  DType,
   Exact,
   ExactOrUnset,
   Example,
@@ -37,6 +36,7 @@ from maxbatch.config.allowed import (
   Seed,
   Weight,
 )
+from maxbatch.config.precision_schema import PrecisionConfig
 from maxbatch.config.rl_schema import RLConfig
 from maxbatch.errors import UserError
 
@@ -222,8 +222,6 @@ class ModelConfig:
   mlp_bias: bool
   dropout_rate: Annotated[float, Range(low=0, high=0.99)]
   init_weights_seed: Seed
-  dtype: DType
-  weight_dtype: DType
   attention: Literal["auto", "dot_product", "flash"]
   scan_layers: bool
   remat_policy: Literal["none", "minimal", "full", "explore"]
@@ -327,6 +325,7 @@ class OptimizerConfig:
   adam_eps: NonNegativeFloat
   adam_weight_decay: NonNegativeFloat
   sgd_momentum: Annotated[float, Range(low=0, high=0.99999)]
+  mu_dtype: Literal["float32", "bfloat16"]
   trainable: Annotated[tuple[str, ...], Example('["layers/attention/*", "head"]')]
 
 
@@ -356,6 +355,7 @@ class Config:
   pipeline: PipelineConfig
   compile: CompileConfig
   model: ModelConfig
+  precision: PrecisionConfig
   noise: NoiseConfig
   data: DataConfig
   optimizer: OptimizerConfig

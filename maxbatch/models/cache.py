@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import constrain
@@ -37,14 +38,16 @@ put in it at int32 `place`, the same for all.
 _AXES = ("batch", "kv_heads", "length", "head_dim")
 
 
-def empty_cache(config: ModelConfig, num_layers: int, rows: int, places: int) -> Cache:
+def empty_cache(
+  config: ModelConfig, dtype: DTypeLike, num_layers: int, rows: int, places: int
+) -> Cache:
   """Room for `places` tokens of each row: divided as attention is, rows over data and fsdp, heads
   over tensor."""
   shape = (rows, config.base_num_kv_heads, places, config.head_dim)
 
   def zeros(*lead: int) -> KeysValues:
     axes = (*(None for _ in lead), *_AXES)
-    return KeysValues(*(constrain(jnp.zeros((*lead, *shape), config.dtype), axes) for _ in "kv"))
+    return KeysValues(*(constrain(jnp.zeros((*lead, *shape), dtype), axes) for _ in "kv"))
 
   return zeros(num_layers) if config.scan_layers else tuple(zeros() for _ in range(num_layers))
 

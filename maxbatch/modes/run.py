@@ -39,6 +39,7 @@ from maxbatch.modes.beginning import (
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.method import ON_TEXT, Method
 from maxbatch.modes.noise import calibration_programs, make_noise
+from maxbatch.modes.precision import precision_report
 from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
 from maxbatch.modes.start import check_same_run, started
 from maxbatch.modes.summary import describe, keep_sample, print_next, show_sample, sum_up
@@ -269,8 +270,13 @@ def _train(
       if position.step == 0:
         first_record(ready, state.parameters)
         keep_sample(resolved, trainer, state.parameters)
+      report = precision_report(config, ready, resolved.folder, position)
+      if report:
+        report.write(state.parameters, position.step)
       with ending_together(alone=True), watchdog:
         trained = train(ready, state, position)
+      if report:
+        report.write(trained[0].parameters, trained[1].step)
   if waited := progress.data_wait():
     print(f"\n{waited}", flush=True)
   return trained

@@ -33,6 +33,8 @@ def describe(
     beginning, itertools.chain(["Begins"], itertools.repeat("")), strict=False
   ):
     print(f"{label:<6} {line}")
+  if trainer.formats:
+    print(f"Format {trainer.formats}")
   print("Data   " + data.replace("\n", "\n       "))
   if trainer.pipeline:
     print(f"Pipeline\n       {trainer.pipeline}")

@@ -84,6 +84,16 @@ class RunFolder:
     return self.path / "compile_report.json"
 
   @property
+  def precision_report_text(self) -> Path:
+    """Exponents by layer, and which formats they fit in."""
+    return self.path / "precision_report.txt"
+
+  @property
+  def precision_report_json(self) -> Path:
+    """The same for programs, with all counts."""
+    return self.path / "precision_report.json"
+
+  @property
   def exploration(self) -> Path:
     """Every size that was tried, ranked, as JSON."""
     return self.path / "exploration.json"

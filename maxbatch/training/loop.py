@@ -20,8 +20,10 @@ from maxbatch.config.schema import CheckpointConfig, RunConfig
 from maxbatch.data.loader import EvalRows
 from maxbatch.errors import RowsError, TrainingDivergedError
 from maxbatch.models.registry import Parameters
+from maxbatch.precision.loss_scale import LossScaling
 from maxbatch.run_folder.metrics import MetricsLog, Record
 from maxbatch.run_folder.progress import Progress
+from maxbatch.training.loss_scaling import check_skips, scaling_record
 from maxbatch.training.metrics import token_values
 from maxbatch.training.noise_run import Noise, decided, decides
 from maxbatch.training.programs import StepPrograms
@@ -32,6 +34,8 @@ from maxbatch.training.stop_flags import flagged, has_flags
 
 RECORD = "record"
 """In a checkpoint's notes: the record of its step, which metrics.jsonl may lack after kill -9."""
+LOSS_SCALE = "loss_scale"
+"""In a checkpoint's notes: the loss scale and its history, where the loss is scaled."""
 
 
 class StepLoader(Protocol):
@@ -119,7 +123,8 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
 
   Raises:
     TrainingDivergedError: a loss or gradient is not finite, and nothing of that step is saved; or
-      the validation loss is not, and what was due to be saved is.
+      the validation loss is not, and what was due to be saved is. With a loss scale such steps are
+      skipped, until there are max_consecutive_skipped_steps in a row.
     RowsError: a row of a step is not what was read for it, and nothing of that step is saved.
   """
   job.progress.begin()
@@ -225,10 +230,15 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock, stop: StopSignals) -> Rec
   seconds, plan, position = clock.lap(), job.plan, pending.position
   phase = plan.phase_at(pending.before.samples)
   _check_rows(job, pending, metrics, phase)
-  if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+  scaling = metrics.scaling
+  is_skipped = scaling is not None and bool(scaling.is_skipped)
+  if scaling is not None and job.trainer.loss_scaling is not None and is_skipped:
+    limits = job.trainer.loss_scaling
+    check_skips(limits, scaling, position.step, loss, lambda: _last_good(job))
+  elif not (math.isfinite(loss) and math.isfinite(grad_norm)):
     raise TrainingDivergedError(_diverged(job, position, loss, grad_norm))
-  noise = job.noise.observe(pending.before.step, metrics) if job.noise else {}
-  return job.completed(
+  noise = job.noise.observe(pending.before.step, metrics) if job.noise and not is_skipped else {}
+  record = (
     {
       "step": position.step,
       "samples": position.samples,
@@ -244,8 +254,13 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock, stop: StopSignals) -> Rec
       "tokens_per_second": plan.tokens(phase.batch) / seconds,
     }
     | {name: float(value) for name, value in metrics.metrics.items()}
+    | scaling_record(scaling)
     | noise
     | job.data_counts
+  )
+  # Of a skipped step some figures are not finite: not measured.
+  return job.completed(
+    {name: x for name, x in record.items() if math.isfinite(x)} if is_skipped else record
   )
 
 
@@ -272,6 +287,8 @@ def _save(job: Job, state: TrainState, position: Position, plan: BatchPlan, reco
   """Saves what a run needs to go on; before an evaluation, for which there may be no time left."""
   if job.checkpointer:
     notes = {RECORD: record} | job.notes | (job.noise.as_dict() if job.noise else {})
+    if state.loss_scale is not None:
+      notes[LOSS_SCALE] = LossScaling.note(state.loss_scale)
     saved = job.trainer.to_save(state, job.policies(position))
     job.checkpointer.save(saved, position, plan.as_dict(), notes)
     job.feed_watchdog()
