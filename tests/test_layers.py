@@ -40,6 +40,7 @@ FOLDERS = [
   "rl",
   "compile",
   "tuning",
+  "run_report",
   "modes",
   "input_analysis",
   "experiments",
@@ -53,6 +54,7 @@ COMMANDS = [
   "critical_batch",
   "input_analyzer",
   "convert",
+  "report",
 ]
 WITHOUT_JAX = [
   "errors",

@@ -14,6 +14,8 @@ CONTRACT = {
   "config": "config.yml",
   "starts": "starts",
   "metrics": "metrics.jsonl",
+  "events": "events.jsonl",
+  "report": "report.html",
   "tensorboard": "tensorboard",
   "checkpoints": "checkpoints",
   "compile_report_text": "compile_report.txt",

@@ -61,6 +61,7 @@ class RunConfig:
   metrics: tuple[str, ...]
   eval_interval: CountOrUnset
   eval_samples: PositiveOrUnset
+  write_report: bool
   # A sample to look at.
   generate_length: Annotated[int, Range(low=0, high=100_000)]
   prompt: str

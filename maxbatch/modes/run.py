@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,6 +29,7 @@ from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.shared_files import check_shared, write_shared_file
 from maxbatch.hardware.watchdog import Watchdog
+from maxbatch.models.registry import Parameters
 from maxbatch.modes.beginning import (
   Beginning,
   beginning_of,
@@ -36,12 +38,21 @@ from maxbatch.modes.beginning import (
   resumed_state,
   saving_frozen,
 )
+from maxbatch.modes.chronicle import Chronicle, chronicled
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.method import ON_TEXT, Method
 from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
 from maxbatch.modes.start import check_same_run, started
-from maxbatch.modes.summary import describe, keep_sample, print_next, show_sample, sum_up
+from maxbatch.modes.summary import (
+  description,
+  keep_sample,
+  print_next,
+  sample_text,
+  show_sample,
+  sum_up,
+)
+from maxbatch.run_folder.events import COMPILED
 from maxbatch.run_folder.lock import locked
 from maxbatch.run_folder.metrics import MetricsLog, NoMetricsLog, Record
 from maxbatch.run_folder.paths import RunFolder
@@ -78,6 +89,18 @@ class _Start:
     if self.restored:
       return {FROZEN: self.restored.notes[FROZEN]} if FROZEN in self.restored.notes else {}
     return self.beginning.notes(self.trainer, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+  """What a run is made of, before its folder is looked at."""
+
+  resolved: ResolvedRun
+  trainer: Trainer
+  dataset: Dataset
+  beginning: Beginning
+  about: str
+  """The same in words."""
 
 
 def run(
@@ -121,25 +144,41 @@ def _run(
   with in_turn():
     dataset = method.dataset(resolved)
   check_same_run(resolved.config, resolved.plan, dataset)
-  describe(resolved, trainer, dataset.description, beginning.check(resolved.config, trainer))
+  taken_up = beginning.check(resolved.config, trainer)
+  about = description(resolved, trainer, dataset.description, taken_up)
+  print(about, flush=True)
+  write_report = resolved.config.run.write_report
   with (
     _held_by_one_process(resolved),
-    _checkpointer(resolved, dataset) as checkpointer,
+    chronicled(resolved.folder.path, write_report=write_report) as chronicle,
   ):
-    start = _restore(resolved, trainer, checkpointer, beginning)
+    made = _Made(resolved, trainer, dataset, beginning, f"{resolved.plan_ahead}\n\n{about}")
+    return _run_in_folder(made, chronicle, method, advise=advise)
+
+
+def _run_in_folder(
+  made: _Made, chronicle: Chronicle, method: Method, *, advise: bool
+) -> tuple[TrainState, Position]:
+  """Trains from where the folder's newest checkpoint is, and sums up."""
+  resolved, trainer, dataset = made.resolved, made.trainer, made.dataset
+  with _checkpointer(resolved, dataset, chronicle) as checkpointer:
+    start = _restore(resolved, trainer, checkpointer, made.beginning)
     if start.restored and start.position.step >= start.plan.steps:
       more = " For more, raise its budget." if advise else ""
       print(f"This run is complete at step {start.position.step}.{more}")
       state = resumed_state(resolved.config, start.trainer, start.restored)
       show_sample(resolved, start.trainer, state.parameters)
       return state, start.position
-    state, reached = _train(resolved, start, dataset, checkpointer, method)
+    chronicle.begin(start.position, list(trainer.mesh.devices.flat), made.about)
+    state, reached = _train(resolved, start, dataset, checkpointer, method, chronicle)
   plan = _as_decided(start)
-  sum_up(resolved, plan, trainer, state, reached)
+  chronicle.end("finished" if reached.step == plan.steps else "stopped", reached.step)
+  sum_up(resolved, plan, trainer, state, reached, chronicle.events)
   if isinstance(dataset.train, MixedRows):
     print(dataset.train.report(reached.samples))
+  written = chronicle.page.finish()
   if advise:
-    print_next(resolved, plan, reached)
+    print_next(resolved, plan, reached, has_report=written)
   if start.noise:
     print(f"  batch:   {start.noise.meter.line(plan.batch_at(reached.samples))}")
   return state, reached
@@ -162,12 +201,14 @@ def _held_by_one_process(resolved: ResolvedRun) -> Iterator[None]:
     yield
 
 
-def _checkpointer(resolved: ResolvedRun, dataset: Dataset) -> Checkpointer:
+def _checkpointer(resolved: ResolvedRun, dataset: Dataset, chronicle: Chronicle) -> Checkpointer:
   return Checkpointer(
     resolved.folder.checkpoints,
     resolved.config.checkpoint,
     identity(resolved.config, dataset),
+    chronicle.say,
     settings=settings(resolved.given),
+    verified=chronicle.verified,
   )
 
 
@@ -222,13 +263,16 @@ def _train(
   dataset: Dataset,
   checkpointer: Checkpointer,
   method: Method,
+  chronicle: Chronicle,
 ) -> tuple[TrainState, Position]:
   """Compiles and trains from `start` to the end of the plan, or until a signal."""
   config, plan, trainer, position = resolved.config, start.plan, start.trainer, start.position
   compiler = step_compiler(config, plan, trainer, dataset.train)
   with failing_together():
     first = jax.process_index() == 0
-    records = MetricsLog(resolved.folder.path, position.step) if first else NoMetricsLog()
+    records = (
+      MetricsLog(resolved.folder.path, position.step, chronicle.say) if first else NoMetricsLog()
+    )
   with (
     records as log,
     Progress(position.step, plan.steps, config.run.log_period) as progress,
@@ -238,7 +282,11 @@ def _train(
     _write_config(config, start, resolved.folder)
     if start.noise:
       start.noise.write_decisions()
+    began = time.perf_counter()
     state, eval_step = _compile_and_init(config, start, dataset, programs)
+    seconds = time.perf_counter() - began
+    print(f"Compiled in {seconds:.1f} s\n", flush=True)
+    chronicle.events.note(COMPILED, seconds=seconds)
     if config.compile.save_compiled_step:
       save_steps(config, plan, trainer, dataset.train, programs.all())
     watchdog = Watchdog(config.distributed.hang_timeout_seconds)
@@ -261,18 +309,28 @@ def _train(
       noise=start.noise and dataclasses.replace(start.noise, calibration=calibration),
       data_counts=_data_counts(config, dataset),
       notes=start.notes(state),
+      events=chronicle.events,
+      sample_text=_sampling(resolved, trainer),
+      evaluated=chronicle.page.update,
     )
     if start.restored and first:
       _complete_records(log, start.restored)
     with method.equipped(job, resolved, start.restored) as ready:
       if position.step == 0:
         first_record(ready, state.parameters)
-        keep_sample(resolved, trainer, state.parameters)
+        keep_sample(resolved, trainer, state.parameters, chronicle.events)
       with ending_together(alone=True), watchdog:
         trained = train(ready, state, position)
   if waited := progress.data_wait():
     print(f"\n{waited}", flush=True)
   return trained
+
+
+def _sampling(resolved: ResolvedRun, trainer: Trainer) -> Callable[[Parameters], str] | None:
+  """What writes the run's sample texts, if it asks for any."""
+  if not resolved.config.run.generate_length:
+    return None
+  return functools.partial(sample_text, resolved, trainer)
 
 
 def _data_counts(config: Config, dataset: Dataset) -> Record:
@@ -297,7 +355,6 @@ def _compile_and_init(
 ) -> tuple[TrainState, EvalStep | None]:
   """State and compiled functions, side by side: compiling leaves the interpreter free."""
   plan, trainer = start.plan, start.trainer
-  began = time.perf_counter()
   pool = ThreadPoolExecutor(2)
   try:
     first_step = pool.submit(programs, plan.phases[0].micro_batch)
@@ -313,7 +370,6 @@ def _compile_and_init(
     eval_step = evaluation and evaluation.result()
   finally:
     pool.shutdown(wait=False, cancel_futures=True)  # An error or a signal waits for no compiler.
-  print(f"Compiled in {time.perf_counter() - began:.1f} s\n", flush=True)
   return state, eval_step
 
 

@@ -3,53 +3,70 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.command_line.printable import printable
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.hardware.devices import describe_devices
 from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.resolve import ResolvedRun
+from maxbatch.run_folder.events import TEXT, EventLog
 from maxbatch.run_folder.metrics import each_record
 from maxbatch.sampling.sampler import Sampler, on_fewest_devices, sample
-from maxbatch.sampling.text import choice_of, encoded, printable, prompts_of, vocabulary_of
+from maxbatch.sampling.text import choice_of, encoded, prompts_of, vocabulary_of
 from maxbatch.training.build import lost_updates, parameter_counts, undivided_parameters
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
 
 
-def describe(
+def description(
   resolved: ResolvedRun, trainer: Trainer, data: str, beginning: Sequence[str] = ()
-) -> None:
+) -> str:
   """What the run is made of, and what it begins with, in a few lines."""
-  print(f"Model  {resolved.config.model.model_name}: {parameter_counts(trainer.model)}")
+  return "\n".join(_described(resolved, trainer, data, beginning))
+
+
+def _described(
+  resolved: ResolvedRun, trainer: Trainer, data: str, beginning: Sequence[str]
+) -> Iterator[str]:
+  yield f"Model  {resolved.config.model.model_name}: {parameter_counts(trainer.model)}"
   for line in lost_updates(trainer.model):
-    print(f"       {line}")
+    yield f"       {line}"
   for line, label in zip(
     beginning, itertools.chain(["Begins"], itertools.repeat("")), strict=False
   ):
-    print(f"{label:<6} {line}")
-  print("Data   " + data.replace("\n", "\n       "))
+    yield f"{label:<6} {line}"
+  yield "Data   " + data.replace("\n", "\n       ")
   if trainer.pipeline:
-    print(f"Pipeline\n       {trainer.pipeline}")
-  print(f"Mesh   {resolved.plan.topology} on {describe_devices(list(trainer.mesh.devices.flat))}")
+    yield f"Pipeline\n       {trainer.pipeline}"
+  yield f"Mesh   {resolved.plan.topology} on {describe_devices(list(trainer.mesh.devices.flat))}"
   for line in undivided_parameters(trainer):
-    print(f"       {line}")
-  print(f"Folder {resolved.folder.path}", flush=True)
+    yield f"       {line}"
+  yield f"Folder {resolved.folder.path}"
 
 
-def keep_sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> None:
+def keep_sample(
+  resolved: ResolvedRun, trainer: Trainer, params: Parameters, events: EventLog
+) -> None:
   """Keeps text of the untrained model, to be shown beside that of the trained one."""
   if resolved.config.run.generate_length:
-    write_shared_file(resolved.folder.text_before_training, _sample(resolved, trainer, params))
+    text = sample_text(resolved, trainer, params)
+    write_shared_file(resolved.folder.text_before_training, text)
+    events.note(TEXT, step=0, text=text)
 
 
 def sum_up(
-  resolved: ResolvedRun, plan: BatchPlan, trainer: Trainer, state: TrainState, position: Position
+  resolved: ResolvedRun,
+  plan: BatchPlan,
+  trainer: Trainer,
+  state: TrainState,
+  position: Position,
+  events: EventLog,
 ) -> None:
   """How far, how well and where."""
   config, folder = resolved.config, resolved.folder
@@ -58,7 +75,9 @@ def sum_up(
     before = resolved.folder.text_before_training
     if config.run.generate_length and before.exists():
       print(f"\n--- text before training\n{printable(before.read_bytes().decode())}")
-    show_sample(resolved, trainer, state.parameters)
+    text = show_sample(resolved, trainer, state.parameters)
+    if text:
+      events.note(TEXT, step=position.step, text=text)
   tokens = plan.tokens(position.samples)
   print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
   print(f"{position.samples:,} samples, {tokens:,} tokens")
@@ -74,9 +93,14 @@ def sum_up(
   print(f"Everything is in {folder.path}")
 
 
-def print_next(resolved: ResolvedRun, plan: BatchPlan, position: Position) -> None:
+def print_next(
+  resolved: ResolvedRun, plan: BatchPlan, position: Position, *, has_report: bool
+) -> None:
   """How to look at the run, and how to go on with it."""
-  print(f"Next:\n  curves:  tensorboard --logdir {resolved.folder.tensorboard}")
+  print("Next:")
+  if has_report:
+    print(f"  report:  {resolved.folder.report}")
+  print(f"  curves:  tensorboard --logdir {resolved.folder.tensorboard}")
   if position.step < plan.steps:
     print("  resume:  the same command again")
   elif resolved.config.checkpoint.enable_checkpointing:
@@ -105,13 +129,16 @@ def _longer(resolved: ResolvedRun, plan: BatchPlan) -> str:
   )
 
 
-def show_sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> None:
-  """Prints text of the trained model, if the run asks for any."""
-  if resolved.config.run.generate_length:
-    print(f"--- text after training\n{printable(_sample(resolved, trainer, params))}\n---")
+def show_sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
+  """Prints text of the trained model, if the run asks for any; the text, or nothing."""
+  if not resolved.config.run.generate_length:
+    return ""
+  text = sample_text(resolved, trainer, params)
+  print(f"--- text after training\n{printable(text)}\n---")
+  return text
 
 
-def _sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
+def sample_text(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
   """The prompt and a text that goes on from it, the same at every call, which nothing but its length
   ends."""
   config, tokenizer = resolved.config, build_tokenizer(resolved.config.data)

@@ -49,6 +49,16 @@ class RunFolder:
     """One JSON object per step."""
     return self.path / "metrics.jsonl"
 
+  @property
+  def events(self) -> Path:
+    """What happened to the run, one JSON object per event."""
+    return self.path / "events.jsonl"
+
+  @property
+  def report(self) -> Path:
+    """The run as a page, for people."""
+    return self.path / "report.html"
+
   def process_log(self, process: int) -> Path:
     """What one of several processes said, its warnings and its errors."""
     return self.path / "logs" / f"process_{process:05}.log"

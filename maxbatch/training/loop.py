@@ -19,7 +19,9 @@ from maxbatch.command_line.signals import StopSignals
 from maxbatch.config.schema import CheckpointConfig, RunConfig
 from maxbatch.data.loader import EvalRows
 from maxbatch.errors import RowsError, TrainingDivergedError
+from maxbatch.hardware.memory import host_peak_bytes
 from maxbatch.models.registry import Parameters
+from maxbatch.run_folder.events import EVALUATED, SAVED, TEXT, EventLog, NoEventLog
 from maxbatch.run_folder.metrics import MetricsLog, Record
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.metrics import token_values
@@ -54,6 +56,10 @@ def _unheard(position: Position, params: Parameters) -> None:
   """Nobody but the loop needs the parameters."""
 
 
+def _unwatched() -> None:
+  """Nobody waits for evaluations."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
   """All that the loop needs, made ready: compiled functions, loaders and open files."""
@@ -85,6 +91,11 @@ class Job:
   """Those of earlier steps that a checkpoint needs (Trainer.num_saved_policies)."""
   own_evaluation: Callable[[Parameters], Record] = lambda params: {}
   """What else an evaluation finds."""
+  events: EventLog = dataclasses.field(default_factory=NoEventLog)
+  sample_text: Callable[[Parameters], str] | None = None
+  """What the model writes, at evaluations before the last one; None: nothing."""
+  evaluated: Callable[[], None] = _unwatched
+  """Is called when an evaluation is noted, but the last one."""
   completed: Callable[[Record], Record] = lambda record: record
   """The record of a step with what else is known of it; raises where that is wrong."""
 
@@ -154,6 +165,8 @@ def _train_until_change(
         if saving:
           _save(job, state, position, plan, record)
         _note_evaluated(job, record, state.parameters if evaluating else None)
+        if evaluating and not ending:
+          _show_evaluated(job, position, state.parameters)
         clock = _Clock()
   return state, position, plan, ending
 
@@ -263,8 +276,10 @@ def _save(job: Job, state: TrainState, position: Position, plan: BatchPlan, reco
   """Saves what a run needs to go on; before an evaluation, for which there may be no time left."""
   if job.checkpointer:
     notes = {RECORD: record} | job.notes | (job.noise.as_dict() if job.noise else {})
+    began = time.perf_counter()
     saved = job.trainer.to_save(state, job.policies(position))
     job.checkpointer.save(saved, position, plan.as_dict(), notes)
+    job.events.note(SAVED, step=position.step, seconds=time.perf_counter() - began)
     job.feed_watchdog()
 
 
@@ -273,9 +288,32 @@ def _note_evaluated(job: Job, record: Record, params: Parameters | None) -> None
   evaluation: Record = {}
   try:
     if params is not None:
-      evaluation = evaluate(job, params)
+      evaluation = _timed_evaluation(job, int(record["step"]), params)
   finally:
     _note(job, record | evaluation)
+
+
+def _timed_evaluation(job: Job, step: int, params: Parameters) -> Record:
+  """As `evaluate`; notes how long it took, and the memory that the run has needed until then."""
+  began = time.perf_counter()
+  found = evaluate(job, params)
+  peaks = [device.memory_stats() for device in job.trainer.mesh.local_devices]
+  known = [peak["peak_bytes_in_use"] for peak in peaks if peak and "peak_bytes_in_use" in peak]
+  on_devices = {"device_peak_bytes": max(known)} if known else {}
+  seconds, on_host = time.perf_counter() - began, host_peak_bytes()
+  job.events.note(EVALUATED, step=step, seconds=seconds, host_peak_bytes=on_host, **on_devices)
+  return found
+
+
+def _show_evaluated(job: Job, position: Position, params: Parameters) -> None:
+  """Has the model write, and what is known be looked at."""
+  if job.sample_text is not None:
+    began = time.perf_counter()
+    text = job.sample_text(params)
+    seconds = time.perf_counter() - began
+    job.events.note(TEXT, step=position.step, text=text, seconds=seconds)
+    job.feed_watchdog()
+  job.evaluated()
 
 
 def evaluate(job: Job, params: Parameters) -> Record:
@@ -355,4 +393,5 @@ def _kept(job: Job) -> str:
 
 def first_record(job: Job, params: Parameters) -> None:
   """Writes the record of step 0: the model before training, on the validation set."""
-  _note(job, {"step": 0, "samples": 0, "tokens": 0} | evaluate(job, params) | job.data_counts)
+  evaluation = _timed_evaluation(job, 0, params)
+  _note(job, {"step": 0, "samples": 0, "tokens": 0} | evaluation | job.data_counts)
