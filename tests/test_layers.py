@@ -41,6 +41,7 @@ FOLDERS = [
   "compile",
   "tuning",
   "run_report",
+  "metrics_writers",
   "modes",
   "input_analysis",
   "experiments",

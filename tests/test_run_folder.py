@@ -21,6 +21,7 @@ CONTRACT = {
   "compile_report_text": "compile_report.txt",
   "compile_report_json": "compile_report.json",
   "tensorboard_over_samples": "tensorboard/over_samples",
+  "tensorboard_over_tokens": "tensorboard/over_tokens",
   "exploration": "exploration.json",
   "text_before_training": "text_before_training.txt",
   "batch_schedule": "batch_schedule.yml",

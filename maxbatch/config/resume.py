@@ -33,7 +33,7 @@ FIXED = _keys(
 
 CHANGEABLE = _keys(
   # How long, and what is shown and measured on the way.
-  """steps total_samples total_tokens schedule_unit log_period metrics eval_interval eval_samples
+  """steps total_samples total_tokens schedule_unit log_period metrics metrics_writers eval_interval eval_samples
   write_report generate_length prompt decode_sampling_temperature decode_sampling_top_k
   decode_sampling_nucleus_p decode_sampling_min_p gns gns_from_microbatches gns_window_steps
   gns_calibrate_every gns_report_every gns_dwell_tokens gns_windows_before_growth gns_dry_run""",

@@ -59,6 +59,7 @@ class RunConfig:
   schedule_unit: Literal["steps", "samples", "tokens"]
   log_period: Positive
   metrics: tuple[str, ...]
+  metrics_writers: tuple[str, ...]
   eval_interval: CountOrUnset
   eval_samples: PositiveOrUnset
   write_report: bool

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,7 +29,7 @@ from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.shared_files import check_shared, write_shared_file
 from maxbatch.hardware.watchdog import Watchdog
-from maxbatch.models.registry import Parameters
+from maxbatch.metrics_writers.registry import open_writers
 from maxbatch.modes.beginning import (
   Beginning,
   beginning_of,
@@ -45,10 +45,9 @@ from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
 from maxbatch.modes.start import check_same_run, started
 from maxbatch.modes.summary import (
+  SampleTexts,
   description,
-  keep_sample,
   print_next,
-  sample_text,
   show_sample,
   sum_up,
 )
@@ -66,7 +65,7 @@ from maxbatch.training.build import (
   streams,
   train_rows,
 )
-from maxbatch.training.loop import RECORD, Job, first_record, train
+from maxbatch.training.loop import RECORD, Job, first_record, show_text, train
 from maxbatch.training.noise_run import Noise
 from maxbatch.training.programs import StepPrograms
 from maxbatch.training.state import TrainState
@@ -170,10 +169,11 @@ def _run_in_folder(
       show_sample(resolved, start.trainer, state.parameters)
       return state, start.position
     chronicle.begin(start.position, list(trainer.mesh.devices.flat), made.about)
-    state, reached = _train(resolved, start, dataset, checkpointer, method, chronicle)
+    texts = SampleTexts(resolved, trainer)
+    state, reached = _train(resolved, start, dataset, checkpointer, method, chronicle, texts)
   plan = _as_decided(start)
   chronicle.end("finished" if reached.step == plan.steps else "stopped", reached.step)
-  sum_up(resolved, plan, trainer, state, reached, chronicle.events)
+  sum_up(resolved, plan, reached, texts.latest)
   if isinstance(dataset.train, MixedRows):
     print(dataset.train.report(reached.samples))
   written = chronicle.page.finish()
@@ -264,15 +264,14 @@ def _train(
   checkpointer: Checkpointer,
   method: Method,
   chronicle: Chronicle,
+  texts: SampleTexts,
 ) -> tuple[TrainState, Position]:
   """Compiles and trains from `start` to the end of the plan, or until a signal."""
   config, plan, trainer, position = resolved.config, start.plan, start.trainer, start.position
   compiler = step_compiler(config, plan, trainer, dataset.train)
   with failing_together():
     first = jax.process_index() == 0
-    records = (
-      MetricsLog(resolved.folder.path, position.step, chronicle.say) if first else NoMetricsLog()
-    )
+    records = _metrics_log(resolved, position, chronicle) if first else NoMetricsLog()
   with (
     records as log,
     Progress(position.step, plan.steps, config.run.log_period) as progress,
@@ -280,6 +279,9 @@ def _train(
     calibration_programs(config, plan, resolved.target.devices, dataset.train) as calibration,
   ):
     _write_config(config, start, resolved.folder)
+    if position.step == 0:
+      log.write_text("plan", 0, str(plan))
+      log.write_text("configuration", 0, yaml.safe_dump(to_flat_dict(config), sort_keys=False))
     if start.noise:
       start.noise.write_decisions()
     began = time.perf_counter()
@@ -310,7 +312,7 @@ def _train(
       data_counts=_data_counts(config, dataset),
       notes=start.notes(state),
       events=chronicle.events,
-      sample_text=_sampling(resolved, trainer),
+      sample_text=texts if config.run.generate_length else None,
       evaluated=chronicle.page.update,
     )
     if start.restored and first:
@@ -318,7 +320,9 @@ def _train(
     with method.equipped(job, resolved, start.restored) as ready:
       if position.step == 0:
         first_record(ready, state.parameters)
-        keep_sample(resolved, trainer, state.parameters, chronicle.events)
+        show_text(ready, position, state.parameters)
+        if config.run.generate_length:
+          texts.keep()
       with ending_together(alone=True), watchdog:
         trained = train(ready, state, position)
   if waited := progress.data_wait():
@@ -326,11 +330,16 @@ def _train(
   return trained
 
 
-def _sampling(resolved: ResolvedRun, trainer: Trainer) -> Callable[[Parameters], str] | None:
-  """What writes the run's sample texts, if it asks for any."""
-  if not resolved.config.run.generate_length:
-    return None
-  return functools.partial(sample_text, resolved, trainer)
+def _metrics_log(resolved: ResolvedRun, position: Position, chronicle: Chronicle) -> MetricsLog:
+  """metrics.jsonl, and what metrics_writers names."""
+  config = resolved.config
+  return MetricsLog(
+    resolved.folder.path,
+    position.step,
+    chronicle.say,
+    open_others=functools.partial(open_writers, config.run.metrics_writers),
+    keys=to_flat_dict(config),
+  )
 
 
 def _data_counts(config: Config, dataset: Dataset) -> Record:

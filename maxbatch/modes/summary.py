@@ -15,12 +15,10 @@ from maxbatch.hardware.devices import describe_devices
 from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.resolve import ResolvedRun
-from maxbatch.run_folder.events import TEXT, EventLog
 from maxbatch.run_folder.metrics import each_record
 from maxbatch.sampling.sampler import Sampler, on_fewest_devices, sample
 from maxbatch.sampling.text import choice_of, encoded, prompts_of, vocabulary_of
 from maxbatch.training.build import lost_updates, parameter_counts, undivided_parameters
-from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
 
 
@@ -50,34 +48,34 @@ def _described(
   yield f"Folder {resolved.folder.path}"
 
 
-def keep_sample(
-  resolved: ResolvedRun, trainer: Trainer, params: Parameters, events: EventLog
-) -> None:
-  """Keeps text of the untrained model, to be shown beside that of the trained one."""
-  if resolved.config.run.generate_length:
-    text = sample_text(resolved, trainer, params)
-    write_shared_file(resolved.folder.text_before_training, text)
-    events.note(TEXT, step=0, text=text)
+class SampleTexts:
+  """What a run's model writes to its prompt; keeps the latest, and in a file the very first."""
+
+  def __init__(self, resolved: ResolvedRun, trainer: Trainer):
+    """Has not written anything yet."""
+    self.latest = ""
+    self._resolved, self._trainer = resolved, trainer
+
+  def __call__(self, params: Parameters) -> str:
+    """Writes with these parameters; all processes must call it."""
+    self.latest = sample_text(self._resolved, self._trainer, params)
+    return self.latest
+
+  def keep(self) -> None:
+    """Keeps text of the untrained model, to be shown beside that of the trained one."""
+    write_shared_file(self._resolved.folder.text_before_training, self.latest)
 
 
-def sum_up(
-  resolved: ResolvedRun,
-  plan: BatchPlan,
-  trainer: Trainer,
-  state: TrainState,
-  position: Position,
-  events: EventLog,
-) -> None:
-  """How far, how well and where."""
+def sum_up(resolved: ResolvedRun, plan: BatchPlan, position: Position, written: str) -> None:
+  """How far, how well and where; `written` is what the model wrote last."""
   config, folder = resolved.config, resolved.folder
   complete = position.step == plan.steps
   if complete:
     before = resolved.folder.text_before_training
     if config.run.generate_length and before.exists():
       print(f"\n--- text before training\n{printable(before.read_bytes().decode())}")
-    text = show_sample(resolved, trainer, state.parameters)
-    if text:
-      events.note(TEXT, step=position.step, text=text)
+    if written:
+      _show(written)
   tokens = plan.tokens(position.samples)
   print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
   print(f"{position.samples:,} samples, {tokens:,} tokens")
@@ -129,13 +127,14 @@ def _longer(resolved: ResolvedRun, plan: BatchPlan) -> str:
   )
 
 
-def show_sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
-  """Prints text of the trained model, if the run asks for any; the text, or nothing."""
-  if not resolved.config.run.generate_length:
-    return ""
-  text = sample_text(resolved, trainer, params)
+def show_sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> None:
+  """Prints text of the trained model, if the run asks for any."""
+  if resolved.config.run.generate_length:
+    _show(sample_text(resolved, trainer, params))
+
+
+def _show(text: str) -> None:
   print(f"--- text after training\n{printable(text)}\n---")
-  return text
 
 
 def sample_text(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:

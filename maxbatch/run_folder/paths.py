@@ -74,6 +74,11 @@ class RunFolder:
     return self.tensorboard / "over_samples"
 
   @property
+  def tensorboard_over_tokens(self) -> Path:
+    """Likewise, over tokens."""
+    return self.tensorboard / "over_tokens"
+
+  @property
   def checkpoints(self) -> Path:
     """A folder for each step that was saved."""
     return self.path / "checkpoints"

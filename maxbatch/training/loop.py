@@ -93,7 +93,7 @@ class Job:
   """What else an evaluation finds."""
   events: EventLog = dataclasses.field(default_factory=NoEventLog)
   sample_text: Callable[[Parameters], str] | None = None
-  """What the model writes, at evaluations before the last one; None: nothing."""
+  """What the model writes, before the first step and at evaluations; None: nothing."""
   evaluated: Callable[[], None] = _unwatched
   """Is called when an evaluation is noted, but the last one."""
   completed: Callable[[Record], Record] = lambda record: record
@@ -165,8 +165,8 @@ def _train_until_change(
         if saving:
           _save(job, state, position, plan, record)
         _note_evaluated(job, record, state.parameters if evaluating else None)
-        if evaluating and not ending:
-          _show_evaluated(job, position, state.parameters)
+        if evaluating and (not ending or position.step == plan.steps):
+          _show_evaluated(job, position, state.parameters, is_last=ending)
         clock = _Clock()
   return state, position, plan, ending
 
@@ -305,15 +305,23 @@ def _timed_evaluation(job: Job, step: int, params: Parameters) -> Record:
   return found
 
 
-def _show_evaluated(job: Job, position: Position, params: Parameters) -> None:
+def _show_evaluated(job: Job, position: Position, params: Parameters, *, is_last: bool) -> None:
   """Has the model write, and what is known be looked at."""
-  if job.sample_text is not None:
-    began = time.perf_counter()
-    text = job.sample_text(params)
-    seconds = time.perf_counter() - began
-    job.events.note(TEXT, step=position.step, text=text, seconds=seconds)
-    job.feed_watchdog()
-  job.evaluated()
+  show_text(job, position, params)
+  if not is_last:
+    job.evaluated()
+
+
+def show_text(job: Job, position: Position, params: Parameters) -> None:
+  """Has the model write, if the run asks for texts, and notes what it wrote."""
+  if job.sample_text is None:
+    return
+  began = time.perf_counter()
+  text = job.sample_text(params)
+  seconds = time.perf_counter() - began
+  job.events.note(TEXT, step=position.step, text=text, seconds=seconds)
+  job.log.write_text("text", position.step, text)
+  job.feed_watchdog()
 
 
 def evaluate(job: Job, params: Parameters) -> Record:
