@@ -56,6 +56,7 @@ COMMANDS = [
   "input_analyzer",
   "convert",
   "report",
+  "runs",
 ]
 WITHOUT_JAX = [
   "errors",

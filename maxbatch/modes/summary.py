@@ -9,6 +9,7 @@ import numpy as np
 
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.command_line.color import colored
 from maxbatch.command_line.printable import printable
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.hardware.devices import describe_devices
@@ -77,7 +78,8 @@ def sum_up(resolved: ResolvedRun, plan: BatchPlan, position: Position, written: 
     if written:
       _show(written)
   tokens = plan.tokens(position.samples)
-  print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
+  end = colored("Finished", "green") if complete else colored("Stopped", "yellow")
+  print(f"\n{end} after step {position.step}:", end=" ")
   print(f"{position.samples:,} samples, {tokens:,} tokens")
   evaluated = [record for record in each_record(folder.path) if "eval/loss" in record]
   if evaluated:

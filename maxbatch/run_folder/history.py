@@ -4,6 +4,7 @@ import array
 import collections
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from maxbatch.run_folder.paths import RunFolder
 
 POSITIONS = ("step", "samples", "tokens")
 SECONDS = "step_seconds"
+_GLANCE_BYTES = 2**17
+_DEPTHS = ("*", "*/*", "*/*/*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +78,13 @@ class RunHistory:
 
 def read_history(folder: Path) -> RunHistory:
   """Reads all that is there. Raises nothing for what the files hold."""
+  return _read(folder)
+
+
+def _read(folder: Path, most_bytes: int | None = None) -> RunHistory:
   missing: list[str] = []
   paths = RunFolder(folder.absolute())
-  metrics = _metrics(paths.metrics, missing)
+  metrics = _metrics(paths.metrics, missing, most_bytes)
   events = _events(paths, missing)
   starts = [_yaml(path, missing) for path in _numbered(paths.starts)]
   config = _yaml(paths.config, missing)
@@ -99,6 +106,17 @@ def is_run(folder: Path) -> bool:
   """Whether a run, or a compilation, has left something there."""
   paths = RunFolder(folder)
   return any(p.is_file() for p in (paths.metrics, paths.config, paths.compile_report_json))
+
+
+def glance_at(folder: Path) -> RunHistory:
+  """As `read_history`, of metrics.jsonl only the end: enough for a line, and quick for long runs."""
+  return _read(folder, most_bytes=_GLANCE_BYTES)
+
+
+def runs_below(folder: Path) -> list[Path]:
+  """The folders of runs in a folder, itself included, by their names; branches of runs too."""
+  found = [folder, *(path for depth in _DEPTHS for path in folder.glob(depth))]
+  return sorted(path for path in found if path.is_dir() and is_run(path))
 
 
 class _Columns:
@@ -139,10 +157,10 @@ def _is_finite(value: object) -> bool:
   return type(value) in (int, float) and abs(value) < float("inf")  # pyright: ignore
 
 
-def _metrics(path: Path, missing: list[str]) -> Metrics:
+def _metrics(path: Path, missing: list[str], most_bytes: int | None) -> Metrics:
   columns, wrong = _Columns(), list[int]()
   try:
-    for number, record in _records(path):
+    for number, record in _records(path, most_bytes):
       if record is None:
         wrong.append(number)
       else:
@@ -159,11 +177,17 @@ def _metrics(path: Path, missing: list[str]) -> Metrics:
   return columns.metrics()
 
 
-def _records(path: Path) -> Iterator[tuple[int, Record | None]]:
-  """Every line with its number; None where it is no record of a step."""
+def _records(path: Path, most_bytes: int | None) -> Iterator[tuple[int, Record | None]]:
+  """Every line with its number, or those that begin in the last bytes; None where it is no record of
+  a step."""
   if not path.is_file():
     return
   with path.open("rb") as file:
+    if most_bytes is not None and file.seek(0, os.SEEK_END) > most_bytes:
+      file.seek(-most_bytes, os.SEEK_END)
+      file.readline()
+    else:
+      file.seek(0)
     for number, line in enumerate(file, start=1):
       try:
         record = json.loads(line)
