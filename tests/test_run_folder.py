@@ -23,6 +23,8 @@ CONTRACT = {
   "tensorboard_over_samples": "tensorboard/over_samples",
   "tensorboard_over_tokens": "tensorboard/over_tokens",
   "exploration": "exploration.json",
+  "profile": "profile",
+  "profile_json": "profile.json",
   "text_before_training": "text_before_training.txt",
   "batch_schedule": "batch_schedule.yml",
   "hugging_face": "hugging_face",

@@ -76,5 +76,6 @@ OF_ONE_START = _keys(
   "validate_only compile_only compile_topology compile_topology_num_slices save_compiled_step",
   "compiled_step coordinator_address num_processes process_id skip_jax_distributed_system",
   "jax_distributed_initialization_timeout jax_distributed_heartbeat_timeout_seconds",
+  "profiler skip_first_n_steps_for_profiler profiler_steps",
   "hang_timeout_seconds load_parameters_path load_full_state_path warm_start_steps",
 )

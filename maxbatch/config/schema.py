@@ -346,6 +346,15 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProfilingConfig:
+  """Which steps the profiler traces."""
+
+  profiler: Literal["", "xplane"]
+  skip_first_n_steps_for_profiler: NonNegative
+  profiler_steps: Positive
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
   """A whole run, by section."""
 
@@ -357,6 +366,7 @@ class Config:
   compile: CompileConfig
   model: ModelConfig
   noise: NoiseConfig
+  profiling: ProfilingConfig
   data: DataConfig
   optimizer: OptimizerConfig
   checkpoint: CheckpointConfig

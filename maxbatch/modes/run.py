@@ -42,6 +42,7 @@ from maxbatch.modes.chronicle import Chronicle, chronicled
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.method import ON_TEXT, Method
 from maxbatch.modes.noise import calibration_programs, make_noise
+from maxbatch.modes.profile import write_profile
 from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
 from maxbatch.modes.start import check_same_run, started
 from maxbatch.modes.summary import (
@@ -67,6 +68,7 @@ from maxbatch.training.build import (
 )
 from maxbatch.training.loop import RECORD, Job, first_record, show_text, train
 from maxbatch.training.noise_run import Noise
+from maxbatch.training.profiling import Profiler
 from maxbatch.training.programs import StepPrograms
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import EvalStep, Trainer
@@ -291,6 +293,7 @@ def _train(
     chronicle.events.note(COMPILED, seconds=seconds)
     if config.compile.save_compiled_step:
       save_steps(config, plan, trainer, dataset.train, programs.all())
+    profiler = Profiler(config.profiling, resolved.folder.profile, position.step)
     watchdog = Watchdog(config.distributed.hang_timeout_seconds)
     job = Job(
       plan=plan,
@@ -308,6 +311,7 @@ def _train(
       log=log,
       progress=progress,
       feed_watchdog=watchdog.feed,
+      profiler=profiler,
       noise=start.noise and dataclasses.replace(start.noise, calibration=calibration),
       data_counts=_data_counts(config, dataset),
       notes=start.notes(state),
@@ -317,7 +321,7 @@ def _train(
     )
     if start.restored and first:
       _complete_records(log, start.restored)
-    with method.equipped(job, resolved, start.restored) as ready:
+    with profiler, method.equipped(job, resolved, start.restored) as ready:
       if position.step == 0:
         first_record(ready, state.parameters)
         show_text(ready, position, state.parameters)
@@ -325,6 +329,9 @@ def _train(
           texts.keep()
       with ending_together(alone=True), watchdog:
         trained = train(ready, state, position)
+    if profiler.traced:
+      size = plan.phase_at(plan.samples_at(profiler.traced.first)).micro_batch
+      write_profile(resolved.folder, profiler.traced, programs(size))
   if waited := progress.data_wait():
     print(f"\n{waited}", flush=True)
   return trained

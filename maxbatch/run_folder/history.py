@@ -63,6 +63,8 @@ class RunHistory:
   """Every key of the latest start; empty: unknown."""
   derived: Mapping[str, Any]
   compile_reports: Sequence[Mapping[str, Any]]
+  profile: Mapping[str, Any]
+  """What a trace of some steps says; empty: there is none."""
   missing: Sequence[str]
   """What should be there and is not, or cannot be read, a sentence each."""
 
@@ -90,6 +92,7 @@ def _read(folder: Path, most_bytes: int | None = None) -> RunHistory:
   config = _yaml(paths.config, missing)
   derived = config.pop(DERIVED, None)
   reports = _json(paths.compile_report_json, missing)
+  profiles = [each for each in _json(paths.profile_json, missing) if isinstance(each, dict)]
   return RunHistory(
     folder=paths.path,
     metrics=metrics,
@@ -98,6 +101,7 @@ def _read(folder: Path, most_bytes: int | None = None) -> RunHistory:
     config=config,
     derived=derived if isinstance(derived, dict) else {},
     compile_reports=[each for each in reports if isinstance(each, dict)],
+    profile=profiles[0] if profiles else {},
     missing=missing,
   )
 

@@ -99,6 +99,16 @@ class RunFolder:
     return self.path / "compile_report.json"
 
   @property
+  def profile(self) -> Path:
+    """A trace of some steps, for xprof and TensorBoard."""
+    return self.path / "profile"
+
+  @property
+  def profile_json(self) -> Path:
+    """What the trace says: the longest operations, and the time of each part of the model."""
+    return self.path / "profile.json"
+
+  @property
   def exploration(self) -> Path:
     """Every size that was tried, ranked, as JSON."""
     return self.path / "exploration.json"

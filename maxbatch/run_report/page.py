@@ -17,7 +17,7 @@ from maxbatch.run_folder.events import START
 from maxbatch.run_folder.history import RunHistory
 from maxbatch.run_folder.status import Status, span, status_of
 from maxbatch.run_report import facts
-from maxbatch.run_report.compiled import compile_tables
+from maxbatch.run_report.compiled import compile_tables, profile_tables
 from maxbatch.run_report.curves import training_chart
 from maxbatch.run_report.planned import Planned, planned
 
@@ -96,6 +96,10 @@ class _Shown:
   def compile_reports(self) -> list[dict[str, Any]]:
     return [compile_tables(each) for each in self.run.compile_reports]
 
+  @property
+  def profile(self) -> list[Any]:
+    return profile_tables(self.run.profile, self.run.compile_reports)
+
   def _of_start(self, key: str) -> str:
     starts = self.run.of_kind(START)
     return str(starts[-1].get(key, "")) if starts else ""
@@ -112,6 +116,7 @@ _SECTIONS = {
   "checkpoints": "checkpoints",
   "texts": "texts",
   "pipeline": "pipeline",
+  "profile": "profile",
   "compile-1": "compile report",
 }
 
@@ -155,6 +160,7 @@ def _sections(shown: Sequence[_Shown], *, has_training: bool) -> list[tuple[str,
       "checkpoints": bool(one.checkpoints.rows),
       "texts": bool(one.texts),
       "pipeline": bool(one.planned.pipeline),
+      "profile": bool(one.profile),
       "compile-1": bool(one.compile_reports),
     }
   return [(name, _SECTIONS[name]) for name, is_there in there.items() if is_there]

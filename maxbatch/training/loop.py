@@ -24,8 +24,10 @@ from maxbatch.models.registry import Parameters
 from maxbatch.run_folder.events import EVALUATED, SAVED, TEXT, EventLog, NoEventLog
 from maxbatch.run_folder.metrics import MetricsLog, Record
 from maxbatch.run_folder.progress import Progress
+from maxbatch.training.clock import Clock
 from maxbatch.training.metrics import token_values
 from maxbatch.training.noise_run import Noise, decided, decides
+from maxbatch.training.profiling import Profiler
 from maxbatch.training.programs import StepPrograms
 from maxbatch.training.row_check import check_rows
 from maxbatch.training.state import TrainState
@@ -80,6 +82,7 @@ class Job:
   log: MetricsLog
   progress: Progress
   feed_watchdog: Callable[[], None]
+  profiler: Profiler
   noise: Noise | None = None
   data_counts: Record = dataclasses.field(default_factory=dict)
   """What is known of the data before the first step; noted with every step."""
@@ -143,9 +146,10 @@ def _train_until_change(
   job: Job, state: TrainState, position: Position, stop: StopSignals
 ) -> tuple[TrainState, Position, BatchPlan, bool]:
   """Trains until the noise scale changes the plan, or to the end or a stop signal: then True."""
-  clock, pending, plan = _Clock(), None, job.plan
+  clock, pending, plan = Clock(), None, job.plan
   ending = position.step >= plan.steps
   job.publish(position, state.parameters)
+  job.profiler.turn(position.step, ending=ending)
   with job.train_rows(plan, position) as loader:
     while not ending and plan is job.plan:
       rate = job.learning_rate(position)
@@ -158,16 +162,18 @@ def _train_until_change(
       ending = stop.agreed or position.step == plan.steps
       evaluating = ending or _due(job, before, position, job.run.eval_interval)
       saving = ending or _due(job, before, position, job.checkpoint.checkpoint_period)
-      if evaluating or saving or decides(job.noise, position):
+      profiling = job.profiler.is_due(position.step)
+      if evaluating or saving or profiling or decides(job.noise, position):
         record = _fetch(job, pending, clock, stop)
         pending = None
+        job.profiler.turn(position.step, ending=ending)
         plan = decided(job.noise, plan, position, job.progress.say)
         if saving:
           _save(job, state, position, plan, record)
         _note_evaluated(job, record, state.parameters if evaluating else None)
         if evaluating and (not ending or position.step == plan.steps):
           _show_evaluated(job, position, state.parameters, is_last=ending)
-        clock = _Clock()
+        clock = Clock()
   return state, position, plan, ending
 
 
@@ -203,19 +209,7 @@ def _due(job: Job, before: Position, after: Position, period: int) -> bool:
   return is_due(job.plan, before, after, period, job.run.schedule_unit)
 
 
-class _Clock:
-  """Seconds between the ends of consecutive steps."""
-
-  def __init__(self) -> None:
-    self._last = time.perf_counter()
-
-  def lap(self) -> float:
-    """Seconds since the clock was made or last asked."""
-    last, self._last = self._last, time.perf_counter()
-    return self._last - last
-
-
-def _fetch(job: Job, pending: _Pending, clock: _Clock, stop: StopSignals) -> Record:
+def _fetch(job: Job, pending: _Pending, clock: Clock, stop: StopSignals) -> Record:
   """Waits for a step to end; its record.
 
   Raises:
