@@ -149,7 +149,7 @@ def _train_until_change(
   clock, pending, plan = Clock(), None, job.plan
   ending = position.step >= plan.steps
   job.publish(position, state.parameters)
-  job.profiler.turn(position.step, ending=ending)
+  job.profiler.turn(position.step, state, ending=ending)
   with job.train_rows(plan, position) as loader:
     while not ending and plan is job.plan:
       rate = job.learning_rate(position)
@@ -166,7 +166,7 @@ def _train_until_change(
       if evaluating or saving or profiling or decides(job.noise, position):
         record = _fetch(job, pending, clock, stop)
         pending = None
-        job.profiler.turn(position.step, ending=ending)
+        job.profiler.turn(position.step, state, ending=ending)
         plan = decided(job.noise, plan, position, job.progress.say)
         if saving:
           _save(job, state, position, plan, record)

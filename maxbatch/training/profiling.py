@@ -7,6 +7,7 @@ from typing import Self
 import jax
 
 from maxbatch.config.schema import ProfilingConfig
+from maxbatch.training.state import TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +46,14 @@ class Profiler:
     """Whether a trace begins or ends after this step, which then has to be waited for."""
     return self._steps is not None and step in (self._steps.first, self._steps.last)
 
-  def turn(self, step: int, *, ending: bool = False) -> None:
-    """Begins the trace after its step, and ends it after its last, or where the run ends."""
-    if self._steps is None:
+  def turn(self, step: int, state: TrainState, *, ending: bool = False) -> None:
+    """Begins the trace after its step, and ends it after its last, or where the run ends.
+
+    Waits for `state`, which those steps made, on all devices: the trace has whole steps.
+    """
+    if self._steps is None or not (ending or self.is_due(step)):
       return
+    jax.block_until_ready(state)
     if self._is_tracing and (ending or step == self._steps.last):
       self._is_tracing = False
       jax.profiler.stop_trace()
