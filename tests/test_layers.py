@@ -113,6 +113,17 @@ def imports_of_one(node: ast.AST) -> set[str]:
   return imports(node) if isinstance(node, ast.Import | ast.ImportFrom) else set()
 
 
+def test_a_run_imports_nothing_that_draws_and_no_service():
+  found, waiting = set[str](), ["maxbatch.train", "maxbatch.train_rl"]
+  while waiting:
+    module = waiting.pop()
+    found.add(module)
+    tops = TREES[module].body if module in TREES else []
+    waiting += set().union(*map(imports_of_one, tops)) - found
+  assert "maxbatch.run_report.background" in found
+  assert not {name.partition(".")[0] for name in found} & {"bokeh", "jinja2", "wandb", "mlflow"}
+
+
 def test_the_init_files_import_nothing():
   # They are read before any module of their folder, jax or not.
   assert not [

@@ -251,7 +251,8 @@ class Checkpointer:
       if self._failure:
         self._report(f"warning: {self._failure}; training continues, and older ones are kept")
       else:
-        self._verified(step)
+        if jax.process_count() == 1:
+          self._verified(step)
         self._remove_old()
 
   def _difference_on_disk(self, step: int) -> str | None:

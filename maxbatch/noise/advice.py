@@ -7,7 +7,7 @@ from maxbatch.noise.confidence import FEWEST_STEPS, Interval
 from maxbatch.noise.estimators import cost_of_change
 from maxbatch.noise.tracker import FEWEST_CALIBRATION_STEPS, Calibration, Estimate
 
-_WELL_BELOW = 1 / 4
+WELL_BELOW = 1 / 4
 """Fraction of the noise scale up to which doubling the batch costs at most a fifth more data."""
 
 _CAVEAT = "a heuristic (McCandlish et al. 2018), verify with python -m maxbatch.critical_batch"
@@ -66,7 +66,7 @@ def _meaning(scale: Interval, batch: int) -> str:
     data, steps = _change(scale, batch, 0.5)
     effect = f"halving it would take about {data} less data for {steps} more steps"
     return f"batch {batch:,} is above it: {effect}"
-  place = "well below it" if batch < _WELL_BELOW * scale.low else "in the efficient range"
+  place = "well below it" if batch < WELL_BELOW * scale.low else "in the efficient range"
   data, steps = _change(scale, batch, 2)
   effect = f"doubling it would take about {steps} fewer steps for {data} more data"
   return f"batch {batch:,} is {place}: {effect}"

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from maxbatch.noise.advice import WELL_BELOW
 from maxbatch.plots.chart import Band, Chart, Line, Mark, Panel, Style
 from maxbatch.plots.thinning import MOST_POINTS, thinned
 from maxbatch.run_folder.history import SECONDS, Curve, RunHistory
@@ -115,20 +116,25 @@ class _Drawing:
         continue
       group, name = (f"run-{place}", run.name) if several else ("", "noise scale")
       if not several and low is not None and high is not None and len(low.rows) == len(high.rows):
-        marks.append(self._band(run, low, high, place, group))
+        marks += self._bands(run, low, high)
       marks.append(self._through(run, total, Line(name, color=place, group=group)))
       if _BATCH in curves:
         batch = Line("batch", color=place + 1, dash=1, style="steps", group=group)
         marks.append(self._through(run, curves[_BATCH], batch))
     return marks
 
-  def _band(self, run: RunHistory, low: Curve, high: Curve, color: int, group: str) -> Band:
+  def _bands(self, run: RunHistory, low: Curve, high: Curve) -> list[Band]:
+    """The interval, and the batches at which another one changes little, as advice.py has it."""
     # On a logarithmic axis what is not above 0 has no place.
     known = np.flatnonzero(low.values > 0)
-    places = known[thinned(high.values[known], self._most)]
+    places = known[thinned(high.values[known], self._most)] if len(known) else known
     x = self._x(run, low.rows[places])
-    ends = low.values[places].tolist(), high.values[places].tolist()
-    return Band("95%", x, *ends, color=color, group=group)
+    low_end, high_end = low.values[places], high.values[places]
+    least = (WELL_BELOW * low_end).tolist()
+    return [
+      Band("efficient range", x, least, high_end.tolist(), color=2),
+      Band("95%", x, low_end.tolist(), high_end.tolist(), color=0),
+    ]
 
 
 def _is_group(name: str) -> bool:
