@@ -252,7 +252,7 @@ def test_a_run_tells_its_own_story(tmp_path, monkeypatch, capsys):
     assert kinds.count(kind) == count, kinds
   assert kinds.count("saved") == kinds.count("verified") == 1
   [start] = run.of_kind("start")
-  assert "Batch plan" in start["about"]
+  assert start["about"].startswith("Model  default: ")
   assert "Data   " in start["about"]
   assert status_of(run).state == "finished"
   assert len(begun) == 2  # at step 2, and at the end

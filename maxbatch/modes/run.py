@@ -153,7 +153,7 @@ def _run(
     _held_by_one_process(resolved),
     chronicled(resolved.folder.path, write_report=write_report) as chronicle,
   ):
-    made = _Made(resolved, trainer, dataset, beginning, f"{resolved.plan_ahead}\n\n{about}")
+    made = _Made(resolved, trainer, dataset, beginning, about)
     return _run_in_folder(made, chronicle, method, advise=advise)
 
 

@@ -41,6 +41,8 @@ _LEFT_PIXELS = 64
 """For the numbers along y: the axes of all panels begin at the same place."""
 _GRID = "#dddddd"
 _FAINT, _BAND = 0.45, 0.2
+_LEGEND_COLUMNS = 4
+"""As many as a phone has room for."""
 
 # The little that bokeh asks its users to write themselves: another column along x, for all lines.
 _SWITCH = """
@@ -200,7 +202,12 @@ class _Drawn:
       for part in parts if shown is not parts else ():
         shown[0].js_link("visible", part, "visible")
     if items:
-      legend = Legend(items=items, orientation="horizontal", click_policy="hide", ncols="auto")
+      legend = Legend(
+        items=items,
+        orientation="horizontal",
+        click_policy="hide",
+        ncols=min(len(items), _LEGEND_COLUMNS),
+      )
       legend.update(border_line_color=None, background_fill_alpha=0, padding=0, margin=0)
       figure.add_layout(legend, "above")
 

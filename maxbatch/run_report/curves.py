@@ -89,7 +89,7 @@ class _Drawing:
       look = Line(
         run.name if several else label,
         color=place if several else number,
-        dash=place // 2 if several else 0,
+        dash=place if several else number,
         style=style if len(curve.values) < _FEWEST_POINTS or style == "steps" else "line",
         faint=faint,
         group=f"run-{place}" if several else "",
