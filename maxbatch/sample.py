@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from maxbatch.checkpoints.find import config_of
 from maxbatch.command_line.arguments import Arguments, Command, File, Key
 from maxbatch.command_line.output_file import check_output, write_output
+from maxbatch.command_line.printable import printable
 from maxbatch.command_line.run import run_command
 from maxbatch.compile import cache
 from maxbatch.config.allowed import (
@@ -46,7 +47,6 @@ from maxbatch.sampling.sampler import Sampler, Samples, on_fewest_devices, strea
 from maxbatch.sampling.text import (
   TextStream,
   choice_of,
-  printable,
   prompts_of,
   text_after,
   vocabulary_of,

@@ -36,8 +36,8 @@ from maxbatch.rl.prompt_noise import in_halves
 from maxbatch.rl.prompt_set import prompt_set
 from maxbatch.rl.prompts import Prompt, PromptStream
 from maxbatch.rl.rewards import RewardPool
-from maxbatch.rl.shared_rewards import SharedRewards
 from maxbatch.rl.sampled import pair_sampler
+from maxbatch.rl.shared_rewards import SharedRewards
 from maxbatch.training.build import build_trainer
 
 FIELDS = ("signal", "between", "within")

@@ -35,8 +35,8 @@ FIXED = _keys(
 
 CHANGEABLE = _keys(
   # How long, and what is shown and measured on the way.
-  """steps total_samples total_tokens schedule_unit log_period metrics eval_interval eval_samples
-  generate_length prompt decode_sampling_temperature decode_sampling_top_k
+  """steps total_samples total_tokens schedule_unit log_period metrics metrics_writers eval_interval eval_samples
+  write_report generate_length prompt decode_sampling_temperature decode_sampling_top_k
   decode_sampling_nucleus_p decode_sampling_min_p gns gns_from_microbatches gns_window_steps
   gns_calibrate_every gns_report_every gns_dwell_tokens gns_windows_before_growth gns_dry_run""",
   # The batch: another one takes effect at the sample that comes next.
@@ -82,5 +82,6 @@ OF_ONE_START = _keys(
   "validate_only compile_only compile_topology compile_topology_num_slices save_compiled_step",
   "compiled_step coordinator_address num_processes process_id skip_jax_distributed_system",
   "jax_distributed_initialization_timeout jax_distributed_heartbeat_timeout_seconds",
+  "profiler skip_first_n_steps_for_profiler profiler_steps",
   "hang_timeout_seconds load_parameters_path load_full_state_path warm_start_steps",
 )

@@ -61,8 +61,10 @@ class RunConfig:
   schedule_unit: Literal["steps", "samples", "tokens"]
   log_period: Positive
   metrics: tuple[str, ...]
+  metrics_writers: tuple[str, ...]
   eval_interval: CountOrUnset
   eval_samples: PositiveOrUnset
+  write_report: bool
   # A sample to look at.
   generate_length: Annotated[int, Range(low=0, high=100_000)]
   prompt: str
@@ -345,6 +347,15 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProfilingConfig:
+  """Which steps the profiler traces."""
+
+  profiler: Literal["", "xplane"]
+  skip_first_n_steps_for_profiler: NonNegative
+  profiler_steps: Positive
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
   """A whole run, by section."""
 
@@ -357,6 +368,7 @@ class Config:
   model: ModelConfig
   precision: PrecisionConfig
   noise: NoiseConfig
+  profiling: ProfilingConfig
   data: DataConfig
   optimizer: OptimizerConfig
   checkpoint: CheckpointConfig
