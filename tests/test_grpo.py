@@ -136,8 +136,8 @@ def test_the_loss_is_the_formula_s(goal: Objective):
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_any_micro_batch_size_gives_the_same_gradient(kind: Any):
-  """Hazard: the loss normalized per microbatch, whose mean is another loss."""
+def test_no_loss_is_normalized_per_microbatch(kind: Any):
+  """Any micro_batch_size gives the same gradient; the mean of microbatches' means is another one."""
   goal = dataclasses.replace(PLAIN, loss_type=kind, beta=0.1, importance_sampling_cap=1.5)
   pairs = pairs_of()
   whole, sums = summed(pairs, goal)

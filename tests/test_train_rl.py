@@ -23,17 +23,24 @@ from processes import REPOSITORY
 from several_processes import start, wait
 
 from maxbatch import train_rl
+from maxbatch.batch.topology import topology
 from maxbatch.checkpoints.newest import completed_steps
 from maxbatch.command_line.signals import StopSignals
 from maxbatch.config.load import load_config
+from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.errors import EXIT_PROCESS_FAILED, UserError
+from maxbatch.hardware.sharding import make_mesh
+from maxbatch.models.registry import build_model
 from maxbatch.modes import run_rl as mode
 from maxbatch.modes.rl_requirements import check_rl
 from maxbatch.rl.grpo import LARGEST_GAP, MODEL_METRICS
 from maxbatch.rl.microbatches import MicrobatchMaker
 from maxbatch.rl.policy_loss import PolicyLoss
 from maxbatch.rl.prompt_set import prompt_set
+from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.rollout import RolloutLoader
+from maxbatch.rl.sampled import pair_sampler, run_vocabulary
+from maxbatch.sampling.sampler import Prompts
 from maxbatch.sampling.text import choice_of
 
 _KEYS = """config=base num_simulated_devices=8 vocab_size=264 base_emb_dim=16 base_num_decoder_layers=1
@@ -173,10 +180,10 @@ def test_two_processes_train_as_one_and_a_killed_one_costs_nothing(whole, prompt
 
 
 @pytest.mark.parametrize("way", ["all", "apart"])
-def test_pairs_made_one_after_the_other_give_the_same_bits(
+def test_at_any_staleness_the_bits_are_those_of_the_synchronous_run(
   whole, prompts, tmp_path, monkeypatch, way
 ):
-  """As those that overlap, whatever takes how long there."""
+  """Hazard: "staleness 0" that samples with an older policy where it overlaps, whatever takes how long."""
   parameters, expected = whole(way)
   monkeypatch.setattr(mode, "RolloutLoader", functools.partial(RolloutLoader, overlaps=False))
   assert same(run(tmp_path, "run_name=run", *keys(way, prompts)), parameters)
@@ -212,6 +219,34 @@ def test_devices_that_only_sample_do_not_wait_for_training(tmp_path, monkeypatch
   monkeypatch.setattr(RolloutLoader, "__next__", noted)
   run(tmp_path, "rollout_devices=4", "steps=1")
   assert in_time == [True]
+
+
+def test_the_sampler_s_noise_is_repeated_in_no_microbatch(monkeypatch):
+  """Hazard: a constant random key, with which all microbatches have the same noise."""
+  config, keys = load_config(KEYS), []
+  model = build_model(config.model, config.batch.max_target_length)
+  sampler = pair_sampler(config, model, make_mesh(topology(config.mesh, 1), jax.devices()[:1]))
+
+  def taken(sampler: Any, params: Any, given: Prompts, vocabulary: Any) -> None:
+    keys.extend(map(bytes, np.asarray(jax.random.key_data(given.keys_B))))
+    raise InterruptedError
+
+  monkeypatch.setattr("maxbatch.rl.sampled.sample", taken)
+  prompts = [Prompt("f1=", {})] * 2
+  for part, batch, first in itertools.product(("rollout", "evaluation"), (0, 1), (0, 2)):
+    with pytest.raises(InterruptedError):
+      sampler({}, prompts, part, batch, first)
+  assert len(keys) == len(set(keys)) == 2 * 2 * 2 * 2 * config.rl.num_generations
+
+
+def test_neither_padding_nor_a_beginning_is_ever_sampled():
+  """Hazard: PAD that may be sampled, where which tokens count is inferred from it."""
+  vocabulary, tokens = run_vocabulary(load_config(KEYS)), ByteTokenizer()
+  allowed_V = np.asarray(vocabulary.allowed_V)
+  assert allowed_V[: tokens.bos_id].all()
+  assert not allowed_V[[tokens.bos_id, tokens.pad_id]].any()
+  assert np.flatnonzero(vocabulary.ends_V).tolist() == [tokens.eos_id]
+  assert not allowed_V[tokens.vocab_size :].any()
 
 
 def test_what_is_sampled_does_not_depend_on_micro_batch_size(whole, tmp_path):
@@ -297,6 +332,58 @@ def test_a_difference_between_sampler_and_trainer_stops_the_run(tmp_path, capsys
 def test_what_a_run_cannot_do_is_refused_by_name(keys, said):
   with pytest.raises(UserError, match=re.escape(said)):
     check_rl(load_config([*KEYS, *keys]))
+
+
+def test_every_hazard_has_the_test_that_the_documentation_names():
+  text = (REPOSITORY / "docs" / "reinforcement_learning.md").read_text()
+  table = text.split("the hazards that our tests are named after")[1].split("\n## ")[0]
+  rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+  names = [re.findall(r"`(test_\w+)` \|$", row) for row in rows]
+  assert len(names) > 10
+  tests = "".join(path.read_text() for path in (REPOSITORY / "tests").glob("test_*.py"))
+  for row, (name,) in zip(rows, names, strict=True):
+    assert f"def {name}(" in tests, row
+
+
+def documented(heading: str) -> set[str]:
+  """The names in the table below a heading of the documentation."""
+  text = (REPOSITORY / "docs" / "reinforcement_learning.md").read_text()
+  table = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+  cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+  names = re.findall(r"`([^`]+)`", " ".join(cells))
+  return {name for name in names if "/" in name}
+
+
+def test_a_record_has_all_that_is_documented_and_the_times_of_its_own_step(tmp_path):
+  """Of two steps on each batch, the first of which measures the noise of the gradient per prompt."""
+  keys = ["run_name=run", "gns_from_microbatches=true", "ici_fsdp_parallelism=4", "steps=4"]
+  keys += ["ici_data_parallelism=2", "micro_batch_size=16", "num_iterations=2", "grpo_beta=0.1"]
+  run(tmp_path, *keys, "eval_interval=2")
+  lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  _, *records = map(json.loads, lines)
+  named = documented("What is measured?")
+  assert len(named) > 20
+  assert named - {"eval/pass_at_k"} | {"eval/pass_at_1", "eval/pass_at_2", "eval/pass_at_4"} <= (
+    set(records[-1])
+  )
+  raw = {"gns/total/signal", "gns/total/noise", "gns/sampling/noise"}
+  assert raw < documented("More prompts, or more completions of each?")
+  assert [raw <= set(record) for record in records] == [True, False, True, False]
+  for number, record in enumerate(records):
+    R, T = record["rl/rollout_seconds"] + record["rl/reward_seconds"], record["rl/train_seconds"]
+    assert R > 0 < T
+    # Also after an evaluation, and in the last step.
+    assert record["step_seconds"] >= record["data_wait_seconds"]
+    R, n = 0 if number % 2 else R, 1
+    assert record["rl/ideal_seconds"] == pytest.approx(max(R, T) + min(R, T) / n)
+    hidden = 0 if number % 2 else (R + T - record["step_seconds"]) / min(R, T)
+    assert record["rl/overlap_fraction"] == pytest.approx(min(max(hidden, 0), 1))
+  for name, said in (
+    ("micro_batch_size=8", "for example micro_batch_size=16"),
+    ("gns=all", "gns=all"),
+  ):
+    with pytest.raises(UserError, match=said):
+      run(tmp_path, *keys, name)
 
 
 def test_a_warm_start_is_taken_up_and_made_only_once(tmp_path, capsys):

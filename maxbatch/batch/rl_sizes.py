@@ -292,3 +292,20 @@ def warm_start_batch(topology: RLTopology) -> int:
 def micro_batch_sizes(pairs: int, topology: RLTopology) -> list[int]:
   """Every microbatch that a step of so many pairs can have, ascending."""
   return [count * topology.unit for count in divisors(pairs // topology.unit)]
+
+
+def halving_micro_batch_sizes(pairs: int, topology: RLTopology) -> list[int]:
+  """Those microbatches from which the noise of the gradient can be estimated, ascending.
+
+  Each replica of the model has whole groups of them, whose halves divide over its devices, and a step
+  has several to compare.
+  """
+  replicas = topology.training.shape["data"]
+  return [
+    micro
+    for micro in micro_batch_sizes(pairs, topology)
+    if topology.num_generations % 2 == 0
+    and micro // topology.num_generations % replicas == 0
+    and micro // 2 % topology.training.num_batch_groups == 0
+    and pairs // micro * replicas > 1
+  ]

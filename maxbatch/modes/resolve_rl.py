@@ -7,6 +7,7 @@ from maxbatch.compile import cache
 from maxbatch.compile.rollout_program import RolloutPlace
 from maxbatch.config.schema import Config
 from maxbatch.hardware.devices import Target
+from maxbatch.modes.rl_requirements import check_prompt_noise
 from maxbatch.rl.prompt_set import PromptSet, prompt_set
 from maxbatch.rl.prompts import epoch_size
 from maxbatch.run_folder.cache import remembered_choices
@@ -59,4 +60,6 @@ def resolve_rl(config: Config, target: Target, *, forget: bool = False) -> Resol
   cache.enable(config.compile.jax_cache_dir)
   prober = PairProber(config, target)
   config = choose_pairs(config, target, prober, remembered_choices(), forget=forget)
-  return ResolvedRL(config, plan_rl(config, target.layout), target)
+  plan = plan_rl(config, target.layout)
+  check_prompt_noise(config.noise, plan)
+  return ResolvedRL(config, plan, target)

@@ -1,9 +1,10 @@
 """What a run of reinforcement learning asks of the other keys: none is accepted and without effect."""
 
-from maxbatch.batch.rl_sizes import is_rl
+from maxbatch.batch.rl_plan import RLPlan
+from maxbatch.batch.rl_sizes import halving_micro_batch_sizes, is_rl
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.rl_schema import RLConfig
-from maxbatch.config.schema import Config
+from maxbatch.config.schema import Config, NoiseConfig
 from maxbatch.errors import UserError
 from maxbatch.modes.rl_unused_keys import check_unused
 from maxbatch.rl.rewards import check_rewards
@@ -14,8 +15,10 @@ _ONLY: dict[str, tuple[object, str]] = {
   "dropout_rate": (0.0, "what is sampled has no dropout"),
   "z_loss_multiplier": (0.0, "the loss has no such term"),
   "pipeline_schedule": ("none", "the sampler knows no pipeline"),
-  "gns": ("off", "the noise scale is not measured there yet"),
-  "gns_from_microbatches": (False, "the noise scale is not measured there yet"),
+  "gns": (
+    "off",
+    "completions of one prompt are no independent examples; gns_from_microbatches=true measures per prompt",
+  ),
   "load_full_state_path": (
     "",
     "its position counts samples of text; load_parameters_path begins anew",
@@ -64,6 +67,26 @@ def check_rollout_devices(config: RLConfig, num_processes: int) -> None:
       f"rollout_devices={config.rollout_devices} with num_processes={num_processes}: devices that only "
       "sample are fed by one process yet; for example rollout_devices=0"
     )
+
+
+def check_prompt_noise(config: NoiseConfig, plan: RLPlan) -> None:
+  """Checks that the noise scale, if it is to be measured, can be.
+
+  Raises:
+    UserError: there are no two microbatches of whole groups, or no two halves of a group.
+  """
+  if not config.gns_from_microbatches:
+    return
+  sizes = halving_micro_batch_sizes(plan.pairs_per_step, plan.topology)
+  if plan.micro_batch in sizes:
+    return
+  offer = f"micro_batch_size={sizes[-1]}, or " if sizes else ""
+  raise UserError(
+    f"gns_from_microbatches=true with num_generations={plan.num_generations} and a microbatch of "
+    f"{plan.micro_batch} pairs: the noise scale per prompt is estimated from the differences of at least "
+    "two microbatches, or replicas of one, of whole groups, and of the halves of each group, which "
+    f"the devices share alike; for example {offer}gns_from_microbatches=false"
+  )
 
 
 def _check_beginning(config: Config) -> None:

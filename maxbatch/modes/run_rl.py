@@ -33,9 +33,11 @@ from maxbatch.rl import demonstrations
 from maxbatch.rl.earlier import EarlierPolicies, log_prob_program
 from maxbatch.rl.evaluation import Evaluation, Example
 from maxbatch.rl.microbatches import MicrobatchMaker
+from maxbatch.rl.pairs import Pairs
 from maxbatch.rl.plot import PASS_AT, plot
 from maxbatch.rl.policies import Policies, mover
 from maxbatch.rl.policy_loss import PolicyLoss
+from maxbatch.rl.prompt_noise import in_halves
 from maxbatch.rl.prompt_set import PromptSet
 from maxbatch.rl.prompts import PromptStream
 from maxbatch.rl.rewards import RewardPool
@@ -44,6 +46,7 @@ from maxbatch.rl.sampled import pair_sampler
 from maxbatch.rl.shared_rewards import SharedRewards
 from maxbatch.rl.steps import StepRecords
 from maxbatch.rl.trainer import policy_loss
+from maxbatch.rl.training_clock import TrainingClock
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.metrics import Record, each_record
 from maxbatch.run_folder.paths import RunFolder
@@ -96,7 +99,8 @@ class ByReinforcement:
     move = mover(trainer.mesh, mesh) if apart else None
     sampler = pair_sampler(config, trainer.model, mesh)
     stream = PromptStream(self.prompts.train, plan.epochs, config.data.data_shuffle_seed)
-    loss, records = self.loss(config), StepRecords(plan, config, job.feed_watchdog)
+    loss, clock = self.loss(config), TrainingClock()
+    records = StepRecords(plan, config, job.feed_watchdog, clock.seconds)
     policies = Policies(
       trainer.model,
       kept=plan.num_snapshots,
@@ -107,7 +111,13 @@ class ByReinforcement:
     if restored and plan.num_saved_policies:
       policies.put_back(plan.saved_policies(restored.position.step), restored.state[POLICIES])
     earlier = EarlierPolicies(plan, loss, policies, log_prob_program(trainer, loss))
-    with RewardPool(config.rl) as pool:
+    halved = in_halves(plan.num_generations, trainer.mesh)
+
+    def complete(batch: int, pairs: Pairs) -> Pairs:
+      found = earlier(batch, pairs)
+      return halved(found) if loss.halves else found
+
+    with RewardPool(config.rl) as pool, clock:
       evaluation = Evaluation(
         self.prompts.validation,
         sampler,
@@ -117,9 +127,11 @@ class ByReinforcement:
       )
 
       def opened(_: BatchPlan, position: Position) -> RolloutLoader:
-        make = MicrobatchMaker(config.rl, plan, stream, sampler, SharedRewards(pool))
+        # Devices of their own sample from the dispatch on, whatever others still train on.
+        until = [] if apart else [clock.last_end]
+        make = MicrobatchMaker(config.rl, plan, stream, sampler, SharedRewards(pool), *until)
         return RolloutLoader(
-          plan, position, make, policies, trainer.mesh, records, earlier, apart=bool(apart)
+          plan, position, make, policies, trainer.mesh, records, complete, apart=bool(apart)
         )
 
       def published(position: Position, params: Parameters) -> None:
@@ -141,6 +153,8 @@ class ByReinforcement:
         ],
         own_evaluation=evaluated,
         completed=records.completed,
+        dispatched=clock.dispatched,
+        loader_waits=True,
       )
 
   def _keep(self, examples: Sequence[Example], folder: RunFolder) -> None:
@@ -242,6 +256,7 @@ def warm_start(config: Config, plan: RLPlan) -> Config:
     ),
     # What is compiled there is no step on pairs.
     compile=dataclasses.replace(config.compile, compiled_step="", save_compiled_step=""),
+    noise=dataclasses.replace(config.noise, gns_from_microbatches=False),
     rl=dataclasses.replace(config.rl, num_generations=-1, rl_task="", num_prompts=-1),
   )
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -62,6 +63,8 @@ class MicrobatchMaker:
   prompts: PromptStream
   sampler: PairSampler
   rewards: SharedRewards
+  trained_until: Callable[[], float] = lambda: 0.0
+  """When the devices that sample last ended training, by time.perf_counter."""
 
   def sample(self, params: Parameters, batch: int, number: int) -> "Unrewarded":
     """The completions of microbatch `number` of a batch of pairs.
@@ -76,7 +79,7 @@ class MicrobatchMaker:
     prompts = [self.prompts(index) for index in range(begin, begin + plan.prompts_per_microbatch)]
     began = time.perf_counter()
     sampled = self.sampler(params, prompts, "rollout", batch, first)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - max(began, self.trained_until())
     return Unrewarded(prompts, sampled, plan.first_pair(batch, number), seconds)
 
   def reward(self, unrewarded: "Unrewarded") -> Microbatch:

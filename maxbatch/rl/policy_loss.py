@@ -37,9 +37,13 @@ class PolicyLoss:
   """Whether pairs have the log-probabilities of before the first step on their batch."""
   kept_words: int = 0
   """Words of a target's bits where it was chosen from some of the allowed tokens; 0: from all."""
+  halves: bool = False
+  """See `Loss.halves`; each has half of the completions of every prompt."""
 
   def fed(self, rows: Rows) -> Pairs:
     """See `Loss.fed`."""
+    if self.halves:
+      rows = jax.tree.map(_in_two, rows)
     per_token, per_row = rows.weights, rows.sample_ids
     advantages = jax.ShapeDtypeStruct(per_row.shape, np.float32)
     log_probs = jax.ShapeDtypeStruct(per_token.shape, np.float32)
@@ -102,3 +106,8 @@ def _found(sums: GrpoSums) -> MicrobatchLoss:
   return MicrobatchLoss(
     LossSums(sums.loss[None], of_tokens), sums.weight[None], {LARGEST_GAP: sums.largest_gap}
   )
+
+
+def _in_two(x: Any) -> jax.ShapeDtypeStruct:
+  """The shape of a microbatch (1, B, …) as its halves are fed."""
+  return jax.ShapeDtypeStruct((2, x.shape[1] // 2, *x.shape[2:]), x.dtype)

@@ -108,7 +108,7 @@ class RolloutLoader:
     waited = time.perf_counter() - began - self._trained
     self._trained = 0.0
     self._waited += waited
-    self._records.waited(waited)
+    self._records.goes_on()
     fed = jax.tree.map(lambda x: np.asarray(x)[None], pairs)
     return self._complete(batch, put(fed, rows_shardings(fed, self._mesh)))
 

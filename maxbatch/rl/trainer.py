@@ -26,6 +26,7 @@ def policy_loss(config: Config, plan: RLPlan) -> PolicyLoss:
     config.run.decode_sampling_temperature,
     has_proximal=_has_proximal(config.rl),
     kept_words=num_words(config.model.vocab_size) if choice_of(config.run).leaves_out else 0,
+    halves=config.noise.gns_from_microbatches,
   )
 
 

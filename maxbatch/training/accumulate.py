@@ -139,7 +139,8 @@ def _local_sums(
   if rows.inputs.shape[0] == 1:
     # No loop around a single microbatch: the TPU compiler otherwise computes parts of it twice.
     return add_microbatch(jnp.int32(0), nothing)
-  return jax.lax.fori_loop(0, num_microbatches, add_microbatch, nothing)
+  found = jax.lax.fori_loop(0, num_microbatches, add_microbatch, nothing)
+  return _with_squares_of_both(model, *found) if measures.halves else found
 
 
 def _seen(
@@ -161,10 +162,29 @@ def _seen(
   row_tokens_squared = partial_sums.of_rows(jnp.square(tokens_B)[:, None])
   microbatch_tokens_squared = of_microbatches = jnp.zeros_like(loss)
   if measures.microbatch_squares:
-    axes = model.axes()
     microbatch_tokens_squared = partial_sums.of_one(jnp.square(tokens))
-    whole = by_path(lambda path, g: partial_sums.of_squares(g, axes[path]), gradients)
-    of_microbatches = functools.reduce(jnp.add, jax.tree.leaves(whole))
+    of_microbatches = _squared(model, gradients)
   of_rows = jax.tree.map(partial_sums.of_rows, squares)
   noise = NoiseSums(rows, row_tokens_squared, of_rows, microbatch_tokens_squared, of_microbatches)
+  if measures.halves:
+    noise = noise._replace(of_microbatches=jnp.zeros_like(loss), of_halves=of_microbatches)
   return Sums(loss, weight, metrics, noise, found.largest)
+
+
+def _with_squares_of_both(
+  model: Model, gradients: Parameters, sums: Sums
+) -> tuple[Parameters, Sums]:
+  """With what is squared of the one microbatch whose two halves the sums are over."""
+  assert sums.noise is not None
+  noise = sums.noise._replace(
+    microbatch_tokens_squared=partial_sums.of_one(jnp.square(sums.weight.sum())),
+    of_microbatches=_squared(model, gradients),
+  )
+  return gradients, sums._replace(noise=noise)
+
+
+def _squared(model: Model, gradients: Parameters) -> jax.Array:
+  """The squared norm of all gradients, in parts."""
+  axes = model.axes()
+  squares = by_path(lambda path, g: partial_sums.of_squares(g, axes[path]), gradients)
+  return functools.reduce(jnp.add, jax.tree.leaves(squares))

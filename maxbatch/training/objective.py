@@ -28,6 +28,11 @@ class MicrobatchLoss(NamedTuple):
 class Loss(Protocol):
   """The loss of a microbatch; hashable, since a step is compiled for it."""
 
+  @property
+  def halves(self) -> bool:
+    """Whether a streamed microbatch is fed as two halves, for what the noise scale is estimated from."""
+    ...
+
   def fed(self, rows: Rows) -> Any:
     """The shapes of what the step is fed, of those of its rows."""
     ...
@@ -69,6 +74,8 @@ class SkippingLoss(Protocol):
 @dataclasses.dataclass(frozen=True)
 class TextLoss:
   """Cross entropy, weighted by token: what is fed are rows alone."""
+
+  halves = False
 
   def fed(self, rows: Rows) -> Rows:
     """See `Loss.fed`."""

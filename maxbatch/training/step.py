@@ -200,9 +200,11 @@ def fused_step(
 def streamed_step(
   trainer: Trainer, state: TrainState, rows: Any, last: jax.Array, learning_rate: jax.Array
 ) -> tuple[TrainState, StepMetrics]:
-  """One microbatch of a step: rows (1, B, T). The update happens when `last` is true."""
+  """One microbatch of a step: rows (1, B, T), or its halves (2, B, T). The update happens when `last`
+  is true."""
   zeros = jax.tree.map(jnp.zeros_like, state.opt_state.acc_grads)
-  gradients, sums = _summed(trainer, state, zeros, rows, trainer.control(1))
+  parts = trainer.loss.rows(rows).inputs.shape[0]
+  gradients, sums = _summed(trainer, state, zeros, rows, trainer.control(parts))
   return _update(trainer, state, gradients, sums, last=last, rate=learning_rate)
 
 
