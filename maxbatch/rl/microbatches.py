@@ -13,8 +13,9 @@ from maxbatch.models.registry import Parameters
 from maxbatch.rl.advantages import group_advantages, live_groups
 from maxbatch.rl.pairs import Pairs, make_pairs
 from maxbatch.rl.prompts import Prompt, PromptStream
-from maxbatch.rl.rewards import Group, RewardPool, Scores
+from maxbatch.rl.rewards import Group
 from maxbatch.rl.sampled import PairSampler, Sampled
+from maxbatch.rl.shared_rewards import GroupRewards, SharedRewards
 
 
 class Counts(NamedTuple):
@@ -61,7 +62,7 @@ class MicrobatchMaker:
   plan: RLPlan
   prompts: PromptStream
   sampler: PairSampler
-  rewards: RewardPool
+  rewards: SharedRewards
   trained_until: Callable[[], float] = lambda: 0.0
   """When the devices that sample last ended training, by time.perf_counter."""
 
@@ -88,8 +89,9 @@ class MicrobatchMaker:
       UserError: a reward function fails, and reward_failure=stop.
     """
     plan, sampled, began = self.plan, unrewarded.sampled, time.perf_counter()
-    scores = scored(self.rewards, unrewarded.prompts, sampled)
     scale, size = self.config.scale_rewards == "group", plan.num_generations
+    first_group = unrewarded.first_pair // size
+    scores = scored(self.rewards, unrewarded.prompts, sampled, first_group)
     advantages_B = group_advantages(scores.rewards_N, size, scale=scale)
     length = plan.pairs.max_target_length
     pairs = make_pairs(sampled.rollout, advantages_B, unrewarded.first_pair, length)
@@ -98,15 +100,23 @@ class MicrobatchMaker:
       live_G=live_groups(scores.rewards_N, size),
       num_truncated=int((~sampled.ended_B).sum()),
       num_tokens=int(sampled.rollout.lengths_B.sum()),
-      num_failures=len(scores.failures),
+      num_failures=scores.num_failures,
       rollout_seconds=unrewarded.seconds,
       reward_seconds=time.perf_counter() - began,
     )
     return Microbatch(pairs, counts)
 
 
-def scored(rewards: RewardPool, prompts: list[Prompt], sampled: Sampled) -> Scores:
+def scored(
+  rewards: SharedRewards, prompts: list[Prompt], sampled: Sampled, first: int
+) -> GroupRewards:
   """The rewards of all completions.
+
+  Args:
+    rewards: the functions.
+    prompts: each has as many completions.
+    sampled: these.
+    first: the number of the first prompt, by which processes share them.
 
   Raises:
     UserError: a reward function fails, and reward_failure=stop.
@@ -116,7 +126,7 @@ def scored(rewards: RewardPool, prompts: list[Prompt], sampled: Sampled) -> Scor
     Group(prompt.text, sampled.texts[number * size : (number + 1) * size], prompt.columns)
     for number, prompt in enumerate(prompts)
   ]
-  return rewards.score(groups)
+  return rewards(groups, first)
 
 
 def step_values(all_counts: list[Counts], generations: int) -> dict[str, float]:

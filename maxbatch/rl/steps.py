@@ -5,7 +5,7 @@ from collections.abc import Callable
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
-from maxbatch.rl.grpo import LARGEST_GAP
+from maxbatch.rl.grpo import LARGEST_GAP, MODEL_METRICS
 from maxbatch.rl.microbatches import Counts, step_values
 from maxbatch.run_folder.metrics import Record
 
@@ -53,8 +53,11 @@ class StepRecords:
     plan = self._plan
     step = int(record["step"]) - 1
     batch, counts = plan.batch_of_step(step), self._counts.pop(step)
+    skipped = [] if plan.has_reference else [each for each in counts if not each.live_G.any()]
     values = step_values(counts, plan.num_generations)
-    if plan.begins_batch(step) and not plan.lag(batch):
+    if len(skipped) == len(counts):  # The model was not run: there is nothing that it says.
+      record = {name: value for name, value in record.items() if name not in MODEL_METRICS}
+    elif plan.begins_batch(step) and not plan.lag(batch):
       check_gap(self._config, batch, record[LARGEST_GAP])
     made = values["rl/rollout_seconds"] + values["rl/reward_seconds"]
     if not plan.begins_batch(step):
@@ -65,6 +68,7 @@ class StepRecords:
       "rl/train_seconds": train,
       "rl/ideal_seconds": max(made, train) + shorter / plan.num_microbatches,
       "rl/overlap_fraction": min(max(hidden / shorter, 0.0), 1.0) if shorter else 0.0,
+      "rl/skipped_microbatches": float(len(skipped)),
       "rl/staleness": float(plan.lag(batch)),
       "rl/dropped_prompts": float(plan.dropped_prompts(batch + 1)),
     }

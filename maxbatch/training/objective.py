@@ -4,7 +4,7 @@ B rows of a microbatch, F devices along fsdp.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
@@ -55,6 +55,19 @@ class Loss(Protocol):
     metrics: Metrics,
   ) -> MicrobatchLoss:
     """The sums of a microbatch; `sums.loss` is differentiated by parameters and probes."""
+    ...
+
+
+@runtime_checkable
+class SkippingLoss(Protocol):
+  """A loss that knows of microbatches on which the model need not be run."""
+
+  def has_gradient(self, fed: Any) -> jax.Array | None:
+    """Of microbatches (k, …), whether each has any but 0: bool[k]; None: the model is run on all."""
+    ...
+
+  def without_gradient(self, microbatch: Any) -> MicrobatchLoss:
+    """The sums of a microbatch that has none, on which the model is not run."""
     ...
 
 

@@ -91,7 +91,7 @@ Step = Callable[..., tuple[TrainState, StepMetrics]]
 microbatch is the last of its step; of several processes, `flagged`.
 """
 POLICIES = "policies"
-"""In what is saved: parameters of earlier steps, the oldest first."""
+"""In what is saved: parameters of earlier steps that train, the oldest first."""
 EvalStep = Callable[[Parameters, Rows], EvalMetrics]
 
 
@@ -133,7 +133,7 @@ class Trainer:
   @property
   def abstract_saved(self) -> dict[str, Any]:
     """Shapes, dtypes and shardings of what a checkpoint holds."""
-    policies = [self.abstract.parameters] * self.num_saved_policies
+    policies = [self.abstract.params] * self.num_saved_policies
     return to_save(self.abstract, keeps_frozen=self.keeps_frozen) | _named(policies)
 
   def control(self, num_microbatches: int) -> np.int32 | TimetableArrays:
