@@ -53,8 +53,8 @@ def delayed(prompts: list[str], completions: list[str], answer: list[str], **_: 
 class OneByOne(RolloutLoader):
   """Makes nothing before it is asked for, and nothing while anything else runs."""
 
-  def __init__(self, *arguments: Any):
-    super().__init__(*arguments, overlaps=False)
+  def __init__(self, *arguments: Any, **keys: Any):
+    super().__init__(*arguments, **keys, overlaps=False)
 
   def __next__(self) -> Pairs:
     jax.block_until_ready(jax.live_arrays())

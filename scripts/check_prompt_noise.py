@@ -37,6 +37,7 @@ from maxbatch.rl.prompt_set import prompt_set
 from maxbatch.rl.prompts import Prompt, PromptStream
 from maxbatch.rl.rewards import RewardPool
 from maxbatch.rl.sampled import pair_sampler
+from maxbatch.rl.shared_rewards import SharedRewards
 from maxbatch.training.build import build_trainer
 
 FIELDS = ("signal", "between", "within")
@@ -62,7 +63,7 @@ class Again(PromptStream):
 class Bench:
   """A policy that stays as it is."""
 
-  def __init__(self, config: Config, folder: str, rewards: RewardPool):
+  def __init__(self, config: Config, folder: str, rewards: SharedRewards):
     """Reads the policy."""
     target = find_devices(config)
     self.plan: RLPlan = plan_rl(config, target.layout)
@@ -204,7 +205,7 @@ def main() -> None:
     ]
     config = load_config(["config=configs/post_train/rl.yml", *keys, *own])
     with RewardPool(config.rl) as rewards:
-      bench = Bench(config, arguments.run, rewards)
+      bench = Bench(config, arguments.run, SharedRewards(rewards))
       by_repetition, estimated = measured(bench, arguments.sets)
     print(f"\n{bench.plan.batch_size} prompts of {generations} completions")
     print(f"{'':27}{''.join(f'{name:<21}' for name in FIELDS)}")
