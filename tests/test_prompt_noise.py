@@ -15,8 +15,8 @@ import numpy as np
 import optax
 import pytest
 from support import relative_errors
-from test_grpo import B, G, pairs_of
-from test_policy_loss import LOSS, config_of, step
+from test_grpo import B, G
+from test_policy_loss import LOSS, config_of, cut_pairs, step
 from tiny_model import tiny_model
 
 from maxbatch.batch.plan import plan_batches
@@ -169,9 +169,9 @@ def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups():
   config = config_of(micro, "gns_from_microbatches=true")
   layout = topology(config.mesh, num_devices)
   plan = plan_batches(config.batch, config.run, layout)
-  loss = dataclasses.replace(LOSS, halves=True, kept_words=0)
+  loss = dataclasses.replace(LOSS, halves=True)
   trainer = build_trainer(config, plan, jax.devices()[:num_devices], loss=loss)
-  state, pairs, metrics = trainer.init(0), pairs_of(), None
+  state, pairs, metrics = trainer.init(0), cut_pairs(), None
   params, allowed_V = jax.device_get(state.parameters), np.frombuffer(LOSS.allowed, bool)
   halved, function = in_halves(G, trainer.mesh), None
   for first in range(0, B, micro):
@@ -187,7 +187,8 @@ def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups():
   @jax.jit
   def gradient(pairs: Pairs) -> tuple[Any, jax.Array]:
     def loss_of(params: Any) -> tuple[jax.Array, jax.Array]:
-      found = token_log_probs(trainer.model, params, pairs.rows, allowed_V, LOSS.temperature)
+      options = pairs.rows, allowed_V, LOSS.temperature, pairs.kept_BTW
+      found = token_log_probs(trainer.model, params, *options)
       sums = grpo_sums(found, pairs, LOSS.objective)
       return sums.loss, sums.weight
 
