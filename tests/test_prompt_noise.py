@@ -187,8 +187,8 @@ def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups():
   @jax.jit
   def gradient(pairs: Pairs) -> tuple[Any, jax.Array]:
     def loss_of(params: Any) -> tuple[jax.Array, jax.Array]:
-      options = allowed_V, LOSS.temperature, pairs.kept_BTW
-      found = token_log_probs(trainer.model, params, pairs.rows, *options)
+      options = pairs.rows, allowed_V, LOSS.temperature, pairs.kept_BTW
+      found = token_log_probs(trainer.model, params, *options)
       sums = grpo_sums(found, pairs, LOSS.objective)
       return sums.loss, sums.weight
 
