@@ -280,7 +280,8 @@ def _built(
     _drop_probes(module, probes, paths - frozen, frozen)
     if probes == "exponents":
       _add_exponent_probes(module)
-    return nnx.split(module, Parameter, Probe)
+    structure, parameters, measured = nnx.split(module, Parameter, Probe)
+    return structure, parameters, measured
 
   graph, abstract, abstract_probes = jax.eval_shape(create, jax.random.key(0))
   return Model(config, create, graph, abstract, abstract_probes, trainable, policy)
