@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxbatch.precision.formats import CBFLOAT16, FLOAT16, FORMATS, Format
-from maxbatch.precision.policy import Policy
+from maxbatch.precision.policy import PLAIN, Policy
 from maxbatch.precision.rounding import emulated, rounded, stochastically_updated
 
 
@@ -103,6 +103,12 @@ def test_gradients_are_rounded_as_values_are():
   y, vjp_fn = jax.vjp(lambda x: emulated(x, CBFLOAT16), x)
   assert (y, vjp_fn(gradient)[0]) == (1.0, 0.0)
   assert Policy(compute=CBFLOAT16).cast(x) == Policy(compute=CBFLOAT16).rounded(x) == 1.0
+
+
+def test_float32_casts_nothing():
+  x = jnp.ones(3)
+  for cast in (PLAIN.cast, PLAIN.rounded, PLAIN.summand):
+    assert jax.make_jaxpr(cast)(x).eqns == []
 
 
 @pytest.mark.parametrize(("rounding", "ends"), [("nearest", 1.0), ("stochastic", 2.0)])

@@ -182,7 +182,7 @@ class Attention(nnx.Module):
     if at.cache is not None:
       at.cache.put(k_BSKH, v_BSKH)
     if at.cache is not None and not at.cache.is_new:
-      out_BTNH = at.cache.attention(q_BTNH, at.first_BT, cap)
+      out_BTNH = at.cache.attention(q_BTNH, at.first_BT, cap, self.policy)
     elif self.config.attention == "flash" and flash.has_devices():
       out_BTNH = self._flash(q_BTNH, k_BSKH, v_BSKH, at)
     else:

@@ -101,9 +101,9 @@ def unscaled(gradients: Parameters, sums: Sums, state: LossScale | None) -> tupl
     return gradients, sums
   scale, noise = state.scale, sums.noise
   if noise is not None:
-    squares = noise.of_rows, noise.of_microbatches
-    rows, microbatches = jax.tree.map(lambda x: x / scale**2, squares)
-    noise = noise._replace(of_rows=rows, of_microbatches=microbatches)
+    squares = noise.of_rows, noise.of_microbatches, noise.of_halves
+    rows, microbatches, halves = jax.tree.map(lambda x: x / scale**2, squares)
+    noise = noise._replace(of_rows=rows, of_microbatches=microbatches, of_halves=halves)
   return jax.tree.map(lambda g: g / scale, gradients), sums._replace(noise=noise)
 
 
