@@ -31,6 +31,7 @@ from maxbatch.tuning.candidates import (
   default_batch_note,
   is_open,
   offered,
+  pair_sizes_of,
   sizes_of,
   with_default_batch,
 )
@@ -99,7 +100,7 @@ def make_report(config: Config, devices: CountedDevices) -> PlanReport:
     loads=[] if rl else host_loads(plan, devices.num_hosts),
     assumption=devices.assumption,
     given=[f"{key}={flat[key]}" for key in _SIZE_KEYS if flat[key] not in unset],
-    choice="" if rl else _choice(config, devices.layout),
+    choice=_choice(config, devices.layout),
     rl=rl,
     pipeline=pipeline_of(config, devices.layout, plan) if has_pipeline else None,
   )
@@ -113,6 +114,8 @@ def _choice(config: Config, layout: Topology) -> str:
   """
   if not is_open(config.batch):
     return ""
+  if is_rl(config.rl):
+    return offered(config.batch, pair_sizes_of(config, layout))
   divided = with_default_batch(config, layout)
   line = offered(divided.batch, sizes_of(divided, layout))
   if divided == config:

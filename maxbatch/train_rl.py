@@ -3,18 +3,25 @@
 import dataclasses
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
-from maxbatch.command_line.arguments import Arguments, Command
+from maxbatch.command_line.arguments import Arguments, Command, Flag
 from maxbatch.command_line.run import run_command
 from maxbatch.config.load import load_config
 from maxbatch.hardware.processes import leave_together, refusing_together
+from maxbatch.modes.compile_only import is_run, prepare_rl_only
 from maxbatch.modes.run_rl import run_rl, sum_up_rl
 from maxbatch.run_folder.paths import RunFolder
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainRLArguments:
-  """There are only the configuration's keys."""
+  """Beside the configuration's keys."""
+
+  forget: Annotated[
+    bool,
+    Flag("choose micro_batch_size=auto anew instead of taking what is remembered"),
+  ] = False
 
 
 COMMAND = Command(
@@ -37,7 +44,10 @@ def main(arguments: Sequence[str]) -> int:
 def _run(arguments: Arguments[TrainRLArguments]) -> None:
   with refusing_together(arguments.configuration):
     config = load_config(arguments.configuration)
-    run_rl(config)
+    if not is_run(config):
+      prepare_rl_only(config, forget=arguments.own.forget)
+      return
+    run_rl(config, forget=arguments.own.forget)
     sum_up_rl(config.run.run_name, RunFolder.of(config.run))
 
 

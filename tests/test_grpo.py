@@ -22,6 +22,7 @@ from maxbatch.rl.grpo import GrpoSums, Objective, grpo_sums, metric_values, obje
 from maxbatch.rl.log_probs import LogProbs, token_log_probs
 from maxbatch.rl.pairs import Pairs, Rollout, make_pairs
 from maxbatch.rl.pass_at_k import pass_at_k
+from maxbatch.sampling.choice import packed
 
 B, G, P, N, T = 16, 4, 5, 7, 12
 V = VOCABULARY
@@ -135,8 +136,8 @@ def test_the_loss_is_the_formula_s(goal: Objective):
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_any_micro_batch_size_gives_the_same_gradient(kind: Any):
-  """Hazard: the loss normalized per microbatch, whose mean is another loss."""
+def test_no_loss_is_normalized_per_microbatch(kind: Any):
+  """Any micro_batch_size gives the same gradient; the mean of microbatches' means is another one."""
   goal = dataclasses.replace(PLAIN, loss_type=kind, beta=0.1, importance_sampling_cap=1.5)
   pairs = pairs_of()
   whole, sums = summed(pairs, goal)
@@ -301,24 +302,33 @@ def test_keys_become_the_objective():
 
 
 def test_log_probs_are_those_of_what_may_be_sampled():
+  """Also where each token was chosen from some of those alone."""
   model = tiny_model("final_logits_soft_cap=2", "num_vocab_tiling=5")
   params, pairs = loud_parameters(model), make_pairs(rollout(4), advantages(4), 0, T)
+  targets_BT1 = np.asarray(pairs.rows.targets)[..., None]
+  kept_BTV = np.random.default_rng(0).random((4, T, V)) < 0.3
+  np.put_along_axis(kept_BTV, targets_BT1, True, -1)
+  bits_BTW = packed(jnp.asarray(kept_BTV).reshape(-1, V)).reshape(4, T, -1)
 
   @jax.jit
-  def compute(params: Any) -> tuple[Any, LogProbs]:
+  def compute(params: Any) -> tuple[Any, list[LogProbs]]:
     bound = model.bind(params)
     logits_BTV = bound(pairs.rows, None) @ bound.output_matrix()
-    return logits_BTV, token_log_probs(model, params, pairs.rows, ALLOWED_V, 0.7)
+    return logits_BTV, [
+      token_log_probs(model, params, pairs.rows, ALLOWED_V, 0.7, kept) for kept in (None, bits_BTW)
+    ]
 
-  logits_BTV, found = compute(params)
-  allowed_BTV = 2 * np.tanh(np.asarray(logits_BTV, np.float64) / 2)[..., ALLOWED_V] / 0.7
-  log_probs_BTV = allowed_BTV - np.log(np.exp(allowed_BTV).sum(-1, keepdims=True))
-  place_BT1 = np.clip(np.asarray(pairs.rows.targets) - 2, 0, None)[..., None]
+  logits_BTV, (of_all, of_some) = compute(params)
+  scaled_BTV = 2 * np.tanh(np.asarray(logits_BTV, np.float64) / 2) / 0.7
   counts_BT = np.asarray(pairs.rows.weights) > 0
-  expected_BT = np.take_along_axis(log_probs_BTV, place_BT1, -1)[..., 0] * counts_BT
-  np.testing.assert_allclose(found.targets_BT, expected_BT, atol=2e-5)
-  entropy_BT = -(np.exp(log_probs_BTV) * log_probs_BTV).sum(-1) * counts_BT
-  np.testing.assert_allclose(found.entropy_BT, entropy_BT, atol=2e-5)
+  for found, left_BTV in ((of_all, ALLOWED_V[None, None]), (of_some, kept_BTV & ALLOWED_V)):
+    weight_BTV = np.where(left_BTV, np.exp(scaled_BTV), 0)
+    share_BTV = weight_BTV / weight_BTV.sum(-1, keepdims=True)
+    log_BTV = np.log(np.where(share_BTV > 0, share_BTV, 1))
+    expected_BT = np.take_along_axis(log_BTV, targets_BT1, -1)[..., 0] * counts_BT
+    np.testing.assert_allclose(found.targets_BT, expected_BT, atol=2e-5)
+    entropy_BT = -(share_BTV * log_BTV).sum(-1) * counts_BT
+    np.testing.assert_allclose(found.entropy_BT, entropy_BT, atol=2e-5)
 
 
 def test_a_model_s_gradient_depends_neither_on_split_nor_mesh_nor_tiles():

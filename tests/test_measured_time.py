@@ -148,7 +148,7 @@ def test_what_breaks_off_holds_no_memory_either():
 
 def test_synthetic_rows_look_like_the_loaders():
   parts = made(packing=True)
-  rows = measured_time._synthetic(parts.trainer, parts.shapes)
+  rows = measured_time.synthetic(parts.trainer, parts.shapes)
   for made_row, shape in zip(jax.tree.leaves(rows), jax.tree.leaves(parts.shapes), strict=True):
     assert (made_row.shape, made_row.dtype) == (shape.shape, shape.dtype)
   assert len(jnp.unique(rows.inputs)) > 100

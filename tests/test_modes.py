@@ -18,6 +18,7 @@ from maxbatch.compile.measured_time import Timing
 from maxbatch.modes.compile_only import is_run
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
+from maxbatch.training.build import build_trainer
 
 KEYS = TINY | {
   "dataset_type": "synthetic",
@@ -136,7 +137,8 @@ def test_the_report_is_of_the_program_that_training_runs(tmp_path, monkeypatch, 
   trained(tmp_path, micro_batch_size=2, **keys)
   of = config(**KEYS | {"micro_batch_size": 2} | keys)
   plan = plan_batches(of.batch, of.run, topology(of.mesh, 8))
-  (report,) = compile_reports(of, plan, jax.devices())
+  trainer = build_trainer(of, plan, jax.devices())
+  (report,) = compile_reports(of, plan, trainer, jax.devices())
   assert len(ran) == 1
   assert len(ran[0]) > 10_000
   assert without_places(report.program.text) == without_places(ran[0])

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import relative_errors
@@ -17,6 +18,7 @@ from maxbatch.rl.grpo import Objective, grpo_sums, metric_values
 from maxbatch.rl.log_probs import token_log_probs
 from maxbatch.rl.pairs import Pairs
 from maxbatch.rl.policy_loss import PolicyLoss
+from maxbatch.sampling.choice import num_words, packed
 from maxbatch.training.build import build_trainer
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
@@ -26,7 +28,18 @@ KEYS = f"""vocab_size=264 base_emb_dim=16 base_num_decoder_layers=1 base_num_que
   base_num_kv_heads=2 head_dim=8 base_mlp_dim=32 max_target_length={T} accumulation=streamed
   opt_type=sgd sgd_momentum=0 gradient_clipping_threshold=0 learning_rate=1 warmup_steps=0
   lr_schedule_type=constant steps=1"""
-LOSS = PolicyLoss(GOAL, np.resize(ALLOWED_V, 264).tobytes(), 0.7, has_proximal=True)
+V = 264
+LOSS_ALLOWED = np.resize(ALLOWED_V, V)
+LOSS = PolicyLoss(GOAL, LOSS_ALLOWED.tobytes(), 0.7, has_proximal=True, kept_words=num_words(V))
+
+
+def cut_pairs() -> Pairs:
+  """Pairs of which each token was chosen from some, and the others cannot be learned."""
+  pairs = pairs_of()
+  kept_BTV = np.random.default_rng(6).random((*pairs.rows.targets.shape, V)) < 0.4
+  np.put_along_axis(kept_BTV, np.asarray(pairs.rows.targets)[..., None], True, -1)
+  bits = packed(jnp.asarray(kept_BTV.reshape(-1, V)))
+  return pairs._replace(kept_BTW=np.asarray(bits).reshape(*kept_BTV.shape[:2], -1))
 
 
 def config_of(micro: int, *keys: str) -> Config:
@@ -41,7 +54,7 @@ def step(micro: int, num_devices: int, *keys: str) -> tuple[Trainer, TrainState,
   layout = topology(config.mesh, num_devices)
   plan = plan_batches(config.batch, config.run, layout)
   trainer = build_trainer(config, plan, jax.devices()[:num_devices], loss=LOSS)
-  state, pairs = trainer.init(0), pairs_of()
+  state, pairs = trainer.init(0), cut_pairs()
   cut = [
     jax.tree.map(lambda x: np.asarray(x)[None, at : at + micro], pairs)  # noqa: B023
     for at in range(0, B, micro)
@@ -57,10 +70,11 @@ def step(micro: int, num_devices: int, *keys: str) -> tuple[Trainer, TrainState,
 
 def test_a_step_on_pairs_is_one_of_their_plain_sums():
   trainer, state, metrics = step(B, 1)
-  params, pairs = trainer.init(0).parameters, pairs_of()
+  params, pairs = trainer.init(0).parameters, cut_pairs()
 
   def loss(params):
-    found = token_log_probs(trainer.model, params, pairs.rows, LOSS_ALLOWED, LOSS.temperature)
+    options = LOSS_ALLOWED, LOSS.temperature, pairs.kept_BTW
+    found = token_log_probs(trainer.model, params, pairs.rows, *options)
     sums = grpo_sums(found, pairs, GOAL)
     return sums.loss, sums
 
@@ -70,9 +84,6 @@ def test_a_step_on_pairs_is_one_of_their_plain_sums():
   assert float(metrics.loss) == pytest.approx(float(sums.loss / sums.weight), rel=1e-6)
   for name, value in metric_values(sums).items():
     assert float(metrics.metrics[name]) == pytest.approx(float(value), rel=1e-5), name
-
-
-LOSS_ALLOWED = np.frombuffer(LOSS.allowed, bool)
 
 
 @pytest.mark.parametrize(
@@ -96,12 +107,12 @@ def test_sums_and_largest_gap_begin_anew_with_each_step():
 def test_the_step_is_compiled_for_what_it_is_fed():
   rows = pairs_of().rows
   fed = LOSS.fed(rows)
-  given = jax.tree.map(lambda x: (x.shape, x.dtype), pairs_of())
+  given = jax.tree.map(lambda x: (x.shape, x.dtype), cut_pairs())
   assert jax.tree.map(lambda x: (x.shape, x.dtype), fed) == given
-  plain = dataclasses.replace(
-    LOSS, objective=dataclasses.replace(GOAL, beta=0.0), has_proximal=False
-  )
+  goal = dataclasses.replace(GOAL, beta=0.0)
+  plain = dataclasses.replace(LOSS, objective=goal, has_proximal=False, kept_words=0)
   fewer = plain.fed(rows)
   assert isinstance(fewer, Pairs)
   assert fewer.proximal_BT is None
   assert fewer.reference_BT is None
+  assert fewer.kept_BTW is None

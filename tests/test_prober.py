@@ -135,8 +135,9 @@ def test_who_runs_out_of_memory_while_timed_does_not_fit(monkeypatch, message):
   assert (found.fits, found.peak_bytes) == (False, found.capacity_bytes + 1)
   assert candidate not in probe.reports
   plan = plan_batches(settings(1).batch, settings(1).run, PLACE.layout)
+  trainer = build_trainer(settings(1), plan, PLACE.devices)
   with pytest.raises(UserError, match="per_device_batch_size=1: the step needs more memory a dev"):
-    compile_step.compile_reports(settings(1), plan, PLACE.devices)
+    compile_step.compile_reports(settings(1), plan, trainer, PLACE.devices)
 
 
 def test_nothing_is_left_on_the_devices():

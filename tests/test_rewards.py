@@ -1,19 +1,27 @@
 """Reward functions in real processes: their rewards, what they raise, and where they hang."""
 
+import concurrent.futures
+import itertools
 import os
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from support import configured
 
-from maxbatch.errors import UserError
+from maxbatch.errors import SaidByAnotherError, UserError
+from maxbatch.hardware.exchange import Exchange
 from maxbatch.rl.checkers import exact, final_number, gsm8k
 from maxbatch.rl.reward_calls import Call, make_call
-from maxbatch.rl.rewards import Group, RewardPool, check_rewards
+from maxbatch.rl.rewards import Failure, Group, RewardPool, Scores, check_rewards
+from maxbatch.rl.shared_rewards import SharedRewards
 
 MODULE = """
 import os
@@ -91,6 +99,122 @@ def test_a_process_ends_with_the_one_that_started_it(module):
     assert worker.process.stdin is not None
     worker.process.stdin.close()
     assert worker.process.wait(60) < 0
+
+
+def test_calls_that_hang_are_given_up(module):
+  """As when a run is stopped: nobody waits for them, and later calls are answered."""
+  rl = configured(f"reward_functions=[{module}:mine]", "reward_processes=2").rl
+  with RewardPool(rl) as pool, concurrent.futures.ThreadPoolExecutor(1) as thread:
+    pool.score(groups("x", "y"))
+    hanging = thread.submit(pool.score, groups("hang", "hang", "x"))
+    while not all(worker.call for worker in pool._workers):
+      time.sleep(0.01)
+    pool.give_up()
+    with pytest.raises(concurrent.futures.CancelledError):
+      hanging.result(60)
+    np.testing.assert_array_equal(pool.score(groups("x", "y")).rewards_N, [1, 1, 1, 1])
+
+
+# --- several processes ---------------------------------------------------------------------------
+
+
+class Store:
+  """What processes, here threads, say to each other through the coordinator."""
+
+  num_processes = 3
+
+  def __init__(self):
+    self.values: dict[str, str] = {}
+    self.place = threading.local()
+
+  @property
+  def process(self) -> int:
+    return self.place.number
+
+  def put(self, key: str, value: str) -> None:
+    self.values[key] = value
+
+  def wait_for(self, key: str, seconds: float) -> str | None:
+    return self.values.get(key)
+
+  def remove(self, folder: str) -> None:
+    self.values = {key: x for key, x in list(self.values.items()) if folder not in key}
+
+
+class Scored(RewardPool):
+  """Rewards that need no process."""
+
+  def score(self, groups):
+    for group in groups:
+      if group.prompt == "raise":
+        raise UserError("no reward for raise")
+    rewards = [float(group.prompt) + place for group in groups for place in range(2)]
+    return Scores(np.array(rewards), (Failure("f", "p", "x"),) * len(groups))
+
+
+@pytest.fixture
+def as_processes(monkeypatch):
+  """Calls a function of the number of the process in three of them; what each returns or raises."""
+  store = Store()
+  monkeypatch.setattr(jax, "process_count", lambda: store.num_processes)
+  monkeypatch.setattr(jax, "process_index", lambda: store.process)
+  monkeypatch.setattr("maxbatch.hardware.exchange.Coordinator", lambda: store)
+  monkeypatch.setattr("maxbatch.hardware.exchange._exchanges", itertools.repeat(0))
+
+  def call(function):
+    def one(number: int):
+      store.place.number = number
+      try:
+        return function(number)
+      except (UserError, concurrent.futures.CancelledError) as error:
+        return error
+
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+      return list(threads.map(one, range(3))), store
+
+  return call
+
+
+def test_processes_share_groups_and_all_have_all_rewards(as_processes):
+  rl = configured("rl_task=format").rl
+
+  def rewarded(number: int):
+    shared = SharedRewards(Scored(rl))
+    batches = [groups(*map(str, range(first, first + 5))) for first in (0, 5, 10)]
+    return [shared(batch, first) for batch, first in zip(batches, (0, 5, 10), strict=True)]
+
+  all_found, store = as_processes(rewarded)
+  for found in all_found:
+    for first, each in zip((0, 5, 10), found, strict=True):
+      numbers = np.arange(first, first + 5)[:, None] + np.arange(2)[None]
+      np.testing.assert_array_equal(each.rewards_N, numbers.reshape(-1))
+      assert each.num_failures == 5
+  # Of what was said the last exchange alone is kept.
+  assert {key.split("/")[2] for key in store.values} == {"2"}
+
+
+def test_a_reward_that_fails_in_one_process_fails_in_all(as_processes):
+  found, _ = as_processes(
+    lambda number: SharedRewards(Scored(configured("rl_task=format").rl))(groups("0", "raise"), 0)
+  )
+  assert [type(each) for each in found] == [UserError, *[SaidByAnotherError] * 2]
+  assert str(found[0]) == f"process 1 on {socket.gethostname()}: no reward for raise"
+
+
+def test_an_exchange_with_a_process_that_never_comes_can_be_given_up(as_processes):
+  def waits(number: int):
+    if number == 2:
+      return None
+    exchange = Exchange()
+    timer = threading.Timer(0.2, exchange.give_up)
+    timer.start()
+    return exchange(number)
+
+  found, _ = as_processes(waits)
+  assert [type(each) for each in found] == [*[concurrent.futures.CancelledError] * 2, type(None)]
+
+
+# --- one call ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -115,9 +115,9 @@ MESSAGES = {
     "num_generations=4, and is 16 pairs; for example batch_size=4, or micro_batch_size=32, or "
     "gradient_accumulation_steps=8"
   ),
-  (("batch_size", 16), ("micro_batch_size", "auto")): (
-    "micro_batch_size=auto chooses for training on text alone; with num_generations=4 give a number of "
-    "pairs, for example micro_batch_size=4, or micro_batch_size=-1: all at once"
+  (("batch_size", 16), ("micro_batch_size", "auto"), ("gradient_accumulation_steps", 2)): (
+    "gradient_accumulation_steps=2 already gives the size that micro_batch_size=auto is to choose; keep "
+    "one of them, for example with gradient_accumulation_steps=-1"
   ),
   (("batch_size", 16), ("num_prompts", 100), ("leftover_prompts", "error")): (
     "leftover_prompts=error: an epoch of 100 prompts leaves 4 prompts after its last batch of 16; for "

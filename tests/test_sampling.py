@@ -16,7 +16,15 @@ from maxbatch.models.attention import AttentionContext
 from maxbatch.models.registry import Model, Parameters, by_path
 from maxbatch.models.transformer import Block, Transformer
 from maxbatch.sampling import sampler as sampler_module
-from maxbatch.sampling.choice import Choice, Vocabulary, choose, cut
+from maxbatch.sampling.choice import (
+  Choice,
+  Vocabulary,
+  choose,
+  cut,
+  num_words,
+  packed,
+  unpacked,
+)
 from maxbatch.sampling.sampler import Prompts, Sampler, Samples, on_fewest_devices, sample, stream
 from maxbatch.sampling.text import prompts_of
 
@@ -247,7 +255,8 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
   count, choice = 20_000, Choice(temperature=0.7, min_p=0.2)
   keys_B = jax.random.split(jax.random.key(3), count)
   logits_BV = jnp.broadcast_to(logits_V, (count, 5))
-  ids_B, log_probs_B = jax.jit(choose, static_argnums=3)(logits_BV, keys_B, jnp.int32(2), choice)
+  drawn = jax.jit(choose, static_argnums=3, static_argnames="of_kept")
+  ids_B, log_probs_B, kept_BV = drawn(logits_BV, keys_B, jnp.int32(2), choice)
   kept_V = jnp.where(jnp.array([True, True, False, True, False]), logits_V / 0.7, -jnp.inf)
   expected_V = np.asarray(jax.nn.softmax(kept_V))
   shares_V = np.bincount(np.asarray(ids_B), minlength=5) / count
@@ -256,6 +265,20 @@ def test_tokens_are_drawn_as_often_as_they_are_likely():
   # The log-probability is that of the policy, of which nothing is cut away.
   policy_V = jax.nn.log_softmax(logits_V / 0.7)
   np.testing.assert_allclose(log_probs_B, policy_V[ids_B], atol=1e-6)
+  # Or of what is left.
+  assert kept_BV.all(0).tolist() == kept_BV.any(0).tolist() == [True, True, False, True, False]
+  same_B, log_probs_B, _ = drawn(logits_BV, keys_B, jnp.int32(2), choice, of_kept=True)
+  np.testing.assert_array_equal(same_B, ids_B)
+  np.testing.assert_allclose(log_probs_B, np.log(expected_V[ids_B]), atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [31, 32, 70])
+def test_tokens_as_bits(size):
+  kept_BV = np.random.default_rng(size).random((5, size)) < 0.3
+  bits_BW = packed(jnp.asarray(kept_BV))
+  assert bits_BW.shape == (5, num_words(size))
+  np.testing.assert_array_equal(unpacked(bits_BW, size), kept_BV)
+  np.testing.assert_array_equal(unpacked(bits_BW[:, None], size)[:, 0], kept_BV)
 
 
 def test_another_token_s_number_draws_anew():

@@ -4,9 +4,13 @@ import dataclasses
 import functools
 import itertools
 import json
+import os
 import pathlib
 import random
 import re
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,15 +18,29 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import vowels
+from processes import REPOSITORY
+from several_processes import start, wait
 
 from maxbatch import train_rl
+from maxbatch.batch.topology import topology
+from maxbatch.checkpoints.newest import completed_steps
 from maxbatch.command_line.signals import StopSignals
 from maxbatch.config.load import load_config
-from maxbatch.errors import UserError
+from maxbatch.data.tokenizer import ByteTokenizer
+from maxbatch.errors import EXIT_PROCESS_FAILED, UserError
+from maxbatch.hardware.sharding import make_mesh
+from maxbatch.models.registry import build_model
 from maxbatch.modes import run_rl as mode
 from maxbatch.modes.rl_requirements import check_rl
+from maxbatch.rl.grpo import LARGEST_GAP, MODEL_METRICS
 from maxbatch.rl.microbatches import MicrobatchMaker
+from maxbatch.rl.policy_loss import PolicyLoss
+from maxbatch.rl.prompt_set import prompt_set
+from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.rollout import RolloutLoader
+from maxbatch.rl.sampled import pair_sampler, run_vocabulary
+from maxbatch.sampling.sampler import Prompts
 from maxbatch.sampling.text import choice_of
 
 _KEYS = """config=base num_simulated_devices=8 vocab_size=264 base_emb_dim=16 base_num_decoder_layers=1
@@ -32,6 +50,7 @@ _KEYS = """config=base num_simulated_devices=8 vocab_size=264 base_emb_dim=16 ba
   eval_samples=3 eval_interval=-1 lr_schedule_type=constant warmup_steps=0 learning_rate=0.01 steps=3
   max_num_checkpoints_to_keep=9"""
 KEYS = _KEYS.split()
+TRAIN_RL = [sys.executable, "-m", "maxbatch.train_rl"]
 
 
 def run(folder: pathlib.Path, *keys: str) -> list[np.ndarray]:
@@ -41,9 +60,9 @@ def run(folder: pathlib.Path, *keys: str) -> list[np.ndarray]:
   return [np.asarray(leaf) for leaf in jax.tree.leaves(state.parameters)]
 
 
-def figures(folder: pathlib.Path) -> list[dict[str, Any]]:
+def figures(folder: pathlib.Path, name: str = "run") -> list[dict[str, Any]]:
   """Of all steps, what depends neither on the clock nor on where evaluations are."""
-  lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+  lines = (folder / name / "metrics.jsonl").read_text().splitlines()
   clocked = ("second", "overlap", "ideal", "eval/")
   return [
     {name: x for name, x in json.loads(line).items() if not any(word in name for word in clocked)}
@@ -59,12 +78,18 @@ PROMPTS = "".join(json.dumps({"ask": f"f{n}=", "answer": "e"}) + "\n" for n in r
 OF_FILES = """rl_task= dataset_type=grain train_data_columns=[ask,answer] eval_data_columns=[ask,answer]
   eval_fraction=0.1 leftover_prompts=carry"""
 WAYS = {
-  "plain": [],
+  "plain": ["data_shuffle_seed=1"],
   "all": [
     *OF_FILES.split(),
-    *["rollout_staleness=1", "num_iterations=2", "grpo_beta=0.1", "loss_type=grpo", "steps=4"],
+    *["rollout_staleness=1", "num_iterations=2", "grpo_beta=0.1", "loss_type=grpo", "steps=6"],
   ],
+  "lagging": ["rollout_staleness=2", "num_iterations=2", "steps=6"],
 }
+WAYS["apart"] = [*WAYS["all"], "rollout_devices=4"]
+
+
+def keys(way: str, prompts: str) -> list[str]:
+  return [*WAYS[way], *([prompts] if "rl_task=" in WAYS[way] else [])]
 
 
 def delayed(inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,37 +119,139 @@ def whole(tmp_path_factory: pytest.TempPathFactory, prompts: str) -> Callable[[s
     with pytest.MonkeyPatch.context() as patch:
       for name in ("sample", "reward"):
         patch.setattr(MicrobatchMaker, name, delayed(getattr(MicrobatchMaker, name)))
-      return run(folder, "run_name=run", prompts, *WAYS[way]), figures(folder)
+      return run(folder, "run_name=run", *keys(way, prompts)), figures(folder)
 
   return of
 
 
-@pytest.mark.parametrize(("way", "stop"), [("plain", 1), ("all", 3)])
+def test_ctrl_c_in_the_middle_of_a_rollout_and_going_on_ends_with_the_same_bits(
+  whole, tmp_path, monkeypatch
+):
+  parameters, expected = whole("plain")
+  reward, calls = MicrobatchMaker.reward, itertools.count(1)
+
+  def interrupted(*arguments: Any) -> Any:
+    if next(calls) == 3:
+      os.kill(os.getpid(), signal.SIGINT)
+    return reward(*arguments)
+
+  monkeypatch.setattr(MicrobatchMaker, "reward", interrupted)
+  run(tmp_path, "run_name=run", *WAYS["plain"])
+  assert 1 <= len(figures(tmp_path)) - 1 < 3
+  assert same(run(tmp_path, "run_name=run", *WAYS["plain"]), parameters)
+  assert figures(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+  ("way", "stops"), [("all", [3]), ("lagging", [1, 2, 3, 4, 5]), ("apart", [3])]
+)
 def test_a_run_that_is_stopped_and_goes_on_ends_with_the_same_bits(
-  whole, prompts, tmp_path, way, stop, monkeypatch
+  whole, prompts, tmp_path, way, stops, monkeypatch
 ):
   """Also between two steps on a batch, sampled again by a policy that is gone, with a reference."""
   parameters, expected = whole(way)
   asked = itertools.count(1)
-  monkeypatch.setattr(StopSignals, "agreed", property(lambda self: next(asked) == stop))
-  run(tmp_path, "run_name=run", prompts, *WAYS[way])
-  found = run(tmp_path, "run_name=run", prompts, *WAYS[way])
-  assert (tmp_path / "run" / "checkpoints" / str(stop)).is_dir()
+  monkeypatch.setattr(StopSignals, "agreed", property(lambda self: next(asked) in stops))
+  for stop in stops:
+    run(tmp_path, "run_name=run", *keys(way, prompts))
+    assert (tmp_path / "run" / "checkpoints" / str(stop)).is_dir()
+  found = run(tmp_path, "run_name=run", *keys(way, prompts))
   assert same(found, parameters)
   assert figures(tmp_path) == expected
 
 
-def test_pairs_made_one_after_the_other_give_the_same_bits(whole, prompts, tmp_path, monkeypatch):
-  """As those that overlap, whatever takes how long there."""
+def test_two_processes_train_as_one_and_a_killed_one_costs_nothing(whole, prompts, tmp_path):
+  """It is killed in the middle of a rollout; then the run goes on in one."""
   parameters, expected = whole("all")
+  own = [*keys("all", prompts), f"base_output_directory={tmp_path}", "run_name=run"]
+  killing = ["reward_functions=[vowels:kill_at_last]", "checkpoint_period=1"]
+  variables = {n: {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"} for n in range(2)}
+  # The prompt of the evaluation and two of each batch are its own: the third batch's last.
+  variables[0][vowels.CALLS] = f"{tmp_path}/calls:7"
+  ended = wait(start(2, [*KEYS, *own, *killing], command=TRAIN_RL, variables=variables))
+  assert [each.exit_code for each in ended] == [-9, EXIT_PROCESS_FAILED], ended
+  assert "stopped: process 0 on " in ended[1].errors
+  assert completed_steps(tmp_path / "run" / "checkpoints")[-1] in (1, 2)
+  # Eight devices' gradients are added in another order, and Adam divides by their size.
+  for found, right in zip(run(tmp_path, *own), parameters, strict=True):
+    np.testing.assert_allclose(found, right, rtol=0, atol=1e-5)
+  for found, right in zip(figures(tmp_path), expected, strict=True):
+    assert found == pytest.approx(right, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("way", ["all", "apart"])
+def test_at_any_staleness_the_bits_are_those_of_the_synchronous_run(
+  whole, prompts, tmp_path, monkeypatch, way
+):
+  """Hazard: "staleness 0" that samples with an older policy where it overlaps, whatever takes how long."""
+  parameters, expected = whole(way)
   monkeypatch.setattr(mode, "RolloutLoader", functools.partial(RolloutLoader, overlaps=False))
-  assert same(run(tmp_path, "run_name=run", prompts, *WAYS["all"]), parameters)
+  assert same(run(tmp_path, "run_name=run", *keys(way, prompts)), parameters)
   assert figures(tmp_path) == expected
+
+
+def test_devices_that_only_sample_change_nothing_but_rounding(whole):
+  """Four that train and four that sample, beside eight that do both."""
+  (parameters, steps), (expected, expected_steps) = whole("apart"), whole("all")
+  for ours, theirs in zip(parameters, expected, strict=True):
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-6)
+  for ours, theirs in zip(steps[1:], expected_steps[1:], strict=True):
+    for name in ("rl/reward", "rl/reward_std", "rl/completion_length", "rl/truncated"):
+      assert ours[name] == theirs[name], name
+
+
+def test_devices_that_only_sample_do_not_wait_for_training(tmp_path, monkeypatch):
+  """Nor does training wait for them: a microbatch is trained on while the next is sampled."""
+  sample, take = MicrobatchMaker.sample, RolloutLoader.__next__
+  taken, in_time, trains = itertools.count(), [], threading.Event()
+
+  def waiting(self: MicrobatchMaker, params: Any, batch: int, number: int) -> Any:
+    if number == 1:
+      in_time.append(trains.wait(20))
+    return sample(self, params, batch, number)
+
+  def noted(self: RolloutLoader) -> Any:
+    if next(taken):
+      trains.set()  # The first microbatch is dispatched.
+    return take(self)
+
+  monkeypatch.setattr(MicrobatchMaker, "sample", waiting)
+  monkeypatch.setattr(RolloutLoader, "__next__", noted)
+  run(tmp_path, "rollout_devices=4", "steps=1")
+  assert in_time == [True]
+
+
+def test_the_sampler_s_noise_is_repeated_in_no_microbatch(monkeypatch):
+  """Hazard: a constant random key, with which all microbatches have the same noise."""
+  config, keys = load_config(KEYS), []
+  model = build_model(config.model, config.batch.max_target_length)
+  sampler = pair_sampler(config, model, make_mesh(topology(config.mesh, 1), jax.devices()[:1]))
+
+  def taken(sampler: Any, params: Any, given: Prompts, vocabulary: Any) -> None:
+    keys.extend(map(bytes, np.asarray(jax.random.key_data(given.keys_B))))
+    raise InterruptedError
+
+  monkeypatch.setattr("maxbatch.rl.sampled.sample", taken)
+  prompts = [Prompt("f1=", {})] * 2
+  for part, batch, first in itertools.product(("rollout", "evaluation"), (0, 1), (0, 2)):
+    with pytest.raises(InterruptedError):
+      sampler({}, prompts, part, batch, first)
+  assert len(keys) == len(set(keys)) == 2 * 2 * 2 * 2 * config.rl.num_generations
+
+
+def test_neither_padding_nor_a_beginning_is_ever_sampled():
+  """Hazard: PAD that may be sampled, where which tokens count is inferred from it."""
+  vocabulary, tokens = run_vocabulary(load_config(KEYS)), ByteTokenizer()
+  allowed_V = np.asarray(vocabulary.allowed_V)
+  assert allowed_V[: tokens.bos_id].all()
+  assert not allowed_V[[tokens.bos_id, tokens.pad_id]].any()
+  assert np.flatnonzero(vocabulary.ends_V).tolist() == [tokens.eos_id]
+  assert not allowed_V[tokens.vocab_size :].any()
 
 
 def test_what_is_sampled_does_not_depend_on_micro_batch_size(whole, tmp_path):
   _, (_, expected, *_) = whole("plain")
-  run(tmp_path, "run_name=run", "micro_batch_size=16", "steps=1")
+  run(tmp_path, "run_name=run", *WAYS["plain"], "micro_batch_size=16", "steps=1")
   _, found = figures(tmp_path)
   assert found["gradient_accumulation_steps"] == 1
   for name in ("rl/reward", "rl/reward_std", "rl/live_groups", "rl/completion_length"):
@@ -133,18 +260,49 @@ def test_what_is_sampled_does_not_depend_on_micro_batch_size(whole, tmp_path):
     assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
 
 
+def test_microbatches_of_which_no_reward_differs_are_skipped_exactly(whole, tmp_path, monkeypatch):
+  """Hazard: the model runs on groups that teach it nothing."""
+  parameters, expected = whole("plain")
+  # Another program would round otherwise: it asks the same, and always runs the model.
+  asked = lambda self, fed: (fed.advantages_B > -1e30).any(1)  # noqa: E731
+  monkeypatch.setattr(PolicyLoss, "has_gradient", asked)
+  monkeypatch.setattr(PolicyLoss, "__eq__", lambda self, other: self is other)  # Compiled anew.
+  assert same(run(tmp_path, "run_name=run", *WAYS["plain"]), parameters)
+  assert [record["rl/skipped_microbatches"] for record in expected[1:]] == [0, 0, 1]
+  for found, skipping in zip(figures(tmp_path), expected, strict=True):
+    # What the model says of the pairs is a mean over those on which it was run.
+    names = skipping.keys() - set(MODEL_METRICS)
+    assert {name: found[name] for name in names} == {name: skipping[name] for name in names}
+
+
+def test_tokens_chosen_from_some_have_the_same_probabilities_in_training(tmp_path):
+  """Hazard: sampled by top-k or top-p, trained on as if from all tokens. Twice on each batch: the
+  second time another policy would leave out other tokens."""
+  more = ["num_iterations=2", "grpo_beta=0.1", "steps=4", "rollout_staleness=1"]
+  choice = ["decode_sampling_top_k=20", "decode_sampling_nucleus_p=0.9"]
+  run(tmp_path, "run_name=run", *more, *choice)
+  _, first, second, *_ = figures(tmp_path)
+  assert first[LARGEST_GAP] < 1e-4 < second[LARGEST_GAP] < 1
+  assert first["rl/entropy"] <= np.log(20)
+
+
 def test_records_have_what_a_rollout_counts(whole):
   _, (before, *steps) = whole("plain")
   assert before == {"step": 0, "samples": 0, "tokens": 0}
   assert [record["samples"] for record in steps] == [16, 32, 48]
   for record in steps:
-    assert record["rl/largest_log_prob_gap"] < 1e-4
+    assert record[LARGEST_GAP] < 1e-4
     assert record["rl/importance_weight"] == pytest.approx(1, abs=1e-4)
     assert 0 <= record["rl/live_groups"] <= 1
     assert record["rl/staleness"] == 0
+  *_, record = whole("lagging")[1]
+  assert (record["rl/live_groups"], record["rl/skipped_microbatches"]) == (0, 2)
+  assert (record["loss"], record["grad_norm"]) == (0, 0)
+  assert record["rl/completion_length"] > 0
+  assert not set(MODEL_METRICS) & record.keys()
   steps = whole("all")[1][1:]
-  assert [record["rl/staleness"] for record in steps] == [0, 0, 1, 1]
-  assert [record["rl/kl"] > 0 for record in steps] == [False, True, True, True]
+  assert [record["rl/staleness"] for record in steps] == [0, 0, 1, 1, 1, 1]
+  assert [record["rl/kl"] > 0 for record in steps] == [False, True, True, True, True, True]
   # Two steps on the same pairs have the same rewards; the first has not moved from their policy.
   assert steps[0]["rl/reward"] == steps[1]["rl/reward"] != steps[2]["rl/reward"]
   assert steps[0]["rl/log_prob_gap"] < 1e-5 < steps[1]["rl/log_prob_gap"]
@@ -163,9 +321,7 @@ def test_a_difference_between_sampler_and_trainer_stops_the_run(tmp_path, capsys
   ("keys", "said"),
   [
     (["num_generations=-1"], "num_generations=-1: this command trains by reinforcement"),
-    (["rollout_devices=1", "num_simulated_devices=2"], "rollout_devices=1"),
     (["accumulation=fused"], "accumulation=fused"),
-    (["decode_sampling_top_k=5"], "decode_sampling_top_k=5"),
     (["decode_sampling_temperature=0"], "decode_sampling_temperature=0"),
     (["warm_start_steps=3", "load_parameters_path=x"], "warm_start_steps=3"),
     (["warm_start_steps=3", "rl_task="], "rl_task is empty"),
@@ -176,6 +332,58 @@ def test_a_difference_between_sampler_and_trainer_stops_the_run(tmp_path, capsys
 def test_what_a_run_cannot_do_is_refused_by_name(keys, said):
   with pytest.raises(UserError, match=re.escape(said)):
     check_rl(load_config([*KEYS, *keys]))
+
+
+def test_every_hazard_has_the_test_that_the_documentation_names():
+  text = (REPOSITORY / "docs" / "reinforcement_learning.md").read_text()
+  table = text.split("the hazards that our tests are named after")[1].split("\n## ")[0]
+  rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+  names = [re.findall(r"`(test_\w+)` \|$", row) for row in rows]
+  assert len(names) > 10
+  tests = "".join(path.read_text() for path in (REPOSITORY / "tests").glob("test_*.py"))
+  for row, (name,) in zip(rows, names, strict=True):
+    assert f"def {name}(" in tests, row
+
+
+def documented(heading: str) -> set[str]:
+  """The names in the table below a heading of the documentation."""
+  text = (REPOSITORY / "docs" / "reinforcement_learning.md").read_text()
+  table = text.split(f"## {heading}\n")[1].split("\n## ")[0]
+  cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+  names = re.findall(r"`([^`]+)`", " ".join(cells))
+  return {name for name in names if "/" in name}
+
+
+def test_a_record_has_all_that_is_documented_and_the_times_of_its_own_step(tmp_path):
+  """Of two steps on each batch, the first of which measures the noise of the gradient per prompt."""
+  keys = ["run_name=run", "gns_from_microbatches=true", "ici_fsdp_parallelism=4", "steps=4"]
+  keys += ["ici_data_parallelism=2", "micro_batch_size=16", "num_iterations=2", "grpo_beta=0.1"]
+  run(tmp_path, *keys, "eval_interval=2")
+  lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+  _, *records = map(json.loads, lines)
+  named = documented("What is measured?")
+  assert len(named) > 20
+  assert named - {"eval/pass_at_k"} | {"eval/pass_at_1", "eval/pass_at_2", "eval/pass_at_4"} <= (
+    set(records[-1])
+  )
+  raw = {"gns/total/signal", "gns/total/noise", "gns/sampling/noise"}
+  assert raw < documented("More prompts, or more completions of each?")
+  assert [raw <= set(record) for record in records] == [True, False, True, False]
+  for number, record in enumerate(records):
+    R, T = record["rl/rollout_seconds"] + record["rl/reward_seconds"], record["rl/train_seconds"]
+    assert R > 0 < T
+    # Also after an evaluation, and in the last step.
+    assert record["step_seconds"] >= record["data_wait_seconds"]
+    R, n = 0 if number % 2 else R, 1
+    assert record["rl/ideal_seconds"] == pytest.approx(max(R, T) + min(R, T) / n)
+    hidden = 0 if number % 2 else (R + T - record["step_seconds"]) / min(R, T)
+    assert record["rl/overlap_fraction"] == pytest.approx(min(max(hidden, 0), 1))
+  for name, said in (
+    ("micro_batch_size=8", "for example micro_batch_size=16"),
+    ("gns=all", "gns=all"),
+  ):
+    with pytest.raises(UserError, match=said):
+      run(tmp_path, *keys, name)
 
 
 def test_a_warm_start_is_taken_up_and_made_only_once(tmp_path, capsys):
@@ -190,7 +398,19 @@ def test_a_warm_start_is_taken_up_and_made_only_once(tmp_path, capsys):
   assert "Warm start" not in capsys.readouterr().out
 
 
-def test_a_prompt_that_is_too_long_is_named(tmp_path, capsys):
+def test_a_prompt_that_is_too_long_is_named(prompts, tmp_path, capsys):
+  """One of a task stops the run; those of files are bad records."""
   keys = [*KEYS, f"base_output_directory={tmp_path}", "max_prefill_predict_length=6"]
   assert train_rl.main(keys) == 2
   assert "max_prefill_predict_length=6: the prompt f" in capsys.readouterr().err
+  file = tmp_path / "long.jsonl"
+  file.write_text(PROMPTS + '{"ask": "far too long", "answer": ""}\n')
+  keys = [*keys[:-1], *OF_FILES.split(), f"grain_train_files={file}"]
+  assert train_rl.main(keys) == 2
+  assert (
+    "1 bad records, and max_bad_records=0; correct them, or raise it to skip more. The first: "
+    f"grain_train_files: {file}, line 11: the prompt far too long has 13 tokens, and "
+    "max_prefill_predict_length=8; for example max_prefill_predict_length=13"
+  ) in capsys.readouterr().err
+  found = prompt_set(load_config([*keys, "max_bad_records=1"]))
+  assert (found.train.count, len(found.validation), found.num_skipped) == (9, 1, 1)

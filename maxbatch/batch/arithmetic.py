@@ -69,3 +69,13 @@ def fitting_micro_batch(micro_batch: int, batch: int, topology: Topology) -> int
     return micro_batch
   groups = topology.num_batch_groups
   return groups * nearest_divisors(batch // groups, Fraction(micro_batch, groups))[0]
+
+
+def prompts_of(pairs: int, num_generations: int) -> int:
+  """Prompts of whole groups of pairs."""
+  return pairs // num_generations
+
+
+def pairs_of(prompts: float, num_generations: int) -> float:
+  """Pairs of `prompts` prompts."""
+  return prompts * num_generations

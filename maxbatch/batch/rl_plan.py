@@ -85,9 +85,25 @@ class RLPlan:
     return self.pairs.max_target_length - self.max_prompt_length
 
   @property
+  def rollout_tokens(self) -> int:
+    """Tokens that are sampled at once at most: of the completions of a microbatch."""
+    return self.micro_batch * self.max_completion_length
+
+  @property
+  def num_snapshots(self) -> int:
+    """Policies that may sample, as far as the lag goes back."""
+    return self.staleness + 1
+
+  @property
+  def num_policies_in_training(self) -> int:
+    """Copies of the parameters on the devices that train: to sample, to compare with or to be saved."""
+    has_snapshots = not self.topology.rollout_devices or self.num_saved_policies > 0
+    return has_snapshots * self.num_snapshots + self.has_reference
+
+  @property
   def waiting_microbatches(self) -> int:
     """Microbatches that may be sampled and wait to be trained on."""
-    return (self.staleness + 1) * self.num_microbatches
+    return self.num_snapshots * self.num_microbatches
 
   def batch_of_step(self, step: int) -> int:
     """The batch of pairs that `step` (0-based) of the optimizer trains on."""
@@ -224,7 +240,7 @@ class RLPlan:
       self._epochs(),
       f"rollout_staleness={self.staleness}: at most "
       f"{counted(self.waiting_microbatches, 'microbatch', 'microbatches')} sampled ahead, "
-      f"{counted(self.staleness + 1, 'snapshot')} of the parameters",
+      f"{counted(self.num_snapshots, 'snapshot')} of the parameters",
       f"micro_batch_size can be {_listed(micro_batch_sizes(self.pairs_per_step, self.topology))}",
     ]
 

@@ -45,6 +45,8 @@ from maxbatch.config.rl_schema import RLConfig
 from maxbatch.config.schema import BatchConfig
 from maxbatch.errors import UserError
 
+_WARM_START_BATCH = 64
+
 
 @dataclasses.dataclass(frozen=True)
 class RLTopology:
@@ -104,13 +106,18 @@ def check_supervised(config: RLConfig) -> None:
   """Checks, for commands that train on text, that the sizes count samples and not prompts.
 
   Raises:
-    UserError: the configuration is one of reinforcement learning.
+    UserError: the configuration is one of reinforcement learning, or keeps devices for it.
   """
   if is_rl(config):
     raise UserError(
       f"num_generations={config.num_generations} makes this a configuration of reinforcement "
       "learning, whose batch_size counts prompts, and this command trains on text; for example "
       "num_generations=-1, or another config"
+    )
+  if config.rollout_devices:
+    raise UserError(
+      f"rollout_devices={config.rollout_devices} only sample, and this command trains on text; for "
+      "example rollout_devices=0"
     )
 
 
@@ -142,19 +149,13 @@ def solve_rl(given: GivenPairs, topology: RLTopology) -> Sizes:
 
 
 def given_pairs(batch: BatchConfig, topology: RLTopology) -> GivenPairs:
-  """Reads the keys of all three unknowns.
+  """Reads the keys of all three unknowns; a microbatch that is to be chosen (auto, explore) is none.
 
   Raises:
     UserError: two keys give one size different values, none gives the batch, or a key cannot be used.
   """
-  micro, unit = batch.micro_batch_size, topology.unit
-  if not isinstance(micro, Fraction) and micro != "none":
-    word = micro if isinstance(micro, str) else "explore"
-    raise UserError(
-      f"micro_batch_size={word} chooses for training on text alone; with num_generations="
-      f"{topology.num_generations} give a number of pairs, for example micro_batch_size="
-      f"{unit}, or micro_batch_size=-1: all at once"
-    )
+  micro = batch.micro_batch_size
+  _check_open(batch)
   whole = single_value(
     *_if_set("batch_size", batch.batch_size, Fraction(1, topology.num_generations)),
     *_if_set("global_batch_to_train", batch.global_batch_to_train),
@@ -177,6 +178,22 @@ def given_pairs(batch: BatchConfig, topology: RLTopology) -> GivenPairs:
       *([GivenSize("micro_batch_size", Fraction(1), word="none")] if micro == "none" else []),
     ),
   )
+
+
+def _check_open(batch: BatchConfig) -> None:
+  """Checks that a microbatch which is to be chosen does not follow from other keys."""
+  micro = batch.micro_batch_size
+  given = {
+    "per_device_batch_size": batch.per_device_batch_size,
+    "gradient_accumulation_steps": batch.gradient_accumulation_steps,
+  }
+  keys = [key for key, value in given.items() if value != -1]
+  if keys and not isinstance(micro, Fraction) and micro != "none":
+    word = micro if isinstance(micro, str) else "explore"
+    raise UserError(
+      f"{keys[0]}={text(given[keys[0]])} already gives the size that micro_batch_size={word} is to "
+      f"choose; keep one of them, for example with {keys[0]}=-1"
+    )
 
 
 def _if_set(key: str, value: Fraction | int, scale: Fraction | int = 1) -> list[GivenSize]:
@@ -266,6 +283,29 @@ def _from_number(batch: GivenSize, number: GivenSize | None, topology: RLTopolog
   )
 
 
+def warm_start_batch(topology: RLTopology) -> int:
+  """Demonstrations of a step before reinforcement learning: 64, or the next number that divides."""
+  groups = topology.training.num_batch_groups
+  return -(-_WARM_START_BATCH // groups) * groups
+
+
 def micro_batch_sizes(pairs: int, topology: RLTopology) -> list[int]:
   """Every microbatch that a step of so many pairs can have, ascending."""
   return [count * topology.unit for count in divisors(pairs // topology.unit)]
+
+
+def halving_micro_batch_sizes(pairs: int, topology: RLTopology) -> list[int]:
+  """Those microbatches from which the noise of the gradient can be estimated, ascending.
+
+  Each replica of the model has whole groups of them, whose halves divide over its devices, and a step
+  has several to compare.
+  """
+  replicas = topology.training.shape["data"]
+  return [
+    micro
+    for micro in micro_batch_sizes(pairs, topology)
+    if topology.num_generations % 2 == 0
+    and micro // topology.num_generations % replicas == 0
+    and micro // 2 % topology.training.num_batch_groups == 0
+    and pairs // micro * replicas > 1
+  ]

@@ -16,9 +16,16 @@ def sampled_before(microbatch: int, num_microbatches: int, staleness: int) -> in
     staleness: batches by which the policy that samples lags behind.
   """
   ahead = microbatch + 1 + staleness * num_microbatches
-  # The batch whose policy is the newest that is there.
+  return min(ahead, last_with_a_policy(microbatch, num_microbatches, staleness))
+
+
+def last_with_a_policy(microbatch: int, num_microbatches: int, staleness: int) -> int:
+  """The last microbatch that can be sampled before this one is trained on: its policy is there.
+
+  Args: as `sampled_before`.
+  """
   newest_batch = microbatch // num_microbatches + staleness
-  return min(ahead, (newest_batch + 1) * num_microbatches - 1)
+  return (newest_batch + 1) * num_microbatches - 1
 
 
 def saved_policies(batch: int, staleness: int, *, and_own: bool) -> list[int]:

@@ -27,7 +27,7 @@ from maxbatch.batch.plan import Position
 from maxbatch.checkpoints import refusals
 from maxbatch.checkpoints.faults import cause, free_bytes
 from maxbatch.checkpoints.fingerprint import named_leaves
-from maxbatch.checkpoints.formats import format_named
+from maxbatch.checkpoints.formats import format_named, share_large_arrays_only
 from maxbatch.checkpoints.newest import resumable_steps
 from maxbatch.checkpoints.quiet_orbax import silence_orbax
 from maxbatch.checkpoints.reading import patiently, read_arrays, read_record
@@ -92,6 +92,7 @@ class Checkpointer:
     self._failure: str | None = None
     self._barrier = Barrier()
     silence_orbax()
+    share_large_arrays_only()
 
   def __enter__(self) -> Self:
     return self

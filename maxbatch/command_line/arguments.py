@@ -134,6 +134,8 @@ def declared(command: Command) -> Iterator[Declared]:
 def _check_name(name: str, own: Sequence[str]) -> None:
   """Refuses what is most likely one of the command's own names, written wrongly."""
   is_option = name.startswith("-")
+  if name in schema.fields():
+    return
   known = [one for one in own if one.startswith("-") == is_option]
   near = closest(name, known if is_option else [*known, "config", *schema.fields()])
   if near in known:

@@ -100,7 +100,7 @@ class _Bench:
   ):
     self._trainer, self._step, self._streamed, self._clock = trainer, step, streamed, clock
     self._rate = np.float32(0.0)  # The parameters stay what they are, however often it runs.
-    self._rows = _synthetic(trainer, shapes)
+    self._rows = synthetic(trainer, shapes)
     self._state: TrainState = trainer.init(0)
 
   def run(self, num_microbatches: int) -> float:
@@ -124,8 +124,8 @@ class _Bench:
         leaf.delete()
 
 
-def _synthetic(trainer: Trainer, shapes: Rows) -> Rows:
-  """Rows of arbitrary tokens, all of which count; made where they lie."""
+def synthetic(trainer: Trainer, shapes: Rows) -> Any:
+  """What the step is fed: rows of arbitrary tokens, all of which count, and ones; made where they lie."""
   values: dict[str, Callable[[Any], jax.Array]] = {
     "inputs": lambda x: (_numbered(x, 2) * 7 + _numbered(x, 1)) % _TOKENS,
     "targets": lambda x: (_numbered(x, 2) * 11 + _numbered(x, 1)) % _TOKENS,
@@ -137,11 +137,20 @@ def _synthetic(trainer: Trainer, shapes: Rows) -> Rows:
     "positions": lambda x: _numbered(x, 2),
   }
 
-  def make() -> Rows:
-    made = {name: None if x is None else values[name](x) for name, x in shapes._asdict().items()}
-    return Rows(**made)  # pyright: ignore[reportArgumentType]
+  fed = trainer.loss.fed(shapes)
 
-  return jax.jit(make, out_shardings=rows_shardings(shapes, trainer.mesh))()
+  def made(x: Any) -> Any:
+    if not isinstance(x, Rows):
+      # No zeros: pairs without an advantage are not run through the model.
+      ones = jnp.ones(x.shape, x.dtype)
+      return ones if jnp.issubdtype(x.dtype, jnp.floating) else ~jnp.zeros_like(ones)
+    fields = {name: None if x is None else values[name](x) for name, x in x._asdict().items()}
+    return Rows(**fields)  # pyright: ignore[reportArgumentType]
+
+  def make() -> Any:
+    return jax.tree.map(made, fed, is_leaf=lambda x: isinstance(x, Rows))
+
+  return jax.jit(make, out_shardings=rows_shardings(fed, trainer.mesh))()
 
 
 def _numbered(x: Any, dim: int) -> jax.Array:

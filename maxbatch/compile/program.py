@@ -13,7 +13,7 @@ import jax
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.compile.cache import bypassed
 from maxbatch.compile.traced_flops import StepFlops, step_flops
-from maxbatch.config.schema import Config
+from maxbatch.config.schema import CompileConfig, Config
 from maxbatch.data.dataset import RowSource
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
@@ -84,15 +84,7 @@ def compile_program(
   began = time.perf_counter()
   rows = step_rows(config, plan, source, micro_batch)
   traced = traced_step(config, trainer, rows)
-  keys = config.compile
-  try:
-    if keys.compile_topology:
-      step, text = _compiled_elsewhere(traced.lower())
-    else:
-      step, text = _compiled_here(traced.lower(), anew=bool(keys.save_compiled_step))
-  except jax.errors.JaxRuntimeError as error:
-    refuse_if_too_large(error)
-    raise
+  step, text = compiled(traced, config.compile)
   return CompiledProgram(
     step=step,
     rows=rows,
@@ -102,6 +94,21 @@ def compile_program(
     text=text,
     streamed=streams(config),
   )
+
+
+def compiled(traced: jax.stages.Traced, keys: CompileConfig) -> tuple[jax.stages.Compiled, str]:
+  """A traced function, compiled for devices that are here or not, and its text.
+
+  Raises:
+    DoesNotFitError: the compiler refuses it for its memory.
+  """
+  try:
+    if keys.compile_topology:
+      return _compiled_elsewhere(traced.lower())
+    return _compiled_here(traced.lower(), anew=bool(keys.save_compiled_step))
+  except jax.errors.JaxRuntimeError as error:
+    refuse_if_too_large(error)
+    raise
 
 
 def _compiled_here(lowered: jax.stages.Lowered, *, anew: bool) -> tuple[jax.stages.Compiled, str]:
@@ -120,7 +127,7 @@ def _compiled_elsewhere(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compile
   with tempfile.TemporaryDirectory() as folder, bypassed():
     options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
     step = lowered.compile(compiler_options=options)
-    written = pathlib.Path(folder).glob("*jit_step*after_codegen.txt")
+    written = pathlib.Path(folder).glob("*after_codegen.txt")
     text = max((file.read_text() for file in written), key=len, default="")
   return step, text or step.as_text() or ""
 

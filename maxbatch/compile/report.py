@@ -17,6 +17,7 @@ from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.pipeline_ticks import in_microbatches
 from maxbatch.compile.program import CompiledProgram
 from maxbatch.compile.report_time import StepTime, estimated_time, measured_time
+from maxbatch.compile.rollout_report import RolloutReport
 from maxbatch.compile.step_identity import compiler_environment
 from maxbatch.compile.traced_flops import StepFlops, model_flops_per_token
 from maxbatch.data.input_report import InputReport
@@ -65,6 +66,8 @@ class CompileReport:
   model_flops_per_token: float
   input_function: InputReport | None = None
   """What the run would read; the same for all of its steps, so that one of their reports has it."""
+  rollout: RolloutReport | None = None
+  """Of reinforcement learning: what samples what the step is fed."""
 
   @property
   def num_microbatches(self) -> int:
@@ -82,14 +85,37 @@ class CompileReport:
     return self.model_flops_per_token * float(self.plan.device_tokens(self.micro_batch))
 
   @property
+  def rows_bytes(self) -> int:
+    """What the step is fed, on one device."""
+    return max(0, self.program.memory.arguments - self.state.total)
+
+  @property
+  def training_peak(self) -> int:
+    """Bytes of a device while the step runs, with what lies there beside it."""
+    return self.program.memory.peak + (self.rollout.beside_training if self.rollout else 0)
+
+  @property
+  def peak(self) -> int:
+    """Of training and rollout the larger."""
+    memory = self.program.memory
+    return self.rollout.largest(memory, self.state.total) if self.rollout else memory.peak
+
+  @property
   def fits(self) -> bool:
     """Whether the peak is within the capacity."""
-    return self.program.memory.peak <= self.capacity_bytes
+    return self.peak <= self.capacity_bytes
 
   @property
   def step_seconds(self) -> float | None:
     """Of a step of `num_microbatches` microbatches."""
     return self.time.of(self.num_microbatches) if self.time else None
+
+  @property
+  def rl_step_seconds(self) -> float | None:
+    """Of a step with its rollout."""
+    if self.rollout is None or self.step_seconds is None:
+      return None
+    return self.rollout.step_seconds(self.step_seconds)
 
   @property
   def utilisation(self) -> float | None:
@@ -111,9 +137,10 @@ class CompileReport:
       "tokens_per_step": self.step_tokens,
       "memory_bytes_per_device": {
         **dataclasses.asdict(self.state),
-        "rows": max(0, memory.arguments - self.state.total),
+        "rows": self.rows_bytes,
         "activations_and_temporaries": memory.temporaries,
-        "peak": memory.peak,
+        **({"rollout": self.rollout.beside_training} if self.rollout else {}),
+        "peak": self.training_peak,
         "capacity": self.capacity_bytes,
         "fits": self.fits,
       },
@@ -136,6 +163,9 @@ class CompileReport:
       }
       found["time"] |= {"spread": self.time.spread} if self.time.spread is not None else {}
       found["time"] |= {"model_flop_utilisation": self.utilisation} if self.utilisation else {}
+    if self.rollout is not None:
+      found["rollout"] = self.rollout.as_dict(self.state.total, self.rows_bytes)
+      found["rollout"] |= {"step_seconds": self.rl_step_seconds} if self.rl_step_seconds else {}
     if self.input_function is not None:
       found["input_function"] = self.input_function.as_dict()
     if self.time is not None and self.time.how == "estimate":
@@ -154,8 +184,10 @@ class CompileReport:
     parts = [
       f"{self.title}\n{compiled}",
       self._memory(),
+      self._rollout_memory(),
       self._work(),
       self._time(),
+      self.rollout.time_lines(self.step_seconds) if self.rollout else "",
       *self._where(),
       self._moved(),
       str(self.input_function or ""),
@@ -170,14 +202,21 @@ class CompileReport:
       *frozen,
       ("optimizer state", state.optimizer_state),
       ("gradient accumulators", state.accumulators),
-      ("rows of the step", max(0, memory.arguments - state.total)),
+      ("rows of the step", self.rows_bytes),
       ("activations, temporaries", memory.temporaries),
-      ("peak", memory.peak),
+      *([("policies and a rollout", self.rollout.beside_training)] if self.rollout else []),
+      ("peak", self.training_peak),
     ]
     lines = [f"  {name:<26}{size / _GIB:10.3f} GiB" for name, size in rows]
-    verdict = "fits" if self.fits else "DOES NOT FIT"
+    verdict = "fits" if self.training_peak <= self.capacity_bytes else "DOES NOT FIT"
     lines[-1] += f" of {self.capacity_bytes / _GIB:.2f}: {verdict}"
     return "\n".join(["Memory of a device (compiler)", *lines])
+
+  def _rollout_memory(self) -> str:
+    if self.rollout is None:
+      return ""
+    held = self.state.total, self.rows_bytes
+    return self.rollout.memory_lines(*held, self.training_peak, self.capacity_bytes)
 
   def _work(self) -> str:
     plan, work, num_microbatches = self.plan, self.work, self.num_microbatches
@@ -264,11 +303,12 @@ def state_bytes(abstract: TrainState) -> StateBytes:
   """Bytes of the state on one device."""
   accumulated = abstract.opt_state.acc_grads
   rest = abstract.opt_state._replace(acc_grads=())
-  held = (_held(part) for part in (abstract.params, rest, accumulated, abstract.frozen))
+  held = (held_bytes(part) for part in (abstract.params, rest, accumulated, abstract.frozen))
   return StateBytes(*held)
 
 
-def _held(tree: Any) -> int:
+def held_bytes(tree: Any) -> int:
+  """Bytes of abstract arrays on one device."""
   return sum(
     int(leaf.dtype.itemsize) * _size(leaf.sharding.shard_shape(leaf.shape))
     for leaf in jax.tree.leaves(tree)
@@ -290,6 +330,7 @@ def make_report(
   capacity: int,
   measured: Timing | None,
   title: str,
+  rollout: RolloutReport | None = None,
 ) -> CompileReport:
   """Puts together what is known of a compiled step.
 
@@ -301,6 +342,7 @@ def make_report(
     capacity: bytes that a device may use.
     measured: its time on the devices, where they are here; None asks for an estimate.
     title: the first line.
+    rollout: of reinforcement learning.
 
   Raises:
     UserError: the compiler's text is not understood well enough for an estimate.
@@ -332,4 +374,5 @@ def make_report(
     work=work,
     time=time,
     model_flops_per_token=model_flops_per_token(trainer.model, plan.max_target_length),
+    rollout=rollout,
   )

@@ -6,6 +6,8 @@ equal these fields (a test holds the two together).
 """
 
 import dataclasses
+import functools
+import types
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Annotated, Literal
@@ -378,13 +380,16 @@ def sections() -> dict[str, type]:
   return {field.name: field.type for field in dataclasses.fields(Config)}  # pyright: ignore
 
 
-def fields() -> dict[str, tuple[str, dataclasses.Field]]:
+@functools.cache
+def fields() -> Mapping[str, tuple[str, dataclasses.Field]]:
   """Every key, mapped to its section's name and its field."""
-  return {
-    field.name: (name, field)
-    for name, section in sections().items()
-    for field in dataclasses.fields(section)
-  }
+  return types.MappingProxyType(
+    {
+      field.name: (name, field)
+      for name, section in sections().items()
+      for field in dataclasses.fields(section)
+    }
+  )
 
 
 def to_flat(config: Config) -> dict[str, object]:

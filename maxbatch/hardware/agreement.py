@@ -70,6 +70,18 @@ def failing_together() -> Iterator[None]:
   except UserError as error:
     failure = str(error)
   found = gather([socket.gethostname(), failure])
+  check_none_failed(found)
+
+
+def check_none_failed(found: Sequence[tuple[str, str]]) -> None:
+  """Checks that nothing has failed in any process.
+
+  Args:
+    found: of each process its host and what has failed there, or nothing; the same in all processes.
+
+  Raises:
+    UserError: something has; process 0 says it, and whose it is.
+  """
   if any(failure for _, failure in found):
     raise shared_error(_combined(found))
 

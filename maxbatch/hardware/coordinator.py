@@ -87,6 +87,11 @@ class Coordinator:
     except _ERRORS:
       return {}
 
+  def remove(self, folder: str) -> None:
+    """Removes the keys below a folder, if that is possible now."""
+    with contextlib.suppress(*_ERRORS):
+      self._client.key_value_delete(f"{_PREFIX}{folder}/")
+
   def meet(self, name: str, seconds: float) -> None:
     """Waits until all processes have come here."""
     self._client.wait_at_barrier(_PREFIX + name, int(seconds * 1000))

@@ -37,6 +37,11 @@ def count_devices(config: Config, num_devices: int = 0, num_hosts: int = 0) -> C
     UserError: the keys contradict each other, there is no such slice, or the axes do not multiply
       to the devices.
   """
+  if num_hosts and is_rl(config.rl):
+    raise UserError(
+      f"num_hosts={num_hosts} says who loads samples, and with num_generations="
+      f"{config.rl.num_generations} they are sampled; leave out num_hosts"
+    )
   name, slices = config.compile.compile_topology, config.compile.compile_topology_num_slices
   if name and num_devices:
     raise UserError(

@@ -14,6 +14,7 @@ from typing import Protocol
 import jax
 from jax.experimental import topologies
 
+from maxbatch.batch.rl_plan import training_devices
 from maxbatch.batch.topology import Topology, devices_per_process, topology
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
@@ -67,6 +68,8 @@ class Target:
 
   devices: Sequence[Device]
   layout: Topology
+  rollout: Sequence[Device] = ()
+  """Those that only sample, of reinforcement learning; none: those above do it in turn."""
 
 
 def find_devices(config: Config) -> Target:
@@ -74,12 +77,23 @@ def find_devices(config: Config) -> Target:
 
   Raises:
     UserError: jax has already started with another number of devices, there is no such slice or no
-      compiler for it, or the axes do not multiply to the devices.
+      compiler for it, the axes do not multiply to the devices, or rollout_devices leave none.
   """
   devices = start_devices(config)
-  # Platforms that know no slices have one.
-  slices = {getattr(device, "slice_index", 0) for device in devices}
-  return Target(devices, topology(config.mesh, len(devices), len(slices)))
+  slices: dict[int, list[Device]] = {}
+  for device in devices:
+    # Platforms that know no slices have one.
+    slices.setdefault(getattr(device, "slice_index", 0), []).append(device)
+  if not config.rl.rollout_devices:
+    return Target(devices, topology(config.mesh, len(devices), len(slices)))
+  training = training_devices(config.rl, len(devices), len(slices))
+  # The last of each slice sample.
+  each = training // len(slices)
+  return Target(
+    [device for own in slices.values() for device in own[:each]],
+    topology(config.mesh, training, len(slices)),
+    [device for own in slices.values() for device in own[each:]],
+  )
 
 
 def start_devices(config: Config) -> Sequence[Device]:

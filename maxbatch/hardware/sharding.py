@@ -6,7 +6,7 @@ A dimension that the devices do not divide evenly is replicated, and reported.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,9 @@ def make_mesh(topology: Topology, devices: Sequence[Device]) -> Mesh:
     raise UserError(
       f"the mesh {topology} needs {topology.num_devices} devices, but there are {len(devices)}"
     )
-  if topology.num_slices > 1:
+  if not _form_cuboids(devices, topology.num_slices):
+    array = _as_they_come(topology, devices)
+  elif topology.num_slices > 1:
     array = mesh_utils.create_hybrid_device_mesh(
       topology.ici, topology.dcn, devices, allow_split_physical_axes=True
     )
@@ -63,6 +65,30 @@ def make_mesh(topology: Topology, devices: Sequence[Device]) -> Mesh:
     array = mesh_utils.create_device_mesh(topology.ici, devices, allow_split_physical_axes=True)
   array = np.transpose(array, [AXES.index(axis) for axis in MESH_AXES])
   return Mesh(array, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _form_cuboids(devices: Sequence[Device], num_slices: int) -> bool:
+  """Whether the chips of each slice fill a cuboid of the interconnect, as whole slices do; those that
+  rollout_devices leave may not, and jax finds no order for them."""
+  places: Sequence[tuple[int, ...] | None] = [getattr(device, "coords", None) for device in devices]
+  known = [place for place in places if place is not None]
+  if len(known) < len(devices):
+    return True  # Not a TPU.
+  cores = len({getattr(device, "core_on_chip", 0) for device in devices})
+  sides = [max(along) - min(along) + 1 for along in zip(*known, strict=True)]
+  return math.prod([*sides, cores, num_slices]) == len(devices)
+
+
+def _as_they_come(topology: Topology, devices: Sequence[Device]) -> np.ndarray:
+  """The devices, slice after slice, in the order in which they are given."""
+  slices = np.array(devices).reshape(*topology.dcn, *topology.ici)
+  interleaved = slices.transpose([at + part for at in range(len(AXES)) for part in (0, len(AXES))])
+  return interleaved.reshape(tuple(topology.shape.values()))
+
+
+def rollout_mesh(devices: Sequence[Device]) -> Mesh:
+  """The mesh of devices that only sample: each has whole parameters, and pairs of its own."""
+  return make_mesh(Topology((len(devices), 1, 1, 1), (1, 1, 1, 1)), devices)
 
 
 def num_processes(mesh: Mesh) -> int:
@@ -93,6 +119,19 @@ def sharding(axes: LogicalAxes, shape: Sequence[int], mesh: Mesh) -> NamedShardi
 def replicated(mesh: Mesh) -> NamedSharding:
   """The sharding of a value that every device holds whole."""
   return NamedSharding(mesh, PartitionSpec())
+
+
+def put(arrays: Any, shardings: Any) -> Any:
+  """Arrays of the host on the devices; every process has the whole of them.
+
+  jax.device_put would compare what the processes have, array by array, in a collective each.
+  """
+
+  def one(x: np.ndarray, place: NamedSharding) -> jax.Array:
+    whole = np.asarray(x)
+    return jax.make_array_from_callback(whole.shape, place, lambda index: whole[index])
+
+  return jax.tree.map(one, arrays, shardings)
 
 
 def replicated_dims(axes: LogicalAxes, shape: Sequence[int], mesh: Mesh) -> list[str]:

@@ -127,7 +127,8 @@ class Model:
   """A model split into its structure and its parameters' shapes; holds no arrays."""
 
   config: ModelConfig
-  create: Callable[[jax.Array], nnx.Module]
+  create: Callable[[jax.Array], tuple[nnx.GraphDef, nnx.State, nnx.State]]
+  """Structure, parameters and probes, from a random key: traced once, for its shapes and its values."""
   graph: nnx.GraphDef
   abstract: nnx.State
   abstract_probes: nnx.State
@@ -156,7 +157,7 @@ class Model:
 
   def init(self, key: jax.Array) -> Parameters:
     """Fresh parameters; run under jit with shardings, so that no device ever holds all of them."""
-    return nnx.to_pure_dict(nnx.state(self.create(key), Parameter))
+    return nnx.to_pure_dict(self.create(key)[1])
 
   def bind(self, parameters: Parameters, probes: Parameters | None = None) -> LanguageModel:
     """The model with these parameters, ready to be called; probes only to differentiate by them."""
@@ -260,17 +261,17 @@ def _built(
   probes: Probes,
   trainable: tuple[str, ...],
 ) -> Model:
-  def create(key: jax.Array) -> nnx.Module:
+  @jax.jit
+  def create(key: jax.Array) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
     rngs = nnx.Rngs(params=key)
     module = chosen(rngs, config, max_target_length)
     add_adapters(module, config, rngs)
     paths = frozenset(_flat(nnx.state(module, Parameter)))
     frozen = frozen_paths(paths, trainable, config)
     _drop_probes(module, probes, paths - frozen, frozen)
-    return module
+    return nnx.split(module, Parameter, Probe)
 
-  whole = nnx.eval_shape(create, jax.random.key(0))
-  graph, abstract, abstract_probes = nnx.split(whole, Parameter, Probe)
+  graph, abstract, abstract_probes = jax.eval_shape(create, jax.random.key(0))
   return Model(config, create, graph, abstract, abstract_probes, trainable)
 
 

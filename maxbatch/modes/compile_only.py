@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from maxbatch.batch.plan import BatchPlan
+from maxbatch.batch.rl_plan import plan_rl
+from maxbatch.batch.topology import Topology
 from maxbatch.compile import cache
 from maxbatch.compile.compile_step import (
   check_fits,
@@ -13,6 +15,7 @@ from maxbatch.compile.compile_step import (
   write_reports,
 )
 from maxbatch.compile.report import CompileReport
+from maxbatch.compile.rollout_program import RolloutPlace
 from maxbatch.compile.step_file import check_replaces_no_other
 from maxbatch.compile.steps import save_steps
 from maxbatch.config.schema import Config, Explore
@@ -23,14 +26,19 @@ from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import num_processes
 from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.modes.resolve import ResolvedRun, resolve
+from maxbatch.modes.resolve_rl import resolve_rl, with_prompts
+from maxbatch.modes.rl_requirements import check_rl
 from maxbatch.modes.start import started
 from maxbatch.modes.validate import validate
+from maxbatch.modes.validate_rl import validate_rl
 from maxbatch.pipeline_parallel.unused_keys import check_unused
+from maxbatch.rl.trainer import build_policy_trainer
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import build_trainer
+from maxbatch.tuning.candidates import Candidate, pair_sizes_of, sizes_of
 from maxbatch.tuning.coupling import resolve_accumulation
 from maxbatch.tuning.microbatch_size import explore_sizes
-from maxbatch.tuning.prober import Prober
+from maxbatch.tuning.prober import PairProber, Prober
 
 
 def is_run(config: Config) -> bool:
@@ -64,6 +72,40 @@ def is_run(config: Config) -> bool:
   return not instead
 
 
+def prepare_rl_only(config: Config, *, forget: bool = False) -> None:
+  """As `prepare_only`, of a configuration of reinforcement learning: step and sampler.
+
+  Raises:
+    UserError: as there.
+  """
+  check_rl(config)
+  if config.compile.validate_only:
+    validate_rl(config)
+    return
+  with started(config), ending_together():
+    target = find_devices(config)
+    cache.enable(config.compile.jax_cache_dir)
+    config = _with_epoch(config)
+    if isinstance(config.batch.micro_batch_size, Explore):
+      print(f"{plan_rl(config, target.layout)}\n", flush=True)
+      _ranked(config, target, PairProber(config, target), find=pair_sizes_of)
+      return
+    found = resolve_rl(config, target, forget=forget)
+    print(f"{found.plan}\n", flush=True)
+    _compile(resolve(found.in_pairs, target), found.place)
+
+
+def _with_epoch(config: Config) -> Config:
+  """With the prompts of an epoch counted; as it is, and a line, where they are not here."""
+  try:
+    return with_prompts(config)[0]
+  except UserError as error:
+    if not config.compile.compile_topology:
+      raise
+    print(f"The run's prompts are not looked at: {error}\n", flush=True)
+    return config
+
+
 def prepare_only(config: Config, *, forget: bool = False) -> None:
   """validate_only or compile_only: says what it finds, and ends before any training.
 
@@ -82,14 +124,18 @@ def prepare_only(config: Config, *, forget: bool = False) -> None:
       _compile(resolve(config, target, forget=forget))
 
 
-def _compile(run: ResolvedRun) -> None:
-  """Every step of the run, with a report of each."""
+def _compile(run: ResolvedRun, rollout: RolloutPlace | None = None) -> None:
+  """Every step of the run, with a report of each; of reinforcement learning with its rollout."""
   config, plan, devices = run.config, run.plan, run.target.devices
   print(f"{plan}\n", flush=True)
-  reports = compile_reports(config, plan, devices)
-  trainer = build_trainer(config, plan, devices)
-  found = input_function(config, plan, num_processes(trainer.mesh))
-  reports[-1] = dataclasses.replace(reports[-1], input_function=found)
+  if rollout:
+    trainer = build_policy_trainer(config, rollout.plan, devices)
+  else:
+    trainer = build_trainer(config, plan, devices)
+  reports = compile_reports(config, plan, trainer, devices, rollout)
+  if not rollout:
+    found = input_function(config, plan, num_processes(trainer.mesh))
+    reports[-1] = dataclasses.replace(reports[-1], input_function=found)
   _show(reports, run.folder)
   if config.compile.save_compiled_step:
     steps = {each.micro_batch: each.program.step for each in reports}
@@ -121,8 +167,16 @@ def _explore(config: Config, target: Target) -> None:
       "compile_only=true with the size that you take ranks the others too",
       flush=True,
     )
-  prober = Prober(config, target.devices, target.layout)
-  _, found = explore_sizes(config, target, prober)
+  _ranked(config, target, Prober(config, target.devices, target.layout))
+
+
+def _ranked(
+  config: Config,
+  target: Target,
+  prober: Prober,
+  find: Callable[[Config, Topology], Sequence[Candidate]] = sizes_of,
+) -> None:
+  _, found = explore_sizes(config, target, prober, find=find)
   folder = RunFolder.of(config.run)
   print()
   _show([prober.reports[found.ranked[0].candidate]], folder)

@@ -1,14 +1,16 @@
 """What a run needs at the very least of a device's memory, refused before anything is allocated."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import numpy as np
 
 from maxbatch.batch.plan import BatchPlan
+from maxbatch.batch.rl_sizes import is_rl
 from maxbatch.batch.solve import text
 from maxbatch.compile.program import capacity_bytes, gib
 from maxbatch.config.schema import Config
@@ -24,7 +26,11 @@ _ROW_BYTES_PER_TOKEN = 12
 
 
 def check_memory(
-  config: Config, plan: BatchPlan, state: TrainState, devices: Sequence[Device]
+  config: Config,
+  plan: BatchPlan,
+  state: TrainState,
+  devices: Sequence[Device],
+  beside: Mapping[str, int] = MappingProxyType({}),
 ) -> str:
   """What every device holds between steps.
 
@@ -33,6 +39,7 @@ def check_memory(
     plan: its sizes.
     state: its abstract state.
     devices: those of the run; simulated ones share the memory of the machine.
+    beside: bytes that each holds besides, by name.
 
   Raises:
     UserError: the state, the rows of a dispatch or the activations of a single layer are more than a
@@ -44,6 +51,7 @@ def check_memory(
     "frozen parameters": bytes_per_device(state.frozen),
     "optimizer state": bytes_per_device(state.opt_state) - accumulators,
     "accumulators": accumulators,
+    **beside,
   }
   parts = ", ".join(
     f"{name} {gib(size)}" for name, size in sizes.items() if size or name in _ALWAYS
@@ -96,10 +104,12 @@ def _check_batch(config: Config, plan: BatchPlan, free: float, capacity: float) 
   widest = max(model.base_emb_dim, model.base_mlp_dim, model.base_num_query_heads * model.head_dim)
   width = widest * np.dtype(model.dtype).itemsize / plan.topology.shape["tensor"]
   chunks = plan.topology.shape["stage"]
-  for micro_batch, key in (
+  sizes = [
     (max(plan.micro_batches), "per_device_batch_size"),
     (plan.eval_batch, "eval_per_device_batch_size"),
-  ):
+  ]
+  # Reinforcement learning evaluates by sampling.
+  for micro_batch, key in sizes[:1] if is_rl(config.rl) else sizes:
     tokens = plan.device_tokens(micro_batch)
     rows = tokens if key.startswith("eval") else plan.dispatched_tokens(streams(config))
     needed = float(rows * _ROW_BYTES_PER_TOKEN + tokens * width / chunks)

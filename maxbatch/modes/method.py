@@ -1,6 +1,7 @@
 """How a run trains: on text, or, in run_rl.py, by reinforcement learning."""
 
 import contextlib
+from collections.abc import Mapping
 from typing import Protocol
 
 from maxbatch.checkpoints.checkpointer import Restored
@@ -10,6 +11,7 @@ from maxbatch.data.registry import build_dataset, check_epochs
 from maxbatch.modes.resolve import ResolvedRun
 from maxbatch.training.loop import Job
 from maxbatch.training.objective import TEXT, Loss
+from maxbatch.training.step import Trainer
 
 
 class Method(Protocol):
@@ -22,6 +24,10 @@ class Method(Protocol):
   @property
   def num_saved_policies(self) -> int:
     """Parameters of earlier steps without which a run cannot go on."""
+    ...
+
+  def held_beside(self, trainer: Trainer) -> Mapping[str, int]:
+    """Bytes that each device which trains holds beside the state and what it is fed, by name."""
     ...
 
   def dataset(self, resolved: ResolvedRun) -> Dataset:
@@ -54,6 +60,11 @@ class OnText:
     """See `Method.loss`."""
     del config
     return TEXT
+
+  def held_beside(self, trainer: Trainer) -> Mapping[str, int]:
+    """See `Method.held_beside`: nothing."""
+    del trainer
+    return {}
 
   def dataset(self, resolved: ResolvedRun) -> Dataset:
     """See `Method.dataset`."""

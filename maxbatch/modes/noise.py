@@ -7,17 +7,19 @@ from collections.abc import Sequence
 
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan
+from maxbatch.batch.rl_sizes import is_rl
 from maxbatch.batch.schedule import follows_noise_scale
 from maxbatch.compile.steps import step_compiler
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import RowSource
 from maxbatch.hardware.devices import Device
-from maxbatch.models.registry import build_model
+from maxbatch.models.registry import Model, build_model
 from maxbatch.noise.requirements import measures_noise
 from maxbatch.noise.steering import Steering
+from maxbatch.rl.prompt_noise import PromptNoiseMeter
 from maxbatch.training.build import build_trainer
 from maxbatch.training.noise_meter import NoiseMeter
-from maxbatch.training.noise_run import Noise
+from maxbatch.training.noise_run import Meter, Noise
 from maxbatch.training.programs import StepPrograms
 from maxbatch.training.step import Trainer
 
@@ -35,15 +37,23 @@ def make_noise(
   """
   if not measures_noise(config.noise):
     return None
-  calibrating = None
-  if _calibrates(config):
-    length = config.batch.max_target_length
-    calibrating = build_model(trainer.model.config, length, "all", trainer.model.trainable)
-  meter = NoiseMeter(config.noise, trainer.model, calibrating)
+  meter = _meter(config, trainer.model)
   steering = None
   if follows_noise_scale(config.batch):
     steering = Steering(config.noise, plan, _warmup_samples(config, plan))
   return Noise(meter, None, config.noise.gns_report_every, steering, folder)
+
+
+def _meter(config: Config, model: Model) -> Meter:
+  if is_rl(config.rl):
+    return PromptNoiseMeter(
+      config.noise, model, config.rl.num_generations, config.rl.num_iterations
+    )
+  calibrating = None
+  if _calibrates(config):
+    length = config.batch.max_target_length
+    calibrating = build_model(model.config, length, "all", model.trainable)
+  return NoiseMeter(config.noise, model, calibrating)
 
 
 def calibration_programs(

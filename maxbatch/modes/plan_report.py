@@ -73,7 +73,8 @@ class PlanReport:
     """What was given, what is still to be chosen, and what the numbers below assume instead."""
     yield f"Given  {', '.join(self.given) or 'nothing; 1 microbatch of 4 samples per device'}"
     if self.choice:
-      assumed = counted(self.plan.per_device(self.plan.micro_batch_to_train), "sample")
+      whole, each = self.plan.micro_batch_to_train, self.plan.per_device
+      assumed = counted(whole, "pair") if self.rl else counted(each(whole), "sample")
       yield f"Open   {self.choice}; below as if it were {assumed}"
     if self.assumption:
       yield f"On     {self.assumption}"

@@ -1,35 +1,28 @@
 """What a run of reinforcement learning asks of the other keys: none is accepted and without effect."""
 
-from maxbatch.batch.rl_sizes import is_rl
+from maxbatch.batch.rl_plan import RLPlan
+from maxbatch.batch.rl_sizes import halving_micro_batch_sizes, is_rl
 from maxbatch.config.load import to_flat_dict
-from maxbatch.config.schema import Config
+from maxbatch.config.rl_schema import RLConfig
+from maxbatch.config.schema import Config, NoiseConfig
 from maxbatch.errors import UserError
+from maxbatch.modes.rl_unused_keys import check_unused
 from maxbatch.rl.rewards import check_rewards
 from maxbatch.rl.tasks import task_named
 
 _ONLY: dict[str, tuple[object, str]] = {
   "accumulation": ("streamed", "microbatches come one by one, as they are sampled"),
-  "decode_sampling_top_k": (0, "the gradient is that of the policy which samples, all of it"),
-  "decode_sampling_nucleus_p": (1.0, "the gradient is that of the policy which samples, all of it"),
-  "decode_sampling_min_p": (0.0, "the gradient is that of the policy which samples, all of it"),
   "dropout_rate": (0.0, "what is sampled has no dropout"),
   "z_loss_multiplier": (0.0, "the loss has no such term"),
   "pipeline_schedule": ("none", "the sampler knows no pipeline"),
-  "gns": ("off", "the noise scale is not measured there yet"),
-  "gns_from_microbatches": (False, "the noise scale is not measured there yet"),
-  "rollout_devices": (0, "devices that only sample are not there yet: all do both in turn"),
+  "gns": (
+    "off",
+    "completions of one prompt are no independent examples; gns_from_microbatches=true measures per prompt",
+  ),
   "load_full_state_path": (
     "",
     "its position counts samples of text; load_parameters_path begins anew",
   ),
-  "compiled_step": ("", "a step for pairs is not read from a file yet"),
-  "save_compiled_step": ("", "a step for pairs is not written to a file yet"),
-  "compile_only": (False, "compiling without a run is not there yet"),
-  "validate_only": (False, "checking without a run is not there yet; the command plan shows sizes"),
-  "eval_per_device_batch_size": (0, "an evaluation samples as many at once as a microbatch has"),
-  "expansion_factor_real_data": (-1, "prompts are not loaded in rows"),
-  "loading_hosts": ([], "prompts are not loaded in rows"),
-  "grain_worker_count": (0, "prompts are in memory"),
 }
 """By key, the only value that reinforcement learning takes, and why."""
 
@@ -58,21 +51,42 @@ def check_rl(config: Config) -> None:
       "decode_sampling_temperature=0 writes the same completion each time, and groups would have "
       "nothing to compare; for example decode_sampling_temperature=1"
     )
+  check_unused(config)
   _check_beginning(config)
   check_rewards(config.rl)
 
 
-def check_one_process(num_processes: int) -> None:
-  """Checks that no other processes have joined.
+def check_rollout_devices(config: RLConfig, num_processes: int) -> None:
+  """Checks that devices which only sample are this process's own.
 
   Raises:
-    UserError: they have.
+    UserError: other processes have joined.
   """
-  if num_processes > 1:
+  if config.rollout_devices and num_processes > 1:
     raise UserError(
-      f"num_processes={num_processes}: reinforcement learning runs in one process yet; for example "
-      "num_processes=1, with all devices of one host"
+      f"rollout_devices={config.rollout_devices} with num_processes={num_processes}: devices that only "
+      "sample are fed by one process yet; for example rollout_devices=0"
     )
+
+
+def check_prompt_noise(config: NoiseConfig, plan: RLPlan) -> None:
+  """Checks that the noise scale, if it is to be measured, can be.
+
+  Raises:
+    UserError: there are no two microbatches of whole groups, or no two halves of a group.
+  """
+  if not config.gns_from_microbatches:
+    return
+  sizes = halving_micro_batch_sizes(plan.pairs_per_step, plan.topology)
+  if plan.micro_batch in sizes:
+    return
+  offer = f"micro_batch_size={sizes[-1]}, or " if sizes else ""
+  raise UserError(
+    f"gns_from_microbatches=true with num_generations={plan.num_generations} and a microbatch of "
+    f"{plan.micro_batch} pairs: the noise scale per prompt is estimated from the differences of at least "
+    "two microbatches, or replicas of one, of whole groups, and of the halves of each group, which "
+    f"the devices share alike; for example {offer}gns_from_microbatches=false"
+  )
 
 
 def _check_beginning(config: Config) -> None:

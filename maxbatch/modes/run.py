@@ -141,7 +141,8 @@ def _run(
   )
   trainer = saving_frozen(trainer, resolved.saved, beginning)
   with failing_together():
-    check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices)
+    beside = method.held_beside(trainer)
+    check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices, beside)
   with in_turn():
     dataset = method.dataset(resolved)
   check_same_run(resolved.config, resolved.plan, dataset)

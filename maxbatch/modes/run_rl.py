@@ -2,51 +2,58 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
 import jax
-import numpy as np
 
 from maxbatch.batch.plan import BatchPlan, Position
-from maxbatch.batch.rl_plan import RLPlan, in_pairs, plan_rl
+from maxbatch.batch.rl_plan import RLPlan, in_pairs
+from maxbatch.batch.rl_sizes import warm_start_batch
 from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.checkpoints.newest import newest_record
 from maxbatch.compile.compile_step import placeholder_rows
-from maxbatch.config.rl_schema import RLConfig
+from maxbatch.compile.rollout_report import PolicyBytes
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
+from maxbatch.hardware.agreement import broadcast_one_to_all, in_turn
 from maxbatch.hardware.devices import find_devices
 from maxbatch.hardware.ending import ending_together
+from maxbatch.hardware.sharding import rollout_mesh
 from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.models.registry import Parameters
+from maxbatch.modes.memory import bytes_per_device
 from maxbatch.modes.resolve import ResolvedRun
-from maxbatch.modes.rl_requirements import check_one_process, check_rl
+from maxbatch.modes.resolve_rl import resolve_rl, with_prompts
+from maxbatch.modes.rl_requirements import check_rl, check_rollout_devices
 from maxbatch.modes.run import run
 from maxbatch.modes.start import started
 from maxbatch.plots.figure import render
 from maxbatch.rl import demonstrations
 from maxbatch.rl.earlier import EarlierPolicies, log_prob_program
 from maxbatch.rl.evaluation import Evaluation, Example
-from maxbatch.rl.grpo import objective
 from maxbatch.rl.microbatches import MicrobatchMaker
+from maxbatch.rl.pairs import Pairs
 from maxbatch.rl.plot import PASS_AT, plot
-from maxbatch.rl.policies import Policies
+from maxbatch.rl.policies import Policies, mover
 from maxbatch.rl.policy_loss import PolicyLoss
-from maxbatch.rl.prompt_set import PromptSet, prompt_set
-from maxbatch.rl.prompts import PromptStream, epoch_size
+from maxbatch.rl.prompt_noise import in_halves
+from maxbatch.rl.prompt_set import PromptSet
+from maxbatch.rl.prompts import PromptStream
 from maxbatch.rl.rewards import RewardPool
 from maxbatch.rl.rollout import RolloutLoader
-from maxbatch.rl.sampled import pair_sampler, run_vocabulary
+from maxbatch.rl.sampled import pair_sampler
+from maxbatch.rl.shared_rewards import SharedRewards
 from maxbatch.rl.steps import StepRecords
+from maxbatch.rl.trainer import policy_loss
+from maxbatch.rl.training_clock import TrainingClock
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.metrics import Record, each_record
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.loop import Job
 from maxbatch.training.state import TrainState
-from maxbatch.training.step import POLICIES
+from maxbatch.training.step import POLICIES, Trainer
 
-_WARM_START_BATCH = 64
 _WARM_START_RATE = 1e-3
 
 
@@ -59,18 +66,18 @@ class ByReinforcement:
 
   def loss(self, config: Config) -> PolicyLoss:
     """See `Method.loss`."""
-    allowed_V = np.asarray(run_vocabulary(config).allowed_V)
-    return PolicyLoss(
-      objective(config.rl, self.plan.max_completion_length),
-      allowed_V.tobytes(),
-      config.run.decode_sampling_temperature,
-      has_proximal=_has_proximal(config.rl),
-    )
+    return policy_loss(config, self.plan)
 
   @property
   def num_saved_policies(self) -> int:
     """See `Method.num_saved_policies`."""
     return self.plan.num_saved_policies
+
+  def held_beside(self, trainer: Trainer) -> Mapping[str, int]:
+    """See `Method.held_beside`: policies."""
+    state, count = trainer.abstract, self.plan.num_policies_in_training
+    policy = PolicyBytes(bytes_per_device(state.params), bytes_per_device(state.frozen))
+    return {"policies": policy.copies(count)} if count else {}
 
   def dataset(self, resolved: ResolvedRun) -> Dataset:
     """See `Method.dataset`: its rows are there for their shapes alone."""
@@ -87,28 +94,53 @@ class ByReinforcement:
   def equipped(self, job: Job, resolved: ResolvedRun, restored: Restored | None) -> Iterator[Job]:
     """See `Method.equipped`."""
     config, plan, trainer = resolved.config, self.plan, job.trainer
-    sampler = pair_sampler(config, trainer.model, trainer.mesh)
+    apart = resolved.target.rollout
+    mesh = rollout_mesh(apart) if apart else trainer.mesh
+    move = mover(trainer.mesh, mesh) if apart else None
+    sampler = pair_sampler(config, trainer.model, mesh)
     stream = PromptStream(self.prompts.train, plan.epochs, config.data.data_shuffle_seed)
-    loss, records = self.loss(config), StepRecords(plan, config, job.feed_watchdog)
-    policies = Policies(kept=plan.staleness + 1, keeps_first=plan.has_reference)
+    loss, clock = self.loss(config), TrainingClock()
+    records = StepRecords(plan, config, job.feed_watchdog, clock.seconds)
+    policies = Policies(
+      trainer.model,
+      kept=plan.num_snapshots,
+      keeps_first=plan.has_reference,
+      move=move,
+      is_asked_for=plan.num_saved_policies > 0,
+    )
     if restored and plan.num_saved_policies:
       policies.put_back(plan.saved_policies(restored.position.step), restored.state[POLICIES])
     earlier = EarlierPolicies(plan, loss, policies, log_prob_program(trainer, loss))
-    with RewardPool(config.rl) as rewards:
-      make = MicrobatchMaker(config.rl, plan, stream, sampler, rewards)
+    halved = in_halves(plan.num_generations, trainer.mesh)
+
+    def complete(batch: int, pairs: Pairs) -> Pairs:
+      found = earlier(batch, pairs)
+      return halved(found) if loss.halves else found
+
+    with RewardPool(config.rl) as pool, clock:
       evaluation = Evaluation(
-        self.prompts.validation, sampler, rewards, plan.prompts_per_microbatch, job.feed_watchdog
+        self.prompts.validation,
+        sampler,
+        SharedRewards(pool),
+        plan.prompts_per_microbatch,
+        job.feed_watchdog,
       )
 
       def opened(_: BatchPlan, position: Position) -> RolloutLoader:
-        return RolloutLoader(plan, position, make, policies, trainer.mesh, records, earlier)
+        # Devices of their own sample from the dispatch on, whatever others still train on.
+        until = [] if apart else [clock.last_end]
+        make = MicrobatchMaker(config.rl, plan, stream, sampler, SharedRewards(pool), *until)
+        return RolloutLoader(
+          plan, position, make, policies, trainer.mesh, records, complete, apart=bool(apart)
+        )
 
       def published(position: Position, params: Parameters) -> None:
+        policies.keep_frozen(params)
         if plan.begins_batch(position.step):
           policies.publish(position.step, params)
 
       def evaluated(params: Parameters) -> Record:
-        found = evaluation(params)
+        found = evaluation(move(params) if move else params)
         self._keep(found.examples, resolved.folder)
         return found.record
 
@@ -117,10 +149,12 @@ class ByReinforcement:
         train_rows=opened,
         publish=published,
         policies=lambda position: [
-          policies.of(step) for step in plan.saved_policies(position.step)
+          policies.trained(step) for step in plan.saved_policies(position.step)
         ],
         own_evaluation=evaluated,
         completed=records.completed,
+        dispatched=clock.dispatched,
+        loader_waits=True,
       )
 
   def _keep(self, examples: Sequence[Example], folder: RunFolder) -> None:
@@ -132,13 +166,12 @@ class ByReinforcement:
     write_shared_file(path, lines)
 
 
-def _has_proximal(config: RLConfig) -> bool:
-  """Whether the loss compares with the policy of before the first of several steps on a batch."""
-  return config.num_iterations > 1 and config.importance_sampling_cap > 0
-
-
-def run_rl(config: Config) -> tuple[TrainState, Position]:
+def run_rl(config: Config, *, forget: bool = False) -> tuple[TrainState, Position]:
   """A warm start, where one is asked for, then the run; its state and position at the end.
+
+  Args:
+    config: the run; its batch counts prompts.
+    forget: choose anew what the keys leave open, whatever is remembered.
 
   Raises:
     UserError: something in the configuration or the input does not work.
@@ -147,36 +180,52 @@ def run_rl(config: Config) -> tuple[TrainState, Position]:
   check_rl(config)
   with started(config), ending_together():
     target = find_devices(config)
-    check_one_process(jax.process_count())
-    found = prompt_set(config)
-    size = epoch_size(config.rl.num_prompts, found.train)
-    config = dataclasses.replace(config, rl=dataclasses.replace(config.rl, num_prompts=size))
-    plan = plan_rl(config, target.layout)
+    check_rollout_devices(config.rl, jax.process_count())
+    with in_turn():
+      config, found = with_prompts(config)
+    resolved = resolve_rl(config, target, forget=forget)
+    config, plan = resolved.config, resolved.plan
     print(f"{plan}\n", flush=True)
-  begun = newest_record(RunFolder.of(config.run).checkpoints)
-  if config.rl.warm_start_steps and not (begun and config.checkpoint.enable_checkpointing):
-    config = _warmed_up(config)
+    warms = warms_up(config)
+  if warms:
+    config = _warmed_up(config, plan)
   return run(in_pairs(config, plan), method=ByReinforcement(plan, found))
 
 
-def _warmed_up(config: Config) -> Config:
+def warms_up(config: Config) -> bool:
+  """Whether a run of its own on demonstrations comes before: one is asked for, and nothing is saved.
+
+  All processes must call it.
+  """
+  begun = config.checkpoint.enable_checkpointing and bool(
+    newest_record(RunFolder.of(config.run).checkpoints)
+  )
+  return bool(config.rl.warm_start_steps) and not broadcast_one_to_all(begun)
+
+
+def _warmed_up(config: Config, plan: RLPlan) -> Config:
   """The configuration of a run that begins with what was trained on demonstrations, which it is now."""
-  warm = _warm_start(config)
-  print(
-    f"Warm start: {warm.run.steps} steps of {_WARM_START_BATCH} demonstrations of "
-    f"rl_task={config.rl.rl_task}, in {RunFolder.of(warm.run).path}\n",
-    flush=True,
+  warm = warm_start(config, plan)
+  _say(
+    f"Warm start: {warm.run.steps} steps of {warm.batch.batch_size} demonstrations of "
+    f"rl_task={config.rl.rl_task}, in {RunFolder.of(warm.run).path}\n"
   )
   run(warm, advise=False)
-  print("\nReinforcement learning\n", flush=True)
+  _say("\nReinforcement learning\n")
   path = str(RunFolder.of(warm.run).path)
   return dataclasses.replace(
     config, checkpoint=dataclasses.replace(config.checkpoint, load_parameters_path=path)
   )
 
 
-def _warm_start(config: Config) -> Config:
-  """A supervised run on a task's demonstrations, in a folder of its own."""
+def _say(text: str) -> None:
+  """Prints between two runs, where each process has its terminal: the first alone speaks."""
+  if jax.process_index() == 0:
+    print(text, flush=True)
+
+
+def warm_start(config: Config, plan: RLPlan) -> Config:
+  """A supervised run on a task's demonstrations, in a folder of its own, on the devices that train."""
   return dataclasses.replace(
     config,
     run=dataclasses.replace(
@@ -190,7 +239,7 @@ def _warm_start(config: Config) -> Config:
     ),
     batch=dataclasses.replace(
       config.batch,
-      batch_size=_WARM_START_BATCH,
+      batch_size=warm_start_batch(plan.topology),
       global_batch_to_train=-1,
       tokens_per_step=-1,
       micro_batch_size=Fraction(-1),
@@ -205,12 +254,17 @@ def _warm_start(config: Config) -> Config:
     checkpoint=dataclasses.replace(
       config.checkpoint, enable_checkpointing=True, max_num_checkpoints_to_keep=1
     ),
+    # What is compiled there is no step on pairs.
+    compile=dataclasses.replace(config.compile, compiled_step="", save_compiled_step=""),
+    noise=dataclasses.replace(config.noise, gns_from_microbatches=False),
     rl=dataclasses.replace(config.rl, num_generations=-1, rl_task="", num_prompts=-1),
   )
 
 
 def sum_up_rl(run_name: str, folder: RunFolder) -> None:
   """What the policy wrote before and afterwards, how often it was right, and a picture of that."""
+  if jax.process_index():
+    return
   for path, word in ((folder.examples_before, "before"), (folder.examples_after, "after")):
     if path.exists():
       print(f"\n--- {word} training\n{path.read_text().rstrip()}")

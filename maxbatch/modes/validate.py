@@ -10,7 +10,7 @@ import functools
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,20 @@ from maxbatch.config import schema
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.input_report import input_report
-from maxbatch.data.registry import build_dataset, check_epochs
 from maxbatch.errors import UserError
-from maxbatch.hardware.devices import Device, describe_devices, find_devices
+from maxbatch.hardware.devices import Target, describe_devices, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import num_processes
 from maxbatch.modes.beginning import Beginning, beginning_of, saving_frozen
 from maxbatch.modes.memory import check_memory, item_bytes
-from maxbatch.modes.resolve import check_replaces_nothing, checkpoint_of, keeping_batch, planned
+from maxbatch.modes.method import ON_TEXT, Method
+from maxbatch.modes.resolve import (
+  ResolvedRun,
+  check_replaces_nothing,
+  checkpoint_of,
+  keeping_batch,
+  planned,
+)
 from maxbatch.modes.start import started
 from maxbatch.run_folder.atomic import elsewhere, nearest
 from maxbatch.run_folder.paths import RunFolder
@@ -74,32 +80,69 @@ def validate(config: Config, say: Callable[[str], None] = print) -> None:
     UserError: the first check that fails, as the run itself would put it.
   """
   with started(config, leaves_files=False), ending_together():
-    for name, detail, more in _checks(config):
-      say(f"ok   {name:<13}  {detail}")
-      for line in more:
-        say(f"     {line}")
-    say(_NEXT)
+    show_checks(_checks(config), say)
 
 
-_Check = tuple[str, str, Sequence[str]]
+Check = tuple[str, str, Sequence[str]]
 """What was checked, what was found, and lines below it."""
 
 
-def _checks(config: Config) -> Iterator[_Check]:
-  """Every check in turn; the next begins when the line of the one before is out."""
-  yield "configuration", f"{len(schema.fields())} keys", ()
-  target = find_devices(config)
+def show_checks(checks: Iterator[Check], say: Callable[[str], None]) -> None:
+  """Says each as it passes; the next begins when the line of the one before is out."""
+  for name, detail, more in checks:
+    say(f"ok   {name:<13}  {detail}")
+    for line in more:
+      say(f"     {line}")
+  say(_NEXT)
+
+
+def check_of_keys() -> Check:
+  """What a configuration that could be loaded is."""
+  return "configuration", f"{len(schema.fields())} keys", ()
+
+
+def _checks(config: Config) -> Iterator[Check]:
+  """Every check in turn."""
+  yield check_of_keys()
+  yield from checks_of_run(config, find_devices(config), ON_TEXT, examine)
+
+
+Examine = Callable[[ResolvedRun, Trainer], Generator[Check, None, Dataset]]
+"""Checks what a run is fed; gives the dataset."""
+
+
+def checks_of_run(
+  config: Config, target: Target, method: Method, examine: Examine, begins_with: str = ""
+) -> Iterator[Check]:
+  """Every check of a run on its devices, whatever it is trained by.
+
+  Args:
+    config: the run.
+    target: its devices.
+    method: how it trains.
+    examine: what checks its input.
+    begins_with: what is trained before it, so that there is nothing to look at yet.
+  """
   given, saved = config, checkpoint_of(config)
   beginning, unknown = (Beginning(), "") if saved else _beginning(config)
+  if begins_with:
+    beginning, unknown = Beginning(unseen=True), begins_with
   config = resolve_accumulation(keeping_batch(config, saved, target.layout), target.layout)
   config, choice = _with_smallest_choice(config, target.layout)
   run = dataclasses.replace(planned(config, target), saved=saved, begins=beginning.position)
   devices = target.devices
   plan, ahead = run.plan, run.plan_ahead
   yield "batch plan", _phases(ahead), [*choice, *str(ahead).splitlines()]
-  trainer, state = _without_arrays(
-    config, plan, devices, lambda trainer: saving_frozen(trainer, saved, beginning)
+  build = functools.partial(
+    build_trainer,
+    config,
+    plan,
+    devices,
+    keep=False,
+    loss=method.loss(config),
+    num_saved_policies=method.num_saved_policies,
   )
+  trainer, state = _without_arrays(lambda: saving_frozen(build(), saved, beginning))
   yield "mesh", f"{plan.topology} on {describe_devices(devices)}", undivided_parameters(trainer)
   if trainer.pipeline:
     choice = [trainer.pipeline.choice] if trainer.pipeline.choice else []
@@ -112,23 +155,30 @@ def _checks(config: Config) -> Iterator[_Check]:
   begins, *more = beginning.check(config, trainer) or [unknown]
   if begins:
     yield "beginning", begins, more
-  yield "memory", check_memory(config, plan, state, devices), ()
+  beside = method.held_beside(trainer)
+  yield "memory", check_memory(config, plan, state, devices, beside), ()
   yield "learning rate", _rates(config, plan), ()
-  given_data = input_report(config.data, plan, num_processes(trainer.mesh))
-  yield "input", given_data.headline, given_data.lines()
-  dataset = build_dataset(config.data, config.batch.max_target_length)
-  check_epochs(config.data, dataset.train, plan.total_samples)
-  _first_row(dataset.train)
-  if dataset.validation is not None:
-    _first_row(dataset.validation)
-  yield "dataset", "the first rows can be read", dataset.description.splitlines()
-  yield "step", _traced(config, plan, devices, dataset.train), ()
+  dataset = yield from examine(run, trainer)
+  yield "step", _traced(config, plan, build, dataset.train), ()
   check_replaces_nothing(config)
   folder = RunFolder.of(config.run).path.absolute()
   yield "folder", _writable(folder), ()
   if config.checkpoint.enable_checkpointing:
     yield "checkpoints", _disk_space(config, plan, trainer.abstract_saved, folder), ()
     yield "resume", *_resumable(given, plan, trainer.abstract_saved, dataset, folder)
+
+
+def examine(run: ResolvedRun, trainer: Trainer) -> Generator[Check, None, Dataset]:
+  """What is known of a text's data, and their first rows."""
+  config = run.config
+  given = input_report(config.data, run.plan, num_processes(trainer.mesh))
+  yield "input", given.headline, given.lines()
+  dataset = ON_TEXT.dataset(run)
+  _first_row(dataset.train)
+  if dataset.validation is not None:
+    _first_row(dataset.validation)
+  yield "dataset", "the first rows can be read", dataset.description.splitlines()
+  return dataset
 
 
 def _beginning(config: Config) -> tuple[Beginning, str]:
@@ -169,20 +219,15 @@ def _phases(plan: BatchPlan) -> str:
   return f"{counted(len(plan.phases), 'phase')}, {counted(plan.steps, 'step')}"
 
 
-def _without_arrays(
-  config: Config,
-  plan: BatchPlan,
-  devices: Sequence[Device],
-  completed: Callable[[Trainer], Trainer],
-) -> tuple[Trainer, TrainState]:
+def _without_arrays(build: Callable[[], Trainer]) -> tuple[Trainer, TrainState]:
   """Trainer and state by tracing alone: even a random key would compile a program."""
   made: list[tuple[Trainer, TrainState]] = []
 
-  def build() -> None:
-    trainer = completed(build_trainer(config, plan, devices, keep=False))
+  def traced() -> None:
+    trainer = build()
     made.append((trainer, trainer.abstract))
 
-  jax.eval_shape(build)
+  jax.eval_shape(traced)
   return made[0]
 
 
@@ -200,12 +245,14 @@ def _first_row(source: RowSource) -> dict[str, np.ndarray]:
   return source.rows(np.zeros(1, np.int64))
 
 
-def _traced(config: Config, plan: BatchPlan, devices: Sequence[Device], source: RowSource) -> str:
+def _traced(
+  config: Config, plan: BatchPlan, build: Callable[[], Trainer], source: RowSource
+) -> str:
   """Traces the training step for every microbatch of the run."""
 
   def trace(micro_batch: int) -> None:
     rows = step_rows(config, plan, source, micro_batch)
-    traced_step(config, build_trainer(config, plan, devices, keep=False), rows)
+    traced_step(config, build(), rows)
 
   for micro_batch in plan.micro_batches:
     jax.eval_shape(functools.partial(trace, micro_batch))

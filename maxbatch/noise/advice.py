@@ -26,7 +26,7 @@ def advice(
   """
   scale = estimate.scale
   if scale is None:
-    said = _unknown(estimate, batch)
+    said = unknown(estimate, batch)
   else:
     value = _value(scale, tokens_per_sample, estimate.steps)
     origin = _predicted_by(estimate.calibration) if estimate.calibration else ""
@@ -36,9 +36,9 @@ def advice(
 
 def _value(scale: Interval, tokens_per_sample: float, steps: int) -> str:
   """Samples and tokens, rounded to what the interval supports."""
-  value, low, high = _shown(scale)
+  value, low, high = shown(scale)
   tokens = Interval(*(part * tokens_per_sample for part in (scale.value, scale.low, scale.high)))
-  value_tokens, _, high_tokens = _shown(tokens)
+  value_tokens, _, high_tokens = shown(tokens)
   if scale.low <= 0:
     return f"noise scale below {high} samples, {high_tokens} tokens (95% over {steps} steps)"
   return (
@@ -49,7 +49,7 @@ def _value(scale: Interval, tokens_per_sample: float, steps: int) -> str:
 def _predicted_by(calibration: Calibration) -> str:
   if calibration.slope is None:
     return ""
-  value, low, high = _shown(calibration.slope)
+  value, low, high = shown(calibration.slope)
   return (
     f", predicted from the norm layers as {value} × theirs (95% {low}–{high} over "
     f"{calibration.steps} calibration steps)"
@@ -65,31 +65,38 @@ def _meaning(scale: Interval, batch: int) -> str:
   if above:
     data, steps = _change(scale, batch, 0.5)
     effect = f"halving it would take about {data} less data for {steps} more steps"
-    return f"batch {batch:,} is above it: {effect}"
-  place = "well below it" if batch < WELL_BELOW * scale.low else "in the efficient range"
+    return f"batch {batch:,} is {place(scale, batch)}: {effect}"
   data, steps = _change(scale, batch, 2)
   effect = f"doubling it would take about {steps} fewer steps for {data} more data"
-  return f"batch {batch:,} is {place}: {effect}"
+  return f"batch {batch:,} is {place(scale, batch)}: {effect}"
+
+
+def place(scale: Interval, batch: int) -> str:
+  """Where the batch is, if the whole interval agrees."""
+  if batch > scale.high:
+    return "above it"
+  return "well below it" if batch < WELL_BELOW * scale.low else "in the efficient range"
 
 
 def _change(scale: Interval, batch: int, factor: float) -> tuple[str, str]:
   """Relative changes of data and steps with `factor` times the batch, such as 28% and 36%."""
   costs = [cost_of_change(batch, factor, part) for part in (scale.value, scale.low, scale.high)]
   return (
-    _percent([abs(cost.data - 1) for cost in costs]),
-    _percent([abs(cost.steps - 1) for cost in costs]),
+    percent([abs(cost.data - 1) for cost in costs]),
+    percent([abs(cost.steps - 1) for cost in costs]),
   )
 
 
-def _percent(shares: Sequence[float]) -> str:
+def percent(shares: Sequence[float]) -> str:
   """The first of three fractions, rounded to the digit in which the others differ, at best 1%."""
   value, *ends = (100 * share for share in shares)
   unit = min(_leading(abs(ends[1] - ends[0]) / 2), _leading(value))
-  shown = _rounded(value, max(1.0, unit))
-  return "less than 1%" if shown == "0" else f"{shown}%"
+  rounded = _rounded(value, max(1.0, unit))
+  return "less than 1%" if rounded == "0" else f"{rounded}%"
 
 
-def _unknown(estimate: Estimate, batch: int) -> str:
+def unknown(estimate: Estimate, batch: int) -> str:
+  """Why there is no noise scale yet, and what would help."""
   if estimate.status == "unavailable":
     return _unavailable(estimate, batch)
   steps, calibration = estimate.steps, estimate.calibration
@@ -127,7 +134,7 @@ def _unavailable(estimate: Estimate, batch: int) -> str:
   return f"noise scale unavailable: none of the last {estimate.window_steps} steps measured it"
 
 
-def _shown(interval: Interval) -> tuple[str, str, str]:
+def shown(interval: Interval) -> tuple[str, str, str]:
   """Value, low and high, rounded to the interval's precision; low and high keep two digits or more.
 
   Rounds by the rule of the Particle Data Group: an error that begins with 10 to 35 keeps two

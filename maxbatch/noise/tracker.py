@@ -102,6 +102,11 @@ class NoiseTracker:
       name: self._estimate(name, ratios, row, int(negative[row])) for row, name in enumerate(names)
     }
 
+  def share(self, part: str, whole: str) -> Interval | None:
+    """The noise of one group over that of another, with its interval; None if it is not known."""
+    _, (noise_N, whole_N) = self._window.values(part, whole)
+    return ratios_of_means(noise_N[None], whole_N[None]).interval(0)
+
   def _estimate(self, name: str, ratios: Ratios, row: int, negative: int) -> Estimate:
     steps = int(ratios.steps[row])
     if steps == 0:

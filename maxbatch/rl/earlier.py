@@ -23,7 +23,7 @@ class EarlierPolicies:
   plan: RLPlan
   loss: PolicyLoss
   policies: Policies
-  log_probs: Callable[[Parameters, Rows], jax.Array]
+  log_probs: Callable[[Parameters, Rows, jax.Array | None], jax.Array]
 
   def __call__(self, batch: int, pairs: Pairs) -> Pairs:
     """The pairs of a batch, (1, B, …) on the devices, with all that the loss takes."""
@@ -35,17 +35,21 @@ class EarlierPolicies:
     return pairs
 
   def _of(self, params: Parameters, pairs: Pairs) -> jax.Array:
-    return jax.device_put(self.log_probs(params, pairs.rows), pairs.behaviour_BT.sharding)
+    found = self.log_probs(params, pairs.rows, pairs.kept_BTW)
+    return jax.device_put(found, pairs.behaviour_BT.sharding)
 
 
-def log_prob_program(trainer: Trainer, loss: PolicyLoss) -> Callable[[Parameters, Rows], jax.Array]:
-  """From parameters and rows (1, B, T) to the log-probabilities of the targets."""
+def log_prob_program(
+  trainer: Trainer, loss: PolicyLoss
+) -> Callable[[Parameters, Rows, jax.Array | None], jax.Array]:
+  """From parameters, rows (1, B, T) and `Pairs.kept_BTW` to the log-probabilities of the targets."""
   allowed_V = np.frombuffer(loss.allowed, bool)
 
-  def program(params: Parameters, rows: Rows) -> jax.Array:
+  def program(params: Parameters, rows: Rows, kept_1BTW: jax.Array | None) -> jax.Array:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
-      of_one = jax.tree.map(lambda x: x[0], rows)
-      found = token_log_probs(trainer.model, params, of_one, allowed_V, loss.temperature)
+      own, kept_BTW = jax.tree.map(lambda x: x[0], (rows, kept_1BTW))
+      options = allowed_V, loss.temperature, kept_BTW
+      found = token_log_probs(trainer.model, params, own, *options)
       return found.targets_BT[None]
 
   return jax.jit(program)

@@ -11,8 +11,8 @@ from maxbatch.models.registry import Parameters
 from maxbatch.rl.microbatches import scored
 from maxbatch.rl.pass_at_k import pass_at_k
 from maxbatch.rl.prompts import Prompt
-from maxbatch.rl.rewards import RewardPool
 from maxbatch.rl.sampled import PairSampler
+from maxbatch.rl.shared_rewards import SharedRewards
 from maxbatch.run_folder.metrics import Record
 
 _RIGHT = 1.0
@@ -45,7 +45,7 @@ class Evaluation:
 
   prompts: Sequence[Prompt]
   sampler: PairSampler
-  rewards: RewardPool
+  rewards: SharedRewards
   prompts_at_once: int
   """As in the rollout, whose program this shares."""
   feed_watchdog: Callable[[], None]
@@ -65,7 +65,7 @@ class Evaluation:
       sampled = self.sampler(params, filled, "evaluation", 0, first)
       size = self.sampler.num_generations
       own = sampled._replace(texts=sampled.texts[: len(some) * size])
-      found = scored(self.rewards, some, own).rewards_N.reshape(-1, size)
+      found = scored(self.rewards, some, own, first).rewards_N.reshape(-1, size)
       self.feed_watchdog()
       rewards.append(found)
       ended.append(sampled.ended_B[: len(some) * size])

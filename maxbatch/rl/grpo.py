@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from maxbatch.config.rl_schema import RLConfig
+from maxbatch.data.rows import Rows
 from maxbatch.rl.log_probs import LogProbs
 from maxbatch.rl.pairs import Pairs
 from maxbatch.training.metrics import Quotient, token_values
@@ -65,8 +66,9 @@ class GrpoSums(NamedTuple):
   """What the step's sum of losses, and its gradient, are divided by."""
   tokens: jax.Array
   pairs: jax.Array
+  run_tokens: jax.Array
+  """Those on which the model was run: over them all that follow are sums."""
   entropy: jax.Array
-  """Over tokens, as all that follow."""
   kl: jax.Array
   """From the reference, k3; 0 without one."""
   clipped_low: jax.Array
@@ -104,9 +106,8 @@ def grpo_sums(found: LogProbs, pairs: Pairs, objective: Objective) -> GrpoSums:
   kl_BT = _kl(now_BT, pairs.reference_BT, counts_BT)
   loss_BT += objective.beta * kl_BT
   gap_BT = jnp.abs(now_BT - behaviour_BT)
-  is_pair_B = (pairs.rows.sample_ids >= 0).astype(jnp.float32)
-  tokens_B = counts_BT.sum(1).astype(jnp.float32)
-  loss, weight = _aggregated(loss_BT * counts_BT, tokens_B, is_pair_B.sum(), objective)
+  tokens_B, num_pairs, weight = sizes(pairs.rows, objective)
+  loss = _aggregated(loss_BT * counts_BT, tokens_B, objective)
 
   def summed(x_BT: jax.Array) -> jax.Array:
     return jax.lax.stop_gradient(jnp.where(counts_BT, x_BT, 0.0).sum(dtype=jnp.float32))
@@ -115,7 +116,8 @@ def grpo_sums(found: LogProbs, pairs: Pairs, objective: Objective) -> GrpoSums:
     loss=loss,
     weight=weight,
     tokens=tokens_B.sum(),
-    pairs=is_pair_B.sum(),
+    pairs=num_pairs,
+    run_tokens=tokens_B.sum(),
     entropy=summed(found.entropy_BT),
     kl=summed(kl_BT),
     clipped_low=summed((ratio_BT < low) & (advantage_B1 < 0)),
@@ -151,15 +153,39 @@ def _kl(now_BT: jax.Array, reference_BT: jax.Array | None, counts_BT: jax.Array)
   return jnp.expm1(further_BT) - further_BT
 
 
-def _aggregated(
-  loss_BT: jax.Array, tokens_B: jax.Array, num_pairs: jax.Array, objective: Objective
-) -> tuple[jax.Array, jax.Array]:
-  """The sum of losses and the weight that divides it, by the type of loss."""
+def _aggregated(loss_BT: jax.Array, tokens_B: jax.Array, objective: Objective) -> jax.Array:
+  """The sum of losses, by the type of loss."""
   if objective.loss_type == "grpo":
-    return (loss_BT.sum(1) / jnp.maximum(tokens_B, 1.0)).sum(), num_pairs
-  if objective.loss_type == "dr_grpo":
-    return loss_BT.sum(), num_pairs * objective.max_completion_length
-  return loss_BT.sum(), tokens_B.sum()
+    return (loss_BT.sum(1) / jnp.maximum(tokens_B, 1.0)).sum()
+  return loss_BT.sum()
+
+
+class Sizes(NamedTuple):
+  """What the sums over some pairs are divided by; float32."""
+
+  tokens_B: jax.Array
+  pairs: jax.Array
+  weight: jax.Array
+  """Of the loss, by its type."""
+
+
+def sizes(rows: Rows, objective: Objective) -> Sizes:
+  """The sizes of some pairs, whatever their advantages."""
+  tokens_B = (rows.weights > 0).sum(1).astype(jnp.float32)
+  pairs = (rows.sample_ids >= 0).astype(jnp.float32).sum()
+  weight = {
+    "dapo": tokens_B.sum(),
+    "grpo": pairs,
+    "dr_grpo": pairs * objective.max_completion_length,
+  }
+  return Sizes(tokens_B, pairs, weight[objective.loss_type])
+
+
+def nothing_learned(rows: Rows, objective: Objective) -> GrpoSums:
+  """The sums over pairs whose advantages are all 0, without running the model on them."""
+  own, zero = sizes(rows, objective), jnp.zeros((), jnp.float32)
+  none = GrpoSums(*(zero for _ in GrpoSums._fields))
+  return none._replace(weight=own.weight, tokens=own.tokens_B.sum(), pairs=own.pairs)
 
 
 LARGEST_GAP = "rl/largest_log_prob_gap"
@@ -175,19 +201,21 @@ def quotients(sums: GrpoSums) -> dict[str, Quotient]:
     "rl/importance_weight": sums.importance,
     "rl/log_prob_gap": sums.gap,
   }
-  means = {name: Quotient(value, sums.tokens) for name, value in of_tokens.items()}
+  means = {name: Quotient(value, sums.run_tokens) for name, value in of_tokens.items()}
   return means | {"rl/completion_length": Quotient(sums.tokens, sums.pairs)}
 
 
-METRICS = (
+MODEL_METRICS = (
   "rl/entropy",
   "rl/kl",
   "rl/clipped_low",
   "rl/clipped_high",
   "rl/importance_weight",
   "rl/log_prob_gap",
-  "rl/completion_length",
+  LARGEST_GAP,
 )
+"""Of the names, those for which the model was run."""
+METRICS = (*MODEL_METRICS[:-1], "rl/completion_length")
 """The names of `quotients`."""
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import constrain, over_rows
 from maxbatch.models.registry import Model, Parameters
+from maxbatch.sampling.choice import unpacked
 from maxbatch.training.loss import cut_tokens, num_tiles, scan_tiles
 
 _NEVER = -1e30
@@ -34,6 +35,7 @@ def token_log_probs(
   rows: Rows,
   allowed_V: np.ndarray,
   temperature: float = 1.0,
+  kept_BTW: jax.Array | None = None,
 ) -> LogProbs:
   """Log-probabilities by the distribution that the sampler draws from.
 
@@ -45,6 +47,8 @@ def token_log_probs(
     rows: a microbatch; only targets with a weight count.
     allowed_V: bool: tokens that may be sampled; the others have no probability here either.
     temperature: divides the logits, more than 0.
+    kept_BTW: uint32: bits of the tokens from which each target was chosen: of the others none has a
+      probability; None: all that are allowed.
   """
   bound, config = model.bind(parameters), model.config
   hidden_BTD = bound(rows, None)
@@ -67,7 +71,8 @@ def token_log_probs(
 
   with jax.named_scope("head"):
     matrix_DV = bound.output_matrix()
-    return over_rows(of_rows, matrix_DV, ("embed", "vocab"), hidden_BTD, rows.targets, rows.weights)
+    given = hidden_BTD, rows.targets, rows.weights, *(() if kept_BTW is None else (kept_BTW,))
+    return over_rows(of_rows, matrix_DV, ("embed", "vocab"), *given)
 
 
 def _of_tile(
@@ -75,6 +80,7 @@ def _of_tile(
   hidden_BCD: jax.Array,
   targets_BC: jax.Array,
   weights_BC: jax.Array,
+  kept_BCW: jax.Array | None = None,
   *,
   allowed_V: np.ndarray,
   cap: float,
@@ -85,7 +91,10 @@ def _of_tile(
   logits_BCV = constrain(logits_XV.reshape(B, C, -1), ("batch", "length", "vocab"))
   if cap:
     logits_BCV = cap * jnp.tanh(logits_BCV / cap)
-  logits_BCV = jnp.where(allowed_V[None, None], logits_BCV / temperature, _NEVER)
+  allowed_BCV = jnp.asarray(allowed_V)[None, None]
+  if kept_BCW is not None:
+    allowed_BCV &= unpacked(kept_BCW, logits_BCV.shape[-1])
+  logits_BCV = jnp.where(allowed_BCV, logits_BCV / temperature, _NEVER)
   log_z_BC = jax.nn.logsumexp(logits_BCV, -1)
   # A comparison instead of a gather: it also works where the vocabulary is divided over devices.
   hit_BCV = targets_BC[..., None] == jnp.arange(logits_BCV.shape[-1])[None, None]

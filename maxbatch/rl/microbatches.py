@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +13,9 @@ from maxbatch.models.registry import Parameters
 from maxbatch.rl.advantages import group_advantages, live_groups
 from maxbatch.rl.pairs import Pairs, make_pairs
 from maxbatch.rl.prompts import Prompt, PromptStream
-from maxbatch.rl.rewards import Group, RewardPool, Scores
+from maxbatch.rl.rewards import Group
 from maxbatch.rl.sampled import PairSampler, Sampled
+from maxbatch.rl.shared_rewards import GroupRewards, SharedRewards
 
 
 class Counts(NamedTuple):
@@ -60,7 +62,9 @@ class MicrobatchMaker:
   plan: RLPlan
   prompts: PromptStream
   sampler: PairSampler
-  rewards: RewardPool
+  rewards: SharedRewards
+  trained_until: Callable[[], float] = lambda: 0.0
+  """When the devices that sample last ended training, by time.perf_counter."""
 
   def sample(self, params: Parameters, batch: int, number: int) -> "Unrewarded":
     """The completions of microbatch `number` of a batch of pairs.
@@ -75,7 +79,7 @@ class MicrobatchMaker:
     prompts = [self.prompts(index) for index in range(begin, begin + plan.prompts_per_microbatch)]
     began = time.perf_counter()
     sampled = self.sampler(params, prompts, "rollout", batch, first)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - max(began, self.trained_until())
     return Unrewarded(prompts, sampled, plan.first_pair(batch, number), seconds)
 
   def reward(self, unrewarded: "Unrewarded") -> Microbatch:
@@ -85,8 +89,9 @@ class MicrobatchMaker:
       UserError: a reward function fails, and reward_failure=stop.
     """
     plan, sampled, began = self.plan, unrewarded.sampled, time.perf_counter()
-    scores = scored(self.rewards, unrewarded.prompts, sampled)
     scale, size = self.config.scale_rewards == "group", plan.num_generations
+    first_group = unrewarded.first_pair // size
+    scores = scored(self.rewards, unrewarded.prompts, sampled, first_group)
     advantages_B = group_advantages(scores.rewards_N, size, scale=scale)
     length = plan.pairs.max_target_length
     pairs = make_pairs(sampled.rollout, advantages_B, unrewarded.first_pair, length)
@@ -95,15 +100,23 @@ class MicrobatchMaker:
       live_G=live_groups(scores.rewards_N, size),
       num_truncated=int((~sampled.ended_B).sum()),
       num_tokens=int(sampled.rollout.lengths_B.sum()),
-      num_failures=len(scores.failures),
+      num_failures=scores.num_failures,
       rollout_seconds=unrewarded.seconds,
       reward_seconds=time.perf_counter() - began,
     )
     return Microbatch(pairs, counts)
 
 
-def scored(rewards: RewardPool, prompts: list[Prompt], sampled: Sampled) -> Scores:
+def scored(
+  rewards: SharedRewards, prompts: list[Prompt], sampled: Sampled, first: int
+) -> GroupRewards:
   """The rewards of all completions.
+
+  Args:
+    rewards: the functions.
+    prompts: each has as many completions.
+    sampled: these.
+    first: the number of the first prompt, by which processes share them.
 
   Raises:
     UserError: a reward function fails, and reward_failure=stop.
@@ -113,7 +126,7 @@ def scored(rewards: RewardPool, prompts: list[Prompt], sampled: Sampled) -> Scor
     Group(prompt.text, sampled.texts[number * size : (number + 1) * size], prompt.columns)
     for number, prompt in enumerate(prompts)
   ]
-  return rewards.score(groups)
+  return rewards(groups, first)
 
 
 def step_values(all_counts: list[Counts], generations: int) -> dict[str, float]:

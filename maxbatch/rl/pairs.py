@@ -23,6 +23,8 @@ class Rollout(NamedTuple):
   """int32: tokens of the completions, with the one that ends them."""
   log_probs_BN: np.ndarray
   """float32: of those tokens, by the policy that sampled them."""
+  kept_BNW: np.ndarray | None = None
+  """uint32: bits of the tokens from which each was chosen; None: all that are allowed."""
 
 
 class Pairs(NamedTuple):
@@ -37,6 +39,9 @@ class Pairs(NamedTuple):
   """The same by the policy before the first step on this batch; None: this is the first step."""
   reference_BT: jax.Array | None = None
   """The same by the policy that training began with; None: no KL divergence is taken."""
+  kept_BTW: jax.Array | None = None
+  """uint32: bits of the tokens from which each target was chosen, all of which a probability is of
+  (sampling/choice.py); None: all that are allowed."""
 
 
 def make_pairs(rollout: Rollout, advantages_B: np.ndarray, first_pair: int, length: int) -> Pairs:
@@ -72,6 +77,9 @@ def make_pairs(rollout: Rollout, advantages_B: np.ndarray, first_pair: int, leng
     "advantages_B": advantages_B.astype(np.float32),
     "behaviour_BT": log_probs_BS[:, 1:].astype(np.float32),
   }
+  if rollout.kept_BNW is not None:
+    places_BT1 = np.clip(number_BS[:, 1:, None], 0, rollout.kept_BNW.shape[1] - 1)
+    known["kept_BTW"] = np.take_along_axis(rollout.kept_BNW, places_BT1, 1)
   return Pairs(Rows(**fields), **known)
 
 

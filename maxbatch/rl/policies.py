@@ -1,40 +1,102 @@
 """The parameters that sample: copies, since training uses up the arrays that it is given."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
-from maxbatch.models.registry import Parameters
+from maxbatch.hardware.sharding import replicated
+from maxbatch.models.registry import Model, Parameters, joined
+
+Move = Callable[[Parameters], Parameters]
+"""From parameters where they are trained to a copy where they sample."""
 
 
 class Policies:
-  """The newest parameters by the step before which they stood."""
+  """The newest parameters by the step before which they stood; of those that are frozen one copy."""
 
-  def __init__(self, kept: int, *, keeps_first: bool = False):
+  def __init__(
+    self,
+    model: Model,
+    kept: int,
+    *,
+    keeps_first: bool = False,
+    move: Move | None = None,
+    is_asked_for: bool = True,
+  ):
     """Knows none yet.
 
     Args:
+      model: whose parameters they are.
       kept: how many; those before are forgotten.
       keeps_first: whether those from before step 0 stay all the same.
+      move: to the devices that sample, where these do not train.
+      is_asked_for: whether `of` will be called; else, with `move`, the devices that train keep none.
     """
-    self._kept, self._keeps_first = kept, keeps_first
-    self._by_step: dict[int, Parameters] = {}
+    self._model, self._kept, self._keeps_first = model, kept, keeps_first
+    self._move, self._is_asked_for = move, move is None or is_asked_for
+    self._trained: dict[int, Parameters] = {}
+    self._frozen: Parameters | None = None
+    self._moved: dict[int, Parameters] = {}
+    self._moved_frozen: Parameters = {}
 
   def publish(self, step: int, parameters: Parameters) -> None:
     """Keeps a copy of the parameters from before `step`."""
-    self._by_step[step] = _copied(parameters)
-    for old in sorted(self._by_step)[: -self._kept]:
-      if old or not self._keeps_first:
-        del self._by_step[old]
+    self.keep_frozen(parameters)
+    trained, _ = self._model.split(parameters)
+    # What is forgotten is so before, so that there are never more.
+    if self._is_asked_for:
+      self._forget(self._trained, step, keeps_first=self._keeps_first)
+      self._trained[step] = _copied(trained)
+    if self._move is not None:
+      self._forget(self._moved, step, keeps_first=False)
+      self._moved[step] = self._move(trained)
+
+  def keep_frozen(self, parameters: Parameters) -> None:
+    """Keeps a copy of those that are frozen, which all steps have, unless there is one."""
+    if self._frozen is not None:
+      return
+    _, frozen = self._model.split(parameters)
+    self._frozen = _copied(frozen) if frozen and self._is_asked_for else {}
+    if self._move is not None and frozen:
+      self._moved_frozen = self._move(frozen)
 
   def of(self, step: int) -> Parameters:
     """The parameters from before `step`, one of the newest that were published."""
-    return self._by_step[step]
+    assert self._frozen is not None
+    return joined(self._trained[step], self._frozen)
+
+  def trained(self, step: int) -> Parameters:
+    """Of those the ones that train."""
+    return self._trained[step]
+
+  def to_sample(self, step: int) -> Parameters:
+    """The same where they sample."""
+    if self._move is None:
+      return self.of(step)
+    return joined(self._moved[step], self._moved_frozen)
 
   def put_back(self, steps: Sequence[int], parameters: Sequence[Parameters]) -> None:
-    """Takes up what `of` gave for these steps before a run was resumed."""
-    self._by_step |= dict(zip(steps, parameters, strict=True))
+    """Takes up what `trained` gave for these steps before a run was resumed."""
+    for step, each in zip(steps, parameters, strict=True):
+      self._trained[step] = each
+      if self._move is not None:
+        self._moved[step] = self._move(each)
+
+  def _forget(self, kept: dict[int, Parameters], step: int, *, keeps_first: bool) -> None:
+    """All but the newest, so that with that of `step` there are as many as there may be."""
+    others = sorted(set(kept) - {step}, reverse=True)
+    for old in others[self._kept - 1 :]:
+      if old or not keeps_first:
+        del kept[old]
+
+
+def mover(training: Mesh, sampling: Mesh) -> Move:
+  """Copies parameters from one mesh to each device of another, without waiting for them."""
+  # Made whole first: from parts that lie otherwise jax copies by way of the host, and waits.
+  whole = jax.jit(_copied, out_shardings=replicated(training))
+  return lambda parameters: jax.device_put(whole(parameters), replicated(sampling))
 
 
 @jax.jit

@@ -9,7 +9,15 @@ import numpy as np
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.models.registry import Model, Parameters
-from maxbatch.rl.grpo import LARGEST_GAP, METRICS, Objective, grpo_sums, quotients
+from maxbatch.rl.grpo import (
+  LARGEST_GAP,
+  METRICS,
+  GrpoSums,
+  Objective,
+  grpo_sums,
+  nothing_learned,
+  quotients,
+)
 from maxbatch.rl.log_probs import token_log_probs
 from maxbatch.rl.pairs import Pairs
 from maxbatch.training.loss import LossSums
@@ -27,9 +35,15 @@ class PolicyLoss:
   temperature: float
   has_proximal: bool = False
   """Whether pairs have the log-probabilities of before the first step on their batch."""
+  kept_words: int = 0
+  """Words of a target's bits where it was chosen from some of the allowed tokens; 0: from all."""
+  halves: bool = False
+  """See `Loss.halves`; each has half of the completions of every prompt."""
 
   def fed(self, rows: Rows) -> Pairs:
     """See `Loss.fed`."""
+    if self.halves:
+      rows = jax.tree.map(_in_two, rows)
     per_token, per_row = rows.weights, rows.sample_ids
     advantages = jax.ShapeDtypeStruct(per_row.shape, np.float32)
     log_probs = jax.ShapeDtypeStruct(per_token.shape, np.float32)
@@ -39,6 +53,9 @@ class PolicyLoss:
       arrays["proximal_BT"] = log_probs
     if self.objective.beta:
       arrays["reference_BT"] = log_probs
+    if self.kept_words:
+      shape = *per_token.shape, self.kept_words
+      arrays["kept_BTW"] = jax.ShapeDtypeStruct(shape, np.uint32)
     return Pairs(own, **arrays)
 
   def rows(self, microbatch: Pairs) -> Rows:
@@ -71,9 +88,26 @@ class PolicyLoss:
     """See `Loss`."""
     del dropout_key, probes, metrics
     allowed_V = np.frombuffer(self.allowed, bool)
-    found = token_log_probs(model, parameters, microbatch.rows, allowed_V, self.temperature)
-    sums = grpo_sums(found, microbatch, self.objective)
-    of_tokens = jax.tree.map(lambda x: x[None], quotients(sums))
-    return MicrobatchLoss(
-      LossSums(sums.loss[None], of_tokens), sums.weight[None], {LARGEST_GAP: sums.largest_gap}
-    )
+    options = allowed_V, self.temperature, microbatch.kept_BTW
+    found = token_log_probs(model, parameters, microbatch.rows, *options)
+    return _found(grpo_sums(found, microbatch, self.objective))
+
+  def has_gradient(self, fed: Pairs) -> jax.Array | None:
+    """See `SkippingLoss`: without a KL divergence none where no reward of a group differs."""
+    return None if self.objective.beta else (fed.advantages_B != 0).any(1)
+
+  def without_gradient(self, microbatch: Pairs) -> MicrobatchLoss:
+    """See `SkippingLoss`."""
+    return _found(nothing_learned(microbatch.rows, self.objective))
+
+
+def _found(sums: GrpoSums) -> MicrobatchLoss:
+  of_tokens = jax.tree.map(lambda x: x[None], quotients(sums))
+  return MicrobatchLoss(
+    LossSums(sums.loss[None], of_tokens), sums.weight[None], {LARGEST_GAP: sums.largest_gap}
+  )
+
+
+def _in_two(x: Any) -> jax.ShapeDtypeStruct:
+  """The shape of a microbatch (1, B, …) as its halves are fed."""
+  return jax.ShapeDtypeStruct((2, x.shape[1] // 2, *x.shape[2:]), x.dtype)

@@ -5,7 +5,7 @@ All are in memory: a million prompts of 500 bytes take about 1 GB.
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from maxbatch.config.schema import DataConfig
@@ -30,10 +30,20 @@ class PromptData:
   """Bad records that were skipped."""
 
 
-def read_prompts(data: DataConfig) -> PromptData:
+def _all_fit(text: str) -> str:
+  """No prompt is too long."""
+  del text
+  return ""
+
+
+def read_prompts(data: DataConfig, problem: Callable[[str], str] = _all_fit) -> PromptData:
   """The records that the keys of the data name.
 
   Without files for validation, the last eval_fraction of the records is.
+
+  Args:
+    data: the keys.
+    problem: why a text cannot be a prompt; empty: it can.
 
   Raises:
     UserError: a file or column is missing, or more records are bad than max_bad_records.
@@ -56,10 +66,10 @@ def read_prompts(data: DataConfig) -> PromptData:
       "rl_task=format, which needs none"
     )
   found: list[Prompt] = []
-  problems = list(_read(given.train, columns, found))
+  problems = list(_read(given.train, columns, problem, found))
   validation: list[Prompt] = []
   if given.validation:
-    problems += _read(given.validation, of_eval, validation)
+    problems += _read(given.validation, of_eval, problem, validation)
   elif data.eval_fraction:
     held_out = max(round(len(found) * data.eval_fraction), 1)
     found, validation = found[:-held_out], found[-held_out:]
@@ -74,7 +84,12 @@ def _numbered(prompts: list[Prompt]) -> Prompts:
   return Prompts(prompts.__getitem__, len(prompts))
 
 
-def _read(sources: Sources, columns: tuple[str, ...], prompts: list[Prompt]) -> Iterator[str]:
+def _read(
+  sources: Sources,
+  columns: tuple[str, ...],
+  problem: Callable[[str], str],
+  prompts: list[Prompt],
+) -> Iterator[str]:
   """Adds the prompts of the files; what is wrong with records that are skipped."""
   form = FORMATS[sources.format]
   for file in sources.files:
@@ -85,10 +100,11 @@ def _read(sources: Sources, columns: tuple[str, ...], prompts: list[Prompt]) -> 
       )
     for records in _records(sources, file, columns):
       prompt = _prompt(records, columns)
-      if isinstance(prompt, Bad):
+      reason = prompt.reason if isinstance(prompt, Bad) else problem(prompt.text)
+      if reason:
         where = form.named(sources.key, file, records[0].place)
-        yield f"{sources.key}: {file.path}, {where}: {prompt.reason}"
-      else:
+        yield f"{sources.key}: {file.path}, {where}: {reason}"
+      elif isinstance(prompt, Prompt):
         prompts.append(prompt)
     check_unchanged(sources.key, file)
 

@@ -3,13 +3,16 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from maxbatch.config.schema import Config
+from maxbatch.config.yaml_file import shown
+from maxbatch.data.registry import build_tokenizer
 from maxbatch.errors import UserError
 from maxbatch.rl.prompt_files import read_prompts
 from maxbatch.rl.prompts import Prompt, Prompts
 from maxbatch.rl.tasks import task_named
+from maxbatch.sampling.requests import PromptEncoder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +55,25 @@ def prompt_set(config: Config) -> PromptSet:
   )
 
 
+def too_long(config: Config) -> Callable[[str], str]:
+  """Says of a prompt why it is too long; nothing where it is not."""
+  places = config.rl.max_prefill_predict_length
+  encode = PromptEncoder(config.data, build_tokenizer(config.data))
+
+  def problem(text: str) -> str:
+    count = len(encode(text))
+    if count <= places:
+      return ""
+    return (
+      f"the prompt {shown(text)} has {count} tokens, and max_prefill_predict_length={places}; for "
+      f"example max_prefill_predict_length={count}"
+    )
+
+  return problem
+
+
 def _of_files(config: Config) -> PromptSet:
-  found, wanted = read_prompts(config.data), config.run.eval_samples
+  found, wanted = read_prompts(config.data, too_long(config)), config.run.eval_samples
   train = [found.train.at(number) for number in range(found.train.count)]
   count = found.validation.count if wanted == -1 else min(wanted, found.validation.count)
   held_out = [found.validation.at(number) for number in range(count)]

@@ -5,6 +5,7 @@ prompt, and rewards depend neither on the number of processes nor on micro_batch
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
 import multiprocessing.connection
@@ -105,7 +106,7 @@ class RewardPool:
     self._names = check_rewards(config)
     self._config = config
     self._workers: list[_Worker] = []
-    self._lock = threading.Lock()
+    self._lock, self._given_up = threading.Lock(), threading.Event()
 
   def __enter__(self) -> "RewardPool":
     self._workers = [self._started() for _ in range(self._config.reward_processes)]
@@ -126,28 +127,47 @@ class RewardPool:
 
     Raises:
       UserError: a function fails, and reward_failure=stop; or a process cannot start.
+      CancelledError: see `give_up`.
     """
     # Evaluations score in one thread, rollouts in another.
     with self._lock:
       return self._scored(groups)
 
+  def give_up(self) -> None:
+    """Ends a `score` under way in another thread, and the calls that it has begun."""
+    self._given_up.set()
+    for worker in list(self._workers):
+      if worker.call is not None:
+        _kill(worker)
+    with self._lock:
+      self._given_up.clear()
+
   def _scored(self, groups: Sequence[Group]) -> Scores:
+    for worker in [worker for worker in self._workers if worker.call is not None]:
+      self._replace(worker)  # What it does has been given up.
     waiting = collections.deque(
       (group, function) for group in range(len(groups)) for function in range(len(self._names))
     )
     replies: dict[tuple[int, int], Reply] = {}
     total = len(waiting)
     while len(replies) < total:
+      self._check_wanted()
       for worker in self._workers:
         if worker.is_ready and worker.call is None and waiting:
           self._begin(worker, waiting.popleft(), groups)
-      for worker in self._ended():
+      ended = self._ended()
+      self._check_wanted()  # Else it would be the function whose process has ended.
+      for worker in ended:
         place = worker.call
         reply = self._outcome(worker)
         if place is not None:
           replies[place] = reply
           self._check(reply, place, groups)
     return self._scores(groups, replies)
+
+  def _check_wanted(self) -> None:
+    if self._given_up.is_set():
+      raise concurrent.futures.CancelledError
 
   def _begin(self, worker: _Worker, place: tuple[int, int], groups: Sequence[Group]) -> None:
     group, function = groups[place[0]], place[1]
@@ -238,10 +258,15 @@ class RewardPool:
     return _Worker(process, ours, time.monotonic() + _START_SECONDS)
 
 
-def _end(worker: _Worker) -> None:
-  """Ends a process and what it has started."""
+def _kill(worker: _Worker) -> None:
+  """Ends a process and what it has started; its connection says so."""
   with contextlib.suppress(ProcessLookupError):
     os.killpg(worker.process.pid, signal.SIGKILL)
+
+
+def _end(worker: _Worker) -> None:
+  """Ends a process for good."""
+  _kill(worker)
   worker.process.wait()
   worker.connection.close()
   assert worker.process.stdin is not None

@@ -4,6 +4,10 @@ One thread, the training loop's, dispatches all that runs on the devices, in an 
 numbers alone (batch/rollout_order.py): programs that talk to each other are dispatched alike on all
 devices, and no lock is needed. What overlaps: rewards are formed in a thread of their own while the next
 microbatch is sampled and the one before is trained on, which the devices do after it was dispatched.
+
+Devices that only sample (rollout_devices) share no program with those that train, so that no order
+between the two matters: they are fed by a thread of their own, one microbatch after the other, as far
+ahead as there is a policy.
 """
 
 import collections
@@ -18,8 +22,9 @@ from jax.sharding import Mesh
 
 from maxbatch.batch.plan import Position
 from maxbatch.batch.rl_plan import RLPlan
-from maxbatch.batch.rollout_order import sampled_before
-from maxbatch.rl.microbatches import Microbatch, MicrobatchMaker
+from maxbatch.batch.rollout_order import last_with_a_policy, sampled_before
+from maxbatch.hardware.sharding import put
+from maxbatch.rl.microbatches import Microbatch, MicrobatchMaker, Unrewarded
 from maxbatch.rl.pairs import Pairs
 from maxbatch.rl.policies import Policies
 from maxbatch.rl.steps import StepRecords
@@ -43,6 +48,7 @@ class RolloutLoader:
     complete: Callable[[int, Pairs], Pairs],
     *,
     overlaps: bool = True,
+    apart: bool = False,
   ):
     """Samples nothing yet.
 
@@ -55,6 +61,7 @@ class RolloutLoader:
       records: are told, of every step, what its microbatches count, before the last is yielded.
       complete: adds to the pairs of a batch, on the devices, what the loss takes besides.
       overlaps: else each microbatch is made when it is asked for: the same, one after the other.
+      apart: whether other devices sample than train.
     """
     self._plan, self._make, self._policies, self._mesh = plan, make, policies, mesh
     self._records, self._complete, self._overlaps = records, complete, overlaps
@@ -65,12 +72,18 @@ class RolloutLoader:
     self._ahead: collections.deque[Future[Microbatch]] = collections.deque()
     self._batch: list[Microbatch] = []
     self._rewards = ThreadPoolExecutor(1, thread_name_prefix="rewards")
+    self._rollout = ThreadPoolExecutor(1, thread_name_prefix="rollout") if apart else None
+    self._pools = [pool for pool in (self._rollout, self._rewards) if pool]
 
   def __enter__(self) -> Self:
     return self
 
   def __exit__(self, *_: object) -> None:
-    self._rewards.shutdown(wait=True, cancel_futures=True)
+    for pool in self._pools:
+      pool.shutdown(wait=False, cancel_futures=True)
+    self._make.rewards.give_up()  # Nobody waits for a function that takes a minute.
+    for pool in self._pools:
+      pool.shutdown(wait=True)
     self._ahead.clear()
 
   def __next__(self) -> Pairs:
@@ -95,9 +108,9 @@ class RolloutLoader:
     waited = time.perf_counter() - began - self._trained
     self._trained = 0.0
     self._waited += waited
-    self._records.waited(waited)
+    self._records.goes_on()
     fed = jax.tree.map(lambda x: np.asarray(x)[None], pairs)
-    return self._complete(batch, jax.device_put(fed, rows_shardings(fed, self._mesh)))
+    return self._complete(batch, put(fed, rows_shardings(fed, self._mesh)))
 
   def waited_seconds(self) -> float:
     """How long `next` has sampled, and waited for rewards, since this was last asked.
@@ -111,17 +124,30 @@ class RolloutLoader:
     """Waits for a microbatch, numbered through all batches, with what is sampled before."""
     plan, last = self._plan, number
     if self._overlaps:
-      last = sampled_before(number, plan.num_microbatches, plan.staleness)
+      ahead = last_with_a_policy if self._rollout else sampled_before
+      last = ahead(number, plan.num_microbatches, plan.staleness)
     self._sample_up_to(min(last, self._last))
+    self._await_policy(plan.place_of_microbatch(number)[0])
     self._batch.append(self._ahead.popleft().result())
 
   def _sample_up_to(self, last: int) -> None:
     while self._sampled <= last:
       batch, place = self._plan.place_of_microbatch(self._sampled)
-      params = self._policies.of(self._plan.policy_of_batch(batch))
-      began = time.perf_counter()
-      jax.block_until_ready(params)
-      self._trained += time.perf_counter() - began
-      unrewarded = self._make.sample(params, batch, place)
-      self._ahead.append(self._rewards.submit(self._make.reward, unrewarded))
+      params = self._policies.to_sample(self._plan.policy_of_batch(batch))
+      if self._rollout:
+        sampled = self._rollout.submit(self._make.sample, params, batch, place)
+        self._ahead.append(self._rewards.submit(self._rewarded, sampled))
+      else:
+        self._await_policy(batch)
+        unrewarded = self._make.sample(params, batch, place)
+        self._ahead.append(self._rewards.submit(self._make.reward, unrewarded))
       self._sampled += 1
+
+  def _rewarded(self, sampled: Future[Unrewarded]) -> Microbatch:
+    return self._make.reward(sampled.result())
+
+  def _await_policy(self, batch: int) -> None:
+    """Waits until the policy that samples a batch is there, which takes no longer than training."""
+    began = time.perf_counter()
+    jax.block_until_ready(self._policies.to_sample(self._plan.policy_of_batch(batch)))
+    self._trained += time.perf_counter() - began

@@ -83,8 +83,17 @@ class PairSampler:
       text_after(self.tokenizer, each, row_N[: length - ended])
       for each, (row_N, length, ended) in zip(ids, kept, strict=True)
     ]
-    rollout = Rollout(tokens_BP, lengths_B, found.tokens_BN, found.lengths_B, found.log_probs_BN)
+    completions = found.tokens_BN, found.lengths_B, found.log_probs_BN, found.kept_BNW
+    rollout = Rollout(tokens_BP, lengths_B, *completions)
     return Sampled(rollout, texts, found.ended_B)
+
+  def longest(self, prompts: Sequence[Prompt]) -> int:
+    """Tokens of the longest of these prompts.
+
+    Raises:
+      UserError: it is too long.
+    """
+    return max((len(self._encoded(prompt.text)) for prompt in prompts), default=0)
 
   def _encoded(self, text: str) -> Sequence[int]:
     ids = self.encode(text)
@@ -114,6 +123,13 @@ def run_vocabulary(config: Config) -> Vocabulary:
   return vocabulary_of(tokenizer, config.model.vocab_size, ends)
 
 
+def rollout_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh) -> Sampler:
+  """What samples in a run of reinforcement learning, by the policy `model` over a mesh."""
+  length, choice = config.batch.max_target_length, choice_of(config.run)
+  new_tokens = length - config.rl.max_prefill_predict_length
+  return Sampler(model, choice, new_tokens, length, mesh, choice.leaves_out)
+
+
 def pair_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh) -> PairSampler:
   """The sampler of a run of reinforcement learning.
 
@@ -122,14 +138,13 @@ def pair_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh) -> PairS
     model: its policy.
     mesh: over which the parameters lie.
   """
-  tokenizer, places = build_tokenizer(config.data), config.rl.max_prefill_predict_length
-  length = config.batch.max_target_length
+  tokenizer = build_tokenizer(config.data)
   return PairSampler(
-    sampler=Sampler(model, choice_of(config.run), length - places, length, mesh),
+    sampler=rollout_sampler(config, model, mesh),
     vocabulary=run_vocabulary(config),
     encode=PromptEncoder(config.data, tokenizer),
     tokenizer=tokenizer,
     seed=config.model.init_weights_seed,
     num_generations=config.rl.num_generations,
-    max_prompt_length=places,
+    max_prompt_length=config.rl.max_prefill_predict_length,
   )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
-from maxbatch.rl.grpo import LARGEST_GAP
+from maxbatch.rl.grpo import LARGEST_GAP, MODEL_METRICS
 from maxbatch.rl.microbatches import Counts, step_values
 from maxbatch.run_folder.metrics import Record
 
@@ -17,19 +17,31 @@ by rounding, at temperature 1."""
 class StepRecords:
   """Completes the records of steps."""
 
-  def __init__(self, plan: RLPlan, config: Config, feed_watchdog: Callable[[], None]):
-    """Args: the run's plan and configuration, and what is told that the run goes on."""
+  def __init__(
+    self,
+    plan: RLPlan,
+    config: Config,
+    feed_watchdog: Callable[[], None],
+    train_seconds: Callable[[], float],
+  ):
+    """Knows of no step.
+
+    Args:
+      plan: the run's.
+      config: the run.
+      feed_watchdog: is told that the run goes on.
+      train_seconds: how long the devices trained since it was last asked.
+    """
     self._plan, self._config, self._feed_watchdog = plan, config, feed_watchdog
-    self._waited = 0.0
+    self._train_seconds = train_seconds
     self._counts: dict[int, list[Counts]] = {}
 
   def note(self, step: int, counts: list[Counts]) -> None:
     """Takes note of what the microbatches of a step count; steps are numbered from 0."""
     self._counts[step] = counts
 
-  def waited(self, seconds: float) -> None:
-    """Takes note that training has waited for pairs, which are sampled or rewarded."""
-    self._waited += seconds
+  def goes_on(self) -> None:
+    """Takes note that pairs were sampled and rewarded."""
     self._feed_watchdog()
 
   def completed(self, record: Record) -> Record:
@@ -41,17 +53,22 @@ class StepRecords:
     plan = self._plan
     step = int(record["step"]) - 1
     batch, counts = plan.batch_of_step(step), self._counts.pop(step)
+    skipped = [] if plan.has_reference else [each for each in counts if not each.live_G.any()]
     values = step_values(counts, plan.num_generations)
-    if plan.begins_batch(step) and not plan.lag(batch):
+    if len(skipped) == len(counts):  # The model was not run: there is nothing that it says.
+      record = {name: value for name, value in record.items() if name not in MODEL_METRICS}
+    elif plan.begins_batch(step) and not plan.lag(batch):
       check_gap(self._config, batch, record[LARGEST_GAP])
     made = values["rl/rollout_seconds"] + values["rl/reward_seconds"]
-    # Within the seconds of this record, which is made when the next step's pairs are there.
-    waited, self._waited = self._waited, 0.0
-    train = max(record["step_seconds"] - waited, 0.0)
+    if not plan.begins_batch(step):
+      made = 0.0  # It was made for the first step on the batch.
+    train = self._train_seconds()
+    hidden, shorter = made + train - record["step_seconds"], min(made, train)
     own = {
       "rl/train_seconds": train,
-      "rl/ideal_seconds": max(made, train) + min(made, train) / plan.num_microbatches,
-      "rl/overlap_fraction": min(max(1 - record["data_wait_seconds"] / made, 0.0), 1.0),
+      "rl/ideal_seconds": max(made, train) + shorter / plan.num_microbatches,
+      "rl/overlap_fraction": min(max(hidden / shorter, 0.0), 1.0) if shorter else 0.0,
+      "rl/skipped_microbatches": float(len(skipped)),
       "rl/staleness": float(plan.lag(batch)),
       "rl/dropped_prompts": float(plan.dropped_prompts(batch + 1)),
     }

@@ -28,6 +28,11 @@ class Choice:
   min_p: float = 0.0
   """Only tokens at least so likely as this times the likeliest one (Nguyen et al. 2024); 0: all."""
 
+  @property
+  def leaves_out(self) -> bool:
+    """Whether some tokens that the model gives a probability cannot be chosen."""
+    return bool(self.top_k or self.top_p < 1 or self.min_p)
+
 
 class Vocabulary(NamedTuple):
   """What ids of the model are to a text."""
@@ -39,28 +44,37 @@ class Vocabulary(NamedTuple):
 
 
 def choose(
-  logits_BV: jax.Array, keys_B: jax.Array, number: jax.Array, choice: Choice
-) -> tuple[jax.Array, jax.Array]:
-  """The next token of each row, and its log-probability.
+  logits_BV: jax.Array,
+  keys_B: jax.Array,
+  number: jax.Array,
+  choice: Choice,
+  *,
+  of_kept: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """The next token of each row, its log-probability, and which tokens it was chosen from.
 
   Args:
     logits_BV: float32, −∞ where a token is not allowed.
     keys_B: a random key for each text: what a row draws does not depend on the others.
     number: int32: which of its tokens this is, from 0.
     choice: how.
+    of_kept: whether log-probabilities are by the tokens that top_k, top_p and min_p leave; else by all
+      that are allowed.
 
   Returns:
-    int32[B], and float32[B]: of the tokens chosen, by the allowed logits over the temperature (1 if
-    that is 0) before top_k, top_p and min_p: what the gradient of a policy is of.
+    int32[B]; float32[B]: of the tokens chosen, by the logits over the temperature (1 if that is 0);
+    bool[B, V]: which tokens are left.
   """
   scaled_BV = logits_BV / (choice.temperature or 1.0)
+  cut_BV = cut(scaled_BV, choice)
   if choice.temperature == 0:
     ids_B = jnp.argmax(logits_BV, axis=-1)
   else:
     keys_B = jax.vmap(lambda key: jax.random.fold_in(key, number))(keys_B)
-    ids_B = jax.vmap(jax.random.categorical)(keys_B, cut(scaled_BV, choice))
-  chosen_B = jnp.take_along_axis(scaled_BV, ids_B[:, None], 1)[:, 0]
-  return ids_B.astype(jnp.int32), chosen_B - jax.nn.logsumexp(scaled_BV, axis=1)
+    ids_B = jax.vmap(jax.random.categorical)(keys_B, cut_BV)
+  of_BV = cut_BV if of_kept else scaled_BV
+  chosen_B = jnp.take_along_axis(of_BV, ids_B[:, None], 1)[:, 0]
+  return ids_B.astype(jnp.int32), chosen_B - jax.nn.logsumexp(of_BV, axis=1), cut_BV > _NEVER
 
 
 def cut(logits_BV: jax.Array, choice: Choice) -> jax.Array:
@@ -78,3 +92,27 @@ def cut(logits_BV: jax.Array, choice: Choice) -> jax.Array:
     least_B1 = logits_BV.max(1, keepdims=True) + math.log(choice.min_p)
     logits_BV = jnp.where(logits_BV >= least_B1, logits_BV, _NEVER)
   return logits_BV
+
+
+_WORD = 32
+"""Bits of a word in `packed`."""
+
+
+def num_words(vocab_size: int) -> int:
+  """Words of the tokens of a vocabulary in `packed`."""
+  return -(-vocab_size // _WORD)
+
+
+def packed(kept_BV: jax.Array) -> jax.Array:
+  """The tokens as bits of uint32[B, W]."""
+  B, V = kept_BV.shape
+  bits_BWX = jnp.pad(kept_BV, ((0, 0), (0, -V % _WORD))).reshape(B, -1, _WORD).astype(jnp.uint32)
+  return (bits_BWX << jnp.arange(_WORD, dtype=jnp.uint32)[None, None]).sum(-1, dtype=jnp.uint32)
+
+
+def unpacked(bits_XW: jax.Array, vocab_size: int) -> jax.Array:
+  """The bool[…, V] that `packed` made the bits of."""
+  *lead, words = bits_XW.shape
+  places = jnp.arange(_WORD, dtype=jnp.uint32)[(None,) * (len(lead) + 1)]
+  bits = (bits_XW[..., None] >> places) & 1
+  return bits.reshape(*lead, words * _WORD)[..., :vocab_size].astype(bool)

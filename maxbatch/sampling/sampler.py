@@ -22,11 +22,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxbatch.data.rows import Rows
-from maxbatch.hardware.sharding import LOGICAL_AXIS_RULES, constrain, replicated
+from maxbatch.hardware.sharding import LOGICAL_AXIS_RULES, constrain, put, replicated
 from maxbatch.models.cache import Cache
 from maxbatch.models.dot_product import capped
 from maxbatch.models.registry import LanguageModel, Model, Parameters, offers_cache
-from maxbatch.sampling.choice import Choice, Vocabulary, choose
+from maxbatch.sampling.choice import Choice, Vocabulary, choose, num_words, packed
 
 
 class Prompts(NamedTuple):
@@ -51,6 +51,8 @@ class Samples(NamedTuple):
   """float32: of each token, see `choose`; 0 after the end."""
   ended_B: jax.Array
   """bool: whether a token ended the text."""
+  kept_BNW: jax.Array | None = None
+  """uint32: bits of the tokens from which each was chosen; None: not asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +67,8 @@ class Sampler:
   others, and learned positions end there."""
   mesh: Mesh | None = None
   """Over which the parameters are divided; None: they are on one device."""
+  keeps_choices: bool = False
+  """Whether Samples say from which tokens each was chosen, and log-probabilities are by those alone."""
 
 
 class _Texts(NamedTuple):
@@ -86,12 +90,13 @@ class _State(NamedTuple):
   ended_B: jax.Array
   number: jax.Array
   """int32: new tokens."""
+  kept_BNW: jax.Array | None
 
   def samples(self, num_texts: int) -> Samples:
     """Of the rows that do not only fill up the batch."""
     new_BN = self.tokens_BS[:, -self.log_probs_BN.shape[1] :]
-    fields = new_BN, self.lengths_B, self.log_probs_BN, self.ended_B
-    return Samples(*(x[:num_texts] for x in fields))
+    samples = Samples(new_BN, self.lengths_B, self.log_probs_BN, self.ended_B, self.kept_BNW)
+    return jax.tree.map(lambda x: x[:num_texts], samples)
 
 
 def sample(
@@ -134,6 +139,54 @@ def stream(
     yield state.samples(B)
 
 
+def traced_prefill(
+  sampler: Sampler, params: Parameters, num_texts: int, places: int
+) -> jax.stages.Traced:
+  """The program that reads the prompts and begins the texts, of abstract arrays.
+
+  Args:
+    sampler: how; it has a mesh, and a model that offers a cache.
+    params: shapes, dtypes and shardings.
+    num_texts: B.
+    places: P.
+  """
+  return _prefill.trace(sampler, params, *abstract_texts(sampler, num_texts, places))
+
+
+def traced_write(
+  sampler: Sampler, params: Parameters, num_texts: int, places: int, cache: Cache
+) -> jax.stages.Traced:
+  """The program that writes token after token; see `traced_prefill`, which gives the cache."""
+  until = jax.ShapeDtypeStruct((), np.int32)
+  texts, state = abstract_texts(sampler, num_texts, places)
+  return _write.trace(sampler, params, texts, state, cache, until)
+
+
+def abstract_texts(sampler: Sampler, num_texts: int, places: int) -> tuple[Any, Any]:
+  """Shapes, dtypes and shardings of what both programs take beside parameters and cache."""
+  assert sampler.mesh is not None
+  B, N, V = num_texts, sampler.max_new_tokens, sampler.model.config.vocab_size
+  key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+  whole = replicated(sampler.mesh)
+
+  def array(dtype: Any, *shape: int) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=whole)
+
+  kept_BNW = array(np.uint32, B, N, num_words(V)) if sampler.keeps_choices else None
+  vocabulary = Vocabulary(array(np.bool_, V), array(np.bool_, V))
+  return (
+    _Texts(array(np.int32, B), array(key.dtype, B, *key.shape), vocabulary),
+    _State(
+      tokens_BS=array(np.int32, B, places + N),
+      log_probs_BN=array(np.float32, B, N),
+      lengths_B=array(np.int32, B),
+      ended_B=array(np.bool_, B),
+      number=array(np.int32),
+      kept_BNW=kept_BNW,
+    ),
+  )
+
+
 def on_fewest_devices(
   params: Parameters, mesh: Mesh, num_texts: int
 ) -> tuple[Parameters, Mesh | None]:
@@ -172,12 +225,17 @@ def _begun(
   begins_B = P - np.asarray(prompts.lengths_B, np.int32)
   tokens_BS = np.pad(np.asarray(prompts.tokens_BP, np.int32), ((0, 0), (0, N)))
   ended_B = np.arange(B) >= num_texts
+  words = num_words(len(vocabulary.allowed_V))
+  kept_BNW = np.zeros((B, N, words), np.uint32) if sampler.keeps_choices else None
   zeros = np.zeros((B, N), np.float32), np.zeros(B, np.int32)
   arrays: Any = (
     _Texts(begins_B, np.asarray(jax.random.key_data(prompts.keys_B)), vocabulary),  # pyright: ignore
-    _State(tokens_BS, *zeros, ended_B, np.int32(0)),  # pyright: ignore
+    _State(tokens_BS, *zeros, ended_B, np.int32(0), kept_BNW),  # pyright: ignore
   )
-  return jax.device_put(arrays, None if sampler.mesh is None else replicated(sampler.mesh))
+  if sampler.mesh is None:
+    return jax.device_put(arrays)
+  whole = replicated(sampler.mesh)
+  return put(arrays, jax.tree.map(lambda _: whole, arrays))
 
 
 @functools.lru_cache(8)
@@ -262,10 +320,16 @@ def _with_next(
   logits_BV = constrain(logits_BV, ("batch", None))
   logits_BV = jnp.where(texts.vocabulary.allowed_V[None], logits_BV, -jnp.inf)
   keys_B = jax.random.wrap_key_data(texts.key_data_B)
-  ids_B, log_probs_B = choose(logits_BV, keys_B, state.number, sampler.choice)
+  keeps = sampler.keeps_choices
+  ids_B, log_probs_B, kept_BV = choose(
+    logits_BV, keys_B, state.number, sampler.choice, of_kept=keeps
+  )
   ids_B = jnp.where(state.ended_B, 0, ids_B)
   log_probs_B = jnp.where(state.ended_B, 0.0, log_probs_B)
   place = state.tokens_BS.shape[1] - sampler.max_new_tokens + state.number
+  if keeps:
+    kept_BNW = jax.lax.dynamic_update_index_in_dim(state.kept_BNW, packed(kept_BV), state.number, 1)
+    state = state._replace(kept_BNW=kept_BNW)
   return state._replace(
     tokens_BS=jax.lax.dynamic_update_index_in_dim(state.tokens_BS, ids_B, place, 1),
     log_probs_BN=jax.lax.dynamic_update_index_in_dim(

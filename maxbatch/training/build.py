@@ -84,7 +84,7 @@ def build_trainer(
     plan.topology,
     tuple(devices),
     pipeline,
-    Measures(metrics, config.noise.gns_from_microbatches),
+    Measures(metrics, config.noise.gns_from_microbatches, loss.halves),
     loss,
     num_saved_policies,
   )

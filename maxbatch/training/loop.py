@@ -101,6 +101,11 @@ class Job:
   """Is called when an evaluation is noted, but the last one."""
   completed: Callable[[Record], Record] = lambda record: record
   """The record of a step with what else is known of it; raises where that is wrong."""
+  dispatched: Callable[[StepMetrics], None] = lambda metrics: None
+  """Is called after each dispatch of training, whose metrics may still be on the devices."""
+  loader_waits: bool = False
+  """Whether the loader waits for each step to end anyway, so that its metrics are fetched before more
+  is loaded, and its seconds are its own."""
 
   def with_plan(self, plan: BatchPlan) -> "Job":
     """The job after the plan has changed."""
@@ -124,7 +129,7 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
   """Trains from `position` to the end of the plan, or to the first stop signal.
 
   Returns the state and how far it came; all of it is saved. Metrics of a step are fetched after
-  the next one is dispatched, so that the devices never wait for the host.
+  the next one is dispatched, so that the devices never wait for the host (but see `loader_waits`).
 
   Raises:
     TrainingDivergedError: a loss or gradient is not finite, and nothing of that step is saved; or
@@ -163,7 +168,8 @@ def _train_until_change(
       evaluating = ending or _due(job, before, position, job.run.eval_interval)
       saving = ending or _due(job, before, position, job.checkpoint.checkpoint_period)
       profiling = job.profiler.is_due(position.step)
-      if evaluating or saving or profiling or decides(job.noise, position):
+      due = evaluating or saving or profiling or decides(job.noise, position)
+      if due or job.loader_waits:
         record = _fetch(job, pending, clock, stop)
         pending = None
         job.profiler.turn(position.step, state, ending=ending)
@@ -194,14 +200,18 @@ def _dispatch(
   step, mesh = programs(phase.micro_batch), job.trainer.mesh
   if not job.streamed:
     control = flagged(mesh, job.trainer.control(phase.num_microbatches), stop.requested)
-    return step(state, next(loader), control, learning_rate)
+    state, metrics = step(state, next(loader), control, learning_rate)
+    job.dispatched(metrics)
+    return state, metrics
   wrong = []
   for _ in range(phase.num_microbatches - 1):
     control = flagged(mesh, np.bool_(False))
     state, metrics = step(state, next(loader), control, learning_rate)
+    job.dispatched(metrics)
     wrong.append(metrics.wrong_row)
   control = flagged(mesh, np.bool_(True), stop.requested)
   state, metrics = step(state, next(loader), control, learning_rate)
+  job.dispatched(metrics)
   return state, metrics._replace(wrong_row=(*wrong, metrics.wrong_row))
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -11,19 +11,52 @@ import jax.numpy as jnp
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.resume import check_can_continue
 from maxbatch.hardware.agreement import failing_together
+from maxbatch.models.registry import Model
 from maxbatch.noise.steering import Steering
+from maxbatch.noise.tracker import Estimate
 from maxbatch.run_folder.metrics import Record
-from maxbatch.training.noise_meter import NoiseMeter
 from maxbatch.training.programs import StepPrograms
 from maxbatch.training.state import TrainState, zero_noise
 from maxbatch.training.step import StepMetrics
+
+
+class Meter(Protocol):
+  """What takes in each step's metrics, in order, and knows the noise scale from them."""
+
+  def is_calibration(self, step: int) -> bool:
+    """Whether the update after `step` others measures all layers, to tell what the norms' mean."""
+    ...
+
+  def model_at(self, step: int) -> Model:
+    """The model that the update after `step` others runs."""
+    ...
+
+  def observe(self, step: int, metrics: StepMetrics) -> Record:
+    """What the update after `step` others adds to its record; `metrics` are on the host."""
+    ...
+
+  def total(self) -> Estimate:
+    """The noise scale of the whole model."""
+    ...
+
+  def line(self, batch: int) -> str:
+    """What is known, and what it means for steps of `batch` samples."""
+    ...
+
+  def as_dict(self) -> dict[str, Any]:
+    """Plain JSON, from which a resumed run goes on as this one would."""
+    ...
+
+  def restore(self, content: Mapping[str, Any]) -> None:
+    """Takes up what `as_dict` gave; a window of another length begins anew."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
   """What a run needs to measure the noise scale, and to steer by it."""
 
-  meter: NoiseMeter
+  meter: Meter
   calibration: StepPrograms | None
   """The steps that measure all layers where others measure the normalization layers."""
   report_every: int

@@ -4,7 +4,7 @@ B rows of a microbatch, F devices along fsdp.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 
@@ -27,6 +27,11 @@ class MicrobatchLoss(NamedTuple):
 
 class Loss(Protocol):
   """The loss of a microbatch; hashable, since a step is compiled for it."""
+
+  @property
+  def halves(self) -> bool:
+    """Whether a streamed microbatch is fed as two halves, for what the noise scale is estimated from."""
+    ...
 
   def fed(self, rows: Rows) -> Any:
     """The shapes of what the step is fed, of those of its rows."""
@@ -53,9 +58,24 @@ class Loss(Protocol):
     ...
 
 
+@runtime_checkable
+class SkippingLoss(Protocol):
+  """A loss that knows of microbatches on which the model need not be run."""
+
+  def has_gradient(self, fed: Any) -> jax.Array | None:
+    """Of microbatches (k, …), whether each has any but 0: bool[k]; None: the model is run on all."""
+    ...
+
+  def without_gradient(self, microbatch: Any) -> MicrobatchLoss:
+    """The sums of a microbatch that has none, on which the model is not run."""
+    ...
+
+
 @dataclasses.dataclass(frozen=True)
 class TextLoss:
   """Cross entropy, weighted by token: what is fed are rows alone."""
+
+  halves = False
 
   def fed(self, rows: Rows) -> Rows:
     """See `Loss.fed`."""

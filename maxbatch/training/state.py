@@ -26,9 +26,12 @@ class NoiseSums(NamedTuple):
   of_rows: Parameters
   """float32[L or none]: for each probe, Σ ‖gradient of a row's summed loss‖² over the rows."""
   microbatch_tokens_squared: jax.Array
-  """float32: Σ (tokens of one microbatch on one data replica)²; 0 if that is not measured."""
+  """float32: Σ (what of the loss's divisor is one microbatch's on one data replica: its tokens)²; 0 if
+  that is not measured."""
   of_microbatches: jax.Array
   """float32: Σ ‖gradient of one microbatch on one data replica‖²; 0 if that is not measured."""
+  of_halves: jax.Array | None = None
+  """float32: the same of the two halves of such a microbatch; None where they are not fed apart."""
 
 
 class Sums(NamedTuple):
@@ -77,6 +80,8 @@ class Measures:
   metrics: Metrics = NO_METRICS
   microbatch_squares: bool = False
   """Whether the gradient of each microbatch is squared, for the noise scale."""
+  halves: bool = False
+  """Whether a microbatch is fed as two halves, of which the gradients are squared too."""
 
   def noise(self, model: Model) -> bool:
     """Whether a step sums up what the noise scale is estimated from."""
@@ -90,6 +95,8 @@ def zero_sums(model: Model, measures: Measures, parts: tuple[int, ...] = ()) -> 
   """The sums before the first microbatch; `parts` are trailing dims of every leaf."""
   zero = jnp.zeros(parts, jnp.float32)
   noise = zero_noise(model, parts) if measures.noise(model) else None
+  if noise and measures.halves:
+    noise = noise._replace(of_halves=zero)
   largest = {name: jnp.zeros((), jnp.float32) for name in measures.metrics.largest}
   return Sums(zero, zero, zero_token_sums(measures.metrics, parts), noise, largest or None)
 

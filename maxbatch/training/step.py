@@ -91,7 +91,7 @@ Step = Callable[..., tuple[TrainState, StepMetrics]]
 microbatch is the last of its step; of several processes, `flagged`.
 """
 POLICIES = "policies"
-"""In what is saved: parameters of earlier steps, the oldest first."""
+"""In what is saved: parameters of earlier steps that train, the oldest first."""
 EvalStep = Callable[[Parameters, Rows], EvalMetrics]
 
 
@@ -133,7 +133,7 @@ class Trainer:
   @property
   def abstract_saved(self) -> dict[str, Any]:
     """Shapes, dtypes and shardings of what a checkpoint holds."""
-    policies = [self.abstract.parameters] * self.num_saved_policies
+    policies = [self.abstract.params] * self.num_saved_policies
     return to_save(self.abstract, keeps_frozen=self.keeps_frozen) | _named(policies)
 
   def control(self, num_microbatches: int) -> np.int32 | TimetableArrays:
@@ -200,9 +200,11 @@ def fused_step(
 def streamed_step(
   trainer: Trainer, state: TrainState, rows: Any, last: jax.Array, learning_rate: jax.Array
 ) -> tuple[TrainState, StepMetrics]:
-  """One microbatch of a step: rows (1, B, T). The update happens when `last` is true."""
+  """One microbatch of a step: rows (1, B, T), or its halves (2, B, T). The update happens when `last`
+  is true."""
   zeros = jax.tree.map(jnp.zeros_like, state.opt_state.acc_grads)
-  gradients, sums = _summed(trainer, state, zeros, rows, trainer.control(1))
+  parts = trainer.loss.rows(rows).inputs.shape[0]
+  gradients, sums = _summed(trainer, state, zeros, rows, trainer.control(parts))
   return _update(trainer, state, gradients, sums, last=last, rate=learning_rate)
 
 

@@ -14,6 +14,8 @@ from typing import Literal, get_args
 
 from maxbatch.batch.arithmetic import per_device_size, samples_per_group, tokens_of
 from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.rl_plan import plan_rl
+from maxbatch.batch.rl_sizes import micro_batch_sizes
 from maxbatch.batch.solve import (
   DEFAULT_PER_DEVICE_BATCH_SIZE,
   GivenSizes,
@@ -51,6 +53,16 @@ class Candidate:
   """Where the policy is explored too: the one that this candidate takes."""
 
   @property
+  def size(self) -> Fraction:
+    """As micro_batch_size counts it."""
+    return self.per_device
+
+  @property
+  def words(self) -> str:
+    """The size with its unit."""
+    return f"{counted(self.per_device, 'sample')} per device"
+
+  @property
   def tokens(self) -> int:
     """Tokens of one step, padding included."""
     return tokens_of(self.batch, self.max_target_length)
@@ -62,7 +74,7 @@ class Candidate:
 
   def applied_to(self, config: Config) -> Config:
     """The configuration with this choice made."""
-    config = dataclasses.replace(config, batch=with_size(config.batch, self.per_device))
+    config = dataclasses.replace(config, batch=with_size(config.batch, self.size))
     if not self.remat_policy:
       return config
     model = dataclasses.replace(config.model, remat_policy=self.remat_policy)
@@ -76,6 +88,21 @@ class Candidate:
     """Global batches that this size divides: the plan's own, and those next to it."""
     near = (self.batch - self.micro_batch, self.batch, self.batch + self.micro_batch)
     return tuple(batch for batch in near if batch > 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PairCandidate(Candidate):
+  """A size of reinforcement learning, where a sample is a pair: micro_batch_size counts all devices'."""
+
+  @property
+  def size(self) -> Fraction:
+    """See `Candidate.size`."""
+    return Fraction(self.micro_batch)
+
+  @property
+  def words(self) -> str:
+    """See `Candidate.words`."""
+    return counted(self.micro_batch, "pair")
 
 
 def is_open(batch: BatchConfig) -> bool:
@@ -125,7 +152,7 @@ def candidates(batch: BatchConfig, run: RunConfig, topology: Topology) -> tuple[
   _check_open(batch, given)
   sizes = _divisors(given, topology) if given.batch else _powers_of_two(batch, topology)
   allowed = _with_a_plan(batch, run, topology, sizes)
-  chosen = [one for one in allowed if _in_range(batch, one.per_device)]
+  chosen = [one for one in allowed if _in_range(batch, one.size)]
   if not chosen:
     raise UserError(_none_in_range(batch, allowed))
   return tuple(chosen)
@@ -154,6 +181,37 @@ def sizes_of(config: Config, topology: Topology) -> tuple[Candidate, ...]:
   return tuple(found)
 
 
+def pair_sizes_of(config: Config, training: Topology) -> tuple[PairCandidate, ...]:
+  """The sizes that a run of reinforcement learning can have, ascending: all hold whole groups.
+
+  Args:
+    config: counts prompts; micro_batch_size is auto or explore.
+    training: the devices that train.
+
+  Raises:
+    UserError: other keys contradict each other, or no size lies in the range.
+  """
+  whole = plan_rl(config, training)
+  plans = [
+    plan_rl(dataclasses.replace(config, batch=with_size(config.batch, Fraction(size))), training)
+    for size in micro_batch_sizes(whole.pairs_per_step, whole.topology)
+  ]
+  allowed = [
+    PairCandidate(
+      per_device=plan.pairs.per_device(plan.micro_batch),
+      gradient_accumulation_steps=plan.num_microbatches,
+      micro_batch=plan.micro_batch,
+      batch=plan.pairs_per_step,
+      max_target_length=plan.pairs.max_target_length,
+    )
+    for plan in plans
+  ]
+  chosen = [one for one in allowed if _in_range(config.batch, one.size)]
+  if not chosen:
+    raise UserError(_none_in_range(config.batch, allowed))
+  return tuple(chosen)
+
+
 def with_policies(sizes: Sequence[Candidate]) -> tuple[Candidate, ...]:
   """Every size with every remat_policy, one policy after the other."""
   return tuple(
@@ -173,14 +231,19 @@ def asked(batch: BatchConfig) -> str:
 
 def offered(batch: BatchConfig, sizes: Sequence[Candidate]) -> str:
   """What is chosen from, in a sentence: `micro_batch_size=auto chooses from 1, 2, 4 samples …`."""
-  line = f"{asked(batch)} chooses from {_listed(sizes)} samples per device and microbatch"
+  also = " per " if isinstance(sizes[0], PairCandidate) else " and "
+  line = f"{asked(batch)} chooses from {_listed(sizes)} {_unit(sizes)}{also}microbatch"
   return f"{line}, and batch_size follows" if batch_follows(batch) else line
 
 
 def _listed(sizes: Sequence[Candidate]) -> str:
   """The sizes, the middle left out where they are many."""
-  shown = [text(one.per_device) for one in sizes]
+  shown = [text(one.size) for one in sizes]
   return ", ".join(shown if len(shown) < 12 else [*shown[:5], "…", *shown[-5:]])
+
+
+def _unit(sizes: Sequence[Candidate]) -> str:
+  return "pairs" if isinstance(sizes[0], PairCandidate) else "samples per device"
 
 
 def _check_open(batch: BatchConfig, given: GivenSizes) -> None:
@@ -261,9 +324,9 @@ def _in_range(batch: BatchConfig, size: Fraction) -> bool:
 
 def _none_in_range(batch: BatchConfig, allowed: Sequence[Candidate]) -> str:
   # explore's bounds are whole: the smallest and the largest size, rounded outwards.
-  low, high = math.floor(allowed[0].per_device), math.ceil(allowed[-1].per_device)
+  low, high = math.floor(allowed[0].size), math.ceil(allowed[-1].size)
   return (
     f"{asked(batch)}: none of the {counted(len(allowed), 'size')} that the plan allows lies in this "
-    f"range; allowed: {_listed(allowed)} samples per device; for example "
+    f"range; allowed: {_listed(allowed)} {_unit(allowed)}; for example "
     f"micro_batch_size={{explore: {{min: {max(1, low)}, max: {high}}}}}"
   )

@@ -85,7 +85,7 @@ class Exploration:
       "confidence": self.confidence,
       "fitting": [one.as_dict() for one in self.ranked],
       "not_fitting": [one.as_dict() for one in self._too_large()]
-      + [{"micro_batch_size": text(one.candidate.per_device)} for one in self.skipped],
+      + [{"micro_batch_size": text(one.candidate.size)} for one in self.skipped],
     }
 
   def _too_large(self) -> list[Tried]:
@@ -214,7 +214,7 @@ def _step_time(one: Tried) -> str:
 
 def _start_of_row(candidate: Candidate) -> tuple[str, str]:
   policy = f" {candidate.remat_policy}" if candidate.remat_policy else ""
-  return text(candidate.per_device) + policy, f"{candidate.gradient_accumulation_steps:,}"
+  return text(candidate.size) + policy, f"{candidate.gradient_accumulation_steps:,}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

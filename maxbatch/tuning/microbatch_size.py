@@ -5,24 +5,30 @@ path through the search and end with the same size. Nothing of the training is c
 """
 
 import dataclasses
+import functools
 import os
 import pathlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.solve import counted, text
+from maxbatch.batch.rl_plan import in_pairs, plan_rl
+from maxbatch.batch.rl_sizes import is_rl
+from maxbatch.batch.solve import text
+from maxbatch.batch.topology import Topology
 from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.compile.program import memory_suggestions
 from maxbatch.compile.step_identity import compiler_environment, library_versions, lowered_hash
 from maxbatch.config.load import to_flat_dict
+from maxbatch.config.rl_schema import RLConfig
 from maxbatch.config.schema import BatchConfig, Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target
 from maxbatch.hardware.memory import machine_bytes
+from maxbatch.rl.trainer import build_policy_trainer
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import (
   Candidate,
@@ -30,6 +36,7 @@ from maxbatch.tuning.candidates import (
   batch_follows,
   default_batch_note,
   is_open,
+  pair_sizes_of,
   sizes_of,
   with_default_batch,
   with_policies,
@@ -68,31 +75,81 @@ def choose(
   Raises:
     UserError: nothing fits, the size follows from other keys, or something is to be explored.
   """
-  if config.model.remat_policy == "explore":
-    raise UserError(_policy_not_here(config))
-  if not is_open(config.batch):
+  if not _chooses(config):
     return config
-  if config.batch.micro_batch_size != "auto":
-    raise UserError(_not_here(config))
   asked_for, config = config, with_default_batch(config, place.layout)
   sizes = sizes_of(config, place.layout)
   depends_on = what_it_depends_on(config, place, sizes)
+  line = functools.partial(_line, asked_for, place)
+  return _chosen(config, sizes, depends_on, probe, folder, line, forget=forget, say=say)
+
+
+def choose_pairs(
+  config: Config,
+  place: Target,
+  probe: ProbeSize,
+  folder: pathlib.Path,
+  *,
+  forget: bool = False,
+  say: Say = print,
+) -> Config:
+  """As `choose`, of a configuration of reinforcement learning, which counts prompts."""
+  if not _chooses(config):
+    return config
+  sizes = pair_sizes_of(config, place.layout)
+  flat = to_flat_dict(config)
+  depends_on = what_it_depends_on(config, place, sizes, _lowered_for_pairs) | {
+    "rl": {field.name: flat[field.name] for field in dataclasses.fields(RLConfig)},
+  }
+  line = functools.partial(_line, config, place)
+  return _chosen(config, sizes, depends_on, probe, folder, line, forget=forget, say=say)
+
+
+def _chooses(config: Config) -> bool:
+  """Whether there is a size to choose for a run.
+
+  Raises:
+    UserError: something is to be explored, which is not for runs.
+  """
+  if config.model.remat_policy == "explore":
+    raise UserError(_policy_not_here(config))
+  if is_open(config.batch) and config.batch.micro_batch_size != "auto":
+    raise UserError(_not_here(config))
+  return is_open(config.batch)
+
+
+def _chosen(
+  config: Config,
+  sizes: Sequence[Candidate],
+  depends_on: Mapping[str, Any],
+  probe: ProbeSize,
+  folder: pathlib.Path,
+  line: Callable[[Candidate, str], str],
+  *,
+  forget: bool,
+  say: Say,
+) -> Config:
   memory, say = RememberedChoice(folder, _KEY, "auto", depends_on), in_process_0(say)
-  by_size = {text(one.per_device): one for one in sizes}
+  by_size = {text(one.size): one for one in sizes}
   remembered = memory.agreed(by_size, forget=forget, say=say)
   if remembered:
     size = by_size[remembered[_KEY]]
-    say(_line(asked_for, place, size, str(remembered.get("why"))) + memory.origin)
+    say(line(size, str(remembered.get("why"))) + memory.origin)
     return size.applied_to(config)
   choice = choose_largest(sizes, agreed(probe), memory_suggestions(config))
   size, content = choice.chosen.candidate, {_KEY: choice.chosen.size, "why": choice.why()}
   kept = memory.remember(content, [one.as_dict() for one in choice.tried])
-  say(_line(asked_for, place, size, choice.why()) + kept)
+  say(line(size, choice.why()) + kept)
   return size.applied_to(config)
 
 
 def explore_sizes(
-  config: Config, place: Target, probe: ProbeSize, *, say: Say = print
+  config: Config,
+  place: Target,
+  probe: ProbeSize,
+  *,
+  find: Callable[[Config, Topology], Sequence[Candidate]] = sizes_of,
+  say: Say = print,
 ) -> tuple[Config, Exploration]:
   """Tries every size that micro_batch_size=explore asks for, says how it goes, and ranks them.
 
@@ -102,6 +159,7 @@ def explore_sizes(
     config: micro_batch_size is explore, and compile_only is set.
     place: the devices.
     probe: as in `choose`.
+    find: the sizes that the run can have.
     say: prints a line; called in process 0 only.
 
   Returns:
@@ -112,7 +170,7 @@ def explore_sizes(
   """
   if not config.compile.compile_only:
     raise UserError(_not_here(config))
-  sizes = sizes_of(config, place.layout)
+  sizes = find(config, place.layout)
   sizes = with_policies(sizes) if config.model.remat_policy == "explore" else sizes
   say = in_process_0(say)
   found = explore(sizes, agreed(probe), memory_suggestions(config), say)
@@ -120,7 +178,12 @@ def explore_sizes(
   return found.ranked[0].candidate.applied_to(config), found
 
 
-def what_it_depends_on(config: Config, place: Target, sizes: Sequence[Candidate]) -> dict[str, Any]:
+def what_it_depends_on(
+  config: Config,
+  place: Target,
+  sizes: Sequence[Candidate],
+  lowered: Callable[[Config, Target], str] | None = None,
+) -> dict[str, Any]:
   """Everything by which another size could be the right one, as plain values.
 
   Keys of model, optimizer, pipeline and data, and the code, are in the step that is lowered for the
@@ -130,12 +193,13 @@ def what_it_depends_on(config: Config, place: Target, sizes: Sequence[Candidate]
     config: the run; where `sizes` is empty, with its size chosen.
     place: the devices.
     sizes: what is chosen from, ascending.
+    lowered: the hash of the run's step; None: of one that trains on text.
   """
   flat, first = to_flat_dict(config), place.devices[0]
   return {
-    "lowered": _lowered(sizes[0].applied_to(config) if sizes else config, place),
+    "lowered": (lowered or _lowered)(sizes[0].applied_to(config) if sizes else config, place),
     "batch": {field.name: flat[field.name] for field in dataclasses.fields(BatchConfig)},
-    "sizes": [[text(one.per_device), one.gradient_accumulation_steps, one.batch] for one in sizes],
+    "sizes": [[text(one.size), one.gradient_accumulation_steps, one.batch] for one in sizes],
     "mesh": {"ici": list(place.layout.ici), "dcn": list(place.layout.dcn)},
     "devices": {
       "kind": first.device_kind,
@@ -166,6 +230,14 @@ def _lowered(config: Config, place: Target) -> str:
   return lowered_hash(config, plan, trainer, placeholder_rows(config), plan.micro_batch_to_train)
 
 
+def _lowered_for_pairs(config: Config, place: Target) -> str:
+  """The same of reinforcement learning, whose configuration counts prompts."""
+  plan = plan_rl(config, place.layout)
+  of_pairs = in_pairs(config, plan)
+  trainer = build_policy_trainer(of_pairs, plan, place.devices)
+  return lowered_hash(of_pairs, plan.pairs, trainer, placeholder_rows(of_pairs), plan.micro_batch)
+
+
 def _not_here(config: Config) -> str:
   return (
     f"{asked(config.batch)} tries every size before it ranks them, and needs compile_only=true "
@@ -184,9 +256,10 @@ def _policy_not_here(config: Config) -> str:
 def _line(config: Config, place: Target, size: Candidate, why: str) -> str:
   """The choice and why; where the batch was open, the batch and where it comes from."""
   batch = ""
+  if is_rl(config.rl):
+    return f"micro_batch_size auto: {size.words} ({why})"
   if with_default_batch(config, place.layout) != config:
     batch = f"; {default_batch_note(size.batch, place.layout)}"
   elif batch_follows(config.batch):
     batch = f"; batch_size follows: {size.batch:,}"
-  samples = counted(size.per_device, "sample")
-  return f"micro_batch_size auto: {samples} per device ({why}){batch}"
+  return f"micro_batch_size auto: {size.words} ({why}){batch}"

@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 
+from maxbatch.batch.rl_plan import in_pairs, plan_rl
 from maxbatch.batch.topology import Topology
-from maxbatch.compile.compile_step import report_or_refusal
+from maxbatch.compile.compile_step import report_or_refusal, rl_report_or_refusal
 from maxbatch.compile.program import (
   DoesNotFitError,
   capacity_bytes,
 )
 from maxbatch.compile.report import CompileReport
+from maxbatch.compile.rollout_program import RolloutPlace
 from maxbatch.config.schema import Config
-from maxbatch.hardware.devices import Device
+from maxbatch.hardware.devices import Device, Target
 from maxbatch.tuning.candidates import Candidate
 from maxbatch.tuning.search import ProbeResult
 
@@ -33,7 +35,7 @@ class Prober:
     """
     config, devices = candidate.applied_to(self._config), self._devices
     try:
-      report = report_or_refusal(config, devices, self._layout)
+      report = self._report(config)
     except DoesNotFitError as error:
       capacity = capacity_bytes(devices, config.compile.device_memory_gb)
       needed = max(error.needed_bytes, capacity + 1)
@@ -42,16 +44,36 @@ class Prober:
       self.reports[candidate] = report
     return _as_probe(report)
 
+  def _report(self, config: Config) -> CompileReport:
+    return report_or_refusal(config, self._devices, self._layout)
+
+
+class PairProber(Prober):
+  """The same of reinforcement learning, whose configuration counts prompts: with its rollout."""
+
+  def __init__(self, config: Config, place: Target):
+    """Args: the run, and its devices."""
+    super().__init__(config, place.devices, place.layout)
+    self._rollout = place.rollout
+
+  def _report(self, config: Config) -> CompileReport:
+    plan = plan_rl(config, self._layout)
+    place = RolloutPlace(plan, self._rollout)
+    return rl_report_or_refusal(in_pairs(config, plan), self._devices, place)
+
 
 def _as_probe(report: CompileReport) -> ProbeResult:
   time = report.time
   measured = time is not None and time.how == "measured"
+  each, rest = (time.seconds_per_microbatch, time.rest) if time else (None, 0.0)
+  if report.rl_step_seconds is not None:
+    each, rest = report.rl_step_seconds / report.num_microbatches, 0.0
   return ProbeResult(
-    peak_bytes=report.program.memory.peak,
+    peak_bytes=report.peak,
     capacity_bytes=report.capacity_bytes,
     fits=report.fits,
-    seconds_per_microbatch=time.seconds_per_microbatch if time else None,
-    seconds_rest=time.rest if time else 0.0,
+    seconds_per_microbatch=each,
+    seconds_rest=rest,
     spread=(time.spread or 0.0) if time else 0.0,
     how="measured" if measured else "estimated",
     coverage=1.0 if measured else min(1.0, report.work.coverage),

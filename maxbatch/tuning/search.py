@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from maxbatch.batch.solve import counted, text
+from maxbatch.batch.solve import text
 from maxbatch.errors import UserError
 from maxbatch.tuning.candidates import Candidate
 
@@ -72,7 +72,7 @@ class Tried:
   @property
   def size(self) -> str:
     """The size as the configuration reads it."""
-    return text(self.candidate.per_device)
+    return text(self.candidate.size)
 
   def as_dict(self) -> dict[str, Any]:
     """As plain values; what is not known is left out."""
@@ -117,7 +117,7 @@ class Choice:
 
   def why(self) -> str:
     """The choice in half a sentence."""
-    first, last = text(self.sizes[0].per_device), text(self.sizes[-1].per_device)
+    first, last = text(self.sizes[0].size), text(self.sizes[-1].size)
     of_all = f"of {first}…{last}" if len(self.sizes) > 1 else "the only size allowed"
     bound = f"largest that fits {of_all}: {self.largest.probe.memory}"
     if self.above:
@@ -187,9 +187,8 @@ def nothing_fits(smallest: Tried, suggested_fixes: str) -> str:
   """The message when not even the smallest size fits."""
   probe = smallest.probe
   enough = math.ceil(probe.peak_bytes / _GIB)
-  samples = counted(smallest.candidate.per_device, "sample")
   return (
-    f"not even micro_batch_size={smallest.size}, the smallest size allowed, fits: {samples} per "
-    f"device in a microbatch needs {probe.memory}; {suggested_fixes}, or device_memory_gb={enough} if the "
+    f"not even micro_batch_size={smallest.size}, the smallest size allowed, fits: "
+    f"{smallest.candidate.words} in a microbatch needs {probe.memory}; {suggested_fixes}, or device_memory_gb={enough} if the "
     "devices have that much"
   )

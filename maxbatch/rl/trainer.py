@@ -1,0 +1,49 @@
+"""The trainer of a policy: that of a text, with GRPO as its loss and snapshots in its checkpoints."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from maxbatch.batch.rl_plan import RLPlan
+from maxbatch.config.rl_schema import RLConfig
+from maxbatch.config.schema import Config
+from maxbatch.hardware.devices import Device
+from maxbatch.rl.grpo import objective
+from maxbatch.rl.policy_loss import PolicyLoss
+from maxbatch.rl.sampled import run_vocabulary
+from maxbatch.sampling.choice import num_words
+from maxbatch.sampling.text import choice_of
+from maxbatch.training.build import build_trainer
+from maxbatch.training.step import Trainer
+
+
+def policy_loss(config: Config, plan: RLPlan) -> PolicyLoss:
+  """What a step minimizes."""
+  allowed_V = np.asarray(run_vocabulary(config).allowed_V)
+  return PolicyLoss(
+    objective(config.rl, plan.max_completion_length),
+    allowed_V.tobytes(),
+    config.run.decode_sampling_temperature,
+    has_proximal=_has_proximal(config.rl),
+    kept_words=num_words(config.model.vocab_size) if choice_of(config.run).leaves_out else 0,
+    halves=config.noise.gns_from_microbatches,
+  )
+
+
+def build_policy_trainer(
+  config: Config, plan: RLPlan, devices: Sequence[Device], *, keep: bool = True
+) -> Trainer:
+  """As `build_trainer`, of a configuration that counts pairs (`in_pairs`)."""
+  return build_trainer(
+    config,
+    plan.pairs,
+    devices,
+    keep=keep,
+    loss=policy_loss(config, plan),
+    num_saved_policies=plan.num_saved_policies,
+  )
+
+
+def _has_proximal(config: RLConfig) -> bool:
+  """Whether the loss compares with the policy of before the first of several steps on a batch."""
+  return config.num_iterations > 1 and config.importance_sampling_cap > 0

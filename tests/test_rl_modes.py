@@ -1,0 +1,256 @@
+"""validate_only, compile_only, plan and micro_batch_size=auto for reinforcement learning."""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from test_train_rl import KEYS, run, same
+
+from maxbatch import plan, train_rl
+from maxbatch.batch.rl_plan import in_pairs, plan_rl
+from maxbatch.batch.topology import topology
+from maxbatch.compile import compile_step, measured_time
+from maxbatch.compile.compile_step import placeholder_rows, rl_report_or_refusal
+from maxbatch.compile.measured_time import synthetic
+from maxbatch.compile.program import ProgramMemory
+from maxbatch.compile.report import CompileReport
+from maxbatch.compile.rollout_program import (
+  RolloutPlace,
+  RolloutProgram,
+  RolloutTime,
+  compile_rollout,
+)
+from maxbatch.compile.rollout_report import PolicyBytes, rollout_report
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config
+from maxbatch.errors import UserError
+from maxbatch.hardware.devices import find_devices
+from maxbatch.modes import resolve_rl as resolving
+from maxbatch.modes.validate_rl import validate_rl
+from maxbatch.rl.prompts import Prompt
+from maxbatch.rl.sampled import pair_sampler
+from maxbatch.rl.trainer import build_policy_trainer
+from maxbatch.training.build import step_rows
+from maxbatch.tuning import prober
+
+CHECKS = ["configuration", "rollout plan", "batch plan", "mesh", "model", "memory", "learning rate"]
+CHECKS += ["prompts", "rewards", "sampler", "step", "folder", "checkpoints", "resume"]
+
+
+def of(*keys: str) -> Config:
+  return load_config([*KEYS, *keys])
+
+
+def checked(*keys: str) -> list[str]:
+  lines: list[str] = []
+  validate_rl(of(*keys), lines.append)
+  return lines
+
+
+def test_everything_is_checked_and_nothing_compiled(tmp_path):
+  compiled: list[object] = []
+
+  def listen(event: str, duration_secs: float, **more: object) -> None:
+    if "backend_compile" in event:
+      compiled.append((more.get("fun_name"), duration_secs))
+
+  keys = ["rollout_devices=4", "micro_batch_size=auto", "rollout_staleness=1", "grpo_beta=0.1"]
+  jax.clear_caches()
+  jax.monitoring.register_event_duration_secs_listener(listen)
+  try:
+    lines = checked(f"base_output_directory={tmp_path}/new", "warm_start_steps=2", *keys)
+  finally:
+    jax.monitoring.unregister_event_duration_listener(listen)
+  assert compiled == []
+  assert list(tmp_path.iterdir()) == []
+  names = [line[5:18].strip() for line in lines if line.startswith("ok   ")]
+  assert names == [*CHECKS[:5], "beginning", *CHECKS[5:]]
+  text = "\n".join(lines)
+  assert (
+    "micro_batch_size=auto chooses from 4, 8, 16 pairs per microbatch; checked with 4 p" in text
+  )
+  assert "a warm start: 2 steps of 64 demonstrations" in text
+  # Snapshots of two batches, and the reference.
+  assert re.search(r"parameters ([\d,]+) bytes.*policies 132,672 bytes", text)
+  assert "sampler        can be traced, for 4 pairs at once on 4 × CPU, simulated" in text
+  assert "vowels:count can be imported" in text
+
+
+@pytest.mark.parametrize(
+  ("keys", "said"),
+  [
+    (["max_prefill_predict_length=6"], "max_prefill_predict_length=6: the prompt f"),
+    (["reward_functions=[vowels:none]"], "reward_functions"),
+    (["device_memory_gb=0.0002"], "policies 44,224 bytes"),
+    (["micro_batch_size={explore: {min: 100}}"], "allowed: 8, 16 pairs; for example"),
+  ],
+)
+def test_what_would_stop_a_run_is_said_before(tmp_path, keys, said):
+  with pytest.raises(UserError, match=re.escape(said)):
+    checked(f"base_output_directory={tmp_path}", *keys)
+
+
+@pytest.mark.parametrize("devices", [0, 4])
+def test_step_and_sampler_are_compiled_as_a_run_has_them(tmp_path, monkeypatch, capsys, devices):
+  monkeypatch.setattr(measured_time, "SECONDS", 0.05)
+  programs: list[RolloutProgram] = []
+
+  def kept(*arguments: Any) -> RolloutProgram:
+    programs.append(compile_rollout(*arguments))
+    return programs[-1]
+
+  monkeypatch.setattr(compile_step, "compile_rollout", kept)
+  keys = [f"rollout_devices={devices}", f"base_output_directory={tmp_path}", "micro_batch_size=8"]
+  assert train_rl.main([*KEYS, *keys, "compile_only=true"]) == 0
+  out = capsys.readouterr().out
+  [found] = json.loads((tmp_path / "first_run" / "compile_report.json").read_text())
+  assert out.count(": fits") == 2
+  assert "more is needed by " in out
+  rollout = found["rollout"]
+  assert (rollout["pairs"], rollout["rollout_devices"]) == (8, devices)
+  R, T, n = rollout["time"]["seconds_per_microbatch"], found["time"]["step_seconds"], 2
+  both = max(n * R, T) + min(n * R, T) / n if devices else n * R + T
+  assert rollout["step_seconds"] == pytest.approx(both)
+  held = rollout["memory_bytes_per_device"]
+  # Keys and values of 16 places in 2 heads of 8, and texts beside them.
+  assert held["keys_values_and_texts"] > 2 * 16 * 2 * 8 * 4 * (8 // (devices or 8))
+  assert held["snapshots"] == 11_056 * 4
+  expected, seen = sampled(of(*keys)), []
+  for name, own in (("prefill", programs[0].prefill), ("write", programs[0].write)):
+    # What is compiled refuses arrays of other shapes, and on other devices.
+    function = functools.partial(lambda own, _, *given: (seen.append(own), own(*given))[1], own)
+    monkeypatch.setattr(f"maxbatch.sampling.sampler._{name}", function)
+  assert np.array_equal(sampled(of(*keys)), expected)
+  assert seen == [programs[0].prefill, programs[0].write]
+
+
+def sampled(config: Config) -> np.ndarray:
+  """The tokens of a microbatch, of a policy where it is in a run."""
+  target = find_devices(config)
+  sizes = plan_rl(config, target.layout)
+  trainer = build_policy_trainer(in_pairs(config, sizes), sizes, target.devices)
+  place = RolloutPlace(sizes, target.rollout)
+  where = jax.tree.map(lambda leaf: leaf.sharding, place.policy(trainer))
+  params = jax.jit(trainer.model.init, out_shardings=where)(jax.random.key(0))
+  sampler = pair_sampler(config, trainer.model, place.mesh(trainer))
+  found = sampler(params, [Prompt(f"f{number}=", {}) for number in range(2)], "rollout", 0, 0)
+  return found.rollout.completions_BN
+
+
+GIB = 2**30
+STEP = ProgramMemory(arguments=30, outputs=20, aliased=20, temporaries=50, peak=100)
+SAMPLER = ProgramMemory(arguments=40, outputs=10, aliased=10, temporaries=15, peak=60)
+
+
+@pytest.mark.parametrize(
+  ("keys", "training", "rollout"),
+  [
+    # Beside the step: two policies of 15, 5 that are frozen, and keys and values. Beside the rollout:
+    # these policies, 20 of state and 10 of rows.
+    (["rollout_staleness=1"], 100 + 2 * 15 + 5 + 12, 2 * 15 + 5 + (60 - 20) + 30),
+    (["grpo_beta=1"], 100 + 2 * 15 + 5 + 12, 2 * 15 + 5 + (60 - 20) + 30),
+    # Apart, 75 that train on their way to devices that have nothing else.
+    (["rollout_devices=4"], 100 + 75, 80 + (60 - 80)),
+    (["rollout_devices=4", "rollout_staleness=1"], 100 + 35 + 75, 2 * 75 + 5 + (60 - 80)),
+  ],
+)
+def test_what_lies_beside_a_program_counts(keys, training, rollout):
+  config = of(*keys)
+  sizes = plan_rl(config, topology(config.mesh, 8 - config.rl.rollout_devices))
+  policy = 80 if config.rl.rollout_devices else 20
+  program = RolloutProgram(None, None, SAMPLER, 12, ("", ""), (None, None), 1.0)  # pyright: ignore
+  held = PolicyBytes(policy - 5, 5), PolicyBytes(15, 5)
+  found = rollout_report(program, sizes, *held, 75, RolloutTime(1.0, "measured"))
+  assert STEP.peak + found.beside_training == training
+  assert found.peak(20, 10) == rollout
+  assert found.largest(STEP, 20) == max(training, rollout)
+
+
+@pytest.fixture(scope="module")
+def report() -> Callable[[int], CompileReport]:
+  """Of a microbatch of so many pairs, compiled and not timed."""
+
+  @functools.cache
+  def compiled(pairs: int) -> CompileReport:
+    config = of(f"micro_batch_size={pairs}", "device_memory_gb=1e-9")
+    target = find_devices(config)
+    sizes = plan_rl(config, target.layout)
+    place = RolloutPlace(sizes)
+    return rl_report_or_refusal(in_pairs(config, sizes), target.devices, place)
+
+  return compiled
+
+
+def test_auto_takes_the_largest_microbatch_with_which_both_programs_fit(
+  report, tmp_path, monkeypatch, capsys, own_cache
+):
+  small, large = (report(pairs).peak for pairs in (8, 16))
+  assert small < large
+  asked: list[int] = []
+
+  def known(config: Config, devices: Any, place: RolloutPlace) -> CompileReport:
+    asked.append(place.plan.micro_batch)
+    capacity = int(config.compile.device_memory_gb * 2**30)
+    return dataclasses.replace(report(place.plan.micro_batch), capacity_bytes=capacity)
+
+  monkeypatch.setattr(prober, "rl_report_or_refusal", known)
+  chosen: list[int] = []
+  for needed in (large, large - 1):
+    keys = ["micro_batch_size=auto", f"device_memory_gb={(needed + 0.5) / 2**30}"]
+    config = of(*keys, f"base_output_directory={tmp_path}")
+    target = find_devices(config)
+    chosen.append(resolving.resolve_rl(config, target).plan.micro_batch)
+    before = len(asked)
+    assert resolving.resolve_rl(config, target).plan.micro_batch == chosen[-1]
+    assert len(asked) == before, "a second start asks nobody"
+  assert chosen == [16, 8]
+  out = capsys.readouterr().out
+  assert "micro_batch_size auto: 8 pairs (largest that fits of 8…16: " in out
+  with pytest.raises(
+    UserError, match="not even micro_batch_size=8, the smallest size allowed, fits"
+  ):
+    resolving.resolve_rl(of("micro_batch_size=auto", "device_memory_gb=0.0000001"), target)
+
+
+def test_what_is_timed_is_not_skipped():
+  """As pairs are whose rewards are all alike."""
+  config = of("steps=1")
+  target = find_devices(config)
+  sizes = plan_rl(config, target.layout)
+  of_pairs = in_pairs(config, sizes)
+  trainer = build_policy_trainer(of_pairs, sizes, target.devices)
+  shapes = step_rows(of_pairs, sizes.pairs, placeholder_rows(of_pairs), sizes.micro_batch)
+  assert trainer.loss.has_gradient(synthetic(trainer, shapes)).all()
+
+
+def planned(capsys: Any, *keys: str) -> str:
+  assert plan.main([*KEYS, *keys]) == 0
+  return capsys.readouterr().out
+
+
+def test_plan_answers_as_for_text(capsys):
+  out = planned(
+    capsys, "num_devices=16", "rollout_devices=4", "batch_size=12", "micro_batch_size=auto"
+  )
+  assert (
+    "Open   micro_batch_size=auto chooses from 12, 24, 48 pairs per microbatch; below as" in out
+  )
+  assert "num_devices        training 12 + rollout 4 " in out
+  out = planned(capsys, "compile_topology=v5e-16", "micro_batch_size=16", "--json")
+  assert json.loads(out)["rl"]["training_devices"] == 16
+  assert plan.main([*KEYS, "num_hosts=2"]) == 2
+  assert "num_hosts=2 says who loads samples" in capsys.readouterr().err
+
+
+def test_a_compiled_step_is_saved_and_run(tmp_path):
+  keys = [f"base_output_directory={tmp_path}", "steps=1"]
+  expected = run(tmp_path, "run_name=one", *keys, f"save_compiled_step={tmp_path}/step")
+  assert same(run(tmp_path, "run_name=two", *keys, f"compiled_step={tmp_path}/step"), expected)
+  with pytest.raises(UserError, match="micro_batch_to_train"):
+    run(tmp_path, "run_name=three", "micro_batch_size=16", f"compiled_step={tmp_path}/step")
