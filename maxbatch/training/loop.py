@@ -173,8 +173,8 @@ def _train_until_change(
       evaluating = ending or _due(job, before, position, job.run.eval_interval)
       saving = ending or _due(job, before, position, job.checkpoint.checkpoint_period)
       profiling = job.profiler.is_due(position.step)
-      fetching = evaluating or saving or profiling or decides(job.noise, position)
-      if job.loader_waits or fetching:
+      due = evaluating or saving or profiling or decides(job.noise, position)
+      if due or job.loader_waits:
         record = _fetch(job, pending, clock, stop)
         pending = None
         job.profiler.turn(position.step, state, ending=ending)

@@ -58,6 +58,6 @@ class Profiler:
       self._is_tracing = False
       jax.profiler.stop_trace()
       self.traced = Traced(self._steps.first, step)
-    elif step == self._steps.first and not ending and jax.process_index() == 0:
+    elif step == self._steps.first and not (ending or self._is_tracing or jax.process_index()):
       jax.profiler.start_trace(self._folder)
       self._is_tracing = True
