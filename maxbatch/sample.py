@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from maxbatch.checkpoints.find import config_of
 from maxbatch.command_line.arguments import Arguments, Command, File, Key
 from maxbatch.command_line.output_file import check_output, write_output
+from maxbatch.command_line.printable import printable
 from maxbatch.command_line.run import run_command
 from maxbatch.compile import cache
 from maxbatch.config.allowed import (
@@ -38,6 +39,7 @@ from maxbatch.hugging_face.registry import is_model_folder
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, Parameters, build_model, placed
 from maxbatch.modes.start import started
+from maxbatch.precision.policy import policy_of
 from maxbatch.sampling.choice import Choice
 from maxbatch.sampling.model_folder import config_of_folder, ends_of_folder
 from maxbatch.sampling.requests import PromptEncoder, Request, read_prompts, requests
@@ -45,7 +47,6 @@ from maxbatch.sampling.sampler import Sampler, Samples, on_fewest_devices, strea
 from maxbatch.sampling.text import (
   TextStream,
   choice_of,
-  printable,
   prompts_of,
   text_after,
   vocabulary_of,
@@ -222,7 +223,9 @@ def _prepare(own: SampleArguments, config: Config, source: Source) -> _Job:
   origin = origin_of(config)
   ends = encode.ends(own.stop) + (ends_of_folder(origin) if origin else [])
   cache.enable(config.compile.jax_cache_dir)
-  model = build_model(resolve_attention(config.model, length, target.devices[0]), length)
+  policy = policy_of(config.precision)
+  shape = resolve_attention(config.model, length, target.devices[0], policy.compute)
+  model = build_model(shape, length, policy=policy)
   mesh = make_mesh(target.layout, target.devices)
   source.check(model)
   return _Job(

@@ -52,6 +52,7 @@ from maxbatch.run_folder.progress import Progress
 from maxbatch.training import build
 from maxbatch.training.loop import Job, train
 from maxbatch.training.loss import loss_sum
+from maxbatch.training.profiling import Profiler
 from maxbatch.training.programs import StepPrograms
 from maxbatch.training.step import EvalMetrics, Step
 
@@ -169,6 +170,7 @@ def loop_runner(bench: Bench) -> Callable[[int], float]:
           log=log,
           progress=progress,
           feed_watchdog=lambda: None,
+          profiler=Profiler(config.profiling, folder, 0),
         )
         train(job, bench.fresh(), Position(0, 0))
       times = [record["step_seconds"] for record in read_metrics(folder)]

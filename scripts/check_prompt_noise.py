@@ -89,7 +89,7 @@ class Bench:
     allowed_V = np.frombuffer(self._loss.allowed, bool)
 
     def loss_of(params: Any) -> tuple[jax.Array, jax.Array]:
-      options = pairs.rows, allowed_V, self._loss.temperature
+      options = pairs.rows, allowed_V, self._loss.temperature, pairs.kept_BTW
       sums = grpo_sums(token_log_probs(self._model, params, *options), pairs, self._loss.objective)
       return sums.loss, sums.weight
 

@@ -10,6 +10,8 @@ import jax
 import pytest
 from processes import QUICKLY
 
+from maxbatch.run_report.background import BackgroundReport
+
 # More than maxbatch/hardware/devices.py has: tests start many programs that do not wait for others.
 os.environ.setdefault("NPROC", "64")
 jax.config.update("jax_platforms", "cpu")
@@ -95,6 +97,14 @@ def _jax_options_stay():
   for name, value in before.items():
     if jax.config.values[name] != value:
       jax.config.update(name, value)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_reports():
+  """A page takes a process of its own, with a second of imports."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(BackgroundReport, "_begin", lambda self: None)
+    yield
 
 
 @pytest.fixture

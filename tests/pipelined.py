@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from support import GPT2, config, in_microbatches, mesh, model_config, uneven_rows
+from support import GPT2, config, in_microbatches, mesh, uneven_rows
 
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters, build_model
@@ -19,6 +19,7 @@ from maxbatch.pipeline_parallel.schedule import BufferLimits, timetable
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable import TimetableShape
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays, timetable_arrays
+from maxbatch.precision.policy import policy_of
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.pipelined_step import pipelined_gradients
@@ -74,7 +75,8 @@ def plain_model(gpt2: bool, length: int, more: tuple[tuple[str, object], ...] = 
   keys = {"base_num_decoder_layers": LAYERS, "base_emb_dim": 16, "head_dim": 4, "base_mlp_dim": 32}
   keys |= {"max_target_length": length, "dropout_rate": 0.1, "z_loss_multiplier": 1e-3}
   keys |= GPT2 if gpt2 else {}
-  return build_model(model_config(**keys | dict(more)), length)
+  settings = config(**keys | dict(more))
+  return build_model(settings.model, length, policy=policy_of(settings.precision))
 
 
 @functools.cache

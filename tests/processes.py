@@ -42,6 +42,8 @@ def small_run(folder: pathlib.Path, text: pathlib.Path, cache: pathlib.Path) -> 
   text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
   sizes = "base_emb_dim=16 base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=2"
   sizes += " head_dim=8 base_mlp_dim=32 vocab_size=264 max_target_length=16 generate_length=0"
-  sizes += " eval_samples=8 eval_interval=-1 batch_size=8 lr_schedule_type=constant"
+  sizes += (
+    " eval_samples=8 eval_interval=-1 write_report=false batch_size=8 lr_schedule_type=constant"
+  )
   paths = [f"base_output_directory={folder}", f"dataset_path={text}"]
   return ["config=base", *sizes.split(), *paths, f"dataset_cache_directory={cache}"]

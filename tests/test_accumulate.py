@@ -23,6 +23,8 @@ from support import (
 from maxbatch.data.rows import Rows
 from maxbatch.models import transformer
 from maxbatch.models.registry import Model, build_model
+from maxbatch.precision.formats import BFLOAT16
+from maxbatch.precision.policy import Policy
 from maxbatch.training import partial_sums
 from maxbatch.training.accumulate import summed_gradients
 from maxbatch.training.loss import loss_sum
@@ -198,7 +200,8 @@ def test_accumulation_512_stays_exact(model):
 
 
 def test_bfloat16_parameters_accumulate_in_float32():
-  model = build_model(model_config(weight_dtype="bfloat16", dtype="bfloat16"), T)
+  policy = Policy(parameters=BFLOAT16, compute=BFLOAT16)
+  model = build_model(model_config(), T, policy=policy)
   grads, _ = run_sums(model, uneven_rows(ROWS, T), 8, (1, 1, 1), CAPACITY)
   assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
 

@@ -96,7 +96,8 @@ ARGUMENTS = {
     "number, at least 0, or gns, or file. A value that works: batch_schedule=[[0, 32], [10000, 64]]"
   ),
   "dtype=bfloat61": (
-    "command line: dtype=bfloat61: dtype must be one of float32, bfloat16. "
+    "command line: dtype=bfloat61: dtype must be one of auto, float32, bfloat16, float16, "
+    "cbfloat16. "
     "A value that works: dtype=bfloat16"
   ),
   "steps={a": (

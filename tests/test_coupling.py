@@ -29,8 +29,8 @@ class Normalized(nnx.Module):
 
   def __init__(self, rngs, config, axes, only_in_training):
     V, D = config.vocab_size, config.base_emb_dim
-    self.embedding = parameter(rngs, 0.02, (V, D), ("vocab", "embed"), config.weight_dtype)
-    self.kernel = parameter(rngs, 0.02, (D, D), ("embed", "mlp"), config.weight_dtype)
+    self.embedding = parameter(rngs, 0.02, (V, D), ("vocab", "embed"))
+    self.kernel = parameter(rngs, 0.02, (D, D), ("embed", "mlp"))
     self.axes, self.only_in_training = axes, only_in_training
 
   def __call__(self, rows, keys_B):
@@ -112,7 +112,7 @@ def test_dropout_shared_by_the_batch_couples(monkeypatch):
     {"use_qk_norm": "true", "sliding_window_size": 3},
     {"dropout_rate": 0.3, "z_loss_multiplier": 0.1},
     {"remat_policy": "full", "scan_layers": "false", "num_vocab_tiling": 4},
-    {"remat_policy": "minimal", "weight_dtype": "bfloat16", "dtype": "bfloat16"},
+    {"remat_policy": "minimal", "dtype": "bfloat16"},
     {"base_num_query_heads": 12, "base_num_kv_heads": 3, "head_dim": 6, "attention": "flash"},
     {"base_num_query_heads": 6, "base_num_kv_heads": 1, "max_target_length": 1},
   ],
@@ -131,7 +131,7 @@ def test_the_probe_of_a_large_model_is_small(name):
 
 
 def test_every_option_is_probed_as_it_is_configured():
-  sizes = {"vocab_size", "dtype", "weight_dtype", "attention", "remat_policy"}
+  sizes = {"vocab_size", "attention", "remat_policy"}
   sizes |= {key for key in TINY if key.startswith("base_")} | {"head_dim"}
   model = config(**GPT2, use_qk_norm="true", dropout_rate=0.1, remat_policy="full").model
   small = dataclasses.asdict(coupling.tiny(model))

@@ -20,6 +20,7 @@ from maxbatch.config.schema import ModelConfig
 from maxbatch.errors import UserError
 from maxbatch.models import flash
 from maxbatch.models.dot_product import dot_product_attention
+from maxbatch.precision.formats import BFLOAT16, FORMATS
 from maxbatch.training.build import build_trainer
 from maxbatch.training.loss import loss_sum
 
@@ -35,12 +36,12 @@ def model(**keys: object) -> ModelConfig:
 
 
 def test_every_tpu_has_a_kernel():
-  assert flash.flash_obstacle(model(dtype="float32", head_dim=80), 1000, "tpu") is None
+  assert flash.flash_obstacle(model(head_dim=80), 1000, "tpu") is None
   assert flash.flash_obstacle(model(attn_logits_soft_cap=50), 1000, "tpu") is None
 
 
 def test_an_nvidia_gpu_has_a_kernel_for_bfloat16():
-  assert flash.flash_obstacle(model(dtype="bfloat16", head_dim=64), 128, "gpu", "9.0") is None
+  assert flash.flash_obstacle(model(head_dim=64), 128, "gpu", "9.0", BFLOAT16) is None
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,13 @@ def test_an_nvidia_gpu_has_a_kernel_for_bfloat16():
       "gpu",
       "9.0",
       "cuDNN's kernel knows no attn_logits_soft_cap=50",
+    ),
+    (
+      {"dtype": "cbfloat16"},
+      128,
+      "tpu",
+      "",
+      "the kernel for TPUs computes in float32 and bfloat16, not in dtype=cbfloat16",
     ),
     (
       {"dtype": "float32"},
@@ -110,7 +118,9 @@ def test_an_nvidia_gpu_has_a_kernel_for_bfloat16():
 def test_an_obstacle_names_what_is_wrong_and_what_works(
   keys: dict[str, object], length: int, platform: str, capability: str, message: str
 ):
-  assert flash.flash_obstacle(model(**keys), length, platform, capability) == message
+  compute = FORMATS[str(keys.get("dtype", "float32"))]
+  found = flash.flash_obstacle(model(**keys), length, platform, capability, compute)
+  assert found == message
 
 
 def test_auto_multiplies_matrices_on_cpu():

@@ -117,14 +117,14 @@ def test_records_follow_when_there_is_room_again(tmp_path):
       filler = fill(disk)
       for step in range(1, 100):
         log.write({"step": step, **record})
-      # The records, and the curves over steps and over samples.
+      # The records, and the curves over steps, samples and tokens.
       files = [line.split()[1] for line in said]
-      assert len(files) == len(set(files)) == 3
+      assert len(files) == len(set(files)) == 4
       assert f"{disk}/run/metrics.jsonl" in files
       filler.unlink()
       log.write({"step": 100, **record})
       again = sorted(f"{file} can be written to again; nothing is missing" for file in files)
-      assert sorted(said[3:]) == again
+      assert sorted(said[4:]) == again
     lines = (disk / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(101))
 

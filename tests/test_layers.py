@@ -26,6 +26,7 @@ FOLDERS = [
   "command_line",
   "plots",
   "run_folder",
+  "precision",
   "batch",
   "noise",
   "pipeline_parallel",
@@ -40,6 +41,8 @@ FOLDERS = [
   "rl",
   "compile",
   "tuning",
+  "run_report",
+  "metrics_writers",
   "modes",
   "input_analysis",
   "experiments",
@@ -53,6 +56,8 @@ COMMANDS = [
   "critical_batch",
   "input_analyzer",
   "convert",
+  "report",
+  "runs",
 ]
 WITHOUT_JAX = [
   "errors",
@@ -107,6 +112,17 @@ def test_the_package_is_imported_only_at_the_top_of_a_file(module):
 
 def imports_of_one(node: ast.AST) -> set[str]:
   return imports(node) if isinstance(node, ast.Import | ast.ImportFrom) else set()
+
+
+def test_a_run_imports_nothing_that_draws_and_no_service():
+  found, waiting = set[str](), ["maxbatch.train", "maxbatch.train_rl"]
+  while waiting:
+    module = waiting.pop()
+    found.add(module)
+    tops = TREES[module].body if module in TREES else []
+    waiting += set().union(*map(imports_of_one, tops)) - found
+  assert "maxbatch.run_report.background" in found
+  assert not {name.partition(".")[0] for name in found} & {"bokeh", "jinja2", "wandb", "mlflow"}
 
 
 def test_the_init_files_import_nothing():

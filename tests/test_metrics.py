@@ -72,12 +72,15 @@ def test_tensorboard_gets_what_is_measured(tmp_path):
     for event in events(tmp_path)
     for value in event.summary.value
   }
-  over_steps = {key: value for key, value in plotted.items() if "over_samples" not in key[0]}
+  over_steps = {key: value for key, value in plotted.items() if "over_" not in key[0]}
   assert over_steps == {("loss", 1): 1.5, ("eval/loss", 1): 5.25, ("loss", 2): 0.5}
   assert {key: plotted[key] for key in plotted.keys() - over_steps.keys()} == {
     ("over_samples/loss", 4): 1.5,
     ("over_samples/eval/loss", 4): 5.25,
     ("over_samples/loss", 8): 0.5,
+    ("over_tokens/loss", 64): 1.5,
+    ("over_tokens/eval/loss", 64): 5.25,
+    ("over_tokens/loss", 128): 0.5,
   }
 
 
@@ -89,6 +92,8 @@ def test_a_resumed_run_goes_on_after_its_step(tmp_path):
   assert curve(tmp_path, "", "loss") == [(0, 1.5), (1, 1.5), (2, 1.5), (3, 1.5), (4, 9.0)]
   over_samples = [(0, 1.5), (4, 1.5), (8, 1.5), (12, 1.5), (16, 9.0)]
   assert curve(tmp_path, "over_samples", "over_samples/loss") == over_samples
+  over_tokens = [(16 * samples, loss) for samples, loss in over_samples]
+  assert curve(tmp_path, "over_tokens", "over_tokens/loss") == over_tokens
 
 
 def test_a_run_that_starts_anew_writes_step_0_once(tmp_path):

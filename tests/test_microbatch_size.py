@@ -162,7 +162,7 @@ CHANGES = [
   {"base_mlp_dim": 128},
   {"remat_policy": "full"},
   {"dtype": "bfloat16"},
-  {"weight_dtype": "bfloat16"},
+  {"weight_dtype": "bfloat16", "weight_rounding": "stochastic"},
   {"scan_layers": False},
   {"opt_type": "sgd"},
   {"gradient_clipping_threshold": 0},

@@ -26,6 +26,8 @@ from maxbatch.config.load import load_config
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.models.registry import Model, Parameters, build_model
+from maxbatch.precision.formats import FORMATS
+from maxbatch.precision.rounding import rounded
 from maxbatch.training.build import num_parameters
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.model_parts import bind_layered
@@ -273,13 +275,25 @@ def test_computing_in_bfloat16_is_near_float32(family):
   assert 1e-4 < distance(found, expected) < 0.03
 
 
-def test_gradients_in_bfloat16_are_near_float32():
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "cbfloat16"])
+def test_gradients_in_a_short_format_are_as_near_float32_as_it_has_digits(name):
   given = loud_parameters(tiny_model(*QWEN3_LIKE)), random_rows(3)
   loss, gradients = loss_of(*QWEN3_LIKE)(*given)
-  short_loss, short_gradients = loss_of(*QWEN3_LIKE, "dtype=bfloat16")(*given)
+  short_loss, short_gradients = loss_of(*QWEN3_LIKE, f"precision={name}")(*given)
   assert {leaf.dtype for leaf in jax.tree.leaves(short_gradients)} == {jnp.dtype(jnp.float32)}
-  np.testing.assert_allclose(short_loss, loss, rtol=0.01)
-  assert 1e-4 < distance(short_gradients, gradients) < 0.03
+  rounding = 2.0 ** -FORMATS[name].mantissa_bits
+  np.testing.assert_allclose(short_loss, loss, rtol=rounding)
+  assert 0.2 * rounding < distance(short_gradients, gradients) < 3 * rounding
+  # What flows out of a weight's cast is of the format; norms, whose scales are added up, are float32.
+  for path, leaf in jax.tree_util.tree_leaves_with_path(short_gradients):
+    is_held = bool((emulated_by(name, leaf) == leaf).all())
+    assert is_held == (path[-1].key != "scale"), path
+
+
+def emulated_by(name, x):
+  """Rounded to a format that float32 holds."""
+  of = FORMATS[name]
+  return rounded(x, of) if of.is_emulated else x.astype(of.carrier).astype(jnp.float32)
 
 
 def distance(found, expected) -> float:

@@ -68,7 +68,7 @@ def assert_same_step(keys: Keys, smallest: bool) -> None:
   found, expected = one.step(one.trainer), without_pipeline(one)
   # bfloat16 has 8 bits, and rounds elsewhere in microbatches and parts: of 79 at random, the loss
   # was off by up to 1e-4 and the norm by up to 6e-3; float32 by less than 3e-7.
-  exact = one.config.model.dtype == "float32"
+  exact = one.config.precision.dtype in ("auto", "float32")
   assert found.weight == expected.weight > 0 < expected.grad_norm
   assert found.loss == pytest.approx(expected.loss, rel=1e-5 if exact else 1e-3)
   assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5 if exact else 1e-2)
@@ -76,7 +76,7 @@ def assert_same_step(keys: Keys, smallest: bool) -> None:
 
 def assert_same_evaluation(keys: Keys) -> None:
   one = prepared(configuration(keys))
-  exact = one.config.model.dtype == "float32"
+  exact = one.config.precision.dtype in ("auto", "float32")
   found = evaluated(one, one.trainer)
   assert found == pytest.approx(evaluated_plainly(one), rel=1e-5 if exact else 1e-3)
 

@@ -99,6 +99,25 @@ def test_a_step_does_not_depend_on_how_its_pairs_are_split(micro, num_devices, k
     assert float(metrics.metrics[name]) == pytest.approx(float(value), rel=1e-5), name
 
 
+@pytest.mark.parametrize(
+  ("keys", "off"),
+  [(("precision=float16", "initial_loss_scale=256"), 0.02), (("precision=cbfloat16",), 0.02)],
+)
+def test_a_step_in_another_format_or_with_a_loss_scale_is_near(keys, off):
+  trainer, whole, expected = step(B, 1)
+  _, state, metrics = step(B, 1, *keys)
+  assert float(metrics.loss) == pytest.approx(float(expected.loss), rel=0.02, abs=0.01)
+  begun = jax.device_get(trainer.init(0).parameters)
+  moved = [jax.tree.map(np.subtract, jax.device_get(s.parameters), begun) for s in (state, whole)]
+  assert (
+    relative_errors(
+      *({"all": np.concatenate([x.ravel() for x in jax.tree.leaves(m)])} for m in moved)
+    )["['all']"]
+    < off
+  )
+  assert (metrics.scaling is None) == ("precision=cbfloat16" in keys)
+
+
 def test_sums_and_largest_gap_begin_anew_with_each_step():
   _, state, _ = step(B, 1)
   assert not any(float(leaf) for leaf in jax.tree.leaves(state.sums))

@@ -89,7 +89,7 @@ def test_what_changed_is_said_key_by_key(text, folder, capsys):
       "steps: 2 → 4",
       "learning_rate: 0.003 → 0.0003",
       "lr_schedule_type: cosine → constant",
-      "dtype: float32 → bfloat16",
+      "dtype: auto → bfloat16",
     }
 
 
@@ -108,7 +108,11 @@ def test_nothing_is_said_where_nothing_changed(text, folder, capsys):
     ({"adam_b2": 0.99}, "adam_b2 is 0.95 in the checkpoint and 0.99 now"),
     ({"sgd_momentum": 0.5}, "sgd_momentum is 0.9 in the checkpoint and 0.5 now"),
     ({"opt_type": "sgd"}, "opt_type is adamw in the checkpoint and sgd now"),
-    ({"weight_dtype": "bfloat16"}, "weight_dtype is float32 in the checkpoint and bfloat16 now"),
+    (
+      {"weight_dtype": "bfloat16", "weight_rounding": "nearest"},
+      "weight_dtype is float32 in the checkpoint and bfloat16 now",
+    ),
+    ({"mu_dtype": "bfloat16"}, "mu_dtype is float32 in the checkpoint and bfloat16 now"),
     ({"z_loss_multiplier": 0.1}, "z_loss_multiplier is 0.0 in the checkpoint and 0.1 now"),
   ],
   ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

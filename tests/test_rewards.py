@@ -149,7 +149,8 @@ class Scored(RewardPool):
       if group.prompt == "raise":
         raise UserError("no reward for raise")
     rewards = [float(group.prompt) + place for group in groups for place in range(2)]
-    return Scores(np.array(rewards), (Failure("f", "p", "x"),) * len(groups))
+    failed = [Failure(name, group.prompt, "x") for group in groups for name in "fg"]
+    return Scores(np.array(rewards), tuple(failed))
 
 
 @pytest.fixture

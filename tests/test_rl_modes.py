@@ -35,9 +35,9 @@ from maxbatch.modes import resolve_rl as resolving
 from maxbatch.modes.validate_rl import validate_rl
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.sampled import pair_sampler
-from maxbatch.rl.trainer import build_policy_trainer
+from maxbatch.rl.trainer import build_policy_trainer, policy_loss
 from maxbatch.training.build import step_rows
-from maxbatch.tuning import prober
+from maxbatch.tuning import microbatch_size, prober
 
 CHECKS = ["configuration", "rollout plan", "batch plan", "mesh", "model", "memory", "learning rate"]
 CHECKS += ["prompts", "rewards", "sampler", "step", "folder", "checkpoints", "resume"]
@@ -88,6 +88,7 @@ def test_everything_is_checked_and_nothing_compiled(tmp_path):
     (["max_prefill_predict_length=6"], "max_prefill_predict_length=6: the prompt f"),
     (["reward_functions=[vowels:none]"], "reward_functions"),
     (["device_memory_gb=0.0002"], "policies 44,224 bytes"),
+    (["gns_from_microbatches=true", "micro_batch_size=16"], "gns_from_microbatches=true with"),
     (["micro_batch_size={explore: {min: 100}}"], "allowed: 8, 16 pairs; for example"),
   ],
 )
@@ -200,6 +201,7 @@ def test_auto_takes_the_largest_microbatch_with_which_both_programs_fit(
     return dataclasses.replace(report(place.plan.micro_batch), capacity_bytes=capacity)
 
   monkeypatch.setattr(prober, "rl_report_or_refusal", known)
+  monkeypatch.setattr(microbatch_size, "lowered_hash", lambda *_: "one program")
   chosen: list[int] = []
   for needed in (large, large - 1):
     keys = ["micro_batch_size=auto", f"device_memory_gb={(needed + 0.5) / 2**30}"]
@@ -226,7 +228,9 @@ def test_what_is_timed_is_not_skipped():
   of_pairs = in_pairs(config, sizes)
   trainer = build_policy_trainer(of_pairs, sizes, target.devices)
   shapes = step_rows(of_pairs, sizes.pairs, placeholder_rows(of_pairs), sizes.micro_batch)
-  assert trainer.loss.has_gradient(synthetic(trainer, shapes)).all()
+  live = policy_loss(of_pairs, sizes).has_gradient(synthetic(trainer, shapes))
+  assert live is not None
+  assert live.all()
 
 
 def planned(capsys: Any, *keys: str) -> str:

@@ -21,6 +21,7 @@ from maxbatch.pipeline_parallel.schedule import BufferLimits, timetable
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable import TimetableShape
 from maxbatch.pipeline_parallel.timetable_arrays import timetable_arrays
+from maxbatch.precision.policy import policy_of
 from maxbatch.training.build import lost_updates, parameter_counts
 from maxbatch.training.layer_order import to_layer_order, to_stage_order
 from maxbatch.training.loss import loss_parts, loss_sum
@@ -46,7 +47,8 @@ def trainer(axes: tuple[int, int, int] = (1, 1, 1), dispatches: int = 1, **keys:
 
 def model_of(length: int = T, **keys: Any) -> Model:
   settings = config(**keys)
-  return build_model(settings.model, length, settings.noise.gns, settings.optimizer.trainable)
+  trainable, policy = settings.optimizer.trainable, policy_of(settings.precision)
+  return build_model(settings.model, length, settings.noise.gns, trainable, policy)
 
 
 def loud(parameters: Any) -> Any:

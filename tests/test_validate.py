@@ -155,8 +155,11 @@ assert not compiled
   assert passed(done.stdout.splitlines()) == CHECKS[:-2]
 
 
+NARROW = {"weight_dtype": "bfloat16", "weight_rounding": "nearest"}
+
+
 def test_memory_is_what_the_devices_will_hold(tmp_path):
-  keys = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, "weight_dtype": "bfloat16"}
+  keys = {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2, **NARROW}
   here = run(tmp_path, **keys)
   abstract = abstract_state(here)
   for part in (abstract.params, abstract.opt_state.acc_grads, abstract.opt_state):
@@ -165,7 +168,7 @@ def test_memory_is_what_the_devices_will_hold(tmp_path):
 
 
 def test_what_weights_in_bfloat16_lose_is_said(tmp_path):
-  said = "\n".join(check(tmp_path, weight_dtype="bfloat16"))
+  said = "\n".join(check(tmp_path, **NARROW))
   assert "an update of less than 1/512 (0.2%) of a weight is rounded away" in said
   assert "rounded away" not in "\n".join(check(tmp_path, dtype="bfloat16"))
 

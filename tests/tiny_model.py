@@ -10,6 +10,7 @@ from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters, build_model
+from maxbatch.precision.policy import policy_of
 
 VOCABULARY = 37
 _SIZES = (
@@ -67,7 +68,8 @@ def _load(overrides: Sequence[str]) -> Config:
 def tiny_model(*overrides: str, length: int = 12) -> Model:
   """A tiny Llama-like model for rows of `length` tokens."""
   config = _load(overrides)
-  return build_model(config.model, length, config.noise.gns)
+  policy = policy_of(config.precision)
+  return build_model(config.model, length, config.noise.gns, policy=policy)
 
 
 def loud_parameters(model: Model) -> Parameters:

@@ -71,10 +71,11 @@ class Checkpointer:
     report: Callable[[str], None] = print,
     *,
     settings: Mapping[str, object] | None = None,
+    verified: Callable[[int], None] = lambda step: None,
   ):
     """`identity` says what must not change between runs (model, dataset, seed, ...), and `settings`
     what may, as JSON values; `report` receives a text whenever something deserves a person's
-    attention.
+    attention, and `verified` the step of a save that was read back as it was saved.
 
     Raises:
       UserError: for an unknown checkpoint_format.
@@ -83,7 +84,7 @@ class Checkpointer:
     self._config = config
     self._identity = dict(identity)
     self._settings = dict(settings or {})
-    self._report = report
+    self._report, self._verified = report, verified
     self._format = format_named(config.checkpoint_format)
     self._damaged: dict[int, str] = {}
     self._ready_to_write = False
@@ -251,6 +252,8 @@ class Checkpointer:
       if self._failure:
         self._report(f"warning: {self._failure}; training continues, and older ones are kept")
       else:
+        if jax.process_count() == 1:
+          self._verified(step)
         self._remove_old()
 
   def _difference_on_disk(self, step: int) -> str | None:

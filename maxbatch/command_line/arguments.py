@@ -59,6 +59,8 @@ class Command(Generic[Own]):
   """Its own arguments: a dataclass with defaults, every field annotated."""
   usage: str = "config=FILE"
   """What must be given."""
+  takes_keys: bool = True
+  """Whether what is not its own is the configuration's."""
   leaves_files: bool = False
   """Whether its work is in files: then it has succeeded even if nobody has read what it printed."""
 

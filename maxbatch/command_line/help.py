@@ -27,7 +27,10 @@ class Documented:
 
 def help_text(command: Command) -> str:
   """What a command is called with, what it does, its own arguments, and every configuration key."""
-  lines = [*_usage(command), *_opening()]
+  lines = [*_usage(command)]
+  if not command.takes_keys:
+    return "\n".join(lines).rstrip()
+  lines += _opening()
   heading = ""
   for entry in documented_keys():
     if entry.heading != heading:
@@ -58,7 +61,8 @@ def _usage(command: Command) -> Iterator[str]:
   """A line or two of usage, then the command's own arguments, their meanings below each other."""
   own = list(declared(command))
   options = [f"[{_shown(one)}]" for one in own if not isinstance(one.kind, Key)]
-  line = " ".join([command.usage, "[key=value ...]", *options])
+  keys = ["[key=value ...]"] if command.takes_keys else []
+  line = " ".join([command.usage, *keys, *options])
   yield from _wrapped(line, f"Usage: python -m maxbatch.{command.name} ")
   yield ""
   yield from command.about.splitlines()

@@ -8,8 +8,8 @@ from maxbatch.errors import UserError
 
 _HEAD_BYTES = 16
 """A format is known by its first bytes."""
-_DRAWN = b"Matplotlib"
-"""An SVG or PNG of ours says so near its beginning, and many others begin with the same bytes."""
+_MADE_BY = (b"Matplotlib", b"maxbatch report")
+"""An SVG, PNG or page of ours says so near its beginning, and many others begin with the same bytes."""
 _NEAR_BYTES = 4096
 
 
@@ -61,5 +61,6 @@ def _is_alike(path: pathlib.Path, content: bytes) -> bool:
     there = file.read(_NEAR_BYTES)
   near = content[:_NEAR_BYTES]
   return not there or (
-    there[:_HEAD_BYTES] == near[:_HEAD_BYTES] and (_DRAWN in there) == (_DRAWN in near)
+    there[:_HEAD_BYTES] == near[:_HEAD_BYTES]
+    and all((name in there) == (name in near) for name in _MADE_BY)
   )

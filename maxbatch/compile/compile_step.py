@@ -259,4 +259,5 @@ def _title(config: Config, plan: BatchPlan, trainer: Trainer) -> str:
     f"remat_policy {config.model.remat_policy}, on {where}\n"
     f"  {len(devices):,} × {devices[0].device_kind}: {plan.topology}"
     + (f"\n  {trainer.pipeline}" if trainer.pipeline else "")
+    + (f"\n  {trainer.formats}" if trainer.formats else "")
   )

@@ -136,4 +136,6 @@ Seed = Annotated[int, Range(low=0, high=2**32 - 1)]
 Probability = Annotated[float, Range(low=0, high=1)]
 NucleusProbability = Annotated[float, Range(low=0.001, high=1)]
 NonNegativeFloat = Annotated[float, Range(low=0, limit=FLOAT32)]
-DType = Literal["float32", "bfloat16"]
+FloatFormat = Literal["float32", "bfloat16", "float16", "cbfloat16"]
+Scale = Annotated[float, Range(low=2.0**-24, high=2.0**40)]
+"""Of losses: powers of two are exact."""

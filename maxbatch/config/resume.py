@@ -20,7 +20,9 @@ FIXED = _keys(
   rope_low_freq_factor rope_high_freq_factor original_max_position_embeddings sliding_window_size
   layer_types query_pre_attn_scalar attn_logits_soft_cap final_logits_soft_cap scale_embedding
   logits_via_embedding use_qk_norm qk_norm_across_heads attention_qkv_bias attention_out_bias
-  mlp_bias weight_dtype lora_rank lora_alpha lora_targets""",
+  mlp_bias lora_rank lora_alpha lora_targets""",
+  # How weights and moments are kept.
+  "weight_dtype mu_dtype",
   # What it is trained to do, and with which draws.
   "z_loss_multiplier dropout_rate init_weights_seed",
   # Which samples come in which order. What is in the files is compared by fingerprint.
@@ -33,8 +35,8 @@ FIXED = _keys(
 
 CHANGEABLE = _keys(
   # How long, and what is shown and measured on the way.
-  """steps total_samples total_tokens schedule_unit log_period metrics eval_interval eval_samples
-  generate_length prompt decode_sampling_temperature decode_sampling_top_k
+  """steps total_samples total_tokens schedule_unit log_period metrics metrics_writers eval_interval eval_samples
+  write_report generate_length prompt decode_sampling_temperature decode_sampling_top_k
   decode_sampling_nucleus_p decode_sampling_min_p gns gns_from_microbatches gns_window_steps
   gns_calibrate_every gns_report_every gns_dwell_tokens gns_windows_before_growth gns_dry_run""",
   # The batch: another one takes effect at the sample that comes next.
@@ -47,8 +49,12 @@ CHANGEABLE = _keys(
   """learning_rate lr_schedule_type learning_rate_schedule_steps learning_rate_batch_coupling
   warmup_steps warmup_steps_fraction learning_rate_final_fraction wsd_decay_steps_fraction
   gradient_clipping_threshold adam_eps adam_weight_decay""",
+  # The format that is computed in, and the loss's scale, which a checkpoint notes.
+  """precision dtype weight_rounding grad_dtype loss_scale initial_loss_scale min_loss_scale
+  max_loss_scale loss_scale_window loss_scale_growth_factor loss_scale_backoff_factor
+  max_consecutive_skipped_steps precision_report""",
   # How the same is computed, on which devices, and how it is loaded and saved.
-  """model_name dtype attention scan_layers remat_policy num_vocab_tiling accumulation
+  """model_name attention scan_layers remat_policy num_vocab_tiling accumulation
   expansion_factor_real_data loading_hosts eval_per_device_batch_size num_simulated_devices
   ici_data_parallelism ici_fsdp_parallelism ici_tensor_parallelism ici_pipeline_parallelism
   dcn_data_parallelism dcn_fsdp_parallelism dcn_tensor_parallelism dcn_pipeline_parallelism
@@ -76,5 +82,6 @@ OF_ONE_START = _keys(
   "validate_only compile_only compile_topology compile_topology_num_slices save_compiled_step",
   "compiled_step coordinator_address num_processes process_id skip_jax_distributed_system",
   "jax_distributed_initialization_timeout jax_distributed_heartbeat_timeout_seconds",
+  "profiler skip_first_n_steps_for_profiler profiler_steps",
   "hang_timeout_seconds load_parameters_path load_full_state_path warm_start_steps",
 )

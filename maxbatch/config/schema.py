@@ -20,7 +20,6 @@ from maxbatch.config.allowed import (
   Budget,
   CountOrUnset,
   CountOrZeroOrUnset,
-  DType,
   Exact,
   ExactOrUnset,
   Example,
@@ -37,6 +36,7 @@ from maxbatch.config.allowed import (
   Seed,
   Weight,
 )
+from maxbatch.config.precision_schema import PrecisionConfig
 from maxbatch.config.rl_schema import RLConfig
 from maxbatch.errors import UserError
 
@@ -61,8 +61,10 @@ class RunConfig:
   schedule_unit: Literal["steps", "samples", "tokens"]
   log_period: Positive
   metrics: tuple[str, ...]
+  metrics_writers: tuple[str, ...]
   eval_interval: CountOrUnset
   eval_samples: PositiveOrUnset
+  write_report: bool
   # A sample to look at.
   generate_length: Annotated[int, Range(low=0, high=100_000)]
   prompt: str
@@ -222,8 +224,6 @@ class ModelConfig:
   mlp_bias: bool
   dropout_rate: Annotated[float, Range(low=0, high=0.99)]
   init_weights_seed: Seed
-  dtype: DType
-  weight_dtype: DType
   attention: Literal["auto", "dot_product", "flash"]
   scan_layers: bool
   remat_policy: Literal["none", "minimal", "full", "explore"]
@@ -327,6 +327,7 @@ class OptimizerConfig:
   adam_eps: NonNegativeFloat
   adam_weight_decay: NonNegativeFloat
   sgd_momentum: Annotated[float, Range(low=0, high=0.99999)]
+  mu_dtype: Literal["float32", "bfloat16"]
   trainable: Annotated[tuple[str, ...], Example('["layers/attention/*", "head"]')]
 
 
@@ -346,6 +347,15 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProfilingConfig:
+  """Which steps the profiler traces."""
+
+  profiler: Literal["", "xplane"]
+  skip_first_n_steps_for_profiler: NonNegative
+  profiler_steps: Positive
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
   """A whole run, by section."""
 
@@ -356,7 +366,9 @@ class Config:
   pipeline: PipelineConfig
   compile: CompileConfig
   model: ModelConfig
+  precision: PrecisionConfig
   noise: NoiseConfig
+  profiling: ProfilingConfig
   data: DataConfig
   optimizer: OptimizerConfig
   checkpoint: CheckpointConfig

@@ -17,6 +17,7 @@ from maxbatch.conversion.output_folder import whole_folder
 from maxbatch.conversion.reading import FolderReader, leaves_by_path, reader_of
 from maxbatch.conversion.result import Converted, converted, model_keys
 from maxbatch.models.registry import build_model
+from maxbatch.precision.policy import policy_of
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.progress import ByteProgress
 
@@ -32,7 +33,8 @@ def convert_to_run(folder: Path, config: Config) -> Converted:
     UserError: the folder's tensors are not those of the model, or the run's folder is not to be
       written.
   """
-  model = build_model(config.model, config.batch.max_target_length)
+  policy = policy_of(config.precision)
+  model = build_model(config.model, config.batch.max_target_length, policy=policy)
   leaves = leaves_by_path(model.shapes())
   specs = {
     path: TensorSpec(PARAMETERS + "/".join(path), leaf.shape, np.dtype(leaf.dtype))
@@ -68,7 +70,7 @@ def _values(
 
 def _notes(config: Config, reader: FolderReader) -> Iterator[str]:
   """What is not as in the folder."""
-  dtype = jnp.dtype(config.model.weight_dtype)
+  dtype = jnp.dtype(config.precision.weight_dtype)
   for theirs in sorted(
     each.name for each in reader.dtypes if jnp.promote_types(each, dtype) != dtype
   ):

@@ -6,6 +6,8 @@ No jax here. Containers are control groups of the kernel, of version 2 (`memory.
 
 import os
 import pathlib
+import resource
+import sys
 from collections.abc import Iterator
 
 _PROCESS = pathlib.Path("/proc/self")
@@ -21,6 +23,12 @@ def machine_bytes(process: pathlib.Path = _PROCESS) -> int:
   """
   physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   return min([physical, *_limits(process)])
+
+
+def host_peak_bytes() -> int:
+  """The most physical memory that this process has had so far."""
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+  return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def _limits(process: pathlib.Path) -> Iterator[int]:

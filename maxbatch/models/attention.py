@@ -23,6 +23,7 @@ from maxbatch.models.dot_product import dot_product_attention
 from maxbatch.models.layers import Norm, Projection
 from maxbatch.models.rope import frequency_factors
 from maxbatch.models.windows import sliding_layers
+from maxbatch.precision.policy import PLAIN, Policy
 
 
 class AttentionContext(NamedTuple):
@@ -137,26 +138,28 @@ def _rotations(
 
 
 def rotate(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
-  """Rotates pairs (i, i + H/2) of every head by its position's angle, as Llama's weights expect."""
+  """Rotates pairs (i, i + H/2) of every head by its position's angle, as Llama's weights expect;
+  float32."""
   first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
   cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
-  rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-  return rotated.astype(x_BTNH.dtype)
+  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
 class Attention(nnx.Module):
   """Multi-head or grouped-query causal self-attention."""
+
+  policy: Policy = PLAIN
 
   def __init__(self, rngs: nnx.Rngs, config: ModelConfig, residual_scale: float):
     D, H = config.base_emb_dim, config.head_dim
     N, K = config.base_num_query_heads, config.base_num_kv_heads
     bias = config.attention_qkv_bias
     q_axes, kv_axes = ("embed", "heads", "head_dim"), ("embed", "kv_heads", "head_dim")
-    self.query = Projection(rngs, config, (D,), (N, H), q_axes, bias=bias)
-    self.key = Projection(rngs, config, (D,), (K, H), kv_axes, bias=bias)
-    self.value = Projection(rngs, config, (D,), (K, H), kv_axes, bias=bias)
+    self.query = Projection(rngs, (D,), (N, H), q_axes, bias=bias)
+    self.key = Projection(rngs, (D,), (K, H), kv_axes, bias=bias)
+    self.value = Projection(rngs, (D,), (K, H), kv_axes, bias=bias)
     out_axes, out_bias = ("heads", "head_dim", "embed"), config.attention_out_bias
-    self.out = Projection(rngs, config, (N, H), (D,), out_axes, bias=out_bias, scale=residual_scale)
+    self.out = Projection(rngs, (N, H), (D,), out_axes, bias=out_bias, scale=residual_scale)
     self.query_norm = _norm(config, N, "heads")
     self.key_norm = _norm(config, K, "kv_heads")
     self.query_factor = _query_factor(config)
@@ -169,21 +172,22 @@ class Attention(nnx.Module):
     if self.query_norm is not None and self.key_norm is not None:
       q_BTNH, k_BSKH = self.query_norm(q_BTNH), self.key_norm(k_BSKH)
     if at.cos_BTH is not None and at.sin_BTH is not None:
-      q_BTNH = rotate(q_BTNH, at.cos_BTH, at.sin_BTH)
-      k_BSKH = rotate(k_BSKH, at.cos_BTH, at.sin_BTH)
+      q_BTNH = self.policy.cast(rotate(q_BTNH, at.cos_BTH, at.sin_BTH))
+      k_BSKH = self.policy.cast(rotate(k_BSKH, at.cos_BTH, at.sin_BTH))
     if self.query_factor != 1:
-      q_BTNH = q_BTNH * self.query_factor
+      q_BTNH = self.policy.cast(q_BTNH * self.query_factor)
     q_BTNH = constrain(q_BTNH, ("batch", "length", "heads", "head_dim"))
     k_BSKH = constrain(k_BSKH, ("batch", "length", "kv_heads", "head_dim"))
     cap = self.config.attn_logits_soft_cap
     if at.cache is not None:
       at.cache.put(k_BSKH, v_BSKH)
     if at.cache is not None and not at.cache.is_new:
-      out_BTNH = at.cache.attention(q_BTNH, at.first_BT, cap)
+      out_BTNH = at.cache.attention(q_BTNH, at.first_BT, cap, self.policy)
     elif self.config.attention == "flash" and flash.has_devices():
       out_BTNH = self._flash(q_BTNH, k_BSKH, v_BSKH, at)
     else:
-      out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.first_BT, cap)
+      out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.first_BT, cap, self.policy)
+    out_BTNH = self.policy.cast(out_BTNH)
     return self.out(constrain(out_BTNH, ("batch", "length", "heads", "head_dim")))
 
   def _flash(

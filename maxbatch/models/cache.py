@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import constrain
 from maxbatch.models.dot_product import capped
+from maxbatch.precision.policy import Policy
 
 
 class KeysValues(NamedTuple):
@@ -37,14 +39,16 @@ put in it at int32 `place`, the same for all.
 _AXES = ("batch", "kv_heads", "length", "head_dim")
 
 
-def empty_cache(config: ModelConfig, num_layers: int, rows: int, places: int) -> Cache:
+def empty_cache(
+  config: ModelConfig, dtype: DTypeLike, num_layers: int, rows: int, places: int
+) -> Cache:
   """Room for `places` tokens of each row: divided as attention is, rows over data and fsdp, heads
   over tensor."""
   shape = (rows, config.base_num_kv_heads, places, config.head_dim)
 
   def zeros(*lead: int) -> KeysValues:
     axes = (*(None for _ in lead), *_AXES)
-    return KeysValues(*(constrain(jnp.zeros((*lead, *shape), config.dtype), axes) for _ in "kv"))
+    return KeysValues(*(constrain(jnp.zeros((*lead, *shape), dtype), axes) for _ in "kv"))
 
   return zeros(num_layers) if config.scan_layers else tuple(zeros() for _ in range(num_layers))
 
@@ -75,23 +79,24 @@ class LayerCache:
       return jax.lax.dynamic_update_slice(kept, x_BKTH, at)
     return jax.lax.dynamic_update_slice(kept, x_BKTH[None], (self._layer, *at))
 
-  def attention(self, q_B1NH: jax.Array, first_B1: jax.Array, soft_cap: float) -> jax.Array:
+  def attention(
+    self, q_B1NH: jax.Array, first_B1: jax.Array, soft_cap: float, policy: Policy
+  ) -> jax.Array:
     """As `dot_product_attention`, of the token that was put last to all from its first to itself."""
     B, _, N, H = q_B1NH.shape
     keys_BKSH, values_BKSH = self._own()
     K, S = keys_BKSH.shape[1:3]
-    q_BKGH = (q_B1NH / math.sqrt(H)).reshape(B, K, N // K, H)
+    q_BKGH = policy.rounded(q_B1NH / math.sqrt(H)).reshape(B, K, N // K, H)
     logits_BKGS = jnp.matmul(q_BKGH, keys_BKSH.mT, preferred_element_type=jnp.float32)
     logits_BKGS = capped(logits_BKGS, soft_cap)
     places_1S = jnp.arange(S)[None]
     seen_BS = (places_1S >= first_B1) & (places_1S <= self.place)
     logits_BKGS = jnp.where(seen_BS[:, None, None], logits_BKGS, jnp.finfo(jnp.float32).min)
     exp_BKGS = jnp.exp(logits_BKGS - logits_BKGS.max(-1, keepdims=True))
-    mixed_BKGH = jnp.matmul(
-      exp_BKGS.astype(values_BKSH.dtype), values_BKSH, preferred_element_type=jnp.float32
-    )
+    weights_BKGS = policy.rounded(exp_BKGS)
+    mixed_BKGH = jnp.matmul(weights_BKGS, values_BKSH, preferred_element_type=jnp.float32)
     out_BKGH = mixed_BKGH / exp_BKGS.sum(-1, keepdims=True)
-    return out_BKGH.astype(values_BKSH.dtype).reshape(B, 1, N, H)
+    return policy.rounded(out_BKGH).reshape(B, 1, N, H)
 
   def _own(self) -> KeysValues:
     if self._layer is None:

@@ -13,6 +13,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from maxbatch.precision.policy import PLAIN, Policy
+
 
 def dot_product_attention(
   q_BTNH: jax.Array,
@@ -20,6 +22,7 @@ def dot_product_attention(
   v_BSKH: jax.Array,
   first_BT: jax.Array,
   soft_cap: float = 0.0,
+  policy: Policy = PLAIN,
 ) -> jax.Array:
   """Attention of each query to the keys from its first to itself; logits and softmax in float32.
 
@@ -30,16 +33,17 @@ def dot_product_attention(
     first_BT: int32[B or 1, T]: the first key that each query sees. Two comparisons with a number per
       row cost next to nothing; a mask of (B, T, S) made the whole step half as slow again.
     soft_cap: logits become cap·tanh(logit/cap) (Gemma 2); 0: they stay as they are.
+    policy: in which format the operands of matrix products are, these and those made here.
 
   Returns:
-    (B, T, N, H), in the values' dtype.
+    (B, T, N, H).
   """
   B, T, N, H = q_BTNH.shape
   K, G = k_BSKH.shape[2], N // k_BSKH.shape[2]
   # The G heads that share keys become rows of one product: X = G·T.
-  q_BKXH = (q_BTNH / math.sqrt(H)).transpose(0, 2, 1, 3).reshape(B, K, G * T, H)
+  q_BKXH = policy.cast(q_BTNH / math.sqrt(H)).transpose(0, 2, 1, 3).reshape(B, K, G * T, H)
   k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
-  out_BKXH = _attend(q_BKXH, k_BKSH, v_BKSH, jnp.tile(first_BT, (1, G)), soft_cap)
+  out_BKXH = _attend(q_BKXH, k_BKSH, v_BKSH, jnp.tile(first_BT, (1, G)), soft_cap, policy)
   return out_BKXH.reshape(B, N, T, H).transpose(0, 2, 1, 3)
 
 
@@ -61,28 +65,34 @@ def _masked(logits_BKXS: jax.Array, first_BX: jax.Array) -> jax.Array:
 
 
 def _attended(
-  q_BKXH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, first_BX: jax.Array, soft_cap: float
+  q_BKXH: jax.Array,
+  k_BKSH: jax.Array,
+  v_BKSH: jax.Array,
+  first_BX: jax.Array,
+  soft_cap: float,
+  policy: Policy,
 ) -> jax.Array:
-  return _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, soft_cap)[0]
+  return _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, soft_cap, policy)[0]
 
 
-def _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, soft_cap):
+def _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, soft_cap, policy):
   logits_BKXS = _masked(capped(_logits(q_BKXH, k_BKSH), soft_cap), first_BX)
   max_BKX1 = logits_BKXS.max(-1, keepdims=True)
   exp_BKXS = jnp.exp(logits_BKXS - max_BKX1)
   sum_BKX1 = exp_BKXS.sum(-1, keepdims=True)
   # Divided after the product: fewer divisions, and the largest weight is exactly 1 in bfloat16.
-  mixed_BKXH = jnp.matmul(exp_BKXS.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32)
-  out_BKXH = (mixed_BKXH / sum_BKX1).astype(v_BKSH.dtype)
+  exp_BKXS = policy.rounded(exp_BKXS)
+  mixed_BKXH = jnp.matmul(exp_BKXS, v_BKSH, preferred_element_type=jnp.float32)
+  out_BKXH = policy.rounded(mixed_BKXH / sum_BKX1)
   return out_BKXH, (q_BKXH, k_BKSH, v_BKSH, first_BX, out_BKXH, max_BKX1 + jnp.log(sum_BKX1))
 
 
-def _backward(soft_cap, kept, d_out_BKXH):
+def _backward(soft_cap, policy, kept, d_out_BKXH):
   q_BKXH, k_BKSH, v_BKSH, first_BX, out_BKXH, log_sum_BKX1 = kept
-  f32, dtype = jnp.float32, q_BKXH.dtype
+  f32 = jnp.float32
   capped_BKXS = capped(_logits(q_BKXH, k_BKSH), soft_cap)
   weights_BKXS = jnp.exp(_masked(capped_BKXS, first_BX) - log_sum_BKX1)
-  d_v_BKSH = jnp.matmul(weights_BKXS.astype(dtype).mT, d_out_BKXH)
+  d_v_BKSH = jnp.matmul(policy.rounded(weights_BKXS).mT, d_out_BKXH)
   d_weights_BKXS = jnp.matmul(d_out_BKXH, v_BKSH.mT, preferred_element_type=f32)
   # Σ_s weight · d_weight, without another pass over (X, S).
   shift_BKX1 = (d_out_BKXH.astype(f32) * out_BKXH.astype(f32)).sum(-1, keepdims=True)
@@ -90,11 +100,11 @@ def _backward(soft_cap, kept, d_out_BKXH):
   if soft_cap:
     # The slope of the tanh; of logits before the mask, whose least number has no square.
     d_logits_BKXS = d_logits_BKXS * (1 - (capped_BKXS / soft_cap) ** 2)
-  d_logits_BKXS = d_logits_BKXS.astype(dtype)
+  d_logits_BKXS = policy.rounded(d_logits_BKXS)
   d_q_BKXH = jnp.matmul(d_logits_BKXS, k_BKSH)
   d_k_BKSH = jnp.matmul(d_logits_BKXS.mT, q_BKXH)
   return d_q_BKXH, d_k_BKSH, d_v_BKSH, None
 
 
-_attend = jax.custom_vjp(_attended, nondiff_argnums=(4,))
+_attend = jax.custom_vjp(_attended, nondiff_argnums=(4, 5))
 _attend.defvjp(_forward, _backward)

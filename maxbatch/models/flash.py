@@ -23,6 +23,7 @@ from maxbatch.config.schema import ModelConfig
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
 from maxbatch.hardware.sharding import auto_axes_spec
+from maxbatch.precision.formats import BFLOAT16, FLOAT32, Format
 
 Kernel = Callable[..., jax.Array]
 """(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window) → out_BTNH, on one device; where the kernel knows
@@ -38,8 +39,10 @@ in the vector memory of a v5e and a v6e with head_dim=256 in float32."""
 _AMPERE, _HOPPER = (8, 0), (9, 0)
 
 
-def resolve_attention(config: ModelConfig, max_target_length: int, device: Device) -> ModelConfig:
-  """The same configuration with attention=auto replaced by what `device` can do.
+def resolve_attention(
+  config: ModelConfig, max_target_length: int, device: Device, compute: Format = FLOAT32
+) -> ModelConfig:
+  """The same configuration with attention=auto replaced by what `device` can do in a format.
 
   Raises:
     UserError: attention=flash where there is no kernel for it.
@@ -47,7 +50,7 @@ def resolve_attention(config: ModelConfig, max_target_length: int, device: Devic
   if config.attention == "dot_product":
     return config
   capability = str(getattr(device, "compute_capability", ""))
-  obstacle = flash_obstacle(config, max_target_length, device.platform, capability)
+  obstacle = flash_obstacle(config, max_target_length, device.platform, capability, compute)
   if obstacle is None:
     return dataclasses.replace(config, attention="flash")
   if config.attention == "flash":
@@ -56,7 +59,11 @@ def resolve_attention(config: ModelConfig, max_target_length: int, device: Devic
 
 
 def flash_obstacle(
-  config: ModelConfig, max_target_length: int, platform: str, compute_capability: str = ""
+  config: ModelConfig,
+  max_target_length: int,
+  platform: str,
+  compute_capability: str = "",
+  compute: Format = FLOAT32,
 ) -> str | None:
   """Why flash attention cannot be used, and what would work; None if it can.
 
@@ -65,24 +72,29 @@ def flash_obstacle(
     max_target_length: tokens in a row.
     platform: of the devices, as jax calls it: cpu, gpu or tpu.
     compute_capability: of a GPU, for example 9.0; AMD's begin with gfx.
+    compute: the format of queries, keys and values.
   """
+  if platform == "tpu" and compute not in (FLOAT32, BFLOAT16):
+    return f"the kernel for TPUs computes in float32 and bfloat16, not in dtype={compute.name}"
   if platform == "tpu":
     return None
   if platform != "gpu" or not compute_capability[:1].isdigit():
     chips = f"{platform} {compute_capability}".strip()
     return f"there is a kernel for TPUs and NVIDIA GPUs, but the devices are {chips}"
-  return _cudnn_obstacle(config, max_target_length, compute_capability)
+  return _cudnn_obstacle(config, max_target_length, compute_capability, compute)
 
 
-def _cudnn_obstacle(config: ModelConfig, max_target_length: int, capability: str) -> str | None:
+def _cudnn_obstacle(
+  config: ModelConfig, max_target_length: int, capability: str, compute: Format
+) -> str | None:
   """The limits of cuDNN's kernel, as jax checks them while it compiles, only earlier."""
   chip = tuple(int(part) for part in capability.split("."))
   if chip < _AMPERE:
     return f"cuDNN's kernel needs compute capability 8.0, but the GPU has {capability}"
   if config.attn_logits_soft_cap:
     return f"cuDNN's kernel knows no attn_logits_soft_cap={config.attn_logits_soft_cap:g}"
-  if config.dtype != "bfloat16":
-    return f"cuDNN's kernel computes in bfloat16, not in dtype={config.dtype}; use dtype=bfloat16"
+  if compute != BFLOAT16:
+    return f"cuDNN's kernel computes in bfloat16, not in dtype={compute.name}; use dtype=bfloat16"
   widest = 256 if chip >= _HOPPER else 128
   if config.head_dim % 8 or config.head_dim > widest:
     working = min(widest, -(-config.head_dim // 8) * 8)

@@ -11,15 +11,17 @@ from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
+from maxbatch.models.exponents import given_out
 from maxbatch.models.probes import Probe, for_each_row, probe, probe_values, product
+from maxbatch.precision.policy import PLAIN, Policy
 
 
 class Parameter(nnx.Param):
   """A parameter that knows the logical axes of its dimensions."""
 
-  def ready(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The value in the precision of the computation, gathered from where it is stored."""
-    return gathered(self[...].astype(dtype), self.axes)
+  def ready(self, policy: Policy) -> jax.Array:
+    """The value in the format of the computation, gathered from where it is stored."""
+    return gathered(policy.cast(self[...]), self.axes)
 
   @property
   def axes(self) -> LogicalAxes:
@@ -27,17 +29,13 @@ class Parameter(nnx.Param):
     return self.get_metadata()["axes"]
 
 
-def parameter(
-  rngs: nnx.Rngs, std: float, shape: tuple[int, ...], axes: LogicalAxes, dtype: str
-) -> Parameter:
-  """A normally distributed parameter, kept in `dtype`."""
-  return Parameter(std * jax.random.normal(rngs.params(), shape, dtype), axes=axes)
+def parameter(rngs: nnx.Rngs, std: float, shape: tuple[int, ...], axes: LogicalAxes) -> Parameter:
+  """A normally distributed parameter; `build_model` gives it the dtype that it is kept in."""
+  return Parameter(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
-def _constant(
-  value: float, shape: tuple[int, ...], axes: LogicalAxes, config: ModelConfig
-) -> Parameter:
-  return Parameter(jnp.full(shape, value, config.weight_dtype), axes=axes)
+def _constant(value: float, shape: tuple[int, ...], axes: LogicalAxes) -> Parameter:
+  return Parameter(jnp.full(shape, value, jnp.float32), axes=axes)
 
 
 class Projection(nnx.Module):
@@ -51,11 +49,12 @@ class Projection(nnx.Module):
   lora_b: Parameter | None = None
   """An adapter beside the kernel, see `add_adapter`."""
   lora_scale = 0.0
+  policy: Policy = PLAIN
+  exponents: Probe | None = None
 
   def __init__(
     self,
     rngs: nnx.Rngs,
-    config: ModelConfig,
     in_shape: tuple[int, ...],
     out_shape: tuple[int, ...],
     axes: LogicalAxes,
@@ -64,16 +63,16 @@ class Projection(nnx.Module):
     scale: float = 1.0,
   ):
     std = scale / math.sqrt(math.prod(in_shape))
-    self.kernel = parameter(rngs, std, (*in_shape, *out_shape), axes, config.weight_dtype)
+    self.kernel = parameter(rngs, std, (*in_shape, *out_shape), axes)
     out_axes = axes[len(in_shape) :]
-    self.bias = _constant(0.0, out_shape, out_axes, config) if bias else None
+    self.bias = _constant(0.0, out_shape, out_axes) if bias else None
     self.in_shape, self.out_shape = in_shape, out_shape
     self.probe: Probe | None = probe("kernel", "bias", "lora_a", "lora_b")
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    """(B, T, *in_shape) → (B, T, *out_shape), in x's dtype."""
+    """(B, T, *in_shape) → (B, T, *out_shape)."""
     batch_dims = x.shape[: x.ndim - len(self.in_shape)]
-    matrix = self.kernel.ready(x.dtype).reshape(math.prod(self.in_shape), -1)
+    matrix = self.kernel.ready(self.policy).reshape(math.prod(self.in_shape), -1)
     rows, probe = x.reshape(*batch_dims, matrix.shape[0]), probe_values(self.probe, "kernel")
     if probe is None:
       y = rows.reshape(-1, matrix.shape[0]) @ matrix
@@ -84,9 +83,9 @@ class Projection(nnx.Module):
       for name, adapter in (("lora_a", self.lora_a), ("lora_b", self.lora_b)):
         rows = self._adapted(rows, name, adapter)
       y = y + self.lora_scale * rows.reshape(y.shape)
-    return (
-      y if self.bias is None else y + _over_rows(self.bias, probe_values(self.probe, "bias"), y)
-    )
+    if self.bias is not None:
+      y = y + _over_rows(self.bias, self.policy, probe_values(self.probe, "bias"), y.ndim)
+    return given_out(y, self.policy, self.exponents)
 
   def add_adapter(self, rngs: nnx.Rngs, rank: int, scale: float) -> None:
     """LoRA's matrices beside the kernel (Hu et al. 2021): x·W + scale · x·A·B.
@@ -105,7 +104,7 @@ class Projection(nnx.Module):
 
   def _adapted(self, rows: jax.Array, name: str, adapter: Parameter) -> jax.Array:
     """(…, K) → (…, R), by one of the adapter's matrices."""
-    matrix = adapter.ready(rows.dtype).reshape(rows.shape[-1], -1)
+    matrix = adapter.ready(self.policy).reshape(rows.shape[-1], -1)
     probe = probe_values(self.probe, name)
     if probe is not None:
       return product(rows, matrix, probe, adapter.shape, adapter.axes)
@@ -115,53 +114,58 @@ class Projection(nnx.Module):
 class Norm(nnx.Module):
   """RMSNorm (Zhang & Sennrich 2019) or LayerNorm (Ba et al. 2016) of the last dims, in float32."""
 
+  policy: Policy = PLAIN
+  exponents: Probe | None = None
+
   def __init__(self, config: ModelConfig, shape: tuple[int, ...], axes: LogicalAxes):
     """Of the last dims, as many as `shape` has, together."""
     centred = config.normalization == "layernorm"
     # Gemma's scale is kept as what it adds to one: weight decay then draws it to one.
     self.offset = 1.0 if config.normalization == "zero_centered_rmsnorm" else 0.0
-    self.scale = _constant(1.0 - self.offset, shape, axes, config)
-    self.bias = _constant(0.0, shape, axes, config) if centred else None
+    self.scale = _constant(1.0 - self.offset, shape, axes)
+    self.bias = _constant(0.0, shape, axes) if centred else None
     self.dims = tuple(range(-len(shape), 0))
     self.probe: Probe | None = probe("scale", "bias")
     self.epsilon = config.normalization_layer_epsilon
 
   @jax.named_scope("norm")
   def __call__(self, x: jax.Array) -> jax.Array:
-    """Same shape and dtype as x."""
+    """Of the same shape."""
     y = x.astype(jnp.float32)
     if self.bias is not None:
       y = y - y.mean(self.dims, keepdims=True)
     y = y * jax.lax.rsqrt((y * y).mean(self.dims, keepdims=True) + self.epsilon)
-    scale = _over_rows(self.scale, probe_values(self.probe, "scale"), y)
+    scale = _over_rows(self.scale, PLAIN, probe_values(self.probe, "scale"), y.ndim)
     y = y * (scale + self.offset if self.offset else scale)
     if self.bias is not None:
-      y = y + _over_rows(self.bias, probe_values(self.probe, "bias"), y)
-    return y.astype(x.dtype)
+      y = y + _over_rows(self.bias, PLAIN, probe_values(self.probe, "bias"), y.ndim)
+    return given_out(y, self.policy, self.exponents)
 
 
-def _over_rows(parameter: Parameter, probe_BS: jax.Array | None, y: jax.Array) -> jax.Array:
-  """A parameter of y's last dims, ready to be combined with y (B, T, …) in its dtype."""
-  value = parameter.ready(y.dtype)
+def _over_rows(
+  parameter: Parameter, policy: Policy, probe_BS: jax.Array | None, ndim: int
+) -> jax.Array:
+  """A parameter of the last dims of an array (B, T, …), ready to be combined with it."""
+  value = parameter.ready(policy)
   if probe_BS is None:
-    return value.reshape((1,) * (y.ndim - value.ndim) + value.shape)
+    return value.reshape((1,) * (ndim - value.ndim) + value.shape)
   rows = for_each_row(value, probe_BS, parameter.axes)
-  return rows.reshape(rows.shape[0], *(1,) * (y.ndim - rows.ndim), *value.shape)
+  return rows.reshape(rows.shape[0], *(1,) * (ndim - rows.ndim), *value.shape)
 
 
 class FeedForward(nnx.Module):
   """GELU in two matrices (GPT-2), or SwiGLU or GeGLU in three (Shazeer 2020)."""
+
+  policy: Policy = PLAIN
 
   def __init__(self, rngs: nnx.Rngs, config: ModelConfig, residual_scale: float):
     D, F, bias = config.base_emb_dim, config.base_mlp_dim, config.mlp_bias
     up = ("embed", "mlp")
     gated = config.mlp_activation != "gelu"
     self.is_silu = config.mlp_activation == "swiglu"
-    self.gate = Projection(rngs, config, (D,), (F,), up, bias=bias) if gated else None
-    self.up = Projection(rngs, config, (D,), (F,), up, bias=bias)
-    self.down = Projection(
-      rngs, config, (F,), (D,), ("mlp", "embed"), bias=bias, scale=residual_scale
-    )
+    self.gate = Projection(rngs, (D,), (F,), up, bias=bias) if gated else None
+    self.up = Projection(rngs, (D,), (F,), up, bias=bias)
+    self.down = Projection(rngs, (F,), (D,), ("mlp", "embed"), bias=bias, scale=residual_scale)
 
   @jax.named_scope("mlp")
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
@@ -171,7 +175,7 @@ class FeedForward(nnx.Module):
       h_BTF = _gelu(h_BTF)
     else:
       h_BTF = (jax.nn.silu if self.is_silu else _gelu)(self.gate(x_BTD)) * h_BTF
-    return self.down(constrain(h_BTF, ("batch", "length", "mlp")))
+    return self.down(constrain(self.policy.cast(h_BTF), ("batch", "length", "mlp")))
 
 
 def _gelu(x: jax.Array) -> jax.Array:

@@ -24,15 +24,18 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes, sharding
 from maxbatch.models import transformer
 from maxbatch.models.cache import Cache, Decode
+from maxbatch.models.exponents import exponent_probe
 from maxbatch.models.layers import Norm, Parameter
 from maxbatch.models.lora import add_adapters
 from maxbatch.models.probes import Probe, probe_of
-from maxbatch.models.trainable import Path, frozen_paths
+from maxbatch.models.trainable import ADAPTER, Path, frozen_paths
+from maxbatch.precision.policy import PLAIN, Policy
 
 Parameters = dict[str, Any]
 """Nested dicts of arrays, by module and parameter name."""
-Probes = Literal["off", "norm", "all"]
-"""The probes of a model that are kept: none, those of its layers.Norm modules, all."""
+Probes = Literal["off", "norm", "all", "exponents"]
+"""The probes of a model that are kept: none, those of its layers.Norm modules, all; or others, of the
+exponents of what its modules give (models/exponents.py)."""
 
 
 class LanguageModel(Protocol):
@@ -43,7 +46,7 @@ class LanguageModel(Protocol):
     ...
 
   def output_matrix(self) -> jax.Array:
-    """The matrix (D, V) from hidden states to logits, in the hidden states' dtype."""
+    """The matrix (D, V) from hidden states to logits, in the hidden states' format."""
     ...
 
 
@@ -134,6 +137,8 @@ class Model:
   abstract_probes: nnx.State
   trainable: tuple[str, ...] = ()
   """The patterns of the parameters that train."""
+  policy: Policy = PLAIN
+  """In which formats it keeps and computes."""
 
   @functools.cached_property
   def frozen(self) -> frozenset[Path]:
@@ -230,6 +235,7 @@ def build_model(
   max_target_length: int,
   probes: Probes = "off",
   trainable: Sequence[str] = (),
+  policy: Policy = PLAIN,
 ) -> Model:
   """The model that `decoder_block` names.
 
@@ -239,12 +245,13 @@ def build_model(
     probes: which of the probes it offers are kept, if what they measure trains; the others cost
       nothing.
     trainable: patterns of the parameters that train; none: all, or the adapters.
+    policy: in which formats it keeps and computes.
 
   Raises:
     UserError: for an unknown name, or keys that contradict each other.
   """
   chosen = registered("decoder_block", config.decoder_block, MODELS)
-  model = _built(chosen, config, max_target_length, probes, tuple(trainable))
+  model = _built(chosen, config, max_target_length, probes, tuple(trainable), policy)
   if probes == "norm" and model.frozen and not model.has_probes:
     raise UserError(
       "gns=norm measures the gradients of the normalization layers, and all of them are frozen by "
@@ -260,19 +267,43 @@ def _built(
   max_target_length: int,
   probes: Probes,
   trainable: tuple[str, ...],
+  policy: Policy,
 ) -> Model:
   @jax.jit
   def create(key: jax.Array) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
     rngs = nnx.Rngs(params=key)
     module = chosen(rngs, config, max_target_length)
     add_adapters(module, config, rngs)
+    _set_policy(module, policy)
     paths = frozenset(_flat(nnx.state(module, Parameter)))
     frozen = frozen_paths(paths, trainable, config)
     _drop_probes(module, probes, paths - frozen, frozen)
-    return nnx.split(module, Parameter, Probe)
+    if probes == "exponents":
+      _add_exponent_probes(module)
+    structure, parameters, measured = nnx.split(module, Parameter, Probe)
+    return structure, parameters, measured
 
   graph, abstract, abstract_probes = jax.eval_shape(create, jax.random.key(0))
-  return Model(config, create, graph, abstract, abstract_probes, trainable)
+  return Model(config, create, graph, abstract, abstract_probes, trainable, policy)
+
+
+def _set_policy(model: nnx.Module, policy: Policy) -> None:
+  """Tells all modules with a `policy`, and gives parameters, but for adapters, the dtype they are
+  kept in."""
+  for path, node in nnx.iter_graph(model):
+    if isinstance(node, Parameter) and path[-1] not in ADAPTER:
+      node.set_value(node[...].astype(policy.parameters.carrier))
+    elif isinstance(node, nnx.Module) and hasattr(type(node), "policy"):
+      node.policy = policy  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _add_exponent_probes(model: nnx.Module) -> None:
+  """Gives every module that has parameters and an attribute for it a probe of its exponents."""
+  for _, module in nnx.iter_modules(model):
+    own = [value for value in vars(module).values() if isinstance(value, Parameter)]
+    if own and hasattr(type(module), "exponents"):
+      layers = own[0].shape[: own[0].ndim - len(own[0].axes)]
+      module.exponents = exponent_probe(layers)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _drop_probes(

@@ -25,8 +25,10 @@ from maxbatch.models.attention import (
 )
 from maxbatch.models.cache import Cache, Decode, KeysValues, LayerCache, empty_cache
 from maxbatch.models.dropout import dropout, fold
+from maxbatch.models.exponents import given_out
 from maxbatch.models.layers import FeedForward, Norm, parameter
-from maxbatch.models.probes import for_each_row, looked_up, probe, probe_values
+from maxbatch.models.probes import Probe, for_each_row, looked_up, probe, probe_values
+from maxbatch.precision.policy import PLAIN, Policy
 
 _EMBEDDING_STD = 0.02
 
@@ -43,6 +45,8 @@ class Block(nnx.Module):
   """One layer: attention and feed-forward, each normalized before or after, or both, and added to
   the stream."""
 
+  policy: Policy = PLAIN
+
   def __init__(self, rngs: nnx.Rngs, config: ModelConfig):
     # Two additions to the stream per layer: keeps its variance near one at any depth (GPT-2).
     residual_scale = 1.0 / math.sqrt(2 * config.base_num_decoder_layers)
@@ -58,10 +62,10 @@ class Block(nnx.Module):
     """(B, T, D) → (B, T, D)."""
     y_BTD = self.attention(_normalized(self.attention_norm, x_BTD), at)
     y_BTD = _normalized(self.post_attention_norm, y_BTD)
-    x_BTD = x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 0))
+    x_BTD = self.policy.cast(x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 0)))
     y_BTD = self.mlp(_normalized(self.mlp_norm, x_BTD))
     y_BTD = _normalized(self.post_mlp_norm, y_BTD)
-    x_BTD = x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 1))
+    x_BTD = self.policy.cast(x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 1)))
     return constrain(x_BTD, ("batch", "length", "activation_embed"))
 
 
@@ -85,23 +89,25 @@ class Transformer(nnx.Module):
   offers_cache = True
   """Whether tokens see others through `Attention` alone, whose keys and values can be kept while a
   text is written. A subclass whose tokens do, too, says so itself."""
+  policy: Policy = PLAIN
+  """In which format it computes; `build_model` sets it, as in all modules that have it."""
+  exponents: Probe | None = None
+  """Likewise, for a report of its exponents (models/exponents.py)."""
 
   def __init__(self, rngs: nnx.Rngs, config: ModelConfig, max_target_length: int):
     """Raises UserError if sizes contradict each other."""
     validate(config, max_target_length)
     D, V = config.base_emb_dim, config.vocab_size
-    dtype, std = config.weight_dtype, _EMBEDDING_STD
-    self.embedding = parameter(rngs, std, (V, D), ("vocab", "embed"), dtype)
+    std = _EMBEDDING_STD
+    self.embedding = parameter(rngs, std, (V, D), ("vocab", "embed"))
     longest = config.max_position_embeddings
     learned = config.position_embedding == "learned"
     shape = (max_target_length if longest == -1 else longest, D)
-    self.position_embedding = (
-      parameter(rngs, std, shape, ("length", "embed"), dtype) if learned else None
-    )
+    self.position_embedding = parameter(rngs, std, shape, ("length", "embed")) if learned else None
     self.layers = _stacked_blocks(rngs, config, self.block)
     self.final_norm = Norm(config, (D,), ("embed",))
     tied = config.logits_via_embedding
-    self.head = None if tied else parameter(rngs, std, (D, V), ("embed", "vocab"), dtype)
+    self.head = None if tied else parameter(rngs, std, (D, V), ("embed", "vocab"))
     # A tied table has no probe: the norm of a sum of two gradients does not follow from theirs.
     self.embedding_probe = None if tied else probe("embedding")
     self.position_probe = probe("position_embedding") if learned else None
@@ -109,7 +115,7 @@ class Transformer(nnx.Module):
     self.config = config
 
   def __call__(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
-    """Hidden states (B, T, D) after the final norm, in config.dtype."""
+    """Hidden states (B, T, D) after the final norm, in the format of the computation."""
     return self.normalize(self.apply_layers(self.embed(rows, keys_B), rows, keys_B, 0))
 
   def embed(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
@@ -130,7 +136,9 @@ class Transformer(nnx.Module):
     in the first."""
     B, T = rows.inputs.shape
     at = attention_contexts(self.config, T, rows.segment_ids, rows.positions)
-    cache = empty_cache(self.config, self.config.base_num_decoder_layers, B, places)
+    cache = empty_cache(
+      self.config, self.policy.dtype, self.config.base_num_decoder_layers, B, places
+    )
     layers = _cached_layers(self.layers, self.config)
     x_BTD, cache = layers(self.embed(rows, None), at, cache, 0, is_new=True)
     return self.normalize(x_BTD), cache
@@ -158,22 +166,22 @@ class Transformer(nnx.Module):
   @jax.named_scope("embedding")
   def _embed(self, rows: Rows) -> jax.Array:
     """Tokens, and learned positions, as vectors (B, T, D)."""
-    dtype = self.config.dtype
-    table_VD = self.embedding[...].astype(dtype)
+    table_VD = self.policy.cast(self.embedding[...])
     x_BTD = over_rows(_look_up, table_VD, self.embedding.axes, rows.inputs)
     probe_BS = probe_values(self.embedding_probe)
     if probe_BS is not None:
       x_BTD = looked_up(x_BTD, rows.inputs, probe_BS)
     if self.config.scale_embedding:
-      x_BTD = x_BTD * math.sqrt(self.config.base_emb_dim)
+      x_BTD = self.policy.cast(x_BTD * math.sqrt(self.config.base_emb_dim))
     if self.position_embedding is not None:
       x_BTD = x_BTD + self._positions(rows)
+    x_BTD = given_out(x_BTD, self.policy, self.exponents)
     return constrain(x_BTD, ("batch", "length", "activation_embed"))
 
   def _positions(self, rows: Rows) -> jax.Array:
     """Learned positions as vectors (B or 1, T, D)."""
     assert self.position_embedding is not None
-    table_TD, T = self.position_embedding.ready(self.config.dtype), rows.inputs.shape[1]
+    table_TD, T = self.position_embedding.ready(self.policy), rows.inputs.shape[1]
     probe_BS = probe_values(self.position_probe)
     if rows.positions is not None:
       vectors_BTD = table_TD[rows.positions]
@@ -184,9 +192,9 @@ class Transformer(nnx.Module):
 
   @jax.named_scope("head")
   def output_matrix(self) -> jax.Array:
-    """The matrix (D, V) from hidden states to logits, in config.dtype, laid out as it is stored."""
-    dtype = self.config.dtype
-    return (self.embedding[...].T if self.head is None else self.head[...]).astype(dtype)
+    """The matrix (D, V) from hidden states to logits, in the format of the computation, laid out as
+    it is stored."""
+    return self.policy.cast(self.embedding[...].T if self.head is None else self.head[...])
 
   def output_probe(self) -> jax.Array | None:
     """The probe of that matrix (models/probes.py); None where nothing is measured."""

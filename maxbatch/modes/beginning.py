@@ -29,11 +29,12 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all, failing_together
 from maxbatch.models.registry import joined
 from maxbatch.run_folder.paths import RunFolder
+from maxbatch.training.loop import LOSS_SCALE
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
 
 _FULL, _PARAMETERS = "load_full_state_path", "load_parameters_path"
-_WITHOUT_MEANING = ("weight_dtype", "dropout_rate", "init_weights_seed", "max_position_embeddings")
+_WITHOUT_MEANING = ("dropout_rate", "init_weights_seed", "max_position_embeddings")
 _WITHOUT_MEANING += ("vocab_size", "z_loss_multiplier", "lora_rank", "lora_alpha", "lora_targets")
 """Keys of a model that may be others where trained parameters are taken up."""
 
@@ -89,7 +90,8 @@ class Beginning:
     wanted = cast(dict[str, jax.ShapeDtypeStruct], named_leaves(rest))
     arrays = read_leaves(_FULL, self.source.folder, self.source.record, wanted)
     saved = jax.tree.unflatten(jax.tree.structure(rest), [arrays[name] for name in wanted])
-    return trainer.from_saved(saved | {"params": loaded})
+    noted = self.source.record.get("notes", {}).get(LOSS_SCALE)
+    return trainer.from_saved(saved | {"params": loaded}, noted)
 
   def notes(self, trainer: Trainer, state: TrainState) -> dict[str, Any]:
     """What each checkpoint notes of it."""
@@ -175,7 +177,7 @@ def resumed_state(config: Config, trainer: Trainer, restored: Restored) -> Train
     run = RunFolder.of(config.run).path
     frozen = read_frozen(restored.notes[FROZEN], trainer.model, wanted, run, given)
     saved = saved | {"params": joined(saved["params"], frozen)}
-  return trainer.from_saved(saved)
+  return trainer.from_saved(saved, restored.notes.get(LOSS_SCALE))
 
 
 def saving_frozen(

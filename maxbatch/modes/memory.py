@@ -16,6 +16,7 @@ from maxbatch.compile.program import capacity_bytes, gib
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
+from maxbatch.precision.formats import compute_format
 from maxbatch.training.build import streams
 from maxbatch.training.state import TrainState
 
@@ -102,7 +103,7 @@ def _check_batch(config: Config, plan: BatchPlan, free: float, capacity: float) 
   """The rows of a dispatch, and what one layer of one microbatch reads and writes."""
   model = config.model
   widest = max(model.base_emb_dim, model.base_mlp_dim, model.base_num_query_heads * model.head_dim)
-  width = widest * np.dtype(model.dtype).itemsize / plan.topology.shape["tensor"]
+  width = widest * compute_format(config.precision).bytes / plan.topology.shape["tensor"]
   chunks = plan.topology.shape["stage"]
   sizes = [
     (max(plan.micro_batches), "per_device_batch_size"),

@@ -52,7 +52,7 @@ def _meter(config: Config, model: Model) -> Meter:
   calibrating = None
   if _calibrates(config):
     length = config.batch.max_target_length
-    calibrating = build_model(model.config, length, "all", model.trainable)
+    calibrating = build_model(model.config, length, "all", model.trainable, model.policy)
   return NoiseMeter(config.noise, model, calibrating)
 
 

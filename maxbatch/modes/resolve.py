@@ -19,6 +19,7 @@ from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Target
+from maxbatch.metrics_writers.registry import chosen_writers
 from maxbatch.noise.requirements import check_noise
 from maxbatch.run_folder.cache import remembered_choices
 from maxbatch.run_folder.metrics import each_record
@@ -71,9 +72,11 @@ def resolve(config: Config, target: Target, *, forget: bool = False) -> Resolved
   That is the microbatch size, then num_pipeline_microbatches, which divides it.
 
   Raises:
-    UserError: nothing fits, the model cannot be split as the keys ask, the noise scale cannot be
+    UserError: nothing fits, the model cannot be split as the keys ask, there is no such metrics
+      writer, the noise scale cannot be
       measured so, or the learning rate's schedule does not fit into the run.
   """
+  chosen_writers(config.run.metrics_writers)
   saved = checkpoint_of(config)
   sized = keeping_batch(config, saved, target.layout)
   run = planned(resolve_micro_batch_size(sized, target, forget=forget), target)

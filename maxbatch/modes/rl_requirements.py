@@ -15,6 +15,7 @@ _ONLY: dict[str, tuple[object, str]] = {
   "dropout_rate": (0.0, "what is sampled has no dropout"),
   "z_loss_multiplier": (0.0, "the loss has no such term"),
   "pipeline_schedule": ("none", "the sampler knows no pipeline"),
+  "precision_report": (False, "it is of the loss of text, of which there are no rows"),
   "gns": (
     "off",
     "completions of one prompt are no independent examples; gns_from_microbatches=true measures per prompt",

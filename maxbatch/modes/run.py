@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.shared_files import check_shared, write_shared_file
 from maxbatch.hardware.watchdog import Watchdog
+from maxbatch.metrics_writers.registry import open_writers
 from maxbatch.modes.beginning import (
   Beginning,
   beginning_of,
@@ -36,12 +38,22 @@ from maxbatch.modes.beginning import (
   resumed_state,
   saving_frozen,
 )
+from maxbatch.modes.chronicle import Chronicle, chronicled
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.method import ON_TEXT, Method
 from maxbatch.modes.noise import calibration_programs, make_noise
+from maxbatch.modes.precision import precision_report
+from maxbatch.modes.profile import write_profile
 from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
 from maxbatch.modes.start import check_same_run, started
-from maxbatch.modes.summary import describe, keep_sample, print_next, show_sample, sum_up
+from maxbatch.modes.summary import (
+  SampleTexts,
+  description,
+  print_next,
+  show_sample,
+  sum_up,
+)
+from maxbatch.run_folder.events import COMPILED
 from maxbatch.run_folder.lock import locked
 from maxbatch.run_folder.metrics import MetricsLog, NoMetricsLog, Record
 from maxbatch.run_folder.paths import RunFolder
@@ -55,8 +67,9 @@ from maxbatch.training.build import (
   streams,
   train_rows,
 )
-from maxbatch.training.loop import RECORD, Job, first_record, train
+from maxbatch.training.loop import RECORD, Job, first_record, show_text, train
 from maxbatch.training.noise_run import Noise
+from maxbatch.training.profiling import Profiler
 from maxbatch.training.programs import StepPrograms
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import EvalStep, Trainer
@@ -78,6 +91,18 @@ class _Start:
     if self.restored:
       return {FROZEN: self.restored.notes[FROZEN]} if FROZEN in self.restored.notes else {}
     return self.beginning.notes(self.trainer, state)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Made:
+  """What a run is made of, before its folder is looked at."""
+
+  resolved: ResolvedRun
+  trainer: Trainer
+  dataset: Dataset
+  beginning: Beginning
+  about: str
+  """The same in words."""
 
 
 def run(
@@ -122,25 +147,42 @@ def _run(
   with in_turn():
     dataset = method.dataset(resolved)
   check_same_run(resolved.config, resolved.plan, dataset)
-  describe(resolved, trainer, dataset.description, beginning.check(resolved.config, trainer))
+  taken_up = beginning.check(resolved.config, trainer)
+  about = description(resolved, trainer, dataset.description, taken_up)
+  print(about, flush=True)
+  write_report = resolved.config.run.write_report
   with (
     _held_by_one_process(resolved),
-    _checkpointer(resolved, dataset) as checkpointer,
+    chronicled(resolved.folder.path, write_report=write_report) as chronicle,
   ):
-    start = _restore(resolved, trainer, checkpointer, beginning)
+    made = _Made(resolved, trainer, dataset, beginning, about)
+    return _run_in_folder(made, chronicle, method, advise=advise)
+
+
+def _run_in_folder(
+  made: _Made, chronicle: Chronicle, method: Method, *, advise: bool
+) -> tuple[TrainState, Position]:
+  """Trains from where the folder's newest checkpoint is, and sums up."""
+  resolved, trainer, dataset = made.resolved, made.trainer, made.dataset
+  with _checkpointer(resolved, dataset, chronicle) as checkpointer:
+    start = _restore(resolved, trainer, checkpointer, made.beginning)
     if start.restored and start.position.step >= start.plan.steps:
       more = " For more, raise its budget." if advise else ""
       print(f"This run is complete at step {start.position.step}.{more}")
       state = resumed_state(resolved.config, start.trainer, start.restored)
       show_sample(resolved, start.trainer, state.parameters)
       return state, start.position
-    state, reached = _train(resolved, start, dataset, checkpointer, method)
+    chronicle.begin(start.position, list(trainer.mesh.devices.flat), made.about)
+    texts = SampleTexts(resolved, trainer)
+    state, reached = _train(resolved, start, dataset, checkpointer, method, chronicle, texts)
   plan = _as_decided(start)
-  sum_up(resolved, plan, trainer, state, reached)
+  chronicle.end("finished" if reached.step == plan.steps else "stopped", reached.step)
+  sum_up(resolved, plan, reached, texts.latest)
   if isinstance(dataset.train, MixedRows):
     print(dataset.train.report(reached.samples))
+  written = chronicle.page.finish()
   if advise:
-    print_next(resolved, plan, reached)
+    print_next(resolved, plan, reached, has_report=written)
   if start.noise:
     print(f"  batch:   {start.noise.meter.line(plan.batch_at(reached.samples))}")
   return state, reached
@@ -163,12 +205,14 @@ def _held_by_one_process(resolved: ResolvedRun) -> Iterator[None]:
     yield
 
 
-def _checkpointer(resolved: ResolvedRun, dataset: Dataset) -> Checkpointer:
+def _checkpointer(resolved: ResolvedRun, dataset: Dataset, chronicle: Chronicle) -> Checkpointer:
   return Checkpointer(
     resolved.folder.checkpoints,
     resolved.config.checkpoint,
     identity(resolved.config, dataset),
+    chronicle.say,
     settings=settings(resolved.given),
+    verified=chronicle.verified,
   )
 
 
@@ -223,13 +267,15 @@ def _train(
   dataset: Dataset,
   checkpointer: Checkpointer,
   method: Method,
+  chronicle: Chronicle,
+  texts: SampleTexts,
 ) -> tuple[TrainState, Position]:
   """Compiles and trains from `start` to the end of the plan, or until a signal."""
   config, plan, trainer, position = resolved.config, start.plan, start.trainer, start.position
   compiler = step_compiler(config, plan, trainer, dataset.train)
   with failing_together():
     first = jax.process_index() == 0
-    records = MetricsLog(resolved.folder.path, position.step) if first else NoMetricsLog()
+    records = _metrics_log(resolved, position, chronicle) if first else NoMetricsLog()
   with (
     records as log,
     Progress(position.step, plan.steps, config.run.log_period) as progress,
@@ -237,11 +283,19 @@ def _train(
     calibration_programs(config, plan, resolved.target.devices, dataset.train) as calibration,
   ):
     _write_config(config, start, resolved.folder)
+    if position.step == 0:
+      log.write_text("plan", 0, str(plan))
+      log.write_text("configuration", 0, yaml.safe_dump(to_flat_dict(config), sort_keys=False))
     if start.noise:
       start.noise.write_decisions()
+    began = time.perf_counter()
     state, eval_step = _compile_and_init(config, start, dataset, programs)
+    seconds = time.perf_counter() - began
+    print(f"Compiled in {seconds:.1f} s\n", flush=True)
+    chronicle.events.note(COMPILED, seconds=seconds)
     if config.compile.save_compiled_step:
       save_steps(config, plan, trainer, dataset.train, programs.all())
+    profiler = Profiler(config.profiling, resolved.folder.profile, position.step)
     watchdog = Watchdog(config.distributed.hang_timeout_seconds)
     job = Job(
       plan=plan,
@@ -259,21 +313,47 @@ def _train(
       log=log,
       progress=progress,
       feed_watchdog=watchdog.feed,
+      profiler=profiler,
       noise=start.noise and dataclasses.replace(start.noise, calibration=calibration),
       data_counts=_data_counts(config, dataset),
       notes=start.notes(state),
+      events=chronicle.events,
+      sample_text=texts if config.run.generate_length else None,
+      evaluated=chronicle.page.update,
     )
     if start.restored and first:
       _complete_records(log, start.restored)
-    with method.equipped(job, resolved, start.restored) as ready:
+    with profiler, method.equipped(job, resolved, start.restored) as ready:
       if position.step == 0:
         first_record(ready, state.parameters)
-        keep_sample(resolved, trainer, state.parameters)
+        show_text(ready, position, state.parameters)
+        if config.run.generate_length:
+          texts.keep()
+      report = precision_report(config, ready, resolved.folder, position)
+      if report:
+        report.write(state.parameters, position.step)
       with ending_together(alone=True), watchdog:
         trained = train(ready, state, position)
+      if report:
+        report.write(trained[0].parameters, trained[1].step)
+    if profiler.traced:
+      size = plan.phase_at(plan.samples_at(profiler.traced.first)).micro_batch
+      write_profile(resolved.folder, profiler.traced, programs(size))
   if waited := progress.data_wait():
     print(f"\n{waited}", flush=True)
   return trained
+
+
+def _metrics_log(resolved: ResolvedRun, position: Position, chronicle: Chronicle) -> MetricsLog:
+  """metrics.jsonl, and what metrics_writers names."""
+  config = resolved.config
+  return MetricsLog(
+    resolved.folder.path,
+    position.step,
+    chronicle.say,
+    open_others=functools.partial(open_writers, config.run.metrics_writers),
+    keys=to_flat_dict(config),
+  )
 
 
 def _data_counts(config: Config, dataset: Dataset) -> Record:
@@ -298,7 +378,6 @@ def _compile_and_init(
 ) -> tuple[TrainState, EvalStep | None]:
   """State and compiled functions, side by side: compiling leaves the interpreter free."""
   plan, trainer = start.plan, start.trainer
-  began = time.perf_counter()
   pool = ThreadPoolExecutor(2)
   try:
     first_step = pool.submit(programs, plan.phases[0].micro_batch)
@@ -314,7 +393,6 @@ def _compile_and_init(
     eval_step = evaluation and evaluation.result()
   finally:
     pool.shutdown(wait=False, cancel_futures=True)  # An error or a signal waits for no compiler.
-  print(f"Compiled in {time.perf_counter() - began:.1f} s\n", flush=True)
   return state, eval_step
 
 

@@ -3,12 +3,14 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.command_line.color import colored
+from maxbatch.command_line.printable import printable
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.hardware.devices import describe_devices
 from maxbatch.hardware.shared_files import write_shared_file
@@ -16,51 +18,70 @@ from maxbatch.models.registry import Parameters
 from maxbatch.modes.resolve import ResolvedRun
 from maxbatch.run_folder.metrics import each_record
 from maxbatch.sampling.sampler import Sampler, on_fewest_devices, sample
-from maxbatch.sampling.text import choice_of, encoded, printable, prompts_of, vocabulary_of
+from maxbatch.sampling.text import choice_of, encoded, prompts_of, vocabulary_of
 from maxbatch.training.build import lost_updates, parameter_counts, undivided_parameters
-from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
 
 
-def describe(
+def description(
   resolved: ResolvedRun, trainer: Trainer, data: str, beginning: Sequence[str] = ()
-) -> None:
+) -> str:
   """What the run is made of, and what it begins with, in a few lines."""
-  print(f"Model  {resolved.config.model.model_name}: {parameter_counts(trainer.model)}")
+  return "\n".join(_described(resolved, trainer, data, beginning))
+
+
+def _described(
+  resolved: ResolvedRun, trainer: Trainer, data: str, beginning: Sequence[str]
+) -> Iterator[str]:
+  yield f"Model  {resolved.config.model.model_name}: {parameter_counts(trainer.model)}"
   for line in lost_updates(trainer.model):
-    print(f"       {line}")
+    yield f"       {line}"
   for line, label in zip(
     beginning, itertools.chain(["Begins"], itertools.repeat("")), strict=False
   ):
-    print(f"{label:<6} {line}")
-  print("Data   " + data.replace("\n", "\n       "))
+    yield f"{label:<6} {line}"
+  if trainer.formats:
+    yield f"Format {trainer.formats}"
+  yield "Data   " + data.replace("\n", "\n       ")
   if trainer.pipeline:
-    print(f"Pipeline\n       {trainer.pipeline}")
-  print(f"Mesh   {resolved.plan.topology} on {describe_devices(list(trainer.mesh.devices.flat))}")
+    yield f"Pipeline\n       {trainer.pipeline}"
+  yield f"Mesh   {resolved.plan.topology} on {describe_devices(list(trainer.mesh.devices.flat))}"
   for line in undivided_parameters(trainer):
-    print(f"       {line}")
-  print(f"Folder {resolved.folder.path}", flush=True)
+    yield f"       {line}"
+  yield f"Folder {resolved.folder.path}"
 
 
-def keep_sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> None:
-  """Keeps text of the untrained model, to be shown beside that of the trained one."""
-  if resolved.config.run.generate_length:
-    write_shared_file(resolved.folder.text_before_training, _sample(resolved, trainer, params))
+class SampleTexts:
+  """What a run's model writes to its prompt; keeps the latest, and in a file the very first."""
+
+  def __init__(self, resolved: ResolvedRun, trainer: Trainer):
+    """Has not written anything yet."""
+    self.latest = ""
+    self._resolved, self._trainer = resolved, trainer
+
+  def __call__(self, params: Parameters) -> str:
+    """Writes with these parameters; all processes must call it."""
+    self.latest = sample_text(self._resolved, self._trainer, params)
+    return self.latest
+
+  def keep(self) -> None:
+    """Keeps text of the untrained model, to be shown beside that of the trained one."""
+    write_shared_file(self._resolved.folder.text_before_training, self.latest)
 
 
-def sum_up(
-  resolved: ResolvedRun, plan: BatchPlan, trainer: Trainer, state: TrainState, position: Position
-) -> None:
-  """How far, how well and where."""
+def sum_up(resolved: ResolvedRun, plan: BatchPlan, position: Position, written: str) -> None:
+  """How far, how well and where; `written` is what the model wrote last."""
   config, folder = resolved.config, resolved.folder
   complete = position.step == plan.steps
   if complete:
     before = resolved.folder.text_before_training
     if config.run.generate_length and before.exists():
       print(f"\n--- text before training\n{printable(before.read_bytes().decode())}")
-    show_sample(resolved, trainer, state.parameters)
+    if written:
+      _show(written)
   tokens = plan.tokens(position.samples)
-  print(f"\n{'Finished' if complete else 'Stopped'} after step {position.step}:", end=" ")
+  end = colored("Finished", "green") if complete else colored("Stopped", "yellow")
+  print(f"\n{end} after step {position.step}:", end=" ")
   print(f"{position.samples:,} samples, {tokens:,} tokens")
   evaluated = [record for record in each_record(folder.path) if "eval/loss" in record]
   if evaluated:
@@ -74,9 +95,14 @@ def sum_up(
   print(f"Everything is in {folder.path}")
 
 
-def print_next(resolved: ResolvedRun, plan: BatchPlan, position: Position) -> None:
+def print_next(
+  resolved: ResolvedRun, plan: BatchPlan, position: Position, *, has_report: bool
+) -> None:
   """How to look at the run, and how to go on with it."""
-  print(f"Next:\n  curves:  tensorboard --logdir {resolved.folder.tensorboard}")
+  print("Next:")
+  if has_report:
+    print(f"  report:  {resolved.folder.report}")
+  print(f"  curves:  tensorboard --logdir {resolved.folder.tensorboard}")
   if position.step < plan.steps:
     print("  resume:  the same command again")
   elif resolved.config.checkpoint.enable_checkpointing:
@@ -108,10 +134,14 @@ def _longer(resolved: ResolvedRun, plan: BatchPlan) -> str:
 def show_sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> None:
   """Prints text of the trained model, if the run asks for any."""
   if resolved.config.run.generate_length:
-    print(f"--- text after training\n{printable(_sample(resolved, trainer, params))}\n---")
+    _show(sample_text(resolved, trainer, params))
 
 
-def _sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
+def _show(text: str) -> None:
+  print(f"--- text after training\n{printable(text)}\n---")
+
+
+def sample_text(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:
   """The prompt and a text that goes on from it, the same at every call, which nothing but its length
   ends."""
   config, tokenizer = resolved.config, build_tokenizer(resolved.config.data)

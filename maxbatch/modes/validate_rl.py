@@ -16,7 +16,7 @@ from maxbatch.hardware.devices import describe_devices, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.modes.resolve import ResolvedRun
 from maxbatch.modes.resolve_rl import with_prompts
-from maxbatch.modes.rl_requirements import check_rl, check_rollout_devices
+from maxbatch.modes.rl_requirements import check_prompt_noise, check_rl, check_rollout_devices
 from maxbatch.modes.run_rl import ByReinforcement, warm_start, warms_up
 from maxbatch.modes.start import started
 from maxbatch.modes.validate import Check, check_of_keys, checks_of_run, show_checks
@@ -51,6 +51,7 @@ def _checks(config: Config) -> Iterator[Check]:
   config, prompts, unseen = _with_prompts(config)
   config, choice = _with_smallest_choice(config, target.layout)
   plan = plan_rl(config, target.layout)
+  check_prompt_noise(config.noise, plan)
   batches = counted(plan.num_batches, "batch", "batches")
   yield (
     "rollout plan",

@@ -7,7 +7,7 @@ from maxbatch.noise.confidence import FEWEST_STEPS, Interval
 from maxbatch.noise.estimators import cost_of_change
 from maxbatch.noise.tracker import FEWEST_CALIBRATION_STEPS, Calibration, Estimate
 
-_WELL_BELOW = 1 / 4
+WELL_BELOW = 1 / 4
 """Fraction of the noise scale up to which doubling the batch costs at most a fifth more data."""
 
 _CAVEAT = "a heuristic (McCandlish et al. 2018), verify with python -m maxbatch.critical_batch"
@@ -75,7 +75,7 @@ def place(scale: Interval, batch: int) -> str:
   """Where the batch is, if the whole interval agrees."""
   if batch > scale.high:
     return "above it"
-  return "well below it" if batch < _WELL_BELOW * scale.low else "in the efficient range"
+  return "well below it" if batch < WELL_BELOW * scale.low else "in the efficient range"
 
 
 def _change(scale: Interval, batch: int, factor: float) -> tuple[str, str]:

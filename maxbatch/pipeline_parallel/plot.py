@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from maxbatch.pipeline_parallel.cost import PassCosts, TickTimes, tick_times
 from maxbatch.pipeline_parallel.timetable import Timetable
+from maxbatch.plots.chart import Bars, Chart, Panel
 from maxbatch.plots.figure import new_figure
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 _FORWARD, _BACKWARD, _IDLE = "#56B4E9", "#F0E442", "#e4e4e4"
 _COSTS = PassCosts()
+_PAGE_COLORS = {"forward": 4, "backward": 5}
 Point = tuple[float, float]
 # A PNG has at most 2^16 dots across; where a box becomes too narrow for words it has none.
 _UNIT_INCHES, _WIDEST_INCHES, _NARROWEST_LABELLED_INCHES = 0.3, 300.0, 0.2
@@ -96,3 +98,32 @@ def _add(
       gid=f"{name}-{repeat}",
     )
   )
+
+
+def timetable_chart(table: Timetable, title: str) -> Chart:
+  """The same for a page."""
+  clock, names = tick_times(table, _COSTS), [f"stage {n}" for n in range(table.shape.stages)]
+  repeats = table.shape.repeats
+  passes = {
+    "forward": [(clock[tick].forward_start, place, one) for tick, place, one in table.forwards()],
+    "backward": [
+      (clock[tick].backward_start, place, one) for tick, place, one in table.backwards()
+    ],
+  }
+  widths = {"forward": _COSTS.forward, "backward": _COSTS.backward}
+  bars = [
+    Bars(
+      name,
+      [names[place.stage] for _, place, _ in entries],
+      [widths[name]] * len(entries),
+      [begin for begin, _, _ in entries],
+      color=_PAGE_COLORS[name],
+      words=[
+        f"{place.repeat}.{one.microbatch}" if repeats > 1 else str(one.microbatch)
+        for _, place, one in entries
+      ],
+    )
+    for name, entries in passes.items()
+  ]
+  axis = "time (a forward of one microbatch on one stage takes 1)"
+  return Chart(f"timetable of {title}", [axis], [Panel("", bars)], row_names=names)

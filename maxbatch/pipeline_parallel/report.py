@@ -15,8 +15,8 @@ from maxbatch.pipeline_parallel.simulator import Outcome
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.text_diagram import text_diagram
 from maxbatch.pipeline_parallel.timetable import Timetable
+from maxbatch.precision.formats import compute_format
 
-_BYTES = {"float32": 4, "bfloat16": 2}
 NOT_MEASURED = (
   "Nothing here is measured. A backward is assumed to take twice as long as a forward; the bubble\n"
   "does not depend on that."
@@ -189,7 +189,7 @@ def input_bytes(config: Config, pipeline: Pipeline) -> int:
   """Bytes of the input of one stage for one microbatch, on one device: (rows, T, D)."""
   sizes = (pipeline.rows, config.batch.max_target_length, config.model.base_emb_dim)
   rows, length, width = sizes
-  return rows * length * width * _BYTES[config.model.dtype]
+  return rows * length * width * compute_format(config.precision).bytes
 
 
 def _with_schedule(config: Config, name: str) -> Config:

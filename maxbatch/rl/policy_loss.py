@@ -9,6 +9,7 @@ import numpy as np
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.models.registry import Model, Parameters
+from maxbatch.precision.loss_scale import scaled_gradient
 from maxbatch.rl.grpo import (
   LARGEST_GAP,
   METRICS,
@@ -84,12 +85,16 @@ class PolicyLoss:
     dropout_key: jax.Array,
     probes: Parameters,
     metrics: Metrics,
+    scale: jax.Array | None = None,
   ) -> MicrobatchLoss:
     """See `Loss`."""
     del dropout_key, probes, metrics
     allowed_V = np.frombuffer(self.allowed, bool)
     options = allowed_V, self.temperature, microbatch.kept_BTW
     found = token_log_probs(model, parameters, microbatch.rows, *options)
+    if scale is not None:
+      # Where all is float32 yet: what flows back from here into the model is scaled.
+      found = found._replace(targets_BT=scaled_gradient(found.targets_BT, scale))
     return _found(grpo_sums(found, microbatch, self.objective))
 
   def has_gradient(self, fed: Pairs) -> jax.Array | None:

@@ -19,7 +19,7 @@ class GroupRewards(NamedTuple):
   rewards_N: np.ndarray
   """float64: of every completion, the groups one after the other."""
   num_failures: int
-  """Calls of reward functions that gave none."""
+  """Prompts for which a function gave none."""
 
 
 class SharedRewards:
@@ -51,7 +51,8 @@ class SharedRewards:
     except UserError as error:
       problem = str(error)
     else:
-      rewards, failures = scores.rewards_N.tolist(), len(scores.failures)
+      rewards = scores.rewards_N.tolist()
+      failures = len({failure.prompt for failure in scores.failures})
     found = self._exchange([socket.gethostname(), problem, rewards, failures])
     check_none_failed([(host, problem) for host, problem, _, _ in found])
     of_process = [iter(each) for _, _, each, _ in found]

@@ -5,11 +5,12 @@ from collections.abc import Callable
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
+from maxbatch.precision.formats import compute_format
 from maxbatch.rl.grpo import LARGEST_GAP, MODEL_METRICS
 from maxbatch.rl.microbatches import Counts, step_values
 from maxbatch.run_folder.metrics import Record
 
-GAP_BOUNDS = {"float32": 1e-3, "bfloat16": 0.5}
+GAP_BOUNDS = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.0625, "cbfloat16": 0.125}
 """By the type of the activations, the most by which two ways to compute a log-probability may differ
 by rounding, at temperature 1."""
 
@@ -58,7 +59,8 @@ class StepRecords:
     if len(skipped) == len(counts):  # The model was not run: there is nothing that it says.
       record = {name: value for name, value in record.items() if name not in MODEL_METRICS}
     elif plan.begins_batch(step) and not plan.lag(batch):
-      check_gap(self._config, batch, record[LARGEST_GAP])
+      # A skipped step may have none: what is not finite is no record.
+      check_gap(self._config, batch, record.get(LARGEST_GAP, 0.0))
     made = values["rl/rollout_seconds"] + values["rl/reward_seconds"]
     if not plan.begins_batch(step):
       made = 0.0  # It was made for the first step on the batch.
@@ -86,7 +88,8 @@ def check_gap(config: Config, batch: int, gap: float) -> None:
   Raises:
     UserError: it is more than rounding.
   """
-  dtype, temperature = config.model.dtype, config.run.decode_sampling_temperature
+  dtype = compute_format(config.precision).name
+  temperature = config.run.decode_sampling_temperature
   bound = GAP_BOUNDS[dtype] / min(temperature, 1.0)
   if gap <= bound:
     return
@@ -94,5 +97,5 @@ def check_gap(config: Config, batch: int, gap: float) -> None:
     f"batch {batch}: the log-probability of a sampled token differs by {gap:.3g} between sampling and "
     f"training, where rounding in dtype={dtype} makes {bound:.3g} at most: they compute different "
     "models, and the gradient would be of another policy; for example attention=dot_product, or "
-    "dtype=float32"
+    "precision=float32"
   )

@@ -1,4 +1,4 @@
-"""What a run writes down, one object per step: metrics.jsonl and TensorBoard.
+"""What a run writes down, one object per step: metrics.jsonl, and what shows the same elsewhere.
 
 Numbers are numbers; a key that is absent was not measured. Keys without a prefix belong to the
 training step, others (`eval/loss`) to what their prefix names.
@@ -7,20 +7,15 @@ training step, others (`eval/loss`) to what their prefix names.
 import collections
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Self
 
 from maxbatch.errors import UserError
 from maxbatch.run_folder.appending import AppendedFile
 from maxbatch.run_folder.atomic import elsewhere, replacing
 from maxbatch.run_folder.paths import RunFolder
-from maxbatch.run_folder.tensorboard import Curves
-
-Record = dict[str, int | float]
-
-_OVER_SAMPLES = frozenset({"loss", "eval/loss", "learning_rate", "global_batch_to_train"})
-"""Plotted against samples too: runs with different batches compare there."""
-_NOT_PLOTTED = ("step", "samples", "tokens")
+from maxbatch.run_folder.tensorboard import TensorBoardWriter
+from maxbatch.run_folder.writer import Opening, Record, Writer
 
 
 class MetricsLog:
@@ -29,11 +24,27 @@ class MetricsLog:
   last_step: int | None = None
   """Of the records that were there before; None: there were none."""
 
-  def __init__(self, folder: pathlib.Path, step: int, report: Callable[[str], None] = print):
+  def __init__(
+    self,
+    folder: pathlib.Path,
+    step: int,
+    report: Callable[[str], None] = print,
+    *,
+    open_others: Callable[[Opening], Iterable[Writer]] = lambda opening: [
+      TensorBoardWriter(opening)
+    ],
+    keys: Mapping[str, object] | None = None,
+  ):
     """Opens the files to go on after `step`; what an interrupted run wrote beyond it is dropped.
 
-    A run that starts at step 0 writes that record again, so it keeps nothing. `report` receives a
-    line whenever something later cannot be written; training goes on without.
+    A run that starts at step 0 writes that record again, so it keeps nothing.
+
+    Args:
+      folder: the run's.
+      step: after which it goes on.
+      report: receives a line whenever something later cannot be written; training goes on without.
+      open_others: opens what shows the records elsewhere.
+      keys: the configuration, for these.
 
     Raises:
       UserError: the folder cannot be written to, or holds a damaged metrics.jsonl.
@@ -44,11 +55,8 @@ class MetricsLog:
     try:
       folder.mkdir(parents=True, exist_ok=True)
       last = _cut(path, first)
-      boards = RunFolder(folder)
-      self._curves = Curves(boards.tensorboard, first, report)
-      # Apart: TensorBoard drops every curve of a folder from one and the same number on.
-      samples = int(last["samples"]) + 1 if last else 0
-      self._curves_over_samples = Curves(boards.tensorboard_over_samples, samples, report)
+      opening = Opening(folder, first, last, keys or {}, report)
+      self._others = list(open_others(opening))
       self._file = AppendedFile(path, report)
       self.last_step = int(last["step"]) if last else None
     except OSError as error:
@@ -68,8 +76,8 @@ class MetricsLog:
         f"warning: {self._path} misses the records of steps {self._missing[0]} to "
         f"{self._missing[-1]}, which could not be written"
       )
-    self._curves.close()
-    self._curves_over_samples.close()
+    for writer in self._others:
+      writer.close()
 
   def write(self, record: Record) -> None:
     """Appends one step's record, which has at least the keys step, samples and tokens."""
@@ -77,10 +85,13 @@ class MetricsLog:
     self._file.flush()
     self._missing.append(int(record["step"]))
     self._drop_written()
-    plotted = {key: value for key, value in record.items() if key not in _NOT_PLOTTED}
-    self._curves.add(int(record["step"]), plotted)
-    over_samples = {f"over_samples/{key}": record[key] for key in _OVER_SAMPLES & record.keys()}
-    self._curves_over_samples.add(int(record["samples"]), over_samples)
+    for writer in self._others:
+      writer.write(record)
+
+  def write_text(self, name: str, step: int, text: str) -> None:
+    """Shows a text where texts are shown."""
+    for writer in self._others:
+      writer.write_text(name, step, text)
 
   def _drop_written(self) -> None:
     while len(self._missing) > self._file.num_waiting:
@@ -95,6 +106,9 @@ class NoMetricsLog(MetricsLog):
   def __exit__(self, *_: object) -> None: ...
 
   def write(self, record: Record) -> None:
+    """Does nothing."""
+
+  def write_text(self, name: str, step: int, text: str) -> None:
     """Does nothing."""
 
 

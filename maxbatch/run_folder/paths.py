@@ -49,6 +49,16 @@ class RunFolder:
     """One JSON object per step."""
     return self.path / "metrics.jsonl"
 
+  @property
+  def events(self) -> Path:
+    """What happened to the run, one JSON object per event."""
+    return self.path / "events.jsonl"
+
+  @property
+  def report(self) -> Path:
+    """The run as a page, for people."""
+    return self.path / "report.html"
+
   def process_log(self, process: int) -> Path:
     """What one of several processes said, its warnings and its errors."""
     return self.path / "logs" / f"process_{process:05}.log"
@@ -62,6 +72,11 @@ class RunFolder:
   def tensorboard_over_samples(self) -> Path:
     """Likewise, of the curves over samples."""
     return self.tensorboard / "over_samples"
+
+  @property
+  def tensorboard_over_tokens(self) -> Path:
+    """Likewise, over tokens."""
+    return self.tensorboard / "over_tokens"
 
   @property
   def checkpoints(self) -> Path:
@@ -82,6 +97,26 @@ class RunFolder:
   def compile_report_json(self) -> Path:
     """The same for programs."""
     return self.path / "compile_report.json"
+
+  @property
+  def precision_report_text(self) -> Path:
+    """Exponents by layer, and which formats they fit in."""
+    return self.path / "precision_report.txt"
+
+  @property
+  def precision_report_json(self) -> Path:
+    """The same for programs, with all counts."""
+    return self.path / "precision_report.json"
+
+  @property
+  def profile(self) -> Path:
+    """A trace of some steps, for xprof and TensorBoard."""
+    return self.path / "profile"
+
+  @property
+  def profile_json(self) -> Path:
+    """What the trace says: the longest operations, and the time of each part of the model."""
+    return self.path / "profile.json"
 
   @property
   def exploration(self) -> Path:

@@ -1,4 +1,4 @@
-"""A run's curves in the files that TensorBoard reads."""
+"""A run's curves and texts in the files that TensorBoard reads."""
 
 import pathlib
 import socket
@@ -6,14 +6,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tensorboard.compat.proto import event_pb2, summary_pb2
+from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from maxbatch.run_folder.appending import AppendedFile
+from maxbatch.run_folder.paths import RunFolder
+from maxbatch.run_folder.writer import OVER_OTHERS, POSITIONS, Opening, Record
 
 # What is in them is generated when they are imported, and no type checker knows it.
 _EVENTS: Any = event_pb2
 _SUMMARIES: Any = summary_pb2
+_TENSORS: Any = tensor_pb2
+_TYPES: Any = types_pb2
 _FILE_VERSION = "brain.Event:2"
 
 
@@ -45,6 +49,18 @@ class Curves:
     ]
     self._append(step=step, summary=_SUMMARIES.Summary(value=points))
 
+  def add_text(self, step: int, tag: str, text: str) -> None:
+    """A text, which is shown letter by letter."""
+    # It is taken for Markdown, in which an indented line is code.
+    shown = "".join(f"    {line}\n" for line in text.splitlines())
+    plugin = _SUMMARIES.SummaryMetadata.PluginData(plugin_name="text")
+    content = _TENSORS.TensorProto(
+      dtype=_TYPES.DT_STRING, string_val=[shown.encode(errors="replace")]
+    )
+    metadata = _SUMMARIES.SummaryMetadata(plugin_data=plugin)
+    value = _SUMMARIES.Summary.Value(tag=tag, metadata=metadata, tensor=content)
+    self._append(step=step, summary=_SUMMARIES.Summary(value=[value]))
+
   def close(self) -> None:
     """Writes what is not on disk yet, if that is possible."""
     self._records.close()
@@ -53,3 +69,41 @@ class Curves:
     event = _EVENTS.Event(wall_time=time.time(), **content)
     self._records.write(event.SerializeToString())
     self._records.flush()
+
+
+class TensorBoardWriter:
+  """All curves over steps, and some over samples and tokens too."""
+
+  def __init__(self, opening: Opening):
+    """Goes on after the last record.
+
+    Raises:
+      OSError: the folders cannot be made, or no files in them.
+    """
+    paths, last = RunFolder(opening.folder), opening.last
+    self._over_steps = Curves(paths.tensorboard, opening.first, opening.report)
+    # Apart: TensorBoard drops every curve of a folder from one and the same number on.
+    self._over_others = {
+      name: Curves(folder, int(last[name]) + 1 if last else 0, opening.report)
+      for name, folder in (
+        ("samples", paths.tensorboard_over_samples),
+        ("tokens", paths.tensorboard_over_tokens),
+      )
+    }
+
+  def write(self, record: Record) -> None:
+    """See `Writer.write`."""
+    curves = {key: value for key, value in record.items() if key not in POSITIONS}
+    self._over_steps.add(int(record["step"]), curves)
+    for name, board in self._over_others.items():
+      chosen = {f"over_{name}/{key}": record[key] for key in OVER_OTHERS & record.keys()}
+      board.add(int(record[name]), chosen)
+
+  def write_text(self, name: str, step: int, text: str) -> None:
+    """See `Writer.write_text`."""
+    self._over_steps.add_text(step, name, text)
+
+  def close(self) -> None:
+    """See `Writer.close`."""
+    for board in (self._over_steps, *self._over_others.values()):
+      board.close()

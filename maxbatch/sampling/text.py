@@ -101,14 +101,3 @@ class TextStream:
       return ""
     new, self._shown = whole[len(self._shown) :], whole
     return new
-
-
-def printable(text: str) -> str:
-  """The text with escapes for all that would move a terminal's cursor, but line breaks and tabs."""
-  escaped = (
-    character
-    if character.isprintable() or character in "\n\t"
-    else character.encode("unicode_escape").decode()
-    for character in text
-  )
-  return "".join(escaped)

@@ -29,6 +29,8 @@ from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, build_model
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.precision.loss_scale import LossScaling, scaling_of
+from maxbatch.precision.policy import check_range, policy_of
 from maxbatch.training.metrics import chosen_metrics
 from maxbatch.training.model_parts import bind_layered
 from maxbatch.training.objective import TEXT, Loss
@@ -69,8 +71,11 @@ def build_trainer(
   """
   _check_vocabulary(config)
   length = config.batch.max_target_length
-  model_config = resolve_attention(config.model, length, devices[0])
-  model = build_model(model_config, length, config.noise.gns, config.optimizer.trainable)
+  policy = policy_of(config.precision)
+  model_config = resolve_attention(config.model, length, devices[0], policy.compute)
+  check_range(config.model, policy)
+  model = build_model(model_config, length, config.noise.gns, config.optimizer.trainable, policy)
+  _check_rounding(model)
   every_k = _microbatches_per_update(config, plan)
   metrics = loss.metrics(chosen_metrics(config.run.metrics))
   pipeline = None
@@ -87,6 +92,7 @@ def build_trainer(
     Measures(metrics, config.noise.gns_from_microbatches, loss.halves),
     loss,
     num_saved_policies,
+    scaling_of(config.precision),
   )
   loading_hosts(plan, num_processes(trainer.mesh))
   return trainer
@@ -103,6 +109,7 @@ def _trainer(
   measures: Measures,
   loss: Loss,
   num_saved_policies: int,
+  loss_scaling: LossScaling | None,
 ) -> Trainer:
   return Trainer(
     model=model,
@@ -114,7 +121,24 @@ def _trainer(
     measures=measures,
     loss=loss,
     num_saved_policies=num_saved_policies,
+    loss_scaling=loss_scaling,
   )
+
+
+def _check_rounding(model: Model) -> None:
+  """Refuses weights that round their updates where nobody has said how."""
+  if _rounds_updates(model) and model.policy.weight_rounding == "none":
+    raise UserError(
+      "weight_dtype=bfloat16 weight_rounding=none: weights of 8 significant bits without a float32 copy "
+      "round every update; weight_rounding=stochastic keeps small ones on average, "
+      "weight_rounding=nearest loses those under 1/512 (0.2%) of a weight, and weight_dtype=float32 "
+      "keeps all"
+    )
+
+
+def _rounds_updates(model: Model) -> bool:
+  trained, _ = model.split(model.shapes())
+  return any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(trained))
 
 
 def _check_vocabulary(config: Config) -> None:
@@ -176,14 +200,13 @@ def undivided_parameters(trainer: Trainer) -> list[str]:
 
 
 def lost_updates(model: Model) -> list[str]:
-  """What training loses to the type of its weights, in lines; none where it is float32."""
-  trained, _ = model.split(model.shapes())
-  if all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(trained)):
+  """What training loses to the rounding of its weights, in lines; none where it loses nothing."""
+  if not _rounds_updates(model) or model.policy.weight_rounding == "stochastic":
     return []
   return [
     "weight_dtype=bfloat16: there is no float32 copy of the weights. They have 8 significant bits,",
-    "and an update of less than 1/512 (0.2%) of a weight is rounded away; weight_dtype=float32",
-    "keeps it",
+    "and an update of less than 1/512 (0.2%) of a weight is rounded away; weight_rounding=stochastic",
+    "keeps it on average, weight_dtype=float32 exactly",
   ]
 
 

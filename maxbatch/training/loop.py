@@ -19,11 +19,17 @@ from maxbatch.command_line.signals import StopSignals
 from maxbatch.config.schema import CheckpointConfig, RunConfig
 from maxbatch.data.loader import EvalRows
 from maxbatch.errors import RowsError, TrainingDivergedError
+from maxbatch.hardware.memory import host_peak_bytes
 from maxbatch.models.registry import Parameters
+from maxbatch.precision.loss_scale import LossScaling
+from maxbatch.run_folder.events import EVALUATED, SAVED, TEXT, EventLog, NoEventLog
 from maxbatch.run_folder.metrics import MetricsLog, Record
 from maxbatch.run_folder.progress import Progress
+from maxbatch.training.clock import Clock
+from maxbatch.training.loss_scaling import check_skips, scaling_record
 from maxbatch.training.metrics import token_values
 from maxbatch.training.noise_run import Noise, decided, decides
+from maxbatch.training.profiling import Profiler
 from maxbatch.training.programs import StepPrograms
 from maxbatch.training.row_check import check_rows
 from maxbatch.training.state import TrainState
@@ -32,6 +38,8 @@ from maxbatch.training.stop_flags import flagged, has_flags
 
 RECORD = "record"
 """In a checkpoint's notes: the record of its step, which metrics.jsonl may lack after kill -9."""
+LOSS_SCALE = "loss_scale"
+"""In a checkpoint's notes: the loss scale and its history, where the loss is scaled."""
 
 
 class StepLoader(Protocol):
@@ -54,6 +62,10 @@ def _unheard(position: Position, params: Parameters) -> None:
   """Nobody but the loop needs the parameters."""
 
 
+def _unwatched() -> None:
+  """Nobody waits for evaluations."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
   """All that the loop needs, made ready: compiled functions, loaders and open files."""
@@ -74,6 +86,7 @@ class Job:
   log: MetricsLog
   progress: Progress
   feed_watchdog: Callable[[], None]
+  profiler: Profiler
   noise: Noise | None = None
   data_counts: Record = dataclasses.field(default_factory=dict)
   """What is known of the data before the first step; noted with every step."""
@@ -85,6 +98,11 @@ class Job:
   """Those of earlier steps that a checkpoint needs (Trainer.num_saved_policies)."""
   own_evaluation: Callable[[Parameters], Record] = lambda params: {}
   """What else an evaluation finds."""
+  events: EventLog = dataclasses.field(default_factory=NoEventLog)
+  sample_text: Callable[[Parameters], str] | None = None
+  """What the model writes, before the first step and at evaluations; None: nothing."""
+  evaluated: Callable[[], None] = _unwatched
+  """Is called when an evaluation is noted, but the last one."""
   completed: Callable[[Record], Record] = lambda record: record
   """The record of a step with what else is known of it; raises where that is wrong."""
   dispatched: Callable[[StepMetrics], None] = lambda metrics: None
@@ -119,7 +137,8 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
 
   Raises:
     TrainingDivergedError: a loss or gradient is not finite, and nothing of that step is saved; or
-      the validation loss is not, and what was due to be saved is.
+      the validation loss is not, and what was due to be saved is. With a loss scale such steps are
+      skipped, until there are max_consecutive_skipped_steps in a row.
     RowsError: a row of a step is not what was read for it, and nothing of that step is saved.
   """
   job.progress.begin()
@@ -137,9 +156,10 @@ def _train_until_change(
   job: Job, state: TrainState, position: Position, stop: StopSignals
 ) -> tuple[TrainState, Position, BatchPlan, bool]:
   """Trains until the noise scale changes the plan, or to the end or a stop signal: then True."""
-  clock, pending, plan = _Clock(), None, job.plan
+  clock, pending, plan = Clock(), None, job.plan
   ending = position.step >= plan.steps
   job.publish(position, state.parameters)
+  job.profiler.turn(position.step, state, ending=ending)
   with job.train_rows(plan, position) as loader:
     while not ending and plan is job.plan:
       rate = job.learning_rate(position)
@@ -152,14 +172,19 @@ def _train_until_change(
       ending = stop.agreed or position.step == plan.steps
       evaluating = ending or _due(job, before, position, job.run.eval_interval)
       saving = ending or _due(job, before, position, job.checkpoint.checkpoint_period)
-      if job.loader_waits or evaluating or saving or decides(job.noise, position):
+      profiling = job.profiler.is_due(position.step)
+      fetching = evaluating or saving or profiling or decides(job.noise, position)
+      if job.loader_waits or fetching:
         record = _fetch(job, pending, clock, stop)
         pending = None
+        job.profiler.turn(position.step, state, ending=ending)
         plan = decided(job.noise, plan, position, job.progress.say)
         if saving:
           _save(job, state, position, plan, record)
         _note_evaluated(job, record, state.parameters if evaluating else None)
-        clock = _Clock()
+        if evaluating and (not ending or position.step == plan.steps):
+          _show_evaluated(job, position, state.parameters, is_last=ending)
+        clock = Clock()
   return state, position, plan, ending
 
 
@@ -199,19 +224,7 @@ def _due(job: Job, before: Position, after: Position, period: int) -> bool:
   return is_due(job.plan, before, after, period, job.run.schedule_unit)
 
 
-class _Clock:
-  """Seconds between the ends of consecutive steps."""
-
-  def __init__(self) -> None:
-    self._last = time.perf_counter()
-
-  def lap(self) -> float:
-    """Seconds since the clock was made or last asked."""
-    last, self._last = self._last, time.perf_counter()
-    return self._last - last
-
-
-def _fetch(job: Job, pending: _Pending, clock: _Clock, stop: StopSignals) -> Record:
+def _fetch(job: Job, pending: _Pending, clock: Clock, stop: StopSignals) -> Record:
   """Waits for a step to end; its record.
 
   Raises:
@@ -225,10 +238,15 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock, stop: StopSignals) -> Rec
   seconds, plan, position = clock.lap(), job.plan, pending.position
   phase = plan.phase_at(pending.before.samples)
   _check_rows(job, pending, metrics, phase)
-  if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+  scaling = metrics.scaling
+  is_skipped = scaling is not None and bool(scaling.is_skipped)
+  if scaling is not None and job.trainer.loss_scaling is not None and is_skipped:
+    limits = job.trainer.loss_scaling
+    check_skips(limits, scaling, position.step, loss, lambda: _last_good(job))
+  elif not (math.isfinite(loss) and math.isfinite(grad_norm)):
     raise TrainingDivergedError(_diverged(job, position, loss, grad_norm))
-  noise = job.noise.observe(pending.before.step, metrics) if job.noise else {}
-  return job.completed(
+  noise = job.noise.observe(pending.before.step, metrics) if job.noise and not is_skipped else {}
+  record = (
     {
       "step": position.step,
       "samples": position.samples,
@@ -244,8 +262,13 @@ def _fetch(job: Job, pending: _Pending, clock: _Clock, stop: StopSignals) -> Rec
       "tokens_per_second": plan.tokens(phase.batch) / seconds,
     }
     | {name: float(value) for name, value in metrics.metrics.items()}
+    | scaling_record(scaling)
     | noise
     | job.data_counts
+  )
+  # Of a skipped step some figures are not finite: not measured.
+  return job.completed(
+    {name: x for name, x in record.items() if math.isfinite(x)} if is_skipped else record
   )
 
 
@@ -272,8 +295,12 @@ def _save(job: Job, state: TrainState, position: Position, plan: BatchPlan, reco
   """Saves what a run needs to go on; before an evaluation, for which there may be no time left."""
   if job.checkpointer:
     notes = {RECORD: record} | job.notes | (job.noise.as_dict() if job.noise else {})
+    if state.loss_scale is not None:
+      notes[LOSS_SCALE] = LossScaling.note(state.loss_scale)
+    began = time.perf_counter()
     saved = job.trainer.to_save(state, job.policies(position))
     job.checkpointer.save(saved, position, plan.as_dict(), notes)
+    job.events.note(SAVED, step=position.step, seconds=time.perf_counter() - began)
     job.feed_watchdog()
 
 
@@ -282,9 +309,40 @@ def _note_evaluated(job: Job, record: Record, params: Parameters | None) -> None
   evaluation: Record = {}
   try:
     if params is not None:
-      evaluation = evaluate(job, params)
+      evaluation = _timed_evaluation(job, int(record["step"]), params)
   finally:
     _note(job, record | evaluation)
+
+
+def _timed_evaluation(job: Job, step: int, params: Parameters) -> Record:
+  """As `evaluate`; notes how long it took, and the memory that the run has needed until then."""
+  began = time.perf_counter()
+  found = evaluate(job, params)
+  peaks = [device.memory_stats() for device in job.trainer.mesh.local_devices]
+  known = [peak["peak_bytes_in_use"] for peak in peaks if peak and "peak_bytes_in_use" in peak]
+  on_devices = {"device_peak_bytes": max(known)} if known else {}
+  seconds, on_host = time.perf_counter() - began, host_peak_bytes()
+  job.events.note(EVALUATED, step=step, seconds=seconds, host_peak_bytes=on_host, **on_devices)
+  return found
+
+
+def _show_evaluated(job: Job, position: Position, params: Parameters, *, is_last: bool) -> None:
+  """Has the model write, and what is known be looked at."""
+  show_text(job, position, params)
+  if not is_last:
+    job.evaluated()
+
+
+def show_text(job: Job, position: Position, params: Parameters) -> None:
+  """Has the model write, if the run asks for texts, and notes what it wrote."""
+  if job.sample_text is None:
+    return
+  began = time.perf_counter()
+  text = job.sample_text(params)
+  seconds = time.perf_counter() - began
+  job.events.note(TEXT, step=position.step, text=text, seconds=seconds)
+  job.log.write_text("text", position.step, text)
+  job.feed_watchdog()
 
 
 def evaluate(job: Job, params: Parameters) -> Record:
@@ -364,4 +422,5 @@ def _kept(job: Job) -> str:
 
 def first_record(job: Job, params: Parameters) -> None:
   """Writes the record of step 0: the model before training, on the validation set."""
-  _note(job, {"step": 0, "samples": 0, "tokens": 0} | evaluate(job, params) | job.data_counts)
+  evaluation = _timed_evaluation(job, 0, params)
+  _note(job, {"step": 0, "samples": 0, "tokens": 0} | evaluation | job.data_counts)

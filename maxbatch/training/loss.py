@@ -21,6 +21,7 @@ from maxbatch.hardware.sharding import constrain, local_shape, over_rows
 from maxbatch.models.dropout import sample_keys
 from maxbatch.models.probes import row_squares
 from maxbatch.models.registry import MeasuredModel, Model, Parameters
+from maxbatch.precision.policy import PLAIN, Policy
 from maxbatch.training.metrics import (
   NO_METRICS,
   Metrics,
@@ -44,6 +45,8 @@ class LossOptions(NamedTuple):
   soft_cap: float = 0.0
   """Logits become cap·tanh(logit/cap); 0: they stay as they are."""
   metrics: Metrics = NO_METRICS
+  policy: Policy = PLAIN
+  """In which format the gradient of the logits is multiplied by hidden states and matrix."""
 
 
 class LossSums(NamedTuple):
@@ -74,10 +77,12 @@ def loss_parts(
   dropout_key: jax.Array | None,
   probes: Parameters | None = None,
   metrics: Metrics = NO_METRICS,
+  scale: jax.Array | None = None,
 ) -> LossSums:
   """As `loss_sum`, with metrics, not yet summed over the devices along fsdp: float32[F].
 
-  `probes`, if the model has any, are zeros to differentiate the sum by (models/probes.py).
+  `probes`, if the model has any, are zeros to differentiate the sum by (models/probes.py). With a
+  `scale` all gradients are so many times as large, and the sum is as it is without.
   """
   config = model.config
   keys_B = None
@@ -86,20 +91,22 @@ def loss_parts(
   bound = model.bind(parameters, probes)
   hidden_BTD = bound(rows, keys_B)
   options = loss_options(
-    config, *hidden_BTD.shape[:2], is_training=dropout_key is not None, metrics=metrics
+    model, *hidden_BTD.shape[:2], is_training=dropout_key is not None, metrics=metrics
   )
   matrix_DV = bound.output_matrix()
   probe_BS = bound.output_probe() if isinstance(bound, MeasuredModel) else None
-  return cross_entropy_parts(hidden_BTD, matrix_DV, rows.targets, rows.weights, options, probe_BS)
+  arrays = hidden_BTD, matrix_DV, rows.targets, rows.weights
+  return cross_entropy_parts(*arrays, options, probe_BS, scale)
 
 
 def loss_options(
-  config: ModelConfig, rows: int, length: int, *, is_training: bool, metrics: Metrics
+  model: Model, rows: int, length: int, *, is_training: bool, metrics: Metrics
 ) -> LossOptions:
   """How the loss of `rows` rows of `length` tokens is formed; z-loss is training's alone."""
+  config = model.config
   z_weight = config.z_loss_multiplier if is_training else 0.0
   return LossOptions(
-    num_tiles(config, rows, length), z_weight, config.final_logits_soft_cap, metrics
+    num_tiles(config, rows, length), z_weight, config.final_logits_soft_cap, metrics, model.policy
   )
 
 
@@ -131,17 +138,24 @@ def cross_entropy_parts(
   weights_BT: jax.Array,
   options: LossOptions,
   probe_BS: jax.Array | None = None,
+  scale: jax.Array | None = None,
 ) -> LossSums:
   """Σ weight · (log Z − logit[target] + z_weight · (log Z)²), with log Z in float32, and the sums
-  of metrics, for each device along fsdp: float32[F]."""
+  of metrics, for each device along fsdp: float32[F].
+
+  Its gradients, not the sum, are multiplied by `scale`, while they are still in float32.
+  """
 
   def of_rows(matrix_DV: jax.Array, *rows: jax.Array) -> LossSums:
     hidden_BTD, *others = rows
+    scale_B = None if scale is None else others.pop()
     total = _cross_entropy_sum if probe_BS is None else _measured_sum
-    sums = total(hidden_BTD, matrix_DV, *others, options)
+    sums = total(hidden_BTD, matrix_DV, *others, scale_B, options)
     return jax.tree.map(lambda x: x[None], sums)
 
   rows = (hidden_BTD, targets_BT, weights_BT, *(() if probe_BS is None else (probe_BS,)))
+  if scale is not None:  # For each row, as `over_rows` takes it.
+    rows += (jnp.broadcast_to(scale, weights_BT.shape[:1]),)
   with jax.named_scope("head"):
     return over_rows(of_rows, matrix_DV, _MATRIX_AXES, *rows)
 
@@ -154,8 +168,9 @@ def _add(total: LossSums, new: LossSums) -> LossSums:
   return jax.tree.map(jnp.add, total, new)
 
 
-def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, options):
+def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, scale_B, options):
   """The sums, for evaluation."""
+  del scale_B
 
   def add_tile(total, tile):
     return _add(total, _tile_sum(tile, matrix_DV, options)[0]), None
@@ -164,25 +179,30 @@ def _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, options):
   return scan_tiles(add_tile, _zero(options.metrics), cut, options.tiles)[0]
 
 
-def _forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, options):
+def _forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, scale_B, options):
   """The sums, and the loss's gradients by hidden states and matrix; None where all is frozen."""
   wanted = hidden_BTD.perturbed, matrix_DV.perturbed
-  total, d_hidden_BTD, d_matrix_DV = _with_gradients(
-    hidden_BTD.value, matrix_DV.value, targets_BT.value, weights_BT.value, options, wanted
-  )
+  scale_B = None if scale_B is None else scale_B.value
+  arrays = hidden_BTD.value, matrix_DV.value, targets_BT.value, weights_BT.value
+  total, d_hidden_BTD, d_matrix_DV = _with_gradients(*arrays, scale_B, options, wanted)
   if d_matrix_DV is not None:
     d_matrix_DV = d_matrix_DV.astype(matrix_DV.value.dtype)
   return total, (d_hidden_BTD, d_matrix_DV)
 
 
-def _with_gradients(hidden_BTD, matrix_DV, targets_BT, weights_BT, options, wanted=(True, True)):
+def _with_gradients(
+  hidden_BTD, matrix_DV, targets_BT, weights_BT, scale_B, options, wanted=(True, True)
+):
   """The sums and the gradients that are wanted, that of the matrix in float32, a tile at a time."""
   of_hidden, of_matrix = wanted
 
   def add_tile(carry, tile):
     total, d_matrix_DV = carry
     new, d_logits_BCV = _tile_sum(tile, matrix_DV, options)
-    d_logits_XV = d_logits_BCV.astype(hidden_BTD.dtype).reshape(-1, d_logits_BCV.shape[-1])
+    if scale_B is not None:
+      d_logits_BCV = d_logits_BCV * scale_B[:, None, None]
+    d_logits_BCV = options.policy.rounded(d_logits_BCV).astype(hidden_BTD.dtype)
+    d_logits_XV = d_logits_BCV.reshape(-1, d_logits_BCV.shape[-1])
     hidden_XD = tile[0].reshape(-1, tile[0].shape[-1])
     d_hidden_BCD = (d_logits_XV @ matrix_DV.T).reshape(tile[0].shape) if of_hidden else None
     if not of_matrix:
@@ -204,28 +224,28 @@ def _backward(options, gradients, d_sums):
   """Metrics have no gradients."""
   del options
   scaled = (None if d is None else d * d_sums.loss.astype(d.dtype) for d in gradients)
-  return *scaled, None, None
+  return *scaled, None, None, None
 
 
-_cross_entropy_sum = jax.custom_vjp(_sum_only, nondiff_argnums=(4,))
+_cross_entropy_sum = jax.custom_vjp(_sum_only, nondiff_argnums=(5,))
 _cross_entropy_sum.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _measured_sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, options):
+def _measured_sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, scale_B, options):
   """The sums; the loss's gradient by the matrix is measured row by row."""
   del probe_BS
-  return _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, options)
+  return _sum_only(hidden_BTD, matrix_DV, targets_BT, weights_BT, scale_B, options)
 
 
-def _measured_forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, options):
+def _measured_forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, scale_B, options):
   """As `_forward`, a row at a time, each in as few tiles as the whole batch of one row needs."""
   of_a_row = options._replace(tiles=-(-options.tiles // hidden_BTD.shape[0]))
 
   def add_row(carry, row):
     total, d_matrix_DV = carry
-    hidden_1TD, targets_1T, weights_1T = (x[None] for x in row)
+    hidden_1TD, targets_1T, weights_1T, scale_1 = jax.tree.map(lambda x: x[None], row)
     new, d_hidden_1TD, d_row_DV = _with_gradients(
-      hidden_1TD, matrix_DV, targets_1T, weights_1T, of_a_row
+      hidden_1TD, matrix_DV, targets_1T, weights_1T, scale_1, of_a_row
     )
     assert d_hidden_1TD is not None
     assert d_row_DV is not None
@@ -233,17 +253,18 @@ def _measured_forward(hidden_BTD, matrix_DV, targets_BT, weights_BT, probe_BS, o
     return (_add(total, new), d_matrix_DV + d_row_DV), (d_hidden_1TD[0], squares_S)
 
   zeros = _zero(options.metrics), jnp.zeros(matrix_DV.shape, jnp.float32)
-  rows = hidden_BTD, targets_BT, weights_BT
+  rows = hidden_BTD, targets_BT, weights_BT, scale_B
   (total, d_matrix_DV), (d_hidden_BTD, squares_BS) = jax.lax.scan(add_row, zeros, rows)
   return total, (d_hidden_BTD, d_matrix_DV.astype(matrix_DV.dtype), squares_BS)
 
 
 def _measured_backward(options, kept, d_sums):
   *gradients, squares_BS = kept
-  return *_backward(options, gradients, d_sums), squares_BS * d_sums.loss**2
+  d_hidden_BTD, d_matrix_DV, *nothing, no_scale_B = _backward(options, gradients, d_sums)
+  return d_hidden_BTD, d_matrix_DV, *nothing, squares_BS * d_sums.loss**2, no_scale_B
 
 
-_measured_sum = jax.custom_vjp(_measured_sum_only, nondiff_argnums=(5,))
+_measured_sum = jax.custom_vjp(_measured_sum_only, nondiff_argnums=(6,))
 _measured_sum.defvjp(_measured_forward, _measured_backward)
 
 

@@ -69,19 +69,20 @@ class ModelParts:
     y_RTD: jax.Array,
     targets_RT: jax.Array,
     weights_RT: jax.Array,
+    scale: jax.Array | None = None,
   ) -> LossSums:
-    """Weighted sums over tokens of the loss, as `loss_sum` forms it, and of the metrics."""
+    """Weighted sums over tokens of the loss and of the metrics, as `loss_parts` forms them."""
     bound = self._bind(layers, rest)
     hidden_RTD = bound.normalize(y_RTD)
     options = loss_options(
-      self.model.config,
+      self.model,
       *hidden_RTD.shape[:2],
       is_training=self.dropout_key is not None,
       metrics=self.metrics,
     )
     matrix_DV = bound.output_matrix()
     rows = hidden_RTD, matrix_DV, targets_RT, weights_RT
-    return jax.tree.map(jnp.sum, cross_entropy_parts(*rows, options))
+    return jax.tree.map(jnp.sum, cross_entropy_parts(*rows, options, None, scale))
 
   def with_twice_the_heads(self, length: int) -> "ModelParts":
     """The model with twice the heads and feed-forward width, for rows of `length` tokens."""
@@ -92,7 +93,7 @@ class ModelParts:
       base_num_kv_heads=2 * config.base_num_kv_heads,
       base_mlp_dim=2 * config.base_mlp_dim,
     )
-    model = build_model(wider, length, trainable=self.model.trainable)
+    model = build_model(wider, length, trainable=self.model.trainable, policy=self.model.policy)
     return dataclasses.replace(self, model=model)
 
   def _bind(self, layers: FlatParams, rest: FlatParams) -> LayeredModel:

@@ -53,8 +53,13 @@ class Loss(Protocol):
     dropout_key: jax.Array,
     probes: Parameters,
     metrics: Metrics,
+    scale: jax.Array | None = None,
   ) -> MicrobatchLoss:
-    """The sums of a microbatch; `sums.loss` is differentiated by parameters and probes."""
+    """The sums of a microbatch; `sums.loss` is differentiated by parameters and probes.
+
+    With a `scale`, a float32 scalar, its gradients are so many times as large, and the sums as they
+    are without (precision/loss_scale.py).
+    """
     ...
 
 
@@ -97,9 +102,10 @@ class TextLoss:
     dropout_key: jax.Array,
     probes: Parameters,
     metrics: Metrics,
+    scale: jax.Array | None = None,
   ) -> MicrobatchLoss:
     """See `Loss`."""
-    sums = loss_parts(model, parameters, microbatch, dropout_key, probes, metrics)
+    sums = loss_parts(model, parameters, microbatch, dropout_key, probes, metrics, scale)
     return MicrobatchLoss(sums, microbatch.weights.sum(1))
 
 

@@ -19,6 +19,7 @@ import optax
 
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import OptimizerConfig
+from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.models.registry import Parameters
 
@@ -75,18 +76,24 @@ def adamw(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
     eps=config.adam_eps,
     weight_decay=config.adam_weight_decay,
     mask=_decayed,
+    mu_dtype=config.mu_dtype,
   )
 
 
 def sgd(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
   """Gradient descent with momentum."""
   del axes
-  return optax.sgd(1.0, momentum=config.sgd_momentum or None)
+  return optax.sgd(1.0, config.sgd_momentum or None, accumulator_dtype=config.mu_dtype)
 
 
 def adafactor(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
   """Adafactor (Shazeer & Stern 2018): a row and a column of second moments per matrix."""
-  del config, axes
+  del axes
+  if config.mu_dtype != "float32":
+    raise UserError(
+      f"mu_dtype={config.mu_dtype} has no effect with opt_type=adafactor, which keeps no first moment; "
+      "for example mu_dtype=float32"
+    )
   return optax.adafactor(1.0)
 
 
@@ -108,7 +115,9 @@ def muon(config: OptimizerConfig, axes: Axes) -> optax.GradientTransformation:
     return _map_by_path(lambda path: dims[path] is None, params)
 
   kernels = optax.chain(
-    optax.contrib.scale_by_muon(weight_dimension_numbers=of_each),
+    optax.contrib.scale_by_muon(
+      weight_dimension_numbers=of_each, mu_dtype=jnp.dtype(config.mu_dtype)
+    ),
     _scale_to_rms(of_each),
     optax.add_decayed_weights(config.adam_weight_decay),
     optax.scale(-1.0),

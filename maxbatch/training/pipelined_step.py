@@ -47,6 +47,7 @@ def pipelined_gradients(
   capacity: BufferLimits,
   dropout_key: jax.Array,
   metrics: Metrics = NO_METRICS,
+  scale: jax.Array | None = None,
 ) -> tuple[Parameters, Sums]:
   """Gradients and loss, summed over all tokens of the timetable's microbatches.
 
@@ -62,6 +63,7 @@ def pipelined_gradients(
     capacity: slots of a stage's buffers.
     dropout_key: the run's dropout key.
     metrics: those whose sums are formed.
+    scale: float32 scalar by which the gradients, not the loss, are multiplied; None: by nothing.
 
   Returns:
     Gradients in float32 of the parameters that train, laid out like them, and the sums of loss,
@@ -72,7 +74,7 @@ def pipelined_gradients(
   d_layers, d_rest, sums = jax.shard_map(
     local,
     mesh=mesh,
-    in_specs=(OVER_STAGE, TIMETABLE_SPECS, _OVER_DATA, *(_PARAMETER_SPECS,) * 2),
+    in_specs=(OVER_STAGE, TIMETABLE_SPECS, _OVER_DATA, *(_PARAMETER_SPECS,) * 2, REPLICATED),
     out_specs=(*_PARAMETER_SPECS, REPLICATED),
     axis_names=_MANUAL_AXES,
     check_vma=False,
@@ -82,6 +84,7 @@ def pipelined_gradients(
     rows,
     split_layers(model, params),
     split_layers(model, zeros),
+    scale,
   )
   return merge_layers(d_layers, d_rest), sums
 
@@ -132,6 +135,7 @@ def _local_gradients(
   rows: Rows,
   params: tuple[FlatParams, FlatParams],
   zeros: tuple[FlatParams, FlatParams],
+  scale: jax.Array | None,
 ) -> tuple[FlatParams, FlatParams, Sums]:
   """Runs one stage of one replica, and sums its results over stages and replicas as needed."""
   repeats = pipeline.repeats
@@ -150,6 +154,7 @@ def _local_gradients(
     microbatch=microbatch,
     ticks=ticks,
     stash=_make_stash(parts, pipeline, layers, rest, microbatch),
+    scale=scale,
   )
   state = stage.run(split_repeats(zeros[0], repeats), zeros[1], capacity)
   d_layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state.d_layers)

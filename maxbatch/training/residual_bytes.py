@@ -14,6 +14,7 @@ from maxbatch.hardware.sharding import MESH_AXES
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import build_model
 from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.precision.policy import policy_of
 from maxbatch.training.model_parts import bind_layered
 from maxbatch.training.pipelined_step import stage_residual_bytes
 
@@ -52,11 +53,9 @@ def _residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
     abstract_device=device,
   )
   length = config.batch.max_target_length
-  model_config, trainable = (
-    resolve_attention(config.model, length, device),
-    config.optimizer.trainable,
-  )
-  model = build_model(model_config, length, trainable=trainable)
+  policy, trainable = policy_of(config.precision), config.optimizer.trainable
+  model_config = resolve_attention(config.model, length, device, policy.compute)
+  model = build_model(model_config, length, trainable=trainable, policy=policy)
   bind_layered(model, model.shapes())
   return stage_residual_bytes(
     model, pipeline, mesh, model.shapes(), _rows(config, plan), jax.random.key(0)

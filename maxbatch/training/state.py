@@ -1,7 +1,8 @@
 """What a run trains: parameters, optimizer state, and the sums of the step under way."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +12,7 @@ from jax.sharding import Mesh
 
 from maxbatch.hardware.sharding import replicated, sharding
 from maxbatch.models.registry import Model, Parameters, joined
+from maxbatch.precision.loss_scale import LossScale, LossScaling
 from maxbatch.training.loss import LossSums
 from maxbatch.training.metrics import NO_METRICS, Metrics, TokenSums, zero_token_sums
 from maxbatch.training.optimizer import init_in_float32
@@ -66,6 +68,8 @@ class TrainState(NamedTuple):
   sums: Sums
   frozen: Parameters
   """Those that stay as they are (Model.frozen), of which there is nothing else."""
+  loss_scale: LossScale | None = None
+  """None where the loss is not scaled."""
 
   @property
   def parameters(self) -> Parameters:
@@ -108,30 +112,34 @@ def zero_noise(model: Model, parts: tuple[int, ...] = ()) -> NoiseSums:
   return NoiseSums(zero, zero, of_rows, zero, zero)
 
 
-def _init(
-  model: Model, optimizer: optax.MultiSteps, measures: Measures, key: jax.Array
-) -> TrainState:
-  return _begun(model, optimizer, measures, model.init(key))
-
-
 def _begun(
-  model: Model, optimizer: optax.MultiSteps, measures: Measures, parameters: Parameters
+  model: Model,
+  optimizer: optax.MultiSteps,
+  measures: Measures,
+  scaling: LossScaling | None,
+  parameters: Parameters,
 ) -> TrainState:
   """The state before the first step with these parameters."""
   params, frozen = model.split(parameters)
   sums = zero_sums(model, measures)
-  return TrainState(params, init_in_float32(optimizer, params), sums, frozen)
+  scale = scaling.begin() if scaling else None
+  return TrainState(params, init_in_float32(optimizer, params), sums, frozen, scale)
 
 
 def abstract_state(
-  model: Model, optimizer: optax.MultiSteps, mesh: Mesh, measures: Measures = NOTHING
+  model: Model,
+  optimizer: optax.MultiSteps,
+  mesh: Mesh,
+  measures: Measures = NOTHING,
+  scaling: LossScaling | None = None,
 ) -> TrainState:
   """Shape, dtype and sharding of every leaf: what a compiler or a restore needs to know.
 
   Optimizer state that mirrors a parameter (same path, same rank) lies where the parameter lies;
   the rest (counters, Adafactor's rows and columns) is small and on every device.
   """
-  shapes = jax.eval_shape(lambda key: _init(model, optimizer, measures, key), jax.random.key(0))
+  begun = functools.partial(_begun, model, optimizer, measures, scaling)
+  shapes = jax.eval_shape(lambda key: begun(model.init(key)), jax.random.key(0))
   axes = model.axes()
 
   def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -149,17 +157,24 @@ def shardings(abstract: Any) -> Any:
 
 
 def state_initializer(
-  model: Model, optimizer: optax.MultiSteps, abstract: TrainState, measures: Measures = NOTHING
+  model: Model,
+  optimizer: optax.MultiSteps,
+  abstract: TrainState,
+  measures: Measures = NOTHING,
+  scaling: LossScaling | None = None,
 ) -> Callable[[jax.Array], TrainState]:
   """From a random key to a fresh state, created in its place: no device ever holds more than its
   share."""
-  return jax.jit(
-    lambda key: _init(model, optimizer, measures, key), out_shardings=shardings(abstract)
-  )
+  begun = functools.partial(_begun, model, optimizer, measures, scaling)
+  return jax.jit(lambda key: begun(model.init(key)), out_shardings=shardings(abstract))
 
 
 def state_beginner(
-  model: Model, optimizer: optax.MultiSteps, abstract: TrainState, measures: Measures = NOTHING
+  model: Model,
+  optimizer: optax.MultiSteps,
+  abstract: TrainState,
+  measures: Measures = NOTHING,
+  scaling: LossScaling | None = None,
 ) -> Callable[[jax.Array, Parameters], TrainState]:
   """From a random key and loaded parameters, which are used up, to a state that begins with them.
 
@@ -167,7 +182,8 @@ def state_beginner(
   """
 
   def begin(key: jax.Array, loaded: Parameters) -> TrainState:
-    return _begun(model, optimizer, measures, joined(model.init(key), loaded))
+    whole = joined(model.init(key), loaded)
+    return _begun(model, optimizer, measures, scaling, whole)
 
   return jax.jit(begin, out_shardings=shardings(abstract), donate_argnums=1)
 
@@ -185,13 +201,21 @@ def to_save(state: TrainState, *, keeps_frozen: bool = True) -> dict[str, Any]:
   }
 
 
-def from_saved(model: Model, saved: dict[str, Any], abstract: TrainState) -> TrainState:
+def from_saved(
+  model: Model,
+  saved: dict[str, Any],
+  abstract: TrainState,
+  scaling: LossScaling | None = None,
+  noted: Mapping[str, float] | None = None,
+) -> TrainState:
   """The state that `to_save` came from, with fresh zeros for what was not saved.
 
   Args:
     model: its model.
     saved: as `to_save` gave it, with all parameters.
     abstract: shapes, dtypes and shardings of the state.
+    scaling: of the loss, if it is scaled.
+    noted: the loss scale that `LossScaling.note` gave; None: as at the beginning of a run.
   """
   empty = abstract._replace(
     params={},
@@ -200,11 +224,12 @@ def from_saved(model: Model, saved: dict[str, Any], abstract: TrainState) -> Tra
   )
 
   def zeros() -> TrainState:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), empty)
+    made = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), empty)
+    return made._replace(loss_scale=scaling.begin(noted) if scaling else None)
 
   made = jax.jit(zeros, out_shardings=shardings(empty))()
   opt_state = made.opt_state._replace(
     inner_opt_state=saved["opt_state"], gradient_step=saved["gradient_step"]
   )
   params, frozen = model.split(saved["params"])
-  return TrainState(params, opt_state, made.sums, frozen)
+  return TrainState(params, opt_state, made.sums, frozen, made.loss_scale)

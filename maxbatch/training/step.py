@@ -7,7 +7,7 @@ their update, and agree to rounding.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -25,10 +25,20 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
   buffer_capacity,
   step_arrays,
 )
+from maxbatch.precision.loss_scale import LossScaling
+from maxbatch.precision.policy import PLAIN
+from maxbatch.precision.rounding import stochastically_updated
 from maxbatch.training import partial_sums
 from maxbatch.training.accumulate import summed_gradients
 from maxbatch.training.layer_order import to_layer_order, to_stage_order
 from maxbatch.training.loss import loss_parts
+from maxbatch.training.loss_scaling import (
+  Applied,
+  ScalingMetrics,
+  next_scale,
+  unless_skipped,
+  unscaled,
+)
 from maxbatch.training.metrics import TokenSums, Update, token_values, update_values
 from maxbatch.training.objective import TEXT, Loss
 from maxbatch.training.optimizer import AverageState
@@ -72,6 +82,8 @@ class StepMetrics(NamedTuple):
   """int32: `first_wrong_row`; of a streamed step one for each dispatch."""
   stop: jax.Array | None = None
   """int32: the largest of the processes' flags (training/stop_flags.py); None where one trains."""
+  scaling: ScalingMetrics | None = None
+  """None where the loss is not scaled."""
 
 
 class EvalMetrics(NamedTuple):
@@ -111,15 +123,18 @@ class Trainer:
   """Of what a step is fed."""
   num_saved_policies: int = 0
   """Parameters of earlier steps that checkpoints hold as well."""
+  loss_scaling: LossScaling | None = None
+  """None: the loss is not scaled."""
 
   @functools.cached_property
   def abstract(self) -> TrainState:
     """The state's shapes, dtypes and shardings."""
-    return abstract_state(self.model, self.optimizer, self.mesh, self.measures)
+    return abstract_state(self.model, self.optimizer, self.mesh, self.measures, self.loss_scaling)
 
   @functools.cached_property
   def _create(self) -> Callable[[jax.Array], TrainState]:
-    return state_initializer(self.model, self.optimizer, self.abstract, self.measures)
+    parts = self.model, self.optimizer, self.abstract, self.measures
+    return state_initializer(*parts, self.loss_scaling)
 
   def init(self, seed: int) -> TrainState:
     """A fresh state, divided over the devices."""
@@ -127,8 +142,16 @@ class Trainer:
 
   def begin(self, seed: int, loaded: Parameters) -> TrainState:
     """As `init`, with loaded parameters, layers in the model's order, where there are any."""
-    begin = state_beginner(self.model, self.optimizer, self.abstract, self.measures)
+    parts = self.model, self.optimizer, self.abstract, self.measures
+    begin = state_beginner(*parts, self.loss_scaling)
     return self._by_stage(begin(jax.random.key(seed), loaded))
+
+  @property
+  def formats(self) -> str:
+    """In which formats it computes and keeps what, in words; empty where all is float32."""
+    policy, scaling = self.model.policy, self.loss_scaling
+    parts = [str(policy)] if policy != PLAIN or scaling else []
+    return ", ".join([*parts, *([str(scaling)] if scaling else [])])
 
   @property
   def abstract_saved(self) -> dict[str, Any]:
@@ -152,9 +175,15 @@ class Trainer:
     ordered = TrainState(self.by_layer(state.params), opt_state, state.sums, frozen)
     return to_save(ordered, keeps_frozen=self.keeps_frozen) | _named(policies)
 
-  def from_saved(self, saved: dict[str, Any]) -> TrainState:
-    """The state that `to_save` came from, of what it gave and the frozen parameters if it had none."""
-    return self._by_stage(from_saved(self.model, saved, self.abstract))
+  def from_saved(
+    self, saved: dict[str, Any], loss_scale: Mapping[str, float] | None = None
+  ) -> TrainState:
+    """The state that `to_save` came from, of what it gave and the frozen parameters if it had none.
+
+    `loss_scale` is what a checkpoint notes of it; None where it begins anew.
+    """
+    parts = self.model, saved, self.abstract, self.loss_scaling
+    return self._by_stage(from_saved(*parts, loss_scale))
 
   def by_layer(self, tree: Any) -> Any:
     """Parameters, or what mirrors them, in the model's order of layers."""
@@ -213,13 +242,14 @@ def _summed(
 ) -> tuple[Parameters, Sums]:
   """Gradients of the microbatches of one dispatch, and their other sums in parts."""
   model, mesh, pipeline, key = trainer.model, trainer.mesh, trainer.pipeline, trainer.dropout_key
+  scale = None if state.loss_scale is None else state.loss_scale.scale
   if pipeline is None:
     num_microbatches = jnp.asarray(control)
     arguments = state.params, zeros, rows, num_microbatches, key, trainer.measures, state.frozen
-    return summed_gradients(model, mesh, *arguments, trainer.loss)
+    return summed_gradients(model, mesh, *arguments, trainer.loss, scale)
   ticks, capacity = jax.tree.map(jnp.asarray, control), buffer_capacity(pipeline)
   arguments = state.parameters, zeros, rows, ticks, capacity, key, trainer.measures.metrics
-  gradients, sums = pipelined_gradients(model, pipeline, mesh, *arguments)
+  gradients, sums = pipelined_gradients(model, pipeline, mesh, *arguments, scale)
   return gradients, jax.tree.map(partial_sums.of_one, sums)
 
 
@@ -234,6 +264,7 @@ def _update(
   rate: jax.Array,
 ) -> tuple[TrainState, StepMetrics]:
   """Hands one sum of gradients to MultiSteps, which updates the parameters when `last`."""
+  gradients, sums = unscaled(gradients, sums, state.loss_scale)
   summed = jax.tree.map(jnp.add, state.opt_state.acc_grads, gradients)
   in_parts = sums._replace(largest=None), _squares(trainer.model, summed)
   new, of_step = partial_sums.joined(in_parts)
@@ -241,10 +272,18 @@ def _update(
   updates, opt_state = trainer.optimizer.update(
     gradients, state.opt_state, state.params, weight=sums.weight, learning_rate=rate, last=last
   )
-  params = cast(Parameters, optax.apply_updates(state.params, updates))
+  updates, params = cast(Parameters, updates), _applied(trainer, state, updates)
   loss, grad_norm = sums.loss / jnp.maximum(sums.weight, 1.0), _average_state(opt_state).grad_norm
+  scale, scaling = state.loss_scale, None
+  if scale is not None and trainer.loss_scaling is not None:
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    before = Applied(state.params, updates, state.opt_state)
+    params, updates, opt_state = unless_skipped(
+      before, Applied(params, updates, opt_state), is_finite, last
+    )
+    scale, scaling = next_scale(trainer.loss_scaling, scale, is_finite, last)
   mean = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1.0), summed)
-  update = Update(params, cast(Parameters, updates), mean, loss, grad_norm, sums.weight, rate)
+  update = Update(params, updates, mean, loss, grad_norm, sums.weight, rate)
   metrics = StepMetrics(
     loss=loss,
     grad_norm=grad_norm,
@@ -254,9 +293,21 @@ def _update(
     | update_values(trainer.measures.metrics, update),
     noise=sums.noise,
     of_step=of_step if sums.noise else None,
+    scaling=scaling,
   )
   carried = jax.tree.map(lambda x: jnp.where(last, 0.0, x), sums)
-  return TrainState(params, opt_state, carried, state.frozen), metrics
+  return TrainState(params, opt_state, carried, state.frozen, scale), metrics
+
+
+def _applied(trainer: Trainer, state: TrainState, updates: Any) -> Parameters:
+  """The parameters after the updates, rounded to the format that they are kept in."""
+  policy = trainer.model.policy
+  if policy.weight_rounding != "stochastic":
+    return cast(Parameters, optax.apply_updates(state.params, updates))
+  # A key that no sample has, and of it one for each update.
+  key = jax.random.fold_in(trainer.dropout_key, np.uint32(2**32 - 1))
+  key = jax.random.fold_in(key, state.opt_state.gradient_step)
+  return stochastically_updated(state.params, updates, key)
 
 
 def _squares(model: Model, gradients: Parameters) -> Parameters:

@@ -76,6 +76,7 @@ class PipelineStage:
     microbatch: a function from the number of a microbatch to its rows.
     ticks: the timetable; of arrays [ticks, stages] only this stage's column.
     stash: what is kept of a forward until its backward.
+    scale: by which gradients are multiplied, a float32 scalar; None: by nothing.
   """
 
   parts: ModelParts
@@ -87,6 +88,7 @@ class PipelineStage:
   microbatch: Callable[[jax.Array], Rows]
   ticks: TimetableArrays
   stash: Stash
+  scale: jax.Array | None = None
 
   def run(
     self, zero_layers: FlatParams, zero_rest: FlatParams, capacity: BufferLimits
@@ -181,7 +183,8 @@ class PipelineStage:
     y_RCD, targets_RC, weights_RC = self._token_share(microbatch, y_RTD)
 
     def loss(used: FlatParams, y_RCD: jax.Array) -> tuple[jax.Array, LossSums]:
-      found = self.parts.loss(self.layers, self.rest | used, y_RCD, targets_RC, weights_RC)
+      rest = self.rest | used
+      found = self.parts.loss(self.layers, rest, y_RCD, targets_RC, weights_RC, self.scale)
       return found.loss, found
 
     used = _used_params(lambda rest: loss(rest, y_RCD)[0], self._trained_rest)
@@ -236,8 +239,9 @@ class PipelineStage:
     new, d_x_RTD = self.stash.backward(self._stage_input(entry, x_RTD), residuals, d_y_RTD)
     # As in accumulate.py: keeps reductions over fsdp inside the loop.
     new = lax.optimization_barrier(new)
+    summand = self.parts.model.policy.summand
     sums = {
-      path: total.at[entry.repeat].add(_mask(entry.is_active, new[path].astype(total.dtype)))
+      path: total.at[entry.repeat].add(_mask(entry.is_active, summand(new[path])))
       for path, total in d_layers.items()
     }
     return sums, d_x_RTD
@@ -287,7 +291,8 @@ class PipelineStage:
   def _add_gradients(self, totals: FlatParams, new: FlatParams) -> FlatParams:
     """Adds gradients of some of the parameters to the sums."""
     new = lax.optimization_barrier(new)
-    return totals | {path: totals[path] + g.astype(totals[path].dtype) for path, g in new.items()}
+    summand = self.parts.model.policy.summand
+    return totals | {path: totals[path] + summand(g) for path, g in new.items()}
 
   def _cond(
     self,

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from maxbatch.batch.arithmetic import per_device_size, samples_per_group, tokens_of
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.rl_plan import plan_rl
-from maxbatch.batch.rl_sizes import micro_batch_sizes
+from maxbatch.batch.rl_sizes import halving_micro_batch_sizes, micro_batch_sizes
 from maxbatch.batch.solve import (
   DEFAULT_PER_DEVICE_BATCH_SIZE,
   GivenSizes,
@@ -191,11 +191,17 @@ def pair_sizes_of(config: Config, training: Topology) -> tuple[PairCandidate, ..
   Raises:
     UserError: other keys contradict each other, or no size lies in the range.
   """
-  whole = plan_rl(config, training)
+  whole, noise = plan_rl(config, training), config.noise.gns_from_microbatches
+  of_pairs = halving_micro_batch_sizes if noise else micro_batch_sizes
   plans = [
     plan_rl(dataclasses.replace(config, batch=with_size(config.batch, Fraction(size))), training)
-    for size in micro_batch_sizes(whole.pairs_per_step, whole.topology)
+    for size in of_pairs(whole.pairs_per_step, whole.topology)
   ]
+  if not plans:
+    raise UserError(
+      f"gns_from_microbatches=true: with no size of {asked(config.batch)} can a step of "
+      f"{whole.pairs_per_step:,} pairs be halved and compared; for example gns_from_microbatches=false"
+    )
   allowed = [
     PairCandidate(
       per_device=plan.pairs.per_device(plan.micro_batch),

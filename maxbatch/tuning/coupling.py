@@ -111,8 +111,6 @@ def tiny(config: ModelConfig) -> ModelConfig:
     head_dim=_HEAD_DIM,
     base_mlp_dim=2 * heads * _HEAD_DIM,
     max_position_embeddings=-1,
-    dtype="float32",
-    weight_dtype="float32",
     # How the same values are computed; the kernels have smallest sizes.
     attention="dot_product",
     remat_policy="none",

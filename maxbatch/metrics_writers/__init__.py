@@ -1,0 +1,1 @@
+"""Services that show a run's metrics: wandb, mlflow."""

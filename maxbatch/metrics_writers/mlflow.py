@@ -1,0 +1,64 @@
+"""MLflow. MLFLOW_TRACKING_URI and its other variables mean what they mean there; else a folder of the run's."""
+
+import os
+import time
+from typing import Any
+
+from maxbatch.data.optional import library
+from maxbatch.metrics_writers.identity import run_identity
+from maxbatch.run_folder.writer import Opening, Record
+
+_EXPERIMENT = "maxbatch"
+_IDENTITY = "maxbatch.run"
+_LONGEST_VALUE = 500
+_AT_ONCE = 100
+
+
+class MlflowWriter:
+  """A run of that service; one that resumes goes on in the same one."""
+
+  def __init__(self, opening: Opening):
+    """Begins it, with the configuration."""
+    what = "metrics_writers=mlflow"
+    self._entities = library("mlflow.entities", what, "mlflow")
+    tracking = library("mlflow.tracking", what, "mlflow")
+    own = (opening.folder.absolute() / "mlflow").as_uri()
+    if not os.environ.get("MLFLOW_TRACKING_URI"):
+      # Files are what needs no server; mlflow wants that to be said.
+      os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+    self._client: Any = tracking.MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", own))
+    self._run_id = self._found_or_made(opening)
+    values = [
+      self._entities.Param(key, str(value)[:_LONGEST_VALUE]) for key, value in opening.keys.items()
+    ]
+    if opening.last is None:  # They cannot be given twice.
+      for begin in range(0, len(values), _AT_ONCE):
+        self._client.log_batch(self._run_id, params=values[begin : begin + _AT_ONCE])
+
+  def write(self, record: Record) -> None:
+    """See `Writer.write`."""
+    now, step = int(1000 * time.time()), int(record["step"])
+    metrics = [self._entities.Metric(key, float(value), now, step) for key, value in record.items()]
+    self._client.log_batch(self._run_id, metrics=metrics)
+
+  def write_text(self, name: str, step: int, text: str) -> None:
+    """See `Writer.write_text`."""
+    self._client.log_text(self._run_id, text, f"{name}/{step:08}.txt")
+
+  def close(self) -> None:
+    """See `Writer.close`."""
+    self._client.set_terminated(self._run_id)
+
+  def _found_or_made(self, opening: Opening) -> str:
+    experiment = self._client.get_experiment_by_name(_EXPERIMENT)
+    number = experiment.experiment_id if experiment else self._client.create_experiment(_EXPERIMENT)
+    identity = run_identity(opening.folder)
+    if opening.last is not None:
+      found = self._client.search_runs(
+        [number], f"tags.`{_IDENTITY}` = '{identity}'", max_results=1
+      )
+      if found:
+        self._client.update_run(found[0].info.run_id, status="RUNNING")
+        return found[0].info.run_id
+    made = self._client.create_run(number, tags={_IDENTITY: identity}, run_name=opening.folder.name)
+    return made.info.run_id

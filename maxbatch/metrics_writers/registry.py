@@ -1,0 +1,60 @@
+"""The key metrics_writers: where records go beside metrics.jsonl.
+
+To add one: a class as `Writer` has it (run_folder/writer.py), and a line in WRITERS.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from maxbatch.config.registry import registered
+from maxbatch.errors import UserError
+from maxbatch.metrics_writers.mlflow import MlflowWriter
+from maxbatch.metrics_writers.wandb import WandbWriter
+from maxbatch.run_folder.tensorboard import TensorBoardWriter
+from maxbatch.run_folder.writer import Guarded, Opening, Writer, WriterFactory, let_go
+
+JSONL, TENSORBOARD = "jsonl", "tensorboard"
+WRITERS: Mapping[str, WriterFactory] = {
+  TENSORBOARD: TensorBoardWriter,
+  "wandb": WandbWriter,
+  "mlflow": MlflowWriter,
+}
+
+
+def chosen_writers(names: Sequence[str]) -> dict[str, WriterFactory]:
+  """The writers of these names, beside metrics.jsonl.
+
+  Raises:
+    UserError: one is not known, or metrics.jsonl is left out.
+  """
+  known = {JSONL: TensorBoardWriter, **WRITERS}
+  found = {name: registered("metrics_writers", name, known) for name in names}
+  if found.pop(JSONL, None) is None:
+    raise UserError(
+      f"metrics_writers={list(names)}: {JSONL} must be among them, since a resume, the summary and the "
+      f"report read metrics.jsonl; for example metrics_writers={[JSONL, *names]}"
+    )
+  return found
+
+
+def open_writers(names: Sequence[str], opening: Opening) -> list[Writer]:
+  """The writers of these names, ready; without those whose service cannot be reached, with a warning.
+
+  Raises:
+    UserError: as `chosen_writers`, or a package is not installed.
+    OSError: TensorBoard's files cannot be made.
+  """
+  opened = (_opened(name, factory, opening) for name, factory in chosen_writers(names).items())
+  return [writer for writer in opened if writer is not None]
+
+
+def _opened(name: str, factory: WriterFactory, opening: Opening) -> Writer | None:
+  try:
+    writer = factory(opening)
+  except UserError:
+    raise
+  except Exception as error:  # Networks and services fail in ways that no list of classes has.
+    if name == TENSORBOARD:
+      raise
+    opening.report(let_go(name, error))
+    return None
+  return writer if name == TENSORBOARD else Guarded(name, writer, opening.report)

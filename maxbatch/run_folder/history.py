@@ -1,0 +1,251 @@
+"""All that a run's folder says, read however damaged it is: what is missing is said, nothing raised."""
+
+import array
+import collections
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from maxbatch.config.load import DERIVED
+from maxbatch.run_folder.events import Event, readable_events
+from maxbatch.run_folder.metrics import Record
+from maxbatch.run_folder.paths import RunFolder
+
+POSITIONS = ("step", "samples", "tokens")
+SECONDS = "step_seconds"
+_GLANCE_BYTES = 2**17
+_DEPTHS = ("*", "*/*", "*/*/*")
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+  """One key of metrics.jsonl through a run."""
+
+  rows: np.ndarray
+  """(n,) which of the records have it."""
+  values: np.ndarray
+  """(n,) float64, finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Metrics:
+  """metrics.jsonl, by key."""
+
+  positions: Mapping[str, np.ndarray]
+  """(records,) float64 each: POSITIONS, and SECONDS since the first record."""
+  curves: Mapping[str, Curve]
+  first: Record
+  last: Record
+  """The latest value of every key."""
+
+  @property
+  def num_records(self) -> int:
+    """How many steps were recorded, with step 0."""
+    return len(self.positions["step"])
+
+
+@dataclasses.dataclass(frozen=True)
+class RunHistory:
+  """A run as its files tell it."""
+
+  folder: Path
+  metrics: Metrics
+  events: Sequence[Event]
+  starts: Sequence[Mapping[str, Any]]
+  """Every key of each start, oldest first."""
+  config: Mapping[str, Any]
+  """Every key of the latest start; empty: unknown."""
+  derived: Mapping[str, Any]
+  compile_reports: Sequence[Mapping[str, Any]]
+  profile: Mapping[str, Any]
+  """What a trace of some steps says; empty: there is none."""
+  missing: Sequence[str]
+  """What should be there and is not, or cannot be read, a sentence each."""
+
+  @property
+  def name(self) -> str:
+    """The folder's."""
+    return self.folder.name
+
+  def of_kind(self, kind: str) -> list[Event]:
+    """The events of one kind, in order."""
+    return [event for event in self.events if event["event"] == kind]
+
+
+def read_history(folder: Path) -> RunHistory:
+  """Reads all that is there. Raises nothing for what the files hold."""
+  return _read(folder)
+
+
+def _read(folder: Path, most_bytes: int | None = None) -> RunHistory:
+  missing: list[str] = []
+  paths = RunFolder(folder.absolute())
+  metrics = _metrics(paths.metrics, missing, most_bytes)
+  events = _events(paths, missing)
+  starts = [_yaml(path, missing) for path in _numbered(paths.starts)]
+  config = _yaml(paths.config, missing)
+  derived = config.pop(DERIVED, None)
+  reports = _json(paths.compile_report_json, missing)
+  profiles = [each for each in _json(paths.profile_json, missing) if isinstance(each, dict)]
+  return RunHistory(
+    folder=paths.path,
+    metrics=metrics,
+    events=events,
+    starts=[{key: each[key] for key in each if key != DERIVED} for each in starts],
+    config=config,
+    derived=derived if isinstance(derived, dict) else {},
+    compile_reports=[each for each in reports if isinstance(each, dict)],
+    profile=profiles[0] if profiles else {},
+    missing=missing,
+  )
+
+
+def is_run(folder: Path) -> bool:
+  """Whether a run, or a compilation, has left something there."""
+  paths = RunFolder(folder)
+  return any(p.is_file() for p in (paths.metrics, paths.config, paths.compile_report_json))
+
+
+def glance_at(folder: Path) -> RunHistory:
+  """As `read_history`, of metrics.jsonl only the end: enough for a line, and quick for long runs."""
+  return _read(folder, most_bytes=_GLANCE_BYTES)
+
+
+def runs_below(folder: Path) -> list[Path]:
+  """The folders of runs in a folder, itself included, by their names; branches of runs too."""
+  found = [folder, *(path for depth in _DEPTHS for path in folder.glob(depth))]
+  return sorted(path for path in found if path.is_dir() and is_run(path))
+
+
+class _Columns:
+  """Records taken apart by key."""
+
+  def __init__(self) -> None:
+    self.positions = {name: array.array("d") for name in (*POSITIONS, SECONDS)}
+    self.rows = collections.defaultdict[str, array.array](lambda: array.array("q"))
+    self.values = collections.defaultdict[str, array.array](lambda: array.array("d"))
+    self.first: Record = {}
+    self.last: Record = {}
+
+  def add(self, record: Mapping[str, Any]) -> None:
+    numbers = {key: value for key, value in record.items() if _is_finite(value)}
+    row = len(self.positions["step"])
+    for name in POSITIONS:
+      self.positions[name].append(numbers.pop(name, 0))
+    self.positions[SECONDS].append(numbers.get(SECONDS, 0.0))
+    for key, value in numbers.items():
+      self.rows[key].append(row)
+      self.values[key].append(value)
+      self.first.setdefault(key, value)
+    self.last |= {key: value for key, value in record.items() if _is_finite(value)}
+
+  def metrics(self) -> Metrics:
+    positions = {name: np.frombuffer(each) for name, each in self.positions.items() if len(each)}
+    positions = positions or {name: np.zeros(0) for name in self.positions}
+    positions[SECONDS] = np.cumsum(positions[SECONDS])
+    curves = {
+      key: Curve(np.frombuffer(rows, np.int64), np.frombuffer(self.values[key]))
+      for key, rows in self.rows.items()
+    }
+    return Metrics(positions, curves, self.first, self.last)
+
+
+def _is_finite(value: object) -> bool:
+  # Not isinstance: for it, true is a number too.
+  return type(value) in (int, float) and abs(value) < float("inf")  # pyright: ignore
+
+
+def _metrics(path: Path, missing: list[str], most_bytes: int | None) -> Metrics:
+  columns, wrong = _Columns(), list[int]()
+  try:
+    for number, record in _records(path, most_bytes):
+      if record is None:
+        wrong.append(number)
+      else:
+        columns.add(record)
+  except OSError as error:
+    missing.append(f"{path.name} cannot be read: {error.strerror}")
+  if wrong:
+    lines = (
+      f"line {wrong[0]:,}" if len(wrong) == 1 else f"{len(wrong):,} lines, from {wrong[0]:,} on,"
+    )
+    missing.append(f"{path.name}: {lines} cannot be read, and is left out here")
+  if not columns.positions["step"]:
+    missing.append(f"{path.name} has no step: nothing was trained yet")
+  return columns.metrics()
+
+
+def _records(path: Path, most_bytes: int | None) -> Iterator[tuple[int, Record | None]]:
+  """Every line with its number, or those that begin in the last bytes; None where it is no record of
+  a step."""
+  if not path.is_file():
+    return
+  with path.open("rb") as file:
+    if most_bytes is not None and file.seek(0, os.SEEK_END) > most_bytes:
+      file.seek(-most_bytes, os.SEEK_END)
+      file.readline()
+    else:
+      file.seek(0)
+    for number, line in enumerate(file, start=1):
+      try:
+        record = json.loads(line)
+      except (ValueError, RecursionError):
+        record = None
+      good = isinstance(record, dict) and type(record.get("step")) is int
+      yield number, record if good else None
+
+
+def _events(paths: RunFolder, missing: list[str]) -> list[Event]:
+  try:
+    found = list(readable_events(paths.path))
+  except OSError as error:
+    missing.append(f"{paths.events.name} cannot be read: {error.strerror}")
+    return []
+  events = [event for event in found if event is not None]
+  if len(events) < len(found):
+    missing.append(f"{paths.events.name}: {len(found) - len(events):,} lines cannot be read")
+  if not events:
+    missing.append(
+      f"{paths.events.name} has no event: how the run was started, what took how long, and what went "
+      "wrong is not known"
+    )
+  return events
+
+
+def _numbered(folder: Path) -> list[Path]:
+  found = [path for path in folder.glob("*.yml") if path.stem.isdecimal()]
+  return sorted(found, key=lambda path: int(path.stem))
+
+
+def _yaml(path: Path, missing: list[str]) -> dict[str, Any]:
+  try:
+    content = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
+  except OSError as error:
+    missing.append(f"{path.name} cannot be read: {error.strerror}")
+  except (yaml.YAMLError, ValueError, RecursionError):
+    missing.append(f"{path.name} is damaged: it is no YAML")
+  else:
+    if isinstance(content, dict):
+      return content
+    missing.append(f"{path.name} is damaged: it holds no keys")
+  return {}
+
+
+def _json(path: Path, missing: list[str]) -> list[Any]:
+  if not path.is_file():
+    return []
+  try:
+    content = json.loads(path.read_bytes())
+  except OSError as error:
+    missing.append(f"{path.name} cannot be read: {error.strerror}")
+  except (ValueError, RecursionError):
+    missing.append(f"{path.name} is damaged: it is no JSON")
+  else:
+    return content if isinstance(content, list) else [content]
+  return []

@@ -1,0 +1,302 @@
+"""What a page says of a run in words and tables, from what its files say."""
+
+import dataclasses
+import datetime
+import math
+import shlex
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from maxbatch.run_folder.events import (
+  COMPILED,
+  END,
+  EVALUATED,
+  NOTICE,
+  SAVED,
+  START,
+  TEXT,
+  VERIFIED,
+  Event,
+)
+from maxbatch.run_folder.history import RunHistory
+from maxbatch.run_folder.paths import RunFolder
+from maxbatch.run_folder.status import span
+
+_RECENT = 20
+Row = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+  """Rows of words under a head."""
+
+  head: Row
+  rows: Sequence[Row]
+  best: int = -1
+  """The row to be marked; -1: none."""
+
+
+def glance(run: RunHistory) -> list[tuple[str, str]]:
+  """The few figures that say how it goes, each with its name."""
+  last, first, derived = run.metrics.last, run.metrics.first, run.derived
+  found: list[tuple[str, str]] = []
+  if "step" in last:
+    steps = derived.get("steps")
+    of = f" of {steps:,}" if isinstance(steps, int) else ""
+    found.append(("step", f"{last['step']:,}{of}"))
+  found += [(name, f"{last[name]:,}") for name in ("samples", "tokens") if name in last]
+  if "loss" in last:
+    found.append(("training loss", f"{last['loss']:.4g}"))
+  for key, name in (
+    ("eval/loss", "validation loss"),
+    ("eval/pass_at_1", "pass@1"),
+    ("rl/reward", "reward"),
+  ):
+    if key in last:
+      found.append((name, f"{first[key]:.4g} → {last[key]:.4g}"))
+  if "global_batch_to_train" in last:
+    found.append(("batch", f"{last['global_batch_to_train']:,} samples"))
+  if "learning_rate" in last:
+    found.append(("learning rate", f"{last['learning_rate']:.3g}"))
+  if speed := recent(run, "tokens_per_second"):
+    found.append(("tokens per second", f"{speed:,.0f}"))
+  return found
+
+
+def recent(run: RunHistory, key: str) -> float | None:
+  """The median of the latest steps."""
+  curve = run.metrics.curves.get(key)
+  return statistics.median(curve.values[-_RECENT:].tolist()) if curve is not None else None
+
+
+def seconds_by_use(run: RunHistory) -> dict[str, float]:
+  """Where the time of all starts went, as far as it was measured."""
+  curves = run.metrics.curves
+  total, waited = (
+    float(curves[key].values.sum()) if key in curves else 0.0
+    for key in ("step_seconds", "data_wait_seconds")
+  )
+  spent = {
+    name: sum(_number(event.get("seconds")) for event in run.of_kind(kind))
+    for name, kind in {
+      "compiling": COMPILED,
+      "evaluation": EVALUATED,
+      "saving": SAVED,
+      "sample texts": TEXT,
+    }.items()
+  }
+  found = {"steps": max(total - waited, 0.0), "waiting for data": waited} | spent
+  return {name: seconds for name, seconds in found.items() if seconds > 0}
+
+
+def starts(run: RunHistory) -> Table:
+  """Every start: when and where it began, what changed, and how it ended."""
+  events, rows = run.of_kind(START), list[Row]()
+  for number in range(max(len(events), len(run.starts))):
+    event: Event = events[number] if number < len(events) else {}
+    before = run.starts[number - 1] if 0 < number <= len(run.starts) else None
+    now = run.starts[number] if number < len(run.starts) else None
+    end = _end(run, event) if event else {}
+    rows.append(
+      (
+        str(number + 1),
+        moment(event.get("time")),
+        _at(event),
+        f"{event.get('devices', '?')} on {event.get('host', '?')}",
+        "\n".join(changes(before, now)) if before and now else "",
+        _ending(end),
+      )
+    )
+  return Table(("start", "when", "from step", "where", "changed keys", "end"), rows)
+
+
+def _at(event: Event) -> str:
+  step = event.get("step")
+  return f"{step:,}" if isinstance(step, int) else "?"
+
+
+def _end(run: RunHistory, start: Event) -> Event:
+  """The end of that start; empty if there is none before the next one."""
+  place = next(n for n, event in enumerate(run.events) if event is start)
+  for event in run.events[place + 1 :]:
+    if event["event"] == START:
+      break
+    if event["event"] == END:
+      return event
+  return {}
+
+
+def _ending(end: Event) -> str:
+  if not end:
+    return "none: under way, or killed"
+  text = f": {end['text']}" if end.get("text") else ""
+  return f"{end.get('how', '?')} after step {_at(end)}{text}"
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+  """Keys with other values, a line each."""
+  keys = [key for key in now if key in before and before[key] != now[key]]
+  return [f"{key}: {shown(before[key])} → {shown(now[key])}" for key in keys]
+
+
+def shown(value: object) -> str:
+  """A key's value as one writes it."""
+  if isinstance(value, bool):
+    return str(value).lower()
+  return '""' if value == "" else str(value)
+
+
+def checkpoints(run: RunHistory) -> Table:
+  """What lies in the folder, and what is known of it."""
+  folder = RunFolder(run.folder).checkpoints
+  verified = {event.get("step") for event in run.of_kind(VERIFIED)}
+  saved = {event.get("step"): event for event in run.of_kind(SAVED)}
+  rows: list[Row] = []
+  try:
+    there = sorted(folder.iterdir(), key=lambda path: (path.name.isdecimal(), _padded(path.name)))
+  except OSError:
+    there = []
+  for path in there:
+    if not path.is_dir():
+      continue
+    step = int(path.name) if path.name.isdecimal() else None
+    if step is None:
+      damaged = path.name.startswith("damaged-")
+      state = "damaged, kept to be looked at" if damaged else "the save was interrupted"
+    else:
+      state = "read back and verified" if step in verified else "complete"
+    rows.append((path.name, moment(saved.get(step, {}).get("time")), _size(path), state))
+  return Table(("step", "when", "size", "state"), rows)
+
+
+def _padded(name: str) -> str:
+  return name.rjust(20, "0")
+
+
+def _size(folder: Path) -> str:
+  try:
+    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+  except OSError:
+    return "?"
+  unit = next((n for n in (3, 2, 1) if total >= 1000**n), 0)
+  return f"{total / 1000**unit:.3g} {('bytes', 'kB', 'MB', 'GB')[unit]}"
+
+
+def notices(run: RunHistory) -> Table:
+  """What went wrong or deserved attention, and what was done about it."""
+  rows = [(moment(one["time"]), str(one.get("text", ""))) for one in run.of_kind(NOTICE)]
+  return Table(("when", "what"), rows)
+
+
+def texts(run: RunHistory) -> Iterator[tuple[str, str]]:
+  """What the model wrote, with when: titles and texts."""
+  paths, events = RunFolder(run.folder), run.of_kind(TEXT)
+  if events:
+    yield from ((f"after step {_at(one)}", str(one.get("text", ""))) for one in events)
+  elif paths.text_before_training.is_file():
+    yield "before training", _read(paths.text_before_training)
+  for title, path in (
+    ("completions before training", paths.examples_before),
+    ("completions at the latest evaluation", paths.examples_after),
+  ):
+    if path.is_file():
+      yield title, _read(path)
+
+
+def _read(path: Path) -> str:
+  try:
+    return path.read_text(encoding="utf-8", errors="replace")
+  except OSError as error:
+    return f"({path.name} cannot be read: {error.strerror})"
+
+
+def memory(run: RunHistory) -> Table:
+  """The highest memory that was seen at evaluations."""
+  rows: list[Row] = []
+  for key, name in (
+    ("device_peak_bytes", "a device"),
+    ("host_peak_bytes", "this process, on its host"),
+  ):
+    found = [_number(one.get(key)) for one in run.of_kind(EVALUATED) if one.get(key)]
+    if found:
+      rows.append((name, f"{max(found) / 2**30:.3f} GiB"))
+  return Table(("memory of", "highest"), rows)
+
+
+def best_of(runs: Sequence[RunHistory]) -> int:
+  """The run with the lowest latest validation loss, or training loss where none has any; -1: none."""
+  for key in ("eval/loss", "loss"):
+    losses = [run.metrics.last.get(key, math.inf) for run in runs]
+    if min(losses) < math.inf:
+      return losses.index(min(losses))
+  return -1
+
+
+def differing(runs: Sequence[RunHistory]) -> Table:
+  """The keys that differ between the runs."""
+  keys = [
+    key for key in dict.fromkeys(key for run in runs for key in run.config) if key != "run_name"
+  ]
+  rows = [
+    (key, *(shown(run.config[key]) if key in run.config else "–" for run in runs))
+    for key in keys
+    if any(run.config.get(key) != runs[0].config.get(key) for run in runs)
+  ]
+  return Table(("key", *(run.name for run in runs)), rows)
+
+
+def sweep(runs: Sequence[RunHistory], states: Sequence[str]) -> Table:
+  """A row for each run, with the keys that differ and how it went."""
+  keys = [row[0] for row in differing(runs).rows if row[0] != "base_output_directory"]
+  head = (
+    "run",
+    *keys,
+    "state",
+    "step",
+    "tokens",
+    "training loss",
+    "validation loss",
+    "time",
+    "tokens/s",
+  )
+  rows: list[Row] = []
+  for run, state in zip(runs, states, strict=True):
+    last, speed = run.metrics.last, recent(run, "tokens_per_second")
+    seconds = run.metrics.positions["step_seconds"]
+    rows.append(
+      (
+        run.name,
+        *(shown(run.config[key]) if key in run.config else "–" for key in keys),
+        state,
+        *(f"{last[name]:,}" if name in last else "–" for name in ("step", "tokens")),
+        *(f"{last[name]:.4g}" if name in last else "–" for name in ("loss", "eval/loss")),
+        span(float(seconds[-1])) if len(seconds) else "–",
+        f"{speed:,.0f}" if speed else "–",
+      )
+    )
+  best = best_of(runs)
+  if best >= 0:
+    rows[best] = (f"★ {rows[best][0]}", *rows[best][1:])
+  return Table(head, rows, best)
+
+
+def moment(seconds: object) -> str:
+  """A time of day, in the zone of who reads it."""
+  if not isinstance(seconds, int | float):
+    return "?"
+  try:
+    then = datetime.datetime.fromtimestamp(seconds).astimezone()
+  except (OverflowError, OSError, ValueError):
+    return "?"
+  return then.isoformat(sep=" ", timespec="seconds")
+
+
+def _number(value: object) -> float:
+  return float(value) if isinstance(value, int | float) and math.isfinite(value) else 0.0
+
+
+def command(words: object) -> str:
+  """A command line as one types it; empty where none is known."""
+  return shlex.join(map(str, words)) if isinstance(words, list) else ""

@@ -1,0 +1,223 @@
+"""Trains the default model in every format, with and without a loss scale, at equal seeds.
+
+    .venv/bin/python scripts/precision_study.py out=precision steps=60 seeds=3
+
+Each run sees the same samples in the same order. Prints a table of validation losses with their
+spread over the seeds and their difference from float32 at the same seed, and one of the gradients that
+each format sets to zero, by layer; writes both, with precision.svg and precision.json, into `out`.
+Finished runs are kept, so an interrupted command continues where it was. More keys, such as
+model_name=gpt2-small, go to every run.
+
+A loss that is a mean over tokens, as many trainers have it, has gradients as many times smaller as
+there are tokens in a step: loss_scale = 1 / tokens. Here that is 1/1024; a million tokens, as many as
+large models have in a step, are imitated by 1/2^20.
+"""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from maxbatch.config.load import load_config
+from maxbatch.errors import UserError
+from maxbatch.modes.run import run
+from maxbatch.plots.figure import COLORS, DASHES, legend, new_figure, render
+from maxbatch.precision.formats import CBFLOAT16, FLOAT16, Format
+from maxbatch.precision.report import ACTIVATIONS_GRADIENTS, GRADIENTS, KINDS, Exponents
+from maxbatch.run_folder.metrics import Record, read_metrics
+
+BATCH, LENGTH = 8, 128
+JOB = f"""num_simulated_devices=1 batch_size={BATCH} max_target_length={LENGTH} generate_length=0
+enable_checkpointing=false log_period=1000000 eval_interval=-1 eval_samples=128"""
+MEAN, LARGE_MEAN = (f"loss_scale={2.0**-bits:.10g}" for bits in (10, 20))
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+  """A way to train."""
+
+  name: str
+  keys: str
+
+
+ARMS = (
+  Arm("float32", "precision_report=true"),
+  Arm("bfloat16", "precision=bfloat16"),
+  Arm("float16, loss scale dynamic", "precision=float16"),
+  Arm("float16, loss scale none", "precision=float16 loss_scale=none"),
+  Arm("float16, loss a mean", f"precision=float16 {MEAN}"),
+  Arm("cbfloat16, loss scale none", "precision=cbfloat16"),
+  Arm("cbfloat16, loss a mean", f"precision=cbfloat16 {MEAN}"),
+  Arm("float16, a mean of 1M tokens", f"precision=float16 {LARGE_MEAN}"),
+  Arm("cbfloat16, a mean of 1M tokens", f"precision=cbfloat16 {LARGE_MEAN}"),
+  Arm("bfloat16 weights, nearest", "weight_dtype=bfloat16 weight_rounding=nearest"),
+  Arm("bfloat16 weights, stochastic", "weight_dtype=bfloat16 weight_rounding=stochastic"),
+  Arm("bfloat16 first moment", "mu_dtype=bfloat16"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+  """Where the runs are, how long they are, and how many."""
+
+  out: pathlib.Path
+  steps: int
+  seeds: int
+  keys: tuple[str, ...]
+
+  def folder(self, arm: Arm, seed: int) -> pathlib.Path:
+    """Of one run."""
+    return self.out / f"{arm.name.replace(',', '').replace(' ', '_')}-seed{seed}"
+
+  def records(self, arm: Arm, seed: int) -> list[Record]:
+    """Those of a run, made if it is not there yet."""
+    folder = self.folder(arm, seed)
+    found = read_metrics(folder)
+    if found and found[-1]["step"] == self.steps and "eval/loss" in found[-1]:
+      return found
+    place = (f"base_output_directory={self.out}", f"run_name={folder.name}", f"steps={self.steps}")
+    seeds = (f"init_weights_seed={seed}", f"data_shuffle_seed={seed}")
+    run(load_config(["config=base", *JOB.split(), *arm.keys.split(), *place, *seeds, *self.keys]))
+    return read_metrics(folder)
+
+
+def final(records: Sequence[Record]) -> float:
+  """The validation loss at the end."""
+  return float(records[-1]["eval/loss"])
+
+
+def losses(runs: dict[str, list[list[Record]]]) -> list[str]:
+  """The table of final losses."""
+  exact = np.array([final(records) for records in runs["float32"]])
+  lines = [
+    "| | validation loss | spread over seeds | less float32's, mean (largest) | skipped steps | last loss scale |",
+    "|---|---|---|---|---|---|",
+  ]
+  for name, of_seeds in runs.items():
+    found = np.array([final(records) for records in of_seeds])
+    off, last = found - exact, of_seeds[0][-1]
+    skipped = ", ".join(str(records[-1].get("skipped_steps", "–")) for records in of_seeds)
+    scale = f"{last['loss_scale']:g}" if "loss_scale" in last else "–"
+    lines.append(
+      f"| {name} | {found.mean():.4f} | {np.ptp(found):.4f} | {off.mean():+.4f} "
+      f"({np.abs(off).max():.4f}) | {skipped} | {scale} |"
+    )
+  return lines
+
+
+def tensors(study: Study) -> list[Exponents]:
+  """The exponents that float32 had at the end, with the first seed."""
+  path = study.folder(ARMS[0], 0) / "precision_report.json"
+  found: list[dict[str, Any]] = json.loads(path.read_text())[-1]["tensors"]
+  return [_counted(each) for each in found]
+
+
+def _counted(each: dict[str, Any]) -> Exponents:
+  counts = np.zeros(256)
+  counts[0], counts[-1] = each["zeros"], each["not_finite"]
+  for exponent, count in each["exponents"].items():
+    counts[127 + int(exponent)] = count
+  return Exponents(each["kind"], each["name"], each["layer"], counts)
+
+
+def lost(found: Sequence[Exponents], dynamic: float) -> list[str]:
+  """The table of gradients that are set to zero, by layer."""
+  shifts = {"a mean of 1M": -20, "a mean": -10, "none": 0, "dynamic": round(np.log2(dynamic))}
+  columns = [(to, words) for to in (FLOAT16, CBFLOAT16) for words in shifts]
+  header = " | ".join(f"{to.name}, {words}" for to, words in columns)
+  lines = [f"| set to zero | {header} |", "|---" * (len(columns) + 1) + "|"]
+  for kind in (ACTIVATIONS_GRADIENTS, GRADIENTS):
+    places = dict.fromkeys((each.layer, each.name if each.layer is None else "") for each in found)
+    for layer, name in places:
+      of_place = [
+        each.counts
+        for each in found
+        if each.kind == kind and each.layer == layer and (not name or each.name == name)
+      ]
+      if of_place:
+        one = Exponents(kind, name, layer, np.sum(of_place, 0))
+        shares = " | ".join(f"{one.underflow(to, shifts[words]):.2%}" for to, words in columns)
+        lines.append(f"| {kind}, {name or f'layer {layer}'} | {shares} |")
+  return lines
+
+
+def drawing(runs: dict[str, list[list[Record]]], found: Sequence[Exponents]) -> Figure:
+  """Training loss over steps, what it is off float32's, and the exponents beside the formats' ranges."""
+  figure, (above, off, below) = new_figure("One job in several formats", 3, panel=3.2)
+  exact = _curves(runs["float32"])
+  for index, (name, of_seeds) in enumerate(runs.items()):
+    curves = _curves(of_seeds)
+    color, dashes = COLORS[index % len(COLORS)], DASHES[index % len(DASHES)]
+    places = np.arange(curves.shape[1]) + 1
+    above.plot(places, curves.mean(0), label=name, color=color, linestyle=dashes)
+    off.plot(places, (curves - exact).mean(0), label=name, color=color, linestyle=dashes)
+  above.set_xlabel("steps")
+  above.set_ylabel("training loss (nats per token)")
+  legend(above)
+  off.set_xlabel("steps")
+  off.set_ylabel("less float32's")
+  for kind, color, dashes in zip(KINDS, COLORS, DASHES, strict=False):
+    counts = np.sum([each.counts for each in found if each.kind == kind], 0)[1:-1]
+    shares = np.where(counts, counts, np.nan) / counts.sum()
+    below.semilogy(np.arange(-126, 128), shares, color=color, linestyle=dashes, label=kind)
+  for place, to in enumerate((FLOAT16, CBFLOAT16)):
+    _range(below, to, 3e-8 * 3**place)
+  below.set_xlim(-60, 48)
+  below.set_ylim(1e-8, 1)
+  below.set_xlabel("exponent of two, at the end of training in float32")
+  below.set_ylabel("share of numbers")
+  legend(below)
+  return figure
+
+
+def _curves(of_seeds: list[list[Record]]) -> np.ndarray:
+  """Training losses, smoothed: a row for each seed; a step without one has its neighbours'."""
+  losses = np.array([[r.get("loss", np.nan) for r in records[1:]] for records in of_seeds])
+  return np.apply_along_axis(_smoothed, 1, losses)
+
+
+def _range(axes: Any, to: Format, height: float) -> None:
+  """A line from a format's smallest number to its largest, thin where numbers are subnormal."""
+  low, normal = to.smallest_exponent - to.mantissa_bits, to.smallest_exponent
+  axes.plot([low, normal], [height] * 2, color="black", linewidth=1)
+  axes.plot([normal, to.largest_exponent], [height] * 2, color="black", linewidth=4)
+  axes.annotate(to.name, (to.largest_exponent + 1, height), va="center", fontsize="small")
+
+
+def _smoothed(values: np.ndarray, window: int = 9) -> np.ndarray:
+  """Means of the values around each."""
+  padded = np.pad(values, window // 2, mode="edge")
+  return np.array([np.nanmean(padded[at : at + window]) for at in range(len(values))])
+
+
+def main() -> int:
+  """Reads the arguments, runs, prints and writes."""
+  pairs = [argument.partition("=") for argument in sys.argv[1:]]
+  given = {key: value for key, _, value in pairs}
+  own = {"out": "precision", "steps": "60", "seeds": "3"}
+  keys = tuple(f"{key}={value}" for key, value in given.items() if key not in own)
+  values = own | {key: value for key, value in given.items() if key in own}
+  study = Study(pathlib.Path(values["out"]), int(values["steps"]), int(values["seeds"]), keys)
+  try:
+    runs = {arm.name: [study.records(arm, seed) for seed in range(study.seeds)] for arm in ARMS}
+  except UserError as error:
+    print(error, file=sys.stderr)
+    return 2
+  found = tensors(study)
+  dynamic = float(runs["float16, loss scale dynamic"][0][-1]["loss_scale"])
+  text = "\n".join([*losses(runs), "", *lost(found, dynamic)])
+  (study.out / "precision.md").write_text(text + "\n")
+  (study.out / "precision.svg").write_bytes(render(drawing(runs, found), ".svg"))
+  summary = {name: [final(records) for records in of_seeds] for name, of_seeds in runs.items()}
+  (study.out / "precision.json").write_text(json.dumps(summary, indent=2) + "\n")
+  print(f"\n{text}\n\nWritten: {study.out}/precision.md, precision.svg, precision.json")
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,279 @@
+"""The page of a run: what it says, what it escapes, what it says is missing, and when it is written."""
+
+import collections
+import html.parser
+import shutil
+import stat
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import SMALLEST
+from written_runs import HOSTILE, write_run
+
+from maxbatch import report, train
+from maxbatch.batch.plan import Position
+from maxbatch.errors import TrainingDivergedError
+from maxbatch.modes.chronicle import chronicled
+from maxbatch.plots.thinning import thinned
+from maxbatch.run_folder.history import read_history
+from maxbatch.run_folder.status import span, status_of
+from maxbatch.run_report.background import BackgroundReport
+from maxbatch.run_report.page import encoded, page
+
+BEGIN = BackgroundReport._begin
+"""As it is: the tests' own conftest.py takes it away."""
+
+
+class Page(html.parser.HTMLParser):
+  """Tags, what they refer to, and the words outside of scripts and styles."""
+
+  def __init__(self, text: str):
+    super().__init__(convert_charrefs=True)
+    self.tags: list[str] = []
+    self.references: list[str] = []
+    self.words = ""
+    self._inside = ""
+    self.feed(text)
+
+  def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    self.tags.append(tag)
+    self.references += [str(value) for name, value in attrs if name in ("src", "href", "action")]
+    assert not [name for name, _ in attrs if name.startswith("on")]
+    self._inside = tag if tag in ("script", "style") else self._inside
+
+  def handle_endtag(self, tag: str) -> None:
+    self._inside = "" if tag == self._inside else self._inside
+
+  def handle_data(self, data: str) -> None:
+    self.words += "" if self._inside else data
+
+
+def page_of(*folders: Path) -> Page:
+  return Page(encoded(page([read_history(folder) for folder in folders])).decode())
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+  return write_run(tmp_path_factory.mktemp("runs") / "mine")
+
+
+@pytest.fixture(scope="module")
+def plain(written) -> Page:
+  return page_of(written)
+
+
+def test_the_page_says_what_was_trained_and_how_it_went(plain):
+  for words in (
+    "mine", "finished", "40 of 40", "5.5 → 2.174", "python -m maxbatch.train config=base",
+    "global_batch_to_train  32 × gradient_accumulation_steps 1", "learning_rate: 0.003 → 0.001",
+    "warning: the disk is full", "read back and verified", "def nothing", "def forward(self):",
+    "waiting for data", "compiling", "1.000 GiB", "noise scale", "accuracy",
+  ):  # fmt: skip
+    assert words in plain.words, words
+
+
+def test_it_needs_no_network(plain):
+  assert all(one.startswith(("#", "data:")) for one in plain.references)
+
+
+def test_what_is_hostile_is_text(tmp_path, plain):
+  found = page_of(write_run(tmp_path / "<img src=x onerror=alert(3)>", text=HOSTILE))
+  assert collections.Counter(found.tags) == collections.Counter(plain.tags)
+  shown = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b").replace("\x00", "\\x00")
+  assert found.words.count(shown) >= 4
+
+
+@pytest.mark.parametrize(
+  ("name", "content", "said"),
+  [
+    ("metrics.jsonl", '{"step": 0}\n{"step": 1, "loss": 2.5}\n{"step": 2, "lo', ": line 3 cannot be read"),
+    ("metrics.jsonl", '[]\nnull\n{"step": true}\n', ": 3 lines, from 1 on, cannot be read"),
+    ("metrics.jsonl", "", " has no step"),
+    ("metrics.jsonl", None, " has no step"),
+    ("events.jsonl", '{"event": "start"}\n{"time": 3}\nx\n', ": 3 lines cannot be read"),
+    ("events.jsonl", None, " has no event"),
+    ("config.yml", "a: [", " is damaged"),
+    ("config.yml", "- 1", " is damaged"),
+    ("config.yml", None, " cannot be read: No such file"),
+    ("compile_report.json", "{", " is damaged"),
+    ("starts/2.yml", "\x00", " is damaged"),
+  ],
+)  # fmt: skip
+def test_what_is_damaged_or_missing_is_said(tmp_path, written, name, content, said):
+  folder = tmp_path / "mine"
+  shutil.copytree(written, folder)
+  replace(folder / name, content)
+  missing = read_history(folder).missing
+  assert any(line.startswith(Path(name).name + said) for line in missing), missing
+
+
+def test_a_page_of_what_is_damaged(tmp_path):
+  folder = write_run(tmp_path / "mine")
+  wrong = {
+    "metrics.jsonl": '{"step": 1, "samples": NaN, "loss": Infinity}\n[',
+    "events.jsonl": '{"event": "start", "time": 1e300, "command": 3}\n{"event": "end", "time": 2}\n',
+    "config.yml": "steps: 3\nderived: {num_devices: 8}",
+    "compile_report.json": '[{"estimate": {"largest": [3, {"seconds": "x"}]}, "time": []}, 3]',
+    "starts/2.yml": "- 1",
+  }
+  for name, content in wrong.items():
+    replace(folder / name, content)
+  words = page_of(folder).words
+  for said in ("line 2 cannot be read", "cannot be derived from config.yml", "2.yml is damaged"):
+    assert said in words
+
+
+def replace(path: Path, content: str | None) -> None:
+  path.unlink(missing_ok=True)
+  if content is not None:
+    path.write_text(content)
+
+
+def test_an_empty_folder_has_a_page_too(tmp_path):
+  assert "nothing was trained yet" in page_of(tmp_path).words
+
+
+def test_several_runs_are_beside_each_other(tmp_path):
+  runs = [
+    write_run(tmp_path / f"lr-{n}", 40, f"learning_rate={rate}", loss=loss)
+    for n, rate, loss in ((1, 0.001, 2.0), (2, 0.002, 1.5), (3, 0.004, 3.0))
+  ]
+  words = page_of(*runs).words
+  assert "★ lr-2" in words
+  assert words.count("★ lr-") == 1
+  assert "What differs" in words
+  assert words.index("learning_rate") < words.index("Training")
+
+
+@given(
+  st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=300), st.sampled_from([4, 8, 40, 400])
+)  # fmt: skip
+def test_of_a_thinned_curve_the_ends_and_extremes_stay(values, most):
+  y = np.asarray(values)
+  places = thinned(y, most)
+  assert len(places) <= max(most, 4)
+  assert list(places) == sorted(set(places.tolist()))
+  assert {places[0], places[-1]} == {0, len(y) - 1}
+  assert (y[places].min(), y[places].max()) == (y.min(), y.max())
+  assert len(y) > most or len(places) == len(y)
+
+
+def test_the_state_of_a_run(tmp_path):
+  run = write_run(tmp_path / "mine")
+  assert status_of(read_history(run)).state == "finished"
+  other = write_run(tmp_path / "other", ended=False)
+  found = status_of(read_history(other))
+  assert (found.state, found.go_on) == ("running", "")
+  later = status_of(read_history(other), now=4e9)
+  assert later.state == "silent"
+  assert later.go_on.startswith("python -m maxbatch.train config=base")
+
+
+@pytest.mark.parametrize(
+  ("seconds", "shown"),
+  [(0.1234, "0.123 s"), (59.6, "1 min"), (61, "1 min 1 s"), (7300, "2 h 1 min"), (1e5, "1 d 3 h")],
+)
+def test_a_span_of_time(seconds, shown):
+  assert span(seconds) == shown
+
+
+def test_the_command_writes_into_the_run_s_folder(tmp_path, capsys):
+  folder = write_run(tmp_path / "a[1]")
+  assert report.main([str(folder)]) == 0
+  assert (folder / "report.html").read_text().startswith("<!DOCTYPE html>")
+  assert report.main([str(tmp_path / "a*"), str(folder), "--out", str(tmp_path / "all.html")]) == 0
+  assert str(tmp_path / "all.html") in capsys.readouterr().out
+  for wrong, said in (([], "no run is named"), (["nowhere"], "there is no such folder"),
+                      ([str(tmp_path)], "no run's folder"), ([str(folder), "--uot", "x"], "Did you mean --out"),
+                      ([str(tmp_path / "all*")], "none of these")):  # fmt: skip
+    assert report.main(wrong) == 2
+    assert said in capsys.readouterr().err
+  other = tmp_path / "theirs.html"
+  other.write_text("<!DOCTYPE html>\n<p>")
+  assert report.main([str(folder), "--out", str(other)]) == 2
+
+
+def test_a_run_writes_its_page_in_a_process_of_its_own(tmp_path, monkeypatch):
+  monkeypatch.setattr(BackgroundReport, "_begin", BEGIN)
+  said: list[str] = []
+  folder = write_run(tmp_path / "mine")
+  background = BackgroundReport(folder, said.append)
+  background.update()
+  first = background._process
+  background.update()  # It is being written.
+  assert background._process is first
+  assert background.finish()
+  background.update()  # It was written a moment ago.
+  assert background._process is None
+  assert (folder / "report.html").stat().st_size > 1e6
+  assert not said
+
+
+def test_a_page_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch):
+  monkeypatch.setattr(BackgroundReport, "_begin", BEGIN)
+  python = tmp_path / "python"
+  python.write_text("#!/bin/sh\necho 'error: no space' >&2\nexit 2\n")
+  python.chmod(python.stat().st_mode | stat.S_IXUSR)
+  for executable, why in ((python, "error: no space"), (tmp_path / "none", "No such file")):
+    said: list[str] = []
+    monkeypatch.setattr(sys, "executable", str(executable))
+    background = BackgroundReport(tmp_path, said.append)
+    background.update()
+    assert not background.finish()
+    background.update()
+    [line] = said
+    assert line.startswith(f"warning: {tmp_path}/report.html could not be written ({why}")
+
+
+def test_a_run_tells_its_own_story(tmp_path, monkeypatch, capsys):
+  begun: list[BackgroundReport] = []
+  monkeypatch.setattr(BackgroundReport, "_begin", lambda self: begun.append(self))
+  text = tmp_path / "text.txt"
+  text.write_text("the number follows\n" * 300)
+  keys = [f"{key}={value}" for key, value in SMALLEST.items()]
+  keys += [
+    "steps=4",
+    "eval_interval=2",
+    "generate_length=4",
+    "batch_size=8",
+    "eval_samples=8",
+    "run_name=r",
+  ]
+  places = [f"dataset_path={text}", f"dataset_cache_directory={tmp_path}"]
+  assert train.main(["config=base", *keys, *places, f"base_output_directory={tmp_path}"]) == 0
+  run = read_history(tmp_path / "r")
+  kinds = [event["event"] for event in run.events]
+  for kind, count in {"start": 1, "compiled": 1, "text": 3, "evaluated": 3, "end": 1}.items():
+    assert kinds.count(kind) == count, kinds
+  assert kinds.count("saved") == kinds.count("verified") == 1
+  [start] = run.of_kind("start")
+  assert start["about"].startswith("Model  default: ")
+  assert "Data   " in start["about"]
+  assert status_of(run).state == "finished"
+  assert len(begun) == 2  # at step 2, and at the end
+  assert not run.missing
+  assert "Finished after step 4" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_says_so_itself(tmp_path):
+  def fail() -> None:
+    with chronicled(tmp_path / "r", write_report=False) as chronicle:
+      chronicle.begin(Position(3, 24), jax.devices(), "a model")
+      chronicle.say("warning: x")
+      raise TrainingDivergedError("the loss is nan")
+
+  with pytest.raises(TrainingDivergedError):
+    fail()
+  run = read_history(tmp_path / "r")
+  assert [(one["event"], one.get("text")) for one in run.events[1:]] == [
+    ("notice", "warning: x"),
+    ("end", "the loss is nan"),
+  ]
+  found = status_of(run)
+  assert (found.state, found.sentence) == ("diverged", "the loss is nan")
+  assert found.go_on
