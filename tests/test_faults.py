@@ -21,8 +21,10 @@ SILENCE = "jax_distributed_heartbeat_timeout_seconds=20"
 
 @pytest.fixture
 def arguments(tmp_path):
-  """Of a run that would take long, saves often and has a device in each of two processes."""
+  """Of a run that would take long, saves often and has a device, and half of all parameters, in each
+  of two processes."""
   keys = "run_name=r num_simulated_devices=2 steps=5000 checkpoint_period=4 log_period=1000"
+  keys += " ici_fsdp_parallelism=2"
   return [*small_run(tmp_path, tmp_path / "text.txt", tmp_path / "cache"), *keys.split()]
 
 
