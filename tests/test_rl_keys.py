@@ -19,7 +19,8 @@ REFUSED = {
     batch_size_start=8 batch_size_increment=8 gns_max_batch_size=64 pipeline_schedule=gpipe
     num_pipeline_microbatches=2 num_pipeline_repeats=2 num_layers_per_pipeline_stage=1
     pipeline_delay_activation_forwarding=true pipeline_stash=residuals
-    accumulation=fused dropout_rate=0.1 z_loss_multiplier=0.1 load_full_state_path=x""",
+    accumulation=fused dropout_rate=0.1 z_loss_multiplier=0.1 load_full_state_path=x
+    precision_report=true""",
   "rl_task=format": """dataset_type=grain eval_fraction=0.1 max_bad_records=1
     train_data_columns=[ask] eval_data_columns=[ask] grain_file_type=jsonl grain_train_files=x
     grain_eval_files=x hf_path=x hf_name=x hf_data_dir=x hf_train_files=x hf_eval_files=x
@@ -52,6 +53,10 @@ EFFECTIVE = f"""
   enable_checkpointing async_checkpointing checkpoint_format checkpoint_period
   max_num_checkpoints_to_keep checkpoint_keep_period allow_changed_resume load_parameters_path
   {" ".join(vars(schema.RLConfig)["__dataclass_fields__"])}
+  {" ".join(vars(schema.ProfilingConfig)["__dataclass_fields__"])}
+  precision dtype weight_dtype weight_rounding grad_dtype loss_scale initial_loss_scale
+  min_loss_scale max_loss_scale loss_scale_window loss_scale_growth_factor
+  loss_scale_backoff_factor max_consecutive_skipped_steps metrics_writers write_report
 """
 
 KEYS = """config=base num_generations=4 batch_size=4 accumulation=streamed rl_task=format

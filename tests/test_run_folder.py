@@ -22,6 +22,8 @@ CONTRACT = {
   "compile_report_json": "compile_report.json",
   "tensorboard_over_samples": "tensorboard/over_samples",
   "tensorboard_over_tokens": "tensorboard/over_tokens",
+  "precision_report_text": "precision_report.txt",
+  "precision_report_json": "precision_report.json",
   "exploration": "exploration.json",
   "profile": "profile",
   "profile_json": "profile.json",

@@ -54,7 +54,7 @@ def test_a_finished_run_answers_a_new_prompt_and_prints_no_control_bytes(
   tmp_path, capsys, monkeypatch
 ):
   written = "a\x1b[2J\r\x07\x9b\u2028\tß\n"
-  monkeypatch.setattr(summary, "_sample", lambda run, *_: run.config.run.prompt + written)
+  monkeypatch.setattr(summary, "sample_text", lambda run, *_: run.config.run.prompt + written)
   text = tmp_path / "words.txt"
   text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
   keys = SMALLEST | {

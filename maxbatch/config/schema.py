@@ -350,7 +350,7 @@ class CheckpointConfig:
 class ProfilingConfig:
   """Which steps the profiler traces."""
 
-  profiler: Literal["", "xplane"]
+  profiler: Literal["xplane", ""]
   skip_first_n_steps_for_profiler: NonNegative
   profiler_steps: Positive
 
