@@ -75,7 +75,11 @@ class Study:
     return self.out / f"{arm.name.replace(',', '').replace(' ', '_')}-seed{seed}"
 
   def records(self, arm: Arm, seed: int) -> list[Record]:
-    """Those of a run, made if it is not there yet."""
+    """Those of a run, made if it is not there yet.
+
+    Raises:
+      UserError: it was stopped.
+    """
     folder = self.folder(arm, seed)
     found = read_metrics(folder)
     if found and found[-1]["step"] == self.steps and "eval/loss" in found[-1]:
@@ -83,7 +87,10 @@ class Study:
     place = (f"base_output_directory={self.out}", f"run_name={folder.name}", f"steps={self.steps}")
     seeds = (f"init_weights_seed={seed}", f"data_shuffle_seed={seed}")
     run(load_config(["config=base", *JOB.split(), *arm.keys.split(), *place, *seeds, *self.keys]))
-    return read_metrics(folder)
+    found = read_metrics(folder)
+    if found[-1]["step"] < self.steps:
+      raise UserError(f"{folder} was stopped: remove it, and the same command goes on")
+    return found
 
 
 def final(records: Sequence[Record]) -> float:
