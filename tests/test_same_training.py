@@ -16,7 +16,8 @@ CASES = {
   "pipeline": "batch_size=8 pipeline_schedule=1f1b ici_pipeline_parallelism=4 "
   "num_pipeline_microbatches=4 base_num_decoder_layers=4",
   "streamed": "batch_size=8 accumulation=streamed gradient_accumulation_steps=2 "
-  "ici_tensor_parallelism=2 gns=all",
+  "ici_tensor_parallelism=2 gns=all precision=float16 initial_loss_scale=16777216 "
+  "loss_scale_backoff_factor=0.001",
   "ramp": "batch_size=-1 batch_schedule=[[0,8],[16,16]] per_device_batch_size=1 gns=norm",
   # Short rows, of which each says little: their noise scale is above the batch.
   "steered": "steps=-1 total_samples=72 schedule_unit=samples eval_interval=24 checkpoint_period=96 "
@@ -103,6 +104,14 @@ def test_the_batch_follows_the_noise_scale(trained):
   assert [one["global_batch_to_train"] for one in records(trained / "2" / "steered")[-3:]] == [
     8
   ] * 3
+
+
+def test_steps_are_skipped(trained):
+  """In the runs that are compared: else they would show nothing of the loss scale."""
+  assert [one.get("skipped_steps") for one in records(trained / "2" / "streamed")] == [
+    None,
+    *(1, 2, 2, 2),
+  ]
 
 
 def test_a_run_goes_from_4_processes_to_2_and_back_to_4_with_other_hosts_reading(trained):
