@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from support import SMALLEST
 
+from maxbatch.config.find import model_names
 from maxbatch.config.load import load_config
 from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.models.exponents import histogram
 from maxbatch.modes.run import run
-from maxbatch.precision.formats import CBFLOAT16, FLOAT16
+from maxbatch.precision.formats import CBFLOAT16, FLOAT16, compute_format
 from maxbatch.precision.report import KINDS, Exponents, report_text
 from maxbatch.precision.rounding import rounded
 from maxbatch.run_folder.metrics import read_metrics
@@ -142,3 +143,9 @@ def test_weights_in_bfloat16_need_a_word_and_gemma_needs_more_range_than_float16
   ):
     with pytest.raises(UserError, match=said):
       run(load_config(arguments(tmp_path, **keys)))
+
+
+def test_the_format_asked_for_is_that_of_every_shipped_model():
+  for name in model_names():
+    config = load_config(["config=base", f"model_name={name}", "precision=float16"])
+    assert compute_format(config.precision) == FLOAT16, name
