@@ -54,30 +54,40 @@ def memory_work(
   ways, c = mesh.shape["tensor"], work.model
   M, size = float(per_device * ways * work.length), work.compute_bytes
   D, L = c.base_emb_dim, c.base_num_decoder_layers
-  H = c.head_dim / ways
-  heads = (2 * c.base_num_query_heads + 2 * c.base_num_kv_heads) * H
+  queries, keys = (
+    c.base_num_query_heads * c.head_dim / ways,
+    c.base_num_kv_heads * c.head_dim / ways,
+  )
   hidden = c.base_mlp_dim / ways * (1 if c.mlp_activation == "gelu" else 2)
-  gathered = weight_shards(work, mesh)[0] > 1
+  shards = weight_shards(work, mesh)
   tile = M * c.vocab_size / ways * 4 / work.tiles(M, ways)
   return {
-    "residual": L * M * size * _residuals(work, heads, hidden, remat),
+    "residuals": L * M * _residuals(work, queries, keys, ways, remat),
     "stream": M * D * size,
     "hidden": M * hidden * size,
-    "heads": M * heads * size,
-    "layer": work.layer_parameters / ways * size * (1 if gathered else 0),
+    "heads": M * 2 * (queries + keys) * size,
+    "layer": work.layer_parameters / ways * size if shards[0] > 1 else 0.0,
     "table": work.table_parameters / ways * size,
+    # Those of one microbatch, before they are added to the sum.
+    "gradients": work.parameters * 4 / math.prod(shards),
     "tile": tile,
   }
 
 
-def _residuals(work: StepWork, heads: float, hidden: float, remat: RematPolicy) -> float:
-  """Numbers that are kept for each token in each layer until the backward pass."""
-  D, c = work.model.base_emb_dim, work.model
+def _residuals(work: StepWork, queries: float, keys: float, ways: int, remat: RematPolicy) -> float:
+  """Bytes that are kept for each token in each layer until the backward pass."""
+  c, size = work.model, work.compute_bytes
+  D, F = c.base_emb_dim, c.base_mlp_dim / ways
   if remat == "full":
-    return D
-  # The results of the products: queries, keys, values, what the two halves add, the hidden layer.
-  products = D + (heads - c.base_num_query_heads * c.head_dim) + hidden + 2 * D
+    return D * size
+  is_gated = c.mlp_activation != "gelu"
+  # What the layer is given, queries, keys, values, what its halves add, and the hidden layer.
+  products = (3 * D + queries + 2 * keys + (2 if is_gated else 1) * F) * size
   if remat == "minimal":
     return products
-  # Normalized inputs, rotated queries and keys in float32 and short, the kernel's output.
-  return products + 3 * D + 2 * heads + 1.5 * hidden
+  norms = 2 * c.use_pre_norm + c.use_post_attn_norm + c.use_post_ffw_norm
+  # Three float32 numbers of each that is normalized, four with a mean; the kernel's output; and of the
+  # hidden layer what its activation is made of.
+  normalized = norms * D + (queries + keys if c.use_qk_norm else 0)
+  kept = (4 if c.normalization == "layernorm" else 3) * 4 * normalized
+  return products + kept + (queries + (3 if is_gated else 5) * F) * size

@@ -22,16 +22,17 @@ class StepRates:
   cycles: Mapping[str, float]
   """Cycles of a core for one vector register (1024 elements), in each pass, by what it holds."""
   traffic: Mapping[str, float]
-  """By part, how often the bytes counted move."""
-  gather_waits: Mapping[str, float]
-  """By generation, the share of the all-gathers' time in which nothing is computed beside them."""
-  reduce_waits: Mapping[str, float]
-  """Time in which gradients are reduced and nothing is computed beside it, in reduce-scatters of all
-  of them: 2 is an all-reduce that everything waits for. `wide`: over more than 16 devices."""
+  """How often the bytes that are counted move, by what they are."""
+  waits: Mapping[str, float]
+  """By generation and width of fsdp, how long computing waits for collectives of weights and gradients,
+  in the time that all-gathers and reduce-scatters of them take on the links: less where they run beside
+  products, more where the compiler sums whole gradients, or gathers weights by sums. `wide`: over more
+  than 16 devices."""
   memory: Mapping[str, float]
   """How many copies of what is counted lie in memory at the peak, by what it is."""
   spread: Mapping[str, float]
-  """Root mean square of the differences to what was compiled, as shares: of seconds and of bytes."""
+  """Root mean square of the differences to what was compiled, as shares, of seconds and of bytes: each
+  step estimated with rates from the steps of all other models."""
   cases: int
   """Compiled steps from which the rates are."""
 

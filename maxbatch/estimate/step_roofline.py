@@ -14,10 +14,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from fractions import Fraction
+from typing import Literal
 
 from maxbatch.batch.arithmetic import tokens_of
 from maxbatch.batch.topology import Topology
 from maxbatch.estimate.chips import Chip
+from maxbatch.estimate.compiled_steps import CompiledStep, compiled_step
 from maxbatch.estimate.step_memory import StepBytes, step_bytes
 from maxbatch.estimate.step_rates import StepRates, step_rates
 from maxbatch.estimate.step_time import Limit, RooflineSeconds
@@ -31,8 +33,8 @@ from maxbatch.estimate.step_work import (
 )
 
 _WIDE = 16
-"""Devices over which the compiler still divides the reduction of gradients into small messages beside
-the products; over more it reduces whole gradients, and the products wait."""
+"""Devices over which the compiler still divides reductions into small messages beside the products; over
+more it sums whole gradients, and the products wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +58,8 @@ class StepRoofline:
   """Seconds of a step by part: attention, mlp, norm, head, embedding, other, collectives, optimizer."""
   limits: RooflineSeconds
   """Seconds of a step by what limits them."""
+  how: Literal["estimated", "compiled"]
+  """compiled: seconds of a microbatch and bytes are the compiler's, of this very step."""
 
   @property
   def peak_bytes(self) -> int:
@@ -82,7 +86,8 @@ def step_roofline(
   remat: RematPolicy,
   rates: StepRates | None = None,
 ) -> StepRoofline:
-  """Estimates a step.
+  """A step as it was compiled, where its model, mesh, microbatch and policy are in the table of
+  compiled steps; else estimated.
 
   Args:
     work: the model and how it is trained.
@@ -91,49 +96,70 @@ def step_roofline(
     per_device: samples of a microbatch on one device.
     num_microbatches: per step.
     remat: what the backward pass computes again.
-    rates: for another table than the package's.
+    rates: estimate with these, whatever has been compiled; None: with the package's.
   """
+  known = None if rates else compiled_step(work, chip, mesh, per_device, remat)
   rates = rates or step_rates()
   microbatch: dict[Part, RooflineSeconds] = {
-    part: part_seconds(part, one, chip, rates)
+    part: part_seconds(one, chip, rates)
     for part, one in microbatch_work(work, chip, mesh, per_device, remat).items()
   }
   waits = _collectives(work, chip, mesh, per_device, remat, rates, microbatch)
-  rest = {"optimizer": _update(work, chip, mesh), "collectives": _replicas(work, chip, mesh)}
+  held = step_bytes(work, mesh, per_device, remat, rates)
   once = sum((one for one in microbatch.values()), waits)
-  limits = sum(rest.values(), _times(once, num_microbatches))
-  parts: dict[str, float] = {part: num_microbatches * one.total for part, one in microbatch.items()}
-  parts["collectives"] = num_microbatches * waits.total + rest["collectives"].total
-  parts["optimizer"] = rest["optimizer"].total
+  shares: dict[str, float] = {part: one.total for part, one in microbatch.items()}
+  shares["collectives"] = waits.total
+  if known:
+    once = _scaled(once, known.microbatch_seconds / once.total)
+    held = StepBytes(known.state_bytes, known.peak_bytes - known.state_bytes)
+    shares = shared_parts(known, shares)
+  update, replicas = _update(work, chip, mesh), _replicas(work, chip, mesh)
+  limits = _scaled(once, num_microbatches) + update + replicas
+  parts = {part: num_microbatches * seconds for part, seconds in shares.items()}
+  parts["collectives"] += replicas.total
   tokens = num_microbatches * float(per_device * work.length)
   return StepRoofline(
     step_seconds=limits.total,
     microbatch_seconds=once.total,
-    rest_seconds=sum(one.total for one in rest.values()),
+    rest_seconds=update.total + replicas.total,
     utilisation=tokens * work.model_flops_per_token / limits.total / chip.peak_flops,
     tokens_per_second=tokens_of(mesh.num_devices, 1) * tokens / limits.total,
-    bytes=step_bytes(work, mesh, per_device, remat, rates),
+    bytes=held,
     capacity_bytes=chip.usable_bytes,
     limited_by=limits.limit,
-    parts=parts,
+    parts=parts | {"optimizer": update.total},
     limits=limits,
+    how="compiled" if known else "estimated",
   )
 
 
-def part_seconds(part: Part, one: PartWork, chip: Chip, rates: StepRates) -> RooflineSeconds:
+def shared_parts(known: CompiledStep, estimated: Mapping[str, float]) -> dict[str, float]:
+  """Seconds of a compiled microbatch by part, where the report tells no more than the sum, as they are
+  estimated; what its parts wait for links is put together."""
+  if not known.parts:
+    factor = known.microbatch_seconds / sum(estimated.values())
+    return {part: factor * seconds for part, seconds in estimated.items()}
+  busy = sum(known.parts.values())
+  kept = (known.microbatch_seconds - known.waits) / busy
+  return {part: kept * known.parts.get(part, 0.0) for part in estimated} | {
+    "collectives": known.waits
+  }
+
+
+def part_seconds(one: PartWork, chip: Chip, rates: StepRates) -> RooflineSeconds:
   """One part of a microbatch: products, kernels, elementwise work and traffic, one after another."""
   products = one.products / chip.peak_flops / rates.product[chip.generation]
   reading = one.weights / chip.hbm_bandwidth
-  cycles = sum(rates.cycles[kind] * count for kind, count in one.vectors.items())
+  cycles = sum(rates.cycles.get(kind, 0.0) * count for kind, count in one.registers.items())
   vectors = cycles / chip.clock / chip.tensor_cores + one.kernels / chip.peak_flops
-  traffic = rates.traffic.get(part, 1.0) * one.traffic / chip.hbm_bandwidth
+  moved = sum(rates.traffic.get(kind, 0.0) * size for kind, size in one.traffic.items())
   if reading > products:
-    return RooflineSeconds(compute=vectors, memory=reading + traffic)
-  return RooflineSeconds(compute=products + vectors, memory=traffic)
+    return RooflineSeconds(compute=vectors, memory=reading + moved / chip.hbm_bandwidth)
+  return RooflineSeconds(compute=products + vectors, memory=moved / chip.hbm_bandwidth)
 
 
-def _times(one: RooflineSeconds, count: int) -> RooflineSeconds:
-  return RooflineSeconds(count * one.compute, count * one.memory, count * one.interconnect)
+def _scaled(one: RooflineSeconds, factor: float) -> RooflineSeconds:
+  return RooflineSeconds(factor * one.compute, factor * one.memory, factor * one.interconnect)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,15 +204,25 @@ def _collectives(
   rates: StepRates,
   microbatch: Mapping[Part, RooflineSeconds],
 ) -> RooflineSeconds:
-  """What computing waits for; gathers and reductions beside it wait where they take longer."""
+  """What computing waits for; what runs beside the products waits where it takes longer."""
   links = link_seconds(work, chip, mesh, per_device, remat)
-  gather = rates.gather_waits[chip.generation] * links.gathers
-  width = "wide" if mesh.shape["fsdp"] > _WIDE else "narrow"
-  reduce = rates.reduce_waits[width] * links.reductions
-  layers = microbatch["attention"].total + microbatch["mlp"].total + microbatch["norm"].total
-  hidden = max(0.0, links.gathers + links.reductions - gather - reduce)
-  late = max(0.0, hidden - layers)
-  return RooflineSeconds(interconnect=gather + reduce + late + links.activations)
+  weights = links.gathers + links.reductions
+  share = _waits(rates, chip, mesh)
+  layers = sum(microbatch[part].total for part in ("attention", "mlp", "norm"))
+  late = max(0.0, (1 - share) * weights - layers)
+  return RooflineSeconds(interconnect=share * weights + late + links.activations)
+
+
+def is_wide(mesh: Topology) -> bool:
+  """Whether weights are divided over so many devices that gradients are summed whole."""
+  return mesh.shape["fsdp"] > _WIDE
+
+
+def _waits(rates: StepRates, chip: Chip, mesh: Topology) -> float:
+  """The rate of the generation; of one without compiled steps of that width, the mean of the others."""
+  width = "wide" if is_wide(mesh) else "narrow"
+  known = [share for name, share in rates.waits.items() if name.endswith(width)]
+  return rates.waits.get(f"{chip.generation} {width}", sum(known) / max(1, len(known)))
 
 
 def _update(work: StepWork, chip: Chip, mesh: Topology) -> RooflineSeconds:

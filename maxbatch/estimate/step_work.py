@@ -151,10 +151,10 @@ class PartWork:
   """The same of attention kernels."""
   weights: float = 0.0
   """Bytes of weights that the products read, however few the tokens."""
-  vectors: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  registers: dict[str, float] = dataclasses.field(default_factory=dict)
   """Vector registers of elementwise work and of changes of layout, by what they hold."""
-  traffic: float = 0.0
-  """Bytes of main memory beyond what overlaps with products: sums over tiles, saved activations."""
+  traffic: dict[str, float] = dataclasses.field(default_factory=dict)
+  """Bytes that such work may move through main memory, likewise, each once."""
 
 
 def microbatch_work(
@@ -176,42 +176,55 @@ def microbatch_work(
   products = 4 if remat == "full" else 3
   elements = 3 if remat == "none" else 4
 
-  def registers(width: float) -> float:
-    return elements * L * M * width / _REGISTER
+  def elementwise(*kinds: tuple[str, float]) -> PartWork:
+    """Of so many numbers for each token in each layer and pass."""
+    counts = {kind: elements * L * M * width / _REGISTER for kind, width in kinds if width}
+    moved = {kind: count * _REGISTER * work.compute_bytes for kind, count in counts.items()}
+    return PartWork(registers=counts, traffic=moved)
 
-  def matrices(part: str) -> tuple[float, float]:
+  def with_products(part: str, beside: PartWork) -> PartWork:
     shapes = work.layer_matrix[part]
     padded = sum(_padded(a, chip) * _padded(b, chip) for a, b in shapes)
     read = sum(a * b for a, b in shapes) * work.compute_bytes
-    return products * L * 2 * M * padded / ways, products * L * read / ways
+    return dataclasses.replace(
+      beside, products=products * L * 2 * M * padded / ways, weights=products * L * read / ways
+    )
 
   heads = (c.base_num_query_heads + c.base_num_kv_heads) * c.head_dim / ways
-  attention, mlp = matrices("attention"), matrices("mlp")
-  hidden = c.base_mlp_dim / ways * (1 if c.mlp_activation == "gelu" else 2)
+  gate, F = 0 if c.mlp_activation == "gelu" else 1, c.base_mlp_dim / ways
   norms = 2 * c.use_pre_norm + c.use_post_attn_norm + c.use_post_ffw_norm
-  qk = heads if c.use_qk_norm else 0
-  tiles, table = work.tiles(M, ways), work.table_parameters / ways
+  attention = elementwise(
+    ("heads", 2 * heads), ("rope", heads if c.position_embedding == "rope" else 0)
+  )
+  attention = dataclasses.replace(
+    attention, kernels=_kernels(work, chip, M, ways, again=remat != "none")
+  )
+  activation = "silu" if c.mlp_activation == "swiglu" else "gelu"
+  norm = "layernorm" if c.normalization == "layernorm" else "rmsnorm"
+  other = elementwise(("residual", D), ("dropout", 2 * D if c.dropout_rate else 0))
+  other.traffic["weights"] = 2 * L * work.layer_parameters / ways * work.compute_bytes
   return {
-    "attention": PartWork(
-      products=attention[0],
-      weights=attention[1],
-      kernels=_kernels(work, chip, M, ways, again=remat != "none"),
-      vectors={
-        "heads": registers(2 * heads),
-        "rope": registers(heads) if c.position_embedding == "rope" else 0.0,
-      },
-    ),
-    "mlp": PartWork(products=mlp[0], weights=mlp[1], vectors={"hidden": registers(hidden)}),
-    "norm": PartWork(vectors={"norm": registers(norms * D + qk)}),
-    "head": PartWork(
-      products=3 * 2 * M * _padded(D, chip) * _padded(c.vocab_size, chip) / ways,
-      vectors={"logits": M * c.vocab_size / ways / _REGISTER},
-      # Each tile reads the matrix twice, and reads and writes the sum of its gradient in float32.
-      traffic=tiles * table * (2 * work.compute_bytes + 8),
-    ),
-    "embedding": PartWork(vectors={"embedding": M * D / _REGISTER}, traffic=table * 8),
-    "other": PartWork(vectors={"residual": registers(D)}),
+    "attention": with_products("attention", attention),
+    "mlp": with_products("mlp", elementwise(("hidden", gate * F), (activation, F))),
+    "norm": elementwise((norm, norms * D + (heads if c.use_qk_norm else 0))),
+    "head": _head(work, chip, M, ways),
+    "embedding": PartWork(traffic={"table": work.table_parameters / ways * 4}),
+    "other": other,
   }
+
+
+def _head(work: StepWork, chip: Chip, M: float, ways: int) -> PartWork:
+  """The output matrix and the loss, with its gradients, in tiles of tokens."""
+  D, V, table = work.model.base_emb_dim, work.model.vocab_size, work.table_parameters / ways
+  return PartWork(
+    products=3 * 2 * M * _padded(D, chip) * _padded(V, chip) / ways,
+    registers={"logits": M * V / ways / _REGISTER},
+    traffic={
+      "logits": M * V / ways * 4,
+      # Each tile reads the matrix twice, and reads and writes the sum of its gradient in float32.
+      "tiles": work.tiles(M, ways) * table * (2 * work.compute_bytes + 8),
+    },
+  )
 
 
 def _padded(width: int, chip: Chip) -> int:
