@@ -33,6 +33,7 @@ FOLDERS = [
   "pipeline_parallel",
   "estimate",
   "hardware",
+  "advice",
   "data",
   "models",
   "sampling",
@@ -53,6 +54,7 @@ COMMANDS = [
   "train_rl",
   "sample",
   "plan",
+  "advise",
   "pipeline",
   "critical_batch",
   "input_analyzer",
@@ -70,7 +72,9 @@ WITHOUT_JAX = [
   "noise",
   "pipeline_parallel",
   "estimate",
+  "advice",
   "plan",
+  "advise",
 ]
 
 
