@@ -32,6 +32,11 @@ def samples_of(num_microbatches: int, samples: int) -> int:
   return num_microbatches * samples
 
 
+def micro_batch_of(batch: int, num_microbatches: int) -> int:
+  """Samples of each of the equal microbatches of a batch."""
+  return batch // num_microbatches
+
+
 def num_steps(samples: int, batch: int) -> int:
   """Whole steps of `batch` samples in `samples`."""
   return samples // batch
