@@ -11,10 +11,13 @@ from maxbatch.advice.advice import Advice, Planned, advise, as_dict, layout, tim
 from maxbatch.advice.asked import Asked, Wishes, ask
 from maxbatch.advice.explain import explained
 from maxbatch.advice.measured import measured_by
-from maxbatch.advice.place import place_named
+from maxbatch.advice.place import Place, place_named
+from maxbatch.advice.post_training import advise_post_training
+from maxbatch.advice.post_training import report as post_training_report
 from maxbatch.advice.report import report
 from maxbatch.advice.written import configuration
 from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.rl_sizes import is_rl
 from maxbatch.batch.topology import Topology
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import check_output, write_output
@@ -24,11 +27,13 @@ from maxbatch.config.allowed import (
   CountOrZeroOrUnset,
   DevicesOrNone,
   FileName,
+  NonNegative,
   NonNegativeFloat,
   Range,
 )
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
+from maxbatch.errors import UserError
 from maxbatch.hardware.counted_devices import count_devices
 
 _OPTIONS = ("json", "explain", "write")
@@ -63,6 +68,9 @@ class AdviseArguments:
     Key("the batch in tokens for which learning_rate was found", "rate_found_at=524288"),
   ] = 0
   ramp: Annotated[bool, Key("let the batch grow; false: constant", "ramp=false")] = True
+  pairs: Annotated[
+    NonNegative, Key("of reinforcement learning: prompts × completions of a step", "pairs=1024")
+  ] = 0
   num_devices: Annotated[
     DevicesOrNone, Key("without a slice: devices that divide the batch", "num_devices=64")
   ] = 0
@@ -94,7 +102,16 @@ def _advise(arguments: Arguments[AdviseArguments]) -> None:
   file = own.write or "advice.yml"
   check_output("--write", file)
   keys = [_whole(argument) for argument in arguments.configuration]
-  advice, planned = _answer(keys, own)
+  config = load_config(keys)
+  if is_rl(config.rl):
+    _advise_post_training(arguments, config)
+    return
+  if own.pairs:
+    raise UserError(
+      f"pairs={own.pairs} are those of reinforcement learning, which num_generations asks for; for "
+      "example num_generations=8"
+    )
+  advice, planned = _answer(config, keys, own)
   text = configuration(advice.keys, keys, _command(arguments))
   write_output("--write", file, text.encode())
   if own.json:
@@ -106,10 +123,27 @@ def _advise(arguments: Arguments[AdviseArguments]) -> None:
   print(f"\n{_next_steps(advice.asked, file, explain=own.explain)}")
 
 
-def _answer(keys: Sequence[str], own: AdviseArguments) -> tuple[Advice, Planned]:
+def _advise_post_training(arguments: Arguments[AdviseArguments], config: Config) -> None:
+  own, keys = arguments.own, arguments.configuration
+  advice = advise_post_training(config, own.pairs, _place(config), own.from_run)
+  file = own.write or "advice.yml"
+  write_output("--write", file, configuration(advice.keys, keys, _command(arguments)).encode())
+  if own.json:
+    print(json.dumps(advice.as_dict(), indent=2))
+    return
+  print(post_training_report(advice))
+  print(f"\nWritten to {file}. Next:\n  python -m maxbatch.plan config={file}")
+  print(f"  python -m maxbatch.train_rl config={file}")
+
+
+def _place(config: Config) -> Place | None:
+  keys = config.compile
+  return place_named(keys.compile_topology, keys.compile_topology_num_slices)
+
+
+def _answer(config: Config, keys: Sequence[str], own: AdviseArguments) -> tuple[Advice, Planned]:
   """The advice, and the plan that the advised configuration makes as any run does."""
-  config = load_config(keys)
-  place = place_named(config.compile.compile_topology, config.compile.compile_topology_num_slices)
+  place = _place(config)
   wishes = Wishes(
     data_overhead=own.data_overhead,
     deadline_days=own.deadline_days,

@@ -325,3 +325,46 @@ def test_what_is_advised_trains(capsys, folder):
   sizes = [record["global_batch_to_train"] for record in records if record["step"]]
   told = [one["samples_per_step"] for one in found["phases"] for _ in range(one["steps"])]
   assert sizes == told
+
+
+RL = ["config=configs/post_train/rl.yml"]
+
+
+@pytest.fixture
+def configs(folder: pathlib.Path) -> pathlib.Path:
+  root = pathlib.Path(__file__).resolve().parent.parent
+  (folder / "configs").symlink_to(root / "configs")
+  return folder
+
+
+def test_pairs_are_divided_into_prompts_and_completions(capsys, configs):
+  text = ask(capsys, *RL, "pairs=2048", "compile_topology=v5p-128")
+  assert all(len(line) <= 80 for line in text.splitlines())
+  assert text.startswith("256 prompts × 8 completions: 2,048 pairs a step\n")
+  for words in ("DAPO 2025", "IsoCompute 2026", "is sampling"):
+    assert words in text
+  assert plan.main(["config=advice.yml"]) == 0
+  assert "256 × num_generations 8 " in capsys.readouterr().out
+
+
+def test_measured_noise_decides_between_prompts_and_completions(capsys, configs):
+  run = configs / "runs" / "small"
+  run.mkdir(parents=True)
+  for sampling, fewest in ((0.05, (64, 2)), (0.999, (8, 16))):
+    record = {"gns/total": 50.0, "gns/total_pairs": 400.0, "gns/sampling": sampling}
+    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    found = answer(capsys, *RL, "from_run=runs/small")
+    steps = {(one["prompts"], one["generations"]): one["steps"] for one in found["shapes"]}
+    # (S/Smin) = 1 + noise / P, with the sampling part as 1 / (G − 1).
+    expected = {(p, g): 1 + 50 * (1 - sampling + sampling * 7 / (g - 1)) / p for p, g in steps}
+    least = min(expected.values())
+    assert steps == pytest.approx({shape: each / least for shape, each in expected.items()})
+    best = min(steps, key=lambda shape: steps[shape])
+    assert (best == fewest) == (sampling < 0.5)
+    assert found["keys"] == {"batch_size": best[0], "num_generations": best[1]}
+
+
+def test_mistakes_about_pairs_are_refused(capsys, configs):
+  assert "pairs=3072" not in refusal(capsys, *LLAMA, "pairs=2048")
+  assert "for example pairs=32" in refusal(capsys, *RL, "pairs=31")
+  assert "measured no noise of its policy gradient" in refusal(capsys, *RL, "from_run=runs/x")

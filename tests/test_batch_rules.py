@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import runpy
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from maxbatch.batch_rules import deepseek, merrill, minimax, power_lines, regist
 from maxbatch.batch_rules.chinchilla import expected_loss
 from maxbatch.batch_rules.marek import half_life_tokens
 from maxbatch.batch_rules.rule import Fitted, Training
+from maxbatch.batch_rules.schedules import PublishedSchedule, rise
 
 
 def training(parameters: float, tokens: float) -> Training:
@@ -188,3 +191,17 @@ def test_the_loss_is_that_of_chinchilla():
   found = [expected_loss(one.parameters, one.tokens) for one in EXAMPLES]
   assert found == pytest.approx([3.37, 2.18, 1.94], abs=0.005)
   assert math.isclose(expected_loss(1e30, 1e30), 1.69, rel_tol=1e-6)
+
+
+def test_a_linear_rise_takes_the_steps_of_its_integral():
+  schedule = PublishedSchedule("x", 1e9, 100e9, rise(1e6, 4e6, 60e9), "memory")
+  # dt / B over a linear rise is over · ln(end / start) / (end − start).
+  steps = 60e9 * math.log(4) / 3e6 + 40e9 / 4e6
+  assert schedule.average_batch_tokens() == pytest.approx(100e9 / steps, rel=1e-3)
+  assert (schedule.batch_tokens, schedule.reached_at()) == (4e6, 0.6)
+
+
+def test_the_page_has_the_backtest_as_its_script_makes_it(capsys):
+  root = Path(__file__).resolve().parent.parent
+  runpy.run_path(str(root / "scripts" / "backtest_advice.py"))["main"]()
+  assert capsys.readouterr().out.strip() in (root / "docs" / "advice.md").read_text()

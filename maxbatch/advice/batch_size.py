@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from maxbatch.advice.asked import Asked
 from maxbatch.advice.measured import Measured
 from maxbatch.batch_rules.registry import batch_rules
-from maxbatch.batch_rules.rule import BatchRule
+from maxbatch.batch_rules.rule import BatchRule, Training
 from maxbatch.batch_rules.tradeoff import at_overhead
 
 
@@ -71,23 +71,32 @@ class BatchSize:
 
 def batch_size(asked: Asked, measured: Sequence[Measured]) -> BatchSize:
   """Joins the rules, and what was measured."""
-  x = asked.wishes.data_overhead
+  return joined(asked.training, asked.wishes.data_overhead, measured)
+
+
+def joined(
+  training: Training, data_overhead: float, measured: Sequence[Measured] = ()
+) -> BatchSize:
+  """The rules of a training, at a data overhead."""
   said = [
-    Said(rule, rule.batch_tokens(asked.training), at_overhead(rule, asked.training, x),
-         rule.beyond(asked.training))
+    Said(
+      rule,
+      rule.batch_tokens(training),
+      at_overhead(rule, training, data_overhead),
+      rule.beyond(training),
+    )
     for rule in batch_rules()
-    if rule.speaks_of(asked.training)
-  ]  # fmt: skip
+    if rule.speaks_of(training)
+  ]
   estimates = [one.at_overhead for one in said if one.at_overhead is not None]
-  noise = [one.carried.value * x for one in measured if one.kind == "noise scale"]
-  by_rules, joined = _middle(estimates), _middle([*estimates, *noise])
+  noise = [one.carried.value * data_overhead for one in measured if one.kind == "noise scale"]
+  by_rules, taken = _middle(estimates), _middle([*estimates, *noise])
   low, high = min([*estimates, *noise]), max([*estimates, *noise])
   for one in measured:
     # Up to its lower end branches lost nothing, and beyond its upper end they did.
     if one.kind == "branches":
-      low, high = _clamped(low, one), _clamped(high, one)
-      joined = _clamped(joined, one)
-  return BatchSize(x, said, measured, low, high, by_rules, joined)
+      low, high, taken = (_clamped(each, one) for each in (low, high, taken))
+  return BatchSize(data_overhead, said, measured, low, high, by_rules, taken)
 
 
 def _clamped(tokens: float, branches: Measured) -> float:

@@ -11,7 +11,7 @@ _HERE_ONLY = ("config", "compile_topology", "compile_topology_num_slices")
 _WHY = {
   "steps": "The budget: whole microbatches of the tokens that were asked for.",
   "schedule_unit": "Steps of a ramp differ in size: intervals and schedules count samples.",
-  "batch_size": "The batch at the end, and its split over the devices.",
+  "batch_size": "The batch, at the end of a ramp, and how it is divided.",
   "batch_schedule": "The ramp: [from sample, samples of a step].",
   "learning_rate": "The optimizer at this batch.",
 }
