@@ -9,9 +9,11 @@ from typing import Annotated
 
 from maxbatch.advice.advice import Advice, Planned, advise, as_dict, layout, timed
 from maxbatch.advice.asked import Asked, Wishes, ask
+from maxbatch.advice.compiled import compile_sizes, told
 from maxbatch.advice.explain import explained
 from maxbatch.advice.measured import measured_by
 from maxbatch.advice.place import Place, place_named
+from maxbatch.advice.plot import charts
 from maxbatch.advice.post_training import advise_post_training
 from maxbatch.advice.post_training import report as post_training_report
 from maxbatch.advice.report import report
@@ -35,8 +37,9 @@ from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.counted_devices import count_devices
+from maxbatch.plots.page import check_picture_file, picture
 
-_OPTIONS = ("json", "explain", "write")
+_OPTIONS = ("json", "explain", "explore", "plot", "write")
 _WITH_EXPONENT = re.compile(r"(total_tokens|total_samples)=(\d+(?:\.\d+)?[eE]\+?\d{1,2})")
 
 
@@ -76,6 +79,12 @@ class AdviseArguments:
   ] = 0
   json: Annotated[bool, Flag("the same as JSON")] = False
   explain: Annotated[bool, Flag("every rule: formula, units, range, source, caveat")] = False
+  explore: Annotated[
+    bool, Flag("then compile every microbatch for the slice, which takes minutes")
+  ] = False
+  plot: Annotated[str, File("draws time against data, and the rules, as a page", "advice.html")] = (
+    ""
+  )
   write: Annotated[str, File("the configuration; advice.yml if not given", "my_advice.yml")] = ""
 
 
@@ -101,6 +110,8 @@ def _advise(arguments: Arguments[AdviseArguments]) -> None:
   own = arguments.own
   file = own.write or "advice.yml"
   check_output("--write", file)
+  if own.plot:
+    check_picture_file("--plot", own.plot, "advice")
   keys = [_whole(argument) for argument in arguments.configuration]
   config = load_config(keys)
   if is_rl(config.rl):
@@ -114,12 +125,22 @@ def _advise(arguments: Arguments[AdviseArguments]) -> None:
   advice, planned = _answer(config, keys, own)
   text = configuration(advice.keys, keys, _command(arguments))
   write_output("--write", file, text.encode())
+  if own.plot:
+    write_output("--plot", own.plot, picture(config.model.model_name, charts(advice)))
   if own.json:
     print(json.dumps(as_dict(advice, planned), indent=2))
     return
   print(report(advice, planned))
   if own.explain:
     print(f"\n{explained(advice.asked.training)}")
+  if own.explore:
+    print(flush=True)
+    compiled = compile_sizes(file, advice)
+    text = configuration(
+      {**advice.keys, "micro_batch_size": compiled.micro_batch_size}, keys, _command(arguments)
+    )
+    write_output("--write", file, text.encode())
+    print(f"\n{told(compiled, advice)}")
   print(f"\n{_next_steps(advice.asked, file, explain=own.explain)}")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from maxbatch.advice.asked import Asked
 from maxbatch.advice.batch_size import BatchSize, batch_size
-from maxbatch.advice.experiment import Experiment, next_experiment
+from maxbatch.advice.experiment import Experiment, Running, next_experiment
 from maxbatch.advice.measured import Measured
 from maxbatch.advice.ramp import RampPhase, overhead, ramp
 from maxbatch.advice.rounding import dividing, round_batch, whole_steps
@@ -100,8 +100,13 @@ def advise(asked: Asked, measured: Sequence[Measured]) -> Advice:
     curves=found,
     here=here,
     neighbours=_neighbours(asked, goal, sizes),
-    experiment=next_experiment(asked, size, measured, sizes.samples, here),
+    experiment=next_experiment(asked, size, measured, _running(asked, sizes, advised), here),
   )
+
+
+def _running(asked: Asked, sizes: Sizes, advised: Settings) -> Running:
+  unit = sizes.micro_batch or asked.mesh.num_batch_groups
+  return Running(sizes.samples, unit, advised.learning_rate)
 
 
 def _sizes(asked: Asked, size: BatchSize) -> Sizes:
@@ -158,18 +163,16 @@ def _step(asked: Asked, split: BatchSplit, per_device: Fraction, num_microbatche
 
 
 def _neighbours(asked: Asked, goal: Goal, sizes: Sizes) -> list[Point]:
-  """The batches about a quarter below and above that divide, with their price."""
+  """About a quarter below and above, in whole microbatches, with their price."""
   if asked.place is None:
     return []
-  found: list[Point] = []
-  for factor, furthest in ((0.75, 0.5), (1.25, 2.0)):
-    wanted = round_batch(factor * sizes.samples)
-    near = [*nearest(asked, asked.place, wanted), round(furthest * sizes.samples)]
-    beside = [size for size in near if (size - sizes.samples) * (factor - 1) > 0]
-    size = min(beside, key=lambda each, wanted=wanted: abs(each - wanted), default=0)
-    # Half a batch may divide no more, or leave the model no memory.
+  unit, found = sizes.micro_batch, list[Point]()
+  for factor, side in ((0.75, -1), (1.25, 1)):
+    near = round(factor * sizes.samples / unit) * unit
+    size = near if near != sizes.samples else sizes.samples + side * unit
+    # A smaller one may divide no more, a larger one leave no memory.
     with contextlib.suppress(UserError):
-      found += [point(asked, goal, asked.place, size)] if size else []
+      found += [point(asked, goal, asked.place, size)] if size > 0 else []
   return found
 
 

@@ -10,6 +10,7 @@ The noise scale costs next to nothing while a run trains, and can be too low by 
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -17,15 +18,14 @@ from maxbatch.advice.asked import Asked
 from maxbatch.advice.batch_size import BatchSize
 from maxbatch.advice.measured import Measured, growth_to
 from maxbatch.advice.slices import Point
-from maxbatch.batch.arithmetic import tokens_of
+from maxbatch.batch.arithmetic import samples_of, tokens_of
 from maxbatch.batch_rules.chinchilla import expected_loss
 from maxbatch.batch_rules.registry import batch_rules
 from maxbatch.batch_rules.rule import Training
 from maxbatch.batch_rules.tradeoff import at_overhead
 
 _FACTORS = (0.5, 0.75, 1.0, 1.5, 2.0)
-_BRACKET = 1.5
-"""Between neighbours of these, about."""
+"""Of the batch that is worth using where the branches begin."""
 _BRANCH_STEPS = 40
 """Of the largest branch: the default of python -m maxbatch.critical_batch."""
 _SHARES = (0.005, 0.02, 0.1)
@@ -36,11 +36,25 @@ _ONE_HOST_CHIPS = 8
 
 
 @dataclasses.dataclass(frozen=True)
+class Running:
+  """The run that is advised, as far as branches follow it."""
+
+  samples: int
+  """Of a step, at the end."""
+  unit: int
+  """Samples of which every batch is a multiple."""
+  learning_rate: float
+  """At that batch."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Experiment:
   """What to do next."""
 
   at_tokens: float
   """Where in a run the branches begin."""
+  batches: Sequence[int]
+  """Of the branches, samples of a step."""
   is_own_run: bool
   """Whether that is the run itself, which goes on afterwards."""
   commands: Sequence[str]
@@ -64,10 +78,10 @@ class Experiment:
 
 
 def next_experiment(
-  asked: Asked, size: BatchSize, measured: Sequence[Measured], samples: int, here: Point | None
+  asked: Asked, size: BatchSize, measured: Sequence[Measured], run: Running, here: Point | None
 ) -> Experiment:
   """The one with the most narrowing for its tokens; the latest where none is worth it."""
-  found = list(_candidates(asked, size, measured, samples, here))
+  found = list(_candidates(asked, size, measured, run, here))
   worth = [one for one in found if one.is_worth_it]
   if not worth:
     return min(found, key=lambda one: one.spread_after)
@@ -75,45 +89,59 @@ def next_experiment(
 
 
 def _candidates(
-  asked: Asked, size: BatchSize, measured: Sequence[Measured], samples: int, here: Point | None
+  asked: Asked, size: BatchSize, measured: Sequence[Measured], run: Running, here: Point | None
 ) -> Iterator[Experiment]:
-  known = [one for one in measured if one.kind == "noise scale"]
-  for one in known:
-    yield _branches(asked, size, one.at_tokens, one.where, samples, here)
+  for one in measured:
+    if one.kind == "noise scale":
+      yield _branches(asked, size, one.at_tokens, one.where, run, here)
   for share in _SHARES:
-    yield _branches(asked, size, share * asked.tokens, "", samples, here)
+    yield _branches(asked, size, share * asked.tokens, "", run, here)
 
 
 def _branches(
-  asked: Asked, size: BatchSize, at: float, run: str, samples: int, here: Point | None
+  asked: Asked, size: BatchSize, at: float, folder: str, run: Running, here: Point | None
 ) -> Experiment:
-  """Branches around the batch that is worth using at `at` tokens."""
-  worth = size.tokens / growth_to(asked.tokens, at)
-  tokens = len(_FACTORS) * max(_FACTORS) * _BRANCH_STEPS * worth
+  """Branches around the batch that is worth using at `at` tokens, as far as the devices divide it."""
+  worth = size.tokens / growth_to(asked.tokens, at) / asked.length
+  batches = sorted({max(1, round(factor * worth / run.unit)) * run.unit for factor in _FACTORS})
+  if len(batches) < 2:
+    batches = [run.unit, samples_of(2, run.unit)]
+  tokens = len(batches) * _branch_tokens(asked, batches)
   hours = tokens / here.tokens * here.chip_hours if here else 0.0
-  folder = run or f"{asked.config.run.base_output_directory}/{asked.config.run.run_name}"
+  own = f"{asked.config.run.base_output_directory}/{asked.config.run.run_name}"
+  bracket = max(after / before for before, after in itertools.pairwise(batches))
   return Experiment(
     at_tokens=at,
-    is_own_run=not run,
-    commands=_commands(asked, folder, at, worth, samples),
+    batches=batches,
+    is_own_run=not folder,
+    commands=_commands(asked, folder or own, at, batches, run),
     tokens=tokens,
     chip_hours=hours,
     cost=hours * asked.wishes.price_per_chip_hour,
     spread_now=size.spread,
-    spread_after=_BRACKET * _carried_spread(asked.training, at),
+    spread_after=bracket * _carried_spread(asked.training, at),
   )
 
 
-def _commands(asked: Asked, folder: str, at: float, worth: float, samples: int) -> tuple[str, ...]:
+def _branch_tokens(asked: Asked, batches: Sequence[int]) -> int:
+  """Of each: steps of the largest."""
+  return tokens_of(samples_of(_BRANCH_STEPS, batches[-1]), asked.length)
+
+
+def _commands(
+  asked: Asked, folder: str, at: float, batches: Sequence[int], run: Running
+) -> tuple[str, ...]:
   """One process can branch by itself; on more hosts each branch is a run from the same checkpoint."""
-  factor = worth / tokens_of(samples, asked.length)
   if asked.place is None or asked.place.chips <= _ONE_HOST_CHIPS:
     return (f"python -m maxbatch.critical_batch checkpoint={folder} factors=1/2,3/4,1,3/2,2",)
-  end = at + max(_FACTORS) * _BRANCH_STEPS * worth
+  unit = tokens_of(run.unit, asked.length)
+  end = round(at / unit) * unit + _branch_tokens(asked, batches)
+  rate = run.learning_rate * (batches[-1] / run.samples) ** 0.5
   return (
-    f"python -m maxbatch.train config=advice.yml run_name=branch-x2 load_full_state_path={folder} "
-    f"batch_schedule=[] batch_size={max(round(2 * factor * samples), 1)} "
-    f"lr_schedule_type=constant warmup_steps=0 total_tokens={end:.0f}",
+    f"python -m maxbatch.train config=advice.yml run_name=branch-{batches[-1]} "
+    f"load_full_state_path={folder} batch_schedule=[] batch_size={batches[-1]} "
+    f"learning_rate={rate:.2g} learning_rate_batch_coupling=none lr_schedule_type=constant "
+    f"warmup_steps=0 total_tokens={end}",
   )
 
 

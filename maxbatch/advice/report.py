@@ -251,8 +251,8 @@ def _frontier(advice: Advice) -> Iterator[str]:
   yield "Time against data, to the same loss, constant batches"
   yield from _points([one for curve in advice.curves for one in curve.points], advice)
   yield from wrapped(
-    "* the batch that is advised. knee: where a percent of time costs a percent of data. A batch that "
-    "is not listed takes more data and no less time than one that is."
+    "* the batch that is advised. knee: where a percent of time costs a percent of data. Of "
+    "seven batches, those that take more data and no less time than a smaller one are left out."
   )
 
 
@@ -272,8 +272,9 @@ def _experiment(advice: Advice) -> Iterator[str]:
   share = one.tokens / advice.asked.tokens
   price = f", {one.chip_hours:,.3g} chip hours" if one.chip_hours else ""
   price += f" ({money(one.cost)})" if one.cost else ""
+  *first, last = (f"{each:,}" for each in one.batches)
   yield from wrapped(
-    f"Branches with 1/2, 3/4, 1, 3/2 and 2 times the batch that is worth using then, {where}{own}: "
+    f"Branches with {', '.join(first)} and {last} samples a step {where}{own}: "
     f"{short(one.tokens)} tokens, {percent(share)} of the run{price}. The interval is a factor of "
     f"{one.spread_now:.2g}, and would be {one.spread_after:.2g}."
     + (
@@ -286,6 +287,6 @@ def _experiment(advice: Advice) -> Iterator[str]:
     yield from wrapped(command, "    ")
   if "load_full_state_path" in one.commands[0]:
     yield from wrapped(
-      "That is the branch at twice the batch; the others likewise, each with the rate times the root "
-      "of its factor. Compare the mean loss of their last quarter (docs/critical_batch.md)."
+      "That is the largest branch; the others likewise, their rates by the root of the batch. Compare "
+      "the mean loss of their last quarter (docs/critical_batch.md)."
     )

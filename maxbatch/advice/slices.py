@@ -14,8 +14,10 @@ from maxbatch.estimate.best_split import BatchSplit, best_split, divisible_batch
 from maxbatch.estimate.step_work import StepWork
 
 _DAY = 86_400
-_LADDER = (0.25, 0.5, 1.0, 2.0, 4.0)
+_LADDER = (0.25, 0.5, 2 / 3, 1.0, 4 / 3, 2.0, 4.0)
 """Batches that the frontier looks at, as multiples of the one that is advised."""
+_ENOUGH = 2
+"""Batches in a row that are slower than a smaller one: larger ones are too, once the chips are busy."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,14 +152,19 @@ def curve(asked: Asked, goal: Goal, place: Place, samples: int) -> Curve | None:
     for factor in _LADDER
   }
   found: list[Point] = []
+  worse = 0
   for size in sorted(sizes):
     try:
       one = point(asked, goal, place, size)
     except UserError:
       continue
-    if found and one.seconds >= found[-1].seconds:
-      break  # Larger ones take more data, and fill the chips no better.
-    found.append(one)
+    if not found or one.seconds < found[-1].seconds:
+      found.append(one)
+      worse = 0
+    else:
+      worse += 1
+    if worse == _ENOUGH:
+      break
   if not found:
     return None
   least = min(found, key=lambda one: one.seconds * one.tokens)
