@@ -37,6 +37,11 @@ def samples_of_groups(num_microbatches: int, rows: int, topology: Topology) -> i
   return num_microbatches * rows * topology.num_batch_groups
 
 
+def micro_batch_of(batch: int, num_microbatches: int) -> int:
+  """Samples of each of the equal microbatches of a batch."""
+  return batch // num_microbatches
+
+
 def num_steps(samples: int, batch: int) -> int:
   """Whole steps of `batch` samples in `samples`."""
   return samples // batch

@@ -5,7 +5,7 @@ compiler's cycles and the chip's published figures), or a measurement on the dev
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import text
 from maxbatch.compile.coverage import check_coverage
 from maxbatch.compile.measured_time import Timing
-from maxbatch.compile.pipeline_ticks import in_microbatches
+from maxbatch.compile.pipeline_ticks import in_filling, in_microbatches
 from maxbatch.compile.program import CompiledProgram
 from maxbatch.compile.report_time import StepTime, estimated_time, measured_time
 from maxbatch.compile.rollout_report import RolloutReport
@@ -23,7 +23,7 @@ from maxbatch.compile.traced_flops import StepFlops, model_flops_per_token
 from maxbatch.data.input_report import InputReport
 from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import UNKNOWN_CHIP, Chip, chip_for
-from maxbatch.estimate.costs import program_costs
+from maxbatch.estimate.costs import OperationCost, program_costs
 from maxbatch.estimate.step_time import Exchange, StepEstimate, estimate
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
@@ -68,6 +68,8 @@ class CompileReport:
   """What the run would read; the same for all of its steps, so that one of their reports has it."""
   rollout: RolloutReport | None = None
   """Of reinforcement learning: what samples what the step is fed."""
+  operations: Sequence[OperationCost] = ()
+  """Of the program, those in its loop over microbatches as often as one microbatch does them."""
 
   @property
   def num_microbatches(self) -> int:
@@ -375,4 +377,10 @@ def make_report(
     time=time,
     model_flops_per_token=model_flops_per_token(trainer.model, plan.max_target_length),
     rollout=rollout,
+    operations=(*costs, *_once_per_step(in_filling(trainer.pipeline, once))),
   )
+
+
+def _once_per_step(costs: Sequence[OperationCost]) -> Iterator[OperationCost]:
+  """As parts of the rest of a step."""
+  return (dataclasses.replace(cost, in_microbatch_loop=False) for cost in costs)
