@@ -1,7 +1,7 @@
 """What compiled steps took: read from compile reports, and kept in a table.
 
 `compiled_steps.json` holds the steps from which the rates of step_rates.json are, and those that have been
-compiled exactly. `scripts/step_rates.py read` adds the reports of other runs.
+compiled exactly. `scripts/fit_step_rates.py read` adds the reports of other runs.
 """
 
 import collections

@@ -1,9 +1,9 @@
 """The rates of the estimate without a compiler (maxbatch/estimate/step_rates.json), and how good they are.
 
-    .venv/bin/python scripts/step_rates.py compile            # the cases below: 1 to 3 minutes each
-    .venv/bin/python scripts/step_rates.py read REPORT …      # compile_report.txt of other runs, too
-    .venv/bin/python scripts/step_rates.py fit                # writes the rates
-    .venv/bin/python scripts/step_rates.py table              # estimate, compiled, ratio
+    .venv/bin/python scripts/fit_step_rates.py compile            # the cases below: 1 to 3 minutes each
+    .venv/bin/python scripts/fit_step_rates.py read REPORT …      # compile_report.txt of other runs, too
+    .venv/bin/python scripts/fit_step_rates.py fit                # writes the rates
+    .venv/bin/python scripts/fit_step_rates.py table              # estimate, compiled, ratio
 
 `compile` leaves out what runs/step_rates already has; delete that folder after the step has changed. Then
 `read` (of these reports, where none is named) and `fit`. The fit is one linear least squares with rates
