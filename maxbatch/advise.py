@@ -4,11 +4,11 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated
 
 from maxbatch.advice.advice import Advice, Planned, advise, as_dict, layout, timed
-from maxbatch.advice.asked import Asked, Wishes, ask
+from maxbatch.advice.asked import Wishes, ask
 from maxbatch.advice.compiled import compile_sizes, told
 from maxbatch.advice.explain import explained
 from maxbatch.advice.measured import measured_by
@@ -17,6 +17,8 @@ from maxbatch.advice.plot import charts
 from maxbatch.advice.post_training import advise_post_training
 from maxbatch.advice.post_training import report as post_training_report
 from maxbatch.advice.report import report
+from maxbatch.advice.scope import check_scope
+from maxbatch.advice.words import wrapped
 from maxbatch.advice.written import configuration
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.rl_sizes import is_rl
@@ -40,6 +42,8 @@ from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.plots.page import check_picture_file, picture
 
 _OPTIONS = ("json", "explain", "explore", "plot", "write")
+_MESH = ("remat_policy", "ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism")
+_MESH += ("dcn_data_parallelism",)
 _WITH_EXPONENT = re.compile(r"(total_tokens|total_samples)=(\d+(?:\.\d+)?[eE]\+?\d{1,2})")
 
 
@@ -56,7 +60,7 @@ class AdviseArguments:
     NonNegativeFloat, Key("says whether the run ends in time, and what would", "deadline_days=20")
   ] = 0.0
   price_per_chip_hour: Annotated[
-    NonNegativeFloat, Key("in any currency", "price_per_chip_hour=1.2")
+    float, Range(low=0, high=1e6), Key("in any currency", "price_per_chip_hour=1.2")
   ] = 0.0
   from_run: Annotated[
     str,
@@ -64,7 +68,9 @@ class AdviseArguments:
     Key("a run whose noise scale and critical batch count", "from_run=runs/small"),
   ] = ""
   final_loss: Annotated[
-    NonNegativeFloat, Key("nats per token at the end, for the rules that ask", "final_loss=2.1")
+    float,
+    Range(low=0.1, high=20, also=0),
+    Key("nats per token at the end, for the rules that ask", "final_loss=2.1"),
   ] = 0.0
   rate_found_at: Annotated[
     CountOrZeroOrUnset,
@@ -117,6 +123,9 @@ def _advise(arguments: Arguments[AdviseArguments]) -> None:
   if is_rl(config.rl):
     _advise_post_training(arguments, config)
     return
+  named = [key.partition("=")[0] for key in keys]
+  check_scope(config, named)
+  _check_options(own)
   if own.pairs:
     raise UserError(
       f"pairs={own.pairs} are those of reinforcement learning, which num_generations asks for; for "
@@ -141,11 +150,24 @@ def _advise(arguments: Arguments[AdviseArguments]) -> None:
     )
     write_output("--write", file, text.encode())
     print(f"\n{told(compiled, advice)}")
-  print(f"\n{_next_steps(advice.asked, file, explain=own.explain)}")
+  print(f"\n{_next_steps(advice, file, named, explain=own.explain)}")
+
+
+def _check_options(own: AdviseArguments) -> None:
+  if own.json and (own.explain or own.explore):
+    raise UserError(
+      "--json has every rule in it, and is printed before anything is compiled; leave out --explain "
+      "and --explore"
+    )
 
 
 def _advise_post_training(arguments: Arguments[AdviseArguments], config: Config) -> None:
   own, keys = arguments.own, arguments.configuration
+  if own.explain or own.explore or own.plot:
+    raise UserError(
+      "--explain, --explore and --plot are of the batch of supervised training; leave them out, or "
+      "num_generations=-1"
+    )
   advice = advise_post_training(config, own.pairs, _place(config), own.from_run)
   file = own.write or "advice.yml"
   write_output("--write", file, configuration(advice.keys, keys, _command(arguments)).encode())
@@ -173,7 +195,7 @@ def _answer(config: Config, keys: Sequence[str], own: AdviseArguments) -> tuple[
     rate_found_at=max(own.rate_found_at, 0),
     ramp=own.ramp,
   )
-  asked = ask(config, wishes, place, _mesh(config, own.num_devices), _given(config, keys))
+  asked = ask(config, wishes, place, _mesh(config, place, own.num_devices), _given(config, keys))
   advice = advise(asked, measured_by(own.from_run, asked.tokens))
   advised = load_config([*keys, *map(_argument, advice.keys.items())])
   return advice, timed(advice, plan_batches(advised.batch, advised.run, layout(advice)))
@@ -185,9 +207,16 @@ def _whole(argument: str) -> str:
   return f"{found[1]}={float(found[2]):.0f}" if found else argument
 
 
-def _mesh(config: Config, num_devices: int) -> Topology:
-  """Of the configuration, for where no slice divides the batch."""
-  return count_devices(config, num_devices).layout
+def _mesh(config: Config, place: Place | None, num_devices: int) -> Topology:
+  """That divides the batch: the configuration's where no slice is named, whose meshes are all tried."""
+  if place is None:
+    return count_devices(config, num_devices).layout
+  if num_devices:
+    raise UserError(
+      f"compile_topology={place.name} already says how many devices there are; leave out "
+      f"num_devices={num_devices}"
+    )
+  return Topology((place.devices_per_slice, 1, 1, 1), (place.slices, 1, 1, 1))
 
 
 def _given(config: Config, keys: Sequence[str]) -> frozenset[str]:
@@ -208,15 +237,22 @@ def _command(arguments: Arguments[AdviseArguments]) -> str:
   return " ".join([*arguments.configuration, *(f"{key}={given[key]}" for key in asked)])
 
 
-def _next_steps(asked: Asked, file: str, *, explain: bool) -> str:
-  place = f" {' '.join(map(_argument, asked.place.keys.items()))}" if asked.place else ""
-  lines = [
-    f"Written to {file}. Next:",
-    f"  python -m maxbatch.plan config={file}{place}",
-    f"  python -m maxbatch.train config={file}",
+def _next_steps(advice: Advice, file: str, named: Collection[str], *, explain: bool) -> str:
+  asked = advice.asked
+  place = [f"    {' '.join(map(_argument, asked.place.keys.items()))}"] if asked.place else []
+  more = " \\" if place else ""
+  lines = [f"Written to {file}. Next:", f"  python -m maxbatch.plan config={file}{more}", *place]
+  if place:
+    lines += [f"  python -m maxbatch.train config={file} compile_only=true{more}", *place]
+  lines.append(f"  python -m maxbatch.train config={file}")
+  now = to_flat_dict(asked.config)
+  replaced = [
+    key for key in _MESH if key in named and str(advice.keys.get(key, now[key])) != str(now[key])
   ]
-  if asked.place:
-    lines[2:2] = [f"  python -m maxbatch.train config={file} compile_only=true \\", f"   {place}"]
+  if replaced:
+    lines += wrapped(
+      f"Replaced, which were asked for: {' '.join(f'{k}={now[k]}' for k in replaced)}", ""
+    )
   if not explain:
     lines.append("--explain says where every rule is from, and what speaks against it.")
   return "\n".join(lines)

@@ -236,6 +236,33 @@ def test_the_advice_builds_on_a_file_of_ones_own(capsys, folder):
   ask(capsys, *arguments, "--write", "elsewhere/advice.yml")
 
 
+def test_a_batch_of_ones_own_stays_and_what_divides_better_is_priced(capsys):
+  found = answer(capsys, *LLAMA, "batch_size=1000")
+  assert found["batch"]["samples"] == 992
+  priced = {one["keys"]["batch_size"]: one["days"] for one in found["neighbours"]}
+  assert priced["1024"] < found["run"]["days"]
+  assert "768" in priced
+  text = ask(capsys, *LLAMA, "tokens_per_step=4194304", "ici_fsdp_parallelism=64")
+  assert text.startswith("1,024 samples of 4,096 tokens a step")
+  assert "Your own batch stays" in text
+  assert "Replaced, which were asked for: ici_fsdp_parallelism=64" in text
+  assert load_config(["config=advice.yml"]).batch.tokens_per_step == -1
+
+
+def test_what_the_advice_does_not_speak_of_is_refused(capsys):
+  for asked, words in {
+    "micro_batch_size=2": "is what the advice chooses",
+    "batch_schedule=[[0,8]]": "the ramp is what the advice chooses",
+    "steps=100": "leave it out, or steps=-1",
+    "pipeline_schedule=1f1b": "for example pipeline_schedule=none",
+    "lora_rank=8": "say nothing of adapters",
+    "num_devices=8": "leave out num_devices=8",
+    "compile_topology=v5p-17920": "power of 2",
+    "--json --explain": "--json has every rule in it",
+  }.items():
+    assert words in refusal(capsys, *LLAMA, *asked.split())
+
+
 @settings(max_examples=20)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 8))
 def test_the_overhead_of_a_ramp_is_the_integral(starts, unit):

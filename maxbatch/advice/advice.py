@@ -13,7 +13,18 @@ from maxbatch.advice.measured import Measured
 from maxbatch.advice.ramp import RampPhase, overhead, ramp
 from maxbatch.advice.rounding import dividing, round_batch, whole_steps
 from maxbatch.advice.settings import Settings, settings
-from maxbatch.advice.slices import Curve, Goal, Point, common_unit, curves, nearest, point, split_of
+from maxbatch.advice.slices import (
+  Curve,
+  Goal,
+  Point,
+  common_unit,
+  curves,
+  multiple,
+  nearest,
+  point,
+  split_of,
+  step_around,
+)
 from maxbatch.batch.arithmetic import micro_batch_of, samples_of, tokens_of
 from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan
@@ -23,6 +34,10 @@ from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit
 from maxbatch.estimate.step_roofline import step_roofline
 
+_NEAR = 1.25
+"""So near another batch is as good as the one that the rules say: they agree no better."""
+_SAME = ("global_batch_to_train", "tokens_per_step")
+"""Other keys of what batch_size is."""
 _FREE_SECONDS = 1.03
 """A microbatch that divides every phase may make the step so much slower: it saves a compilation."""
 
@@ -111,14 +126,15 @@ def _running(asked: Asked, sizes: Sizes, advised: Settings) -> Running:
 
 def _sizes(asked: Asked, size: BatchSize) -> Sizes:
   """The batch in samples that the place divides, with its ramp and its split."""
-  exact = size.tokens / asked.length
-  wanted = round_batch(exact)
+  exact = float(asked.own_batch or size.tokens / asked.length)
+  wanted = max(1, round(exact)) if asked.own_batch else round_batch(exact)
   if asked.place is None:
     samples = dividing(wanted, asked.mesh)
     unit = asked.mesh.num_batch_groups
     return Sizes(samples, _phases(asked, size, samples, unit), 0, None)
-  near = nearest(asked, asked.place, wanted)
-  samples = min(near, key=lambda each: abs(each - exact))
+  samples = nearest(asked, asked.place, wanted)
+  if not asked.own_batch:
+    samples = _faster(asked, size, samples)
   split = split_of(asked, asked.place, samples)
   unit = _micro_batch(split)
   phases = _phases(asked, size, samples, min(unit, split.mesh.num_batch_groups))
@@ -135,7 +151,8 @@ def _sizes(asked: Asked, size: BatchSize) -> Sizes:
 def _phases(asked: Asked, size: BatchSize, samples: int, unit: int) -> list[RampPhase]:
   if not asked.wishes.ramp or samples % unit:
     return [RampPhase(0.0, samples)]
-  share = tokens_of(samples, asked.length) / size.tokens
+  # A batch of one's own has an overhead of its own, which its ramp keeps to.
+  share = 1.0 if asked.own_batch else tokens_of(samples, asked.length) / size.tokens
   return ramp(samples, unit, asked.tokens, share)
 
 
@@ -162,17 +179,31 @@ def _step(asked: Asked, split: BatchSplit, per_device: Fraction, num_microbatche
   )
 
 
+def _faster(asked: Asked, size: BatchSize, samples: int) -> int:
+  """A batch of whole samples on every device instead, where it is near and sooner at the same loss."""
+  assert asked.place
+  whole = multiple(asked.place, size.tokens / asked.length)
+  if not whole or max(whole / samples, samples / whole) > _NEAR:
+    return samples
+  goal = Goal(asked.tokens, size.critical_tokens)
+  found = {}
+  for each in (samples, whole):
+    with contextlib.suppress(UserError):
+      found[each] = point(asked, goal, asked.place, each).seconds
+  return min(found, key=lambda each: found[each], default=samples)
+
+
 def _neighbours(asked: Asked, goal: Goal, sizes: Sizes) -> list[Point]:
-  """About a quarter below and above, in whole microbatches, with their price."""
+  """The batches about a quarter below and above, as they divide, with their price."""
   if asked.place is None:
     return []
-  unit, found = sizes.micro_batch, list[Point]()
-  for factor, side in ((0.75, -1), (1.25, 1)):
-    near = round(factor * sizes.samples / unit) * unit
-    size = near if near != sizes.samples else sizes.samples + side * unit
+  apart = step_around(asked.place, sizes.samples, sizes.micro_batch)
+  below, above = (sizes.samples - 1) // apart * apart, (sizes.samples // apart + 1) * apart
+  found = list[Point]()
+  for each in (below or sizes.samples // 2, above):
     # A smaller one may divide no more, a larger one leave no memory.
     with contextlib.suppress(UserError):
-      found += [point(asked, goal, asked.place, size)] if size > 0 else []
+      found += [point(asked, goal, asked.place, each)] if each else []
   return found
 
 
@@ -188,6 +219,7 @@ def _keys(asked: Asked, sizes: Sizes, advised: Settings) -> dict[str, object]:
   }
   if run.schedule_unit == "steps":
     keys |= _in_samples(asked, sizes.samples)
+  keys |= {key: -1 for key in _SAME if key in asked.given}
   keys["batch_size"] = sizes.samples
   if sizes.split:
     keys |= {key: _number(value) for key, value in sizes.split.keys.items()}

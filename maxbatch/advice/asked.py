@@ -1,8 +1,10 @@
 """The question: a model, tokens, a slice, and what matters to who asks."""
 
 import dataclasses
+from fractions import Fraction
 
 from maxbatch.advice.place import Place
+from maxbatch.batch.solve import given_sizes
 from maxbatch.batch.topology import Topology
 from maxbatch.batch_rules.chinchilla import expected_loss
 from maxbatch.batch_rules.rule import Training
@@ -40,6 +42,12 @@ class Asked:
   """The configuration's own, which divides the batch where no place is given."""
   given: frozenset[str]
   """Keys that were set by hand."""
+
+  @property
+  def own_batch(self) -> Fraction | None:
+    """Samples of a step that were asked for by hand; None: the rules say how many."""
+    given = given_sizes(self.config.batch).batch
+    return given.size if given else None
 
   @property
   def tokens(self) -> float:

@@ -54,7 +54,7 @@ def _batch_and_slice(advice: Advice) -> Iterator[str]:
   best = max(
     (one.split.step.utilisation for curve in advice.curves for one in curve.points), default=0.0
   )
-  wanted = advice.size.tokens / advice.asked.length
+  wanted = float(advice.asked.own_batch or advice.size.tokens / advice.asked.length)
   if here.split.batch > 1.25 * wanted:
     yield (
       f"The slice is large for the data: it divides no batch between {wanted:,.0f} samples, which the "

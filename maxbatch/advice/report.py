@@ -87,6 +87,11 @@ def _batch(advice: Advice) -> Iterator[str]:
     f"together {short(size.low)} to {short(size.high)} at a data overhead of "
     f"{size.data_overhead:g}; taken {short(size.tokens)}, the middle"
   )
+  if advice.asked.own_batch:
+    yield from wrapped(
+      f"Your own batch stays: {short(advice.batch_tokens)} tokens, a data overhead of "
+      f"{advice.constant_overhead:.2g} by the middle of the rules."
+    )
   yield from wrapped(
     f"A batch of x·Bcrit takes (1 + x) times the data of a small one, and (1 + 1/x) times the "
     f"fewest steps: at x = {size.data_overhead:g}, {size.data_overhead:.0%} more data and "
@@ -145,9 +150,14 @@ def _changed(one: Measured, advice: Advice) -> str:
 def _ramp(advice: Advice, planned: Planned) -> Iterator[str]:
   phases = planned.plan.phases
   if len(advice.sizes.phases) == 1:
+    if advice.asked.wishes.ramp:
+      yield "No ramp"
+      yield from wrapped(
+        f"Half of {advice.sizes.samples:,} samples would not be whole samples of every data-parallel group."
+      )
     return
   yield "Ramp: double where twice the batch keeps to the overhead (zhang-growth)"
-  head = ("from sample", "from token", "batch", "steps", "learning rate", "β2", "weight decay")
+  head = ("from sample", "from token", "batch", "steps", "rate", "β2", "decay")
   rows: list[tuple[str, ...]] = [head]
   for phase, setting in zip(phases, advice.settings.phases, strict=False):
     rows.append(
@@ -214,9 +224,11 @@ def _split(advice: Advice) -> Iterator[str]:
     f"{step.step_seconds:.3g} s a step, about {step.peak_bytes / _GIB:.3g} of "
     f"{step.capacity_bytes / _GIB:.4g} GiB, limited by {step.limited_by}"
   )
-  exact = advice.size.tokens / advice.asked.length
+  own = advice.asked.own_batch
+  exact = float(own or advice.size.tokens / advice.asked.length)
+  who = "You ask" if own else "The rules ask"
   yield from wrapped(
-    f"The rules ask for {exact:,.0f} samples; batches near that which divide, held constant, to "
+    f"{who} for {exact:,.0f} samples; batches near that which divide, held constant, to "
     "the same loss:"
   )
   points = sorted([here, *advice.neighbours], key=lambda one: one.split.batch)

@@ -2,15 +2,20 @@
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Sequence
 
 from maxbatch.advice.asked import Asked
+from maxbatch.batch.learning_rate import COUPLINGS
 from maxbatch.batch_rules.malladi import RATE as SQUARE_ROOT
 from maxbatch.batch_rules.marek import SECOND_MOMENT, half_life_tokens
 from maxbatch.batch_rules.power_lines import WEIGHT_DECAY
 from maxbatch.batch_rules.registry import rate_rules, scaling_rules
 from maxbatch.batch_rules.rule import RateRule
 from maxbatch.config.schema import OptimizerConfig
+
+_LARGEST_B2 = 0.999999
+"""That the configuration takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,51 +72,20 @@ def settings(asked: Asked, phases: Sequence[float], critical_tokens: float) -> S
     phases: tokens of a step in each phase.
     critical_tokens: the critical batch that is reckoned with.
   """
-  optimizer, here = asked.config.optimizer, phases[-1]
-  found_at = float(asked.wishes.rate_found_at)
-  if found_at:
-    said = _carried(optimizer.learning_rate, found_at, here, critical_tokens)
-    rate = next(one.carried for one in said if one.name == SQUARE_ROOT.name)
-    why = "yours, by the square root of the batch (malladi-rate)"
-  elif "learning_rate" in asked.given or not _is_adam(optimizer):
-    said = _by_rules(asked, here)
-    rate = optimizer.learning_rate
-    why = "yours, as it is: rate_found_at=TOKENS would carry it over"
-    if not _is_adam(optimizer):
-      said, why = [], f"yours: no rule here speaks of opt_type={optimizer.opt_type}"
-  else:
-    said = _by_rules(asked, here)
-    rate = _rounded(math.exp(sum(math.log(one.carried) for one in said) / len(said)))
-    why = "the mean of what two rules say, each carried here by the square root (malladi-rate)"
-  found_b2 = optimizer.adam_b2
-  b2 = SECOND_MOMENT.scaled(found_b2, here / found_at, 1.0) if found_at else found_b2
-  decays = _is_adam(optimizer) and optimizer.opt_type != "muon"
-  own_decay = "adam_weight_decay" in asked.given or not decays
-  coupling = _coupling(asked)
-  exponent = {"sqrt": 0.5, "linear": 1.0, "none": 0.0}[coupling]
-  of_phases = []
-  for tokens in phases:
-    of_phase = rate * (tokens / here) ** exponent
-    of_phases.append(
-      PhaseSettings(
-        tokens,
-        of_phase,
-        SECOND_MOMENT.scaled(b2, tokens / here, 1.0),
-        optimizer.adam_weight_decay
-        if own_decay
-        else _rounded(WEIGHT_DECAY.weight_decay(asked.training, tokens, of_phase)),
-      )
-    )
-  advised: dict[str, object] = {"learning_rate": _rounded(rate)}
+  here = phases[-1]
+  rate, why, said = _rate(asked, here, critical_tokens)
+  b2, coupling = _second_moment(asked, here), _coupling(asked)
+  of_phases = [_at(asked, tokens, here, rate, b2, coupling) for tokens in phases]
+  advised: dict[str, object] = {"learning_rate": rate}
   if len(phases) > 1:
     advised["learning_rate_batch_coupling"] = coupling
-  if found_at:
-    advised["adam_b2"] = round(b2, 6)
-  if not own_decay:
+  if asked.wishes.rate_found_at:
+    advised["adam_b2"] = b2
+  if not _keeps_decay(asked):
     advised["adam_weight_decay"] = of_phases[-1].adam_weight_decay
   return Settings(
-    opt_type=optimizer.opt_type,
-    learning_rate=_rounded(rate),
+    opt_type=asked.config.optimizer.opt_type,
+    learning_rate=rate,
     why=why,
     said=said,
     b2_half_life_tokens=half_life_tokens(b2, here) if 0 < b2 < 1 else 0.0,
@@ -119,6 +93,52 @@ def settings(asked: Asked, phases: Sequence[float], critical_tokens: float) -> S
     coupling=coupling,
     advised=advised,
   )
+
+
+def _rate(
+  asked: Asked, here: float, critical_tokens: float
+) -> tuple[float, str, Sequence[RateSaid]]:
+  """The rate at a batch, why, and what the rules say."""
+  optimizer, found_at = asked.config.optimizer, float(asked.wishes.rate_found_at)
+  own = optimizer.learning_rate
+  if found_at:
+    said = _carried(own, found_at, here, critical_tokens)
+    rate = next(one.carried for one in said if one.name == SQUARE_ROOT.name)
+    return _rounded(rate, 3), f"yours, by the square root of the batch ({SQUARE_ROOT.name})", said
+  if not _is_adam(optimizer):
+    return own, f"yours: no rule here speaks of opt_type={optimizer.opt_type}", []
+  said = [_of_rule(rule, asked, here) for rule in rate_rules()]
+  if "learning_rate" in asked.given:
+    return own, "yours, as it is: rate_found_at=TOKENS would carry it over", said
+  mean = math.exp(statistics.fmean(math.log(one.carried) for one in said))
+  why = f"the mean of what two rules say, each carried here by the square root ({SQUARE_ROOT.name})"
+  return _rounded(mean), why, said
+
+
+def _second_moment(asked: Asked, here: float) -> float:
+  """adam_b2 at a batch: the run's own, with its half-life in tokens where its batch is known."""
+  own, found_at = asked.config.optimizer.adam_b2, float(asked.wishes.rate_found_at)
+  if not found_at:
+    return own
+  return min(round(SECOND_MOMENT.scaled(own, here / found_at, 1.0), 6), _LARGEST_B2)
+
+
+def _at(
+  asked: Asked, tokens: float, here: float, rate: float, b2: float, coupling: str
+) -> PhaseSettings:
+  """At the batch of a phase."""
+  of_phase = rate * (tokens / here) ** COUPLINGS[coupling]
+  decay = asked.config.optimizer.adam_weight_decay
+  if not _keeps_decay(asked):
+    decay = _rounded(WEIGHT_DECAY.weight_decay(asked.training, tokens, of_phase))
+  return PhaseSettings(tokens, of_phase, SECOND_MOMENT.scaled(b2, tokens / here, 1.0), decay)
+
+
+def _keeps_decay(asked: Asked) -> bool:
+  """Whether the weight decay is not advised: it was set by hand, or no rule speaks of it."""
+  optimizer = asked.config.optimizer
+  has_rate = optimizer.learning_rate > 0 or "learning_rate" not in asked.given
+  return "adam_weight_decay" in asked.given or not _is_adam(optimizer) or not has_rate
 
 
 def _is_adam(optimizer: OptimizerConfig) -> bool:
@@ -131,10 +151,6 @@ def _coupling(asked: Asked) -> str:
   if own != "auto":
     return own
   return "linear" if asked.config.optimizer.opt_type == "sgd" else "sqrt"
-
-
-def _by_rules(asked: Asked, here: float) -> list[RateSaid]:
-  return [_of_rule(rule, asked, here) for rule in rate_rules()]
 
 
 def _of_rule(rule: RateRule, asked: Asked, here: float) -> RateSaid:
@@ -151,6 +167,6 @@ def _carried(rate: float, at: float, here: float, critical_tokens: float) -> lis
   ]
 
 
-def _rounded(value: float) -> float:
+def _rounded(value: float, digits: int = 2) -> float:
   """Two digits, which is more than is known."""
-  return float(f"{value:.2g}")
+  return float(f"{value:.{digits}g}")

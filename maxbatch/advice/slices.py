@@ -81,9 +81,33 @@ class Goal:
     return self.small_batch_tokens * data_factor(batch_tokens / self.critical_tokens)
 
 
-def nearest(asked: Asked, place: Place, samples: int) -> list[int]:
-  """The batches next to `samples` that the place can divide, or itself."""
-  return divisible_batches(asked.work, place.devices_per_slice, max(samples, 1), place.slices)
+def nearest(asked: Asked, place: Place, samples: float) -> int:
+  """The batch next to `samples` that the place can divide.
+
+  Raises:
+    UserError: no mesh of the place divides the model.
+  """
+  whole = max(1, round(samples))
+  near = divisible_batches(asked.work, place.devices_per_slice, whole, place.slices)
+  if not near:
+    raise UserError(
+      f"compile_topology={place.name}: {place.devices_per_slice} devices divide neither the model's "
+      "width nor its heads; take a slice whose chips are a power of 2"
+    )
+  return min(near, key=lambda size: abs(size - samples))
+
+
+def multiple(place: Place, samples: float) -> int:
+  """The multiple of the place's devices next to `samples`; 0 below half of them."""
+  unit = place.slices * place.devices_per_slice
+  return round(samples / unit) * unit
+
+
+def step_around(place: Place, samples: int, micro_batch: int) -> int:
+  """About a quarter of a batch, in whole samples of each device, or else in whole microbatches."""
+  devices = place.slices * place.devices_per_slice
+  unit = devices if devices <= samples else micro_batch
+  return max(1, round(samples / unit / 4)) * unit
 
 
 def split_of(asked: Asked, place: Place, samples: int) -> BatchSplit:
@@ -145,12 +169,10 @@ class Curve:
 
 def curve(asked: Asked, goal: Goal, place: Place, samples: int) -> Curve | None:
   """Time against data on a place, for batches around `samples`; None if the model does not fit."""
-  sizes = {
-    min(
-      nearest(asked, place, round(samples * factor)), key=lambda size: abs(size - factor * samples)
-    )
-    for factor in _LADDER
-  }
+  try:
+    sizes = {nearest(asked, place, factor * samples) for factor in _LADDER}
+  except UserError:
+    return None
   found: list[Point] = []
   worse = 0
   for size in sorted(sizes):
