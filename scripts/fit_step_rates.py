@@ -14,6 +14,7 @@ other models.
 
 import collections
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -27,7 +28,13 @@ from scipy.optimize import nnls
 from maxbatch.config.load import load_config
 from maxbatch.estimate import step_rates
 from maxbatch.estimate.chips import CHIPS
-from maxbatch.estimate.compiled_steps import FILE, CompiledStep, compiled_steps, read_report
+from maxbatch.estimate.compiled_steps import (
+  FILE,
+  CompiledStep,
+  compiled_steps,
+  named,
+  read_report,
+)
 from maxbatch.estimate.step_memory import memory_work, state_bytes
 from maxbatch.estimate.step_rates import StepRates
 from maxbatch.estimate.step_roofline import is_wide, link_seconds, step_roofline
@@ -95,14 +102,16 @@ def read(paths: Sequence[str]) -> None:
   files = [pathlib.Path(path) for path in paths] or sorted(OUT.glob("*/compile_report.txt"))
   found = {step.name: step for step in compiled_steps()}
   for file in files:
-    found |= {step.name: step for step in read_report(file.read_text())}
+    text = file.read_text()
+    found |= {step.name: step for step in read_report(text, work_of(*named(text)))}
   rows = [json.dumps(dataclasses.asdict(found[name])) for name in sorted(found)]
   FILE.write_text("[\n" + ",\n".join(f"  {row}" for row in rows) + "\n]\n")
 
 
-def work_of(step: CompiledStep) -> StepWork:
-  """The work of a shipped model's step."""
-  keys = ["config=base", f"model_name={step.model_name}", f"max_target_length={step.length}"]
+@functools.cache
+def work_of(model: str, length: int) -> StepWork:
+  """The work of a shipped model in bfloat16."""
+  keys = ["config=base", f"model_name={model}", f"max_target_length={length}"]
   return step_work(load_config([*keys, "precision=bfloat16"]))
 
 
@@ -145,7 +154,7 @@ def seconds(steps: Sequence[CompiledStep]) -> dict[str, float]:
   for step in steps:
     if not step.parts:
       continue
-    work, chip = work_of(step), CHIPS[step.generation]
+    work, chip = work_of(step.model_name, step.length), CHIPS[step.generation]
     asked = microbatch_work(work, chip, step.mesh, Fraction(step.per_device), step.remat)
     waits = of_gathers(step, work)
     for group in GROUPS:
@@ -174,7 +183,7 @@ def waiting(steps: Sequence[CompiledStep]) -> dict[str, float]:
   """How long computing waits for collectives, in what gathers and reductions take on the links."""
   equations = Equations()
   for step in steps:
-    work, chip = work_of(step), CHIPS[step.generation]
+    work, chip = work_of(step.model_name, step.length), CHIPS[step.generation]
     links = link_seconds(work, chip, step.mesh, Fraction(step.per_device), step.remat)
     if not step.parts or step.tensor > 1 or weight_shards(work, step.mesh)[0] == 1:
       continue
@@ -188,7 +197,7 @@ def memory(steps: Sequence[CompiledStep]) -> dict[str, float]:
   """How many copies of what is counted lie in memory."""
   equations = Equations()
   for step in steps:
-    work = work_of(step)
+    work = work_of(step.model_name, step.length)
     held = memory_work(work, step.mesh, Fraction(step.per_device), step.remat)
     activations = step.peak_bytes - state_bytes(work, step.mesh)
     # One copy of what is kept for the backward pass there must be.
@@ -230,7 +239,7 @@ def predicted(steps: Sequence[CompiledStep]) -> list[tuple[float, float]]:
 def ratios(step: CompiledStep, rates: StepRates) -> tuple[float, float]:
   """Estimated over compiled: seconds of a microbatch, bytes at the peak."""
   place = CHIPS[step.generation], step.mesh, Fraction(step.per_device)
-  found = step_roofline(work_of(step), *place, 1, step.remat, rates)
+  found = step_roofline(work_of(step.model_name, step.length), *place, 1, step.remat, rates)
   return found.microbatch_seconds / step.microbatch_seconds, found.peak_bytes / step.peak_bytes
 
 

@@ -16,7 +16,7 @@ from maxbatch.estimate.best_split import (
   splits,
 )
 from maxbatch.estimate.chips import CHIPS
-from maxbatch.estimate.compiled_steps import compiled_steps, read_report
+from maxbatch.estimate.compiled_steps import compiled_steps, read_report, remember
 from maxbatch.estimate.step_rates import step_rates
 from maxbatch.estimate.step_roofline import StepRoofline, step_roofline
 from maxbatch.estimate.step_work import RematPolicy, StepWork, step_work
@@ -187,7 +187,7 @@ EXPLORED = """   micro_batch_size  microbatches        peak memory     step  sam
 
 
 def test_a_compile_report_is_read_and_what_explore_tried():
-  larger, step = read_report(EXPLORED + REPORT)
+  larger, step = read_report(EXPLORED + REPORT, LLAMA)
   assert (step.model_name, step.generation, step.fsdp) == ("llama2-7b", "v5e", 256)
   assert (step.per_device, step.remat, step.compute_bytes) == ("4", "full", 2)
   assert (step.microbatch_seconds, step.waits) == (3.472, 0.134)
@@ -195,9 +195,21 @@ def test_a_compile_report_is_read_and_what_explore_tried():
   assert step.state_bytes == pytest.approx(0.392 * 2**30)
   assert (larger.per_device, larger.remat, larger.parts) == ("16", "full", {})
   assert larger.microbatch_seconds == pytest.approx(13.504)
-  assert larger.model_flops == pytest.approx(4 * step.model_flops)
+
+
+def test_what_a_user_compiled_comes_before_estimates_and_the_table():
+  before = llama()
+  remember("a pipeline's report", LLAMA)
+  remember(REPORT.replace("3.472 s a", "3.000 s a"), LLAMA)
+  found = llama()
+  assert (found.how, found.microbatch_seconds) == ("compiled", pytest.approx(3.0))
+  assert before.microbatch_seconds != 3.0
+  other = dataclasses.replace(LLAMA.model, num_vocab_tiling=8)
+  tiled = dataclasses.replace(LLAMA, model=other)
+  place = V5E, mesh(fsdp=256), Fraction(4)
+  assert step_roofline(tiled, *place, 1, "full").how == "estimated"
 
 
 def test_what_is_no_report_of_a_slice_is_refused():
   with pytest.raises(UserError, match="no compile report"):
-    read_report("Compile report: of something else")
+    read_report("Compile report: of something else", LLAMA)

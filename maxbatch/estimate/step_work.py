@@ -9,6 +9,9 @@ feed-forward layer, N query and K key/value heads of H, V vocabulary, T tokens o
 """
 
 import dataclasses
+import functools
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from fractions import Fraction
@@ -17,7 +20,7 @@ from typing import Literal
 from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.estimate.chips import Chip
-from maxbatch.hugging_face.model_keys import layer_types
+from maxbatch.hugging_face.model_keys import PLAIN, SHAPE, layer_types
 
 RematPolicy = Literal["none", "minimal", "full"]
 Part = Literal["attention", "mlp", "norm", "head", "embedding", "other"]
@@ -114,6 +117,17 @@ class StepWork:
     wanted = min(self.length, math.ceil(held / _TILE_BYTES))
     equal = next(n for n in range(wanted, self.length + 1) if self.length % n == 0)
     return equal if equal <= 2 * wanted else wanted
+
+
+@functools.lru_cache(maxsize=256)
+def work_digest(work: StepWork) -> str:
+  """What a step's work is known again by: a hash of all keys that change what is computed."""
+  model = dataclasses.asdict(work.model)
+  keys = {key: model[key] for key in (*SHAPE, *PLAIN, "num_vocab_tiling", "scan_layers")}
+  is_slow = work.model.attention == "dot_product"
+  others = (work.length, work.compute_bytes, work.weight_bytes, work.optimizer_bytes, is_slow)
+  found = json.dumps([keys, others, work.model.lora_rank], sort_keys=True)
+  return hashlib.sha256(found.encode()).hexdigest()[:16]
 
 
 def step_work(config: Config) -> StepWork:
