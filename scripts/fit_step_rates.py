@@ -25,6 +25,7 @@ from fractions import Fraction
 import numpy as np
 from scipy.optimize import nnls
 
+from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.estimate import step_rates
 from maxbatch.estimate.chips import CHIPS
@@ -77,6 +78,21 @@ GROUPS: tuple[tuple[Part, ...], ...] = (
   ("head",),
   ("embedding",),
 )
+# Compiled before, of which docs/compile.md has the utilisation alone: model, keys, generation, devices, tokens
+# of a row, samples per device, utilisation.
+_70B = (
+  "base_emb_dim=8192",
+  "base_num_decoder_layers=80",
+  "base_num_query_heads=64",
+  "base_num_kv_heads=8",
+  "base_mlp_dim=28672",
+)
+_BF16_WEIGHTS = ("weight_dtype=bfloat16", "weight_rounding=stochastic")
+UNSEEN: list[tuple[str, tuple[str, ...], str, int, int, int, float]] = [
+  ("llama2-7b", _70B, "v5e", 256, 2048, 2, 0.547),
+  ("llama3.2-1b", _BF16_WEIGHTS, "v6e", 8, 2048, 4, 0.173),
+  ("mistral-7b", (), "v6e", 8, 8192, 3, 0.283),
+]
 DIGITS = 4
 GIB = 2**30
 
@@ -109,10 +125,10 @@ def read(paths: Sequence[str]) -> None:
 
 
 @functools.cache
-def work_of(model: str, length: int) -> StepWork:
+def work_of(model: str, length: int, *keys: str) -> StepWork:
   """The work of a shipped model in bfloat16."""
-  keys = ["config=base", f"model_name={model}", f"max_target_length={length}"]
-  return step_work(load_config([*keys, "precision=bfloat16"]))
+  shipped = ["config=base", f"model_name={model}", f"max_target_length={length}"]
+  return step_work(load_config([*shipped, "precision=bfloat16", *keys]))
 
 
 class Equations:
@@ -258,6 +274,21 @@ def table() -> Iterator[str]:
     )
 
 
+def unseen() -> Iterator[str]:
+  """Utilisation of steps that are not in the table, estimated and compiled, in Markdown."""
+  yield "| step | utilisation, estimate | compiled | ratio |"
+  yield "|---|---|---|---|"
+  for model, keys, generation, chips, length, size, compiled in UNSEEN:
+    work, mesh = work_of(model, length, *keys), Topology((1, chips, 1, 1), (1, 1, 1, 1))
+    place = CHIPS[generation], mesh, Fraction(size)
+    found = step_roofline(work, *place, 1, "full", step_rates.step_rates()).utilisation
+    name = f"{model} {' '.join(keys)}".strip()
+    yield (
+      f"| {name}, {chips} × {generation}, {size} × {length:,} tokens, full | {found:.1%} | "
+      f"{compiled:.1%} | {found / compiled:.2f} |"
+    )
+
+
 def fit() -> None:
   """Writes the rates."""
   steps = compiled_steps()
@@ -281,7 +312,7 @@ def main(arguments: Sequence[str]) -> int:
   elif command == "fit":
     fit()
   else:
-    print("\n".join(table()))
+    print("\n".join([*table(), "", *unseen()]))
   return 0
 
 

@@ -19,7 +19,7 @@ from maxbatch.estimate.chips import CHIPS
 from maxbatch.estimate.compiled_steps import compiled_steps, read_report, remember
 from maxbatch.estimate.step_rates import step_rates
 from maxbatch.estimate.step_roofline import StepRoofline, step_roofline
-from maxbatch.estimate.step_work import RematPolicy, StepWork, step_work
+from maxbatch.estimate.step_work import RematPolicy, StepWork, microbatch_work, step_work
 
 V5E = CHIPS["v5e"]
 
@@ -213,3 +213,26 @@ def test_what_a_user_compiled_comes_before_estimates_and_the_table():
 def test_what_is_no_report_of_a_slice_is_refused():
   with pytest.raises(UserError, match="no compile report"):
     read_report("Compile report: of something else", LLAMA)
+
+
+@pytest.mark.parametrize(
+  ("model", "length", "per_device", "remat", "teraflops"),
+  [
+    ("llama2-7b", 2048, 4, "full", 431.4),
+    ("llama3-8b", 2048, 4, "full", 476.6),
+    ("olmo2-7b", 4096, 4, "full", 986.0),
+    ("qwen3-0.6b", 1024, 8, "full", 40.36),
+    ("gpt2-small", 1024, 8, "none", 6.768),
+  ],
+)
+def test_the_products_are_those_of_the_compiled_programs(
+  model: str, length: int, per_device: int, remat: RematPolicy, teraflops: float
+):
+  """As compile_only counts them in the program, with a causal half of the attention's."""
+  work = work_of(model, f"max_target_length={length}", "precision=bfloat16")
+  exact = dataclasses.replace(V5E, matrix_unit=1)
+  parts = microbatch_work(work, exact, mesh(fsdp=16), Fraction(per_device), remat).values()
+  blocks = length // 512
+  kernels = sum(part.kernels for part in parts) * blocks / (blocks + 1)
+  products = sum(part.products for part in parts)
+  assert (products + kernels) / 1e12 == pytest.approx(teraflops, rel=2e-4)
