@@ -6,7 +6,7 @@
     .venv/bin/python scripts/fit_step_rates.py table              # estimate, compiled, ratio
 
 `compile` leaves out what runs/step_rates already has; delete that folder after the step has changed. Then
-`read` (of these reports, where none is named) and `fit`. The fit is one linear least squares with rates
+`read` without a name, which makes the table anew from these reports, and `fit`. The fit is one linear least squares with rates
 of at least zero, of every part of every case, each weighted by the case's step; the rates are of chips and
 operations, never of a model. `table` also says what each step is predicted as with the rates of all
 other models.
@@ -53,6 +53,8 @@ OUT = pathlib.Path("runs/step_rates")
 # Model, slice, tokens of a row, samples per device, remat policy, devices that share a layer.
 CASES: list[tuple[str, str, int, int, str, int]] = [
   ("llama2-7b", "v5e-256", 2048, 4, "full", 1),
+  ("llama2-7b", "v5e-256", 2048, 1, "full", 1),
+  ("llama2-7b", "v5e-256", 2048, 16, "full", 1),
   ("llama3-8b", "v5e-256", 2048, 4, "full", 1),
   ("llama2-7b", "v6e-64", 2048, 4, "full", 1),
   ("llama3-8b", "v6e-64", 2048, 4, "full", 1),
@@ -114,9 +116,10 @@ def compile_cases() -> None:
 
 
 def read(paths: Sequence[str]) -> None:
-  """Puts the steps of reports into the table; a step that it has is replaced."""
+  """Puts the steps of reports into the table, where a step replaces its like; without any, makes the
+  table anew from what `compile` has made."""
   files = [pathlib.Path(path) for path in paths] or sorted(OUT.glob("*/compile_report.txt"))
-  found = {step.name: step for step in compiled_steps()}
+  found = {step.name: step for step in compiled_steps()} if paths else {}
   for file in files:
     text = file.read_text()
     found |= {step.name: step for step in read_report(text, work_of(*named(text)))}

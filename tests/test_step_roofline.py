@@ -20,6 +20,7 @@ from maxbatch.estimate.compiled_steps import compiled_steps, read_report, rememb
 from maxbatch.estimate.step_rates import step_rates
 from maxbatch.estimate.step_roofline import StepRoofline, step_roofline
 from maxbatch.estimate.step_work import RematPolicy, StepWork, microbatch_work, step_work
+from maxbatch.training.loss import num_tiles
 
 V5E = CHIPS["v5e"]
 
@@ -236,3 +237,10 @@ def test_the_products_are_those_of_the_compiled_programs(
   kernels = sum(part.kernels for part in parts) * blocks / (blocks + 1)
   products = sum(part.products for part in parts)
   assert (products + kernels) / 1e12 == pytest.approx(teraflops, rel=2e-4)
+
+
+@pytest.mark.parametrize("model", ["gpt2-small", "qwen3-0.6b", "llama3-8b", "gemma3-1b"])
+def test_the_loss_has_as_many_tiles_as_the_step_makes(model: str):
+  work = work_of(model, "max_target_length=1536")
+  for rows in (1, 3, 8):
+    assert work.tiles(rows * 1536, 1) == num_tiles(work.model, rows, 1536)
