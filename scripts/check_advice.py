@@ -29,7 +29,9 @@ from typing import Any
 import jax
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
 from maxbatch.compile import cache
@@ -349,26 +351,30 @@ def overhead(batch: int, critical: Interval) -> Interval:
 def of_losses(levels: Sequence[Level]) -> list[str]:
   """The table of losses."""
   lines = [
-    "| loss | Smin, steps | Emin, samples | Bcrit = Emin / Smin | off the curve | noise scale, mean of a run "
-    "| other seeds | its last 64 steps | Bcrit / mean noise scale |",
-    "|---|---|---|---|---|---|---|---|---|",
+    "| loss | Smin, steps | Emin, samples | Bcrit = Emin / Smin | off the curve "
+    "| noise scale, mean of a run | other seeds | Bcrit over it "
+    f"| noise scale, its last {NOISE_WINDOW} steps | other seeds | Bcrit over it |",
+    "|---" * 11 + "|",
   ]
   for level in levels:
     curve, first = level.curve, level.noise[0]
-    others = ", ".join(one(each.mean) for each in level.noise[1:])
+    means, lasts = (
+      ", ".join(one(each) for each in others)
+      for others in zip(*((each.mean, each.last) for each in level.noise[1:]), strict=True)
+    )
     lines.append(
       f"| {level.loss:.2f} | {counts(curve.min_steps)} | {counts(curve.min_samples)} "
-      f"| {counts(curve.critical_batch)} | {curve.misfit:.0%} | {counts(first.mean)} | {others} "
-      f"| {counts(first.last)} | {factor(level)} |"
+      f"| {counts(curve.critical_batch)} | {curve.misfit:.0%} | {counts(first.mean)} | {means} "
+      f"| {factor(curve, first.mean)} | {counts(first.last)} | {lasts} | {factor(curve, first.last)} |"
     )
   return lines
 
 
-def factor(level: Level) -> str:
-  """By how much Bcrit is larger than the noise scale, with both intervals' ends."""
-  found, predicted = level.curve.critical_batch, level.predicted
-  if not predicted.low > 0:
+def factor(curve: Tradeoff, predicted: Interval | None) -> str:
+  """By how much Bcrit is larger than a noise scale, with both intervals' ends."""
+  if predicted is None or not predicted.low > 0:
     return "–"
+  found = curve.critical_batch
   ends = found.low / predicted.high, found.high / predicted.low
   return f"{found.value / predicted.value:.2f} ({ends[0]:.2f}–{ends[1]:.2f})"
 
@@ -404,6 +410,7 @@ def drawing(levels: Sequence[Level], noise: Run) -> Figure:
     above.plot(*zip(*drawn, strict=True), color=color, linestyle=dashes, label=label)
   above.set_xscale("log")
   above.set_yscale("log")
+  _number_axis(above.xaxis, above.yaxis)
   above.set_xlabel("samples E")
   above.set_ylabel("steps S")
   legend(above)
@@ -426,8 +433,9 @@ def _overheads(axes: Axes, level: Level, sizes: np.ndarray) -> None:
     ends = [1 + x.low for x in found], [1 + x.high for x in found]
     axes.fill_between(sizes, *ends, color=color, alpha=0.15, linewidth=0)
   axes.set_xscale("log", base=2)
-  axes.set_yscale("log")
   axes.set_xticks(BATCHES, [str(batch) for batch in BATCHES])
+  axes.set_yscale("log")
+  _number_axis(axes.yaxis)
   axes.set_xlabel("batch (samples per step)")
   axes.set_ylabel(f"samples to loss {level.loss:.2f}, over Emin")
   legend(axes)
@@ -446,10 +454,29 @@ def _scales(axes: Axes, styles: Sequence[tuple[Level, str, str, str]], run: Run)
     ends = [[critical.value - critical.low], [critical.high - critical.value]]
     label = f"Bcrit to loss {level.loss:.2f}"
     axes.errorbar(place, critical.value, ends, color=color, marker=marker, label=label)
+    if mean := level.noise[0].mean:
+      axes.errorbar(
+        place,
+        mean.value,
+        [[mean.value - mean.low], [mean.high - mean.value]],
+        color=color,
+        marker=marker,
+        markerfacecolor="white",
+        label="mean noise scale until then",
+      )
   axes.set_yscale("log")
+  _number_axis(axes.yaxis)
   axes.set_xlabel(f"samples, at batch {MIDDLE}")
   axes.set_ylabel("samples per step")
   legend(axes)
+
+
+def _number_axis(*found: Axis) -> None:
+  """Marks logarithmic axes with numbers such as 20 and 50k."""
+  for axis in found:
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(EngFormatter(sep=""))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def summary(level: Level) -> dict[str, Any]:
