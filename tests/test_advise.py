@@ -263,6 +263,13 @@ def test_what_the_advice_does_not_speak_of_is_refused(capsys):
     assert words in refusal(capsys, *LLAMA, *asked.split())
 
 
+def test_the_page_shows_what_the_rules_say(capsys):
+  text = ask(capsys, *LLAMA, "ramp=false")
+  rules = text[text.index("Batch: what") : text.index("Optimizer")].strip()
+  page = (pathlib.Path(__file__).resolve().parent.parent / "docs" / "advice.md").read_text()
+  assert "\n".join(f"    {line}" for line in rules.splitlines()) in page
+
+
 @settings(max_examples=20)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 8))
 def test_the_overhead_of_a_ramp_is_the_integral(starts, unit):
@@ -410,6 +417,7 @@ def test_compiling_takes_the_place_of_the_estimate(capsys, folder, monkeypatch):
     called.append(command)
     # The keys are those of a configuration that works.
     config = load_config(command[3:])
+    assert config.run.total_tokens % (768 * 4096) == 0
     report = RunFolder.of(config.run).compile_report_json
     report.parent.mkdir(parents=True)
     time = {"step_seconds": 5.0, "model_flop_utilisation": 0.5}
