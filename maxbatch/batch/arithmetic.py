@@ -32,6 +32,11 @@ def samples_of(num_microbatches: int, samples: int) -> int:
   return num_microbatches * samples
 
 
+def samples_of_groups(num_microbatches: int, rows: int, topology: Topology) -> int:
+  """Samples of `num_microbatches` microbatches of `rows` samples for each data-parallel group."""
+  return num_microbatches * rows * topology.num_batch_groups
+
+
 def micro_batch_of(batch: int, num_microbatches: int) -> int:
   """Samples of each of the equal microbatches of a batch."""
   return batch // num_microbatches

@@ -66,12 +66,19 @@ def memory_work(
     "stream": M * D * size,
     "hidden": M * hidden * size,
     "heads": M * 2 * (queries + keys) * size,
-    "layer": work.layer_parameters / ways * size if shards[0] > 1 else 0.0,
+    "layer": _weights_in_use(work, shards, remat) / ways * size,
     "table": work.table_parameters / ways * size,
     # Those of one microbatch, before they are added to the sum.
     "gradients": work.parameters * 4 / math.prod(shards),
     "tile": tile,
   }
+
+
+def _weights_in_use(work: StepWork, shards: tuple[int, int], remat: RematPolicy) -> int:
+  """Weights in the format of the computation that lie there at once: those gathered for a layer; where
+  they are not divided and nothing is computed again, all layers'."""
+  is_kept = shards[0] == 1 and remat == "none"
+  return work.layer_parameters * (work.model.base_num_decoder_layers if is_kept else 1)
 
 
 def _residuals(work: StepWork, queries: float, keys: float, ways: int, remat: RematPolicy) -> float:

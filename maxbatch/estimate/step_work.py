@@ -9,6 +9,9 @@ feed-forward layer, N query and K key/value heads of H, V vocabulary, T tokens o
 """
 
 import dataclasses
+import functools
+import hashlib
+import json
 import math
 from collections.abc import Mapping
 from fractions import Fraction
@@ -17,7 +20,7 @@ from typing import Literal
 from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.estimate.chips import Chip
-from maxbatch.hugging_face.model_keys import layer_types
+from maxbatch.hugging_face.model_keys import PLAIN, SHAPE, layer_types
 
 RematPolicy = Literal["none", "minimal", "full"]
 Part = Literal["attention", "mlp", "norm", "head", "embedding", "other"]
@@ -116,6 +119,17 @@ class StepWork:
     return equal if equal <= 2 * wanted else wanted
 
 
+@functools.lru_cache(maxsize=256)
+def work_digest(work: StepWork) -> str:
+  """What a step's work is known again by: a hash of all keys that change what is computed."""
+  model = dataclasses.asdict(work.model)
+  keys = {key: model[key] for key in (*SHAPE, *PLAIN, "num_vocab_tiling", "scan_layers")}
+  is_slow = work.model.attention == "dot_product"
+  others = (work.length, work.compute_bytes, work.weight_bytes, work.optimizer_bytes, is_slow)
+  found = json.dumps([keys, others, work.model.lora_rank], sort_keys=True)
+  return hashlib.sha256(found.encode()).hexdigest()[:16]
+
+
 def step_work(config: Config) -> StepWork:
   """The work that a configuration describes."""
   precision, optimizer = config.precision, config.optimizer
@@ -172,8 +186,6 @@ def microbatch_work(
   ways = mesh.shape["tensor"]
   M = float(per_device * ways * work.length)
   c, L, D = work.model, work.model.base_num_decoder_layers, work.model.base_emb_dim
-  # Forward, backward by activations and by weights; and what is computed again.
-  products = 4 if remat == "full" else 3
   elements = 3 if remat == "none" else 4
 
   def elementwise(*kinds: tuple[str, float]) -> PartWork:
@@ -183,12 +195,11 @@ def microbatch_work(
     return PartWork(registers=counts, traffic=moved)
 
   def with_products(part: str, beside: PartWork) -> PartWork:
-    shapes = work.layer_matrix[part]
-    padded = sum(_padded(a, chip) * _padded(b, chip) for a, b in shapes)
-    read = sum(a * b for a, b in shapes) * work.compute_bytes
-    return dataclasses.replace(
-      beside, products=products * L * 2 * M * padded / ways, weights=products * L * read / ways
-    )
+    passes = _passes(work, part, remat)
+    shapes = list(zip(passes, work.layer_matrix[part], strict=True))
+    padded = sum(times * _padded(a, chip) * _padded(b, chip) for times, (a, b) in shapes)
+    read = sum(times * a * b for times, (a, b) in shapes) * work.compute_bytes
+    return dataclasses.replace(beside, products=L * 2 * M * padded / ways, weights=L * read / ways)
 
   heads = (c.base_num_query_heads + c.base_num_kv_heads) * c.head_dim / ways
   gate, F = 0 if c.mlp_activation == "gelu" else 1, c.base_mlp_dim / ways
@@ -211,6 +222,15 @@ def microbatch_work(
     "embedding": PartWork(traffic={"table": work.table_parameters / ways * 4}),
     "other": other,
   }
+
+
+def _passes(work: StepWork, part: str, remat: RematPolicy) -> list[int]:
+  """How often each matrix of a part of a layer is multiplied: forward, backward by activations and by
+  weights, and again. What a layer ends with is needed again only by a norm behind it."""
+  each = [4 if remat == "full" else 3] * len(work.layer_matrix[part])
+  if part == "mlp" and not work.model.use_post_ffw_norm:
+    each[-1] = 3
+  return each
 
 
 def _head(work: StepWork, chip: Chip, M: float, ways: int) -> PartWork:

@@ -1,12 +1,12 @@
 """The rates of the estimate without a compiler (maxbatch/estimate/step_rates.json), and how good they are.
 
-    .venv/bin/python scripts/step_rates.py compile            # the cases below: 1 to 3 minutes each
-    .venv/bin/python scripts/step_rates.py read REPORT …      # compile_report.txt of other runs, too
-    .venv/bin/python scripts/step_rates.py fit                # writes the rates
-    .venv/bin/python scripts/step_rates.py table              # estimate, compiled, ratio
+    .venv/bin/python scripts/fit_step_rates.py compile            # the cases below: 1 to 3 minutes each
+    .venv/bin/python scripts/fit_step_rates.py read REPORT …      # compile_report.txt of other runs, too
+    .venv/bin/python scripts/fit_step_rates.py fit                # writes the rates
+    .venv/bin/python scripts/fit_step_rates.py table              # estimate, compiled, ratio
 
 `compile` leaves out what runs/step_rates already has; delete that folder after the step has changed. Then
-`read` (of these reports, where none is named) and `fit`. The fit is one linear least squares with rates
+`read` without a name, which makes the table anew from these reports, and `fit`. The fit is one linear least squares with rates
 of at least zero, of every part of every case, each weighted by the case's step; the rates are of chips and
 operations, never of a model. `table` also says what each step is predicted as with the rates of all
 other models.
@@ -14,6 +14,7 @@ other models.
 
 import collections
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -24,10 +25,17 @@ from fractions import Fraction
 import numpy as np
 from scipy.optimize import nnls
 
+from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.estimate import step_rates
 from maxbatch.estimate.chips import CHIPS
-from maxbatch.estimate.compiled_steps import FILE, CompiledStep, compiled_steps, read_report
+from maxbatch.estimate.compiled_steps import (
+  FILE,
+  CompiledStep,
+  compiled_steps,
+  named,
+  read_report,
+)
 from maxbatch.estimate.step_memory import memory_work, state_bytes
 from maxbatch.estimate.step_rates import StepRates
 from maxbatch.estimate.step_roofline import is_wide, link_seconds, step_roofline
@@ -45,6 +53,8 @@ OUT = pathlib.Path("runs/step_rates")
 # Model, slice, tokens of a row, samples per device, remat policy, devices that share a layer.
 CASES: list[tuple[str, str, int, int, str, int]] = [
   ("llama2-7b", "v5e-256", 2048, 4, "full", 1),
+  ("llama2-7b", "v5e-256", 2048, 1, "full", 1),
+  ("llama2-7b", "v5e-256", 2048, 16, "full", 1),
   ("llama3-8b", "v5e-256", 2048, 4, "full", 1),
   ("llama2-7b", "v6e-64", 2048, 4, "full", 1),
   ("llama3-8b", "v6e-64", 2048, 4, "full", 1),
@@ -70,6 +80,21 @@ GROUPS: tuple[tuple[Part, ...], ...] = (
   ("head",),
   ("embedding",),
 )
+# Compiled before, of which docs/compile.md has the utilisation alone: model, keys, generation, devices, tokens
+# of a row, samples per device, utilisation.
+_70B = (
+  "base_emb_dim=8192",
+  "base_num_decoder_layers=80",
+  "base_num_query_heads=64",
+  "base_num_kv_heads=8",
+  "base_mlp_dim=28672",
+)
+_BF16_WEIGHTS = ("weight_dtype=bfloat16", "weight_rounding=stochastic")
+UNSEEN: list[tuple[str, tuple[str, ...], str, int, int, int, float]] = [
+  ("llama2-7b", _70B, "v5e", 256, 2048, 2, 0.547),
+  ("llama3.2-1b", _BF16_WEIGHTS, "v6e", 8, 2048, 4, 0.173),
+  ("mistral-7b", (), "v6e", 8, 8192, 3, 0.283),
+]
 DIGITS = 4
 GIB = 2**30
 
@@ -91,19 +116,22 @@ def compile_cases() -> None:
 
 
 def read(paths: Sequence[str]) -> None:
-  """Puts the steps of reports into the table; a step that it has is replaced."""
+  """Puts the steps of reports into the table, where a step replaces its like; without any, makes the
+  table anew from what `compile` has made."""
   files = [pathlib.Path(path) for path in paths] or sorted(OUT.glob("*/compile_report.txt"))
-  found = {step.name: step for step in compiled_steps()}
+  found = {step.name: step for step in compiled_steps()} if paths else {}
   for file in files:
-    found |= {step.name: step for step in read_report(file.read_text())}
+    text = file.read_text()
+    found |= {step.name: step for step in read_report(text, work_of(*named(text)))}
   rows = [json.dumps(dataclasses.asdict(found[name])) for name in sorted(found)]
   FILE.write_text("[\n" + ",\n".join(f"  {row}" for row in rows) + "\n]\n")
 
 
-def work_of(step: CompiledStep) -> StepWork:
-  """The work of a shipped model's step."""
-  keys = ["config=base", f"model_name={step.model_name}", f"max_target_length={step.length}"]
-  return step_work(load_config([*keys, "precision=bfloat16"]))
+@functools.cache
+def work_of(model: str, length: int, *keys: str) -> StepWork:
+  """The work of a shipped model in bfloat16."""
+  shipped = ["config=base", f"model_name={model}", f"max_target_length={length}"]
+  return step_work(load_config([*shipped, "precision=bfloat16", *keys]))
 
 
 class Equations:
@@ -145,7 +173,7 @@ def seconds(steps: Sequence[CompiledStep]) -> dict[str, float]:
   for step in steps:
     if not step.parts:
       continue
-    work, chip = work_of(step), CHIPS[step.generation]
+    work, chip = work_of(step.model_name, step.length), CHIPS[step.generation]
     asked = microbatch_work(work, chip, step.mesh, Fraction(step.per_device), step.remat)
     waits = of_gathers(step, work)
     for group in GROUPS:
@@ -174,7 +202,7 @@ def waiting(steps: Sequence[CompiledStep]) -> dict[str, float]:
   """How long computing waits for collectives, in what gathers and reductions take on the links."""
   equations = Equations()
   for step in steps:
-    work, chip = work_of(step), CHIPS[step.generation]
+    work, chip = work_of(step.model_name, step.length), CHIPS[step.generation]
     links = link_seconds(work, chip, step.mesh, Fraction(step.per_device), step.remat)
     if not step.parts or step.tensor > 1 or weight_shards(work, step.mesh)[0] == 1:
       continue
@@ -188,7 +216,7 @@ def memory(steps: Sequence[CompiledStep]) -> dict[str, float]:
   """How many copies of what is counted lie in memory."""
   equations = Equations()
   for step in steps:
-    work = work_of(step)
+    work = work_of(step.model_name, step.length)
     held = memory_work(work, step.mesh, Fraction(step.per_device), step.remat)
     activations = step.peak_bytes - state_bytes(work, step.mesh)
     # One copy of what is kept for the backward pass there must be.
@@ -230,7 +258,7 @@ def predicted(steps: Sequence[CompiledStep]) -> list[tuple[float, float]]:
 def ratios(step: CompiledStep, rates: StepRates) -> tuple[float, float]:
   """Estimated over compiled: seconds of a microbatch, bytes at the peak."""
   place = CHIPS[step.generation], step.mesh, Fraction(step.per_device)
-  found = step_roofline(work_of(step), *place, 1, step.remat, rates)
+  found = step_roofline(work_of(step.model_name, step.length), *place, 1, step.remat, rates)
   return found.microbatch_seconds / step.microbatch_seconds, found.peak_bytes / step.peak_bytes
 
 
@@ -246,6 +274,21 @@ def table() -> Iterator[str]:
       f"| {step.name} | {time * step.microbatch_seconds:.4g} s | {step.microbatch_seconds:.4g} s | "
       f"{time:.2f} | {fresh_time:.2f} | {peak * step.peak_bytes / GIB:.3g} GiB | "
       f"{step.peak_bytes / GIB:.3g} GiB | {peak:.2f} | {fresh_peak:.2f} |"
+    )
+
+
+def unseen() -> Iterator[str]:
+  """Utilisation of steps that are not in the table, estimated and compiled, in Markdown."""
+  yield "| step | utilisation, estimate | compiled | ratio |"
+  yield "|---|---|---|---|"
+  for model, keys, generation, chips, length, size, compiled in UNSEEN:
+    work, mesh = work_of(model, length, *keys), Topology((1, chips, 1, 1), (1, 1, 1, 1))
+    place = CHIPS[generation], mesh, Fraction(size)
+    found = step_roofline(work, *place, 1, "full", step_rates.step_rates()).utilisation
+    name = f"{model} {' '.join(keys)}".strip()
+    yield (
+      f"| {name}, {chips} × {generation}, {size} × {length:,} tokens, full | {found:.1%} | "
+      f"{compiled:.1%} | {found / compiled:.2f} |"
     )
 
 
@@ -272,7 +315,7 @@ def main(arguments: Sequence[str]) -> int:
   elif command == "fit":
     fit()
   else:
-    print("\n".join(table()))
+    print("\n".join([*table(), "", *unseen()]))
   return 0
 
 
