@@ -1,6 +1,7 @@
 """Measures data and steps to a fixed loss at eight batch sizes, beside what the noise scale predicts.
 
-    .venv/bin/python scripts/check_advice.py [out=advice_check] [seeds=3] [target=2.2] [key=value ...]
+    .venv/bin/python scripts/check_advice.py [out=advice_check] [seeds=3] [target=2.2] [branches=FOLDER]
+      [key=value ...]
 
 A small model is trained at batch sizes from 4 to 512, at a constant learning rate, until its
 validation loss is `target`. Each batch has the best rate of its own on a grid of factors √2, found
@@ -8,6 +9,9 @@ by walking downhill with two seeds; then all seeds are run. To what they took, t
 (S/Smin − 1)(E/Emin − 1) = 1 of McCandlish et al. (2018) is fitted, for the target and for higher
 losses that the same runs pass on the way. Against it stands the noise scale, measured in a run of
 the batch size 32.
+
+With branches=FOLDER, where python -m maxbatch.critical_batch left its branches, the same curve is also
+fitted to the samples that these took to the loss that the worst of them ended with.
 
 The trainer is the ordinary one; the loop is its own, to stop at a loss. Finished runs are kept in
 `out`, so an interrupted command continues where it was. More keys, such as adam_b2=0.99, go to every
@@ -29,7 +33,9 @@ from typing import Any
 import jax
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
 from maxbatch.compile import cache
@@ -44,6 +50,7 @@ from maxbatch.experiments.tradeoff import (
   fit_tradeoff,
   lowest_on_grid,
   mean_noise_scale,
+  smooth_crossing,
 )
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.models.registry import Parameters
@@ -51,6 +58,7 @@ from maxbatch.noise.confidence import Interval, ratios_of_means
 from maxbatch.noise.tracker import TOTAL
 from maxbatch.plots.figure import COLORS, DASHES, MARKERS, legend, new_figure, render
 from maxbatch.run_folder.atomic import write_run_file
+from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.training import build
 from maxbatch.training.noise_groups import moments_by_group
 from maxbatch.training.step import StepMetrics, Trainer
@@ -96,9 +104,10 @@ class Lab:
   def of(cls, keys: Sequence[str]) -> "Lab":
     """The lab of a study with these keys."""
     config = load_config(_arguments(MIDDLE, keys))
+    target = find_devices(config)
     cache.enable(config.compile.jax_cache_dir)
     dataset = build_dataset(config.data, config.batch.max_target_length)
-    return cls(find_devices(config), dataset, tuple(keys))
+    return cls(target, dataset, tuple(keys))
 
   def bench(self, batch: int, *keys: str) -> "Bench":
     """Runs with this batch."""
@@ -257,22 +266,22 @@ def samples_to(run: Run, loss: float) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class Noise:
-  """The noise scale of one run until a loss."""
+  """The noise scale of a stretch of one run."""
 
   mean: Interval | None
-  """Over the run, a step weighing what it gained: what Bcrit should be."""
+  """Over the stretch, a step weighing what it gained: what Bcrit should be."""
   last: Interval | None
-  """Over the last steps: what a run prints there."""
+  """Over its last steps: what a run prints there."""
 
   @classmethod
-  def until(cls, run: Run, loss: float) -> "Noise":
-    """Of a run that measured it."""
-    steps = round((samples_to(run, loss) or math.inf) / run["samples_per_step"])
-    signal, noise = run["signal"][:steps], run["noise"][:steps]
+  def between(cls, run: Run, high: float | None, low: float) -> "Noise":
+    """Of a run that measured it, from one loss, or None for its beginning, to another."""
+    size = run["samples_per_step"]
+    ends = (0.0 if loss is None else samples_to(run, loss) or 0.0 for loss in (high, low))
+    first, end = (round(samples / size) for samples in ends)
+    signal, noise = (run[kind][first:end] for kind in ("signal", "noise"))
     last = [np.array(each[-NOISE_WINDOW:])[None] for each in (noise, signal)]
-    return cls(
-      mean_noise_scale(signal, noise, run["samples_per_step"]), ratios_of_means(*last).interval(0)
-    )
+    return cls(mean_noise_scale(signal, noise, size), ratios_of_means(*last).interval(0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,7 +316,7 @@ class Level:
       samples[batch] = took[rates[batch]]
     pairs = [(one, one / batch) for batch, each in samples.items() for one in each]
     curve = fit_tradeoff(*zip(*pairs, strict=True))
-    return cls(loss, rates, samples, curve, [Noise.until(run, loss) for run in noise])
+    return cls(loss, rates, samples, curve, [Noise.between(run, None, loss) for run in noise])
 
   def mean_samples(self, batch: int) -> float:
     """Over the seeds."""
@@ -317,6 +326,48 @@ class Level:
   def predicted(self) -> Interval:
     """Bcrit by the first run's noise scale; 0 where that is not known."""
     return self.noise[0].mean or Interval(0.0, 0.0, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+  """What it took from one loss to a lower one."""
+
+  high: float
+  low: float
+  curve: Tradeoff
+  noise: list[Noise]
+  """By seed."""
+
+  @classmethod
+  def of(
+    cls, high: Level, low: Level, last: Level, runs: Sequence[Run], noise: Sequence[Run]
+  ) -> "Stretch":
+    """Of the runs with the rates of the `last` level."""
+    pairs = []
+    for run in runs:
+      begin, end = (samples_to(run, level.loss) for level in (high, low))
+      if run["rate"] == last.rates[run["samples_per_step"]] and begin and end:
+        pairs.append((end - begin, (end - begin) / run["samples_per_step"]))
+    found = [Noise.between(run, high.loss, low.loss) for run in noise]
+    return cls(high.loss, low.loss, fit_tradeoff(*zip(*pairs, strict=True)), found)
+
+
+def of_stretches(stretches: Sequence[Stretch]) -> list[str]:
+  """The table of what lies between two losses."""
+  lines = [
+    "| from loss to loss | Bcrit there | off the curve | noise scale, mean there | other seeds "
+    "| Bcrit over it |",
+    "|---" * 6 + "|",
+  ]
+  for each in stretches:
+    first = each.noise[0]
+    others = ", ".join(one(more.mean) for more in each.noise[1:])
+    lines.append(
+      f"| {each.high:.2f} to {each.low:.2f} | {counts(each.curve.critical_batch)} "
+      f"| {each.curve.misfit:.0%} | {counts(first.mean)} | {others} "
+      f"| {factor(each.curve, first.mean)} |"
+    )
+  return lines
 
 
 def of_batches(level: Level) -> list[str]:
@@ -349,26 +400,50 @@ def overhead(batch: int, critical: Interval) -> Interval:
 def of_losses(levels: Sequence[Level]) -> list[str]:
   """The table of losses."""
   lines = [
-    "| loss | Smin, steps | Emin, samples | Bcrit = Emin / Smin | off the curve | noise scale, mean of a run "
-    "| other seeds | its last 64 steps | Bcrit / mean noise scale |",
-    "|---|---|---|---|---|---|---|---|---|",
+    "| loss | Smin, steps | Emin, samples | Bcrit = Emin / Smin | off the curve "
+    "| noise scale, mean of a run | other seeds | Bcrit over it "
+    f"| noise scale, its last {NOISE_WINDOW} steps | other seeds | Bcrit over it |",
+    "|---" * 11 + "|",
   ]
   for level in levels:
     curve, first = level.curve, level.noise[0]
-    others = ", ".join(one(each.mean) for each in level.noise[1:])
+    means, lasts = (
+      ", ".join(one(each) for each in others)
+      for others in zip(*((each.mean, each.last) for each in level.noise[1:]), strict=True)
+    )
     lines.append(
       f"| {level.loss:.2f} | {counts(curve.min_steps)} | {counts(curve.min_samples)} "
-      f"| {counts(curve.critical_batch)} | {curve.misfit:.0%} | {counts(first.mean)} | {others} "
-      f"| {counts(first.last)} | {factor(level)} |"
+      f"| {counts(curve.critical_batch)} | {curve.misfit:.0%} | {counts(first.mean)} | {means} "
+      f"| {factor(curve, first.mean)} | {counts(first.last)} | {lasts} | {factor(curve, first.last)} |"
     )
   return lines
 
 
-def factor(level: Level) -> str:
-  """By how much Bcrit is larger than the noise scale, with both intervals' ends."""
-  found, predicted = level.curve.critical_batch, level.predicted
-  if not predicted.low > 0:
+def of_branches(folder: pathlib.Path) -> list[str]:
+  """The table of the branches of one checkpoint, from the files that they left."""
+  report = json.loads((folder / "critical_batch.json").read_text())
+  begins, found = report["checkpoint"]["samples"], []
+  target = max(branch["loss"] for branch in report["branches"])
+  lines = ["| batch | learning rate | samples to the loss | steps |", "|---" * 4 + "|"]
+  for branch in report["branches"]:
+    records = read_metrics(folder / f"x{branch['factor']:g}")
+    steps = [record for record in records if record["step"] > report["checkpoint"]["step"]]
+    samples = [record["samples"] - begins for record in steps]
+    took = smooth_crossing(samples, [record["loss"] for record in steps], target, begins)
+    if took is not None:
+      found.append((took, took / branch["batch"]))
+      rate = f"{branch['learning_rate']:.2g}"
+      lines.append(f"| {branch['batch']} | {rate} | {took:,.0f} | {took / branch['batch']:,.0f} |")
+  curve = fit_tradeoff(*zip(*found, strict=True))
+  words = f"Branches from {begins:,} samples to loss {target:.3f}: Bcrit"
+  return [*lines, "", f"{words} {counts(curve.critical_batch)}, {curve.misfit:.0%} off the curve."]
+
+
+def factor(curve: Tradeoff, predicted: Interval | None) -> str:
+  """By how much Bcrit is larger than a noise scale, with both intervals' ends."""
+  if predicted is None or not predicted.low > 0:
     return "–"
+  found = curve.critical_batch
   ends = found.low / predicted.high, found.high / predicted.low
   return f"{found.value / predicted.value:.2f} ({ends[0]:.2f}–{ends[1]:.2f})"
 
@@ -404,6 +479,7 @@ def drawing(levels: Sequence[Level], noise: Run) -> Figure:
     above.plot(*zip(*drawn, strict=True), color=color, linestyle=dashes, label=label)
   above.set_xscale("log")
   above.set_yscale("log")
+  _number_axis(above.xaxis, above.yaxis)
   above.set_xlabel("samples E")
   above.set_ylabel("steps S")
   legend(above)
@@ -426,8 +502,9 @@ def _overheads(axes: Axes, level: Level, sizes: np.ndarray) -> None:
     ends = [1 + x.low for x in found], [1 + x.high for x in found]
     axes.fill_between(sizes, *ends, color=color, alpha=0.15, linewidth=0)
   axes.set_xscale("log", base=2)
-  axes.set_yscale("log")
   axes.set_xticks(BATCHES, [str(batch) for batch in BATCHES])
+  axes.set_yscale("log")
+  _number_axis(axes.yaxis)
   axes.set_xlabel("batch (samples per step)")
   axes.set_ylabel(f"samples to loss {level.loss:.2f}, over Emin")
   legend(axes)
@@ -446,21 +523,35 @@ def _scales(axes: Axes, styles: Sequence[tuple[Level, str, str, str]], run: Run)
     ends = [[critical.value - critical.low], [critical.high - critical.value]]
     label = f"Bcrit to loss {level.loss:.2f}"
     axes.errorbar(place, critical.value, ends, color=color, marker=marker, label=label)
+    if mean := level.noise[0].mean:
+      axes.errorbar(
+        place,
+        mean.value,
+        [[mean.value - mean.low], [mean.high - mean.value]],
+        color=color,
+        marker=marker,
+        markerfacecolor="white",
+        label="mean noise scale until then",
+      )
   axes.set_yscale("log")
+  _number_axis(axes.yaxis)
   axes.set_xlabel(f"samples, at batch {MIDDLE}")
   axes.set_ylabel("samples per step")
   legend(axes)
 
 
-def summary(level: Level) -> dict[str, Any]:
-  """A level as numbers."""
-  return dataclasses.asdict(level)
+def _number_axis(*found: Axis) -> None:
+  """Marks logarithmic axes with numbers such as 20 and 50k."""
+  for axis in found:
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter(EngFormatter(sep=""))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def main(arguments: Sequence[str]) -> int:
   """Reads the arguments, runs, prints and writes."""
   given = dict(argument.split("=", 1) for argument in arguments)
-  out = pathlib.Path(given.pop("out", "advice_check"))
+  out, branches = pathlib.Path(given.pop("out", "advice_check")), given.pop("branches", "")
   seeds, target = int(given.pop("seeds", "3")), float(given.pop("target", "2.2"))
   try:
     lab = Lab.of([f"{key}={value}" for key, value in given.items()])
@@ -469,10 +560,15 @@ def main(arguments: Sequence[str]) -> int:
     print(error, file=sys.stderr)
     return 2
   levels = [Level.of(target + more, runs, noise) for more in EASIER]
-  text = "\n".join([*of_losses(levels), "", *of_batches(levels[-1])])
+  stretches = [
+    Stretch.of(high, low, levels[-1], runs, noise) for high, low in itertools.pairwise(levels)
+  ]
+  tables = [of_losses(levels), of_stretches(stretches), of_batches(levels[-1])]
+  tables += [of_branches(pathlib.Path(branches))] if branches else []
+  text = "\n\n".join("\n".join(table) for table in tables)
   (out / "advice_check.md").write_text(text + "\n")
   (out / "advice_check.svg").write_bytes(render(drawing(levels, noise[0]), ".svg"))
-  found = json.dumps([summary(level) for level in levels], indent=2)
+  found = json.dumps([dataclasses.asdict(each) for each in (*levels, *stretches)], indent=2)
   (out / "advice_check.json").write_text(found + "\n")
   print(f"\n{text}\n\nWritten: {out}/advice_check.md, .svg, .json")
   return 0

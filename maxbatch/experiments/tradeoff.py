@@ -130,6 +130,25 @@ def crossing(samples: Numbers, losses: Numbers, target: float, window: int = 5) 
   return math.exp(places_N[at - 1] + share * (places_N[at] - places_N[at - 1]))
 
 
+def smooth_crossing(
+  samples: Numbers, losses: Numbers, target: float, begins: float
+) -> float | None:
+  """As `crossing`, of the losses of all steps of a branch: on the parabola through them.
+
+  Args:
+    samples: since the branch began, at each step.
+    losses: there.
+    target: the loss to reach.
+    begins: samples that the run had consumed where the branch began; the parabola is over the
+      logarithm of all samples.
+  """
+  places_N = np.log(begins + np.array(samples, float))
+  curve = np.polynomial.Polynomial.fit(places_N, np.array(losses, float), 2)
+  grid = np.linspace(places_N[0], places_N[-1], _CANDIDATES)
+  reached = curve(grid) <= target
+  return math.exp(float(grid[reached.argmax()])) - begins if reached.any() else None
+
+
 def mean_noise_scale(
   signal: Numbers, noise: Numbers, samples_per_step: float, window: int = 32
 ) -> Interval | None:

@@ -12,7 +12,7 @@ from flax import nnx
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
 from maxbatch.models.exponents import given_out
-from maxbatch.models.forms import projected
+from maxbatch.models.forms import gradients_apart, projected
 from maxbatch.models.probes import Probe, for_each_row, probe, probe_values, product
 from maxbatch.precision.policy import PLAIN, Policy
 
@@ -160,11 +160,11 @@ class FeedForward(nnx.Module):
   @jax.named_scope("mlp")
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     """(B, T, D) → (B, T, D)."""
-    h_BTF = self.up(x_BTD)
     if self.gate is None:
-      h_BTF = _gelu(h_BTF)
+      h_BTF = _gelu(gradients_apart(self.up(x_BTD)))
     else:
-      h_BTF = (jax.nn.silu if self.is_silu else _gelu)(self.gate(x_BTD)) * h_BTF
+      up_BTF, gate_BTF = gradients_apart((self.up(x_BTD), self.gate(x_BTD)))
+      h_BTF = (jax.nn.silu if self.is_silu else _gelu)(gate_BTF) * up_BTF
     return self.down(constrain(self.policy.cast(h_BTF), ("batch", "length", "mlp")))
 
 
