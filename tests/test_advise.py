@@ -85,7 +85,11 @@ def test_what_is_advised_is_planned_as_it_stands(capsys):
 
 
 def test_the_cost_is_the_chips_times_the_time(capsys):
-  run = answer(capsys, *LLAMA, "price_per_chip_hour=2")["run"]
+  found = answer(capsys, *LLAMA, "price_per_chip_hour=2")
+  run = found["run"]
+  for one in found["frontier"]:
+    assert one["chip_hours"] == pytest.approx(24 * one["chips"] * one["days"])
+    assert one["cost"] == pytest.approx(2 * one["chip_hours"])
   assert run["chip_hours"] == pytest.approx(256 * 24 * run["days"])
   assert run["cost"] == pytest.approx(2 * run["chip_hours"])
   assert run["tokens_per_second"] == pytest.approx(run["tokens"] / run["days"] / 86_400)
@@ -154,6 +158,10 @@ def test_a_rate_of_ones_own_stays(capsys):
 
 def test_the_weight_decay_keeps_the_timescale_at_every_phase(capsys):
   found = answer(capsys, *LLAMA)["settings"]
+  assert found["advised"]["learning_rate_batch_coupling"] == "sqrt"
+  for one in found["phases"]:
+    share = one["batch_tokens"] / found["phases"][-1]["batch_tokens"]
+    assert one["learning_rate"] == pytest.approx(found["learning_rate"] * share**0.5)
   spans = [
     one["batch_tokens"] / one["learning_rate"] / one["adam_weight_decay"] for one in found["phases"]
   ]
@@ -430,7 +438,7 @@ def test_compiling_takes_the_place_of_the_estimate(capsys, folder, monkeypatch):
   assert load_config(["config=advice.yml"]).batch.micro_batch_size == 3
   [command] = called
   assert command[1:4] == ["-m", "maxbatch.train", "config=advice.yml"]
-  assert {"compile_only=true", "micro_batch_size=explore"} <= set(command)
+  assert {"compile_only=true", "micro_batch_size=explore", "batch_schedule=[]"} <= set(command)
   page = (folder / "advice.html").read_text()
   assert "Zhang 2024, by data" in page
   assert "knees" in page
