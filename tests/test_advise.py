@@ -148,6 +148,11 @@ def test_a_rate_found_elsewhere_is_carried_over_with_its_half_life(capsys):
   rules = {one["name"]: one["carried"] for one in found["said"]}
   assert rules["malladi-rate"] == pytest.approx(6e-4)
   assert rules["marek-rate"] < rules["surge-rate"] < rules["malladi-rate"]
+  # Beyond a quarter of the critical batch the root would be too much.
+  large = answer(capsys, *keys, "data_overhead=1")["settings"]
+  rules = {one["name"]: one["carried"] for one in large["said"]}
+  assert large["learning_rate"] == pytest.approx(rules["surge-rate"], rel=0.01)
+  assert large["learning_rate"] < 0.6 * rules["malladi-rate"]
 
 
 def test_a_rate_of_ones_own_stays(capsys):
@@ -194,12 +199,13 @@ def write_run(folder: pathlib.Path, *, branches: bool = False, noise: float = 0.
 def test_a_measured_noise_scale_is_one_value_among_the_rules(capsys, folder):
   write_run(folder, noise=200_000.0)
   before, after = (answer(capsys, *LLAMA, *more)["batch"] for more in ([], ["from_run=runs/small"]))
-  carried = 200_000 * 0.53 * 140**0.47
+  carried = 1.7 * 200_000 * 0.53 * 140**0.47
   assert after["interval_tokens"][0] == pytest.approx(0.2 * carried)
   assert after["by_rules_tokens"] == before["wanted_tokens"]
   assert after["wanted_tokens"] < before["wanted_tokens"]
   text = " ".join(ask(capsys, *LLAMA, "from_run=runs/small").split())
   assert "it moves 3.01M to 2.86M" in text
+  assert "factor of 1.7" in text
   assert "too low by orders of magnitude" in text
 
 
