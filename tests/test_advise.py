@@ -242,10 +242,17 @@ def test_the_advice_builds_on_a_file_of_ones_own(capsys, folder):
   (folder / "mine.yml").write_text("base_config: base\nmodel_name: gpt2-small\nadam_b2: 0.97\n")
   (folder / "elsewhere").mkdir()
   arguments = ["config=mine.yml", "total_tokens=2.5e9", "compile_topology=v5e-16"]
-  ask(capsys, *arguments, "run_name=it's mine", "--write", "elsewhere/advice.yml")
+  ask(
+    capsys,
+    *arguments,
+    "run_name=it's: mine # 1",
+    "prompt=a\n- b: 'c' ",
+    "--write",
+    "elsewhere/advice.yml",
+  )
   config = load_config(["config=elsewhere/advice.yml"])
   assert (config.optimizer.adam_b2, config.model.model_name) == (0.97, "gpt2-small")
-  assert config.run.run_name == "it's mine"
+  assert (config.run.run_name, config.run.prompt) == ("it's: mine # 1", "a\n- b: 'c' ")
   # The same question again replaces its own answer.
   ask(capsys, *arguments, "--write", "elsewhere/advice.yml")
 
