@@ -46,7 +46,7 @@ def _answer(advice: Advice, planned: Planned) -> Iterator[str]:
   where = f", on {asked.place}" if asked.place else ""
   yield from wrapped(
     f"{asked.config.model.model_name}, {short(training.parameters)} parameters, "
-    f"{short(asked.tokens)} tokens ({training.tokens_per_parameter:.3g} a parameter){where}"
+    f"{short(asked.tokens)} tokens ({short(training.tokens_per_parameter)} a parameter){where}"
   )
   if planned.timed:
     yield from _costs(advice, planned)
