@@ -1,5 +1,6 @@
 """python -m maxbatch.advise: from a question to a plan, and to a configuration that trains."""
 
+import importlib
 import json
 import math
 import pathlib
@@ -18,6 +19,7 @@ from maxbatch.advice.measured import growth_to, measured_by
 from maxbatch.advice.place import place_named
 from maxbatch.advice.rounding import round_batch, whole_steps
 from maxbatch.advice.words import short
+from maxbatch.batch_rules import registry
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
 from maxbatch.run_folder.metrics import read_metrics
@@ -290,6 +292,20 @@ def test_the_page_shows_what_the_rules_say(capsys):
   rules = text[text.index("Batch: what") : text.index("Optimizer")].strip()
   page = (pathlib.Path(__file__).resolve().parent.parent / "docs" / "advice.md").read_text()
   assert "\n".join(f"    {line}" for line in rules.splitlines()) in page
+
+
+def test_a_rule_of_ones_own_is_one_file_and_one_line(capsys, folder, monkeypatch):
+  page = (pathlib.Path(__file__).resolve().parent.parent / "docs" / "advice.md").read_text()
+  [code] = re.findall(r"```python\n# my_rule.py\n(.*?)```", page, re.DOTALL)
+  (folder / "my_rule.py").write_text(code)
+  monkeypatch.syspath_prepend(folder)
+  mine = importlib.import_module("my_rule").RULE
+  monkeypatch.setattr(registry, "RULES", {**registry.RULES, mine.name: mine})
+  found = answer(capsys, *LLAMA)
+  rules = {one["rule"]: one["tokens_per_step_at_overhead"] for one in found["rules"]}
+  assert rules["mine"] == pytest.approx(0.2 * 0.1 * 140e9**0.7)
+  carried = sorted(value for value in rules.values() if value is not None)
+  assert found["batch"]["wanted_tokens"] == pytest.approx((carried[2] * carried[3]) ** 0.5)
 
 
 @settings(max_examples=20)
