@@ -4,7 +4,7 @@ import dataclasses
 import json
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated
 
 from maxbatch.advice.advice import Advice, Planned, advise, as_dict, layout, timed
@@ -132,8 +132,7 @@ def _advise(arguments: Arguments[AdviseArguments]) -> None:
       "example num_generations=8"
     )
   advice, planned = _answer(config, keys, own)
-  text = configuration(advice.keys, keys, _command(arguments))
-  write_output("--write", file, text.encode())
+  write_output("--write", file, _written(advice.keys, config, keys, arguments))
   if own.plot:
     write_output("--plot", own.plot, picture(config.model.model_name, charts(advice)))
   if own.json:
@@ -145,10 +144,8 @@ def _advise(arguments: Arguments[AdviseArguments]) -> None:
   if own.explore:
     print(flush=True)
     compiled = compile_sizes(file, advice)
-    text = configuration(
-      {**advice.keys, "micro_batch_size": compiled.micro_batch_size}, keys, _command(arguments)
-    )
-    write_output("--write", file, text.encode())
+    exact = {**advice.keys, "micro_batch_size": compiled.micro_batch_size}
+    write_output("--write", file, _written(exact, config, keys, arguments))
     print(f"\n{told(compiled, advice)}")
   print(f"\n{_next_steps(advice, file, named, explain=own.explain)}")
 
@@ -170,7 +167,7 @@ def _advise_post_training(arguments: Arguments[AdviseArguments], config: Config)
     )
   advice = advise_post_training(config, own.pairs, _place(config), own.from_run)
   file = own.write or "advice.yml"
-  write_output("--write", file, configuration(advice.keys, keys, _command(arguments)).encode())
+  write_output("--write", file, _written(advice.keys, config, keys, arguments))
   if own.json:
     print(json.dumps(advice.as_dict(), indent=2))
     return
@@ -230,11 +227,21 @@ def _argument(item: tuple[str, object]) -> str:
   return f"{item[0]}={item[1]}"
 
 
-def _command(arguments: Arguments[AdviseArguments]) -> str:
-  """For the first line of the file."""
+def _written(
+  advised: Mapping[str, object],
+  config: Config,
+  keys: Sequence[str],
+  arguments: Arguments[AdviseArguments],
+) -> bytes:
+  """The file, with what was asked for by hand."""
   given, default = dataclasses.asdict(arguments.own), dataclasses.asdict(AdviseArguments())
-  asked = [key for key in given if key not in _OPTIONS and given[key] != default[key]]
-  return " ".join([*arguments.configuration, *(f"{key}={given[key]}" for key in asked)])
+  own = [f"{key}={given[key]}" for key in given if given[key] != default[key]]
+  asked = [one for one in own if one.partition("=")[0] not in _OPTIONS]
+  named = dict(key.split("=", 1) for key in keys)
+  values = to_flat_dict(config)
+  by_hand = {key: values[key] for key in named if key in values}
+  command = [*arguments.configuration, *asked]
+  return configuration(advised, by_hand, named["config"], command).encode(errors="surrogateescape")
 
 
 def _next_steps(advice: Advice, file: str, named: Collection[str], *, explain: bool) -> str:

@@ -60,7 +60,7 @@ SIZES = {
   base_num_kv_heads=12 head_dim=64 max_target_length=1024 vocab_size=32768""",
 }
 """Of the model that is timed; medium is as large as GPT-2."""
-PER_DEVICE = {"tiny": 2, "small": 8, "medium": 16}
+PER_DEVICE = {"tiny": 2, "small": 4, "medium": 16}
 SECONDS = {"tiny": 0.3, "small": 6.0, "medium": 9.0}
 """That each microbatch size is timed for."""
 ROUNDS = {"tiny": 1, "small": 3, "medium": 5}

@@ -1,5 +1,6 @@
 """python -m maxbatch.advise: from a question to a plan, and to a configuration that trains."""
 
+import importlib
 import json
 import math
 import pathlib
@@ -18,6 +19,7 @@ from maxbatch.advice.measured import growth_to, measured_by
 from maxbatch.advice.place import place_named
 from maxbatch.advice.rounding import round_batch, whole_steps
 from maxbatch.advice.words import short
+from maxbatch.batch_rules import registry
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
 from maxbatch.run_folder.metrics import read_metrics
@@ -85,7 +87,11 @@ def test_what_is_advised_is_planned_as_it_stands(capsys):
 
 
 def test_the_cost_is_the_chips_times_the_time(capsys):
-  run = answer(capsys, *LLAMA, "price_per_chip_hour=2")["run"]
+  found = answer(capsys, *LLAMA, "price_per_chip_hour=2")
+  run = found["run"]
+  for one in found["frontier"]:
+    assert one["chip_hours"] == pytest.approx(24 * one["chips"] * one["days"])
+    assert one["cost"] == pytest.approx(2 * one["chip_hours"])
   assert run["chip_hours"] == pytest.approx(256 * 24 * run["days"])
   assert run["cost"] == pytest.approx(2 * run["chip_hours"])
   assert run["tokens_per_second"] == pytest.approx(run["tokens"] / run["days"] / 86_400)
@@ -126,7 +132,8 @@ def test_a_deadline_that_is_missed_is_offered_what_meets_it(capsys):
   text = " ".join(ask(capsys, *LLAMA, "deadline_days=1.5").split())
   assert "The deadline of 1.5 days is missed" in text
   assert re.search(r"2 × v5e-256 takes 1\.[0-4]\d* days", text)
-  assert "total_tokens=8" in text
+  [fewer] = re.findall(r"total_tokens=(8\.\d+e10) ends in time", text)
+  assert answer(capsys, *LLAMA, f"total_tokens={fewer}", "ramp=false")["run"]["days"] < 1.6
 
 
 def test_without_a_slice_there_is_a_batch_and_no_time(capsys):
@@ -144,6 +151,11 @@ def test_a_rate_found_elsewhere_is_carried_over_with_its_half_life(capsys):
   rules = {one["name"]: one["carried"] for one in found["said"]}
   assert rules["malladi-rate"] == pytest.approx(6e-4)
   assert rules["marek-rate"] < rules["surge-rate"] < rules["malladi-rate"]
+  # Beyond a quarter of the critical batch the root would be too much.
+  large = answer(capsys, *keys, "data_overhead=1")["settings"]
+  rules = {one["name"]: one["carried"] for one in large["said"]}
+  assert large["learning_rate"] == pytest.approx(rules["surge-rate"], rel=0.01)
+  assert large["learning_rate"] < 0.6 * rules["malladi-rate"]
 
 
 def test_a_rate_of_ones_own_stays(capsys):
@@ -154,6 +166,10 @@ def test_a_rate_of_ones_own_stays(capsys):
 
 def test_the_weight_decay_keeps_the_timescale_at_every_phase(capsys):
   found = answer(capsys, *LLAMA)["settings"]
+  assert found["advised"]["learning_rate_batch_coupling"] == "sqrt"
+  for one in found["phases"]:
+    share = one["batch_tokens"] / found["phases"][-1]["batch_tokens"]
+    assert one["learning_rate"] == pytest.approx(found["learning_rate"] * share**0.5)
   spans = [
     one["batch_tokens"] / one["learning_rate"] / one["adam_weight_decay"] for one in found["phases"]
   ]
@@ -186,12 +202,13 @@ def write_run(folder: pathlib.Path, *, branches: bool = False, noise: float = 0.
 def test_a_measured_noise_scale_is_one_value_among_the_rules(capsys, folder):
   write_run(folder, noise=200_000.0)
   before, after = (answer(capsys, *LLAMA, *more)["batch"] for more in ([], ["from_run=runs/small"]))
-  carried = 200_000 * 0.53 * 140**0.47
+  carried = 1.7 * 200_000 * 0.53 * 140**0.47
   assert after["interval_tokens"][0] == pytest.approx(0.2 * carried)
   assert after["by_rules_tokens"] == before["wanted_tokens"]
   assert after["wanted_tokens"] < before["wanted_tokens"]
   text = " ".join(ask(capsys, *LLAMA, "from_run=runs/small").split())
   assert "it moves 3.01M to 2.86M" in text
+  assert "factor of 1.7" in text
   assert "too low by orders of magnitude" in text
 
 
@@ -228,10 +245,17 @@ def test_the_advice_builds_on_a_file_of_ones_own(capsys, folder):
   (folder / "mine.yml").write_text("base_config: base\nmodel_name: gpt2-small\nadam_b2: 0.97\n")
   (folder / "elsewhere").mkdir()
   arguments = ["config=mine.yml", "total_tokens=2.5e9", "compile_topology=v5e-16"]
-  ask(capsys, *arguments, "run_name=it's mine", "--write", "elsewhere/advice.yml")
+  ask(
+    capsys,
+    *arguments,
+    "run_name=it's: mine # 1",
+    "prompt=a\n- b: 'c' ",
+    "--write",
+    "elsewhere/advice.yml",
+  )
   config = load_config(["config=elsewhere/advice.yml"])
   assert (config.optimizer.adam_b2, config.model.model_name) == (0.97, "gpt2-small")
-  assert config.run.run_name == "it's mine"
+  assert (config.run.run_name, config.run.prompt) == ("it's: mine # 1", "a\n- b: 'c' ")
   # The same question again replaces its own answer.
   ask(capsys, *arguments, "--write", "elsewhere/advice.yml")
 
@@ -261,6 +285,27 @@ def test_what_the_advice_does_not_speak_of_is_refused(capsys):
     "--json --explain": "--json has every rule in it",
   }.items():
     assert words in refusal(capsys, *LLAMA, *asked.split())
+
+
+def test_the_page_shows_what_the_rules_say(capsys):
+  text = ask(capsys, *LLAMA, "ramp=false")
+  rules = text[text.index("Batch: what") : text.index("Optimizer")].strip()
+  page = (pathlib.Path(__file__).resolve().parent.parent / "docs" / "advice.md").read_text()
+  assert "\n".join(f"    {line}" for line in rules.splitlines()) in page
+
+
+def test_a_rule_of_ones_own_is_one_file_and_one_line(capsys, folder, monkeypatch):
+  page = (pathlib.Path(__file__).resolve().parent.parent / "docs" / "advice.md").read_text()
+  [code] = re.findall(r"```python\n# my_rule.py\n(.*?)```", page, re.DOTALL)
+  (folder / "my_rule.py").write_text(code)
+  monkeypatch.syspath_prepend(folder)
+  mine = importlib.import_module("my_rule").RULE
+  monkeypatch.setattr(registry, "RULES", {**registry.RULES, mine.name: mine})
+  found = answer(capsys, *LLAMA)
+  rules = {one["rule"]: one["tokens_per_step_at_overhead"] for one in found["rules"]}
+  assert rules["mine"] == pytest.approx(0.2 * 0.1 * 140e9**0.7)
+  carried = sorted(value for value in rules.values() if value is not None)
+  assert found["batch"]["wanted_tokens"] == pytest.approx((carried[2] * carried[3]) ** 0.5)
 
 
 @settings(max_examples=20)
@@ -410,6 +455,7 @@ def test_compiling_takes_the_place_of_the_estimate(capsys, folder, monkeypatch):
     called.append(command)
     # The keys are those of a configuration that works.
     config = load_config(command[3:])
+    assert config.run.total_tokens % (768 * 4096) == 0
     report = RunFolder.of(config.run).compile_report_json
     report.parent.mkdir(parents=True)
     time = {"step_seconds": 5.0, "model_flop_utilisation": 0.5}
@@ -422,7 +468,7 @@ def test_compiling_takes_the_place_of_the_estimate(capsys, folder, monkeypatch):
   assert load_config(["config=advice.yml"]).batch.micro_batch_size == 3
   [command] = called
   assert command[1:4] == ["-m", "maxbatch.train", "config=advice.yml"]
-  assert {"compile_only=true", "micro_batch_size=explore"} <= set(command)
+  assert {"compile_only=true", "micro_batch_size=explore", "batch_schedule=[]"} <= set(command)
   page = (folder / "advice.html").read_text()
   assert "Zhang 2024, by data" in page
   assert "knees" in page

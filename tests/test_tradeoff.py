@@ -42,12 +42,12 @@ def test_runs_on_the_curve_give_it_back():
 
 def test_95_of_100_intervals_hold_the_truth():
   held = np.zeros(3)
-  for seed in range(100):
+  for seed in range(200):
     found = fit_tradeoff(*runs(150, 40, scatter=0.1, seed=seed))
     each = (found.critical_batch, 40), (found.min_steps, 150), (found.min_samples, 6000)
     held += [one.low < truth < one.high for one, truth in each]
     assert found.critical_batch.high < 40 * 2
-  assert (held / 100 >= 0.92).all()
+  assert (held / 200 > 0.92).all()
 
 
 def test_sizes_far_from_the_critical_one_leave_an_end_open():

@@ -1,9 +1,10 @@
 """What limits: chips without work, data that a large batch wastes, memory, links, the deadline."""
 
+import math
 from collections.abc import Iterator
 
 from maxbatch.advice.advice import Advice, Planned
-from maxbatch.advice.words import percent, short, span
+from maxbatch.advice.words import percent, short, span, times
 
 _IDLE = 0.9
 """Of the best utilisation that larger batches have: below, chips wait for work."""
@@ -43,8 +44,13 @@ def _deadline(advice: Advice, planned: Planned) -> Iterator[str]:
     for curve in advice.curves
     if curve.fastest.days <= deadline
   ]
-  offers = [*faster, f"total_tokens={affordable:.3g} end in time on {advice.asked.place}"]
-  yield f"The deadline of {deadline:g} days is missed: {span(days)}. {'; '.join(offers)}."
+  exponent = math.floor(math.log10(affordable))
+  fewer = f"total_tokens={affordable / 10**exponent:.2f}e{exponent}"
+  offers = [*faster, f"{fewer} ends in time on {advice.asked.place}"]
+  yield (
+    f"The deadline of {deadline:g} days is missed: {span(days)}, which is {times(days / deadline)} as "
+    f"long. {'; '.join(offers)}."
+  )
 
 
 def _batch_and_slice(advice: Advice) -> Iterator[str]:

@@ -11,6 +11,10 @@ from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
 from maxbatch.run_folder.paths import RunFolder
 
+_OVER_NOISE_SCALE = 1.7
+"""The critical batch of a moment over its noise scale where we have measured both: 1.5 and 2.0, more
+later in training (docs/advice_check.md). One small model; Merrill et al. (2025) report far more."""
+
 Kind = Literal["noise scale", "branches"]
 
 
@@ -101,7 +105,8 @@ def _noise_scale(run: RunFolder, tokens: float) -> list[Measured]:
   ends = [float(last.get(f"gns/total_{end}", samples)) / samples * value for end in ("low", "high")]
   found = Bracket(max(ends[0], 0.0), value, ends[1])
   at = float(last["tokens"])
-  return [Measured("noise scale", str(run.path), at, found, found.times(growth_to(tokens, at)))]
+  carried = found.times(_OVER_NOISE_SCALE * growth_to(tokens, at))
+  return [Measured("noise scale", str(run.path), at, found, carried)]
 
 
 def _branches(run: RunFolder, tokens: float) -> list[Measured]:

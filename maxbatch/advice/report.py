@@ -46,7 +46,7 @@ def _answer(advice: Advice, planned: Planned) -> Iterator[str]:
   where = f", on {asked.place}" if asked.place else ""
   yield from wrapped(
     f"{asked.config.model.model_name}, {short(training.parameters)} parameters, "
-    f"{short(asked.tokens)} tokens ({training.tokens_per_parameter:.3g} a parameter){where}"
+    f"{short(asked.tokens)} tokens ({short(training.tokens_per_parameter)} a parameter){where}"
   )
   if planned.timed:
     yield from _costs(advice, planned)
@@ -142,8 +142,8 @@ def _changed(one: Measured, advice: Advice) -> str:
   if one.kind == "branches":
     return f"{words}; the batch is kept inside of it: {moved}."
   return (
-    f"{words}; one value among the rules: {moved}. It can be too low by orders of magnitude "
-    "(Merrill 2025)."
+    f"{words}, with the factor of 1.7 by which it was low where we measured it (docs/advice_check.md); one "
+    f"value among the rules: {moved}. It can be too low by orders of magnitude (Merrill 2025)."
   )
 
 

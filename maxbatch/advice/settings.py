@@ -11,9 +11,13 @@ from maxbatch.batch_rules.malladi import RATE as SQUARE_ROOT
 from maxbatch.batch_rules.marek import SECOND_MOMENT, half_life_tokens
 from maxbatch.batch_rules.power_lines import WEIGHT_DECAY
 from maxbatch.batch_rules.registry import rate_rules, scaling_rules
-from maxbatch.batch_rules.rule import RateRule
+from maxbatch.batch_rules.rule import RateRule, ScalingRule
+from maxbatch.batch_rules.surge import RATE as SURGE
 from maxbatch.config.schema import OptimizerConfig
 
+_ROOT_UNTIL = 0.25
+"""Of the critical batch: above, a rate by the square root was too large where we measured it
+(docs/advice_check.md), as Li et al. (2024) say."""
 _LARGEST_B2 = 0.999999
 """That the configuration takes."""
 
@@ -103,15 +107,17 @@ def _rate(
   own = optimizer.learning_rate
   if found_at:
     said = _carried(own, found_at, here, critical_tokens)
-    rate = next(one.carried for one in said if one.name == SQUARE_ROOT.name)
-    return _rounded(rate, 3), f"yours, by the square root of the batch ({SQUARE_ROOT.name})", said
+    rule = _scaling(here, critical_tokens)
+    rate = next(one.carried for one in said if one.name == rule.name)
+    return _rounded(rate, 3), f"yours, carried here by {rule.name}: {rule.formula}", said
   if not _is_adam(optimizer):
     return own, f"yours: no rule here speaks of opt_type={optimizer.opt_type}", []
-  said = [_of_rule(rule, asked, here) for rule in rate_rules()]
+  said = [_of_rule(rule, asked, here, critical_tokens) for rule in rate_rules()]
   if "learning_rate" in asked.given:
     return own, "yours, as it is: rate_found_at=TOKENS would carry it over", said
   mean = math.exp(statistics.fmean(math.log(one.carried) for one in said))
-  why = f"the mean of what two rules say, each carried here by the square root ({SQUARE_ROOT.name})"
+  name = _scaling(here, critical_tokens).name
+  why = f"the mean of what {len(said)} rules say, each carried here by {name}"
   return _rounded(mean), why, said
 
 
@@ -153,10 +159,16 @@ def _coupling(asked: Asked) -> str:
   return "linear" if asked.config.optimizer.opt_type == "sgd" else "sqrt"
 
 
-def _of_rule(rule: RateRule, asked: Asked, here: float) -> RateSaid:
+def _scaling(here: float, critical_tokens: float) -> ScalingRule:
+  """The rule that carries a rate: the square root well below the critical batch, else one that turns."""
+  return SQUARE_ROOT if here <= _ROOT_UNTIL * critical_tokens else SURGE
+
+
+def _of_rule(rule: RateRule, asked: Asked, here: float, critical_tokens: float) -> RateSaid:
   """A rule's rate, carried from its own batch to the run's."""
   rate, at = rule.learning_rate(asked.training), rule.batch_tokens(asked.training)
-  return RateSaid(rule.name, rule.title, rate, at, SQUARE_ROOT.scaled(rate, here / at, 1.0))
+  carried = _scaling(here, critical_tokens).scaled(rate, here / at, at / critical_tokens)
+  return RateSaid(rule.name, rule.title, rate, at, carried)
 
 
 def _carried(rate: float, at: float, here: float, critical_tokens: float) -> list[RateSaid]:

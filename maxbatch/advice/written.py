@@ -1,5 +1,6 @@
 """The advised configuration as a file, which any command takes as config=advice.yml."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,20 +18,24 @@ _WHY = {
 }
 
 
-def configuration(advised: Mapping[str, object], arguments: Sequence[str], command: str) -> str:
+def configuration(
+  advised: Mapping[str, object],
+  asked: Mapping[str, object],
+  base: str,
+  command: Sequence[str],
+) -> str:
   """The file: what was asked for by hand, then what is advised, each group with its reason.
 
   Args:
     advised: keys and values.
-    arguments: key=value, of the question's configuration.
+    asked: keys that were set by hand, with their values.
+    base: the configuration that they change, a name or a file.
     command: all that was asked, for the first line.
   """
-  given = dict(argument.split("=", 1) for argument in arguments)
-  lines = [HEAD + command, f"base_config: {_base(given['config'])}"]
-  own = [key for key in given if key not in _HERE_ONLY and key not in advised]
-  if own:
-    lines += ["# As asked."]
-  lines += [f"{key}: {given[key] or _quoted(given[key])}" for key in own]
+  lines = [HEAD + " ".join(" ".join(command).split()), f"base_config: {_base(base)}"]
+  own = [key for key in asked if key not in _HERE_ONLY and key not in advised]
+  lines += ["# As asked."] if own else []
+  lines += [f"{key}: {_value(asked[key])}" for key in own]
   for key, value in advised.items():
     if key in _WHY:
       lines.append(f"# {_WHY[key]}")
@@ -41,12 +46,10 @@ def configuration(advised: Mapping[str, object], arguments: Sequence[str], comma
 def _base(name: str) -> str:
   """A shipped file by its name, any other by its whole path: the advice may lie elsewhere."""
   path = Path(name).expanduser()
-  return _quoted(str(path.absolute())) if path.is_file() else _quoted(name)
+  return _value(str(path.absolute()) if path.is_file() else name)
 
 
 def _value(value: object) -> str:
-  return _quoted(value) if isinstance(value, str) else str(value)
-
-
-def _quoted(text: str) -> str:
-  return yaml.safe_dump(text, default_style='"', width=10_000).strip()
+  """In one line; text is quoted where it could be read as something else."""
+  dumped = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
+  return dumped.removesuffix("\n").removesuffix("\n...")
