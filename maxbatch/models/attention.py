@@ -20,6 +20,7 @@ from maxbatch.hardware.sharding import constrain
 from maxbatch.models import flash
 from maxbatch.models.cache import LayerCache
 from maxbatch.models.dot_product import dot_product_attention
+from maxbatch.models.forms import rotated
 from maxbatch.models.layers import Norm, Projection
 from maxbatch.models.remat import named
 from maxbatch.models.rope import frequency_factors
@@ -138,14 +139,6 @@ def _rotations(
   return jnp.cos(angles_BTH), jnp.sin(angles_BTH)
 
 
-def rotate(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
-  """Rotates pairs (i, i + H/2) of every head by its position's angle, as Llama's weights expect;
-  float32."""
-  first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-  cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
-  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 class Attention(nnx.Module):
   """Multi-head or grouped-query causal self-attention."""
 
@@ -174,8 +167,8 @@ class Attention(nnx.Module):
     if self.query_norm is not None and self.key_norm is not None:
       q_BTNH, k_BSKH = self.query_norm(q_BTNH), self.key_norm(k_BSKH)
     if at.cos_BTH is not None and at.sin_BTH is not None:
-      q_BTNH = self.policy.cast(rotate(q_BTNH, at.cos_BTH, at.sin_BTH))
-      k_BSKH = self.policy.cast(rotate(k_BSKH, at.cos_BTH, at.sin_BTH))
+      q_BTNH = self.policy.cast(rotated(q_BTNH, at.cos_BTH, at.sin_BTH))
+      k_BSKH = self.policy.cast(rotated(k_BSKH, at.cos_BTH, at.sin_BTH))
     if self.query_factor != 1:
       q_BTNH = self.policy.cast(q_BTNH * self.query_factor)
     q_BTNH = constrain(q_BTNH, ("batch", "length", "heads", "head_dim"))
