@@ -35,6 +35,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+from maxbatch.plots.figure import COLORS, DASHES, MARKERS, legend, new_figure, render
 
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
 from maxbatch.compile import cache
@@ -54,7 +55,6 @@ from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.models.registry import Parameters
 from maxbatch.noise.confidence import Interval, ratios_of_means
 from maxbatch.noise.tracker import TOTAL
-from maxbatch.plots.figure import COLORS, DASHES, MARKERS, legend, new_figure, render
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.training import build
 from maxbatch.training.noise_groups import moments_by_group
