@@ -30,6 +30,8 @@ from maxbatch.checkpoints.record import (
   listed,
   state_differences,
 )
+from maxbatch.command_line.color import colored
+from maxbatch.command_line.screen import for_screen
 from maxbatch.compile.program import gib
 from maxbatch.config import schema
 from maxbatch.config.schema import Config
@@ -90,10 +92,15 @@ Check = tuple[str, str, Sequence[str]]
 def show_checks(checks: Iterator[Check], say: Callable[[str], None]) -> None:
   """Says each as it passes; the next begins when the line of the one before is out."""
   for name, detail, more in checks:
-    say(f"ok   {name:<13}  {detail}")
+    say(f"{colored('ok', 'green')}   " + for_screen(f"     {name:<13}  {detail}")[5:])
     for line in more:
-      say(f"     {line}")
-  say(_NEXT)
+      say(for_screen(f"  {line}"))
+  say(for_screen(_NEXT))
+
+
+def _below(plan: BatchPlan) -> Iterator[str]:
+  """The plan's lines without its heading, which the check has."""
+  return (line.removeprefix("  ") for line in str(plan).splitlines()[1:])
 
 
 def check_of_keys() -> Check:
@@ -132,7 +139,7 @@ def checks_of_run(
   run = dataclasses.replace(planned(config, target), saved=saved, begins=beginning.position)
   devices = target.devices
   plan, ahead = run.plan, run.plan_ahead
-  yield "batch plan", _phases(ahead), [*choice, *str(ahead).splitlines()]
+  yield "batch plan", _phases(ahead), [*choice, *_below(ahead)]
   build = functools.partial(
     build_trainer,
     config,
