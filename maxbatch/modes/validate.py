@@ -41,6 +41,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target, describe_devices, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import num_processes
+from maxbatch.metrics_writers.registry import chosen_writers
 from maxbatch.modes.beginning import Beginning, beginning_of, saving_frozen
 from maxbatch.modes.memory import check_memory, item_bytes
 from maxbatch.modes.method import ON_TEXT, Method
@@ -130,6 +131,7 @@ def checks_of_run(
     examine: what checks its input.
     begins_with: what is trained before it, so that there is nothing to look at yet.
   """
+  chosen_writers(config.run.metrics_writers)
   given, saved = config, checkpoint_of(config)
   beginning, unknown = (Beginning(), "") if saved else _beginning(config)
   if begins_with:
