@@ -30,8 +30,10 @@ _NO_REPORT = (
   "compile_topology=v5e-256 writes to compile_report.txt"
 )
 _CODE = ("models", "precision", "training", "hardware", "estimate")
+_POLICIES: Sequence[RematPolicy] = ("none", "minimal", "full")
 _TITLE = re.compile(
-  r"Compile report: (?P<model>\S+), rows of (?P<length>[\d,]+) tokens, remat_policy (?P<remat>\w+), "
+  r"Compile report: (?P<model>\S+), rows of (?P<length>[\d,]+) tokens, "
+  rf"remat_policy (?P<remat>{'|'.join(_POLICIES)}), "
   r"on (?P<place>\S+)\n\s+[\d,]+ × (?P<kind>[^:]+): data (?P<data>\d+) × fsdp (?P<fsdp>\d+) × "
   r"tensor (?P<tensor>\d+) × stage 1\b(?:\n\s+computes in (?P<dtype>\w+))?"
 )
@@ -193,7 +195,7 @@ def _explored(table: str, step: CompiledStep) -> Iterator[CompiledStep]:
   """The rows of a table of explore, of which `step` is one."""
   for row in _EXPLORED.finditer(table):
     remat = _remat(row["remat"]) if row["remat"] else step.remat
-    if (row["size"], remat) == (step.per_device, step.remat):
+    if remat is None or (row["size"], remat) == (step.per_device, step.remat):
       continue
     seconds = (float(row["step"]) - step.rest_seconds) / int(row["count"].replace(",", ""))
     yield dataclasses.replace(
@@ -210,7 +212,8 @@ def _step(text: str, work: StepWork) -> CompiledStep:
   title, time = _TITLE.match(text), _TIME.search(text)
   shape = _SHAPE.search(text)
   chip = chip_for(title["kind"]) if title else None
-  if title is None or time is None or shape is None or chip is None:
+  remat = _remat(title["remat"]) if title else None
+  if title is None or time is None or shape is None or chip is None or remat is None:
     raise UserError(f"this compile report has no time on a TPU: {text[:100]}")
   links = _LINKS.findall(text)
   parts = _parts(text)
@@ -227,7 +230,7 @@ def _step(text: str, work: StepWork) -> CompiledStep:
     tensor=int(title["tensor"]),
     length=int(title["length"].replace(",", "")),
     compute_bytes=4 if title["dtype"] == "float32" else 2,
-    remat=_remat(title["remat"]),
+    remat=remat,
     per_device=shape["size"],
     microbatch_seconds=float(time["each"]),
     rest_seconds=rest,
@@ -247,9 +250,9 @@ def _parts(text: str) -> dict[str, float]:
   return {name: float(s) for name, s in re.findall(r"^ +(\w+) +(\S+) s +[\d.]+%", lines, re.M)}
 
 
-def _remat(name: str) -> RematPolicy:
-  policies: Sequence[RematPolicy] = ("none", "minimal", "full")
-  return next(policy for policy in policies if policy == name)
+def _remat(name: str) -> RematPolicy | None:
+  """The policy, if it is one that estimates know."""
+  return next((policy for policy in _POLICIES if policy == name), None)
 
 
 def _gib(name: str, text: str) -> float:
