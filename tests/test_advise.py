@@ -158,6 +158,14 @@ def test_a_rate_found_elsewhere_is_carried_over_with_its_half_life(capsys):
   assert large["learning_rate"] < 0.6 * rules["malladi-rate"]
 
 
+def test_a_rate_that_no_rule_speaks_of_is_called_a_guess(capsys):
+  tiny, large = (
+    " ".join(ask(capsys, *asked).split()) for asked in (["config=base", "total_tokens=2e7"], LLAMA)
+  )
+  assert "a guess, to be tried in a short run" in tiny
+  assert "a guess" not in large
+
+
 def test_a_rate_of_ones_own_stays(capsys):
   found = answer(capsys, *LLAMA, "learning_rate=1e-4", "adam_weight_decay=0.3")["settings"]
   assert found["learning_rate"] == 1e-4
