@@ -17,6 +17,7 @@ from maxbatch.batch.topology import Topology
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
+from maxbatch.command_line.screen import for_screen
 from maxbatch.command_line.signals import leave
 from maxbatch.config.allowed import DevicesOrUnset, Hosts
 from maxbatch.config.load import load_config, to_flat_dict
@@ -78,7 +79,7 @@ def _plan(arguments: Arguments[PlanArguments]) -> None:
   report = make_report(config, count_devices(config, own.num_devices, own.num_hosts))
   if own.plot:
     _write_plot(report, own.plot, config.run.run_name)
-  print(json.dumps(report.as_dict(), indent=2) if own.json else report)
+  print(json.dumps(report.as_dict(), indent=2) if own.json else for_screen(str(report)))
 
 
 def make_report(config: Config, devices: CountedDevices) -> PlanReport:

@@ -10,8 +10,7 @@ by walking downhill with two seeds; then all seeds are run. To what they took, t
 losses that the same runs pass on the way. Against it stands the noise scale, measured in a run of
 the batch size 32.
 
-With branches=FOLDER, where python -m maxbatch.critical_batch left its branches, the same curve is also
-fitted to the samples that these took to the loss that the worst of them ended with.
+With branches=FOLDER, what python -m maxbatch.critical_batch found there stands beside it.
 
 The trainer is the ordinary one; the loop is its own, to stop at a loss. Finished runs are kept in
 `out`, so an interrupted command continues where it was. More keys, such as adam_b2=0.99, go to every
@@ -36,6 +35,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+from maxbatch.plots.figure import COLORS, DASHES, MARKERS, legend, new_figure, render
 
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
 from maxbatch.compile import cache
@@ -50,15 +50,12 @@ from maxbatch.experiments.tradeoff import (
   fit_tradeoff,
   lowest_on_grid,
   mean_noise_scale,
-  smooth_crossing,
 )
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.models.registry import Parameters
 from maxbatch.noise.confidence import Interval, ratios_of_means
 from maxbatch.noise.tracker import TOTAL
-from maxbatch.plots.figure import COLORS, DASHES, MARKERS, legend, new_figure, render
 from maxbatch.run_folder.atomic import write_run_file
-from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.training import build
 from maxbatch.training.noise_groups import moments_by_group
 from maxbatch.training.step import StepMetrics, Trainer
@@ -420,23 +417,17 @@ def of_losses(levels: Sequence[Level]) -> list[str]:
 
 
 def of_branches(folder: pathlib.Path) -> list[str]:
-  """The table of the branches of one checkpoint, from the files that they left."""
+  """What the branches of one checkpoint say."""
   report = json.loads((folder / "critical_batch.json").read_text())
-  begins, found = report["checkpoint"]["samples"], []
-  target = max(branch["loss"] for branch in report["branches"])
-  lines = ["| batch | learning rate | samples to the loss | steps |", "|---" * 4 + "|"]
-  for branch in report["branches"]:
-    records = read_metrics(folder / f"x{branch['factor']:g}")
-    steps = [record for record in records if record["step"] > report["checkpoint"]["step"]]
-    samples = [record["samples"] - begins for record in steps]
-    took = smooth_crossing(samples, [record["loss"] for record in steps], target, begins)
-    if took is not None:
-      found.append((took, took / branch["batch"]))
-      rate = f"{branch['learning_rate']:.2g}"
-      lines.append(f"| {branch['batch']} | {rate} | {took:,.0f} | {took / branch['batch']:,.0f} |")
-  curve = fit_tradeoff(*zip(*found, strict=True))
-  words = f"Branches from {begins:,} samples to loss {target:.3f}: Bcrit"
-  return [*lines, "", f"{words} {counts(curve.critical_batch)}, {curve.misfit:.0%} off the curve."]
+  samples, curve = report["checkpoint"]["samples"], report["tradeoff"]
+  if curve is None:
+    return [f"The branches from {samples:,} samples do not tell Bcrit."]
+  found = Interval(**curve["critical_batch"])
+  least, below = report["critical_batch_at_least"], report["critical_batch_below"]
+  return [
+    f"Branches from {samples:,} samples: Bcrit {counts(found)}, {curve['misfit']:.0%} off the curve; "
+    f"within {report['tolerance']:g} nats of every smaller one: {least}, and no more {below}."
+  ]
 
 
 def factor(curve: Tradeoff, predicted: Interval | None) -> str:

@@ -9,12 +9,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support import mesh
 from tiny_model import loud_parameters, random_rows, tiny_model
 
+from maxbatch.batch.topology import Topology
+from maxbatch.hardware.devices import topology_devices
+from maxbatch.hardware.sharding import make_mesh
 from maxbatch.models import forms
 from maxbatch.training.loss import loss_parts
 
 B, T, N, H = 2, 3, 4, 6
+
+
+def test_the_form_follows_the_devices_of_the_mesh_around():
+  pytest.importorskip("libtpu")
+  elsewhere = make_mesh(Topology((4, 1, 1, 1), (1, 1, 1, 1)), topology_devices("v5e-4"))
+  found = [forms.is_for_tpu()]
+  for devices in (mesh(data=4), elsewhere):
+    with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
+      found.append(forms.is_for_tpu())
+  assert found == [False, False, True]
 
 
 @pytest.fixture

@@ -49,26 +49,27 @@ Given  batch_size=512, micro_batch_size=8
 On     8 simulated devices, as a run where there is no accelerator; for others: num_devices
 
 Batch plan
-  num_devices            data 8 × fsdp 1 × tensor 1 × stage 1     =          8 devices
-  micro_batch_to_train   8 devices × per_device_batch_size 8      =         64 samples per microbatch
-  global_batch_to_train  64 × gradient_accumulation_steps 8       =        512 samples per step
-  global_batch_to_load   512 × expansion_factor_real_data 2       =      1,024 samples per load
-  eval_batch             8 devices × eval_per_device_batch_size 8 =         64 samples per microbatch
-  tokens_per_step        512 × max_target_length 128              =     65,536 tokens
-  total_samples          sum of the phases, steps 411             =    100,032 samples
-  total_tokens           100,032 × 128                            = 12,804,096 tokens
+  num_devices                    8 devices = data 8 × fsdp 1 × tensor 1 × stage 1
+  micro_batch_to_train          64 samples = 8 × per_device_batch_size 8
+  global_batch_to_train        512 samples = 64 × gradient_accumulation_steps 8
+  global_batch_to_load       1,024 samples = 512 × expansion_factor_real_data 2
+  eval_batch                    64 samples = 8 × eval_per_device_batch_size 8
+  tokens_per_step           65,536 tokens  = 512 × max_target_length 128
+  total_samples            100,032 samples = sum of the phases, steps 411
+  total_tokens          12,804,096 tokens  = 100,032 × 128
 
 Loading
   hosts 0 to 1: 256 samples per step each
   hosts 2 to 3: read nothing, and get their samples from the others
 
 Phases
-  phase  first step  first sample  first token  steps  batch  per device  microbatches  learning rate
-      1           0             0            0    157     64           8             1          0.003
-      2         157        10,048    1,286,144     78    128           8             2          0.003
-      3         235        20,032    2,564,096     39    256           8             4          0.003
-      4         274        30,016    3,842,048    136    512           8             8          0.003
-      4         410        99,648   12,754,944      1    384           8             6          0.003  the rest of the budget
+     first   first       first                   per   micro-  learning
+      step  sample       token  steps  batch  device  batches      rate
+  1      0       0           0    157     64       8        1     0.003
+  2    157  10,048   1,286,144     78    128       8        2     0.003
+  3    235  20,032   2,564,096     39    256       8        4     0.003
+  4    274  30,016   3,842,048    136    512       8        8     0.003
+  4    410  99,648  12,754,944      1    384       8        6     0.003  the rest of the budget
 
 Limits
   with this microbatch the global batch is a multiple of 64; nearest to 512: 448 and 576

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.rl_plan import plan_rl
 from maxbatch.batch.topology import Topology
+from maxbatch.command_line.screen import for_screen
 from maxbatch.compile import cache
 from maxbatch.compile.compile_step import (
   check_fits,
@@ -90,11 +91,11 @@ def prepare_rl_only(config: Config, *, forget: bool = False) -> None:
     cache.enable(config.compile.jax_cache_dir)
     config = _with_epoch(config)
     if isinstance(config.batch.micro_batch_size, Explore):
-      print(f"{plan_rl(config, target.layout)}\n", flush=True)
+      print(f"{for_screen(str(plan_rl(config, target.layout)))}\n", flush=True)
       _ranked(config, target, PairProber(config, target), find=pair_sizes_of)
       return
     found = resolve_rl(config, target, forget=forget)
-    print(f"{found.plan}\n", flush=True)
+    print(f"{for_screen(str(found.plan))}\n", flush=True)
     _compile(resolve(found.in_pairs, target), found.place)
 
 
@@ -130,7 +131,7 @@ def prepare_only(config: Config, *, forget: bool = False) -> None:
 def _compile(run: ResolvedRun, rollout: RolloutPlace | None = None) -> None:
   """Every step of the run, with a report of each; of reinforcement learning with its rollout."""
   config, plan, devices = run.config, run.plan, run.target.devices
-  print(f"{plan}\n", flush=True)
+  print(f"{for_screen(str(plan))}\n", flush=True)
   if rollout:
     trainer = build_policy_trainer(config, rollout.plan, devices)
   else:
@@ -192,9 +193,9 @@ def _ranked(
 
 
 def _show(reports: Sequence[CompileReport], folder: RunFolder) -> None:
-  print("\n\n\n".join(map(str, reports)))
+  print(for_screen("\n\n\n".join(map(str, reports))))
   written = write_reports(reports, folder.path)
-  print(f"\nWritten: {', '.join(map(str, written))}", flush=True)
+  print("\n" + for_screen(f"Written: {', '.join(map(str, written))}"), flush=True)
 
 
 def _remember(config: Config, report: str) -> None:

@@ -12,6 +12,7 @@ from maxbatch.batch.rl_plan import RLPlan, in_pairs
 from maxbatch.batch.rl_sizes import warm_start_batch
 from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.checkpoints.newest import newest_record
+from maxbatch.command_line.screen import for_screen
 from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.compile.rollout_report import PolicyBytes
 from maxbatch.config.schema import Config
@@ -182,7 +183,7 @@ def run_rl(config: Config, *, forget: bool = False) -> tuple[TrainState, Positio
       config, found = with_prompts(config)
     resolved = resolve_rl(config, target, forget=forget)
     config, plan = resolved.config, resolved.plan
-    print(f"{plan}\n", flush=True)
+    print(f"{for_screen(str(plan))}\n", flush=True)
     warms = warms_up(config)
   if warms:
     config = _warmed_up(config, plan)
