@@ -427,8 +427,9 @@ def test_pairs_are_divided_into_prompts_and_completions(capsys, configs):
   assert text.startswith("256 prompts × 8 completions: 2,048 pairs a step\n")
   for words in ("DAPO 2025", "IsoCompute 2026", "is sampling"):
     assert words in text
-  assert plan.main(["config=advice.yml"]) == 0
-  assert "256 × num_generations 8 " in capsys.readouterr().out
+  assert plan.main(["config=advice.yml", "--json"]) == 0
+  planned = json.loads(capsys.readouterr().out)["rl"]
+  assert (planned["batch_size"], planned["num_generations"]) == (256, 8)
 
 
 def test_measured_noise_decides_between_prompts_and_completions(capsys, configs):
