@@ -158,6 +158,14 @@ def test_a_rate_found_elsewhere_is_carried_over_with_its_half_life(capsys):
   assert large["learning_rate"] < 0.6 * rules["malladi-rate"]
 
 
+def test_a_rate_that_no_rule_speaks_of_is_called_a_guess(capsys):
+  tiny, large = (
+    " ".join(ask(capsys, *asked).split()) for asked in (["config=base", "total_tokens=2e7"], LLAMA)
+  )
+  assert "a guess, to be tried in a short run" in tiny
+  assert "a guess" not in large
+
+
 def test_a_rate_of_ones_own_stays(capsys):
   found = answer(capsys, *LLAMA, "learning_rate=1e-4", "adam_weight_decay=0.3")["settings"]
   assert found["learning_rate"] == 1e-4
@@ -419,8 +427,9 @@ def test_pairs_are_divided_into_prompts_and_completions(capsys, configs):
   assert text.startswith("256 prompts × 8 completions: 2,048 pairs a step\n")
   for words in ("DAPO 2025", "IsoCompute 2026", "is sampling"):
     assert words in text
-  assert plan.main(["config=advice.yml"]) == 0
-  assert "256 × num_generations 8 " in capsys.readouterr().out
+  assert plan.main(["config=advice.yml", "--json"]) == 0
+  planned = json.loads(capsys.readouterr().out)["rl"]
+  assert (planned["batch_size"], planned["num_generations"]) == (256, 8)
 
 
 def test_measured_noise_decides_between_prompts_and_completions(capsys, configs):

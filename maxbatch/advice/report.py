@@ -14,6 +14,8 @@ from maxbatch.batch_rules.tradeoff import steps_factor
 
 _GIB = 2**30
 _DAY = 86_400
+_FAR = 10
+"""Times outside of a rule's range."""
 _MEANINGS = {
   "critical": "twice the data",
   "optimal": "least loss",
@@ -188,12 +190,23 @@ def _optimizer(advice: Advice) -> Iterator[str]:
   yield f"Optimizer: {one.opt_type} at {short(last.batch_tokens)} tokens a step"
   yield from wrapped(f"learning_rate {one.learning_rate:g}: {one.why}")
   if one.said:
-    head = ("rule", "rate", "at tokens", "here")
+    head = ("rule", "rate", "at tokens", "here", "outside its range")
     rows = [
-      (each.title, f"{each.rate:.2g}", short(each.found_at_tokens), f"{each.carried:.2g}")
+      (
+        each.title,
+        f"{each.rate:.2g}",
+        short(each.found_at_tokens),
+        f"{each.carried:.2g}",
+        "–" if each.beyond == 1 else times(each.beyond),
+      )
       for each in one.said
     ]
     yield from ("  " + line for line in table([head, *rows]))
+    if min(each.beyond for each in one.said) > _FAR:
+      yield from wrapped(
+        "No rule for the rate comes near to this training: a guess, to be tried in a short run, or "
+        "learning_rate=RATE of your own."
+      )
   if one.b2_half_life_tokens:
     yield from wrapped(
       f"adam_b2 {last.adam_b2:.4g}: a half-life of {short(one.b2_half_life_tokens)} tokens, which at "

@@ -33,6 +33,8 @@ class RateSaid:
   found_at_tokens: float
   carried: float
   """At the batch of the run."""
+  beyond: float
+  """The factor by which the training is outside of what was fitted; 1 inside."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +108,7 @@ def _rate(
   optimizer, found_at = asked.config.optimizer, float(asked.wishes.rate_found_at)
   own = optimizer.learning_rate
   if found_at:
-    said = _carried(own, found_at, here, critical_tokens)
+    said = _carried(asked, found_at, here, critical_tokens)
     rule = _scaling(here, critical_tokens)
     rate = next(one.carried for one in said if one.name == rule.name)
     return _rounded(rate, 3), f"yours, carried here by {rule.name}: {rule.formula}", said
@@ -168,13 +170,21 @@ def _of_rule(rule: RateRule, asked: Asked, here: float, critical_tokens: float) 
   """A rule's rate, carried from its own batch to the run's."""
   rate, at = rule.learning_rate(asked.training), rule.batch_tokens(asked.training)
   carried = _scaling(here, critical_tokens).scaled(rate, here / at, at / critical_tokens)
-  return RateSaid(rule.name, rule.title, rate, at, carried)
+  return RateSaid(rule.name, rule.title, rate, at, carried, rule.beyond(asked.training))
 
 
-def _carried(rate: float, at: float, here: float, critical_tokens: float) -> list[RateSaid]:
+def _carried(asked: Asked, at: float, here: float, critical_tokens: float) -> list[RateSaid]:
   """A rate found at another batch, by every rule that carries one."""
+  rate, share = asked.config.optimizer.learning_rate, at / critical_tokens
   return [
-    RateSaid(rule.name, rule.title, rate, at, rule.scaled(rate, here / at, at / critical_tokens))
+    RateSaid(
+      rule.name,
+      rule.title,
+      rate,
+      at,
+      rule.scaled(rate, here / at, share),
+      rule.beyond(asked.training),
+    )
     for rule in scaling_rules("learning_rate")
   ]
 
