@@ -13,7 +13,7 @@ import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 
-from fit_step_rates import read, table, unseen
+from fit_step_rates import read, table
 
 from maxbatch.batch.arithmetic import tokens_of
 from maxbatch.batch.solve import text
@@ -91,7 +91,7 @@ def write() -> None:
   page = PAGE.read_text()
   before, rest = page.split(BEGIN)
   after = rest.split(END)[1]
-  made = [*tables(), "## Held against the compiler", "", *table(), "", *unseen(), ""]
+  made = [*tables(), "## Held against the compiler", "", *table(), ""]
   PAGE.write_text("\n".join([before + BEGIN, "", *made, END + after]))
 
 

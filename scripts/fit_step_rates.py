@@ -25,10 +25,9 @@ from fractions import Fraction
 import numpy as np
 from scipy.optimize import nnls
 
-from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.estimate import step_rates
-from maxbatch.estimate.chips import CHIPS
+from maxbatch.estimate.chips import CHIPS, Chip
 from maxbatch.estimate.compiled_steps import (
   FILE,
   CompiledStep,
@@ -38,7 +37,7 @@ from maxbatch.estimate.compiled_steps import (
 )
 from maxbatch.estimate.step_memory import memory_work, state_bytes
 from maxbatch.estimate.step_rates import StepRates
-from maxbatch.estimate.step_roofline import is_wide, link_seconds, step_roofline
+from maxbatch.estimate.step_roofline import is_wide, link_seconds, step_roofline, update_bytes
 from maxbatch.estimate.step_work import (
   Part,
   PartWork,
@@ -80,22 +79,11 @@ GROUPS: tuple[tuple[Part, ...], ...] = (
   ("head",),
   ("embedding",),
 )
-# Compiled before, of which docs/compile.md has the utilisation alone: model, keys, generation, devices, tokens
-# of a row, samples per device, utilisation.
-_70B = (
-  "base_emb_dim=8192",
-  "base_num_decoder_layers=80",
-  "base_num_query_heads=64",
-  "base_num_kv_heads=8",
-  "base_mlp_dim=28672",
-)
-_BF16_WEIGHTS = ("weight_dtype=bfloat16", "weight_rounding=stochastic")
-UNSEEN: list[tuple[str, tuple[str, ...], str, int, int, int, float]] = [
-  ("llama2-7b", _70B, "v5e", 256, 2048, 2, 0.547),
-  ("llama3.2-1b", _BF16_WEIGHTS, "v6e", 8, 2048, 4, 0.173),
-  ("mistral-7b", (), "v6e", 8, 8192, 3, 0.283),
-]
 DIGITS = 4
+ALIKE = {"v4": "v5p", "tpu7x": "v6e", "v5e": "", "v5p": "", "v6e": ""}
+KNOWN = {"residuals": 1.0}
+ENOUGH = 2
+"""Steps on a generation without which its rates are a guess."""
 GIB = 2**30
 
 
@@ -128,10 +116,10 @@ def read(paths: Sequence[str]) -> None:
 
 
 @functools.cache
-def work_of(model: str, length: int, *keys: str) -> StepWork:
+def work_of(model: str, length: int) -> StepWork:
   """The work of a shipped model in bfloat16."""
-  shipped = ["config=base", f"model_name={model}", f"max_target_length={length}"]
-  return step_work(load_config([*shipped, "precision=bfloat16", *keys]))
+  keys = ["config=base", f"model_name={model}", f"max_target_length={length}"]
+  return step_work(load_config([*keys, "precision=bfloat16"]))
 
 
 class Equations:
@@ -180,7 +168,7 @@ def seconds(steps: Sequence[CompiledStep]) -> dict[str, float]:
       equations.add(
         terms_of(step, [asked[part] for part in group]),
         sum(step.parts.get(part, 0.0) - waits.get(part, 0.0) for part in group)
-        - sum(asked[part].kernels for part in group) / chip.peak_flops,
+        - sum(known_seconds(asked[part], chip) for part in group),
         1 / step.microbatch_seconds,
       )
   return equations.solved()
@@ -194,8 +182,15 @@ def terms_of(step: CompiledStep, group: Sequence[PartWork]) -> dict[str, float]:
     for kind, count in one.registers.items():
       terms[f"cycles {kind}"] += count / chip.clock / chip.tensor_cores
     for kind, size in one.traffic.items():
-      terms[f"traffic {kind}"] += size / chip.hbm_bandwidth
+      if kind not in KNOWN:
+        terms[f"traffic {kind}"] += size / chip.hbm_bandwidth
   return {name: seconds for name, seconds in terms.items() if seconds}
+
+
+def known_seconds(one: PartWork, chip: Chip) -> float:
+  """Of a part, what has no rate: kernels at the chip's peak, and what is kept written and read once."""
+  kept = sum(times * one.traffic.get(kind, 0.0) for kind, times in KNOWN.items())
+  return one.kernels / chip.peak_flops + kept / chip.hbm_bandwidth
 
 
 def waiting(steps: Sequence[CompiledStep]) -> dict[str, float]:
@@ -209,6 +204,16 @@ def waiting(steps: Sequence[CompiledStep]) -> dict[str, float]:
     width = "wide" if is_wide(step.mesh) else "narrow"
     terms = {f"waits {step.generation} {width}": links.gathers + links.reductions}
     equations.add(terms, step.waits, 1 / step.microbatch_seconds)
+  return equations.solved()
+
+
+def update(steps: Sequence[CompiledStep]) -> dict[str, float]:
+  """How often the optimizer moves what it reads and writes."""
+  equations = Equations()
+  for step in steps:
+    place = work_of(step.model_name, step.length), step.mesh
+    once = update_bytes(*place) / CHIPS[step.generation].hbm_bandwidth
+    equations.add({"traffic update": once}, step.rest_seconds, 1 / step.rest_seconds)
   return equations.solved()
 
 
@@ -227,18 +232,19 @@ def memory(steps: Sequence[CompiledStep]) -> dict[str, float]:
 
 def fitted(steps: Sequence[CompiledStep]) -> StepRates:
   """The rates of these steps."""
-  found = seconds(steps) | waiting(steps)
+  found = seconds(steps) | waiting(steps) | update(steps)
 
   def named(prefix: str) -> dict[str, float]:
     return {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
 
-  inverse = {name: float(f"{1 / x:.{DIGITS}g}") for name, x in named("product ").items()}
+  inverse = {name: float(f"{1 / x:.{DIGITS}g}") for name, x in named("product ").items() if x}
   # Generations of which no step was compiled are taken for the one with the most alike cores.
-  inverse |= {"v4": inverse["v5p"], "tpu7x": inverse["v6e"]}
+  usual = sum(inverse.values()) / len(inverse)
+  inverse |= {new: inverse.get(like, usual) for new, like in ALIKE.items() if new not in inverse}
   return StepRates(
     product=inverse,
     cycles=named("cycles "),
-    traffic=named("traffic "),
+    traffic=named("traffic ") | KNOWN,
     waits=named("waits "),
     memory=memory(steps),
     spread={},
@@ -246,13 +252,15 @@ def fitted(steps: Sequence[CompiledStep]) -> StepRates:
   )
 
 
-def predicted(steps: Sequence[CompiledStep]) -> list[tuple[float, float]]:
-  """The ratios of every step with the rates of all other models."""
-  others = {
-    name: fitted([one for one in steps if one.model_name != name])
-    for name in {step.model_name for step in steps}
-  }
-  return [ratios(step, others[step.model_name]) for step in steps]
+def predicted(steps: Sequence[CompiledStep]) -> list[tuple[float, float] | None]:
+  """The ratios of every step with the rates of all other models; None where these have no step on its
+  generation, or too few to tell."""
+  found: list[tuple[float, float] | None] = []
+  for step in steps:
+    others = [one for one in steps if one.model_name != step.model_name]
+    alike = sum(one.generation == step.generation for one in others)
+    found.append(ratios(step, fitted(others)) if alike >= ENOUGH else None)
+  return found
 
 
 def ratios(step: CompiledStep, rates: StepRates) -> tuple[float, float]:
@@ -268,34 +276,21 @@ def table() -> Iterator[str]:
   yield "| step | estimate | compiled | ratio | without the model | peak, estimate | compiled | ratio | without |"
   yield "|---|---|---|---|---|---|---|---|---|"
   every = compiled_steps()
-  for step, (fresh_time, fresh_peak) in zip(every, predicted(every), strict=True):
+  for step, fresh in zip(every, predicted(every), strict=True):
     time, peak = ratios(step, step_rates.step_rates())
+    without = [f"{x:.2f}" for x in fresh] if fresh else ["", ""]
     yield (
       f"| {step.name} | {time * step.microbatch_seconds:.4g} s | {step.microbatch_seconds:.4g} s | "
-      f"{time:.2f} | {fresh_time:.2f} | {peak * step.peak_bytes / GIB:.3g} GiB | "
-      f"{step.peak_bytes / GIB:.3g} GiB | {peak:.2f} | {fresh_peak:.2f} |"
-    )
-
-
-def unseen() -> Iterator[str]:
-  """Utilisation of steps that are not in the table, estimated and compiled, in Markdown."""
-  yield "| step | utilisation, estimate | compiled | ratio |"
-  yield "|---|---|---|---|"
-  for model, keys, generation, chips, length, size, compiled in UNSEEN:
-    work, mesh = work_of(model, length, *keys), Topology((1, chips, 1, 1), (1, 1, 1, 1))
-    place = CHIPS[generation], mesh, Fraction(size)
-    found = step_roofline(work, *place, 1, "full", step_rates.step_rates()).utilisation
-    name = f"{model} {' '.join(keys)}".strip()
-    yield (
-      f"| {name}, {chips} × {generation}, {size} × {length:,} tokens, full | {found:.1%} | "
-      f"{compiled:.1%} | {found / compiled:.2f} |"
+      f"{time:.2f} | {without[0]} | {peak * step.peak_bytes / GIB:.3g} GiB | "
+      f"{step.peak_bytes / GIB:.3g} GiB | {peak:.2f} | {without[1]} |"
     )
 
 
 def fit() -> None:
   """Writes the rates."""
   steps = compiled_steps()
-  errors = [[math.log(x) for x in each] for each in zip(*predicted(steps), strict=True)]
+  known = [each for each in predicted(steps) if each]
+  errors = [[math.log(x) for x in each] for each in zip(*known, strict=True)]
   spread = [float(f"{math.sqrt(np.mean(np.square(each))):.2g}") for each in errors]
   rates = dataclasses.replace(
     fitted(steps), spread=dict(zip(("seconds", "bytes"), spread, strict=True))
@@ -315,7 +310,7 @@ def main(arguments: Sequence[str]) -> int:
   elif command == "fit":
     fit()
   else:
-    print("\n".join([*table(), "", *unseen()]))
+    print("\n".join(table()))
   return 0
 
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from maxbatch.batch.topology import Topology
 from maxbatch.estimate.step_rates import StepRates
-from maxbatch.estimate.step_work import RematPolicy, StepWork, weight_shards
+from maxbatch.estimate.step_work import RematPolicy, StepWork, residual_bytes, weight_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +62,7 @@ def memory_work(
   shards = weight_shards(work, mesh)
   tile = M * c.vocab_size / ways * 4 / work.tiles(M, ways)
   return {
-    "residuals": L * M * _residuals(work, queries, keys, ways, remat),
+    "residuals": L * M * residual_bytes(work, ways, remat),
     "stream": M * D * size,
     "hidden": M * hidden * size,
     "heads": M * 2 * (queries + keys) * size,
@@ -79,22 +79,3 @@ def _weights_in_use(work: StepWork, shards: tuple[int, int], remat: RematPolicy)
   they are not divided and nothing is computed again, all layers'."""
   is_kept = shards[0] == 1 and remat == "none"
   return work.layer_parameters * (work.model.base_num_decoder_layers if is_kept else 1)
-
-
-def _residuals(work: StepWork, queries: float, keys: float, ways: int, remat: RematPolicy) -> float:
-  """Bytes that are kept for each token in each layer until the backward pass."""
-  c, size = work.model, work.compute_bytes
-  D, F = c.base_emb_dim, c.base_mlp_dim / ways
-  if remat == "full":
-    return D * size
-  is_gated = c.mlp_activation != "gelu"
-  # What the layer is given, queries, keys, values, what its halves add, and the hidden layer.
-  products = (3 * D + queries + 2 * keys + (2 if is_gated else 1) * F) * size
-  if remat == "minimal":
-    return products
-  norms = 2 * c.use_pre_norm + c.use_post_attn_norm + c.use_post_ffw_norm
-  # Three float32 numbers of each that is normalized, four with a mean; the kernel's output; and of the
-  # hidden layer what its activation is made of.
-  normalized = norms * D + (queries + keys if c.use_qk_norm else 0)
-  kept = (4 if c.normalization == "layernorm" else 3) * 4 * normalized
-  return products + kept + (queries + (3 if is_gated else 5) * F) * size

@@ -113,7 +113,7 @@ def step_roofline(
     once = _scaled(once, known.microbatch_seconds / once.total)
     held = StepBytes(known.state_bytes, known.peak_bytes - known.state_bytes)
     shares = shared_parts(known, shares)
-  update, replicas = _update(work, chip, mesh), _replicas(work, chip, mesh)
+  update, replicas = _update(work, chip, mesh, rates), _replicas(work, chip, mesh)
   limits = _scaled(once, num_microbatches) + update + replicas
   parts = {part: num_microbatches * seconds for part, seconds in shares.items()}
   parts["collectives"] += replicas.total
@@ -225,11 +225,16 @@ def _waits(rates: StepRates, chip: Chip, mesh: Topology) -> float:
   return rates.waits.get(f"{chip.generation} {width}", sum(known) / max(1, len(known)))
 
 
-def _update(work: StepWork, chip: Chip, mesh: Topology) -> RooflineSeconds:
-  """The optimizer reads and writes weights and its state, reads gradients and clears them."""
-  divided = math.prod(weight_shards(work, mesh))
+def update_bytes(work: StepWork, mesh: Topology) -> float:
+  """Bytes of the update on one device: weights and the optimizer's state read and written, gradients read
+  and cleared."""
   each = 2 * (work.weight_bytes + work.optimizer_bytes) + 8
-  return RooflineSeconds(memory=work.parameters * each / divided / chip.hbm_bandwidth)
+  return work.parameters * each / math.prod(weight_shards(work, mesh))
+
+
+def _update(work: StepWork, chip: Chip, mesh: Topology, rates: StepRates) -> RooflineSeconds:
+  times = rates.traffic.get("update", 1.0)
+  return RooflineSeconds(memory=times * update_bytes(work, mesh) / chip.hbm_bandwidth)
 
 
 def _replicas(work: StepWork, chip: Chip, mesh: Topology) -> RooflineSeconds:

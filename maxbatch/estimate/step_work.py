@@ -27,8 +27,9 @@ Part = Literal["attention", "mlp", "norm", "head", "embedding", "other"]
 
 _REGISTER = 1024
 """Elements of a TPU's vector register, 8 × 128: what one vector instruction works on."""
-_TILE_BYTES = 64 * 2**20
-"""Of logits in float32 that a tile has at most where num_vocab_tiling=0 (training/loss.py)."""
+_LANES = 128
+_SMALLEST_TILE = 64 * 2**20
+"""Bytes of logits that a tile of the loss has at least, where there are so many (training/loss.py)."""
 _KERNEL_BLOCKS = (512, 384, 256, 128)
 _KERNEL_PRODUCTS = {"forward": 2, "backward": 7}
 """Products of T × T × H in the attention kernels: backward, those for queries (3) and for keys and
@@ -113,8 +114,9 @@ class StepWork:
     """
     if self.model.num_vocab_tiling:
       return self.model.num_vocab_tiling
-    held = tokens * self.model.vocab_size / ways * 4
-    wanted = min(self.length, math.ceil(held / _TILE_BYTES))
+    logits = tokens * self.model.vocab_size / ways * 4
+    gradient = self.table_parameters / ways * 4
+    wanted = min(self.length, math.ceil(logits / max(gradient, _SMALLEST_TILE)))
     equal = next(n for n in range(wanted, self.length + 1) if self.length % n == 0)
     return equal if equal <= 2 * wanted else wanted
 
@@ -153,6 +155,35 @@ def weight_shards(work: StepWork, mesh: Topology) -> tuple[int, int]:
   """
   fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
   return fsdp if work.model.base_emb_dim % fsdp == 0 else 1, tensor
+
+
+def residual_bytes(work: StepWork, ways: int, remat: RematPolicy) -> float:
+  """Bytes that are kept for each token in each layer until the backward pass.
+
+  Args:
+    work: the model and how it is trained.
+    ways: devices that share a layer.
+    remat: what is computed again instead.
+  """
+  c, size = work.model, work.compute_bytes
+  queries, keys = (
+    c.base_num_query_heads * c.head_dim / ways,
+    c.base_num_kv_heads * c.head_dim / ways,
+  )
+  D, F = c.base_emb_dim, c.base_mlp_dim / ways
+  if remat == "full":
+    return D * size
+  is_gated = c.mlp_activation != "gelu"
+  # What the layer is given, queries, keys, values, what its halves add, and the hidden layer.
+  products = (3 * D + queries + 2 * keys + (2 if is_gated else 1) * F) * size
+  if remat == "minimal":
+    return products
+  norms = 2 * c.use_pre_norm + c.use_post_attn_norm + c.use_post_ffw_norm
+  # Three float32 numbers of each that is normalized, four with a mean; the kernel's output; and of the
+  # hidden layer what its activation is made of.
+  normalized = norms * D + (queries + keys if c.use_qk_norm else 0)
+  kept = (4 if c.normalization == "layernorm" else 3) * 4 * normalized
+  return products + kept + (queries + (3 if is_gated else 5) * F) * size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,21 +230,31 @@ def microbatch_work(
     shapes = list(zip(passes, work.layer_matrix[part], strict=True))
     padded = sum(times * _padded(a, chip) * _padded(b, chip) for times, (a, b) in shapes)
     read = sum(times * a * b for times, (a, b) in shapes) * work.compute_bytes
-    return dataclasses.replace(beside, products=L * 2 * M * padded / ways, weights=L * read / ways)
+    multiplied = beside.products + L * 2 * M * padded / ways
+    return dataclasses.replace(beside, products=multiplied, weights=L * read / ways)
 
   heads = (c.base_num_query_heads + c.base_num_kv_heads) * c.head_dim / ways
   gate, F = 0 if c.mlp_activation == "gelu" else 1, c.base_mlp_dim / ways
   norms = 2 * c.use_pre_norm + c.use_post_attn_norm + c.use_post_ffw_norm
-  attention = elementwise(
-    ("heads", 2 * heads), ("rope", heads if c.position_embedding == "rope" else 0)
-  )
+  rotated = heads if c.position_embedding == "rope" else 0
+  # Heads are dims of their own, which fill up the lanes of a register.
+  fill = -(-c.head_dim // _LANES) * _LANES / c.head_dim
+  attention = elementwise(("heads", 2 * heads * fill), ("rope", rotated * fill))
+  # Halves of heads change places in a product with a constant matrix (models/forms.py).
+  turns = (3 if remat == "full" else 2) * L * 2 * M * rotated * _padded(c.head_dim, chip)
   attention = dataclasses.replace(
-    attention, kernels=_kernels(work, chip, M, ways, again=remat != "none")
+    attention,
+    products=turns * _padded(c.head_dim, chip) / c.head_dim,
+    kernels=_kernels(work, chip, M, ways, again=remat != "none"),
   )
   activation = "silu" if c.mlp_activation == "swiglu" else "gelu"
   norm = "layernorm" if c.normalization == "layernorm" else "rmsnorm"
   other = elementwise(("residual", D), ("dropout", 2 * D if c.dropout_rate else 0))
-  other.traffic["weights"] = 2 * L * work.layer_parameters / ways * work.compute_bytes
+  # Written by the forward, read by the backward pass.
+  other.traffic["residuals"] = 2 * L * M * residual_bytes(work, ways, remat)
+  if weight_shards(work, mesh)[0] == 1:
+    # Where each device has them whole, it casts all that it uses; else its own part.
+    other.traffic["weights"] = 2 * L * work.layer_parameters / ways * work.compute_bytes
   return {
     "attention": with_products("attention", attention),
     "mlp": with_products("mlp", elementwise(("hidden", gate * F), (activation, F))),
