@@ -21,7 +21,8 @@ def _frontier(advice: Advice) -> Chart:
   if advice.here:
     own = advice.here
     lines.append(Line("advised", [[own.tokens]], [own.days], color=len(lines), style="dots"))
-  return Chart("days over tokens, to the same loss", ["tokens"], [Panel("days", lines)])
+  panel = Panel("days to the same loss", lines, low=0)
+  return Chart("days over tokens, to the same loss", ["tokens"], [panel])
 
 
 def _rules(advice: Advice) -> Chart:
@@ -37,5 +38,6 @@ def _rules(advice: Advice) -> Chart:
   taken = f"taken, {short(advice.size.tokens)}"
   point = [[advice.size.data_overhead]]
   lines.append(Line(taken, point, [advice.size.tokens], color=len(lines), style="dots"))
-  panel = Panel("tokens of a step", lines, log=True)
-  return Chart("batch over data overhead, by rule", ["data overhead"], [panel])
+  panel = Panel("batch by rule, tokens of a step", lines, log=True)
+  name = "batch over data overhead, by rule"
+  return Chart(name, ["data overhead"], [panel], log_x=True, ticks=overheads)
