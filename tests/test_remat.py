@@ -1,6 +1,8 @@
 """remat_policy: what each keeps, that none changes a gradient, and what is refused."""
 
+import collections
 import functools
+import importlib.util
 import re
 
 import jax
@@ -12,11 +14,14 @@ from tiny_model import GPT2_LIKE, loud_parameters, random_rows, tiny_config, tin
 
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
+from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.errors import UserError
+from maxbatch.hardware.devices import topology_devices
 from maxbatch.models.registry import Parameters
 from maxbatch.models.remat import NAMED, POLICIES, kept, offload_obstacle
-from maxbatch.training.build import build_trainer
+from maxbatch.training.build import build_trainer, step_rows, traced_step
 from maxbatch.training.loss import loss_sum
+from maxbatch.training.state import is_on_host
 from maxbatch.tuning.candidates import candidates
 from maxbatch.tuning.variants import with_variants
 
@@ -119,3 +124,21 @@ def test_explore_tries_what_the_device_can_do():
   tried = list(dict.fromkeys(one.remat_policy for one in found))
   assert tried == ["none", *(name for name in POLICIES if "offloaded" not in name)]
   assert set(NAMED) >= {name for each in POLICIES.values() for name in each.on_device}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no TPU compiler")
+def test_the_optimizers_state_is_kept_on_the_host():
+  """What mirrors a parameter; brought to the device for the update, and back."""
+  settings = config(optimizer_memory_host_offload="true", batch_size=8, ici_data_parallelism=4)
+  plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, 4))
+  trainer = build_trainer(settings, plan, topology_devices("v5e-4"))
+  state = trainer.abstract
+  on_host = [leaf for leaf in jax.tree.leaves(state) if is_on_host(leaf)]
+  assert len(on_host) == 2 * len(jax.tree.leaves(state.params))
+  assert not any(map(is_on_host, jax.tree.leaves(state.params)))
+  rows = step_rows(settings, plan, placeholder_rows(settings), plan.micro_batch_to_train)
+  text = traced_step(settings, trainer, rows).lower().as_text()
+  placed = collections.Counter(
+    re.findall(r'annotate_device_placement.*?"(pinned_host|device)"', text)
+  )
+  assert min(placed["device"], placed["pinned_host"]) >= len(on_host)
