@@ -132,7 +132,7 @@ def test_a_deadline_that_is_missed_is_offered_what_meets_it(capsys):
   text = " ".join(ask(capsys, *LLAMA, "deadline_days=1.5").split())
   assert "The deadline of 1.5 days is missed" in text
   assert re.search(r"2 × v5e-256 takes 1\.[0-4]\d* days", text)
-  [fewer] = re.findall(r"total_tokens=(8\.\d+e10) ends in time", text)
+  [fewer] = re.findall(r"total_tokens=([89]\.\d+e10) ends in time", text)
   assert answer(capsys, *LLAMA, f"total_tokens={fewer}", "ramp=false")["run"]["days"] < 1.6
 
 

@@ -39,7 +39,8 @@ _TITLE = re.compile(
 )
 _TIME = re.compile(r"a step +\S+ s[^:]*: (?P<rest>\S+) s \+ [\d,]+ × (?P<each>\S+) s a microbatch")
 _EXPLORED = re.compile(
-  r"^ *\d* +(?P<size>[\d./]+)(?: (?P<remat>\w+))? +(?P<count>[\d,]+) +(?P<peak>\S+) of \S+ GiB +(?P<step>\S+) s ",
+  rf"^ *\d* +(?P<size>[\d./]+)(?: (?P<remat>{'|'.join(_POLICIES)}))? +(?P<count>[\d,]+) +(?P<peak>\S+) of "
+  r"\S+ GiB +(?P<step>\S+) s ",
   re.M,
 )
 _SHAPE = re.compile(r"one microbatch of (?P<size>\S+) samples? per device")
