@@ -34,7 +34,7 @@ from maxbatch.experiments.origin import (
   read_checkpoint,
   record_origin,
 )
-from maxbatch.experiments.plot import plot
+from maxbatch.experiments.plot import critical_batch_charts, title
 from maxbatch.experiments.report import CriticalBatchReport, Origin, plan_table
 from maxbatch.experiments.running import (
   SET_HERE,
@@ -50,7 +50,7 @@ from maxbatch.hardware.processes import leave_together, refusing_together
 from maxbatch.modes.compile_only import is_run
 from maxbatch.modes.memory import check_memory
 from maxbatch.modes.resolve import planned, resolve, resolve_micro_batch_size, with_batch_of
-from maxbatch.plots.figure import render
+from maxbatch.plots.page import picture
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import build_trainer
@@ -335,8 +335,8 @@ def _conclude(
   )
   print(f"\n=== After {report.branching.tokens:,} tokens each\n\n{report}\n")
   written = json.dumps(report.as_dict(), indent=2, allow_nan=False) + "\n"
-  picture = render(plot(report), ".svg")
-  files = {"critical_batch.json": written.encode(), "critical_batch.svg": picture}
+  drawn = picture(title(report), critical_batch_charts(report))
+  files = {"critical_batch.json": written.encode(), "critical_batch.html": drawn}
   for name, content in files.items():
     write_run_file(experiment.folder / name, content)
   print(f"Written: {', '.join(str(experiment.folder / name) for name in files)}", flush=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -29,12 +28,12 @@ from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.hardware.sharding import make_mesh, num_processes
 from maxbatch.input_analysis.analyze import Request, analyze
 from maxbatch.input_analysis.need import Need, estimated, from_metrics, from_report, measured
-from maxbatch.input_analysis.plot import plot
+from maxbatch.input_analysis.plot import input_charts
 from maxbatch.input_analysis.recommend import slurm
 from maxbatch.input_analysis.report import InputAnalysis
 from maxbatch.input_analysis.settings import Setting
 from maxbatch.modes.resolve import resolve_micro_batch_size
-from maxbatch.plots.figure import check_picture_file, render
+from maxbatch.plots.page import check_picture_file, picture
 from maxbatch.training.build import streams
 
 
@@ -73,7 +72,7 @@ class AnalyzerArguments:
     Key("for all of it; half of them are left where compiling takes longer", "seconds=60"),
   ] = 60.0
   json: Annotated[bool, Flag("the same as JSON")] = False
-  svg: Annotated[str, File("draws it (.svg, .png or .pdf)", "input.svg")] = ""
+  plot: Annotated[str, File("draws it, as a page", "input.html", before="--svg")] = ""
 
 
 COMMAND = Command(
@@ -96,9 +95,9 @@ def main(arguments: Sequence[str]) -> int:
 def _analyze(arguments: Arguments[AnalyzerArguments]) -> None:
   own, config = arguments.own, load_config(arguments.configuration)
   check_supervised(config.rl)
-  if own.svg:
-    check_picture_file("--svg", own.svg, "input")
-    check_output("--svg", own.svg)
+  if own.plot:
+    check_picture_file("--plot", own.plot, "input")
+    check_output("--plot", own.plot)
   began = time.perf_counter()
   request, need = _prepare(config, own)
   # Compiling the step may have taken all of it.
@@ -106,8 +105,10 @@ def _analyze(arguments: Arguments[AnalyzerArguments]) -> None:
   analysis = analyze(request, need, seconds)
   _check(arguments.configuration, analysis, request)
   print(json.dumps(analysis.as_dict(), indent=2) if own.json else analysis)
-  if own.svg:
-    write_output("--svg", own.svg, render(plot(analysis), pathlib.Path(own.svg).suffix))
+  if own.plot:
+    write_output(
+      "--plot", own.plot, picture(f"Input of {analysis.run_name}", input_charts(analysis))
+    )
 
 
 def _prepare(config: Config, own: AnalyzerArguments) -> tuple[Request, Need]:

@@ -20,14 +20,14 @@ from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.pipeline_parallel.chrome_trace import chrome_trace
 from maxbatch.pipeline_parallel.csv_file import from_csv, to_csv
 from maxbatch.pipeline_parallel.layout import pipeline_of
-from maxbatch.pipeline_parallel.plot import plot
+from maxbatch.pipeline_parallel.plot import timetable_chart
 from maxbatch.pipeline_parallel.report import NOT_MEASURED, PipelineReport, comparison
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named, timetable
 from maxbatch.pipeline_parallel.simulator import run
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.slots import assign_slots
 from maxbatch.pipeline_parallel.timetable import Timetable
-from maxbatch.plots.figure import check_picture_file, render
+from maxbatch.plots.page import check_picture_file, picture
 from maxbatch.training.residual_bytes import residual_bytes
 
 _NO_TIMETABLE = (
@@ -50,7 +50,7 @@ class PipelineArguments:
     str,
     File("reads such a file instead of the schedule, and names its first fault", "pipeline.csv"),
   ] = ""
-  svg: Annotated[str, File("draws it", "pipeline.svg")] = ""
+  plot: Annotated[str, File("draws it, as a page", "pipeline.html", before="--svg")] = ""
   trace: Annotated[
     str, File("writes it for chrome://tracing and ui.perfetto.dev", "pipeline.json")
   ] = ""
@@ -76,8 +76,8 @@ def main(arguments: Sequence[str]) -> int:
 def _show(arguments: Arguments[PipelineArguments]) -> None:
   own, config = arguments.own, load_config(arguments.configuration)
   check_supervised(config.rl)
-  if own.svg:
-    check_picture_file("--svg", own.svg, "pipeline")
+  if own.plot:
+    check_picture_file("--plot", own.plot, "pipeline")
   layout = count_devices(config, own.num_devices).layout
   plan = plan_batches(config.batch, config.run, layout)
   if config.pipeline.pipeline_schedule == "none":
@@ -105,7 +105,7 @@ def make_report(config: Config, plan: BatchPlan, pipeline: Pipeline, file: str) 
 
 def _refuse_files(own: PipelineArguments) -> None:
   """No file is read or written where there is no timetable."""
-  given = {"--csv": own.csv, "--check": own.check, "--svg": own.svg, "--trace": own.trace}
+  given = {"--csv": own.csv, "--check": own.check, "--plot": own.plot, "--trace": own.trace}
   for option, file in given.items():
     if file:
       raise UserError(
@@ -135,14 +135,14 @@ def _checked(file: str, pipeline: Pipeline) -> Timetable:
 
 def _write_files(report: PipelineReport, own: PipelineArguments) -> None:
   table, title = report.table, report.source
-  _write("--csv", own.csv, lambda _: to_csv(table).encode())
-  _write("--svg", own.svg, lambda suffix: render(plot(table, title), suffix))
-  _write("--trace", own.trace, lambda _: chrome_trace(table, title).encode())
+  _write("--csv", own.csv, lambda: to_csv(table).encode())
+  _write("--plot", own.plot, lambda: picture(title, [timetable_chart(table, title)]))
+  _write("--trace", own.trace, lambda: chrome_trace(table, title).encode())
 
 
-def _write(option: str, file: str, content: Callable[[str], bytes]) -> None:
+def _write(option: str, file: str, content: Callable[[], bytes]) -> None:
   if file:
-    write_output(option, file, content(Path(file).suffix))
+    write_output(option, file, content())
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -11,13 +10,14 @@ from maxbatch.batch.host_loads import host_loads
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.loads import check_loads
 from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.plan_plot import plot
+from maxbatch.batch.plan_plot import plan_chart
 from maxbatch.batch.rl_plan import plan_rl
 from maxbatch.batch.rl_sizes import is_rl
 from maxbatch.batch.topology import Topology
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
+from maxbatch.command_line.screen import for_screen
 from maxbatch.command_line.signals import leave
 from maxbatch.config.allowed import DevicesOrUnset, Hosts
 from maxbatch.config.load import load_config, to_flat_dict
@@ -26,7 +26,7 @@ from maxbatch.hardware.counted_devices import CountedDevices, count_devices
 from maxbatch.modes.plan_report import PlanReport
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.unused_keys import check_unused
-from maxbatch.plots.figure import check_picture_file, render
+from maxbatch.plots.page import check_picture_file, picture
 from maxbatch.tuning.candidates import (
   default_batch_note,
   is_open,
@@ -52,7 +52,7 @@ class PlanArguments:
   num_hosts: Annotated[Hosts, Key("the hosts these devices belong to", "num_hosts=12500")] = 0
   json: Annotated[bool, Flag("the same as JSON")] = False
   plot: Annotated[
-    str, File("draws batch and learning rate over the samples (.svg, .png or .pdf)", "batch.svg")
+    str, File("draws batch and learning rate over the samples, as a page", "batch.html")
   ] = ""
 
 
@@ -79,7 +79,7 @@ def _plan(arguments: Arguments[PlanArguments]) -> None:
   report = make_report(config, count_devices(config, own.num_devices, own.num_hosts))
   if own.plot:
     _write_plot(report, own.plot, config.run.run_name)
-  print(json.dumps(report.as_dict(), indent=2) if own.json else report)
+  print(json.dumps(report.as_dict(), indent=2) if own.json else for_screen(str(report)))
 
 
 def make_report(config: Config, devices: CountedDevices) -> PlanReport:
@@ -124,8 +124,7 @@ def _choice(config: Config, layout: Topology) -> str:
 
 
 def _write_plot(report: PlanReport, file: str, run_name: str) -> None:
-  suffix = pathlib.Path(file).suffix
-  write_output("--plot", file, render(plot(report.plan, report.rate, run_name), suffix))
+  write_output("--plot", file, picture(run_name, [plan_chart(report.plan, report.rate)]))
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.errors import UserError
+from maxbatch.plots.page import encoded
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.history import is_run, read_history
 from maxbatch.run_folder.paths import RunFolder
-from maxbatch.run_report.page import encoded, page
+from maxbatch.run_report.page import page
 
 _EXAMPLE = "for example python -m maxbatch.report runs/first_run"
 

@@ -48,7 +48,7 @@ def _run(arguments: Arguments[TrainRLArguments]) -> None:
       prepare_rl_only(config, forget=arguments.own.forget)
       return
     run_rl(config, forget=arguments.own.forget)
-    sum_up_rl(config.run.run_name, RunFolder.of(config.run))
+    sum_up_rl(RunFolder.of(config.run))
 
 
 if __name__ == "__main__":

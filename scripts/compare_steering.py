@@ -6,7 +6,7 @@ Four arms: the small batch that the steered run begins with, a large one, the st
 fixed batch of its mean size (the same number of steps). Each arm's learning rate is the best of
 five by validation loss with the first seed; then all seeds are run. Prints the tokens and the steps
 that each arm needs to reach the final loss of the last arm. Finished runs are kept, so an interrupted
-command continues where it was. Writes steering.svg and steering.json into `out`.
+command continues where it was. Writes steering.html and steering.json into `out`.
 """
 
 import dataclasses
@@ -16,12 +16,11 @@ import sys
 from collections.abc import Sequence
 
 import numpy as np
-from charts import Panel, Series, chart
-from matplotlib.figure import Figure
 
 from maxbatch.config.load import load_config
 from maxbatch.modes.run import run
-from maxbatch.plots.figure import render
+from maxbatch.plots.chart import Chart, Line, Panel
+from maxbatch.plots.page import picture
 from maxbatch.run_folder.metrics import Record, read_metrics
 
 MODEL = """base_emb_dim=64 base_num_decoder_layers=2 base_num_query_heads=4 base_num_kv_heads=4
@@ -35,6 +34,7 @@ SMALL, LARGE, MOST = 16, 128, 256
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 SEEDS = (0, 1, 2)
 _LOSS = "validation loss (nats per token)"
+_HIGHEST_LOSS = 2.6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,39 +124,40 @@ def compare(experiment: Experiment) -> tuple[dict[str, dict[str, object]], dict[
   }, runs
 
 
-def drawing(runs: dict[str, list]) -> Figure:
+def drawing(runs: dict[str, list]) -> list[Chart]:
   """Validation loss over tokens and over steps, and the batches."""
-  panels = [
-    Panel("", name, _LOSS, _mean_curves(runs, key), None, 2.6)
+  charts = [
+    Chart(f"loss over {name}", [name], [Panel(_LOSS, _mean_curves(runs, key), high=_HIGHEST_LOSS)])
     for name, key in (("tokens", "tokens"), ("steps", "step"))
   ]
   batches = [
-    Series(f"seed {seed}", [(r["tokens"], r["global_batch_to_train"]) for r in records[1:]])
-    for seed, records in zip(SEEDS, runs["steered"], strict=True)
+    _line(f"seed {seed}", number, [(r["tokens"], r["global_batch_to_train"]) for r in records[1:]])
+    for number, (seed, records) in enumerate(zip(SEEDS, runs["steered"], strict=True))
   ]
   scales = [(r["tokens"], r["gns/total"]) for r in runs["steered"][0] if "gns/total" in r]
-  panels.append(
-    Panel(
-      "steered batch, and the noise scale it followed (seed 0)",
-      "tokens",
-      "samples",
-      [*batches, Series("noise scale", scales, width=0.8)],
-      0,
-      2 * MOST,
-    )
+  panel = Panel(
+    "steered batch, and the noise scale it followed in seed 0 (samples)",
+    [*batches, _line("noise scale", len(batches), scales)],
+    low=0,
+    high=2 * MOST,
   )
-  return chart("A batch that follows the noise scale, at equal tokens", panels)
+  return [*charts, Chart("steered batch", ["tokens"], [panel])]
 
 
-def _mean_curves(runs: dict[str, list], key: str) -> list[Series]:
-  series = []
-  for name, each in runs.items():
+def _line(name: str, number: int, points: Sequence[tuple[float, float]]) -> Line:
+  x, y = zip(*points, strict=True)
+  return Line(name, [x], y, color=number, dash=number)
+
+
+def _mean_curves(runs: dict[str, list], key: str) -> list[Line]:
+  lines = []
+  for number, (name, each) in enumerate(runs.items()):
     curves = [curve(records, key) for records in each]
     count = min(len(places) for places, _ in curves)
     places = np.mean([places[:count] for places, _ in curves], axis=0)
     losses = np.mean([losses[:count] for _, losses in curves], axis=0)
-    series.append(Series(name, list(zip(places[1:], losses[1:], strict=True))))
-  return series
+    lines.append(_line(name, number, list(zip(places[1:], losses[1:], strict=True))))
+  return lines
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -167,12 +168,13 @@ def main(arguments: Sequence[str]) -> None:
   experiment = Experiment(out, given.get("text", "stdlib"), tokens)
   figures, runs = compare(experiment)
   (out / "steering.json").write_text(json.dumps(figures, indent=2) + "\n")
-  (out / "steering.svg").write_bytes(render(drawing(runs), ".svg"))
+  title = "A batch that follows the noise scale, at equal tokens"
+  (out / "steering.html").write_bytes(picture(title, drawing(runs)))
   for name, found in figures.items():
     print(f"{name}")
     for key, value in found.items():
       print(f"    {key:<18} {value}")
-  print(f"Written: {out / 'steering.svg'}, {out / 'steering.json'}")
+  print(f"Written: {out / 'steering.html'}, {out / 'steering.json'}")
 
 
 if __name__ == "__main__":

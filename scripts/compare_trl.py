@@ -8,7 +8,7 @@ trained on the task's demonstrations and written as a Hugging Face folder too; b
 weights, take the same prompts in the same order, 16 of 8 completions each, in microbatches of 32 pairs,
 with the same rewards, loss (Dr. GRPO), optimizer and schedule, in float32, one after the other. What
 they sample differs, since their random numbers do. Finished runs are kept in OUT, so that an interrupted
-command goes on where it was. Prints a table, and draws compare_trl.svg into OUT.
+command goes on where it was. Prints a table, and draws compare_trl.html into OUT.
 """
 
 import argparse
@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from charts import Panel, Series, chart
 
 from maxbatch.config.load import load_config
-from maxbatch.plots.figure import render
+from maxbatch.plots.chart import Chart, Line, Panel
+from maxbatch.plots.page import picture
 from maxbatch.rl.tasks import task_named
 from maxbatch.run_folder.metrics import read_metrics
 
@@ -158,15 +158,15 @@ def main() -> None:
     found["TRL"].append(of_trl)
     print(f"seed {seed}: both done, TRL {of_trl['version']}", flush=True)
   table(found, steps)
-  series = [
-    Series(f"{side}, seed {seed}", smoothed(run["rewards"]))
-    for side in SIDES
-    for seed, run in zip(arguments.seeds, found[side], strict=True)
-  ]
-  panel = Panel(f"rl_task={task}", "pairs", "reward, mean of 5 steps", series, low=0, high=1)
-  picture = out / "compare_trl.svg"
-  picture.write_bytes(render(chart("GRPO in maxbatch and TRL", [panel]), ".svg"))
-  print(f"\nDrawn in {picture}")
+  lines = []
+  for color, side in enumerate(SIDES):
+    for dash, (seed, run) in enumerate(zip(arguments.seeds, found[side], strict=True)):
+      x, y = zip(*smoothed(run["rewards"]), strict=True)
+      lines.append(Line(f"{side}, seed {seed}", [x], y, color=color, dash=dash))
+  panel = Panel(f"reward, mean of 5 steps (rl_task={task})", lines, low=0, high=1)
+  file = out / "compare_trl.html"
+  file.write_bytes(picture("GRPO in maxbatch and TRL", [Chart("reward", ["pairs"], [panel])]))
+  print(f"\nDrawn in {file}")
 
 
 if __name__ == "__main__":

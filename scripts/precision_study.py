@@ -4,7 +4,7 @@
 
 Each run sees the same samples in the same order. Prints a table of validation losses with their
 spread over the seeds and their difference from float32 at the same seed, and one of the gradients that
-each format sets to zero, by layer; writes both, with precision.svg and precision.json, into `out`.
+each format sets to zero, by layer; writes both, with precision.html and precision.json, into `out`.
 Finished runs are kept, so an interrupted command continues where it was. More keys, such as
 model_name=gpt2-small, go to every run.
 
@@ -21,12 +21,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
 from maxbatch.modes.run import run
-from maxbatch.plots.figure import COLORS, DASHES, legend, new_figure, render
+from maxbatch.plots.chart import Chart, Line, Panel
+from maxbatch.plots.page import picture
 from maxbatch.precision.formats import CBFLOAT16, FLOAT16, Format
 from maxbatch.precision.report import ACTIVATIONS_GRADIENTS, GRADIENTS, KINDS, Exponents
 from maxbatch.run_folder.metrics import Record, read_metrics
@@ -34,6 +34,8 @@ from maxbatch.run_folder.metrics import Record, read_metrics
 BATCH, LENGTH = 8, 128
 JOB = f"""num_simulated_devices=1 batch_size={BATCH} max_target_length={LENGTH} generate_length=0
 enable_checkpointing=false log_period=1000000 eval_interval=-1 eval_samples=128"""
+LOWEST, HIGHEST = -60, 48
+"""The exponents that are shown."""
 MEAN, LARGE_MEAN = (f"loss_scale={2.0**-bits:.10g}" for bits in (10, 20))
 
 
@@ -153,33 +155,36 @@ def lost(found: Sequence[Exponents], dynamic: float) -> list[str]:
   return lines
 
 
-def drawing(runs: dict[str, list[list[Record]]], found: Sequence[Exponents]) -> Figure:
+def drawing(runs: dict[str, list[list[Record]]], found: Sequence[Exponents]) -> list[Chart]:
   """Training loss over steps, what it is off float32's, and the exponents beside the formats' ranges."""
-  figure, (above, off, below) = new_figure("One job in several formats", 3, panel=3.2)
   exact = _curves(runs["float32"])
-  for index, (name, of_seeds) in enumerate(runs.items()):
-    curves = _curves(of_seeds)
-    color, dashes = COLORS[index % len(COLORS)], DASHES[index % len(DASHES)]
-    places = np.arange(curves.shape[1]) + 1
-    above.plot(places, curves.mean(0), label=name, color=color, linestyle=dashes)
-    off.plot(places, (curves - exact).mean(0), label=name, color=color, linestyle=dashes)
-  above.set_xlabel("steps")
-  above.set_ylabel("training loss (nats per token)")
-  legend(above)
-  off.set_xlabel("steps")
-  off.set_ylabel("less float32's")
-  for kind, color, dashes in zip(KINDS, COLORS, DASHES, strict=False):
-    counts = np.sum([each.counts for each in found if each.kind == kind], 0)[1:-1]
-    shares = np.where(counts, counts, np.nan) / counts.sum()
-    below.semilogy(np.arange(-126, 128), shares, color=color, linestyle=dashes, label=kind)
-  for place, to in enumerate((FLOAT16, CBFLOAT16)):
-    _range(below, to, 3e-8 * 3**place)
-  below.set_xlim(-60, 48)
-  below.set_ylim(1e-8, 1)
-  below.set_xlabel("exponent of two, at the end of training in float32")
-  below.set_ylabel("share of numbers")
-  legend(below)
-  return figure
+  curves = {name: _curves(of_seeds) for name, of_seeds in runs.items()}
+  losses = {name: each.mean(0) for name, each in curves.items()}
+  off = {name: (each - exact).mean(0) for name, each in curves.items()}
+  panels = [
+    Panel("training loss (nats per token)", _lines(losses)),
+    Panel("less float32's", _lines(off)),
+  ]
+  exponents = [_shares(kind, color, found) for color, kind in enumerate(KINDS)]
+  ranges = [line for place, to in enumerate((FLOAT16, CBFLOAT16)) for line in _range(to, place)]
+  shares = Panel("share of numbers", [*exponents, *ranges], log=True, low=1e-8, high=1)
+  axis = "exponent of two, at the end of training in float32"
+  return [Chart("losses", ["steps"], panels), Chart("exponents", [axis], [shares])]
+
+
+def _lines(curves: dict[str, np.ndarray]) -> list[Line]:
+  return [
+    Line(name, [range(1, len(each) + 1)], each.tolist(), color=number, dash=number, group=name)
+    for number, (name, each) in enumerate(curves.items())
+  ]
+
+
+def _shares(kind: str, number: int, found: Sequence[Exponents]) -> Line:
+  """How many numbers of a kind have each exponent of those that are shown."""
+  counts = np.sum([each.counts for each in found if each.kind == kind], 0)[1:-1]
+  shares = np.where(counts, counts, np.nan) / counts.sum()
+  shown = range(LOWEST, HIGHEST + 1)
+  return Line(kind, [shown], [shares[126 + at] for at in shown], color=number, dash=number)
 
 
 def _curves(of_seeds: list[list[Record]]) -> np.ndarray:
@@ -188,12 +193,21 @@ def _curves(of_seeds: list[list[Record]]) -> np.ndarray:
   return np.apply_along_axis(_smoothed, 1, losses)
 
 
-def _range(axes: Any, to: Format, height: float) -> None:
-  """A line from a format's smallest number to its largest, thin where numbers are subnormal."""
-  low, normal = to.smallest_exponent - to.mantissa_bits, to.smallest_exponent
-  axes.plot([low, normal], [height] * 2, color="black", linewidth=1)
-  axes.plot([normal, to.largest_exponent], [height] * 2, color="black", linewidth=4)
-  axes.annotate(to.name, (to.largest_exponent + 1, height), va="center", fontsize="small")
+def _range(to: Format, place: int) -> list[Line]:
+  """A line from a format's smallest number to its largest, pale where numbers are subnormal."""
+  low, normal, largest = (
+    min(max(exponent, LOWEST), HIGHEST)
+    for exponent in (
+      to.smallest_exponent - to.mantissa_bits,
+      to.smallest_exponent,
+      to.largest_exponent,
+    )
+  )
+  height, look = 3e-8 * 3**place, {"color": len(KINDS) + place, "group": to.name}
+  return [
+    Line(f"{to.name}'s range", [[normal, largest]], [height] * 2, style="both", **look),
+    Line("", [[low, normal]], [height] * 2, faint=True, **look),
+  ]
 
 
 def _smoothed(values: np.ndarray, window: int = 9) -> np.ndarray:
@@ -219,10 +233,12 @@ def main() -> int:
   dynamic = float(runs["float16, loss scale dynamic"][0][-1]["loss_scale"])
   text = "\n".join([*losses(runs), "", *lost(found, dynamic)])
   (study.out / "precision.md").write_text(text + "\n")
-  (study.out / "precision.svg").write_bytes(render(drawing(runs, found), ".svg"))
+  (study.out / "precision.html").write_bytes(
+    picture("One job in several formats", drawing(runs, found))
+  )
   summary = {name: [final(records) for records in of_seeds] for name, of_seeds in runs.items()}
   (study.out / "precision.json").write_text(json.dumps(summary, indent=2) + "\n")
-  print(f"\n{text}\n\nWritten: {study.out}/precision.md, precision.svg, precision.json")
+  print(f"\n{text}\n\nWritten: {study.out}/precision.md, precision.html, precision.json")
   return 0
 
 

@@ -4,7 +4,7 @@
 
 They train GPT-2 on tinyshakespeare and find that the noise scale of the normalization layers alone
 follows that of the whole model, up to a factor. `size=full` is their configuration, for a GPU;
-`small` takes minutes on a laptop. Without `text` the default text is taken. Writes gns.svg and
+`small` takes minutes on a laptop. Without `text` the default text is taken. Writes gns.html and
 gns.json into `out`. Correlations are of smoothed curves, as published, and of detrended means over
 disjoint windows, which neither smoothing nor a common trend can raise.
 """
@@ -15,11 +15,11 @@ import sys
 from collections.abc import Sequence
 
 import numpy as np
-from charts import Panel, Series, chart
 
 from maxbatch.config.load import load_config
 from maxbatch.modes.run import run
-from maxbatch.plots.figure import render
+from maxbatch.plots.chart import Chart, Line, Panel
+from maxbatch.plots.page import picture
 from maxbatch.run_folder.metrics import read_metrics
 
 GPT2 = """mlp_activation=gelu normalization=layernorm position_embedding=learned mlp_bias=true
@@ -67,7 +67,7 @@ def ratios(records: Sequence[dict], group: str) -> tuple[np.ndarray, np.ndarray]
   return smoothed(noise) / smoothed(signal), windows[0] / windows[1]
 
 
-def compare(records: Sequence[dict]) -> tuple[dict[str, float], list[Panel]]:
+def compare(records: Sequence[dict]) -> tuple[dict[str, float], list[Chart]]:
   """Figures and drawings of the normalization layers against the whole model."""
   tokens = [record["tokens"] for record in records]
   total, total_windows = ratios(records, "total")
@@ -91,21 +91,28 @@ def compare(records: Sequence[dict]) -> tuple[dict[str, float], list[Panel]]:
   by_type = {name: ratios(records, name)[0] for name in ("attention", "mlp", "embedding", "head")}
   pairs = sorted(zip(norm_windows[known], total_windows[known], strict=True))
   panels = [
-    Panel("", "tokens", "noise scale (samples)", _series(tokens, curves), 0, high),
-    Panel("by type of layer", "tokens", "noise scale (samples)", _series(tokens, by_type), 0, high),
-    Panel(
-      f"means of {WINDOW} steps",
-      "noise scale of the normalization layers (samples)",
-      "of the whole model (samples)",
-      [Series("a window", pairs, dots=True)],
-      0,
+    Panel("noise scale (samples)", _lines(tokens, curves), low=0, high=high),
+    Panel("by type of layer (samples)", _lines(tokens, by_type), low=0, high=high),
+  ]
+  x, y = zip(*pairs, strict=True)
+  window = Panel(
+    f"noise scale of the whole model (samples), means of {WINDOW} steps",
+    [Line("a window", [x], y, style="dots")],
+    low=0,
+  )
+  return figures, [
+    Chart("noise scale", ["tokens"], panels),
+    Chart(
+      "whole model over norms", ["noise scale of the normalization layers (samples)"], [window]
     ),
   ]
-  return figures, panels
 
 
-def _series(tokens: Sequence[float], curves: dict[str, np.ndarray]) -> list[Series]:
-  return [Series(name, list(zip(tokens, values, strict=True))) for name, values in curves.items()]
+def _lines(tokens: Sequence[float], curves: dict[str, np.ndarray]) -> list[Line]:
+  return [
+    Line(name, [tokens], values.tolist(), color=place, dash=place)
+    for place, (name, values) in enumerate(curves.items())
+  ]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -117,13 +124,13 @@ def main(arguments: Sequence[str]) -> None:
   place = [f"dataset_path={text}", f"base_output_directory={out}", f"run_name={size}"]
   run(load_config(["config=base", *place, *keys]))
   records = [record for record in read_metrics(out / size) if "gns/total/noise" in record]
-  figures, panels = compare(records)
+  figures, charts = compare(records)
   (out / "gns.json").write_text(json.dumps(figures, indent=2) + "\n")
   title = f"Gradient noise scale, {size}, {pathlib.Path(text).stem}"
-  (out / "gns.svg").write_bytes(render(chart(title, panels), ".svg"))
+  (out / "gns.html").write_bytes(picture(title, charts))
   for name, value in figures.items():
     print(f"{name:>30}  {value:.4g}")
-  print(f"Written: {out / 'gns.svg'}, {out / 'gns.json'}")
+  print(f"Written: {out / 'gns.html'}, {out / 'gns.json'}")
 
 
 if __name__ == "__main__":

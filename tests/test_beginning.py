@@ -98,7 +98,7 @@ def test_parameters_alone_are_read_and_counting_begins_anew(
   narrow = {"weight_dtype": "bfloat16", "weight_rounding": "stochastic"}
   more = {"ici_fsdp_parallelism": 4, **narrow}
   state = train(text, tmp_path, "next", **given, **more)
-  assert f"Begins {begins}\n" in capsys.readouterr().out
+  assert f"Begins  {begins}\n" in capsys.readouterr().out
   base, (first, *_) = losses(bases / "base")[-1], losses(tmp_path / "next")
   assert first == pytest.approx(base, rel=1e-3)
   assert np.asarray(state.opt_state.gradient_step) == 1

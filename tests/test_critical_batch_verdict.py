@@ -8,13 +8,13 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from matplotlib.patches import Rectangle
-from pictures import parsed
 
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Measured, block_means, critical, half_width, judge
-from maxbatch.experiments.plot import plot
+from maxbatch.experiments.plot import critical_batch_charts, title
 from maxbatch.experiments.report import CriticalBatchReport, Origin
+from maxbatch.plots.chart import Band, Line
+from maxbatch.plots.interactive import DASHES, SYMBOLS
 
 WINDOW, BLOCKS = 10, 40
 EVEN = tuple(0.001 * (-1) ** n for n in range(BLOCKS))
@@ -197,45 +197,43 @@ def test_json_has_no_infinity():
   assert read["branches"][0]["loss"] == pytest.approx(3.0)
 
 
+def drawn(losses: dict[int, float]) -> tuple[dict[str, Line], dict[str, Line], Band]:
+  """The lines that are named in each picture, and the area that is marked."""
+  above, below = ([*chart.panels[0].marks] for chart in critical_batch_charts(report(losses)))
+  curves, spots = ({m.label: m for m in marks if isinstance(m, Line)} for marks in (above, below))
+  [found] = [mark for mark in below if isinstance(mark, Band)]
+  return curves, spots, found
+
+
 @pytest.mark.parametrize(
-  ("losses", "title"),
+  ("losses", "expected"),
   [
     ({1: 3.0, 2: 3.001, 4: 3.05}, "between 64 and 128 samples"),
     ({1: 3.0, 2: 3.0, 4: 3.0}, "at least 128 samples"),
     ({1: 3.0, 2: math.inf, 4: math.inf}, "below 64 samples"),
   ],
 )
-def test_the_plot_draws_every_branch(losses, title):
-  figure = plot(report(losses))
-  drawing = parsed(figure)
-  assert f"Critical batch of mine after step 200: {title}" in drawing.words
-  finite = [factor for factor, loss in losses.items() if math.isfinite(loss)]
-  assert drawing.words.count("diverged") == len(losses) - len(finite)
+def test_the_plot_draws_every_branch(losses, expected):
+  assert title(report(losses)) == f"Critical batch of mine after step 200: {expected}"
+  curves, spots, found = drawn(losses)
   for factor, loss in losses.items():
-    names = {f"{kind}-x{factor}" for kind in ("blocks", "smoothed", "spot")}
-    assert names & drawing.groups.keys() == (names if math.isfinite(loss) else set())
+    name = f"x{factor} ({32 * factor})"
+    assert (name in curves) == (f"x{factor}" in spots) == math.isfinite(loss)
+    assert (f"x{factor}: diverged" in spots) == math.isinf(loss)
     if math.isfinite(loss):
-      assert f"x{factor} ({32 * factor})" in drawing.words
-      assert len(drawing.points(f"smoothed-x{factor}")) == BLOCKS - WINDOW + 1
-  assert {"limits", "judged", "judged_from"} <= drawing.groups.keys()
-  # Words and marks: nothing reaches out of the picture.
-  figure.draw_without_rendering()
-  (left, bottom), (right, top) = figure.get_tightbbox().get_points()
-  assert min(left, bottom) >= 0
-  assert right <= figure.get_figwidth()
-  assert top <= figure.get_figheight()
-  units = {"training loss (nats per token)", "judged loss (nats per token)"}
-  assert {"tokens after the checkpoint", "batch (samples per step)", *units} <= set(drawing.words)
+      assert len(curves[name].y) == BLOCKS - WINDOW + 1
+      assert spots[f"x{factor}"].y == [pytest.approx(loss)]
+      assert found.low[0] < loss < found.high[0]
+  assert curves["judged from here"].x[0][0] == (BLOCKS - WINDOW) * 4096
+  assert "best smaller branch + tolerance" in spots
 
 
 def test_no_two_branches_look_the_same_without_color():
-  figure = plot(report({1: 3.0, 2: 3.0, 4: 3.01, 8: 3.02}))
-  lines = [line for line in figure.axes[0].lines if str(line.get_gid()).startswith("smoothed")]
-  assert len({str(line.get_linestyle()) for line in lines}) == 4
-  ends = [line.get_marker() for line in figure.axes[0].lines if line.get_marker() != "None"]
-  spots = [line.get_marker() for line in figure.axes[1].lines if line.get_marker() != "None"]
-  assert ends == spots
-  assert len(set(spots)) == 4
+  curves, spots, _ = drawn({1: 3.0, 2: 3.0, 4: 3.01, 8: 3.02})
+  ways = [(curves[f"x{n} ({32 * n})"].dash, spots[f"x{n}"].color) for n in (1, 2, 4, 8)]
+  assert ways == [(0, 0), (1, 1), (2, 2), (3, 3)]
+  assert len(set(DASHES)) >= 4
+  assert len(set(SYMBOLS)) >= 4
 
 
 @pytest.mark.parametrize(
@@ -247,13 +245,33 @@ def test_no_two_branches_look_the_same_without_color():
   ],
 )
 def test_the_plot_marks_where_the_critical_batch_is(losses, left, right):
-  below = plot(report(losses)).axes[1]
-  [bracket] = [patch for patch in below.patches if patch.get_gid() == "critical"]
-  assert isinstance(bracket, Rectangle)
-  edges = (bracket.get_x(), bracket.get_x() + bracket.get_width())
-  for edge, spot, end in zip(edges, (left, right), below.get_xlim(), strict=True):
-    assert edge == pytest.approx(end if spot is None else math.log2(32 * list(losses)[spot]))
+  batches = [32 * factor for factor in losses]
+  low, high = drawn(losses)[2].x[0]
+  assert low == batches[left] if left is not None else low < batches[0]
+  assert high == batches[right] if right is not None else high > batches[-1]
 
 
 def test_the_critical_place_is_the_first_alone_when_nothing_else_is_within():
   assert critical(judge([measured(1, 3.0), measured(2, 4.0)], WINDOW, 0.01)) == 0
+
+
+def descending(factor: int, critical: float) -> Measured:
+  """A branch whose loss falls with the samples that count, which are fewer in larger steps."""
+  one = measured(factor, 3.0)
+  samples = 256 * (np.arange(BLOCKS) + 0.5) / (1 + one.branch.batch / critical)
+  losses = 2.2 - 0.3 * np.log1p(samples / 6400) + np.array(EVEN)
+  return dataclasses.replace(one, blocks=tuple(losses.tolist()))
+
+
+def test_branches_tell_the_batch_that_takes_twice_the_data():
+  flat = report({1: 3.0, 2: 3.0, 4: 3.0, 8: 3.0})
+  judged = judge([descending(factor, 100) for factor in (1, 2, 4, 8)], WINDOW, 0.01)
+  found = dataclasses.replace(flat, judged=tuple(judged))
+  assert found.tradeoff is not None
+  assert found.tradeoff.critical_batch.value == pytest.approx(100, rel=0.1)
+  assert f"a batch of {found.tradeoff.critical_batch.value:.0f} samples (95% " in str(found)
+  assert found.as_dict()["tradeoff"]["critical_batch"]["low"] < 100
+  # Losses that do not fall, and too few branches, tell nothing.
+  assert flat.tradeoff is None
+  assert flat.as_dict()["tradeoff"] is None
+  assert dataclasses.replace(flat, judged=tuple(judged[:2])).tradeoff is None

@@ -55,7 +55,7 @@ def test_every_command_of_the_page_works(tmp_path, monkeypatch, capsys):
     assert run_here(line, monkeypatch) == 0, line
   said = capsys.readouterr().out
   assert (
-    said.count(f"Begins parameters of {tmp_path}/somebodys, with a new optimizer, at step 0") == 2
+    said.count(f"Begins  parameters of {tmp_path}/somebodys, with a new optimizer, at step 0") == 2
   )
   assert ", of which 1,024 train" in said
   for name in ("made", "continued", "tuned"):

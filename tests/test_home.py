@@ -48,13 +48,13 @@ def test_a_run_reads_and_writes_in_the_home_folder(home: Path, capsys):
 
 
 def test_options_write_in_the_home_folder(home: Path, capsys):
-  assert plan.main(["config=~/mine.yml", "--plot", "~/batch.svg"]) == 0
+  assert plan.main(["config=~/mine.yml", "--plot", "~/batch.html"]) == 0
   keys = ["config=base", "pipeline_schedule=1f1b", "ici_pipeline_parallelism=2"]
   keys += ["num_pipeline_microbatches=4", "ici_data_parallelism=4"]
   assert pipeline.main([*keys, "--csv=~/table.csv"]) == 0
   assert pipeline.main([*keys, "--check", "~/table.csv"]) == 0
   assert capsys.readouterr().err == ""
-  assert made(home) >= {"batch.svg", "table.csv"}
+  assert made(home) >= {"batch.html", "table.csv"}
   assert made(Path.cwd()) == set()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 from numbered_rows import NumberedRows
-from pictures import png_size, read_svg
 from support import SMALLEST, configured
 
 from maxbatch.batch.host_loads import loading_hosts
@@ -256,7 +255,7 @@ def run(folder: pathlib.Path, *more: str) -> list[str]:
 
 def test_what_it_recommends_is_a_configuration_that_loads_so(tmp_path, capsys, without_workers):
   given = run(tmp_path, f"run_metrics={metrics(tmp_path / 'run')}", "num_hosts=4")
-  assert main([*given, "--json", "--svg", str(tmp_path / "input.svg")]) == 0
+  assert main([*given, "--json", "--plot", str(tmp_path / "input.html")]) == 0
   found = json.loads(capsys.readouterr().out)
   assert found["keeps_up"]
   assert found["need"]["samples_per_second"] == 4.0
@@ -268,21 +267,20 @@ def test_what_it_recommends_is_a_configuration_that_loads_so(tmp_path, capsys, w
   plan = plan_batches(config.batch, config.run, topology(config.mesh, 8))
   assert len(loading_hosts(plan, 4)) == 1
   assert found["input_function"]["sources"][0]["num_files"] == 1
-  drawing = read_svg((tmp_path / "input.svg").read_bytes())
-  assert {"settings", "stages", "the step"} <= set(drawing.groups)
+  page = (tmp_path / "input.html").read_text()
+  assert "What a sample costs on its way" in page
+  assert "samples per second" in page
 
 
 def test_a_step_that_is_here_is_measured_and_rows_are_brought_to_it(
   tmp_path, capsys, without_workers
 ):
-  picture = tmp_path / "input.png"
-  assert main([*run(tmp_path), "--svg", str(picture)]) == 0
+  assert main(run(tmp_path)) == 0
   said = capsys.readouterr().out
   assert said.startswith("Input analysis of first_run: the data ")
   for words in ("measured here", "to the devices", "Input function", "  grain_worker_count: 0\n"):
     assert words in said
   assert "#SBATCH --cpus-per-task=2\n  shards: any number of files" in said
-  assert png_size(picture.read_bytes()) > (800, 600)
 
 
 def test_data_that_do_not_keep_up_are_called_so(tmp_path, capsys, without_workers):
@@ -328,7 +326,7 @@ def test_a_report_whose_speed_is_none_is_refused(tmp_path, speed):
 @pytest.mark.parametrize(
   ("more", "error"),
   [
-    (["--svg", "/absent/x.svg"], "No such file or directory; for example --svg new-x.svg"),
+    (["--plot", "/absent/x.html"], "No such file or directory; for example --plot new-x.html"),
     (["run_metrics=/absent"], "run_metrics=/absent: no metrics.jsonl with two steps or more"),
     (["compile_report=/absent"], "compile_report=/absent: No such file or directory; for example"),
     (["compile_report=/etc/hostname"], "this is no report that tells a step's time; for example"),
@@ -338,7 +336,11 @@ def test_a_report_whose_speed_is_none_is_refused(tmp_path, speed):
     (["num_hosts=3"], "num_hosts=3 must divide the 8 devices evenly; for example num_hosts=2"),
     (["num_hosts=4", "tasks_per_node=3"], "tasks_per_node=3 must divide the 4 processes"),
     (["margin=0.5"], "margin must be at least 1"),
-    (["--svg", "x.txt"], "--svg x.txt: name a file that ends in .svg, .png or .pdf"),
+    (
+      ["--plot", "x.txt"],
+      "saves it as PNG; name a file that ends in .html; for example --plot input",
+    ),
+    (["--svg", "x.svg"], "--svg is called --plot now; --help says what it does"),
     (["run_metric=x"], "Did you mean run_metrics?"),
   ],
 )

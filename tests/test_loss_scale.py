@@ -80,8 +80,10 @@ def test_float16_alone_is_scaled_unless_keys_say_otherwise():
 @pytest.mark.parametrize(
   ("given", "said"),
   [
-    ("loss_scale=0", "A value that works|nearest value that works: loss_scale="),
-    ("loss_scale=-8", "nearest value that works: loss_scale="),
+    ("loss_scale=0", ", or auto, or none, or dynamic. A value that works: loss_scale=none"),
+    ("loss_scale=-8", "A value that works: loss_scale=none"),
+    ("loss_scale=1e-12", "nearest value that works: loss_scale=5.96"),
+    ("profiler=nsys", 'must be one of xplane, "". A value that works: profiler=xplane'),
     ("loss_scale=dynamics", "loss_scale=dynamic"),
     ("loss_scale_growth_factor=1", "nearest value that works: loss_scale_growth_factor=1.0625"),
     ("loss_scale_backoff_factor=1", "nearest value that works: loss_scale_backoff_factor=0.9375"),

@@ -126,7 +126,7 @@ def test_one_that_fails_is_let_go_alone(tmp_path, monkeypatch, name, why):
 
 
 def test_what_is_refused():
-  with pytest.raises(UserError, match=r"must be among them.*metrics_writers=\['jsonl', 'wandb'\]"):
+  with pytest.raises(UserError, match=r"must be among them.*metrics_writers=\[jsonl, wandb\]"):
     chosen_writers(["wandb"])
   with pytest.raises(UserError, match="Did you mean tensorboard"):
     chosen_writers(["jsonl", "tensorbord"])

@@ -9,15 +9,15 @@ from maxbatch import pipeline, plan, train
 
 PIPELINE = ["config=base", "pipeline_schedule=1f1b", "ici_pipeline_parallelism=2"]
 OPTIONS = [
-  (plan.main, "--plot", "a.svg"),
-  (plan.main, "--plot", "a.pdf"),
-  (pipeline.main, "--svg", "a.png"),
+  (plan.main, "--plot", "a.html"),
+  (pipeline.main, "--plot", "b.html"),
   (pipeline.main, "--csv", "a"),
   (pipeline.main, "--trace", "a"),
 ]
 OTHERS = [
   b"import os\n",
-  b'<?xml version="1.0" encoding="utf-8" standalone="no"?><svg/>',
+  b'<!DOCTYPE html>\n<html lang="en">\n<head>\n',
+  b'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta name="generator" content="maxbatch report">',
   b"tick\n",
 ]
 

@@ -4,7 +4,6 @@ import json
 import signal
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -139,10 +138,10 @@ def test_other_devices(capsys):
 
 
 def test_every_file_is_written(capsys, tmp_path):
-  csv, picture, trace = tmp_path / "a.csv", tmp_path / "a.svg", tmp_path / "a.json"
-  show(capsys, *KEYS, "--csv", str(csv), f"--svg={picture}", "--trace", str(trace))
+  csv, picture, trace = tmp_path / "a.csv", tmp_path / "a.html", tmp_path / "a.json"
+  show(capsys, *KEYS, "--csv", str(csv), f"--plot={picture}", "--trace", str(trace))
   assert csv.read_text().startswith("tick,stage,forward_repeat,")
-  assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+  assert "timetable of" in picture.read_text()
   assert json.loads(trace.read_text())["traceEvents"]
 
 
@@ -204,7 +203,8 @@ def test_a_slower_csv_shows_its_own_bubble(capsys, tmp_path):
 
 ERRORS = {
   ("--csv",): "--csv : name a file; for example --csv pipeline.csv",
-  ("--svg", "steps=3"): "--svg steps=3: name a file; for example --svg pipeline.svg",
+  ("--plot", "steps=3"): "--plot steps=3: name a file; for example --plot pipeline.html",
+  ("--svg", "a.svg"): "--svg is called --plot now; --help says what it does",
   ("--trace", "no/such/a.json"): (
     "--trace no/such/a.json: cannot be written: No such file or directory"
   ),

@@ -6,19 +6,18 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pictures import parsed, png_size
 
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.chrome_trace import chrome_trace
 from maxbatch.pipeline_parallel.cost import bubble
 from maxbatch.pipeline_parallel.csv_file import COLUMNS, from_csv, to_csv
-from maxbatch.pipeline_parallel.plot import plot
+from maxbatch.pipeline_parallel.plot import timetable_chart
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, timetable
 from maxbatch.pipeline_parallel.simulator import run
 from maxbatch.pipeline_parallel.slots import assign_slots
 from maxbatch.pipeline_parallel.text_diagram import text_diagram
 from maxbatch.pipeline_parallel.timetable import Timetable, TimetableShape
-from maxbatch.plots.figure import render
+from maxbatch.plots.chart import Bars
 
 ONE = timetable("1f1b", TimetableShape(3, 4))
 SEVERAL = timetable("interleaved_1f1b", TimetableShape(2, 4, 2))
@@ -61,44 +60,44 @@ def test_a_long_grid_is_broken_and_a_very_long_one_says_what_is_left_out():
   assert [block.split("\n")[0].split()[1] for block in blocks] == ["0", "30", "60"]
   blocks = text_diagram(timetable("1f1b", TimetableShape(2, 300))).split("\n\n")
   assert len(blocks) == 5
-  assert blocks[2] == "… ticks 44 to 263: --csv, --svg and --trace write them all …"
+  assert blocks[2] == "… ticks 44 to 263: --csv, --plot and --trace write them all …"
   assert blocks[3].split()[1] == "264"
   assert blocks[4].split("\n")[0].split()[-1] == "301"
   assert max(len(line) for block in blocks for line in block.split("\n")) <= 100
 
 
+def bars_of(table: Timetable) -> list[Bars]:
+  [panel] = timetable_chart(table, "a < b").panels
+  return [mark for mark in panel.marks if isinstance(mark, Bars)]
+
+
 @pytest.mark.parametrize("table", [ONE, SEVERAL], ids=["one", "several"])
 def test_the_picture_has_every_entry_once_where_it_is(table):
-  drawing = parsed(plot(table, "a < b"))
-  shape, used, places = table.shape, 0.0, []
-  unit = min(width for _, _, width, _ in drawing.boxes("forward-0"))
-  for kind, units in (("forward", 1), ("backward", 2)):
-    for repeat in range(shape.repeats):
-      boxes = drawing.boxes(f"{kind}-{repeat}")
-      assert len(boxes) == shape.microbatches * shape.stages
-      assert [width for _, _, width, _ in boxes] == pytest.approx([units * unit] * len(boxes))
-      places += [(round(x, 3), round(y, 3)) for x, y, _, _ in boxes]
-      used += units * unit * len(boxes)
+  shape, bars = table.shape, bars_of(table)
+  stages = [f"stage {stage}" for stage in range(shape.stages)]
+  assert timetable_chart(table, "").row_names == stages
+  places = [place for each in bars for place in zip(each.names, each.begins, strict=True)]
   assert len(places) == len(set(places)) == 2 * shape.forwards_per_stage * shape.stages
-  assert {"a < b", "stage 0", "stage 1", "forward", "backward", "idle"} <= set(drawing.words)
-  # What is not covered of the grey is idle.
-  grey = sum(width for _, _, width, _ in drawing.boxes("idle-0"))
-  assert 1 - used / grey == pytest.approx(float(bubble(table)))
+  for each in bars:
+    width = 1 if each.label.startswith("forward") else 2
+    assert each.lengths == [width] * (shape.microbatches * shape.stages)
+  ends = [b + w for each in bars for b, w in zip(each.begins, each.lengths, strict=True)]
+  used = sum(sum(each.lengths) for each in bars)
+  # What is not covered is idle.
+  assert 1 - used / (max(ends) * shape.stages) == pytest.approx(float(bubble(table)))
 
 
 def test_every_box_of_the_picture_is_labelled_and_later_repeats_are_paler():
-  drawing = parsed(plot(SEVERAL, ""))
-  for words in itertools.starmap("{}.{}".format, itertools.product(range(2), range(4))):
-    assert drawing.words.count(words) == 2 * SEVERAL.shape.stages
-  for kind in ("forward", "backward"):
-    assert drawing.opacities(f"{kind}-0") == {1.0}
-    assert drawing.opacities(f"{kind}-1") == {0.7}
-
-
-def test_a_very_long_timetable_still_is_a_picture():
-  figure = plot(timetable("1f1b", TimetableShape(2, 1500)), "long")
-  width, height = png_size(render(figure, ".png"))
-  assert height < width < 2**16
+  bars = bars_of(SEVERAL)
+  words = [word for each in bars for word in each.words]
+  for word in itertools.starmap("{}.{}".format, itertools.product(range(2), range(4))):
+    assert words.count(word) == 2 * SEVERAL.shape.stages
+  assert {each.label: each.opacity for each in bars} == {
+    "forward, repeat 0": 1.0,
+    "backward, repeat 0": 1.0,
+    "forward, repeat 1": 0.7,
+    "backward, repeat 1": 0.7,
+  }
 
 
 def test_trace_has_no_overlap_and_every_entry():

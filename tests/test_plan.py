@@ -19,14 +19,14 @@ from maxbatch.errors import UserError
 _DEFAULT = load_config(["config=base"])
 PRINTED = """\
 Batch plan
-  num_devices            data 256 × fsdp 2 × tensor 2 × stage 1       =         1,024 devices
-  micro_batch_to_train   1,024 devices × per_device_batch_size 0.5    =           512 samples per microbatch
-  global_batch_to_train  512 × gradient_accumulation_steps 8          =         4,096 samples per step
-  global_batch_to_load   4,096 × expansion_factor_real_data 4         =        16,384 samples per load
-  eval_batch             1,024 devices × eval_per_device_batch_size 1 =         1,024 samples per microbatch
-  tokens_per_step        4,096 × max_target_length 2,048              =     8,388,608 tokens
-  total_samples          4,096 × steps 500                            =     2,048,000 samples
-  total_tokens           2,048,000 × 2,048                            = 4,194,304,000 tokens
+  num_devices                   1,024 devices = data 256 × fsdp 2 × tensor 2 × stage 1
+  micro_batch_to_train            512 samples = 1,024 × per_device_batch_size 0.5
+  global_batch_to_train         4,096 samples = 512 × gradient_accumulation_steps 8
+  global_batch_to_load         16,384 samples = 4,096 × expansion_factor_real_data 4
+  eval_batch                    1,024 samples = 1,024 × eval_per_device_batch_size 1
+  tokens_per_step           8,388,608 tokens  = 4,096 × max_target_length 2,048
+  total_samples             2,048,000 samples = 4,096 × steps 500
+  total_tokens          4,194,304,000 tokens  = 2,048,000 × 2,048
 """
 small = st.integers(1, 6)
 sizes = st.fractions(min_value=0, max_value=9, max_denominator=12)

@@ -19,11 +19,12 @@ from maxbatch import report, train
 from maxbatch.batch.plan import Position
 from maxbatch.errors import TrainingDivergedError
 from maxbatch.modes.chronicle import chronicled
+from maxbatch.plots.page import encoded
 from maxbatch.plots.thinning import thinned
 from maxbatch.run_folder.history import read_history
 from maxbatch.run_folder.status import span, status_of
 from maxbatch.run_report.background import BackgroundReport
-from maxbatch.run_report.page import encoded, page
+from maxbatch.run_report.page import page
 
 BEGIN = BackgroundReport._begin
 """As it is: the tests' own conftest.py takes it away."""
@@ -70,7 +71,7 @@ def plain(written) -> Page:
 def test_the_page_says_what_was_trained_and_how_it_went(plain):
   for words in (
     "mine", "finished", "40 of 40", "5.5 → 2.174", "python -m maxbatch.train config=base",
-    "global_batch_to_train  32 × gradient_accumulation_steps 1", "learning_rate: 0.003 → 0.001",
+    "32 × gradient_accumulation_steps 1", "learning_rate: 0.003 → 0.001",
     "warning: the disk is full", "read back and verified", "def nothing", "def forward(self):",
     "waiting for data", "compiling", "1.000 GiB", "noise scale", "accuracy",
   ):  # fmt: skip
@@ -252,8 +253,8 @@ def test_a_run_tells_its_own_story(tmp_path, monkeypatch, capsys):
     assert kinds.count(kind) == count, kinds
   assert kinds.count("saved") == kinds.count("verified") == 1
   [start] = run.of_kind("start")
-  assert start["about"].startswith("Model  default: ")
-  assert "Data   " in start["about"]
+  assert start["about"].startswith("Model   default: ")
+  assert "Data    " in start["about"]
   assert status_of(run).state == "finished"
   assert len(begun) == 2  # at step 2, and at the end
   assert not run.missing

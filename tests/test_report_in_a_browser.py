@@ -1,5 +1,6 @@
 """Pages in a real Chromium: all is drawn, nothing is complained about, nothing hostile runs."""
 
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,9 +8,20 @@ from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Dialog, sync_playwright
+from test_critical_batch_verdict import report as report_of
 from written_runs import HOSTILE, write_run
 
 from maxbatch import report
+from maxbatch.batch.learning_rate import learning_rate
+from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.plan_plot import plan_chart
+from maxbatch.batch.topology import topology
+from maxbatch.config.load import load_config
+from maxbatch.experiments.plot import critical_batch_charts
+from maxbatch.pipeline_parallel.plot import timetable_chart
+from maxbatch.pipeline_parallel.schedule import timetable
+from maxbatch.pipeline_parallel.timetable import TimetableShape
+from maxbatch.plots.page import picture
 
 CHROMIUM = next(
   filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -116,4 +128,32 @@ def test_runs_over_each_other_are_hidden_together(browser, tmp_path):
   visible = "() => Bokeh.documents[0].roots().filter(one => one.renderers).map(one => one.renderers[0].visible)"
   looked.page.evaluate("() => {Bokeh.documents[0].roots()[0].renderers[0].visible = false}")
   assert not any(looked.page.evaluate(visible)[:4])
+  looked.close()
+
+
+def test_the_other_pictures_are_drawn_too(browser, tmp_path):
+  config = load_config(["config=base"])
+  plan = plan_batches(config.batch, config.run, topology(config.mesh, 8))
+  tables = {
+    "few words": timetable("interleaved_1f1b", TimetableShape(2, 4, 2)),
+    "too many words": timetable("1f1b", TimetableShape(2, 800)),
+  }
+  charts = [
+    plan_chart(plan, learning_rate(config.optimizer, plan, config.run.schedule_unit)),
+    *[timetable_chart(table, name) for name, table in tables.items()],
+    *critical_batch_charts(report_of({1: 3.0, 2: 3.001, 4: 3.05, 8: math.inf})),
+  ]
+  file = tmp_path / "pictures.html"
+  file.write_bytes(picture(HOSTILE, charts))
+  looked = Looked(browser, file, viewport={"width": 1100, "height": 900})
+  colors = looked.page.evaluate(DRAWN)
+  assert len(colors) == 6
+  assert min(colors) > 3, colors
+  # Too narrow for its number, a box says it where one points at it.
+  panel = looked.page.locator(".panel").nth(3)
+  panel.scroll_into_view_if_needed()
+  place = panel.bounding_box()
+  assert place is not None
+  looked.page.mouse.move(place["x"] + place["width"] / 2, place["y"] + 65)
+  looked.page.get_by_text("stage 0", exact=True).first.wait_for()
   looked.close()

@@ -242,7 +242,7 @@ def test_numbers_of_any_kind_are_rewards():
 @pytest.mark.parametrize(
   ("keys", "said"),
   [
-    (["reward_functions=[gsm9k]"], "there is no such reward_functions. Did you mean gsm8k?"),
+    (["reward_functions=[gsm9k]"], "there is no such reward_function. Did you mean gsm8k?"),
     (["reward_functions=[no_such_file:score]"], "there is no module no_such_file"),
     ([], "nothing says what a good completion is; for example reward_functions=[my_rewards:score]"),
   ],

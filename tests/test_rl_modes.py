@@ -245,7 +245,7 @@ def test_plan_answers_as_for_text(capsys):
   assert (
     "Open   micro_batch_size=auto chooses from 12, 24, 48 pairs per microbatch; below as" in out
   )
-  assert "num_devices        training 12 + rollout 4 " in out
+  assert " 16 devices = training 12 + rollout 4\n" in out
   out = planned(capsys, "compile_topology=v5e-16", "micro_batch_size=16", "--json")
   assert json.loads(out)["rl"]["training_devices"] == 16
   assert plan.main([*KEYS, "num_hosts=2"]) == 2

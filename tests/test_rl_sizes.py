@@ -288,16 +288,16 @@ def test_devices_that_only_sample_leave_the_others_to_train():
 
 PRINTED = """\
 Reinforcement learning
-  num_devices        training 6 + rollout 2           =     8 devices
-  batch_size         unique prompts                   =    18 prompts per step
-  pairs              18 × num_generations 8           =   144 pairs per step
-  micro_batch_size   144 / 3                          =    48 pairs per microbatch
-  groups             48 / num_generations 8           =     6 prompts per microbatch
-  sampled at once    48 / 2 rollout devices           =    24 pairs each
-  completion         max_target_length 24 − prompt 12 =    12 tokens at most
-  batches            steps 120 / num_iterations 2     =    60 batches of pairs
-  total prompts      60 × 18                          = 1,080 prompts
-  total pairs        60 × 144                         = 8,640 pairs sampled
+  num_devices          8 devices = training 6 + rollout 2
+  batch_size          18 prompts = unique prompts of a step
+  pairs              144 pairs   = 18 × num_generations 8, of a step
+  micro_batch_size    48 pairs   = 144 / 3 microbatches
+  groups               6 prompts = 48 / num_generations 8
+  sampled at once     24 pairs   = 48 / 2 rollout devices
+  completion          12 tokens  = max_target_length 24 − prompt 12, at most
+  batches             60 batches = steps 120 / num_iterations 2
+  total prompts    1,080 prompts = 60 × 18
+  total pairs      8,640 pairs   = 60 × 144
   epochs of 500 prompts: 2.16; none dropped, 2 batches with prompts of two epochs
   rollout_staleness=1: at most 6 microbatches sampled ahead, 2 snapshots of the parameters
   micro_batch_size can be 24, 48, 72 or 144

@@ -32,7 +32,6 @@ CONTRACT = {
   "hugging_face": "hugging_face",
   "examples_before": "examples_before_training.txt",
   "examples_after": "examples_after_training.txt",
-  "pass_at_k": "pass_at_k.svg",
 }
 
 

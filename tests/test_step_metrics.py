@@ -179,5 +179,5 @@ def test_a_run_records_them_by_name(tmp_path):
 
 
 def test_an_unknown_name_is_refused_with_the_nearest():
-  with pytest.raises(UserError, match=r"metrics=acuracy: there is no such metrics. Did you mean"):
+  with pytest.raises(UserError, match=r"metrics=acuracy: there is no such metric. Did you mean"):
     chosen_metrics(["acuracy"])

@@ -44,7 +44,7 @@ def test_a_run_with_a_vocabulary_writes_text_and_resumes_with_the_same(tmp_path,
   assert "validation: validation-0.parquet" in printed
   assert "files and records skipped: 1 bad\n" in printed
   assert f"train-0.parquet, record {len(TEXT)}: null instead of text\n" in printed
-  (sample,) = re.findall(r"text after training\n(.*)\n---", printed, re.DOTALL)
+  (sample,) = re.findall(r"text after training\n(.*)\n\nFinished", printed, re.DOTALL)
   assert sample.startswith("The naïve line")
   records = read_metrics(tmp_path / "first_run")
   assert [record["data/skipped_records"] for record in records] == [1] * 5

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from preloaded import started
 from processes import ONE_DEVICE, PATIENCE_SECONDS, environment
 from support import SMALLEST, stop_at
 
@@ -68,9 +69,9 @@ def uninterrupted(text, tmp_path_factory):
 
 
 LOST = (
-  "       weight_dtype=bfloat16: there is no float32 copy of the weights. They have 8 significant "
-  "bits,\n       and an update of less than 1/512 (0.2%) of a weight is rounded away; "
-  "weight_rounding=stochastic\n       keeps it on average, weight_dtype=float32 exactly\n"
+  "        weight_dtype=bfloat16: there is no float32 copy of the weights. They have 8 significant "
+  "bits,\n        and an update of less than 1/512 (0.2%) of a weight is rounded away; "
+  "weight_rounding=stochastic\n        keeps it on average, weight_dtype=float32 exactly\n"
 )
 
 
@@ -103,7 +104,9 @@ def test_the_written_config_starts_the_same_run(uninterrupted, capsys):
 
 def test_the_plan_comes_first(text, tmp_path, capsys):
   train(text, tmp_path, steps=1)
-  assert capsys.readouterr().out.startswith("Batch plan\n")
+  said = capsys.readouterr().out
+  assert said.startswith("Batch plan\n")
+  assert "\x1b" not in said
 
 
 @pytest.mark.parametrize("step", range(1, STEPS))
@@ -276,14 +279,7 @@ def wait_for(condition, process) -> None:
 
 
 def start(text, folder, **keys) -> subprocess.Popen[str]:
-  return subprocess.Popen(
-    command(*arguments(text, folder, **keys)),
-    cwd=REPOSITORY,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    env=environment(),
-  )
+  return started(command(*arguments(text, folder, **keys)), stderr=subprocess.STDOUT)
 
 
 def test_killed_and_interrupted_runs_go_on_exactly_on_other_devices(text, tmp_path):
@@ -342,7 +338,9 @@ def test_the_longer_run_that_is_offered_goes_on_at_the_last_learning_rate(text, 
   given = arguments(text, tmp_path / "run")
   assert main(given) == 0
   printed = capsys.readouterr().out
-  offer = re.search(rf"for example (steps={2 * STEPS} learning_rate_schedule_steps=\d+),", printed)
+  offer = re.search(
+    rf"for example\s+(steps={2 * STEPS} learning_rate_schedule_steps=\d+)\n", printed
+  )
   rates = re.search(r"the rate jumps from ([\d.e-]+) to ([\d.e-]+)", printed)
   assert offer
   assert rates
@@ -357,4 +355,4 @@ def test_the_longer_run_that_is_offered_goes_on_at_the_last_learning_rate(text, 
 
 def test_a_constant_learning_rate_goes_on_without_further_keys(text, tmp_path, capsys):
   assert main(arguments(text, tmp_path, lr_schedule_type="constant")) == 0
-  assert f"larger budget, for example steps={2 * STEPS}\n" in capsys.readouterr().out
+  assert f"larger budget, for example\n           steps={2 * STEPS}\n" in capsys.readouterr().out

@@ -391,7 +391,7 @@ def test_a_warm_start_is_taken_up_and_made_only_once(tmp_path, capsys):
   keys += ["eval_interval=1", "run_name=mine", "reward_functions=[exact]"]
   assert train_rl.main(keys) == 0
   out = capsys.readouterr().out
-  assert "Begins parameters of" in out
+  assert "Begins  parameters of" in out
   assert "pass@1" in out
   assert "--- after training" in out
   assert train_rl.main(keys) == 0

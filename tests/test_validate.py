@@ -175,17 +175,24 @@ def test_what_weights_in_bfloat16_lose_is_said(tmp_path):
 
 def test_parameters_that_stay_whole_are_named(tmp_path):
   lines = check(tmp_path, vocab_size=261, ici_tensor_parallelism=2)
-  assert "     embedding: vocab 261 is not a multiple of tensor = 2: replicated" in lines
+  assert "  embedding: vocab 261 is not a multiple of tensor = 2: replicated" in lines
   assert not any(": replicated" in line for line in check(tmp_path))
+
+
+def test_a_metrics_writer_that_is_none_is_refused(tmp_path):
+  said, _ = refusal(tmp_path, metrics_writers="[jsonl, wandbb]")
+  assert said.startswith(
+    "metrics_writers=wandbb: there is no such metrics_writer. Did you mean wandb? Known: jsonl, "
+  )
 
 
 def test_a_microbatch_that_is_still_to_be_chosen_is_checked_at_its_smallest(tmp_path):
   lines = check(tmp_path, micro_batch_size="auto", batch_size=64)
-  line = "     micro_batch_size=auto will choose from 4 sizes, 1 to 8; checked with 1"
+  line = "  micro_batch_size=auto will choose from 4 sizes, 1 to 8; checked with 1"
   assert line in lines
   assert found(lines, "step") == "can be traced, for microbatches of 8"
   # Without a size it is the batch of a run without auto.
-  line = "     micro_batch_size=auto will choose from 3 sizes, 1 to 4; checked with 1"
+  line = "  micro_batch_size=auto will choose from 3 sizes, 1 to 4; checked with 1"
   assert line in check(tmp_path, micro_batch_size="auto")
 
 

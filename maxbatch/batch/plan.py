@@ -231,12 +231,8 @@ class BatchPlan:
   def derivation(self) -> str:
     """Every size with its formula, one line each."""
     rows = self._derivation()
-    how_width = max(len(how) for _, how, _, _ in rows)
-    size_width = max(len(f"{size:,}") for _, _, size, _ in rows)
-    lines = [
-      f"  {name:<21}  {how:<{how_width}} = {size:>{size_width},} {unit}"
-      for name, how, size, unit in rows
-    ]
+    width = max(len(f"{size:,}") for _, size, _, _ in rows)
+    lines = [f"  {name:<21} {size:>{width},} {unit:<7} = {how}" for name, size, unit, how in rows]
     return "\n".join(["Batch plan", *lines])
 
   def _phase_lines(self) -> list[str]:
@@ -253,48 +249,37 @@ class BatchPlan:
       for phase in self.phases
     ]
 
-  def _derivation(self) -> list[tuple[str, str, int, str]]:
-    """(name, formula, size, unit) of every size; a formula uses only sizes above it."""
+  def _derivation(self) -> list[tuple[str, int, str, str]]:
+    """(name, size, unit, formula) of every size; a formula uses only sizes above it."""
     devices = self.topology.num_devices
     micro, batch = self.micro_batch_to_train, self.global_batch_to_train
     per_device, factor = text(self.per_device_batch_size), text(self.expansion_factor_real_data)
     per_device_eval = text(self.per_device(self.eval_batch))
-    times = f"{devices:,} devices ×"
     accumulation, length = f"{self.gradient_accumulation_steps:,}", f"{self.max_target_length:,}"
-    return [
-      ("num_devices", str(self.topology), devices, "devices"),
-      (
-        "micro_batch_to_train",
-        f"{times} per_device_batch_size {per_device}",
-        micro,
-        "samples per microbatch",
-      ),
-      (
-        "global_batch_to_train",
-        f"{micro:,} × gradient_accumulation_steps {accumulation}",
-        batch,
-        "samples per step",
-      ),
-      (
-        "global_batch_to_load",
-        f"{batch:,} × expansion_factor_real_data {factor}",
+    samples = {
+      "micro_batch_to_train": (micro, f"{devices:,} × per_device_batch_size {per_device}"),
+      "global_batch_to_train": (batch, f"{micro:,} × gradient_accumulation_steps {accumulation}"),
+      "global_batch_to_load": (
         self.global_batch_to_load,
-        "samples per load",
+        f"{batch:,} × expansion_factor_real_data {factor}",
       ),
-      (
-        "eval_batch",
-        f"{times} eval_per_device_batch_size {per_device_eval}",
+      "eval_batch": (
         self.eval_batch,
-        "samples per microbatch",
+        f"{devices:,} × eval_per_device_batch_size {per_device_eval}",
       ),
+    }
+    total = self.total_samples
+    return [
+      ("num_devices", devices, "devices", str(self.topology)),
+      *[(name, size, "samples", how) for name, (size, how) in samples.items()],
       (
         "tokens_per_step",
-        f"{batch:,} × max_target_length {length}",
         self.tokens_per_step,
         "tokens",
+        f"{batch:,} × max_target_length {length}",
       ),
-      ("total_samples", self._summed(), self.total_samples, "samples"),
-      ("total_tokens", f"{self.total_samples:,} × {length}", self.total_tokens, "tokens"),
+      ("total_samples", total, "samples", self._summed()),
+      ("total_tokens", self.total_tokens, "tokens", f"{total:,} × {length}"),
     ]
 
   def _summed(self) -> str:

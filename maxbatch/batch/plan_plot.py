@@ -1,33 +1,20 @@
 """Batch size and learning rate over the samples of a run, drawn."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from maxbatch.batch.learning_rate import LearningRate
 from maxbatch.batch.plan import BatchPlan, Position
-from maxbatch.plots.figure import COLORS, count_axis, new_figure
-
-if TYPE_CHECKING:
-  from matplotlib.figure import Figure
+from maxbatch.plots.chart import Chart, Line, Panel
 
 _POINTS = 400
 
 
-def plot(plan: BatchPlan, rate: LearningRate, title: str) -> Figure:
+def plan_chart(plan: BatchPlan, rate: LearningRate) -> Chart:
   """Batch above, learning rate below, on one axis of samples."""
-  figure, (above, below) = new_figure(title, 2)
-  above.plot(*zip(*_batches(plan), strict=True), color=COLORS[0], gid="batch")
-  above.set_ylabel("batch (samples per step)")
-  count_axis(above.yaxis)
-  below.plot(*zip(*_rates(plan, rate), strict=True), color=COLORS[1], gid="learning_rate")
-  below.set_ylabel("learning rate")
-  below.set_xlabel("samples consumed")
-  for axes in (above, below):
-    axes.set_xlim(0, max(plan.total_samples, 1))
-    axes.set_ylim(bottom=0)
-    count_axis(axes.xaxis)
-  return figure
+  batches, rates = (list(zip(*each, strict=True)) for each in (_batches(plan), _rates(plan, rate)))
+  panels = [
+    Panel("batch (samples per step)", [Line("batch", batches[:1], batches[1])], low=0),
+    Panel("learning rate", [Line("learning rate", rates[:1], rates[1], color=1)], low=0),
+  ]
+  return Chart("batch and learning rate", ["samples consumed"], panels)
 
 
 def _batches(plan: BatchPlan) -> list[tuple[float, float]]:

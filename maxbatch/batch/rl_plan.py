@@ -184,55 +184,38 @@ class RLPlan:
 
   def __str__(self) -> str:
     rows = self._rows()
-    how_width = max(len(how) for _, how, _, _ in rows)
-    size_width = max(len(size) for _, _, size, _ in rows)
-    lines = [
-      f"  {name:<17}  {how:<{how_width}} = {size:>{size_width}} {unit}"
-      for name, how, size, unit in rows
-    ]
+    width = max(len(f"{size:,}") for _, size, _, _ in rows)
+    lines = [f"  {name:<16} {size:>{width},} {unit:<7} = {how}" for name, size, unit, how in rows]
     return "\n".join(["Reinforcement learning", *lines, *(f"  {line}" for line in self._notes())])
 
-  def _rows(self) -> list[tuple[str, str, str, str]]:
-    """(name, formula, size, unit) of every size; a formula uses only sizes above it."""
+  def _rows(self) -> list[tuple[str, int, str, str]]:
+    """(name, size, unit, formula) of every size; a formula uses only sizes above it."""
     pairs, micro, iterations = self.pairs_per_step, self.micro_batch, self.num_iterations
     training, rollout = self.topology.training.num_devices, self.topology.rollout_devices
-    groups = self.topology.rollout_groups
+    groups, generations = self.topology.rollout_groups, f"num_generations {self.num_generations:,}"
     of = f"{groups:,} rollout devices" if rollout else f"{groups:,} data-parallel groups"
     more = f" + rollout {rollout:,}" if rollout else ", which sample too"
+    lengths = (
+      f"max_target_length {self.pairs.max_target_length:,} − prompt {self.max_prompt_length:,}"
+    )
     batches = f"steps {self.pairs.steps:,} / num_iterations {iterations:,}"
-    rows = [
-      ("num_devices", f"training {training:,}{more}", training + rollout, "devices"),
-      ("batch_size", "unique prompts", self.batch_size, "prompts per step"),
-      (
-        "pairs",
-        f"{self.batch_size:,} × num_generations {self.num_generations:,}",
-        pairs,
-        "pairs per step",
-      ),
-      ("micro_batch_size", f"{pairs:,} / {self.num_microbatches:,}", micro, "pairs per microbatch"),
-      (
-        "groups",
-        f"{micro:,} / num_generations {self.num_generations:,}",
-        self.prompts_per_microbatch,
-        "prompts per microbatch",
-      ),
-      ("sampled at once", f"{micro:,} / {of}", micro // groups, "pairs each"),
-      (
-        "completion",
-        f"max_target_length {self.pairs.max_target_length:,} − prompt {self.max_prompt_length:,}",
-        self.max_completion_length,
-        "tokens at most",
-      ),
-      ("batches", batches, self.num_batches, "batches of pairs"),
+    return [
+      ("num_devices", training + rollout, "devices", f"training {training:,}{more}"),
+      ("batch_size", self.batch_size, "prompts", "unique prompts of a step"),
+      ("pairs", pairs, "pairs", f"{self.batch_size:,} × {generations}, of a step"),
+      ("micro_batch_size", micro, "pairs", f"{pairs:,} / {self.num_microbatches:,} microbatches"),
+      ("groups", self.prompts_per_microbatch, "prompts", f"{micro:,} / {generations}"),
+      ("sampled at once", micro // groups, "pairs", f"{micro:,} / {of}"),
+      ("completion", self.max_completion_length, "tokens", f"{lengths}, at most"),
+      ("batches", self.num_batches, "batches", batches),
       (
         "total prompts",
-        f"{self.num_batches:,} × {self.batch_size:,}",
         self.total_prompts,
         "prompts",
+        f"{self.num_batches:,} × {self.batch_size:,}",
       ),
-      ("total pairs", f"{self.num_batches:,} × {pairs:,}", self.total_pairs, "pairs sampled"),
+      ("total pairs", self.total_pairs, "pairs", f"{self.num_batches:,} × {pairs:,}"),
     ]
-    return [(name, how, f"{size:,}", unit) for name, how, size, unit in rows]
 
   def _notes(self) -> list[str]:
     """What becomes of the ends of epochs, and what may wait."""

@@ -45,6 +45,8 @@ class File:
   meaning: str
   example: str
   """For messages, a name."""
+  before: str = ""
+  """What it was called."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,12 +89,19 @@ def parse(command: Command[Own], arguments: Sequence[str]) -> Arguments[Own]:
       command's own but is none.
   """
   own = {one.name: one for one in declared(command)}
+  renamed = {
+    one.kind.before: one.name
+    for one in own.values()
+    if isinstance(one.kind, File) and one.kind.before
+  }
   given: dict[str, object] = {}
   rest: list[str] = []
   remaining = iter(arguments)
   for argument in remaining:
     name, equals, text = argument.partition("=")
     one = own.get(name)
+    if name in renamed:
+      raise UserError(f"{name} is called {renamed[name]} now; --help says what it does")
     if one is None:
       _check_name(name, list(own))
       rest.append(argument)

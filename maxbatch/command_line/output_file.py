@@ -8,8 +8,8 @@ from maxbatch.errors import UserError
 
 _HEAD_BYTES = 16
 """A format is known by its first bytes."""
-_MADE_BY = (b"Matplotlib", b"maxbatch report")
-"""An SVG, PNG or page of ours says so near its beginning, and many others begin with the same bytes."""
+_MADE_BY = (b"maxbatch report", b"maxbatch picture")
+"""A page of ours says so near its beginning, and many others begin with the same bytes."""
 _NEAR_BYTES = 4096
 
 

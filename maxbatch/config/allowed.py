@@ -17,6 +17,8 @@ class Range:
   """Whether a message may offer `also`, which some keys need another key for."""
   limit: float | None = None
   """What a machine can hold: said only to who exceeds it."""
+  off: str = ""
+  """The word that is meant by 0 and less, if there is one."""
 
   def holds(self, value: float | Fraction) -> bool:
     """Whether `value` is allowed."""
@@ -138,4 +140,5 @@ NucleusProbability = Annotated[float, Range(low=0.001, high=1)]
 NonNegativeFloat = Annotated[float, Range(low=0, limit=FLOAT32)]
 FloatFormat = Literal["float32", "bfloat16", "float16", "cbfloat16"]
 Scale = Annotated[float, Range(low=2.0**-24, high=2.0**40)]
+LossScale = Annotated[float, Range(low=2.0**-24, high=2.0**40, off="none")]
 """Of losses: powers of two are exact."""

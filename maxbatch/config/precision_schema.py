@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Annotated, Literal
 
-from maxbatch.config.allowed import FloatFormat, Positive, Range, Scale
+from maxbatch.config.allowed import FloatFormat, LossScale, Positive, Range, Scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +15,7 @@ class PrecisionConfig:
   weight_dtype: Literal["float32", "bfloat16"]
   weight_rounding: Literal["none", "stochastic", "nearest"]
   grad_dtype: FloatFormat
-  loss_scale: Scale | Literal["auto", "none", "dynamic"]
+  loss_scale: LossScale | Literal["auto", "none", "dynamic"]
   initial_loss_scale: Scale
   min_loss_scale: Scale
   max_loss_scale: Scale

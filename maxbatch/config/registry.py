@@ -30,7 +30,7 @@ def registered(key: str, name: str, known: Mapping[str, T]) -> T:
   if ":" in name:
     return _imported(key, name, known)
   raise UserError(
-    f"{key}={shown(name)}: there is no such {key}.{did_you_mean(name, known)} "
+    f"{key}={shown(name)}: there is no such {key.removesuffix('s')}.{did_you_mean(name, known)} "
     f"Known: {', '.join(known)}."
   )
 

@@ -69,7 +69,7 @@ def convert(entry: Entry, annotation: object) -> object:
   if isinstance(value, str):
     _check_text(entry, annotation, value)
   if interval is not None and not interval.holds(typing.cast(float, value)):
-    raise UserError(_range_message(entry, interval, typing.cast(float, value)))
+    raise UserError(_range_message(entry, annotation, interval, typing.cast(float, value)))
   return value
 
 
@@ -89,7 +89,7 @@ def describe(annotation: object) -> str:
   """The type in words for --help: `whole number, at least 1, or -1`."""
   bare, interval = _split(annotation)
   if typing.get_origin(bare) is typing.Literal:
-    return " | ".join(str(choice) for choice in typing.get_args(bare))
+    return " | ".join(map(_choice, typing.get_args(bare)))
   if typing.get_origin(bare) is tuple:
     ranged = f"list: {_of_items(bare, describe)}"
   else:
@@ -352,10 +352,15 @@ def _nul_message(entry: Entry, value: str) -> str:
   )
 
 
+def _choice(choice: object) -> str:
+  """As it is written."""
+  return str(choice) or '""'
+
+
 def _phrase(annotation: object) -> str:
   bare, interval = _split(annotation)
   if typing.get_origin(bare) is typing.Literal:
-    return f"one of {', '.join(str(choice) for choice in typing.get_args(bare))}"
+    return f"one of {', '.join(map(_choice, typing.get_args(bare)))}"
   if typing.get_origin(bare) is tuple:
     ranged = f"a list, each {_of_items(bare, _phrase)}"
   else:
@@ -364,10 +369,15 @@ def _phrase(annotation: object) -> str:
   return ", or ".join([ranged, *_words(annotation), *map(_name, _structures(annotation))])
 
 
-def _range_message(entry: Entry, interval: Range, value: float) -> str:
+def _range_message(entry: Entry, annotation: object, interval: Range, value: float) -> str:
   if interval.exceeded_by(value):
     # Not as a value that works: a machine that counts so far may lack the memory for it.
     return f"{entry.given}: {entry.key} must be at most {interval.limit:,}"
+  if interval.off and value <= 0:
+    return (
+      f"{entry.given}: {entry.key} must be {', or '.join([str(interval), *_words(annotation)])}. "
+      f"A value that works: {entry.assigned(interval.off)}"
+    )
   near = _clamped(interval, value, entry.text)
   return (
     f"{entry.given}: {entry.key} must be {interval}. "

@@ -1,37 +1,24 @@
 """The branches drawn: loss over tokens, and the judged loss over the batch with its tolerance."""
 
-from __future__ import annotations
-
-import itertools
 import math
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from maxbatch.experiments.branching import Branching
 from maxbatch.experiments.losses import Judged
 from maxbatch.experiments.report import CriticalBatchReport
-from maxbatch.plots.figure import COLORS, DASHES, FAINT, MARKERS, count_axis, legend, new_figure
+from maxbatch.plots.chart import Band, Chart, Line, Panel
 
-if TYPE_CHECKING:
-  from matplotlib.axes import Axes
-  from matplotlib.figure import Figure
-
-_FOUND = "#009E73"
-Styled = tuple[Judged, str, str]
-"""A branch, its color and its marker, the same in both panels."""
-
-
-def plot(report: CriticalBatchReport) -> Figure:
-  """Every branch's loss over its tokens, and below it the judged losses over the batch."""
-  figure, (above, below) = new_figure(_title(report), 2, panel=3.4)
-  _curves(above, report)
-  _losses(below, report)
-  return figure
+_FOUND, _LIMIT = 2, 6
+"""Their colors."""
+_EDGE, _HALF = 2**0.3, 2**0.25
+"""Beside the smallest and largest batch, and of a limit's line, as factors."""
+_LEAST_MARGIN = 1e-3
+"""Above and below all losses, in nats."""
 
 
-def _title(report: CriticalBatchReport) -> str:
+def title(report: CriticalBatchReport) -> str:
   """`Critical batch of mine after step 200: between 64 and 128 samples`."""
   run_name, step = Path(report.origin.folder).parent.parent.name, report.origin.step
   low, high = report.at_least, report.below
@@ -42,84 +29,89 @@ def _title(report: CriticalBatchReport) -> str:
   return f"Critical batch of {run_name} after step {step:,}: {found}"
 
 
-def _styled(report: CriticalBatchReport) -> Iterator[Styled]:
-  return zip(report.judged, itertools.cycle(COLORS), itertools.cycle(MARKERS))
+def critical_batch_charts(report: CriticalBatchReport) -> list[Chart]:
+  """Every branch's loss over its tokens, and below it the judged losses over the batch."""
+  curves = Panel("training loss (nats per token)", list(_curves(report)))
+  batches = [_place(one) for one in report.judged]
+  losses = Panel("judged loss (nats per token)", list(_losses(report)))
+  return [
+    Chart("losses of the branches", ["tokens after the checkpoint"], [curves]),
+    Chart("critical batch", ["batch (samples per step)"], [losses], log_x=True, ticks=batches),
+  ]
 
 
-def _curves(axes: Axes, report: CriticalBatchReport) -> None:
-  """Every branch's loss by blocks, pale, and its mean over the window before each point."""
-  branching = report.branching
-  for (one, color, marker), dashes in zip(_styled(report), itertools.cycle(DASHES)):
+def _curves(report: CriticalBatchReport) -> Iterator[Line]:
+  """Every branch's mean over the window before each point, and its loss by blocks, pale."""
+  branching, shown = report.branching, list[float]()
+  for place, one in enumerate(report.judged):
     if one.measured.diverged:
       continue
     branch, blocks = one.measured.branch, one.measured.blocks
-    rough, smooth = _points(blocks, 1, branching), _smoothed(one, branching)
-    name = f"{branch.name} ({branch.batch:,})"
-    axes.plot(*rough, color=color, linewidth=0.8, alpha=0.35, gid=f"blocks-{branch.name}")
-    axes.plot(*smooth, color=color, linestyle=dashes, label=name, gid=f"smoothed-{branch.name}")
-    axes.plot(smooth[0][-1:], smooth[1][-1:], color=color, marker=marker)
+    (ends, means), (places, losses) = _smoothed(one, branching), _points(blocks, 1, branching)
+    look = {"color": place, "dash": place, "group": branch.name}
+    yield Line(f"{branch.name} ({branch.batch:,})", [ends], means, **look)
+    yield Line("", [places], losses, faint=True, **look)
+    yield Line("", [ends[-1:]], means[-1:], style="dots", **look)
+    shown += losses
   start = branching.tokens - branching.window_tokens
-  axes.axvline(start, color=FAINT, linestyle=":", label="judged from here", gid="judged_from")
-  axes.set_xlabel("tokens after the checkpoint")
-  axes.set_ylabel("training loss (nats per token)")
-  axes.set_xlim(left=0)
-  count_axis(axes.xaxis)
-  legend(axes)
+  heights = [min(shown), max(shown)] if shown else []
+  yield Line("judged from here", [[start] * len(heights)], heights, color=_LIMIT, dash=3)
 
 
-def _losses(axes: Axes, report: CriticalBatchReport) -> None:
+def _losses(report: CriticalBatchReport) -> Iterator[Band | Line]:
   """The judged loss of every branch, over the logarithm of its batch."""
-  places = [_place(one) for one in report.judged]
-  edges = places[0] - 0.3, places[-1] + 0.3
-  axes.set_xlim(*edges)
-  axes.set_xticks(places, [f"{one.measured.branch.batch:,}" for one in report.judged])
-  axes.axvspan(
-    edges[0] if report.at_least is None else math.log2(report.at_least),
-    edges[1] if report.below is None else math.log2(report.below),
-    color=_FOUND,
-    alpha=0.15,
-    linewidth=0,
-    label="the critical batch",
-    gid="critical",
-  )
   trained = [one for one in report.judged if not one.measured.diverged]
-  losses = [one.loss for one in trained]
-  axes.plot([_place(one) for one in trained], losses, color="#333333", linewidth=0.8, gid="judged")
-  _limits(axes, trained, report.tolerance)
-  for one, color, marker in _styled(report):
-    _spot(axes, one, color, marker)
-  axes.set_xlabel("batch (samples per step)")
-  axes.set_ylabel("judged loss (nats per token)")
-  legend(axes)
+  low, high = _heights(trained, report.tolerance)
+  first, last = _place(report.judged[0]), _place(report.judged[-1])
+  found = [report.at_least or first / _EDGE, report.below or last * _EDGE]
+  yield Band("the critical batch", [found], [low] * 2, [high] * 2, color=_FOUND)
+  yield _limits(trained, report.tolerance)
+  means = [one.loss for one in trained]
+  yield Line("", [[_place(one) for one in trained]], means, color=_LIMIT, faint=True)
+  for place, one in enumerate(report.judged):
+    yield from _spot(one, place)
 
 
-def _limits(axes: Axes, trained: Sequence[Judged], tolerance: float) -> None:
+def _heights(trained: Sequence[Judged], tolerance: float) -> tuple[float, float]:
+  """Between which all is that is drawn."""
+  found = [one.loss + sign * _half_width(one) for one in trained for sign in (-1, 1)]
+  found += [_limit(one, tolerance) for one in trained if one.best_smaller is not None]
+  margin = 0.05 * (max(found) - min(found)) + _LEAST_MARGIN
+  return min(found) - margin, max(found) + margin
+
+
+def _limits(trained: Sequence[Judged], tolerance: float) -> Line:
   """What each branch may have at most: the best smaller one and the tolerance."""
-  compared = [one for one in trained if one.best_smaller is not None]
-  axes.hlines(
-    [one.loss - one.difference + tolerance for one in compared],
-    [_place(one) - 0.25 for one in compared],
-    [_place(one) + 0.25 for one in compared],
-    color=FAINT,
-    linestyle="--",
-    label="best smaller branch\n+ tolerance",
-    gid="limits",
-  )
+  places, heights = list[float](), list[float]()
+  for one in trained:
+    if one.best_smaller is not None:
+      places += [_place(one) / _HALF, _place(one) * _HALF, math.nan]
+      heights += [_limit(one, tolerance)] * 2 + [math.nan]
+  return Line("best smaller branch + tolerance", [places], heights, color=_LIMIT, dash=1)
 
 
-def _spot(axes: Axes, one: Judged, color: str, marker: str) -> None:
+def _limit(one: Judged, tolerance: float) -> float:
+  return one.loss - one.difference + tolerance
+
+
+def _spot(one: Judged, place: int) -> Iterator[Line]:
   """A branch's judged loss with the interval of its difference."""
+  branch = one.measured.branch
   if one.measured.diverged:
-    axes.text(_place(one), 0.5, "diverged", ha="center", transform=axes.get_xaxis_transform())
+    yield Line(f"{branch.name}: diverged", [[]], [], color=place, style="dots")
     return
-  interval = one.half_width if math.isfinite(one.half_width) else 0
-  name = f"spot-{one.measured.branch.name}"
-  axes.errorbar(_place(one), one.loss, interval or None, color=color, marker=marker, gid=name)
+  heights = [one.loss - _half_width(one), one.loss + _half_width(one)]
+  yield Line(branch.name, [[_place(one)]], [one.loss], color=place, style="dots", group=branch.name)
+  yield Line("", [[_place(one)] * 2], heights, color=place, group=branch.name)
 
 
 def _place(one: Judged) -> float:
   """Along the axis of batches."""
-  return math.log2(one.measured.branch.batch)
+  return float(one.measured.branch.batch)
+
+
+def _half_width(one: Judged) -> float:
+  return one.half_width if math.isfinite(one.half_width) else 0.0
 
 
 def _smoothed(one: Judged, branching: Branching) -> tuple[list[float], list[float]]:

@@ -1,49 +1,36 @@
 """What each setting reads beside what the step consumes, and what a row costs on its way."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from maxbatch.batch.solve import counted
 from maxbatch.input_analysis.report import InputAnalysis
 from maxbatch.input_analysis.settings import Setting
-from maxbatch.plots.figure import COLORS, DASHES, count_axis, legend, new_figure
-
-if TYPE_CHECKING:
-  from matplotlib.axes import Axes
-  from matplotlib.figure import Figure
+from maxbatch.plots.chart import Bars, Chart, Panel
 
 
-def plot(analysis: InputAnalysis) -> Figure:
+def input_charts(analysis: InputAnalysis) -> list[Chart]:
   """Settings above, stages below."""
-  figure, (above, below) = new_figure(f"Input of {analysis.run_name}", 2)
-  _settings(above, analysis)
-  _stages(below, analysis)
-  return figure
+  return [_settings(analysis), _stages(analysis)]
 
 
-def _settings(axes: Axes, analysis: InputAnalysis) -> None:
-  """A bar for each setting, and lines at what a loading host needs."""
-  names = [_name(one.setting) for one in analysis.measured]
-  speeds = [one.samples_per_second for one in analysis.measured]
-  axes.bar(names, speeds, color=COLORS[0], gid="settings")
-  needed = analysis.found.needed_per_second
-  lines = {"the step": 1.0, f"× {analysis.bounds.margin:g}": analysis.bounds.margin}
-  for (label, times), dashes in zip(lines.items(), DASHES, strict=False):
-    axes.axhline(times * needed, color=COLORS[1], linestyle=dashes, label=label, gid=label)
-  axes.set_yscale("log")
-  axes.set_ylabel("samples/s")
-  axes.tick_params(axis="x", labelsize="small")
-  legend(axes)
+def _settings(analysis: InputAnalysis) -> Chart:
+  """A bar for what a loading host needs, with and without the margin, and for each setting."""
+  consumed, margin = analysis.found.needed_per_second, analysis.bounds.margin
+  needed = {"the step": consumed, f"the step × {margin:g}": margin * consumed}
+  read = {_name(one.setting): one.samples_per_second for one in analysis.measured}
+  bars = [
+    Bars("consumed", list(needed), list(needed.values()), color=1),
+    Bars("read", list(read), list(read.values())),
+  ]
+  panel = Panel("What settings read, and what the step consumes", bars)
+  return Chart("settings", ["samples per second"], [panel], row_names=[*needed, *read])
 
 
 def _name(setting: Setting) -> str:
   threads, workers = counted(setting.num_threads, "thread"), counted(setting.worker_count, "worker")
-  return f"{workers if setting.worker_count else threads}\n{setting.buffer_size} ahead"
+  return f"{workers if setting.worker_count else threads}, {setting.buffer_size} ahead"
 
 
-def _stages(axes: Axes, analysis: InputAnalysis) -> None:
-  names = [stage.name for stage in analysis.stages]
-  axes.bar(names, [1e6 * stage.seconds for stage in analysis.stages], color=COLORS[2], gid="stages")
-  axes.set_ylabel("µs/sample")
-  count_axis(axes.yaxis)
+def _stages(analysis: InputAnalysis) -> Chart:
+  costs = {stage.name: 1e6 * stage.seconds for stage in analysis.stages}
+  bars = Bars("", list(costs), list(costs.values()), color=2)
+  panel = Panel("What a sample costs on its way", [bars])
+  return Chart("stages", ["µs per sample"], [panel], row_names=list(costs))

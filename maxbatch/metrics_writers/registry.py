@@ -30,10 +30,14 @@ def chosen_writers(names: Sequence[str]) -> dict[str, WriterFactory]:
   found = {name: registered("metrics_writers", name, known) for name in names}
   if found.pop(JSONL, None) is None:
     raise UserError(
-      f"metrics_writers={list(names)}: {JSONL} must be among them, since a resume, the summary and the "
-      f"report read metrics.jsonl; for example metrics_writers={[JSONL, *names]}"
+      f"{_listed(names)}: {JSONL} must be among them, since a resume, the summary and the report read "
+      f"metrics.jsonl; for example {_listed([JSONL, *names])}"
     )
   return found
+
+
+def _listed(names: Sequence[str]) -> str:
+  return f"metrics_writers=[{', '.join(names)}]"
 
 
 def open_writers(names: Sequence[str], opening: Opening) -> list[Writer]:

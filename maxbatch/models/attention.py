@@ -22,6 +22,7 @@ from maxbatch.models.cache import LayerCache
 from maxbatch.models.dot_product import dot_product_attention
 from maxbatch.models.forms import rotated
 from maxbatch.models.layers import Norm, Projection
+from maxbatch.models.remat import named
 from maxbatch.models.rope import frequency_factors
 from maxbatch.models.windows import sliding_layers
 from maxbatch.precision.policy import PLAIN, Policy
@@ -153,6 +154,7 @@ class Attention(nnx.Module):
     self.value = Projection(rngs, (D,), (K, H), kv_axes, bias=bias)
     out_axes, out_bias = ("heads", "head_dim", "embed"), config.attention_out_bias
     self.out = Projection(rngs, (N, H), (D,), out_axes, bias=out_bias, scale=residual_scale)
+    self.out.saved_as = "out_proj"
     self.query_norm = _norm(config, N, "heads")
     self.key_norm = _norm(config, K, "kv_heads")
     self.query_factor = _query_factor(config)
@@ -171,6 +173,8 @@ class Attention(nnx.Module):
       q_BTNH = self.policy.cast(q_BTNH * self.query_factor)
     q_BTNH = constrain(q_BTNH, ("batch", "length", "heads", "head_dim"))
     k_BSKH = constrain(k_BSKH, ("batch", "length", "kv_heads", "head_dim"))
+    q_BTNH, k_BSKH = named(q_BTNH, "query_proj"), named(k_BSKH, "key_proj")
+    v_BSKH = named(v_BSKH, "value_proj")
     cap = self.config.attn_logits_soft_cap
     if at.cache is not None:
       at.cache.put(k_BSKH, v_BSKH)
@@ -180,7 +184,8 @@ class Attention(nnx.Module):
       out_BTNH = self._flash(q_BTNH, k_BSKH, v_BSKH, at)
     else:
       out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.first_BT, cap, self.policy)
-    out_BTNH = self.policy.cast(out_BTNH)
+      out_BTNH = named(out_BTNH, "context")
+    out_BTNH = named(self.policy.cast(out_BTNH), "attention_out")
     return self.out(constrain(out_BTNH, ("batch", "length", "heads", "head_dim")))
 
   def _flash(

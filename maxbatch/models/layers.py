@@ -14,6 +14,7 @@ from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
 from maxbatch.models.exponents import given_out
 from maxbatch.models.forms import gradients_apart, projected
 from maxbatch.models.probes import Probe, for_each_row, probe, probe_values, product
+from maxbatch.models.remat import named
 from maxbatch.precision.policy import PLAIN, Policy
 
 
@@ -46,6 +47,8 @@ class Projection(nnx.Module):
   lora_b: Parameter | None = None
   """An adapter beside the kernel, see `add_adapter`."""
   lora_scale = 0.0
+  saved_as = ""
+  """The name by which a remat_policy can keep what it gives."""
   policy: Policy = PLAIN
   exponents: Probe | None = None
 
@@ -74,7 +77,8 @@ class Projection(nnx.Module):
       y = y + self.lora_scale * self._multiplied(low, "lora_b", self.lora_b, 1)
     if self.bias is not None:
       y = y + _over_rows(self.bias, self.policy, probe_values(self.probe, "bias"), y.ndim)
-    return given_out(y, self.policy, self.exponents)
+    y = given_out(y, self.policy, self.exponents)
+    return named(y, self.saved_as) if self.saved_as else y
 
   def add_adapter(self, rngs: nnx.Rngs, rank: int, scale: float) -> None:
     """LoRA's matrices beside the kernel (Hu et al. 2021): x·W + scale · x·A·B.
@@ -156,6 +160,9 @@ class FeedForward(nnx.Module):
     self.gate = Projection(rngs, (D,), (F,), up, bias=bias) if gated else None
     self.up = Projection(rngs, (D,), (F,), up, bias=bias)
     self.down = Projection(rngs, (F,), (D,), ("mlp", "embed"), bias=bias, scale=residual_scale)
+    self.up.saved_as, self.down.saved_as = "mlpwi_1" if gated else "mlpwi", "mlpwo"
+    if self.gate is not None:
+      self.gate.saved_as = "mlpwi_0"
 
   @jax.named_scope("mlp")
   def __call__(self, x_BTD: jax.Array) -> jax.Array:

@@ -103,9 +103,9 @@ class PlanReport:
     }
 
   def _table(self) -> str:
-    head = ("phase", "first step", "first sample", "first token", "steps", "batch")
-    head += ("per device", "microbatches", "learning rate", "")
-    rows = [head, *(_cells(self._phase(phase)) for phase in self.plan.phases)]
+    above = ("", "first", "first", "first", "", "", "per", "micro-", "learning", "")
+    head = ("", "step", "sample", "token", "steps", "batch", "device", "batches", "rate", "")
+    rows = [above, head, *(_cells(self._phase(phase)) for phase in self.plan.phases)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
     lines = [
       "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -124,7 +124,7 @@ def _cells(phase: dict[str, Any]) -> tuple[str, ...]:
     *(f"{phase[key]:,}" for key in numbers),
     phase["per_device_batch_size"],
     f"{phase['gradient_accumulation_steps']:,}",
-    " … ".join(rate for rate, _ in itertools.groupby(rates)),
+    "…".join(rate for rate, _ in itertools.groupby(rates)),
     "the rest of the budget" if phase["is_cut"] else note,
   )
 

@@ -16,6 +16,7 @@ from maxbatch.batch.loads import check_loads
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.checkpoints.checkpointer import Checkpointer, Restored
 from maxbatch.checkpoints.identity import identity, settings
+from maxbatch.command_line.screen import for_screen
 from maxbatch.compile import cache
 from maxbatch.compile.steps import save_steps, step_compiler
 from maxbatch.config.load import DERIVED, to_flat_dict
@@ -132,7 +133,7 @@ def _run(
   resolved = resolve(config, target, forget=forget)
   beginning = Beginning() if resolved.saved else beginning_of(config.checkpoint, resolved.folder)
   resolved = dataclasses.replace(resolved, begins=beginning.position)
-  print(f"{resolved.plan_ahead}\n", flush=True)
+  print(f"{for_screen(str(resolved.plan_ahead))}\n", flush=True)
   trainer = build_trainer(
     resolved.config,
     resolved.plan,
@@ -149,7 +150,7 @@ def _run(
   check_same_run(resolved.config, resolved.plan, dataset)
   taken_up = beginning.check(resolved.config, trainer)
   about = description(resolved, trainer, dataset.description, taken_up)
-  print(about, flush=True)
+  print(for_screen(about), flush=True)
   write_report = resolved.config.run.write_report
   with (
     _held_by_one_process(resolved),
@@ -236,7 +237,7 @@ def _restore(
   plan = plan.starting_at(position)
   check_loads(plan, streamed=streams(resolved.config))
   if plan.phases != resolved.plan_ahead.phases:
-    print(f"{plan}\n", flush=True)
+    print(f"{for_screen(str(plan))}\n", flush=True)
   if restored:
     _print_changes(plan, restored)
   elif position.step >= plan.steps:
@@ -291,7 +292,7 @@ def _train(
     began = time.perf_counter()
     state, eval_step = _compile_and_init(config, start, dataset, programs)
     seconds = time.perf_counter() - began
-    print(f"Compiled in {seconds:.1f} s\n", flush=True)
+    progress.say(f"\nCompiled in {seconds:.1f} s\n")
     chronicle.events.note(COMPILED, seconds=seconds)
     if config.compile.save_compiled_step:
       save_steps(config, plan, trainer, dataset.train, programs.all())

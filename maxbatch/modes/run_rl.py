@@ -12,6 +12,7 @@ from maxbatch.batch.rl_plan import RLPlan, in_pairs
 from maxbatch.batch.rl_sizes import warm_start_batch
 from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.checkpoints.newest import newest_record
+from maxbatch.command_line.screen import for_screen
 from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.compile.rollout_report import PolicyBytes
 from maxbatch.config.schema import Config
@@ -28,13 +29,11 @@ from maxbatch.modes.resolve_rl import resolve_rl, with_prompts
 from maxbatch.modes.rl_requirements import check_rl, check_rollout_devices
 from maxbatch.modes.run import run
 from maxbatch.modes.start import started
-from maxbatch.plots.figure import render
 from maxbatch.rl import demonstrations
 from maxbatch.rl.earlier import EarlierPolicies, log_prob_program
 from maxbatch.rl.evaluation import Evaluation, Example
 from maxbatch.rl.microbatches import MicrobatchMaker
 from maxbatch.rl.pairs import Pairs
-from maxbatch.rl.plot import PASS_AT, plot
 from maxbatch.rl.policies import Policies, mover
 from maxbatch.rl.policy_loss import PolicyLoss
 from maxbatch.rl.prompt_noise import in_halves
@@ -47,7 +46,6 @@ from maxbatch.rl.shared_rewards import SharedRewards
 from maxbatch.rl.steps import StepRecords
 from maxbatch.rl.trainer import policy_loss
 from maxbatch.rl.training_clock import TrainingClock
-from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.metrics import Record, each_record
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.loop import Job
@@ -185,7 +183,7 @@ def run_rl(config: Config, *, forget: bool = False) -> tuple[TrainState, Positio
       config, found = with_prompts(config)
     resolved = resolve_rl(config, target, forget=forget)
     config, plan = resolved.config, resolved.plan
-    print(f"{plan}\n", flush=True)
+    print(f"{for_screen(str(plan))}\n", flush=True)
     warms = warms_up(config)
   if warms:
     config = _warmed_up(config, plan)
@@ -261,23 +259,24 @@ def warm_start(config: Config, plan: RLPlan) -> Config:
   )
 
 
-def sum_up_rl(run_name: str, folder: RunFolder) -> None:
-  """What the policy wrote before and afterwards, how often it was right, and a picture of that."""
+_PASS_AT = "eval/pass_at_"
+
+
+def sum_up_rl(folder: RunFolder) -> None:
+  """What the policy wrote before and afterwards, and how often it was right."""
   if jax.process_index():
     return
   for path, word in ((folder.examples_before, "before"), (folder.examples_after, "after")):
     if path.exists():
       print(f"\n--- {word} training\n{path.read_text().rstrip()}")
   records = list(each_record(folder.path))
-  evaluated = [record for record in records if f"{PASS_AT}1" in record]
+  evaluated = [record for record in records if f"{_PASS_AT}1" in record]
   if len(evaluated) < 2 or evaluated[0] is not records[0]:
     return
   first, last = evaluated[0], evaluated[-1]
   shown = ", ".join(
-    f"pass@{name.removeprefix(PASS_AT)} {first[name]:.3f} → {last[name]:.3f}"
+    f"pass@{name.removeprefix(_PASS_AT)} {first[name]:.3f} → {last[name]:.3f}"
     for name in last
-    if name.startswith(PASS_AT)
+    if name.startswith(_PASS_AT)
   )
-  picture = folder.pass_at_k
-  write_run_file(picture, render(plot(run_name, records), picture.suffix))
-  print(f"\n{shown}, drawn in {picture}", flush=True)
+  print(f"\n{shown}", flush=True)

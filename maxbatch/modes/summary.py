@@ -11,6 +11,7 @@ from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.command_line.color import colored
 from maxbatch.command_line.printable import printable
+from maxbatch.command_line.screen import for_screen
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.hardware.devices import describe_devices
 from maxbatch.hardware.shared_files import write_shared_file
@@ -33,22 +34,22 @@ def description(
 def _described(
   resolved: ResolvedRun, trainer: Trainer, data: str, beginning: Sequence[str]
 ) -> Iterator[str]:
-  yield f"Model  {resolved.config.model.model_name}: {parameter_counts(trainer.model)}"
+  yield f"Model   {resolved.config.model.model_name}: {parameter_counts(trainer.model)}"
   for line in lost_updates(trainer.model):
-    yield f"       {line}"
+    yield f"        {line}"
   for line, label in zip(
     beginning, itertools.chain(["Begins"], itertools.repeat("")), strict=False
   ):
-    yield f"{label:<6} {line}"
+    yield f"{label:<7} {line}"
   if trainer.formats:
-    yield f"Format {trainer.formats}"
-  yield "Data   " + data.replace("\n", "\n       ")
+    yield f"Format  {trainer.formats}"
+  yield "Data    " + data.replace("\n", "\n        ")
   if trainer.pipeline:
-    yield f"Pipeline\n       {trainer.pipeline}"
-  yield f"Mesh   {resolved.plan.topology} on {describe_devices(list(trainer.mesh.devices.flat))}"
+    yield f"Pipeline\n        {trainer.pipeline}"
+  yield f"Mesh    {resolved.plan.topology} on {describe_devices(list(trainer.mesh.devices.flat))}"
   for line in undivided_parameters(trainer):
-    yield f"       {line}"
-  yield f"Folder {resolved.folder.path}"
+    yield f"        {line}"
+  yield f"Folder  {resolved.folder.path}"
 
 
 class SampleTexts:
@@ -76,21 +77,20 @@ def sum_up(resolved: ResolvedRun, plan: BatchPlan, position: Position, written: 
   if complete:
     before = resolved.folder.text_before_training
     if config.run.generate_length and before.exists():
-      print(f"\n--- text before training\n{printable(before.read_bytes().decode())}")
+      _show("before", before.read_bytes().decode())
     if written:
-      _show(written)
+      _show("after", written)
   tokens = plan.tokens(position.samples)
   end = colored("Finished", "green") if complete else colored("Stopped", "yellow")
-  print(f"\n{end} after step {position.step}:", end=" ")
-  print(f"{position.samples:,} samples, {tokens:,} tokens")
+  print(f"\n{end} after step {position.step:,}: {position.samples:,} samples, {tokens:,} tokens")
   evaluated = [record for record in each_record(folder.path) if "eval/loss" in record]
   if evaluated:
     first, last = evaluated[0], evaluated[-1]
     parts = [key for key in last if key.startswith("eval/loss/") and key in first]
     of_each = ", ".join(f"{key[10:]} {first[key]:.3f} → {last[key]:.3f}" for key in parts)
+    change = colored(f"{first['eval/loss']:.3f} → {last['eval/loss']:.3f}", "bold")
     print(
-      f"Validation loss {first['eval/loss']:.3f} → {last['eval/loss']:.3f} nats per token"
-      + (f" ({of_each})" if parts else "")
+      for_screen(f"Validation loss {change} nats per token" + (f" ({of_each})" if parts else ""))
     )
   print(f"Everything is in {folder.path}")
 
@@ -99,16 +99,16 @@ def print_next(
   resolved: ResolvedRun, plan: BatchPlan, position: Position, *, has_report: bool
 ) -> None:
   """How to look at the run, and how to go on with it."""
-  print("Next:")
+  lines = ["Next:"]
   if has_report:
-    print(f"  report:  {resolved.folder.report}")
-  print(f"  curves:  tensorboard --logdir {resolved.folder.tensorboard}")
+    lines.append(f"  report:  {resolved.folder.report}")
+  lines.append(f"  curves:  tensorboard --logdir {resolved.folder.tensorboard}")
   if position.step < plan.steps:
-    print("  resume:  the same command again")
+    lines.append("  resume:  the same command again")
   elif resolved.config.checkpoint.enable_checkpointing:
-    print(
-      f"  longer:  the same command with a larger budget, for example {_longer(resolved, plan)}"
-    )
+    longer = _longer(resolved, plan)
+    lines.append(f"  longer:  the same command with a larger budget, for example\n{longer}")
+  print(for_screen("\n".join(lines)))
 
 
 def _longer(resolved: ResolvedRun, plan: BatchPlan) -> str:
@@ -119,26 +119,25 @@ def _longer(resolved: ResolvedRun, plan: BatchPlan) -> str:
   longer = dataclasses.replace(plan, budget=budget).starting_at(end)
   now = learning_rate(config, plan, unit)
   kept, lifted = now(end), learning_rate(config, longer, unit)(end)
-  if math.isclose(kept, lifted, rel_tol=0.01):
-    return keys
   jump = f"the schedule spans the whole budget, and the rate jumps from {kept:.3g} to {lifted:.3g}"
-  if kept == 0:
-    return f"{keys}:\n           {jump}"
   schedule = f"learning_rate_schedule_steps={math.ceil(now.length)}"
-  return (
-    f"{keys} {schedule},\n           which goes on at this run's last learning rate; without "
-    f"{schedule}\n           {jump}"
-  )
+  if math.isclose(kept, lifted, rel_tol=0.01):
+    lines = [keys]
+  elif kept == 0:
+    lines = [f"{keys}:", jump]
+  else:
+    lines = [f"{keys} {schedule}", f"(the last learning rate stays; without {schedule} {jump})"]
+  return "\n".join(f"{'':<9}  {line}" for line in lines)
 
 
 def show_sample(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> None:
   """Prints text of the trained model, if the run asks for any."""
   if resolved.config.run.generate_length:
-    _show(sample_text(resolved, trainer, params))
+    _show("after", sample_text(resolved, trainer, params))
 
 
-def _show(text: str) -> None:
-  print(f"--- text after training\n{printable(text)}\n---")
+def _show(when: str, text: str) -> None:
+  print(f"\n{colored(f'--- text {when} training', 'faint')}\n{printable(text).rstrip()}")
 
 
 def sample_text(resolved: ResolvedRun, trainer: Trainer, params: Parameters) -> str:

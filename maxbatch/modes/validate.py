@@ -30,6 +30,8 @@ from maxbatch.checkpoints.record import (
   listed,
   state_differences,
 )
+from maxbatch.command_line.color import colored
+from maxbatch.command_line.screen import for_screen
 from maxbatch.compile.program import gib
 from maxbatch.config import schema
 from maxbatch.config.schema import Config
@@ -39,6 +41,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target, describe_devices, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import num_processes
+from maxbatch.metrics_writers.registry import chosen_writers
 from maxbatch.modes.beginning import Beginning, beginning_of, saving_frozen
 from maxbatch.modes.memory import check_memory, item_bytes
 from maxbatch.modes.method import ON_TEXT, Method
@@ -62,8 +65,15 @@ from maxbatch.training.build import (
 )
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
-from maxbatch.tuning.candidates import asked, is_open, sizes_of, with_default_batch, with_size
+from maxbatch.tuning.candidates import (
+  asked,
+  is_open,
+  sizes_of,
+  with_default_batch,
+  with_size,
+)
 from maxbatch.tuning.coupling import resolve_accumulation
+from maxbatch.tuning.variants import without_variants
 
 _NEXT = "Valid: nothing was compiled. Next: compile_only=true"
 
@@ -90,10 +100,15 @@ Check = tuple[str, str, Sequence[str]]
 def show_checks(checks: Iterator[Check], say: Callable[[str], None]) -> None:
   """Says each as it passes; the next begins when the line of the one before is out."""
   for name, detail, more in checks:
-    say(f"ok   {name:<13}  {detail}")
+    say(f"{colored('ok', 'green')}   " + for_screen(f"     {name:<13}  {detail}")[5:])
     for line in more:
-      say(f"     {line}")
-  say(_NEXT)
+      say(for_screen(f"  {line}"))
+  say(for_screen(_NEXT))
+
+
+def _below(plan: BatchPlan) -> Iterator[str]:
+  """The plan's lines without its heading, which the check has."""
+  return (line.removeprefix("  ") for line in str(plan).splitlines()[1:])
 
 
 def check_of_keys() -> Check:
@@ -123,6 +138,7 @@ def checks_of_run(
     examine: what checks its input.
     begins_with: what is trained before it, so that there is nothing to look at yet.
   """
+  chosen_writers(config.run.metrics_writers)
   given, saved = config, checkpoint_of(config)
   beginning, unknown = (Beginning(), "") if saved else _beginning(config)
   if begins_with:
@@ -132,7 +148,7 @@ def checks_of_run(
   run = dataclasses.replace(planned(config, target), saved=saved, begins=beginning.position)
   devices = target.devices
   plan, ahead = run.plan, run.plan_ahead
-  yield "batch plan", _phases(ahead), [*choice, *str(ahead).splitlines()]
+  yield "batch plan", _phases(ahead), [*choice, *_below(ahead)]
   build = functools.partial(
     build_trainer,
     config,
@@ -198,10 +214,7 @@ def _beginning(config: Config) -> tuple[Beginning, str]:
 
 def _with_smallest_choice(config: Config, layout: Topology) -> tuple[Config, Sequence[str]]:
   """The configuration with a microbatch to check, and a line if that is still to be chosen."""
-  if config.model.remat_policy == "explore":
-    config = dataclasses.replace(
-      config, model=dataclasses.replace(config.model, remat_policy="none")
-    )
+  config = without_variants(config)
   if not is_open(config.batch):
     return config, ()
   config = with_default_batch(config, layout)

@@ -26,7 +26,7 @@ def text_diagram(table: Timetable) -> str:
   parts, expected = [], 0
   for start in shown:
     if start != expected:
-      parts.append(f"… ticks {expected} to {start - 1}: --csv, --svg and --trace write them all …")
+      parts.append(f"… ticks {expected} to {start - 1}: --csv, --plot and --trace write them all …")
     parts.append(_block(cells[start : start + per_block], start, label_width, width))
     expected = start + per_block
   return "\n\n".join(parts)

@@ -1,4 +1,4 @@
-"""Pictures as data: what is drawn, apart from what draws it (figure.py files, interactive.py pages)."""
+"""Pictures as data: what is drawn, apart from what draws it (interactive.py)."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -45,10 +45,11 @@ class Bars:
   names: Sequence[str]
   lengths: Sequence[float]
   begins: Sequence[float] = ()
-  """Empty: they are stacked on those before."""
+  """Empty: at 0."""
   color: int = 0
+  opacity: float = 1.0
   words: Sequence[str] = ()
-  """Inside the bars."""
+  """Inside the bars that have room for them; elsewhere where one points."""
 
 
 Mark = Line | Band | Bars
@@ -62,7 +63,9 @@ class Panel:
   marks: Sequence[Mark]
   log: bool = False
   """The axis of y is logarithmic."""
-  from_zero: bool = False
+  low: float | None = None
+  high: float | None = None
+  """What is shown of the axis of y; None: all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,3 +79,6 @@ class Chart:
   panels: Sequence[Panel]
   row_names: Sequence[str] = ()
   """With bars: the names along y, from above."""
+  log_x: bool = False
+  ticks: Sequence[float] = ()
+  """The places on the axis of x that are marked; empty: round numbers."""

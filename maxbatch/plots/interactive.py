@@ -4,45 +4,39 @@ Bokeh's own script is copied into the page, so that it needs no network. What a 
 only where bokeh takes text as text.
 """
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from __future__ import annotations
 
-import numpy as np
-from bokeh.core.properties import value
-from bokeh.embed import components
-from bokeh.models import (
-  BoxZoomTool,
-  ColumnDataSource,
-  CustomJS,
-  DataRange1d,
-  GlyphRenderer,
-  HoverTool,
-  Legend,
-  LegendItem,
-  Model,
-  NumeralTickFormatter,
-  PanTool,
-  RadioButtonGroup,
-  ResetTool,
-  SaveTool,
-  WheelZoomTool,
-)
-from bokeh.plotting import figure as new_figure
-from bokeh.resources import Resources
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from maxbatch.plots.chart import Band, Bars, Chart, Line, Mark, Panel
 
+if TYPE_CHECKING:
+  from bokeh.models import GlyphRenderer, Model
+
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-_DASHES = ("solid", "dashed", "dashdot", "dotted")
-_SYMBOLS = ("circle", "square", "diamond", "inverted_triangle", "triangle", "plus", "x")
-_PANEL_PIXELS, _ROW_PIXELS, _AXES_PIXELS = 220, 30, 56
+"""Of Okabe and Ito (2008), which people with any color vision tell apart."""
+DASHES = ("solid", "dashed", "dashdot", "dotted")
+"""As many as have no factor in common with the number of colors: pairs repeat after 28 lines."""
+SYMBOLS = ("circle", "square", "diamond", "inverted_triangle", "triangle", "plus", "x")
+_PANEL_PIXELS, _ROW_PIXELS, _AXES_PIXELS = 220, 30, 86
 _LEFT_PIXELS = 64
 """For the numbers along y: the axes of all panels begin at the same place."""
 _GRID = "#dddddd"
 _FAINT, _BAND = 0.45, 0.2
 _LEGEND_COLUMNS = 4
-"""As many as a phone has room for."""
+"""As many as a phone has room for, of short names."""
+_WIDTH_PIXELS = 660
+"""Of a panel in a window that is not wide."""
+_SYMBOL_PIXELS, _LETTER_PIXELS, _LETTER = 36, 7.5, 0.6
+"""In a legend; and how wide a letter is, of its height."""
+_LEGEND_ROW_PIXELS = 23
+_NARROWEST_PIXELS = 3
+"""Of a bar with a line around it."""
+_SMALLEST_PIXELS, _LARGEST_PIXELS = 6, 10
+"""Of words in bars."""
 
 # The little that bokeh asks its users to write themselves: another column along x, for all lines.
 _SWITCH = """
@@ -50,6 +44,18 @@ for (const glyph of glyphs) glyph.x = {field: columns[this.active]}
 for (const axis of axes) axis.axis_label = this.labels[this.active]
 for (const figure of figures) figure.reset.emit()
 """
+
+
+@functools.cache
+def _bokeh() -> Any:
+  """The library. Importing it takes 0.7 s and brings numpy: only who draws pays for that."""
+  import bokeh.core.properties
+  import bokeh.embed
+  import bokeh.models
+  import bokeh.plotting
+  import bokeh.resources
+
+  return bokeh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +76,13 @@ class Embedded:
   panels: Sequence[EmbeddedPanel]
 
 
-def library() -> str:
-  """Bokeh's script, for the head of a page."""
-  return Resources(mode="inline", components=["bokeh", "bokeh-widgets"]).render_js()
+def library(charts: Sequence[Chart]) -> str:
+  """What these charts need of bokeh's script, for the head of a page."""
+  if not charts:
+    return ""
+  has_switch = any(len(chart.axes) > 1 for chart in charts)
+  parts = ["bokeh", *(["bokeh-widgets"] if has_switch else [])]
+  return _bokeh().resources.Resources(mode="inline", components=parts).render_js()
 
 
 def embed(charts: Mapping[str, Chart]) -> tuple[str, dict[str, Embedded]]:
@@ -85,7 +95,7 @@ def embed(charts: Mapping[str, Chart]) -> tuple[str, dict[str, Embedded]]:
   }
   if not models:
     return "", {}
-  script, divs = components(models)
+  script, divs = _bokeh().embed.components(models)
   found = {}
   for name, one in drawn.items():
     of_panels = [
@@ -102,9 +112,10 @@ class _Drawn:
 
   def __init__(self, chart: Chart):
     self.chart = chart
-    self._range = DataRange1d(range_padding=0.01)
+    self._range = _bokeh().models.DataRange1d(range_padding=0.01)
     self._groups: dict[str, list[GlyphRenderer]] = {}
     self._lines: list[GlyphRenderer] = []
+    self._narrowest = _narrowest_pixels(chart)
     self._figures = [
       self._figure(panel, is_last=panel is chart.panels[-1]) for panel in chart.panels
     ]
@@ -113,131 +124,184 @@ class _Drawn:
     """The figures, and what switches their axis."""
     if len(self.chart.axes) == 1:
       return list(self._figures)
-    buttons = RadioButtonGroup(labels=list(self.chart.axes), active=0)
+    models = _bokeh().models
+    buttons = models.RadioButtonGroup(labels=list(self.chart.axes), active=0)
     arguments = {
       "glyphs": [one.glyph for one in self._lines],
       "columns": [_column(place) for place in range(len(self.chart.axes))],
       "axes": [self._figures[-1].xaxis[0]],
       "figures": self._figures,
     }
-    buttons.js_on_change("active", CustomJS(args=arguments, code=_SWITCH))
+    buttons.js_on_change("active", models.CustomJS(args=arguments, code=_SWITCH))
     return [*self._figures, buttons]
 
   def _figure(self, panel: Panel, *, is_last: bool) -> Any:
-    rows, zoom = self.chart.row_names, BoxZoomTool()
+    models, rows = _bokeh().models, self.chart.row_names
     own: dict[str, Any] = {"y_range": list(reversed(rows))} if rows else {}
-    figure: Any = new_figure(
+    zoom = models.BoxZoomTool()
+    tools = [zoom, models.PanTool(), models.WheelZoomTool(), models.ResetTool(), models.SaveTool()]
+    figure: Any = _bokeh().plotting.figure(
       height=_AXES_PIXELS + _ROW_PIXELS * len(rows) if rows else _PANEL_PIXELS,
       sizing_mode="stretch_width",
       x_range=self._range,
       **own,
+      x_axis_type="log" if self.chart.log_x else "auto",
       y_axis_type="log" if panel.log else "auto",
       background_fill_color=None,
       border_fill_color=None,
       outline_line_color=None,
       min_border_left=_LEFT_PIXELS,
       toolbar_location="above",
-      toolbar_inner=True,
-      tools=[zoom, PanTool(), WheelZoomTool(), ResetTool(), SaveTool()],
+      toolbar_inner=not rows,  # There it would lie over the first row.
+      tools=tools,
       active_drag=zoom,
       output_backend="canvas",
     )
     figure.toolbar.logo = None
     figure.toolbar.autohide = True
+    self._scale(figure, panel, is_last=is_last)
+    named = [pair for mark in panel.marks for pair in self._draw(figure, mark)]
+    self._name(figure, named)
+    return figure
+
+  def _scale(self, figure: Any, panel: Panel, *, is_last: bool) -> None:
+    """Says how the axes look, and where they begin and end."""
+    number = _bokeh().models.NumeralTickFormatter
     for axis in figure.axis:
       axis.update(axis_line_color=None, minor_tick_line_color=None, major_tick_line_color=_GRID)
     figure.grid.grid_line_color = _GRID
     figure.xaxis.axis_label = self.chart.axes[0] if is_last else None
-    figure.xaxis.formatter = NumeralTickFormatter(format="0.[00]a")
-    if not (panel.log or rows):
-      figure.yaxis.formatter = NumeralTickFormatter(format="0.[0000]a")
-    if panel.from_zero:
-      figure.y_range.start = 0
-    named = [pair for mark in panel.marks for pair in self._draw(figure, mark)]
-    self._name(figure, named)
-    return figure
+    figure.xaxis.formatter = number(format="0.[00]a")
+    if self.chart.ticks:
+      figure.xaxis.ticker = list(self.chart.ticks)
+      figure.xgrid.ticker = figure.xaxis[0].ticker
+    if not (panel.log or self.chart.row_names):
+      figure.yaxis.formatter = number(format="0.[0000]a")
+    if panel.low is not None:
+      figure.y_range.start = panel.low
+    if panel.high is not None:
+      figure.y_range.end = panel.high
 
   def _draw(self, figure: Any, mark: Mark) -> Iterator[tuple[str, str, list[GlyphRenderer]]]:
     """Label, group and parts of a mark."""
     if isinstance(mark, Line):
       parts = list(self._line(figure, mark))
-      self._hover(figure, parts[0], mark.label)
+      if mark.label:
+        self._hover(figure, parts[0], mark.label)
       self._lines += parts
     elif isinstance(mark, Band):
       parts = [self._band(figure, mark)]
       self._lines += parts
     else:
-      parts = [_bars(figure, mark)]
+      parts = [self._bars(figure, mark)]
     yield mark.label, "" if isinstance(mark, Bars) else mark.group, parts
 
   def _line(self, figure: Any, line: Line) -> Iterator[GlyphRenderer]:
-    source = ColumnDataSource(_columns(line.x, y=line.y))
+    source = _source(_along(line.x) | {"y": _numbers(line.y)})
     color, alpha = COLORS[line.color % len(COLORS)], _FAINT if line.faint else 1.0
     along = {"x": _column(0), "y": "y", "source": source, "color": color, "alpha": alpha}
     if line.style == "steps":
       yield figure.step(**along, mode="after", line_width=1.8)
     elif line.style != "dots":
-      dash = _DASHES[line.dash % len(_DASHES)]
+      dash = DASHES[line.dash % len(DASHES)]
       yield figure.line(**along, line_width=1.2 if line.faint else 1.8, line_dash=dash)
     if line.style in ("dots", "both"):
-      yield figure.scatter(**along, marker=_SYMBOLS[line.color % len(_SYMBOLS)], size=5)
+      yield figure.scatter(**along, marker=SYMBOLS[line.color % len(SYMBOLS)], size=5)
 
   def _band(self, figure: Any, band: Band) -> GlyphRenderer:
-    source = ColumnDataSource(_columns(band.x, low=band.low, high=band.high))
+    source = _source(_along(band.x) | {"low": _numbers(band.low), "high": _numbers(band.high)})
     color = COLORS[band.color % len(COLORS)]
     return figure.varea(_column(0), "low", "high", source=source, color=color, alpha=_BAND)
 
+  def _bars(self, figure: Any, bars: Bars) -> GlyphRenderer:
+    lengths = _numbers(bars.lengths)
+    begins = _numbers(bars.begins or [0.0] * len(bars.lengths))
+    ends = begins + lengths
+    columns = {"y": list(bars.names), "left": begins, "right": ends, "length": lengths}
+    words = {"words": list(bars.words), "middle": (begins + ends) / 2} if bars.words else {}
+    source, color = _source(columns | words), COLORS[bars.color % len(COLORS)]
+    # A line around bars as narrow as itself would hide them.
+    edge = "white" if self._narrowest >= _NARROWEST_PIXELS else None
+    look = {"color": color, "alpha": bars.opacity, "line_color": edge}
+    drawn = figure.hbar("y", left="left", right="right", height=0.85, source=source, **look)
+    if size := _font_pixels(bars.words, self._narrowest):
+      centered = {"text_align": "center", "text_baseline": "middle", "text_font_size": f"{size}px"}
+      figure.text("middle", "y", "words", source=source, **centered)
+    tips = [("", "@y"), *([(bars.label, "@words")] if words else []), ("", "@length{0,0.[000]}")]
+    self._add_hover(figure, drawn, tips, "mouse")
+    return drawn
+
   def _hover(self, figure: Any, part: GlyphRenderer, label: str) -> None:
     axes = [(name, f"@{_column(place)}{{0,0}}") for place, name in enumerate(self.chart.axes)]
-    tips = [(label, "@y{0.[00000]}"), *axes]
-    figure.add_tools(HoverTool(renderers=[part], tooltips=tips, mode="vline", visible=False))
+    self._add_hover(figure, part, [(label, "@y{0.[00000]}"), *axes], "vline")
+
+  def _add_hover(
+    self, figure: Any, part: GlyphRenderer, tips: Sequence[tuple[str, str]], mode: str
+  ) -> None:
+    hover = _bokeh().models.HoverTool
+    figure.add_tools(hover(renderers=[part], tooltips=list(tips), mode=mode, visible=False))
 
   def _name(self, figure: Any, named: Sequence[tuple[str, str, list[GlyphRenderer]]]) -> None:
     """A legend above the figure; a group is named in the first one that has it."""
+    models, value = _bokeh().models, _bokeh().core.properties.value
     items = []
     for label, group, parts in named:
       shown = self._groups.setdefault(group, parts) if group else parts
       if shown is parts and label:
-        items.append(LegendItem(label=value(label), renderers=parts))
+        items.append(models.LegendItem(label=value(label), renderers=parts))
       for part in parts if shown is not parts else ():
         shown[0].js_link("visible", part, "visible")
     if items:
-      legend = Legend(
+      columns = _legend_columns([label for label, *_ in named])
+      figure.height += _LEGEND_ROW_PIXELS * ((len(items) - 1) // columns)
+      legend = models.Legend(
         items=items,
         orientation="horizontal",
         click_policy="hide",
-        ncols=min(len(items), _LEGEND_COLUMNS),
+        ncols=columns,
       )
       legend.update(border_line_color=None, background_fill_alpha=0, padding=0, margin=0)
       figure.add_layout(legend, "above")
 
 
-def _bars(figure: Any, bars: Bars) -> GlyphRenderer:
-  begins = np.asarray(bars.begins or [0.0] * len(bars.lengths), np.float64)
-  ends = begins + np.asarray(bars.lengths, np.float64)
-  columns: dict[str, Any] = {"y": list(bars.names), "left": begins, "right": ends}
-  words = {"words": list(bars.words), "middle": (begins + ends) / 2} if bars.words else {}
-  source, color = ColumnDataSource(columns | words), COLORS[bars.color % len(COLORS)]
-  drawn = figure.hbar(
-    "y", left="left", right="right", height=0.85, source=source, color=color, line_color="white"
-  )
-  if words:
-    figure.text(
-      "middle",
-      "y",
-      "words",
-      source=source,
-      text_align="center",
-      text_baseline="middle",
-      text_font_size="10px",
-    )
-  return drawn
+def _legend_columns(labels: Sequence[str]) -> int:
+  """As many as have room."""
+  widest = _SYMBOL_PIXELS + _LETTER_PIXELS * max(map(len, labels))
+  return max(1, min(int(_WIDTH_PIXELS / widest), _LEGEND_COLUMNS))
+
+
+def _narrowest_pixels(chart: Chart) -> float:
+  """How wide the shortest bar is."""
+  bars = [mark for panel in chart.panels for mark in panel.marks if isinstance(mark, Bars)]
+  lengths = [length for each in bars for length in each.lengths]
+  begins = [begin for each in bars for begin in each.begins or [0.0] * len(each.lengths)]
+  ends = (begin + length for begin, length in zip(begins, lengths, strict=True))
+  return _WIDTH_PIXELS * min(lengths) / max(ends) if lengths else 0.0
+
+
+def _font_pixels(words: Sequence[str], pixels: float) -> int:
+  """The size in which the words have room in so many pixels; 0 where they are not to be read."""
+  if not words:
+    return 0
+  size = int(pixels / (_LETTER * max(map(len, words))))
+  return min(size, _LARGEST_PIXELS) if size >= _SMALLEST_PIXELS else 0
 
 
 def _column(place: int) -> str:
   return f"x{place}"
 
 
-def _columns(x: Sequence[Sequence[float]], **more: Sequence[float]) -> dict[str, Any]:
-  columns = {_column(place): each for place, each in enumerate(x)} | more
-  return {name: np.asarray(each, np.float64) for name, each in columns.items()}
+def _along(x: Sequence[Sequence[float]]) -> dict[str, Any]:
+  """The columns of the axes of x."""
+  return {_column(place): _numbers(each) for place, each in enumerate(x)}
+
+
+def _numbers(values: Sequence[float]) -> Any:
+  """As an array, which bokeh embeds as bytes."""
+  import numpy as np
+
+  return np.asarray(values, np.float64)
+
+
+def _source(columns: Mapping[str, Any]) -> Any:
+  return _bokeh().models.ColumnDataSource(dict(columns))

@@ -139,11 +139,6 @@ class RunFolder:
     return self.path / "examples_after_training.txt"
 
   @property
-  def pass_at_k(self) -> Path:
-    """A picture of how often a policy was right."""
-    return self.path / "pass_at_k.svg"
-
-  @property
   def batch_schedule(self) -> Path:
     """The batches that a run chose, which another run can follow."""
     return self.path / "batch_schedule.yml"

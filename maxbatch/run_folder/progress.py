@@ -46,10 +46,13 @@ class Progress:
       self._seconds += record["step_seconds"]
       self._waited_seconds += record["data_wait_seconds"]
     if self._bar is not None:
-      self._bar.set_postfix_str(_figures(record), refresh=False)
+      now = {name: value for name, value in record.items() if not name.startswith("eval/")}
+      self._bar.set_postfix_str(_figures(now), refresh=False)
       self._bar.update(step - self._bar.n)
     elif step % self._period == 0 or step == self._steps or _is_evaluated(record):
-      print(f"step {step}/{self._steps}  {_figures(record)}  eta {self._eta(step)}", flush=True)
+      # Beside an evaluation there is no room.
+      eta = "" if _is_evaluated(record) else f"  eta {self._eta(step)}"
+      print(f"step {step}/{self._steps}  {_figures(record)}{eta}", flush=True)
     if self._bar is not None and _is_evaluated(record):
       self.say(f"step {step}/{self._steps}  {_figures(record)}")
 
@@ -118,7 +121,7 @@ def _terminal_bar(**shown: Any) -> tqdm.tqdm:
   return tqdm.tqdm(file=sys.stdout, ncols=size.columns, nrows=size.lines, **shown)
 
 
-_SHOWN = {"rl/reward": "reward", "eval/loss": "eval loss", "eval/pass_at_1": "pass@1"}
+_SHOWN = {"rl/reward": "reward", "eval/loss": "eval", "eval/pass_at_1": "pass@1"}
 """What is shown beside the loss, where it is known."""
 
 

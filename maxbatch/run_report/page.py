@@ -6,12 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import markupsafe
-
-from maxbatch.command_line.printable import printable
 from maxbatch.plots.chart import Bars, Chart, Panel
-from maxbatch.plots.interactive import embed, library
+from maxbatch.plots.page import rendered
 from maxbatch.plots.thinning import MOST_POINTS
 from maxbatch.run_folder.events import START
 from maxbatch.run_folder.history import RunHistory
@@ -123,26 +119,22 @@ _SECTIONS = {
 
 def page(runs: Sequence[RunHistory]) -> str:
   """The HTML of one run, or of several beside each other."""
-  environment = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined
-  )
-  environment.filters["visible"] = lambda text: printable(str(text))
   shown = [_Shown(run, status_of(run), planned(run)) for run in runs]
   several = len(runs) > 1
   comparison = None
   if several:
     states = [one.status.state for one in shown]
     comparison = {"differing": facts.differing(runs), "sweep": facts.sweep(runs, states)}
-  script, charts = embed(_charts(shown))
-  return environment.get_template("report.html").render(
+  charts = _charts(shown)
+  return rendered(
+    "report.html",
+    charts,
+    _TEMPLATES,
     title=f"{len(runs)} runs" if several else runs[0].name,
     written=facts.moment(time.time()),
     runs=shown,
     comparison=comparison,
-    charts=charts,
     most_points=f"{MOST_POINTS:,}",
-    library=markupsafe.Markup(library()),
-    script=markupsafe.Markup(script),
     sections=_sections(shown, has_training=_TRAINING in charts),
   )
 
@@ -164,11 +156,6 @@ def _sections(shown: Sequence[_Shown], *, has_training: bool) -> list[tuple[str,
       "compile-1": bool(one.compile_reports),
     }
   return [(name, _SECTIONS[name]) for name, is_there in there.items() if is_there]
-
-
-def encoded(page: str) -> bytes:
-  """The page as the bytes of a file; of text that is none, such as half a surrogate pair, a ? stays."""
-  return page.encode("utf-8", errors="replace")
 
 
 def _charts(shown: Sequence[_Shown]) -> dict[str, Chart]:

@@ -56,7 +56,7 @@ def _with_pipeline(config: Config, plan: BatchPlan) -> Planned:
   shape = pipeline.shape
   if shape.forwards_per_stage * shape.stages > _MOST_CELLS:
     return Planned(
-      str(plan), f"{pipeline}\nToo long to be drawn here: python -m maxbatch.pipeline --svg"
+      str(plan), f"{pipeline}\nToo long to be drawn here: python -m maxbatch.pipeline --plot"
     )
   table = timetable(pipeline.schedule, shape)
   return Planned(str(plan), str(pipeline), timetable_chart(table, pipeline.schedule))
