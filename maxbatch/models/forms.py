@@ -103,8 +103,8 @@ def gradients_apart(arrays: Any) -> Any:
   """The arrays; on TPU their gradients are computed before the products that read them.
 
   Otherwise the compiler fuses the elementwise operations that give them into each of these products,
-  which computes them again for every block of its columns: 12% of a layer of Llama-2-7B on a v5e.
-  Only gradients, because a value is read by one product, which hides what is fused into it.
+  which computes them again for every block of its columns: 7% of a microbatch of two layers of
+  Llama-2-7B on one v5e. Barriers around forward values and norms, too, cost more than they save.
   """
   return _with_gradients_apart(arrays) if is_for_tpu() else arrays
 
