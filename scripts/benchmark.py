@@ -98,10 +98,19 @@ class Bench:
   @classmethod
   def of(cls, devices: int, **keys: object) -> "Bench":
     """The configuration, prepared as a run of the command prepares it."""
-    config = load_config(arguments(devices, 1, packing="false", **keys))
+    return cls.configured(load_config(arguments(devices, 1, packing="false", **keys)))
+
+  @classmethod
+  def configured(cls, config: Config) -> "Bench":
+    """Any configuration, likewise."""
     target = find_devices(config)
     plan = plan_batches(config.batch, config.run, target.layout)
     return cls(config, plan, build.build_trainer(config, plan, target.devices))
+
+  @property
+  def length(self) -> int:
+    """Tokens of a row."""
+    return self.config.batch.max_target_length
 
   def fresh(self):
     """A new state."""
@@ -109,7 +118,7 @@ class Bench:
 
 
 def _compiled(bench: Bench) -> Step:
-  source = build_dataset(bench.config.data, LENGTH).train
+  source = build_dataset(bench.config.data, bench.length).train
   micro_batch = bench.plan.micro_batch_to_train
   return build.compiled_step(bench.config, bench.plan, bench.trainer, source, micro_batch)
 
@@ -123,7 +132,7 @@ def seconds_per_step(run: Callable[[int], object], steps: int) -> float:
 
 def bare_runner(bench: Bench, num_microbatches: int) -> Callable[[int], object]:
   """The compiled step over and over on one batch."""
-  dataset = build_dataset(bench.config.data, LENGTH)
+  dataset = build_dataset(bench.config.data, bench.length)
   step = _compiled(bench)
   with build.train_rows(bench.config, bench.trainer, dataset)(bench.plan, Position(0, 0)) as loader:
     rows = next(loader)
@@ -141,7 +150,7 @@ def bare_runner(bench: Bench, num_microbatches: int) -> Callable[[int], object]:
 def loop_runner(bench: Bench) -> Callable[[int], float]:
   """The training loop as the command runs it: loader, metrics, files. Seconds per step."""
   config, plan, trainer = bench.config, bench.plan, bench.trainer
-  dataset = build_dataset(config.data, LENGTH)
+  dataset = build_dataset(config.data, bench.length)
   step = _compiled(bench)
 
   def run(steps: int) -> float:
@@ -179,17 +188,18 @@ def loop_runner(bench: Bench) -> Callable[[int], float]:
   return run
 
 
-def plain_runner(bench: Bench) -> Callable[[int], object]:
+def plain_runner(bench: Bench, dtype: str = "float32") -> Callable[[int], object]:
   """The hand-written step, its batch divided over the devices."""
   model, mesh = bench.config.model, bench.trainer.mesh
   whole, by_rows = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
   params = plain_step.init(model, jax.random.key(0))
   zeros = jax.tree.map(jnp.zeros_like, params)
   state = jax.device_put((params, zeros, jax.tree.map(jnp.copy, zeros), jnp.zeros(())), whole)
-  tokens = jax.random.randint(jax.random.key(1), (ROWS, LENGTH + 1), 0, 256)
+  shape = (bench.plan.micro_batch_to_train, bench.length + 1)
+  tokens = jax.random.randint(jax.random.key(1), shape, 0, 256)
   fed = jax.device_put((tokens[:, :-1], tokens[:, 1:]), by_rows)
   function = jax.jit(
-    lambda state, x, y: plain_step.step(model, state, x, y, 1e-3),
+    lambda state, x, y: plain_step.step(model, state, x, y, 1e-3, dtype),
     donate_argnums=0,
     out_shardings=whole,
   )
@@ -207,7 +217,7 @@ def plain_runner(bench: Bench) -> Callable[[int], object]:
 def parts_runners(bench: Bench) -> tuple[Callable[[int], object], Callable[[int], object]]:
   """One forward/backward of a microbatch, and one update, each alone."""
   model, optimizer = bench.trainer.model, bench.trainer.optimizer
-  dataset = build_dataset(bench.config.data, LENGTH)
+  dataset = build_dataset(bench.config.data, bench.length)
   with build.train_rows(bench.config, bench.trainer, dataset)(bench.plan, Position(0, 0)) as loader:
     rows = jax.tree.map(lambda x: x[0], next(loader))
   key = bench.trainer.dropout_key
@@ -268,10 +278,14 @@ def inside(devices: int, rounds: int, scan: bool) -> dict[str, list[float]]:
 
 def noise(devices: int, rounds: int, scan: bool) -> dict[str, list[float]]:
   """The cost of measuring the noise scale in the step: ratios in time, one a round, and memory."""
-  benches = {
-    mode: Bench.of(devices, gns=mode, scan_layers=str(scan).lower())
-    for mode in ("off", "norm", "all")
-  }
+  return noise_ratios(
+    lambda mode: Bench.of(devices, gns=mode, scan_layers=str(scan).lower()), rounds
+  )
+
+
+def noise_ratios(bench_of: Callable[[str], Bench], rounds: int) -> dict[str, list[float]]:
+  """The same for the benches of the modes off, norm and all."""
+  benches = {mode: bench_of(mode) for mode in ("off", "norm", "all")}
   runners = {mode: bare_runner(bench, 1) for mode, bench in benches.items()}
   held = {mode: held_bytes(bench) for mode, bench in benches.items()}
   found: dict[str, list[float]] = {}

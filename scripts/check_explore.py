@@ -15,7 +15,7 @@ from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.hardware.devices import find_devices
 from maxbatch.training.build import build_trainer
-from maxbatch.tuning.candidates import Candidate, candidates
+from maxbatch.tuning.candidates import Candidate
 from maxbatch.tuning.microbatch_size import explore_sizes
 from maxbatch.tuning.prober import Prober
 
@@ -32,12 +32,7 @@ def main(arguments: list[str]) -> None:
   prober = Prober(config, target.devices, target.layout)
   _, found = explore_sizes(config, target, prober)
   recommended = found.ranked[0].candidate
-  sizes = candidates(config.batch, config.run, target.layout)
-  speeds: dict[Candidate, list[float]] = {size: [] for size in sizes}
-  for _ in range(ROUNDS):
-    for size in sizes:
-      speeds[size].append(_speed(config, size, prober, seconds / ROUNDS))
-  medians = {size: statistics.median(speeds[size]) for size in sizes}
+  medians = speeds(config, prober, seconds)
   best = max(medians, key=medians.__getitem__)
   print(f"\nEvery size for {seconds:g} s, {ROUNDS} rounds in turn:")
   for size, speed in sorted(medians.items(), key=lambda one: -one[1]):
@@ -46,6 +41,15 @@ def main(arguments: list[str]) -> None:
       f"  {text(size.per_device):>4}  {speed:8.1f} samples/s  {speed / medians[best]:6.1%}  {marks}"
     )
   print(f"The recommended size has {medians[recommended] / medians[best]:.1%} of the best speed.")
+
+
+def speeds(config: Config, prober: Prober, seconds: float) -> dict[Candidate, float]:
+  """Samples per second of every size that the prober found to fit, each measured for `seconds`."""
+  found: dict[Candidate, list[float]] = {size: [] for size in prober.reports}
+  for _ in range(ROUNDS):
+    for size, each in found.items():
+      each.append(_speed(config, size, prober, seconds / ROUNDS))
+  return {size: statistics.median(each) for size, each in found.items()}
 
 
 def _speed(config: Config, size: Candidate, prober: Prober, seconds: float) -> float:

@@ -45,11 +45,13 @@ def loss(config: ModelConfig, params: dict[str, jax.Array], tokens: jax.Array, t
   B, T = tokens.shape
   N, H = config.base_num_query_heads, config.head_dim
   angles = jnp.arange(T)[:, None] * 10000.0 ** (-jnp.arange(0, H, 2) / H)[None]
-  cos, sin = jnp.cos(angles), jnp.sin(angles)
+  cos, sin = (f(angles).astype(params["q"].dtype) for f in (jnp.cos, jnp.sin))
   mask = jnp.tril(jnp.ones((T, T), bool))
 
   def norm(x, scale):
-    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * scale
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + 1e-5)
+    return wide.astype(x.dtype) * scale
 
   def dense(x, w):
     return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[-1])
@@ -65,21 +67,30 @@ def loss(config: ModelConfig, params: dict[str, jax.Array], tokens: jax.Array, t
     y = norm(x, w["norm1"])
     q, k, v = (heads(dense(y, w[name])) for name in "qkv")
     scores = rope(q) @ rope(k).mT / H**0.5
-    weights = jax.nn.softmax(jnp.where(mask, scores, -1e30), -1)
+    wide = jnp.where(mask, scores.astype(jnp.float32), -1e30)
+    weights = jax.nn.softmax(wide, -1).astype(x.dtype)
     x = x + dense((weights @ v).transpose(0, 2, 1, 3).reshape(B, T, N * H), w["o"])
     y = norm(x, w["norm2"])
     return x + dense(jax.nn.silu(dense(y, w["gate"])) * dense(y, w["up"]), w["down"]), None
 
   names = ("q", "k", "v", "o", "gate", "up", "down", "norm1", "norm2")
   x, _ = jax.lax.scan(layer, params["embedding"][tokens], {name: params[name] for name in names})
-  log_p = jax.nn.log_softmax(dense(norm(x, params["norm3"]), params["head"]))
+  logits = dense(norm(x, params["norm3"]), params["head"])
+  log_p = jax.nn.log_softmax(logits.astype(jnp.float32))
   return -jnp.take_along_axis(log_p, targets[..., None], -1).mean()
 
 
-def step(config: ModelConfig, state, tokens, targets, rate):
-  """One AdamW update with clipping; state is (parameters, mean, mean of squares, count)."""
+def step(config: ModelConfig, state, tokens, targets, rate, dtype=jnp.float32):
+  """One AdamW update with clipping; state is (parameters, mean, mean of squares, count).
+
+  Forward and backward pass are in `dtype`, norms, softmax and what is kept in float32.
+  """
   params, mean, square, count = state
-  value, grads = jax.value_and_grad(lambda p: loss(config, p, tokens, targets))(params)
+
+  def narrow_loss(wide):
+    return loss(config, jax.tree.map(lambda p: p.astype(dtype), wide), tokens, targets)
+
+  value, grads = jax.value_and_grad(narrow_loss)(params)
   size = jnp.sqrt(sum((g * g).sum() for g in grads.values()))
   grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 1.0 / size), grads)
   count = count + 1

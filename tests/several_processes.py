@@ -8,7 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from processes import PATIENCE_SECONDS, REPOSITORY, environment
+from preloaded import started
+from processes import PATIENCE_SECONDS, REPOSITORY
 
 from maxbatch.run_folder.metrics import read_metrics
 
@@ -61,25 +62,11 @@ def start(
   return [
     started(
       [*command, *arguments, *place(number, count, port), *own.get(number, ())],
-      variables.get(number, {}),
-      folders.get(number, REPOSITORY),
+      variables.get(number),
+      folder=folders.get(number, REPOSITORY),
     )
     for number in range(count)
   ]
-
-
-def started(
-  command: Sequence[str], variables: Mapping[str, str], folder: pathlib.Path = REPOSITORY
-) -> subprocess.Popen[str]:
-  """Starts one process, which says where the others are in its own way."""
-  return subprocess.Popen(
-    command,
-    cwd=folder,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
-    text=True,
-    env=environment(**variables),
-  )
 
 
 def wait(processes: Sequence[subprocess.Popen[str]]) -> list[Ended]:

@@ -246,8 +246,8 @@ def test_memory_is_flat_in_the_number_of_microbatches(model):
 def test_fsdp_keeps_no_gathered_parameters_for_the_backward_pass(monkeypatch):
   keys = {"base_num_decoder_layers": 6, "base_mlp_dim": 512}
   gathers, temporary = [], []
-  for policy in (transformer._remat_policy, lambda name: None):
-    monkeypatch.setattr(transformer, "_remat_policy", policy)
+  for policy in (transformer.remat_policy, lambda config: None):
+    monkeypatch.setattr(transformer, "remat_policy", policy)
     summing.cache_clear()
     deep = build_model(model_config(**keys), T)
     lowered, _, _ = lowered_sums(deep, uneven_rows(8, T), 1, (1, 8, 1), 1)

@@ -207,6 +207,7 @@ WRITTEN = {
     "activations_and_temporaries": 512 * MIB,
     "peak": GIB,
     "capacity": 2 * GIB,
+    "host": 0,
     "fits": True,
   },
   "flops_per_device": {
@@ -238,6 +239,7 @@ WRITTEN = {
     },
   ],
   "compile_seconds": 12.5,
+  "compiler_flags": "",
   "time": {
     "how": "estimate",
     "step_seconds": 1.0,

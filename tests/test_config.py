@@ -232,7 +232,7 @@ def test_help_shows_every_key_with_type_default_and_meaning():
   assert max(map(len, lines)) <= 100
   assert lines[0] == "Usage: python -m maxbatch.train config=FILE [key=value ...]"
   assert "  steps=400  (whole number, at least 1, or -1)" in lines
-  assert '  remat_policy="none"  (none | minimal | full | explore)' in lines
+  assert '  attention="auto"  (auto | dot_product | flash)' in lines
   flowing = " ".join(text.split())
   for entry in documented_keys():
     assert f"  {entry.key}={entry.default}  (" in text

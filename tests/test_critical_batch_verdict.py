@@ -253,3 +253,25 @@ def test_the_plot_marks_where_the_critical_batch_is(losses, left, right):
 
 def test_the_critical_place_is_the_first_alone_when_nothing_else_is_within():
   assert critical(judge([measured(1, 3.0), measured(2, 4.0)], WINDOW, 0.01)) == 0
+
+
+def descending(factor: int, critical: float) -> Measured:
+  """A branch whose loss falls with the samples that count, which are fewer in larger steps."""
+  one = measured(factor, 3.0)
+  samples = 256 * (np.arange(BLOCKS) + 0.5) / (1 + one.branch.batch / critical)
+  losses = 2.2 - 0.3 * np.log1p(samples / 6400) + np.array(EVEN)
+  return dataclasses.replace(one, blocks=tuple(losses.tolist()))
+
+
+def test_branches_tell_the_batch_that_takes_twice_the_data():
+  flat = report({1: 3.0, 2: 3.0, 4: 3.0, 8: 3.0})
+  judged = judge([descending(factor, 100) for factor in (1, 2, 4, 8)], WINDOW, 0.01)
+  found = dataclasses.replace(flat, judged=tuple(judged))
+  assert found.tradeoff is not None
+  assert found.tradeoff.critical_batch.value == pytest.approx(100, rel=0.1)
+  assert f"a batch of {found.tradeoff.critical_batch.value:.0f} samples (95% " in str(found)
+  assert found.as_dict()["tradeoff"]["critical_batch"]["low"] < 100
+  # Losses that do not fall, and too few branches, tell nothing.
+  assert flat.tradeoff is None
+  assert flat.as_dict()["tradeoff"] is None
+  assert dataclasses.replace(flat, judged=tuple(judged[:2])).tradeoff is None

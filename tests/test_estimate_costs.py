@@ -354,6 +354,17 @@ def test_causal_attention_is_half(name: str, count: int):
   assert found == Products(count * product * pairs // 2, count * product * pairs * 10 // 16, 64)
 
 
+def test_a_fused_backward_kernel_gives_the_gradient_of_queries_in_parts():
+  found = flops_of(
+    "%g = s8[1,2,2]{2,1,0} parameter(0)",
+    "%q = bf16[4,12,1024,64]{3,2,1,0} parameter(1)",
+    "%splash_mha_dkv_no_residuals.1 = (f32[512,64]{1,0}, bf16[4,2,12,1024,64]{4,3,2,1,0}, "
+    "bf16[4,12,1024,64]{3,2,1,0}, bf16[4,12,1024,64]{3,2,1,0}) custom-call(%g, %g, %q, %q, %q), "
+    'custom_call_target="tpu_custom_call"',
+  )
+  assert found.flops == 5 * 2 * 4 * 12 * 64 * 1024 * 1024 // 2
+
+
 def test_attention_in_a_window_visits_a_narrower_grid():
   product = 2 * 4 * 12 * 64
   for grid in ("1,8,2", "1,2,8"):

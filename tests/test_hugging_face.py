@@ -20,6 +20,7 @@ from maxbatch.hugging_face.families.llama import LLAMA
 from maxbatch.hugging_face.model_keys import PLAIN, SHAPE, differing
 from maxbatch.hugging_face.registry import FAMILIES, family_for, family_of, read_folder
 from maxbatch.models.registry import build_model
+from maxbatch.models.remat import NAMED
 
 SMOLLM = {
   "architectures": ["LlamaForCausalLM"],
@@ -295,6 +296,7 @@ def test_a_fused_matrix_comes_apart_and_together_again():
 HOW_COMPUTED = {"model_name", "init_weights_seed", "attention"} | {
   *("scan_layers", "remat_policy", "num_vocab_tiling", "z_loss_multiplier"),
   *("lora_rank", "lora_alpha", "lora_targets"),
+  *NAMED,
 }
 """Keys of the model section that no config.json has: of how a model is trained and computed."""
 

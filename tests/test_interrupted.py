@@ -9,7 +9,9 @@ import time
 from typing import Any
 
 import pytest
-from processes import ONE_DEVICE, PATIENCE_SECONDS, REPOSITORY, environment, small_run
+from preloaded import started
+from processes import ONE_DEVICE, REPOSITORY, small_run
+from several_processes import Ended, wait
 
 from maxbatch.modes import run as run_module
 from maxbatch.run_folder.metrics import read_metrics
@@ -46,15 +48,9 @@ def arguments(folder: pathlib.Path, steps: int) -> list[str]:
   return [*run, f"steps={steps}"]
 
 
-def interrupted(folder: pathlib.Path, where: str, number: int) -> subprocess.CompletedProcess[str]:
-  return subprocess.run(
-    [sys.executable, "-c", DRIVER, where, str(number), *arguments(folder, 4), ONE_DEVICE],
-    cwd=REPOSITORY,
-    capture_output=True,
-    text=True,
-    timeout=PATIENCE_SECONDS,
-    env=environment(),
-  )
+def interrupted(folder: pathlib.Path, where: str, number: int) -> Ended:
+  given = [where, str(number), *arguments(folder, 4), ONE_DEVICE]
+  return wait([started([sys.executable, "-c", DRIVER, *given])])[0]
 
 
 def contents(folder: pathlib.Path) -> dict[str, bytes]:
@@ -79,8 +75,8 @@ def records(folder: pathlib.Path) -> list[dict[str, float]]:
 )
 def test_before_the_first_step(tmp_path, where, number, exit_code):
   done = interrupted(tmp_path, where, number)
-  assert done.returncode == exit_code
-  assert done.stderr.strip() == SENTENCE
+  assert done.exit_code == exit_code
+  assert done.errors.strip() == SENTENCE
   assert main(arguments(tmp_path, 2)) == 0
   assert [record["step"] for record in records(tmp_path)] == [0, 1, 2]
 
@@ -90,8 +86,8 @@ def test_before_the_first_step_of_a_resumed_run(tmp_path):
   checkpoints = tmp_path / "first_run" / "checkpoints"
   saved, before = contents(checkpoints), records(tmp_path)
   done = interrupted(tmp_path, "compiled_step", signal.SIGTERM)
-  assert "Resuming after step 2" in done.stdout
-  assert (done.returncode, done.stderr.strip()) == (143, SENTENCE)
+  assert "Resuming after step 2" in done.output
+  assert (done.exit_code, done.errors.strip()) == (143, SENTENCE)
   assert contents(checkpoints) == saved
   assert records(tmp_path) == before
   assert main(arguments(tmp_path, 4)) == 0
@@ -143,16 +139,9 @@ def test_a_signal_saves_before_it_evaluates(tmp_path):
   whole.mkdir()
   assert main(arguments(whole, 5)) == 0
   saved = tmp_path / "first_run" / "checkpoints" / "3"
-  killed = subprocess.run(
-    [sys.executable, "-c", KILLED_IN_EVALUATION, str(saved), *arguments(tmp_path, 5), ONE_DEVICE],
-    cwd=REPOSITORY,
-    capture_output=True,
-    text=True,
-    timeout=PATIENCE_SECONDS,
-    check=False,
-    env=environment(),
-  )
-  assert killed.returncode == -signal.SIGKILL, killed.stderr
+  given = [str(saved), *arguments(tmp_path, 5), ONE_DEVICE]
+  (killed,) = wait([started([sys.executable, "-c", KILLED_IN_EVALUATION, *given])])
+  assert killed.exit_code == -signal.SIGKILL, killed.errors
   assert saved.is_dir()
   assert main(arguments(tmp_path, 5)) == 0
   for found, expected in zip(records(tmp_path), records(whole), strict=True):

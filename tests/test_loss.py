@@ -233,8 +233,15 @@ def test_more_tiles_than_tokens_are_refused():
     (8, 2039, 128_256, 125),
   ],
 )
-def test_unset_cuts_into_pieces_of_64_mebibytes(rows, length, vocabulary, tiles):
+def test_unset_cuts_narrow_models_into_pieces_of_64_mebibytes(rows, length, vocabulary, tiles):
   assert num_tiles(tiny_config(f"vocab_size={vocabulary}"), rows, length) == tiles
+
+
+def test_tiles_have_as_many_tokens_as_the_model_is_wide_where_that_is_more():
+  config = tiny_config("vocab_size=128256", "base_emb_dim=4096")
+  assert num_tiles(config, 8, 2048) == 4
+  with jax.sharding.use_abstract_mesh(mesh(tensor=4).abstract_mesh):
+    assert num_tiles(config, 8, 2048) == 4
 
 
 def test_tiles_are_sized_by_what_one_device_holds():

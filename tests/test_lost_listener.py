@@ -10,6 +10,7 @@ import termios
 import threading
 from typing import Any
 
+import preloaded
 import pytest
 from processes import ONE_DEVICE, PATIENCE_SECONDS, environment
 from test_interrupted import arguments, records
@@ -25,9 +26,7 @@ def command(folder: pathlib.Path, steps: int) -> list[str]:
 
 
 def started(arguments: list[str], stdout: Any) -> subprocess.Popen[str]:
-  return subprocess.Popen(
-    arguments, stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment()
-  )
+  return preloaded.started(arguments, stdout=stdout)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:

@@ -46,7 +46,7 @@ EFFECTIVE = f"""
   {" ".join(vars(schema.MeshConfig)["__dataclass_fields__"])}
   {" ".join(vars(schema.DistributedConfig)["__dataclass_fields__"])}
   validate_only compile_only compile_topology compile_topology_num_slices jax_cache_dir
-  compiled_step save_compiled_step
+  compiled_step save_compiled_step compiler_flags
   device_memory_gb tokenizer_type tokenizer_path add_bos bos_token eos_token pad_token
   data_shuffle_seed use_chat_template
   {" ".join(vars(schema.OptimizerConfig)["__dataclass_fields__"])}

@@ -24,11 +24,12 @@ from support import config
 from maxbatch.batch.plan import Position, plan_batches
 from maxbatch.batch.topology import topology
 from maxbatch.checkpoints.fingerprint import fingerprints
-from maxbatch.compile import cache, step_file, step_identity
+from maxbatch.compile import step_file, step_identity
 from maxbatch.config import schema
 from maxbatch.config.load import to_flat_dict
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
+from maxbatch.hardware.compilation_cache import bypassed
 from maxbatch.hardware.devices import topology_devices
 from maxbatch.training.build import build_trainer, compiled_step, train_rows
 
@@ -72,7 +73,7 @@ def saved(run, tmp_path_factory) -> tuple[pathlib.Path, tuple[dict[str, int], li
   """A file of the run's step, and what the step itself computes."""
   path = tmp_path_factory.mktemp("saved") / "folder" / "step.compiled"
   size = run.plan.micro_batch_to_train
-  with cache.bypassed():
+  with bypassed():
     step = run.compiled(size)
   step_file.save(str(path), run.header(), {size: step})
   return path, run.three_steps(step)
@@ -402,7 +403,7 @@ def test_a_step_for_a_slice_that_is_not_here_can_be_saved(tmp_path):
   pytest.importorskip("libtpu")
   place = jax.sharding.SingleDeviceSharding(topology_devices("v5e-4")[0])
   argument = jax.ShapeDtypeStruct((8, 128), np.float32, sharding=place)
-  with cache.bypassed():
+  with bypassed():
     program = jax.jit(lambda x: x + 1).lower(argument).compile()
   file, run = (parts({"8": "a"}, environment={"platform": name}) for name in ("tpu", "cpu"))
   step_file.save(str(tmp_path / "step"), file, {8: program})

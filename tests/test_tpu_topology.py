@@ -14,7 +14,6 @@ import pytest
 from support import TINY, program_text
 
 from maxbatch.compile import compile_step
-from maxbatch.compile.cache import bypassed
 from maxbatch.compile.program import (
   CompiledProgram,
   DoesNotFitError,
@@ -24,6 +23,7 @@ from maxbatch.compile.program import (
 from maxbatch.estimate.chips import CHIPS
 from maxbatch.estimate.costs import program_costs
 from maxbatch.estimate.hlo import parse
+from maxbatch.hardware.compilation_cache import bypassed
 from maxbatch.hardware.devices import topology_devices
 from maxbatch.train import main
 

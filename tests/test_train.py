@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from preloaded import started
 from processes import ONE_DEVICE, PATIENCE_SECONDS, environment
 from support import SMALLEST, stop_at
 
@@ -278,14 +279,7 @@ def wait_for(condition, process) -> None:
 
 
 def start(text, folder, **keys) -> subprocess.Popen[str]:
-  return subprocess.Popen(
-    command(*arguments(text, folder, **keys)),
-    cwd=REPOSITORY,
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    env=environment(),
-  )
+  return started(command(*arguments(text, folder, **keys)), stderr=subprocess.STDOUT)
 
 
 def test_killed_and_interrupted_runs_go_on_exactly_on_other_devices(text, tmp_path):

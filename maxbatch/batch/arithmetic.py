@@ -6,7 +6,7 @@ data-parallel group, to a multiple of a batch, to the microbatch that divides an
 
 from fractions import Fraction
 
-from maxbatch.batch.solve import nearest_divisors
+from maxbatch.batch.solve import divisors, nearest_divisors, nearest_multiples
 from maxbatch.batch.topology import Topology
 
 
@@ -30,6 +30,16 @@ def tokens_of(samples: int, max_target_length: int) -> int:
 def samples_of(num_microbatches: int, samples: int) -> int:
   """Samples of `num_microbatches` microbatches of `samples` samples each."""
   return num_microbatches * samples
+
+
+def samples_of_groups(num_microbatches: int, rows: int, topology: Topology) -> int:
+  """Samples of `num_microbatches` microbatches of `rows` samples for each data-parallel group."""
+  return num_microbatches * rows * topology.num_batch_groups
+
+
+def micro_batch_of(batch: int, num_microbatches: int) -> int:
+  """Samples of each of the equal microbatches of a batch."""
+  return batch // num_microbatches
 
 
 def num_steps(samples: int, batch: int) -> int:
@@ -79,3 +89,25 @@ def prompts_of(pairs: int, num_generations: int) -> int:
 def pairs_of(prompts: float, num_generations: int) -> float:
   """Pairs of `prompts` prompts."""
   return prompts * num_generations
+
+
+def splits_of(batch: int, topology: Topology) -> list[tuple[Fraction, int]]:
+  """Every way to divide a batch into equal microbatches, ascending in the samples of one.
+
+  Returns:
+    Samples per device, and the number of microbatches; nothing where the data-parallel groups do
+    not get whole samples.
+  """
+  rows, rest = divmod(batch, topology.num_batch_groups)
+  if rest or not rows:
+    return []
+  return [(per_device_size(size, topology), rows // size) for size in divisors(rows)]
+
+
+def nearest_batches(batch: int, topology: Topology) -> list[int]:
+  """The batches next to `batch` of which every data-parallel group gets whole samples; itself
+  where it is one."""
+  unit = topology.num_batch_groups
+  if batch % unit == 0:
+    return [batch]
+  return [int(size) for size in nearest_multiples(unit, Fraction(batch))]

@@ -101,8 +101,9 @@ def _opening() -> Iterator[str]:
 
 def _key_lines(entry: Documented) -> Iterator[str]:
   annotation = schema.fields()[entry.key][1].type
-  yield f"  {entry.key}={entry.default}  ({describe(annotation)})"
   indent = " " * 6
+  head = f"  {entry.key}={entry.default}  ({describe(annotation)})"
+  yield from textwrap.wrap(head, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
   yield from textwrap.wrap(
     " ".join(entry.comments), _WIDTH, initial_indent=indent, subsequent_indent=indent
   )

@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,24 +61,6 @@ def enable(jax_cache_dir: str) -> Path | None:
     jax.config.update(_MINIMUM, 0.0)
   jax.config.update(_DIRECTORY, str(folder))
   return folder
-
-
-@contextlib.contextmanager
-def bypassed() -> Iterator[None]:
-  """Inside, programs are compiled anew, neither read from the cache nor written to it.
-
-  For programs that are to be saved to a file: on CPU, XLA leaves the machine code out of what was
-  itself loaded, and the copy fails when it runs. And for those of a TPU slice that is not here: jax
-  writes them to the cache, and warns at every later start that it cannot read them back.
-  """
-  before = _setting(_DIRECTORY)
-  jax.config.update(_DIRECTORY, None)
-  compilation_cache.reset_cache()
-  try:
-    yield
-  finally:
-    jax.config.update(_DIRECTORY, before)
-    compilation_cache.reset_cache()
 
 
 def _setting(name: str) -> Any:

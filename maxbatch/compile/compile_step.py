@@ -260,4 +260,5 @@ def _title(config: Config, plan: BatchPlan, trainer: Trainer) -> str:
     f"  {len(devices):,} × {devices[0].device_kind}: {plan.topology}"
     + (f"\n  {trainer.pipeline}" if trainer.pipeline else "")
     + (f"\n  {trainer.formats}" if trainer.formats else "")
+    + (f"\n  compiler flags: {trainer.compiler_flags}" if trainer.compiler_flags.flags else "")
   )

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from maxbatch.estimate import hlo
-from maxbatch.estimate.costs import OTHER, program_costs
+from maxbatch.estimate.costs import program_costs
+from maxbatch.estimate.scopes import OTHER
 
 _NUM_LARGEST = 20
 _MODULE = re.compile(r"HloModule ([\w.\-]+)")

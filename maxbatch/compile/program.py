@@ -11,13 +11,14 @@ from collections.abc import Sequence
 import jax
 
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.compile.cache import bypassed
 from maxbatch.compile.traced_flops import StepFlops, step_flops
 from maxbatch.config.schema import CompileConfig, Config
 from maxbatch.data.dataset import RowSource
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import chip_for
+from maxbatch.hardware.compilation_cache import bypassed
+from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags
 from maxbatch.hardware.devices import Device
 from maxbatch.hardware.memory import machine_bytes
 from maxbatch.training.build import step_rows, streams, traced_step
@@ -54,6 +55,8 @@ class ProgramMemory:
   """Activations, gathered parameters and other values that live inside the step."""
   peak: int
   """At the worst moment."""
+  host: int = 0
+  """Of the host's memory: what the step keeps there for this device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +87,7 @@ def compile_program(
   began = time.perf_counter()
   rows = step_rows(config, plan, source, micro_batch)
   traced = traced_step(config, trainer, rows)
-  step, text = compiled(traced, config.compile)
+  step, text = compiled(traced, config.compile, trainer.compiler_flags)
   return CompiledProgram(
     step=step,
     rows=rows,
@@ -96,7 +99,9 @@ def compile_program(
   )
 
 
-def compiled(traced: jax.stages.Traced, keys: CompileConfig) -> tuple[jax.stages.Compiled, str]:
+def compiled(
+  traced: jax.stages.Traced, keys: CompileConfig, flags: CompilerFlags = NO_FLAGS
+) -> tuple[jax.stages.Compiled, str]:
   """A traced function, compiled for devices that are here or not, and its text.
 
   Raises:
@@ -104,28 +109,32 @@ def compiled(traced: jax.stages.Traced, keys: CompileConfig) -> tuple[jax.stages
   """
   try:
     if keys.compile_topology:
-      return _compiled_elsewhere(traced.lower())
-    return _compiled_here(traced.lower(), anew=bool(keys.save_compiled_step))
+      return _compiled_elsewhere(traced.lower(), flags)
+    return _compiled_here(traced.lower(), flags, anew=bool(keys.save_compiled_step))
   except jax.errors.JaxRuntimeError as error:
     refuse_if_too_large(error)
     raise
 
 
-def _compiled_here(lowered: jax.stages.Lowered, *, anew: bool) -> tuple[jax.stages.Compiled, str]:
+def _compiled_here(
+  lowered: jax.stages.Lowered, flags: CompilerFlags, *, anew: bool
+) -> tuple[jax.stages.Compiled, str]:
   """`anew`: not out of the compilation cache."""
   with bypassed() if anew else contextlib.nullcontext():
-    step = lowered.compile()
+    step = lowered.compile(flags.options)
   return step, step.as_text() or ""
 
 
-def _compiled_elsewhere(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
+def _compiled_elsewhere(
+  lowered: jax.stages.Lowered, flags: CompilerFlags
+) -> tuple[jax.stages.Compiled, str]:
   """Compiled for devices that are not here, its text as the compiler itself writes it to a folder.
 
   Asked for by as_text() instead, libtpu's text of some programs (gathers that a v6e leaves to its
   SparseCore) cannot be read back by jaxlib.
   """
   with tempfile.TemporaryDirectory() as folder, bypassed():
-    options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+    options = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True} | (flags.options or {})
     step = lowered.compile(compiler_options=options)
     written = pathlib.Path(folder).glob("*after_codegen.txt")
     text = max((file.read_text() for file in written), key=len, default="")
@@ -143,7 +152,8 @@ def memory_of(step: jax.stages.Compiled, platform: str) -> ProgramMemory:
   sizes = (known.argument_size_in_bytes, known.output_size_in_bytes, known.alias_size_in_bytes)
   total = sizes[0] + sizes[1] - sizes[2] + known.temp_size_in_bytes
   peak = known.peak_memory_in_bytes if platform != "cpu" else 0
-  return ProgramMemory(*sizes, known.temp_size_in_bytes, peak or total)
+  host = known.host_temp_size_in_bytes + known.host_argument_size_in_bytes
+  return ProgramMemory(*sizes, known.temp_size_in_bytes, peak or total, host)
 
 
 def refuse_if_too_large(error: Exception) -> None:
@@ -205,6 +215,6 @@ def memory_suggestions(config: Config) -> str:
     "more devices" if every else f"a larger ici_fsdp_parallelism (now {fsdp})",
     f"a smaller max_target_length (now {length})",
   ]
-  if config.model.remat_policy in ("none", "minimal"):
+  if config.model.remat_policy not in ("full", "explore"):
     ways.insert(0, f"remat_policy=full (now {config.model.remat_policy})")
   return f"what helps: {', '.join(ways)}"

@@ -5,7 +5,7 @@ compiler's cycles and the chip's published figures), or a measurement on the dev
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import text
 from maxbatch.compile.coverage import check_coverage
 from maxbatch.compile.measured_time import Timing
-from maxbatch.compile.pipeline_ticks import in_microbatches
+from maxbatch.compile.pipeline_ticks import in_filling, in_microbatches
 from maxbatch.compile.program import CompiledProgram
 from maxbatch.compile.report_time import StepTime, estimated_time, measured_time
 from maxbatch.compile.rollout_report import RolloutReport
@@ -23,9 +23,9 @@ from maxbatch.compile.traced_flops import StepFlops, model_flops_per_token
 from maxbatch.data.input_report import InputReport
 from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import UNKNOWN_CHIP, Chip, chip_for
-from maxbatch.estimate.costs import program_costs
+from maxbatch.estimate.costs import OperationCost, program_costs
 from maxbatch.estimate.step_time import Exchange, StepEstimate, estimate
-from maxbatch.training.state import TrainState
+from maxbatch.training.state import TrainState, is_on_host
 from maxbatch.training.step import Trainer
 
 _GIB = 2**30
@@ -68,6 +68,10 @@ class CompileReport:
   """What the run would read; the same for all of its steps, so that one of their reports has it."""
   rollout: RolloutReport | None = None
   """Of reinforcement learning: what samples what the step is fed."""
+  compiler_flags: str = ""
+  """With which the step was compiled."""
+  operations: Sequence[OperationCost] = ()
+  """Of the program, those in its loop over microbatches as often as one microbatch does them."""
 
   @property
   def num_microbatches(self) -> int:
@@ -142,6 +146,7 @@ class CompileReport:
         **({"rollout": self.rollout.beside_training} if self.rollout else {}),
         "peak": self.training_peak,
         "capacity": self.capacity_bytes,
+        "host": memory.host,
         "fits": self.fits,
       },
       "flops_per_device": {
@@ -152,6 +157,7 @@ class CompileReport:
       "bytes_per_device": {"microbatch": work.microbatch_bytes, "rest": work.rest_bytes},
       "collectives": [dataclasses.asdict(each) for each in work.collectives],
       "compile_seconds": self.program.compile_seconds,
+      "compiler_flags": self.compiler_flags,
     }
     if self.time is not None and self.step_seconds is not None:
       found["time"] = {
@@ -210,6 +216,8 @@ class CompileReport:
     lines = [f"  {name:<26}{size / _GIB:10.3f} GiB" for name, size in rows]
     verdict = "fits" if self.training_peak <= self.capacity_bytes else "DOES NOT FIT"
     lines[-1] += f" of {self.capacity_bytes / _GIB:.2f}: {verdict}"
+    if host := self.program.memory.host:
+      lines.append(f"  {'in the memory of its host':<26}{host / _GIB:10.3f} GiB")
     return "\n".join(["Memory of a device (compiler)", *lines])
 
   def _rollout_memory(self) -> str:
@@ -308,10 +316,11 @@ def state_bytes(abstract: TrainState) -> StateBytes:
 
 
 def held_bytes(tree: Any) -> int:
-  """Bytes of abstract arrays on one device."""
+  """Bytes of abstract arrays on one device, without what its host keeps."""
   return sum(
     int(leaf.dtype.itemsize) * _size(leaf.sharding.shard_shape(leaf.shape))
     for leaf in jax.tree.leaves(tree)
+    if not is_on_host(leaf)
   )
 
 
@@ -375,4 +384,11 @@ def make_report(
     time=time,
     model_flops_per_token=model_flops_per_token(trainer.model, plan.max_target_length),
     rollout=rollout,
+    compiler_flags=str(trainer.compiler_flags),
+    operations=(*costs, *_once_per_step(in_filling(trainer.pipeline, once))),
   )
+
+
+def _once_per_step(costs: Sequence[OperationCost]) -> Iterator[OperationCost]:
+  """As parts of the rest of a step."""
+  return (dataclasses.replace(cost, in_microbatch_loop=False) for cost in costs)

@@ -54,7 +54,7 @@ def save(
   """Writes the compiled steps, by microbatch, to `path`; it appears there whole or not at all.
 
   On CPU the programs must come from the compiler, not from the compilation cache
-  (`cache.bypassed`). With several processes, process 0 alone should call this.
+  (`bypassed`). With several processes, process 0 alone should call this.
 
   Raises:
     UserError: the file cannot be written, or a program cannot be saved.

@@ -78,7 +78,11 @@ def header(
   }
   return {
     LOWERED: hashes,
-    ENVIRONMENT: _devices(plan, trainer) | compiler_environment(trainer.mesh.devices.flat[0]),
+    ENVIRONMENT: {
+      **_devices(plan, trainer),
+      **compiler_environment(trainer.mesh.devices.flat[0]),
+      "compiler_flags": str(trainer.compiler_flags),
+    },
     SIZES: {
       "micro_batch_to_train": list(plan.micro_batches),
       "microbatch_capacity": None if streams(config) else plan.microbatch_capacity,

@@ -7,11 +7,12 @@ from typing import cast
 import jax
 
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.compile import cache, step_file
+from maxbatch.compile import step_file
 from maxbatch.compile.compile_step import check_device_memory
 from maxbatch.compile.step_identity import header
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import RowSource
+from maxbatch.hardware.compilation_cache import bypassed
 from maxbatch.training.build import compiled_step
 from maxbatch.training.step import Step, Trainer
 
@@ -51,7 +52,7 @@ def step_compiler(
 
   def compiled(micro_batch: int) -> Step:
     # What is saved must come from the compiler, not from the compilation cache.
-    with cache.bypassed() if config.compile.save_compiled_step else contextlib.nullcontext():
+    with bypassed() if config.compile.save_compiled_step else contextlib.nullcontext():
       step = compiled_step(config, plan, trainer, source, micro_batch)
     platform = trainer.mesh.devices.flat[0].platform
     check_device_memory(config, plan, cast(jax.stages.Compiled, step), micro_batch, platform)

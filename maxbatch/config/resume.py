@@ -54,7 +54,8 @@ CHANGEABLE = _keys(
   max_loss_scale loss_scale_window loss_scale_growth_factor loss_scale_backoff_factor
   max_consecutive_skipped_steps precision_report""",
   # How the same is computed, on which devices, and how it is loaded and saved.
-  """model_name attention scan_layers remat_policy num_vocab_tiling accumulation
+  """model_name attention optimizer_memory_host_offload scan_layers remat_policy decoder_layer_input query_proj
+  key_proj value_proj context attention_out out_proj mlpwi mlpwi_0 mlpwi_1 mlpwo num_vocab_tiling accumulation
   expansion_factor_real_data loading_hosts eval_per_device_batch_size num_simulated_devices
   ici_data_parallelism ici_fsdp_parallelism ici_tensor_parallelism ici_pipeline_parallelism
   dcn_data_parallelism dcn_fsdp_parallelism dcn_tensor_parallelism dcn_pipeline_parallelism
@@ -80,6 +81,7 @@ CHANGEABLE = _keys(
 OF_ONE_START = _keys(
   "run_name base_output_directory allow_changed_resume jax_cache_dir device_memory_gb",
   "validate_only compile_only compile_topology compile_topology_num_slices save_compiled_step",
+  "compiler_flags",
   "compiled_step coordinator_address num_processes process_id skip_jax_distributed_system",
   "jax_distributed_initialization_timeout jax_distributed_heartbeat_timeout_seconds",
   "profiler skip_first_n_steps_for_profiler profiler_steps",

@@ -175,10 +175,15 @@ class CompileConfig:
   compile_only: bool
   compile_topology: str
   compile_topology_num_slices: Annotated[int, Range(low=1, high=1024)]
+  compiler_flags: str
   save_compiled_step: Path
   compiled_step: Path
   jax_cache_dir: Path
   device_memory_gb: NonNegativeFloat
+
+
+RematPlace = Literal["remat", "device", "offload"]
+"""What becomes of a tensor until the backward pass."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +231,32 @@ class ModelConfig:
   init_weights_seed: Seed
   attention: Literal["auto", "dot_product", "flash"]
   scan_layers: bool
-  remat_policy: Literal["none", "minimal", "full", "explore"]
+  remat_policy: Literal[
+    "none",
+    "minimal_with_context",
+    "minimal",
+    "save_dot_with_context_except_mlp",
+    "save_dot_except_mlpwi",
+    "save_dot_except_mlp",
+    "save_qkv_proj",
+    "save_out_proj",
+    "minimal_offloaded",
+    "qkv_proj_offloaded",
+    "full",
+    "custom",
+    "explore",
+  ]
+  decoder_layer_input: RematPlace
+  query_proj: RematPlace
+  key_proj: RematPlace
+  value_proj: RematPlace
+  context: RematPlace
+  attention_out: RematPlace
+  out_proj: RematPlace
+  mlpwi: RematPlace
+  mlpwi_0: RematPlace
+  mlpwi_1: RematPlace
+  mlpwo: RematPlace
   num_vocab_tiling: NonNegative
   z_loss_multiplier: NonNegativeFloat
   lora_rank: NonNegative
@@ -328,6 +358,7 @@ class OptimizerConfig:
   adam_weight_decay: NonNegativeFloat
   sgd_momentum: Annotated[float, Range(low=0, high=0.99999)]
   mu_dtype: Literal["float32", "bfloat16"]
+  optimizer_memory_host_offload: bool
   trainable: Annotated[tuple[str, ...], Example('["layers/attention/*", "head"]')]
 
 

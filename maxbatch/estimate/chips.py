@@ -32,6 +32,8 @@ class Chip:
   """Hz: converts the compiler's estimated cycles to seconds."""
   matrix_unit: int
   """Width of the matrix unit (MXU); a narrower product leaves the rest of it idle."""
+  tensor_cores: int = 1
+  """Cores of the device, each with vector units of its own: 2 where jax counts a whole chip of two."""
 
 
 _GIB = 2**30
@@ -55,6 +57,7 @@ CHIPS: Mapping[str, Chip] = {
       dcn_bandwidth=50e9 * _BIT,
       clock=1.05e9,
       matrix_unit=128,
+      tensor_cores=2,
     ),
     # cloud.google.com/tpu/docs/v5e: 197 TFLOPs, 16 GB, 819 GBps (another version: 800 GiBps), ICI
     # 400 GBps bidirectional over 4 ports, 6.4 Tbps of network for 256 chips.
@@ -85,6 +88,7 @@ CHIPS: Mapping[str, Chip] = {
       dcn_bandwidth=50e9 * _BIT,
       clock=1.75e9,
       matrix_unit=128,
+      tensor_cores=2,
     ),
     # cloud.google.com/tpu/docs/v6e: 918 TFLOPs, 32 GB, 1638 GBps, ICI 800 GBps bidirectional over
     # 4 ports, 256x256 matrix units; cloud.google.com/tpu/docs/tpu7x: network 100 Gbps per chip.

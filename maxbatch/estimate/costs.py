@@ -6,13 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from maxbatch.estimate.flops import Products, products
 from maxbatch.estimate.hlo import Computation, HloModule, Instruction
+from maxbatch.estimate.kinds import Kind, kind_of
 from maxbatch.estimate.loops import Frame, trip_count
 from maxbatch.estimate.replica_groups import ReplicaGroups
+from maxbatch.estimate.scopes import OTHER, OURS, Naming, scope_of
 from maxbatch.estimate.traffic import COLLECTIVES, FREE, traffic
-
-SCOPES = ("attention", "mlp", "norm", "embedding", "head", "optimizer")
-"""The model's parts, by jax.named_scope."""
-OTHER = "other"
 
 _NO_OPS = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "Sharding")
 """Custom calls that are compiler annotations and do no work."""
@@ -70,6 +68,8 @@ class OperationCost:
   """Whether it is asynchronous: a collective or copy that overlaps with later operations."""
   unread_loops: tuple[str, ...] = ()
   """Loops around it, by op_name or name, that count as one trip for want of a readable count."""
+  kind: Kind = "elementwise"
+  """What it does, but for collectives."""
 
   @property
   def flops(self) -> int:
@@ -85,6 +85,7 @@ class _Place:
   loop: str
   count: int
   in_microbatch_loop: bool
+  naming: Naming = OURS
   scope: str = OTHER
   """The scope of the enclosing loop."""
   condition: str = ""
@@ -92,15 +93,19 @@ class _Place:
   unread_loops: tuple[str, ...] = ()
 
 
-def program_costs(program: HloModule) -> Sequence[OperationCost]:
+def program_costs(program: HloModule, naming: Naming = OURS) -> Sequence[OperationCost]:
   """The operations of a compiled step; those in the loop over microbatches count once.
 
   That loop is the one whose bound is data. A second such loop inside it, and a loop that cannot be
   read, count as one trip.
   A conditional counts as its most expensive branch.
+
+  Args:
+    program: the module.
+    naming: what its names say of the model's parts.
   """
   entry = program.computations[program.entry]
-  return list(_walk(program, _Place(Frame(entry), entry.name, 1, False)))
+  return list(_walk(program, _Place(Frame(entry), entry.name, 1, False, naming)))
 
 
 def _walk(program: HloModule, place: _Place) -> Iterator[OperationCost]:
@@ -130,7 +135,8 @@ def _inside_loop(program: HloModule, place: _Place, loop: Instruction) -> _Place
     body.name,
     place.count * (number if is_static else 1),
     place.in_microbatch_loop or number == "data",
-    _scope(program, loop.op_name, (), place.scope),
+    place.naming,
+    scope_of(place.naming, program, loop, (), place.scope),
     place.condition,
     (*place.unread_loops, *([loop.op_name or loop.name] if unread else [])),
   )
@@ -183,7 +189,7 @@ def _operation(
     name=one.name,
     opcode=one.opcode,
     op_name=one.op_name,
-    scope=_scope(program, one.op_name or one.name, program.called_by(one), place.scope),
+    scope=scope_of(place.naming, program, one, program.called_by(one), place.scope),
     loop=place.loop,
     in_microbatch_loop=place.in_microbatch_loop,
     count=place.count,
@@ -193,6 +199,7 @@ def _operation(
     collective=_collective_cost(program, *found) if found else None,
     condition=place.condition,
     unread_loops=place.unread_loops,
+    kind=kind_of(program, one),
     overlapped="AsyncCollectiveStart" in targets or one.opcode.endswith(("-start", "send")),
   )
 
@@ -269,28 +276,3 @@ def _cycles(program: HloModule, within: Computation, one: Instruction) -> int | 
         return None
       total += cycles or 0
   return total or None
-
-
-def _scope(program: HloModule, path: str, called: Sequence[Computation], around: str) -> str:
-  """The innermost scope in the path, else the most frequent in the called code, else `around`."""
-  own = _scope_of_path(path)
-  if own != OTHER:
-    return own
-  inner = [_scope_of_path(name) for body in called for name in _inner_paths(program, body)]
-  return max(SCOPES, key=inner.count) if set(inner) - {OTHER} else around
-
-
-def _inner_paths(program: HloModule, body: Computation) -> Iterator[str]:
-  for inner in body:
-    yield inner.op_name
-    for called in program.called_by(inner):
-      yield from _inner_paths(program, called)
-
-
-def _scope_of_path(path: str) -> str:
-  """The scope in an op_name: transpose(jvp(mlp)) is mlp; splash attention needs no scope."""
-  words = re.findall(r"\w+", path)
-  named = [word for word in words if word in SCOPES]
-  if named:
-    return named[-1]
-  return "attention" if any("splash_m" in word for word in words) else OTHER

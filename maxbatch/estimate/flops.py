@@ -21,6 +21,9 @@ _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 # Matrix products per kernel. fwd: logits, weighted values. dq: logits, gradient of the weights,
 # gradient of the queries. dkv: logits, gradient of the weights, gradients of keys and values.
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+# The fused backward kernel has the name of dkv but gives the queries' gradient too, in parts by blocks
+# of keys: logits and gradient of the weights are then formed once.
+_FUSED_SPLASH_PRODUCTS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +145,8 @@ def _splash(within: Computation, one: Instruction, count: int) -> Products:
   if len(floats) < 2:
     return Products()
   queries, keys = floats[:2]
+  if any(len(shape.dims) > len(queries.dims) for shape in one.shapes):
+    count = _FUSED_SPLASH_PRODUCTS
   every = 2 * count * queries.elements * keys.dims[-2]
   grids = [shape.dims[-2:] for shape in shapes if shape.dtype[0] == "s" and len(shape.dims) == 3]
   rows, columns = grids[0] if grids else (1, 1)

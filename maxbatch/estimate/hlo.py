@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
+from maxbatch.estimate.frames import stack_frames
 from maxbatch.estimate.replica_groups import ReplicaGroups, parse_groups
 
 _BITS = re.compile(r"(?:s|u|f|bf|c)(\d+)")
@@ -27,6 +28,7 @@ _CALLED = re.compile(
   r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _OP_NAME = re.compile(r'metadata=\{[^}]*?op_name="([^"]*)"')
+_STACK_FRAME = re.compile(r"metadata=\{[^}]*?stack_frame_id=(\d+)")
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -100,6 +102,12 @@ class Instruction:
     return int(found[1]) if found else None
 
   @property
+  def stack_frame(self) -> int:
+    """The number of the frame that it was traced in; 0 if that is not known."""
+    found = _STACK_FRAME.search(self.attributes)
+    return int(found[1]) if found else 0
+
+  @property
   def index(self) -> int | None:
     """The element that a get-tuple-element takes."""
     found = re.search(r"\bindex=(\d+)", self.attributes)
@@ -137,6 +145,8 @@ class HloModule:
   entry: str
   num_devices: int
   """Devices that run it together: replicas times partitions."""
+  frames: Mapping[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+  """Functions on the stack, the innermost first, by Instruction.stack_frame."""
 
   def called_by(self, instruction: Instruction) -> list[Computation]:
     """The computations an instruction calls."""
@@ -161,7 +171,7 @@ def parse(text: str) -> HloModule:
   if not entry:
     raise ValueError("this is no HLO text: it has no ENTRY computation")
   devices = math.prod(map(int, _PARTITIONS.findall(text.partition("\n")[0])))
-  return HloModule(computations, entry, devices)
+  return HloModule(computations, entry, devices, stack_frames(text))
 
 
 def _bodies(text: str) -> Iterator[tuple[bool, str, list[str]]]:

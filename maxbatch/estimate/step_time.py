@@ -169,7 +169,7 @@ def estimate(
   timed = [_operation(cost, _busy_seconds(cost, chip)) for cost in costs if _is_operation(cost)]
   timed.sort(key=lambda one: -one.seconds)
   stops = [
-    _operation(cost, _link_seconds(cost.collective, chip, devices_per_slice))
+    _operation(cost, link_seconds(cost.collective, chip, devices_per_slice))
     for cost in costs
     if cost.collective and not cost.overlapped
   ]
@@ -239,7 +239,7 @@ def _product_seconds(cost: OperationCost, chip: Chip) -> float:
   return cost.products.executed * rounded / chip.peak_flops
 
 
-def _link_seconds(one: Collective, chip: Chip, devices_per_slice: int | None) -> float:
+def link_seconds(one: Collective, chip: Chip, devices_per_slice: int | None) -> float:
   """Seconds of one execution of a collective: a ring's bytes over the bandwidth of all links."""
   size = one.group_size
   if size == 1:
@@ -253,47 +253,55 @@ def _link_seconds(one: Collective, chip: Chip, devices_per_slice: int | None) ->
   return times * one.bytes * (size - 1) / size / bandwidth
 
 
-def _elapsed(
-  costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None
-) -> tuple[RooflineSeconds, dict[str, float]]:
-  """Time by limiting resource, and by scope; overlap is only within a loop body."""
+def elapsed_by_operation(
+  costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None = None
+) -> Iterator[tuple[OperationCost, RooflineSeconds]]:
+  """(operation, time that it adds), of all executions; overlap is only within a loop body.
+
+  A synchronous collective that is fused with a product comes twice: for the product and the links.
+  """
   bodies: dict[str, list[OperationCost]] = collections.defaultdict(list)
   for cost in costs:
     bodies[cost.loop].append(cost)
+  for body in bodies.values():
+    yield from _body(body, chip, devices_per_slice)
+
+
+def _elapsed(
+  costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None
+) -> tuple[RooflineSeconds, dict[str, float]]:
+  """Time by limiting resource, and by scope."""
   total = RooflineSeconds()
   scopes: dict[str, float] = collections.defaultdict(float)
-  for body in bodies.values():
-    for scope, parts in _body(body, chip, devices_per_slice):
-      total += parts
-      scopes[scope] += parts.total
+  for cost, parts in elapsed_by_operation(costs, chip, devices_per_slice):
+    total += parts
+    scopes[cost.scope] += parts.total
   return total, dict(scopes)
 
 
 def _body(
   costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None
-) -> Iterator[tuple[str, RooflineSeconds]]:
-  """(scope, time) of one loop body: sequential operations, then the excess of overlapped ones."""
+) -> Iterator[tuple[OperationCost, RooflineSeconds]]:
+  """One loop body: sequential operations, then the excess of overlapped ones."""
   links = [
-    (cost, cost.count * _link_seconds(cost.collective, chip, devices_per_slice))
+    (cost, cost.count * link_seconds(cost.collective, chip, devices_per_slice))
     for cost in costs
     if cost.collective
   ]
-  busy = [(cost.scope, _waiting(cost, chip)) for cost in costs if _is_operation(cost)]
-  stops = [
-    (cost.scope, RooflineSeconds(interconnect=s)) for cost, s in links if not cost.overlapped
-  ]
+  busy = [(cost, _waiting(cost, chip)) for cost in costs if _is_operation(cost)]
+  stops = [(cost, RooflineSeconds(interconnect=s)) for cost, s in links if not cost.overlapped]
   yield from busy
   yield from stops
   beside = [(cost, seconds) for cost, seconds in links if cost.overlapped]
   working = sum(parts.total for _, parts in busy)
   late = max(0.0, sum(seconds for _, seconds in beside) - working)
   for cost, share in _shares(beside):
-    yield cost.scope, RooflineSeconds(interconnect=late * share)
+    yield cost, RooflineSeconds(interconnect=late * share)
   moved = [(cost, cost.count * cost.bytes / chip.hbm_bandwidth) for cost in costs]
   elapsed = working + sum(parts.total for _, parts in stops) + late
   queued = max(0.0, sum(seconds for _, seconds in moved) - elapsed)
   for cost, share in _shares([one for one in moved if one[0].overlapped]):
-    yield cost.scope, RooflineSeconds(memory=queued * share)
+    yield cost, RooflineSeconds(memory=queued * share)
 
 
 def _shares(timed: Sequence[tuple[OperationCost, float]]) -> Iterator[tuple[OperationCost, float]]:
@@ -327,9 +335,7 @@ def _exchanges(
       *key,
       count=sum(cost.count for cost, _ in members),
       bytes=sum(cost.count * one.bytes for cost, one in members),
-      seconds=sum(
-        cost.count * _link_seconds(one, chip, devices_per_slice) for cost, one in members
-      ),
+      seconds=sum(cost.count * link_seconds(one, chip, devices_per_slice) for cost, one in members),
     )
     for key, members in alike.items()
   ]

@@ -1,13 +1,16 @@
 """The result of a critical-batch measurement as a table, sentences and JSON."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 from maxbatch.batch.solve import text
+from maxbatch.experiments.branch_tradeoff import branch_tradeoff
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Judged, Measured, critical
+from maxbatch.experiments.tradeoff import Tradeoff
 
 _HEADINGS = ("factor", "batch", "tokens/step", "learning rate", "steps")
 _RESULTS = ("loss", "above best smaller", "eval loss", "seconds", "")
@@ -57,6 +60,11 @@ class CriticalBatchReport:
     """Upper bound of the critical batch in samples; None if all branches are within."""
     return self.above.measured.branch.batch if self.above else None
 
+  @functools.cached_property
+  def tradeoff(self) -> Tradeoff | None:
+    """Samples against steps to one loss, in samples; None where the branches do not tell."""
+    return branch_tradeoff(self.judged, self.origin.samples)
+
   def as_dict(self) -> dict[str, Any]:
     """The whole result for JSON; null where not measured or not finite."""
     return {
@@ -67,6 +75,7 @@ class CriticalBatchReport:
       "window_tokens": self.branching.window_tokens,
       "critical_batch_at_least": self.at_least,
       "critical_batch_below": self.below,
+      "tradeoff": dataclasses.asdict(self.tradeoff) if self.tradeoff else None,
       "conclusion": self.sentences(),
       "branches": [_row_as_dict(one) for one in self.judged],
     }
@@ -77,7 +86,8 @@ class CriticalBatchReport:
 
   def __str__(self) -> str:
     rows = [(*_plan_cells(one.measured), *_result_cells(one)) for one in self.judged]
-    return "\n".join([_table((*_HEADINGS, *_RESULTS), rows), "", *self.sentences()])
+    twice = _twice(self.tradeoff) if self.tradeoff else []
+    return "\n".join([_table((*_HEADINGS, *_RESULTS), rows), "", *self.sentences(), *twice])
 
 
 def plan_table(branching: Branching, learning_rates: Sequence[float]) -> str:
@@ -160,6 +170,16 @@ def _excess(one: Judged) -> str:
     return "diverges"
   assert one.best_smaller is not None
   return f"ends {one.difference:.3g} nats per token above {one.best_smaller.name}"
+
+
+def _twice(curve: Tradeoff) -> list[str]:
+  """The batch that takes twice the data, which the noise scale estimates."""
+  found = curve.critical_batch
+  return [
+    f"To one loss, a batch of {found.value:,.0f} samples (95% {found.low:,.0f}–{found.high:,.0f}) takes "
+    f"twice the data of small ones from here, by the curve of McCandlish et al. (2018), off which the "
+    f"branches lie by {curve.misfit:.0%}: that is what the noise scale estimates."
+  ]
 
 
 def _contradiction(report: CriticalBatchReport) -> list[str]:

@@ -20,7 +20,9 @@ from maxbatch.hardware.sharding import constrain
 from maxbatch.models import flash
 from maxbatch.models.cache import LayerCache
 from maxbatch.models.dot_product import dot_product_attention
+from maxbatch.models.forms import rotated
 from maxbatch.models.layers import Norm, Projection
+from maxbatch.models.remat import named
 from maxbatch.models.rope import frequency_factors
 from maxbatch.models.windows import sliding_layers
 from maxbatch.precision.policy import PLAIN, Policy
@@ -137,14 +139,6 @@ def _rotations(
   return jnp.cos(angles_BTH), jnp.sin(angles_BTH)
 
 
-def rotate(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
-  """Rotates pairs (i, i + H/2) of every head by its position's angle, as Llama's weights expect;
-  float32."""
-  first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-  cos, sin = cos_BTH[:, :, None], sin_BTH[:, :, None]
-  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 class Attention(nnx.Module):
   """Multi-head or grouped-query causal self-attention."""
 
@@ -160,6 +154,7 @@ class Attention(nnx.Module):
     self.value = Projection(rngs, (D,), (K, H), kv_axes, bias=bias)
     out_axes, out_bias = ("heads", "head_dim", "embed"), config.attention_out_bias
     self.out = Projection(rngs, (N, H), (D,), out_axes, bias=out_bias, scale=residual_scale)
+    self.out.saved_as = "out_proj"
     self.query_norm = _norm(config, N, "heads")
     self.key_norm = _norm(config, K, "kv_heads")
     self.query_factor = _query_factor(config)
@@ -172,12 +167,14 @@ class Attention(nnx.Module):
     if self.query_norm is not None and self.key_norm is not None:
       q_BTNH, k_BSKH = self.query_norm(q_BTNH), self.key_norm(k_BSKH)
     if at.cos_BTH is not None and at.sin_BTH is not None:
-      q_BTNH = self.policy.cast(rotate(q_BTNH, at.cos_BTH, at.sin_BTH))
-      k_BSKH = self.policy.cast(rotate(k_BSKH, at.cos_BTH, at.sin_BTH))
+      q_BTNH = self.policy.cast(rotated(q_BTNH, at.cos_BTH, at.sin_BTH))
+      k_BSKH = self.policy.cast(rotated(k_BSKH, at.cos_BTH, at.sin_BTH))
     if self.query_factor != 1:
       q_BTNH = self.policy.cast(q_BTNH * self.query_factor)
     q_BTNH = constrain(q_BTNH, ("batch", "length", "heads", "head_dim"))
     k_BSKH = constrain(k_BSKH, ("batch", "length", "kv_heads", "head_dim"))
+    q_BTNH, k_BSKH = named(q_BTNH, "query_proj"), named(k_BSKH, "key_proj")
+    v_BSKH = named(v_BSKH, "value_proj")
     cap = self.config.attn_logits_soft_cap
     if at.cache is not None:
       at.cache.put(k_BSKH, v_BSKH)
@@ -187,7 +184,8 @@ class Attention(nnx.Module):
       out_BTNH = self._flash(q_BTNH, k_BSKH, v_BSKH, at)
     else:
       out_BTNH = dot_product_attention(q_BTNH, k_BSKH, v_BSKH, at.first_BT, cap, self.policy)
-    out_BTNH = self.policy.cast(out_BTNH)
+      out_BTNH = named(out_BTNH, "context")
+    out_BTNH = named(self.policy.cast(out_BTNH), "attention_out")
     return self.out(constrain(out_BTNH, ("batch", "length", "heads", "head_dim")))
 
   def _flash(

@@ -216,6 +216,7 @@ def _splash_kernel(
       block_kv_dq=X,
     ),
     attn_logits_soft_cap=soft_cap or None,
+    residual_checkpoint_name="context",
     head_shards=1,
     q_seq_shards=1,
     interpret=interpret,

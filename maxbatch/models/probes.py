@@ -27,6 +27,7 @@ from maxbatch.hardware.sharding import (
   over_rows,
   sum_over_rows,
 )
+from maxbatch.models.forms import projected, weight_gradient
 
 
 class Probe(nnx.Variable):
@@ -129,41 +130,33 @@ def _table_square(ids_T: jax.Array, d_TD: jax.Array) -> jax.Array:
 
 
 def product(
-  x_BTK: jax.Array,
-  matrix_KL: jax.Array,
-  probe_BS: jax.Array,
-  shape: tuple[int, ...],
-  axes: LogicalAxes,
+  x: jax.Array, kernel: jax.Array, num_inputs: int, probe_BS: jax.Array, axes: LogicalAxes
 ) -> jax.Array:
-  """x @ matrix: (B, T, K) → (B, T, L), of a kernel of `shape` named by `axes`."""
-  return _product(x_BTK, matrix_KL, probe_BS, shape, axes)
+  """As `projected`: (B, T, *in) → (B, T, *out), by a kernel of logical `axes` that is measured."""
+  return _product(x, kernel, probe_BS, num_inputs, axes)
 
 
-def _multiplied(x_BTK, matrix_KL, probe_BS, shape, axes):
-  del probe_BS, shape, axes
-  B, T, K = x_BTK.shape
-  return (x_BTK.reshape(-1, K) @ matrix_KL).reshape(B, T, -1)
+def _multiplied(x, kernel, probe_BS, num_inputs, axes):
+  del probe_BS, axes
+  return projected(x, kernel, num_inputs)
 
 
-def _product_forward(x_BTK, matrix_KL, probe_BS, shape, axes):
-  y_BTL = _multiplied(x_BTK, matrix_KL, probe_BS, shape, axes)
-  return y_BTL, (x_BTK, matrix_KL, probe_BS)
+def _product_forward(x, kernel, probe_BS, num_inputs, axes):
+  return _multiplied(x, kernel, probe_BS, num_inputs, axes), (x, kernel, probe_BS)
 
 
-def _product_backward(shape, axes, kept, d_BTL):
-  x_BTK, matrix_KL, probe_BS = kept
-  (_, T, K), L = x_BTK.shape, d_BTL.shape[-1]
-  d_x_BTK = (d_BTL.reshape(-1, L) @ matrix_KL.T).reshape(x_BTK.shape)
-  gradient = _ghost if is_ghost(T, K, L) else _simultaneous
+def _product_backward(num_inputs, axes, kept, d_y):
+  x, kernel, probe_BS = kept
+  (d_x,) = jax.vjp(lambda x: projected(x, kernel, num_inputs), x)[1](d_y)
+  K, L = (math.prod(part) for part in (kernel.shape[:num_inputs], kernel.shape[num_inputs:]))
+  gradient = _ghost if is_ghost(x.shape[1], K, L) else _simultaneous
 
-  def of_rows(x_BTK, d_BTL):
-    total_KL, squares_BS = gradient(shape, axes, probe_BS.shape[1], x_BTK, d_BTL)
-    return total_KL.astype(matrix_KL.dtype), squares_BS
+  def of_rows(x, d_y):
+    total, squares_BS = gradient(kernel.shape, axes, probe_BS.shape[1], x, d_y)
+    return total.astype(kernel.dtype), squares_BS
 
-  # A kernel's width is its first axis or its last: where it is divided, so is the matrix.
-  flat = (axes[0], None) if axes[0] == "embed" else (None, axes[-1])
-  d_matrix_KL, squares_BS = sum_over_rows(of_rows, flat, matrix_KL.shape, x_BTK, d_BTL)
-  return d_x_BTK, d_matrix_KL, squares_BS
+  d_kernel, squares_BS = sum_over_rows(of_rows, axes, kernel.shape, x, d_y)
+  return d_x, d_kernel, squares_BS
 
 
 _product = jax.custom_vjp(_multiplied, nondiff_argnums=(3, 4))
@@ -179,28 +172,29 @@ def is_ghost(length: int, inputs: int, outputs: int) -> bool:
   return length**2 * (inputs + outputs) < inputs * outputs
 
 
-def _simultaneous(shape, axes, shards, x_BTK, d_BTL):
+def _simultaneous(shape, axes, shards, x, d_y):
   """Weight gradient and squares, holding one row's gradient at a time."""
 
-  def add_row(total_KL, row):
-    x_TK, d_TL = row
-    of_row_KL = jnp.matmul(x_TK.T, d_TL, preferred_element_type=jnp.float32)
-    squares_S = row_squares(of_row_KL.reshape(1, *shape), axes, shards)[0]
-    return total_KL + of_row_KL, squares_S
+  def add_row(total, row):
+    x_T, d_y_T = row
+    of_row = weight_gradient(x_T, d_y_T, shape)
+    squares_S = row_squares(of_row[None], axes, shards)[0]
+    return total + of_row, squares_S
 
-  zeros_KL = jnp.zeros((x_BTK.shape[-1], d_BTL.shape[-1]), jnp.float32)
-  return jax.lax.scan(add_row, zeros_KL, (x_BTK, d_BTL))
+  return jax.lax.scan(add_row, jnp.zeros(shape, jnp.float32), (x, d_y))
 
 
-def _ghost(shape, axes, shards, x_BTK, d_BTL):
+def _ghost(shape, axes, shards, x, d_y):
   """Weight gradient, and squares without any row's gradient."""
-  del shape, axes
+  del axes
+  x_BTK, d_BTL = (y.reshape(*y.shape[:2], -1) for y in (x, d_y))
   x_XK, d_XL = (y.reshape(-1, y.shape[-1]) for y in (x_BTK, d_BTL))
   d_matrix_KL = jnp.matmul(x_XK.T, d_XL, preferred_element_type=jnp.float32)
   gram_x_BTT, gram_d_BTT = (
     jnp.einsum("btk,bsk->bts", y, y, preferred_element_type=jnp.float32) for y in (x_BTK, d_BTL)
   )
-  return d_matrix_KL, _first_shard((gram_x_BTT * gram_d_BTT).sum((1, 2)), shards)
+  squares_B = (gram_x_BTT * gram_d_BTT).sum((1, 2))
+  return d_matrix_KL.reshape(shape), _first_shard(squares_B, shards)
 
 
 def row_squares(gradients: jax.Array, axes: LogicalAxes, shards: int) -> jax.Array:

@@ -6,7 +6,6 @@ B rows, T tokens, D width of the residual stream, V vocabulary, L layers.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +27,10 @@ from maxbatch.models.dropout import dropout, fold
 from maxbatch.models.exponents import given_out
 from maxbatch.models.layers import FeedForward, Norm, parameter
 from maxbatch.models.probes import Probe, for_each_row, looked_up, probe, probe_values
+from maxbatch.models.remat import named, remat_policy, validate_remat
 from maxbatch.precision.policy import PLAIN, Policy
 
 _EMBEDDING_STD = 0.02
-
-REMAT_POLICIES = {
-  "minimal": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-  "full": jax.checkpoint_policies.nothing_saveable,
-}
-
-
-_MOVES = ("sharding_constraint", "convert_element_type", "reshape")
 
 
 class Block(nnx.Module):
@@ -60,6 +52,7 @@ class Block(nnx.Module):
 
   def __call__(self, x_BTD: jax.Array, at: AttentionContext, keys_B: jax.Array | None) -> jax.Array:
     """(B, T, D) → (B, T, D)."""
+    x_BTD = named(x_BTD, "decoder_layer_input")
     y_BTD = self.attention(_normalized(self.attention_norm, x_BTD), at)
     y_BTD = _normalized(self.post_attention_norm, y_BTD)
     x_BTD = self.policy.cast(x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 0)))
@@ -231,7 +224,7 @@ def _apply_layers(
     parameters, index = item
     return nnx.merge(graph, parameters)(x_BTD, at.of(index), fold(keys_B, index)), None
 
-  policy = _remat_policy(config.remat_policy)
+  policy = remat_policy(config)
   if policy is not None:
     layer = functools.partial(jax.checkpoint, policy=policy, prevent_cse=not config.scan_layers)(
       layer
@@ -282,27 +275,6 @@ def _cached_layers(stacked: Block, config: ModelConfig) -> Callable[..., tuple[j
   return apply_all
 
 
-def _remat_policy(name: str) -> Callable[..., bool] | None:
-  """What the backward pass may keep; None: everything.
-
-  Where devices divide the parameters even `none` keeps no gathered copies: those of all layers
-  together would be the whole model on every device. In a pipeline, which may keep all this for many
-  microbatches, it keeps no casts either.
-  """
-  if name != "none":
-    return REMAT_POLICIES[name]
-  sizes = jax.sharding.get_abstract_mesh().shape
-  divided = any(sizes.get(axis, 1) > 1 for axis in ("fsdp", "stage"))
-  return _all_but_moved if divided else None
-
-
-def _all_but_moved(primitive: Any, *_: Any, **parameters: Any) -> bool:
-  """Keeps what was computed; what was only gathered, cast or reshaped is so again."""
-  inside = parameters.get("call_jaxpr")  # of a function with a gradient of its own, as `gathered`
-  names = [primitive.name] if inside is None else [each.primitive.name for each in inside.eqns]
-  return any(name not in _MOVES for name in names)
-
-
 def _unstack(parameters: nnx.State, length: int) -> list[nnx.State]:
   """Layer by layer. Splitting, unlike indexing, has one concatenation as its gradient."""
   leaves, structure = jax.tree.flatten(parameters)
@@ -332,6 +304,7 @@ def validate(config: ModelConfig, max_target_length: int) -> None:
       f"for example head_dim={config.head_dim + 1}"
     )
   _validate_positions(config, max_target_length)
+  validate_remat(config)
 
 
 def _validate_positions(config: ModelConfig, max_target_length: int) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Sequence
 
 from maxbatch.batch.plan import BatchPlan
@@ -22,6 +23,8 @@ from maxbatch.compile.steps import save_steps
 from maxbatch.config.schema import Config, Explore
 from maxbatch.data.input_report import InputReport, input_report
 from maxbatch.errors import UserError
+from maxbatch.estimate.compiled_steps import remember
+from maxbatch.estimate.step_work import step_work
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import num_processes
@@ -138,6 +141,8 @@ def _compile(run: ResolvedRun, rollout: RolloutPlace | None = None) -> None:
     found = input_function(config, plan, num_processes(trainer.mesh))
     reports[-1] = dataclasses.replace(reports[-1], input_function=found)
   _show(reports, run.folder)
+  if not rollout:
+    _remember(config, "\n\n".join(map(str, reports)))
   if config.compile.save_compiled_step:
     steps = {each.micro_batch: each.program.step for each in reports}
     save_steps(config, plan, trainer, placeholder_rows(config), steps)
@@ -177,10 +182,13 @@ def _ranked(
   prober: Prober,
   find: Callable[[Config, Topology], Sequence[Candidate]] = sizes_of,
 ) -> None:
-  _, found = explore_sizes(config, target, prober, find=find)
+  chosen, found = explore_sizes(config, target, prober, find=find)
   folder = RunFolder.of(config.run)
   print()
-  _show([prober.reports[found.ranked[0].candidate]], folder)
+  report = prober.reports[found.ranked[0].candidate]
+  _show([report], folder)
+  if find is sizes_of:
+    _remember(chosen, f"{found}\n\n{report}")
   write_shared_file(folder.exploration, json.dumps(found.as_dict(), indent=2) + "\n")
 
 
@@ -188,3 +196,17 @@ def _show(reports: Sequence[CompileReport], folder: RunFolder) -> None:
   print(for_screen("\n\n\n".join(map(str, reports))))
   written = write_reports(reports, folder.path)
   print("\n" + for_screen(f"Written: {', '.join(map(str, written))}"), flush=True)
+
+
+def _remember(config: Config, report: str) -> None:
+  """Keeps the times of one slice's steps for estimates, which know of no flags of the compiler, no state
+  on the host, no measurements beside the step, and no frozen parameters."""
+  measures = config.noise.gns != "off" or config.noise.gns_from_microbatches
+  is_partial = config.model.lora_rank > 0 or config.optimizer.trainable
+  is_streamed = config.batch.accumulation == "streamed"
+  has_flags = config.compile.compiler_flags != "none" or os.environ.get("LIBTPU_INIT_ARGS")
+  on_host = config.optimizer.optimizer_memory_host_offload
+  other = measures or is_partial or is_streamed or has_flags or on_host
+  is_slice = config.compile.compile_topology and config.compile.compile_topology_num_slices == 1
+  if is_slice and not other:
+    remember(report, step_work(config))

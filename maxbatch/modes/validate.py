@@ -65,8 +65,15 @@ from maxbatch.training.build import (
 )
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
-from maxbatch.tuning.candidates import asked, is_open, sizes_of, with_default_batch, with_size
+from maxbatch.tuning.candidates import (
+  asked,
+  is_open,
+  sizes_of,
+  with_default_batch,
+  with_size,
+)
 from maxbatch.tuning.coupling import resolve_accumulation
+from maxbatch.tuning.variants import without_variants
 
 _NEXT = "Valid: nothing was compiled. Next: compile_only=true"
 
@@ -207,10 +214,7 @@ def _beginning(config: Config) -> tuple[Beginning, str]:
 
 def _with_smallest_choice(config: Config, layout: Topology) -> tuple[Config, Sequence[str]]:
   """The configuration with a microbatch to check, and a line if that is still to be chosen."""
-  if config.model.remat_policy == "explore":
-    config = dataclasses.replace(
-      config, model=dataclasses.replace(config.model, remat_policy="none")
-    )
+  config = without_variants(config)
   if not is_open(config.batch):
     return config, ()
   config = with_default_batch(config, layout)

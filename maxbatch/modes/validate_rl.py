@@ -1,6 +1,5 @@
 """validate_only for reinforcement learning: prompts, rewards and sampler, and all that other runs have."""
 
-import dataclasses
 from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
@@ -27,6 +26,7 @@ from maxbatch.rl.sampled import pair_sampler
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.step import Trainer
 from maxbatch.tuning.candidates import is_open, offered, pair_sizes_of
+from maxbatch.tuning.variants import without_variants
 
 _LOOKED_AT = 256
 """Prompts whose lengths are looked at."""
@@ -87,10 +87,7 @@ def _with_prompts(config: Config) -> tuple[Config, PromptSet, str]:
 
 def _with_smallest_choice(config: Config, training: Topology) -> tuple[Config, Sequence[str]]:
   """The configuration with a microbatch to check, and a line if that is still to be chosen."""
-  if config.model.remat_policy == "explore":
-    config = dataclasses.replace(
-      config, model=dataclasses.replace(config.model, remat_policy="none")
-    )
+  config = without_variants(config)
   if not is_open(config.batch):
     return config, ()
   sizes = pair_sizes_of(config, training)

@@ -30,6 +30,11 @@ def remembered_choices() -> Path:
   return _given_or_own("", "microbatch")
 
 
+def remembered_steps() -> Path:
+  """Where it is remembered what compiled steps took."""
+  return _given_or_own("", "compiled_steps")
+
+
 def _given_or_own(given: str, name: str) -> Path:
   if given:
     return Path(given).expanduser().absolute()

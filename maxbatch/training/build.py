@@ -23,10 +23,12 @@ from maxbatch.data.read_ahead import read_ahead
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
+from maxbatch.hardware.compiler_flags import CompilerFlags, compiler_flags
 from maxbatch.hardware.devices import Device
 from maxbatch.hardware.sharding import make_mesh, num_processes, replicated_dims, sharding
 from maxbatch.models.flash import resolve_attention
 from maxbatch.models.registry import Model, build_model
+from maxbatch.models.remat import offload_obstacle
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.precision.loss_scale import LossScaling, scaling_of
@@ -70,6 +72,7 @@ def build_trainer(
     UserError: keys that contradict each other.
   """
   _check_vocabulary(config)
+  _check_offloading(config, devices[0].platform)
   length = config.batch.max_target_length
   policy = policy_of(config.precision)
   model_config = resolve_attention(config.model, length, devices[0], policy.compute)
@@ -93,6 +96,7 @@ def build_trainer(
     loss,
     num_saved_policies,
     scaling_of(config.precision),
+    compiler_flags(config.compile.compiler_flags, devices[0]),
   )
   loading_hosts(plan, num_processes(trainer.mesh))
   return trainer
@@ -110,6 +114,7 @@ def _trainer(
   loss: Loss,
   num_saved_policies: int,
   loss_scaling: LossScaling | None,
+  flags: CompilerFlags,
 ) -> Trainer:
   return Trainer(
     model=model,
@@ -122,6 +127,8 @@ def _trainer(
     loss=loss,
     num_saved_policies=num_saved_policies,
     loss_scaling=loss_scaling,
+    compiler_flags=flags,
+    optimizer_on_host=optimizer.optimizer_memory_host_offload,
   )
 
 
@@ -139,6 +146,28 @@ def _check_rounding(model: Model) -> None:
 def _rounds_updates(model: Model) -> bool:
   trained, _ = model.split(model.shapes())
   return any(leaf.dtype != jnp.float32 for leaf in jax.tree.leaves(trained))
+
+
+def _check_offloading(config: Config, platform: str) -> None:
+  """Refuses what would keep activations or the optimizer's state on the host where it cannot."""
+  is_pipeline = config.pipeline.pipeline_schedule != "none"
+  obstacle = offload_obstacle(config.model, platform, is_pipeline=is_pipeline)
+  if obstacle:
+    raise UserError(obstacle)
+  if not config.optimizer.optimizer_memory_host_offload:
+    return
+  key = "optimizer_memory_host_offload=true"
+  if platform == "cpu":
+    raise UserError(
+      f"{key}: the devices are CPUs, whose memory is the host's already; use "
+      "optimizer_memory_host_offload=false"
+    )
+  if is_pipeline:
+    raise UserError(
+      f"{key}: not with pipeline_schedule={config.pipeline.pipeline_schedule}, whose stages keep "
+      "their layers' state in another order; use optimizer_memory_host_offload=false, or "
+      "ici_fsdp_parallelism instead of a pipeline"
+    )
 
 
 def _check_vocabulary(config: Config) -> None:
@@ -255,7 +284,8 @@ def compiled_step(
 
 @functools.lru_cache(_KEPT)
 def _compiled_step(trainer: Trainer, rows: Rows, streamed: bool) -> Step:
-  return _traced_step(trainer, rows, streamed=streamed).lower().compile()
+  lowered = _traced_step(trainer, rows, streamed=streamed).lower()
+  return lowered.compile(trainer.compiler_flags.options)
 
 
 def compiled_eval(plan: BatchPlan, trainer: Trainer, source: RowSource) -> EvalStep:
@@ -265,7 +295,8 @@ def compiled_eval(plan: BatchPlan, trainer: Trainer, source: RowSource) -> EvalS
 
 @functools.lru_cache(_KEPT)
 def _compiled_eval(trainer: Trainer, rows: Rows) -> EvalStep:
-  return eval_function(trainer, rows).lower(trainer.abstract.parameters, rows).compile()
+  lowered = eval_function(trainer, rows).lower(trainer.abstract.parameters, rows)
+  return lowered.compile(trainer.compiler_flags.options)
 
 
 def _shapes(source: RowSource, leading: tuple[int, ...]) -> Rows:

@@ -19,6 +19,7 @@ from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import constrain, local_shape, over_rows
 from maxbatch.models.dropout import sample_keys
+from maxbatch.models.forms import gradients_apart
 from maxbatch.models.probes import row_squares
 from maxbatch.models.registry import MeasuredModel, Model, Parameters
 from maxbatch.precision.policy import PLAIN, Policy
@@ -31,7 +32,7 @@ from maxbatch.training.metrics import (
   zero_token_sums,
 )
 
-_TILE_BYTES = 64 * 2**20
+_SMALLEST_TILE = 64 * 2**20
 _MATRIX_AXES = ("embed", "vocab")
 
 
@@ -94,6 +95,10 @@ def loss_parts(
     model, *hidden_BTD.shape[:2], is_training=dropout_key is not None, metrics=metrics
   )
   matrix_DV = bound.output_matrix()
+  if not model.frozen:
+    # So the matrix's gradient is divided over fsdp before the layers' backward pass, through which
+    # the compiler would otherwise hold the whole of it in float32: 0.5 of 5 GB for Llama-2-7B.
+    hidden_BTD, matrix_DV = gradients_apart((hidden_BTD, matrix_DV))
   probe_BS = bound.output_probe() if isinstance(bound, MeasuredModel) else None
   arrays = hidden_BTD, matrix_DV, rows.targets, rows.weights
   return cross_entropy_parts(*arrays, options, probe_BS, scale)
@@ -111,8 +116,12 @@ def loss_options(
 
 
 def num_tiles(config: ModelConfig, rows: int, length: int) -> int:
-  """Tiles into which `length` tokens are cut: num_vocab_tiling, or so many that each has about
-  64 MiB a device at most.
+  """Tiles into which `length` tokens are cut: num_vocab_tiling, or so many that the logits of each have
+  about as many bytes a device as the gradient of the output matrix at most, or 64 MiB.
+
+  Each tile reads the whole matrix and adds to the whole gradient, which takes longer than its products
+  if it has few tokens: with tiles of 64 MiB half of the step of Qwen3-0.6B on a v5e-16 was this. The
+  gradient has to be held anyway; logits of its size have as many tokens as the model is wide.
 
   Raises:
     UserError: more tiles are asked for than there are tokens.
@@ -124,8 +133,10 @@ def num_tiles(config: ModelConfig, rows: int, length: int) -> int:
     )
   if config.num_vocab_tiling:
     return config.num_vocab_tiling
-  held = local_shape(("batch", "length", "vocab"), (rows, length, config.vocab_size))
-  wanted = min(length, -(-math.prod(held) * 4 // _TILE_BYTES))
+  V, D = config.vocab_size, config.base_emb_dim
+  logits = math.prod(local_shape(("batch", "length", "vocab"), (rows, length, V))) * 4
+  gradient = math.prod(local_shape((None, "vocab"), (D, V))) * 4
+  wanted = min(length, -(-logits // max(gradient, _SMALLEST_TILE)))
   # Tiles that divide the row need no copy; but a prime length has only those of one token.
   equal = next(tiles for tiles in range(wanted, length + 1) if length % tiles == 0)
   return equal if equal <= 2 * wanted else wanted

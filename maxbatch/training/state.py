@@ -17,6 +17,9 @@ from maxbatch.training.loss import LossSums
 from maxbatch.training.metrics import NO_METRICS, Metrics, TokenSums, zero_token_sums
 from maxbatch.training.optimizer import init_in_float32
 
+_HOST = "pinned_host"
+"""jax's name for the memory of a device's host that the device can read."""
+
 
 class NoiseSums(NamedTuple):
   """What the noise scale is estimated from, summed over a step's microbatches so far."""
@@ -132,11 +135,14 @@ def abstract_state(
   mesh: Mesh,
   measures: Measures = NOTHING,
   scaling: LossScaling | None = None,
+  *,
+  optimizer_on_host: bool = False,
 ) -> TrainState:
   """Shape, dtype and sharding of every leaf: what a compiler or a restore needs to know.
 
   Optimizer state that mirrors a parameter (same path, same rank) lies where the parameter lies;
-  the rest (counters, Adafactor's rows and columns) is small and on every device.
+  the rest (counters, Adafactor's rows and columns) is small and on every device. With
+  `optimizer_on_host` what mirrors a parameter is in the memory of the devices' hosts.
   """
   begun = functools.partial(_begun, model, optimizer, measures, scaling)
   shapes = jax.eval_shape(lambda key: begun(model.init(key)), jax.random.key(0))
@@ -148,7 +154,31 @@ def abstract_state(
     where = sharding(axes[names], leaf.shape, mesh) if mirrors else replicated(mesh)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
-  return jax.tree_util.tree_map_with_path(place, shapes)
+  state = jax.tree_util.tree_map_with_path(place, shapes)
+  if not optimizer_on_host:
+    return state
+  inner = jax.tree.map(
+    lambda leaf: _on_host(leaf) if leaf.ndim else leaf, state.opt_state.inner_opt_state
+  )
+  return state._replace(opt_state=state.opt_state._replace(inner_opt_state=inner))
+
+
+def _on_host(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+  where = leaf.sharding.with_memory_kind(_HOST)  # pyright: ignore[reportOptionalMemberAccess]
+  return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+
+
+def is_on_host(leaf: Any) -> bool:
+  """Whether an abstract array is in the memory of the devices' hosts."""
+  return leaf.sharding.memory_kind == _HOST
+
+
+def moved(state: TrainState, abstract: TrainState, *, to_host: bool) -> TrainState:
+  """What is kept on the hosts, moved to the devices or back; the rest as it is."""
+  space = jax.memory.Space.Host if to_host else jax.memory.Space.Device
+  return jax.tree.map(
+    lambda x, leaf: jax.device_put(x, space) if is_on_host(leaf) else x, state, abstract
+  )
 
 
 def shardings(abstract: Any) -> Any:

@@ -17,6 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 from maxbatch.data.rows import Rows
+from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags
 from maxbatch.hardware.sharding import replicated, sharding
 from maxbatch.models.registry import Model, Parameters, Probed, by_path
 from maxbatch.pipeline_parallel.sizes import Pipeline
@@ -54,6 +55,7 @@ from maxbatch.training.state import (
   abstract_state,
   from_saved,
   joined_sums,
+  moved,
   shardings,
   state_beginner,
   state_initializer,
@@ -125,11 +127,16 @@ class Trainer:
   """Parameters of earlier steps that checkpoints hold as well."""
   loss_scaling: LossScaling | None = None
   """None: the loss is not scaled."""
+  compiler_flags: CompilerFlags = NO_FLAGS
+  """Of steps and evaluations."""
+  optimizer_on_host: bool = False
+  """Whether the optimizer's state is in the memory of the devices' hosts between updates."""
 
   @functools.cached_property
   def abstract(self) -> TrainState:
     """The state's shapes, dtypes and shardings."""
-    return abstract_state(self.model, self.optimizer, self.mesh, self.measures, self.loss_scaling)
+    parts = self.model, self.optimizer, self.mesh, self.measures, self.loss_scaling
+    return abstract_state(*parts, optimizer_on_host=self.optimizer_on_host)
 
   @functools.cached_property
   def _create(self) -> Callable[[jax.Array], TrainState]:
@@ -347,7 +354,9 @@ def step_function(trainer: Trainer, rows: Any, *, streamed: bool) -> jax.stages.
       wrong = first_wrong_row(trainer.loss.rows(rows))
       if isinstance(rows, Rows):
         rows = rows._replace(checksums=None)
+      state = moved(state, trainer.abstract, to_host=False)
       state, metrics = body(trainer, state, rows, control, rate)
+      state = moved(state, trainer.abstract, to_host=True)
       return state, metrics._replace(stop=stop, wrong_row=wrong)
 
   places = shardings(trainer.abstract)

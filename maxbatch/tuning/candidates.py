@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Literal, get_args
 
 from maxbatch.batch.arithmetic import per_device_size, samples_per_group, tokens_of
 from maxbatch.batch.plan import plan_batches
@@ -25,13 +24,10 @@ from maxbatch.batch.solve import (
   text,
 )
 from maxbatch.batch.topology import Topology
-from maxbatch.config.schema import BatchConfig, Config, Explore, RunConfig
+from maxbatch.config.schema import BatchConfig, Config, Explore, ModelConfig, RunConfig
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.layout import pipeline_of
 
-RematPolicy = Literal["none", "minimal", "full"]
-REMAT_POLICIES: tuple[RematPolicy, ...] = get_args(RematPolicy)
-"""What remat_policy=explore tries, the fastest where it fits first."""
 _MOST_TOKENS = 1 << 17
 """Tokens of one microbatch on one device beyond which no size is looked for when the batch is open."""
 
@@ -49,8 +45,16 @@ class Candidate:
   batch: int
   """Samples of one step."""
   max_target_length: int
-  remat_policy: RematPolicy | None = None
+  remat_policy: str | None = None
   """Where the policy is explored too: the one that this candidate takes."""
+  compiler_flags: str | None = None
+  """Likewise, of the sets of flags."""
+
+  @property
+  def variant(self) -> str:
+    """What is explored beside the size, in words; empty if nothing is."""
+    flags = f"flags={self.compiler_flags}" if self.compiler_flags else ""
+    return " ".join(filter(None, (self.remat_policy, flags)))
 
   @property
   def size(self) -> Fraction:
@@ -75,10 +79,12 @@ class Candidate:
   def applied_to(self, config: Config) -> Config:
     """The configuration with this choice made."""
     config = dataclasses.replace(config, batch=with_size(config.batch, self.size))
-    if not self.remat_policy:
-      return config
-    model = dataclasses.replace(config.model, remat_policy=self.remat_policy)
-    return dataclasses.replace(config, model=model)
+    model, keys = config.model, config.compile
+    if self.remat_policy:
+      model = with_policy(model, self.remat_policy)
+    if self.compiler_flags:
+      keys = dataclasses.replace(keys, compiler_flags=self.compiler_flags)
+    return dataclasses.replace(config, model=model, compile=keys)
 
   def samples_per_second(self, step_seconds: float) -> float:
     """Speed, when a step takes that long."""
@@ -218,11 +224,9 @@ def pair_sizes_of(config: Config, training: Topology) -> tuple[PairCandidate, ..
   return tuple(chosen)
 
 
-def with_policies(sizes: Sequence[Candidate]) -> tuple[Candidate, ...]:
-  """Every size with every remat_policy, one policy after the other."""
-  return tuple(
-    dataclasses.replace(size, remat_policy=policy) for policy in REMAT_POLICIES for size in sizes
-  )
+def with_policy(model: ModelConfig, policy: str) -> ModelConfig:
+  """The model with a remat_policy."""
+  return dataclasses.replace(model, remat_policy=policy)  # pyright: ignore[reportArgumentType]
 
 
 def asked(batch: BatchConfig) -> str:

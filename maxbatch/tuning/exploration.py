@@ -115,7 +115,7 @@ def explore(
   Memory grows with the microbatch: above a size that does not fit, none is compiled.
 
   Args:
-    candidates: ascending in size; those with the same remat_policy are explored together.
+    candidates: ascending in size; those of the same variant are explored together.
     probe: called once for each.
     suggested_fixes: keys that reduce the memory needed, for the message when nothing fits.
     say: prints a line.
@@ -142,10 +142,10 @@ def explore(
 
 
 def _order(candidates: Sequence[Candidate]) -> list[Candidate]:
-  """Up from a good first guess, then down from it; the policies one after the other."""
+  """Up from a good first guess, then down from it; the variants one after the other."""
   ordered: list[Candidate] = []
-  for policy in dict.fromkeys(one.remat_policy for one in candidates):
-    sizes = [one for one in candidates if one.remat_policy == policy]
+  for variant in dict.fromkeys(one.variant for one in candidates):
+    sizes = [one for one in candidates if one.variant == variant]
     small = [one for one in sizes[:-1] if one.device_tokens < _GUESSED_TOKENS]
     ordered += [*sizes[len(small) :], *reversed(small)]
   return ordered
@@ -159,7 +159,7 @@ def _larger_than(
   return [
     Skipped(one, tried)
     for one in candidates
-    if one.remat_policy == tried.candidate.remat_policy
+    if one.variant == tried.candidate.variant
     and one.per_device > tried.candidate.per_device
     and one not in known
   ]
@@ -172,11 +172,13 @@ def _line(found: Exploration, base: Tried | None) -> str:
     last = found.tried[-1]
     return f"INFO: micro_batch_size: {last.size} does not fit ({last.probe.memory}), {progress}"
   gain = found.best.samples_per_second / (base.samples_per_second or math.inf)
-  policy = found.best.candidate.remat_policy
+  best = found.best.candidate
   return (
     f"INFO: Current recommended micro_batch_size: {found.best.size}, {found.best.probe.how} "
     f"performance: {gain:.2f}x base, {progress}, confidence: {found.confidence} (of "
-    f"{MOST_CONFIDENCE})" + (f", remat_policy: {policy}" if policy else "")
+    f"{MOST_CONFIDENCE})"
+    + (f", remat_policy: {best.remat_policy}" if best.remat_policy else "")
+    + (f", compiler_flags: {best.compiler_flags}" if best.compiler_flags else "")
   )
 
 
@@ -213,8 +215,8 @@ def _step_time(one: Tried) -> str:
 
 
 def _start_of_row(candidate: Candidate) -> tuple[str, str]:
-  policy = f" {candidate.remat_policy}" if candidate.remat_policy else ""
-  return text(candidate.size) + policy, f"{candidate.gradient_accumulation_steps:,}"
+  variant = f" {candidate.variant}" if candidate.variant else ""
+  return text(candidate.size) + variant, f"{candidate.gradient_accumulation_steps:,}"
 
 
 def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

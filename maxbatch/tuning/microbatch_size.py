@@ -26,6 +26,7 @@ from maxbatch.config.load import to_flat_dict
 from maxbatch.config.rl_schema import RLConfig
 from maxbatch.config.schema import BatchConfig, Config
 from maxbatch.errors import UserError
+from maxbatch.hardware.compiler_flags import EXPLORE, compiler_flags
 from maxbatch.hardware.devices import Target
 from maxbatch.hardware.memory import machine_bytes
 from maxbatch.rl.trainer import build_policy_trainer
@@ -39,12 +40,12 @@ from maxbatch.tuning.candidates import (
   pair_sizes_of,
   sizes_of,
   with_default_batch,
-  with_policies,
 )
 from maxbatch.tuning.exploration import Exploration, explore
 from maxbatch.tuning.processes import Say, agreed, in_process_0
 from maxbatch.tuning.remembered import RememberedChoice
 from maxbatch.tuning.search import ProbeSize, choose_largest
+from maxbatch.tuning.variants import with_variants
 
 _KEY = "micro_batch_size"
 _MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -113,6 +114,8 @@ def _chooses(config: Config) -> bool:
   """
   if config.model.remat_policy == "explore":
     raise UserError(_policy_not_here(config))
+  if config.compile.compiler_flags == EXPLORE:
+    raise UserError(_flags_not_here(config))
   if is_open(config.batch) and config.batch.micro_batch_size != "auto":
     raise UserError(_not_here(config))
   return is_open(config.batch)
@@ -153,7 +156,8 @@ def explore_sizes(
 ) -> tuple[Config, Exploration]:
   """Tries every size that micro_batch_size=explore asks for, says how it goes, and ranks them.
 
-  With remat_policy=explore, every size is tried with every policy.
+  With remat_policy=explore, every size is tried with every policy; with compiler_flags=explore,
+  with every set of flags.
 
   Args:
     config: micro_batch_size is explore, and compile_only is set.
@@ -171,7 +175,7 @@ def explore_sizes(
   if not config.compile.compile_only:
     raise UserError(_not_here(config))
   sizes = find(config, place.layout)
-  sizes = with_policies(sizes) if config.model.remat_policy == "explore" else sizes
+  sizes = with_variants(sizes, config, place.devices[0])
   say = in_process_0(say)
   found = explore(sizes, agreed(probe), memory_suggestions(config), say)
   say(f"\n{found}")
@@ -208,6 +212,7 @@ def what_it_depends_on(
       "host": _host() if first.platform == "cpu" else "",
       "compile_topology": config.compile.compile_topology,
       "device_memory_gb": config.compile.device_memory_gb,
+      "compiler_flags": str(compiler_flags(config.compile.compiler_flags, first)),
       _MEMORY_FRACTION: os.environ.get(_MEMORY_FRACTION, ""),
     },
     "compiler": compiler_environment(first),
@@ -250,6 +255,14 @@ def _policy_not_here(config: Config) -> str:
     f"remat_policy=explore is tried beside every size, and needs micro_batch_size=explore "
     f"compile_only=true (now {asked(config.batch)} "
     f"compile_only={str(config.compile.compile_only).lower()}); for a run, remat_policy=full"
+  )
+
+
+def _flags_not_here(config: Config) -> str:
+  return (
+    f"compiler_flags=explore is tried beside every size, and needs micro_batch_size=explore "
+    f"compile_only=true (now {asked(config.batch)} "
+    f"compile_only={str(config.compile.compile_only).lower()}); for a run, compiler_flags=published"
   )
 
 

@@ -79,7 +79,8 @@ class Tried:
     probe, candidate = self.probe, self.candidate
     speed = self.samples_per_second
     known = {
-      "remat_policy": candidate.remat_policy or None,
+      "remat_policy": candidate.remat_policy,
+      "compiler_flags": candidate.compiler_flags,
       "step_seconds": self.step_seconds,
       "samples_per_second": speed or None,
       "tokens_per_second": speed * candidate.max_target_length or None,

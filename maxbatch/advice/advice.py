@@ -1,0 +1,351 @@
+"""All of the advice: the question, the batch, its ramp and settings, what runs where, what it costs."""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+from maxbatch.advice.asked import Asked
+from maxbatch.advice.batch_size import BatchSize, batch_size
+from maxbatch.advice.experiment import Experiment, Running, next_experiment
+from maxbatch.advice.measured import Measured
+from maxbatch.advice.ramp import RampPhase, overhead, ramp
+from maxbatch.advice.rounding import dividing, round_batch, whole_steps
+from maxbatch.advice.settings import Settings, settings
+from maxbatch.advice.slices import (
+  Curve,
+  Goal,
+  Point,
+  common_unit,
+  curves,
+  multiple,
+  nearest,
+  point,
+  split_of,
+  step_around,
+)
+from maxbatch.batch.arithmetic import micro_batch_of, samples_of, tokens_of
+from maxbatch.batch.phases import Phase
+from maxbatch.batch.plan import BatchPlan
+from maxbatch.batch.topology import Topology
+from maxbatch.batch_rules.tradeoff import data_factor
+from maxbatch.errors import UserError
+from maxbatch.estimate.best_split import BatchSplit
+from maxbatch.estimate.step_roofline import step_roofline
+
+_NEAR = 1.25
+"""So near another batch is as good as the one that the rules say: they agree no better."""
+_SAME = ("global_batch_to_train", "tokens_per_step")
+"""Other keys of what batch_size is."""
+_FREE_SECONDS = 1.03
+"""A microbatch that divides every phase may make the step so much slower: it saves a compilation."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+  """The batch as it is divided, and its ramp."""
+
+  samples: int
+  """Of a step, at the end."""
+  phases: Sequence[RampPhase]
+  micro_batch: int
+  """Samples of a microbatch on all devices; 0: no place is known that would say."""
+  split: BatchSplit | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+  """The answer."""
+
+  asked: Asked
+  size: BatchSize
+  sizes: Sizes
+  settings: Settings
+  keys: Mapping[str, object]
+  """All keys that are advised."""
+  goal: Goal
+  ramp_overhead: float
+  """Of the run with its ramp."""
+  curves: Sequence[Curve]
+  """On half the chips, these, and twice as many."""
+  here: Point | None
+  """The batch held constant, on the place that was asked about."""
+  neighbours: Sequence[Point]
+  """The next smaller and larger batch that divide as well, likewise."""
+  experiment: Experiment
+
+  @property
+  def batch_tokens(self) -> int:
+    """Tokens of a step, at the end."""
+    return tokens_of(self.sizes.samples, self.asked.length)
+
+  @property
+  def constant_overhead(self) -> float:
+    """The data overhead of the batch without its ramp."""
+    return self.batch_tokens / self.goal.critical_tokens
+
+
+def advise(asked: Asked, measured: Sequence[Measured]) -> Advice:
+  """Answers the question.
+
+  Raises:
+    UserError: the model does not fit on the place.
+  """
+  size = batch_size(asked, measured)
+  sizes = _sizes(asked, size)
+  batch_tokens = tokens_of(sizes.samples, asked.length)
+  share = batch_tokens / size.tokens
+  phases = [tokens_of(phase.samples, asked.length) for phase in sizes.phases]
+  advised = settings(asked, phases, size.critical_tokens)
+  ramped = overhead(sizes.phases, asked.length, asked.tokens, size.critical_tokens)
+  # What is trained on with this batch is what was asked for.
+  constant = data_factor(size.data_overhead * share)
+  goal = Goal(asked.tokens / constant, size.critical_tokens)
+  found = curves(asked, goal, sizes.samples) if asked.place else []
+  here = point(asked, goal, asked.place, sizes.samples) if asked.place else None
+  return Advice(
+    asked=asked,
+    size=size,
+    sizes=sizes,
+    settings=advised,
+    keys=_keys(asked, sizes, advised),
+    goal=goal,
+    ramp_overhead=ramped,
+    curves=found,
+    here=here,
+    neighbours=_neighbours(asked, goal, sizes),
+    experiment=next_experiment(asked, size, measured, _running(asked, sizes, advised), here),
+  )
+
+
+def _running(asked: Asked, sizes: Sizes, advised: Settings) -> Running:
+  unit = sizes.micro_batch or asked.mesh.num_batch_groups
+  return Running(sizes.samples, unit, advised.learning_rate)
+
+
+def _sizes(asked: Asked, size: BatchSize) -> Sizes:
+  """The batch in samples that the place divides, with its ramp and its split."""
+  exact = float(asked.own_batch or size.tokens / asked.length)
+  wanted = max(1, round(exact)) if asked.own_batch else round_batch(exact)
+  if asked.place is None:
+    samples = dividing(wanted, asked.mesh)
+    unit = asked.mesh.num_batch_groups
+    return Sizes(samples, _phases(asked, size, samples, unit), 0, None)
+  samples = nearest(asked, asked.place, wanted)
+  if not asked.own_batch:
+    samples = _faster(asked, size, samples)
+  split = split_of(asked, asked.place, samples)
+  unit = _micro_batch(split)
+  phases = _phases(asked, size, samples, min(unit, split.mesh.num_batch_groups))
+  common = common_unit([phase.samples for phase in phases])
+  if common % unit:
+    # A microbatch that divides every phase needs one program alone.
+    shared = split_of(asked, asked.place, common)
+    again = _with_microbatch(asked, shared, samples)
+    if again.step.step_seconds <= _FREE_SECONDS * split.step.step_seconds:
+      split = again
+  return Sizes(samples, phases, _micro_batch(split), split)
+
+
+def _phases(asked: Asked, size: BatchSize, samples: int, unit: int) -> list[RampPhase]:
+  if not asked.wishes.ramp or samples % unit:
+    return [RampPhase(0.0, samples)]
+  # A batch of one's own has an overhead of its own, which its ramp keeps to.
+  share = 1.0 if asked.own_batch else tokens_of(samples, asked.length) / size.tokens
+  return ramp(samples, unit, asked.tokens, share)
+
+
+def _micro_batch(split: BatchSplit) -> int:
+  return micro_batch_of(split.batch, split.num_microbatches)
+
+
+def _with_microbatch(asked: Asked, split: BatchSplit, samples: int) -> BatchSplit:
+  """The same microbatch, for another batch."""
+  assert asked.place is not None
+  count = samples // _micro_batch(split)
+  return dataclasses.replace(
+    split,
+    batch=samples,
+    num_microbatches=count,
+    step=_step(asked, split, split.per_device, count),
+  )
+
+
+def _step(asked: Asked, split: BatchSplit, per_device: Fraction, num_microbatches: int):
+  assert asked.place is not None
+  return step_roofline(
+    asked.work, asked.place.chip, split.mesh, per_device, num_microbatches, split.remat
+  )
+
+
+def _faster(asked: Asked, size: BatchSize, samples: int) -> int:
+  """A batch of whole samples on every device instead, where it is near and sooner at the same loss."""
+  assert asked.place
+  whole = multiple(asked.place, size.tokens / asked.length)
+  if not whole or max(whole / samples, samples / whole) > _NEAR:
+    return samples
+  goal = Goal(asked.tokens, size.critical_tokens)
+  found = {}
+  for each in (samples, whole):
+    with contextlib.suppress(UserError):
+      found[each] = point(asked, goal, asked.place, each).seconds
+  return min(found, key=lambda each: found[each], default=samples)
+
+
+def _neighbours(asked: Asked, goal: Goal, sizes: Sizes) -> list[Point]:
+  """The batches about a quarter below and above, as they divide, with their price."""
+  if asked.place is None:
+    return []
+  apart = step_around(asked.place, sizes.samples, sizes.micro_batch)
+  below, above = (sizes.samples - 1) // apart * apart, (sizes.samples // apart + 1) * apart
+  found = list[Point]()
+  for each in (below or sizes.samples // 2, above):
+    # A smaller one may divide no more, a larger one leave no memory.
+    with contextlib.suppress(UserError):
+      found += [point(asked, goal, asked.place, each)] if each else []
+  return found
+
+
+def _keys(asked: Asked, sizes: Sizes, advised: Settings) -> dict[str, object]:
+  """What to set, in the order of base.yml."""
+  run, length = asked.config.run, asked.length
+  phases = [(round(phase.at_tokens / length), phase.samples) for phase in sizes.phases]
+  total_samples = whole_steps(phases, asked.tokens / length)
+  keys: dict[str, object] = {
+    "steps": -1,
+    "total_samples": -1,
+    "total_tokens": tokens_of(total_samples, length),
+  }
+  if run.schedule_unit == "steps":
+    keys |= _in_samples(asked, sizes.samples)
+  keys |= {key: -1 for key in _SAME if key in asked.given}
+  keys["batch_size"] = sizes.samples
+  if sizes.split:
+    keys |= {key: _number(value) for key, value in sizes.split.keys.items()}
+  if len(sizes.phases) > 1:
+    keys["batch_schedule"] = [list(phase) for phase in phases]
+    keys["batch_schedule_unit"] = "samples"
+  return keys | advised.advised
+
+
+def _number(value: str) -> object:
+  """Whole numbers as numbers; fractions and words as they are."""
+  return int(value) if value.isdecimal() else value
+
+
+def _in_samples(asked: Asked, samples: int) -> dict[str, object]:
+  """Intervals in steps as samples, since steps of a ramp differ in size."""
+  config = asked.config
+  own = {
+    "eval_interval": config.run.eval_interval,
+    "checkpoint_period": config.checkpoint.checkpoint_period,
+    "warmup_steps": config.optimizer.warmup_steps,
+    "learning_rate_schedule_steps": config.optimizer.learning_rate_schedule_steps,
+  }
+  counted = {key: samples_of(steps, samples) for key, steps in own.items() if steps > 0}
+  return {"schedule_unit": "samples", **counted}
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+  """The run as it is planned, with what it takes."""
+
+  phase: Phase
+  step_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+  """The advised configuration as any run is planned, with its times; none where no place is known."""
+
+  plan: BatchPlan
+  timed: Sequence[Timed]
+
+  @property
+  def seconds(self) -> float:
+    """Of all steps."""
+    return sum(one.phase.num_steps * one.step_seconds for one in self.timed)
+
+  def tokens_per_second(self) -> float:
+    """Over the whole run."""
+    return self.plan.total_tokens / self.seconds
+
+
+def timed(advice: Advice, plan: BatchPlan) -> Planned:
+  """The times of the phases that the plan has, with the split of the advice."""
+  split = advice.sizes.split
+  if split is None:
+    return Planned(plan, [])
+  return Planned(
+    plan,
+    [
+      Timed(
+        phase,
+        _step(
+          advice.asked, split, plan.per_device(phase.micro_batch), phase.num_microbatches
+        ).step_seconds,
+      )
+      for phase in plan.phases
+    ],
+  )
+
+
+def layout(advice: Advice) -> Topology:
+  """The mesh of the advised run."""
+  return advice.sizes.split.mesh if advice.sizes.split else advice.asked.mesh
+
+
+def as_dict(advice: Advice, planned: Planned) -> dict[str, Any]:
+  """For --json: numbers are numbers; null where not known."""
+  asked, size = advice.asked, advice.size
+  seconds = planned.seconds if planned.timed else None
+  chips = asked.place.chips if asked.place else 0
+  hours = chips * seconds / 3600 if seconds else None
+  price = asked.wishes.price_per_chip_hour
+  return {
+    "asked": {
+      "model_name": asked.config.model.model_name,
+      "parameters": asked.training.parameters,
+      "tokens": asked.tokens,
+      "expected_loss": asked.training.loss,
+      **dataclasses.asdict(asked.wishes),
+      "slices": str(asked.place) if asked.place else None,
+      "chips": chips or None,
+    },
+    "keys": dict(advice.keys),
+    "batch": {
+      "samples": advice.sizes.samples,
+      "tokens": advice.batch_tokens,
+      "interval_tokens": [size.low, size.high],
+      "by_rules_tokens": size.by_rules,
+      "wanted_tokens": size.tokens,
+      "critical_tokens": size.critical_tokens,
+      "data_overhead": advice.constant_overhead,
+      "data_overhead_with_ramp": advice.ramp_overhead,
+    },
+    "rules": [one.as_dict() for one in size.said],
+    "measured": [one.as_dict() for one in size.measured],
+    "phases": [
+      {
+        "first_sample": phase.first.samples,
+        "samples_per_step": phase.batch,
+        "steps": phase.num_steps,
+      }
+      for phase in planned.plan.phases
+    ],
+    "settings": advice.settings.as_dict(),
+    "run": {
+      "steps": planned.plan.steps,
+      "tokens": planned.plan.total_tokens,
+      "days": seconds / 86_400 if seconds else None,
+      "chip_hours": hours,
+      "cost": hours * price if hours and price else None,
+      "tokens_per_second": planned.tokens_per_second() if seconds else None,
+      "utilisation": advice.here.split.step.utilisation if advice.here else None,
+      "limited_by": advice.here.split.step.limited_by if advice.here else None,
+    },
+    "neighbours": [one.as_dict() for one in advice.neighbours],
+    "frontier": [one.as_dict() for curve in advice.curves for one in curve.points],
+    "next_experiment": advice.experiment.as_dict(),
+  }

@@ -1,0 +1,85 @@
+"""The same exactly: the compile command tries every microbatch of the advised batch, in a process.
+
+That process has jax, which the advice itself does without.
+"""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from maxbatch.advice.advice import Advice
+from maxbatch.advice.rounding import whole_steps
+from maxbatch.advice.words import percent, span, wrapped
+from maxbatch.batch.arithmetic import tokens_of
+from maxbatch.config.load import load_config
+from maxbatch.errors import UserError
+from maxbatch.run_folder.paths import RunFolder
+
+_DAY = 86_400
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+  """The fastest microbatch that the compiler found to fit."""
+
+  micro_batch_size: str
+  step_seconds: float
+  utilisation: float
+
+
+def compile_sizes(file: str, advice: Advice) -> Compiled:
+  """Compiles the advised batch with every microbatch, held constant; minutes.
+
+  Args:
+    file: the configuration, written.
+    advice: on a place.
+
+  Raises:
+    UserError: there is no place, or compiling failed, with what it has said above.
+  """
+  if advice.asked.place is None:
+    raise UserError(
+      "--explore compiles for a slice, and none is named; for example compile_topology=v5e-256"
+    )
+  samples, length = advice.sizes.samples, advice.asked.length
+  keys = [f"{key}={value}" for key, value in advice.asked.place.keys.items()]
+  keys += ["compile_only=true", "micro_batch_size=explore", "batch_schedule=[]"]
+  # Whole steps of the constant batch: a rest would leave only the microbatches that divide it.
+  constant = tokens_of(whole_steps([(0, samples)], advice.asked.tokens / length), length)
+  keys += ["learning_rate_batch_coupling=auto", f"total_tokens={constant}"]
+  command = [sys.executable, "-m", "maxbatch.train", f"config={file}", *keys]
+  done = subprocess.run(command, check=False)
+  if done.returncode:
+    raise UserError(
+      f"--explore: compiling ended with {done.returncode}, as it says above; the advice in {file} "
+      "stands as it was estimated"
+    )
+  run = RunFolder.of(load_config([f"config={file}"]).run)
+  return _read(run.compile_report_json)
+
+
+def _read(path: Path) -> Compiled:
+  [report] = json.loads(path.read_text(encoding="utf-8"))
+  if "time" not in report:
+    raise UserError(f"{path}: the compiled step has no estimate of its time")
+  time = report["time"]
+  return Compiled(
+    report["per_device_batch_size"], time["step_seconds"], time["model_flop_utilisation"]
+  )
+
+
+def told(compiled: Compiled, advice: Advice) -> str:
+  """What compiling changes."""
+  here = advice.here
+  assert here
+  estimated = here.split.step.step_seconds
+  days = here.steps * compiled.step_seconds / _DAY
+  sentence = (
+    f"micro_batch_size={compiled.micro_batch_size}, {compiled.step_seconds:.3g} s a step at a "
+    f"utilisation of {percent(compiled.utilisation)}; estimated without compiling: "
+    f"micro_batch_size={here.split.keys['micro_batch_size']}, {estimated:.3g} s. At a constant batch "
+    f"the run takes {span(days)}. What is written has the compiled microbatch."
+  )
+  return "\n".join(["Compiled", *wrapped(sentence)])

@@ -1,0 +1,75 @@
+"""The ramp: phases of a batch that grows as fast as it becomes worth using.
+
+What a whole run says of its batch is an average over its moments. Let the critical batch of a moment be
+k · t^p after t tokens (p: batch_rules/zhang.py). A constant batch B then takes ∫ B / (k · t^p) dt more
+tokens than a small one, in all B / ((1 − p) · k · D^p) of the D: that is its data overhead, B / Bcrit.
+So the moment's critical batch is Bcrit / (1 − p) · (t/D)^p, 1.9 times Bcrit at the end, and a batch of b
+keeps to the overhead x from the moment on at which x times that is b.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from maxbatch.batch.arithmetic import tokens_of
+from maxbatch.batch_rules.zhang import GROWTH
+
+_HALVINGS = 3
+"""A ramp begins with at least an eighth of its last batch: below, phases are shorter than a warm-up."""
+_SHORTEST = 0.002
+"""Of the run: a phase that is shorter is left out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RampPhase:
+  """From a token on, a batch."""
+
+  at_tokens: float
+  samples: int
+  """Of a step."""
+
+
+def ramp(samples: int, unit: int, tokens: float, share: float) -> list[RampPhase]:
+  """Doubling phases that end at `samples`, each a multiple of `unit`; one where none is worth it.
+
+  Args:
+    samples: of a step, at the end.
+    unit: samples of which every phase is a multiple.
+    tokens: of the run.
+    share: the last batch over the one that has the asked data overhead over the whole run.
+  """
+  exponent = GROWTH.exponent
+  sizes = {samples}
+  for halving in range(1, _HALVINGS + 1):
+    near = round(samples / 2**halving / unit) * unit
+    if near:
+      sizes.add(near)
+  phases: list[RampPhase] = []
+  for size in sorted(sizes):
+    at = tokens * ((1 - exponent) * size / samples * share) ** (1 / exponent)
+    if phases and at >= tokens * (1 - _SHORTEST):
+      break
+    if phases and at - phases[-1].at_tokens < _SHORTEST * tokens:
+      phases.pop()
+    phases.append(RampPhase(at if phases else 0.0, size))
+  return phases
+
+
+def overhead(
+  phases: Sequence[RampPhase], length: int, tokens: float, critical_tokens: float
+) -> float:
+  """The data overhead of a schedule, of a constant batch B / Bcrit; see above.
+
+  Args:
+    phases: the first begins at 0.
+    length: tokens of a sample.
+    tokens: of the run.
+    critical_tokens: Bcrit of the whole run.
+  """
+  rest = 1 - GROWTH.exponent
+  ends = [*(phase.at_tokens for phase in phases[1:]), tokens]
+  return sum(
+    tokens_of(phase.samples, length)
+    / critical_tokens
+    * ((end / tokens) ** rest - (phase.at_tokens / tokens) ** rest)
+    for phase, end in zip(phases, ends, strict=True)
+  )

@@ -1,0 +1,207 @@
+"""What fits a slice and how fast it is: splits of a batch, other batches, half and twice the chips."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+from maxbatch.advice.asked import Asked
+from maxbatch.advice.place import Place
+from maxbatch.batch.arithmetic import tokens_of
+from maxbatch.batch_rules.tradeoff import data_factor
+from maxbatch.errors import UserError
+from maxbatch.estimate.best_split import BatchSplit, best_split, divisible_batches
+from maxbatch.estimate.step_work import StepWork
+
+_DAY = 86_400
+_LADDER = (0.25, 0.5, 2 / 3, 1.0, 4 / 3, 2.0, 4.0)
+"""Batches that the frontier looks at, as multiples of the one that is advised."""
+_ENOUGH = 2
+"""Batches in a row that are slower than a smaller one: larger ones are too, once the chips are busy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+  """A batch on a place, with what the same loss costs there."""
+
+  place: Place
+  split: BatchSplit
+  data_overhead: float
+  tokens: float
+  """To the loss that the advised run has at its end."""
+  steps: float
+  seconds: float
+  cost: float
+  """0: no price was given."""
+  is_knee: bool = False
+  """Whether a percent of time costs a percent of data here: the least product of both."""
+
+  @property
+  def days(self) -> float:
+    """Of training, without starts and evaluations."""
+    return self.seconds / _DAY
+
+  @property
+  def chip_hours(self) -> float:
+    """Hours of all chips together."""
+    return self.place.chips * self.seconds / 3600
+
+  def as_dict(self) -> dict[str, object]:
+    """For --json."""
+    return {
+      "slices": str(self.place),
+      "chips": self.place.chips,
+      "keys": self.split.keys,
+      "gradient_accumulation_steps": self.split.num_microbatches,
+      "data_overhead": self.data_overhead,
+      "total_tokens": self.tokens,
+      "steps": self.steps,
+      "step_seconds": self.split.step.step_seconds,
+      "days": self.days,
+      "chip_hours": self.chip_hours,
+      "cost": self.cost or None,
+      "tokens_per_second": self.split.step.tokens_per_second,
+      "utilisation": self.split.step.utilisation,
+      "peak_bytes": self.split.step.peak_bytes,
+      "limited_by": self.split.step.limited_by,
+      "is_knee": self.is_knee,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+  """The loss to be reached, as the data that a small batch would take to it."""
+
+  small_batch_tokens: float
+  """Emin."""
+  critical_tokens: float
+
+  def tokens_with(self, batch_tokens: float) -> float:
+    """To the same loss with another batch."""
+    return self.small_batch_tokens * data_factor(batch_tokens / self.critical_tokens)
+
+
+def nearest(asked: Asked, place: Place, samples: float) -> int:
+  """The batch next to `samples` that the place can divide.
+
+  Raises:
+    UserError: no mesh of the place divides the model.
+  """
+  whole = max(1, round(samples))
+  near = divisible_batches(asked.work, place.devices_per_slice, whole, place.slices)
+  if not near:
+    raise UserError(
+      f"compile_topology={place.name}: {place.devices_per_slice} devices divide neither the model's "
+      "width nor its heads; take a slice whose chips are a power of 2"
+    )
+  return min(near, key=lambda size: abs(size - samples))
+
+
+def multiple(place: Place, samples: float) -> int:
+  """The multiple of the place's devices next to `samples`; 0 below half of them."""
+  unit = place.slices * place.devices_per_slice
+  return round(samples / unit) * unit
+
+
+def step_around(place: Place, samples: int, micro_batch: int) -> int:
+  """About a quarter of a batch, in whole samples of each device, or else in whole microbatches."""
+  devices = place.slices * place.devices_per_slice
+  unit = devices if devices <= samples else micro_batch
+  return max(1, round(samples / unit / 4)) * unit
+
+
+def split_of(asked: Asked, place: Place, samples: int) -> BatchSplit:
+  """The fastest split of a batch that fits.
+
+  Raises:
+    UserError: it divides over no mesh, or nothing fits.
+  """
+  return _split(asked.work, place, samples)
+
+
+@functools.lru_cache(maxsize=64)
+def _split(work: StepWork, place: Place, samples: int) -> BatchSplit:
+  """Some hundred estimates, of which the same are asked for more than once."""
+  return best_split(work, place.chip, place.devices_per_slice, samples, place.slices)
+
+
+def point(asked: Asked, goal: Goal, place: Place, samples: int) -> Point:
+  """A batch on a place.
+
+  Raises:
+    UserError: it divides over no mesh, or nothing fits.
+  """
+  split = split_of(asked, place, samples)
+  batch_tokens = tokens_of(samples, asked.length)
+  tokens = goal.tokens_with(batch_tokens)
+  steps = tokens / batch_tokens
+  seconds = steps * split.step.step_seconds
+  price = asked.wishes.price_per_chip_hour
+  return Point(
+    place=place,
+    split=split,
+    data_overhead=batch_tokens / goal.critical_tokens,
+    tokens=tokens,
+    steps=steps,
+    seconds=seconds,
+    cost=price * place.chips * seconds / 3600,
+  )
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+  """Time against data on one place: small batches first."""
+
+  place: Place
+  points: Sequence[Point]
+  """Each next one is faster and takes more data."""
+
+  @property
+  def knee(self) -> Point:
+    """The marked point."""
+    return next(one for one in self.points if one.is_knee)
+
+  @property
+  def fastest(self) -> Point:
+    """The last one."""
+    return self.points[-1]
+
+
+def curve(asked: Asked, goal: Goal, place: Place, samples: int) -> Curve | None:
+  """Time against data on a place, for batches around `samples`; None if the model does not fit."""
+  try:
+    sizes = {nearest(asked, place, factor * samples) for factor in _LADDER}
+  except UserError:
+    return None
+  found: list[Point] = []
+  worse = 0
+  for size in sorted(sizes):
+    try:
+      one = point(asked, goal, place, size)
+    except UserError:
+      continue
+    if not found or one.seconds < found[-1].seconds:
+      found.append(one)
+      worse = 0
+    else:
+      worse += 1
+    if worse == _ENOUGH:
+      break
+  if not found:
+    return None
+  least = min(found, key=lambda one: one.seconds * one.tokens)
+  marked = [dataclasses.replace(one, is_knee=one is least) for one in found]
+  return Curve(place, marked)
+
+
+def curves(asked: Asked, goal: Goal, samples: int) -> list[Curve]:
+  """On half the chips, on these, and on twice as many, where they exist and the model fits."""
+  assert asked.place is not None
+  places = [asked.place.half(), asked.place, asked.place.double()]
+  found = [curve(asked, goal, place, samples) for place in places if place]
+  return [one for one in found if one]
+
+
+def common_unit(sizes: Sequence[int]) -> int:
+  """The largest number of samples that divides all of them."""
+  return math.gcd(*sizes)

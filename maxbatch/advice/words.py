@@ -1,0 +1,65 @@
+"""Numbers and tables as the advice prints them: within 80 columns."""
+
+import textwrap
+from collections.abc import Sequence
+
+WIDTH = 80
+_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def short(value: float) -> str:
+  """Two or three digits and a unit: 3.1M, 140B, 52.3k, 512."""
+  for size, unit in _UNITS:
+    # What rounds up to the next unit is written in it.
+    if value >= 0.9995 * size:
+      return f"{value / size:.3g}{unit}" if value / size < 1000 else f"{value / size:,.0f}{unit}"
+  return f"{value:,.3g}"
+
+
+def percent(share: float) -> str:
+  """Of a share: 57%, 0.4%."""
+  value = 100 * share
+  return f"{value:.2g}%" if value < 10 else f"{value:.0f}%"
+
+
+def times(factor: float) -> str:
+  """1.4×, 12×."""
+  return f"{factor:.2g}×" if factor < 9.95 else f"{factor:,.0f}×"
+
+
+def span(days: float) -> str:
+  """Of a run: 2.3 days, 5.1 hours, 40 seconds."""
+  for size, unit in ((1.0, "days"), (1 / 24, "hours"), (1 / 1440, "minutes")):
+    if days >= size:
+      return f"{days / size:,.3g} {unit}"
+  return f"{86_400 * days:.3g} seconds"
+
+
+def money(value: float) -> str:
+  """Whole units of the price's currency, two digits after the point below a hundred."""
+  return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
+
+
+def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
+  """Rows under each other, columns two blanks apart; those in `left` begin at the left."""
+  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+  return [
+    "  "
+    + "  ".join(
+      cell.ljust(width) if place in left else cell.rjust(width)
+      for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+    ).rstrip()
+    for row in rows
+  ]
+
+
+def wrapped(sentence: str, indent: str = "  ") -> list[str]:
+  """A sentence in lines of at most 80 columns."""
+  return textwrap.wrap(
+    sentence,
+    WIDTH,
+    initial_indent=indent,
+    subsequent_indent=indent,
+    break_long_words=False,
+    break_on_hyphens=False,
+  )

@@ -1,0 +1,269 @@
+"""python -m maxbatch.advise config=… model_name=… total_tokens=…: which batch, and what follows."""
+
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated
+
+from maxbatch.advice.advice import Advice, Planned, advise, as_dict, layout, timed
+from maxbatch.advice.asked import Wishes, ask
+from maxbatch.advice.compiled import compile_sizes, told
+from maxbatch.advice.explain import explained
+from maxbatch.advice.measured import measured_by
+from maxbatch.advice.place import Place, place_named
+from maxbatch.advice.plot import charts
+from maxbatch.advice.post_training import advise_post_training
+from maxbatch.advice.post_training import report as post_training_report
+from maxbatch.advice.report import report
+from maxbatch.advice.scope import check_scope
+from maxbatch.advice.words import wrapped
+from maxbatch.advice.written import configuration
+from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.rl_sizes import is_rl
+from maxbatch.batch.topology import Topology
+from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
+from maxbatch.command_line.output_file import check_output, write_output
+from maxbatch.command_line.run import run_command
+from maxbatch.command_line.signals import leave
+from maxbatch.config.allowed import (
+  CountOrZeroOrUnset,
+  DevicesOrNone,
+  FileName,
+  NonNegative,
+  NonNegativeFloat,
+  Range,
+)
+from maxbatch.config.load import load_config, to_flat_dict
+from maxbatch.config.schema import Config
+from maxbatch.errors import UserError
+from maxbatch.hardware.counted_devices import count_devices
+from maxbatch.plots.page import check_picture_file, picture
+
+_OPTIONS = ("json", "explain", "explore", "plot", "write")
+_MESH = ("remat_policy", "ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism")
+_MESH += ("dcn_data_parallelism",)
+_WITH_EXPONENT = re.compile(r"(total_tokens|total_samples)=(\d+(?:\.\d+)?[eE]\+?\d{1,2})")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdviseArguments:
+  """Beside the configuration's keys; 0 and empty: not given."""
+
+  data_overhead: Annotated[
+    float,
+    Range(low=0.001, high=100),
+    Key("x: data may be (1 + x) times what small batches take", "data_overhead=0.2"),
+  ] = 0.2
+  deadline_days: Annotated[
+    NonNegativeFloat, Key("says whether the run ends in time, and what would", "deadline_days=20")
+  ] = 0.0
+  price_per_chip_hour: Annotated[
+    float, Range(low=0, high=1e6), Key("in any currency", "price_per_chip_hour=1.2")
+  ] = 0.0
+  from_run: Annotated[
+    str,
+    FileName(),
+    Key("a run whose noise scale and critical batch count", "from_run=runs/small"),
+  ] = ""
+  final_loss: Annotated[
+    float,
+    Range(low=0.1, high=20, also=0),
+    Key("nats per token at the end, for the rules that ask", "final_loss=2.1"),
+  ] = 0.0
+  rate_found_at: Annotated[
+    CountOrZeroOrUnset,
+    Key("the batch in tokens for which learning_rate was found", "rate_found_at=524288"),
+  ] = 0
+  ramp: Annotated[bool, Key("let the batch grow; false: constant", "ramp=false")] = True
+  pairs: Annotated[
+    NonNegative, Key("of reinforcement learning: prompts × completions of a step", "pairs=1024")
+  ] = 0
+  num_devices: Annotated[
+    DevicesOrNone, Key("without a slice: devices that divide the batch", "num_devices=64")
+  ] = 0
+  json: Annotated[bool, Flag("the same as JSON")] = False
+  explain: Annotated[bool, Flag("every rule: formula, units, range, source, caveat")] = False
+  explore: Annotated[
+    bool, Flag("then compile every microbatch for the slice, which takes minutes")
+  ] = False
+  plot: Annotated[str, File("draws time against data, and the rules, as a page", "advice.html")] = (
+    ""
+  )
+  write: Annotated[str, File("the configuration; advice.yml if not given", "my_advice.yml")] = ""
+
+
+COMMAND = Command(
+  "advise",
+  """\
+Which batch for this model, these tokens and this slice: the published rules with their ranges, what
+they say together, the ramp, learning rate and weight decay, the microbatch and mesh that fit and are
+fastest, steps, days and cost, on half and twice the chips too. Nothing is compiled, no device is
+touched. Writes advice.yml, which python -m maxbatch.train config=advice.yml takes.
+""",
+  AdviseArguments,
+  "config=FILE total_tokens=NUMBER [compile_topology=SLICE]",
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+  """Runs the command; returns its exit code."""
+  return run_command(COMMAND, arguments, _advise)
+
+
+def _advise(arguments: Arguments[AdviseArguments]) -> None:
+  own = arguments.own
+  file = own.write or "advice.yml"
+  check_output("--write", file)
+  if own.plot:
+    check_picture_file("--plot", own.plot, "advice")
+  keys = [_whole(argument) for argument in arguments.configuration]
+  config = load_config(keys)
+  if is_rl(config.rl):
+    _advise_post_training(arguments, config)
+    return
+  named = [key.partition("=")[0] for key in keys]
+  check_scope(config, named)
+  _check_options(own)
+  if own.pairs:
+    raise UserError(
+      f"pairs={own.pairs} are those of reinforcement learning, which num_generations asks for; for "
+      "example num_generations=8"
+    )
+  advice, planned = _answer(config, keys, own)
+  write_output("--write", file, _written(advice.keys, config, keys, arguments))
+  if own.plot:
+    write_output("--plot", own.plot, picture(config.model.model_name, charts(advice)))
+  if own.json:
+    print(json.dumps(as_dict(advice, planned), indent=2))
+    return
+  print(report(advice, planned))
+  if own.explain:
+    print(f"\n{explained(advice.asked.training)}")
+  if own.explore:
+    print(flush=True)
+    compiled = compile_sizes(file, advice)
+    exact = {**advice.keys, "micro_batch_size": compiled.micro_batch_size}
+    write_output("--write", file, _written(exact, config, keys, arguments))
+    print(f"\n{told(compiled, advice)}")
+  print(f"\n{_next_steps(advice, file, named, explain=own.explain)}")
+
+
+def _check_options(own: AdviseArguments) -> None:
+  if own.json and (own.explain or own.explore):
+    raise UserError(
+      "--json has every rule in it, and is printed before anything is compiled; leave out --explain "
+      "and --explore"
+    )
+
+
+def _advise_post_training(arguments: Arguments[AdviseArguments], config: Config) -> None:
+  own, keys = arguments.own, arguments.configuration
+  if own.explain or own.explore or own.plot:
+    raise UserError(
+      "--explain, --explore and --plot are of the batch of supervised training; leave them out, or "
+      "num_generations=-1"
+    )
+  advice = advise_post_training(config, own.pairs, _place(config), own.from_run)
+  file = own.write or "advice.yml"
+  write_output("--write", file, _written(advice.keys, config, keys, arguments))
+  if own.json:
+    print(json.dumps(advice.as_dict(), indent=2))
+    return
+  print(post_training_report(advice))
+  print(f"\nWritten to {file}. Next:\n  python -m maxbatch.plan config={file}")
+  print(f"  python -m maxbatch.train_rl config={file}")
+
+
+def _place(config: Config) -> Place | None:
+  keys = config.compile
+  return place_named(keys.compile_topology, keys.compile_topology_num_slices)
+
+
+def _answer(config: Config, keys: Sequence[str], own: AdviseArguments) -> tuple[Advice, Planned]:
+  """The advice, and the plan that the advised configuration makes as any run does."""
+  place = _place(config)
+  wishes = Wishes(
+    data_overhead=own.data_overhead,
+    deadline_days=own.deadline_days,
+    price_per_chip_hour=own.price_per_chip_hour,
+    final_loss=own.final_loss,
+    rate_found_at=max(own.rate_found_at, 0),
+    ramp=own.ramp,
+  )
+  asked = ask(config, wishes, place, _mesh(config, place, own.num_devices), _given(config, keys))
+  advice = advise(asked, measured_by(own.from_run, asked.tokens))
+  advised = load_config([*keys, *map(_argument, advice.keys.items())])
+  return advice, timed(advice, plan_batches(advised.batch, advised.run, layout(advice)))
+
+
+def _whole(argument: str) -> str:
+  """total_tokens=140e9 as the whole number that it means."""
+  found = _WITH_EXPONENT.fullmatch(argument)
+  return f"{found[1]}={float(found[2]):.0f}" if found else argument
+
+
+def _mesh(config: Config, place: Place | None, num_devices: int) -> Topology:
+  """That divides the batch: the configuration's where no slice is named, whose meshes are all tried."""
+  if place is None:
+    return count_devices(config, num_devices).layout
+  if num_devices:
+    raise UserError(
+      f"compile_topology={place.name} already says how many devices there are; leave out "
+      f"num_devices={num_devices}"
+    )
+  return Topology((place.devices_per_slice, 1, 1, 1), (place.slices, 1, 1, 1))
+
+
+def _given(config: Config, keys: Sequence[str]) -> frozenset[str]:
+  """Keys on the command line, and those that a file gives another value than base.yml."""
+  named = {argument.partition("=")[0] for argument in keys}
+  default, now = to_flat_dict(load_config(["config=base"])), to_flat_dict(config)
+  return frozenset(named | {key for key, value in now.items() if value != default[key]})
+
+
+def _argument(item: tuple[str, object]) -> str:
+  return f"{item[0]}={item[1]}"
+
+
+def _written(
+  advised: Mapping[str, object],
+  config: Config,
+  keys: Sequence[str],
+  arguments: Arguments[AdviseArguments],
+) -> bytes:
+  """The file, with what was asked for by hand."""
+  given, default = dataclasses.asdict(arguments.own), dataclasses.asdict(AdviseArguments())
+  own = [f"{key}={given[key]}" for key in given if given[key] != default[key]]
+  asked = [one for one in own if one.partition("=")[0] not in _OPTIONS]
+  named = dict(key.split("=", 1) for key in keys)
+  values = to_flat_dict(config)
+  by_hand = {key: values[key] for key in named if key in values}
+  command = [*arguments.configuration, *asked]
+  return configuration(advised, by_hand, named["config"], command).encode(errors="surrogateescape")
+
+
+def _next_steps(advice: Advice, file: str, named: Collection[str], *, explain: bool) -> str:
+  asked = advice.asked
+  place = [f"    {' '.join(map(_argument, asked.place.keys.items()))}"] if asked.place else []
+  more = " \\" if place else ""
+  lines = [f"Written to {file}. Next:", f"  python -m maxbatch.plan config={file}{more}", *place]
+  if place:
+    lines += [f"  python -m maxbatch.train config={file} compile_only=true{more}", *place]
+  lines.append(f"  python -m maxbatch.train config={file}")
+  now = to_flat_dict(asked.config)
+  replaced = [
+    key for key in _MESH if key in named and str(advice.keys.get(key, now[key])) != str(now[key])
+  ]
+  if replaced:
+    lines += wrapped(
+      f"Replaced, which were asked for: {' '.join(f'{k}={now[k]}' for k in replaced)}", ""
+    )
+  if not explain:
+    lines.append("--explain says where every rule is from, and what speaks against it.")
+  return "\n".join(lines)
+
+
+if __name__ == "__main__":
+  leave(main(sys.argv[1:]))

@@ -1,0 +1,52 @@
+"""Published choices of prompts and completions in reinforcement learning, and what they say of them."""
+
+import dataclasses
+
+from maxbatch.batch_rules.rule import Read
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+  """What was trained with; 0: not said."""
+
+  name: str
+  title: str
+  prompts: int
+  generations: int
+  pairs: int
+  says: str
+  read: Read
+
+
+CHOICES = (
+  Choice("dapo", "DAPO 2025", 512, 16, 8192, "steps on mini-batches of 512 pairs", "text or code"),
+  Choice(
+    "magistral",
+    "Magistral 2025",
+    0,
+    0,
+    8192,
+    "8k pairs, then 4k, then 2k as answers grow; at most 2 steps behind",
+    "summary",
+  ),
+  Choice(
+    "scale-rl",
+    "ScaleRL 2025",
+    48,
+    16,
+    768,
+    "of as many pairs 8 to 32 completions are equal; larger batches win late",
+    "summary",
+  ),
+  Choice(
+    "iso-compute",
+    "IsoCompute 2026",
+    0,
+    0,
+    0,
+    "with little compute more prompts, with much more completions",
+    "text or code",
+  ),
+)
+EQUAL_GENERATIONS = (8, 32)
+"""Of as many pairs, by ScaleRL."""

@@ -1,0 +1,254 @@
+"""How a global batch is best divided over a slice: mesh, microbatch, accumulation and remat, estimated.
+
+    found = best_split(step_work(config), CHIPS["v5e"], 256, batch=1024)
+    found.keys        # what to set: ici_fsdp_parallelism=256, micro_batch_size=4, …
+    found.step        # a StepRoofline: seconds, memory, what limits
+
+Every split is estimated (step_roofline.py), some hundred in a fraction of a second.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+from maxbatch.batch.arithmetic import (
+  nearest_batches,
+  per_device_size,
+  samples_of_groups,
+  splits_of,
+)
+from maxbatch.batch.solve import counted, text
+from maxbatch.batch.topology import Topology
+from maxbatch.errors import UserError
+from maxbatch.estimate.chips import Chip
+from maxbatch.estimate.step_rates import step_rates
+from maxbatch.estimate.step_roofline import StepRoofline, step_roofline
+from maxbatch.estimate.step_work import RematPolicy, StepWork
+
+REMAT_POLICIES: tuple[RematPolicy, ...] = ("none", "minimal", "full")
+_MOST_TENSOR = 8
+"""Devices that share a layer: over more the sums of activations take longer than the products."""
+_MANY = 64
+"""Microbatches of a step after which what it does once no longer counts."""
+_MOST_POWER = 12
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSplit:
+  """One way to divide a batch, with what a step of it takes."""
+
+  mesh: Topology
+  batch: int
+  """Samples of a step."""
+  per_device: Fraction
+  """Samples of a microbatch on one device."""
+  num_microbatches: int
+  remat: RematPolicy
+  step: StepRoofline
+
+  @property
+  def keys(self) -> dict[str, str]:
+    """The configuration's keys that ask for it, with their values."""
+    (data, fsdp, tensor, _), (replicas, *_) = self.mesh.ici, self.mesh.dcn
+    slices = {"dcn_data_parallelism": str(replicas)} if replicas > 1 else {}
+    return {
+      "batch_size": str(self.batch),
+      "micro_batch_size": text(self.per_device),
+      "remat_policy": self.remat,
+      "ici_data_parallelism": str(data),
+      "ici_fsdp_parallelism": str(fsdp),
+      "ici_tensor_parallelism": str(tensor),
+      **slices,
+    }
+
+
+def best_split(
+  work: StepWork,
+  chip: Chip,
+  devices_per_slice: int,
+  batch: int,
+  num_slices: int = 1,
+  policies: Sequence[RematPolicy] = REMAT_POLICIES,
+  capacity_bytes: int | None = None,
+) -> BatchSplit:
+  """The fastest split that fits, on the simplest mesh that is about as fast as any.
+
+  Args:
+    work: the model and how it is trained.
+    chip: one device.
+    devices_per_slice: or of all devices, where there is one slice.
+    batch: samples of a step.
+    num_slices: such sets of devices, connected by their hosts' network alone.
+    policies: the remat policies to choose from.
+    capacity_bytes: what a device may use; None: what the compiler leaves to programs.
+
+  Raises:
+    UserError: the batch divides over no mesh, or no split fits.
+  """
+  found = splits(work, chip, devices_per_slice, batch, num_slices, policies)
+  if not found:
+    near = " or ".join(
+      str(size) for size in divisible_batches(work, devices_per_slice, batch, num_slices)
+    )
+    raise UserError(
+      f"batch_size={batch} does not divide over {_place(devices_per_slice, num_slices)}; nearest: "
+      f"batch_size={near}"
+    )
+  fitting = [one for one in found if _is_safe(one.step, capacity_bytes)]
+  if not fitting:
+    least = min(found, key=lambda one: one.step.peak_bytes).step
+    raise UserError(
+      f"batch_size={batch} on {_place(devices_per_slice, num_slices)}: no split fits; the smallest needs "
+      f"about {least.peak_bytes / _GIB:.3g} of {least.capacity_bytes / _GIB:.4g} GiB; take more devices"
+    )
+  return _simplest(fitting)
+
+
+def _simplest(found: Sequence[BatchSplit]) -> BatchSplit:
+  """The fastest on the simplest mesh that is about as fast as any: what differs by less than estimates
+  usually err is no reason to share layers, or for replicas."""
+  most = max(one.step.tokens_per_second for one in found)
+  enough = most / (1 + step_rates().spread["seconds"])
+  alike = [one for one in found if one.step.tokens_per_second >= enough]
+
+  def complexity(one: BatchSplit) -> tuple[int, int, float]:
+    sizes = one.mesh.shape
+    return sizes["tensor"], sizes["data"], -one.step.tokens_per_second
+
+  return min(alike, key=complexity)
+
+
+def _place(devices_per_slice: int, num_slices: int) -> str:
+  devices = counted(devices_per_slice, "device")
+  return devices if num_slices == 1 else f"{num_slices} slices of {devices}"
+
+
+def _is_safe(step: StepRoofline, capacity_bytes: int | None) -> bool:
+  """Whether it fits although the estimate of its activations may be too low by its usual error."""
+  likely = step.bytes.state + (1 + step_rates().spread["bytes"]) * step.bytes.activations
+  return likely <= (step.capacity_bytes if capacity_bytes is None else capacity_bytes)
+
+
+def splits(
+  work: StepWork,
+  chip: Chip,
+  devices_per_slice: int,
+  batch: int,
+  num_slices: int = 1,
+  policies: Sequence[RematPolicy] = REMAT_POLICIES,
+) -> list[BatchSplit]:
+  """Every split of a batch, whether it fits or not, the fastest first; the arguments of `best_split`."""
+  found = [
+    BatchSplit(mesh, batch, size, count, remat, step_roofline(work, chip, mesh, size, count, remat))
+    for mesh in meshes(work, devices_per_slice, num_slices)
+    for size, count in splits_of(batch, mesh)
+    for remat in policies
+  ]
+  return sorted(found, key=lambda one: one.step.step_seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class EffectiveBatch:
+  """What a slice does best, and from which batch on it nearly does."""
+
+  fastest: BatchSplit
+  """The microbatch, mesh and policy of most tokens per second, with steps of many microbatches."""
+  smallest: BatchSplit
+  """The smallest batch that is nearly as fast on the same mesh, split as is fastest for it."""
+
+
+def effective_batch(
+  work: StepWork, chip: Chip, devices_per_slice: int, num_slices: int = 1, share: float = 0.95
+) -> EffectiveBatch | None:
+  """The fastest microbatch where the batch is open, and the smallest batch that is worth a slice.
+
+  Args:
+    work: the model and how it is trained.
+    chip: one device.
+    devices_per_slice: or of all devices, where there is one slice.
+    num_slices: such sets of devices.
+    share: of the highest tokens per second, from which on a batch counts as efficient.
+
+  Returns:
+    None where no microbatch fits, be it of one sample.
+  """
+  found = [
+    one
+    for mesh in meshes(work, devices_per_slice, num_slices)
+    for one in _powers_of_two(work, chip, mesh)
+  ]
+  if not found:
+    return None
+  fastest = _simplest(found)
+  enough = share * fastest.step.tokens_per_second
+  beside = [one for one in found if one.mesh == fastest.mesh]
+  efficient = [small for one in beside if (small := _fewest_microbatches(work, chip, one, enough))]
+  least = min(one.batch for one in efficient)
+  return EffectiveBatch(fastest, _simplest([one for one in efficient if one.batch == least]))
+
+
+def _powers_of_two(work: StepWork, chip: Chip, mesh: Topology) -> Iterator[BatchSplit]:
+  """Microbatches of 1, 2, 4, … samples per group that fit, with every policy, in steps of many."""
+  for remat in REMAT_POLICIES:
+    for power in range(_MOST_POWER):
+      rows = 2**power
+      found = _split(work, chip, mesh, rows, _MANY, remat)
+      if not _is_safe(found.step, None):
+        break
+      yield found
+
+
+def _split(
+  work: StepWork, chip: Chip, mesh: Topology, rows: int, count: int, remat: RematPolicy
+) -> BatchSplit:
+  """A step of `count` microbatches of `rows` samples for each data-parallel group."""
+  size = per_device_size(rows, mesh)
+  step = step_roofline(work, chip, mesh, size, count, remat)
+  return BatchSplit(mesh, samples_of_groups(count, rows, mesh), size, count, remat, step)
+
+
+def _fewest_microbatches(
+  work: StepWork, chip: Chip, split: BatchSplit, enough: float
+) -> BatchSplit | None:
+  """The split with as few microbatches as make so many tokens per second; None where none do."""
+  step = split.step
+  tokens = step.tokens_per_second * step.step_seconds / split.num_microbatches
+  gained = tokens - enough * step.microbatch_seconds
+  if gained <= 0:
+    return None
+  count = max(1, math.ceil(enough * step.rest_seconds / gained))
+  rows = split.per_device * (split.mesh.shape["tensor"])
+  return _split(work, chip, split.mesh, int(rows), count, split.remat)
+
+
+def divisible_batches(
+  work: StepWork, devices_per_slice: int, batch: int, num_slices: int = 1
+) -> list[int]:
+  """The batch, or the nearest ones, that some mesh of these devices divides, ascending."""
+  near = {
+    size
+    for mesh in meshes(work, devices_per_slice, num_slices)
+    for size in nearest_batches(batch, mesh)
+  }
+  below = [size for size in near if size <= batch]
+  above = [size for size in near if size >= batch]
+  return sorted({*([max(below)] if below else []), *([min(above)] if above else [])})
+
+
+def meshes(work: StepWork, devices_per_slice: int, num_slices: int = 1) -> Iterator[Topology]:
+  """Meshes worth estimating: devices that share layers × replicas × devices that divide weights.
+
+  Slices are data replicas of each other: their network is too slow for anything each microbatch
+  needs.
+  """
+  c = work.model
+  shared = math.gcd(math.gcd(c.base_num_kv_heads, c.base_num_query_heads), c.base_mlp_dim)
+  for tensor in (1, 2, 4, _MOST_TENSOR):
+    if devices_per_slice % tensor or shared % tensor or c.vocab_size % tensor:
+      continue
+    groups = devices_per_slice // tensor
+    for data in (2**power for power in range(groups.bit_length())):
+      if groups % data == 0 and c.base_emb_dim % (groups // data) == 0:
+        yield Topology((data, groups // data, tensor, 1), (num_slices, 1, 1, 1))

@@ -1,0 +1,266 @@
+"""What compiled steps took: read from compile reports, and kept in a table.
+
+`compiled_steps.json` holds the steps from which the rates of step_rates.json are; `scripts/fit_step_rates.py
+read` adds the reports of other runs. What a user compiles (compile_only=true for a slice) is kept in a
+folder of the user's.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+
+from maxbatch.batch.topology import Topology
+from maxbatch.errors import UserError
+from maxbatch.estimate.chips import Chip, chip_for
+from maxbatch.estimate.step_work import RematPolicy, StepWork, work_digest
+from maxbatch.run_folder.atomic import write_whole
+from maxbatch.run_folder.cache import remembered_steps
+
+FILE = pathlib.Path(__file__).with_name("compiled_steps.json")
+_GIB = 2**30
+_NO_REPORT = (
+  "no compile report of a TPU slice without a pipeline; for example what compile_only=true "
+  "compile_topology=v5e-256 writes to compile_report.txt"
+)
+_CODE = ("models", "precision", "training", "hardware", "estimate")
+_POLICIES: Sequence[RematPolicy] = ("none", "minimal", "full")
+_TITLE = re.compile(
+  r"Compile report: (?P<model>\S+), rows of (?P<length>[\d,]+) tokens, "
+  rf"remat_policy (?P<remat>{'|'.join(_POLICIES)}), "
+  r"on (?P<place>\S+)\n\s+[\d,]+ × (?P<kind>[^:]+): data (?P<data>\d+) × fsdp (?P<fsdp>\d+) × "
+  r"tensor (?P<tensor>\d+) × stage 1\b(?:\n\s+computes in (?P<dtype>\w+))?"
+)
+_TIME = re.compile(r"a step +\S+ s[^:]*: (?P<rest>\S+) s \+ [\d,]+ × (?P<each>\S+) s a microbatch")
+_EXPLORED = re.compile(
+  r"^ *\d* +(?P<size>[\d./]+)(?: (?P<remat>\w+))? +(?P<count>[\d,]+) +(?P<peak>\S+) of \S+ GiB +(?P<step>\S+) s ",
+  re.M,
+)
+_SHAPE = re.compile(r"one microbatch of (?P<size>\S+) samples? per device")
+_LINKS = re.compile(
+  r"each microbatch +\d+ × (\S+) +\S+ GB in groups of \d+, (beside the work|work waits), (\S+) s on"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+  """One compiled step: on a slice, with a microbatch and a remat policy."""
+
+  work: str
+  """See `work_digest`."""
+  model_name: str
+  generation: str
+  data: int
+  fsdp: int
+  tensor: int
+  length: int
+  compute_bytes: int
+  remat: RematPolicy
+  per_device: str
+  """Samples of a microbatch on one device, as the configuration writes them."""
+  microbatch_seconds: float
+  rest_seconds: float
+  waits: float
+  """Of a microbatch, collectives that computing waits for."""
+  parts: Mapping[str, float]
+  """Seconds of a microbatch by part, collectives included; empty where only the sum is known."""
+  state_bytes: int
+  peak_bytes: int
+
+  @property
+  def name(self) -> str:
+    """The step in a few words."""
+    shared = f", tensor {self.tensor}" if self.tensor > 1 else ""
+    return (
+      f"{self.model_name}, {self.num_chips} × {self.generation}{shared}, "
+      f"{self.per_device} × {self.length:,} tokens, {self.remat}"
+    )
+
+  @property
+  def num_chips(self) -> int:
+    """Devices of the mesh."""
+    return self.data * self.fsdp * self.tensor
+
+  @property
+  def mesh(self) -> Topology:
+    """The mesh, of one slice."""
+    return Topology((self.data, self.fsdp, self.tensor, 1), (1, 1, 1, 1))
+
+
+def compiled_step(
+  work: StepWork, chip: Chip, mesh: Topology, per_device: Fraction, remat: RematPolicy
+) -> CompiledStep | None:
+  """The compiled step of this work, divided like this, if there is one; the user's own come first."""
+  if mesh.num_slices > 1:
+    return None
+  key = (work_digest(work), chip.generation, mesh.ici, per_device, remat)
+  return _remembered(str(remembered_steps())).get(key) or _by_key().get(key)
+
+
+_Key = tuple[str, str, tuple[int, ...], Fraction, str]
+
+
+def _keyed(steps: Sequence[CompiledStep]) -> dict[_Key, CompiledStep]:
+  return {
+    (one.work, one.generation, one.mesh.ici, Fraction(one.per_device), one.remat): one
+    for one in steps
+  }
+
+
+@functools.cache
+def compiled_steps() -> tuple[CompiledStep, ...]:
+  """The package's table."""
+  return tuple(CompiledStep(**each) for each in json.loads(FILE.read_text(encoding="utf-8")))
+
+
+@functools.cache
+def _by_key() -> Mapping[_Key, CompiledStep]:
+  return _keyed(compiled_steps())
+
+
+@functools.cache
+def _remembered(folder: str) -> Mapping[_Key, CompiledStep]:
+  """The user's own, compiled by this very code; a file that cannot be read is as none."""
+  found = []
+  for file in sorted(pathlib.Path(folder).glob(f"*-{_code()}.json")):
+    with contextlib.suppress(OSError, ValueError, TypeError):
+      found += [CompiledStep(**each) for each in json.loads(file.read_text(encoding="utf-8"))]
+  return _keyed(found)
+
+
+def remember(report: str, work: StepWork) -> None:
+  """Keeps what a compile report says, so that estimates give it instead of their own.
+
+  Args:
+    report: the text; of a pipeline, or without a time on a TPU, nothing is kept.
+    work: of the step that it is about.
+  """
+  if not _TITLE.search(report) or not _TIME.search(report):
+    return
+  steps = [dataclasses.asdict(step) for step in read_report(report, work)]
+  content = json.dumps(steps, indent=1)
+  name = hashlib.sha256(content.encode()).hexdigest()[:16]
+  # A user's folder that cannot be written is no reason to fail after minutes of compiling.
+  with contextlib.suppress(OSError):
+    write_whole(remembered_steps() / f"{name}-{_code()}.json", content + "\n")
+  _remembered.cache_clear()
+
+
+@functools.cache
+def _code() -> str:
+  """A hash of the code that makes a step: another step takes another time."""
+  package = pathlib.Path(__file__).parent.parent
+  files = (file for part in _CODE for file in sorted((package / part).rglob("*.py")))
+  found = hashlib.sha256(b"".join(file.read_bytes() for file in files))
+  return found.hexdigest()[:8]
+
+
+def named(report: str) -> tuple[str, int]:
+  """The model and the tokens of a row that a compile report is about.
+
+  Raises:
+    UserError: it is none of a TPU slice without a pipeline.
+  """
+  title = _TITLE.search(report)
+  if title is None:
+    raise UserError(_NO_REPORT)
+  return title["model"], int(title["length"].replace(",", ""))
+
+
+def read_report(text: str, work: StepWork) -> list[CompiledStep]:
+  """The steps in the text of a compile report, which may have several, and those in the table of
+  micro_batch_size=explore that stands before it, of which only times and peaks are known.
+
+  Args:
+    text: the report.
+    work: of the steps that it is about, for their digest.
+
+  Raises:
+    UserError: it has none with a time on a TPU slice without a pipeline.
+  """
+  starts = [found.start() for found in _TITLE.finditer(text)]
+  steps = [_step(text[a:b], work) for a, b in itertools.pairwise([*starts, len(text)])]
+  if not steps:
+    raise UserError(_NO_REPORT)
+  return [*_explored(text[: starts[0]], steps[0]), *steps]
+
+
+def _explored(table: str, step: CompiledStep) -> Iterator[CompiledStep]:
+  """The rows of a table of explore, of which `step` is one."""
+  for row in _EXPLORED.finditer(table):
+    remat = _remat(row["remat"]) if row["remat"] else step.remat
+    if remat is None or (row["size"], remat) == (step.per_device, step.remat):
+      continue
+    seconds = (float(row["step"]) - step.rest_seconds) / int(row["count"].replace(",", ""))
+    yield dataclasses.replace(
+      step,
+      per_device=row["size"],
+      remat=remat,
+      microbatch_seconds=seconds,
+      parts={},
+      peak_bytes=round(_GIB * float(row["peak"])),
+    )
+
+
+def _step(text: str, work: StepWork) -> CompiledStep:
+  title, time = _TITLE.match(text), _TIME.search(text)
+  shape = _SHAPE.search(text)
+  chip = chip_for(title["kind"]) if title else None
+  remat = _remat(title["remat"]) if title else None
+  if title is None or time is None or shape is None or chip is None or remat is None:
+    raise UserError(f"this compile report has no time on a TPU: {text[:100]}")
+  links = _LINKS.findall(text)
+  parts = _parts(text)
+  # The report's parts are of the whole step; what is outside of the loop is the optimizer's and other's.
+  rest = float(time["rest"])
+  num_microbatches = _number(r"of which a step has (\S+)", text)
+  parts["other"] = parts.get("other", 0.0) - max(0.0, rest - parts.pop("optimizer", 0.0))
+  return CompiledStep(
+    work=work_digest(work),
+    model_name=title["model"],
+    generation=chip.generation,
+    data=int(title["data"]),
+    fsdp=int(title["fsdp"]),
+    tensor=int(title["tensor"]),
+    length=int(title["length"].replace(",", "")),
+    compute_bytes=4 if title["dtype"] == "float32" else 2,
+    remat=remat,
+    per_device=shape["size"],
+    microbatch_seconds=float(time["each"]),
+    rest_seconds=rest,
+    waits=sum(float(s) for _, how, s in links if how == "work waits"),
+    parts={part: seconds / num_microbatches for part, seconds in parts.items()},
+    state_bytes=round(_GIB * sum(_gib(name, text) for name in _STATE)),
+    peak_bytes=round(_GIB * _gib("peak", text)),
+  )
+
+
+_STATE = ("parameters", "optimizer state", "gradient accumulators")
+
+
+def _parts(text: str) -> dict[str, float]:
+  """Seconds of a step by part."""
+  lines = text.partition("Where a step's time goes (estimate)\n")[2].partition("\n\n")[0]
+  return {name: float(s) for name, s in re.findall(r"^ +(\w+) +(\S+) s +[\d.]+%", lines, re.M)}
+
+
+def _remat(name: str) -> RematPolicy | None:
+  """The policy, if it is one that estimates know."""
+  return next((policy for policy in _POLICIES if policy == name), None)
+
+
+def _gib(name: str, text: str) -> float:
+  return _number(rf"\n  {name} +(\S+) GiB", text)
+
+
+def _number(pattern: str, text: str) -> float:
+  found = re.search(pattern, text)
+  if found is None:
+    raise UserError(f"this compile report has nothing like {pattern.strip()!r}: {text[:100]}")
+  return float(found[1].replace(",", ""))

@@ -1,0 +1,90 @@
+"""To which part of the model an operation belongs: by jax's named scopes, or by functions' names.
+
+Our own programs name every part with jax.named_scope. Another trainer's need not: there the words of
+its modules' names, and the functions on the stack when an operation was traced, tell its part.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from maxbatch.estimate.hlo import Computation, HloModule, Instruction
+
+SCOPES = ("attention", "mlp", "norm", "embedding", "head", "optimizer")
+"""The model's parts, by jax.named_scope."""
+OTHER = "other"
+
+
+@dataclasses.dataclass(frozen=True)
+class Naming:
+  """What in a program's names stands for which part of the model."""
+
+  words: Mapping[str, str]
+  """Parts by a word of jax's path of scopes; the innermost counts."""
+  functions: Sequence[tuple[str, str]] = ()
+  """(pattern, part): of the first pattern found in the name of a function on the stack, from the
+  innermost function outwards; only where no word is found."""
+
+  def of(self, program: HloModule, one: Instruction) -> str:
+    """The part that an instruction's own names say, without what it calls; or "other"."""
+    found = self.of_path(one.op_name or one.name)
+    if found != OTHER or not self.functions:
+      return found
+    return self._of_functions(program.frames.get(one.stack_frame, ()))
+
+  def of_path(self, path: str) -> str:
+    """The part in an op_name: transpose(jvp(mlp)) is mlp; splash attention needs no scope."""
+    words = re.findall(r"\w+", path)
+    named = [self.words[word] for word in words if word in self.words]
+    if named:
+      return named[-1]
+    return "attention" if any("splash_m" in word for word in words) else OTHER
+
+  def _of_functions(self, functions: Iterable[str]) -> str:
+    parts = (
+      part for name in functions for pattern, part in self.functions if re.search(pattern, name)
+    )
+    return next(parts, OTHER)
+
+
+OURS = Naming({scope: scope for scope in SCOPES})
+
+PEERS = Naming(
+  words={scope: scope for scope in SCOPES}
+  | dict.fromkeys(("self_attention", "self_attn", "attn", "Attention_0"), "attention")
+  | dict.fromkeys(("feed_forward", "ffn", "MlpBlock_0"), "mlp")
+  | dict.fromkeys(("lm_head", "unembed", "logits_dense"), "head")
+  | dict.fromkeys(("embed", "token_embedder", "wte"), "embedding"),
+  functions=(
+    (r"Norm\w*\.__call__", "norm"),
+    (r"attend_on_embedding|cross_entropy|one_hot|output_head|logits|softmax_loss", "head"),
+    (r"(?i)attention\w*\.|rotary|splash|attention_layer", "attention"),
+    (r"(?i)\bmlp|feed_?forward|MlpBlock", "mlp"),
+    (r"\bEmbed\w*\.|embed_tokens|apply_embedding", "embedding"),
+    (
+      r"apply_gradients|Optimizer\.|clip_by_global_norm|gradient_clipping|l2norm|scale_by_|apply_updates",
+      "optimizer",
+    ),
+    (r"DecoderLayer\.__call__|apply_layers", OTHER),
+    (r"\bloss_fn", "head"),
+  ),
+)
+"""MaxText 0.2.5's functions, and names that jax trainers commonly give their modules."""
+
+
+def scope_of(
+  naming: Naming, program: HloModule, one: Instruction, called: Sequence[Computation], around: str
+) -> str:
+  """The innermost scope of an instruction, else the most frequent in the called code, else `around`."""
+  own = naming.of(program, one)
+  if own != OTHER:
+    return own
+  inner = [naming.of(program, each) for body in called for each in _inner(program, body)]
+  return max(SCOPES, key=inner.count) if set(inner) - {OTHER} else around
+
+
+def _inner(program: HloModule, body: Computation) -> Iterator[Instruction]:
+  for inner in body:
+    yield inner
+    for called in program.called_by(inner):
+      yield from _inner(program, called)

@@ -1,0 +1,247 @@
+"""Seconds and bytes of a training step for a model, a slice and a split, in a millisecond: no compiler.
+
+    work = step_work(config)
+    mesh = topology(config.mesh, num_devices)
+    found = step_roofline(work, CHIPS["v5e"], mesh, Fraction(4), num_microbatches=8, remat="full")
+    found.step_seconds, found.utilisation, found.peak_bytes, found.limited_by
+
+Work is counted (step_work.py, step_memory.py) and multiplied by rates (step_rates.json), which were found
+from steps that the TPU compiler compiled. How far off that is: docs/effective_microbatches.md. What it
+does not know: pipelines, LoRA and frozen parameters, attention=dot_product, compiler flags.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Literal
+
+from maxbatch.batch.arithmetic import tokens_of
+from maxbatch.batch.topology import Topology
+from maxbatch.estimate.chips import Chip
+from maxbatch.estimate.compiled_steps import CompiledStep, compiled_step
+from maxbatch.estimate.step_memory import StepBytes, step_bytes
+from maxbatch.estimate.step_rates import StepRates, step_rates
+from maxbatch.estimate.step_time import Limit, RooflineSeconds
+from maxbatch.estimate.step_work import (
+  Part,
+  PartWork,
+  RematPolicy,
+  StepWork,
+  microbatch_work,
+  weight_shards,
+)
+
+_WIDE = 16
+"""Devices over which the compiler still divides reductions into small messages beside the products; over
+more it sums whole gradients, and the products wait."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRoofline:
+  """One step, as estimated."""
+
+  step_seconds: float
+  microbatch_seconds: float
+  """Of it, one microbatch."""
+  rest_seconds: float
+  """Of it, the update, and gradients between data replicas."""
+  utilisation: float
+  """Model FLOPs over what the devices could do at their peak in that time."""
+  tokens_per_second: float
+  """Of all devices."""
+  bytes: StepBytes
+  capacity_bytes: int
+  """What the compiler leaves to programs on this chip."""
+  limited_by: Limit
+  parts: Mapping[str, float]
+  """Seconds of a step by part: attention, mlp, norm, head, embedding, other, collectives, optimizer."""
+  limits: RooflineSeconds
+  """Seconds of a step by what limits them."""
+  how: Literal["estimated", "compiled"]
+  """compiled: seconds of a microbatch and bytes are the compiler's, of this very step."""
+
+  @property
+  def peak_bytes(self) -> int:
+    """Of one device."""
+    return self.bytes.peak
+
+  @property
+  def free_bytes(self) -> int:
+    """What is left of the device's memory; negative where it does not fit."""
+    return self.capacity_bytes - self.peak_bytes
+
+  @property
+  def fits(self) -> bool:
+    """Whether the peak is within the capacity."""
+    return self.free_bytes >= 0
+
+
+def step_roofline(
+  work: StepWork,
+  chip: Chip,
+  mesh: Topology,
+  per_device: Fraction,
+  num_microbatches: int,
+  remat: RematPolicy,
+  rates: StepRates | None = None,
+) -> StepRoofline:
+  """A step as it was compiled, where its model, mesh, microbatch and policy are in the table of
+  compiled steps; else estimated.
+
+  Args:
+    work: the model and how it is trained.
+    chip: one device.
+    mesh: all devices; those along `stage` are not modelled.
+    per_device: samples of a microbatch on one device.
+    num_microbatches: per step.
+    remat: what the backward pass computes again.
+    rates: estimate with these, whatever has been compiled; None: with the package's.
+  """
+  known = None if rates else compiled_step(work, chip, mesh, per_device, remat)
+  rates = rates or step_rates()
+  microbatch: dict[Part, RooflineSeconds] = {
+    part: part_seconds(one, chip, rates)
+    for part, one in microbatch_work(work, chip, mesh, per_device, remat).items()
+  }
+  waits = _collectives(work, chip, mesh, per_device, remat, rates, microbatch)
+  held = step_bytes(work, mesh, per_device, remat, rates)
+  once = sum((one for one in microbatch.values()), waits)
+  shares: dict[str, float] = {part: one.total for part, one in microbatch.items()}
+  shares["collectives"] = waits.total
+  if known:
+    once = _scaled(once, known.microbatch_seconds / once.total)
+    held = StepBytes(known.state_bytes, known.peak_bytes - known.state_bytes)
+    shares = shared_parts(known, shares)
+  update, replicas = _update(work, chip, mesh, rates), _replicas(work, chip, mesh)
+  limits = _scaled(once, num_microbatches) + update + replicas
+  parts = {part: num_microbatches * seconds for part, seconds in shares.items()}
+  parts["collectives"] += replicas.total
+  tokens = num_microbatches * float(per_device * work.length)
+  return StepRoofline(
+    step_seconds=limits.total,
+    microbatch_seconds=once.total,
+    rest_seconds=update.total + replicas.total,
+    utilisation=tokens * work.model_flops_per_token / limits.total / chip.peak_flops,
+    tokens_per_second=tokens_of(mesh.num_devices, 1) * tokens / limits.total,
+    bytes=held,
+    capacity_bytes=chip.usable_bytes,
+    limited_by=limits.limit,
+    parts=parts | {"optimizer": update.total},
+    limits=limits,
+    how="compiled" if known else "estimated",
+  )
+
+
+def shared_parts(known: CompiledStep, estimated: Mapping[str, float]) -> dict[str, float]:
+  """Seconds of a compiled microbatch by part, where the report tells no more than the sum, as they are
+  estimated; what its parts wait for links is put together."""
+  if not known.parts:
+    factor = known.microbatch_seconds / sum(estimated.values())
+    return {part: factor * seconds for part, seconds in estimated.items()}
+  busy = sum(known.parts.values())
+  kept = (known.microbatch_seconds - known.waits) / busy
+  return {part: kept * known.parts.get(part, 0.0) for part in estimated} | {
+    "collectives": known.waits
+  }
+
+
+def part_seconds(one: PartWork, chip: Chip, rates: StepRates) -> RooflineSeconds:
+  """One part of a microbatch: products, kernels, elementwise work and traffic, one after another."""
+  products = one.products / chip.peak_flops / rates.product[chip.generation]
+  reading = one.weights / chip.hbm_bandwidth
+  cycles = sum(rates.cycles.get(kind, 0.0) * count for kind, count in one.registers.items())
+  vectors = cycles / chip.clock / chip.tensor_cores + one.kernels / chip.peak_flops
+  moved = sum(rates.traffic.get(kind, 0.0) * size for kind, size in one.traffic.items())
+  if reading > products:
+    return RooflineSeconds(compute=vectors, memory=reading + moved / chip.hbm_bandwidth)
+  return RooflineSeconds(compute=products + vectors, memory=moved / chip.hbm_bandwidth)
+
+
+def _scaled(one: RooflineSeconds, factor: float) -> RooflineSeconds:
+  return RooflineSeconds(factor * one.compute, factor * one.memory, factor * one.interconnect)
+
+
+@dataclasses.dataclass(frozen=True)
+class LinkSeconds:
+  """Time on the links of the collectives of one microbatch, if nothing else had to wait."""
+
+  gathers: float
+  """Weights, for the forward and again for the backward pass."""
+  reductions: float
+  """Gradients, as reduce-scatters."""
+  activations: float
+  """Sums over the devices that share a layer: each product's result, whole."""
+
+
+def link_seconds(
+  work: StepWork, chip: Chip, mesh: Topology, per_device: Fraction, remat: RematPolicy
+) -> LinkSeconds:
+  """The collectives of a microbatch on the links."""
+  fsdp, ways = mesh.shape["fsdp"], mesh.shape["tensor"]
+  is_divided = weight_shards(work, mesh)[0] > 1
+  # Slices that divide weights gather them over their hosts' network.
+  between = mesh.dcn[1] > 1
+  bandwidth = chip.dcn_bandwidth if between else chip.ici_bandwidth
+  weights = work.parameters / ways * work.compute_bytes * (fsdp - 1) / fsdp / bandwidth
+  tokens = float(per_device * ways * work.length)
+  sums = 6 if remat == "full" else 5 if remat == "minimal" else 4
+  layers = work.model.base_num_decoder_layers
+  moved = tokens * work.model.base_emb_dim * work.compute_bytes * layers * sums
+  shared = 2 * moved * (ways - 1) / ways / chip.ici_bandwidth
+  # Weights that every device has whole are not gathered, and their gradients are all-reduced.
+  return LinkSeconds(
+    2 * weights if is_divided else 0.0, weights if is_divided else 2 * weights, shared
+  )
+
+
+def _collectives(
+  work: StepWork,
+  chip: Chip,
+  mesh: Topology,
+  per_device: Fraction,
+  remat: RematPolicy,
+  rates: StepRates,
+  microbatch: Mapping[Part, RooflineSeconds],
+) -> RooflineSeconds:
+  """What computing waits for; what runs beside the products waits where it takes longer."""
+  links = link_seconds(work, chip, mesh, per_device, remat)
+  weights = links.gathers + links.reductions
+  share = _waits(rates, chip, mesh)
+  layers = sum(microbatch[part].total for part in ("attention", "mlp", "norm"))
+  late = max(0.0, (1 - share) * weights - layers)
+  return RooflineSeconds(interconnect=share * weights + late + links.activations)
+
+
+def is_wide(mesh: Topology) -> bool:
+  """Whether weights are divided over so many devices that gradients are summed whole."""
+  return mesh.shape["fsdp"] > _WIDE
+
+
+def _waits(rates: StepRates, chip: Chip, mesh: Topology) -> float:
+  """The rate of the generation; of one without compiled steps of that width, the mean of the others."""
+  width = "wide" if is_wide(mesh) else "narrow"
+  known = [share for name, share in rates.waits.items() if name.endswith(width)]
+  return rates.waits.get(f"{chip.generation} {width}", sum(known) / max(1, len(known)))
+
+
+def update_bytes(work: StepWork, mesh: Topology) -> float:
+  """Bytes of the update on one device: weights and the optimizer's state read and written, gradients read
+  and cleared."""
+  each = 2 * (work.weight_bytes + work.optimizer_bytes) + 8
+  return work.parameters * each / math.prod(weight_shards(work, mesh))
+
+
+def _update(work: StepWork, chip: Chip, mesh: Topology, rates: StepRates) -> RooflineSeconds:
+  times = rates.traffic.get("update", 1.0)
+  return RooflineSeconds(memory=times * update_bytes(work, mesh) / chip.hbm_bandwidth)
+
+
+def _replicas(work: StepWork, chip: Chip, mesh: Topology) -> RooflineSeconds:
+  """All-reduces of gradients in float32 over the data replicas, once a step; between slices their
+  hosts' network is the slowest part."""
+  replicas = mesh.shape["data"]
+  divided = math.prod(weight_shards(work, mesh))
+  bandwidth = chip.dcn_bandwidth if mesh.dcn[0] > 1 else chip.ici_bandwidth
+  moved = 2 * 4 * work.parameters / divided * (replicas - 1) / replicas
+  return RooflineSeconds(interconnect=moved / bandwidth)

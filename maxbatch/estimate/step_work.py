@@ -1,0 +1,308 @@
+"""What one microbatch and one update ask of a device, counted from the model's keys: no program needed.
+
+The counts are those of the step that this package compiles: which products a remat policy computes
+again, how often a weight is gathered, in how many tiles the loss is formed. step_roofline.py turns
+them into seconds, and `scripts/fit_step_rates.py` finds the rates for that.
+
+M tokens of a microbatch that a data-parallel group's devices share, L layers, D width, F width of the
+feed-forward layer, N query and K key/value heads of H, V vocabulary, T tokens of a row.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Literal
+
+from maxbatch.batch.topology import Topology
+from maxbatch.config.schema import Config, ModelConfig
+from maxbatch.estimate.chips import Chip
+from maxbatch.hugging_face.model_keys import PLAIN, SHAPE, layer_types
+
+RematPolicy = Literal["none", "minimal", "full"]
+Part = Literal["attention", "mlp", "norm", "head", "embedding", "other"]
+
+_REGISTER = 1024
+"""Elements of a TPU's vector register, 8 × 128: what one vector instruction works on."""
+_LANES = 128
+_SMALLEST_TILE = 64 * 2**20
+"""Bytes of logits that a tile of the loss has at least, where there are so many (training/loss.py)."""
+_KERNEL_BLOCKS = (512, 384, 256, 128)
+_KERNEL_PRODUCTS = {"forward": 2, "backward": 7}
+"""Products of T × T × H in the attention kernels: backward, those for queries (3) and for keys and
+values (4), which form the weights anew."""
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "cbfloat16": 4}
+
+
+@dataclasses.dataclass(frozen=True)
+class StepWork:
+  """A model and how it is trained, as far as the work of a step depends on it."""
+
+  model: ModelConfig
+  length: int
+  """Tokens of a row: max_target_length."""
+  compute_bytes: int = 2
+  """Of a number of the computation: 2 in bfloat16."""
+  weight_bytes: int = 4
+  """Of a stored weight."""
+  optimizer_bytes: int = 8
+  """Of the optimizer's state for one parameter: 8 for Adam's two moments in float32."""
+
+  @property
+  def layer_matrix(self) -> Mapping[str, tuple[tuple[int, int], ...]]:
+    """The matrices of one layer by part, each (in, out)."""
+    c = self.model
+    D, F, H = c.base_emb_dim, c.base_mlp_dim, c.head_dim
+    N, K = c.base_num_query_heads * H, c.base_num_kv_heads * H
+    up = 1 if c.mlp_activation == "gelu" else 2
+    return {
+      "attention": ((D, N), (D, K), (D, K), (N, D)),
+      "mlp": (*((D, F),) * up, (F, D)),
+    }
+
+  @property
+  def layer_parameters(self) -> int:
+    """Parameters of the matrices of one layer."""
+    return sum(math.prod(one) for part in self.layer_matrix.values() for one in part)
+
+  @property
+  def table_parameters(self) -> int:
+    """Parameters of the embedding, or of the output matrix."""
+    return self.model.vocab_size * self.model.base_emb_dim
+
+  @property
+  def parameters(self) -> int:
+    """All parameters, without norms and biases, which are some 10⁻⁴ of them."""
+    c = self.model
+    tables = 1 if c.logits_via_embedding else 2
+    learned = c.max_position_embeddings if c.position_embedding == "learned" else 0
+    positions = max(learned, 0) * c.base_emb_dim
+    return (
+      c.base_num_decoder_layers * self.layer_parameters + tables * self.table_parameters + positions
+    )
+
+  @property
+  def windows(self) -> Mapping[int, int]:
+    """How many layers see how many tokens back; 0: all."""
+    c, L = self.model, self.model.base_num_decoder_layers
+    kinds = layer_types(c.layer_types, L) or ("sliding_attention",) * L
+    sliding = kinds.count("sliding_attention") if c.sliding_window_size else 0
+    return {c.sliding_window_size: sliding, 0: L - sliding} if sliding else {0: L}
+
+  @property
+  def model_flops_per_token(self) -> float:
+    """As utilisations count: forward and backward, nothing computed twice, the causal half."""
+    c = self.model
+    matrices = c.base_num_decoder_layers * self.layer_parameters + self.table_parameters
+    heads = c.base_num_query_heads * c.head_dim
+    seen = sum(n * self._seen(window or self.length) for window, n in self.windows.items())
+    return 6.0 * matrices + 12.0 * heads * seen
+
+  def _seen(self, window: int) -> float:
+    window = min(window, self.length)
+    return window - window * (window - 1) / (2 * self.length) - 0.5
+
+  def tiles(self, tokens: float, ways: int) -> int:
+    """Tiles of tokens in which the loss is formed.
+
+    Args:
+      tokens: of the microbatch on one group of devices.
+      ways: devices that share the vocabulary.
+    """
+    if self.model.num_vocab_tiling:
+      return self.model.num_vocab_tiling
+    logits = tokens * self.model.vocab_size / ways * 4
+    gradient = self.table_parameters / ways * 4
+    wanted = min(self.length, math.ceil(logits / max(gradient, _SMALLEST_TILE)))
+    equal = next(n for n in range(wanted, self.length + 1) if self.length % n == 0)
+    return equal if equal <= 2 * wanted else wanted
+
+
+@functools.lru_cache(maxsize=256)
+def work_digest(work: StepWork) -> str:
+  """What a step's work is known again by: a hash of all keys that change what is computed."""
+  model = dataclasses.asdict(work.model)
+  keys = {key: model[key] for key in (*SHAPE, *PLAIN, "num_vocab_tiling", "scan_layers")}
+  is_slow = work.model.attention == "dot_product"
+  others = (work.length, work.compute_bytes, work.weight_bytes, work.optimizer_bytes, is_slow)
+  found = json.dumps([keys, others, work.model.lora_rank], sort_keys=True)
+  return hashlib.sha256(found.encode()).hexdigest()[:16]
+
+
+def step_work(config: Config) -> StepWork:
+  """The work that a configuration describes."""
+  precision, optimizer = config.precision, config.optimizer
+  dtype = precision.precision if precision.dtype == "auto" else precision.dtype
+  first = _BYTES[optimizer.mu_dtype]
+  return StepWork(
+    model=config.model,
+    length=config.batch.max_target_length,
+    compute_bytes=_BYTES[dtype],
+    weight_bytes=_BYTES[precision.weight_dtype],
+    optimizer_bytes={"sgd": first, "muon": first, "adafactor": 0}.get(
+      optimizer.opt_type, first + 4
+    ),
+  )
+
+
+def weight_shards(work: StepWork, mesh: Topology) -> tuple[int, int]:
+  """Devices along fsdp and along tensor that divide the weights.
+
+  A width that fsdp does not divide evenly is not divided at all: each device then has it whole.
+  """
+  fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
+  return fsdp if work.model.base_emb_dim % fsdp == 0 else 1, tensor
+
+
+def residual_bytes(work: StepWork, ways: int, remat: RematPolicy) -> float:
+  """Bytes that are kept for each token in each layer until the backward pass.
+
+  Args:
+    work: the model and how it is trained.
+    ways: devices that share a layer.
+    remat: what is computed again instead.
+  """
+  c, size = work.model, work.compute_bytes
+  queries, keys = (
+    c.base_num_query_heads * c.head_dim / ways,
+    c.base_num_kv_heads * c.head_dim / ways,
+  )
+  D, F = c.base_emb_dim, c.base_mlp_dim / ways
+  if remat == "full":
+    return D * size
+  is_gated = c.mlp_activation != "gelu"
+  # What the layer is given, queries, keys, values, what its halves add, and the hidden layer.
+  products = (3 * D + queries + 2 * keys + (2 if is_gated else 1) * F) * size
+  if remat == "minimal":
+    return products
+  norms = 2 * c.use_pre_norm + c.use_post_attn_norm + c.use_post_ffw_norm
+  # Three float32 numbers of each that is normalized, four with a mean; the kernel's output; and of the
+  # hidden layer what its activation is made of.
+  normalized = norms * D + (queries + keys if c.use_qk_norm else 0)
+  kept = (4 if c.normalization == "layernorm" else 3) * 4 * normalized
+  return products + kept + (queries + (3 if is_gated else 5) * F) * size
+
+
+@dataclasses.dataclass(frozen=True)
+class PartWork:
+  """What one part of the model asks of a device in one microbatch."""
+
+  products: float = 0.0
+  """FLOPs of matrix products as the matrix unit does them: narrow dimensions fill it up."""
+  kernels: float = 0.0
+  """The same of attention kernels."""
+  weights: float = 0.0
+  """Bytes of weights that the products read, however few the tokens."""
+  registers: dict[str, float] = dataclasses.field(default_factory=dict)
+  """Vector registers of elementwise work and of changes of layout, by what they hold."""
+  traffic: dict[str, float] = dataclasses.field(default_factory=dict)
+  """Bytes that such work may move through main memory, likewise, each once."""
+
+
+def microbatch_work(
+  work: StepWork, chip: Chip, mesh: Topology, per_device: Fraction, remat: RematPolicy
+) -> dict[Part, PartWork]:
+  """What each part of the model asks of one device in one microbatch.
+
+  Args:
+    work: the model and how it is trained.
+    chip: the device, for the width of its matrix unit.
+    mesh: the devices.
+    per_device: samples of a microbatch on one device.
+    remat: what the backward pass computes again.
+  """
+  ways = mesh.shape["tensor"]
+  M = float(per_device * ways * work.length)
+  c, L, D = work.model, work.model.base_num_decoder_layers, work.model.base_emb_dim
+  elements = 3 if remat == "none" else 4
+
+  def elementwise(*kinds: tuple[str, float]) -> PartWork:
+    """Of so many numbers for each token in each layer and pass."""
+    counts = {kind: elements * L * M * width / _REGISTER for kind, width in kinds if width}
+    moved = {kind: count * _REGISTER * work.compute_bytes for kind, count in counts.items()}
+    return PartWork(registers=counts, traffic=moved)
+
+  def with_products(part: str, beside: PartWork) -> PartWork:
+    passes = _passes(work, part, remat)
+    shapes = list(zip(passes, work.layer_matrix[part], strict=True))
+    padded = sum(times * _padded(a, chip) * _padded(b, chip) for times, (a, b) in shapes)
+    read = sum(times * a * b for times, (a, b) in shapes) * work.compute_bytes
+    multiplied = beside.products + L * 2 * M * padded / ways
+    return dataclasses.replace(beside, products=multiplied, weights=L * read / ways)
+
+  heads = (c.base_num_query_heads + c.base_num_kv_heads) * c.head_dim / ways
+  gate, F = 0 if c.mlp_activation == "gelu" else 1, c.base_mlp_dim / ways
+  norms = 2 * c.use_pre_norm + c.use_post_attn_norm + c.use_post_ffw_norm
+  rotated = heads if c.position_embedding == "rope" else 0
+  # Heads are dims of their own, which fill up the lanes of a register.
+  fill = -(-c.head_dim // _LANES) * _LANES / c.head_dim
+  attention = elementwise(("heads", 2 * heads * fill), ("rope", rotated * fill))
+  # Halves of heads change places in a product with a constant matrix (models/forms.py).
+  turns = (3 if remat == "full" else 2) * L * 2 * M * rotated * _padded(c.head_dim, chip)
+  attention = dataclasses.replace(
+    attention,
+    products=turns * _padded(c.head_dim, chip) / c.head_dim,
+    kernels=_kernels(work, chip, M, ways, again=remat != "none"),
+  )
+  activation = "silu" if c.mlp_activation == "swiglu" else "gelu"
+  norm = "layernorm" if c.normalization == "layernorm" else "rmsnorm"
+  other = elementwise(("residual", D), ("dropout", 2 * D if c.dropout_rate else 0))
+  # Written by the forward, read by the backward pass.
+  other.traffic["residuals"] = 2 * L * M * residual_bytes(work, ways, remat)
+  if weight_shards(work, mesh)[0] == 1:
+    # Where each device has them whole, it casts all that it uses; else its own part.
+    other.traffic["weights"] = 2 * L * work.layer_parameters / ways * work.compute_bytes
+  return {
+    "attention": with_products("attention", attention),
+    "mlp": with_products("mlp", elementwise(("hidden", gate * F), (activation, F))),
+    "norm": elementwise((norm, norms * D + (heads if c.use_qk_norm else 0))),
+    "head": _head(work, chip, M, ways),
+    "embedding": PartWork(traffic={"table": work.table_parameters / ways * 4}),
+    "other": other,
+  }
+
+
+def _passes(work: StepWork, part: str, remat: RematPolicy) -> list[int]:
+  """How often each matrix of a part of a layer is multiplied: forward, backward by activations and by
+  weights, and again. What a layer ends with is needed again only by a norm behind it."""
+  each = [4 if remat == "full" else 3] * len(work.layer_matrix[part])
+  if part == "mlp" and not work.model.use_post_ffw_norm:
+    each[-1] = 3
+  return each
+
+
+def _head(work: StepWork, chip: Chip, M: float, ways: int) -> PartWork:
+  """The output matrix and the loss, with its gradients, in tiles of tokens."""
+  D, V, table = work.model.base_emb_dim, work.model.vocab_size, work.table_parameters / ways
+  return PartWork(
+    products=3 * 2 * M * _padded(D, chip) * _padded(V, chip) / ways,
+    registers={"logits": M * V / ways / _REGISTER},
+    traffic={
+      "logits": M * V / ways * 4,
+      # Each tile reads the matrix twice, and reads and writes the sum of its gradient in float32.
+      "tiles": work.tiles(M, ways) * table * (2 * work.compute_bytes + 8),
+    },
+  )
+
+
+def _padded(width: int, chip: Chip) -> int:
+  return -(-width // chip.matrix_unit) * chip.matrix_unit
+
+
+def _kernels(work: StepWork, chip: Chip, M: float, ways: int, *, again: bool) -> float:
+  """FLOPs of the attention kernels of all layers as the matrix unit does them."""
+  c, length = work.model, -(-work.length // 128) * 128
+  block = next(size for size in _KERNEL_BLOCKS if length % size == 0)
+  rows = length // block
+  executed = 0.0
+  for window, layers in work.windows.items():
+    # Blocks that a block of queries meets: on and below the diagonal, or as far as the window reaches.
+    reach = min(rows, -(-(window - 1) // block) + 1) if window else rows
+    blocks = reach * rows - reach * (reach - 1) / 2
+    executed += layers * blocks * block / length * block
+  passes = _KERNEL_PRODUCTS["forward"] * (2 if again else 1) + _KERNEL_PRODUCTS["backward"]
+  width = c.base_num_query_heads * _padded(c.head_dim, chip) / ways
+  return passes * 2 * M * width * executed

@@ -1,0 +1,198 @@
+"""Data against steps: what reaching one loss takes at several batch sizes, and the curve through it.
+
+McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch Training" (2018), equation
+2.11: (S / Smin − 1)(E / Emin − 1) = 1 for the steps S and the samples E that reach a loss. With
+B = E / S samples a step it says
+
+    S = Smin·(1 + Bcrit / B),    E = Emin·(1 + B / Bcrit),    Bcrit = Emin / Smin
+
+Where every step gains as much as that paper's equation 2.7 says, 1 / (1 + Bnoise / B) of what a step
+without noise gains, Bcrit is the mean of the noise scale Bnoise over the run, in which a step weighs
+what it gains (appendix D there; `mean_noise_scale`).
+
+Legend: N runs or steps, C candidates for Bcrit.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from maxbatch.noise.confidence import Interval, inflated_t, ratios_of_means
+
+Numbers = Sequence[float] | np.ndarray
+_CANDIDATES = 20_001
+_REACH = 1e3
+"""How far outside of the batch sizes that were tried Bcrit is looked for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tradeoff:
+  """The curve that fits best, with 95% intervals; an end of one may be 0 or infinite."""
+
+  min_steps: Interval
+  min_samples: Interval
+  critical_batch: Interval
+  """Bcrit, in samples."""
+  misfit: float
+  """Standard deviation of the runs around the curve, as a share of steps: 0.1 is 10%."""
+
+  def steps(self, samples_per_step: float) -> float:
+    """S."""
+    return self.min_steps.value * (1 + self.critical_batch.value / samples_per_step)
+
+  def samples(self, samples_per_step: float) -> float:
+    """E."""
+    return self.min_samples.value * (1 + self.overhead(samples_per_step).value)
+
+  def overhead(self, samples_per_step: float) -> Interval:
+    """E / Emin − 1: the share of data that the batch takes beyond the least."""
+    found = self.critical_batch
+    return Interval(
+      samples_per_step / found.value,
+      samples_per_step / found.high,
+      samples_per_step / found.low if found.low else math.inf,
+    )
+
+
+def fit_tradeoff(samples: Numbers, steps: Numbers) -> Tradeoff:
+  """The curve by least squares of the relative errors of S.
+
+  The intervals hold every value for which the curve's sum of squares is at most 1 + t²/(N − 2) times
+  the least one: they cover the runs' scatter and what the curve does not describe, but not what all
+  runs have in common.
+
+  Args:
+    samples: E of every run.
+    steps: S of every run, in the same order; at least two batch sizes, and three runs.
+
+  Raises:
+    ValueError: there are fewer.
+  """
+  samples_N, steps_N = np.array(samples, float), np.array(steps, float)
+  sizes_N = samples_N / steps_N
+  if len(sizes_N) < 3 or np.ptp(np.log(sizes_N)) < 1e-6:
+    raise ValueError("a fit takes three runs of two batch sizes at least")
+  ends = math.log(sizes_N.min() / _REACH), math.log(sizes_N.max() * _REACH)
+  log_critical_C = np.linspace(*ends, _CANDIDATES)
+  # For each Bcrit the best Smin is a mean, and what is left decides.
+  left_CN = np.log(steps_N) - np.log1p(np.exp(log_critical_C)[:, None] / sizes_N)
+  log_min_steps_C = left_CN.mean(1)
+  squares_C = ((left_CN - log_min_steps_C[:, None]) ** 2).sum(1)
+  best, degrees = int(squares_C.argmin()), len(sizes_N) - 2
+  least = float(squares_C[best])
+  spare_C = least * (1 + float(inflated_t(np.array(degrees))) ** 2 / degrees) - squares_C
+  allowed_C = spare_C >= 0
+  # A Smin off its best by x adds N·x² to the squares.
+  off_C = np.sqrt(np.maximum(spare_C, 0) / len(sizes_N))
+
+  def interval(log_C: np.ndarray, off_C: np.ndarray) -> Interval:
+    low, high = (log_C - off_C)[allowed_C].min(), (log_C + off_C)[allowed_C].max()
+    return Interval(math.exp(log_C[best]), math.exp(low), math.exp(high))
+
+  found = interval(log_critical_C, np.zeros_like(off_C))
+  least_steps, least_samples = (
+    interval(log_min_steps_C, off_C),
+    interval(log_min_steps_C + log_critical_C, off_C),
+  )
+  # At the ends of the candidates one of the two terms of the curve is nothing beside the other.
+  if allowed_C[0]:
+    found = dataclasses.replace(found, low=0.0)
+    least_samples = dataclasses.replace(least_samples, low=0.0)
+  if allowed_C[-1]:
+    found = dataclasses.replace(found, high=math.inf)
+    least_steps = dataclasses.replace(least_steps, low=0.0)
+  return Tradeoff(least_steps, least_samples, found, math.sqrt(least / degrees))
+
+
+def crossing(samples: Numbers, losses: Numbers, target: float, window: int = 5) -> float | None:
+  """Samples after which the smoothed loss first is at most `target`; None if it never is.
+
+  Args:
+    samples: at each evaluation, rising, evenly spaced in their logarithm.
+    losses: there.
+    target: the loss to reach.
+    window: evaluations around each whose mean is its smoothed loss.
+  """
+  if len(losses) < window:
+    return None
+  weights = np.full(window, 1 / window)
+  smooth_N = np.convolve(np.array(losses, float), weights, "valid")
+  places_N = np.convolve(np.log(np.array(samples, float)), weights, "valid")
+  reached_N = smooth_N <= target
+  if not reached_N.any():
+    return None
+  at = int(reached_N.argmax())
+  if at == 0:
+    return math.exp(places_N[0])
+  share = (smooth_N[at - 1] - target) / (smooth_N[at - 1] - smooth_N[at])
+  return math.exp(places_N[at - 1] + share * (places_N[at] - places_N[at - 1]))
+
+
+def smooth_crossing(
+  samples: Numbers, losses: Numbers, target: float, begins: float
+) -> float | None:
+  """As `crossing`, of the losses of all steps of a branch: on the parabola through them.
+
+  Args:
+    samples: since the branch began, at each step.
+    losses: there.
+    target: the loss to reach.
+    begins: samples that the run had consumed where the branch began; the parabola is over the
+      logarithm of all samples.
+  """
+  places_N = np.log(begins + np.array(samples, float))
+  curve = np.polynomial.Polynomial.fit(places_N, np.array(losses, float), 2)
+  grid = np.linspace(places_N[0], places_N[-1], _CANDIDATES)
+  reached = curve(grid) <= target
+  return math.exp(float(grid[reached.argmax()])) - begins if reached.any() else None
+
+
+def mean_noise_scale(
+  signal: Numbers, noise: Numbers, samples_per_step: float, window: int = 32
+) -> Interval | None:
+  """The noise scale that a run had on the whole, in samples; None if it is not known.
+
+  Args:
+    signal: |G|² of every step, unbiased; may be negative.
+    noise: tr(Sigma) of every step.
+    samples_per_step: of the run, so that |G|² + tr(Sigma) / samples_per_step is a step's |g|².
+    window: steps over which that square is averaged.
+
+  A step gains in proportion to |G|² / (|G|² + tr(Sigma) / B) and is weighted by it; times its noise
+  scale tr(Sigma) / |G|² that leaves a ratio of means of what each step measured.
+  """
+  signal_N, noise_N = np.array(signal, float), np.array(noise, float)
+  squared_N = _smoothed(signal_N + noise_N / samples_per_step, window)
+  found = ratios_of_means((noise_N / squared_N)[None], (signal_N / squared_N)[None])
+  return found.interval(0)
+
+
+def _smoothed(values_N: np.ndarray, window: int) -> np.ndarray:
+  """Means of as many values around each as there are, up to `window`."""
+  ones = np.ones(min(window, len(values_N)))
+  return np.convolve(values_N, ones, "same") / np.convolve(np.ones(len(values_N)), ones, "same")
+
+
+def lowest_on_grid(score: Callable[[int], tuple[float, ...]], start: int) -> int:
+  """The place, among whole numbers, whose score is lower than its neighbours', by walking downhill.
+
+  Args:
+    score: of a place; asked once for each.
+    start: where to begin.
+  """
+  known: dict[int, tuple[float, ...]] = {}
+
+  def of(place: int) -> tuple[float, ...]:
+    if place not in known:
+      known[place] = score(place)
+    return known[place]
+
+  best = start
+  while True:
+    of(best)
+    lower = min((best, best + 1, best - 1), key=of)
+    if lower == best:
+      return best
+    best = lower

@@ -1,0 +1,220 @@
+"""Flags of XLA's compilers: published sets by TPU generation, and what compiler_flags makes of them.
+
+They are options of one compilation, not of the process: no environment variable is needed, and what
+LIBTPU_INIT_ARGS says for all programs stays as it is.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from maxbatch.config.find import did_you_mean
+from maxbatch.errors import UserError
+from maxbatch.estimate.chips import CHIPS, chip_for
+from maxbatch.hardware.compilation_cache import bypassed
+
+Flags = tuple[tuple[str, str], ...]
+"""(name, value), by name: hashable, as what a compiled step is kept by."""
+
+EXPLORE, NONE = "explore", "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagSet:
+  """Flags that someone has published for training dense models on a generation."""
+
+  flags: str
+  source: str
+
+
+_ASYNC_ALL_GATHER = (
+  "xla_tpu_enable_async_collective_fusion=true "
+  "xla_tpu_enable_async_collective_fusion_fuse_all_gather=true "
+  "xla_tpu_enable_async_collective_fusion_multiple_steps=true "
+  "xla_tpu_overlap_compute_collective_tc=true "
+  "xla_enable_async_all_gather=true"
+)
+"""All-gathers beside products that do not need them. What is published for v5p and v6e has these, too,
+but libtpu 0.0.51 refuses to fuse all-gathers on other chips than v5e: wrong results and hangs."""
+_DATA_PARALLEL = (
+  "xla_tpu_enable_data_parallel_all_reduce_opt=true "
+  "xla_tpu_data_parallel_opt_different_sized_ops=true"
+)
+"""All-reduces of gradients between slices, pipelined."""
+_DENSE_VECTOR_MEMORY = "xla_tpu_scoped_vmem_limit_kib=98304"
+"""Vector memory for one operation; what is left prefetches for the next ones."""
+_SPARSE_CORE = (
+  "xla_tpu_use_tc_device_shape_on_sc=true xla_sc_enable_instruction_fusion=false "
+  "xla_sc_disable_megacore_partitioning=true"
+)
+"""Without xla_sc_disjoint_spmem, which is no option of a single compilation (libtpu 0.0.51)."""
+
+FLAG_SETS: Mapping[str, Mapping[str, FlagSet]] = {
+  "v4": {
+    "published": FlagSet("xla_enable_async_all_gather=true", "MaxText 0.2.5, configs/tpu/v4/*.sh")
+  },
+  "v5e": {
+    "published": FlagSet(
+      f"{_DATA_PARALLEL} {_ASYNC_ALL_GATHER}", "MaxText 0.2.5, configs/tpu/v5e/*.sh"
+    )
+  },
+  "v5p": {
+    "published": FlagSet(
+      f"{_DATA_PARALLEL} xla_tpu_megacore_fusion_allow_ags=false "
+      "xla_tpu_overlap_compute_collective_tc=true xla_enable_async_all_gather=true "
+      "xla_enable_async_collective_permute=true xla_tpu_enable_ag_backward_pipelining=true",
+      "MaxText 0.2.5, configs/tpu/v5p/*.sh, without the fusion of all-gathers",
+    )
+  },
+  "v6e": {
+    "published": FlagSet(
+      f"{_DENSE_VECTOR_MEMORY} xla_tpu_assign_all_reduce_scatter_layout=true "
+      "xla_tpu_enable_data_parallel_all_reduce_opt=true "
+      "xla_tpu_enable_sparse_core_collective_offload_all_gather=true "
+      "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter=true "
+      "xla_tpu_enable_sparse_core_collective_offload_all_reduce=true "
+      "xla_tpu_aggressive_opt_barrier_removal=ENABLED",
+      "the sets for dense models of MaxText's benchmarks/xla_flags_library.py, commit 48445cf: vector "
+      "memory, layouts for reduce-scatter, collectives on the SparseCores",
+    ),
+    "all_gathers": FlagSet(
+      f"{_DENSE_VECTOR_MEMORY} xla_tpu_use_minor_sharding_for_major_trivial_input=true "
+      "xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1 "
+      f"{_DATA_PARALLEL} xla_tpu_overlap_compute_collective_tc=true xla_enable_async_all_gather=true",
+      "MaxText 0.2.5, configs/tpu/v6e/*.sh, without the fusion of all-gathers",
+    ),
+    "offloading": FlagSet(
+      f"{_DENSE_VECTOR_MEMORY} xla_tpu_use_minor_sharding_for_major_trivial_input=true "
+      "xla_tpu_relayout_group_size_threshold_for_reduce_scatter=1 "
+      f"xla_tpu_assign_all_reduce_scatter_layout=true {_DATA_PARALLEL} "
+      "xla_tpu_enable_async_collective_fusion=false xla_tpu_overlap_compute_collective_tc=true "
+      "xla_enable_async_all_gather=true "
+      "xla_tpu_enable_sparse_core_collective_offload_all_reduce=true "
+      f"xla_tpu_enable_all_reduce_offload_tracing=true {_SPARSE_CORE} "
+      "xla_tpu_enable_all_experimental_scheduler_features=true "
+      "xla_tpu_enable_scheduler_memory_pressure_tracking=true "
+      "xla_tpu_host_transfer_overlap_limit=24 "
+      "xla_tpu_aggressive_opt_barrier_removal=ENABLED "
+      "xla_lhs_prioritize_async_depth_over_stall=ENABLED "
+      "xla_tpu_enable_ag_backward_pipelining=true "
+      "xla_should_allow_loop_variant_parameter_in_chain=ENABLED "
+      "xla_should_add_loop_invariant_op_in_chain=ENABLED "
+      "xla_max_concurrent_host_send_recv=100 "
+      "xla_tpu_scheduler_percent_shared_memory_limit=100 "
+      "xla_latency_hiding_scheduler_rerun=2 "
+      "xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",
+      "AI-Hypercomputer/tpu-recipes, training/trillium/Mistral-7B-MaxText: as above, with its "
+      "scheduling for activations on the host",
+    ),
+  },
+}
+"""By generation and name."""
+
+
+class CompilerFlags(NamedTuple):
+  """What a step is compiled with."""
+
+  asked: str = NONE
+  """The value of the key."""
+  flags: Flags = ()
+
+  @property
+  def options(self) -> dict[str, Any] | None:
+    """As jax's compile takes them; None where there are none."""
+    words = {"true": True, "false": False}
+    return {name: words.get(value, value) for name, value in self.flags} or None
+
+  def __str__(self) -> str:
+    """As a command line has them."""
+    return " ".join(f"--{name}={value}" for name, value in self.flags)
+
+
+NO_FLAGS = CompilerFlags()
+
+
+def compiler_flags(asked: str, device: Any) -> CompilerFlags:
+  """What compiler_flags says, for a device and its compiler.
+
+  Raises:
+    UserError: it names a set that there is not for the device, or a flag or value that its compiler
+      does not know.
+  """
+  if asked.strip() in ("", NONE, EXPLORE):
+    return NO_FLAGS  # with explore none is chosen yet
+  known, flags = sets_for(device), dict[str, str]()
+  for word in asked.split():
+    name, equals, value = word.removeprefix("--").partition("=")
+    if equals or word.startswith("--"):
+      flags[name] = value if equals else "true"
+    elif name in known:
+      flags |= dict(_pairs(known[name].flags))
+    else:
+      raise UserError(_unknown_set(asked, name, device))
+  found = CompilerFlags(" ".join(asked.split()), tuple(sorted(flags.items())))
+  _check(found, device)
+  return found
+
+
+def sets_for(device: Any) -> Mapping[str, FlagSet]:
+  """The published sets for a device; none for what is no TPU, or one of which nothing is published."""
+  chip = chip_for(device.device_kind)
+  return FLAG_SETS.get(chip.generation, MappingProxyType({})) if chip else MappingProxyType({})
+
+
+def explored(device: Any) -> Sequence[str]:
+  """What compiler_flags=explore tries on a device."""
+  return (NONE, *sets_for(device))
+
+
+def _pairs(text: str) -> Sequence[tuple[str, str]]:
+  return [(name, value) for name, _, value in (word.partition("=") for word in text.split())]
+
+
+def _unknown_set(asked: str, name: str, device: Any) -> str:
+  known = [NONE, EXPLORE, *sets_for(device)]
+  where = f"of which there are for {device.device_kind}: {', '.join(known)}."
+  if name == EXPLORE:
+    return f"compiler_flags={asked}: explore stands alone, as compiler_flags=explore"
+  if any(name in sets for sets in FLAG_SETS.values()):
+    have = ", ".join(each for each in CHIPS if name in FLAG_SETS.get(each, {}))
+    return (
+      f"compiler_flags={asked}: nothing is published as {name!r} for {device.device_kind}, only for "
+      f"{have}; use compiler_flags=none, or the flags themselves: compiler_flags='--xla_…=…'"
+    )
+  return (
+    f"compiler_flags={asked}: {name!r} is neither a flag, --name=value, nor the name of a set, {where}"
+    f"{did_you_mean(name, known)}"
+  )
+
+
+def _check(found: CompilerFlags, device: Any) -> None:
+  """Lets the compiler itself say whether it knows the flags, on a program of one addition."""
+  problem = _problem(found, _checking(device))
+  if problem:
+    raise UserError(
+      f"compiler_flags={found.asked}: the compiler for {device.device_kind} refuses: {problem}; leave "
+      "that flag out, or use compiler_flags=none"
+    )
+
+
+def _checking(device: Any) -> Any:
+  """A device of this process with the same compiler, which one of another process is not."""
+  own = jax.local_devices()[0]
+  return own if own.device_kind == device.device_kind else device
+
+
+@functools.lru_cache(16)
+def _problem(found: CompilerFlags, device: Any) -> str:
+  number = jax.ShapeDtypeStruct((), np.float32, sharding=SingleDeviceSharding(device))
+  try:
+    with bypassed():
+      jax.jit(lambda x: x + x).lower(number).compile(compiler_options=found.options)
+  except (jax.errors.JaxRuntimeError, ValueError) as error:
+    return str(error).strip().splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
+  return ""

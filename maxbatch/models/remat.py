@@ -1,0 +1,182 @@
+"""What the forward pass of a layer keeps for the backward pass, on the device or on its host.
+
+remat_policy has MaxText's names, and so have the tensors that a layer names for it; what is not kept is
+computed again. Every named product is kept as what follows needs it: queries and keys rotated.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from maxbatch.config.schema import ModelConfig
+from maxbatch.errors import UserError
+
+_QKV = ("query_proj", "key_proj", "value_proj")
+_ATTENTION = (*_QKV, "out_proj")
+_GATED, _PLAIN = ("mlpwi_0", "mlpwi_1"), ("mlpwi",)
+_PRODUCTS = (*_ATTENTION, *_GATED, *_PLAIN, "mlpwo")
+
+NAMED = (
+  "decoder_layer_input",
+  *_QKV,
+  "context",
+  "attention_out",
+  "out_proj",
+  *_PLAIN,
+  *_GATED,
+  "mlpwo",
+)
+"""The tensors of a layer, each a configuration key too, for remat_policy=custom."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+  """Names of what is kept besides a layer's input, and where."""
+
+  on_device: tuple[str, ...] = ()
+  on_host: tuple[str, ...] = ()
+
+
+POLICIES: Mapping[str, Kept] = {
+  "minimal_with_context": Kept((*_PRODUCTS, "context")),
+  "minimal": Kept(_PRODUCTS),
+  "save_dot_with_context_except_mlp": Kept((*_ATTENTION, "context")),
+  "save_dot_except_mlpwi": Kept((*_ATTENTION, "mlpwo")),
+  "save_dot_except_mlp": Kept(_ATTENTION),
+  "save_qkv_proj": Kept(_QKV),
+  "save_out_proj": Kept(("out_proj",)),
+  "minimal_offloaded": Kept(on_host=_PRODUCTS),
+  "qkv_proj_offloaded": Kept(on_host=_QKV),
+  "full": Kept(),
+}
+"""Those of which a name says all: neither none, which keeps everything, nor custom."""
+
+_MOVES = ("sharding_constraint", "convert_element_type", "reshape", "name")
+
+Policy = Callable[..., Any]
+
+
+def named(x: jax.Array, name: str) -> jax.Array:
+  """The same, as a tensor that a policy can keep."""
+  return checkpoint_name(x, name)
+
+
+def kept(config: ModelConfig) -> Kept | None:
+  """What a configuration keeps; None: everything."""
+  if config.remat_policy == "none":
+    return None
+  if config.remat_policy != "custom":
+    return POLICIES[config.remat_policy]
+  asked = _asked(config)
+  return Kept(
+    tuple(name for name, place in asked.items() if place == "device"),
+    tuple(name for name, place in asked.items() if place == "offload"),
+  )
+
+
+def remat_policy(config: ModelConfig) -> Policy | None:
+  """What jax.checkpoint may keep; None: everything.
+
+  Where devices divide the parameters even `none` keeps no gathered copies: those of all layers
+  together would be the whole model on every device. In a pipeline, which may keep all this for many
+  microbatches, it keeps no casts either.
+  """
+  found = kept(config)
+  if found is None:
+    sizes = jax.sharding.get_abstract_mesh().shape
+    divided = any(sizes.get(axis, 1) > 1 for axis in ("fsdp", "stage"))
+    return _all_but_moved if divided else None
+  if not found.on_host:
+    return jax.checkpoint_policies.save_only_these_names(*found.on_device)
+  return jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=found.on_device,
+    names_which_can_be_offloaded=found.on_host,
+    offload_src="device",
+    offload_dst="pinned_host",
+  )
+
+
+def _all_but_moved(primitive: Any, *_: Any, **parameters: Any) -> bool:
+  """Keeps what was computed; what was only gathered, cast or reshaped is so again."""
+  inside = parameters.get("call_jaxpr")  # of a function with a gradient of its own, as `gathered`
+  names = [primitive.name] if inside is None else [each.primitive.name for each in inside.eqns]
+  return any(name not in _MOVES for name in names)
+
+
+def _asked(config: ModelConfig) -> dict[str, str]:
+  """The keys of the tensors, in the order of NAMED."""
+  return {
+    "decoder_layer_input": config.decoder_layer_input,
+    "query_proj": config.query_proj,
+    "key_proj": config.key_proj,
+    "value_proj": config.value_proj,
+    "context": config.context,
+    "attention_out": config.attention_out,
+    "out_proj": config.out_proj,
+    "mlpwi": config.mlpwi,
+    "mlpwi_0": config.mlpwi_0,
+    "mlpwi_1": config.mlpwi_1,
+    "mlpwo": config.mlpwo,
+  }
+
+
+def validate_remat(config: ModelConfig) -> None:
+  """Checks that every key of a tensor has an effect.
+
+  Raises:
+    UserError: one has none.
+  """
+  asked = {name: place for name, place in _asked(config).items() if place != _by_default(name)}
+  if asked and config.remat_policy not in ("custom", "explore"):
+    words = " ".join(f"{name}={place}" for name, place in asked.items())
+    raise UserError(
+      f"{words}: has an effect only with remat_policy=custom (now {config.remat_policy}), which "
+      "takes what is kept from these keys"
+    )
+  gated = config.mlp_activation != "gelu"
+  unknown = [name for name in (_PLAIN if gated else _GATED) if name in asked]
+  if unknown:
+    there = " and ".join(_GATED if gated else _PLAIN)
+    raise UserError(
+      f"{unknown[0]}={asked[unknown[0]]}: a layer with mlp_activation={config.mlp_activation} has no "
+      f"such tensor, but {there}"
+    )
+  if config.decoder_layer_input == "remat" and config.remat_policy == "custom":
+    raise UserError(
+      "decoder_layer_input=remat: what a layer is given cannot be computed again by the layer; use "
+      "device or offload"
+    )
+
+
+def _by_default(name: str) -> str:
+  return "device" if name == "decoder_layer_input" else "remat"
+
+
+def offload_obstacle(config: ModelConfig, platform: str, *, is_pipeline: bool) -> str | None:
+  """Why activations cannot be kept on the host, and what would work; None if they can or need not.
+
+  Args:
+    config: the model.
+    platform: of the devices, as jax calls it.
+    is_pipeline: whether a pipeline keeps a stage's activations itself.
+  """
+  found = kept(config) if config.remat_policy != "explore" else None
+  if found is None or not found.on_host:
+    return None
+  which = f"remat_policy={config.remat_policy}"
+  if config.remat_policy == "custom":
+    which = f"{found.on_host[0]}=offload"
+  if platform == "cpu":
+    return (
+      f"{which}: the devices are CPUs, whose memory is the host's already; there is nothing to move "
+      "activations to, and remat_policy=full needs the least memory"
+    )
+  if is_pipeline:
+    return (
+      f"{which}: a pipeline keeps the activations of its stages itself, as pipeline_stash says, and "
+      "not on the host; use remat_policy=full, or pipeline_schedule=none"
+    )
+  return None

@@ -1,0 +1,127 @@
+"""Writes the tables of docs/effective_microbatches.md: what each shipped model runs best with on a slice.
+
+    .venv/bin/python scripts/effective_microbatches.py                      # seconds; compiles nothing
+    .venv/bin/python scripts/effective_microbatches.py compile llama2-7b v5e-256   # one row exactly: minutes
+
+A row that was compiled exactly is marked. `compile` compiles the microbatch of a row and puts it into the
+table of compiled steps (maxbatch/estimate/compiled_steps.json), from which the next page is made;
+`scripts/fit_step_rates.py read REPORT` puts in what other runs have compiled or explored.
+"""
+
+import functools
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+
+from fit_step_rates import read, table
+
+from maxbatch.batch.arithmetic import tokens_of
+from maxbatch.batch.solve import text
+from maxbatch.config.load import load_config
+from maxbatch.estimate.best_split import BatchSplit, EffectiveBatch, effective_batch
+from maxbatch.estimate.chips import CHIPS
+from maxbatch.estimate.step_work import StepWork, step_work
+from maxbatch.hardware.tpu_slices import slice_named
+from maxbatch.modes.compile_only import prepare_only
+
+PAGE = pathlib.Path("docs/effective_microbatches.md")
+SLICES = {
+  "v5e": ("v5e-16", "v5e-64", "v5e-256"),
+  "v5p": ("v5p-16", "v5p-128", "v5p-512"),
+  "v6e": ("v6e-8", "v6e-64", "v6e-256"),
+}
+OUT = pathlib.Path("runs/effective_microbatches")
+GIB = 2**30
+BEGIN, END = "<!-- tables -->", "<!-- end of tables -->"
+
+
+def models() -> list[str]:
+  """The shipped ones."""
+  return sorted(
+    path.stem for path in pathlib.Path("configs/models").glob("*.yml") if path.stem != "default"
+  )
+
+
+@functools.cache
+def work_of(model: str) -> StepWork:
+  """A model as it is shipped, at its length, in bfloat16."""
+  return step_work(load_config(["config=base", f"model_name={model}", "precision=bfloat16"]))
+
+
+def effective(model: str, place: str) -> EffectiveBatch | None:
+  """What the model runs best with on the slice."""
+  chip = CHIPS[place.partition("-")[0]]
+  return effective_batch(work_of(model), chip, slice_named(place).num_devices)
+
+
+def row(model: str, place: str) -> str:
+  """A line of the tables."""
+  work, found = work_of(model), effective(model, place)
+  start = f"| {model} | {work.length:,} | {place} |"
+  if found is None:
+    return f"{start} no microbatch fits | | | | | |"
+  best, small = found.fastest, found.smallest
+  mark = " ✓" if best.step.how == "compiled" else ""
+  tokens = tokens_of(small.batch, work.length)
+  return (
+    f"{start} {text(best.per_device)}{mark} | {best.remat} | {mesh_of(best)} | {best.step.utilisation:.0%} | "
+    f"{best.step.free_bytes / GIB:.1f} GiB | {small.batch:,} ({tokens / 1e6:.3g}M tokens) |"
+  )
+
+
+def mesh_of(split: BatchSplit) -> str:
+  """The axes of more than one device."""
+  sizes = split.mesh.shape
+  return " × ".join(f"{axis} {sizes[axis]}" for axis in sizes if sizes[axis] > 1) or "1 device"
+
+
+def tables() -> Iterator[str]:
+  """One for each generation."""
+  for generation, places in SLICES.items():
+    yield f"## {generation}"
+    yield ""
+    yield "| model | tokens of a row | slice | micro_batch_size | remat_policy | mesh | utilisation | memory left | smallest efficient batch |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    yield from (row(model, place) for model in models() for place in places)
+    yield ""
+
+
+def write() -> None:
+  """Puts the tables into the page."""
+  page = PAGE.read_text()
+  before, rest = page.split(BEGIN)
+  after = rest.split(END)[1]
+  made = [*tables(), "## Held against the compiler", "", *table(), ""]
+  PAGE.write_text("\n".join([before + BEGIN, "", *made, END + after]))
+
+
+def compile_row(model: str, place: str) -> None:
+  """Compiles the microbatch of a row, with one microbatch a step, and notes what it took."""
+  found = effective(model, place)
+  if found is None:
+    raise SystemExit(f"{model} on {place}: no microbatch fits")
+  keys = {
+    **found.fastest.keys,
+    "batch_size": "-1",
+    "model_name": model,
+    "precision": "bfloat16",
+    "compile_only": "true",
+    "compile_topology": place,
+    "base_output_directory": str(OUT),
+    "run_name": f"{model}_{place}",
+  }
+  prepare_only(load_config(["config=base", *(f"{key}={value}" for key, value in keys.items())]))
+  read([str(OUT / keys["run_name"] / "compile_report.txt")])
+
+
+def main(arguments: Sequence[str]) -> int:
+  """Writes the page, or compiles one row of it."""
+  if arguments[:1] == ["compile"]:
+    compile_row(*arguments[1:])
+  else:
+    write()
+  return 0
+
+
+if __name__ == "__main__":
+  sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,159 @@
+"""compiler_flags: published sets, flags themselves, what the compiler refuses, and exploring sets."""
+
+import importlib.util
+import pathlib
+import re
+from typing import Any
+
+import jax
+import pytest
+from lowered_once import lower_once
+from support import config
+
+from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.topology import topology
+from maxbatch.compile.compile_step import placeholder_rows, report_or_refusal
+from maxbatch.compile.program import compile_program
+from maxbatch.compile.step_identity import header
+from maxbatch.errors import UserError
+from maxbatch.hardware.compiler_flags import FLAG_SETS, CompilerFlags, compiler_flags
+from maxbatch.hardware.devices import Target, topology_devices
+from maxbatch.training.build import build_trainer, compiled_eval, compiled_step
+from maxbatch.tuning.candidates import Candidate
+from maxbatch.tuning.microbatch_size import choose, explore_sizes, what_it_depends_on
+from maxbatch.tuning.search import ProbeResult
+from maxbatch.tuning.variants import without_variants
+
+FAST_MATH = "--xla_cpu_enable_fast_math=true xla_llvm_disable_expensive_passes=true"
+OPTIONS = {"xla_cpu_enable_fast_math": True, "xla_llvm_disable_expensive_passes": True}
+SLICES = {"v4": "v4-8", "v5e": "v5e-4", "v5p": "v5p-8", "v6e": "v6e-4"}
+TPU = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="no TPU compiler")
+
+
+class StoppedError(Exception):
+  """Raised instead of compiling, with the options."""
+
+
+@pytest.fixture
+def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+  def stop(self: Any, compiler_options: Any = None) -> None:
+    raise StoppedError(compiler_options)
+
+  jax.local_devices()
+  compiler_flags(FAST_MATH, jax.devices()[0])  # whether they are known is asked once
+  monkeypatch.setattr(jax.stages.Lowered, "compile", stop)
+
+
+def place(**keys: object) -> Target:
+  return Target(jax.devices(), topology(config(**keys).mesh, 8))
+
+
+@TPU
+@pytest.mark.parametrize("generation", FLAG_SETS)
+def test_the_compiler_takes_every_published_set(generation: str):
+  device = topology_devices(SLICES[generation])[0]
+  for name, published in FLAG_SETS[generation].items():
+    found = compiler_flags(name, device)
+    assert len(found.flags) == len(published.flags.split())
+    assert published.source
+  more = compiler_flags("published --xla_tpu_scoped_vmem_limit_kib=1024", device)
+  assert dict(more.flags)["xla_tpu_scoped_vmem_limit_kib"] == "1024"
+  assert len(more.flags) > 1
+
+
+@TPU
+@pytest.mark.parametrize(
+  ("asked", "words"),
+  [
+    (
+      "--xla_tpu_nonsense=1",
+      "the compiler for TPU v5 lite refuses: No such compile option: 'xla_tpu",
+    ),
+    ("xla_tpu_scoped_vmem_limit_kib=much", "Failed to parse 'much' into flag xla_tpu_scoped_vmem"),
+    ("publishd", "there are for TPU v5 lite: none, explore, published. Did you mean published?"),
+    ("offloading", "nothing is published as 'offloading' for TPU v5 lite, only for v6e; use"),
+    ("published explore", "explore stands alone"),
+  ],
+)
+def test_what_the_compiler_does_not_know_is_refused(asked: str, words: str):
+  with pytest.raises(UserError, match=re.escape(words)):
+    compiler_flags(asked, topology_devices("v5e-4")[0])
+
+
+def test_what_is_refused_where_no_tpu_is():
+  for asked, words in (
+    ("published", "nothing is published as 'published' for cpu, only for v4, v5e, v5p, v6e; use"),
+    ("--xla_cpu_enable_fast_math=maybe", "'maybe' is not a valid bool value"),
+  ):
+    with pytest.raises(UserError, match=re.escape(words)):
+      compiler_flags(asked, jax.devices()[0])
+  for none in ("", "none", "explore"):
+    assert compiler_flags(none, jax.devices()[0]) == CompilerFlags()
+
+
+def test_every_way_to_a_step_compiles_with_them(not_compiled: None):
+  """Training, evaluation and compile_only; and a step file and a remembered choice know them."""
+  settings = config(batch_size=8, compiler_flags=FAST_MATH)
+  plan = plan_batches(settings.batch, settings.run, place().layout)
+  trainer, rows = build_trainer(settings, plan, jax.devices()), placeholder_rows(settings)
+  parts = settings, plan, trainer, rows
+  for compiling in (
+    lambda: compiled_step(*parts, plan.micro_batch_to_train),
+    lambda: compiled_eval(plan, trainer, rows),
+    lambda: compile_program(*parts, plan.micro_batch_to_train),
+  ):
+    with pytest.raises(StoppedError) as caught:
+      compiling()
+    assert caught.value.args == (OPTIONS,)
+  without = build_trainer(config(batch_size=8), plan, jax.devices())
+  made_from, other = (header(settings, plan, each, rows) for each in (trainer, without))
+  assert made_from["lowered"] == other["lowered"]
+  assert made_from["environment"]["compiler_flags"] == str(trainer.compiler_flags)
+  assert other["environment"]["compiler_flags"] == ""
+
+
+def test_the_report_names_them(monkeypatch: pytest.MonkeyPatch):
+  settings = config(batch_size=8, compiler_flags=FAST_MATH)
+  monkeypatch.setattr("maxbatch.compile.compile_step._measured", lambda *_: None)
+  report = report_or_refusal(settings, jax.devices(), place().layout)
+  words = "--xla_cpu_enable_fast_math=true --xla_llvm_disable_expensive_passes=true"
+  assert f"\n  compiler flags: {words}\n" in str(report)
+  assert report.as_dict()["compiler_flags"] == words
+
+
+def test_a_remembered_choice_depends_on_them(monkeypatch: pytest.MonkeyPatch):
+  lower_once(monkeypatch)
+  asking = [config(batch_size=8, compiler_flags=flags) for flags in ("none", FAST_MATH)]
+  one, other = (what_it_depends_on(each, place(), ()) for each in asking)
+  assert one["devices"].pop("compiler_flags") == ""
+  assert other["devices"].pop("compiler_flags").startswith("--xla_cpu_enable_fast_math=true")
+  assert one == other
+
+
+def test_sets_are_explored_beside_the_sizes(monkeypatch: pytest.MonkeyPatch):
+  keys = {"batch_size": 256, "compile_only": "true", "compiler_flags": "explore"}
+  settings = config(micro_batch_size="{explore: {min: 2, max: 4}}", **keys)
+  monkeypatch.setattr(
+    "maxbatch.tuning.variants.explored", lambda device: ("none", "published", "offloading")
+  )
+
+  def probe(candidate: Candidate) -> ProbeResult:
+    set_name = candidate.applied_to(settings).compile.compiler_flags
+    seconds = {"none": 3.0, "published": 1.0, "offloading": 2.0}[set_name]
+    return ProbeResult(1, 2, fits=True, seconds_per_microbatch=seconds * candidate.per_device)
+
+  lines: list[str] = []
+  result, found = explore_sizes(settings, place(), probe, say=lines.append)
+  assert found.total == 6
+  assert result.compile.compiler_flags == "published"
+  assert "2 flags=published" in str(found)
+  assert lines[-2].endswith(", compiler_flags: published")
+  assert found.as_dict()["fitting"][0]["compiler_flags"] == "published"
+  assert without_variants(settings).compile.compiler_flags == "none"
+
+
+def test_sets_are_explored_only_with_the_sizes(tmp_path: pathlib.Path):
+  with pytest.raises(UserError, match="needs micro_batch_size=explore compile_only=true"):
+    choose(
+      config(compiler_flags="explore"), place(), lambda _: ProbeResult(1, 2, fits=True), tmp_path
+    )

@@ -1,0 +1,121 @@
+"""remat_policy: what each keeps, that none changes a gradient, and what is refused."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import print_saved_residuals
+from support import config
+from tiny_model import GPT2_LIKE, loud_parameters, random_rows, tiny_config, tiny_model
+
+from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.topology import topology
+from maxbatch.errors import UserError
+from maxbatch.models.registry import Parameters
+from maxbatch.models.remat import NAMED, POLICIES, kept, offload_obstacle
+from maxbatch.training.build import build_trainer
+from maxbatch.training.loss import loss_sum
+from maxbatch.tuning.candidates import candidates
+from maxbatch.tuning.variants import with_variants
+
+QKV = {"query_proj", "key_proj", "value_proj"}
+GATED = {"mlpwi_0", "mlpwi_1"}
+CUSTOM = ("remat_policy=custom", "context=device", "mlpwi_1=device")
+# What the last product gives is only added to the stream: nothing of the backward pass needs it.
+KEPT = {
+  ("remat_policy=full",): set(),
+  ("remat_policy=save_out_proj",): {"out_proj"},
+  ("remat_policy=save_qkv_proj",): QKV,
+  ("remat_policy=save_dot_except_mlp",): QKV | {"out_proj"},
+  ("remat_policy=save_dot_except_mlpwi",): QKV | {"out_proj"},
+  ("remat_policy=save_dot_with_context_except_mlp",): QKV | {"out_proj", "context"},
+  ("remat_policy=minimal",): QKV | GATED | {"out_proj"},
+  ("remat_policy=minimal_with_context",): QKV | GATED | {"out_proj", "context"},
+  CUSTOM: {"context", "mlpwi_1", "decoder_layer_input"},
+  (*CUSTOM[:1], "attention_out=device"): {"attention_out", "decoder_layer_input"},
+}
+
+
+def loss(keys: tuple[str, ...], parameters: Parameters) -> jax.Array:
+  return loss_sum(tiny_model(*keys), parameters, random_rows(2), None)
+
+
+@pytest.mark.parametrize("keys", KEPT, ids=lambda keys: keys[0].split("=")[1])
+def test_what_is_kept(keys: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
+  shapes = tiny_model().shapes()
+  print_saved_residuals(functools.partial(loss, (*keys, "scan_layers=false")), shapes)
+  found = re.findall(r"^\S+ named '(\w+)'", capsys.readouterr().out, re.M)
+  layers = tiny_config().base_num_decoder_layers
+  # The first layer's input is the embedding's output, whatever its name.
+  counts = {name: found.count(name) for name in set(found)}
+  assert set(counts) == KEPT[keys]
+  assert all(count == layers for name, count in counts.items() if name != "decoder_layer_input")
+
+
+def test_no_policy_changes_a_gradient():
+  """Some that together keep every tensor, in one program; test_model.py has minimal and full."""
+  chosen = [CUSTOM, ("remat_policy=save_dot_except_mlpwi",), (*CUSTOM[:1], "attention_out=device")]
+  parameters = loud_parameters(tiny_model())
+
+  @jax.jit
+  def gradients(parameters: Parameters) -> list[Parameters]:
+    return [jax.grad(functools.partial(loss, keys))(parameters) for keys in [(), *chosen]]
+
+  plain, *others = gradients(parameters)
+  for keys, found in zip(chosen, others, strict=True):
+    errors = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), found, plain)
+    assert max(jax.tree.leaves(errors)) <= 1e-5, keys
+
+
+@pytest.mark.parametrize(
+  "keys", [("remat_policy=minimal_offloaded",), (*CUSTOM, "mlpwi_0=offload")]
+)
+def test_what_is_offloaded_goes_to_the_host_and_back(keys: tuple[str, ...]):
+  policy = kept(tiny_config(*keys))
+  assert policy is not None
+  gradient = jax.grad(functools.partial(loss, keys))
+  text = str(jax.make_jaxpr(gradient)(tiny_model().shapes()))
+  moved = re.findall(r"devices=\(MemorySpace\.(\w+),\)", text)
+  # Each once in the body of the forward's scan; what comes last is only added to the stream.
+  needed = set(policy.on_host) & (QKV | GATED | {"out_proj"})
+  assert moved.count("Host") >= len(needed)
+  assert moved.count("Device") == len(needed)
+
+
+def test_what_cannot_be_offloaded_is_refused():
+  offloading = tiny_config("remat_policy=qkv_proj_offloaded")
+  assert offload_obstacle(offloading, "tpu", is_pipeline=False) is None
+  assert "pipeline_stash" in str(offload_obstacle(offloading, "tpu", is_pipeline=True))
+  for keys, words in (
+    ({"remat_policy": "custom", "out_proj": "offload"}, "out_proj=offload: the devices are CPUs"),
+    ({"optimizer_memory_host_offload": "true"}, "memory_host_offload=true: the devices are CPUs"),
+  ):
+    settings = config(**keys)
+    plan = plan_batches(settings.batch, settings.run, topology(settings.mesh, 8))
+    with pytest.raises(UserError, match=words):
+      build_trainer(settings, plan, jax.devices())
+
+
+@pytest.mark.parametrize(
+  ("keys", "words"),
+  [
+    (("out_proj=device",), "only with remat_policy=custom"),
+    (("remat_policy=custom", "mlpwi=device"), "no such tensor, but mlpwi_0 and mlpwi_1"),
+    (("remat_policy=custom", "mlpwi_0=device", *GPT2_LIKE), "no such tensor, but mlpwi"),
+    (("remat_policy=custom", "decoder_layer_input=remat"), "use device or offload"),
+  ],
+)
+def test_keys_without_effect_are_refused(keys: tuple[str, ...], words: str):
+  with pytest.raises(UserError, match=words):
+    tiny_model(*keys)
+
+
+def test_explore_tries_what_the_device_can_do():
+  settings = config(remat_policy="explore", micro_batch_size="explore", batch_size=8)
+  sizes = candidates(settings.batch, settings.run, topology(settings.mesh, 8))
+  found = with_variants(sizes, settings, jax.devices()[0])
+  tried = list(dict.fromkeys(one.remat_policy for one in found))
+  assert tried == ["none", *(name for name in POLICIES if "offloaded" not in name)]
+  assert set(NAMED) >= {name for each in POLICIES.values() for name in each.on_device}

@@ -1,0 +1,246 @@
+"""The estimate of a step without compiling: what it counts, and the split it chooses."""
+
+import dataclasses
+from fractions import Fraction
+
+import pytest
+
+from maxbatch.batch.topology import Topology
+from maxbatch.config.load import load_config
+from maxbatch.errors import UserError
+from maxbatch.estimate.best_split import (
+  REMAT_POLICIES,
+  best_split,
+  divisible_batches,
+  effective_batch,
+  splits,
+)
+from maxbatch.estimate.chips import CHIPS
+from maxbatch.estimate.compiled_steps import compiled_steps, read_report, remember
+from maxbatch.estimate.step_rates import step_rates
+from maxbatch.estimate.step_roofline import StepRoofline, step_roofline
+from maxbatch.estimate.step_work import RematPolicy, StepWork, microbatch_work, step_work
+from maxbatch.training.loss import num_tiles
+
+# What a user has compiled comes before estimates.
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+V5E = CHIPS["v5e"]
+
+
+def work_of(model: str, *keys: str) -> StepWork:
+  return step_work(load_config(["config=base", f"model_name={model}", *keys]))
+
+
+LLAMA = work_of("llama2-7b", "max_target_length=2048")
+
+
+def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, slices: int = 1) -> Topology:
+  return Topology((data, fsdp, tensor, 1), (slices, 1, 1, 1))
+
+
+def llama(
+  per_device: int = 4, count: int = 1, remat: RematPolicy = "full", slices: int = 1
+) -> StepRoofline:
+  place = mesh(fsdp=256, slices=slices)
+  return step_roofline(LLAMA, V5E, place, Fraction(per_device), count, remat)
+
+
+def test_parts_and_limits_both_add_up_to_the_step():
+  found = llama(count=3)
+  assert sum(found.parts.values()) == pytest.approx(found.step_seconds)
+  assert found.limits.total == pytest.approx(found.step_seconds)
+  assert found.step_seconds == pytest.approx(found.rest_seconds + 3 * found.microbatch_seconds)
+
+
+def test_utilisation_is_the_models_flops_over_the_peak():
+  found = llama()
+  # 6 FLOPs for each of 6.6e9 parameters in products, 12 × 4096 × 1024 tokens seen in 32 layers.
+  flops = 4 * 2048 * (6 * 6.607e9 + 32 * 12 * 4096 * 1024)
+  assert found.utilisation == pytest.approx(flops / found.step_seconds / 197e12, rel=1e-3)
+
+
+def test_computing_again_takes_time_and_saves_memory():
+  kept, products, again = (llama(remat=remat) for remat in REMAT_POLICIES)
+  # What is kept is written and read: `none` may be no faster than `minimal`.
+  assert max(kept.step_seconds, products.step_seconds) < again.step_seconds
+  assert kept.peak_bytes > products.peak_bytes > again.peak_bytes
+
+
+def test_few_tokens_on_many_devices_wait_for_the_links():
+  assert llama(per_device=16).limited_by == "compute"
+  short = dataclasses.replace(LLAMA, length=128)
+  found = step_roofline(short, V5E, mesh(fsdp=256), Fraction(1), 1, "full")
+  assert found.limited_by == "interconnect"
+
+
+def test_slices_exchange_gradients_over_their_network():
+  one, two = llama(count=4), llama(count=4, slices=2)
+  assert two.rest_seconds > 10 * one.rest_seconds
+  assert two.tokens_per_second < 2 * one.tokens_per_second
+
+
+def test_a_width_that_the_devices_do_not_divide_is_held_whole():
+  small = work_of("smollm-135m")
+  divided = step_roofline(small, V5E, mesh(fsdp=64), Fraction(1), 1, "full")
+  whole = step_roofline(small, V5E, mesh(fsdp=256), Fraction(1), 1, "full")
+  assert whole.bytes.state == 64 * divided.bytes.state
+
+
+def test_the_best_split_is_the_fastest_that_fits():
+  found = best_split(LLAMA, V5E, 256, 1024)
+  every = splits(LLAMA, V5E, 256, 1024)
+  assert found.step.fits
+  # Faster ones on the same mesh take too much memory; those on others are about as fast.
+  faster = every[: every.index(found)]
+  same_mesh = [one for one in faster if one.mesh == found.mesh]
+  assert all(one.step.peak_bytes > 0.75 * one.step.capacity_bytes for one in same_mesh)
+  roomy = [one for one in faster if one.step.peak_bytes < 0.75 * one.step.capacity_bytes]
+  enough = found.step.step_seconds / (1 + step_rates().spread["seconds"])
+  assert all(one.step.step_seconds >= enough for one in roomy)
+  assert found.num_microbatches * found.per_device * 256 == 1024
+
+
+def test_the_smallest_efficient_batch_is_nearly_as_fast():
+  found = effective_batch(work_of("gpt2-small"), V5E, 16)
+  assert found is not None
+  fastest, smallest = found.fastest.step, found.smallest.step
+  assert 0.95 * fastest.tokens_per_second <= smallest.tokens_per_second
+  assert found.smallest.batch < found.fastest.batch
+  fewer = splits(work_of("gpt2-small"), V5E, 16, found.smallest.batch // 2)
+  on_its_mesh = [one for one in fewer if one.mesh == found.fastest.mesh]
+  assert all(one.step.tokens_per_second < 0.95 * fastest.tokens_per_second for one in on_its_mesh)
+  assert effective_batch(LLAMA, V5E, 1) is None
+
+
+def test_a_batch_that_does_not_divide_names_those_that_do():
+  assert divisible_batches(LLAMA, 256, 1001) == [992, 1024]
+  with pytest.raises(UserError, match="nearest: batch_size=992 or 1024"):
+    best_split(LLAMA, V5E, 256, 1001)
+
+
+def test_what_fits_nowhere_is_refused():
+  with pytest.raises(UserError, match="no split fits"):
+    best_split(LLAMA, V5E, 1, 8)
+
+
+def test_a_step_that_was_compiled_is_given_as_it_was():
+  step = next(one for one in compiled_steps() if one.parts)
+  place = CHIPS[step.generation], step.mesh, Fraction(step.per_device)
+  work = work_of(step.model_name, f"max_target_length={step.length}", "precision=bfloat16")
+  found = step_roofline(work, *place, 3, step.remat)
+  assert found.how == "compiled"
+  assert found.microbatch_seconds == pytest.approx(step.microbatch_seconds)
+  assert found.peak_bytes == step.peak_bytes
+  assert sum(found.parts.values()) == pytest.approx(found.step_seconds)
+  deeper = dataclasses.replace(work.model, base_num_decoder_layers=33)
+  other = step_roofline(dataclasses.replace(work, model=deeper), *place, 3, step.remat)
+  assert other.how == "estimated"
+
+
+def test_estimates_are_near_what_was_compiled():
+  for step in compiled_steps():
+    work = work_of(step.model_name, f"max_target_length={step.length}", "precision=bfloat16")
+    place = CHIPS[step.generation], step.mesh, Fraction(step.per_device)
+    found = step_roofline(work, *place, 1, step.remat, rates=step_rates())
+    assert found.microbatch_seconds == pytest.approx(step.microbatch_seconds, rel=0.1), step.name
+    assert found.peak_bytes == pytest.approx(step.peak_bytes, rel=0.15), step.name
+    assert step_roofline(work, *place, 1, step.remat).how == "compiled", step.name
+
+
+REPORT = """Batch plan …
+
+Compile report: llama2-7b, rows of 2,048 tokens, remat_policy full, on v5e-256
+  256 × TPU v5 lite: data 1 × fsdp 256 × tensor 1 × stage 1
+  computes in bfloat16, weights in float32
+  compiled in 56.3 s
+
+Memory of a device (compiler)
+  parameters                     0.098 GiB
+  optimizer state                0.196 GiB
+  gradient accumulators          0.098 GiB
+  rows of the step               0.002 GiB
+  activations, temporaries       4.450 GiB
+  peak                           4.713 GiB of 15.75: fits
+
+Work of a device in one microbatch of 4 samples per device, of which a step has 2
+  model                          337.9 TFLOP
+  program                        431.4 TFLOP (1.28 of the model's: what is computed again counts twice)
+
+Time (estimate)
+  a step                         6.946 s: 0.002 s + 2 × 3.472 s a microbatch
+
+Where a step's time goes (estimate)
+  mlp                            3.666 s  52.7%
+  attention                      2.870 s  41.3%
+  other                          0.135 s   1.9%
+  optimizer                      0.001 s   0.0%
+
+Collectives of a device
+  each microbatch    226 × all-reduce              13.48 GB in groups of 256, work waits, 0.134 s on the links (estimate)
+  each microbatch    384 × all-gather              23.76 GB in groups of 256, beside the work, 0.118 s on the links (estimate)
+  each step            3 × all-reduce           1.64e-05 GB in groups of 256, work waits, 1.63e-07 s on the links (estimate)
+"""
+EXPLORED = """   micro_batch_size  microbatches        peak memory     step  samples/s  tokens/s  utilisation  suggested
+1                16             2  13.8 of 15.75 GiB  27.01 s      303.3   621,198        50.8%      4,096, 8,192
+2            4 full             8  4.71 of 15.75 GiB  27.78 s      294.9   603,927        49.4%      7,168, 8,192
+                 32             1  does not fit: 25.4 of 15.75 GiB
+
+"""
+
+
+def test_a_compile_report_is_read_and_what_explore_tried():
+  larger, step = read_report(EXPLORED + REPORT, LLAMA)
+  assert (step.model_name, step.generation, step.fsdp) == ("llama2-7b", "v5e", 256)
+  assert (step.per_device, step.remat, step.compute_bytes) == ("4", "full", 2)
+  assert (step.microbatch_seconds, step.waits) == (3.472, 0.134)
+  assert step.parts == pytest.approx({"mlp": 1.833, "attention": 1.435, "other": 0.067})
+  assert step.state_bytes == pytest.approx(0.392 * 2**30)
+  assert (larger.per_device, larger.remat, larger.parts) == ("16", "full", {})
+  assert larger.microbatch_seconds == pytest.approx(13.504)
+
+
+def test_what_a_user_compiled_comes_before_estimates_and_the_table():
+  before = llama()
+  remember("a pipeline's report", LLAMA)
+  remember(REPORT.replace("3.472 s a", "3.000 s a"), LLAMA)
+  found = llama()
+  assert (found.how, found.microbatch_seconds) == ("compiled", pytest.approx(3.0))
+  assert before.microbatch_seconds != 3.0
+  other = dataclasses.replace(LLAMA.model, num_vocab_tiling=8)
+  tiled = dataclasses.replace(LLAMA, model=other)
+  place = V5E, mesh(fsdp=256), Fraction(4)
+  assert step_roofline(tiled, *place, 1, "full").how == "estimated"
+
+
+def test_what_is_no_report_of_a_slice_is_refused():
+  with pytest.raises(UserError, match="no compile report"):
+    read_report("Compile report: of something else", LLAMA)
+
+
+@pytest.mark.parametrize(
+  ("model", "length", "per_device", "remat", "teraflops"),
+  [
+    ("llama2-7b", 2048, 4, "full", 433.1),
+    ("qwen3-0.6b", 1024, 8, "full", 40.9),
+    ("gpt2-small", 1024, 8, "none", 6.768),
+  ],
+)
+def test_the_products_are_those_of_the_compiled_programs(
+  model: str, length: int, per_device: int, remat: RematPolicy, teraflops: float
+):
+  """As compile_only counts them in the program, with a causal half of the attention's."""
+  work = work_of(model, f"max_target_length={length}", "precision=bfloat16")
+  exact = dataclasses.replace(V5E, matrix_unit=1)
+  parts = microbatch_work(work, exact, mesh(fsdp=16), Fraction(per_device), remat).values()
+  blocks = length // 512
+  kernels = sum(part.kernels for part in parts) * blocks / (blocks + 1)
+  products = sum(part.products for part in parts)
+  assert (products + kernels) / 1e12 == pytest.approx(teraflops, rel=5e-4)
+
+
+@pytest.mark.parametrize("model", ["gpt2-small", "qwen3-0.6b", "llama3-8b", "gemma3-1b"])
+def test_the_loss_has_as_many_tiles_as_the_step_makes(model: str):
+  work = work_of(model, "max_target_length=1536")
+  for rows in (1, 3, 8):
+    assert work.tiles(rows * 1536, 1) == num_tiles(work.model, rows, 1536)
