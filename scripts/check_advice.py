@@ -14,7 +14,7 @@ With branches=FOLDER, what python -m maxbatch.critical_batch found there stands 
 
 The trainer is the ordinary one; the loop is its own, to stop at a loss. Finished runs are kept in
 `out`, so an interrupted command continues where it was. More keys, such as adam_b2=0.99, go to every
-run. Writes advice_check.md, .svg and .json into `out`. It takes some 40 minutes on one core.
+run. Writes advice_check.md, .html and .json into `out`. It takes some 40 minutes on one core.
 """
 
 import dataclasses
@@ -31,11 +31,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.axis import Axis
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
-from maxbatch.plots.figure import COLORS, DASHES, MARKERS, legend, new_figure, render
 
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
 from maxbatch.compile import cache
@@ -55,6 +50,8 @@ from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.models.registry import Parameters
 from maxbatch.noise.confidence import Interval, ratios_of_means
 from maxbatch.noise.tracker import TOTAL
+from maxbatch.plots.chart import Band, Chart, Line, Panel
+from maxbatch.plots.page import picture
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.training import build
 from maxbatch.training.noise_groups import moments_by_group
@@ -457,86 +454,76 @@ def percents(found: Interval) -> str:
   return f"{found.value:.0%} ({found.low:.0%}–{found.high:.0%})"
 
 
-def drawing(levels: Sequence[Level], noise: Run) -> Figure:
+def drawing(levels: Sequence[Level], noise: Run) -> list[Chart]:
   """Steps against samples; data overhead over the batch; the noise scale over the run."""
-  figure, (above, middle, below) = new_figure("Data and steps to a fixed loss", 3, panel=3.4)
-  styles = list(zip(levels, COLORS, DASHES, MARKERS, strict=False))
   sizes = np.geomspace(BATCHES[0], BATCHES[-1], 100)
-  for level, color, dashes, marker in styles:
+  marks: list[Line] = []
+  for number, level in enumerate(levels):
     points = [(took, took / batch) for batch, each in level.samples.items() for took in each]
-    above.plot(*zip(*points, strict=True), color=color, marker=marker, linestyle="", markersize=4)
-    drawn = [(level.curve.samples(size), level.curve.steps(size)) for size in sizes]
-    label = f"loss {level.loss:.2f}"
-    above.plot(*zip(*drawn, strict=True), color=color, linestyle=dashes, label=label)
-  above.set_xscale("log")
-  above.set_yscale("log")
-  _number_axis(above.xaxis, above.yaxis)
-  above.set_xlabel("samples E")
-  above.set_ylabel("steps S")
-  legend(above)
-  _overheads(middle, levels[-1], sizes)
-  _scales(below, styles, noise)
-  return figure
+    curve = [(level.curve.samples(size), level.curve.steps(size)) for size in sizes]
+    group = f"loss {level.loss:.2f}"
+    marks.append(_line(group, curve, color=number, dash=number, group=group))
+    marks.append(_line("", points, color=number, style="dots", group=group))
+  panel = Panel("steps S", marks, log=True)
+  return [
+    Chart("steps against samples", ["samples E"], [panel], log_x=True),
+    _overheads(levels[-1], sizes),
+    _scales(levels, noise),
+  ]
 
 
-def _overheads(axes: Axes, level: Level, sizes: np.ndarray) -> None:
+def _line(label: str, points: Sequence[tuple[float, float]], **look: Any) -> Line:
+  x, y = zip(*points, strict=True)
+  return Line(label, [x], y, **look)
+
+
+def _overheads(level: Level, sizes: np.ndarray) -> Chart:
   """Measured, as the curve has it, and as the noise scale says."""
   least = level.curve.min_samples.value
   points = [(b, took / least) for b, each in level.samples.items() for took in each]
-  axes.plot(*zip(*points, strict=True), color=COLORS[0], marker="o", linestyle="", label="measured")
-  for name, critical, color, dashes in (
-    ("the curve", level.curve.critical_batch, COLORS[0], "-"),
-    ("by the noise scale", level.predicted, COLORS[1], "--"),
+  marks: list[Line | Band] = [_line("measured", points, style="dots")]
+  x = [sizes.tolist()]
+  for number, (name, critical) in enumerate(
+    (("the curve", level.curve.critical_batch), ("by the noise scale", level.predicted))
   ):
     found = [overhead(size, critical) for size in sizes]
-    axes.plot(sizes, [1 + x.value for x in found], color=color, linestyle=dashes, label=name)
-    ends = [1 + x.low for x in found], [1 + x.high for x in found]
-    axes.fill_between(sizes, *ends, color=color, alpha=0.15, linewidth=0)
-  axes.set_xscale("log", base=2)
-  axes.set_xticks(BATCHES, [str(batch) for batch in BATCHES])
-  axes.set_yscale("log")
-  _number_axis(axes.yaxis)
-  axes.set_xlabel("batch (samples per step)")
-  axes.set_ylabel(f"samples to loss {level.loss:.2f}, over Emin")
-  legend(axes)
+    look = {"color": number, "group": name}
+    marks.append(Line(name, x, [1 + one.value for one in found], dash=number, **look))
+    ends = [1 + one.low for one in found], [1 + one.high for one in found]
+    marks.append(Band("", x, *ends, **look))
+  panel = Panel(f"samples to loss {level.loss:.2f}, over Emin", marks, log=True)
+  return Chart("overhead", ["batch (samples per step)"], [panel], log_x=True, ticks=BATCHES)
 
 
-def _scales(axes: Axes, styles: Sequence[tuple[Level, str, str, str]], run: Run) -> None:
+def _scales(levels: Sequence[Level], run: Run) -> Chart:
   """The noise scale along the run, and Bcrit where each loss was reached."""
   whole = len(run["signal"]) // NOISE_WINDOW * NOISE_WINDOW
   windows = [np.array(run[kind][:whole]).reshape(-1, NOISE_WINDOW) for kind in ("noise", "signal")]
   found = ratios_of_means(*windows)
-  places = (np.arange(len(found.ratio)) + 0.5) * NOISE_WINDOW * run["samples_per_step"]
-  axes.plot(places, found.ratio, color="#333333", label=f"noise scale,\n{NOISE_WINDOW} steps each")
-  axes.fill_between(places, found.low, found.high, color="#333333", alpha=0.15, linewidth=0)
-  for level, color, _, marker in styles:
-    place, critical = samples_to(run, level.loss) or math.nan, level.curve.critical_batch
-    ends = [[critical.value - critical.low], [critical.high - critical.value]]
+  x = [((np.arange(len(found.ratio)) + 0.5) * NOISE_WINDOW * run["samples_per_step"]).tolist()]
+  name, black = f"noise scale, {NOISE_WINDOW} steps each", len(levels)
+  marks: list[Line | Band] = [
+    Line(name, x, found.ratio.tolist(), color=black, group=name),
+    Band("", x, found.low.tolist(), found.high.tolist(), color=black, group=name),
+  ]
+  for number, level in enumerate(levels):
+    place = samples_to(run, level.loss) or math.nan
     label = f"Bcrit to loss {level.loss:.2f}"
-    axes.errorbar(place, critical.value, ends, color=color, marker=marker, label=label)
+    marks += _spot(label, place, level.curve.critical_batch, color=number)
     if mean := level.noise[0].mean:
-      axes.errorbar(
-        place,
-        mean.value,
-        [[mean.value - mean.low], [mean.high - mean.value]],
-        color=color,
-        marker=marker,
-        markerfacecolor="white",
-        label="mean noise scale until then",
+      marks += _spot(
+        f"mean noise scale until {level.loss:.2f}", place, mean, color=number, faint=True
       )
-  axes.set_yscale("log")
-  _number_axis(axes.yaxis)
-  axes.set_xlabel(f"samples, at batch {MIDDLE}")
-  axes.set_ylabel("samples per step")
-  legend(axes)
+  panel = Panel("samples per step", marks, log=True)
+  return Chart("noise scale", [f"samples, at batch {MIDDLE}"], [panel])
 
 
-def _number_axis(*found: Axis) -> None:
-  """Marks logarithmic axes with numbers such as 20 and 50k."""
-  for axis in found:
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.set_major_formatter(EngFormatter(sep=""))
-    axis.set_minor_formatter(NullFormatter())
+def _spot(label: str, place: float, found: Interval, **look: Any) -> list[Line]:
+  """A value with its interval."""
+  return [
+    Line(label, [[place]], [found.value], style="dots", group=label, **look),
+    Line("", [[place] * 2], [found.low, found.high], group=label, **look),
+  ]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -558,10 +545,11 @@ def main(arguments: Sequence[str]) -> int:
   tables += [of_branches(pathlib.Path(branches))] if branches else []
   text = "\n\n".join("\n".join(table) for table in tables)
   (out / "advice_check.md").write_text(text + "\n")
-  (out / "advice_check.svg").write_bytes(render(drawing(levels, noise[0]), ".svg"))
+  title = "Data and steps to a fixed loss"
+  (out / "advice_check.html").write_bytes(picture(title, drawing(levels, noise[0])))
   found = json.dumps([dataclasses.asdict(each) for each in (*levels, *stretches)], indent=2)
   (out / "advice_check.json").write_text(found + "\n")
-  print(f"\n{text}\n\nWritten: {out}/advice_check.md, .svg, .json")
+  print(f"\n{text}\n\nWritten: {out}/advice_check.md, .html, .json")
   return 0
 
 

@@ -10,10 +10,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser, Playwright, sync_playwright
 
-CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
-_DRAWN = "() => Bokeh.documents.length && Bokeh.documents[0].is_idle"
+_CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
+DRAWN = "() => window.Bokeh && Bokeh.documents.length && Bokeh.documents[0].is_idle"
+
+
+def chromium(playwright: Playwright) -> Browser:
+  """The machine's own, or playwright's."""
+  executable = next(filter(None, map(shutil.which, _CHROMIUM)), None)
+  return playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -21,14 +27,13 @@ def main(arguments: Sequence[str]) -> None:
   page_file, picture_file = (argument for argument in arguments if "=" not in argument)
   given = dict(argument.split("=", 1) for argument in arguments if "=" in argument)
   with sync_playwright() as playwright:
-    executable = next(filter(None, map(shutil.which, CHROMIUM)), None)
-    browser = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+    browser = chromium(playwright)
     page = browser.new_page(
       viewport={"width": int(given.get("width", "800")), "height": 600},
       color_scheme="dark" if given.get("dark") == "true" else "light",
     )
     page.goto(Path(page_file).resolve().as_uri())
-    page.wait_for_function(_DRAWN)
+    page.wait_for_function(DRAWN)
     page.screenshot(path=picture_file, full_page=True)
 
 

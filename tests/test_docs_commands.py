@@ -19,7 +19,10 @@ from test_docs_site import ROOT, SHOWN
 
 from maxbatch import train
 
+# Some read what one before them wrote.
+pytestmark = pytest.mark.xdist_group("commands of docs")
 ELSEWHERE = {
+  r"train +config=advice.yml": "it is advised for devices that are not here: test_advise.py",
   r"=my_\w+:|\[my_\w+:": "test_extending.py has their files, and trains with them",
   r"configs/examples/": "test_second_job.py makes their data, and trains on them",
   r"s3://": "there is no such bucket: test_object_store.py has a server of its own",

@@ -242,7 +242,10 @@ class _Drawn:
     figure.add_tools(hover(renderers=[part], tooltips=list(tips), mode=mode, visible=False))
 
   def _name(self, figure: Any, named: Sequence[tuple[str, str, list[GlyphRenderer]]]) -> None:
-    """A legend above the figure; a group is named in the first one that has it."""
+    """A legend above the figure; a group is named in the first one that has it.
+
+    One name alone, which the title says too, needs none: each takes a browser a hundredth of a second.
+    """
     models, value = _bokeh().models, _bokeh().core.properties.value
     items = []
     for label, group, parts in named:
@@ -251,7 +254,7 @@ class _Drawn:
         items.append(models.LegendItem(label=value(label), renderers=parts))
       for part in parts if shown is not parts else ():
         shown[0].js_link("visible", part, "visible")
-    if items:
+    if len(items) > 1:
       columns = _legend_columns([label for label, *_ in named])
       figure.height += _LEGEND_ROW_PIXELS * ((len(items) - 1) // columns)
       legend = models.Legend(

@@ -59,11 +59,13 @@ class _Drawing:
     yield Panel("reward, and how often completions are right", self._lines(rewards, style="both"))
     yield Panel("batch (samples per step)", self._lines({_BATCH: "batch"}, style="steps"), low=0)
     yield Panel("learning rate", self._lines({_RATE: "learning rate"}), low=0)
-    yield Panel("gradient norm", self._lines({"grad_norm": "before clipping"}))
+    yield Panel("gradient norm before clipping", self._lines({"grad_norm": "before clipping"}))
     yield Panel("noise scale (samples) and batch", self._noise(), log=True)
     groups = {name: name.removeprefix("gns/") for name in names if _is_group(name)}
     yield Panel("noise scale by group (samples)", self._lines(groups), log=True)
-    yield Panel("tokens per second", self._lines({"tokens_per_second": "all devices"}), low=0)
+    yield Panel(
+      "tokens per second of all devices", self._lines({"tokens_per_second": "all devices"}), low=0
+    )
     yield Panel("seconds", self._lines(_STEP_TIMES), log=True)
     shown = {"loss", _BATCH, _RATE, "grad_norm", "tokens_per_second", _TOTAL, _LOW, _HIGH}
     shown |= {*evaluations, *rewards, *groups, *_STEP_TIMES, *_SIZES}
