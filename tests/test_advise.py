@@ -184,7 +184,9 @@ def test_the_weight_decay_keeps_the_timescale_at_every_phase(capsys):
   assert max(spans) / min(spans) < 1.05
 
 
-def write_run(folder: pathlib.Path, *, branches: bool = False, noise: float = 0.0) -> None:
+def write_run(
+  folder: pathlib.Path, *, branches: bool = False, noise: float = 0.0, curve: object = None
+) -> None:
   """A run's files, as far as they say what it measured."""
   run = folder / "runs" / "small"
   run.mkdir(parents=True)
@@ -203,6 +205,7 @@ def write_run(folder: pathlib.Path, *, branches: bool = False, noise: float = 0.
       "critical_batch_at_least": 64,
       "critical_batch_below": 128,
       "branches": sizes,
+      "tradeoff": curve and {"critical_batch": curve},
     }
     (of_step / "critical_batch.json").write_text(json.dumps(report))
 
@@ -227,6 +230,15 @@ def test_branches_keep_the_batch_inside_of_what_they_found(capsys, folder):
   assert found["batch"]["wanted_tokens"] == pytest.approx(high)
   assert found["batch"]["interval_tokens"] == pytest.approx([low, high])
   assert {one["kind"] for one in found["measured"]} == {"noise scale", "branches"}
+
+
+def test_the_curve_of_branches_says_what_twice_the_data_is(capsys, folder):
+  write_run(folder, branches=True, curve={"value": 300.0, "low": 250.0, "high": 400.0})
+  found = answer(capsys, *LLAMA, "from_run=runs/small")
+  low, high = (0.2 * size * 4096 * 0.53 * 140**0.47 for size in (250, 400))
+  assert found["batch"]["wanted_tokens"] == pytest.approx(high)
+  assert found["batch"]["interval_tokens"] == pytest.approx([low, high])
+  assert "inside of 0.2 of it" in " ".join(ask(capsys, *LLAMA, "from_run=runs/small").split())
 
 
 def test_a_run_that_measured_nothing_is_refused(capsys, folder):

@@ -89,18 +89,15 @@ def joined(
     if rule.speaks_of(training)
   ]
   estimates = [one.at_overhead for one in said if one.at_overhead is not None]
-  noise = [one.carried.value * data_overhead for one in measured if one.kind == "noise scale"]
+  noise = [one.at_overhead(data_overhead).value for one in measured if one.kind == "noise scale"]
   by_rules, taken = _middle(estimates), _middle([*estimates, *noise])
   low, high = min([*estimates, *noise]), max([*estimates, *noise])
   for one in measured:
     # Up to its lower end branches lost nothing, and beyond its upper end they did.
-    if one.kind == "branches":
-      low, high, taken = (_clamped(each, one) for each in (low, high, taken))
+    if one.kind != "noise scale":
+      ends = one.at_overhead(data_overhead)
+      low, high, taken = (ends.clamped(each) for each in (low, high, taken))
   return BatchSize(data_overhead, said, measured, low, high, by_rules, taken)
-
-
-def _clamped(tokens: float, branches: Measured) -> float:
-  return min(max(tokens, branches.carried.low), branches.carried.high)
 
 
 def _middle(values: Sequence[float]) -> float:

@@ -15,7 +15,8 @@ _OVER_NOISE_SCALE = 1.7
 """The critical batch of a moment over its noise scale where we have measured both: 1.5 and 2.0, more
 later in training (docs/advice_check.md). One small model; Merrill et al. (2025) report far more."""
 
-Kind = Literal["noise scale", "branches"]
+Kind = Literal["noise scale", "branches", "branches' curve"]
+"""Of branches: the largest batch within the tolerance, or where known the batch of twice the data."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,10 @@ class Bracket:
     """All of it, scaled."""
     return Bracket(self.low * factor, self.value * factor, self.high * factor)
 
+  def clamped(self, tokens: float) -> float:
+    """What is nearest to that number of tokens."""
+    return min(max(tokens, self.low), self.high)
+
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
@@ -43,6 +48,10 @@ class Measured:
   found: Bracket
   carried: Bracket
   """At the length of the run that is asked about."""
+
+  def at_overhead(self, data_overhead: float) -> Bracket:
+    """The batch that it says; of branches within their tolerance that is one whatever the overhead."""
+    return self.carried.times(1 if self.kind == "branches" else data_overhead)
 
   def as_dict(self) -> dict[str, object]:
     """For --json; null for no upper end."""
@@ -119,11 +128,18 @@ def _branches(run: RunFolder, tokens: float) -> list[Measured]:
     branches = {one["batch"]: float(one["tokens_per_step"]) for one in report["branches"]}
     at = float(report["checkpoint"]["tokens"]) + float(report["branch_tokens"])
     least, below = report["critical_batch_at_least"], report["critical_batch_below"]
+    curve = (report.get("tradeoff") or {}).get("critical_batch")
+    ends = curve and Bracket(*(float(curve[end]) for end in ("low", "value", "high")))
   except (OSError, ValueError, KeyError, TypeError) as error:
     raise UserError(
       f"{files[-1]} cannot be read as a measurement ({error!r}); remove it, or measure again with "
       "python -m maxbatch.critical_batch"
     ) from error
+  if ends:
+    size, tokens_of_it = next(iter(branches.items()))
+    found = ends.times(tokens_of_it / size)
+    carried = found.times(growth_to(tokens, at))
+    return [Measured("branches' curve", str(files[-1]), at, found, carried)]
   low = branches.get(least, min(branches.values()) / 2)
   high = branches.get(below, math.inf)
   middle = low if math.isinf(high) else (low * high) ** 0.5

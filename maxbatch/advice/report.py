@@ -118,13 +118,11 @@ def _rule_row(one: Said) -> tuple[str, ...]:
 
 
 def _measured_row(one: Measured, overhead: float) -> tuple[str, ...]:
-  noise = one.kind == "noise scale"
-  value = one.carried.value * (overhead if noise else 1)
   return (
     f"measured, {one.kind}",
     short(one.found.value),
-    "twice the data" if noise else "within 0.01 nats",
-    short(value),
+    "within 0.01 nats" if one.kind == "branches" else "twice the data",
+    short(one.at_overhead(overhead).value),
     f"at {short(one.at_tokens)} tokens",
   )
 
@@ -143,6 +141,9 @@ def _changed(one: Measured, advice: Advice) -> str:
   moved = "nothing moves" if now == before else f"it moves {short(before)} to {short(now)}"
   if one.kind == "branches":
     return f"{words}; the batch is kept inside of it: {moved}."
+  if one.kind == "branches' curve":
+    share = f"{advice.size.data_overhead:g}"
+    return f"{words}, twice the data; the batch is kept inside of {share} of it: {moved}."
   return (
     f"{words}, with the factor of 1.7 by which it was low where we measured it (docs/advice_check.md); one "
     f"value among the rules: {moved}. It can be too low by orders of magnitude (Merrill 2025)."
