@@ -262,7 +262,7 @@ def test_the_pipeline_command_says_so_below_the_table(capsys):
 def test_validate_only_says_so_and_compiles_nothing(tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(compile_step, "compile_program", lambda *_: pytest.fail("compiled"))
   assert main(given(**EIGHT, validate_only="true", base_output_directory=tmp_path)) == 0
-  assert f"\n     {OPEN}\n" in capsys.readouterr().out
+  assert f"\n  {OPEN}\n" in capsys.readouterr().out
 
 
 # --- runs -----------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_the_second_job_of_the_readme(checkout):
     timeout=PATIENCE_SECONDS,
   )
   assert done.returncode == 0, done.stdout + done.stderr
-  assert "num_devices            data 2" in done.stdout
+  assert "devices = data 2" in done.stdout
   assert "expansion_factor_real_data 2" in done.stdout
   assert "mixture: 60% code" in done.stdout
   assert "best fit" in done.stdout

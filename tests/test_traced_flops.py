@@ -244,6 +244,7 @@ def test_a_step_for_a_tpu_is_traced_with_its_kernel(mesh):
   )
   plan = plan_batches(of.batch, of.run, topology(of.mesh, 4))
   flops = traced(of, plan, topology_devices("v5e-4"))
-  products = 9 * 2 * N * H * length / 2 + 2 * N * H
+  # Rotations too are products there: of queries and keys, forward and backward.
+  products = 9 * 2 * N * H * length / 2 + 2 * N * H + 2 * 2 * (N + K) * H**2
   per_token = L * (6 * (PROJECTIONS + GATED) + products) + 6 * D * V
   assert flops == StepFlops(per_microbatch=8 * length * per_token, rest=0)
