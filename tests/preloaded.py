@@ -45,8 +45,9 @@ def started(
   given: dict[str, Any] = {"cwd": folder, "env": env, "stdout": stdout, "stderr": stderr}
   read_once = [name for name in {*env, *usual} if name.startswith(_READ_ONCE)]
   same = all(env.get(name) == usual.get(name) for name in read_once)
-  is_python = command[0] == sys.executable
-  return (_Forked if is_python and same else subprocess.Popen)(command, text=True, **given)
+  # Elsewhere than on Linux a fork that goes on is not safe.
+  can_fork = sys.platform == "linux" and command[0] == sys.executable and same
+  return (_Forked if can_fork else subprocess.Popen)(command, text=True, **given)
 
 
 class _Forked(subprocess.Popen[str]):
