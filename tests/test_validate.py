@@ -186,6 +186,12 @@ def test_a_metrics_writer_that_is_none_is_refused(tmp_path):
   )
 
 
+@pytest.mark.parametrize("key", ["remat_policy", "compiler_flags"])
+def test_what_is_explored_beside_the_size_needs_the_size(tmp_path, key):
+  said, _ = refusal(tmp_path, **{key: "explore"})
+  assert f"{key}=explore is tried beside every size, and needs micro_batch_size=explore" in said
+
+
 def test_a_microbatch_that_is_still_to_be_chosen_is_checked_at_its_smallest(tmp_path):
   lines = check(tmp_path, micro_batch_size="auto", batch_size=64)
   line = "  micro_batch_size=auto will choose from 4 sizes, 1 to 8; checked with 1"

@@ -73,6 +73,7 @@ from maxbatch.tuning.candidates import (
   with_size,
 )
 from maxbatch.tuning.coupling import resolve_accumulation
+from maxbatch.tuning.microbatch_size import check_explored
 from maxbatch.tuning.variants import without_variants
 
 _NEXT = "Valid: nothing was compiled. Next: compile_only=true"
@@ -139,6 +140,7 @@ def checks_of_run(
     begins_with: what is trained before it, so that there is nothing to look at yet.
   """
   chosen_writers(config.run.metrics_writers)
+  check_explored(config)
   given, saved = config, checkpoint_of(config)
   beginning, unknown = (Beginning(), "") if saved else _beginning(config)
   if begins_with:

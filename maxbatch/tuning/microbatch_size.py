@@ -112,13 +112,24 @@ def _chooses(config: Config) -> bool:
   Raises:
     UserError: something is to be explored, which is not for runs.
   """
+  check_explored(config)
+  if is_open(config.batch) and config.batch.micro_batch_size != "auto":
+    raise UserError(_not_here(config))
+  return is_open(config.batch)
+
+
+def check_explored(config: Config) -> None:
+  """Checks that what is to be explored beside the size comes with the size.
+
+  Raises:
+    UserError: it does not.
+  """
+  if config.batch.micro_batch_size == "explore" and config.compile.compile_only:
+    return
   if config.model.remat_policy == "explore":
     raise UserError(_policy_not_here(config))
   if config.compile.compiler_flags == EXPLORE:
     raise UserError(_flags_not_here(config))
-  if is_open(config.batch) and config.batch.micro_batch_size != "auto":
-    raise UserError(_not_here(config))
-  return is_open(config.batch)
 
 
 def _chosen(
