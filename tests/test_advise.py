@@ -232,6 +232,12 @@ def test_branches_keep_the_batch_inside_of_what_they_found(capsys, folder):
   assert {one["kind"] for one in found["measured"]} == {"noise scale", "branches"}
 
 
+def test_what_is_known_of_a_steps_time_is_said(capsys, folder):
+  minimal = " ".join(ask(capsys, *LLAMA).split())
+  assert "remat_policy=minimal" in minimal
+  assert "(estimated without compiling; with remat_policy=minimal up to 15% too fast)" in minimal
+
+
 def test_the_curve_of_branches_says_what_twice_the_data_is(capsys, folder):
   write_run(folder, branches=True, curve={"value": 300.0, "low": 250.0, "high": 400.0})
   found = answer(capsys, *LLAMA, "from_run=runs/small")

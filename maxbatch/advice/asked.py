@@ -4,6 +4,7 @@ import dataclasses
 from fractions import Fraction
 
 from maxbatch.advice.place import Place
+from maxbatch.batch.arithmetic import tokens_of
 from maxbatch.batch.solve import given_sizes
 from maxbatch.batch.topology import Topology
 from maxbatch.batch_rules.chinchilla import expected_loss
@@ -82,7 +83,7 @@ def _tokens(config: Config) -> float:
   if run.total_tokens != -1:
     return float(run.total_tokens)
   if run.total_samples != -1:
-    return float(run.total_samples) * config.batch.max_target_length
+    return float(tokens_of(int(run.total_samples), config.batch.max_target_length))
   raise UserError(
     "how much is trained on is not said; give total_tokens (or total_samples), for example "
     "total_tokens=140e9"

@@ -11,6 +11,7 @@ from maxbatch.advice.slices import Point
 from maxbatch.advice.words import money, percent, short, span, table, times, wrapped
 from maxbatch.batch.solve import counted
 from maxbatch.batch_rules.tradeoff import steps_factor
+from maxbatch.estimate.best_split import BatchSplit
 
 _GIB = 2**30
 _DAY = 86_400
@@ -63,14 +64,23 @@ def _answer(advice: Advice, planned: Planned) -> Iterator[str]:
   )
 
 
+def _trust(split: BatchSplit) -> str:
+  """Where the time of a step is from; see docs/effective_microbatches.md for how far off it is."""
+  if split.step.how == "compiled":
+    return "as it was compiled"
+  caution = "; with remat_policy=minimal up to 15% too fast" if split.remat == "minimal" else ""
+  return f"estimated without compiling{caution}"
+
+
 def _costs(advice: Advice, planned: Planned) -> Iterator[str]:
   asked, days = advice.asked, planned.seconds / _DAY
   assert asked.place
   assert advice.here
   hours, price = asked.place.chips * planned.seconds / 3600, asked.wishes.price_per_chip_hour
+  split = advice.here.split
   yield from wrapped(
     f"{planned.plan.steps:,} steps in {span(days)}, {planned.tokens_per_second():,.0f} tokens/s, "
-    f"utilisation {percent(advice.here.split.step.utilisation)} (estimated without compiling)"
+    f"utilisation {percent(split.step.utilisation)} ({_trust(split)})"
   )
   cost = f", {money(hours * price)} at {price:g} an hour" if price else ""
   yield f"  {hours:,.3g} chip hours{cost}" if hours < 100 else f"  {hours:,.0f} chip hours{cost}"
