@@ -5,6 +5,10 @@ import os
 import pathlib
 import signal
 
+# Numpy's threads wait for their next product in a loop, which is a fifteenth of the time of a test
+# that compares arrays; they read this when numpy is first imported, a line below.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import hypothesis
 import jax
 import pytest
