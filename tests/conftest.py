@@ -1,5 +1,6 @@
 """All tests see 8 simulated CPU devices and a compile cache shared by the whole suite."""
 
+import functools
 import gc
 import os
 import pathlib
@@ -15,6 +16,7 @@ import pytest
 from processes import QUICKLY
 
 from maxbatch.run_report.background import BackgroundReport
+from maxbatch.training import build
 
 # More than maxbatch/hardware/devices.py has: tests start many programs that do not wait for others.
 os.environ.setdefault("NPROC", "64")
@@ -111,9 +113,30 @@ def _no_reports():
     yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _programs_are_shared():
+  """Runs with the same trainer and shapes of rows trace, lower and compile their step once.
+
+  A process keeps eight programs, and traces the step that it reports on, or saves, by itself.
+  """
+  with pytest.MonkeyPatch.context() as patch:
+    for name in ("_trainer", "_compiled_step", "_compiled_eval"):
+      patch.setattr(build, name, functools.lru_cache(64)(getattr(build, name).__wrapped__))
+    patch.setattr(build, "_traced_step", functools.lru_cache(64)(build._traced_step))
+    yield
+
+
 @pytest.fixture
-def optimized():
+def traced_anew(monkeypatch):
+  """Steps are traced for every use, as in a process of its own."""
+  monkeypatch.setattr(build, "_traced_step", build._traced_step.__wrapped__)
+
+
+@pytest.fixture
+def optimized(monkeypatch, traced_anew):
   """Programs that are compiled here are those of a run: LLVM takes its time."""
+  for name in ("_compiled_step", "_compiled_eval"):
+    monkeypatch.setattr(build, name, functools.lru_cache(8)(getattr(build, name).__wrapped__))
   jax.config.update(_OPTIMIZATION, False)
   yield
   jax.config.update(_OPTIMIZATION, True)

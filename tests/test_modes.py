@@ -123,6 +123,7 @@ def test_what_compiles_but_exceeds_the_budget_is_not_timed(tmp_path, clock, caps
   assert clock == []
 
 
+@pytest.mark.usefixtures("traced_anew")
 @pytest.mark.parametrize("keys", [{}, {"accumulation": "streamed"}, {"ici_fsdp_parallelism": 2}])
 def test_the_report_is_of_the_program_that_training_runs(tmp_path, monkeypatch, keys):
   ran: list[str] = []
@@ -239,6 +240,7 @@ def test_what_trains_and_what_does_not(keys, runs):
 # --- saved steps ----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("traced_anew")
 @pytest.mark.parametrize("how", ["training", "compile_only"])
 def test_a_saved_step_trains_to_the_same_bits(tmp_path, monkeypatch, capsys, how):
   file = tmp_path / "step"
