@@ -72,7 +72,13 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
 
 def config(**keys: object) -> Config:
   """The default configuration with a tiny model, and `keys` on top."""
-  return load_config(["config=base", *(f"{key}={value}" for key, value in (TINY | keys).items())])
+  return _loaded(*(f"{key}={value}" for key, value in (TINY | keys).items()))
+
+
+@functools.cache
+def _loaded(*keys: str) -> Config:
+  """`load_config` of the default configuration and `keys`: the same ones are read once."""
+  return load_config(["config=base", *keys])
 
 
 @functools.cache
