@@ -134,7 +134,7 @@ def test_a_line_says_what_the_batch_is_worth(measured):
 def test_the_default_run_calibrates_often_enough_for_a_number(train):
   keys = {"batch_size": 32, "per_device_batch_size": 16, "gns": "norm", "gns_window_steps": 64}
   keys |= {"enable_checkpointing": "false"}
-  done = train("default", steps=400, total_samples=-1, warmup_steps=-1, learning_rate=3e-3, **keys)
+  done = train("default", steps=240, total_samples=-1, warmup_steps=-1, learning_rate=3e-3, **keys)
   assert done.said.splitlines()[-1].startswith("  batch:   noise scale ≈ ")
   assert "gns/total" in done.records[-1]
 
