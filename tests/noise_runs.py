@@ -7,13 +7,10 @@ import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
 import pytest
+from first_devices import use_first_devices
 
-from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
-from maxbatch.config.schema import Config
-from maxbatch.hardware.devices import Target
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.run import run
 from maxbatch.run_folder.metrics import Record, read_metrics
@@ -75,12 +72,8 @@ Run = Callable[..., Done]
 def training(root: pathlib.Path) -> Iterator[Run]:
   """Trains on two devices in folders of `root`, each named by its run; another call resumes it."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr("maxbatch.modes.run.find_devices", _two_devices)
+    use_first_devices(patch, 2)
     yield _run_in(root)
-
-
-def _two_devices(config: Config) -> Target:
-  return Target(jax.devices()[:2], topology(config.mesh, 2))
 
 
 def _run_in(root: pathlib.Path) -> Run:

@@ -44,6 +44,8 @@ class Case:
   length: int = 9
   gpt2: bool = False
   stash: str = "input"
+  dropout_rate: float = 0.1
+  """Half of what a program takes to compile is random numbers."""
   keys: tuple[tuple[str, object], ...] = ()
   """Keys of the model that should change nothing."""
 
@@ -57,7 +59,7 @@ class Case:
 
   @property
   def model(self) -> Model:
-    return plain_model(self.gpt2, self.length, self.keys)
+    return plain_model(self.gpt2, self.length, self.dropout_rate, self.keys)
 
   @property
   def capacity(self) -> BufferLimits:
@@ -71,9 +73,11 @@ class Case:
 
 
 @functools.cache
-def plain_model(gpt2: bool, length: int, more: tuple[tuple[str, object], ...] = ()) -> Model:
+def plain_model(
+  gpt2: bool, length: int, dropout_rate: float, more: tuple[tuple[str, object], ...] = ()
+) -> Model:
   keys = {"base_num_decoder_layers": LAYERS, "base_emb_dim": 16, "head_dim": 4, "base_mlp_dim": 32}
-  keys |= {"max_target_length": length, "dropout_rate": 0.1, "z_loss_multiplier": 1e-3}
+  keys |= {"max_target_length": length, "dropout_rate": dropout_rate, "z_loss_multiplier": 1e-3}
   keys |= GPT2 if gpt2 else {}
   settings = config(**keys | dict(more))
   return build_model(settings.model, length, policy=policy_of(settings.precision))
@@ -81,7 +85,8 @@ def plain_model(gpt2: bool, length: int, more: tuple[tuple[str, object], ...] = 
 
 @functools.cache
 def parameters(gpt2: bool, length: int) -> Parameters:
-  return jax.jit(plain_model(gpt2, length).init)(jax.random.key(0))
+  """Of a model of `plain_model`, on the host."""
+  return jax.device_get(jax.jit(plain_model(gpt2, length, 0.0).init)(jax.random.key(0)))
 
 
 def make_rows(case: Case, microbatches: int) -> Rows:
@@ -149,14 +154,19 @@ def pipelined(case: Case, schedule: str, microbatches: int) -> tuple[Parameters,
 
 
 @functools.cache
-def _plain(gpt2: bool, length: int) -> Any:
-  model = plain_model(gpt2, length)
+def _plain(gpt2: bool, length: int, dropout_rate: float) -> Any:
+  model = plain_model(gpt2, length, dropout_rate)
   return jax.jit(jax.value_and_grad(lambda p, rows: loss_sum(model, p, rows, KEY)))
 
 
+def plain(case: Case, microbatches: int) -> tuple[float, Parameters]:
+  """Loss and gradients of the same rows in one piece on one device, without the case's keys."""
+  return _plain_gradients(case.gpt2, case.length, case.dropout_rate, microbatches)
+
+
 @functools.cache
-def plain(gpt2: bool, length: int, microbatches: int) -> tuple[float, Parameters]:
-  """Loss and gradients of the same rows in one piece on one device."""
-  case = Case(gpt2=gpt2, length=length)
-  rows = make_rows(case, microbatches)
-  return jax.device_get(_plain(gpt2, length)(parameters(case.gpt2, case.length), rows))
+def _plain_gradients(
+  gpt2: bool, length: int, dropout_rate: float, microbatches: int
+) -> tuple[float, Parameters]:
+  rows = make_rows(Case(gpt2=gpt2, length=length), microbatches)
+  return jax.device_get(_plain(gpt2, length, dropout_rate)(parameters(gpt2, length), rows))

@@ -38,11 +38,12 @@ CAPACITY = 8
 ROWS = 64
 
 MESHES = [
-  *[(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4)],
-  *[(2, 2, 1), (1, 2, 2), (2, 1, 2), (8, 1, 1), (1, 8, 1), (1, 1, 8), (4, 2, 1)],
-  *[(2, 4, 1), (1, 4, 2), (1, 2, 4), (4, 1, 2), (2, 1, 4), (2, 2, 2)],
+  *[(1, 1, 1), (8, 1, 1), (1, 8, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8)],
+  *[(2, 4, 1), (4, 1, 2), (1, 2, 4), (2, 2, 2)],
 ]
-"""Devices along data, fsdp and tensor."""
+"""Devices along data, fsdp and tensor: each axis alone, each pair, and all three. A device has one
+row of a microbatch, two or more; all attention heads, whole groups of them, a part of a group, or a
+part of a head."""
 
 
 def in_words(axes: tuple[int, int, int]) -> str:
@@ -55,13 +56,11 @@ def initial(model: Model):
   return jax.device_get(jax.jit(model.init)(jax.random.key(0)))
 
 
-@functools.cache
 def summing(model: Model, axes: tuple[int, int, int]):
-  """The training code's sums over microbatches as one function, and its parameters, on a mesh."""
+  """The training code's sums over microbatches as one function, and its parameters' shapes, on a mesh."""
   devices = mesh(*axes)
   optimizer = make_optimizer(config().optimizer, model.axes(), 1)
-  abstract = abstract_state(model, optimizer, devices)
-  params = jax.device_put(initial(model), shardings(abstract.params))
+  abstract = abstract_state(model, optimizer, devices).params
 
   def sums(params, rows, num_microbatches):
     zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
@@ -71,7 +70,16 @@ def summing(model: Model, axes: tuple[int, int, int]):
       )
       return grads, partial_sums.joined(sums)
 
-  return jax.jit(sums), params
+  return jax.jit(sums), abstract
+
+
+summing_once = functools.cache(summing)
+
+
+@functools.cache
+def placed(model: Model, axes: tuple[int, int, int]):
+  """The initial parameters on a mesh."""
+  return jax.device_put(initial(model), shardings(summing_once(model, axes)[1]))
 
 
 def feed(rows: Rows, k: int, axes: tuple[int, int, int], capacity: int) -> Rows:
@@ -82,15 +90,15 @@ def feed(rows: Rows, k: int, axes: tuple[int, int, int], capacity: int) -> Rows:
 
 def run_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], capacity: int):
   """Summed gradients and losses of `rows` in k microbatches on a mesh."""
-  function, params = summing(model, axes)
-  return jax.device_get(function(params, feed(rows, k, axes, capacity), jnp.int32(k)))
+  function, _ = summing_once(model, axes)
+  fed = feed(rows, k, axes, capacity)
+  return jax.device_get(function(placed(model, axes), fed, np.int32(k)))
 
 
 def lowered_sums(model: Model, rows: Rows, k: int, axes: tuple[int, int, int], capacity: int):
-  """That program, its parameters and its rows."""
-  function, params = summing(model, axes)
-  fed = feed(rows, k, axes, capacity)
-  return function.lower(params, fed, jnp.int32(k)), params, fed
+  """That program."""
+  function, params = summing_once(model, axes)
+  return function.lower(params, feed(rows, k, axes, capacity), np.int32(k))
 
 
 def error(grads, expected) -> float:
@@ -130,7 +138,7 @@ def assert_same_sums(split, whole):
 
 
 @pytest.mark.parametrize("axes", MESHES, ids=in_words)
-@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("k", [1, 3, 8])
 def test_k_microbatches_give_the_sums_of_their_rows(model, axes, k):
   """On each mesh one program for all numbers of microbatches, as in training."""
   rows = uneven_rows(ROWS, T)
@@ -141,10 +149,8 @@ def test_k_microbatches_give_the_sums_of_their_rows(model, axes, k):
   )
 
 
-@pytest.mark.parametrize("axes", [(1, 1, 1), (8, 1, 1), (2, 2, 2)], ids=in_words)
-@pytest.mark.parametrize("k", [1, 2])
-def test_any_split_gives_the_same_sums(model, whole, axes, k):
-  assert_same_sums(run_sums(model, uneven_rows(ROWS, T), k, axes, CAPACITY), whole)
+def test_a_split_in_two_gives_the_same_sums(model, whole):
+  assert_same_sums(run_sums(model, uneven_rows(ROWS, T), 2, (2, 2, 2), CAPACITY), whole)
 
 
 def packed_rows(count: int) -> Rows:
@@ -173,7 +179,7 @@ def test_packed_rows_in_one_piece_are_their_documents(model, whole, whole_packed
 
 @pytest.mark.parametrize(
   ("axes", "k"),
-  [((1, 1, 1), 8), ((8, 1, 1), 2), ((1, 8, 1), 1), ((1, 1, 2), 2), ((2, 2, 2), 4)],
+  [((1, 1, 1), 8), ((1, 8, 1), 1), ((2, 2, 2), 4)],
 )
 def test_any_split_of_packed_rows_gives_the_same_sums(model, whole_packed, axes, k):
   assert_same_sums(run_sums(model, packed_rows(ROWS), k, axes, CAPACITY), whole_packed)
@@ -181,8 +187,11 @@ def test_any_split_of_packed_rows_gives_the_same_sums(model, whole_packed, axes,
 
 @pytest.mark.usefixtures("optimized")
 def test_programs_as_a_run_compiles_them_give_the_same_sums(model, whole_packed):
-  compiled, params, fed = lowered_sums(model, packed_rows(ROWS), 4, (2, 2, 2), CAPACITY)
-  optimized = jax.device_get(compiled.compile()(params, fed, jnp.int32(4)))
+  axes = (2, 2, 2)
+  # A function of its own: jax keeps what it compiled of one that other tests have run.
+  function, _ = summing(model, axes)
+  fed = feed(packed_rows(ROWS), 4, axes, CAPACITY)
+  optimized = jax.device_get(function(placed(model, axes), fed, np.int32(4)))
   assert_same_sums(optimized, whole_packed)
 
 
@@ -194,34 +203,41 @@ def test_the_rows_hold_a_microbatch_of_padding_only():
 def test_accumulation_512_stays_exact(model):
   rows = uneven_rows(512, T)
   grads, sums = run_sums(model, rows, 512, (1, 1, 1), 512)
-  expected, expected_sums = run_sums(model, rows, 1, (1, 1, 1), 1)
-  assert error(grads, expected) < 1e-5
-  assert sums.loss == pytest.approx(float(expected_sums.loss), rel=1e-5)
+  parts = [jax.tree.map(lambda x, at=at: x[at : at + ROWS], rows) for at in range(0, 512, ROWS)]
+  found = [run_sums(model, part, 1, (1, 1, 1), 1) for part in parts]
+  in_float64 = [jax.tree.map(np.float64, one) for one, _ in found]
+  assert error(grads, jax.tree.map(lambda *leaves: sum(leaves), *in_float64)) < 1e-5
+  assert sums.loss == pytest.approx(sum(float(one.loss) for _, one in found), rel=1e-5)
 
 
 def test_bfloat16_parameters_accumulate_in_float32():
   policy = Policy(parameters=BFLOAT16, compute=BFLOAT16)
   model = build_model(model_config(), T, policy=policy)
-  grads, _ = run_sums(model, uneven_rows(ROWS, T), 8, (1, 1, 1), CAPACITY)
+  function, params = summing(model, (1, 1, 1))
+  fed = feed(uneven_rows(ROWS, T), 8, (1, 1, 1), CAPACITY)
+  grads, _ = jax.eval_shape(function, params, fed, np.int32(8))
   assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {np.dtype(np.float32)}
 
 
 def test_sums_do_not_depend_on_what_lies_beyond_the_trips(model):
-  lowered, params, fed = lowered_sums(model, uneven_rows(ROWS, T), 8, (1, 1, 1), CAPACITY)
-  compiled = lowered.compile()
-  cut = fed._replace(weights=fed.weights.at[4:].set(0.0))
-  other = fed._replace(weights=fed.weights.at[4:].set(jnp.nan))
-  expected = jax.device_get(compiled(params, cut, jnp.int32(4)))
-  jax.tree.map(
-    np.testing.assert_array_equal, jax.device_get(compiled(params, other, jnp.int32(4))), expected
-  )
+  axes = (1, 1, 1)
+  function, _ = summing_once(model, axes)
+  fed = feed(uneven_rows(ROWS, T), 8, axes, CAPACITY)
+
+  def with_weights_beyond(value: float):
+    weights = np.array(fed.weights)
+    weights[4:] = value
+    rows = fed._replace(weights=jax.device_put(weights, fed.weights.sharding))
+    return jax.device_get(function(placed(model, axes), rows, np.int32(4)))
+
+  jax.tree.map(np.testing.assert_array_equal, with_weights_beyond(np.nan), with_weights_beyond(0.0))
 
 
 # What the compiled program does between devices.
 
 
 def test_replicas_talk_once_per_step(model):
-  lowered, _, _ = lowered_sums(model, uneven_rows(ROWS, T), 4, (8, 1, 1), CAPACITY)
+  lowered = lowered_sums(model, uneven_rows(ROWS, T), 8, (8, 1, 1), CAPACITY)
   found = collectives(program_text(lowered))
   assert found["loop"] == []
   assert set(found["once"]) == {"all-reduce"}
@@ -229,16 +245,17 @@ def test_replicas_talk_once_per_step(model):
 
 def test_rows_are_never_moved_between_devices(model):
   for axes in [(8, 1, 1), (2, 2, 2), (1, 8, 1)]:
-    lowered, _, _ = lowered_sums(model, uneven_rows(ROWS, T), 4, axes, CAPACITY)
-    found = collectives(program_text(lowered))
+    lowered = lowered_sums(model, uneven_rows(ROWS, T), 8, axes, CAPACITY)
+    text = program_text(lowered)
+    found = collectives(text)
     assert "all-to-all" not in found["loop"] + found["once"]
-    assert not re.search(r"= s32\[[^=]*(all-gather|collective-permute)", program_text(lowered))
+    assert not re.search(r"= s32\[[^=]*(all-gather|collective-permute)", text)
 
 
 def test_memory_is_flat_in_the_number_of_microbatches(model):
   temporary = {}
   for k in (2, 64):
-    lowered, _, _ = lowered_sums(model, uneven_rows(8 * k, T), k, (2, 1, 1), k)
+    lowered = lowered_sums(model, uneven_rows(8 * k, T), k, (2, 1, 1), k)
     temporary[k] = memory(lowered).temp_size_in_bytes
   assert temporary[64] == pytest.approx(temporary[2], rel=0.05)
 
@@ -248,9 +265,9 @@ def test_fsdp_keeps_no_gathered_parameters_for_the_backward_pass(monkeypatch):
   gathers, temporary = [], []
   for policy in (transformer.remat_policy, lambda config: None):
     monkeypatch.setattr(transformer, "remat_policy", policy)
-    summing.cache_clear()
+    summing_once.cache_clear()
     deep = build_model(model_config(**keys), T)
-    lowered, _, _ = lowered_sums(deep, uneven_rows(8, T), 1, (1, 8, 1), 1)
+    lowered = lowered_sums(deep, uneven_rows(8, T), 1, (1, 8, 1), 1)
     gathers.append(collectives(program_text(lowered))["loop"].count("all-gather"))
     temporary.append(memory(lowered).temp_size_in_bytes)
   assert gathers[0] > gathers[1]

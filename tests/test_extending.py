@@ -7,6 +7,7 @@ import re
 import shlex
 
 import pytest
+from first_devices import use_first_devices
 from support import SMALLEST
 
 from maxbatch import train
@@ -20,9 +21,8 @@ TABLE_ROW = re.compile(r"\| ([\w -]+) \| `(\w+)` \| `(\w+)` in `maxbatch/([\w/]+
 SMALL = SMALLEST | {
   "steps": 4,
   "per_device_batch_size": 1,
-  "eval_samples": 8,
+  "eval_samples": 2,
   "eval_interval": -1,
-  "generate_length": 2,
 }
 
 
@@ -32,6 +32,7 @@ def folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.P
   (tmp_path / "text.txt").write_text("".join(f"line {n} of the text\n" for n in range(300)))
   monkeypatch.syspath_prepend(tmp_path)
   monkeypatch.chdir(tmp_path)
+  use_first_devices(monkeypatch, 1)
   return tmp_path
 
 
@@ -69,7 +70,8 @@ def test_a_section_works_as_it_is_written(section, folder, capfd):
   given = train_command[4:]
   assert any(f"{module.removesuffix('.py')}:" in argument for argument in given)
   chosen = {argument.partition("=")[0] for argument in given}
-  small = [f"{key}={value}" for key, value in SMALL.items() if key not in chosen]
+  lengths = {"generate_length": 2 if "tokenizer" in section else 0}
+  small = [f"{key}={value}" for key, value in (SMALL | lengths).items() if key not in chosen]
   if "batch_size" in chosen:
     small.remove("per_device_batch_size=1")
   paths = [f"base_output_directory={folder}", "dataset_path=text.txt", "dataset_cache_directory=."]

@@ -7,13 +7,13 @@ import functools
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from begun_states import begun_state
 from support import GPT2, config, in_microbatches, mesh, uneven_rows
 
 from maxbatch.data.rows import Rows
-from maxbatch.models.registry import Parameters, build_model, by_path
+from maxbatch.models.registry import Model, Parameters, build_model, by_path
 from maxbatch.noise.estimators import Moments
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.noise_groups import TYPES, moments_by_group, type_of
@@ -35,7 +35,7 @@ Gradients = dict[Path, np.ndarray]
 
 def step(axes: tuple[int, int, int], k: int, **keys: object) -> tuple[Trainer, StepMetrics]:
   """What one step of `k` microbatches on data × fsdp × tensor devices reports."""
-  settings = config(dropout_rate=0.1, opt_type="sgd", **keys)
+  settings = config(opt_type="sgd", **keys)
   model = build_model(settings.model, T, settings.noise.gns)
   optimizer = make_optimizer(settings.optimizer, model.axes(), 1)
   measures = Measures(microbatch_squares=settings.noise.gns_from_microbatches)
@@ -43,13 +43,18 @@ def step(axes: tuple[int, int, int], k: int, **keys: object) -> tuple[Trainer, S
   rows = in_microbatches(UNEVEN, k, k)
   rows = jax.device_put(rows, rows_shardings(rows, trainer.mesh))
   program = step_function(trainer, rows, streamed=False)
-  return trainer, jax.device_get(program(trainer.init(0), rows, jnp.int32(k), jnp.float32(0.0))[1])
+  state = begun_state(trainer, initial(model))
+  return trainer, jax.device_get(program(state, rows, np.int32(k), np.float32(0.0))[1])
+
+
+def initial(model: Model) -> Parameters:
+  return jax.device_get(jax.jit(model.init)(jax.random.key(0)))
 
 
 @functools.cache
 def gradients(**keys: object) -> Gradients:
   """Of every parameter, the gradient of each row's summed loss: (ROWS, …)."""
-  model = build_model(config(dropout_rate=0.1, **keys).model, T)
+  model = build_model(config(**keys).model, T)
 
   @jax.jit
   @functools.partial(jax.vmap, in_axes=(None, 0))
@@ -58,7 +63,7 @@ def gradients(**keys: object) -> Gradients:
     return jax.grad(lambda p: loss_sum(model, p, one, KEY))(parameters)
 
   found: dict[Path, np.ndarray] = {}
-  of_rows = of_each(jax.jit(model.init)(jax.random.key(0)), UNEVEN)
+  of_rows = of_each(initial(model), UNEVEN)
   by_path(lambda path, x: found.update({path: np.asarray(x, np.float64)}), of_rows)
   return found
 

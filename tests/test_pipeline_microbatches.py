@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import pytest
+from first_devices import use_first_devices
 from lowered_once import lower_once
 from support import SMALLEST, config
 
@@ -294,7 +295,9 @@ def test_a_run_compiles_and_times_both_and_trains_with_one_of_them(tmp_path, mon
     return bench_run(bench, passes)
 
   monkeypatch.setattr(measured_time._Bench, "run", run)
-  keys = RUN | {"per_device_batch_size": 2, "base_output_directory": tmp_path}
+  use_first_devices(monkeypatch, 2)
+  keys = RUN | {"ici_data_parallelism": 1, "num_simulated_devices": -1, "eval_samples": 2}
+  keys |= {"per_device_batch_size": 2, "base_output_directory": tmp_path}
   assert main(given(**keys)) == 0
   said = capsys.readouterr().out
   table = re.findall(r"^\d +(\d) +(\d) +(\d) +([\d.]+%) .* GiB  measured", said, re.M)

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from first_devices import use_first_devices
 from support import SMALLEST, relative_errors, stop_at
 
 from maxbatch.config.load import load_config
@@ -14,7 +15,7 @@ from maxbatch.run_folder.metrics import read_metrics
 
 KEYS = {
   "eval_interval": 2,
-  "eval_samples": 20,
+  "eval_samples": 10,
   "eval_per_device_batch_size": 3,
   "generate_length": 0,
   **SMALLEST,
@@ -24,16 +25,16 @@ KEYS = {
   "learning_rate": 0.1,
   "ici_pipeline_parallelism": 2,
   "per_device_batch_size": 1,
-  "batch_size": 16,
+  "batch_size": 8,
   "batch_schedule_type": "linear",
-  "batch_schedule_length": 16,
-  "batch_size_start": 8,
-  "batch_size_increment": 8,
+  "batch_schedule_length": 8,
+  "batch_size_start": 4,
+  "batch_size_increment": 4,
   "steps": -1,
-  "total_samples": 80,
+  "total_samples": 40,
   "schedule_unit": "samples",
 }
-"""2 steps of 1 pass, then 4 of 2, on 4 × 2 devices."""
+"""2 steps of 1 pass, then 4 of 2, on 2 × 2 devices."""
 ROUNDS = {"pipeline_schedule": "interleaved_1f1b", "num_pipeline_repeats": 2}
 
 
@@ -51,7 +52,9 @@ def train(text: pathlib.Path, folder: pathlib.Path, **keys: object):
     "dataset_cache_directory": text.parent / "cache",
   }
   values = KEYS | places | keys
-  return run(load_config(["config=base", *(f"{key}={value}" for key, value in values.items())]))
+  with pytest.MonkeyPatch.context() as patch:
+    use_first_devices(patch, 4)
+    return run(load_config(["config=base", *(f"{key}={value}" for key, value in values.items())]))
 
 
 def curves(folder: pathlib.Path) -> dict[str, list[float]]:
@@ -73,7 +76,7 @@ def plain(text, tmp_path_factory) -> tuple[Any, dict[str, list[float]]]:
 
 
 def test_the_batch_grows_as_this_file_says(plain):
-  assert plain[1]["global_batch_to_train"] == [8, 8, 16, 16, 16, 16]
+  assert plain[1]["global_batch_to_train"] == [4, 4, 8, 8, 8, 8]
 
 
 def test_a_run_may_change_its_schedule_whenever_it_resumes(plain, text, tmp_path, monkeypatch):

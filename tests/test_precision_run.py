@@ -6,6 +6,7 @@ import pathlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from first_devices import use_first_devices
 from support import SMALLEST
 
 from maxbatch.config.find import model_names
@@ -18,6 +19,14 @@ from maxbatch.precision.report import KINDS, Exponents, report_text
 from maxbatch.precision.rounding import rounded
 from maxbatch.run_folder.metrics import read_metrics
 
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_device():
+  with pytest.MonkeyPatch.context() as patch:
+    use_first_devices(patch, 1)
+    yield
+
+
 OVERFLOWING = {"precision": "float16", "initial_loss_scale": 2**14, "loss_scale_window": 2}
 
 
@@ -25,7 +34,7 @@ def arguments(folder: pathlib.Path, **keys: object) -> list[str]:
   defaults: dict[str, object] = {
     "base_output_directory": folder,
     "dataset_type": "synthetic",
-    "per_device_batch_size": 1,
+    "per_device_batch_size": 8,
     "learning_rate_schedule_steps": 6,
     "eval_interval": -1,
     "eval_samples": 4,

@@ -1,6 +1,7 @@
 """Sample text: every shipped model trains and writes some, and what it writes moves no cursor."""
 
 import pytest
+from first_devices import use_first_devices
 from golden_models import SIZES
 from support import SMALLEST
 
@@ -20,30 +21,35 @@ def shrunk(name: str) -> dict[str, object]:
 
 
 def of_every_family() -> list[str]:
-  """The shipped models, but of those whose logits are not golden one of each family alone."""
+  """One shipped model of each family, and those whose logits are golden.
+
+  Without llama3-8b: its groups of heads are mistral-7b's too, all else llama2-7b's.
+  """
   families: dict[str, str] = {}
   for name in [*SIZES, *model_names()]:
     config = load_config(["config=base", f"model_name={name}"])
     family, _ = family_for(to_flat(config), config.batch.max_target_length)
     families.setdefault(family.name, name)
-  return sorted({*SIZES, *families.values(), "default"})
+  return sorted({*SIZES, *families.values()} - {"llama3-8b"})
 
 
 @pytest.mark.parametrize("name", of_every_family())
-def test_every_shipped_model_trains_shrunk_with_sample_text(name, tmp_path, capsys):
+def test_every_shipped_model_trains_shrunk_with_sample_text(name, tmp_path, capsys, monkeypatch):
   text = tmp_path / "words.txt"
   text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
   keys = shrunk(name) | {
     "prompt": PROMPT,
     "generate_length": 20,
-    "num_simulated_devices": 8,
     "per_device_batch_size": 1,
     "steps": 1,
-    "eval_samples": 8,
+    "opt_type": "sgd",
+    "eval_samples": 1,
+    "enable_checkpointing": "false",
     "dataset_path": text,
     "dataset_cache_directory": tmp_path / "cache",
     "base_output_directory": tmp_path,
   }
+  use_first_devices(monkeypatch, 1)
   code = main(["config=base", *(f"{key}={value}" for key, value in keys.items())])
   out, err = capsys.readouterr()
   assert (code, err) == (0, "")
@@ -57,9 +63,10 @@ def test_a_finished_run_answers_a_new_prompt_and_prints_no_control_bytes(
   monkeypatch.setattr(summary, "sample_text", lambda run, *_: run.config.run.prompt + written)
   text = tmp_path / "words.txt"
   text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
+  use_first_devices(monkeypatch, 1)
   keys = SMALLEST | {
     "steps": 1,
-    "eval_samples": 8,
+    "eval_samples": 1,
     "per_device_batch_size": 1,
     "dataset_path": text,
     "dataset_cache_directory": tmp_path / "cache",

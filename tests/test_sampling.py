@@ -120,8 +120,10 @@ def test_a_text_does_not_depend_on_its_neighbours_their_order_or_padding():
   assert [written(mixed, row) for row in range(4)] == together()[::-1]
   log_probs_BN = np.asarray(samples_together().log_probs_BN)
   np.testing.assert_allclose(mixed.log_probs_BN[:4], log_probs_BN[::-1], atol=2e-5)
+  longest = max(map(len, TEXTS))
   for row in (1, 2):
-    alone = sample(WARM_SAMPLER, parameters, prompts([TEXTS[row]]), LETTERS)
+    text = TEXTS[row]
+    alone = sample(WARM_SAMPLER, parameters, prompts([text], longest - len(text)), LETTERS)
     assert written(alone, 0) == together()[row]
 
 

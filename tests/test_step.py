@@ -1,9 +1,9 @@
 """The compiled step: two ways to feed it, one result; donated, sharded, compiled once."""
 
 import dataclasses
+import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support import config, in_microbatches, memory, mesh, relative_errors, uneven_rows
@@ -13,32 +13,45 @@ from maxbatch.batch.topology import topology
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import build_model
 from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.state import Measures, TrainState
+from maxbatch.training.state import Measures, TrainState, shardings
 from maxbatch.training.step import Trainer, eval_function, rows_shardings, step_function
 
 T, ROWS, CAPACITY = 16, 32, 16
 
 
+@functools.cache
 def trainer(axes=(1, 1, 1), dispatches: int = 1, **keys: object) -> Trainer:
-  settings = config(dropout_rate=0.1, **keys)
+  settings = config(**{"dropout_rate": 0.1} | keys)
   model = build_model(settings.model, T, settings.noise.gns)
   optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches)
   measures = Measures(microbatch_squares=settings.noise.gns_from_microbatches)
   return Trainer(model, optimizer, mesh(*axes), jax.random.key(7), measures=measures)
 
 
+@functools.cache
+def _begun(parts: Trainer) -> TrainState:
+  return jax.device_get(parts.init(seed=0))
+
+
 def fresh(parts: Trainer) -> TrainState:
-  return parts.init(seed=0)
+  """A state to begin with: steps delete what they are given."""
+  return jax.device_put(_begun(parts), shardings(parts.abstract))
+
+
+@functools.cache
+def fused_program(parts: Trainer, k: int):
+  """The program of fused steps of ROWS rows in k microbatches."""
+  return step_function(parts, in_microbatches(uneven_rows(ROWS, T), k, CAPACITY), streamed=False)
 
 
 def fused(parts: Trainer, steps: list[tuple[Rows, int]]):
   """The state after steps of (rows, number of microbatches), and each step's metrics."""
   fed = [in_microbatches(rows, k, CAPACITY) for rows, k in steps]
-  function = step_function(parts, fed[0], streamed=False)
+  function = fused_program(parts, steps[0][1])
   state, metrics = fresh(parts), []
   for rows, (_, k) in zip(fed, steps, strict=True):
     placed = jax.device_put(rows, rows_shardings(rows, parts.mesh))
-    state, values = function(state, placed, jnp.int32(k), jnp.float32(1e-2))
+    state, values = function(state, placed, np.int32(k), np.float32(1e-2))
     metrics.append(values)
   return jax.device_get((state, metrics))
 
@@ -53,18 +66,30 @@ def streamed(parts: Trainer, steps: list[tuple[Rows, int]]):
       micro = jax.tree.map(lambda x, at=index: x[at : at + 1], fed)
       function = function or step_function(parts, micro, streamed=True)
       placed = jax.device_put(micro, rows_shardings(micro, parts.mesh))
-      state, values = function(state, placed, jnp.bool_(index == k - 1), jnp.float32(1e-2))
+      state, values = function(state, placed, np.bool_(index == k - 1), np.float32(1e-2))
     metrics.append(values)
   return jax.device_get((state, metrics))
 
 
-@pytest.mark.parametrize("axes", [(1, 1, 1), (2, 2, 2)])
-@pytest.mark.parametrize("k", [1, 4])
+def placed_rows(parts: Trainer) -> Rows:
+  """Rows in 8 microbatches."""
+  fed = in_microbatches(uneven_rows(ROWS, T), 8, CAPACITY)
+  return jax.device_put(fed, rows_shardings(fed, parts.mesh))
+
+
+@functools.cache
+def lowered_step(parts: Trainer) -> jax.stages.Lowered:
+  """The program of fused steps of `placed_rows`."""
+  arguments = parts.abstract, placed_rows(parts), np.int32(1), np.float32(0.0)
+  return fused_program(parts, 8).lower(*arguments)
+
+
+@pytest.mark.parametrize(("axes", "k"), [((1, 1, 1), 1), ((2, 2, 2), 4)])
 def test_streamed_equals_fused(axes, k):
   # SGD: Adam's first steps are the signs of the gradient, which turn rounding into differences.
   keys: dict[str, object] = {"opt_type": "sgd", "gns": "norm"}
   if k > 1:
-    keys |= {"gns": "all", "gns_from_microbatches": True}
+    keys |= {"gns": "all", "gns_from_microbatches": True, "dropout_rate": 0.0}
   steps = [(uneven_rows(ROWS, T, seed), k) for seed in (0, 1)]
   one, one_metrics = fused(trainer(axes, 1, **keys), steps)
   other, other_metrics = streamed(trainer(axes, k, **keys), steps)
@@ -84,13 +109,11 @@ def test_the_step_of_padding_only_changes_nothing_but_decay():
 
 def test_another_accumulation_compiles_nothing_new():
   parts = trainer((2, 1, 1))
-  fed = in_microbatches(uneven_rows(ROWS, T), 8, CAPACITY)
-  placed = jax.device_put(fed, rows_shardings(fed, parts.mesh))
-  function = step_function(parts, fed, streamed=False)
-  compiled = function.lower(parts.abstract, placed, jnp.int32(1), jnp.float32(0.0)).compile()
+  placed = placed_rows(parts)
+  compiled = lowered_step(parts).compile()
   losses = set()
   for num_microbatches in (1, 2, 8):
-    _, metrics = compiled(fresh(parts), placed, jnp.int32(num_microbatches), jnp.float32(0.0))
+    _, metrics = compiled(fresh(parts), placed, np.int32(num_microbatches), np.float32(0.0))
     losses.add(float(metrics.loss))
   assert len(losses) == 3
 
@@ -106,15 +129,11 @@ def test_runs_with_up_to_16_microbatches_share_a_program():
 
 def test_the_state_is_donated():
   parts = trainer((2, 1, 1))
-  fed = in_microbatches(uneven_rows(ROWS, T), 2, CAPACITY)
-  state = fresh(parts)
-  function = step_function(parts, fed, streamed=False)
-  placed = jax.device_put(fed, rows_shardings(fed, parts.mesh))
-  lowered = function.lower(state, placed, jnp.int32(2), jnp.float32(0.1))
+  state, lowered = fresh(parts), lowered_step(parts)
   held = sum(leaf.addressable_data(0).nbytes for leaf in jax.tree.leaves(state))
   # All but three scalars that are zero between steps.
   assert memory(lowered).alias_size_in_bytes >= held - 12
-  function(state, placed, jnp.int32(2), jnp.float32(0.1))
+  lowered.compile()(state, placed_rows(parts), np.int32(2), np.float32(0.1))
   assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
 
 

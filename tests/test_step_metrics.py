@@ -2,18 +2,19 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from begun_states import begun_state
 from noise_runs import training
 from pipeline_sweep import MODEL, Run, batch, configuration, prepared, without_pipeline
 from support import config, in_microbatches, mesh, uneven_rows
 
 from maxbatch.errors import UserError
-from maxbatch.models.registry import build_model
+from maxbatch.models.registry import Parameters, build_model
 from maxbatch.training import metrics
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.metrics import METRICS, TokenMetric, Tokens, chosen_metrics
@@ -46,14 +47,20 @@ def trainer(axes: tuple[int, int, int], dispatches: int = 1, **keys: object) -> 
   return Trainer(model, optimizer, mesh(*axes), KEY, measures=measures)
 
 
+@functools.cache
+def parameters() -> Parameters:
+  """Those that every step here begins with, on the host."""
+  return jax.device_get(jax.jit(trainer((1, 1, 1)).model.init)(jax.random.key(0)))
+
+
 def step(axes: tuple[int, int, int], k: int, *, streamed: bool = False, **keys: object):
   """What one step of k microbatches reports."""
   parts = trainer(axes, k if streamed else 1, **keys)
   fed = in_microbatches(uneven_rows(ROWS, T), k, k)
   fed = jax.device_put(fed, rows_shardings(fed, parts.mesh))
-  state = parts.init(seed=0)
+  state = begun_state(parts, parameters())
   if not streamed:
-    return step_function(parts, fed, streamed=False)(state, fed, jnp.int32(k), RATE)[1].metrics
+    return step_function(parts, fed, streamed=False)(state, fed, np.int32(k), RATE)[1].metrics
   found, pieces = {}, [jax.tree.map(lambda x, at=at: x[at : at + 1], fed) for at in range(k)]
   function = step_function(parts, pieces[0], streamed=True)
   for number, piece in enumerate(pieces, 1):
@@ -66,18 +73,18 @@ def step(axes: tuple[int, int, int], k: int, *, streamed: bool = False, **keys: 
 def plain(*, evaluation: bool = False) -> dict[str, float]:
   """By the formulas, from all logits at once."""
   parts, rows = trainer((1, 1, 1)), uneven_rows(ROWS, T)
-  params = parts.init(seed=0).params
+  params = parameters()
 
   @jax.jit
   def logits(params):
     bound = parts.model.bind(params)
     return bound(rows, None) @ bound.output_matrix()
 
-  logits_BTV = logits(params)
-  log_z_BT = np.asarray(jax.nn.logsumexp(logits_BTV, -1), np.float64)
+  logits_BTV = np.asarray(logits(params), np.float64)
+  log_z_BT = np.log(np.exp(logits_BTV).sum(-1))
   targets_BT, weights_BT = np.asarray(rows.targets), np.asarray(rows.weights, np.float64)
-  logit_BT = np.take_along_axis(np.asarray(logits_BTV), targets_BT[..., None], -1)[..., 0]
-  hit_BT, even_BT = np.asarray(logits_BTV).argmax(-1) == targets_BT, targets_BT % 2 == 0
+  logit_BT = np.take_along_axis(logits_BTV, targets_BT[..., None], -1)[..., 0]
+  hit_BT, even_BT = logits_BTV.argmax(-1) == targets_BT, targets_BT % 2 == 0
   of_tokens = {
     "accuracy": np.average(hit_BT, weights=weights_BT),
     "log_z": np.average(log_z_BT, weights=weights_BT),
@@ -86,12 +93,13 @@ def plain(*, evaluation: bool = False) -> dict[str, float]:
   if evaluation:
     return of_tokens
   gradients = jax.jit(jax.grad(lambda p: loss_sum(parts.model, p, rows, KEY)))(params)
-  updates = jax.tree.map(lambda g: -RATE * g / weights_BT.sum(), gradients)
-  after = jax.tree.map(jnp.add, params, updates)
-  return of_tokens | {
-    "update_norm": float(optax.tree.norm(updates)),
-    "param_norm": float(optax.tree.norm(after)),
-  }
+  updates = jax.tree.map(lambda g: -RATE * np.float64(g) / weights_BT.sum(), gradients)
+  after = jax.tree.map(np.add, params, updates)
+  return of_tokens | {"update_norm": norm(updates), "param_norm": norm(after)}
+
+
+def norm(tree: Parameters) -> float:
+  return float(np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(tree))))
 
 
 def assert_equal(found, expected) -> None:
@@ -104,10 +112,6 @@ def assert_equal(found, expected) -> None:
   ("axes", "k", "streamed"),
   [
     ((1, 1, 1), 1, False),
-    ((1, 1, 1), 4, False),
-    ((1, 1, 1), 4, True),
-    ((2, 1, 1), 4, False),
-    ((1, 2, 1), 1, False),
     ((2, 2, 2), 4, False),
     ((2, 2, 2), 4, True),
   ],
@@ -124,7 +128,7 @@ def test_measuring_the_noise_scale_leaves_them_as_they_are():
 @pytest.mark.parametrize("axes", [(1, 1, 1), (2, 2, 2)])
 def test_evaluation_has_the_means_over_tokens(axes):
   parts, rows = trainer(axes), uneven_rows(ROWS, T)
-  sums = eval_function(parts, rows)(parts.init(seed=0).params, rows)
+  sums = eval_function(parts, rows)(begun_state(parts, parameters()).params, rows)
   assert_equal(metrics.token_values(sums.metrics, sums.weight), plain(evaluation=True))
 
 
@@ -145,10 +149,16 @@ def pipelined(schedule: str) -> Run:
   return prepared(configuration(MODEL | keys))
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "circular", "interleaved_1f1b"])
+@functools.cache
+def on_one_device() -> dict[str, Any]:
+  """What such a step reports without its pipeline."""
+  return without_pipeline(pipelined("1f1b")).metrics
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "circular"])
 def test_a_pipeline_reports_the_same(schedule):
   run = pipelined(schedule)
-  assert_equal(run.step(run.trainer).metrics, without_pipeline(run).metrics)
+  assert_equal(run.step(run.trainer).metrics, on_one_device())
 
 
 def test_evaluation_in_a_pipeline_is_the_same():
@@ -162,7 +172,7 @@ def test_evaluation_in_a_pipeline_is_the_same():
 
 def test_tokens_without_weight_may_be_anything():
   rows = uneven_rows(ROWS, T)
-  values = jnp.where(jnp.asarray(rows.weights) == 0, jnp.nan, 2.0)
+  values = jnp.asarray(np.where(rows.weights == 0, np.float32(np.nan), np.float32(2.0)))
   tokens = Tokens(values, values, values, values, jnp.asarray(rows.weights), jnp.zeros((ROWS, T)))
   sums = metrics.token_sums(chosen_metrics(["log_z"]), tokens)
   assert metrics.token_values(sums, rows.weights.sum())["log_z"] == 2.0
@@ -170,7 +180,9 @@ def test_tokens_without_weight_may_be_anything():
 
 def test_a_run_records_them_by_name(tmp_path):
   with training(tmp_path) as train:
-    records = train("listed", batch_size=16, total_samples=32, metrics="[accuracy, param_norm]")
+    records = train(
+      "listed", batch_size=16, total_samples=32, gns="off", metrics="[accuracy, param_norm]"
+    )
   first, *_, last = records.records
   assert "accuracy" not in first
   assert {"accuracy", "param_norm", "eval/accuracy"} <= set(last)

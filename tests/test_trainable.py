@@ -5,7 +5,6 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -35,11 +34,12 @@ KEY = jax.random.key(7)
 
 ATTENTION: dict[str, Any] = {"trainable": '["layers/attention/*", "final_norm/*"]'}
 ADAPTERS: dict[str, Any] = {"lora_rank": 2, "lora_targets": "[query,out,down]", "lora_alpha": 3}
+DROPOUT: dict[str, Any] = {"dropout_rate": 0.1}
 MIXED: dict[str, Any] = {"lora_rank": 2, "trainable": '["*/bias", "head"]', "mlp_bias": "true"}
 
 
 def trainer(axes: tuple[int, int, int] = (1, 1, 1), dispatches: int = 1, **keys: Any) -> Trainer:
-  settings = config(dropout_rate=0.1, **keys)
+  settings = config(**keys)
   model = build_model(settings.model, T, settings.noise.gns, settings.optimizer.trainable)
   optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches)
   return Trainer(model, optimizer, mesh(*axes), KEY)
@@ -58,6 +58,11 @@ def loud(parameters: Any) -> Any:
   return jax.tree.unflatten(
     structure, [x + 0.1 * random.normal(size=x.shape).astype(x.dtype) for x in leaves]
   )
+
+
+def begun(model: Model) -> Any:
+  """Such parameters to begin with."""
+  return jax.device_put(loud(jax.device_get(jax.jit(model.init)(KEY))))
 
 
 def paths(tree: Any) -> set[tuple[str, ...]]:
@@ -100,7 +105,7 @@ def test_no_gradient_of_a_frozen_matrix_is_formed():
   def products(**keys: Any) -> set[str]:
     parts = trainer(num_vocab_tiling=4, **keys)
     text = step_function(parts, rows, streamed=False).lower(
-      parts.abstract, rows, jnp.int32(1), jnp.float32(0)
+      parts.abstract, rows, np.int32(1), np.float32(0)
     )
     return set(re.findall(r"dot_general.*-> tensor<([\dx]+)xf32>", text.as_text()))
 
@@ -120,7 +125,7 @@ def test_the_patterns_of_all_parameters_make_the_same_program():
     parts = trainer((2, 2, 1), **keys)
     assert parts.abstract.frozen == {}
     function = step_function(parts, rows, streamed=False)
-    texts.add(function.lower(parts.abstract, rows, jnp.int32(1), jnp.float32(0)).as_text())
+    texts.add(function.lower(parts.abstract, rows, np.int32(1), np.float32(0)).as_text())
   assert len(texts) == 1
 
 
@@ -188,8 +193,8 @@ def by_hand(**keys: Any) -> tuple[Any, list[float]]:
   ("keys", "axes", "k", "streams"),
   [
     (ATTENTION, (2, 2, 2), 4, False),
-    (ADAPTERS, (2, 2, 2), 4, False),
-    (ADAPTERS, (1, 1, 1), 4, True),
+    (ADAPTERS | DROPOUT, (2, 2, 2), 4, False),
+    (ADAPTERS | DROPOUT, (1, 1, 1), 4, True),
   ],
   ids=lambda value: str(value)[:24],
 )
@@ -206,12 +211,12 @@ def test_trained_in_any_split_equals_a_loop_of_optax(keys, axes, k, streams):
     for at, piece in enumerate(pieces):
       placed = jax.device_put(piece, rows_shardings(piece, parts.mesh))
       function = function or step_function(parts, piece, streamed=streams)
-      control = jnp.bool_(at == k - 1) if streams else jnp.int32(k)
-      state, metrics = function(state, placed, control, jnp.float32(RATE))
+      control = np.bool_(at == k - 1) if streams else np.int32(k)
+      state, metrics = function(state, placed, control, np.float32(RATE))
     assert metrics is not None
     found.append(float(metrics.loss))
   np.testing.assert_allclose(found, losses, rtol=1e-6)
-  moved = jax.tree.map(lambda a, b: a - b, params, jax.device_get(parts.init(0).params))
+  moved = jax.tree.map(np.subtract, params, jax.device_get(parts.init(0).params))
   for a, b, change in zip(*map(jax.tree.leaves, (state.params, params, moved)), strict=True):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 + 1e-5 * np.abs(change).max())
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.frozen), frozen)
@@ -247,7 +252,7 @@ def test_adapters_change_nothing_before_they_are_trained_and_can_be_merged():
 def test_the_noise_scale_measures_what_trains_alone(keys):
   model = model_of(gns="all", normalization="layernorm", **keys)
   rows = uneven_rows(6, T)
-  params, frozen = model.split(loud(model.init(KEY)))
+  params, frozen = model.split(begun(model))
 
   def loss(params, probes, rows):
     return loss_parts(model, joined(params, frozen), rows, None, probes).loss.sum()
@@ -287,7 +292,7 @@ def test_a_pipeline_forms_gradients_of_what_trains_alone():
     timetable("circular", TimetableShape(stages, cuts, repeats, 1)), limits, 16
   )
   devices = mesh(fsdp=2, stage=stages)
-  whole = loud(model.init(KEY))
+  whole = begun(model)
   fed = in_microbatches(uneven_rows(8, 9), 1, 1)
   optimizer = make_optimizer(config().optimizer, model.axes(), 1)
   places = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer, devices).parameters)

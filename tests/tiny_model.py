@@ -1,5 +1,6 @@
 """A model of a few hundred weights, and rows to feed it, for tests of the model and the loss."""
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -65,6 +66,7 @@ def _load(overrides: Sequence[str]) -> Config:
   return load_config(["config=base", *_SIZES, *overrides])
 
 
+@functools.cache
 def tiny_model(*overrides: str, length: int = 12) -> Model:
   """A tiny Llama-like model for rows of `length` tokens."""
   config = _load(overrides)
