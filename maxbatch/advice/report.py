@@ -13,6 +13,7 @@ from maxbatch.batch.arithmetic import samples_in, steps_in
 from maxbatch.batch.solve import counted
 from maxbatch.batch_rules.tradeoff import steps_factor
 from maxbatch.estimate.best_split import BatchSplit
+from maxbatch.estimate.step_rates import step_rates
 
 _GIB = 2**30
 _DAY = 86_400
@@ -69,8 +70,7 @@ def _trust(split: BatchSplit) -> str:
   """Where the time of a step is from; see docs/effective_microbatches.md for how far off it is."""
   if split.step.how == "compiled":
     return "as it was compiled"
-  caution = "; with remat_policy=minimal up to 15% too fast" if split.remat == "minimal" else ""
-  return f"estimated without compiling{caution}"
+  return f"estimated without compiling, ±{percent(step_rates().spread['seconds'])}"
 
 
 def _costs(advice: Advice, planned: Planned) -> Iterator[str]:
