@@ -2,6 +2,7 @@
 
     .venv/bin/python scripts/fit_step_rates.py compile            # the cases below: 1 to 3 minutes each
     .venv/bin/python scripts/fit_step_rates.py read REPORT …      # compile_report.txt of other runs, too
+    .venv/bin/python scripts/fit_step_rates.py read dropout_rate=0 REPORT …    # that trained another way
     .venv/bin/python scripts/fit_step_rates.py fit                # writes the rates
     .venv/bin/python scripts/fit_step_rates.py table              # estimate, compiled, ratio
 
@@ -18,8 +19,9 @@ import functools
 import json
 import math
 import pathlib
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -70,6 +72,8 @@ CASES: list[tuple[str, str, int, int, str, int]] = [
   ("gpt2-small", "v5p-16", 1024, 16, "none", 1),
   ("qwen2.5-7b", "v5e-64", 4096, 2, "full", 1),
   ("llama2-7b", "v5e-64", 2048, 4, "full", 4),
+  ("qwen3-0.6b", "v5e-16", 4096, 4, "minimal", 1),
+  ("llama2-7b", "v5e-256", 4096, 1, "minimal", 1),
 ]
 # Copies that the compiler makes for attention have no name, and count as other.
 GROUPS: tuple[tuple[Part, ...], ...] = (
@@ -81,7 +85,7 @@ GROUPS: tuple[tuple[Part, ...], ...] = (
 )
 DIGITS = 4
 ALIKE = {"v4": "v5p", "tpu7x": "v6e", "v5e": "", "v5p": "", "v6e": ""}
-KNOWN = {"residuals": 1.0}
+KNOWN = {"residuals": 1.0, "tiles": 1.0}
 ENOUGH = 2
 """Steps on a generation without which its rates are a guess."""
 GIB = 2**30
@@ -106,20 +110,27 @@ def compile_cases() -> None:
 def read(paths: Sequence[str]) -> None:
   """Puts the steps of reports into the table, where a step replaces its like; without any, makes the
   table anew from what `compile` has made."""
-  files = [pathlib.Path(path) for path in paths] or sorted(OUT.glob("*/compile_report.txt"))
+  keys = tuple(path for path in paths if re.fullmatch(r"\w+=\w+", path))
+  files = [pathlib.Path(path) for path in paths if path not in keys]
   found = {step.name: step for step in compiled_steps()} if paths else {}
-  for file in files:
+  for file in files or sorted(OUT.glob("*/compile_report.txt")):
     text = file.read_text()
-    found |= {step.name: step for step in read_report(text, work_of(*named(text)))}
+    steps = read_report(text, work_of(*named(text), keys))
+    found |= {one.name: one for one in (dataclasses.replace(step, keys=keys) for step in steps)}
   rows = [json.dumps(dataclasses.asdict(found[name])) for name in sorted(found)]
   FILE.write_text("[\n" + ",\n".join(f"  {row}" for row in rows) + "\n]\n")
 
 
 @functools.cache
-def work_of(model: str, length: int) -> StepWork:
+def work_of(model: str, length: int, keys: tuple[str, ...] = ()) -> StepWork:
   """The work of a shipped model in bfloat16."""
-  keys = ["config=base", f"model_name={model}", f"max_target_length={length}"]
-  return step_work(load_config([*keys, "precision=bfloat16"]))
+  named = ["config=base", f"model_name={model}", f"max_target_length={length}"]
+  return step_work(load_config([*named, "precision=bfloat16", *keys]))
+
+
+def work_of_step(step: CompiledStep) -> StepWork:
+  """The work of a step in the table."""
+  return work_of(step.model_name, step.length, tuple(step.keys))
 
 
 class Equations:
@@ -135,10 +146,11 @@ class Equations:
     self.names += [name for name in terms if name not in self.names]
     self.rows.append(({name: weight * factor for name, factor in terms.items()}, weight * result))
 
-  def solved(self) -> dict[str, float]:
-    """The unknowns, none negative, to a few digits."""
+  def solved(self, least: Mapping[str, float] | None = None) -> dict[str, float]:
+    """The unknowns, none below its least value or negative, to a few digits."""
     matrix = np.array([[terms.get(name, 0.0) for name in self.names] for terms, _ in self.rows])
-    found = nnls(matrix, np.array([result for _, result in self.rows]))[0]
+    known = np.array([(least or {}).get(name, 0.0) for name in self.names])
+    found = known + nnls(matrix, np.array([r for _, r in self.rows]) - matrix @ known)[0]
     return {name: float(f"{x:.{DIGITS}g}") for name, x in zip(self.names, found, strict=True)}
 
 
@@ -161,7 +173,7 @@ def seconds(steps: Sequence[CompiledStep]) -> dict[str, float]:
   for step in steps:
     if not step.parts:
       continue
-    work, chip = work_of(step.model_name, step.length), CHIPS[step.generation]
+    work, chip = work_of_step(step), CHIPS[step.generation]
     asked = microbatch_work(work, chip, step.mesh, Fraction(step.per_device), step.remat)
     waits = of_gathers(step, work)
     for group in GROUPS:
@@ -171,7 +183,9 @@ def seconds(steps: Sequence[CompiledStep]) -> dict[str, float]:
         - sum(known_seconds(asked[part], chip) for part in group),
         1 / step.microbatch_seconds,
       )
-  return equations.solved()
+  # Products run at no more than the chip's peak, and what is kept is at least written and read once.
+  least = {name: 1.0 for name in equations.names if name.startswith("product ")}
+  return equations.solved(least | {"traffic kept hidden": 1.0})
 
 
 def terms_of(step: CompiledStep, group: Sequence[PartWork]) -> dict[str, float]:
@@ -197,7 +211,7 @@ def waiting(steps: Sequence[CompiledStep]) -> dict[str, float]:
   """How long computing waits for collectives, in what gathers and reductions take on the links."""
   equations = Equations()
   for step in steps:
-    work, chip = work_of(step.model_name, step.length), CHIPS[step.generation]
+    work, chip = work_of_step(step), CHIPS[step.generation]
     links = link_seconds(work, chip, step.mesh, Fraction(step.per_device), step.remat)
     if not step.parts or step.tensor > 1 or weight_shards(work, step.mesh)[0] == 1:
       continue
@@ -211,7 +225,7 @@ def update(steps: Sequence[CompiledStep]) -> dict[str, float]:
   """How often the optimizer moves what it reads and writes."""
   equations = Equations()
   for step in steps:
-    place = work_of(step.model_name, step.length), step.mesh
+    place = work_of_step(step), step.mesh
     once = update_bytes(*place) / CHIPS[step.generation].hbm_bandwidth
     equations.add({"traffic update": once}, step.rest_seconds, 1 / step.rest_seconds)
   return equations.solved()
@@ -221,7 +235,7 @@ def memory(steps: Sequence[CompiledStep]) -> dict[str, float]:
   """How many copies of what is counted lie in memory."""
   equations = Equations()
   for step in steps:
-    work = work_of(step.model_name, step.length)
+    work = work_of_step(step)
     held = memory_work(work, step.mesh, Fraction(step.per_device), step.remat)
     activations = step.peak_bytes - state_bytes(work, step.mesh)
     # One copy of what is kept for the backward pass there must be.
@@ -266,7 +280,7 @@ def predicted(steps: Sequence[CompiledStep]) -> list[tuple[float, float] | None]
 def ratios(step: CompiledStep, rates: StepRates) -> tuple[float, float]:
   """Estimated over compiled: seconds of a microbatch, bytes at the peak."""
   place = CHIPS[step.generation], step.mesh, Fraction(step.per_device)
-  found = step_roofline(work_of(step.model_name, step.length), *place, 1, step.remat, rates)
+  found = step_roofline(work_of_step(step), *place, 1, step.remat, rates)
   return found.microbatch_seconds / step.microbatch_seconds, found.peak_bytes / step.peak_bytes
 
 

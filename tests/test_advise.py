@@ -22,6 +22,7 @@ from maxbatch.advice.words import short
 from maxbatch.batch_rules import registry
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
+from maxbatch.estimate.step_rates import step_rates
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.run_folder.paths import RunFolder
 
@@ -233,9 +234,10 @@ def test_branches_keep_the_batch_inside_of_what_they_found(capsys, folder):
 
 
 def test_what_is_known_of_a_steps_time_is_said(capsys, folder):
-  minimal = " ".join(ask(capsys, *LLAMA).split())
-  assert "remat_policy=minimal" in minimal
-  assert "(estimated without compiling; with remat_policy=minimal up to 15% too fast)" in minimal
+  spread = 100 * step_rates().spread["seconds"]
+  # Of this depth no step was compiled.
+  estimated = " ".join(ask(capsys, *LLAMA, "base_num_decoder_layers=31").split())
+  assert f"(estimated without compiling, ±{spread:.2g}%)" in estimated
 
 
 def test_the_curve_of_branches_says_what_twice_the_data_is(capsys, folder):

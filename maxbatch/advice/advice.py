@@ -25,11 +25,11 @@ from maxbatch.advice.slices import (
   split_of,
   step_around,
 )
-from maxbatch.batch.arithmetic import micro_batch_of, samples_of, tokens_of
+from maxbatch.batch.arithmetic import micro_batch_of, samples_in, samples_of, tokens_of
 from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.topology import Topology
-from maxbatch.batch_rules.tradeoff import data_factor
+from maxbatch.batch_rules.tradeoff import data_factor, data_overhead_of
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit
 from maxbatch.estimate.step_roofline import step_roofline
@@ -83,7 +83,7 @@ class Advice:
   @property
   def constant_overhead(self) -> float:
     """The data overhead of the batch without its ramp."""
-    return self.batch_tokens / self.goal.critical_tokens
+    return data_overhead_of(self.batch_tokens, self.goal.critical_tokens)
 
 
 def advise(asked: Asked, measured: Sequence[Measured]) -> Advice:
@@ -95,12 +95,11 @@ def advise(asked: Asked, measured: Sequence[Measured]) -> Advice:
   size = batch_size(asked, measured)
   sizes = _sizes(asked, size)
   batch_tokens = tokens_of(sizes.samples, asked.length)
-  share = batch_tokens / size.tokens
   phases = [tokens_of(phase.samples, asked.length) for phase in sizes.phases]
   advised = settings(asked, phases, size.critical_tokens)
   ramped = overhead(sizes.phases, asked.length, asked.tokens, size.critical_tokens)
   # What is trained on with this batch is what was asked for.
-  constant = data_factor(size.data_overhead * share)
+  constant = data_factor(data_overhead_of(batch_tokens, size.critical_tokens))
   goal = Goal(asked.tokens / constant, size.critical_tokens)
   found = curves(asked, goal, sizes.samples) if asked.place else []
   here = point(asked, goal, asked.place, sizes.samples) if asked.place else None
@@ -126,7 +125,7 @@ def _running(asked: Asked, sizes: Sizes, advised: Settings) -> Running:
 
 def _sizes(asked: Asked, size: BatchSize) -> Sizes:
   """The batch in samples that the place divides, with its ramp and its split."""
-  exact = float(asked.own_batch or size.tokens / asked.length)
+  exact = float(asked.own_batch or samples_in(size.tokens, asked.length))
   wanted = max(1, round(exact)) if asked.own_batch else round_batch(exact)
   if asked.place is None:
     samples = dividing(wanted, asked.mesh)
@@ -182,7 +181,7 @@ def _step(asked: Asked, split: BatchSplit, per_device: Fraction, num_microbatche
 def _faster(asked: Asked, size: BatchSize, samples: int) -> int:
   """A batch of whole samples on every device instead, where it is near and sooner at the same loss."""
   assert asked.place
-  whole = multiple(asked.place, size.tokens / asked.length)
+  whole = multiple(asked.place, samples_in(size.tokens, asked.length))
   if not whole or max(whole / samples, samples / whole) > _NEAR:
     return samples
   goal = Goal(asked.tokens, size.critical_tokens)
@@ -210,8 +209,8 @@ def _neighbours(asked: Asked, goal: Goal, sizes: Sizes) -> list[Point]:
 def _keys(asked: Asked, sizes: Sizes, advised: Settings) -> dict[str, object]:
   """What to set, in the order of base.yml."""
   run, length = asked.config.run, asked.length
-  phases = [(round(phase.at_tokens / length), phase.samples) for phase in sizes.phases]
-  total_samples = whole_steps(phases, asked.tokens / length)
+  phases = [(round(samples_in(phase.at_tokens, length)), phase.samples) for phase in sizes.phases]
+  total_samples = whole_steps(phases, samples_in(asked.tokens, length))
   keys: dict[str, object] = {
     "steps": -1,
     "total_samples": -1,

@@ -18,7 +18,7 @@ from maxbatch.advice.asked import Asked
 from maxbatch.advice.batch_size import BatchSize
 from maxbatch.advice.measured import Measured, growth_to
 from maxbatch.advice.slices import Point
-from maxbatch.batch.arithmetic import samples_of, tokens_of
+from maxbatch.batch.arithmetic import samples_in, samples_of, tokens_of
 from maxbatch.batch_rules.chinchilla import expected_loss
 from maxbatch.batch_rules.registry import batch_rules
 from maxbatch.batch_rules.rule import Training
@@ -102,7 +102,7 @@ def _branches(
   asked: Asked, size: BatchSize, at: float, folder: str, run: Running, here: Point | None
 ) -> Experiment:
   """Branches around the batch that is worth using at `at` tokens, as far as the devices divide it."""
-  worth = size.tokens / growth_to(asked.tokens, at) / asked.length
+  worth = samples_in(size.tokens / growth_to(asked.tokens, at), asked.length)
   batches = sorted({max(1, round(factor * worth / run.unit)) * run.unit for factor in _FACTORS})
   if len(batches) < 2:
     batches = [run.unit, samples_of(2, run.unit)]

@@ -9,9 +9,11 @@ from maxbatch.advice.limits import limits
 from maxbatch.advice.measured import Measured
 from maxbatch.advice.slices import Point
 from maxbatch.advice.words import money, percent, short, span, table, times, wrapped
+from maxbatch.batch.arithmetic import samples_in, steps_in
 from maxbatch.batch.solve import counted
 from maxbatch.batch_rules.tradeoff import steps_factor
 from maxbatch.estimate.best_split import BatchSplit
+from maxbatch.estimate.step_rates import step_rates
 
 _GIB = 2**30
 _DAY = 86_400
@@ -68,8 +70,7 @@ def _trust(split: BatchSplit) -> str:
   """Where the time of a step is from; see docs/effective_microbatches.md for how far off it is."""
   if split.step.how == "compiled":
     return "as it was compiled"
-  caution = "; with remat_policy=minimal up to 15% too fast" if split.remat == "minimal" else ""
-  return f"estimated without compiling{caution}"
+  return f"estimated without compiling, ±{percent(step_rates().spread['seconds'])}"
 
 
 def _costs(advice: Advice, planned: Planned) -> Iterator[str]:
@@ -185,8 +186,8 @@ def _ramp(advice: Advice, planned: Planned) -> Iterator[str]:
       )
     )
   yield from table(rows, left=())
-  constant = advice.asked.tokens / advice.batch_tokens
-  same = advice.asked.tokens / (advice.ramp_overhead * advice.goal.critical_tokens)
+  constant = steps_in(advice.asked.tokens, advice.batch_tokens)
+  same = steps_in(advice.asked.tokens, advice.ramp_overhead * advice.goal.critical_tokens)
   yield from wrapped(
     f"{planned.plan.steps:,} steps. Constant, the last batch takes {constant:,.0f} steps at a data "
     f"overhead of {advice.constant_overhead:.2g}; the batch with the ramp's overhead of "
@@ -249,7 +250,7 @@ def _split(advice: Advice) -> Iterator[str]:
     f"{step.capacity_bytes / _GIB:.4g} GiB, limited by {step.limited_by}"
   )
   own = advice.asked.own_batch
-  exact = float(own or advice.size.tokens / advice.asked.length)
+  exact = float(own or samples_in(advice.size.tokens, advice.asked.length))
   who = "You ask" if own else "The rules ask"
   yield from wrapped(
     f"{who} for {exact:,.0f} samples; batches near that which divide, held constant, to "

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from maxbatch.advice.asked import Asked
 from maxbatch.advice.place import Place
-from maxbatch.batch.arithmetic import tokens_of
-from maxbatch.batch_rules.tradeoff import data_factor
+from maxbatch.batch.arithmetic import steps_in, tokens_of
+from maxbatch.batch_rules.tradeoff import data_factor, data_overhead_of
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit, best_split, divisible_batches
 from maxbatch.estimate.step_work import StepWork
@@ -72,13 +72,14 @@ class Point:
 class Goal:
   """The loss to be reached, as the data that a small batch would take to it."""
 
-  small_batch_tokens: float
+  least_tokens: float
   """Emin."""
   critical_tokens: float
 
   def tokens_with(self, batch_tokens: float) -> float:
     """To the same loss with another batch."""
-    return self.small_batch_tokens * data_factor(batch_tokens / self.critical_tokens)
+    overhead = data_overhead_of(batch_tokens, self.critical_tokens)
+    return self.least_tokens * data_factor(overhead)
 
 
 def nearest(asked: Asked, place: Place, samples: float) -> int:
@@ -134,13 +135,13 @@ def point(asked: Asked, goal: Goal, place: Place, samples: int) -> Point:
   split = split_of(asked, place, samples)
   batch_tokens = tokens_of(samples, asked.length)
   tokens = goal.tokens_with(batch_tokens)
-  steps = tokens / batch_tokens
+  steps = steps_in(tokens, batch_tokens)
   seconds = steps * split.step.step_seconds
   price = asked.wishes.price_per_chip_hour
   return Point(
     place=place,
     split=split,
-    data_overhead=batch_tokens / goal.critical_tokens,
+    data_overhead=data_overhead_of(batch_tokens, goal.critical_tokens),
     tokens=tokens,
     steps=steps,
     seconds=seconds,

@@ -27,6 +27,16 @@ def tokens_of(samples: int, max_target_length: int) -> int:
   return samples * max_target_length
 
 
+def samples_in(tokens: float, max_target_length: int) -> float:
+  """Samples that `tokens` tokens are, rarely a whole number."""
+  return tokens / max_target_length
+
+
+def steps_in(tokens: float, batch_tokens: float) -> float:
+  """Steps of `batch_tokens` tokens that `tokens` tokens take, rarely a whole number."""
+  return tokens / batch_tokens
+
+
 def samples_of(num_microbatches: int, samples: int) -> int:
   """Samples of `num_microbatches` microbatches of `samples` samples each."""
   return num_microbatches * samples

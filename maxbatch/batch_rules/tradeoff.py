@@ -8,6 +8,11 @@ a quadratic loss, and is the common heuristic elsewhere. arXiv 1812.06162, equat
 from maxbatch.batch_rules.rule import BatchRule, Training
 
 
+def data_overhead_of(batch_tokens: float, critical_tokens: float) -> float:
+  """B / Bcrit."""
+  return batch_tokens / critical_tokens
+
+
 def data_factor(data_overhead: float) -> float:
   """E / Emin at B = data_overhead · Bcrit."""
   return 1 + data_overhead

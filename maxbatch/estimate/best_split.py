@@ -32,6 +32,8 @@ _MOST_TENSOR = 8
 _MANY = 64
 """Microbatches of a step after which what it does once no longer counts."""
 _MOST_POWER = 12
+_AS_FAST = 0.99
+"""What gains less than a percent is not worth its memory, and is further from what was compiled."""
 _GIB = 2**30
 
 
@@ -154,7 +156,7 @@ class EffectiveBatch:
   """What a slice does best, and from which batch on it nearly does."""
 
   fastest: BatchSplit
-  """The microbatch, mesh and policy of most tokens per second, with steps of many microbatches."""
+  """Microbatch, mesh and policy of about most tokens per second, in steps of many, with the least memory."""
   smallest: BatchSplit
   """The smallest batch that is nearly as fast on the same mesh, split as is fastest for it."""
 
@@ -181,9 +183,13 @@ def effective_batch(
   ]
   if not found:
     return None
-  fastest = _simplest(found)
+  best = _simplest(found)
+  beside = [one for one in found if one.mesh == best.mesh]
+  alike = [
+    one for one in beside if one.step.tokens_per_second >= _AS_FAST * best.step.tokens_per_second
+  ]
+  fastest = min(alike, key=lambda one: one.step.peak_bytes)
   enough = share * fastest.step.tokens_per_second
-  beside = [one for one in found if one.mesh == fastest.mesh]
   efficient = [small for one in beside if (small := _fewest_microbatches(work, chip, one, enough))]
   least = min(one.batch for one in efficient)
   return EffectiveBatch(fastest, _simplest([one for one in efficient if one.batch == least]))

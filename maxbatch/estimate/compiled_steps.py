@@ -73,13 +73,16 @@ class CompiledStep:
   """Seconds of a microbatch by part, collectives included; empty where only the sum is known."""
   state_bytes: int
   peak_bytes: int
+  keys: Sequence[str] = ()
+  """Of the configuration, where it trains another way than the shipped one: `dropout_rate=0`."""
 
   @property
   def name(self) -> str:
     """The step in a few words."""
     shared = f", tensor {self.tensor}" if self.tensor > 1 else ""
+    keys = f" ({' '.join(self.keys)})" if self.keys else ""
     return (
-      f"{self.model_name}, {self.num_chips} × {self.generation}{shared}, "
+      f"{self.model_name}{keys}, {self.num_chips} × {self.generation}{shared}, "
       f"{self.per_device} × {self.length:,} tokens, {self.remat}"
     )
 

@@ -170,20 +170,29 @@ def residual_bytes(work: StepWork, ways: int, remat: RematPolicy) -> float:
     c.base_num_query_heads * c.head_dim / ways,
     c.base_num_kv_heads * c.head_dim / ways,
   )
-  D, F = c.base_emb_dim, c.base_mlp_dim / ways
+  D = c.base_emb_dim
   if remat == "full":
     return D * size
-  is_gated = c.mlp_activation != "gelu"
   # What the layer is given, queries, keys, values, what its halves add, and the hidden layer.
-  products = (3 * D + queries + 2 * keys + (2 if is_gated else 1) * F) * size
+  products = (3 * D + queries + 2 * keys) * size + hidden_residual_bytes(work, ways, remat)
   if remat == "minimal":
     return products
   norms = 2 * c.use_pre_norm + c.use_post_attn_norm + c.use_post_ffw_norm
-  # Three float32 numbers of each that is normalized, four with a mean; the kernel's output; and of the
-  # hidden layer what its activation is made of.
+  # Three float32 numbers of each that is normalized, four with a mean; the kernel's output.
   normalized = norms * D + (queries + keys if c.use_qk_norm else 0)
   kept = (4 if c.normalization == "layernorm" else 3) * 4 * normalized
-  return products + kept + (queries + (3 if is_gated else 5) * F) * size
+  # Of each of the two dropouts what was drawn, and what it keeps.
+  drawn = 2 * 5 * D if c.dropout_rate else 0
+  return products + kept + drawn + queries * size
+
+
+def hidden_residual_bytes(work: StepWork, ways: int, remat: RematPolicy) -> float:
+  """Of `residual_bytes`, those of the feed-forward's hidden layer; with `none` also what its activation is
+  made of."""
+  if remat == "full":
+    return 0.0
+  copies = (1, 4) if work.model.mlp_activation == "gelu" else (2, 5)
+  return copies[remat == "none"] * work.model.base_mlp_dim / ways * work.compute_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -250,14 +259,23 @@ def microbatch_work(
   activation = "silu" if c.mlp_activation == "swiglu" else "gelu"
   norm = "layernorm" if c.normalization == "layernorm" else "rmsnorm"
   other = elementwise(("residual", D), ("dropout", 2 * D if c.dropout_rate else 0))
+  if remat != "full" and c.head_dim % _LANES:
+    # Heads narrower than a register change their layout where they are kept, and where they are computed
+    # on with again.
+    kept = (c.base_num_query_heads + 2 * c.base_num_kv_heads) * c.head_dim / ways * fill
+    other.registers["kept heads"] = (2 if remat == "minimal" else 1) * L * M * kept / _REGISTER
   # Written by the forward, read by the backward pass.
-  other.traffic["residuals"] = 2 * L * M * residual_bytes(work, ways, remat)
+  hidden = hidden_residual_bytes(work, ways, remat)
+  other.traffic["residuals"] = 2 * L * M * (residual_bytes(work, ways, remat) - hidden)
   if weight_shards(work, mesh)[0] == 1:
     # Where each device has them whole, it casts all that it uses; else its own part.
     other.traffic["weights"] = 2 * L * work.layer_parameters / ways * work.compute_bytes
+  mlp = elementwise(("hidden", gate * F), (activation, F))
+  if hidden:
+    mlp.traffic["kept hidden"] = 2 * L * M * hidden
   return {
     "attention": with_products("attention", attention),
-    "mlp": with_products("mlp", elementwise(("hidden", gate * F), (activation, F))),
+    "mlp": with_products("mlp", mlp),
     "norm": elementwise((norm, norms * D + (heads if c.use_qk_norm else 0))),
     "head": _head(work, chip, M, ways),
     "embedding": PartWork(traffic={"table": work.table_parameters / ways * 4}),
