@@ -315,3 +315,19 @@ def test_no_sum_over_tiles_where_their_gradients_are_kept(is_kept):
   results = [str(variable.aval) for loop in loops for variable in loop.outvars]
   assert (f"bfloat16[3,{B},{T // 3},{V}]" in results) == is_kept
   assert (f"float32[{D},{V}]" in results) != is_kept
+
+
+def test_the_measured_gradient_is_the_same_where_gradients_of_logits_are_kept():
+  x = inputs()
+
+  def of(is_kept: bool) -> list[np.ndarray]:
+    def loss(hidden_BTD: jax.Array, matrix_DV: jax.Array, probe_B1: jax.Array) -> jax.Array:
+      arrays = hidden_BTD, matrix_DV, x.targets_BT, x.weights_BT
+      options = LossOptions(6, is_kept=is_kept)
+      return cross_entropy_parts(*arrays, options, probe_B1, jnp.float32(2)).loss.sum()
+
+    return list(map(np.asarray, jax.grad(loss, (0, 1, 2))(*x[:2], jnp.zeros((B, 1)))))
+
+  for found, expected in zip(of(is_kept=True), of(is_kept=False), strict=True):
+    assert expected.any()
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
