@@ -17,7 +17,15 @@ from tiny_model import loud_parameters, random_rows, tiny_config, tiny_model
 
 from maxbatch.errors import UserError
 from maxbatch.models.registry import Model
-from maxbatch.training.loss import LossOptions, cross_entropy_parts, loss_sum, num_tiles
+from maxbatch.training.loss import (
+  LossOptions,
+  cross_entropy_parts,
+  keeps_gradients,
+  loss_options,
+  loss_sum,
+  num_tiles,
+)
+from maxbatch.training.metrics import NO_METRICS
 
 B, T, D, V = 3, 12, 8, 29
 
@@ -48,13 +56,15 @@ class Result(NamedTuple):
   d_matrix_DV: np.ndarray
 
 
-def tiled(x: Inputs, tiles: int, z_weight: float = 0.0, soft_cap: float = 0.0) -> Result:
+def tiled(
+  x: Inputs, tiles: int, z_weight: float = 0.0, soft_cap: float = 0.0, *, is_kept: bool = False
+) -> Result:
   """Value and gradients by the function under test; of 3 times the sum, as a caller may scale."""
+  options = LossOptions(tiles, z_weight, soft_cap, is_kept=is_kept)
 
   def total(hidden_BTD: jax.Array, matrix_DV: jax.Array) -> jax.Array:
-    return cross_entropy_parts(
-      hidden_BTD, matrix_DV, x.targets_BT, x.weights_BT, LossOptions(tiles, z_weight, soft_cap)
-    ).loss.sum()
+    rows = x.targets_BT, x.weights_BT
+    return cross_entropy_parts(hidden_BTD, matrix_DV, *rows, options).loss.sum()
 
   @jax.jit
   def both(*arrays: jax.Array) -> Any:
@@ -95,13 +105,14 @@ def assert_close(found: Result, expected: Result, rtol: float) -> None:
 # --- values and gradients -------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize(
   ("tiles", "z_weight"),
   [*((tiles, 0.01) for tiles in (1, 2, 3, 5, 7, 11, T)), (1, 0.0), (5, 0.0)],
 )
-def test_equals_the_formula(tiles, z_weight):
+def test_equals_the_formula(tiles, z_weight, is_kept):
   x = inputs()
-  assert_close(tiled(x, tiles, z_weight), plain(x, z_weight), 2e-6)
+  assert_close(tiled(x, tiles, z_weight, is_kept=is_kept), plain(x, z_weight), 2e-6)
 
 
 @pytest.mark.parametrize("tiles", [1, 5])
@@ -123,15 +134,32 @@ def test_tokens_of_weight_zero_give_nothing(tiles):
   assert not tiled(inputs(), tiles, 0.01).d_hidden_BTD[-1].any()
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
 @pytest.mark.parametrize("tiles", [1, 2])
-def test_bfloat16_states_cost_no_more_than_their_own_rounding(tiles):
+def test_bfloat16_states_cost_no_more_than_their_own_rounding(tiles, is_kept):
   x = inputs(dtype="bfloat16")
-  found = tiled(x, tiles, 0.01)
+  found = tiled(x, tiles, 0.01, is_kept=is_kept)
   assert found.loss.dtype == np.float32
   assert found.d_hidden_BTD.dtype == found.d_matrix_DV.dtype == jnp.bfloat16
   expected = plain(x, 0.01)
   np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-5)
   assert_close(found, expected, 0.01)
+
+
+@pytest.mark.parametrize("of_hidden", [False, True])
+def test_kept_gradients_of_frozen_arrays_are_not_formed(of_hidden):
+  x = inputs()
+  options = LossOptions(3, is_kept=True)
+
+  def loss(trained: jax.Array) -> jax.Array:
+    hidden_BTD, matrix_DV = (trained, x.matrix_DV) if of_hidden else (x.hidden_BTD, trained)
+    rows = x.targets_BT, x.weights_BT
+    return cross_entropy_parts(hidden_BTD, matrix_DV, *rows, options).loss.sum()
+
+  expected = tiled(x, 3, is_kept=True)
+  found = jax.grad(loss)(x.hidden_BTD if of_hidden else x.matrix_DV)
+  wanted = expected.d_hidden_BTD if of_hidden else expected.d_matrix_DV
+  np.testing.assert_allclose(3 * found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -261,3 +289,57 @@ def test_tiles_are_sized_by_what_one_device_holds():
   assert num_tiles(config, 16, 64) == 4
   with jax.sharding.use_abstract_mesh(mesh(fsdp=2, tensor=2).abstract_mesh):
     assert num_tiles(config, 16, 64) == 1
+
+
+def test_gradients_of_logits_are_kept_where_they_are_no_larger_than_the_matrix_s():
+  config = tiny_config("vocab_size=128256", "base_emb_dim=4096")
+  assert keeps_gradients(config, 4, 2048, "bfloat16")
+  assert not keeps_gradients(config, 5, 2048, "bfloat16")
+  assert not keeps_gradients(config, 4, 2048, "float32")
+  with jax.sharding.use_abstract_mesh(mesh(fsdp=4).abstract_mesh):
+    assert keeps_gradients(config, 16, 2048, "bfloat16")
+
+
+def test_tiles_that_add_to_nothing_are_smaller():
+  wide = "vocab_size=128256", "base_emb_dim=4096"
+  assert num_tiles(tiny_config(*wide), 4, 2048) == 2
+  assert num_tiles(tiny_config(*wide), 4, 2048, is_kept=True) == 8
+  model = tiny_model("vocab_size=65536", "base_emb_dim=2048", "dtype=bfloat16")
+  options = [
+    loss_options(model, rows, 512, is_training=is_training, metrics=NO_METRICS)
+    for rows, is_training in ((8, True), (8, False), (9, True), (1, True))
+  ]
+  # 4096 tokens are twice the width: their logits take twice the gradient's 512 MiB.
+  assert [(x.tiles, x.is_kept) for x in options] == [(8, True), (2, False), (4, False), (1, False)]
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_no_sum_over_tiles_where_their_gradients_are_kept(is_kept):
+  x, options = inputs(dtype="bfloat16"), LossOptions(3, is_kept=is_kept)
+
+  def loss(matrix_DV: jax.Array) -> jax.Array:
+    arrays = x.hidden_BTD, matrix_DV, x.targets_BT, x.weights_BT
+    return cross_entropy_parts(*arrays, options).loss.sum()
+
+  loops = [
+    e for e in jax.make_jaxpr(jax.grad(loss))(x.matrix_DV).eqns if e.primitive.name == "scan"
+  ]
+  results = [str(variable.aval) for loop in loops for variable in loop.outvars]
+  assert (f"bfloat16[3,{B},{T // 3},{V}]" in results) == is_kept
+  assert (f"float32[{D},{V}]" in results) != is_kept
+
+
+def test_the_measured_gradient_is_the_same_where_gradients_of_logits_are_kept():
+  x = inputs()
+
+  def of(is_kept: bool) -> list[np.ndarray]:
+    def loss(hidden_BTD: jax.Array, matrix_DV: jax.Array, probe_B1: jax.Array) -> jax.Array:
+      arrays = hidden_BTD, matrix_DV, x.targets_BT, x.weights_BT
+      options = LossOptions(6, is_kept=is_kept)
+      return cross_entropy_parts(*arrays, options, probe_B1, jnp.float32(2)).loss.sum()
+
+    return list(map(np.asarray, jax.grad(loss, (0, 1, 2))(*x[:2], jnp.zeros((B, 1)))))
+
+  for found, expected in zip(of(is_kept=True), of(is_kept=False), strict=True):
+    assert expected.any()
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)

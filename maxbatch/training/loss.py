@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.data.rows import Rows
@@ -48,6 +49,8 @@ class LossOptions(NamedTuple):
   metrics: Metrics = NO_METRICS
   policy: Policy = PLAIN
   """In which format the gradient of the logits is multiplied by hidden states and matrix."""
+  is_kept: bool = False
+  """Whether the gradient of the logits is kept over all tiles, see `keeps_gradients`."""
 
 
 class LossSums(NamedTuple):
@@ -110,18 +113,30 @@ def loss_options(
   """How the loss of `rows` rows of `length` tokens is formed; z-loss is training's alone."""
   config = model.config
   z_weight = config.z_loss_multiplier if is_training else 0.0
-  return LossOptions(
-    num_tiles(config, rows, length), z_weight, config.final_logits_soft_cap, metrics, model.policy
-  )
+  is_kept = is_training and keeps_gradients(config, rows, length, model.policy.dtype)
+  tiles = num_tiles(config, rows, length, is_kept=is_kept)
+  cap = config.final_logits_soft_cap
+  return LossOptions(tiles, z_weight, cap, metrics, model.policy, is_kept and tiles > 1)
 
 
-def num_tiles(config: ModelConfig, rows: int, length: int) -> int:
+def keeps_gradients(config: ModelConfig, rows: int, length: int, dtype: DTypeLike) -> bool:
+  """Whether the gradient of all logits, in the format of the products, takes at most as many bytes a
+  device as the matrix's in float32. It is then kept until the last tile, and multiplied at once: the
+  sum over tiles, which would be held instead, is neither held nor read and written for each of them.
+  """
+  tokens = math.prod(local_shape(("batch", "length"), (rows, length)))
+  return tokens * jnp.dtype(dtype).itemsize <= config.base_emb_dim * 4
+
+
+def num_tiles(config: ModelConfig, rows: int, length: int, *, is_kept: bool = False) -> int:
   """Tiles into which `length` tokens are cut: num_vocab_tiling, or so many that the logits of each have
   about as many bytes a device as the gradient of the output matrix at most, or 64 MiB.
 
   Each tile reads the whole matrix and adds to the whole gradient, which takes longer than its products
   if it has few tokens: with tiles of 64 MiB half of the step of Qwen3-0.6B on a v5e-16 was this. The
   gradient has to be held anyway; logits of its size have as many tokens as the model is wide.
+
+  Where the logits' gradient is kept (`is_kept`), tiles add to nothing, and are a quarter as large.
 
   Raises:
     UserError: more tiles are asked for than there are tokens.
@@ -136,7 +151,8 @@ def num_tiles(config: ModelConfig, rows: int, length: int) -> int:
   V, D = config.vocab_size, config.base_emb_dim
   logits = math.prod(local_shape(("batch", "length", "vocab"), (rows, length, V))) * 4
   gradient = math.prod(local_shape((None, "vocab"), (D, V))) * 4
-  wanted = min(length, -(-logits // max(gradient, _SMALLEST_TILE)))
+  largest = gradient // 4 if is_kept else gradient
+  wanted = min(length, -(-logits // max(largest, _SMALLEST_TILE)))
   # Tiles that divide the row need no copy; but a prime length has only those of one token.
   equal = next(tiles for tiles in range(wanted, length + 1) if length % tiles == 0)
   return equal if equal <= 2 * wanted else wanted
@@ -206,6 +222,15 @@ def _with_gradients(
 ):
   """The sums and the gradients that are wanted, that of the matrix in float32, a tile at a time."""
   of_hidden, of_matrix = wanted
+  is_kept = options.is_kept and of_matrix
+
+  def gradients(hidden, d_logits):
+    d_logits_XV = d_logits.reshape(-1, d_logits.shape[-1])
+    hidden_XD = hidden.reshape(-1, hidden.shape[-1])
+    d_hidden = (d_logits_XV @ matrix_DV.T).reshape(hidden.shape) if of_hidden else None
+    if not of_matrix:
+      return d_hidden, None
+    return d_hidden, jnp.matmul(hidden_XD.T, d_logits_XV, preferred_element_type=jnp.float32)
 
   def add_tile(carry, tile):
     total, d_matrix_DV = carry
@@ -213,18 +238,19 @@ def _with_gradients(
     if scale_B is not None:
       d_logits_BCV = d_logits_BCV * scale_B[:, None, None]
     d_logits_BCV = options.policy.rounded(d_logits_BCV).astype(hidden_BTD.dtype)
-    d_logits_XV = d_logits_BCV.reshape(-1, d_logits_BCV.shape[-1])
-    hidden_XD = tile[0].reshape(-1, tile[0].shape[-1])
-    d_hidden_BCD = (d_logits_XV @ matrix_DV.T).reshape(tile[0].shape) if of_hidden else None
-    if not of_matrix:
-      return (_add(total, new), None), d_hidden_BCD
-    d_tile_DV = jnp.matmul(hidden_XD.T, d_logits_XV, preferred_element_type=jnp.float32)
-    return (_add(total, new), d_matrix_DV + d_tile_DV), d_hidden_BCD
+    if is_kept:
+      return (_add(total, new), None), d_logits_BCV
+    d_hidden_BCD, d_tile_DV = gradients(tile[0], d_logits_BCV)
+    total = _add(total, new)
+    return (total, d_matrix_DV + d_tile_DV if of_matrix else None), d_hidden_BCD
 
-  d_matrix_DV = jnp.zeros(matrix_DV.shape, jnp.float32) if of_matrix else None
+  is_summed = of_matrix and not is_kept
+  d_matrix_DV = jnp.zeros(matrix_DV.shape, jnp.float32) if is_summed else None
   cut = cut_tokens(options.tiles, hidden_BTD, targets_BT, weights_BT)
   zeros = _zero(options.metrics), d_matrix_DV
   (total, d_matrix_DV), d_hidden = scan_tiles(add_tile, zeros, cut, options.tiles)
+  if is_kept:
+    d_hidden, d_matrix_DV = gradients(cut[0], d_hidden)
   B, T, D = hidden_BTD.shape
   if d_hidden is not None:
     d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(B, -1, D)[:, :T]
