@@ -86,6 +86,7 @@ GROUPS: tuple[tuple[Part, ...], ...] = (
 DIGITS = 4
 ALIKE = {"v4": "v5p", "tpu7x": "v6e", "v5e": "", "v5p": "", "v6e": ""}
 KNOWN = {"residuals": 1.0, "tiles": 1.0}
+ONCE = ("residuals", "kept")
 ENOUGH = 2
 """Steps on a generation without which its rates are a guess."""
 GIB = 2**30
@@ -238,10 +239,10 @@ def memory(steps: Sequence[CompiledStep]) -> dict[str, float]:
     work = work_of_step(step)
     held = memory_work(work, step.mesh, Fraction(step.per_device), step.remat)
     activations = step.peak_bytes - state_bytes(work, step.mesh)
-    # One copy of what is kept for the backward pass there must be.
-    known = held.pop("residuals")
+    # One copy of what is kept for the backward pass there must be, or until the last tile.
+    known = sum(held.pop(kind) for kind in ONCE)
     equations.add(held, max(0.0, activations - known), 1 / step.peak_bytes)
-  return {"residuals": 1.0} | equations.solved()
+  return dict.fromkeys(ONCE, 1.0) | equations.solved()
 
 
 def fitted(steps: Sequence[CompiledStep]) -> StepRates:

@@ -20,7 +20,7 @@ from maxbatch.estimate.compiled_steps import compiled_steps, read_report, rememb
 from maxbatch.estimate.step_rates import step_rates
 from maxbatch.estimate.step_roofline import StepRoofline, step_roofline
 from maxbatch.estimate.step_work import RematPolicy, StepWork, microbatch_work, step_work
-from maxbatch.training.loss import num_tiles
+from maxbatch.training.loss import keeps_gradients, num_tiles
 
 # What a user has compiled comes before estimates.
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -244,5 +244,8 @@ def test_the_products_are_those_of_the_compiled_programs(
 @pytest.mark.parametrize("model", ["gpt2-small", "qwen3-0.6b", "llama3-8b", "gemma3-1b"])
 def test_the_loss_has_as_many_tiles_as_the_step_makes(model: str):
   work = work_of(model, "max_target_length=1536")
+  dtype = {2: "bfloat16", 4: "float32"}[work.compute_bytes]
   for rows in (1, 3, 8):
-    assert work.tiles(rows * 1536, 1) == num_tiles(work.model, rows, 1536)
+    is_kept = keeps_gradients(work.model, rows, 1536, dtype)
+    assert work.keeps_gradients(rows * 1536) == is_kept
+    assert work.tiles(rows * 1536, 1) == num_tiles(work.model, rows, 1536, is_kept=is_kept)

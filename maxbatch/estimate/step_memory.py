@@ -60,7 +60,8 @@ def memory_work(
   )
   hidden = c.base_mlp_dim / ways * (1 if c.mlp_activation == "gelu" else 2)
   shards = weight_shards(work, mesh)
-  tile = M * c.vocab_size / ways * 4 / work.tiles(M, ways)
+  tiles, logits = work.tiles(M, ways), M * c.vocab_size / ways
+  kept = logits * size if tiles > 1 and work.keeps_gradients(M) else 0
   return {
     "residuals": L * M * residual_bytes(work, ways, remat),
     "stream": M * D * size,
@@ -70,7 +71,8 @@ def memory_work(
     "table": work.table_parameters / ways * size,
     # Those of one microbatch, before they are added to the sum.
     "gradients": work.parameters * 4 / math.prod(shards),
-    "tile": tile,
+    "tile": logits * 4 / tiles,
+    "kept": kept,
   }
 
 

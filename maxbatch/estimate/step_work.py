@@ -105,6 +105,10 @@ class StepWork:
     window = min(window, self.length)
     return window - window * (window - 1) / (2 * self.length) - 0.5
 
+  def keeps_gradients(self, tokens: float) -> bool:
+    """Whether the gradient of `tokens`' logits is kept and multiplied once, after the last tile."""
+    return tokens * self.compute_bytes <= 4 * self.model.base_emb_dim
+
   def tiles(self, tokens: float, ways: int) -> int:
     """Tiles of tokens in which the loss is formed.
 
@@ -116,7 +120,8 @@ class StepWork:
       return self.model.num_vocab_tiling
     logits = tokens * self.model.vocab_size / ways * 4
     gradient = self.table_parameters / ways * 4
-    wanted = min(self.length, math.ceil(logits / max(gradient, _SMALLEST_TILE)))
+    largest = gradient / 4 if self.keeps_gradients(tokens) else gradient
+    wanted = min(self.length, math.ceil(logits / max(largest, _SMALLEST_TILE)))
     equal = next(n for n in range(wanted, self.length + 1) if self.length % n == 0)
     return equal if equal <= 2 * wanted else wanted
 
@@ -300,10 +305,21 @@ def _head(work: StepWork, chip: Chip, M: float, ways: int) -> PartWork:
     registers={"logits": M * V / ways / _REGISTER},
     traffic={
       "logits": M * V / ways * 4,
-      # Each tile reads the matrix twice, and reads and writes the sum of its gradient in float32.
-      "tiles": work.tiles(M, ways) * table * (2 * work.compute_bytes + 8),
+      "tiles": _tile_bytes(work, M, ways),
     },
   )
+
+
+def _tile_bytes(work: StepWork, M: float, ways: int) -> float:
+  """Read and written by the loss because it is formed in tiles, and not at once."""
+  tiles, table = work.tiles(M, ways), work.table_parameters / ways
+  if tiles > 1 and work.keeps_gradients(M):
+    # Each tile reads the matrix and writes its logits' gradient; in the end both are read, and the
+    # gradient of the matrix is written.
+    kept = M * work.model.vocab_size / ways * work.compute_bytes
+    return (tiles + 1) * table * work.compute_bytes + 3 * kept + 4 * table
+  # Each tile reads the matrix twice, and reads and writes the sum of its gradient in float32.
+  return tiles * table * (2 * work.compute_bytes + 8)
 
 
 def _padded(width: int, chip: Chip) -> int:
