@@ -299,7 +299,7 @@ def _passes(work: StepWork, part: str, remat: RematPolicy) -> list[int]:
 
 def _head(work: StepWork, chip: Chip, M: float, ways: int) -> PartWork:
   """The output matrix and the loss, with its gradients, in tiles of tokens."""
-  D, V, table = work.model.base_emb_dim, work.model.vocab_size, work.table_parameters / ways
+  D, V = work.model.base_emb_dim, work.model.vocab_size
   return PartWork(
     products=3 * 2 * M * _padded(D, chip) * _padded(V, chip) / ways,
     registers={"logits": M * V / ways / _REGISTER},
