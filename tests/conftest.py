@@ -5,6 +5,7 @@ import gc
 import os
 import pathlib
 import signal
+from collections.abc import Callable
 
 # Numpy's threads wait for their next product in a loop, which is a fifteenth of the time of a test
 # that compares arrays; they read this when numpy is first imported, a line below.
@@ -15,8 +16,10 @@ import jax
 import pytest
 from processes import QUICKLY
 
+from maxbatch.data.rows import Rows
 from maxbatch.run_report.background import BackgroundReport
 from maxbatch.training import build
+from maxbatch.training.step import Trainer
 
 # More than maxbatch/hardware/devices.py has: tests start many programs that do not wait for others.
 os.environ.setdefault("NPROC", "64")
@@ -122,8 +125,20 @@ def _programs_are_shared():
   with pytest.MonkeyPatch.context() as patch:
     for name in ("_trainer", "_compiled_step", "_compiled_eval"):
       patch.setattr(build, name, functools.lru_cache(64)(getattr(build, name).__wrapped__))
-    patch.setattr(build, "_traced_step", functools.lru_cache(64)(build._traced_step))
+    patch.setattr(build, "_traced_step", _traced_once(build._traced_step))
     yield
+
+
+def _traced_once(trace: Callable[..., jax.stages.Traced]) -> Callable[..., jax.stages.Traced]:
+  """`trace`, whose results for shapes of rows, not for arrays, are kept."""
+  kept = functools.lru_cache(64)(trace)
+
+  @functools.wraps(trace)
+  def traced(trainer: Trainer, rows: Rows, *, streamed: bool) -> jax.stages.Traced:
+    shapes = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(rows))
+    return (kept if shapes else trace)(trainer, rows, streamed=streamed)
+
+  return traced
 
 
 @pytest.fixture

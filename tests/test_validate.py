@@ -246,8 +246,9 @@ def test_rows_that_cannot_be_read_are_found(tmp_path, monkeypatch):
   assert refusal(tmp_path)[0] == "part 1: gone"
 
 
+@pytest.mark.usefixtures("traced_anew")
 def test_a_model_whose_step_cannot_be_traced_is_found(tmp_path, monkeypatch):
-  monkeypatch.setattr("maxbatch.training.loss.num_tiles", lambda *_: [][0])
+  monkeypatch.setattr("maxbatch.training.loss.num_tiles", lambda *_, **__: [][0])
   with pytest.raises(IndexError):
     check(tmp_path)
 
