@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import inspect
 import os
 import pathlib
 import signal
@@ -144,7 +145,7 @@ def _traced_once(trace: Callable[..., jax.stages.Traced]) -> Callable[..., jax.s
 @pytest.fixture
 def traced_anew(monkeypatch):
   """Steps are traced for every use, as in a process of its own."""
-  monkeypatch.setattr(build, "_traced_step", build._traced_step.__wrapped__)
+  monkeypatch.setattr(build, "_traced_step", inspect.unwrap(build._traced_step))
 
 
 @pytest.fixture

@@ -39,9 +39,9 @@ def test_a_script_of_a_page_knows_its_arguments(page, script, words):
 def imports(path: Path) -> list[tuple[str, str]]:
   """What a script takes from the package: the module, the name."""
   return [
-    (node.module, name.name)
+    (module, name.name)
     for node in ast.walk(ast.parse(path.read_text()))
-    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("maxbatch")
+    if isinstance(node, ast.ImportFrom) and (module := node.module or "").startswith("maxbatch")
     for name in node.names
   ]
 
