@@ -27,6 +27,9 @@ from maxbatch.training import tick
 from maxbatch.training.loss import loss_sum
 
 ALL = CUTS * PASSES
+ROUNDING = 1e-5
+"""Of float32 through 12 layers. The plain gradient in 8 parts, or with other machine code, differs
+by 1e-6 to 4e-6 from the same in one piece: which, depends on the processor's instructions."""
 ONCE, ROUNDS = ("gpipe", "1f1b"), ("circular", "interleaved_1f1b")
 
 CASES = [
@@ -80,7 +83,7 @@ def test_any_timetable_gives_the_gradients_of_the_plain_step(case, schedule, mic
   gradients, sums = pipelined(case, schedule, microbatches)
   loss, expected = plain(case, microbatches)
   assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
-  assert error(gradients, expected) < 2e-6
+  assert error(gradients, expected) < ROUNDING
   assert sums.loss == pytest.approx(float(loss), rel=1e-6)
   assert sums.weight == np.sum(make_rows(case, microbatches).weights)
 
@@ -151,7 +154,7 @@ def test_a_timetable_as_a_run_compiles_it_gives_them_too(monkeypatch):
   monkeypatch.setattr("pipelined.QUICKLY", {})
   case = Case(repeats=2, axes=(2, 1, 1))
   gradients, _ = pipelined(case, "interleaved_1f1b", ALL)
-  assert error(gradients, plain(case, ALL)[1]) < 2e-6
+  assert error(gradients, plain(case, ALL)[1]) < ROUNDING
 
 
 @pytest.mark.usefixtures("fresh_programs")
@@ -163,7 +166,7 @@ def test_what_idle_stages_compute_changes_nothing(monkeypatch, stash):
     gradients, sums = pipelined(case, name, CUTS)
     loss, expected = plain(case, CUTS)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
-    assert error(gradients, expected) < 2e-6
+    assert error(gradients, expected) < ROUNDING
     assert sums.loss == pytest.approx(float(loss), rel=1e-6)
 
 
