@@ -1,17 +1,20 @@
 """Processes that find the imports done: a start costs a fork, not two seconds of processor time.
 
 `started` starts `python -m MODULE …`, `python FILE …` or `python -c CODE …` as a process of its own,
-with a jax of its own. It is forked from one that has imported what maxbatch imports, and has done
-nothing else: this file, as `python tests/preloaded.py`, is that one, and forks at each request.
+with a jax of its own. It is forked from one that has imported what maxbatch imports, read base.yml
+and let XLA look at the suite's flags, and has done nothing else: this file, as
+`python tests/preloaded.py`, is that one, and forks at each request.
 """
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
 import pathlib
 import runpy
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -25,6 +28,7 @@ _NUMBER = struct.Struct("i")
 
 _REPOSITORY = pathlib.Path(__file__).parents[1]
 _LARGEST_BYTES = 1 << 20
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 _READ_ONCE = ("PYTHON", "JAX_", "LC_", "LANG", "LD_", "GLIBC_")
 """Variables that count when Python, or jax, is loaded."""
 
@@ -129,8 +133,10 @@ def _serve() -> dict[str, Any]:
 
 def _fork_and_wait(stdout: int, stderr: int, status: int) -> None:
   """Forks the process itself, in which this returns; waits for it and says how it ended."""
+  _end_with_parent()
   process = os.fork()
   if process == 0:
+    _end_with_parent()
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     for end in (stdout, stderr, status):
@@ -141,6 +147,11 @@ def _fork_and_wait(stdout: int, stderr: int, status: int) -> None:
   os.write(status, _NUMBER.pack(process))
   os.write(status, _NUMBER.pack(os.waitpid(process, 0)[1]))
   os._exit(0)
+
+
+def _end_with_parent() -> None:
+  """A run that a test has failed to stop is killed when the tests have ended."""
+  ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _run(command: Sequence[str], cwd: str, env: Mapping[str, str]) -> NoReturn:
@@ -165,7 +176,16 @@ def _run(command: Sequence[str], cwd: str, env: Mapping[str, str]) -> NoReturn:
 
 if __name__ == "__main__":
   gc.set_threshold(100_000, 20, 20)
-  import maxbatch.modes.run  # noqa: F401
+  import jaxlib.mlir.dialects.mhlo  # noqa: F401
 
+  # Not the commands themselves: runpy warns of a module that it finds imported.
+  import maxbatch.command_line.run
+  import maxbatch.modes.compile_only  # noqa: F401
+  from maxbatch.config.load import load_config
+  from maxbatch.hardware.environment import check_environment
+
+  # What they find is kept, and the same in each process.
+  load_config(["config=base"])
+  check_environment()
   gc.freeze()
   _run(**_serve())
