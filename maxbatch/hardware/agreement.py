@@ -30,7 +30,7 @@ def broadcast_one_to_all(value: Any) -> Any:
   if jax.process_count() == 1:
     return json.loads(text)
   # All processes must pass arrays of the same shape, so the length is broadcast first.
-  length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+  length = _sent_bytes(int(multihost_utils.broadcast_one_to_all(np.int32(len(text)))))
   mine = np.frombuffer(text.ljust(length)[:length], np.uint8)
   return json.loads(multihost_utils.broadcast_one_to_all(mine).tobytes())
 
@@ -47,8 +47,13 @@ def gather(value: Any) -> list[Any]:
   if jax.process_count() == 1:
     return [json.loads(text)]
   lengths = multihost_utils.process_allgather(np.int32(len(text)))
-  padded = np.frombuffer(text.ljust(int(lengths.max())), np.uint8)
+  padded = np.frombuffer(text.ljust(_sent_bytes(int(lengths.max()))), np.uint8)
   return [json.loads(row.tobytes()) for row in multihost_utils.process_allgather(padded)]
+
+
+def _sent_bytes(length: int) -> int:
+  """A power of two: jax compiles a program for each length that it sends."""
+  return 1 << max(8, (length - 1).bit_length())
 
 
 @contextlib.contextmanager
