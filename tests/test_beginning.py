@@ -95,7 +95,7 @@ def test_parameters_alone_are_read_and_counting_begins_anew(
   begins = f"parameters of {bases}/base/checkpoints/4, with a new optimizer, at step 0"
   assert f"ok   beginning      {begins}\n" in capsys.readouterr().out
   # On another mesh, in another type.
-  narrow = {"weight_dtype": "bfloat16", "weight_rounding": "stochastic"}
+  narrow = {"weight_dtype": "bfloat16", "weight_rounding": "nearest"}
   more = {"ici_fsdp_parallelism": 4, **narrow}
   state = train(text, tmp_path, "next", **given, **more)
   assert f"Begins  {begins}\n" in capsys.readouterr().out
