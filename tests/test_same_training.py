@@ -25,6 +25,8 @@ CASES = {
   "init_weights_seed=2",
 }
 """What each run adds to the common keys."""
+UNSAVED = "enable_checkpointing=false"
+"""Their parameters are kept beside their folders."""
 OF = {1: list(CASES), 2: ["streamed", "steered"], 4: ["pipeline"]}
 """The runs of so many processes; a fused one goes from one number of them to another."""
 
@@ -55,7 +57,7 @@ def trained(tmp_path_factory) -> pathlib.Path:
   shared = small_run(folder, folder / "words.txt", folder / "cache")
   places = {count: folder / str(count) for count in (1, 2, 4)}
   lines = {
-    count: [line(places[count], name, CASES[name], 4) for name in names]
+    count: [line(places[count], name, f"{CASES[name]} {UNSAVED}", 4) for name in names]
     for count, names in OF.items()
   }
   one_mesh, other_mesh = (f"{FUSED} ici_fsdp_parallelism={size}" for size in (2, 4))
