@@ -1,11 +1,12 @@
-"""One of several processes that load for each other: `loading_program.py PORT COUNT NUMBER`.
+"""One of several processes that load for each other: `loading_program.py FILE PORT COUNT NUMBER`.
 
-Reads a list of cases from standard input, as JSON, and prints a line for each step of each: what the
-devices of this process hold, by column, and what the step's check says. In a case with a fault, one
-process changes the rows of one step after it has read them.
+FILE is a list of cases as JSON. Prints a line for each step of each: what the devices of this process
+hold, by column, and what the step's check says. In a case with a fault, one process changes the rows
+of one step after it has read them.
 """
 
 import json
+import pathlib
 import sys
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
@@ -14,6 +15,7 @@ from unittest import mock
 
 import jax
 import numpy as np
+from compiled_once import compile_once
 from jax.sharding import NamedSharding, PartitionSpec
 from numbered_rows import NumberedRows
 
@@ -77,13 +79,14 @@ def steps_of(case: dict[str, Any]) -> Iterator[Rows]:
     yield from loader
 
 
-def main(port: int, count: int, number: int) -> None:
+def main(file: str, port: int, count: int, number: int) -> None:
   """Joins the others and goes through all cases."""
+  compile_once()
   jax.config.update("jax_platforms", "cpu")
   jax.config.update("jax_num_cpu_devices", NUM_DEVICES // count)
   jax.distributed.initialize(f"localhost:{port}", count, number)
   check = jax.jit(first_wrong_row)
-  for case in json.load(sys.stdin):
+  for case in json.loads(pathlib.Path(file).read_text()):
     for rows in steps_of(case):
       wrong, held = int(check(rows)), {}
       for name, array in rows._asdict().items():
@@ -94,4 +97,4 @@ def main(port: int, count: int, number: int) -> None:
 
 
 if __name__ == "__main__":
-  main(*map(int, sys.argv[1:]))
+  main(sys.argv[1], *map(int, sys.argv[2:]))

@@ -8,12 +8,11 @@ several processes is compiled by the first of them alone: what is compared is wh
 import functools
 import pathlib
 import sys
-from typing import Any
 from unittest import mock
 
 import jax
 import numpy as np
-from jax._src import cache_key
+from compiled_once import compile_once
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxbatch.config.load import load_config
@@ -29,23 +28,6 @@ def whole(leaves: list[jax.Array]) -> list[np.ndarray]:
   assert isinstance(sharding, NamedSharding)
   everywhere = NamedSharding(sharding.mesh, PartitionSpec())
   return list(map(np.asarray, jax.jit(lambda x: x, out_shardings=everywhere)(leaves)))
-
-
-def compile_once() -> None:
-  """Processes of CPUs have one key for a program that all of them run, and one compiles it.
-
-  The key has what jax calls a topology in it, which says on CPU whose process it is.
-  """
-  of_one_process = cache_key._hash_accelerator_config
-
-  def hashed(hash_object: Any, devices: np.ndarray) -> None:
-    if len({device.process_index for device in devices.flat}) > 1:
-      cache_key._hash_devices(hash_object, devices)
-    else:
-      of_one_process(hash_object, devices)
-
-  cache_key._hash_accelerator_config = hashed
-  jax.config.update("jax_share_binary_between_hosts", True)
 
 
 def main(file: str, keys: list[str]) -> None:

@@ -16,10 +16,15 @@ sys.path.insert(0, str(REPOSITORY / "scripts"))
 accelerator_check = importlib.import_module("accelerator_check")
 sections = importlib.import_module("accelerator_sections")
 
-TINY = sections.Setting("tiny", ("num_simulated_devices=8", "jax_cache_dir=none"))
+TINY = sections.Setting(
+  "tiny", ("num_simulated_devices=8", "jax_cache_dir=none", "base_num_decoder_layers=1")
+)
 
 
 def test_a_gradient_is_the_same_on_a_mesh_and_in_microbatches(monkeypatch):
+  # Random numbers are half of a compilation; tests/test_step.py has dropout on meshes.
+  still = tuple(key for key in sections.GRADIENT if "dropout" not in key)
+  monkeypatch.setattr(sections, "GRADIENT", still)
   monkeypatch.setattr(
     sections,
     "splits_of",

@@ -26,12 +26,11 @@ margin = TokenMetric(lambda tokens: my_scale.SCALE * tokens.max_logit_BC)
 """A metric of the user's own, in a file that needs another one."""
 
 
-def own_module(folder: pathlib.Path, *, measure: str = MEASURE, scale: int = 1) -> dict[str, str]:
-  """Writes the metric's files; the variable by which a process finds them."""
+def own_module(folder: pathlib.Path, *, measure: str = MEASURE, scale: int = 1) -> None:
+  """Writes the metric's files, which a process that is started there finds."""
   folder.mkdir(exist_ok=True)
   (folder / "my_measure.py").write_text(measure)
   (folder / "my_scale.py").write_text(f"SCALE = {scale}\n")
-  return {"PYTHONPATH": f"{REPOSITORY}:{folder}"}
 
 
 def test_another_key_and_another_source_are_named(tmp_path):
@@ -40,8 +39,9 @@ def test_another_key_and_another_source_are_named(tmp_path):
   shutil.copytree(REPOSITORY / "configs", other / "configs")
   with (other / "maxbatch" / "training" / "loss.py").open("a") as file:
     file.write("# Another checkout.\n")
-  own = [own_module(tmp_path / str(n), measure=f"{MEASURE}# {n}\n") for n in range(2)]
-  own[1] = {"PYTHONPATH": own[1]["PYTHONPATH"].replace(str(REPOSITORY), str(other))}
+  folders = {number: tmp_path / str(number) for number in range(2)}
+  for number, folder in folders.items():
+    own_module(folder, measure=f"{MEASURE}# {number}\n")
   first, second = train(
     2,
     [
@@ -49,8 +49,8 @@ def test_another_key_and_another_source_are_named(tmp_path):
       *["num_simulated_devices=2", "metrics=[my_measure:margin]"],
     ],
     own={1: ["learning_rate=0.5"]},
-    variables=dict(enumerate(own)),
-    folders={1: tmp_path},
+    variables={1: {"PYTHONPATH": str(other)}},
+    folders=folders,
   )
   assert (first.exit_code, second.exit_code) == (2, 2)
   assert first.errors.splitlines()[0] == (
@@ -72,7 +72,7 @@ def test_other_data_and_another_schedule_under_the_same_name_are_named(tmp_path)
   schedule = ["batch_schedule=file", "batch_schedule_file=batches.yml", "batch_size=-1"]
   folders = {number: tmp_path / str(number) for number in range(2)}
   for number, folder in folders.items():
-    folder.mkdir()
+    own_module(folder, scale=number)
     (folder / "words.txt").write_text(f"a word and {number} more\n" * 300 + "." * number)
     (folder / "batches.yml").write_text(f"batch_schedule: [[0, 8], [16, {16 + 8 * number}]]")
   ended = train(
@@ -81,7 +81,6 @@ def test_other_data_and_another_schedule_under_the_same_name_are_named(tmp_path)
       *[*arguments, "dataset_path=words.txt", "num_simulated_devices=2", *schedule],
       "metrics=[my_measure:margin]",
     ],
-    variables={number: own_module(path, scale=number) for number, path in folders.items()},
     folders=folders,
   )
   assert [one.exit_code for one in ended] == [2, 2]
@@ -103,7 +102,6 @@ def test_a_folder_that_is_not_shared_is_refused(tmp_path):
   ended = train(
     2,
     [*arguments, "base_output_directory=runs", "num_simulated_devices=2"],
-    variables={number: {"PYTHONPATH": str(REPOSITORY)} for number in folders},
     folders=folders,
   )
   assert [one.exit_code for one in ended] == [2, 2]

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
+from processes import environment
 
 from maxbatch.compile import cache
 from maxbatch.hardware.compilation_cache import bypassed
@@ -35,10 +36,10 @@ from support import config
 
 events = []
 jax.monitoring.register_event_listener(lambda event, **_: events.append(event.split("/")[-1]))
-run = config(dataset_type="synthetic", base_num_decoder_layers=1)
+run = config(dataset_type="synthetic", base_num_decoder_layers=1, num_simulated_devices=2)
 devices = find_devices(run).devices
 cache.enable(sys.argv[1])
-plan = plan_batches(run.batch, run.run, topology(run.mesh, 8))
+plan = plan_batches(run.batch, run.run, topology(run.mesh, 2))
 trainer = build_trainer(run, plan, devices)
 data = build_dataset(run.data, run.batch.max_target_length)
 step = compiled_step(run, plan, trainer, data.train, plan.micro_batch_to_train)
@@ -64,14 +65,15 @@ print(json.dumps({
 
 def start(folder: object) -> dict:
   """What a new process says of its first step, with nothing on stderr."""
-  environment = os.environ | {"PYTHONPATH": os.pathsep.join(["tests", "."])}
-  environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+  variables = environment(PYTHONPATH=os.pathsep.join(["tests", "."]))
+  for name in SETTINGS:
+    variables.pop(name.upper(), None)
   done = subprocess.run(
     [sys.executable, "-c", START, str(folder)],
     capture_output=True,
     text=True,
     check=False,
-    env=environment,
+    env=variables,
     cwd=os.path.dirname(os.path.dirname(__file__)),
   )
   assert (done.returncode, done.stderr) == (0, "")

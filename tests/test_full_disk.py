@@ -5,12 +5,13 @@ import json
 import pathlib
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from processes import ONE_DEVICE, PATIENCE_SECONDS, REPOSITORY, environment, small_run
+from preloaded import started
+from processes import ONE_DEVICE, PATIENCE_SECONDS, small_run
+from several_processes import TRAIN
 from small_disk import fill, read_only, small
 
 from maxbatch.run_folder.metrics import MetricsLog, read_metrics
@@ -22,15 +23,10 @@ class Run:
   def __init__(self, disk: pathlib.Path, elsewhere: pathlib.Path):
     self.folder, self._output = disk / "first_run", elsewhere / "output.txt"
     arguments = small_run(disk, elsewhere / "words.txt", elsewhere / "cache")
-    keys = "steps=1000000 log_period=10 checkpoint_period=40 warmup_steps=0"
+    keys = "steps=1000000 log_period=10 checkpoint_period=40 warmup_steps=0 eval_fraction=0"
+    command = [*TRAIN, *arguments, ONE_DEVICE, *keys.split()]
     with self._output.open("w") as output:
-      self.process = subprocess.Popen(
-        [sys.executable, "-m", "maxbatch.train", *arguments, ONE_DEVICE, *keys.split()],
-        cwd=REPOSITORY,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env=environment(PYTHONUNBUFFERED="1"),
-      )
+      self.process = started(command, stdout=output, stderr=subprocess.STDOUT)
 
   @property
   def output(self) -> str:

@@ -3,16 +3,19 @@
 import os
 import pathlib
 import signal
-import subprocess
 import sys
 import time
+from types import ModuleType
 from typing import Any
 
 import pytest
+from first_devices import use_first_devices
 from preloaded import started
-from processes import ONE_DEVICE, REPOSITORY, small_run
+from processes import ONE_DEVICE, small_run
 from several_processes import Ended, wait
+from support import stop_at
 
+from maxbatch.modes import method
 from maxbatch.modes import run as run_module
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
@@ -21,26 +24,33 @@ from maxbatch.training import loop
 SENTENCE = "interrupted; what was saved before is kept"
 TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 
-# A run that gets the signal in the named function, which would then take ten minutes more.
+# A run that gets SIGTERM in the named function, which would then take ten minutes more.
 DRIVER = """
-import os, sys, time
+import os, signal, sys, time
 from maxbatch import train
 from maxbatch.compile import steps
-from maxbatch.modes import method, run
-where, number = sys.argv[1], int(sys.argv[2])
+from maxbatch.modes import run
+where = sys.argv[1]
 def long_one(*_):
   try:
-    os.kill(os.getpid(), number)
+    os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(600)
   except KeyboardInterrupt:
     if where != "eval_rows":
       raise
     time.sleep(600)  # an exception that is lost on its way
-place = {"compiled_step": steps, "build_dataset": method}.get(where, run)
+place = {"compiled_step": steps}.get(where, run)
 assert hasattr(place, where)
 setattr(place, where, long_one)
-train.leave_together(train.main(sys.argv[3:]))
+train.leave_together(train.main(sys.argv[2:]))
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_device():
+  with pytest.MonkeyPatch.context() as patch:
+    use_first_devices(patch, 1)
+    yield
 
 
 def arguments(folder: pathlib.Path, steps: int) -> list[str]:
@@ -48,8 +58,8 @@ def arguments(folder: pathlib.Path, steps: int) -> list[str]:
   return [*run, f"steps={steps}"]
 
 
-def interrupted(folder: pathlib.Path, where: str, number: int) -> Ended:
-  given = [where, str(number), *arguments(folder, 4), ONE_DEVICE]
+def interrupted(folder: pathlib.Path, where: str) -> Ended:
+  given = [where, *arguments(folder, 4), ONE_DEVICE]
   return wait([started([sys.executable, "-c", DRIVER, *given])])[0]
 
 
@@ -64,28 +74,39 @@ def records(folder: pathlib.Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-  ("where", "number", "exit_code"),
+  ("place", "where", "number", "exit_code"),
   [
-    ("build_dataset", signal.SIGTERM, 143),
-    ("compiled_step", signal.SIGTERM, 143),
-    ("compiled_step", signal.SIGINT, 130),
-    ("first_record", signal.SIGTERM, 143),
-    ("eval_rows", signal.SIGTERM, 143),
+    (method, "build_dataset", signal.SIGINT, 130),
+    (run_module, "first_record", signal.SIGTERM, 143),
   ],
 )
-def test_before_the_first_step(tmp_path, where, number, exit_code):
-  done = interrupted(tmp_path, where, number)
-  assert done.exit_code == exit_code
-  assert done.errors.strip() == SENTENCE
+def test_before_the_first_step(
+  tmp_path, monkeypatch, capsys, place: ModuleType, where: str, number: int, exit_code: int
+):
+  def long_one(*_: object) -> None:
+    os.kill(os.getpid(), number)
+    time.sleep(600)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(place, where, long_one)
+    assert main(arguments(tmp_path, 2)) == exit_code
+  assert capsys.readouterr().err.strip() == SENTENCE
   assert main(arguments(tmp_path, 2)) == 0
   assert [record["step"] for record in records(tmp_path)] == [0, 1, 2]
 
 
-def test_before_the_first_step_of_a_resumed_run(tmp_path):
+def test_before_the_first_step_although_the_signal_is_lost_on_its_way(tmp_path):
+  done = interrupted(tmp_path, "eval_rows")
+  assert (done.exit_code, done.errors.strip()) == (143, SENTENCE)
+  assert main(arguments(tmp_path, 2)) == 0
+  assert [record["step"] for record in records(tmp_path)] == [0, 1, 2]
+
+
+def test_while_a_resumed_run_compiles(tmp_path):
   assert main(arguments(tmp_path, 2)) == 0
   checkpoints = tmp_path / "first_run" / "checkpoints"
   saved, before = contents(checkpoints), records(tmp_path)
-  done = interrupted(tmp_path, "compiled_step", signal.SIGTERM)
+  done = interrupted(tmp_path, "compiled_step")
   assert "Resuming after step 2" in done.output
   assert (done.exit_code, done.errors.strip()) == (143, SENTENCE)
   assert contents(checkpoints) == saved
@@ -172,19 +193,10 @@ def test_an_evaluation_that_is_not_finite_loses_no_save(tmp_path, monkeypatch, c
   assert "Resuming after step 4" in capsys.readouterr().out
 
 
-def test_a_run_of_a_hundred_million_steps_begins_and_stops_at_once(tmp_path):
-  given = [*arguments(tmp_path, 100_000_000), "log_period=1"]
-  with subprocess.Popen(
-    [sys.executable, "-m", "maxbatch.train", *given],
-    cwd=REPOSITORY,
-    stdout=subprocess.PIPE,
-    text=True,
-  ) as process:
-    assert process.stdout is not None
-    assert any("step 0/100000000 " in line for line in process.stdout)
-    began = time.monotonic()
-    assert any("step 1/100000000 " in line for line in process.stdout)
-    process.terminate()
-    process.stdout.read()
-    assert process.wait() == 0
+def test_a_run_of_a_hundred_million_steps_begins_and_stops_at_once(tmp_path, monkeypatch, capsys):
+  stop_at(monkeypatch, 2)
+  began = time.monotonic()
+  assert main([*arguments(tmp_path, 100_000_000), "log_period=1"]) == 0
   assert time.monotonic() - began < 60
+  assert "step 1/100000000 " in capsys.readouterr().out
+  assert [record["step"] for record in records(tmp_path)] == [0, 1, 2]

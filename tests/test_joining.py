@@ -1,5 +1,6 @@
 """How processes find each other: keys, variables, what jax detects; and refusals where they cannot."""
 
+import json
 import socket
 import sys
 import threading
@@ -19,7 +20,8 @@ from maxbatch.hardware.stated_processes import StatedProcesses, stated_processes
 
 HOST = socket.gethostname()
 JOINS = """
-import sys
+import json, os, sys
+os.environ.update(json.loads(sys.argv.pop(1)))
 import jax
 from maxbatch.config.load import load_config
 from maxbatch.hardware.devices import find_devices
@@ -28,6 +30,12 @@ devices = find_devices(load_config(["config=base", *sys.argv[1:]])).devices
 print(jax.process_index(), jax.process_count(), jax.local_device_count(), len(devices))
 leave_with_others(0)
 """
+
+
+def joins(devices: int, variables: dict[str, str]) -> list[str]:
+  """A process that sets these variables and says what it finds."""
+  given = [json.dumps(variables), f"num_simulated_devices={devices}"]
+  return [sys.executable, "-c", JOINS, *given]
 
 
 def slurm(number: int, port: int) -> dict[str, str]:
@@ -72,8 +80,8 @@ def maxtext(number: int, port: int) -> dict[str, str]:
 
 @pytest.mark.parametrize("variables", [slurm, open_mpi, jobset, maxtext])
 def test_processes_find_each_other_by_the_variables_of(variables):
-  port, command = free_port(), [sys.executable, "-c", JOINS, "num_simulated_devices=4"]
-  ended = wait([started(command, variables(number, port)) for number in range(2)])
+  port = free_port()
+  ended = wait([started(joins(4, variables(number, port))) for number in range(2)])
   assert [(one.output.splitlines()[0], one.errors) for one in ended] == [
     ("0 2 2 4", ""),
     ("1 2 2 4", ""),
@@ -148,9 +156,8 @@ def attend(address: str, said: list[str]) -> None:
 
 def test_a_process_may_train_alone_all_the_same(monkeypatch):
   monkeypatch.setenv("SLURM_NTASKS", "8")
-  command = [sys.executable, "-c", JOINS, "num_simulated_devices=1"]
   assert "SLURM_NTASKS" in environment()
-  (ended,) = wait([started([*command, "skip_jax_distributed_system=true"], {})])
+  (ended,) = wait([started([*joins(1, {}), "skip_jax_distributed_system=true"])])
   assert (ended.output, ended.errors) == ("0 1 1 1\n", "")
 
 

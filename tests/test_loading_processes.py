@@ -2,7 +2,6 @@
 
 import json
 import pathlib
-import socket
 import subprocess
 import sys
 from typing import Any
@@ -10,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import several_processes
+from first_devices import use_first_devices
 from loading_program import NUM_DEVICES
 from numbered_rows import NumberedRows
-from processes import PATIENCE_SECONDS, environment, small_run
+from preloaded import started
+from processes import PATIENCE_SECONDS, small_run
+from test_faults import ALONE
 
 from maxbatch.batch.row_plan import StepRows, StepTable
 from maxbatch.data.reading import ReadOrder
@@ -20,7 +22,7 @@ from maxbatch.train import main
 from maxbatch.training.row_check import NONE_WRONG
 
 PROGRAM = pathlib.Path(__file__).with_name("loading_program.py")
-RAMP = (1, 1, 2, 3, 3, 1)
+RAMP = (1, 3, 3, 1)
 
 
 def case(axes, loading, load_factor="1", *, counts=RAMP, first=0, workers=0, micro=12, **more):
@@ -38,48 +40,39 @@ STREAMED: dict[str, Any] = {"counts": (1,) * 4, "capacity": 1}
 CASES = {
   2: [
     case(DATA, []),
-    case(DATA, [0], "2"),
-    case(DATA, [1], "2", first=48),
     case(FSDP, [1], "1/2"),
     case(STAGES, [1], "2", first=24, **STREAMED),
     case(STAGES, [0, 1], "4/3"),
-    case(DATA, [1], "2", fault=(1, 2, "swap")),
+    case(DATA, [1], "2", first=48, fault=(1, 2, "swap")),
     case(DATA, [0], "2", fault=(0, 1, "lose")),
     case(STAGES, [0], "2", fault=(0, 3, "repeat")),
     case(FSDP, [], fault=(1, 1, "flip")),
   ],
   4: [
     case(DATA, [0, 1, 2], "4/3"),
-    case(DATA, [1, 3], "2", workers=1),
-    case(DATA, [2], "4", first=36),
+    case(DATA, [1, 3], "2"),
     case(FSDP, [3, 1, 2], "4/3", **STREAMED),
-    case(STAGES, [3], "4"),
+    case(STAGES, [3], "4", workers=1),
     case(TENSOR, [1, 2], "2"),
-    case(DATA, [3], "4", fault=(3, 2, "flip")),
+    case(DATA, [3], "4", first=36, fault=(3, 2, "flip")),
     case(TENSOR, [2], "4", fault=(2, 2, "swap")),
   ],
 }
 
 
-def started(count: int, folder: pathlib.Path) -> list[list[dict[str, Any]]]:
+def loaded(count: int, folder: pathlib.Path) -> list[list[dict[str, Any]]]:
   """What each of `count` processes says of each step of all cases."""
-  with socket.socket() as free:
-    free.bind(("localhost", 0))
-    port = free.getsockname()[1]
   cases = folder / "cases"
   cases.write_text(json.dumps(CASES[count]))
+  port = several_processes.free_port()
   # Into files: one that waits for the reader of its pipe would keep the others waiting.
   said = [folder / f"said-{number}" for number in range(count)]
   processes = []
   try:
     for number in range(count):
-      with cases.open() as given, said[number].open("w") as out:
-        command = [sys.executable, PROGRAM, *map(str, (port, count, number))]
-        processes.append(
-          subprocess.Popen(
-            command, stdin=given, stdout=out, stderr=subprocess.STDOUT, env=environment()
-          )
-        )
+      command = [sys.executable, str(PROGRAM), str(cases), *map(str, (port, count, number))]
+      with said[number].open("w") as out:
+        processes.append(started(command, stdout=out, stderr=subprocess.STDOUT))
     codes = [process.wait(PATIENCE_SECONDS) for process in processes]
   finally:
     for process in processes:
@@ -104,7 +97,7 @@ def expected_step(case: dict[str, Any], table: StepTable, step: int) -> dict[str
 
 @pytest.mark.parametrize("count", CASES)
 def test_processes_that_load_for_others_have_the_rows_of_a_single_one(count, tmp_path):
-  said = started(count, tmp_path)
+  said = loaded(count, tmp_path)
   lines = list(zip(*said, strict=True))
   for one in CASES[count]:
     steps = [StepRows(*step) for step in one["steps"]]
@@ -130,13 +123,15 @@ def test_processes_that_load_for_others_have_the_rows_of_a_single_one(count, tmp
   assert NUM_DEVICES % count == 0
 
 
-def test_all_processes_stop_at_the_step_of_a_wrong_row(tmp_path, capsys):
+def test_all_processes_stop_at_the_step_of_a_wrong_row(tmp_path, capsys, monkeypatch):
   """Until then, with one of two processes loading, they train as a single one does."""
+  use_first_devices(monkeypatch, 1)
   folder, data = tmp_path / "runs", (tmp_path / "text", tmp_path / "cache")
-  keys = ["steps=5", "checkpoint_period=1", "num_simulated_devices=4", "micro_batch_size=2"]
-  assert main([*small_run(tmp_path / "one", *data), *keys[:-2], "steps=2"]) == 0
+  keys = ["steps=5", "checkpoint_period=1", *ALONE]
+  assert main([*small_run(tmp_path / "one", *data), *keys, "steps=2"]) == 0
   capsys.readouterr()
   own = ["loading_hosts=[1]", "expansion_factor_real_data=2"]
+  own += ["num_simulated_devices=2", "ici_fsdp_parallelism=2"]  # The step of tests/test_faults.py.
   program = [sys.executable, str(PROGRAM.with_name("wrong_rows_train.py"))]
   ended = several_processes.train(2, [*small_run(folder, *data), *keys, *own], command=program)
   said = (

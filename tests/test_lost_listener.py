@@ -8,6 +8,7 @@ import subprocess
 import sys
 import termios
 import threading
+import time
 from typing import Any
 
 import preloaded
@@ -21,8 +22,12 @@ UNTIL_STOPPED = 1_000_000
 
 
 def command(folder: pathlib.Path, steps: int) -> list[str]:
-  keys = [ONE_DEVICE, "checkpoint_period=1000000", "log_period=1"]
-  return [sys.executable, "-m", "maxbatch.train", *arguments(folder, steps), *keys]
+  return [sys.executable, "-m", "maxbatch.train", *run_keys(folder, steps)]
+
+
+def run_keys(folder: pathlib.Path, steps: int) -> list[str]:
+  keys = "checkpoint_period=1000000 log_period=1 metrics_writers=[jsonl]"
+  return [*arguments(folder, steps), ONE_DEVICE, *keys.split()]
 
 
 def started(arguments: list[str], stdout: Any) -> subprocess.Popen[str]:
@@ -55,27 +60,28 @@ def read_and_leave(process: subprocess.Popen[str], word: str) -> None:
   process.stdout.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_without_a_reader_saves(tmp_path, number):
+def recorded_until(process: subprocess.Popen[str], folder: pathlib.Path, step: int) -> None:
+  """Waits until this step is recorded."""
+  deadline = time.monotonic() + PATIENCE_SECONDS
+  file = folder / "first_run" / "metrics.jsonl"
+  while f'"step": {step},' not in (file.read_text() if file.exists() else ""):
+    assert process.poll() is None, ended(process)
+    assert time.monotonic() < deadline
+    time.sleep(0.05)
+
+
+def test_a_run_goes_on_without_a_reader_and_a_signal_saves(tmp_path):
   # As Ctrl-C does with `| tee log`: it ends tee, then the step is finished and saved.
   process = started(command(tmp_path, UNTIL_STOPPED), subprocess.PIPE)
-  read_and_leave(process, "step 3/")
-  process.send_signal(number)
+  read_and_leave(process, "Batch plan")
+  recorded_until(process, tmp_path, 3)
+  process.send_signal(signal.SIGINT)
   exit_code, errors = ended(process)
   assert exit_code == 0, errors
   assert "Traceback" not in errors
   assert "standard output" in errors
   assert "Broken pipe" in errors
   assert saved(tmp_path)
-
-
-@pytest.mark.parametrize("word", ["Batch plan", "step 2/"])
-def test_a_run_goes_on_when_its_reader_leaves(tmp_path, word):
-  process = started(command(tmp_path, 6), subprocess.PIPE)
-  read_and_leave(process, word)
-  exit_code, errors = ended(process)
-  assert exit_code == 0, errors
-  assert saved(tmp_path) == [6]
 
 
 def test_a_run_goes_on_when_its_output_is_full(tmp_path):
@@ -86,14 +92,36 @@ def test_a_run_goes_on_when_its_output_is_full(tmp_path):
   assert saved(tmp_path) == [4]
 
 
-@pytest.mark.parametrize("closed", ["1", "2", "0 1 2"])
-def test_a_run_goes_on_without_output(tmp_path, closed):
+def without(closed: str, arguments: list[str]) -> list[str]:
+  """A command that is started without these of its streams."""
   redirections = " ".join(f"{number}>&-" for number in closed.split())
-  shell = ["/bin/sh", "-c", f'exec "$@" {redirections}', "sh", *command(tmp_path, 4)]
+  return ["/bin/sh", "-c", f'exec "$@" {redirections}', "sh", *arguments]
+
+
+def test_a_run_goes_on_without_output(tmp_path):
+  shell = without("0 1 2", command(tmp_path, 4))
   exit_code, errors = ended(started(shell, subprocess.DEVNULL))
   assert exit_code == 0, errors
   assert saved(tmp_path) == [4]
   assert [one["step"] for one in records(tmp_path)] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("closed", ["1", "2", "0 1 2"])
+def test_no_file_gets_the_number_of_a_stream_that_was_closed(tmp_path, closed):
+  """XLA would write its warnings to it."""
+  code = (
+    "import os, sys\n"
+    "from maxbatch.command_line.streams import EnduringStreams\n"
+    "with EnduringStreams():\n"
+    "  file = open(sys.argv[1], 'w')\n"
+    "  print('said')\n"
+    "  print('said', file=sys.stderr)\n"
+    "  file.write(str(file.fileno()))\n"
+  )
+  shell = without(closed, [sys.executable, "-c", code, str(tmp_path / "file")])
+  done = subprocess.run(shell, capture_output=True, text=True, check=False, env=environment())
+  assert (done.returncode, done.stdout + done.stderr) == (0, "said\n" * (closed in "12"))
+  assert int((tmp_path / "file").read_text()) > 2
 
 
 def test_error_lines_without_a_reader_change_no_exit_code(tmp_path):
@@ -103,34 +131,28 @@ def test_error_lines_without_a_reader_change_no_exit_code(tmp_path):
   assert process.wait(PATIENCE_SECONDS) == 2
 
 
-# Run between fork and the command, in a process of its own: jax's threads forbid a fork here.
-LEAD_A_SESSION = """
+TRAIN = """
+from maxbatch import train
+train.leave_together(train.main(sys.argv[1:]))
+"""
+LEAD_A_SESSION = f"""
 import os, sys
 os.setsid()
-os.close(os.open(os.ttyname(0), os.O_RDWR))  # The first one opened controls the session.
-os.execv(sys.argv[1], sys.argv[1:])
+os.close(os.open(os.ttyname(1), os.O_RDWR))  # The first one opened controls the session.
+{TRAIN}
 """
-AS_NOHUP_DOES = """
-import os, signal, sys
+AS_NOHUP_DOES = f"""
+import signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_IGN)
-os.execv(sys.argv[1], sys.argv[1:])
+{TRAIN}
 """
-
-
-def after(program: str, arguments: list[str]) -> list[str]:
-  return [sys.executable, "-c", program, *arguments]
 
 
 def test_a_terminal_that_goes_away_saves_the_run(tmp_path):
   ours, theirs = os.openpty()
   termios.tcsetwinsize(theirs, (24, 200))
-  process = subprocess.Popen(
-    after(LEAD_A_SESSION, command(tmp_path, UNTIL_STOPPED)),
-    stdin=theirs,
-    stdout=theirs,
-    stderr=theirs,
-    env=environment(),
-  )
+  run = [sys.executable, "-c", LEAD_A_SESSION, *run_keys(tmp_path, UNTIL_STOPPED)]
+  process = preloaded.started(run, stdout=theirs, stderr=theirs)
   os.close(theirs)
   shown = b""
   while not re.search(rb"step [1-9]", shown):  # The live line shows a few of the steps.
@@ -141,9 +163,11 @@ def test_a_terminal_that_goes_away_saves_the_run(tmp_path):
 
 
 def test_a_hangup_that_is_ignored_is_none(tmp_path):
-  process = started(after(AS_NOHUP_DOES, command(tmp_path, 300)), subprocess.PIPE)
-  read_until(process, "step 3/")
-  process.send_signal(signal.SIGHUP)
+  run = [sys.executable, "-c", AS_NOHUP_DOES, *run_keys(tmp_path, 300)]
+  process = started(run, subprocess.PIPE)
+  for word in ("Batch plan", "step 3/"):  # Before the loop, and in it.
+    read_until(process, word)
+    process.send_signal(signal.SIGHUP)
   read_and_leave(process, "step 300/300")
   exit_code, errors = ended(process)
   assert exit_code == 0, errors

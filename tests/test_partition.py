@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from processes import small_run
 from several_processes import started, wait
-from test_faults import after_save
+from test_faults import ALONE, after_save
 
 from maxbatch.errors import EXIT_PROCESS_FAILED
 
@@ -51,10 +51,16 @@ def hosts() -> Iterator[list[str]]:
 
 
 def test_both_sides_of_a_partition_end_with_a_sentence_about_the_other(tmp_path):
+  # The step of tests/test_faults.py.
   keys = "run_name=r num_simulated_devices=2 steps=100000 checkpoint_period=4 log_period=10000"
+  keys += " ici_fsdp_parallelism=2"
   keys += " jax_distributed_heartbeat_timeout_seconds=15 num_processes=2"
   keys += f" coordinator_address={ADDRESSES[0]}:41234"
-  arguments = [*small_run(tmp_path, tmp_path / "text.txt", tmp_path / "cache"), *keys.split()]
+  arguments = [
+    *small_run(tmp_path, tmp_path / "text.txt", tmp_path / "cache"),
+    *keys.split(),
+    *ALONE,
+  ]
   with hosts() as names:
     processes = []
     for number, name in enumerate(names):

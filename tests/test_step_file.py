@@ -33,8 +33,9 @@ from maxbatch.hardware.compilation_cache import bypassed
 from maxbatch.hardware.devices import topology_devices
 from maxbatch.training.build import build_trainer, compiled_step, train_rows
 
-KEYS = {"dataset_type": "synthetic", "dropout_rate": 0.1, "gradient_accumulation_steps": 2}
+KEYS = {"dataset_type": "synthetic", "gradient_accumulation_steps": 2}
 KEYS |= {"base_num_decoder_layers": 1}
+STREAMED_WITH_FSDP = {"accumulation": "streamed", "ici_fsdp_parallelism": 2}
 
 
 class Run:
@@ -89,33 +90,48 @@ def test_a_loaded_step_trains_to_the_same_bits(run, saved):
   assert os.listdir(path.parent) == [path.name]
 
 
-def test_another_process_trains_to_the_same_bits(saved):
-  path, expected = saved
-  program = f"""
-import json, conftest
-from test_step_file import Run, loaded
+_ELSEWHERE = """
+import json, sys, conftest
+from test_step_file import STREAMED_WITH_FSDP, Run, loaded
 run = Run()
-print(json.dumps(run.three_steps(loaded(run, {str(path)!r}))))
+trained = run.three_steps(loaded(run, sys.argv[1]))
+print(json.dumps([trained, Run(**STREAMED_WITH_FSDP).header()["lowered"]]))
 """
-  environment = os.environ | {"PYTHONPATH": os.pathsep.join([".", "tests"])}
+
+
+def test_a_process_in_another_folder_has_the_same_hashes_and_trains_to_the_same_bits(
+  saved, tmp_path
+):
+  """Although every line of the code is another one there."""
+  path, expected = saved
+  for name in ("maxbatch", "configs", "tests"):
+    shutil.copytree(pathlib.Path(__file__).parents[1] / name, tmp_path / "moved" / name)
+  for file in (tmp_path / "moved" / "maxbatch").rglob("*.py"):
+    file.write_text(f"# Every line is another one.\n{file.read_text()}")
+  environment = os.environ | {"PYTHONPATH": os.pathsep.join([".", "tests"]), "PYTHONHASHSEED": "77"}
   environment["JAX_COMPILATION_CACHE_DIR"] = jax.config.values["jax_compilation_cache_dir"]
   done = subprocess.run(
-    [sys.executable, "-c", program],
+    [sys.executable, "-c", _ELSEWHERE, str(path)],
     capture_output=True,
     text=True,
     check=False,
     env=environment,
-    cwd=pathlib.Path(__file__).parents[1],
+    cwd=tmp_path / "moved",
   )
   assert (done.returncode, done.stderr) == (0, "")
-  assert json.loads(done.stdout) == list(expected)
+  assert json.loads(done.stdout) == [list(expected), Run(**STREAMED_WITH_FSDP).header()["lowered"]]
 
 
 @pytest.mark.parametrize(
   ("keys", "lines"),
   [
-    ({"remat_policy": "full"}, ["remat_policy: the file has none, this run full"]),
-    ({"adam_b2": 0.5}, ["adam_b2: the file has 0.95, this run 0.5"]),
+    (
+      {"remat_policy": "full", "adam_b2": 0.5},
+      [
+        "remat_policy: the file has none, this run full",
+        "adam_b2: the file has 0.95, this run 0.5",
+      ],
+    ),
     (
       {"per_device_batch_size": 2},
       [
@@ -130,7 +146,6 @@ print(json.dumps(run.three_steps(loaded(run, {str(path)!r}))))
         "gradient_accumulation_steps: the file has 2, this run 17",
       ],
     ),
-    ({"init_weights_seed": 3}, ["init_weights_seed: the file has 0, this run 3"]),
     (
       {"packing": "false", "max_target_length": 8},
       [
@@ -139,18 +154,13 @@ print(json.dumps(run.three_steps(loaded(run, {str(path)!r}))))
       ],
     ),
     (
-      {"ici_fsdp_parallelism": 2},
+      STREAMED_WITH_FSDP,
       [
         "mesh: the file has data 8 × fsdp 1 × tensor 1 × stage 1, "
         "this run data 4 × fsdp 2 × tensor 1 × stage 1",
-        "ici_fsdp_parallelism: the file has 1, this run 2",
-      ],
-    ),
-    (
-      {"accumulation": "streamed"},
-      [
         "microbatch_capacity: the file has 16, this run none",
         "accumulation: the file has fused, this run streamed",
+        "ici_fsdp_parallelism: the file has 1, this run 2",
       ],
     ),
   ],
@@ -169,9 +179,9 @@ def test_another_run_is_refused_by_name(saved, keys, lines):
 @pytest.mark.parametrize(
   "keys",
   [
-    {"learning_rate": 1, "warmup_steps": 3, "lr_schedule_type": "wsd"},
-    {"gradient_accumulation_steps": 7, "steps": 99, "data_shuffle_seed": 4},
-    {"run_name": "other", "checkpoint_period": 7, "eval_per_device_batch_size": 1},
+    {"learning_rate": 1, "warmup_steps": 3, "lr_schedule_type": "wsd"}
+    | {"gradient_accumulation_steps": 7, "steps": 99, "data_shuffle_seed": 4}
+    | {"run_name": "other", "checkpoint_period": 7, "eval_per_device_batch_size": 1},
     # Another way to the same sizes.
     {"per_device_batch_size": -1, "gradient_accumulation_steps": -1, "batch_size": 64}
     | {"micro_batch_size": 4},
@@ -182,9 +192,11 @@ def test_what_does_not_shape_the_program_is_not_asked(run, keys):
   assert step_file.differences(run.header(), Run(**keys).header()) == []
 
 
-def test_the_seed_counts_only_with_dropout():
-  one, other = (Run(dropout_rate=0, init_weights_seed=seed).header() for seed in (1, 2))
-  assert one["lowered"] == other["lowered"]
+def test_the_seed_counts_only_with_dropout(run):
+  assert step_file.differences(run.header(), Run(init_weights_seed=3).header()) == []
+  one, other = (Run(dropout_rate=0.1, init_weights_seed=seed).header() for seed in (1, 2))
+  line = "init_weights_seed: the file has 1, this run 2"
+  assert step_file.differences(one, other) == [line]
 
 
 @pytest.fixture
@@ -304,31 +316,6 @@ def test_passes_are_baked_in_where_phases_stream_different_ones():
   assert step_file.differences(one, other) == [
     "batch_schedule: the file has 0, 32, 320, 64, this run 0, 32, 640, 64"
   ]
-
-
-_HASHES = """
-import json, sys, conftest
-from test_step_file import Run
-print(json.dumps([Run(**keys).header()["lowered"] for keys in json.loads(sys.argv[1])]))
-"""
-
-
-def test_the_hash_is_the_same_in_every_process_and_folder(tmp_path):
-  of = [{}, {"accumulation": "streamed", "ici_fsdp_parallelism": 2}]
-  for name in ("maxbatch", "configs", "tests"):
-    shutil.copytree(pathlib.Path(__file__).parents[1] / name, tmp_path / "moved" / name)
-  for path in (tmp_path / "moved" / "maxbatch").rglob("*.py"):
-    path.write_text(f"# Every line is another one.\n{path.read_text()}")
-  done = subprocess.run(
-    [sys.executable, "-c", _HASHES, json.dumps(of)],
-    capture_output=True,
-    text=True,
-    check=False,
-    env=os.environ | {"PYTHONPATH": os.pathsep.join([".", "tests"]), "PYTHONHASHSEED": "77"},
-    cwd=tmp_path / "moved",
-  )
-  assert (done.returncode, done.stderr) == (0, "")
-  assert json.loads(done.stdout) == [Run(**keys).header()["lowered"] for keys in of]
 
 
 def test_kernels_are_lowered_without_the_places_they_come_from(monkeypatch):
