@@ -64,7 +64,7 @@ class Pretend:
   def clock(self) -> float:
     return self.now
 
-  def step(self, state, rows, count, rate):
+  def step(self, state: Any, rows: Any, count: Any, rate: Any) -> Any:
     self.num_microbatches.append(count.item())
     ended = bool(count) if self.parts.streamed else True
     passes = 1 if self.parts.streamed else int(count)
