@@ -97,8 +97,8 @@ def test_resumed_after_any_step_of_a_ramp(whole, text, tmp_path, monkeypatch, st
   assert [r["samples"] for r in records(tmp_path)] == [r["samples"] for r in whole[1]]
 
 
-@pytest.mark.parametrize("step", range(1, 10))
-def test_resumed_after_any_step_of_a_ramp_on_another_mesh(whole, text, tmp_path, monkeypatch, step):
+@pytest.mark.parametrize("step", [2, 4, 7, 9])
+def test_resumed_in_a_ramp_on_another_mesh(whole, text, tmp_path, monkeypatch, step):
   with monkeypatch.context() as patch:
     stop_at(patch, step)
     train(text, tmp_path)

@@ -5,12 +5,12 @@ import json
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 
 import pytest
 import yaml
-from processes import environment
+from preloaded import started
+from processes import PATIENCE_SECONDS
 from support import SMALLEST, configured
 
 from maxbatch.batch.plan import plan_batches
@@ -46,6 +46,7 @@ def arguments(text: pathlib.Path, folder: pathlib.Path, **keys: object) -> list[
     "eval_samples": 12,
     "checkpoint_period": 2,
     "generate_length": 0,
+    "write_report": "false",
     "per_device_batch_size": 1,
     **SMALLEST,
   }
@@ -286,30 +287,23 @@ def test_a_batch_that_cannot_stay_is_refused_with_offers_that_work(keys, devices
     assert kept(config, again, (4, devices)).global_batch_to_train == int(offer)
 
 
-def test_a_run_on_fewer_devices_keeps_its_batch(text, tmp_path, capsys):
+def test_a_run_on_fewer_devices_keeps_its_batch(text, folder, capsys):
   """The second start of three is on half the devices, in a process of its own."""
-  keys = {"per_device_batch_size": -1, "steps": 3}
-  assert main(arguments(text, tmp_path, **keys)) == 0
-  given = arguments(text, tmp_path, **keys | {"steps": 6, "num_simulated_devices": 4})
-  done = subprocess.run(
-    [sys.executable, "-m", "maxbatch.train", *given],
-    capture_output=True,
-    text=True,
-    check=False,
-    env=environment(),
-  )
-  assert (done.returncode, done.stderr) == (0, "")
-  assert "The run keeps its 32 samples per step" in done.stdout
-  lines = [line.strip() for line in done.stdout.splitlines()]
-  changes = lines.index("Changed since checkpoint step 3, and in force from here on:")
-  assert lines[changes + 1 : changes + 3] == ["steps: 3 → 6", "num_simulated_devices: -1 → 4"]
-  last = read_metrics(tmp_path / "first_run")[-1]
+  given = arguments(text, folder, steps=4, num_simulated_devices=4)
+  process = started([sys.executable, "-m", "maxbatch.train", *given])
+  output, errors = process.communicate(timeout=PATIENCE_SECONDS)
+  assert (process.returncode, errors) == (0, "")
+  assert "The run keeps its 8 samples per step" in output
+  lines = [line.strip() for line in output.splitlines()]
+  changes = lines.index("Changed since checkpoint step 2, and in force from here on:")
+  assert lines[changes + 1 : changes + 3] == ["steps: 2 → 4", "num_simulated_devices: -1 → 4"]
+  last = read_metrics(folder / "first_run")[-1]
   sizes = ("global_batch_to_train", "gradient_accumulation_steps", "samples")
-  assert [last[size] for size in sizes] == [32, 2, 6 * 32]
+  assert [last[size] for size in sizes] == [8, 2, 4 * 8]
   capsys.readouterr()
-  assert main(arguments(text, tmp_path, **keys | {"steps": 9})) == 0
+  assert main(arguments(text, folder, steps=6)) == 0
   assert "keeps" not in capsys.readouterr().out
-  assert read_metrics(tmp_path / "first_run")[-1]["global_batch_to_train"] == 32
+  assert read_metrics(folder / "first_run")[-1]["global_batch_to_train"] == 8
 
 
 # --- the plan ------------------------------------------------------------------------------------
@@ -348,7 +342,9 @@ def test_the_plan_is_printed_again_if_an_older_checkpoint_is_taken(text, folder,
 
 def test_the_plans_of_branches_count_from_the_checkpoint(text, folder, capsys):
   run = folder / "first_run"
-  assert critical_batch([f"checkpoint={run}", "factors=1,2", "smoothing=1"]) == 0
+  assert (
+    critical_batch([f"checkpoint={run}", "factors=1,2", "branch_tokens=2048", "smoothing=1"]) == 0
+  )
   printed = capsys.readouterr().out
   trained = [
     read_metrics(folder / "first_run-critical_batch" / "step-2" / name)[-1]["samples"]

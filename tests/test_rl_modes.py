@@ -252,6 +252,7 @@ def test_plan_answers_as_for_text(capsys):
   assert "num_hosts=2 says who loads samples" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("traced_anew")
 def test_a_compiled_step_is_saved_and_run(tmp_path):
   keys = [f"base_output_directory={tmp_path}", "steps=1"]
   expected = run(tmp_path, "run_name=one", *keys, f"save_compiled_step={tmp_path}/step")

@@ -15,7 +15,7 @@ from maxbatch.run_folder.metrics import read_metrics
 SMALL = (
   "base_emb_dim=16 base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=2 head_dim=8"
   " base_mlp_dim=32 max_target_length=32 eval_samples=8 generate_length=0 per_device_batch_size=2"
-  " num_simulated_devices=2 vocab_size=384 dataset_cache_directory=cache"
+  " num_simulated_devices=2 vocab_size=384 dataset_cache_directory=cache write_report=false"
 )
 SMALLER = [
   (r"(make_example_data.py .*)", r"\1 --modules 9 --vocab-size 384"),

@@ -9,12 +9,11 @@ import subprocess
 import sys
 import time
 
-import jax
 import numpy as np
 import pytest
 import yaml
 from preloaded import started
-from processes import ONE_DEVICE, PATIENCE_SECONDS, environment
+from processes import ONE_DEVICE, PATIENCE_SECONDS
 from support import SMALLEST, stop_at
 
 from maxbatch.checkpoints.fingerprint import fingerprints
@@ -45,6 +44,7 @@ def arguments(text: pathlib.Path, folder: pathlib.Path, **keys: object) -> list[
     "eval_interval": 2,
     "checkpoint_period": 2,
     "generate_length": 0,
+    "write_report": "false",
     "per_device_batch_size": 1,
     **SMALLEST,
     "dropout_rate": 0.1,
@@ -75,8 +75,15 @@ LOST = (
 )
 
 
-def test_what_weights_in_bfloat16_lose_is_said_before_the_first_step(text, tmp_path, capsys):
-  train(text, tmp_path, weight_dtype="bfloat16", weight_rounding="nearest", steps=1, warmup_steps=0)
+def test_what_weights_in_bfloat16_lose_is_said_before_the_first_step(
+  text, tmp_path, monkeypatch, capsys
+):
+  def compiles(*_: object) -> None:
+    raise InterruptedError
+
+  monkeypatch.setattr("maxbatch.modes.run._compile_and_init", compiles)
+  with pytest.raises(InterruptedError):
+    train(text, tmp_path, weight_dtype="bfloat16", weight_rounding="nearest", warmup_steps=0)
   before, _, _ = capsys.readouterr().out.partition("Folder ")
   assert " parameters\n" + LOST in before
 
@@ -131,7 +138,6 @@ def test_interrupted_anywhere_is_bit_identical(uninterrupted, text, tmp_path, mo
   [
     {"ici_data_parallelism": 1, "ici_fsdp_parallelism": 8},
     {"ici_fsdp_parallelism": 2, "ici_tensor_parallelism": 2},
-    {"gradient_accumulation_steps": 4, "ici_tensor_parallelism": 4, "per_device_batch_size": 0.25},
     {"accumulation": "streamed"},
   ],
   ids=lambda keys: "-".join(map(str, keys.values())),
@@ -146,20 +152,6 @@ def test_resumed_on_another_mesh_goes_on_alike(uninterrupted, text, tmp_path, mo
     for key in ("loss", "eval/loss"):
       if key in b:
         assert a[key] == pytest.approx(b[key], rel=1e-5)
-
-
-def test_streamed_training_equals_fused(text, tmp_path):
-  one, _ = train(text, tmp_path / "fused", gradient_accumulation_steps=2, opt_type="sgd")
-  other, _ = train(
-    text,
-    tmp_path / "streamed",
-    gradient_accumulation_steps=2,
-    opt_type="sgd",
-    accumulation="streamed",
-  )
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), one.params, other.params
-  )
 
 
 @pytest.mark.parametrize("factor", ["0.5", "2", "1.5"])
@@ -285,25 +277,25 @@ def start(text, folder, **keys) -> subprocess.Popen[str]:
 def test_killed_and_interrupted_runs_go_on_exactly_on_other_devices(text, tmp_path):
   keys = {
     "steps": 300,
-    "checkpoint_period": 20,
+    "checkpoint_period": 10,
     "eval_interval": -1,
     "lr_schedule_type": "constant",
   }
   checkpoints = tmp_path / "first_run" / "checkpoints"
   killed = start(text, tmp_path, **keys)
-  wait_for(lambda: (checkpoints / "40").is_dir(), killed)
+  wait_for(lambda: (checkpoints / "20").is_dir(), killed)
   killed.kill()
   killed.communicate()
   halves = {"num_simulated_devices": 2, "gradient_accumulation_steps": 4}
   stopped = start(text, tmp_path, **keys, **halves)
-  wait_for(lambda: (checkpoints / "100").is_dir(), stopped)
+  wait_for(lambda: (checkpoints / "50").is_dir(), stopped)
   stopped.send_signal(signal.SIGINT)
   output, _ = stopped.communicate(timeout=PATIENCE_SECONDS)
   assert stopped.returncode == 0, output
   assert "Resuming after step" in output
   assert "resume:  the same command again" in output
   reached = read_metrics(tmp_path / "first_run")[-1]["step"]
-  assert 100 <= reached < 300
+  assert 50 <= reached < 300
   train(text, tmp_path / "whole", **(keys | {"steps": reached}), learning_rate_schedule_steps=300)
   for a, b in zip(without_times(tmp_path), without_times(tmp_path / "whole"), strict=True):
     assert a["samples"] == b["samples"]
@@ -311,17 +303,12 @@ def test_killed_and_interrupted_runs_go_on_exactly_on_other_devices(text, tmp_pa
 
 
 def test_piped_output_has_no_progress_bar(text, tmp_path):
-  done = subprocess.run(
-    command(*arguments(text, tmp_path, steps=2, generate_length=4), ONE_DEVICE),
-    cwd=REPOSITORY,
-    env=environment(),
-    capture_output=True,
-    text=True,
-    check=True,
-  )
-  assert "\r" not in done.stdout
-  assert done.stderr == ""
-  assert "text before training" in done.stdout
+  keys = {"steps": 2, "eval_interval": -1, "generate_length": 4, "dropout_rate": 0}
+  process = started(command(*arguments(text, tmp_path, **keys), ONE_DEVICE))
+  output, errors = process.communicate(timeout=PATIENCE_SECONDS)
+  assert (process.returncode, errors) == (0, "")
+  assert "\r" not in output
+  assert "text before training" in output
   assert json.loads((tmp_path / "first_run" / "metrics.jsonl").read_text().splitlines()[0])
 
 

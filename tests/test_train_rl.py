@@ -47,8 +47,8 @@ _KEYS = """config=base num_simulated_devices=8 vocab_size=264 base_emb_dim=16 ba
   base_num_query_heads=2 base_num_kv_heads=2 head_dim=8 base_mlp_dim=32 max_target_length=16
   max_prefill_predict_length=8 num_generations=4 batch_size=4 micro_batch_size=8 accumulation=streamed
   rl_task=format reward_functions=[vowels:count] reward_processes=1 generate_length=0
-  eval_samples=3 eval_interval=-1 lr_schedule_type=constant warmup_steps=0 learning_rate=0.01 steps=3
-  max_num_checkpoints_to_keep=9"""
+  eval_samples=1 eval_interval=-1 lr_schedule_type=constant warmup_steps=0 learning_rate=0.01 steps=3
+  max_num_checkpoints_to_keep=9 write_report=false metrics_writers=[jsonl]"""
 KEYS = _KEYS.split()
 TRAIN_RL = [sys.executable, "-m", "maxbatch.train_rl"]
 
@@ -142,9 +142,7 @@ def test_ctrl_c_in_the_middle_of_a_rollout_and_going_on_ends_with_the_same_bits(
   assert figures(tmp_path) == expected
 
 
-@pytest.mark.parametrize(
-  ("way", "stops"), [("all", [3]), ("lagging", [1, 2, 3, 4, 5]), ("apart", [3])]
-)
+@pytest.mark.parametrize(("way", "stops"), [("all", [3]), ("lagging", [2, 5]), ("apart", [3])])
 def test_a_run_that_is_stopped_and_goes_on_ends_with_the_same_bits(
   whole, prompts, tmp_path, way, stops, monkeypatch
 ):
@@ -200,7 +198,7 @@ def test_devices_that_only_sample_change_nothing_but_rounding(whole):
       assert ours[name] == theirs[name], name
 
 
-def test_devices_that_only_sample_do_not_wait_for_training(tmp_path, monkeypatch):
+def test_devices_that_only_sample_do_not_wait_for_training(prompts, tmp_path, monkeypatch):
   """Nor does training wait for them: a microbatch is trained on while the next is sampled."""
   sample, take = MicrobatchMaker.sample, RolloutLoader.__next__
   taken, in_time, trains = itertools.count(), [], threading.Event()
@@ -217,8 +215,8 @@ def test_devices_that_only_sample_do_not_wait_for_training(tmp_path, monkeypatch
 
   monkeypatch.setattr(MicrobatchMaker, "sample", waiting)
   monkeypatch.setattr(RolloutLoader, "__next__", noted)
-  run(tmp_path, "rollout_devices=4", "steps=1")
-  assert in_time == [True]
+  run(tmp_path, *keys("apart", prompts))
+  assert in_time == [True] * 3
 
 
 def test_the_sampler_s_noise_is_repeated_in_no_microbatch(monkeypatch):
@@ -278,10 +276,10 @@ def test_microbatches_of_which_no_reward_differs_are_skipped_exactly(whole, tmp_
 def test_tokens_chosen_from_some_have_the_same_probabilities_in_training(tmp_path):
   """Hazard: sampled by top-k or top-p, trained on as if from all tokens. Twice on each batch: the
   second time another policy would leave out other tokens."""
-  more = ["num_iterations=2", "grpo_beta=0.1", "steps=4", "rollout_staleness=1"]
+  more = ["num_iterations=2", "grpo_beta=0.1", "steps=2"]
   choice = ["decode_sampling_top_k=20", "decode_sampling_nucleus_p=0.9"]
   run(tmp_path, "run_name=run", *more, *choice)
-  _, first, second, *_ = figures(tmp_path)
+  _, first, second = figures(tmp_path)
   assert first[LARGEST_GAP] < 1e-4 < second[LARGEST_GAP] < 1
   assert first["rl/entropy"] <= np.log(20)
 
@@ -358,7 +356,7 @@ def test_a_record_has_all_that_is_documented_and_the_times_of_its_own_step(tmp_p
   """Of two steps on each batch, the first of which measures the noise of the gradient per prompt."""
   keys = ["run_name=run", "gns_from_microbatches=true", "ici_fsdp_parallelism=4", "steps=4"]
   keys += ["ici_data_parallelism=2", "micro_batch_size=16", "num_iterations=2", "grpo_beta=0.1"]
-  run(tmp_path, *keys, "eval_interval=2")
+  run(tmp_path, *keys, "eval_interval=2", "eval_samples=3")
   lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
   _, *records = map(json.loads, lines)
   named = documented("What is measured?")
