@@ -56,7 +56,7 @@ def set_clock() -> None:
   time.time = lambda: now() + 3600
 
 
-READING = {"loader hangs": hang, "loader refuses": refuse, "loader crashes": crash}
+READING = {"loader refuses": refuse, "loader crashes": crash}
 
 SAVING = {"save crashes": crash, "save hangs": hang, "disk is full": fill_disk}
 

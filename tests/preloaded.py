@@ -183,7 +183,10 @@ if __name__ == "__main__":
   import maxbatch.modes.compile_only  # noqa: F401
   from maxbatch.config.load import load_config
   from maxbatch.hardware.environment import check_environment
+  from maxbatch.run_report.background import BackgroundReport
 
+  # As in tests/conftest.py.
+  BackgroundReport._begin = lambda self: None
   # What they find is kept, and the same in each process.
   load_config(["config=base"])
   check_environment()
