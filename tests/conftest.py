@@ -1,5 +1,6 @@
 """All tests see 8 simulated CPU devices and a compile cache shared by the whole suite."""
 
+import ctypes
 import functools
 import gc
 import inspect
@@ -74,6 +75,10 @@ LONGEST_FIRST = [
 """Files that take long, most of them because they wait for processes: begun last, they would keep one
 core busy for minutes while the other has nothing to do."""
 
+_SHARED = "_trainer", "_compiled_step", "_compiled_eval"
+"""Functions of maxbatch/training/build.py."""
+_MOST_BYTES = 2_000_000_000
+
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
 
 
@@ -124,10 +129,31 @@ def _programs_are_shared():
   A process keeps eight programs, and traces the step that it reports on, or saves, by itself.
   """
   with pytest.MonkeyPatch.context() as patch:
-    for name in ("_trainer", "_compiled_step", "_compiled_eval"):
+    for name in _SHARED:
       patch.setattr(build, name, functools.lru_cache(64)(getattr(build, name).__wrapped__))
     patch.setattr(build, "_traced_step", _traced_once(build._traced_step))
     yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _memory_is_bounded(_programs_are_shared):
+  """A process that kept the programs of all its files would have 5 GB in the end."""
+  yield
+  if _resident_bytes() < _MOST_BYTES:
+    return
+  for name in (*_SHARED, "_traced_step"):
+    getattr(build, name).cache_clear()
+  jax.clear_caches()
+  gc.collect()
+  # What is freed is given back only when asked for, and by glibc.
+  if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+    trim(0)
+
+
+def _resident_bytes() -> int:
+  """Memory of this process; 0 where the system does not say."""
+  file = pathlib.Path("/proc/self/statm")
+  return int(file.read_text().split()[1]) * os.sysconf("SC_PAGESIZE") if file.exists() else 0
 
 
 def _traced_once(trace: Callable[..., jax.stages.Traced]) -> Callable[..., jax.stages.Traced]:
@@ -139,6 +165,7 @@ def _traced_once(trace: Callable[..., jax.stages.Traced]) -> Callable[..., jax.s
     shapes = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(rows))
     return (kept if shapes else trace)(trainer, rows, streamed=streamed)
 
+  traced.cache_clear = kept.cache_clear  # pyright: ignore[reportAttributeAccessIssue]
   return traced
 
 

@@ -94,12 +94,12 @@ def compiled():
 def test_everything_is_checked_in_order_and_nothing_compiled(tmp_path, compiled, keys):
   folder = tmp_path / "not yet" / "there"
   jax.clear_caches()
-  arrays = len(jax.live_arrays())
+  arrays = jax.live_arrays()
   lines = check(folder, **keys)
   assert passed(lines) == CHECKS
   assert lines[-1] == "Valid: nothing was compiled. Next: compile_only=true"
   assert compiled == []
-  assert len(jax.live_arrays()) == arrays
+  assert len(jax.live_arrays()) == len(arrays)
   assert list(tmp_path.iterdir()) == []
 
 
