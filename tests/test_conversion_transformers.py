@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-import transformers
 from hf_folders import assert_same_bits, read_tensors
+from late_imports import WhenUsed
 from processes import small_run
 from vocabularies import END, huggingface
 
@@ -21,7 +20,8 @@ from maxbatch.hugging_face.registry import FAMILIES
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main as train
 
-pytestmark = pytest.mark.xdist_group("transformers")
+torch = WhenUsed("torch")
+transformers = WhenUsed("transformers")
 
 SIZES = {
   "vocab_size": 68,

@@ -5,9 +5,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
+from late_imports import WhenUsed
 from record_files import WRITERS, example, framed, jsonl, parquet, table
 from support import base
 from token_caches import starts_of
@@ -21,6 +21,8 @@ from maxbatch.data.token_cache import TokenCache
 from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
+
+datasets = WhenUsed("datasets")
 
 BYTES = ByteTokenizer()
 DOCUMENTS = [f"Document {n}: naïve 🎉\n" + "word " * (n % 7) for n in range(40)]

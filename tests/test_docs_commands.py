@@ -19,8 +19,6 @@ from test_docs_site import ROOT, SHOWN
 
 from maxbatch import train
 
-# Some read what one before them wrote.
-pytestmark = pytest.mark.xdist_group("commands of docs")
 ELSEWHERE = {
   r"train +config=advice.yml": "it is advised for devices that are not here: test_advise.py",
   r"=my_\w+:|\[my_\w+:": "test_extending.py has their files, and trains with them",

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
 from flax.traverse_util import flatten_dict, unflatten_dict
+from late_imports import WhenUsed
 
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, to_flat
@@ -26,7 +25,8 @@ from maxbatch.hugging_face.registry import read_folder
 from maxbatch.models.registry import Model, Parameters, build_model
 from maxbatch.training.loss import loss_sum
 
-pytestmark = pytest.mark.xdist_group("transformers")
+torch = WhenUsed("torch")
+transformers = WhenUsed("transformers")
 
 B, T = 2, 24
 USED_TOKENS = 61

@@ -5,10 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import peft
 import pytest
-import torch
-import transformers
+from late_imports import WhenUsed
 from processes import small_run
 from support import in_microbatches, mesh, uneven_rows
 from test_conversion_transformers import random_model
@@ -26,7 +24,9 @@ from maxbatch.train import main as train
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.step import Trainer, rows_shardings, step_function
 
-pytestmark = pytest.mark.xdist_group("transformers")
+peft = WhenUsed("peft")
+torch = WhenUsed("torch")
+transformers = WhenUsed("transformers")
 
 T = 16
 

@@ -27,10 +27,9 @@ CHROMIUM = next(
   filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
 )
 PATIENCE_MILLISECONDS = 300_000
-pytestmark = [
-  pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium: apt-get install chromium"),
-  pytest.mark.xdist_group("browser"),
-]
+pytestmark = pytest.mark.skipif(
+  not CHROMIUM, reason="there is no Chromium: apt-get install chromium"
+)
 
 DRAWN = """() => {
   const inside = root => [...root.querySelectorAll('*')].flatMap(

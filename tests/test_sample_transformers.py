@@ -11,15 +11,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
-import transformers
+from late_imports import WhenUsed
 from test_families import USED_TOKENS, Pair, T, pair, taken, the_pages_family
 
 from maxbatch.sampling.choice import Choice, Vocabulary, cut
 from maxbatch.sampling.sampler import Sampler, sample
 from maxbatch.sampling.text import prompts_of
 
-pytestmark = pytest.mark.xdist_group("transformers")
+torch = WhenUsed("torch")
+transformers = WhenUsed("transformers")
 
 FIXTURES = pair, the_pages_family
 
