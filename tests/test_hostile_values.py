@@ -4,6 +4,7 @@ The cases are generated from the schema, so that a new key is tried without anyb
 """
 
 import contextlib
+import dataclasses
 import functools
 import re
 import signal
@@ -17,7 +18,7 @@ from maxbatch.checkpoints.formats import FORMATS
 from maxbatch.command_line import arguments
 from maxbatch.config.load import load_config
 from maxbatch.config.registry import registered
-from maxbatch.config.schema import Config, fields, from_flat, to_flat
+from maxbatch.config.schema import Config, fields
 from maxbatch.config.value import convert, holds_text
 from maxbatch.config.yaml_file import read_argument
 from maxbatch.data.registry import DATASETS, TOKENIZERS
@@ -85,10 +86,14 @@ def context(name: str) -> Config:
 def changed(config: Config, argument: str) -> Config:
   """`config` with one more argument, as the command line would have it."""
   key, _, text = argument.partition("=")
-  annotation = fields()[key][1].type
-  return from_flat(
-    to_flat(config) | {key: convert(read_argument(key, text, holds_text(annotation)), annotation)}
-  )
+  section, field = fields()[key]
+  value = convert(read_argument(key, text, holds_text(field.type)), field.type)
+  part = dataclasses.replace(vars(config)[section], **{key: value})
+  return dataclasses.replace(config, **{section: part})
+
+
+def value_of(config: Config, key: str) -> object:
+  return vars(vars(config)[fields()[key][0]])[key]
 
 
 def planned(config: Config) -> None:
@@ -108,7 +113,7 @@ def refusal(config: Config, given: Sequence[str], is_planned: bool) -> str:
     for argument in given:
       config = changed(config, argument)
       key = argument.partition("=")[0]
-      names = to_flat(config).get(key)
+      names = value_of(config, key)
       for name in names if isinstance(names, tuple) else [names]:
         if key in REGISTRIES:
           registered(key, str(name), REGISTRIES[key])
@@ -167,7 +172,7 @@ def faults(name: str, argument: str, taken: set[object]) -> Iterator[str]:
   key = argument.partition("=")[0]
   planned_here = fields()[key][0] in PLANNED
   try:
-    read = to_flat(changed(context(name), argument))[key]
+    read = value_of(changed(context(name), argument), key)
   except UserError as error:
     message = str(error) if name == "base" else ""  # The others would say the same.
   else:

@@ -125,7 +125,7 @@ def _read_text(path: Path) -> str:
     raise UserError(f"{path}: cannot be read: {error.strerror}.") from error
 
 
-@functools.lru_cache(16)
+@functools.lru_cache(256)
 def _compose(text: str) -> yaml.Node | None:
   """What a text says; nobody changes it, and base.yml, which takes longest, is often read."""
   try:
