@@ -34,12 +34,12 @@ MIB = 2**20
 GPT2 = {
   "model_name": "gpt2-small",
   "base_num_decoder_layers": 2,
-  "base_emb_dim": 256,
-  "base_num_query_heads": 4,
-  "base_num_kv_heads": 4,
-  "base_mlp_dim": 1024,
-  "vocab_size": 8192,
-  "max_target_length": 256,
+  "base_emb_dim": 128,
+  "base_num_query_heads": 2,
+  "base_num_kv_heads": 2,
+  "base_mlp_dim": 512,
+  "vocab_size": 2048,
+  "max_target_length": 128,
   "micro_batch_size": 2,
   "batch_size": 16,
 }
