@@ -23,7 +23,6 @@ from maxbatch.training.build import build_trainer
 KEYS = TINY | {
   "dataset_type": "synthetic",
   "base_num_decoder_layers": 1,
-  "dropout_rate": 0.1,
   "batch_size": 32,
   "steps": 3,
   "eval_samples": 8,
@@ -244,16 +243,18 @@ def test_what_trains_and_what_does_not(keys, runs):
 @pytest.mark.parametrize("how", ["training", "compile_only"])
 def test_a_saved_step_trains_to_the_same_bits(tmp_path, monkeypatch, capsys, how):
   file = tmp_path / "step"
-  expected = trained(tmp_path / "compiled", micro_batch_size=2)
-  saving = {"micro_batch_size": 2, "save_compiled_step": file}
+  keys = {"micro_batch_size": 2, "dropout_rate": 0.1}
+  expected = trained(tmp_path / "compiled", **keys)
+  saving = keys | {"save_compiled_step": file}
   if how == "training":
     assert trained(tmp_path / "saving", **saving) == expected
   else:
     assert main(command(tmp_path / "saving", **saving, compile_only="true")) == 0
   assert f"The compiled step is in {file}; compiled_step={file} runs it" in capsys.readouterr().out
   monkeypatch.setattr(steps, "compiled_step", lambda *_: pytest.fail("compiled"))
-  assert trained(tmp_path / "loaded", micro_batch_size=2, compiled_step=file) == expected
-  assert main(command(tmp_path / "other", micro_batch_size=4, compiled_step=file)) == 2
+  assert trained(tmp_path / "loaded", **keys, compiled_step=file) == expected
+  other = keys | {"micro_batch_size": 4, "compiled_step": file}
+  assert main(command(tmp_path / "other", **other)) == 2
   printed = capsys.readouterr().err
   assert "micro_batch_to_train: the file has 16, this run 32" in printed
 
