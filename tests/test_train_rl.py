@@ -163,10 +163,11 @@ def test_two_processes_train_as_one_and_a_killed_one_costs_nothing(whole, prompt
   parameters, expected = whole("all")
   own = [*keys("all", prompts), f"base_output_directory={tmp_path}", "run_name=run"]
   killing = ["reward_functions=[vowels:kill_at_last]", "checkpoint_period=1"]
-  variables = {n: {"PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"} for n in range(2)}
+  folders = dict.fromkeys(range(2), REPOSITORY / "tests")  # where the rewards' module is
   # The prompt of the evaluation and two of each batch are its own: the third batch's last.
-  variables[0][vowels.CALLS] = f"{tmp_path}/calls:7"
-  ended = wait(start(2, [*KEYS, *own, *killing], command=TRAIN_RL, variables=variables))
+  variables = {0: {vowels.CALLS: f"{tmp_path}/calls:7"}}
+  arguments = [*KEYS, *own, *killing]
+  ended = wait(start(2, arguments, command=TRAIN_RL, variables=variables, folders=folders))
   assert [each.exit_code for each in ended] == [-9, EXIT_PROCESS_FAILED], ended
   assert "stopped: process 0 on " in ended[1].errors
   assert completed_steps(tmp_path / "run" / "checkpoints")[-1] in (1, 2)
