@@ -46,6 +46,7 @@ _RUN = {
   "gns": "all",
   "gns_window_steps": WINDOW,
   "gns_report_every": 0,
+  "metrics_writers": "[jsonl]",
 }
 
 
