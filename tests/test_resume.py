@@ -47,6 +47,9 @@ def arguments(text: pathlib.Path, folder: pathlib.Path, **keys: object) -> list[
     "checkpoint_period": 2,
     "generate_length": 0,
     "write_report": "false",
+    # As branches have them, whose programs are then those of runs.
+    "warmup_steps": 0,
+    "learning_rate_batch_coupling": "none",
     "per_device_batch_size": 1,
     **SMALLEST,
   }
@@ -121,8 +124,15 @@ def test_nothing_is_said_where_nothing_changed(text, folder, capsys):
   ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_the_state_is_made_of_cannot_change(text, begun, capsys, keys, line):
-  for more in ({}, {"validate_only": "true"}):
-    assert f"  {line}\n" in refused(capsys, arguments(text, begun, **keys, **more))
+  assert f"  {line}\n" in refused(capsys, arguments(text, begun, **keys))
+
+
+def test_nor_is_it_valid(text, begun, capsys):
+  said = refused(
+    capsys, arguments(text, begun, opt_type="sgd", sgd_momentum=0.5, validate_only="true")
+  )
+  assert "  opt_type is adamw in the checkpoint and sgd now\n" in said
+  assert "  sgd_momentum is 0.9 in the checkpoint and 0.5 now\n" in said
 
 
 def test_another_optimizer_constant_is_taken_when_allowed(text, folder, capsys):
@@ -345,6 +355,7 @@ def test_the_plan_is_printed_again_if_an_older_checkpoint_is_taken(text, folder,
 
 def test_the_plans_of_branches_count_from_the_checkpoint(text, folder, capsys):
   keys = ["factors=1,2", "branch_tokens=1024", "smoothing=1", "checkpoint_period=100"]
+  keys += ["learning_rate=3e-4", "lr_schedule_type=constant", "coupling=none"]
   assert critical_batch([f"checkpoint={folder / 'first_run'}", *keys]) == 0
   printed = capsys.readouterr().out
   trained = [
