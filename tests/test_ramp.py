@@ -218,7 +218,7 @@ def test_a_ramp_moves_neither_rates_nor_evaluations(text, tmp_path):
   config = settings(text, tmp_path, **flat, batch_size_start=-1)
   plan = plan_batches(config.batch, config.run, topology(config.mesh, 8))
   rate_of = learning_rate(config.optimizer, plan, config.run.schedule_unit)
-  ramp = {r["samples"]: r for r in records(tmp_path)[1:]}
+  ramp = {int(r["samples"]): r for r in records(tmp_path)[1:]}
   # Once it is warm: the first rates are those of whole steps.
   starts = [(begun, after) for begun, after in itertools.pairwise(ramp) if begun >= 32]
   assert len(starts) == 6
