@@ -16,12 +16,28 @@ from maxbatch.checkpoints.newest import newest_record
 from maxbatch.checkpoints.record import _checksum
 from maxbatch.conversion.source import frozen_folder
 from maxbatch.errors import UserError
+from maxbatch.modes.beginning import saving_frozen
 from maxbatch.modes.run import run
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import load_config, main
 from maxbatch.training.state import TrainState
+from maxbatch.training.step import Trainer
 
 ADAPTED: dict[str, object] = {"lora_rank": 2, "lora_alpha": 4, "lora_targets": "[query,value,down]"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trainers_of_adapters_are_shared():
+  """Runs that do not save what is frozen trace their step once, as other runs of the suite do."""
+  kept: dict[Trainer, Trainer] = {}
+
+  def shared(trainer: Trainer, *others: Any) -> Trainer:
+    found = saving_frozen(trainer, *others)
+    return trainer if found is trainer else kept.setdefault(trainer, found)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr("maxbatch.modes.run.saving_frozen", shared)
+    yield
 
 
 @pytest.fixture(scope="module")

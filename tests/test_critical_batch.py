@@ -20,6 +20,7 @@ from maxbatch.batch.plan import Position, plan_batches
 from maxbatch.batch.topology import topology
 from maxbatch.command_line.arguments import parse
 from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config
 from maxbatch.critical_batch import main
 from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.experiments import running
@@ -32,9 +33,11 @@ from maxbatch.noise.requirements import check_noise, measures_noise
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.tuning.pipeline_ranking import CompiledChoice
 
-START, TOKENS = 4, 16 * 8 * 16
-"""The checkpoint's step, and 16 steps of its batch of 8 samples of 16 tokens."""
-BRANCHES = ("factors=1,2,4", f"branch_tokens={TOKENS}", "smoothing=1", "checkpoint_period=100")
+START, STEPS = 4, 8
+"""The checkpoint's step, and those of the smallest branch."""
+TOKENS = STEPS * 8 * 16
+"""Of a branch: samples of 16 tokens, 8 in a step."""
+BRANCHES = ("factors=1,2", f"branch_tokens={TOKENS}", "smoothing=1", "checkpoint_period=100")
 TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 
 
@@ -68,9 +71,10 @@ def cosine(tmp_path_factory) -> pathlib.Path:
 
 @pytest.fixture(scope="module")
 def constant(tmp_path_factory) -> pathlib.Path:
-  """A run of 20 steps at one rate."""
+  """A run of 12 steps at one rate."""
   folder = tmp_path_factory.mktemp("constant")
-  train(folder, steps=20, lr_schedule_type="constant", warmup_steps=0)
+  rate = {"lr_schedule_type": "constant", "warmup_steps": 0, "learning_rate_batch_coupling": "none"}
+  train(folder, steps=START + STEPS, checkpoint_period=START, **rate)
   return folder
 
 
@@ -99,22 +103,34 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
   return printed.err.removeprefix("error: ").strip()
 
 
+def checkpoint_files(folder: pathlib.Path) -> dict[pathlib.Path, bytes]:
+  step = folder / "mine" / "checkpoints" / str(START)
+  return {path: path.read_bytes() for path in step.rglob("*") if path.is_file()}
+
+
 @pytest.fixture(scope="module")
-def measured(cosine) -> dict[str, Any]:
+def files_before(cosine) -> dict[pathlib.Path, bytes]:
+  """The checkpoint's files before any branch started from it."""
+  return checkpoint_files(cosine)
+
+
+@pytest.fixture(scope="module")
+def measured(cosine, files_before) -> dict[str, Any]:
+  del files_before
   return measure(cosine)
 
 
 def test_batches_rates_steps_and_tokens_are_what_the_table_says(cosine, measured):
   rate = next(one for one in records(cosine / "mine") if one["step"] == START + 1)["learning_rate"]
   assert measured["checkpoint"]["learning_rate"] == rate
-  assert [one["factor"] for one in measured["branches"]] == [1, 2, 4]
-  for one, factor in zip(measured["branches"], (1, 2, 4), strict=True):
+  assert [one["factor"] for one in measured["branches"]] == [1, 2]
+  for one, factor in zip(measured["branches"], (1, 2), strict=True):
     trained = records(place(cosine) / f"x{factor}")
     assert {record["global_batch_to_train"] for record in trained} == {one["batch"]} == {8 * factor}
     assert {record["micro_batch_to_train"] for record in trained} == {8}
     rates = {record["learning_rate"] for record in trained}
     assert rates == {one["learning_rate"]} == {rate * factor**0.5}
-    assert len(trained) == one["steps"] == 16 // factor
+    assert len(trained) == one["steps"] == STEPS // factor
     assert trained[0]["samples"] == START * 8 + 8 * factor
     assert trained[-1]["tokens"] == START * 8 * 16 + TOKENS
     losses = [record["loss"] for record in trained]
@@ -122,9 +138,10 @@ def test_batches_rates_steps_and_tokens_are_what_the_table_says(cosine, measured
     assert one["eval_loss"] == trained[-1]["eval/loss"]
 
 
-def test_factor_one_goes_on_exactly_as_the_run_did(constant):
+def test_factor_one_goes_on_exactly_as_the_run_did(constant, monkeypatch):
   """Same state, same samples, same dropout: bit by bit what came after the checkpoint."""
-  found = measure(constant, "factors=1,2")
+  monkeypatch.setattr(running, "run", diverge_at_2)
+  found = measure(constant)
   expected = [one for one in records(constant / "mine") if one["step"] > START]
   for mine, its in zip(records(place(constant) / "x1"), expected, strict=True):
     assert {key: mine[key] for key in its} == its
@@ -133,13 +150,13 @@ def test_factor_one_goes_on_exactly_as_the_run_did(constant):
 
 def test_every_branch_sees_the_same_samples(constant):
   """With a rate that moves nothing, the loss of a step is the mean of the small steps it covers."""
-  found = measure(constant, "learning_rate=1e-30", "factors=1,4", name="still")
+  found = measure(constant, "learning_rate=1e-30", name="still")
   small = [one["loss"] for one in records(place(constant, name="still") / "x1")]
-  large = [one["loss"] for one in records(place(constant, name="still") / "x4")]
-  groups = zip(*[iter(small)] * 4, strict=True)
+  large = [one["loss"] for one in records(place(constant, name="still") / "x2")]
+  groups = zip(small[::2], small[1::2], strict=True)
   assert large == pytest.approx([statistics.fmean(group) for group in groups], rel=1e-5)
-  assert found["critical_batch_at_least"] == 32
-  assert found["conclusion"][0].startswith("The critical batch is at least 32 samples (512 tokens)")
+  assert found["critical_batch_at_least"] == 16
+  assert found["conclusion"][0].startswith("The critical batch is at least 16 samples (256 tokens)")
 
 
 def test_once_more_trains_nothing(cosine, measured, monkeypatch, capsys):
@@ -148,7 +165,7 @@ def test_once_more_trains_nothing(cosine, measured, monkeypatch, capsys):
 
   monkeypatch.setattr(running, "run", refuse)
   assert measure(cosine) == measured
-  assert capsys.readouterr().out.count("Finished before.") == 3
+  assert capsys.readouterr().out.count("Finished before.") == 2
 
 
 def test_stopped_in_a_branch_it_goes_on_there_and_then_with_more_tokens(
@@ -156,47 +173,50 @@ def test_stopped_in_a_branch_it_goes_on_there_and_then_with_more_tokens(
 ):
   checkpoint, folder = cosine / "mine" / "checkpoints" / str(START), place(cosine, name="stopped")
   with monkeypatch.context() as patch:
-    stop_at(patch, 16 + 3)
+    stop_at(patch, 3)
     assert main([f"checkpoint={checkpoint}", "run_name=stopped", *BRANCHES]) == 0
   printed = capsys.readouterr().out
-  assert "Stopped in branch x2; the same command goes on from there." in printed
-  assert len(records(folder / "x2")) == 3
-  assert not (folder / "x4").exists()
+  assert "Stopped in branch x1; the same command goes on from there." in printed
+  assert len(records(folder / "x1")) == 3
+  assert not (folder / "x2").exists()
 
-  resumed = measure(cosine, "factors=1,2", name="stopped")
+  resumed = measure(cosine, name="stopped")
   printed += capsys.readouterr().out
   assert f"Resuming after step {START + 3}" in printed
   # Branches have their length from branch_tokens, and refuse the keys that a run may go on with.
   assert not any(advice in printed for advice in ("steps=", "Next:", "resume:", "budget"))
-  whole = records(place(cosine) / "x2")
-  assert [one["loss"] for one in records(folder / "x2")] == [one["loss"] for one in whole]
+  losses = [one["loss"] for one in records(place(cosine) / "x1")]
+  assert [one["loss"] for one in records(folder / "x1")] == losses
   assert [one["loss"] for one in resumed["branches"]] == [
-    one["loss"] for one in measured["branches"][:2]
+    one["loss"] for one in measured["branches"]
   ]
 
-  longer = measure(cosine, "factors=1,2", f"branch_tokens={2 * TOKENS}", name="stopped")
-  trained = [one["loss"] for one in records(folder / "x2")]
-  assert trained[:8] == [one["loss"] for one in whole]
-  assert len(trained) == longer["branches"][1]["steps"] == 16
+  longer = measure(cosine, f"branch_tokens={2 * TOKENS}", name="stopped")
+  trained = [one["loss"] for one in records(folder / "x1")]
+  assert trained[:STEPS] == losses
+  assert len(trained) == longer["branches"][0]["steps"] == 2 * STEPS
+  assert len(records(folder / "x2")) == longer["branches"][1]["steps"] == STEPS
 
   monkeypatch.setattr(running, "run", None)
-  shorter = measure(cosine, "factors=1,2", name="stopped")
+  shorter = measure(cosine, name="stopped")
   assert shorter["branches"][1]["loss"] == resumed["branches"][1]["loss"]
 
 
-def test_a_branch_that_diverges_is_a_result_and_stays_one(cosine, monkeypatch, capsys):
-  def diverge_at_2(config, **keys):
-    if config.run.run_name == "x2":
-      raise TrainingDivergedError("step 6: loss=nan")
-    return run(config, **keys)
+def diverge_at_2(config: Config, **keys: Any) -> Any:
+  """A run, unless it is branch x2."""
+  if config.run.run_name == "x2":
+    raise TrainingDivergedError("step 6: loss=nan")
+  return run(config, **keys)
 
+
+def test_a_branch_that_diverges_is_a_result_and_stays_one(cosine, monkeypatch, capsys):
   monkeypatch.setattr(running, "run", diverge_at_2)
-  found = measure(cosine, "factors=1,2", name="diverging")
+  found = measure(cosine, name="diverging")
   assert [one["diverged"] for one in found["branches"]] == [False, True]
   assert found["branches"][1]["loss"] is None
   assert "Branch x2 diverged: step 6: loss=nan" in capsys.readouterr().out
   monkeypatch.setattr(running, "run", None)
-  assert measure(cosine, "factors=1,2", name="diverging") == found
+  assert measure(cosine, name="diverging") == found
 
 
 def test_nothing_can_be_compared_with_a_smallest_branch_that_diverges(cosine, monkeypatch, capsys):
@@ -269,14 +289,12 @@ def test_a_number_that_cannot_cut_the_branches_is_refused_before_any_trains(
   assert not place(tmp_path).exists()
 
 
-def test_the_checkpoint_stays_as_it_was(cosine, tmp_path):
-  shutil.copytree(cosine / "mine", tmp_path / "mine")
-  step = tmp_path / "mine" / "checkpoints" / str(START)
-  before = {path: path.read_bytes() for path in step.rglob("*") if path.is_file()}
-  measure(tmp_path, "factors=1,2", "branch_tokens=1024")
-  assert {path: path.read_bytes() for path in step.rglob("*") if path.is_file()} == before
+def test_the_checkpoint_stays_as_it_was(cosine, files_before, measured):
+  del measured
+  assert files_before
+  assert checkpoint_files(cosine) == files_before
   # The branch has dropped its copy for its own last checkpoint.
-  assert [path.name for path in (place(tmp_path) / "x2" / "checkpoints").glob("[0-9]*")] == ["8"]
+  assert [path.name for path in (place(cosine) / "x2" / "checkpoints").glob("[0-9]*")] == ["8"]
 
 
 def enough(*_: object, **__: object) -> None:
@@ -296,7 +314,8 @@ def enough(*_: object, **__: object) -> None:
 def test_the_rate_follows_the_batch_as_asked(constant, monkeypatch, capsys, arguments, rates):
   monkeypatch.setattr(running, "run", enough)
   checkpoint = constant / "mine" / "checkpoints" / str(START)
-  assert main([f"checkpoint={checkpoint}", "run_name=rates", *BRANCHES, *arguments]) == 2
+  more = ["factors=1,2,4", "branch_tokens=2048", *arguments]
+  assert main([f"checkpoint={checkpoint}", "run_name=rates", *BRANCHES, *more]) == 2
   printed = capsys.readouterr()
   assert printed.err.startswith("error: enough\n")
   table = printed.out.partition("learning rate  steps\n")[2].splitlines()[:3]

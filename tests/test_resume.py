@@ -47,6 +47,9 @@ def arguments(text: pathlib.Path, folder: pathlib.Path, **keys: object) -> list[
     "checkpoint_period": 2,
     "generate_length": 0,
     "write_report": "false",
+    # As branches have them, whose programs are then those of runs.
+    "warmup_steps": 0,
+    "learning_rate_batch_coupling": "none",
     "per_device_batch_size": 1,
     **SMALLEST,
   }
@@ -80,17 +83,19 @@ def test_every_key_is_in_one_class():
 
 
 def test_what_changed_is_said_key_by_key(text, folder, capsys):
-  changed = {"learning_rate": 3e-4, "dtype": "bfloat16", "lr_schedule_type": "constant"}
-  given = arguments(text, folder, **changed)
-  for more in (["validate_only=true"], []):
+  given = arguments(text, folder, learning_rate=3e-4, lr_schedule_type="constant")
+  # What makes another program is not trained.
+  for more, said in (
+    (["validate_only=true", "dtype=bfloat16"], {"dtype: auto → bfloat16"}),
+    ([], set()),
+  ):
     capsys.readouterr()
     assert main([*given, *more]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert {line for line in lines if " → " in line and "loss" not in line} == {
+    assert {line for line in lines if " → " in line and "loss" not in line} == said | {
       "steps: 2 → 4",
       "learning_rate: 0.003 → 0.0003",
       "lr_schedule_type: cosine → constant",
-      "dtype: auto → bfloat16",
     }
 
 
@@ -119,13 +124,21 @@ def test_nothing_is_said_where_nothing_changed(text, folder, capsys):
   ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_what_the_state_is_made_of_cannot_change(text, begun, capsys, keys, line):
-  for more in ({}, {"validate_only": "true"}):
-    assert f"  {line}\n" in refused(capsys, arguments(text, begun, **keys, **more))
+  assert f"  {line}\n" in refused(capsys, arguments(text, begun, **keys))
+
+
+def test_nor_is_it_valid(text, begun, capsys):
+  said = refused(
+    capsys, arguments(text, begun, opt_type="sgd", sgd_momentum=0.5, validate_only="true")
+  )
+  assert "  opt_type is adamw in the checkpoint and sgd now\n" in said
+  assert "  sgd_momentum is 0.9 in the checkpoint and 0.5 now\n" in said
 
 
 def test_another_optimizer_constant_is_taken_when_allowed(text, folder, capsys):
-  assert main(arguments(text, folder, adam_b2=0.99, allow_changed_resume="true")) == 0
-  assert "adam_b2 is 0.95 in the checkpoint and 0.99 now" in capsys.readouterr().out
+  # One that the program of this optimizer does not have.
+  assert main(arguments(text, folder, sgd_momentum=0.5, allow_changed_resume="true")) == 0
+  assert "sgd_momentum is 0.9 in the checkpoint and 0.5 now" in capsys.readouterr().out
 
 
 def test_other_validation_data_are_noticed_by_name_and_size(text, folder, tmp_path, capsys):
@@ -171,8 +184,9 @@ def test_moved_data_are_the_same_data(text, folder, tmp_path, capsys):
 
 
 def test_the_configurations_of_all_starts_stay(text, folder):
-  assert main(arguments(text, folder, learning_rate=3e-4)) == 0
-  assert main(arguments(text, folder, learning_rate=3e-4)) == 0  # Complete: not a start.
+  given = arguments(text, folder, learning_rate=3e-4, lr_schedule_type="constant")
+  assert main(given) == 0
+  assert main(given) == 0  # Complete: not a start.
   run = folder / "first_run"
   assert sorted(path.name for path in (run / "starts").iterdir()) == ["1.yml", "2.yml"]
   rates = [load_config([f"config={run}/starts/{n}.yml"]).optimizer.learning_rate for n in (1, 2)]
@@ -316,35 +330,33 @@ def total_samples(printed: str) -> list[int]:
 
 
 def test_the_plan_of_a_resumed_run_counts_from_where_it_is(text, folder, capsys):
-  given = arguments(text, folder, steps=10, batch_size=32, per_device_batch_size=-1)
+  given = arguments(text, folder, batch_size=32)
   for more in (["validate_only=true"], []):
     capsys.readouterr()
     assert main([*given, *more]) == 0
     printed = capsys.readouterr().out
-    assert total_samples(printed) == [2 * 8 + 8 * 32]
-    assert "= 16 in 2 steps + 32 × 8\n" in printed
-  assert read_metrics(folder / "first_run")[-1]["samples"] == 2 * 8 + 8 * 32
+    assert total_samples(printed) == [2 * 8 + 2 * 32]
+    assert "= 16 in 2 steps + 32 × 2\n" in printed
+  assert read_metrics(folder / "first_run")[-1]["samples"] == 2 * 8 + 2 * 32
 
 
 def test_the_plan_is_printed_again_if_an_older_checkpoint_is_taken(text, folder, capsys):
-  more = {"per_device_batch_size": 2}
-  assert main(arguments(text, folder, **more)) == 0
+  assert main(arguments(text, folder, batch_size=32)) == 0
   for file in (folder / "first_run" / "checkpoints" / "4" / "state").rglob("d/*"):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
   capsys.readouterr()
-  assert main(arguments(text, folder, steps=6, **more | {"per_device_batch_size": 3})) == 0
+  assert main(arguments(text, folder, steps=6, batch_size=8)) == 0
   printed = capsys.readouterr().out
-  assert total_samples(printed) == [2 * 8 + 2 * 16 + 2 * 24, 2 * 8 + 4 * 24]
-  assert read_metrics(folder / "first_run")[-1]["samples"] == 2 * 8 + 4 * 24
+  assert total_samples(printed) == [2 * 8 + 2 * 32 + 2 * 8, 6 * 8]
+  assert read_metrics(folder / "first_run")[-1]["samples"] == 6 * 8
 
 
 def test_the_plans_of_branches_count_from_the_checkpoint(text, folder, capsys):
-  run = folder / "first_run"
-  assert (
-    critical_batch([f"checkpoint={run}", "factors=1,2", "branch_tokens=2048", "smoothing=1"]) == 0
-  )
+  keys = ["factors=1,2", "branch_tokens=1024", "smoothing=1", "checkpoint_period=100"]
+  keys += ["learning_rate=3e-4", "lr_schedule_type=constant", "coupling=none"]
+  assert critical_batch([f"checkpoint={folder / 'first_run'}", *keys]) == 0
   printed = capsys.readouterr().out
   trained = [
     read_metrics(folder / "first_run-critical_batch" / "step-2" / name)[-1]["samples"]

@@ -1,9 +1,10 @@
 """Sample text: every shipped model trains and writes some, and what it writes moves no cursor."""
 
+import pathlib
+
 import pytest
 from first_devices import use_first_devices
 from golden_models import SIZES
-from support import SMALLEST
 
 from maxbatch.config.find import model_names
 from maxbatch.config.load import load_config
@@ -18,6 +19,22 @@ PROMPT = "def longer_than_a_row(of, 16, tokens):"
 def shrunk(name: str) -> dict[str, object]:
   sizes = SIZES.get(name, SIZES["llama2-7b"])
   return {"model_name": name, **sizes, "vocab_size": 259, "base_emb_dim": 32}
+
+
+def arguments(name: str, folder: pathlib.Path, **more: object) -> list[str]:
+  """A run of one step on one device and a text that it writes, without validation."""
+  text = folder / "words.txt"
+  text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
+  keys = shrunk(name) | {
+    "per_device_batch_size": 1,
+    "steps": 1,
+    "opt_type": "sgd",
+    "eval_fraction": 0,
+    "dataset_path": text,
+    "dataset_cache_directory": folder / "cache",
+    "base_output_directory": folder,
+  }
+  return ["config=base", *(f"{key}={value}" for key, value in (keys | more).items())]
 
 
 def of_every_family() -> list[str]:
@@ -35,22 +52,9 @@ def of_every_family() -> list[str]:
 
 @pytest.mark.parametrize("name", of_every_family())
 def test_every_shipped_model_trains_shrunk_with_sample_text(name, tmp_path, capsys, monkeypatch):
-  text = tmp_path / "words.txt"
-  text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
-  keys = shrunk(name) | {
-    "prompt": PROMPT,
-    "generate_length": 20,
-    "per_device_batch_size": 1,
-    "steps": 1,
-    "opt_type": "sgd",
-    "eval_samples": 1,
-    "enable_checkpointing": "false",
-    "dataset_path": text,
-    "dataset_cache_directory": tmp_path / "cache",
-    "base_output_directory": tmp_path,
-  }
+  more = {"prompt": PROMPT, "generate_length": 20, "enable_checkpointing": "false"}
   use_first_devices(monkeypatch, 1)
-  code = main(["config=base", *(f"{key}={value}" for key, value in keys.items())])
+  code = main(arguments(name, tmp_path, **more))
   out, err = capsys.readouterr()
   assert (code, err) == (0, "")
   assert out.count(f"\n{PROMPT}") == 2  # Before training and after.
@@ -61,18 +65,8 @@ def test_a_finished_run_answers_a_new_prompt_and_prints_no_control_bytes(
 ):
   written = "a\x1b[2J\r\x07\x9b\u2028\tß\n"
   monkeypatch.setattr(summary, "sample_text", lambda run, *_: run.config.run.prompt + written)
-  text = tmp_path / "words.txt"
-  text.write_text("".join(f"the number {n} follows {n - 1}\n" for n in range(300)))
   use_first_devices(monkeypatch, 1)
-  keys = SMALLEST | {
-    "steps": 1,
-    "eval_samples": 1,
-    "per_device_batch_size": 1,
-    "dataset_path": text,
-    "dataset_cache_directory": tmp_path / "cache",
-    "base_output_directory": tmp_path,
-  }
-  first = ["config=base", *(f"{key}={value}" for key, value in keys.items())]
+  first = arguments("llama2-7b", tmp_path, prompt="def ", generate_length=20)
   assert main(first) == 0
   assert capsys.readouterr().out.count("\ndef a\\x1b[2J\\r\\x07\\x9b\\u2028\tß\n") == 2
   assert main([*first, "prompt=class "]) == 0

@@ -2,17 +2,17 @@
 
 import collections
 import json
-import os
 import pathlib
 import re
 import shutil
-import subprocess
 import sys
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from preloaded import started
+from processes import PATIENCE_SECONDS
 from support import config
 
 from maxbatch.batch.plan import Position, plan_batches
@@ -31,7 +31,6 @@ from maxbatch.training.state import TrainState, to_save
 
 CHECKS = ["configuration", "batch plan", "mesh", "model", "memory", "learning rate", "input"]
 CHECKS += ["dataset", "step", "folder", "checkpoints", "resume"]
-ROOT = pathlib.Path(__file__).parents[1]
 LLAMA = "model_name=llama2-7b ici_data_parallelism=1 ici_fsdp_parallelism=256 remat_policy=full"
 LLAMA += " max_target_length=2048 dtype=bfloat16 dataset_type=synthetic"
 DiskUsage = collections.namedtuple("DiskUsage", "total used free")
@@ -143,16 +142,10 @@ config = load_config("config=base {LLAMA} num_simulated_devices=256 enable_check
 validate(config)
 assert not compiled
 """
-  done = subprocess.run(
-    [sys.executable, "-c", program],
-    capture_output=True,
-    text=True,
-    check=False,
-    env=os.environ | {"PYTHONPATH": "."},
-    cwd=ROOT,
-  )
-  assert (done.returncode, done.stderr) == (0, "")
-  assert passed(done.stdout.splitlines()) == CHECKS[:-2]
+  process = started([sys.executable, "-c", program])
+  output, errors = process.communicate(timeout=PATIENCE_SECONDS)
+  assert (process.returncode, errors) == (0, "")
+  assert passed(output.splitlines()) == CHECKS[:-2]
 
 
 NARROW = {"weight_dtype": "bfloat16", "weight_rounding": "nearest"}
