@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from begun_states import begun_state
+from begun_states import begun_state, random_parameters
 from test_train_rl import KEYS, run, same
 
 from maxbatch import plan, train_rl
@@ -32,7 +32,6 @@ from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import find_devices
-from maxbatch.models.registry import Model, Parameters
 from maxbatch.modes import resolve_rl as resolving
 from maxbatch.modes.validate_rl import validate_rl
 from maxbatch.rl.prompts import Prompt
@@ -135,17 +134,11 @@ def test_step_and_sampler_are_compiled_as_a_run_has_them(tmp_path, monkeypatch, 
   assert seen == [programs[0].prefill, programs[0].write]
 
 
-@functools.cache
-def parameters(model: Model) -> Parameters:
-  """Parameters to begin with, on the host."""
-  return jax.device_get(jax.jit(model.init)(jax.random.key(0)))
-
-
 @pytest.fixture
 def begun(monkeypatch):
   """States begin without a program of their own for each way to divide them."""
   monkeypatch.setattr(
-    Trainer, "init", lambda trainer, seed: begun_state(trainer, parameters(trainer.model))
+    Trainer, "init", lambda trainer, seed: begun_state(trainer, random_parameters(trainer.model))
   )
 
 
@@ -156,7 +149,7 @@ def sampled(config: Config) -> np.ndarray:
   trainer = build_policy_trainer(in_pairs(config, sizes), sizes, target.devices)
   place = RolloutPlace(sizes, target.rollout)
   where = jax.tree.map(lambda leaf: leaf.sharding, place.policy(trainer))
-  params = jax.device_put(parameters(trainer.model), where)
+  params = jax.device_put(random_parameters(trainer.model), where)
   sampler = pair_sampler(config, trainer.model, place.mesh(trainer))
   found = sampler(params, [Prompt(f"f{number}=", {}) for number in range(2)], "rollout", 0, 0)
   return found.rollout.completions_BN
