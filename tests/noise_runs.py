@@ -2,19 +2,25 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import pytest
+from begun_states import begun_state
 from first_devices import use_first_devices
 
 from maxbatch.config.load import load_config
-from maxbatch.models.registry import Parameters
+from maxbatch.config.schema import ModelConfig
+from maxbatch.models.registry import Parameters, build_model
 from maxbatch.modes.run import run
 from maxbatch.run_folder.metrics import Record, read_metrics
 from maxbatch.training import build
+from maxbatch.training.state import TrainState
+from maxbatch.training.step import Trainer
 
 T, WINDOW = 6, 16
 CALIBRATE_EVERY = 2
@@ -74,7 +80,19 @@ def training(root: pathlib.Path) -> Iterator[Run]:
   """Trains on two devices in folders of `root`, each named by its run; another call resumes it."""
   with pytest.MonkeyPatch.context() as patch:
     use_first_devices(patch, 2)
+    # A program that begins a state is compiled for every set of measures and optimizer's state.
+    patch.setattr(Trainer, "init", _begun)
     yield _run_in(root)
+
+
+def _begun(trainer: Trainer, seed: int) -> TrainState:
+  return begun_state(trainer, _parameters(trainer.model.config, seed))
+
+
+@functools.cache
+def _parameters(config: ModelConfig, seed: int) -> Parameters:
+  """On the host."""
+  return jax.device_get(jax.jit(build_model(config, T).init)(jax.random.key(seed)))
 
 
 def _run_in(root: pathlib.Path) -> Run:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import pytest
+from begun_states import begun_state
 from noise_runs import CALIBRATE_EVERY, CALIBRATED, Done, Run, T, training
 
 from maxbatch.config.load import load_config
@@ -17,9 +18,12 @@ from maxbatch.models.registry import Parameters, build_model, by_path
 from maxbatch.noise.confidence import Interval, ratios_of_means
 from maxbatch.run_folder.metrics import Record
 from maxbatch.training.loss import loss_sum
+from maxbatch.training.step import Trainer
 
 MEASURED = ("gns/norm", "gns/total", "gns/attention", "gns/mlp", "gns/embedding", "gns/head")
 REPORT_EVERY = 5
+PLAIN = {"eval_fraction": 0, "metrics_writers": "[jsonl]"}
+"""Evaluations are no part of what these tests are about."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +48,7 @@ def measured(train: Run) -> Callable[[str], Done]:
   @functools.cache
   def of(mode: str) -> Done:
     keys = {"batch_size": 16, "total_samples": 24 * 16, "gns_report_every": REPORT_EVERY}
-    return train(mode, **keys, **MODES[mode], enable_checkpointing="false")
+    return train(mode, **PLAIN, **keys, **MODES[mode], enable_checkpointing="false")
 
   return of
 
@@ -132,9 +136,10 @@ def test_a_line_says_what_the_batch_is_worth(measured):
 
 
 def test_the_default_run_calibrates_often_enough_for_a_number(train):
-  keys = {"batch_size": 32, "per_device_batch_size": 16, "gns": "norm", "gns_window_steps": 64}
+  # The programs are those of `measured`.
+  keys = PLAIN | {"batch_size": 16, "gns": "norm", "gns_window_steps": 64}
   keys |= {"enable_checkpointing": "false"}
-  done = train("default", steps=240, total_samples=-1, warmup_steps=-1, learning_rate=3e-3, **keys)
+  done = train("default", steps=120, total_samples=-1, warmup_steps=-1, learning_rate=3e-3, **keys)
   assert done.said.splitlines()[-1].startswith("  batch:   noise scale ≈ ")
   assert "gns/total" in done.records[-1]
 
@@ -179,10 +184,12 @@ def _scale(gradients_BG: np.ndarray) -> float:
   return float(variance / ((mean**2).sum() - variance / len(gradients_BG)))
 
 
-def test_a_frozen_model_has_the_scale_that_its_samples_gradients_have(train):
-  keys = {"batch_size": 16, "lr_schedule_type": "constant", "gns_window_steps": 64}
-  train("frozen", gns="off", total_samples=30 * 16, learning_rate=3e-3, **keys)
-  done = train("frozen", total_samples=94 * 16, learning_rate=0, **keys)
+def test_a_frozen_model_has_the_scale_that_its_samples_gradients_have(train, measured, monkeypatch):
+  trained = jax.device_get(measured("off").params)
+  monkeypatch.setattr(Trainer, "init", lambda trainer, seed: begun_state(trainer, trained))
+  keys = PLAIN | {"batch_size": 16, "gns_window_steps": 64, "enable_checkpointing": "false"}
+  done = train("frozen", total_samples=64 * 16, learning_rate=0, **keys)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(done.params), trained)
   truth = brute_force(done.params, done.folder, 1000)
   last = done.records[-1]
   assert last["gns/total_low"] < truth["total"] < last["gns/total_high"]

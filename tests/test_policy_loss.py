@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from begun_states import begun_state, random_parameters
 from support import relative_errors
 from test_grpo import ALLOWED_V, B, T, pairs_of
 
@@ -54,7 +55,7 @@ def step(micro: int, num_devices: int, *keys: str) -> tuple[Trainer, TrainState,
   layout = topology(config.mesh, num_devices)
   plan = plan_batches(config.batch, config.run, layout)
   trainer = build_trainer(config, plan, jax.devices()[:num_devices], loss=LOSS)
-  state, pairs = trainer.init(0), cut_pairs()
+  state, pairs = begun_state(trainer, random_parameters(trainer.model)), cut_pairs()
   cut = [
     jax.tree.map(lambda x: np.asarray(x)[None, at : at + micro], pairs)  # noqa: B023
     for at in range(0, B, micro)
@@ -70,7 +71,7 @@ def step(micro: int, num_devices: int, *keys: str) -> tuple[Trainer, TrainState,
 
 def test_a_step_on_pairs_is_one_of_their_plain_sums():
   trainer, state, metrics = step(B, 1)
-  params, pairs = trainer.init(0).parameters, cut_pairs()
+  params, pairs = random_parameters(trainer.model), cut_pairs()
 
   def loss(params):
     options = LOSS_ALLOWED, LOSS.temperature, pairs.kept_BTW
@@ -107,7 +108,7 @@ def test_a_step_in_another_format_or_with_a_loss_scale_is_near(keys, off):
   trainer, whole, expected = step(B, 1)
   _, state, metrics = step(B, 1, *keys)
   assert float(metrics.loss) == pytest.approx(float(expected.loss), rel=0.02, abs=0.01)
-  begun = jax.device_get(trainer.init(0).parameters)
+  begun = random_parameters(trainer.model)
   moved = [jax.tree.map(np.subtract, jax.device_get(s.parameters), begun) for s in (state, whole)]
   assert (
     relative_errors(

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from begun_states import begun_state, random_parameters
 from test_train_rl import KEYS, run, same
 
 from maxbatch import plan, train_rl
@@ -37,6 +38,7 @@ from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.sampled import pair_sampler
 from maxbatch.rl.trainer import build_policy_trainer, policy_loss
 from maxbatch.training.build import step_rows
+from maxbatch.training.step import Trainer
 from maxbatch.tuning import microbatch_size, prober
 
 CHECKS = ["configuration", "rollout plan", "batch plan", "mesh", "model", "memory", "learning rate"]
@@ -97,6 +99,7 @@ def test_what_would_stop_a_run_is_said_before(tmp_path, keys, said):
     checked(f"base_output_directory={tmp_path}", *keys)
 
 
+@pytest.mark.usefixtures("begun")
 @pytest.mark.parametrize("devices", [0, 4])
 def test_step_and_sampler_are_compiled_as_a_run_has_them(tmp_path, monkeypatch, capsys, devices):
   monkeypatch.setattr(measured_time, "SECONDS", 0.05)
@@ -131,6 +134,14 @@ def test_step_and_sampler_are_compiled_as_a_run_has_them(tmp_path, monkeypatch, 
   assert seen == [programs[0].prefill, programs[0].write]
 
 
+@pytest.fixture
+def begun(monkeypatch):
+  """States begin without a program of their own for each way to divide them."""
+  monkeypatch.setattr(
+    Trainer, "init", lambda trainer, seed: begun_state(trainer, random_parameters(trainer.model))
+  )
+
+
 def sampled(config: Config) -> np.ndarray:
   """The tokens of a microbatch, of a policy where it is in a run."""
   target = find_devices(config)
@@ -138,7 +149,7 @@ def sampled(config: Config) -> np.ndarray:
   trainer = build_policy_trainer(in_pairs(config, sizes), sizes, target.devices)
   place = RolloutPlace(sizes, target.rollout)
   where = jax.tree.map(lambda leaf: leaf.sharding, place.policy(trainer))
-  params = jax.jit(trainer.model.init, out_shardings=where)(jax.random.key(0))
+  params = jax.device_put(random_parameters(trainer.model), where)
   sampler = pair_sampler(config, trainer.model, place.mesh(trainer))
   found = sampler(params, [Prompt(f"f{number}=", {}) for number in range(2)], "rollout", 0, 0)
   return found.rollout.completions_BN
@@ -252,9 +263,9 @@ def test_plan_answers_as_for_text(capsys):
   assert "num_hosts=2 says who loads samples" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("traced_anew")
+@pytest.mark.usefixtures("traced_anew", "begun")
 def test_a_compiled_step_is_saved_and_run(tmp_path):
-  keys = [f"base_output_directory={tmp_path}", "steps=1"]
+  keys = [f"base_output_directory={tmp_path}", "steps=1", "enable_checkpointing=false"]
   expected = run(tmp_path, "run_name=one", *keys, f"save_compiled_step={tmp_path}/step")
   assert same(run(tmp_path, "run_name=two", *keys, f"compiled_step={tmp_path}/step"), expected)
   with pytest.raises(UserError, match="micro_batch_to_train"):

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import optax
 import pytest
+from begun_states import begun_state, random_parameters
 from flax.traverse_util import flatten_dict
 from support import config, in_microbatches, mesh, relative_errors, uneven_rows
 
@@ -61,8 +62,8 @@ def loud(parameters: Any) -> Any:
 
 
 def begun(model: Model) -> Any:
-  """Such parameters to begin with."""
-  return jax.device_put(loud(jax.device_get(jax.jit(model.init)(KEY))))
+  """Parameters to begin with, adapters that are not zero among them."""
+  return jax.device_put(random_parameters(model))
 
 
 def paths(tree: Any) -> set[tuple[str, ...]]:
@@ -164,7 +165,7 @@ def test_counts_and_work_know_what_trains():
 def by_hand(**keys: Any) -> tuple[Any, list[float]]:
   """The parameters after STEPS of a loop of optax, and each step's loss, on one device."""
   parts = trainer(**keys)
-  begun = parts.init(0)
+  begun = begun_state(parts, random_parameters(parts.model))
   settings, frozen = config(**keys).optimizer, begun.frozen
   rule = optax.chain(
     optax.clip_by_global_norm(settings.gradient_clipping_threshold),
@@ -202,7 +203,9 @@ def test_trained_in_any_split_equals_a_loop_of_optax(keys, axes, k, streams):
   keys = {"opt_type": "sgd"} | keys
   (params, frozen), losses = by_hand(**keys)
   parts = trainer(axes, k if streams else 1, **keys)
-  state, function, found, metrics = parts.init(0), None, [], None
+  state = begun_state(parts, random_parameters(parts.model))
+  begun = jax.device_get(state.params)
+  function, found, metrics = None, [], None
   for seed in range(STEPS):
     fed = in_microbatches(uneven_rows(ROWS, T, seed), k, k if streams else CAPACITY)
     pieces = (
@@ -216,7 +219,7 @@ def test_trained_in_any_split_equals_a_loop_of_optax(keys, axes, k, streams):
     assert metrics is not None
     found.append(float(metrics.loss))
   np.testing.assert_allclose(found, losses, rtol=1e-6)
-  moved = jax.tree.map(np.subtract, params, jax.device_get(parts.init(0).params))
+  moved = jax.tree.map(np.subtract, params, begun)
   for a, b, change in zip(*map(jax.tree.leaves, (state.params, params, moved)), strict=True):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 + 1e-5 * np.abs(change).max())
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.frozen), frozen)
