@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from begun_states import begun_state, random_parameters
 from support import relative_errors
 from test_grpo import B, G
 from test_policy_loss import LOSS, config_of, cut_pairs, step
@@ -171,7 +172,8 @@ def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups():
   plan = plan_batches(config.batch, config.run, layout)
   loss = dataclasses.replace(LOSS, halves=True)
   trainer = build_trainer(config, plan, jax.devices()[:num_devices], loss=loss)
-  state, pairs, metrics = trainer.init(0), cut_pairs(), None
+  state = begun_state(trainer, random_parameters(trainer.model))
+  pairs, metrics = cut_pairs(), None
   params, allowed_V = jax.device_get(state.parameters), np.frombuffer(LOSS.allowed, bool)
   halved, function = in_halves(G, trainer.mesh), None
   for first in range(0, B, micro):
