@@ -6,15 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from begun_states import begun_state, random_parameters
 from first_devices import use_first_devices
 from support import SMALLEST, relative_errors, stop_at
 
 from maxbatch.config.load import load_config
-from maxbatch.models.registry import build_model
 from maxbatch.modes.run import run
 from maxbatch.run_folder.metrics import read_metrics
-from maxbatch.training.step import Trainer
 
 KEYS = {
   "eval_interval": 2,
@@ -56,12 +53,9 @@ def train(text: pathlib.Path, folder: pathlib.Path, **keys: object):
     "dataset_cache_directory": text.parent / "cache",
   }
   values = KEYS | places | keys
-  config = load_config(["config=base", *(f"{key}={value}" for key, value in values.items())])
-  parameters = random_parameters(build_model(config.model, config.batch.max_target_length))
   with pytest.MonkeyPatch.context() as patch:
     use_first_devices(patch, 4)
-    patch.setattr(Trainer, "init", lambda trainer, seed: begun_state(trainer, parameters))
-    return run(config)
+    return run(load_config(["config=base", *(f"{key}={value}" for key, value in values.items())]))
 
 
 def curves(folder: pathlib.Path) -> dict[str, list[float]]:
