@@ -148,6 +148,14 @@ def test_the_state_is_divided_from_birth(opt_type):
   assert len(divided) >= len(moments) * (0.4 if opt_type == "adafactor" else 1.0)
 
 
+def test_a_state_begins_alike_on_any_mesh():
+  one, divided = (trainer(axes, opt_type="sgd").init(seed=0) for axes in ((1, 1, 1), (2, 2, 2)))
+  for ours, theirs in zip(*map(jax.tree.leaves, (one.params, divided.params)), strict=True):
+    # The tails of a normal distribution differ in their last bits between machine codes.
+    np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-7)
+    assert np.ptp(ours) > 0 or (np.asarray(ours) == 1).all()
+
+
 def test_no_device_ever_holds_the_whole_state():
   parts = trainer((1, 8, 1), base_emb_dim=64, base_mlp_dim=256)
   wanted = parts.abstract
