@@ -23,7 +23,7 @@ from maxbatch.checkpoints.parameters_only import PARAMETERS
 from maxbatch.checkpoints.record import listed
 from maxbatch.conversion.reading import load_parameters, reader_of
 from maxbatch.errors import UserError
-from maxbatch.hardware.agreement import failing_together
+from maxbatch.hardware.agreement import sync_errors
 from maxbatch.hugging_face.registry import is_model_folder, read_folder
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.models.trainable import ADAPTER
@@ -194,7 +194,7 @@ class _HuggingFace:
     reader_of(self.folder, model)
 
   def read(self, model: Model, wanted: Parameters) -> Parameters:
-    with failing_together():
+    with sync_errors():
       return load_parameters(self.folder, model, wanted)
 
 
@@ -233,7 +233,7 @@ def read_frozen(
     UserError: they are not there, or not the same any more.
   """
   key, flat = "load_parameters_path", dict(_flat(wanted))
-  with failing_together():
+  with sync_errors():
     folder = frozen_folder(note, run, moved_to)
     source = open_source(key, folder)
   saved = {path: _as_saved(leaf, note["leaves"][_name(path)]) for path, leaf in flat.items()}

@@ -57,7 +57,7 @@ def _sent_bytes(length: int) -> int:
 
 
 @contextlib.contextmanager
-def failing_together() -> Iterator[None]:
+def sync_errors() -> Iterator[None]:
   """What one process refuses in this context, all refuse; process 0 says it, and whose it is.
 
   Without it the others would wait in the next collective for the one that has left. There may be no
@@ -130,13 +130,13 @@ def check_alike(values: Mapping[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def in_turn() -> Iterator[None]:
+def one_process_at_a_time() -> Iterator[None]:
   """Process 0 passes through this context before the others do, who find the files that it made.
 
   Raises:
     UserError: one was raised in this context, in any process.
   """
-  with failing_together():
+  with sync_errors():
     try:
       if jax.process_index() > 0:
         _wait_for_all()
@@ -147,7 +147,7 @@ def in_turn() -> Iterator[None]:
 
 
 def _wait_for_all() -> None:
-  multihost_utils.sync_global_devices("maxbatch: in turn")
+  multihost_utils.sync_global_devices("maxbatch: one process at a time")
 
 
 def _differences(first: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:

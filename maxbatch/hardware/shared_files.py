@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jax
 
-from maxbatch.hardware.agreement import failing_together, gather, shared_error
+from maxbatch.hardware.agreement import gather, shared_error, sync_errors
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder
 
@@ -21,7 +21,7 @@ def write_shared_file(path: Path, content: str | bytes) -> None:
   Raises:
     UserError: it cannot be written; in all processes.
   """
-  with failing_together():
+  with sync_errors():
     if jax.process_index() == 0:
       write_run_file(path, content)
 

@@ -26,7 +26,7 @@ from maxbatch.conversion.source import (
   read_frozen,
 )
 from maxbatch.errors import UserError
-from maxbatch.hardware.agreement import broadcast_one_to_all, failing_together
+from maxbatch.hardware.agreement import broadcast_one_to_all, sync_errors
 from maxbatch.models.registry import joined
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.loop import LOSS_SCALE
@@ -62,7 +62,7 @@ class Beginning:
     """
     if self.source is None:
       return []
-    with failing_together():
+    with sync_errors():
       self.source.check(trainer.model)
       if isinstance(self.source, CheckpointSource) and self.full:
         _check_optimizer(self.source, trainer)
@@ -141,7 +141,7 @@ def beginning_of(config: CheckpointConfig, folder: RunFolder) -> Beginning:
   given = given or broadcast_one_to_all(str(own or ""))
   if not given:
     return Beginning()
-  with failing_together():
+  with sync_errors():
     if config.load_full_state_path and config.load_parameters_path:
       raise UserError(
         f"{_PARAMETERS}={config.load_parameters_path} and {_FULL}={config.load_full_state_path}: a "
@@ -150,7 +150,7 @@ def beginning_of(config: CheckpointConfig, folder: RunFolder) -> Beginning:
     found = str(find_source(key, given))
   # Process 0's: the newest checkpoint of a run that goes on may not be the same for all.
   chosen = Path(broadcast_one_to_all(found))
-  with failing_together():
+  with sync_errors():
     source = open_source(key, chosen)
     if key == _FULL and not _has_state(source):
       raise UserError(

@@ -25,7 +25,7 @@ from maxbatch.conversion.source import FROZEN
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.mixture import MixedRows
 from maxbatch.errors import UserError
-from maxbatch.hardware.agreement import failing_together, in_turn
+from maxbatch.hardware.agreement import one_process_at_a_time, sync_errors
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.shared_files import check_shared, write_shared_file
@@ -142,10 +142,10 @@ def _run(
     num_saved_policies=method.num_saved_policies,
   )
   trainer = saving_frozen(trainer, resolved.saved, beginning)
-  with failing_together():
+  with sync_errors():
     beside = method.held_beside(trainer)
     check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices, beside)
-  with in_turn():
+  with one_process_at_a_time():
     dataset = method.dataset(resolved)
   check_same_run(resolved.config, resolved.plan, dataset)
   taken_up = beginning.check(resolved.config, trainer)
@@ -197,7 +197,7 @@ def _held_by_one_process(resolved: ResolvedRun) -> Iterator[None]:
     UserError: another run is under way there, or this one would replace what is there.
   """
   with contextlib.ExitStack() as held:
-    with failing_together():
+    with sync_errors():
       if jax.process_index() == 0:
         held.enter_context(locked(resolved.folder))
         check_replaces_nothing(resolved.config)
@@ -274,7 +274,7 @@ def _train(
   """Compiles and trains from `start` to the end of the plan, or until a signal."""
   config, plan, trainer, position = resolved.config, start.plan, start.trainer, start.position
   compiler = step_compiler(config, plan, trainer, dataset.train)
-  with failing_together():
+  with sync_errors():
     first = jax.process_index() == 0
     records = _metrics_log(resolved, position, chronicle) if first else NoMetricsLog()
   with (

@@ -17,7 +17,7 @@ from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.compile.rollout_report import PolicyBytes
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
-from maxbatch.hardware.agreement import broadcast_one_to_all, in_turn
+from maxbatch.hardware.agreement import broadcast_one_to_all, one_process_at_a_time
 from maxbatch.hardware.devices import find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import rollout_mesh
@@ -179,7 +179,7 @@ def run_rl(config: Config, *, forget: bool = False) -> tuple[TrainState, Positio
   with started(config), ending_together():
     target = find_devices(config)
     check_rollout_devices(config.rl, jax.process_count())
-    with in_turn():
+    with one_process_at_a_time():
       config, found = with_prompts(config)
     resolved = resolve_rl(config, target, forget=forget)
     config, plan = resolved.config, resolved.plan

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.resume import check_can_continue
-from maxbatch.hardware.agreement import failing_together
+from maxbatch.hardware.agreement import sync_errors
 from maxbatch.models.registry import Model
 from maxbatch.noise.steering import Steering
 from maxbatch.noise.tracker import Estimate
@@ -105,7 +105,7 @@ class Noise:
     """Writes the batches so far for another run to follow, also where there is one alone."""
     if self.steering is None:
       return
-    with failing_together():
+    with sync_errors():
       if jax.process_index() == 0:
         self.steering.write(self.folder)
 
