@@ -273,6 +273,35 @@ def test_muon_orthogonalizes_each_layer_from_all_inputs_to_all_outputs(path, sha
     np.testing.assert_allclose(moved[layer].reshape(shape), expected, rtol=2e-3, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+  ("stack", "axes"),
+  [
+    ((2,), ("layers", "embed", "mlp")),
+    ((3,), ("expert", "mlp", "embed")),
+    ((2, 3), ("layers", "expert", "embed", "mlp")),
+    ((2, 3), ("layers", "expert", "embed", "heads", "head_dim")),
+  ],
+)
+def test_muons_update_of_a_stack_is_the_updates_of_its_matrices(stack, axes):
+  matrix = {"embed": 6, "mlp": 12, "heads": 2, "head_dim": 5}
+  shape, path = tuple(matrix[axis] for axis in axes[len(stack) :]), ("kernel",)
+  config = dataclasses.replace(_CONFIG, opt_type="muon")
+  whole = make_optimizer(config, {path: axes}, 1)
+  alone = make_optimizer(config, {path: axes[len(stack) :]}, 1)
+  params, *gradients = (
+    np.random.default_rng(seed).normal(size=(*stack, *shape)).astype(np.float32)
+    for seed in range(3)
+  )
+
+  def trained(rule: optax.MultiSteps, *index: int) -> np.ndarray:
+    each = [{"kernel": gradient[index]} for gradient in gradients]
+    return steps(rule, each, {"kernel": params[index]})["kernel"]
+
+  after = trained(whole)
+  for index in np.ndindex(stack):
+    np.testing.assert_allclose(after[index], trained(alone, *index), rtol=1e-5, atol=1e-6)
+
+
 def test_muon_leaves_everything_else_to_adamw():
   gradients = [tree(1), tree(2)]
   results = [steps(optimizer(opt_type=name), gradients) for name in ("muon", "adamw")]

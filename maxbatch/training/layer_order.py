@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from maxbatch.models.registry import Model
 from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.training.optimizer_sharding import parameter_of
 
 
 def stage_order(pipeline: Pipeline) -> np.ndarray:
@@ -39,9 +40,9 @@ def _reorder(model: Model, pipeline: Pipeline | None, tree: Any, *, inverse: boo
   axes = model.axes()
 
   def reorder_leaf(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
-    names = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
     # Adafactor's row and column statistics have the layers in front too.
-    layered = axes.get(names, ())[:1] == ("layers",) and leaf.shape[:1] == order.shape
+    owner = parameter_of(path, axes)
+    layered = owner and axes[owner][:1] == ("layers",) and leaf.shape[:1] == order.shape
     return _take(leaf, order) if layered else leaf
 
   return jax.tree_util.tree_map_with_path(reorder_leaf, tree)

@@ -9,6 +9,7 @@ a function of the position in the run and comes in as an argument. Add a rule by
 and registering it in OPTIMIZERS.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -26,6 +27,8 @@ from maxbatch.models.registry import Parameters
 Axes = Mapping[tuple[str, ...], LogicalAxes]
 
 _UNDECAYED = ("scale", "bias")
+_BATCH_AXES = ("layers", "expert")
+"""Leading logical axes of a stack of kernels."""
 _MUON_RMS = 0.2
 """Root mean square of Muon's update that lets it share AdamW's learning rates (Liu et al. 2025)."""
 
@@ -140,11 +143,14 @@ def _scale_to_rms(dims_of_each: Callable[[Any], Any]) -> optax.GradientTransform
 def _matrix_dims(
   path: tuple[str, ...], axes: LogicalAxes
 ) -> optax.contrib.MuonDimensionNumbers | None:
-  """Which dims of a kernel are its input and its output; None for what is not a kernel."""
-  if path[-1] != "kernel":
-    return None
-  first = axes.index("layers") + 1 if "layers" in axes else 0
+  """Returns the dims of a kernel's input and of its output; None for what is not a matrix.
+
+  The dims before them are a batch of matrices, each with an update of its own.
+  """
+  first = len(list(itertools.takewhile(lambda axis: axis in _BATCH_AXES, axes)))
   dims = tuple(range(first, len(axes)))
+  if path[-1] != "kernel" or len(dims) < 2:
+    return None
   cut = 1 if axes[first] == "embed" else len(dims) - 1
   return optax.contrib.MuonDimensionNumbers(dims[:cut], dims[cut:])
 

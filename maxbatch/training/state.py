@@ -16,6 +16,7 @@ from maxbatch.precision.loss_scale import LossScale, LossScaling
 from maxbatch.training.loss import LossSums
 from maxbatch.training.metrics import NO_METRICS, Metrics, TokenSums, zero_token_sums
 from maxbatch.training.optimizer import init_in_float32
+from maxbatch.training.optimizer_sharding import place_optimizer_state
 
 _HOST = "pinned_host"
 """jax's name for the memory of a device's host that the device can read."""
@@ -140,9 +141,12 @@ def abstract_state(
 ) -> TrainState:
   """Shape, dtype and sharding of every leaf: what a compiler or a restore needs to know.
 
-  Optimizer state that mirrors a parameter (same path, same rank) lies where the parameter lies;
-  the rest (counters, Adafactor's rows and columns) is small and on every device. With
-  `optimizer_on_host` what mirrors a parameter is in the memory of the devices' hosts.
+  Optimizer state is divided as its parameters are (training/optimizer_sharding.py); counters and
+  sums are on every device. With `optimizer_on_host` the optimizer's arrays are in the memory of the
+  devices' hosts.
+
+  Raises:
+    UserError: optimizer state that is large and cannot be divided.
   """
   begun = functools.partial(_begun, model, optimizer, measures, scaling)
   shapes = jax.eval_shape(lambda key: begun(model.init(key)), jax.random.key(0))
@@ -155,11 +159,9 @@ def abstract_state(
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
 
   state = jax.tree_util.tree_map_with_path(place, shapes)
-  if not optimizer_on_host:
-    return state
-  inner = jax.tree.map(
-    lambda leaf: _on_host(leaf) if leaf.ndim else leaf, state.opt_state.inner_opt_state
-  )
+  inner = place_optimizer_state(shapes.opt_state.inner_opt_state, shapes.params, axes, mesh)
+  if optimizer_on_host:
+    inner = jax.tree.map(lambda leaf: _on_host(leaf) if leaf.ndim else leaf, inner)
   return state._replace(opt_state=state.opt_state._replace(inner_opt_state=inner))
 
 
