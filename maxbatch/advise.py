@@ -213,7 +213,7 @@ def _mesh(config: Config, place: Place | None, num_devices: int) -> Topology:
       f"compile_topology={place.name} already says how many devices there are; leave out "
       f"num_devices={num_devices}"
     )
-  return Topology((place.devices_per_slice, 1, 1, 1), (place.slices, 1, 1, 1))
+  return Topology({"data": place.devices_per_slice}, {"data": place.slices})
 
 
 def _given(config: Config, keys: Sequence[str]) -> frozenset[str]:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numbered_rows import NumberedRows
 
 from maxbatch.batch.row_plan import StepRows
-from maxbatch.batch.topology import Topology
+from maxbatch.batch.topology import AXIS_NAMES, Topology
 from maxbatch.data.dataset import Arrays
 from maxbatch.data.loader import train_loader
 from maxbatch.data.placement import RowPlacement
@@ -61,7 +61,7 @@ def inject(process: int, step: int, fault: str) -> None:
 
 def steps_of(case: dict[str, Any]) -> Iterator[Rows]:
   """The rows of the case's steps."""
-  mesh = make_mesh(Topology(tuple(case["axes"]), (1, 1, 1, 1)), jax.devices())
+  mesh = make_mesh(Topology(dict(zip(AXIS_NAMES, case["axes"], strict=True))), jax.devices())
   mock.patch.stopall()
   if "fault" in case:
     inject(*case["fault"])

@@ -105,7 +105,7 @@ def model_config(**keys: object) -> ModelConfig:
 
 def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, stage: int = 1) -> Mesh:
   """A mesh of the first simulated devices."""
-  topology = Topology((data, fsdp, tensor, stage), (1, 1, 1, 1))
+  topology = Topology.of(data=data, fsdp=fsdp, tensor=tensor, stage=stage)
   return make_mesh(topology, jax.devices()[: topology.num_devices])
 
 

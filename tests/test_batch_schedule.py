@@ -27,7 +27,7 @@ START = Position(0, 0)
 
 
 def devices(data: int = 1, tensor: int = 1) -> Topology:
-  return Topology((data, 1, tensor, 1), (1, 1, 1, 1))
+  return Topology.of(data=data, tensor=tensor)
 
 
 def plan_of(topology: Topology, **keys: Any) -> BatchPlan:

@@ -33,7 +33,7 @@ def config_of(**keys: Any) -> Config:
 
 
 def devices(data: int = 1, fsdp: int = 1, tensor: int = 1) -> Topology:
-  return Topology((data, fsdp, tensor, 1), (1, 1, 1, 1))
+  return Topology.of(data=data, fsdp=fsdp, tensor=tensor)
 
 
 def found(layout: Topology, **keys: Any) -> tuple[Candidate, ...]:

@@ -15,7 +15,7 @@ def branches(
   *factors: str | int, batch: int = 32, micro_batch: int = 32, tokens: int = -1, share: str = "1/4"
 ) -> Branching:
   phase = Phase(1, Position(0, 0), 1, batch, micro_batch)
-  base = BranchBase(phase, Topology((8, 1, 1, 1), (1, 1, 1, 1)), 16)
+  base = BranchBase(phase, Topology.of(data=8), 16)
   return plan_branches(base, BranchRequest(tuple(map(Fraction, factors)), tokens, Fraction(share)))
 
 

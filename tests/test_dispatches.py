@@ -25,7 +25,7 @@ def plan_of(micro: int, accumulation: int, steps: int, factor: int = 1) -> Batch
     expansion_factor_real_data=Fraction(factor),
   )
   run = dataclasses.replace(_CONFIG.run, steps=steps)
-  return plan_batches(batch, run, Topology((1, 1, 1, 1), (1, 1, 1, 1)))
+  return plan_batches(batch, run, Topology.of())
 
 
 def samples_of(dispatched: Sequence[StepRows], micro: int) -> list[int]:
@@ -63,7 +63,7 @@ def test_what_is_loaded_at_once_does_not_depend_on_how_it_is_sent(
 def test_stages_of_another_microbatch_are_segments_of_their_own(streamed, start):
   keys = ["batch_size=12", "micro_batch_size=4", "batch_schedule=[[0, 4], [40, 6], [80, 12]]"]
   config = load_config(["config=base", *keys, "steps=30"])
-  plan = plan_batches(config.batch, config.run, Topology((1, 1, 1, 1), (1, 1, 1, 1)))
+  plan = plan_batches(config.batch, config.run, Topology.of())
   position = Position(0, 0)
   while position.samples < min(start, plan.total_samples):
     position = plan.advance(position)

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from tiny_model import GEMMA_LIKE, loud_parameters, random_rows, tiny_model
 
 from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import AXES, topology
+from maxbatch.batch.topology import AXIS_NAMES, topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import ModelConfig
 from maxbatch.errors import UserError
@@ -243,7 +243,7 @@ def test_layers_of_two_kinds_take_two_kernels(monkeypatch: pytest.MonkeyPatch):
     return KERNELS["gpu"](q_BTNH, k_BSKH, v_BSKH, ids_BT, window)
 
   monkeypatch.setitem(flash.KERNELS, "cpu", kernel)
-  mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2, 1, 1), AXES)
+  mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2, 1, 1), AXIS_NAMES)
   rows, results = random_rows(2)._replace(segment_ids=segments(2, 12)), []
   for attention in ("flash", "dot_product"):
     tiny = tiny_model(*GEMMA_LIKE, "attn_logits_soft_cap=0", f"attention={attention}")
@@ -271,7 +271,7 @@ def test_devices_with_their_own_rows_and_heads_equal_one(
   sizes: tuple[int, int, int, int], N: int, K: int
 ):
   """Under a mesh, and inside a shard_map over data as in the step; gradients too."""
-  mesh = Mesh(np.array(jax.devices()).reshape(sizes), AXES, axis_types=(AxisType.Auto,) * 4)
+  mesh = Mesh(np.array(jax.devices()).reshape(sizes), AXIS_NAMES, axis_types=(AxisType.Auto,) * 4)
   arrays, ids_BT = operands(N, K, 128, B=8), segments(8, 128)
 
   def attend(q_BTNH, k_BSKH, v_BSKH, ids_BT):
@@ -295,7 +295,7 @@ def test_devices_with_their_own_rows_and_heads_equal_one(
 
 def test_without_a_mesh_nothing_is_known_of_the_devices():
   """A sample of text is written without one, so the model must multiply matrices there."""
-  mesh = Mesh(np.array(jax.devices()).reshape(8, 1, 1, 1), AXES)
+  mesh = Mesh(np.array(jax.devices()).reshape(8, 1, 1, 1), AXIS_NAMES)
   assert not flash.has_devices()
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     assert flash.has_devices()

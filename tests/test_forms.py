@@ -23,7 +23,7 @@ B, T, N, H = 2, 3, 4, 6
 
 def test_the_form_follows_the_devices_of_the_mesh_around():
   pytest.importorskip("libtpu")
-  elsewhere = make_mesh(Topology((4, 1, 1, 1), (1, 1, 1, 1)), topology_devices("v5e-4"))
+  elsewhere = make_mesh(Topology.of(data=4), topology_devices("v5e-4"))
   found = [forms.is_for_tpu()]
   for devices in (mesh(data=4), elsewhere):
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh):

@@ -19,7 +19,7 @@ def plan_of(batch: int) -> BatchPlan:
   config = load_config(
     ["config=base", f"per_device_batch_size={batch}", f"max_target_length={LENGTH}"]
   )
-  return plan_batches(config.batch, config.run, Topology((1, 1, 1, 1), (1, 1, 1, 1)))
+  return plan_batches(config.batch, config.run, Topology.of())
 
 
 PLAN = plan_of(3)

@@ -23,7 +23,7 @@ STEPS, PEAK = 40, 0.5
 
 def plan_of(steps: int = STEPS) -> BatchPlan:
   run = dataclasses.replace(_CONFIG.run, steps=steps)
-  return plan_batches(_CONFIG.batch, run, Topology((8, 1, 1, 1), (1, 1, 1, 1)))
+  return plan_batches(_CONFIG.batch, run, Topology.of(data=8))
 
 
 PLAN = plan_of()
@@ -147,7 +147,7 @@ def test_the_highest_rate_of_a_phase(name, warmup, coupling):
     _CONFIG.batch, batch_schedule=((0, 32), (160, 64), (1000, 128)), batch_size=128
   )
   run = dataclasses.replace(_CONFIG.run, steps=STEPS)
-  plan = plan_batches(batch, run, Topology((8, 1, 1, 1), (1, 1, 1, 1)))
+  plan = plan_batches(batch, run, Topology.of(data=8))
   keys = {"learning_rate_batch_coupling": coupling, "lr_schedule_type": name}
   found = schedule(plan=plan, warmup_steps=warmup, **keys)
   assert len(plan.phases) == 3

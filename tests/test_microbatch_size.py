@@ -216,10 +216,10 @@ def depends_on(layout: Topology | None = None) -> dict[str, Any]:
 def test_devices_versions_code_and_variables_matter(monkeypatch):
   base = depends_on()
   assert json.loads(json.dumps(base)) == base
-  others = [depends_on(Topology((4, 2, 1, 1), (1, 1, 1, 1)))]
+  others = [depends_on(Topology.of(data=4, fsdp=2))]
   # A CPU has no slices to make a mesh of.
   monkeypatch.setattr(microbatch_size, "_lowered", lambda *_: base["lowered"])
-  others.append(depends_on(Topology((4, 1, 1, 1), (2, 1, 1, 1))))
+  others.append(depends_on(Topology({"data": 4}, {"data": 2})))
   monkeypatch.setenv("XLA_FLAGS", "--xla_another=1")
   others.append(depends_on())
   monkeypatch.undo()

@@ -44,7 +44,7 @@ def batch_of(**keys: Any) -> BatchConfig:
 
 
 def devices(data: int = 1, fsdp: int = 1, tensor: int = 1, stage: int = 1) -> Topology:
-  return Topology((data, fsdp, tensor, stage), (1, 1, 1, 1))
+  return Topology.of(data=data, fsdp=fsdp, tensor=tensor, stage=stage)
 
 
 def plan_of(topology: Topology, run: RunConfig | None = None, **keys: Any) -> BatchPlan:

@@ -15,7 +15,7 @@ from maxbatch.hardware.sharding import make_mesh, rollout_mesh
 from maxbatch.models.registry import Parameters
 from maxbatch.rl.policies import Policies, mover
 
-TRAIN = make_mesh(Topology((1, 2, 1, 1), (1, 1, 1, 1)), jax.devices()[:2])
+TRAIN = make_mesh(Topology.of(fsdp=2), jax.devices()[:2])
 SAMPLE = rollout_mesh(jax.devices()[2:5])
 
 

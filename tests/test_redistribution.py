@@ -17,7 +17,7 @@ from maxbatch.batch.loads import check_loads, load_factor
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
 from maxbatch.batch.redistribution import Redistribution, consecutive_processes, redistribution
 from maxbatch.batch.row_plan import StepTable, columns_of_blocks, dispatches
-from maxbatch.batch.topology import Topology
+from maxbatch.batch.topology import AXIS_NAMES, Topology
 from maxbatch.config.load import load_config
 from maxbatch.data.reading import ReadPlan
 
@@ -48,7 +48,7 @@ class Setup:
     plan = plan_batches(
       batch,
       dataclasses.replace(CONFIG.run, steps=-1, total_samples=SAMPLES),
-      Topology(self.axes, (1, 1, 1, 1)),
+      Topology(dict(zip(AXIS_NAMES, self.axes, strict=True))),
     )
     if self.not_first:
       first = loading_hosts(plan, self.processes) or (0,)

@@ -36,7 +36,7 @@ def config_of(**keys: Any) -> Config:
 
 
 def devices(data: int = 1, tensor: int = 1) -> Topology:
-  return Topology((data, 1, tensor, 1), (1, 1, 1, 1))
+  return Topology.of(data=data, tensor=tensor)
 
 
 def plan_of(topology: Topology = devices(), **keys: Any) -> RLPlan:  # noqa: B008

@@ -48,7 +48,7 @@ def test_a_gradient_is_the_sum_over_the_rows_of_all_devices(dtype, width):
 def test_every_device_has_its_place_along_every_axis():
   """The mesh names its axes in another order than a topology does."""
   devices = jax.devices()
-  made = make_mesh(Topology((2, 2, 1, 2), (1, 1, 1, 1)), devices)
+  made = make_mesh(Topology.of(data=2, fsdp=2, stage=2), devices)
   assert made.shape == {"data": 2, "stage": 2, "fsdp": 2, "tensor": 1}
   # XLA wants the axes that an outer shard_map takes before those of an inner one.
   assert made.axis_names[:2] == ("data", "stage")

@@ -36,7 +36,7 @@ LLAMA = work_of("llama2-7b", "max_target_length=2048")
 
 
 def mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, slices: int = 1) -> Topology:
-  return Topology((data, fsdp, tensor, 1), (slices, 1, 1, 1))
+  return Topology({"data": data, "fsdp": fsdp, "tensor": tensor}, {"data": slices})
 
 
 def llama(

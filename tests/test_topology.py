@@ -1,23 +1,19 @@
 """Devices over mesh axes: what is left over, what is refused, and that the offered way out works."""
 
 import itertools
-import math
 import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxbatch.batch.topology import AXES, Topology, topology
+from maxbatch.batch.topology import AXES, AXIS_NAMES, Topology, topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import MeshConfig
 from maxbatch.errors import UserError
 
 _DEFAULT = load_config(["config=base"]).mesh
-_KEYS = [
-  f"{kind}_{name}_parallelism"
-  for kind, name in itertools.product(("ici", "dcn"), ("data", "fsdp", "tensor", "pipeline"))
-]
+_KEYS = [f"{kind}_{axis.key}_parallelism" for kind, axis in itertools.product(("ici", "dcn"), AXES)]
 axis_sizes = st.sampled_from([-1, 1, 2, 3, 4, 6, 8])
 
 
@@ -34,13 +30,13 @@ def message(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> str:
 
 
 def test_minus_one_takes_whatever_is_left():
-  assert topology(mesh_of(), 8).ici == (8, 1, 1, 1)
-  assert topology(mesh_of((2, -1, 2, 1)), 16).ici == (2, 4, 2, 1)
-  assert topology(mesh_of((1, 2, 2, -1)), 4).ici == (1, 2, 2, 1)
+  assert topology(mesh_of(), 8) == Topology.of(data=8)
+  assert topology(mesh_of((2, -1, 2, 1)), 16) == Topology.of(data=2, fsdp=4, tensor=2)
+  assert topology(mesh_of((1, 2, 2, -1)), 4) == Topology.of(fsdp=2, tensor=2)
 
 
 def test_products():
-  layout = Topology((2, 3, 4, 5), (7, 1, 1, 2))
+  layout = Topology({"data": 2, "fsdp": 3, "tensor": 4, "stage": 5}, {"data": 7, "stage": 2})
   assert layout.shape == {"data": 14, "fsdp": 3, "tensor": 4, "stage": 10}
   assert layout.num_devices == 14 * 3 * 4 * 10
   assert layout.num_slices == 14
@@ -48,9 +44,16 @@ def test_products():
   assert str(layout) == "data 14 × fsdp 3 × tensor 4 × stage 10"
 
 
+def test_topologies_are_equal_whatever_their_mappings_say_and_leave_out():
+  written = {Topology({"fsdp": 4, "data": 2, "stage": 1}), Topology.of(data=2, fsdp=4)}
+  assert written == {Topology({name: {"data": 2, "fsdp": 4}.get(name, 1) for name in AXIS_NAMES})}
+  with pytest.raises(UserError, match="no mesh axis model; the axes are data, fsdp, tensor, stage"):
+    Topology.of(model=2)
+
+
 def test_slices_are_divided_by_the_dcn_axes():
   layout = topology(mesh_of((-1, 1, 2, 1), (-1, 1, 1, 2)), 32, num_slices=4)
-  assert (layout.ici, layout.dcn) == ((4, 1, 2, 1), (2, 1, 1, 2))
+  assert layout == Topology({"data": 4, "tensor": 2}, {"data": 2, "stage": 2})
   assert layout.shape == {"data": 8, "fsdp": 1, "tensor": 2, "stage": 2}
 
 
@@ -108,10 +111,10 @@ def test_a_layout_uses_every_device_or_the_offered_example_does(ici, dcn, per_sl
       assert len(example) == len(AXES)
       sizes |= {key: int(value) for key, value in example}
       continue
-    assert math.prod(layout.ici) == per_slice
-    assert math.prod(layout.dcn) == layout.num_slices == slices
+    assert layout.devices_per_slice == per_slice
+    assert layout.num_slices == slices
     assert layout.num_devices == per_slice * slices
-    wanted = tuple(sizes[key] for key in _KEYS)
-    assert all(size in (-1, got) for size, got in zip(wanted, layout.ici + layout.dcn, strict=True))
+    found = (*layout.ici.values(), *layout.dcn.values())
+    assert all(sizes[key] in (-1, size) for key, size in zip(_KEYS, found, strict=True))
     return
   pytest.fail("the offered examples did not work")

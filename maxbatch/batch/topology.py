@@ -2,48 +2,92 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from maxbatch.config.schema import MeshConfig
 from maxbatch.errors import UserError
 
-AXES = ("data", "fsdp", "tensor", "stage")
-BATCH_AXES = ("data", "fsdp")
-"""Devices that differ along these axes get different samples; along the others they share them."""
 
-_KEYS = ("data", "fsdp", "tensor", "pipeline")
-"""The axes in the names of keys, as MaxText has them: ici_data_parallelism."""
+@dataclasses.dataclass(frozen=True)
+class MeshAxis:
+  """One axis of the mesh."""
+
+  name: str
+  key: str
+  """The axis in the names of the configuration's keys: `ici_{key}_parallelism`."""
+  depth: int
+  """Its place in the device mesh, counted from the outermost. An inner shard_map takes only axes
+  inside of those that the outer one takes: XLA (jax 0.12) aborts on any other nesting."""
+  divides_batch: bool = False
+  """Whether devices that differ along it get different samples; along the others they share them."""
+
+
+AXES = (
+  MeshAxis("data", "data", depth=0, divides_batch=True),
+  MeshAxis("fsdp", "fsdp", depth=2, divides_batch=True),
+  MeshAxis("tensor", "tensor", depth=3),
+  MeshAxis("stage", "pipeline", depth=1),
+)
+"""Every axis there is. Neighbouring devices differ along the last one.
+
+With a row here, the pair of keys `ici_…` and `dcn_…`, and its place in the rules of
+hardware/sharding.py, an axis is known everywhere.
+"""
+AXIS_NAMES = tuple(axis.name for axis in AXES)
+BATCH_AXES = tuple(axis.name for axis in AXES if axis.divides_batch)
 
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-  """Devices per mesh axis: `ici` inside a slice, `dcn` between slices, both in the order of AXES."""
+  """Devices along each mesh axis: `ici` inside a slice, `dcn` between slices.
 
-  ici: tuple[int, int, int, int]
-  dcn: tuple[int, int, int, int]
+  Axes that a mapping leaves out have one device; the attributes hold all, in the order of AXES.
+  """
+
+  ici: Mapping[str, int]
+  dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
+
+  def __post_init__(self) -> None:
+    for kind in ("ici", "dcn"):
+      sizes = dict(getattr(self, kind))
+      whole = {name: sizes.pop(name, 1) for name in AXIS_NAMES}
+      if sizes:
+        raise UserError(
+          f"there is no mesh axis {', '.join(sizes)}; the axes are {', '.join(AXIS_NAMES)}"
+        )
+      object.__setattr__(self, kind, whole)
+
+  def __hash__(self) -> int:
+    return hash((*self.ici.values(), *self.dcn.values()))
+
+  @classmethod
+  def of(cls, **sizes: int) -> "Topology":
+    """Returns the topology of one slice: `Topology.of(data=2, fsdp=4)`."""
+    return cls(sizes)
 
   @property
   def shape(self) -> dict[str, int]:
     """Devices along each mesh axis."""
-    return {axis: i * d for axis, i, d in zip(AXES, self.ici, self.dcn, strict=True)}
+    return {axis: size * self.dcn[axis] for axis, size in self.ici.items()}
 
   @property
   def num_devices(self) -> int:
     """Devices of the mesh."""
-    return math.prod(self.ici) * math.prod(self.dcn)
+    return self.devices_per_slice * self.num_slices
 
   @property
   def num_slices(self) -> int:
     """Slices: sets of devices connected by ICI, the fast interconnect."""
-    return math.prod(self.dcn)
+    return math.prod(self.dcn.values())
 
   @property
   def devices_per_slice(self) -> int:
     """Devices of one slice."""
-    return math.prod(self.ici)
+    return math.prod(self.ici.values())
 
   @property
   def num_batch_groups(self) -> int:
-    """Data-parallel groups: data × fsdp. Each gets its own samples."""
+    """Data-parallel groups, the product of the axes that divide the batch. Each gets its own samples."""
     return math.prod(self.shape[axis] for axis in BATCH_AXES)
 
   def __str__(self) -> str:
@@ -51,7 +95,7 @@ class Topology:
 
 
 def topology(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> Topology:
-  """The mesh of `num_devices` devices in `num_slices` equal slices.
+  """Returns the mesh of `num_devices` devices in `num_slices` equal slices.
 
   Raises:
     UserError: the product of the axes is not the number of devices, or the slices are not equal.
@@ -61,22 +105,56 @@ def topology(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> Topolog
       f"{num_devices} devices in {num_slices} slices: all slices must have the same number of "
       f"devices; for example {num_devices // num_slices * num_slices} devices"
     )
-  ici = (
-    mesh.ici_data_parallelism,
-    mesh.ici_fsdp_parallelism,
-    mesh.ici_tensor_parallelism,
-    mesh.ici_pipeline_parallelism,
-  )
-  dcn = (
-    mesh.dcn_data_parallelism,
-    mesh.dcn_fsdp_parallelism,
-    mesh.dcn_tensor_parallelism,
-    mesh.dcn_pipeline_parallelism,
-  )
+  keys = dataclasses.asdict(mesh)
+
+  def sizes(prefix: str, total: int, what: str) -> dict[str, int]:
+    names = [f"{prefix}_{axis.key}_parallelism" for axis in AXES]
+    filled = fill({name: keys[name] for name in names}, total, what)
+    return dict(zip(AXIS_NAMES, filled.values(), strict=True))
+
   return Topology(
-    ici=_fill("ici", ici, num_devices // num_slices, "devices of a slice"),
-    dcn=_fill("dcn", dcn, num_slices, "slices"),
+    ici=sizes("ici", num_devices // num_slices, "devices of a slice"),
+    dcn=sizes("dcn", num_slices, "slices"),
   )
+
+
+def fill(sizes: Mapping[str, int], total: int, what: str) -> dict[str, int]:
+  """Returns the sizes with a -1 replaced by the remaining devices, so that the product is `total`.
+
+  Args:
+    sizes: key, as messages name it, to the size given for an axis; in the order of AXES.
+    total: the product that they must have.
+    what: what `total` counts, for messages.
+
+  Raises:
+    UserError: several are -1, or the product is another.
+  """
+  given = ", ".join(f"{key}={size}" for key, size in sizes.items())
+  open_axes = [key for key, size in sizes.items() if size == -1]
+  if len(open_axes) > 1:
+    raise UserError(
+      f"{given}: only one axis can be -1 (the remaining devices), not {len(open_axes)}; "
+      f"for example {_working_example(sizes, total)}"
+    )
+  product = math.prod(size for size in sizes.values() if size != -1)
+  if total % product or (not open_axes and product != total):
+    raise UserError(
+      f"{given}: the product of the axes, {product}, must "
+      f"{'divide' if open_axes else 'equal'} the {total} {what}; "
+      f"for example {_working_example(sizes, total)}"
+    )
+  return {key: total // product if size == -1 else size for key, size in sizes.items()}
+
+
+def _working_example(sizes: Mapping[str, int], total: int) -> str:
+  """Reduces each size to a divisor of the devices that remain; the first axis gets the rest."""
+  left, (first, *others) = total, sizes
+  example = []
+  for key in others:
+    fitting = math.gcd(max(sizes[key], 1), left)
+    left //= fitting
+    example.append(f"{key}={fitting}")
+  return " ".join([f"{first}={left}", *example])
 
 
 def devices_per_process(num_simulated_devices: int, num_processes: int) -> int:
@@ -93,37 +171,3 @@ def devices_per_process(num_simulated_devices: int, num_processes: int) -> int:
       f"num_simulated_devices={fitting}"
     )
   return num_simulated_devices // num_processes
-
-
-def _fill(prefix: str, sizes: tuple[int, ...], total: int, what: str) -> tuple[int, int, int, int]:
-  """Replaces a -1 by the remaining devices, and checks that the product is `total`."""
-  names = [f"{prefix}_{name}_parallelism" for name in _KEYS]
-  given = ", ".join(f"{name}={size}" for name, size in zip(names, sizes, strict=True))
-  open_axes = [name for name, size in zip(names, sizes, strict=True) if size == -1]
-  if len(open_axes) > 1:
-    raise UserError(
-      f"{given}: only one axis can be -1 (the remaining devices), not {len(open_axes)}; "
-      f"for example {_working_example(names, sizes, total)}"
-    )
-  product = math.prod(size for size in sizes if size != -1)
-  if open_axes and total % product == 0:
-    data, fsdp, tensor, stage = (total // product if size == -1 else size for size in sizes)
-    return data, fsdp, tensor, stage
-  if open_axes or product != total:
-    raise UserError(
-      f"{given}: the product of the axes, {product}, must "
-      f"{'divide' if open_axes else 'equal'} the {total} {what}; "
-      f"for example {_working_example(names, sizes, total)}"
-    )
-  data, fsdp, tensor, stage = sizes
-  return data, fsdp, tensor, stage
-
-
-def _working_example(names: list[str], sizes: tuple[int, ...], total: int) -> str:
-  """The given sizes, each reduced to a divisor of the devices that remain; data gets the rest."""
-  left, example = total, []
-  for name, size in zip(names[1:], sizes[1:], strict=True):
-    fitting = math.gcd(max(size, 1), left)
-    left //= fitting
-    example.append(f"{name}={fitting}")
-  return " ".join([f"{names[0]}={left}", *example])

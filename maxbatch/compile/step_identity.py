@@ -165,7 +165,7 @@ def _devices(plan: BatchPlan, trainer: Trainer) -> dict[str, object]:
     "num_processes": len({device.process_index for device in devices}),
     "mesh": str(plan.topology),
     # The devices' order on the mesh follows from it, and is no part of the text.
-    "mesh_between_slices": list(plan.topology.dcn),
+    "mesh_between_slices": list(plan.topology.dcn.values()),
   }
 
 

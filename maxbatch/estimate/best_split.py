@@ -53,15 +53,15 @@ class BatchSplit:
   @property
   def keys(self) -> dict[str, str]:
     """The configuration's keys that ask for it, with their values."""
-    (data, fsdp, tensor, _), (replicas, *_) = self.mesh.ici, self.mesh.dcn
+    ici, replicas = self.mesh.ici, self.mesh.dcn["data"]
     slices = {"dcn_data_parallelism": str(replicas)} if replicas > 1 else {}
     return {
       "batch_size": str(self.batch),
       "micro_batch_size": text(self.per_device),
       "remat_policy": self.remat,
-      "ici_data_parallelism": str(data),
-      "ici_fsdp_parallelism": str(fsdp),
-      "ici_tensor_parallelism": str(tensor),
+      "ici_data_parallelism": str(ici["data"]),
+      "ici_fsdp_parallelism": str(ici["fsdp"]),
+      "ici_tensor_parallelism": str(ici["tensor"]),
       **slices,
     }
 
@@ -257,4 +257,5 @@ def meshes(work: StepWork, devices_per_slice: int, num_slices: int = 1) -> Itera
     groups = devices_per_slice // tensor
     for data in (2**power for power in range(groups.bit_length())):
       if groups % data == 0 and c.base_emb_dim % (groups // data) == 0:
-        yield Topology((data, groups // data, tensor, 1), (num_slices, 1, 1, 1))
+        ici = {"data": data, "fsdp": groups // data, "tensor": tensor}
+        yield Topology(ici, {"data": num_slices})

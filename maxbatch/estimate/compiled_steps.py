@@ -94,7 +94,7 @@ class CompiledStep:
   @property
   def mesh(self) -> Topology:
     """The mesh, of one slice."""
-    return Topology((self.data, self.fsdp, self.tensor, 1), (1, 1, 1, 1))
+    return Topology.of(data=self.data, fsdp=self.fsdp, tensor=self.tensor)
 
 
 def compiled_step(
@@ -103,17 +103,16 @@ def compiled_step(
   """The compiled step of this work, divided like this, if there is one; the user's own come first."""
   if mesh.num_slices > 1:
     return None
-  key = (work_digest(work), chip.generation, mesh.ici, per_device, remat)
+  key = (work_digest(work), chip.generation, mesh, per_device, remat)
   return _remembered(str(remembered_steps())).get(key) or _by_key().get(key)
 
 
-_Key = tuple[str, str, tuple[int, ...], Fraction, str]
+_Key = tuple[str, str, Topology, Fraction, str]
 
 
 def _keyed(steps: Sequence[CompiledStep]) -> dict[_Key, CompiledStep]:
   return {
-    (one.work, one.generation, one.mesh.ici, Fraction(one.per_device), one.remat): one
-    for one in steps
+    (one.work, one.generation, one.mesh, Fraction(one.per_device), one.remat): one for one in steps
   }
 
 

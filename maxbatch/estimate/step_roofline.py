@@ -181,7 +181,7 @@ def link_seconds(
   fsdp, ways = mesh.shape["fsdp"], mesh.shape["tensor"]
   is_divided = weight_shards(work, mesh)[0] > 1
   # Slices that divide weights gather them over their hosts' network.
-  between = mesh.dcn[1] > 1
+  between = mesh.dcn["fsdp"] > 1
   bandwidth = chip.dcn_bandwidth if between else chip.ici_bandwidth
   weights = work.parameters / ways * work.compute_bytes * (fsdp - 1) / fsdp / bandwidth
   tokens = float(per_device * ways * work.length)
@@ -242,6 +242,6 @@ def _replicas(work: StepWork, chip: Chip, mesh: Topology) -> RooflineSeconds:
   hosts' network is the slowest part."""
   replicas = mesh.shape["data"]
   divided = math.prod(weight_shards(work, mesh))
-  bandwidth = chip.dcn_bandwidth if mesh.dcn[0] > 1 else chip.ici_bandwidth
+  bandwidth = chip.dcn_bandwidth if mesh.dcn["data"] > 1 else chip.ici_bandwidth
   moved = 2 * 4 * work.parameters / divided * (replicas - 1) / replicas
   return RooflineSeconds(interconnect=moved / bandwidth)

@@ -14,19 +14,18 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from maxbatch.batch.topology import AXES, Topology
+from maxbatch.batch.topology import AXES, AXIS_NAMES, BATCH_AXES, Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
 
 LogicalAxes = tuple[str | None, ...]
 Result = TypeVar("Result")
 
-MESH_AXES = ("data", "stage", "fsdp", "tensor")
-"""In the order in which shard_maps take them, the outer before the inner: XLA (jax 0.12) aborts on
-nested ones that take an axis before those they are in."""
+MESH_AXES = tuple(axis.name for axis in sorted(AXES, key=lambda axis: axis.depth))
+"""In the order in which shard_maps take them, the outer before the inner."""
 
 LOGICAL_AXIS_RULES: dict[str | None, tuple[str, ...]] = {
-  "batch": ("data", "fsdp"),
+  "batch": BATCH_AXES,
   "layers": ("stage",),
   "embed": ("fsdp",),
   "vocab": ("tensor",),
@@ -53,17 +52,16 @@ def make_mesh(topology: Topology, devices: Sequence[Device]) -> Mesh:
     raise UserError(
       f"the mesh {topology} needs {topology.num_devices} devices, but there are {len(devices)}"
     )
+  ici, dcn = tuple(topology.ici.values()), tuple(topology.dcn.values())
   if not _form_cuboids(devices, topology.num_slices):
     array = _as_they_come(topology, devices)
   elif topology.num_slices > 1:
-    array = mesh_utils.create_hybrid_device_mesh(
-      topology.ici, topology.dcn, devices, allow_split_physical_axes=True
-    )
+    array = mesh_utils.create_hybrid_device_mesh(ici, dcn, devices, allow_split_physical_axes=True)
   elif devices[0].platform == "cpu":
-    array = np.array(devices).reshape(topology.ici)
+    array = np.array(devices).reshape(ici)
   else:
-    array = mesh_utils.create_device_mesh(topology.ici, devices, allow_split_physical_axes=True)
-  array = np.transpose(array, [AXES.index(axis) for axis in MESH_AXES])
+    array = mesh_utils.create_device_mesh(ici, devices, allow_split_physical_axes=True)
+  array = np.transpose(array, [AXIS_NAMES.index(axis) for axis in MESH_AXES])
   return Mesh(array, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
@@ -81,14 +79,14 @@ def _form_cuboids(devices: Sequence[Device], num_slices: int) -> bool:
 
 def _as_they_come(topology: Topology, devices: Sequence[Device]) -> np.ndarray:
   """The devices, slice after slice, in the order in which they are given."""
-  slices = np.array(devices).reshape(*topology.dcn, *topology.ici)
+  slices = np.array(devices).reshape(*topology.dcn.values(), *topology.ici.values())
   interleaved = slices.transpose([at + part for at in range(len(AXES)) for part in (0, len(AXES))])
   return interleaved.reshape(tuple(topology.shape.values()))
 
 
 def rollout_mesh(devices: Sequence[Device]) -> Mesh:
   """The mesh of devices that only sample: each has whole parameters, and pairs of its own."""
-  return make_mesh(Topology((len(devices), 1, 1, 1), (1, 1, 1, 1)), devices)
+  return make_mesh(Topology.of(data=len(devices)), devices)
 
 
 def num_processes(mesh: Mesh) -> int:
@@ -275,7 +273,7 @@ def auto_axes_spec(axes: LogicalAxes, shape: Sequence[int]) -> PartitionSpec:
 def auto_axis_sizes() -> dict[str, int]:
   """Devices along each automatic mesh axis; 1 for manual axes of a shard_map, or without a mesh."""
   mesh = jax.sharding.get_abstract_mesh()
-  return {name: 1 if name in mesh.manual_axes else mesh.shape.get(name, 1) for name in AXES}
+  return {name: 1 if name in mesh.manual_axes else mesh.shape.get(name, 1) for name in AXIS_NAMES}
 
 
 def local_shape(axes: LogicalAxes, shape: Sequence[int]) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from maxbatch.batch.arithmetic import samples_of, samples_per_group
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.solve import counted, divisors, nearest_divisors, nearest_multiples
-from maxbatch.batch.topology import AXES, Topology, topology
+from maxbatch.batch.topology import Topology, topology
 from maxbatch.config.schema import Config, PipelineConfig
 from maxbatch.config.suggestions import Keys, assigned, suggested_fixes
 from maxbatch.errors import UserError
@@ -157,8 +157,8 @@ def _stage_offers(config: Config) -> Iterator[Keys]:
 
 
 def _stages_given(layout: Topology) -> str:
-  at = AXES.index("stage")
-  return f"ici_pipeline_parallelism={layout.ici[at]} × dcn_pipeline_parallelism={layout.dcn[at]}"
+  ici, dcn = layout.ici["stage"], layout.dcn["stage"]
+  return f"ici_pipeline_parallelism={ici} × dcn_pipeline_parallelism={dcn}"
 
 
 def _layers(config: Config, schedule: Schedule, layout: Topology) -> tuple[int, int]:
@@ -223,7 +223,7 @@ def _layer_offers(config: Config, layout: Topology, known: int) -> Iterator[Keys
     yield _with_repeats(config.pipeline)
   for near in nearest_multiples(known, Fraction(total)):
     yield {"base_num_decoder_layers": int(near)}
-  slices = layout.dcn[AXES.index("stage")]
+  slices = layout.dcn["stage"]
   if total % slices == 0:
     for near in nearest_divisors(total // slices, Fraction(stages, slices)):
       yield {"ici_pipeline_parallelism": near}

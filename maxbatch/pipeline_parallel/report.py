@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import counted
-from maxbatch.batch.topology import AXES
 from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.cost import bubble, imbalance, percent, predicted_bubble
@@ -58,12 +57,12 @@ class PipelineReport:
     return "\n\n".join(parts)
 
   def _sizes(self) -> Iterator[str]:
-    pipeline, layout, at = self.pipeline, self.plan.topology, AXES.index("stage")
+    pipeline, layout = self.pipeline, self.plan.topology
     total = self.config.model.base_num_decoder_layers
     yield _line(
       "stages",
-      f"ici_pipeline_parallelism {layout.ici[at]} × dcn_pipeline_parallelism {layout.dcn[at]} "
-      f"= {pipeline.stages}",
+      f"ici_pipeline_parallelism {layout.ici['stage']} × dcn_pipeline_parallelism "
+      f"{layout.dcn['stage']} = {pipeline.stages}",
     )
     yield _line(
       "layers",

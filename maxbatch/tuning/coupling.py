@@ -179,7 +179,8 @@ def _data_keys(config: Config, topology: Topology) -> str:
 def _over_fsdp(topology: Topology) -> str:
   """Keys that give the devices of replicas and stages to fsdp."""
   keys = []
-  for prefix, (data, fsdp, _, stage) in {"ici": topology.ici, "dcn": topology.dcn}.items():
+  for prefix, sizes in {"ici": topology.ici, "dcn": topology.dcn}.items():
+    data, fsdp, stage = sizes["data"], sizes["fsdp"], sizes["stage"]
     if data * stage > 1:
       keys += [f"{prefix}_data_parallelism=1", f"{prefix}_fsdp_parallelism={data * fsdp * stage}"]
     if stage > 1:

@@ -215,7 +215,10 @@ def what_it_depends_on(
     "lowered": (lowered or _lowered)(sizes[0].applied_to(config) if sizes else config, place),
     "batch": {field.name: flat[field.name] for field in dataclasses.fields(BatchConfig)},
     "sizes": [[text(one.size), one.gradient_accumulation_steps, one.batch] for one in sizes],
-    "mesh": {"ici": list(place.layout.ici), "dcn": list(place.layout.dcn)},
+    "mesh": {
+      "ici": list(place.layout.ici.values()),
+      "dcn": list(place.layout.dcn.values()),
+    },
     "devices": {
       "kind": first.device_kind,
       "count": len(place.devices),
