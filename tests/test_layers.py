@@ -21,6 +21,7 @@ TREES = {
 # Lowest first: a folder imports from itself and from what stands before it.
 FOLDERS = [
   "errors",
+  "core",
   "hugging_face",
   "config",
   "command_line",

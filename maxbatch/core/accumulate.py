@@ -1,0 +1,289 @@
+"""Gradients of many microbatches as one sum, reduced over the replicas once.
+
+k microbatches, B rows of a microbatch over all replicas.
+
+A plain loop under jit would sum gradients between devices after every microbatch. Here a shard_map
+takes over the mesh axis of the replicas: each adds up its own microbatches, and one reduction after
+the loop joins them. All other axes stay with the compiler. The number of microbatches is data, so
+another number runs the same program.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from maxbatch.core.terms import (
+  Loss,
+  Ratio,
+  Stats,
+  Terms,
+  joined,
+  over_replicas,
+  safe_ratio,
+  zeros_of,
+)
+
+
+class Squares(NamedTuple):
+  """Squared norms of parts of a step's gradient, from which the noise scale is estimated.
+
+  float32 sums, in the shape that `squared_norm` gives. What a part is divided by is its own share of
+  the step's divisor.
+  """
+
+  of_microbatches: jax.Array
+  """Σ ‖gradient of one microbatch on one replica‖², of numerators."""
+  divisors: jax.Array
+  """Σ (divisor of one microbatch on one replica)², a scalar."""
+  of_replicas: jax.Array
+  """Σ ‖gradient of one replica's microbatches together‖²."""
+  replica_divisors: jax.Array
+  """Σ (divisor of one replica's microbatches)², a scalar."""
+
+
+class Accumulated(NamedTuple):
+  """Sums over the microbatches of one dispatch, and over all replicas."""
+
+  gradients: Any
+  """float32, like the parameters: ∇ Σ numerators. Divide by the step's `divisor`."""
+  terms: Terms
+  stats: Stats
+  squares: Squares | None = None
+  """None unless they are asked for."""
+
+
+class Accumulate(Protocol):
+  """From parameters and microbatches to sums; a pipeline is another function of this signature."""
+
+  def __call__(
+    self,
+    params: Any,
+    rows: Any,
+    num_microbatches: Any,
+    keys: jax.Array | None = None,
+    *,
+    zeros: Any = None,
+    denominators: Any = None,
+  ) -> Accumulated:
+    """Returns the sums over the first `num_microbatches` microbatches.
+
+    Args:
+      params: what the gradient is taken by.
+      rows: a pytree of arrays (k, B, …).
+      num_microbatches: int32 scalar, at most k, and k where that is 1; later rows are never read.
+        (A pipeline takes its timetable.)
+      keys: one random key for each row (k, B); None: nothing is drawn.
+      zeros: float32 zeros like the parameters, in which the sums may be formed: donated ones save
+        the memory of a second set.
+      denominators: of the step's terms, by name, where this is one dispatch of several. Needed only
+        if there are several terms with denominators of their own.
+    """
+    ...
+
+
+def divisor(terms: Terms) -> jax.Array:
+  """Returns what a step's summed gradient is divided by: the first term's denominator."""
+  return _first(terms).denominator.sum()
+
+
+def objective(terms: Terms) -> jax.Array:
+  """Returns the value that a step minimizes: Σ coefficient · numerator / denominator."""
+  values = [
+    term.coefficient * safe_ratio(term.numerator.sum(), term.denominator.sum())
+    for term in terms.values()
+  ]
+  return jnp.stack(values).sum()
+
+
+def accumulate(
+  loss: Loss,
+  mesh: Mesh | None = None,
+  *,
+  replicas: str = "data",
+  layout: Callable[[Any], Any] = lambda gradients: gradients,
+  summand: Callable[[jax.Array], jax.Array] = lambda gradient: gradient,
+  squared_norm: Callable[[Any], jax.Array] | None = None,
+) -> Accumulate:
+  """Returns the function that sums a loss and its gradient over microbatches.
+
+  Its gradient is that of the whole step's objective, Σ coefficient · numerator / denominator, times
+  `divisor(terms)`: raw sums, which several dispatches may add up before they are divided once.
+
+  Args:
+    loss: terms and statistics of some rows.
+    mesh: the devices; None: as many as the arrays are on, without replicas.
+    replicas: the mesh axis along which rows are divided and parameters are not.
+    layout: constrains the sharding of gradients, which are carried through the loop.
+    summand: rounds what a microbatch adds to a gradient's sum.
+    squared_norm: of a gradient, in any shape whose entries add up to it; given, `squares` are too.
+  """
+
+  def run(
+    params: Any,
+    rows: Any,
+    num_microbatches: Any,
+    keys: jax.Array | None = None,
+    *,
+    zeros: Any = None,
+    denominators: Any = None,
+  ) -> Accumulated:
+    if zeros is None:
+      zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+    arguments = params, rows, jnp.asarray(num_microbatches), keys, zeros, denominators
+    local = functools.partial(_sums, loss, layout, summand, squared_norm)
+    if mesh is None or mesh.shape.get(replicas, 1) == 1:
+      return local(None, *arguments)
+    whole, divided = PartitionSpec(), PartitionSpec(None, replicas)
+    return jax.shard_map(
+      functools.partial(local, replicas),
+      mesh=mesh,
+      in_specs=(whole, divided, whole, divided, whole, whole),
+      out_specs=whole,
+      axis_names={replicas},
+      check_vma=False,
+    )(*arguments)
+
+  return run
+
+
+def _sums(
+  loss: Loss,
+  layout: Callable[[Any], Any],
+  summand: Callable[[jax.Array], jax.Array],
+  squared_norm: Callable[[Any], jax.Array] | None,
+  axis: str | None,
+  params: Any,
+  rows: Any,
+  num_microbatches: jax.Array,
+  keys: jax.Array | None,
+  zeros: Any,
+  denominators: Any,
+) -> Accumulated:
+  """Returns the sums over all replicas, of which this is one of those along `axis`."""
+
+  def microbatch(index: jax.Array) -> tuple[Any, jax.Array | None]:
+    return jax.tree.map(lambda x: x[index], (rows, keys))
+
+  gradient = _Gradient(loss)
+  shapes = gradient.shapes(params, *jax.eval_shape(microbatch, jnp.int32(0)))
+  weights = None
+  if gradient.num_divisors > 1:
+    if denominators is None:
+      denominators = _denominators(loss, axis, params, microbatch, num_microbatches, shapes[0])
+    weights = _weights(shapes[0], denominators)
+
+  def add(index: jax.Array, carry: Any) -> Any:
+    gradients, sums, squares = carry
+    new, (terms, stats) = gradient(params, *microbatch(index), weights)
+    # Without the barrier XLA moves reductions over fsdp behind the loop, and the loop then carries
+    # whole gradients on every device: for Llama-2-7B on 256 TPUs 2 of 5.7 GiB.
+    new = jax.lax.optimization_barrier(new)
+    gradients = jax.tree.map(lambda total, g: total + summand(g), gradients, new)
+    if squared_norm is not None:
+      of_each, divisors_k = squares
+      squares = of_each + squared_norm(new), divisors_k.at[index].set(_first(terms).denominator)
+    return layout(gradients), joined(sums, (terms, stats)), squares
+
+  k = jax.tree.leaves(rows)[0].shape[0]
+  carry = layout(zeros), zeros_of(shapes), _no_squares(squared_norm, zeros, k, shapes[0])
+  # No loop around a single microbatch: the TPU compiler otherwise computes parts of it twice.
+  gradients, (terms, stats), of_parts = (
+    add(jnp.int32(0), carry) if k == 1 else jax.lax.fori_loop(0, num_microbatches, add, carry)
+  )
+  squares = None
+  if squared_norm is not None:
+    of_each, divisors_k = of_parts
+    divisors_k = divisors_k.reshape(k, -1).sum(1)
+    of_replica, divisor = squared_norm(gradients), divisors_k.sum()
+    squares = Squares(of_each, (divisors_k**2).sum(), of_replica, divisor**2)
+  if axis is None:
+    return Accumulated(gradients, terms, stats, squares)
+  terms, stats, squares = over_replicas((terms, stats, squares), axis)
+  return Accumulated(jax.lax.psum(gradients, axis), terms, stats, squares)
+
+
+class _Gradient:
+  """The gradient of a microbatch's weighted numerators, with terms and statistics beside it."""
+
+  def __init__(self, loss: Loss):
+    self._loss = loss
+    self.num_divisors = 1
+    """Different denominators among the terms, known once it is traced."""
+    # Traced once, for the shapes and for the loop.
+    self._gradient = jax.jit(jax.grad(self._weighted, has_aux=True), inline=True)
+
+  def shapes(self, params: Any, rows: Any, keys_B: Any) -> tuple[Terms, Stats]:
+    """Returns the shapes of terms and statistics."""
+    return jax.eval_shape(self._gradient, params, rows, keys_B, None)[1]
+
+  def __call__(
+    self, params: Any, rows: Any, keys_B: Any, weights: Mapping[str, jax.Array] | None
+  ) -> tuple[Any, tuple[Terms, Stats]]:
+    return self._gradient(params, rows, keys_B, weights)
+
+  def _weighted(
+    self, params: Any, rows: Any, keys_B: Any, weights: Mapping[str, jax.Array] | None
+  ) -> tuple[jax.Array, tuple[Terms, Stats]]:
+    """Returns Σ weight · numerator; weights are the coefficients where there is one divisor."""
+    terms, stats = self._loss(params, rows, keys_B)
+    self.num_divisors = len({id(term.denominator) for term in terms.values()})
+    numerators = [
+      _scaled(term.numerator.sum(), term.coefficient if weights is None else weights[name])
+      for name, term in terms.items()
+    ]
+    return sum(numerators[1:], numerators[0]), (dict(terms), dict(stats))
+
+
+def _scaled(x: jax.Array, weight: jax.Array | float) -> jax.Array:
+  return x if isinstance(weight, float) and weight == 1.0 else x * weight
+
+
+def _first(terms: Terms) -> Ratio:
+  return next(iter(terms.values()))
+
+
+def _denominators(
+  loss: Loss,
+  axis: str | None,
+  params: Any,
+  microbatch: Callable[[jax.Array], tuple[Any, jax.Array | None]],
+  num_microbatches: jax.Array,
+  shapes: Terms,
+) -> dict[str, jax.Array]:
+  """Returns each term's denominator of the whole dispatch, before the first backward.
+
+  Denominators do not depend on the parameters, so the compiler drops the model from this loop.
+  """
+
+  def add(index: jax.Array, total: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    terms, _ = loss(params, *microbatch(index))
+    return {name: total[name] + term.denominator.sum() for name, term in terms.items()}
+
+  zeros = {name: jnp.zeros((), jnp.float32) for name in shapes}
+  total = jax.lax.fori_loop(0, num_microbatches, add, zeros)
+  return total if axis is None else over_replicas(total, axis)
+
+
+def _weights(shapes: Terms, denominators: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+  """Returns what each numerator counts, so that the sum divided by the first denominator is the
+  gradient of the objective."""
+  first = denominators[next(iter(shapes))]
+  of_first = jnp.where(first == 0, 1.0, first)
+  return {
+    name: term.coefficient * safe_ratio(of_first, denominators[name])
+    for name, term in shapes.items()
+  }
+
+
+def _no_squares(
+  squared_norm: Callable[[Any], jax.Array] | None, zeros: Any, k: int, shapes: Terms
+) -> tuple[jax.Array, jax.Array] | None:
+  """Returns zeros for the sum of squares, and for the divisors of k microbatches."""
+  if squared_norm is None:
+    return None
+  shape = jax.eval_shape(squared_norm, zeros).shape
+  return jnp.zeros(shape), jnp.zeros((k, *_first(shapes).denominator.shape))

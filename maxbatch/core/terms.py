@@ -1,0 +1,144 @@
+"""What a loss hands to the step: terms that are minimized, and statistics that are reported.
+
+A loss is `loss(params, rows, keys) -> (terms, stats)`. It sees some rows of a step, and the step adds
+up what it says of them: a term and a `Ratio` by numerator and denominator, a `Sum` by its value, a
+`Max` by the larger one. A mean is formed once, of the whole step, so nothing depends on how the rows
+were divided into microbatches, replicas or dispatches.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+Tree = TypeVar("Tree")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Ratio:
+  """Σ numerator / Σ denominator over all rows of a step.
+
+  As a term, its entries are added up: numerator and denominator may have any shape. As a statistic
+  both keep their shape, and the ratio is formed entry by entry.
+  """
+
+  numerator: jax.Array
+  denominator: jax.Array
+  """Must not depend on the parameters, and must be that of these rows alone (their tokens, say)."""
+  coefficient: float = dataclasses.field(default=1.0, metadata={"static": True})
+  """The weight of a term in the objective; of no effect in a statistic."""
+
+  def value(self) -> jax.Array:
+    """Returns the ratio; 0 where there was nothing to divide by."""
+    return safe_ratio(self.numerator, self.denominator)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sum:
+  """Σ value over all rows of a step, of floats or integers, entry by entry."""
+
+  total: jax.Array
+
+  def value(self) -> jax.Array:
+    """Returns the sum."""
+    return self.total
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Max:
+  """The largest value of all rows of a step, entry by entry."""
+
+  largest: jax.Array
+
+  def value(self) -> jax.Array:
+    """Returns the maximum."""
+    return self.largest
+
+
+Stat = Ratio | Sum | Max
+Terms = Mapping[str, Ratio]
+"""By name; the objective is Σ coefficient · numerator / denominator."""
+Stats = Mapping[str, Stat]
+
+
+class Loss(Protocol):
+  """Terms and statistics of some rows, as sums over them."""
+
+  def __call__(self, params: Any, rows: Any, keys_B: jax.Array | None, /) -> tuple[Terms, Stats]:
+    """Returns what these rows contribute.
+
+    Args:
+      params: whatever the gradient is taken by, a pytree of float arrays.
+      rows: a pytree of arrays (B, …).
+      keys_B: one random key for each row, of its sample; None: nothing is drawn.
+    """
+    ...
+
+
+def safe_ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+  """Returns the quotient; 0 where the denominator is 0."""
+  is_empty = denominator == 0
+  return jnp.where(is_empty, 0.0, numerator / jnp.where(is_empty, 1.0, denominator))
+
+
+def map_stats(
+  add: Callable[..., Any], largest: Callable[..., Any], stats: Any, *others: Any
+) -> Any:
+  """Applies `add` to the arrays that are summed and `largest` to those of a `Max`, in any pytree."""
+
+  def join(one: Any, *more: Any) -> Any:
+    return jax.tree.map(largest if isinstance(one, Max) else add, one, *more)
+
+  return jax.tree.map(join, stats, *others, is_leaf=_is_max)
+
+
+def zeros_of(stats: Tree) -> Tree:
+  """Returns what joins with `stats` (arrays or their shapes) without changing them.
+
+  Sums of floats are formed in float32.
+  """
+
+  def lowest(x: Any) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jnp.integer):
+      return jnp.full(x.shape, jnp.iinfo(x.dtype).min, x.dtype)
+    return jnp.full(x.shape, -jnp.inf, x.dtype)
+
+  def zero(x: Any) -> jax.Array:
+    is_float = jnp.issubdtype(x.dtype, jnp.floating)
+    return jnp.zeros(x.shape, jnp.float32 if is_float else x.dtype)
+
+  return map_stats(zero, lowest, stats)
+
+
+def joined(total: Tree, new: Tree) -> Tree:
+  """Returns terms or statistics of the rows of both, each by its own rule."""
+  return map_stats(lambda a, b: a + b.astype(a.dtype), jnp.maximum, total, new)
+
+
+def over_replicas(stats: Tree, axes: str | tuple[str, ...]) -> Tree:
+  """Returns terms or statistics of all replicas, inside a shard_map over the mesh axes `axes`.
+
+  All that is summed in float32 travels in one message.
+  """
+  leaves, structure = jax.tree.flatten(stats, is_leaf=_is_max)
+  floats = [x for x in leaves if not _is_max(x) and x.dtype == jnp.float32]
+  sizes = [x.size for x in floats]
+  flat = jnp.concatenate([x.reshape(-1) for x in floats]) if floats else jnp.zeros(0)
+  pieces = iter(jnp.split(jax.lax.psum(flat, axes), list(itertools.accumulate(sizes[:-1]))))
+
+  def whole(x: Any) -> Any:
+    if isinstance(x, Max):
+      return Max(jax.lax.pmax(x.largest, axes))
+    return next(pieces).reshape(x.shape) if x.dtype == jnp.float32 else jax.lax.psum(x, axes)
+
+  return jax.tree.unflatten(structure, [whole(x) for x in leaves])
+
+
+def _is_max(x: Any) -> bool:
+  return isinstance(x, Max)

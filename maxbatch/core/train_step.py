@@ -1,0 +1,250 @@
+"""One optimizer update from top to bottom: accumulate, divide, clip, optax.MultiSteps, state.
+
+A step is one dispatch (fused), or one for each microbatch (streamed), whose sums optax.MultiSteps
+adds up. Both divide once, by the whole step's divisor. (MultiSteps' own mean is a mean of means:
+wrong where microbatches have different numbers of tokens.)
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from maxbatch.core.accumulate import Accumulate, Squares, divisor, objective
+from maxbatch.core.terms import Loss, Stats, Terms, joined, zeros_of
+
+
+class Sums(NamedTuple):
+  """What the rows of a step, or of its dispatches so far, add up to."""
+
+  terms: Terms
+  stats: Stats
+  squares: Squares | None = None
+
+
+class StepState(NamedTuple):
+  """What a step reads and writes."""
+
+  params: Any
+  opt_state: optax.MultiStepsState
+  sums: Sums | None = None
+  """Of the dispatches of a streamed step so far; None where steps are fused."""
+
+
+class StepResult(NamedTuple):
+  """What a dispatch reports, of the step so far."""
+
+  sums: Sums
+  loss: jax.Array
+  """float32: the objective, Σ coefficient · numerator / denominator."""
+  grad_norm: jax.Array
+  """float32: norm of the divided gradient before clipping; 0 unless the dispatch ends the step."""
+  gradients: Any
+  """float32: summed, not divided."""
+  updates: Any
+  """What was added to the parameters; zeros unless the dispatch ends the step."""
+  is_last: jax.Array
+  """bool: whether the dispatch ends the step."""
+  measured: Any = None
+  """What `reduce` returns besides."""
+
+
+class DivideState(NamedTuple):
+  """What the last division saw."""
+
+  grad_norm: jax.Array
+  """float32: global norm of the divided gradient, before clipping."""
+
+
+def divide() -> optax.GradientTransformationExtraArgs:
+  """Returns the transformation that divides summed gradients by the extra argument `divisor`."""
+
+  def init(params: Any) -> DivideState:
+    del params
+    return DivideState(jnp.zeros((), jnp.float32))
+
+  def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, DivideState]:
+    del state, params
+    # A step of padding alone has divisor 0 and gradient 0: its mean is 0, not NaN.
+    by = jnp.where(extra["divisor"] == 0, 1.0, extra["divisor"])
+    updates = jax.tree.map(lambda g: g / by, updates)
+    return updates, DivideState(optax.tree.norm(updates))
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepOptimizer:
+  """optax.MultiSteps around division, clipping and an update rule; says when a step ends."""
+
+  multi_steps: optax.MultiSteps
+  every_k: optax.Schedule
+  """Dispatches of the step after so many updates."""
+
+  def init(self, params: Any) -> optax.MultiStepsState:
+    """Returns the first state, with float32 moments and accumulators whatever the weights are."""
+    return self.multi_steps.init(optax.tree.cast(params, jnp.float32))
+
+  def ends_step(self, state: optax.MultiStepsState) -> jax.Array:
+    """Returns whether the next dispatch is the last of its step: the one place that decides it."""
+    return jnp.asarray(state.mini_step == self.every_k(state.gradient_step) - 1)
+
+
+def step_optimizer(
+  rule: optax.GradientTransformation,
+  *,
+  clip_norm: float = 0.0,
+  dispatches: int | optax.Schedule = 1,
+) -> StepOptimizer:
+  """Returns the optimizer of `train_step`.
+
+  Args:
+    rule: any optax transformation, which sees the step's mean gradient.
+    clip_norm: global norm to which that is clipped; 0: it is not.
+    dispatches: of a step; 1 where it is fused. A number, or a function of the updates so far.
+  """
+  inner = optax.chain(
+    divide(), optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(), rule
+  )
+  # MultiSteps runs the rule at every dispatch and discards all results but the last: skip them.
+  inner = optax.conditionally_transform(
+    inner, lambda step, *, is_last, **extra: is_last, forward_extra_args=True
+  )
+  every_k: optax.Schedule = dispatches if callable(dispatches) else lambda updates: dispatches
+  return StepOptimizer(optax.MultiSteps(inner, dispatches, use_grad_mean=False), every_k)
+
+
+class Reduce(Protocol):
+  """Finishes the sums of a dispatch, where a loss leaves them in parts."""
+
+  def __call__(self, sums: Sums, gradients: Any, /) -> tuple[Sums, Any]:
+    """Returns the sums, and whatever else is measured of the summed gradients."""
+    ...
+
+
+def sum_entries(sums: Sums, gradients: Any) -> tuple[Sums, None]:
+  """Adds up the entries of all terms; statistics keep their shapes."""
+  del gradients
+  terms, squares = jax.tree.map(jnp.sum, (sums.terms, sums.squares))
+  return Sums(terms, sums.stats, squares), None
+
+
+Step = Callable[..., tuple[StepState, StepResult]]
+"""(state, rows, num_microbatches, keys, denominators, **extra) → (state, result)."""
+
+
+def train_step(
+  accumulate: Accumulate,
+  optimizer: StepOptimizer,
+  *,
+  streamed: bool = False,
+  reduce: Reduce = sum_entries,
+  apply_updates: Callable[[Any, Any], Any] = optax.apply_updates,
+) -> Step:
+  """Returns the step as a function of pytrees, to be jitted with its state donated.
+
+  Args:
+    accumulate: sums gradients, terms and statistics over the microbatches of one dispatch.
+    optimizer: of `step_optimizer`.
+    streamed: whether a step is one dispatch for each microbatch.
+    reduce: finishes the sums of a dispatch.
+    apply_updates: from parameters and updates to parameters.
+  """
+
+  def step(
+    state: StepState,
+    rows: Any,
+    num_microbatches: Any,
+    keys: jax.Array | None = None,
+    denominators: Any = None,
+    **extra: Any,
+  ) -> tuple[StepState, StepResult]:
+    zeros, opt_state = _kept(state.opt_state) if streamed else _lent(state.opt_state)
+    is_last = optimizer.ends_step(opt_state)
+    found = accumulate(
+      state.params, rows, num_microbatches, keys, zeros=zeros, denominators=denominators
+    )
+    gradients = jax.tree.map(jnp.add, opt_state.acc_grads, found.gradients)
+    sums, measured = reduce(Sums(found.terms, found.stats, found.squares), gradients)
+    sums = sums if state.sums is None else joined(state.sums, sums)
+    with jax.named_scope("optimizer"):
+      updates, opt_state = optimizer.multi_steps.update(
+        found.gradients,
+        opt_state,
+        state.params,
+        divisor=divisor(sums.terms),
+        is_last=is_last,
+        **extra,
+      )
+      params = apply_updates(state.params, updates)
+    carried = None if state.sums is None else _emptied(sums, is_last)
+    result = StepResult(
+      sums=sums,
+      loss=objective(sums.terms),
+      grad_norm=_divide_state(opt_state).grad_norm,
+      gradients=gradients,
+      updates=updates,
+      is_last=is_last,
+      measured=measured,
+    )
+    return StepState(params, opt_state, carried), result
+
+  return step
+
+
+def _kept(opt_state: optax.MultiStepsState) -> tuple[Any, optax.MultiStepsState]:
+  """Returns new zeros to form sums in; MultiSteps adds them to what it has."""
+  return jax.tree.map(jnp.zeros_like, opt_state.acc_grads), opt_state
+
+
+def _lent(opt_state: optax.MultiStepsState) -> tuple[Any, optax.MultiStepsState]:
+  """Returns MultiSteps' accumulators, zeros between steps, to form sums in.
+
+  It is left with constant zeros, so that the compiler drops its own addition.
+  """
+  zeros = jax.tree.map(jnp.zeros_like, opt_state.acc_grads)
+  emptied = opt_state._replace(mini_step=jnp.zeros((), jnp.int32), acc_grads=zeros)
+  return opt_state.acc_grads, emptied
+
+
+def _emptied(sums: Sums, is_last: jax.Array) -> Sums:
+  zeros = zeros_of(sums)
+  return jax.tree.map(lambda x, zero: jnp.where(is_last, zero, x), sums, zeros)
+
+
+def _divide_state(opt_state: optax.MultiStepsState) -> DivideState:
+  states = jax.tree.leaves(opt_state, is_leaf=lambda leaf: isinstance(leaf, DivideState))
+  return next(leaf for leaf in states if isinstance(leaf, DivideState))
+
+
+def init_state(
+  params: Any, optimizer: StepOptimizer, loss: Loss | None = None, rows: Any = None
+) -> StepState:
+  """Returns the state before the first step.
+
+  Args:
+    params: the parameters.
+    optimizer: of `step_optimizer`.
+    loss: where steps are streamed, what they minimize.
+    rows: some rows (B, …) of it, or their shapes.
+  """
+  sums = None
+  if loss is not None:
+    keys = jax.eval_shape(
+      lambda: jax.random.split(jax.random.key(0), jax.tree.leaves(rows)[0].shape[0])
+    )
+    terms, stats = jax.eval_shape(loss, params, rows, keys)
+    one = jax.ShapeDtypeStruct((), np.float32)
+    sums = zeros_of(Sums(jax.tree.map(lambda _: one, dict(terms)), dict(stats)))
+  return StepState(params, optimizer.init(params), sums)
+
+
+def mean_gradient(result: StepResult) -> Any:
+  """Returns the step's gradient divided by its divisor, before clipping."""
+  by = divisor(result.sums.terms)
+  by = jnp.where(by == 0, 1.0, by)
+  return jax.tree.map(lambda g: g / by, cast(Any, result.gradients))
