@@ -10,6 +10,7 @@ from maxbatch.command_line.color import Color, colored
 from maxbatch.command_line.printable import printable
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
+from maxbatch.command_line.table import in_columns
 from maxbatch.errors import UserError
 from maxbatch.run_folder.history import RunHistory, glance_at, runs_below
 from maxbatch.run_folder.status import State, Status, status_of
@@ -104,10 +105,7 @@ def _short(number: float) -> str:
 
 
 def _line(cells: Sequence[str]) -> str:
-  left, right = cells[:2], cells[2:]
-  words = [cell.ljust(width) for cell, width in zip(left, _WIDTHS, strict=False)]
-  words += [cell.rjust(width) for cell, width in zip(right, _WIDTHS[2:], strict=True)]
-  return " ".join(words).rstrip()
+  return in_columns(cells, _WIDTHS, left=(0, 1), gap=" ")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,10 @@ from fractions import Fraction
 from typing import Any
 
 from maxbatch.advice.place import Place
-from maxbatch.advice.words import percent, short, span, table, wrapped
+from maxbatch.advice.words import percent, short, span, wrapped
 from maxbatch.batch.arithmetic import pairs_of, prompts_of
 from maxbatch.batch_rules.post_training import CHOICES, EQUAL_GENERATIONS
+from maxbatch.command_line.table import Table
 from maxbatch.config.schema import Config
 from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
@@ -223,12 +224,12 @@ def _answer(advice: PostTrainingAdvice) -> Iterator[str]:
 def _shapes(advice: PostTrainingAdvice) -> Iterator[str]:
   noise = advice.noise
   yield f"Shapes of {advice.pairs:,} pairs"
-  rows = [("prompts", "completions", *(["steps"] if noise else []), "")]
+  head, rows = ("prompts", "completions", *(["steps"] if noise else []), ""), []
   for one in advice.shapes:
     steps = [f"{one.steps:.2f}×"] if noise else []
     mark = "*" if one == advice.taken else ""
     rows.append((f"{one.prompts:,}", str(one.generations), *steps, mark))
-  yield from table(rows, left=(len(rows[0]) - 1,))
+  yield from Table(head, rows, left=(len(head) - 1,)).lines()
   if noise:
     yield from wrapped(
       f"The noise scale was {short(noise.scale)} prompts of {noise.generations} completions, "
@@ -250,11 +251,11 @@ def _shapes(advice: PostTrainingAdvice) -> Iterator[str]:
 
 def _published() -> Iterator[str]:
   yield "Published, and in disagreement"
-  rows = [("source", "prompts × completions", "pairs", "says")]
+  rows = []
   for one in CHOICES:
     sizes = f"{one.prompts} × {one.generations}" if one.prompts else "–"
-    rows.append((one.title, sizes, f"{one.pairs:,}" if one.pairs else "–", ""))
-  lines = table([row[:3] for row in rows])
+    rows.append((one.title, sizes, f"{one.pairs:,}" if one.pairs else "–"))
+  lines = Table(("source", "prompts × completions", "pairs"), rows, left=(0,)).lines()
   yield lines[0]
   for line, one in zip(lines[1:], CHOICES, strict=True):
     yield line

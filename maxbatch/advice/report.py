@@ -8,14 +8,14 @@ from maxbatch.advice.batch_size import Said
 from maxbatch.advice.limits import limits
 from maxbatch.advice.measured import Measured
 from maxbatch.advice.slices import Point
-from maxbatch.advice.words import money, percent, short, span, table, times, wrapped
+from maxbatch.advice.words import money, percent, short, span, times, wrapped
 from maxbatch.batch.arithmetic import samples_in, steps_in
 from maxbatch.batch.solve import counted
 from maxbatch.batch_rules.tradeoff import steps_factor
+from maxbatch.command_line.table import Table, gib_of
 from maxbatch.estimate.best_split import BatchSplit
 from maxbatch.estimate.step_rates import step_rates
 
-_GIB = 2**30
 _DAY = 86_400
 _FAR = 10
 """Times outside of a rule's range."""
@@ -91,11 +91,11 @@ def _batch(advice: Advice) -> Iterator[str]:
   size = advice.size
   yield "Batch: what the rules say, in tokens of a step"
   head = ("rule", "says", "which means", f"at {size.data_overhead:g}", "outside its range")
-  rows = [head, *(_rule_row(one) for one in size.said if one.at_overhead is not None)]
+  rows = [_rule_row(one) for one in size.said if one.at_overhead is not None]
   rows += [_measured_row(one, size.data_overhead) for one in size.measured]
   others = [_rule_row(one) for one in size.said if one.at_overhead is None]
-  lines = table([*rows, *others], left=(0, 2))
-  yield from lines[: len(rows)]
+  lines = Table(head, [*rows, *others], left=(0, 2)).lines()
+  yield from lines[: 1 + len(rows)]
   yield from wrapped(
     f"together {short(size.low)} to {short(size.high)} at a data overhead of "
     f"{size.data_overhead:g}; taken {short(size.tokens)}, the middle"
@@ -113,7 +113,7 @@ def _batch(advice: Advice) -> Iterator[str]:
   for one in size.measured:
     yield from wrapped(_changed(one, advice))
   yield "  Other questions, which the above does not follow:"
-  yield from lines[len(rows) :]
+  yield from lines[1 + len(rows) :]
 
 
 def _rule_row(one: Said) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ def _ramp(advice: Advice, planned: Planned) -> Iterator[str]:
     return
   yield "Ramp: double where twice the batch keeps to the overhead (zhang-growth)"
   head = ("from sample", "from token", "batch", "steps", "rate", "β2", "decay")
-  rows: list[tuple[str, ...]] = [head]
+  rows = []
   for phase, setting in zip(phases, advice.settings.phases, strict=False):
     rows.append(
       (
@@ -185,7 +185,7 @@ def _ramp(advice: Advice, planned: Planned) -> Iterator[str]:
         f"{setting.adam_weight_decay:.2g}",
       )
     )
-  yield from table(rows, left=())
+  yield from Table(head, rows).lines()
   constant = steps_in(advice.asked.tokens, advice.batch_tokens)
   same = steps_in(advice.asked.tokens, advice.ramp_overhead * advice.goal.critical_tokens)
   yield from wrapped(
@@ -213,7 +213,7 @@ def _optimizer(advice: Advice) -> Iterator[str]:
       )
       for each in one.said
     ]
-    yield from ("  " + line for line in table([head, *rows]))
+    yield from Table(head, rows, left=(0,)).lines(indent="    ")
     if min(each.beyond for each in one.said) > _FAR:
       yield from wrapped(
         "No rule for the rate comes near to this training: a guess, to be tried in a short run, or "
@@ -246,8 +246,8 @@ def _split(advice: Advice) -> Iterator[str]:
   yield from wrapped(
     f"{counted(split.num_microbatches, 'microbatch', 'microbatches')} of "
     f"{advice.sizes.micro_batch:,} samples, "
-    f"{step.step_seconds:.3g} s a step, about {step.peak_bytes / _GIB:.3g} of "
-    f"{step.capacity_bytes / _GIB:.4g} GiB, limited by {step.limited_by}"
+    f"{step.step_seconds:.3g} s a step, about {gib_of(step.peak_bytes, step.capacity_bytes)}, "
+    f"limited by {step.limited_by}"
   )
   own = advice.asked.own_batch
   exact = float(own or samples_in(advice.size.tokens, advice.asked.length))
@@ -263,7 +263,8 @@ def _split(advice: Advice) -> Iterator[str]:
 def _points(points: Sequence[Point], advice: Advice) -> list[str]:
   priced = advice.asked.wishes.price_per_chip_hour > 0
   head = ["slices", "batch", "overhead", "tokens", "steps", "days", "chip h", "used"]
-  rows = [[*head, *(["cost"] if priced else []), ""]]
+  head += [*(["cost"] if priced else []), ""]
+  rows = []
   for one in points:
     mark = "knee" if one.is_knee else ""
     is_taken = one.place == advice.asked.place and one.split.batch == advice.sizes.samples
@@ -281,7 +282,7 @@ def _points(points: Sequence[Point], advice: Advice) -> list[str]:
         f"{'*' if is_taken else ' '}{mark}",
       ]
     )
-  return table(rows, left=(0, len(rows[0]) - 1))
+  return Table(head, rows, left=(0, len(head) - 1)).lines()
 
 
 def _frontier(advice: Advice) -> Iterator[str]:

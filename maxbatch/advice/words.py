@@ -1,7 +1,6 @@
-"""Numbers and tables as the advice prints them: within 80 columns."""
+"""Numbers and sentences as the advice prints them: within 80 columns."""
 
 import textwrap
-from collections.abc import Sequence
 
 WIDTH = 80
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
@@ -38,19 +37,6 @@ def span(days: float) -> str:
 def money(value: float) -> str:
   """Whole units of the price's currency, two digits after the point below a hundred."""
   return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
-
-
-def table(rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> list[str]:
-  """Rows under each other, columns two blanks apart; those in `left` begin at the left."""
-  widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-  return [
-    "  "
-    + "  ".join(
-      cell.ljust(width) if place in left else cell.rjust(width)
-      for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ).rstrip()
-    for row in rows
-  ]
 
 
 def wrapped(sentence: str, indent: str = "  ") -> list[str]:

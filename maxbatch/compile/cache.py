@@ -18,10 +18,11 @@ import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
+from maxbatch.command_line.table import GIB
 from maxbatch.run_folder.cache import compiled_programs
 
 OFF = "none"
-_LARGEST_BYTES = 8 * 2**30
+_LARGEST_BYTES = 8 * GIB
 _ENTRIES = "*-cache"
 _MINIMUM = "jax_persistent_cache_min_compile_time_secs"
 _DIRECTORY = "jax_compilation_cache_dir"

@@ -11,6 +11,7 @@ from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.rl_sizes import is_rl
 from maxbatch.batch.solve import text
 from maxbatch.batch.topology import Topology
+from maxbatch.command_line.table import GIB
 from maxbatch.compile.measured_time import Timing, measure_step
 from maxbatch.compile.program import (
   CompiledProgram,
@@ -163,7 +164,7 @@ def check_device_memory(
   Raises:
     UserError: its compiled step needs more.
   """
-  limit = int(config.compile.device_memory_gb * 2**30)
+  limit = int(config.compile.device_memory_gb * GIB)
   if limit and (needed := memory_of(step, platform).peak) > limit:
     raise _too_large(config, plan, micro_batch, needed, limit)
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import jax
 
 from maxbatch.batch.plan import BatchPlan
+from maxbatch.command_line.table import GIB
 from maxbatch.compile.traced_flops import StepFlops, step_flops
 from maxbatch.config.schema import CompileConfig, Config
 from maxbatch.data.dataset import RowSource
@@ -24,12 +25,11 @@ from maxbatch.hardware.memory import machine_bytes
 from maxbatch.training.build import step_rows, streams, traced_step
 from maxbatch.training.step import Trainer
 
-_GIB = 2**30
 _TOO_LARGE = re.compile(
   r"memory required for [\w ]+\((?P<needed>[\d.]+)(?P<unit>[KMGT])\)|"
   r"Used (?P<used>[\d.]+)(?P<used_unit>[KMGT]) of "
 )
-_UNITS = {"K": 2**10, "M": 2**20, "G": _GIB, "T": 2**40}
+_UNITS = {"K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
 
 
 class DoesNotFitError(Exception):
@@ -186,7 +186,7 @@ def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
     UserError: none of these is known.
   """
   if device_memory_gb:
-    return int(device_memory_gb * _GIB)
+    return int(device_memory_gb * GIB)
   first = devices[0]
   if first.platform == "cpu":
     return machine_bytes() // jax.local_device_count()
@@ -204,7 +204,7 @@ def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
 
 def gib(size: float) -> str:
   """Bytes as GiB, or as they are where that would print as zero."""
-  return f"{size / _GIB:,.3f} GiB" if size >= _GIB / 1000 or not size else f"{size:,.0f} bytes"
+  return f"{size / GIB:,.3f} GiB" if size >= GIB / 1000 or not size else f"{size:,.0f} bytes"
 
 
 def memory_suggestions(config: Config) -> str:

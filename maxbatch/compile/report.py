@@ -12,12 +12,13 @@ import jax
 
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import text
+from maxbatch.command_line.table import figure, gib, section
 from maxbatch.compile.coverage import check_coverage
 from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.pipeline_ticks import in_filling, in_microbatches
 from maxbatch.compile.program import CompiledProgram
 from maxbatch.compile.report_time import StepTime, estimated_time, measured_time
-from maxbatch.compile.rollout_report import RolloutReport
+from maxbatch.compile.rollout_report import RolloutReport, memory_figures
 from maxbatch.compile.step_identity import compiler_environment
 from maxbatch.compile.traced_flops import StepFlops, model_flops_per_token
 from maxbatch.data.input_report import InputReport
@@ -28,7 +29,6 @@ from maxbatch.estimate.step_time import Exchange, StepEstimate, estimate
 from maxbatch.training.state import TrainState, is_on_host
 from maxbatch.training.step import Trainer
 
-_GIB = 2**30
 _NUM_LARGEST = 8
 
 
@@ -213,12 +213,10 @@ class CompileReport:
       *([("policies and a rollout", self.rollout.beside_training)] if self.rollout else []),
       ("peak", self.training_peak),
     ]
-    lines = [f"  {name:<26}{size / _GIB:10.3f} GiB" for name, size in rows]
-    verdict = "fits" if self.training_peak <= self.capacity_bytes else "DOES NOT FIT"
-    lines[-1] += f" of {self.capacity_bytes / _GIB:.2f}: {verdict}"
+    lines = memory_figures(rows, self.capacity_bytes)
     if host := self.program.memory.host:
-      lines.append(f"  {'in the memory of its host':<26}{host / _GIB:10.3f} GiB")
-    return "\n".join(["Memory of a device (compiler)", *lines])
+      lines.append(figure("in the memory of its host", gib(host, ".3f"), "GiB"))
+    return section("Memory of a device (compiler)", lines)
 
   def _rollout_memory(self) -> str:
     if self.rollout is None:
@@ -229,17 +227,16 @@ class CompileReport:
   def _work(self) -> str:
     plan, work, num_microbatches = self.plan, self.work, self.num_microbatches
     model = self.model_microbatch_flops
-    again = (
-      f" ({work.microbatch_flops / model:.2f} of the model's: what is computed again counts twice)"
-    )
+    flops, moved = work.microbatch_flops, work.microbatch_bytes
+    again = f" ({flops / model:.2f} of the model's: what is computed again counts twice)"
     shape = f"{text(plan.per_device(self.micro_batch))} samples per device"
-    return "\n".join(
+    return section(
+      f"Work of a device in one microbatch of {shape}, of which a step has {num_microbatches:,}",
       [
-        f"Work of a device in one microbatch of {shape}, of which a step has {num_microbatches:,}",
-        f"  model                     {model / 1e12:10.4g} TFLOP",
-        f"  program                   {work.microbatch_flops / 1e12:10.4g} TFLOP{again if model else ''}",
-        f"  main memory               {work.microbatch_bytes / 1e9:10.4g} GB read and written",
-      ]
+        figure("model", f"{model / 1e12:.4g}", "TFLOP"),
+        figure("program", f"{flops / 1e12:.4g}", f"TFLOP{again if model else ''}"),
+        figure("main memory", f"{moved / 1e9:.4g}", "GB read and written"),
+      ],
     )
 
   def _time(self) -> str:
@@ -249,23 +246,25 @@ class CompileReport:
     speed = self.step_tokens / seconds
     each = self.num_microbatches * float(self.plan.device_tokens(self.micro_batch)) / seconds
     spread = f" ± {time.spread:.1%}" if time.spread is not None else ""
+    parts = f"{time.rest:.4g} s + {self.num_microbatches:,} × {time.seconds_per_microbatch:.4g} s"
     lines = [
-      f"Time ({time.how})",
-      f"  a step                    {seconds:10.4g} s{spread}: {time.rest:.4g} s + {self.num_microbatches:,} "
-      f"× {time.seconds_per_microbatch:.4g} s a microbatch",
-      f"  tokens per second         {speed:10,.0f} ({each:,.0f} a device)",
+      figure("a step", f"{seconds:.4g}", f"s{spread}: {parts} a microbatch"),
+      figure("tokens per second", f"{speed:,.0f}", f"({each:,.0f} a device)"),
     ]
     if self.utilisation is not None and self.chip is not None:
       peak = f"of {self.chip.peak_flops / 1e12:g} TFLOP/s"
-      lines.append(f"  model-FLOP utilisation    {self.utilisation:10.1%} {peak}")
+      lines.append(figure("model-FLOP utilisation", f"{self.utilisation:.1%}", peak))
     if time.how == "estimate":
       work = self.work
+      covered = (
+        f"of the matrix products have a time, {work.compiler_share:.1%} of these from the compiler, "
+        "the rest from the roofline"
+      )
       lines += [
-        f"  limited by                {work.limited_by:>10}",
-        f"  coverage                  {work.coverage:10.1%} of the matrix products have a time, "
-        f"{work.compiler_share:.1%} of these from the compiler, the rest from the roofline",
+        figure("limited by", work.limited_by),
+        figure("coverage", f"{work.coverage:.1%}", covered),
       ]
-    return "\n".join(lines)
+    return section(f"Time ({time.how})", lines)
 
   def _where(self) -> list[str]:
     """Time by part of the model, and the largest single operations."""
@@ -273,20 +272,20 @@ class CompileReport:
       return []
     scopes = self.work.by_scope(self.num_microbatches)
     total = sum(scopes.values())
-    by_part = [f"  {scope:<26}{s:10.4g} s {s / total:6.1%}" for scope, s in scopes.items()]
+    by_part = [figure(name, f"{s:.4g}", f"s {s / total:6.1%}") for name, s in scopes.items()]
     bounded = sum(one.seconds for one in self.work.unestimated if one.in_microbatch_loop)
     largest = [
-      f"  {one.seconds:10.4g} s  {one.scope:<10} {one.how:<9} {one.count:>5} × {one.name}"
+      f"{one.seconds:10.4g} s  {one.scope:<10} {one.how:<9} {one.count:>5} × {one.name}"
       for one in self.work.largest[:_NUM_LARGEST]
     ]
     names = sorted({one.name.partition(".")[0] for one in self.work.unestimated[:_NUM_LARGEST]})
     note = (
-      f"  roofline: {bounded:.4g} s of a microbatch are bounds from the chip's figures, not the "
+      f"roofline: {bounded:.4g} s of a microbatch are bounds from the chip's figures, not the "
       f"compiler's estimates; the longest are {', '.join(names)}"
     )
     return [
-      "\n".join(["Where a step's time goes (estimate)", *by_part]),
-      "\n".join(["Largest operations (estimate; in one microbatch)", *largest, note]),
+      section("Where a step's time goes (estimate)", by_part),
+      section("Largest operations (estimate; in one microbatch)", [*largest, note]),
     ]
 
   def _moved(self) -> str:
@@ -294,7 +293,7 @@ class CompileReport:
     found = self.work.collectives
     if not found:
       return "Collectives: none"
-    return "\n".join(["Collectives of a device", *(self._exchange(each) for each in found)])
+    return section("Collectives of a device", map(self._exchange, found))
 
   def _exchange(self, one: Exchange) -> str:
     where = "each microbatch" if one.in_microbatch_loop else "each step"
@@ -302,7 +301,7 @@ class CompileReport:
     seconds = f", {one.seconds:.3g} s on the links (estimate)" if self.chip else ""
     slices = ", across slices" if one.crosses_slices else ""
     return (
-      f"  {where:<15}  {one.count:>5} × {one.kind:<19} {one.bytes / 1e9:9.4g} GB in groups of "
+      f"{where:<15}  {one.count:>5} × {one.kind:<19} {one.bytes / 1e9:9.4g} GB in groups of "
       f"{one.group_size}{slices}, {beside}{seconds}"
     )
 

@@ -1,13 +1,20 @@
 """What a rollout needs and takes, beside the training step of the same microbatch."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from maxbatch.batch.rl_plan import RLPlan
+from maxbatch.command_line.table import figure, gib, section
 from maxbatch.compile.program import ProgramMemory
 from maxbatch.compile.rollout_program import RolloutProgram, RolloutTime
 
-_GIB = 2**30
+
+def memory_figures(rows: Sequence[tuple[str, int]], capacity: int) -> list[str]:
+  """Returns a line for each size of a device's memory, of which the last one is the peak."""
+  lines = [figure(name, gib(size, ".3f"), "GiB") for name, size in rows]
+  verdict = "fits" if rows[-1][1] <= capacity else "DOES NOT FIT"
+  return [*lines[:-1], f"{lines[-1]} of {gib(capacity, '.2f')}: {verdict}"]
 
 
 class PolicyBytes(NamedTuple):
@@ -127,16 +134,14 @@ class RolloutReport:
       ("activations, temporaries", max(0, self.temporaries - self.kept)),
       ("peak of the rollout", peak),
     ]
-    lines = [f"  {name:<26}{size / _GIB:10.3f} GiB" for name, size in table]
-    verdict = "fits" if peak <= capacity else "DOES NOT FIT"
-    lines[-1] += f" of {capacity / _GIB:.2f}: {verdict}"
+    lines = memory_figures(table, capacity)
     more = "the rollout" if peak > training else "training"
     devices = "a device that only samples" if self.is_apart else "a device, which trains too"
     head = (
       f"Rollout of {self.plan.micro_batch:,} pairs: memory of {devices} (compiler); compiled in "
       f"{self.compile_seconds:.1f} s"
     )
-    return "\n".join([head, *lines, f"  more is needed by {more}"])
+    return section(head, [*lines, f"more is needed by {more}"])
 
   def time_lines(self, training: float | None) -> str:
     """Seconds of a microbatch and of a step, by those that training of a step takes."""
@@ -149,16 +154,15 @@ class RolloutReport:
     )
     how = "max(R, T) + min(R, T) / microbatches" if self.is_apart else "one after the other"
     step = self.step_seconds(training)
-    return "\n".join(
+    speed = f"{tokens / seconds:,.0f} tokens per second"
+    return section(
+      f"Time of rollout and training ({self.time.how}), where no completion ends early; without rewards",
       [
-        f"Time of rollout and training ({self.time.how}), where no completion ends early; without "
-        "rewards",
-        f"  rollout of a microbatch   {seconds:10.4g} s{prompts}: {tokens / seconds:,.0f} tokens per "
-        "second",
-        f"  rollout of a step, R      {count * seconds:10.4g} s: {count:,} × {seconds:.4g} s",
-        f"  training of a step, T     {training:10.4g} s",
-        f"  both                      {step:10.4g} s: {how}",
-      ]
+        figure("rollout of a microbatch", f"{seconds:.4g}", f"s{prompts}: {speed}"),
+        figure("rollout of a step, R", f"{count * seconds:.4g}", f"s: {count:,} × {seconds:.4g} s"),
+        figure("training of a step, T", f"{training:.4g}", "s"),
+        figure("both", f"{step:.4g}", f"s: {how}"),
+      ],
     )
 
 

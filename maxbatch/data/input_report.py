@@ -12,6 +12,7 @@ from typing import Any
 from maxbatch.batch.host_loads import HostLoad, host_loads
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import counted
+from maxbatch.command_line.table import file_size, section
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.corpus import recipe_of, with_validation
 from maxbatch.data.document_rows import layout_of
@@ -97,10 +98,10 @@ class InputReport:
     if not self.sources:
       return f"dataset_type={self.dataset_type}: its files, if any, are not known beforehand"
     cold = sum(one.cold_bytes for one in self.sources)
-    state = f"{_size(cold)} to tokenize first" if cold else "tokenized already"
+    state = f"{file_size(cold)} to tokenize first" if cold else "tokenized already"
     num_files = sum(one.num_files for one in self.sources)
     return (
-      f"{counted(num_files, 'file')}, {_size(sum(s.size_bytes for s in self.sources))}, {state}"
+      f"{counted(num_files, 'file')}, {file_size(sum(s.size_bytes for s in self.sources))}, {state}"
     )
 
   def lines(self) -> list[str]:
@@ -112,7 +113,7 @@ class InputReport:
     return lines + [f"missing: {line}" for line in self.missing]
 
   def __str__(self) -> str:
-    return "\n".join(["Input function", *(f"  {line}" for line in (self.headline, *self.lines()))])
+    return section("Input function", [self.headline, *self.lines()])
 
 
 def input_report(
@@ -238,8 +239,8 @@ def _missing(sources: Sequence[SourceReport], loads: Sequence[HostLoad]) -> Iter
     if file and one.cold_bytes:
       pieces = -(-size // SHARD_BYTES)
       yield (
-        f"{of_source}no part of {file} ({_size(size)}) can be read alone, so that one process "
-        f"tokenizes it while others wait; for example {pieces:,} files of {_size(SHARD_BYTES)}"
+        f"{of_source}no part of {file} ({file_size(size)}) can be read alone, so that one process "
+        f"tokenizes it while others wait; for example {pieces:,} files of {file_size(SHARD_BYTES)}"
       )
     if one.num_shards < loading:
       yield (
@@ -250,7 +251,7 @@ def _missing(sources: Sequence[SourceReport], loads: Sequence[HostLoad]) -> Iter
 
 
 def _cold(one: SourceReport) -> str:
-  what = f"the token cache is cold: {_size(one.cold_bytes)} are tokenized before the first step"
+  what = f"the token cache is cold: {file_size(one.cold_bytes)} are tokenized before the first step"
   if one.rate is None or not one.cold_seconds:
     return what
   least = "at least" if one.format in ("parquet", "arrow") or one.largest_undivided[0] else "about"
@@ -267,7 +268,7 @@ def _source_line(one: SourceReport) -> str:
   if one.num_tokens:
     cached = f"; {one.num_tokens:,} training tokens of {counted(one.num_documents, 'document')}"
   return (
-    f"{name}{one.path}: {one.format}, {counted(one.num_files, 'file')}, {_size(one.size_bytes)}, "
+    f"{name}{one.path}: {one.format}, {counted(one.num_files, 'file')}, {file_size(one.size_bytes)}, "
     f"{counted(one.num_shards, 'shard')} of the token cache{cached}"
   )
 
@@ -278,11 +279,3 @@ def _load_line(load: HostLoad) -> str:
   if not load.samples:
     return f"{hosts}, nothing"
   return f"{hosts}, {counted(load.samples, 'row')} per step{' each' if several else ''}"
-
-
-def _size(num_bytes: float) -> str:
-  for unit in ("bytes", "kB", "MB", "GB"):
-    if num_bytes < 1000:
-      return f"{num_bytes:.3g} {unit}"
-    num_bytes /= 1000
-  return f"{num_bytes:,.3g} TB"

@@ -20,6 +20,7 @@ from maxbatch.batch.arithmetic import (
 )
 from maxbatch.batch.solve import counted, text
 from maxbatch.batch.topology import Topology
+from maxbatch.command_line.table import gib_of
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.step_rates import step_rates
@@ -34,7 +35,6 @@ _MANY = 64
 _MOST_POWER = 12
 _AS_FAST = 0.99
 """What gains less than a percent is not worth its memory, and is further from what was compiled."""
-_GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ def best_split(
     least = min(found, key=lambda one: one.step.peak_bytes).step
     raise UserError(
       f"batch_size={batch} on {_place(devices_per_slice, num_slices)}: no split fits; the smallest needs "
-      f"about {least.peak_bytes / _GIB:.3g} of {least.capacity_bytes / _GIB:.4g} GiB; take more devices"
+      f"about {gib_of(least.peak_bytes, least.capacity_bytes)}; take more devices"
     )
   return _simplest(fitting)
 

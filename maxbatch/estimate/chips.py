@@ -7,6 +7,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from maxbatch.command_line.table import GIB
+
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
@@ -36,7 +38,6 @@ class Chip:
   """Cores of the device, each with vector units of its own: 2 where jax counts a whole chip of two."""
 
 
-_GIB = 2**30
 _BIT = 1 / 8
 
 CHIPS: Mapping[str, Chip] = {
@@ -49,8 +50,8 @@ CHIPS: Mapping[str, Chip] = {
       generation="v4",
       device_kind="TPU v4",
       peak_flops=275e12,
-      hbm_bytes=32 * _GIB,
-      usable_bytes=round(30.75 * _GIB),
+      hbm_bytes=32 * GIB,
+      usable_bytes=round(30.75 * GIB),
       hbm_bandwidth=1200e9,
       ici_bandwidth=6 * 50e9,
       ici_links=6,
@@ -65,8 +66,8 @@ CHIPS: Mapping[str, Chip] = {
       generation="v5e",
       device_kind="TPU v5 lite",
       peak_flops=197e12,
-      hbm_bytes=16 * _GIB,
-      usable_bytes=round(15.75 * _GIB),
+      hbm_bytes=16 * GIB,
+      usable_bytes=round(15.75 * GIB),
       hbm_bandwidth=819e9,
       ici_bandwidth=400e9 / 2,
       ici_links=4,
@@ -80,8 +81,8 @@ CHIPS: Mapping[str, Chip] = {
       generation="v5p",
       device_kind="TPU v5",
       peak_flops=459e12,
-      hbm_bytes=95 * _GIB,
-      usable_bytes=round(95.73 * _GIB),
+      hbm_bytes=95 * GIB,
+      usable_bytes=round(95.73 * GIB),
       hbm_bandwidth=2765e9,
       ici_bandwidth=1200e9 / 2,
       ici_links=6,
@@ -96,8 +97,8 @@ CHIPS: Mapping[str, Chip] = {
       generation="v6e",
       device_kind="TPU v6 lite",
       peak_flops=918e12,
-      hbm_bytes=32 * _GIB,
-      usable_bytes=round(31.24 * _GIB),
+      hbm_bytes=32 * GIB,
+      usable_bytes=round(31.24 * GIB),
       hbm_bandwidth=1638e9,
       ici_bandwidth=800e9 / 2,
       ici_links=4,
@@ -111,8 +112,8 @@ CHIPS: Mapping[str, Chip] = {
       generation="tpu7x",
       device_kind="TPU7x",
       peak_flops=2307e12 / 2,
-      hbm_bytes=192 * _GIB // 2,
-      usable_bytes=round(94.74 * _GIB),
+      hbm_bytes=192 * GIB // 2,
+      usable_bytes=round(94.74 * GIB),
       hbm_bandwidth=7380e9 / 2,
       ici_bandwidth=1200e9 / 2 / 2,
       ici_links=6,

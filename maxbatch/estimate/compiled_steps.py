@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from maxbatch.batch.topology import Topology
+from maxbatch.command_line.table import GIB
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import Chip, chip_for
 from maxbatch.estimate.step_work import RematPolicy, StepWork, work_digest
@@ -24,7 +25,6 @@ from maxbatch.run_folder.atomic import write_whole
 from maxbatch.run_folder.cache import remembered_steps
 
 FILE = pathlib.Path(__file__).with_name("compiled_steps.json")
-_GIB = 2**30
 _NO_REPORT = (
   "no compile report of a TPU slice without a pipeline; for example what compile_only=true "
   "compile_topology=v5e-256 writes to compile_report.txt"
@@ -207,7 +207,7 @@ def _explored(table: str, step: CompiledStep) -> Iterator[CompiledStep]:
       remat=remat,
       microbatch_seconds=seconds,
       parts={},
-      peak_bytes=round(_GIB * float(row["peak"])),
+      peak_bytes=round(GIB * float(row["peak"])),
     )
 
 
@@ -239,8 +239,8 @@ def _step(text: str, work: StepWork) -> CompiledStep:
     rest_seconds=rest,
     waits=sum(float(s) for _, how, s in links if how == "work waits"),
     parts={part: seconds / num_microbatches for part, seconds in parts.items()},
-    state_bytes=round(_GIB * sum(_gib(name, text) for name in _STATE)),
-    peak_bytes=round(_GIB * _gib("peak", text)),
+    state_bytes=round(GIB * sum(_gib(name, text) for name in _STATE)),
+    peak_bytes=round(GIB * _gib("peak", text)),
   )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxbatch.batch.solve import text
+from maxbatch.command_line.table import Table
 from maxbatch.experiments.branch_tradeoff import branch_tradeoff
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Judged, Measured, critical
@@ -87,14 +88,15 @@ class CriticalBatchReport:
   def __str__(self) -> str:
     rows = [(*_plan_cells(one.measured), *_result_cells(one)) for one in self.judged]
     twice = _twice(self.tradeoff) if self.tradeoff else []
-    return "\n".join([_table((*_HEADINGS, *_RESULTS), rows), "", *self.sentences(), *twice])
+    table = Table((*_HEADINGS, *_RESULTS), rows)
+    return "\n".join([*table.lines(), "", *self.sentences(), *twice])
 
 
 def plan_table(branching: Branching, learning_rates: Sequence[float]) -> str:
   """The branches before they are trained."""
   planned = zip(branching.branches, learning_rates, strict=True)
   rows = [_plan_cells(Measured(branch, rate, (), None, 0.0)) for branch, rate in planned]
-  return _table(_HEADINGS, rows)
+  return "\n".join(Table(_HEADINGS, rows).lines())
 
 
 def _plan_cells(measured: Measured) -> tuple[str, ...]:
@@ -130,14 +132,6 @@ def _remark(one: Judged) -> str:
     return ""
   side = "within" if one.within else "beyond"
   return side if one.clear else f"{side}?"
-
-
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-  return "\n".join(
-    "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-    for row in (headings, *rows)
-  )
 
 
 def _samples(branch: Branch) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxbatch.batch.solve import counted, text
+from maxbatch.command_line.table import Table, section
 from maxbatch.data.input_report import InputReport
 from maxbatch.input_analysis.need import Need
 from maxbatch.input_analysis.recommend import (
@@ -77,12 +78,15 @@ class InputAnalysis:
   def __str__(self) -> str:
     parts = [
       f"Input analysis of {self.run_name}: {self._verdict()}",
-      "\n".join(["Needed", *(f"  {line}" for line in self._needed())]),
+      section("Needed", self._needed()),
       str(self.input_function),
-      _table("Stages, one thread", self._stages()),
-      _table(f"Settings, one process on {counted(self.num_cores, 'core')}", self._settings()),
-      _table("Loading hosts", self._loading()),
-      "\n".join(["Recommended", *(f"  {line}" for line in self._recommended())]),
+      section("Stages, one thread", _lines(self._stages(), left=(0, 1))),
+      section(
+        f"Settings, one process on {counted(self.num_cores, 'core')}",
+        _lines(self._settings(), left=(6,)),
+      ),
+      section("Loading hosts", _lines(self._loading(), left=(5,))),
+      section("Recommended", self._recommended()),
     ]
     return "\n\n".join(parts)
 
@@ -179,27 +183,12 @@ class InputAnalysis:
     return "any number of files; parts of them are read alone"
 
 
-def _table(title: str, rows: Iterator[tuple[str, ...]]) -> str:
-  """Words to the left, numbers to the right; a row of one cell is a line."""
-  found = list(rows)
-  whole = [row for row in found if len(row) > 1]
-  widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
-  is_words = [_is_words(column[1:]) for column in zip(*whole, strict=True)]
-  lines = [
-    "  ".join(
-      cell.ljust(width) if words else cell.rjust(width)
-      for cell, width, words in zip(row, widths, is_words, strict=False)
-    )
-    for row in found
-  ]
-  return "\n".join([title, *(f"  {line.rstrip()}" for line in lines)])
+def _lines(rows: Iterator[tuple[str, ...]], left: Sequence[int]) -> list[str]:
+  head, *rest = rows
+  return Table(head, rest, left).lines(indent="")
 
 
 def _speed(samples_per_second: float) -> str:
   if samples_per_second >= 100:
     return f"{samples_per_second:,.0f}"
   return f"{samples_per_second:.3g}"
-
-
-def _is_words(cells: Sequence[str]) -> bool:
-  return not any(cell[:1].isdigit() for cell in cells)

@@ -12,6 +12,7 @@ from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.batch.solve import counted, text
+from maxbatch.command_line.table import Table, section
 from maxbatch.pipeline_parallel.sizes import Pipeline
 
 
@@ -58,10 +59,10 @@ class PlanReport:
       "\n".join(self._given_lines()),
       *([f"{self.rl}\n\nTraining on the pairs, each a sample"] if self.rl else []),
       self.plan.derivation(),
-      *(["\n".join(["Loading", *map(_load_line, self.loads)])] if self.loads else []),
+      *([section("Loading", map(_load_line, self.loads))] if self.loads else []),
       self._table(),
       *([self._pipeline(self.pipeline)] if self.pipeline else []),
-      *(["\n".join(["Limits", *(f"  {line}" for line in self._limits())])] if not self.rl else []),
+      *([section("Limits", self._limits())] if not self.rl else []),
     ]
     return "\n\n".join(parts)
 
@@ -105,14 +106,11 @@ class PlanReport:
   def _table(self) -> str:
     above = ("", "first", "first", "first", "", "", "per", "micro-", "learning", "")
     head = ("", "step", "sample", "token", "steps", "batch", "device", "batches", "rate", "")
-    rows = [above, head, *(_cells(self._phase(phase)) for phase in self.plan.phases)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = [
-      "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-      for row in rows
-    ]
+    lines = Table(above, [head, *(_cells(self._phase(phase)) for phase in self.plan.phases)]).lines(
+      ""
+    )
     missed = ", ".join(map(str, self.plan.phases_not_reached))
-    return "\n".join(["Phases", *lines, *([f"  without a step: {missed}"] if missed else [])])
+    return section("Phases", [*lines, *([f"without a step: {missed}"] if missed else [])])
 
 
 def _cells(phase: dict[str, Any]) -> tuple[str, ...]:
@@ -138,5 +136,5 @@ def _load_line(load: HostLoad) -> str:
     rest = (
       "read nothing, and get their samples" if several else "reads nothing, and gets its samples"
     )
-    return f"  {hosts}: {rest} from the others"
-  return f"  {hosts}: {counted(load.samples, 'sample')} per step{' each' if several else ''}"
+    return f"{hosts}: {rest} from the others"
+  return f"{hosts}: {counted(load.samples, 'sample')} per step{' each' if several else ''}"

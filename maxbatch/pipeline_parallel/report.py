@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import counted
+from maxbatch.command_line.table import Table, section
 from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.cost import bubble, imbalance, percent, predicted_bubble
@@ -141,9 +142,9 @@ class PipelineReport:
   def _choices(self) -> str:
     head = ("num_pipeline_microbatches", "in a timetable", "samples each", "bubble", "inputs kept")
     rows = [self._choice(count) for count in self.pipeline.choices]
-    open_line = [f"  {self.pipeline.choice}"] if self.pipeline.choice else []
+    open_line = [self.pipeline.choice] if self.pipeline.choice else []
     title = f"Microbatches, for {self.pipeline.schedule}"
-    return "\n".join([title, *_table([head, *rows]), *open_line])
+    return section(title, [*_lines(head, rows), *open_line])
 
   def _choice(self, num_pipeline_microbatches: int) -> Row:
     other = self.pipeline.with_num_pipeline_microbatches(num_pipeline_microbatches)
@@ -181,7 +182,7 @@ def comparison(config: Config, plan: BatchPlan) -> str:
       others.append(f"{name}: {error}")
   if not rows:
     raise UserError("\n".join(dict.fromkeys(line.partition(": ")[2] for line in others)))
-  return "\n".join(["Schedules", *_table([_HEADINGS, *rows]), *(f"  {line}" for line in others)])
+  return section("Schedules", [*_lines(_HEADINGS, rows), *others])
 
 
 def input_bytes(config: Config, pipeline: Pipeline) -> int:
@@ -250,9 +251,5 @@ def _line(name: str, text: str) -> str:
   return f"  {name:<12}  {text}"
 
 
-def _table(rows: Sequence[Row]) -> list[str]:
-  widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-  return [
-    "  " + "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
-    for row in rows
-  ]
+def _lines(head: Row, rows: Sequence[Row]) -> list[str]:
+  return Table(head, rows, left=(0,)).lines(indent="")

@@ -3,9 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxbatch.run_report.facts import Table
+from maxbatch.command_line.table import Table, gib
 
-_GIB = 2**30
 _NUM_LARGEST = 12
 _WRONG_BY = 1.25
 """An estimate further off is called wrong."""
@@ -30,7 +29,7 @@ def _part(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _memory(memory: Mapping[str, Any]) -> Table:
   rows = [
-    (name.replace("_", " "), f"{size / _GIB:.3f} GiB")
+    (name.replace("_", " "), f"{gib(size, '.3f')} GiB")
     for name, size in memory.items()
     if type(size) in (int, float)
   ]

@@ -1,6 +1,5 @@
 """What a page says of a run in words and tables, from what its files say."""
 
-import dataclasses
 import datetime
 import math
 import shlex
@@ -9,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from maxbatch.command_line.table import Table, file_size, gib
 from maxbatch.run_folder.events import (
   COMPILED,
   END,
@@ -26,16 +26,6 @@ from maxbatch.run_folder.status import span
 
 _RECENT = 20
 Row = tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-  """Rows of words under a head."""
-
-  head: Row
-  rows: Sequence[Row]
-  best: int = -1
-  """The row to be marked; -1: none."""
 
 
 def glance(run: RunHistory) -> list[tuple[str, str]]:
@@ -180,8 +170,7 @@ def _size(folder: Path) -> str:
     total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
   except OSError:
     return "?"
-  unit = next((n for n in (3, 2, 1) if total >= 1000**n), 0)
-  return f"{total / 1000**unit:.3g} {('bytes', 'kB', 'MB', 'GB')[unit]}"
+  return file_size(total)
 
 
 def notices(run: RunHistory) -> Table:
@@ -221,7 +210,7 @@ def memory(run: RunHistory) -> Table:
   ):
     found = [_number(one.get(key)) for one in run.of_kind(EVALUATED) if one.get(key)]
     if found:
-      rows.append((name, f"{max(found) / 2**30:.3f} GiB"))
+      rows.append((name, f"{gib(max(found), '.3f')} GiB"))
   return Table(("memory of", "highest"), rows)
 
 
@@ -279,7 +268,7 @@ def sweep(runs: Sequence[RunHistory], states: Sequence[str]) -> Table:
   best = best_of(runs)
   if best >= 0:
     rows[best] = (f"★ {rows[best][0]}", *rows[best][1:])
-  return Table(head, rows, best)
+  return Table(head, rows, best=best)
 
 
 def moment(seconds: object) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from maxbatch.command_line.table import Table
 from maxbatch.plots.chart import Bars, Chart, Panel
 from maxbatch.plots.page import rendered
 from maxbatch.plots.thinning import MOST_POINTS
@@ -42,14 +43,14 @@ class _Shown:
     return facts.glance(self.run)
 
   @property
-  def time_table(self) -> facts.Table:
+  def time_table(self) -> Table:
     uses = facts.seconds_by_use(self.run)
     total = sum(uses.values())
     rows = [(name, span(seconds), f"{seconds / total:.1%}") for name, seconds in uses.items()]
-    return facts.Table(("what", "time", "share"), rows)
+    return Table(("what", "time", "share"), rows)
 
   @property
-  def memory(self) -> facts.Table:
+  def memory(self) -> Table:
     return facts.memory(self.run)
 
   @property
@@ -67,21 +68,21 @@ class _Shown:
     return self._of_start("versions")
 
   @property
-  def keys(self) -> facts.Table:
-    return facts.Table(
+  def keys(self) -> Table:
+    return Table(
       ("key", "value"), [(key, facts.shown(value)) for key, value in self.run.config.items()]
     )
 
   @property
-  def starts(self) -> facts.Table:
+  def starts(self) -> Table:
     return facts.starts(self.run)
 
   @property
-  def notices(self) -> facts.Table:
+  def notices(self) -> Table:
     return facts.notices(self.run)
 
   @property
-  def checkpoints(self) -> facts.Table:
+  def checkpoints(self) -> Table:
     return facts.checkpoints(self.run)
 
   @property

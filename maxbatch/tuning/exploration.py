@@ -2,10 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from maxbatch.batch.solve import text
+from maxbatch.command_line.table import Table
 from maxbatch.errors import UserError
 from maxbatch.tuning.candidates import Candidate
 from maxbatch.tuning.search import ProbeSize, Tried, nothing_fits
@@ -76,7 +77,7 @@ class Exploration:
       ("", *_start_of_row(one.candidate), f"does not fit (as {one.smaller.size})")
       for one in self.skipped
     ]
-    return "\n".join([*_aligned([head, *rows]), *self._notes()])
+    return "\n".join([*Table(head, rows).lines(indent=""), *self._notes()])
 
   def as_dict(self) -> dict[str, Any]:
     """The table as plain values: numbers are numbers, fractions text."""
@@ -217,16 +218,3 @@ def _step_time(one: Tried) -> str:
 def _start_of_row(candidate: Candidate) -> tuple[str, str]:
   variant = f" {candidate.variant}" if candidate.variant else ""
   return text(candidate.size) + variant, f"{candidate.gradient_accumulation_steps:,}"
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-  """Columns to the right; a row that ends early keeps its last cell out of the widths."""
-  width_of = [
-    max((len(row[column]) for row in rows if len(row) == len(rows[0])), default=0)
-    for column in range(len(rows[0]))
-  ]
-  for row in rows:
-    cells = [cell.rjust(width) for cell, width in zip(row, width_of, strict=False)]
-    if len(row) < len(rows[0]):
-      cells[-1] = row[-1]
-    yield "  ".join(cells).rstrip()

@@ -23,9 +23,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from maxbatch.command_line.table import Table, gib
 from maxbatch.pipeline_parallel.cost import percent, predicted_bubble
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.tuning.search import in_gib, most_probes
+from maxbatch.tuning.search import most_probes
 from maxbatch.tuning.tick_fit import Line, fitted, fitted_cost
 
 KEY = "num_pipeline_microbatches"
@@ -202,15 +203,9 @@ class Ranking:
 
   def __str__(self) -> str:
     """The table, and what its predictions rest on."""
-    head = ("", KEY, "samples each", "full ticks", "bubble", "step", "memory")
-    rows = [head, *(self._row(rank, one) for rank, one in enumerate(self.entries, 1))]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    notes = ["", *map(self._note, self.entries)]
-    lines = [
-      "  ".join([*map(str.rjust, row, widths), note]).rstrip()
-      for row, note in zip(rows, notes, strict=True)
-    ]
-    return "\n".join([*lines, *self._sentences()])
+    head = ("", KEY, "samples each", "full ticks", "bubble", "step", "memory", "")
+    table = Table(head, [self._row(*one) for one in enumerate(self.entries, 1)], left=(7,))
+    return "\n".join([*table.lines(indent=""), *self._sentences()])
 
   def why(self) -> str:
     """The choice in a few words: against the fewest microbatches, which leave the most idle."""
@@ -234,11 +229,12 @@ class Ranking:
       f"{self.steps.full_ticks(one.num_pipeline_microbatches):,}",
       self.steps.bubble(one.num_pipeline_microbatches),
       "" if one.step_seconds is None else f"{one.step_seconds:.4g} s",
-      f"{in_gib(round(one.peak_bytes))} GiB",
+      f"{gib(one.peak_bytes)} GiB",
+      self._note(one),
     )
 
   def _note(self, one: RankedChoice) -> str:
-    fits = "" if one.fits else f", does not fit in {in_gib(self.capacity_bytes)} GiB"
+    fits = "" if one.fits else f", does not fit in {gib(self.capacity_bytes)} GiB"
     return f"{one.how}{fits}" + (", taken" if one.num_pipeline_microbatches == self.chosen else "")
 
   def _sentences(self) -> list[str]:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from maxbatch.batch.solve import text
+from maxbatch.command_line.table import GIB, gib, gib_of
 from maxbatch.errors import UserError
 from maxbatch.tuning.candidates import Candidate
 
 CLEARLY_FASTER = 0.03
 """More samples per second, as a share, for which a size below the largest is taken."""
-_GIB = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class ProbeResult:
   @property
   def memory(self) -> str:
     """`11.2 of 15.75 GiB`."""
-    return f"{in_gib(self.peak_bytes)} of {self.capacity_bytes / _GIB:.4g} GiB"
+    return gib_of(self.peak_bytes, self.capacity_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,7 @@ class Choice:
     of_all = f"of {first}…{last}" if len(self.sizes) > 1 else "the only size allowed"
     bound = f"largest that fits {of_all}: {self.largest.probe.memory}"
     if self.above:
-      bound += f"; next size {self.above.size} needs {in_gib(self.above.probe.peak_bytes)} GiB"
+      bound += f"; next size {self.above.size} needs {gib(self.above.probe.peak_bytes)} GiB"
     if self.chosen == self.largest:
       return bound
     gain = self.chosen.samples_per_second / self.largest.samples_per_second - 1
@@ -130,11 +130,6 @@ class Choice:
       f"{gain:.0%} more samples per second, {self.chosen.probe.how}, than {self.largest.size}, the "
       f"{bound}"
     )
-
-
-def in_gib(size: int) -> str:
-  """Bytes as GiB, three digits: `11.2`."""
-  return f"{size / _GIB:.3g}"
 
 
 def most_probes(num_sizes: int) -> int:
@@ -187,7 +182,7 @@ def _fastest(known: dict[int, Tried], largest: int) -> int:
 def nothing_fits(smallest: Tried, suggested_fixes: str) -> str:
   """The message when not even the smallest size fits."""
   probe = smallest.probe
-  enough = math.ceil(probe.peak_bytes / _GIB)
+  enough = math.ceil(probe.peak_bytes / GIB)
   return (
     f"not even micro_batch_size={smallest.size}, the smallest size allowed, fits: "
     f"{smallest.candidate.words} in a microbatch needs {probe.memory}; {suggested_fixes}, or device_memory_gb={enough} if the "
