@@ -11,8 +11,10 @@ import yaml
 from published import PUBLISHED_PARAMETERS
 
 from maxbatch.command_line.arguments import Command, wants_help
-from maxbatch.command_line.help import documented_keys, help_text
+from maxbatch.command_line.help import help_text
 from maxbatch.config import schema
+from maxbatch.config.allowed import Positive
+from maxbatch.config.base_file import base_file, documented_keys
 from maxbatch.config.find import config_path, model_names, packaged_folder
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.value import convert
@@ -31,23 +33,26 @@ def write(path: Path, text: str) -> str:
 # --- base.yml and the models ---------------------------------------------------------------------
 
 
-def test_base_has_exactly_the_keys_of_the_schema():
+def test_base_equals_the_declarations():
+  # If not: python scripts/write_base_config.py
+  assert config_path("base").read_text(encoding="utf-8") == base_file()
   assert list(read_file(config_path("base"))) == list(schema.fields())
 
 
 @pytest.mark.parametrize("key", schema.fields())
 def test_default_is_of_its_type_and_range(key: str):
   entry = read_file(config_path("base"))[key]
-  section, field = schema.fields()[key]
-  assert convert(entry, field.type) == vars(vars(BASE)[section])[key]
+  section, declared = schema.fields()[key]
+  value = vars(vars(BASE)[section])[key]
+  assert convert(entry, declared.type) == value == declared.default
+  assert type(value) is type(declared.default)
 
 
 def test_every_key_has_one_line_of_why():
   documented = documented_keys()
   assert [entry.key for entry in documented] == list(schema.fields())
   for entry in documented:
-    assert len(entry.comments) == 1, entry.key
-    assert len(entry.comments[0]) > 10, entry.key
+    assert len(entry.help) > 10, entry.key
 
 
 @pytest.mark.parametrize("name", model_names())
@@ -215,7 +220,7 @@ def test_lists_are_yaml():
 
 
 def read_list(text: str) -> object:
-  return convert(read_argument("tiles", text, holds_text=False), tuple[schema.Positive, ...])
+  return convert(read_argument("tiles", text, holds_text=False), tuple[Positive, ...])
 
 
 # --- help and speed ------------------------------------------------------------------------------
@@ -236,7 +241,7 @@ def test_help_shows_every_key_with_type_default_and_meaning():
   flowing = " ".join(text.split())
   for entry in documented_keys():
     assert f"  {entry.key}={entry.default}  (" in text
-    assert " ".join(entry.comments) in flowing
+    assert " ".join(entry.help.split()) in flowing
   headings = [line for line in lines if line and not line.startswith(" ")][
     -len(schema.sections()) :
   ]

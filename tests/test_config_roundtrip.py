@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from maxbatch.config import schema
+from maxbatch.config.allowed import Example, Registered
 from maxbatch.config.find import model_names
 from maxbatch.config.load import load_config, to_flat_dict
 
@@ -33,7 +34,7 @@ def values_of(annotation: typing.Any) -> st.SearchStrategy:
   rules = []
   if typing.get_origin(annotation) is typing.Annotated:
     annotation, *notes = typing.get_args(annotation)
-    rules = [note for note in notes if not isinstance(note, schema.Example)]
+    rules = [note for note in notes if not isinstance(note, Example | Registered)]
   if typing.get_origin(annotation) in (typing.Union, types.UnionType):
     return st.one_of(*map(values_of, typing.get_args(annotation)))
   if typing.get_origin(annotation) is tuple:

@@ -11,6 +11,7 @@ from first_devices import use_first_devices
 from support import SMALLEST
 
 from maxbatch import train
+from maxbatch.config.allowed import Name
 from maxbatch.config.schema import fields
 from maxbatch.run_folder.metrics import read_metrics
 
@@ -85,6 +86,6 @@ def test_the_table_names_every_section_s_registry():
   assert len(rows) == len(SECTIONS)
   for (_, key, registry, path), section in zip(rows, SECTIONS.values(), strict=True):
     known = vars(importlib.import_module(f"maxbatch.{path.replace('/', '.')}"))[registry]
-    assert fields()[key][1].type in (str, tuple[str, ...])
+    assert fields()[key][1].type in (Name, tuple[Name, ...])
     assert len(known) > 0
     assert f"{key}=my_" in section.replace("[", "")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tiny_model import tiny_config
 
+from maxbatch.config.declare import declared
 from maxbatch.config.find import model_names
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import ModelConfig, to_flat
@@ -302,8 +303,7 @@ HOW_COMPUTED = {"model_name", "init_weights_seed", "attention"} | {
 
 
 def test_every_key_of_the_model_is_known_here():
-  names = {field.name for field in dataclasses.fields(ModelConfig)}
-  assert names == {*SHAPE, *PLAIN} | HOW_COMPUTED
+  assert set(declared(ModelConfig)) == {*SHAPE, *PLAIN} | HOW_COMPUTED
 
 
 def test_without_a_model_the_options_are_off():

@@ -3,6 +3,7 @@
 import pytest
 
 from maxbatch.config import schema
+from maxbatch.config.declare import declared
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
 from maxbatch.modes.rl_requirements import check_rl
@@ -43,17 +44,17 @@ EFFECTIVE = f"""
   eval_interval eval_samples generate_length prompt decode_sampling_top_k decode_sampling_nucleus_p
   decode_sampling_min_p batch_size global_batch_to_train tokens_per_step per_device_batch_size
   micro_batch_size gradient_accumulation_steps max_target_length
-  {" ".join(vars(schema.MeshConfig)["__dataclass_fields__"])}
-  {" ".join(vars(schema.DistributedConfig)["__dataclass_fields__"])}
+  {" ".join(declared(schema.MeshConfig))}
+  {" ".join(declared(schema.DistributedConfig))}
   validate_only compile_only compile_topology compile_topology_num_slices jax_cache_dir
   compiled_step save_compiled_step compiler_flags
   device_memory_gb tokenizer_type tokenizer_path add_bos bos_token eos_token pad_token
   data_shuffle_seed use_chat_template
-  {" ".join(vars(schema.OptimizerConfig)["__dataclass_fields__"])}
+  {" ".join(declared(schema.OptimizerConfig))}
   enable_checkpointing async_checkpointing checkpoint_format checkpoint_period
   max_num_checkpoints_to_keep checkpoint_keep_period allow_changed_resume load_parameters_path
-  {" ".join(vars(schema.RLConfig)["__dataclass_fields__"])}
-  {" ".join(vars(schema.ProfilingConfig)["__dataclass_fields__"])}
+  {" ".join(declared(schema.RLConfig))}
+  {" ".join(declared(schema.ProfilingConfig))}
   precision dtype weight_dtype weight_rounding grad_dtype loss_scale initial_loss_scale
   min_loss_scale max_loss_scale loss_scale_window loss_scale_growth_factor
   loss_scale_backoff_factor max_consecutive_skipped_steps metrics_writers write_report
@@ -78,6 +79,6 @@ def test_keys_without_effect_are_refused_by_name(others):
 
 def test_every_key_is_refused_or_has_an_effect():
   refused = {each.partition("=")[0] for keys in REFUSED.values() for each in keys.split()}
-  model = set(vars(schema.ModelConfig)["__dataclass_fields__"])
+  model = {key for key, (section, _) in schema.fields().items() if section == "model"}
   found = refused | model | set(f"{ELSEWHERE} {NOISE} {EFFECTIVE}".split())
   assert found == set(schema.fields())

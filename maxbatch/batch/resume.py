@@ -10,7 +10,7 @@ from maxbatch.batch.arithmetic import fitting_micro_batch
 from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.solve import given_sizes, solve, text
 from maxbatch.batch.topology import Topology
-from maxbatch.config.schema import BatchConfig, Explore
+from maxbatch.config.keys.batch import BatchConfig, Explore
 from maxbatch.errors import UserError
 
 

@@ -13,8 +13,7 @@ from maxbatch.batch.rl_sizes import RLTopology, given_pairs, micro_batch_sizes, 
 from maxbatch.batch.rollout_order import saved_policies
 from maxbatch.batch.solve import counted, nearest_multiples
 from maxbatch.batch.topology import Topology
-from maxbatch.config.rl_schema import RLConfig
-from maxbatch.config.schema import BatchConfig, Config, RunConfig
+from maxbatch.config.schema import BatchConfig, Config, RLConfig, RunConfig
 from maxbatch.errors import UserError
 
 

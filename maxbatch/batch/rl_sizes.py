@@ -41,8 +41,7 @@ from maxbatch.batch.solve import (
   text,
 )
 from maxbatch.batch.topology import Topology
-from maxbatch.config.rl_schema import RLConfig
-from maxbatch.config.schema import BatchConfig
+from maxbatch.config.schema import BatchConfig, RLConfig
 from maxbatch.errors import UserError
 
 _WARM_START_BATCH = 64

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 
+from maxbatch.config.declare import CHANGEABLE, FIXED, Resume
 from maxbatch.config.load import to_flat_dict
-from maxbatch.config.resume import CHANGEABLE, FIXED
-from maxbatch.config.schema import Config
+from maxbatch.config.schema import Config, resume_classes
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.stream import STREAM_VERSION
 
@@ -46,12 +46,17 @@ def identity(config: Config, dataset: Dataset) -> dict[str, object]:
 
 def fixed_keys(config: Config) -> dict[str, object]:
   """The keys that a resume may not change, as values that JSON holds."""
-  return {key: value for key, value in to_flat_dict(config).items() if key in FIXED}
+  return _of_class(config, FIXED)
 
 
 def settings(config: Config) -> dict[str, object]:
   """The keys that it may, likewise."""
-  return {key: value for key, value in to_flat_dict(config).items() if key in CHANGEABLE}
+  return _of_class(config, CHANGEABLE)
+
+
+def _of_class(config: Config, resume: Resume) -> dict[str, object]:
+  classes = resume_classes(config)
+  return {key: value for key, value in to_flat_dict(config).items() if classes[key] == resume}
 
 
 def _contents(fingerprint: str, paths: Mapping[str, object], files: Mapping[str, int]) -> object:

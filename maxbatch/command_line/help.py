@@ -1,28 +1,14 @@
-"""What --help prints: every key of base.yml with its type, its default and the comment above it."""
+"""What --help prints: every key with its type, its default and its help, as in base.yml."""
 
-import dataclasses
-import re
 import textwrap
 from collections.abc import Iterator
 
 from maxbatch.command_line.arguments import Command, Declared, File, Key, declared
-from maxbatch.config import schema
-from maxbatch.config.find import config_path, model_names, packaged_names
+from maxbatch.config.base_file import Documented, documented_keys
+from maxbatch.config.find import model_names, packaged_names
 from maxbatch.config.value import describe
 
 _WIDTH = 100
-_HEADING = re.compile(r"# --- (.+?) -+")
-_KEY = re.compile(r"(\w+): *(.*)")
-
-
-@dataclasses.dataclass(frozen=True)
-class Documented:
-  """One key as base.yml explains it."""
-
-  heading: str
-  key: str
-  default: str
-  comments: tuple[str, ...]
 
 
 def help_text(command: Command) -> str:
@@ -38,23 +24,6 @@ def help_text(command: Command) -> str:
       lines += ["", heading.capitalize()]
     lines += _key_lines(entry)
   return "\n".join(lines)
-
-
-def documented_keys() -> list[Documented]:
-  """The keys of base.yml in its order, each with its heading and the comments right above it."""
-  found: list[Documented] = []
-  heading, comments = "", ()
-  for line in config_path("base").read_text(encoding="utf-8").splitlines():
-    if title := _HEADING.fullmatch(line):
-      heading, comments = title[1], ()
-    elif line.startswith("# "):
-      comments = (*comments, line[2:])
-    elif pair := _KEY.fullmatch(line):
-      found.append(Documented(heading, pair[1], pair[2], comments))
-      comments = ()
-    else:
-      comments = ()
-  return found
 
 
 def _usage(command: Command) -> Iterator[str]:
@@ -100,10 +69,7 @@ def _opening() -> Iterator[str]:
 
 
 def _key_lines(entry: Documented) -> Iterator[str]:
-  annotation = schema.fields()[entry.key][1].type
   indent = " " * 6
-  head = f"  {entry.key}={entry.default}  ({describe(annotation)})"
+  head = f"  {entry.key}={entry.default}  ({describe(entry.type)})"
   yield from textwrap.wrap(head, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
-  yield from textwrap.wrap(
-    " ".join(entry.comments), _WIDTH, initial_indent=indent, subsequent_indent=indent
-  )
+  yield from textwrap.wrap(entry.help, _WIDTH, initial_indent=indent, subsequent_indent=indent)

@@ -104,6 +104,11 @@ class Address(FileName):
 
 
 @dataclasses.dataclass(frozen=True)
+class Registered:
+  """A text that names something registered, or `module:attribute` of the user's (registry.py)."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Example:
   """A value that works, for messages, where none can be made of what is wrong."""
 
@@ -119,6 +124,7 @@ DEVICES = 2**20
 # More does not fit in a float32.
 FLOAT32 = 3e38
 
+Name = Annotated[str, Registered()]
 Path = Annotated[str, FileName()]
 Positive = Annotated[int, Range(low=1, limit=INT32)]
 NonNegative = Annotated[int, Range(low=0, limit=INT32)]

@@ -7,7 +7,6 @@ The model file is read when model_name is set after the root, or by a file calle
 other root gives every key itself, the model's included, as a written-out config.yml does.
 """
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import yaml
 from ml_collections import ConfigDict
 
 from maxbatch.config import schema
+from maxbatch.config.declare import Section, declared
 from maxbatch.config.find import base_config_path, config_path, did_you_mean, model_path
 from maxbatch.config.value import convert, holds_text, plain
 from maxbatch.config.yaml_file import COMMAND_LINE, Entry, read_argument, read_file
@@ -44,8 +44,9 @@ def load_config(arguments: Sequence[str]) -> schema.Config:
   return schema.from_flat(merged.to_dict())
 
 
-def to_flat_dict(config: schema.Config) -> dict[str, object]:
-  """Every key with a value that YAML can hold; loading it as a file gives `config` back.
+def to_flat_dict(config: schema.Config | Section) -> dict[str, object]:
+  """Every key of a configuration, or of a section, with a value that YAML can hold; loading that of a
+  whole configuration as a file gives it back.
 
   Exact numbers are whole numbers where they are, decimals where short ones exist, else `1/3`.
   """
@@ -169,6 +170,6 @@ def _annotation(key: str, where: str) -> object:
   special = "config" if where == COMMAND_LINE else "base_config"
   hint = did_you_mean(key.rpartition(".")[2], [*fields, special])
   if key in schema.sections():
-    first = dataclasses.fields(schema.sections()[key])[0].name
+    first = next(iter(declared(schema.sections()[key])))
     hint = f" Keys are flat, without sections: {first} and so on."
   raise UserError(f"{where}: there is no key {key!r}.{hint} --help lists every key.")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from maxbatch.config.schema import Config, from_flat, to_flat
+from maxbatch.config.schema import Config, replaced, to_flat
 from maxbatch.config.value import plain
 
 Keys = Mapping[str, object]
@@ -34,11 +34,6 @@ def suggested_fixes(
     if found:
       return list(dict.fromkeys(found))[:_MOST]
   return []
-
-
-def replaced(config: Config, keys: Keys) -> Config:
-  """The configuration with other values of these keys."""
-  return from_flat({**to_flat(config), **keys})
 
 
 def assigned(keys: Keys) -> str:

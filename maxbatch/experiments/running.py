@@ -19,7 +19,7 @@ from maxbatch.batch.topology import Topology
 from maxbatch.checkpoints.identity import fixed_keys
 from maxbatch.checkpoints.record import identity_differences, listed
 from maxbatch.config.load import load_config, to_flat_dict
-from maxbatch.config.schema import BatchConfig, Config, DataConfig, OptimizerConfig, RunConfig
+from maxbatch.config.schema import BatchConfig, Config, RunConfig
 from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Measured, block_means
@@ -259,9 +259,6 @@ def _check_same(config: Config, folder: pathlib.Path) -> None:
 def _what_decides(config: Config) -> dict[str, Any]:
   """What a branch's losses follow from, besides its checkpoint, by configuration key."""
   # As they are written, for lists and exact numbers are compared with what a file gives back.
-  values = to_flat_dict(config)
-  names = [
-    each.name for section in (DataConfig, OptimizerConfig) for each in dataclasses.fields(section)
-  ]
-  used = {name: values[name] for name in names if name not in _UNRELATED}
+  values = to_flat_dict(config.data) | to_flat_dict(config.optimizer)
+  used = {name: value for name, value in values.items() if name not in _UNRELATED}
   return fixed_keys(config) | used | {"batch_size": config.batch.batch_size}

@@ -6,7 +6,6 @@ itself, under SLURM, Open MPI and Kubernetes and on TPU pods.
 
 import collections
 import contextlib
-import dataclasses
 import os
 import queue
 import socket
@@ -19,6 +18,7 @@ from typing import NoReturn
 import jax
 
 from maxbatch.batch.solve import counted
+from maxbatch.config.declare import declared
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, DistributedConfig
 from maxbatch.errors import SaidByAnotherError, UserError
@@ -149,7 +149,7 @@ def _config_of_processes(arguments: Sequence[str]) -> Config:
   Raises:
     UserError: something is wrong with these keys.
   """
-  names = {field.name for field in dataclasses.fields(DistributedConfig)} | {"compile_topology"}
+  names = {*declared(DistributedConfig), "compile_topology"}
   own = [argument for argument in arguments if argument.partition("=")[0] in names]
   file = [argument for argument in arguments if argument.startswith("config=")]
   with contextlib.suppress(UserError):

@@ -15,7 +15,8 @@ from maxbatch.checkpoints.identity import fixed_keys
 from maxbatch.checkpoints.leaves import read_leaves
 from maxbatch.checkpoints.newest import parameters_to_begin_with
 from maxbatch.checkpoints.record import listed, state_differences
-from maxbatch.config.schema import CheckpointConfig, Config, ModelConfig
+from maxbatch.config.load import to_flat_dict
+from maxbatch.config.schema import CheckpointConfig, Config
 from maxbatch.conversion.source import (
   FROZEN,
   CheckpointSource,
@@ -103,9 +104,7 @@ class Beginning:
 def _otherwise(source: Source, config: Config) -> list[str]:
   """Keys of the model that give the same parameters another meaning, a line each."""
   now, before = (json.loads(json.dumps(dict(x))) for x in (fixed_keys(config), source.model_keys))
-  keys = [
-    field.name for field in dataclasses.fields(ModelConfig) if field.name not in _WITHOUT_MEANING
-  ]
+  keys = [key for key in to_flat_dict(config.model) if key not in _WITHOUT_MEANING]
   return [
     f"{key}={now[key]}, and they were trained with {key}={before[key]}"
     for key in [*keys, "tokenizer_type"]

@@ -20,7 +20,8 @@ from maxbatch.compile.report import CompileReport
 from maxbatch.compile.rollout_program import RolloutPlace
 from maxbatch.compile.step_file import check_replaces_no_other
 from maxbatch.compile.steps import save_steps
-from maxbatch.config.schema import Config, Explore
+from maxbatch.config.keys.batch import Explore
+from maxbatch.config.schema import Config
 from maxbatch.data.input_report import InputReport, input_report
 from maxbatch.errors import UserError
 from maxbatch.estimate.compiled_steps import remember

@@ -3,8 +3,7 @@
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.batch.rl_sizes import halving_micro_batch_sizes, is_rl
 from maxbatch.config.load import to_flat_dict
-from maxbatch.config.rl_schema import RLConfig
-from maxbatch.config.schema import Config, NoiseConfig
+from maxbatch.config.schema import Config, NoiseConfig, RLConfig
 from maxbatch.errors import UserError
 from maxbatch.modes.rl_unused_keys import check_unused
 from maxbatch.rl.rewards import check_rewards

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from maxbatch.config.precision_schema import PrecisionConfig
+from maxbatch.config.schema import PrecisionConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxbatch.config.precision_schema import PrecisionConfig
+from maxbatch.config.schema import PrecisionConfig
 from maxbatch.errors import UserError
 from maxbatch.precision.formats import compute_format
 

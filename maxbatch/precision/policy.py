@@ -10,8 +10,7 @@ from typing import Literal
 import jax
 from jax.typing import DTypeLike
 
-from maxbatch.config.precision_schema import PrecisionConfig
-from maxbatch.config.schema import ModelConfig
+from maxbatch.config.schema import ModelConfig, PrecisionConfig
 from maxbatch.errors import UserError
 from maxbatch.precision.formats import FLOAT16, FLOAT32, FORMATS, Format, compute_format
 from maxbatch.precision.rounding import emulated, rounded

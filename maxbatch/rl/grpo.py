@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from maxbatch.config.rl_schema import RLConfig
+from maxbatch.config.schema import RLConfig
 from maxbatch.data.rows import Rows
 from maxbatch.rl.log_probs import LogProbs
 from maxbatch.rl.pairs import Pairs

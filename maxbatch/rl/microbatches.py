@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from maxbatch.batch.rl_plan import RLPlan
-from maxbatch.config.rl_schema import RLConfig
+from maxbatch.config.schema import RLConfig
 from maxbatch.models.registry import Parameters
 from maxbatch.rl.advantages import group_advantages, live_groups
 from maxbatch.rl.pairs import Pairs, make_pairs

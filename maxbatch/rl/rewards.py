@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from maxbatch.config.registry import registered
-from maxbatch.config.rl_schema import RLConfig
+from maxbatch.config.schema import RLConfig
 from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
 from maxbatch.rl.checkers import REWARDS

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxbatch.batch.rl_plan import RLPlan
-from maxbatch.config.rl_schema import RLConfig
-from maxbatch.config.schema import Config
+from maxbatch.config.schema import Config, RLConfig
 from maxbatch.hardware.devices import Device
 from maxbatch.rl.grpo import objective
 from maxbatch.rl.policy_loss import PolicyLoss

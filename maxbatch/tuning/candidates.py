@@ -24,7 +24,8 @@ from maxbatch.batch.solve import (
   text,
 )
 from maxbatch.batch.topology import Topology
-from maxbatch.config.schema import BatchConfig, Config, Explore, ModelConfig, RunConfig
+from maxbatch.config.keys.batch import Explore
+from maxbatch.config.schema import BatchConfig, Config, ModelConfig, RunConfig
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.layout import pipeline_of
 

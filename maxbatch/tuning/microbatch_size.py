@@ -23,8 +23,7 @@ from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.compile.program import memory_suggestions
 from maxbatch.compile.step_identity import compiler_environment, library_versions, lowered_hash
 from maxbatch.config.load import to_flat_dict
-from maxbatch.config.rl_schema import RLConfig
-from maxbatch.config.schema import BatchConfig, Config
+from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.compiler_flags import EXPLORE, compiler_flags
 from maxbatch.hardware.devices import Target
@@ -98,9 +97,8 @@ def choose_pairs(
   if not _chooses(config):
     return config
   sizes = pair_sizes_of(config, place.layout)
-  flat = to_flat_dict(config)
   depends_on = what_it_depends_on(config, place, sizes, _lowered_for_pairs) | {
-    "rl": {field.name: flat[field.name] for field in dataclasses.fields(RLConfig)},
+    "rl": to_flat_dict(config.rl),
   }
   line = functools.partial(_line, config, place)
   return _chosen(config, sizes, depends_on, probe, folder, line, forget=forget, say=say)
@@ -210,10 +208,10 @@ def what_it_depends_on(
     sizes: what is chosen from, ascending.
     lowered: the hash of the run's step; None: of one that trains on text.
   """
-  flat, first = to_flat_dict(config), place.devices[0]
+  first = place.devices[0]
   return {
     "lowered": (lowered or _lowered)(sizes[0].applied_to(config) if sizes else config, place),
-    "batch": {field.name: flat[field.name] for field in dataclasses.fields(BatchConfig)},
+    "batch": to_flat_dict(config.batch),
     "sizes": [[text(one.size), one.gradient_accumulation_steps, one.batch] for one in sizes],
     "mesh": {
       "ici": list(place.layout.ici.values()),

@@ -1,0 +1,160 @@
+"""Keys of the batch, the mesh of devices that share it, and the pipeline that divides it."""
+
+import dataclasses
+from fractions import Fraction
+from typing import Annotated, Literal
+
+from maxbatch.config.allowed import (
+  EXACT,
+  INT32,
+  CountOrUnset,
+  Exact,
+  ExactOrUnset,
+  Example,
+  Name,
+  Path,
+  Positive,
+  PositiveOrUnset,
+  Range,
+)
+from maxbatch.config.declare import CHANGEABLE, FIXED, Section, key
+
+
+@dataclasses.dataclass(frozen=True)
+class Explore:
+  """`explore`, or `{explore: {min: 1, max: 16}}`: the sizes that are tried."""
+
+  min: Positive = 1
+  max: PositiveOrUnset = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchConfig(Section, heading="the batch"):
+  """The sizes from which BatchPlan derives every other size."""
+
+  batch_size: PositiveOrUnset = key(-1, CHANGEABLE)
+  """Global batch size: samples per optimizer step over all devices (with num_generations: prompts);
+  -1: derived from the other sizes."""
+  global_batch_to_train: PositiveOrUnset = key(-1, CHANGEABLE)
+  """The same as batch_size, by MaxText's name."""
+  tokens_per_step: CountOrUnset = key(-1, CHANGEABLE)
+  """Global batch size in tokens, padding included; -1: derived."""
+  per_device_batch_size: ExactOrUnset = key(Fraction(-1), CHANGEABLE)
+  """Samples per device and microbatch; a fraction where devices share a sample; -1: derived, or 4
+  if no other key determines it."""
+  micro_batch_size: ExactOrUnset | Literal["none", "auto"] | Explore = key(Fraction(-1), CHANGEABLE)
+  """The same as per_device_batch_size, by Cerebras's name, or: none: the whole batch in one
+  microbatch; auto: the fastest size found that fits in memory, of the batch that the run has
+  without it; explore or {explore: {min: 1, max: 16}}, with compile_only: all sizes, ranked."""
+  gradient_accumulation_steps: PositiveOrUnset = key(-1, CHANGEABLE)
+  """Microbatches per optimizer step; raise it for a larger batch in the same memory; -1: derived,
+  or 1."""
+  expansion_factor_real_data: Annotated[Fraction, Range(limit=INT32)] = key(
+    Fraction(-1), CHANGEABLE
+  )
+  """Samples loaded at once as a multiple of global_batch_to_train; a load must be whole samples in
+  every phase; above 1 only so many times fewer hosts read, and hand the surplus to the others; <=
+  0: 1."""
+  loading_hosts: tuple[Annotated[int, Range(low=0, limit=INT32)], ...] = key((), CHANGEABLE)
+  """The hosts (processes, from 0) that read for all, for example [1, 3]; []: by
+  expansion_factor_real_data, the first ones."""
+  eval_per_device_batch_size: Exact = key(Fraction(0), CHANGEABLE)
+  """Samples per device and evaluation batch; raise it if memory allows; 0: as in training."""
+  max_target_length: Positive = key(128, FIXED)
+  """Sequence length: tokens per sample."""
+  accumulation: Literal["fused", "streamed"] = key("fused", CHANGEABLE)
+  """fused: one dispatch per step that loops over the microbatches; streamed: one dispatch per
+  microbatch, for steps whose token ids do not fit on the devices at once."""
+  enable_rampup_batch_size: bool = key(False, CHANGEABLE)
+  """Ramp the batch up from per_device_batch_size_start to the run's size over global_rampup_samples
+  samples."""
+  per_device_batch_size_start: Exact = key(Fraction(1), CHANGEABLE)
+  """First size of that ramp-up, in samples per device and microbatch."""
+  per_device_batch_size_increment: Exact = key(Fraction(1), CHANGEABLE)
+  """Increment of that ramp-up, in samples per device and microbatch; every increment lasts equally
+  many samples."""
+  global_rampup_samples: Annotated[int, Range(low=1, limit=EXACT)] = key(500, CHANGEABLE)
+  """Length of that ramp-up in samples."""
+  batch_schedule: (
+    Annotated[
+      tuple[tuple[Annotated[int, Range(low=0, limit=EXACT)], ...], ...],
+      Example("[[0, 32], [10000, 64]]"),
+    ]
+    | Literal["gns", "file"]
+  ) = key((), CHANGEABLE)
+  """Batch size over training, in samples per step: [[0, 32], [10000, 64]]: 64 from 10000 on; gns:
+  grows from batch_size with the gradient noise scale; file: as in batch_schedule_file; []: none."""
+  batch_schedule_file: Path = key("", CHANGEABLE)
+  """File for batch_schedule: file, in the format of batch_schedule.yml, which a run with
+  batch_schedule: gns writes."""
+  batch_schedule_type: Name = key("constant", CHANGEABLE)
+  """Ramp-up to the run's batch size: constant (none), linear or doubling."""
+  batch_schedule_unit: Literal["steps", "samples", "tokens"] = key("samples", CHANGEABLE)
+  """Unit of batch_schedule and batch_schedule_length: steps, samples or tokens; samples keep their
+  meaning when the batch changes."""
+  batch_schedule_length: CountOrUnset = key(-1, CHANGEABLE)
+  """Length of a linear or doubling ramp-up, in batch_schedule_unit; -1: not given."""
+  batch_size_start: PositiveOrUnset = key(-1, CHANGEABLE)
+  """First batch of a linear or doubling ramp-up, in samples per step; -1: not given."""
+  batch_size_increment: PositiveOrUnset = key(-1, CHANGEABLE)
+  """Increment of a linear ramp-up, in samples per step; -1: the same as batch_size_start."""
+  gns_max_batch_size: PositiveOrUnset = key(-1, CHANGEABLE)
+  """Largest batch that batch_schedule: gns may reach, in samples per step, a multiple of the
+  microbatch; -1: 16 times batch_size."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig(Section, heading="the mesh"):
+  """The devices and how the mesh axes divide them: ici inside a slice, dcn between slices."""
+
+  # Each has threads of its own; a host cannot start more.
+  num_simulated_devices: Annotated[int, Range(low=0, limit=1024, also=-1)] = key(-1, CHANGEABLE)
+  """Number of simulated CPU devices, which several processes share equally; -1: the accelerators of
+  this machine, or 8 simulated devices where there are none; 0: the devices of this machine, a CPU
+  too."""
+  ici_data_parallelism: PositiveOrUnset = key(-1, CHANGEABLE)
+  """Data parallelism within a slice: replicas of the model, each with its part of the batch; one
+  axis may be -1: the remaining devices."""
+  ici_fsdp_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
+  """FSDP within a slice: devices over which parameters, gradients and optimizer state are sharded;
+  raise it to save memory."""
+  ici_tensor_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
+  """Tensor parallelism within a slice: devices over which each matrix product is sharded."""
+  ici_pipeline_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
+  """Pipeline stages within a slice: groups of devices that each hold some of the layers."""
+  dcn_data_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
+  """Data parallelism between slices, over the data center network."""
+  dcn_fsdp_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
+  """FSDP between slices, over the data center network."""
+  dcn_tensor_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
+  """Tensor parallelism between slices, over the data center network; rarely fast."""
+  dcn_pipeline_parallelism: PositiveOrUnset = key(1, CHANGEABLE)
+  """Pipeline stages between slices, over the data center network."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig(Section, heading="the pipeline"):
+  """How microbatches pass through the stages of a pipeline, which are the mesh axis `stage`."""
+
+  pipeline_schedule: Literal["none", "gpipe", "circular", "1f1b", "interleaved_1f1b"] = key(
+    "none", CHANGEABLE
+  )
+  """Pipeline schedule: none, gpipe, circular, 1f1b or interleaved_1f1b; python -m maxbatch.pipeline
+  draws them."""
+  num_pipeline_microbatches: PositiveOrUnset = key(-1, CHANGEABLE)
+  """Pipeline microbatches per gradient accumulation microbatch, a multiple of the stages; more:
+  smaller bubble, smaller matrix products; -1: the fastest, measured when a run or compile_only
+  begins."""
+  num_pipeline_repeats: PositiveOrUnset = key(-1, CHANGEABLE)
+  """Rounds of each microbatch through the stages, with other layers in each (circular,
+  interleaved_1f1b); more: smaller bubble, more communication; -1: derived from the number of
+  layers."""
+  num_layers_per_pipeline_stage: PositiveOrUnset = key(-1, CHANGEABLE)
+  """Layers per stage and repeat; -1: 1 if the schedule has repeats, else the layers divided by the
+  stages."""
+  pipeline_delay_activation_forwarding: bool = key(False, CHANGEABLE)
+  """Send activations to the next stage one iteration later, overlapped with computation; doubles
+  the bubble."""
+  pipeline_stash: Literal["input", "residuals"] = key("input", CHANGEABLE)
+  """What a stage stores of a microbatch for its backward pass: input (recomputes its layers, least
+  memory) or residuals (what remat_policy saves, less computation)."""

@@ -1,0 +1,226 @@
+"""Keys of the model and of the number formats it is kept and computed in."""
+
+import dataclasses
+from typing import Annotated, Literal
+
+from maxbatch.config.allowed import (
+  FLOAT32,
+  FloatFormat,
+  LossScale,
+  Name,
+  NonNegative,
+  NonNegativeFloat,
+  Path,
+  Positive,
+  PositiveOrUnset,
+  Range,
+  Scale,
+  Seed,
+)
+from maxbatch.config.declare import CHANGEABLE, FIXED, Section, key
+
+RematPlace = Literal["remat", "device", "offload"]
+"""What becomes of a tensor until the backward pass."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(Section, heading="the model"):
+  """The model's shape and how it is computed."""
+
+  model_name: Path = key("default", CHANGEABLE)
+  """Model shape: configs/models/NAME.yml is merged over this file."""
+  decoder_block: Name = key("transformer", FIXED)
+  """Registered model to build; add your own in maxbatch/models/."""
+  vocab_size: Positive = key(259, FIXED)
+  """Vocabulary size in tokens; at least the byte tokenizer's 259 (256 bytes, begin, end, pad)."""
+  base_emb_dim: Positive = key(128, FIXED)
+  """Embedding dimension: width of the residual stream."""
+  base_num_decoder_layers: Annotated[int, Range(low=1, high=10_000)] = key(4, FIXED)
+  """Number of transformer layers."""
+  base_num_query_heads: Positive = key(4, FIXED)
+  """Number of attention (query) heads."""
+  base_num_kv_heads: Positive = key(4, FIXED)
+  """Number of key/value heads; fewer than base_num_query_heads: grouped-query attention."""
+  head_dim: Positive = key(32, FIXED)
+  """Dimension of one attention head."""
+  base_mlp_dim: Positive = key(512, FIXED)
+  """Hidden dimension of the MLP."""
+  mlp_activation: Literal["gelu", "swiglu", "geglu"] = key("swiglu", FIXED)
+  """MLP activation: gelu (two matrices, GPT-2), swiglu (three matrices, gated, Llama) or geglu
+  (gated by GELU, Gemma)."""
+  normalization: Literal["rmsnorm", "zero_centered_rmsnorm", "layernorm"] = key("rmsnorm", FIXED)
+  """Normalization: rmsnorm (Llama), zero_centered_rmsnorm (multiplies by 1 + scale, Gemma) or
+  layernorm with bias (GPT-2)."""
+  normalization_layer_epsilon: NonNegativeFloat = key(1e-05, FIXED)
+  """Epsilon added to the variance in normalization."""
+  use_pre_norm: bool = key(True, FIXED)
+  """Normalize what attention and MLP are given; false with the two keys below: OLMo 2."""
+  use_post_attn_norm: bool = key(False, FIXED)
+  """Normalize what attention adds to the residual stream (Gemma 2 and 3, OLMo 2)."""
+  use_post_ffw_norm: bool = key(False, FIXED)
+  """Normalize what the MLP adds to the residual stream (Gemma 2 and 3, OLMo 2)."""
+  position_embedding: Literal["rope", "learned"] = key("rope", FIXED)
+  """Position embedding: rope (rotary) or learned (a table of positions)."""
+  max_position_embeddings: PositiveOrUnset = key(-1, FIXED)
+  """Positions the model is made for: the length of a table of learned ones, and what an export
+  states; -1: max_target_length."""
+  rope_type: Literal["default", "llama3.1"] = key("default", FIXED)
+  """RoPE's frequencies: default, or llama3.1, which slows the slow ones by rope_factor so that a
+  trained model reads longer rows."""
+  rope_max_timescale: Annotated[float, Range(low=1, limit=FLOAT32)] = key(10000.0, FIXED)
+  """RoPE's longest wavelength (theta); raise it for longer contexts."""
+  local_rope_max_timescale: Annotated[float, Range(low=1, limit=FLOAT32, also=-1)] = key(
+    -1.0, FIXED
+  )
+  """The same for layers of sliding attention in layer_types (Gemma 3); -1: rope_max_timescale."""
+  rope_linear_scaling_factor: Annotated[float, Range(low=1, limit=FLOAT32)] = key(1.0, FIXED)
+  """Divides all of RoPE's frequencies, but not with local_rope_max_timescale (Gemma 3: 8); 1:
+  none."""
+  rope_factor: Annotated[float, Range(low=1, limit=FLOAT32)] = key(1.0, FIXED)
+  """rope_type llama3.1: factor by which slow frequencies are divided (Llama 3.1: 8, Llama 3.2:
+  32)."""
+  rope_low_freq_factor: NonNegativeFloat = key(1.0, FIXED)
+  """rope_type llama3.1: frequencies of fewer turns within original_max_position_embeddings are
+  divided in full."""
+  rope_high_freq_factor: NonNegativeFloat = key(4.0, FIXED)
+  """rope_type llama3.1: frequencies of more turns within original_max_position_embeddings stay as
+  they are."""
+  original_max_position_embeddings: Positive = key(8192, FIXED)
+  """rope_type llama3.1: tokens of the rows that the model was first trained on."""
+  sliding_window_size: NonNegative = key(0, FIXED)
+  """Sliding-window attention: tokens that a token attends to, itself included; 0: all."""
+  layer_types: tuple[Literal["sliding_attention", "full_attention"], ...] = key((), FIXED)
+  """Which layers have that window, a pattern that repeats: [sliding_attention, full_attention]
+  (Gemma 2); []: all."""
+  query_pre_attn_scalar: NonNegative = key(0, FIXED)
+  """Attention logits are divided by the root of it; 0: head_dim."""
+  attn_logits_soft_cap: NonNegativeFloat = key(0.0, FIXED)
+  """Attention logits stay below it, by cap·tanh(logit/cap) (Gemma 2: 50); not in cuDNN's kernel; 0:
+  off."""
+  final_logits_soft_cap: NonNegativeFloat = key(0.0, FIXED)
+  """The same for the logits of tokens, in loss, evaluation and sampling (Gemma 2: 30); 0: off."""
+  scale_embedding: bool = key(False, FIXED)
+  """Multiply embeddings by the root of base_emb_dim (Gemma)."""
+  logits_via_embedding: bool = key(False, FIXED)
+  """Tie the output projection to the embedding: fewer parameters."""
+  use_qk_norm: bool = key(False, FIXED)
+  """Normalize queries and keys per head, as in Qwen 3: more stable at high learning rates."""
+  qk_norm_across_heads: bool = key(False, FIXED)
+  """use_qk_norm over all heads together, as in OLMo 2."""
+  attention_qkv_bias: bool = key(False, FIXED)
+  """Biases in the query, key and value projections."""
+  attention_out_bias: bool = key(False, FIXED)
+  """Bias in attention's output projection."""
+  mlp_bias: bool = key(False, FIXED)
+  """Biases in the MLP."""
+  dropout_rate: Annotated[float, Range(low=0, high=0.99)] = key(0.0, FIXED)
+  """Dropout rate in training; masks depend on the sample, not on how the batch is split."""
+  init_weights_seed: Seed = key(0, FIXED)
+  """Random seed of the initial weights and of dropout, 0 to 2³² − 1."""
+  attention: Literal["auto", "dot_product", "flash"] = key("auto", CHANGEABLE)
+  """Attention implementation; auto: flash where the device has a kernel and the shapes allow, else
+  dot_product."""
+  scan_layers: bool = key(True, CHANGEABLE)
+  """true: scan over one compiled layer (compiles fast); false: unroll the layers (may run
+  faster)."""
+  remat_policy: Literal[
+    "none",
+    "minimal_with_context",
+    "minimal",
+    "save_dot_with_context_except_mlp",
+    "save_dot_except_mlpwi",
+    "save_dot_except_mlp",
+    "save_qkv_proj",
+    "save_out_proj",
+    "minimal_offloaded",
+    "qkv_proj_offloaded",
+    "full",
+    "custom",
+    "explore",
+  ] = key("none", CHANGEABLE)
+  """What the forward pass keeps for the backward pass, by MaxText's names: none (everything);
+  minimal_with_context, minimal (matrix products), save_dot_with_context_except_mlp,
+  save_dot_except_mlpwi, save_dot_except_mlp, save_qkv_proj, save_out_proj: fewer and fewer;
+  minimal_offloaded, qkv_proj_offloaded (in the host's memory); full (only what each layer is given,
+  least memory); custom (as the next keys say); explore, with micro_batch_size: explore: tries each
+  of them."""
+  decoder_layer_input: RematPlace = key("device", CHANGEABLE)
+  """With remat_policy: custom, what becomes of each tensor of a layer: remat (computed again),
+  device (kept) or offload (kept in the host's memory). What a layer is given: device or offload."""
+  query_proj: RematPlace = key("remat", CHANGEABLE)
+  """Queries of attention, rotated."""
+  key_proj: RematPlace = key("remat", CHANGEABLE)
+  """Keys of attention, rotated."""
+  value_proj: RematPlace = key("remat", CHANGEABLE)
+  """Values of attention, as they are."""
+  context: RematPlace = key("remat", CHANGEABLE)
+  """What attention gives, with its normalizers where a kernel computes it."""
+  attention_out: RematPlace = key("remat", CHANGEABLE)
+  """The same, laid out for the output projection."""
+  out_proj: RematPlace = key("remat", CHANGEABLE)
+  """What the output projection of attention gives."""
+  mlpwi: RematPlace = key("remat", CHANGEABLE)
+  """What the first matrix of the feed-forward layer gives, where it is not gated."""
+  mlpwi_0: RematPlace = key("remat", CHANGEABLE)
+  """What the matrix of its gate gives."""
+  mlpwi_1: RematPlace = key("remat", CHANGEABLE)
+  """What the matrix beside the gate gives."""
+  mlpwo: RematPlace = key("remat", CHANGEABLE)
+  """What its last matrix gives."""
+  num_vocab_tiling: NonNegative = key(0, CHANGEABLE)
+  """Chunks in which logits and loss are computed; more save memory; 0: chunks whose logits are
+  about as large as the output matrix's gradient on a device (a quarter, where the gradient of all
+  logits is no larger and is kept), or 64 MiB."""
+  z_loss_multiplier: NonNegativeFloat = key(0.0, FIXED)
+  """Weight of the z-loss, the squared log normalizer; keeps logits from drifting; 0: off."""
+  lora_rank: NonNegative = key(0, FIXED)
+  """Rank of LoRA's adapters, the only parameters that then train: with A·B beside a frozen matrix;
+  8 to 64 is usual; 0: no adapters."""
+  lora_alpha: Annotated[float, Range(low=1e-6, limit=FLOAT32, also=-1)] = key(-1.0, FIXED)
+  """The adapters' product counts lora_alpha / lora_rank times; -1: as lora_rank, so once."""
+  lora_targets: tuple[str, ...] = key((), FIXED)
+  """Projections that have adapters, by name: query, key, value, out, gate, up, down; []: query and
+  value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionConfig(Section, heading="precision"):
+  """In which number formats a run computes and keeps what, and the scale of its loss."""
+
+  precision: FloatFormat = key("float32", CHANGEABLE)
+  """Number format of the computation: float32; bfloat16 (faster, half the activation memory);
+  float16 (more digits, less range, with loss scaling); cbfloat16 (Cerebras's, emulated to study
+  convergence, not faster)."""
+  dtype: Literal["auto", "float32", "bfloat16", "float16", "cbfloat16"] = key("auto", CHANGEABLE)
+  """Format of weights in use, activations and their gradients; auto: precision. Norms, softmax,
+  loss and sums are float32 always."""
+  weight_dtype: Literal["float32", "bfloat16"] = key("float32", FIXED)
+  """Data type of the stored parameters: float32, or bfloat16 without a float32 copy, which needs
+  weight_rounding."""
+  weight_rounding: Literal["none", "stochastic", "nearest"] = key("none", CHANGEABLE)
+  """How updated bfloat16 weights are rounded: stochastic (small updates are kept on average), or
+  nearest (updates under 1/512 of a weight are lost); none: float32 weights are not."""
+  grad_dtype: FloatFormat = key("float32", CHANGEABLE)
+  """Format to which the gradients of a microbatch are rounded before they are summed in float32;
+  float32: as the backward pass gives them."""
+  loss_scale: LossScale | Literal["auto", "none", "dynamic"] = key("auto", CHANGEABLE)
+  """Factor of the loss's gradient, divided out again: a number; dynamic (shrinks when a gradient
+  overflows and the step is skipped, grows again later); none; auto: dynamic with float16. The loss
+  is a sum over tokens, so 1 is what a mean's is with as many as the tokens of a step."""
+  initial_loss_scale: Scale = key(16.0, CHANGEABLE)
+  """First scale of loss_scale: dynamic."""
+  min_loss_scale: Scale = key(0.0009765625, CHANGEABLE)
+  """Smallest scale of loss_scale: dynamic."""
+  max_loss_scale: Scale = key(16777216.0, CHANGEABLE)
+  """Largest scale of loss_scale: dynamic."""
+  loss_scale_window: Positive = key(1000, CHANGEABLE)
+  """Steps without a skipped one after which a dynamic scale grows."""
+  loss_scale_growth_factor: Annotated[float, Range(low=1.0625, high=1024)] = key(2.0, CHANGEABLE)
+  """By how much it grows."""
+  loss_scale_backoff_factor: Annotated[float, Range(low=0.001, high=0.9375)] = key(0.5, CHANGEABLE)
+  """By how much it shrinks when a step is skipped."""
+  max_consecutive_skipped_steps: Positive = key(30, CHANGEABLE)
+  """Steps skipped in a row at which a run stops."""
+  precision_report: bool = key(False, CHANGEABLE)
+  """Write precision_report.txt and .json when a run begins and ends: exponents of weights,
+  activations and gradients by layer, and which layers underflow or overflow in which format."""

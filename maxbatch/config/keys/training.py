@@ -1,0 +1,157 @@
+"""Keys of the optimizer, of the gradient noise scale and of reinforcement learning."""
+
+import dataclasses
+from typing import Annotated, Literal
+
+from maxbatch.config.allowed import (
+  FLOAT32,
+  INT32,
+  CountOrUnset,
+  CountOrZeroOrUnset,
+  DevicesOrNone,
+  Example,
+  Name,
+  NonNegative,
+  NonNegativeFloat,
+  Positive,
+  Probability,
+  Range,
+  Seconds,
+)
+from maxbatch.config.declare import CHANGEABLE, FIXED, PER_START, Section, key
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig(Section, heading="the optimizer"):
+  """The optimizer, its learning rate, and which parameters it changes."""
+
+  opt_type: Name = key("adamw", FIXED)
+  """Optimizer: adamw, sgd, adafactor or muon."""
+  learning_rate: NonNegativeFloat = key(0.003, CHANGEABLE)
+  """Peak learning rate."""
+  lr_schedule_type: Name = key("cosine", CHANGEABLE)
+  """Learning rate schedule: constant, cosine, linear or wsd (warm-up, stable, decay)."""
+  learning_rate_schedule_steps: CountOrUnset = key(-1, CHANGEABLE)
+  """Length of the schedule, warm-up included, in schedule_unit; -1: the whole budget."""
+  learning_rate_batch_coupling: Literal["auto", "none", "linear", "sqrt"] = key("auto", CHANGEABLE)
+  """Scale the learning rate with batch / final batch: none, linear (for SGD) or sqrt (for Adam);
+  auto: none, or sqrt of batch / first batch with batch_schedule: gns or file."""
+  warmup_steps: CountOrZeroOrUnset = key(-1, CHANGEABLE)
+  """Length of the warm-up in schedule_unit; -1: warmup_steps_fraction of the schedule."""
+  warmup_steps_fraction: Probability = key(0.1, CHANGEABLE)
+  """Length of the warm-up as a fraction of the schedule."""
+  learning_rate_final_fraction: Probability = key(0.1, CHANGEABLE)
+  """Final learning rate as a fraction of the peak."""
+  wsd_decay_steps_fraction: Probability = key(0.1, CHANGEABLE)
+  """Length of the decay in wsd as a fraction of the schedule after the warm-up."""
+  gradient_clipping_threshold: NonNegativeFloat = key(1.0, CHANGEABLE)
+  """Maximum global norm of the gradient, averaged over the step's tokens; 0: no clipping."""
+  adam_b1: Annotated[float, Range(low=0, high=0.99999)] = key(0.9, FIXED)
+  """adamw, muon: decay rate of the gradient's moving average."""
+  adam_b2: Annotated[float, Range(low=0, high=0.999999)] = key(0.95, FIXED)
+  """adamw, muon: decay rate of the squared gradient's moving average."""
+  adam_eps: NonNegativeFloat = key(1e-08, CHANGEABLE)
+  """adamw, muon: epsilon added to the denominator."""
+  adam_weight_decay: NonNegativeFloat = key(0.1, CHANGEABLE)
+  """adamw, muon: weight decay of matrices; norms and biases are not decayed."""
+  sgd_momentum: Annotated[float, Range(low=0, high=0.99999)] = key(0.9, FIXED)
+  """sgd: momentum."""
+  mu_dtype: Literal["float32", "bfloat16"] = key("float32", FIXED)
+  """Data type of the first moment of adamw and muon, or of sgd's momentum; bfloat16 saves 2 bytes a
+  parameter."""
+  optimizer_memory_host_offload: bool = key(False, CHANGEABLE)
+  """Keep the optimizer's state in the memory of the devices' hosts between updates; for devices
+  whose memory it fills; false: on the devices."""
+  trainable: Annotated[tuple[str, ...], Example('["layers/attention/*", "head"]')] = key((), FIXED)
+  """Parameters that train, as patterns of their paths, for example ["layers/attention/*", "head"];
+  the others stay as they are, without gradients and optimizer state; []: all, or with lora_rank the
+  adapters."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NoiseConfig(Section, heading="the gradient noise scale: which batch size is worth using"):
+  """How the gradient noise scale is measured and reported, and how it may steer the batch."""
+
+  gns: Literal["off", "norm", "all"] = key("off", CHANGEABLE)
+  """Measure the gradient noise scale per example: off, norm (normalization layers only, cheapest)
+  or all (every layer)."""
+  gns_from_microbatches: bool = key(False, CHANGEABLE)
+  """Also estimate it from the gradients of whole microbatches, one per microbatch and replica; in
+  reinforcement learning per prompt, and of half groups too: whether more prompts or more
+  generations help."""
+  gns_window_steps: Annotated[int, Range(low=8, limit=INT32)] = key(64, CHANGEABLE)
+  """Steps over which an estimate averages; more: less noise, slower response."""
+  gns_calibrate_every: NonNegative = key(10, CHANGEABLE)
+  """With gns: norm, steps between measurements of all layers, which calibrate the prediction for
+  the whole model; it takes some 20 of them for a number; 0: never."""
+  gns_report_every: NonNegative = key(100, CHANGEABLE)
+  """Steps between log lines with the noise scale; 0: one at the end."""
+  gns_dwell_tokens: CountOrZeroOrUnset = key(-1, CHANGEABLE)
+  """Tokens that batch_schedule: gns trains with a batch size at least; -1: 1/50 of the run."""
+  gns_windows_before_growth: Positive = key(3, CHANGEABLE)
+  """Consecutive windows, half overlapping, that must agree before the batch grows."""
+  gns_dry_run: bool = key(False, CHANGEABLE)
+  """Log what batch_schedule: gns would do without changing the batch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RLConfig(Section, heading="reinforcement learning"):
+  """Reinforcement learning: what is sampled for a prompt, how it is rewarded, and GRPO's loss."""
+
+  # The sizes; batch_size then counts prompts, and micro_batch_size pairs (batch/rl_sizes.py).
+  num_generations: Annotated[int, Range(low=2, limit=INT32, also=-1)] = key(-1, FIXED)
+  """Completions per prompt, a group; with it batch_size counts prompts per step, and
+  micro_batch_size prompt-completion pairs on all devices (-1: all at once); -1: no reinforcement
+  learning."""
+  num_iterations: Positive = key(1, FIXED)
+  """Optimizer steps on each batch of pairs; more: fewer rollouts, further from the policy that
+  sampled."""
+  max_prefill_predict_length: Positive = key(64, CHANGEABLE)
+  """Longest prompt in tokens; a completion has the rest of max_target_length."""
+  rollout_devices: DevicesOrNone = key(0, CHANGEABLE)
+  """Devices that only sample, apart from the mesh that trains; 0: all devices do both in turn."""
+  # A snapshot of the parameters for each.
+  rollout_staleness: Annotated[int, Range(low=0, high=64)] = key(0, CHANGEABLE)
+  """Steps by which the policy that samples lags behind, so that the next batch is sampled
+  meanwhile; 0: overlap within a batch alone, and exactly the synchronous training."""
+  # The prompts.
+  rl_task: Name = key("", FIXED)
+  """Built-in task with answers to verify: mix-sort or format; empty: prompts from the data, the
+  first of train_data_columns, the other columns for the reward functions."""
+  warm_start_steps: NonNegative = key(0, PER_START)
+  """Steps of 64 of the task's demonstrations, right and wrong ones, at learning rate 1e-3, with
+  which a run begins, in {run_name}/warm_start: training on rewards makes frequent what a model
+  already does now and then; 0: none."""
+  num_prompts: CountOrUnset = key(-1, FIXED)
+  """Prompts of an epoch: the first so many; -1: all of the data, and of a built-in task no end."""
+  leftover_prompts: Literal["carry", "drop", "error"] = key("carry", FIXED)
+  """Prompts at the end of an epoch that fill no batch: carry (the next epoch fills it up), drop
+  (counted in the metrics) or error."""
+  # The rewards.
+  reward_functions: tuple[Name, ...] = key((), CHANGEABLE)
+  """Functions that reward completions, summed: module:function of your own, exact or gsm8k (the
+  column answer); []: exact, for rl_task."""
+  reward_processes: Annotated[int, Range(low=1, high=256)] = key(2, CHANGEABLE)
+  """Processes that run them, each a group at a time, beside every process that trains."""
+  reward_timeout_seconds: Seconds = key(60, CHANGEABLE)
+  """Seconds after which a reward function hangs."""
+  reward_failure: Literal["stop", "zero"] = key("stop", CHANGEABLE)
+  """What follows when a reward function raises, hangs or returns no finite numbers: stop, or zero
+  for all of the prompt's completions, counted in the metrics."""
+  # The loss.
+  loss_type: Literal["dapo", "grpo", "dr_grpo"] = key("dapo", CHANGEABLE)
+  """Mean over what: dapo (tokens of the step), grpo (tokens of a completion, then completions) or
+  dr_grpo (completions times their longest length); each the same however the batch is split."""
+  scale_rewards: Literal["group", "none"] = key("group", CHANGEABLE)
+  """Divide a group's advantages by the standard deviation of its rewards: group, or none (Dr.
+  GRPO)."""
+  grpo_beta: NonNegativeFloat = key(0.0, CHANGEABLE)
+  """Weight of the KL divergence from the policy that training began with (estimator k3); 0: no
+  reference is kept."""
+  grpo_epsilon: Probability = key(0.2, CHANGEABLE)
+  """How far below 1 the ratio of probabilities may go before it is clipped."""
+  grpo_epsilon_high: Annotated[float, Range(low=0, limit=FLOAT32, also=-1)] = key(-1.0, CHANGEABLE)
+  """The same above 1, DAPO's clip higher: 0.28; -1: grpo_epsilon."""
+  importance_sampling_cap: NonNegativeFloat = key(2.0, CHANGEABLE)
+  """Largest weight by which tokens are corrected for the lag of the policy that sampled them; 0: no
+  weights, and ratios against that policy, clipped."""
