@@ -15,9 +15,9 @@ from support import SMALLEST
 
 from maxbatch import advise, plan, train
 from maxbatch.advice import ramp as ramps
-from maxbatch.advice.measured import growth_to, measured_by
-from maxbatch.advice.place import place_named
-from maxbatch.advice.rounding import round_batch, whole_steps
+from maxbatch.advice.asked import place_named
+from maxbatch.advice.batch_size import growth_to, measured_by
+from maxbatch.advice.ramp import round_batch, whole_steps
 from maxbatch.advice.words import short
 from maxbatch.batch_rules import registry
 from maxbatch.config.load import load_config

@@ -11,9 +11,8 @@ import pytest
 from maxbatch.errors import UserError
 from maxbatch.estimate.breakdown import Breakdown, Part, breakdown, differences
 from maxbatch.estimate.chips import CHIPS
-from maxbatch.estimate.costs import program_costs
+from maxbatch.estimate.costs import kind_of, program_costs
 from maxbatch.estimate.hlo import parse
-from maxbatch.estimate.kinds import kind_of
 from maxbatch.estimate.scopes import OURS, PEERS, SCOPES, Naming
 from maxbatch.estimate.step_time import estimate
 from tests.peer_program import B, D, F, L, T, V

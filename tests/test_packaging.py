@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from maxbatch.compile.coverage import TESTED_VERSIONS
+from maxbatch.compile.report_time import TESTED_VERSIONS
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -11,9 +11,16 @@ from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.tuning.pipeline_ranking import CompiledChoice, RankedStep, Ranking, rank
+from maxbatch.tuning.pipeline_ranking import (
+  CompiledChoice,
+  Line,
+  RankedStep,
+  Ranking,
+  fitted,
+  fitted_cost,
+  rank,
+)
 from maxbatch.tuning.search import most_probes
-from maxbatch.tuning.tick_fit import Line, fitted, fitted_cost
 
 GIB = 1 << 30
 FOUR = {

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from maxbatch.compile.pipeline_ticks import beside_layers, in_filling, in_microbatches
+from maxbatch.compile.report_time import beside_layers, in_filling, in_microbatches
 from maxbatch.compile.traced_flops import StepFlops
 from maxbatch.estimate.costs import OperationCost
 from maxbatch.estimate.flops import Products

@@ -10,7 +10,7 @@ from processes import REPOSITORY, environment, small_run
 from written_runs import write_run
 
 from maxbatch.run_folder.history import read_history
-from maxbatch.run_report.compiled import profile_tables
+from maxbatch.run_report.page import profile_tables
 
 
 @pytest.fixture(scope="module")

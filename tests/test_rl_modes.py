@@ -22,12 +22,13 @@ from maxbatch.compile.measured_time import synthetic
 from maxbatch.compile.program import ProgramMemory
 from maxbatch.compile.report import CompileReport
 from maxbatch.compile.rollout_program import (
+  PolicyBytes,
   RolloutPlace,
   RolloutProgram,
   RolloutTime,
   compile_rollout,
+  rollout_report,
 )
-from maxbatch.compile.rollout_report import PolicyBytes, rollout_report
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError

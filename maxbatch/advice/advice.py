@@ -7,11 +7,9 @@ from fractions import Fraction
 from typing import Any
 
 from maxbatch.advice.asked import Asked
-from maxbatch.advice.batch_size import BatchSize, batch_size
+from maxbatch.advice.batch_size import BatchSize, Measured, batch_size
 from maxbatch.advice.experiment import Experiment, Running, next_experiment
-from maxbatch.advice.measured import Measured
-from maxbatch.advice.ramp import RampPhase, overhead, ramp
-from maxbatch.advice.rounding import dividing, round_batch, whole_steps
+from maxbatch.advice.ramp import RampPhase, dividing, overhead, ramp, round_batch, whole_steps
 from maxbatch.advice.settings import Settings, settings
 from maxbatch.advice.slices import (
   Curve,

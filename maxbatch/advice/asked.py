@@ -1,9 +1,9 @@
-"""The question: a model, tokens, a slice, and what matters to who asks."""
+"""The question: a model, tokens, slices, and what matters to who asks; what the advice does not answer."""
 
 import dataclasses
+from collections.abc import Iterable
 from fractions import Fraction
 
-from maxbatch.advice.place import Place
 from maxbatch.batch.arithmetic import tokens_of
 from maxbatch.batch.solve import given_sizes
 from maxbatch.batch.topology import Topology
@@ -11,7 +11,87 @@ from maxbatch.batch_rules.chinchilla import expected_loss
 from maxbatch.batch_rules.rule import Training
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
+from maxbatch.estimate.chips import CHIPS, Chip
 from maxbatch.estimate.step_work import StepWork, step_work
+from maxbatch.hardware.tpu_slices import FAMILIES, slice_named
+
+_ALIASES = {"v5litepod": "v5e"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+  """One or several equal slices."""
+
+  generation: str
+  chips_per_slice: int
+  slices: int = 1
+
+  @property
+  def name(self) -> str:
+    """As compile_topology has it."""
+    return f"{self.generation}-{self.chips_per_slice * self._family.named_units_per_chip}"
+
+  def __str__(self) -> str:
+    return self.name if self.slices == 1 else f"{self.slices} × {self.name}"
+
+  @property
+  def chip(self) -> Chip:
+    """One device."""
+    return CHIPS[self.generation]
+
+  @property
+  def chips(self) -> int:
+    """Of all slices: what is paid for."""
+    return self.chips_per_slice * self.slices
+
+  @property
+  def devices_per_slice(self) -> int:
+    """As jax counts them."""
+    return self.chips_per_slice * self._family.devices_per_chip
+
+  @property
+  def _family(self):
+    return FAMILIES[self.generation]
+
+  @property
+  def keys(self) -> dict[str, object]:
+    """The configuration's keys that name it."""
+    several = {"compile_topology_num_slices": self.slices} if self.slices > 1 else {}
+    return {"compile_topology": self.name, **several}
+
+  def half(self) -> "Place | None":
+    """Half the chips; None where there is no such slice."""
+    if self.slices % 2 == 0:
+      return dataclasses.replace(self, slices=self.slices // 2)
+    half, odd = divmod(self.chips_per_slice, 2)
+    is_slice = self.slices == 1 and not odd and half in self._family.chips
+    return dataclasses.replace(self, chips_per_slice=half) if is_slice else None
+
+  def double(self) -> "Place":
+    """Twice the chips: a slice of them, or twice as many slices."""
+    twice = 2 * self.chips_per_slice
+    if self.slices == 1 and twice in self._family.chips:
+      return dataclasses.replace(self, chips_per_slice=twice)
+    return dataclasses.replace(self, slices=2 * self.slices)
+
+
+def place_named(name: str, num_slices: int) -> Place | None:
+  """The slices that the configuration names; None if it names none.
+
+  Raises:
+    UserError: there is no such slice, or its speed is not known.
+  """
+  if not name:
+    return None
+  slice_named(name)  # Refuses what is no slice.
+  generation, _, size = name.partition("-")
+  generation = _ALIASES.get(generation, generation)
+  if generation not in CHIPS:
+    raise UserError(
+      f"compile_topology={name}: the speed of {generation} is not known; known: "
+      f"{', '.join(CHIPS)}; for example compile_topology=v5e-256"
+    )
+  return Place(generation, int(size) // FAMILIES[generation].named_units_per_chip, num_slices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,3 +181,48 @@ def ask(
   work = step_work(config)
   training = training_of(config, work, wishes.final_loss)
   return Asked(config, work, training, wishes, place, mesh, given)
+
+
+_CHOSEN = {
+  "micro_batch_size": "micro_batch_size",
+  "per_device_batch_size": "per_device_batch_size",
+  "gradient_accumulation_steps": "gradient_accumulation_steps",
+  "batch_schedule": "the ramp",
+  "batch_schedule_type": "the ramp",
+  "enable_rampup_batch_size": "the ramp",
+}
+"""Keys whose values are what is asked for."""
+
+
+def check_scope(config: Config, named: Iterable[str]) -> None:
+  """Refuses what the rules and the estimate know nothing of, and keys that are the answer.
+
+  Args:
+    config: the configuration.
+    named: keys on the command line.
+
+  Raises:
+    UserError: with what to leave out.
+  """
+  for key in named:
+    if key in _CHOSEN:
+      raise UserError(
+        f"{key}: {_CHOSEN[key]} is what the advice chooses; leave it out, and set it after "
+        "config=advice.yml"
+      )
+  run = config.run
+  if "steps" in named and run.steps != -1 and (run.total_tokens, run.total_samples) != (-1, -1):
+    raise UserError(
+      f"steps={run.steps}: the steps follow from the batch that is advised; leave it out, or "
+      "steps=-1"
+    )
+  if config.pipeline.pipeline_schedule != "none":
+    raise UserError(
+      f"pipeline_schedule={config.pipeline.pipeline_schedule}: the advice estimates no pipelines, which "
+      "python -m maxbatch.pipeline does; for example pipeline_schedule=none"
+    )
+  if config.model.lora_rank or config.optimizer.trainable:
+    raise UserError(
+      "lora_rank and trainable: the rules were found by training all parameters from the beginning, "
+      "and say nothing of adapters; for example lora_rank=0 trainable=[]"
+    )

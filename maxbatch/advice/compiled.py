@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from maxbatch.advice.advice import Advice
-from maxbatch.advice.rounding import whole_steps
+from maxbatch.advice.ramp import whole_steps
 from maxbatch.advice.words import percent, span, wrapped
 from maxbatch.batch.arithmetic import samples_in, tokens_of
 from maxbatch.config.load import load_config

@@ -15,8 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from maxbatch.advice.asked import Asked
-from maxbatch.advice.batch_size import BatchSize
-from maxbatch.advice.measured import Measured, growth_to
+from maxbatch.advice.batch_size import BatchSize, Measured, growth_to
 from maxbatch.advice.slices import Point
 from maxbatch.batch.arithmetic import samples_in, samples_of, tokens_of
 from maxbatch.batch_rules.chinchilla import expected_loss

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
-from maxbatch.advice.place import Place
+from maxbatch.advice.asked import Place
 from maxbatch.advice.words import percent, short, span, wrapped
 from maxbatch.batch.arithmetic import pairs_of, prompts_of
 from maxbatch.batch_rules.post_training import CHOICES, EQUAL_GENERATIONS

@@ -4,9 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from maxbatch.advice.advice import Advice, Planned
-from maxbatch.advice.batch_size import Said
+from maxbatch.advice.batch_size import Measured, Said
 from maxbatch.advice.limits import limits
-from maxbatch.advice.measured import Measured
 from maxbatch.advice.slices import Point
 from maxbatch.advice.words import money, percent, short, span, times, wrapped
 from maxbatch.batch.arithmetic import samples_in, steps_in

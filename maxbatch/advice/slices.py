@@ -5,8 +5,7 @@ import functools
 import math
 from collections.abc import Sequence
 
-from maxbatch.advice.asked import Asked
-from maxbatch.advice.place import Place
+from maxbatch.advice.asked import Asked, Place
 from maxbatch.batch.arithmetic import steps_in, tokens_of
 from maxbatch.batch_rules.tradeoff import data_factor, data_overhead_of
 from maxbatch.errors import UserError

@@ -25,13 +25,15 @@ from maxbatch.compile.program import (
 )
 from maxbatch.compile.report import CompileReport, held_bytes, make_report, state_bytes
 from maxbatch.compile.rollout_program import (
+  PolicyBytes,
   RolloutPlace,
   RolloutProgram,
+  RolloutReport,
   compile_rollout,
   estimate_rollout,
   measure_rollout,
+  rollout_report,
 )
-from maxbatch.compile.rollout_report import PolicyBytes, RolloutReport, rollout_report
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import RowSource
 from maxbatch.data.registry import build_dataset

@@ -13,12 +13,17 @@ import jax
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import text
 from maxbatch.command_line.table import figure, gib, section
-from maxbatch.compile.coverage import check_coverage
 from maxbatch.compile.measured_time import Timing
-from maxbatch.compile.pipeline_ticks import in_filling, in_microbatches
 from maxbatch.compile.program import CompiledProgram
-from maxbatch.compile.report_time import StepTime, estimated_time, measured_time
-from maxbatch.compile.rollout_report import RolloutReport, memory_figures
+from maxbatch.compile.report_time import (
+  StepTime,
+  check_coverage,
+  estimated_time,
+  in_filling,
+  in_microbatches,
+  measured_time,
+)
+from maxbatch.compile.rollout_program import RolloutReport, memory_figures
 from maxbatch.compile.step_identity import compiler_environment
 from maxbatch.compile.traced_flops import StepFlops, model_flops_per_token
 from maxbatch.data.input_report import InputReport

@@ -1,14 +1,160 @@
-"""Seconds of a step, measured or estimated, and which of them are no work of a pipeline's layers."""
+"""Seconds of a step, measured or estimated, and which of them are no work of a pipeline's layers.
 
+A pipeline's loop runs over ticks, where another step's runs over microbatches. What a tick does depends on
+the timetable: every operation counts as often as the work it belongs to
+(pipeline_parallel/tick_operations.py).
+
+The text of a compiled program is no stable format: another compiler may write loops, operands or kernels in
+a new way. What is then not counted would make the estimate a wrong figure, so it is refused.
+"""
+
+import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from maxbatch.compile.measured_time import Timing
-from maxbatch.compile.pipeline_ticks import beside_layers, in_filling
+from maxbatch.compile.traced_flops import StepFlops
+from maxbatch.errors import UserError
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.costs import OperationCost
 from maxbatch.estimate.step_time import StepEstimate, seconds_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.pipeline_parallel.tick_operations import (
+  EVERY_TICK,
+  ONCE_PER_MICROBATCH,
+  operation_in_path,
+  ticks_by_operation,
+)
+
+LEAST_COVERAGE = 0.97
+"""Of the traced matrix products, which the program does at least: it computes some of them again."""
+
+TESTED_VERSIONS = (
+  {"jax": "0.10.2", "libtpu": "0.0.51"},
+  {"jax": "0.12.0.1", "libtpu": "0.0.52"},
+)
+"""With which the tests compare estimates with traced programs; the first is in constraints.txt."""
+
+_NUM_NAMED = 5
+_TERA = 1e12
+
+
+def check_coverage(
+  work: StepEstimate,
+  costs: Sequence[OperationCost],
+  expected_flops: float,
+  versions: Mapping[str, object],
+) -> None:
+  """Checks that the operations found in a program account for its matrix products.
+
+  Args:
+    work: the estimate.
+    costs: the operations that it is made from.
+    expected_flops: as traced, of a step of one microbatch on one device.
+    versions: of jax and libtpu, by package.
+
+  Raises:
+    UserError: they do not; with what was counted, what was not, and versions that work.
+  """
+  if not work.coverage < LEAST_COVERAGE:
+    return
+  known = [_words(each) for each in TESTED_VERSIONS]
+  pins = " ".join(f"{package}=={version}" for package, version in TESTED_VERSIONS[0].items())
+  raise UserError(
+    f"the time of the compiled step cannot be estimated: {work.coverage:.1%} of its matrix products "
+    f"were found in the compiler's text, and less than {LEAST_COVERAGE:.0%} is no estimate. "
+    f"Counted, of {expected_flops / _TERA:.4g} TFLOP a device: {_counted(costs)}. Not counted: "
+    f"{_not_counted(costs)}. This is {_words(versions)}; estimates are tested with "
+    f"{' and with '.join(known)}: pip install {pins}"
+  )
+
+
+def _words(versions: Mapping[str, object]) -> str:
+  return f"jax {versions['jax']} and libtpu {versions['libtpu']}"
+
+
+def _counted(costs: Sequence[OperationCost]) -> str:
+  """FLOPs by the model's parts."""
+  scopes: dict[str, int] = collections.defaultdict(int)
+  for cost in costs:
+    scopes[cost.scope] += cost.flops * cost.count
+  found = sorted(((flops, scope) for scope, flops in scopes.items() if flops), reverse=True)
+  return ", ".join(f"{scope} {flops / _TERA:.4g}" for flops, scope in found) or "nothing"
+
+
+def _not_counted(costs: Sequence[OperationCost]) -> str:
+  """What is known to be missing: further iterations of loops, and kernels."""
+  loops = {name for cost in costs for name in cost.unread_loops}
+  kernels = {cost.name for cost in costs if cost.opcode == "custom-call" and not cost.flops}
+  parts = ["what is written in a way that is not known here"]
+  if kernels:
+    parts.insert(0, f"products in the kernels {_some(kernels)} (pallas_call takes a cost_estimate)")
+  if loops:
+    parts.insert(0, f"all but one iteration of the loops {_some(loops)}")
+  return "; ".join(parts)
+
+
+def _some(names: set[str]) -> str:
+  listed = sorted(names)
+  more = len(listed) - _NUM_NAMED
+  return ", ".join(listed[:_NUM_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def in_microbatches(
+  pipeline: Pipeline | None, costs: Sequence[OperationCost], flops: StepFlops
+) -> tuple[Sequence[OperationCost], StepFlops]:
+  """What the program does in one microbatch more, where costs count iterations of its loop.
+
+  Filling and emptying the stages, once per timetable, is not in it.
+  """
+  if pipeline is None:
+    return costs, flops
+  ticks = _of_a_microbatch(pipeline)
+  by_work = flops.by_tick_work
+  always = (flops.per_microbatch - sum(by_work.values())) * ticks[EVERY_TICK]
+  per_microbatch = always + sum(flops * ticks[work] for work, flops in by_work.items())
+  return _as_often(costs, ticks), flops._replace(per_microbatch=per_microbatch, by_tick_work={})
+
+
+def in_filling(
+  pipeline: Pipeline | None, costs: Sequence[OperationCost]
+) -> Sequence[OperationCost]:
+  """What a timetable does while its stages fill and empty: the ticks beyond those of its microbatches."""
+  if pipeline is None:
+    return ()
+  of_a_microbatch = _of_a_microbatch(pipeline)
+  first = ticks_by_operation(pipeline.schedule, pipeline.shape_of_one_microbatch)
+  ticks = {work: count - of_a_microbatch[work] for work, count in first.items()}
+  return _as_often([cost for cost in costs if cost.in_microbatch_loop], ticks)
+
+
+def beside_layers(
+  pipeline: Pipeline | None, costs: Sequence[OperationCost]
+) -> Sequence[OperationCost]:
+  """What the loop does in a microbatch besides the layers' forwards and backwards: embedding and loss."""
+  if pipeline is None:
+    return ()
+  own = [cost for cost in costs if operation_in_path(cost.condition) in ONCE_PER_MICROBATCH]
+  return _as_often(own, _of_a_microbatch(pipeline))
+
+
+def _of_a_microbatch(pipeline: Pipeline) -> Mapping[str, int]:
+  """Ticks with each work that another microbatch adds to a timetable."""
+  one, two = (
+    ticks_by_operation(pipeline.schedule, pipeline.shape_of(num_microbatches))
+    for num_microbatches in (1, 2)
+  )
+  return {work: two[work] - one[work] for work in one}
+
+
+def _as_often(costs: Sequence[OperationCost], ticks: Mapping[str, int]) -> list[OperationCost]:
+  """With as many executions as there are such ticks; what is outside of the loop stays."""
+  return [
+    dataclasses.replace(cost, count=cost.count * ticks[operation_in_path(cost.condition)])
+    if cost.in_microbatch_loop
+    else cost
+    for cost in costs
+  ]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A compiled step as a file, and the refusal to run it for any other run than the one it is for.
+"""The compiled steps of a run: from the compiler or out of a file, which is refused for any other run.
 
 The file: a magic line; length and SHA-256 of a JSON header; the header; the programs, one per
 microbatch. The header says what the programs were made from, and each program's length and SHA-256.
@@ -14,22 +14,30 @@ import hashlib
 import json
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import jax
 from jax.experimental import serialize_executable
 
+from maxbatch.batch.plan import BatchPlan
+from maxbatch.compile.compile_step import check_device_memory
 from maxbatch.compile.step_identity import (
   CONFIGURATION,
   ENVIRONMENT,
   LIBRARIES,
   LOWERED,
   SIZES,
+  header,
 )
+from maxbatch.config.schema import Config
+from maxbatch.data.dataset import RowSource
 from maxbatch.errors import UserError
+from maxbatch.hardware.compilation_cache import bypassed
 from maxbatch.run_folder.atomic import replacing
+from maxbatch.training.build import compiled_step
+from maxbatch.training.step import Step, Trainer
 
 _KIND = b"maxbatch compiled step "
 _MAGIC = _KIND + b"2\n"
@@ -249,3 +257,47 @@ def _program(path: str, payload: bytes) -> jax.stages.Compiled:
       f"compiled_step={path}: these devices do not take it: {str(error).splitlines()[0]}; leave "
       "out compiled_step"
     ) from error
+
+
+def save_steps(
+  config: Config,
+  plan: BatchPlan,
+  trainer: Trainer,
+  source: RowSource,
+  steps: Mapping[int, Step],
+) -> None:
+  """Writes compiled steps, by microbatch, to the file that save_compiled_step names.
+
+  Raises:
+    UserError: it cannot be written.
+  """
+  if jax.process_index() != 0:
+    return
+  path = config.compile.save_compiled_step
+  programs = {size: cast(jax.stages.Compiled, step) for size, step in steps.items()}
+  save(path, header(config, plan, trainer, source), programs)
+  print(f"The compiled step is in {path}; compiled_step={path} runs it", flush=True)
+
+
+def step_compiler(
+  config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource
+) -> Callable[[int], Step]:
+  """From a microbatch to its compiled step: out of the file compiled_step, or by compiling.
+
+  Raises:
+    UserError: the file is damaged or was made for another run, or a step needs more memory than
+      device_memory_gb.
+  """
+  if config.compile.compiled_step:
+    made_from = header(config, plan, trainer, source)
+    return load(config.compile.compiled_step, made_from).__getitem__
+
+  def compiled(micro_batch: int) -> Step:
+    # What is saved must come from the compiler, not from the compilation cache.
+    with bypassed() if config.compile.save_compiled_step else contextlib.nullcontext():
+      step = compiled_step(config, plan, trainer, source, micro_batch)
+    platform = trainer.mesh.devices.flat[0].platform
+    check_device_memory(config, plan, cast(jax.stages.Compiled, step), micro_batch, platform)
+    return step
+
+  return compiled

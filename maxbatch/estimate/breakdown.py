@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from maxbatch.estimate.chips import Chip
-from maxbatch.estimate.costs import OperationCost
-from maxbatch.estimate.kinds import Kind
+from maxbatch.estimate.costs import Kind, OperationCost
 from maxbatch.estimate.step_time import elapsed_by_operation, link_seconds
 
 Direction = Literal["forward", "recomputed", "backward", "update"]

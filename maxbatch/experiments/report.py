@@ -8,10 +8,9 @@ from typing import Any
 
 from maxbatch.batch.solve import text
 from maxbatch.command_line.table import Table
-from maxbatch.experiments.branch_tradeoff import branch_tradeoff
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Judged, Measured, critical
-from maxbatch.experiments.tradeoff import Tradeoff
+from maxbatch.experiments.tradeoff import Tradeoff, branch_tradeoff
 
 _HEADINGS = ("factor", "batch", "tokens/step", "learning rate", "steps")
 _RESULTS = ("loss", "above best smaller", "eval loss", "seconds", "")

@@ -18,8 +18,7 @@ from maxbatch.compile.compile_step import (
 )
 from maxbatch.compile.report import CompileReport
 from maxbatch.compile.rollout_program import RolloutPlace
-from maxbatch.compile.step_file import check_replaces_no_other
-from maxbatch.compile.steps import save_steps
+from maxbatch.compile.step_file import check_replaces_no_other, save_steps
 from maxbatch.config.keys.batch import Explore
 from maxbatch.config.schema import Config
 from maxbatch.data.input_report import InputReport, input_report

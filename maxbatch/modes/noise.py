@@ -9,7 +9,7 @@ from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.rl_sizes import is_rl
 from maxbatch.batch.schedule import follows_noise_scale
-from maxbatch.compile.steps import step_compiler
+from maxbatch.compile.step_file import step_compiler
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import RowSource
 from maxbatch.hardware.devices import Device

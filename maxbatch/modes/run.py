@@ -18,7 +18,7 @@ from maxbatch.checkpoints.checkpointer import Checkpointer, Restored
 from maxbatch.checkpoints.identity import identity, settings
 from maxbatch.command_line.screen import for_screen
 from maxbatch.compile import cache
-from maxbatch.compile.steps import save_steps, step_compiler
+from maxbatch.compile.step_file import save_steps, step_compiler
 from maxbatch.config.load import DERIVED, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.conversion.source import FROZEN

@@ -14,7 +14,7 @@ from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.checkpoints.newest import newest_record
 from maxbatch.command_line.screen import for_screen
 from maxbatch.compile.compile_step import placeholder_rows
-from maxbatch.compile.rollout_report import PolicyBytes
+from maxbatch.compile.rollout_program import PolicyBytes
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.hardware.agreement import broadcast_one_to_all, one_process_at_a_time

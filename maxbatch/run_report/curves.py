@@ -8,7 +8,6 @@ import numpy as np
 
 from maxbatch.noise.advice import WELL_BELOW
 from maxbatch.plots.chart import Band, Chart, Line, Mark, Panel, Style
-from maxbatch.plots.thinning import MOST_POINTS, thinned
 from maxbatch.run_folder.history import SECONDS, Curve, RunHistory
 
 _AXES = {"steps": "step", "samples": "samples", "tokens": "tokens", "seconds of steps": SECONDS}
@@ -143,3 +142,29 @@ def _is_group(name: str) -> bool:
 def _evaluation(name: str) -> str:
   part = name.removeprefix("eval/loss").strip("/")
   return f"validation, {part}" if part else "validation"
+
+
+MOST_POINTS = 1200
+"""About as many as a screen has dots across."""
+_KEPT_OF_EACH = 4
+
+
+def thinned(y: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
+  """The places of the points to draw, in order: all, or at most `most`.
+
+  The curve is divided into stretches of equally many points, of which the first, the last, the
+  lowest and the highest stay: so do the ends and extremes of the whole.
+
+  Args:
+    y: (n,), finite.
+    most: a multiple of 4.
+  """
+  count, stretches = len(y), most // _KEPT_OF_EACH
+  if count <= most:
+    return np.arange(count)
+  length = -(-count // stretches)
+  padded = np.pad(y, (0, stretches * length - count), mode="edge").reshape(stretches, length)
+  begins = np.arange(stretches) * length
+  found = (0, length - 1, padded.argmin(axis=1), padded.argmax(axis=1))
+  places = np.concatenate([begins + place for place in found])
+  return np.unique(np.minimum(places, count - 1))

@@ -5,18 +5,180 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
 from maxbatch.command_line.table import Table
 from maxbatch.plots.chart import Bars, Chart, Panel
 from maxbatch.plots.page import rendered
-from maxbatch.plots.thinning import MOST_POINTS
+from maxbatch.run_report.curves import MOST_POINTS
 from maxbatch.run_folder.events import START
 from maxbatch.run_folder.history import RunHistory
 from maxbatch.run_folder.status import Status, span, status_of
 from maxbatch.run_report import facts
-from maxbatch.run_report.compiled import compile_tables, profile_tables
 from maxbatch.run_report.curves import training_chart
-from maxbatch.run_report.planned import Planned, planned
+from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.rl_plan import plan_rl
+from maxbatch.batch.rl_sizes import is_rl
+from maxbatch.batch.topology import topology
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config
+from maxbatch.errors import UserError
+from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.pipeline_parallel.plot import timetable_chart
+from maxbatch.pipeline_parallel.schedule import timetable
+from maxbatch.plots.chart import Chart
+from maxbatch.run_folder.paths import RunFolder
+from collections.abc import Mapping, Sequence
+from maxbatch.command_line.table import Table, gib
+
+
+_NUM_LARGEST = 12
+_WRONG_BY = 1.25
+"""An estimate further off is called wrong."""
+
+
+def compile_tables(report: Mapping[str, Any]) -> dict[str, Any]:
+  """The title and the tables of one report, as far as it has them."""
+  parts = {
+    "Memory of a device": _memory(_part(report, "memory_bytes_per_device")),
+    "Time of a step": _time(_part(report, "time")),
+    "Where a step's time goes (estimate)": _scopes(_part(report, "estimate")),
+    "Longest operations (estimate)": _largest(_part(report, "estimate")),
+  }
+  tables = [{"title": title, "table": table} for title, table in parts.items() if table.rows]
+  return {"title": str(report.get("title", "")), "tables": tables}
+
+
+def _part(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+  found = report.get(name)
+  return found if isinstance(found, Mapping) else {}
+
+
+def _memory(memory: Mapping[str, Any]) -> Table:
+  rows = [
+    (name.replace("_", " "), f"{gib(size, '.3f')} GiB")
+    for name, size in memory.items()
+    if type(size) in (int, float)
+  ]
+  if "fits" in memory:
+    rows.append(("fits", "yes" if memory["fits"] else "NO"))
+  return Table(("what", "size"), rows)
+
+
+def _time(time: Mapping[str, Any]) -> Table:
+  rows = [
+    (name.replace("_", " "), f"{value:,.4g}" if type(value) in (int, float) else str(value))
+    for name, value in time.items()
+  ]
+  return Table(("what", "value"), rows)
+
+
+def _scopes(estimate: Mapping[str, Any]) -> Table:
+  scopes = {k: v for k, v in _part(estimate, "seconds_by_scope").items() if type(v) in (int, float)}
+  total = sum(scopes.values()) or 1
+  rows = [
+    (scope, f"{seconds:.4g} s", f"{seconds / total:.1%}") for scope, seconds in scopes.items()
+  ]
+  return Table(("part of the model", "a step", "share"), rows)
+
+
+def _largest(estimate: Mapping[str, Any]) -> Table:
+  found = estimate.get("largest")
+  rows = [
+    (str(one.get("scope")), str(one.get("name")), str(one.get("count")), f"{one['seconds']:.4g} s", str(one.get("how")))
+    for one in (found if isinstance(found, list) else [])[:_NUM_LARGEST]
+    if isinstance(one, dict) and type(one.get("seconds")) in (int, float)
+  ]  # fmt: skip
+  return Table(("part", "operation", "times", "seconds", "by"), rows)
+
+
+def profile_tables(profile: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> list[Any]:
+  """What a trace measured, by part of the model and by operation, beside what had been estimated.
+
+  Args:
+    profile: as profile.json has it.
+    reports: the compile reports, of which the last with an estimate counts.
+  """
+  estimates = [_part(_part(each, "estimate"), "seconds_by_scope") for each in reports]
+  estimated = next((each for each in reversed(estimates) if each), {})
+  tables = [
+    ("Time of a traced step", _measured(_part(profile, "seconds_by_scope"), estimated)),
+    ("Longest operations (measured)", _longest(profile.get("largest"))),
+  ]
+  return [{"title": title, "table": table} for title, table in tables if table.rows]
+
+
+def _measured(scopes: Mapping[str, Any], estimated: Mapping[str, Any]) -> Table:
+  measured = {name: each for name, each in scopes.items() if type(each) in (int, float)}
+  total = sum(measured.values()) or 1
+  rows = [
+    (name, f"{each:.4g} s", f"{each / total:.1%}", *_beside(each, estimated.get(name)))
+    for name, each in measured.items()
+  ]
+  return Table(("part of the model", "measured", "share", "estimated", "estimate / measured"), rows)
+
+
+def _beside(measured: float, estimated: object) -> tuple[str, str]:
+  """The estimate, and how far off it was."""
+  if not isinstance(estimated, int | float) or not measured:
+    return "–", "–"
+  ratio = estimated / measured
+  is_wrong = not 1 / _WRONG_BY <= ratio <= _WRONG_BY
+  return f"{estimated:.4g} s", f"{ratio:.2f}" + (" — wrong" if is_wrong else "")
+
+
+def _longest(found: object) -> Table:
+  rows = [
+    (str(one.get("scope")), str(one.get("name")), f"{one.get('count')}", f"{one['seconds']:.4g} s")
+    for one in (found if isinstance(found, list) else [])[:_NUM_LARGEST]
+    if isinstance(one, dict) and type(one.get("seconds")) in (int, float)
+  ]
+  return Table(("part", "operation", "times a step", "seconds a step"), rows)
+
+
+_MOST_CELLS = 1500
+"""Of a timetable that is drawn in a page."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+  """What follows from the keys of the latest start."""
+
+  derivation: str = ""
+  pipeline: str = ""
+  timetable: Chart | None = None
+  missing: str = ""
+  """Why it is not known; empty: it is."""
+
+
+def planned(run: RunHistory) -> Planned:
+  """Plans the run again, on the devices that it had."""
+  num_devices = run.derived.get("num_devices")
+  if not run.config or not isinstance(num_devices, int):
+    return Planned(missing="the batch cannot be derived: config.yml does not say it")
+  try:
+    config = load_config([f"config={RunFolder(run.folder).config}"])
+    layout = topology(config.mesh, num_devices, config.compile.compile_topology_num_slices)
+    plan = (
+      plan_rl(config, layout).pairs
+      if is_rl(config.rl)
+      else plan_batches(config.batch, config.run, layout)
+    )
+    return _with_pipeline(config, plan)
+  except UserError as error:
+    return Planned(missing=f"the batch cannot be derived from config.yml by this version: {error}")
+
+
+def _with_pipeline(config: Config, plan: BatchPlan) -> Planned:
+  if config.pipeline.pipeline_schedule == "none":
+    return Planned(str(plan))
+  pipeline = pipeline_of(config, plan.topology, plan)
+  shape = pipeline.shape
+  if shape.forwards_per_stage * shape.stages > _MOST_CELLS:
+    return Planned(
+      str(plan), f"{pipeline}\nToo long to be drawn here: python -m maxbatch.pipeline --plot"
+    )
+  table = timetable(pipeline.schedule, shape)
+  return Planned(str(plan), str(pipeline), timetable_chart(table, pipeline.schedule))
+
 
 _TRAINING = "training"
 _TEMPLATES = Path(__file__).parent / "templates"
