@@ -2,268 +2,38 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-from maxbatch.command_line.table import Table
-from maxbatch.plots.chart import Bars, Chart, Panel
-from maxbatch.plots.page import rendered
-from maxbatch.run_report.curves import MOST_POINTS
-from maxbatch.run_folder.events import START
-from maxbatch.run_folder.history import RunHistory
-from maxbatch.run_folder.status import Status, span, status_of
-from maxbatch.run_report import facts
-from maxbatch.run_report.curves import training_chart
+
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.rl_plan import plan_rl
 from maxbatch.batch.rl_sizes import is_rl
 from maxbatch.batch.topology import topology
+from maxbatch.command_line.table import Table, gib
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.plot import timetable_chart
 from maxbatch.pipeline_parallel.schedule import timetable
-from maxbatch.plots.chart import Chart
+from maxbatch.plots.chart import Bars, Chart, Panel
+from maxbatch.plots.page import rendered
+from maxbatch.run_folder.events import START
+from maxbatch.run_folder.history import RunHistory
 from maxbatch.run_folder.paths import RunFolder
-from collections.abc import Mapping, Sequence
-from maxbatch.command_line.table import Table, gib
-
-
-_NUM_LARGEST = 12
-_WRONG_BY = 1.25
-"""An estimate further off is called wrong."""
-
-
-def compile_tables(report: Mapping[str, Any]) -> dict[str, Any]:
-  """The title and the tables of one report, as far as it has them."""
-  parts = {
-    "Memory of a device": _memory(_part(report, "memory_bytes_per_device")),
-    "Time of a step": _time(_part(report, "time")),
-    "Where a step's time goes (estimate)": _scopes(_part(report, "estimate")),
-    "Longest operations (estimate)": _largest(_part(report, "estimate")),
-  }
-  tables = [{"title": title, "table": table} for title, table in parts.items() if table.rows]
-  return {"title": str(report.get("title", "")), "tables": tables}
-
-
-def _part(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-  found = report.get(name)
-  return found if isinstance(found, Mapping) else {}
-
-
-def _memory(memory: Mapping[str, Any]) -> Table:
-  rows = [
-    (name.replace("_", " "), f"{gib(size, '.3f')} GiB")
-    for name, size in memory.items()
-    if type(size) in (int, float)
-  ]
-  if "fits" in memory:
-    rows.append(("fits", "yes" if memory["fits"] else "NO"))
-  return Table(("what", "size"), rows)
-
-
-def _time(time: Mapping[str, Any]) -> Table:
-  rows = [
-    (name.replace("_", " "), f"{value:,.4g}" if type(value) in (int, float) else str(value))
-    for name, value in time.items()
-  ]
-  return Table(("what", "value"), rows)
-
-
-def _scopes(estimate: Mapping[str, Any]) -> Table:
-  scopes = {k: v for k, v in _part(estimate, "seconds_by_scope").items() if type(v) in (int, float)}
-  total = sum(scopes.values()) or 1
-  rows = [
-    (scope, f"{seconds:.4g} s", f"{seconds / total:.1%}") for scope, seconds in scopes.items()
-  ]
-  return Table(("part of the model", "a step", "share"), rows)
-
-
-def _largest(estimate: Mapping[str, Any]) -> Table:
-  found = estimate.get("largest")
-  rows = [
-    (str(one.get("scope")), str(one.get("name")), str(one.get("count")), f"{one['seconds']:.4g} s", str(one.get("how")))
-    for one in (found if isinstance(found, list) else [])[:_NUM_LARGEST]
-    if isinstance(one, dict) and type(one.get("seconds")) in (int, float)
-  ]  # fmt: skip
-  return Table(("part", "operation", "times", "seconds", "by"), rows)
-
-
-def profile_tables(profile: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> list[Any]:
-  """What a trace measured, by part of the model and by operation, beside what had been estimated.
-
-  Args:
-    profile: as profile.json has it.
-    reports: the compile reports, of which the last with an estimate counts.
-  """
-  estimates = [_part(_part(each, "estimate"), "seconds_by_scope") for each in reports]
-  estimated = next((each for each in reversed(estimates) if each), {})
-  tables = [
-    ("Time of a traced step", _measured(_part(profile, "seconds_by_scope"), estimated)),
-    ("Longest operations (measured)", _longest(profile.get("largest"))),
-  ]
-  return [{"title": title, "table": table} for title, table in tables if table.rows]
-
-
-def _measured(scopes: Mapping[str, Any], estimated: Mapping[str, Any]) -> Table:
-  measured = {name: each for name, each in scopes.items() if type(each) in (int, float)}
-  total = sum(measured.values()) or 1
-  rows = [
-    (name, f"{each:.4g} s", f"{each / total:.1%}", *_beside(each, estimated.get(name)))
-    for name, each in measured.items()
-  ]
-  return Table(("part of the model", "measured", "share", "estimated", "estimate / measured"), rows)
-
-
-def _beside(measured: float, estimated: object) -> tuple[str, str]:
-  """The estimate, and how far off it was."""
-  if not isinstance(estimated, int | float) or not measured:
-    return "–", "–"
-  ratio = estimated / measured
-  is_wrong = not 1 / _WRONG_BY <= ratio <= _WRONG_BY
-  return f"{estimated:.4g} s", f"{ratio:.2f}" + (" — wrong" if is_wrong else "")
-
-
-def _longest(found: object) -> Table:
-  rows = [
-    (str(one.get("scope")), str(one.get("name")), f"{one.get('count')}", f"{one['seconds']:.4g} s")
-    for one in (found if isinstance(found, list) else [])[:_NUM_LARGEST]
-    if isinstance(one, dict) and type(one.get("seconds")) in (int, float)
-  ]
-  return Table(("part", "operation", "times a step", "seconds a step"), rows)
-
+from maxbatch.run_folder.status import span, status_of
+from maxbatch.run_report import facts
+from maxbatch.run_report.curves import MOST_POINTS, training_chart
 
 _MOST_CELLS = 1500
 """Of a timetable that is drawn in a page."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Planned:
-  """What follows from the keys of the latest start."""
-
-  derivation: str = ""
-  pipeline: str = ""
-  timetable: Chart | None = None
-  missing: str = ""
-  """Why it is not known; empty: it is."""
-
-
-def planned(run: RunHistory) -> Planned:
-  """Plans the run again, on the devices that it had."""
-  num_devices = run.derived.get("num_devices")
-  if not run.config or not isinstance(num_devices, int):
-    return Planned(missing="the batch cannot be derived: config.yml does not say it")
-  try:
-    config = load_config([f"config={RunFolder(run.folder).config}"])
-    layout = topology(config.mesh, num_devices, config.compile.compile_topology_num_slices)
-    plan = (
-      plan_rl(config, layout).pairs
-      if is_rl(config.rl)
-      else plan_batches(config.batch, config.run, layout)
-    )
-    return _with_pipeline(config, plan)
-  except UserError as error:
-    return Planned(missing=f"the batch cannot be derived from config.yml by this version: {error}")
-
-
-def _with_pipeline(config: Config, plan: BatchPlan) -> Planned:
-  if config.pipeline.pipeline_schedule == "none":
-    return Planned(str(plan))
-  pipeline = pipeline_of(config, plan.topology, plan)
-  shape = pipeline.shape
-  if shape.forwards_per_stage * shape.stages > _MOST_CELLS:
-    return Planned(
-      str(plan), f"{pipeline}\nToo long to be drawn here: python -m maxbatch.pipeline --plot"
-    )
-  table = timetable(pipeline.schedule, shape)
-  return Planned(str(plan), str(pipeline), timetable_chart(table, pipeline.schedule))
-
-
+_NUM_LARGEST = 12
+_WRONG_BY = 1.25
+"""An estimate further off is called wrong."""
 _TRAINING = "training"
 _TEMPLATES = Path(__file__).parent / "templates"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shown:
-  """What the template says of one run."""
-
-  run: RunHistory
-  status: Status
-  planned: Planned
-
-  @property
-  def name(self) -> str:
-    return self.run.name
-
-  @property
-  def missing(self) -> list[str]:
-    return [*self.run.missing, *([self.planned.missing] if self.planned.missing else [])]
-
-  @property
-  def glance(self) -> list[tuple[str, str]]:
-    return facts.glance(self.run)
-
-  @property
-  def time_table(self) -> Table:
-    uses = facts.seconds_by_use(self.run)
-    total = sum(uses.values())
-    rows = [(name, span(seconds), f"{seconds / total:.1%}") for name, seconds in uses.items()]
-    return Table(("what", "time", "share"), rows)
-
-  @property
-  def memory(self) -> Table:
-    return facts.memory(self.run)
-
-  @property
-  def command(self) -> str:
-    starts = self.run.of_kind(START)
-    words = starts[-1].get("command") if starts else None
-    return facts.command(words)
-
-  @property
-  def about(self) -> str:
-    return self._of_start("about")
-
-  @property
-  def versions(self) -> str:
-    return self._of_start("versions")
-
-  @property
-  def keys(self) -> Table:
-    return Table(
-      ("key", "value"), [(key, facts.shown(value)) for key, value in self.run.config.items()]
-    )
-
-  @property
-  def starts(self) -> Table:
-    return facts.starts(self.run)
-
-  @property
-  def notices(self) -> Table:
-    return facts.notices(self.run)
-
-  @property
-  def checkpoints(self) -> Table:
-    return facts.checkpoints(self.run)
-
-  @property
-  def texts(self) -> list[tuple[str, str]]:
-    return list(facts.texts(self.run))
-
-  @property
-  def compile_reports(self) -> list[dict[str, Any]]:
-    return [compile_tables(each) for each in self.run.compile_reports]
-
-  @property
-  def profile(self) -> list[Any]:
-    return profile_tables(self.run.profile, self.run.compile_reports)
-
-  def _of_start(self, key: str) -> str:
-    starts = self.run.of_kind(START)
-    return str(starts[-1].get(key, "")) if starts else ""
-
-
 _SECTIONS = {
   "differences": "differences",
   "runs": "runs",
@@ -281,57 +51,204 @@ _SECTIONS = {
 
 
 def page(runs: Sequence[RunHistory]) -> str:
-  """The HTML of one run, or of several beside each other."""
-  shown = [_Shown(run, status_of(run), planned(run)) for run in runs]
+  """Returns the HTML of one run, or of several beside each other."""
+  shown = [_shown(run) for run in runs]
   several = len(runs) > 1
   comparison = None
   if several:
     states = [one.status.state for one in shown]
     comparison = {"differing": facts.differing(runs), "sweep": facts.sweep(runs, states)}
-  charts = _charts(shown)
+  charts = {_TRAINING: training_chart(runs)}
+  for number, one in enumerate(shown, start=1):
+    charts |= {f"time-{number}": one.time_chart, f"timetable-{number}": one.planned.timetable}
+  drawn = {name: chart for name, chart in charts.items() if chart is not None}
   return rendered(
     "report.html",
-    charts,
+    drawn,
     _TEMPLATES,
     title=f"{len(runs)} runs" if several else runs[0].name,
     written=facts.moment(time.time()),
     runs=shown,
     comparison=comparison,
     most_points=f"{MOST_POINTS:,}",
-    sections=_sections(shown, has_training=_TRAINING in charts),
+    sections=_sections(shown, has_training=_TRAINING in drawn),
   )
 
 
-def _sections(shown: Sequence[_Shown], *, has_training: bool) -> list[tuple[str, str]]:
-  """The anchors that the page has, with their names."""
+def _shown(run: RunHistory) -> SimpleNamespace:
+  """Returns what the template says of one run."""
+  plan, uses = _planned(run), facts.seconds_by_use(run)
+  start = (run.of_kind(START) or [{}])[-1]
+  shares = [
+    (name, span(seconds), f"{seconds / sum(uses.values()):.1%}") for name, seconds in uses.items()
+  ]
+  bars = Panel("", [Bars("", list(uses), list(uses.values()))])
+  time_chart = Chart("where the time went", ["seconds"], [bars], row_names=list(uses))
+  return SimpleNamespace(
+    name=run.name,
+    status=status_of(run),
+    planned=plan,
+    missing=[*run.missing, *([plan.missing] if plan.missing else [])],
+    glance=facts.glance(run),
+    time_table=Table(("what", "time", "share"), shares),
+    time_chart=time_chart if uses else None,
+    memory=facts.memory(run),
+    command=facts.command(start.get("command")),
+    about=str(start.get("about", "")),
+    versions=str(start.get("versions", "")),
+    keys=Table(("key", "value"), [(key, facts.shown(one)) for key, one in run.config.items()]),
+    starts=facts.starts(run),
+    notices=facts.notices(run),
+    checkpoints=facts.checkpoints(run),
+    texts=list(facts.texts(run)),
+    compile_reports=[compile_tables(each) for each in run.compile_reports],
+    profile=profile_tables(run.profile, run.compile_reports),
+  )
+
+
+def _sections(shown: Sequence[SimpleNamespace], *, has_training: bool) -> list[tuple[str, str]]:
+  """Returns the anchors that the page has, with their names."""
   there = {"differences": len(shown) > 1, "runs": len(shown) > 1, "training": has_training}
   if len(shown) == 1:
     [one] = shown
+    there |= {name: getattr(one, name).rows for name in ("starts", "notices", "checkpoints")}
     there |= {
-      "time": bool(one.time_table.rows),
-      "what": bool(one.about or one.planned.derivation or one.command),
-      "starts": bool(one.starts.rows),
-      "notices": bool(one.notices.rows),
-      "checkpoints": bool(one.checkpoints.rows),
-      "texts": bool(one.texts),
-      "pipeline": bool(one.planned.pipeline),
-      "profile": bool(one.profile),
-      "compile-1": bool(one.compile_reports),
+      "time": one.time_table.rows,
+      "what": one.about or one.planned.derivation or one.command,
+      "texts": one.texts,
+      "pipeline": one.planned.pipeline,
+      "profile": one.profile,
+      "compile-1": one.compile_reports,
     }
-  return [(name, _SECTIONS[name]) for name, is_there in there.items() if is_there]
+  return [(name, words) for name, words in _SECTIONS.items() if there.get(name)]
 
 
-def _charts(shown: Sequence[_Shown]) -> dict[str, Chart]:
-  """All charts of the page, by the names that the template has for them."""
-  found = {_TRAINING: training_chart([one.run for one in shown])}
-  for number, one in enumerate(shown, start=1):
-    found[f"time-{number}"] = _time_chart(facts.seconds_by_use(one.run))
-    found[f"timetable-{number}"] = one.planned.timetable
-  return {name: chart for name, chart in found.items() if chart is not None}
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+  """What follows from the keys of the latest start."""
+
+  derivation: str = ""
+  pipeline: str = ""
+  timetable: Chart | None = None
+  missing: str = ""
+  """Why it is not known; empty: it is."""
 
 
-def _time_chart(uses: dict[str, float]) -> Chart | None:
-  if not uses:
-    return None
-  bars = Bars("", list(uses), list(uses.values()))
-  return Chart("where the time went", ["seconds"], [Panel("", [bars])], row_names=list(uses))
+def _planned(run: RunHistory) -> _Planned:
+  """Plans the run again, on the devices that it had."""
+  num_devices = run.derived.get("num_devices")
+  if not run.config or not isinstance(num_devices, int):
+    return _Planned(missing="the batch cannot be derived: config.yml does not say it")
+  try:
+    config = load_config([f"config={RunFolder(run.folder).config}"])
+    layout = topology(config.mesh, num_devices, config.compile.compile_topology_num_slices)
+    plan = (
+      plan_rl(config, layout).pairs
+      if is_rl(config.rl)
+      else plan_batches(config.batch, config.run, layout)
+    )
+    return _Planned(str(plan), *_pipeline(config, plan))
+  except UserError as error:
+    return _Planned(missing=f"the batch cannot be derived from config.yml by this version: {error}")
+
+
+def _pipeline(config: Config, plan: BatchPlan) -> tuple[str, Chart | None]:
+  if config.pipeline.pipeline_schedule == "none":
+    return "", None
+  pipeline = pipeline_of(config, plan.topology, plan)
+  shape = pipeline.shape
+  if shape.forwards_per_stage * shape.stages > _MOST_CELLS:
+    return f"{pipeline}\nToo long to be drawn here: python -m maxbatch.pipeline --plot", None
+  return str(pipeline), timetable_chart(timetable(pipeline.schedule, shape), pipeline.schedule)
+
+
+def compile_tables(report: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the title and the tables of one compile report, as far as it has them."""
+  memory, estimate = _part(report, "memory_bytes_per_device"), _part(report, "estimate")
+  sizes = [
+    (name.replace("_", " "), f"{gib(size, '.3f')} GiB") for name, size in _numbers(memory).items()
+  ]
+  sizes += [("fits", "yes" if memory["fits"] else "NO")] if "fits" in memory else []
+  times = [
+    (name.replace("_", " "), f"{value:,.4g}" if _is_number(value) else str(value))
+    for name, value in _part(report, "time").items()
+  ]
+  tables = {
+    "Memory of a device": Table(("what", "size"), sizes),
+    "Time of a step": Table(("what", "value"), times),
+    "Where a step's time goes (estimate)": Table(
+      ("part of the model", "a step", "share"), _shares(_part(estimate, "seconds_by_scope"))
+    ),
+    "Longest operations (estimate)": Table(
+      ("part", "operation", "times", "seconds", "by"),
+      [(*cells, str(one.get("how"))) for one, cells in _longest(estimate)],
+    ),
+  }
+  return {"title": str(report.get("title", "")), "tables": _titled(tables)}
+
+
+def profile_tables(profile: Mapping[str, Any], reports: Sequence[Mapping[str, Any]]) -> list[Any]:
+  """Returns what a trace measured, by part and by operation, beside what had been estimated.
+
+  Args:
+    profile: as profile.json has it.
+    reports: the compile reports, of which the last with an estimate counts.
+  """
+  estimates = [_part(_part(each, "estimate"), "seconds_by_scope") for each in reports]
+  estimated = next((each for each in reversed(estimates) if each), {})
+  scopes = _part(profile, "seconds_by_scope")
+  measured = [
+    (*cells, *_beside(scopes[cells[0]], estimated.get(cells[0]))) for cells in _shares(scopes)
+  ]
+  tables = {
+    "Time of a traced step": Table(
+      ("part of the model", "measured", "share", "estimated", "estimate / measured"), measured
+    ),
+    "Longest operations (measured)": Table(
+      ("part", "operation", "times a step", "seconds a step"),
+      [cells for _, cells in _longest(profile)],
+    ),
+  }
+  return _titled(tables)
+
+
+def _titled(tables: Mapping[str, Table]) -> list[dict[str, Any]]:
+  return [{"title": title, "table": table} for title, table in tables.items() if table.rows]
+
+
+def _part(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+  found = report.get(name)
+  return found if isinstance(found, Mapping) else {}
+
+
+def _is_number(value: object) -> bool:
+  return type(value) in (int, float)
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+  return {name: value for name, value in values.items() if _is_number(value)}
+
+
+def _shares(scopes: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+  seconds = _numbers(scopes)
+  total = sum(seconds.values()) or 1
+  return [(name, f"{each:.4g} s", f"{each / total:.1%}") for name, each in seconds.items()]
+
+
+def _longest(report: Mapping[str, Any]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
+  """Returns the longest operations of an estimate or a profile, each with its cells."""
+  found = report.get("largest")
+  return [
+    (one, (*(str(one.get(key)) for key in ("scope", "name", "count")), f"{one['seconds']:.4g} s"))
+    for one in (found if isinstance(found, list) else [])[:_NUM_LARGEST]
+    if isinstance(one, dict) and _is_number(one.get("seconds"))
+  ]
+
+
+def _beside(measured: float, estimated: object) -> tuple[str, str]:
+  """Returns the estimate, and how far off it was."""
+  if not isinstance(estimated, int | float) or not measured:
+    return "–", "–"
+  ratio = estimated / measured
+  is_wrong = not 1 / _WRONG_BY <= ratio <= _WRONG_BY
+  return f"{estimated:.4g} s", f"{ratio:.2f}" + (" — wrong" if is_wrong else "")
