@@ -31,6 +31,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from runs_to_a_loss import crossing, lowest_on_grid, mean_noise_scale
 
 from maxbatch.batch.plan import BatchPlan, Position, plan_batches
 from maxbatch.compile import cache
@@ -39,13 +40,7 @@ from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
-from maxbatch.experiments.tradeoff import (
-  Tradeoff,
-  crossing,
-  fit_tradeoff,
-  lowest_on_grid,
-  mean_noise_scale,
-)
+from maxbatch.experiments.tradeoff import Tradeoff, fit_tradeoff
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.models.registry import Parameters
 from maxbatch.noise.confidence import Interval, ratios_of_means

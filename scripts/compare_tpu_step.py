@@ -13,15 +13,15 @@ import pathlib
 import re
 import sys
 
+from step_breakdown import PEERS, Breakdown, Comparison, breakdown
+
 from maxbatch.compile.compile_step import compile_reports
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
 from maxbatch.estimate import hlo
-from maxbatch.estimate.breakdown import Breakdown, breakdown
 from maxbatch.estimate.chips import CHIPS, Chip
-from maxbatch.estimate.comparison import Comparison
 from maxbatch.estimate.costs import program_costs
-from maxbatch.estimate.scopes import OURS, PEERS, Naming
+from maxbatch.estimate.scopes import OURS, Naming
 from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.resolve import resolve
 from maxbatch.training.build import build_trainer

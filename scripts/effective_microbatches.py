@@ -13,12 +13,13 @@ import pathlib
 import sys
 from collections.abc import Iterator, Sequence
 
+from effective_batch import EffectiveBatch, effective_batch
 from fit_step_rates import read, table
 
 from maxbatch.batch.arithmetic import tokens_of
 from maxbatch.batch.solve import text
 from maxbatch.config.load import load_config
-from maxbatch.estimate.best_split import BatchSplit, EffectiveBatch, effective_batch
+from maxbatch.estimate.best_split import BatchSplit
 from maxbatch.estimate.chips import CHIPS
 from maxbatch.estimate.step_work import StepWork, step_work
 from maxbatch.hardware.tpu_slices import slice_named

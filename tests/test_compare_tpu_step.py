@@ -9,12 +9,12 @@ from types import ModuleType
 import pytest
 
 from maxbatch.errors import UserError
-from maxbatch.estimate.breakdown import Breakdown, Part, breakdown, differences
 from maxbatch.estimate.chips import CHIPS
 from maxbatch.estimate.costs import kind_of, program_costs
 from maxbatch.estimate.hlo import parse
-from maxbatch.estimate.scopes import OURS, PEERS, SCOPES, Naming
+from maxbatch.estimate.scopes import OURS, SCOPES, Naming
 from maxbatch.estimate.step_time import estimate
+from scripts.step_breakdown import PEERS, Breakdown, Part, breakdown, differences
 from tests.peer_program import B, D, F, L, T, V
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -45,7 +45,8 @@ def ours() -> Breakdown:
 
 
 @pytest.fixture
-def script() -> ModuleType:
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+  monkeypatch.syspath_prepend(ROOT / "scripts")
   spec = importlib.util.spec_from_file_location("compare", ROOT / "scripts/compare_tpu_step.py")
   assert spec is not None
   assert spec.loader is not None

@@ -12,7 +12,6 @@ from maxbatch.estimate.best_split import (
   REMAT_POLICIES,
   best_split,
   divisible_batches,
-  effective_batch,
   splits,
 )
 from maxbatch.estimate.chips import CHIPS
@@ -21,6 +20,7 @@ from maxbatch.estimate.step_rates import step_rates
 from maxbatch.estimate.step_roofline import StepRoofline, step_roofline
 from maxbatch.estimate.step_work import RematPolicy, StepWork, microbatch_work, step_work
 from maxbatch.training.loss import keeps_gradients, num_tiles
+from scripts.effective_batch import effective_batch
 
 # What a user has compiled comes before estimates.
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -5,13 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from maxbatch.experiments.tradeoff import (
-  crossing,
-  fit_tradeoff,
-  lowest_on_grid,
-  mean_noise_scale,
-  smooth_crossing,
-)
+from maxbatch.experiments.tradeoff import fit_tradeoff, smooth_crossing
+from scripts.runs_to_a_loss import crossing, lowest_on_grid, mean_noise_scale
 
 SIZES = np.array([4, 8, 16, 32, 64, 128, 256, 512.0])
 

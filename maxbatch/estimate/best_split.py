@@ -14,8 +14,6 @@ from fractions import Fraction
 
 from maxbatch.batch.arithmetic import (
   nearest_batches,
-  per_device_size,
-  samples_of_groups,
   splits_of,
 )
 from maxbatch.batch.solve import counted, text
@@ -30,11 +28,6 @@ from maxbatch.estimate.step_work import RematPolicy, StepWork
 REMAT_POLICIES: tuple[RematPolicy, ...] = ("none", "minimal", "full")
 _MOST_TENSOR = 8
 """Devices that share a layer: over more the sums of activations take longer than the products."""
-_MANY = 64
-"""Microbatches of a step after which what it does once no longer counts."""
-_MOST_POWER = 12
-_AS_FAST = 0.99
-"""What gains less than a percent is not worth its memory, and is further from what was compiled."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,17 +91,17 @@ def best_split(
       f"batch_size={batch} does not divide over {_place(devices_per_slice, num_slices)}; nearest: "
       f"batch_size={near}"
     )
-  fitting = [one for one in found if _is_safe(one.step, capacity_bytes)]
+  fitting = [one for one in found if is_safe(one.step, capacity_bytes)]
   if not fitting:
     least = min(found, key=lambda one: one.step.peak_bytes).step
     raise UserError(
       f"batch_size={batch} on {_place(devices_per_slice, num_slices)}: no split fits; the smallest needs "
       f"about {gib_of(least.peak_bytes, least.capacity_bytes)}; take more devices"
     )
-  return _simplest(fitting)
+  return simplest(fitting)
 
 
-def _simplest(found: Sequence[BatchSplit]) -> BatchSplit:
+def simplest(found: Sequence[BatchSplit]) -> BatchSplit:
   """The fastest on the simplest mesh that is about as fast as any: what differs by less than estimates
   usually err is no reason to share layers, or for replicas."""
   most = max(one.step.tokens_per_second for one in found)
@@ -127,7 +120,7 @@ def _place(devices_per_slice: int, num_slices: int) -> str:
   return devices if num_slices == 1 else f"{num_slices} slices of {devices}"
 
 
-def _is_safe(step: StepRoofline, capacity_bytes: int | None) -> bool:
+def is_safe(step: StepRoofline, capacity_bytes: int | None) -> bool:
   """Whether it fits although the estimate of its activations may be too low by its usual error."""
   likely = step.bytes.state + (1 + step_rates().spread["bytes"]) * step.bytes.activations
   return likely <= (step.capacity_bytes if capacity_bytes is None else capacity_bytes)
@@ -149,84 +142,6 @@ def splits(
     for remat in policies
   ]
   return sorted(found, key=lambda one: one.step.step_seconds)
-
-
-@dataclasses.dataclass(frozen=True)
-class EffectiveBatch:
-  """What a slice does best, and from which batch on it nearly does."""
-
-  fastest: BatchSplit
-  """Microbatch, mesh and policy of about most tokens per second, in steps of many, with the least memory."""
-  smallest: BatchSplit
-  """The smallest batch that is nearly as fast on the same mesh, split as is fastest for it."""
-
-
-def effective_batch(
-  work: StepWork, chip: Chip, devices_per_slice: int, num_slices: int = 1, share: float = 0.95
-) -> EffectiveBatch | None:
-  """The fastest microbatch where the batch is open, and the smallest batch that is worth a slice.
-
-  Args:
-    work: the model and how it is trained.
-    chip: one device.
-    devices_per_slice: or of all devices, where there is one slice.
-    num_slices: such sets of devices.
-    share: of the highest tokens per second, from which on a batch counts as efficient.
-
-  Returns:
-    None where no microbatch fits, be it of one sample.
-  """
-  found = [
-    one
-    for mesh in meshes(work, devices_per_slice, num_slices)
-    for one in _powers_of_two(work, chip, mesh)
-  ]
-  if not found:
-    return None
-  best = _simplest(found)
-  beside = [one for one in found if one.mesh == best.mesh]
-  alike = [
-    one for one in beside if one.step.tokens_per_second >= _AS_FAST * best.step.tokens_per_second
-  ]
-  fastest = min(alike, key=lambda one: one.step.peak_bytes)
-  enough = share * fastest.step.tokens_per_second
-  efficient = [small for one in beside if (small := _fewest_microbatches(work, chip, one, enough))]
-  least = min(one.batch for one in efficient)
-  return EffectiveBatch(fastest, _simplest([one for one in efficient if one.batch == least]))
-
-
-def _powers_of_two(work: StepWork, chip: Chip, mesh: Topology) -> Iterator[BatchSplit]:
-  """Microbatches of 1, 2, 4, … samples per group that fit, with every policy, in steps of many."""
-  for remat in REMAT_POLICIES:
-    for power in range(_MOST_POWER):
-      rows = 2**power
-      found = _split(work, chip, mesh, rows, _MANY, remat)
-      if not _is_safe(found.step, None):
-        break
-      yield found
-
-
-def _split(
-  work: StepWork, chip: Chip, mesh: Topology, rows: int, count: int, remat: RematPolicy
-) -> BatchSplit:
-  """A step of `count` microbatches of `rows` samples for each data-parallel group."""
-  size = per_device_size(rows, mesh)
-  step = step_roofline(work, chip, mesh, size, count, remat)
-  return BatchSplit(mesh, samples_of_groups(count, rows, mesh), size, count, remat, step)
-
-
-def _fewest_microbatches(
-  work: StepWork, chip: Chip, split: BatchSplit, enough: float
-) -> BatchSplit | None:
-  """The split with as few microbatches as make so many tokens per second; None where none do."""
-  step = split.step
-  tokens = step.tokens_per_second * step.step_seconds / split.num_microbatches
-  gained = tokens - enough * step.microbatch_seconds
-  if gained <= 0:
-    return None
-  count = max(1, math.ceil(enough * step.rest_seconds / gained))
-  rows = split.per_device * (split.mesh.shape["tensor"])
-  return _split(work, chip, split.mesh, int(rows), count, split.remat)
 
 
 def divisible_batches(

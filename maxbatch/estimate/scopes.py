@@ -49,28 +49,6 @@ class Naming:
 
 OURS = Naming({scope: scope for scope in SCOPES})
 
-PEERS = Naming(
-  words={scope: scope for scope in SCOPES}
-  | dict.fromkeys(("self_attention", "self_attn", "attn", "Attention_0"), "attention")
-  | dict.fromkeys(("feed_forward", "ffn", "MlpBlock_0"), "mlp")
-  | dict.fromkeys(("lm_head", "unembed", "logits_dense"), "head")
-  | dict.fromkeys(("embed", "token_embedder", "wte"), "embedding"),
-  functions=(
-    (r"Norm\w*\.__call__", "norm"),
-    (r"attend_on_embedding|cross_entropy|one_hot|output_head|logits|softmax_loss", "head"),
-    (r"(?i)attention\w*\.|rotary|splash|attention_layer", "attention"),
-    (r"(?i)\bmlp|feed_?forward|MlpBlock", "mlp"),
-    (r"\bEmbed\w*\.|embed_tokens|apply_embedding", "embedding"),
-    (
-      r"apply_gradients|Optimizer\.|clip_by_global_norm|gradient_clipping|l2norm|scale_by_|apply_updates",
-      "optimizer",
-    ),
-    (r"DecoderLayer\.__call__|apply_layers", OTHER),
-    (r"\bloss_fn", "head"),
-  ),
-)
-"""MaxText 0.2.5's functions, and names that jax trainers commonly give their modules."""
-
 
 def scope_of(
   naming: Naming, program: HloModule, one: Instruction, called: Sequence[Computation], around: str

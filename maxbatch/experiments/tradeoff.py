@@ -8,23 +8,25 @@ B = E / S samples a step it says
 
 Where every step gains as much as that paper's equation 2.7 says, 1 / (1 + Bnoise / B) of what a step
 without noise gains, Bcrit is the mean of the noise scale Bnoise over the run, in which a step weighs
-what it gains (appendix D there; `mean_noise_scale`).
+what it gains (appendix D there).
 
 Legend: N runs or steps, C candidates for Bcrit.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from maxbatch.batch.arithmetic import samples_of
 from maxbatch.experiments.losses import Judged
-from maxbatch.noise.confidence import Interval, inflated_t, ratios_of_means
+from maxbatch.noise.confidence import Interval, inflated_t
 
 Numbers = Sequence[float] | np.ndarray
 _CANDIDATES = 20_001
+_FEWEST = 3
+"""Runs or branches, which two numbers are fitted to."""
 _REACH = 1e3
 """How far outside of the batch sizes that were tried Bcrit is looked for."""
 
@@ -74,7 +76,7 @@ def fit_tradeoff(samples: Numbers, steps: Numbers) -> Tradeoff:
   """
   samples_N, steps_N = np.array(samples, float), np.array(steps, float)
   sizes_N = samples_N / steps_N
-  if len(sizes_N) < 3 or np.ptp(np.log(sizes_N)) < 1e-6:
+  if len(sizes_N) < _FEWEST or np.ptp(np.log(sizes_N)) < 1e-6:
     raise ValueError("a fit takes three runs of two batch sizes at least")
   ends = math.log(sizes_N.min() / _REACH), math.log(sizes_N.max() * _REACH)
   log_critical_C = np.linspace(*ends, _CANDIDATES)
@@ -108,34 +110,10 @@ def fit_tradeoff(samples: Numbers, steps: Numbers) -> Tradeoff:
   return Tradeoff(least_steps, least_samples, found, math.sqrt(least / degrees))
 
 
-def crossing(samples: Numbers, losses: Numbers, target: float, window: int = 5) -> float | None:
-  """Samples after which the smoothed loss first is at most `target`; None if it never is.
-
-  Args:
-    samples: at each evaluation, rising, evenly spaced in their logarithm.
-    losses: there.
-    target: the loss to reach.
-    window: evaluations around each whose mean is its smoothed loss.
-  """
-  if len(losses) < window:
-    return None
-  weights = np.full(window, 1 / window)
-  smooth_N = np.convolve(np.array(losses, float), weights, "valid")
-  places_N = np.convolve(np.log(np.array(samples, float)), weights, "valid")
-  reached_N = smooth_N <= target
-  if not reached_N.any():
-    return None
-  at = int(reached_N.argmax())
-  if at == 0:
-    return math.exp(places_N[0])
-  share = (smooth_N[at - 1] - target) / (smooth_N[at - 1] - smooth_N[at])
-  return math.exp(places_N[at - 1] + share * (places_N[at] - places_N[at - 1]))
-
-
 def smooth_crossing(
   samples: Numbers, losses: Numbers, target: float, begins: float
 ) -> float | None:
-  """As `crossing`, of the losses of all steps of a branch: on the parabola through them.
+  """Returns the samples after which the parabola through a branch's losses is at most `target`; or None.
 
   Args:
     samples: since the branch began, at each step.
@@ -149,59 +127,6 @@ def smooth_crossing(
   grid = np.linspace(places_N[0], places_N[-1], _CANDIDATES)
   reached = curve(grid) <= target
   return math.exp(float(grid[reached.argmax()])) - begins if reached.any() else None
-
-
-def mean_noise_scale(
-  signal: Numbers, noise: Numbers, samples_per_step: float, window: int = 32
-) -> Interval | None:
-  """The noise scale that a run had on the whole, in samples; None if it is not known.
-
-  Args:
-    signal: |G|² of every step, unbiased; may be negative.
-    noise: tr(Sigma) of every step.
-    samples_per_step: of the run, so that |G|² + tr(Sigma) / samples_per_step is a step's |g|².
-    window: steps over which that square is averaged.
-
-  A step gains in proportion to |G|² / (|G|² + tr(Sigma) / B) and is weighted by it; times its noise
-  scale tr(Sigma) / |G|² that leaves a ratio of means of what each step measured.
-  """
-  signal_N, noise_N = np.array(signal, float), np.array(noise, float)
-  squared_N = _smoothed(signal_N + noise_N / samples_per_step, window)
-  found = ratios_of_means((noise_N / squared_N)[None], (signal_N / squared_N)[None])
-  return found.interval(0)
-
-
-def _smoothed(values_N: np.ndarray, window: int) -> np.ndarray:
-  """Means of as many values around each as there are, up to `window`."""
-  ones = np.ones(min(window, len(values_N)))
-  return np.convolve(values_N, ones, "same") / np.convolve(np.ones(len(values_N)), ones, "same")
-
-
-def lowest_on_grid(score: Callable[[int], tuple[float, ...]], start: int) -> int:
-  """The place, among whole numbers, whose score is lower than its neighbours', by walking downhill.
-
-  Args:
-    score: of a place; asked once for each.
-    start: where to begin.
-  """
-  known: dict[int, tuple[float, ...]] = {}
-
-  def of(place: int) -> tuple[float, ...]:
-    if place not in known:
-      known[place] = score(place)
-    return known[place]
-
-  best = start
-  while True:
-    of(best)
-    lower = min((best, best + 1, best - 1), key=of)
-    if lower == best:
-      return best
-    best = lower
-
-
-_FEWEST = 3
-"""Branches, which two numbers are fitted to."""
 
 
 def branch_tradeoff(judged: Sequence[Judged], begins: int) -> Tradeoff | None:

@@ -1,0 +1,89 @@
+"""What a study of runs to one loss needs beside the curve: when a run reached it, and its mean noise scale.
+
+Legend: N evaluations or steps.
+"""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from maxbatch.experiments.tradeoff import Numbers
+from maxbatch.noise.confidence import Interval, ratios_of_means
+
+
+def crossing(samples: Numbers, losses: Numbers, target: float, window: int = 5) -> float | None:
+  """Samples after which the smoothed loss first is at most `target`; None if it never is.
+
+  Args:
+    samples: at each evaluation, rising, evenly spaced in their logarithm.
+    losses: there.
+    target: the loss to reach.
+    window: evaluations around each whose mean is its smoothed loss.
+  """
+  if len(losses) < window:
+    return None
+  weights = np.full(window, 1 / window)
+  smooth_N = np.convolve(np.array(losses, float), weights, "valid")
+  places_N = np.convolve(np.log(np.array(samples, float)), weights, "valid")
+  reached_N = smooth_N <= target
+  if not reached_N.any():
+    return None
+  at = int(reached_N.argmax())
+  if at == 0:
+    return math.exp(places_N[0])
+  share = (smooth_N[at - 1] - target) / (smooth_N[at - 1] - smooth_N[at])
+  return math.exp(places_N[at - 1] + share * (places_N[at] - places_N[at - 1]))
+
+
+def mean_noise_scale(
+  signal: Numbers, noise: Numbers, samples_per_step: float, window: int = 32
+) -> Interval | None:
+  """The noise scale that a run had on the whole, in samples; None if it is not known.
+
+  Args:
+    signal: |G|² of every step, unbiased; may be negative.
+    noise: tr(Sigma) of every step.
+    samples_per_step: of the run, so that |G|² + tr(Sigma) / samples_per_step is a step's |g|².
+    window: steps over which that square is averaged.
+
+  A step gains in proportion to |G|² / (|G|² + tr(Sigma) / B) and is weighted by it; times its noise
+  scale tr(Sigma) / |G|² that leaves a ratio of means of what each step measured.
+  """
+  signal_N, noise_N = np.array(signal, float), np.array(noise, float)
+  squared_N = _smoothed(signal_N + noise_N / samples_per_step, window)
+  found = ratios_of_means((noise_N / squared_N)[None], (signal_N / squared_N)[None])
+  return found.interval(0)
+
+
+def _smoothed(values_N: np.ndarray, window: int) -> np.ndarray:
+  """Means of as many values around each as there are, up to `window`."""
+  ones = np.ones(min(window, len(values_N)))
+  return np.convolve(values_N, ones, "same") / np.convolve(np.ones(len(values_N)), ones, "same")
+
+
+def lowest_on_grid(score: Callable[[int], tuple[float, ...]], start: int) -> int:
+  """The place, among whole numbers, whose score is lower than its neighbours', by walking downhill.
+
+  Args:
+    score: of a place; asked once for each.
+    start: where to begin.
+  """
+  known: dict[int, tuple[float, ...]] = {}
+
+  def of(place: int) -> tuple[float, ...]:
+    if place not in known:
+      known[place] = score(place)
+    return known[place]
+
+  best = start
+  while True:
+    of(best)
+    lower = min((best, best + 1, best - 1), key=of)
+    if lower == best:
+      return best
+    best = lower
+
+
+_FEWEST = 3
+"""Branches, which two numbers are fitted to."""
