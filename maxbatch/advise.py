@@ -166,8 +166,9 @@ class AdviseArguments:
     Key("the batch in tokens for which learning_rate was found", "rate_found_at=524288"),
   ] = 0
   ramp: Annotated[bool, Key("let the batch grow; false: constant", "ramp=false")] = True
-  pairs: Annotated[
-    NonNegative, Key("of reinforcement learning: prompts × completions of a step", "pairs=1024")
+  completions: Annotated[
+    NonNegative,
+    Key("of reinforcement learning: prompts × completions of a step", "completions=1024"),
   ] = 0
   num_devices: Annotated[
     DevicesOrNone, Key("without a slice: devices that divide the batch", "num_devices=64")
@@ -215,9 +216,9 @@ def _advise(arguments: Arguments[AdviseArguments]) -> None:
   named = [key.partition("=")[0] for key in keys]
   check_scope(config, named)
   _check_options(own)
-  if own.pairs:
+  if own.completions:
     raise UserError(
-      f"pairs={own.pairs} are those of reinforcement learning, which num_generations asks for; for "
+      f"completions={own.completions} are those of reinforcement learning, which num_generations asks for; for "
       "example num_generations=8"
     )
   advice, planned = _answer(config, keys, own)
@@ -254,7 +255,7 @@ def _advise_post_training(arguments: Arguments[AdviseArguments], config: Config)
       "--explain, --explore and --plot are of the batch of supervised training; leave them out, or "
       "num_generations=-1"
     )
-  advice = advise_post_training(config, own.pairs, _place(config), own.from_run)
+  advice = advise_post_training(config, own.completions, _place(config), own.from_run)
   file = own.write or "advice.yml"
   write_output("--write", file, _written(advice.keys, config, keys, arguments))
   if own.json:

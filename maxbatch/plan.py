@@ -31,7 +31,7 @@ from maxbatch.tuning.candidates import (
   default_batch_note,
   is_open,
   offered,
-  pair_sizes_of,
+  rl_sizes_of,
   sizes_of,
   with_default_batch,
 )
@@ -89,7 +89,7 @@ def make_report(config: Config, devices: CountedDevices) -> PlanReport:
     UserError: something in the configuration does not work.
   """
   rl = plan_rl(config, devices.layout) if is_rl(config.rl) else None
-  plan = rl.pairs if rl else plan_batches(config.batch, config.run, devices.layout)
+  plan = rl.batch_plan if rl else plan_batches(config.batch, config.run, devices.layout)
   check_loads(plan, streamed=config.batch.accumulation == "streamed")
   check_unused(config.pipeline)
   has_pipeline = config.pipeline.pipeline_schedule != "none"
@@ -115,7 +115,7 @@ def _choice(config: Config, layout: Topology) -> str:
   if not is_open(config.batch):
     return ""
   if is_rl(config.rl):
-    return offered(config.batch, pair_sizes_of(config, layout))
+    return offered(config.batch, rl_sizes_of(config, layout))
   divided = with_default_batch(config, layout)
   line = offered(divided.batch, sizes_of(divided, layout))
   if divided == config:

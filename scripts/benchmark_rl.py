@@ -7,7 +7,7 @@ microbatch made after the other, each awaited before the next; and as the comman
 rewarded while the one before is trained on. Rewards take `delay` seconds for a step, asleep, as those of
 another machine would. Both train the same: the parameters are compared bit by bit.
 
-R and T are the seconds for which a step's pairs are made and trained on, one after the other; a pipeline
+R and T are the seconds for which a step's completions are made and trained on, one after the other; a pipeline
 of n microbatches takes max(R, T) + min(R, T) / n at best where sampling and training have devices of
 their own. Here both are on the same cores, and only the delay has a place of its own: what of R is not
 delay cannot overlap with T. `shared` is the best there is then: the cores are busy for all of it, or they
@@ -35,7 +35,7 @@ from maxbatch.batch.rl_plan import plan_rl
 from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
 from maxbatch.modes import run_rl as mode
-from maxbatch.rl.pairs import Pairs
+from maxbatch.rl.completions import Completions
 from maxbatch.rl.rollout import RolloutLoader
 from maxbatch.run_folder.metrics import Record, read_metrics
 
@@ -45,7 +45,7 @@ WARM_UP = 2
 
 
 def delayed(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-  """Rewards after a prompt's share of a step's delay; they differ, so that all pairs are trained on."""
+  """Rewards after a prompt's share of a step's delay; they differ, so that all completions are trained on."""
   time.sleep(float(os.environ[DELAY]))
   return [float(sum(text.encode()) % 7) for text in completions]
 
@@ -56,7 +56,7 @@ class OneByOne(RolloutLoader):
   def __init__(self, *arguments: Any, **keys: Any):
     super().__init__(*arguments, **keys, overlaps=False)
 
-  def __next__(self) -> Pairs:
+  def __next__(self) -> Completions:
     jax.block_until_ready(jax.live_arrays())
     return super().__next__()
 

@@ -21,22 +21,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxbatch.batch.rl_plan import RLPlan, in_pairs, plan_rl
+from maxbatch.batch.rl_plan import RLPlan, in_samples, plan_rl
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.conversion.source import find_source, open_source
 from maxbatch.hardware.devices import find_devices
 from maxbatch.modes.run_rl import ByReinforcement
 from maxbatch.noise.prompts import PromptMoments, prompt_moments, within_at
+from maxbatch.rl.completions import Completions
 from maxbatch.rl.grpo import grpo_sums
 from maxbatch.rl.log_probs import token_log_probs
 from maxbatch.rl.microbatches import MicrobatchMaker
-from maxbatch.rl.pairs import Pairs
 from maxbatch.rl.prompt_noise import in_halves
 from maxbatch.rl.prompt_set import prompt_set
 from maxbatch.rl.prompts import Prompt, PromptStream
 from maxbatch.rl.rewards import RewardPool
-from maxbatch.rl.sampled import pair_sampler
+from maxbatch.rl.sampled import completion_sampler
 from maxbatch.rl.shared_rewards import SharedRewards
 from maxbatch.training.build import build_trainer
 
@@ -69,28 +69,30 @@ class Bench:
     self.plan: RLPlan = plan_rl(config, target.layout)
     prompts = prompt_set(config)
     method = ByReinforcement(self.plan, prompts)
-    trained = in_pairs(config, self.plan)
+    trained = in_samples(config, self.plan)
     loss = method.loss(trained)
-    trainer = build_trainer(trained, self.plan.pairs, target.devices, loss=loss)
+    trainer = build_trainer(trained, self.plan.batch_plan, target.devices, loss=loss)
     self._model, self._mesh, self._loss = trainer.model, trainer.mesh, loss
     source = open_source("RUN", find_source("RUN", folder))
     self._params = source.read(trainer.model, trainer.abstract.parameters)
     self._stream = Again(prompts.train, self.plan.epochs, config.data.data_shuffle_seed)
     self._sampler, self._rewards, self._config = (
-      pair_sampler(config, trainer.model, trainer.mesh),
+      completion_sampler(config, trainer.model, trainer.mesh),
       rewards,
       config,
     )
     self._halved = in_halves(self.plan.num_generations, trainer.mesh)
     self._gradient = jax.jit(self._summed)
 
-  def _summed(self, params: Any, pairs: Pairs) -> tuple[jax.Array, jax.Array]:
+  def _summed(self, params: Any, completions: Completions) -> tuple[jax.Array, jax.Array]:
     """The gradient of half a microbatch's summed loss, flat, and what divides it."""
     allowed_V = np.frombuffer(self._loss.allowed, bool)
 
     def loss_of(params: Any) -> tuple[jax.Array, jax.Array]:
-      options = pairs.rows, allowed_V, self._loss.temperature, pairs.kept_BTW
-      sums = grpo_sums(token_log_probs(self._model, params, *options), pairs, self._loss.objective)
+      options = completions.rows, allowed_V, self._loss.temperature, completions.kept_BTW
+      sums = grpo_sums(
+        token_log_probs(self._model, params, *options), completions, self._loss.objective
+      )
       return sums.loss, sums.weight
 
     gradients, weight = jax.grad(loss_of, has_aux=True)(params)
@@ -104,7 +106,7 @@ class Bench:
     make = MicrobatchMaker(self._config.rl, plan, self._stream, self._sampler, self._rewards)
     for place in range(plan.num_microbatches):
       made = make.reward(make.sample(self._params, batch, place))
-      fed = self._halved(jax.tree.map(lambda x: np.asarray(x)[None], made.pairs))
+      fed = self._halved(jax.tree.map(lambda x: np.asarray(x)[None], made.completions))
       found = [
         self._gradient(self._params, jax.tree.map(lambda x, at=at: x[at], fed)) for at in (0, 1)
       ]
@@ -168,11 +170,11 @@ def measured(bench: Bench, sets: int) -> tuple[np.ndarray, np.ndarray]:
   """By repetition, and as estimated from single rollouts: values and standard errors (F, 2)."""
   plan, both, estimates = bench.plan, [], []
   for number in range(sets):
-    pair = bench.rollout(number, 0), bench.rollout(number, 1)
-    both.append(repeated(*pair))
+    completion = bench.rollout(number, 0), bench.rollout(number, 1)
+    both.append(repeated(*completion))
     found = [
       (each.whole.signal, each.whole.noise - each.within, each.within)
-      for each in (pair[0].estimate, pair[1].estimate)
+      for each in (completion[0].estimate, completion[1].estimate)
     ]
     estimates.append(np.mean(found, 0))
   by_repetition = truths(both, plan.num_microbatches, plan.prompts_per_microbatch)

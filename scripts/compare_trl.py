@@ -1,11 +1,11 @@
-"""Compares reinforcement learning with TRL's on the same task: reward per pair, and pairs per second.
+"""Compares reinforcement learning with TRL's on the same task: reward per completion, and completions per second.
 
   python scripts/compare_trl.py PYTHON OUT [--task format] [--steps 40] [--seeds 0 1] [--cores 2]
 
 PYTHON is an interpreter with trl, in an environment of its own (python -m venv trl; trl/bin/pip install
 trl torch --extra-index-url https://download.pytorch.org/whl/cpu). A model of 1.5 million parameters is
 trained on the task's demonstrations and written as a Hugging Face folder too; both begin with these
-weights, take the same prompts in the same order, 16 of 8 completions each, in microbatches of 32 pairs,
+weights, take the same prompts in the same order, 16 of 8 completions each, in microbatches of 32 completions,
 with the same rewards, loss (Dr. GRPO), optimizer and schedule, in float32, one after the other. What
 they sample differs, since their random numbers do. Finished runs are kept in OUT, so that an interrupted
 command goes on where it was. Prints a table, and draws compare_trl.html into OUT.
@@ -30,7 +30,7 @@ from maxbatch.rl.tasks import task_named
 from maxbatch.run_folder.metrics import read_metrics
 
 PROMPTS, GENERATIONS, MICRO_BATCH = 16, 8, 32
-PAIRS = PROMPTS * GENERATIONS
+COMPLETIONS = PROMPTS * GENERATIONS
 # A shape that Hugging Face has a family for.
 MODEL = ["mlp_activation=swiglu", "base_mlp_dim=512"]
 RATES = {"format": 2e-4, "mix-sort": 1e-4}
@@ -90,7 +90,7 @@ def theirs(
       "model": str((out / "model").absolute()),
       "prompts": [{"prompt": each.text, "answer": each.columns["answer"]} for each in asked],
       "micro_batch_size": MICRO_BATCH,
-      "microbatches": PAIRS // MICRO_BATCH,
+      "microbatches": COMPLETIONS // MICRO_BATCH,
       "num_generations": GENERATIONS,
       "completion": config.batch.max_target_length - config.rl.max_prefill_predict_length,
       "steps": steps,
@@ -112,9 +112,9 @@ def theirs(
 
 
 def smoothed(values: Sequence[float], window: int = 5) -> list[tuple[float, float]]:
-  """Means of so many steps, by the pairs that were trained on."""
+  """Means of so many steps, by the completions that were trained on."""
   means = np.convolve(values, np.full(window, 1 / window), "valid")
-  return [(PAIRS * (step + window), float(mean)) for step, mean in enumerate(means)]
+  return [(COMPLETIONS * (step + window), float(mean)) for step, mean in enumerate(means)]
 
 
 def table(found: dict[str, list[dict[str, Any]]], steps: int) -> None:
@@ -125,14 +125,14 @@ def table(found: dict[str, list[dict[str, Any]]], steps: int) -> None:
     part = slice(quarter * length, (quarter + 1) * length)
     means = {side: [statistics.mean(run["rewards"][part]) for run in found[side]] for side in SIDES}
     shown = (f"{statistics.mean(m):.3f} ({min(m):.3f}–{max(m):.3f})" for m in means.values())
-    label = f"reward, to {PAIRS * (quarter + 1) * length:,} pairs"
+    label = f"reward, to {COMPLETIONS * (quarter + 1) * length:,} completions"
     print(f"{label:24}{''.join(f'{each:>22}' for each in shown)}")
   speeds = {
-    side: [PAIRS / statistics.median(run["seconds"][WARM_UP:]) for run in found[side]]
+    side: [COMPLETIONS / statistics.median(run["seconds"][WARM_UP:]) for run in found[side]]
     for side in SIDES
   }
   shown = (f"{statistics.median(s):.0f} ({min(s):.0f}–{max(s):.0f})" for s in speeds.values())
-  print(f"{'pairs per second':24}{''.join(f'{each:>22}' for each in shown)}")
+  print(f"{'completions per second':24}{''.join(f'{each:>22}' for each in shown)}")
 
 
 def main() -> None:
@@ -165,7 +165,7 @@ def main() -> None:
       lines.append(Line(f"{side}, seed {seed}", [x], y, color=color, dash=dash))
   panel = Panel(f"reward, mean of 5 steps (rl_task={task})", lines, low=0, high=1)
   file = out / "compare_trl.html"
-  file.write_bytes(picture("GRPO in maxbatch and TRL", [Chart("reward", ["pairs"], [panel])]))
+  file.write_bytes(picture("GRPO in maxbatch and TRL", [Chart("reward", ["completions"], [panel])]))
   print(f"\nDrawn in {file}")
 
 

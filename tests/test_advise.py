@@ -441,10 +441,10 @@ def configs(folder: pathlib.Path) -> pathlib.Path:
   return folder
 
 
-def test_pairs_are_divided_into_prompts_and_completions(capsys, configs):
-  text = ask(capsys, *RL, "pairs=2048", "compile_topology=v5p-128")
+def test_completions_are_divided_into_prompts_and_completions(capsys, configs):
+  text = ask(capsys, *RL, "completions=2048", "compile_topology=v5p-128")
   assert all(len(line) <= 80 for line in text.splitlines())
-  assert text.startswith("256 prompts × 8 completions: 2,048 pairs a step\n")
+  assert text.startswith("256 prompts × 8 completions: 2,048 in all a step\n")
   for words in ("DAPO 2025", "IsoCompute 2026", "is sampling"):
     assert words in text
   assert plan.main(["config=advice.yml", "--json"]) == 0
@@ -456,7 +456,7 @@ def test_measured_noise_decides_between_prompts_and_completions(capsys, configs)
   run = configs / "runs" / "small"
   run.mkdir(parents=True)
   for sampling, fewest in ((0.05, (64, 2)), (0.999, (8, 16))):
-    record = {"gns/total": 50.0, "gns/total_pairs": 400.0, "gns/sampling": sampling}
+    record = {"gns/total": 50.0, "gns/total_completions": 400.0, "gns/sampling": sampling}
     (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     found = answer(capsys, *RL, "from_run=runs/small")
     steps = {(one["prompts"], one["generations"]): one["steps"] for one in found["shapes"]}
@@ -469,9 +469,9 @@ def test_measured_noise_decides_between_prompts_and_completions(capsys, configs)
     assert found["keys"] == {"batch_size": best[0], "num_generations": best[1]}
 
 
-def test_mistakes_about_pairs_are_refused(capsys, configs):
-  assert "pairs=3072" not in refusal(capsys, *LLAMA, "pairs=2048")
-  assert "for example pairs=32" in refusal(capsys, *RL, "pairs=31")
+def test_mistakes_about_completions_are_refused(capsys, configs):
+  assert "completions=3072" not in refusal(capsys, *LLAMA, "completions=2048")
+  assert "for example completions=32" in refusal(capsys, *RL, "completions=31")
   assert "measured no noise of its policy gradient" in refusal(capsys, *RL, "from_run=runs/x")
 
 

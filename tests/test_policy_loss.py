@@ -1,4 +1,4 @@
-"""Pairs through the streamed step: the same update as their plain sums, however they are split."""
+"""Completions through the streamed step: the same update as their plain sums, however they are split."""
 
 import dataclasses
 import functools
@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 from begun_states import begun_state, random_parameters
 from support import relative_errors
-from test_grpo import ALLOWED_V, B, T, pairs_of
+from test_grpo import ALLOWED_V, B, T, completions_of
 
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
+from maxbatch.rl.completions import Completions
 from maxbatch.rl.grpo import Objective, grpo_sums, metric_values
 from maxbatch.rl.log_probs import token_log_probs
-from maxbatch.rl.pairs import Pairs
 from maxbatch.rl.policy_loss import PolicyLoss
 from maxbatch.sampling.choice import num_words, packed
 from maxbatch.training.build import build_trainer
@@ -34,13 +34,13 @@ LOSS_ALLOWED = np.resize(ALLOWED_V, V)
 LOSS = PolicyLoss(GOAL, LOSS_ALLOWED.tobytes(), 0.7, has_proximal=True, kept_words=num_words(V))
 
 
-def cut_pairs() -> Pairs:
-  """Pairs of which each token was chosen from some, and the others cannot be learned."""
-  pairs = pairs_of()
-  kept_BTV = np.random.default_rng(6).random((*pairs.rows.targets.shape, V)) < 0.4
-  np.put_along_axis(kept_BTV, np.asarray(pairs.rows.targets)[..., None], True, -1)
+def cut_completions() -> Completions:
+  """Completions of which each token was chosen from some, and the others cannot be learned."""
+  completions = completions_of()
+  kept_BTV = np.random.default_rng(6).random((*completions.rows.targets.shape, V)) < 0.4
+  np.put_along_axis(kept_BTV, np.asarray(completions.rows.targets)[..., None], True, -1)
   bits = packed(jnp.asarray(kept_BTV.reshape(-1, V)))
-  return pairs._replace(kept_BTW=np.asarray(bits).reshape(*kept_BTV.shape[:2], -1))
+  return completions._replace(kept_BTW=np.asarray(bits).reshape(*kept_BTV.shape[:2], -1))
 
 
 def config_of(micro: int, *keys: str) -> Config:
@@ -50,14 +50,14 @@ def config_of(micro: int, *keys: str) -> Config:
 
 @functools.cache
 def step(micro: int, num_devices: int, *keys: str) -> tuple[Trainer, TrainState, StepMetrics]:
-  """One step on the same pairs."""
+  """One step on the same completions."""
   config = config_of(micro, *keys)
   layout = topology(config.mesh, num_devices)
   plan = plan_batches(config.batch, config.run, layout)
   trainer = build_trainer(config, plan, jax.devices()[:num_devices], loss=LOSS)
-  state, pairs = begun_state(trainer, random_parameters(trainer.model)), cut_pairs()
+  state, completions = begun_state(trainer, random_parameters(trainer.model)), cut_completions()
   cut = [
-    jax.tree.map(lambda x: np.asarray(x)[None, at : at + micro], pairs)  # noqa: B023
+    jax.tree.map(lambda x: np.asarray(x)[None, at : at + micro], completions)  # noqa: B023
     for at in range(0, B, micro)
   ]
   function = step_function(trainer, cut[0], streamed=True)
@@ -69,14 +69,14 @@ def step(micro: int, num_devices: int, *keys: str) -> tuple[Trainer, TrainState,
   return trainer, state, metrics
 
 
-def test_a_step_on_pairs_is_one_of_their_plain_sums():
+def test_a_step_on_completions_is_one_of_their_plain_sums():
   trainer, state, metrics = step(B, 1)
-  params, pairs = random_parameters(trainer.model), cut_pairs()
+  params, completions = random_parameters(trainer.model), cut_completions()
 
   def loss(params):
-    options = LOSS_ALLOWED, LOSS.temperature, pairs.kept_BTW
-    found = token_log_probs(trainer.model, params, pairs.rows, *options)
-    sums = grpo_sums(found, pairs, GOAL)
+    options = LOSS_ALLOWED, LOSS.temperature, completions.kept_BTW
+    found = token_log_probs(trainer.model, params, completions.rows, *options)
+    sums = grpo_sums(found, completions, GOAL)
     return sums.loss, sums
 
   gradients, sums = jax.jit(jax.grad(loss, has_aux=True))(params)
@@ -90,7 +90,7 @@ def test_a_step_on_pairs_is_one_of_their_plain_sums():
 @pytest.mark.parametrize(
   ("micro", "num_devices", "keys"), [(4, 1, ()), (16, 8, ("ici_fsdp_parallelism=4",))]
 )
-def test_a_step_does_not_depend_on_how_its_pairs_are_split(micro, num_devices, keys):
+def test_a_step_does_not_depend_on_how_its_completions_are_split(micro, num_devices, keys):
   _, whole, expected = step(B, 1)
   _, state, metrics = step(micro, num_devices, *keys)
   assert (
@@ -125,14 +125,14 @@ def test_sums_and_largest_gap_begin_anew_with_each_step():
 
 
 def test_the_step_is_compiled_for_what_it_is_fed():
-  rows = pairs_of().rows
+  rows = completions_of().rows
   fed = LOSS.fed(rows)
-  given = jax.tree.map(lambda x: (x.shape, x.dtype), cut_pairs())
+  given = jax.tree.map(lambda x: (x.shape, x.dtype), cut_completions())
   assert jax.tree.map(lambda x: (x.shape, x.dtype), fed) == given
   goal = dataclasses.replace(GOAL, beta=0.0)
   plain = dataclasses.replace(LOSS, objective=goal, has_proximal=False, kept_words=0)
   fewer = plain.fed(rows)
-  assert isinstance(fewer, Pairs)
+  assert isinstance(fewer, Completions)
   assert fewer.proximal_BT is None
   assert fewer.reference_BT is None
   assert fewer.kept_BTW is None

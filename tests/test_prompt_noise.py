@@ -17,7 +17,7 @@ import pytest
 from begun_states import begun_state, random_parameters
 from support import relative_errors
 from test_grpo import B, G
-from test_policy_loss import LOSS, config_of, cut_pairs, step
+from test_policy_loss import LOSS, config_of, cut_completions, step
 from tiny_model import tiny_model
 
 from maxbatch.batch.plan import plan_batches
@@ -30,9 +30,9 @@ from maxbatch.noise.prompt_advice import prompt_advice
 from maxbatch.noise.prompts import prompt_moments, within_at
 from maxbatch.noise.tracker import Estimate, NoiseTracker
 from maxbatch.rl.advantages import group_advantages
+from maxbatch.rl.completions import Completions
 from maxbatch.rl.grpo import grpo_sums
 from maxbatch.rl.log_probs import token_log_probs
-from maxbatch.rl.pairs import Pairs
 from maxbatch.rl.prompt_noise import PromptNoiseMeter, in_halves
 from maxbatch.training.build import build_trainer
 from maxbatch.training.state import NoiseSums
@@ -173,13 +173,13 @@ def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups():
   loss = dataclasses.replace(LOSS, halves=True)
   trainer = build_trainer(config, plan, jax.devices()[:num_devices], loss=loss)
   state = begun_state(trainer, random_parameters(trainer.model))
-  pairs, metrics = cut_pairs(), None
+  completions, metrics = cut_completions(), None
   params, allowed_V = jax.device_get(state.parameters), np.frombuffer(LOSS.allowed, bool)
   halved, function = in_halves(G, trainer.mesh), None
   for first in range(0, B, micro):
-    whole = jax.tree.map(lambda x: x[None], split(pairs, first, micro))
+    whole = jax.tree.map(lambda x: x[None], split(completions, first, micro))
     fed = halved(jax.device_put(whole, rows_shardings(whole, trainer.mesh)))
-    expected = loss.fed(jax.tree.map(lambda x: x[None], split(pairs, 0, micro).rows))
+    expected = loss.fed(jax.tree.map(lambda x: x[None], split(completions, 0, micro).rows))
     assert jax.tree.map(jnp.shape, fed) == jax.tree.map(jnp.shape, expected)
     function = function or step_function(trainer, fed, streamed=True)
     last = np.bool_(first + micro == B)
@@ -187,11 +187,11 @@ def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups():
   assert metrics is not None
 
   @jax.jit
-  def gradient(pairs: Pairs) -> tuple[Any, jax.Array]:
+  def gradient(completions: Completions) -> tuple[Any, jax.Array]:
     def loss_of(params: Any) -> tuple[jax.Array, jax.Array]:
-      options = pairs.rows, allowed_V, LOSS.temperature, pairs.kept_BTW
+      options = completions.rows, allowed_V, LOSS.temperature, completions.kept_BTW
       found = token_log_probs(trainer.model, params, *options)
-      sums = grpo_sums(found, pairs, LOSS.objective)
+      sums = grpo_sums(found, completions, LOSS.objective)
       return sums.loss, sums.weight
 
     return jax.grad(loss_of, has_aux=True)(params)
@@ -200,7 +200,9 @@ def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups():
   for first in range(0, B, micro // num_devices):
     groups = np.arange(first, first + micro // num_devices).reshape(-1, 2, G // 2)
     chosen = [groups[:, half].ravel() for half in (0, 1)]
-    found = [gradient(jax.tree.map(lambda x, at=at: np.asarray(x)[at], pairs)) for at in chosen]
+    found = [
+      gradient(jax.tree.map(lambda x, at=at: np.asarray(x)[at], completions)) for at in chosen
+    ]
     both = jax.tree.map(jnp.add, found[0][0], found[1][0])
     of_halves += sum(float(optax.tree.norm(each)) ** 2 for each, _ in found)
     of_parts += float(optax.tree.norm(both)) ** 2
@@ -221,7 +223,7 @@ def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups():
 @pytest.mark.parametrize(
   ("devices", "generations", "sizes"),
   [
-    # One replica: any but all pairs at once.
+    # One replica: any but all completions at once.
     ({"ici_fsdp_parallelism": 1}, 4, [4, 8, 16]),
     ({"ici_fsdp_parallelism": 4}, 4, [8, 16]),
     # A group on each of two replicas.
@@ -252,7 +254,7 @@ def test_steps_on_what_was_trained_on_already_are_not_measured():
     assert ("gns/total/noise" in record) == (number % 2 == 0)
   assert meter.total().steps == 10
   assert record["gns/total_low"] < record["gns/total"] < record["gns/total_high"]
-  assert record["gns/total_pairs"] == 4 * record["gns/total"]
+  assert record["gns/total_completions"] == 4 * record["gns/total"]
   assert record["gns/sampling_low"] < record["gns/sampling"] < record["gns/sampling_high"]
   again = PromptNoiseMeter(noise, tiny_model(), 4, num_iterations=2)
   again.restore(json.loads(json.dumps(meter.as_dict())))
@@ -271,7 +273,7 @@ def said(prompts: int, *sampling: float, found: Estimate = MEASURED) -> str:
 def test_prompts_are_what_to_raise_where_they_differ():
   assert said(8, 0.4, 0.3, 0.5) == (
     FOUND + "40% of the noise by sampling (95% 30–50%); batch_size=8 is well below it: "
-    "batch_size=16 would take about 46% fewer steps for 9% more pairs, num_generations=16 19% fewer "
+    "batch_size=16 would take about 46% fewer steps for 9% more completions, num_generations=16 19% fewer "
     "for 61% more, batch_size=16 num_generations=4 21% fewer for 21% fewer; raise batch_size, to 16"
     + HEURISTIC
   )
@@ -280,7 +282,7 @@ def test_prompts_are_what_to_raise_where_they_differ():
 def test_generations_are_where_sampling_is_nearly_all():
   assert said(64, 0.985, 0.96, 1.02) == (
     FOUND + "98.5% of the noise by sampling (95% 96.0–100.0%); batch_size=64 is in the efficient "
-    "range: batch_size=128 would take about 28% fewer steps for 44% more pairs, num_generations=16 "
+    "range: batch_size=128 would take about 28% fewer steps for 44% more completions, num_generations=16 "
     "30% fewer for 41% more, batch_size=32 num_generations=16 3% fewer for 3% fewer; raise "
     "num_generations, to 16" + HEURISTIC
   )
@@ -290,7 +292,7 @@ def test_neither_is_raised_above_the_noise_scale():
   assert said(400, 0.9, 0.8, 1.0) == (
     FOUND
     + "90% of the noise by sampling (95% 80–100%); batch_size=400 is above it: batch_size=200 "
-    "would take about 17% more steps for 41% fewer pairs, num_generations=4 21% more for 40% fewer"
+    "would take about 17% more steps for 41% fewer completions, num_generations=4 21% more for 40% fewer"
     + HEURISTIC
   )
 

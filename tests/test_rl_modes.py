@@ -14,7 +14,7 @@ from begun_states import begun_state, random_parameters
 from test_train_rl import KEYS, run, same
 
 from maxbatch import plan, train_rl
-from maxbatch.batch.rl_plan import in_pairs, plan_rl
+from maxbatch.batch.rl_plan import in_samples, plan_rl
 from maxbatch.batch.topology import topology
 from maxbatch.compile import compile_step, measured_time
 from maxbatch.compile.compile_step import placeholder_rows, rl_report_or_refusal
@@ -36,7 +36,7 @@ from maxbatch.hardware.devices import find_devices
 from maxbatch.modes import resolve_rl as resolving
 from maxbatch.modes.validate_rl import validate_rl
 from maxbatch.rl.prompts import Prompt
-from maxbatch.rl.sampled import pair_sampler
+from maxbatch.rl.sampled import completion_sampler
 from maxbatch.rl.trainer import build_policy_trainer, policy_loss
 from maxbatch.training.build import step_rows
 from maxbatch.training.step import Trainer
@@ -76,12 +76,13 @@ def test_everything_is_checked_and_nothing_compiled(tmp_path):
   assert names == [*CHECKS[:5], "beginning", *CHECKS[5:]]
   text = "\n".join(lines)
   assert (
-    "micro_batch_size=auto chooses from 4, 8, 16 pairs per microbatch; checked with 4 p" in text
+    "micro_batch_size=auto chooses from 4, 8, 16 completions per microbatch; checked with 4 c"
+    in text
   )
   assert "a warm start: 2 steps of 64 demonstrations" in text
   # Snapshots of two batches, and the reference.
   assert re.search(r"parameters ([\d,]+) bytes.*policies 132,672 bytes", text)
-  assert "sampler        can be traced, for 4 pairs at once on 4 × CPU, simulated" in text
+  assert "sampler        can be traced, for 4 completions at once on 4 × CPU, simulated" in text
   assert "vowels:count can be imported" in text
 
 
@@ -92,7 +93,7 @@ def test_everything_is_checked_and_nothing_compiled(tmp_path):
     (["reward_functions=[vowels:none]"], "reward_functions"),
     (["device_memory_gb=0.0002"], "policies 44,224 bytes"),
     (["gns_from_microbatches=true", "micro_batch_size=16"], "gns_from_microbatches=true with"),
-    (["micro_batch_size={explore: {min: 100}}"], "allowed: 8, 16 pairs; for example"),
+    (["micro_batch_size={explore: {min: 100}}"], "allowed: 8, 16 completions; for example"),
   ],
 )
 def test_what_would_stop_a_run_is_said_before(tmp_path, keys, said):
@@ -118,7 +119,7 @@ def test_step_and_sampler_are_compiled_as_a_run_has_them(tmp_path, monkeypatch, 
   assert out.count(": fits") == 2
   assert "more is needed by " in out
   rollout = found["rollout"]
-  assert (rollout["pairs"], rollout["rollout_devices"]) == (8, devices)
+  assert (rollout["completions"], rollout["rollout_devices"]) == (8, devices)
   R, T, n = rollout["time"]["seconds_per_microbatch"], found["time"]["step_seconds"], 2
   both = max(n * R, T) + min(n * R, T) / n if devices else n * R + T
   assert rollout["step_seconds"] == pytest.approx(both)
@@ -147,11 +148,11 @@ def sampled(config: Config) -> np.ndarray:
   """The tokens of a microbatch, of a policy where it is in a run."""
   target = find_devices(config)
   sizes = plan_rl(config, target.layout)
-  trainer = build_policy_trainer(in_pairs(config, sizes), sizes, target.devices)
+  trainer = build_policy_trainer(in_samples(config, sizes), sizes, target.devices)
   place = RolloutPlace(sizes, target.rollout)
   where = jax.tree.map(lambda leaf: leaf.sharding, place.policy(trainer))
   params = jax.device_put(random_parameters(trainer.model), where)
-  sampler = pair_sampler(config, trainer.model, place.mesh(trainer))
+  sampler = completion_sampler(config, trainer.model, place.mesh(trainer))
   found = sampler(params, [Prompt(f"f{number}=", {}) for number in range(2)], "rollout", 0, 0)
   return found.rollout.completions_BN
 
@@ -187,15 +188,15 @@ def test_what_lies_beside_a_program_counts(keys, training, rollout):
 
 @pytest.fixture(scope="module")
 def report() -> Callable[[int], CompileReport]:
-  """Of a microbatch of so many pairs, compiled and not timed."""
+  """Of a microbatch of so many completions, compiled and not timed."""
 
   @functools.cache
-  def compiled(pairs: int) -> CompileReport:
-    config = of(f"micro_batch_size={pairs}", "device_memory_gb=1e-9")
+  def compiled(completions: int) -> CompileReport:
+    config = of(f"micro_batch_size={completions}", "device_memory_gb=1e-9")
     target = find_devices(config)
     sizes = plan_rl(config, target.layout)
     place = RolloutPlace(sizes)
-    return rl_report_or_refusal(in_pairs(config, sizes), target.devices, place)
+    return rl_report_or_refusal(in_samples(config, sizes), target.devices, place)
 
   return compiled
 
@@ -203,7 +204,7 @@ def report() -> Callable[[int], CompileReport]:
 def test_auto_takes_the_largest_microbatch_with_which_both_programs_fit(
   report, tmp_path, monkeypatch, capsys, own_cache
 ):
-  small, large = (report(pairs).peak for pairs in (8, 16))
+  small, large = (report(completions).peak for completions in (8, 16))
   assert small < large
   asked: list[int] = []
 
@@ -225,7 +226,7 @@ def test_auto_takes_the_largest_microbatch_with_which_both_programs_fit(
     assert len(asked) == before, "a second start asks nobody"
   assert chosen == [16, 8]
   out = capsys.readouterr().out
-  assert "micro_batch_size auto: 8 pairs (largest that fits of 8…16: " in out
+  assert "micro_batch_size auto: 8 completions (largest that fits of 8…16: " in out
   with pytest.raises(
     UserError, match="not even micro_batch_size=8, the smallest size allowed, fits"
   ):
@@ -233,14 +234,14 @@ def test_auto_takes_the_largest_microbatch_with_which_both_programs_fit(
 
 
 def test_what_is_timed_is_not_skipped():
-  """As pairs are whose rewards are all alike."""
+  """As completions are whose rewards are all alike."""
   config = of("steps=1")
   target = find_devices(config)
   sizes = plan_rl(config, target.layout)
-  of_pairs = in_pairs(config, sizes)
-  trainer = build_policy_trainer(of_pairs, sizes, target.devices)
-  shapes = step_rows(of_pairs, sizes.pairs, placeholder_rows(of_pairs), sizes.micro_batch)
-  live = policy_loss(of_pairs, sizes).has_gradient(synthetic(trainer, shapes))
+  trained = in_samples(config, sizes)
+  trainer = build_policy_trainer(trained, sizes, target.devices)
+  shapes = step_rows(trained, sizes.batch_plan, placeholder_rows(trained), sizes.micro_batch)
+  live = policy_loss(trained, sizes).has_gradient(synthetic(trainer, shapes))
   assert live is not None
   assert live.all()
 
@@ -255,9 +256,10 @@ def test_plan_answers_as_for_text(capsys):
     capsys, "num_devices=16", "rollout_devices=4", "batch_size=12", "micro_batch_size=auto"
   )
   assert (
-    "Open   micro_batch_size=auto chooses from 12, 24, 48 pairs per microbatch; below as" in out
+    "Open   micro_batch_size=auto chooses from 12, 24, 48 completions per microbatch; below as"
+    in out
   )
-  assert " 16 devices = training 12 + rollout 4\n" in out
+  assert " 16 devices     = training 12 + rollout 4\n" in out
   out = planned(capsys, "compile_topology=v5e-16", "micro_batch_size=16", "--json")
   assert json.loads(out)["rl"]["training_devices"] == 16
   assert plan.main([*KEYS, "num_hosts=2"]) == 2

@@ -1,4 +1,4 @@
-"""Prompts, generations, pairs and microbatches, against trying every size, and every offer tried."""
+"""Prompts, generations, completions and microbatches, against trying every size, and every offer tried."""
 
 import dataclasses
 import itertools
@@ -70,13 +70,13 @@ def apply_offers(text: str, topology: Topology, keys: dict[str, Any]) -> int:
 
 def test_a_step_in_maxtexts_words():
   plan = plan_of(devices(2), batch_size=16, num_generations=8, micro_batch_size=32)
-  assert (plan.batch_size, plan.pairs_per_step, plan.micro_batch) == (16, 128, 32)
+  assert (plan.batch_size, plan.completions_per_step, plan.micro_batch) == (16, 128, 32)
   assert (plan.num_microbatches, plan.prompts_per_microbatch) == (4, 4)
-  assert plan.pairs.per_device_batch_size == 16
-  assert plan.pairs.gradient_accumulation_steps == 4
+  assert plan.batch_plan.per_device_batch_size == 16
+  assert plan.batch_plan.gradient_accumulation_steps == 4
 
 
-def test_without_micro_batch_size_all_pairs_are_one_microbatch():
+def test_without_micro_batch_size_all_completions_are_one_microbatch():
   plan = plan_of(batch_size=6)
   assert (plan.micro_batch, plan.num_microbatches) == (24, 1)
   assert plan_of(batch_size=6, micro_batch_size="none") == plan
@@ -101,18 +101,18 @@ MESSAGES = {
     "batch_size=1"
   ),
   (("batch_size", 16), ("micro_batch_size", 24)): (
-    "micro_batch_size=24 must divide the 64 pairs of batch_size=16, and be a multiple of 4 pairs "
+    "micro_batch_size=24 must divide the 64 completions of batch_size=16, and be a multiple of 4 completions "
     "(whole groups of num_generations=4, and as many for each of the 1 data-parallel group (data 1 × "
     "fsdp 1)); nearest: micro_batch_size=16 or micro_batch_size=32, or batch_size=12, or batch_size=18"
   ),
   (("batch_size", 16), ("micro_batch_size", 6)): (
-    "micro_batch_size=6 must divide the 64 pairs of batch_size=16, and be a multiple of 4 pairs (whole "
+    "micro_batch_size=6 must divide the 64 completions of batch_size=16, and be a multiple of 4 completions (whole "
     "groups of num_generations=4, and as many for each of the 1 data-parallel group (data 1 × fsdp "
     "1)); nearest: micro_batch_size=4 or micro_batch_size=8"
   ),
   (("batch_size", 16), ("micro_batch_size", 8), ("gradient_accumulation_steps", 2)): (
-    "micro_batch_size=8 × gradient_accumulation_steps=2 must be the 64 pairs of batch_size=16 with "
-    "num_generations=4, and is 16 pairs; for example batch_size=4, or micro_batch_size=32, or "
+    "micro_batch_size=8 × gradient_accumulation_steps=2 must be the 64 completions of batch_size=16 with "
+    "num_generations=4, and is 16 completions; for example batch_size=4, or micro_batch_size=32, or "
     "gradient_accumulation_steps=8"
   ),
   (("batch_size", 16), ("micro_batch_size", "auto"), ("gradient_accumulation_steps", 2)): (
@@ -129,7 +129,7 @@ MESSAGES = {
     "batch_size=10 or num_prompts=16, where there are more"
   ),
   (("batch_size", 16), ("num_iterations", 3)): (
-    "steps=400 ends inside a batch of 64 pairs, each of which is trained on in num_iterations=3 steps; "
+    "steps=400 ends inside a batch of 64 completions, each of which is trained on in num_iterations=3 steps; "
     "nearest: steps=399 or steps=402"
   ),
   (("batch_size", 2), ("max_prefill_predict_length", 128)): (
@@ -151,11 +151,11 @@ def test_errors_name_keys_values_rule_and_what_works(keys: tuple[tuple[str, Any]
     assert apply_offers(text, devices(), dict(keys))
 
 
-def works(data: int, pairs: int, micro: int, generations: int, rollout: int) -> bool:
-  """By brute force: every microbatch has whole groups, and every device equally many pairs."""
-  if micro <= 0 or pairs % micro:
+def works(data: int, completions: int, micro: int, generations: int, rollout: int) -> bool:
+  """By brute force: every microbatch has whole groups, and every device equally many completions."""
+  if micro <= 0 or completions % micro:
     return False
-  for first in range(0, pairs, micro):
+  for first in range(0, completions, micro):
     rows = range(first, first + micro)
     if first % generations or rows[-1] % generations != generations - 1:
       return False
@@ -177,7 +177,7 @@ def works(data: int, pairs: int, micro: int, generations: int, rollout: int) -> 
 def test_a_plan_is_what_trying_finds_and_every_offer_works(
   data: int, rollout: int, generations: int, batch: int, micro: int | None, count: int | None
 ):
-  pairs = batch * generations
+  completions = batch * generations
   keys: dict[str, Any] = {"batch_size": batch, "num_generations": generations}
   keys |= {"rollout_devices": rollout}
   if micro is not None:
@@ -187,16 +187,16 @@ def test_a_plan_is_what_trying_finds_and_every_offer_works(
   number = count if count is not None else 1 if micro is None else None
   wanted = [
     size
-    for size in range(1, pairs + 1)
-    if works(data, pairs, size, generations, rollout)
-    if micro in (None, size) and number in (None, pairs // size)
+    for size in range(1, completions + 1)
+    if works(data, completions, size, generations, rollout)
+    if micro in (None, size) and number in (None, completions // size)
   ]
   if not wanted:
     assert apply_offers(message(devices(data), **keys), devices(data), keys)
     return
   plan = plan_of(devices(data), **keys)
   assert wanted == [plan.micro_batch]
-  assert plan.micro_batch * plan.num_microbatches == pairs == plan.pairs_per_step
+  assert plan.micro_batch * plan.num_microbatches == completions == plan.completions_per_step
   assert plan.prompts_per_microbatch * generations == plan.micro_batch
 
 
@@ -256,7 +256,7 @@ def test_a_prompt_has_no_epoch_where_there_is_no_end():
 
 def test_iterations_use_a_batch_several_times_and_no_prompt_is_skipped():
   plan = plan_of(batch_size=4, num_iterations=3, steps=12, rollout_staleness=1)
-  assert (plan.num_batches, plan.total_prompts, plan.total_pairs) == (4, 16, 64)
+  assert (plan.num_batches, plan.total_prompts, plan.total_completions) == (4, 16, 64)
   taken = [plan.first_prompt(plan.batch_of_step(step)) for step in range(12)]
   assert taken == [0, 0, 0, 4, 4, 4, 8, 8, 8, 12, 12, 12]
   assert [plan.policy_of_batch(batch) for batch in range(4)] == [0, 0, 3, 6]
@@ -267,7 +267,7 @@ def test_iterations_use_a_batch_several_times_and_no_prompt_is_skipped():
 def test_a_budget_ends_with_a_batch(key: str):
   scale = 128 if key == "total_tokens" else 1
   whole: dict[str, Any] = {"steps": -1, "batch_size": 4, "num_iterations": 2, key: 320 * scale}
-  assert plan_of(**whole).pairs.steps == 20
+  assert plan_of(**whole).batch_plan.steps == 20
   keys = whole | {key: 328 * scale}
   text = message(devices(), **keys)
   assert f"nearest: {key}={320 * scale} or {key}={352 * scale}" in text
@@ -288,21 +288,21 @@ def test_devices_that_only_sample_leave_the_others_to_train():
 
 PRINTED = """\
 Reinforcement learning
-  num_devices          8 devices = training 6 + rollout 2
-  batch_size          18 prompts = unique prompts of a step
-  pairs              144 pairs   = 18 × num_generations 8, of a step
-  micro_batch_size    48 pairs   = 144 / 3 microbatches
-  groups               6 prompts = 48 / num_generations 8
-  sampled at once     24 pairs   = 48 / 2 rollout devices
-  completion          12 tokens  = max_target_length 24 − prompt 12, at most
-  batches             60 batches = steps 120 / num_iterations 2
-  total prompts    1,080 prompts = 60 × 18
-  total pairs      8,640 pairs   = 60 × 144
+  num_devices           8 devices     = training 6 + rollout 2
+  batch_size           18 prompts     = unique prompts of a step
+  completions         144 completions = 18 × num_generations 8, of a step
+  micro_batch_size     48 completions = 144 / 3 microbatches
+  groups                6 prompts     = 48 / num_generations 8
+  sampled at once      24 completions = 48 / 2 rollout devices
+  completion           12 tokens      = max_target_length 24 − prompt 12, at most
+  batches              60 batches     = steps 120 / num_iterations 2
+  total prompts     1,080 prompts     = 60 × 18
+  total completions 8,640 completions = 60 × 144
   epochs of 500 prompts: 2.16; none dropped, 2 batches with prompts of two epochs
   rollout_staleness=1: at most 6 microbatches sampled ahead, 2 snapshots of the parameters
   micro_batch_size can be 24, 48, 72 or 144
 
-Training on the pairs, each a sample
+Training on the completions, each a sample
 
 Batch plan
 """
@@ -317,11 +317,11 @@ def test_the_plan_command_answers_for_reinforcement_learning(capsys):
   assert "Loading" not in printed
   assert plan_command.main([*keys, "--json"]) == 0
   facts = json.loads(capsys.readouterr().out)
-  assert facts["rl"]["pairs_per_step"] == facts["sizes"]["global_batch_to_train"] == 144
+  assert facts["rl"]["completions_per_step"] == facts["sizes"]["global_batch_to_train"] == 144
   assert facts["rl"]["rollout_devices"] == 2
 
 
-def test_the_plan_command_derives_no_devices_from_pairs(capsys):
+def test_the_plan_command_derives_no_devices_from_completions(capsys):
   assert plan_command.main([RL, "num_devices=-1"]) == 2
   assert "for example num_devices=8" in capsys.readouterr().err
 

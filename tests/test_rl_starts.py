@@ -21,7 +21,7 @@ from maxbatch.models.registry import build_model
 from maxbatch.modes.run_rl import run_rl
 from maxbatch.rl.grpo import LARGEST_GAP
 from maxbatch.rl.policies import Policies
-from maxbatch.rl.sampled import pair_sampler
+from maxbatch.rl.sampled import completion_sampler
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.sampling.choice import Choice
 from maxbatch.sampling.sampler import Prompts, Sampler, sample
@@ -73,12 +73,14 @@ def test_the_documented_command_trains_adapters_of_a_hugging_face_folder(tmp_pat
 
   params = jax.device_get(state.parameters)
   model = build_model(config.model, config.batch.max_target_length)
-  encode = pair_sampler(config, model, jax.sharding.Mesh(jax.devices()[:1], "data")).encode
+  encode = completion_sampler(config, model, jax.sharding.Mesh(jax.devices()[:1], "data")).encode
   ids = np.array(encode("5 + 1?"), np.int32)
   whole = build_model(without_adapters(config.model), config.batch.max_target_length)
   keys = jax.random.split(jax.random.key(0), 8)
   prompts = Prompts(np.tile(ids, (8, 1)), np.full(8, len(ids), np.int32), keys)
-  letters = pair_sampler(config, model, jax.sharding.Mesh(jax.devices()[:1], "data")).vocabulary
+  letters = completion_sampler(
+    config, model, jax.sharding.Mesh(jax.devices()[:1], "data")
+  ).vocabulary
   one, other = (
     sample(Sampler(each, Choice(), 8, 56), weights, prompts, letters)
     for each, weights in ((model, params), (whole, merged(params, config.model)))

@@ -39,7 +39,7 @@ from maxbatch.rl.policy_loss import PolicyLoss
 from maxbatch.rl.prompt_set import prompt_set
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.rollout import RolloutLoader
-from maxbatch.rl.sampled import pair_sampler, run_vocabulary
+from maxbatch.rl.sampled import completion_sampler, run_vocabulary
 from maxbatch.sampling.sampler import Prompts
 from maxbatch.sampling.text import choice_of
 
@@ -224,7 +224,9 @@ def test_the_sampler_s_noise_is_repeated_in_no_microbatch(monkeypatch):
   """Hazard: a constant random key, with which all microbatches have the same noise."""
   config, keys = load_config(KEYS), []
   model = build_model(config.model, config.batch.max_target_length)
-  sampler = pair_sampler(config, model, make_mesh(topology(config.mesh, 1), jax.devices()[:1]))
+  sampler = completion_sampler(
+    config, model, make_mesh(topology(config.mesh, 1), jax.devices()[:1])
+  )
 
   def taken(sampler: Any, params: Any, given: Prompts, vocabulary: Any) -> None:
     keys.extend(map(bytes, np.asarray(jax.random.key_data(given.keys_B))))
@@ -269,7 +271,7 @@ def test_microbatches_of_which_no_reward_differs_are_skipped_exactly(whole, tmp_
   assert same(run(tmp_path, "run_name=run", *WAYS["plain"]), parameters)
   assert [record["rl/skipped_microbatches"] for record in expected[1:]] == [0, 0, 1]
   for found, skipping in zip(figures(tmp_path), expected, strict=True):
-    # What the model says of the pairs is a mean over those on which it was run.
+    # What the model says of the completions is a mean over those on which it was run.
     names = skipping.keys() - set(MODEL_METRICS)
     assert {name: found[name] for name in names} == {name: skipping[name] for name in names}
 
@@ -302,7 +304,7 @@ def test_records_have_what_a_rollout_counts(whole):
   steps = whole("all")[1][1:]
   assert [record["rl/staleness"] for record in steps] == [0, 0, 1, 1, 1, 1]
   assert [record["rl/kl"] > 0 for record in steps] == [False, True, True, True, True, True]
-  # Two steps on the same pairs have the same rewards; the first has not moved from their policy.
+  # Two steps on the same completions have the same rewards; the first has not moved from their policy.
   assert steps[0]["rl/reward"] == steps[1]["rl/reward"] != steps[2]["rl/reward"]
   assert steps[0]["rl/log_prob_gap"] < 1e-5 < steps[1]["rl/log_prob_gap"]
 

@@ -1,7 +1,7 @@
-"""The same question for reinforcement learning: prompts × completions for a number of pairs.
+"""The same question for reinforcement learning: prompts × completions of each, for so many in all.
 
 Where a run has measured the noise of the policy gradient by prompts and by sampling
-(docs/reinforcement_learning.md), shapes of equally many pairs are compared by it; else there are the
+(docs/reinforcement_learning.md), shapes of equally many completions are compared by it; else there are the
 published choices, and what they disagree about.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from maxbatch.advice.asked import Place
 from maxbatch.advice.words import percent, short, span, wrapped
-from maxbatch.batch.arithmetic import pairs_of, prompts_of
+from maxbatch.batch.arithmetic import completions_of, prompts_of
 from maxbatch.batch_rules.post_training import CHOICES, EQUAL_GENERATIONS
 from maxbatch.command_line.table import Table
 from maxbatch.config.schema import Config
@@ -68,7 +68,7 @@ class PostTrainingAdvice:
   """The answer."""
 
   config: Config
-  pairs: int
+  completions: int
   taken: Shape
   shapes: Sequence[Shape]
   noise: PromptNoise | None
@@ -85,7 +85,7 @@ class PostTrainingAdvice:
     seconds = self.seconds
     return {
       "keys": self.keys,
-      "pairs": self.pairs,
+      "completions": self.completions,
       "shapes": [dataclasses.asdict(one) for one in self.shapes],
       "published": [dataclasses.asdict(one) for one in CHOICES],
       "measured": dataclasses.asdict(self.noise) if self.noise else None,
@@ -95,28 +95,28 @@ class PostTrainingAdvice:
 
 
 def advise_post_training(
-  config: Config, pairs: int, place: Place | None, from_run: str
+  config: Config, completions: int, place: Place | None, from_run: str
 ) -> PostTrainingAdvice:
   """Answers the question.
 
   Args:
     config: of reinforcement learning.
-    pairs: prompt-completion pairs of a step; 0: those of the configuration.
+    completions: completions of a step; 0: those of the configuration.
     place: the slices, if known.
     from_run: a run's folder; empty: none.
 
   Raises:
-    UserError: the run has measured no such noise, or no shape has as many pairs.
+    UserError: the run has measured no such noise, or no shape has as many completions.
   """
-  wanted = pairs or int(pairs_of(config.batch.batch_size, config.rl.num_generations))
+  wanted = completions or int(completions_of(config.batch.batch_size, config.rl.num_generations))
   noise = _measured(from_run)
   divided = [(prompts_of(wanted, each), each) for each in _GENERATIONS if wanted % each == 0]
   shapes = _compared([Shape(*each, 0.0) for each in divided], noise)
   if not shapes:
     near = max(2, wanted + wanted % 2)
     raise UserError(
-      f"pairs={wanted}: a group has at least 2 completions, so they are an even number; for example "
-      f"pairs={near}"
+      f"completions={wanted}: a group has at least 2 completions, so they are an even number; for example "
+      f"completions={near}"
     )
   taken = min(shapes, key=lambda one: one.steps) if noise else _usual(shapes, config)
   seconds = _seconds(config, wanted, place) if place else None
@@ -130,14 +130,14 @@ def _measured(folder: str) -> PromptNoise | None:
   if run.metrics.is_file():
     with run.metrics.open(encoding="utf-8", errors="replace") as lines:
       for line in lines:
-        if '"gns/sampling"' in line and '"gns/total_pairs"' in line and line.endswith("}\n"):
+        if '"gns/sampling"' in line and '"gns/total_completions"' in line and line.endswith("}\n"):
           last = json.loads(line)
   if not last:
     raise UserError(
       f"from_run={shown(folder)}: the run has measured no noise of its policy gradient; measure with "
       "gns_from_microbatches=true in a run of reinforcement learning"
     )
-  generations = round(last["gns/total_pairs"] / last["gns/total"])
+  generations = round(last["gns/total_completions"] / last["gns/total"])
   sampling = min(max(float(last["gns/sampling"]), 0.0), 1.0)
   return PromptNoise(folder, generations, float(last["gns/total"]), sampling)
 
@@ -168,30 +168,30 @@ def _usual(shapes: Sequence[Shape], config: Config) -> Shape:
   return min(shapes, key=lambda one: max(one.generations / middle, middle / one.generations))
 
 
-def _seconds(config: Config, pairs: int, place: Place) -> StepSeconds:
+def _seconds(config: Config, completions: int, place: Place) -> StepSeconds:
   """A step's two parts.
 
   Raises:
-    UserError: the model does not fit, or the pairs do not divide over the place.
+    UserError: the model does not fit, or the completions do not divide over the place.
   """
   work = step_work(config)
-  near = divisible_batches(work, place.devices_per_slice, pairs, place.slices)
-  batch = min(near, key=lambda each: abs(each - pairs))
+  near = divisible_batches(work, place.devices_per_slice, completions, place.slices)
+  batch = min(near, key=lambda each: abs(each - completions))
   split = best_split(work, place.chip, place.devices_per_slice, batch, place.slices)
-  return StepSeconds(_rollout(config, work, pairs, place), split.step.step_seconds, split)
+  return StepSeconds(_rollout(config, work, completions, place), split.step.step_seconds, split)
 
 
-def _rollout(config: Config, work: StepWork, pairs: int, place: Place) -> float:
-  """Sampling all pairs at once: every token reads the weights and each pair's keys and values once,
+def _rollout(config: Config, work: StepWork, completions: int, place: Place) -> float:
+  """Sampling all completions at once: every token reads the weights and each completion's keys and values once,
   divided over all devices. Latency, prompts and uneven lengths come on top."""
   model, chip = config.model, place.chip
   completion = config.batch.max_target_length - config.rl.max_prefill_predict_length
   places = place.slices * place.devices_per_slice
   kept = 2 * model.base_num_kv_heads * model.head_dim * model.base_num_decoder_layers
   seen = config.rl.max_prefill_predict_length + completion / 2
-  moved = work.parameters + pairs * kept * seen
+  moved = work.parameters + completions * kept * seen
   reading = moved * work.compute_bytes / chip.hbm_bandwidth
-  products = 2 * work.parameters * pairs / chip.peak_flops
+  products = 2 * work.parameters * completions / chip.peak_flops
   return completion * max(reading, products) / float(Fraction(places))
 
 
@@ -210,11 +210,13 @@ def _sections(advice: PostTrainingAdvice) -> Iterator[Iterator[str]]:
 
 def _answer(advice: PostTrainingAdvice) -> Iterator[str]:
   one = advice.taken
-  yield (f"{one.prompts:,} prompts × {one.generations} completions: {advice.pairs:,} pairs a step")
+  yield (
+    f"{one.prompts:,} prompts × {one.generations} completions: {advice.completions:,} in all a step"
+  )
   yield f"  batch_size={one.prompts} num_generations={one.generations}"
   low, high = EQUAL_GENERATIONS
   yield from wrapped(
-    f"by the noise that {advice.noise.where} has measured: of equally many pairs it needs the fewest "
+    f"by the noise that {advice.noise.where} has measured: of equally many completions it needs the fewest "
     "steps"
     if advice.noise
     else f"nothing was measured: between {low} and {high} completions, which one source finds equal"
@@ -223,7 +225,7 @@ def _answer(advice: PostTrainingAdvice) -> Iterator[str]:
 
 def _shapes(advice: PostTrainingAdvice) -> Iterator[str]:
   noise = advice.noise
-  yield f"Shapes of {advice.pairs:,} pairs"
+  yield f"Shapes of {advice.completions:,} completions"
   head, rows = ("prompts", "completions", *(["steps"] if noise else []), ""), []
   for one in advice.shapes:
     steps = [f"{one.steps:.2f}×"] if noise else []
@@ -236,10 +238,10 @@ def _shapes(advice: PostTrainingAdvice) -> Iterator[str]:
       f"{percent(noise.sampling)} of the noise by sampling: prompts divide all of it, completions that "
       "part. A heuristic (McCandlish 2018)."
     )
-    pairs = pairs_of(noise.scale, noise.generations)
-    side = "below" if advice.pairs < pairs else "above"
+    completions = completions_of(noise.scale, noise.generations)
+    side = "below" if advice.completions < completions else "above"
     yield from wrapped(
-      f"{advice.pairs:,} pairs are {side} the noise scale's {short(pairs)}: "
+      f"{advice.completions:,} completions are {side} the noise scale's {short(completions)}: "
       + ("twice as many save steps." if side == "below" else "half as many save samples.")
     )
   else:
@@ -254,15 +256,15 @@ def _published() -> Iterator[str]:
   rows = []
   for one in CHOICES:
     sizes = f"{one.prompts} × {one.generations}" if one.prompts else "–"
-    rows.append((one.title, sizes, f"{one.pairs:,}" if one.pairs else "–"))
-  lines = Table(("source", "prompts × completions", "pairs"), rows, left=(0,)).lines()
+    rows.append((one.title, sizes, f"{one.completions:,}" if one.completions else "–"))
+  lines = Table(("source", "prompts × completions", "completions"), rows, left=(0,)).lines()
   yield lines[0]
   for line, one in zip(lines[1:], CHOICES, strict=True):
     yield line
     yield from wrapped(one.says, "    ")
   yield from wrapped(
-    "ScaleRL finds shapes of equally many pairs equal where IsoCompute lets the compute decide. All "
-    "agree: raise the pairs only while samples a second grow more than the samples it takes, and the "
+    "ScaleRL finds shapes of equally many completions equal where IsoCompute lets the compute decide. All "
+    "agree: raise the completions only while samples a second grow more than the samples it takes, and the "
     "rate by the square root."
   )
 
@@ -279,4 +281,6 @@ def _times(advice: PostTrainingAdvice, one: StepSeconds) -> Iterator[str]:
     f"one after the other {span(total / _DAY)}, overlapped at best {span(longer / _DAY)}"
   )
   if one.rollout > one.training:
-    yield from wrapped("More pairs read the weights no more often: sampling gains most from them.")
+    yield from wrapped(
+      "More completions read the weights no more often: sampling gains most from them."
+    )

@@ -91,13 +91,13 @@ def fitting_micro_batch(micro_batch: int, batch: int, topology: Topology) -> int
   return groups * nearest_divisors(batch // groups, Fraction(micro_batch, groups))[0]
 
 
-def prompts_of(pairs: int, num_generations: int) -> int:
-  """Prompts of whole groups of pairs."""
-  return pairs // num_generations
+def prompts_of(completions: int, num_generations: int) -> int:
+  """Prompts of whole groups of completions."""
+  return completions // num_generations
 
 
-def pairs_of(prompts: float, num_generations: int) -> float:
-  """Pairs of `prompts` prompts."""
+def completions_of(prompts: float, num_generations: int) -> float:
+  """Completions of `prompts` prompts."""
   return prompts * num_generations
 
 

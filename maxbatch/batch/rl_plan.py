@@ -1,7 +1,7 @@
 """RLPlan: every size of a run of reinforcement learning, derived exactly and printed line by line.
 
-rl_sizes.py gives the sizes of one step, prompt_epochs.py which prompts it takes. A pair is a sample:
-what trains on the pairs reads its sizes from the BatchPlan in here, as any training does.
+rl_sizes.py gives the sizes of one step, prompt_epochs.py which prompts it takes. A completion is a
+sample: what trains on the completions reads its sizes from the BatchPlan in here, as any training does.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from fractions import Fraction
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.prompt_epochs import PromptEpochs, prompt_epochs
-from maxbatch.batch.rl_sizes import RLTopology, given_pairs, micro_batch_sizes, solve_rl
+from maxbatch.batch.rl_sizes import RLTopology, given_completions, micro_batch_sizes, solve_rl
 from maxbatch.batch.rollout_order import saved_policies
 from maxbatch.batch.solve import counted, nearest_multiples
 from maxbatch.batch.topology import Topology
@@ -19,13 +19,13 @@ from maxbatch.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class RLPlan:
-  """The sizes of a run. A pair is a prompt with one of its completions."""
+  """The sizes of a run. A completion, with its prompt, is a sample."""
 
-  pairs: BatchPlan
-  """Of the pairs, on the devices that train; its steps are those of the optimizer."""
+  batch_plan: BatchPlan
+  """Of the completions, on the devices that train; its steps are those of the optimizer."""
   topology: RLTopology
   num_iterations: int
-  """Steps of the optimizer on each batch of pairs."""
+  """Steps of the optimizer on each batch of completions."""
   staleness: int
   """Batches by which the policy that samples lags behind the one that trains."""
   max_prompt_length: int
@@ -40,23 +40,23 @@ class RLPlan:
 
   @property
   def num_generations(self) -> int:
-    """Pairs of a prompt."""
+    """Completions of a prompt."""
     return self.topology.num_generations
 
   @property
-  def pairs_per_step(self) -> int:
-    """Pairs that are sampled for a batch, and trained on in each of its steps."""
-    return self.pairs.global_batch_to_train
+  def completions_per_step(self) -> int:
+    """Completions that are sampled for a batch, and trained on in each of its steps."""
+    return self.batch_plan.global_batch_to_train
 
   @property
   def micro_batch(self) -> int:
-    """Pairs that are sampled at once, and trained on at once."""
-    return self.pairs.micro_batch_to_train
+    """Completions that are sampled at once, and trained on at once."""
+    return self.batch_plan.micro_batch_to_train
 
   @property
   def num_microbatches(self) -> int:
     """Microbatches of a step."""
-    return self.pairs.gradient_accumulation_steps
+    return self.batch_plan.gradient_accumulation_steps
 
   @property
   def prompts_per_microbatch(self) -> int:
@@ -65,8 +65,8 @@ class RLPlan:
 
   @property
   def num_batches(self) -> int:
-    """Batches of pairs that are sampled in the run."""
-    return self.pairs.steps // self.num_iterations
+    """Batches of completions that are sampled in the run."""
+    return self.batch_plan.steps // self.num_iterations
 
   @property
   def total_prompts(self) -> int:
@@ -74,14 +74,14 @@ class RLPlan:
     return self.num_batches * self.batch_size
 
   @property
-  def total_pairs(self) -> int:
-    """Pairs that the run samples."""
-    return self.num_batches * self.pairs_per_step
+  def total_completions(self) -> int:
+    """Completions that the run samples."""
+    return self.num_batches * self.completions_per_step
 
   @property
   def max_completion_length(self) -> int:
     """Tokens of the longest completion."""
-    return self.pairs.max_target_length - self.max_prompt_length
+    return self.batch_plan.max_target_length - self.max_prompt_length
 
   @property
   def rollout_tokens(self) -> int:
@@ -105,7 +105,7 @@ class RLPlan:
     return self.num_snapshots * self.num_microbatches
 
   def batch_of_step(self, step: int) -> int:
-    """The batch of pairs that `step` (0-based) of the optimizer trains on."""
+    """The batch of completions that `step` (0-based) of the optimizer trains on."""
     return step // self.num_iterations
 
   def first_prompt(self, batch: int) -> int:
@@ -143,9 +143,9 @@ class RLPlan:
     """The batch of a microbatch that is numbered through all of them, and its number in it."""
     return divmod(number, self.num_microbatches)
 
-  def first_pair(self, batch: int, microbatch: int) -> int:
-    """The place in the stream of the first pair of a batch's microbatch."""
-    return batch * self.pairs_per_step + microbatch * self.micro_batch
+  def first_completion(self, batch: int, microbatch: int) -> int:
+    """The place in the stream of the first completion of a batch's microbatch."""
+    return batch * self.completions_per_step + microbatch * self.micro_batch
 
   def policy_of_batch(self, batch: int) -> int:
     """The step before which the policy stood that samples a batch: by its lag, never before 0."""
@@ -164,14 +164,14 @@ class RLPlan:
     return {
       "batch_size": self.batch_size,
       "num_generations": self.num_generations,
-      "pairs_per_step": self.pairs_per_step,
+      "completions_per_step": self.completions_per_step,
       "micro_batch_size": self.micro_batch,
       "num_microbatches": self.num_microbatches,
       "prompts_per_microbatch": self.prompts_per_microbatch,
       "num_iterations": self.num_iterations,
       "num_batches": self.num_batches,
       "total_prompts": self.total_prompts,
-      "total_pairs": self.total_pairs,
+      "total_completions": self.total_completions,
       "dropped_prompts": self.dropped_prompts(self.num_batches),
       "training_devices": self.topology.training.num_devices,
       "rollout_devices": self.topology.rollout_devices,
@@ -184,36 +184,32 @@ class RLPlan:
   def __str__(self) -> str:
     rows = self._rows()
     width = max(len(f"{size:,}") for _, size, _, _ in rows)
-    lines = [f"  {name:<16} {size:>{width},} {unit:<7} = {how}" for name, size, unit, how in rows]
+    lines = [f"  {name:<17} {size:>{width},} {unit:<11} = {how}" for name, size, unit, how in rows]
     return "\n".join(["Reinforcement learning", *lines, *(f"  {line}" for line in self._notes())])
 
   def _rows(self) -> list[tuple[str, int, str, str]]:
     """(name, size, unit, formula) of every size; a formula uses only sizes above it."""
-    pairs, micro, iterations = self.pairs_per_step, self.micro_batch, self.num_iterations
+    step, micro, count = self.completions_per_step, self.micro_batch, self.num_batches
+    unit, iterations = "completions", self.num_iterations
     training, rollout = self.topology.training.num_devices, self.topology.rollout_devices
     groups, generations = self.topology.rollout_groups, f"num_generations {self.num_generations:,}"
     of = f"{groups:,} rollout devices" if rollout else f"{groups:,} data-parallel groups"
     more = f" + rollout {rollout:,}" if rollout else ", which sample too"
     lengths = (
-      f"max_target_length {self.pairs.max_target_length:,} − prompt {self.max_prompt_length:,}"
+      f"max_target_length {self.batch_plan.max_target_length:,} − prompt {self.max_prompt_length:,}"
     )
-    batches = f"steps {self.pairs.steps:,} / num_iterations {iterations:,}"
+    batches = f"steps {self.batch_plan.steps:,} / num_iterations {iterations:,}"
     return [
       ("num_devices", training + rollout, "devices", f"training {training:,}{more}"),
       ("batch_size", self.batch_size, "prompts", "unique prompts of a step"),
-      ("pairs", pairs, "pairs", f"{self.batch_size:,} × {generations}, of a step"),
-      ("micro_batch_size", micro, "pairs", f"{pairs:,} / {self.num_microbatches:,} microbatches"),
+      ("completions", step, unit, f"{self.batch_size:,} × {generations}, of a step"),
+      ("micro_batch_size", micro, unit, f"{step:,} / {self.num_microbatches:,} microbatches"),
       ("groups", self.prompts_per_microbatch, "prompts", f"{micro:,} / {generations}"),
-      ("sampled at once", micro // groups, "pairs", f"{micro:,} / {of}"),
+      ("sampled at once", micro // groups, unit, f"{micro:,} / {of}"),
       ("completion", self.max_completion_length, "tokens", f"{lengths}, at most"),
       ("batches", self.num_batches, "batches", batches),
-      (
-        "total prompts",
-        self.total_prompts,
-        "prompts",
-        f"{self.num_batches:,} × {self.batch_size:,}",
-      ),
-      ("total pairs", self.total_pairs, "pairs", f"{self.num_batches:,} × {pairs:,}"),
+      ("total prompts", self.total_prompts, "prompts", f"{count:,} × {self.batch_size:,}"),
+      ("total completions", self.total_completions, unit, f"{count:,} × {step:,}"),
     ]
 
   def _notes(self) -> list[str]:
@@ -223,7 +219,7 @@ class RLPlan:
       f"rollout_staleness={self.staleness}: at most "
       f"{counted(self.waiting_microbatches, 'microbatch', 'microbatches')} sampled ahead, "
       f"{counted(self.num_snapshots, 'snapshot')} of the parameters",
-      f"micro_batch_size can be {_listed(micro_batch_sizes(self.pairs_per_step, self.topology))}",
+      f"micro_batch_size can be {_listed(micro_batch_sizes(self.completions_per_step, self.topology))}",
     ]
 
   def _epochs(self) -> str:
@@ -277,18 +273,18 @@ def training_devices(config: RLConfig, num_devices: int, num_slices: int = 1) ->
   )
 
 
-def in_pairs(config: Config, plan: RLPlan) -> Config:
-  """The configuration whose batch counts samples, as training reads it: a sample is a pair."""
-  batch = _sized(config.batch, plan.pairs_per_step, plan.num_microbatches)
+def in_samples(config: Config, plan: RLPlan) -> Config:
+  """The configuration whose batch counts samples, as training reads it: a sample is a completion."""
+  batch = _sized(config.batch, plan.completions_per_step, plan.num_microbatches)
   return dataclasses.replace(config, batch=batch)
 
 
-def _sized(batch: BatchConfig, pairs: int, num_microbatches: int) -> BatchConfig:
+def _sized(batch: BatchConfig, completions: int, num_microbatches: int) -> BatchConfig:
   return dataclasses.replace(
     batch,
     batch_size=-1,
     tokens_per_step=-1,
-    global_batch_to_train=pairs,
+    global_batch_to_train=completions,
     micro_batch_size=Fraction(-1),
     per_device_batch_size=Fraction(-1),
     gradient_accumulation_steps=num_microbatches,
@@ -304,7 +300,7 @@ def plan_rl(config: Config, training: Topology) -> RLPlan:
   batch, rl = config.batch, config.rl
   topology = RLTopology(training, rl.num_generations, rl.rollout_devices)
   _check_constant(batch)
-  given = given_pairs(batch, topology)
+  given = given_completions(batch, topology)
   sizes = solve_rl(given, topology)
   _check_lengths(batch.max_target_length, rl.max_prefill_predict_length)
   _check_end(config.run, rl.num_iterations, sizes.batch, batch.max_target_length)
@@ -316,9 +312,9 @@ def plan_rl(config: Config, training: Topology) -> RLPlan:
     unit=given.batch_unit(topology) // rl.num_generations,
     assigned=lambda count: given.batch.assigned(count * rl.num_generations),
   )
-  pairs = _sized(batch, sizes.batch, sizes.gradient_accumulation_steps)
+  samples = _sized(batch, sizes.batch, sizes.gradient_accumulation_steps)
   return RLPlan(
-    pairs=plan_batches(pairs, config.run, training),
+    batch_plan=plan_batches(samples, config.run, training),
     topology=topology,
     num_iterations=rl.num_iterations,
     staleness=rl.rollout_staleness,
@@ -356,25 +352,25 @@ def _check_lengths(max_target_length: int, max_prompt_length: int) -> None:
     )
 
 
-def _check_end(run: RunConfig, num_iterations: int, pairs: int, length: int) -> None:
-  """Checks that the run ends with the last of the steps on a batch of pairs.
+def _check_end(run: RunConfig, num_iterations: int, completions: int, length: int) -> None:
+  """Checks that the run ends with the last of the steps on a batch of completions.
 
   Args:
     run: its budget; which of the keys is given plan_batches checks.
-    num_iterations: steps on each batch of pairs.
-    pairs: of a step.
-    length: tokens of a pair.
+    num_iterations: steps on each batch of completions.
+    completions: of a step.
+    length: tokens of a completion.
   """
   units = {
     "steps": (run.steps, num_iterations),
-    "total_samples": (run.total_samples, num_iterations * pairs),
-    "total_tokens": (run.total_tokens, num_iterations * pairs * length),
+    "total_samples": (run.total_samples, num_iterations * completions),
+    "total_tokens": (run.total_tokens, num_iterations * completions * length),
   }
   for key, (amount, unit) in units.items():
     if amount == -1 or amount % unit == 0:
       continue
     offers = " or ".join(f"{key}={near}" for near in nearest_multiples(unit, Fraction(amount)))
     raise UserError(
-      f"{key}={amount} ends inside a batch of {pairs:,} pairs, each of which is trained on in "
+      f"{key}={amount} ends inside a batch of {completions:,} completions, each of which is trained on in "
       f"num_iterations={num_iterations} steps; nearest: {offers}"
     )

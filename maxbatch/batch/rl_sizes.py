@@ -1,24 +1,23 @@
-"""The sizes of one step of reinforcement learning: prompts, generations, pairs, microbatches.
+"""The sizes of one step of reinforcement learning: prompts, generations, completions, microbatches.
 
 A step takes batch_size unique prompts and samples num_generations completions of each, a group. A
-prompt with one of its completions is a pair: the sample that is trained on. So for the rest of batch/
-a pair is a sample:
+completion, with its prompt, is a sample for the rest of batch/:
 
-    global_batch_to_train = batch_size · num_generations                   pairs per step
-    micro_batch_to_train  = micro_batch_size                               pairs per microbatch
+    global_batch_to_train = batch_size · num_generations           completions per step
+    micro_batch_to_train  = micro_batch_size                       completions per microbatch
     gradient_accumulation_steps = global_batch_to_train / micro_batch_to_train
 
 Each key has one unit, whatever is sampled or trained: batch_size counts prompts, micro_batch_size
-pairs on all devices, per_device_batch_size pairs on one. The keys that give each of the unknowns:
+completions on all devices, per_device_batch_size those on one. The keys that give each unknown:
 
-    pairs per step        batch_size · num_generations, global_batch_to_train,
-                          tokens_per_step / max_target_length
-    pairs per microbatch  micro_batch_size, per_device_batch_size · devices
-    microbatches          gradient_accumulation_steps, micro_batch_size=none (1)
+    completions per step        batch_size · num_generations, global_batch_to_train,
+                                tokens_per_step / max_target_length
+    completions per microbatch  micro_batch_size, per_device_batch_size · devices
+    microbatches                gradient_accumulation_steps, micro_batch_size=none (1)
 
 A microbatch holds whole groups, since the rewards of a group are compared with each other, and as many
-pairs for each data-parallel group of devices, those that sample and those that train: it is a multiple
-of `RLTopology.unit` and divides the step.
+completions for each data-parallel group of devices, those that sample and those that train: it is a
+multiple of `RLTopology.unit` and divides the step.
 
 batch_size, micro_batch_size (−1: none) and num_generations are MaxText's names (configs/post_train/
 rl.yml), and mean what its documentation says.
@@ -58,39 +57,39 @@ class RLTopology:
 
   @property
   def rollout_groups(self) -> int:
-    """Groups of devices that sample pairs of their own."""
+    """Groups of devices that sample completions of their own."""
     return self.rollout_devices or self.training.num_batch_groups
 
   @property
   def unit(self) -> int:
-    """Pairs of the smallest microbatch: whole groups, and as many on each device."""
+    """Completions of the smallest microbatch: whole groups, and as many on each device."""
     return math.lcm(self.num_generations, self.training.num_batch_groups, self.rollout_groups)
 
   @property
   def unit_prompts(self) -> int:
-    """The prompts of these pairs."""
+    """The prompts of these completions."""
     return self.unit // self.num_generations
 
   def __str__(self) -> str:
     """What the unit is made of, for a message."""
     rollout = f" and the {counted(self.rollout_devices, 'rollout device')}"
     return (
-      f"{counted(self.unit, 'pair')} (whole groups of num_generations={self.num_generations}, and "
+      f"{counted(self.unit, 'completion')} (whole groups of num_generations={self.num_generations}, and "
       f"as many for each of {describe_groups(self.training)}"
       f"{rollout if self.rollout_devices else ''})"
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class GivenPairs:
-  """The three unknowns as the configuration gives them, in pairs; None where it gives none."""
+class GivenCompletions:
+  """The three unknowns as the configuration gives them, in completions; None where it gives none."""
 
   batch: GivenSize
   micro_batch: GivenSize | None
   num_microbatches: GivenSize | None
 
   def batch_unit(self, topology: RLTopology) -> int:
-    """Pairs of which a step must be a multiple for the other sizes to stay as they are given."""
+    """Completions of which a step must be a multiple for the other sizes to stay as they are given."""
     count = int(self.num_microbatches.size) if self.num_microbatches else 1
     micro = self.micro_batch
     return count * (int(micro.size) if micro and _is_whole(micro, topology) else topology.unit)
@@ -120,8 +119,8 @@ def check_supervised(config: RLConfig) -> None:
     )
 
 
-def solve_rl(given: GivenPairs, topology: RLTopology) -> Sizes:
-  """The microbatch and the number of microbatches, in pairs.
+def solve_rl(given: GivenCompletions, topology: RLTopology) -> Sizes:
+  """The microbatch and the number of microbatches, in completions.
 
   Raises:
     UserError: the sizes contradict each other, or a microbatch would not hold whole groups for all
@@ -131,13 +130,13 @@ def solve_rl(given: GivenPairs, topology: RLTopology) -> Sizes:
   if batch.size > MOST_SAMPLES:
     raise UserError(
       f"{batch.assigned()} with num_generations={topology.num_generations} is {text(batch.size)} "
-      f"pairs, of which a step has at most {MOST_SAMPLES:,}; for example "
+      f"completions, of which a step has at most {MOST_SAMPLES:,}; for example "
       f"{batch.assigned(topology.unit)}"
     )
   if batch.size % topology.unit:
     raise UserError(
       f"{batch.assigned()} with num_generations={topology.num_generations} is {text(batch.size)} "
-      f"pairs, which must be a positive multiple of {topology}; "
+      f"completions, which must be a positive multiple of {topology}; "
       f"nearest: {' or '.join(_batches(given, topology))}"
     )
   if micro is None:
@@ -147,7 +146,7 @@ def solve_rl(given: GivenPairs, topology: RLTopology) -> Sizes:
   return _from_micro_batch(batch, micro, topology)
 
 
-def given_pairs(batch: BatchConfig, topology: RLTopology) -> GivenPairs:
+def given_completions(batch: BatchConfig, topology: RLTopology) -> GivenCompletions:
   """Reads the keys of all three unknowns; a microbatch that is to be chosen (auto, explore) is none.
 
   Raises:
@@ -166,7 +165,7 @@ def given_pairs(batch: BatchConfig, topology: RLTopology) -> GivenPairs:
       f"prompts; for example batch_size={topology.unit_prompts}"
     )
   devices = topology.training.num_devices
-  return GivenPairs(
+  return GivenCompletions(
     batch=whole,
     micro_batch=single_value(
       *_if_set("micro_batch_size", micro if isinstance(micro, Fraction) else -1),
@@ -199,17 +198,17 @@ def _if_set(key: str, value: Fraction | int, scale: Fraction | int = 1) -> list[
   return [] if value == -1 else [GivenSize(key, value / Fraction(scale), scale)]
 
 
-def _pairs(batch: GivenSize) -> str:
-  """`128 pairs of batch_size=16`."""
-  return f"{text(batch.size)} pairs of {batch.assigned()}"
+def _completions(batch: GivenSize) -> str:
+  """`128 completions of batch_size=16`."""
+  return f"{text(batch.size)} completions of {batch.assigned()}"
 
 
 def _is_whole(micro: GivenSize, topology: RLTopology) -> bool:
-  """Whether a microbatch holds whole groups, and as many pairs for each device."""
+  """Whether a microbatch holds whole groups, and as many completions for each device."""
   return micro.size > 0 and micro.size % topology.unit == 0
 
 
-def _batches(given: GivenPairs, topology: RLTopology) -> list[str]:
+def _batches(given: GivenCompletions, topology: RLTopology) -> list[str]:
   """The nearest steps, with the microbatch that they need where the given one works with none."""
   unit, micro = given.batch_unit(topology), given.micro_batch
   if micro is None:
@@ -246,14 +245,14 @@ def _check_product(
     offers.append(number.assigned(batch.size / micro.size))
   rule = "" if is_whole else f", and {micro.assigned()} must be a multiple of {topology}"
   raise UserError(
-    f"{micro.assigned()} × {number.assigned()} must be the {_pairs(batch)} with num_generations="
-    f"{topology.num_generations}, and is {counted(product, 'pair')}{rule}; for example "
+    f"{micro.assigned()} × {number.assigned()} must be the {_completions(batch)} with num_generations="
+    f"{topology.num_generations}, and is {counted(product, 'completion')}{rule}; for example "
     f"{', or '.join(offers) or f'{micro.key}=-1 {number.key}=-1'}"
   )
 
 
 def _from_micro_batch(batch: GivenSize, micro: GivenSize, topology: RLTopology) -> Sizes:
-  """Microbatches = pairs of the step / pairs of a microbatch."""
+  """Microbatches = completions of the step / completions of a microbatch."""
   unit, is_whole = topology.unit, _is_whole(micro, topology)
   if is_whole and batch.size % micro.size == 0:
     return Sizes(int(micro.size), int(batch.size / micro.size))
@@ -261,22 +260,22 @@ def _from_micro_batch(batch: GivenSize, micro: GivenSize, topology: RLTopology) 
   offers = " or ".join(micro.assigned(Fraction(count * unit)) for count in near)
   steps = nearest_multiples(micro.size, batch.size) if is_whole else []
   others = "".join(f", or {batch.assigned(size)}" for size in steps)
-  size = "" if micro.scale == 1 else f" ({text(micro.size)} pairs)"
+  size = "" if micro.scale == 1 else f" ({text(micro.size)} completions)"
   raise UserError(
-    f"{micro.assigned()}{size} must divide the {_pairs(batch)}, and be a multiple of {topology}; "
+    f"{micro.assigned()}{size} must divide the {_completions(batch)}, and be a multiple of {topology}; "
     f"nearest: {offers}{others}"
   )
 
 
 def _from_number(batch: GivenSize, number: GivenSize | None, topology: RLTopology) -> Sizes:
-  """Pairs of a microbatch = pairs of the step / microbatches, which are 1 unless given."""
+  """Completions of a microbatch = completions of the step / microbatches, which are 1 unless given."""
   count, units = int(number.size) if number else 1, int(batch.size / topology.unit)
   if number is None or units % count == 0:
     return Sizes(int(batch.size) // count, count)
   counts = " or ".join(number.assigned(near) for near in nearest_divisors(units, number.size))
   steps = nearest_multiples(count * topology.unit, batch.size)
   raise UserError(
-    f"{number.assigned()}: the {_pairs(batch)} in {count} microbatches are "
+    f"{number.assigned()}: the {_completions(batch)} in {count} microbatches are "
     f"{text(batch.size / count)} each, which must be a multiple of {topology}; nearest: {counts}"
     f"{''.join(f', or {batch.assigned(size)}' for size in steps)}"
   )
@@ -288,12 +287,12 @@ def warm_start_batch(topology: RLTopology) -> int:
   return -(-_WARM_START_BATCH // groups) * groups
 
 
-def micro_batch_sizes(pairs: int, topology: RLTopology) -> list[int]:
-  """Every microbatch that a step of so many pairs can have, ascending."""
-  return [count * topology.unit for count in divisors(pairs // topology.unit)]
+def micro_batch_sizes(completions: int, topology: RLTopology) -> list[int]:
+  """Every microbatch that a step of so many completions can have, ascending."""
+  return [count * topology.unit for count in divisors(completions // topology.unit)]
 
 
-def halving_micro_batch_sizes(pairs: int, topology: RLTopology) -> list[int]:
+def halving_micro_batch_sizes(completions: int, topology: RLTopology) -> list[int]:
   """Those microbatches from which the noise of the gradient can be estimated, ascending.
 
   Each replica of the model has whole groups of them, whose halves divide over its devices, and a step
@@ -302,9 +301,9 @@ def halving_micro_batch_sizes(pairs: int, topology: RLTopology) -> list[int]:
   replicas = topology.training.shape["data"]
   return [
     micro
-    for micro in micro_batch_sizes(pairs, topology)
+    for micro in micro_batch_sizes(completions, topology)
     if topology.num_generations % 2 == 0
     and micro // topology.num_generations % replicas == 0
     and micro // 2 % topology.training.num_batch_groups == 0
-    and pairs // micro * replicas > 1
+    and completions // micro * replicas > 1
   ]

@@ -13,20 +13,22 @@ class Choice:
   title: str
   prompts: int
   generations: int
-  pairs: int
+  completions: int
   says: str
   read: Read
 
 
 CHOICES = (
-  Choice("dapo", "DAPO 2025", 512, 16, 8192, "steps on mini-batches of 512 pairs", "text or code"),
+  Choice(
+    "dapo", "DAPO 2025", 512, 16, 8192, "steps on mini-batches of 512 completions", "text or code"
+  ),
   Choice(
     "magistral",
     "Magistral 2025",
     0,
     0,
     8192,
-    "8k pairs, then 4k, then 2k as answers grow; at most 2 steps behind",
+    "8k completions, then 4k, then 2k as answers grow; at most 2 steps behind",
     "summary",
   ),
   Choice(
@@ -35,7 +37,7 @@ CHOICES = (
     48,
     16,
     768,
-    "of as many pairs 8 to 32 completions are equal; larger batches win late",
+    "of as many completions 8 to 32 completions are equal; larger batches win late",
     "summary",
   ),
   Choice(
@@ -49,4 +51,4 @@ CHOICES = (
   ),
 )
 EQUAL_GENERATIONS = (8, 32)
-"""Of as many pairs, by ScaleRL."""
+"""Of as many completions, by ScaleRL."""

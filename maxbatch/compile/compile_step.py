@@ -98,7 +98,7 @@ def rl_report_or_refusal(
   """As `report_or_refusal`, of a run of reinforcement learning with its rollout.
 
   Args:
-    config: the run, its sizes counted in pairs (`in_pairs`).
+    config: the run, its sizes counted in completions (`in_samples`).
     devices: where it is to train.
     rollout: its sizes, and where it is to sample.
 
@@ -107,7 +107,7 @@ def rl_report_or_refusal(
     UserError: a device's memory is not known.
   """
   plan, trainer = rollout.plan, build_policy_trainer(config, rollout.plan, devices)
-  return _try_report(config, plan.pairs, trainer, devices, plan.micro_batch, rollout)
+  return _try_report(config, plan.batch_plan, trainer, devices, plan.micro_batch, rollout)
 
 
 def write_reports(

@@ -141,7 +141,7 @@ def synthetic(trainer: Trainer, shapes: Rows) -> Any:
 
   def made(x: Any) -> Any:
     if not isinstance(x, Rows):
-      # No zeros: pairs without an advantage are not run through the model.
+      # No zeros: completions without an advantage are not run through the model.
       ones = jnp.ones(x.shape, x.dtype)
       return ones if jnp.issubdtype(x.dtype, jnp.floating) else ~jnp.zeros_like(ones)
     fields = {name: None if x is None else values[name](x) for name, x in x._asdict().items()}

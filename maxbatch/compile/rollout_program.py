@@ -278,7 +278,7 @@ class RolloutReport:
   def as_dict(self, state: int, rows: int) -> dict[str, Any]:
     """Plain values; what is not known is left out."""
     found: dict[str, Any] = {
-      "pairs": self.plan.micro_batch,
+      "completions": self.plan.micro_batch,
       "rollout_devices": self.plan.topology.rollout_devices,
       "memory_bytes_per_device": {
         "snapshots": self.snapshots,
@@ -315,7 +315,7 @@ class RolloutReport:
     more = "the rollout" if peak > training else "training"
     devices = "a device that only samples" if self.is_apart else "a device, which trains too"
     head = (
-      f"Rollout of {self.plan.micro_batch:,} pairs: memory of {devices} (compiler); compiled in "
+      f"Rollout of {self.plan.micro_batch:,} completions: memory of {devices} (compiler); compiled in "
       f"{self.compile_seconds:.1f} s"
     )
     return section(head, [*lines, f"more is needed by {more}"])

@@ -72,10 +72,10 @@ def count_devices(config: Config, num_devices: int = 0, num_hosts: int = 0) -> C
 
 
 def _check_counts_samples(config: Config) -> None:
-  """Refuses to derive devices from sizes that count prompts and pairs."""
+  """Refuses to derive devices from sizes that count prompts and completions."""
   if is_rl(config.rl):
     raise UserError(
       f"num_devices=-1 is derived from samples per device, and with num_generations="
-      f"{config.rl.num_generations} micro_batch_size counts pairs on all devices; for example "
+      f"{config.rl.num_generations} micro_batch_size counts completions on all devices; for example "
       "num_devices=8"
     )

@@ -85,7 +85,7 @@ def _as_they_come(topology: Topology, devices: Sequence[Device]) -> np.ndarray:
 
 
 def rollout_mesh(devices: Sequence[Device]) -> Mesh:
-  """The mesh of devices that only sample: each has whole parameters, and pairs of its own."""
+  """The mesh of devices that only sample: each has whole parameters, and completions of its own."""
   return make_mesh(Topology.of(data=len(devices)), devices)
 
 

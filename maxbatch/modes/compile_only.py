@@ -39,10 +39,10 @@ from maxbatch.pipeline_parallel.unused_keys import check_unused
 from maxbatch.rl.trainer import build_policy_trainer
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import build_trainer
-from maxbatch.tuning.candidates import Candidate, pair_sizes_of, sizes_of
+from maxbatch.tuning.candidates import Candidate, rl_sizes_of, sizes_of
 from maxbatch.tuning.coupling import resolve_accumulation
 from maxbatch.tuning.microbatch_size import explore_sizes
-from maxbatch.tuning.prober import PairProber, Prober
+from maxbatch.tuning.prober import Prober, RLProber
 
 
 def is_run(config: Config) -> bool:
@@ -92,11 +92,11 @@ def prepare_rl_only(config: Config, *, forget: bool = False) -> None:
     config = _with_epoch(config)
     if isinstance(config.batch.micro_batch_size, Explore):
       print(f"{for_screen(str(plan_rl(config, target.layout)))}\n", flush=True)
-      _ranked(config, target, PairProber(config, target), find=pair_sizes_of)
+      _ranked(config, target, RLProber(config, target), find=rl_sizes_of)
       return
     found = resolve_rl(config, target, forget=forget)
     print(f"{for_screen(str(found.plan))}\n", flush=True)
-    _compile(resolve(found.in_pairs, target), found.place)
+    _compile(resolve(found.in_samples, target), found.place)
 
 
 def _with_epoch(config: Config) -> Config:

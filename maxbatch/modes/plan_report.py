@@ -32,7 +32,7 @@ class PlanReport:
   assumption: str = ""
   """Why there are as many devices, where nothing says how many."""
   rl: RLPlan | None = None
-  """Of reinforcement learning, whose pairs are the plan's samples; nothing loads them."""
+  """Of reinforcement learning, whose completions are the plan's samples; nothing loads them."""
 
   def as_dict(self) -> dict[str, Any]:
     """For --json: numbers are numbers, fractions text."""
@@ -57,7 +57,7 @@ class PlanReport:
   def __str__(self) -> str:
     parts = [
       "\n".join(self._given_lines()),
-      *([f"{self.rl}\n\nTraining on the pairs, each a sample"] if self.rl else []),
+      *([f"{self.rl}\n\nTraining on the completions, each a sample"] if self.rl else []),
       self.plan.derivation(),
       *([section("Loading", map(_load_line, self.loads))] if self.loads else []),
       self._table(),
@@ -67,7 +67,7 @@ class PlanReport:
     return "\n\n".join(parts)
 
   def _limits(self) -> list[str]:
-    """Of samples; those of pairs, which come in whole groups, are in the plan of these."""
+    """Of samples; those of completions, which come in whole groups, are in the plan of these."""
     return [] if self.rl else limits(self.plan)
 
   def _given_lines(self) -> Iterator[str]:
@@ -75,7 +75,7 @@ class PlanReport:
     yield f"Given  {', '.join(self.given) or 'nothing; 1 microbatch of 4 samples per device'}"
     if self.choice:
       whole, each = self.plan.micro_batch_to_train, self.plan.per_device
-      assumed = counted(whole, "pair") if self.rl else counted(each(whole), "sample")
+      assumed = counted(whole, "completion") if self.rl else counted(each(whole), "sample")
       yield f"Open   {self.choice}; below as if it were {assumed}"
     if self.assumption:
       yield f"On     {self.assumption}"

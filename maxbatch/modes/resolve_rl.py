@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from maxbatch.batch.rl_plan import RLPlan, in_pairs, plan_rl
+from maxbatch.batch.rl_plan import RLPlan, in_samples, plan_rl
 from maxbatch.compile import cache
 from maxbatch.compile.rollout_program import RolloutPlace
 from maxbatch.config.schema import Config
@@ -11,8 +11,8 @@ from maxbatch.modes.rl_requirements import check_prompt_noise
 from maxbatch.rl.prompt_set import PromptSet, prompt_set
 from maxbatch.rl.prompts import epoch_size
 from maxbatch.run_folder.cache import remembered_choices
-from maxbatch.tuning.microbatch_size import choose_pairs
-from maxbatch.tuning.prober import PairProber
+from maxbatch.tuning.microbatch_size import choose_rl
+from maxbatch.tuning.prober import RLProber
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,9 @@ class ResolvedRL:
   target: Target
 
   @property
-  def in_pairs(self) -> Config:
+  def in_samples(self) -> Config:
     """The same, as training reads it."""
-    return in_pairs(self.config, self.plan)
+    return in_samples(self.config, self.plan)
 
   @property
   def place(self) -> RolloutPlace:
@@ -58,8 +58,8 @@ def resolve_rl(config: Config, target: Target, *, forget: bool = False) -> Resol
     UserError: sizes contradict each other, or nothing fits.
   """
   cache.enable(config.compile.jax_cache_dir)
-  prober = PairProber(config, target)
-  config = choose_pairs(config, target, prober, remembered_choices(), forget=forget)
+  prober = RLProber(config, target)
+  config = choose_rl(config, target, prober, remembered_choices(), forget=forget)
   plan = plan_rl(config, target.layout)
   check_prompt_noise(config.noise, plan)
   return ResolvedRL(config, plan, target)

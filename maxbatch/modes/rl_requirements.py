@@ -77,13 +77,13 @@ def check_prompt_noise(config: NoiseConfig, plan: RLPlan) -> None:
   """
   if not config.gns_from_microbatches:
     return
-  sizes = halving_micro_batch_sizes(plan.pairs_per_step, plan.topology)
+  sizes = halving_micro_batch_sizes(plan.completions_per_step, plan.topology)
   if plan.micro_batch in sizes:
     return
   offer = f"micro_batch_size={sizes[-1]}, or " if sizes else ""
   raise UserError(
     f"gns_from_microbatches=true with num_generations={plan.num_generations} and a microbatch of "
-    f"{plan.micro_batch} pairs: the noise scale per prompt is estimated from the differences of at least "
+    f"{plan.micro_batch} completions: the noise scale per prompt is estimated from the differences of at least "
     "two microbatches, or replicas of one, of whole groups, and of the halves of each group, which "
     f"the devices share alike; for example {offer}gns_from_microbatches=false"
   )

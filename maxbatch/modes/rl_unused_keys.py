@@ -11,7 +11,7 @@ from maxbatch.pipeline_parallel import unused_keys as pipeline_keys
 
 _NEVER: dict[str, str] = {
   "packing grain_packing_type use_truncation block_cross_document_attention": (
-    "each pair has a row of its own"
+    "each completion has a row of its own"
   ),
   "add_eos sft_train_on_completion_only weights_column": (
     "the tokens that count are those that are sampled"

@@ -8,7 +8,7 @@ from fractions import Fraction
 import jax
 
 from maxbatch.batch.plan import BatchPlan, Position
-from maxbatch.batch.rl_plan import RLPlan, in_pairs
+from maxbatch.batch.rl_plan import RLPlan, in_samples
 from maxbatch.batch.rl_sizes import warm_start_batch
 from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.checkpoints.newest import newest_record
@@ -30,10 +30,10 @@ from maxbatch.modes.rl_requirements import check_rl, check_rollout_devices
 from maxbatch.modes.run import run
 from maxbatch.modes.start import started
 from maxbatch.rl import demonstrations
+from maxbatch.rl.completions import Completions
 from maxbatch.rl.earlier import EarlierPolicies, log_prob_program
 from maxbatch.rl.evaluation import Evaluation, Example
 from maxbatch.rl.microbatches import MicrobatchMaker
-from maxbatch.rl.pairs import Pairs
 from maxbatch.rl.policies import Policies, mover
 from maxbatch.rl.policy_loss import PolicyLoss
 from maxbatch.rl.prompt_noise import in_halves
@@ -41,7 +41,7 @@ from maxbatch.rl.prompt_set import PromptSet
 from maxbatch.rl.prompts import PromptStream
 from maxbatch.rl.rewards import RewardPool
 from maxbatch.rl.rollout import RolloutLoader
-from maxbatch.rl.sampled import pair_sampler
+from maxbatch.rl.sampled import completion_sampler
 from maxbatch.rl.shared_rewards import SharedRewards
 from maxbatch.rl.steps import StepRecords
 from maxbatch.rl.trainer import policy_loss
@@ -57,7 +57,7 @@ _WARM_START_RATE = 1e-3
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByReinforcement:
-  """GRPO, as a `Method`: a pair is a sample, and a rollout a loader."""
+  """GRPO, as a `Method`: a completion is a sample, and a rollout a loader."""
 
   plan: RLPlan
   prompts: PromptSet
@@ -95,7 +95,7 @@ class ByReinforcement:
     apart = resolved.target.rollout
     mesh = rollout_mesh(apart) if apart else trainer.mesh
     move = mover(trainer.mesh, mesh) if apart else None
-    sampler = pair_sampler(config, trainer.model, mesh)
+    sampler = completion_sampler(config, trainer.model, mesh)
     stream = PromptStream(self.prompts.train, plan.epochs, config.data.data_shuffle_seed)
     loss, clock = self.loss(config), TrainingClock()
     records = StepRecords(plan, config, job.feed_watchdog, clock.seconds)
@@ -111,8 +111,8 @@ class ByReinforcement:
     earlier = EarlierPolicies(plan, loss, policies, log_prob_program(trainer, loss))
     halved = in_halves(plan.num_generations, trainer.mesh)
 
-    def complete(batch: int, pairs: Pairs) -> Pairs:
-      found = earlier(batch, pairs)
+    def complete(batch: int, completions: Completions) -> Completions:
+      found = earlier(batch, completions)
       return halved(found) if loss.halves else found
 
     with RewardPool(config.rl) as pool, clock:
@@ -187,7 +187,7 @@ def run_rl(config: Config, *, forget: bool = False) -> tuple[TrainState, Positio
     warms = warms_up(config)
   if warms:
     config = _warmed_up(config, plan)
-  return run(in_pairs(config, plan), method=ByReinforcement(plan, found))
+  return run(in_samples(config, plan), method=ByReinforcement(plan, found))
 
 
 def warms_up(config: Config) -> bool:
@@ -252,7 +252,7 @@ def warm_start(config: Config, plan: RLPlan) -> Config:
     checkpoint=dataclasses.replace(
       config.checkpoint, enable_checkpointing=True, max_num_checkpoints_to_keep=1
     ),
-    # What is compiled there is no step on pairs.
+    # What is compiled there is no step on completions.
     compile=dataclasses.replace(config.compile, compiled_step="", save_compiled_step=""),
     noise=dataclasses.replace(config.noise, gns_from_microbatches=False),
     rl=dataclasses.replace(config.rl, num_generations=-1, rl_task="", num_prompts=-1),

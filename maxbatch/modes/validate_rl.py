@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
 
-from maxbatch.batch.rl_plan import RLPlan, in_pairs, plan_rl
+from maxbatch.batch.rl_plan import RLPlan, in_samples, plan_rl
 from maxbatch.batch.solve import counted
 from maxbatch.batch.topology import Topology
 from maxbatch.compile.rollout_program import RolloutPlace, traced_rollout
@@ -22,10 +22,10 @@ from maxbatch.modes.validate import Check, check_of_keys, checks_of_run, show_ch
 from maxbatch.rl.prompt_set import PromptSet
 from maxbatch.rl.prompts import Prompts
 from maxbatch.rl.rewards import check_rewards
-from maxbatch.rl.sampled import pair_sampler
+from maxbatch.rl.sampled import completion_sampler
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.step import Trainer
-from maxbatch.tuning.candidates import is_open, offered, pair_sizes_of
+from maxbatch.tuning.candidates import is_open, offered, rl_sizes_of
 from maxbatch.tuning.variants import without_variants
 
 _LOOKED_AT = 256
@@ -55,7 +55,7 @@ def _checks(config: Config) -> Iterator[Check]:
   batches = counted(plan.num_batches, "batch", "batches")
   yield (
     "rollout plan",
-    f"{batches} of {plan.pairs_per_step:,} pairs",
+    f"{batches} of {plan.completions_per_step:,} completions",
     [*choice, *str(plan).splitlines()],
   )
   place = RolloutPlace(plan, target.rollout)
@@ -68,7 +68,7 @@ def _checks(config: Config) -> Iterator[Check]:
 
   method = ByReinforcement(plan, prompts)
   warm = _warm_start(config, plan) if warms_up(config) else ""
-  yield from checks_of_run(in_pairs(config, plan), target, method, examine, warm)
+  yield from checks_of_run(in_samples(config, plan), target, method, examine, warm)
 
 
 def _with_prompts(config: Config) -> tuple[Config, PromptSet, str]:
@@ -90,7 +90,7 @@ def _with_smallest_choice(config: Config, training: Topology) -> tuple[Config, S
   config = without_variants(config)
   if not is_open(config.batch):
     return config, ()
-  sizes = pair_sizes_of(config, training)
+  sizes = rl_sizes_of(config, training)
   line = f"{offered(config.batch, sizes)}; checked with {sizes[0].words}"
   return sizes[0].applied_to(config), [line]
 
@@ -101,7 +101,7 @@ def _lengths(config: Config, trainer: Trainer, place: RolloutPlace, prompts: Pro
   Raises:
     UserError: one is too long.
   """
-  sampler, train = pair_sampler(config, trainer.model, place.mesh(trainer)), prompts.train
+  sampler, train = completion_sampler(config, trainer.model, place.mesh(trainer)), prompts.train
   count = min(_LOOKED_AT, train.count) if train.count != -1 else _LOOKED_AT
   some = [*map(train.at, range(count)), *prompts.validation[:_LOOKED_AT]]
   longest = sampler.longest(some)
@@ -114,8 +114,8 @@ def _sampler(config: Config, trainer: Trainer, place: RolloutPlace) -> str:
   """Traces how a rollout begins, which compiles nothing."""
   traced_rollout(config, trainer, place)
   where = describe_devices(place.devices) if place.devices else "the devices that train"
-  pairs = counted(place.plan.micro_batch, "pair")
-  return f"can be traced, for {pairs} at once on {where}"
+  completions = counted(place.plan.micro_batch, "completion")
+  return f"can be traced, for {completions} at once on {where}"
 
 
 def _warm_start(config: Config, plan: RLPlan) -> str:

@@ -3,7 +3,7 @@
 Shapes of steps are compared by McCandlish et al.'s rule, with the noise that each would have: a step of
 P prompts and G completions has (between + within(G)) / P. More prompts divide all of it, more
 completions the part by sampling alone. So twice the completions help more than twice the prompts, both
-of which are twice as many pairs, only where sampling makes more than 1 − 1/(2G) of the noise.
+of which are twice as many completions, only where sampling makes more than 1 − 1/(2G) of the noise.
 """
 
 import math
@@ -19,7 +19,7 @@ from maxbatch.noise.tracker import Estimate
 _CAVEAT = "a heuristic (McCandlish et al. 2018)"
 
 _WORTH_SAYING = 0.98
-"""The share of the steps that another shape of as many pairs must need at most."""
+"""The share of the steps that another shape of as many completions must need at most."""
 
 
 class _Sizes(NamedTuple):
@@ -39,7 +39,7 @@ class _Sizes(NamedTuple):
     return self.batch_size >= 1 and self.num_generations >= 2
 
   @property
-  def pairs(self) -> int:
+  def completions(self) -> int:
     """Completions of all prompts."""
     return math.prod(self)
 
@@ -78,24 +78,24 @@ def _each(interval: Interval, change: Callable[[float], float]) -> Interval:
 
 
 def _effects(scale: Interval, sampling: float, now: _Sizes) -> str:
-  """What other sizes would take: of one key alone, and of as many pairs if that helps."""
+  """What other sizes would take: of one key alone, and of as many completions if that helps."""
   P, G = now
   fewer, more = [_Sizes(P // 2, G), _Sizes(P, G // 2)], [_Sizes(2 * P, G), _Sizes(P, 2 * G)]
   others = fewer if scale.high < P else more
   for shape in (_Sizes(2 * P, G // 2), _Sizes(P // 2, 2 * G)):
-    if shape.is_possible and shape.pairs == now.pairs:
+    if shape.is_possible and shape.completions == now.completions:
       others += [shape] if _steps(scale.value, sampling, now, shape) < _WORTH_SAYING else []
   first, *rest = [_effect(scale, sampling, now, other) for other in others if other.is_possible]
-  said = ["{} would take about {} steps for {} pairs".format(*first)]
+  said = ["{} would take about {} steps for {} completions".format(*first)]
   return ", ".join(said + ["{} {} for {}".format(*effect) for effect in rest])
 
 
 def _effect(scale: Interval, sampling: float, now: _Sizes, other: _Sizes) -> tuple[str, str, str]:
-  """The keys of other sizes, and the change of steps and of pairs with them."""
+  """The keys of other sizes, and the change of steps and of completions with them."""
   parts = (scale.value, scale.low, scale.high)
   steps = [_steps(part, sampling, now, other) for part in parts]
-  pairs = [ratio * other.pairs / now.pairs for ratio in steps]
-  return other.keys_unlike(now), _change(steps), _change(pairs)
+  completions = [ratio * other.completions / now.completions for ratio in steps]
+  return other.keys_unlike(now), _change(steps), _change(completions)
 
 
 def _steps(scale: float, sampling: float, now: _Sizes, other: _Sizes) -> float:

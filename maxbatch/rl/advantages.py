@@ -1,6 +1,6 @@
 """From rewards to advantages: a completion against the others of its prompt (Shao et al. 2024).
 
-N pairs in groups of G, one after the other.
+N completions in groups of G, one after the other.
 """
 
 import numpy as np

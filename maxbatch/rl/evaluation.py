@@ -11,7 +11,7 @@ from maxbatch.models.registry import Parameters
 from maxbatch.rl.microbatches import scored
 from maxbatch.rl.pass_at_k import pass_at_k
 from maxbatch.rl.prompts import Prompt
-from maxbatch.rl.sampled import PairSampler
+from maxbatch.rl.sampled import CompletionSampler
 from maxbatch.rl.shared_rewards import SharedRewards
 from maxbatch.run_folder.metrics import Record
 
@@ -44,7 +44,7 @@ class Evaluation:
   """Samples num_generations completions of each prompt, by random keys that are always the same."""
 
   prompts: Sequence[Prompt]
-  sampler: PairSampler
+  sampler: CompletionSampler
   rewards: SharedRewards
   prompts_at_once: int
   """As in the rollout, whose program this shares."""

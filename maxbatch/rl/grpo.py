@@ -1,6 +1,6 @@
-"""The loss of GRPO (Shao et al. 2024) as sums that any split of a step's pairs adds up to.
+"""The loss of GRPO (Shao et al. 2024) as sums that any split of a step's completions adds up to.
 
-For a token of a pair with advantage A, of log-probability p now, p' before the first step on its batch
+For a token of a completion with advantage A, of log-probability p now, p' before the first step on its batch
 (proximal) and b when it was sampled (behaviour):
 
     loss = −w · min(r·A, clip(r, 1 − ε, 1 + ε_high)·A) + β·k3,     r = exp(p − p')
@@ -11,13 +11,13 @@ For a token of a pair with advantage A, of log-probability p now, p' before the 
 sampled (decoupled PPO, Hilton et al. 2022, truncated); with cap = 0 there is none, and p' is b. k3
 (Schulman 2020) has the gradient of the KL divergence's estimate where p − q, k1, has none towards q.
 
-A step's loss is Σ loss / Σ weight over all of its pairs, divided once, by the type:
+A step's loss is Σ loss / Σ weight over all of its completions, divided once, by the type:
 
     dapo     Σ over tokens                                          / tokens
-    grpo     Σ over pairs of the mean over the pair's tokens        / pairs
-    dr_grpo  Σ over tokens                    / (pairs · longest completion) (Liu et al. 2025)
+    grpo     Σ over completions of the mean over the completion's tokens        / completions
+    dr_grpo  Σ over tokens                    / (completions · longest completion) (Liu et al. 2025)
 
-So the gradient does not depend on how a step is split into microbatches. B pairs, T tokens.
+So the gradient does not depend on how a step is split into microbatches. B completions, T tokens.
 """
 
 import dataclasses
@@ -28,8 +28,8 @@ import jax.numpy as jnp
 
 from maxbatch.config.schema import RLConfig
 from maxbatch.data.rows import Rows
+from maxbatch.rl.completions import Completions
 from maxbatch.rl.log_probs import LogProbs
-from maxbatch.rl.pairs import Pairs
 from maxbatch.training.metrics import Quotient, token_values
 
 
@@ -59,13 +59,13 @@ def objective(config: RLConfig, max_completion_length: int) -> Objective:
 
 
 class GrpoSums(NamedTuple):
-  """Sums over pairs, as float32 scalars; `largest_gap` is a maximum."""
+  """Sums over completions, as float32 scalars; `largest_gap` is a maximum."""
 
   loss: jax.Array
   weight: jax.Array
   """What the step's sum of losses, and its gradient, are divided by."""
   tokens: jax.Array
-  pairs: jax.Array
+  completions: jax.Array
   run_tokens: jax.Array
   """Those on which the model was run: over them all that follow are sums."""
   entropy: jax.Array
@@ -82,31 +82,31 @@ class GrpoSums(NamedTuple):
   largest_gap: jax.Array
 
   def add(self, other: "GrpoSums") -> "GrpoSums":
-    """With the sums over other pairs."""
+    """With the sums over other completions."""
     summed = jax.tree.map(jnp.add, self, other)
     return summed._replace(largest_gap=jnp.maximum(self.largest_gap, other.largest_gap))
 
 
-def grpo_sums(found: LogProbs, pairs: Pairs, objective: Objective) -> GrpoSums:
-  """The loss and the metrics of some pairs, summed; differentiate `loss`.
+def grpo_sums(found: LogProbs, completions: Completions, objective: Objective) -> GrpoSums:
+  """The loss and the metrics of some completions, summed; differentiate `loss`.
 
   Args:
     found: log-probabilities and entropies of the targets by the policy that is trained.
-    pairs: the pairs.
+    completions: the completions.
     objective: the loss.
   """
-  counts_BT = pairs.rows.weights > 0
+  counts_BT = completions.rows.weights > 0
   now_BT = jnp.where(counts_BT, found.targets_BT, 0.0)
-  behaviour_BT = jnp.where(counts_BT, pairs.behaviour_BT, 0.0)
-  ratio_BT, importance_BT = _ratios(now_BT, behaviour_BT, pairs, counts_BT, objective)
-  advantage_B1 = pairs.advantages_B[:, None]
+  behaviour_BT = jnp.where(counts_BT, completions.behaviour_BT, 0.0)
+  ratio_BT, importance_BT = _ratios(now_BT, behaviour_BT, completions, counts_BT, objective)
+  advantage_B1 = completions.advantages_B[:, None]
   low, high = 1 - objective.epsilon, 1 + objective.epsilon_high
   clipped_BT = jnp.clip(ratio_BT, low, high) * advantage_B1
   loss_BT = -importance_BT * jnp.minimum(ratio_BT * advantage_B1, clipped_BT)
-  kl_BT = _kl(now_BT, pairs.reference_BT, counts_BT)
+  kl_BT = _kl(now_BT, completions.reference_BT, counts_BT)
   loss_BT += objective.beta * kl_BT
   gap_BT = jnp.abs(now_BT - behaviour_BT)
-  tokens_B, num_pairs, weight = sizes(pairs.rows, objective)
+  tokens_B, num_completions, weight = sizes(completions.rows, objective)
   loss = _aggregated(loss_BT * counts_BT, tokens_B, objective)
 
   def summed(x_BT: jax.Array) -> jax.Array:
@@ -116,7 +116,7 @@ def grpo_sums(found: LogProbs, pairs: Pairs, objective: Objective) -> GrpoSums:
     loss=loss,
     weight=weight,
     tokens=tokens_B.sum(),
-    pairs=num_pairs,
+    completions=num_completions,
     run_tokens=tokens_B.sum(),
     entropy=summed(found.entropy_BT),
     kl=summed(kl_BT),
@@ -131,7 +131,7 @@ def grpo_sums(found: LogProbs, pairs: Pairs, objective: Objective) -> GrpoSums:
 def _ratios(
   now_BT: jax.Array,
   behaviour_BT: jax.Array,
-  pairs: Pairs,
+  completions: Completions,
   counts_BT: jax.Array,
   objective: Objective,
 ) -> tuple[jax.Array, jax.Array]:
@@ -139,7 +139,7 @@ def _ratios(
   cap = objective.importance_sampling_cap
   if not cap:
     return jnp.exp(now_BT - behaviour_BT), jnp.ones_like(now_BT)
-  proximal_BT = now_BT if pairs.proximal_BT is None else pairs.proximal_BT
+  proximal_BT = now_BT if completions.proximal_BT is None else completions.proximal_BT
   proximal_BT = jax.lax.stop_gradient(jnp.where(counts_BT, proximal_BT, 0.0))
   weight_BT = jnp.minimum(jnp.exp(proximal_BT - behaviour_BT), cap)
   return jnp.exp(now_BT - proximal_BT), weight_BT
@@ -161,31 +161,31 @@ def _aggregated(loss_BT: jax.Array, tokens_B: jax.Array, objective: Objective) -
 
 
 class Sizes(NamedTuple):
-  """What the sums over some pairs are divided by; float32."""
+  """What the sums over some completions are divided by; float32."""
 
   tokens_B: jax.Array
-  pairs: jax.Array
+  completions: jax.Array
   weight: jax.Array
   """Of the loss, by its type."""
 
 
 def sizes(rows: Rows, objective: Objective) -> Sizes:
-  """The sizes of some pairs, whatever their advantages."""
+  """The sizes of some completions, whatever their advantages."""
   tokens_B = (rows.weights > 0).sum(1).astype(jnp.float32)
-  pairs = (rows.sample_ids >= 0).astype(jnp.float32).sum()
+  completions = (rows.sample_ids >= 0).astype(jnp.float32).sum()
   weight = {
     "dapo": tokens_B.sum(),
-    "grpo": pairs,
-    "dr_grpo": pairs * objective.max_completion_length,
+    "grpo": completions,
+    "dr_grpo": completions * objective.max_completion_length,
   }
-  return Sizes(tokens_B, pairs, weight[objective.loss_type])
+  return Sizes(tokens_B, completions, weight[objective.loss_type])
 
 
 def nothing_learned(rows: Rows, objective: Objective) -> GrpoSums:
-  """The sums over pairs whose advantages are all 0, without running the model on them."""
+  """The sums over completions whose advantages are all 0, without running the model on them."""
   own, zero = sizes(rows, objective), jnp.zeros((), jnp.float32)
   none = GrpoSums(*(zero for _ in GrpoSums._fields))
-  return none._replace(weight=own.weight, tokens=own.tokens_B.sum(), pairs=own.pairs)
+  return none._replace(weight=own.weight, tokens=own.tokens_B.sum(), completions=own.completions)
 
 
 LARGEST_GAP = "rl/largest_log_prob_gap"
@@ -202,7 +202,7 @@ def quotients(sums: GrpoSums) -> dict[str, Quotient]:
     "rl/log_prob_gap": sums.gap,
   }
   means = {name: Quotient(value, sums.run_tokens) for name, value in of_tokens.items()}
-  return means | {"rl/completion_length": Quotient(sums.tokens, sums.pairs)}
+  return means | {"rl/completion_length": Quotient(sums.tokens, sums.completions)}
 
 
 MODEL_METRICS = (

@@ -1,4 +1,4 @@
-"""One microbatch of pairs: prompts sampled, rewarded and compared, ready to be trained on."""
+"""One microbatch of completions: prompts sampled, rewarded and compared, ready to be trained on."""
 
 import dataclasses
 import time
@@ -11,10 +11,10 @@ from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.config.schema import RLConfig
 from maxbatch.models.registry import Parameters
 from maxbatch.rl.advantages import group_advantages, live_groups
-from maxbatch.rl.pairs import Pairs, make_pairs
+from maxbatch.rl.completions import Completions, make_completions
 from maxbatch.rl.prompts import Prompt, PromptStream
 from maxbatch.rl.rewards import Group
-from maxbatch.rl.sampled import PairSampler, Sampled
+from maxbatch.rl.sampled import CompletionSampler, Sampled
 from maxbatch.rl.shared_rewards import GroupRewards, SharedRewards
 
 
@@ -34,9 +34,9 @@ class Counts(NamedTuple):
 
 
 class Microbatch(NamedTuple):
-  """Pairs on the host, and what is known of them."""
+  """Completions on the host, and what is known of them."""
 
-  pairs: Pairs
+  completions: Completions
   counts: Counts
 
 
@@ -45,8 +45,8 @@ class Unrewarded(NamedTuple):
 
   prompts: list[Prompt]
   sampled: Sampled
-  first_pair: int
-  """Index of the first pair in the run's stream of pairs."""
+  first_completion: int
+  """Index of the first completion in the run's stream of completions."""
   seconds: float
   """For which they were sampled."""
 
@@ -61,13 +61,13 @@ class MicrobatchMaker:
   config: RLConfig
   plan: RLPlan
   prompts: PromptStream
-  sampler: PairSampler
+  sampler: CompletionSampler
   rewards: SharedRewards
   trained_until: Callable[[], float] = lambda: 0.0
   """When the devices that sample last ended training, by time.perf_counter."""
 
   def sample(self, params: Parameters, batch: int, number: int) -> "Unrewarded":
-    """The completions of microbatch `number` of a batch of pairs.
+    """The completions of microbatch `number` of a batch of completions.
 
     Raises:
       UserError: a prompt is too long.
@@ -80,7 +80,7 @@ class MicrobatchMaker:
     began = time.perf_counter()
     sampled = self.sampler(params, prompts, "rollout", batch, first)
     seconds = time.perf_counter() - max(began, self.trained_until())
-    return Unrewarded(prompts, sampled, plan.first_pair(batch, number), seconds)
+    return Unrewarded(prompts, sampled, plan.first_completion(batch, number), seconds)
 
   def reward(self, unrewarded: "Unrewarded") -> Microbatch:
     """The same with advantages, as it is trained on.
@@ -90,11 +90,13 @@ class MicrobatchMaker:
     """
     plan, sampled, began = self.plan, unrewarded.sampled, time.perf_counter()
     scale, size = self.config.scale_rewards == "group", plan.num_generations
-    first_group = unrewarded.first_pair // size
+    first_group = unrewarded.first_completion // size
     scores = scored(self.rewards, unrewarded.prompts, sampled, first_group)
     advantages_B = group_advantages(scores.rewards_N, size, scale=scale)
-    length = plan.pairs.max_target_length
-    pairs = make_pairs(sampled.rollout, advantages_B, unrewarded.first_pair, length)
+    length = plan.batch_plan.max_target_length
+    completions = make_completions(
+      sampled.rollout, advantages_B, unrewarded.first_completion, length
+    )
     counts = Counts(
       rewards_B=scores.rewards_N,
       live_G=live_groups(scores.rewards_N, size),
@@ -104,7 +106,7 @@ class MicrobatchMaker:
       rollout_seconds=unrewarded.seconds,
       reward_seconds=time.perf_counter() - began,
     )
-    return Microbatch(pairs, counts)
+    return Microbatch(completions, counts)
 
 
 def scored(
@@ -134,7 +136,7 @@ def step_values(all_counts: list[Counts], generations: int) -> dict[str, float]:
 
   Args:
     all_counts: of its microbatches.
-    generations: pairs of a group.
+    generations: completions of a group.
   """
   rewards = np.concatenate([counts.rewards_B for counts in all_counts])
   live = np.concatenate([counts.live_G for counts in all_counts])

@@ -1,4 +1,4 @@
-"""GRPO as the loss of a training step: what the step is fed are pairs instead of rows."""
+"""GRPO as the loss of a training step: what the step is fed are completions instead of rows."""
 
 import dataclasses
 from typing import Any
@@ -10,6 +10,7 @@ from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.precision.loss_scale import scaled_gradient
+from maxbatch.rl.completions import Completions
 from maxbatch.rl.grpo import (
   LARGEST_GAP,
   METRICS,
@@ -20,7 +21,6 @@ from maxbatch.rl.grpo import (
   quotients,
 )
 from maxbatch.rl.log_probs import token_log_probs
-from maxbatch.rl.pairs import Pairs
 from maxbatch.training.loss import LossSums
 from maxbatch.training.metrics import Metrics
 from maxbatch.training.objective import MicrobatchLoss
@@ -28,20 +28,20 @@ from maxbatch.training.objective import MicrobatchLoss
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
-  """The loss of pairs, see `Loss`; there is no dropout, as there is none where they are sampled."""
+  """The loss of completions, see `Loss`; there is no dropout, as there is none where they are sampled."""
 
   objective: Objective
   allowed: bytes
   """Of a token each: 1 where it may be sampled."""
   temperature: float
   has_proximal: bool = False
-  """Whether pairs have the log-probabilities of before the first step on their batch."""
+  """Whether completions have the log-probabilities of before the first step on their batch."""
   kept_words: int = 0
   """Words of a target's bits where it was chosen from some of the allowed tokens; 0: from all."""
   halves: bool = False
   """See `Loss.halves`; each has half of the completions of every prompt."""
 
-  def fed(self, rows: Rows) -> Pairs:
+  def fed(self, rows: Rows) -> Completions:
     """See `Loss.fed`."""
     if self.halves:
       rows = jax.tree.map(_in_two, rows)
@@ -57,9 +57,9 @@ class PolicyLoss:
     if self.kept_words:
       shape = *per_token.shape, self.kept_words
       arrays["kept_BTW"] = jax.ShapeDtypeStruct(shape, np.uint32)
-    return Pairs(own, **arrays)
+    return Completions(own, **arrays)
 
-  def rows(self, microbatch: Pairs) -> Rows:
+  def rows(self, microbatch: Completions) -> Rows:
     """See `Loss.rows`."""
     return microbatch.rows
 
@@ -81,7 +81,7 @@ class PolicyLoss:
     self,
     model: Model,
     parameters: Parameters,
-    microbatch: Pairs,
+    microbatch: Completions,
     dropout_key: jax.Array,
     probes: Parameters,
     metrics: Metrics,
@@ -97,11 +97,11 @@ class PolicyLoss:
       found = found._replace(targets_BT=scaled_gradient(found.targets_BT, scale))
     return _found(grpo_sums(found, microbatch, self.objective))
 
-  def has_gradient(self, fed: Pairs) -> jax.Array | None:
+  def has_gradient(self, fed: Completions) -> jax.Array | None:
     """See `SkippingLoss`: without a KL divergence none where no reward of a group differs."""
     return None if self.objective.beta else (fed.advantages_B != 0).any(1)
 
-  def without_gradient(self, microbatch: Pairs) -> MicrobatchLoss:
+  def without_gradient(self, microbatch: Completions) -> MicrobatchLoss:
     """See `SkippingLoss`."""
     return _found(nothing_learned(microbatch.rows, self.objective))
 

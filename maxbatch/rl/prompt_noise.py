@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from maxbatch.batch.arithmetic import pairs_of, prompts_of
+from maxbatch.batch.arithmetic import completions_of, prompts_of
 from maxbatch.config.schema import NoiseConfig
 from maxbatch.models.registry import Model
 from maxbatch.noise.confidence import Interval
@@ -19,14 +19,14 @@ from maxbatch.noise.estimators import Moments
 from maxbatch.noise.prompt_advice import prompt_advice
 from maxbatch.noise.prompts import PromptMoments, prompt_moments
 from maxbatch.noise.tracker import TOTAL, Estimate, NoiseTracker
-from maxbatch.rl.pairs import Pairs
+from maxbatch.rl.completions import Completions
 from maxbatch.run_folder.metrics import Record
 from maxbatch.training.step import StepMetrics, rows_shardings
 
 SAMPLING = "sampling"
 
 
-def in_halves(num_generations: int, mesh: Mesh) -> Callable[[Pairs], Pairs]:
+def in_halves(num_generations: int, mesh: Mesh) -> Callable[[Completions], Completions]:
   """From a microbatch (1, B, …) on the devices to (2, B / 2, …): half of each group in either."""
 
   def split(x_1B: jax.Array) -> jax.Array:
@@ -34,8 +34,8 @@ def in_halves(num_generations: int, mesh: Mesh) -> Callable[[Pairs], Pairs]:
     return jnp.moveaxis(groups, 1, 0).reshape(2, -1, *x_1B.shape[2:])
 
   @jax.jit
-  def halved(pairs: Pairs) -> Pairs:
-    found = jax.tree.map(split, pairs)
+  def halved(completions: Completions) -> Completions:
+    found = jax.tree.map(split, completions)
     return jax.lax.with_sharding_constraint(found, rows_shardings(found, mesh))
 
   return halved
@@ -86,7 +86,7 @@ class PromptNoiseMeter:
     return self._tracker.share(SAMPLING, TOTAL)
 
   def line(self, batch: int) -> str:
-    """See `Meter`: of steps of `batch` pairs."""
+    """See `Meter`: of steps of `batch` completions."""
     prompts = prompts_of(batch, self._generations)
     return prompt_advice(self.total(), self.sampling(), prompts, self._generations)
 
@@ -115,12 +115,12 @@ class PromptNoiseMeter:
     )
 
   def _figures(self) -> Record:
-    """The scale, in prompts and in pairs, and the share of sampling, as far as they are known."""
+    """The scale, in prompts and in completions, and the share of sampling, as far as they are known."""
     record: Record = {}
     total, sampling = self.total(), self.sampling()
     if total.scale is not None:
       record["gns/total"] = total.scale.value
-      record["gns/total_pairs"] = pairs_of(total.scale.value, self._generations)
+      record["gns/total_completions"] = completions_of(total.scale.value, self._generations)
       record["gns/total_low"], record["gns/total_high"] = total.scale.low, total.scale.high
     if total.negative_share is not None:
       record["gns/negative_share"] = total.negative_share

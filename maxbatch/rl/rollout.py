@@ -1,4 +1,4 @@
-"""Pairs as a loader brings them: microbatch after microbatch, in the order in which steps take them.
+"""Completions as a loader brings them: microbatch after microbatch, in the order in which steps take them.
 
 One thread, the training loop's, dispatches all that runs on the devices, in an order that follows from
 numbers alone (batch/rollout_order.py): programs that talk to each other are dispatched alike on all
@@ -24,17 +24,17 @@ from maxbatch.batch.plan import Position
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.batch.rollout_order import last_with_a_policy, sampled_before
 from maxbatch.hardware.sharding import put
+from maxbatch.rl.completions import Completions
 from maxbatch.rl.microbatches import Microbatch, MicrobatchMaker, Unrewarded
-from maxbatch.rl.pairs import Pairs
 from maxbatch.rl.policies import Policies
 from maxbatch.rl.steps import StepRecords
 from maxbatch.training.step import rows_shardings
 
 
 class RolloutLoader:
-  """Samples each batch by the policy that its lag says, then yields its pairs.
+  """Samples each batch by the policy that its lag says, then yields its completions.
 
-  A context manager, and an iterator of pairs on the devices, (1, B, …).
+  A context manager, and an iterator of completions on the devices, (1, B, …).
   """
 
   def __init__(
@@ -45,7 +45,7 @@ class RolloutLoader:
     policies: Policies,
     mesh: Mesh,
     records: StepRecords,
-    complete: Callable[[int, Pairs], Pairs],
+    complete: Callable[[int, Completions], Completions],
     *,
     overlaps: bool = True,
     apart: bool = False,
@@ -59,7 +59,7 @@ class RolloutLoader:
       policies: where the training loop publishes its parameters.
       mesh: the devices that train.
       records: are told, of every step, what its microbatches count, before the last is yielded.
-      complete: adds to the pairs of a batch, on the devices, what the loss takes besides.
+      complete: adds to the completions of a batch, on the devices, what the loss takes besides.
       overlaps: else each microbatch is made when it is asked for: the same, one after the other.
       apart: whether other devices sample than train.
     """
@@ -86,7 +86,7 @@ class RolloutLoader:
       pool.shutdown(wait=True)
     self._ahead.clear()
 
-  def __next__(self) -> Pairs:
+  def __next__(self) -> Completions:
     """The next microbatch.
 
     Raises:
@@ -98,7 +98,7 @@ class RolloutLoader:
     batch = plan.batch_of_step(self._step)
     while len(self._batch) <= self._place:
       self._take(plan.first_microbatch(batch) + len(self._batch))
-    pairs = self._batch[self._place].pairs
+    completions = self._batch[self._place].completions
     self._place += 1
     if self._place == plan.num_microbatches:
       self._records.note(self._step, [made.counts for made in self._batch])
@@ -109,7 +109,7 @@ class RolloutLoader:
     self._trained = 0.0
     self._waited += waited
     self._records.goes_on()
-    fed = jax.tree.map(lambda x: np.asarray(x)[None], pairs)
+    fed = jax.tree.map(lambda x: np.asarray(x)[None], completions)
     return self._complete(batch, put(fed, rows_shardings(fed, self._mesh)))
 
   def waited_seconds(self) -> float:

@@ -1,6 +1,6 @@
 """Completions of prompts by the policy: the tokens that training then takes log-probabilities of.
 
-B pairs, P places of prompts, N of completions, V vocabulary.
+B completions, P places of prompts, N of completions, V vocabulary.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.models.registry import Model, Parameters
-from maxbatch.rl.pairs import Rollout
+from maxbatch.rl.completions import Rollout
 from maxbatch.rl.prompts import Prompt
 from maxbatch.sampling.choice import Vocabulary
 from maxbatch.sampling.requests import PromptEncoder
@@ -39,7 +39,7 @@ class Sampled(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PairSampler:
+class CompletionSampler:
   """Samples the completions of whole groups; all calls of as many prompts share a program.
 
   A token is a function of parameters, seed, batch, prompt, generation and its place: which prompts are
@@ -70,8 +70,8 @@ class PairSampler:
       row_P[len(row_P) - len(each) :] = each
     numbers = np.arange(len(ids), dtype=np.uint32)
     key = jax.random.fold_in(jax.random.key(self.seed), _TAGS[part])
-    pairs = numbers // self.num_generations + first, numbers % self.num_generations
-    given = Prompts(tokens_BP, lengths_B, _keys(key, np.uint32(batch), *pairs))
+    completions = numbers // self.num_generations + first, numbers % self.num_generations
+    given = Prompts(tokens_BP, lengths_B, _keys(key, np.uint32(batch), *completions))
     found = jax.device_get(sample(self.sampler, params, given, self.vocabulary))
     if not np.isfinite(found.log_probs_BN).all():
       raise TrainingDivergedError(
@@ -110,10 +110,10 @@ class PairSampler:
 def _keys(key: jax.Array, batch: jax.Array, prompts_B: jax.Array, generations_B: jax.Array):
   of_batch = jax.random.fold_in(key, batch)
 
-  def of_pair(prompt: jax.Array, generation: jax.Array) -> jax.Array:
+  def of_completion(prompt: jax.Array, generation: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(of_batch, prompt), generation)
 
-  return jax.vmap(of_pair)(prompts_B, generations_B)
+  return jax.vmap(of_completion)(prompts_B, generations_B)
 
 
 def run_vocabulary(config: Config) -> Vocabulary:
@@ -130,7 +130,7 @@ def rollout_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh) -> Sa
   return Sampler(model, choice, new_tokens, length, mesh, choice.leaves_out)
 
 
-def pair_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh) -> PairSampler:
+def completion_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh) -> CompletionSampler:
   """The sampler of a run of reinforcement learning.
 
   Args:
@@ -139,7 +139,7 @@ def pair_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh) -> PairS
     mesh: over which the parameters lie.
   """
   tokenizer = build_tokenizer(config.data)
-  return PairSampler(
+  return CompletionSampler(
     sampler=rollout_sampler(config, model, mesh),
     vocabulary=run_vocabulary(config),
     encode=PromptEncoder(config.data, tokenizer),

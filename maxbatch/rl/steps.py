@@ -42,7 +42,7 @@ class StepRecords:
     self._counts[step] = counts
 
   def goes_on(self) -> None:
-    """Takes note that pairs were sampled and rewarded."""
+    """Takes note that completions were sampled and rewarded."""
     self._feed_watchdog()
 
   def completed(self, record: Record) -> Record:
@@ -82,7 +82,7 @@ def check_gap(config: Config, batch: int, gap: float) -> None:
 
   Args:
     config: the run.
-    batch: of pairs, sampled by the policy that is trained.
+    batch: of completions, sampled by the policy that is trained.
     gap: the largest difference of a token's two log-probabilities.
 
   Raises:

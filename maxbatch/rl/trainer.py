@@ -32,10 +32,10 @@ def policy_loss(config: Config, plan: RLPlan) -> PolicyLoss:
 def build_policy_trainer(
   config: Config, plan: RLPlan, devices: Sequence[Device], *, keep: bool = True
 ) -> Trainer:
-  """As `build_trainer`, of a configuration that counts pairs (`in_pairs`)."""
+  """As `build_trainer`, of a configuration that counts completions (`in_samples`)."""
   return build_trainer(
     config,
-    plan.pairs,
+    plan.batch_plan,
     devices,
     keep=keep,
     loss=policy_loss(config, plan),

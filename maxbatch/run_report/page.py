@@ -143,7 +143,7 @@ def _planned(run: RunHistory) -> _Planned:
     config = load_config([f"config={RunFolder(run.folder).config}"])
     layout = topology(config.mesh, num_devices, config.compile.compile_topology_num_slices)
     plan = (
-      plan_rl(config, layout).pairs
+      plan_rl(config, layout).batch_plan
       if is_rl(config.rl)
       else plan_batches(config.batch, config.run, layout)
     )

@@ -98,8 +98,8 @@ class Candidate:
 
 
 @dataclasses.dataclass(frozen=True)
-class PairCandidate(Candidate):
-  """A size of reinforcement learning, where a sample is a pair: micro_batch_size counts all devices'."""
+class RLCandidate(Candidate):
+  """A size of reinforcement learning, where a sample is a completion: micro_batch_size counts all devices'."""
 
   @property
   def size(self) -> Fraction:
@@ -109,7 +109,7 @@ class PairCandidate(Candidate):
   @property
   def words(self) -> str:
     """See `Candidate.words`."""
-    return counted(self.micro_batch, "pair")
+    return counted(self.micro_batch, "completion")
 
 
 def is_open(batch: BatchConfig) -> bool:
@@ -188,7 +188,7 @@ def sizes_of(config: Config, topology: Topology) -> tuple[Candidate, ...]:
   return tuple(found)
 
 
-def pair_sizes_of(config: Config, training: Topology) -> tuple[PairCandidate, ...]:
+def rl_sizes_of(config: Config, training: Topology) -> tuple[RLCandidate, ...]:
   """The sizes that a run of reinforcement learning can have, ascending: all hold whole groups.
 
   Args:
@@ -199,23 +199,23 @@ def pair_sizes_of(config: Config, training: Topology) -> tuple[PairCandidate, ..
     UserError: other keys contradict each other, or no size lies in the range.
   """
   whole, noise = plan_rl(config, training), config.noise.gns_from_microbatches
-  of_pairs = halving_micro_batch_sizes if noise else micro_batch_sizes
+  sizes_of_step = halving_micro_batch_sizes if noise else micro_batch_sizes
   plans = [
     plan_rl(dataclasses.replace(config, batch=with_size(config.batch, Fraction(size))), training)
-    for size in of_pairs(whole.pairs_per_step, whole.topology)
+    for size in sizes_of_step(whole.completions_per_step, whole.topology)
   ]
   if not plans:
     raise UserError(
       f"gns_from_microbatches=true: with no size of {asked(config.batch)} can a step of "
-      f"{whole.pairs_per_step:,} pairs be halved and compared; for example gns_from_microbatches=false"
+      f"{whole.completions_per_step:,} completions be halved and compared; for example gns_from_microbatches=false"
     )
   allowed = [
-    PairCandidate(
-      per_device=plan.pairs.per_device(plan.micro_batch),
+    RLCandidate(
+      per_device=plan.batch_plan.per_device(plan.micro_batch),
       gradient_accumulation_steps=plan.num_microbatches,
       micro_batch=plan.micro_batch,
-      batch=plan.pairs_per_step,
-      max_target_length=plan.pairs.max_target_length,
+      batch=plan.completions_per_step,
+      max_target_length=plan.batch_plan.max_target_length,
     )
     for plan in plans
   ]
@@ -242,7 +242,7 @@ def asked(batch: BatchConfig) -> str:
 
 def offered(batch: BatchConfig, sizes: Sequence[Candidate]) -> str:
   """What is chosen from, in a sentence: `micro_batch_size=auto chooses from 1, 2, 4 samples …`."""
-  also = " per " if isinstance(sizes[0], PairCandidate) else " and "
+  also = " per " if isinstance(sizes[0], RLCandidate) else " and "
   line = f"{asked(batch)} chooses from {_listed(sizes)} {_unit(sizes)}{also}microbatch"
   return f"{line}, and batch_size follows" if batch_follows(batch) else line
 
@@ -254,7 +254,7 @@ def _listed(sizes: Sequence[Candidate]) -> str:
 
 
 def _unit(sizes: Sequence[Candidate]) -> str:
-  return "pairs" if isinstance(sizes[0], PairCandidate) else "samples per device"
+  return "completions" if isinstance(sizes[0], RLCandidate) else "samples per device"
 
 
 def _check_open(batch: BatchConfig, given: GivenSizes) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.rl_plan import in_pairs, plan_rl
+from maxbatch.batch.rl_plan import in_samples, plan_rl
 from maxbatch.batch.rl_sizes import is_rl
 from maxbatch.batch.solve import text
 from maxbatch.batch.topology import Topology
@@ -36,7 +36,7 @@ from maxbatch.tuning.candidates import (
   batch_follows,
   default_batch_note,
   is_open,
-  pair_sizes_of,
+  rl_sizes_of,
   sizes_of,
   with_default_batch,
 )
@@ -84,7 +84,7 @@ def choose(
   return _chosen(config, sizes, depends_on, probe, folder, line, forget=forget, say=say)
 
 
-def choose_pairs(
+def choose_rl(
   config: Config,
   place: Target,
   probe: ProbeSize,
@@ -96,8 +96,8 @@ def choose_pairs(
   """As `choose`, of a configuration of reinforcement learning, which counts prompts."""
   if not _chooses(config):
     return config
-  sizes = pair_sizes_of(config, place.layout)
-  depends_on = what_it_depends_on(config, place, sizes, _lowered_for_pairs) | {
+  sizes = rl_sizes_of(config, place.layout)
+  depends_on = what_it_depends_on(config, place, sizes, _lowered_for_rl) | {
     "rl": to_flat_dict(config.rl),
   }
   line = functools.partial(_line, config, place)
@@ -247,12 +247,14 @@ def _lowered(config: Config, place: Target) -> str:
   return lowered_hash(config, plan, trainer, placeholder_rows(config), plan.micro_batch_to_train)
 
 
-def _lowered_for_pairs(config: Config, place: Target) -> str:
+def _lowered_for_rl(config: Config, place: Target) -> str:
   """The same of reinforcement learning, whose configuration counts prompts."""
   plan = plan_rl(config, place.layout)
-  of_pairs = in_pairs(config, plan)
-  trainer = build_policy_trainer(of_pairs, plan, place.devices)
-  return lowered_hash(of_pairs, plan.pairs, trainer, placeholder_rows(of_pairs), plan.micro_batch)
+  trained = in_samples(config, plan)
+  trainer = build_policy_trainer(trained, plan, place.devices)
+  return lowered_hash(
+    trained, plan.batch_plan, trainer, placeholder_rows(trained), plan.micro_batch
+  )
 
 
 def _not_here(config: Config) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from maxbatch.batch.rl_plan import in_pairs, plan_rl
+from maxbatch.batch.rl_plan import in_samples, plan_rl
 from maxbatch.batch.topology import Topology
 from maxbatch.compile.compile_step import report_or_refusal, rl_report_or_refusal
 from maxbatch.compile.program import (
@@ -48,7 +48,7 @@ class Prober:
     return report_or_refusal(config, self._devices, self._layout)
 
 
-class PairProber(Prober):
+class RLProber(Prober):
   """The same of reinforcement learning, whose configuration counts prompts: with its rollout."""
 
   def __init__(self, config: Config, place: Target):
@@ -59,7 +59,7 @@ class PairProber(Prober):
   def _report(self, config: Config) -> CompileReport:
     plan = plan_rl(config, self._layout)
     place = RolloutPlace(plan, self._rollout)
-    return rl_report_or_refusal(in_pairs(config, plan), self._devices, place)
+    return rl_report_or_refusal(in_samples(config, plan), self._devices, place)
 
 
 def _as_probe(report: CompileReport) -> ProbeResult:

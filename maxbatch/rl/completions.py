@@ -1,6 +1,6 @@
 """What is trained on: prompts with their completions as rows, and what was known when they were sampled.
 
-B pairs, P places of prompts, N of completions, T tokens of a row.
+B completions, P places of prompts, N of completions, T tokens of a row.
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from maxbatch.data.rows import Rows
 
 
 class Rollout(NamedTuple):
-  """Sampled pairs as a sampler leaves them."""
+  """Sampled completions as a sampler leaves them."""
 
   prompts_BP: np.ndarray
   """int32: ids, padded on the left."""
@@ -27,8 +27,8 @@ class Rollout(NamedTuple):
   """uint32: bits of the tokens from which each was chosen; None: all that are allowed."""
 
 
-class Pairs(NamedTuple):
-  """A microbatch of pairs as the loss takes them."""
+class Completions(NamedTuple):
+  """A microbatch of completions as the loss takes them."""
 
   rows: Rows
   """The targets that count are the tokens of the completions, and no others."""
@@ -44,15 +44,17 @@ class Pairs(NamedTuple):
   (sampling/choice.py); None: all that are allowed."""
 
 
-def make_pairs(rollout: Rollout, advantages_B: np.ndarray, first_pair: int, length: int) -> Pairs:
+def make_completions(
+  rollout: Rollout, advantages_B: np.ndarray, first_completion: int, length: int
+) -> Completions:
   """Rows of a rollout: the prompt, its completion, and padding that no token sees.
 
   Which targets count follows from the lengths alone: padding may have the id of any token.
 
   Args:
     rollout: what was sampled.
-    advantages_B: of each pair.
-    first_pair: index of the first pair in the run's stream of pairs.
+    advantages_B: of each completion.
+    first_completion: index of the first completion in the run's stream of completions.
     length: T.
   """
   prompt_B1, own_B1 = rollout.prompt_lengths_B[:, None], rollout.lengths_B[:, None]
@@ -71,7 +73,7 @@ def make_pairs(rollout: Rollout, advantages_B: np.ndarray, first_pair: int, leng
     "inputs": tokens_BS[:, :-1],
     "targets": tokens_BS[:, 1:],
     "weights": counts_BS[:, 1:].astype(np.float32),
-    "sample_ids": np.arange(first_pair, first_pair + B, dtype=np.int32),
+    "sample_ids": np.arange(first_completion, first_completion + B, dtype=np.int32),
   }
   known: dict[str, Any] = {
     "advantages_B": advantages_B.astype(np.float32),
@@ -80,7 +82,7 @@ def make_pairs(rollout: Rollout, advantages_B: np.ndarray, first_pair: int, leng
   if rollout.kept_BNW is not None:
     places_BT1 = np.clip(number_BS[:, 1:, None], 0, rollout.kept_BNW.shape[1] - 1)
     known["kept_BTW"] = np.take_along_axis(rollout.kept_BNW, places_BT1, 1)
-  return Pairs(Rows(**fields), **known)
+  return Completions(Rows(**fields), **known)
 
 
 def _taken(x_BN: np.ndarray, index_BS: np.ndarray) -> np.ndarray:
