@@ -21,7 +21,7 @@ from maxbatch.advice.post_training import report as post_training_report
 from maxbatch.advice.report import report
 from maxbatch.advice.words import short, wrapped
 from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.rl_sizes import is_rl
+from maxbatch.batch.supervised import is_rl
 from maxbatch.batch.topology import Topology
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import check_output, write_output

@@ -16,8 +16,8 @@ from typing import Annotated, Literal
 
 import jax
 
-from maxbatch.batch.rl_sizes import check_supervised
 from maxbatch.batch.solve import text
+from maxbatch.batch.supervised import check_supervised
 from maxbatch.checkpoints.find import config_of, find_checkpoint
 from maxbatch.command_line.arguments import Arguments, Command, Key
 from maxbatch.command_line.run import run_command

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.rl_sizes import check_supervised
+from maxbatch.batch.supervised import check_supervised
 from maxbatch.command_line.arguments import Arguments, Command, File, Key
 from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command

@@ -12,7 +12,7 @@ from maxbatch.batch.loads import check_loads
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.plan_plot import plan_chart
 from maxbatch.batch.rl_plan import plan_rl
-from maxbatch.batch.rl_sizes import is_rl
+from maxbatch.batch.supervised import is_rl
 from maxbatch.batch.topology import Topology
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import write_output
@@ -27,11 +27,11 @@ from maxbatch.modes.plan_report import PlanReport
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.unused_keys import check_unused
 from maxbatch.plots.page import check_picture_file, picture
+from maxbatch.rl.candidates import rl_sizes_of
 from maxbatch.tuning.candidates import (
   default_batch_note,
   is_open,
   offered,
-  rl_sizes_of,
   sizes_of,
   with_default_batch,
 )

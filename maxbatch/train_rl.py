@@ -9,8 +9,9 @@ from maxbatch.command_line.arguments import Arguments, Command, Flag
 from maxbatch.command_line.run import run_command
 from maxbatch.config.load import load_config
 from maxbatch.hardware.processes import leave_together, refusing_together
-from maxbatch.modes.compile_only import is_run, prepare_rl_only
-from maxbatch.modes.run_rl import run_rl, sum_up_rl
+from maxbatch.modes.compile_only import is_run
+from maxbatch.rl.compile_only import prepare_rl_only
+from maxbatch.rl.run import run_rl, sum_up_rl
 from maxbatch.run_folder.paths import RunFolder
 
 

@@ -34,7 +34,7 @@ import numpy as np
 from maxbatch.batch.rl_plan import plan_rl
 from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
-from maxbatch.modes import run_rl as mode
+from maxbatch.rl import run as mode
 from maxbatch.rl.completions import Completions
 from maxbatch.rl.rollout import RolloutLoader
 from maxbatch.run_folder.metrics import Record, read_metrics

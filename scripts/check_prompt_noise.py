@@ -26,7 +26,6 @@ from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.conversion.source import find_source, open_source
 from maxbatch.hardware.devices import find_devices
-from maxbatch.modes.run_rl import ByReinforcement
 from maxbatch.noise.prompts import PromptMoments, prompt_moments, within_at
 from maxbatch.rl.completions import Completions
 from maxbatch.rl.grpo import grpo_sums
@@ -36,6 +35,7 @@ from maxbatch.rl.prompt_noise import in_halves
 from maxbatch.rl.prompt_set import prompt_set
 from maxbatch.rl.prompts import Prompt, PromptStream
 from maxbatch.rl.rewards import RewardPool
+from maxbatch.rl.run import ByReinforcement
 from maxbatch.rl.sampled import completion_sampler
 from maxbatch.rl.shared_rewards import SharedRewards
 from maxbatch.training.build import build_trainer

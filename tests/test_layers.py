@@ -41,12 +41,12 @@ FOLDERS = [
   "checkpoints",
   "conversion",
   "training",
-  "rl",
   "compile",
   "tuning",
   "run_report",
   "metrics_writers",
   "modes",
+  "rl",
   "input_analysis",
   "experiments",
 ]

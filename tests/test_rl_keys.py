@@ -6,7 +6,7 @@ from maxbatch.config import schema
 from maxbatch.config.declare import declared
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
-from maxbatch.modes.rl_requirements import check_rl
+from maxbatch.rl.requirements import check_rl
 
 REFUSED = {
   "": """packing=false grain_packing_type=best_fit use_truncation=true add_eos=false

@@ -16,12 +16,20 @@ from test_train_rl import KEYS, run, same
 from maxbatch import plan, train_rl
 from maxbatch.batch.rl_plan import in_samples, plan_rl
 from maxbatch.batch.topology import topology
-from maxbatch.compile import compile_step, measured_time
-from maxbatch.compile.compile_step import placeholder_rows, rl_report_or_refusal
+from maxbatch.compile import measured_time
+from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.compile.measured_time import synthetic
 from maxbatch.compile.program import ProgramMemory
 from maxbatch.compile.report import CompileReport
-from maxbatch.compile.rollout_program import (
+from maxbatch.config.load import load_config
+from maxbatch.config.schema import Config
+from maxbatch.errors import UserError
+from maxbatch.hardware.devices import find_devices
+from maxbatch.rl import resolve as resolving
+from maxbatch.rl import rollout_program as rollout_reports
+from maxbatch.rl import tuning
+from maxbatch.rl.prompts import Prompt
+from maxbatch.rl.rollout_program import (
   PolicyBytes,
   RolloutPlace,
   RolloutProgram,
@@ -29,18 +37,12 @@ from maxbatch.compile.rollout_program import (
   compile_rollout,
   rollout_report,
 )
-from maxbatch.config.load import load_config
-from maxbatch.config.schema import Config
-from maxbatch.errors import UserError
-from maxbatch.hardware.devices import find_devices
-from maxbatch.modes import resolve_rl as resolving
-from maxbatch.modes.validate_rl import validate_rl
-from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.sampled import completion_sampler
 from maxbatch.rl.trainer import build_policy_trainer, policy_loss
+from maxbatch.rl.tuning import rl_report_or_refusal
+from maxbatch.rl.validate import validate_rl
 from maxbatch.training.build import step_rows
 from maxbatch.training.step import Trainer
-from maxbatch.tuning import microbatch_size, prober
 
 CHECKS = ["configuration", "rollout plan", "batch plan", "mesh", "model", "memory", "learning rate"]
 CHECKS += ["prompts", "rewards", "sampler", "step", "folder", "checkpoints", "resume"]
@@ -111,7 +113,7 @@ def test_step_and_sampler_are_compiled_as_a_run_has_them(tmp_path, monkeypatch, 
     programs.append(compile_rollout(*arguments))
     return programs[-1]
 
-  monkeypatch.setattr(compile_step, "compile_rollout", kept)
+  monkeypatch.setattr(rollout_reports, "compile_rollout", kept)
   keys = [f"rollout_devices={devices}", f"base_output_directory={tmp_path}", "micro_batch_size=8"]
   assert train_rl.main([*KEYS, *keys, "compile_only=true"]) == 0
   out = capsys.readouterr().out
@@ -213,8 +215,8 @@ def test_auto_takes_the_largest_microbatch_with_which_both_programs_fit(
     capacity = int(config.compile.device_memory_gb * 2**30)
     return dataclasses.replace(report(place.plan.micro_batch), capacity_bytes=capacity)
 
-  monkeypatch.setattr(prober, "rl_report_or_refusal", known)
-  monkeypatch.setattr(microbatch_size, "lowered_hash", lambda *_: "one program")
+  monkeypatch.setattr(tuning, "rl_report_or_refusal", known)
+  monkeypatch.setattr(tuning, "lowered_hash", lambda *_: "one program")
   chosen: list[int] = []
   for needed in (large, large - 1):
     keys = ["micro_batch_size=auto", f"device_memory_gb={(needed + 0.5) / 2**30}"]

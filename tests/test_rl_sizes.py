@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from maxbatch import input_analyzer, pipeline, train
 from maxbatch import plan as plan_command
 from maxbatch.batch.prompt_epochs import PromptEpochs, prompt_epochs
-from maxbatch.batch.rl_plan import RLPlan, plan_rl, training_devices
+from maxbatch.batch.rl_plan import RLPlan, plan_rl
+from maxbatch.batch.supervised import training_devices
 from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, fields

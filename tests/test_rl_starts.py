@@ -18,9 +18,9 @@ from maxbatch.command_line.signals import StopSignals
 from maxbatch.config.load import load_config
 from maxbatch.models.lora import merged, without_adapters
 from maxbatch.models.registry import build_model
-from maxbatch.modes.run_rl import run_rl
 from maxbatch.rl.grpo import LARGEST_GAP
 from maxbatch.rl.policies import Policies
+from maxbatch.rl.run import run_rl
 from maxbatch.rl.sampled import completion_sampler
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.sampling.choice import Choice

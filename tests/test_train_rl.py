@@ -31,13 +31,13 @@ from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.errors import EXIT_PROCESS_FAILED, UserError
 from maxbatch.hardware.sharding import make_mesh
 from maxbatch.models.registry import build_model
-from maxbatch.modes import run_rl as mode
-from maxbatch.modes.rl_requirements import check_rl
+from maxbatch.rl import run as mode
 from maxbatch.rl.grpo import LARGEST_GAP, MODEL_METRICS
 from maxbatch.rl.microbatches import MicrobatchMaker
 from maxbatch.rl.policy_loss import PolicyLoss
 from maxbatch.rl.prompt_set import prompt_set
 from maxbatch.rl.prompts import Prompt
+from maxbatch.rl.requirements import check_rl
 from maxbatch.rl.rollout import RolloutLoader
 from maxbatch.rl.sampled import completion_sampler, run_vocabulary
 from maxbatch.sampling.sampler import Prompts

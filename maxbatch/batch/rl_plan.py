@@ -13,7 +13,7 @@ from maxbatch.batch.rl_sizes import RLTopology, given_completions, micro_batch_s
 from maxbatch.batch.rollout_order import saved_policies
 from maxbatch.batch.solve import counted, nearest_multiples
 from maxbatch.batch.topology import Topology
-from maxbatch.config.schema import BatchConfig, Config, RLConfig, RunConfig
+from maxbatch.config.schema import BatchConfig, Config, RunConfig
 from maxbatch.errors import UserError
 
 
@@ -251,26 +251,6 @@ def _listed(sizes: list[int]) -> str:
   if len(words) > _SHOWN:
     words = [*words[: _SHOWN - 2], "…", words[-1]]
   return " or ".join([", ".join(words[:-1]), words[-1]]) if words[1:] else words[0]
-
-
-def training_devices(config: RLConfig, num_devices: int, num_slices: int = 1) -> int:
-  """The devices that train, of all.
-
-  Raises:
-    UserError: those that only sample leave none, or slices of different sizes.
-  """
-  rollout, each = config.rollout_devices, num_devices // num_slices
-  if rollout < num_devices and rollout % num_slices == 0:
-    return num_devices - rollout
-  fitting = min(max(round(rollout / num_slices), 1), each - 1) * num_slices
-  offer = f"rollout_devices={fitting}, or " if fitting > 0 else ""
-  equally = (
-    f", and take equally many from each of the {num_slices} slices" if num_slices > 1 else ""
-  )
-  raise UserError(
-    f"rollout_devices={rollout} must leave some of the {num_devices} devices to train{equally}; "
-    f"for example {offer}rollout_devices=0: all devices sample and train in turn"
-  )
 
 
 def in_samples(config: Config, plan: RLPlan) -> Config:

@@ -40,7 +40,7 @@ from maxbatch.batch.solve import (
   text,
 )
 from maxbatch.batch.topology import Topology
-from maxbatch.config.schema import BatchConfig, RLConfig
+from maxbatch.config.schema import BatchConfig
 from maxbatch.errors import UserError
 
 _WARM_START_BATCH = 64
@@ -93,30 +93,6 @@ class GivenCompletions:
     count = int(self.num_microbatches.size) if self.num_microbatches else 1
     micro = self.micro_batch
     return count * (int(micro.size) if micro and _is_whole(micro, topology) else topology.unit)
-
-
-def is_rl(config: RLConfig) -> bool:
-  """Whether a configuration is one of reinforcement learning."""
-  return config.num_generations != -1
-
-
-def check_supervised(config: RLConfig) -> None:
-  """Checks, for commands that train on text, that the sizes count samples and not prompts.
-
-  Raises:
-    UserError: the configuration is one of reinforcement learning, or keeps devices for it.
-  """
-  if is_rl(config):
-    raise UserError(
-      f"num_generations={config.num_generations} makes this a configuration of reinforcement "
-      "learning, whose batch_size counts prompts, and this command trains on text; for example "
-      "num_generations=-1, or another config"
-    )
-  if config.rollout_devices:
-    raise UserError(
-      f"rollout_devices={config.rollout_devices} only sample, and this command trains on text; for "
-      "example rollout_devices=0"
-    )
 
 
 def solve_rl(given: GivenCompletions, topology: RLTopology) -> Sizes:

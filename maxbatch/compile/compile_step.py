@@ -3,12 +3,12 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import jax
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.rl_sizes import is_rl
 from maxbatch.batch.solve import text
 from maxbatch.batch.topology import Topology
 from maxbatch.command_line.table import GIB
@@ -23,29 +23,25 @@ from maxbatch.compile.program import (
   memory_suggestions,
   refuse_if_too_large,
 )
-from maxbatch.compile.report import CompileReport, held_bytes, make_report, state_bytes
-from maxbatch.compile.rollout_program import (
-  PolicyBytes,
-  RolloutPlace,
-  RolloutProgram,
-  RolloutReport,
-  compile_rollout,
-  estimate_rollout,
-  measure_rollout,
-  rollout_report,
-)
+from maxbatch.compile.report import CompileReport, Sampling, make_report, state_bytes
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import RowSource
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
-from maxbatch.estimate.chips import chip_for
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Device
 from maxbatch.hardware.shared_files import write_shared_file
-from maxbatch.rl.trainer import build_policy_trainer
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import build_trainer
 from maxbatch.training.step import Trainer
+
+
+class Sampler(Protocol):
+  """What samples what a step is fed, on the devices of the step or on others."""
+
+  def compiled(self, config: Config, trainer: Trainer) -> tuple[Sampling, Callable[[], Sampling]]:
+    """Compiles it; returns what is known then, and what also tells its time, measured when called."""
+    ...
 
 
 def compile_reports(
@@ -53,7 +49,7 @@ def compile_reports(
   plan: BatchPlan,
   trainer: Trainer,
   devices: Sequence[Device],
-  rollout: RolloutPlace | None = None,
+  sampler: Sampler | None = None,
 ) -> list[CompileReport]:
   """Compiles the step for every microbatch of the run and reports on each.
 
@@ -64,12 +60,12 @@ def compile_reports(
     plan: its sizes.
     trainer: its model, optimizer and mesh.
     devices: those that train.
-    rollout: of reinforcement learning: what is sampled, and where, which is compiled and timed too.
+    sampler: where a step trains on what is sampled: compiled and timed too.
 
   Raises:
     UserError: the compiler finds no way to run a step in a device's memory.
   """
-  return [_report(config, plan, trainer, devices, each, rollout) for each in plan.micro_batches]
+  return [_report(config, plan, trainer, devices, each, sampler) for each in plan.micro_batches]
 
 
 def report_or_refusal(
@@ -89,25 +85,7 @@ def report_or_refusal(
   """
   plan = plan_batches(config.batch, config.run, layout)
   trainer = build_trainer(config, plan, devices)
-  return _try_report(config, plan, trainer, devices, micro_batch or plan.micro_batch_to_train)
-
-
-def rl_report_or_refusal(
-  config: Config, devices: Sequence[Device], rollout: RolloutPlace
-) -> CompileReport:
-  """As `report_or_refusal`, of a run of reinforcement learning with its rollout.
-
-  Args:
-    config: the run, its sizes counted in completions (`in_samples`).
-    devices: where it is to train.
-    rollout: its sizes, and where it is to sample.
-
-  Raises:
-    DoesNotFitError: as above, of either program.
-    UserError: a device's memory is not known.
-  """
-  plan, trainer = rollout.plan, build_policy_trainer(config, rollout.plan, devices)
-  return _try_report(config, plan.batch_plan, trainer, devices, plan.micro_batch, rollout)
+  return try_report(config, plan, trainer, devices, micro_batch or plan.micro_batch_to_train)
 
 
 def write_reports(
@@ -137,13 +115,16 @@ def _report(
   trainer: Trainer,
   devices: Sequence[Device],
   micro_batch: int,
-  rollout: RolloutPlace | None,
+  sampler: Sampler | None,
 ) -> CompileReport:
   try:
-    return _try_report(config, plan, trainer, devices, micro_batch, rollout)
+    return try_report(config, plan, trainer, devices, micro_batch, sampler)
   except DoesNotFitError as error:
     capacity = capacity_bytes(devices, config.compile.device_memory_gb)
-    raise _too_large(config, plan, micro_batch, error.needed_bytes, capacity) from error
+    with_sampler = sampler is not None
+    raise _too_large(
+      config, plan, micro_batch, error.needed_bytes, capacity, with_sampler=with_sampler
+    ) from error
 
 
 def check_fits(config: Config, plan: BatchPlan, reports: Sequence[CompileReport]) -> None:
@@ -155,7 +136,8 @@ def check_fits(config: Config, plan: BatchPlan, reports: Sequence[CompileReport]
   for report in reports:
     if not report.fits:
       needed = report.peak
-      raise _too_large(config, plan, report.micro_batch, needed, report.capacity_bytes)
+      capacity, samples = report.capacity_bytes, report.sampling is not None
+      raise _too_large(config, plan, report.micro_batch, needed, capacity, with_sampler=samples)
 
 
 def check_device_memory(
@@ -172,10 +154,16 @@ def check_device_memory(
 
 
 def _too_large(
-  config: Config, plan: BatchPlan, micro_batch: int, needed_bytes: int, capacity: int
+  config: Config,
+  plan: BatchPlan,
+  micro_batch: int,
+  needed_bytes: int,
+  capacity: int,
+  *,
+  with_sampler: bool = False,
 ) -> UserError:
   size, what = f"per_device_batch_size={text(plan.per_device(micro_batch))}", "the step needs"
-  if is_rl(config.rl):
+  if with_sampler:
     size, what = f"micro_batch_size={micro_batch}", "step and rollout need"
   # Who ran out of memory while running does not say how much was missing.
   needed = gib(needed_bytes) if needed_bytes > capacity else "more memory"
@@ -186,13 +174,13 @@ def _too_large(
   )
 
 
-def _try_report(
+def try_report(
   config: Config,
   plan: BatchPlan,
   trainer: Trainer,
   devices: Sequence[Device],
   micro_batch: int,
-  rollout: RolloutPlace | None = None,
+  sampler: Sampler | None = None,
 ) -> CompileReport:
   """Compiles, reads, and times what can be timed.
 
@@ -201,8 +189,7 @@ def _try_report(
   """
   program = compile_program(config, plan, trainer, placeholder_rows(config), micro_batch)
   capacity = capacity_bytes(devices, config.compile.device_memory_gb)
-  sampler = compile_rollout(config, trainer, rollout) if rollout else None
-  sampled = _sampled(trainer, rollout, sampler, plan) if rollout and sampler else None
+  sampled, timed = sampler.compiled(config, trainer) if sampler else (None, lambda: None)
   state = state_bytes(trainer.abstract).total
   needed = sampled.largest(program.memory, state) if sampled else program.memory.peak
   measured = None
@@ -210,28 +197,9 @@ def _try_report(
   fits = broadcast_one_to_all(needed <= capacity)
   if fits and not config.compile.compile_topology:
     measured = _measured(plan, trainer, program, micro_batch)
-    if rollout and sampler and sampled:
-      time = measure_rollout(config, trainer, rollout, sampler)
-      sampled = dataclasses.replace(sampled, time=time)
+    sampled = timed()
   title = _title(config, plan, trainer)
   return make_report(plan, trainer, program, micro_batch, capacity, measured, title, sampled)
-
-
-def _sampled(
-  trainer: Trainer, place: RolloutPlace, program: RolloutProgram, plan: BatchPlan
-) -> RolloutReport:
-  """What is known of a rollout without running it."""
-  chip = chip_for(trainer.mesh.devices.flat[0].device_kind)
-  per_slice = plan.topology.devices_per_slice if plan.topology.num_slices > 1 else None
-  state, parts = trainer.abstract, trainer.model.split(place.policy(trainer))
-  return rollout_report(
-    program,
-    place.plan,
-    sampling=PolicyBytes(*map(held_bytes, parts)),
-    training=PolicyBytes(held_bytes(state.params), held_bytes(state.frozen)),
-    in_flight=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.params)),
-    time=estimate_rollout(place.plan, program, chip, per_slice) if chip else None,
-  )
 
 
 def _measured(

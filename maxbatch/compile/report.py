@@ -6,7 +6,7 @@ compiler's cycles and the chip's published figures), or a measurement on the dev
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -14,7 +14,7 @@ from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.solve import text
 from maxbatch.command_line.table import figure, gib, section
 from maxbatch.compile.measured_time import Timing
-from maxbatch.compile.program import CompiledProgram
+from maxbatch.compile.program import CompiledProgram, ProgramMemory
 from maxbatch.compile.report_time import (
   StepTime,
   check_coverage,
@@ -23,7 +23,6 @@ from maxbatch.compile.report_time import (
   in_microbatches,
   measured_time,
 )
-from maxbatch.compile.rollout_program import RolloutReport, memory_figures
 from maxbatch.compile.step_identity import compiler_environment
 from maxbatch.compile.traced_flops import StepFlops, model_flops_per_token
 from maxbatch.data.input_report import InputReport
@@ -53,6 +52,42 @@ class StateBytes:
     return self.parameters + self.optimizer_state + self.accumulators + self.frozen_parameters
 
 
+def memory_figures(rows: Sequence[tuple[str, int]], capacity: int) -> list[str]:
+  """Returns a line for each size of a device's memory, of which the last one is the peak."""
+  lines = [figure(name, gib(size, ".3f"), "GiB") for name, size in rows]
+  verdict = "fits" if rows[-1][1] <= capacity else "DOES NOT FIT"
+  return [*lines[:-1], f"{lines[-1]} of {gib(capacity, '.2f')}: {verdict}"]
+
+
+class Sampling(Protocol):
+  """What is known of the programs that sample what a step is fed, on one device."""
+
+  @property
+  def beside_training(self) -> int:
+    """Bytes that a device which trains holds meanwhile, beside what the step counts itself."""
+    ...
+
+  def largest(self, step: ProgramMemory, state: int) -> int:
+    """Bytes that a device needs, be it for the step or for sampling; `state`: between steps."""
+    ...
+
+  def step_seconds(self, training: float) -> float | None:
+    """Seconds of a step with its sampling, by those of its training; None: not known."""
+    ...
+
+  def as_dict(self, state: int, rows: int) -> dict[str, Any]:
+    """Plain values; what is not known is left out."""
+    ...
+
+  def memory_lines(self, state: int, rows: int, training: int, capacity: int) -> str:
+    """The table of a device's memory while it samples."""
+    ...
+
+  def time_lines(self, training: float | None) -> str:
+    """Seconds of sampling and of a step, by those that its training takes."""
+    ...
+
+
 @dataclasses.dataclass(frozen=True)
 class CompileReport:
   """One compiled step: the program for phases of one microbatch."""
@@ -71,8 +106,8 @@ class CompileReport:
   model_flops_per_token: float
   input_function: InputReport | None = None
   """What the run would read; the same for all of its steps, so that one of their reports has it."""
-  rollout: RolloutReport | None = None
-  """Of reinforcement learning: what samples what the step is fed."""
+  sampling: Sampling | None = None
+  """Of what samples what the step is fed."""
   compiler_flags: str = ""
   """With which the step was compiled."""
   operations: Sequence[OperationCost] = ()
@@ -101,13 +136,13 @@ class CompileReport:
   @property
   def training_peak(self) -> int:
     """Bytes of a device while the step runs, with what lies there beside it."""
-    return self.program.memory.peak + (self.rollout.beside_training if self.rollout else 0)
+    return self.program.memory.peak + (self.sampling.beside_training if self.sampling else 0)
 
   @property
   def peak(self) -> int:
-    """Of training and rollout the larger."""
+    """Of training and sampling the larger."""
     memory = self.program.memory
-    return self.rollout.largest(memory, self.state.total) if self.rollout else memory.peak
+    return self.sampling.largest(memory, self.state.total) if self.sampling else memory.peak
 
   @property
   def fits(self) -> bool:
@@ -120,11 +155,11 @@ class CompileReport:
     return self.time.of(self.num_microbatches) if self.time else None
 
   @property
-  def rl_step_seconds(self) -> float | None:
-    """Of a step with its rollout."""
-    if self.rollout is None or self.step_seconds is None:
+  def sampled_step_seconds(self) -> float | None:
+    """Of a step with its sampling."""
+    if self.sampling is None or self.step_seconds is None:
       return None
-    return self.rollout.step_seconds(self.step_seconds)
+    return self.sampling.step_seconds(self.step_seconds)
 
   @property
   def utilisation(self) -> float | None:
@@ -148,7 +183,7 @@ class CompileReport:
         **dataclasses.asdict(self.state),
         "rows": self.rows_bytes,
         "activations_and_temporaries": memory.temporaries,
-        **({"rollout": self.rollout.beside_training} if self.rollout else {}),
+        **({"rollout": self.sampling.beside_training} if self.sampling else {}),
         "peak": self.training_peak,
         "capacity": self.capacity_bytes,
         "host": memory.host,
@@ -174,9 +209,11 @@ class CompileReport:
       }
       found["time"] |= {"spread": self.time.spread} if self.time.spread is not None else {}
       found["time"] |= {"model_flop_utilisation": self.utilisation} if self.utilisation else {}
-    if self.rollout is not None:
-      found["rollout"] = self.rollout.as_dict(self.state.total, self.rows_bytes)
-      found["rollout"] |= {"step_seconds": self.rl_step_seconds} if self.rl_step_seconds else {}
+    if self.sampling is not None:
+      found["rollout"] = self.sampling.as_dict(self.state.total, self.rows_bytes)
+      found["rollout"] |= (
+        {"step_seconds": self.sampled_step_seconds} if self.sampled_step_seconds else {}
+      )
     if self.input_function is not None:
       found["input_function"] = self.input_function.as_dict()
     if self.time is not None and self.time.how == "estimate":
@@ -195,10 +232,10 @@ class CompileReport:
     parts = [
       f"{self.title}\n{compiled}",
       self._memory(),
-      self._rollout_memory(),
+      self._sampling_memory(),
       self._work(),
       self._time(),
-      self.rollout.time_lines(self.step_seconds) if self.rollout else "",
+      self.sampling.time_lines(self.step_seconds) if self.sampling else "",
       *self._where(),
       self._moved(),
       str(self.input_function or ""),
@@ -215,7 +252,7 @@ class CompileReport:
       ("gradient accumulators", state.accumulators),
       ("rows of the step", self.rows_bytes),
       ("activations, temporaries", memory.temporaries),
-      *([("policies and a rollout", self.rollout.beside_training)] if self.rollout else []),
+      *([("policies and a rollout", self.sampling.beside_training)] if self.sampling else []),
       ("peak", self.training_peak),
     ]
     lines = memory_figures(rows, self.capacity_bytes)
@@ -223,11 +260,11 @@ class CompileReport:
       lines.append(figure("in the memory of its host", gib(host, ".3f"), "GiB"))
     return section("Memory of a device (compiler)", lines)
 
-  def _rollout_memory(self) -> str:
-    if self.rollout is None:
+  def _sampling_memory(self) -> str:
+    if self.sampling is None:
       return ""
     held = self.state.total, self.rows_bytes
-    return self.rollout.memory_lines(*held, self.training_peak, self.capacity_bytes)
+    return self.sampling.memory_lines(*held, self.training_peak, self.capacity_bytes)
 
   def _work(self) -> str:
     plan, work, num_microbatches = self.plan, self.work, self.num_microbatches
@@ -343,7 +380,7 @@ def make_report(
   capacity: int,
   measured: Timing | None,
   title: str,
-  rollout: RolloutReport | None = None,
+  sampling: Sampling | None = None,
 ) -> CompileReport:
   """Puts together what is known of a compiled step.
 
@@ -355,7 +392,7 @@ def make_report(
     capacity: bytes that a device may use.
     measured: its time on the devices, where they are here; None asks for an estimate.
     title: the first line.
-    rollout: of reinforcement learning.
+    sampling: of what samples what the step is fed.
 
   Raises:
     UserError: the compiler's text is not understood well enough for an estimate.
@@ -387,7 +424,7 @@ def make_report(
     work=work,
     time=time,
     model_flops_per_token=model_flops_per_token(trainer.model, plan.max_target_length),
-    rollout=rollout,
+    sampling=sampling,
     compiler_flags=str(trainer.compiler_flags),
     operations=(*costs, *_once_per_step(in_filling(trainer.pipeline, once))),
   )

@@ -2,9 +2,8 @@
 
 import dataclasses
 
-from maxbatch.batch.rl_plan import training_devices
-from maxbatch.batch.rl_sizes import is_rl
 from maxbatch.batch.solve import given_sizes, solve_num_devices
+from maxbatch.batch.supervised import is_rl, training_devices
 from maxbatch.batch.topology import Topology, topology
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError

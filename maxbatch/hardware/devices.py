@@ -14,7 +14,7 @@ from typing import Protocol
 import jax
 from jax.experimental import topologies
 
-from maxbatch.batch.rl_plan import training_devices
+from maxbatch.batch.supervised import training_devices
 from maxbatch.batch.topology import Topology, devices_per_process, topology
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError

@@ -6,18 +6,17 @@ import os
 from collections.abc import Callable, Sequence
 
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.rl_plan import plan_rl
 from maxbatch.batch.topology import Topology
 from maxbatch.command_line.screen import for_screen
 from maxbatch.compile import cache
 from maxbatch.compile.compile_step import (
+  Sampler,
   check_fits,
   compile_reports,
   placeholder_rows,
   write_reports,
 )
 from maxbatch.compile.report import CompileReport
-from maxbatch.compile.rollout_program import RolloutPlace
 from maxbatch.compile.step_file import check_replaces_no_other, save_steps
 from maxbatch.config.keys.batch import Explore
 from maxbatch.config.schema import Config
@@ -30,19 +29,16 @@ from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import num_processes
 from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.modes.resolve import ResolvedRun, resolve
-from maxbatch.modes.resolve_rl import resolve_rl, with_prompts
-from maxbatch.modes.rl_requirements import check_rl
 from maxbatch.modes.start import started
 from maxbatch.modes.validate import validate
-from maxbatch.modes.validate_rl import validate_rl
 from maxbatch.pipeline_parallel.unused_keys import check_unused
-from maxbatch.rl.trainer import build_policy_trainer
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import build_trainer
-from maxbatch.tuning.candidates import Candidate, rl_sizes_of, sizes_of
+from maxbatch.training.step import Trainer
+from maxbatch.tuning.candidates import Candidate, sizes_of
 from maxbatch.tuning.coupling import resolve_accumulation
 from maxbatch.tuning.microbatch_size import explore_sizes
-from maxbatch.tuning.prober import Prober, RLProber
+from maxbatch.tuning.prober import Prober
 
 
 def is_run(config: Config) -> bool:
@@ -76,40 +72,6 @@ def is_run(config: Config) -> bool:
   return not instead
 
 
-def prepare_rl_only(config: Config, *, forget: bool = False) -> None:
-  """As `prepare_only`, of a configuration of reinforcement learning: step and sampler.
-
-  Raises:
-    UserError: as there.
-  """
-  check_rl(config)
-  if config.compile.validate_only:
-    validate_rl(config)
-    return
-  with started(config), ending_together():
-    target = find_devices(config)
-    cache.enable(config.compile.jax_cache_dir)
-    config = _with_epoch(config)
-    if isinstance(config.batch.micro_batch_size, Explore):
-      print(f"{for_screen(str(plan_rl(config, target.layout)))}\n", flush=True)
-      _ranked(config, target, RLProber(config, target), find=rl_sizes_of)
-      return
-    found = resolve_rl(config, target, forget=forget)
-    print(f"{for_screen(str(found.plan))}\n", flush=True)
-    _compile(resolve(found.in_samples, target), found.place)
-
-
-def _with_epoch(config: Config) -> Config:
-  """With the prompts of an epoch counted; as it is, and a line, where they are not here."""
-  try:
-    return with_prompts(config)[0]
-  except UserError as error:
-    if not config.compile.compile_topology:
-      raise
-    print(f"The run's prompts are not looked at: {error}\n", flush=True)
-    return config
-
-
 def prepare_only(config: Config, *, forget: bool = False) -> None:
   """validate_only or compile_only: says what it finds, and ends before any training.
 
@@ -125,23 +87,20 @@ def prepare_only(config: Config, *, forget: bool = False) -> None:
     if isinstance(config.batch.micro_batch_size, Explore):
       _explore(config, target)
     else:
-      _compile(resolve(config, target, forget=forget))
+      run = resolve(config, target, forget=forget)
+      compile_run(run, build_trainer(run.config, run.plan, target.devices))
 
 
-def _compile(run: ResolvedRun, rollout: RolloutPlace | None = None) -> None:
-  """Every step of the run, with a report of each; of reinforcement learning with its rollout."""
+def compile_run(run: ResolvedRun, trainer: Trainer, sampler: Sampler | None = None) -> None:
+  """Compiles every step of the run, with a report of each; with what samples for it, if it does."""
   config, plan, devices = run.config, run.plan, run.target.devices
   print(f"{for_screen(str(plan))}\n", flush=True)
-  if rollout:
-    trainer = build_policy_trainer(config, rollout.plan, devices)
-  else:
-    trainer = build_trainer(config, plan, devices)
-  reports = compile_reports(config, plan, trainer, devices, rollout)
-  if not rollout:
+  reports = compile_reports(config, plan, trainer, devices, sampler)
+  if not sampler:
     found = input_function(config, plan, num_processes(trainer.mesh))
     reports[-1] = dataclasses.replace(reports[-1], input_function=found)
   _show(reports, run.folder)
-  if not rollout:
+  if not sampler:
     _remember(config, "\n\n".join(map(str, reports)))
   if config.compile.save_compiled_step:
     steps = {each.micro_batch: each.program.step for each in reports}
@@ -173,15 +132,16 @@ def _explore(config: Config, target: Target) -> None:
       "compile_only=true with the size that you take ranks the others too",
       flush=True,
     )
-  _ranked(config, target, Prober(config, target.devices, target.layout))
+  rank_sizes(config, target, Prober(config, target.devices, target.layout))
 
 
-def _ranked(
+def rank_sizes(
   config: Config,
   target: Target,
   prober: Prober,
   find: Callable[[Config, Topology], Sequence[Candidate]] = sizes_of,
 ) -> None:
+  """Ranks every size that explore asks for, with the report of the one recommended."""
   chosen, found = explore_sizes(config, target, prober, find=find)
   folder = RunFolder.of(config.run)
   print()

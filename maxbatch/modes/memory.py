@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.rl_sizes import is_rl
 from maxbatch.batch.solve import text
+from maxbatch.batch.supervised import is_rl
 from maxbatch.compile.program import capacity_bytes, gib
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError

@@ -8,8 +8,11 @@ from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset, check_epochs
+from maxbatch.models.registry import Model
+from maxbatch.modes.noise import text_meter
 from maxbatch.modes.resolve import ResolvedRun
 from maxbatch.training.loop import Job
+from maxbatch.training.noise_run import Meter
 from maxbatch.training.objective import TEXT, Loss
 from maxbatch.training.step import Trainer
 
@@ -36,6 +39,10 @@ class Method(Protocol):
     Raises:
       UserError: it cannot be read, or not for as long as the run is.
     """
+    ...
+
+  def meter(self, config: Config, model: Model) -> Meter:
+    """What measures the noise scale."""
     ...
 
   def equipped(
@@ -72,6 +79,10 @@ class OnText:
     dataset = build_dataset(config.data, config.batch.max_target_length)
     check_epochs(config.data, dataset.train, resolved.plan.total_samples)
     return dataset
+
+  def meter(self, config: Config, model: Model) -> Meter:
+    """See `Method.meter`."""
+    return text_meter(config, model)
 
   def equipped(
     self, job: Job, resolved: ResolvedRun, restored: Restored | None

@@ -3,11 +3,10 @@
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.rl_sizes import is_rl
 from maxbatch.batch.schedule import follows_noise_scale
 from maxbatch.compile.step_file import step_compiler
 from maxbatch.config.schema import Config
@@ -16,39 +15,33 @@ from maxbatch.hardware.devices import Device
 from maxbatch.models.registry import Model, build_model
 from maxbatch.noise.requirements import measures_noise
 from maxbatch.noise.steering import Steering
-from maxbatch.rl.prompt_noise import PromptNoiseMeter
 from maxbatch.training.build import build_trainer
 from maxbatch.training.noise_meter import NoiseMeter
 from maxbatch.training.noise_run import Meter, Noise
 from maxbatch.training.programs import StepPrograms
-from maxbatch.training.step import Trainer
 
 
 def make_noise(
-  config: Config, plan: BatchPlan, trainer: Trainer, folder: pathlib.Path
+  config: Config, plan: BatchPlan, make_meter: Callable[[], Meter], folder: pathlib.Path
 ) -> Noise | None:
   """What measures, and steers if it is to; None for a run without either.
 
   Args:
     config: the run.
     plan: its plan from the very beginning.
-    trainer: its model, optimizer and mesh.
+    make_meter: makes what measures.
     folder: where decisions are written.
   """
   if not measures_noise(config.noise):
     return None
-  meter = _meter(config, trainer.model)
   steering = None
   if follows_noise_scale(config.batch):
     steering = Steering(config.noise, plan, _warmup_samples(config, plan))
-  return Noise(meter, None, config.noise.gns_report_every, steering, folder)
+  return Noise(make_meter(), None, config.noise.gns_report_every, steering, folder)
 
 
-def _meter(config: Config, model: Model) -> Meter:
-  if is_rl(config.rl):
-    return PromptNoiseMeter(
-      config.noise, model, config.rl.num_generations, config.rl.num_iterations
-    )
+def text_meter(config: Config, model: Model) -> Meter:
+  """Returns what measures the noise scale of a run on text."""
   calibrating = None
   if _calibrates(config):
     length = config.batch.max_target_length

@@ -166,7 +166,7 @@ def _run_in_folder(
   """Trains from where the folder's newest checkpoint is, and sums up."""
   resolved, trainer, dataset = made.resolved, made.trainer, made.dataset
   with _checkpointer(resolved, dataset, chronicle) as checkpointer:
-    start = _restore(resolved, trainer, checkpointer, made.beginning)
+    start = _restore(resolved, trainer, checkpointer, made.beginning, method)
     if start.restored and start.position.step >= start.plan.steps:
       more = " For more, raise its budget." if advise else ""
       print(f"This run is complete at step {start.position.step}.{more}")
@@ -218,7 +218,11 @@ def _checkpointer(resolved: ResolvedRun, dataset: Dataset, chronicle: Chronicle)
 
 
 def _restore(
-  resolved: ResolvedRun, trainer: Trainer, checkpointer: Checkpointer, beginning: Beginning
+  resolved: ResolvedRun,
+  trainer: Trainer,
+  checkpointer: Checkpointer,
+  beginning: Beginning,
+  method: Method,
 ) -> _Start:
   """The newest good checkpoint of the run's folder, or the beginning, and the plan from there."""
   restored = None
@@ -230,7 +234,8 @@ def _restore(
     if line := key_that_is_over(resolved.config.checkpoint):
       print(line, flush=True)
   plan = resolved.plan
-  noise = make_noise(resolved.config, plan, trainer, resolved.folder.path)
+  make_meter = functools.partial(method.meter, resolved.config, trainer.model)
+  noise = make_noise(resolved.config, plan, make_meter, resolved.folder.path)
   if noise:
     noise.restore(restored.notes if restored else {}, position)
     plan = noise.planned(plan)

@@ -9,7 +9,7 @@ from typing import Any
 
 from maxbatch.batch.plan import BatchPlan, plan_batches
 from maxbatch.batch.rl_plan import plan_rl
-from maxbatch.batch.rl_sizes import is_rl
+from maxbatch.batch.supervised import is_rl
 from maxbatch.batch.topology import topology
 from maxbatch.command_line.table import Table, gib
 from maxbatch.config.load import load_config

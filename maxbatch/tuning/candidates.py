@@ -10,11 +10,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import ClassVar, TypeVar
 
 from maxbatch.batch.arithmetic import per_device_size, samples_per_group, tokens_of
 from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.rl_plan import plan_rl
-from maxbatch.batch.rl_sizes import halving_micro_batch_sizes, micro_batch_sizes
 from maxbatch.batch.solve import (
   DEFAULT_PER_DEVICE_BATCH_SIZE,
   GivenSizes,
@@ -62,6 +61,9 @@ class Candidate:
     """As micro_batch_size counts it."""
     return self.per_device
 
+  unit: ClassVar[str] = "samples per device"
+  unit_of_microbatch: ClassVar[str] = "samples per device and microbatch"
+
   @property
   def words(self) -> str:
     """The size with its unit."""
@@ -97,19 +99,7 @@ class Candidate:
     return tuple(batch for batch in near if batch > 0)
 
 
-@dataclasses.dataclass(frozen=True)
-class RLCandidate(Candidate):
-  """A size of reinforcement learning, where a sample is a completion: micro_batch_size counts all devices'."""
-
-  @property
-  def size(self) -> Fraction:
-    """See `Candidate.size`."""
-    return Fraction(self.micro_batch)
-
-  @property
-  def words(self) -> str:
-    """See `Candidate.words`."""
-    return counted(self.micro_batch, "completion")
+AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
 
 
 def is_open(batch: BatchConfig) -> bool:
@@ -159,10 +149,7 @@ def candidates(batch: BatchConfig, run: RunConfig, topology: Topology) -> tuple[
   _check_open(batch, given)
   sizes = _divisors(given, topology) if given.batch else _powers_of_two(batch, topology)
   allowed = _with_a_plan(batch, run, topology, sizes)
-  chosen = [one for one in allowed if _in_range(batch, one.size)]
-  if not chosen:
-    raise UserError(_none_in_range(batch, allowed))
-  return tuple(chosen)
+  return in_range(batch, allowed)
 
 
 def sizes_of(config: Config, topology: Topology) -> tuple[Candidate, ...]:
@@ -188,43 +175,6 @@ def sizes_of(config: Config, topology: Topology) -> tuple[Candidate, ...]:
   return tuple(found)
 
 
-def rl_sizes_of(config: Config, training: Topology) -> tuple[RLCandidate, ...]:
-  """The sizes that a run of reinforcement learning can have, ascending: all hold whole groups.
-
-  Args:
-    config: counts prompts; micro_batch_size is auto or explore.
-    training: the devices that train.
-
-  Raises:
-    UserError: other keys contradict each other, or no size lies in the range.
-  """
-  whole, noise = plan_rl(config, training), config.noise.gns_from_microbatches
-  sizes_of_step = halving_micro_batch_sizes if noise else micro_batch_sizes
-  plans = [
-    plan_rl(dataclasses.replace(config, batch=with_size(config.batch, Fraction(size))), training)
-    for size in sizes_of_step(whole.completions_per_step, whole.topology)
-  ]
-  if not plans:
-    raise UserError(
-      f"gns_from_microbatches=true: with no size of {asked(config.batch)} can a step of "
-      f"{whole.completions_per_step:,} completions be halved and compared; for example gns_from_microbatches=false"
-    )
-  allowed = [
-    RLCandidate(
-      per_device=plan.batch_plan.per_device(plan.micro_batch),
-      gradient_accumulation_steps=plan.num_microbatches,
-      micro_batch=plan.micro_batch,
-      batch=plan.completions_per_step,
-      max_target_length=plan.batch_plan.max_target_length,
-    )
-    for plan in plans
-  ]
-  chosen = [one for one in allowed if _in_range(config.batch, one.size)]
-  if not chosen:
-    raise UserError(_none_in_range(config.batch, allowed))
-  return tuple(chosen)
-
-
 def with_policy(model: ModelConfig, policy: str) -> ModelConfig:
   """The model with a remat_policy."""
   return dataclasses.replace(model, remat_policy=policy)  # pyright: ignore[reportArgumentType]
@@ -242,8 +192,7 @@ def asked(batch: BatchConfig) -> str:
 
 def offered(batch: BatchConfig, sizes: Sequence[Candidate]) -> str:
   """What is chosen from, in a sentence: `micro_batch_size=auto chooses from 1, 2, 4 samples …`."""
-  also = " per " if isinstance(sizes[0], RLCandidate) else " and "
-  line = f"{asked(batch)} chooses from {_listed(sizes)} {_unit(sizes)}{also}microbatch"
+  line = f"{asked(batch)} chooses from {_listed(sizes)} {sizes[0].unit_of_microbatch}"
   return f"{line}, and batch_size follows" if batch_follows(batch) else line
 
 
@@ -251,10 +200,6 @@ def _listed(sizes: Sequence[Candidate]) -> str:
   """The sizes, the middle left out where they are many."""
   shown = [text(one.size) for one in sizes]
   return ", ".join(shown if len(shown) < 12 else [*shown[:5], "…", *shown[-5:]])
-
-
-def _unit(sizes: Sequence[Candidate]) -> str:
-  return "completions" if isinstance(sizes[0], RLCandidate) else "samples per device"
 
 
 def _check_open(batch: BatchConfig, given: GivenSizes) -> None:
@@ -325,19 +270,27 @@ def _with_a_plan(
   )
 
 
-def _in_range(batch: BatchConfig, size: Fraction) -> bool:
+def in_range(batch: BatchConfig, allowed: Sequence[AnyCandidate]) -> tuple[AnyCandidate, ...]:
+  """Returns those of the sizes that lie in the range of explore, if there is one.
+
+  Raises:
+    UserError: there are none.
+  """
   value = batch.micro_batch_size
   if not isinstance(value, Explore):
-    return True
+    return tuple(allowed)
   # Sizes below 1 exist where devices share a sample; no whole minimum could name them.
-  return (value.min == 1 or size >= value.min) and (value.max == -1 or size <= value.max)
-
-
-def _none_in_range(batch: BatchConfig, allowed: Sequence[Candidate]) -> str:
+  chosen = tuple(
+    one
+    for one in allowed
+    if (value.min == 1 or one.size >= value.min) and (value.max == -1 or one.size <= value.max)
+  )
+  if chosen:
+    return chosen
   # explore's bounds are whole: the smallest and the largest size, rounded outwards.
   low, high = math.floor(allowed[0].size), math.ceil(allowed[-1].size)
-  return (
+  raise UserError(
     f"{asked(batch)}: none of the {counted(len(allowed), 'size')} that the plan allows lies in this "
-    f"range; allowed: {_listed(allowed)} {_unit(allowed)}; for example "
+    f"range; allowed: {_listed(allowed)} {allowed[0].unit}; for example "
     f"micro_batch_size={{explore: {{min: {max(1, low)}, max: {high}}}}}"
   )

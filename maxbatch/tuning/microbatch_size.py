@@ -15,8 +15,6 @@ from typing import Any
 import jax
 
 from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.rl_plan import in_samples, plan_rl
-from maxbatch.batch.rl_sizes import is_rl
 from maxbatch.batch.solve import text
 from maxbatch.batch.topology import Topology
 from maxbatch.compile.compile_step import placeholder_rows
@@ -28,7 +26,6 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.compiler_flags import EXPLORE, compiler_flags
 from maxbatch.hardware.devices import Target
 from maxbatch.hardware.memory import machine_bytes
-from maxbatch.rl.trainer import build_policy_trainer
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import (
   Candidate,
@@ -36,7 +33,6 @@ from maxbatch.tuning.candidates import (
   batch_follows,
   default_batch_note,
   is_open,
-  rl_sizes_of,
   sizes_of,
   with_default_batch,
 )
@@ -75,37 +71,17 @@ def choose(
   Raises:
     UserError: nothing fits, the size follows from other keys, or something is to be explored.
   """
-  if not _chooses(config):
+  if not chooses(config):
     return config
   asked_for, config = config, with_default_batch(config, place.layout)
   sizes = sizes_of(config, place.layout)
   depends_on = what_it_depends_on(config, place, sizes)
   line = functools.partial(_line, asked_for, place)
-  return _chosen(config, sizes, depends_on, probe, folder, line, forget=forget, say=say)
+  return choose_from(config, sizes, depends_on, probe, folder, line, forget=forget, say=say)
 
 
-def choose_rl(
-  config: Config,
-  place: Target,
-  probe: ProbeSize,
-  folder: pathlib.Path,
-  *,
-  forget: bool = False,
-  say: Say = print,
-) -> Config:
-  """As `choose`, of a configuration of reinforcement learning, which counts prompts."""
-  if not _chooses(config):
-    return config
-  sizes = rl_sizes_of(config, place.layout)
-  depends_on = what_it_depends_on(config, place, sizes, _lowered_for_rl) | {
-    "rl": to_flat_dict(config.rl),
-  }
-  line = functools.partial(_line, config, place)
-  return _chosen(config, sizes, depends_on, probe, folder, line, forget=forget, say=say)
-
-
-def _chooses(config: Config) -> bool:
-  """Whether there is a size to choose for a run.
+def chooses(config: Config) -> bool:
+  """Returns whether there is a size to choose for a run.
 
   Raises:
     UserError: something is to be explored, which is not for runs.
@@ -130,7 +106,7 @@ def check_explored(config: Config) -> None:
     raise UserError(_flags_not_here(config))
 
 
-def _chosen(
+def choose_from(
   config: Config,
   sizes: Sequence[Candidate],
   depends_on: Mapping[str, Any],
@@ -138,9 +114,24 @@ def _chosen(
   folder: pathlib.Path,
   line: Callable[[Candidate, str], str],
   *,
-  forget: bool,
-  say: Say,
+  forget: bool = False,
+  say: Say = print,
 ) -> Config:
+  """Returns the configuration with the largest of the sizes that fits and is fast, or a remembered one.
+
+  Args:
+    config: as for `choose`.
+    sizes: what is chosen from, ascending.
+    depends_on: see `what_it_depends_on`.
+    probe: as for `choose`.
+    folder: as for `choose`.
+    line: says the choice and why.
+    forget: as for `choose`.
+    say: as for `choose`.
+
+  Raises:
+    UserError: nothing fits.
+  """
   memory, say = RememberedChoice(folder, _KEY, "auto", depends_on), in_process_0(say)
   by_size = {text(one.size): one for one in sizes}
   remembered = memory.agreed(by_size, forget=forget, say=say)
@@ -247,16 +238,6 @@ def _lowered(config: Config, place: Target) -> str:
   return lowered_hash(config, plan, trainer, placeholder_rows(config), plan.micro_batch_to_train)
 
 
-def _lowered_for_rl(config: Config, place: Target) -> str:
-  """The same of reinforcement learning, whose configuration counts prompts."""
-  plan = plan_rl(config, place.layout)
-  trained = in_samples(config, plan)
-  trainer = build_policy_trainer(trained, plan, place.devices)
-  return lowered_hash(
-    trained, plan.batch_plan, trainer, placeholder_rows(trained), plan.micro_batch
-  )
-
-
 def _not_here(config: Config) -> str:
   return (
     f"{asked(config.batch)} tries every size before it ranks them, and needs compile_only=true "
@@ -283,8 +264,6 @@ def _flags_not_here(config: Config) -> str:
 def _line(config: Config, place: Target, size: Candidate, why: str) -> str:
   """The choice and why; where the batch was open, the batch and where it comes from."""
   batch = ""
-  if is_rl(config.rl):
-    return f"micro_batch_size auto: {size.words} ({why})"
   if with_default_batch(config, place.layout) != config:
     batch = f"; {default_batch_note(size.batch, place.layout)}"
   elif batch_follows(config.batch):

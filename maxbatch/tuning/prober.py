@@ -2,17 +2,15 @@
 
 from collections.abc import Sequence
 
-from maxbatch.batch.rl_plan import in_samples, plan_rl
 from maxbatch.batch.topology import Topology
-from maxbatch.compile.compile_step import report_or_refusal, rl_report_or_refusal
+from maxbatch.compile.compile_step import report_or_refusal
 from maxbatch.compile.program import (
   DoesNotFitError,
   capacity_bytes,
 )
 from maxbatch.compile.report import CompileReport
-from maxbatch.compile.rollout_program import RolloutPlace
 from maxbatch.config.schema import Config
-from maxbatch.hardware.devices import Device, Target
+from maxbatch.hardware.devices import Device
 from maxbatch.tuning.candidates import Candidate
 from maxbatch.tuning.search import ProbeResult
 
@@ -35,7 +33,7 @@ class Prober:
     """
     config, devices = candidate.applied_to(self._config), self._devices
     try:
-      report = self._report(config)
+      report = self._compiled(config)
     except DoesNotFitError as error:
       capacity = capacity_bytes(devices, config.compile.device_memory_gb)
       needed = max(error.needed_bytes, capacity + 1)
@@ -44,30 +42,16 @@ class Prober:
       self.reports[candidate] = report
     return _as_probe(report)
 
-  def _report(self, config: Config) -> CompileReport:
+  def _compiled(self, config: Config) -> CompileReport:
     return report_or_refusal(config, self._devices, self._layout)
-
-
-class RLProber(Prober):
-  """The same of reinforcement learning, whose configuration counts prompts: with its rollout."""
-
-  def __init__(self, config: Config, place: Target):
-    """Args: the run, and its devices."""
-    super().__init__(config, place.devices, place.layout)
-    self._rollout = place.rollout
-
-  def _report(self, config: Config) -> CompileReport:
-    plan = plan_rl(config, self._layout)
-    place = RolloutPlace(plan, self._rollout)
-    return rl_report_or_refusal(in_samples(config, plan), self._devices, place)
 
 
 def _as_probe(report: CompileReport) -> ProbeResult:
   time = report.time
   measured = time is not None and time.how == "measured"
   each, rest = (time.seconds_per_microbatch, time.rest) if time else (None, 0.0)
-  if report.rl_step_seconds is not None:
-    each, rest = report.rl_step_seconds / report.num_microbatches, 0.0
+  if report.sampled_step_seconds is not None:
+    each, rest = report.sampled_step_seconds / report.num_microbatches, 0.0
   return ProbeResult(
     peak_bytes=report.peak,
     capacity_bytes=report.capacity_bytes,

@@ -98,13 +98,13 @@ class NoiseConfig(Section, heading="the gradient noise scale: which batch size i
 class RLConfig(Section, heading="reinforcement learning"):
   """Reinforcement learning: what is sampled for a prompt, how it is rewarded, and GRPO's loss."""
 
-  # The sizes; batch_size then counts prompts, and micro_batch_size pairs (batch/rl_sizes.py).
+  # The sizes; batch_size then counts prompts, and micro_batch_size completions (batch/rl_sizes.py).
   num_generations: Annotated[int, Range(low=2, limit=INT32, also=-1)] = key(-1, FIXED)
   """Completions per prompt, a group; with it batch_size counts prompts per step, and
-  micro_batch_size prompt-completion pairs on all devices (-1: all at once); -1: no reinforcement
+  micro_batch_size completions on all devices (-1: all at once); -1: no reinforcement
   learning."""
   num_iterations: Positive = key(1, FIXED)
-  """Optimizer steps on each batch of pairs; more: fewer rollouts, further from the policy that
+  """Optimizer steps on each batch of completions; more: fewer rollouts, further from the policy that
   sampled."""
   max_prefill_predict_length: Positive = key(64, CHANGEABLE)
   """Longest prompt in tokens; a completion has the rest of max_target_length."""

@@ -11,12 +11,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxbatch.batch.rl_plan import RLPlan
-from maxbatch.command_line.table import figure, gib, section
+from maxbatch.command_line.table import figure, section
 from maxbatch.compile.program import ProgramMemory, compiled, memory_of
+from maxbatch.compile.report import held_bytes, memory_figures
 from maxbatch.compile.traced_flops import StepFlops, step_flops
 from maxbatch.config.schema import Config
 from maxbatch.estimate import hlo
-from maxbatch.estimate.chips import Chip
+from maxbatch.estimate.chips import Chip, chip_for
 from maxbatch.estimate.costs import program_costs
 from maxbatch.estimate.step_time import seconds_of
 from maxbatch.hardware.agreement import broadcast_one_to_all
@@ -185,13 +186,6 @@ def estimate_rollout(
   prefill = seconds_of(first, chip, per_slice) + seconds_of(beside, chip, per_slice)
   tokens = plan.max_completion_length - 1
   return RolloutTime(prefill + tokens * seconds_of(once, chip, per_slice), "estimate", prefill)
-
-
-def memory_figures(rows: Sequence[tuple[str, int]], capacity: int) -> list[str]:
-  """Returns a line for each size of a device's memory, of which the last one is the peak."""
-  lines = [figure(name, gib(size, ".3f"), "GiB") for name, size in rows]
-  verdict = "fits" if rows[-1][1] <= capacity else "DOES NOT FIT"
-  return [*lines[:-1], f"{lines[-1]} of {gib(capacity, '.2f')}: {verdict}"]
 
 
 class PolicyBytes(NamedTuple):
@@ -374,3 +368,35 @@ def rollout_report(
     compile_seconds=program.compile_seconds,
     time=time,
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutCompiler:
+  """Compiles and times the rollouts of a run beside its step (`Sampler` in compile_step.py)."""
+
+  place: RolloutPlace
+
+  def compiled(
+    self, config: Config, trainer: Trainer
+  ) -> tuple[RolloutReport, Callable[[], RolloutReport]]:
+    """Returns what is known without running it, and what also measures its time when called."""
+    place = self.place
+    program = compile_rollout(config, trainer, place)
+    topology = place.plan.topology.training
+    chip = chip_for(trainer.mesh.devices.flat[0].device_kind)
+    per_slice = topology.devices_per_slice if topology.num_slices > 1 else None
+    state, parts = trainer.abstract, trainer.model.split(place.policy(trainer))
+    report = rollout_report(
+      program,
+      place.plan,
+      sampling=PolicyBytes(*map(held_bytes, parts)),
+      training=PolicyBytes(held_bytes(state.params), held_bytes(state.frozen)),
+      in_flight=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.params)),
+      time=estimate_rollout(place.plan, program, chip, per_slice) if chip else None,
+    )
+
+    def timed() -> RolloutReport:
+      time = measure_rollout(config, trainer, place, program)
+      return dataclasses.replace(report, time=time)
+
+    return report, timed

@@ -14,7 +14,6 @@ from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.checkpoints.newest import newest_record
 from maxbatch.command_line.screen import for_screen
 from maxbatch.compile.compile_step import placeholder_rows
-from maxbatch.compile.rollout_program import PolicyBytes
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.hardware.agreement import broadcast_one_to_all, one_process_at_a_time
@@ -22,11 +21,9 @@ from maxbatch.hardware.devices import find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import rollout_mesh
 from maxbatch.hardware.shared_files import write_shared_file
-from maxbatch.models.registry import Parameters
+from maxbatch.models.registry import Model, Parameters
 from maxbatch.modes.memory import bytes_per_device
 from maxbatch.modes.resolve import ResolvedRun
-from maxbatch.modes.resolve_rl import resolve_rl, with_prompts
-from maxbatch.modes.rl_requirements import check_rl, check_rollout_devices
 from maxbatch.modes.run import run
 from maxbatch.modes.start import started
 from maxbatch.rl import demonstrations
@@ -36,11 +33,14 @@ from maxbatch.rl.evaluation import Evaluation, Example
 from maxbatch.rl.microbatches import MicrobatchMaker
 from maxbatch.rl.policies import Policies, mover
 from maxbatch.rl.policy_loss import PolicyLoss
-from maxbatch.rl.prompt_noise import in_halves
+from maxbatch.rl.prompt_noise import PromptNoiseMeter, in_halves
 from maxbatch.rl.prompt_set import PromptSet
 from maxbatch.rl.prompts import PromptStream
+from maxbatch.rl.requirements import check_rl, check_rollout_devices
+from maxbatch.rl.resolve import resolve_rl, with_prompts
 from maxbatch.rl.rewards import RewardPool
 from maxbatch.rl.rollout import RolloutLoader
+from maxbatch.rl.rollout_program import PolicyBytes
 from maxbatch.rl.sampled import completion_sampler
 from maxbatch.rl.shared_rewards import SharedRewards
 from maxbatch.rl.steps import StepRecords
@@ -86,6 +86,12 @@ class ByReinforcement:
       description=self.prompts.description,
       validation_fingerprint=self.prompts.validation_fingerprint,
       num_skipped_records=self.prompts.num_skipped,
+    )
+
+  def meter(self, config: Config, model: Model) -> PromptNoiseMeter:
+    """See `Method.meter`."""
+    return PromptNoiseMeter(
+      config.noise, model, config.rl.num_generations, config.rl.num_iterations
     )
 
   @contextlib.contextmanager

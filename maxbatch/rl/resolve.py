@@ -4,15 +4,14 @@ import dataclasses
 
 from maxbatch.batch.rl_plan import RLPlan, in_samples, plan_rl
 from maxbatch.compile import cache
-from maxbatch.compile.rollout_program import RolloutPlace
 from maxbatch.config.schema import Config
 from maxbatch.hardware.devices import Target
-from maxbatch.modes.rl_requirements import check_prompt_noise
 from maxbatch.rl.prompt_set import PromptSet, prompt_set
 from maxbatch.rl.prompts import epoch_size
+from maxbatch.rl.requirements import check_prompt_noise
+from maxbatch.rl.rollout_program import RolloutPlace
+from maxbatch.rl.tuning import RLProber, choose_rl
 from maxbatch.run_folder.cache import remembered_choices
-from maxbatch.tuning.microbatch_size import choose_rl
-from maxbatch.tuning.prober import RLProber
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,25 +7,26 @@ import jax
 from maxbatch.batch.rl_plan import RLPlan, in_samples, plan_rl
 from maxbatch.batch.solve import counted
 from maxbatch.batch.topology import Topology
-from maxbatch.compile.rollout_program import RolloutPlace, traced_rollout
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import describe_devices, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.modes.resolve import ResolvedRun
-from maxbatch.modes.resolve_rl import with_prompts
-from maxbatch.modes.rl_requirements import check_prompt_noise, check_rl, check_rollout_devices
-from maxbatch.modes.run_rl import ByReinforcement, warm_start, warms_up
 from maxbatch.modes.start import started
 from maxbatch.modes.validate import Check, check_of_keys, checks_of_run, show_checks
+from maxbatch.rl.candidates import rl_sizes_of
 from maxbatch.rl.prompt_set import PromptSet
 from maxbatch.rl.prompts import Prompts
+from maxbatch.rl.requirements import check_prompt_noise, check_rl, check_rollout_devices
+from maxbatch.rl.resolve import with_prompts
 from maxbatch.rl.rewards import check_rewards
+from maxbatch.rl.rollout_program import RolloutPlace, traced_rollout
+from maxbatch.rl.run import ByReinforcement, warm_start, warms_up
 from maxbatch.rl.sampled import completion_sampler
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.step import Trainer
-from maxbatch.tuning.candidates import is_open, offered, rl_sizes_of
+from maxbatch.tuning.candidates import is_open, offered
 from maxbatch.tuning.variants import without_variants
 
 _LOOKED_AT = 256

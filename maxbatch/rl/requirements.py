@@ -1,13 +1,14 @@
 """What a run of reinforcement learning asks of the other keys: none is accepted and without effect."""
 
 from maxbatch.batch.rl_plan import RLPlan
-from maxbatch.batch.rl_sizes import halving_micro_batch_sizes, is_rl
+from maxbatch.batch.rl_sizes import halving_micro_batch_sizes
+from maxbatch.batch.supervised import is_rl
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config, NoiseConfig, RLConfig
 from maxbatch.errors import UserError
-from maxbatch.modes.rl_unused_keys import check_unused
 from maxbatch.rl.rewards import check_rewards
 from maxbatch.rl.tasks import task_named
+from maxbatch.rl.unused_keys import check_unused
 
 _ONLY: dict[str, tuple[object, str]] = {
   "accumulation": ("streamed", "microbatches come one by one, as they are sampled"),
