@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from tiny_model import GPT2_LIKE, loud_parameters, random_rows, tiny_model
 
+from maxbatch.core.rows import sample_keys
 from maxbatch.data.rows import Rows
 from maxbatch.models import transformer
-from maxbatch.models.dropout import dropout, fold, sample_keys
+from maxbatch.models.dropout import dropout, fold
 from maxbatch.models.registry import Model
 from maxbatch.training.loss import loss_sum
 

@@ -7,11 +7,6 @@ import jax
 import jax.numpy as jnp
 
 
-def sample_keys(key: jax.Array, sample_ids_B: jax.Array) -> jax.Array:
-  """One random key per row, from the run's key and the sample's index: key[B]."""
-  return jax.vmap(lambda sample: jax.random.fold_in(key, sample))(sample_ids_B)
-
-
 def fold(keys_B: jax.Array | None, number: jax.Array | int) -> jax.Array | None:
   """The rows' keys for one layer, or one place in a layer; None stays None (no dropout)."""
   if keys_B is None:

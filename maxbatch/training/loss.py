@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from maxbatch.config.schema import ModelConfig
+from maxbatch.core.rows import sample_keys
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import constrain, local_shape, over_rows
-from maxbatch.models.dropout import sample_keys
 from maxbatch.models.forms import gradients_apart
 from maxbatch.models.probes import row_squares
 from maxbatch.models.registry import MeasuredModel, Model, Parameters

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from maxbatch.core.rows import sample_keys
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
-from maxbatch.models.dropout import sample_keys
 from maxbatch.models.registry import LayeredModel, Model, Parameters, build_model
 from maxbatch.training.loss import LossSums, cross_entropy_parts, loss_options
 from maxbatch.training.metrics import NO_METRICS, Metrics
