@@ -19,7 +19,7 @@ from maxbatch.advice.asked import place_named
 from maxbatch.advice.batch_size import growth_to, measured_by
 from maxbatch.advice.ramp import round_batch, whole_steps
 from maxbatch.advice.words import short
-from maxbatch.batch_rules import registry
+from maxbatch.batch_rules import published
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
 from maxbatch.estimate.step_rates import step_rates
@@ -328,7 +328,7 @@ def test_a_rule_of_ones_own_is_one_file_and_one_line(capsys, folder, monkeypatch
   (folder / "my_rule.py").write_text(code)
   monkeypatch.syspath_prepend(folder)
   mine = importlib.import_module("my_rule").RULE
-  monkeypatch.setattr(registry, "RULES", {**registry.RULES, mine.name: mine})
+  monkeypatch.setattr(published, "RULES", {**published.RULES, mine.name: mine})
   found = answer(capsys, *LLAMA)
   rules = {one["rule"]: one["tokens_per_step_at_overhead"] for one in found["rules"]}
   assert rules["mine"] == pytest.approx(0.2 * 0.1 * 140e9**0.7)

@@ -27,7 +27,7 @@ from maxbatch.batch.arithmetic import micro_batch_of, samples_in, samples_of, to
 from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.topology import Topology
-from maxbatch.batch_rules.tradeoff import data_factor, data_overhead_of
+from maxbatch.batch_rules.rule import data_factor, data_overhead_of
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit
 from maxbatch.estimate.step_roofline import step_roofline

@@ -7,7 +7,7 @@ from fractions import Fraction
 from maxbatch.batch.arithmetic import tokens_of
 from maxbatch.batch.solve import given_sizes
 from maxbatch.batch.topology import Topology
-from maxbatch.batch_rules.chinchilla import expected_loss
+from maxbatch.batch_rules.published import expected_loss
 from maxbatch.batch_rules.rule import Training
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError

@@ -15,10 +15,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from maxbatch.advice.asked import Asked
-from maxbatch.batch_rules.registry import batch_rules
-from maxbatch.batch_rules.rule import BatchRule, Training
-from maxbatch.batch_rules.tradeoff import at_overhead
-from maxbatch.batch_rules.zhang import GROWTH
+from maxbatch.batch_rules.published import GROWTH, batch_rules
+from maxbatch.batch_rules.rule import BatchRule, Training, at_overhead
 from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
 from maxbatch.run_folder.paths import RunFolder
@@ -78,7 +76,7 @@ def measured_by(folder: str, tokens: float) -> list[Measured]:
   """All that a run's folder says, the newest of each kind.
 
   What is measured holds for the moment. A whole run's batch is what its moments are worth on average,
-  with a batch that is worth using growing as tokens^p (batch_rules/zhang.py): (1 − p) of the last one.
+  with a batch that is worth using growing as tokens^p (batch_rules/published.py): (1 − p) of the last one.
 
   Args:
     folder: of the run; empty: none.

@@ -18,10 +18,8 @@ from maxbatch.advice.asked import Asked
 from maxbatch.advice.batch_size import BatchSize, Measured, growth_to
 from maxbatch.advice.slices import Point
 from maxbatch.batch.arithmetic import samples_in, samples_of, tokens_of
-from maxbatch.batch_rules.chinchilla import expected_loss
-from maxbatch.batch_rules.registry import batch_rules
-from maxbatch.batch_rules.rule import Training
-from maxbatch.batch_rules.tradeoff import at_overhead
+from maxbatch.batch_rules.published import batch_rules, expected_loss
+from maxbatch.batch_rules.rule import Training, at_overhead
 
 _FACTORS = (0.5, 0.75, 1.0, 1.5, 2.0)
 """Of the batch that is worth using where the branches begin."""

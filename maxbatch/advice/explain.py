@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from maxbatch.advice.words import short, times, wrapped
-from maxbatch.batch_rules.registry import RULES
+from maxbatch.batch_rules.published import RULES
 from maxbatch.batch_rules.rule import BatchRule, Fitted, RateRule, Rule, Training
 
 _READ = {

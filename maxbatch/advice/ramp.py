@@ -1,7 +1,7 @@
 """The ramp: phases of a batch that grows as fast as it becomes worth using, and batches that divide well.
 
 What a whole run says of its batch is an average over its moments. Let the critical batch of a moment be
-k · t^p after t tokens (p: batch_rules/zhang.py). A constant batch B then takes ∫ B / (k · t^p) dt more
+k · t^p after t tokens (p: batch_rules/published.py). A constant batch B then takes ∫ B / (k · t^p) dt more
 tokens than a small one, in all B / ((1 − p) · k · D^p) of the D: that is its data overhead, B / Bcrit.
 So the moment's critical batch is Bcrit / (1 − p) · (t/D)^p, 1.9 times Bcrit at the end, and a batch of b
 keeps to the overhead x from the moment on at which x times that is b.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from maxbatch.batch.arithmetic import nearest_batches, tokens_of
 from maxbatch.batch.topology import Topology
-from maxbatch.batch_rules.zhang import GROWTH
+from maxbatch.batch_rules.published import GROWTH
 
 _HALVINGS = 3
 """A ramp begins with at least an eighth of its last batch: below, phases are shorter than a warm-up."""

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 
 from maxbatch.advice.asked import Asked
 from maxbatch.batch.learning_rate import COUPLINGS
-from maxbatch.batch_rules.malladi import RATE as SQUARE_ROOT
-from maxbatch.batch_rules.marek import SECOND_MOMENT, half_life_tokens
-from maxbatch.batch_rules.power_lines import WEIGHT_DECAY
-from maxbatch.batch_rules.registry import rate_rules, scaling_rules
+from maxbatch.batch_rules.published import (
+  SECOND_MOMENT,
+  SQUARE_ROOT,
+  SURGE,
+  WEIGHT_DECAY,
+  half_life_tokens,
+  rate_rules,
+  scaling_rules,
+)
 from maxbatch.batch_rules.rule import RateRule, ScalingRule
-from maxbatch.batch_rules.surge import RATE as SURGE
 from maxbatch.config.schema import OptimizerConfig
 
 _ROOT_UNTIL = 0.25

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from maxbatch.advice.asked import Asked, Place
 from maxbatch.batch.arithmetic import steps_in, tokens_of
-from maxbatch.batch_rules.tradeoff import data_factor, data_overhead_of
+from maxbatch.batch_rules.rule import data_factor, data_overhead_of
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit, best_split, divisible_batches
 from maxbatch.estimate.step_work import StepWork

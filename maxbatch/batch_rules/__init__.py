@@ -1,1 +1,1 @@
-"""Published rules of the batch size and of what follows it, as data: one paper, one file."""
+"""Published rules of the batch size and of what follows it, as data."""

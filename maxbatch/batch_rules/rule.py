@@ -7,7 +7,10 @@ The rules answer different questions, so what a value means stays beside it:
     overhead   the batch that takes (1 + data_overhead) times the data of a small one
     tolerance  the largest batch whose loss ends within a tolerance of all smaller ones
 
-Only critical and overhead can be carried to another data overhead (tradeoff.py).
+Only critical and overhead can be carried to another data overhead. A batch of x · Bcrit takes (1 + x)
+times the least data and (1 + 1/x) times the fewest steps: (S/Smin − 1)(E/Emin − 1) = 1 with
+Bcrit = Emin / Smin (McCandlish et al. 2018, arXiv 1812.06162, equation 2.11). It holds for SGD on a
+quadratic loss, and is the common heuristic elsewhere.
 """
 
 import dataclasses
@@ -138,3 +141,33 @@ class GrowthRule(Rule):
 
   exponent: float
   """batch ∝ tokens to this power."""
+
+
+def data_overhead_of(batch_tokens: float, critical_tokens: float) -> float:
+  """B / Bcrit."""
+  return batch_tokens / critical_tokens
+
+
+def data_factor(data_overhead: float) -> float:
+  """E / Emin at B = data_overhead · Bcrit."""
+  return 1 + data_overhead
+
+
+def steps_factor(data_overhead: float) -> float:
+  """S / Smin at B = data_overhead · Bcrit."""
+  return 1 + 1 / data_overhead
+
+
+def critical_tokens(rule: BatchRule, training: Training) -> float | None:
+  """The critical batch in tokens that a rule implies; None for one of another meaning."""
+  if rule.means == "critical":
+    return rule.batch_tokens(training)
+  if rule.means == "overhead":
+    return rule.batch_tokens(training) / rule.data_overhead
+  return None
+
+
+def at_overhead(rule: BatchRule, training: Training, data_overhead: float) -> float | None:
+  """The batch in tokens at which a rule expects (1 + data_overhead) times the data."""
+  critical = critical_tokens(rule, training)
+  return None if critical is None else data_overhead * critical
