@@ -17,9 +17,8 @@ from support import GPT2, SMALLEST, config, uneven_rows
 from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.topology import topology
 from maxbatch.data.rows import Rows
-from maxbatch.pipeline_parallel.evaluation import eval_microbatches
-from maxbatch.pipeline_parallel.forward_only import forward_only_timetable
-from maxbatch.pipeline_parallel.sizes import Pipeline
+from maxbatch.pipeline_parallel.schedule import forward_only_timetable
+from maxbatch.pipeline_parallel.sizes import Pipeline, eval_microbatches
 from maxbatch.pipeline_parallel.timetable import ModelChunk, TimetableShape
 from maxbatch.training.build import build_trainer
 from maxbatch.training.layer_order import stage_order

@@ -87,6 +87,25 @@ def timetable(name: str, shape: TimetableShape) -> Timetable:
   return assign_slots(Timetable(shape, tuple(map(tuple, ticks))))
 
 
+def forward_only_timetable(shape: TimetableShape) -> Timetable:
+  """The timetable of an evaluation: every forward of every microbatch, no backwards.
+
+  Forwards run depth first, so that a stage uses each input in the tick in which it arrives: in slot 0.
+  If the number of microbatches is no multiple of h·p, the stages are idle where the last group of
+  h·p lacks microbatches.
+  """
+  group = _round_trip_ticks(shape) if shape.repeats > 1 else 1
+  whole = -(-shape.microbatches // group) * group * shape.repeats
+  order = enumerate(_depth_first(k, shape) for k in range(whole))
+  passes = {k: entry for k, entry in order if entry[1] < shape.microbatches}
+  count = max(passes) + shape.warmup_ticks + 1
+  ticks = [[Cell() for _ in range(shape.stages)] for _ in range(count)]
+  for k, (repeat, microbatch) in passes.items():
+    for stage in range(shape.stages):
+      ticks[k + shape.forwarding_delay * stage][stage] = Cell(Forward(repeat, microbatch, slot=0))
+  return Timetable(shape, tuple(map(tuple, ticks)))
+
+
 def _check(name: str, schedule: Schedule, shape: TimetableShape) -> None:
   """Refuses shapes that the schedule does not support."""
   v, m = shape.repeats, shape.microbatches

@@ -6,6 +6,7 @@ per microbatch, has a timetable for each.
 """
 
 import dataclasses
+from typing import NamedTuple
 
 from maxbatch.batch.arithmetic import samples_of, samples_per_group
 from maxbatch.batch.phases import Phase
@@ -121,3 +122,31 @@ class Pipeline:
       f"timetable, each of {counted(self.rows, 'sample')} per group of devices; bubble "
       f"{percent(predicted_bubble(self.shape))}; pipeline_stash={self.stash}"
     )
+
+
+class EvalMicrobatches(NamedTuple):
+  """The microbatches of an evaluation's batch, which need not divide as the training batch must: the
+  last one is padded with rows of weight zero."""
+
+  microbatches: int
+  rows: int
+  """Of each, in one group of devices."""
+
+  @property
+  def capacity(self) -> int:
+    """Rows of all microbatches in one data-parallel group, padding included."""
+    return samples_of(self.microbatches, self.rows)
+
+
+def eval_microbatches(pipeline: Pipeline, rows: int) -> EvalMicrobatches:
+  """Microbatches as large as in training, or smaller if there were too few to fill the stages.
+
+  Args:
+    pipeline: the pipeline of the run.
+    rows: samples of the batch in each group of devices with the same samples, at least 1.
+  """
+  min_microbatches = pipeline.forwarding_delay * pipeline.stages
+  count = max(-(-rows // pipeline.rows), min(rows, min_microbatches))
+  # For this number of microbatches, equal sizes need the least padding.
+  rows_each = -(-rows // count)
+  return EvalMicrobatches(-(-rows // rows_each), rows_each)

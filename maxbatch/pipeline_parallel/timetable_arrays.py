@@ -5,12 +5,18 @@ not used: a stage that is idle or receives nothing reads and writes there, so th
 the same program.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from maxbatch.pipeline_parallel.schedule import BufferLimits, schedule_named, timetable
+from maxbatch.pipeline_parallel.schedule import (
+  BufferLimits,
+  forward_only_timetable,
+  schedule_named,
+  timetable,
+)
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable import ModelChunk, Timetable
 
@@ -86,6 +92,13 @@ def step_arrays(pipeline: Pipeline, num_microbatches: int) -> TimetableArrays:
   if num_microbatches < pipeline.max_num_microbatches:
     length = len(step_arrays(pipeline, pipeline.max_num_microbatches).all_stages.forward)
   return timetable_arrays(table, buffer_capacity(pipeline), length)
+
+
+def forward_only_arrays(pipeline: Pipeline, microbatches: int) -> TimetableArrays:
+  """The timetable of an evaluation of so many microbatches, at least 1."""
+  shape = dataclasses.replace(pipeline.shape, microbatches=microbatches)
+  table = forward_only_timetable(shape)
+  return timetable_arrays(table, BufferLimits(1, 1), len(table.ticks))
 
 
 def timetable_arrays(table: Timetable, capacity: BufferLimits, length: int) -> TimetableArrays:

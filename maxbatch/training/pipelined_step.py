@@ -1,6 +1,6 @@
-"""Gradients of a step with the layers divided over pipeline stages.
+"""Gradients of a step, and the loss of a batch, with the layers divided over pipeline stages.
 
-R rows of a microbatch, T tokens.
+B rows of a batch, R of a microbatch, T tokens.
 
 A shard_map makes the mesh axes `stage` and `data` manual: each stage runs the ticks of the timetable
 on its own layers, and each replica on its own microbatches. The other axes are left to the
@@ -20,19 +20,19 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.pipeline_parallel.schedule import BufferLimits
-from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays
+from maxbatch.pipeline_parallel.sizes import EvalMicrobatches, Pipeline, eval_microbatches
+from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays, forward_only_arrays
 from maxbatch.training.metrics import NO_METRICS, Metrics
 from maxbatch.training.model_parts import FlatParams, ModelParts, merge_layers, split_layers
 from maxbatch.training.stage_residuals import StageInput
-from maxbatch.training.stash import Stash, make_stash
+from maxbatch.training.stash import InputStash, Stash, make_stash
 from maxbatch.training.state import Sums
 from maxbatch.training.tick import PipelineStage
 
-REPLICATED, OVER_STAGE = PartitionSpec(), PartitionSpec("stage")
-TIMETABLE_SPECS = TimetableArrays(REPLICATED, PartitionSpec(None, "stage"), REPLICATED)  # pyright: ignore
+_REPLICATED, _OVER_STAGE = PartitionSpec(), PartitionSpec("stage")
+_TIMETABLE_SPECS = TimetableArrays(_REPLICATED, PartitionSpec(None, "stage"), _REPLICATED)  # pyright: ignore
 """Of arrays [ticks, stages] every stage has its own column."""
-_OVER_DATA, _PARAMETER_SPECS = PartitionSpec(None, "data"), (OVER_STAGE, REPLICATED)
+_OVER_DATA, _PARAMETER_SPECS = PartitionSpec(None, "data"), (_OVER_STAGE, _REPLICATED)
 _MANUAL_AXES = {"data", "stage"}
 
 
@@ -74,8 +74,8 @@ def pipelined_gradients(
   d_layers, d_rest, sums = jax.shard_map(
     local,
     mesh=mesh,
-    in_specs=(OVER_STAGE, TIMETABLE_SPECS, _OVER_DATA, *(_PARAMETER_SPECS,) * 2, REPLICATED),
-    out_specs=(*_PARAMETER_SPECS, REPLICATED),
+    in_specs=(_OVER_STAGE, _TIMETABLE_SPECS, _OVER_DATA, *(_PARAMETER_SPECS,) * 2, _REPLICATED),
+    out_specs=(*_PARAMETER_SPECS, _REPLICATED),
     axis_names=_MANUAL_AXES,
     check_vma=False,
   )(
@@ -87,6 +87,43 @@ def pipelined_gradients(
     scale,
   )
   return merge_layers(d_layers, d_rest), sums
+
+
+def pipelined_sums(
+  model: Model,
+  pipeline: Pipeline,
+  mesh: Mesh,
+  params: Parameters,
+  rows: Rows,
+  metrics: Metrics = NO_METRICS,
+) -> Sums:
+  """Loss, without dropout and z-loss, weight and metrics, summed over all tokens.
+
+  Args:
+    model: the model.
+    pipeline: how layers and batch are divided.
+    mesh: the devices.
+    params: the parameters, the layers in the order of the stages.
+    rows: any batch (B, T) with B divided over the data and fsdp axes.
+    metrics: those whose sums are formed.
+  """
+  sizes = eval_microbatches(
+    pipeline, rows.inputs.shape[0] // mesh.shape["data"] // mesh.shape["fsdp"]
+  )
+  local = functools.partial(_local_sums, ModelParts(model, None, metrics), pipeline, sizes)
+  return jax.shard_map(
+    local,
+    mesh=mesh,
+    in_specs=(_OVER_STAGE, _TIMETABLE_SPECS, PartitionSpec("data"), _PARAMETER_SPECS),
+    out_specs=_REPLICATED,
+    axis_names=_MANUAL_AXES,
+    check_vma=False,
+  )(
+    jnp.arange(pipeline.stages),
+    jax.tree.map(jnp.asarray, forward_only_arrays(pipeline, sizes.microbatches)),
+    rows,
+    split_layers(model, params),
+  )
 
 
 def stage_residual_bytes(
@@ -117,7 +154,7 @@ def stage_residual_bytes(
     trace,
     mesh=mesh,
     in_specs=(_OVER_DATA, _PARAMETER_SPECS),
-    out_specs=REPLICATED,
+    out_specs=_REPLICATED,
     axis_names=_MANUAL_AXES,
     check_vma=False,
   )
@@ -138,28 +175,46 @@ def _local_gradients(
   scale: jax.Array | None,
 ) -> tuple[FlatParams, FlatParams, Sums]:
   """Runs one stage of one replica, and sums its results over stages and replicas as needed."""
-  repeats = pipeline.repeats
-  layers, rest, microbatch = (
-    split_repeats(params[0], repeats),
-    params[1],
-    split_microbatches(rows, pipeline.num_pipeline_microbatches),
-  )
+  layers, rest = split_repeats(params[0], pipeline.repeats), params[1]
+  microbatch = split_microbatches(rows, pipeline.num_pipeline_microbatches)
+  stash = _make_stash(parts, pipeline, layers, rest, microbatch)
   stage = PipelineStage(
-    parts=parts,
-    layers=layers,
-    rest=rest,
-    index=stage_index[0],
-    num_stages=pipeline.stages,
-    forwarding_delay=pipeline.forwarding_delay,
-    microbatch=microbatch,
-    ticks=ticks,
-    stash=_make_stash(parts, pipeline, layers, rest, microbatch),
-    scale=scale,
+    parts, pipeline, stage_index[0], layers, rest, microbatch, ticks, stash, capacity, scale
   )
-  state = stage.run(split_repeats(zeros[0], repeats), zeros[1], capacity)
+  state = stage.run(split_repeats(zeros[0], pipeline.repeats), zeros[1])
   d_layers = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), state.d_layers)
   d_rest, sums = lax.psum((state.d_rest, state.sums), ("data", "stage"))
   return lax.psum(d_layers, "data"), d_rest, sums
+
+
+def _local_sums(
+  parts: ModelParts,
+  pipeline: Pipeline,
+  sizes: EvalMicrobatches,
+  stage_index: jax.Array,
+  ticks: TimetableArrays,
+  rows: Rows,
+  params: tuple[FlatParams, FlatParams],
+) -> Sums:
+  """Runs the forwards of one stage of one replica, and sums its results over both."""
+  layers, rest = split_repeats(params[0], pipeline.repeats), params[1]
+  microbatch = split_microbatches(_pad_rows(rows, sizes), sizes.microbatches)
+  stash = InputStash(parts, rest)
+  stage = PipelineStage(parts, pipeline, stage_index[0], layers, rest, microbatch, ticks, stash)
+  return lax.psum(stage.run({}, {}).sums, ("data", "stage"))
+
+
+def _pad_rows(rows: Rows, sizes: EvalMicrobatches) -> Rows:
+  """Pads the rows of every group of devices with zeros: (B, …) → (1, B', …)."""
+  groups = jax.sharding.get_abstract_mesh().shape["fsdp"]
+
+  def pad(x: jax.Array) -> jax.Array:
+    by_group = x.reshape(groups, -1, *x.shape[1:])
+    missing = sizes.capacity - by_group.shape[1]
+    ends = ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 1))
+    return (jnp.pad(by_group, ends) if missing else by_group).reshape(1, -1, *x.shape[1:])
+
+  return jax.tree.map(pad, rows)
 
 
 def _make_stash(

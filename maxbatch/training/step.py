@@ -43,8 +43,7 @@ from maxbatch.training.loss_scaling import (
 from maxbatch.training.metrics import TokenSums, Update, token_values, update_values
 from maxbatch.training.objective import TEXT, Loss
 from maxbatch.training.optimizer import AverageState
-from maxbatch.training.pipelined_evaluation import pipelined_sums
-from maxbatch.training.pipelined_step import pipelined_gradients
+from maxbatch.training.pipelined_step import pipelined_gradients, pipelined_sums
 from maxbatch.training.row_check import first_wrong_row
 from maxbatch.training.state import (
   NOTHING,

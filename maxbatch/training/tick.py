@@ -6,6 +6,8 @@ All stages run the same program in lockstep. An idle stage computes on the unuse
 buffers and its results are masked: waiting would take as long, and collectives inside the layers
 need every device. A tick skips the forward, the loss or the backward only if no stage has one, so
 all stages take the same branches and no collective runs in a branch that another stage skips.
+
+An evaluation has no backwards, and no buffers for them: its timetable uses an input as it arrives.
 """
 
 import dataclasses
@@ -19,6 +21,7 @@ from jax import lax
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import constrain
 from maxbatch.pipeline_parallel.schedule import BufferLimits
+from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.tick_operations import scope_name
 from maxbatch.pipeline_parallel.timetable_arrays import (
   PassArrays,
@@ -33,8 +36,8 @@ from maxbatch.training.stash import Arrays, Stash
 from maxbatch.training.state import Measures, Sums, zero_sums
 
 
-class StageState(NamedTuple):
-  """The state of a stage between ticks."""
+class Buffers(NamedTuple):
+  """What a stage keeps for its backwards."""
 
   inputs: jax.Array
   """[slots, R, T, D]: inputs until their backward."""
@@ -42,8 +45,15 @@ class StageState(NamedTuple):
   """[slots, R, T, D]: gradients of outputs until their backward."""
   residuals: Arrays
   """[slots, …]: residuals of a forward until its backward, in the same slot as its input."""
-  outgoing: tuple[jax.Array, jax.Array]
-  """Output and input gradient of the previous tick, (R, T, D) each, still to be sent."""
+
+
+class StageState(NamedTuple):
+  """The state of a stage between ticks."""
+
+  buffers: Buffers | None
+  """None in an evaluation."""
+  outgoing: tuple[jax.Array, ...]
+  """Output and, in training, input gradient of the previous tick, (R, T, D) each, still to be sent."""
   received: tuple[jax.Array, ...]
   """With delayed forwarding, what the neighbours sent in the previous tick; else empty."""
   d_layers: FlatParams
@@ -57,7 +67,8 @@ class StageState(NamedTuple):
 class ForwardResult(NamedTuple):
   """The input and output of a stage's layers, and the residuals to stash."""
 
-  x_RTD: jax.Array
+  x_RTD: Any
+  """None in an evaluation, which keeps nothing for a backward."""
   y_RTD: jax.Array
   residuals: Arrays
 
@@ -68,40 +79,43 @@ class PipelineStage:
 
   Attributes:
     parts: the model.
+    pipeline: how layers and batch are divided.
+    index: of this stage, an int32 scalar.
     layers: parameters of this stage's layers: (repeats, layers, …).
     rest: parameters outside of the layers, which every stage has.
-    index: of this stage, an int32 scalar.
-    num_stages: pipeline stages.
-    forwarding_delay: ticks from computing a result to using it on the next stage, 1 or 2.
     microbatch: a function from the number of a microbatch to its rows.
     ticks: the timetable; of arrays [ticks, stages] only this stage's column.
     stash: what is kept of a forward until its backward.
+    capacity: slots of the buffers; None in an evaluation, without backwards and buffers.
     scale: by which gradients are multiplied, a float32 scalar; None: by nothing.
   """
 
   parts: ModelParts
+  pipeline: Pipeline
+  index: jax.Array
   layers: FlatParams
   rest: FlatParams
-  index: jax.Array
-  num_stages: int
-  forwarding_delay: int
   microbatch: Callable[[jax.Array], Rows]
   ticks: TimetableArrays
   stash: Stash
+  capacity: BufferLimits | None = None
   scale: jax.Array | None = None
 
-  def run(
-    self, zero_layers: FlatParams, zero_rest: FlatParams, capacity: BufferLimits
-  ) -> StageState:
-    """Runs all ticks; the arguments are zeros in which the gradients are summed."""
-    like = jax.eval_shape(lambda: self._embed(jnp.int32(0)))
-    outgoing = (_blank(like.shape, like.dtype), _blank(like.shape, like.dtype))
+  def run(self, zero_layers: FlatParams, zero_rest: FlatParams) -> StageState:
+    """Runs all ticks; the arguments are zeros in which the gradients are summed, if there are any."""
+    like, slots = jax.eval_shape(lambda: self._embed(jnp.int32(0))), self.capacity
+    blank_RTD, buffers = _blank(like.shape, like.dtype), None
+    if slots:
+      buffers = Buffers(
+        _blank((slots.inputs + 1, *like.shape), like.dtype),
+        _blank((slots.gradients + 1, *like.shape), like.dtype),
+        self._blank_residuals(slots.inputs + 1),
+      )
+    outgoing = (blank_RTD, blank_RTD) if slots else (blank_RTD,)
     state = StageState(
-      inputs=_blank((capacity.inputs + 1, *like.shape), like.dtype),
-      gradients=_blank((capacity.gradients + 1, *like.shape), like.dtype),
-      residuals=self._blank_residuals(capacity.inputs + 1),
+      buffers=buffers,
       outgoing=outgoing,
-      received=outgoing if self.forwarding_delay > 1 else (),
+      received=outgoing if self.pipeline.forwarding_delay > 1 else (),
       d_layers=self._constrain_like_params(zero_layers),
       d_rest=self._constrain_like_params(zero_rest),
       sums=zero_sums(self.parts.model, Measures(self.parts.metrics)),
@@ -111,45 +125,51 @@ class PipelineStage:
   def _tick(self, tick: jax.Array, state: StageState) -> StageState:
     row: StageArrays = jax.tree.map(lambda x: x[tick, 0], self.ticks.stages)
     all_stages: TickArrays = jax.tree.map(lambda x: x[tick], self.ticks.all_stages)
-    state = self._receive(row, state)
-    # Buffers are read and written outside of the branches: XLA would copy a whole buffer that goes
-    # through a branch.
-    waiting_RTD = _read(state.inputs, row.forward.slot)
-    blank_RTD = _blank_like(waiting_RTD)
+    state, waiting_RTD = self._receive(row, state)
     x_RTD, y_RTD, residuals = self._cond(
       "forward",
       all_stages.forward,
       lambda: self._forward(row.forward, all_stages.embedding, waiting_RTD),
-      lambda: ForwardResult(blank_RTD, blank_RTD, self._blank_residuals()),
-    )
-    state = state._replace(
-      inputs=_write(state.inputs, row.forward.slot, x_RTD),
-      residuals=jax.tree.map(
-        lambda to, x: _write(to, row.forward.slot, x), state.residuals, residuals
+      lambda: self._result(
+        _blank_like(waiting_RTD), _blank_like(waiting_RTD), self._blank_residuals()
       ),
     )
     state, d_y_RTD = self._add_loss(all_stages, y_RTD, state)
-    state = state._replace(gradients=_write(state.gradients, row.loss_slot, d_y_RTD))
-    state, d_x_RTD = self._add_backward(row.backward, row.gradient_slot, all_stages, state)
-    return state._replace(outgoing=(y_RTD, d_x_RTD))
+    if state.buffers is None:
+      return state._replace(outgoing=(y_RTD,))
+    # Buffers are read and written outside of the branches: XLA would copy a whole buffer that goes
+    # through a branch.
+    buffers, slot = state.buffers, row.forward.slot
+    buffers = Buffers(
+      _write(buffers.inputs, slot, x_RTD),
+      _write(buffers.gradients, row.loss_slot, d_y_RTD),
+      jax.tree.map(lambda to, x: _write(to, slot, x), buffers.residuals, residuals),
+    )
+    state, d_x_RTD = self._add_backward(row, all_stages, buffers, state)
+    return state._replace(buffers=buffers, outgoing=(y_RTD, d_x_RTD))
 
-  def _receive(self, row: StageArrays, state: StageState) -> StageState:
+  def _receive(self, row: StageArrays, state: StageState) -> tuple[StageState, jax.Array]:
     """Stores the previous stage's output and the next stage's gradient, sent around a ring.
+
+    Returns the state and the input of this tick's forward.
 
     This is at the beginning of a tick and not at the end of the previous one, so that every write
     to a buffer depends on a result of the read before it. Otherwise XLA copies the buffer in every
     tick.
     """
-    onward = [(stage, (stage + 1) % self.num_stages) for stage in range(self.num_stages)]
+    onward = [(stage, (stage + 1) % self.pipeline.stages) for stage in range(self.pipeline.stages)]
     backward = [(next_stage, stage) for stage, next_stage in onward]
-    y_RTD, d_x_RTD = state.outgoing
-    sent = (lax.ppermute(y_RTD, "stage", onward), lax.ppermute(d_x_RTD, "stage", backward))
-    input_RTD, gradient_RTD = state.received if self.forwarding_delay > 1 else sent
-    return state._replace(
-      inputs=_write(state.inputs, row.input_arrival_slot, input_RTD),
-      gradients=_write(state.gradients, row.gradient_arrival_slot, gradient_RTD),
-      received=sent if self.forwarding_delay > 1 else (),
-    )
+    each = zip(state.outgoing, (onward, backward), strict=False)
+    sent = tuple(lax.ppermute(x_RTD, "stage", ring) for x_RTD, ring in each)
+    arrived = state.received if self.pipeline.forwarding_delay > 1 else sent
+    state = state._replace(received=sent if self.pipeline.forwarding_delay > 1 else ())
+    if state.buffers is None:
+      return state, arrived[0]
+    inputs, gradients, residuals = state.buffers
+    inputs = _write(inputs, row.input_arrival_slot, arrived[0])
+    gradients = _write(gradients, row.gradient_arrival_slot, arrived[1])
+    state = state._replace(buffers=Buffers(inputs, gradients, residuals))
+    return state, _read(inputs, row.forward.slot)
 
   def _forward(
     self, entry: PassArrays, embedding: jax.Array, waiting_RTD: jax.Array
@@ -162,23 +182,27 @@ class PipelineStage:
       lambda: _blank_like(waiting_RTD),
     )
     x_RTD = jnp.where(self._is_first(entry), embedded_RTD, waiting_RTD)
-    return ForwardResult(x_RTD, *self.stash.forward(self._stage_input(entry, x_RTD)))
+    return self._result(x_RTD, *self.stash.forward(self._stage_input(entry, x_RTD)))
+
+  def _result(self, x_RTD: jax.Array, y_RTD: jax.Array, residuals: Arrays) -> ForwardResult:
+    return ForwardResult(x_RTD if self.capacity else None, y_RTD, residuals)
 
   def _add_loss(
     self, all_stages: TickArrays, y_RTD: jax.Array, state: StageState
-  ) -> tuple[StageState, jax.Array]:
-    """Adds the loss of the last stage's output, if this tick has one; returns its gradient."""
+  ) -> tuple[StageState, Any]:
+    """Adds the loss of the last stage's output, if this tick has one; returns its gradient, if the
+    timetable has backwards."""
     d_rest, sums, d_y_RTD = self._cond(
       "loss",
       all_stages.loss,
       lambda: self._loss(all_stages.loss_microbatch, y_RTD, state.d_rest, state.sums),
-      lambda: (state.d_rest, state.sums, _blank_like(y_RTD)),
+      lambda: (state.d_rest, state.sums, _blank_like(y_RTD) if self.capacity else None),
     )
     return state._replace(d_rest=d_rest, sums=sums), d_y_RTD
 
   def _loss(
     self, microbatch: jax.Array, y_RTD: jax.Array, d_rest: FlatParams, sums: Sums
-  ) -> tuple[FlatParams, Sums, jax.Array]:
+  ) -> tuple[FlatParams, Sums, jax.Array | None]:
     """Loss and gradient of the last stage's output; every stage computes a share of the tokens."""
     y_RCD, targets_RC, weights_RC = self._token_share(microbatch, y_RTD)
 
@@ -187,6 +211,8 @@ class PipelineStage:
       found = self.parts.loss(self.layers, rest, y_RCD, targets_RC, weights_RC, self.scale)
       return found.loss, found
 
+    if self.capacity is None:
+      return d_rest, sums.add(loss({}, y_RCD)[1], weights_RC.sum()), None
     used = _used_params(lambda rest: loss(rest, y_RCD)[0], self._trained_rest)
     (_, found), (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1), has_aux=True)(used, y_RCD)
     d_y_RTD = lax.all_gather(d_y_RCD, "stage", axis=1, tiled=True)[:, : y_RTD.shape[1]]
@@ -204,15 +230,16 @@ class PipelineStage:
     return shares_RSCD[:, -1], targets_RC, self._split_tokens(rows.weights)[:, self.index]
 
   def _add_backward(
-    self, entry: PassArrays, gradient_slot: jax.Array, all_stages: TickArrays, state: StageState
+    self, row: StageArrays, all_stages: TickArrays, buffers: Buffers, state: StageState
   ) -> tuple[StageState, jax.Array]:
     """Adds the gradients of this stage's layers, if this tick has a backward.
 
     Returns the state and the gradient of the layers' input.
     """
-    x_RTD = _read(state.inputs, entry.slot)
-    residuals = tuple(_read(buffer, entry.slot) for buffer in state.residuals)
-    d_y_RTD = _read(state.gradients, gradient_slot)
+    entry = row.backward
+    x_RTD = _read(buffers.inputs, entry.slot)
+    residuals = tuple(_read(buffer, entry.slot) for buffer in buffers.residuals)
+    d_y_RTD = _read(buffers.gradients, row.gradient_slot)
     d_layers, d_x_RTD = self._cond(
       "backward",
       all_stages.backward,
@@ -273,7 +300,7 @@ class PipelineStage:
     """The input of this stage's layers in this forward or backward."""
     layers = self._layers_of_repeat(entry.repeat)
     each = next(iter(layers.values())).shape[0]
-    first = (entry.repeat * self.num_stages + self.index) * each
+    first = (entry.repeat * self.pipeline.stages + self.index) * each
     return StageInput(layers, x_RTD, self.microbatch(entry.microbatch), first)
 
   def _layers_of_repeat(self, repeat: jax.Array) -> FlatParams:
@@ -284,9 +311,9 @@ class PipelineStage:
 
   def _split_tokens(self, x: jax.Array) -> jax.Array:
     """Divides tokens over the stages: (R, T, …) → (R, stages, C, …), padded with zeros."""
-    missing = -x.shape[1] % self.num_stages
+    missing = -x.shape[1] % self.pipeline.stages
     padded = jnp.pad(x, ((0, 0), (0, missing), *((0, 0),) * (x.ndim - 2))) if missing else x
-    return padded.reshape(x.shape[0], self.num_stages, -1, *x.shape[2:])
+    return padded.reshape(x.shape[0], self.pipeline.stages, -1, *x.shape[2:])
 
   def _add_gradients(self, totals: FlatParams, new: FlatParams) -> FlatParams:
     """Adds gradients of some of the parameters to the sums."""
