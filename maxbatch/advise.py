@@ -20,7 +20,7 @@ from maxbatch.advice.post_training import advise_post_training
 from maxbatch.advice.post_training import report as post_training_report
 from maxbatch.advice.report import report
 from maxbatch.advice.words import short, wrapped
-from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.supervised import is_rl
 from maxbatch.batch.topology import Topology
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key

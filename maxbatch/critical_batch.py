@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 
 import jax
 
-from maxbatch.batch.solve import text
+from maxbatch.batch.keys import text
 from maxbatch.batch.supervised import check_supervised
 from maxbatch.checkpoints.find import config_of, find_checkpoint
 from maxbatch.command_line.arguments import Arguments, Command, Key

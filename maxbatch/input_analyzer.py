@@ -9,9 +9,10 @@ from typing import Annotated
 
 import jax
 
+from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.host_loads import host_loads, loading_hosts
 from maxbatch.batch.loads import check_loads
-from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.supervised import check_supervised
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import check_output, write_output

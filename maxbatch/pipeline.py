@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.from_config import plan_batches
+from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.supervised import check_supervised
 from maxbatch.command_line.arguments import Arguments, Command, File, Key
 from maxbatch.command_line.output_file import write_output

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import Annotated
 
+from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.host_loads import host_loads
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.loads import check_loads
-from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.plan_plot import plan_chart
 from maxbatch.batch.rl_plan import plan_rl
 from maxbatch.batch.supervised import is_rl

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxbatch.batch.plan import Position, plan_batches
-from maxbatch.batch.solve import text
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
+from maxbatch.batch.keys import text
+from maxbatch.batch.plan import Position
 from maxbatch.compile.compile_step import report_or_refusal
 from maxbatch.compile.measured_time import measure_step
 from maxbatch.compile.program import gib, memory_suggestions

@@ -41,8 +41,9 @@ import optax
 import plain_step
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.plan import BatchPlan, Position, plan_batches
+from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.data.registry import build_dataset

@@ -31,8 +31,8 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 import numpy as np
 
+from maxbatch.batch.from_config import topology
 from maxbatch.batch.rl_plan import plan_rl
-from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
 from maxbatch.rl import run as mode
 from maxbatch.rl.completions import Completions

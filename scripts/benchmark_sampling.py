@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import transformers
 
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, to_flat
 from maxbatch.conversion.source import open_source

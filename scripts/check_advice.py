@@ -33,7 +33,8 @@ import jax
 import numpy as np
 from runs_to_a_loss import crossing, lowest_on_grid, mean_noise_scale
 
-from maxbatch.batch.plan import BatchPlan, Position, plan_batches
+from maxbatch.batch.from_config import plan_batches
+from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.compile import cache
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config

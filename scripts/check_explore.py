@@ -9,7 +9,7 @@ recommended size is from the fastest.
 import statistics
 import sys
 
-from maxbatch.batch.solve import text
+from maxbatch.batch.keys import text
 from maxbatch.compile.measured_time import measure_step
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config

@@ -21,12 +21,12 @@ from unittest import mock
 
 import numpy as np
 
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.host_loads import host_loads, planned_redistribution
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.loads import load_factor
-from maxbatch.batch.plan import BatchPlan, Position, plan_batches
+from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.row_plan import StepTable, dispatches
-from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.data.stream import SampleStream

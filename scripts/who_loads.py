@@ -27,9 +27,9 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.host_loads import loading_hosts
-from maxbatch.batch.plan import Position, plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.plan import Position
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Arrays, RowSource

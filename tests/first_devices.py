@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import topology
 from maxbatch.config.schema import Config
 from maxbatch.hardware.devices import Target
 

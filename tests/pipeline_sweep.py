@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from pipelined import QUICKLY
 from support import GPT2, configured, in_microbatches, mesh, uneven_rows
 
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.phases import Phase
-from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.topology import Topology, topology
+from maxbatch.batch.plan import BatchPlan
+from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.plan import BatchPlan, Position, plan_batches
+from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.row_plan import StepRows, dispatches
 from maxbatch.batch.schedule import SCHEDULES, RampupBatchManager
 from maxbatch.batch.topology import Topology

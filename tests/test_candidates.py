@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.solve import given_sizes
+from maxbatch.batch.from_config import given_sizes, plan_batches
 from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config

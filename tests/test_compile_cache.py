@@ -24,14 +24,14 @@ HIT = "/jax/compilation_cache/cache_hits"
 START = """
 import json, sys
 import jax, numpy as np
-from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.from_config import plan_batches
 from maxbatch.compile import cache
 from maxbatch.hardware.devices import find_devices
 from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.training.build import build_trainer, compiled_step, train_rows
 from maxbatch.batch.plan import Position
 from maxbatch.data.registry import build_dataset
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import topology
 from support import config
 
 events = []

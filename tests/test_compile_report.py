@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from support import config
 
-from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
+from maxbatch.batch.plan import BatchPlan
 from maxbatch.compile.compile_step import write_reports
 from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.program import (

@@ -10,8 +10,7 @@ import pytest
 from lowered_once import lower_once
 from support import config
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.compile.compile_step import placeholder_rows, report_or_refusal
 from maxbatch.compile.program import compile_program
 from maxbatch.compile.step_identity import header

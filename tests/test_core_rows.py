@@ -76,5 +76,7 @@ def test_another_number_of_rows_runs_the_same_program():
 def test_what_does_not_fit_is_refused():
   with pytest.raises(ValueError, match=r"9 rows are 3 microbatches of 4.*capacity=2; for example "):
     microbatches(batch(9), 4, capacity=2)
-  with pytest.raises(ValueError, match=r"micro_batch_size=6 must be a multiple of the 4.*example 8"):
+  with pytest.raises(
+    ValueError, match=r"micro_batch_size=6 must be a multiple of the 4.*example 8"
+  ):
     microbatches(batch(9), 6, mesh=mesh(data=4))

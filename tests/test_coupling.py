@@ -11,8 +11,7 @@ from begun_states import begun_state
 from flax import nnx
 from support import GPT2, TINY, config, in_microbatches, mesh, relative_errors, uneven_rows
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.models import registry

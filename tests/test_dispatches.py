@@ -7,8 +7,9 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.loads import load_factor
-from maxbatch.batch.plan import BatchPlan, Position, plan_batches
+from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.row_plan import StepRows, dispatches
 from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config

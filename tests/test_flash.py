@@ -13,8 +13,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from tiny_model import GEMMA_LIKE, loud_parameters, random_rows, tiny_model
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import AXIS_NAMES, topology
+from maxbatch.batch.from_config import plan_batches, topology
+from maxbatch.batch.topology import AXIS_NAMES
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import ModelConfig
 from maxbatch.errors import UserError

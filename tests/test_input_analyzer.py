@@ -13,9 +13,9 @@ import pytest
 from numbered_rows import NumberedRows
 from support import SMALLEST, configured
 
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.host_loads import loading_hosts
-from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.plan import BatchPlan
 from maxbatch.config.load import load_config
 from maxbatch.data.input_report import input_report
 from maxbatch.data.mixture import MixedRows

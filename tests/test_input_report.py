@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from support import TINY, configured
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.data import input_report as module
 from maxbatch.data.input_report import InputReport, input_report
 from maxbatch.data.registry import FILES, build_dataset

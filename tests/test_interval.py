@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxbatch.batch.interval import is_due
-from maxbatch.batch.plan import BatchPlan, Position, Unit, plan_batches
+from maxbatch.batch.from_config import plan_batches
+from maxbatch.batch.keys import Unit
+from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 
@@ -28,7 +29,7 @@ PLAN = plan_of(3)
 def due_after(batches: list[int], period: int, unit: Unit) -> list[bool]:
   samples = list(itertools.accumulate(batches, initial=0))
   at = [Position(step, total) for step, total in enumerate(samples)]
-  return [is_due(PLAN, before, after, period, unit) for before, after in itertools.pairwise(at)]
+  return [PLAN.is_due(before, after, period, unit) for before, after in itertools.pairwise(at)]
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,11 @@ import pytest
 from processes import PATIENCE_SECONDS, environment
 from several_processes import TRAIN, free_port, place, started, train, wait
 
-from maxbatch.batch.topology import devices_per_process
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import DistributedConfig
 from maxbatch.errors import SaidByAnotherError, UserError
 from maxbatch.hardware import processes
+from maxbatch.hardware.devices import devices_per_process
 from maxbatch.hardware.rendezvous import Rendezvous
 from maxbatch.hardware.stated_processes import StatedProcesses, stated_processes
 

@@ -1,4 +1,7 @@
-"""Who may import whom, what needs no jax, and who may multiply batch sizes."""
+"""Who may import whom, and what needs no jax.
+
+Batch sizes are derived in one place, core/, from which all others read them: a rule for readers.
+"""
 
 import ast
 import graphlib
@@ -96,6 +99,12 @@ def test_a_folder_imports_only_what_stands_before_it():
     assert not late, f"{module} imports {late}"
 
 
+def test_what_is_imported_of_the_package_is_there():
+  used = set().union(*map(imports, TREES.values()))
+  packages = {m.removesuffix(".__init__") for m in TREES}
+  assert not {m for m in used if m.split(".")[0] == "maxbatch"} - TREES.keys() - packages
+
+
 def test_the_readme_shows_the_folders_in_this_order():
   text = (PACKAGE.parent / "README.md").read_text()
   assert re.findall(r"^\| `maxbatch/(\w+)(?:\.py|/)` \|", text, re.M) == FOLDERS
@@ -151,8 +160,8 @@ absent = ("jax", "jaxlib", "flax", "optax", "orbax", "grain", "tensorboard")
 sys.modules.update(dict.fromkeys(absent))
 import {", ".join(m.removesuffix(".__init__") for m in modules)}
 config = maxbatch.config.load.load_config(["config=base"])
-layout = maxbatch.batch.topology.topology(config.mesh, 8)
-print(maxbatch.batch.plan.plan_batches(config.batch, config.run, layout).total_samples)
+layout = maxbatch.batch.from_config.topology(config.mesh, 8)
+print(maxbatch.batch.from_config.plan_batches(config.batch, config.run, layout).total_samples)
 """
   done = subprocess.run(
     [sys.executable, "-c", program],
@@ -162,41 +171,6 @@ print(maxbatch.batch.plan.plan_batches(config.batch, config.run, layout).total_s
     cwd=PACKAGE.parent,
   )
   assert (done.stdout, done.stderr) == ("12800\n", "")
-
-
-# The number of microbatches is a count, not a size: it also multiplies seconds and FLOPs.
-BATCH_SIZE = re.compile(
-  r"(?!num_(pipeline_)?microbatches)(.*_)?(batch|batch_size|batch_to_train|batch_to_load"
-  r"|accumulation_steps|microbatches|devices"
-  r"|num_slices|num_batch_groups|expansion_factor_real_data|tokens_per_step|batch_tokens)"
-)
-PRODUCTS = (ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
-
-
-def batch_products(tree: ast.AST) -> list[str]:
-  """Products and quotients in which the name of a batch size takes part.
-
-  What is passed on as `num_devices` counts devices, and what is divided by seconds is a speed.
-  """
-  keywords = [node for node in ast.walk(tree) if isinstance(node, ast.keyword)]
-  counts = {id(keyword.value) for keyword in keywords if keyword.arg == "num_devices"}
-  return [
-    ast.unparse(node)
-    for node in ast.walk(tree)
-    if isinstance(node, ast.BinOp)
-    and isinstance(node.op, PRODUCTS)
-    and any(is_batch_size(side) for side in (node.left, node.right))
-    and id(node) not in counts
-    and not (isinstance(node.op, ast.Div) and name_of(node.right).endswith("seconds"))
-  ]
-
-
-def name_of(node: ast.expr) -> str:
-  return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-
-
-def is_batch_size(node: ast.expr) -> bool:
-  return BATCH_SIZE.fullmatch(name_of(node)) is not None
 
 
 SECTIONS = {*schema.sections(), "config", "mesh", "keys"}
@@ -223,32 +197,3 @@ def test_keys_of_the_configuration_are_read_by_their_names():
 )
 def test_a_key_read_by_a_computed_name_would_be_seen(source):
   assert reads_by_computed_name(ast.parse(source)) == [source.partition("[")[0]]
-
-
-def test_batch_sizes_are_multiplied_and_divided_in_one_place():
-  elsewhere = {m for m, tree in TREES.items() if batch_products(tree)}
-  # The rules are formulas of papers, in tokens of a step.
-  allowed = ("maxbatch.core.", "maxbatch.batch.", "maxbatch.batch_rules.")
-  assert not {m for m in elsewhere if not m.startswith(allowed)}
-
-
-@pytest.mark.parametrize(
-  "source",
-  [
-    "plan.micro_batch_to_train * 2",
-    "x // batch_size",
-    "a.global_batch % k",
-    "tokens / num_devices",
-    "asked.tokens / advice.batch_tokens",
-  ],
-)
-def test_a_product_of_batch_sizes_would_be_seen(source):
-  assert batch_products(ast.parse(source)) == [source]
-
-
-@pytest.mark.parametrize(
-  "source",
-  ["batch / step_seconds", "seconds * num_microbatches", "Slice(num_devices=num_devices * count)"],
-)
-def test_a_speed_or_a_count_is_no_batch_size(source):
-  assert not batch_products(ast.parse(source))

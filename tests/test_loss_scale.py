@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from support import SMALLEST, configured, in_microbatches, relative_errors, uneven_rows
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.data.rows import Rows
 from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.precision.loss_scale import LossScale, LossScaling, scaling_of

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from support import config
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.compile import measured_time
 from maxbatch.compile.measured_time import Timing, measure_step
 from maxbatch.data.registry import build_dataset

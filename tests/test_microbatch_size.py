@@ -17,8 +17,8 @@ from lowered_once import lower_once
 from several_processes import train
 from support import config
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import Topology, topology
+from maxbatch.batch.from_config import plan_batches, topology
+from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target

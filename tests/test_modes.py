@@ -10,8 +10,7 @@ import pytest
 from support import TINY, config
 from test_coupling import FSDP, register
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.compile import compile_step, steps
 from maxbatch.compile.compile_step import compile_reports
 from maxbatch.compile.measured_time import Timing

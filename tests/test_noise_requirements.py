@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.from_config import plan_batches
+from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.resume import check_can_continue
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError

@@ -10,8 +10,7 @@ import pytest
 from pipelined import QUICKLY
 from support import config
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.data.registry import build_dataset
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.timetable_arrays import buffer_capacity

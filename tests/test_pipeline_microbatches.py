@@ -12,7 +12,7 @@ from first_devices import use_first_devices
 from lowered_once import lower_once
 from support import SMALLEST, config
 
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import topology
 from maxbatch.compile import compile_step, measured_time
 from maxbatch.compile.program import DoesNotFitError
 from maxbatch.config.schema import Config

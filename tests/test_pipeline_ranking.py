@@ -7,8 +7,7 @@ from collections.abc import Callable
 import pytest
 from support import config
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.tuning.pipeline_ranking import (

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from pipelined import QUICKLY
 from support import GPT2, SMALLEST, config, uneven_rows
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.data.rows import Rows
 from maxbatch.pipeline_parallel.schedule import forward_only_timetable
 from maxbatch.pipeline_parallel.sizes import Pipeline, eval_microbatches

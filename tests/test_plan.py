@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxbatch.batch.plan import BatchPlan, Position, plan_batches
+from maxbatch.batch.from_config import plan_batches
+from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import BatchConfig, RunConfig

@@ -11,8 +11,7 @@ from begun_states import begun_state, random_parameters
 from support import relative_errors
 from test_grpo import ALLOWED_V, B, T, completions_of
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.rl.completions import Completions

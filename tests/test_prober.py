@@ -7,8 +7,7 @@ import jax
 import pytest
 from support import config
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.compile import compile_step, measured_time
 from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.program import compile_program

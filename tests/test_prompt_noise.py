@@ -20,9 +20,8 @@ from test_grpo import B, G
 from test_policy_loss import LOSS, config_of, cut_completions, step
 from tiny_model import tiny_model
 
-from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.rl_sizes import RLTopology, halving_micro_batch_sizes
-from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
 from maxbatch.noise.confidence import Interval
 from maxbatch.noise.estimators import Moments

@@ -10,9 +10,9 @@ import pytest
 from processes import PATIENCE_SECONDS
 from support import SMALLEST, stop_at
 
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.plan import Position, plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.plan import Position
 from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.config.load import load_config
 from maxbatch.modes.run import run

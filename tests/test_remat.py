@@ -12,8 +12,7 @@ from jax.ad_checkpoint import print_saved_residuals
 from support import config
 from tiny_model import GPT2_LIKE, loud_parameters, random_rows, tiny_config, tiny_model
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import topology_devices

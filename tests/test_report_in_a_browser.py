@@ -12,10 +12,9 @@ from test_critical_batch_verdict import report as report_of
 from written_runs import HOSTILE, write_run
 
 from maxbatch import report
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.plan import plan_batches
 from maxbatch.batch.plan_plot import plan_chart
-from maxbatch.batch.topology import topology
 from maxbatch.config.load import load_config
 from maxbatch.experiments.plot import critical_batch_charts
 from maxbatch.pipeline_parallel.plot import timetable_chart

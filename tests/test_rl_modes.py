@@ -14,8 +14,8 @@ from begun_states import begun_state, random_parameters
 from test_train_rl import KEYS, run, same
 
 from maxbatch import plan, train_rl
+from maxbatch.batch.from_config import topology
 from maxbatch.batch.rl_plan import in_samples, plan_rl
-from maxbatch.batch.topology import topology
 from maxbatch.compile import measured_time
 from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.compile.measured_time import synthetic

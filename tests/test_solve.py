@@ -10,8 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.solve import given_sizes, solve_num_devices
+from maxbatch.batch.from_config import given_sizes, plan_batches
+from maxbatch.batch.plan import BatchPlan
+from maxbatch.batch.solve import solve_num_devices
 from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import BatchConfig

@@ -10,8 +10,7 @@ import pytest
 from begun_states import begun_state, random_parameters
 from support import config, in_microbatches, memory, mesh, relative_errors, uneven_rows
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import build_model
 from maxbatch.training.optimizer import make_optimizer

@@ -21,8 +21,8 @@ import pytest
 from lowered_once import forget
 from support import config
 
-from maxbatch.batch.plan import Position, plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
+from maxbatch.batch.plan import Position
 from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.compile import step_file, step_identity
 from maxbatch.config import schema

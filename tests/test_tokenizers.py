@@ -11,8 +11,7 @@ from support import base, config
 from token_caches import starts_of
 from vocabularies import END, MAKERS, huggingface, sentencepiece_model, tiktoken_file
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.checkpoints.identity import identity
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.dataset import Dataset

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maxbatch.batch.topology import AXES, AXIS_NAMES, Topology, topology
+from maxbatch.batch.from_config import topology
+from maxbatch.batch.topology import AXES, AXIS_NAMES, Topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import MeshConfig
 from maxbatch.errors import UserError

@@ -12,8 +12,7 @@ import pytest
 from support import GPT2, TINY, config
 from support import mesh as simulated
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.compile.traced_flops import StepFlops, model_flops_per_token, step_flops
 from maxbatch.config.load import load_config
 from maxbatch.data.registry import build_dataset

@@ -23,7 +23,7 @@ from processes import REPOSITORY
 from several_processes import start, wait
 
 from maxbatch import train_rl
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import topology
 from maxbatch.checkpoints.newest import completed_steps
 from maxbatch.command_line.signals import StopSignals
 from maxbatch.config.load import load_config

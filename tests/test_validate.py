@@ -15,8 +15,8 @@ from preloaded import started
 from processes import PATIENCE_SECONDS
 from support import config
 
-from maxbatch.batch.plan import Position, plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
+from maxbatch.batch.plan import Position
 from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.checkpoints.identity import identity
 from maxbatch.config.load import load_config

@@ -8,8 +8,7 @@ from typing import Any
 
 import yaml
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.topology import topology
+from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.config.load import load_config, to_flat_dict
 
 HOSTILE = (

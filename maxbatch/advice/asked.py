@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from maxbatch.batch.arithmetic import tokens_of
-from maxbatch.batch.solve import given_sizes
+from maxbatch.batch.from_config import given_sizes
 from maxbatch.batch.topology import Topology
 from maxbatch.batch_rules.published import expected_loss
 from maxbatch.batch_rules.rule import Training

@@ -11,7 +11,8 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from maxbatch.batch.arithmetic import nearest_batches, tokens_of
+from maxbatch.batch.arithmetic import tokens_of
+from maxbatch.batch.solve import nearest_batches
 from maxbatch.batch.topology import Topology
 from maxbatch.batch_rules.published import GROWTH
 

@@ -6,20 +6,7 @@ data-parallel group, to a multiple of a batch, to the microbatch that divides an
 
 from fractions import Fraction
 
-from maxbatch.batch.solve import divisors, nearest_divisors, nearest_multiples
 from maxbatch.batch.topology import Topology
-
-
-def samples_per_group(
-  micro_batch: int, topology: Topology, num_pipeline_microbatches: int = 1
-) -> int:
-  """Samples of a microbatch in each data-parallel group, or of each pipeline microbatch of it."""
-  return micro_batch // topology.num_batch_groups // num_pipeline_microbatches
-
-
-def per_device_size(samples_per_group: int, topology: Topology) -> Fraction:
-  """Samples per device where each data-parallel group gets `samples_per_group`."""
-  return Fraction(samples_per_group * topology.num_batch_groups, topology.num_devices)
 
 
 def tokens_of(samples: int, max_target_length: int) -> int:
@@ -77,20 +64,6 @@ def over_noise_scale(batch: float, noise_scale: float) -> float:
   return batch / noise_scale
 
 
-def fitting_micro_batch(micro_batch: int, batch: int, topology: Topology) -> int:
-  """`micro_batch` if it divides `batch`, else the largest smaller one that does.
-
-  Args:
-    micro_batch: samples per microbatch, a multiple of the data-parallel groups.
-    batch: samples per step, likewise.
-    topology: the devices.
-  """
-  if batch % micro_batch == 0:
-    return micro_batch
-  groups = topology.num_batch_groups
-  return groups * nearest_divisors(batch // groups, Fraction(micro_batch, groups))[0]
-
-
 def prompts_of(completions: int, num_generations: int) -> int:
   """Prompts of whole groups of completions."""
   return completions // num_generations
@@ -99,25 +72,3 @@ def prompts_of(completions: int, num_generations: int) -> int:
 def completions_of(prompts: float, num_generations: int) -> float:
   """Completions of `prompts` prompts."""
   return prompts * num_generations
-
-
-def splits_of(batch: int, topology: Topology) -> list[tuple[Fraction, int]]:
-  """Every way to divide a batch into equal microbatches, ascending in the samples of one.
-
-  Returns:
-    Samples per device, and the number of microbatches; nothing where the data-parallel groups do
-    not get whole samples.
-  """
-  rows, rest = divmod(batch, topology.num_batch_groups)
-  if rest or not rows:
-    return []
-  return [(per_device_size(size, topology), rows // size) for size in divisors(rows)]
-
-
-def nearest_batches(batch: int, topology: Topology) -> list[int]:
-  """The batches next to `batch` of which every data-parallel group gets whole samples; itself
-  where it is one."""
-  unit = topology.num_batch_groups
-  if batch % unit == 0:
-    return [batch]
-  return [int(size) for size in nearest_multiples(unit, Fraction(batch))]

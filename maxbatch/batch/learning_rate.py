@@ -10,8 +10,9 @@ import dataclasses
 import math
 from collections.abc import Callable
 
+from maxbatch.batch.keys import Unit
 from maxbatch.batch.phases import Phase
-from maxbatch.batch.plan import BatchPlan, Position, Unit
+from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import OptimizerConfig
 from maxbatch.errors import UserError

@@ -2,8 +2,9 @@
 
 from fractions import Fraction
 
+from maxbatch.batch.keys import counted, text
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.solve import counted, nearest_divisors, text
+from maxbatch.batch.solve import nearest_divisors
 
 
 def limits(plan: BatchPlan) -> list[str]:

@@ -16,8 +16,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Literal
 
+from maxbatch.batch.keys import BatchKeys, GivenSize, Unit, text
 from maxbatch.batch.phases import (
   BatchSchedule,
   Budget,
@@ -28,18 +28,10 @@ from maxbatch.batch.phases import (
   phase_at_step,
   phases_of,
 )
-from maxbatch.batch.schedule import (
-  ScheduleInputs,
-  batch_schedule,
-  begins_with_batch_size,
-  max_gns_batch_size,
-)
-from maxbatch.batch.solve import GivenSize, given_sizes, solve, text, whole_micro_batch
+from maxbatch.batch.schedule import Build, ScheduleInputs, batch_schedule
+from maxbatch.batch.solve import solve, whole_micro_batch
 from maxbatch.batch.topology import Topology
-from maxbatch.config.schema import BatchConfig, RunConfig
 from maxbatch.errors import UserError
-
-Unit = Literal["steps", "samples", "tokens"]
 
 _MIN_MICROBATCH_CAPACITY = 16
 """Microbatches that the fused step is compiled for at least; unused ones cost a few KiB each."""
@@ -169,6 +161,16 @@ class BatchPlan:
       return position.step
     return position.samples if unit == "samples" else self.tokens(position.samples)
 
+  def is_due(self, before: Position, after: Position, period: int, unit: Unit) -> bool:
+    """Returns whether a multiple of `period` lies in (before, after], both counted in `unit`.
+
+    So intervals in steps, samples or tokens stay exact while the batch changes; a period of -1 is
+    never due.
+    """
+    if period == -1:
+      return False
+    return self.measure(after, unit) // period > self.measure(before, unit) // period
+
   def end(self) -> Position:
     """The position at which the run is complete."""
     return self.phases[-1].end
@@ -292,35 +294,36 @@ class BatchPlan:
     return f"{before}{phase.batch:,} × {'' if before else 'steps '}{phase.num_steps:,}"
 
 
-def plan_batches(batch: BatchConfig, run: RunConfig, topology: Topology) -> BatchPlan:
-  """Derives every size from the configuration and the devices, and checks every phase.
+def derive(keys: BatchKeys, topology: Topology, build: Build | None = None) -> BatchPlan:
+  """Derives every size from the keys and the devices, and checks every phase.
+
+  Args:
+    keys: the sizes, the schedule and the budget as they are given.
+    topology: the devices.
+    build: makes the phases of a schedule that SCHEDULES does not have.
 
   Raises:
     UserError: sizes contradict each other or are not whole; the message suggests sizes that work.
   """
-  sizes = solve(given_sizes(batch), topology)
-  inputs = ScheduleInputs(batch, sizes, topology)
-  schedule = batch_schedule(inputs)
-  factor = batch.expansion_factor_real_data
-  factor = factor if factor > 0 else Fraction(1)
+  sizes = solve(keys.given_sizes(), topology)
+  schedule = batch_schedule(ScheduleInputs(keys, sizes, topology), build)
+  factor = max(Fraction(keys.expansion_factor_real_data), Fraction(0)) or Fraction(1)
   _check_loads(schedule, factor)
-  budget = _budget(run, batch.max_target_length)
+  budget = _budget(keys)
   return BatchPlan(
     topology=topology,
-    max_target_length=batch.max_target_length,
+    max_target_length=keys.max_target_length,
     per_device_batch_size=Fraction(sizes.micro_batch, topology.num_devices),
     gradient_accumulation_steps=sizes.gradient_accumulation_steps,
     expansion_factor_real_data=factor,
     micro_batch_to_train=sizes.micro_batch,
     global_batch_to_train=sizes.batch,
     global_batch_to_load=int(sizes.batch * factor),
-    eval_batch=_eval_batch(batch.eval_per_device_batch_size, sizes.micro_batch, topology),
+    eval_batch=_eval_batch(Fraction(keys.eval_per_device_batch_size), sizes.micro_batch, topology),
     schedule=schedule,
     budget=budget,
     phases=phases_of(schedule, budget, Position(0, 0)),
-    max_batch=max_gns_batch_size(inputs),
-    loading_hosts=batch.loading_hosts,
-    begins_with_batch_size=begins_with_batch_size(batch),
+    begins_with_batch_size=isinstance(keys.batch_schedule, str),
   )
 
 
@@ -350,17 +353,22 @@ def _check_loads(schedule: BatchSchedule, factor: Fraction) -> None:
     )
 
 
-def _budget(run: RunConfig, max_target_length: int) -> Budget:
-  """The budget, from the one of the three keys that is set."""
-  sizes = {"steps": run.steps, "total_samples": run.total_samples, "total_tokens": run.total_tokens}
+def _budget(keys: BatchKeys) -> Budget:
+  """Returns the budget, from the one of the three keys that is set."""
+  sizes = {
+    "steps": keys.steps,
+    "total_samples": keys.total_samples,
+    "total_tokens": keys.total_tokens,
+  }
   given = [key for key, size in sizes.items() if size != -1]
   if len(given) != 1:
     # The example keeps the last of several: steps has a default in base.yml, the others have none.
     unset = " ".join(f"{key}=-1" for key in given[:-1]) or "steps=1000"
     values = ", ".join(f"{key}={size}" for key, size in sizes.items())
     raise UserError(f"{values}: exactly one must be set, the others -1; for example {unset}")
-  if given[0] == "total_tokens":
-    return Budget("total_tokens", Fraction(run.total_tokens, max_target_length), max_target_length)
-  if given[0] == "total_samples":
-    return Budget("total_samples", Fraction(run.total_samples))
-  return Budget("steps", Fraction(run.steps))
+  if keys.total_tokens != -1:
+    length = keys.max_target_length
+    return Budget("total_tokens", Fraction(keys.total_tokens, length), length)
+  if keys.total_samples != -1:
+    return Budget("total_samples", Fraction(keys.total_samples))
+  return Budget("steps", Fraction(keys.steps))

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Literal
 
-from maxbatch.batch.solve import counted, divisors
+from maxbatch.batch.keys import counted
+from maxbatch.batch.solve import divisors
 from maxbatch.errors import UserError
 
 Leftovers = Literal["carry", "drop", "error"]

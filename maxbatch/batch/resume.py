@@ -6,9 +6,10 @@ from collections.abc import Collection, Mapping
 from fractions import Fraction
 from typing import Any
 
-from maxbatch.batch.arithmetic import fitting_micro_batch
+from maxbatch.batch.from_config import given_sizes
+from maxbatch.batch.keys import text
 from maxbatch.batch.plan import BatchPlan, Position
-from maxbatch.batch.solve import given_sizes, solve, text
+from maxbatch.batch.solve import fitting_micro_batch, solve
 from maxbatch.batch.topology import Topology
 from maxbatch.config.keys.batch import BatchConfig, Explore
 from maxbatch.errors import UserError

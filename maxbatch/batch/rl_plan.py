@@ -7,11 +7,13 @@ sample: what trains on the completions reads its sizes from the BatchPlan in her
 import dataclasses
 from fractions import Fraction
 
-from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.from_config import plan_batches
+from maxbatch.batch.keys import counted
+from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.prompt_epochs import PromptEpochs, prompt_epochs
 from maxbatch.batch.rl_sizes import RLTopology, given_completions, micro_batch_sizes, solve_rl
 from maxbatch.batch.rollout_order import saved_policies
-from maxbatch.batch.solve import counted, nearest_multiples
+from maxbatch.batch.solve import nearest_multiples
 from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import BatchConfig, Config, RunConfig
 from maxbatch.errors import UserError

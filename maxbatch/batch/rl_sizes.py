@@ -27,17 +27,14 @@ import dataclasses
 import math
 from fractions import Fraction
 
+from maxbatch.batch.keys import GivenSize, counted, single_value, text
 from maxbatch.batch.solve import (
   MOST_SAMPLES,
-  GivenSize,
   Sizes,
-  counted,
   describe_groups,
   divisors,
   nearest_divisors,
   nearest_multiples,
-  single_value,
-  text,
 )
 from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import BatchConfig

@@ -35,29 +35,21 @@ to PhaseStarts and register it in SCHEDULES.
 import dataclasses
 import itertools
 import math
-import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 
-from maxbatch.batch.arithmetic import fitting_micro_batch
 from maxbatch.batch.increments import check_increments
+from maxbatch.batch.keys import BatchKeys, Pairs, pair_text, text
 from maxbatch.batch.phases import BatchSchedule, SchedulePoint
-from maxbatch.batch.schedule_file import read_changes
 from maxbatch.batch.solve import (
   MOST_SAMPLES,
   Sizes,
   describe_groups,
+  fitting_micro_batch,
   nearest_multiples,
-  text,
 )
 from maxbatch.batch.topology import Topology
-from maxbatch.config.registry import registered
-from maxbatch.config.schema import BatchConfig
-from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
-
-_DEFAULT_MAX_GROWTH = 16
-"""batch_schedule=gns grows the batch up to this multiple of the first, unless configured."""
 
 PhaseStarts = list[tuple[Fraction, Fraction]]
 """(at, samples per step) of every phase, the first at 0."""
@@ -65,9 +57,9 @@ PhaseStarts = list[tuple[Fraction, Fraction]]
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleInputs:
-  """What a schedule is computed from: the configuration, the run's sizes, and the devices."""
+  """What a schedule is computed from: the keys, the run's sizes, and the devices."""
 
-  config: BatchConfig
+  keys: BatchKeys
   sizes: Sizes
   topology: Topology
 
@@ -126,21 +118,22 @@ def constant(inputs: ScheduleInputs) -> PhaseStarts:
 
 def rampup(inputs: ScheduleInputs) -> PhaseStarts:
   """MaxText's ramp-up: per_device_batch_size_start, …_increment and global_rampup_samples."""
-  config, sizes = inputs.config, inputs.sizes
+  given, sizes = inputs.keys, inputs.sizes
   per_size = inputs.topology.num_devices * sizes.gradient_accumulation_steps
-  start, increment = config.per_device_batch_size_start, config.per_device_batch_size_increment
+  start = Fraction(given.per_device_batch_size_start)
+  increment = Fraction(given.per_device_batch_size_increment)
   target = Fraction(sizes.batch, per_size)
   keys = ("per_device_batch_size_start", "per_device_batch_size_increment")
   unit = Fraction(inputs.topology.num_batch_groups, per_size)
   check_increments(keys, (start, increment, target), unit, "per_device_batch_size")
-  samples = Fraction(config.global_rampup_samples)
+  samples = Fraction(given.global_rampup_samples)
   return RampupBatchManager(start, increment, target, samples, per_size).phase_starts()
 
 
 def linear(inputs: ScheduleInputs) -> PhaseStarts:
   """From batch_size_start to the run's batch in equal increments, over batch_schedule_length."""
   length, start, target = _length(inputs), _start(inputs), Fraction(inputs.sizes.batch)
-  given = inputs.config.batch_size_increment
+  given = inputs.keys.batch_size_increment
   increment = start if given == -1 else Fraction(given)
   unit = Fraction(inputs.topology.num_batch_groups)
   keys = ("batch_size_start", "batch_size_increment")
@@ -172,64 +165,19 @@ def doubling(inputs: ScheduleInputs) -> PhaseStarts:
 
 def listed(inputs: ScheduleInputs) -> PhaseStarts:
   """batch_schedule: [[at, batch], …], as listed."""
-  pairs = inputs.config.batch_schedule
-  assert isinstance(pairs, tuple)
+  pairs = inputs.keys.batch_schedule
   example = "for example batch_schedule=[[0, 32], [10000, 64]]"
-  if not pairs or any(len(pair) != 2 for pair in pairs):
+  if not pairs or isinstance(pairs, str) or any(len(pair) != 2 for pair in pairs):
     raise UserError(f"batch_schedule={_shown(pairs)} must be pairs [at, batch]; {example}")
   if pairs[0][0] != 0:
     raise UserError(f"batch_schedule={_shown(pairs)} must begin with a pair at 0; {example}")
   for number, (before, after) in enumerate(itertools.pairwise(pairs), 2):
     if before[0] >= after[0]:
       raise UserError(
-        f"batch_schedule: phase {number}, {list(after)}, must begin after {before[0]}, where the "
-        f"phase before it begins; for example {[before[0] + 1, after[1]]}"
+        f"batch_schedule: phase {number}, {pair_text(after)}, must begin after {text(before[0])}, where "
+        f"the phase before it begins; for example {pair_text((before[0] + 1, after[1]))}"
       )
   return [(Fraction(at), Fraction(batch)) for at, batch in pairs]
-
-
-def gns(inputs: ScheduleInputs) -> PhaseStarts:
-  """The first batch alone; noise/controller.py decides on the later ones during the run.
-
-  Raises:
-    UserError: gns_max_batch_size is below the first batch.
-  """
-  batch, most = inputs.sizes.batch, inputs.config.gns_max_batch_size
-  if most != -1 and most < batch:
-    raise UserError(
-      f"gns_max_batch_size={most} must be at least batch_size={batch}, with which "
-      f"batch_schedule=gns begins; for example gns_max_batch_size={_DEFAULT_MAX_GROWTH * batch}"
-    )
-  micro = inputs.sizes.micro_batch
-  if most != -1 and most % micro:
-    near = [size for size in nearest_multiples(micro, Fraction(most)) if size >= batch]
-    offers = " or ".join(f"gns_max_batch_size={text(size)}" for size in near)
-    raise UserError(
-      f"gns_max_batch_size={most} must be a multiple of the microbatch of {micro} samples, which "
-      f"every batch of batch_schedule=gns is; nearest: {offers}"
-    )
-  return constant(inputs)
-
-
-def from_file(inputs: ScheduleInputs) -> PhaseStarts:
-  """The phases in batch_schedule_file, which another run or a person wrote.
-
-  Raises:
-    UserError: the file cannot be read, or begins with another batch than the run's.
-  """
-  file, batch = inputs.config.batch_schedule_file, inputs.sizes.batch
-  if not file:
-    raise UserError(
-      "batch_schedule=file needs batch_schedule_file, the schedule that a run with "
-      "batch_schedule=gns wrote; for example batch_schedule_file=runs/steered/batch_schedule.yml"
-    )
-  changes = read_changes(pathlib.Path(file).expanduser())
-  if changes[0].batch != batch:
-    raise UserError(
-      f"batch_schedule_file={file} begins with {changes[0].batch} samples and batch_size is "
-      f"{batch}; to follow the file, batch_size={changes[0].batch}"
-    )
-  return [(Fraction(change.samples), Fraction(change.batch)) for change in changes]
 
 
 Build = Callable[[ScheduleInputs], PhaseStarts]
@@ -240,57 +188,48 @@ SCHEDULES: dict[str, Build] = {
   "linear": linear,
   "doubling": doubling,
 }
-_FROM_RUNS: dict[str, Build] = {"gns": gns, "file": from_file}
-"""By the value of batch_schedule. batch_size is their first batch, not their last."""
 
 
-def max_gns_batch_size(inputs: ScheduleInputs) -> int:
-  """The largest batch that batch_schedule=gns may reach; 0 for any other schedule."""
-  if _schedule_name(inputs.config) != "gns":
-    return 0
-  most = inputs.config.gns_max_batch_size
-  return _DEFAULT_MAX_GROWTH * inputs.sizes.batch if most == -1 else most
+def batch_schedule(inputs: ScheduleInputs, build: Build | None = None) -> BatchSchedule:
+  """Returns the run's schedule. Every phase is checked, also those that the budget does not reach.
 
-
-def follows_noise_scale(config: BatchConfig) -> bool:
-  """Whether the batch follows the gradient noise scale during the run."""
-  return _schedule_name(config) == "gns"
-
-
-def begins_with_batch_size(config: BatchConfig) -> bool:
-  """Whether batch_size is the schedule's first batch; in all other schedules it is the last."""
-  return _schedule_name(config) in _FROM_RUNS
-
-
-def batch_schedule(inputs: ScheduleInputs) -> BatchSchedule:
-  """The run's schedule. Every phase is checked, also those that the budget does not reach.
+  Args:
+    inputs: keys, sizes and devices.
+    build: makes the phases; None: the schedule of SCHEDULES that the keys name.
 
   Raises:
     UserError: a phase does not divide over these devices, or keys contradict each other.
   """
-  name = _schedule_name(inputs.config)
-  if name != "gns" and inputs.config.gns_max_batch_size != -1:
+  name = schedule_name(inputs.keys)
+  if not build and name not in SCHEDULES:
     raise UserError(
-      f"gns_max_batch_size={inputs.config.gns_max_batch_size} limits batch_schedule=gns, and the "
-      "batch does not follow the noise scale; for example gns_max_batch_size=-1"
+      f"batch_schedule_type={name}: there is no such batch_schedule_type; "
+      f"known: {', '.join(SCHEDULES)}"
     )
-  build = _FROM_RUNS.get(name) or registered("batch_schedule_type", name, SCHEDULES)
-  steps = build(inputs)
-  unit = "samples" if name in ("rampup", *_FROM_RUNS) else inputs.config.batch_schedule_unit
-  scale = inputs.config.max_target_length if unit == "tokens" else 1
-  points = [_point(inputs, number, *step) for number, step in enumerate(steps, 1)]
+  starts = (build or SCHEDULES[name])(inputs)
+  is_in_samples = name == "rampup" or isinstance(inputs.keys.batch_schedule, str)
+  unit = "samples" if is_in_samples else inputs.keys.batch_schedule_unit
+  scale = inputs.keys.max_target_length if unit == "tokens" else 1
+  points = [_point(inputs, number, *start) for number, start in enumerate(starts, 1)]
   return BatchSchedule(
     unit="steps" if unit == "steps" else "samples",
     points=tuple(dataclasses.replace(point, at=point.at / scale) for point in points),
   )
 
 
-def _schedule_name(config: BatchConfig) -> str:
-  """The name of the one schedule that the keys select."""
+def schedule_name(keys: BatchKeys) -> str:
+  """Returns the name of the one schedule that the keys select.
+
+  Raises:
+    UserError: they select several.
+  """
+  pairs = keys.batch_schedule
   asked = {
-    f"batch_schedule_type={shown(config.batch_schedule_type)}": config.batch_schedule_type,
-    "enable_rampup_batch_size=true": "rampup" if config.enable_rampup_batch_size else "constant",
-    f"batch_schedule={_shown(config.batch_schedule)}": _name_of_list(config.batch_schedule),
+    f"batch_schedule_type={keys.batch_schedule_type}": keys.batch_schedule_type,
+    "enable_rampup_batch_size=true": "rampup" if keys.enable_rampup_batch_size else "constant",
+    f"batch_schedule={_shown(pairs)}": pairs
+    if isinstance(pairs, str)
+    else ("list" if pairs else "constant"),
   }
   wanted = {key: name for key, name in asked.items() if name != "constant"}
   if len(set(wanted.values())) > 1:
@@ -299,12 +238,6 @@ def _schedule_name(config: BatchConfig) -> str:
       "enable_rampup_batch_size=false batch_schedule=[]"
     )
   return next(iter(wanted.values()), "constant")
-
-
-def _name_of_list(value: tuple[tuple[int, ...], ...] | str) -> str:
-  if isinstance(value, str):
-    return value
-  return "list" if value else "constant"
 
 
 def _point(inputs: ScheduleInputs, number: int, at: Fraction, batch: Fraction) -> SchedulePoint:
@@ -333,9 +266,9 @@ def _start(inputs: ScheduleInputs) -> Fraction:
   A default such as the microbatch would depend on the devices and their memory, and a run that is
   resumed on other devices would continue another ramp.
   """
-  if inputs.config.batch_size_start != -1:
-    return Fraction(inputs.config.batch_size_start)
-  kind, target = inputs.config.batch_schedule_type, inputs.sizes.batch
+  if inputs.keys.batch_size_start != -1:
+    return Fraction(inputs.keys.batch_size_start)
+  kind, target = inputs.keys.batch_schedule_type, inputs.sizes.batch
   groups = inputs.topology.num_batch_groups
   halved = next((n for n in (8, 4, 2) if target % (n * groups) == 0), None)
   if kind == "doubling" and halved is None:
@@ -357,17 +290,17 @@ def _start(inputs: ScheduleInputs) -> Fraction:
 
 
 def _length(inputs: ScheduleInputs) -> Fraction:
-  if inputs.config.batch_schedule_length == -1:
+  if inputs.keys.batch_schedule_length == -1:
     raise UserError(
-      f"batch_schedule_type={inputs.config.batch_schedule_type} needs the length of its ramp in "
-      f"{inputs.config.batch_schedule_unit}; for example batch_schedule_length=10000"
+      f"batch_schedule_type={inputs.keys.batch_schedule_type} needs the length of its ramp in "
+      f"{inputs.keys.batch_schedule_unit}; for example batch_schedule_length=10000"
     )
-  return Fraction(inputs.config.batch_schedule_length)
+  return Fraction(inputs.keys.batch_schedule_length)
 
 
-def _shown(pairs: Sequence[Sequence[int]] | str) -> str:
-  """The list for a message; the middle of a long one is left out."""
+def _shown(pairs: Pairs | str) -> str:
+  """Returns the list for a message; the middle of a long one is left out."""
   if isinstance(pairs, str):
     return pairs
-  shown = [str(list(pair)) for pair in pairs]
+  shown = list(map(pair_text, pairs))
   return f"[{', '.join(shown if len(shown) < 5 else [*shown[:2], '…', shown[-1]])}]"

@@ -33,48 +33,14 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from maxbatch.batch.topology import Topology
-from maxbatch.config.schema import BatchConfig
-from maxbatch.config.value import plain
+from maxbatch.batch.keys import GivenSize, GivenSizes, counted, text
+from maxbatch.batch.topology import BATCH_AXES, Topology
 from maxbatch.errors import UserError
 
 DEFAULT_PER_DEVICE_BATCH_SIZE = Fraction(4)
 
 MOST_SAMPLES = 2**40
 """In a step: the divisors of larger numbers, which messages offer, take seconds to find."""
-
-
-@dataclasses.dataclass(frozen=True)
-class GivenSize:
-  """A size as one key gives it; `scale` times the size is the key's value."""
-
-  key: str
-  size: Fraction
-  scale: Fraction | int = 1
-  word: str = ""
-  """The key's value where it is not a number."""
-  pairs: tuple[tuple[int, ...], ...] = ()
-  """The key's value where the size is that of the last of these pairs."""
-
-  def assigned(self, size: Fraction | int | None = None) -> str:
-    """`key=value`, of this size or of another."""
-    value = text(Fraction(self.size if size is None else size) * self.scale)
-    if self.pairs and size is not None:
-      before = "".join(f"{list(pair)}, " for pair in self.pairs[:-1])
-      return f"batch_schedule=[{before}[{self.pairs[-1][0]}, {value}]]"
-    return f"{self.key}={self.word or value}"
-
-  def __str__(self) -> str:
-    return self.assigned() + (f" ({counted(self.size, 'sample')})" if self.scale != 1 else "")
-
-
-@dataclasses.dataclass(frozen=True)
-class GivenSizes:
-  """The three sizes as the configuration gives them, in samples; None where it gives none."""
-
-  batch: GivenSize | None
-  per_device: GivenSize | None
-  gradient_accumulation_steps: GivenSize | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,40 +56,8 @@ class Sizes:
     return self.micro_batch * self.gradient_accumulation_steps
 
 
-def given_sizes(config: BatchConfig) -> GivenSizes:
-  """Reads the keys of all three sizes, MaxText's names and Cerebras's.
-
-  Raises:
-    UserError: two keys give one size different values.
-  """
-  none = config.micro_batch_size == "none"
-  # auto and explore give no size: tuning/candidates.py lists the sizes to choose from.
-  micro_batch_size = config.micro_batch_size
-  micro_batch_size = micro_batch_size if isinstance(micro_batch_size, Fraction) else -1
-  pairs = config.batch_schedule if isinstance(config.batch_schedule, tuple) else ()
-  last = pairs[-1][1:2] if pairs else ()
-  return GivenSizes(
-    batch=single_value(
-      *(
-        GivenSize("the last batch of batch_schedule", Fraction(size), pairs=pairs) for size in last
-      ),
-      *_if_set("batch_size", config.batch_size),
-      *_if_set("global_batch_to_train", config.global_batch_to_train),
-      *_if_set("tokens_per_step", config.tokens_per_step, config.max_target_length),
-    ),
-    per_device=single_value(
-      *_if_set("per_device_batch_size", config.per_device_batch_size),
-      *_if_set("micro_batch_size", micro_batch_size),
-    ),
-    gradient_accumulation_steps=single_value(
-      *_if_set("gradient_accumulation_steps", config.gradient_accumulation_steps),
-      *([GivenSize("micro_batch_size", Fraction(1), word="none")] if none else []),
-    ),
-  )
-
-
 def solve(given: GivenSizes, topology: Topology) -> Sizes:
-  """The microbatch and the gradient accumulation steps on these devices.
+  """Returns the microbatch and the gradient accumulation steps on these devices.
 
   Raises:
     UserError: the given sizes contradict each other, a derived size is not whole, or a step has too
@@ -150,7 +84,7 @@ def solve(given: GivenSizes, topology: Topology) -> Sizes:
 
 
 def _solved(given: GivenSizes, topology: Topology) -> Sizes:
-  """The sizes, however large."""
+  """Returns the sizes, however large."""
   batch, per_device, accumulation = given.batch, given.per_device, given.gradient_accumulation_steps
   if batch is None:
     default = GivenSize("per_device_batch_size", DEFAULT_PER_DEVICE_BATCH_SIZE)
@@ -173,7 +107,7 @@ def _solved(given: GivenSizes, topology: Topology) -> Sizes:
 
 
 def solve_num_devices(given: GivenSizes) -> int:
-  """The number of devices that the given sizes need: batch / (per-device batch × k).
+  """Returns the number of devices that the given sizes need: batch / (per-device batch × k).
 
   Raises:
     UserError: the batch or the per-device batch is not given, or the quotient is not whole.
@@ -207,7 +141,7 @@ def whole_micro_batch(
   batch: GivenSize | None = None,
   accumulation: GivenSize | None = None,
 ) -> int:
-  """num_devices × per-device batch; every data-parallel group must get a whole number of samples.
+  """Returns num_devices × per-device batch; every data-parallel group must get a whole number of samples.
 
   Args:
     given: the per-device batch.
@@ -243,7 +177,7 @@ def whole_micro_batch(
 def _fitting_rows(
   rows: Fraction, batch: GivenSize | None, accumulation: GivenSize | None, groups: int
 ) -> list[int]:
-  """Samples per group and microbatch, near `rows`, that divide the batch."""
+  """Returns samples per group and microbatch, near `rows`, that divide the batch."""
   if batch is None:
     return []
   per_group = batch.size / groups / (accumulation.size if accumulation else 1)
@@ -253,26 +187,13 @@ def _fitting_rows(
 
 
 def describe_groups(topology: Topology) -> str:
-  """The data-parallel groups of the mesh, for a message."""
-  return (
-    f"the {counted(topology.num_batch_groups, 'data-parallel group')} "
-    f"(data {topology.shape['data']} × fsdp {topology.shape['fsdp']})"
-  )
-
-
-def text(value: Fraction) -> str:
-  """A fraction as the configuration reads it: 4, 0.25, 1/3."""
-  return str(plain(value))
-
-
-def counted(number: Fraction | int, one: str, many: str = "") -> str:
-  """`1 sample`, `2,000 samples`."""
-  shown = f"{int(number):,}" if number == int(number) else text(Fraction(number))
-  return f"{shown} {one if number == 1 else many or one + 's'}"
+  """Names the data-parallel groups of the mesh, for a message."""
+  axes = " × ".join(f"{axis} {topology.shape[axis]}" for axis in BATCH_AXES)
+  return f"the {counted(topology.num_batch_groups, 'data-parallel group')} ({axes})"
 
 
 def nearest_divisors(number: int, near: Fraction) -> list[int]:
-  """The largest divisor of `number` below `near` and the smallest above it, where there is one."""
+  """Returns the largest divisor of `number` below `near` and the smallest above it, where there is one."""
   below = [n for n in divisors(number) if n < near]
   above = [n for n in divisors(number) if n > near]
   return below[-1:] + above[:1]
@@ -280,42 +201,26 @@ def nearest_divisors(number: int, near: Fraction) -> list[int]:
 
 @functools.lru_cache(maxsize=64)
 def divisors(number: int) -> tuple[int, ...]:
-  """All divisors, ascending."""
+  """Returns all divisors, ascending."""
   small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
   return tuple(sorted({*small, *(number // n for n in small)}))
 
 
 def nearest_multiples(unit: Fraction | int, near: Fraction) -> list[Fraction]:
-  """The positive multiples of `unit` on both sides of `near`, which is not one."""
+  """Returns the positive multiples of `unit` on both sides of `near`, which is not one."""
   counts = [count for count in _integers_around(near / unit) if count > 0] or [1]
   return [Fraction(unit * count) for count in counts]
 
 
 def _integers_around(value: Fraction) -> tuple[int, int]:
-  """The integers below and above a value that is not an integer."""
+  """Returns the integers below and above a value that is not an integer."""
   return math.floor(value), math.floor(value) + 1
-
-
-def _if_set(key: str, value: Fraction | int, scale: int = 1) -> list[GivenSize]:
-  return [] if value == -1 else [GivenSize(key, Fraction(value) / scale, scale)]
-
-
-def single_value(*given: GivenSize) -> GivenSize | None:
-  """The size that all these keys agree on; None if there are no keys."""
-  for other in given[1:]:
-    if other.size != given[0].size:
-      free = next(one.key for one in (other, given[0]) if " " not in one.key)
-      raise UserError(
-        f"{given[0]} and {other} give the same size two values; keep one of them, for example "
-        f"with {free}=-1"
-      )
-  return given[0] if given else None
 
 
 def _from_batch_and_micro_batch(
   batch: GivenSize, per_device: GivenSize, topology: Topology
 ) -> Sizes:
-  """Gradient accumulation steps = batch / microbatch."""
+  """Derives gradient accumulation steps = batch / microbatch."""
   devices, groups = topology.num_devices, topology.num_batch_groups
   micro_batch = whole_micro_batch(per_device, topology, batch)
   accumulation, rows = batch.size / micro_batch, batch.size / groups
@@ -333,7 +238,7 @@ def _from_batch_and_micro_batch(
 
 
 def _from_batch(batch: GivenSize, accumulation: GivenSize | None, topology: Topology) -> Sizes:
-  """Microbatch = batch / gradient accumulation steps, which are 1 unless given."""
+  """Derives microbatch = batch / gradient accumulation steps, which are 1 unless given."""
   count, groups = int(accumulation.size) if accumulation else 1, topology.num_batch_groups
   rows = batch.size / (groups * count)
   if rows.denominator == 1 and rows > 0:
@@ -353,7 +258,7 @@ def _from_batch(batch: GivenSize, accumulation: GivenSize | None, topology: Topo
 
 
 def _nearest_of(*options: tuple[GivenSize, Sequence[Fraction]]) -> str:
-  """The nearest value of each key, then the values on the other side."""
+  """Returns the nearest value of each key, then the values on the other side."""
   nearest, others = [], []
   for given, sizes in options:
     ordered = sorted(sizes, key=lambda size: abs(size - given.size))
@@ -366,7 +271,7 @@ def _nearest_of(*options: tuple[GivenSize, Sequence[Fraction]]) -> str:
 def _suggested_fixes(
   batch: GivenSize, per_device: GivenSize, accumulation: GivenSize, topology: Topology
 ) -> list[str]:
-  """Each of the three sizes as the other two determine it, where that is whole."""
+  """Returns each of the three sizes as the other two determine it, where that is whole."""
   each = per_device.size * topology.num_devices
   offers = [batch.assigned(each * accumulation.size)]
   if (batch.size / each).denominator == 1 and not accumulation.word:
@@ -374,3 +279,51 @@ def _suggested_fixes(
   if (batch.size / (accumulation.size * topology.num_batch_groups)).denominator == 1:
     offers.append(per_device.assigned(batch.size / (accumulation.size * topology.num_devices)))
   return offers
+
+
+def samples_per_group(
+  micro_batch: int, topology: Topology, num_pipeline_microbatches: int = 1
+) -> int:
+  """Returns a data-parallel group's samples of a microbatch, or of a pipeline microbatch of it."""
+  return micro_batch // topology.num_batch_groups // num_pipeline_microbatches
+
+
+def per_device_size(samples_per_group: int, topology: Topology) -> Fraction:
+  """Returns the samples per device where each data-parallel group gets `samples_per_group`."""
+  return Fraction(samples_per_group * topology.num_batch_groups, topology.num_devices)
+
+
+def fitting_micro_batch(micro_batch: int, batch: int, topology: Topology) -> int:
+  """Returns `micro_batch` if it divides `batch`, else the largest smaller one that does.
+
+  Args:
+    micro_batch: samples per microbatch, a multiple of the data-parallel groups.
+    batch: samples per step, likewise.
+    topology: the devices.
+  """
+  if batch % micro_batch == 0:
+    return micro_batch
+  groups = topology.num_batch_groups
+  return groups * nearest_divisors(batch // groups, Fraction(micro_batch, groups))[0]
+
+
+def splits_of(batch: int, topology: Topology) -> list[tuple[Fraction, int]]:
+  """Returns every way to divide a batch into equal microbatches, ascending in the samples of one.
+
+  Returns:
+    Samples per device, and the number of microbatches; nothing where the data-parallel groups do
+    not get whole samples.
+  """
+  rows, rest = divmod(batch, topology.num_batch_groups)
+  if rest or not rows:
+    return []
+  return [(per_device_size(size, topology), rows // size) for size in divisors(rows)]
+
+
+def nearest_batches(batch: int, topology: Topology) -> list[int]:
+  """Returns the batches next to `batch` that divide over the data-parallel groups; itself if it
+  does."""
+  unit = topology.num_batch_groups
+  if batch % unit == 0:
+    return [batch]
+  return [int(size) for size in nearest_multiples(unit, Fraction(batch))]

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from maxbatch.config.schema import MeshConfig
 from maxbatch.errors import UserError
 
 
@@ -94,30 +93,6 @@ class Topology:
     return " × ".join(f"{axis} {size}" for axis, size in self.shape.items())
 
 
-def topology(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> Topology:
-  """Returns the mesh of `num_devices` devices in `num_slices` equal slices.
-
-  Raises:
-    UserError: the product of the axes is not the number of devices, or the slices are not equal.
-  """
-  if num_devices % num_slices:
-    raise UserError(
-      f"{num_devices} devices in {num_slices} slices: all slices must have the same number of "
-      f"devices; for example {num_devices // num_slices * num_slices} devices"
-    )
-  keys = dataclasses.asdict(mesh)
-
-  def sizes(prefix: str, total: int, what: str) -> dict[str, int]:
-    names = [f"{prefix}_{axis.key}_parallelism" for axis in AXES]
-    filled = fill({name: keys[name] for name in names}, total, what)
-    return dict(zip(AXIS_NAMES, filled.values(), strict=True))
-
-  return Topology(
-    ici=sizes("ici", num_devices // num_slices, "devices of a slice"),
-    dcn=sizes("dcn", num_slices, "slices"),
-  )
-
-
 def fill(sizes: Mapping[str, int], total: int, what: str) -> dict[str, int]:
   """Returns the sizes with a -1 replaced by the remaining devices, so that the product is `total`.
 
@@ -155,19 +130,3 @@ def _working_example(sizes: Mapping[str, int], total: int) -> str:
     left //= fitting
     example.append(f"{key}={fitting}")
   return " ".join([f"{first}={left}", *example])
-
-
-def devices_per_process(num_simulated_devices: int, num_processes: int) -> int:
-  """The simulated devices of each of several processes.
-
-  Raises:
-    UserError: the processes cannot share them equally.
-  """
-  if num_simulated_devices % num_processes:
-    fitting = max(num_simulated_devices // num_processes, 1) * num_processes
-    raise UserError(
-      f"num_simulated_devices={num_simulated_devices}: {num_processes} processes share them "
-      f"equally, so it must be a multiple of {num_processes}; for example "
-      f"num_simulated_devices={fitting}"
-    )
-  return num_simulated_devices // num_processes

@@ -8,8 +8,9 @@ from typing import Protocol
 
 import jax
 
-from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.solve import text
+from maxbatch.batch.from_config import plan_batches
+from maxbatch.batch.keys import text
+from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.topology import Topology
 from maxbatch.command_line.table import GIB
 from maxbatch.compile.measured_time import Timing, measure_step

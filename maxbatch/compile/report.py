@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 import jax
 
+from maxbatch.batch.keys import text
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.solve import text
 from maxbatch.command_line.table import figure, gib, section
 from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.program import CompiledProgram, ProgramMemory

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxbatch.batch.host_loads import HostLoad, host_loads
+from maxbatch.batch.keys import counted
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.solve import counted
 from maxbatch.command_line.table import file_size, section
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.corpus import recipe_of, with_validation

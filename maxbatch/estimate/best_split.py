@@ -12,11 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from maxbatch.batch.arithmetic import (
-  nearest_batches,
-  splits_of,
-)
-from maxbatch.batch.solve import counted, text
+from maxbatch.batch.keys import counted, text
+from maxbatch.batch.solve import nearest_batches, splits_of
 from maxbatch.batch.topology import Topology
 from maxbatch.command_line.table import gib_of
 from maxbatch.errors import UserError

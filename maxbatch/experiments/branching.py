@@ -10,16 +10,15 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from maxbatch.batch.arithmetic import (
-  divides_over,
-  factor_of,
-  fitting_micro_batch,
-  num_steps,
-  scaled,
-  tokens_of,
-)
+from maxbatch.batch.arithmetic import divides_over, factor_of, num_steps, scaled, tokens_of
+from maxbatch.batch.keys import text
 from maxbatch.batch.phases import Phase
-from maxbatch.batch.solve import MOST_SAMPLES, describe_groups, nearest_multiples, text
+from maxbatch.batch.solve import (
+  MOST_SAMPLES,
+  describe_groups,
+  fitting_micro_batch,
+  nearest_multiples,
+)
 from maxbatch.batch.topology import Topology
 from maxbatch.errors import UserError
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from maxbatch.batch.solve import text
+from maxbatch.batch.keys import text
 from maxbatch.command_line.table import Table
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Judged, Measured, critical

@@ -10,11 +10,11 @@ import pathlib
 from fractions import Fraction
 from typing import Any
 
+from maxbatch.batch.from_config import follows_noise_scale, plan_batches
 from maxbatch.batch.learning_rate import COUPLINGS, learning_rate
 from maxbatch.batch.phases import Phase
-from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.resume import resumed_plan
-from maxbatch.batch.schedule import follows_noise_scale
 from maxbatch.batch.topology import Topology
 from maxbatch.checkpoints.identity import fixed_keys
 from maxbatch.checkpoints.record import identity_differences, listed

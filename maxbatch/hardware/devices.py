@@ -14,8 +14,9 @@ from typing import Protocol
 import jax
 from jax.experimental import topologies
 
+from maxbatch.batch.from_config import topology
 from maxbatch.batch.supervised import training_devices
-from maxbatch.batch.topology import Topology, devices_per_process, topology
+from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.counted_devices import SIMULATED_DEVICES
@@ -170,6 +171,22 @@ def _choose_platform(num_simulated_devices: int, num_processes: int) -> None:
     with contextlib.suppress(RuntimeError):  # jax has already started, with the devices it has.
       # Of the CPU; jax takes an accelerator before it.
       _set_num_cpu_devices(max(SIMULATED_DEVICES // num_processes, 1))
+
+
+def devices_per_process(num_simulated_devices: int, num_processes: int) -> int:
+  """Returns the simulated devices of each of several processes.
+
+  Raises:
+    UserError: the processes cannot share them equally.
+  """
+  if num_simulated_devices % num_processes:
+    fitting = max(num_simulated_devices // num_processes, 1) * num_processes
+    raise UserError(
+      f"num_simulated_devices={num_simulated_devices}: {num_processes} processes share them "
+      f"equally, so it must be a multiple of {num_processes}; for example "
+      f"num_simulated_devices={fitting}"
+    )
+  return num_simulated_devices // num_processes
 
 
 def _started_devices() -> Sequence[Device]:

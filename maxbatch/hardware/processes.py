@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import jax
 
-from maxbatch.batch.solve import counted
+from maxbatch.batch.keys import counted
 from maxbatch.config.declare import declared
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, DistributedConfig

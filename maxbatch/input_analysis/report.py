@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from maxbatch.batch.solve import counted, text
+from maxbatch.batch.keys import counted, text
 from maxbatch.command_line.table import Table, section
 from maxbatch.data.input_report import InputReport
 from maxbatch.input_analysis.need import Need

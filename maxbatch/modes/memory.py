@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxbatch.batch.keys import text
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.solve import text
 from maxbatch.batch.supervised import is_rl
 from maxbatch.compile.program import capacity_bytes, gib
 from maxbatch.config.schema import Config

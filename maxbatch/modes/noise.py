@@ -5,9 +5,9 @@ import dataclasses
 import pathlib
 from collections.abc import Callable, Sequence
 
+from maxbatch.batch.from_config import follows_noise_scale
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.schedule import follows_noise_scale
 from maxbatch.compile.step_file import step_compiler
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import RowSource

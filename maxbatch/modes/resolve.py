@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
+from maxbatch.batch.from_config import follows_noise_scale, plan_batches
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.loads import check_loads
-from maxbatch.batch.plan import BatchPlan, Position, plan_batches
+from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.resume import keep_batch, resumed_plan
-from maxbatch.batch.schedule import follows_noise_scale
 from maxbatch.batch.topology import Topology
 from maxbatch.checkpoints.identity import settings
 from maxbatch.checkpoints.newest import newest_record

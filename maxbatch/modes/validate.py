@@ -17,9 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxbatch.batch.keys import counted, text
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.plan import BatchPlan, Position
-from maxbatch.batch.solve import counted, text
 from maxbatch.batch.topology import Topology
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.identity import identity, settings

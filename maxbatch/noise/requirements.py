@@ -1,7 +1,7 @@
 """Checks of the keys that measuring the noise scale, or batch_schedule=gns, depends on."""
 
+from maxbatch.batch.from_config import follows_noise_scale
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.schedule import follows_noise_scale
 from maxbatch.config.schema import Config, NoiseConfig
 from maxbatch.errors import UserError
 

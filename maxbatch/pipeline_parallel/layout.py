@@ -4,10 +4,12 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 
-from maxbatch.batch.arithmetic import samples_of, samples_per_group
-from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.solve import counted, divisors, nearest_divisors, nearest_multiples
-from maxbatch.batch.topology import Topology, topology
+from maxbatch.batch.arithmetic import samples_of
+from maxbatch.batch.from_config import plan_batches, topology
+from maxbatch.batch.keys import counted
+from maxbatch.batch.plan import BatchPlan
+from maxbatch.batch.solve import divisors, nearest_divisors, nearest_multiples, samples_per_group
+from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config, PipelineConfig
 from maxbatch.config.suggestions import Keys, assigned, suggested_fixes
 from maxbatch.errors import UserError

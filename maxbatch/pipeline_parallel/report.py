@@ -3,8 +3,8 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from maxbatch.batch.keys import counted
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.solve import counted
 from maxbatch.command_line.table import Table, section
 from maxbatch.config.schema import Config, ModelConfig
 from maxbatch.errors import UserError

@@ -8,10 +8,11 @@ per microbatch, has a timetable for each.
 import dataclasses
 from typing import NamedTuple
 
-from maxbatch.batch.arithmetic import samples_of, samples_per_group
+from maxbatch.batch.arithmetic import samples_of
+from maxbatch.batch.keys import counted
 from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.solve import counted
+from maxbatch.batch.solve import samples_per_group
 from maxbatch.pipeline_parallel.cost import percent, predicted_bubble
 from maxbatch.pipeline_parallel.timetable import TimetableShape
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
 
+from maxbatch.batch.keys import counted
 from maxbatch.batch.rl_plan import RLPlan, in_samples, plan_rl
-from maxbatch.batch.solve import counted
 from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config
 from maxbatch.data.dataset import Dataset

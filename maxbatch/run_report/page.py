@@ -7,10 +7,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.from_config import plan_batches, topology
+from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.rl_plan import plan_rl
 from maxbatch.batch.supervised import is_rl
-from maxbatch.batch.topology import topology
 from maxbatch.command_line.table import Table, gib
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config

@@ -10,7 +10,6 @@ from typing import Any, Protocol, Self
 import jax
 import numpy as np
 
-from maxbatch.batch.interval import is_due
 from maxbatch.batch.learning_rate import LearningRate
 from maxbatch.batch.phases import Phase
 from maxbatch.batch.plan import BatchPlan, Position
@@ -221,7 +220,7 @@ def _dispatch(
 
 
 def _due(job: Job, before: Position, after: Position, period: int) -> bool:
-  return is_due(job.plan, before, after, period, job.run.schedule_unit)
+  return job.plan.is_due(before, after, period, job.run.schedule_unit)
 
 
 def _fetch(job: Job, pending: _Pending, clock: Clock, stop: StopSignals) -> Record:

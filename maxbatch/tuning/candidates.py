@@ -12,15 +12,14 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import ClassVar, TypeVar
 
-from maxbatch.batch.arithmetic import per_device_size, samples_per_group, tokens_of
-from maxbatch.batch.plan import plan_batches
+from maxbatch.batch.arithmetic import tokens_of
+from maxbatch.batch.from_config import given_sizes, plan_batches
+from maxbatch.batch.keys import GivenSizes, counted, text
 from maxbatch.batch.solve import (
   DEFAULT_PER_DEVICE_BATCH_SIZE,
-  GivenSizes,
-  counted,
-  given_sizes,
+  per_device_size,
+  samples_per_group,
   solve,
-  text,
 )
 from maxbatch.batch.topology import Topology
 from maxbatch.config.keys.batch import Explore

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxbatch.batch.plan import BatchPlan, plan_batches
-from maxbatch.batch.solve import counted, text
+from maxbatch.batch.from_config import plan_batches
+from maxbatch.batch.keys import counted, text
+from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import BatchConfig, Config, ModelConfig
 from maxbatch.data.rows import Rows

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from maxbatch.batch.solve import text
+from maxbatch.batch.keys import text
 from maxbatch.command_line.table import Table
 from maxbatch.errors import UserError
 from maxbatch.tuning.candidates import Candidate

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from maxbatch.batch.plan import plan_batches
-from maxbatch.batch.solve import text
+from maxbatch.batch.from_config import plan_batches
+from maxbatch.batch.keys import text
 from maxbatch.batch.topology import Topology
 from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.compile.program import memory_suggestions

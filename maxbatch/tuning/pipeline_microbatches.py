@@ -8,8 +8,9 @@ import dataclasses
 import pathlib
 from collections.abc import Sequence
 
+from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.phases import Phase
-from maxbatch.batch.plan import BatchPlan, plan_batches
+from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.topology import Topology
 from maxbatch.compile.compile_step import report_or_refusal
 from maxbatch.compile.program import DoesNotFitError, capacity_bytes

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from maxbatch.batch.solve import text
+from maxbatch.batch.keys import text
 from maxbatch.command_line.table import GIB, gib, gib_of
 from maxbatch.errors import UserError
 from maxbatch.tuning.candidates import Candidate
