@@ -22,7 +22,6 @@ from maxbatch.advice.report import report
 from maxbatch.advice.words import short, wrapped
 from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.supervised import is_rl
-from maxbatch.batch.topology import Topology
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import check_output, write_output
 from maxbatch.command_line.run import run_command
@@ -37,6 +36,7 @@ from maxbatch.config.allowed import (
 )
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.plots.chart import Chart, Line, Panel

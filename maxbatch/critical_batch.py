@@ -16,7 +16,6 @@ from typing import Annotated, Literal
 
 import jax
 
-from maxbatch.batch.keys import text
 from maxbatch.batch.supervised import check_supervised
 from maxbatch.checkpoints.find import config_of, find_checkpoint
 from maxbatch.command_line.arguments import Arguments, Command, Key
@@ -26,6 +25,7 @@ from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.config.value import exact_number
 from maxbatch.config.yaml_file import shown
+from maxbatch.core.keys import text
 from maxbatch.errors import UserError
 from maxbatch.experiments.branching import BranchBase, BranchRequest, plan_branches
 from maxbatch.experiments.losses import Measured, judge

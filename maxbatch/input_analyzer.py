@@ -12,7 +12,6 @@ import jax
 from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.host_loads import host_loads, loading_hosts
 from maxbatch.batch.loads import check_loads
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.supervised import check_supervised
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import check_output, write_output
@@ -22,6 +21,7 @@ from maxbatch.compile import cache
 from maxbatch.config.allowed import DevicesOrUnset, FileName, Hosts, Positive, Range
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import shared_error
 from maxbatch.hardware.counted_devices import count_devices

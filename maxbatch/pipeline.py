@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.supervised import check_supervised
 from maxbatch.command_line.arguments import Arguments, Command, File, Key
 from maxbatch.command_line.output_file import write_output
@@ -16,6 +15,7 @@ from maxbatch.command_line.signals import leave
 from maxbatch.config.allowed import DevicesOrUnset
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.pipeline_parallel.chrome_trace import chrome_trace

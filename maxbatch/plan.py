@@ -13,7 +13,6 @@ from maxbatch.batch.loads import check_loads
 from maxbatch.batch.plan_plot import plan_chart
 from maxbatch.batch.rl_plan import plan_rl
 from maxbatch.batch.supervised import is_rl
-from maxbatch.batch.topology import Topology
 from maxbatch.command_line.arguments import Arguments, Command, File, Flag, Key
 from maxbatch.command_line.output_file import write_output
 from maxbatch.command_line.run import run_command
@@ -22,6 +21,7 @@ from maxbatch.command_line.signals import leave
 from maxbatch.config.allowed import DevicesOrUnset, Hosts
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
+from maxbatch.core.topology import Topology
 from maxbatch.hardware.counted_devices import CountedDevices, count_devices
 from maxbatch.modes.plan_report import PlanReport
 from maxbatch.pipeline_parallel.layout import pipeline_of

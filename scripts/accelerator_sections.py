@@ -24,14 +24,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.batch.from_config import plan_batches, topology
-from maxbatch.batch.keys import text
-from maxbatch.batch.plan import Position
 from maxbatch.compile.compile_step import report_or_refusal
 from maxbatch.compile.measured_time import measure_step
 from maxbatch.compile.program import gib, memory_suggestions
 from maxbatch.compile.report import CompileReport
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
+from maxbatch.core.keys import text
+from maxbatch.core.plan import Position
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import chip_for

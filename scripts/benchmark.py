@@ -43,9 +43,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.registry import build_dataset
 from maxbatch.hardware.devices import find_devices
 from maxbatch.run_folder.metrics import MetricsLog, read_metrics

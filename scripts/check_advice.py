@@ -34,10 +34,10 @@ import numpy as np
 from runs_to_a_loss import crossing, lowest_on_grid, mean_noise_scale
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.compile import cache
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError

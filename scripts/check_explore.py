@@ -9,10 +9,10 @@ recommended size is from the fastest.
 import statistics
 import sys
 
-from maxbatch.batch.keys import text
 from maxbatch.compile.measured_time import measure_step
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
+from maxbatch.core.keys import text
 from maxbatch.hardware.devices import find_devices
 from maxbatch.training.build import build_trainer
 from maxbatch.tuning.candidates import Candidate

@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterator
 
 from maxbatch.batch.arithmetic import samples_of_groups
-from maxbatch.batch.solve import per_device_size
-from maxbatch.batch.topology import Topology
+from maxbatch.core.solve import per_device_size
+from maxbatch.core.topology import Topology
 from maxbatch.estimate.best_split import REMAT_POLICIES, BatchSplit, is_safe, meshes, simplest
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.step_roofline import step_roofline

@@ -17,8 +17,8 @@ from effective_batch import EffectiveBatch, effective_batch
 from fit_step_rates import read, table
 
 from maxbatch.batch.arithmetic import tokens_of
-from maxbatch.batch.keys import text
 from maxbatch.config.load import load_config
+from maxbatch.core.keys import text
 from maxbatch.estimate.best_split import BatchSplit
 from maxbatch.estimate.chips import CHIPS
 from maxbatch.estimate.step_work import StepWork, step_work

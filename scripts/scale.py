@@ -25,10 +25,10 @@ from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.host_loads import host_loads, planned_redistribution
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.loads import load_factor
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.row_plan import StepTable, dispatches
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.stream import SampleStream
 from maxbatch.hardware import agreement
 from maxbatch.hardware.counted_devices import count_devices

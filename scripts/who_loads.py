@@ -29,9 +29,9 @@ import numpy as np
 
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.host_loads import loading_hosts
-from maxbatch.batch.plan import Position
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import Position
 from maxbatch.data.dataset import Arrays, RowSource
 from maxbatch.data.registry import build_dataset
 from maxbatch.training import build

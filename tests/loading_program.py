@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from numbered_rows import NumberedRows
 
 from maxbatch.batch.row_plan import StepRows
-from maxbatch.batch.topology import AXIS_NAMES, Topology
+from maxbatch.core.topology import AXIS_NAMES, Topology
 from maxbatch.data.dataset import Arrays
 from maxbatch.data.loader import train_loader
 from maxbatch.data.placement import RowPlacement

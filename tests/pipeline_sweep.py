@@ -15,10 +15,10 @@ from pipelined import QUICKLY
 from support import GPT2, configured, in_microbatches, mesh, uneven_rows
 
 from maxbatch.batch.from_config import plan_batches, topology
-from maxbatch.batch.phases import Phase
-from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config
+from maxbatch.core.phases import Phase
+from maxbatch.core.plan import BatchPlan
+from maxbatch.core.topology import Topology
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.layout import pipeline_of

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, ModelConfig, fields
 from maxbatch.config.value import convert
 from maxbatch.config.yaml_file import read_argument
+from maxbatch.core.topology import Topology
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import make_mesh
 from maxbatch.training import loop

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.row_plan import StepRows, dispatches
-from maxbatch.batch.schedule import SCHEDULES, RampupBatchManager
-from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
+from maxbatch.core.plan import BatchPlan, Position
+from maxbatch.core.schedule import SCHEDULES, RampupBatchManager
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 
 _DEFAULT = load_config(["config=base"])

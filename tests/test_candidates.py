@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxbatch.batch.from_config import given_sizes, plan_batches
-from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.tuning.candidates import (
   Candidate,

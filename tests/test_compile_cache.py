@@ -29,7 +29,7 @@ from maxbatch.compile import cache
 from maxbatch.hardware.devices import find_devices
 from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.training.build import build_trainer, compiled_step, train_rows
-from maxbatch.batch.plan import Position
+from maxbatch.core.plan import Position
 from maxbatch.data.registry import build_dataset
 from maxbatch.batch.from_config import topology
 from support import config

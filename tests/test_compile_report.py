@@ -13,7 +13,6 @@ import pytest
 from support import config
 
 from maxbatch.batch.from_config import plan_batches, topology
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.compile.compile_step import write_reports
 from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.program import (
@@ -28,6 +27,7 @@ from maxbatch.compile.program import (
 from maxbatch.compile.report import CompileReport, StateBytes, make_report, state_bytes
 from maxbatch.compile.report_time import StepTime
 from maxbatch.compile.traced_flops import StepFlops
+from maxbatch.core.plan import BatchPlan
 from maxbatch.data.registry import build_dataset
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError

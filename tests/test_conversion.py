@@ -34,7 +34,6 @@ from test_hub_tokenizer import Hub
 from test_progress import Terminal
 from vocabularies import END, huggingface
 
-from maxbatch.batch.plan import Position
 from maxbatch.checkpoints import formats
 from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.checkpoints.identity import fixed_keys
@@ -46,6 +45,7 @@ from maxbatch.conversion import output_folder, to_folder
 from maxbatch.conversion.placing import Place
 from maxbatch.conversion.reading import FolderReader, load_parameters
 from maxbatch.convert import main
+from maxbatch.core.plan import Position
 from maxbatch.hardware.sharding import sharding
 from maxbatch.hugging_face.tensors import Tensor
 from maxbatch.models.registry import Model, build_model, by_path

@@ -17,10 +17,10 @@ from support import SMALLEST, stop_at
 from maxbatch import critical_batch
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.plan import Position
 from maxbatch.command_line.arguments import parse
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import Position
 from maxbatch.critical_batch import main
 from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.experiments import running

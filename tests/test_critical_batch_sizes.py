@@ -4,9 +4,9 @@ from fractions import Fraction
 
 import pytest
 
-from maxbatch.batch.phases import Phase
-from maxbatch.batch.plan import Position
-from maxbatch.batch.topology import Topology
+from maxbatch.core.phases import Phase
+from maxbatch.core.plan import Position
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.experiments.branching import BranchBase, Branching, BranchRequest, plan_branches
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.loads import load_factor
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.row_plan import StepRows, dispatches
-from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
+from maxbatch.core.plan import BatchPlan, Position
+from maxbatch.core.topology import Topology
 
 _CONFIG = load_config(["config=base"])
 small = st.integers(1, 5)

@@ -68,8 +68,8 @@ def test_every_path_and_command_of_a_page_exists(file):
 
 
 def test_a_path_and_a_command_are_found_in_a_page():
-  assert PATH.findall("See `maxbatch/batch/plan.py`, maxbatch/batch/.") == [
-    "maxbatch/batch/plan.py",
+  assert PATH.findall("See `maxbatch/core/plan.py`, maxbatch/batch/.") == [
+    "maxbatch/core/plan.py",
     "maxbatch/batch/",
   ]
   assert MODULE.findall("python -m\n  maxbatch.plan config=base") == ["maxbatch.plan"]

@@ -14,9 +14,9 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from tiny_model import GEMMA_LIKE, loud_parameters, random_rows, tiny_model
 
 from maxbatch.batch.from_config import plan_batches, topology
-from maxbatch.batch.topology import AXIS_NAMES
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import ModelConfig
+from maxbatch.core.topology import AXIS_NAMES
 from maxbatch.errors import UserError
 from maxbatch.models import flash
 from maxbatch.models.dot_product import dot_product_attention

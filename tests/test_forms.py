@@ -12,7 +12,7 @@ import pytest
 from support import mesh
 from tiny_model import loud_parameters, random_rows, tiny_model
 
-from maxbatch.batch.topology import Topology
+from maxbatch.core.topology import Topology
 from maxbatch.hardware.devices import topology_devices
 from maxbatch.hardware.sharding import make_mesh
 from maxbatch.models import forms

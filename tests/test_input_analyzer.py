@@ -15,8 +15,8 @@ from support import SMALLEST, configured
 
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.host_loads import loading_hosts
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.config.load import load_config
+from maxbatch.core.plan import BatchPlan
 from maxbatch.data.input_report import input_report
 from maxbatch.data.mixture import MixedRows
 from maxbatch.data.reading import ReadOrder

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.keys import Unit
-from maxbatch.batch.plan import BatchPlan, Position
-from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
+from maxbatch.core.keys import Unit
+from maxbatch.core.plan import BatchPlan, Position
+from maxbatch.core.topology import Topology
 
 LENGTH = 4
 units: st.SearchStrategy[Unit] = st.sampled_from(["steps", "samples", "tokens"])

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.keys import Unit
 from maxbatch.batch.learning_rate import SCHEDULES, LearningRate, learning_rate
-from maxbatch.batch.plan import BatchPlan, Position
-from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
+from maxbatch.core.keys import Unit
+from maxbatch.core.plan import BatchPlan, Position
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 
 _CONFIG = load_config(["config=base"])

@@ -18,8 +18,8 @@ from several_processes import train
 from support import config
 
 from maxbatch.batch.from_config import plan_batches, topology
-from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target
 from maxbatch.training.optimizer import OPTIMIZERS

@@ -8,9 +8,9 @@ import signal
 import pytest
 
 from maxbatch import pipeline, plan
-from maxbatch.batch.plan import Position
 from maxbatch.compile import step_file
 from maxbatch.config.load import load_config
+from maxbatch.core.plan import Position
 from maxbatch.errors import UserError
 from maxbatch.experiments.origin import Checkpoint, record_origin
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from maxbatch.batch.phases import Position
+from maxbatch.core.phases import Position
 from maxbatch.errors import UserError
 from maxbatch.noise.confidence import Interval
 from maxbatch.noise.controller import Controller, ControllerLimits, Decision

@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.resume import check_can_continue
 from maxbatch.config.load import load_config
+from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.noise.requirements import check_noise

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from maxbatch.batch.topology import Topology
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes, make_mesh
 from maxbatch.training.optimizer_sharding import (

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.plan import BatchPlan, Position
-from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import BatchConfig, RunConfig
+from maxbatch.core.plan import BatchPlan, Position
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 
 _DEFAULT = load_config(["config=base"])

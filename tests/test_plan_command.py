@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.host_loads import host_loads
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.plan_plot import plan_chart
 from maxbatch.config.load import load_config
+from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.hardware.tpu_slices import slice_named
 from maxbatch.plan import main

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from maxbatch.batch.topology import Topology
+from maxbatch.core.topology import Topology
 from maxbatch.hardware.sharding import make_mesh, rollout_mesh
 from maxbatch.models.registry import Parameters
 from maxbatch.rl.policies import Policies, mover

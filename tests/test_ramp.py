@@ -12,9 +12,9 @@ from support import SMALLEST, stop_at
 
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.plan import Position
 from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.config.load import load_config
+from maxbatch.core.plan import Position
 from maxbatch.modes.run import run
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.training import build, loop

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.host_loads import loading_hosts
 from maxbatch.batch.loads import check_loads, load_factor
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.redistribution import Redistribution, consecutive_processes, redistribution
 from maxbatch.batch.row_plan import StepTable, columns_of_blocks, dispatches
-from maxbatch.batch.topology import AXIS_NAMES, Topology
 from maxbatch.config.load import load_config
+from maxbatch.core.plan import BatchPlan, Position
+from maxbatch.core.topology import AXIS_NAMES, Topology
 from maxbatch.data.reading import ReadPlan
 
 CONFIG = load_config(["config=base"])

@@ -16,7 +16,7 @@ from support import SMALLEST
 from written_runs import HOSTILE, write_run
 
 from maxbatch import report, train
-from maxbatch.batch.plan import Position
+from maxbatch.core.plan import Position
 from maxbatch.errors import TrainingDivergedError
 from maxbatch.modes.chronicle import chronicled
 from maxbatch.plots.page import encoded

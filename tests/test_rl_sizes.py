@@ -17,9 +17,9 @@ from maxbatch import plan as plan_command
 from maxbatch.batch.prompt_epochs import PromptEpochs, prompt_epochs
 from maxbatch.batch.rl_plan import RLPlan, plan_rl
 from maxbatch.batch.supervised import training_devices
-from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, fields
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 
 RL = f"config={Path(__file__).resolve().parent.parent}/configs/post_train/rl.yml"

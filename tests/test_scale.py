@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 from processes import REPOSITORY
 
-from maxbatch.batch.plan import Position
 from maxbatch.batch.row_plan import dispatches
+from maxbatch.core.plan import Position
 
 
 def load() -> ModuleType:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support import mesh
 
-from maxbatch.batch.topology import Topology
+from maxbatch.core.topology import Topology
 from maxbatch.hardware.sharding import make_mesh, over_rows, sum_over_rows
 
 AXES = ("embed", None)

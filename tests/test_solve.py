@@ -11,11 +11,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from maxbatch.batch.from_config import given_sizes, plan_batches
-from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.solve import solve_num_devices
-from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import BatchConfig
+from maxbatch.core.plan import BatchPlan
+from maxbatch.core.solve import solve_num_devices
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 
 _DEFAULT = load_config(["config=base"])

@@ -22,11 +22,11 @@ from lowered_once import forget
 from support import config
 
 from maxbatch.batch.from_config import plan_batches, topology
-from maxbatch.batch.plan import Position
 from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.compile import step_file, step_identity
 from maxbatch.config import schema
 from maxbatch.config.load import to_flat_dict
+from maxbatch.core.plan import Position
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.compilation_cache import bypassed

@@ -5,8 +5,8 @@ from fractions import Fraction
 
 import pytest
 
-from maxbatch.batch.topology import Topology
 from maxbatch.config.load import load_config
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import (
   REMAT_POLICIES,

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxbatch.batch.from_config import topology
-from maxbatch.batch.topology import AXES, AXIS_NAMES, Topology
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import MeshConfig
+from maxbatch.core.topology import AXES, AXIS_NAMES, Topology
 from maxbatch.errors import UserError
 
 _DEFAULT = load_config(["config=base"]).mesh

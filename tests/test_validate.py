@@ -16,11 +16,11 @@ from processes import PATIENCE_SECONDS
 from support import config
 
 from maxbatch.batch.from_config import plan_batches, topology
-from maxbatch.batch.plan import Position
 from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.checkpoints.identity import identity
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import Position
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
 from maxbatch.modes import validate as module

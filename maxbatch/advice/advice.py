@@ -24,10 +24,10 @@ from maxbatch.advice.slices import (
   step_around,
 )
 from maxbatch.batch.arithmetic import micro_batch_of, samples_in, samples_of, tokens_of
-from maxbatch.batch.phases import Phase
-from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.topology import Topology
 from maxbatch.batch_rules.rule import data_factor, data_overhead_of
+from maxbatch.core.phases import Phase
+from maxbatch.core.plan import BatchPlan
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit
 from maxbatch.estimate.step_roofline import step_roofline

@@ -6,10 +6,10 @@ from fractions import Fraction
 
 from maxbatch.batch.arithmetic import tokens_of
 from maxbatch.batch.from_config import given_sizes
-from maxbatch.batch.topology import Topology
 from maxbatch.batch_rules.published import expected_loss
 from maxbatch.batch_rules.rule import Training
 from maxbatch.config.schema import Config
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import CHIPS, Chip
 from maxbatch.estimate.step_work import StepWork, step_work

@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Sequence
 
 from maxbatch.batch.arithmetic import tokens_of
-from maxbatch.batch.solve import nearest_batches
-from maxbatch.batch.topology import Topology
 from maxbatch.batch_rules.published import GROWTH
+from maxbatch.core.solve import nearest_batches
+from maxbatch.core.topology import Topology
 
 _HALVINGS = 3
 """A ramp begins with at least an eighth of its last batch: below, phases are shorter than a warm-up."""

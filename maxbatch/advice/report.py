@@ -9,9 +9,9 @@ from maxbatch.advice.limits import limits
 from maxbatch.advice.slices import Point
 from maxbatch.advice.words import money, percent, short, span, times, wrapped
 from maxbatch.batch.arithmetic import samples_in, steps_in
-from maxbatch.batch.keys import counted
 from maxbatch.batch_rules.rule import steps_factor
 from maxbatch.command_line.table import Table, gib_of
+from maxbatch.core.keys import counted
 from maxbatch.estimate.best_split import BatchSplit
 from maxbatch.estimate.step_rates import step_rates
 

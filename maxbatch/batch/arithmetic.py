@@ -1,12 +1,12 @@
 """Small products and quotients of batch sizes that other folders need, so that all are in batch/.
 
-The sizes of a run come from batch/plan.py. These functions take them further: to the share of a
+The sizes of a run come from core/plan.py. These functions take them further: to the share of a
 data-parallel group, to a multiple of a batch, to the microbatch that divides another batch.
 """
 
 from fractions import Fraction
 
-from maxbatch.batch.topology import Topology
+from maxbatch.core.topology import Topology
 
 
 def tokens_of(samples: int, max_target_length: int) -> int:

@@ -5,21 +5,21 @@ import functools
 import pathlib
 from fractions import Fraction
 
-from maxbatch.batch.keys import BatchKeys, GivenSizes, text
-from maxbatch.batch.plan import BatchPlan, derive
-from maxbatch.batch.schedule import (
+from maxbatch.batch.schedule_file import read_changes
+from maxbatch.config.registry import registered
+from maxbatch.config.schema import BatchConfig, MeshConfig, RunConfig
+from maxbatch.config.yaml_file import shown
+from maxbatch.core.keys import BatchKeys, GivenSizes, text
+from maxbatch.core.plan import BatchPlan, derive
+from maxbatch.core.schedule import (
   SCHEDULES,
   PhaseStarts,
   ScheduleInputs,
   constant,
   schedule_name,
 )
-from maxbatch.batch.schedule_file import read_changes
-from maxbatch.batch.solve import nearest_multiples
-from maxbatch.batch.topology import AXES, AXIS_NAMES, Topology, fill
-from maxbatch.config.registry import registered
-from maxbatch.config.schema import BatchConfig, MeshConfig, RunConfig
-from maxbatch.config.yaml_file import shown
+from maxbatch.core.solve import nearest_multiples
+from maxbatch.core.topology import AXES, AXIS_NAMES, Topology, fill
 from maxbatch.errors import UserError
 
 _DEFAULT_MAX_GROWTH = 16

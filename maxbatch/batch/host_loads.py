@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from maxbatch.batch.keys import text
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.redistribution import Redistribution, consecutive_processes, redistribution
+from maxbatch.core.keys import text
+from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 
 

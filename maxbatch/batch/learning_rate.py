@@ -10,11 +10,11 @@ import dataclasses
 import math
 from collections.abc import Callable
 
-from maxbatch.batch.keys import Unit
-from maxbatch.batch.phases import Phase
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import OptimizerConfig
+from maxbatch.core.keys import Unit
+from maxbatch.core.phases import Phase
+from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.errors import UserError
 
 

@@ -2,9 +2,9 @@
 
 from fractions import Fraction
 
-from maxbatch.batch.keys import counted, text
-from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.solve import nearest_divisors
+from maxbatch.core.keys import counted, text
+from maxbatch.core.plan import BatchPlan
+from maxbatch.core.solve import nearest_divisors
 
 
 def limits(plan: BatchPlan) -> list[str]:

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Iterator
 from fractions import Fraction
 
-from maxbatch.batch.keys import text
-from maxbatch.batch.plan import BatchPlan
+from maxbatch.core.keys import text
+from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 
 

@@ -1,7 +1,7 @@
 """Batch size and learning rate over the samples of a run, drawn."""
 
 from maxbatch.batch.learning_rate import LearningRate
-from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.plots.chart import Chart, Line, Panel
 
 _POINTS = 400

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Literal
 
-from maxbatch.batch.keys import counted
-from maxbatch.batch.solve import divisors
+from maxbatch.core.keys import counted
+from maxbatch.core.solve import divisors
 from maxbatch.errors import UserError
 
 Leftovers = Literal["carry", "drop", "error"]

@@ -7,11 +7,11 @@ from fractions import Fraction
 from typing import Any
 
 from maxbatch.batch.from_config import given_sizes
-from maxbatch.batch.keys import text
-from maxbatch.batch.plan import BatchPlan, Position
-from maxbatch.batch.solve import fitting_micro_batch, solve
-from maxbatch.batch.topology import Topology
 from maxbatch.config.keys.batch import BatchConfig, Explore
+from maxbatch.core.keys import text
+from maxbatch.core.plan import BatchPlan, Position
+from maxbatch.core.solve import fitting_micro_batch, solve
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 
 

@@ -8,14 +8,14 @@ import dataclasses
 from fractions import Fraction
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.keys import counted
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.prompt_epochs import PromptEpochs, prompt_epochs
 from maxbatch.batch.rl_sizes import RLTopology, given_completions, micro_batch_sizes, solve_rl
 from maxbatch.batch.rollout_order import saved_policies
-from maxbatch.batch.solve import nearest_multiples
-from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import BatchConfig, Config, RunConfig
+from maxbatch.core.keys import counted
+from maxbatch.core.plan import BatchPlan
+from maxbatch.core.solve import nearest_multiples
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 
 

@@ -27,8 +27,9 @@ import dataclasses
 import math
 from fractions import Fraction
 
-from maxbatch.batch.keys import GivenSize, counted, single_value, text
-from maxbatch.batch.solve import (
+from maxbatch.config.schema import BatchConfig
+from maxbatch.core.keys import GivenSize, counted, single_value, text
+from maxbatch.core.solve import (
   MOST_SAMPLES,
   Sizes,
   describe_groups,
@@ -36,8 +37,7 @@ from maxbatch.batch.solve import (
   nearest_divisors,
   nearest_multiples,
 )
-from maxbatch.batch.topology import Topology
-from maxbatch.config.schema import BatchConfig
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 
 _WARM_START_BATCH = 64

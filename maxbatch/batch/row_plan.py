@@ -20,8 +20,8 @@ from typing import overload
 import numpy as np
 
 from maxbatch.batch.loads import load_ranges
-from maxbatch.batch.phases import Phase
-from maxbatch.batch.plan import BatchPlan, Position
+from maxbatch.core.phases import Phase
+from maxbatch.core.plan import BatchPlan, Position
 
 # Sample ids are int32; they begin again at 0 after 2**31 samples.
 _ID_MASK = 2**31 - 1

@@ -23,7 +23,6 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
-from maxbatch.batch.plan import Position
 from maxbatch.checkpoints import refusals
 from maxbatch.checkpoints.faults import cause, free_bytes
 from maxbatch.checkpoints.fingerprint import named_leaves
@@ -41,6 +40,7 @@ from maxbatch.checkpoints.record import (
 )
 from maxbatch.checkpoints.several import Barrier, DamagedError, lone_reader, together
 from maxbatch.config.schema import CheckpointConfig
+from maxbatch.core.plan import Position
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from maxbatch.batch.plan import Position
 from maxbatch.checkpoints.faults import cause
 from maxbatch.checkpoints.fingerprint import VERSION, part_of_fingerprint
 from maxbatch.checkpoints.formats import format_named
@@ -20,6 +19,7 @@ from maxbatch.checkpoints.newest import record_of
 from maxbatch.checkpoints.record import ORIGIN, describe_leaves, format_name, sealed
 from maxbatch.checkpoints.stored import StoredArray, StoredArrays
 from maxbatch.checkpoints.tensor_files import TensorSpec, write_tensors
+from maxbatch.core.plan import Position
 from maxbatch.errors import UserError
 
 PARAMETERS = "params/"

@@ -13,8 +13,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from maxbatch.batch.plan import Position
 from maxbatch.checkpoints.fingerprint import VERSION, VERSIONS, fingerprints, named_leaves
+from maxbatch.core.plan import Position
 from maxbatch.errors import UserError
 from maxbatch.hugging_face.model_keys import PLAIN
 

@@ -9,9 +9,6 @@ from typing import Protocol
 import jax
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.keys import text
-from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.topology import Topology
 from maxbatch.command_line.table import GIB
 from maxbatch.compile.measured_time import Timing, measure_step
 from maxbatch.compile.program import (
@@ -26,6 +23,9 @@ from maxbatch.compile.program import (
 )
 from maxbatch.compile.report import CompileReport, Sampling, make_report, state_bytes
 from maxbatch.config.schema import Config
+from maxbatch.core.keys import text
+from maxbatch.core.plan import BatchPlan
+from maxbatch.core.topology import Topology
 from maxbatch.data.dataset import RowSource
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError

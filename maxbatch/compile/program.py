@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import jax
 
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.command_line.table import GIB
 from maxbatch.compile.traced_flops import StepFlops, step_flops
 from maxbatch.config.schema import CompileConfig, Config
+from maxbatch.core.plan import BatchPlan
 from maxbatch.data.dataset import RowSource
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 import jax
 
-from maxbatch.batch.keys import text
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.command_line.table import figure, gib, section
 from maxbatch.compile.measured_time import Timing
 from maxbatch.compile.program import CompiledProgram, ProgramMemory
@@ -25,6 +23,8 @@ from maxbatch.compile.report_time import (
 )
 from maxbatch.compile.step_identity import compiler_environment
 from maxbatch.compile.traced_flops import StepFlops, model_flops_per_token
+from maxbatch.core.keys import text
+from maxbatch.core.plan import BatchPlan
 from maxbatch.data.input_report import InputReport
 from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import UNKNOWN_CHIP, Chip, chip_for

@@ -21,7 +21,6 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import jax
 from jax.experimental import serialize_executable
 
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.compile.compile_step import check_device_memory
 from maxbatch.compile.step_identity import (
   CONFIGURATION,
@@ -32,6 +31,7 @@ from maxbatch.compile.step_identity import (
   header,
 )
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import BatchPlan
 from maxbatch.data.dataset import RowSource
 from maxbatch.errors import UserError
 from maxbatch.hardware.compilation_cache import bypassed

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.config.declare import declared
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import (
@@ -30,6 +29,7 @@ from maxbatch.config.schema import (
   DistributedConfig,
   RunConfig,
 )
+from maxbatch.core.plan import BatchPlan
 from maxbatch.data.dataset import RowSource
 from maxbatch.training.build import step_rows, streams, traced_step
 from maxbatch.training.step import Trainer

@@ -16,6 +16,7 @@ import yaml
 from maxbatch.config.allowed import Example, FileName, Range, RelativePath
 from maxbatch.config.find import closest
 from maxbatch.config.yaml_file import Entry, shown
+from maxbatch.core.keys import plain_number
 from maxbatch.errors import UserError
 
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)")
@@ -110,14 +111,7 @@ def plain(value: object) -> object:
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
     fields = {name: plain(part) for name, part in dataclasses.asdict(value).items()}
     return {_name(type(value)): fields}
-  if not isinstance(value, Fraction):
-    return value
-  if value.denominator == 1:
-    return value.numerator
-  # A float prints the shortest decimal that means it, so a short decimal fraction survives.
-  decimal = value.numerator / value.denominator if abs(value) < 1e15 else math.inf
-  exact = math.isfinite(decimal) and Fraction(repr(decimal)) == value
-  return decimal if exact else f"{value.numerator}/{value.denominator}"
+  return plain_number(value) if isinstance(value, Fraction) else value
 
 
 def _words(annotation: object) -> tuple[str, ...]:

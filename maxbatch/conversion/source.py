@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from maxbatch.batch.plan import Position
 from maxbatch.checkpoints import leaves
 from maxbatch.checkpoints.find import find_checkpoint
 from maxbatch.checkpoints.fingerprint import VERSION, fingerprints
@@ -22,6 +21,7 @@ from maxbatch.checkpoints.newest import parameters_to_begin_with
 from maxbatch.checkpoints.parameters_only import PARAMETERS
 from maxbatch.checkpoints.record import listed
 from maxbatch.conversion.reading import load_parameters, reader_of
+from maxbatch.core.plan import Position
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import sync_errors
 from maxbatch.hugging_face.registry import is_model_folder, read_folder

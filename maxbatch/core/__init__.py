@@ -1,1 +1,1 @@
-"""The core: what a loss hands out, its sums over any split of a batch, and the step made of them."""
+"""The core: the plan of a batch, what a loss hands out, its sums over any split, and the step."""

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxbatch.batch.host_loads import HostLoad, host_loads
-from maxbatch.batch.keys import counted
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.command_line.table import file_size, section
 from maxbatch.config.schema import DataConfig
+from maxbatch.core.keys import counted
+from maxbatch.core.plan import BatchPlan
 from maxbatch.data.corpus import recipe_of, with_validation
 from maxbatch.data.document_rows import layout_of
 from maxbatch.data.mixed import alone

@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
-from maxbatch.batch.keys import counted, text
-from maxbatch.batch.solve import nearest_batches, splits_of
-from maxbatch.batch.topology import Topology
 from maxbatch.command_line.table import gib_of
+from maxbatch.core.keys import counted, text
+from maxbatch.core.solve import nearest_batches, splits_of
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.step_rates import step_rates

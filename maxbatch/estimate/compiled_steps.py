@@ -16,8 +16,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from maxbatch.batch.topology import Topology
 from maxbatch.command_line.table import GIB
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import Chip, chip_for
 from maxbatch.estimate.step_work import RematPolicy, StepWork, work_digest

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from fractions import Fraction
 
-from maxbatch.batch.topology import Topology
+from maxbatch.core.topology import Topology
 from maxbatch.estimate.step_rates import StepRates
 from maxbatch.estimate.step_work import RematPolicy, StepWork, residual_bytes, weight_shards
 

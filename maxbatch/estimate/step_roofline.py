@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import Literal
 
 from maxbatch.batch.arithmetic import tokens_of
-from maxbatch.batch.topology import Topology
+from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.compiled_steps import CompiledStep, compiled_step
 from maxbatch.estimate.step_memory import StepBytes, step_bytes

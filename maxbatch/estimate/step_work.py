@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
 
-from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config, ModelConfig
+from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip
 from maxbatch.hugging_face.model_keys import PLAIN, SHAPE, layer_types
 

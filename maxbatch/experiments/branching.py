@@ -11,15 +11,15 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from maxbatch.batch.arithmetic import divides_over, factor_of, num_steps, scaled, tokens_of
-from maxbatch.batch.keys import text
-from maxbatch.batch.phases import Phase
-from maxbatch.batch.solve import (
+from maxbatch.core.keys import text
+from maxbatch.core.phases import Phase
+from maxbatch.core.solve import (
   MOST_SAMPLES,
   describe_groups,
   fitting_micro_batch,
   nearest_multiples,
 )
-from maxbatch.batch.topology import Topology
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 
 FEWEST_BLOCKS = 4

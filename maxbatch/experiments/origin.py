@@ -9,11 +9,11 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from maxbatch.batch.plan import Position
 from maxbatch.checkpoints.find import other_step
 from maxbatch.checkpoints.newest import completed_steps
 from maxbatch.checkpoints.quiet_orbax import silence_orbax
 from maxbatch.checkpoints.record import is_intact, is_parameters_only
+from maxbatch.core.plan import Position
 from maxbatch.errors import UserError
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from maxbatch.batch.keys import text
 from maxbatch.command_line.table import Table
+from maxbatch.core.keys import text
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Judged, Measured, critical
 from maxbatch.experiments.tradeoff import Tradeoff, branch_tradeoff

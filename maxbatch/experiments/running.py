@@ -12,14 +12,14 @@ from typing import Any
 
 from maxbatch.batch.from_config import follows_noise_scale, plan_batches
 from maxbatch.batch.learning_rate import COUPLINGS, learning_rate
-from maxbatch.batch.phases import Phase
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.resume import resumed_plan
-from maxbatch.batch.topology import Topology
 from maxbatch.checkpoints.identity import fixed_keys
 from maxbatch.checkpoints.record import identity_differences, listed
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import BatchConfig, Config, RunConfig
+from maxbatch.core.phases import Phase
+from maxbatch.core.plan import BatchPlan
+from maxbatch.core.topology import Topology
 from maxbatch.errors import TrainingDivergedError, UserError
 from maxbatch.experiments.branching import Branch, Branching
 from maxbatch.experiments.losses import Measured, block_means

@@ -3,10 +3,10 @@
 import dataclasses
 
 from maxbatch.batch.from_config import given_sizes, topology
-from maxbatch.batch.solve import solve_num_devices
 from maxbatch.batch.supervised import is_rl, training_devices
-from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config
+from maxbatch.core.solve import solve_num_devices
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.tpu_slices import slice_named
 

@@ -16,8 +16,8 @@ from jax.experimental import topologies
 
 from maxbatch.batch.from_config import topology
 from maxbatch.batch.supervised import training_devices
-from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.counted_devices import SIMULATED_DEVICES
 from maxbatch.hardware.environment import check_environment

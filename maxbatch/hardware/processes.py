@@ -17,10 +17,10 @@ from typing import NoReturn
 
 import jax
 
-from maxbatch.batch.keys import counted
 from maxbatch.config.declare import declared
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, DistributedConfig
+from maxbatch.core.keys import counted
 from maxbatch.errors import SaidByAnotherError, UserError
 from maxbatch.hardware.agreement import shared_error
 from maxbatch.hardware.coordinator import relayed

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from maxbatch.batch.topology import AXES, AXIS_NAMES, BATCH_AXES, Topology
+from maxbatch.core.topology import AXES, AXIS_NAMES, BATCH_AXES, Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
 

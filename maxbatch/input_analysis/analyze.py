@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.config.schema import Config, DataConfig
+from maxbatch.core.plan import BatchPlan
 from maxbatch.data.input_report import input_report
 from maxbatch.data.placement import RowPlacement
 from maxbatch.data.reading import ReadOrder

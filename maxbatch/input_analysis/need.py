@@ -7,11 +7,11 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.compile.compile_step import placeholder_rows, report_or_refusal
 from maxbatch.compile.measured_time import measure_step
 from maxbatch.compile.program import compile_program
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target
 from maxbatch.run_folder.metrics import Record, read_metrics

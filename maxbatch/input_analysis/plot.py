@@ -1,6 +1,6 @@
 """What each setting reads beside what the step consumes, and what a row costs on its way."""
 
-from maxbatch.batch.keys import counted
+from maxbatch.core.keys import counted
 from maxbatch.input_analysis.report import InputAnalysis
 from maxbatch.input_analysis.settings import Setting
 from maxbatch.plots.chart import Bars, Chart, Panel

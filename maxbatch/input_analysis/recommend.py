@@ -12,7 +12,7 @@ from fractions import Fraction
 
 from maxbatch.batch.host_loads import host_loads, planned_redistribution, with_load_factor
 from maxbatch.batch.loads import check_loads
-from maxbatch.batch.plan import BatchPlan
+from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.input_analysis.settings import Measured, Setting
 

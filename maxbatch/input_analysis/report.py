@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from maxbatch.batch.keys import counted, text
 from maxbatch.command_line.table import Table, section
+from maxbatch.core.keys import counted, text
 from maxbatch.data.input_report import InputReport
 from maxbatch.input_analysis.need import Need
 from maxbatch.input_analysis.recommend import (

@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import jax
 
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.checkpoints.checkpointer import Restored
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.identity import fixed_keys
@@ -26,6 +25,7 @@ from maxbatch.conversion.source import (
   open_source,
   read_frozen,
 )
+from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all, sync_errors
 from maxbatch.models.registry import joined

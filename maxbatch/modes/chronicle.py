@@ -11,8 +11,8 @@ from pathlib import Path
 
 import jax
 
-from maxbatch.batch.plan import Position
 from maxbatch.compile.step_identity import library_versions
+from maxbatch.core.plan import Position
 from maxbatch.errors import TrainingDivergedError
 from maxbatch.hardware.devices import Device, describe_devices
 from maxbatch.run_folder.events import END, NOTICE, START, VERIFIED, EventLog, NoEventLog

@@ -5,8 +5,6 @@ import json
 import os
 from collections.abc import Callable, Sequence
 
-from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.topology import Topology
 from maxbatch.command_line.screen import for_screen
 from maxbatch.compile import cache
 from maxbatch.compile.compile_step import (
@@ -20,6 +18,8 @@ from maxbatch.compile.report import CompileReport
 from maxbatch.compile.step_file import check_replaces_no_other, save_steps
 from maxbatch.config.keys.batch import Explore
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import BatchPlan
+from maxbatch.core.topology import Topology
 from maxbatch.data.input_report import InputReport, input_report
 from maxbatch.errors import UserError
 from maxbatch.estimate.compiled_steps import remember

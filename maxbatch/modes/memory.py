@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxbatch.batch.keys import text
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.supervised import is_rl
 from maxbatch.compile.program import capacity_bytes, gib
 from maxbatch.config.schema import Config
+from maxbatch.core.keys import text
+from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Device
 from maxbatch.precision.formats import compute_format

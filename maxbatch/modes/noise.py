@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 from maxbatch.batch.from_config import follows_noise_scale
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.compile.step_file import step_compiler
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import BatchPlan
 from maxbatch.data.dataset import RowSource
 from maxbatch.hardware.devices import Device
 from maxbatch.models.registry import Model, build_model

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from maxbatch.batch.host_loads import HostLoad
-from maxbatch.batch.keys import counted, text
 from maxbatch.batch.learning_rate import LearningRate
 from maxbatch.batch.limits import limits
-from maxbatch.batch.phases import Phase
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.command_line.table import Table, section
+from maxbatch.core.keys import counted, text
+from maxbatch.core.phases import Phase
+from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.pipeline_parallel.sizes import Pipeline
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from maxbatch.batch.plan import Position
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import Position
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.models.registry import Parameters

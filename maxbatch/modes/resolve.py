@@ -9,13 +9,13 @@ import jax
 from maxbatch.batch.from_config import follows_noise_scale, plan_batches
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.loads import check_loads
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.resume import keep_batch, resumed_plan
-from maxbatch.batch.topology import Topology
 from maxbatch.checkpoints.identity import settings
 from maxbatch.checkpoints.newest import newest_record
 from maxbatch.checkpoints.record import changed_settings
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import BatchPlan, Position
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Target

@@ -13,7 +13,6 @@ import yaml
 
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.loads import check_loads
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.checkpoints.checkpointer import Checkpointer, Restored
 from maxbatch.checkpoints.identity import identity, settings
 from maxbatch.command_line.screen import for_screen
@@ -22,6 +21,7 @@ from maxbatch.compile.step_file import save_steps, step_compiler
 from maxbatch.config.load import DERIVED, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.conversion.source import FROZEN
+from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.mixture import MixedRows
 from maxbatch.errors import UserError

@@ -19,10 +19,10 @@ from pathlib import Path
 import jax
 
 import maxbatch
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.compile.step_identity import compiler_environment, library_versions
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import BatchPlan
 from maxbatch.data.dataset import Dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import check_alike, gather, shared_error

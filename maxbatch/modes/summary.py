@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.command_line.color import colored
 from maxbatch.command_line.printable import printable
 from maxbatch.command_line.screen import for_screen
+from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.hardware.devices import describe_devices
 from maxbatch.hardware.shared_files import write_shared_file

@@ -17,10 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from maxbatch.batch.keys import counted, text
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.batch.plan import BatchPlan, Position
-from maxbatch.batch.topology import Topology
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.identity import identity, settings
 from maxbatch.checkpoints.newest import newest_record, resumable_steps
@@ -35,6 +32,9 @@ from maxbatch.command_line.screen import for_screen
 from maxbatch.compile.program import gib
 from maxbatch.config import schema
 from maxbatch.config.schema import Config
+from maxbatch.core.keys import counted, text
+from maxbatch.core.plan import BatchPlan, Position
+from maxbatch.core.topology import Topology
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.input_report import input_report
 from maxbatch.errors import UserError

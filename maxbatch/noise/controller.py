@@ -14,8 +14,8 @@ from fractions import Fraction
 from typing import Any
 
 from maxbatch.batch.arithmetic import scaled
-from maxbatch.batch.keys import counted
-from maxbatch.batch.phases import Position
+from maxbatch.core.keys import counted
+from maxbatch.core.phases import Position
 from maxbatch.errors import UserError
 from maxbatch.noise.tracker import Estimate
 

@@ -1,8 +1,8 @@
 """Checks of the keys that measuring the noise scale, or batch_schedule=gns, depends on."""
 
 from maxbatch.batch.from_config import follows_noise_scale
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.config.schema import Config, NoiseConfig
+from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 
 

@@ -4,9 +4,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.schedule_file import Change, changes_until, with_change, write_changes
 from maxbatch.config.schema import NoiseConfig
+from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.errors import UserError
 from maxbatch.noise.controller import Controller, ControllerLimits, Decision
 from maxbatch.noise.tracker import Estimate

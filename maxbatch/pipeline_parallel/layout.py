@@ -6,12 +6,12 @@ from fractions import Fraction
 
 from maxbatch.batch.arithmetic import samples_of
 from maxbatch.batch.from_config import plan_batches, topology
-from maxbatch.batch.keys import counted
-from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.solve import divisors, nearest_divisors, nearest_multiples, samples_per_group
-from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config, PipelineConfig
 from maxbatch.config.suggestions import Keys, assigned, suggested_fixes
+from maxbatch.core.keys import counted
+from maxbatch.core.plan import BatchPlan
+from maxbatch.core.solve import divisors, nearest_divisors, nearest_multiples, samples_per_group
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.schedule import Schedule, schedule_named
 from maxbatch.pipeline_parallel.sizes import Pipeline

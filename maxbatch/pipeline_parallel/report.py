@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from maxbatch.batch.keys import counted
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.command_line.table import Table, section
 from maxbatch.config.schema import Config, ModelConfig
+from maxbatch.core.keys import counted
+from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.cost import bubble, imbalance, percent, predicted_bubble
 from maxbatch.pipeline_parallel.layout import pipeline_of

@@ -9,10 +9,10 @@ import dataclasses
 from typing import NamedTuple
 
 from maxbatch.batch.arithmetic import samples_of
-from maxbatch.batch.keys import counted
-from maxbatch.batch.phases import Phase
-from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.solve import samples_per_group
+from maxbatch.core.keys import counted
+from maxbatch.core.phases import Phase
+from maxbatch.core.plan import BatchPlan
+from maxbatch.core.solve import samples_per_group
 from maxbatch.pipeline_parallel.cost import percent, predicted_bubble
 from maxbatch.pipeline_parallel.timetable import TimetableShape
 

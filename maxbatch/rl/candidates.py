@@ -4,11 +4,11 @@ import dataclasses
 from fractions import Fraction
 from typing import ClassVar
 
-from maxbatch.batch.keys import counted
 from maxbatch.batch.rl_plan import plan_rl
 from maxbatch.batch.rl_sizes import halving_micro_batch_sizes, micro_batch_sizes
-from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config
+from maxbatch.core.keys import counted
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.tuning.candidates import Candidate, asked, in_range, with_size
 

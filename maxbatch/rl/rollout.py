@@ -20,9 +20,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxbatch.batch.plan import Position
 from maxbatch.batch.rl_plan import RLPlan
 from maxbatch.batch.rollout_order import last_with_a_policy, sampled_before
+from maxbatch.core.plan import Position
 from maxbatch.hardware.sharding import put
 from maxbatch.rl.completions import Completions
 from maxbatch.rl.microbatches import Microbatch, MicrobatchMaker, Unrewarded

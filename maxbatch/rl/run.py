@@ -7,7 +7,6 @@ from fractions import Fraction
 
 import jax
 
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.rl_plan import RLPlan, in_samples
 from maxbatch.batch.rl_sizes import warm_start_batch
 from maxbatch.checkpoints.checkpointer import Restored
@@ -15,6 +14,7 @@ from maxbatch.checkpoints.newest import newest_record
 from maxbatch.command_line.screen import for_screen
 from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.dataset import Dataset
 from maxbatch.hardware.agreement import broadcast_one_to_all, one_process_at_a_time
 from maxbatch.hardware.devices import find_devices

@@ -4,10 +4,10 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 import jax
 
-from maxbatch.batch.keys import counted
 from maxbatch.batch.rl_plan import RLPlan, in_samples, plan_rl
-from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config
+from maxbatch.core.keys import counted
+from maxbatch.core.topology import Topology
 from maxbatch.data.dataset import Dataset
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import describe_devices, find_devices

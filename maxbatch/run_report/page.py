@@ -8,12 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from maxbatch.batch.from_config import plan_batches, topology
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.batch.rl_plan import plan_rl
 from maxbatch.batch.supervised import is_rl
 from maxbatch.command_line.table import Table, gib
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.plot import timetable_chart

@@ -12,10 +12,10 @@ import optax
 
 from maxbatch.batch.host_loads import loading_hosts
 from maxbatch.batch.loads import load_factor
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.row_plan import Segment, dispatches
-from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import Config, OptimizerConfig
+from maxbatch.core.plan import BatchPlan, Position
+from maxbatch.core.topology import Topology
 from maxbatch.data.dataset import Dataset, RowSource, SourceRows
 from maxbatch.data.loader import ChainedLoader, EvalRows, Loader, eval_loader, train_loader
 from maxbatch.data.placement import RowPlacement

@@ -11,11 +11,11 @@ import jax
 import numpy as np
 
 from maxbatch.batch.learning_rate import LearningRate
-from maxbatch.batch.phases import Phase
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.checkpoints.checkpointer import Checkpointer
 from maxbatch.command_line.signals import StopSignals
 from maxbatch.config.schema import CheckpointConfig, RunConfig
+from maxbatch.core.phases import Phase
+from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.loader import EvalRows
 from maxbatch.errors import RowsError, TrainingDivergedError
 from maxbatch.hardware.memory import host_peak_bytes

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from maxbatch.batch.plan import BatchPlan, Position
 from maxbatch.batch.resume import check_can_continue
+from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.hardware.agreement import sync_errors
 from maxbatch.models.registry import Model
 from maxbatch.noise.steering import Steering

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
-from maxbatch.batch.plan import BatchPlan
 from maxbatch.config.schema import Config
+from maxbatch.core.plan import BatchPlan
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import MESH_AXES

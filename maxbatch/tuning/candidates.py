@@ -14,16 +14,16 @@ from typing import ClassVar, TypeVar
 
 from maxbatch.batch.arithmetic import tokens_of
 from maxbatch.batch.from_config import given_sizes, plan_batches
-from maxbatch.batch.keys import GivenSizes, counted, text
-from maxbatch.batch.solve import (
+from maxbatch.config.keys.batch import Explore
+from maxbatch.config.schema import BatchConfig, Config, ModelConfig, RunConfig
+from maxbatch.core.keys import GivenSizes, counted, text
+from maxbatch.core.solve import (
   DEFAULT_PER_DEVICE_BATCH_SIZE,
   per_device_size,
   samples_per_group,
   solve,
 )
-from maxbatch.batch.topology import Topology
-from maxbatch.config.keys.batch import Explore
-from maxbatch.config.schema import BatchConfig, Config, ModelConfig, RunConfig
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.layout import pipeline_of
 

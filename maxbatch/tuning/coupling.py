@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.keys import counted, text
-from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.topology import Topology
 from maxbatch.config.schema import BatchConfig, Config, ModelConfig
+from maxbatch.core.keys import counted, text
+from maxbatch.core.plan import BatchPlan
+from maxbatch.core.topology import Topology
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.models.registry import MODELS, Model, Parameters, build_model

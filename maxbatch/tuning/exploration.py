@@ -5,8 +5,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from maxbatch.batch.keys import text
 from maxbatch.command_line.table import Table
+from maxbatch.core.keys import text
 from maxbatch.errors import UserError
 from maxbatch.tuning.candidates import Candidate
 from maxbatch.tuning.search import ProbeSize, Tried, nothing_fits

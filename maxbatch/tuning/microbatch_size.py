@@ -15,13 +15,13 @@ from typing import Any
 import jax
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.keys import text
-from maxbatch.batch.topology import Topology
 from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.compile.program import memory_suggestions
 from maxbatch.compile.step_identity import compiler_environment, library_versions, lowered_hash
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
+from maxbatch.core.keys import text
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.compiler_flags import EXPLORE, compiler_flags
 from maxbatch.hardware.devices import Target

@@ -9,15 +9,15 @@ import pathlib
 from collections.abc import Sequence
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.phases import Phase
-from maxbatch.batch.plan import BatchPlan
-from maxbatch.batch.topology import Topology
 from maxbatch.compile.compile_step import report_or_refusal
 from maxbatch.compile.program import DoesNotFitError, capacity_bytes
 from maxbatch.compile.report import CompileReport
 from maxbatch.compile.step_file import made_from
 from maxbatch.compile.step_identity import CONFIGURATION
 from maxbatch.config.schema import Config
+from maxbatch.core.phases import Phase
+from maxbatch.core.plan import BatchPlan
+from maxbatch.core.topology import Topology
 from maxbatch.hardware.devices import Device, Target
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline

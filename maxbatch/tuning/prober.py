@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 
-from maxbatch.batch.topology import Topology
 from maxbatch.compile.compile_step import report_or_refusal
 from maxbatch.compile.program import (
   DoesNotFitError,
@@ -10,6 +9,7 @@ from maxbatch.compile.program import (
 )
 from maxbatch.compile.report import CompileReport
 from maxbatch.config.schema import Config
+from maxbatch.core.topology import Topology
 from maxbatch.hardware.devices import Device
 from maxbatch.tuning.candidates import Candidate
 from maxbatch.tuning.search import ProbeResult

@@ -9,8 +9,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-from maxbatch.batch.keys import text
 from maxbatch.command_line.table import GIB, gib, gib_of
+from maxbatch.core.keys import text
 from maxbatch.errors import UserError
 from maxbatch.tuning.candidates import Candidate
 

@@ -33,8 +33,8 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from maxbatch.batch.keys import GivenSize, GivenSizes, counted, text
-from maxbatch.batch.topology import BATCH_AXES, Topology
+from maxbatch.core.keys import GivenSize, GivenSizes, counted, text
+from maxbatch.core.topology import BATCH_AXES, Topology
 from maxbatch.errors import UserError
 
 DEFAULT_PER_DEVICE_BATCH_SIZE = Fraction(4)

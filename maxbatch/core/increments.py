@@ -3,8 +3,8 @@
 import math
 from fractions import Fraction
 
-from maxbatch.batch.keys import text
-from maxbatch.batch.solve import divisors, nearest_divisors
+from maxbatch.core.keys import text
+from maxbatch.core.solve import divisors, nearest_divisors
 from maxbatch.errors import UserError
 
 _MOST_INCREMENTS = 10_000

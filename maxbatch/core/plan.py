@@ -17,8 +17,8 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from maxbatch.batch.keys import BatchKeys, GivenSize, Unit, text
-from maxbatch.batch.phases import (
+from maxbatch.core.keys import BatchKeys, GivenSize, Unit, text
+from maxbatch.core.phases import (
   BatchSchedule,
   Budget,
   Phase,
@@ -28,9 +28,9 @@ from maxbatch.batch.phases import (
   phase_at_step,
   phases_of,
 )
-from maxbatch.batch.schedule import Build, ScheduleInputs, batch_schedule
-from maxbatch.batch.solve import solve, whole_micro_batch
-from maxbatch.batch.topology import Topology
+from maxbatch.core.schedule import Build, ScheduleInputs, batch_schedule
+from maxbatch.core.solve import solve, whole_micro_batch
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 
 _MIN_MICROBATCH_CAPACITY = 16

@@ -38,17 +38,17 @@ import math
 from collections.abc import Callable
 from fractions import Fraction
 
-from maxbatch.batch.increments import check_increments
-from maxbatch.batch.keys import BatchKeys, Pairs, pair_text, text
-from maxbatch.batch.phases import BatchSchedule, SchedulePoint
-from maxbatch.batch.solve import (
+from maxbatch.core.increments import check_increments
+from maxbatch.core.keys import BatchKeys, Pairs, pair_text, text
+from maxbatch.core.phases import BatchSchedule, SchedulePoint
+from maxbatch.core.solve import (
   MOST_SAMPLES,
   Sizes,
   describe_groups,
   fitting_micro_batch,
   nearest_multiples,
 )
-from maxbatch.batch.topology import Topology
+from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 
 PhaseStarts = list[tuple[Fraction, Fraction]]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
 
-from maxbatch.batch.keys import text
+from maxbatch.core.keys import text
 from maxbatch.errors import UserError
 
 
