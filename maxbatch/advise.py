@@ -310,7 +310,7 @@ def _given(config: Config, keys: Sequence[str]) -> frozenset[str]:
   """Keys on the command line, and those that a file gives another value than base.yml."""
   named = {argument.partition("=")[0] for argument in keys}
   default, now = to_flat_dict(load_config(["config=base"])), to_flat_dict(config)
-  return frozenset(named | {key for key, value in now.items() if value != default[key]})
+  return frozenset(named | {key for key, value in now.items() if value != default.get(key)})
 
 
 def _argument(item: tuple[str, object]) -> str:
@@ -325,7 +325,7 @@ def _written(
 ) -> bytes:
   """The file, with what was asked for by hand."""
   given, default = dataclasses.asdict(arguments.own), dataclasses.asdict(AdviseArguments())
-  own = [f"{key}={given[key]}" for key in given if given[key] != default[key]]
+  own = [f"{key}={given[key]}" for key in given if given[key] != default.get(key)]
   asked = [one for one in own if one.partition("=")[0] not in _OPTIONS]
   named = dict(key.split("=", 1) for key in keys)
   values = to_flat_dict(config)

@@ -83,9 +83,9 @@ def test_a_section_works_as_it_is_written(section, folder, capfd):
 
 def test_the_table_names_every_section_s_registry():
   rows = TABLE_ROW.findall(PAGE.read_text())
-  assert len(rows) == len(SECTIONS)
-  for (_, key, registry, path), section in zip(rows, SECTIONS.values(), strict=True):
+  own = [text for title, text in SECTIONS.items() if title != "How do I give it keys of its own?"]
+  for (_, key, registry, path), section in zip(rows, own, strict=True):
     known = vars(importlib.import_module(f"maxbatch.{path.replace('/', '.')}"))[registry]
-    assert fields()[key][1].type in (Name, tuple[Name, ...])
+    assert fields()[key][1].type in (str, Name, tuple[Name, ...])
     assert len(known) > 0
     assert f"{key}=my_" in section.replace("[", "")

@@ -129,7 +129,7 @@ def _phase_starts(batch: BatchConfig, inputs: ScheduleInputs) -> PhaseStarts:
   if name == "file":
     return _from_file(batch.batch_schedule_file, inputs.sizes.batch)
   name = batch.batch_schedule_type if name == inputs.keys.batch_schedule_type else name
-  return registered("batch_schedule_type", name, SCHEDULES)(inputs)
+  return registered("batch_schedule_type", name, SCHEDULES, batch.plugins)(inputs)
 
 
 def _check_growth(inputs: ScheduleInputs, most: int) -> None:

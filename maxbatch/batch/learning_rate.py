@@ -111,7 +111,7 @@ def learning_rate(config: OptimizerConfig, plan: BatchPlan, unit: Unit) -> Learn
   Raises:
     UserError: the schedule is unknown, or the warm-up is longer than the schedule.
   """
-  schedule = registered("lr_schedule_type", config.lr_schedule_type, SCHEDULES)
+  schedule = registered("lr_schedule_type", config.lr_schedule_type, SCHEDULES, config.plugins)
   length = config.learning_rate_schedule_steps
   length = plan.measure(plan.end(), unit) if length == -1 else length
   warmup = config.warmup_steps

@@ -14,6 +14,8 @@ from typing import Generic, TypeVar
 
 from maxbatch.config import schema
 from maxbatch.config.find import closest
+from maxbatch.config.load import plugins_of
+from maxbatch.config.plugins import declared_keys
 from maxbatch.config.value import convert, holds_text
 from maxbatch.config.yaml_file import read_argument
 from maxbatch.errors import UserError
@@ -103,7 +105,7 @@ def parse(command: Command[Own], arguments: Sequence[str]) -> Arguments[Own]:
     if name in renamed:
       raise UserError(f"{name} is called {renamed[name]} now; --help says what it does")
     if one is None:
-      _check_name(name, list(own))
+      _check_name(name, list(own), arguments)
       rest.append(argument)
     elif isinstance(one.kind, Key) and not equals:
       rest.append(argument)  # load_config says how a key is written.
@@ -140,14 +142,14 @@ def declared(command: Command) -> Iterator[Declared]:
     yield Declared(name, field.name, field.type, kind)
 
 
-def _check_name(name: str, own: Sequence[str]) -> None:
+def _check_name(name: str, own: Sequence[str], arguments: Sequence[str]) -> None:
   """Refuses what is most likely one of the command's own names, written wrongly."""
   is_option = name.startswith("-")
   if name in schema.fields():
     return
   known = [one for one in own if one.startswith("-") == is_option]
   near = closest(name, known if is_option else [*known, "config", *schema.fields()])
-  if near in known:
+  if near in known and name not in declared_keys(plugins_of(arguments)):
     what = "option" if is_option else "key"
     raise UserError(
       f"command line: there is no {what} {name!r}. Did you mean {near}? --help lists every {what}."

@@ -1,18 +1,21 @@
 """What --help prints: every key with its type, its default and its help, as in base.yml."""
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from maxbatch.command_line.arguments import Command, Declared, File, Key, declared
-from maxbatch.config.base_file import Documented, documented_keys
+from maxbatch.config.base_file import Documented, documented, documented_keys
 from maxbatch.config.find import model_names, packaged_names
+from maxbatch.config.load import plugins_of
 from maxbatch.config.value import describe
+from maxbatch.errors import UserError
 
 _WIDTH = 100
 
 
-def help_text(command: Command) -> str:
-  """What a command is called with, what it does, its own arguments, and every configuration key."""
+def help_text(command: Command, arguments: Sequence[str] = ()) -> str:
+  """What a command is called with, what it does, its own arguments, and every configuration key, those
+  of the plug-ins that its arguments name too."""
   lines = [*_usage(command)]
   if not command.takes_keys:
     return "\n".join(lines).rstrip()
@@ -23,7 +26,19 @@ def help_text(command: Command) -> str:
       heading = entry.heading
       lines += ["", heading.capitalize()]
     lines += _key_lines(entry)
-  return "\n".join(lines)
+  return "\n".join([*lines, *_of_plugins(arguments)])
+
+
+def _of_plugins(arguments: Sequence[str]) -> Iterator[str]:
+  try:
+    plugins = plugins_of(arguments)
+  except UserError as error:
+    yield from ("", f"The keys of plug-ins cannot be shown: {error}")
+    return
+  for keys, plugin in {plugin.keys: plugin for plugin in reversed(plugins)}.items():
+    yield from ("", f"Keys of {plugin.given}")
+    for entry in documented(keys, plugin.given):
+      yield from _key_lines(entry)
 
 
 def _usage(command: Command) -> Iterator[str]:

@@ -53,7 +53,7 @@ def _exit_code(
   try:
     with EndingSignals():
       if wants_help(arguments):
-        print(help_text(command))
+        print(help_text(command, arguments))
       else:
         work(parse(command, arguments))
       sys.stdout.flush()

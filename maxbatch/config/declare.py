@@ -5,7 +5,8 @@ A key is a field of a frozen dataclass, and the string below it is its help:
     top_k: Annotated[int, Range(low=1, high=64)] = key(2, FIXED)
     \"\"\"Experts that a token is sent to.\"\"\"
 
-maxbatch's own are in config/keys/. A plug-in's are in its attribute `Keys` (config/plugins.py).
+maxbatch's own are in config/keys/. A plug-in's are in its attribute `Keys` (config/plugins.py): a class
+in a class, or of a function what `with_keys` gives it.
 """
 
 import ast
@@ -15,10 +16,11 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal, TypeVar
 
 Value = TypeVar("Value")
+Function = TypeVar("Function", bound=Callable)
 Resume = Literal["fixed", "changeable", "per start"]
 """What a resume may change."""
 FIXED: Resume = "fixed"
@@ -39,6 +41,20 @@ def key(default: Value, resume: Resume) -> Value:
   """
   field = dataclasses.field(default=default, metadata={"resume": resume})
   return typing.cast(Value, field)
+
+
+def with_keys(keys: type) -> Callable[[Function], Function]:
+  """Declares the keys of a function, which is then given an instance as the argument `keys`.
+
+  Args:
+    keys: a frozen dataclass, whose fields are declared with `key`.
+  """
+
+  def declare(function: Function) -> Function:
+    vars(function)["Keys"] = keys
+    return function
+
+  return declare
 
 
 @dataclasses.dataclass(frozen=True)

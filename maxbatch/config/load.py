@@ -7,16 +7,25 @@ The model file is read when model_name is set after the root, or by a file calle
 other root gives every key itself, the model's included, as a written-out config.yml does.
 """
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 from ml_collections import ConfigDict
 
 from maxbatch.config import schema
-from maxbatch.config.declare import Section, declared
+from maxbatch.config.declare import Key, Section, declared
 from maxbatch.config.find import base_config_path, config_path, did_you_mean, model_path
+from maxbatch.config.plugins import (
+  PlugIn,
+  declared_keys,
+  instances,
+  named_plugins,
+  naming_keys,
+  replaced_plugin,
+)
 from maxbatch.config.value import convert, holds_text, plain
 from maxbatch.config.yaml_file import COMMAND_LINE, Entry, read_argument, read_file
 from maxbatch.errors import UserError
@@ -34,14 +43,33 @@ def load_config(arguments: Sequence[str]) -> schema.Config:
   Raises:
     UserError: a file, key or value is not as it must be; the message says what works.
   """
-  name, overrides = _read_arguments(arguments)
-  root_path, root, children = _read_chain(config_path(name))
-  layers = [*children, overrides]
+  root_path, layers, others = _read_layers(arguments)
+  own = {key for layer in [*layers, others] for key in layer} - {*schema.fields()}
+  plugins = named_plugins(layers, imports=bool(own))
+  known = _Known(declared_keys(plugins), layers)
+  layers[-1].update({key: known.read(key, text) for key, text in others.items()})
+  defaults = {key: one.default for key, one in known.plugin_keys.items()}
   # Types are checked when a value is read; one key may take a number in one file, a word in another.
-  merged = ConfigDict(_root_values(root_path, root), type_safe=False).lock()
-  for layer in [*_model_layers(root_path, root, layers), *layers]:
-    merged.update(_values(layer))
-  return schema.from_flat(merged.to_dict())
+  merged = ConfigDict(defaults | _root_values(root_path, known.values(layers[0])), type_safe=False)
+  merged.lock()
+  for layer in layers[1:]:
+    merged.update(known.values(layer))
+  values = merged.to_dict()
+  return schema.from_flat(values, instances(plugins, values))
+
+
+def plugins_of(arguments: Sequence[str]) -> tuple[PlugIn, ...]:
+  """Returns the plug-ins with keys that arguments name, or the file that they name.
+
+  Raises:
+    UserError: that file, or a plug-in, cannot be read.
+  """
+  keys = {argument.partition("=")[0]: argument for argument in arguments if "=" in argument}
+  naming = [keys[key] for key in ("config", "model_name", *naming_keys()) if key in keys]
+  if not naming:
+    return ()
+  base = [] if "config" in keys else ["config=base"]
+  return named_plugins(_read_layers([*base, *naming])[1], imports=False)
 
 
 def to_flat_dict(config: schema.Config | Section) -> dict[str, object]:
@@ -53,23 +81,73 @@ def to_flat_dict(config: schema.Config | Section) -> dict[str, object]:
   return {key: plain(value) for key, value in schema.to_flat(config).items()}
 
 
-def _read_arguments(arguments: Sequence[str]) -> tuple[str, Layer]:
-  """The value of config=, and the other arguments; of one key given twice the later wins."""
+@dataclasses.dataclass(frozen=True)
+class _Known:
+  """The keys that there are in a configuration."""
+
+  plugin_keys: Mapping[str, Key]
+  layers: Sequence[Layer]
+  """All of it, for messages."""
+
+  def read(self, key: str, text: str) -> Entry:
+    """The entry of an argument; UserError for an unknown key."""
+    return read_argument(key, text, holds_text(self._type(key, COMMAND_LINE)))
+
+  def values(self, layer: Layer) -> dict[str, object]:
+    """The values of a layer; UserError for an unknown key or a wrong value."""
+    return {key: convert(entry, self._type(key, entry.where)) for key, entry in layer.items()}
+
+  def _type(self, key: str, where: str) -> object:
+    """The type that `key` declares; UserError with the nearest name if there is no such key."""
+    fields, own = schema.fields(), self.plugin_keys
+    if key in fields:
+      return fields[key][1].type
+    if key in own:
+      return own[key].type
+    if replaced := replaced_plugin(key, self.layers):
+      plugin, by = replaced
+      raise UserError(
+        f"{where}: {key} is a key of {plugin.given}, which {by.assigned(by.text)} ({by.where}) "
+        f"replaces; leave out {key}, or name that plug-in again."
+      )
+    special = "config" if where == COMMAND_LINE else "base_config"
+    hint = did_you_mean(key.rpartition(".")[2], [*fields, *own, special])
+    if key in schema.sections():
+      first = next(iter(declared(schema.sections()[key])))
+      hint = f" Keys are flat, without sections: {first} and so on."
+    raise UserError(f"{where}: there is no key {key!r}.{hint} --help lists every key.")
+
+
+def _read_layers(arguments: Sequence[str]) -> tuple[Path, list[Layer], dict[str, str]]:
+  """The path of the root file; all entries, of which later win; and arguments that are no keys of
+  maxbatch's."""
+  name, overrides, others = _read_arguments(arguments)
+  path, root, children = _read_chain(config_path(name))
+  layers = [*children, overrides]
+  return path, [root, *_model_layers(path, root, layers), *layers], others
+
+
+def _read_arguments(arguments: Sequence[str]) -> tuple[str, Layer, dict[str, str]]:
+  """The value of config=, the other arguments, and those that are no keys of maxbatch's; of one key
+  given twice the later wins."""
   names: list[str] = []
   overrides: Layer = {}
+  others: dict[str, str] = {}
   for argument in arguments:
     key, equals, text = argument.partition("=")
     _check_argument(argument, key, equals)
     if key == "config":
       names.append(text)
+    elif key in schema.fields():
+      overrides[key] = read_argument(key, text, holds_text(schema.fields()[key][1].type))
     else:
-      overrides[key] = read_argument(key, text, holds_text(_annotation(key, COMMAND_LINE)))
+      others[key] = text
   if not any(names):
     raise UserError("No configuration is given. Write config=base, or config= and your own file.")
   if len(set(names)) > 1:
     given = " and ".join(f"config={name}" for name in names)
     raise UserError(f"{given}: only one file can be given; let one name the other as base_config.")
-  return names[0], overrides
+  return names[0], overrides, others
 
 
 def _check_argument(argument: str, key: str, equals: str) -> None:
@@ -110,8 +188,8 @@ def _read_chain(path: Path) -> tuple[Path, Layer, list[Layer]]:
     path = base_config_path(str(convert(base, str)), path, base.given)
 
 
-def _root_values(path: Path, root: Layer) -> dict[str, object]:
-  values = _values(root)
+def _root_values(path: Path, values: dict[str, object]) -> dict[str, object]:
+  """The values of the root file, which gives every key."""
   missing = [key for key in schema.fields() if key not in values]
   if missing:
     more = f" and {len(missing) - 6} more" if len(missing) > 6 else ""
@@ -156,20 +234,3 @@ def _folder_layer(folder: Path) -> Layer:
     )
     for key, value in options.items()
   }
-
-
-def _values(layer: Layer) -> dict[str, object]:
-  return {key: convert(entry, _annotation(key, entry.where)) for key, entry in layer.items()}
-
-
-def _annotation(key: str, where: str) -> object:
-  """The type that `key` declares; UserError with the nearest name if there is no such key."""
-  fields = schema.fields()
-  if key in fields:
-    return fields[key][1].type
-  special = "config" if where == COMMAND_LINE else "base_config"
-  hint = did_you_mean(key.rpartition(".")[2], [*fields, special])
-  if key in schema.sections():
-    first = next(iter(declared(schema.sections()[key])))
-    hint = f" Keys are flat, without sections: {first} and so on."
-  raise UserError(f"{where}: there is no key {key!r}.{hint} --help lists every key.")

@@ -1,13 +1,16 @@
 """What a key names: something registered under a name, or `module:attribute` of the user's own.
 
-Every registry is a dict from name to what it builds, in a file of the folder that uses it.
+Every registry is a dict from name to what it builds, in a file of the folder that uses it. What the
+user names may declare keys of its own (config/plugins.py), with which it is then called.
 """
 
+import functools
 import pkgutil
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, TypeVar
 
+from maxbatch.config.declare import PlugIns
 from maxbatch.config.find import did_you_mean
 from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
@@ -15,11 +18,13 @@ from maxbatch.errors import UserError
 T = TypeVar("T")
 
 
-def registered(key: str, name: str, known: Mapping[str, T]) -> T:
+def registered(key: str, name: str, known: Mapping[str, T], plugins: PlugIns | None = None) -> T:
   """The thing that `key=name` means.
 
   A name with a colon, `my_data:build`, is imported: `build` of the module `my_data`, found as
-  Python finds modules, in the working directory (`python -m`) and in PYTHONPATH.
+  Python finds modules, in the working directory (`python -m`) and in PYTHONPATH. If it declares keys,
+  then as an argument `keys` it is given those of `plugins`, its section's: when it is called, or, where
+  what is registered is not called, at once, to return such a thing.
 
   Raises:
     UserError: nothing of that name is registered, or it cannot be imported; offers the nearest
@@ -28,25 +33,49 @@ def registered(key: str, name: str, known: Mapping[str, T]) -> T:
   if name in known:
     return known[name]
   if ":" in name:
-    return _imported(key, name, known)
+    return _of_the_user(key, name, known, plugins)
   raise UserError(
     f"{key}={shown(name)}: there is no such {key.removesuffix('s')}.{did_you_mean(name, known)} "
     f"Known: {', '.join(known)}."
   )
 
 
-def _imported(key: str, name: str, known: Mapping[str, object]) -> Any:
+def _of_the_user(key: str, name: str, known: Mapping[str, object], plugins: PlugIns | None) -> Any:
   """What `module:attribute` means; it takes the place of a registered thing."""
+  found, is_called = imported(key, name), all(map(callable, known.values()))
+  if is_called and not callable(found):
+    raise UserError(
+      f"{key}={name} is {type(found).__name__}, and must be a function or a class, as "
+      f"{key}={next(iter(known))} names"
+    )
+  if not hasattr(found, "Keys"):
+    return found
+  if plugins is None:
+    raise UserError(f"{key}={name} declares Keys; what {key} names can have no keys of its own")
+  if name not in dict(plugins):
+    raise UserError(
+      f"{key}={name} has Keys that were not there when the configuration was read; let its module say "
+      "so, as in Keys = Base.Keys"
+    )
+  return _with_keys(found, dict(plugins)[name], is_called)
+
+
+@functools.lru_cache(64)
+def _with_keys(found: Any, keys: object, is_called: bool) -> Any:
+  """The same for the same keys, which a cache may compare."""
+  return functools.partial(found, keys=keys) if is_called else found(keys=keys)
+
+
+def imported(key: str, name: str) -> Any:
+  """Returns what `module:attribute` means.
+
+  Raises:
+    UserError: there is no such thing.
+  """
   module_name, _, attribute = name.partition(":")
   module = _module(f"{key}={name}", module_name)
   if hasattr(module, attribute):
-    found = getattr(module, attribute)
-    if not callable(found) and all(map(callable, known.values())):
-      raise UserError(
-        f"{key}={name} is {type(found).__name__}, and must be a function or a class, as "
-        f"{key}={next(iter(known))} names"
-      )
-    return found
+    return getattr(module, attribute)
   public = [each for each in vars(module) if not each.startswith("_")]
   raise UserError(
     f"{key}={name}: {module_name} has no {attribute or 'name after the colon'}."

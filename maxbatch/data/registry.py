@@ -63,7 +63,7 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
     UserError: for an unknown name, a vocabulary that cannot be used, or special ids that are no ids
       of the vocabulary.
   """
-  tokenizer = registered("tokenizer_type", data.tokenizer_type, TOKENIZERS)(data)
+  tokenizer = registered("tokenizer_type", data.tokenizer_type, TOKENIZERS, data.plugins)(data)
   special = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
   if not all(0 <= each < tokenizer.vocab_size for each in special):
     size = tokenizer.vocab_size
@@ -80,7 +80,7 @@ def build_dataset(data: DataConfig, max_target_length: int) -> Dataset:
   Raises:
     UserError: for an unknown name, or input that cannot be used; names it.
   """
-  build = registered("dataset_type", data.dataset_type, DATASETS)
+  build = registered("dataset_type", data.dataset_type, DATASETS, data.plugins)
   tokenizer = build_tokenizer(data)
 
   def build_one(source: DataConfig) -> Dataset:

@@ -5,6 +5,7 @@ To add one: a class as `Writer` has it (run_folder/writer.py), and a line in WRI
 
 from collections.abc import Mapping, Sequence
 
+from maxbatch.config.declare import PlugIns
 from maxbatch.config.registry import registered
 from maxbatch.errors import UserError
 from maxbatch.metrics_writers.mlflow import MlflowWriter
@@ -20,14 +21,14 @@ WRITERS: Mapping[str, WriterFactory] = {
 }
 
 
-def chosen_writers(names: Sequence[str]) -> dict[str, WriterFactory]:
+def chosen_writers(names: Sequence[str], plugins: PlugIns = ()) -> dict[str, WriterFactory]:
   """The writers of these names, beside metrics.jsonl.
 
   Raises:
     UserError: one is not known, or metrics.jsonl is left out.
   """
   known = {JSONL: TensorBoardWriter, **WRITERS}
-  found = {name: registered("metrics_writers", name, known) for name in names}
+  found = {name: registered("metrics_writers", name, known, plugins) for name in names}
   if found.pop(JSONL, None) is None:
     raise UserError(
       f"{_listed(names)}: {JSONL} must be among them, since a resume, the summary and the report read "
@@ -40,14 +41,15 @@ def _listed(names: Sequence[str]) -> str:
   return f"metrics_writers=[{', '.join(names)}]"
 
 
-def open_writers(names: Sequence[str], opening: Opening) -> list[Writer]:
+def open_writers(names: Sequence[str], opening: Opening, plugins: PlugIns = ()) -> list[Writer]:
   """The writers of these names, ready; without those whose service cannot be reached, with a warning.
 
   Raises:
     UserError: as `chosen_writers`, or a package is not installed.
     OSError: TensorBoard's files cannot be made.
   """
-  opened = (_opened(name, factory, opening) for name, factory in chosen_writers(names).items())
+  chosen = chosen_writers(names, plugins)
+  opened = (_opened(name, factory, opening) for name, factory in chosen.items())
   return [writer for writer in opened if writer is not None]
 
 

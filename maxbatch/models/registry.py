@@ -250,7 +250,7 @@ def build_model(
   Raises:
     UserError: for an unknown name, or keys that contradict each other.
   """
-  chosen = registered("decoder_block", config.decoder_block, MODELS)
+  chosen = registered("decoder_block", config.decoder_block, MODELS, config.plugins)
   model = _built(chosen, config, max_target_length, probes, tuple(trainable), policy)
   if probes == "norm" and model.frozen and not model.has_probes:
     raise UserError(

@@ -76,7 +76,7 @@ def resolve(config: Config, target: Target, *, forget: bool = False) -> Resolved
       writer, the noise scale cannot be
       measured so, or the learning rate's schedule does not fit into the run.
   """
-  chosen_writers(config.run.metrics_writers)
+  chosen_writers(config.run.metrics_writers, config.run.plugins)
   saved = checkpoint_of(config)
   sized = keeping_batch(config, saved, target.layout)
   run = planned(resolve_micro_batch_size(sized, target, forget=forget), target)

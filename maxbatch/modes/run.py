@@ -357,7 +357,9 @@ def _metrics_log(resolved: ResolvedRun, position: Position, chronicle: Chronicle
     resolved.folder.path,
     position.step,
     chronicle.say,
-    open_others=functools.partial(open_writers, config.run.metrics_writers),
+    open_others=functools.partial(
+      open_writers, config.run.metrics_writers, plugins=config.run.plugins
+    ),
     keys=to_flat_dict(config),
   )
 

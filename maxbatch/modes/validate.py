@@ -112,14 +112,14 @@ def _below(plan: BatchPlan) -> Iterator[str]:
   return (line.removeprefix("  ") for line in str(plan).splitlines()[1:])
 
 
-def check_of_keys() -> Check:
+def check_of_keys(config: Config) -> Check:
   """What a configuration that could be loaded is."""
-  return "configuration", f"{len(schema.fields())} keys", ()
+  return "configuration", f"{len(schema.to_flat(config))} keys", ()
 
 
 def _checks(config: Config) -> Iterator[Check]:
   """Every check in turn."""
-  yield check_of_keys()
+  yield check_of_keys(config)
   yield from checks_of_run(config, find_devices(config), ON_TEXT, examine)
 
 
@@ -139,7 +139,7 @@ def checks_of_run(
     examine: what checks its input.
     begins_with: what is trained before it, so that there is nothing to look at yet.
   """
-  chosen_writers(config.run.metrics_writers)
+  chosen_writers(config.run.metrics_writers, config.run.plugins)
   check_explored(config)
   given, saved = config, checkpoint_of(config)
   beginning, unknown = (Beginning(), "") if saved else _beginning(config)

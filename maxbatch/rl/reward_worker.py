@@ -20,8 +20,9 @@ def main(descriptor: str, *names: str) -> None:
   """Imports the functions, says so, and answers calls until there are no more."""
   threading.Thread(target=_end_with_parent, daemon=True).start()
   connection = Connection(int(descriptor))
+  plugins = connection.recv()
   try:
-    functions = [registered("reward_functions", name, REWARDS) for name in names]
+    functions = [registered("reward_functions", name, REWARDS, plugins) for name in names]
   except UserError as error:
     connection.send(Reply([], str(error)))
     return

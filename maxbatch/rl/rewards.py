@@ -90,7 +90,7 @@ def check_rewards(config: RLConfig) -> tuple[str, ...]:
       "reward_functions=[my_rewards:score], reward_functions=[gsm8k], or rl_task=format"
     )
   for name in names:
-    registered("reward_functions", name, REWARDS)
+    registered("reward_functions", name, REWARDS, config.plugins)
   return names
 
 
@@ -255,6 +255,7 @@ class RewardPool:
         # What a function starts ends with it, and Ctrl-C is for whoever trains.
         start_new_session=True,
       )
+      ours.send(self._config.plugins)
     return _Worker(process, ours, time.monotonic() + _START_SECONDS)
 
 

@@ -47,7 +47,7 @@ def validate_rl(config: Config, say: Callable[[str], None] = print) -> None:
 
 
 def _checks(config: Config) -> Iterator[Check]:
-  yield check_of_keys()
+  yield check_of_keys(config)
   target = find_devices(config)
   config, prompts, unseen = _with_prompts(config)
   config, choice = _with_smallest_choice(config, target.layout)

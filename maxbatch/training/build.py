@@ -80,7 +80,7 @@ def build_trainer(
   model = build_model(model_config, length, config.noise.gns, config.optimizer.trainable, policy)
   _check_rounding(model)
   every_k = _microbatches_per_update(config, plan)
-  metrics = loss.metrics(chosen_metrics(config.run.metrics))
+  metrics = loss.metrics(chosen_metrics(config.run.metrics, config.run.plugins))
   pipeline = None
   if config.pipeline.pipeline_schedule != "none":
     pipeline = pipeline_of(config, plan.topology, plan)

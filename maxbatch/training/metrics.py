@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from maxbatch.config.declare import PlugIns
 from maxbatch.config.registry import registered
 from maxbatch.models.registry import Parameters
 
@@ -101,13 +102,13 @@ class Metrics:
 NO_METRICS = Metrics()
 
 
-def chosen_metrics(names: Iterable[str]) -> Metrics:
+def chosen_metrics(names: Iterable[str], plugins: PlugIns = ()) -> Metrics:
   """The registered metrics of these names.
 
   Raises:
     UserError: a name is not registered; offers the nearest.
   """
-  found = {name: registered("metrics", name, METRICS) for name in names}
+  found = {name: registered("metrics", name, METRICS, plugins) for name in names}
   return Metrics(
     tuple((name, each) for name, each in found.items() if isinstance(each, TokenMetric)),
     tuple((name, each) for name, each in found.items() if isinstance(each, UpdateMetric)),

@@ -190,7 +190,7 @@ def make_optimizer(
   Raises:
     UserError: for an unknown opt_type.
   """
-  rule = registered("opt_type", config.opt_type, OPTIMIZERS)
+  rule = registered("opt_type", config.opt_type, OPTIMIZERS, config.plugins)
   clip = config.gradient_clipping_threshold
   inner = optax.chain(
     average_by_weight(),

@@ -166,7 +166,7 @@ class CheckpointConfig(Section, heading="checkpoints"):
   """Save checkpoints, and resume from them."""
   async_checkpointing: bool = key(True, CHANGEABLE)
   """Save checkpoints in the background while training continues."""
-  checkpoint_format: Name = key("orbax", CHANGEABLE)
+  checkpoint_format: str = key("orbax", CHANGEABLE)
   """How arrays are written: orbax; or module:attribute of your own. Each checkpoint is read as it
   was written."""
   checkpoint_period: Annotated[int, Range(low=1, limit=EXACT)] = key(100, CHANGEABLE)

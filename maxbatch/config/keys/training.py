@@ -115,7 +115,7 @@ class RLConfig(Section, heading="reinforcement learning"):
   """Steps by which the policy that samples lags behind, so that the next batch is sampled
   meanwhile; 0: overlap within a batch alone, and exactly the synchronous training."""
   # The prompts.
-  rl_task: Name = key("", FIXED)
+  rl_task: str = key("", FIXED)
   """Built-in task with answers to verify: mix-sort or format; empty: prompts from the data, the
   first of train_data_columns, the other columns for the reward functions."""
   warm_start_steps: NonNegative = key(0, PER_START)
