@@ -1,0 +1,236 @@
+"""Sums of a loss over the rows of a batch in any arrangement, and what they may differ by.
+
+N rows, k microbatches, B rows of a microbatch, L leaves of the parameters.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from maxbatch.core.accumulate import Accumulated, accumulate, divisor
+from maxbatch.core.terms import Loss, Max, Ratio, Stat
+
+_ROUNDING = 64 * 2.0**-23
+"""What float32 sums in another order may differ by, as a share of the magnitudes in them."""
+_LOW_ROUNDING = 8
+"""Likewise for a shorter format that the loss computes in, in its epsilons."""
+_PERTURBATION = 2.0**-22
+"""Relative change of the parameters that shows how rounding grows on its way through a model."""
+_SPREADS = 4
+"""What splits may differ by, in differences that such a change makes."""
+_REPLICAS = "data"
+
+
+class Arrangement(NamedTuple):
+  """Which rows are in which place."""
+
+  index_kB: np.ndarray
+  """Of the rows; −1 is a row of zeros."""
+  num_microbatches: int = 1
+  """Those that are read."""
+  keys_kB: np.ndarray | None = None
+  """Of the keys, where they do not go with their rows."""
+
+
+class Probe:
+  """A loss with parameters and N rows, summed in any arrangement."""
+
+  def __init__(self, loss: Loss, params: Any, rows: Any, keys_N: jax.Array):
+    self.loss, self.num_rows = loss, len(keys_N)
+    self.params = jax.device_get(params)
+    cut = jax.tree.map(lambda x: np.asarray(x)[: self.num_rows], rows)
+    self._rows = jax.tree.map(lambda x: np.concatenate([x, np.zeros_like(x[:1])]), cut)
+    self._keys = jnp.concatenate([keys_N, keys_N[:1]])
+    self._run = self._program()
+
+  @property
+  def every_row(self) -> Arrangement:
+    """The batch in one piece."""
+    return Arrangement(np.arange(self.num_rows)[None])
+
+  def only(self, name: str) -> "Probe":
+    """Returns the probe of one of the loss's terms, without statistics."""
+
+    def one_term(params: Any, rows: Any, keys_B: Any) -> Any:
+      terms, _ = self.loss(params, rows, keys_B)
+      term = terms[name]
+      return {name: Ratio(term.numerator, term.denominator)}, {}
+
+    every_N = np.arange(self.num_rows)
+    return Probe(one_term, self.params, *self.take(every_N))
+
+  def take(self, index: np.ndarray, keys_index: np.ndarray | None = None) -> tuple[Any, jax.Array]:
+    """Returns the rows and keys of some indices."""
+    keys = self._keys[jnp.asarray(index if keys_index is None else keys_index)]
+    return jax.tree.map(lambda x: x[index], self._rows), keys
+
+  def sums(self, arrangement: Arrangement, params: Any = None) -> Accumulated:
+    """Returns the sums over an arrangement of the rows, on the host."""
+    return self._fetch(self._run, arrangement, self.params if params is None else params)
+
+  def traced_anew(self) -> Accumulated:
+    """Returns the sums of the batch in one piece by a program of its own."""
+    return self._fetch(self._program(), self.every_row, self.params)
+
+  def on(self, devices: Any) -> Accumulated:
+    """Returns the sums of the batch in one piece over replicas, one on each device."""
+    mesh = Mesh(np.array(devices), (_REPLICAS,))
+    return self._fetch(self._program(mesh), self.every_row, self.params)
+
+  def _program(self, mesh: Mesh | None = None) -> Any:
+    # A function of its own, or jax would take its trace of the loss from before.
+    def loss(params: Any, rows: Any, keys_B: Any) -> Any:
+      return self.loss(params, rows, keys_B)
+
+    return jax.jit(accumulate(loss, mesh, replicas=_REPLICAS, squared_norm=leaf_squares))
+
+  def _fetch(self, program: Any, arrangement: Arrangement, params: Any) -> Accumulated:
+    index_kB, k, keys_kB = arrangement
+    rows, keys = self.take(index_kB, keys_kB)
+    return jax.device_get(program(params, rows, np.int32(k), keys))
+
+
+class Results(NamedTuple):
+  """What a step makes of its sums."""
+
+  values: dict[str, np.ndarray]
+  """Of terms and statistics: `term "loss"`, `statistic "entropy"`."""
+  gradients: list[np.ndarray]
+  """Of the objective, by leaf."""
+
+
+def results(sums: Accumulated) -> Results:
+  """Returns terms, statistics and gradient of a step with these sums."""
+  by = float(divisor(sums.terms))
+  gradients = [np.asarray(g, np.float64) / (by or 1.0) for g in jax.tree.leaves(sums.gradients)]
+  terms = {
+    f'term "{name}"': np.asarray(quotient(term.numerator.sum(), term.denominator.sum()))
+    for name, term in sums.terms.items()
+  }
+  stats = {f'statistic "{name}"': _value(stat) for name, stat in sums.stats.items()}
+  return Results(terms | stats, gradients)
+
+
+def norm(x: np.ndarray) -> float:
+  """Returns the Euclidean norm; infinity if something is not finite."""
+  return float(np.linalg.norm(x)) if np.isfinite(x).all() else float("inf")
+
+
+def difference(one: np.ndarray, other: np.ndarray) -> float:
+  """Returns the norm of the difference; entries that are equal, infinities too, do not differ."""
+  with np.errstate(invalid="ignore"):
+    return norm(np.where(one == other, 0.0, np.subtract(one, other, dtype=np.float64)))
+
+
+class Tolerances(NamedTuple):
+  """What results may differ by, absolutely, and still be rounding."""
+
+  share: float
+  """Of the magnitude of what is summed."""
+  values: dict[str, float]
+  gradients: list[float]
+
+
+def tolerances(probe: Probe, whole: Accumulated, singles: Accumulated) -> Tolerances:
+  """Returns what rounding explains.
+
+  Sums round in proportion to what they are formed of, the rows; a model may make rounding larger,
+  which shows where its parameters are changed by as much.
+
+  Args:
+    probe: the loss and its rows.
+    whole: the sums of the batch in one piece.
+    singles: the sums of its rows one by one.
+  """
+  random = np.random.default_rng(0)
+
+  def perturbed(x: np.ndarray) -> np.ndarray:
+    return (x * (1 + _PERTURBATION * random.choice([-1.0, 1.0], x.shape))).astype(x.dtype)
+
+  reference = results(whole)
+  changed = [
+    results(probe.sums(probe.every_row, jax.tree.map(perturbed, probe.params))) for _ in range(2)
+  ]
+  share, magnitudes = _rounding(probe), _magnitudes(probe, whole)
+  values = {
+    what: share * max(magnitudes[what], norm(value[np.isfinite(value)]))
+    + _SPREADS * max(difference(one.values[what], value) for one in changed)
+    for what, value in reference.values.items()
+  }
+  of_rows_L = _row_norms(singles, probe.num_rows)
+  norms = [norm(g) for g in reference.gradients]
+  # A gradient that is 0 but for rounding has that of the others' magnitude.
+  least = share / 16 * float(np.linalg.norm(norms))
+  gradients = [
+    share * max(norms[at], of_rows_L[at])
+    + _SPREADS * max(difference(one.gradients[at], g) for one in changed)
+    + least
+    for at, g in enumerate(reference.gradients)
+  ]
+  return Tolerances(share, values, gradients)
+
+
+def leaf_squares(gradients: Any) -> jax.Array:
+  """Returns the squared norm of every leaf, float32[L]."""
+  return jnp.stack([jnp.square(g.astype(jnp.float32)).sum() for g in jax.tree.leaves(gradients)])
+
+
+def _row_norms(singles: Accumulated, num_rows: int) -> np.ndarray:
+  """Returns Σ ‖gradient of a row‖ at most, by leaf, of the divided gradient; 0 if not finite."""
+  assert singles.squares is not None
+  squares_L = np.asarray(singles.squares.of_microbatches, np.float64) * num_rows
+  norms_L = np.sqrt(squares_L) / (abs(float(divisor(singles.terms))) or 1.0)
+  return np.where(np.isfinite(norms_L), norms_L, 0.0)
+
+
+def _magnitudes(probe: Probe, whole: Accumulated) -> dict[str, float]:
+  """Returns what each value would be if all rows contributed to it with one sign."""
+
+  @jax.jit
+  def of_rows(params: Any, rows: Any, keys: jax.Array) -> Any:
+    return jax.lax.map(lambda one: probe.loss(params, *one), (rows, keys))
+
+  index = np.arange(probe.num_rows)[:, None]
+  terms, stats = jax.device_get(of_rows(probe.params, *probe.take(index)))
+  found = {f'term "{n}"': _magnitude(term, whole.terms[n], True) for n, term in terms.items()}
+  return found | {
+    f'statistic "{n}"': _magnitude(stat, whole.stats[n], False) for n, stat in stats.items()
+  }
+
+
+def _magnitude(of_rows: Stat, whole: Stat, is_term: bool) -> float:
+  if isinstance(of_rows, Ratio):
+    assert isinstance(whole, Ratio)
+    size, by = np.abs(of_rows.numerator).sum(0), np.asarray(whole.denominator)
+    size, by = (size.sum(), by.sum()) if is_term else (size, by)
+    found = quotient(size, np.abs(by))
+  elif isinstance(of_rows, Max):
+    found = np.abs(of_rows.largest).max(0)
+  else:
+    found = np.abs(of_rows.total).sum(0)
+  found = np.asarray(found)
+  return norm(found[np.isfinite(found)])
+
+
+def _value(stat: Stat) -> np.ndarray:
+  if isinstance(stat, Ratio):
+    return np.asarray(quotient(np.asarray(stat.numerator), np.asarray(stat.denominator)))
+  return np.asarray(stat.largest if isinstance(stat, Max) else stat.total)
+
+
+def quotient(numerator: Any, denominator: Any) -> Any:
+  """Returns numerator / denominator, 0 where that is 0, in numpy."""
+  is_empty = denominator == 0
+  return np.where(is_empty, 0.0, numerator / np.where(is_empty, 1.0, denominator))
+
+
+def _rounding(probe: Probe) -> float:
+  """Returns the relative rounding of the loss's sums, by the shortest format in its program."""
+  program = str(jax.make_jaxpr(probe.loss)(probe.params, *probe.take(np.arange(2))))
+  short = [jnp.finfo(jnp.bfloat16).eps] if re.search(r"\bbf16\[", program) else []
+  short += [jnp.finfo(jnp.float16).eps] if re.search(r"\bf16\[", program) else []
+  return _ROUNDING + _LOW_ROUNDING * float(max(short, default=0.0))
