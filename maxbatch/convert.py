@@ -18,8 +18,7 @@ from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.config.allowed import FileName, NonNegative
 from maxbatch.config.load import load_config
-from maxbatch.conversion.beside import tokenizer_keys
-from maxbatch.conversion.hub import model_folder
+from maxbatch.conversion.beside import model_folder, tokenizer_keys
 from maxbatch.conversion.to_folder import convert_to_folder
 from maxbatch.conversion.to_peft import convert_to_peft
 from maxbatch.conversion.to_run import Converted, convert_to_run

@@ -28,11 +28,10 @@ from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.hardware.sharding import make_mesh, num_processes
 from maxbatch.input_analysis.analyze import Request, analyze
+from maxbatch.input_analysis.measure import Setting
 from maxbatch.input_analysis.need import Need, estimated, from_metrics, from_report, measured
-from maxbatch.input_analysis.plot import input_charts
 from maxbatch.input_analysis.recommend import slurm
-from maxbatch.input_analysis.report import InputAnalysis
-from maxbatch.input_analysis.settings import Setting
+from maxbatch.input_analysis.report import InputAnalysis, input_charts
 from maxbatch.modes.resolve import resolve_micro_batch_size
 from maxbatch.plots.page import check_picture_file, picture
 from maxbatch.training.build import streams

@@ -12,8 +12,7 @@ from maxbatch.command_line.run import run_command
 from maxbatch.command_line.signals import leave
 from maxbatch.command_line.table import in_columns
 from maxbatch.errors import UserError
-from maxbatch.run_folder.history import RunHistory, glance_at, runs_below
-from maxbatch.run_folder.status import State, Status, status_of
+from maxbatch.run_folder.history import RunHistory, State, Status, glance_at, runs_below, status_of
 
 _COLORS: dict[State, Color] = {
   "running": "blue", "finished": "green", "stopped": "yellow", "diverged": "red",

@@ -44,8 +44,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxbatch.batch.row_plan import StepRows
 from maxbatch.config.load import load_config
-from maxbatch.data.formats import tf_example
-from maxbatch.data.grain_files import train_columns
+from maxbatch.data.file_datasets import train_columns
+from maxbatch.data.formats import tf_records
 from maxbatch.data.loader import train_loader
 from maxbatch.data.record_files import resolve_records
 from maxbatch.data.registry import build_dataset, build_tokenizer
@@ -67,7 +67,7 @@ def write_array_records(folder: Path, documents: Sequence[Any], column: str) -> 
   for number in range(make_example_data.FILES):
     writer = module.ArrayRecordWriter(str(folder / f"{number:05}.array_record"), "group_size:1")
     for document in documents[number :: make_example_data.FILES]:
-      example = tf_example.example_class()()
+      example = tf_records.example_class()()
       feature = example.features.feature[column]
       if isinstance(document, str):
         feature.bytes_list.value.append(document.encode())

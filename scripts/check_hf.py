@@ -25,7 +25,7 @@ import transformers
 from jax.sharding import SingleDeviceSharding
 
 from maxbatch.config.load import load_config
-from maxbatch.conversion.hub import model_folder
+from maxbatch.conversion.beside import model_folder
 from maxbatch.conversion.reading import load_parameters
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError

@@ -29,7 +29,7 @@ from maxbatch.batch.row_plan import StepTable, dispatches
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan, Position
-from maxbatch.data.stream import SampleStream
+from maxbatch.data.mixture import SampleStream
 from maxbatch.hardware import agreement
 from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.plan import make_report

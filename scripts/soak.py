@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from maxbatch.checkpoints.newest import completed_steps, newest_record
+from maxbatch.checkpoints.find import completed_steps, newest_record
 from maxbatch.run_folder.metrics import read_metrics
 
 REPOSITORY = pathlib.Path(__file__).parents[1]

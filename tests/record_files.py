@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
-from maxbatch.data.formats import tf_example
+from maxbatch.data.formats import tf_records
 
 
 def json_lines(values: Sequence[Any], column: str = "text") -> bytes:
@@ -57,7 +57,7 @@ def arrow_file(path: Path, values: Sequence[Any], column: str = "text") -> None:
 
 def example(value: Any, column: str = "text") -> bytes:
   """A serialized tf.train.Example."""
-  made = tf_example.example_class()()
+  made = tf_records.example_class()()
   feature = made.features.feature[column]
   if isinstance(value, list):
     feature.int64_list.value.extend(value)

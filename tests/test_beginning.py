@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from support import SMALLEST, stop_at
 
-from maxbatch.checkpoints import leaves
+from maxbatch.checkpoints import reading
+from maxbatch.checkpoints.find import newest_record
 from maxbatch.checkpoints.fingerprint import fingerprints
-from maxbatch.checkpoints.newest import newest_record
 from maxbatch.checkpoints.record import _checksum
 from maxbatch.conversion.source import frozen_folder
 from maxbatch.errors import UserError
@@ -99,13 +99,13 @@ def refused(capsys, given: list[str]) -> str:
 def test_parameters_alone_are_read_and_counting_begins_anew(
   text, bases, tmp_path, monkeypatch, capsys
 ):
-  names, placed = set(), leaves._placed
+  names, placed = set(), reading._placed
 
   def noting(arrays: Any, name: str, leaf: Any) -> jax.Array:
     names.add(name)
     return placed(arrays, name, leaf)
 
-  monkeypatch.setattr(leaves, "_placed", noting)
+  monkeypatch.setattr(reading, "_placed", noting)
   given = {"load_parameters_path": bases / "base", "steps": 1}
   assert main([*arguments(text, tmp_path, "next", **given), "validate_only=true"]) == 0
   begins = f"parameters of {bases}/base/checkpoints/4, with a new optimizer, at step 0"

@@ -36,18 +36,16 @@ from vocabularies import END, huggingface
 
 from maxbatch.checkpoints import formats
 from maxbatch.checkpoints.checkpointer import Checkpointer
-from maxbatch.checkpoints.identity import fixed_keys
 from maxbatch.checkpoints.parameters_only import open_checkpoint
-from maxbatch.checkpoints.record import is_parameters_only
-from maxbatch.checkpoints.stored import StoredArray
+from maxbatch.checkpoints.record import fixed_keys, is_parameters_only
+from maxbatch.checkpoints.tensor_files import StoredArray
 from maxbatch.config.load import load_config
 from maxbatch.conversion import output_folder, to_folder
-from maxbatch.conversion.placing import Place
-from maxbatch.conversion.reading import FolderReader, load_parameters
+from maxbatch.conversion.reading import FolderReader, Place, load_parameters
 from maxbatch.convert import main
 from maxbatch.core.plan import Position
 from maxbatch.hardware.sharding import sharding
-from maxbatch.hugging_face.tensors import Tensor
+from maxbatch.hugging_face.family import Tensor
 from maxbatch.models.registry import Model, build_model, by_path
 from maxbatch.train import main as train
 

@@ -14,12 +14,12 @@ from token_caches import starts_of
 
 from maxbatch.data import token_cache, workers
 from maxbatch.data.dataset import Dataset
-from maxbatch.data.formats.tf_example import feature
+from maxbatch.data.document_rows import TokenWindows
+from maxbatch.data.formats.tf_records import feature
 from maxbatch.data.registry import build_dataset, check_epochs
 from maxbatch.data.synthetic import SyntheticRows
 from maxbatch.data.token_cache import TokenCache
 from maxbatch.data.tokenizer import ByteTokenizer
-from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
 
 datasets = WhenUsed("datasets")

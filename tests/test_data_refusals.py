@@ -29,14 +29,15 @@ from record_files import (
 from vocabularies import tiktoken_file
 
 from maxbatch import train
-from maxbatch.data import record_content, token_cache, tokenize, workers
+from maxbatch.data import token_cache, tokenize, workers
 from maxbatch.data.dataset import Dataset
+from maxbatch.data.document_rows import TokenWindows
+from maxbatch.data.formats import format as record_format
 from maxbatch.data.formats import jsonl as jsonl_format
 from maxbatch.data.sources import Document, resolve
 from maxbatch.data.token_cache import TokenCache
 from maxbatch.data.tokenize import Recipe
 from maxbatch.data.tokenizer import ByteTokenizer
-from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
 
 GOOD = ["first document", "second document", "third document"]
@@ -192,7 +193,7 @@ def test_documents_of_no_and_of_a_hundred_million_characters(tmp_path, monkeypat
   dataset = build(tmp_path, path, max_bad_records=1)
   assert cache_of(dataset).num_documents == 2
   assert "skipped: 1 bad, 1 empty" in dataset.description
-  monkeypatch.setattr(record_content, "MAX_RECORD_BYTES", 99)
+  monkeypatch.setattr(record_format, "MAX_RECORD_BYTES", 99)
   parquet(tmp_path / "a.parquet", ["first", "x" * 100])
   message = refusal(tmp_path, tmp_path / "a.parquet")
   assert "record 1: longer than 99 bytes; a longer document can be a file of text" in message
@@ -332,7 +333,7 @@ BUILD = """
 import dataclasses, sys
 from maxbatch.config.load import load_config
 from maxbatch.data import token_cache
-from maxbatch.data.grain_files import build
+from maxbatch.data.file_datasets import build_grain
 from maxbatch.data.tokenizers.tiktoken import build as build_tokenizer
 token_cache.SHARD_BYTES = 30_000
 place, vocabulary = sys.argv[1:]
@@ -343,7 +344,7 @@ data = dataclasses.replace(
   tokenizer_path=vocabulary,
   eval_fraction=0.0,
 )
-print(build(data, build_tokenizer(data), 4).fingerprint)
+print(build_grain(data, build_tokenizer(data), 4).fingerprint)
 """
 
 

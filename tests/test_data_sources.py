@@ -10,12 +10,12 @@ import pytest
 from support import base
 
 from maxbatch.data.dataset import Dataset
+from maxbatch.data.document_rows import TokenWindows
 from maxbatch.data.formats import text
 from maxbatch.data.registry import build_dataset
 from maxbatch.data.sources import STDLIB_BYTES, Document, part_of, rank, resolve
 from maxbatch.data.split import split
 from maxbatch.data.tokenizer import ByteTokenizer
-from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
 
 

@@ -20,7 +20,7 @@ from maxbatch.data.token_cache import TokenCache, open_or_build
 from maxbatch.data.tokenize import Recipe
 from maxbatch.data.tokenizer import ByteTokenizer, Ids, Tokenizer
 from maxbatch.errors import UserError
-from maxbatch.run_folder.cache import compiled_programs, remembered_choices, token_caches
+from maxbatch.run_folder.paths import compiled_programs, remembered_choices, token_caches
 
 BYTES = ByteTokenizer()
 BOS, EOS, PAD = BYTES.bos_id, BYTES.eos_id, BYTES.pad_id

@@ -13,7 +13,7 @@ import pytest
 from record_files import framed
 
 from maxbatch.data.dataset import Dataset
-from maxbatch.data.formats import tf_example
+from maxbatch.data.formats import tf_records
 from maxbatch.data.optional import library
 
 IDS = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -42,7 +42,7 @@ def targets(dataset: Dataset) -> dict[int, float]:
 def examples(ids: list[Any], masks: list[Any]) -> list[bytes]:
   made = []
   for one, mask in zip(ids, masks, strict=True):
-    example = tf_example.example_class()()
+    example = tf_records.example_class()()
     example.features.feature["text"].int64_list.value.extend(one)
     example.features.feature["mask"].int64_list.value.extend(mask)
     made.append(example.SerializeToString())

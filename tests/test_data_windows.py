@@ -11,9 +11,9 @@ from support import base
 from token_caches import written_cache
 
 from maxbatch.data.dataset import Dataset
+from maxbatch.data.document_rows import TokenWindows
 from maxbatch.data.registry import build_dataset
 from maxbatch.data.tokenizer import ByteTokenizer
-from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
 
 BOS, EOS, PAD = ByteTokenizer.bos_id, ByteTokenizer.eos_id, ByteTokenizer.pad_id

@@ -8,10 +8,9 @@ import pytest
 from support import base
 
 from maxbatch.data.dataset import Dataset
-from maxbatch.data.packed_rows import PackedRows
+from maxbatch.data.document_rows import PackedRows, TokenWindows
 from maxbatch.data.registry import build_dataset
 from maxbatch.data.tokenizer import ByteTokenizer
-from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
 
 BOS, EOS, PAD = ByteTokenizer.bos_id, ByteTokenizer.eos_id, ByteTokenizer.pad_id

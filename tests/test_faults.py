@@ -12,7 +12,7 @@ import pytest
 from processes import PATIENCE_SECONDS, REPOSITORY, small_run
 from several_processes import Ended, records, start, wait
 
-from maxbatch.checkpoints.newest import completed_steps
+from maxbatch.checkpoints.find import completed_steps
 from maxbatch.errors import EXIT_PROCESS_FAILED
 
 FAULTY = [sys.executable, str(REPOSITORY / "scripts" / "faulty_train.py")]

@@ -11,8 +11,8 @@ from processes import small_run
 from support import in_microbatches, mesh, uneven_rows
 from test_conversion_transformers import random_model
 
+from maxbatch.checkpoints.find import newest_record
 from maxbatch.checkpoints.fingerprint import fingerprints
-from maxbatch.checkpoints.newest import newest_record
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.conversion.source import find_source, open_source

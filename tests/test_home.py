@@ -7,7 +7,7 @@ from support import SMALLEST
 
 from maxbatch import pipeline, plan, train
 from maxbatch.config.load import load_config
-from maxbatch.run_folder.cache import compiled_programs
+from maxbatch.run_folder.paths import compiled_programs
 
 
 @pytest.fixture

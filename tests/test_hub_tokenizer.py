@@ -16,8 +16,8 @@ import pytest
 from support import base
 from vocabularies import END, huggingface
 
-from maxbatch.data.tokenizers.hub import is_hub_name
 from maxbatch.data.tokenizers.huggingface import build
+from maxbatch.data.tokenizers.vocabulary_file import is_hub_name
 from maxbatch.errors import UserError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

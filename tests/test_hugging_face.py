@@ -15,7 +15,7 @@ from maxbatch.config.load import load_config
 from maxbatch.config.schema import ModelConfig, to_flat
 from maxbatch.errors import UserError
 from maxbatch.hugging_face.config_json import HARMLESS
-from maxbatch.hugging_face.families.gemma3 import GEMMA3
+from maxbatch.hugging_face.families.gemma import GEMMA3
 from maxbatch.hugging_face.families.gpt2 import GPT2
 from maxbatch.hugging_face.families.llama import LLAMA
 from maxbatch.hugging_face.model_keys import PLAIN, SHAPE, differing

@@ -17,14 +17,21 @@ from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.host_loads import loading_hosts
 from maxbatch.config.load import load_config
 from maxbatch.core.plan import BatchPlan
-from maxbatch.data.input_report import input_report
+from maxbatch.data.input_report import TokenizeRate, input_report
 from maxbatch.data.mixture import MixedRows
 from maxbatch.data.reading import ReadOrder
 from maxbatch.data.registry import build_dataset
-from maxbatch.data.tokenize_rate import TokenizeRate
 from maxbatch.errors import UserError
 from maxbatch.input_analysis import analyze
-from maxbatch.input_analysis.measure import measure
+from maxbatch.input_analysis.analyze import rows_to_measure
+from maxbatch.input_analysis.measure import (
+  Measured,
+  Setting,
+  measure,
+  setting_of,
+  settings_to_measure,
+  stages,
+)
 from maxbatch.input_analysis.need import from_metrics, from_report
 from maxbatch.input_analysis.recommend import (
   Bounds,
@@ -34,9 +41,6 @@ from maxbatch.input_analysis.recommend import (
   recommend,
   slurm,
 )
-from maxbatch.input_analysis.sample import rows_to_measure
-from maxbatch.input_analysis.settings import Measured, Setting, setting_of, settings_to_measure
-from maxbatch.input_analysis.stages import stages
 from maxbatch.input_analyzer import main
 
 BOUNDS = Bounds(margin=1.5, step_seconds=2.0, row_bytes=100, load_bytes=1e9)

@@ -11,8 +11,8 @@ from processes import PATIENCE_SECONDS
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from maxbatch.errors import UserError
-from maxbatch.metrics_writers.identity import run_identity
 from maxbatch.metrics_writers.registry import chosen_writers, open_writers
+from maxbatch.metrics_writers.services import run_identity
 from maxbatch.run_folder.metrics import MetricsLog, Record, read_metrics
 from maxbatch.run_folder.writer import Opening
 

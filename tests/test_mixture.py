@@ -15,19 +15,19 @@ from support import base, configured
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.dataset import Arrays, Dataset
 from maxbatch.data.input_report import given_files
+from maxbatch.data.mixed import mixed_paths, source_names
 from maxbatch.data.mixture import (
   JoinedRows,
   MixedRows,
   Mixture,
   MixturePhase,
   MixtureStream,
+  SampleStream,
   sample_stream,
   source_seed,
 )
-from maxbatch.data.mixture_keys import mixed_paths, source_names
 from maxbatch.data.reading import ReadOrder
 from maxbatch.data.registry import build_dataset, check_epochs
-from maxbatch.data.stream import SampleStream
 from maxbatch.errors import UserError
 
 

@@ -11,10 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from token_caches import written_cache
 
-from maxbatch.data import pack_index, packing
-from maxbatch.data.pack_index import Layout, open_or_build
-from maxbatch.data.packed_rows import PackedRows
-from maxbatch.data.packing import Fit, pack
+from maxbatch.data import pack_index
+from maxbatch.data.document_rows import PackedRows
+from maxbatch.data.pack_index import Fit, Layout, open_or_build, pack
 from maxbatch.data.token_cache import TokenCache
 from maxbatch.errors import UserError
 
@@ -54,7 +53,7 @@ def slow_rows(sizes: list[int], length: int, fit: Fit, truncate: bool) -> list[l
         row = fitting[0] if fit == "first_fit" else max(fitting, key=sum)
       else:
         row = []
-        if len(opened) == packing._OPEN_ROWS:
+        if len(opened) == pack_index._OPEN_ROWS:
           fullest = max(opened, key=sum)
           closed.append(fullest)
           opened = [other for other in opened if other is not fullest]
@@ -92,8 +91,8 @@ def test_every_target_once_and_only_after_its_own_document(
   folder = tmp_path_factory.mktemp("packed")
   with pytest.MonkeyPatch.context() as patch:
     # Several groups and chunks, as there are with millions of documents.
-    patch.setattr(packing, "_GROUP_DOCUMENTS", group)
-    patch.setattr(packing, "_GROUP_ROWS", 1)
+    patch.setattr(pack_index, "_GROUP_DOCUMENTS", group)
+    patch.setattr(pack_index, "_GROUP_ROWS", 1)
     patch.setattr(pack_index, "_CHUNK_DOCUMENTS", 2 * group)
     source = built(folder, sizes, Layout(length, fit, truncate), shards)
   rows = source.rows(np.arange(len(source)))
@@ -136,10 +135,10 @@ def test_little_is_padded_and_documents_that_fit_are_whole(fit):
 
 
 def test_a_group_is_long_enough_for_the_rows_it_leaves_open():
-  assert packing.group_documents(10**7, 10**7 * 300, 2048) == 2**14
-  assert packing.group_documents(10**7, 10**7 * 300, 131_072) == 111_849
-  assert packing.group_documents(100, 3000, 2048) == 100
-  assert packing.group_documents(0, 0, 2048) == 1
+  assert pack_index.group_documents(10**7, 10**7 * 300, 2048) == 2**14
+  assert pack_index.group_documents(10**7, 10**7 * 300, 131_072) == 111_849
+  assert pack_index.group_documents(100, 3000, 2048) == 100
+  assert pack_index.group_documents(0, 0, 2048) == 1
 
 
 def test_what_packing_came_to_is_said(tmp_path):

@@ -20,8 +20,7 @@ from maxbatch.core.plan import Position
 from maxbatch.errors import TrainingDivergedError
 from maxbatch.modes.chronicle import chronicled
 from maxbatch.plots.page import encoded
-from maxbatch.run_folder.history import read_history
-from maxbatch.run_folder.status import span, status_of
+from maxbatch.run_folder.history import read_history, span, status_of
 from maxbatch.run_report.background import BackgroundReport
 from maxbatch.run_report.curves import thinned
 from maxbatch.run_report.page import page

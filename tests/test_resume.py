@@ -373,7 +373,7 @@ def test_a_load_of_parts_of_samples_is_refused_where_the_run_resumes(text, folde
 
 
 def test_another_order_of_samples_is_refused(text, begun, monkeypatch, capsys):
-  monkeypatch.setattr("maxbatch.checkpoints.identity.STREAM_VERSION", "another-1")
+  monkeypatch.setattr("maxbatch.checkpoints.record.STREAM_VERSION", "another-1")
   assert (
     "  stream_version is grain-shuffle-1 in the checkpoint and another-1 now: samples would come in "
     "another order, some again and some not at all\n"

@@ -8,7 +8,7 @@ import pytest
 from support import TINY, config, mesh
 
 from maxbatch.config.load import load_config
-from maxbatch.data.stream import SampleStream
+from maxbatch.data.mixture import SampleStream
 from maxbatch.errors import UserError
 from maxbatch.models.registry import build_model
 from maxbatch.training.optimizer import make_optimizer

@@ -12,13 +12,13 @@ from token_caches import starts_of
 from vocabularies import END, MAKERS, huggingface, sentencepiece_model, tiktoken_file
 
 from maxbatch.batch.from_config import plan_batches, topology
-from maxbatch.checkpoints.identity import identity
+from maxbatch.checkpoints.record import identity
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.dataset import Dataset
+from maxbatch.data.document_rows import TokenWindows
 from maxbatch.data.registry import build_dataset, build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer, ordinary_ids
 from maxbatch.data.tokenizers.vocabulary_file import bounded_pieces
-from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import find_devices
 from maxbatch.training.build import build_trainer

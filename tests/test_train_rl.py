@@ -24,7 +24,7 @@ from several_processes import start, wait
 
 from maxbatch import train_rl
 from maxbatch.batch.from_config import topology
-from maxbatch.checkpoints.newest import completed_steps
+from maxbatch.checkpoints.find import completed_steps
 from maxbatch.command_line.signals import StopSignals
 from maxbatch.config.load import load_config
 from maxbatch.data.tokenizer import ByteTokenizer

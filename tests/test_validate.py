@@ -17,7 +17,7 @@ from support import config
 
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.checkpoints.checkpointer import Checkpointer
-from maxbatch.checkpoints.identity import identity
+from maxbatch.checkpoints.record import identity
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import Position

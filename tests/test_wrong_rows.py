@@ -12,11 +12,11 @@ from processes import small_run
 from support import mesh
 
 from maxbatch.batch.row_plan import StepRows
-from maxbatch.data.checksums import row_checksums
 from maxbatch.data.dataset import Arrays
 from maxbatch.data.loader import train_loader
 from maxbatch.data.placement import RowPlacement
 from maxbatch.data.reading import ReadOrder
+from maxbatch.data.rows import row_checksums
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
 from maxbatch.training.row_check import NONE_WRONG, first_wrong_row

@@ -24,11 +24,18 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
 from maxbatch.checkpoints import refusals
-from maxbatch.checkpoints.faults import cause, free_bytes
+from maxbatch.checkpoints.find import resumable_steps
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.formats import format_named, share_large_arrays_only
-from maxbatch.checkpoints.newest import resumable_steps
-from maxbatch.checkpoints.quiet_orbax import silence_orbax
+from maxbatch.checkpoints.orbax import (
+  Barrier,
+  DamagedError,
+  cause,
+  free_bytes,
+  lone_reader,
+  silence_orbax,
+  together,
+)
 from maxbatch.checkpoints.reading import patiently, read_arrays, read_record
 from maxbatch.checkpoints.record import (
   changed_leaves,
@@ -38,7 +45,6 @@ from maxbatch.checkpoints.record import (
   make_record,
   state_differences,
 )
-from maxbatch.checkpoints.several import Barrier, DamagedError, lone_reader, together
 from maxbatch.config.schema import CheckpointConfig
 from maxbatch.core.plan import Position
 from maxbatch.errors import UserError

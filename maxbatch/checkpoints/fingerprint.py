@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from maxbatch.data.checksums import scattered
+from maxbatch.data.rows import scattered
 
 VERSION = 2
 """Of the formula; checkpoints that do not name one were written with version 1."""

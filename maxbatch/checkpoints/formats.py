@@ -3,6 +3,10 @@
 A format is a pair of Orbax `CheckpointArgs`, one to save and one to restore, each registered with a
 handler of its own. So Orbax treats every format as its own: it writes under a temporary name, in
 the background, on all processes, and keeps as many steps as it is asked to.
+
+checkpoint_format=safetensors has arrays under the names of their leaves, in files that others read:
+written while the run waits, and by one process, since what the arrays of several have in common is no
+single file. What was written so can be read in parts, on any devices.
 """
 
 import dataclasses
@@ -10,16 +14,82 @@ import functools
 import math
 import pathlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
-from maxbatch.checkpoints.safetensors_format import SafetensorsRestore, SafetensorsSave
-from maxbatch.checkpoints.stored import StoredArray, StoredArrays
-from maxbatch.checkpoints.tensor_files import TensorFolder
+from maxbatch.checkpoints.tensor_files import (
+  Index,
+  StoredArray,
+  StoredArrays,
+  TensorFolder,
+  TensorSpec,
+  write_tensors,
+)
 from maxbatch.config.registry import registered
+from maxbatch.errors import UserError
+
+
+class _Handler(ocp.CheckpointHandler):
+  def save(self, directory: Path, args: "SafetensorsSave") -> None:
+    specs = [
+      TensorSpec(name, leaf.shape, np.dtype(leaf.dtype)) for name, leaf in args.arrays.items()
+    ]
+    write_tensors(Path(directory), specs, map(np.asarray, args.arrays.values()))
+
+  def restore(self, directory: Path, args: "SafetensorsRestore") -> dict[str, jax.Array]:
+    try:
+      folder = TensorFolder(Path(directory))
+      return {name: _placed(folder, name, leaf) for name, leaf in args.arrays.items()}
+    except UserError as error:  # A checkpoint that cannot be read is damaged; another may be there.
+      raise ValueError(error) from error
+
+
+@ocp.args.register_with_handler(_Handler, for_save=True)
+@dataclasses.dataclass
+class SafetensorsSave(ocp.args.CheckpointArgs):
+  """What is saved."""
+
+  arrays: dict[str, jax.Array]
+
+  def __post_init__(self) -> None:
+    """Raises UserError where several processes have the arrays in common."""
+    if jax.process_count() > 1:
+      raise UserError(
+        f"checkpoint_format=safetensors is written by one process, and there are "
+        f"{jax.process_count()}; use checkpoint_format=orbax"
+      )
+
+
+@ocp.args.register_with_handler(_Handler, for_restore=True)
+@dataclasses.dataclass
+class SafetensorsRestore(ocp.args.CheckpointArgs):
+  """What is restored, and where it is to lie."""
+
+  arrays: dict[str, jax.ShapeDtypeStruct]
+
+
+def _placed(folder: TensorFolder, name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+  stored = folder[name]
+  if (stored.shape, stored.dtype) != (leaf.shape, leaf.dtype):
+    raise ValueError(f"{name} is {stored.dtype}{list(stored.shape)}")
+  assert leaf.sharding is not None
+
+  def part(index: Index | None) -> np.ndarray:
+    return stored.read(whole_slices(index, leaf.shape))
+
+  return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+
+
+def whole_slices(index: Index | None, shape: tuple[int, ...]) -> Index:
+  """An index of jax, in which None stands for an end, or for all of it, with numbers."""
+  index = index or (slice(None),) * len(shape)
+  return tuple(slice(*each.indices(size)[:2]) for each, size in zip(index, shape, strict=True))
+
 
 _BYTES_TOGETHER = 2**26
 """Larger arrays of stacked layers are stored layer by layer, so that one can be read by itself."""

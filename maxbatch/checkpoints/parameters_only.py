@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from maxbatch.checkpoints.faults import cause
+from maxbatch.checkpoints.find import record_of
 from maxbatch.checkpoints.fingerprint import VERSION, part_of_fingerprint
 from maxbatch.checkpoints.formats import format_named
-from maxbatch.checkpoints.newest import record_of
+from maxbatch.checkpoints.orbax import cause
 from maxbatch.checkpoints.record import ORIGIN, describe_leaves, format_name, sealed
-from maxbatch.checkpoints.stored import StoredArray, StoredArrays
-from maxbatch.checkpoints.tensor_files import TensorSpec, write_tensors
+from maxbatch.checkpoints.tensor_files import StoredArray, StoredArrays, TensorSpec, write_tensors
 from maxbatch.core.plan import Position
 from maxbatch.errors import UserError
 

@@ -19,7 +19,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 from maxbatch.command_line.table import GIB
-from maxbatch.run_folder.cache import compiled_programs
+from maxbatch.run_folder.paths import compiled_programs
 
 OFF = "none"
 _LARGEST_BYTES = 8 * GIB

@@ -1,16 +1,20 @@
-"""The small files beside a model's weights: its tokenizer, and how text is generated with it."""
+"""A model's folder, here or on the Hugging Face hub, and its small files: tokenizer, generation."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
+from maxbatch.checkpoints.tensor_files import INDEX, SINGLE
 from maxbatch.config.schema import Config
+from maxbatch.data.object_store import is_url
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer, special_tokens
 from maxbatch.data.tokenizers.sentencepiece import SentencePieceTokenizer
-from maxbatch.data.tokenizers.vocabulary_file import FileTokenizer
+from maxbatch.data.tokenizers.vocabulary_file import FileTokenizer, hub_folder, is_hub_name
+from maxbatch.errors import UserError
 from maxbatch.hugging_face.registry import is_model_folder
 from maxbatch.run_folder.paths import RunFolder
 
@@ -127,3 +131,31 @@ def _copy(source: Path, target: Path) -> None:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
   path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+_WEIGHTS = (SINGLE, INDEX, "model-*.safetensors")
+
+
+def model_folder(key: str, name: str, token: str = "") -> Path:
+  """The folder that `key=name` means; a name on the hub is downloaded, unless it is in its cache.
+
+  Args:
+    key: of the name, for errors.
+    name: a folder, or a model as OWNER/MODEL.
+    token: hf_access_token; empty: as the hub's library finds one.
+
+  Raises:
+    UserError: there is neither.
+  """
+  given, path = f"{key}={name}", Path(name).expanduser()
+  if is_url(name):
+    raise UserError(f"{given}: a model is not read from a URL; copy its folder to this machine")
+  if path.is_dir():
+    return path
+  if os.path.lexists(path) or not is_hub_name(name):
+    raise UserError(
+      f"{given}: there is no such folder; give one that holds {CONFIG} and {SINGLE}, or a model's "
+      "name on the Hugging Face hub, such as Qwen/Qwen3-0.6B"
+    )
+  files = (CONFIG, GENERATION, *TOKENIZER, *_WEIGHTS)
+  return hub_folder(given, name, files, shown="*.safetensors' --include '*.json", token=token)

@@ -1,13 +1,49 @@
 """A conversion's result: a folder that appears whole, where nothing was, with space for all of it."""
 
 import contextlib
+import dataclasses
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import Any
 
+from maxbatch.checkpoints.tensor_files import TensorSpec, total_bytes
+from maxbatch.config.load import to_flat_dict
+from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
+from maxbatch.hugging_face.model_keys import PLAIN, SHAPE
 from maxbatch.run_folder.atomic import appearing, nearest
-from maxbatch.run_folder.claim import claimed
+from maxbatch.run_folder.lock import claimed
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+  """What a conversion has made."""
+
+  folder: Path
+  model_type: str
+  dtype: str
+  num_parameters: int
+  num_bytes: int
+  notes: tuple[str, ...]
+  """What a user should know besides, a line each."""
+
+
+def converted(
+  folder: Path, model_type: str, specs: Collection[TensorSpec], notes: Collection[str]
+) -> Converted:
+  """The same, of the tensors that were written."""
+  dtype = next(iter(specs)).dtype.name
+  size = sum(math.prod(spec.shape) for spec in specs)
+  return Converted(folder, model_type, dtype, size, total_bytes(specs), tuple(notes))
+
+
+def model_keys(config: Config) -> dict[str, Any]:
+  """The keys that say what a model computes, as JSON values."""
+  values = to_flat_dict(config)
+  return {key: values[key] for key in (*SHAPE, *PLAIN)}
+
 
 _SMALL_FILES_BYTES = 2**25
 """Tokenizer and configuration."""

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from maxbatch.checkpoints import leaves
-from maxbatch.checkpoints.find import find_checkpoint
+from maxbatch.checkpoints import reading
+from maxbatch.checkpoints.find import find_checkpoint, parameters_to_begin_with
 from maxbatch.checkpoints.fingerprint import VERSION, fingerprints
-from maxbatch.checkpoints.newest import parameters_to_begin_with
 from maxbatch.checkpoints.parameters_only import PARAMETERS
 from maxbatch.checkpoints.record import listed
 from maxbatch.conversion.reading import load_parameters, reader_of
@@ -95,7 +94,7 @@ def open_source(key: str, folder: Path) -> Source:
   """
   if is_model_folder(folder):
     return _HuggingFace(key, folder)
-  return CheckpointSource(key, folder, leaves.read_step_record(key, folder))
+  return CheckpointSource(key, folder, reading.read_step_record(key, folder))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +137,7 @@ class CheckpointSource:
     flat, note = dict(_flat(wanted)), self._elsewhere
     names = {PARAMETERS + _name(path): path for path in flat}
     here = {name: flat[path] for name, path in names.items() if name in self.record["leaves"]}
-    arrays = leaves.read_leaves(self.key, self.folder, self.record, here)
+    arrays = reading.read_leaves(self.key, self.folder, self.record, here)
     found: dict[ParameterPath, Any] = {names[name]: array for name, array in arrays.items()}
     missing = {path: leaf for path, leaf in flat.items() if _name(path) in note["leaves"]}
     if missing:
@@ -247,7 +246,7 @@ def read_frozen(
       )
   names = {_name(path): leaf for path, leaf in flat.items()}
   return unflatten_dict(
-    {tuple(name.split("/")): array for name, array in leaves.cast(found, names).items()}
+    {tuple(name.split("/")): array for name, array in reading.cast(found, names).items()}
   )
 
 

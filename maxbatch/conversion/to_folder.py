@@ -18,18 +18,16 @@ from maxbatch.checkpoints.tensor_files import (
 )
 from maxbatch.config.schema import Config
 from maxbatch.conversion.beside import CONFIG, origin_of, token_ids, write_beside
-from maxbatch.conversion.output_folder import whole_folder
-from maxbatch.conversion.result import Converted, converted, model_keys
+from maxbatch.conversion.output_folder import Converted, converted, model_keys, whole_folder
 from maxbatch.conversion.whole import WholeCheckpoint, whole_checkpoint
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.data.tokenizers.vocabulary_file import FileTokenizer
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.hugging_face.config_json import HARMLESS, read_config_json
-from maxbatch.hugging_face.family import Family
+from maxbatch.hugging_face.family import Family, Shape, Tensor
 from maxbatch.hugging_face.model_keys import PLAIN, differing
 from maxbatch.hugging_face.registry import family_for, read_folder
-from maxbatch.hugging_face.tensors import Shape, Tensor
 from maxbatch.models.lora import without_adapters
 from maxbatch.models.registry import build_model
 from maxbatch.run_folder.progress import ByteProgress

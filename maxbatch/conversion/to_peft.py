@@ -18,12 +18,11 @@ from maxbatch.checkpoints.parameters_only import PARAMETERS
 from maxbatch.checkpoints.tensor_files import TensorSpec, total_bytes, write_tensors
 from maxbatch.config.schema import Config
 from maxbatch.conversion.beside import origin_of
-from maxbatch.conversion.output_folder import whole_folder
-from maxbatch.conversion.result import Converted, converted, model_keys
+from maxbatch.conversion.output_folder import Converted, converted, model_keys, whole_folder
 from maxbatch.conversion.whole import WholeCheckpoint, whole_checkpoint
 from maxbatch.errors import UserError
+from maxbatch.hugging_face.family import Tensor
 from maxbatch.hugging_face.registry import family_for
-from maxbatch.hugging_face.tensors import Tensor
 from maxbatch.models import lora
 from maxbatch.models.registry import build_model
 from maxbatch.models.trainable import ADAPTER

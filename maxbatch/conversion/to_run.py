@@ -8,14 +8,12 @@ import numpy as np
 import yaml
 
 from maxbatch.checkpoints.parameters_only import PARAMETERS, write_parameters
-from maxbatch.checkpoints.stored import block_indices
-from maxbatch.checkpoints.tensor_files import TensorSpec, total_bytes
+from maxbatch.checkpoints.tensor_files import TensorSpec, block_indices, total_bytes
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.conversion.beside import carry_along
-from maxbatch.conversion.output_folder import whole_folder
+from maxbatch.conversion.output_folder import Converted, converted, model_keys, whole_folder
 from maxbatch.conversion.reading import FolderReader, leaves_by_path, reader_of
-from maxbatch.conversion.result import Converted, converted, model_keys
 from maxbatch.models.registry import build_model
 from maxbatch.precision.policy import policy_of
 from maxbatch.run_folder.paths import RunFolder

@@ -13,7 +13,7 @@ import numpy as np
 
 from maxbatch.checkpoints.fingerprint import part_of_fingerprint
 from maxbatch.checkpoints.parameters_only import PARAMETERS, StoredCheckpoint, open_checkpoint
-from maxbatch.checkpoints.stored import Index, StoredArray, block_indices
+from maxbatch.checkpoints.tensor_files import Index, StoredArray, block_indices
 from maxbatch.config.schema import Config
 from maxbatch.conversion.reading import FolderReader, reader_of
 from maxbatch.conversion.source import FROZEN, frozen_folder

@@ -1,15 +1,134 @@
-"""Which rows the documents of a token cache make, by the configuration."""
+"""Rows of the documents of a token cache: windows of all tokens one after the other, or whole documents.
 
+R rows, T tokens per row, P pieces of documents in these rows.
+"""
+
+import dataclasses
 from pathlib import Path
 
+import numpy as np
+
 from maxbatch.config.schema import DataConfig
-from maxbatch.data.dataset import RowSource
-from maxbatch.data.pack_index import Layout, open_or_build
-from maxbatch.data.packed_rows import PackedRows
+from maxbatch.data.dataset import Arrays, RowSource
+from maxbatch.data.pack_index import Layout, PackIndex, open_or_build
 from maxbatch.data.token_cache import TokenCache
 from maxbatch.data.tokenizer import Tokenizer
-from maxbatch.data.windows import TokenWindows
 from maxbatch.errors import UserError
+
+
+def segments(begins_RT: np.ndarray, filled_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+  """Segment numbers and positions, int32[R, T] each, of rows of packed documents.
+
+  Segments count 1, 2, 3 … by document within the row, 0 is padding; positions restart at 0 with
+  each document. A row that begins inside a document counts that rest as its first segment.
+
+  Args:
+    begins_RT: bool, where a document begins; changed in place.
+    filled_R: the tokens of each row that are no padding, which is at its end.
+  """
+  length = begins_RT.shape[1]
+  begins_RT[:, 0] = True
+  # Documents are few, tokens are many: what belongs to a document is repeated for its tokens.
+  firsts = np.flatnonzero(begins_RT)
+  num_tokens = np.diff(firsts, append=begins_RT.size)
+  rows = firsts // length
+  numbers = np.arange(1, len(firsts) + 1) - np.searchsorted(rows, rows)
+  segment_ids_RT = np.repeat(numbers.astype(np.int32), num_tokens).reshape(begins_RT.shape)
+  places = np.arange(begins_RT.size, dtype=np.int32)
+  positions_RT = (places - np.repeat(firsts.astype(np.int32), num_tokens)).reshape(begins_RT.shape)
+  for array_RT in (segment_ids_RT, positions_RT):
+    clear_padding(array_RT, filled_R)
+  return segment_ids_RT, positions_RT
+
+
+def clear_padding(array_RT: np.ndarray, filled_R: np.ndarray) -> None:
+  """Sets to 0 what comes after the first `filled_R` of each row."""
+  length = array_RT.shape[1]
+  for row in np.flatnonzero(filled_R < length).tolist():
+    array_RT[row, filled_R[row] :] = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenWindows:
+  """The rows of one cache."""
+
+  cache: TokenCache
+  length: int
+  packing: bool
+  pad_id: int
+
+  def __len__(self) -> int:
+    return max(0, -(-(self.cache.num_tokens - 1) // self.length))
+
+  def rows(self, indices: np.ndarray) -> Arrays:
+    """The windows int[R] as new arrays, see `RowSource.rows`.
+
+    The weight is 0 where the target is padding and, when packing, where it begins the next
+    document, which nothing in this one predicts; and where the data say so.
+    """
+    cache, shape_RT = self.cache, (len(indices), self.length)
+    starts_R = np.asarray(indices, np.int64) * self.length
+    num_inputs_R = np.minimum(cache.num_tokens - starts_R, self.length)
+    num_targets_R = np.minimum(cache.num_tokens - starts_R - 1, self.length)
+    places_R = np.arange(len(indices)) * self.length
+    arrays = {
+      "inputs": np.full(shape_RT, self.pad_id, np.int32),
+      "targets": np.full(shape_RT, self.pad_id, np.int32),
+      "weights": np.ones(shape_RT, np.float32),
+    }
+    cache.copy_tokens(starts_R, num_inputs_R, arrays["inputs"], places_R)
+    cache.copy_tokens(starts_R + 1, num_targets_R, arrays["targets"], places_R)
+    cache.copy_weights(starts_R + 1, num_targets_R, arrays["weights"], places_R)
+    clear_padding(arrays["weights"], num_targets_R)
+    if self.packing:
+      begins_RT = np.zeros(shape_RT, bool)
+      # Of the targets: where a document begins as an input, one token later.
+      rows, columns = cache.document_starts(starts_R + 1, starts_R + 1 + self.length)
+      arrays["weights"][rows, columns] = 0
+      inside = columns + 1 < self.length
+      begins_RT[rows[inside], columns[inside] + 1] = True
+      arrays["segment_ids"], arrays["positions"] = segments(begins_RT, num_inputs_R)
+    return arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedRows:
+  """The rows of one cache and one index."""
+
+  cache: TokenCache
+  index: PackIndex
+  pad_id: int
+  segmented: bool
+  """Whether rows say which tokens belong together; else a token sees all before it in the row."""
+
+  def __len__(self) -> int:
+    return self.index.packed.num_rows
+
+  def rows(self, indices: np.ndarray) -> Arrays:
+    """The rows int[R] as new arrays, see `RowSource.rows`; the weight is 0 on padding, and
+    where the data say so."""
+    pieces = self.index.pieces(np.asarray(indices, np.int64))
+    shape_RT = (len(indices), self.index.layout.length)
+    starts_P, lengths_P = pieces.starts, pieces.lengths
+    rows_P = np.repeat(np.arange(len(indices)), pieces.counts)
+    filled_R = np.bincount(rows_P, lengths_P, len(indices)).astype(np.int64)
+    # Without padding pieces would lie one after the other.
+    padding_R = shape_RT[1] - filled_R
+    places_P = np.cumsum(lengths_P) - lengths_P + (np.cumsum(padding_R) - padding_R)[rows_P]
+    arrays = {
+      "inputs": np.full(shape_RT, self.pad_id, np.int32),
+      "targets": np.full(shape_RT, self.pad_id, np.int32),
+      "weights": np.ones(shape_RT, np.float32),
+    }
+    self.cache.copy_tokens(starts_P, lengths_P, arrays["inputs"], places_P)
+    self.cache.copy_tokens(starts_P + 1, lengths_P, arrays["targets"], places_P)
+    self.cache.copy_weights(starts_P + 1, lengths_P, arrays["weights"], places_P)
+    clear_padding(arrays["weights"], filled_R)
+    if self.segmented:
+      begins_RT = np.zeros(shape_RT, bool)
+      begins_RT.reshape(-1)[places_P] = True
+      arrays["segment_ids"], arrays["positions"] = segments(begins_RT, filled_R)
+    return arrays
 
 
 def layout_of(data: DataConfig, length: int) -> Layout | None:

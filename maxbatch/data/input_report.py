@@ -4,10 +4,15 @@ Files are listed and the token cache is looked at; nothing is made. What would h
 hosts without work, is named.
 """
 
+import contextlib
 import dataclasses
+import io
 import os
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from maxbatch.batch.host_loads import HostLoad, host_loads
 from maxbatch.command_line.table import file_size, section
@@ -16,18 +21,72 @@ from maxbatch.core.keys import counted
 from maxbatch.core.plan import BatchPlan
 from maxbatch.data.corpus import recipe_of, with_validation
 from maxbatch.data.document_rows import layout_of
-from maxbatch.data.mixed import alone
-from maxbatch.data.mixture_keys import mixed_paths
+from maxbatch.data.mixed import alone, mixed_paths
 from maxbatch.data.object_store import is_url
 from maxbatch.data.registry import FILES, build_tokenizer
-from maxbatch.data.sources import Sources
+from maxbatch.data.sources import Document, Sources
 from maxbatch.data.split import Given, split
 from maxbatch.data.token_cache import SHARD_BYTES, can_be_divided, shard_jobs
 from maxbatch.data.token_shard import ShardJob, open_shard
-from maxbatch.data.tokenize import Recipe
-from maxbatch.data.tokenize_rate import TokenizeRate, tokenize_rate
-from maxbatch.data.tokenizer import Tokenizer
-from maxbatch.run_folder.cache import token_caches
+from maxbatch.data.tokenize import Recipe, tokenize
+from maxbatch.data.tokenizer import Tokenizer, token_dtype
+from maxbatch.run_folder.paths import token_caches
+
+_KEPT_BYTES = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizeRate:
+  """Of one core."""
+
+  tokens_per_second: float
+  text_bytes_per_second: float
+  """Of the text itself, decompressed and without what a format has around it."""
+
+
+def tokenize_rate(
+  recipe: Recipe,
+  documents: Sequence[Document],
+  seconds: float,
+  clock: Callable[[], float] = time.perf_counter,
+) -> TokenizeRate:
+  """Tokenizes documents until `seconds` are over, or all are done.
+
+  Raises:
+    UserError: a document cannot be read; names it.
+  """
+  began = clock()
+  sink = _Sink(lambda: clock() - began > seconds)
+  with contextlib.suppress(_EnoughError):
+    tokenize(recipe, documents, sink, io.BytesIO(), lambda _: None, io.BytesIO())
+  spent = max(clock() - began, 1e-9)
+  dtype = token_dtype(recipe.tokenizer)
+  sample = np.frombuffer(sink.kept[: len(sink.kept) // dtype.itemsize * dtype.itemsize], dtype)
+  text = recipe.tokenizer.decode(sample).encode(errors="replace")
+  tokens_per_second = sink.num_bytes / dtype.itemsize / spent
+  return TokenizeRate(tokens_per_second, tokens_per_second * len(text) / max(sample.size, 1))
+
+
+class _EnoughError(Exception):
+  """The time is over."""
+
+
+class _Sink(io.BytesIO):
+  """Counts what is written, and keeps its beginning."""
+
+  def __init__(self, is_over: Callable[[], bool]):
+    super().__init__()
+    self._is_over = is_over
+    self.num_bytes, self.kept = 0, b""
+
+  def write(self, content, /) -> int:
+    view = memoryview(content).cast("B")
+    self.num_bytes += view.nbytes
+    self.kept += bytes(view[: _KEPT_BYTES - len(self.kept)])
+    if self._is_over():
+      raise _EnoughError
+    return view.nbytes
+
 
 _SAMPLE_SECONDS = 0.3
 _SLOW_BYTES = 2**20

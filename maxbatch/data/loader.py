@@ -20,8 +20,7 @@ from jax.sharding import NamedSharding
 from maxbatch.batch.row_plan import StepRows, StepTable, steps_in_order
 from maxbatch.data.dataset import FirstRows, RowSource
 from maxbatch.data.placement import RowPlacement, Staged
-from maxbatch.data.read_ahead import AS_USUAL, ReadAhead
-from maxbatch.data.reading import ReadOrder, StepReader
+from maxbatch.data.reading import AS_USUAL, ReadAhead, ReadOrder, StepReader
 from maxbatch.data.rows import Rows
 
 # Steps kept ready on the devices: one to use next, one on its way.

@@ -1,14 +1,251 @@
-"""A mixture as a dataset: each source built as a dataset of its own, then joined."""
+"""Mixtures from keys, or from MaxText's file: names, paths and weights, checked; and their datasets, joined."""
 
+import contextlib
 import dataclasses
+import glob
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
 
 from maxbatch.config.schema import DataConfig
+from maxbatch.config.value import exact_number, plain
 from maxbatch.data.dataset import Dataset, SourceRows
-from maxbatch.data.mixture import VERSION, JoinedRows, MixedRows, Mixture, described
-from maxbatch.data.mixture_keys import MixedPaths, has_one_validation, path_of
+from maxbatch.data.mixture import VERSION, JoinedRows, MixedRows, Mixture, MixturePhase, described
+from maxbatch.data.object_store import is_url
+from maxbatch.data.shares import LARGEST_TOTAL, SMALLEST_SHARE, whole_weights
+from maxbatch.data.sources import STDLIB
+from maxbatch.errors import UserError
+
+_FILE_EXAMPLE = (
+  '{"texts": {"path": "texts", "weight": 0.7}, "code": {"path": "code", "weight": 0.3}}'
+)
+_EXAMPLE = "dataset_mixture=[[texts, 0.7], [code, 0.3]]"
+
+
+class MixedPaths(NamedTuple):
+  """A mixture, and where its sources are."""
+
+  key: str
+  paths: tuple[str, ...]
+  mixture: Mixture
+
+  @contextlib.contextmanager
+  def naming(self, source: str) -> Iterator[None]:
+    """A context whose errors name the source, since its path is the value of no key."""
+    try:
+      yield
+    except UserError as error:
+      raise UserError(f"{self.key}, source {source}: {error}") from error
+
+
+def mixed_paths(data: DataConfig) -> MixedPaths | None:
+  """The mixture that the keys describe, if they do.
+
+  Raises:
+    UserError: keys that exclude each other, a file that cannot be read, or weights that are none.
+  """
+  if data.grain_train_mixture_config_path:
+    key = f"grain_train_mixture_config_path={data.grain_train_mixture_config_path}"
+    named = _from_file(key, data.grain_train_mixture_config_path)
+    names, paths, weights = zip(*((name, *each) for name, each in named.items()), strict=True)
+  elif data.dataset_mixture or _is_mixture(data):
+    key = "dataset_mixture" if data.dataset_mixture else "grain_train_files"
+    pairs = data.dataset_mixture or _from_globs(data.grain_train_files)
+    paths, weights = zip(*pairs, strict=True)
+    names = source_names(paths)
+  elif data.mixture_schedule:
+    raise UserError(
+      f"mixture_schedule={plain(data.mixture_schedule)} changes the weights of a mixture, and there "
+      f"is none; for example {_EXAMPLE}, or mixture_schedule=[]"
+    )
+  else:
+    return None
+  _check_alone(data, key)
+  places = [_place(path) for path in paths]
+  if twice := [path for path, place in zip(paths, places, strict=True) if places.count(place) > 1]:
+    raise UserError(f"{key}: {twice[-1]} is given twice; give it once, with the sum of the weights")
+  return MixedPaths(key, paths, Mixture(names, _phases(data, key, names, weights)))
+
+
+def _check_alone(data: DataConfig, key: str) -> None:
+  """Refuses other keys that say what to read."""
+  if data.grain_train_mixture_config_path and data.dataset_mixture:
+    raise UserError(f"{key} and dataset_mixture: one of them; for example dataset_mixture=[]")
+  path_key, path = path_of(data)
+  if path not in ("", STDLIB) and key != path_key:
+    default = STDLIB if path_key == "dataset_path" else '""'
+    raise UserError(
+      f"{key} takes the place of {path_key}={path}, which would not be read; set "
+      f"{path_key}={default}, or make it one of the mixture's sources"
+    )
+
+
+def _place(path: str) -> str:
+  """The path in one of its spellings."""
+  return path.rstrip("/") if is_url(path) else os.path.normpath(os.path.expanduser(path))
+
+
+def path_of(data: DataConfig) -> tuple[str, str]:
+  """The key that says what is trained on, and its value."""
+  if data.dataset_type == "grain":
+    return "grain_train_files", data.grain_train_files
+  if data.dataset_type == "hf":
+    return "hf_path", data.hf_path
+  return "dataset_path", data.dataset_path
+
+
+def has_one_validation(data: DataConfig) -> bool:
+  """Whether one validation set is given for all sources."""
+  if data.dataset_type == "grain":
+    return bool(data.grain_eval_files)
+  if data.dataset_type == "hf":
+    return bool(data.hf_eval_files)
+  return bool(data.eval_dataset_path)
+
+
+def _is_mixture(data: DataConfig) -> bool:
+  return data.dataset_type == "grain" and ";" in data.grain_train_files
+
+
+def _from_globs(files: str) -> list[tuple[str, Fraction]]:
+  """MaxText's `path,0.3;path,0.7`."""
+  return [_weighted(files, each) for each in files.split(";")]
+
+
+def _weighted(files: str, each: str) -> tuple[str, Fraction]:
+  path, _, text = each.rpartition(",")
+  try:
+    weight = exact_number(text.strip())
+  except ValueError:
+    weight = Fraction(-1)
+  if not path or weight < 0:
+    raise UserError(
+      f"grain_train_files={files}: {each!r} must be a path, a comma and a weight of at least 0; for "
+      "example grain_train_files='texts/*.jsonl,0.7;code/*.jsonl,0.3'"
+    )
+  return path.strip(), weight
+
+
+def _from_file(key: str, path: str) -> Mapping[str, tuple[str, Fraction]]:
+  """Path and weight of each source by name, from MaxText's JSON file."""
+  try:
+    content = json.loads(
+      Path(path).expanduser().read_text(encoding="utf-8"),
+      parse_float=_number,
+      parse_int=_number,
+      object_pairs_hook=_without_repetition,
+    )
+  except OSError as error:
+    raise UserError(
+      f"{key} cannot be read: {error.strerror or error}; give a JSON file that is on this machine, for "
+      f"example {_FILE_EXAMPLE}"
+    ) from error
+  except (ValueError, RecursionError) as error:
+    raise UserError(f"{key} is not JSON ({error}); for example {_FILE_EXAMPLE}") from error
+  if not isinstance(content, dict) or not content:
+    raise UserError(f"{key} must hold an object with a source for each name; {_FILE_EXAMPLE}")
+  return {str(name): _entry(key, name, entry) for name, entry in content.items()}
+
+
+def _number(text: str) -> Fraction:
+  """Exact: 0.7 is 7/10, and not the binary number next to it."""
+  try:
+    return exact_number(text)
+  except ValueError as error:
+    raise ValueError(f"{text[:20]} is too large or too long a number") from error
+
+
+def _without_repetition(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+  """The object of the pairs. Raises ValueError for a name that JSON would forget."""
+  names = [name for name, _ in pairs]
+  if twice := [name for name in names if names.count(name) > 1]:
+    raise ValueError(f"{twice[0]} is there twice")
+  return dict(pairs)
+
+
+def _entry(key: str, name: str, entry: object) -> tuple[str, Fraction]:
+  if not name.strip() or not name.isprintable():
+    raise UserError(
+      f"{key}: {name!r} is no name that logs and metrics can show; for example {_FILE_EXAMPLE}"
+    )
+  fields = entry if isinstance(entry, dict) else {}
+  path, weight = fields.get("path"), fields.get("weight")
+  number = weight if isinstance(weight, Fraction) else Fraction(-1)
+  if number >= 0 and isinstance(path, str) and set(fields) == {"path", "weight"}:
+    return path, number
+  raise UserError(
+    f"{key}: {name} must be an object with path, a text, and weight, a number of at least 0, and "
+    f"nothing else; for example {_FILE_EXAMPLE}"
+  )
+
+
+def _phases(
+  data: DataConfig, key: str, names: Sequence[str], weights: Sequence[Fraction]
+) -> tuple[MixturePhase, ...]:
+  phases = [MixturePhase(0, _whole(key, names, weights))]
+  for start, *changed in data.mixture_schedule:
+    entry = f"mixture_schedule: {plain((start, *changed))}"
+    if len(changed) != len(names):
+      weights_of = " ".join(f"{name}'s" for name in names)
+      raise UserError(
+        f"{entry} must be a sample and {len(names)} weights ({weights_of}); for example "
+        f"[{start}, {', '.join(['1'] * len(names))}]"
+      )
+    last = phases[-1].first_sample
+    if start.denominator > 1 or start <= last:
+      raise UserError(
+        f"{entry} must begin at a whole sample after {last}, where the weights before it begin; for "
+        f"example {plain((Fraction(last + 10_000), *changed))}"
+      )
+    phases.append(MixturePhase(int(start), _whole(entry, names, changed)))
+  idle = [name for i, name in enumerate(names) if not any(phase.weights[i] for phase in phases)]
+  if idle:
+    raise UserError(f"{key}: the weight of {', '.join(idle)} is always 0; leave it out")
+  return tuple(phases)
+
+
+def _whole(where: str, names: Sequence[str], weights: Sequence[Fraction]) -> tuple[int, ...]:
+  """The weights as whole numbers. Raises UserError where shares are too small to be kept exactly."""
+  if not any(weights):
+    raise UserError(f"{where}: all weights are 0; at least one source needs a weight above 0")
+  whole = whole_weights(weights)
+  if sum(whole) > LARGEST_TOTAL:
+    raise UserError(
+      f"{where}: as whole numbers the weights are {', '.join(map(str, whole))}, which must be at "
+      f"most {LARGEST_TOTAL:,} together; give weights of fewer digits"
+    )
+  share, name = min((Fraction(w, sum(whole)), n) for w, n in zip(whole, names, strict=True) if w)
+  if share < SMALLEST_SHARE:
+    raise UserError(
+      f"{where}: the share of {name} is {float(share):.3g} of the samples, and must be at least "
+      f"1/{SMALLEST_SHARE.denominator:,}; give it a larger weight, or leave it out"
+    )
+  return whole
+
+
+def source_names(paths: Sequence[str]) -> tuple[str, ...]:
+  """Short names for the paths: as many of their last parts as tell them apart."""
+  parts = [_parts(path) for path in paths]
+  for depth in range(1, max(map(len, parts)) + 1):
+    names = tuple("_".join(each[-depth:]) for each in parts)
+    if len(set(names)) == len(names):
+      return names
+  return tuple(f"{'_'.join(each[-1:])}_{number}" for number, each in enumerate(parts, 1))
+
+
+def _parts(path: str) -> list[str]:
+  """The parts of a path that are names, without wildcards and endings."""
+  parts = [part for part in re.split(r"[/\\]+", path) if part and not glob.has_magic(part)]
+  if not parts:
+    parts = [path]
+  elif path.endswith(parts[-1]) and parts[-1].split(".")[0]:
+    parts[-1] = parts[-1].split(".")[0]
+  return [re.sub(r"[^\w.-]+", "_", part).strip("_") or "source" for part in parts]
 
 
 def build(

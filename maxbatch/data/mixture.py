@@ -1,9 +1,11 @@
-"""Mixtures: which row of which source each sample is, as a pure function of the sample's number.
+"""The canonical stream: which row of which source each sample is, as a pure function of (seed, sample).
 
-The sequence of sources is exact (data/shares.py), and each source has a stream of its own: every row
-once per epoch, in an order of its own in each epoch. Where the weights change, each source goes on
-where it stands. The rows of all sources are numbered one after the other, so that a mixture is a
-RowSource like any other and only its stream differs.
+So a run's only position is the number of samples it has consumed: nothing about workers, hosts or
+batch sizes can change what comes next. The sequence of a mixture's sources is exact (data/shares.py),
+and each source has a stream of its own: every row once per epoch, in an order of its own in each
+epoch. Where the weights change, each source goes on where it stands. The rows of all sources are
+numbered one after the other, so that a mixture is a RowSource like any other and only its stream
+differs.
 
 R rows.
 """
@@ -13,11 +15,31 @@ import functools
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 
+import grain
 import numpy as np
 
 from maxbatch.data.dataset import Arrays, RowSource
 from maxbatch.data.shares import ExactShares
-from maxbatch.data.stream import SampleStream
+
+STREAM_VERSION = "grain-shuffle-1"
+"""Saved with checkpoints: a stream that orders rows otherwise is another one, and its samples after
+a resume would repeat some of those before and leave out others."""
+
+
+class SampleStream:
+  """Every row once per epoch, shuffled anew in each epoch, without end."""
+
+  def __init__(self, num_rows: int, seed: int):
+    # MapDataset.range would do, but its length check refuses nothing below 2**63 while the
+    # shuffle numbers rows with 32 bits.
+    if not 0 < num_rows < 2**32:
+      raise ValueError(f"the shuffle numbers 1 to 2**32 - 1 rows, not {num_rows}")
+    self._rows = grain.MapDataset.range(num_rows).seed(seed).shuffle().repeat(None)
+
+  def __call__(self, sample_ids: np.ndarray) -> np.ndarray:
+    """The dataset rows int64[R] of the samples int64[R], counted from 0 over all epochs."""
+    return np.array([self._rows[int(sample)] for sample in sample_ids], np.int64)
+
 
 VERSION = "mixture-1"
 """Part of a mixture's fingerprint: another order of sources or seeds is another stream."""

@@ -17,7 +17,7 @@ from maxbatch.data.object_store import OpenStore, Range, is_url
 from maxbatch.data.sources import Document, SourceFile
 from maxbatch.errors import UserError
 from maxbatch.run_folder.atomic import replacing
-from maxbatch.run_folder.claim import claimed
+from maxbatch.run_folder.lock import claimed
 
 _RANGE_BYTES = 8 * 2**20
 _BYTES_AT_ONCE = 64 * 2**20

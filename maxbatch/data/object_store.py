@@ -15,8 +15,7 @@ from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Self, TypeVar
 
 from maxbatch.config.find import did_you_mean
-from maxbatch.data.stores.registry import STORES
-from maxbatch.data.stores.store import ObjectStore
+from maxbatch.data.stores import STORES, ObjectStore
 from maxbatch.errors import UserError
 
 TRIES = 7

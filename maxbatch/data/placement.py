@@ -25,9 +25,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxbatch.batch.redistribution import Redistribution, Rounds, redistribution
 from maxbatch.batch.row_plan import columns_of_blocks
-from maxbatch.data.checksums import TOKEN_FIELDS
 from maxbatch.data.dataset import Arrays
-from maxbatch.data.rows import Rows
+from maxbatch.data.rows import TOKEN_FIELDS, Rows
 
 CARRIED = (*TOKEN_FIELDS, "checksums")
 """What travels of a row. Its place in the global array says which sample it is."""

@@ -19,11 +19,33 @@ from absl import flags
 from grain.multiprocessing import SharedMemoryArray
 
 from maxbatch.batch.row_plan import StepTable, ids_of
-from maxbatch.data.checksums import row_checksums
+from maxbatch.config.schema import DataConfig
 from maxbatch.data.dataset import Arrays, RowSource
 from maxbatch.data.mixture import sample_stream
-from maxbatch.data.read_ahead import AS_USUAL, ReadAhead
+from maxbatch.data.rows import row_checksums
 from maxbatch.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadAhead:
+  """Loads that are read before they are asked for; it changes none of them."""
+
+  num_threads: int = 1
+  """Without worker processes: loads that are read at once."""
+  prefetch_buffer_size: int = 2
+  """Without worker processes: loads that wait, or are being read."""
+  per_worker_buffer_size: int = 2
+  """Loads that wait in each worker process."""
+
+
+AS_USUAL = ReadAhead()
+
+
+def read_ahead(data: DataConfig) -> ReadAhead:
+  """What the keys say."""
+  return ReadAhead(
+    data.grain_num_threads, data.grain_prefetch_buffer_size, data.grain_per_worker_buffer_size
+  )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import DataConfig
-from maxbatch.data import grain_files, hf_dataset, mixed, synthetic, text
+from maxbatch.data import file_datasets, mixed, synthetic
 from maxbatch.data.dataset import Dataset, RowSource
+from maxbatch.data.mixed import mixed_paths
 from maxbatch.data.mixture import MixedRows
-from maxbatch.data.mixture_keys import mixed_paths
 from maxbatch.data.record_files import AUTO
 from maxbatch.data.sources import STDLIB
 from maxbatch.data.split import Given
@@ -41,17 +41,17 @@ TOKENIZERS: dict[str, Callable[[DataConfig], Tokenizer]] = {
 }
 
 DATASETS: dict[str, Callable[[DataConfig, Tokenizer, int], Dataset]] = {
-  "text": text.build,
-  "grain": grain_files.build,
-  "hf": hf_dataset.build,
+  "text": file_datasets.build_text,
+  "grain": file_datasets.build_grain,
+  "hf": file_datasets.build_hf,
   "synthetic": synthetic.build,
 }
 """By name, what makes a dataset of (data, tokenizer, max_target_length)."""
 
 FILES: dict[str, Callable[[DataConfig], Given | None]] = {
-  "text": text.find,
-  "grain": grain_files.find,
-  "hf": hf_dataset.find,
+  "text": file_datasets.find_text,
+  "grain": file_datasets.find_grain,
+  "hf": file_datasets.find_hf,
 }
 """Of datasets made of files, what finds them; the input function report looks at them."""
 

@@ -1,21 +1,30 @@
-"""Processes that tokenize: one for every core, each making the shards that no other has claimed."""
+"""Processes that tokenize: one for every core, each making the shards that no other has claimed.
+
+Each of them runs this file. Its arguments are its number and the pipe on which it says how far it is.
+What it is to do comes by its standard input, which stays open as long as whoever started it is there.
+"""
 
 import contextlib
 import json
 import os
+import pickle
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import cloudpickle
 import tqdm
 
-from maxbatch.data.token_shard import ShardJob
+from maxbatch.data.token_shard import ShardJob, make_shards
 from maxbatch.data.tokenize import Recipe
 from maxbatch.errors import UserError
+from maxbatch.run_folder.lock import claimed
 
-_PROGRAM = ("-m", "maxbatch.data.token_worker")
+_PROGRAM = ("-m", "maxbatch.data.workers")
 _SAID_AFTER_SECONDS = 30
 _PATIENCE_SECONDS = 10
 
@@ -125,3 +134,32 @@ def tokenizing_progress(part: str, total_bytes: int) -> Iterator[Callable[[int],
       f"tokenized {part}: {done / 1e6:,.0f} MB in {seconds:,.0f} s, {done / 1e6 / seconds:.3g} MB/s",
       flush=True,
     )
+
+
+def _main(number: str, pipe: str) -> None:
+  """Makes the shards that nobody else does, if no process of that number works on this host."""
+  # Ctrl-C is sent to all processes of a terminal: whoever started this one ends it.
+  signal.signal(signal.SIGINT, signal.SIG_IGN)
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+  jobs, recipe = pickle.load(sys.stdin.buffer)
+  threading.Thread(target=_end_with_parent, daemon=True).start()
+
+  def say(message: dict[str, object]) -> None:
+    os.write(int(pipe), json.dumps(message).encode() + b"\n")
+
+  place = jobs[0].path.with_name(f".worker-{socket.gethostname()}-{number}")
+  try:
+    with claimed(place, wait=False) as is_ours:
+      if is_ours:
+        make_shards(jobs, recipe, lambda size: say({"bytes": size}), wait=False)
+  except UserError as error:
+    say({"error": str(error)})
+
+
+def _end_with_parent() -> None:
+  os.read(sys.stdin.fileno(), 1)  # Not the buffer, whose lock a thread would keep at the end.
+  os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+  _main(*sys.argv[1:])

@@ -22,7 +22,7 @@ from maxbatch.errors import UserError
 from maxbatch.estimate.chips import Chip, chip_for
 from maxbatch.estimate.step_work import RematPolicy, StepWork, work_digest
 from maxbatch.run_folder.atomic import write_whole
-from maxbatch.run_folder.cache import remembered_steps
+from maxbatch.run_folder.paths import remembered_steps
 
 FILE = pathlib.Path(__file__).with_name("compiled_steps.json")
 _NO_REPORT = (

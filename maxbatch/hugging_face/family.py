@@ -1,18 +1,89 @@
 """What a family of models is: its options in both directions, and the table of its tensors.
 
-A family is one file of `families/`: mostly tables, and a Part where keys of config.json only make
-sense together (positions, windows). Registered in registry.py.
+A family is mostly tables, and a Part where keys of config.json only make sense together (positions,
+windows); those that several families share are here. Registered in registry.py.
+
+Parameters of ours are named by their path, `layers.attention.query.kernel`, and those of the layers
+are stacked along a leading dim, of which a tensor of theirs holds one layer: shapes here are without it.
 """
 
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from maxbatch.errors import UserError
 from maxbatch.hugging_face.config_json import ConfigJson
-from maxbatch.hugging_face.model_keys import PLAIN, differing
-from maxbatch.hugging_face.tensors import Tensor
+from maxbatch.hugging_face.model_keys import PLAIN, differing, layer_types, shortest_pattern
+
+Shape = tuple[int, ...]
+Array = Any
+"""Of numpy, jax, or whatever else has the array API."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+  """One of their tensors, and the parameters that it holds."""
+
+  name: str
+  """Theirs; `{}` stands for the number of the layer."""
+  parameters: tuple[str, ...]
+  """Paths of ours; several lie side by side along the outputs, as GPT-2's fused projections do."""
+  in_dims: int
+  """Leading dims of ours that are the inputs of a matrix, the others are its outputs; 0: a vector."""
+  transposed: bool
+  """Whether theirs is (outputs, inputs), as torch's Linear keeps it."""
+
+  @property
+  def is_layered(self) -> bool:
+    """Whether there is one for each layer."""
+    return "{}" in self.name
+
+  def shape(self, shapes: Sequence[Shape]) -> Shape:
+    """Theirs, where those of our parameters are `shapes`."""
+    outputs = sum(math.prod(shape[self.in_dims :]) for shape in shapes)
+    if not self.in_dims:
+      return (outputs,)
+    inputs = math.prod(shapes[0][: self.in_dims])
+    return (outputs, inputs) if self.transposed else (inputs, outputs)
+
+  def theirs(self, ours: Sequence[Array]) -> Array:
+    """Their tensor, of our parameters; a view of ours where that is possible."""
+    parts = [each.reshape(self._flat(each.shape)) for each in ours]
+    several = len(parts) > 1
+    joined = parts[0].__array_namespace__().concat(parts, axis=-1) if several else parts[0]
+    return joined.T if self.transposed else joined
+
+  def ours(self, theirs: Array, shapes: Sequence[Shape]) -> list[Array]:
+    """Our parameters of `shapes`, of their tensor, whose shape is `self.shape(shapes)`."""
+    joined = theirs.T if self.transposed else theirs
+    found, start = [], 0
+    for shape in shapes:
+      end = start + math.prod(shape[self.in_dims :])
+      found.append(joined[..., start:end].reshape(shape))
+      start = end
+    return found
+
+  def _flat(self, shape: Shape) -> Shape:
+    outputs = math.prod(shape[self.in_dims :])
+    return (math.prod(shape[: self.in_dims]), outputs) if self.in_dims else (outputs,)
+
+
+def vector(name: str, *parameters: str) -> Tensor:
+  """A bias, or the scale of a norm."""
+  return Tensor(name, parameters, in_dims=0, transposed=False)
+
+
+def linear(name: str, *parameters: str, in_dims: int = 1) -> Tensor:
+  """The matrix of a torch Linear: (outputs, inputs)."""
+  return Tensor(name, parameters, in_dims, transposed=True)
+
+
+def matrix(name: str, *parameters: str, in_dims: int = 1) -> Tensor:
+  """A matrix (inputs, outputs), as GPT-2's Conv1D and all embeddings are."""
+  return Tensor(name, parameters, in_dims, transposed=False)
+
 
 Ours = Mapping[str, Any]
 """Keys of our configuration; others than those of the model are ignored."""
@@ -156,3 +227,117 @@ class Family:
 
 def _allowed(name: str, values: Collection[Any]) -> str:
   return "what works: " + " or ".join(f"{name}={json.dumps(value)}" for value in values)
+
+
+_LLAMA3 = {
+  "factor": "rope_factor",
+  "low_freq_factor": "rope_low_freq_factor",
+  "high_freq_factor": "rope_high_freq_factor",
+  "original_max_position_embeddings": "original_max_position_embeddings",
+}
+
+
+def _read_heads(theirs: ConfigJson) -> dict[str, Any]:
+  heads, kv_heads, width = (
+    theirs[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim")
+  )
+  if width is None:
+    width = theirs.integer("hidden_size") // theirs.integer("num_attention_heads")
+  return {"base_num_kv_heads": heads if kv_heads is None else kv_heads, "head_dim": width}
+
+
+HEADS = Part(
+  _read_heads,
+  lambda ours: {"num_key_value_heads": ours["base_num_kv_heads"], "head_dim": ours["head_dim"]},
+)
+"""Key/value heads, as many as the others if not said, and the width of a head."""
+
+
+def _read_rope(theirs: ConfigJson) -> dict[str, Any]:
+  """`rope_theta` and `rope_scaling`, or, from transformers 5 on, both in `rope_parameters`."""
+  base, new = theirs["rope_theta"], theirs.mapping("rope_parameters")
+  key = "rope_parameters" if new else "rope_scaling"
+  parameters = new or theirs.mapping("rope_scaling")
+  return {
+    "rope_max_timescale": parameters.get("rope_theta", base),
+    **rope_scaling(theirs, key, parameters),
+  }
+
+
+def rope_scaling(theirs: ConfigJson, key: str, values: Mapping[str, Any]) -> dict[str, Any]:
+  """Our keys for one object of rope parameters; UserError for a type that is not computed here."""
+  kind = str(values.get("rope_type", values.get("type", "default")))
+  given = set(values) - {"rope_type", "type", "rope_theta"}
+  if values.get("partial_rotary_factor") == 1:  # All of a head, as transformers 5 spells out.
+    given -= {"partial_rotary_factor"}
+  taken = {"linear": {"factor"}, "llama3": set(_LLAMA3)}.get(kind, set())
+  if kind not in ("default", "linear", "llama3"):
+    raise theirs.refusal(
+      key, f"rope_type {kind} not supported; what works: default, linear, llama3"
+    )
+  if given != taken:
+    raise theirs.refusal(key, f"rope_type {kind} needs {sorted(taken)} and nothing else")
+  if kind == "linear":
+    return {"rope_linear_scaling_factor": values["factor"]}
+  if kind == "llama3":
+    return {"rope_type": "llama3.1"} | {ours: values[name] for name, ours in _LLAMA3.items()}
+  return {}
+
+
+def _write_rope(ours: Ours) -> dict[str, Any]:
+  """As in all published files, which transformers 5 reads as well."""
+  scaling = written_scaling(ours)
+  return {"rope_theta": ours["rope_max_timescale"]} | ({"rope_scaling": scaling} if scaling else {})
+
+
+def written_scaling(ours: Ours) -> dict[str, Any]:
+  """The object rope_scaling; empty where nothing is scaled."""
+  if ours["rope_type"] == "llama3.1":
+    return {"rope_type": "llama3"} | {name: ours[key] for name, key in _LLAMA3.items()}
+  factor = ours["rope_linear_scaling_factor"]
+  return {} if factor == 1 else {"rope_type": "linear", "factor": factor}
+
+
+ROPE = Part(_read_rope, _write_rope)
+"""Rotary positions, the same in all layers."""
+
+
+def _read_biases(theirs: ConfigJson) -> dict[str, Any]:
+  return dict.fromkeys(("attention_qkv_bias", "attention_out_bias"), theirs["attention_bias"])
+
+
+BIASES = Part(_read_biases, lambda ours: {"attention_bias": ours["attention_qkv_bias"]})
+"""Biases in all projections of the attention, or in none."""
+
+
+_KINDS = ("sliding_attention", "full_attention")
+
+
+def read_layer_types(
+  theirs: ConfigJson, window: int | None, kinds: Sequence[str]
+) -> dict[str, Any]:
+  """Our keys for a window that the layers of sliding attention have; `kinds` is each layer's.
+
+  Raises:
+    UserError: a layer is of another kind, or there are not as many kinds as layers.
+  """
+  given = theirs["layer_types"]
+  if given is not None:
+    kinds = given if isinstance(given, list) else ()
+  if len(kinds) != theirs.num_layers or any(kind not in _KINDS for kind in kinds):
+    raise theirs.refusal("layer_types", f"a list is needed, of one of {_KINDS} for each layer")
+  if window is None or "sliding_attention" not in kinds:
+    return {"sliding_window_size": 0, "layer_types": ()}
+  pattern = shortest_pattern(kinds)
+  return {
+    "sliding_window_size": window,
+    "layer_types": () if pattern == ("sliding_attention",) else pattern,
+  }
+
+
+def written_layer_types(ours: Ours) -> list[str]:
+  """The kind of each layer."""
+  num_layers = ours["base_num_decoder_layers"]
+  if not ours["sliding_window_size"]:
+    return ["full_attention"] * num_layers
+  return list(layer_types(ours["layer_types"] or _KINDS[:1], num_layers))

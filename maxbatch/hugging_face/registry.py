@@ -9,14 +9,9 @@ from typing import Any
 
 from maxbatch.errors import UserError
 from maxbatch.hugging_face.config_json import read_config_json
-from maxbatch.hugging_face.families.gemma2 import GEMMA2
-from maxbatch.hugging_face.families.gemma3 import GEMMA3
+from maxbatch.hugging_face.families.gemma import GEMMA2, GEMMA3
 from maxbatch.hugging_face.families.gpt2 import GPT2
-from maxbatch.hugging_face.families.llama import LLAMA
-from maxbatch.hugging_face.families.mistral import MISTRAL
-from maxbatch.hugging_face.families.olmo2 import OLMO2
-from maxbatch.hugging_face.families.qwen2 import QWEN2
-from maxbatch.hugging_face.families.qwen3 import QWEN3
+from maxbatch.hugging_face.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
 from maxbatch.hugging_face.family import Family, Ours
 
 FAMILIES: tuple[Family, ...] = (

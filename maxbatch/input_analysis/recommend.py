@@ -1,4 +1,4 @@
-"""The smallest setting that keeps up with the step, by arithmetic alone. No jax here.
+"""The smallest setting that keeps up with the step, by arithmetic alone.
 
 A loading host must read the samples that it loads per step as often as there are steps, times a
 margin: reading is slower while others use the same disk or cores, and a buffer that is empty once
@@ -14,7 +14,7 @@ from maxbatch.batch.host_loads import host_loads, planned_redistribution, with_l
 from maxbatch.batch.loads import check_loads
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
-from maxbatch.input_analysis.settings import Measured, Setting
+from maxbatch.input_analysis.measure import Measured, Setting
 
 _MOST_LOADS = 1000
 """Ahead. A single load that took longer than so many steps says nothing about the others."""

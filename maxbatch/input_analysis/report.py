@@ -1,4 +1,4 @@
-"""What the analysis found: the same as text and as plain values."""
+"""What the analysis found: as text, as plain values, and as charts."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -7,6 +7,7 @@ from typing import Any
 from maxbatch.command_line.table import Table, section
 from maxbatch.core.keys import counted, text
 from maxbatch.data.input_report import InputReport
+from maxbatch.input_analysis.measure import Measured, Setting, Stage
 from maxbatch.input_analysis.need import Need
 from maxbatch.input_analysis.recommend import (
   Bounds,
@@ -16,8 +17,7 @@ from maxbatch.input_analysis.recommend import (
   host_bytes,
   recommend,
 )
-from maxbatch.input_analysis.settings import Measured, Setting
-from maxbatch.input_analysis.stages import Stage
+from maxbatch.plots.chart import Bars, Chart, Panel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,3 +192,33 @@ def _speed(samples_per_second: float) -> str:
   if samples_per_second >= 100:
     return f"{samples_per_second:,.0f}"
   return f"{samples_per_second:.3g}"
+
+
+def input_charts(analysis: InputAnalysis) -> list[Chart]:
+  """Settings above, stages below."""
+  return [_settings_chart(analysis), _stages_chart(analysis)]
+
+
+def _settings_chart(analysis: InputAnalysis) -> Chart:
+  """A bar for what a loading host needs, with and without the margin, and for each setting."""
+  consumed, margin = analysis.found.needed_per_second, analysis.bounds.margin
+  needed = {"the step": consumed, f"the step × {margin:g}": margin * consumed}
+  read = {_name(one.setting): one.samples_per_second for one in analysis.measured}
+  bars = [
+    Bars("consumed", list(needed), list(needed.values()), color=1),
+    Bars("read", list(read), list(read.values())),
+  ]
+  panel = Panel("What settings read, and what the step consumes", bars)
+  return Chart("settings", ["samples per second"], [panel], row_names=[*needed, *read])
+
+
+def _name(setting: Setting) -> str:
+  threads, workers = counted(setting.num_threads, "thread"), counted(setting.worker_count, "worker")
+  return f"{workers if setting.worker_count else threads}, {setting.buffer_size} ahead"
+
+
+def _stages_chart(analysis: InputAnalysis) -> Chart:
+  costs = {stage.name: 1e6 * stage.seconds for stage in analysis.stages}
+  bars = Bars("", list(costs), list(costs.values()), color=2)
+  panel = Panel("What a sample costs on its way", [bars])
+  return Chart("stages", ["µs per sample"], [panel], row_names=list(costs))

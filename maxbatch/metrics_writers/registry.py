@@ -8,10 +8,15 @@ from collections.abc import Mapping, Sequence
 from maxbatch.config.declare import PlugIns
 from maxbatch.config.registry import registered
 from maxbatch.errors import UserError
-from maxbatch.metrics_writers.mlflow import MlflowWriter
-from maxbatch.metrics_writers.wandb import WandbWriter
-from maxbatch.run_folder.tensorboard import TensorBoardWriter
-from maxbatch.run_folder.writer import Guarded, Opening, Writer, WriterFactory, let_go
+from maxbatch.metrics_writers.services import MlflowWriter, WandbWriter
+from maxbatch.run_folder.writer import (
+  Guarded,
+  Opening,
+  TensorBoardWriter,
+  Writer,
+  WriterFactory,
+  let_go,
+)
 
 JSONL, TENSORBOARD = "jsonl", "tensorboard"
 WRITERS: Mapping[str, WriterFactory] = {

@@ -9,11 +9,10 @@ from typing import Any, cast
 import jax
 
 from maxbatch.checkpoints.checkpointer import Restored
+from maxbatch.checkpoints.find import parameters_to_begin_with
 from maxbatch.checkpoints.fingerprint import named_leaves
-from maxbatch.checkpoints.identity import fixed_keys
-from maxbatch.checkpoints.leaves import read_leaves
-from maxbatch.checkpoints.newest import parameters_to_begin_with
-from maxbatch.checkpoints.record import listed, state_differences
+from maxbatch.checkpoints.reading import read_leaves
+from maxbatch.checkpoints.record import fixed_keys, listed, state_differences
 from maxbatch.config.load import to_flat_dict
 from maxbatch.config.schema import CheckpointConfig, Config
 from maxbatch.conversion.source import (

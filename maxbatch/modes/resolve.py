@@ -10,9 +10,8 @@ from maxbatch.batch.from_config import follows_noise_scale, plan_batches
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.loads import check_loads
 from maxbatch.batch.resume import keep_batch, resumed_plan
-from maxbatch.checkpoints.identity import settings
-from maxbatch.checkpoints.newest import newest_record
-from maxbatch.checkpoints.record import changed_settings
+from maxbatch.checkpoints.find import newest_record
+from maxbatch.checkpoints.record import changed_settings, settings
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.core.topology import Topology
@@ -21,9 +20,8 @@ from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.hardware.devices import Target
 from maxbatch.metrics_writers.registry import chosen_writers
 from maxbatch.noise.requirements import check_noise
-from maxbatch.run_folder.cache import remembered_choices
 from maxbatch.run_folder.metrics import each_record
-from maxbatch.run_folder.paths import RunFolder
+from maxbatch.run_folder.paths import RunFolder, remembered_choices
 from maxbatch.tuning.coupling import resolve_accumulation
 from maxbatch.tuning.microbatch_size import choose
 from maxbatch.tuning.pipeline_microbatches import (

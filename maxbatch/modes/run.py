@@ -14,7 +14,7 @@ import yaml
 from maxbatch.batch.learning_rate import learning_rate
 from maxbatch.batch.loads import check_loads
 from maxbatch.checkpoints.checkpointer import Checkpointer, Restored
-from maxbatch.checkpoints.identity import identity, settings
+from maxbatch.checkpoints.record import identity, settings
 from maxbatch.command_line.screen import for_screen
 from maxbatch.compile import cache
 from maxbatch.compile.step_file import save_steps, step_compiler

@@ -18,13 +18,14 @@ import jax
 import numpy as np
 
 from maxbatch.batch.learning_rate import learning_rate
+from maxbatch.checkpoints.find import newest_record, resumable_steps
 from maxbatch.checkpoints.fingerprint import named_leaves
-from maxbatch.checkpoints.identity import identity, settings
-from maxbatch.checkpoints.newest import newest_record, resumable_steps
 from maxbatch.checkpoints.record import (
   changed_settings,
+  identity,
   identity_differences,
   listed,
+  settings,
   state_differences,
 )
 from maxbatch.command_line.color import colored

@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from maxbatch.config.schema import DataConfig
-from maxbatch.data import grain_files, hf_dataset
-from maxbatch.data.formats.format import Bad, Record
+from maxbatch.data import file_datasets
+from maxbatch.data.formats.format import Bad, Record, text_of
 from maxbatch.data.formats.registry import FORMATS
 from maxbatch.data.object_store import is_url
-from maxbatch.data.record_content import text_of
 from maxbatch.data.sources import SourceFile, Sources
 from maxbatch.data.tokenize import check_unchanged, too_many
 from maxbatch.errors import UserError
@@ -54,7 +53,7 @@ def read_prompts(data: DataConfig, problem: Callable[[str], str] = _all_fit) -> 
       "train_data_columns=[] or eval_data_columns=[]: the first of them is the prompt; for example "
       "train_data_columns=[question,answer] eval_data_columns=[question,answer]"
     )
-  find = {"grain": grain_files.find, "hf": hf_dataset.find}.get(data.dataset_type)
+  find = {"grain": file_datasets.find_grain, "hf": file_datasets.find_hf}.get(data.dataset_type)
   single = dataclasses.replace(
     data, train_data_columns=columns[:1], eval_data_columns=of_eval[:1], weights_column=""
   )

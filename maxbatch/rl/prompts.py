@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from maxbatch.batch.prompt_epochs import PromptEpochs
-from maxbatch.data.stream import SampleStream
+from maxbatch.data.mixture import SampleStream
 from maxbatch.errors import UserError
 
 

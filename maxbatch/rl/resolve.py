@@ -11,7 +11,7 @@ from maxbatch.rl.prompts import epoch_size
 from maxbatch.rl.requirements import check_prompt_noise
 from maxbatch.rl.rollout_program import RolloutPlace
 from maxbatch.rl.tuning import RLProber, choose_rl
-from maxbatch.run_folder.cache import remembered_choices
+from maxbatch.run_folder.paths import remembered_choices
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax
 from maxbatch.batch.rl_plan import RLPlan, in_samples
 from maxbatch.batch.rl_sizes import warm_start_batch
 from maxbatch.checkpoints.checkpointer import Restored
-from maxbatch.checkpoints.newest import newest_record
+from maxbatch.checkpoints.find import newest_record
 from maxbatch.command_line.screen import for_screen
 from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.config.schema import Config

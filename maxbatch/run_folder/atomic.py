@@ -1,15 +1,18 @@
-"""Files that appear whole: a reader finds what was there before, or all of the new content.
+"""Files that appear whole, and files that grow: never a part that a reader could take for all.
 
-Whatever happens while it is written (an error, a signal, a full disk, a crash of the machine), a
-file never holds a part.
+A reader of a file that appears whole finds what was there before, or all of the new content: whatever
+happens while it is written (an error, a signal, a full disk, a crash of the machine), it never holds
+a part. A file that grows holds a beginning of what was written, and waits for room while there is none.
 """
 
+import collections
 import contextlib
+import io
 import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -108,3 +111,61 @@ def elsewhere(path: Path) -> str:
     if is_other and can_be_made and shutil.disk_usage(there).free > _ROOM_BYTES:
       return f", for example base_output_directory={folder}"
   return ""
+
+
+class AppendedFile:
+  """A file to which bytes are appended; what cannot be written is kept, in order, and tried again.
+
+  On disk is always a beginning of what was written here, whatever the disk refuses meanwhile. So
+  no error of writing ends a run: it is reported once, and once more when all is on disk again.
+  """
+
+  def __init__(self, path: Path, report: Callable[[str], None]):
+    """Opens the file at its end; `report` receives a line about what could not be written.
+
+    Raises:
+      OSError: it cannot be opened.
+    """
+    self._path = path
+    self._report = report
+    # Unbuffered: the interpreter's buffer does not say how much of it is on disk after an error.
+    self._file = io.FileIO(path, "a")
+    self._waiting: collections.deque[bytes] = collections.deque()
+    self._failing = False
+
+  @property
+  def num_waiting(self) -> int:
+    """How many of the pieces given to `write` are not, or not wholly, on disk."""
+    return len(self._waiting)
+
+  def write(self, data: bytes) -> None:
+    """Takes a piece, which `flush` writes."""
+    self._waiting.append(data)
+
+  def flush(self) -> None:
+    """Writes what waits, as far as there is room."""
+    try:
+      while self._waiting:
+        written = self._file.write(self._waiting[0])
+        self._waiting[0] = self._waiting[0][written:]
+        if not self._waiting[0]:
+          self._waiting.popleft()
+    except OSError as error:
+      if not self._failing:
+        self._report(
+          f"warning: {self._path} cannot be written to ({error.strerror}); training continues, and "
+          "what is missing there is written once that is possible again"
+        )
+      self._failing = True
+    else:
+      if self._failing:
+        self._report(f"{self._path} can be written to again; nothing is missing")
+      self._failing = False
+
+  def close(self) -> None:
+    """Writes what waits, if there is room now, and closes the file."""
+    self.flush()
+    self._file.close()
+    if self._waiting:
+      missing = sum(map(len, self._waiting))
+      self._report(f"warning: the last {missing:,} bytes of {self._path} could not be written")

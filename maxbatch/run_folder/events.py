@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from maxbatch.run_folder.appending import AppendedFile
+from maxbatch.run_folder.atomic import AppendedFile
 from maxbatch.run_folder.paths import RunFolder
 
 Event = Mapping[str, Any]

@@ -1,4 +1,4 @@
-"""One process at a time trains in a run's folder: two would write over each other's files."""
+"""One process at a time makes a file, or trains in a run's folder."""
 
 import contextlib
 import datetime
@@ -8,12 +8,40 @@ import json
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TextIO
 
 from maxbatch.errors import UserError
 from maxbatch.run_folder.paths import RunFolder
 
 _HELD = (errno.EAGAIN, errno.EACCES)
+
+
+@contextlib.contextmanager
+def claimed(path: Path, *, wait: bool) -> Iterator[bool]:
+  """Whether this process alone has `path`, a file that is made for it and removed again.
+
+  The system gives a claim back when its process ends, however it ends. Where files cannot be
+  locked, everyone has what they claim: files that appear whole may be made twice.
+
+  Args:
+    wait: until another process gives it back; else False while one has it.
+
+  Raises:
+    OSError: the file cannot be made.
+  """
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with path.open("a+b") as file:
+    try:
+      fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+      if error.errno in _HELD:
+        yield False
+        return
+    try:
+      yield True
+    finally:
+      path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Self
 
 from maxbatch.errors import UserError
-from maxbatch.run_folder.appending import AppendedFile
-from maxbatch.run_folder.atomic import elsewhere, replacing
+from maxbatch.run_folder.atomic import AppendedFile, elsewhere, replacing
 from maxbatch.run_folder.paths import RunFolder
-from maxbatch.run_folder.tensorboard import TensorBoardWriter
-from maxbatch.run_folder.writer import Opening, Record, Writer
+from maxbatch.run_folder.writer import Opening, Record, TensorBoardWriter, Writer
 
 
 class MetricsLog:

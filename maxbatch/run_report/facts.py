@@ -20,9 +20,8 @@ from maxbatch.run_folder.events import (
   VERIFIED,
   Event,
 )
-from maxbatch.run_folder.history import RunHistory
+from maxbatch.run_folder.history import RunHistory, span
 from maxbatch.run_folder.paths import RunFolder
-from maxbatch.run_folder.status import span
 
 _RECENT = 20
 Row = tuple[str, ...]

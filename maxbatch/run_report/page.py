@@ -21,9 +21,8 @@ from maxbatch.pipeline_parallel.schedule import timetable
 from maxbatch.plots.chart import Bars, Chart, Panel
 from maxbatch.plots.page import rendered
 from maxbatch.run_folder.events import START
-from maxbatch.run_folder.history import RunHistory
+from maxbatch.run_folder.history import RunHistory, span, status_of
 from maxbatch.run_folder.paths import RunFolder
-from maxbatch.run_folder.status import span, status_of
 from maxbatch.run_report import facts
 from maxbatch.run_report.curves import MOST_POINTS, training_chart
 

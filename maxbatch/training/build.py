@@ -19,7 +19,7 @@ from maxbatch.core.topology import Topology
 from maxbatch.data.dataset import Dataset, RowSource, SourceRows
 from maxbatch.data.loader import ChainedLoader, EvalRows, Loader, eval_loader, train_loader
 from maxbatch.data.placement import RowPlacement
-from maxbatch.data.read_ahead import read_ahead
+from maxbatch.data.reading import read_ahead
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError

@@ -15,8 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.batch.row_plan import row_of_step
-from maxbatch.data.checksums import TOKEN_FIELDS, row_checksums
-from maxbatch.data.rows import Rows
+from maxbatch.data.rows import TOKEN_FIELDS, Rows, row_checksums
 from maxbatch.errors import RowsError
 
 NONE_WRONG = np.iinfo(np.int32).max

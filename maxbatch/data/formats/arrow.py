@@ -1,37 +1,103 @@
-"""Arrow files, streams of batches or not: what Hugging Face's datasets are on disk; by pyarrow."""
+"""Parquet, and Arrow files, streams of batches or not, as Hugging Face's datasets are on disk; by pyarrow."""
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from maxbatch.data.formats.arrow_columns import (
-  check_column,
-  check_weights,
-  values,
-  weights_of,
-)
-from maxbatch.data.formats.format import (
-  Record,
-  RecordFormat,
-  damaged,
-  unreadable,
-)
+from maxbatch.data.formats.format import Record, RecordFormat, damaged, unreadable
 from maxbatch.data.optional import library
 from maxbatch.data.sources import SourceFile
+from maxbatch.errors import UserError
+
+
+def check_column(key: str, file: SourceFile, schema: Any, column: str) -> None:
+  """Refuses a file without that column, or where it is neither text nor lists of integers.
+
+  Raises:
+    UserError: names the columns that there are.
+  """
+  types = library("pyarrow.types", file.path)
+  if column not in schema.names:
+    raise UserError(
+      f"{key}: {file.path} has no column {column}, named by train_data_columns or eval_data_columns;"
+      f" its columns: {', '.join(schema.names) or 'none'}"
+    )
+  type_ = schema.field(column).type
+  kind = type_.value_type if types.is_dictionary(type_) else type_
+  is_text = any(
+    is_kind(kind)
+    for is_kind in (
+      types.is_string,
+      types.is_large_string,
+      types.is_string_view,
+      types.is_binary,
+      types.is_large_binary,
+    )
+  )
+  is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+  holds = types.is_null(kind) or (is_list and _is_ids_or_messages(types, kind.value_type))
+  if not (is_text or holds):
+    raise UserError(
+      f"{key}: the column {column} of {file.path} is of type {type_}, and is to hold text, or token "
+      "ids with tokenize_train_data=false; name another column in train_data_columns"
+    )
+
+
+def check_weights(key: str, file: SourceFile, schema: Any, column: str) -> None:
+  """Refuses a file without that column of weights; empty: none is read.
+
+  Raises:
+    UserError: names the columns that there are.
+  """
+  if column and column not in schema.names:
+    raise UserError(
+      f"{key}: {file.path} has no column {column}, named by weights_column; its columns: "
+      f"{', '.join(schema.names)}"
+    )
+
+
+def _is_ids_or_messages(types: Any, kind: Any) -> bool:
+  return types.is_integer(kind) or types.is_struct(kind)
+
+
+def weights_of(batch: Any, column: str) -> Iterable[object]:
+  """What the column of weights holds, for every row; empty: None."""
+  return values(batch.column(column)) if column else itertools.repeat(None, batch.num_rows)
+
+
+def values(column: Any) -> Iterator[object]:
+  """Text, bytes, arrays of ids or lists of messages; None where it is null."""
+  types = library("pyarrow.types", "a column")
+  kind = column.type
+  if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    is_ids = types.is_integer(kind.value_type)
+    for value in column:
+      if value.is_valid and is_ids:
+        yield value.values.to_numpy(zero_copy_only=False)
+      else:
+        yield value.as_py()
+    return
+  if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+    # pyarrow would raise where a value is not UTF-8, and not say of which row.
+    column = column.cast("large_binary" if types.is_large_string(kind) else "binary")
+  for value in column:
+    yield value.as_py()
+
 
 _MAGIC = b"ARROW1"
 
 
-def _size(key: str, file: SourceFile) -> int:
+def _arrow_size(key: str, file: SourceFile) -> int:
   """In rows, by the headers of all batches: their contents are mapped and not read."""
-  with _opened(key, file, is_mapped=True) as (_, batches):
+  with _opened_arrow(key, file, is_mapped=True) as (_, batches):
     return sum(batch.num_rows for batch in batches)
 
 
-def _read(
+def _read_arrow(
   key: str, file: SourceFile, column: str, start: int, stop: int, weights: str = ""
 ) -> Iterator[Record]:
-  with _opened(key, file) as (schema, batches):
+  with _opened_arrow(key, file) as (schema, batches):
     check_column(key, file, schema, column)
     check_weights(key, file, schema, weights)
     first = 0
@@ -48,7 +114,7 @@ def _read(
 
 
 @contextlib.contextmanager
-def _opened(
+def _opened_arrow(
   key: str, file: SourceFile, *, is_mapped: bool = False
 ) -> Iterator[tuple[Any, Iterator[Any]]]:
   """The schema and the batches; if they are mapped, all that was read stays in memory."""
@@ -87,8 +153,95 @@ def _check_end(key: str, file: SourceFile) -> None:
 
 ARROW = RecordFormat(
   suffix=r"\.(arrow|feather|ipc)$",
-  size=_size,
-  read=_read,
+  size=_arrow_size,
+  read=_read_arrow,
   # A stream of batches is read from its beginning; datasets divide them into files of 500 MB.
   can_be_divided=lambda file: False,
+)
+
+
+# All of a batch is in memory, and records may be large.
+_BATCH_BYTES = 8 * 2**20
+_MOST_ROWS = 1024
+
+
+def _parquet_size(key: str, file: SourceFile) -> int:
+  """In rows, as the file's end says."""
+  with _opened_parquet(key, file) as opened:
+    return opened.metadata.num_rows
+
+
+def _read_parquet(
+  key: str, file: SourceFile, column: str, start: int, stop: int, weights: str = ""
+) -> Iterator[Record]:
+  with _opened_parquet(key, file) as opened:
+    check_column(key, file, opened.schema_arrow, column)
+    check_weights(key, file, opened.schema_arrow, weights)
+    firsts = _first_rows(opened)
+    groups = [
+      group
+      for group, (first, end) in enumerate(itertools.pairwise(firsts))
+      if first < stop and end > start
+    ]
+    if not groups:
+      return
+    place = firsts[groups[0]]
+    rows = _rows_at_once(opened, column, groups)
+    columns = [column, weights] if weights else [column]
+    for batch in opened.iter_batches(rows, row_groups=groups, columns=columns):
+      for value, weight in zip(
+        values(batch.column(column)), weights_of(batch, weights), strict=True
+      ):
+        if start <= place < stop:
+          yield Record(place, value, weight)
+        place += 1
+      if place >= stop:
+        return
+
+
+def _next_row_group(key: str, file: SourceFile, place: int) -> int:
+  """Where the next row group begins: to read its last row, all of a group is read."""
+  with _opened_parquet(key, file) as opened:
+    return next(first for first in _first_rows(opened) if first >= place)
+
+
+def _first_rows(opened: Any) -> list[int]:
+  """The first row of every row group, and the number of all rows."""
+  groups = range(opened.num_row_groups)
+  counts = (opened.metadata.row_group(group).num_rows for group in groups)
+  return [0, *itertools.accumulate(counts)]
+
+
+def _rows_at_once(opened: Any, column: str, groups: Sequence[int]) -> int:
+  """As many as are not too large, by the mean of the row group with the largest."""
+  means = []
+  for group in groups:
+    metadata = opened.metadata.row_group(group)
+    leaves = (metadata.column(number) for number in range(metadata.num_columns))
+    own = [leaf for leaf in leaves if f"{leaf.path_in_schema}.".startswith(f"{column}.")]
+    means.append(sum(leaf.total_uncompressed_size for leaf in own) // max(metadata.num_rows, 1))
+  return min(max(_BATCH_BYTES // max(1, *means), 1), _MOST_ROWS)
+
+
+@contextlib.contextmanager
+def _opened_parquet(key: str, file: SourceFile) -> Iterator[Any]:
+  pyarrow = library("pyarrow", file.path)
+  parquet = library("pyarrow.parquet", file.path)
+  try:
+    with parquet.ParquetFile(file.local_path, pre_buffer=False, buffer_size=2**20) as opened:
+      yield opened
+  except pyarrow.ArrowException as error:
+    raise damaged(key, file, "Parquet", error) from error
+  except OSError as error:
+    if error.errno is None:  # Of pyarrow, about the contents.
+      raise damaged(key, file, "Parquet", error) from error
+    raise unreadable(key, file, error) from error
+
+
+PARQUET = RecordFormat(
+  suffix=r"\.(parquet|pq)$",
+  size=_parquet_size,
+  read=_read_parquet,
+  can_be_divided=lambda file: True,
+  next_cut=_next_row_group,
 )

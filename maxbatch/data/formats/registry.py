@@ -2,12 +2,10 @@
 
 import re
 
-from maxbatch.data.formats.array_record import ARRAY_RECORD
-from maxbatch.data.formats.arrow import ARROW
+from maxbatch.data.formats.arrow import ARROW, PARQUET
 from maxbatch.data.formats.format import RecordFormat
 from maxbatch.data.formats.jsonl import JSONL
-from maxbatch.data.formats.parquet import PARQUET
-from maxbatch.data.formats.tfrecord import TFRECORD
+from maxbatch.data.formats.tf_records import ARRAY_RECORD, TFRECORD
 
 FORMATS: dict[str, RecordFormat] = {
   "arrayrecord": ARRAY_RECORD,

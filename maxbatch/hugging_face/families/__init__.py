@@ -1,1 +1,1 @@
-"""One file per family, registered in maxbatch/hugging_face/registry.py."""
+"""Families of models, registered in maxbatch/hugging_face/registry.py; those that differ little share a file."""

@@ -3,8 +3,7 @@
 from typing import Any
 
 from maxbatch.hugging_face.config_json import ConfigJson, words
-from maxbatch.hugging_face.family import Family, Ours, Part
-from maxbatch.hugging_face.tensors import linear, matrix, vector
+from maxbatch.hugging_face.family import Family, Ours, Part, linear, matrix, vector
 
 
 def _read_sizes(theirs: ConfigJson) -> dict[str, Any]:

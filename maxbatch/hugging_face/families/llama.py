@@ -1,8 +1,21 @@
-"""Llama 2, 3, 3.1, 3.2 and what is made like them, SmolLM for example."""
+"""Llama 2, 3, 3.1, 3.2, SmolLM, and families that differ in a few keys: Mistral, Qwen 2 and 3, OLMo 2."""
 
-from maxbatch.hugging_face.family import Family
-from maxbatch.hugging_face.parts import BIASES, HEADS, ROPE
-from maxbatch.hugging_face.tensors import linear, matrix, vector
+from typing import Any
+
+from maxbatch.hugging_face.config_json import ConfigJson
+from maxbatch.hugging_face.family import (
+  BIASES,
+  HEADS,
+  ROPE,
+  Family,
+  Ours,
+  Part,
+  linear,
+  matrix,
+  read_layer_types,
+  vector,
+  written_layer_types,
+)
 
 SAME = {
   "vocab_size": "vocab_size",
@@ -79,4 +92,118 @@ LLAMA = Family(
   defaults={**DEFAULTS, "mlp_bias": False},
   tensors=TENSORS,
   not_parameters=NOT_PARAMETERS,
+)
+
+
+def _read_window(theirs: ConfigJson) -> dict[str, Any]:
+  return {"sliding_window_size": theirs["sliding_window"] or 0}
+
+
+def _write_window(ours: Ours) -> dict[str, Any]:
+  return {"sliding_window": ours["sliding_window_size"] or None}
+
+
+WINDOW = Part(_read_window, _write_window)
+
+MISTRAL = Family(
+  model_types=("mistral",),
+  architectures=("MistralForCausalLM",),
+  same=SAME,
+  choices=ACTIVATION,
+  fixed={"attention_dropout": 0.0, "attention_bias": False},
+  parts=(HEADS, ROPE, WINDOW),
+  defaults={
+    **DEFAULTS,
+    "max_position_embeddings": 4096 * 32,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+  },
+  tensors=TENSORS,
+  not_parameters=NOT_PARAMETERS,
+)
+
+
+def _read_windows(theirs: ConfigJson) -> dict[str, Any]:
+  """The layers from max_window_layers on have a window, if use_sliding_window says so."""
+  first, window = theirs.integer("max_window_layers", 0), theirs["sliding_window"]
+  if not theirs["use_sliding_window"]:
+    window = None
+  slides = [window is not None and i >= first for i in range(theirs.num_layers)]
+  kinds = ["sliding_attention" if each else "full_attention" for each in slides]
+  return read_layer_types(theirs, window, kinds)
+
+
+def _write_windows(ours: Ours) -> dict[str, Any]:
+  kinds = written_layer_types(ours)
+  is_used = "sliding_attention" in kinds
+  return {
+    "use_sliding_window": is_used,
+    "sliding_window": ours["sliding_window_size"] if is_used else None,
+    "max_window_layers": kinds.index("sliding_attention") if is_used else len(kinds),
+    "layer_types": kinds,
+  }
+
+
+WINDOWS = Part(_read_windows, _write_windows)
+
+QWEN_DEFAULTS = {
+  **DEFAULTS,
+  "max_position_embeddings": 32768,
+  "num_key_value_heads": 32,
+  "use_sliding_window": False,
+  "sliding_window": 4096,
+  "max_window_layers": 28,
+}
+
+QWEN2 = Family(
+  model_types=("qwen2",),
+  architectures=("Qwen2ForCausalLM",),
+  same=SAME,
+  constants={"attention_qkv_bias": True},
+  choices=ACTIVATION,
+  # The biases are there whatever attention_bias says.
+  fixed={"attention_dropout": 0.0, "attention_bias": False, "use_mrope": False},
+  parts=(HEADS, ROPE, WINDOWS),
+  defaults=QWEN_DEFAULTS,
+  tensors=TENSORS,
+  not_parameters=NOT_PARAMETERS,
+)
+
+
+QWEN3 = Family(
+  model_types=("qwen3",),
+  architectures=("Qwen3ForCausalLM",),
+  same=SAME,
+  constants={"use_qk_norm": True},
+  choices=ACTIVATION,
+  fixed={"attention_dropout": 0.0},
+  parts=(HEADS, ROPE, WINDOWS, BIASES),
+  defaults={**QWEN_DEFAULTS, "head_dim": 128},
+  tensors=(*TENSORS, *QK_NORMS),
+  not_parameters=NOT_PARAMETERS,
+)
+
+
+OLMO2 = Family(
+  model_types=("olmo2",),
+  architectures=("Olmo2ForCausalLM",),
+  same=SAME,
+  constants={
+    "use_pre_norm": False,
+    "use_post_attn_norm": True,
+    "use_post_ffw_norm": True,
+    "use_qk_norm": True,
+    "qk_norm_across_heads": True,
+  },
+  choices=ACTIVATION,
+  fixed={"attention_dropout": 0.0},
+  parts=(HEADS, ROPE, BIASES),
+  defaults={**DEFAULTS, "rms_norm_eps": 1e-5},
+  tensors=(
+    *OUTSIDE,
+    vector("model.layers.{}.post_attention_layernorm.weight", "layers.post_attention_norm.scale"),
+    vector("model.layers.{}.post_feedforward_layernorm.weight", "layers.post_mlp_norm.scale"),
+    *PROJECTIONS,
+    *QK_NORMS,
+  ),
 )

@@ -1,4 +1,4 @@
-"""dataset_type=hf: a dataset's folder, files, or a name on the Hugging Face hub, by MaxText's keys."""
+"""Datasets made of files: text (dataset_type=text), records (grain), and those of Hugging Face (hf)."""
 
 import os
 from pathlib import Path
@@ -6,31 +6,108 @@ from pathlib import Path
 from maxbatch.config.schema import DataConfig
 from maxbatch.data.corpus import build_corpus
 from maxbatch.data.dataset import Dataset
-from maxbatch.data.grain_files import eval_columns, train_columns
 from maxbatch.data.object_store import OpenStore, is_url
 from maxbatch.data.optional import library
 from maxbatch.data.record_files import AUTO, Columns, resolve_records
-from maxbatch.data.sources import SourceFile, Sources
+from maxbatch.data.sources import SourceFile, Sources, resolve
 from maxbatch.data.split import Given
 from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import UserError
+
+
+def build_text(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
+  """The text of `dataset_path` in rows of `max_target_length` tokens.
+
+  Raises:
+    UserError: an input is missing, unreadable, not text, empty or too short; names it.
+  """
+  return build_corpus(data, tokenizer, max_target_length, *find_text(data))
+
+
+def find_text(data: DataConfig) -> Given:
+  """The files of `dataset_path` and `eval_dataset_path`.
+
+  Raises:
+    UserError: one is missing, or is to hold weights or token ids.
+  """
+  if data.weights_column:
+    raise UserError(
+      f"weights_column={data.weights_column}: files of text have no columns; set weights_column='', or "
+      "use dataset_type=grain grain_train_files='data/*.parquet'"
+    )
+  ids = {
+    "tokenize_train_data": data.tokenize_train_data,
+    "tokenize_eval_data": data.tokenize_eval_data,
+  }
+  if ids_keys := [key for key, tokenize in ids.items() if not tokenize]:
+    raise UserError(
+      f"{ids_keys[0]}=false: files of text hold no token ids; set {ids_keys[0]}=true, or use "
+      "dataset_type=grain grain_train_files='data/*.parquet'"
+    )
+  sources = resolve("dataset_path", data.dataset_path)
+  validation = None
+  if data.eval_dataset_path:
+    validation = resolve("eval_dataset_path", data.eval_dataset_path)
+  return Given(sources, validation, "eval_dataset_path")
+
+
+_FORM = "grain_file_type"
+
+
+def train_columns(data: DataConfig) -> Columns:
+  """What of a record is the document to train on."""
+  names, tokenize = data.train_data_columns, data.tokenize_train_data
+  return Columns("train_data_columns", names, tokenize, data.weights_column)
+
+
+def eval_columns(data: DataConfig) -> Columns:
+  """What of a record is the document for validation."""
+  names, tokenize = data.eval_data_columns, data.tokenize_eval_data
+  return Columns("eval_data_columns", names, tokenize, data.weights_column)
+
+
+def build_grain(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
+  """The records of `grain_train_files` in rows of `max_target_length` tokens.
+
+  Raises:
+    UserError: an input is missing, unreadable, of another format, empty or too short; names it.
+  """
+  return build_corpus(data, tokenizer, max_target_length, *find_grain(data))
+
+
+def find_grain(data: DataConfig) -> Given:
+  """The files of `grain_train_files` and `grain_eval_files`.
+
+  Raises:
+    UserError: one is missing, or is of another format.
+  """
+  form = data.grain_file_type
+  sources = resolve_records(
+    "grain_train_files", data.grain_train_files, train_columns(data), form, _FORM
+  )
+  eval_key, validation = "grain_eval_files", None
+  if data.grain_eval_files:
+    columns = eval_columns(data)
+    validation = resolve_records(eval_key, data.grain_eval_files, columns, form, _FORM)
+  return Given(sources, validation, eval_key)
+
 
 _BUILDERS = {"parquet": "parquet", "json": "jsonl", "arrow": "arrow"}
 """Of the datasets library, those whose files are read here as formats."""
 _EVAL_WORDS = ("valid", "validation", "val", "eval", "dev", "test")
 
 
-def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
+def build_hf(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
   """The records of `hf_path` in rows of `max_target_length` tokens.
 
   Raises:
     UserError: an input is missing, unreadable, of another format, empty or too short; names it.
   """
-  given = find(data) or _of_name(data)
+  given = find_hf(data) or _of_name(data)
   return build_corpus(data, tokenizer, max_target_length, *given)
 
 
-def find(data: DataConfig) -> Given | None:
+def find_hf(data: DataConfig) -> Given | None:
   """The files of `hf_path`; None for a name, which the datasets library has to look up.
 
   Raises:

@@ -1,12 +1,30 @@
-"""MLflow. MLFLOW_TRACKING_URI and its other variables mean what they mean there; else a folder of the run's."""
+"""Services that show a run's records: MLflow, and Weights & Biases.
 
+Their variables mean what they mean there: MLFLOW_TRACKING_URI (else a folder of the run's),
+WANDB_PROJECT, WANDB_MODE=offline and so on.
+"""
+
+import hashlib
+import html
 import os
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 from maxbatch.data.optional import library
-from maxbatch.metrics_writers.identity import run_identity
-from maxbatch.run_folder.writer import Opening, Record
+from maxbatch.run_folder.writer import POSITIONS, Opening, Record
+
+_LONGEST = 40
+
+
+def run_identity(folder: Path) -> str:
+  """The same at every start of a run in this folder, and another one for other folders."""
+  name = re.sub(r"[^A-Za-z0-9_-]", "-", folder.name)[:_LONGEST]
+  return (
+    f"{name}-{hashlib.sha256(str(folder.absolute()).encode(errors='replace')).hexdigest()[:12]}"
+  )
+
 
 _EXPERIMENT = "maxbatch"
 _IDENTITY = "maxbatch.run"
@@ -62,3 +80,40 @@ class MlflowWriter:
         return found[0].info.run_id
     made = self._client.create_run(number, tags={_IDENTITY: identity}, run_name=opening.folder.name)
     return made.info.run_id
+
+
+class WandbWriter:
+  """A run of that service; one that resumes goes on in the same one."""
+
+  def __init__(self, opening: Opening):
+    """Begins it, with the configuration."""
+    wandb = library("wandb", "metrics_writers=wandb", "wandb")
+    self._run: Any = wandb.init(
+      project=os.environ.get("WANDB_PROJECT", "maxbatch"),
+      name=opening.folder.name,
+      id=run_identity(opening.folder),
+      resume="allow",
+      dir=str(opening.folder),
+      config=dict(opening.keys),
+      settings=wandb.Settings(console="off", silent=True),
+    )
+    for name in POSITIONS:
+      self._run.define_metric(name)
+    self._run.define_metric("*", step_metric="step")
+    self._html = wandb.Html
+
+  def write(self, record: Record) -> None:
+    """See `Writer.write`."""
+    self._run.log(record)
+
+  def write_text(self, name: str, step: int, text: str) -> None:
+    """See `Writer.write_text`."""
+    self._run.log({f"text/{name}": self._html(_as_html(text)), "step": step})
+
+  def close(self) -> None:
+    """See `Writer.close`."""
+    self._run.finish()
+
+
+def _as_html(text: str) -> str:
+  return f"<pre>{html.escape(text)}</pre>"

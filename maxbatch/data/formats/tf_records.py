@@ -1,0 +1,238 @@
+"""ArrayRecord and TFRecord files, whose records are tf.train.Example, without TensorFlow.
+
+A TFRecord file has its records one after the other, each with its length and checksums; plain or
+with gzip: https://www.tensorflow.org/tutorials/load_data/tfrecord#tfrecords_format_details
+"""
+
+import contextlib
+import functools
+import gzip
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from typing import IO, Any
+
+from maxbatch.data.formats.format import (
+  MAX_RECORD_BYTES,
+  Bad,
+  Record,
+  RecordFormat,
+  damaged,
+  unreadable,
+)
+from maxbatch.data.optional import library
+from maxbatch.data.sources import SourceFile
+
+_PACKAGE = "maxbatch.tf_example"
+_WHAT = "a tf.train.Example"
+_SHOWN = 5
+# Of google.protobuf.FieldDescriptorProto.
+_MESSAGE = 11
+_OPTIONAL, _REPEATED = 1, 3
+
+
+def feature(record: bytes, column: str) -> Any:
+  """The bytes, the ids, or what is wrong, of one feature of a serialized tf.train.Example."""
+  message = library("google.protobuf.message", _WHAT)
+  try:
+    features = example_class().FromString(record).features.feature
+  except message.DecodeError as error:
+    return Bad(f"not a tf.train.Example: {error}")
+  if column not in features:
+    names = ", ".join(sorted(features)[:_SHOWN]) or "none"
+    return Bad(f"no feature {column}; it has {names}")
+  kind = features[column].WhichOneof("kind")
+  if kind == "int64_list":
+    return list(features[column].int64_list.value)
+  texts = features[column].bytes_list.value
+  if kind == "bytes_list" and len(texts) == 1:
+    return texts[0]
+  what = f"{len(texts)} byte strings" if kind == "bytes_list" else kind or "nothing"
+  return Bad(f"the feature {column} holds {what} instead of one text or a list of ids")
+
+
+@functools.cache
+def example_class() -> Any:
+  """The class of the message, as tensorflow/core/example/example.proto declares it."""
+  descriptors = library("google.protobuf.descriptor_pb2", _WHAT)
+  kinds = descriptors.FieldDescriptorProto
+  file = descriptors.FileDescriptorProto(
+    name="maxbatch/tf_example.proto", package=_PACKAGE, syntax="proto3"
+  )
+  for name, kind in (
+    ("BytesList", kinds.TYPE_BYTES),
+    ("FloatList", kinds.TYPE_FLOAT),
+    ("Int64List", kinds.TYPE_INT64),
+  ):
+    _field(file.message_type.add(name=name), "value", 1, kind, repeated=True)
+  one = file.message_type.add(name="Feature")
+  one.oneof_decl.add(name="kind")
+  for number, name in enumerate(("bytes_list", "float_list", "int64_list"), start=1):
+    type_name = name.title().replace("_", "")
+    _field(one, name, number, type_name=type_name).oneof_index = 0
+  features = file.message_type.add(name="Features")
+  entry = features.nested_type.add(name="FeatureEntry")
+  entry.options.map_entry = True
+  _field(entry, "key", 1, kinds.TYPE_STRING)
+  _field(entry, "value", 2, type_name="Feature")
+  _field(features, "feature", 1, type_name="Features.FeatureEntry", repeated=True)
+  _field(file.message_type.add(name="Example"), "features", 1, type_name="Features")
+  pool = library("google.protobuf.descriptor_pool", _WHAT).DescriptorPool()
+  pool.Add(file)
+  message_factory = library("google.protobuf.message_factory", _WHAT)
+  return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.Example"))
+
+
+def _field(
+  holder: Any,
+  name: str,
+  number: int,
+  kind: int = _MESSAGE,
+  *,
+  type_name: str = "",
+  repeated: bool = False,
+) -> Any:
+  added = holder.field.add(
+    name=name, number=number, type=kind, label=_REPEATED if repeated else _OPTIONAL
+  )
+  if type_name:
+    added.type_name = f".{_PACKAGE}.{type_name}"
+  return added
+
+
+# All that is read at once is in memory, and records may be large.
+_BYTES_AT_ONCE = 4 * 2**20
+_MOST_AT_ONCE = 1024
+
+
+def _array_record_size(key: str, file: SourceFile) -> int:
+  """In records."""
+  with _opened_array_record(key, file) as reader:
+    return reader.num_records()
+
+
+def _read_array_record(
+  key: str, file: SourceFile, column: str, start: int, stop: int, weights: str = ""
+) -> Iterator[Record]:
+  with _opened_array_record(key, file) as reader:
+    count = reader.num_records()
+    stop = min(stop, count)
+    mean_bytes = max(file.size_bytes // max(count, 1), 1)
+    at_once = min(max(_BYTES_AT_ONCE // mean_bytes, 1), _MOST_AT_ONCE)
+    for first in range(start, stop, at_once):
+      records = reader.read(first, min(first + at_once, stop))
+      for place, content in enumerate(records, start=first):
+        if len(content) > MAX_RECORD_BYTES:
+          yield Record(place, Bad(f"longer than {MAX_RECORD_BYTES:,} bytes"))
+        else:
+          found = feature(content, weights) if weights else None
+          yield Record(place, feature(content, column), found)
+
+
+@contextlib.contextmanager
+def _opened_array_record(key: str, file: SourceFile) -> Iterator[Any]:
+  module = library("array_record.python.array_record_module", file.path)
+  reader = module.ArrayRecordReader(file.local_path)
+  try:
+    if not reader.ok():
+      reader.close()  # Which says what is wrong.
+      raise damaged(key, file, "ArrayRecord", "its index cannot be read")
+    yield reader
+    reader.close()
+  except RuntimeError as error:
+    raise damaged(key, file, "ArrayRecord", error) from error
+
+
+ARRAY_RECORD = RecordFormat(
+  suffix=r"\.array_?record\b",
+  size=_array_record_size,
+  read=_read_array_record,
+  can_be_divided=lambda file: True,
+)
+
+
+_LENGTH = struct.Struct("<QI")
+_CHECKSUM = struct.Struct("<I")
+_MASK_DELTA = 0xA282EAD8
+
+
+def _tfrecord_size(key: str, file: SourceFile) -> int:
+  """In records, by going from length to length."""
+  with _opened_tfrecord(key, file) as stream:
+    return sum(1 for _ in _lengths(key, file, stream))
+
+
+def _read_tfrecord(
+  key: str, file: SourceFile, column: str, start: int, stop: int, weights: str = ""
+) -> Iterator[Record]:
+  with _opened_tfrecord(key, file) as stream:
+    for place, length in enumerate(_lengths(key, file, stream)):
+      if place >= stop:
+        return
+      if place < start:
+        continue
+      if length > MAX_RECORD_BYTES:
+        yield Record(place, Bad(f"longer than {MAX_RECORD_BYTES:,} bytes"))
+        continue
+      content, checksum = stream.read(length), stream.read(_CHECKSUM.size)
+      if len(content) + len(checksum) < length + _CHECKSUM.size:
+        raise damaged(key, file, "TFRecord", f"record {place} is cut off")
+      if _CHECKSUM.unpack(checksum) != (_masked(content),):
+        raise damaged(key, file, "TFRecord", f"record {place} does not match its checksum")
+      found = feature(content, weights) if weights else None
+      yield Record(place, feature(content, column), found)
+
+
+def _lengths(key: str, file: SourceFile, stream: IO[bytes]) -> Iterator[int]:
+  """The length of each record, at whose first byte the stream then is."""
+  position, place = 0, 0
+  while header := stream.read(_LENGTH.size):
+    length, checksum = _LENGTH.unpack(header) if len(header) == _LENGTH.size else (0, -1)
+    if checksum != _masked(header[:8]):
+      raise damaged(
+        key, file, "TFRecord", f"where record {place} should begin, at byte {position}, is none"
+      )
+    yield length
+    position += _LENGTH.size + length + _CHECKSUM.size
+    _go_to(key, file, stream, position, place)
+    place += 1
+
+
+def _go_to(key: str, file: SourceFile, stream: IO[bytes], end: int, place: int) -> None:
+  """Moves to the end of a record, which must be there."""
+  stream.seek(end - 1)
+  if not stream.read(1):
+    raise damaged(key, file, "TFRecord", f"record {place} is cut off")
+
+
+def _masked(content: bytes) -> int:
+  """The masked CRC-32C that follows a length, and a record."""
+  crc = _crc32c()(content)
+  return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
+
+
+@functools.cache
+def _crc32c() -> Callable[[bytes], int]:
+  return library("google_crc32c", "TFRecord").value
+
+
+@contextlib.contextmanager
+def _opened_tfrecord(key: str, file: SourceFile) -> Iterator[Any]:
+  try:
+    with (
+      gzip.open(file.local_path) if ".gz" in file.name else open(file.local_path, "rb") as stream
+    ):
+      yield stream
+  except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+    raise damaged(key, file, "gzip", error) from error
+  except OSError as error:
+    raise unreadable(key, file, error) from error
+
+
+TFRECORD = RecordFormat(
+  suffix=r"\.tfrecords?\b",
+  size=_tfrecord_size,
+  read=_read_tfrecord,
+  # To find a record, all lengths before it are read.
+  can_be_divided=lambda file: False,
+)

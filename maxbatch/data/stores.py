@@ -1,0 +1,185 @@
+"""Object stores by the scheme of their URLs: their fsspec file systems, and what the answers mean."""
+
+import base64
+import dataclasses
+import errno
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from maxbatch.data.optional import library
+
+CONNECT_SECONDS = 10
+READ_SECONDS = 30
+"""Without a byte of an answer; then the request is given up."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ObjectStore:
+  """A kind of object store."""
+
+  name: str
+  open: Callable[[str], Any]
+  """Its fsspec file system, which sends every request once; of what needs it, for errors.
+
+  Raises UserError where its package is not installed."""
+  errors: Callable[[], tuple[type[Exception], ...]]
+  """What the file system raises for an answer, or for none."""
+  is_final: Callable[[Exception], bool]
+  """Whether the same request would fail again."""
+  endpoint: Callable[[Any], str]
+  """Whom the file system asks."""
+  version: Callable[[Mapping[str, Any]], str]
+  """Of what is listed of an object: changes with its contents."""
+  md5: Callable[[Mapping[str, Any]], str]
+  """Likewise: the MD5 of its contents, if it says so."""
+  has_md5: Callable[[Any, str], bool]
+  """Of (file system, object): whether `md5` is one; some stores say something else in its place."""
+  credentials: str
+  """Where they are read, for a person who has none."""
+
+
+_GCS_WHAT = "gs://"
+
+
+def _gcs_open(what: str) -> Any:
+  core = library("gcsfs.core", what, extra="gcs")
+  # It prints tracebacks of errors that it also raises.
+  logging.getLogger("gcsfs").setLevel(logging.CRITICAL)
+  timeout = library("aiohttp", what).ClientTimeout(
+    total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS
+  )
+  return core.GCSFileSystem(
+    access="read_only", use_listings_cache=False, session_kwargs={"timeout": timeout}
+  )
+
+
+def _gcs_errors() -> tuple[type[Exception], ...]:
+  return (
+    OSError,
+    ValueError,  # Of gcsfs, for a request that is not understood.
+    library("gcsfs.retry", _GCS_WHAT).HttpError,
+    library("google.auth.exceptions", _GCS_WHAT).GoogleAuthError,
+    library("aiohttp", _GCS_WHAT).ClientError,
+  )
+
+
+def _gcs_is_final(error: Exception) -> bool:
+  if isinstance(error, FileNotFoundError | PermissionError | ValueError):
+    return True
+  if isinstance(error, library("google.auth.exceptions", _GCS_WHAT).GoogleAuthError):
+    return not isinstance(error, library("google.auth.exceptions", _GCS_WHAT).TransportError)
+  if isinstance(error, library("gcsfs.retry", _GCS_WHAT).HttpError):
+    return not library("gcsfs.retry", _GCS_WHAT).is_retriable(error)
+  return str(error).startswith("Forbidden")
+
+
+def _gcs_md5(info: Mapping[str, Any]) -> str:
+  """Objects that were composed of others have none."""
+  return base64.b64decode(info.get("md5Hash", "")).hex()
+
+
+GCS = ObjectStore(
+  name="gs",
+  open=_gcs_open,
+  errors=_gcs_errors,
+  is_final=_gcs_is_final,
+  endpoint=lambda system: system.base,
+  version=lambda info: str(info.get("etag", "")),
+  md5=_gcs_md5,
+  has_md5=lambda system, path: True,
+  credentials="GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login` (a "
+  "public bucket needs none with FSSPEC_GS_TOKEN=anon)",
+)
+
+
+_S3_WHAT = "s3://"
+_FINAL_ERRNO = frozenset(
+  {
+    errno.EINVAL,  # Of s3fs, for a request that is not understood, among others.
+    errno.EPERM,
+    errno.ENOSYS,
+    errno.EREMCHG,  # The bucket is in another region.
+    errno.ENAMETOOLONG,
+  }
+)
+
+
+def _s3_open(what: str) -> Any:
+  once = {"total_max_attempts": 1, "mode": "standard"}
+  options = {
+    "connect_timeout": CONNECT_SECONDS,
+    "read_timeout": READ_SECONDS,
+    "retries": once,
+  }
+  made = library("s3fs", what, extra="s3").S3FileSystem(
+    use_listings_cache=False, config_kwargs=options
+  )
+  made.retries = 1
+  return made
+
+
+def _s3_errors() -> tuple[type[Exception], ...]:
+  botocore, parsers = (
+    library("botocore.exceptions", _S3_WHAT),
+    library("botocore.parsers", _S3_WHAT),
+  )
+  client_error = library("aiohttp", _S3_WHAT).ClientError
+  # botocore says by ValueError that an endpoint is no address.
+  return (OSError, ValueError, botocore.BotoCoreError, parsers.ResponseParserError, client_error)
+
+
+def _s3_endpoint(system: Any) -> str:
+  try:
+    return system.s3.meta.endpoint_url
+  except (ValueError, library("botocore.exceptions", _S3_WHAT).BotoCoreError):  # It has no client.
+    return os.environ.get("AWS_ENDPOINT_URL", "S3")
+
+
+def _s3_is_final(error: Exception) -> bool:
+  if isinstance(error, FileNotFoundError | PermissionError | ValueError):
+    return True
+  exceptions = library("botocore.exceptions", _S3_WHAT)
+  passing = (
+    exceptions.HTTPClientError,
+    exceptions.ConnectionError,
+    exceptions.IncompleteReadError,
+    exceptions.FlexibleChecksumError,
+  )
+  if isinstance(error, exceptions.BotoCoreError):
+    return not isinstance(error, passing)
+  return isinstance(error, OSError) and error.errno in _FINAL_ERRNO
+
+
+def _s3_md5(info: Mapping[str, Any]) -> str:
+  """An ETag that is no MD5 has a hyphen: the object was written in parts."""
+  tag = str(info.get("ETag", "")).strip('"').lower()
+  return tag if re.fullmatch("[0-9a-f]{32}", tag) else ""
+
+
+def _s3_has_md5(system: Any, path: str) -> bool:
+  """With keys of one's own or of KMS, the ETag is of what is stored, not of what is read."""
+  bucket, _, key = path.partition("/")
+  head = system.call_s3("head_object", Bucket=bucket, Key=key)
+  return head.get("ServerSideEncryption", "AES256") == "AES256" and (
+    "SSECustomerAlgorithm" not in head
+  )
+
+
+S3 = ObjectStore(
+  name="s3",
+  open=_s3_open,
+  errors=_s3_errors,
+  is_final=_s3_is_final,
+  endpoint=_s3_endpoint,
+  version=lambda info: str(info.get("ETag") or info.get("LastModified", "")).strip('"'),
+  md5=_s3_md5,
+  has_md5=_s3_has_md5,
+  credentials="AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE (a public bucket needs "
+  "none with FSSPEC_S3_ANON=true), and the store in AWS_ENDPOINT_URL if it is not Amazon's",
+)
+
+
+STORES: dict[str, ObjectStore] = {store.name: store for store in (S3, GCS)}

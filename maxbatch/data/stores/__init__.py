@@ -1,1 +1,0 @@
-"""Object stores, one file each; maxbatch.data.stores.registry names them."""
