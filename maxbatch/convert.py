@@ -144,7 +144,6 @@ def _to_folder(arguments: Arguments[ConvertArguments]) -> Converted:
 
 
 def _refuse(own: ConvertArguments, direction: str, others: Sequence[str]) -> None:
-  """Raises UserError for an argument of the other direction."""
   values = dataclasses.asdict(own)
   if given := [f"{name}={values[name]}" for name in others if values[name]]:
     raise UserError(f"{given[0]} means nothing with {direction}; leave it out")

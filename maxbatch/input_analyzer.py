@@ -112,11 +112,8 @@ def _analyze(arguments: Arguments[AnalyzerArguments]) -> None:
 
 
 def _prepare(config: Config, own: AnalyzerArguments) -> tuple[Request, Need]:
-  """The run's devices and hosts, here or not, and what its step consumes.
-
-  Raises:
-    UserError: keys that exclude each other, or sizes that do not work.
-  """
+  """The run's devices and hosts, here or not, and what its step consumes. Raises UserError: keys
+  that exclude each other, or sizes that do not work."""
   if own.run_metrics and own.compile_report:
     raise UserError(
       f"run_metrics={own.run_metrics} and compile_report={own.compile_report}: one of them says what "

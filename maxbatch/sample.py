@@ -135,8 +135,6 @@ configuration is RUN's own config.yml, or config=FILE; keys change it, and its p
 
 
 class _Job(NamedTuple):
-  """All that is needed to write."""
-
   model: Model
   params: Parameters
   mesh: Mesh
@@ -193,7 +191,6 @@ def _sample(arguments: Arguments[SampleArguments]) -> None:
 
 
 def _check(own: SampleArguments, rest: Sequence[str]) -> None:
-  """Refuses keys that exclude each other, and a file that cannot be written."""
   prompts = [argument for argument in rest if argument.startswith("prompt=")]
   if own.prompts_file and prompts:
     raise UserError(
@@ -205,16 +202,11 @@ def _check(own: SampleArguments, rest: Sequence[str]) -> None:
 
 
 def _config_of(folder: pathlib.Path, rest: Sequence[str]) -> Config:
-  """That of the run that wrote a checkpoint, or of a Hugging Face folder's model."""
   return config_of_folder(folder, rest) if is_model_folder(folder) else config_of(folder, rest)
 
 
 def _prepare(own: SampleArguments, config: Config, source: Source) -> _Job:
-  """Reads what is asked for, then the model.
-
-  Raises:
-    UserError: one of the two does not work.
-  """
+  """Reads what is asked for, then the model. Raises UserError: one of the two does not work."""
   target, length = find_devices(config), config.batch.max_target_length
   tokenizer = build_tokenizer(config.data)
   encode = PromptEncoder(config.data, tokenizer)
@@ -243,7 +235,6 @@ def _prepare(own: SampleArguments, config: Config, source: Source) -> _Job:
 
 
 def _choice(own: SampleArguments, run: RunConfig) -> Choice:
-  """As the command says, else as the run does."""
   of_run = choice_of(run)
   return Choice(
     of_run.temperature if own.temperature == -1 else own.temperature,
@@ -295,7 +286,6 @@ def _line(job: _Job, text: _Text) -> str:
 
 
 def _show_as_it_comes(job: _Job) -> None:
-  """A single text, piece by piece."""
   (request,), began = job.requests, time.perf_counter()
   shown_yet = TextStream(job.tokenizer, request.ids)
   print(_opening(job, request), end="", flush=True)
@@ -308,7 +298,6 @@ def _show_as_it_comes(job: _Job) -> None:
 
 
 def _show_all(job: _Job) -> None:
-  """Texts one after the other, as their groups are done."""
   began, num_tokens = time.perf_counter(), 0
   for number, text in enumerate(_texts(job), 1):
     continued = text_after(job.tokenizer, text.request.ids, text.ids)

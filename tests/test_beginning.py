@@ -99,13 +99,13 @@ def refused(capsys, given: list[str]) -> str:
 def test_parameters_alone_are_read_and_counting_begins_anew(
   text, bases, tmp_path, monkeypatch, capsys
 ):
-  names, placed = set(), reading._placed
+  names, placed = set(), reading.placed
 
   def noting(arrays: Any, name: str, leaf: Any) -> jax.Array:
     names.add(name)
     return placed(arrays, name, leaf)
 
-  monkeypatch.setattr(reading, "_placed", noting)
+  monkeypatch.setattr(reading, "placed", noting)
   given = {"load_parameters_path": bases / "base", "steps": 1}
   assert main([*arguments(text, tmp_path, "next", **given), "validate_only=true"]) == 0
   begins = f"parameters of {bases}/base/checkpoints/4, with a new optimizer, at step 0"

@@ -333,7 +333,8 @@ BUILD = """
 import dataclasses, sys
 from maxbatch.config.load import load_config
 from maxbatch.data import token_cache
-from maxbatch.data.file_datasets import build_grain
+from maxbatch.data.corpus import build_corpus
+from maxbatch.data.file_datasets import find_grain
 from maxbatch.data.tokenizers.tiktoken import build as build_tokenizer
 token_cache.SHARD_BYTES = 30_000
 place, vocabulary = sys.argv[1:]
@@ -344,7 +345,7 @@ data = dataclasses.replace(
   tokenizer_path=vocabulary,
   eval_fraction=0.0,
 )
-print(build_grain(data, build_tokenizer(data), 4).fingerprint)
+print(build_corpus(data, build_tokenizer(data), 4, *find_grain(data)).fingerprint)
 """
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
-from maxbatch.run_folder.paths import RunFolder
+from maxbatch.run_folder.paths import Inside, RunFolder
 
 CONTRACT = {
   "lock": "lock",
@@ -37,7 +37,7 @@ CONTRACT = {
 
 def test_the_names_are_the_contract():
   folder = RunFolder(Path("runs/mine"))
-  names = [name for name, kind in vars(RunFolder).items() if isinstance(kind, property)]
+  names = [name for name, kind in vars(RunFolder).items() if isinstance(kind, Inside)]
   found = {name: getattr(folder, name) for name in names}
   assert found == {name: Path("runs/mine") / file for name, file in CONTRACT.items()}
 

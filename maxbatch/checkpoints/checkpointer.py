@@ -23,7 +23,6 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers as policies
 
-from maxbatch.checkpoints import refusals
 from maxbatch.checkpoints.find import resumable_steps
 from maxbatch.checkpoints.fingerprint import named_leaves
 from maxbatch.checkpoints.formats import format_named, share_large_arrays_only
@@ -36,12 +35,12 @@ from maxbatch.checkpoints.orbax import (
   silence_orbax,
   together,
 )
-from maxbatch.checkpoints.reading import patiently, read_arrays, read_record
+from maxbatch.checkpoints.reading import check_leaves, patiently, read_arrays, read_record
 from maxbatch.checkpoints.record import (
-  changed_leaves,
   changed_settings,
   format_name,
   identity_differences,
+  listed,
   make_record,
   state_differences,
 )
@@ -83,8 +82,7 @@ class Checkpointer:
     what may, as JSON values; `report` receives a text whenever something deserves a person's
     attention, and `verified` the step of a save that was read back as it was saved.
 
-    Raises:
-      UserError: for an unknown checkpoint_format.
+    Raises UserError for an unknown checkpoint_format.
     """
     self._directory = pathlib.Path(directory).absolute()
     self._config = config
@@ -125,10 +123,8 @@ class Checkpointer:
 
     `notes` are JSON values that a restore returns: whatever else a run needs to continue exactly.
     Returns once the state is copied off the devices: its buffers may be donated at once. A failure
-    is reported and not raised; the next save tries again.
-
-    Raises:
-      UserError: this process, one of several, could not write; here or when waiting later.
+    is reported and not raised; the next save tries again. Raises UserError: this process, one of
+    several, could not write; here or when waiting later.
     """
     self.wait()
     if position.step in self._agreed_steps() and position.step not in self._damaged:
@@ -167,12 +163,10 @@ class Checkpointer:
   def restore(self, abstract_state: object) -> Restored | None:
     """The newest checkpoint that verifies, or None if none was ever completed.
 
-    `abstract_state` is a pytree of ShapeDtypeStructs; arrays arrive on the shardings they name
-    (the first device where they name none), whatever mesh they were saved from.
-
-    Raises:
-      UserError: the run differs from the checkpoint's in identity or in the state's shapes, or
-        there are checkpoints and none verifies.
+    `abstract_state` is a pytree of ShapeDtypeStructs; arrays arrive on the shardings they name (the
+    first device where they name none), whatever mesh they were saved from. Raises UserError: the
+    run differs from the checkpoint's in identity or in the state's shapes, or there are checkpoints
+    and none verifies.
     """
     self.wait()
     damaged: dict[int, str] = {}
@@ -189,17 +183,19 @@ class Checkpointer:
         self._report(f"checkpoint step {bad} is damaged ({reason}); using step {step} instead")
       return restored
     if damaged:
-      raise UserError(refusals.nothing_verifies(self._directory, damaged))
+      raise UserError(
+        f"No checkpoint in {self._directory} can be used:\n"
+        + listed([f"step {step}: {reason}" for step, reason in damaged.items()])
+        + "\nRestore the folder from a backup, choose another run_name, or remove the folder to"
+        " start again from the beginning."
+      )
     for path in self._unfinished():
       self._report(f"ignoring {path}: the save was interrupted before it was complete")
     return None
 
   def close(self) -> None:
-    """Waits for the save in progress and closes the folder; a second call does nothing.
-
-    Raises:
-      UserError: the last save of this object failed.
-    """
+    """Waits for the save in progress and closes the folder; a second call does nothing. Raises
+    UserError: the last save of this object failed."""
     self.wait()
     self._close_manager()
     failure, self._failure = self._failure, None
@@ -277,12 +273,11 @@ class Checkpointer:
         name: jax.ShapeDtypeStruct(leaf["shape"], jnp.dtype(leaf["dtype"]), sharding=host)
         for name, leaf in record["leaves"].items()
       }
-      wrong = changed_leaves(record, read_arrays(self._reader, step, format_name(record), wanted))
-      reason = f"leaf {wrong[0]} differs from its fingerprint" if wrong else ""
+      check_leaves(record, read_arrays(self._reader, step, format_name(record), wanted))
+      return None
     except DamagedError as damage:
-      reason = str(damage)
-    where = f"checkpoint step {step} in {self._directory} does not read back as it was saved"
-    return f"{where}: {reason}" if reason else None
+      where = f"checkpoint step {step} in {self._directory} does not read back as it was saved"
+      return f"{where}: {damage}"
 
   def _remove_old(self) -> None:
     """Deletes the steps that are not to be kept; the newest one has been read back."""
@@ -339,16 +334,23 @@ class Checkpointer:
     record = together(lambda: read_record(self._reader, step))
     changed = identity_differences(record, self._identity)
     if changed and not self._config.allow_changed_resume:
-      raise UserError(refusals.changed_resume(self._directory, step, changed))
+      raise UserError(
+        f"This run differs from the one that wrote checkpoint step {step} in {self._directory}:\n"
+        + listed(changed)
+        + "\nSet these values back, choose another run_name, or resume anyway with"
+        " allow_changed_resume=true."
+      )
     wanted = named_leaves(abstract_state)
     misfits = state_differences(record, wanted)
     if misfits:
-      raise UserError(refusals.does_not_fit(self._directory, step, misfits))
+      raise UserError(
+        f"The state of this run has other arrays than checkpoint step {step} in {self._directory}:\n"
+        + listed(misfits)
+        + "\nModel and optimizer must have the shapes of the checkpoint (config.yml beside the"
+        " checkpoints has its settings); set them back, or choose another run_name."
+      )
     arrays = together(lambda: read_arrays(self._reader, step, format_name(record), wanted))
-    wrong = changed_leaves(record, arrays)
-    if wrong:
-      others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-      raise DamagedError(f"leaf {wrong[0]}{others} differs from its fingerprint")
+    check_leaves(record, arrays)
     if changed:
       self._report(f"resuming from step {step} although it differs: " + "; ".join(changed))
     if lines := list(changed_settings(record, self._settings).values()):

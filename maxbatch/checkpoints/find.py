@@ -66,12 +66,9 @@ def find_checkpoint(given: str, key: str = "checkpoint", others: str = "") -> pa
   """The folder of the checkpoint that `key=given` names: a step, or a run's newest step.
 
   Args:
-    given: the value of the key.
-    key: its name, for messages.
     others: what else the key may name, for messages: `; or …`.
 
-  Raises:
-    UserError: the folder does not exist or has no checkpoint.
+  Raises UserError: the folder does not exist or has no checkpoint.
   """
   path = pathlib.Path(given).expanduser().absolute()
   if path.name.isdecimal() and path.parent == RunFolder(path.parent.parent).checkpoints:
@@ -99,11 +96,9 @@ def config_of(step_folder: pathlib.Path, arguments: Sequence[str]) -> Config:
   """The configuration of the run that wrote a checkpoint, in the folder where that is now.
 
   Args:
-    step_folder: the checkpoint.
     arguments: keys on top of it, or config= and another file in its place.
 
-  Raises:
-    UserError: there is none, or a key is wrong.
+  Raises UserError: there is none, or a key is wrong.
   """
   if any(argument.startswith("config=") for argument in arguments):
     return load_config(arguments)

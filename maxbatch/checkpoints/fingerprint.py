@@ -29,10 +29,7 @@ _AT_ONCE = 2**20
 
 def named_leaves(tree: object) -> dict[str, jax.Array]:
   """The leaves of `tree` by their path, such as `params/layers/kernel`, in the tree's own order.
-
-  Raises:
-    ValueError: two leaves would have the same name.
-  """
+  Raises ValueError: two leaves would have the same name."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
   if len(named) != len(leaves):
@@ -108,7 +105,6 @@ def part_of_fingerprint(part: np.ndarray, first: int) -> int:
   The fingerprint is the sum over all parts mod 2³²; no array needs to be in memory whole.
 
   Args:
-    part: some of the elements.
     first: the index of the first of them in the flat array.
   """
   unsigned = np.dtype(_UNSIGNED[part.dtype.itemsize].dtype)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
@@ -44,7 +45,7 @@ class _Handler(ocp.CheckpointHandler):
   def restore(self, directory: Path, args: "SafetensorsRestore") -> dict[str, jax.Array]:
     try:
       folder = TensorFolder(Path(directory))
-      return {name: _placed(folder, name, leaf) for name, leaf in args.arrays.items()}
+      return {name: placed(folder, name, leaf) for name, leaf in args.arrays.items()}
     except UserError as error:  # A checkpoint that cannot be read is damaged; another may be there.
       raise ValueError(error) from error
 
@@ -73,16 +74,24 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
   arrays: dict[str, jax.ShapeDtypeStruct]
 
 
-def _placed(folder: TensorFolder, name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-  stored = folder[name]
-  if (stored.shape, stored.dtype) != (leaf.shape, leaf.dtype):
-    raise ValueError(f"{name} is {stored.dtype}{list(stored.shape)}")
-  assert leaf.sharding is not None
+def placed(arrays: StoredArrays, name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+  """An array, of which each device's part is read for it."""
+  if not leaf.size:
+    return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+  array = arrays[name]
+  if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
+    raise ValueError(f"{name} is {array.dtype}{list(array.shape)}")
+
+  @functools.cache
+  def read(starts_and_stops: tuple[tuple[int, int], ...]) -> np.ndarray:
+    return array.read(tuple(slice(*each) for each in starts_and_stops))
 
   def part(index: Index | None) -> np.ndarray:
-    return stored.read(whole_slices(index, leaf.shape))
+    # jax asks once for each device, also where several hold the same.
+    whole = whole_slices(index, leaf.shape)
+    return read(tuple((each.start, each.stop) for each in whole))
 
-  return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+  return jax.make_array_from_callback(leaf.shape, leaf.sharding, part, dtype=leaf.dtype)
 
 
 def whole_slices(index: Index | None, shape: tuple[int, ...]) -> Index:
@@ -138,10 +147,6 @@ def _save_args(leaf: jax.Array) -> ocp.SaveArgs:
   return ocp.SaveArgs(shard_axes=(0,) if divides else ())
 
 
-def _orbax_save(arrays: dict[str, jax.Array]) -> ocp.args.StandardSave:
-  return ocp.args.StandardSave(arrays, jax.tree.map(_save_args, arrays))
-
-
 @dataclasses.dataclass(frozen=True)
 class _OrbaxArrays:
   """The arrays of a folder that Orbax has written."""
@@ -161,15 +166,15 @@ class _OrbaxArrays:
 
 
 FORMATS: dict[str, Format] = {
-  "orbax": Format(_orbax_save, ocp.args.StandardRestore, _OrbaxArrays),
+  "orbax": Format(
+    lambda arrays: ocp.args.StandardSave(arrays, jax.tree.map(_save_args, arrays)),
+    ocp.args.StandardRestore,
+    _OrbaxArrays,
+  ),
   "safetensors": Format(SafetensorsSave, SafetensorsRestore, TensorFolder),
 }
 
 
 def format_named(name: str) -> Format:
-  """The format that `checkpoint_format` names.
-
-  Raises:
-    UserError: for an unknown name.
-  """
+  """The format that `checkpoint_format` names. Raises UserError for an unknown name."""
   return registered("checkpoint_format", name, FORMATS)

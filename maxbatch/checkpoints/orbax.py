@@ -97,11 +97,8 @@ def lone_reader(directory: pathlib.Path) -> ocp.CheckpointManager:
 
 
 def together(read: Callable[[], _Read]) -> _Read:
-  """What `read` returns, in which nothing waits for other processes.
-
-  Raises:
-    DamagedError: in all processes, if one has met damage.
-  """
+  """What `read` returns, in which nothing waits for other processes. Raises DamagedError: in all
+  processes, if one has met damage."""
   results, damage = [], ""
   try:
     results.append(read())
@@ -133,7 +130,6 @@ def _raise(error: OSError) -> None:
 
 
 def root_cause(error: BaseException) -> BaseException:
-  """What an error was raised from, at the bottom."""
   while error.__cause__ is not None:
     error = error.__cause__
   return error

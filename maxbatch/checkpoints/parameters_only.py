@@ -39,10 +39,8 @@ def write_parameters(
     specs: the leaves by name, each beginning with PARAMETERS.
     values: theirs in this order, in parts of which each belongs to one leaf.
     identity: the model's keys, which a run must share.
-    origin: where the parameters come from.
 
-  Raises:
-    OSError: a file cannot be written.
+  Raises OSError: a file cannot be written.
   """
   state, record = folder / "state", folder / "record"
   state.mkdir(parents=True)
@@ -78,11 +76,6 @@ class StoredCheckpoint:
   arrays: StoredArrays
 
   def __getitem__(self, name: str) -> StoredArray:
-    """One array, still on disk.
-
-    Raises:
-      UserError: it is damaged.
-    """
     try:
       found = self.arrays[name]
     except (OSError, ValueError, LookupError, UserError) as error:
@@ -94,10 +87,7 @@ class StoredCheckpoint:
 
   def blocks(self, name: str) -> Iterator[np.ndarray]:
     """All of an array in parts along its first dim, compared with its fingerprint at the end.
-
-    Raises:
-      UserError: it is damaged.
-    """
+    Raises UserError: it is damaged."""
     total, first = 0, 0
     try:
       for block in self[name].blocks():
@@ -114,11 +104,8 @@ class StoredCheckpoint:
 
 
 def open_checkpoint(folder: Path) -> StoredCheckpoint:
-  """A step's folder, to be read array by array.
-
-  Raises:
-    UserError: there is no checkpoint that can be read so.
-  """
+  """A step's folder, to be read array by array. Raises UserError: there is no checkpoint that can
+  be read so."""
   record = record_of(folder)
   if record is None:
     raise UserError(f"checkpoint={folder}: there is no checkpoint whose record can be read")

@@ -12,13 +12,11 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import AbstractMesh, NamedSharding
 
-from maxbatch.checkpoints import refusals
 from maxbatch.checkpoints.find import other_step, record_of
-from maxbatch.checkpoints.formats import format_named, whole_slices
+from maxbatch.checkpoints.formats import format_named, placed
 from maxbatch.checkpoints.orbax import (
   DamagedError,
   cause,
@@ -28,7 +26,6 @@ from maxbatch.checkpoints.orbax import (
   together,
 )
 from maxbatch.checkpoints.record import changed_leaves, format_name, is_intact
-from maxbatch.checkpoints.tensor_files import Index, StoredArrays
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import gather
 
@@ -68,16 +65,18 @@ def patiently(directory: pathlib.Path, step: int, read: Callable[[], _Read]) -> 
       readable = refused is None
     pause = 0.0 if readable else next(pauses, None)
     if pause is None:
-      raise UserError(refusals.unreadable(directory, step, refused, len(_PAUSES_SECONDS) + 1))
+      raise UserError(
+        f"checkpoint step {step} cannot be read: {refused}, after {len(_PAUSES_SECONDS) + 1} "
+        "attempts; nothing says that it is damaged, so it stays as it is. Start again when the disk "
+        "or the network works; to resume from an older step instead, move "
+        f"{directory / str(step)} elsewhere."
+      )
     time.sleep(pause)
 
 
 def read_record(reader: ocp.CheckpointManager, step: int) -> dict[str, Any]:
-  """The record of a step, as it was written.
-
-  Raises:
-    DamagedError: it cannot be read, was changed, or is another step's.
-  """
+  """The record of a step, as it was written. Raises DamagedError: it cannot be read, was changed,
+  or is another step's."""
   record = _read(reader, step, "record", ocp.args.JsonRestore())
   if not is_intact(record):
     raise DamagedError("its record differs from its checksum")
@@ -92,13 +91,9 @@ def read_arrays(
   """The arrays of a step; whether they are those that were saved is not looked at.
 
   Args:
-    reader: of the folder of all steps.
-    step: which one.
-    written_as: the checkpoint_format of its record.
     wanted: ShapeDtypeStructs by leaf name; without a sharding: the first device.
 
-  Raises:
-    DamagedError: they cannot be read.
+  Raises DamagedError: they cannot be read.
   """
   targets = {name: _on_devices(leaf) for name, leaf in wanted.items()}
   stored = {name: target for name, target in targets.items() if target.size}
@@ -112,10 +107,16 @@ def read_arrays(
   }
 
 
+def check_leaves(record: dict[str, Any], arrays: object) -> None:
+  """Compares arrays with their fingerprints. Raises DamagedError if they are not what was saved."""
+  if wrong := changed_leaves(record, arrays):
+    others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    raise DamagedError(f"leaf {wrong[0]}{others} differs from its fingerprint")
+
+
 def _read(
   reader: ocp.CheckpointManager, step: int, item: str, args: ocp.args.CheckpointArgs
 ) -> Any:
-  """One item of a step's folder, or DamagedError."""
   try:
     return reader.restore(step, args=ocp.args.Composite(**{item: args}))[item]
   except Exception as error:
@@ -141,11 +142,8 @@ Wanted = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def read_step_record(key: str, folder: pathlib.Path) -> dict[str, Any]:
-  """The record of the step's folder that `key` names.
-
-  Raises:
-    UserError: it cannot be read, or is not what was written.
-  """
+  """The record of the step's folder that `key` names. Raises UserError: it cannot be read, or is
+  not what was written."""
   record = record_of(folder)
   if record is None:
     raise UserError(damaged(key, folder, "its record cannot be read, or is not what was written"))
@@ -158,13 +156,9 @@ def read_leaves(key: str, folder: pathlib.Path, record: dict[str, Any], wanted: 
   All processes must call it, each with the parts of its own devices.
 
   Args:
-    key: the key that names the folder, for messages.
-    folder: of the step.
-    record: that of the step.
     wanted: what is read; cast where the checkpoint has another dtype, one array at a time.
 
-  Raises:
-    UserError: the checkpoint is damaged, or the file system refuses to read it.
+  Raises UserError: the checkpoint is damaged, or the file system refuses to read it.
   """
   dtypes = {name: jnp.dtype(record["leaves"][name]["dtype"]) for name in wanted}
   alike = {name: leaf for name, leaf in wanted.items() if leaf.dtype == dtypes[name]}
@@ -199,9 +193,7 @@ def damaged(key: str, folder: pathlib.Path, reason: str) -> str:
 def _verified(key: str, folder: pathlib.Path, record: dict[str, Any], wanted: Wanted) -> Leaves:
   def read() -> Leaves:
     arrays = together(lambda: _read_some(folder, record, wanted))
-    if wrong := changed_leaves(record, arrays):
-      others = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-      raise DamagedError(f"leaf {wrong[0]}{others} differs from its fingerprint")
+    check_leaves(record, arrays)
     return arrays
 
   try:
@@ -217,26 +209,6 @@ def _read_some(folder: pathlib.Path, record: dict[str, Any], wanted: Wanted) -> 
     return read_arrays(lone_reader(folder.parent), int(folder.name), name, dict(wanted))
   try:
     arrays = stored(folder / "state")
-    return {name: _placed(arrays, name, leaf) for name, leaf in wanted.items()}
+    return {name: placed(arrays, name, leaf) for name, leaf in wanted.items()}
   except (OSError, ValueError, LookupError, UserError) as error:
     raise DamagedError(f"its state cannot be read: {cause(error)}") from None
-
-
-def _placed(arrays: StoredArrays, name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-  """An array, of which each device's part is read for it."""
-  if not leaf.size:
-    return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-  array = arrays[name]
-  if (array.shape, array.dtype) != (leaf.shape, leaf.dtype):
-    raise ValueError(f"{name} is {array.dtype}{list(array.shape)}")
-
-  @functools.cache
-  def read(starts_and_stops: tuple[tuple[int, int], ...]) -> np.ndarray:
-    return array.read(tuple(slice(*each) for each in starts_and_stops))
-
-  def part(index: Index | None) -> np.ndarray:
-    # jax asks once for each device, also where several hold the same.
-    whole = whole_slices(index, leaf.shape)
-    return read(tuple((each.start, each.stop) for each in whole))
-
-  return jax.make_array_from_callback(leaf.shape, leaf.sharding, part, dtype=leaf.dtype)

@@ -105,11 +105,8 @@ def make_record(
   notes: Mapping[str, object],
   checkpoint_format: str,
 ) -> dict[str, Any]:
-  """The record of `state`, sealed. Waits until the state is computed.
-
-  Raises:
-    TypeError: `plan`, `identity`, `settings` or `notes` holds something that is not JSON.
-  """
+  """The record of `state`, sealed. Waits until the state is computed. Raises TypeError: `plan`,
+  `identity`, `settings` or `notes` holds something that is not JSON."""
   described = describe_leaves(named_leaves(state), fingerprints(state))
   fields = {"identity": dict(identity), "plan": dict(plan), "notes": dict(notes)}
   fields |= {"settings": dict(settings)}
@@ -117,7 +114,6 @@ def make_record(
 
 
 def describe_leaves(leaves: Mapping[str, Any], prints: Mapping[str, int]) -> dict[str, Any]:
-  """What a record says of each leaf, by name."""
   return {name: _shape(leaf) | {"fingerprint": prints[name]} for name, leaf in leaves.items()}
 
 
@@ -127,9 +123,7 @@ def sealed(
   """A record with its checksum.
 
   Args:
-    position: of the checkpoint.
     leaves: from `describe_leaves`.
-    checkpoint_format: what the arrays are written with.
     more: the other fields, of JSON values.
   """
   fields = {"leaves": dict(leaves), "fingerprint_version": VERSION, **more}
@@ -139,12 +133,10 @@ def sealed(
 
 
 def is_parameters_only(record: Mapping[str, Any]) -> bool:
-  """Whether a record is that of parameters without a state of training."""
   return ORIGIN in record.get("notes", {})
 
 
 def format_name(record: dict[str, Any]) -> str:
-  """The checkpoint_format that the arrays were written with."""
   # Checkpoints of earlier versions do not say: there was one format.
   return record.get("checkpoint_format", "orbax")
 
@@ -198,11 +190,8 @@ def state_differences(record: dict[str, Any], leaves: Mapping[str, Any]) -> list
 
 
 def changed_leaves(record: dict[str, Any], arrays: object) -> list[str]:
-  """The names of the arrays that are not what was saved, by their fingerprints.
-
-  Raises:
-    UserError: a newer version of the program made them.
-  """
+  """The names of the arrays that are not what was saved, by their fingerprints. Raises UserError: a
+  newer version of the program made them."""
   leaves, version = record["leaves"], record.get("fingerprint_version", 1)
   if version not in VERSIONS:
     raise UserError(
@@ -269,7 +258,6 @@ def _difference(key: str, before: Any, now: Any) -> str:
 
 
 def _changed_files(before: Mapping[str, int], now: Mapping[str, int]) -> list[str]:
-  """Which files are there no more, are new, or have another size."""
   gone = [f"{name} ({size:,} bytes)" for name, size in before.items() if name not in now]
   new = [f"{name} ({size:,} bytes)" for name, size in now.items() if name not in before]
   resized = [

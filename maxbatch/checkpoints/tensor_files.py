@@ -42,7 +42,6 @@ class StoredArray:
 
   @property
   def nbytes(self) -> int:
-    """Bytes of its values."""
     return math.prod(self.shape) * self.dtype.itemsize
 
   def blocks(self) -> Iterator[np.ndarray]:
@@ -58,7 +57,6 @@ def block_indices(
 
   Args:
     shape: of the whole array.
-    dtype: of its values.
     rows_together: parts are multiples of so many rows, however large.
   """
   if not shape:
@@ -109,7 +107,6 @@ class TensorSpec:
 
   @property
   def nbytes(self) -> int:
-    """Bytes of its values."""
     return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -117,25 +114,17 @@ class TensorFolder:
   """The tensors of a folder, of which nothing is in memory, and no file is open."""
 
   def __init__(self, folder: Path):
-    """Looks for model.safetensors, or for the files that the index beside them names.
-
-    Raises:
-      UserError: there are none, or they are not what the index says.
-    """
+    """Looks for model.safetensors, or for the files that the index beside them names. Raises
+    UserError: there are none, or they are not what the index says."""
     self.folder = folder
     self._tensors = _find_tensors(folder)
 
   @property
   def names(self) -> list[str]:
-    """All tensors, sorted."""
     return sorted(self._tensors)
 
   def __getitem__(self, name: str) -> StoredArray:
-    """One tensor, still on disk.
-
-    Raises:
-      UserError: numpy has no such dtype.
-    """
+    """One tensor, still on disk. Raises UserError: numpy has no such dtype."""
     path, place = self._tensors[name]
     code, shape = place["dtype"], tuple(place["shape"])
     if code not in _DTYPES:
@@ -195,7 +184,6 @@ def _find_tensors(folder: Path) -> _Tensors:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-  """Which file has which tensor."""
   try:
     named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     inside = all(Path(name).name == name for name in named.values())
@@ -247,13 +235,11 @@ def write_tensors(
   """Writes tensors into a folder that has none, one file after the other, and their index last.
 
   Args:
-    folder: it is there.
     specs: the tensors, in the order in which they are written.
     values: all their values in the same order, in parts of which each belongs to one tensor.
     max_file_bytes: more than that is in several files; a larger tensor has one of its own.
 
-  Raises:
-    OSError: a file cannot be written.
+  Raises OSError: a file cannot be written.
   """
   files, parts = _divided(specs, max_file_bytes), iter(values)
   for name, inside in files.items():
@@ -268,7 +254,6 @@ def write_tensors(
 
 
 def _divided(specs: Sequence[TensorSpec], max_file_bytes: int) -> dict[str, list[TensorSpec]]:
-  """The tensors of each file, by its name."""
   files: list[list[TensorSpec]] = [[]]
   for spec in specs:
     taken = sum(each.nbytes for each in files[-1])
@@ -317,5 +302,4 @@ def _bytes(piece: np.ndarray) -> memoryview:
 
 
 def total_bytes(specs: Iterable[TensorSpec]) -> int:
-  """Bytes of all values."""
   return sum(spec.nbytes for spec in specs)

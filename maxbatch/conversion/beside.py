@@ -37,11 +37,8 @@ _ALONE = {HuggingFaceTokenizer: "tokenizer.json", SentencePieceTokenizer: "token
 
 
 def carry_along(source: Path, target: Path) -> None:
-  """Copies what a model's folder holds beside its weights.
-
-  Raises:
-    OSError: a file cannot be read or written.
-  """
+  """Copies what a model's folder holds beside its weights. Raises OSError: a file cannot be read or
+  written."""
   target.mkdir(exist_ok=True)
   for name in (CONFIG, GENERATION, *TOKENIZER):
     if (source / name).is_file():
@@ -49,11 +46,8 @@ def carry_along(source: Path, target: Path) -> None:
 
 
 def tokenizer_keys(folder: Path, run: RunFolder) -> list[str]:
-  """The keys for the tokenizer of a model's folder, once it is carried along into a run's.
-
-  Raises:
-    UserError: tokenizer_config.json cannot be read.
-  """
+  """The keys for the tokenizer of a model's folder, once it is carried along into a run's. Raises
+  UserError: tokenizer_config.json cannot be read."""
   place = f"tokenizer_path={run.hugging_face.absolute()}"
   if (folder / "tokenizer.json").is_file():
     # A model without such a token was not trained with one.
@@ -115,7 +109,6 @@ def token_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _tokenizer_config(tokenizer: FileTokenizer) -> dict[str, Any]:
-  """The least that transformers needs to know of a tokenizer.json."""
   if not isinstance(tokenizer, HuggingFaceTokenizer):
     return {"tokenizer_class": "LlamaTokenizer"}
   ids = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
@@ -140,12 +133,10 @@ def model_folder(key: str, name: str, token: str = "") -> Path:
   """The folder that `key=name` means; a name on the hub is downloaded, unless it is in its cache.
 
   Args:
-    key: of the name, for errors.
     name: a folder, or a model as OWNER/MODEL.
     token: hf_access_token; empty: as the hub's library finds one.
 
-  Raises:
-    UserError: there is neither.
+  Raises UserError: there is neither.
   """
   given, path = f"{key}={name}", Path(name).expanduser()
   if is_url(name):

@@ -40,7 +40,6 @@ def converted(
 
 
 def model_keys(config: Config) -> dict[str, Any]:
-  """The keys that say what a model computes, as JSON values."""
   values = to_flat_dict(config)
   return {key: values[key] for key in (*SHAPE, *PLAIN)}
 
@@ -61,8 +60,7 @@ def whole_folder(given: str, instead: str, folder: Path, num_bytes: int) -> Iter
     folder: where nothing is yet, or an empty folder.
     num_bytes: of the weights that will be written.
 
-  Raises:
-    UserError: something is there, another process writes it, or there is no space.
+  Raises UserError: something is there, another process writes it, or there is no space.
   """
   if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
     raise UserError(

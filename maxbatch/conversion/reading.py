@@ -64,7 +64,6 @@ def _range(index: Index, shape: Shape, before: int = 0) -> slice:
 
 
 def _held(index: Index, shape: Shape) -> Index:
-  """What `_range` covers of each of the dims."""
   return (*index[:1], *(slice(0, size) for size in shape[1:]))
 
 
@@ -92,14 +91,11 @@ def load_parameters(folder: Path, model: Model, wanted: Parameters) -> Parameter
   """Parameters of a Hugging Face folder, each part read where it is needed, and nowhere else.
 
   Args:
-    folder: with config.json and safetensors files.
-    model: a model that computes what the folder's does.
     wanted: ShapeDtypeStructs with shardings, of some or all of its parameters; values are cast to
       their dtypes. Adapters, which no folder has, are left out.
 
-  Raises:
-    UserError: the folder cannot be read, its family is not supported, a tensor is missing or left
-      over, or has another shape.
+  Raises UserError: the folder cannot be read, its family is not supported, a tensor is missing or
+  left over, or has another shape.
   """
   reader = reader_of(folder, model)
   return unflatten_dict(
@@ -113,10 +109,7 @@ def load_parameters(folder: Path, model: Model, wanted: Parameters) -> Parameter
 
 def reader_of(folder: Path, model: Model) -> "FolderReader":
   """What reads a model's parameters, all but adapters, from a folder that is checked to have them.
-
-  Raises:
-    UserError: see `load_parameters`.
-  """
+  Raises UserError: see `load_parameters`."""
   shapes = {
     path: leaf.shape
     for path, leaf in leaves_by_path(model.shapes()).items()
@@ -126,7 +119,6 @@ def reader_of(folder: Path, model: Model) -> "FolderReader":
 
 
 def leaves_by_path(tree: Parameters) -> dict[tuple[str, ...], Any]:
-  """Parameters, or what there is of each, by their paths."""
   return cast(dict[tuple[str, ...], Any], flatten_dict(tree))
 
 
@@ -149,12 +141,10 @@ class FolderReader:
     """Checks that the folder's tensors are those of the parameters.
 
     Args:
-      folder: with config.json and safetensors files.
       shapes: of the parameters by their paths, stacked ones with their leading dim.
       axes: the logical axes of their dims.
 
-    Raises:
-      UserError: see `load_parameters`.
+    Raises UserError: see `load_parameters`.
     """
     family, options = read_folder(folder)
     self.family, self.options = family, options
@@ -167,7 +157,6 @@ class FolderReader:
     self._check()
 
   def read(self, path: tuple[str, ...], index: Index, dtype: np.dtype) -> np.ndarray:
-    """A part of a parameter, in a dtype."""
     place = self._places[path]
     if not place.tensor.is_layered:
       theirs = self._tensors[self._names[place.tensor.name]]
@@ -245,7 +234,6 @@ def _as_stored(
 def _places(
   family: Family, shapes: Mapping[tuple[str, ...], Shape]
 ) -> dict[tuple[str, ...], Place]:
-  """Where each parameter is."""
   paths = {".".join(path): path for path in shapes}
   found: dict[tuple[str, ...], Place] = {}
   for tensor in family.table(paths):
@@ -256,7 +244,6 @@ def _places(
 
 
 def _names(tensors: TensorFolder, family: Family) -> dict[str, str]:
-  """The names in the files by those of the table, without what are no parameters."""
   named = {family.table_name(name): name for name in tensors.names}
   return {ours: theirs for ours, theirs in named.items() if ours is not None}
 

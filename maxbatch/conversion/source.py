@@ -52,11 +52,8 @@ class Source(Protocol):
     ...
 
   def check(self, model: Model) -> None:
-    """Reads no array.
-
-    Raises:
-      UserError: it does not have the model's parameters, or has others too; names them.
-    """
+    """Reads no array. Raises UserError: it does not have the model's parameters, or has others too;
+    names them."""
     ...
 
   def read(self, model: Model, wanted: Parameters) -> Parameters:
@@ -68,18 +65,14 @@ class Source(Protocol):
       model: what they are parameters of.
       wanted: ShapeDtypeStructs with shardings.
 
-    Raises:
-      UserError: they cannot be read, or are damaged.
+    Raises UserError: they cannot be read, or are damaged.
     """
     ...
 
 
 def find_source(key: str, given: str) -> Path:
-  """The folder that `key=given` names: of a step, of a run, for its newest, or of a model.
-
-  Raises:
-    UserError: there is nothing of the kind.
-  """
+  """The folder that `key=given` names: of a step, of a run, for its newest, or of a model. Raises
+  UserError: there is nothing of the kind."""
   path = Path(given).expanduser()
   if is_model_folder(path):
     return path.absolute()
@@ -87,11 +80,7 @@ def find_source(key: str, given: str) -> Path:
 
 
 def open_source(key: str, folder: Path) -> Source:
-  """What lies in a folder that `find_source` found.
-
-  Raises:
-    UserError: its record cannot be read.
-  """
+  """What lies in a folder that `find_source` found. Raises UserError: its record cannot be read."""
   if is_model_folder(folder):
     return _HuggingFace(key, folder)
   return CheckpointSource(key, folder, reading.read_step_record(key, folder))
@@ -112,11 +101,9 @@ class CheckpointSource:
 
   @property
   def model_keys(self) -> Mapping[str, Any]:
-    """As `Source.model_keys`."""
     return self.record["identity"]
 
   def check(self, model: Model) -> None:
-    """As `Source.check`."""
     theirs, ours = self._sizes(), {_name(path): leaf.shape for path, leaf in _flat(model.shapes())}
     adapted = any(_is_adapter(name) for name in theirs)
     if not adapted:
@@ -133,7 +120,6 @@ class CheckpointSource:
       )
 
   def read(self, model: Model, wanted: Parameters) -> Parameters:
-    """As `Source.read`."""
     flat, note = dict(_flat(wanted)), self._elsewhere
     names = {PARAMETERS + _name(path): path for path in flat}
     here = {name: flat[path] for name, path in names.items() if name in self.record["leaves"]}
@@ -150,7 +136,6 @@ class CheckpointSource:
     return self.record.get("notes", {}).get(FROZEN, {"leaves": {}})
 
   def _sizes(self) -> dict[str, tuple[int, ...]]:
-    """The shapes of all parameters of its model, wherever they are."""
     saved = {
       name.removeprefix(PARAMETERS): leaf
       for name, leaf in self.record["leaves"].items()
@@ -198,12 +183,7 @@ class _HuggingFace:
 
 
 def frozen_note(source: Source, frozen: Parameters) -> dict[str, Any]:
-  """What the checkpoints of a run note of parameters that they do not hold, as JSON.
-
-  Args:
-    source: where they are.
-    frozen: they themselves, layers in the model's order.
-  """
+  """What the checkpoints of a run note of parameters that they do not hold, as JSON."""
   flat = {_name(path): leaf for path, leaf in _flat(frozen)}
   prints = fingerprints(flat)
   return {
@@ -222,14 +202,11 @@ def read_frozen(
   """The parameters that a checkpoint does not hold, read where they are and verified.
 
   Args:
-    note: as `frozen_note` gave it.
-    model: what they are parameters of.
     wanted: ShapeDtypeStructs with shardings, in any dtypes.
     run: the folder of the run that wrote the checkpoint, where that is now.
     moved_to: the value of load_parameters_path, where they may be if not where they were.
 
-  Raises:
-    UserError: they are not there, or not the same any more.
+  Raises UserError: they are not there, or not the same any more.
   """
   key, flat = "load_parameters_path", dict(_flat(wanted))
   with sync_errors():
@@ -251,11 +228,8 @@ def read_frozen(
 
 
 def frozen_folder(note: Mapping[str, Any], run: Path, moved_to: str = "") -> Path:
-  """Where the parameters are that a checkpoint does not hold: where they were, or moved with its run.
-
-  Raises:
-    UserError: they are not to be found.
-  """
+  """Where the parameters are that a checkpoint does not hold: where they were, or moved with its
+  run. Raises UserError: they are not to be found."""
   folder = Path(note["folder"])
   beside = run.parent.joinpath(*folder.parts[-3:])
   converted = parameters_to_begin_with(RunFolder(run).checkpoints) if folder.name == "0" else None

@@ -39,15 +39,11 @@ def convert_to_folder(
   """Writes a checkpoint's parameters as a Hugging Face folder, adapters merged.
 
   Args:
-    step: the checkpoint's folder.
-    config: of the run that wrote it.
-    folder: where nothing is yet.
     dtype: of the tensors; empty: as in the checkpoint.
     vocab_size: how many rows of the vocabulary are written; 0: all.
 
-  Raises:
-    UserError: the checkpoint is not one of this configuration or is damaged, no family can say what
-      the model computes, or the folder is not to be written.
+  Raises UserError: the checkpoint is not one of this configuration or is damaged, no family can say
+  what the model computes, or the folder is not to be written.
   """
   checkpoint = whole_checkpoint(step, config)
   model = without_adapters(config.model)
@@ -78,8 +74,6 @@ def _write(
 
 
 class _Source:
-  """A checkpoint's parameters, by their paths as tables of families have them."""
-
   def __init__(self, checkpoint: WholeCheckpoint, config: Config, vocab_size: int):
     model = build_model(config.model, config.batch.max_target_length)
     self._checkpoint, self._vocab_size = checkpoint, vocab_size
@@ -131,7 +125,6 @@ def _leaf(path: str) -> str:
 
 
 def _check_model(checkpoint: WholeCheckpoint, config: Config) -> None:
-  """Refuses a configuration of another model. Raises UserError."""
   ours = model_keys(config)
   saved = {key: value for key, value in checkpoint.record["identity"].items() if key in ours}
   # An option of the model that the version which wrote it did not have was off.
@@ -145,7 +138,6 @@ def _check_model(checkpoint: WholeCheckpoint, config: Config) -> None:
 
 
 def _check_leaves(checkpoint: WholeCheckpoint, axes: Mapping[str, LogicalAxes]) -> None:
-  """Refuses a checkpoint that lacks a parameter, or has others. Raises UserError."""
   saved = {name for name in checkpoint.record["leaves"] if name.startswith(PARAMETERS)}
   ours = {_leaf(path) for path in axes}
   if different := sorted(saved ^ ours):
@@ -188,7 +180,6 @@ def _family(config: Config, vocab_size: int) -> tuple[Family, dict[str, Any]]:
 def _completed(
   values: dict[str, Any], config: Config, tokenizer: Tokenizer, dtype: np.dtype
 ) -> dict[str, Any]:
-  """With the special ids where none are said, and the dtype of the weights."""
   ids = {} if origin_of(config) else token_ids(tokenizer)
   key = "torch_dtype" if "torch_dtype" in values else "dtype"
   return ids | values | {key: dtype.name}

@@ -32,17 +32,8 @@ _KERNEL = ".kernel"
 
 
 def convert_to_peft(step: Path, config: Config, folder: Path) -> Converted:
-  """Writes a checkpoint's adapters as a folder that peft loads.
-
-  Args:
-    step: the checkpoint's folder.
-    config: of the run that wrote it.
-    folder: where nothing is yet.
-
-  Raises:
-    UserError: the run has no adapters, or other parameters trained too; or the folder is not to be
-      written.
-  """
+  """Writes a checkpoint's adapters as a folder that peft loads. Raises UserError: the run has no
+  adapters, or other parameters trained too; or the folder is not to be written."""
   model = build_model(
     config.model, config.batch.max_target_length, trainable=config.optimizer.trainable
   )
@@ -93,7 +84,6 @@ class _Fused:
 
   @property
   def num(self) -> int:
-    """How many of ours it is made of."""
     return len(self._adapted)
 
   @property
@@ -126,7 +116,6 @@ class _Fused:
     return self._checkpoint.whole(f"{PARAMETERS}{name.replace('.', '/')}/{part}")
 
   def _outputs(self, name: str) -> int:
-    """Columns of one layer's kernel."""
     shape = self._checkpoint[f"{PARAMETERS}{name.replace('.', '/')}/kernel"].shape
     return math.prod(shape[self.tensor.in_dims + self.tensor.is_layered :])
 

@@ -25,11 +25,9 @@ def convert_to_run(folder: Path, config: Config) -> Converted:
 
   Args:
     folder: with config.json and safetensors files.
-    config: of the run, with the model's keys as the folder's config.json has them.
 
-  Raises:
-    UserError: the folder's tensors are not those of the model, or the run's folder is not to be
-      written.
+  Raises UserError: the folder's tensors are not those of the model, or the run's folder is not to
+  be written.
   """
   policy = policy_of(config.precision)
   model = build_model(config.model, config.batch.max_target_length, policy=policy)
@@ -58,7 +56,6 @@ def convert_to_run(folder: Path, config: Config) -> Converted:
 def _values(
   reader: FolderReader, specs: dict[tuple[str, ...], TensorSpec], progress: ByteProgress
 ) -> Iterator[np.ndarray]:
-  """All parameters in parts, in the order of `specs`."""
   for path, spec in specs.items():
     for index in block_indices(spec.shape, spec.dtype):
       part = reader.read(path, index, spec.dtype)
@@ -67,7 +64,6 @@ def _values(
 
 
 def _notes(config: Config, reader: FolderReader) -> Iterator[str]:
-  """What is not as in the folder."""
   dtype = jnp.dtype(config.precision.weight_dtype)
   for theirs in sorted(
     each.name for each in reader.dtypes if jnp.promote_types(each, dtype) != dtype

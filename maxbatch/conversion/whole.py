@@ -42,11 +42,8 @@ class WholeCheckpoint:
     return self._holder(name)[name]
 
   def blocks(self, name: str) -> Iterator[np.ndarray]:
-    """All of an array in parts along its first dim, verified; with what adapters add to it.
-
-    Raises:
-      UserError: it is damaged.
-    """
+    """All of an array in parts along its first dim, verified; with what adapters add to it. Raises
+    UserError: it is damaged."""
     blocks = self._holder(name).blocks(name)
     beside = [f"{name.rpartition('/')[0]}/{each}" for each in ADAPTER]
     if not name.endswith("/kernel") or beside[0] not in self._adapters:
@@ -55,7 +52,6 @@ class WholeCheckpoint:
     yield from self._merged(blocks, self[name].shape, *map(self.whole, beside))
 
   def whole(self, name: str) -> np.ndarray:
-    """All of an array."""
     return np.concatenate([np.atleast_1d(block) for block in self.blocks(name)])
 
   def _holder(self, name: str) -> "StoredCheckpoint | _Elsewhere":
@@ -114,15 +110,8 @@ class _Elsewhere:
 
 
 def whole_checkpoint(step: Path, config: Config) -> WholeCheckpoint:
-  """A step's folder, with the frozen parameters that are elsewhere.
-
-  Args:
-    step: of a checkpoint.
-    config: of the run that wrote it.
-
-  Raises:
-    UserError: there is no checkpoint that can be read so, or what it rests on is gone.
-  """
+  """A step's folder, with the frozen parameters that are elsewhere. Raises UserError: there is no
+  checkpoint that can be read so, or what it rests on is gone."""
   checkpoint = open_checkpoint(step)
   note = checkpoint.record.get("notes", {}).get(FROZEN)
   if note is None:

@@ -93,7 +93,6 @@ class Chat:
     return {field.name: self.__dict__[field.name] for field in dataclasses.fields(self)}
 
   def __call__(self, value: object) -> Conversation | Bad:
-    """The tokens of a record's messages, or why there are none."""
     messages = _messages(value)
     if isinstance(messages, Bad):
       return messages
@@ -144,11 +143,11 @@ class Chat:
         raise ValueError(f"{len(answers)} answers, of which it marks {len(spans)}")
     else:
       spans = [self._added(messages, answer, text) for answer in answers]
-    wanted = [_weight(messages[answer]) for answer in answers]
-    return text, [span for span, is_wanted in zip(spans, wanted, strict=True) if is_wanted]
+    # An answer of weight 0 is not trained on.
+    wanted = [messages[answer].get("weight", 1) for answer in answers]
+    return text, [span for span, weight in zip(spans, wanted, strict=True) if weight]
 
   def _added(self, messages: Sequence[Mapping[str, Any]], answer: int, text: str) -> _Span:
-    """What one message adds to those before it."""
     before = self._render(messages[:answer], add_generation_prompt=True)
     after = self._render(messages[: answer + 1])
     if not (after.startswith(before) and text.startswith(after)):
@@ -167,11 +166,8 @@ class Chat:
 
 
 def build_chat(data: DataConfig, tokenizer: Tokenizer) -> Chat | None:
-  """How conversations become tokens, if the keys ask for it.
-
-  Raises:
-    UserError: keys that need each other, or the tokenizer has no chat template that works.
-  """
+  """How conversations become tokens, if the keys ask for it. Raises UserError: keys that need each
+  other, or the tokenizer has no chat template that works."""
   if not data.use_chat_template:
     if data.sft_train_on_completion_only:
       raise UserError(
@@ -239,7 +235,6 @@ def _template(tokenizer: HuggingFaceTokenizer) -> str:
 
 
 def _messages(value: object) -> list[dict[str, Any]] | Bad:
-  """The messages of a record, which may be in JSON."""
   if isinstance(value, str | bytes):
     try:
       value = json.loads(value)
@@ -257,13 +252,7 @@ def _messages(value: object) -> list[dict[str, Any]] | Bad:
   return messages or Bad("no messages")
 
 
-def _weight(message: Mapping[str, Any]) -> bool:
-  """Whether an answer is trained on: `weight` 0 leaves it out."""
-  return bool(message.get("weight", 1))
-
-
 def _texts(value: object) -> Iterator[str]:
-  """Every text anywhere in the messages."""
   if isinstance(value, str):
     yield value
   elif isinstance(value, Mapping):

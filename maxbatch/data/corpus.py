@@ -36,8 +36,7 @@ def build_corpus(
     given_for_validation: None: a part of `sources`.
     eval_key: the key that gives them.
 
-  Raises:
-    UserError: an input is unreadable, empty or too short; names it.
+  Raises UserError: an input is unreadable, empty or too short; names it.
   """
   folder = token_caches(data.dataset_cache_directory)
   eval_sources, parts = sources, split(sources, data.eval_fraction)
@@ -93,17 +92,13 @@ def _copied(parts: Split, recipe: Recipe, eval_recipe: Recipe, folder: Path) -> 
 
 
 def recipe_of(data: DataConfig, tokenizer: Tokenizer, sources: Sources) -> Recipe:
-  """How the documents of `sources` become tokens."""
   chat = build_chat(data, tokenizer)
   return Recipe(sources, tokenizer, data.add_bos, data.add_eos, data.max_bad_records, chat)
 
 
 def with_validation(sources: Sources, eval_sources: Sources) -> Split:
-  """All of `eval_sources` for validation, and for training the rest of what is for training.
-
-  Raises:
-    UserError: there is no rest.
-  """
+  """All of `eval_sources` for validation, and for training the rest of what is for training. Raises
+  UserError: there is no rest."""
   held_out = {os.path.realpath(file.path) for file in eval_sources.files}
   train, _, test = split(sources, 0)
   kept = [each for each in train if os.path.realpath(each.file.path) not in held_out]
@@ -166,7 +161,6 @@ def _describe(
   validation: TokenCache | None,
   folder: Path,
 ) -> str:
-  """One line on what is read, then which file is for what, and how many are not read."""
   what = "the Python standard library" if sources.kind == "stdlib" else sources.path
   if sources.format != "text":
     what += f" ({sources.format}, column {sources.column})"
@@ -182,7 +176,8 @@ def _describe(
   if parts.validation:
     lines.append(f"validation: {described(parts.validation)}")
   read = (*parts.train, *parts.validation)
-  if sources.format == "text" and (markup := [each for each in read if _is_record(each)]):
+  markup = [each for each in read if each.file.name.removesuffix(".gz").endswith(_RECORDS)]
+  if sources.format == "text" and markup:
     lines.append(f"as it stands, keys and quotes included: {described(markup)}")
   if parts.left_out:
     lines.append(f"on neither side, by name: {described(parts.left_out)}")
@@ -193,18 +188,10 @@ def _describe(
     )
   for part, cache in {"training": train, "validation": validation}.items():
     if cache and cache.num_bad:
-      lines.append(f"bad in {part}: {cache.num_bad:,}, the first: {_problem(cache.first_bad)}")
+      # What the error says is wrong, without what to do, which has been done.
+      problem = cache.first_bad.partition("; correct it")[0]
+      lines.append(f"bad in {part}: {cache.num_bad:,}, the first: {problem}")
   return "\n".join(lines)
-
-
-def _problem(message: str) -> str:
-  """What an error says is wrong, without what to do, which has been done."""
-  return message.partition("; correct it")[0]
-
-
-def _is_record(document: Document) -> bool:
-  """Whether the file is of a format whose text is only part of it."""
-  return document.file.name.removesuffix(".gz").endswith(_RECORDS)
 
 
 def _documents(count: int) -> str:

@@ -37,7 +37,6 @@ class FirstRows:
     return min(self.count, len(self.source))
 
   def rows(self, indices: np.ndarray) -> Arrays:
-    """See `RowSource.rows`."""
     return self.source.rows(indices)
 
 

@@ -48,6 +48,11 @@ def clear_padding(array_RT: np.ndarray, filled_R: np.ndarray) -> None:
     array_RT[row, filled_R[row] :] = 0
 
 
+def _blank(shape_RT: tuple[int, int], pad_id: int) -> Arrays:
+  tokens = {name: np.full(shape_RT, pad_id, np.int32) for name in ("inputs", "targets")}
+  return tokens | {"weights": np.ones(shape_RT, np.float32)}
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenWindows:
   """The rows of one cache."""
@@ -71,11 +76,7 @@ class TokenWindows:
     num_inputs_R = np.minimum(cache.num_tokens - starts_R, self.length)
     num_targets_R = np.minimum(cache.num_tokens - starts_R - 1, self.length)
     places_R = np.arange(len(indices)) * self.length
-    arrays = {
-      "inputs": np.full(shape_RT, self.pad_id, np.int32),
-      "targets": np.full(shape_RT, self.pad_id, np.int32),
-      "weights": np.ones(shape_RT, np.float32),
-    }
+    arrays = _blank(shape_RT, self.pad_id)
     cache.copy_tokens(starts_R, num_inputs_R, arrays["inputs"], places_R)
     cache.copy_tokens(starts_R + 1, num_targets_R, arrays["targets"], places_R)
     cache.copy_weights(starts_R + 1, num_targets_R, arrays["weights"], places_R)
@@ -115,11 +116,7 @@ class PackedRows:
     # Without padding pieces would lie one after the other.
     padding_R = shape_RT[1] - filled_R
     places_P = np.cumsum(lengths_P) - lengths_P + (np.cumsum(padding_R) - padding_R)[rows_P]
-    arrays = {
-      "inputs": np.full(shape_RT, self.pad_id, np.int32),
-      "targets": np.full(shape_RT, self.pad_id, np.int32),
-      "weights": np.ones(shape_RT, np.float32),
-    }
+    arrays = _blank(shape_RT, self.pad_id)
     self.cache.copy_tokens(starts_P, lengths_P, arrays["inputs"], places_P)
     self.cache.copy_tokens(starts_P + 1, lengths_P, arrays["targets"], places_P)
     self.cache.copy_weights(starts_P + 1, lengths_P, arrays["weights"], places_P)
@@ -133,10 +130,7 @@ class PackedRows:
 
 def layout_of(data: DataConfig, length: int) -> Layout | None:
   """How documents are packed into rows of `length` tokens; None: concatenated and then divided.
-
-  Raises:
-    UserError: use_truncation=true where no document is longer than its row.
-  """
+  Raises UserError: use_truncation=true where no document is longer than its row."""
   if not data.packing:
     return Layout(length, "alone", data.use_truncation)
   if data.grain_packing_type != "concat_then_split":
@@ -165,19 +159,8 @@ def document_rows(
   folder: Path,
   part: str,
 ) -> RowSource:
-  """The rows of `length` tokens of the documents of `cache`.
-
-  Args:
-    cache: the tokens.
-    data: the keys that say how documents become rows.
-    tokenizer: of the tokens.
-    length: tokens of a row.
-    folder: where caches are kept, and the pack index too.
-    part: "train" or "validation".
-
-  Raises:
-    UserError: keys that exclude each other, the index cannot be written, or there is no row.
-  """
+  """The rows of `length` tokens of the documents of `cache`. Raises UserError: keys that exclude
+  each other, the index cannot be written, or there is no row."""
   layout = layout_of(data, length)
   if layout is None:
     return TokenWindows(cache, length, data.segmented, tokenizer.pad_id)

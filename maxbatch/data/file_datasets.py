@@ -4,32 +4,17 @@ import os
 from pathlib import Path
 
 from maxbatch.config.schema import DataConfig
-from maxbatch.data.corpus import build_corpus
-from maxbatch.data.dataset import Dataset
 from maxbatch.data.object_store import OpenStore, is_url
 from maxbatch.data.optional import library
 from maxbatch.data.record_files import AUTO, Columns, resolve_records
 from maxbatch.data.sources import SourceFile, Sources, resolve
 from maxbatch.data.split import Given
-from maxbatch.data.tokenizer import Tokenizer
 from maxbatch.errors import UserError
 
 
-def build_text(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
-  """The text of `dataset_path` in rows of `max_target_length` tokens.
-
-  Raises:
-    UserError: an input is missing, unreadable, not text, empty or too short; names it.
-  """
-  return build_corpus(data, tokenizer, max_target_length, *find_text(data))
-
-
 def find_text(data: DataConfig) -> Given:
-  """The files of `dataset_path` and `eval_dataset_path`.
-
-  Raises:
-    UserError: one is missing, or is to hold weights or token ids.
-  """
+  """The files of `dataset_path` and `eval_dataset_path`. Raises UserError: one is missing, or is to
+  hold weights or token ids."""
   if data.weights_column:
     raise UserError(
       f"weights_column={data.weights_column}: files of text have no columns; set weights_column='', or "
@@ -51,9 +36,6 @@ def find_text(data: DataConfig) -> Given:
   return Given(sources, validation, "eval_dataset_path")
 
 
-_FORM = "grain_file_type"
-
-
 def train_columns(data: DataConfig) -> Columns:
   """What of a record is the document to train on."""
   names, tokenize = data.train_data_columns, data.tokenize_train_data
@@ -66,30 +48,15 @@ def eval_columns(data: DataConfig) -> Columns:
   return Columns("eval_data_columns", names, tokenize, data.weights_column)
 
 
-def build_grain(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
-  """The records of `grain_train_files` in rows of `max_target_length` tokens.
-
-  Raises:
-    UserError: an input is missing, unreadable, of another format, empty or too short; names it.
-  """
-  return build_corpus(data, tokenizer, max_target_length, *find_grain(data))
-
-
 def find_grain(data: DataConfig) -> Given:
-  """The files of `grain_train_files` and `grain_eval_files`.
-
-  Raises:
-    UserError: one is missing, or is of another format.
-  """
-  form = data.grain_file_type
-  sources = resolve_records(
-    "grain_train_files", data.grain_train_files, train_columns(data), form, _FORM
-  )
-  eval_key, validation = "grain_eval_files", None
+  """The files of `grain_train_files` and `grain_eval_files`. Raises UserError: one is missing, or
+  is of another format."""
+  form = data.grain_file_type, "grain_file_type"
+  columns, eval_key, validation = train_columns(data), "grain_eval_files", None
+  train = resolve_records("grain_train_files", data.grain_train_files, columns, *form)
   if data.grain_eval_files:
-    columns = eval_columns(data)
-    validation = resolve_records(eval_key, data.grain_eval_files, columns, form, _FORM)
-  return Given(sources, validation, eval_key)
+    validation = resolve_records(eval_key, data.grain_eval_files, eval_columns(data), *form)
+  return Given(train, validation, eval_key)
 
 
 _BUILDERS = {"parquet": "parquet", "json": "jsonl", "arrow": "arrow"}
@@ -97,22 +64,9 @@ _BUILDERS = {"parquet": "parquet", "json": "jsonl", "arrow": "arrow"}
 _EVAL_WORDS = ("valid", "validation", "val", "eval", "dev", "test")
 
 
-def build_hf(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
-  """The records of `hf_path` in rows of `max_target_length` tokens.
-
-  Raises:
-    UserError: an input is missing, unreadable, of another format, empty or too short; names it.
-  """
-  given = find_hf(data) or _of_name(data)
-  return build_corpus(data, tokenizer, max_target_length, *given)
-
-
 def find_hf(data: DataConfig) -> Given | None:
-  """The files of `hf_path`; None for a name, which the datasets library has to look up.
-
-  Raises:
-    UserError: an input is missing, or of another format.
-  """
+  """The files of `hf_path`; None for a name, which the datasets library has to look up. Raises
+  UserError: an input is missing, or of another format."""
   if not data.hf_path:
     raise UserError(
       "dataset_type=hf needs hf_path: a dataset's folder, a name such as allenai/c4, or "
@@ -169,7 +123,6 @@ def _of_folder(data: DataConfig, folder: str) -> Given:
 
 
 def _within(folder: str, files: str) -> str:
-  """The files of a folder's dataset, which may also be elsewhere."""
   return files if is_url(files) else os.path.join(folder, files)
 
 
@@ -187,7 +140,7 @@ def _split(name: str, key: str, folder: str, columns: Columns) -> Sources:
   return resolve_records(key, path, columns, "arrow", "hf_path")
 
 
-def _of_name(data: DataConfig) -> Given:
+def of_name(data: DataConfig) -> Given:
   """A dataset that the datasets library finds by name, downloads and keeps as Arrow files."""
   train = _loaded(data, "train_split", data.train_split, data.hf_train_files, train_columns(data))
   if not (data.hf_eval_split or data.hf_eval_files):
@@ -239,7 +192,6 @@ def _sources(key: str, name: str, paths: list[Path], columns: Columns) -> Source
 
 
 def _refuse(what: str, path: str, **given: str) -> None:
-  """Refuses keys that mean nothing beside an hf_path of this kind."""
   if unread := [f"{key}={value}" for key, value in given.items() if value]:
     raise UserError(
       f"hf_path={path} is {what}, beside which {' '.join(unread)} means nothing; leave it empty"

@@ -50,11 +50,8 @@ def tokenize_rate(
   seconds: float,
   clock: Callable[[], float] = time.perf_counter,
 ) -> TokenizeRate:
-  """Tokenizes documents until `seconds` are over, or all are done.
-
-  Raises:
-    UserError: a document cannot be read; names it.
-  """
+  """Tokenizes documents until `seconds` are over, or all are done. Raises UserError: a document
+  cannot be read; names it."""
   began = clock()
   sink = _Sink(lambda: clock() - began > seconds)
   with contextlib.suppress(_EnoughError):
@@ -72,8 +69,6 @@ class _EnoughError(Exception):
 
 
 class _Sink(io.BytesIO):
-  """Counts what is written, and keeps its beginning."""
-
   def __init__(self, is_over: Callable[[], bool]):
     super().__init__()
     self._is_over = is_over
@@ -144,7 +139,6 @@ class InputReport:
   missing: tuple[str, ...]
 
   def as_dict(self) -> dict[str, Any]:
-    """For JSON."""
     found = dataclasses.asdict(self)
     found["sources"] = [
       dataclasses.asdict(one) | {"cold_seconds": one.cold_seconds} for one in self.sources
@@ -164,7 +158,6 @@ class InputReport:
     )
 
   def lines(self) -> list[str]:
-    """The rest, in lines."""
     lines = [_source_line(one) for one in self.sources]
     lines += [f"tokens: {self.tokenizer}", f"rows: {self.rows}"]
     lines += [f"loads: {line}" for line in map(_load_line, self.loads)]
@@ -181,13 +174,9 @@ def input_report(
   """Looks at the files that a run would read.
 
   Args:
-    data: the keys.
-    plan: the run's sizes.
-    num_hosts: processes of the run.
     measure: tokenize for a moment what is not in the cache, to tell how long all of it takes.
 
-  Raises:
-    UserError: a file is not there, or cannot be used.
+  Raises UserError: a file is not there, or cannot be used.
   """
   tokenizer = build_tokenizer(data)
   sources = tuple(

@@ -43,8 +43,6 @@ def train_loader(
   """The training steps in order, each as `Rows` of global arrays [C, B, T].
 
   Args:
-    source: the rows, for example `Dataset.train`.
-    seed: `data_shuffle_seed`.
     steps: the steps to come, without gaps; the first may begin at any sample.
     micro_batch: rows of a microbatch over all devices.
     capacity: microbatches of the largest step; smaller steps are filled up with weight 0.
@@ -52,10 +50,8 @@ def train_loader(
     load_factor: samples read at once, as a multiple of the step's (`expansion_factor_real_data`).
     worker_count: processes that read ahead (`grain_worker_count`); 0: a thread.
     loading: the processes that read for all; none: each for its own devices.
-    ahead: how far reading is ahead.
 
-  Raises:
-    UserError: `load_factor` does not make whole loads; from the iterator: reading failed.
+  Raises UserError: `load_factor` does not make whole loads; from the iterator: reading failed.
   """
   place = RowPlacement(sharding, row_dim=1, num_rows=micro_batch, loading=tuple(loading))
   table = StepTable(steps, micro_batch)
@@ -207,7 +203,6 @@ class ChainedLoader(Iterator[Rows]):
     self.close()
 
   def close(self) -> None:
-    """Closes the loader that is open."""
     if self._current is not None:
       self._current.close()
       self._current = None

@@ -44,11 +44,8 @@ class MixedPaths(NamedTuple):
 
 
 def mixed_paths(data: DataConfig) -> MixedPaths | None:
-  """The mixture that the keys describe, if they do.
-
-  Raises:
-    UserError: keys that exclude each other, a file that cannot be read, or weights that are none.
-  """
+  """The mixture that the keys describe, if they do. Raises UserError: keys that exclude each other,
+  a file that cannot be read, or weights that are none."""
   if data.grain_train_mixture_config_path:
     key = f"grain_train_mixture_config_path={data.grain_train_mixture_config_path}"
     named = _from_file(key, data.grain_train_mixture_config_path)
@@ -73,7 +70,6 @@ def mixed_paths(data: DataConfig) -> MixedPaths | None:
 
 
 def _check_alone(data: DataConfig, key: str) -> None:
-  """Refuses other keys that say what to read."""
   if data.grain_train_mixture_config_path and data.dataset_mixture:
     raise UserError(f"{key} and dataset_mixture: one of them; for example dataset_mixture=[]")
   path_key, path = path_of(data)
@@ -86,7 +82,6 @@ def _check_alone(data: DataConfig, key: str) -> None:
 
 
 def _place(path: str) -> str:
-  """The path in one of its spellings."""
   return path.rstrip("/") if is_url(path) else os.path.normpath(os.path.expanduser(path))
 
 
@@ -132,7 +127,6 @@ def _weighted(files: str, each: str) -> tuple[str, Fraction]:
 
 
 def _from_file(key: str, path: str) -> Mapping[str, tuple[str, Fraction]]:
-  """Path and weight of each source by name, from MaxText's JSON file."""
   try:
     content = json.loads(
       Path(path).expanduser().read_text(encoding="utf-8"),
@@ -253,10 +247,8 @@ def build(
 ) -> Dataset:
   """The mixture of the datasets that `build_one` makes of each source's path.
 
-  Validation is by source, unless a key names one set for all.
-
-  Raises:
-    UserError: a source cannot be used; names it.
+  Validation is by source, unless a key names one set for all. Raises UserError: a source cannot be
+  used; names it.
   """
   datasets: dict[str, Dataset] = {}
   for name, path in zip(mixed.mixture.names, mixed.paths, strict=True):
@@ -283,7 +275,6 @@ def alone(data: DataConfig, path: str) -> DataConfig:
 
 
 def _validated(dataset: Dataset, mixture: Mixture, datasets: Mapping[str, Dataset]) -> Dataset:
-  """The dataset with the validation rows of each source that has any."""
   shares = dict(zip(mixture.names, mixture.phases[-1].shares, strict=True))
   held_out = {name: each.validation for name, each in datasets.items() if each.validation}
   total = sum(shares[name] for name in held_out)
@@ -304,7 +295,6 @@ def _validated(dataset: Dataset, mixture: Mixture, datasets: Mapping[str, Datase
 
 
 def _fingerprint(mixture: Mixture, datasets: Mapping[str, Dataset]) -> str:
-  """Of the sources, their order, which decides on their seeds, and their weights."""
   phases = [(phase.first_sample, phase.weights) for phase in mixture.phases]
   return _digest([VERSION, phases, [each.fingerprint for each in datasets.values()]])
 
@@ -314,7 +304,6 @@ def _digest(content: object) -> str:
 
 
 def _files(files: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
-  """The files of all sources, each under its source's name."""
   return {f"{name}: {file}": size for name, each in files.items() for file, size in each.items()}
 
 

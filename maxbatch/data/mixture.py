@@ -127,7 +127,6 @@ class JoinedRows:
     return int(self.begins[-1])
 
   def rows(self, indices: np.ndarray) -> Arrays:
-    """See `RowSource.rows`."""
     which = np.searchsorted(self.begins, indices, side="right") - 1
     joined: Arrays = {}
     for source in np.unique(which) if len(which) else [0]:

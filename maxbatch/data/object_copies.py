@@ -32,7 +32,6 @@ class _DamagedError(Exception):
 
 
 def is_object(file: SourceFile) -> bool:
-  """Whether a file is in an object store."""
   return is_url(file.path)
 
 
@@ -58,16 +57,9 @@ def copies_in(folder: Path) -> Iterator[None]:
 
 
 def copy_objects(key: str, documents: Sequence[Document]) -> None:
-  """Copies the objects that the documents lie in, each once, whoever else needs it too.
-
-  Args:
-    key: the configuration key that named them.
-    documents: of objects, or not.
-
-  Raises:
-    UserError: the store does not answer, an object has changed or is damaged, or a copy cannot be
-      written.
-  """
+  """Copies the objects that the documents lie in, each once, whoever else needs it too. Raises
+  UserError: the store does not answer, an object has changed or is damaged, or a copy cannot be
+  written."""
   files = {each.file.copy: each.file for each in documents if is_object(each.file)}
   for group in _groups([file for file in files.values() if not _is_there(file)]):
     copy = Path(group[0].copy)
@@ -85,7 +77,6 @@ def copy_objects(key: str, documents: Sequence[Document]) -> None:
 
 
 def remove_copies(documents: Sequence[Document]) -> None:
-  """Removes the copies that nobody needs any more."""
   for document in documents:
     Path(document.file.copy).unlink(missing_ok=True)
 

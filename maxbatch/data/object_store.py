@@ -75,11 +75,8 @@ class OpenStore:
 
   @classmethod
   def of(cls, key: str, url: str) -> Self:
-    """The store that `url`, the value of the configuration key `key`, names.
-
-    Raises:
-      UserError: there is none of that kind, the URL names no bucket, or its package is not installed.
-    """
+    """The store that `url`, the value of the configuration key `key`, names. Raises UserError:
+    there is none of that kind, the URL names no bucket, or its package is not installed."""
     scheme = url.partition(_SEPARATOR)[0]
     if scheme not in STORES:
       known = ", ".join(f"{name}://" for name in STORES)
@@ -93,11 +90,8 @@ class OpenStore:
     return cls(key, STORES[scheme], STORES[scheme].open(f"{key}={url}"))
 
   def listed(self, url: str) -> list[StoredObject]:
-    """The object of that name, or those below it, or those that a glob matches; may be none.
-
-    Raises:
-      UserError: the store does not answer, or refuses to.
-    """
+    """The object of that name, or those below it, or those that a glob matches; may be none. Raises
+    UserError: the store does not answer, or refuses to."""
     path = _path(url)
     ask = self.system.glob if glob.has_magic(path) else self.system.find
     found = self._tried(url, lambda: ask(path, detail=True))
@@ -108,11 +102,8 @@ class OpenStore:
     return [self._object(info) for info in found.values() if _is_object(info)]
 
   def read(self, ranges: Sequence[Range]) -> list[bytes]:
-    """The contents of all ranges, asked for at once.
-
-    Raises:
-      UserError: the store does not answer, refuses to, or sends something else.
-    """
+    """The contents of all ranges, asked for at once. Raises UserError: the store does not answer,
+    refuses to, or sends something else."""
     contents: dict[int, bytes] = {}
 
     def read_missing() -> None:
@@ -214,5 +205,4 @@ def names_within(root: str, paths: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def common_folder(paths: Sequence[str]) -> str:
-  """The deepest folder that holds all of them."""
   return os.path.commonpath([os.path.dirname(path) for path in paths])

@@ -14,8 +14,7 @@ def library(name: str, what: str, extra: str = "data") -> Any:
     what: what needs it, for the message: a key and its value, or a file.
     extra: the extra of maxbatch that installs it.
 
-  Raises:
-    UserError: it is not installed, or cannot be imported.
+  Raises UserError: it is not installed, or cannot be imported.
   """
   try:
     return pkgutil.resolve_name(f"{name}:")

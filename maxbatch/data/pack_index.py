@@ -79,7 +79,6 @@ def pack(offsets: np.ndarray, length: int, fit: Fit, group: int, *, truncate: bo
   Args:
     offsets: the first token of each document, and the end of the last.
     length: T, the places of a row.
-    fit: how rests are packed.
     group: documents per group; the first group begins at the first document.
     truncate: drop what is beyond the first T places of a document.
   """
@@ -206,11 +205,9 @@ class PackIndex:
     return Pieces(starts[which], lengths[which], counts)
 
   def __getstate__(self) -> dict[str, object]:
-    """Leaves the mapping out."""
     return {field.name: self.__dict__[field.name] for field in dataclasses.fields(self)}
 
   def __str__(self) -> str:
-    """What packing came to, in a line."""
     packed = self.packed
     padding = 1 - packed.num_filled / (packed.num_rows * self.layout.length)
     shared = {"first_fit": "first fit, ", "best_fit": "best fit, "}.get(self.layout.fit, "")
@@ -224,17 +221,8 @@ class PackIndex:
 
 
 def open_or_build(folder: Path, part: str, cache: TokenCache, layout: Layout) -> PackIndex:
-  """The index of the documents of `cache`: opened in `folder`, or built there.
-
-  Args:
-    folder: the folder of all caches.
-    part: "train" or "validation", part of the file's name.
-    cache: the documents.
-    layout: how they become rows.
-
-  Raises:
-    UserError: the folder cannot be written.
-  """
+  """The index of the documents of `cache`: opened in `folder`, or built there. Raises UserError:
+  the folder cannot be written."""
   prints = [(each.fingerprint, each.documents_fingerprint) for each in cache.shards]
   content = json.dumps([prints, layout.length, layout.name])
   path = folder / f"{part}-{_new_hash(content.encode()).hexdigest()}.rows"
@@ -269,7 +257,6 @@ def _size(packed: Packed) -> int:
 
 
 def _open(path: Path, layout: Layout) -> PackIndex | None:
-  """The index at `path` if it exists and is intact."""
   if not path.exists() or not _metadata_path(path).exists():
     return None
   try:

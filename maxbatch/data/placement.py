@@ -155,7 +155,6 @@ class RowPlacement:
     return jax.make_array_from_callback(shape, place, local)
 
   def _of_rank(self, rank: int) -> NamedSharding:
-    """The sharding for arrays with fewer dimensions, such as the sample ids."""
     return NamedSharding(self.sharding.mesh, PartitionSpec(*self.sharding.spec[:rank]))
 
 

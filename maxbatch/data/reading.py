@@ -215,7 +215,6 @@ def _nothing(order: ReadOrder) -> Generator[Arrays]:
 def _start(
   plan: ReadPlan, order: ReadOrder, worker_count: int, ahead: ReadAhead
 ) -> grain.DatasetIterator[Arrays]:
-  """Begins to read loads ahead: in threads, or in processes that take turns."""
   loads = grain.MapDataset.source(plan).map(order)
   if not worker_count:
     read = grain.ReadOptions(

@@ -33,12 +33,10 @@ def resolve_records(key: str, path: str, columns: Columns, form: str, form_key: 
   """The files of records that `path`, the value of the configuration key `key`, stands for.
 
   Args:
-    columns: what of a record is the document.
     form: the format's name, or "auto": as the names of the files say.
     form_key: the key that gives it, for errors.
 
-  Raises:
-    UserError: nothing is there, several formats are mixed, or a numbered file is missing.
+  Raises UserError: nothing is there, several formats are mixed, or a numbered file is missing.
   """
   if len(columns.names) != 1 or not columns.names[0]:
     raise UserError(
@@ -95,7 +93,6 @@ def _refuse_mixture(key: str, path: str) -> None:
 
 
 def _format(found: Sources, form_key: str) -> str:
-  """The one format of all files, as their names say."""
   examples: dict[str, list[str]] = collections.defaultdict(list)
   for file in found.files:
     examples[format_of(file.name)].append(file.name)

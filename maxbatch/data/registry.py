@@ -7,6 +7,7 @@ from collections.abc import Callable
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import DataConfig
 from maxbatch.data import file_datasets, mixed, synthetic
+from maxbatch.data.corpus import build_corpus
 from maxbatch.data.dataset import Dataset, RowSource
 from maxbatch.data.mixed import mixed_paths
 from maxbatch.data.mixture import MixedRows
@@ -40,14 +41,6 @@ TOKENIZERS: dict[str, Callable[[DataConfig], Tokenizer]] = {
   "tiktoken": tiktoken.build,
 }
 
-DATASETS: dict[str, Callable[[DataConfig, Tokenizer, int], Dataset]] = {
-  "text": file_datasets.build_text,
-  "grain": file_datasets.build_grain,
-  "hf": file_datasets.build_hf,
-  "synthetic": synthetic.build,
-}
-"""By name, what makes a dataset of (data, tokenizer, max_target_length)."""
-
 FILES: dict[str, Callable[[DataConfig], Given | None]] = {
   "text": file_datasets.find_text,
   "grain": file_datasets.find_grain,
@@ -56,13 +49,24 @@ FILES: dict[str, Callable[[DataConfig], Given | None]] = {
 """Of datasets made of files, what finds them; the input function report looks at them."""
 
 
-def build_tokenizer(data: DataConfig) -> Tokenizer:
-  """The tokenizer that `tokenizer_type` names.
+def _of_files(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
+  # None for a name on the Hugging Face hub.
+  given = FILES[data.dataset_type](data) or file_datasets.of_name(data)
+  return build_corpus(data, tokenizer, max_target_length, *given)
 
-  Raises:
-    UserError: for an unknown name, a vocabulary that cannot be used, or special ids that are no ids
-      of the vocabulary.
-  """
+
+DATASETS: dict[str, Callable[[DataConfig, Tokenizer, int], Dataset]] = {
+  "text": _of_files,
+  "grain": _of_files,
+  "hf": _of_files,
+  "synthetic": synthetic.build,
+}
+"""By name, what makes a dataset of (data, tokenizer, max_target_length)."""
+
+
+def build_tokenizer(data: DataConfig) -> Tokenizer:
+  """The tokenizer that `tokenizer_type` names. Raises UserError for an unknown name, a vocabulary
+  that cannot be used, or special ids that are no ids of the vocabulary."""
   tokenizer = registered("tokenizer_type", data.tokenizer_type, TOKENIZERS, data.plugins)(data)
   special = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
   if not all(0 <= each < tokenizer.vocab_size for each in special):
@@ -75,11 +79,8 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def build_dataset(data: DataConfig, max_target_length: int) -> Dataset:
-  """The dataset that `dataset_type` names, in rows of `max_target_length` tokens.
-
-  Raises:
-    UserError: for an unknown name, or input that cannot be used; names it.
-  """
+  """The dataset that `dataset_type` names, in rows of `max_target_length` tokens. Raises UserError:
+  for an unknown name, or input that cannot be used; names it."""
   build = registered("dataset_type", data.dataset_type, DATASETS, data.plugins)
   tokenizer = build_tokenizer(data)
 
@@ -94,7 +95,6 @@ def build_dataset(data: DataConfig, max_target_length: int) -> Dataset:
 
 
 def _unread(data: DataConfig) -> list[str]:
-  """A line on the keys that are given and belong to another dataset_type."""
   by_type: dict[str, dict[str, object]] = {
     "grain": {
       "grain_train_files": data.grain_train_files,
@@ -130,10 +130,7 @@ def _unread(data: DataConfig) -> list[str]:
 
 def check_epochs(data: DataConfig, rows: RowSource, num_samples: int) -> None:
   """Refuses a run that reads its rows, or those of one source, more often than num_epoch allows.
-
-  Raises:
-    UserError: names a number of epochs and a budget that work.
-  """
+  Raises UserError: names a number of epochs and a budget that work."""
   if data.num_epoch < 1:
     return
   if isinstance(rows, MixedRows):

@@ -55,7 +55,6 @@ class SourceFile:
 
   @property
   def local_path(self) -> str:
-    """What is opened to read it."""
     return self.copy or self.path
 
 
@@ -79,7 +78,6 @@ class Sources:
 
   @property
   def size_bytes(self) -> int:
-    """Of all files, as they lie on disk."""
     return sum(file.size_bytes for file in self.files)
 
 
@@ -126,11 +124,8 @@ class Wanted:
 
 
 def resolve(key: str, path: str) -> Sources:
-  """The text files that `path`, the value of the configuration key `key`, stands for.
-
-  Raises:
-    UserError: nothing is there, nothing in it is text, or it cannot be read.
-  """
+  """The text files that `path`, the value of the configuration key `key`, stands for. Raises
+  UserError: nothing is there, nothing in it is text, or it cannot be read."""
   if path == STDLIB:
     return _stdlib(key)
   return listed(key, path, Wanted("text files", _no_text, _EXAMPLE, _offer))
@@ -138,10 +133,7 @@ def resolve(key: str, path: str) -> Sources:
 
 def listed(key: str, path: str, wanted: Wanted) -> Sources:
   """The files that `path` stands for: a file, those of a folder that are wanted, or of a glob.
-
-  Raises:
-    UserError: nothing is there, nothing in it is wanted, or it cannot be read.
-  """
+  Raises UserError: nothing is there, nothing in it is wanted, or it cannot be read."""
   expanded = os.path.expanduser(path)
   if not path:
     raise UserError(f"{key} is empty: give a file, a folder, a glob such as {wanted.example}")
@@ -196,7 +188,6 @@ def _found_in_folder(
   wanted: Wanted,
   others: Sequence[Path] = (),
 ) -> Sources:
-  """What is read of a folder, which must be something."""
   if not kept:
     seen = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "no files at all"
     raise UserError(
@@ -206,7 +197,6 @@ def _found_in_folder(
 
 
 def _objects(key: str, url: str, wanted: Wanted) -> Sources:
-  """The objects of a store that a URL means, as `listed` reads paths."""
   scheme, _, path = url.partition("://")
   found = {each.path: each for each in OpenStore.of(key, url).listed(url)}
   is_glob = glob.has_magic(path)
@@ -263,7 +253,6 @@ def _reason_to_skip(name: str, wanted: Wanted, *, is_folder: bool = False) -> st
 
 
 def _no_text(name: str) -> str:
-  """Why a file is not read as text, by its name."""
   suffixes = [suffix[1:].lower() for suffix in Path(name).suffixes]
   if suffixes and suffixes[-1] == "gz":
     suffixes.pop()

@@ -129,7 +129,6 @@ def _roles(files: tuple[SourceFile, ...]) -> dict[str, _Role]:
 
 
 def _words(name: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-  """The folders of a file, and the words of its name without its ending and without numbers."""
   path = PurePosixPath(re.sub(r"\.(gz|zstd?)$", "", name.lower()))
   words = re.split(r"[._-]+", path.stem)
   return path.parent.parts, tuple(word for word in words if word != "of" and not word.isdigit())

@@ -102,8 +102,7 @@ class TokenCache:
       out: contiguous, changed in place.
       places_P: where the first token of each piece goes in out.reshape(-1).
 
-    Raises:
-      OSError: a file of the cache is gone or truncated.
+    Raises OSError: a file of the cache is gone or truncated.
     """
     self._copy(operator.attrgetter("tokens"), starts_P, lengths_P, out, places_P)
 
@@ -143,8 +142,7 @@ class TokenCache:
     Returns:
       The range int64[D] that each document begins in, and how far from its start int64[D].
 
-    Raises:
-      OSError: a file of the cache is gone or truncated.
+    Raises OSError: a file of the cache is gone or truncated.
     """
     which, counts, places = [0], [0], [np.empty(0, np.int64)]
     numbers_R, begins_R = self._located(starts_R)
@@ -176,17 +174,8 @@ class TokenCache:
 def open_or_build(
   documents: Sequence[Document], folder: Path, part: str, recipe: Recipe
 ) -> TokenCache:
-  """The cache of `documents`: opened in `folder`, or built there, or completed.
-
-  Args:
-    documents: what it holds, in this order.
-    folder: the folder of all caches.
-    part: "train" or "validation", part of the files' names.
-    recipe: how the documents become tokens.
-
-  Raises:
-    UserError: an input or the folder cannot be used; names it.
-  """
+  """The cache of `documents`: opened in `folder`, or built there, or completed. Raises UserError:
+  an input or the folder cannot be used; names it."""
   recipe = dataclasses.replace(recipe, sources=dataclasses.replace(recipe.sources, files=()))
   jobs = shard_jobs(documents, folder, part, recipe)
   size = sum(os.path.getsize(job.path) for job in jobs if job.path.is_file())

@@ -84,7 +84,6 @@ class TokenShard:
     return _mapped(_weights_path(Path(self.path)), "u1", self.num_tokens, "weights")
 
   def __getstate__(self) -> dict[str, object]:
-    """Leaves the mapping out, or pickling for a worker would copy every token."""
     return {field.name: self.__dict__[field.name] for field in dataclasses.fields(self)}
 
 
@@ -97,7 +96,6 @@ class ShardJob:
 
   @property
   def size_bytes(self) -> int:
-    """Of its sources."""
     return sum(map(source_bytes, self.documents))
 
 
@@ -126,11 +124,8 @@ def open_shard(path: Path, *, check: bool = True, warn: bool = True) -> TokenSha
 
 
 def remove_damaged(job: ShardJob, recipe: Recipe, *, check: bool) -> None:
-  """Makes of a damaged shard a missing one, so that who finds it later need not read it.
-
-  Raises:
-    UserError: the folder cannot be used; names it.
-  """
+  """Makes of a damaged shard a missing one, so that who finds it later need not read it. Raises
+  UserError: the folder cannot be used; names it."""
   try:
     with claimed(_claim_path(job.path), wait=True):  # Nobody makes it anew meanwhile, or has.
       if open_shard(job.path, check=check, warn=False) is None:
@@ -148,8 +143,7 @@ def make_shards(
     report: is given the bytes of sources that have been read here.
     wait: for those that others are making, and make them if the others end without them.
 
-  Raises:
-    UserError: a source or the folder cannot be used; names it.
+  Raises UserError: a source or the folder cannot be used; names it.
   """
   left, shards_of = list(jobs), _shards_of_objects(jobs)
   for waits in (False, True) if wait else (False,):
@@ -253,7 +247,6 @@ def _from_metadata(path: Path, metadata: dict) -> TokenShard:
 
 
 def _damage(shard: TokenShard, check: bool) -> str:
-  """What is wrong with the files, or an empty string."""
   path = Path(shard.path)
   wanted = {
     path: (shard.num_tokens * np.dtype(shard.dtype).itemsize, shard.fingerprint),

@@ -61,7 +61,6 @@ class Written:
 
 
 def new_hash():
-  """The hash of fingerprints."""
   return hashlib.blake2b(digest_size=16)
 
 
@@ -100,8 +99,6 @@ def source_bytes(document: Document) -> int:
 
 
 class _Output:
-  """The files that are written, and what is counted meanwhile."""
-
   def __init__(
     self,
     recipe: Recipe,
@@ -118,14 +115,12 @@ class _Output:
     self._starts = array.array("q")
 
   def begin(self) -> None:
-    """A document begins where the next token will be."""
     self._starts.append(self.written.num_tokens)
     if len(self._starts) == _STARTS_AT_ONCE:
       self._flush()
     self.written.num_documents += 1
 
   def add(self, ids: np.ndarray | Sequence[int]) -> None:
-    """Tokens of the document that has begun."""
     tokens = np.ascontiguousarray(ids, self._dtype)
     self._tokens_file.write(tokens.data)
     self._digest.update(tokens.data)
@@ -149,7 +144,6 @@ class _Output:
       raise too_many(written.num_bad, limit, written.first_bad)
 
   def finished(self) -> Written:
-    """All of it, once the last document has been added."""
     self._flush()
     self.written.fingerprint = self._digest.hexdigest()
     if self._weights_file is not None:
@@ -170,7 +164,6 @@ def too_many(count: int, limit: int, first: str) -> UserError:
 
 
 def _add_text(out: _Output, document: Document) -> None:
-  """A file of text is one document."""
   recipe = out.recipe
   key = recipe.sources.key
   try:
@@ -197,7 +190,6 @@ def _add_text(out: _Output, document: Document) -> None:
 
 
 def _add_records(out: _Output, document: Document) -> None:
-  """Every record is a document."""
   sources, file = out.recipe.sources, document.file
   form = FORMATS[sources.format]
   places = _range(sources, document)
@@ -232,10 +224,8 @@ def _add_records(out: _Output, document: Document) -> None:
 def check_unchanged(key: str, file: SourceFile) -> None:
   """Refuses a file that another program has written to since it was listed.
 
-  A copy is checked where it is made, and nobody else writes to it.
-
-  Raises:
-    UserError: it has, or it is gone.
+  A copy is checked where it is made, and nobody else writes to it. Raises UserError: it has, or it
+  is gone.
   """
   if file.copy:
     return
@@ -251,7 +241,6 @@ def check_unchanged(key: str, file: SourceFile) -> None:
 
 
 def _content(record: Record, recipe: Recipe) -> bytes | np.ndarray | Conversation | Bad:
-  """What a record's column holds, as the recipe reads it."""
   if recipe.chat is not None and not isinstance(record.value, Bad):
     return recipe.chat(record.value)
   if recipe.sources.is_tokenized:

@@ -34,10 +34,8 @@ def make_shards_in_processes(
 ) -> None:
   """Makes shards in as many processes as there are cores; none where one core would do it all.
 
-  The processes of this host take turns, whoever started them, so there may be shards left.
-
-  Raises:
-    UserError: a source or the folder cannot be used, or a process ended by itself.
+  The processes of this host take turns, whoever started them, so there may be shards left. Raises
+  UserError: a source or the folder cannot be used, or a process ended by itself.
   """
   num_processes = min(os.cpu_count() or 1, len(jobs))
   if num_processes < 2:
@@ -83,7 +81,6 @@ def _send(worker: subprocess.Popen, work: bytes) -> None:
 
 
 def _stop(workers: Sequence[subprocess.Popen]) -> None:
-  """Ends them all; each removes the files that it has begun."""
   for worker in workers:
     worker.terminate()
     with contextlib.suppress(BrokenPipeError):

@@ -50,7 +50,6 @@ class ConfigJson:
 
   @property
   def num_layers(self) -> int:
-    """num_hidden_layers."""
     return self.integer("num_hidden_layers", most=10_000)
 
   def word(self, key: str) -> str | None:
@@ -86,11 +85,8 @@ def _shown(value: object) -> str:
 
 
 def read_config_json(folder: Path) -> dict[str, Any]:
-  """What the config.json of a folder says.
-
-  Raises:
-    UserError: it cannot be read, or is not a JSON object.
-  """
+  """What the config.json of a folder says. Raises UserError: it cannot be read, or is not a JSON
+  object."""
   path = folder / "config.json"
   try:
     values = json.loads(path.read_text(encoding="utf-8"))

@@ -131,16 +131,12 @@ class Family:
 
   @property
   def name(self) -> str:
-    """What it is called in messages."""
     return self.model_types[0]
 
   def options(self, values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The model's keys of our configuration, all of them, from the values of a config.json.
-
-    Raises:
-      UserError: a value that is not computed here, or a key that would be ignored; `where` is the
-        file that it names.
-    """
+    """The model's keys of our configuration, all of them, from the values of a config.json. Raises
+    UserError: a value that is not computed here, or a key that would be ignored; `where` is the
+    file that it names."""
     theirs = ConfigJson(where, self._text(values, where), self.defaults)
     if theirs["quantization_config"] is not None:
       raise theirs.refusal("quantization_config", "take the folder with the weights as trained")
@@ -164,7 +160,6 @@ class Family:
     return {**PLAIN, **self.constants, **ours}
 
   def _text(self, values: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """The part of a config.json that is about the model of the text."""
     if self.text_key not in values:
       return values
     quantization = {"quantization_config": values.get("quantization_config")}
@@ -174,11 +169,9 @@ class Family:
     """The config.json of a model: what transformers must know to compute the same.
 
     Args:
-      model: the model's keys of our configuration.
       max_target_length: tokens of a row, the context where max_position_embeddings gives none.
 
-    Raises:
-      UserError: the family has no model that computes this; names the key.
+    Raises UserError: the family has no model that computes this; names the key.
     """
     context = model["max_position_embeddings"]
     model = {**model, "max_position_embeddings": max_target_length if context < 0 else context}
@@ -204,10 +197,7 @@ class Family:
 
   def table(self, parameters: Collection[str]) -> tuple[Tensor, ...]:
     """The tensors of a model that has these parameters, by their paths (`layers.mlp.up.kernel`).
-
-    Raises:
-      UserError: a parameter has no place in this family's files.
-    """
+    Raises UserError: a parameter has no place in this family's files."""
     given = set(parameters)
     tensors = tuple(each for each in self.tensors if given.issuperset(each.parameters))
     left = given.difference(*(each.parameters for each in tensors))
@@ -317,10 +307,7 @@ def read_layer_types(
   theirs: ConfigJson, window: int | None, kinds: Sequence[str]
 ) -> dict[str, Any]:
   """Our keys for a window that the layers of sliding attention have; `kinds` is each layer's.
-
-  Raises:
-    UserError: a layer is of another kind, or there are not as many kinds as layers.
-  """
+  Raises UserError: a layer is of another kind, or there are not as many kinds as layers."""
   given = theirs["layer_types"]
   if given is not None:
     kinds = given if isinstance(given, list) else ()
@@ -336,7 +323,6 @@ def read_layer_types(
 
 
 def written_layer_types(ours: Ours) -> list[str]:
-  """The kind of each layer."""
   num_layers = ours["base_num_decoder_layers"]
   if not ours["sliding_window_size"]:
     return ["full_attention"] * num_layers

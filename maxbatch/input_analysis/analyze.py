@@ -66,10 +66,8 @@ def rows_to_measure(
 
   Of an object store all are taken, however long it takes: there is no part before all is copied.
 
-  The part is tokenized in a folder that is there as long as the context.
-
-  Raises:
-    UserError: an input cannot be used, or its smallest part takes too long.
+  The part is tokenized in a folder that is there as long as the context. Raises UserError: an input
+  cannot be used, or its smallest part takes too long.
   """
   cold = sum(one.cold_seconds for one in report.sources)
   if cold <= seconds or any(is_url(one.path) for one in report.sources):
@@ -157,7 +155,6 @@ class _Budget:
 
   @property
   def seconds_left(self) -> float:
-    """Until all of them are over."""
     return max(self._deadline - self.clock(), 0.0)
 
 
@@ -170,13 +167,9 @@ def analyze(
   """Measures what there is time for, and recommends.
 
   Args:
-    request: what is asked.
-    need: what the step consumes.
     seconds: for all measurements together, more than 0.
-    clock: in seconds.
 
-  Raises:
-    UserError: the data or the keys cannot be used.
+  Raises UserError: the data or the keys cannot be used.
   """
   config, plan, budget = request.config, request.plan, _Budget(seconds, clock)
   options = loading_options(plan, request.num_hosts, streamed=streams(config))
@@ -216,7 +209,6 @@ def _one() -> np.ndarray:
 
 
 def _stages(request: Request, budget: _Budget, order: ReadOrder, size: int) -> Iterator[Stage]:
-  """On the host, and to the devices if they are here."""
   yield from stages(order, size, min(1.0, budget.seconds_left / 10), budget.clock)
   if request.target is not None:
     shape = (1, request.plan.micro_batch_to_train, request.plan.max_target_length)

@@ -70,7 +70,6 @@ class Measured:
 
 
 def setting_of(data: DataConfig) -> Setting:
-  """What the configuration has."""
   if data.grain_worker_count:
     return Setting(data.grain_worker_count, 1, data.grain_per_worker_buffer_size)
   return Setting(0, data.grain_num_threads, data.grain_prefetch_buffer_size)
@@ -109,14 +108,9 @@ def measure(
   What was read ahead while the reader started is taken and not counted.
 
   Args:
-    order: the rows, in the run's order.
-    setting: who reads.
-    samples_per_load: of one host.
     seconds: for the loads that are counted; there are at least three.
-    clock: in seconds.
 
-  Raises:
-    UserError: reading fails.
+  Raises UserError: reading fails.
   """
   reader = _reader(order, setting, samples_per_load)
   try:
@@ -170,13 +164,9 @@ def stages(
   """Times each stage on the host, on samples that the run comes to late.
 
   Args:
-    order: the rows, in the run's order.
-    samples_per_load: of one host.
     seconds: for all stages together; there are at least three loads.
-    clock: in seconds.
 
-  Raises:
-    OSError: a file of the token cache is gone.
+  Raises OSError: a file of the token cache is gone.
   """
   assert order.seed is not None
   source, stream = order.source, sample_stream(order.source, order.seed)
@@ -246,7 +236,6 @@ def _read(caches: list[Any], length: int, count: int) -> None:
 
 
 def _timed(work: Callable[[], object], samples: int, seconds: float) -> float:
-  """Seconds for one sample."""
   began, times = time.perf_counter(), 0
   while times < _FEWEST or time.perf_counter() - began < seconds:
     work()

@@ -30,7 +30,6 @@ class Need:
 
   @property
   def samples_per_second(self) -> float:
-    """Of all devices together."""
     return self.samples / self.step_seconds
 
 
@@ -39,10 +38,8 @@ def from_metrics(path: str, plan: BatchPlan) -> Need:
 
   Args:
     path: its folder, or its metrics.jsonl.
-    plan: of the run that is planned.
 
-  Raises:
-    UserError: there are no such steps.
+  Raises UserError: there are no such steps.
   """
   folder = Path(path).expanduser()
   folder = folder.parent if folder.name == RunFolder(folder).metrics.name else folder
@@ -70,10 +67,8 @@ def from_report(path: str, plan: BatchPlan) -> Need:
 
   Args:
     path: compile_report.json, or the folder that it is in.
-    plan: of the run that is planned.
 
-  Raises:
-    UserError: it cannot be read, or tells no time.
+  Raises UserError: it cannot be read, or tells no time.
   """
   file = Path(path).expanduser()
   file = RunFolder(file).compile_report_json if file.is_dir() else file
@@ -100,11 +95,8 @@ def from_report(path: str, plan: BatchPlan) -> Need:
 
 
 def estimated(config: Config, target: Target) -> Need:
-  """By compiling the step for devices that are not here.
-
-  Raises:
-    UserError: it does not fit, or nothing is published about the devices.
-  """
+  """By compiling the step for devices that are not here. Raises UserError: it does not fit, or
+  nothing is published about the devices."""
   report = report_or_refusal(config, target.devices, target.layout)
   if report.step_seconds is None:
     raise UserError(
@@ -116,11 +108,8 @@ def estimated(config: Config, target: Target) -> Need:
 
 
 def measured(config: Config, plan: BatchPlan, target: Target, seconds: float) -> Need:
-  """By some steps on the devices that are here, with rows that are on them already.
-
-  Raises:
-    UserError: the step does not fit.
-  """
+  """By some steps on the devices that are here, with rows that are on them already. Raises
+  UserError: the step does not fit."""
   trainer = build_trainer(config, plan, target.devices)
   micro_batch = plan.micro_batch_to_train
   program = compile_program(config, plan, trainer, placeholder_rows(config), micro_batch)

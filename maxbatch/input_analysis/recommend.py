@@ -107,11 +107,6 @@ def recommend(
   """The smallest setting that keeps up, and with it the fewest loading hosts.
 
   If none keeps up: the fastest, with all hosts loading.
-
-  Args:
-    measured: what one host reads, at least one setting.
-    options: numbers of loading hosts, the fewest first.
-    bounds: the margin, the time of a step, and memory.
   """
   for one in sorted(measured, key=lambda one: one.setting):
     for loading in options:
@@ -167,7 +162,6 @@ class Slurm:
   cpus_per_task: int
 
   def lines(self) -> Iterator[str]:
-    """As sbatch reads them."""
     yield f"#SBATCH --nodes={self.nodes}"
     yield f"#SBATCH --ntasks-per-node={self.tasks_per_node}"
     yield f"#SBATCH --cpus-per-task={self.cpus_per_task}"
@@ -175,10 +169,7 @@ class Slurm:
 
 def slurm(setting: Setting, num_hosts: int, tasks_per_node: int) -> Slurm:
   """A task for each of the run's processes, with a core for each thread or worker that is busy.
-
-  Raises:
-    UserError: the processes do not divide over nodes.
-  """
+  Raises UserError: the processes do not divide over nodes."""
   if num_hosts % tasks_per_node:
     near = max(count for count in range(1, tasks_per_node) if num_hosts % count == 0)
     raise UserError(

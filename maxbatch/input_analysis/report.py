@@ -43,7 +43,6 @@ class InputAnalysis:
 
   @property
   def keys(self) -> dict[str, str]:
-    """What to set, for the configuration or the command line."""
     factor = self.found.loading.factor
     written = {name: str(value) for name, value in self.found.setting.keys().items()}
     return written | {"expansion_factor_real_data": "-1" if factor == 1 else text(factor)}
@@ -54,7 +53,6 @@ class InputAnalysis:
     return max(self.num_cores, self.found.loading.num_hosts)
 
   def as_dict(self) -> dict[str, Any]:
-    """For --json."""
     found = self.found
     return {
       "keeps_up": found.keeps_up,
@@ -195,7 +193,6 @@ def _speed(samples_per_second: float) -> str:
 
 
 def input_charts(analysis: InputAnalysis) -> list[Chart]:
-  """Settings above, stages below."""
   return [_settings_chart(analysis), _stages_chart(analysis)]
 
 

@@ -27,11 +27,8 @@ WRITERS: Mapping[str, WriterFactory] = {
 
 
 def chosen_writers(names: Sequence[str], plugins: PlugIns = ()) -> dict[str, WriterFactory]:
-  """The writers of these names, beside metrics.jsonl.
-
-  Raises:
-    UserError: one is not known, or metrics.jsonl is left out.
-  """
+  """The writers of these names, beside metrics.jsonl. Raises UserError: one is not known, or
+  metrics.jsonl is left out."""
   known = {JSONL: TensorBoardWriter, **WRITERS}
   found = {name: registered("metrics_writers", name, known, plugins) for name in names}
   if found.pop(JSONL, None) is None:

@@ -36,7 +36,6 @@ class MlflowWriter:
   """A run of that service; one that resumes goes on in the same one."""
 
   def __init__(self, opening: Opening):
-    """Begins it, with the configuration."""
     what = "metrics_writers=mlflow"
     self._entities = library("mlflow.entities", what, "mlflow")
     tracking = library("mlflow.tracking", what, "mlflow")
@@ -54,17 +53,14 @@ class MlflowWriter:
         self._client.log_batch(self._run_id, params=values[begin : begin + _AT_ONCE])
 
   def write(self, record: Record) -> None:
-    """See `Writer.write`."""
     now, step = int(1000 * time.time()), int(record["step"])
     metrics = [self._entities.Metric(key, float(value), now, step) for key, value in record.items()]
     self._client.log_batch(self._run_id, metrics=metrics)
 
   def write_text(self, name: str, step: int, text: str) -> None:
-    """See `Writer.write_text`."""
     self._client.log_text(self._run_id, text, f"{name}/{step:08}.txt")
 
   def close(self) -> None:
-    """See `Writer.close`."""
     self._client.set_terminated(self._run_id)
 
   def _found_or_made(self, opening: Opening) -> str:
@@ -86,7 +82,6 @@ class WandbWriter:
   """A run of that service; one that resumes goes on in the same one."""
 
   def __init__(self, opening: Opening):
-    """Begins it, with the configuration."""
     wandb = library("wandb", "metrics_writers=wandb", "wandb")
     self._run: Any = wandb.init(
       project=os.environ.get("WANDB_PROJECT", "maxbatch"),
@@ -103,15 +98,12 @@ class WandbWriter:
     self._html = wandb.Html
 
   def write(self, record: Record) -> None:
-    """See `Writer.write`."""
     self._run.log(record)
 
   def write_text(self, name: str, step: int, text: str) -> None:
-    """See `Writer.write_text`."""
     self._run.log({f"text/{name}": self._html(_as_html(text)), "step": step})
 
   def close(self) -> None:
-    """See `Writer.close`."""
     self._run.finish()
 
 

@@ -29,10 +29,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
   """A file to write to, which replaces `path` once it is on disk; after an error nothing is left.
 
   Its folder is made if need be. Who may read it follows from the umask: not made by tempfile, whose
-  files nobody else may read. Several processes may write the same path; the last one wins.
-
-  Raises:
-    OSError: it cannot be written; `path` is as it was.
+  files nobody else may read. Several processes may write the same path; the last one wins. Raises
+  OSError: it cannot be written; `path` is as it was.
   """
   path.parent.mkdir(parents=True, exist_ok=True)
   # Beside it, since a file can be renamed only within its file system.
@@ -59,8 +57,7 @@ def appearing(folder: Path) -> Iterator[Path]:
   Args:
     folder: not there yet, or empty.
 
-  Raises:
-    OSError: it cannot be made.
+  Raises OSError: it cannot be made.
   """
   temporary = folder.with_name(f".{folder.name[:_KEPT_OF_NAME]}.unfinished")
   shutil.rmtree(temporary, ignore_errors=True)
@@ -73,21 +70,15 @@ def appearing(folder: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-  """Writes a file, text in UTF-8, as `replacing` does.
-
-  Raises:
-    OSError: it cannot be written; `path` is as it was.
-  """
+  """Writes a file, text in UTF-8, as `replacing` does. Raises OSError: it cannot be written; `path`
+  is as it was."""
   with replacing(path) as file:
     file.write(content.encode() if isinstance(content, str) else content)
 
 
 def write_run_file(path: Path, content: str | bytes) -> None:
-  """Writes a file of a run's folder, as `write_whole` does.
-
-  Raises:
-    UserError: it cannot be written; `path` is as it was.
-  """
+  """Writes a file of a run's folder, as `write_whole` does. Raises UserError: it cannot be written;
+  `path` is as it was."""
   try:
     write_whole(path, content)
   except OSError as error:
@@ -98,7 +89,6 @@ def write_run_file(path: Path, content: str | bytes) -> None:
 
 
 def nearest(folder: Path) -> Path:
-  """The folder, or the nearest one above it that is there."""
   return next(path for path in (folder, *folder.parents) if path.exists())
 
 
@@ -121,11 +111,8 @@ class AppendedFile:
   """
 
   def __init__(self, path: Path, report: Callable[[str], None]):
-    """Opens the file at its end; `report` receives a line about what could not be written.
-
-    Raises:
-      OSError: it cannot be opened.
-    """
+    """Opens the file at its end; `report` receives a line about what could not be written. Raises
+    OSError: it cannot be opened."""
     self._path = path
     self._report = report
     # Unbuffered: the interpreter's buffer does not say how much of it is on disk after an error.

@@ -76,11 +76,9 @@ class RunHistory:
 
   @property
   def name(self) -> str:
-    """The folder's."""
     return self.folder.name
 
   def of_kind(self, kind: str) -> list[Event]:
-    """The events of one kind, in order."""
     return [event for event in self.events if event["event"] == kind]
 
 
@@ -130,8 +128,6 @@ def runs_below(folder: Path) -> list[Path]:
 
 
 class _Columns:
-  """Records taken apart by key."""
-
   def __init__(self) -> None:
     self.positions = {name: array.array("d") for name in (*POSITIONS, SECONDS)}
     self.rows = collections.defaultdict[str, array.array](lambda: array.array("q"))
@@ -279,7 +275,6 @@ def status_of(run: RunHistory, now: float | None = None) -> Status:
   """The state of a run.
 
   Args:
-    run: what its files say.
     now: seconds since 1970; None: the clock's.
   """
   starts = run.of_kind(START)

@@ -27,8 +27,7 @@ def claimed(path: Path, *, wait: bool) -> Iterator[bool]:
   Args:
     wait: until another process gives it back; else False while one has it.
 
-  Raises:
-    OSError: the file cannot be made.
+  Raises OSError: the file cannot be made.
   """
   path.parent.mkdir(parents=True, exist_ok=True)
   with path.open("a+b") as file:
@@ -48,12 +47,9 @@ def claimed(path: Path, *, wait: bool) -> Iterator[bool]:
 def locked(folder: RunFolder) -> Iterator[None]:
   """Holds the lock of a run's folder, which is made if need be, in this context.
 
-  The system gives the lock back when the process ends, however it ends. A record lock, since one
-  by flock would live on in worker processes after a kill -9. The file stays, so that two processes
-  cannot each lock a file of their own under that name.
-
-  Raises:
-    UserError: another process holds it.
+  The system gives the lock back when the process ends, however it ends. A record lock, since one by
+  flock would live on in worker processes after a kill -9. The file stays, so that two processes
+  cannot each lock a file of their own under that name. Raises UserError: another process holds it.
   """
   try:
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -74,7 +70,6 @@ def locked(folder: RunFolder) -> Iterator[None]:
 
 
 def _sign(file: TextIO) -> None:
-  """Says in the file who holds it."""
   now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
   holder = {"process": os.getpid(), "host": socket.gethostname(), "since": now}
   with contextlib.suppress(OSError):  # On a full disk the lock holds without a name.

@@ -38,14 +38,10 @@ class MetricsLog:
     A run that starts at step 0 writes that record again, so it keeps nothing.
 
     Args:
-      folder: the run's.
-      step: after which it goes on.
       report: receives a line whenever something later cannot be written; training goes on without.
       open_others: opens what shows the records elsewhere.
-      keys: the configuration, for these.
 
-    Raises:
-      UserError: the folder cannot be written to, or holds a damaged metrics.jsonl.
+    Raises UserError: the folder cannot be written to, or holds a damaged metrics.jsonl.
     """
     path, first = RunFolder(folder).metrics, step + 1 if step else 0
     self._path, self._report = path, report
@@ -87,7 +83,6 @@ class MetricsLog:
       writer.write(record)
 
   def write_text(self, name: str, step: int, text: str) -> None:
-    """Shows a text where texts are shown."""
     for writer in self._others:
       writer.write_text(name, step, text)
 
@@ -111,27 +106,20 @@ class NoMetricsLog(MetricsLog):
 
 
 def read_metrics(folder: pathlib.Path) -> list[Record]:
-  """All records of a run's folder, oldest first; a last line cut off by a crash is left out.
-
-  Raises:
-    UserError: another line is not a record.
-  """
+  """All records of a run's folder, oldest first; a last line cut off by a crash is left out. Raises
+  UserError: another line is not a record."""
   return list(each_record(folder))
 
 
 def each_record(folder: pathlib.Path) -> Iterator[Record]:
-  """The same, one at a time: a run of millions of steps does not fit in memory.
-
-  Raises:
-    UserError: as above, when it comes to such a line.
-  """
+  """The same, one at a time: a run of millions of steps does not fit in memory. Raises UserError:
+  as above, when it comes to such a line."""
   path = RunFolder(folder).metrics
   if path.exists():
     yield from (record for _, record in _lines(path))
 
 
 def _lines(path: pathlib.Path) -> Iterator[tuple[bytes, Record]]:
-  """Every whole line with its record."""
   if path.is_fifo():
     raise UserError(f"{path} is a pipe, not a file; remove it, or choose another run_name")
   with path.open("rb") as file:

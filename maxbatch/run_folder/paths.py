@@ -10,6 +10,16 @@ from maxbatch.config.schema import RunConfig
 from maxbatch.errors import UserError
 
 
+class Inside:
+  """Where a file, or folder, of a run lies."""
+
+  def __init__(self, *parts: str):
+    self._parts = parts
+
+  def __get__(self, folder: "RunFolder", owner: object) -> Path:
+    return folder.path.joinpath(*self._parts)
+
+
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
   """`{base_output_directory}/{run_name}/` and what lies in it."""
@@ -26,132 +36,66 @@ class RunFolder:
     numbered = (f"{self.path.name}-{number}" for number in itertools.count(2))
     return next(name for name in numbered if not self.path.with_name(name).exists())
 
-  @property
-  def lock(self) -> Path:
-    """Which process trains here; held while it does."""
-    return self.path / "lock"
-
-  @property
-  def config(self) -> Path:
-    """Every key of the latest start, and what was derived from them."""
-    return self.path / "config.yml"
-
-  @property
-  def starts(self) -> Path:
-    """The same of every start, in files numbered from 1."""
-    return self.path / "starts"
+  lock = Inside("lock")
+  """Which process trains here; held while it does."""
+  config = Inside("config.yml")
+  """Every key of the latest start, and what was derived from them."""
+  starts = Inside("starts")
+  """The same of every start, in files numbered from 1."""
 
   def next_start(self) -> Path:
     """The file of a start that has none yet."""
     numbers = [int(path.stem) for path in self.starts.glob("*.yml") if path.stem.isdecimal()]
     return self.starts / f"{max(numbers, default=0) + 1}.yml"
 
-  @property
-  def metrics(self) -> Path:
-    """One JSON object per step."""
-    return self.path / "metrics.jsonl"
-
-  @property
-  def events(self) -> Path:
-    """What happened to the run, one JSON object per event."""
-    return self.path / "events.jsonl"
-
-  @property
-  def report(self) -> Path:
-    """The run as a page, for people."""
-    return self.path / "report.html"
+  metrics = Inside("metrics.jsonl")
+  """One JSON object per step."""
+  events = Inside("events.jsonl")
+  """What happened to the run, one JSON object per event."""
+  report = Inside("report.html")
+  """The run as a page, for people."""
 
   def process_log(self, process: int) -> Path:
     """What one of several processes said, its warnings and its errors."""
     return self.path / "logs" / f"process_{process:05}.log"
 
-  @property
-  def tensorboard(self) -> Path:
-    """A folder of event files."""
-    return self.path / "tensorboard"
-
-  @property
-  def tensorboard_over_samples(self) -> Path:
-    """Likewise, of the curves over samples."""
-    return self.tensorboard / "over_samples"
-
-  @property
-  def tensorboard_over_tokens(self) -> Path:
-    """Likewise, over tokens."""
-    return self.tensorboard / "over_tokens"
-
-  @property
-  def checkpoints(self) -> Path:
-    """A folder for each step that was saved."""
-    return self.path / "checkpoints"
-
-  @property
-  def hugging_face(self) -> Path:
-    """What a Hugging Face folder held beside the weights that the run began with."""
-    return self.path / "hugging_face"
-
-  @property
-  def compile_report_text(self) -> Path:
-    """What the compiler found, for people."""
-    return self.path / "compile_report.txt"
-
-  @property
-  def compile_report_json(self) -> Path:
-    """The same for programs."""
-    return self.path / "compile_report.json"
-
-  @property
-  def precision_report_text(self) -> Path:
-    """Exponents by layer, and which formats they fit in."""
-    return self.path / "precision_report.txt"
-
-  @property
-  def precision_report_json(self) -> Path:
-    """The same for programs, with all counts."""
-    return self.path / "precision_report.json"
-
-  @property
-  def profile(self) -> Path:
-    """A trace of some steps, for xprof and TensorBoard."""
-    return self.path / "profile"
-
-  @property
-  def profile_json(self) -> Path:
-    """What the trace says: the longest operations, and the time of each part of the model."""
-    return self.path / "profile.json"
-
-  @property
-  def exploration(self) -> Path:
-    """Every size that was tried, ranked, as JSON."""
-    return self.path / "exploration.json"
-
-  @property
-  def text_before_training(self) -> Path:
-    """What the model wrote before its first step."""
-    return self.path / "text_before_training.txt"
-
-  @property
-  def examples_before(self) -> Path:
-    """What a policy completed before reinforcement learning."""
-    return self.path / "examples_before_training.txt"
-
-  @property
-  def examples_after(self) -> Path:
-    """Likewise, at the latest evaluation."""
-    return self.path / "examples_after_training.txt"
-
-  @property
-  def batch_schedule(self) -> Path:
-    """The batches that a run chose, which another run can follow."""
-    return self.path / "batch_schedule.yml"
+  tensorboard = Inside("tensorboard")
+  """A folder of event files."""
+  tensorboard_over_samples = Inside("tensorboard", "over_samples")
+  """Likewise, of the curves over samples."""
+  tensorboard_over_tokens = Inside("tensorboard", "over_tokens")
+  """Likewise, over tokens."""
+  checkpoints = Inside("checkpoints")
+  """A folder for each step that was saved."""
+  hugging_face = Inside("hugging_face")
+  """What a Hugging Face folder held beside the weights that the run began with."""
+  compile_report_text = Inside("compile_report.txt")
+  """What the compiler found, for people."""
+  compile_report_json = Inside("compile_report.json")
+  """The same for programs."""
+  precision_report_text = Inside("precision_report.txt")
+  """Exponents by layer, and which formats they fit in."""
+  precision_report_json = Inside("precision_report.json")
+  """The same for programs, with all counts."""
+  profile = Inside("profile")
+  """A trace of some steps, for xprof and TensorBoard."""
+  profile_json = Inside("profile.json")
+  """What the trace says: the longest operations, and the time of each part of the model."""
+  exploration = Inside("exploration.json")
+  """Every size that was tried, ranked, as JSON."""
+  text_before_training = Inside("text_before_training.txt")
+  """What the model wrote before its first step."""
+  examples_before = Inside("examples_before_training.txt")
+  """What a policy completed before reinforcement learning."""
+  examples_after = Inside("examples_after_training.txt")
+  """Likewise, at the latest evaluation."""
+  batch_schedule = Inside("batch_schedule.yml")
+  """The batches that a run chose, which another run can follow."""
 
 
 def token_caches(dataset_cache_directory: str) -> Path:
   """Where datasets' tokens are kept: the key's value, or a folder of the user's if it is empty.
-
-  Raises:
-    UserError: it is no folder of a file system.
-  """
+  Raises UserError: it is no folder of a file system."""
   if "://" in dataset_cache_directory:
     raise UserError(
       f"dataset_cache_directory={dataset_cache_directory}: tokens are mapped into memory from a file "

@@ -21,7 +21,6 @@ def process_log(path: Path, *, speaks: bool) -> Iterator[None]:
   So is what libraries write past Python: a line of each of a thousand processes hides all others.
 
   Args:
-    path: the file, to which is appended; its folder is made if need be.
     speaks: whether the lines are shown too; and what libraries write to standard error.
   """
   try:
@@ -75,7 +74,6 @@ class _Logged(io.TextIOBase):
 
 
 def _append(log: int, text: str) -> None:
-  """Writes to the log; what a full disk does not take is dropped, as no run fails for its log."""
   with contextlib.suppress(OSError):
     os.write(log, text.encode(errors="replace"))
 

@@ -96,7 +96,6 @@ class ByteProgress:
       self._bar.close()
 
   def add(self, num_bytes: int) -> None:
-    """Takes note of more that is done."""
     if self._bar is not None:
       self._bar.update(num_bytes)
 

@@ -64,15 +64,12 @@ class Guarded:
     self._writer: Writer | None = writer
 
   def write(self, record: Record) -> None:
-    """See `Writer.write`."""
     self._try(lambda writer: writer.write(record))
 
   def write_text(self, name: str, step: int, text: str) -> None:
-    """See `Writer.write_text`."""
     self._try(lambda writer: writer.write_text(name, step, text))
 
   def close(self) -> None:
-    """See `Writer.close`."""
     self._try(lambda writer: writer.close())
 
   def _try(self, use: Callable[[Writer], None]) -> None:
@@ -107,10 +104,8 @@ class Curves:
   def __init__(self, folder: pathlib.Path, first: int, report: Callable[[str], None]):
     """TensorBoard drops what earlier writers of the folder have at step `first` or later.
 
-    `report` receives a line whenever something cannot be written; it is written later.
-
-    Raises:
-      OSError: the folder cannot be made, or no file in it.
+    `report` receives a line whenever something cannot be written; it is written later. Raises
+    OSError: the folder cannot be made, or no file in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     # TensorBoard reads a folder's files in the order of their names, and goes on where it was in
@@ -155,11 +150,8 @@ class TensorBoardWriter:
   """All curves over steps, and some over samples and tokens too."""
 
   def __init__(self, opening: Opening):
-    """Goes on after the last record.
-
-    Raises:
-      OSError: the folders cannot be made, or no files in them.
-    """
+    """Goes on after the last record. Raises OSError: the folders cannot be made, or no files in
+    them."""
     paths, last = RunFolder(opening.folder), opening.last
     self._over_steps = Curves(paths.tensorboard, opening.first, opening.report)
     # Apart: TensorBoard drops every curve of a folder from one and the same number on.
@@ -172,7 +164,6 @@ class TensorBoardWriter:
     }
 
   def write(self, record: Record) -> None:
-    """See `Writer.write`."""
     curves = {key: value for key, value in record.items() if key not in POSITIONS}
     self._over_steps.add(int(record["step"]), curves)
     for name, board in self._over_others.items():
@@ -180,10 +171,8 @@ class TensorBoardWriter:
       board.add(int(record[name]), chosen)
 
   def write_text(self, name: str, step: int, text: str) -> None:
-    """See `Writer.write_text`."""
     self._over_steps.add_text(step, name, text)
 
   def close(self) -> None:
-    """See `Writer.close`."""
     for board in (self._over_steps, *self._over_others.values()):
       board.close()

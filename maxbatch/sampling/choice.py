@@ -57,7 +57,6 @@ def choose(
     logits_BV: float32, −∞ where a token is not allowed.
     keys_B: a random key for each text: what a row draws does not depend on the others.
     number: int32: which of its tokens this is, from 0.
-    choice: how.
     of_kept: whether log-probabilities are by the tokens that top_k, top_p and min_p leave; else by all
       that are allowed.
 

@@ -19,11 +19,9 @@ def config_of_folder(folder: Path, arguments: Sequence[str]) -> Config:
   """The configuration of a folder's model, with its tokenizer, and rows as long as it is made for.
 
   Args:
-    folder: with config.json.
     arguments: keys on top of what the folder says.
 
-  Raises:
-    UserError: it has no tokenizer that can be read, or a key is wrong.
+  Raises UserError: it has no tokenizer that can be read, or a key is wrong.
   """
   found = next((name for name in _TOKENIZERS if (folder / name).is_file()), None)
   given = {argument.partition("=")[0] for argument in arguments}
@@ -45,7 +43,6 @@ def config_of_folder(folder: Path, arguments: Sequence[str]) -> Config:
 
 
 def _begins_texts(config: Config) -> bool:
-  """Whether the tokenizer puts a token before a text."""
   tokenizer = build_tokenizer(config.data)
   if not isinstance(tokenizer, HuggingFaceTokenizer):
     return True  # As Llama's and Gemma's, which come in such files.
@@ -53,11 +50,8 @@ def _begins_texts(config: Config) -> bool:
 
 
 def ends_of_folder(folder: Path) -> list[int]:
-  """The ids that end a text by a folder's generation_config.json, such as those of a chat's answers.
-
-  Raises:
-    UserError: it cannot be read.
-  """
+  """The ids that end a text by a folder's generation_config.json, such as those of a chat's
+  answers. Raises UserError: it cannot be read."""
   path = folder / _GENERATION
   try:
     found = json.loads(path.read_text(encoding="utf-8"))["eos_token_id"]

@@ -41,11 +41,8 @@ class PromptEncoder:
     self._chat = build_chat(data, tokenizer) if data.use_chat_template else None
 
   def ends(self, stop: Sequence[str]) -> list[int]:
-    """The ids that end a text: of the document, of an answer, and those of `stop`.
-
-    Raises:
-      UserError: a text of `stop` is not one token.
-    """
+    """The ids that end a text: of the document, of an answer, and those of `stop`. Raises
+    UserError: a text of `stop` is not one token."""
     answer = self._chat.end_of_answer() if self._chat else None
     own = [self._tokenizer.eos_id, *([] if answer is None else [answer])]
     return own + [self._one_token(text) for text in stop]
@@ -66,11 +63,8 @@ class PromptEncoder:
     return ids[0]
 
   def __call__(self, prompt: Prompt) -> tuple[int, ...]:
-    """The tokens of a prompt.
-
-    Raises:
-      UserError: messages without a chat template, or which it refuses.
-    """
+    """The tokens of a prompt. Raises UserError: messages without a chat template, or which it
+    refuses."""
     if self._chat is None:
       if not isinstance(prompt, str):
         raise UserError(
@@ -95,7 +89,6 @@ def _rendered(chat: Chat, prompt: Prompt) -> list[int]:
 def requests(
   prompts: Sequence[Prompt], num_samples: int, encode: PromptEncoder
 ) -> Iterator[Request]:
-  """`num_samples` texts of each prompt, in their order."""
   before: Counter[tuple[int, ...]] = Counter()
   for prompt in prompts:
     ids = encode(prompt)
@@ -105,11 +98,8 @@ def requests(
 
 
 def read_prompts(file: str) -> list[Prompt]:
-  """The prompts of a file: of each line the text, or in a .jsonl its `prompt` or `messages`.
-
-  Raises:
-    UserError: it cannot be read, or a line is no prompt.
-  """
+  """The prompts of a file: of each line the text, or in a .jsonl its `prompt` or `messages`. Raises
+  UserError: it cannot be read, or a line is no prompt."""
   try:
     lines = pathlib.Path(file).expanduser().read_text(encoding="utf-8").splitlines()
   except (OSError, UnicodeError) as error:

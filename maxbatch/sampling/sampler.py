@@ -145,7 +145,6 @@ def traced_prefill(
   """The program that reads the prompts and begins the texts, of abstract arrays.
 
   Args:
-    sampler: how; it has a mesh, and a model that offers a cache.
     params: shapes, dtypes and shardings.
     num_texts: B.
     places: P.
@@ -220,7 +219,6 @@ def _filled_up(sampler: Sampler, prompts: Prompts) -> Prompts:
 def _begun(
   sampler: Sampler, prompts: Prompts, vocabulary: Vocabulary, num_texts: int
 ) -> tuple[_Texts, _State]:
-  """Before the first token. Rows that only fill up have ended."""
   (B, P), N = prompts.tokens_BP.shape, sampler.max_new_tokens
   begins_B = P - np.asarray(prompts.lengths_B, np.int32)
   tokens_BS = np.pad(np.asarray(prompts.tokens_BP, np.int32), ((0, 0), (0, N)))
@@ -347,7 +345,6 @@ def _rows(tokens_BT: jax.Array) -> Rows:
 
 
 def _mesh_of(sampler: Sampler) -> contextlib.AbstractContextManager[Any]:
-  """The context in which code is divided over the sampler's mesh."""
   if sampler.mesh is None:
     return contextlib.nullcontext()
   return jax.sharding.use_abstract_mesh(sampler.mesh.abstract_mesh)

@@ -64,11 +64,8 @@ def _folded(key: jax.Array, *parts: jax.Array) -> jax.Array:
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int] = ()) -> Vocabulary:
-  """The tokens that stand for text, and those of `ends`, of a model's `vocab_size` logits.
-
-  Raises:
-    UserError: the model has no logit for some token.
-  """
+  """The tokens that stand for text, and those of `ends`, of a model's `vocab_size` logits. Raises
+  UserError: the model has no logit for some token."""
   if tokenizer.vocab_size > vocab_size:
     raise UserError(
       f"vocab_size={vocab_size} must be at least the {tokenizer.vocab_size} tokens of the tokenizer; "

@@ -5,18 +5,15 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from maxbatch.data.formats.format import Record, RecordFormat, damaged, unreadable
+from maxbatch.data.formats.format import Record, RecordFormat, damaged, naming_errors
 from maxbatch.data.optional import library
 from maxbatch.data.sources import SourceFile
 from maxbatch.errors import UserError
 
 
-def check_column(key: str, file: SourceFile, schema: Any, column: str) -> None:
-  """Refuses a file without that column, or where it is neither text nor lists of integers.
-
-  Raises:
-    UserError: names the columns that there are.
-  """
+def check_columns(key: str, file: SourceFile, schema: Any, column: str, weights: str) -> None:
+  """Refuses a file without that column, or where it is neither text nor lists of integers. Raises
+  UserError: names the columns that there are."""
   types = library("pyarrow.types", file.path)
   if column not in schema.names:
     raise UserError(
@@ -36,29 +33,18 @@ def check_column(key: str, file: SourceFile, schema: Any, column: str) -> None:
     )
   )
   is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-  holds = types.is_null(kind) or (is_list and _is_ids_or_messages(types, kind.value_type))
-  if not (is_text or holds):
+  # A list is of ids, or of messages.
+  is_list = is_list and (types.is_integer(kind.value_type) or types.is_struct(kind.value_type))
+  if not (is_text or is_list or types.is_null(kind)):
     raise UserError(
       f"{key}: the column {column} of {file.path} is of type {type_}, and is to hold text, or token "
       "ids with tokenize_train_data=false; name another column in train_data_columns"
     )
-
-
-def check_weights(key: str, file: SourceFile, schema: Any, column: str) -> None:
-  """Refuses a file without that column of weights; empty: none is read.
-
-  Raises:
-    UserError: names the columns that there are.
-  """
-  if column and column not in schema.names:
+  if weights and weights not in schema.names:
     raise UserError(
-      f"{key}: {file.path} has no column {column}, named by weights_column; its columns: "
+      f"{key}: {file.path} has no column {weights}, named by weights_column; its columns: "
       f"{', '.join(schema.names)}"
     )
-
-
-def _is_ids_or_messages(types: Any, kind: Any) -> bool:
-  return types.is_integer(kind) or types.is_struct(kind)
 
 
 def weights_of(batch: Any, column: str) -> Iterable[object]:
@@ -98,8 +84,7 @@ def _read_arrow(
   key: str, file: SourceFile, column: str, start: int, stop: int, weights: str = ""
 ) -> Iterator[Record]:
   with _opened_arrow(key, file) as (schema, batches):
-    check_column(key, file, schema, column)
-    check_weights(key, file, schema, weights)
+    check_columns(key, file, schema, column, weights)
     first = 0
     for batch in batches:
       if first >= stop:
@@ -119,28 +104,20 @@ def _opened_arrow(
 ) -> Iterator[tuple[Any, Iterator[Any]]]:
   """The schema and the batches; if they are mapped, all that was read stays in memory."""
   pyarrow, ipc = library("pyarrow", file.path), library("pyarrow.ipc", file.path)
-  try:
-    with (
-      pyarrow.memory_map(file.local_path)
-      if is_mapped
-      else pyarrow.OSFile(file.local_path) as stream
-    ):
-      is_file = stream.read(len(_MAGIC)) == _MAGIC
-      stream.seek(0)
-      if is_file:
-        opened = ipc.open_file(stream)
-        batches = (opened.get_batch(number) for number in range(opened.num_record_batches))
-        yield opened.schema, batches
-      else:
-        _check_end(key, file)
-        opened = ipc.open_stream(stream)
-        yield opened.schema, iter(opened)
-  except pyarrow.ArrowException as error:
-    raise damaged(key, file, "Arrow", error) from error
-  except OSError as error:
-    if error.errno is None:  # Of pyarrow, about the contents.
-      raise damaged(key, file, "Arrow", error) from error
-    raise unreadable(key, file, error) from error
+  open_file = pyarrow.memory_map if is_mapped else pyarrow.OSFile
+  with (
+    naming_errors(key, file, "Arrow", pyarrow.ArrowException),
+    open_file(file.local_path) as stream,
+  ):
+    is_file = stream.read(len(_MAGIC)) == _MAGIC
+    stream.seek(0)
+    if is_file:
+      opened = ipc.open_file(stream)
+      yield opened.schema, map(opened.get_batch, range(opened.num_record_batches))
+    else:
+      _check_end(key, file)
+      opened = ipc.open_stream(stream)
+      yield opened.schema, iter(opened)
 
 
 def _check_end(key: str, file: SourceFile) -> None:
@@ -166,7 +143,6 @@ _MOST_ROWS = 1024
 
 
 def _parquet_size(key: str, file: SourceFile) -> int:
-  """In rows, as the file's end says."""
   with _opened_parquet(key, file) as opened:
     return opened.metadata.num_rows
 
@@ -175,8 +151,7 @@ def _read_parquet(
   key: str, file: SourceFile, column: str, start: int, stop: int, weights: str = ""
 ) -> Iterator[Record]:
   with _opened_parquet(key, file) as opened:
-    check_column(key, file, opened.schema_arrow, column)
-    check_weights(key, file, opened.schema_arrow, weights)
+    check_columns(key, file, opened.schema_arrow, column, weights)
     firsts = _first_rows(opened)
     groups = [
       group
@@ -206,7 +181,6 @@ def _next_row_group(key: str, file: SourceFile, place: int) -> int:
 
 
 def _first_rows(opened: Any) -> list[int]:
-  """The first row of every row group, and the number of all rows."""
   groups = range(opened.num_row_groups)
   counts = (opened.metadata.row_group(group).num_rows for group in groups)
   return [0, *itertools.accumulate(counts)]
@@ -227,15 +201,11 @@ def _rows_at_once(opened: Any, column: str, groups: Sequence[int]) -> int:
 def _opened_parquet(key: str, file: SourceFile) -> Iterator[Any]:
   pyarrow = library("pyarrow", file.path)
   parquet = library("pyarrow.parquet", file.path)
-  try:
-    with parquet.ParquetFile(file.local_path, pre_buffer=False, buffer_size=2**20) as opened:
-      yield opened
-  except pyarrow.ArrowException as error:
-    raise damaged(key, file, "Parquet", error) from error
-  except OSError as error:
-    if error.errno is None:  # Of pyarrow, about the contents.
-      raise damaged(key, file, "Parquet", error) from error
-    raise unreadable(key, file, error) from error
+  with (
+    naming_errors(key, file, "Parquet", pyarrow.ArrowException),
+    parquet.ParquetFile(file.local_path, pre_buffer=False, buffer_size=2**20) as opened,
+  ):
+    yield opened
 
 
 PARQUET = RecordFormat(

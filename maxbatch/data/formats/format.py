@@ -1,6 +1,9 @@
 """What a format of records offers, and what the column of a record holds: text, token ids, or neither."""
 
+import contextlib
 import dataclasses
+import gzip
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
@@ -40,18 +43,6 @@ class Read(Protocol):
   ) -> Iterator[Record]: ...
 
 
-def _anywhere(key: str, file: SourceFile, place: int) -> int:
-  """Every place is one before which nothing has to be read."""
-  del key, file
-  return place
-
-
-def _by_number(key: str, file: SourceFile, place: int) -> str:
-  """A record named by its number from 0, as libraries count them."""
-  del key, file
-  return f"record {place}"
-
-
 @dataclasses.dataclass(frozen=True)
 class RecordFormat:
   """A format of files in which a record is a document."""
@@ -63,10 +54,10 @@ class RecordFormat:
   read: Read
   can_be_divided: Callable[[SourceFile], bool]
   """Whether a part can be read without all that stands before it."""
-  next_cut: Callable[[str, SourceFile, int], int] = _anywhere
+  next_cut: Callable[[str, SourceFile, int], int] = lambda key, file, place: place
   """Of (key, file, place): the first place from there on before which nothing has to be read."""
-  named: Callable[[str, SourceFile, int], str] = _by_number
-  """Of (key, file, place): how a person finds that record."""
+  named: Callable[[str, SourceFile, int], str] = lambda key, file, place: f"record {place}"
+  """Of (key, file, place): how a person finds that record; from 0, as libraries count."""
 
 
 def damaged(key: str, file: SourceFile, kind: str, reason: object) -> UserError:
@@ -78,9 +69,24 @@ def damaged(key: str, file: SourceFile, kind: str, reason: object) -> UserError:
   )
 
 
-def unreadable(key: str, file: SourceFile, error: OSError) -> UserError:
-  """The error that says that a file is there no more, or may not be read."""
-  return UserError(f"{key}: cannot read {file.path}: {error.strerror or error}")
+@contextlib.contextmanager
+def naming_errors(
+  key: str, file: SourceFile, kind: str, *damage: type[Exception]
+) -> Iterator[None]:
+  """A context in which what is wrong with a file, or with its gzip, is a UserError that names it.
+
+  `damage` are the errors that say that it is no whole `kind`.
+  """
+  try:
+    yield
+  except damage as error:
+    raise damaged(key, file, kind, error) from error
+  except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+    raise damaged(key, file, "gzip", error) from error
+  except OSError as error:
+    if error.errno is None:  # Of pyarrow, about the contents.
+      raise damaged(key, file, kind, error) from error
+    raise UserError(f"{key}: cannot read {file.path}: {error.strerror or error}") from error
 
 
 def text_of(record: Record) -> bytes | Bad:

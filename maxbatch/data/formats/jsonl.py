@@ -4,7 +4,6 @@ import contextlib
 import gzip
 import io
 import json
-import zlib
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -13,8 +12,7 @@ from maxbatch.data.formats.format import (
   Bad,
   Record,
   RecordFormat,
-  damaged,
-  unreadable,
+  naming_errors,
 )
 from maxbatch.data.optional import library
 from maxbatch.data.sources import SourceFile
@@ -117,15 +115,8 @@ def _named(key: str, file: SourceFile, place: int) -> str:
 @contextlib.contextmanager
 def _opened(key: str, file: SourceFile) -> Iterator[IO[bytes]]:
   """The uncompressed bytes. What is wrong with the file while it is read is a UserError."""
-  try:
-    with _stream(file) as stream:
-      yield stream
-  except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-    raise damaged(key, file, "gzip", error) from error
-  except OSError as error:
-    if error.errno is None:  # Of pyarrow, about what it decompresses.
-      raise damaged(key, file, "zstd", error) from error
-    raise unreadable(key, file, error) from error
+  with naming_errors(key, file, "zstd"), _stream(file) as stream:
+    yield stream
 
 
 def _stream(file: SourceFile) -> Any:

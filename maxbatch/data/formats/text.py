@@ -43,7 +43,6 @@ def checked_range(key: str, document: Document) -> tuple[int, int]:
 
 
 def _checked(key: str, file: SourceFile, start: int, stop: int | None) -> int:
-  """The end of what was read from `start`, after checking that it is text."""
   decoder = codecs.getincrementaldecoder("utf-8")()
   position = start
   # The empty chunk at the end lets the decoder refuse an incomplete last character.
@@ -62,11 +61,8 @@ def _checked(key: str, file: SourceFile, start: int, stop: int | None) -> int:
 
 
 def text_chunks(key: str, document: Document, start: int, stop: int) -> Iterator[bytes]:
-  """The bytes [start, stop) of the document's file, chunk by chunk.
-
-  Raises:
-    UserError: it has fewer of them than when they were checked, or more where it is read whole.
-  """
+  """The bytes [start, stop) of the document's file, chunk by chunk. Raises UserError: it has fewer
+  of them than when they were checked, or more where it is read whole."""
   position = start
   # One byte more tells whether a file has grown whose end was the end of what is read.
   is_whole = document.num_pieces == 1 and document.end == 1

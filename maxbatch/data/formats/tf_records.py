@@ -8,7 +8,6 @@ import contextlib
 import functools
 import gzip
 import struct
-import zlib
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
@@ -18,7 +17,7 @@ from maxbatch.data.formats.format import (
   Record,
   RecordFormat,
   damaged,
-  unreadable,
+  naming_errors,
 )
 from maxbatch.data.optional import library
 from maxbatch.data.sources import SourceFile
@@ -133,14 +132,12 @@ def _read_array_record(
 def _opened_array_record(key: str, file: SourceFile) -> Iterator[Any]:
   module = library("array_record.python.array_record_module", file.path)
   reader = module.ArrayRecordReader(file.local_path)
-  try:
+  with naming_errors(key, file, "ArrayRecord", RuntimeError):
     if not reader.ok():
       reader.close()  # Which says what is wrong.
       raise damaged(key, file, "ArrayRecord", "its index cannot be read")
     yield reader
     reader.close()
-  except RuntimeError as error:
-    raise damaged(key, file, "ArrayRecord", error) from error
 
 
 ARRAY_RECORD = RecordFormat(
@@ -194,15 +191,10 @@ def _lengths(key: str, file: SourceFile, stream: IO[bytes]) -> Iterator[int]:
       )
     yield length
     position += _LENGTH.size + length + _CHECKSUM.size
-    _go_to(key, file, stream, position, place)
+    stream.seek(position - 1)
+    if not stream.read(1):
+      raise damaged(key, file, "TFRecord", f"record {place} is cut off")
     place += 1
-
-
-def _go_to(key: str, file: SourceFile, stream: IO[bytes], end: int, place: int) -> None:
-  """Moves to the end of a record, which must be there."""
-  stream.seek(end - 1)
-  if not stream.read(1):
-    raise damaged(key, file, "TFRecord", f"record {place} is cut off")
 
 
 def _masked(content: bytes) -> int:
@@ -218,15 +210,11 @@ def _crc32c() -> Callable[[bytes], int]:
 
 @contextlib.contextmanager
 def _opened_tfrecord(key: str, file: SourceFile) -> Iterator[Any]:
-  try:
-    with (
-      gzip.open(file.local_path) if ".gz" in file.name else open(file.local_path, "rb") as stream
-    ):
-      yield stream
-  except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-    raise damaged(key, file, "gzip", error) from error
-  except OSError as error:
-    raise unreadable(key, file, error) from error
+  with (
+    naming_errors(key, file, "TFRecord"),
+    gzip.open(file.local_path) if ".gz" in file.name else open(file.local_path, "rb") as stream,
+  ):
+    yield stream
 
 
 TFRECORD = RecordFormat(

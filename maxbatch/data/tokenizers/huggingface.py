@@ -22,29 +22,32 @@ class HuggingFaceTokenizer(FileTokenizer):
 
   @staticmethod
   def load(file: VocabularyFile) -> Any:
-    """See `FileTokenizer.load`."""
-    return _load(file)
+    tokenizers = library("tokenizers", str(file))
+    try:
+      inner = tokenizers.Tokenizer.from_str(file.content.decode())
+    except Exception as error:  # The library raises no narrower class.
+      raise file.damaged(error) from error
+    inner.no_truncation()
+    inner.no_padding()
+    inner.encode_special_tokens = True
+    return inner
 
   def ids_of(self, text: str) -> list[int]:
-    """See `FileTokenizer.ids_of`."""
     (encoding,) = self.inner.encode_batch_fast([text], add_special_tokens=False)
     return encoding.ids
 
   def text_of(self, ids: list[int]) -> str:
-    """See `FileTokenizer.text_of`."""
     return self.inner.decode(ids, skip_special_tokens=True)
 
 
 def build(data: DataConfig) -> HuggingFaceTokenizer:
   """The tokenizer of tokenizer_path, a tokenizer.json or the folder that holds it.
 
-  The special tokens are those of tokenizer_config.json beside it, if it is there.
-
-  Raises:
-    UserError: there is none, it is damaged, or a special token is missing.
+  The special tokens are those of tokenizer_config.json beside it, if it is there. Raises UserError:
+  there is none, it is damaged, or a special token is missing.
   """
   file = read_vocabulary(data, _NAME)
-  inner = _load(file)
+  inner = HuggingFaceTokenizer.load(file)
   own = declared_tokens(file)
   added = inner.get_added_tokens_decoder().values()
   known = [token.content for token in added if token.special]
@@ -52,36 +55,16 @@ def build(data: DataConfig) -> HuggingFaceTokenizer:
   # Ids may have gaps: the largest counts, not how many there are.
   size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
   special = special_ids(data, file, ids, inner.token_to_id, known)
-  return HuggingFaceTokenizer(file, size, special)
-
-
-def _load(file: VocabularyFile) -> Any:
-  tokenizers = library("tokenizers", str(file))
-  try:
-    inner = tokenizers.Tokenizer.from_str(file.content.decode())
-  except Exception as error:  # The library raises no narrower class.
-    raise file.damaged(error) from error
-  inner.no_truncation()
-  inner.no_padding()
-  inner.encode_special_tokens = True
-  return inner
+  return HuggingFaceTokenizer(file, size, *special)
 
 
 def declared_tokens(file: VocabularyFile) -> dict[str, str]:
-  """The special tokens by role, as the file beside the vocabulary says."""
   return special_tokens(file.path.with_name("tokenizer_config.json"), f"{file}: ")
 
 
 def special_tokens(path: Path, given: str = "") -> dict[str, str]:
-  """The special tokens by role that a tokenizer_config.json names; none without it.
-
-  Args:
-    path: of the file.
-    given: what an error begins with.
-
-  Raises:
-    UserError: it cannot be read.
-  """
+  """The special tokens by role that a tokenizer_config.json names; none without it. Raises
+  UserError: it cannot be read."""
   try:
     said = json.loads(path.read_text())
     tokens = {role: said.get(f"{role}_token") for role in ("bos", "eos", "pad")}

@@ -41,46 +41,36 @@ class TiktokenTokenizer(FileTokenizer):
 
   @staticmethod
   def load(file: VocabularyFile) -> Any:
-    """See `FileTokenizer.load`."""
-    return _load(file)
+    tiktoken = library("tiktoken", str(file))
+    try:
+      ranks = _ranks(file.content)
+    except ValueError as error:
+      raise file.damaged(error) from error
+    rest = range(2, _NUM_SPECIAL - len(_NAMED) + 2)
+    names = [*_NAMED, *(f"<|reserved_special_token_{number}|>" for number in rest)]
+    special = {name: len(ranks) + place for place, name in enumerate(names)}
+    return tiktoken.Encoding(
+      name=file.path.name, pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens=special
+    )
 
   def ids_of(self, text: str) -> list[int]:
-    """See `FileTokenizer.ids_of`."""
     pieces = bounded_pieces(text)
     return [id_ for piece in pieces for id_ in self.inner.encode_ordinary(piece)]
 
   def text_of(self, ids: list[int]) -> str:
-    """See `FileTokenizer.text_of`."""
     first_special = self.vocab_size - _NUM_SPECIAL
     return self.inner.decode([id_ for id_ in ids if id_ < first_special])
 
 
 def build(data: DataConfig) -> TiktokenTokenizer:
-  """The tokenizer of tokenizer_path, a tiktoken file or the folder that holds it.
-
-  Raises:
-    UserError: there is none, it is damaged, or a special token is missing.
-  """
+  """The tokenizer of tokenizer_path, a tiktoken file or the folder that holds it. Raises UserError:
+  there is none, it is damaged, or a special token is missing."""
   file = read_vocabulary(data, "tokenizer.model", "tokenizer.tiktoken", "original/tokenizer.model")
-  ids = _load(file)._special_tokens
+  ids = TiktokenTokenizer.load(file)._special_tokens
   own = {"bos": ids[_NAMED[0]], "eos": ids[_NAMED[1]], "pad": ids[_NAMED[4]]}
   known = list(ids)
   return TiktokenTokenizer(
-    file, max(ids.values()) + 1, special_ids(data, file, own, ids.get, known)
-  )
-
-
-def _load(file: VocabularyFile) -> Any:
-  tiktoken = library("tiktoken", str(file))
-  try:
-    ranks = _ranks(file.content)
-  except ValueError as error:
-    raise file.damaged(error) from error
-  rest = range(2, _NUM_SPECIAL - len(_NAMED) + 2)
-  names = [*_NAMED, *(f"<|reserved_special_token_{number}|>" for number in rest)]
-  special = {name: len(ranks) + place for place, name in enumerate(names)}
-  return tiktoken.Encoding(
-    name=file.path.name, pat_str=_PATTERN, mergeable_ranks=ranks, special_tokens=special
+    file, max(ids.values()) + 1, *special_ids(data, file, own, ids.get, known)
   )
 
 

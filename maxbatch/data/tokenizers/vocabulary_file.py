@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -93,7 +93,6 @@ class VocabularyFile:
 
   @functools.cached_property
   def hash(self) -> str:
-    """Of its contents."""
     return hashlib.blake2b(self.content, digest_size=12).hexdigest()
 
   def damaged(self, reason: object) -> UserError:
@@ -109,12 +108,8 @@ class VocabularyFile:
 
 
 def read_vocabulary(data: DataConfig, *names: str) -> VocabularyFile:
-  """The file that `tokenizer_path` means; in a folder, or of a model on the Hugging Face hub, the first
-  of `names` that is there.
-
-  Raises:
-    UserError: there is none, or it cannot be read.
-  """
+  """The file that `tokenizer_path` means; in a folder, or of a model on the Hugging Face hub, the
+  first of `names` that is there. Raises UserError: there is none, or it cannot be read."""
   given = f"tokenizer_type={data.tokenizer_type} tokenizer_path={data.tokenizer_path}"
   if not data.tokenizer_path:
     raise UserError(
@@ -152,13 +147,12 @@ def _type_of(content: bytes) -> str:
   return "sentencepiece" if content[:1] == b"\n" else ""
 
 
-@dataclasses.dataclass(frozen=True)
-class SpecialIds:
+class SpecialIds(NamedTuple):
   """The ids that begin and end a document and fill up rows."""
 
-  bos: int
-  eos: int
-  pad: int
+  bos_id: int
+  eos_id: int
+  pad_id: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +164,9 @@ class FileTokenizer(abc.ABC):
 
   file: VocabularyFile
   vocab_size: int
-  special: SpecialIds
+  bos_id: int
+  eos_id: int
+  pad_id: int
 
   @staticmethod
   @abc.abstractmethod
@@ -194,27 +190,10 @@ class FileTokenizer(abc.ABC):
     return {field.name: self.__dict__[field.name] for field in dataclasses.fields(self)}
 
   @property
-  def bos_id(self) -> int:
-    """See `Tokenizer.bos_id`."""
-    return self.special.bos
-
-  @property
-  def eos_id(self) -> int:
-    """See `Tokenizer.eos_id`."""
-    return self.special.eos
-
-  @property
-  def pad_id(self) -> int:
-    """See `Tokenizer.pad_id`."""
-    return self.special.pad
-
-  @property
   def version(self) -> str:
-    """See `Tokenizer.version`."""
     return f"{self.file.hash}-{self.bos_id}-{self.eos_id}-{self.pad_id}"
 
   def encode(self, text: bytes) -> np.ndarray:
-    """See `Tokenizer.encode`."""
     ids = self.ids_of(text.decode(errors="replace"))
     return np.array(ids, np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
@@ -241,8 +220,7 @@ def special_ids(
     find: the id of a token, None if there is no such.
     known: the special tokens by name, for errors.
 
-  Raises:
-    UserError: a named token does not exist, or one that add_bos or add_eos needs is not known.
+  Raises UserError: a named token does not exist, or one that add_bos or add_eos needs is not known.
   """
   named = {"bos": data.bos_token, "eos": data.eos_token, "pad": data.pad_token}
   ids = dict(own)
