@@ -24,8 +24,7 @@ from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
 from maxbatch.hardware.counted_devices import CountedDevices, count_devices
 from maxbatch.modes.plan_report import PlanReport
-from maxbatch.pipeline_parallel.layout import pipeline_of
-from maxbatch.pipeline_parallel.unused_keys import check_unused
+from maxbatch.pipeline_parallel.layout import check_unused_keys, pipeline_of
 from maxbatch.plots.page import check_picture_file, picture
 from maxbatch.rl.candidates import rl_sizes_of
 from maxbatch.tuning.candidates import (
@@ -91,7 +90,7 @@ def make_report(config: Config, devices: CountedDevices) -> PlanReport:
   rl = plan_rl(config, devices.layout) if is_rl(config.rl) else None
   plan = rl.batch_plan if rl else plan_batches(config.batch, config.run, devices.layout)
   check_loads(plan, streamed=config.batch.accumulation == "streamed")
-  check_unused(config.pipeline)
+  check_unused_keys(config.pipeline)
   has_pipeline = config.pipeline.pipeline_schedule != "none"
   flat, unset = to_flat_dict(config), (-1, [])
   return PlanReport(

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from maxbatch.models.registry import Model
-from maxbatch.training.layer_order import to_stage_order
+from maxbatch.training.model_parts import to_stage_order
 from maxbatch.training.state import TrainState, shardings
 from maxbatch.training.step import Trainer
 

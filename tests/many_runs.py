@@ -44,6 +44,6 @@ def main(file: str, keys: list[str]) -> None:
 if __name__ == "__main__":
   compile_once()
   bold = functools.partial(ControllerLimits, max_relative_half_width=1e6)
-  with mock.patch("maxbatch.noise.steering.ControllerLimits", bold):
+  with mock.patch("maxbatch.noise.controller.ControllerLimits", bold):
     main(sys.argv[1], sys.argv[2:])
   leave_together(0)

@@ -182,7 +182,7 @@ if __name__ == "__main__":
   import maxbatch.command_line.run
   import maxbatch.modes.compile_only  # noqa: F401
   from maxbatch.config.load import load_config
-  from maxbatch.hardware.environment import check_environment
+  from maxbatch.hardware.devices import check_environment
   from maxbatch.run_report.background import BackgroundReport
 
   # As in tests/conftest.py.

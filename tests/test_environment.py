@@ -13,8 +13,7 @@ from support import TINY
 
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
-from maxbatch.hardware.devices import find_devices
-from maxbatch.hardware.environment import check_environment
+from maxbatch.hardware.devices import check_environment, find_devices
 from maxbatch.train import main
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -15,8 +15,8 @@ from maxbatch.config.schema import DistributedConfig
 from maxbatch.errors import SaidByAnotherError, UserError
 from maxbatch.hardware import processes
 from maxbatch.hardware.devices import devices_per_process
+from maxbatch.hardware.processes import StatedProcesses, stated_processes
 from maxbatch.hardware.rendezvous import Rendezvous
-from maxbatch.hardware.stated_processes import StatedProcesses, stated_processes
 
 HOST = socket.gethostname()
 JOINS = """

@@ -30,7 +30,7 @@ def bold():
   """The controller as it is, but for the width of the intervals that it acts on."""
   with pytest.MonkeyPatch.context() as patch:
     wide = functools.partial(ControllerLimits, max_relative_half_width=1e6)
-    patch.setattr("maxbatch.noise.steering.ControllerLimits", wide)
+    patch.setattr("maxbatch.noise.controller.ControllerLimits", wide)
     yield
 
 

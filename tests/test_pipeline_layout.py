@@ -12,11 +12,10 @@ from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.config.load import load_config
 from maxbatch.config.suggestions import suggested_fixes
 from maxbatch.errors import UserError
-from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.pipeline_parallel.layout import check_unused_keys, pipeline_of
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named, timetable
 from maxbatch.pipeline_parallel.simulator import run
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.unused_keys import check_unused
 
 
 def pipeline(*keys: str) -> Pipeline:
@@ -273,11 +272,11 @@ UNUSED = {
 @pytest.mark.parametrize("key", UNUSED)
 def test_a_key_without_effect_is_refused(key):
   with pytest.raises(UserError) as caught:
-    check_unused(load_config(["config=base", key]).pipeline)
+    check_unused_keys(load_config(["config=base", key]).pipeline)
   assert str(caught.value) == (
     f"{key} has no effect with pipeline_schedule=none; leave it out, or set {UNUSED[key]}"
   )
-  check_unused(load_config(["config=base", UNUSED[key]]).pipeline)
+  check_unused_keys(load_config(["config=base", UNUSED[key]]).pipeline)
 
 
 def test_every_key_of_the_section_is_one_of_these():

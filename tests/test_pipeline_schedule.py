@@ -17,9 +17,8 @@ from maxbatch.pipeline_parallel.cost import (
   predicted_bubble,
   tick_times,
 )
-from maxbatch.pipeline_parallel.schedule import SCHEDULES, BufferLimits, timetable
+from maxbatch.pipeline_parallel.schedule import SCHEDULES, BufferLimits, assign_slots, timetable
 from maxbatch.pipeline_parallel.simulator import run
-from maxbatch.pipeline_parallel.slots import assign_slots
 from maxbatch.pipeline_parallel.timetable import (
   Backward,
   Cell,

@@ -12,7 +12,7 @@ from support import SMALLEST
 from maxbatch.config.find import model_names
 from maxbatch.config.load import load_config
 from maxbatch.errors import TrainingDivergedError, UserError
-from maxbatch.models.exponents import histogram
+from maxbatch.models.probes import histogram
 from maxbatch.modes.run import run
 from maxbatch.precision.formats import CBFLOAT16, FLOAT16, compute_format
 from maxbatch.precision.report import KINDS, Exponents, report_text

@@ -13,9 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxbatch.batch.from_config import plan_batches
-from maxbatch.batch.host_loads import loading_hosts
+from maxbatch.batch.host_loads import (
+  Redistribution,
+  consecutive_processes,
+  loading_hosts,
+  redistribution,
+)
 from maxbatch.batch.loads import check_loads, load_factor
-from maxbatch.batch.redistribution import Redistribution, consecutive_processes, redistribution
 from maxbatch.batch.row_plan import StepTable, columns_of_blocks, dispatches
 from maxbatch.config.load import load_config
 from maxbatch.core.plan import BatchPlan, Position

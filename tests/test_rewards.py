@@ -17,7 +17,7 @@ import pytest
 from support import configured
 
 from maxbatch.errors import SaidByAnotherError, UserError
-from maxbatch.hardware.exchange import Exchange
+from maxbatch.hardware.coordinator import Exchange
 from maxbatch.rl.checkers import exact, final_number, gsm8k
 from maxbatch.rl.reward_calls import Call, make_call
 from maxbatch.rl.rewards import Failure, Group, RewardPool, Scores, check_rewards
@@ -159,8 +159,8 @@ def as_processes(monkeypatch):
   store = Store()
   monkeypatch.setattr(jax, "process_count", lambda: store.num_processes)
   monkeypatch.setattr(jax, "process_index", lambda: store.process)
-  monkeypatch.setattr("maxbatch.hardware.exchange.Coordinator", lambda: store)
-  monkeypatch.setattr("maxbatch.hardware.exchange._exchanges", itertools.repeat(0))
+  monkeypatch.setattr("maxbatch.hardware.coordinator.Coordinator", lambda: store)
+  monkeypatch.setattr("maxbatch.hardware.coordinator._exchanges", itertools.repeat(0))
 
   def call(function):
     def one(number: int):

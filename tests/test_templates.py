@@ -7,7 +7,7 @@ import yaml
 from processes import REPOSITORY
 
 from maxbatch.config.load import load_config
-from maxbatch.hardware.stated_processes import StatedProcesses, stated_processes
+from maxbatch.hardware.processes import StatedProcesses, stated_processes
 
 SBATCH = REPOSITORY / "scripts" / "train.sbatch"
 JOBSET = REPOSITORY / "scripts" / "jobset.yaml"

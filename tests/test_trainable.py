@@ -23,8 +23,8 @@ from maxbatch.pipeline_parallel.timetable import TimetableShape
 from maxbatch.pipeline_parallel.timetable_arrays import timetable_arrays
 from maxbatch.precision.policy import policy_of
 from maxbatch.training.build import lost_updates, parameter_counts
-from maxbatch.training.layer_order import to_layer_order, to_stage_order
 from maxbatch.training.loss import loss_parts, loss_sum
+from maxbatch.training.model_parts import to_layer_order, to_stage_order
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.pipelined_step import pipelined_gradients
 from maxbatch.training.state import abstract_state, to_save

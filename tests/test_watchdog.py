@@ -8,7 +8,7 @@ import threading
 from processes import PATIENCE_SECONDS, environment
 
 from maxbatch.errors import EXIT_PROCESS_FAILED
-from maxbatch.hardware.watchdog import Watchdog
+from maxbatch.hardware.ending import Watchdog
 
 
 def test_it_ends_a_run_that_nobody_feeds():
@@ -26,7 +26,7 @@ def test_it_does_nothing_at_0_seconds():
 def test_a_single_process_ends_with_its_stacks():
   program = (
     "import time\n"
-    "from maxbatch.hardware.watchdog import Watchdog\n"
+    "from maxbatch.hardware.ending import Watchdog\n"
     "def stuck():\n"
     "  time.sleep(3600)\n"
     "with Watchdog(0.2):\n"

@@ -1,15 +1,173 @@
-"""Which hosts load, and how many samples of a step each of them, for any number of hosts."""
+"""Which hosts load which rows, and how rows come to the devices of processes that do not load them.
 
+The columns of a microbatch lie in equal blocks, one for each data-parallel group of devices. Every
+block is read whole, by one of the loading processes: by one that has devices of the group, if there
+is one, so that most rows stay on their host; the other blocks go to those that read least. Of the
+devices of a process that does not read their block one receives it from a device of the process that
+does, and the others from that one: a block comes to a host once. In one round every device sends at
+most one block and receives at most one: a collective permute.
+
+Devices are numbered by their place in the mesh. All processes come to the same plan without a message.
+"""
+
+import collections
 import dataclasses
+import functools
+import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from maxbatch.batch.redistribution import Redistribution, consecutive_processes, redistribution
 from maxbatch.core.keys import text
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
+
+Rounds = tuple[tuple[tuple[int, int], ...], ...]
+"""Pairs (sending device, receiving device) of each round."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Redistribution:
+  """Who reads the rows of a microbatch, and what is sent."""
+
+  processes: tuple[int, ...]
+  """The process of every device."""
+  blocks: tuple[int, ...]
+  """The block of columns that every device uses."""
+  readers: tuple[tuple[int, ...], ...]
+  """The processes that read each block: one; without loading processes all that use it."""
+  rounds: Rounds
+  """What is sent to other processes."""
+  copies: Rounds
+  """What the devices of a process then send each other: what they hold by then."""
+
+  @functools.cached_property
+  def blocks_read(self) -> Mapping[int, tuple[int, ...]]:
+    """The blocks that each process reads, ascending; processes that read none are left out."""
+    found: dict[int, list[int]] = {}
+    for block, readers in enumerate(self.readers):
+      for process in readers:
+        found.setdefault(process, []).append(block)
+    return {process: tuple(blocks) for process, blocks in found.items()}
+
+  @functools.cached_property
+  def slots(self) -> tuple[tuple[int | None, ...], ...]:
+    """For each device the blocks that its process puts there: its own, then that of each round."""
+    slots: list[list[int | None]] = [
+      [block if process in self.readers[block] else None] + [None] * len(self.rounds)
+      for process, block in zip(self.processes, self.blocks, strict=True)
+    ]
+    for number, pairs in enumerate(self.rounds, 1):
+      for sender, receiver in pairs:
+        slots[sender][number] = self.blocks[receiver]
+    return tuple(map(tuple, slots))
+
+  def users(self, block: int) -> tuple[int, ...]:
+    """The processes with devices that use a block, ascending."""
+    pairs = zip(self.processes, self.blocks, strict=True)
+    return tuple(sorted({process for process, used in pairs if used == block}))
+
+
+def redistribution(
+  processes: Sequence[int], blocks: Sequence[int], loading: Sequence[int] = ()
+) -> Redistribution:
+  """The plan for devices of these processes, which use these blocks 0, 1, … of columns.
+
+  Args:
+    processes: the process of every device.
+    blocks: the block of every device; each is used by at least one.
+    loading: the processes that read, in any order; none: every process reads what its own devices
+      use, and nothing is sent.
+
+  Raises:
+    ValueError: a loading process has no device.
+  """
+  if not set(loading) <= set(processes):
+    raise ValueError(f"processes {loading} load, but only {sorted(set(processes))} have devices")
+  users = _users(processes, blocks)
+  readers = _readers(users, loading) if loading else users
+  receiving = _receiving(processes, blocks, readers)
+  rounds = _rounds(processes, receiving, readers)
+  copies = _copies(list(receiving.values()))
+  return Redistribution(tuple(processes), tuple(blocks), readers, rounds, copies)
+
+
+def _users(processes: Sequence[int], blocks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+  """The processes that use each block, ascending."""
+  found: list[set[int]] = [set() for _ in range(max(blocks) + 1)]
+  for process, block in zip(processes, blocks, strict=True):
+    found[block].add(process)
+  return tuple(tuple(sorted(each)) for each in found)
+
+
+def _readers(users: Sequence[Sequence[int]], loading: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+  """One reader for every block: near it if possible, else the one that reads least so far."""
+  counts = dict.fromkeys(sorted(loading), 0)
+  readers: list[int | None] = []
+  for using in users:
+    near = [process for process in using if process in counts]
+    reader = min(near, key=lambda process: (counts[process], process)) if near else None
+    if reader is not None:
+      counts[reader] += 1
+    readers.append(reader)
+  least = [(count, process) for process, count in counts.items()]
+  heapq.heapify(least)
+  for block, reader in enumerate(readers):
+    if reader is None:
+      count, process = least[0]
+      heapq.heapreplace(least, (count + 1, process))
+      readers[block] = process
+  return tuple((reader,) for reader in readers if reader is not None)
+
+
+def _receiving(
+  processes: Sequence[int], blocks: Sequence[int], readers: Sequence[Sequence[int]]
+) -> Mapping[tuple[int, int], Sequence[int]]:
+  """The devices that do not get their block from their own process, by process and block."""
+  found: dict[tuple[int, int], list[int]] = {}
+  for device, (process, block) in enumerate(zip(processes, blocks, strict=True)):
+    if process not in readers[block]:
+      found.setdefault((process, block), []).append(device)
+  return found
+
+
+def _rounds(
+  processes: Sequence[int],
+  receiving: Mapping[tuple[int, int], Sequence[int]],
+  readers: Sequence[Sequence[int]],
+) -> Rounds:
+  """The devices of a reader take turns as senders, one block each in a round."""
+  devices: dict[int, list[int]] = {}
+  for device, process in enumerate(processes):
+    devices.setdefault(process, []).append(device)
+  sent: collections.Counter[int] = collections.Counter()
+  rounds: list[list[tuple[int, int]]] = []
+  for (_, block), (receiver, *_) in receiving.items():
+    reader = readers[block][0]
+    number, turn = divmod(sent[reader], len(devices[reader]))
+    sent[reader] += 1
+    if number == len(rounds):
+      rounds.append([])
+    rounds[number].append((devices[reader][turn], receiver))
+  return tuple(map(tuple, rounds))
+
+
+def _copies(groups: Sequence[Sequence[int]]) -> Rounds:
+  """From the first device of each group to the others: twice as many have it after each round."""
+  rounds: list[list[tuple[int, int]]] = []
+  for group in groups:
+    for number in range((len(group) - 1).bit_length()):
+      if number == len(rounds):
+        rounds.append([])
+      rounds[number].extend(zip(group[: 1 << number], group[1 << number :], strict=False))
+  return tuple(map(tuple, rounds))
+
+
+def consecutive_processes(num_devices: int, num_processes: int) -> tuple[int, ...]:
+  """The process of every device where each has equally many, one after the other."""
+  local = num_devices // num_processes
+  return tuple(itertools.chain.from_iterable([p] * local for p in range(num_processes)))
 
 
 @dataclasses.dataclass(frozen=True)

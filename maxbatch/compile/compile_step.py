@@ -29,9 +29,8 @@ from maxbatch.core.topology import Topology
 from maxbatch.data.dataset import RowSource
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
-from maxbatch.hardware.agreement import broadcast_one_to_all
+from maxbatch.hardware.agreement import broadcast_one_to_all, write_shared_file
 from maxbatch.hardware.devices import Device
-from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import build_trainer
 from maxbatch.training.step import Trainer

@@ -2,7 +2,7 @@
 
 A pipeline's loop runs over ticks, where another step's runs over microbatches. What a tick does depends on
 the timetable: every operation counts as often as the work it belongs to
-(pipeline_parallel/tick_operations.py).
+(pipeline_parallel/cost.py).
 
 The text of a compiled program is no stable format: another compiler may write loops, operands or kernels in
 a new way. What is then not counted would make the estimate a wrong figure, so it is refused.
@@ -18,13 +18,13 @@ from maxbatch.errors import UserError
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.costs import OperationCost
 from maxbatch.estimate.step_time import StepEstimate, seconds_of
-from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.tick_operations import (
+from maxbatch.pipeline_parallel.cost import (
   EVERY_TICK,
   ONCE_PER_MICROBATCH,
   operation_in_path,
   ticks_by_operation,
 )
+from maxbatch.pipeline_parallel.sizes import Pipeline
 
 LEAST_COVERAGE = 0.97
 """Of the traced matrix products, which the program does at least: it computes some of them again."""

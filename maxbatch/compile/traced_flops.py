@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from maxbatch.models.attention import sliding_layers
 from maxbatch.models.registry import Model
-from maxbatch.models.windows import sliding_layers
-from maxbatch.pipeline_parallel.tick_operations import EVERY_TICK, operation_in_path
+from maxbatch.pipeline_parallel.cost import EVERY_TICK, operation_in_path
 
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 """Products of T × T × H in each of the flash attention kernels; the backward ones form the weights

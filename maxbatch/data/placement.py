@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxbatch.batch.redistribution import Redistribution, Rounds, redistribution
+from maxbatch.batch.host_loads import Redistribution, Rounds, redistribution
 from maxbatch.batch.row_plan import columns_of_blocks
 from maxbatch.data.dataset import Arrays
 from maxbatch.data.rows import TOKEN_FIELDS, Rows

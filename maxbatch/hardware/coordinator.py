@@ -1,17 +1,66 @@
 """The key-value store of the processes that train together, which lives in process 0.
 
-The one place that uses jax's client of its coordination service, which has no public name.
+The one place that uses jax's client of its coordination service, which has no public name. That client
+ends its process with a stack trace of C++ in the moment in which its connection breaks, before anyone
+can say what has happened. So it is connected through a relay in its own process: it sees silence
+instead, and watch.py says who is gone.
 """
 
+import concurrent.futures
 import contextlib
+import itertools
+import json
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 from jax._src import distributed as jax_distributed
 
-from maxbatch.hardware.relay import open_relay
-from maxbatch.hardware.rendezvous import Rendezvous
+from maxbatch.hardware.rendezvous import Rendezvous, connected
+
+_PIECE_BYTES = 1 << 16
+
+
+def open_relay(address: str, lost: Callable[[], None]) -> str:
+  """Listens on this host for connections, which it hands on to `address`.
+
+  Args:
+    address: HOST:PORT of process 0; need not listen yet.
+    lost: called when the other side has closed a connection.
+
+  Returns:
+    HOST:PORT to connect to instead.
+  """
+  listener = socket.create_server(("127.0.0.1", 0))
+
+  def serve() -> None:
+    while True:
+      near, _ = listener.accept()
+      threading.Thread(target=_carry, args=(near, address, lost), daemon=True).start()
+
+  threading.Thread(target=serve, daemon=True, name="relay").start()
+  return f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def _carry(near: socket.socket, address: str, lost: Callable[[], None]) -> None:
+  """Hands on what one connection carries, both ways."""
+  far = connected(address)  # jax's own limit ends the wait.
+  far.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+  threading.Thread(target=_pump, args=(near, far), daemon=True).start()
+  _pump(far, near)
+  lost()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+  """Copies until one of the two is closed, and closes neither."""
+  try:
+    while piece := source.recv(_PIECE_BYTES):
+      target.sendall(piece)
+  except OSError:
+    return
+
 
 _PREFIX = "maxbatch/"
 _ERRORS = (jax.errors.JaxRuntimeError, ValueError, RuntimeError)
@@ -95,3 +144,59 @@ class Coordinator:
   def meet(self, name: str, seconds: float) -> None:
     """Waits until all processes have come here."""
     self._client.wait_at_barrier(_PREFIX + name, int(seconds * 1000))
+
+
+_GLANCE_SECONDS = 1.0
+"""Between looks whether the answer is still wanted. A process that is gone is found by its silence
+(watch.py), and the run ends then."""
+_PAUSE_SECONDS = 0.05
+
+_exchanges = itertools.count()
+
+
+class Exchange:
+  """Exchanges of values through the store, one after the other, in the same order in all processes.
+
+  No device takes part, so that any thread may ask for them, whatever the devices do meanwhile.
+  """
+
+  def __init__(self) -> None:
+    """All processes have as many exchanges, begun in the same order."""
+    self._name, self._numbers = f"exchange/{next(_exchanges)}", itertools.count()
+    self._given_up = threading.Event()
+
+  def __call__(self, value: Any) -> list[Any]:
+    """Every process's value, in all processes, by the number of the process.
+
+    Args:
+      value: plain values that JSON can represent.
+
+    Raises:
+      CancelledError: it is given up.
+    """
+    text = json.dumps(value)
+    if jax.process_count() == 1:
+      return [json.loads(text)]
+    store, number = Coordinator(), next(self._numbers)
+    folder = f"{self._name}/{number}"
+    if store.process:
+      store.put(f"{folder}/{store.process}", text)
+      return json.loads(self._awaited(store, f"{folder}/all"))
+    others = [self._awaited(store, f"{folder}/{each}") for each in range(1, store.num_processes)]
+    found = [json.loads(each) for each in (text, *others)]
+    store.put(f"{folder}/all", json.dumps(found))
+    # Whoever has come here has what was exchanged before.
+    store.remove(f"{self._name}/{number - 1}")
+    return found
+
+  def give_up(self) -> None:
+    """Ends a call under way in another thread, and all later ones."""
+    self._given_up.set()
+
+  def _awaited(self, store: Coordinator, key: str) -> str:
+    while not self._given_up.is_set():
+      found = store.wait_for(key, _GLANCE_SECONDS)
+      if found is not None:
+        return found
+      self._given_up.wait(_PAUSE_SECONDS)  # It answers at once where process 0 is gone.
+    raise concurrent.futures.CancelledError

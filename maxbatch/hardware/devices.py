@@ -6,8 +6,12 @@ for these, but never run. counted_devices.py is for commands that look at no dev
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -20,7 +24,6 @@ from maxbatch.config.schema import Config
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.hardware.counted_devices import SIMULATED_DEVICES
-from maxbatch.hardware.environment import check_environment
 from maxbatch.hardware.processes import check_joined, join
 from maxbatch.hardware.tpu_slices import slice_named
 
@@ -238,3 +241,32 @@ def _simulate(count: int, own: int) -> None:
 def _set_num_cpu_devices(count: int) -> None:
   os.environ.setdefault("NPROC", str(max(_THREADS_EACH * count, os.cpu_count() or 1)))
   jax.config.update("jax_num_cpu_devices", count)
+
+
+_READ_FLAGS = "from jaxlib.xla_client import CompileOptions; CompileOptions()"
+_FAULT = re.compile(r"(Unknown flags? in XLA_FLAGS|Couldn't interpret value).*")
+
+
+def check_environment() -> None:
+  """Checks the variables with which no step can be compiled.
+
+  Raises:
+    UserError: XLA_FLAGS has a flag or a value that XLA does not know, or jit is disabled.
+  """
+  if jax.config.values["jax_disable_jit"]:
+    raise UserError(
+      "JAX_DISABLE_JIT: a training step is compiled as a whole, which this forbids; unset it, or "
+      "JAX_DISABLE_JIT=0"
+    )
+  _check_flags(os.environ.get("XLA_FLAGS", ""))
+
+
+@functools.cache
+def _check_flags(flags: str) -> None:
+  """Lets another process read the flags: XLA ends the one that reads a flag it does not know."""
+  if not flags.strip():
+    return
+  command = [sys.executable, "-c", _READ_FLAGS]
+  done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+  if fault := _FAULT.search(done.stderr):
+    raise UserError(f"XLA_FLAGS={flags}: {fault[0].rstrip('.')}; correct that, or unset XLA_FLAGS")

@@ -3,8 +3,10 @@
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
-from typing import NoReturn
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import NoReturn, Self
 
 from maxbatch.command_line.signals import Interrupted, leave
 from maxbatch.errors import (
@@ -18,8 +20,7 @@ from maxbatch.errors import (
   UserError,
 )
 from maxbatch.hardware.coordinator import Coordinator
-from maxbatch.hardware.stacks import stacks
-from maxbatch.hardware.watch import Watch
+from maxbatch.hardware.watch import Watch, stacks
 
 _watches: list[Watch] = []
 """The one of this process, once it has joined others: jax, too, joins them once and for all."""
@@ -97,3 +98,38 @@ def _reason(error: BaseException, *, alone: bool) -> tuple[str, int]:
     return f"failed: {error}", EXIT_PROCESS_FAILED if alone else EXIT_USER_ERROR
   text = str(error).partition("\n")[0]
   return f"failed: {type(error).__name__}: {text}", EXIT_PROCESS_FAILED
+
+
+_CHECKS_PER_LIMIT = 8
+
+
+class Watchdog:
+  """A context in which `feed` must be called again and again, or the run ends; 0 seconds: need not.
+
+  It ends with the stacks of all threads, of all processes in their logs.
+  """
+
+  def __init__(self, limit_seconds: float, end: Callable[[str], None] = end_hanging) -> None:
+    """`end` is called, once, with what to say."""
+    self._limit, self._end = limit_seconds, end
+    self._fed = time.monotonic()
+    self._over = threading.Event()
+
+  def __enter__(self) -> Self:
+    self.feed()
+    if self._limit:
+      threading.Thread(target=self._guard, daemon=True, name="watchdog").start()
+    return self
+
+  def __exit__(self, *_: object) -> None:
+    self._over.set()
+
+  def feed(self) -> None:
+    """Takes note that the run gets on."""
+    self._fed = time.monotonic()
+
+  def _guard(self) -> None:
+    while not self._over.wait(self._limit / _CHECKS_PER_LIMIT):
+      if time.monotonic() - self._fed > self._limit:
+        self._end(f"has ended no step for {self._limit:g} s (hang_timeout_seconds)")
+        return

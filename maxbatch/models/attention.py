@@ -17,15 +17,39 @@ from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import constrain
+from maxbatch.hugging_face.model_keys import layer_types
 from maxbatch.models import flash
 from maxbatch.models.cache import LayerCache
 from maxbatch.models.dot_product import dot_product_attention
 from maxbatch.models.forms import rotated
 from maxbatch.models.layers import Norm, Projection
 from maxbatch.models.remat import named
-from maxbatch.models.rope import frequency_factors
-from maxbatch.models.windows import sliding_layers
 from maxbatch.precision.policy import PLAIN, Policy
+
+
+def frequency_factors(config: ModelConfig) -> np.ndarray | None:
+  """What the frequency of each pair of a head is multiplied by: float32[H/2]; None: by nothing."""
+  factors = np.full(config.head_dim // 2, 1 / config.rope_linear_scaling_factor)
+  if config.rope_type == "llama3.1":
+    factors *= _llama3(config)
+  return factors.astype(np.float32) if (factors != 1).any() else None
+
+
+def _llama3(config: ModelConfig) -> np.ndarray:
+  """Fast frequencies unchanged, slow ones divided, and those between interpolated (Llama 3.1)."""
+  exponents = np.arange(0, config.head_dim, 2) / config.head_dim
+  frequencies = config.rope_max_timescale**-exponents
+  turns = config.original_max_position_embeddings * frequencies / (2 * math.pi)
+  low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+  kept = np.clip((turns - low) / (high - low), 0, 1)
+  return kept + (1 - kept) / config.rope_factor
+
+
+def sliding_layers(config: ModelConfig) -> np.ndarray:
+  """bool[L]: the layers of sliding attention; none where sliding_window_size=0."""
+  num_layers, has_window = config.base_num_decoder_layers, config.sliding_window_size > 0
+  kinds = layer_types(config.layer_types, num_layers) or ("sliding_attention",) * num_layers
+  return np.array([has_window and kind == "sliding_attention" for kind in kinds])
 
 
 class AttentionContext(NamedTuple):

@@ -11,9 +11,8 @@ from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
-from maxbatch.models.exponents import given_out
 from maxbatch.models.forms import gradients_apart, projected
-from maxbatch.models.probes import Probe, for_each_row, probe, probe_values, product
+from maxbatch.models.probes import Probe, for_each_row, given_out, probe, probe_values, product
 from maxbatch.models.remat import named
 from maxbatch.precision.policy import PLAIN, Policy
 

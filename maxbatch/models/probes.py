@@ -10,10 +10,14 @@ formed from the same pieces: nothing is computed twice, and no gradient of a row
 The gradient of a vector by row is what autodiff sums anyway. That of a matrix is xᵀ·dy, formed row
 by row as the weight gradient is summed up ("simultaneous", Gray et al. 2024), or, for rows so short
 that it is cheaper, its norm by ⟨x·xᵀ, dy·dyᵀ⟩ ("ghost", Li et al. 2022).
+
+Another kind of probe, [2, N], gets as its gradient the histograms of the exponents of what a module
+gives, and of the gradient of that, in N bins.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +32,7 @@ from maxbatch.hardware.sharding import (
   sum_over_rows,
 )
 from maxbatch.models.forms import projected, weight_gradient
+from maxbatch.precision.policy import Policy
 
 
 class Probe(nnx.Variable):
@@ -216,3 +221,56 @@ def _is_divided(axis: str | None, size: int, shards: int) -> bool:
 def _first_shard(squares_B: jax.Array, shards: int) -> jax.Array:
   """(B,) → (B, S): what all devices along tensor hold counts once."""
   return jnp.pad(squares_B[:, None], ((0, 0), (0, shards - 1)))
+
+
+NUM_BINS = 256
+"""By a float32's exponent as it is stored: bin 127 + e counts magnitudes in [2^e, 2^(e+1)), the first
+one zeros, the last one what is not finite."""
+EXPONENT_KINDS = 2
+"""Of values in a module's probe: what it gives, and the gradients of that."""
+
+
+class ExponentProbe(Probe):
+  """Of what a module gives; a scalar, in stacked layers one per layer."""
+
+
+def exponent_probe(layers: tuple[int, ...]) -> ExponentProbe:
+  """The probe of a module, with a leading dim where it stands for stacked layers."""
+  return ExponentProbe(jnp.zeros(layers), of=(), frozen=())
+
+
+def histogram(x: jax.Array) -> jax.Array:
+  """How many values have which exponent: (…) → float32[N]."""
+  bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+  exponents = ((bits >> 23) & (NUM_BINS - 1)).astype(jnp.int32)
+  return jnp.zeros(NUM_BINS, jnp.float32).at[exponents.ravel()].add(1.0)
+
+
+@jax.custom_vjp
+def _observed(x: jax.Array, probe_KN: jax.Array) -> jax.Array:
+  del probe_KN
+  return x
+
+
+_observed.defvjp(
+  lambda x, probe_KN: (x, histogram(x)),
+  lambda counts_N, d_x: (d_x, jnp.stack([counts_N, histogram(d_x)])),
+)
+
+
+def given_out(x: jax.Array, policy: Policy, probe: Probe | None) -> jax.Array:
+  """What a module gives: `x` in the format of the computation, counted where there is a probe."""
+  x = policy.cast(x)
+  return x if probe is None or probe[...].ndim < EXPONENT_KINDS else _observed(x, probe[...])
+
+
+def histograms(tree: Any, layered: Any) -> Any:
+  """Of every leaf of a tree: float32[N], or [L, N] of stacked layers.
+
+  Args:
+    tree: arrays.
+    layered: a tree of booleans like it, of which leaves are stacked.
+  """
+  return jax.tree.map(
+    lambda x, is_stacked: jax.vmap(histogram)(x) if is_stacked else histogram(x), tree, layered
+  )

@@ -24,10 +24,9 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes, sharding
 from maxbatch.models import transformer
 from maxbatch.models.cache import Cache, Decode
-from maxbatch.models.exponents import exponent_probe
 from maxbatch.models.layers import Norm, Parameter
 from maxbatch.models.lora import add_adapters
-from maxbatch.models.probes import Probe, probe_of
+from maxbatch.models.probes import Probe, exponent_probe, probe_of
 from maxbatch.models.trainable import ADAPTER, Path, frozen_paths
 from maxbatch.precision.policy import PLAIN, Policy
 
@@ -35,7 +34,7 @@ Parameters = dict[str, Any]
 """Nested dicts of arrays, by module and parameter name."""
 Probes = Literal["off", "norm", "all", "exponents"]
 """The probes of a model that are kept: none, those of its layers.Norm modules, all; or others, of the
-exponents of what its modules give (models/exponents.py)."""
+exponents of what its modules give (models/probes.py)."""
 
 
 class LanguageModel(Protocol):

@@ -24,9 +24,8 @@ from maxbatch.models.attention import (
 )
 from maxbatch.models.cache import Cache, Decode, KeysValues, LayerCache, empty_cache
 from maxbatch.models.dropout import dropout, fold
-from maxbatch.models.exponents import given_out
 from maxbatch.models.layers import FeedForward, Norm, parameter
-from maxbatch.models.probes import Probe, for_each_row, looked_up, probe, probe_values
+from maxbatch.models.probes import Probe, for_each_row, given_out, looked_up, probe, probe_values
 from maxbatch.models.remat import named, remat_policy, validate_remat
 from maxbatch.precision.policy import PLAIN, Policy
 
@@ -85,7 +84,7 @@ class Transformer(nnx.Module):
   policy: Policy = PLAIN
   """In which format it computes; `build_model` sets it, as in all modules that have it."""
   exponents: Probe | None = None
-  """Likewise, for a report of its exponents (models/exponents.py)."""
+  """Likewise, for a report of its exponents (models/probes.py)."""
 
   def __init__(self, rngs: nnx.Rngs, config: ModelConfig, max_target_length: int):
     """Raises UserError if sizes contradict each other."""

@@ -24,14 +24,14 @@ from maxbatch.data.input_report import InputReport, input_report
 from maxbatch.errors import UserError
 from maxbatch.estimate.compiled_steps import remember
 from maxbatch.estimate.step_work import step_work
+from maxbatch.hardware.agreement import write_shared_file
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import num_processes
-from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.modes.resolve import ResolvedRun, resolve
 from maxbatch.modes.start import started
 from maxbatch.modes.validate import validate
-from maxbatch.pipeline_parallel.unused_keys import check_unused
+from maxbatch.pipeline_parallel.layout import check_unused_keys
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.build import build_trainer
 from maxbatch.training.step import Trainer
@@ -48,7 +48,7 @@ def is_run(config: Config) -> bool:
     UserError: keys that exclude each other, a run on devices that are not here, keys without
       effect, or a file that a compiled step would replace.
   """
-  check_unused(config.pipeline)
+  check_unused_keys(config.pipeline)
   keys = config.compile
   if keys.validate_only and keys.compile_only:
     raise UserError(

@@ -13,8 +13,8 @@ from maxbatch.core.plan import BatchPlan
 from maxbatch.data.dataset import RowSource
 from maxbatch.hardware.devices import Device
 from maxbatch.models.registry import Model, build_model
+from maxbatch.noise.controller import Steering
 from maxbatch.noise.requirements import measures_noise
-from maxbatch.noise.steering import Steering
 from maxbatch.training.build import build_trainer
 from maxbatch.training.noise_meter import NoiseMeter
 from maxbatch.training.noise_run import Meter, Noise

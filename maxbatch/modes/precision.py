@@ -9,7 +9,7 @@ import jax
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import Position
 from maxbatch.data.rows import Rows
-from maxbatch.hardware.shared_files import write_shared_file
+from maxbatch.hardware.agreement import write_shared_file
 from maxbatch.models.registry import Parameters
 from maxbatch.precision.report import report_text, report_values
 from maxbatch.run_folder.paths import RunFolder

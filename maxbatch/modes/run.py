@@ -25,11 +25,14 @@ from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.mixture import MixedRows
 from maxbatch.errors import UserError
-from maxbatch.hardware.agreement import one_process_at_a_time, sync_errors
+from maxbatch.hardware.agreement import (
+  check_shared,
+  one_process_at_a_time,
+  sync_errors,
+  write_shared_file,
+)
 from maxbatch.hardware.devices import Target, find_devices
-from maxbatch.hardware.ending import ending_together
-from maxbatch.hardware.shared_files import check_shared, write_shared_file
-from maxbatch.hardware.watchdog import Watchdog
+from maxbatch.hardware.ending import Watchdog, ending_together
 from maxbatch.metrics_writers.registry import open_writers
 from maxbatch.modes.beginning import (
   Beginning,

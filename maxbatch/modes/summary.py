@@ -13,8 +13,8 @@ from maxbatch.command_line.printable import printable
 from maxbatch.command_line.screen import for_screen
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.registry import build_tokenizer
+from maxbatch.hardware.agreement import write_shared_file
 from maxbatch.hardware.devices import describe_devices
-from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.resolve import ResolvedRun
 from maxbatch.run_folder.metrics import each_record

@@ -2,12 +2,16 @@
 
 A tick takes the time of a forward if any stage has a forward in it, plus that of a backward if any
 stage has a backward. The other stages are idle: their program computes on data that nothing uses.
+The program skips what no stage needs in a tick: so there are fewer losses than forwards when there are
+repeats, and ticks with only a forward or only a backward during warm-up and cool-down.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
+from maxbatch.pipeline_parallel.schedule import schedule_named
 from maxbatch.pipeline_parallel.timetable import Timetable, TimetableShape
 
 
@@ -76,3 +80,35 @@ def imbalance(loads: Sequence[int | Fraction]) -> Fraction:
 def percent(share: Fraction) -> str:
   """A share as text: 3/35 is 8.6%."""
   return f"{float(share):.1%}"
+
+
+EVERY_TICK = ""
+"""What runs in every tick, in no operation's scope: the exchange and the buffers."""
+OPERATIONS = ("forward", "embedding", "loss", "backward", "embedding_backward")
+ONCE_PER_MICROBATCH = ("embedding", "loss", "embedding_backward")
+"""Operations that run once per microbatch, however long the warm-up is."""
+_SCOPE = "tick_"
+
+
+def scope_name(operation: str) -> str:
+  """The jax.named_scope of an operation, by which reports find it in the program."""
+  return _SCOPE + operation
+
+
+def operation_in_path(path: str) -> str:
+  """The innermost operation in a path of scope names; EVERY_TICK if there is none."""
+  names = [word for word in re.findall(rf"\b{_SCOPE}(\w+)", path) if word in OPERATIONS]
+  return names[-1] if names else EVERY_TICK
+
+
+def ticks_by_operation(schedule: str, shape: TimetableShape) -> Mapping[str, int]:
+  """For each operation, the ticks in which any stage has it; all ticks under EVERY_TICK.
+
+  Every stage runs its v·m forwards in consecutive ticks, h ticks after the previous stage. So
+  v·m + h(p−1) ticks have a forward (if v·m ≥ h), and as many a backward.
+  """
+  busy = shape.forwards_per_stage + shape.warmup_ticks
+  ticks = {EVERY_TICK: schedule_named(schedule).first_backward(shape) + busy}
+  return ticks | {
+    work: shape.microbatches if work in ONCE_PER_MICROBATCH else busy for work in OPERATIONS
+  }

@@ -9,11 +9,11 @@ from maxbatch.core.keys import counted
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
 from maxbatch.pipeline_parallel.cost import bubble, imbalance, percent, predicted_bubble
+from maxbatch.pipeline_parallel.drawings import text_diagram
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.schedule import SCHEDULES, schedule_named
 from maxbatch.pipeline_parallel.simulator import Outcome
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.text_diagram import text_diagram
 from maxbatch.pipeline_parallel.timetable import Timetable
 from maxbatch.precision.formats import compute_format
 

@@ -16,11 +16,14 @@ from maxbatch.compile.compile_step import placeholder_rows
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.dataset import Dataset
-from maxbatch.hardware.agreement import broadcast_one_to_all, one_process_at_a_time
+from maxbatch.hardware.agreement import (
+  broadcast_one_to_all,
+  one_process_at_a_time,
+  write_shared_file,
+)
 from maxbatch.hardware.devices import find_devices
 from maxbatch.hardware.ending import ending_together
 from maxbatch.hardware.sharding import rollout_mesh
-from maxbatch.hardware.shared_files import write_shared_file
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.modes.memory import bytes_per_device
 from maxbatch.modes.resolve import ResolvedRun

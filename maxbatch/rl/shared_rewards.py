@@ -9,7 +9,7 @@ import numpy as np
 
 from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import check_none_failed
-from maxbatch.hardware.exchange import Exchange
+from maxbatch.hardware.coordinator import Exchange
 from maxbatch.rl.rewards import Group, RewardPool
 
 

@@ -7,7 +7,7 @@ from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.config.suggestions import assigned
 from maxbatch.errors import UserError
-from maxbatch.pipeline_parallel import unused_keys as pipeline_keys
+from maxbatch.pipeline_parallel.layout import check_unused_keys
 
 _NEVER: dict[str, str] = {
   "packing grain_packing_type use_truncation block_cross_document_attention": (
@@ -56,7 +56,7 @@ def check_unused(config: Config) -> None:
   Raises:
     UserError: one is set.
   """
-  pipeline_keys.check_unused(config.pipeline)
+  check_unused_keys(config.pipeline)
   for keys, why in _NEVER.items():
     _refuse(config, keys.split(), f"with num_generations={config.rl.num_generations}: {why}")
   if task := config.rl.rl_task:

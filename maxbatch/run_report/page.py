@@ -15,8 +15,8 @@ from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan
 from maxbatch.errors import UserError
+from maxbatch.pipeline_parallel.drawings import timetable_chart
 from maxbatch.pipeline_parallel.layout import pipeline_of
-from maxbatch.pipeline_parallel.plot import timetable_chart
 from maxbatch.pipeline_parallel.schedule import timetable
 from maxbatch.plots.chart import Bars, Chart, Panel
 from maxbatch.plots.page import rendered

@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict
 
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import replicated
-from maxbatch.models.exponents import KINDS, NUM_BINS, histograms
+from maxbatch.models.probes import EXPONENT_KINDS, NUM_BINS, histograms
 from maxbatch.models.registry import Model, Parameters, build_model, by_path
 from maxbatch.precision.report import (
   ACTIVATIONS,
@@ -44,7 +44,7 @@ def exponents(trainer: Trainer, parameters: Parameters, rows: Rows) -> list[Expo
       return loss_parts(model, parameters, rows, trainer.dropout_key, probes).loss.sum()
 
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
-      probes = model.probes(KINDS, NUM_BINS)
+      probes = model.probes(EXPONENT_KINDS, NUM_BINS)
       gradients, counts = jax.grad(loss, (0, 1))(parameters, probes)
       layered = by_path(lambda path, _: is_layered(model, path), parameters)
       return counts, histograms(parameters, layered), histograms(gradients, layered)

@@ -24,8 +24,7 @@ from maxbatch.pipeline_parallel.sizes import EvalMicrobatches, Pipeline, eval_mi
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays, forward_only_arrays
 from maxbatch.training.metrics import NO_METRICS, Metrics
 from maxbatch.training.model_parts import FlatParams, ModelParts, merge_layers, split_layers
-from maxbatch.training.stage_residuals import StageInput
-from maxbatch.training.stash import InputStash, Stash, make_stash
+from maxbatch.training.stash import InputStash, StageInput, Stash, make_stash
 from maxbatch.training.state import Sums
 from maxbatch.training.tick import PipelineStage
 

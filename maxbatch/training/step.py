@@ -31,7 +31,6 @@ from maxbatch.precision.policy import PLAIN
 from maxbatch.precision.rounding import stochastically_updated
 from maxbatch.training import partial_sums
 from maxbatch.training.accumulate import summed_gradients
-from maxbatch.training.layer_order import to_layer_order, to_stage_order
 from maxbatch.training.loss import loss_parts
 from maxbatch.training.loss_scaling import (
   Applied,
@@ -41,6 +40,7 @@ from maxbatch.training.loss_scaling import (
   unscaled,
 )
 from maxbatch.training.metrics import TokenSums, Update, token_values, update_values
+from maxbatch.training.model_parts import to_layer_order, to_stage_order
 from maxbatch.training.objective import TEXT, Loss
 from maxbatch.training.optimizer import AverageState
 from maxbatch.training.pipelined_step import pipelined_gradients, pipelined_sums

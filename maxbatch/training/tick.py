@@ -20,9 +20,9 @@ from jax import lax
 
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import constrain
+from maxbatch.pipeline_parallel.cost import scope_name
 from maxbatch.pipeline_parallel.schedule import BufferLimits
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.tick_operations import scope_name
 from maxbatch.pipeline_parallel.timetable_arrays import (
   PassArrays,
   StageArrays,
@@ -31,8 +31,7 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
 )
 from maxbatch.training.loss import LossSums
 from maxbatch.training.model_parts import FlatParams, ModelParts, trained
-from maxbatch.training.stage_residuals import StageInput
-from maxbatch.training.stash import Arrays, Stash
+from maxbatch.training.stash import Arrays, StageInput, Stash
 from maxbatch.training.state import Measures, Sums, zero_sums
 
 
