@@ -12,8 +12,9 @@ import argparse
 import pathlib
 import re
 import sys
+from collections.abc import Callable
 
-from step_breakdown import PEERS, Breakdown, Comparison, breakdown
+from step_breakdown import Breakdown, Comparison, breakdown, peers
 
 from maxbatch.compile.compile_step import compile_reports
 from maxbatch.config.load import load_config
@@ -55,7 +56,9 @@ def program_text(path: pathlib.Path) -> tuple[str, int | None]:
   return text, int(memory[1]) if memory else None
 
 
-def from_file(name: str, chip: Chip, num_microbatches: int, naming: Naming) -> Breakdown:
+def from_file(
+  name: str, chip: Chip, num_microbatches: int, naming: Callable[[str], Naming]
+) -> Breakdown:
   """The step of a file.
 
   Raises:
@@ -63,7 +66,7 @@ def from_file(name: str, chip: Chip, num_microbatches: int, naming: Naming) -> B
   """
   text, peak = program_text(pathlib.Path(name).expanduser())
   try:
-    costs = program_costs(hlo.parse(text), naming)
+    costs = program_costs(hlo.parse(text), naming(text))
   except ValueError as error:
     raise UserError(f"{name}: {error}") from error
   return breakdown(name, costs, chip, num_microbatches=num_microbatches, peak_bytes=peak)
@@ -128,10 +131,10 @@ def compare(given: list[str]) -> Comparison:
         f"{', '.join(sorted(CHIPS))}"
       )
     chip = CHIPS[asked.chip]
-    ours = from_file(asked.hlo, chip, asked.microbatches, OURS)
+    ours = from_file(asked.hlo, chip, asked.microbatches, lambda _: OURS)
   else:
     ours, chip = from_keys(asked.keys)
-  return Comparison(from_file(asked.peer_hlo, chip, 1, PEERS), ours, chip)
+  return Comparison(from_file(asked.peer_hlo, chip, 1, peers), ours, chip)
 
 
 def main(given: list[str]) -> int:

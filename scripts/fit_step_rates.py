@@ -28,7 +28,6 @@ import numpy as np
 from scipy.optimize import nnls
 
 from maxbatch.config.load import load_config
-from maxbatch.estimate import step_rates
 from maxbatch.estimate.chips import CHIPS, Chip
 from maxbatch.estimate.compiled_steps import (
   FILE,
@@ -37,9 +36,16 @@ from maxbatch.estimate.compiled_steps import (
   named,
   read_report,
 )
-from maxbatch.estimate.step_memory import memory_work, state_bytes
-from maxbatch.estimate.step_rates import StepRates
-from maxbatch.estimate.step_roofline import is_wide, link_seconds, step_roofline, update_bytes
+from maxbatch.estimate.step_roofline import (
+  StepRates,
+  is_wide,
+  link_seconds,
+  memory_work,
+  state_bytes,
+  step_rates,
+  step_roofline,
+  update_bytes,
+)
 from maxbatch.estimate.step_work import (
   Part,
   PartWork,
@@ -292,7 +298,7 @@ def table() -> Iterator[str]:
   yield "|---|---|---|---|---|---|---|---|---|"
   every = compiled_steps()
   for step, fresh in zip(every, predicted(every), strict=True):
-    time, peak = ratios(step, step_rates.step_rates())
+    time, peak = ratios(step, step_rates())
     without = [f"{x:.2f}" for x in fresh] if fresh else ["", ""]
     yield (
       f"| {step.name} | {time * step.microbatch_seconds:.4g} s | {step.microbatch_seconds:.4g} s | "
@@ -310,9 +316,8 @@ def fit() -> None:
   rates = dataclasses.replace(
     fitted(steps), spread=dict(zip(("seconds", "bytes"), spread, strict=True))
   )
-  path = pathlib.Path(step_rates.__file__).with_suffix(".json")
-  path.write_text(json.dumps(dataclasses.asdict(rates), indent=2) + "\n")
-  print(path.read_text())
+  RATES.write_text(json.dumps(dataclasses.asdict(rates), indent=2) + "\n")
+  print(RATES.read_text())
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -6,11 +6,13 @@ the compiler did not keep it; backward; update, what is differentiated by nobody
 
 import collections
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.costs import Kind, OperationCost
+from maxbatch.estimate.hlo import Instruction
 from maxbatch.estimate.scopes import OTHER, SCOPES, Naming
 from maxbatch.estimate.step_time import elapsed_by_operation, link_seconds
 
@@ -20,7 +22,51 @@ _LEAST_SHARE = 0.003
 """Of a step: a difference below it is not worth a line."""
 _SAME_WORK = 0.03
 
-PEERS = Naming(
+_STACK_FRAME = re.compile(r"metadata=\{[^}]*?stack_frame_id=(\d+)")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_ENTRY = re.compile(r"(\d+) (.*)")
+_FIELD = re.compile(r"(\w+)=(\d+)")
+
+Direction = Literal["forward", "recomputed", "backward", "update"]
+Work = Kind | Literal["collectives"]
+
+_DIRECTIONS: Sequence[Direction] = ("forward", "recomputed", "backward", "update")
+WORKS: Sequence[Work] = (
+  "products",
+  "kernels",
+  "elementwise",
+  "relayouts",
+  "slices",
+  "copies",
+  "collectives",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerNaming(Naming):
+  """What another trainer's names say: the words of its modules, and functions on the stack."""
+
+  functions: Sequence[tuple[str, str]] = ()
+  """(pattern, part): of the first pattern found in the name of a function on the stack, from the
+  innermost function outwards; only where no word is found."""
+  frames: Mapping[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+  """Functions on the stack when an operation was traced, by its stack_frame_id."""
+
+  def of(self, one: Instruction) -> str:
+    """The part that an instruction's own names say, without what it calls; or "other"."""
+    found, frame = super().of(one), _STACK_FRAME.search(one.attributes)
+    if found != OTHER or frame is None:
+      return found
+    parts = (
+      part
+      for name in self.frames.get(int(frame[1]), ())
+      for pattern, part in self.functions
+      if re.search(pattern, name)
+    )
+    return next(parts, OTHER)
+
+
+PEERS = PeerNaming(
   words={scope: scope for scope in SCOPES}
   | dict.fromkeys(("self_attention", "self_attn", "attn", "Attention_0"), "attention")
   | dict.fromkeys(("feed_forward", "ffn", "MlpBlock_0"), "mlp")
@@ -42,19 +88,45 @@ PEERS = Naming(
 )
 """MaxText 0.2.5's functions, and names that jax trainers commonly give their modules."""
 
-Direction = Literal["forward", "recomputed", "backward", "update"]
-Work = Kind | Literal["collectives"]
 
-_DIRECTIONS: Sequence[Direction] = ("forward", "recomputed", "backward", "update")
-WORKS: Sequence[Work] = (
-  "products",
-  "kernels",
-  "elementwise",
-  "relayouts",
-  "slices",
-  "copies",
-  "collectives",
-)
+def peers(text: str) -> PeerNaming:
+  """Returns the naming of a peer's program, whose text says which functions were on the stack."""
+  return dataclasses.replace(PEERS, frames=stack_frames(text))
+
+
+def stack_frames(text: str) -> Mapping[int, tuple[str, ...]]:
+  """Returns names of functions by frame, the innermost first, from the tables at the top of HLO text.
+
+  jax 0.12 writes them: FileNames, FunctionNames, FileLocations (a function and a line) and StackFrames
+  (a location and the frame that called it). Empty if there are none.
+  """
+  tables = _tables(text)
+  functions = {number: name.strip('"') for number, name in tables["FunctionNames"].items()}
+  function_of = {
+    number: functions.get(dict(_FIELD.findall(row)).get("function_name_id", ""), "")
+    for number, row in tables["FileLocations"].items()
+  }
+  frames = {number: dict(_FIELD.findall(row)) for number, row in tables["StackFrames"].items()}
+  # The number written for a caller is one more than its frame's; 1, or none, is no caller.
+  callers = {number: int(fields.get("parent_frame_id", 1)) - 1 for number, fields in frames.items()}
+  named: dict[int, tuple[str, ...]] = {}
+  for number in sorted(frames, key=int):
+    own = function_of.get(frames[number].get("file_location_id", ""), "")
+    named[int(number)] = (own, *named.get(callers[number], ()))
+  return named
+
+
+def _tables(text: str) -> dict[str, dict[str, str]]:
+  tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
+  current: dict[str, str] | None = None
+  for line in text.splitlines():
+    if line.startswith(("%", "ENTRY")):
+      break
+    if line in tables:
+      current = tables[line]
+    elif current is not None and (entry := _ENTRY.fullmatch(line)):
+      current[entry[1]] = entry[2]
+  return tables
 
 
 class Part(NamedTuple):

@@ -22,7 +22,7 @@ from maxbatch.advice.words import short
 from maxbatch.batch_rules import published
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
-from maxbatch.estimate.step_rates import step_rates
+from maxbatch.estimate.step_roofline import step_rates
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.run_folder.paths import RunFolder
 

@@ -14,7 +14,7 @@ from maxbatch.estimate.costs import kind_of, program_costs
 from maxbatch.estimate.hlo import parse
 from maxbatch.estimate.scopes import OURS, SCOPES, Naming
 from maxbatch.estimate.step_time import estimate
-from scripts.step_breakdown import PEERS, Breakdown, Part, breakdown, differences
+from scripts.step_breakdown import Breakdown, Part, breakdown, differences, peers
 from tests.peer_program import B, D, F, L, T, V
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -66,10 +66,10 @@ def test_a_peers_parts_are_found_by_its_functions(ours: Breakdown):
   """Where the program's own names say nothing, the stack on which it was traced does."""
   text = without_scopes(STEP)
   assert {part.scope for part in broken_down(text).parts} == {"other"}
-  peers = broken_down(text, PEERS)
-  assert {part.scope for part in peers.parts} >= set(SCOPES)
+  theirs = broken_down(text, peers(text))
+  assert {part.scope for part in theirs.parts} >= set(SCOPES)
   for scope in SCOPES:
-    assert seconds_of(peers, scope) == pytest.approx(seconds_of(ours, scope)), scope
+    assert seconds_of(theirs, scope) == pytest.approx(seconds_of(ours, scope)), scope
 
 
 def test_products_by_pass(ours: Breakdown):

@@ -13,7 +13,7 @@ from maxbatch.batch_rules.rule import steps_factor
 from maxbatch.command_line.table import Table, gib_of
 from maxbatch.core.keys import counted
 from maxbatch.estimate.best_split import BatchSplit
-from maxbatch.estimate.step_rates import step_rates
+from maxbatch.estimate.step_roofline import step_rates
 
 _DAY = 86_400
 _FAR = 10

@@ -18,8 +18,7 @@ from maxbatch.core.solve import nearest_batches, splits_of
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.estimate.chips import Chip
-from maxbatch.estimate.step_rates import step_rates
-from maxbatch.estimate.step_roofline import StepRoofline, step_roofline
+from maxbatch.estimate.step_roofline import StepRoofline, step_rates, step_roofline
 from maxbatch.estimate.step_work import RematPolicy, StepWork
 
 REMAT_POLICIES: tuple[RematPolicy, ...] = ("none", "minimal", "full")

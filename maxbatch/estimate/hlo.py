@@ -12,42 +12,6 @@ from collections.abc import Iterator, Mapping
 
 from maxbatch.estimate.replica_groups import ReplicaGroups, parse_groups
 
-_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-_ENTRY = re.compile(r"(\d+) (.*)")
-_FIELD = re.compile(r"(\w+)=(\d+)")
-
-
-def stack_frames(text: str) -> Mapping[int, tuple[str, ...]]:
-  """Names of functions by frame, the innermost first; empty if the text has no such tables."""
-  tables = _tables(text)
-  functions = {number: name.strip('"') for number, name in tables["FunctionNames"].items()}
-  function_of = {
-    number: functions.get(dict(_FIELD.findall(row)).get("function_name_id", ""), "")
-    for number, row in tables["FileLocations"].items()
-  }
-  frames = {number: dict(_FIELD.findall(row)) for number, row in tables["StackFrames"].items()}
-  # The number written for a caller is one more than its frame's; 1, or none, is no caller.
-  callers = {number: int(fields.get("parent_frame_id", 1)) - 1 for number, fields in frames.items()}
-  named: dict[int, tuple[str, ...]] = {}
-  for number in sorted(frames, key=int):
-    own = function_of.get(frames[number].get("file_location_id", ""), "")
-    named[int(number)] = (own, *named.get(callers[number], ()))
-  return named
-
-
-def _tables(text: str) -> dict[str, dict[str, str]]:
-  tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
-  current: dict[str, str] | None = None
-  for line in text.splitlines():
-    if line.startswith(("%", "ENTRY")):
-      break
-    if line in tables:
-      current = tables[line]
-    elif current is not None and (entry := _ENTRY.fullmatch(line)):
-      current[entry[1]] = entry[2]
-  return tables
-
-
 _BITS = re.compile(r"(?:s|u|f|bf|c)(\d+)")
 _BODY_START = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*|.*-> .*)?\{")
 _BODY_END = re.compile(r"\}(?:, execution_thread.*)?")
@@ -63,7 +27,6 @@ _CALLED = re.compile(
   r"|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
 _OP_NAME = re.compile(r'metadata=\{[^}]*?op_name="([^"]*)"')
-_STACK_FRAME = re.compile(r"metadata=\{[^}]*?stack_frame_id=(\d+)")
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
@@ -137,12 +100,6 @@ class Instruction:
     return int(found[1]) if found else None
 
   @property
-  def stack_frame(self) -> int:
-    """The number of the frame that it was traced in; 0 if that is not known."""
-    found = _STACK_FRAME.search(self.attributes)
-    return int(found[1]) if found else 0
-
-  @property
   def index(self) -> int | None:
     """The element that a get-tuple-element takes."""
     found = re.search(r"\bindex=(\d+)", self.attributes)
@@ -180,8 +137,6 @@ class HloModule:
   entry: str
   num_devices: int
   """Devices that run it together: replicas times partitions."""
-  frames: Mapping[int, tuple[str, ...]] = dataclasses.field(default_factory=dict)
-  """Functions on the stack, the innermost first, by Instruction.stack_frame."""
 
   def called_by(self, instruction: Instruction) -> list[Computation]:
     """The computations an instruction calls."""
@@ -206,7 +161,7 @@ def parse(text: str) -> HloModule:
   if not entry:
     raise ValueError("this is no HLO text: it has no ENTRY computation")
   devices = math.prod(map(int, _PARTITIONS.findall(text.partition("\n")[0])))
-  return HloModule(computations, entry, devices, stack_frames(text))
+  return HloModule(computations, entry, devices)
 
 
 def _bodies(text: str) -> Iterator[tuple[bool, str, list[str]]]:

@@ -1,12 +1,8 @@
-"""To which part of the model an operation belongs: by jax's named scopes, or by functions' names.
-
-Our own programs name every part with jax.named_scope. Another trainer's need not: there the words of
-its modules' names, and the functions on the stack when an operation was traced, tell its part.
-"""
+"""To which part of the model an operation belongs: by jax's named scopes."""
 
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from maxbatch.estimate.hlo import Computation, HloModule, Instruction
 
@@ -21,16 +17,10 @@ class Naming:
 
   words: Mapping[str, str]
   """Parts by a word of jax's path of scopes; the innermost counts."""
-  functions: Sequence[tuple[str, str]] = ()
-  """(pattern, part): of the first pattern found in the name of a function on the stack, from the
-  innermost function outwards; only where no word is found."""
 
-  def of(self, program: HloModule, one: Instruction) -> str:
+  def of(self, one: Instruction) -> str:
     """The part that an instruction's own names say, without what it calls; or "other"."""
-    found = self.of_path(one.op_name or one.name)
-    if found != OTHER or not self.functions:
-      return found
-    return self._of_functions(program.frames.get(one.stack_frame, ()))
+    return self.of_path(one.op_name or one.name)
 
   def of_path(self, path: str) -> str:
     """The part in an op_name: transpose(jvp(mlp)) is mlp; splash attention needs no scope."""
@@ -40,12 +30,6 @@ class Naming:
       return named[-1]
     return "attention" if any("splash_m" in word for word in words) else OTHER
 
-  def _of_functions(self, functions: Iterable[str]) -> str:
-    parts = (
-      part for name in functions for pattern, part in self.functions if re.search(pattern, name)
-    )
-    return next(parts, OTHER)
-
 
 OURS = Naming({scope: scope for scope in SCOPES})
 
@@ -54,10 +38,10 @@ def scope_of(
   naming: Naming, program: HloModule, one: Instruction, called: Sequence[Computation], around: str
 ) -> str:
   """The innermost scope of an instruction, else the most frequent in the called code, else `around`."""
-  own = naming.of(program, one)
+  own = naming.of(one)
   if own != OTHER:
     return own
-  inner = [naming.of(program, each) for body in called for each in _inner(program, body)]
+  inner = [naming.of(each) for body in called for each in _inner(program, body)]
   return max(SCOPES, key=inner.count) if set(inner) - {OTHER} else around
 
 

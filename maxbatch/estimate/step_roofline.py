@@ -5,13 +5,17 @@
     found = step_roofline(work, CHIPS["v5e"], mesh, Fraction(4), num_microbatches=8, remat="full")
     found.step_seconds, found.utilisation, found.peak_bytes, found.limited_by
 
-Work is counted (step_work.py, step_memory.py) and multiplied by rates (step_rates.json), which were found
+Work is counted (step_work.py) and multiplied by rates (step_rates.json, which `scripts/fit_step_rates.py`
+writes from compile reports; each is a property of the chip or of an operation, none of a model), found
 from steps that the TPU compiler compiled. How far off that is: docs/effective_microbatches.md. What it
 does not know: pipelines, LoRA and frozen parameters, attention=dot_product, compiler flags.
 """
 
 import dataclasses
+import functools
+import json
 import math
+import pathlib
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
@@ -20,8 +24,6 @@ from maxbatch.batch.arithmetic import tokens_of
 from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.compiled_steps import CompiledStep, compiled_step
-from maxbatch.estimate.step_memory import StepBytes, step_bytes
-from maxbatch.estimate.step_rates import StepRates, step_rates
 from maxbatch.estimate.step_time import Limit, RooflineSeconds
 from maxbatch.estimate.step_work import (
   Part,
@@ -29,8 +31,112 @@ from maxbatch.estimate.step_work import (
   RematPolicy,
   StepWork,
   microbatch_work,
+  residual_bytes,
   weight_shards,
 )
+
+RATES = pathlib.Path(__file__).with_name("step_rates.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRates:
+  """How fast what is counted goes, and how much memory it takes."""
+
+  product: Mapping[str, float]
+  """By generation, the share of its peak at which matrix products run."""
+  cycles: Mapping[str, float]
+  """Cycles of a core for one vector register (1024 elements), in each pass, by what it holds."""
+  traffic: Mapping[str, float]
+  """How often the bytes that are counted move, by what they are."""
+  waits: Mapping[str, float]
+  """By generation and width of fsdp, how long computing waits for collectives of weights and gradients,
+  in the time that all-gathers and reduce-scatters of them take on the links: less where they run beside
+  products, more where the compiler sums whole gradients, or gathers weights by sums. `wide`: over more
+  than 16 devices."""
+  memory: Mapping[str, float]
+  """How many copies of what is counted lie in memory at the peak, by what it is."""
+  spread: Mapping[str, float]
+  """Root mean square of the differences to what was compiled, as shares, of seconds and of bytes: each
+  step estimated with rates from the steps of all other models."""
+  cases: int
+  """Compiled steps from which the rates are."""
+
+
+@functools.cache
+def step_rates() -> StepRates:
+  """The table."""
+  return StepRates(**json.loads(RATES.read_text(encoding="utf-8")))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBytes:
+  """What a device holds."""
+
+  state: int
+  """Parameters, optimizer state and gradient accumulators: between steps too."""
+  activations: int
+  """All else at the peak: what the backward pass needs, gathered weights, logits."""
+
+  @property
+  def peak(self) -> int:
+    """All of it."""
+    return self.state + self.activations
+
+
+def step_bytes(
+  work: StepWork, mesh: Topology, per_device: Fraction, remat: RematPolicy, rates: StepRates
+) -> StepBytes:
+  """Memory of one device.
+
+  Args:
+    work: the model and how it is trained.
+    mesh: the devices.
+    per_device: samples of a microbatch on one device.
+    remat: what the backward pass computes again.
+    rates: how many copies of what is counted there are.
+  """
+  held = memory_work(work, mesh, per_device, remat)
+  activations = sum(rates.memory[kind] * size for kind, size in held.items())
+  return StepBytes(state_bytes(work, mesh), round(activations))
+
+
+def state_bytes(work: StepWork, mesh: Topology) -> int:
+  """Parameters, optimizer state and accumulators in float32 of one device."""
+  each = work.weight_bytes + work.optimizer_bytes + 4
+  return round(work.parameters * each / math.prod(weight_shards(work, mesh)))
+
+
+def memory_work(
+  work: StepWork, mesh: Topology, per_device: Fraction, remat: RematPolicy
+) -> dict[str, float]:
+  """Bytes of what may lie in memory at the peak, by kind, one copy of each."""
+  ways, c = mesh.shape["tensor"], work.model
+  M, size = float(per_device * ways * work.length), work.compute_bytes
+  D, L = c.base_emb_dim, c.base_num_decoder_layers
+  queries, keys = (
+    c.base_num_query_heads * c.head_dim / ways,
+    c.base_num_kv_heads * c.head_dim / ways,
+  )
+  hidden = c.base_mlp_dim / ways * (1 if c.mlp_activation == "gelu" else 2)
+  shards = weight_shards(work, mesh)
+  tiles, logits = work.tiles(M, ways), M * c.vocab_size / ways
+  kept = logits * size if tiles > 1 and work.keeps_gradients(M) else 0
+  # Weights are gathered for a layer; all layers' are kept where they are not divided and nothing is
+  # computed again.
+  num_layers = L if shards[0] == 1 and remat == "none" else 1
+  return {
+    "residuals": L * M * residual_bytes(work, ways, remat),
+    "stream": M * D * size,
+    "hidden": M * hidden * size,
+    "heads": M * 2 * (queries + keys) * size,
+    "layer": num_layers * work.layer_parameters / ways * size,
+    "table": work.table_parameters / ways * size,
+    # Those of one microbatch, before they are added to the sum.
+    "gradients": work.parameters * 4 / math.prod(shards),
+    "tile": logits * 4 / tiles,
+    "kept": kept,
+  }
+
 
 _WIDE = 16
 """Devices over which the compiler still divides reductions into small messages beside the products; over
@@ -113,7 +219,8 @@ def step_roofline(
     once = _scaled(once, known.microbatch_seconds / once.total)
     held = StepBytes(known.state_bytes, known.peak_bytes - known.state_bytes)
     shares = shared_parts(known, shares)
-  update, replicas = _update(work, chip, mesh, rates), _replicas(work, chip, mesh)
+  moved = rates.traffic.get("update", 1.0) * update_bytes(work, mesh)
+  update, replicas = RooflineSeconds(memory=moved / chip.hbm_bandwidth), _replicas(work, chip, mesh)
   limits = _scaled(once, num_microbatches) + update + replicas
   parts = {part: num_microbatches * seconds for part, seconds in shares.items()}
   parts["collectives"] += replicas.total
@@ -230,11 +337,6 @@ def update_bytes(work: StepWork, mesh: Topology) -> float:
   and cleared."""
   each = 2 * (work.weight_bytes + work.optimizer_bytes) + 8
   return work.parameters * each / math.prod(weight_shards(work, mesh))
-
-
-def _update(work: StepWork, chip: Chip, mesh: Topology, rates: StepRates) -> RooflineSeconds:
-  times = rates.traffic.get("update", 1.0)
-  return RooflineSeconds(memory=times * update_bytes(work, mesh) / chip.hbm_bandwidth)
 
 
 def _replicas(work: StepWork, chip: Chip, mesh: Topology) -> RooflineSeconds:
