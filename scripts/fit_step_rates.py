@@ -37,6 +37,7 @@ from maxbatch.estimate.compiled_steps import (
   read_report,
 )
 from maxbatch.estimate.step_roofline import (
+  RATES,
   StepRates,
   is_wide,
   link_seconds,

@@ -19,9 +19,9 @@ from maxbatch.hardware.compiler_flags import FLAG_SETS, CompilerFlags, compiler_
 from maxbatch.hardware.devices import Target, topology_devices
 from maxbatch.training.build import build_trainer, compiled_eval, compiled_step
 from maxbatch.tuning.candidates import Candidate
+from maxbatch.tuning.exploration import without_variants
 from maxbatch.tuning.microbatch_size import choose, explore_sizes, what_it_depends_on
 from maxbatch.tuning.search import ProbeResult
-from maxbatch.tuning.variants import without_variants
 
 FAST_MATH = "--xla_cpu_enable_fast_math=true xla_llvm_disable_expensive_passes=true"
 OPTIONS = {"xla_cpu_enable_fast_math": True, "xla_llvm_disable_expensive_passes": True}
@@ -133,7 +133,7 @@ def test_sets_are_explored_beside_the_sizes(monkeypatch: pytest.MonkeyPatch):
   keys = {"batch_size": 256, "compile_only": "true", "compiler_flags": "explore"}
   settings = config(micro_batch_size="{explore: {min: 2, max: 4}}", **keys)
   monkeypatch.setattr(
-    "maxbatch.tuning.variants.explored", lambda device: ("none", "published", "offloading")
+    "maxbatch.tuning.exploration.explored", lambda device: ("none", "published", "offloading")
   )
 
   def probe(candidate: Candidate) -> ProbeResult:

@@ -31,7 +31,7 @@ from maxbatch.modes import resolve
 from maxbatch.modes.run import run
 from maxbatch.noise.requirements import check_noise, measures_noise
 from maxbatch.run_folder.metrics import read_metrics
-from maxbatch.tuning.pipeline_ranking import CompiledChoice
+from maxbatch.tuning.search import ProbeResult
 
 START, STEPS = 4, 8
 """The checkpoint's step, and those of the smallest branch."""
@@ -263,7 +263,7 @@ def test_all_branches_take_the_microbatch_chosen_for_the_largest(
     def __call__(self, num_pipeline_microbatches):
       asked.append(self.batch)
       assert num_pipeline_microbatches in choices
-      return CompiledChoice(1, 2, True, 1.0 if num_pipeline_microbatches == max(choices) else 2.0)
+      return ProbeResult(1, 2, True, 1.0 if num_pipeline_microbatches == max(choices) else 2.0)
 
   monkeypatch.setattr(resolve, "PipelineMicrobatchProber", Prober)
   checkpoint = tmp_path / "mine" / "checkpoints" / str(START)

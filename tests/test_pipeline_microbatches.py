@@ -23,13 +23,13 @@ from maxbatch.pipeline import main as pipeline_command
 from maxbatch.plan import main as plan_command
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
-from maxbatch.tuning import pipeline_microbatches, processes
+from maxbatch.tuning import pipeline_microbatches, search
 from maxbatch.tuning.pipeline_microbatches import (
   PipelineMicrobatchProber,
   choose_num_pipeline_microbatches,
   with_num_pipeline_microbatches,
 )
-from maxbatch.tuning.pipeline_ranking import CompiledChoice
+from maxbatch.tuning.search import ProbeResult
 
 GIB = 1 << 30
 FOUR = {
@@ -64,9 +64,9 @@ class Machine:
     self.favourite = favourite
     self.asked: list[int] = []
 
-  def __call__(self, num_pipeline_microbatches: int) -> CompiledChoice:
+  def __call__(self, num_pipeline_microbatches: int) -> ProbeResult:
     self.asked.append(num_pipeline_microbatches)
-    return CompiledChoice(
+    return ProbeResult(
       num_pipeline_microbatches * GIB,
       99 * GIB,
       True,
@@ -176,10 +176,10 @@ def test_what_cannot_be_cut_is_refused(tmp_path):
 
 def test_all_numbers_are_process_0s(tmp_path, monkeypatch):
   def broadcast_one_to_all(value: Any) -> Any:
-    faster = {"step_seconds": 0.1} if value["peak_bytes"] == 32 * GIB else {}
+    faster = {"seconds_per_microbatch": 0.1} if value["peak_bytes"] == 32 * GIB else {}
     return value | faster
 
-  monkeypatch.setattr(processes, "broadcast_one_to_all", broadcast_one_to_all)
+  monkeypatch.setattr(search, "broadcast_one_to_all", broadcast_one_to_all)
   found, _, _ = settled(settings(), tmp_path, machine=Machine(4))
   assert found.pipeline.num_pipeline_microbatches == 32
 
@@ -191,7 +191,7 @@ def test_what_the_compiler_refuses_is_known_not_to_fit(monkeypatch):
   monkeypatch.setattr(pipeline_microbatches, "report_or_refusal", refuse)
   of = settings(device_memory_gb=3)
   found = PipelineMicrobatchProber(of, jax.devices()[:4], place(of).layout)(4)
-  assert found == CompiledChoice(3 * GIB + 1, 3 * GIB, False)
+  assert found == ProbeResult(3 * GIB + 1, 3 * GIB, False)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.pipeline_parallel.layout import pipeline_of
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.tuning.pipeline_ranking import (
-  CompiledChoice,
   Line,
   RankedStep,
   Ranking,
@@ -19,7 +18,7 @@ from maxbatch.tuning.pipeline_ranking import (
   fitted_cost,
   rank,
 )
-from maxbatch.tuning.search import most_probes
+from maxbatch.tuning.search import ProbeResult, most_probes
 
 GIB = 1 << 30
 FOUR = {
@@ -28,6 +27,14 @@ FOUR = {
   "pipeline_schedule": "1f1b",
   "per_device_batch_size": 8,
 }
+
+
+def compiled(
+  peak: int, capacity: int, fits: bool, seconds: float | None = None, other: float = 0.0
+) -> ProbeResult:
+  """What is known of a choice whose step takes `seconds`, however many microbatches it has."""
+  each, rest = (None, 0.0) if seconds is None else (0.0, seconds)
+  return ProbeResult(peak, capacity, fits, each, rest, other_seconds=other)
 
 
 def pipeline(**keys: object) -> Pipeline:
@@ -69,11 +76,11 @@ class Machine:
   def gib(self, num_pipeline_microbatches: int) -> float:
     return 2.0 + 1.5 * self.of.samples(num_pipeline_microbatches)
 
-  def __call__(self, num_pipeline_microbatches: int) -> CompiledChoice:
+  def __call__(self, num_pipeline_microbatches: int) -> ProbeResult:
     self.compiled.append(num_pipeline_microbatches)
     peak, capacity = round(self.gib(num_pipeline_microbatches) * GIB), round(self.capacity * GIB)
     seconds = self.seconds(num_pipeline_microbatches) if peak <= capacity else None
-    return CompiledChoice(
+    return compiled(
       peak, capacity, peak <= capacity, seconds, self.beside(num_pipeline_microbatches)
     )
 
@@ -135,7 +142,7 @@ def test_full_ticks():
 def test_of_equals_the_fewest_is_taken():
   of = steps()
   known = {
-    num_pipeline_microbatches: CompiledChoice(GIB, GIB, True, 1.0)
+    num_pipeline_microbatches: compiled(GIB, GIB, True, 1.0)
     for num_pipeline_microbatches in of.pipeline.choices
   }
   assert Ranking(of, known).chosen == 4
@@ -215,7 +222,7 @@ def test_larger_ones_that_seem_cheaper_are_taken_to_last_the_same():
 
 def test_a_rest_as_long_as_the_step_leaves_some_time_to_the_ticks():
   of = steps()
-  known = {n: CompiledChoice(GIB, GIB, True, 1.0, other_seconds=2.0) for n in (4, 32)}
+  known = {n: compiled(GIB, GIB, True, 1.0, other=2.0) for n in (4, 32)}
   found = Ranking(of, known)
   assert found.tick is not None
   assert found.tick.at(4) > 0
@@ -267,8 +274,8 @@ def test_where_memory_grows_faster_than_predicted_the_next_one_is_tried():
 def test_nothing_larger_fits_than_what_was_refused():
   of = steps()
   # Of what the compiler refuses only a lower bound is known: the line would let 8 in.
-  known = {32: CompiledChoice(GIB, 16 * GIB, True, 1.0)} | {
-    num_pipeline_microbatches: CompiledChoice(16 * GIB + 1, 16 * GIB, False)
+  known = {32: compiled(GIB, 16 * GIB, True, 1.0)} | {
+    num_pipeline_microbatches: compiled(16 * GIB + 1, 16 * GIB, False)
     for num_pipeline_microbatches in (4, 16)
   }
   eight = next(one for one in Ranking(of, known).entries if one.num_pipeline_microbatches == 8)
@@ -291,9 +298,9 @@ def test_where_nothing_fits_the_one_that_needs_least_is_taken_and_that_is_said()
 def test_without_any_time_the_fewest_that_fit_are_taken():
   of = steps()
 
-  def probe(num_pipeline_microbatches: int) -> CompiledChoice:
+  def probe(num_pipeline_microbatches: int) -> ProbeResult:
     return dataclasses.replace(
-      Machine(of, 1.0, 1.0, capacity=9.0)(num_pipeline_microbatches), step_seconds=None
+      Machine(of, 1.0, 1.0, capacity=9.0)(num_pipeline_microbatches), seconds_per_microbatch=None
     )
 
   found = rank(of, probe)

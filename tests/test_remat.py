@@ -22,7 +22,7 @@ from maxbatch.training.build import build_trainer, step_rows, traced_step
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.state import is_on_host
 from maxbatch.tuning.candidates import candidates
-from maxbatch.tuning.variants import with_variants
+from maxbatch.tuning.exploration import with_variants
 
 QKV = {"query_proj", "key_proj", "value_proj"}
 GATED = {"mlpwi_0", "mlpwi_1"}

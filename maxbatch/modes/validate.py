@@ -74,8 +74,8 @@ from maxbatch.tuning.candidates import (
   with_size,
 )
 from maxbatch.tuning.coupling import resolve_accumulation
+from maxbatch.tuning.exploration import without_variants
 from maxbatch.tuning.microbatch_size import check_explored
-from maxbatch.tuning.variants import without_variants
 
 _NEXT = "Valid: nothing was compiled. Next: compile_only=true"
 

@@ -27,7 +27,7 @@ from maxbatch.rl.sampled import completion_sampler
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.step import Trainer
 from maxbatch.tuning.candidates import is_open, offered
-from maxbatch.tuning.variants import without_variants
+from maxbatch.tuning.exploration import without_variants
 
 _LOOKED_AT = 256
 """Prompts whose lengths are looked at."""

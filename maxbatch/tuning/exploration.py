@@ -1,14 +1,19 @@
 """explore: every microbatch in the range, the best so far said after each, all ranked at the end."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from maxbatch.command_line.table import Table
+from maxbatch.config.schema import Config
 from maxbatch.core.keys import text
 from maxbatch.errors import UserError
-from maxbatch.tuning.candidates import Candidate
+from maxbatch.hardware.compiler_flags import EXPLORE, NONE, explored
+from maxbatch.hardware.devices import Device
+from maxbatch.models.remat import POLICIES, offload_obstacle
+from maxbatch.tuning.candidates import Candidate, with_policy
 from maxbatch.tuning.search import ProbeSize, Tried, nothing_fits
 
 _GUESSED_TOKENS = 2048
@@ -218,3 +223,38 @@ def _step_time(one: Tried) -> str:
 def _start_of_row(candidate: Candidate) -> tuple[str, str]:
   variant = f" {candidate.variant}" if candidate.variant else ""
   return text(candidate.size) + variant, f"{candidate.gradient_accumulation_steps:,}"
+
+
+def with_variants(
+  sizes: Sequence[Candidate], config: Config, device: Device
+) -> tuple[Candidate, ...]:
+  """Every size with every remat_policy and set of compiler flags that is to be explored, one variant
+  after the other."""
+  policies = _policies(config, device) if config.model.remat_policy == "explore" else (None,)
+  sets = explored(device) if config.compile.compiler_flags == EXPLORE else (None,)
+  return tuple(
+    dataclasses.replace(size, remat_policy=policy, compiler_flags=flags)
+    for policy, flags in itertools.product(policies, sets)
+    for size in sizes
+  )
+
+
+def _policies(config: Config, device: Device) -> list[str]:
+  """Returns the policies that can be had on a device, the fastest where it fits first."""
+  is_pipeline = config.pipeline.pipeline_schedule != "none"
+  models = {each: with_policy(config.model, each) for each in ("none", *POLICIES)}
+  return [
+    each
+    for each, model in models.items()
+    if not offload_obstacle(model, device.platform, is_pipeline=is_pipeline)
+  ]
+
+
+def without_variants(config: Config) -> Config:
+  """The configuration with what is to be explored beside the size as it is by default."""
+  model, keys = config.model, config.compile
+  if model.remat_policy == "explore":
+    model = dataclasses.replace(model, remat_policy="none")
+  if keys.compiler_flags == EXPLORE:
+    keys = dataclasses.replace(keys, compiler_flags=NONE)
+  return dataclasses.replace(config, model=model, compile=keys)

@@ -36,13 +36,10 @@ from maxbatch.tuning.candidates import (
   sizes_of,
   with_default_batch,
 )
-from maxbatch.tuning.exploration import Exploration, explore
-from maxbatch.tuning.processes import Say, agreed, in_process_0
-from maxbatch.tuning.remembered import RememberedChoice
-from maxbatch.tuning.search import ProbeSize, choose_largest
-from maxbatch.tuning.variants import with_variants
+from maxbatch.tuning.exploration import Exploration, explore, with_variants
+from maxbatch.tuning.remembered import Made, RememberedChoice
+from maxbatch.tuning.search import ProbeSize, Say, agreed, choose_largest, in_process_0
 
-_KEY = "micro_batch_size"
 _MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """The variable by which jax takes a part of a GPU's memory."""
 
@@ -100,10 +97,16 @@ def check_explored(config: Config) -> None:
   """
   if config.batch.micro_batch_size == "explore" and config.compile.compile_only:
     return
-  if config.model.remat_policy == "explore":
-    raise UserError(_policy_not_here(config))
-  if config.compile.compiler_flags == EXPLORE:
-    raise UserError(_flags_not_here(config))
+  for key, value, instead in (
+    ("remat_policy", config.model.remat_policy, "full"),
+    ("compiler_flags", config.compile.compiler_flags, "published"),
+  ):
+    if value == EXPLORE:
+      raise UserError(
+        f"{key}=explore is tried beside every size, and needs micro_batch_size=explore "
+        f"compile_only=true (now {asked(config.batch)} "
+        f"compile_only={str(config.compile.compile_only).lower()}); for a run, {key}={instead}"
+      )
 
 
 def choose_from(
@@ -132,18 +135,17 @@ def choose_from(
   Raises:
     UserError: nothing fits.
   """
-  memory, say = RememberedChoice(folder, _KEY, "auto", depends_on), in_process_0(say)
   by_size = {text(one.size): one for one in sizes}
-  remembered = memory.agreed(by_size, forget=forget, say=say)
-  if remembered:
-    size = by_size[remembered[_KEY]]
-    say(line(size, str(remembered.get("why"))) + memory.origin)
-    return size.applied_to(config)
-  choice = choose_largest(sizes, agreed(probe), memory_suggestions(config))
-  size, content = choice.chosen.candidate, {_KEY: choice.chosen.size, "why": choice.why()}
-  kept = memory.remember(content, [one.as_dict() for one in choice.tried])
-  say(line(size, choice.why()) + kept)
-  return size.applied_to(config)
+
+  def make() -> Made:
+    choice = choose_largest(sizes, agreed(probe), memory_suggestions(config))
+    return Made(choice.chosen.size, choice.why(), [one.as_dict() for one in choice.tried])
+
+  memory = RememberedChoice(folder, "micro_batch_size", "auto", depends_on)
+  size = memory.recalled_or_made(
+    by_size, make, lambda size, why: line(by_size[size], why), forget=forget, say=say
+  )
+  return by_size[size].applied_to(config)
 
 
 def explore_sizes(
@@ -200,6 +202,8 @@ def what_it_depends_on(
     lowered: the hash of the run's step; None: of one that trains on text.
   """
   first = place.devices[0]
+  # "cpu" is all that a CPU says about itself.
+  host = f"{platform.machine()}, {os.cpu_count()} cores, {machine_bytes()} bytes"
   return {
     "lowered": (lowered or _lowered)(sizes[0].applied_to(config) if sizes else config, place),
     "batch": to_flat_dict(config.batch),
@@ -212,7 +216,7 @@ def what_it_depends_on(
       "kind": first.device_kind,
       "count": len(place.devices),
       "processes": jax.process_count(),
-      "host": _host() if first.platform == "cpu" else "",
+      "host": host if first.platform == "cpu" else "",
       "compile_topology": config.compile.compile_topology,
       "device_memory_gb": config.compile.device_memory_gb,
       "compiler_flags": str(compiler_flags(config.compile.compiler_flags, first)),
@@ -221,11 +225,6 @@ def what_it_depends_on(
     "compiler": compiler_environment(first),
     "versions": library_versions(),
   }
-
-
-def _host() -> str:
-  """This machine; "cpu" is all that a CPU says about itself."""
-  return f"{platform.machine()}, {os.cpu_count()} cores, {machine_bytes()} bytes"
 
 
 def _lowered(config: Config, place: Target) -> str:
@@ -242,22 +241,6 @@ def _not_here(config: Config) -> str:
   return (
     f"{asked(config.batch)} tries every size before it ranks them, and needs compile_only=true "
     f"(now {str(config.compile.compile_only).lower()}); micro_batch_size=auto chooses one for a run"
-  )
-
-
-def _policy_not_here(config: Config) -> str:
-  return (
-    f"remat_policy=explore is tried beside every size, and needs micro_batch_size=explore "
-    f"compile_only=true (now {asked(config.batch)} "
-    f"compile_only={str(config.compile.compile_only).lower()}); for a run, remat_policy=full"
-  )
-
-
-def _flags_not_here(config: Config) -> str:
-  return (
-    f"compiler_flags=explore is tried beside every size, and needs micro_batch_size=explore "
-    f"compile_only=true (now {asked(config.batch)} "
-    f"compile_only={str(config.compile.compile_only).lower()}); for a run, compiler_flags=published"
   )
 
 

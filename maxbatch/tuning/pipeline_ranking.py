@@ -26,7 +26,8 @@ from typing import Any, Literal
 from maxbatch.command_line.table import Table, gib
 from maxbatch.pipeline_parallel.cost import percent, predicted_bubble
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.tuning.search import most_probes
+from maxbatch.pipeline_parallel.timetable import TimetableShape
+from maxbatch.tuning.search import ProbeResult, most_probes, search
 
 Point = tuple[float, float]
 """(samples, value)."""
@@ -73,24 +74,7 @@ def fitted_cost(points: Sequence[Point]) -> Line:
 KEY = "num_pipeline_microbatches"
 _CLOSE = 0.05
 """Predictions, of a TPU program's ticks too, have been off by up to this share and a little more."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CompiledChoice:
-  """What is known of a choice once compiled."""
-
-  peak_bytes: int
-  """Memory of one device, at the worst moment of a step; a lower bound if the compiler refused."""
-  capacity_bytes: int
-  fits: bool
-  step_seconds: float | None = None
-  """None: not known, as where it does not fit."""
-  other_seconds: float = 0.0
-  """Of a step, what is no forward or backward of layers, as far as known."""
-  how: Literal["measured", "estimated"] = "measured"
-
-
-Probe = Callable[[int], CompiledChoice]
+Probe = Callable[[int], ProbeResult]
 """Compiles for a number of pipeline microbatches, and times it if it fits."""
 
 
@@ -103,29 +87,23 @@ class RankedStep:
   streamed: bool
 
   def full_ticks(self, num_pipeline_microbatches: int) -> int:
-    """Forwards, and as many backwards, that the stages wait for in a step."""
-    timetables, num_microbatches = (
-      (self.num_microbatches, 1) if self.streamed else (1, self.num_microbatches)
-    )
-    shape = self.pipeline.with_num_pipeline_microbatches(num_pipeline_microbatches).shape_of(
-      num_microbatches
-    )
+    """Returns the forwards, and as many backwards, that the stages wait for in a step."""
+    timetables = self.num_microbatches if self.streamed else 1
+    shape = self._shape(num_pipeline_microbatches)
     return timetables * (shape.forwards_per_stage + shape.warmup_ticks)
 
   def samples(self, num_pipeline_microbatches: int) -> int:
-    """Of a microbatch, in each group of devices."""
+    """Returns those of a microbatch, in each group of devices."""
     return self.pipeline.with_num_pipeline_microbatches(num_pipeline_microbatches).rows
 
   def bubble(self, num_pipeline_microbatches: int) -> str:
-    """The idle share."""
-    num_microbatches = 1 if self.streamed else self.num_microbatches
-    return percent(
-      predicted_bubble(
-        self.pipeline.with_num_pipeline_microbatches(num_pipeline_microbatches).shape_of(
-          num_microbatches
-        )
-      )
-    )
+    """Returns the idle share."""
+    return percent(predicted_bubble(self._shape(num_pipeline_microbatches)))
+
+  def _shape(self, num_pipeline_microbatches: int) -> TimetableShape:
+    """Of one timetable."""
+    other = self.pipeline.with_num_pipeline_microbatches(num_pipeline_microbatches)
+    return other.shape_of(1 if self.streamed else self.num_microbatches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,10 +120,10 @@ class RankedChoice:
 
 @dataclasses.dataclass(frozen=True)
 class Ranking:
-  """What is known of all choices after some were compiled."""
+  """What is known of all choices after some were compiled; `n` is a number of pipeline microbatches."""
 
   steps: RankedStep
-  known: Mapping[int, CompiledChoice]
+  known: Mapping[int, ProbeResult]
 
   @property
   def entries(self) -> list[RankedChoice]:
@@ -163,11 +141,8 @@ class Ranking:
   @property
   def chosen(self) -> int:
     """The fastest of those compiled that fit; where none does, the one that needs least."""
-    ranked = [
-      one.num_pipeline_microbatches
-      for one in self.entries
-      if one.num_pipeline_microbatches in self.known and one.fits
-    ]
+    fitting = [one.num_pipeline_microbatches for one in self.entries if one.fits]
+    ranked = [n for n in fitting if n in self.known]
     return ranked[0] if ranked else min(self.known, key=lambda n: self.known[n].peak_bytes)
 
   @property
@@ -178,61 +153,41 @@ class Ranking:
   @property
   def tick(self) -> Line | None:
     """Seconds of a full tick by samples; None where no time is known."""
-    points = [
-      (x, self._tick_seconds(num_pipeline_microbatches))
-      for x, num_pipeline_microbatches in self._timed()
-    ]
+    points = []
+    for n, seconds in self._timed().items():
+      # Never all of it, however the clock scatters: a tick takes some time.
+      inside = max(seconds - self.known[n].other_seconds, seconds / 1000)
+      points.append((self.steps.samples(n), inside / self.steps.full_ticks(n)))
     return fitted_cost(points) if points else None
 
-  def _timed(self) -> list[tuple[int, int]]:
-    """(samples, choice) of those with a time."""
-    timed = [
-      num_pipeline_microbatches
-      for num_pipeline_microbatches, one in self.known.items()
-      if one.step_seconds
-    ]
-    return [
-      (self.steps.samples(num_pipeline_microbatches), num_pipeline_microbatches)
-      for num_pipeline_microbatches in sorted(timed)
-    ]
+  def _timed(self) -> dict[int, float]:
+    """Returns the seconds of a step where they are known, by choice, ascending."""
+    found = {n: self._step_seconds(n) for n in sorted(self.known)}
+    return {n: seconds for n, seconds in found.items() if seconds}
 
-  def _tick_seconds(self, num_pipeline_microbatches: int) -> float:
-    one = self.known[num_pipeline_microbatches]
-    assert one.step_seconds is not None
-    # Never all of it, however the clock scatters: a tick takes some time.
-    inside = max(one.step_seconds - one.other_seconds, one.step_seconds / 1000)
-    return inside / self.steps.full_ticks(num_pipeline_microbatches)
+  def _step_seconds(self, n: int) -> float | None:
+    return self.known[n].step_seconds(self.steps.num_microbatches)
 
-  def _entry(self, num_pipeline_microbatches: int) -> RankedChoice:
-    one = self.known.get(num_pipeline_microbatches)
+  def _entry(self, n: int) -> RankedChoice:
+    one, samples = self.known.get(n), self.steps.samples(n)
     if one is not None:
-      how = one.how if one.step_seconds else "compiled"
-      return RankedChoice(
-        num_pipeline_microbatches, one.step_seconds, one.peak_bytes, one.fits, how
-      )
-    memory, samples = (
-      self._memory(num_pipeline_microbatches),
-      self.steps.samples(num_pipeline_microbatches),
-    )
-    too_large = [self.steps.samples(n) for n, one in self.known.items() if not one.fits]
+      seconds = self._step_seconds(n)
+      return RankedChoice(n, seconds, one.peak_bytes, one.fits, one.how if seconds else "compiled")
+    sizes = {self.steps.samples(other): found for other, found in self.known.items()}
+    memory = fitted([(x, float(found.peak_bytes)) for x, found in sizes.items()]).at(samples)
+    too_large = [x for x, found in sizes.items() if not found.fits]
     fits = memory <= self.capacity_bytes and all(samples < more for more in too_large)
-    return RankedChoice(
-      num_pipeline_microbatches, self._seconds(num_pipeline_microbatches), memory, fits, "predicted"
-    )
+    return RankedChoice(n, self._predicted_seconds(n), memory, fits, "predicted")
 
-  def _seconds(self, num_pipeline_microbatches: int) -> float | None:
+  def _predicted_seconds(self, n: int) -> float | None:
     if self.tick is None:
       return None
-    tick = self.tick.at(self.steps.samples(num_pipeline_microbatches))
-    # What is done once for each microbatch grows with their number, if it grows.
-    other = _between(
-      num_pipeline_microbatches, [(n, self.known[n].other_seconds) for _, n in self._timed()]
-    )
-    return self.steps.full_ticks(num_pipeline_microbatches) * tick + max(0.0, other)
-
-  def _memory(self, num_pipeline_microbatches: int) -> float:
-    points = [(self.steps.samples(n), float(one.peak_bytes)) for n, one in self.known.items()]
-    return fitted(points).at(self.steps.samples(num_pipeline_microbatches))
+    # What is done once for each microbatch grows with their number, if it grows: a straight line from
+    # the first that was timed to the last.
+    first, last = min(self._timed()), max(self._timed())
+    other, more = self.known[first].other_seconds, self.known[last].other_seconds
+    other += (more - other) * (n - first) / (last - first) if last > first else 0.0
+    return self.steps.full_ticks(n) * self.tick.at(self.steps.samples(n)) + max(0.0, other)
 
   def as_dict(self) -> dict[str, Any]:
     """As plain values."""
@@ -285,9 +240,9 @@ class Ranking:
     line = self.tick
     if line is None or len(self.known) == len(self.entries):
       return []
-    timed = [f"{num_pipeline_microbatches:,}" for _, num_pipeline_microbatches in self._timed()]
+    timed = [f"{n:,}" for n in self._timed()]
     listed = f"{', '.join(timed[:-1])} and {timed[-1]}" if len(timed) > 1 else timed[0]
-    how = self.known[self._timed()[0][1]].how
+    how = self.known[min(self._timed())].how
     sentences = [
       f"A full tick, a forward and a backward of a stage, takes {line.fixed * 1e3:.4g} ms + "
       f"{line.per_sample * 1e3:.4g} ms a sample, {how} with {listed} microbatches."
@@ -315,50 +270,20 @@ def rank(steps: RankedStep, probe: Probe) -> Ranking:
   """
   choices = steps.pipeline.choices
   # The most first: they need the least memory.
-  found = Ranking(
-    steps,
-    {
-      num_pipeline_microbatches: probe(num_pipeline_microbatches)
-      for num_pipeline_microbatches in (choices[-1], choices[0])
-    },
-  )
-  while (
-    len(found.known) < most_probes(len(choices))
-    and (num_pipeline_microbatches := _next(found)) is not None
-  ):
-    found = Ranking(
-      steps, {**found.known, num_pipeline_microbatches: probe(num_pipeline_microbatches)}
-    )
-  return found
+  ends = (choices[-1], choices[0])
+
+  def next_choice(known: Mapping[int, ProbeResult]) -> int | None:
+    return ends[len(known)] if len(known) < len(ends) else _next(Ranking(steps, known))
+
+  return Ranking(steps, search(next_choice, probe, most_probes(len(choices))))
 
 
 def _next(found: Ranking) -> int | None:
-  """What is worth compiling: predicted to be the fastest, or so close that it may be."""
-  fitting = [one for one in found.entries if one.fits]
-  timed = [
-    one.step_seconds
-    for one in fitting
-    if one.num_pipeline_microbatches in found.known and one.step_seconds
-  ]
-  if not timed:
-    fitting = fitting[:1]
+  """Returns what is worth compiling: predicted to be the fastest, or so close that it may be."""
+  fitting = {one.num_pipeline_microbatches: one.step_seconds for one in found.entries if one.fits}
+  timed = [seconds for n, seconds in fitting.items() if n in found.known and seconds]
+  # Without any time only the first counts.
+  close = list(fitting) if timed else list(fitting)[:1]
   limit = min(timed, default=math.inf) * (1 + _CLOSE)
-  close = [one.num_pipeline_microbatches for one in fitting if (one.step_seconds or 0.0) <= limit]
-  return next(
-    (
-      num_pipeline_microbatches
-      for num_pipeline_microbatches in close
-      if num_pipeline_microbatches not in found.known
-    ),
-    None,
-  )
-
-
-def _between(num_pipeline_microbatches: int, points: Sequence[tuple[int, float]]) -> float:
-  """On the straight line from the first point to the last."""
-  (first, low), (last, high) = points[0], points[-1]
-  return (
-    low
-    if first == last
-    else low + (high - low) * (num_pipeline_microbatches - first) / (last - first)
-  )
+  worth = (n for n in close if n not in found.known and (fitting[n] or 0.0) <= limit)
+  return next(worth, None)

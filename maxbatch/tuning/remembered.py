@@ -10,17 +10,27 @@ import datetime
 import hashlib
 import json
 import pathlib
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.run_folder.atomic import write_whole
-from maxbatch.tuning.processes import Say
+from maxbatch.tuning.search import Say, in_process_0
 
 _PARTS = {"depends_on": dict, "choice": dict, "probes": list, "when": str}
 """What a file holds, and of which type."""
+
+
+class Made(NamedTuple):
+  """A choice that was made anew."""
+
+  value: Any
+  why: str
+  probes: Sequence[Mapping[str, Any]]
+  heading: str = ""
+  """What is said before the choice."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +50,34 @@ class RememberedChoice:
     digest = hashlib.sha256(_canonical(self.depends_on).encode()).hexdigest()[:16]
     return self.folder / f"{self.key}-{digest}.json"
 
-  @property
-  def origin(self) -> str:
-    """What is said after a choice that was not made anew."""
-    return f" (remembered from {self.file}; --forget measures anew)"
+  def recalled_or_made(
+    self,
+    allowed: Collection[Any],
+    make: Callable[[], Made],
+    line: Callable[[Any, str], str],
+    *,
+    forget: bool,
+    say: Say,
+  ) -> Any:
+    """Returns the value that is remembered, or else the one that `make` finds, and remembers it.
+
+    Args:
+      allowed: values that the key may take.
+      make: probes; called in all processes, if in any.
+      line: a value and why, in a line.
+      forget: measure anew, whatever is remembered.
+      say: prints a line; called in process 0 only.
+    """
+    say = in_process_0(say)
+    if (remembered := self.agreed(allowed, forget=forget, say=say)) is not None:
+      value, why = remembered[self.key], str(remembered.get("why"))
+      say(f"{line(value, why)} (remembered from {self.file}; --forget measures anew)")
+      return value
+    made = make()
+    kept = self.remember({self.key: made.value, "why": made.why}, made.probes)
+    said = f"{line(made.value, made.why)}{kept}"
+    say(f"{made.heading}{said}\n" if made.heading else said)
+    return made.value
 
   def agreed(self, allowed: Collection[Any], *, forget: bool, say: Say) -> dict[str, Any] | None:
     """Process 0's choice in all processes; None where there is none, after a line if it is damaged.
@@ -55,8 +89,8 @@ class RememberedChoice:
     """
     choice, problem = broadcast_one_to_all(self._read_or_forget(forget))
     # With their types, since for Python true and 1.0 are 1.
-    values = list(map(_typed, allowed))
-    if choice is not None and _typed(choice.get(self.key)) not in values:
+    values = [(type(value), value) for value in allowed]
+    if choice is not None and (type(choice.get(self.key)), choice.get(self.key)) not in values:
       choice, problem = None, f"{self.file} has a damaged choice"
     if problem:
       say(f"{self.key} {self.asked}: {problem}; measured anew")
@@ -94,7 +128,7 @@ class RememberedChoice:
       OSError: the folder cannot be written.
     """
     when = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    values = (_plain(self.depends_on), choice, list(probes), when)
+    values = (json.loads(_canonical(self.depends_on)), choice, list(probes), when)
     content = dict(zip(_PARTS, values, strict=True))
     write_whole(self.file, json.dumps(content, indent=2, default=str) + "\n")
 
@@ -119,18 +153,10 @@ class RememberedChoice:
       if not isinstance(content[part], kind):
         return f"has a damaged {part}"
     # The name holds only a digest: an edited or a misplaced file would pass for another's.
-    return None if content["depends_on"] == _plain(self.depends_on) else "depends on something else"
-
-
-def _typed(value: object) -> tuple[type, object]:
-  return type(value), value
+    is_mine = content["depends_on"] == json.loads(_canonical(self.depends_on))
+    return None if is_mine else "depends on something else"
 
 
 def _canonical(depends_on: Mapping[str, Any]) -> str:
   """The same text for the same things, whatever their order."""
   return json.dumps(depends_on, sort_keys=True, default=str)
-
-
-def _plain(depends_on: Mapping[str, Any]) -> dict[str, Any]:
-  """As it is read back from a file."""
-  return json.loads(_canonical(depends_on))

@@ -1,21 +1,29 @@
-"""auto: the largest microbatch that fits, by bisection, unless a smaller one is clearly faster.
+"""The search for a size that fits and is fast: probe by probe, as far as a policy asks and a budget allows.
 
-Pure search over a callback that knows one size: what it needs, what there is, how long it takes.
-A size is never tried by running it; the callback reads what a compiler says it needs.
+A size is never tried by running it; a probe reads what a compiler says it needs. There are two policies:
+that of micro_batch_size=auto, here, takes the largest size that fits, by bisection, unless a smaller one is
+clearly faster; that of num_pipeline_microbatches=-1 is in pipeline_ranking.py.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+import jax
 
 from maxbatch.command_line.table import GIB, gib, gib_of
 from maxbatch.core.keys import text
 from maxbatch.errors import UserError
+from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.tuning.candidates import Candidate
 
 CLEARLY_FASTER = 0.03
 """More samples per second, as a share, for which a size below the largest is taken."""
+Say = Callable[[str], None]
+"""Prints a line."""
+Size = TypeVar("Size", bound=Hashable)
+Found = TypeVar("Found")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +31,7 @@ class ProbeResult:
   """What is known of one size. A step of n microbatches takes seconds_rest + n × seconds_per_microbatch."""
 
   peak_bytes: int
-  """Memory of one device, at the worst moment of a step."""
+  """Memory of one device, at the worst moment of a step; a lower bound if the compiler refused."""
   capacity_bytes: int
   """Memory that one device has, or may use."""
   fits: bool
@@ -38,9 +46,11 @@ class ProbeResult:
   """Share of the model's work that an estimate accounts for."""
   utilisation: float | None = None
   """Share of the devices' peak FLOP/s that the model's FLOPs come to; None: not known."""
+  other_seconds: float = 0.0
+  """Of a pipeline's step, what is no forward or backward of layers, as far as known."""
 
   def step_seconds(self, num_microbatches: int) -> float | None:
-    """Time of a step of so many microbatches."""
+    """Returns the time of a step of so many microbatches."""
     if self.seconds_per_microbatch is None:
       return None
     return self.seconds_rest + num_microbatches * self.seconds_per_microbatch
@@ -49,6 +59,44 @@ class ProbeResult:
   def memory(self) -> str:
     """`11.2 of 15.75 GiB`."""
     return gib_of(self.peak_bytes, self.capacity_bytes)
+
+
+def search(
+  next_size: Callable[[Mapping[Size, Found]], Size | None],
+  probe: Callable[[Size], Found],
+  most: int,
+) -> dict[Size, Found]:
+  """Probes one size after the other; returns what is known, in the order in which it was learnt.
+
+  Args:
+    next_size: the policy: what to probe after what is known; None: enough is.
+    probe: called once for a size.
+    most: probes.
+  """
+  known: dict[Size, Found] = {}
+  while len(known) < most and (size := next_size(known)) is not None:
+    known[size] = probe(size)
+  return known
+
+
+def most_probes(num_sizes: int) -> int:
+  """Returns ⌈log2 n⌉ + 2: what may be spent on n sizes."""
+  return (num_sizes - 1).bit_length() + 2
+
+
+def in_process_0(say: Say) -> Say:
+  """Returns the same, silent in the other processes."""
+  return say if jax.process_index() == 0 else lambda line: None
+
+
+def agreed(probe: Callable[[Size], ProbeResult]) -> Callable[[Size], ProbeResult]:
+  """Returns the probe with process 0's numbers everywhere, so that all take the same path."""
+
+  def of(size: Size) -> ProbeResult:
+    mine = probe(size)
+    return dataclasses.replace(mine, **broadcast_one_to_all(dataclasses.asdict(mine)))
+
+  return of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +123,7 @@ class Tried:
     return text(self.candidate.size)
 
   def as_dict(self) -> dict[str, Any]:
-    """As plain values; what is not known is left out."""
+    """Returns plain values; what is not known is left out."""
     probe, candidate = self.probe, self.candidate
     speed = self.samples_per_second
     known = {
@@ -117,7 +165,7 @@ class Choice:
   """In the order in which they were probed."""
 
   def why(self) -> str:
-    """The choice in half a sentence."""
+    """Returns the choice in half a sentence."""
     first, last = text(self.sizes[0].size), text(self.sizes[-1].size)
     of_all = f"of {first}…{last}" if len(self.sizes) > 1 else "the only size allowed"
     bound = f"largest that fits {of_all}: {self.largest.probe.memory}"
@@ -132,13 +180,8 @@ class Choice:
     )
 
 
-def most_probes(num_sizes: int) -> int:
-  """⌈log2 n⌉ + 2: what auto may spend on n sizes."""
-  return (num_sizes - 1).bit_length() + 2
-
-
 def choose_largest(sizes: Sequence[Candidate], probe: ProbeSize, suggested_fixes: str) -> Choice:
-  """The largest size that fits, or a smaller one that is clearly faster.
+  """Returns the largest size that fits, or a smaller one that is clearly faster.
 
   Args:
     sizes: what to choose from, ascending.
@@ -148,29 +191,34 @@ def choose_largest(sizes: Sequence[Candidate], probe: ProbeSize, suggested_fixes
   Raises:
     UserError: nothing fits.
   """
-  known: dict[int, Tried] = {}
 
-  def fits(index: int) -> bool:
-    known[index] = Tried(sizes[index], probe(sizes[index]))
-    return known[index].probe.fits
+  def next_index(known: Mapping[int, Tried]) -> int | None:
+    largest, above = _bounds(known, len(sizes))
+    if above - largest > 1:
+      return (largest + above) // 2
+    chosen = _fastest(known, largest) if largest >= 0 else 0
+    return chosen - 1 if chosen > 0 and chosen - 1 not in known else None
 
-  largest, above = -1, len(sizes)
-  while above - largest > 1:
-    middle = (largest + above) // 2
-    largest, above = (middle, above) if fits(middle) else (largest, middle)
+  known = search(
+    next_index, lambda index: Tried(sizes[index], probe(sizes[index])), most_probes(len(sizes))
+  )
+  largest, above = _bounds(known, len(sizes))
   if largest < 0:
     raise UserError(nothing_fits(known[0], suggested_fixes))
-  chosen = _fastest(known, largest)
-  while chosen > 0 and chosen - 1 not in known and len(known) < most_probes(len(sizes)):
-    fits(chosen - 1)
-    chosen = _fastest(known, largest)
-  return Choice(
-    known[chosen], known[largest], known.get(above), tuple(sizes), tuple(known.values())
-  )
+  chosen = known[_fastest(known, largest)]
+  tried = tuple(known.values())
+  return Choice(chosen, known[largest], known.get(above), tuple(sizes), tried)
 
 
-def _fastest(known: dict[int, Tried], largest: int) -> int:
-  """The fastest of the sizes that fit, if it is clearly faster than the largest; else the largest."""
+def _bounds(known: Mapping[int, Tried], num_sizes: int) -> tuple[int, int]:
+  """Returns the largest index that is known to fit, -1 for none, and the smallest known not to."""
+  fitting = [index for index, tried in known.items() if tried.probe.fits]
+  beyond = [index for index, tried in known.items() if not tried.probe.fits]
+  return max(fitting, default=-1), min(beyond, default=num_sizes)
+
+
+def _fastest(known: Mapping[int, Tried], largest: int) -> int:
+  """Returns the fastest of the sizes that fit, if it is clearly faster than the largest; else that."""
   fitting = [index for index, tried in known.items() if tried.probe.fits]
   best = max(fitting, key=lambda index: known[index].samples_per_second)
   gain = known[best].samples_per_second / (known[largest].samples_per_second or math.inf) - 1
@@ -180,7 +228,7 @@ def _fastest(known: dict[int, Tried], largest: int) -> int:
 
 
 def nothing_fits(smallest: Tried, suggested_fixes: str) -> str:
-  """The message when not even the smallest size fits."""
+  """Returns the message when not even the smallest size fits."""
   probe = smallest.probe
   enough = math.ceil(probe.peak_bytes / GIB)
   return (
