@@ -15,10 +15,9 @@ from maxbatch.advice.advice import Advice, Planned, advise, as_dict, layout, tim
 from maxbatch.advice.asked import Place, Wishes, ask, check_scope, place_named
 from maxbatch.advice.batch_size import measured_by
 from maxbatch.advice.compiled import compile_sizes, told
-from maxbatch.advice.explain import explained
 from maxbatch.advice.post_training import advise_post_training
 from maxbatch.advice.post_training import report as post_training_report
-from maxbatch.advice.report import report
+from maxbatch.advice.report import explained, report
 from maxbatch.advice.words import short, wrapped
 from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.supervised import is_rl
@@ -102,7 +101,6 @@ def configuration(
   """The file: what was asked for by hand, then what is advised, each group with its reason.
 
   Args:
-    advised: keys and values.
     asked: keys that were set by hand, with their values.
     base: the configuration that they change, a name or a file.
     command: all that was asked, for the first line.

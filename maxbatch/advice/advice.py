@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -15,7 +16,6 @@ from maxbatch.advice.slices import (
   Curve,
   Goal,
   Point,
-  common_unit,
   curves,
   multiple,
   nearest,
@@ -23,14 +23,14 @@ from maxbatch.advice.slices import (
   split_of,
   step_around,
 )
+from maxbatch.advice.words import DAY
 from maxbatch.batch.arithmetic import micro_batch_of, samples_in, samples_of, tokens_of
 from maxbatch.batch_rules.rule import data_factor, data_overhead_of
-from maxbatch.core.phases import Phase
 from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit
-from maxbatch.estimate.step_roofline import step_roofline
+from maxbatch.estimate.step_roofline import StepRoofline, step_roofline
 
 _NEAR = 1.25
 """So near another batch is as good as the one that the rules say: they agree no better."""
@@ -101,6 +101,8 @@ def advise(asked: Asked, measured: Sequence[Measured]) -> Advice:
   goal = Goal(asked.tokens / constant, size.critical_tokens)
   found = curves(asked, goal, sizes.samples) if asked.place else []
   here = point(asked, goal, asked.place, sizes.samples) if asked.place else None
+  unit = sizes.micro_batch or asked.mesh.num_batch_groups
+  running = Running(sizes.samples, unit, advised.learning_rate)
   return Advice(
     asked=asked,
     size=size,
@@ -112,13 +114,8 @@ def advise(asked: Asked, measured: Sequence[Measured]) -> Advice:
     curves=found,
     here=here,
     neighbours=_neighbours(asked, goal, sizes),
-    experiment=next_experiment(asked, size, measured, _running(asked, sizes, advised), here),
+    experiment=next_experiment(asked, size, measured, running, here),
   )
-
-
-def _running(asked: Asked, sizes: Sizes, advised: Settings) -> Running:
-  unit = sizes.micro_batch or asked.mesh.num_batch_groups
-  return Running(sizes.samples, unit, advised.learning_rate)
 
 
 def _sizes(asked: Asked, size: BatchSize) -> Sizes:
@@ -132,13 +129,13 @@ def _sizes(asked: Asked, size: BatchSize) -> Sizes:
   samples = nearest(asked, asked.place, wanted)
   if not asked.own_batch:
     samples = _faster(asked, size, samples)
-  split = split_of(asked, asked.place, samples)
+  split = split_of(asked.work, asked.place, samples)
   unit = _micro_batch(split)
   phases = _phases(asked, size, samples, min(unit, split.mesh.num_batch_groups))
-  common = common_unit([phase.samples for phase in phases])
+  common = math.gcd(*(phase.samples for phase in phases))
   if common % unit:
     # A microbatch that divides every phase needs one program alone.
-    shared = split_of(asked, asked.place, common)
+    shared = split_of(asked.work, asked.place, common)
     again = _with_microbatch(asked, shared, samples)
     if again.step.step_seconds <= _FREE_SECONDS * split.step.step_seconds:
       split = again
@@ -169,7 +166,9 @@ def _with_microbatch(asked: Asked, split: BatchSplit, samples: int) -> BatchSpli
   )
 
 
-def _step(asked: Asked, split: BatchSplit, per_device: Fraction, num_microbatches: int):
+def _step(
+  asked: Asked, split: BatchSplit, per_device: Fraction, num_microbatches: int
+) -> StepRoofline:
   assert asked.place is not None
   return step_roofline(
     asked.work, asked.place.chip, split.mesh, per_device, num_microbatches, split.remat
@@ -219,16 +218,12 @@ def _keys(asked: Asked, sizes: Sizes, advised: Settings) -> dict[str, object]:
   keys |= {key: -1 for key in _SAME if key in asked.given}
   keys["batch_size"] = sizes.samples
   if sizes.split:
-    keys |= {key: _number(value) for key, value in sizes.split.keys.items()}
+    split = sizes.split.keys
+    keys |= {key: int(split[key]) if split[key].isdecimal() else split[key] for key in split}
   if len(sizes.phases) > 1:
     keys["batch_schedule"] = [list(phase) for phase in phases]
     keys["batch_schedule_unit"] = "samples"
   return keys | advised.advised
-
-
-def _number(value: str) -> object:
-  """Whole numbers as numbers; fractions and words as they are."""
-  return int(value) if value.isdecimal() else value
 
 
 def _in_samples(asked: Asked, samples: int) -> dict[str, object]:
@@ -245,24 +240,18 @@ def _in_samples(asked: Asked, samples: int) -> dict[str, object]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Timed:
-  """The run as it is planned, with what it takes."""
-
-  phase: Phase
-  step_seconds: float
-
-
-@dataclasses.dataclass(frozen=True)
 class Planned:
-  """The advised configuration as any run is planned, with its times; none where no place is known."""
+  """The advised configuration as any run is planned, with its times."""
 
   plan: BatchPlan
-  timed: Sequence[Timed]
+  step_seconds: Sequence[float]
+  """In each phase; empty: no place is known."""
 
   @property
   def seconds(self) -> float:
     """Of all steps."""
-    return sum(one.phase.num_steps * one.step_seconds for one in self.timed)
+    timed = zip(self.plan.phases, self.step_seconds, strict=False)
+    return sum(phase.num_steps * seconds for phase, seconds in timed)
 
   def tokens_per_second(self) -> float:
     """Over the whole run."""
@@ -274,18 +263,8 @@ def timed(advice: Advice, plan: BatchPlan) -> Planned:
   split = advice.sizes.split
   if split is None:
     return Planned(plan, [])
-  return Planned(
-    plan,
-    [
-      Timed(
-        phase,
-        _step(
-          advice.asked, split, plan.per_device(phase.micro_batch), phase.num_microbatches
-        ).step_seconds,
-      )
-      for phase in plan.phases
-    ],
-  )
+  sizes = [(plan.per_device(one.micro_batch), one.num_microbatches) for one in plan.phases]
+  return Planned(plan, [_step(advice.asked, split, *size).step_seconds for size in sizes])
 
 
 def layout(advice: Advice) -> Topology:
@@ -296,7 +275,7 @@ def layout(advice: Advice) -> Topology:
 def as_dict(advice: Advice, planned: Planned) -> dict[str, Any]:
   """For --json: numbers are numbers; null where not known."""
   asked, size = advice.asked, advice.size
-  seconds = planned.seconds if planned.timed else None
+  seconds = planned.seconds if planned.step_seconds else None
   chips = asked.place.chips if asked.place else 0
   hours = chips * seconds / 3600 if seconds else None
   price = asked.wishes.price_per_chip_hour
@@ -335,7 +314,7 @@ def as_dict(advice: Advice, planned: Planned) -> dict[str, Any]:
     "run": {
       "steps": planned.plan.steps,
       "tokens": planned.plan.total_tokens,
-      "days": seconds / 86_400 if seconds else None,
+      "days": seconds / DAY if seconds else None,
       "chip_hours": hours,
       "cost": hours * price if hours and price else None,
       "tokens_per_second": planned.tokens_per_second() if seconds else None,

@@ -198,7 +198,6 @@ def check_scope(config: Config, named: Iterable[str]) -> None:
   """Refuses what the rules and the estimate know nothing of, and keys that are the answer.
 
   Args:
-    config: the configuration.
     named: keys on the command line.
 
   Raises:

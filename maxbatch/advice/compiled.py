@@ -11,13 +11,11 @@ from pathlib import Path
 
 from maxbatch.advice.advice import Advice
 from maxbatch.advice.ramp import whole_steps
-from maxbatch.advice.words import percent, span, wrapped
+from maxbatch.advice.words import DAY, percent, span, wrapped
 from maxbatch.batch.arithmetic import samples_in, tokens_of
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
 from maxbatch.run_folder.paths import RunFolder
-
-_DAY = 86_400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +73,7 @@ def told(compiled: Compiled, advice: Advice) -> str:
   here = advice.here
   assert here
   estimated = here.split.step.step_seconds
-  days = here.steps * compiled.step_seconds / _DAY
+  days = here.steps * compiled.step_seconds / DAY
   sentence = (
     f"micro_batch_size={compiled.micro_batch_size}, {compiled.step_seconds:.3g} s a step at a "
     f"utilisation of {percent(compiled.utilisation)}; estimated without compiling: "

@@ -4,18 +4,17 @@ import math
 from collections.abc import Iterator
 
 from maxbatch.advice.advice import Advice, Planned
-from maxbatch.advice.words import percent, short, span, times
+from maxbatch.advice.words import DAY, percent, short, span, times
 from maxbatch.batch.arithmetic import samples_in
 
 _IDLE = 0.9
 """Of the best utilisation that larger batches have: below, chips wait for work."""
-_DAY = 86_400
 
 
 def limits(advice: Advice, planned: Planned) -> Iterator[str]:
   """Sentences, the most important first."""
   asked = advice.asked
-  if advice.here and planned.timed:
+  if advice.here and planned.step_seconds:
     yield from _deadline(advice, planned)
     yield from _batch_and_slice(advice)
     step = advice.here.split.step
@@ -33,7 +32,7 @@ def limits(advice: Advice, planned: Planned) -> Iterator[str]:
 
 def _deadline(advice: Advice, planned: Planned) -> Iterator[str]:
   deadline = advice.asked.wishes.deadline_days
-  days = planned.seconds / _DAY
+  days = planned.seconds / DAY
   if not deadline:
     return
   if days <= deadline:

@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from maxbatch.advice.asked import Place
-from maxbatch.advice.words import percent, short, span, wrapped
+from maxbatch.advice.words import DAY, percent, short, span, wrapped
 from maxbatch.batch.arithmetic import completions_of, prompts_of
 from maxbatch.batch_rules.post_training import CHOICES, EQUAL_GENERATIONS
 from maxbatch.command_line.table import Table
@@ -27,7 +27,6 @@ from maxbatch.noise.prompts import within_at
 from maxbatch.run_folder.paths import RunFolder
 
 _GENERATIONS = (2, 4, 8, 16, 32, 64, 128)
-_DAY = 86_400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +99,7 @@ def advise_post_training(
   """Answers the question.
 
   Args:
-    config: of reinforcement learning.
     completions: completions of a step; 0: those of the configuration.
-    place: the slices, if known.
     from_run: a run's folder; empty: none.
 
   Raises:
@@ -273,12 +270,12 @@ def _times(advice: PostTrainingAdvice, one: StepSeconds) -> Iterator[str]:
   yield f"A step on {advice.place}, estimated without compiling"
   total = one.rollout + one.training
   yield from wrapped(
-    f"sampling at least {span(one.rollout / _DAY)}, training {span(one.training / _DAY)}: "
+    f"sampling at least {span(one.rollout / DAY)}, training {span(one.training / DAY)}: "
     f"{percent(one.rollout / total)} of the step at least is sampling"
   )
   longer = max(one.rollout, one.training)
   yield from wrapped(
-    f"one after the other {span(total / _DAY)}, overlapped at best {span(longer / _DAY)}"
+    f"one after the other {span(total / DAY)}, overlapped at best {span(longer / DAY)}"
   )
   if one.rollout > one.training:
     yield from wrapped(

@@ -37,7 +37,6 @@ def ramp(samples: int, unit: int, tokens: float, share: float) -> list[RampPhase
   Args:
     samples: of a step, at the end.
     unit: samples of which every phase is a multiple.
-    tokens: of the run.
     share: the last batch over the one that has the asked data overhead over the whole run.
   """
   exponent = GROWTH.exponent
@@ -65,7 +64,6 @@ def overhead(
   Args:
     phases: the first begins at 0.
     length: tokens of a sample.
-    tokens: of the run.
     critical_tokens: Bcrit of the whole run.
   """
   rest = 1 - GROWTH.exponent
@@ -107,7 +105,6 @@ def whole_steps(phases: Sequence[tuple[int, int]], samples: float) -> int:
   Args:
     phases: (from which sample on, samples of a step), the first from 0 on. A phase begins with the
       first step that begins at or after its sample.
-    samples: of the run.
   """
   position = 0
   for (_, size), (following, _) in itertools.pairwise(phases):

@@ -7,15 +7,15 @@ from maxbatch.advice.advice import Advice, Planned
 from maxbatch.advice.batch_size import Measured, Said
 from maxbatch.advice.limits import limits
 from maxbatch.advice.slices import Point
-from maxbatch.advice.words import money, percent, short, span, times, wrapped
+from maxbatch.advice.words import DAY, money, percent, short, span, times, wrapped
 from maxbatch.batch.arithmetic import samples_in, steps_in
-from maxbatch.batch_rules.rule import steps_factor
+from maxbatch.batch_rules.published import RULES
+from maxbatch.batch_rules.rule import BatchRule, Fitted, RateRule, Rule, Training, steps_factor
 from maxbatch.command_line.table import Table, gib_of
 from maxbatch.core.keys import counted
 from maxbatch.estimate.best_split import BatchSplit
 from maxbatch.estimate.step_roofline import step_rates
 
-_DAY = 86_400
 _FAR = 10
 """Times outside of a rule's range."""
 _MEANINGS = {
@@ -52,7 +52,7 @@ def _answer(advice: Advice, planned: Planned) -> Iterator[str]:
     f"{asked.config.model.model_name}, {short(training.parameters)} parameters, "
     f"{short(asked.tokens)} tokens ({short(training.tokens_per_parameter)} a parameter){where}"
   )
-  if planned.timed:
+  if planned.step_seconds:
     yield from _costs(advice, planned)
   else:
     yield f"  {planned.plan.steps:,} steps; compile_topology=v5e-256 would give days and costs"
@@ -73,7 +73,7 @@ def _trust(split: BatchSplit) -> str:
 
 
 def _costs(advice: Advice, planned: Planned) -> Iterator[str]:
-  asked, days = advice.asked, planned.seconds / _DAY
+  asked, days = advice.asked, planned.seconds / DAY
   assert asked.place
   assert advice.here
   hours, price = asked.place.chips * planned.seconds / 3600, asked.wishes.price_per_chip_hour
@@ -327,3 +327,49 @@ def _experiment(advice: Advice) -> Iterator[str]:
       "That is the largest branch; the others likewise, their rates by the root of the batch. Compare "
       "the mean loss of their last quarter (docs/critical_batch.md)."
     )
+
+
+_READ = {
+  "text or code": "read in the paper or its code",
+  "summary": "read in a summary by others",
+  "memory": "from memory, not checked",
+}
+_QUANTITIES = {
+  "parameters": "parameters",
+  "tokens": "tokens",
+  "flops": "FLOPs",
+  "tokens_per_parameter": "tokens a parameter",
+}
+
+
+def explained(training: Training) -> str:
+  """All rules, each in a paragraph, with what they say of this training."""
+  return "\n".join(["Rules", *("\n".join(_paragraph(rule, training)) for rule in RULES.values())])
+
+
+def _paragraph(rule: Rule, training: Training) -> Iterator[str]:
+  yield f"  {rule.name}: {rule.formula}"
+  yield from wrapped(f"{rule.units}. {rule.title}, {rule.source}; {_READ[rule.read]}.", "    ")
+  if isinstance(rule, BatchRule):
+    heard = "" if rule.speaks_of(training) else " It does not speak of such a training."
+    yield from wrapped(f"Here: {short(rule.batch_tokens(training))} tokens a step.{heard}", "    ")
+  if isinstance(rule, RateRule):
+    at = short(rule.batch_tokens(training))
+    yield f"    Here: {rule.learning_rate(training):.2g} at {at} tokens a step."
+  if rule.fitted:
+    yield from wrapped(
+      "Fitted for "
+      + " and ".join(f"{_range(one)}{_outside(one, training)}" for one in rule.fitted)
+      + ".",
+      "    ",
+    )
+  yield from wrapped(f"But: {rule.caveat}.", "    ")
+
+
+def _range(one: Fitted) -> str:
+  return f"{short(one.low)} to {short(one.high)} {_QUANTITIES[one.quantity]}"
+
+
+def _outside(one: Fitted, training: Training) -> str:
+  beyond = one.beyond(training)
+  return "" if beyond == 1 else f" (this is outside by {times(beyond)})"

@@ -78,7 +78,6 @@ def settings(asked: Asked, phases: Sequence[float], critical_tokens: float) -> S
   """The settings at the last of the phases, and what they would be at each.
 
   Args:
-    asked: the question.
     phases: tokens of a step in each phase.
     critical_tokens: the critical batch that is reckoned with.
   """

@@ -2,17 +2,16 @@
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 
 from maxbatch.advice.asked import Asked, Place
+from maxbatch.advice.words import DAY
 from maxbatch.batch.arithmetic import steps_in, tokens_of
 from maxbatch.batch_rules.rule import data_factor, data_overhead_of
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit, best_split, divisible_batches
 from maxbatch.estimate.step_work import StepWork
 
-_DAY = 86_400
 _LADDER = (0.25, 0.5, 2 / 3, 1.0, 4 / 3, 2.0, 4.0)
 """Batches that the frontier looks at, as multiples of the one that is advised."""
 _ENOUGH = 2
@@ -38,7 +37,7 @@ class Point:
   @property
   def days(self) -> float:
     """Of training, without starts and evaluations."""
-    return self.seconds / _DAY
+    return self.seconds / DAY
 
   @property
   def chip_hours(self) -> float:
@@ -110,18 +109,14 @@ def step_around(place: Place, samples: int, micro_batch: int) -> int:
   return max(1, round(samples / unit / 4)) * unit
 
 
-def split_of(asked: Asked, place: Place, samples: int) -> BatchSplit:
-  """The fastest split of a batch that fits.
+# Some hundred estimates, of which the same are asked for more than once.
+@functools.lru_cache(maxsize=64)
+def split_of(work: StepWork, place: Place, samples: int) -> BatchSplit:
+  """Returns the fastest split of a batch that fits.
 
   Raises:
     UserError: it divides over no mesh, or nothing fits.
   """
-  return _split(asked.work, place, samples)
-
-
-@functools.lru_cache(maxsize=64)
-def _split(work: StepWork, place: Place, samples: int) -> BatchSplit:
-  """Some hundred estimates, of which the same are asked for more than once."""
   return best_split(work, place.chip, place.devices_per_slice, samples, place.slices)
 
 
@@ -131,7 +126,7 @@ def point(asked: Asked, goal: Goal, place: Place, samples: int) -> Point:
   Raises:
     UserError: it divides over no mesh, or nothing fits.
   """
-  split = split_of(asked, place, samples)
+  split = split_of(asked.work, place, samples)
   batch_tokens = tokens_of(samples, asked.length)
   tokens = goal.tokens_with(batch_tokens)
   steps = steps_in(tokens, batch_tokens)
@@ -200,8 +195,3 @@ def curves(asked: Asked, goal: Goal, samples: int) -> list[Curve]:
   places = [asked.place.half(), asked.place, asked.place.double()]
   found = [curve(asked, goal, place, samples) for place in places if place]
   return [one for one in found if one]
-
-
-def common_unit(sizes: Sequence[int]) -> int:
-  """The largest number of samples that divides all of them."""
-  return math.gcd(*sizes)

@@ -3,6 +3,8 @@
 import textwrap
 
 WIDTH = 80
+DAY = 86_400
+"""Seconds."""
 _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
@@ -31,7 +33,7 @@ def span(days: float) -> str:
   for size, unit in ((1.0, "days"), (1 / 24, "hours"), (1 / 1440, "minutes")):
     if days >= size:
       return f"{days / size:,.3g} {unit}"
-  return f"{86_400 * days:.3g} seconds"
+  return f"{DAY * days:.3g} seconds"
 
 
 def money(value: float) -> str:

@@ -11,7 +11,6 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -47,7 +46,7 @@ def enable(jax_cache_dir: str) -> Path | None:
     compilation_cache.reset_cache()
     return None
   folder = compiled_programs(jax_cache_dir)
-  there = _setting(_DIRECTORY)
+  there = jax.config.values[_DIRECTORY]
   if there:
     if jax_cache_dir and str(folder) != there:
       _tell(f"jax_cache_dir={jax_cache_dir} is not used: jax already keeps programs in {there}")
@@ -62,10 +61,6 @@ def enable(jax_cache_dir: str) -> Path | None:
     jax.config.update(_MINIMUM, 0.0)
   jax.config.update(_DIRECTORY, str(folder))
   return folder
-
-
-def _setting(name: str) -> Any:
-  return jax.config.values[name]
 
 
 def _tell(line: str) -> None:

@@ -10,9 +10,8 @@ import jax
 
 from maxbatch.batch.from_config import plan_batches
 from maxbatch.command_line.table import GIB
-from maxbatch.compile.measured_time import Timing, measure_step
+from maxbatch.compile.measured_time import measure_step
 from maxbatch.compile.program import (
-  CompiledProgram,
   DoesNotFitError,
   capacity_bytes,
   compile_program,
@@ -56,16 +55,24 @@ def compile_reports(
   On devices that are here the step is timed if it fits; for others the time is estimated.
 
   Args:
-    config: the run.
-    plan: its sizes.
-    trainer: its model, optimizer and mesh.
-    devices: those that train.
     sampler: where a step trains on what is sampled: compiled and timed too.
 
   Raises:
     UserError: the compiler finds no way to run a step in a device's memory.
   """
-  return [_report(config, plan, trainer, devices, each, sampler) for each in plan.micro_batches]
+  found = list[CompileReport]()
+  for each in plan.micro_batches:
+    try:
+      found.append(try_report(config, plan, trainer, devices, each, sampler))
+    except DoesNotFitError as error:
+      capacity, samples = (
+        capacity_bytes(devices, config.compile.device_memory_gb),
+        sampler is not None,
+      )
+      raise _too_large(
+        config, plan, each, error.needed_bytes, capacity, with_sampler=samples
+      ) from error
+  return found
 
 
 def report_or_refusal(
@@ -74,9 +81,6 @@ def report_or_refusal(
   """Compiles the step for one microbatch; measures or estimates it if it fits.
 
   Args:
-    config: the run.
-    devices: where it is to run.
-    layout: the same as a mesh.
     micro_batch: samples of a microbatch on all devices; None: the run's own.
 
   Raises:
@@ -107,24 +111,6 @@ def placeholder_rows(config: Config) -> RowSource:
   """Rows of the run's shapes, which follow from its keys alone: the data need not be here."""
   data = dataclasses.replace(config.data, dataset_type="synthetic")
   return build_dataset(data, config.batch.max_target_length).train
-
-
-def _report(
-  config: Config,
-  plan: BatchPlan,
-  trainer: Trainer,
-  devices: Sequence[Device],
-  micro_batch: int,
-  sampler: Sampler | None,
-) -> CompileReport:
-  try:
-    return try_report(config, plan, trainer, devices, micro_batch, sampler)
-  except DoesNotFitError as error:
-    capacity = capacity_bytes(devices, config.compile.device_memory_gb)
-    with_sampler = sampler is not None
-    raise _too_large(
-      config, plan, micro_batch, error.needed_bytes, capacity, with_sampler=with_sampler
-    ) from error
 
 
 def check_fits(config: Config, plan: BatchPlan, reports: Sequence[CompileReport]) -> None:
@@ -196,28 +182,18 @@ def try_report(
   # All processes measure or none does: each waits for the others in the step's reductions.
   fits = broadcast_one_to_all(needed <= capacity)
   if fits and not config.compile.compile_topology:
-    measured = _measured(plan, trainer, program, micro_batch)
+    count = plan.largest_phase(micro_batch).num_microbatches
+    try:
+      measured = measure_step(
+        trainer, program.step, program.rows, streamed=program.streamed, num_microbatches=count
+      )
+    except jax.errors.JaxRuntimeError as error:
+      # The compiler counts one program; others, or fragments, may hold what it needs.
+      refuse_if_too_large(error)
+      raise
     sampled = timed()
   title = _title(config, plan, trainer)
   return make_report(plan, trainer, program, micro_batch, capacity, measured, title, sampled)
-
-
-def _measured(
-  plan: BatchPlan, trainer: Trainer, program: CompiledProgram, micro_batch: int
-) -> Timing:
-  num_microbatches = plan.largest_phase(micro_batch).num_microbatches
-  try:
-    return measure_step(
-      trainer,
-      program.step,
-      program.rows,
-      streamed=program.streamed,
-      num_microbatches=num_microbatches,
-    )
-  except jax.errors.JaxRuntimeError as error:
-    # The compiler counts one program; others, or fragments, may hold what it needs.
-    refuse_if_too_large(error)
-    raise
 
 
 def _title(config: Config, plan: BatchPlan, trainer: Trainer) -> str:

@@ -55,23 +55,19 @@ def measure_step(
   """Times steps of one microbatch and of more, to tell the time of a microbatch from the rest.
 
   Args:
-    trainer: what the step was compiled for.
-    step: the compiled step.
     shapes: the rows it takes: (capacity, B, …), with capacity 1 when streamed.
     streamed: one dispatch per microbatch, instead of one for all.
     num_microbatches: of the run's step; as many are timed if that is quick, at least 2 where they fit.
     seconds: how long the repeats may take together, roughly; None: SECONDS.
-    clock: seconds.
 
   In several processes all must call it together, and repeat as often as process 0's clock says.
   """
   bench = _Bench(trainer, step, shapes, streamed, clock)
   try:
-    most = (
-      max(2, num_microbatches)
-      if streamed
-      else min(max(2, num_microbatches), _capacity(trainer, shapes))
-    )
+    most = max(2, num_microbatches)
+    if not streamed:
+      pipeline, capacity = trainer.pipeline, shapes.inputs.shape[0]
+      most = min(most, capacity, pipeline.max_num_microbatches if pipeline else capacity)
     bench.run(1)  # The first run of a program loads it.
     many, repeats = broadcast_one_to_all(_affordable(bench.run(1), most, seconds or SECONDS))
     bench.run(many)
@@ -80,16 +76,6 @@ def measure_step(
   finally:
     bench.free()
   return _timing([one for one, _ in pairs], [more for _, more in pairs], many, empty)
-
-
-def _capacity(trainer: Trainer, shapes: Rows) -> int:
-  """The most microbatches that a fused step can take."""
-  num_microbatches = shapes.inputs.shape[0]
-  return (
-    min(num_microbatches, trainer.pipeline.max_num_microbatches)
-    if trainer.pipeline
-    else num_microbatches
-  )
 
 
 class _Bench:
@@ -109,13 +95,10 @@ class _Bench:
     began = self._clock()
     dispatches = [np.bool_(False)] * (num_microbatches - 1) + [np.bool_(True)]
     for control in dispatches if self._streamed else [self._trainer.control(num_microbatches)]:
-      self._dispatch(control)
+      flags = flagged(self._trainer.mesh, control)
+      self._state, _ = self._step(self._state, self._rows, flags, self._rate)
     jax.block_until_ready(self._state)
     return self._clock() - began
-
-  def _dispatch(self, control: Any) -> None:
-    control = flagged(self._trainer.mesh, control)
-    self._state, _ = self._step(self._state, self._rows, control, self._rate)
 
   def free(self) -> None:
     """Gives the devices' memory back at once."""

@@ -65,10 +65,9 @@ def step_profile(folder: Path, text: str, num_steps: int) -> StepProfile | None:
 
   Args:
     folder: where jax's profiler has written.
-    text: the compiled step's.
-    num_steps: how many were traced.
   """
-  scopes, module = _scopes(text), _MODULE.match(text)
+  scopes = {one.name: one.scope or OTHER for one in program_costs(hlo.parse(text))}
+  module = _MODULE.match(text)
   seconds, counts = collections.defaultdict[str, float](float), collections.Counter[str]()
   devices = set[object]()
   for name, duration, device in _events(folder, module[1] if module else ""):
@@ -88,11 +87,6 @@ def step_profile(folder: Path, text: str, num_steps: int) -> StepProfile | None:
 
 def _descending(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
   return sorted(seconds.items(), key=lambda pair: -pair[1])
-
-
-def _scopes(text: str) -> Mapping[str, str]:
-  """The part of the model of every operation that does work."""
-  return {one.name: one.scope or OTHER for one in program_costs(hlo.parse(text))}
 
 
 def _events(folder: Path, module: str) -> Iterator[tuple[str, float, object]]:

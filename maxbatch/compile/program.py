@@ -110,19 +110,13 @@ def compiled(
   try:
     if keys.compile_topology:
       return _compiled_elsewhere(traced.lower(), flags)
-    return _compiled_here(traced.lower(), flags, anew=bool(keys.save_compiled_step))
+    # What is saved must come from the compiler, not from the compilation cache.
+    with bypassed() if keys.save_compiled_step else contextlib.nullcontext():
+      step = traced.lower().compile(flags.options)
+    return step, step.as_text() or ""
   except jax.errors.JaxRuntimeError as error:
     refuse_if_too_large(error)
     raise
-
-
-def _compiled_here(
-  lowered: jax.stages.Lowered, flags: CompilerFlags, *, anew: bool
-) -> tuple[jax.stages.Compiled, str]:
-  """`anew`: not out of the compilation cache."""
-  with bypassed() if anew else contextlib.nullcontext():
-    step = lowered.compile(flags.options)
-  return step, step.as_text() or ""
 
 
 def _compiled_elsewhere(

@@ -5,7 +5,8 @@ compiler's cycles and the chip's published figures), or a measurement on the dev
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
@@ -359,17 +360,10 @@ def state_bytes(abstract: TrainState) -> StateBytes:
 def held_bytes(tree: Any) -> int:
   """Bytes of abstract arrays on one device, without what its host keeps."""
   return sum(
-    int(leaf.dtype.itemsize) * _size(leaf.sharding.shard_shape(leaf.shape))
+    int(leaf.dtype.itemsize) * math.prod(leaf.sharding.shard_shape(leaf.shape))
     for leaf in jax.tree.leaves(tree)
     if not is_on_host(leaf)
   )
-
-
-def _size(shape: Sequence[int]) -> int:
-  size = 1
-  for each in shape:
-    size *= each
-  return size
 
 
 def make_report(
@@ -385,13 +379,7 @@ def make_report(
   """Puts together what is known of a compiled step.
 
   Args:
-    plan: the run's sizes.
-    trainer: model, optimizer and mesh.
-    program: the compiled step.
-    micro_batch: samples of one microbatch, on all devices.
-    capacity: bytes that a device may use.
     measured: its time on the devices, where they are here; None asks for an estimate.
-    title: the first line.
     sampling: of what samples what the step is fed.
 
   Raises:
@@ -413,6 +401,11 @@ def make_report(
   elif chip is not None:
     check_coverage(work, costs, expected.total, compiler_environment(device))
     time = estimated_time(work, once, trainer.pipeline, chip, per_slice, streamed=program.streamed)
+  # As parts of the rest of a step.
+  filling = [
+    dataclasses.replace(cost, in_microbatch_loop=False)
+    for cost in in_filling(trainer.pipeline, once)
+  ]
   return CompileReport(
     title=title,
     plan=plan,
@@ -426,10 +419,5 @@ def make_report(
     model_flops_per_token=model_flops_per_token(trainer.model, plan.max_target_length),
     sampling=sampling,
     compiler_flags=str(trainer.compiler_flags),
-    operations=(*costs, *_once_per_step(in_filling(trainer.pipeline, once))),
+    operations=(*costs, *filling),
   )
-
-
-def _once_per_step(costs: Sequence[OperationCost]) -> Iterator[OperationCost]:
-  """As parts of the rest of a step."""
-  return (dataclasses.replace(cost, in_microbatch_loop=False) for cost in costs)

@@ -48,8 +48,6 @@ def check_coverage(
   """Checks that the operations found in a program account for its matrix products.
 
   Args:
-    work: the estimate.
-    costs: the operations that it is made from.
     expected_flops: as traced, of a step of one microbatch on one device.
     versions: of jax and libtpu, by package.
 
@@ -204,8 +202,6 @@ def estimated_time(
   Args:
     work: of a microbatch and the rest, as `in_microbatches` counts.
     once: the program's operations, one tick of a pipeline's loop.
-    pipeline: the run's.
-    chip: one device.
     per_slice: devices of a slice, where there are several.
     streamed: whether every microbatch is a dispatch of its own.
   """

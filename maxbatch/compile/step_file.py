@@ -110,7 +110,6 @@ def load(path: str, header: Mapping[str, object]) -> dict[int, jax.stages.Compil
   """The compiled steps of a file by microbatch, loaded onto the devices of this process.
 
   Args:
-    path: the value of `compiled_step`.
     header: what this run would make its programs from.
 
   Raises:
@@ -118,7 +117,14 @@ def load(path: str, header: Mapping[str, object]) -> dict[int, jax.stages.Compil
       differs.
   """
   with _reading(path) as opened:
-    _refuse_differences(path, opened.made_from, json.loads(json.dumps(dict(header))))
+    lines = differences(opened.made_from, json.loads(json.dumps(dict(header))))
+    if lines:
+      listed = "\n".join(f"  {line}" for line in lines)
+      raise UserError(
+        f"compiled_step={path} was compiled for another run:\n{listed}\n"
+        "Set these back, or compile for this run: leave out compiled_step, or replace it by "
+        f"save_compiled_step={path}"
+      )
     payloads = {entry["micro_batch"]: _read(opened, entry) for entry in opened.programs}
   return {size: _program(path, payload) for size, payload in payloads.items()}
 
@@ -162,17 +168,6 @@ def _shown(value: Any) -> str:
   if isinstance(value, list):
     return ", ".join(map(_shown, value)) or "none"
   return {"": "''", None: "none"}.get(value, str(value))
-
-
-def _refuse_differences(path: str, file: dict[str, Any], run: dict[str, Any]) -> None:
-  lines = differences(file, run)
-  if lines:
-    listed = "\n".join(f"  {line}" for line in lines)
-    raise UserError(
-      f"compiled_step={path} was compiled for another run:\n{listed}\n"
-      "Set these back, or compile for this run: leave out compiled_step, or replace it by "
-      f"save_compiled_step={path}"
-    )
 
 
 @contextlib.contextmanager
@@ -222,18 +217,14 @@ def _read(opened: _Opened, entry: dict[str, Any]) -> bytes:
 def _payload(path: str, program: jax.stages.Compiled) -> bytes:
   """A program and the structure of its arguments and results, as bytes."""
   saved = serialize_executable.serialize(program)
-  if _platform(program) == "cpu" and _is_hollow(saved):
+  # The device need not be here.
+  device = next(iter(jax.tree.leaves(program.output_shardings)[0].device_set))
+  if device.platform == "cpu" and _is_hollow(saved):
     raise UserError(
       f"save_compiled_step={path}: this step was loaded from a cache or a file, and on CPU XLA "
       "cannot save such a one again; leave out compiled_step, and use jax_cache_dir=none"
     )
   return pickle.dumps(saved)
-
-
-def _platform(program: jax.stages.Compiled) -> str:
-  """What the program runs on, which need not be here."""
-  place = jax.tree.leaves(program.output_shardings)[0]
-  return next(iter(place.device_set)).platform
 
 
 def _is_hollow(saved: tuple[bytes, Any, Any]) -> bool:

@@ -70,12 +70,11 @@ def header(
   Args:
     config: the run's keys, those of the batch already chosen.
     plan: the plan that is run: after a resume, the one from there on.
-    trainer: the run's model, optimizer and mesh.
-    source: the rows that the step is fed.
   """
   hashes = {
     str(each): lowered_hash(config, plan, trainer, source, each) for each in plan.micro_batches
   }
+  left_out = {key for section in _NOT_RECORDED for key in declared(section)}
   return {
     LOWERED: hashes,
     ENVIRONMENT: {
@@ -87,7 +86,7 @@ def header(
       "micro_batch_to_train": list(plan.micro_batches),
       "microbatch_capacity": None if streams(config) else plan.microbatch_capacity,
     },
-    CONFIGURATION: _configuration(config),
+    CONFIGURATION: {k: value for k, value in to_flat_dict(config).items() if k not in left_out},
     LIBRARIES: library_versions(),
   }
 
@@ -148,11 +147,6 @@ def _version(package: str) -> str | None:
     return importlib.metadata.version(package)
   except importlib.metadata.PackageNotFoundError:
     return None
-
-
-def _configuration(config: Config) -> dict[str, object]:
-  left_out = {key for section in _NOT_RECORDED for key in declared(section)}
-  return {key: value for key, value in to_flat_dict(config).items() if key not in left_out}
 
 
 def _devices(plan: BatchPlan, trainer: Trainer) -> dict[str, object]:

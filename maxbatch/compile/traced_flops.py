@@ -57,7 +57,8 @@ def model_flops_per_token(model: Model, length: int) -> float:
   """
   config = model.config
   tables = 0 if config.logits_via_embedding else 1  # an untied embedding is looked up, no product
-  shapes = dict(_paths(model.shapes()))
+  leaves = jax.tree_util.tree_leaves_with_path(model.shapes())
+  shapes = {tuple(entry.key for entry in path): leaf.shape for path, leaf in leaves}
   matrices = sum(
     (4 if path in model.frozen else 6) * math.prod(shapes[path])
     for path, axes in model.axes().items()
@@ -77,11 +78,6 @@ def _seen(window: int, length: int) -> float:
   """Tokens of `length` that a token of a row sees on average, half of itself."""
   window = min(window, length)
   return window - window * (window - 1) / (2 * length) - 0.5
-
-
-def _paths(shapes: Any) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
-  for path, leaf in jax.tree_util.tree_leaves_with_path(shapes):
-    yield tuple(entry.key for entry in path), leaf.shape
 
 
 def step_flops(traced: core.ClosedJaxpr) -> StepFlops:

@@ -67,12 +67,8 @@ def best_split(
   """The fastest split that fits, on the simplest mesh that is about as fast as any.
 
   Args:
-    work: the model and how it is trained.
-    chip: one device.
     devices_per_slice: or of all devices, where there is one slice.
-    batch: samples of a step.
     num_slices: such sets of devices, connected by their hosts' network alone.
-    policies: the remat policies to choose from.
     capacity_bytes: what a device may use; None: what the compiler leaves to programs.
 
   Raises:

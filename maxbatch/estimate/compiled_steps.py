@@ -181,7 +181,6 @@ def read_report(text: str, work: StepWork) -> list[CompiledStep]:
   micro_batch_size=explore that stands before it, of which only times and peaks are known.
 
   Args:
-    text: the report.
     work: of the steps that it is about, for their digest.
 
   Raises:

@@ -160,7 +160,6 @@ def program_costs(program: HloModule, naming: Naming = OURS) -> Sequence[Operati
   A conditional counts as its most expensive branch.
 
   Args:
-    program: the module.
     naming: what its names say of the model's parts.
   """
   entry = program.computations[program.entry]
@@ -229,9 +228,6 @@ def _operation(
   """The cost of one instruction; a collective that is split into start and done counts once.
 
   Args:
-    program: the module.
-    place: the position of `one`.
-    one: an instruction that does work.
     started: channels of the collectives already started in this computation.
   """
   within = place.frame.computation

@@ -205,7 +205,6 @@ def _elements(operand: str, types: dict[str, str]) -> Iterator[Instruction]:
   instruction of its own: `%y = type get-tuple-element(%x), index=3`.
 
   Args:
-    operand: as it is written.
     types: of what is defined so far, each the beginning of the text; the elements' are added.
 
   Raises:

@@ -89,8 +89,6 @@ def step_bytes(
   """Memory of one device.
 
   Args:
-    work: the model and how it is trained.
-    mesh: the devices.
     per_device: samples of a microbatch on one device.
     remat: what the backward pass computes again.
     rates: how many copies of what is counted there are.
@@ -196,11 +194,8 @@ def step_roofline(
   compiled steps; else estimated.
 
   Args:
-    work: the model and how it is trained.
-    chip: one device.
     mesh: all devices; those along `stage` are not modelled.
     per_device: samples of a microbatch on one device.
-    num_microbatches: per step.
     remat: what the backward pass computes again.
     rates: estimate with these, whatever has been compiled; None: with the package's.
   """

@@ -155,8 +155,6 @@ def estimate(
   """The time of a compiled step on `chip`.
 
   Args:
-    costs: of the program, from program_costs.
-    chip: one device.
     expected_microbatch_flops: matrix-product FLOPs of one microbatch on one device; of causal
       attention only the half below the diagonal.
     expected_rest_flops: the same for the rest of a step.

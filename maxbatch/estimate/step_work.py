@@ -166,7 +166,6 @@ def residual_bytes(work: StepWork, ways: int, remat: RematPolicy) -> float:
   """Bytes that are kept for each token in each layer until the backward pass.
 
   Args:
-    work: the model and how it is trained.
     ways: devices that share a layer.
     remat: what is computed again instead.
   """
@@ -222,9 +221,7 @@ def microbatch_work(
   """What each part of the model asks of one device in one microbatch.
 
   Args:
-    work: the model and how it is trained.
     chip: the device, for the width of its matrix unit.
-    mesh: the devices.
     per_device: samples of a microbatch on one device.
     remat: what the backward pass computes again.
   """

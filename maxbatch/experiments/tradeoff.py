@@ -117,8 +117,6 @@ def smooth_crossing(
 
   Args:
     samples: since the branch began, at each step.
-    losses: there.
-    target: the loss to reach.
     begins: samples that the run had consumed where the branch began; the parabola is over the
       logarithm of all samples.
   """
@@ -133,7 +131,6 @@ def branch_tradeoff(judged: Sequence[Judged], begins: int) -> Tradeoff | None:
   """The curve of samples against steps; None if the branches do not bound Bcrit from both sides.
 
   Args:
-    judged: the branches.
     begins: samples that the run had consumed at the checkpoint.
   """
   trained = [one for one in judged if not one.measured.diverged]

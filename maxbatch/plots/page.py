@@ -24,10 +24,7 @@ def rendered(
   """The HTML of a page.
 
   Args:
-    template: its name; it extends page.html.
-    charts: by the names that the template has for them.
     folder: where the template is.
-    shown: what else it shows.
   """
   # Only who draws pays for it.
   import markupsafe
@@ -73,7 +70,6 @@ def check_picture_file(option: str, file: str, example: str) -> None:
 
   Args:
     option: how the file was asked for, for the message.
-    file: what was asked for.
     example: a name without a suffix.
 
   Raises:

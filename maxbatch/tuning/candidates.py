@@ -139,7 +139,6 @@ def candidates(batch: BatchConfig, run: RunConfig, topology: Topology) -> tuple[
   Args:
     batch: the sizes; micro_batch_size is auto or explore.
     run: the run's budget, which ends with a whole microbatch.
-    topology: the devices.
 
   Raises:
     UserError: the size is given by other keys, no size makes a plan, or none lies in the range.

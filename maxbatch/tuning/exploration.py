@@ -122,9 +122,7 @@ def explore(
 
   Args:
     candidates: ascending in size; those of the same variant are explored together.
-    probe: called once for each.
     suggested_fixes: keys that reduce the memory needed, for the message when nothing fits.
-    say: prints a line.
 
   Raises:
     UserError: nothing fits.

@@ -59,10 +59,7 @@ def choose(
 
   Args:
     config: returned as it is unless micro_batch_size is auto.
-    place: the devices.
     probe: what one size needs and how long it takes; called in all processes in the same order.
-    folder: where choices are remembered.
-    forget: measure anew, whatever is remembered.
     say: prints a line; called in process 0 only.
 
   Raises:
@@ -122,16 +119,6 @@ def choose_from(
 ) -> Config:
   """Returns the configuration with the largest of the sizes that fits and is fast, or a remembered one.
 
-  Args:
-    config: as for `choose`.
-    sizes: what is chosen from, ascending.
-    depends_on: see `what_it_depends_on`.
-    probe: as for `choose`.
-    folder: as for `choose`.
-    line: says the choice and why.
-    forget: as for `choose`.
-    say: as for `choose`.
-
   Raises:
     UserError: nothing fits.
   """
@@ -163,9 +150,6 @@ def explore_sizes(
 
   Args:
     config: micro_batch_size is explore, and compile_only is set.
-    place: the devices.
-    probe: as in `choose`.
-    find: the sizes that the run can have.
     say: prints a line; called in process 0 only.
 
   Returns:
@@ -197,8 +181,6 @@ def what_it_depends_on(
 
   Args:
     config: the run; where `sizes` is empty, with its size chosen.
-    place: the devices.
-    sizes: what is chosen from, ascending.
     lowered: the hash of the run's step; None: of one that trains on text.
   """
   first = place.devices[0]

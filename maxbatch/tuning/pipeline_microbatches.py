@@ -50,10 +50,7 @@ def choose_num_pipeline_microbatches(
 
   Args:
     config: a micro_batch_size that was to be chosen has been chosen.
-    place: the devices.
     probe: what one number needs and takes; called in all processes in the same order.
-    folder: where choices are remembered.
-    forget: measure anew, whatever is remembered.
     say: prints the table and the choice; called in process 0 only.
 
   Raises:

@@ -62,10 +62,8 @@ class RememberedChoice:
     """Returns the value that is remembered, or else the one that `make` finds, and remembers it.
 
     Args:
-      allowed: values that the key may take.
       make: probes; called in all processes, if in any.
       line: a value and why, in a line.
-      forget: measure anew, whatever is remembered.
       say: prints a line; called in process 0 only.
     """
     say = in_process_0(say)
@@ -83,9 +81,7 @@ class RememberedChoice:
     """Process 0's choice in all processes; None where there is none, after a line if it is damaged.
 
     Args:
-      allowed: values that the key may take.
       forget: delete the file instead.
-      say: prints a line.
     """
     choice, problem = broadcast_one_to_all(self._read_or_forget(forget))
     # With their types, since for Python true and 1.0 are 1.

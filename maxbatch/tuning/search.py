@@ -70,8 +70,6 @@ def search(
 
   Args:
     next_size: the policy: what to probe after what is known; None: enough is.
-    probe: called once for a size.
-    most: probes.
   """
   known: dict[Size, Found] = {}
   while len(known) < most and (size := next_size(known)) is not None:
@@ -184,7 +182,6 @@ def choose_largest(sizes: Sequence[Candidate], probe: ProbeSize, suggested_fixes
   """Returns the largest size that fits, or a smaller one that is clearly faster.
 
   Args:
-    sizes: what to choose from, ascending.
     probe: called at most `most_probes(len(sizes))` times, never twice for a size.
     suggested_fixes: keys that reduce the memory needed, for the message when nothing fits.
 
