@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from maxbatch.command_line.arguments import Arguments, Command
-from maxbatch.command_line.color import Color, colored
-from maxbatch.command_line.printable import printable
 from maxbatch.command_line.run import run_command
+from maxbatch.command_line.screen import Color, colored, printable
 from maxbatch.command_line.signals import leave
 from maxbatch.command_line.table import in_columns
 from maxbatch.errors import UserError

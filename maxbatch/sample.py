@@ -14,8 +14,8 @@ from jax.sharding import Mesh
 from maxbatch.checkpoints.find import config_of
 from maxbatch.command_line.arguments import Arguments, Command, File, Key
 from maxbatch.command_line.output_file import check_output, write_output
-from maxbatch.command_line.printable import printable
 from maxbatch.command_line.run import run_command
+from maxbatch.command_line.screen import printable
 from maxbatch.compile import cache
 from maxbatch.config.allowed import (
   FLOAT32,

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from maxbatch.batch.learning_rate import learning_rate
-from maxbatch.command_line.color import colored
-from maxbatch.command_line.printable import printable
-from maxbatch.command_line.screen import for_screen
+from maxbatch.command_line.screen import colored, for_screen, printable
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.registry import build_tokenizer
 from maxbatch.hardware.agreement import write_shared_file

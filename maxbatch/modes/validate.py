@@ -28,8 +28,7 @@ from maxbatch.checkpoints.record import (
   settings,
   state_differences,
 )
-from maxbatch.command_line.color import colored
-from maxbatch.command_line.screen import for_screen
+from maxbatch.command_line.screen import colored, for_screen
 from maxbatch.compile.program import gib
 from maxbatch.config import schema
 from maxbatch.config.schema import Config

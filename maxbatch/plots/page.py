@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from maxbatch.command_line.printable import printable
+from maxbatch.command_line.screen import printable
 from maxbatch.errors import UserError
 from maxbatch.plots.chart import Chart
 from maxbatch.plots.interactive import embed, library
