@@ -8,7 +8,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import yaml
@@ -29,13 +29,10 @@ _TAGS = {f"{_YAML_TAG}{name}" for name in ("null", "bool", "int", "float", "str"
 # Plain text that YAML 1.1 takes for something else: 2026-01-02, << and =.
 _TAGS |= {f"{_YAML_TAG}{name}" for name in ("timestamp", "merge", "value")}
 
-
-_Note = typing.TypeVar("_Note")
-
-
 _LONGEST_NUMBER = 100
 """Characters of a number as written; Python refuses to read or print those of thousands."""
 _LARGEST_DENOMINATOR = 10**50
+_Note = typing.TypeVar("_Note")
 
 
 class _WrongTypeError(Exception):
@@ -52,60 +49,105 @@ class _Kind:
   example: str
 
 
+class _Type:
+  """A key's type, taken apart: `Annotated[type, Range(…)] | Literal[words] | Dataclass`."""
+
+  def __init__(self, annotation: object) -> None:
+    self.words: tuple[str, ...] = ()
+    """What may stand there besides numbers."""
+    self.structures: Sequence[type] = ()
+    """Dataclasses that may, by their names."""
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+      annotation, literal, *self.structures = typing.get_args(annotation)
+      self.words = typing.get_args(literal)
+    self._notes: Sequence[object] = ()
+    if typing.get_origin(annotation) is typing.Annotated:
+      annotation, *self._notes = typing.get_args(annotation)
+    self.bare = typing.cast(type, annotation)
+    self.range = self.note(Range)
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    self.choices: tuple[object, ...] = arguments if origin is typing.Literal else ()
+    self.items: tuple[object, ...] = arguments if origin is tuple else ()
+    """Of a list: the types of its items; `...` after the one of all."""
+
+  def note(self, kind: type[_Note]) -> _Note | None:
+    """Returns what the type is annotated with of this kind."""
+    return next((note for note in self._notes if isinstance(note, kind)), None)
+
+  def ranged(self, words: str) -> str:
+    """Returns words for the type, and its range."""
+    return words if self.range is None else f"{words}, {self.range}"
+
+  def of_items(self, words: Callable[[object], str]) -> str:
+    """Returns the types of a list's items in words."""
+    parts = self.items
+    return words(parts[0]) if parts[-1] is Ellipsis else f"[{', '.join(map(words, parts))}]"
+
+
 def convert(entry: Entry, annotation: object) -> object:
-  """The value of `entry` as `annotation` demands.
+  """Returns the value of `entry` as `annotation` demands.
 
   Raises:
     UserError: wrong type, outside the range, not among the choices, or text with NUL.
   """
-  if (word := _word(entry.node, annotation)) is not None:
-    return word
-  if (structured := _structured(entry, annotation)) is not None:
+  demanded, node = _Type(annotation), entry.node
+  if isinstance(node, yaml.ScalarNode) and node.value in demanded.words:
+    return node.value
+  if (structured := _structured(entry, demanded)) is not None:
     return structured
-  bare, interval = _split(annotation)
   try:
-    value = _read(entry.node, bare)
+    value = _read(node, demanded)
   except _WrongTypeError as wrong:
     raise UserError(_type_message(entry, annotation, str(wrong))) from None
   if isinstance(value, str):
-    _check_text(entry, annotation, value)
-  if interval is not None and not interval.holds(typing.cast(float, value)):
-    raise UserError(_range_message(entry, annotation, interval, typing.cast(float, value)))
+    _check_text(entry, demanded.note(FileName), value)
+  if demanded.range is not None and not demanded.range.holds(typing.cast(float, value)):
+    raise UserError(_range_message(entry, demanded, demanded.range, typing.cast(float, value)))
   return value
 
 
-def _check_text(entry: Entry, annotation: object, value: str) -> None:
+def _check_text(entry: Entry, rule: FileName | None, value: str) -> None:
   """Refuses a text that is no name where one is needed, and NUL, which no file's name has."""
-  rule = _note(annotation, FileName)
   if rule is not None and not rule.holds(value):
     raise UserError(
       f"{entry.where}: {entry.assigned(shown(value))}: {entry.key} must be {rule.words}. "
       f"A value that works: {entry.assigned(rule.nearest(value))}"
     )
   if "\0" in value:
-    raise UserError(_nul_message(entry, value))
+    # No path can hold the character, nor can the command line.
+    raise UserError(
+      f"{entry.where}: {entry.key} must be text without NUL characters (\\0). "
+      f"A value that works: {entry.assigned(value.replace(chr(0), ''))}"
+    )
 
 
 def describe(annotation: object) -> str:
-  """The type in words for --help: `whole number, at least 1, or -1`."""
-  bare, interval = _split(annotation)
-  if typing.get_origin(bare) is typing.Literal:
-    return " | ".join(map(_choice, typing.get_args(bare)))
-  if typing.get_origin(bare) is tuple:
-    ranged = f"list: {_of_items(bare, describe)}"
-  else:
-    kind = _KINDS[typing.cast(type, bare)].words
-    ranged = kind if interval is None else f"{kind}, {interval}"
-  return " | ".join([ranged, *_words(annotation), *map(_name, _structures(annotation))])
+  """Returns the type in words for --help: `whole number, at least 1, or -1`."""
+  one = _Type(annotation)
+  if one.choices:
+    return " | ".join(map(_choice, one.choices))
+  words = f"list: {one.of_items(describe)}" if one.items else one.ranged(_KINDS[one.bare].words)
+  return " | ".join([words, *one.words, *map(_name, one.structures)])
+
+
+def _phrase(annotation: object) -> str:
+  """Returns the type in words for messages."""
+  one = _Type(annotation)
+  if one.choices:
+    return f"one of {', '.join(map(_choice, one.choices))}"
+  words = (
+    f"a list, each {one.of_items(_phrase)}" if one.items else one.ranged(_KINDS[one.bare].phrase)
+  )
+  return ", or ".join([words, *one.words, *map(_name, one.structures)])
 
 
 def holds_text(annotation: object) -> bool:
-  """Whether keys of this type take their text as it stands."""
-  return _split(annotation)[0] is str
+  """Returns whether keys of this type take their text as it stands."""
+  return _Type(annotation).bare is str
 
 
 def plain(value: object) -> object:
-  """`value` as YAML can hold it, such that `convert` gives the same value back."""
+  """Returns `value` as YAML can hold it, such that `convert` gives the same value back."""
   if isinstance(value, tuple):
     return [plain(item) for item in value]
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -114,89 +156,50 @@ def plain(value: object) -> object:
   return plain_number(value) if isinstance(value, Fraction) else value
 
 
-def _words(annotation: object) -> tuple[str, ...]:
-  """The words that a key of type `number | Literal[words]` takes besides numbers."""
-  if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
-    return ()
-  return typing.get_args(typing.get_args(annotation)[1])
-
-
-def _structures(annotation: object) -> tuple[type, ...]:
-  """The dataclasses that a key of type `number | Literal[words] | Dataclass` takes besides."""
-  return typing.get_args(annotation)[2:] if _words(annotation) else ()
-
-
 def _name(structure: type) -> str:
   return structure.__name__.lower()
 
 
-def _structured(entry: Entry, annotation: object) -> object | None:
-  """The dataclass that is meant by its name alone, or by `{name: {field: value}}`."""
+def _structured(entry: Entry, demanded: _Type) -> object | None:
+  """Returns the dataclass that is meant by its name alone, or by `{name: {field: value}}`."""
   node = entry.node
-  for structure in _structures(annotation):
+  for structure in demanded.structures:
     if isinstance(node, yaml.ScalarNode) and node.value == _name(structure):
       return structure()
     if isinstance(node, yaml.MappingNode):
-      pairs = [(key.value, value) for key, value in node.value]
-      if [key for key, _ in pairs] != [_name(structure)]:
-        raise UserError(_structure_message(entry, structure))
-      return structure(**_fields(entry, structure, pairs[0][1]))
+      return structure(**_fields(entry, structure, node))
   return None
 
 
-def _fields(entry: Entry, structure: type, node: yaml.Node) -> dict[str, object]:
-  """The fields that a mapping gives."""
-  types = {field.name: field.type for field in dataclasses.fields(structure)}
-  if not isinstance(node, yaml.MappingNode) or any(
-    not isinstance(key, yaml.ScalarNode) or key.value not in types for key, _ in node.value
+def _fields(entry: Entry, structure: type, node: yaml.MappingNode) -> dict[str, object]:
+  """Returns the fields that `{name: {field: value}}` gives."""
+  types, name = (
+    {field.name: field.type for field in dataclasses.fields(structure)},
+    _name(structure),
+  )
+  inner = node.value[0][1] if [key.value for key, _ in node.value] == [name] else None
+  if not isinstance(inner, yaml.MappingNode) or any(
+    not isinstance(key, yaml.ScalarNode) or key.value not in types for key, _ in inner.value
   ):
-    raise UserError(_structure_message(entry, structure))
+    raise UserError(
+      f"{entry.given}: {entry.key} must be {name} or {{{name}: {{{next(iter(types))}: 1}}}}, with any "
+      f"of {', '.join(types)}"
+    )
   return {
     key.value: convert(
-      dataclasses.replace(entry, key=f"{entry.key}.{_name(structure)}.{key.value}", node=value),
+      dataclasses.replace(entry, key=f"{entry.key}.{name}.{key.value}", node=value),
       types[key.value],
     )
-    for key, value in node.value
+    for key, value in inner.value
   }
 
 
-def _structure_message(entry: Entry, structure: type) -> str:
-  names = [field.name for field in dataclasses.fields(structure)]
-  return (
-    f"{entry.given}: {entry.key} must be {_name(structure)} or "
-    f"{{{_name(structure)}: {{{names[0]}: 1}}}}, with any of {', '.join(names)}"
-  )
-
-
-def _word(node: yaml.Node, annotation: object) -> str | None:
-  """The word that is meant, if it is one."""
-  written = node.value if isinstance(node, yaml.ScalarNode) else None
-  return next((word for word in _words(annotation) if word == written), None)
-
-
-def _split(annotation: object) -> tuple[object, Range | None]:
-  return _notes(annotation)[0], _note(annotation, Range)
-
-
-def _notes(annotation: object) -> tuple[object, ...]:
-  """The bare type, and what it is annotated with."""
-  if _words(annotation):
-    annotation = typing.get_args(annotation)[0]
-  is_annotated = typing.get_origin(annotation) is typing.Annotated
-  return typing.get_args(annotation) if is_annotated else (annotation,)
-
-
-def _note(annotation: object, kind: type[_Note]) -> _Note | None:
-  """What the type is annotated with of this kind."""
-  return next((note for note in _notes(annotation)[1:] if isinstance(note, kind)), None)
-
-
-def _read(node: yaml.Node, bare: object) -> object:
-  if typing.get_origin(bare) is typing.Literal:
-    return _read_choice(node, typing.get_args(bare))
-  if typing.get_origin(bare) is tuple:
-    return _read_list(node, typing.get_args(bare))
-  kind = _KINDS[typing.cast(type, bare)]
+def _read(node: yaml.Node, demanded: _Type) -> object:
+  if demanded.choices:
+    return _read_choice(node, demanded.choices)
+  if demanded.items:
+    return _read_list(node, demanded.items)
+  kind = _KINDS[demanded.bare]
   if not isinstance(node, yaml.ScalarNode) or node.tag not in _TAGS:
     raise _WrongTypeError(kind.example)
   return kind.read(node)
@@ -211,7 +214,7 @@ def _read_choice(node: yaml.Node, choices: tuple[object, ...]) -> object:
 
 
 def _read_list(node: yaml.Node, types: tuple[object, ...]) -> tuple[object, ...]:
-  """A list, whose items may be lists: of one type, or as many items as there are types."""
+  """Reads a list, whose items may be lists: of one type, or as many items as there are types."""
   is_list = isinstance(node, yaml.SequenceNode)
   parts = node.value if is_list else [node]
   if types[-1] is Ellipsis:
@@ -228,20 +231,14 @@ def _read_list(node: yaml.Node, types: tuple[object, ...]) -> tuple[object, ...]
 
 
 def _read_item(node: yaml.Node, annotation: object) -> object:
-  """One item of a list, within its range."""
-  bare, interval = _split(annotation)
-  value, name = _read(node, bare), _note(annotation, FileName)
-  if interval is not None and not interval.holds(typing.cast(float, value)):
-    raise _WrongTypeError(_clamped(interval, typing.cast(float, value), str(value)))
+  """Reads one item of a list, within its range."""
+  demanded = _Type(annotation)
+  value, name = _read(node, demanded), demanded.note(FileName)
+  if demanded.range is not None and not demanded.range.holds(typing.cast(float, value)):
+    raise _WrongTypeError(_clamped(demanded.range, typing.cast(float, value), str(value)))
   if isinstance(value, str) and ("\0" in value or (name is not None and not name.holds(value))):
     raise _WrongTypeError('""')
   return value
-
-
-def _of_items(bare: object, words: Callable[[object], str]) -> str:
-  """The types of a list's items in words."""
-  types = typing.get_args(bare)
-  return words(types[0]) if types[-1] is Ellipsis else f"[{', '.join(map(words, types))}]"
 
 
 def _number_text(node: yaml.ScalarNode, example: str) -> str:
@@ -290,7 +287,7 @@ def _read_fraction(node: yaml.ScalarNode) -> Fraction:
 
 
 def exact_number(text: str) -> Fraction:
-  """The number that `2`, `0.25`, `1e3` or `1/3` is.
+  """Returns the number that `2`, `0.25`, `1e3` or `1/3` is.
 
   Raises:
     ValueError: it is none, or longer than anybody means.
@@ -324,13 +321,13 @@ _KINDS: dict[type, _Kind] = {
 
 
 def _type_message(entry: Entry, annotation: object, near: str) -> str:
-  _, interval = _split(annotation)
-  if interval is not None and _DECIMAL.fullmatch(near):
-    near = _clamped(interval, float(near), near)
-  example = _note(annotation, Example)
-  if _note(annotation, RelativePath):
+  demanded = _Type(annotation)
+  if demanded.range is not None and _DECIMAL.fullmatch(near):
+    near = _clamped(demanded.range, float(near), near)
+  example = demanded.note(Example)
+  if demanded.note(RelativePath):
     example = Example(RelativePath().nearest(""))
-  near = closest(entry.text, _words(annotation)) or (example.text if example else near)
+  near = closest(entry.text, demanded.words) or (example.text if example else near)
   given = entry.given if entry.text else f"{entry.where}: {entry.key} has no value"
   return (
     f"{given}: {entry.key} must be {_phrase(annotation)}. "
@@ -338,38 +335,18 @@ def _type_message(entry: Entry, annotation: object, near: str) -> str:
   )
 
 
-def _nul_message(entry: Entry, value: str) -> str:
-  """No path can hold the character, nor can the command line."""
-  return (
-    f"{entry.where}: {entry.key} must be text without NUL characters (\\0). "
-    f"A value that works: {entry.assigned(value.replace(chr(0), ''))}"
-  )
-
-
 def _choice(choice: object) -> str:
-  """As it is written."""
+  """Returns a choice as it is written."""
   return str(choice) or '""'
 
 
-def _phrase(annotation: object) -> str:
-  bare, interval = _split(annotation)
-  if typing.get_origin(bare) is typing.Literal:
-    return f"one of {', '.join(map(_choice, typing.get_args(bare)))}"
-  if typing.get_origin(bare) is tuple:
-    ranged = f"a list, each {_of_items(bare, _phrase)}"
-  else:
-    phrase = _KINDS[typing.cast(type, bare)].phrase
-    ranged = phrase if interval is None else f"{phrase}, {interval}"
-  return ", or ".join([ranged, *_words(annotation), *map(_name, _structures(annotation))])
-
-
-def _range_message(entry: Entry, annotation: object, interval: Range, value: float) -> str:
+def _range_message(entry: Entry, demanded: _Type, interval: Range, value: float) -> str:
   if interval.exceeded_by(value):
     # Not as a value that works: a machine that counts so far may lack the memory for it.
     return f"{entry.given}: {entry.key} must be at most {interval.limit:,}"
   if interval.off and value <= 0:
     return (
-      f"{entry.given}: {entry.key} must be {', or '.join([str(interval), *_words(annotation)])}. "
+      f"{entry.given}: {entry.key} must be {', or '.join([str(interval), *demanded.words])}. "
       f"A value that works: {entry.assigned(interval.off)}"
     )
   near = _clamped(interval, value, entry.text)
