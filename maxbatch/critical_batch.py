@@ -145,10 +145,21 @@ def request_of(arguments: Arguments[BranchArguments]) -> Request:
     UserError: a mistake in either.
   """
   own, rest = arguments.own, arguments.configuration
-  _check_keys(rest)
+  for argument in rest:
+    name = argument.partition("=")[0]
+    if name in SET_HERE:
+      instead = f"; the length of branches is {SET_HERE[name]}" if SET_HERE[name] else ""
+      raise UserError(f"{argument}: branches set {name} themselves{instead}; leave it out")
   factors = _factors(own.factors)
   step_folder = find_checkpoint(own.checkpoint)
-  return Request(_run_config(step_folder, rest), step_folder, factors, own)
+  config = config_of(step_folder, rest)
+  check_supervised(config.rl)
+  if not is_run(config):
+    raise UserError(
+      "validate_only and compile_only: branches are trained; leave both false, for example "
+      "validate_only=false compile_only=false"
+    )
+  return Request(config, step_folder, factors, own)
 
 
 def measure(request: Request) -> CriticalBatchReport | None:
@@ -170,15 +181,6 @@ def measure(request: Request) -> CriticalBatchReport | None:
       return None
     measured.append(one)
   return _conclude(request, experiment, measured)
-
-
-def _check_keys(arguments: Sequence[str]) -> None:
-  """Refuses keys that branches set themselves."""
-  for argument in arguments:
-    name = argument.partition("=")[0]
-    if name in SET_HERE:
-      instead = f"; the length of branches is {SET_HERE[name]}" if SET_HERE[name] else ""
-      raise UserError(f"{argument}: branches set {name} themselves{instead}; leave it out")
 
 
 def _factors(given: str) -> tuple[Fraction, ...]:
@@ -203,18 +205,6 @@ def _factors(given: str) -> tuple[Fraction, ...]:
   return tuple(factors)
 
 
-def _run_config(step_folder: pathlib.Path, rest: Sequence[str]) -> Config:
-  """See `config_of`; for training."""
-  config = config_of(step_folder, rest)
-  check_supervised(config.rl)
-  if not is_run(config):
-    raise UserError(
-      "validate_only and compile_only: branches are trained; leave both false, for example "
-      "validate_only=false compile_only=false"
-    )
-  return config
-
-
 def _prepare(request: Request) -> Experiment:
   """Plans all branches, so that what does not work is refused before any of them trains.
 
@@ -237,12 +227,16 @@ def _prepare(request: Request) -> Experiment:
   options = request.options
   wish = BranchRequest(request.factors, options.branch_tokens, options.smoothing)
   _tell_changes(now, checkpoint)
+  coupling = options.coupling
+  if coupling == "auto":
+    # The rule of the optimizer's kind (Merrill et al. 2025, section 3.1).
+    coupling = "linear" if config.optimizer.opt_type == "sgd" else "sqrt"
   experiment = Experiment(
     config=config,
     checkpoint=checkpoint,
     branching=plan_branches(base, wish),
     learning_rate=now.learning_rate,
-    coupling=_coupling(options.coupling, config),
+    coupling=coupling,
     folder=_folder(config, checkpoint),
   )
   branches = [branch_config(experiment, branch) for branch in experiment.branching.branches]
@@ -264,13 +258,6 @@ def _changed(request: Request) -> set[str]:
   now, written = to_flat_dict(request.config), RunFolder(request.step_folder.parent.parent).config
   before = to_flat_dict(load_config([f"config={written}"])) if written.exists() else {}
   return {key for key, value in now.items() if before.get(key) != value}
-
-
-def _coupling(asked: str, config: Config) -> str:
-  """auto is the rule of the optimizer's kind (Merrill et al. 2025, section 3.1)."""
-  if asked != "auto":
-    return asked
-  return "linear" if config.optimizer.opt_type == "sgd" else "sqrt"
 
 
 def _folder(config: Config, checkpoint: Checkpoint) -> pathlib.Path:

@@ -77,7 +77,8 @@ def _plan(arguments: Arguments[PlanArguments]) -> None:
     check_picture_file("--plot", own.plot, "batch")
   report = make_report(config, count_devices(config, own.num_devices, own.num_hosts))
   if own.plot:
-    _write_plot(report, own.plot, config.run.run_name)
+    chart = plan_chart(report.plan, report.rate)
+    write_output("--plot", own.plot, picture(config.run.run_name, [chart]))
   print(json.dumps(report.as_dict(), indent=2) if own.json else for_screen(str(report)))
 
 
@@ -120,10 +121,6 @@ def _choice(config: Config, layout: Topology) -> str:
   if divided == config:
     return line
   return f"{line}; {default_batch_note(divided.batch.batch_size, layout)}"
-
-
-def _write_plot(report: PlanReport, file: str, run_name: str) -> None:
-  write_output("--plot", file, picture(run_name, [plan_chart(report.plan, report.rate)]))
 
 
 if __name__ == "__main__":

@@ -65,7 +65,8 @@ def _show(folder: Path, given: Sequence[Path]) -> tuple[str, Status] | None:
   run = glance_at(folder)
   status = status_of(run)
   name = printable(_name(folder, given))
-  line = _line((_shortened(name), status.state, *_figures(run)))
+  shown = name if len(name) <= _NAME_COLUMNS else f"…{name[1 - _NAME_COLUMNS :]}"
+  line = _line((shown, status.state, *_figures(run)))
   begin, end = line[:_NAME_COLUMNS], line[_NAME_COLUMNS + 1 + _WIDTHS[1] :]
   state = line[_NAME_COLUMNS : _NAME_COLUMNS + 1 + _WIDTHS[1]]
   print(begin + colored(state, _COLORS[status.state]) + end)
@@ -76,10 +77,6 @@ def _name(folder: Path, given: Sequence[Path]) -> str:
   """The folder's path within the one that was named; its own name if that is it."""
   above = next(one for one in given if folder.is_relative_to(one))
   return str(folder.relative_to(above)) if folder != above else folder.absolute().name
-
-
-def _shortened(name: str) -> str:
-  return name if len(name) <= _NAME_COLUMNS else f"…{name[1 - _NAME_COLUMNS :]}"
 
 
 def _figures(run: RunHistory) -> tuple[str, ...]:

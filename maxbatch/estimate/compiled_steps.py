@@ -218,7 +218,9 @@ def _step(text: str, work: StepWork) -> CompiledStep:
   if title is None or time is None or shape is None or chip is None or remat is None:
     raise UserError(f"this compile report has no time on a TPU: {text[:100]}")
   links = _LINKS.findall(text)
-  parts = _parts(text)
+  where = text.partition("Where a step's time goes (estimate)\n")[2].partition("\n\n")[0]
+  found = re.findall(r"^ +(\w+) +(\S+) s +[\d.]+%", where, re.M)
+  parts = {name: float(seconds) for name, seconds in found}
   # The report's parts are of the whole step; what is outside of the loop is the optimizer's and other's.
   rest = float(time["rest"])
   num_microbatches = _number(r"of which a step has (\S+)", text)
@@ -244,12 +246,6 @@ def _step(text: str, work: StepWork) -> CompiledStep:
 
 
 _STATE = ("parameters", "optimizer state", "gradient accumulators")
-
-
-def _parts(text: str) -> dict[str, float]:
-  """Seconds of a step by part."""
-  lines = text.partition("Where a step's time goes (estimate)\n")[2].partition("\n\n")[0]
-  return {name: float(s) for name, s in re.findall(r"^ +(\w+) +(\S+) s +[\d.]+%", lines, re.M)}
 
 
 def _remat(name: str) -> RematPolicy | None:

@@ -174,13 +174,10 @@ def _walk(program: HloModule, place: _Place) -> Iterator[OperationCost]:
       yield from _walk(program, _inside_loop(program, place, one))
     elif one.opcode in ("call", "conditional"):
       yield from _walk(program, _inside_branch(program, place, one))
-    elif _does_work(one):
+    elif one.opcode in FREE or one.target in _NO_OPS or one.opcode.endswith(("-done", "-update")):
+      continue  # It does no work, or waits for what does.
+    else:
       yield from _operation(program, place, one, started)
-
-
-def _does_work(one: Instruction) -> bool:
-  waits = one.opcode.endswith(("-done", "-update"))
-  return one.opcode not in FREE and not waits and one.target not in _NO_OPS
 
 
 def _inside_loop(program: HloModule, place: _Place, loop: Instruction) -> _Place:
@@ -201,25 +198,18 @@ def _inside_loop(program: HloModule, place: _Place, loop: Instruction) -> _Place
 
 
 def _inside_branch(program: HloModule, place: _Place, one: Instruction) -> _Place:
+  """Returns the place in the computation called; of several branches in the one with most FLOPs, then bytes."""
+
+  def cost(body: Computation) -> tuple[int, int]:
+    total = sum((products(program, body, each) for each in body), Products())
+    return total.flops, sum(traffic(program, body, each) for each in body)
+
+  branches = program.called_by(one)
+  costliest = branches[0] if len(branches) == 1 else max(branches, key=cost)
   condition = one.op_name if one.opcode == "conditional" else ""
   return dataclasses.replace(
-    place,
-    frame=place.frame.inner(_costliest_branch(program, one), one),
-    condition=condition or place.condition,
+    place, frame=place.frame.inner(costliest, one), condition=condition or place.condition
   )
-
-
-def _costliest_branch(program: HloModule, one: Instruction) -> Computation:
-  """The computation called; of several branches the one with most FLOPs, then most bytes."""
-  branches = program.called_by(one)
-  return (
-    branches[0] if len(branches) == 1 else max(branches, key=lambda it: _branch_cost(program, it))
-  )
-
-
-def _branch_cost(program: HloModule, computation: Computation) -> tuple[int, int]:
-  total = sum((products(program, computation, one) for one in computation), Products())
-  return total.flops, sum(traffic(program, computation, one) for one in computation)
 
 
 def _operation(
@@ -232,10 +222,13 @@ def _operation(
   """
   within = place.frame.computation
   found = _collective(program, within, one)
-  targets = _inner_targets(program, one)
+  # Of the custom calls inside a fusion.
+  bodies = program.called_by(one) if one.opcode == "fusion" else []
+  targets = {inner.target for body in bodies for inner in body}
   if "AsyncCollectiveDone" in targets:
     return
-  channel = _channel(found[1]) if found else ""
+  number = re.search(r"channel_id=(\d+)", found[1].attributes) if found else None
+  channel = number[1] if number else found[1].name if found else ""
   if found and "AsyncCollectiveStart" in targets:
     started.add(channel)
   elif channel in started:
@@ -303,18 +296,6 @@ def _send_cost(program: HloModule, within: Computation, one: Instruction) -> Col
   ranges = [list(map(int, part.split(":"))) for part in slices[1].split(",")]
   count = sum(part[-1] - part[0] + 1 for part in ranges)
   return Collective(kind[1].lower().replace("_", "-"), size, ReplicaGroups(()), count)
-
-
-def _channel(one: Instruction) -> str:
-  found = re.search(r"channel_id=(\d+)", one.attributes)
-  return found[1] if found else one.name
-
-
-def _inner_targets(program: HloModule, one: Instruction) -> set[str]:
-  """Targets of the custom calls inside a fusion."""
-  if one.opcode != "fusion":
-    return set()
-  return {inner.target for body in program.called_by(one) for inner in body if inner.target}
 
 
 def _cycles(program: HloModule, within: Computation, one: Instruction) -> int | None:

@@ -7,9 +7,9 @@ to which a chip's peak refers.
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from maxbatch.estimate.hlo import ArrayShape, Computation, HloModule, Instruction
+from maxbatch.estimate.hlo import Computation, HloModule, Instruction
 
 _CONTRACTED = re.compile(r"lhs_contracting_dim(?:s|ensions)\"?[=:][{\[]([\d,\"]*)[}\]]")
 _LABELS = re.compile(r"dim_labels=(\w+)_(\w+)->(\w+)")
@@ -140,7 +140,7 @@ def _splash(within: Computation, one: Instruction, count: int) -> Products:
   grid is causal: it visits the blocks on and below the diagonal, and half of all pairs count. A
   sliding window makes the grid narrower; all of its blocks then count.
   """
-  shapes = list(_operand_shapes(within, one))
+  shapes = [shape for name in one.operands for shape in within.instructions[name].shapes]
   floats = [shape for shape in shapes if shape.dtype in ("bf16", "f32", "f16")]
   if len(floats) < 2:
     return Products()
@@ -155,8 +155,3 @@ def _splash(within: Computation, one: Instruction, count: int) -> Products:
     return Products(every // 2, every * (rows + 1) // (2 * rows), width)
   share = every * min(rows, columns) // max(rows, columns)
   return Products(share, share, width)
-
-
-def _operand_shapes(within: Computation, one: Instruction) -> Iterator[ArrayShape]:
-  for name in one.operands:
-    yield from within.instructions[name].shapes

@@ -51,7 +51,10 @@ class ArrayShape:
   @property
   def bytes(self) -> int:
     """Size without the padding of a tiled layout; 0 for HLO tokens and opaque values."""
-    return -(-self.elements * _bits(self.dtype) // 8)
+    # f8e4m3 and similar types begin with their width.
+    found = _BITS.match(self.dtype)
+    bits = int(found[1]) if found else 8 * (self.dtype == "pred")
+    return -(-self.elements * bits // 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,9 +281,3 @@ def _shapes(text: str) -> tuple[ArrayShape, ...]:
     sizes = tuple(int(size.lstrip("<=")) for size in dims.split(",") if size)
     shapes.append(ArrayShape(dtype, sizes, int(space[1]) if space else 0))
   return tuple(shapes)
-
-
-def _bits(dtype: str) -> int:
-  """Bits per element. f8e4m3 and similar types begin with their width."""
-  found = _BITS.match(dtype)
-  return int(found[1]) if found else 8 * (dtype == "pred")

@@ -19,12 +19,11 @@ class Naming:
   """Parts by a word of jax's path of scopes; the innermost counts."""
 
   def of(self, one: Instruction) -> str:
-    """The part that an instruction's own names say, without what it calls; or "other"."""
-    return self.of_path(one.op_name or one.name)
+    """Returns the part that an instruction's own names say, without what it calls; or "other".
 
-  def of_path(self, path: str) -> str:
-    """The part in an op_name: transpose(jvp(mlp)) is mlp; splash attention needs no scope."""
-    words = re.findall(r"\w+", path)
+    transpose(jvp(mlp)) is mlp; splash attention needs no scope.
+    """
+    words = re.findall(r"\w+", one.op_name or one.name)
     named = [self.words[word] for word in words if word in self.words]
     if named:
       return named[-1]

@@ -4,8 +4,6 @@ Operands and results in other memories, such as a TPU's vector memory S(1), are 
 read, and in-place updates write, only their own part of an array.
 """
 
-from collections.abc import Iterator
-
 from maxbatch.estimate.hlo import ArrayShape, Computation, HloModule, Instruction
 
 FREE = frozenset(
@@ -48,7 +46,9 @@ def traffic(program: HloModule, within: Computation, one: Instruction) -> int:
   if one.opcode in FREE or one.opcode.endswith("-done"):
     return 0
   if one.opcode in _MOVES:
-    return _bytes_copied(one)
+    # The smaller of source and target, once for each that is in HBM.
+    ends = one.shapes[:2]
+    return min(end.bytes for end in ends) * sum(end.space == 0 for end in ends)
   if one.opcode == "send":
     return within.instructions[one.operands[0]].bytes
   if one.opcode == "async-start":
@@ -59,12 +59,6 @@ def traffic(program: HloModule, within: Computation, one: Instruction) -> int:
   operands = [within.instructions[name] for name in one.operands]
   read = sum(_read(program, one, number, operand) for number, operand in enumerate(operands))
   return read + _written(within, one, one.shapes)
-
-
-def _bytes_copied(one: Instruction) -> int:
-  """A copy between memories: the smaller of source and target, once for each that is in HBM."""
-  ends = one.shapes[:2]
-  return min(end.bytes for end in ends) * sum(end.space == 0 for end in ends)
 
 
 def _read(program: HloModule, user: Instruction, number: int, operand: Instruction) -> int:
@@ -104,7 +98,13 @@ def _fusion(program: HloModule, within: Computation, one: Instruction) -> int:
 def _bytes_read(program: HloModule, body: Computation, value: Instruction) -> int:
   """Bytes of `value`, in HBM, that its users in a fusion read."""
   total = 0
-  for user, number in _users(body, value):
+  users = (
+    (user, number)
+    for user in body
+    for number, name in enumerate(user.operands)
+    if name == value.name
+  )
+  for user, number in users:
     if user.opcode == "bitcast":
       total += _bytes_read(program, body, user)
     elif user.opcode == "fusion":
@@ -112,22 +112,14 @@ def _bytes_read(program: HloModule, body: Computation, value: Instruction) -> in
       total += _bytes_read(program, inner, inner.parameters()[number])
     elif user.opcode in _SLICES and number == 0:
       total += user.bytes
-    elif not _passes_through(user, number):
+    elif not (
+      # Passed on, updated in place or sent.
+      user.opcode == "tuple"
+      or user.opcode in COLLECTIVES
+      or (user.opcode in _UPDATES and number == 0)
+    ):
       return value.bytes
   return total
-
-
-def _passes_through(user: Instruction, number: int) -> bool:
-  """Whether the operand is passed on, updated in place or sent, rather than read."""
-  in_place = user.opcode in _UPDATES and number == 0
-  return in_place or user.opcode == "tuple" or user.opcode in COLLECTIVES
-
-
-def _users(body: Computation, value: Instruction) -> Iterator[tuple[Instruction, int]]:
-  for user in body:
-    for number, name in enumerate(user.operands):
-      if name == value.name:
-        yield user, number
 
 
 def _results(body: Computation) -> list[Instruction]:

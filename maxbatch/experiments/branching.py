@@ -100,7 +100,9 @@ def plan_branches(base: BranchBase, request: BranchRequest) -> Branching:
       f"factors: the {len(factors)} batches end a step together only after every {block_tokens:,} "
       "tokens; take factors whose batches divide each other, for example factors=1,2,4,8"
     )
-  micro_batch = _micro_batch(base, batches)
+  # The checkpoint's microbatch if it divides every batch, else the largest smaller one that does: all
+  # branches share it, so one compiled program runs all of them.
+  micro_batch = fitting_micro_batch(base.phase.micro_batch, math.gcd(*batches), base.topology)
   return Branching(
     branches=tuple(
       Branch(
@@ -138,14 +140,6 @@ def _batch(base: BranchBase, factor: Fraction) -> int:
     f"positive multiple of {describe_groups(base.topology)}; "
     f"nearest: factor {' or '.join(text(factor) for factor in near)}"
   )
-
-
-def _micro_batch(base: BranchBase, batches: Sequence[int]) -> int:
-  """The checkpoint's microbatch if it divides every batch, else the largest smaller one that does.
-
-  All branches share it, so one compiled program runs all of them.
-  """
-  return fitting_micro_batch(base.phase.micro_batch, math.gcd(*batches), base.topology)
 
 
 def _blocks(request: BranchRequest, batches: Sequence[int], block: int, block_tokens: int) -> int:

@@ -66,7 +66,16 @@ def record_origin(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
   """
   note = folder / "origin.json"
   if note.exists():
-    if _recorded_checksum(note) != checkpoint.checksum:
+    try:
+      if not note.is_file():
+        raise OSError("it is no file")
+      recorded = json.loads(note.read_text(encoding="utf-8"))["checksum"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+      raise UserError(
+        f"{note} does not tell which checkpoint the branches beside it come from ({error}); remove "
+        f"{note.parent}, or choose another run_name for new branches"
+      ) from error
+    if recorded != checkpoint.checksum:
       raise UserError(
         f"the branches in {folder} come from another checkpoint of step "
         f"{checkpoint.position.step} than {checkpoint.folder} is now; remove that folder, or "
@@ -75,18 +84,6 @@ def record_origin(folder: pathlib.Path, checkpoint: Checkpoint) -> None:
     return
   content = {"checkpoint": str(checkpoint.folder), "checksum": checkpoint.checksum}
   write_run_file(note, json.dumps(content, indent=2) + "\n")
-
-
-def _recorded_checksum(note: pathlib.Path) -> object:
-  try:
-    if not note.is_file():
-      raise OSError("it is no file")
-    return json.loads(note.read_text(encoding="utf-8"))["checksum"]
-  except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-    raise UserError(
-      f"{note} does not tell which checkpoint the branches beside it come from ({error}); remove "
-      f"{note.parent}, or choose another run_name for new branches"
-    ) from error
 
 
 def fork_checkpoint(checkpoint: Checkpoint, branch_folder: pathlib.Path) -> None:

@@ -86,7 +86,7 @@ class CriticalBatchReport:
 
   def __str__(self) -> str:
     rows = [(*_plan_cells(one.measured), *_result_cells(one)) for one in self.judged]
-    twice = _twice(self.tradeoff) if self.tradeoff else []
+    twice = [_twice(self.tradeoff)] if self.tradeoff else []
     table = Table((*_HEADINGS, *_RESULTS), rows)
     return "\n".join([*table.lines(), "", *self.sentences(), *twice])
 
@@ -110,27 +110,18 @@ def _plan_cells(measured: Measured) -> tuple[str, ...]:
 
 
 def _result_cells(one: Judged) -> tuple[str, ...]:
-  measured = one.measured
+  measured, best = one.measured, one.best_smaller
+  difference = remark = ""
+  if best is not None:
+    difference = f"{one.difference:+.4f} ± {one.half_width:.4f} ({best.name})"
+    remark = ("within" if one.within else "beyond") + ("" if one.clear else "?")
   return (
     "diverged" if measured.diverged else f"{one.loss:.4f}",
-    _difference(one),
+    "–" if best is None or measured.diverged else difference,
     "–" if measured.eval_loss is None else f"{measured.eval_loss:.4f}",
     f"{measured.seconds:,.1f}",
-    _remark(one),
+    remark,
   )
-
-
-def _difference(one: Judged) -> str:
-  if one.best_smaller is None or one.measured.diverged:
-    return "–"
-  return f"{one.difference:+.4f} ± {one.half_width:.4f} ({one.best_smaller.name})"
-
-
-def _remark(one: Judged) -> str:
-  if one.best_smaller is None:
-    return ""
-  side = "within" if one.within else "beyond"
-  return side if one.clear else f"{side}?"
 
 
 def _samples(branch: Branch) -> str:
@@ -165,29 +156,25 @@ def _excess(one: Judged) -> str:
   return f"ends {one.difference:.3g} nats per token above {one.best_smaller.name}"
 
 
-def _twice(curve: Tradeoff) -> list[str]:
-  """The batch that takes twice the data, which the noise scale estimates."""
+def _twice(curve: Tradeoff) -> str:
+  """Returns the batch that takes twice the data, which the noise scale estimates."""
   found = curve.critical_batch
-  return [
+  return (
     f"To one loss, a batch of {found.value:,.0f} samples (95% {found.low:,.0f}–{found.high:,.0f}) takes "
     f"twice the data of small ones from here, by the curve of McCandlish et al. (2018), off which the "
     f"branches lie by {curve.misfit:.0%}: that is what the noise scale estimates."
-  ]
+  )
 
 
 def _contradiction(report: CriticalBatchReport) -> list[str]:
-  """Branches beyond the tolerance although a larger one is within it."""
-  last = critical(report.judged)
-  odd = [one for one in report.judged[:last] if not one.within]
+  """Returns a sentence if branches are beyond the tolerance although a larger one is within it."""
+  odd = [one for one in report.judged[: critical(report.judged)] if not one.within]
+  if not odd:
+    return []
   names = ", ".join(f"{one.measured.branch.name} (which {_excess(one)})" for one in odd)
-  return (
-    [
-      f"Yet {names} is beyond the tolerance: the losses do not rise with the batch. Look at the "
-      "plot."
-    ]
-    if odd
-    else []
-  )
+  return [
+    f"Yet {names} is beyond the tolerance: the losses do not rise with the batch. Look at the plot."
+  ]
 
 
 def _doubts(report: CriticalBatchReport) -> list[str]:

@@ -25,7 +25,7 @@ from maxbatch.experiments.losses import Measured, block_means
 from maxbatch.experiments.origin import Checkpoint, fork_checkpoint
 from maxbatch.modes.run import run
 from maxbatch.run_folder.atomic import write_run_file
-from maxbatch.run_folder.metrics import Record, read_metrics
+from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.run_folder.paths import RunFolder
 
 SET_HERE = {
@@ -165,7 +165,8 @@ def train_branch(experiment: Experiment, branch: Branch) -> Measured | None:
     return done
   fork_checkpoint(experiment.checkpoint, folder)
   try:
-    complete = _train(config)
+    # The state is not kept: it may be large.
+    complete = run(config, advise=False)[1].step >= config.run.steps
   except TrainingDivergedError as error:
     if branch == experiment.branching.branches[0]:
       raise
@@ -185,12 +186,6 @@ def train_branch(experiment: Experiment, branch: Branch) -> Measured | None:
       "it again"
     )
   return done
-
-
-def _train(config: Config) -> bool:
-  """Whether it came to its end. The state is not kept: it may be large."""
-  _, position = run(config, advise=False)
-  return position.step >= config.run.steps
 
 
 def _budget(run_config: RunConfig, steps: int) -> RunConfig:
@@ -222,7 +217,9 @@ def _constant_batch(batch: BatchConfig, branch: Branch, per_device: Fraction) ->
 def _measured(experiment: Experiment, branch: Branch) -> Measured | None:
   """What the branch's files say, if it is at its end."""
   folder = experiment.folder_of(branch)
-  records = _records(experiment, branch, folder)
+  first = experiment.checkpoint.position.step
+  # The branch may have gone further once.
+  records = [one for one in read_metrics(folder) if first < one["step"] <= first + branch.steps]
   seconds = sum(record["step_seconds"] for record in records)
   rate = experiment.rate_of(branch)
   if len(records) == branch.steps:
@@ -232,12 +229,6 @@ def _measured(experiment: Experiment, branch: Branch) -> Measured | None:
   if (folder / _DIVERGED).exists():
     return Measured(branch, rate, (), None, seconds)
   return None
-
-
-def _records(experiment: Experiment, branch: Branch, folder: pathlib.Path) -> list[Record]:
-  """The records of the branch's steps, as far as it has come; it may have gone further once."""
-  first = experiment.checkpoint.position.step
-  return [one for one in read_metrics(folder) if first < one["step"] <= first + branch.steps]
 
 
 def _check_same(config: Config, folder: pathlib.Path) -> None:

@@ -144,7 +144,9 @@ def checkpoints(run: RunHistory) -> Table:
   saved = {event.get("step"): event for event in run.of_kind(SAVED)}
   rows: list[Row] = []
   try:
-    there = sorted(folder.iterdir(), key=lambda path: (path.name.isdecimal(), _padded(path.name)))
+    there = sorted(
+      folder.iterdir(), key=lambda path: (path.name.isdecimal(), path.name.rjust(20, "0"))
+    )
   except OSError:
     there = []
   for path in there:
@@ -158,10 +160,6 @@ def checkpoints(run: RunHistory) -> Table:
       state = "read back and verified" if step in verified else "complete"
     rows.append((path.name, moment(saved.get(step, {}).get("time")), _size(path), state))
   return Table(("step", "when", "size", "state"), rows)
-
-
-def _padded(name: str) -> str:
-  return name.rjust(20, "0")
 
 
 def _size(folder: Path) -> str:
