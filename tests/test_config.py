@@ -138,6 +138,11 @@ def test_model_named_in_a_base_yml_takes_effect(tmp_path: Path):
   assert load_config([write(tmp_path / "base.yml", text)]).model.base_emb_dim == 4096
 
 
+def test_a_base_yml_of_one_key_lacks_the_others(tmp_path: Path):
+  with pytest.raises(UserError, match="no value for run_name, "):
+    load_config([write(tmp_path / "base.yml", "steps: 3")])
+
+
 def test_shape_edited_in_base_yml_takes_effect(tmp_path: Path):
   text = config_path("base").read_text().replace("base_emb_dim: 128", "base_emb_dim: 256")
   assert load_config([write(tmp_path / "base.yml", text)]).model.base_emb_dim == 256

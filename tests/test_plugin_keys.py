@@ -13,6 +13,7 @@ from maxbatch.config.registry import registered
 from maxbatch.config.schema import fields, replaced
 from maxbatch.errors import UserError
 from maxbatch.models.registry import MODELS, build_model
+from maxbatch.rl.rewards import Group, RewardPool
 from maxbatch.run_folder.metrics import read_metrics
 
 MODULE = '''
@@ -75,16 +76,23 @@ def sure_too(*, keys):
   return sure(keys=keys)
 
 
-class Heir(Scaled):
-  """Its Keys are those of its base, in another module as a rule."""
-
-
 def declaring(**fields):
   namespace = {name: value for name, (_, value) in fields.items()}
   namespace["__annotations__"] = {name: kind for name, (kind, _) in fields.items()}
   return with_keys(dataclasses.dataclass(frozen=True)(type("Own", (), namespace)))(
     lambda *arguments, keys: None
   )
+
+
+@dataclasses.dataclass(frozen=True)
+class BrevityKeys:
+  brevity_bonus: float = key(1.0, CHANGEABLE)
+  """Reward of a short completion."""
+
+
+@with_keys(BrevityKeys)
+def brevity(prompts, completions, *, keys, **columns):
+  return [keys.brevity_bonus * (len(each) < 2) for each in completions]
 
 
 clashing = declaring(steps=(int, key(1, FIXED)))
@@ -231,6 +239,13 @@ DECLARATIONS = {
 @pytest.mark.parametrize("argument", DECLARATIONS)
 def test_a_wrong_declaration_is_refused_by_name(argument):
   assert refused(MODEL, argument) == DECLARATIONS[argument]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_reward_function_is_given_them_in_its_processes():
+  rl = load("reward_functions=[own_plugins:brevity]", "reward_processes=1", "brevity_bonus=3").rl
+  with RewardPool(rl) as pool:
+    assert pool.score([Group("x", ["a", "bb"], {})]).rewards_N.tolist() == [3, 0]
 
 
 @pytest.mark.usefixtures("folder")

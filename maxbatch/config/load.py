@@ -203,7 +203,7 @@ def _root_values(path: Path, values: dict[str, object]) -> dict[str, object]:
 def _model_layers(path: Path, root: Layer, layers: Sequence[Layer]) -> list[Layer]:
   """The entries of the model's file, or of its folder's config.json, as zero or one layer."""
   named = [layer["model_name"] for layer in layers if "model_name" in layer]
-  if path.name == "base.yml":
+  if path.name == "base.yml" and "model_name" in root:
     named.insert(0, root["model_name"])
   if not named:
     return []
