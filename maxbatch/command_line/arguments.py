@@ -79,7 +79,7 @@ class Arguments(Generic[Own]):
 
 
 def wants_help(arguments: Sequence[str]) -> bool:
-  """Whether the command should print its help instead of running."""
+  """Returns whether the command should print its help instead of running."""
   return any(argument in _HELP for argument in arguments)
 
 
@@ -134,7 +134,7 @@ class Declared:
 
 
 def declared(command: Command) -> Iterator[Declared]:
-  """The command's own arguments, as its dataclass declares them."""
+  """Returns the command's own arguments, as its dataclass declares them."""
   for field in dataclasses.fields(command.own):
     notes = typing.get_args(field.type)
     kind = next(one for one in notes if isinstance(one, Key | Flag | File))

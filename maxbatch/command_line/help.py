@@ -14,8 +14,8 @@ _WIDTH = 100
 
 
 def help_text(command: Command, arguments: Sequence[str] = ()) -> str:
-  """What a command is called with, what it does, its own arguments, and every configuration key, those
-  of the plug-ins that its arguments name too."""
+  """Returns what --help prints: usage, the command's own arguments, and every configuration key, with
+  those of the plug-ins that its arguments name."""
   lines = [*_usage(command)]
   if not command.takes_keys:
     return "\n".join(lines).rstrip()
@@ -42,7 +42,7 @@ def _of_plugins(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _usage(command: Command) -> Iterator[str]:
-  """A line or two of usage, then the command's own arguments, their meanings below each other."""
+  """Returns a line or two of usage, then the command's own arguments and their meanings."""
   own = list(declared(command))
   options = [f"[{_shown(one)}]" for one in own if not isinstance(one.kind, Key)]
   keys = ["[key=value ...]"] if command.takes_keys else []
@@ -58,7 +58,7 @@ def _usage(command: Command) -> Iterator[str]:
 
 
 def _shown(argument: Declared) -> str:
-  """An argument as it is given: `num_hosts=8`, `--json`, `--plot FILE`."""
+  """Returns an argument as it is given: `num_hosts=8`, `--json`, `--plot FILE`."""
   if isinstance(argument.kind, Key):
     return argument.kind.example
   return argument.name + (" FILE" if isinstance(argument.kind, File) else "")

@@ -14,7 +14,7 @@ _PATIENCE_SECONDS = 5.0
 
 
 def _signals() -> list[signal.Signals]:
-  """Those that end a command; not SIGHUP where it is ignored already, as nohup arranges."""
+  """Returns those that end a command; not SIGHUP where it is ignored, as nohup arranges."""
   ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
   return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
 
@@ -105,7 +105,7 @@ class StopSignals:
 
   @property
   def agreed(self) -> bool:
-    """Whether to stop after this step, alike in all processes."""
+    """Returns whether to stop after this step, alike in all processes."""
     return self._heard if self._shared else self.requested
 
   def hear(self, flag: int | None) -> None:

@@ -32,7 +32,7 @@ class EnduringStreams:
     sys.stdout, sys.stderr = self._before
 
   def failure(self) -> OSError | None:
-    """Why some of the standard output was dropped until now; None if all was written."""
+    """Returns why some of the standard output was dropped until now; None if all was written."""
     sys.stdout.flush()
     return self._output.failure if self._output else None
 
@@ -53,7 +53,7 @@ class _Descriptor(io.FileIO):
 
 
 def _text(descriptor: _Descriptor, like: TextIO | None) -> io.TextIOWrapper:
-  """A stream with the settings of another one, in which × and → may become question marks."""
+  """Returns a stream with another's settings, in which × and → may become question marks."""
   buffered = io.BufferedWriter(descriptor)
   if not isinstance(like, io.TextIOWrapper):
     return io.TextIOWrapper(buffered, errors="replace")
@@ -67,7 +67,7 @@ def _text(descriptor: _Descriptor, like: TextIO | None) -> io.TextIOWrapper:
 
 
 def _number_of(stream: TextIO | None) -> int:
-  """The stream's file descriptor; one that drops everything if the stream was closed."""
+  """Returns the stream's file descriptor; one that drops everything if the stream was closed."""
   if stream is not None:
     return stream.fileno()
   # The numbers 0 to 2 are taken first: else the next file to be opened, perhaps metrics.jsonl, would

@@ -21,7 +21,7 @@ class Range:
   """The word that is meant by 0 and less, if there is one."""
 
   def holds(self, value: float | Fraction) -> bool:
-    """Whether `value` is allowed."""
+    """Returns whether `value` is allowed."""
     if self.also is not None and value == self.also:
       return True
     if self.exceeded_by(value):
@@ -29,7 +29,7 @@ class Range:
     return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
   def exceeded_by(self, value: float | Fraction) -> bool:
-    """Whether `value` is more than a machine can hold."""
+    """Returns whether `value` is more than a machine can hold."""
     return self.limit is not None and value > self.limit
 
   def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Range:
 
 
 def _digits(edge: float) -> str:
-  """A whole number in full, else as short as it goes."""
+  """Returns a whole number in full, else as short as it goes."""
   return str(edge) if isinstance(edge, int) else f"{edge:g}"
 
 
@@ -51,12 +51,12 @@ class FileName:
   words: str = "a name that a file system can hold"
 
   def holds(self, value: str) -> bool:
-    """Whether `value` is such a name."""
+    """Returns whether `value` is such a name."""
     encoded = value.encode(errors="replace")
     return len(encoded) <= 4000 and all(len(part) <= 255 for part in encoded.split(b"/"))
 
   def nearest(self, value: str) -> str:
-    """The beginning of `value`."""
+    """Returns the beginning of `value`."""
     return "/".join(part[:40] for part in value[:80].split("/"))
 
 
@@ -67,7 +67,7 @@ class RelativePath(FileName):
   words: str = "the name of a folder inside another one, without .. and control characters"
 
   def holds(self, value: str) -> bool:
-    """Whether `value` is such a name."""
+    """Returns whether `value` is such a name."""
     parts = value.split("/")
     short = all(len(part.encode(errors="replace")) <= 200 for part in parts) and len(parts) <= 8
     return short and value.isprintable() and not {"", ".", ".."} & set(parts)
@@ -88,13 +88,13 @@ class Address(FileName):
   """Characters of a host's name."""
 
   def holds(self, value: str) -> bool:
-    """Whether `value` is such an address."""
+    """Returns whether `value` is such an address."""
     host, _, port = value.rpartition(":")
     numbered = port.isdecimal() and len(port) <= 5 and 0 < int(port) < 2**16
     return not value or (self._is_host(host) and numbered)
 
   def nearest(self, value: str) -> str:
-    """`value` with a port."""
+    """Returns `value` with a port."""
     host = value.partition(":")[0]
     return f"{host if self._is_host(host) else 'localhost'}:1234"
 

@@ -87,7 +87,7 @@ class Section:
 
 @functools.cache
 def declared(cls: type) -> Mapping[str, Key]:
-  """The keys that a dataclass declares, by name."""
+  """Returns the keys that a dataclass declares, by name."""
   fields = [field for field in dataclasses.fields(cls) if "resume" in field.metadata]
   # Those of a module with `from __future__ import annotations` are text.
   is_text = any(isinstance(field.type, str) for field in fields)
@@ -102,7 +102,7 @@ def declared(cls: type) -> Mapping[str, Key]:
 
 @functools.cache
 def helps(cls: type) -> Mapping[str, str]:
-  """The help of each key that a dataclass declares, in one line: the string below it in its source.
+  """Returns the help of each key that a dataclass declares, in one line: the string below it.
 
   Without the source, as in an interactive session, there is none.
   """

@@ -13,30 +13,30 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def packaged_folder() -> Path:
-  """The folder of base.yml: inside an installed package, beside it in a source checkout."""
+  """Returns the folder of base.yml: inside an installed package, beside it in a source checkout."""
   installed = _PACKAGE / "configs"
   return installed if installed.is_dir() else _PACKAGE.parent / "configs"
 
 
 def packaged_names() -> list[str]:
-  """The bare names that `config=` and `base_config:` understand."""
+  """Returns the bare names that `config=` and `base_config:` understand."""
   return _names(packaged_folder())
 
 
 def model_names() -> list[str]:
-  """The names that `model_name` understands."""
+  """Returns the names that `model_name` understands."""
   return _names(packaged_folder() / "models")
 
 
 def config_path(name: str) -> Path:
-  """The file that a path or a packaged bare name (`base`) means; UserError if there is none."""
+  """Returns the file that a path or a packaged bare name (`base`) means, or raises UserError."""
   return _existing(
     f"config={shown(name, _LONGEST_PATH)}", _packaged(name) or Path(name).expanduser()
   )
 
 
 def base_config_path(name: str, child: Path, given: str) -> Path:
-  """The file that `base_config: name` means when written in the file `child`.
+  """Returns the file that `base_config: name` means when written in the file `child`.
 
   A bare name is a packaged file; a path is relative to the folder of `child`. `base.yml` is the
   packaged file too where no other file of that name lies beside `child`. `given` starts the message
@@ -49,7 +49,7 @@ def base_config_path(name: str, child: Path, given: str) -> Path:
 
 
 def model_path(name: str, folder: Path, given: str) -> Path:
-  """What `model_name` means: the file of a known name, a .yml file, or a folder of Hugging Face's.
+  """Returns what `model_name` means: a known name's file, another, or a Hugging Face folder.
 
   A path is relative to `folder` (that of the file that names it), else to the working directory.
   `given` starts the message when there is no such thing.
@@ -75,14 +75,14 @@ def model_path(name: str, folder: Path, given: str) -> Path:
 
 
 def closest(name: str, known: Iterable[str]) -> str | None:
-  """The known name closest to `name`, or None if none is close."""
+  """Returns the known name closest to `name`, or None if none is close."""
   lowered = {candidate.lower(): candidate for candidate in known}
   close = difflib.get_close_matches(name.lower(), lowered, n=1, cutoff=0.6)
   return lowered[close[0]] if close else None
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-  """` Did you mean X?` for the known name closest to `name`, or nothing."""
+  """Returns ` Did you mean X?` for the known name closest to `name`, or nothing."""
   found = closest(name, known)
   return "" if found is None else f" Did you mean {found}?"
 

@@ -38,7 +38,7 @@ DERIVED = "derived"
 
 
 def load_config(arguments: Sequence[str]) -> schema.Config:
-  """The Config that `config=FILE key=value ...` describes.
+  """Returns the Config that `config=FILE key=value ...` describes.
 
   Raises:
     UserError: a file, key or value is not as it must be; the message says what works.
@@ -73,8 +73,9 @@ def plugins_of(arguments: Sequence[str]) -> tuple[PlugIn, ...]:
 
 
 def to_flat_dict(config: schema.Config | Section) -> dict[str, object]:
-  """Every key of a configuration, or of a section, with a value that YAML can hold; loading that of a
-  whole configuration as a file gives it back.
+  """Returns every key of a configuration, or of a section, with a value that YAML can hold.
+
+  Loading those of a whole configuration as a file gives it back.
 
   Exact numbers are whole numbers where they are, decimals where short ones exist, else `1/3`.
   """
@@ -90,15 +91,15 @@ class _Known:
   """All of it, for messages."""
 
   def read(self, key: str, text: str) -> Entry:
-    """The entry of an argument; UserError for an unknown key."""
+    """Returns the entry of an argument; UserError for an unknown key."""
     return read_argument(key, text, holds_text(self._type(key, COMMAND_LINE)))
 
   def values(self, layer: Layer) -> dict[str, object]:
-    """The values of a layer; UserError for an unknown key or a wrong value."""
+    """Returns the values of a layer; UserError for an unknown key or a wrong value."""
     return {key: convert(entry, self._type(key, entry.where)) for key, entry in layer.items()}
 
   def _type(self, key: str, where: str) -> object:
-    """The type that `key` declares; UserError with the nearest name if there is no such key."""
+    """Returns the type that `key` declares, or raises UserError with the nearest name."""
     fields, own = schema.fields(), self.plugin_keys
     if key in fields:
       return fields[key][1].type
@@ -119,8 +120,8 @@ class _Known:
 
 
 def _read_layers(arguments: Sequence[str]) -> tuple[Path, list[Layer], dict[str, str]]:
-  """The path of the root file; all entries, of which later win; and arguments that are no keys of
-  maxbatch's."""
+  """Returns the root file's path, all entries, of which later win, and the arguments that are no keys
+  of maxbatch's."""
   name, overrides, others = _read_arguments(arguments)
   path, root, children = _read_chain(config_path(name))
   layers = [*children, overrides]
@@ -128,8 +129,10 @@ def _read_layers(arguments: Sequence[str]) -> tuple[Path, list[Layer], dict[str,
 
 
 def _read_arguments(arguments: Sequence[str]) -> tuple[str, Layer, dict[str, str]]:
-  """The value of config=, the other arguments, and those that are no keys of maxbatch's; of one key
-  given twice the later wins."""
+  """Returns the value of config=, the other arguments, and those that are no keys of maxbatch's.
+
+  Of one key given twice the later wins.
+  """
   names: list[str] = []
   overrides: Layer = {}
   others: dict[str, str] = {}
@@ -165,7 +168,7 @@ def _check_argument(argument: str, key: str, equals: str) -> None:
 
 
 def _read_chain(path: Path) -> tuple[Path, Layer, list[Layer]]:
-  """The root file with its entries, and the entries of the files that build on it, in order."""
+  """Returns the root file, its entries, and those of the files that build on it, in order."""
   visited: list[Path] = []
   layers: list[Layer] = []
   while True:
@@ -189,7 +192,7 @@ def _read_chain(path: Path) -> tuple[Path, Layer, list[Layer]]:
 
 
 def _root_values(path: Path, values: dict[str, object]) -> dict[str, object]:
-  """The values of the root file, which gives every key."""
+  """Returns the values of the root file, which gives every key."""
   missing = [key for key in schema.fields() if key not in values]
   if missing:
     more = f" and {len(missing) - 6} more" if len(missing) > 6 else ""
@@ -201,7 +204,7 @@ def _root_values(path: Path, values: dict[str, object]) -> dict[str, object]:
 
 
 def _model_layers(path: Path, root: Layer, layers: Sequence[Layer]) -> list[Layer]:
-  """The entries of the model's file, or of its folder's config.json, as zero or one layer."""
+  """Returns the entries of the model's file or of its config.json, as zero or one layer."""
   named = [layer["model_name"] for layer in layers if "model_name" in layer]
   if path.name == "base.yml" and "model_name" in root:
     named.insert(0, root["model_name"])
@@ -221,7 +224,7 @@ def _model_layers(path: Path, root: Layer, layers: Sequence[Layer]) -> list[Laye
 
 
 def _folder_layer(folder: Path) -> Layer:
-  """What a Hugging Face config.json says, in our keys."""
+  """Returns what a Hugging Face config.json says, in our keys."""
   family, options = read_folder(folder)
   theirs = {key: f", {name}" for name, key in family.same.items()}
   return {

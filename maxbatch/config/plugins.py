@@ -39,7 +39,7 @@ class PlugIn:
 
   @property
   def given(self) -> str:
-    """As the command line names it."""
+    """Returns it as the command line names it."""
     return f"{self.key}={self.name}"
 
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def registered(key: str, name: str, known: Mapping[str, T], plugins: PlugIns | None = None) -> T:
-  """The thing that `key=name` means.
+  """Returns the thing that `key=name` means.
 
   A name with a colon, `my_data:build`, is imported: `build` of the module `my_data`, found as
   Python finds modules, in the working directory (`python -m`) and in PYTHONPATH. If it declares keys,
@@ -41,7 +41,7 @@ def registered(key: str, name: str, known: Mapping[str, T], plugins: PlugIns | N
 
 
 def _of_the_user(key: str, name: str, known: Mapping[str, object], plugins: PlugIns | None) -> Any:
-  """What `module:attribute` means; it takes the place of a registered thing."""
+  """Returns what `module:attribute` means; it takes the place of a registered thing."""
   found, is_called = imported(key, name), all(map(callable, known.values()))
   if is_called and not callable(found):
     raise UserError(
@@ -62,7 +62,7 @@ def _of_the_user(key: str, name: str, known: Mapping[str, object], plugins: Plug
 
 @functools.lru_cache(64)
 def _with_keys(found: Any, keys: object, is_called: bool) -> Any:
-  """The same for the same keys, which a cache may compare."""
+  """Returns what is made with keys: the same for the same keys, as caches compare."""
   return functools.partial(found, keys=keys) if is_called else found(keys=keys)
 
 

@@ -47,27 +47,27 @@ class Config:
 
 
 def sections() -> dict[str, type[Section]]:
-  """Section name to section class, in the order of `Config`."""
+  """Returns each section's class by its name, in the order of `Config`."""
   return {field.name: field.type for field in dataclasses.fields(Config)}  # pyright: ignore
 
 
 @functools.cache
 def fields() -> Mapping[str, tuple[str, Key]]:
-  """Every key that maxbatch declares, with the name of its section."""
+  """Returns every key that maxbatch declares, with the name of its section."""
   return types.MappingProxyType(
     {key: (name, one) for name, cls in sections().items() for key, one in declared(cls).items()}
   )
 
 
 def resume_classes(config: Config) -> dict[str, Resume]:
-  """What a resume may change, by key, those of plug-ins included."""
+  """Returns what a resume may change, by key, those of plug-ins included."""
   own = [type(keys) for section in vars(config).values() for _, keys in section.plugins]
   classes = [*sections().values(), *own]
   return {key: one.resume for cls in classes for key, one in declared(cls).items()}
 
 
 def to_flat(config: Config | Section) -> dict[str, object]:
-  """Every key of a configuration or a section with its value, then those of the plug-ins named there.
+  """Returns every key of a configuration or a section with its value, those of plug-ins last.
 
   No other place reads keys by computed names.
   """
@@ -77,7 +77,7 @@ def to_flat(config: Config | Section) -> dict[str, object]:
 
 
 def from_flat(values: Mapping[str, object], plugins: Mapping[str, PlugIns] = _NO_PLUGINS) -> Config:
-  """The configuration of which `to_flat` gives `values`; `plugins`: those that each section names."""
+  """Returns the configuration of which `to_flat` gives `values`, with the plug-ins of each section."""
   built = {
     name: cls(**{key: values[key] for key in declared(cls)}, plugins=plugins.get(name, ()))
     for name, cls in sections().items()
@@ -86,7 +86,7 @@ def from_flat(values: Mapping[str, object], plugins: Mapping[str, PlugIns] = _NO
 
 
 def replaced(config: Config, keys: Mapping[str, object]) -> Config:
-  """The configuration with other values of these keys of maxbatch's."""
+  """Returns the configuration with other values of these keys of maxbatch's."""
   parts = vars(config).copy()
   for key, value in keys.items():
     name, _ = fields()[key]

@@ -15,7 +15,7 @@ def suggested_fixes(
   beside: Iterable[Keys],
   is_valid: Callable[[Config], bool],
 ) -> list[str]:
-  """The first offers that work, at most three, as they are written on a command line.
+  """Returns the first offers that work, at most three, as they are written on a command line.
 
   Args:
     config: what does not work.
@@ -37,7 +37,7 @@ def suggested_fixes(
 
 
 def assigned(keys: Keys) -> str:
-  """`a=1 b=-1`, as on a command line."""
+  """Returns `a=1 b=-1`, as on a command line."""
   return " ".join(f"{key}={_text(value)}" for key, value in keys.items())
 
 

@@ -37,7 +37,7 @@ _INDENTATION = ("mapping values are not allowed", "<block end>")
 
 
 def shown(text: str, longest: int = _LONGEST) -> str:
-  """A text as a message can hold it: shortened, and without control characters."""
+  """Returns a text as a message can hold it: shortened, and without control characters."""
   text = text if len(text) <= longest else f"{text[: longest - 3]}..."
   return text if text.isprintable() else ascii(text)
 
@@ -55,7 +55,7 @@ class Entry:
 
   @property
   def text(self) -> str:
-    """The value as it was written; lists and mappings shortened to fit in a message."""
+    """Returns the value as it was written; lists and mappings shortened to fit in a message."""
     if isinstance(self.node, yaml.ScalarNode):
       quote = self.node.style if self.node.style in ("'", '"') else ""
       return f"{quote}{shown(self.node.value)}{quote}"
@@ -63,11 +63,11 @@ class Entry:
 
   @property
   def given(self) -> str:
-    """Place, key and value, as a message begins: `my.yml:3: steps: 0`."""
+    """Returns place, key and value, as a message begins: `my.yml:3: steps: 0`."""
     return f"{self.where}: {self.assigned(self.text)}"
 
   def assigned(self, value: object) -> str:
-    """`key: value` or `key=value`, as one writes it in that place."""
+    """Returns `key: value` or `key=value`, as one writes it in that place."""
     return f"{self.key}{'=' if self.where == COMMAND_LINE else ': '}{value}"
 
 
@@ -76,7 +76,7 @@ TEXT_TAG = "tag:yaml.org,2002:str"
 
 
 def read_file(path: Path) -> dict[str, Entry]:
-  """The entries of the YAML file at `path`, by key.
+  """Returns the entries of the YAML file at `path`, by key.
 
   Raises:
     UserError: the file cannot be read, is empty, is not a flat mapping or gives a key twice.
@@ -103,7 +103,7 @@ def read_file(path: Path) -> dict[str, Entry]:
 
 
 def read_argument(key: str, text: str, holds_text: bool) -> Entry:
-  """The entry of a `key=text` argument; `text` is YAML.
+  """Returns the entry of a `key=text` argument; `text` is YAML.
 
   Keys that hold text take it as it stands (spaces, colons and # included) unless all of it is in
   quotes: YAML would drop `# note` and the last space of `prompt=def `.
@@ -145,7 +145,7 @@ def _read_text(path: Path) -> str:
 
 @functools.lru_cache(256)
 def _compose(text: str) -> yaml.Node | None:
-  """What a text says; nobody changes it, and base.yml, which takes longest, is often read."""
+  """Returns what a text says; nobody changes it, and base.yml, the longest, is often read."""
   try:
     return yaml.compose(text, yaml.SafeLoader)
   except RecursionError as error:
