@@ -65,9 +65,8 @@ def _speed(config: Config, size: Candidate, prober: Prober, seconds: float) -> f
     num_microbatches=size.gradient_accumulation_steps,
     seconds=seconds,
   )
-  return size.samples_per_second(
-    timing.seconds_rest + size.gradient_accumulation_steps * timing.seconds_per_microbatch
-  )
+  passes = size.gradient_accumulation_steps * timing.seconds_per_microbatch
+  return size.batch / (timing.seconds_rest + passes)
 
 
 if __name__ == "__main__":

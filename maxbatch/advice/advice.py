@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import Any
 
 from maxbatch.advice.asked import Asked
-from maxbatch.advice.batch_size import BatchSize, Measured, batch_size
+from maxbatch.advice.batch_size import BatchSize, Measured, joined
 from maxbatch.advice.experiment import Experiment, Running, next_experiment
 from maxbatch.advice.ramp import RampPhase, dividing, overhead, ramp, round_batch, whole_steps
 from maxbatch.advice.settings import Settings, settings
@@ -17,11 +17,9 @@ from maxbatch.advice.slices import (
   Goal,
   Point,
   curves,
-  multiple,
   nearest,
   point,
   split_of,
-  step_around,
 )
 from maxbatch.advice.words import DAY
 from maxbatch.batch.arithmetic import micro_batch_of, samples_in, samples_of, tokens_of
@@ -90,7 +88,7 @@ def advise(asked: Asked, measured: Sequence[Measured]) -> Advice:
   Raises:
     UserError: the model does not fit on the place.
   """
-  size = batch_size(asked, measured)
+  size = joined(asked.training, asked.wishes.data_overhead, measured)
   sizes = _sizes(asked, size)
   batch_tokens = tokens_of(sizes.samples, asked.length)
   phases = [tokens_of(phase.samples, asked.length) for phase in sizes.phases]
@@ -178,7 +176,9 @@ def _step(
 def _faster(asked: Asked, size: BatchSize, samples: int) -> int:
   """A batch of whole samples on every device instead, where it is near and sooner at the same loss."""
   assert asked.place
-  whole = multiple(asked.place, samples_in(size.tokens, asked.length))
+  # The multiple of the place's devices next to what the rules say; 0 below half of them.
+  devices = asked.place.slices * asked.place.devices_per_slice
+  whole = round(samples_in(size.tokens, asked.length) / devices) * devices
   if not whole or max(whole / samples, samples / whole) > _NEAR:
     return samples
   goal = Goal(asked.tokens, size.critical_tokens)
@@ -193,7 +193,10 @@ def _neighbours(asked: Asked, goal: Goal, sizes: Sizes) -> list[Point]:
   """The batches about a quarter below and above, as they divide, with their price."""
   if asked.place is None:
     return []
-  apart = step_around(asked.place, sizes.samples, sizes.micro_batch)
+  # About a quarter of the batch, in whole samples of each device, or else in whole microbatches.
+  devices = asked.place.slices * asked.place.devices_per_slice
+  unit = devices if devices <= sizes.samples else sizes.micro_batch
+  apart = max(1, round(sizes.samples / unit / 4)) * unit
   below, above = (sizes.samples - 1) // apart * apart, (sizes.samples // apart + 1) * apart
   found = list[Point]()
   for each in (below or sizes.samples // 2, above):
@@ -310,7 +313,7 @@ def as_dict(advice: Advice, planned: Planned) -> dict[str, Any]:
       }
       for phase in planned.plan.phases
     ],
-    "settings": advice.settings.as_dict(),
+    "settings": dataclasses.asdict(advice.settings),
     "run": {
       "steps": planned.plan.steps,
       "tokens": planned.plan.total_tokens,

@@ -141,35 +141,6 @@ class Asked:
     return self.config.batch.max_target_length
 
 
-def training_of(config: Config, work: StepWork, final_loss: float) -> Training:
-  """The model and its data, as the rules ask for them.
-
-  Raises:
-    UserError: how much is trained on is not said.
-  """
-  tokens = _tokens(config)
-  parameters = float(work.parameters)
-  head = 6.0 * work.table_parameters
-  return Training(
-    parameters=parameters,
-    tokens=tokens,
-    flops_per_token=work.model_flops_per_token - head,
-    loss=final_loss or expected_loss(parameters, tokens),
-  )
-
-
-def _tokens(config: Config) -> float:
-  run = config.run
-  if run.total_tokens != -1:
-    return float(run.total_tokens)
-  if run.total_samples != -1:
-    return float(tokens_of(int(run.total_samples), config.batch.max_target_length))
-  raise UserError(
-    "how much is trained on is not said; give total_tokens (or total_samples), for example "
-    "total_tokens=140e9"
-  )
-
-
 def ask(
   config: Config, wishes: Wishes, place: Place | None, mesh: Topology, given: frozenset[str]
 ) -> Asked:
@@ -178,8 +149,21 @@ def ask(
   Raises:
     UserError: how much is trained on is not said.
   """
-  work = step_work(config)
-  training = training_of(config, work, wishes.final_loss)
+  work, run = step_work(config), config.run
+  tokens, parameters = float(run.total_tokens), float(work.parameters)
+  if tokens == -1:
+    if run.total_samples == -1:
+      raise UserError(
+        "how much is trained on is not said; give total_tokens (or total_samples), for example "
+        "total_tokens=140e9"
+      )
+    tokens = float(tokens_of(int(run.total_samples), config.batch.max_target_length))
+  training = Training(
+    parameters=parameters,
+    tokens=tokens,
+    flops_per_token=work.model_flops_per_token - 6.0 * work.table_parameters,
+    loss=wishes.final_loss or expected_loss(parameters, tokens),
+  )
   return Asked(config, work, training, wishes, place, mesh, given)
 
 

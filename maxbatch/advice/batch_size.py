@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from maxbatch.advice.asked import Asked
 from maxbatch.batch_rules.published import GROWTH, batch_rules
 from maxbatch.batch_rules.rule import BatchRule, Training, at_overhead
 from maxbatch.config.yaml_file import shown
@@ -66,8 +65,10 @@ class Measured:
   def as_dict(self) -> dict[str, object]:
     """For --json; null for no upper end."""
     ends = {
-      name: {key: _finite(value) for key, value in dataclasses.asdict(bracket).items()}
-      for name, bracket in (("found", self.found), ("carried", self.carried))
+      name: {
+        key: end if math.isfinite(end) else None for key, end in dataclasses.asdict(one).items()
+      }
+      for name, one in (("found", self.found), ("carried", self.carried))
     }
     return {"kind": self.kind, "where": self.where, "at_tokens": self.at_tokens, **ends}
 
@@ -162,10 +163,6 @@ def _step(path: pathlib.Path) -> int:
   return int(number) if number.isdecimal() else -1
 
 
-def _finite(value: float) -> float | None:
-  return value if math.isfinite(value) else None
-
-
 @dataclasses.dataclass(frozen=True)
 class Said:
   """What one rule says of this training."""
@@ -217,11 +214,6 @@ class BatchSize:
   def spread(self) -> float:
     """The factor between the ends of the interval."""
     return self.high / self.low
-
-
-def batch_size(asked: Asked, measured: Sequence[Measured]) -> BatchSize:
-  """Joins the rules, and what was measured."""
-  return joined(asked.training, asked.wishes.data_overhead, measured)
 
 
 def joined(

@@ -12,7 +12,7 @@ The noise scale costs next to nothing while a run trains, and can be too low by 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from maxbatch.advice.asked import Asked
 from maxbatch.advice.batch_size import BatchSize, Measured, growth_to
@@ -78,21 +78,13 @@ def next_experiment(
   asked: Asked, size: BatchSize, measured: Sequence[Measured], run: Running, here: Point | None
 ) -> Experiment:
   """The one with the most narrowing for its tokens; the latest where none is worth it."""
-  found = list(_candidates(asked, size, measured, run, here))
+  known = [(one.at_tokens, one.where) for one in measured if one.kind == "noise scale"]
+  places = [*known, *((share * asked.tokens, "") for share in _SHARES)]
+  found = [_branches(asked, size, *at, run, here) for at in places]
   worth = [one for one in found if one.is_worth_it]
   if not worth:
     return min(found, key=lambda one: one.spread_after)
   return max(worth, key=lambda one: math.log(one.spread_now / one.spread_after) / one.tokens)
-
-
-def _candidates(
-  asked: Asked, size: BatchSize, measured: Sequence[Measured], run: Running, here: Point | None
-) -> Iterator[Experiment]:
-  for one in measured:
-    if one.kind == "noise scale":
-      yield _branches(asked, size, one.at_tokens, one.where, run, here)
-  for share in _SHARES:
-    yield _branches(asked, size, share * asked.tokens, "", run, here)
 
 
 def _branches(
@@ -144,16 +136,12 @@ def _commands(
 
 def _carried_spread(training: Training, at: float) -> float:
   """How far the rules disagree about the growth of the critical batch from `at` to the end."""
-  then = dataclasses.replace(training, tokens=at, loss=training.loss + _later_fall(training, at))
+  size = training.parameters
+  later_fall = expected_loss(size, at) - expected_loss(size, training.tokens)
+  then = dataclasses.replace(training, tokens=at, loss=training.loss + later_fall)
   growths = []
   for rule in batch_rules():
     now, before = at_overhead(rule, training, 1.0), at_overhead(rule, then, 1.0)
     if now is not None and before is not None and not rule.only:
       growths.append(now / before)
   return max(growths) / min(growths)
-
-
-def _later_fall(training: Training, at: float) -> float:
-  """By how much the loss still falls."""
-  size = training.parameters
-  return expected_loss(size, at) - expected_loss(size, training.tokens)

@@ -16,9 +16,10 @@ from maxbatch.batch_rules.published import (
   rate_rules,
   scaling_rules,
 )
-from maxbatch.batch_rules.rule import RateRule, ScalingRule
-from maxbatch.config.schema import OptimizerConfig
+from maxbatch.batch_rules.rule import ScalingRule
 
+_RULED = "adamw"
+"""The opt_type that the rules speak of."""
 _ROOT_UNTIL = 0.25
 """Of the critical batch: above, a rate by the square root was too large where we measured it
 (docs/advice_check.md), as Li et al. (2024) say."""
@@ -69,10 +70,6 @@ class Settings:
   advised: dict[str, object]
   """Keys to set."""
 
-  def as_dict(self) -> dict[str, object]:
-    """For --json."""
-    return dataclasses.asdict(self)
-
 
 def settings(asked: Asked, phases: Sequence[float], critical_tokens: float) -> Settings:
   """The settings at the last of the phases, and what they would be at each.
@@ -115,14 +112,19 @@ def _rate(
     rule = _scaling(here, critical_tokens)
     rate = next(one.carried for one in said if one.name == rule.name)
     return _rounded(rate, 3), f"yours, carried here by {rule.name}: {rule.formula}", said
-  if not _is_adam(optimizer):
+  if optimizer.opt_type != _RULED:
     return own, f"yours: no rule here speaks of opt_type={optimizer.opt_type}", []
-  said = [_of_rule(rule, asked, here, critical_tokens) for rule in rate_rules()]
+  scaling, said = _scaling(here, critical_tokens), []
+  for rule in rate_rules():
+    # Carried from its own batch to the run's.
+    rate, at = rule.learning_rate(asked.training), rule.batch_tokens(asked.training)
+    carried = scaling.scaled(rate, here / at, at / critical_tokens)
+    beyond = rule.beyond(asked.training)
+    said.append(RateSaid(rule.name, rule.title, rate, at, carried, beyond))
   if "learning_rate" in asked.given:
     return own, "yours, as it is: rate_found_at=TOKENS would carry it over", said
   mean = math.exp(statistics.fmean(math.log(one.carried) for one in said))
-  name = _scaling(here, critical_tokens).name
-  why = f"the mean of what {len(said)} rules say, each carried here by {name}"
+  why = f"the mean of what {len(said)} rules say, each carried here by {scaling.name}"
   return _rounded(mean), why, said
 
 
@@ -149,11 +151,7 @@ def _keeps_decay(asked: Asked) -> bool:
   """Whether the weight decay is not advised: it was set by hand, or no rule speaks of it."""
   optimizer = asked.config.optimizer
   has_rate = optimizer.learning_rate > 0 or "learning_rate" not in asked.given
-  return "adam_weight_decay" in asked.given or not _is_adam(optimizer) or not has_rate
-
-
-def _is_adam(optimizer: OptimizerConfig) -> bool:
-  return optimizer.opt_type == "adamw"
+  return "adam_weight_decay" in asked.given or optimizer.opt_type != _RULED or not has_rate
 
 
 def _coupling(asked: Asked) -> str:
@@ -169,27 +167,14 @@ def _scaling(here: float, critical_tokens: float) -> ScalingRule:
   return SQUARE_ROOT if here <= _ROOT_UNTIL * critical_tokens else SURGE
 
 
-def _of_rule(rule: RateRule, asked: Asked, here: float, critical_tokens: float) -> RateSaid:
-  """A rule's rate, carried from its own batch to the run's."""
-  rate, at = rule.learning_rate(asked.training), rule.batch_tokens(asked.training)
-  carried = _scaling(here, critical_tokens).scaled(rate, here / at, at / critical_tokens)
-  return RateSaid(rule.name, rule.title, rate, at, carried, rule.beyond(asked.training))
-
-
 def _carried(asked: Asked, at: float, here: float, critical_tokens: float) -> list[RateSaid]:
   """A rate found at another batch, by every rule that carries one."""
   rate, share = asked.config.optimizer.learning_rate, at / critical_tokens
-  return [
-    RateSaid(
-      rule.name,
-      rule.title,
-      rate,
-      at,
-      rule.scaled(rate, here / at, share),
-      rule.beyond(asked.training),
-    )
-    for rule in scaling_rules("learning_rate")
-  ]
+  found = []
+  for rule in scaling_rules("learning_rate"):
+    carried, beyond = rule.scaled(rate, here / at, share), rule.beyond(asked.training)
+    found.append(RateSaid(rule.name, rule.title, rate, at, carried, beyond))
+  return found
 
 
 def _rounded(value: float, digits: int = 2) -> float:

@@ -96,19 +96,6 @@ def nearest(asked: Asked, place: Place, samples: float) -> int:
   return min(near, key=lambda size: abs(size - samples))
 
 
-def multiple(place: Place, samples: float) -> int:
-  """The multiple of the place's devices next to `samples`; 0 below half of them."""
-  unit = place.slices * place.devices_per_slice
-  return round(samples / unit) * unit
-
-
-def step_around(place: Place, samples: int, micro_batch: int) -> int:
-  """About a quarter of a batch, in whole samples of each device, or else in whole microbatches."""
-  devices = place.slices * place.devices_per_slice
-  unit = devices if devices <= samples else micro_batch
-  return max(1, round(samples / unit / 4)) * unit
-
-
 # Some hundred estimates, of which the same are asked for more than once.
 @functools.lru_cache(maxsize=64)
 def split_of(work: StepWork, place: Place, samples: int) -> BatchSplit:

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import ClassVar, TypeVar
 
-from maxbatch.batch.arithmetic import tokens_of
 from maxbatch.batch.from_config import given_sizes, plan_batches
 from maxbatch.config.keys.batch import Explore
 from maxbatch.config.schema import BatchConfig, Config, ModelConfig, RunConfig
 from maxbatch.core.keys import GivenSizes, counted, text
 from maxbatch.core.solve import (
   DEFAULT_PER_DEVICE_BATCH_SIZE,
+  divisors,
   per_device_size,
   samples_per_group,
   solve,
@@ -69,11 +69,6 @@ class Candidate:
     return f"{counted(self.per_device, 'sample')} per device"
 
   @property
-  def tokens(self) -> int:
-    """Tokens of one step, padding included."""
-    return tokens_of(self.batch, self.max_target_length)
-
-  @property
   def device_tokens(self) -> Fraction:
     """Tokens of one microbatch on one device."""
     return self.per_device * self.max_target_length
@@ -87,10 +82,6 @@ class Candidate:
     if self.compiler_flags:
       keys = dataclasses.replace(keys, compiler_flags=self.compiler_flags)
     return dataclasses.replace(config, model=model, compile=keys)
-
-  def samples_per_second(self, step_seconds: float) -> float:
-    """Speed, when a step takes that long."""
-    return self.batch / step_seconds
 
   def suggested_batches(self) -> tuple[int, ...]:
     """Global batches that this size divides: the plan's own, and those next to it."""
@@ -221,9 +212,7 @@ def _divisors(given: GivenSizes, topology: Topology) -> list[Fraction]:
     UserError: the batch does not divide into the groups of devices.
   """
   rows = samples_per_group(solve(given, topology).micro_batch, topology)
-  small = [n for n in range(1, math.isqrt(rows) + 1) if rows % n == 0]
-  divisors = sorted({*small, *(rows // n for n in small)})
-  return [per_device_size(rows, topology) for rows in divisors]
+  return [per_device_size(each, topology) for each in divisors(rows)]
 
 
 def _powers_of_two(batch: BatchConfig, topology: Topology) -> list[Fraction]:

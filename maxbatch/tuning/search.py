@@ -113,7 +113,7 @@ class Tried:
   def samples_per_second(self) -> float:
     """Speed at the run's batch; 0 where no time is known."""
     seconds = self.step_seconds
-    return self.candidate.samples_per_second(seconds) if seconds else 0.0
+    return self.candidate.batch / seconds if seconds else 0.0
 
   @property
   def size(self) -> str:
