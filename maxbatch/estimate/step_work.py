@@ -133,7 +133,8 @@ def work_digest(work: StepWork) -> str:
   keys = {key: model[key] for key in (*SHAPE, *PLAIN, "num_vocab_tiling", "scan_layers")}
   is_slow = work.model.attention == "dot_product"
   others = (work.length, work.compute_bytes, work.weight_bytes, work.optimizer_bytes, is_slow)
-  found = json.dumps([keys, others, work.model.lora_rank], sort_keys=True)
+  plugins = map(repr, work.model.plugins)
+  found = json.dumps([keys, others, work.model.lora_rank, *plugins], sort_keys=True)
   return hashlib.sha256(found.encode()).hexdigest()[:16]
 
 

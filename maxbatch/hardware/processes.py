@@ -24,6 +24,7 @@ import jax
 from maxbatch.config.allowed import Address
 from maxbatch.config.declare import declared
 from maxbatch.config.load import load_config
+from maxbatch.config.plugins import naming_keys
 from maxbatch.config.schema import Config, DistributedConfig
 from maxbatch.core.keys import counted
 from maxbatch.errors import SaidByAnotherError, UserError
@@ -254,16 +255,19 @@ def _tell(arguments: Sequence[str], error: UserError) -> None:
 
 
 def _config_of_processes(arguments: Sequence[str]) -> Config:
-  """With the keys that say where the others are, whatever is wrong with other keys or their file.
+  """Returns the keys that say where the others are, whatever is wrong with other keys or their file.
 
   Raises:
     UserError: something is wrong with these keys.
   """
-  names = {*declared(DistributedConfig), "compile_topology"}
-  own = [argument for argument in arguments if argument.partition("=")[0] in names]
-  file = [argument for argument in arguments if argument.startswith("config=")]
+
+  def given(*names: str) -> list[str]:
+    return [argument for argument in arguments if argument.partition("=")[0] in names]
+
+  own = given(*declared(DistributedConfig), "compile_topology")
   with contextlib.suppress(UserError):
-    return load_config([*file, *own])
+    # With the plug-ins, whose keys the file may have.
+    return load_config([*given("config", *naming_keys()), *own])
   return load_config(["config=base", *own])
 
 
