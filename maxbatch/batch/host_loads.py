@@ -72,13 +72,10 @@ class Redistribution:
 def redistribution(
   processes: Sequence[int], blocks: Sequence[int], loading: Sequence[int] = ()
 ) -> Redistribution:
-  """The plan for devices of these processes, which use these blocks 0, 1, … of columns.
+  """Returns the plan for devices of these processes, which use these blocks 0, 1, … of columns.
 
-  Args:
-    processes: the process of every device.
-    blocks: the block of every device; each is used by at least one.
-    loading: the processes that read, in any order; none: every process reads what its own devices
-      use, and nothing is sent.
+  `loading` are the processes that read; none: every process reads what its own devices use, and nothing
+  is sent. Each block is used by at least one device.
 
   Raises:
     ValueError: a loading process has no device.

@@ -34,7 +34,7 @@ def load_factor(plan: BatchPlan, *, streamed: bool) -> Fraction:
 
 
 def load_ranges(runs: Iterable[tuple[int, int, int]], factor: Fraction) -> Iterator[range]:
-  """The first sample of each load, in ranges of equal loads.
+  """Yields the first sample of each load, in ranges of equal loads.
 
   Args:
     runs: stretches of equal dispatches, without gaps: first sample, end, samples of a dispatch.

@@ -72,14 +72,9 @@ def prompt_epochs(
   unit: int = 1,
   assigned: Callable[[int], str] = "batch_size={}".format,
 ) -> PromptEpochs:
-  """The stream of prompts.
+  """Returns the stream of prompts.
 
-  Args:
-    num_prompts: of an epoch; −1: there is no end.
-    batch_size: prompts of a step.
-    leftovers: what becomes of prompts that fill no batch.
-    unit: of which batch_size must be a multiple, for what is suggested.
-    assigned: how so many prompts of a step are given, as key=value.
+  For what is suggested, batch_size is a multiple of `unit` and given as `assigned` writes it, key=value.
 
   Raises:
     UserError: an epoch has fewer prompts than a step takes, or leaves some and may not.

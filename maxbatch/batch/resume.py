@@ -18,17 +18,12 @@ from maxbatch.errors import UserError
 def keep_batch(
   config: BatchConfig, topology: Topology, saved: Mapping[str, Any], changed: Collection[str]
 ) -> BatchConfig:
-  """The sizes of a run that is resumed, perhaps on other devices: its batch stays.
+  """Returns the sizes of a run that is resumed, perhaps on other devices: its batch stays.
 
   Unless a key says otherwise: one that gives the batch, or a size of the microbatch or their number
-  that has another value than before. The microbatch of a device stays too, if no key gives it and
-  it divides the batch.
-
-  Args:
-    config: the sizes as they are given now.
-    topology: the devices now.
-    saved: the plan of the checkpoint, as `BatchPlan.as_dict` gave it.
-    changed: the keys whose values are not those of the start that wrote the checkpoint.
+  that is in `changed`, of which the start that wrote the checkpoint had other values. The microbatch of a
+  device stays too, if no key gives it and it divides the batch. `saved` is `BatchPlan.as_dict` of the
+  checkpoint.
 
   Raises:
     UserError: the batch does not divide over these devices, or not as the keys ask.
@@ -69,13 +64,9 @@ def _near(per_device: Fraction, batch: int, topology: Topology) -> Fraction:
 def resumed_plan(
   plan: BatchPlan, saved: Mapping[str, Any], position: Position, *, steered: bool
 ) -> BatchPlan:
-  """The plan from a checkpoint on.
+  """Returns the plan from a checkpoint on, whose own was `saved`, by `BatchPlan.as_dict`.
 
-  Args:
-    plan: from the run's beginning.
-    saved: the plan of the checkpoint, as `BatchPlan.as_dict` gave it.
-    position: of the checkpoint.
-    steered: whether the noise scale decides on the batch; then what it had decided stays.
+  Where the noise scale decides on the batch (`steered`) what it had decided stays.
   """
   if steered:
     plan = plan.with_schedule([(int(at), batch) for at, batch in saved["batch_schedule"]])
@@ -85,10 +76,7 @@ def resumed_plan(
 def check_can_continue(plan: BatchPlan, first: int, now: int) -> None:
   """Refuses sizes with which a run with batch_schedule=gns cannot be resumed.
 
-  Args:
-    plan: of the configuration as it is now.
-    first: samples per step with which the run began.
-    now: samples per step at the checkpoint.
+  Such a run began with `first` samples per step, and had come to `now` at the checkpoint.
 
   Raises:
     UserError: the run began with another batch, or the microbatch does not divide the present one.

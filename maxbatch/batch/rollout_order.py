@@ -8,12 +8,9 @@ before that policy is there.
 
 
 def sampled_before(microbatch: int, num_microbatches: int, staleness: int) -> int:
-  """The last microbatch that is sampled before this one is trained on.
+  """Returns the last microbatch that is sampled before this one is trained on.
 
-  Args:
-    microbatch: numbered from 0 through all batches.
-    num_microbatches: of a batch.
-    staleness: batches by which the policy that samples lags behind.
+  The policy that samples lags `staleness` batches behind.
   """
   ahead = microbatch + 1 + staleness * num_microbatches
   return min(ahead, last_with_a_policy(microbatch, num_microbatches, staleness))
@@ -29,13 +26,9 @@ def last_with_a_policy(microbatch: int, num_microbatches: int, staleness: int) -
 
 
 def saved_policies(batch: int, staleness: int, *, and_own: bool) -> list[int]:
-  """The policies that a checkpoint in `batch` needs beside its parameters, always as many.
+  """Returns the policies that a checkpoint in `batch` needs beside its parameters, always as many.
 
-  Each is named by the batch before whose first step it stood, the oldest first.
-
-  Args:
-    batch: which is trained on next.
-    staleness: batches by which the policy that samples lags behind.
-    and_own: whether that of before this batch is among them, since the parameters may be later.
+  Each is named by the batch before whose first step it stood, the oldest first. `and_own`: whether that
+  of before this batch is among them, since the parameters may be later.
   """
   return [max(0, batch - lag) for lag in range(staleness, -1 if and_own else 0, -1)]

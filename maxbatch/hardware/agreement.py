@@ -24,11 +24,8 @@ _NAMED, _LINES, _LETTERS = 3, 12, 80
 def broadcast_one_to_all(value: Any) -> Any:
   """Returns process 0's value in all processes; the other processes' values are ignored.
 
-  All processes must call it, in the same order. A single process encodes the value as JSON too, so
-  that a value that cannot be sent fails there as well.
-
-  Args:
-    value: plain values that JSON can represent.
+  All processes must call it, in the same order, with plain values. A single process encodes the value as
+  JSON too, so that a value that cannot be sent fails there as well.
   """
   text = json.dumps(value).encode()
   if jax.process_count() == 1:
@@ -40,12 +37,9 @@ def broadcast_one_to_all(value: Any) -> Any:
 
 
 def gather(value: Any) -> list[Any]:
-  """Every process's value, in all processes, by the number of the process.
+  """Returns every process's value, plain as JSON, in all processes, by the number of the process.
 
   All processes must call it, in the same order.
-
-  Args:
-    value: plain values that JSON can represent.
   """
   text = json.dumps(value).encode()
   if jax.process_count() == 1:
@@ -83,10 +77,7 @@ def sync_errors() -> Iterator[None]:
 
 
 def check_none_failed(found: Sequence[tuple[str, str]]) -> None:
-  """Checks that nothing has failed in any process.
-
-  Args:
-    found: of each process its host and what has failed there, or nothing; the same in all processes.
+  """Checks that nothing has failed in any process, of each of which `found` has host and failure, or "".
 
   Raises:
     UserError: something has; process 0 says it, and whose it is.
@@ -101,10 +92,7 @@ def shared_error(message: str) -> UserError:
 
 
 def check_alike(values: Mapping[str, Any]) -> None:
-  """Checks that all processes have the same values under the same names.
-
-  Args:
-    values: plain values that JSON can represent.
+  """Checks that all processes have the same plain values under the same names.
 
   Raises:
     UserError: some differ from those of process 0; names processes, hosts, names and values.

@@ -153,7 +153,7 @@ def compiler_flags(asked: str, device: Any) -> CompilerFlags:
     if equals or word.startswith("--"):
       flags[name] = value if equals else "true"
     elif name in known:
-      flags |= dict(_pairs(known[name].flags))
+      flags |= dict(word.split("=") for word in known[name].flags.split())
     else:
       raise UserError(_unknown_set(asked, name, device))
   found = CompilerFlags(" ".join(asked.split()), tuple(sorted(flags.items())))
@@ -170,10 +170,6 @@ def sets_for(device: Any) -> Mapping[str, FlagSet]:
 def explored(device: Any) -> Sequence[str]:
   """What compiler_flags=explore tries on a device."""
   return (NONE, *sets_for(device))
-
-
-def _pairs(text: str) -> Sequence[tuple[str, str]]:
-  return [(name, value) for name, _, value in (word.partition("=") for word in text.split())]
 
 
 def _unknown_set(asked: str, name: str, device: Any) -> str:

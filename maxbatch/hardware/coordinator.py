@@ -24,14 +24,9 @@ _PIECE_BYTES = 1 << 16
 
 
 def open_relay(address: str, lost: Callable[[], None]) -> str:
-  """Listens on this host for connections, which it hands on to `address`.
+  """Listens on this host for connections, which it hands on to process 0 at `address`, HOST:PORT.
 
-  Args:
-    address: HOST:PORT of process 0; need not listen yet.
-    lost: called when the other side has closed a connection.
-
-  Returns:
-    HOST:PORT to connect to instead.
+  Returns HOST:PORT to connect to instead. `lost` is called when process 0 has closed a connection.
   """
   listener = socket.create_server(("127.0.0.1", 0))
 
@@ -69,13 +64,9 @@ _ERRORS = (jax.errors.JaxRuntimeError, ValueError, RuntimeError)
 
 @contextlib.contextmanager
 def relayed(rendezvous: Rendezvous, lost: Callable[[], None]) -> Iterator[None]:
-  """In this context jax.distributed.initialize connects to process 0 through a relay.
+  """Lets jax.distributed.initialize, in this context, connect to process 0 through a relay.
 
-  Before that all processes meet.
-
-  Args:
-    rendezvous: where they do.
-    lost: called when process 0 has closed the connection.
+  Before that all processes meet. `lost` is called when process 0 has closed the connection.
   """
   runtime = vars(jax_distributed)["_jax"]
   serve, connect = (
@@ -166,10 +157,7 @@ class Exchange:
     self._given_up = threading.Event()
 
   def __call__(self, value: Any) -> list[Any]:
-    """Every process's value, in all processes, by the number of the process.
-
-    Args:
-      value: plain values that JSON can represent.
+    """Returns every process's value, plain as JSON, in all processes, by the number of the process.
 
     Raises:
       CancelledError: it is given up.

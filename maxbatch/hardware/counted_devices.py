@@ -26,7 +26,7 @@ class CountedDevices:
 
 
 def count_devices(config: Config, num_devices: int = 0, num_hosts: int = 0) -> CountedDevices:
-  """The devices that the configuration names, or as many as a command's own keys say.
+  """Returns the devices that the configuration names, or as many as a command's own keys say.
 
   Args:
     config: names a TPU slice, or a number of simulated devices.
@@ -52,7 +52,12 @@ def count_devices(config: Config, num_devices: int = 0, num_hosts: int = 0) -> C
     named = slice_named(name).times(slices)
     count, hosts = named.num_devices, named.num_hosts
   elif num_devices == -1:
-    _check_counts_samples(config)
+    if is_rl(config.rl):
+      raise UserError(
+        f"num_devices=-1 is derived from samples per device, and with num_generations="
+        f"{config.rl.num_generations} micro_batch_size counts completions on all devices; for example "
+        "num_devices=8"
+      )
     count, hosts = solve_num_devices(given_sizes(config.batch)), 1
   else:
     simulated = config.mesh.num_simulated_devices
@@ -69,13 +74,3 @@ def count_devices(config: Config, num_devices: int = 0, num_hosts: int = 0) -> C
     )
   training = training_devices(config.rl, count, slices) if is_rl(config.rl) else count
   return CountedDevices(topology(config.mesh, training, slices), num_hosts or hosts, assumption)
-
-
-def _check_counts_samples(config: Config) -> None:
-  """Refuses to derive devices from sizes that count prompts and completions."""
-  if is_rl(config.rl):
-    raise UserError(
-      f"num_devices=-1 is derived from samples per device, and with num_generations="
-      f"{config.rl.num_generations} micro_batch_size counts completions on all devices; for example "
-      "num_devices=8"
-    )

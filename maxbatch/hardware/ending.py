@@ -39,11 +39,10 @@ def lose_coordinator() -> None:
 
 @contextlib.contextmanager
 def ending_together(*, alone: bool = False) -> Iterator[None]:
-  """What ends this process in this context ends all; what has ended another ends this one.
+  """Ends all processes by what ends this one in this context, and this one by what has ended another.
 
-  Args:
-    alone: whether an error in this context is this process's and not the configuration's, so that
-      to start again may help: the exit code says so.
+  `alone`: an error in this context is this process's and not the configuration's, so that to start again
+  may help: the exit code says so.
 
   Raises:
     ProcessFailedError: this process has met what another one's failure has led to.
@@ -71,9 +70,7 @@ def end_hanging(reason: str) -> None:
 def leave_with_others(exit_code: int, *, at_once: bool = False) -> NoReturn:
   """Ends this process, after a success with the others, else as soon as they know of it.
 
-  Args:
-    exit_code: what this process would end with alone.
-    at_once: after a failure without Python's own way out.
+  `exit_code` is what it would end with alone; `at_once`: after a failure without Python's own way out.
   """
   agreed = exit_code
   for watch in _watches:

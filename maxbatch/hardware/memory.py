@@ -16,11 +16,8 @@ _LIMITS = {"cgroup2": ("", "memory.max"), "cgroup": ("memory", "memory.limit_in_
 
 
 def machine_bytes(process: pathlib.Path = _PROCESS) -> int:
-  """Physical memory, or the least limit of the control groups that a process is in.
-
-  Args:
-    process: the kernel's folder about the process.
-  """
+  """Returns the physical memory, or the least limit of the control groups that a process is in, whose
+  folder of the kernel's is `process`."""
   physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
   return min([physical, *_limits(process)])
 

@@ -215,12 +215,10 @@ def leave_together(exit_code: int) -> NoReturn:
 
 @contextlib.contextmanager
 def refusing_together(arguments: Sequence[str]) -> Iterator[None]:
-  """What one process refuses in this context before it has joined the others, all refuse.
+  """Refuses in all processes what one refuses in this context before it has joined the others.
 
-  Such as a key in it alone, or a file that it alone does not have: the others wait for it.
-
-  Args:
-    arguments: the command's, which say where the others are.
+  Such as a key in it alone, or a file that it alone does not have: the others wait for it. The command's
+  `arguments` say where they are.
 
   Raises:
     UserError: one was raised in this context; process 0 says it, and whose it is.

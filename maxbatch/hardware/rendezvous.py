@@ -53,11 +53,7 @@ class Rendezvous:
     return [number for number in range(1, self._num_processes) if number not in self._waiting]
 
   def serve(self, address: str, num_processes: int) -> None:
-    """Waits for all others and lets them go on.
-
-    Args:
-      address: HOST:PORT to listen at.
-      num_processes: with this one.
+    """Waits for all others, `num_processes` with this one, at HOST:PORT and lets them go on.
 
     Raises:
       UserError: none may start, for the reason that all have been sent.
@@ -77,11 +73,7 @@ class Rendezvous:
       raise UserError(self.refusal)
 
   def check_in(self, address: str, process: int) -> None:
-    """Waits for process 0 to say that all have come.
-
-    Args:
-      address: HOST:PORT of process 0, which need not listen yet.
-      process: the number of this one.
+    """Waits for process 0, which need not listen yet, to say at HOST:PORT that all have come.
 
     Raises:
       UserError: none may start, as process 0 says, or what answers is no process 0 that waits.

@@ -11,6 +11,7 @@ import math
 
 from maxbatch.config.find import did_you_mean
 from maxbatch.config.yaml_file import shown
+from maxbatch.core.solve import divisors
 from maxbatch.errors import UserError
 
 Shape = tuple[int, int, int]
@@ -113,7 +114,9 @@ def slice_named(name: str) -> Slice:
 
 def _slice(family: Family, chips: int) -> Slice:
   shape = _flat_shape(chips) if family.dimensions == 2 else _cubic_shape(chips)
-  host = _host_bounds(family, shape)
+  # 2x2 chips, except that 2-D slices of up to 8 have a single host.
+  is_one_host = family.dimensions == 2 and chips <= 8
+  host = shape if is_one_host else (min(shape[0], 2), min(shape[1], 2), 1)
   return Slice(
     num_devices=chips * family.devices_per_chip,
     num_hosts=chips // math.prod(host),
@@ -121,15 +124,6 @@ def _slice(family: Family, chips: int) -> Slice:
     chip_config_name=family.chip_config_name,
     chips_per_host_bounds=host,
   )
-
-
-def _host_bounds(family: Family, shape: Shape) -> Shape:
-  """Chips per host: 2x2, except that 2-D slices of up to 8 chips have a single host."""
-  return shape if family.dimensions == 2 and math.prod(shape) <= 8 else _smaller(shape, (2, 2, 1))
-
-
-def _smaller(one: Shape, other: Shape) -> Shape:
-  return (min(one[0], other[0]), min(one[1], other[1]), min(one[2], other[2]))
 
 
 def _flat_shape(chips: int) -> Shape:
@@ -151,15 +145,11 @@ def _cubic_shape(chips: int) -> Shape:
 def _most_cubic(count: int) -> Shape:
   boxes = (
     (a, b, count // (a * b))
-    for a in _divisors(count)
-    for b in _divisors(count // a)
+    for a in divisors(count)
+    for b in divisors(count // a)
     if a <= b <= count // (a * b)
   )
   return min(boxes, key=sum)
-
-
-def _divisors(count: int) -> list[int]:
-  return [number for number in range(1, count + 1) if count % number == 0]
 
 
 def _as_ranges(sizes: tuple[int, ...]) -> str:

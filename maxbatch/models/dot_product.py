@@ -24,7 +24,7 @@ def dot_product_attention(
   soft_cap: float = 0.0,
   policy: Policy = PLAIN,
 ) -> jax.Array:
-  """Attention of each query to the keys from its first to itself; logits and softmax in float32.
+  """Returns attention (B, T, N, H) of each query to the keys from its first to itself; softmax in float32.
 
   Args:
     q_BTNH: queries.
@@ -34,9 +34,6 @@ def dot_product_attention(
       row cost next to nothing; a mask of (B, T, S) made the whole step half as slow again.
     soft_cap: logits become cap·tanh(logit/cap) (Gemma 2); 0: they stay as they are.
     policy: in which format the operands of matrix products are, these and those made here.
-
-  Returns:
-    (B, T, N, H).
   """
   B, T, N, H = q_BTNH.shape
   K, G = k_BSKH.shape[2], N // k_BSKH.shape[2]
@@ -62,17 +59,6 @@ def _masked(logits_BKXS: jax.Array, first_BX: jax.Array) -> jax.Array:
   causal_XS = keys_S[None, :] <= last_X[:, None]
   seen_BXS = causal_XS[None] & (keys_S[None, None, :] >= first_BX[:, :, None])
   return jnp.where(seen_BXS[:, None], logits_BKXS, jnp.finfo(jnp.float32).min)
-
-
-def _attended(
-  q_BKXH: jax.Array,
-  k_BKSH: jax.Array,
-  v_BKSH: jax.Array,
-  first_BX: jax.Array,
-  soft_cap: float,
-  policy: Policy,
-) -> jax.Array:
-  return _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, soft_cap, policy)[0]
 
 
 def _forward(q_BKXH, k_BKSH, v_BKSH, first_BX, soft_cap, policy):
@@ -106,5 +92,5 @@ def _backward(soft_cap, policy, kept, d_out_BKXH):
   return d_q_BKXH, d_k_BKSH, d_v_BKSH, None
 
 
-_attend = jax.custom_vjp(_attended, nondiff_argnums=(4, 5))
+_attend = jax.custom_vjp(lambda *arguments: _forward(*arguments)[0], nondiff_argnums=(4, 5))
 _attend.defvjp(_forward, _backward)

@@ -65,14 +65,10 @@ def flash_obstacle(
   compute_capability: str = "",
   compute: Format = FLOAT32,
 ) -> str | None:
-  """Why flash attention cannot be used, and what would work; None if it can.
+  """Returns why flash attention cannot be used, and what would work; None if it can.
 
-  Args:
-    config: the model.
-    max_target_length: tokens in a row.
-    platform: of the devices, as jax calls it: cpu, gpu or tpu.
-    compute_capability: of a GPU, for example 9.0; AMD's begin with gfx.
-    compute: the format of queries, keys and values.
+  The platform is cpu, gpu or tpu, the compute capability of a GPU such as 9.0 (AMD's begin with gfx), and
+  `compute` the format of queries, keys and values.
   """
   if platform == "tpu" and compute not in (FLOAT32, BFLOAT16):
     return f"the kernel for TPUs computes in float32 and bfloat16, not in dtype={compute.name}"
@@ -128,7 +124,7 @@ def flash_attention(
   *,
   soft_cap: float = 0.0,
 ) -> jax.Array:
-  """Causal attention, each device working on its own rows and heads. Returns (B, T, N, H).
+  """Returns causal attention (B, T, N, H), each device working on its own rows and heads.
 
   The compiler cannot divide these kernels by itself. So a shard_map takes over all mesh axes that
   none around it has taken: rows are divided over fsdp and heads over tensor, as everywhere.

@@ -47,16 +47,10 @@ def weight_gradient(x: jax.Array, d_y: jax.Array, shape: tuple[int, ...]) -> jax
 
 
 def rotated(x_BTNH: jax.Array, cos_BTH: jax.Array, sin_BTH: jax.Array) -> jax.Array:
-  """Rotates pairs (i, i + H/2) of every head by its position's angle, as Llama's weights expect;
-  float32.
+  """Rotates pairs (i, i + H/2) of every head by its position's angle, as Llama's weights expect; float32.
 
   On TPU the halves change places in the matrix unit: to split and join them takes as long as a
-  product of 4% of the step.
-
-  Args:
-    x_BTNH: heads.
-    cos_BTH: float32[B or 1, T, H/2]: of the angles.
-    sin_BTH: likewise.
+  product of 4% of the step. cos and sin of the angles are float32[B or 1, T, H/2].
   """
   if is_for_tpu():
     cos, sin = (jnp.concatenate([y, y], axis=-1)[:, :, None] for y in (cos_BTH, sin_BTH))

@@ -142,7 +142,7 @@ def _over_rows(
   value = parameter.ready(policy)
   if probe_BS is None:
     return value.reshape((1,) * (ndim - value.ndim) + value.shape)
-  rows = for_each_row(value, probe_BS, parameter.axes)
+  rows: jax.Array = for_each_row(value, probe_BS, parameter.axes)
   return rows.reshape(rows.shape[0], *(1,) * (ndim - rows.ndim), *value.shape)
 
 

@@ -76,12 +76,7 @@ def _no_projection(target: str, known: Sequence[str], config: ModelConfig) -> st
 
 
 def merged(parameters: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
-  """The parameters of the same model without adapters: W + scale · A·B in W's dtype.
-
-  Args:
-    parameters: nested dicts of arrays, those of the layers stacked.
-    config: the model with its adapters.
-  """
+  """Returns the parameters of the same model without adapters: W + scale · A·B in W's dtype."""
   flat = cast(dict[Path, Any], flatten_dict(parameters))
   found = {path: leaf for path, leaf in flat.items() if path[-1] not in ADAPTER}
   for path in [path for path in flat if path[-1] == ADAPTER[0]]:

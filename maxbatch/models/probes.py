@@ -15,6 +15,7 @@ Another kind of probe, [2, N], gets as its gradient the histograms of the expone
 gives, and of the gradient of that, in N bins.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -54,12 +55,10 @@ def probe_of(probe: Probe, trained: Sequence[str], frozen: Sequence[str]) -> Pro
 
 
 def probe_values(probe: Probe | None, name: str = "") -> jax.Array | None:
-  """The zeros (B, S) by which the loss is differentiated; None where nothing is measured.
+  """Returns the zeros (B, S) by which the loss is differentiated; None where nothing is measured.
 
-  Args:
-    probe: the module's.
-    name: of the parameter that is to be measured; empty where the probe has one alone, or a module
-      measures all of its parameters at once.
+  `name` is that of the parameter that is measured; empty where the probe has one alone, or a module
+  measures all of its parameters at once.
 
   Raises:
     UserError: some of a module's parameters are frozen, and it measures all of them at once.
@@ -76,19 +75,12 @@ def probe_values(probe: Probe | None, name: str = "") -> jax.Array | None:
   return probe[...] if not name or name in known["of"] else None
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def for_each_row(parameter: jax.Array, probe_BS: jax.Array, axes: LogicalAxes) -> jax.Array:
   """A copy of a small parameter for every row: (…) → (B, …)."""
-  return _for_each_row(parameter, probe_BS, axes)
-
-
-def _copies(parameter: jax.Array, probe_BS: jax.Array, axes: LogicalAxes) -> jax.Array:
   copies = jnp.broadcast_to(parameter, (probe_BS.shape[0], *parameter.shape))
   used = tuple(None if axis == "embed" else axis for axis in axes)
   return constrain(copies, ("batch", *used))
-
-
-def _for_each_row_forward(parameter, probe_BS, axes):
-  return _copies(parameter, probe_BS, axes), probe_BS
 
 
 def _for_each_row_backward(axes, probe_BS, gradients):
@@ -96,8 +88,10 @@ def _for_each_row_backward(axes, probe_BS, gradients):
   return gradients.sum(0), squares_BS
 
 
-_for_each_row = jax.custom_vjp(_copies, nondiff_argnums=(2,))
-_for_each_row.defvjp(_for_each_row_forward, _for_each_row_backward)
+for_each_row.defvjp(
+  lambda parameter, probe_BS, axes: (for_each_row(parameter, probe_BS, axes), probe_BS),
+  _for_each_row_backward,
+)
 
 
 @jax.custom_vjp
@@ -105,10 +99,6 @@ def looked_up(x_BTD: jax.Array, ids_BT: jax.Array, probe_BS: jax.Array) -> jax.A
   """`x_BTD` unchanged, of which x[b, t] was taken from row ids[b, t] of a table."""
   del ids_BT, probe_BS
   return x_BTD
-
-
-def _looked_up_forward(x_BTD, ids_BT, probe_BS):
-  return x_BTD, (ids_BT, probe_BS)
 
 
 def _looked_up_backward(kept, d_BTD):
@@ -122,7 +112,7 @@ def _looked_up_backward(kept, d_BTD):
   return d_BTD, None, _first_shard(squares_B, probe_BS.shape[1])
 
 
-looked_up.defvjp(_looked_up_forward, _looked_up_backward)
+looked_up.defvjp(lambda x_BTD, ids_BT, probe_BS: (x_BTD, (ids_BT, probe_BS)), _looked_up_backward)
 
 
 def _table_square(ids_T: jax.Array, d_TD: jax.Array) -> jax.Array:
@@ -134,20 +124,13 @@ def _table_square(ids_T: jax.Array, d_TD: jax.Array) -> jax.Array:
   return jnp.square(summed_TD).sum()
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 4))
 def product(
   x: jax.Array, kernel: jax.Array, num_inputs: int, probe_BS: jax.Array, axes: LogicalAxes
 ) -> jax.Array:
   """As `projected`: (B, T, *in) → (B, T, *out), by a kernel of logical `axes` that is measured."""
-  return _product(x, kernel, probe_BS, num_inputs, axes)
-
-
-def _multiplied(x, kernel, probe_BS, num_inputs, axes):
   del probe_BS, axes
   return projected(x, kernel, num_inputs)
-
-
-def _product_forward(x, kernel, probe_BS, num_inputs, axes):
-  return _multiplied(x, kernel, probe_BS, num_inputs, axes), (x, kernel, probe_BS)
 
 
 def _product_backward(num_inputs, axes, kept, d_y):
@@ -164,8 +147,13 @@ def _product_backward(num_inputs, axes, kept, d_y):
   return d_x, d_kernel, squares_BS
 
 
-_product = jax.custom_vjp(_multiplied, nondiff_argnums=(3, 4))
-_product.defvjp(_product_forward, _product_backward)
+product.defvjp(
+  lambda x, kernel, num_inputs, probe_BS, axes: (
+    projected(x, kernel, num_inputs),
+    (x, kernel, probe_BS),
+  ),
+  _product_backward,
+)
 
 
 def is_ghost(length: int, inputs: int, outputs: int) -> bool:
@@ -265,12 +253,8 @@ def given_out(x: jax.Array, policy: Policy, probe: Probe | None) -> jax.Array:
 
 
 def histograms(tree: Any, layered: Any) -> Any:
-  """Of every leaf of a tree: float32[N], or [L, N] of stacked layers.
-
-  Args:
-    tree: arrays.
-    layered: a tree of booleans like it, of which leaves are stacked.
-  """
+  """Returns that of every leaf of a tree: float32[N], or [L, N] of leaves that are stacked, by the tree of
+  booleans `layered`."""
   return jax.tree.map(
     lambda x, is_stacked: jax.vmap(histogram)(x) if is_stacked else histogram(x), tree, layered
   )

@@ -156,12 +156,9 @@ def _by_default(name: str) -> str:
 
 
 def offload_obstacle(config: ModelConfig, platform: str, *, is_pipeline: bool) -> str | None:
-  """Why activations cannot be kept on the host, and what would work; None if they can or need not.
+  """Returns why activations cannot be kept on the host, and what would work; None if they can or need not.
 
-  Args:
-    config: the model.
-    platform: of the devices, as jax calls it.
-    is_pipeline: whether a pipeline keeps a stage's activations itself.
+  A pipeline keeps a stage's activations itself.
   """
   found = kept(config) if config.remat_policy != "explore" else None
   if found is None or not found.on_host:

@@ -19,12 +19,7 @@ _SHOWN = 4
 def frozen_paths(
   paths: Collection[Path], patterns: Sequence[str], config: ModelConfig
 ) -> frozenset[Path]:
-  """The parameters that stay as they are.
-
-  Args:
-    paths: of all parameters.
-    patterns: those of the key `trainable`; adapters train whatever it says.
-    config: the model, for its lora_rank.
+  """Returns the parameters that stay as they are: those that no pattern matches, but for adapters.
 
   Raises:
     UserError: a pattern matches nothing.

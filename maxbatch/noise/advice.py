@@ -16,7 +16,7 @@ _CAVEAT = "a heuristic (McCandlish et al. 2018), verify with python -m maxbatch.
 def advice(
   estimate: Estimate, batch: int, tokens_per_sample: float, left_out: Sequence[str] = ()
 ) -> str:
-  """The noise scale in samples and tokens, its interval, and the effect of another batch size.
+  """Returns the noise scale in samples and tokens, its interval, and the effect of another batch size.
 
   Args:
     estimate: of the whole model, measured or predicted.

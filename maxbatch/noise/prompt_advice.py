@@ -47,14 +47,8 @@ class _Sizes(NamedTuple):
 def prompt_advice(
   estimate: Estimate, sampling: Interval | None, prompts: int, generations: int
 ) -> str:
-  """The noise scale in prompts, what sampling has in it, and the effect of other sizes.
-
-  Args:
-    estimate: of the whole model, in prompts of so many completions.
-    sampling: the share of the noise that is by sampling; None: not known.
-    prompts: of a step now.
-    generations: completions of each.
-  """
+  """Returns the noise scale in prompts of so many completions, what sampling has in it, and the effect of
+  other sizes; `sampling` is the share of the noise that is by sampling, None if it is not known."""
   now, scale = _Sizes(prompts, generations), estimate.scale
   if sampling is None:
     return unknown(estimate, prompts)

@@ -41,7 +41,9 @@ class PromptMoments:
 def prompt_moments(
   prompts: int, generations: int, share: float, halves: float, small: float, big: float
 ) -> PromptMoments | None:
-  """The estimates from squared norms of a step's mean gradient and of its parts.
+  """Returns the estimates from squared norms of a step's mean gradient and of its parts.
+
+  None with fewer than two microbatches, or a gradient that is not finite.
 
   Args:
     prompts: P.
@@ -51,9 +53,6 @@ def prompt_moments(
       all microbatches.
     small: Σ |part of a microbatch|², each of whole groups.
     big: |the whole|².
-
-  Returns:
-    None with fewer than two microbatches, or a gradient that is not finite.
   """
   whole = moments(prompts, share, small, big)
   if whole is None:

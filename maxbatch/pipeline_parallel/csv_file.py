@@ -40,12 +40,7 @@ def to_csv(table: Timetable) -> str:
 
 
 def from_csv(text: str, shape: TimetableShape, name: str) -> Timetable:
-  """Reads a timetable from CSV. Idle rows and the columns of slots may be left out.
-
-  Args:
-    text: the file's text.
-    shape: the sizes that the timetable must have.
-    name: the file's name, for messages.
+  """Returns the timetable of a file's text. Idle rows and the columns of slots may be left out.
 
   Raises:
     UserError: the text is not such a table. Whether it can be run, simulator.py checks.

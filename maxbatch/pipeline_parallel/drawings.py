@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from maxbatch.pipeline_parallel.cost import BACKWARD_TWICE_FORWARD, PassCosts, tick_times
-from maxbatch.pipeline_parallel.timetable import Backward, Cell, Forward, ModelChunk, Timetable
+from maxbatch.pipeline_parallel.timetable import Backward, Forward, ModelChunk, Timetable
 from maxbatch.plots.chart import Bars, Chart, Panel
 
 _WIDTH = 100
@@ -20,7 +20,10 @@ def text_diagram(table: Timetable) -> str:
   An entry is the number of a microbatch; with several repeats, `repeat.microbatch`.
   """
   with_repeat = table.shape.repeats > 1
-  cells = [[_pair(cell, with_repeat) for cell in row] for row in table.ticks]
+  cells = [
+    [(_text(cell.forward, with_repeat), _text(cell.backward, with_repeat)) for cell in row]
+    for row in table.ticks
+  ]
   longest = max((len(text) for row in cells for pair in row for text in pair), default=1)
   width = 1 + max(longest, len(str(len(cells) - 1)))
   label_width = len(f"stage {table.shape.stages - 1}  F")
@@ -48,10 +51,6 @@ def _block(cells: list[list[tuple[str, str]]], start: int, label_width: int, wid
       row = "".join(cell[stage][line].rjust(width) for cell in cells)
       lines.append(f"{name.ljust(label_width - 1)}{letter}{row}")
   return "\n".join(lines)
-
-
-def _pair(cell: Cell, with_repeat: bool) -> tuple[str, str]:
-  return _text(cell.forward, with_repeat), _text(cell.backward, with_repeat)
 
 
 def _text(entry: Forward | Backward | None, with_repeat: bool) -> str:

@@ -48,11 +48,12 @@ class PipelineReport:
   """Bytes of one microbatch's residuals on one device; None unless pipeline_stash=residuals."""
 
   def __str__(self) -> str:
+    entries = "repeat.microbatch" if self.table.shape.repeats > 1 else "by microbatch"
     parts = [
       "\n".join([f"Pipeline  {self.source}", *self._sizes(), *self._costs()]),
       comparison(self.config, self.plan),
       self._choices(),
-      f"Timetable, F forward, B backward, {_entries(self.table)}\n{text_diagram(self.table)}",
+      f"Timetable, F forward, B backward, {entries}\n{text_diagram(self.table)}",
       NOT_MEASURED,
     ]
     return "\n\n".join(parts)
@@ -236,10 +237,6 @@ def _layer_weights(model: ModelConfig) -> int:
   heads = 2 * model.base_num_query_heads + 2 * model.base_num_kv_heads
   matrices = 2 if model.mlp_activation == "gelu" else 3
   return model.base_emb_dim * (heads * model.head_dim + matrices * model.base_mlp_dim)
-
-
-def _entries(table: Timetable) -> str:
-  return "repeat.microbatch" if table.shape.repeats > 1 else "by microbatch"
 
 
 def _mib(size: int) -> str:

@@ -37,11 +37,9 @@ class Outcome:
 
 
 def run(table: Timetable, limits: BufferLimits | None = None) -> Outcome:
-  """Simulates the timetable to its end or to its first fault.
+  """Simulates any timetable, with its slots if it has them, to its end or to its first fault.
 
-  Args:
-    table: any timetable; its slots are checked too, if it has them.
-    limits: the most that a stage may hold at once; None for no limits.
+  A stage may hold `limits` at once; None: any number.
   """
   simulator = _Simulator(table, limits)
   try:

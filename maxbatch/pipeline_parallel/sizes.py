@@ -140,11 +140,9 @@ class EvalMicrobatches(NamedTuple):
 
 
 def eval_microbatches(pipeline: Pipeline, rows: int) -> EvalMicrobatches:
-  """Microbatches as large as in training, or smaller if there were too few to fill the stages.
+  """Returns microbatches as large as in training, or smaller if there were too few to fill the stages.
 
-  Args:
-    pipeline: the pipeline of the run.
-    rows: samples of the batch in each group of devices with the same samples, at least 1.
+  `rows` are the samples of the batch in each group of devices with the same samples, at least 1.
   """
   min_microbatches = pipeline.forwarding_delay * pipeline.stages
   count = max(-(-rows // pipeline.rows), min(rows, min_microbatches))

@@ -78,12 +78,10 @@ def buffer_capacity(pipeline: Pipeline) -> BufferLimits:
 
 @functools.lru_cache(maxsize=32)
 def step_arrays(pipeline: Pipeline, num_microbatches: int) -> TimetableArrays:
-  """The timetable of a step, padded to the length that all steps of the run share.
+  """Returns the timetable of a step, padded to the length that all steps of the run share.
 
-  Args:
-    pipeline: the pipeline of the run.
-    num_microbatches: gradient accumulation steps in the timetable. 0 gives a timetable without
-      ticks, with which the rest of a step is timed alone.
+  0 microbatches of gradient accumulation give a timetable without ticks, with which the rest of a step
+  is timed alone.
   """
   if num_microbatches == 0:
     return step_arrays(pipeline, pipeline.max_num_microbatches)._replace(num_ticks=np.int32(0))
@@ -102,12 +100,9 @@ def forward_only_arrays(pipeline: Pipeline, microbatches: int) -> TimetableArray
 
 
 def timetable_arrays(table: Timetable, capacity: BufferLimits, length: int) -> TimetableArrays:
-  """The arrays of a timetable with slots.
+  """Returns the arrays, of `length` ticks or more than the timetable has, of one with slots and no faults.
 
-  Args:
-    table: a timetable without faults.
-    capacity: slots of every stage's buffers, without the last one for unused values.
-    length: ticks of the arrays, at least those of the timetable.
+  `capacity`: slots of every stage's buffers, without the last one for unused values.
   """
   arrays = _idle_arrays((length, table.shape.stages), capacity)
   _set_forwards(table, arrays)

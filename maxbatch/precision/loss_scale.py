@@ -88,7 +88,8 @@ def scaling_of(config: PrecisionConfig) -> LossScaling | None:
   """
   scale = config.loss_scale
   if scale == "auto":
-    scale = "dynamic" if _is_float16(config) else "none"
+    formats = (compute_format(config).name, config.grad_dtype)
+    scale = "dynamic" if "float16" in formats else "none"
   if scale == "none":
     return None
   is_dynamic = scale == "dynamic"
@@ -104,10 +105,6 @@ def scaling_of(config: PrecisionConfig) -> LossScaling | None:
     backoff_factor=config.loss_scale_backoff_factor,
     max_skipped_in_a_row=config.max_consecutive_skipped_steps,
   )
-
-
-def _is_float16(config: PrecisionConfig) -> bool:
-  return "float16" in (compute_format(config).name, config.grad_dtype)
 
 
 def _check_dynamic(config: PrecisionConfig) -> None:

@@ -10,15 +10,11 @@ from maxbatch.precision.formats import Format
 
 
 def rounded(x: jax.Array, to: Format) -> jax.Array:
-  """float32 numbers as the nearest of a narrower format, of two equally near the even one.
+  """Returns float32 numbers as the nearest of a narrower format, of two equally near the even one.
 
   Numbers beyond its range become infinite, as IEEE 754 does it: a run then sees that they were. Those
   below its normal numbers become its subnormal ones, which jax.lax.reduce_precision alone would set
   to zero.
-
-  Args:
-    x: float32 of any shape.
-    to: a format with fewer exponent and mantissa bits than float32 has.
   """
   normal = jax.lax.reduce_precision(x, to.exponent_bits, to.mantissa_bits)
   # Both products are exact: by powers of two, of numbers that float32 holds with bits to spare.
@@ -39,14 +35,10 @@ emulated.defvjp(
 
 
 def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:
-  """float32 as one of the two bfloat16 numbers around it, the nearer one more often.
+  """Returns float32 as one of the two bfloat16 numbers around it, the nearer one more often.
 
   The probabilities are such that the result is x on average (Gupta et al. 2015; Zamirai et al. 2020
   for weights): small updates are not lost, but made now and then. What bfloat16 holds is unchanged.
-
-  Args:
-    x: float32 of any shape.
-    key: of the draws, one for each element.
   """
   draws = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
   # Of the magnitude's bits the lower half is what is rounded; a carry is the larger neighbour.
@@ -56,12 +48,9 @@ def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def stochastically_updated(parameters: Any, updates: Any, key: jax.Array) -> Any:
-  """Parameters plus their updates, those kept in bfloat16 stochastically rounded.
+  """Returns parameters plus their float32 updates, those kept in bfloat16 stochastically rounded.
 
-  Args:
-    parameters: a tree of arrays.
-    updates: float32, a tree like it.
-    key: of the draws; the same key rounds the same way, however devices divide the arrays.
+  The same key rounds the same way, however devices divide the arrays.
   """
   leaves, structure = jax.tree.flatten(parameters)
   keys = (jax.random.fold_in(key, index) for index in range(len(leaves)))

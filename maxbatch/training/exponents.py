@@ -27,14 +27,10 @@ from maxbatch.training.step import Trainer, eval_shardings
 
 
 def exponents(trainer: Trainer, parameters: Parameters, rows: Rows) -> list[Exponents]:
-  """What a backward pass in float32 through a microbatch meets, by tensor and layer.
+  """Returns what a backward pass in float32 through a microbatch (B, T) meets, by tensor and layer.
 
-  All processes must call it.
-
-  Args:
-    trainer: the run's; what its model computes in does not matter.
-    parameters: layers in the model's order.
-    rows: a microbatch (B, T).
+  All processes must call it, with layers in the model's order. What the trainer's model computes in does
+  not matter.
   """
   config, length = trainer.model.config, rows.inputs.shape[1]
   model = build_model(config, length, "exponents", trainer.model.trainable)

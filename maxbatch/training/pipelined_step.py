@@ -48,7 +48,7 @@ def pipelined_gradients(
   metrics: Metrics = NO_METRICS,
   scale: jax.Array | None = None,
 ) -> tuple[Parameters, Sums]:
-  """Gradients and loss, summed over all tokens of the timetable's microbatches.
+  """Returns gradients and loss, summed over all tokens of the timetable's microbatches.
 
   Args:
     model: the model.
@@ -96,16 +96,8 @@ def pipelined_sums(
   rows: Rows,
   metrics: Metrics = NO_METRICS,
 ) -> Sums:
-  """Loss, without dropout and z-loss, weight and metrics, summed over all tokens.
-
-  Args:
-    model: the model.
-    pipeline: how layers and batch are divided.
-    mesh: the devices.
-    params: the parameters, the layers in the order of the stages.
-    rows: any batch (B, T) with B divided over the data and fsdp axes.
-    metrics: those whose sums are formed.
-  """
+  """Returns loss, without dropout and z-loss, weight and metrics, summed over all tokens of any batch
+  (B, T) with B divided over the data and fsdp axes; the layers are in the order of the stages."""
   sizes = eval_microbatches(
     pipeline, rows.inputs.shape[0] // mesh.shape["data"] // mesh.shape["fsdp"]
   )

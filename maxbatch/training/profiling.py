@@ -22,13 +22,7 @@ class Profiler:
   """Traces some steps of a run; a context manager. In other processes than the first it waits alike."""
 
   def __init__(self, config: ProfilingConfig, folder: Path, begins: int):
-    """Nothing is traced yet.
-
-    Args:
-      config: whether, and which steps after the first one of this start.
-      folder: for the trace.
-      begins: the step after which this start begins.
-    """
+    """Traces nothing yet, in a start that begins after step `begins`."""
     first = begins + config.skip_first_n_steps_for_profiler
     self._steps = Traced(first, first + config.profiler_steps) if config.profiler else None
     self._folder, self._is_tracing = folder, False

@@ -22,12 +22,10 @@ NONE_WRONG = np.iinfo(np.int32).max
 
 
 def first_wrong_row(rows: Rows) -> jax.Array | None:
-  """The place m·B + b of the first row that is not what was read for its sample, as int32.
+  """Returns the place m·B + b of the first row that is not what was read for its sample, as int32.
 
   NONE_WRONG if all are right; None if no loader made the rows, so that nothing is known of them.
-
-  Args:
-    rows: microbatches (k, B, T), those beyond the step's filled up with zeros; or a batch (B, T).
+  Microbatches (k, B, T) beyond the step's are zeros; rows may also be a batch (B, T).
   """
   if rows.checksums is None:
     return None

@@ -18,7 +18,7 @@ a kernel, has a dim of the devices, which is found by computing the shapes witho
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -73,13 +73,9 @@ def layers_vjp(
 def stage_residuals(
   parts: ModelParts, rest: FlatParams, stage_input: StageInput, indices: Sequence[int | None]
 ) -> tuple[Residual, ...]:
-  """The leaves of the vjp that have an index, in the order of the indices.
+  """Returns the leaves of the vjp that have an index among the residuals, in the order of the indices.
 
-  Args:
-    parts: the model.
-    rest: parameters outside of the layers.
-    stage_input: shapes of the input of a model chunk.
-    indices: for each leaf of the vjp its index among the residuals, None if it is not kept.
+  None stands for a leaf that is not kept; `stage_input` are shapes.
   """
   leaves, sizes = _vjp_leaves(parts, rest, stage_input), auto_axis_sizes()
   axes: list[LogicalAxes] = [(None,) * leaf.ndim for leaf in leaves]
@@ -155,46 +151,13 @@ def _mesh_without_tensor() -> AbstractMesh:
 Arrays = tuple[jax.Array, ...]
 
 
-class Stash(Protocol):
-  """How a forward and its backward are computed, and what is kept between them."""
-
-  @property
-  def residuals(self) -> tuple[Residual, ...]:
-    """The residuals that are kept of one microbatch."""
-    ...
-
-  def forward(self, stage_input: StageInput) -> tuple[jax.Array, Arrays]:
-    """The output, and the residuals."""
-    ...
-
-  def backward(
-    self, stage_input: StageInput, arrays: Arrays, d_y_RTD: jax.Array
-  ) -> tuple[FlatParams, jax.Array]:
-    """Gradients of the layers' parameters and of their input."""
-    ...
-
-
-def make_stash(name: str, parts: ModelParts, rest: FlatParams, stage_input: StageInput) -> Stash:
-  """The stash of `pipeline_stash=name` for these layers.
-
-  Args:
-    name: input or residuals.
-    parts: the model.
-    rest: parameters outside of the layers.
-    stage_input: shapes of the input of a model chunk.
-  """
-  return (
-    InputStash(parts, rest) if name == "input" else _make_residual_stash(parts, rest, stage_input)
-  )
-
-
 @dataclasses.dataclass(frozen=True)
 class InputStash:
   """Keeps no residuals; the input itself is in the buffers of tick.py."""
 
   parts: ModelParts
   rest: FlatParams
-  residuals = ()
+  residuals: tuple[Residual, ...] = ()
 
   def forward(self, stage_input: StageInput) -> tuple[jax.Array, Arrays]:
     """The output, without residuals."""
@@ -245,6 +208,16 @@ class ResidualStash:
       next(recomputed) if index is None else arrays[index] for index in self.residual_indices
     ]
     return jax.tree.unflatten(self.vjp_fn, leaves)(d_y_RTD)
+
+
+Stash = InputStash | ResidualStash
+
+
+def make_stash(name: str, parts: ModelParts, rest: FlatParams, stage_input: StageInput) -> Stash:
+  """Returns the stash of `pipeline_stash=name` for layers of an input of these shapes."""
+  return (
+    InputStash(parts, rest) if name == "input" else _make_residual_stash(parts, rest, stage_input)
+  )
 
 
 def _make_residual_stash(
