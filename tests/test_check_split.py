@@ -223,7 +223,7 @@ def test_what_is_wrong_is_named_with_its_cause(loss, seed, size):
   assert {one.cause for one in found.findings} == {BROKEN[loss]}, str(found)
   [term] = [one for one in found.findings if one.what.startswith("term")]
   assert term.gradient_errors["single rows"] > 1e-3
-  assert CAUSES[BROKEN[loss]] in str(found)
+  assert str(CAUSES[BROKEN[loss]]) in str(found)
   with pytest.raises(ValueError, match=f"^{term.what} depends on the split"):
     found.raise_if_any()
 

@@ -22,8 +22,8 @@ from maxbatch.core.split_probe import (
   Results,
   Tolerances,
   difference,
-  leaf_squares,
   norm,
+  perturbed,
   results,
   tolerances,
 )
@@ -115,7 +115,7 @@ def check_split(
     rows: a pytree of arrays (N, …), at least 4 rows, all different; of more, a multiple of 4 is
       taken.
     keys: one random key for each row (N,); None: some.
-    devices: two of them are replicas; None: all that there are.
+    devices: two of them are replicas; None: those of this process.
 
   Raises:
     ValueError: there are too few rows, or the batch in one piece has no finite gradient.
@@ -125,7 +125,7 @@ def check_split(
   if not num_rows:
     raise ValueError(f"a batch of {given} rows cannot be split; give it at least 4")
   keys = sample_keys(jax.random.key(0), np.arange(num_rows)) if keys is None else keys[:num_rows]
-  devices = jax.devices() if devices is None else devices
+  devices = jax.local_devices() if devices is None else devices
   # Else a TPU rounds products to bfloat16, which comes near what is looked for.
   with jax.default_matmul_precision("highest"):
     return _Check(Probe(loss, params, rows, keys), devices).report()
@@ -138,6 +138,7 @@ class _Check:
     self._probe, self._devices = probe, devices
     whole = probe.sums(probe.every_row)
     self._terms, self._whole = list(whole.terms), results(whole)
+    self._parametric = _depend_on_parameters(probe, whole)
     if not all(np.isfinite(g).all() for g in self._whole.gradients):
       raise ValueError("the gradient of the batch in one piece is not finite")
     splits = _splits(probe)
@@ -159,8 +160,7 @@ class _Check:
         name = what.split('"')[1]
         found.append(Finding(what, self._cause(name, list(errors), is_stat=True), errors))
     found += [
-      Finding(f"denominator of {_term(name)}", "parameters", {})
-      for name in _depend_on_parameters(self._probe, self._terms)
+      Finding(f"denominator of {_term(name)}", "parameters", {}) for name in self._parametric
     ]
     if gradient and not found:
       found.append(Finding("the objective", "unknown", {}, gradient))
@@ -225,25 +225,14 @@ def _splits(probe: Probe) -> dict[str, Accumulated]:
   return {name: probe.sums(split) for name, split in splits.items()}
 
 
-def _depend_on_parameters(probe: Probe, terms: Sequence[str]) -> list[str]:
-  """Returns the terms whose denominator has a gradient."""
-
-  @jax.jit
-  def slopes(params: Any, rows: Any, keys: jax.Array) -> Any:
-    def denominators(params: Any) -> Any:
-      return {
-        name: term.denominator.sum().astype(np.float32)
-        for name, term in probe.loss(params, rows, keys)[0].items()
-      }
-
-    _, vjp = jax.vjp(denominators, params)
-    return {
-      name: leaf_squares(vjp({other: np.float32(other == name) for other in terms})[0]).sum()
-      for name in terms
-    }
-
-  found = jax.device_get(slopes(probe.params, *probe.take(np.arange(probe.num_rows))))
-  return [name for name in terms if found[name] != 0]
+def _depend_on_parameters(probe: Probe, whole: Accumulated) -> list[str]:
+  """Returns the terms whose denominator is another one for other parameters."""
+  other = probe.sums(probe.every_row, perturbed(probe.params, 0.01))
+  return [
+    name
+    for name, term in whole.terms.items()
+    if not np.array_equal(term.denominator, other.terms[name].denominator)
+  ]
 
 
 def _term(name: str) -> str:

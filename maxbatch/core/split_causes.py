@@ -8,8 +8,9 @@ AB is the batch in two halves, AA its first half twice; a and b are the first an
 """
 
 import functools
+import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -36,34 +37,74 @@ Cause = Literal[
   "unknown",
 ]
 
-CAUSES: dict[Cause, str] = {
-  "state": "a counter or other state: the same rows give another result when the loss is traced "
-  "again. Everything that it reads belongs into params, rows or keys",
-  "keys": "random numbers drawn by a row's place (one key for all rows, or a key from a counter). "
-  "Draw those of each row from its own key: jax.vmap over keys",
-  "order": "rows that compete with one another, in their order, as tokens for an expert's capacity. "
-  "Give each row a capacity of its own, or drop nothing",
-  "mean": "a mean of means: it hands out a mean over the rows that it sees, or divides by a "
-  "microbatch's own denominator. Hand out the sum as numerator, and what it is divided by as "
-  "denominator",
-  "product": "a product of two sums or means over the rows that it sees, as f·P of a balance loss: "
-  "the product of a microbatch is not a part of the batch's. One factor must be known of the "
-  "whole step before (the last step's, or a first pass), or the loss be formed within each row",
-  "statistics": "statistics over the batch, as batch normalization: a row's result depends on the "
-  "rows beside it. Normalize within a row, or take running statistics",
-  "comparison": "rows compared with one another, as in-batch negatives: a row has other partners in "
-  "another microbatch. Take them from within a row, or keep the batch in one microbatch",
-  "constant": "a part that is the same for any rows, as a penalty on the parameters: it is added once "
-  "for each microbatch. Multiply it by what the denominator counts",
-  "padding": "rows of zeros count: they are what fills the last microbatch. Multiply by a weight that "
-  "is 0 there",
-  "denominator": "a denominator that is not a sum over the rows (a constant, or a mean). Hand out "
-  "what these rows alone contribute, as their number of tokens",
-  "parameters": "it depends on the parameters, and the gradient is taken of numerators alone",
-  "maximum as sum": "a maximum in a Sum. Hand it out as a Max",
-  "sum as maximum": "a sum in a Max. Hand it out as a Sum, or as a Ratio if it is to be a mean",
-  "replicas": "something that differs between devices, as a collective or the device's index",
-  "unknown": "not known",
+
+class Explanation(NamedTuple):
+  """A cause in words."""
+
+  what: str
+  remedy: str
+
+  def __str__(self) -> str:
+    return f"{self.what}. {self.remedy}" if self.remedy else self.what
+
+
+CAUSES: dict[Cause, Explanation] = {
+  "state": Explanation(
+    "a counter or other state: the same rows give another result when the loss is traced again",
+    "Everything that it reads belongs into params, rows or keys",
+  ),
+  "keys": Explanation(
+    "random numbers drawn by a row's place (one key for all rows, or a key from a counter)",
+    "Draw those of each row from its own key: jax.vmap over keys",
+  ),
+  "order": Explanation(
+    "rows that compete with one another in their order, as tokens for an expert's capacity",
+    "Give each row a capacity of its own, or drop nothing",
+  ),
+  "mean": Explanation(
+    "a mean of means: it hands out a mean over the rows that it sees, or divides by their own "
+    "denominator",
+    "Hand out the sum as numerator, and what it is divided by as denominator",
+  ),
+  "product": Explanation(
+    "a product of two sums or means over the rows that it sees, as f·P of a balance loss",
+    "The products of microbatches do not add up to the batch's: know one factor of the whole step "
+    "before (from the last step, or a first pass), or form the loss within each row",
+  ),
+  "statistics": Explanation(
+    "statistics over the batch, as batch normalization",
+    "A row's result depends on the rows beside it: normalize within a row, or by running statistics",
+  ),
+  "comparison": Explanation(
+    "rows compared with one another, as in-batch negatives",
+    "A row has other partners in another microbatch: take them from within a row, or keep the batch "
+    "in one microbatch",
+  ),
+  "constant": Explanation(
+    "a part that is the same for any rows, as a penalty on the parameters",
+    "It is added once for each microbatch: multiply it by what the denominator counts",
+  ),
+  "padding": Explanation(
+    "rows of zeros that count, with which the last microbatch is filled",
+    "Multiply by a weight that is 0 there",
+  ),
+  "denominator": Explanation(
+    "a denominator that is not a sum over the rows (a constant, or a mean)",
+    "Hand out what these rows alone contribute, as their number of tokens",
+  ),
+  "parameters": Explanation(
+    "a denominator that depends on the parameters",
+    "The gradient is taken of numerators alone",
+  ),
+  "maximum as sum": Explanation("a maximum in a Sum", "Hand it out as a Max"),
+  "sum as maximum": Explanation(
+    "a sum in a Max", "Hand it out as a Sum, or as a Ratio if it is to be a mean"
+  ),
+  "replicas": Explanation(
+    "something that differs between devices, as a collective or a device's index",
+    "Leave the sums over replicas to accumulate",
+  ),
+  "unknown": Explanation("not known", ""),
 }
 
 _LOOSE = 16
@@ -149,7 +190,10 @@ def cause_of(
     return cause
   if PADDED in under and len(under) <= 2:
     return "padding"
-  return "replicas" if list(under) == [REPLICAS] else "unknown"
+  if list(under) == [REPLICAS]:
+    return "replicas"
+  # What is left depends on the number of rows; a shape that random numbers are drawn in does.
+  return "keys" if re.search("random_bits|threefry|rng_bit", probe.program()) else "unknown"
 
 
 def _rule_mismatch(parts: _Parts, probe: Probe, name: str, is_stat: bool) -> Cause | None:
@@ -232,7 +276,7 @@ def _scaling(parts: _Parts) -> Cause | None:
       rest = [2 * h.value - t.value for h, t in zip(halves, twice, strict=True)]
       profiles = [2 * h.profile - t.profile for h, t in zip(halves, twice, strict=True)]
       is_constant = parts.same(*rest) and parts.same(*profiles, one.profile)
-      return "constant" if is_constant else "unknown"
+      return "constant" if is_constant else None
   return "denominator" if not parts.same(two.denominator, 2 * one.denominator) else None
 
 

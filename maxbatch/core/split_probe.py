@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxbatch.core.accumulate import Accumulated, accumulate, divisor
-from maxbatch.core.terms import Loss, Max, Ratio, Stat
+from maxbatch.core.terms import Loss, Max, Ratio, Stat, Stats, Sum, Terms
 
 _ROUNDING = 64 * 2.0**-23
 """What float32 sums in another order may differ by, as a share of the magnitudes in them."""
@@ -23,6 +23,7 @@ _PERTURBATION = 2.0**-22
 _SPREADS = 4
 """What splits may differ by, in differences that such a change makes."""
 _REPLICAS = "data"
+_SIZE = "size of "
 
 
 class Arrangement(NamedTuple):
@@ -81,10 +82,16 @@ class Probe:
     mesh = Mesh(np.array(devices), (_REPLICAS,))
     return self._fetch(self._program(mesh), self.every_row, self.params)
 
+  def program(self) -> str:
+    """Returns the program of the batch in one piece, as traced."""
+    rows, keys = self.take(self.every_row.index_kB)
+    return str(self._run.trace(self.params, rows, np.int32(1), keys).jaxpr)
+
   def _program(self, mesh: Mesh | None = None) -> Any:
     # A function of its own, or jax would take its trace of the loss from before.
     def loss(params: Any, rows: Any, keys_B: Any) -> Any:
-      return self.loss(params, rows, keys_B)
+      terms, stats = self.loss(params, rows, keys_B)
+      return terms, {**stats, **_sizes(terms, stats)}
 
     return jax.jit(accumulate(loss, mesh, replicas=_REPLICAS, squared_norm=leaf_squares))
 
@@ -92,6 +99,26 @@ class Probe:
     index_kB, k, keys_kB = arrangement
     rows, keys = self.take(index_kB, keys_kB)
     return jax.device_get(program(params, rows, np.int32(k), keys))
+
+
+def _sizes(terms: Terms, stats: Stats) -> Stats:
+  """Returns the magnitudes of what some rows add to each value, as statistics of their own."""
+  of_terms = {_SIZE + _term(name): Sum(abs(term.numerator.sum())) for name, term in terms.items()}
+  return of_terms | {_SIZE + _stat(name): _size(stat) for name, stat in stats.items()}
+
+
+def _size(stat: Stat) -> Stat:
+  if isinstance(stat, Max):
+    return Max(jnp.where(jnp.isfinite(stat.largest), abs(stat.largest), 0))
+  return Sum(abs(stat.numerator if isinstance(stat, Ratio) else stat.total))
+
+
+def _term(name: str) -> str:
+  return f'term "{name}"'
+
+
+def _stat(name: str) -> str:
+  return f'statistic "{name}"'
 
 
 class Results(NamedTuple):
@@ -108,10 +135,12 @@ def results(sums: Accumulated) -> Results:
   by = float(divisor(sums.terms))
   gradients = [np.asarray(g, np.float64) / (by or 1.0) for g in jax.tree.leaves(sums.gradients)]
   terms = {
-    f'term "{name}"': np.asarray(quotient(term.numerator.sum(), term.denominator.sum()))
+    _term(name): np.asarray(quotient(term.numerator.sum(), term.denominator.sum()))
     for name, term in sums.terms.items()
   }
-  stats = {f'statistic "{name}"': _value(stat) for name, stat in sums.stats.items()}
+  stats = {
+    _stat(name): _value(stat) for name, stat in sums.stats.items() if not name.startswith(_SIZE)
+  }
   return Results(terms | stats, gradients)
 
 
@@ -124,6 +153,14 @@ def difference(one: np.ndarray, other: np.ndarray) -> float:
   """Returns the norm of the difference; entries that are equal, infinities too, do not differ."""
   with np.errstate(invalid="ignore"):
     return norm(np.where(one == other, 0.0, np.subtract(one, other, dtype=np.float64)))
+
+
+def perturbed(params: Any, by: float) -> Any:
+  """Returns the parameters, each larger or smaller by this share."""
+  random = np.random.default_rng(0)
+  return jax.tree.map(
+    lambda x: (x * (1 + by * random.choice([-1.0, 1.0], x.shape))).astype(x.dtype), params
+  )
 
 
 class Tolerances(NamedTuple):
@@ -146,16 +183,12 @@ def tolerances(probe: Probe, whole: Accumulated, singles: Accumulated) -> Tolera
     whole: the sums of the batch in one piece.
     singles: the sums of its rows one by one.
   """
-  random = np.random.default_rng(0)
-
-  def perturbed(x: np.ndarray) -> np.ndarray:
-    return (x * (1 + _PERTURBATION * random.choice([-1.0, 1.0], x.shape))).astype(x.dtype)
-
   reference = results(whole)
   changed = [
-    results(probe.sums(probe.every_row, jax.tree.map(perturbed, probe.params))) for _ in range(2)
+    results(probe.sums(probe.every_row, perturbed(probe.params, by)))
+    for by in (_PERTURBATION, -_PERTURBATION)
   ]
-  share, magnitudes = _rounding(probe), _magnitudes(probe, whole)
+  share, magnitudes = _rounding(probe), _magnitudes(singles)
   values = {
     what: share * max(magnitudes[what], norm(value[np.isfinite(value)]))
     + _SPREADS * max(difference(one.values[what], value) for one in changed)
@@ -187,33 +220,15 @@ def _row_norms(singles: Accumulated, num_rows: int) -> np.ndarray:
   return np.where(np.isfinite(norms_L), norms_L, 0.0)
 
 
-def _magnitudes(probe: Probe, whole: Accumulated) -> dict[str, float]:
+def _magnitudes(singles: Accumulated) -> dict[str, float]:
   """Returns what each value would be if all rows contributed to it with one sign."""
-
-  @jax.jit
-  def of_rows(params: Any, rows: Any, keys: jax.Array) -> Any:
-    return jax.lax.map(lambda one: probe.loss(params, *one), (rows, keys))
-
-  index = np.arange(probe.num_rows)[:, None]
-  terms, stats = jax.device_get(of_rows(probe.params, *probe.take(index)))
-  found = {f'term "{n}"': _magnitude(term, whole.terms[n], True) for n, term in terms.items()}
-  return found | {
-    f'statistic "{n}"': _magnitude(stat, whole.stats[n], False) for n, stat in stats.items()
-  }
-
-
-def _magnitude(of_rows: Stat, whole: Stat, is_term: bool) -> float:
-  if isinstance(of_rows, Ratio):
-    assert isinstance(whole, Ratio)
-    size, by = np.abs(of_rows.numerator).sum(0), np.asarray(whole.denominator)
-    size, by = (size.sum(), by.sum()) if is_term else (size, by)
-    found = quotient(size, np.abs(by))
-  elif isinstance(of_rows, Max):
-    found = np.abs(of_rows.largest).max(0)
-  else:
-    found = np.abs(of_rows.total).sum(0)
-  found = np.asarray(found)
-  return norm(found[np.isfinite(found)])
+  sizes = {name: _value(singles.stats[_SIZE + name]) for name in results(singles).values}
+  for name, term in singles.terms.items():
+    sizes[_term(name)] = quotient(sizes[_term(name)], abs(term.denominator.sum()))
+  for name, stat in singles.stats.items():
+    if isinstance(stat, Ratio):
+      sizes[_stat(name)] = quotient(sizes[_stat(name)], abs(stat.denominator))
+  return {name: norm(size[np.isfinite(size)]) for name, size in sizes.items()}
 
 
 def _value(stat: Stat) -> np.ndarray:
@@ -230,7 +245,7 @@ def quotient(numerator: Any, denominator: Any) -> Any:
 
 def _rounding(probe: Probe) -> float:
   """Returns the relative rounding of the loss's sums, by the shortest format in its program."""
-  program = str(jax.make_jaxpr(probe.loss)(probe.params, *probe.take(np.arange(2))))
+  program = probe.program()
   short = [jnp.finfo(jnp.bfloat16).eps] if re.search(r"\bbf16\[", program) else []
   short += [jnp.finfo(jnp.float16).eps] if re.search(r"\bf16\[", program) else []
   return _ROUNDING + _LOW_ROUNDING * float(max(short, default=0.0))

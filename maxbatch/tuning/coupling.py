@@ -1,4 +1,4 @@
-"""Finds models whose loss of a batch is not the sum of its samples' losses, before they are split.
+"""Finds models that depend on how a batch is split, before they are split: check_split on a tiny one.
 
 Batch normalization and the like make a sample's loss depend on the samples beside it. A step of
 such a model in several microbatches, over replicas that each see rows of their own, or in a pipeline
@@ -12,13 +12,15 @@ from fractions import Fraction
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.batch.from_config import plan_batches
 from maxbatch.config.schema import BatchConfig, Config, ModelConfig
+from maxbatch.core.check_split import check_split
 from maxbatch.core.keys import counted, text
 from maxbatch.core.plan import BatchPlan
+from maxbatch.core.split_causes import CAUSES, Cause
+from maxbatch.core.terms import Ratio, Terms
 from maxbatch.core.topology import Topology
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
@@ -30,8 +32,6 @@ SHIPPED = frozenset(MODELS)
 """Models known not to couple samples, by test: looking again would cost every start a second."""
 
 _ROWS, _LENGTH, _VOCABULARY, _HEAD_DIM, _LAYERS = 4, 16, 32, 4, 2
-_TOLERANCE = 1e-4
-"""As a share of the loss. Rounding is below 1e-6; batch normalization is at 1e-2 and more."""
 _SPREAD = 0.5
 """Standard deviation of the parameters: large enough that every part of the model matters."""
 
@@ -51,29 +51,26 @@ def resolve_accumulation(config: Config, topology: Topology) -> Config:
   if config.model.decoder_block in SHIPPED or not (chooses or splits):
     return config
   try:
-    coupled = couples_samples(
-      config.model, config.batch.max_target_length, packing=config.data.segmented
-    )
+    cause = coupling(config.model, config.batch.max_target_length, packing=config.data.segmented)
   except UserError as error:
     _warn(f"decoder_block={config.model.decoder_block} was not tried at a small size: {error}")
     return config
-  if not coupled:
+  if cause is None:
     return config
+  coupled = _coupled(config, cause)
   if splits:
     reasons, offers = zip(*splits, strict=True)
-    raise UserError(
-      f"{_coupled(config)}, but {' and '.join(reasons)}; for example {' '.join(offers)}"
-    )
-  _warn(f"{_coupled(config)}: micro_batch_size=none instead of {asked(config.batch)}")
+    raise UserError(f"{coupled}, but {' and '.join(reasons)}; for example {' '.join(offers)}")
+  _warn(f"{coupled}: micro_batch_size=none instead of {asked(config.batch)}")
   batch = dataclasses.replace(config.batch, micro_batch_size="none")
   return dataclasses.replace(config, batch=batch)
 
 
-def couples_samples(config: ModelConfig, length: int, *, packing: bool = True) -> bool:
-  """Whether the loss of a batch differs from the sum over its two halves.
+def coupling(config: ModelConfig, length: int, *, packing: bool = True) -> Cause | None:
+  """Returns why the model's loss or gradient depends on how a batch is split; None: it does not.
 
-  One small program on the first device: the registered model with every option as configured,
-  dropout too (its masks belong to the samples), but with tiny sizes, in float32.
+  On the first device: the registered model with every option as configured, dropout too (its masks
+  belong to the samples), but with tiny sizes, in float32.
 
   Args:
     config: the model.
@@ -84,18 +81,15 @@ def couples_samples(config: ModelConfig, length: int, *, packing: bool = True) -
     UserError: the model cannot be built.
   """
   model = build_model(tiny(config), min(length, _LENGTH))
+
+  def loss(parameters: Parameters, rows: Rows, keys_B: jax.Array | None) -> tuple[Terms, Any]:
+    del keys_B
+    total = loss_sum(model, parameters, rows, jax.random.key(0))
+    return {"loss": Ratio(total, rows.weights.sum())}, {}
+
   rows = _rows(min(length, _LENGTH), packing)
-  halves = [jax.tree.map(lambda x, at=at: x[at :: _ROWS // 2], rows) for at in range(2)]
-
-  @jax.jit
-  def losses(parameters: Parameters, batches: list[Rows]) -> jax.Array:
-    key = jax.random.key(0)
-    # Else a TPU rounds products to bfloat16, which comes near what is looked for.
-    with jax.default_matmul_precision("highest"):
-      return jnp.stack([loss_sum(model, parameters, batch, key) for batch in batches])
-
-  whole, *parts = np.asarray(losses(_parameters(model), [rows, *halves]), np.float64)
-  return bool(abs(whole - sum(parts)) > _TOLERANCE * abs(whole))
+  found = check_split(loss, _parameters(model), rows, devices=jax.local_devices()[:1]).findings
+  return found[0].cause if found else None
 
 
 def tiny(config: ModelConfig) -> ModelConfig:
@@ -206,11 +200,11 @@ def _asks_for_microbatches(batch: BatchConfig) -> tuple[str, str]:
   return "the batch schedule", "batch_schedule=[] batch_schedule_type=constant"
 
 
-def _coupled(config: Config) -> str:
+def _coupled(config: Config, cause: Cause) -> str:
   return (
-    f"decoder_block={config.model.decoder_block} couples the samples of a batch (the loss of "
-    f"{_ROWS} rows is not the sum of the losses of {_ROWS // 2} and {_ROWS // 2}, as with batch "
-    "normalization), so its step cannot be split"
+    f"decoder_block={config.model.decoder_block} couples the samples of a batch (what {_ROWS} rows "
+    f"give depends on how they are split; likely cause: {CAUSES[cause].what}), so its step cannot be "
+    "split"
   )
 
 
