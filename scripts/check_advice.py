@@ -31,7 +31,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from runs_to_a_loss import crossing, lowest_on_grid, mean_noise_scale
+from runs_to_a_loss import (
+  crossing,
+  lowest_on_grid,
+  mean_noise_scale,
+  overhead_with,
+  samples_with,
+  steps_with,
+)
 
 from maxbatch.batch.from_config import plan_batches
 from maxbatch.compile import cache
@@ -373,8 +380,8 @@ def of_batches(level: Level) -> list[str]:
     seeds = ", ".join(f"{one:,.0f}" for one in found)
     lines.append(
       f"| {batch} | {level.rates[batch]:.2g} | {mean / batch:,.0f} | {seeds} "
-      f"| {curve.steps(batch):,.0f} | {curve.samples(batch):,.0f} "
-      f"| {mean / curve.min_samples.value - 1:+.0%} | {percents(curve.overhead(batch))} "
+      f"| {steps_with(curve, batch):,.0f} | {samples_with(curve, batch):,.0f} "
+      f"| {mean / curve.min_samples.value - 1:+.0%} | {percents(overhead_with(curve, batch))} "
       f"| {percents(overhead(batch, level.predicted))} |"
     )
   return lines
@@ -456,7 +463,7 @@ def drawing(levels: Sequence[Level], noise: Run) -> list[Chart]:
   marks: list[Line] = []
   for number, level in enumerate(levels):
     points = [(took, took / batch) for batch, each in level.samples.items() for took in each]
-    curve = [(level.curve.samples(size), level.curve.steps(size)) for size in sizes]
+    curve = [(samples_with(level.curve, size), steps_with(level.curve, size)) for size in sizes]
     group = f"loss {level.loss:.2f}"
     marks.append(_line(group, curve, color=number, dash=number, group=group))
     marks.append(_line("", points, color=number, style="dots", group=group))

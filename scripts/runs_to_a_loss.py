@@ -8,8 +8,28 @@ from collections.abc import Callable
 
 import numpy as np
 
-from maxbatch.experiments.tradeoff import Numbers
+from maxbatch.experiments.tradeoff import Numbers, Tradeoff
 from maxbatch.noise.confidence import Interval, ratios_of_means
+
+
+def steps_with(curve: Tradeoff, samples_per_step: float) -> float:
+  """Returns S for a batch."""
+  return curve.min_steps.value * (1 + curve.critical_batch.value / samples_per_step)
+
+
+def samples_with(curve: Tradeoff, samples_per_step: float) -> float:
+  """Returns E for a batch."""
+  return curve.min_samples.value * (1 + overhead_with(curve, samples_per_step).value)
+
+
+def overhead_with(curve: Tradeoff, samples_per_step: float) -> Interval:
+  """Returns E / Emin − 1 for a batch: the share of data that it takes beyond the least."""
+  found = curve.critical_batch
+  return Interval(
+    samples_per_step / found.value,
+    samples_per_step / found.high,
+    samples_per_step / found.low if found.low else math.inf,
+  )
 
 
 def crossing(samples: Numbers, losses: Numbers, target: float, window: int = 5) -> float | None:

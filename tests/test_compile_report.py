@@ -19,12 +19,14 @@ from maxbatch.compile.program import (
   CompiledProgram,
   DoesNotFitError,
   ProgramMemory,
+  StateBytes,
   capacity_bytes,
   compile_program,
   gib,
   refuse_if_too_large,
+  state_bytes,
 )
-from maxbatch.compile.report import CompileReport, StateBytes, make_report, state_bytes
+from maxbatch.compile.report import CompileReport, make_report
 from maxbatch.compile.report_time import StepTime
 from maxbatch.compile.traced_flops import StepFlops
 from maxbatch.core.plan import BatchPlan

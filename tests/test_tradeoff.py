@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from maxbatch.experiments.tradeoff import fit_tradeoff, smooth_crossing
-from scripts.runs_to_a_loss import crossing, lowest_on_grid, mean_noise_scale
+from scripts.runs_to_a_loss import (
+  crossing,
+  lowest_on_grid,
+  mean_noise_scale,
+  overhead_with,
+  samples_with,
+  steps_with,
+)
 
 SIZES = np.array([4, 8, 16, 32, 64, 128, 256, 512.0])
 
@@ -28,11 +35,11 @@ def test_runs_on_the_curve_give_it_back():
   assert found.min_samples.value == pytest.approx(6000, rel=2e-3)
   assert found.misfit < 2e-3
   # (S/Smin − 1)(E/Emin − 1) = 1, at any batch.
-  steps, samples = found.steps(77), found.samples(77)
+  steps, samples = steps_with(found, 77), samples_with(found, 77)
   assert samples == pytest.approx(77 * steps)
   rest = (steps / found.min_steps.value - 1) * (samples / found.min_samples.value - 1)
   assert rest == pytest.approx(1)
-  assert found.overhead(80).value == pytest.approx(2, rel=2e-3)
+  assert overhead_with(found, 80).value == pytest.approx(2, rel=2e-3)
 
 
 def test_95_of_100_intervals_hold_the_truth():
@@ -50,11 +57,11 @@ def test_sizes_far_from_the_critical_one_leave_an_end_open():
   assert below.critical_batch.high == math.inf
   assert below.critical_batch.low > 512
   assert below.min_steps.low == 0
-  assert below.overhead(512).low == 0
+  assert overhead_with(below, 512).low == 0
   above = fit_tradeoff(*runs(100, 1e-3, scatter=0.1))
   assert above.critical_batch.low == 0
   assert above.min_samples.low == 0
-  assert above.overhead(4).high == math.inf
+  assert overhead_with(above, 4).high == math.inf
 
 
 def test_one_batch_size_has_no_curve():

@@ -12,7 +12,7 @@ from begun_states import begun_state, random_parameters
 from flax.traverse_util import flatten_dict
 from support import config, in_microbatches, mesh, relative_errors, uneven_rows
 
-from maxbatch.compile.report import state_bytes
+from maxbatch.compile.program import state_bytes
 from maxbatch.compile.traced_flops import model_flops_per_token
 from maxbatch.errors import UserError
 from maxbatch.models import lora

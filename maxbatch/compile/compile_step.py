@@ -19,8 +19,9 @@ from maxbatch.compile.program import (
   memory_of,
   memory_suggestions,
   refuse_if_too_large,
+  state_bytes,
 )
-from maxbatch.compile.report import CompileReport, Sampling, make_report, state_bytes
+from maxbatch.compile.report import CompileReport, Sampling, make_report
 from maxbatch.config.schema import Config
 from maxbatch.core.keys import text
 from maxbatch.core.plan import BatchPlan

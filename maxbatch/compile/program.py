@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 import re
 import tempfile
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 
@@ -23,6 +25,7 @@ from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags
 from maxbatch.hardware.devices import Device
 from maxbatch.hardware.memory import machine_bytes
 from maxbatch.training.build import step_rows, streams, traced_step
+from maxbatch.training.state import TrainState, is_on_host
 from maxbatch.training.step import Trainer
 
 _TOO_LARGE = re.compile(
@@ -39,6 +42,22 @@ class DoesNotFitError(Exception):
     """`needed_bytes`: of one device, as far as the compiler says; 0 if it does not."""
     super().__init__(f"the step needs {gib(needed_bytes)} a device")
     self.needed_bytes = needed_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class StateBytes:
+  """What one device holds between steps."""
+
+  parameters: int
+  """Those that train."""
+  optimizer_state: int
+  accumulators: int
+  frozen_parameters: int = 0
+
+  @property
+  def total(self) -> int:
+    """All of it."""
+    return self.parameters + self.optimizer_state + self.accumulators + self.frozen_parameters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +167,23 @@ def memory_of(step: jax.stages.Compiled, platform: str) -> ProgramMemory:
   peak = known.peak_memory_in_bytes if platform != "cpu" else 0
   host = known.host_temp_size_in_bytes + known.host_argument_size_in_bytes
   return ProgramMemory(*sizes, known.temp_size_in_bytes, peak or total, host)
+
+
+def state_bytes(abstract: TrainState) -> StateBytes:
+  """Bytes of the state on one device."""
+  accumulated = abstract.opt_state.acc_grads
+  rest = abstract.opt_state._replace(acc_grads=())
+  held = (held_bytes(part) for part in (abstract.params, rest, accumulated, abstract.frozen))
+  return StateBytes(*held)
+
+
+def held_bytes(tree: Any) -> int:
+  """Bytes of abstract arrays on one device, without what its host keeps."""
+  return sum(
+    int(leaf.dtype.itemsize) * math.prod(leaf.sharding.shard_shape(leaf.shape))
+    for leaf in jax.tree.leaves(tree)
+    if not is_on_host(leaf)
+  )
 
 
 def refuse_if_too_large(error: Exception) -> None:

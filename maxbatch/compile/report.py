@@ -5,15 +5,12 @@ compiler's cycles and the chip's published figures), or a measurement on the dev
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-import jax
-
 from maxbatch.command_line.table import figure, gib, section
 from maxbatch.compile.measured_time import Timing
-from maxbatch.compile.program import CompiledProgram, ProgramMemory
+from maxbatch.compile.program import CompiledProgram, ProgramMemory, StateBytes, state_bytes
 from maxbatch.compile.report_time import (
   StepTime,
   check_coverage,
@@ -31,26 +28,9 @@ from maxbatch.estimate import hlo
 from maxbatch.estimate.chips import UNKNOWN_CHIP, Chip, chip_for
 from maxbatch.estimate.costs import OperationCost, program_costs
 from maxbatch.estimate.step_time import Exchange, StepEstimate, estimate
-from maxbatch.training.state import TrainState, is_on_host
 from maxbatch.training.step import Trainer
 
 _NUM_LARGEST = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class StateBytes:
-  """What one device holds between steps."""
-
-  parameters: int
-  """Those that train."""
-  optimizer_state: int
-  accumulators: int
-  frozen_parameters: int = 0
-
-  @property
-  def total(self) -> int:
-    """All of it."""
-    return self.parameters + self.optimizer_state + self.accumulators + self.frozen_parameters
 
 
 def memory_figures(rows: Sequence[tuple[str, int]], capacity: int) -> list[str]:
@@ -207,14 +187,13 @@ class CompileReport:
         "seconds_per_microbatch": self.time.seconds_per_microbatch,
         "seconds_rest": self.time.rest,
         "tokens_per_second": self.step_tokens / self.step_seconds,
+        **({} if self.time.spread is None else {"spread": self.time.spread}),
+        **({"model_flop_utilisation": self.utilisation} if self.utilisation else {}),
       }
-      found["time"] |= {"spread": self.time.spread} if self.time.spread is not None else {}
-      found["time"] |= {"model_flop_utilisation": self.utilisation} if self.utilisation else {}
     if self.sampling is not None:
-      found["rollout"] = self.sampling.as_dict(self.state.total, self.rows_bytes)
-      found["rollout"] |= (
-        {"step_seconds": self.sampled_step_seconds} if self.sampled_step_seconds else {}
-      )
+      seconds = self.sampled_step_seconds
+      known = {"step_seconds": seconds} if seconds else {}
+      found["rollout"] = self.sampling.as_dict(self.state.total, self.rows_bytes) | known
     if self.input_function is not None:
       found["input_function"] = self.input_function.as_dict()
     if self.time is not None and self.time.how == "estimate":
@@ -233,7 +212,11 @@ class CompileReport:
     parts = [
       f"{self.title}\n{compiled}",
       self._memory(),
-      self._sampling_memory(),
+      self.sampling.memory_lines(
+        self.state.total, self.rows_bytes, self.training_peak, self.capacity_bytes
+      )
+      if self.sampling
+      else "",
       self._work(),
       self._time(),
       self.sampling.time_lines(self.step_seconds) if self.sampling else "",
@@ -260,12 +243,6 @@ class CompileReport:
     if host := self.program.memory.host:
       lines.append(figure("in the memory of its host", gib(host, ".3f"), "GiB"))
     return section("Memory of a device (compiler)", lines)
-
-  def _sampling_memory(self) -> str:
-    if self.sampling is None:
-      return ""
-    held = self.state.total, self.rows_bytes
-    return self.sampling.memory_lines(*held, self.training_peak, self.capacity_bytes)
 
   def _work(self) -> str:
     plan, work, num_microbatches = self.plan, self.work, self.num_microbatches
@@ -333,10 +310,10 @@ class CompileReport:
 
   def _moved(self) -> str:
     """Collectives, inside and outside of the loop over microbatches."""
-    found = self.work.collectives
-    if not found:
-      return "Collectives: none"
-    return section("Collectives of a device", map(self._exchange, found))
+    found = map(self._exchange, self.work.collectives)
+    return (
+      section("Collectives of a device", found) if self.work.collectives else "Collectives: none"
+    )
 
   def _exchange(self, one: Exchange) -> str:
     where = "each microbatch" if one.in_microbatch_loop else "each step"
@@ -347,23 +324,6 @@ class CompileReport:
       f"{where:<15}  {one.count:>5} × {one.kind:<19} {one.bytes / 1e9:9.4g} GB in groups of "
       f"{one.group_size}{slices}, {beside}{seconds}"
     )
-
-
-def state_bytes(abstract: TrainState) -> StateBytes:
-  """Bytes of the state on one device."""
-  accumulated = abstract.opt_state.acc_grads
-  rest = abstract.opt_state._replace(acc_grads=())
-  held = (held_bytes(part) for part in (abstract.params, rest, accumulated, abstract.frozen))
-  return StateBytes(*held)
-
-
-def held_bytes(tree: Any) -> int:
-  """Bytes of abstract arrays on one device, without what its host keeps."""
-  return sum(
-    int(leaf.dtype.itemsize) * math.prod(leaf.sharding.shard_shape(leaf.shape))
-    for leaf in jax.tree.leaves(tree)
-    if not is_on_host(leaf)
-  )
 
 
 def make_report(

@@ -14,13 +14,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from maxbatch.estimate.flops import SPLASH_PRODUCTS
+from maxbatch.estimate.step_work import tokens_seen
 from maxbatch.models.attention import sliding_layers
 from maxbatch.models.registry import Model
 from maxbatch.pipeline_parallel.cost import EVERY_TICK, operation_in_path
-
-_SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-"""Products of T × T × H in each of the flash attention kernels; the backward ones form the weights
-anew."""
 
 
 class StepFlops(NamedTuple):
@@ -70,14 +68,8 @@ def model_flops_per_token(model: Model, length: int) -> float:
   width = config.base_num_query_heads * config.head_dim
   sliding = int(sliding_layers(config).sum())
   layers = {config.sliding_window_size: sliding, 0: config.base_num_decoder_layers - sliding}
-  seen = sum(number * _seen(window or length, length) for window, number in layers.items())
+  seen = sum(number * tokens_seen(window, length) for window, number in layers.items())
   return matrices + 12 * width * seen
-
-
-def _seen(window: int, length: int) -> float:
-  """Tokens of `length` that a token of a row sees on average, half of itself."""
-  window = min(window, length)
-  return window - window * (window - 1) / (2 * length) - 0.5
 
 
 def step_flops(traced: core.ClosedJaxpr) -> StepFlops:
@@ -163,7 +155,7 @@ def _splash(equation: Any) -> float:
   all that is left does.
   """
   products = next(
-    (count for word, count in _SPLASH_PRODUCTS.items() if f"_{word}_" in equation.params["name"]), 0
+    (count for word, count in SPLASH_PRODUCTS.items() if f"_{word}_" in equation.params["name"]), 0
   )
   operands = [each.aval for each in equation.invars]
   queries = next(each.shape for each in operands if jnp.issubdtype(each.dtype, jnp.floating))

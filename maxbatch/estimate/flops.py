@@ -20,7 +20,7 @@ _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 
 # Matrix products per kernel. fwd: logits, weighted values. dq: logits, gradient of the weights,
 # gradient of the queries. dkv: logits, gradient of the weights, gradients of keys and values.
-_SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 # The fused backward kernel has the name of dkv but gives the queries' gradient too, in parts by blocks
 # of keys: logits and gradient of the weights are then formed once.
 _FUSED_SPLASH_PRODUCTS = 5
@@ -129,7 +129,7 @@ def _custom_call(within: Computation, one: Instruction) -> Products:
   if _GEMM.search(one.target):
     return _plain(_dot_flops(within, one))
   if splash := _SPLASH.search(f"{one.name} {one.op_name}"):
-    return _splash(within, one, _SPLASH_PRODUCTS[splash[1]])
+    return _splash(within, one, SPLASH_PRODUCTS[splash[1]])
   return Products()
 
 

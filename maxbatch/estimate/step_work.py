@@ -98,12 +98,8 @@ class StepWork:
     c = self.model
     matrices = c.base_num_decoder_layers * self.layer_parameters + self.table_parameters
     heads = c.base_num_query_heads * c.head_dim
-    seen = sum(n * self._seen(window or self.length) for window, n in self.windows.items())
+    seen = sum(n * tokens_seen(window, self.length) for window, n in self.windows.items())
     return 6.0 * matrices + 12.0 * heads * seen
-
-  def _seen(self, window: int) -> float:
-    window = min(window, self.length)
-    return window - window * (window - 1) / (2 * self.length) - 0.5
 
   def keeps_gradients(self, tokens: float) -> bool:
     """Whether the gradient of `tokens`' logits is kept and multiplied once, after the last tile."""
@@ -124,6 +120,12 @@ class StepWork:
     wanted = min(self.length, math.ceil(logits / max(largest, _SMALLEST_TILE)))
     equal = next(n for n in range(wanted, self.length + 1) if self.length % n == 0)
     return equal if equal <= 2 * wanted else wanted
+
+
+def tokens_seen(window: int, length: int) -> float:
+  """Returns how many tokens a token of a row of `length` sees on average, half of itself; window 0: all."""
+  window = min(window or length, length)
+  return window - window * (window - 1) / (2 * length) - 0.5
 
 
 @functools.lru_cache(maxsize=256)

@@ -42,23 +42,6 @@ class Tradeoff:
   misfit: float
   """Standard deviation of the runs around the curve, as a share of steps: 0.1 is 10%."""
 
-  def steps(self, samples_per_step: float) -> float:
-    """S."""
-    return self.min_steps.value * (1 + self.critical_batch.value / samples_per_step)
-
-  def samples(self, samples_per_step: float) -> float:
-    """E."""
-    return self.min_samples.value * (1 + self.overhead(samples_per_step).value)
-
-  def overhead(self, samples_per_step: float) -> Interval:
-    """E / Emin − 1: the share of data that the batch takes beyond the least."""
-    found = self.critical_batch
-    return Interval(
-      samples_per_step / found.value,
-      samples_per_step / found.high,
-      samples_per_step / found.low if found.low else math.inf,
-    )
-
 
 def fit_tradeoff(samples: Numbers, steps: Numbers) -> Tradeoff:
   """The curve by least squares of the relative errors of S.
