@@ -16,6 +16,7 @@ from typing import Annotated, Literal
 
 import jax
 
+from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.supervised import check_supervised
 from maxbatch.checkpoints.find import config_of, find_checkpoint
 from maxbatch.command_line.arguments import Arguments, Command, Key
@@ -47,9 +48,15 @@ from maxbatch.experiments.running import (
 from maxbatch.hardware.agreement import shared_error
 from maxbatch.hardware.devices import find_devices
 from maxbatch.hardware.processes import leave_together, refusing_together
-from maxbatch.modes.compile_only import is_run
 from maxbatch.modes.memory import check_memory
-from maxbatch.modes.resolve import planned, resolve, resolve_micro_batch_size, with_batch_of
+from maxbatch.modes.method import Purpose
+from maxbatch.modes.prepare import purpose_of
+from maxbatch.modes.pretraining import (
+  PRETRAINING,
+  check_plan,
+  resolve_micro_batch_size,
+  with_batch_of,
+)
 from maxbatch.plots.page import picture
 from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.paths import RunFolder
@@ -154,7 +161,7 @@ def request_of(arguments: Arguments[BranchArguments]) -> Request:
   step_folder = find_checkpoint(own.checkpoint)
   config = config_of(step_folder, rest)
   check_supervised(config.rl)
-  if not is_run(config):
+  if purpose_of(config) is not Purpose.RUN:
     raise UserError(
       "validate_only and compile_only: branches are trained; leave both false, for example "
       "validate_only=false compile_only=false"
@@ -221,7 +228,7 @@ def _prepare(request: Request) -> Experiment:
     )
   checkpoint = read_checkpoint(request.step_folder)
   config = with_batch_of(request.config, checkpoint.plan, _changed(request), target.layout)
-  config = resolve_micro_batch_size(config, target)
+  config, _ = resolve_micro_batch_size(config, target)
   now = at_checkpoint(config, checkpoint, target.layout)
   base = BranchBase(now.phase, target.layout, config.batch.max_target_length)
   options = request.options
@@ -241,10 +248,10 @@ def _prepare(request: Request) -> Experiment:
   )
   branches = [branch_config(experiment, branch) for branch in experiment.branching.branches]
   for branch in branches:
-    planned(branch, target)
+    check_plan(branch, plan_batches(branch.batch, branch.run, target.layout))
   # Refuses if the model's step cannot be split into microbatches. These are the same in all
   # branches, so that num_pipeline_microbatches of the largest serves all; the run's may be another.
-  largest = resolve(branches[-1], target)
+  largest = PRETRAINING.resolve(branches[-1], target, Purpose.RUN)
   state = build_trainer(largest.config, largest.plan, target.devices).abstract
   check_memory(largest.config, largest.plan, state, target.devices)
   record_origin(experiment.folder, checkpoint)

@@ -32,7 +32,7 @@ from maxbatch.input_analysis.measure import Setting
 from maxbatch.input_analysis.need import Need, estimated, from_metrics, from_report, measured
 from maxbatch.input_analysis.recommend import slurm
 from maxbatch.input_analysis.report import InputAnalysis, input_charts
-from maxbatch.modes.resolve import resolve_micro_batch_size
+from maxbatch.modes.pretraining import resolve_micro_batch_size
 from maxbatch.plots.page import check_picture_file, picture
 from maxbatch.training.build import streams
 
@@ -112,8 +112,11 @@ def _analyze(arguments: Arguments[AnalyzerArguments]) -> None:
 
 
 def _prepare(config: Config, own: AnalyzerArguments) -> tuple[Request, Need]:
-  """The run's devices and hosts, here or not, and what its step consumes. Raises UserError: keys
-  that exclude each other, or sizes that do not work."""
+  """The run's devices and hosts, here or not, and what its step consumes.
+
+  Raises:
+    UserError: keys that exclude each other, or sizes that do not work.
+  """
   if own.run_metrics and own.compile_report:
     raise UserError(
       f"run_metrics={own.run_metrics} and compile_report={own.compile_report}: one of them says what "
@@ -138,8 +141,8 @@ def _prepare(config: Config, own: AnalyzerArguments) -> tuple[Request, Need]:
   target = find_devices(config)
   _check_alone()
   cache.enable(config.compile.jax_cache_dir)
-  config = resolve_micro_batch_size(config, target)
-  plan = _planned(config, plan_batches(config.batch, config.run, target.layout))
+  config, plan = resolve_micro_batch_size(config, target)
+  plan = _planned(config, plan)
   num_hosts = own.num_hosts or num_processes(make_mesh(target.layout, target.devices))
   if config.compile.compile_topology:
     return _request(config, plan, num_hosts, own, None), estimated(config, target)

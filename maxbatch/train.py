@@ -10,7 +10,9 @@ from maxbatch.command_line.arguments import Arguments, Command, Flag
 from maxbatch.command_line.run import run_command
 from maxbatch.config.load import load_config
 from maxbatch.hardware.processes import leave_together, refusing_together
-from maxbatch.modes.compile_only import is_run, prepare_only
+from maxbatch.modes.compile_only import prepare_only
+from maxbatch.modes.method import Purpose
+from maxbatch.modes.prepare import purpose_of
 from maxbatch.modes.run import run
 
 
@@ -39,7 +41,7 @@ def _run_or_prepare(arguments: Arguments[TrainArguments]) -> None:
   with refusing_together(arguments.configuration):
     config = load_config(arguments.configuration)
     check_supervised(config.rl)
-    if is_run(config):
+    if purpose_of(config) is Purpose.RUN:
       run(config, forget=arguments.own.forget)
     else:
       prepare_only(config, forget=arguments.own.forget)

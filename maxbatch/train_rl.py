@@ -9,8 +9,10 @@ from maxbatch.command_line.arguments import Arguments, Command, Flag
 from maxbatch.command_line.run import run_command
 from maxbatch.config.load import load_config
 from maxbatch.hardware.processes import leave_together, refusing_together
-from maxbatch.modes.compile_only import is_run
-from maxbatch.rl.compile_only import prepare_rl_only
+from maxbatch.modes.compile_only import prepare_only
+from maxbatch.modes.method import Purpose
+from maxbatch.modes.prepare import purpose_of
+from maxbatch.rl.method import GRPO
 from maxbatch.rl.run import run_rl, sum_up_rl
 from maxbatch.run_folder.paths import RunFolder
 
@@ -45,8 +47,8 @@ def main(arguments: Sequence[str]) -> int:
 def _run(arguments: Arguments[TrainRLArguments]) -> None:
   with refusing_together(arguments.configuration):
     config = load_config(arguments.configuration)
-    if not is_run(config):
-      prepare_rl_only(config, forget=arguments.own.forget)
+    if purpose_of(config) is not Purpose.RUN:
+      prepare_only(config, forget=arguments.own.forget, method=GRPO)
       return
     run_rl(config, forget=arguments.own.forget)
     sum_up_rl(RunFolder.of(config.run))

@@ -51,11 +51,11 @@ from maxbatch.hardware.devices import find_devices
 from maxbatch.run_folder.metrics import MetricsLog, read_metrics
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training import build
-from maxbatch.training.loop import Job, train
+from maxbatch.training.loop import Evaluation, Job, Outputs, train
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.profiling import Profiler
 from maxbatch.training.programs import StepPrograms
-from maxbatch.training.step import EvalMetrics, Step
+from maxbatch.training.step import Step
 
 ROWS, LENGTH = 16, 256
 SHAPES = {
@@ -172,15 +172,10 @@ def loop_runner(bench: Bench) -> Callable[[int], float]:
           programs=programs,
           streamed=False,
           trainer=trainer,
-          eval_step=lambda params, rows: EvalMetrics(jnp.zeros(()), jnp.zeros(()), {}, None),
           train_rows=build.train_rows(config, trainer, dataset),
           row_hosts=build.row_hosts(trainer, bench.plan),
-          eval_rows=(),
-          checkpointer=None,
-          log=log,
-          progress=progress,
-          feed_watchdog=lambda: None,
-          profiler=Profiler(config.profiling, folder, 0),
+          evaluation=Evaluation(None, ()),
+          outputs=Outputs(log, progress, Profiler(config.profiling, folder, 0), None),
         )
         train(job, bench.fresh(), Position(0, 0))
       times = [record["step_seconds"] for record in read_metrics(folder)]

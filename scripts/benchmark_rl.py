@@ -34,9 +34,10 @@ import numpy as np
 from maxbatch.batch.from_config import topology
 from maxbatch.batch.rl_plan import plan_rl
 from maxbatch.config.load import load_config
-from maxbatch.rl import run as mode
+from maxbatch.rl import method as mode
 from maxbatch.rl.completions import Completions
 from maxbatch.rl.rollout import RolloutLoader
+from maxbatch.rl.run import run_rl
 from maxbatch.run_folder.metrics import Record, read_metrics
 
 DELAY = "MAXBATCH_REWARD_DELAY"
@@ -92,7 +93,7 @@ def measure(kind: type[RolloutLoader], keys: list[str]) -> tuple[Timed, list[np.
   with tempfile.TemporaryDirectory() as folder, loader(kind):
     with contextlib.redirect_stdout(io.StringIO()):
       config = load_config([*keys, f"base_output_directory={folder}", "run_name=run"])
-      state, _ = mode.run_rl(config)
+      state, _ = run_rl(config)
     records = read_metrics(Path(folder) / "run")
   return timed(records), [np.asarray(leaf) for leaf in jax.tree.leaves(state.parameters)]
 

@@ -35,9 +35,9 @@ from maxbatch.rl.prompt_noise import in_halves
 from maxbatch.rl.prompt_set import prompt_set
 from maxbatch.rl.prompts import Prompt, PromptStream
 from maxbatch.rl.rewards import RewardPool
-from maxbatch.rl.run import ByReinforcement
 from maxbatch.rl.sampled import completion_sampler
 from maxbatch.rl.shared_rewards import SharedRewards
+from maxbatch.rl.trainer import policy_loss
 from maxbatch.training.build import build_trainer
 
 FIELDS = ("signal", "between", "within")
@@ -68,9 +68,8 @@ class Bench:
     target = find_devices(config)
     self.plan: RLPlan = plan_rl(config, target.layout)
     prompts = prompt_set(config)
-    method = ByReinforcement(self.plan, prompts)
     trained = in_samples(config, self.plan)
-    loss = method.loss(trained)
+    loss = policy_loss(trained, self.plan)
     trainer = build_trainer(trained, self.plan.batch_plan, target.devices, loss=loss)
     self._model, self._mesh, self._loss = trainer.model, trainer.mesh, loss
     source = open_source("RUN", find_source("RUN", folder))

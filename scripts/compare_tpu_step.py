@@ -24,7 +24,8 @@ from maxbatch.estimate.chips import CHIPS, Chip
 from maxbatch.estimate.costs import program_costs
 from maxbatch.estimate.scopes import OURS, Naming
 from maxbatch.hardware.devices import find_devices
-from maxbatch.modes.resolve import resolve
+from maxbatch.modes.method import Purpose
+from maxbatch.modes.pretraining import PRETRAINING
 from maxbatch.training.build import build_trainer
 
 _MEMORY = re.compile(r"Memory Space: default.*\nTotal bytes: (\d+)")
@@ -79,7 +80,7 @@ def from_keys(keys: list[str]) -> tuple[Breakdown, Chip]:
     UserError: the keys do not work, or name no TPU.
   """
   config = load_config(["config=base", "compile_only=true", *keys])
-  run = resolve(config, find_devices(config))
+  run = PRETRAINING.resolve(config, find_devices(config), Purpose.COMPILE)
   trainer = build_trainer(run.config, run.plan, run.target.devices)
   report = compile_reports(run.config, run.plan, trainer, run.target.devices)[-1]
   if report.chip is None:

@@ -16,7 +16,7 @@ from maxbatch.checkpoints.fingerprint import fingerprints
 from maxbatch.checkpoints.record import _checksum
 from maxbatch.conversion.source import frozen_folder
 from maxbatch.errors import UserError
-from maxbatch.modes.beginning import saving_frozen
+from maxbatch.modes.initialization import saving_frozen
 from maxbatch.modes.run import run
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import load_config, main
@@ -36,7 +36,7 @@ def _trainers_of_adapters_are_shared():
     return trainer if found is trainer else kept.setdefault(trainer, found)
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr("maxbatch.modes.run.saving_frozen", shared)
+    patch.setattr("maxbatch.modes.prepare.saving_frozen", shared)
     yield
 
 
@@ -109,7 +109,7 @@ def test_parameters_alone_are_read_and_counting_begins_anew(
   given = {"load_parameters_path": bases / "base", "steps": 1}
   assert main([*arguments(text, tmp_path, "next", **given), "validate_only=true"]) == 0
   begins = f"parameters of {bases}/base/checkpoints/4, with a new optimizer, at step 0"
-  assert f"ok   beginning      {begins}\n" in capsys.readouterr().out
+  assert f"ok   initial state  {begins}\n" in capsys.readouterr().out
   # On another mesh, in another type.
   narrow = {"weight_dtype": "bfloat16", "weight_rounding": "nearest"}
   more = {"ici_fsdp_parallelism": 4, **narrow}
@@ -134,7 +134,7 @@ def test_an_earlier_step_can_be_named(text, bases, tmp_path, capsys):
   step = bases / "base" / "checkpoints" / "2"
   given = arguments(text, tmp_path, "next", load_parameters_path=step, steps=1)
   assert main([*given, "validate_only=true"]) == 0
-  assert f"ok   beginning      parameters of {step}, " in capsys.readouterr().out
+  assert f"ok   initial state  parameters of {step}, " in capsys.readouterr().out
 
 
 def test_frozen_parameters_are_not_saved_again_and_stay_as_they_are(bases):

@@ -27,7 +27,7 @@ from maxbatch.experiments import running
 from maxbatch.experiments.branching import BranchBase, BranchRequest, plan_branches
 from maxbatch.experiments.origin import Checkpoint
 from maxbatch.experiments.running import Experiment, at_checkpoint, branch_config
-from maxbatch.modes import resolve
+from maxbatch.modes import pretraining
 from maxbatch.modes.run import run
 from maxbatch.noise.requirements import check_noise, measures_noise
 from maxbatch.run_folder.metrics import read_metrics
@@ -265,7 +265,7 @@ def test_all_branches_take_the_microbatch_chosen_for_the_largest(
       assert num_pipeline_microbatches in choices
       return ProbeResult(1, 2, True, 1.0 if num_pipeline_microbatches == max(choices) else 2.0)
 
-  monkeypatch.setattr(resolve, "PipelineMicrobatchProber", Prober)
+  monkeypatch.setattr(pretraining, "PipelineMicrobatchProber", Prober)
   checkpoint = tmp_path / "mine" / "checkpoints" / str(START)
   arguments = [f"checkpoint={checkpoint}", f"factors={factors}", *PIPELINE]
   experiment = critical_batch._prepare(

@@ -15,7 +15,7 @@ from processes import ONE_DEVICE, small_run
 from several_processes import Ended, wait
 from support import stop_at
 
-from maxbatch.modes import method
+from maxbatch.modes import pretraining
 from maxbatch.modes import run as run_module
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
@@ -76,7 +76,7 @@ def records(folder: pathlib.Path) -> list[dict[str, float]]:
 @pytest.mark.parametrize(
   ("place", "where", "number", "exit_code"),
   [
-    (method, "build_dataset", signal.SIGINT, 130),
+    (pretraining, "build_dataset", signal.SIGINT, 130),
     (run_module, "first_record", signal.SIGTERM, 143),
   ],
 )

@@ -14,7 +14,8 @@ from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.compile import compile_step, steps
 from maxbatch.compile.compile_step import compile_reports
 from maxbatch.compile.measured_time import Timing
-from maxbatch.modes.compile_only import is_run
+from maxbatch.modes.method import Purpose
+from maxbatch.modes.prepare import purpose_of
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.train import main
 from maxbatch.training.build import build_trainer
@@ -232,7 +233,7 @@ def test_what_excludes_each_other_is_refused(tmp_path, capsys, keys, printed):
   ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_what_trains_and_what_does_not(keys, runs):
-  assert is_run(config(**keys)) is runs
+  assert (purpose_of(config(**keys)) is Purpose.RUN) is runs
 
 
 # --- saved steps ----------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from maxbatch.compile.program import DoesNotFitError
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target
-from maxbatch.modes import resolve
+from maxbatch.modes import pretraining
+from maxbatch.modes.method import Purpose
 from maxbatch.pipeline import main as pipeline_command
 from maxbatch.plan import main as plan_command
 from maxbatch.run_folder.metrics import read_metrics
@@ -353,9 +354,9 @@ def test_the_size_is_settled_first_then_how_it_is_cut(monkeypatch):
     order.append(f"cuts of {config.batch.micro_batch_size}")
     return config
 
-  monkeypatch.setattr(resolve, "resolve_micro_batch_size", size)
-  monkeypatch.setattr(resolve, "choose_num_pipeline_microbatches", num_pipeline_microbatches)
-  resolve.resolve(of, place(of))
+  monkeypatch.setattr(pretraining, "choose", size)
+  monkeypatch.setattr(pretraining, "choose_num_pipeline_microbatches", num_pipeline_microbatches)
+  pretraining.PRETRAINING.resolve(of, place(of), Purpose.RUN)
   assert order == ["size", "cuts of none"]
 
 

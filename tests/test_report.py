@@ -18,7 +18,7 @@ from written_runs import HOSTILE, write_run
 from maxbatch import report, train
 from maxbatch.core.plan import Position
 from maxbatch.errors import TrainingDivergedError
-from maxbatch.modes.chronicle import chronicled
+from maxbatch.modes.run_log import open_run_log
 from maxbatch.plots.page import encoded
 from maxbatch.run_folder.history import read_history, span, status_of
 from maxbatch.run_report.background import BackgroundReport
@@ -262,9 +262,9 @@ def test_a_run_tells_its_own_story(tmp_path, monkeypatch, capsys):
 
 def test_a_run_that_fails_says_so_itself(tmp_path):
   def fail() -> None:
-    with chronicled(tmp_path / "r", write_report=False) as chronicle:
-      chronicle.begin(Position(3, 24), jax.devices(), "a model")
-      chronicle.say("warning: x")
+    with open_run_log(tmp_path / "r", write_report=False) as run_log:
+      run_log.begin(Position(3, 24), jax.devices(), "a model")
+      run_log.say("warning: x")
       raise TrainingDivergedError("the loss is nan")
 
   with pytest.raises(TrainingDivergedError):

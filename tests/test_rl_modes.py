@@ -24,10 +24,12 @@ from maxbatch.compile.report import CompileReport
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
-from maxbatch.hardware.devices import find_devices
-from maxbatch.rl import resolve as resolving
+from maxbatch.hardware.devices import Target, find_devices
+from maxbatch.modes.method import Purpose
+from maxbatch.modes.validate import validate
 from maxbatch.rl import rollout_program as rollout_reports
 from maxbatch.rl import tuning
+from maxbatch.rl.method import GRPO
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.rollout_program import (
   PolicyBytes,
@@ -40,7 +42,6 @@ from maxbatch.rl.rollout_program import (
 from maxbatch.rl.sampled import completion_sampler
 from maxbatch.rl.trainer import build_policy_trainer, policy_loss
 from maxbatch.rl.tuning import rl_report_or_refusal
-from maxbatch.rl.validate import validate_rl
 from maxbatch.training.build import step_rows
 from maxbatch.training.step import Trainer
 
@@ -54,7 +55,7 @@ def of(*keys: str) -> Config:
 
 def checked(*keys: str) -> list[str]:
   lines: list[str] = []
-  validate_rl(of(*keys), lines.append)
+  validate(of(*keys), lines.append, method=GRPO)
   return lines
 
 
@@ -75,7 +76,7 @@ def test_everything_is_checked_and_nothing_compiled(tmp_path):
   assert compiled == []
   assert list(tmp_path.iterdir()) == []
   names = [line[5:18].strip() for line in lines if line.startswith("ok   ")]
-  assert names == [*CHECKS[:5], "beginning", *CHECKS[5:]]
+  assert names == [*CHECKS[:5], "initial state", *CHECKS[5:]]
   text = "\n".join(lines)
   assert (
     "micro_batch_size=auto chooses from 4, 8, 16 completions per microbatch; checked with 4 c"
@@ -203,6 +204,11 @@ def report() -> Callable[[int], CompileReport]:
   return compiled
 
 
+def resolved(config: Config, target: Target) -> int:
+  """The microbatch of a run."""
+  return GRPO.resolve(config, target, Purpose.RUN).plan.micro_batch_to_train
+
+
 def test_auto_takes_the_largest_microbatch_with_which_both_programs_fit(
   report, tmp_path, monkeypatch, capsys, own_cache
 ):
@@ -222,9 +228,9 @@ def test_auto_takes_the_largest_microbatch_with_which_both_programs_fit(
     keys = ["micro_batch_size=auto", f"device_memory_gb={(needed + 0.5) / 2**30}"]
     config = of(*keys, f"base_output_directory={tmp_path}")
     target = find_devices(config)
-    chosen.append(resolving.resolve_rl(config, target).plan.micro_batch)
+    chosen.append(resolved(config, target))
     before = len(asked)
-    assert resolving.resolve_rl(config, target).plan.micro_batch == chosen[-1]
+    assert resolved(config, target) == chosen[-1]
     assert len(asked) == before, "a second start asks nobody"
   assert chosen == [16, 8]
   out = capsys.readouterr().out
@@ -232,7 +238,7 @@ def test_auto_takes_the_largest_microbatch_with_which_both_programs_fit(
   with pytest.raises(
     UserError, match="not even micro_batch_size=8, the smallest size allowed, fits"
   ):
-    resolving.resolve_rl(of("micro_batch_size=auto", "device_memory_gb=0.0000001"), target)
+    resolved(of("micro_batch_size=auto", "device_memory_gb=0.0000001"), target)
 
 
 def test_what_is_timed_is_not_skipped():

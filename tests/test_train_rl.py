@@ -31,7 +31,7 @@ from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.errors import EXIT_PROCESS_FAILED, UserError
 from maxbatch.hardware.sharding import make_mesh
 from maxbatch.models.registry import build_model
-from maxbatch.rl import run as mode
+from maxbatch.rl import method as mode
 from maxbatch.rl.grpo import LARGEST_GAP, MODEL_METRICS
 from maxbatch.rl.microbatches import MicrobatchMaker
 from maxbatch.rl.policy_loss import PolicyLoss
@@ -39,6 +39,7 @@ from maxbatch.rl.prompt_set import prompt_set
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.requirements import check_rl
 from maxbatch.rl.rollout import RolloutLoader
+from maxbatch.rl.run import run_rl
 from maxbatch.rl.sampled import completion_sampler, run_vocabulary
 from maxbatch.sampling.sampler import Prompts
 from maxbatch.sampling.text import choice_of
@@ -56,7 +57,7 @@ TRAIN_RL = [sys.executable, "-m", "maxbatch.train_rl"]
 def run(folder: pathlib.Path, *keys: str) -> list[np.ndarray]:
   """The parameters that a run ends with."""
   config = load_config([*KEYS, f"base_output_directory={folder}", *keys])
-  state, _ = mode.run_rl(config)
+  state, _ = run_rl(config)
   return [np.asarray(leaf) for leaf in jax.tree.leaves(state.parameters)]
 
 

@@ -23,7 +23,7 @@ from maxbatch.config.schema import Config
 from maxbatch.core.plan import Position
 from maxbatch.data.registry import build_dataset
 from maxbatch.errors import UserError
-from maxbatch.modes import validate as module
+from maxbatch.modes import pretraining
 from maxbatch.modes.memory import bytes_per_device
 from maxbatch.modes.validate import validate
 from maxbatch.training.build import build_trainer
@@ -234,8 +234,10 @@ def test_rows_that_cannot_be_read_are_found(tmp_path, monkeypatch):
   monkeypatch.setattr(rows, gone)
   assert refusal(tmp_path)[0] == "part 0: gone"
   monkeypatch.undo()
-  read = module._first_row
-  monkeypatch.setattr(module, "_first_row", lambda s: gone(s, 0) if s.part == 1 else read(s))
+  read = pretraining._read_first_row
+  monkeypatch.setattr(
+    pretraining, "_read_first_row", lambda s: gone(s, 0) if s.part == 1 else read(s)
+  )
   assert refusal(tmp_path)[0] == "part 1: gone"
 
 

@@ -254,9 +254,9 @@ def _from_number(batch: GivenSize, number: GivenSize | None, topology: RLTopolog
   )
 
 
-def warm_start_batch(topology: RLTopology) -> int:
+def warm_start_batch(training: Topology) -> int:
   """Demonstrations of a step before reinforcement learning: 64, or the next number that divides."""
-  groups = topology.training.num_batch_groups
+  groups = training.num_batch_groups
   return -(-_WARM_START_BATCH // groups) * groups
 
 

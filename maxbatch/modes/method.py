@@ -1,26 +1,55 @@
-"""How a run trains: on text, or, in run_rl.py, by reinforcement learning."""
+"""How a run trains: on text (pretraining.py) or by reinforcement learning (maxbatch/rl/method.py)."""
 
 import contextlib
-from collections.abc import Mapping
-from typing import Protocol
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
+from maxbatch.batch.from_config import follows_noise_scale
+from maxbatch.batch.resume import resumed_plan
 from maxbatch.checkpoints.checkpointer import Restored
+from maxbatch.compile.compile_step import Sampler
 from maxbatch.config.schema import Config
+from maxbatch.core.phases import Position
+from maxbatch.core.plan import BatchPlan
+from maxbatch.core.topology import Topology
 from maxbatch.data.dataset import Dataset
-from maxbatch.data.registry import build_dataset, check_epochs
+from maxbatch.hardware.devices import Target
 from maxbatch.models.registry import Model
-from maxbatch.modes.noise import text_meter
-from maxbatch.modes.resolve import ResolvedRun
+from maxbatch.modes.initialization import Initialization
+from maxbatch.run_folder.paths import RunFolder
 from maxbatch.training.loop import Job
 from maxbatch.training.noise_run import Meter
-from maxbatch.training.objective import TEXT, Loss
+from maxbatch.training.objective import Loss
 from maxbatch.training.step import Trainer
+from maxbatch.tuning.candidates import Candidate
+from maxbatch.tuning.prober import Prober
+
+_ORIGIN = Position(0, 0)
 
 
-class Method(Protocol):
-  """What differs between the ways to train; all else of a run they share."""
+class Purpose(enum.Enum):
+  """What a run is prepared for."""
 
-  def loss(self, config: Config) -> Loss:
+  RUN = "run"
+  VALIDATE = "validate_only"
+  """Nothing is compiled: sizes that are to be chosen are the smallest."""
+  COMPILE = "compile_only"
+  """The data need not be here."""
+
+
+Check = tuple[str, str, Sequence[str]]
+"""What was checked, the result, and lines below it."""
+Passed = Callable[[Check], None]
+"""Takes note of a check that has passed."""
+
+
+class Training(Protocol):
+  """What differs between the ways to train a resolved run; all else of a run they share."""
+
+  @property
+  def loss(self) -> Loss:
     """What a step minimizes."""
     ...
 
@@ -29,11 +58,16 @@ class Method(Protocol):
     """Parameters of earlier steps without which a run cannot go on."""
     ...
 
-  def held_beside(self, trainer: Trainer) -> Mapping[str, int]:
-    """Bytes that each device which trains holds beside the state and what it is fed, by name."""
+  @property
+  def sampler(self) -> Sampler | None:
+    """What samples what the steps train on; None: they read rows."""
     ...
 
-  def dataset(self, resolved: ResolvedRun) -> Dataset:
+  def extra_bytes(self, trainer: Trainer) -> Mapping[str, int]:
+    """Bytes that each device which trains holds beside the state and its rows, by name."""
+    ...
+
+  def dataset(self) -> Dataset:
     """What is trained on.
 
     Raises:
@@ -41,55 +75,87 @@ class Method(Protocol):
     """
     ...
 
-  def meter(self, config: Config, model: Model) -> Meter:
+  def examine(self, trainer: Trainer, passed: Passed) -> Dataset:
+    """As `dataset`, with every check of it that needs no compilation."""
+    ...
+
+  def meter(self, model: Model) -> Meter:
     """What measures the noise scale."""
     ...
 
-  def equipped(
-    self, job: Job, resolved: ResolvedRun, restored: Restored | None
-  ) -> contextlib.AbstractContextManager[Job]:
-    """The job with what feeds it and evaluates it, which ends with the context.
+  def setup(self, job: Job, restored: Restored | None) -> contextlib.AbstractContextManager[Job]:
+    """The job with the loader and the hooks of this way to train, which end with the context.
 
     Args:
       job: with what all have.
-      resolved: the run.
       restored: the checkpoint that it resumes from; None: it begins.
     """
     ...
 
 
-class OnText:
-  """Training on the rows of a dataset."""
+@dataclasses.dataclass(frozen=True)
+class ResolvedRun:
+  """A run on its devices, with nothing left to choose."""
 
-  num_saved_policies = 0
+  given: Config
+  """As its keys say, with what they leave open."""
+  config: Config
+  target: Target
+  plan: BatchPlan
+  """From the run's first step, wherever it resumes."""
+  training: Training
+  saved: Mapping[str, Any] | None = None
+  """The record of the checkpoint to resume from; None if the run begins."""
+  begins: Position = _ORIGIN
+  """Where a run without one begins to count."""
+  initialization: Initialization | None = None
+  """What it begins with; None: what the keys say."""
+  notes: Sequence[str] = ()
+  """Lines about sizes that only a run chooses."""
+  checks: Sequence[Check] = ()
+  """What was checked beside the batch plan."""
 
-  def loss(self, config: Config) -> Loss:
-    """See `Method.loss`."""
-    del config
-    return TEXT
+  @property
+  def folder(self) -> RunFolder:
+    """The run's folder, which may not be there yet."""
+    return RunFolder.of(self.config.run)
 
-  def held_beside(self, trainer: Trainer) -> Mapping[str, int]:
-    """See `Method.held_beside`: nothing."""
-    del trainer
-    return {}
-
-  def dataset(self, resolved: ResolvedRun) -> Dataset:
-    """See `Method.dataset`."""
-    config = resolved.config
-    dataset = build_dataset(config.data, config.batch.max_target_length)
-    check_epochs(config.data, dataset.train, resolved.plan.total_samples)
-    return dataset
-
-  def meter(self, config: Config, model: Model) -> Meter:
-    """See `Method.meter`."""
-    return text_meter(config, model)
-
-  def equipped(
-    self, job: Job, resolved: ResolvedRun, restored: Restored | None
-  ) -> contextlib.AbstractContextManager[Job]:
-    """See `Method.equipped`; the job has it all."""
-    del resolved, restored
-    return contextlib.nullcontext(job)
+  @property
+  def plan_ahead(self) -> BatchPlan:
+    """From where the run is, if its newest checkpoint turns out to be whole."""
+    if self.saved is None:
+      return self.plan.starting_at(self.begins) if self.begins != _ORIGIN else self.plan
+    steers = follows_noise_scale(self.config.batch) and not self.config.noise.gns_dry_run
+    steered = steers and bool(self.saved.get("notes", {}).get("steering"))
+    position = Position(self.saved["step"], self.saved["samples"])
+    return resumed_plan(self.plan, self.saved["plan"], position, steered=steered)
 
 
-ON_TEXT = OnText()
+class Method(Protocol):
+  """A way to train: how a configuration's sizes are resolved, and what then trains."""
+
+  def resolve(
+    self, config: Config, target: Target, purpose: Purpose, *, forget: bool = False
+  ) -> ResolvedRun:
+    """The run with all chosen that was to be chosen on these devices.
+
+    Args:
+      config: the run.
+      target: its devices.
+      purpose: what it is prepared for.
+      forget: choose anew what the keys leave open, whatever is remembered.
+
+    Raises:
+      UserError: keys contradict each other, or nothing fits.
+    """
+    ...
+
+  def explored(
+    self, config: Config, target: Target
+  ) -> tuple[Config, Prober, Callable[[Config, Topology], Sequence[Candidate]]]:
+    """What micro_batch_size=explore tries: the run, what tries a size of it, and its sizes.
+
+    Raises:
+      UserError: the run has no sizes to explore.
+    """
+    ...

@@ -12,11 +12,9 @@ from maxbatch.config.schema import Config
 from maxbatch.core.plan import BatchPlan
 from maxbatch.data.dataset import RowSource
 from maxbatch.hardware.devices import Device
-from maxbatch.models.registry import Model, build_model
 from maxbatch.noise.controller import Steering
 from maxbatch.noise.requirements import measures_noise
 from maxbatch.training.build import build_trainer
-from maxbatch.training.noise_meter import NoiseMeter
 from maxbatch.training.noise_run import Meter, Noise
 from maxbatch.training.programs import StepPrograms
 
@@ -40,20 +38,11 @@ def make_noise(
   return Noise(make_meter(), None, config.noise.gns_report_every, steering, folder)
 
 
-def text_meter(config: Config, model: Model) -> Meter:
-  """Returns what measures the noise scale of a run on text."""
-  calibrating = None
-  if _calibrates(config):
-    length = config.batch.max_target_length
-    calibrating = build_model(model.config, length, "all", model.trainable, model.policy)
-  return NoiseMeter(config.noise, model, calibrating)
-
-
 def calibration_programs(
   config: Config, plan: BatchPlan, devices: Sequence[Device], source: RowSource
 ) -> contextlib.AbstractContextManager[StepPrograms | None]:
   """The steps that measure all layers, compiled when first called for; None if there are none."""
-  if not _calibrates(config):
+  if not calibrates(config):
     return contextlib.nullcontext()
   ordinary = dataclasses.replace(config.compile, compiled_step="", save_compiled_step="")
   noise = dataclasses.replace(config.noise, gns="all")
@@ -62,7 +51,8 @@ def calibration_programs(
   return StepPrograms(step_compiler(config, plan, trainer, source), plan.micro_batches)
 
 
-def _calibrates(config: Config) -> bool:
+def calibrates(config: Config) -> bool:
+  """Returns whether some steps measure all layers, to tell what the norms' mean."""
   return config.noise.gns == "norm" and config.noise.gns_calibrate_every > 0
 
 

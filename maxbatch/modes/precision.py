@@ -36,7 +36,7 @@ class PrecisionReport:
     self.values.append(report_values(found, step, tokens))
     write_shared_file(self.folder.precision_report_text, "\n\n\n".join(self.texts) + "\n")
     write_shared_file(self.folder.precision_report_json, json.dumps(self.values) + "\n")
-    self.job.progress.say(f"Written: {self.folder.precision_report_text}")
+    self.job.outputs.progress.say(f"Written: {self.folder.precision_report_text}")
 
 
 def precision_report(

@@ -16,43 +16,34 @@ from maxbatch.batch.loads import check_loads
 from maxbatch.checkpoints.checkpointer import Checkpointer, Restored
 from maxbatch.checkpoints.record import identity, settings
 from maxbatch.command_line.screen import for_screen
-from maxbatch.compile import cache
 from maxbatch.compile.step_file import save_steps, step_compiler
 from maxbatch.config.load import DERIVED, to_flat_dict
 from maxbatch.config.schema import Config
 from maxbatch.conversion.source import FROZEN
-from maxbatch.core.plan import BatchPlan, Position
+from maxbatch.core.phases import Position
+from maxbatch.core.plan import BatchPlan
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.mixture import MixedRows
 from maxbatch.errors import UserError
-from maxbatch.hardware.agreement import (
-  check_shared,
-  one_process_at_a_time,
-  sync_errors,
-  write_shared_file,
-)
-from maxbatch.hardware.devices import Target, find_devices
+from maxbatch.hardware.agreement import check_shared, sync_errors, write_shared_file
+from maxbatch.hardware.devices import find_devices
 from maxbatch.hardware.ending import Watchdog, ending_together
 from maxbatch.metrics_writers.registry import open_writers
-from maxbatch.modes.beginning import (
-  Beginning,
-  beginning_of,
-  key_that_is_over,
+from maxbatch.modes.initialization import (
+  ignored_key,
   no_steps_left,
   resumed_state,
-  saving_frozen,
 )
-from maxbatch.modes.chronicle import Chronicle, chronicled
-from maxbatch.modes.memory import check_memory
-from maxbatch.modes.method import ON_TEXT, Method
+from maxbatch.modes.method import Method, Purpose, ResolvedRun
 from maxbatch.modes.noise import calibration_programs, make_noise
 from maxbatch.modes.precision import precision_report
+from maxbatch.modes.prepare import Prepared, check_replaces_nothing, prepare
+from maxbatch.modes.pretraining import PRETRAINING
 from maxbatch.modes.profile import write_profile
-from maxbatch.modes.resolve import ResolvedRun, check_replaces_nothing, resolve
-from maxbatch.modes.start import check_same_run, started
+from maxbatch.modes.run_log import RunLog, open_run_log
+from maxbatch.modes.start import started
 from maxbatch.modes.summary import (
   SampleTexts,
-  description,
   print_next,
   show_sample,
   sum_up,
@@ -63,7 +54,6 @@ from maxbatch.run_folder.metrics import MetricsLog, NoMetricsLog, Record
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training.build import (
-  build_trainer,
   compiled_eval,
   eval_rows,
   following,
@@ -71,7 +61,7 @@ from maxbatch.training.build import (
   streams,
   train_rows,
 )
-from maxbatch.training.loop import RECORD, Job, first_record, show_text, train
+from maxbatch.training.loop import RECORD, Evaluation, Job, Outputs, first_record, show_text, train
 from maxbatch.training.noise_run import Noise
 from maxbatch.training.profiling import Profiler
 from maxbatch.training.programs import StepPrograms
@@ -83,36 +73,21 @@ from maxbatch.training.step import EvalStep, Trainer
 class _Start:
   """Where a run begins or resumes, and what it is from there on."""
 
-  beginning: Beginning
   position: Position
   restored: Restored | None
   plan: BatchPlan
   trainer: Trainer
   noise: Noise | None
 
-  def notes(self, state: TrainState) -> dict[str, Any]:
-    """What all checkpoints note."""
-    if self.restored:
-      return {FROZEN: self.restored.notes[FROZEN]} if FROZEN in self.restored.notes else {}
-    return self.beginning.notes(self.trainer, state)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Made:
-  """What a run is made of, before its folder is looked at."""
-
-  resolved: ResolvedRun
-  trainer: Trainer
-  dataset: Dataset
-  beginning: Beginning
-  about: str
-  """The same in words."""
+  def plan_as_decided(self) -> BatchPlan:
+    """Returns the plan with what the noise scale has decided since."""
+    return self.noise.planned(self.plan).starting_at(self.position) if self.noise else self.plan
 
 
 def run(
-  config: Config, *, forget: bool = False, advise: bool = True, method: Method = ON_TEXT
+  config: Config, *, forget: bool = False, advise: bool = True, method: Method = PRETRAINING
 ) -> tuple[TrainState, Position]:
-  """Plans, prepares, trains and sums up one run; its state and position at the end.
+  """Prepares, trains and sums up one run; returns its state and position at the end.
 
   Args:
     config: the run.
@@ -126,65 +101,38 @@ def run(
     RowsError: a row did not reach its device as it was read.
   """
   with started(config), ending_together():
-    return _run(config, find_devices(config), method, forget=forget, advise=advise)
-
-
-def _run(
-  config: Config, target: Target, method: Method, *, forget: bool, advise: bool
-) -> tuple[TrainState, Position]:
-  cache.enable(config.compile.jax_cache_dir)
-  resolved = resolve(config, target, forget=forget)
-  beginning = Beginning() if resolved.saved else beginning_of(config.checkpoint, resolved.folder)
-  resolved = dataclasses.replace(resolved, begins=beginning.position)
-  print(f"{for_screen(str(resolved.plan_ahead))}\n", flush=True)
-  trainer = build_trainer(
-    resolved.config,
-    resolved.plan,
-    target.devices,
-    loss=method.loss(resolved.config),
-    num_saved_policies=method.num_saved_policies,
-  )
-  trainer = saving_frozen(trainer, resolved.saved, beginning)
-  with sync_errors():
-    beside = method.held_beside(trainer)
-    check_memory(resolved.config, resolved.plan, trainer.abstract, target.devices, beside)
-  with one_process_at_a_time():
-    dataset = method.dataset(resolved)
-  check_same_run(resolved.config, resolved.plan, dataset)
-  taken_up = beginning.check(resolved.config, trainer)
-  about = description(resolved, trainer, dataset.description, taken_up)
-  print(for_screen(about), flush=True)
-  write_report = resolved.config.run.write_report
-  with (
-    _held_by_one_process(resolved),
-    chronicled(resolved.folder.path, write_report=write_report) as chronicle,
-  ):
-    made = _Made(resolved, trainer, dataset, beginning, about)
-    return _run_in_folder(made, chronicle, method, advise=advise)
+    prepared = prepare(config, find_devices(config), method, Purpose.RUN, forget=forget)
+    print(for_screen(prepared.description), flush=True)
+    write_report, folder = prepared.config.run.write_report, prepared.resolved.folder
+    with (
+      _held_by_one_process(prepared.resolved),
+      open_run_log(folder.path, write_report=write_report) as run_log,
+    ):
+      return _run_in_folder(prepared, run_log, advise=advise)
 
 
 def _run_in_folder(
-  made: _Made, chronicle: Chronicle, method: Method, *, advise: bool
+  prepared: Prepared, run_log: RunLog, *, advise: bool
 ) -> tuple[TrainState, Position]:
   """Trains from where the folder's newest checkpoint is, and sums up."""
-  resolved, trainer, dataset = made.resolved, made.trainer, made.dataset
-  with _checkpointer(resolved, dataset, chronicle) as checkpointer:
-    start = _restore(resolved, trainer, checkpointer, made.beginning, method)
+  resolved, dataset = prepared.resolved, prepared.dataset
+  with _checkpointer(prepared, run_log) as checkpointer:
+    start = _restore(prepared, checkpointer)
     if start.restored and start.position.step >= start.plan.steps:
       more = " For more, raise its budget." if advise else ""
       print(f"This run is complete at step {start.position.step}.{more}")
       state = resumed_state(resolved.config, start.trainer, start.restored)
       show_sample(resolved, start.trainer, state.parameters)
       return state, start.position
-    chronicle.begin(start.position, list(trainer.mesh.devices.flat), made.about)
-    texts = SampleTexts(resolved, trainer)
-    state, reached = _train(resolved, start, dataset, checkpointer, method, chronicle, texts)
-  plan = _as_decided(start)
-  chronicle.end("finished" if reached.step == plan.steps else "stopped", reached.step)
+    run_log.begin(start.position, list(start.trainer.mesh.devices.flat), prepared.description)
+    texts = SampleTexts(resolved, prepared.trainer)
+    state, reached = _train(prepared, start, checkpointer, run_log, texts)
+  plan = start.plan_as_decided()
+  run_log.end("finished" if reached.step == plan.steps else "stopped", reached.step)
   sum_up(resolved, plan, reached, texts.latest)
   if isinstance(dataset.train, MixedRows):
     print(dataset.train.report(reached.samples))
-  written = chronicle.page.finish()
+  written = run_log.page.finish()
   if advise:
     print_next(resolved, plan, reached, has_report=written)
   if start.noise:
@@ -209,55 +157,45 @@ def _held_by_one_process(resolved: ResolvedRun) -> Iterator[None]:
     yield
 
 
-def _checkpointer(resolved: ResolvedRun, dataset: Dataset, chronicle: Chronicle) -> Checkpointer:
+def _checkpointer(prepared: Prepared, run_log: RunLog) -> Checkpointer:
+  resolved = prepared.resolved
   return Checkpointer(
     resolved.folder.checkpoints,
     resolved.config.checkpoint,
-    identity(resolved.config, dataset),
-    chronicle.say,
+    identity(resolved.config, prepared.dataset),
+    run_log.say,
     settings=settings(resolved.given),
-    verified=chronicle.verified,
+    verified=run_log.verified,
   )
 
 
-def _restore(
-  resolved: ResolvedRun,
-  trainer: Trainer,
-  checkpointer: Checkpointer,
-  beginning: Beginning,
-  method: Method,
-) -> _Start:
-  """The newest good checkpoint of the run's folder, or the beginning, and the plan from there."""
-  restored = None
-  if resolved.config.checkpoint.enable_checkpointing:
+def _restore(prepared: Prepared, checkpointer: Checkpointer) -> _Start:
+  """The newest good checkpoint of the run's folder, or the initialization, and the plan from there."""
+  config, plan, trainer = prepared.config, prepared.plan, prepared.trainer
+  restored, position = None, prepared.initialization.position
+  if config.checkpoint.enable_checkpointing:
     restored = checkpointer.restore(trainer.abstract_saved)
-  position = restored.position if restored else beginning.position
   if restored:
+    position = restored.position
     print(f"Resuming after step {position.step} ({position.samples:,} samples)", flush=True)
-    if line := key_that_is_over(resolved.config.checkpoint):
+    if line := ignored_key(config.checkpoint):
       print(line, flush=True)
-  plan = resolved.plan
-  make_meter = functools.partial(method.meter, resolved.config, trainer.model)
-  noise = make_noise(resolved.config, plan, make_meter, resolved.folder.path)
+  make_meter = functools.partial(prepared.resolved.training.meter, trainer.model)
+  noise = make_noise(config, plan, make_meter, prepared.resolved.folder.path)
   if noise:
     noise.restore(restored.notes if restored else {}, position)
     plan = noise.planned(plan)
   plan = plan.starting_at(position)
-  check_loads(plan, streamed=streams(resolved.config))
-  if plan.phases != resolved.plan_ahead.phases:
+  check_loads(plan, streamed=streams(config))
+  if plan.phases != prepared.resolved.plan_ahead.phases:
     print(f"{for_screen(str(plan))}\n", flush=True)
   if restored:
     _print_changes(plan, restored)
   elif position.step >= plan.steps:
-    raise UserError(no_steps_left(resolved.config, plan, position))
+    raise UserError(no_steps_left(config, plan, position))
   if position.step:
-    trainer = following(trainer, resolved.config, plan)
-  return _Start(beginning, position, restored, plan, trainer, noise)
-
-
-def _as_decided(start: _Start) -> BatchPlan:
-  """The plan with what the noise scale has decided since."""
-  return start.noise.planned(start.plan).starting_at(start.position) if start.noise else start.plan
+    trainer = following(trainer, config, plan)
+  return _Start(position, restored, plan, trainer, noise)
 
 
 def _print_changes(plan: BatchPlan, restored: Restored) -> None:
@@ -271,80 +209,65 @@ def _print_changes(plan: BatchPlan, restored: Restored) -> None:
 
 
 def _train(
-  resolved: ResolvedRun,
+  prepared: Prepared,
   start: _Start,
-  dataset: Dataset,
   checkpointer: Checkpointer,
-  method: Method,
-  chronicle: Chronicle,
+  run_log: RunLog,
   texts: SampleTexts,
 ) -> tuple[TrainState, Position]:
   """Compiles and trains from `start` to the end of the plan, or until a signal."""
-  config, plan, trainer, position = resolved.config, start.plan, start.trainer, start.position
+  config, resolved, dataset = prepared.config, prepared.resolved, prepared.dataset
+  plan, trainer, position = start.plan, start.trainer, start.position
   compiler = step_compiler(config, plan, trainer, dataset.train)
   with sync_errors():
     first = jax.process_index() == 0
-    records = _metrics_log(resolved, position, chronicle) if first else NoMetricsLog()
+    records = _metrics_log(resolved, position, run_log) if first else NoMetricsLog()
   with (
     records as log,
     Progress(position.step, plan.steps, config.run.log_period) as progress,
     StepPrograms(compiler, plan.micro_batches) as programs,
     calibration_programs(config, plan, resolved.target.devices, dataset.train) as calibration,
   ):
-    _write_config(config, start, resolved.folder)
-    if position.step == 0:
-      log.write_text("plan", 0, str(plan))
-      log.write_text("configuration", 0, yaml.safe_dump(to_flat_dict(config), sort_keys=False))
-    if start.noise:
-      start.noise.write_decisions()
+    _write_start(config, start, resolved.folder, log)
     began = time.perf_counter()
-    state, eval_step = _compile_and_init(config, start, dataset, programs)
+    state, eval_step = _compile_and_init(prepared, start, programs)
     seconds = time.perf_counter() - began
     progress.say(f"\nCompiled in {seconds:.1f} s\n")
-    chronicle.events.note(COMPILED, seconds=seconds)
+    run_log.events.note(COMPILED, seconds=seconds)
     if config.compile.save_compiled_step:
       save_steps(config, plan, trainer, dataset.train, programs.all())
     profiler = Profiler(config.profiling, resolved.folder.profile, position.step)
     watchdog = Watchdog(config.distributed.hang_timeout_seconds)
+    outputs = Outputs(
+      log=log,
+      progress=progress,
+      profiler=profiler,
+      checkpointer=checkpointer if config.checkpoint.enable_checkpointing else None,
+      events=run_log.events,
+      feed_watchdog=watchdog.feed,
+      evaluated=run_log.page.update,
+    )
+    sample_text = texts if config.run.generate_length else None
     job = Job(
       plan=plan,
       run=config.run,
       checkpoint=config.checkpoint,
       learning_rate=learning_rate(config.optimizer, plan, config.run.schedule_unit),
+      trainer=trainer,
       programs=programs,
       streamed=streams(config),
-      trainer=trainer,
-      eval_step=eval_step,
       train_rows=train_rows(config, trainer, dataset),
       row_hosts=row_hosts(trainer, plan),
-      eval_rows=eval_rows(config, plan, trainer, dataset),
-      checkpointer=checkpointer if config.checkpoint.enable_checkpointing else None,
-      log=log,
-      progress=progress,
-      feed_watchdog=watchdog.feed,
-      profiler=profiler,
+      evaluation=Evaluation(eval_step, eval_rows(config, plan, trainer, dataset), sample_text),
+      outputs=outputs,
       noise=start.noise and dataclasses.replace(start.noise, calibration=calibration),
       data_counts=_data_counts(config, dataset),
-      notes=start.notes(state),
-      events=chronicle.events,
-      sample_text=texts if config.run.generate_length else None,
-      evaluated=chronicle.page.update,
+      notes=_notes(prepared, start, state),
     )
     if start.restored and first:
       _complete_records(log, start.restored)
-    with profiler, method.equipped(job, resolved, start.restored) as ready:
-      if position.step == 0:
-        first_record(ready, state.parameters)
-        show_text(ready, position, state.parameters)
-        if config.run.generate_length:
-          texts.keep()
-      report = precision_report(config, ready, resolved.folder, position)
-      if report:
-        report.write(state.parameters, position.step)
-      with ending_together(alone=True), watchdog:
-        trained = train(ready, state, position)
-      if report:
-        report.write(trained[0].parameters, trained[1].step)
+    with profiler, resolved.training.setup(job, start.restored) as ready:
+      trained = _train_job(ready, config, state, position, watchdog, texts)
     if profiler.traced:
       size = plan.phase_at(plan.samples_at(profiler.traced.first)).micro_batch
       write_profile(resolved.folder, profiler.traced, programs(size))
@@ -353,13 +276,44 @@ def _train(
   return trained
 
 
-def _metrics_log(resolved: ResolvedRun, position: Position, chronicle: Chronicle) -> MetricsLog:
+def _train_job(
+  job: Job,
+  config: Config,
+  state: TrainState,
+  position: Position,
+  watchdog: Watchdog,
+  texts: SampleTexts,
+) -> tuple[TrainState, Position]:
+  """Trains, between what is noted of the state before and afterwards."""
+  if position.step == 0:
+    first_record(job, state.parameters)
+    show_text(job, position, state.parameters)
+    if config.run.generate_length:
+      texts.keep()
+  report = precision_report(config, job, RunFolder.of(config.run), position)
+  if report:
+    report.write(state.parameters, position.step)
+  with ending_together(alone=True), watchdog:
+    trained = train(job, state, position)
+  if report:
+    report.write(trained[0].parameters, trained[1].step)
+  return trained
+
+
+def _notes(prepared: Prepared, start: _Start, state: TrainState) -> dict[str, Any]:
+  """What all checkpoints note."""
+  if start.restored:
+    return {name: note for name, note in start.restored.notes.items() if name == FROZEN}
+  return prepared.initialization.notes(start.trainer, state)
+
+
+def _metrics_log(resolved: ResolvedRun, position: Position, run_log: RunLog) -> MetricsLog:
   """metrics.jsonl, and what metrics_writers names."""
   config = resolved.config
   return MetricsLog(
     resolved.folder.path,
     position.step,
-    chronicle.say,
+    run_log.say,
     open_others=functools.partial(
       open_writers, config.run.metrics_writers, plugins=config.run.plugins
     ),
@@ -385,10 +339,10 @@ def _complete_records(log: MetricsLog, restored: Restored) -> None:
 
 
 def _compile_and_init(
-  config: Config, start: _Start, dataset: Dataset, programs: StepPrograms
+  prepared: Prepared, start: _Start, programs: StepPrograms
 ) -> tuple[TrainState, EvalStep | None]:
   """State and compiled functions, side by side: compiling leaves the interpreter free."""
-  plan, trainer = start.plan, start.trainer
+  plan, trainer, dataset = start.plan, start.trainer, prepared.dataset
   pool = ThreadPoolExecutor(2)
   try:
     first_step = pool.submit(programs, plan.phases[0].micro_batch)
@@ -397,9 +351,9 @@ def _compile_and_init(
       rows = dataset.validation or dataset.train
       evaluation = pool.submit(compiled_eval, plan, trainer, rows)
     if start.restored:
-      state = resumed_state(config, trainer, start.restored)
+      state = resumed_state(prepared.config, trainer, start.restored)
     else:
-      state = start.beginning.state(trainer, config.model.init_weights_seed)
+      state = prepared.initialization.state(trainer, prepared.config.model.init_weights_seed)
     first_step.result()
     eval_step = evaluation and evaluation.result()
   finally:
@@ -407,9 +361,15 @@ def _compile_and_init(
   return state, eval_step
 
 
-def _write_config(config: Config, start: _Start, folder: RunFolder) -> None:
-  """config.yml, every key and what was derived from them; and the same among those of all starts."""
+def _write_start(config: Config, start: _Start, folder: RunFolder, log: MetricsLog) -> None:
+  """Writes config.yml, every key and what was derived from them, also among those of all starts."""
+  keys = to_flat_dict(config)
   derived = {"begins_after_step": start.position.step} | start.plan.as_dict()
-  content = yaml.safe_dump(to_flat_dict(config) | {DERIVED: derived}, sort_keys=False)
+  content = yaml.safe_dump(keys | {DERIVED: derived}, sort_keys=False)
   write_shared_file(folder.next_start(), content)
   write_shared_file(folder.config, content)
+  if start.position.step == 0:
+    log.write_text("plan", 0, str(start.plan))
+    log.write_text("configuration", 0, yaml.safe_dump(keys, sort_keys=False))
+  if start.noise:
+    start.noise.write_decisions()

@@ -14,7 +14,7 @@ from maxbatch.data.registry import build_tokenizer
 from maxbatch.hardware.agreement import write_shared_file
 from maxbatch.hardware.devices import describe_devices
 from maxbatch.models.registry import Parameters
-from maxbatch.modes.resolve import ResolvedRun
+from maxbatch.modes.method import ResolvedRun
 from maxbatch.run_folder.metrics import each_record
 from maxbatch.sampling.sampler import Sampler, on_fewest_devices, sample
 from maxbatch.sampling.text import choice_of, encoded, prompts_of, vocabulary_of

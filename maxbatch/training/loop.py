@@ -57,12 +57,57 @@ class StepLoader(Protocol):
   def __exit__(self, *_: object) -> None: ...
 
 
-def _unheard(position: Position, params: Parameters) -> None:
-  """Nobody but the loop needs the parameters."""
+class Hooks:
+  """What a way to train adds to the loop; these add nothing."""
+
+  waits: bool = False
+  """Whether the loader waits for each step to end anyway, so that its metrics are fetched before more
+  is loaded, and its seconds are its own."""
+
+  def publish(self, position: Position, params: Parameters) -> None:
+    """Receives the parameters before each step, which that step uses up."""
+
+  def dispatched(self, metrics: StepMetrics) -> None:
+    """Is called after each dispatch of training, whose metrics may still be on the devices."""
+
+  def completed(self, record: Record) -> Record:
+    """Returns the record of a step with what else is known of it; raises where that is wrong."""
+    return record
+
+  def evaluate(self, params: Parameters) -> Record:
+    """Returns what else an evaluation finds."""
+    del params
+    return {}
+
+  def policies(self, position: Position) -> Sequence[Parameters]:
+    """Returns those of earlier steps that a checkpoint needs (Trainer.num_saved_policies)."""
+    del position
+    return ()
 
 
-def _unwatched() -> None:
-  """Nobody waits for evaluations."""
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+  """What is evaluated, and by which program."""
+
+  step: EvalStep | None
+  """None: there are no rows to evaluate on."""
+  rows: Sequence[EvalRows]
+  sample_text: Callable[[Parameters], str] | None = None
+  """What the model writes, before the first step and at evaluations; None: nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outputs:
+  """Where the loop writes, and whom it tells how far it is."""
+
+  log: MetricsLog
+  progress: Progress
+  profiler: Profiler
+  checkpointer: Checkpointer | None
+  events: EventLog = dataclasses.field(default_factory=NoEventLog)
+  feed_watchdog: Callable[[], None] = lambda: None
+  evaluated: Callable[[], None] = lambda: None
+  """Is called when an evaluation is noted, but the last one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,46 +118,23 @@ class Job:
   run: RunConfig
   checkpoint: CheckpointConfig
   learning_rate: LearningRate
+  trainer: Trainer
   programs: StepPrograms
   streamed: bool
-  trainer: Trainer
-  eval_step: EvalStep | None
-  """None: there are no rows to evaluate on."""
   train_rows: Callable[[BatchPlan, Position], StepLoader]
   row_hosts: Callable[[int, int], str]
-  eval_rows: Sequence[EvalRows]
-  checkpointer: Checkpointer | None
-  log: MetricsLog
-  progress: Progress
-  feed_watchdog: Callable[[], None]
-  profiler: Profiler
+  evaluation: Evaluation
+  outputs: Outputs
+  hooks: Hooks = dataclasses.field(default_factory=Hooks)
   noise: Noise | None = None
   data_counts: Record = dataclasses.field(default_factory=dict)
   """What is known of the data before the first step; noted with every step."""
   notes: dict[str, Any] = dataclasses.field(default_factory=dict)
   """What every checkpoint notes beside what it saves."""
-  publish: Callable[[Position, Parameters], None] = _unheard
-  """Is called with the parameters before each step, which that step uses up."""
-  policies: Callable[[Position], Sequence[Parameters]] = lambda position: ()
-  """Those of earlier steps that a checkpoint needs (Trainer.num_saved_policies)."""
-  own_evaluation: Callable[[Parameters], Record] = lambda params: {}
-  """What else an evaluation finds."""
-  events: EventLog = dataclasses.field(default_factory=NoEventLog)
-  sample_text: Callable[[Parameters], str] | None = None
-  """What the model writes, before the first step and at evaluations; None: nothing."""
-  evaluated: Callable[[], None] = _unwatched
-  """Is called when an evaluation is noted, but the last one."""
-  completed: Callable[[Record], Record] = lambda record: record
-  """The record of a step with what else is known of it; raises where that is wrong."""
-  dispatched: Callable[[StepMetrics], None] = lambda metrics: None
-  """Is called after each dispatch of training, whose metrics may still be on the devices."""
-  loader_waits: bool = False
-  """Whether the loader waits for each step to end anyway, so that its metrics are fetched before more
-  is loaded, and its seconds are its own."""
 
   def with_plan(self, plan: BatchPlan) -> "Job":
     """The job after the plan has changed."""
-    self.progress.expect(plan.steps)
+    self.outputs.progress.expect(plan.steps)
     rate = dataclasses.replace(self.learning_rate, plan=plan)
     return dataclasses.replace(self, plan=plan, learning_rate=rate)
 
@@ -132,7 +154,7 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
   """Trains from `position` to the end of the plan, or to the first stop signal.
 
   Returns the state and how far it came; all of it is saved. Metrics of a step are fetched after
-  the next one is dispatched, so that the devices never wait for the host (but see `loader_waits`).
+  the next one is dispatched, so that the devices never wait for the host (but see `Hooks.waits`).
 
   Raises:
     TrainingDivergedError: a loss or gradient is not finite, and nothing of that step is saved; or
@@ -140,14 +162,14 @@ def train(job: Job, state: TrainState, position: Position) -> tuple[TrainState, 
       skipped, until there are max_consecutive_skipped_steps in a row.
     RowsError: a row of a step is not what was read for it, and nothing of that step is saved.
   """
-  job.progress.begin()
+  job.outputs.progress.begin()
   with StopSignals(shared=has_flags(job.trainer.mesh)) as stop:
     ended = False
     while not ended:
       state, position, plan, ended = _train_until_change(job, state, position, stop)
       job = job.with_plan(plan)
-    if job.checkpointer:
-      job.checkpointer.wait()  # Afterwards a signal ends everything at once.
+    if job.outputs.checkpointer:
+      job.outputs.checkpointer.wait()  # Afterwards a signal ends everything at once.
   return state, position
 
 
@@ -157,27 +179,27 @@ def _train_until_change(
   """Trains until the noise scale changes the plan, or to the end or a stop signal: then True."""
   clock, pending, plan = Clock(), None, job.plan
   ending = position.step >= plan.steps
-  job.publish(position, state.parameters)
-  job.profiler.turn(position.step, state, ending=ending)
+  job.hooks.publish(position, state.parameters)
+  job.outputs.profiler.turn(position.step, state, ending=ending)
   with job.train_rows(plan, position) as loader:
     while not ending and plan is job.plan:
       rate = job.learning_rate(position)
       state, metrics = _dispatch(job, state, loader, position, rate, stop)
       before, position = position, plan.advance(position)
-      job.publish(position, state.parameters)
+      job.hooks.publish(position, state.parameters)
       if pending:
         _note(job, _fetch(job, pending, clock, stop))
       pending = _Pending(before, position, rate, loader.waited_seconds(), metrics)
       ending = stop.agreed or position.step == plan.steps
       evaluating = ending or _due(job, before, position, job.run.eval_interval)
       saving = ending or _due(job, before, position, job.checkpoint.checkpoint_period)
-      profiling = job.profiler.is_due(position.step)
+      profiling = job.outputs.profiler.is_due(position.step)
       due = evaluating or saving or profiling or decides(job.noise, position)
-      if due or job.loader_waits:
+      if due or job.hooks.waits:
         record = _fetch(job, pending, clock, stop)
         pending = None
-        job.profiler.turn(position.step, state, ending=ending)
-        plan = decided(job.noise, plan, position, job.progress.say)
+        job.outputs.profiler.turn(position.step, state, ending=ending)
+        plan = decided(job.noise, plan, position, job.outputs.progress.say)
         if saving:
           _save(job, state, position, plan, record)
         _note_evaluated(job, record, state.parameters if evaluating else None)
@@ -205,17 +227,17 @@ def _dispatch(
   if not job.streamed:
     control = flagged(mesh, job.trainer.control(phase.num_microbatches), stop.requested)
     state, metrics = step(state, next(loader), control, learning_rate)
-    job.dispatched(metrics)
+    job.hooks.dispatched(metrics)
     return state, metrics
   wrong = []
   for _ in range(phase.num_microbatches - 1):
     control = flagged(mesh, np.bool_(False))
     state, metrics = step(state, next(loader), control, learning_rate)
-    job.dispatched(metrics)
+    job.hooks.dispatched(metrics)
     wrong.append(metrics.wrong_row)
   control = flagged(mesh, np.bool_(True), stop.requested)
   state, metrics = step(state, next(loader), control, learning_rate)
-  job.dispatched(metrics)
+  job.hooks.dispatched(metrics)
   return state, metrics._replace(wrong_row=(*wrong, metrics.wrong_row))
 
 
@@ -231,7 +253,7 @@ def _fetch(job: Job, pending: _Pending, clock: Clock, stop: StopSignals) -> Reco
     RowsError: a row is not what was read for it.
   """
   metrics = jax.device_get(pending.metrics)
-  job.feed_watchdog()
+  job.outputs.feed_watchdog()
   stop.hear(metrics.stop)
   loss, grad_norm = float(metrics.loss), float(metrics.grad_norm)
   seconds, plan, position = clock.lap(), job.plan, pending.position
@@ -266,7 +288,7 @@ def _fetch(job: Job, pending: _Pending, clock: Clock, stop: StopSignals) -> Reco
     | job.data_counts
   )
   # Of a skipped step some figures are not finite: not measured.
-  return job.completed(
+  return job.hooks.completed(
     {name: x for name, x in record.items() if math.isfinite(x)} if is_skipped else record
   )
 
@@ -282,25 +304,25 @@ def _check_rows(job: Job, pending: _Pending, metrics: StepMetrics, phase: Phase)
 
 
 def _note(job: Job, record: Record) -> None:
-  job.log.write(record)
-  job.progress.show(record)
+  job.outputs.log.write(record)
+  job.outputs.progress.show(record)
   if job.noise is not None:
-    job.noise.report(record, job.progress.say)
-  if job.checkpointer:
-    job.checkpointer.poll()
+    job.noise.report(record, job.outputs.progress.say)
+  if job.outputs.checkpointer:
+    job.outputs.checkpointer.poll()
 
 
 def _save(job: Job, state: TrainState, position: Position, plan: BatchPlan, record: Record) -> None:
   """Saves what a run needs to go on; before an evaluation, for which there may be no time left."""
-  if job.checkpointer:
+  if job.outputs.checkpointer:
     notes = {RECORD: record} | job.notes | (job.noise.as_dict() if job.noise else {})
     if state.loss_scale is not None:
       notes[LOSS_SCALE] = LossScaling.note(state.loss_scale)
     began = time.perf_counter()
-    saved = job.trainer.to_save(state, job.policies(position))
-    job.checkpointer.save(saved, position, plan.as_dict(), notes)
-    job.events.note(SAVED, step=position.step, seconds=time.perf_counter() - began)
-    job.feed_watchdog()
+    saved = job.trainer.to_save(state, job.hooks.policies(position))
+    job.outputs.checkpointer.save(saved, position, plan.as_dict(), notes)
+    job.outputs.events.note(SAVED, step=position.step, seconds=time.perf_counter() - began)
+    job.outputs.feed_watchdog()
 
 
 def _note_evaluated(job: Job, record: Record, params: Parameters | None) -> None:
@@ -321,7 +343,9 @@ def _timed_evaluation(job: Job, step: int, params: Parameters) -> Record:
   known = [peak["peak_bytes_in_use"] for peak in peaks if peak and "peak_bytes_in_use" in peak]
   on_devices = {"device_peak_bytes": max(known)} if known else {}
   seconds, on_host = time.perf_counter() - began, host_peak_bytes()
-  job.events.note(EVALUATED, step=step, seconds=seconds, host_peak_bytes=on_host, **on_devices)
+  job.outputs.events.note(
+    EVALUATED, step=step, seconds=seconds, host_peak_bytes=on_host, **on_devices
+  )
   return found
 
 
@@ -329,19 +353,19 @@ def _show_evaluated(job: Job, position: Position, params: Parameters, *, is_last
   """Has the model write, and what is known be looked at."""
   show_text(job, position, params)
   if not is_last:
-    job.evaluated()
+    job.outputs.evaluated()
 
 
 def show_text(job: Job, position: Position, params: Parameters) -> None:
   """Has the model write, if the run asks for texts, and notes what it wrote."""
-  if job.sample_text is None:
+  if job.evaluation.sample_text is None:
     return
   began = time.perf_counter()
-  text = job.sample_text(params)
+  text = job.evaluation.sample_text(params)
   seconds = time.perf_counter() - began
-  job.events.note(TEXT, step=position.step, text=text, seconds=seconds)
-  job.log.write_text("text", position.step, text)
-  job.feed_watchdog()
+  job.outputs.events.note(TEXT, step=position.step, text=text, seconds=seconds)
+  job.outputs.log.write_text("text", position.step, text)
+  job.outputs.feed_watchdog()
 
 
 def evaluate(job: Job, params: Parameters) -> Record:
@@ -350,12 +374,12 @@ def evaluate(job: Job, params: Parameters) -> Record:
   Of a mixture the sources' own too, and for the whole their means by the sources' shares.
   """
   record: Record = {}
-  for each in job.eval_rows:
+  for each in job.evaluation.rows:
     for name, value in _evaluated(job, each, params).items():
       record[f"eval/{name}"] = record.get(f"eval/{name}", 0.0) + each.share * value
       if each.name:
         record[f"eval/{name}/{each.name}"] = value
-  return record | job.own_evaluation(params)
+  return record | job.hooks.evaluate(params)
 
 
 def _evaluated(job: Job, rows: EvalRows, params: Parameters) -> Record:
@@ -365,16 +389,16 @@ def _evaluated(job: Job, rows: EvalRows, params: Parameters) -> Record:
     TrainingDivergedError: the loss is not finite.
     RowsError: a row is not what was read for it.
   """
-  assert job.eval_step is not None
+  assert job.evaluation.step is not None
   with rows.open() as batches:
     # Each is fetched before the next begins: simulated devices have threads for two programs under
     # way (hardware/devices.py), and the other may be reading a checkpoint back.
     sums, wrong = [], []
     for batch in batches:
-      found = jax.device_get(job.eval_step(params, batch))
+      found = jax.device_get(job.evaluation.step(params, batch))
       sums.append(found._replace(wrong_row=None))
       wrong.append(found.wrong_row)
-      job.feed_watchdog()
+      job.outputs.feed_watchdog()
   of_source = f" of {rows.name}" if rows.name else ""
   _check_eval_rows(job, f"validation{of_source}", wrong)
   total = jax.tree.map(lambda *each: sum(map(float, each)), *sums)
@@ -405,9 +429,9 @@ def _diverged(job: Job, position: Position, loss: float, grad_norm: float) -> st
 
 def _last_good(job: Job) -> str:
   """What is saved."""
-  if job.checkpointer:
-    job.checkpointer.wait()
-  saved = job.checkpointer.steps() if job.checkpointer else []
+  if job.outputs.checkpointer:
+    job.outputs.checkpointer.wait()
+  saved = job.outputs.checkpointer.steps() if job.outputs.checkpointer else []
   return f"the last good checkpoint is step {saved[-1]}" if saved else "there is no checkpoint"
 
 

@@ -36,17 +36,21 @@ _SPREAD = 0.5
 """Standard deviation of the parameters: large enough that every part of the model matters."""
 
 
-def resolve_accumulation(config: Config, topology: Topology) -> Config:
+def resolve_accumulation(
+  config: Config, topology: Topology, plan: BatchPlan | None = None
+) -> Config:
   """The configuration, held to one microbatch per step if the model cannot be split into several.
 
   A model that is not SHIPPED is looked at where keys split its step, or the microbatch is to be
-  chosen. A choice is then made at once, `micro_batch_size=none`, with a warning on stderr.
+  chosen. A choice is then made at once, `micro_batch_size=none`, with a warning on stderr. `plan` is
+  the run's, where it is known already.
 
   Raises:
     UserError: the model couples samples and keys split its step; or there is no plan.
   """
   chooses = is_open(config.batch) and config.batch.gradient_accumulation_steps <= 1
-  plan = None if is_open(config.batch) else plan_batches(config.batch, config.run, topology)
+  if plan is None and not is_open(config.batch):
+    plan = plan_batches(config.batch, config.run, topology)
   splits = _splits(config, plan, topology)
   if config.model.decoder_block in SHIPPED or not (chooses or splits):
     return config

@@ -45,6 +45,7 @@ def choose_num_pipeline_microbatches(
   *,
   forget: bool = False,
   say: Say = print,
+  plan: BatchPlan | None = None,
 ) -> Config:
   """The configuration with num_pipeline_microbatches chosen, if it was open and there is a choice.
 
@@ -52,13 +53,14 @@ def choose_num_pipeline_microbatches(
     config: a micro_batch_size that was to be chosen has been chosen.
     probe: what one number needs and takes; called in all processes in the same order.
     say: prints the table and the choice; called in process 0 only.
+    plan: the run's, where it is known already.
 
   Raises:
     UserError: layers or samples do not divide as the schedule asks; or compiled_step cannot be read.
   """
   if config.pipeline.pipeline_schedule == "none":
     return config
-  plan = plan_batches(config.batch, config.run, place.layout)
+  plan = plan or plan_batches(config.batch, config.run, place.layout)
   pipeline = pipeline_of(config, place.layout, plan)
   if not pipeline.is_open:
     return config

@@ -21,7 +21,7 @@ from maxbatch.run_report.background import BackgroundReport
 _LIBRARIES = ("jax", "jaxlib", "numpy", "grain", "orbax-checkpoint")
 
 
-class Chronicle:
+class RunLog:
   """Of one start, in process 0; in others it writes nothing."""
 
   def __init__(self, folder: Path, *, write_report: bool):
@@ -72,18 +72,16 @@ class Chronicle:
 
 
 @contextlib.contextmanager
-def chronicled(folder: Path, *, write_report: bool) -> Iterator[Chronicle]:
-  """A context in which a run is written down, and at whose end its page is, however it ends."""
-  chronicle = Chronicle(folder, write_report=write_report)
-  with chronicle.events:
+def open_run_log(folder: Path, *, write_report: bool) -> Iterator[RunLog]:
+  """A context in which a run is logged, and at whose end its page is written, however it ends."""
+  log = RunLog(folder, write_report=write_report)
+  with log.events:
     try:
-      yield chronicle
+      yield log
     except KeyboardInterrupt:
-      chronicle.end("stopped", text="at once, by a signal")
+      log.end("stopped", text="at once, by a signal")
       raise
     except BaseException as error:
-      chronicle.end(
-        "diverged" if isinstance(error, TrainingDivergedError) else "failed", text=str(error)
-      )
-      chronicle.page.finish()
+      log.end("diverged" if isinstance(error, TrainingDivergedError) else "failed", text=str(error))
+      log.page.finish()
       raise

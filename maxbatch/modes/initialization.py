@@ -40,7 +40,7 @@ _WITHOUT_MEANING += ("vocab_size", "z_loss_multiplier", "lora_rank", "lora_alpha
 
 
 @dataclasses.dataclass(frozen=True)
-class Beginning:
+class Initialization:
   """Random parameters, unless there is a source."""
 
   source: Source | None = None
@@ -48,6 +48,8 @@ class Beginning:
   """Whether optimizer state and position are the source's too."""
   unseen: bool = False
   """There is a source of parameters, which is not on this machine to be looked at."""
+  note: str = ""
+  """Where there is no source yet: why."""
 
   @property
   def position(self) -> Position:
@@ -61,7 +63,7 @@ class Beginning:
       UserError: it is not of this run's model, or optimizer.
     """
     if self.source is None:
-      return []
+      return [self.note] if self.note else []
     with sync_errors():
       self.source.check(trainer.model)
       if isinstance(self.source, CheckpointSource) and self.full:
@@ -125,7 +127,7 @@ def _check_optimizer(source: CheckpointSource, trainer: Trainer) -> None:
     )
 
 
-def beginning_of(config: CheckpointConfig, folder: RunFolder) -> Beginning:
+def find_initialization(config: CheckpointConfig, folder: RunFolder) -> Initialization:
   """What the keys say; of a folder that they name the record is read. All processes must call it.
 
   A run that a conversion has made begins with what lies in its own folder.
@@ -138,7 +140,7 @@ def beginning_of(config: CheckpointConfig, folder: RunFolder) -> Beginning:
   given = config.load_full_state_path or config.load_parameters_path
   given = given or broadcast_one_to_all(str(own or ""))
   if not given:
-    return Beginning()
+    return Initialization()
   with sync_errors():
     if config.load_full_state_path and config.load_parameters_path:
       raise UserError(
@@ -154,7 +156,7 @@ def beginning_of(config: CheckpointConfig, folder: RunFolder) -> Beginning:
       raise UserError(
         f'{key}={given} holds parameters alone; begin with these: {_PARAMETERS}={given} {key}=""'
       )
-  return Beginning(source, full=key == _FULL)
+  return Initialization(source, full=key == _FULL)
 
 
 def _has_state(source: Source) -> bool:
@@ -179,16 +181,16 @@ def resumed_state(config: Config, trainer: Trainer, restored: Restored) -> Train
 
 
 def saving_frozen(
-  trainer: Trainer, saved: Mapping[str, Any] | None, beginning: Beginning
+  trainer: Trainer, saved: Mapping[str, Any] | None, initialization: Initialization
 ) -> Trainer:
   """The trainer, whose checkpoints hold the frozen parameters unless they can be had elsewhere.
 
   Args:
     trainer: with nothing said of it.
     saved: the record of the run's newest checkpoint, as which it goes on; None: it begins.
-    beginning: what it then begins with.
+    initialization: what it then begins with.
   """
-  taken = (beginning.source is not None and not beginning.full) or beginning.unseen
+  taken = (initialization.source is not None and not initialization.full) or initialization.unseen
   elsewhere = FROZEN in saved.get("notes", {}) if saved else taken and bool(trainer.model.frozen)
   return dataclasses.replace(trainer, keeps_frozen=False) if elsewhere else trainer
 
@@ -198,11 +200,11 @@ def no_steps_left(config: Config, plan: BatchPlan, position: Position) -> str:
   key, at = plan.budget.key, f"step {position.step} ({position.samples:,} samples)"
   return (
     f"{_FULL}={config.checkpoint.load_full_state_path} is at {at}, where the budget of this run ends; "
-    f"it counts from the beginning of that run: raise {key}, or begin anew with {_PARAMETERS}"
+    f"it counts from the initialization of that run: raise {key}, or begin anew with {_PARAMETERS}"
   )
 
 
-def key_that_is_over(config: CheckpointConfig) -> str:
+def ignored_key(config: CheckpointConfig) -> str:
   """A line about keys that counted only when the run began; empty where none is given."""
   given = {_PARAMETERS: config.load_parameters_path, _FULL: config.load_full_state_path}
   keys = [f"{key}={value}" for key, value in given.items() if value]

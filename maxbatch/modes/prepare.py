@@ -1,0 +1,246 @@
+"""From a configuration to everything that run, validate_only and compile_only need, in one way."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+
+from maxbatch.batch.learning_rate import learning_rate
+from maxbatch.command_line.screen import for_screen
+from maxbatch.compile import cache
+from maxbatch.compile.compile_step import placeholder_rows
+from maxbatch.compile.step_file import check_replaces_no_other
+from maxbatch.config.schema import Config
+from maxbatch.core.keys import counted
+from maxbatch.core.phases import Position
+from maxbatch.core.plan import BatchPlan
+from maxbatch.data.dataset import Dataset
+from maxbatch.errors import UserError
+from maxbatch.hardware.agreement import one_process_at_a_time, sync_errors
+from maxbatch.hardware.devices import Target, describe_devices
+from maxbatch.modes.initialization import Initialization, find_initialization, saving_frozen
+from maxbatch.modes.memory import check_memory
+from maxbatch.modes.method import Check, Method, Passed, Purpose, ResolvedRun
+from maxbatch.modes.start import check_same_run
+from maxbatch.modes.summary import description
+from maxbatch.pipeline_parallel.layout import check_unused_keys
+from maxbatch.run_folder.metrics import each_record
+from maxbatch.run_folder.paths import RunFolder
+from maxbatch.training.build import (
+  build_trainer,
+  lost_updates,
+  parameter_counts,
+  undivided_parameters,
+)
+from maxbatch.training.state import TrainState
+from maxbatch.training.step import Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+  """A run on its devices, with its parts made, and nothing compiled, initialized or written yet."""
+
+  resolved: ResolvedRun
+  trainer: Trainer
+  initialization: Initialization
+  dataset: Dataset
+  """What it trains on; of one that is only compiled, the shapes."""
+  description: str = ""
+  """The same in words."""
+
+  @property
+  def config(self) -> Config:
+    """The resolved configuration."""
+    return self.resolved.config
+
+  @property
+  def plan(self) -> BatchPlan:
+    """Its sizes, from the run's first step."""
+    return self.resolved.plan
+
+
+def purpose_of(config: Config) -> Purpose:
+  """Returns what the keys ask for: to train, or only to check or compile.
+
+  Raises:
+    UserError: keys that exclude each other, a run on devices that are not here, keys without
+      effect, or a file that a compiled step would replace.
+  """
+  check_unused_keys(config.pipeline)
+  keys = config.compile
+  if keys.validate_only and keys.compile_only:
+    raise UserError(
+      "validate_only=true and compile_only=true: one of them; validate_only=true first, it takes "
+      "seconds"
+    )
+  instead = keys.validate_only or keys.compile_only
+  if keys.compile_topology and not instead:
+    raise UserError(
+      f"compile_topology={keys.compile_topology} names devices that are not here, on which nothing "
+      "can run; compile for them with compile_only=true, or check with validate_only=true"
+    )
+  if keys.compiled_step and (instead or keys.save_compiled_step):
+    other = "save_compiled_step" if keys.save_compiled_step else "compile_only or validate_only"
+    raise UserError(
+      f"compiled_step={keys.compiled_step} runs what was compiled before, and {other} asks for "
+      'compiling; keep one of them, for example with compiled_step=""'
+    )
+  if keys.save_compiled_step:
+    check_replaces_no_other(keys.save_compiled_step)
+  if keys.validate_only:
+    return Purpose.VALIDATE
+  return Purpose.COMPILE if keys.compile_only else Purpose.RUN
+
+
+def check_replaces_nothing(config: Config) -> None:
+  """Checks that a run which begins anew, without checkpoints, has a folder of its own.
+
+  Raises:
+    UserError: the folder has the steps of another run.
+  """
+  folder = RunFolder.of(config.run)
+  if config.checkpoint.enable_checkpointing:
+    return
+  if any(record["step"] > 0 for record in each_record(folder.path)):
+    raise UserError(
+      f"enable_checkpointing=false run_name={folder.path.name}: a run without checkpoints begins at "
+      f"step 0, and would replace {folder.metrics.name} and {folder.config.name} of the run in "
+      f"{folder.path}; choose another name, for example run_name={folder.free_name()}, or go on "
+      "with that run: enable_checkpointing=true"
+    )
+
+
+def _unsaid(check: Check) -> None:
+  """Nobody follows the checks."""
+  del check
+
+
+def prepare(
+  config: Config,
+  target: Target,
+  method: Method,
+  purpose: Purpose,
+  *,
+  forget: bool = False,
+  passed: Passed = _unsaid,
+) -> Prepared:
+  """Resolves, initializes and builds a run, and checks its memory and its data.
+
+  Args:
+    config: the run.
+    target: its devices.
+    method: how it trains.
+    purpose: what it is prepared for. Only compiled, it has no data, and the compiler counts its
+      memory; only validated, nothing is compiled and no array is put on a device.
+    forget: choose anew what the keys leave open, whatever is remembered.
+    passed: takes note of each check as it passes.
+
+  Raises:
+    UserError: something in the configuration or the input does not work.
+  """
+  validates, compiles = purpose is Purpose.VALIDATE, purpose is Purpose.COMPILE
+  if not validates:
+    cache.enable(config.compile.jax_cache_dir)
+  resolved = method.resolve(config, target, purpose, forget=forget)
+  initialization = Initialization() if compiles else _initialization(resolved)
+  resolved = dataclasses.replace(resolved, begins=initialization.position)
+  config, plan, ahead = resolved.config, resolved.plan, resolved.plan_ahead
+  for check in (*resolved.checks, _plan_check(resolved, ahead)):
+    passed(check)
+  if not validates:
+    print(f"{for_screen(str(ahead))}\n", flush=True)
+  make = functools.partial(_trainer, resolved, initialization, keep=not validates)
+  trainer, state = _without_arrays(make) if validates else _with_state(make())
+  if compiles:
+    shapes = Dataset(placeholder_rows(config), None, "", "")
+    return Prepared(resolved, trainer, initialization, shapes)
+  _say_parts(resolved, trainer, passed)
+  begins = initialization.check(config, trainer)
+  if begins:
+    passed(("initial state", begins[0], begins[1:]))
+  with sync_errors():
+    extra = resolved.training.extra_bytes(trainer)
+    memory = check_memory(config, plan, state, target.devices, extra)
+  passed(("memory", memory, ()))
+  passed(("learning rate", _rates(config, plan), ()))
+  with one_process_at_a_time():
+    training = resolved.training
+    dataset = training.examine(trainer, passed) if validates else training.dataset()
+  check_same_run(config, plan, dataset)
+  about = description(resolved, trainer, dataset.description, begins)
+  return Prepared(resolved, trainer, initialization, dataset, about)
+
+
+def build(resolved: ResolvedRun, *, keep: bool = True) -> Trainer:
+  """Returns the model, optimizer and mesh of a run, which hold no array yet (see `build_trainer`)."""
+  training = resolved.training
+  return build_trainer(
+    resolved.config,
+    resolved.plan,
+    resolved.target.devices,
+    keep=keep,
+    loss=training.loss,
+    num_saved_policies=training.num_saved_policies,
+  )
+
+
+def _trainer(resolved: ResolvedRun, initialization: Initialization, *, keep: bool) -> Trainer:
+  return saving_frozen(build(resolved, keep=keep), resolved.saved, initialization)
+
+
+def _with_state(trainer: Trainer) -> tuple[Trainer, TrainState]:
+  return trainer, trainer.abstract
+
+
+def _without_arrays(make: Callable[[], Trainer]) -> tuple[Trainer, TrainState]:
+  """Trainer and state by tracing alone: even a random key would compile a program."""
+  made: list[tuple[Trainer, TrainState]] = []
+  jax.eval_shape(lambda: made.append(_with_state(make())))
+  return made[0]
+
+
+def _initialization(resolved: ResolvedRun) -> Initialization:
+  """What the run begins with, where it has no checkpoint of its own.
+
+  Raises:
+    UserError: it is to take place here, and there is nothing of the kind.
+  """
+  if resolved.initialization:
+    return resolved.initialization
+  keys = resolved.config.checkpoint
+  try:
+    return Initialization() if resolved.saved else find_initialization(keys, resolved.folder)
+  except UserError as error:
+    if not resolved.config.compile.compile_topology:
+      raise
+    unseen = bool(keys.load_parameters_path)
+    return Initialization(unseen=unseen, note=f"is not looked at: {error}")
+
+
+def _plan_check(resolved: ResolvedRun, ahead: BatchPlan) -> Check:
+  """The plan, without the heading that the check has."""
+  lines = [line.removeprefix("  ") for line in str(ahead).splitlines()[1:]]
+  phases = f"{counted(len(ahead.phases), 'phase')}, {counted(ahead.steps, 'step')}"
+  return "batch plan", phases, [*resolved.notes, *lines]
+
+
+def _say_parts(resolved: ResolvedRun, trainer: Trainer, passed: Passed) -> None:
+  where = describe_devices(resolved.target.devices)
+  passed(("mesh", f"{resolved.plan.topology} on {where}", undivided_parameters(trainer)))
+  if trainer.pipeline:
+    choice = [trainer.pipeline.choice] if trainer.pipeline.choice else []
+    passed(("pipeline", str(trainer.pipeline), choice))
+  name = resolved.config.model.model_name
+  model = f"{name}: {parameter_counts(trainer.model)}"
+  passed(("model", model, lost_updates(trainer.model)))
+
+
+def _rates(config: Config, plan: BatchPlan) -> str:
+  rate = learning_rate(config.optimizer, plan, config.run.schedule_unit)
+  last = plan.phases[-1]
+  before_end = last.after(last.num_steps - 1)
+  return (
+    f"{config.optimizer.lr_schedule_type}: {rate(Position(0, 0)):.3g} at the first step, "
+    f"{max(map(rate.highest, plan.phases)):.3g} at most, {rate(before_end):.3g} at the last"
+  )

@@ -1,0 +1,253 @@
+"""Training on text: from what its keys leave open to a run in which everything is chosen and planned."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from maxbatch.batch.from_config import plan_batches
+from maxbatch.batch.learning_rate import learning_rate
+from maxbatch.batch.loads import check_loads
+from maxbatch.batch.resume import keep_batch
+from maxbatch.checkpoints.checkpointer import Restored
+from maxbatch.checkpoints.find import newest_record
+from maxbatch.checkpoints.record import changed_settings, settings
+from maxbatch.config.schema import Config
+from maxbatch.core.keys import counted, text
+from maxbatch.core.plan import BatchPlan
+from maxbatch.core.topology import Topology
+from maxbatch.data.dataset import Dataset, RowSource
+from maxbatch.data.input_report import input_report
+from maxbatch.data.registry import build_dataset, check_epochs
+from maxbatch.errors import UserError
+from maxbatch.hardware.agreement import broadcast_one_to_all
+from maxbatch.hardware.devices import Target
+from maxbatch.hardware.sharding import num_processes
+from maxbatch.metrics_writers.registry import chosen_writers
+from maxbatch.models.registry import Model, build_model
+from maxbatch.modes.method import Passed, Purpose, ResolvedRun
+from maxbatch.modes.noise import calibrates
+from maxbatch.noise.requirements import check_noise
+from maxbatch.run_folder.paths import RunFolder, remembered_choices
+from maxbatch.training.loop import Job
+from maxbatch.training.noise_meter import NoiseMeter
+from maxbatch.training.objective import TEXT
+from maxbatch.training.step import Trainer
+from maxbatch.tuning.candidates import (
+  Candidate,
+  asked,
+  is_open,
+  sizes_of,
+  with_default_batch,
+  with_size,
+)
+from maxbatch.tuning.coupling import resolve_accumulation
+from maxbatch.tuning.exploration import without_variants
+from maxbatch.tuning.microbatch_size import check_explored, choose
+from maxbatch.tuning.pipeline_microbatches import (
+  PipelineMicrobatchProber,
+  choose_num_pipeline_microbatches,
+)
+from maxbatch.tuning.prober import Prober
+
+
+@dataclasses.dataclass(frozen=True)
+class TextTraining:
+  """Training on the rows of a dataset (see `Training` in method.py)."""
+
+  config: Config
+  plan: BatchPlan
+  loss = TEXT
+  num_saved_policies = 0
+  sampler = None
+
+  def extra_bytes(self, trainer: Trainer) -> Mapping[str, int]:
+    """Returns nothing: the state and the rows are all."""
+    del trainer
+    return {}
+
+  def dataset(self) -> Dataset:
+    """Reads the dataset; raises UserError if it cannot be read for as long as the run is."""
+    config = self.config
+    dataset = build_dataset(config.data, config.batch.max_target_length)
+    check_epochs(config.data, dataset.train, self.plan.total_samples)
+    return dataset
+
+  def examine(self, trainer: Trainer, passed: Passed) -> Dataset:
+    """Reads the dataset and its first rows, and says what is known of it."""
+    given = input_report(self.config.data, self.plan, num_processes(trainer.mesh))
+    passed(("input", given.headline, given.lines()))
+    dataset = self.dataset()
+    for source in filter(None, (dataset.train, dataset.validation)):
+      _read_first_row(source)
+    passed(("dataset", "the first rows can be read", dataset.description.splitlines()))
+    return dataset
+
+  def meter(self, model: Model) -> NoiseMeter:
+    """Returns what measures the noise scale, with the model of calibration steps if there are any."""
+    calibrating = None
+    if calibrates(self.config):
+      length = self.config.batch.max_target_length
+      calibrating = build_model(model.config, length, "all", model.trainable, model.policy)
+    return NoiseMeter(self.config.noise, model, calibrating)
+
+  def setup(self, job: Job, restored: Restored | None) -> contextlib.AbstractContextManager[Job]:
+    """Returns the job as it is: it reads rows."""
+    del restored
+    return contextlib.nullcontext(job)
+
+
+def _read_first_row(source: RowSource) -> dict[str, np.ndarray]:
+  return source.rows(np.zeros(1, np.int64))
+
+
+class Pretraining:
+  """Training on text, as a `Method`."""
+
+  def resolve(
+    self, config: Config, target: Target, purpose: Purpose, *, forget: bool = False
+  ) -> ResolvedRun:
+    """Chooses the microbatch size, then num_pipeline_microbatches, which divides it.
+
+    Raises:
+      UserError: nothing fits, the model cannot be split as the keys ask, there is no such metrics
+        writer, the noise scale cannot be measured so, or the learning rate's schedule does not fit
+        into the run.
+    """
+    chosen_writers(config.run.metrics_writers, config.run.plugins)
+    if purpose is Purpose.VALIDATE:
+      check_explored(config)
+    saved = saved_record(config)
+    sized = keeping_batch(config, saved, target.layout)
+    sized, plan, notes = _sized(sized, target, smallest=purpose is Purpose.VALIDATE, forget=forget)
+    check_plan(sized, plan)
+    if purpose is not Purpose.VALIDATE:
+      # Before anything is compiled for the pipeline.
+      learning_rate(sized.optimizer, plan, sized.run.schedule_unit)
+      prober = PipelineMicrobatchProber(sized, target.devices, target.layout)
+      # The plan knows nothing of the pipeline, so that it stays.
+      sized = choose_num_pipeline_microbatches(
+        sized, target, prober, remembered_choices(), forget=forget, plan=plan
+      )
+    return ResolvedRun(config, sized, target, plan, TextTraining(sized, plan), saved, notes=notes)
+
+  def explored(
+    self, config: Config, target: Target
+  ) -> tuple[Config, Prober, Callable[[Config, Topology], Sequence[Candidate]]]:
+    """Returns the run, what tries a size of it, and its sizes; says what is not explored.
+
+    Raises:
+      UserError: the model has no sizes to explore.
+    """
+    if resolve_accumulation(config, target.layout) != config:
+      raise UserError(
+        "micro_batch_size=explore: the model's samples depend on each other, so that a step has one "
+        "microbatch of the whole batch; micro_batch_size=none is the only size"
+      )
+    pipeline = config.pipeline
+    if pipeline.pipeline_schedule != "none" and pipeline.num_pipeline_microbatches == -1:
+      print(
+        "num_pipeline_microbatches=-1: every size is tried with the fewest microbatches that work; "
+        "compile_only=true with the size that you take ranks the others too",
+        flush=True,
+      )
+    return config, Prober(config, target.devices, target.layout), sizes_of
+
+
+PRETRAINING = Pretraining()
+
+
+def saved_record(config: Config) -> Mapping[str, Any] | None:
+  """Returns the record of the checkpoint that a start on these machines would resume from."""
+  if config.compile.compile_topology or not config.checkpoint.enable_checkpointing:
+    return None
+  # Process 0's: a shared folder may not look alike on all hosts at once.
+  first = jax.process_index() == 0
+  return broadcast_one_to_all(
+    newest_record(RunFolder.of(config.run).checkpoints) if first else None
+  )
+
+
+def keeping_batch(config: Config, saved: Mapping[str, Any] | None, layout: Topology) -> Config:
+  """Returns the configuration with the batch of the run that is resumed, unless keys give another."""
+  if saved is None:
+    return config
+  return with_batch_of(config, saved["plan"], changed_settings(saved, settings(config)), layout)
+
+
+def with_batch_of(
+  config: Config, saved: Mapping[str, Any], changed: Collection[str], layout: Topology
+) -> Config:
+  """Returns the configuration with the batch of a saved plan, unless keys give another; says so.
+
+  Args:
+    config: as its keys say.
+    saved: the plan of a checkpoint, as `BatchPlan.as_dict` gave it.
+    changed: the keys that have other values than the checkpoint was written with.
+    layout: the devices.
+
+  Raises:
+    UserError: that batch does not divide over these devices, or not as the keys ask.
+  """
+  batch = keep_batch(config.batch, layout, saved, changed)
+  if batch != config.batch:
+    print(
+      f"The run keeps its {batch.batch_size} samples per step; batch_size=… gives it another batch"
+    )
+  return dataclasses.replace(config, batch=batch)
+
+
+def check_plan(config: Config, plan: BatchPlan) -> None:
+  """Checks what a plan is asked for beside its sizes.
+
+  Raises:
+    UserError: loads that do not divide, or a noise scale that cannot be measured so.
+  """
+  check_loads(plan, streamed=config.batch.accumulation == "streamed")
+  check_noise(config, plan)
+
+
+def resolve_micro_batch_size(
+  config: Config, target: Target, *, forget: bool = False
+) -> tuple[Config, BatchPlan]:
+  """Returns the configuration with its microbatch size chosen, if it was to be, and its plan.
+
+  Raises:
+    UserError: nothing fits, or the model cannot be split as the keys ask.
+  """
+  return _sized(config, target, smallest=False, forget=forget)[:2]
+
+
+def _sized(
+  config: Config, target: Target, *, smallest: bool, forget: bool
+) -> tuple[Config, BatchPlan, Sequence[str]]:
+  """The same, or with the smallest size; lines about what is then still to be chosen."""
+  plan, notes = None, ()
+  if not is_open(config.batch):
+    plan = plan_batches(config.batch, config.run, target.layout)
+  config = resolve_accumulation(config, target.layout, plan)
+  if smallest:
+    config, notes = _with_smallest_size(config, target.layout)
+  else:
+    prober = Prober(config, target.devices, target.layout)
+    config = choose(config, target, prober, remembered_choices(), forget=forget)
+  return config, plan or plan_batches(config.batch, config.run, target.layout), notes
+
+
+def _with_smallest_size(config: Config, layout: Topology) -> tuple[Config, Sequence[str]]:
+  """The configuration with a microbatch to check, and a line if that is still to be chosen."""
+  config = without_variants(config)
+  if not is_open(config.batch):
+    return config, ()
+  config = with_default_batch(config, layout)
+  sizes = sizes_of(config, layout)
+  smallest, largest = sizes[0].per_device, sizes[-1].per_device
+  line = (
+    f"{asked(config.batch)} will choose from {counted(len(sizes), 'size')}, {text(smallest)} to "
+    f"{text(largest)}; checked with {text(smallest)}"
+  )
+  batch = with_size(config.batch, smallest)
+  return dataclasses.replace(config, batch=batch), [line]
