@@ -1,8 +1,8 @@
 """Errors that end a run with a message instead of a traceback, and their exit codes."""
 
 
-class UserError(Exception):
-  """A mistake in the configuration or the input. The command prints it and exits with code 2.
+class UserError(ValueError):
+  """A mistake in the configuration, the input or an argument. A command prints it and exits with 2.
 
   The message names the keys, their values, the rule, and a value that works.
   """

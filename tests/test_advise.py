@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import SMALLEST
 
-from maxbatch import advise, plan, train
+from maxbatch import advise, train
 from maxbatch.advice import ramp as ramps
 from maxbatch.advice.asked import place_named
 from maxbatch.advice.batch_size import growth_to, measured_by
@@ -23,6 +23,7 @@ from maxbatch.batch_rules import published
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
 from maxbatch.estimate.step_roofline import step_rates
+from maxbatch.plan import main as plan_command
 from maxbatch.run_folder.metrics import read_metrics
 from maxbatch.run_folder.paths import RunFolder
 
@@ -72,7 +73,7 @@ def test_what_is_advised_is_planned_as_it_stands(capsys):
   found = answer(capsys, *LLAMA)
   assert found["batch"]["data_overhead"] == pytest.approx(768 * 4096 / 15.03e6, rel=1e-3)
   # Against the same keys through the plan command.
-  assert plan.main(["config=advice.yml", "compile_topology=v5e-256", "--json"]) == 0
+  assert plan_command(["config=advice.yml", "compile_topology=v5e-256", "--json"]) == 0
   planned = json.loads(capsys.readouterr().out)
   phases = [(one["first_sample"], one["global_batch_to_train"]) for one in planned["phases"]]
   told = [(one["first_sample"], one["samples_per_step"]) for one in found["phases"]]
@@ -447,7 +448,7 @@ def test_completions_are_divided_into_prompts_and_completions(capsys, configs):
   assert text.startswith("256 prompts × 8 completions: 2,048 in all a step\n")
   for words in ("DAPO 2025", "IsoCompute 2026", "is sampling"):
     assert words in text
-  assert plan.main(["config=advice.yml", "--json"]) == 0
+  assert plan_command(["config=advice.yml", "--json"]) == 0
   planned = json.loads(capsys.readouterr().out)["rl"]
   assert (planned["batch_size"], planned["num_generations"]) == (256, 8)
 

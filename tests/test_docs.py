@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from maxbatch import pipeline as pipeline
-from maxbatch import plan
+from maxbatch.plan import main as plan_command
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "docs"
-COMMANDS = {"plan": plan.main, "pipeline": pipeline.main}
+COMMANDS = {"plan": plan_command, "pipeline": pipeline.main}
 PAGES = {"batch_size.md": 10, "pipeline.md": 5, "who_loads.md": 0, "reinforcement_learning.md": 0}
 """Each with a number of blocks that it has at least."""
 BLOCK = re.compile(r"```console\n\$ python -m maxbatch\.(\w+) (.*)\n((?:.*\n)*?)```")

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from support import SMALLEST
 
-from maxbatch import pipeline, plan, train
+from maxbatch import pipeline, train
 from maxbatch.config.load import load_config
+from maxbatch.plan import main as plan_command
 from maxbatch.run_folder.paths import compiled_programs
 
 
@@ -48,7 +49,7 @@ def test_a_run_reads_and_writes_in_the_home_folder(home: Path, capsys):
 
 
 def test_options_write_in_the_home_folder(home: Path, capsys):
-  assert plan.main(["config=~/mine.yml", "--plot", "~/batch.html"]) == 0
+  assert plan_command(["config=~/mine.yml", "--plot", "~/batch.html"]) == 0
   keys = ["config=base", "pipeline_schedule=1f1b", "ici_pipeline_parallelism=2"]
   keys += ["num_pipeline_microbatches=4", "ici_data_parallelism=4"]
   assert pipeline.main([*keys, "--csv=~/table.csv"]) == 0

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 from support import TINY
 
-from maxbatch import critical_batch, pipeline, plan, train
+from maxbatch import critical_batch, pipeline, train
+from maxbatch.plan import main as plan_command
 
 KEYS = [f"{key}={value}" for key, value in TINY.items()]
 PIPELINE = ["pipeline_schedule=1f1b", "ici_pipeline_parallelism=2"]
@@ -78,9 +79,13 @@ def test_a_smaller_size_that_fits_is_named(tmp_path, capsys):
 @pytest.mark.parametrize(
   ("main", "arguments", "said"),
   [
-    (plan.main, ["num_devices=99999999999999"], "num_devices must be at most 1,048,576"),
-    (plan.main, ["num_hosts=99999999999999"], "num_hosts must be at most 1,048,576"),
-    (plan.main, ["per_device_batch_size=1e9", "gradient_accumulation_steps=2000000000"], "there"),
+    (plan_command, ["num_devices=99999999999999"], "num_devices must be at most 1,048,576"),
+    (plan_command, ["num_hosts=99999999999999"], "num_hosts must be at most 1,048,576"),
+    (
+      plan_command,
+      ["per_device_batch_size=1e9", "gradient_accumulation_steps=2000000000"],
+      "there",
+    ),
     (
       pipeline.main,
       [*PIPELINE, "gradient_accumulation_steps=1000000"],

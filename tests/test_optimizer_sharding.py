@@ -34,7 +34,7 @@ PARAMS: dict[str, Any] = {
 
 
 def mesh(fsdp: int, tensor: int = 1) -> jax.sharding.Mesh:
-  return make_mesh(Topology((8 // fsdp // tensor, fsdp, tensor, 1), (1, 1, 1, 1)), jax.devices())
+  return make_mesh(Topology.of(data=8 // fsdp // tensor, fsdp=fsdp, tensor=tensor), jax.devices())
 
 
 def place(rule: optax.GradientTransformation, where: jax.sharding.Mesh) -> Any:

@@ -1,5 +1,6 @@
 """Devices over mesh axes: what is left over, what is refused, and that the offered way out works."""
 
+import dataclasses
 import itertools
 import re
 
@@ -21,7 +22,7 @@ axis_sizes = st.sampled_from([-1, 1, 2, 3, 4, 6, 8])
 def mesh_of(
   ici: tuple[int, ...] = (-1, 1, 1, 1), dcn: tuple[int, ...] = (1, 1, 1, 1)
 ) -> MeshConfig:
-  return MeshConfig(**(vars(_DEFAULT) | dict(zip(_KEYS, ici + dcn, strict=True))))
+  return dataclasses.replace(_DEFAULT, **dict(zip(_KEYS, ici + dcn, strict=True)))
 
 
 def message(mesh: MeshConfig, num_devices: int, num_slices: int = 1) -> str:
@@ -104,7 +105,7 @@ def test_slices_of_different_sizes_are_refused():
 def test_a_layout_uses_every_device_or_the_offered_example_does(ici, dcn, per_slice, slices):
   sizes = dict(zip(_KEYS, ici + dcn, strict=True))
   for _ in range(3):  # Both ici and dcn may be wrong: one message each.
-    mesh = MeshConfig(**(vars(_DEFAULT) | sizes))
+    mesh = dataclasses.replace(_DEFAULT, **sizes)
     try:
       layout = topology(mesh, per_slice * slices, slices)
     except UserError as error:

@@ -10,7 +10,8 @@ from maxbatch.config.registry import registered
 from maxbatch.config.schema import BatchConfig, MeshConfig, RunConfig
 from maxbatch.config.yaml_file import shown
 from maxbatch.core.keys import BatchKeys, GivenSizes, text
-from maxbatch.core.plan import BatchPlan, derive
+from maxbatch.core.make_plan import derive
+from maxbatch.core.plan import BatchPlan
 from maxbatch.core.schedule import (
   SCHEDULES,
   PhaseStarts,

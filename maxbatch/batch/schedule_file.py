@@ -113,6 +113,8 @@ def _content(file: pathlib.Path) -> object:
     if isinstance(root, yaml.MappingNode) and len(root.value) > 1:
       raise _refusal(file, f"the file must have one key, {_KEY}, and has {len(root.value)}")
     return yaml.safe_load(text)
+  except UserError:
+    raise
   except OSError as error:
     raise _refusal(file, f"cannot be read: {error.strerror}") from error
   except yaml.YAMLError as error:

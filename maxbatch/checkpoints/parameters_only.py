@@ -89,8 +89,9 @@ class StoredCheckpoint:
     """All of an array in parts along its first dim, compared with its fingerprint at the end.
     Raises UserError: it is damaged."""
     total, first = 0, 0
+    stored = self[name]
     try:
-      for block in self[name].blocks():
+      for block in stored.blocks():
         total += part_of_fingerprint(block, first)
         first += block.size
         yield block

@@ -4,12 +4,14 @@ They have the names of the configuration's keys; here they are plain numbers, -1
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Literal
 
 from maxbatch.errors import UserError
 
+Number = int | float | str | Fraction
 Unit = Literal["steps", "samples", "tokens"]
 Pairs = tuple[tuple[Fraction | int, ...], ...]
 """(at, samples per step) of every phase of a schedule."""
@@ -120,6 +122,36 @@ def single_value(*given: GivenSize) -> GivenSize | None:
         f"with {free}=-1"
       )
   return given[0] if given else None
+
+
+def exact(key: str, value: Number) -> Fraction:
+  """Returns the number that is written: 0.1 and "0.1" are 1/10, and "1/3" is a third.
+
+  Raises:
+    UserError: it is no number, and is not a bool either.
+  """
+  try:
+    if not isinstance(value, bool):
+      return Fraction(str(value))
+  except (ValueError, ZeroDivisionError):
+    pass
+  raise UserError(f"{key}={value!r} is no number; for example {key}=4, {key}=0.25 or {key}='1/3'")
+
+
+def whole(key: str, value: Number) -> int:
+  """Returns a count, or -1 for none.
+
+  Raises:
+    UserError: it is no whole number, or less than 1.
+  """
+  number = exact(key, value)
+  if number.denominator != 1 or (number < 1 and number != -1):
+    near = sorted({max(1, math.floor(number)), max(1, math.ceil(number))})
+    raise UserError(
+      f"{key}={text(number)} must be a whole number, 1 or more; nearest: "
+      + " or ".join(f"{key}={size}" for size in near)
+    )
+  return int(number)
 
 
 def plain_number(value: Fraction) -> int | float | str:

@@ -46,6 +46,10 @@ class BatchSchedule:
   points: tuple[SchedulePoint, ...]
 
 
+ENDLESS_STEPS = 2**53
+"""The budget of a plan without an end."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Budget:
   """When the run ends: after `amount` steps, or `amount` samples for the other keys."""
@@ -54,6 +58,11 @@ class Budget:
   amount: Fraction
   scale: int = 1
   """Tokens per sample for total_tokens; the key's value is amount × scale."""
+
+  @property
+  def is_endless(self) -> bool:
+    """Whether the run goes on for as long as somebody takes its steps."""
+    return self.key == "steps" and self.amount == ENDLESS_STEPS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,11 +13,11 @@ Nothing is ever truncated.
 """
 
 import dataclasses
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from typing import NamedTuple
 
-from maxbatch.core.keys import BatchKeys, GivenSize, Unit, text
+from maxbatch.core.keys import Unit, text
 from maxbatch.core.phases import (
   BatchSchedule,
   Budget,
@@ -28,8 +28,6 @@ from maxbatch.core.phases import (
   phase_at_step,
   phases_of,
 )
-from maxbatch.core.schedule import Build, ScheduleInputs, batch_schedule
-from maxbatch.core.solve import solve, whole_micro_batch
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
 
@@ -37,11 +35,29 @@ _MIN_MICROBATCH_CAPACITY = 16
 """Microbatches that the fused step is compiled for at least; unused ones cost a few KiB each."""
 
 
+class PlannedStep(NamedTuple):
+  """One step of a plan: where it begins, and how many samples it takes in which microbatches."""
+
+  position: Position
+  batch: int
+  num_microbatches: int
+  micro_batch: int
+
+  @property
+  def samples(self) -> range:
+    """The places of its samples in the run's stream."""
+    return range(self.position.samples, self.position.samples + self.batch)
+
+
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:
   """The sizes of a run. A sample is a row of `max_target_length` tokens.
 
-  Sizes without a position are those of the run's batch, the last one of a ramp-up.
+  Sizes without a position are those of the run's batch, the last one of a ramp-up. The steps of the
+  run are the plan's items:
+
+    for position, batch, num_microbatches, micro_batch in plan:
+      ...
   """
 
   topology: Topology
@@ -109,24 +125,24 @@ class BatchPlan:
     return tuple(n for n in range(first, len(self.schedule.points) + 1) if n not in reached)
 
   def tokens(self, samples: int) -> int:
-    """Tokens in `samples` samples."""
+    """Returns the tokens in `samples` samples."""
     return samples * self.max_target_length
 
   def per_device(self, micro_batch: int) -> Fraction:
-    """Samples of a microbatch on one device."""
+    """Returns the samples of a microbatch on one device."""
     return Fraction(micro_batch, self.topology.num_devices)
 
   def device_tokens(self, micro_batch: int) -> Fraction:
-    """Tokens of a microbatch on one device."""
+    """Returns the tokens of a microbatch on one device."""
     return self.per_device(micro_batch) * self.max_target_length
 
   def dispatched_tokens(self, streamed: bool) -> Fraction:
-    """Tokens on one device of the largest dispatch: a microbatch, or as many as a step may have."""
+    """Returns the tokens on one device of the largest dispatch: one microbatch, or a step's most."""
     tokens = self.device_tokens(max(self.micro_batches))
     return tokens if streamed else self.microbatch_capacity * tokens
 
   def largest_phase(self, micro_batch: int) -> Phase | SchedulePoint:
-    """Of the phases with this microbatch, the one with the most microbatches per step.
+    """Returns the phase with the most microbatches per step of those with this microbatch.
 
     Where the run ends before any of them, of those that its schedule has.
     """
@@ -135,28 +151,28 @@ class BatchPlan:
     return max(reached or scheduled, key=lambda phase: phase.num_microbatches)
 
   def phase_at(self, samples: int) -> Phase:
-    """The phase of the step that begins when `samples` are consumed."""
+    """Returns the phase of the step that begins when `samples` are consumed."""
     return phase_at_sample(self.phases, samples)
 
   def batch_at(self, samples: int) -> int:
-    """Samples of the step that begins when `samples` are consumed."""
+    """Returns the samples of the step that begins when `samples` are consumed."""
     return self.phase_at(samples).batch
 
   def share_of_batch(self, position: Position) -> Fraction:
-    """The batch at `position` as a fraction of the run's batch."""
+    """Returns the batch at `position` as a fraction of the run's batch."""
     return Fraction(self.batch_at(position.samples), self.global_batch_to_train)
 
   def samples_at(self, step: int) -> int:
-    """Samples consumed before `step` (0-based)."""
+    """Returns the samples consumed before `step` (0-based)."""
     phase = phase_at_step(self.phases, step)
     return phase.after(step - phase.first.step).samples
 
   def advance(self, position: Position) -> Position:
-    """The position one step further."""
+    """Returns the position one step further."""
     return Position(position.step + 1, position.samples + self.batch_at(position.samples))
 
   def measure(self, position: Position, unit: Unit) -> int:
-    """A position counted in steps, samples or tokens."""
+    """Returns a position counted in steps, samples or tokens."""
     if unit == "steps":
       return position.step
     return position.samples if unit == "samples" else self.tokens(position.samples)
@@ -172,11 +188,31 @@ class BatchPlan:
     return self.measure(after, unit) // period > self.measure(before, unit) // period
 
   def end(self) -> Position:
-    """The position at which the run is complete."""
+    """Returns the position at which the run is complete.
+
+    Raises:
+      UserError: the plan was made without a budget and has no end.
+    """
+    if self.budget.is_endless:
+      raise UserError(
+        "this plan has no end: it was made without steps, total_samples and total_tokens; give one of "
+        "them, for example steps=1000"
+      )
     return self.phases[-1].end
 
+  def __iter__(self) -> Iterator[PlannedStep]:
+    """Returns every step from the plan's start to its end, of which there may be none.
+
+    `plan.starting_at(position)` begins elsewhere.
+    """
+    for phase in self.phases:
+      for number in range(phase.num_steps):
+        yield PlannedStep(
+          phase.after(number), phase.batch, phase.num_microbatches, phase.micro_batch
+        )
+
   def starting_at(self, position: Position) -> "BatchPlan":
-    """The plan from `position` on, for a run that is resumed there.
+    """Returns the plan from `position` on, for a run that is resumed there.
 
     If this plan made the steps before, its later steps stay the same. If another did, the schedule
     takes effect at exactly the samples consumed, and a budget in samples or tokens ends where it
@@ -189,7 +225,7 @@ class BatchPlan:
     return dataclasses.replace(self, phases=phases)
 
   def with_batch_from(self, position: Position, batch: int) -> "BatchPlan":
-    """The plan with `batch` samples per step from `position` on, as batch_schedule=gns decided.
+    """Returns the plan with `batch` samples per step from `position` on, as batch_schedule=gns decided.
 
     Args:
       position: where a step begins.
@@ -202,14 +238,14 @@ class BatchPlan:
     return self.with_schedule([*before, (position.samples, batch)]).starting_at(position)
 
   def with_schedule(self, changes: Sequence[tuple[int, int]]) -> "BatchPlan":
-    """The plan with another schedule: `changes` are pairs (samples consumed, samples per step)."""
+    """Returns the plan with another schedule: `changes` are pairs (samples consumed, samples per step)."""
     micro = self.micro_batch_to_train
     points = tuple(SchedulePoint(Fraction(samples), batch, micro) for samples, batch in changes)
     plan = dataclasses.replace(self, schedule=BatchSchedule("samples", points))
     return plan.starting_at(Position(0, 0))
 
   def as_dict(self) -> dict[str, object]:
-    """The derived sizes, for the run's config.yml and its checkpoints."""
+    """Returns the derived sizes, for the run's config.yml and its checkpoints."""
     names = ("micro_batch_to_train", "global_batch_to_train", "global_batch_to_load", "eval_batch")
     sizes: dict[str, object] = {name: getattr(self, name) for name in names}
     sizes |= {
@@ -217,9 +253,7 @@ class BatchPlan:
       "per_device_batch_size": text(self.per_device_batch_size),
       "gradient_accumulation_steps": self.gradient_accumulation_steps,
       "tokens_per_step": self.tokens_per_step,
-      "steps": self.steps,
-      "total_samples": self.total_samples,
-      "total_tokens": self.total_tokens,
+      **({} if self.budget.is_endless else self._totals()),
       "batch_schedule": [[text(point.at), point.batch] for point in self.schedule.points],
     }
     if len(self.phases) > 1:
@@ -227,32 +261,42 @@ class BatchPlan:
       sizes["batch_phases"] = rows
     return sizes
 
+  def _totals(self) -> dict[str, int]:
+    return {
+      "steps": self.steps,
+      "total_samples": self.total_samples,
+      "total_tokens": self.total_tokens,
+    }
+
   def __str__(self) -> str:
     return "\n".join([self.derivation(), *self._phase_lines()])
 
   def derivation(self) -> str:
-    """Every size with its formula, one line each."""
+    """Returns every size with its formula, one line each."""
     rows = self._derivation()
     width = max(len(f"{size:,}") for _, size, _, _ in rows)
     lines = [f"  {name:<21} {size:>{width},} {unit:<7} = {how}" for name, size, unit, how in rows]
     return "\n".join(["Batch plan", *lines])
 
   def _phase_lines(self) -> list[str]:
-    """One line per phase, if there are several."""
+    """Returns one line per phase, if there are several."""
     missed = [
       f"  phase {number} of the batch schedule has no step: the run ends or goes on before it"
       for number in self.phases_not_reached
     ]
     if len(self.phases) == 1:
       return missed
+    lengths = [f"{phase.num_steps:,} steps" for phase in self.phases]
+    if self.budget.is_endless:
+      lengths[-1] = "without end"
     return missed + [
       f"  from sample {phase.first.samples:>13,}: {phase.batch:,} samples per step, "
-      f"{phase.num_microbatches:,} × {phase.micro_batch:,}, {phase.num_steps:,} steps"
-      for phase in self.phases
+      f"{phase.num_microbatches:,} × {phase.micro_batch:,}, {length}"
+      for phase, length in zip(self.phases, lengths, strict=True)
     ]
 
   def _derivation(self) -> list[tuple[str, int, str, str]]:
-    """(name, size, unit, formula) of every size; a formula uses only sizes above it."""
+    """Returns (name, size, unit, formula) of every size; a formula uses only sizes above it."""
     devices = self.topology.num_devices
     micro, batch = self.micro_batch_to_train, self.global_batch_to_train
     per_device, factor = text(self.per_device_batch_size), text(self.expansion_factor_real_data)
@@ -270,8 +314,7 @@ class BatchPlan:
         f"{devices:,} × eval_per_device_batch_size {per_device_eval}",
       ),
     }
-    total = self.total_samples
-    return [
+    rows = [
       ("num_devices", devices, "devices", str(self.topology)),
       *[(name, size, "samples", how) for name, (size, how) in samples.items()],
       (
@@ -280,95 +323,21 @@ class BatchPlan:
         "tokens",
         f"{batch:,} × max_target_length {length}",
       ),
+    ]
+    if self.budget.is_endless:
+      return rows
+    total = self.total_samples
+    return [
+      *rows,
       ("total_samples", total, "samples", self._summed()),
       ("total_tokens", self.total_tokens, "tokens", f"{total:,} × {length}"),
     ]
 
   def _summed(self) -> str:
-    """What total_samples is the sum of: for a resumed run, what it has consumed and what is left."""
+    """Says what total_samples is the sum of: for a resumed run, what it has consumed and what is left."""
     phase, several = self.phases[0], len(self.phases) > 1
     start = phase.first
     before = f"{start.samples:,} in {start.step:,} steps + " if start.step else ""
     if several:
       return f"{before}sum of the phases, steps {self.steps:,}"
     return f"{before}{phase.batch:,} × {'' if before else 'steps '}{phase.num_steps:,}"
-
-
-def derive(keys: BatchKeys, topology: Topology, build: Build | None = None) -> BatchPlan:
-  """Derives every size from the keys and the devices, and checks every phase.
-
-  Args:
-    keys: the sizes, the schedule and the budget as they are given.
-    topology: the devices.
-    build: makes the phases of a schedule that SCHEDULES does not have.
-
-  Raises:
-    UserError: sizes contradict each other or are not whole; the message suggests sizes that work.
-  """
-  sizes = solve(keys.given_sizes(), topology)
-  schedule = batch_schedule(ScheduleInputs(keys, sizes, topology), build)
-  factor = max(Fraction(keys.expansion_factor_real_data), Fraction(0)) or Fraction(1)
-  _check_loads(schedule, factor)
-  budget = _budget(keys)
-  return BatchPlan(
-    topology=topology,
-    max_target_length=keys.max_target_length,
-    per_device_batch_size=Fraction(sizes.micro_batch, topology.num_devices),
-    gradient_accumulation_steps=sizes.gradient_accumulation_steps,
-    expansion_factor_real_data=factor,
-    micro_batch_to_train=sizes.micro_batch,
-    global_batch_to_train=sizes.batch,
-    global_batch_to_load=int(sizes.batch * factor),
-    eval_batch=_eval_batch(Fraction(keys.eval_per_device_batch_size), sizes.micro_batch, topology),
-    schedule=schedule,
-    budget=budget,
-    phases=phases_of(schedule, budget, Position(0, 0)),
-    begins_with_batch_size=isinstance(keys.batch_schedule, str),
-  )
-
-
-def _eval_batch(per_device: Fraction, micro_batch: int, topology: Topology) -> int:
-  """Samples of one evaluation batch: by eval_per_device_batch_size, or training's microbatch."""
-  if per_device == 0:
-    return micro_batch
-  return whole_micro_batch(GivenSize("eval_per_device_batch_size", per_device), topology)
-
-
-def _check_loads(schedule: BatchSchedule, factor: Fraction) -> None:
-  """Checks that global_batch_to_load is a whole number of samples in every phase."""
-  batches = [point.batch for point in schedule.points]
-  for number, batch in enumerate(batches, 1):
-    loaded = batch * factor
-    if loaded.denominator == 1:
-      continue
-    # A suggested factor must work for all phases, so it is a fraction over their common divisor.
-    common = math.gcd(*batches)
-    counts = (math.floor(common * factor), math.floor(common * factor) + 1)
-    offers = [text(Fraction(count, common)) for count in counts if count > 0]
-    phase = f" of phase {number}" if len(batches) > 1 else ""
-    raise UserError(
-      f"expansion_factor_real_data={text(factor)} × global_batch_to_train={batch}{phase} is "
-      f"{text(loaded)}, but global_batch_to_load must be a whole number of samples; "
-      f"nearest: {' or '.join(f'expansion_factor_real_data={offer}' for offer in offers)}"
-    )
-
-
-def _budget(keys: BatchKeys) -> Budget:
-  """Returns the budget, from the one of the three keys that is set."""
-  sizes = {
-    "steps": keys.steps,
-    "total_samples": keys.total_samples,
-    "total_tokens": keys.total_tokens,
-  }
-  given = [key for key, size in sizes.items() if size != -1]
-  if len(given) != 1:
-    # The example keeps the last of several: steps has a default in base.yml, the others have none.
-    unset = " ".join(f"{key}=-1" for key in given[:-1]) or "steps=1000"
-    values = ", ".join(f"{key}={size}" for key, size in sizes.items())
-    raise UserError(f"{values}: exactly one must be set, the others -1; for example {unset}")
-  if keys.total_tokens != -1:
-    length = keys.max_target_length
-    return Budget("total_tokens", Fraction(keys.total_tokens, length), length)
-  if keys.total_samples != -1:
-    return Budget("total_samples", Fraction(keys.total_samples))
-  return Budget("steps", Fraction(keys.steps))

@@ -39,7 +39,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from maxbatch.core.increments import check_increments
-from maxbatch.core.keys import BatchKeys, Pairs, pair_text, text
+from maxbatch.core.keys import BatchKeys, Number, Pairs, exact, pair_text, text, whole
 from maxbatch.core.phases import BatchSchedule, SchedulePoint
 from maxbatch.core.solve import (
   MOST_SAMPLES,
@@ -64,13 +64,14 @@ class ScheduleInputs:
   topology: Topology
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class RampupBatchManager:
   """A ramp-up in equal increments of the batch, each in force for equally many samples.
 
   Sizes are per device and microbatch, and may be fractions. A step takes `samples_per_size` times
-  as many: devices × gradient accumulation steps. Phase i begins when i · samples_per_increment
-  samples are consumed, independent of the devices, steps and restarts before.
+  as many: devices × gradient accumulation steps, or 1 where the sizes are those of a step. Phase i
+  begins when i · samples_per_increment samples are consumed, independent of the devices, steps and
+  restarts before.
   """
 
   per_device_batch_size_start: Fraction
@@ -78,6 +79,41 @@ class RampupBatchManager:
   per_device_batch_size: Fraction
   global_rampup_samples: Fraction
   samples_per_size: int
+
+  def __init__(
+    self,
+    per_device_batch_size_start: Number,
+    per_device_batch_size_increment: Number,
+    per_device_batch_size: Number,
+    global_rampup_samples: Number,
+    samples_per_size: int = 1,
+  ):
+    """Makes the numbers exact; raises UserError unless whole increments lead to the last size."""
+    sizes = {
+      "per_device_batch_size_start": per_device_batch_size_start,
+      "per_device_batch_size_increment": per_device_batch_size_increment,
+      "per_device_batch_size": per_device_batch_size,
+      "global_rampup_samples": global_rampup_samples,
+    }
+    for key, value in sizes.items():
+      object.__setattr__(self, key, exact(key, value))
+    object.__setattr__(self, "samples_per_size", whole("samples_per_size", samples_per_size))
+    start, step = self.per_device_batch_size_start, self.per_device_batch_size_increment
+    keys = ("per_device_batch_size_start", "per_device_batch_size_increment")
+    if min(start, step, self.samples_per_size, self.global_rampup_samples) <= 0:
+      raise UserError(
+        f"{keys[0]}={text(start)}, {keys[1]}={text(step)}, "
+        f"global_rampup_samples={text(self.global_rampup_samples)} and "
+        f"samples_per_size={self.samples_per_size} must all be above 0; for example 1"
+      )
+    rise = self.per_device_batch_size - start
+    if rise <= 0 or rise % step:
+      count = max(1, round(rise / step))
+      raise UserError(
+        f"{keys[1]}={text(step)} must lead from {keys[0]}={text(start)} to per_device_batch_size="
+        f"{text(self.per_device_batch_size)} in whole increments; for example "
+        f"per_device_batch_size={text(start + count * step)}"
+      )
 
   @property
   def num_increments(self) -> int:
@@ -190,7 +226,7 @@ SCHEDULES: dict[str, Build] = {
 }
 
 
-def batch_schedule(inputs: ScheduleInputs, build: Build | None = None) -> BatchSchedule:
+def make_schedule(inputs: ScheduleInputs, build: Build | None = None) -> BatchSchedule:
   """Returns the run's schedule. Every phase is checked, also those that the budget does not reach.
 
   Args:
