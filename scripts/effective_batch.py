@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from maxbatch.batch.arithmetic import samples_of_groups
 from maxbatch.core.solve import per_device_size
 from maxbatch.core.topology import Topology
 from maxbatch.estimate.best_split import REMAT_POLICIES, BatchSplit, is_safe, meshes, simplest
@@ -80,7 +79,7 @@ def _split(
   """A step of `count` microbatches of `rows` samples for each data-parallel group."""
   size = per_device_size(rows, mesh)
   step = step_roofline(work, chip, mesh, size, count, remat)
-  return BatchSplit(mesh, samples_of_groups(count, rows, mesh), size, count, remat, step)
+  return BatchSplit(mesh, count * rows * mesh.num_batch_groups, size, count, remat, step)
 
 
 def _fewest_microbatches(

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from effective_batch import EffectiveBatch, effective_batch
 from fit_step_rates import read, table
 
-from maxbatch.batch.arithmetic import tokens_of
 from maxbatch.config.load import load_config
 from maxbatch.core.keys import text
 from maxbatch.estimate.best_split import BatchSplit
@@ -63,7 +62,7 @@ def row(model: str, place: str) -> str:
     return f"{start} no microbatch fits | | | | | |"
   best, small = found.fastest, found.smallest
   mark = " ✓" if best.step.how == "compiled" else ""
-  tokens = tokens_of(small.batch, work.length)
+  tokens = small.batch * work.length
   return (
     f"{start} {text(best.per_device)}{mark} | {best.remat} | {mesh_of(best)} | {best.step.utilisation:.0%} | "
     f"{best.step.free_bytes / GIB:.1f} GiB | {small.batch:,} ({tokens / 1e6:.3g}M tokens) |"

@@ -22,7 +22,6 @@ from maxbatch.advice.slices import (
   split_of,
 )
 from maxbatch.advice.words import DAY
-from maxbatch.batch.arithmetic import micro_batch_of, samples_in, samples_of, tokens_of
 from maxbatch.batch_rules.rule import data_factor, data_overhead_of
 from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import Topology
@@ -74,7 +73,7 @@ class Advice:
   @property
   def batch_tokens(self) -> int:
     """Tokens of a step, at the end."""
-    return tokens_of(self.sizes.samples, self.asked.length)
+    return self.sizes.samples * self.asked.length
 
   @property
   def constant_overhead(self) -> float:
@@ -90,8 +89,8 @@ def advise(asked: Asked, measured: Sequence[Measured]) -> Advice:
   """
   size = joined(asked.training, asked.wishes.data_overhead, measured)
   sizes = _sizes(asked, size)
-  batch_tokens = tokens_of(sizes.samples, asked.length)
-  phases = [tokens_of(phase.samples, asked.length) for phase in sizes.phases]
+  batch_tokens = sizes.samples * asked.length
+  phases = [phase.samples * asked.length for phase in sizes.phases]
   advised = settings(asked, phases, size.critical_tokens)
   ramped = overhead(sizes.phases, asked.length, asked.tokens, size.critical_tokens)
   # What is trained on with this batch is what was asked for.
@@ -118,7 +117,7 @@ def advise(asked: Asked, measured: Sequence[Measured]) -> Advice:
 
 def _sizes(asked: Asked, size: BatchSize) -> Sizes:
   """The batch in samples that the place divides, with its ramp and its split."""
-  exact = float(asked.own_batch or samples_in(size.tokens, asked.length))
+  exact = float(asked.own_batch or size.tokens / asked.length)
   wanted = max(1, round(exact)) if asked.own_batch else round_batch(exact)
   if asked.place is None:
     samples = dividing(wanted, asked.mesh)
@@ -144,12 +143,12 @@ def _phases(asked: Asked, size: BatchSize, samples: int, unit: int) -> list[Ramp
   if not asked.wishes.ramp or samples % unit:
     return [RampPhase(0.0, samples)]
   # A batch of one's own has an overhead of its own, which its ramp keeps to.
-  share = 1.0 if asked.own_batch else tokens_of(samples, asked.length) / size.tokens
+  share = 1.0 if asked.own_batch else samples * asked.length / size.tokens
   return ramp(samples, unit, asked.tokens, share)
 
 
 def _micro_batch(split: BatchSplit) -> int:
-  return micro_batch_of(split.batch, split.num_microbatches)
+  return split.batch // split.num_microbatches
 
 
 def _with_microbatch(asked: Asked, split: BatchSplit, samples: int) -> BatchSplit:
@@ -178,7 +177,7 @@ def _faster(asked: Asked, size: BatchSize, samples: int) -> int:
   assert asked.place
   # The multiple of the place's devices next to what the rules say; 0 below half of them.
   devices = asked.place.slices * asked.place.devices_per_slice
-  whole = round(samples_in(size.tokens, asked.length) / devices) * devices
+  whole = round((size.tokens / asked.length) / devices) * devices
   if not whole or max(whole / samples, samples / whole) > _NEAR:
     return samples
   goal = Goal(asked.tokens, size.critical_tokens)
@@ -209,12 +208,12 @@ def _neighbours(asked: Asked, goal: Goal, sizes: Sizes) -> list[Point]:
 def _keys(asked: Asked, sizes: Sizes, advised: Settings) -> dict[str, object]:
   """What to set, in the order of base.yml."""
   run, length = asked.config.run, asked.length
-  phases = [(round(samples_in(phase.at_tokens, length)), phase.samples) for phase in sizes.phases]
-  total_samples = whole_steps(phases, samples_in(asked.tokens, length))
+  phases = [(round(phase.at_tokens / length), phase.samples) for phase in sizes.phases]
+  total_samples = whole_steps(phases, asked.tokens / length)
   keys: dict[str, object] = {
     "steps": -1,
     "total_samples": -1,
-    "total_tokens": tokens_of(total_samples, length),
+    "total_tokens": total_samples * length,
   }
   if run.schedule_unit == "steps":
     keys |= _in_samples(asked, sizes.samples)
@@ -238,7 +237,7 @@ def _in_samples(asked: Asked, samples: int) -> dict[str, object]:
     "warmup_steps": config.optimizer.warmup_steps,
     "learning_rate_schedule_steps": config.optimizer.learning_rate_schedule_steps,
   }
-  counted = {key: samples_of(steps, samples) for key, steps in own.items() if steps > 0}
+  counted = {key: steps * samples for key, steps in own.items() if steps > 0}
   return {"schedule_unit": "samples", **counted}
 
 

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterable
 from fractions import Fraction
 
-from maxbatch.batch.arithmetic import tokens_of
 from maxbatch.batch.from_config import given_sizes
 from maxbatch.batch_rules.published import expected_loss
 from maxbatch.batch_rules.rule import Training
@@ -157,7 +156,7 @@ def ask(
         "how much is trained on is not said; give total_tokens (or total_samples), for example "
         "total_tokens=140e9"
       )
-    tokens = float(tokens_of(int(run.total_samples), config.batch.max_target_length))
+    tokens = float(int(run.total_samples) * config.batch.max_target_length)
   training = Training(
     parameters=parameters,
     tokens=tokens,

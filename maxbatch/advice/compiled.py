@@ -12,7 +12,6 @@ from pathlib import Path
 from maxbatch.advice.advice import Advice
 from maxbatch.advice.ramp import whole_steps
 from maxbatch.advice.words import DAY, percent, span, wrapped
-from maxbatch.batch.arithmetic import samples_in, tokens_of
 from maxbatch.config.load import load_config
 from maxbatch.errors import UserError
 from maxbatch.run_folder.paths import RunFolder
@@ -45,8 +44,8 @@ def compile_sizes(file: str, advice: Advice) -> Compiled:
   keys = [f"{key}={value}" for key, value in advice.asked.place.keys.items()]
   keys += ["compile_only=true", "micro_batch_size=explore", "batch_schedule=[]"]
   # Whole steps of the constant batch: a rest would leave only the microbatches that divide it.
-  whole = whole_steps([(0, samples)], samples_in(advice.asked.tokens, length))
-  keys += ["learning_rate_batch_coupling=auto", f"total_tokens={tokens_of(whole, length)}"]
+  whole = whole_steps([(0, samples)], advice.asked.tokens / length)
+  keys += ["learning_rate_batch_coupling=auto", f"total_tokens={whole * length}"]
   command = [sys.executable, "-m", "maxbatch.train", f"config={file}", *keys]
   done = subprocess.run(command, check=False)
   if done.returncode:

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from maxbatch.advice.asked import Asked
 from maxbatch.advice.batch_size import BatchSize, Measured, growth_to
 from maxbatch.advice.slices import Point
-from maxbatch.batch.arithmetic import samples_in, samples_of, tokens_of
 from maxbatch.batch_rules.published import batch_rules, expected_loss
 from maxbatch.batch_rules.rule import Training, at_overhead
 
@@ -91,10 +90,10 @@ def _branches(
   asked: Asked, size: BatchSize, at: float, folder: str, run: Running, here: Point | None
 ) -> Experiment:
   """Branches around the batch that is worth using at `at` tokens, as far as the devices divide it."""
-  worth = samples_in(size.tokens / growth_to(asked.tokens, at), asked.length)
+  worth = size.tokens / growth_to(asked.tokens, at) / asked.length
   batches = sorted({max(1, round(factor * worth / run.unit)) * run.unit for factor in _FACTORS})
   if len(batches) < 2:
-    batches = [run.unit, samples_of(2, run.unit)]
+    batches = [run.unit, 2 * run.unit]
   tokens = len(batches) * _branch_tokens(asked, batches)
   hours = tokens / here.tokens * here.chip_hours if here else 0.0
   own = f"{asked.config.run.base_output_directory}/{asked.config.run.run_name}"
@@ -114,7 +113,7 @@ def _branches(
 
 def _branch_tokens(asked: Asked, batches: Sequence[int]) -> int:
   """Of each: steps of the largest."""
-  return tokens_of(samples_of(_BRANCH_STEPS, batches[-1]), asked.length)
+  return _BRANCH_STEPS * batches[-1] * asked.length
 
 
 def _commands(
@@ -123,7 +122,7 @@ def _commands(
   """One process can branch by itself; on more hosts each branch is a run from the same checkpoint."""
   if asked.place is None or asked.place.chips <= _ONE_HOST_CHIPS:
     return (f"python -m maxbatch.critical_batch checkpoint={folder} factors=1/2,3/4,1,3/2,2",)
-  unit = tokens_of(run.unit, asked.length)
+  unit = run.unit * asked.length
   end = round(at / unit) * unit + _branch_tokens(asked, batches)
   rate = run.learning_rate * (batches[-1] / run.samples) ** 0.5
   return (

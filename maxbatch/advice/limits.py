@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 from maxbatch.advice.advice import Advice, Planned
 from maxbatch.advice.words import DAY, percent, short, span, times
-from maxbatch.batch.arithmetic import samples_in
 
 _IDLE = 0.9
 """Of the best utilisation that larger batches have: below, chips wait for work."""
@@ -60,7 +59,7 @@ def _batch_and_slice(advice: Advice) -> Iterator[str]:
   best = max(
     (one.split.step.utilisation for curve in advice.curves for one in curve.points), default=0.0
   )
-  wanted = float(advice.asked.own_batch or samples_in(advice.size.tokens, advice.asked.length))
+  wanted = float(advice.asked.own_batch or advice.size.tokens / advice.asked.length)
   if here.split.batch > 1.25 * wanted:
     yield (
       f"The slice is large for the data: it divides no batch between {wanted:,.0f} samples, which the "

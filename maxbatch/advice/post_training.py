@@ -14,7 +14,6 @@ from typing import Any
 
 from maxbatch.advice.asked import Place
 from maxbatch.advice.words import DAY, percent, short, span, wrapped
-from maxbatch.batch.arithmetic import completions_of, prompts_of
 from maxbatch.batch_rules.post_training import CHOICES, EQUAL_GENERATIONS
 from maxbatch.command_line.table import Table
 from maxbatch.config.schema import Config
@@ -105,9 +104,9 @@ def advise_post_training(
   Raises:
     UserError: the run has measured no such noise, or no shape has as many completions.
   """
-  wanted = completions or int(completions_of(config.batch.batch_size, config.rl.num_generations))
+  wanted = completions or int(config.batch.batch_size * config.rl.num_generations)
   noise = _measured(from_run)
-  divided = [(prompts_of(wanted, each), each) for each in _GENERATIONS if wanted % each == 0]
+  divided = [(wanted // each, each) for each in _GENERATIONS if wanted % each == 0]
   shapes = _compared([Shape(*each, 0.0) for each in divided], noise)
   if not shapes:
     near = max(2, wanted + wanted % 2)
@@ -235,7 +234,7 @@ def _shapes(advice: PostTrainingAdvice) -> Iterator[str]:
       f"{percent(noise.sampling)} of the noise by sampling: prompts divide all of it, completions that "
       "part. A heuristic (McCandlish 2018)."
     )
-    completions = completions_of(noise.scale, noise.generations)
+    completions = noise.scale * noise.generations
     side = "below" if advice.completions < completions else "above"
     yield from wrapped(
       f"{advice.completions:,} completions are {side} the noise scale's {short(completions)}: "

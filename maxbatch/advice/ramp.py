@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from maxbatch.batch.arithmetic import tokens_of
 from maxbatch.batch_rules.published import GROWTH
 from maxbatch.core.solve import nearest_batches
 from maxbatch.core.topology import Topology
@@ -69,7 +68,8 @@ def overhead(
   rest = 1 - GROWTH.exponent
   ends = [*(phase.at_tokens for phase in phases[1:]), tokens]
   return sum(
-    tokens_of(phase.samples, length)
+    phase.samples
+    * length
     / critical_tokens
     * ((end / tokens) ** rest - (phase.at_tokens / tokens) ** rest)
     for phase, end in zip(phases, ends, strict=True)

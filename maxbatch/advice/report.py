@@ -8,7 +8,6 @@ from maxbatch.advice.batch_size import Measured, Said
 from maxbatch.advice.limits import limits
 from maxbatch.advice.slices import Point
 from maxbatch.advice.words import DAY, money, percent, short, span, times, wrapped
-from maxbatch.batch.arithmetic import samples_in, steps_in
 from maxbatch.batch_rules.published import RULES
 from maxbatch.batch_rules.rule import BatchRule, Fitted, RateRule, Rule, Training, steps_factor
 from maxbatch.command_line.table import Table, gib_of
@@ -185,8 +184,8 @@ def _ramp(advice: Advice, planned: Planned) -> Iterator[str]:
       )
     )
   yield from Table(head, rows).lines()
-  constant = steps_in(advice.asked.tokens, advice.batch_tokens)
-  same = steps_in(advice.asked.tokens, advice.ramp_overhead * advice.goal.critical_tokens)
+  constant = advice.asked.tokens / advice.batch_tokens
+  same = advice.asked.tokens / (advice.ramp_overhead * advice.goal.critical_tokens)
   yield from wrapped(
     f"{planned.plan.steps:,} steps. Constant, the last batch takes {constant:,.0f} steps at a data "
     f"overhead of {advice.constant_overhead:.2g}; the batch with the ramp's overhead of "
@@ -249,7 +248,7 @@ def _split(advice: Advice) -> Iterator[str]:
     f"limited by {step.limited_by}"
   )
   own = advice.asked.own_batch
-  exact = float(own or samples_in(advice.size.tokens, advice.asked.length))
+  exact = float(own or advice.size.tokens / advice.asked.length)
   who = "You ask" if own else "The rules ask"
   yield from wrapped(
     f"{who} for {exact:,.0f} samples; batches near that which divide, held constant, to "

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from maxbatch.advice.asked import Asked, Place
 from maxbatch.advice.words import DAY
-from maxbatch.batch.arithmetic import steps_in, tokens_of
 from maxbatch.batch_rules.rule import data_factor, data_overhead_of
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit, best_split, divisible_batches
@@ -114,9 +113,9 @@ def point(asked: Asked, goal: Goal, place: Place, samples: int) -> Point:
     UserError: it divides over no mesh, or nothing fits.
   """
   split = split_of(asked.work, place, samples)
-  batch_tokens = tokens_of(samples, asked.length)
+  batch_tokens = samples * asked.length
   tokens = goal.tokens_with(batch_tokens)
-  steps = steps_in(tokens, batch_tokens)
+  steps = tokens / batch_tokens
   seconds = steps * split.step.step_seconds
   price = asked.wishes.price_per_chip_hour
   return Point(

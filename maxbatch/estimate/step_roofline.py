@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal
 
-from maxbatch.batch.arithmetic import tokens_of
 from maxbatch.core.topology import Topology
 from maxbatch.estimate.chips import Chip
 from maxbatch.estimate.compiled_steps import CompiledStep, compiled_step
@@ -225,7 +224,7 @@ def step_roofline(
     microbatch_seconds=once.total,
     rest_seconds=update.total + replicas.total,
     utilisation=tokens * work.model_flops_per_token / limits.total / chip.peak_flops,
-    tokens_per_second=tokens_of(mesh.num_devices, 1) * tokens / limits.total,
+    tokens_per_second=mesh.num_devices * tokens / limits.total,
     bytes=held,
     capacity_bytes=chip.usable_bytes,
     limited_by=limits.limit,

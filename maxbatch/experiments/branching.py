@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from maxbatch.batch.arithmetic import divides_over, factor_of, num_steps, scaled, tokens_of
 from maxbatch.core.keys import text
 from maxbatch.core.phases import Phase
 from maxbatch.core.solve import (
@@ -108,9 +107,9 @@ def plan_branches(base: BranchBase, request: BranchRequest) -> Branching:
       Branch(
         factor=factor,
         batch=batch,
-        tokens_per_step=tokens_of(batch, base.max_target_length),
-        steps=num_steps(blocks * block, batch),
-        steps_per_block=num_steps(block, batch),
+        tokens_per_step=batch * base.max_target_length,
+        steps=blocks * block // batch,
+        steps_per_block=block // batch,
       )
       for factor, batch in zip(factors, batches, strict=True)
     ),
@@ -126,15 +125,15 @@ def plan_branches(base: BranchBase, request: BranchRequest) -> Branching:
 def _batch(base: BranchBase, factor: Fraction) -> int:
   """factor × the batch at the checkpoint, checked to divide over the data-parallel groups."""
   groups = base.topology.num_batch_groups
-  batch = scaled(base.phase.batch, factor)
+  batch = factor * base.phase.batch
   if batch > MOST_SAMPLES:
     raise UserError(
       f"factors: {text(factor)} × batch {base.phase.batch} is {text(batch)} samples, and a step has "
       f"at most {MOST_SAMPLES:,}; for example factors=1,2,4,8"
     )
-  if divides_over(batch, base.topology):
+  if batch % base.topology.num_batch_groups == 0:
     return int(batch)
-  near = [factor_of(size, base.phase.batch) for size in nearest_multiples(groups, batch)]
+  near = [size / base.phase.batch for size in nearest_multiples(groups, batch)]
   raise UserError(
     f"factors: {text(factor)} × batch {base.phase.batch} is {text(batch)} samples, which must be a "
     f"positive multiple of {describe_groups(base.topology)}; "

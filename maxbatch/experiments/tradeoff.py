@@ -19,7 +19,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxbatch.batch.arithmetic import samples_of
 from maxbatch.experiments.losses import Judged
 from maxbatch.noise.confidence import Interval, inflated_t
 
@@ -121,7 +120,7 @@ def branch_tradeoff(judged: Sequence[Judged], begins: int) -> Tradeoff | None:
   found = []
   for measured in (one.measured for one in trained):
     steps_per_block = measured.branch.steps_per_block
-    block_samples = samples_of(steps_per_block, measured.branch.batch)
+    block_samples = steps_per_block * measured.branch.batch
     places = block_samples * (np.arange(len(measured.blocks)) + 0.5)
     took = smooth_crossing(places, measured.blocks, target, begins)
     if took:

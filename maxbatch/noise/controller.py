@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from maxbatch.batch.arithmetic import scaled
 from maxbatch.batch.schedule_file import Change, changes_until, with_change, write_changes
 from maxbatch.config.schema import NoiseConfig
 from maxbatch.core.keys import counted
@@ -162,7 +161,7 @@ class Controller:
     """The largest batch that the limits and the noise scale's lower bound allow."""
     assert estimate.scale is not None
     limits, low = self.limits, math.floor(estimate.scale.low)
-    ceiling = min(math.floor(scaled(batch, limits.growth_limit)), limits.max_batch, low)
+    ceiling = min(math.floor(limits.growth_limit * batch), limits.max_batch, low)
     larger = ceiling // limits.unit * limits.unit
     if larger <= batch:
       return Decision(
@@ -187,7 +186,7 @@ def _doubt(estimate: Estimate, batch: int, limits: ControllerLimits) -> str | No
   if width > limits.max_relative_half_width * scale.value:
     widest = f"max_relative_half_width={limits.max_relative_half_width:g}"
     return f"the noise scale, {scale.value:,.0f} ± {width:,.0f}, is too uncertain: {widest}"
-  if scale.low <= scaled(batch, _MIN_RATIO):
+  if scale.low <= _MIN_RATIO * batch:
     return f"the noise scale may be {scale.low:,.0f} samples, not above 2 × {batch:,}"
   return None
 

@@ -23,8 +23,6 @@ tr(Sigma) over the mean of |G|²; single steps are neither divided nor clamped.
 import dataclasses
 import math
 
-from maxbatch.batch.arithmetic import over_noise_scale
-
 _ONE_PART = 1 - 1e-5
 """A larger `share` is that of a single part that has nearly all tokens, to float32's rounding."""
 
@@ -75,7 +73,7 @@ def cost(batch: float, noise_scale: float) -> RelativeCost:
     batch: samples per step, above 0.
     noise_scale: in samples, above 0.
   """
-  size = over_noise_scale(batch, noise_scale)
+  size = batch / noise_scale
   return RelativeCost(data=1 + size, steps=1 + 1 / size)
 
 

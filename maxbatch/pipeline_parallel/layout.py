@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterator
 from fractions import Fraction
 
-from maxbatch.batch.arithmetic import samples_of
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.config.schema import Config, PipelineConfig
 from maxbatch.config.suggestions import Keys, assigned, suggested_fixes
@@ -113,7 +112,7 @@ def _make_pipeline(config: Config, plan: BatchPlan) -> Pipeline:
     config.batch.accumulation == "streamed",
   )
   most = 1 if streamed else max(point.num_microbatches for point in plan.schedule.points)
-  cells = samples_of(most, num_pipeline_microbatches) * stages * repeats
+  cells = most * num_pipeline_microbatches * stages * repeats
   if cells > _MOST_CELLS:
     raise UserError(
       f"{most} microbatches × num_pipeline_microbatches={num_pipeline_microbatches} in {stages} "
@@ -307,7 +306,7 @@ def _batch_offers(config: Config, plan: BatchPlan, needed: int) -> Iterator[Keys
     ("global_batch_to_train", batch.global_batch_to_train, 1),
     ("tokens_per_step", batch.tokens_per_step, batch.max_target_length),
   )
-  step_unit = samples_of(plan.gradient_accumulation_steps, unit)
+  step_unit = plan.gradient_accumulation_steps * unit
   for name, value, scale in given:
     if value != -1:
       for samples in nearest_multiples(step_unit, Fraction(total)):

@@ -8,7 +8,6 @@ per microbatch, has a timetable for each.
 import dataclasses
 from typing import NamedTuple
 
-from maxbatch.batch.arithmetic import samples_of
 from maxbatch.core.keys import counted
 from maxbatch.core.phases import Phase
 from maxbatch.core.plan import BatchPlan
@@ -74,7 +73,7 @@ class Pipeline:
 
   def with_num_pipeline_microbatches(self, num_pipeline_microbatches: int) -> "Pipeline":
     """The same with another choice of num_pipeline_microbatches."""
-    rows = samples_of(self.num_pipeline_microbatches, self.rows) // num_pipeline_microbatches
+    rows = self.num_pipeline_microbatches * self.rows // num_pipeline_microbatches
     return dataclasses.replace(
       self, num_pipeline_microbatches=num_pipeline_microbatches, rows=rows, is_open=False
     )
@@ -136,7 +135,7 @@ class EvalMicrobatches(NamedTuple):
   @property
   def capacity(self) -> int:
     """Rows of all microbatches in one data-parallel group, padding included."""
-    return samples_of(self.microbatches, self.rows)
+    return self.microbatches * self.rows
 
 
 def eval_microbatches(pipeline: Pipeline, rows: int) -> EvalMicrobatches:

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from maxbatch.batch.arithmetic import completions_of, prompts_of
 from maxbatch.config.schema import NoiseConfig
 from maxbatch.models.registry import Model
 from maxbatch.noise.confidence import Interval
@@ -87,7 +86,7 @@ class PromptNoiseMeter:
 
   def line(self, batch: int) -> str:
     """See `Meter`: of steps of `batch` completions."""
-    prompts = prompts_of(batch, self._generations)
+    prompts = batch // self._generations
     return prompt_advice(self.total(), self.sampling(), prompts, self._generations)
 
   def as_dict(self) -> dict[str, Any]:
@@ -106,7 +105,7 @@ class PromptNoiseMeter:
     if noise is None or noise.of_halves is None or weight_squared == 0:
       return None
     return prompt_moments(
-      prompts=prompts_of(round(float(noise.rows)), self._generations),
+      prompts=round(float(noise.rows)) // self._generations,
       generations=self._generations,
       share=float(noise.microbatch_tokens_squared) / weight_squared,
       halves=float(noise.of_halves) / weight_squared,
@@ -120,7 +119,7 @@ class PromptNoiseMeter:
     total, sampling = self.total(), self.sampling()
     if total.scale is not None:
       record["gns/total"] = total.scale.value
-      record["gns/total_completions"] = completions_of(total.scale.value, self._generations)
+      record["gns/total_completions"] = total.scale.value * self._generations
       record["gns/total_low"], record["gns/total_high"] = total.scale.low, total.scale.high
     if total.negative_share is not None:
       record["gns/negative_share"] = total.negative_share
