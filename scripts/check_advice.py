@@ -44,6 +44,8 @@ from maxbatch.batch.from_config import plan_batches
 from maxbatch.compile import cache
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config
+from maxbatch.core.confidence import Interval, ratios_of_means
+from maxbatch.core.noise_scale import TOTAL
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.registry import build_dataset
@@ -51,8 +53,6 @@ from maxbatch.errors import UserError
 from maxbatch.experiments.tradeoff import Tradeoff, fit_tradeoff
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.models.registry import Parameters
-from maxbatch.noise.confidence import Interval, ratios_of_means
-from maxbatch.noise.tracker import TOTAL
 from maxbatch.plots.chart import Band, Chart, Line, Panel
 from maxbatch.plots.page import picture
 from maxbatch.run_folder.atomic import write_run_file

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from maxbatch.core.confidence import Interval, ratios_of_means
 from maxbatch.experiments.tradeoff import Numbers, Tradeoff
-from maxbatch.noise.confidence import Interval, ratios_of_means
 
 
 def steps_with(curve: Tradeoff, samples_per_step: float) -> float:

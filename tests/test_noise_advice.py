@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from maxbatch.core.confidence import Interval
+from maxbatch.core.noise_scale import Calibration, Estimate
 from maxbatch.noise.advice import advice
-from maxbatch.noise.confidence import Interval
-from maxbatch.noise.tracker import Calibration, Estimate
 
 CAVEAT = "a heuristic (McCandlish et al. 2018), verify with python -m maxbatch.critical_batch"
 MEASURED = Estimate(

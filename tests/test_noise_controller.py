@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maxbatch.core.confidence import Interval
+from maxbatch.core.noise_scale import Estimate
 from maxbatch.core.phases import Position
 from maxbatch.errors import UserError
-from maxbatch.noise.confidence import Interval
 from maxbatch.noise.controller import Controller, ControllerLimits, Decision
-from maxbatch.noise.tracker import Estimate
 
 WINDOW = 16
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from noise_samples import equal_parts, gradients
 
-from maxbatch.noise.estimators import Moments, cost, cost_of_change, moments
+from maxbatch.core.noise_moments import Moments, moments
+from maxbatch.noise.cost import cost, cost_of_change
 
 
 def test_two_examples_by_hand():

@@ -12,9 +12,9 @@ import pytest
 from begun_states import begun_state
 from support import GPT2, config, in_microbatches, mesh, uneven_rows
 
+from maxbatch.core.noise_moments import Moments
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters, build_model, by_path
-from maxbatch.noise.estimators import Moments
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.noise_groups import TYPES, moments_by_group, type_of
 from maxbatch.training.optimizer import make_optimizer

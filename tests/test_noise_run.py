@@ -12,10 +12,10 @@ from begun_states import begun_state
 from noise_runs import CALIBRATE_EVERY, CALIBRATED, Done, Run, T, training
 
 from maxbatch.config.load import load_config
+from maxbatch.core.confidence import Interval, ratios_of_means
 from maxbatch.data.registry import build_dataset
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Parameters, build_model, by_path
-from maxbatch.noise.confidence import Interval, ratios_of_means
 from maxbatch.run_folder.metrics import Record
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.step import Trainer

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from noise_samples import Gradients, equal_parts, gradients
 
-from maxbatch.noise.confidence import (
+from maxbatch.core.confidence import (
   FEWEST_STEPS,
   INFLATION,
   inflated_t,
   product_of_means,
   ratios_of_means,
 )
-from maxbatch.noise.estimators import Moments
+from maxbatch.core.noise_moments import Moments
 from maxbatch.noise.tracker import NoiseTracker
 
 

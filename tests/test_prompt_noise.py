@@ -23,11 +23,12 @@ from tiny_model import tiny_model
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.rl_sizes import RLTopology, halving_micro_batch_sizes
 from maxbatch.config.load import load_config
-from maxbatch.noise.confidence import Interval
-from maxbatch.noise.estimators import Moments
+from maxbatch.core.confidence import Interval
+from maxbatch.core.noise_moments import Moments
+from maxbatch.core.noise_scale import Estimate
 from maxbatch.noise.prompt_advice import prompt_advice
 from maxbatch.noise.prompts import prompt_moments, within_at
-from maxbatch.noise.tracker import Estimate, NoiseTracker
+from maxbatch.noise.tracker import NoiseTracker
 from maxbatch.rl.advantages import group_advantages
 from maxbatch.rl.completions import Completions
 from maxbatch.rl.grpo import grpo_sums

@@ -21,7 +21,7 @@ from maxbatch.config.yaml_file import shown
 from maxbatch.errors import UserError
 from maxbatch.estimate.best_split import BatchSplit, best_split, divisible_batches
 from maxbatch.estimate.step_work import StepWork, step_work
-from maxbatch.noise.estimators import cost
+from maxbatch.noise.cost import cost
 from maxbatch.noise.prompts import within_at
 from maxbatch.run_folder.paths import RunFolder
 

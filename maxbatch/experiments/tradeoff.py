@@ -19,8 +19,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from maxbatch.core.confidence import Interval, inflated_t
 from maxbatch.experiments.losses import Judged
-from maxbatch.noise.confidence import Interval, inflated_t
 
 Numbers = Sequence[float] | np.ndarray
 _CANDIDATES = 20_001

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Sequence
 
-from maxbatch.noise.confidence import FEWEST_STEPS, Interval
-from maxbatch.noise.estimators import cost_of_change
-from maxbatch.noise.tracker import FEWEST_CALIBRATION_STEPS, Calibration, Estimate
+from maxbatch.core.confidence import FEWEST_STEPS, Interval
+from maxbatch.core.noise_scale import Calibration, Estimate
+from maxbatch.noise.cost import cost_of_change
+from maxbatch.noise.tracker import FEWEST_CALIBRATION_STEPS
 
 WELL_BELOW = 1 / 4
 """Fraction of the noise scale up to which doubling the batch costs at most a fifth more data."""

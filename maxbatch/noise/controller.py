@@ -17,9 +17,9 @@ from typing import Any
 from maxbatch.batch.schedule_file import Change, changes_until, with_change, write_changes
 from maxbatch.config.schema import NoiseConfig
 from maxbatch.core.keys import counted
+from maxbatch.core.noise_scale import Estimate
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.errors import UserError
-from maxbatch.noise.tracker import Estimate
 
 _FEWEST_LOSSES = 8
 _NEWEST_SHARE = 8

@@ -10,11 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from maxbatch.core.confidence import Interval
+from maxbatch.core.noise_scale import Estimate
 from maxbatch.noise.advice import percent, place, shown, unknown
-from maxbatch.noise.confidence import Interval
-from maxbatch.noise.estimators import cost
+from maxbatch.noise.cost import cost
 from maxbatch.noise.prompts import within_at
-from maxbatch.noise.tracker import Estimate
 
 _CAVEAT = "a heuristic (McCandlish et al. 2018)"
 

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from maxbatch.config.schema import NoiseConfig
+from maxbatch.core.confidence import Interval
+from maxbatch.core.noise_moments import Moments
+from maxbatch.core.noise_scale import TOTAL, Estimate
 from maxbatch.models.registry import Model
-from maxbatch.noise.confidence import Interval
-from maxbatch.noise.estimators import Moments
 from maxbatch.noise.prompt_advice import prompt_advice
 from maxbatch.noise.prompts import PromptMoments, prompt_moments
-from maxbatch.noise.tracker import TOTAL, Estimate, NoiseTracker
+from maxbatch.noise.tracker import NoiseTracker
 from maxbatch.rl.completions import Completions
 from maxbatch.run_folder.metrics import Record
 from maxbatch.training.step import StepMetrics, rows_shardings

@@ -12,9 +12,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from maxbatch.core.noise_moments import Moments, moments
+from maxbatch.core.noise_scale import TOTAL
 from maxbatch.models.registry import Probed
-from maxbatch.noise.estimators import Moments, moments
-from maxbatch.noise.tracker import NORM, TOTAL
+from maxbatch.noise.tracker import NORM
 from maxbatch.training.step import StepMetrics
 
 FROM_MICROBATCHES = "from_microbatches"

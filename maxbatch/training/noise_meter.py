@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from maxbatch.config.schema import NoiseConfig
+from maxbatch.core.noise_scale import TOTAL, Estimate
 from maxbatch.models.registry import Model
 from maxbatch.noise.advice import advice
-from maxbatch.noise.tracker import TOTAL, Estimate, NoiseTracker
+from maxbatch.noise.tracker import NoiseTracker
 from maxbatch.run_folder.metrics import Record
 from maxbatch.training.noise_groups import FROM_MICROBATCHES, TYPES, moments_by_group
 from maxbatch.training.step import StepMetrics

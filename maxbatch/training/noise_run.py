@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 
 from maxbatch.batch.resume import check_can_continue
+from maxbatch.core.noise_scale import Estimate
 from maxbatch.core.plan import BatchPlan, Position
 from maxbatch.hardware.agreement import sync_errors
 from maxbatch.models.registry import Model
 from maxbatch.noise.controller import Steering
-from maxbatch.noise.tracker import Estimate
 from maxbatch.run_folder.metrics import Record
 from maxbatch.training.programs import StepPrograms
 from maxbatch.training.state import TrainState, zero_noise
