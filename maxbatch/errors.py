@@ -1,5 +1,7 @@
 """Errors that end a run with a message instead of a traceback, and their exit codes."""
 
+from collections.abc import Sequence
+
 
 class UserError(ValueError):
   """A mistake in the configuration, the input or an argument. A command prints it and exits with 2.
@@ -35,3 +37,9 @@ EXIT_USER_ERROR = 2
 EXIT_DIVERGED = 3
 EXIT_PROCESS_FAILED = 4
 EXIT_ROWS = 5
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+  """Returns the first few names for a message, and how many more there are."""
+  shown, more = ", ".join(names[:most]), len(names) - most
+  return f"{shown} and {more:,} more" if more > 0 else shown

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import pathlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -170,7 +169,8 @@ def _sample(arguments: Arguments[SampleArguments]) -> None:
   with refusing_together(rest):
     _check(own, rest)
     folder = find_source("checkpoint", own.checkpoint)
-    config = _config_of(folder, rest)
+    read = config_of_folder if is_model_folder(folder) else config_of
+    config = read(folder, rest)
     if config.compile.compile_topology:
       raise UserError(
         f"compile_topology={config.compile.compile_topology}: these devices are not here, and write "
@@ -199,10 +199,6 @@ def _check(own: SampleArguments, rest: Sequence[str]) -> None:
     )
   if own.output:
     check_output("--output", own.output)
-
-
-def _config_of(folder: pathlib.Path, rest: Sequence[str]) -> Config:
-  return config_of_folder(folder, rest) if is_model_folder(folder) else config_of(folder, rest)
 
 
 def _prepare(own: SampleArguments, config: Config, source: Source) -> _Job:

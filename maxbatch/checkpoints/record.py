@@ -20,7 +20,7 @@ from maxbatch.config.schema import Config, resume_classes
 from maxbatch.core.plan import Position
 from maxbatch.data.dataset import Dataset
 from maxbatch.data.mixture import STREAM_VERSION
-from maxbatch.errors import UserError
+from maxbatch.errors import UserError, first_of
 from maxbatch.hugging_face.model_keys import PLAIN
 
 _TRAINED_ON = (
@@ -204,9 +204,8 @@ def changed_leaves(record: dict[str, Any], arrays: object) -> list[str]:
 
 def listed(lines: Sequence[str]) -> str:
   """The lines indented for a message, the first few of many."""
-  more = len(lines) - _SHOWN
-  shown = [f"  {line}" for line in lines[:_SHOWN]]
-  return "\n".join([*shown, f"  and {more} more"] if more > 0 else shown)
+  more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+  return "\n".join(f"  {line}" for line in [*lines[:_SHOWN], *more])
 
 
 def _checksum(fields: dict[str, Any]) -> str:
@@ -266,10 +265,4 @@ def _changed_files(before: Mapping[str, int], now: Mapping[str, int]) -> list[st
     if now.get(name, size) != size
   ]
   kinds = {"gone": gone, "new": new, "changed": resized}
-  return [f"{kind}: {_first(names)}" for kind, names in kinds.items() if names]
-
-
-def _first(names: Sequence[str]) -> str:
-  more = len(names) - _FILES_SHOWN
-  shown = ", ".join(names[:_FILES_SHOWN])
-  return f"{shown} and {more:,} more" if more > 0 else shown
+  return [f"{kind}: {first_of(names, _FILES_SHOWN)}" for kind, names in kinds.items() if names]

@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from maxbatch.checkpoints.formats import whole_slices
 from maxbatch.checkpoints.tensor_files import Index, StoredArray, TensorFolder
-from maxbatch.errors import UserError
+from maxbatch.errors import UserError, first_of
 from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.hugging_face.family import Family, Shape, Tensor
 from maxbatch.hugging_face.registry import read_folder
@@ -173,7 +173,7 @@ class FolderReader:
     expected = dict(self._expected())
     if missing := [name for name in expected if name not in self._names]:
       raise UserError(
-        f"{self._folder}: there is no tensor {_some(missing)}, which a model of type "
+        f"{self._folder}: there is no tensor {first_of(missing, _SHOWN)}, which a model of type "
         f"{self.family.name} has with the keys of this run; take the folder as it was published, "
         "whole, and the keys as its config.json has them"
       )
@@ -181,7 +181,7 @@ class FolderReader:
     ignored = {tensor.name for tensor in self.family.tensors if tensor.parameters == ("head",)}
     if left := sorted(self._names.keys() - expected.keys() - ignored):
       raise UserError(
-        f"{self._folder}: the tensor {_some(left)} would be left over: no parameter of this run "
+        f"{self._folder}: the tensor {first_of(left, _SHOWN)} would be left over: no parameter of this run "
         f"takes its values; keys such as base_num_decoder_layers must be as the folder's config.json "
         "has them"
       )
@@ -246,8 +246,3 @@ def _places(
 def _names(tensors: TensorFolder, family: Family) -> dict[str, str]:
   named = {family.table_name(name): name for name in tensors.names}
   return {ours: theirs for ours, theirs in named.items() if ours is not None}
-
-
-def _some(names: list[str]) -> str:
-  more = len(names) - _SHOWN
-  return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")

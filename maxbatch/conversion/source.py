@@ -8,7 +8,7 @@ such a checkpoint reads them there again.
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,65 +33,13 @@ FROZEN = "frozen"
 """In a checkpoint's notes: the parameters that it does not hold, as `frozen_note` gives them."""
 
 
-class Source(Protocol):
-  """Where parameters are; of no use without a model that has them."""
-
-  @property
-  def folder(self) -> Path:
-    """Of a step, or of a Hugging Face model."""
-    ...
-
-  @property
-  def position(self) -> Position:
-    """How far its run had come."""
-    ...
-
-  @property
-  def model_keys(self) -> Mapping[str, Any]:
-    """Keys of the configuration that its model has, and others."""
-    ...
-
-  def check(self, model: Model) -> None:
-    """Reads no array. Raises UserError: it does not have the model's parameters, or has others too;
-    names them."""
-    ...
-
-  def read(self, model: Model, wanted: Parameters) -> Parameters:
-    """Those of the wanted parameters that it has: all but adapters, which are fresh without it.
-
-    All processes must call it.
-
-    Args:
-      model: what they are parameters of.
-      wanted: ShapeDtypeStructs with shardings.
-
-    Raises UserError: they cannot be read, or are damaged.
-    """
-    ...
-
-
-def find_source(key: str, given: str) -> Path:
-  """The folder that `key=given` names: of a step, of a run, for its newest, or of a model. Raises
-  UserError: there is nothing of the kind."""
-  path = Path(given).expanduser()
-  if is_model_folder(path):
-    return path.absolute()
-  return find_checkpoint(given, key, "; or a Hugging Face folder, with config.json")
-
-
-def open_source(key: str, folder: Path) -> Source:
-  """What lies in a folder that `find_source` found. Raises UserError: its record cannot be read."""
-  if is_model_folder(folder):
-    return _HuggingFace(key, folder)
-  return CheckpointSource(key, folder, reading.read_step_record(key, folder))
-
-
 @dataclasses.dataclass(frozen=True)
 class CheckpointSource:
   """A checkpoint of ours."""
 
   key: str
   folder: Path
+  """Of the step."""
   record: dict[str, Any]
 
   @property
@@ -101,9 +49,11 @@ class CheckpointSource:
 
   @property
   def model_keys(self) -> Mapping[str, Any]:
+    """Keys of the configuration that its model has, and others."""
     return self.record["identity"]
 
   def check(self, model: Model) -> None:
+    """Reads no array. Raises UserError: it has other parameters than the model; names them."""
     theirs, ours = self._sizes(), {_name(path): leaf.shape for path, leaf in _flat(model.shapes())}
     adapted = any(_is_adapter(name) for name in theirs)
     if not adapted:
@@ -120,6 +70,9 @@ class CheckpointSource:
       )
 
   def read(self, model: Model, wanted: Parameters) -> Parameters:
+    """Those of the wanted parameters, ShapeDtypeStructs with shardings, that it has: all but
+    adapters, which are fresh without it. All processes must call it. Raises UserError: they cannot
+    be read, or are damaged."""
     flat, note = dict(_flat(wanted)), self._elsewhere
     names = {PARAMETERS + _name(path): path for path in flat}
     here = {name: flat[path] for name, path in names.items() if name in self.record["leaves"]}
@@ -160,7 +113,7 @@ class CheckpointSource:
 
 
 @dataclasses.dataclass(frozen=True)
-class _HuggingFace:
+class HuggingFaceSource:
   """A folder with config.json and safetensors files."""
 
   key: str
@@ -180,6 +133,26 @@ class _HuggingFace:
   def read(self, model: Model, wanted: Parameters) -> Parameters:
     with sync_errors():
       return load_parameters(self.folder, model, wanted)
+
+
+Source = CheckpointSource | HuggingFaceSource
+"""Where parameters are; of no use without a model that has them."""
+
+
+def find_source(key: str, given: str) -> Path:
+  """The folder that `key=given` names: of a step, of a run, for its newest, or of a model. Raises
+  UserError: there is nothing of the kind."""
+  path = Path(given).expanduser()
+  if is_model_folder(path):
+    return path.absolute()
+  return find_checkpoint(given, key, "; or a Hugging Face folder, with config.json")
+
+
+def open_source(key: str, folder: Path) -> Source:
+  """What lies in a folder that `find_source` found. Raises UserError: its record cannot be read."""
+  if is_model_folder(folder):
+    return HuggingFaceSource(key, folder)
+  return CheckpointSource(key, folder, reading.read_step_record(key, folder))
 
 
 def frozen_note(source: Source, frozen: Parameters) -> dict[str, Any]:
@@ -212,7 +185,12 @@ def read_frozen(
   with sync_errors():
     folder = frozen_folder(note, run, moved_to)
     source = open_source(key, folder)
-  saved = {path: _as_saved(leaf, note["leaves"][_name(path)]) for path, leaf in flat.items()}
+  saved = {
+    path: jax.ShapeDtypeStruct(
+      leaf.shape, jnp.dtype(note["leaves"][_name(path)]["dtype"]), sharding=leaf.sharding
+    )
+    for path, leaf in flat.items()
+  }
   found = {_name(path): array for path, array in _flat(source.read(model, unflatten_dict(saved)))}
   prints = fingerprints(found, note["fingerprint_version"])
   for name, leaf in note["leaves"].items():
@@ -243,10 +221,6 @@ def frozen_folder(note: Mapping[str, Any], run: Path, moved_to: str = "") -> Pat
       "load_parameters_path=runs/first_run"
     )
   return find_source("load_parameters_path", moved_to)
-
-
-def _as_saved(leaf: jax.ShapeDtypeStruct, saved: Mapping[str, Any]) -> jax.ShapeDtypeStruct:
-  return jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(saved["dtype"]), sharding=leaf.sharding)
 
 
 def _flat(tree: Parameters) -> list[tuple[ParameterPath, Any]]:

@@ -66,9 +66,12 @@ def _write(
     whole_folder(f"to_hf={folder}", f"to_hf={folder}-2", folder, num_bytes) as unfinished,
     ByteProgress("writing", num_bytes) as progress,
   ):
-    write_tensors(unfinished, specs, _shown(source.values(table, kind), progress), MAX_FILE_BYTES)
+    write_tensors(unfinished, specs, progress.over(source.values(table, kind)), MAX_FILE_BYTES)
     tokenizer = write_beside(config, unfinished)
-    values = _completed(values, config, tokenizer, kind)
+    # With the special ids where none are said, and the dtype of the weights.
+    ids = {} if origin_of(config) else token_ids(tokenizer)
+    key = "torch_dtype" if "torch_dtype" in values else "dtype"
+    values = ids | values | {key: kind.name}
     (unfinished / CONFIG).write_text(json.dumps(values, indent=2) + "\n", "utf-8")
   return converted(folder, family.name, specs, list(_vocabulary(rows, tokenizer, config)))
 
@@ -175,20 +178,6 @@ def _family(config: Config, vocab_size: int) -> tuple[Family, dict[str, Any]]:
   except UserError:
     family, values = family_for(ours, length)
     return family, said | values
-
-
-def _completed(
-  values: dict[str, Any], config: Config, tokenizer: Tokenizer, dtype: np.dtype
-) -> dict[str, Any]:
-  ids = {} if origin_of(config) else token_ids(tokenizer)
-  key = "torch_dtype" if "torch_dtype" in values else "dtype"
-  return ids | values | {key: dtype.name}
-
-
-def _shown(values: Iterator[np.ndarray], progress: ByteProgress) -> Iterator[np.ndarray]:
-  for value in values:
-    yield value
-    progress.add(value.nbytes)
 
 
 def _vocabulary(rows: int, tokenizer: Tokenizer, config: Config) -> Iterator[str]:

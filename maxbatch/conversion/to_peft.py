@@ -43,7 +43,11 @@ def convert_to_peft(step: Path, config: Config, folder: Path) -> Converted:
   family, _ = family_for(model_keys(config), config.batch.max_target_length)
   plain = build_model(lora.without_adapters(config.model), config.batch.max_target_length)
   table = family.table([".".join(path) for path in plain.axes()])
-  fused = [_Fused(tensor, adapted, checkpoint) for tensor in table if _has(tensor, adapted)]
+  fused = [
+    _Fused(tensor, adapted, checkpoint)
+    for tensor in table
+    if any(name.removesuffix(_KERNEL) in adapted for name in tensor.parameters)
+  ]
   tensors = dict(pair for each in fused for pair in each.tensors())
   specs = [TensorSpec(name, each.shape, each.dtype) for name, each in tensors.items()]
   given = f"to_peft={folder}"
@@ -68,10 +72,6 @@ def _check(config: Config, trained: set[tuple[str, ...]], step: Path) -> None:
       f"{list(config.optimizer.trainable)}), which a PEFT adapter does not hold; to_hf writes all "
       "parameters, adapters merged"
     )
-
-
-def _has(tensor: Tensor, adapted: set[str]) -> bool:
-  return any(name.removesuffix(_KERNEL) in adapted for name in tensor.parameters)
 
 
 class _Fused:

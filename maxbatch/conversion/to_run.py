@@ -46,21 +46,17 @@ def convert_to_run(folder: Path, config: Config) -> Converted:
     made = RunFolder(unfinished)
     carry_along(folder, made.hugging_face)
     made.config.write_text(yaml.safe_dump(to_flat_dict(config), sort_keys=False), "utf-8")
-    values, identity = _values(reader, specs, progress), model_keys(config)
+    values, identity = progress.over(_values(reader, specs)), model_keys(config)
     origin = {"folder": str(folder.absolute()), "vocab_size": reader.options["vocab_size"]}
     write_parameters(made.checkpoints / "0", list(specs.values()), values, identity, origin)
     notes = list(_notes(config, reader))
   return converted(run.path, reader.family.name, specs.values(), notes)
 
 
-def _values(
-  reader: FolderReader, specs: dict[tuple[str, ...], TensorSpec], progress: ByteProgress
-) -> Iterator[np.ndarray]:
+def _values(reader: FolderReader, specs: dict[tuple[str, ...], TensorSpec]) -> Iterator[np.ndarray]:
   for path, spec in specs.items():
     for index in block_indices(spec.shape, spec.dtype):
-      part = reader.read(path, index, spec.dtype)
-      yield part
-      progress.add(part.nbytes)
+      yield reader.read(path, index, spec.dtype)
 
 
 def _notes(config: Config, reader: FolderReader) -> Iterator[str]:

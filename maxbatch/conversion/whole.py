@@ -88,7 +88,8 @@ class _Elsewhere:
 
     def read(index: Index) -> np.ndarray:
       if isinstance(self._held, FolderReader):
-        return self._held.read(_path(name), index, dtype)
+        path = tuple(name.removeprefix(PARAMETERS).split("/"))
+        return self._held.read(path, index, dtype)
       return self._held[name].read(index).astype(dtype, copy=False)
 
     together = 1 if isinstance(self._held, FolderReader) else self._held[name].rows_together
@@ -123,7 +124,3 @@ def whole_checkpoint(step: Path, config: Config) -> WholeCheckpoint:
   model = build_model(lora.without_adapters(config.model), config.batch.max_target_length)
   reader = reader_of(folder, model)
   return WholeCheckpoint(checkpoint, _Elsewhere(note, reader, folder), config)
-
-
-def _path(name: str) -> tuple[str, ...]:
-  return tuple(name.removeprefix(PARAMETERS).split("/"))

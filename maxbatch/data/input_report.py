@@ -239,7 +239,8 @@ def _source(
   rate = None
   # Objects of a store would be copied as a whole first.
   if measure and cold_bytes > _SLOW_BYTES and not is_url(given.train.path):
-    rate = _rate(recipe_of(data, tokenizer, given.train), cold)
+    documents = [document for job in cold for document in job.documents]
+    rate = tokenize_rate(recipe_of(data, tokenizer, given.train), documents, _SAMPLE_SECONDS)
   return SourceReport(
     name=name,
     path=given.train.path,
@@ -253,11 +254,6 @@ def _source(
     num_documents=sum(shard.num_documents for shard in cached),
     rate=rate,
   )
-
-
-def _rate(recipe: Recipe, jobs: Sequence[ShardJob]) -> TokenizeRate:
-  documents = [document for job in jobs for document in job.documents]
-  return tokenize_rate(recipe, documents, _SAMPLE_SECONDS)
 
 
 def _largest_undivided(sources: Sources) -> tuple[str, int]:

@@ -50,9 +50,11 @@ def mixed_paths(data: DataConfig) -> MixedPaths | None:
     key = f"grain_train_mixture_config_path={data.grain_train_mixture_config_path}"
     named = _from_file(key, data.grain_train_mixture_config_path)
     names, paths, weights = zip(*((name, *each) for name, each in named.items()), strict=True)
-  elif data.dataset_mixture or _is_mixture(data):
+  elif data.dataset_mixture or (data.dataset_type == "grain" and ";" in data.grain_train_files):
     key = "dataset_mixture" if data.dataset_mixture else "grain_train_files"
-    pairs = data.dataset_mixture or _from_globs(data.grain_train_files)
+    pairs = data.dataset_mixture or [
+      _weighted(data.grain_train_files, each) for each in data.grain_train_files.split(";")
+    ]
     paths, weights = zip(*pairs, strict=True)
     names = source_names(paths)
   elif data.mixture_schedule:
@@ -103,16 +105,8 @@ def has_one_validation(data: DataConfig) -> bool:
   return bool(data.eval_dataset_path)
 
 
-def _is_mixture(data: DataConfig) -> bool:
-  return data.dataset_type == "grain" and ";" in data.grain_train_files
-
-
-def _from_globs(files: str) -> list[tuple[str, Fraction]]:
-  """MaxText's `path,0.3;path,0.7`."""
-  return [_weighted(files, each) for each in files.split(";")]
-
-
 def _weighted(files: str, each: str) -> tuple[str, Fraction]:
+  """One of MaxText's `path,0.3;path,0.7`."""
   path, _, text = each.rpartition(",")
   try:
     weight = exact_number(text.strip())
@@ -255,11 +249,13 @@ def build(
     with mixed.naming(name):
       datasets[name] = build_one(alone(data, path))
   train = MixedRows(tuple(each.train for each in datasets.values()), mixed.mixture)
+  phases = [(phase.first_sample, phase.weights) for phase in mixed.mixture.phases]
   # What a source says of validation is the same for all where one set is given.
   dataset = dataclasses.replace(
     next(iter(datasets.values())),
     train=train,
-    fingerprint=_fingerprint(mixed.mixture, datasets),
+    # The order of the sources decides on their seeds.
+    fingerprint=_digest([VERSION, phases, [each.fingerprint for each in datasets.values()]]),
     description=_description(train, datasets),
     num_skipped_records=sum(each.num_skipped_records for each in datasets.values()),
     train_files=_files({name: each.train_files for name, each in datasets.items()}),
@@ -292,11 +288,6 @@ def _validated(dataset: Dataset, mixture: Mixture, datasets: Mapping[str, Datase
     ),
     validation_files=_files({name: each.validation_files for name, each in datasets.items()}),
   )
-
-
-def _fingerprint(mixture: Mixture, datasets: Mapping[str, Dataset]) -> str:
-  phases = [(phase.first_sample, phase.weights) for phase in mixture.phases]
-  return _digest([VERSION, phases, [each.fingerprint for each in datasets.values()]])
 
 
 def _digest(content: object) -> str:

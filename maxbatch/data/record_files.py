@@ -10,7 +10,7 @@ from maxbatch.config.find import did_you_mean
 from maxbatch.config.yaml_file import shown
 from maxbatch.data.formats.registry import FORMATS, format_of
 from maxbatch.data.sources import SourceFile, Sources, Wanted, listed
-from maxbatch.errors import UserError
+from maxbatch.errors import UserError, first_of
 
 AUTO = "auto"
 _NUMBERED = re.compile(r"^(.*?)(\d+)-of-(\d+)(.*)$")
@@ -127,11 +127,8 @@ def _check_all_are_there(key: str, files: Sequence[SourceFile]) -> None:
     missing = sorted(set(range(first, first + int(count))) - numbers)
     if missing and len(numbers) > 1:
       width = digits[before, count, after]
-      names = ", ".join(
-        f"{before}{number:0{width}}-of-{count}{after}" for number in missing[:_SHOWN]
-      )
-      more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+      names = [f"{before}{number:0{width}}-of-{count}{after}" for number in missing]
       raise UserError(
-        f"{key}: {len(missing)} of {count} numbered files are missing: {names}{more}; fetch them, or "
+        f"{key}: {len(missing)} of {count} numbered files are missing: {first_of(names, _SHOWN)}; fetch them, or "
         "name the files that are meant one by one, for example in a folder of links"
       )

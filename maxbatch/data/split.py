@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 from typing import Literal, NamedTuple
 
 from maxbatch.data.sources import Document, SourceFile, Sources, rank
+from maxbatch.errors import first_of
 
 _Role = Literal["train", "validation", "test"]
 
@@ -70,9 +71,7 @@ def split(sources: Sources, eval_fraction: float) -> Split:
 
 def described(documents: Sequence[Document]) -> str:
   """The first few names, with the part of a file that is meant if it is not all of it."""
-  more = len(documents) - _SHOWN
-  names = ", ".join(map(_name, documents[:_SHOWN]))
-  return f"{names} and {more:,} more" if more > 0 else names
+  return first_of(list(map(_name, documents)), _SHOWN)
 
 
 def sizes_by_name(documents: Sequence[Document]) -> dict[str, int]:

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 import numpy as np
@@ -275,14 +275,10 @@ def _add_document(out: _Output, content: bytes | np.ndarray) -> None:
     return
   recipe = out.recipe
   out.add([recipe.tokenizer.bos_id] if recipe.add_bos else [])
-  for lines in text.whole_lines(_slices(content)):
+  slices = (content[i : i + _CHUNK_BYTES] for i in range(0, len(content), _CHUNK_BYTES))
+  for lines in text.whole_lines(slices):
     out.add(recipe.tokenizer.encode(lines))
   out.add([recipe.tokenizer.eos_id] if recipe.add_eos else [])
-
-
-def _slices(content: bytes) -> Iterator[bytes]:
-  for start in range(0, len(content), _CHUNK_BYTES):
-    yield content[start : start + _CHUNK_BYTES]
 
 
 def _range(sources: Sources, document: Document) -> tuple[int, int]:

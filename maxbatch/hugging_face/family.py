@@ -292,11 +292,12 @@ ROPE = Part(_read_rope, _write_rope)
 """Rotary positions, the same in all layers."""
 
 
-def _read_biases(theirs: ConfigJson) -> dict[str, Any]:
-  return dict.fromkeys(("attention_qkv_bias", "attention_out_bias"), theirs["attention_bias"])
-
-
-BIASES = Part(_read_biases, lambda ours: {"attention_bias": ours["attention_qkv_bias"]})
+BIASES = Part(
+  lambda theirs: dict.fromkeys(
+    ("attention_qkv_bias", "attention_out_bias"), theirs["attention_bias"]
+  ),
+  lambda ours: {"attention_bias": ours["attention_qkv_bias"]},
+)
 """Biases in all projections of the attention, or in none."""
 
 

@@ -180,7 +180,7 @@ def analyze(
   ) as sampled:
     open_seconds = clock() - began
     order = ReadOrder(sampled.rows, config.data.data_shuffle_seed)
-    row_bytes = sum(array.nbytes for array in order(_one()).values())
+    row_bytes = sum(array.nbytes for array in order(np.zeros(1, np.int64)).values())
     size = max(1, min(options[-1].samples_per_step, _LOAD_BYTES // row_bytes))
     costs = list(_stages(request, budget, order, size))
     measured, left_out = _settings(config.data, budget, order, size)
@@ -202,10 +202,6 @@ def analyze(
     slurm=slurm(best.setting, request.num_hosts, request.tasks_per_node),
     notes=tuple(_notes(request, sampled.note)),
   )
-
-
-def _one() -> np.ndarray:
-  return np.zeros(1, np.int64)
 
 
 def _stages(request: Request, budget: _Budget, order: ReadOrder, size: int) -> Iterator[Stage]:

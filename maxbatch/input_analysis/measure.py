@@ -80,16 +80,11 @@ def settings_to_measure(given: Setting, num_cores: int) -> list[Setting]:
 
   What matters most comes first: time may not suffice for all.
   """
-  counts = list(_doubled(num_cores))
+  counts = [2**power for power in range(int(math.log2(max(num_cores, 1))) + 1)]
   found = [given, Setting(), *(Setting(count) for count in counts)]
   found += [Setting(0, count, max(2, count)) for count in counts]
   found += [Setting(buffer_size=size) for size in (1, 4)]
   return list(dict.fromkeys(found))
-
-
-def _doubled(most: int) -> Iterator[int]:
-  """1, 2, 4 … up to `most`."""
-  yield from (2**power for power in range(int(math.log2(max(most, 1))) + 1))
 
 
 _FEWEST = 3

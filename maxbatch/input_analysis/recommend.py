@@ -111,7 +111,8 @@ def recommend(
   for one in sorted(measured, key=lambda one: one.setting):
     for loading in options:
       found = _recommendation(one, loading, bounds)
-      if found.keeps_up and _fits(found, bounds):
+      size = host_bytes(found.setting, loading, bounds.row_bytes)
+      if found.keeps_up and size <= bounds.load_bytes:
         return found
   fastest = max(measured, key=lambda one: one.samples_per_second)
   return _recommendation(fastest, options[-1], bounds)
@@ -142,10 +143,6 @@ def _buffered(one: Measured, loading: Loading, bounds: Bounds) -> Setting:
   per_worker = math.ceil(ahead / max(one.setting.worker_count, 1))
   size = min(max(per_worker, one.setting.num_threads), _MOST_LOADS)
   return dataclasses.replace(one.setting, buffer_size=size)
-
-
-def _fits(found: Recommendation, bounds: Bounds) -> bool:
-  return host_bytes(found.setting, found.loading, bounds.row_bytes) <= bounds.load_bytes
 
 
 def host_bytes(setting: Setting, loading: Loading, row_bytes: int) -> int:

@@ -101,11 +101,7 @@ class WandbWriter:
     self._run.log(record)
 
   def write_text(self, name: str, step: int, text: str) -> None:
-    self._run.log({f"text/{name}": self._html(_as_html(text)), "step": step})
+    self._run.log({f"text/{name}": self._html(f"<pre>{html.escape(text)}</pre>"), "step": step})
 
   def close(self) -> None:
     self._run.finish()
-
-
-def _as_html(text: str) -> str:
-  return f"<pre>{html.escape(text)}</pre>"

@@ -67,10 +67,5 @@ def readable_events(folder: Path) -> Iterator[Event | None]:
         event = json.loads(line)
       except (ValueError, RecursionError):
         event = None
-      yield event if _is_event(event) else None
-
-
-def _is_event(event: object) -> bool:
-  if not isinstance(event, dict):
-    return False
-  return type(event.get("event")) is str and type(event.get("time")) in (int, float)
+      good = isinstance(event, dict) and type(event.get("event")) is str
+      yield event if good and type(event.get("time")) in (int, float) else None

@@ -92,7 +92,8 @@ def _read(folder: Path, most_bytes: int | None = None) -> RunHistory:
   paths = RunFolder(folder.absolute())
   metrics = _metrics(paths.metrics, missing, most_bytes)
   events = _events(paths, missing)
-  starts = [_yaml(path, missing) for path in _numbered(paths.starts)]
+  numbered = [path for path in paths.starts.glob("*.yml") if path.stem.isdecimal()]
+  starts = [_yaml(path, missing) for path in sorted(numbered, key=lambda path: int(path.stem))]
   config = _yaml(paths.config, missing)
   derived = config.pop(DERIVED, None)
   reports = _json(paths.compile_report_json, missing)
@@ -220,11 +221,6 @@ def _events(paths: RunFolder, missing: list[str]) -> list[Event]:
   return events
 
 
-def _numbered(folder: Path) -> list[Path]:
-  found = [path for path in folder.glob("*.yml") if path.stem.isdecimal()]
-  return sorted(found, key=lambda path: int(path.stem))
-
-
 def _yaml(path: Path, missing: list[str]) -> dict[str, Any]:
   try:
     content = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
@@ -280,8 +276,10 @@ def status_of(run: RunHistory, now: float | None = None) -> Status:
   starts = run.of_kind(START)
   if not starts:
     return Status("unknown", "it left no word of how it was started", "")
-  start, end = starts[-1], _end_after(run, starts[-1])
-  command = _command(start)
+  start, words = starts[-1], starts[-1].get("command")
+  place = max(n for n, event in enumerate(run.events) if event is start)
+  end = next((event for event in reversed(run.events[place:]) if event["event"] == END), None)
+  command = shlex.join(map(str, words)) if isinstance(words, list) else ""
   if end is None:
     return _without_end(run, start, command, time.time() if now is None else now)
   how, text = str(end.get("how", "stopped")), str(end.get("text", ""))
@@ -291,12 +289,6 @@ def status_of(run: RunHistory, now: float | None = None) -> Status:
     return Status("stopped", f"after step {end.get('step', '?')}, and saved", command)
   word: State = "diverged" if how == "diverged" else "failed"
   return Status(word, text, command)
-
-
-def _end_after(run: RunHistory, start: Event) -> Event | None:
-  place = max(n for n, event in enumerate(run.events) if event is start)
-  ends = [event for event in run.events[place:] if event["event"] == END]
-  return ends[-1] if ends else None
 
 
 def _without_end(run: RunHistory, start: Event, command: str, now: float) -> Status:
@@ -322,11 +314,6 @@ def _is_alive(process: int) -> bool:
   except (OSError, OverflowError):
     return True
   return True
-
-
-def _command(start: Event) -> str:
-  words = start.get("command")
-  return shlex.join(map(str, words)) if isinstance(words, list) else ""
 
 
 def span(seconds: float) -> str:

@@ -3,8 +3,10 @@
 import shutil
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any, Self
 
+import numpy as np
 import tqdm
 
 from maxbatch.run_folder.metrics import Record
@@ -16,7 +18,12 @@ class Progress:
   def __init__(self, start: int, steps: int, log_period: int):
     self._steps, self._period, self._start = steps, log_period, start
     self._began = time.perf_counter()
-    self._bar = _bar(start, steps) if sys.stdout.isatty() else None
+    self._bar = _terminal_bar(
+      total=steps,
+      initial=start,
+      unit="step",
+      bar_format="step {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
+    )
     self._num_steps, self._seconds, self._waited_seconds = 0, 0.0, 0.0
 
   def __enter__(self) -> Self:
@@ -82,11 +89,13 @@ class ByteProgress:
   """Shows on a terminal how much of a file or folder is done, and how fast; a context manager."""
 
   def __init__(self, what: str, total_bytes: int):
-    self._bar = None
-    if sys.stdout.isatty():
-      self._bar = _terminal_bar(
-        total=total_bytes, unit="B", unit_scale=True, desc=what, bar_format=_BYTES_SHOWN
-      )
+    self._bar = _terminal_bar(
+      total=total_bytes,
+      unit="B",
+      unit_scale=True,
+      desc=what,
+      bar_format="{desc} {percentage:.0f}% {n_fmt}B of {total_fmt}B [{elapsed}<{remaining}, {rate_fmt}]",
+    )
 
   def __enter__(self) -> Self:
     return self
@@ -95,26 +104,18 @@ class ByteProgress:
     if self._bar is not None:
       self._bar.close()
 
-  def add(self, num_bytes: int) -> None:
-    if self._bar is not None:
-      self._bar.update(num_bytes)
+  def over(self, parts: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """The same parts, of which each is done when the next is asked for."""
+    for part in parts:
+      yield part
+      if self._bar is not None:
+        self._bar.update(part.nbytes)
 
 
-_BYTES_SHOWN = (
-  "{desc} {percentage:.0f}% {n_fmt}B of {total_fmt}B [{elapsed}<{remaining}, {rate_fmt}]"
-)
-
-
-def _bar(start: int, steps: int) -> tqdm.tqdm:
-  return _terminal_bar(
-    total=steps,
-    initial=start,
-    unit="step",
-    bar_format="step {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]",
-  )
-
-
-def _terminal_bar(**shown: Any) -> tqdm.tqdm:
+def _terminal_bar(**shown: Any) -> tqdm.tqdm | None:
+  """None where the output is no terminal."""
+  if not sys.stdout.isatty():
+    return None
   # Terminals without a size of their own (in containers) count as 80 by 24, not as 0 by 0.
   size = shutil.get_terminal_size()
   return tqdm.tqdm(file=sys.stdout, ncols=size.columns, nrows=size.lines, **shown)

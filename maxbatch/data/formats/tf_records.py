@@ -22,12 +22,34 @@ from maxbatch.data.formats.format import (
 from maxbatch.data.optional import library
 from maxbatch.data.sources import SourceFile
 
-_PACKAGE = "maxbatch.tf_example"
 _WHAT = "a tf.train.Example"
 _SHOWN = 5
-# Of google.protobuf.FieldDescriptorProto.
-_MESSAGE = 11
-_OPTIONAL, _REPEATED = 1, 3
+_PROTO = """
+name: "maxbatch/tf_example.proto" package: "maxbatch.tf_example" syntax: "proto3"
+message_type { name: "BytesList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_BYTES } }
+message_type { name: "FloatList"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_FLOAT } }
+message_type { name: "Int64List"
+  field { name: "value" number: 1 label: LABEL_REPEATED type: TYPE_INT64 } }
+message_type { name: "Feature" oneof_decl { name: "kind" }
+  field { name: "bytes_list" number: 1 label: LABEL_OPTIONAL type: TYPE_MESSAGE oneof_index: 0
+    type_name: ".maxbatch.tf_example.BytesList" }
+  field { name: "float_list" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE oneof_index: 0
+    type_name: ".maxbatch.tf_example.FloatList" }
+  field { name: "int64_list" number: 3 label: LABEL_OPTIONAL type: TYPE_MESSAGE oneof_index: 0
+    type_name: ".maxbatch.tf_example.Int64List" } }
+message_type { name: "Features"
+  nested_type { name: "FeatureEntry" options { map_entry: true }
+    field { name: "key" number: 1 label: LABEL_OPTIONAL type: TYPE_STRING }
+    field { name: "value" number: 2 label: LABEL_OPTIONAL type: TYPE_MESSAGE
+      type_name: ".maxbatch.tf_example.Feature" } }
+  field { name: "feature" number: 1 label: LABEL_REPEATED type: TYPE_MESSAGE
+    type_name: ".maxbatch.tf_example.Features.FeatureEntry" } }
+message_type { name: "Example"
+  field { name: "features" number: 1 label: LABEL_OPTIONAL type: TYPE_MESSAGE
+    type_name: ".maxbatch.tf_example.Features" } }
+"""
 
 
 def feature(record: bytes, column: str) -> Any:
@@ -54,49 +76,12 @@ def feature(record: bytes, column: str) -> Any:
 def example_class() -> Any:
   """The class of the message, as tensorflow/core/example/example.proto declares it."""
   descriptors = library("google.protobuf.descriptor_pb2", _WHAT)
-  kinds = descriptors.FieldDescriptorProto
-  file = descriptors.FileDescriptorProto(
-    name="maxbatch/tf_example.proto", package=_PACKAGE, syntax="proto3"
-  )
-  for name, kind in (
-    ("BytesList", kinds.TYPE_BYTES),
-    ("FloatList", kinds.TYPE_FLOAT),
-    ("Int64List", kinds.TYPE_INT64),
-  ):
-    _field(file.message_type.add(name=name), "value", 1, kind, repeated=True)
-  one = file.message_type.add(name="Feature")
-  one.oneof_decl.add(name="kind")
-  for number, name in enumerate(("bytes_list", "float_list", "int64_list"), start=1):
-    type_name = name.title().replace("_", "")
-    _field(one, name, number, type_name=type_name).oneof_index = 0
-  features = file.message_type.add(name="Features")
-  entry = features.nested_type.add(name="FeatureEntry")
-  entry.options.map_entry = True
-  _field(entry, "key", 1, kinds.TYPE_STRING)
-  _field(entry, "value", 2, type_name="Feature")
-  _field(features, "feature", 1, type_name="Features.FeatureEntry", repeated=True)
-  _field(file.message_type.add(name="Example"), "features", 1, type_name="Features")
+  file = descriptors.FileDescriptorProto()
+  library("google.protobuf.text_format", _WHAT).Parse(_PROTO, file)
   pool = library("google.protobuf.descriptor_pool", _WHAT).DescriptorPool()
   pool.Add(file)
   message_factory = library("google.protobuf.message_factory", _WHAT)
-  return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.Example"))
-
-
-def _field(
-  holder: Any,
-  name: str,
-  number: int,
-  kind: int = _MESSAGE,
-  *,
-  type_name: str = "",
-  repeated: bool = False,
-) -> Any:
-  added = holder.field.add(
-    name=name, number=number, type=kind, label=_REPEATED if repeated else _OPTIONAL
-  )
-  if type_name:
-    added.type_name = f".{_PACKAGE}.{type_name}"
-  return added
+  return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{file.package}.Example"))
 
 
 # All that is read at once is in memory, and records may be large.

@@ -17,7 +17,7 @@ from maxbatch.config.schema import DataConfig
 from maxbatch.data.object_store import is_url
 from maxbatch.data.optional import library
 from maxbatch.data.tokenizer import Ids
-from maxbatch.errors import UserError
+from maxbatch.errors import UserError, first_of
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 _FILE = re.compile(r"\.(json|model|tiktoken|txt)$")
@@ -230,7 +230,7 @@ def special_ids(
       if ids[role] is None:
         raise UserError(
           f"{role}_token={token}: {file} has no such token.{did_you_mean(token, known)} "
-          f"Its special tokens: {_listed(known)}"
+          f"Its special tokens: {first_of(known, 8) or 'none'}"
         )
   for role, is_used in (("bos", data.add_bos), ("eos", data.add_eos)):
     if is_used and ids.get(role) is None:
@@ -238,18 +238,13 @@ def special_ids(
       does = "begins" if role == "bos" else "ends"
       raise UserError(
         f"{file} does not say which token {does} a document, and add_{role}=true; use for example "
-        f"{example}add_{role}=false. Its special tokens: {_listed(known)}"
+        f"{example}add_{role}=false. Its special tokens: {first_of(known, 8) or 'none'}"
       )
   bos, eos, pad = (ids.get(role) for role in ("bos", "eos", "pad"))
   last = next((id_ for id_ in (eos, bos, pad) if id_ is not None), 0)
   return SpecialIds(
     bos if bos is not None else last, eos if eos is not None else last, last if pad is None else pad
   )
-
-
-def _listed(known: list[str]) -> str:
-  more = len(known) - 8
-  return ", ".join(known[:8]) + (f" and {more} more" if more > 0 else "") or "none"
 
 
 def bounded_pieces(text: str) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from typing import Any
 
 from maxbatch.hugging_face.config_json import ConfigJson, words
-from maxbatch.hugging_face.family import Family, Ours, Part, linear, matrix, vector
+from maxbatch.hugging_face.family import Family, Part, linear, matrix, vector
 
 
 def _read_sizes(theirs: ConfigJson) -> dict[str, Any]:
@@ -21,11 +21,6 @@ def _read_dropout(theirs: ConfigJson) -> dict[str, Any]:
   if theirs["embd_pdrop"] != theirs["resid_pdrop"]:
     raise theirs.refusal("embd_pdrop", "must be the same as resid_pdrop, as in dropout_rate")
   return {"dropout_rate": theirs["resid_pdrop"]}
-
-
-def _write_dropout(ours: Ours) -> dict[str, Any]:
-  rate = ours["dropout_rate"]
-  return {"resid_pdrop": rate, "embd_pdrop": rate, "attn_pdrop": 0.0}
 
 
 _QKV = tuple(f"layers.attention.{name}" for name in ("query", "key", "value"))
@@ -59,7 +54,12 @@ GPT2 = Family(
   },
   parts=(
     Part(_read_sizes, lambda ours: {"n_inner": ours["base_mlp_dim"]}),
-    Part(_read_dropout, _write_dropout),
+    Part(
+      _read_dropout,
+      lambda ours: (
+        dict.fromkeys(("resid_pdrop", "embd_pdrop"), ours["dropout_rate"]) | {"attn_pdrop": 0.0}
+      ),
+    ),
   ),
   harmless=words(
     """n_ctx summary_type summary_use_proj summary_activation summary_proj_to_labels

@@ -95,15 +95,10 @@ LLAMA = Family(
 )
 
 
-def _read_window(theirs: ConfigJson) -> dict[str, Any]:
-  return {"sliding_window_size": theirs["sliding_window"] or 0}
-
-
-def _write_window(ours: Ours) -> dict[str, Any]:
-  return {"sliding_window": ours["sliding_window_size"] or None}
-
-
-WINDOW = Part(_read_window, _write_window)
+WINDOW = Part(
+  lambda theirs: {"sliding_window_size": theirs["sliding_window"] or 0},
+  lambda ours: {"sliding_window": ours["sliding_window_size"] or None},
+)
 
 MISTRAL = Family(
   model_types=("mistral",),
