@@ -151,11 +151,7 @@ def _prepare(config: Config, own: AnalyzerArguments) -> tuple[Request, Need]:
 
 
 def _request(
-  config: Config,
-  plan: BatchPlan,
-  num_hosts: int,
-  own: AnalyzerArguments,
-  target: Target | None,
+  config: Config, plan: BatchPlan, num_hosts: int, own: AnalyzerArguments, target: Target | None
 ) -> Request:
   """What is asked. Raises UserError for hosts that the devices or the nodes do not divide over."""
   slurm(Setting(), num_hosts, own.tasks_per_node)

@@ -16,14 +16,7 @@ from maxbatch.command_line.output_file import check_output, write_output
 from maxbatch.command_line.run import run_command
 from maxbatch.command_line.screen import printable
 from maxbatch.compile import cache
-from maxbatch.config.allowed import (
-  FLOAT32,
-  INT32,
-  FileName,
-  Positive,
-  Range,
-  Seed,
-)
+from maxbatch.config.allowed import FLOAT32, INT32, FileName, Positive, Range, Seed
 from maxbatch.config.schema import Config, RunConfig
 from maxbatch.config.yaml_file import shown
 from maxbatch.conversion.beside import origin_of
@@ -43,13 +36,7 @@ from maxbatch.sampling.choice import Choice
 from maxbatch.sampling.model_folder import config_of_folder, ends_of_folder
 from maxbatch.sampling.requests import PromptEncoder, Request, read_prompts, requests
 from maxbatch.sampling.sampler import Sampler, Samples, on_fewest_devices, stream
-from maxbatch.sampling.text import (
-  TextStream,
-  choice_of,
-  prompts_of,
-  text_after,
-  vocabulary_of,
-)
+from maxbatch.sampling.text import TextStream, choice_of, prompts_of, text_after, vocabulary_of
 
 _CHUNK = 8
 """Tokens between two looks at a text that a person reads."""

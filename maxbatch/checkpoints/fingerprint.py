@@ -10,6 +10,7 @@ devices.
 """
 
 import functools
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from maxbatch.data.rows import scattered
+from maxbatch.errors import UserError
 
 VERSION = 2
 """Of the formula; checkpoints that do not name one were written with version 1."""
@@ -117,3 +119,16 @@ def part_of_fingerprint(part: np.ndarray, first: int) -> int:
     weighted = scattered(some) * (scattered(index) | np.uint32(1))
     total += int(weighted.sum(dtype=np.uint32))
   return total % 2**32
+
+
+def verified(
+  blocks: Iterable[np.ndarray], fingerprint: int, differs: UserError
+) -> Iterator[np.ndarray]:
+  """The blocks of an array one after the other; raises `differs` at the end if they are not it."""
+  total, first = 0, 0
+  for block in blocks:
+    total += part_of_fingerprint(block, first)
+    first += block.size
+    yield block
+  if total % 2**32 != fingerprint:
+    raise differs

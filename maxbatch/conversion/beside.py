@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +41,7 @@ def carry_along(source: Path, target: Path) -> None:
   """Copies what a model's folder holds beside its weights. Raises OSError: a file cannot be read or
   written."""
   target.mkdir(exist_ok=True)
-  for name in (CONFIG, GENERATION, *TOKENIZER):
-    if (source / name).is_file():
-      shutil.copyfile(source / name, target / name)
+  _copy(source, target, (CONFIG, GENERATION, *TOKENIZER))
 
 
 def tokenizer_keys(folder: Path, run: RunFolder) -> list[str]:
@@ -79,12 +78,8 @@ def write_beside(config: Config, target: Path) -> Tokenizer:
   The tokenizer is that of the run's keys, where transformers has such files, else that of the model
   which it began with.
 
-  Returns:
-    The run's tokenizer.
-
-  Raises:
-    UserError: the tokenizer cannot be read.
-    OSError: a file cannot be read or written.
+  Returns the tokenizer. Raises UserError if it cannot be read, or OSError if a file cannot be read or
+  written.
   """
   tokenizer, origin = build_tokenizer(config.data), origin_of(config)
   own = _ALONE.get(type(tokenizer)) if isinstance(tokenizer, FileTokenizer) else None
@@ -116,8 +111,8 @@ def _tokenizer_config(tokenizer: FileTokenizer) -> dict[str, Any]:
   return {"tokenizer_class": "PreTrainedTokenizerFast", **tokens}
 
 
-def _copy(source: Path, target: Path) -> None:
-  for name in TOKENIZER:
+def _copy(source: Path, target: Path, names: Sequence[str] = TOKENIZER) -> None:
+  for name in names:
     if (source / name).is_file():
       shutil.copyfile(source / name, target / name)
 

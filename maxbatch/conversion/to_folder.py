@@ -10,12 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.checkpoints.parameters_only import PARAMETERS
-from maxbatch.checkpoints.tensor_files import (
-  MAX_FILE_BYTES,
-  TensorSpec,
-  total_bytes,
-  write_tensors,
-)
+from maxbatch.checkpoints.tensor_files import MAX_FILE_BYTES, TensorSpec, total_bytes, write_tensors
 from maxbatch.config.schema import Config
 from maxbatch.conversion.beside import CONFIG, origin_of, token_ids, write_beside
 from maxbatch.conversion.output_folder import Converted, converted, model_keys, whole_folder

@@ -11,9 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from maxbatch.checkpoints.fingerprint import part_of_fingerprint
+from maxbatch.checkpoints.fingerprint import verified
 from maxbatch.checkpoints.parameters_only import PARAMETERS, StoredCheckpoint, open_checkpoint
-from maxbatch.checkpoints.tensor_files import Index, StoredArray, block_indices
+from maxbatch.checkpoints.tensor_files import Index, StoredArray
 from maxbatch.config.schema import Config
 from maxbatch.conversion.reading import FolderReader, reader_of
 from maxbatch.conversion.source import FROZEN, frozen_folder
@@ -97,17 +97,11 @@ class _Elsewhere:
 
   def blocks(self, name: str) -> Iterator[np.ndarray]:
     """As those of a checkpoint, verified by the fingerprints that the run has noted."""
-    array, total, first = self[name], 0, 0
-    for index in block_indices(array.shape, array.dtype, array.rows_together):
-      block = array.read(index)
-      total += part_of_fingerprint(block, first)
-      first += block.size
-      yield block
-    if total % 2**32 != self.leaves[name]["fingerprint"]:
-      raise UserError(
-        f"{self._where} does not hold the frozen parameters that the run began with: {name} differs "
-        "from its fingerprint; put the folder back as it was"
-      )
+    differs = UserError(
+      f"{self._where} does not hold the frozen parameters that the run began with: {name} differs "
+      "from its fingerprint; put the folder back as it was"
+    )
+    return verified(self[name].blocks(), self.leaves[name]["fingerprint"], differs)
 
 
 def whole_checkpoint(step: Path, config: Config) -> WholeCheckpoint:

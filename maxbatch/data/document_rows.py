@@ -152,12 +152,7 @@ def rows_name(data: DataConfig, length: int) -> str:
 
 
 def document_rows(
-  cache: TokenCache,
-  data: DataConfig,
-  tokenizer: Tokenizer,
-  length: int,
-  folder: Path,
-  part: str,
+  cache: TokenCache, data: DataConfig, tokenizer: Tokenizer, length: int, folder: Path, part: str
 ) -> RowSource:
   """The rows of `length` tokens of the documents of `cache`. Raises UserError: keys that exclude
   each other, the index cannot be written, or there is no row."""

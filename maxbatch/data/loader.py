@@ -163,9 +163,7 @@ class ChainedLoader(Iterator[Rows]):
   """Loaders one after the other, each opened when the one before it is empty; a context manager."""
 
   def __init__(
-    self,
-    opened: Iterable[Callable[[], Loader]],
-    clock: Callable[[], float] = time.perf_counter,
+    self, opened: Iterable[Callable[[], Loader]], clock: Callable[[], float] = time.perf_counter
   ):
     self._left = iter(opened)
     self._current: Loader | None = None

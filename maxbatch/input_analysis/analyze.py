@@ -84,12 +84,7 @@ def rows_to_measure(
 
 
 def _part(
-  data: DataConfig,
-  tokenizer: Tokenizer,
-  given: Given,
-  length: int,
-  share: float,
-  folder: Path,
+  data: DataConfig, tokenizer: Tokenizer, given: Given, length: int, share: float, folder: Path
 ) -> RowSource:
   """The rows of about that share of the training documents of one source."""
   jobs, _ = shards_of(data, tokenizer, given)
@@ -159,10 +154,7 @@ class _Budget:
 
 
 def analyze(
-  request: Request,
-  need: Need,
-  seconds: float,
-  clock: Callable[[], float] = time.perf_counter,
+  request: Request, need: Need, seconds: float, clock: Callable[[], float] = time.perf_counter
 ) -> InputAnalysis:
   """Measures what there is time for, and recommends.
 
