@@ -67,5 +67,5 @@ def readable_events(folder: Path) -> Iterator[Event | None]:
         event = json.loads(line)
       except (ValueError, RecursionError):
         event = None
-      good = isinstance(event, dict) and type(event.get("event")) is str
-      yield event if good and type(event.get("time")) in (int, float) else None
+      kinds = (type(event.get(key)) for key in ("event", "time")) if isinstance(event, dict) else ()
+      yield event if tuple(kinds) in ((str, int), (str, float)) else None
