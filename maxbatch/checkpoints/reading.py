@@ -48,12 +48,8 @@ _UNREADABLE = (
 
 def patiently(directory: pathlib.Path, step: int, read: Callable[[], _Read]) -> _Read:
   """What `read` returns of a step, which is damaged only if that fails twice while all of its files
-  can be read.
-
-  Raises:
-    DamagedError: it is.
-    UserError: the file system refuses to read the files, again and again.
-  """
+  can be read. Raises DamagedError: it is; UserError: the file system refuses to read the files,
+  again and again."""
   pauses, readable = iter(_PAUSES_SECONDS), False
   while True:
     try:

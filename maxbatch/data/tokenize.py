@@ -79,9 +79,8 @@ def tokenize(
       target.
     report: is given the bytes of each file, or piece of one, when it has been read.
 
-  Raises:
-    UserError: a document cannot be read, or more records are bad than may be; names it.
-    OSError: a file cannot be written.
+  Raises UserError: a document cannot be read, or more records are bad than may be; names it;
+  OSError: a file cannot be written.
   """
   out = _Output(recipe, tokens_file, starts_file, weights_file)
   for document in documents:

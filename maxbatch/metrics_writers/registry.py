@@ -44,12 +44,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def open_writers(names: Sequence[str], opening: Opening, plugins: PlugIns = ()) -> list[Writer]:
-  """The writers of these names, ready; without those whose service cannot be reached, with a warning.
-
-  Raises:
-    UserError: as `chosen_writers`, or a package is not installed.
-    OSError: TensorBoard's files cannot be made.
-  """
+  """The writers of these names, ready; without those whose service cannot be reached, with a
+  warning. Raises UserError as `chosen_writers`, or a package is not installed; OSError:
+  TensorBoard's files cannot be made."""
   chosen = chosen_writers(names, plugins)
   opened = (_opened(name, factory, opening) for name, factory in chosen.items())
   return [writer for writer in opened if writer is not None]

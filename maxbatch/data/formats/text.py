@@ -24,11 +24,8 @@ def can_be_divided(file: SourceFile) -> bool:
 
 def checked_range(key: str, document: Document) -> tuple[int, int]:
   """First byte and end of the document's piece in its uncompressed file, all of which is text.
-
-  Raises:
-    NotTextError: with the offset of the first byte that is not UTF-8, or is NUL.
-    UserError: the file cannot be read.
-  """
+  Raises NotTextError: with the offset of the first byte that is not UTF-8, or is NUL; UserError:
+  the file cannot be read."""
   file = document.file
   if document.num_pieces == 1:
     return part_of(document, _checked(key, file, 0, None))
