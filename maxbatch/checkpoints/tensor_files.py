@@ -38,7 +38,6 @@ class StoredArray:
   rows_together: int
   """Of its first dim, how many are stored together: who reads one of them reads them all."""
   read: Callable[[Index], np.ndarray]
-  """A part of it."""
 
   @property
   def nbytes(self) -> int:

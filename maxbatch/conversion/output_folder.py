@@ -45,7 +45,6 @@ def model_keys(config: Config) -> dict[str, Any]:
 
 
 _SMALL_FILES_BYTES = 2**25
-"""Tokenizer and configuration."""
 _KEPT_OF_NAME = 50
 """Letters of a folder's name in that of its lock."""
 

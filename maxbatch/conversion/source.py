@@ -39,7 +39,6 @@ class CheckpointSource:
 
   key: str
   folder: Path
-  """Of the step."""
   record: dict[str, Any]
 
   @property

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 Arrays = dict[str, np.ndarray]
-"""Rows on the host, with the field names of `maxbatch.rows.Rows`."""
+"""Rows on the host, with the field names of `maxbatch.data.rows.Rows`."""
 
 
 class RowSource(Protocol):

@@ -131,7 +131,6 @@ class InputReport:
   dataset_type: str
   tokenizer: str
   rows: str
-  """How documents become rows."""
   sources: tuple[SourceReport, ...]
   """Empty where the dataset is not made of files, or these are not known."""
   loads: tuple[HostLoad, ...]

@@ -153,7 +153,6 @@ class EvalRows:
   """Of the source of a mixture; empty where there is nothing to tell apart."""
   share: float
   open: Callable[[], Loader]
-  """Opens them from their beginning."""
 
 
 class ChainedLoader(Iterator[Rows]):

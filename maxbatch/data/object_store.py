@@ -71,7 +71,6 @@ class OpenStore:
   key: str
   store: ObjectStore
   system: Any
-  """Its fsspec file system."""
 
   @classmethod
   def of(cls, key: str, url: str) -> Self:

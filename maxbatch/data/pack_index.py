@@ -149,7 +149,6 @@ class Layout:
   """T, the places of a row."""
   fit: Fit
   truncate: bool
-  """Whether only the beginning of a longer document is kept."""
 
   @property
   def name(self) -> str:
@@ -164,7 +163,6 @@ class Packed:
   num_documents: int
   """Those that have a target at all."""
   num_longer: int
-  """Documents that are longer than a row."""
   num_places: int
   """Places of all documents, those that are dropped included."""
   num_pieces: int

@@ -22,7 +22,6 @@ class Columns:
   """What of a record is the document, and what it holds."""
 
   key: str
-  """That gives the names."""
   names: tuple[str, ...]
   tokenize: bool
   weights: str = ""

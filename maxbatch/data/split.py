@@ -32,7 +32,6 @@ class Given(NamedTuple):
   validation: Sources | None
   """None: a part of `train`."""
   eval_key: str
-  """The key that gives them."""
 
 
 class Split(NamedTuple):

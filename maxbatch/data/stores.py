@@ -26,11 +26,9 @@ class ObjectStore:
 
   Raises UserError where its package is not installed."""
   errors: Callable[[], tuple[type[Exception], ...]]
-  """What the file system raises for an answer, or for none."""
   is_final: Callable[[Exception], bool]
   """Whether the same request would fail again."""
   endpoint: Callable[[Any], str]
-  """Whom the file system asks."""
   version: Callable[[Mapping[str, Any]], str]
   """Of what is listed of an object: changes with its contents."""
   md5: Callable[[Mapping[str, Any]], str]

@@ -42,7 +42,6 @@ _METADATA = {
   "first_bad": str,
   "skipped": dict,
 }
-"""What is noted of a shard, and of which type."""
 
 _log = logging.getLogger(__name__)
 

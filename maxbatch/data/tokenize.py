@@ -55,7 +55,6 @@ class Written:
   skipped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
   """Documents that are passed over, by reason."""
   fingerprint: str = ""
-  """Hash of the tokens alone."""
   weights_fingerprint: str = ""
   """Likewise of which tokens count; empty where all do."""
 

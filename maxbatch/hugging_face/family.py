@@ -298,7 +298,6 @@ BIASES = Part(
   ),
   lambda ours: {"attention_bias": ours["attention_qkv_bias"]},
 )
-"""Biases in all projections of the attention, or in none."""
 
 
 _KINDS = ("sliding_attention", "full_attention")

@@ -126,7 +126,6 @@ _LOAD_BYTES = 64 * 2**20
 _MEMORY_SHARE = 0.25
 """Of a host's memory that loads may take."""
 _MOST_SECONDS = 4.0
-"""For one setting."""
 
 
 @dataclasses.dataclass(frozen=True)

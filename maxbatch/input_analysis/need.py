@@ -24,7 +24,6 @@ class Need:
   """A step of the run, without any wait for data."""
 
   samples: int
-  """Of one step."""
   step_seconds: float
   how: str
 

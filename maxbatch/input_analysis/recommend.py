@@ -55,7 +55,6 @@ class Recommendation:
   setting: Setting
   loading: Loading
   samples_per_second: float
-  """That a host reads with it."""
   needed_per_second: float
   """That the busiest loading host must read, without the margin."""
   keeps_up: bool

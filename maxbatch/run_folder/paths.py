@@ -60,7 +60,6 @@ class RunFolder:
     return self.path / "logs" / f"process_{process:05}.log"
 
   tensorboard = Inside("tensorboard")
-  """A folder of event files."""
   tensorboard_over_samples = Inside("tensorboard", "over_samples")
   """Likewise, of the curves over samples."""
   tensorboard_over_tokens = Inside("tensorboard", "over_tokens")

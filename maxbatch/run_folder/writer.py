@@ -26,7 +26,6 @@ class Opening:
   """What a writer is opened with."""
 
   folder: Path
-  """The run's."""
   first: int
   """The step of the first record that will come."""
   last: Record | None = None
@@ -34,7 +33,6 @@ class Opening:
   keys: Mapping[str, object] = dataclasses.field(default_factory=dict)
   """The configuration, as YAML has it."""
   report: Callable[[str], None] = print
-  """Receives a line when something cannot be written."""
 
 
 class Writer(Protocol):

@@ -94,7 +94,6 @@ def cut(logits_BV: jax.Array, choice: Choice) -> jax.Array:
 
 
 _WORD = 32
-"""Bits of a word in `packed`."""
 
 
 def num_words(vocab_size: int) -> int:

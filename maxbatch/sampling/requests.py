@@ -19,7 +19,6 @@ from maxbatch.sampling.text import encoded
 _LINE = '{"prompt": "Once"} or {"messages": [{"role": "user", "content": "Hi"}]}'
 
 Prompt = str | list[dict[str, Any]]
-"""A text, or the messages of a conversation."""
 
 
 @dataclasses.dataclass(frozen=True)
