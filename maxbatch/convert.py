@@ -19,8 +19,7 @@ from maxbatch.command_line.signals import leave
 from maxbatch.config.allowed import FileName, NonNegative
 from maxbatch.config.load import load_config
 from maxbatch.conversion.beside import model_folder, tokenizer_keys
-from maxbatch.conversion.to_folder import convert_to_folder
-from maxbatch.conversion.to_peft import convert_to_peft
+from maxbatch.conversion.to_folder import convert_to_folder, convert_to_peft
 from maxbatch.conversion.to_run import Converted, convert_to_run
 from maxbatch.errors import UserError
 from maxbatch.run_folder.paths import RunFolder

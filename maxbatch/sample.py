@@ -33,8 +33,14 @@ from maxbatch.models.registry import Model, Parameters, build_model, placed
 from maxbatch.modes.start import started
 from maxbatch.precision.policy import policy_of
 from maxbatch.sampling.choice import Choice
-from maxbatch.sampling.model_folder import config_of_folder, ends_of_folder
-from maxbatch.sampling.requests import PromptEncoder, Request, read_prompts, requests
+from maxbatch.sampling.requests import (
+  PromptEncoder,
+  Request,
+  config_of_folder,
+  ends_of_folder,
+  read_prompts,
+  requests,
+)
 from maxbatch.sampling.sampler import Sampler, Samples, on_fewest_devices, stream
 from maxbatch.sampling.text import TextStream, choice_of, prompts_of, text_after, vocabulary_of
 

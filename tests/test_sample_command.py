@@ -18,8 +18,7 @@ from maxbatch.data.registry import build_tokenizer
 from maxbatch.data.tokenizer import ByteTokenizer
 from maxbatch.data.tokenizers.huggingface import HuggingFaceTokenizer
 from maxbatch.errors import UserError
-from maxbatch.sampling.model_folder import config_of_folder, ends_of_folder
-from maxbatch.sampling.requests import PromptEncoder, read_prompts
+from maxbatch.sampling.requests import PromptEncoder, config_of_folder, ends_of_folder, read_prompts
 from maxbatch.sampling.text import TextStream, text_after
 
 SHORT = "max_new_tokens=6"
