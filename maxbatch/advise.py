@@ -43,7 +43,7 @@ from maxbatch.plots.page import check_picture_file, picture
 
 
 def charts(advice: Advice) -> list[Chart]:
-  """The frontier, where a place is known, and the batch by the rules."""
+  """Returns the frontier, where a place is known, and the batch by the rules."""
   return [*([_frontier(advice)] if advice.curves else []), _rules(advice)]
 
 
@@ -98,7 +98,7 @@ def configuration(
   base: str,
   command: Sequence[str],
 ) -> str:
-  """The file: what was asked for by hand, then what is advised, each group with its reason.
+  """Returns the file: what was asked for by hand, then what is advised, each group with its reason.
 
   Args:
     asked: keys that were set by hand, with their values.
@@ -270,7 +270,7 @@ def _place(config: Config) -> Place | None:
 
 
 def _answer(config: Config, keys: Sequence[str], own: AdviseArguments) -> tuple[Advice, Planned]:
-  """The advice, and the plan that the advised configuration makes as any run does."""
+  """Returns the advice, and the plan that the advised configuration makes as any run does."""
   place = _place(config)
   wishes = Wishes(
     data_overhead=own.data_overhead,
@@ -321,7 +321,7 @@ def _written(
   keys: Sequence[str],
   arguments: Arguments[AdviseArguments],
 ) -> bytes:
-  """The file, with what was asked for by hand."""
+  """Returns the file, with what was asked for by hand."""
   given, default = dataclasses.asdict(arguments.own), dataclasses.asdict(AdviseArguments())
   own = [f"{key}={given[key]}" for key in given if given[key] != default.get(key)]
   asked = [one for one in own if one.partition("=")[0] not in _OPTIONS]

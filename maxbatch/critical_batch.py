@@ -261,7 +261,7 @@ def _prepare(request: Request) -> Experiment:
 
 
 def _changed(request: Request) -> set[str]:
-  """The keys that have other values than in the run."""
+  """Returns the keys that have other values than in the run."""
   now, written = to_flat_dict(request.config), RunFolder(request.step_folder.parent.parent).config
   before = to_flat_dict(load_config([f"config={written}"])) if written.exists() else {}
   return {key for key, value in now.items() if before.get(key) != value}

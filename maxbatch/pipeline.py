@@ -114,7 +114,7 @@ def _refuse_files(own: PipelineArguments) -> None:
 
 
 def _checked(file: str, pipeline: Pipeline) -> Timetable:
-  """The timetable in a file, held to the rules and to what its schedule may keep."""
+  """Returns the timetable in a file, held to the rules and to what its schedule may keep."""
   path = Path(file)
   try:
     # A pipe that a shell makes, `--check <(…)`, has a writer.

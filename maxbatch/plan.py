@@ -107,7 +107,7 @@ def make_report(config: Config, devices: CountedDevices) -> PlanReport:
 
 
 def _choice(config: Config, layout: Topology) -> str:
-  """What a run would choose its microbatch from; empty if there is nothing to choose.
+  """Returns what a run would choose its microbatch from; empty if there is nothing to choose.
 
   Raises:
     UserError: other keys leave no choice.

@@ -62,7 +62,7 @@ def _report(arguments: Arguments[ReportArguments]) -> None:
 
 
 def run_folders(given: Sequence[str]) -> list[Path]:
-  """The folders of runs that the arguments name, each once, in their order.
+  """Returns the folders of runs that the arguments name, each once, in their order.
 
   Raises:
     UserError: there is none, or one is no run's.

@@ -74,7 +74,7 @@ def _show(folder: Path, given: Sequence[Path]) -> tuple[str, Status] | None:
 
 
 def _name(folder: Path, given: Sequence[Path]) -> str:
-  """The folder's path within the one that was named; its own name if that is it."""
+  """Returns the folder's path within the one that was named; its own name if that is it."""
   above = next(one for one in given if folder.is_relative_to(one))
   return str(folder.relative_to(above)) if folder != above else folder.absolute().name
 

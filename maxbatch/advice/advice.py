@@ -116,7 +116,7 @@ def advise(asked: Asked, measured: Sequence[Measured]) -> Advice:
 
 
 def _sizes(asked: Asked, size: BatchSize) -> Sizes:
-  """The batch in samples that the place divides, with its ramp and its split."""
+  """Returns the batch in samples that the place divides, with its ramp and its split."""
   exact = float(asked.own_batch or size.tokens / asked.length)
   wanted = max(1, round(exact)) if asked.own_batch else round_batch(exact)
   if asked.place is None:
@@ -152,7 +152,7 @@ def _micro_batch(split: BatchSplit) -> int:
 
 
 def _with_microbatch(asked: Asked, split: BatchSplit, samples: int) -> BatchSplit:
-  """The same microbatch, for another batch."""
+  """Returns the same microbatch, for another batch."""
   assert asked.place is not None
   count = samples // _micro_batch(split)
   return dataclasses.replace(
@@ -189,7 +189,7 @@ def _faster(asked: Asked, size: BatchSize, samples: int) -> int:
 
 
 def _neighbours(asked: Asked, goal: Goal, sizes: Sizes) -> list[Point]:
-  """The batches about a quarter below and above, as they divide, with their price."""
+  """Returns the batches about a quarter below and above, as they divide, with their price."""
   if asked.place is None:
     return []
   # About a quarter of the batch, in whole samples of each device, or else in whole microbatches.
@@ -206,7 +206,7 @@ def _neighbours(asked: Asked, goal: Goal, sizes: Sizes) -> list[Point]:
 
 
 def _keys(asked: Asked, sizes: Sizes, advised: Settings) -> dict[str, object]:
-  """What to set, in the order of base.yml."""
+  """Returns what to set, in the order of base.yml."""
   run, length = asked.config.run, asked.length
   phases = [(round(phase.at_tokens / length), phase.samples) for phase in sizes.phases]
   total_samples = whole_steps(phases, asked.tokens / length)
@@ -261,7 +261,7 @@ class Planned:
 
 
 def timed(advice: Advice, plan: BatchPlan) -> Planned:
-  """The times of the phases that the plan has, with the split of the advice."""
+  """Returns the times of the phases that the plan has, with the split of the advice."""
   split = advice.sizes.split
   if split is None:
     return Planned(plan, [])
@@ -270,12 +270,12 @@ def timed(advice: Advice, plan: BatchPlan) -> Planned:
 
 
 def layout(advice: Advice) -> Topology:
-  """The mesh of the advised run."""
+  """Returns the mesh of the advised run."""
   return advice.sizes.split.mesh if advice.sizes.split else advice.asked.mesh
 
 
 def as_dict(advice: Advice, planned: Planned) -> dict[str, Any]:
-  """For --json: numbers are numbers; null where not known."""
+  """Returns plain values for --json: numbers are numbers; null where not known."""
   asked, size = advice.asked, advice.size
   seconds = planned.seconds if planned.step_seconds else None
   chips = asked.place.chips if asked.place else 0

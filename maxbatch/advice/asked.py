@@ -59,7 +59,7 @@ class Place:
     return {"compile_topology": self.name, **several}
 
   def half(self) -> "Place | None":
-    """Half the chips; None where there is no such slice."""
+    """Returns a place with half the chips; None where there is no such slice."""
     if self.slices % 2 == 0:
       return dataclasses.replace(self, slices=self.slices // 2)
     half, odd = divmod(self.chips_per_slice, 2)
@@ -67,7 +67,7 @@ class Place:
     return dataclasses.replace(self, chips_per_slice=half) if is_slice else None
 
   def double(self) -> "Place":
-    """Twice the chips: a slice of them, or twice as many slices."""
+    """Returns a place with twice the chips: a slice of them, or twice as many slices."""
     twice = 2 * self.chips_per_slice
     if self.slices == 1 and twice in self._family.chips:
       return dataclasses.replace(self, chips_per_slice=twice)
@@ -75,7 +75,7 @@ class Place:
 
 
 def place_named(name: str, num_slices: int) -> Place | None:
-  """The slices that the configuration names; None if it names none.
+  """Returns the slices that the configuration names; None if it names none.
 
   Raises:
     UserError: there is no such slice, or its speed is not known.

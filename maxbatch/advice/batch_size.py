@@ -38,11 +38,11 @@ class Bracket:
   """Infinite where no batch was too large."""
 
   def times(self, factor: float) -> "Bracket":
-    """All of it, scaled."""
+    """Returns all of it, scaled."""
     return Bracket(self.low * factor, self.value * factor, self.high * factor)
 
   def clamped(self, tokens: float) -> float:
-    """What is nearest to that number of tokens."""
+    """Returns what is nearest to that number of tokens."""
     return min(max(tokens, self.low), self.high)
 
 
@@ -63,7 +63,7 @@ class Measured:
     return self.carried.times(1 if self.kind == "branches" else data_overhead)
 
   def as_dict(self) -> dict[str, object]:
-    """For --json; null for no upper end."""
+    """Returns plain values for --json; null for no upper end."""
     ends = {
       name: {
         key: end if math.isfinite(end) else None for key, end in dataclasses.asdict(one).items()
@@ -74,7 +74,7 @@ class Measured:
 
 
 def measured_by(folder: str, tokens: float) -> list[Measured]:
-  """All that a run's folder says, the newest of each kind.
+  """Returns all that a run's folder says, the newest of each kind.
 
   What is measured holds for the moment. A whole run's batch is what its moments are worth on average,
   with a batch that is worth using growing as tokens^p (batch_rules/published.py): (1 − p) of the last one.
@@ -176,7 +176,7 @@ class Said:
   """The factor by which the training is outside of what was fitted; 1 inside."""
 
   def as_dict(self) -> dict[str, object]:
-    """For --json."""
+    """Returns plain values for --json."""
     return {
       "rule": self.rule.name,
       "means": self.rule.means,
@@ -219,7 +219,7 @@ class BatchSize:
 def joined(
   training: Training, data_overhead: float, measured: Sequence[Measured] = ()
 ) -> BatchSize:
-  """The rules of a training, at a data overhead."""
+  """Returns the rules of a training, at a data overhead."""
   said = [
     Said(
       rule,
@@ -243,5 +243,5 @@ def joined(
 
 
 def _middle(values: Sequence[float]) -> float:
-  """The median; of an even number the geometric mean of the two in the middle."""
+  """Returns the median; of an even number the geometric mean of the two in the middle."""
   return (statistics.median_low(values) * statistics.median_high(values)) ** 0.5

@@ -68,7 +68,7 @@ def _read(path: Path) -> Compiled:
 
 
 def told(compiled: Compiled, advice: Advice) -> str:
-  """What compiling changes."""
+  """Returns what compiling changes."""
   here = advice.here
   assert here
   estimated = here.split.step.step_seconds

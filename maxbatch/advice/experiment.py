@@ -69,14 +69,14 @@ class Experiment:
     return self.spread_now > _WORTH * self.spread_after
 
   def as_dict(self) -> dict[str, object]:
-    """For --json."""
+    """Returns plain values for --json."""
     return {**dataclasses.asdict(self), "is_worth_it": self.is_worth_it}
 
 
 def next_experiment(
   asked: Asked, size: BatchSize, measured: Sequence[Measured], run: Running, here: Point | None
 ) -> Experiment:
-  """The one with the most narrowing for its tokens; the latest where none is worth it."""
+  """Returns the one with the most narrowing for its tokens; the latest where none is worth it."""
   known = [(one.at_tokens, one.where) for one in measured if one.kind == "noise scale"]
   places = [*known, *((share * asked.tokens, "") for share in _SHARES)]
   found = [_branches(asked, size, *at, run, here) for at in places]

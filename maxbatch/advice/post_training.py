@@ -79,7 +79,7 @@ class PostTrainingAdvice:
     return {"batch_size": self.taken.prompts, "num_generations": self.taken.generations}
 
   def as_dict(self) -> dict[str, Any]:
-    """For --json."""
+    """Returns plain values for --json."""
     seconds = self.seconds
     return {
       "keys": self.keys,
@@ -165,7 +165,7 @@ def _usual(shapes: Sequence[Shape], config: Config) -> Shape:
 
 
 def _seconds(config: Config, completions: int, place: Place) -> StepSeconds:
-  """A step's two parts.
+  """Returns a step's two parts.
 
   Raises:
     UserError: the model does not fit, or the completions do not divide over the place.

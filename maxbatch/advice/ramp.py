@@ -58,7 +58,7 @@ def ramp(samples: int, unit: int, tokens: float, share: float) -> list[RampPhase
 def overhead(
   phases: Sequence[RampPhase], length: int, tokens: float, critical_tokens: float
 ) -> float:
-  """The data overhead of a schedule, of a constant batch B / Bcrit; see above.
+  """Returns the data overhead of a schedule, of a constant batch B / Bcrit; see above.
 
   Args:
     phases: the first begins at 0.
@@ -81,7 +81,7 @@ _TOLERANCE = 0.1
 
 
 def round_batch(exact: float) -> int:
-  """The multiple of the largest power of 2 that is within a tenth of `exact` samples."""
+  """Returns the multiple of the largest power of 2 that is within a tenth of `exact` samples."""
   if exact < 1:
     return 1
   unit = 1
@@ -100,7 +100,7 @@ def dividing(samples: int, mesh: Topology) -> int:
 
 
 def whole_steps(phases: Sequence[tuple[int, int]], samples: float) -> int:
-  """The number of samples next to `samples` after which a step of the last phase ends.
+  """Returns the number of samples next to `samples` after which a step of the last phase ends.
 
   Args:
     phases: (from which sample on, samples of a step), the first from 0 on. A phase begins with the

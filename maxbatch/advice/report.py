@@ -25,7 +25,7 @@ _MEANINGS = {
 
 
 def report(advice: Advice, planned: Planned) -> str:
-  """All of it, sections apart."""
+  """Returns all of it, sections apart."""
   sections = [
     _answer(advice, planned),
     _batch(advice),
@@ -137,7 +137,7 @@ def _measured_row(one: Measured, overhead: float) -> tuple[str, ...]:
 
 
 def _changed(one: Measured, advice: Advice) -> str:
-  """What a measurement does to the answer."""
+  """Returns what a measurement does to the answer."""
   low, high = one.carried.low, one.carried.high
   upper = "" if math.isinf(high) else f" to {short(high)}"
   words = (
@@ -342,7 +342,7 @@ _QUANTITIES = {
 
 
 def explained(training: Training) -> str:
-  """All rules, each in a paragraph, with what they say of this training."""
+  """Returns all rules, each in a paragraph, with what they say of this training."""
   return "\n".join(["Rules", *("\n".join(_paragraph(rule, training)) for rule in RULES.values())])
 
 

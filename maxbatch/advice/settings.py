@@ -72,7 +72,7 @@ class Settings:
 
 
 def settings(asked: Asked, phases: Sequence[float], critical_tokens: float) -> Settings:
-  """The settings at the last of the phases, and what they would be at each.
+  """Returns the settings at the last of the phases, and what they would be at each.
 
   Args:
     phases: tokens of a step in each phase.
@@ -104,7 +104,7 @@ def settings(asked: Asked, phases: Sequence[float], critical_tokens: float) -> S
 def _rate(
   asked: Asked, here: float, critical_tokens: float
 ) -> tuple[float, str, Sequence[RateSaid]]:
-  """The rate at a batch, why, and what the rules say."""
+  """Returns the rate at a batch, why, and what the rules say."""
   optimizer, found_at = asked.config.optimizer, float(asked.wishes.rate_found_at)
   own = optimizer.learning_rate
   if found_at:
@@ -155,7 +155,7 @@ def _keeps_decay(asked: Asked) -> bool:
 
 
 def _coupling(asked: Asked) -> str:
-  """The run's own if it has one; else what fits the optimizer."""
+  """Returns the run's own if it has one; else what fits the optimizer."""
   own = asked.config.optimizer.learning_rate_batch_coupling
   if own != "auto":
     return own
@@ -168,7 +168,7 @@ def _scaling(here: float, critical_tokens: float) -> ScalingRule:
 
 
 def _carried(asked: Asked, at: float, here: float, critical_tokens: float) -> list[RateSaid]:
-  """A rate found at another batch, by every rule that carries one."""
+  """Returns a rate found at another batch, by every rule that carries one."""
   rate, share = asked.config.optimizer.learning_rate, at / critical_tokens
   found = []
   for rule in scaling_rules("learning_rate"):

@@ -44,7 +44,7 @@ class Point:
     return self.place.chips * self.seconds / 3600
 
   def as_dict(self) -> dict[str, object]:
-    """For --json."""
+    """Returns plain values for --json."""
     return {
       "slices": str(self.place),
       "chips": self.place.chips,
@@ -80,7 +80,7 @@ class Goal:
 
 
 def nearest(asked: Asked, place: Place, samples: float) -> int:
-  """The batch next to `samples` that the place can divide.
+  """Returns the batch next to `samples` that the place can divide.
 
   Raises:
     UserError: no mesh of the place divides the model.
@@ -107,7 +107,7 @@ def split_of(work: StepWork, place: Place, samples: int) -> BatchSplit:
 
 
 def point(asked: Asked, goal: Goal, place: Place, samples: int) -> Point:
-  """A batch on a place.
+  """Returns a batch on a place.
 
   Raises:
     UserError: it divides over no mesh, or nothing fits.

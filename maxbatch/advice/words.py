@@ -42,7 +42,7 @@ def money(value: float) -> str:
 
 
 def wrapped(sentence: str, indent: str = "  ") -> list[str]:
-  """A sentence in lines of at most 80 columns."""
+  """Returns a sentence in lines of at most 80 columns."""
   return textwrap.wrap(
     sentence,
     WIDTH,

@@ -68,7 +68,7 @@ def _tell(line: str) -> None:
 
 
 def _obstacle(folder: Path) -> str | None:
-  """Why programs cannot be kept in `folder`, which is made if need be; None if they can."""
+  """Returns why programs cannot be kept in `folder`, which is made if need be; None if they can."""
   try:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder) as file:
@@ -81,7 +81,7 @@ def _obstacle(folder: Path) -> str | None:
 
 
 def _loads_quietly() -> bool:
-  """Whether XLA takes back what it has just compiled for this CPU.
+  """Returns whether XLA takes back what it has just compiled for this CPU.
 
   For some Intel processors it notes preferences as if they were instructions, misses them when it
   loads, and writes pages of errors straight to file descriptor 2 at every start.

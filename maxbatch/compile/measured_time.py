@@ -90,7 +90,7 @@ class _Bench:
     self._state: TrainState = trainer.init(0)
 
   def run(self, num_microbatches: int) -> float:
-    """Seconds of a step."""
+    """Returns seconds of a step."""
     jax.block_until_ready((self._state, self._rows))
     began = self._clock()
     dispatches = [np.bool_(False)] * (num_microbatches - 1) + [np.bool_(True)]

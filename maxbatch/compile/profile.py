@@ -44,14 +44,14 @@ class StepProfile:
   """The longest first."""
 
   def by_scope(self) -> dict[str, float]:
-    """Seconds of a step by part of the model, the longest first."""
+    """Returns seconds of a step by part of the model, the longest first."""
     found = collections.defaultdict[str, float](float)
     for one in self.operations:
       found[one.scope] += one.seconds
     return dict(_descending(found))
 
   def as_dict(self) -> dict[str, Any]:
-    """Plain values."""
+    """Returns plain values."""
     return {
       "steps": self.num_steps,
       "devices": self.num_devices,

@@ -121,7 +121,7 @@ def compile_program(
 def compiled(
   traced: jax.stages.Traced, keys: CompileConfig, flags: CompilerFlags = NO_FLAGS
 ) -> tuple[jax.stages.Compiled, str]:
-  """A traced function, compiled for devices that are here or not, and its text.
+  """Returns a traced function, compiled for devices that are here or not, and its text.
 
   Raises:
     DoesNotFitError: the compiler refuses it for its memory.
@@ -155,7 +155,7 @@ def _compiled_elsewhere(
 
 
 def memory_of(step: jax.stages.Compiled, platform: str) -> ProgramMemory:
-  """What the compiler says of a step's memory.
+  """Returns what the compiler says of a step's memory.
 
   The peak is the compiler's on TPU and GPU. XLA's CPU compiler leaves temporaries out of it, so
   there it is the sum of all that lives.
@@ -170,7 +170,7 @@ def memory_of(step: jax.stages.Compiled, platform: str) -> ProgramMemory:
 
 
 def state_bytes(abstract: TrainState) -> StateBytes:
-  """Bytes of the state on one device."""
+  """Returns bytes of the state on one device."""
   accumulated = abstract.opt_state.acc_grads
   rest = abstract.opt_state._replace(acc_grads=())
   held = (held_bytes(part) for part in (abstract.params, rest, accumulated, abstract.frozen))
@@ -178,7 +178,7 @@ def state_bytes(abstract: TrainState) -> StateBytes:
 
 
 def held_bytes(tree: Any) -> int:
-  """Bytes of abstract arrays on one device, without what its host keeps."""
+  """Returns bytes of abstract arrays on one device, without what its host keeps."""
   return sum(
     int(leaf.dtype.itemsize) * math.prod(leaf.sharding.shard_shape(leaf.shape))
     for leaf in jax.tree.leaves(tree)
@@ -197,7 +197,7 @@ def refuse_if_too_large(error: Exception) -> None:
 
 
 def _needed_bytes(message: str) -> int:
-  """What the compiler says a device would need; 0 if it does not say."""
+  """Returns what the compiler says a device would need; 0 if it does not say."""
   found = _TOO_LARGE.search(message)
   if found is None:
     return 0
@@ -206,7 +206,7 @@ def _needed_bytes(message: str) -> int:
 
 
 def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
-  """Memory that one device may use.
+  """Returns memory that one device may use.
 
   device_memory_gb where it is set; else what a TPU's compiler lets programs have, what another
   device reports, or, for CPU devices, the memory of the machine, or what its container allows,
@@ -233,7 +233,7 @@ def capacity_bytes(devices: Sequence[Device], device_memory_gb: float) -> int:
 
 
 def gib(size: float) -> str:
-  """Bytes as GiB, or as they are where that would print as zero."""
+  """Returns bytes as GiB, or as they are where that would print as zero."""
   return f"{size / GIB:,.3f} GiB" if size >= GIB / 1000 or not size else f"{size:,.0f} bytes"
 
 

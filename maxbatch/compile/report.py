@@ -53,19 +53,19 @@ class Sampling(Protocol):
     ...
 
   def step_seconds(self, training: float) -> float | None:
-    """Seconds of a step with its sampling, by those of its training; None: not known."""
+    """Returns seconds of a step with its sampling, by those of its training; None: not known."""
     ...
 
   def as_dict(self, state: int, rows: int) -> dict[str, Any]:
-    """Plain values; what is not known is left out."""
+    """Returns plain values; what is not known is left out."""
     ...
 
   def memory_lines(self, state: int, rows: int, training: int, capacity: int) -> str:
-    """The table of a device's memory while it samples."""
+    """Returns the table of a device's memory while it samples."""
     ...
 
   def time_lines(self, training: float | None) -> str:
-    """Seconds of sampling and of a step, by those that its training takes."""
+    """Returns seconds of sampling and of a step, by those that its training takes."""
     ...
 
 
@@ -152,7 +152,7 @@ class CompileReport:
     )
 
   def as_dict(self) -> dict[str, Any]:
-    """Plain values; what is not known is left out."""
+    """Returns plain values; what is not known is left out."""
     memory, work, plan = self.program.memory, self.work, self.plan
     found: dict[str, Any] = {
       "title": self.title,
@@ -287,7 +287,7 @@ class CompileReport:
     return section(f"Time ({time.how})", lines)
 
   def _where(self) -> list[str]:
-    """Time by part of the model, and the largest single operations."""
+    """Returns the time by part of the model, and the largest single operations."""
     if self.time is None or self.time.how != "estimate":
       return []
     scopes = self.work.by_scope(self.num_microbatches)

@@ -72,7 +72,7 @@ def _words(versions: Mapping[str, object]) -> str:
 
 
 def _counted(costs: Sequence[OperationCost]) -> str:
-  """FLOPs by the model's parts."""
+  """Returns FLOPs by the model's parts."""
   scopes: dict[str, int] = collections.defaultdict(int)
   for cost in costs:
     scopes[cost.scope] += cost.flops * cost.count
@@ -81,7 +81,7 @@ def _counted(costs: Sequence[OperationCost]) -> str:
 
 
 def _not_counted(costs: Sequence[OperationCost]) -> str:
-  """What is known to be missing: further iterations of loops, and kernels."""
+  """Returns what is known to be missing: further iterations of loops, and kernels."""
   loops = {name for cost in costs for name in cost.unread_loops}
   kernels = {cost.name for cost in costs if cost.opcode == "custom-call" and not cost.flops}
   parts = ["what is written in a way that is not known here"]
@@ -101,7 +101,7 @@ def _some(names: set[str]) -> str:
 def in_microbatches(
   pipeline: Pipeline | None, costs: Sequence[OperationCost], flops: StepFlops
 ) -> tuple[Sequence[OperationCost], StepFlops]:
-  """What the program does in one microbatch more, where costs count iterations of its loop.
+  """Returns what the program does in one microbatch more, where costs count iterations of its loop.
 
   Filling and emptying the stages, once per timetable, is not in it.
   """
@@ -171,7 +171,7 @@ class StepTime:
   """Of `rest`, the same."""
 
   def of(self, num_microbatches: int) -> float:
-    """A step of so many microbatches."""
+    """Returns a step of so many microbatches."""
     return self.rest + num_microbatches * self.seconds_per_microbatch
 
   def other_of(self, num_microbatches: int) -> float:
@@ -180,7 +180,7 @@ class StepTime:
 
 
 def measured_time(timing: Timing, *, streamed: bool) -> StepTime:
-  """The time that a clock has shown."""
+  """Returns the time that a clock has shown."""
   # A streamed microbatch is a dispatch of its own, with ticks to fill and empty in each.
   other = timing.seconds_rest if streamed else timing.seconds_without_ticks or 0.0
   return StepTime(
@@ -197,7 +197,7 @@ def estimated_time(
   *,
   streamed: bool,
 ) -> StepTime:
-  """The time that a chip's figures give.
+  """Returns the time that a chip's figures give.
 
   Args:
     work: of a microbatch and the rest, as `in_microbatches` counts.

@@ -107,7 +107,7 @@ def check_replaces_no_other(path: str) -> None:
 
 
 def load(path: str, header: Mapping[str, object]) -> dict[int, jax.stages.Compiled]:
-  """The compiled steps of a file by microbatch, loaded onto the devices of this process.
+  """Returns the compiled steps of a file by microbatch, loaded onto the devices of this process.
 
   Args:
     header: what this run would make its programs from.
@@ -130,7 +130,7 @@ def load(path: str, header: Mapping[str, object]) -> dict[int, jax.stages.Compil
 
 
 def made_from(path: str) -> dict[str, Any]:
-  """What the programs of a file were made from.
+  """Returns what the programs of a file were made from.
 
   Raises:
     UserError: there is no such file, or its header is damaged.
@@ -205,7 +205,7 @@ def _open(file: BinaryIO) -> _Opened:
 
 
 def _read(opened: _Opened, entry: dict[str, Any]) -> bytes:
-  """The next program's bytes, which are what was written."""
+  """Returns the next program's bytes, which are what was written."""
   data = opened.payloads.read(entry["bytes"])
   if len(data) != entry["bytes"]:
     raise _DamagedError("it is cut short")
@@ -215,7 +215,7 @@ def _read(opened: _Opened, entry: dict[str, Any]) -> bytes:
 
 
 def _payload(path: str, program: jax.stages.Compiled) -> bytes:
-  """A program and the structure of its arguments and results, as bytes."""
+  """Returns a program and the structure of its arguments and results, as bytes."""
   saved = serialize_executable.serialize(program)
   # The device need not be here.
   device = next(iter(jax.tree.leaves(program.output_shardings)[0].device_set))
@@ -228,7 +228,7 @@ def _payload(path: str, program: jax.stages.Compiled) -> bytes:
 
 
 def _is_hollow(saved: tuple[bytes, Any, Any]) -> bool:
-  """Whether XLA left the machine code out, as it does with what was itself loaded on CPU.
+  """Returns whether XLA left the machine code out, as it does with what was itself loaded on CPU.
 
   Then nothing shrinks when it is loaded and saved once more; or it does not load at all.
   """

@@ -65,7 +65,7 @@ _TRACEBACK_LIMIT = "jax_traceback_in_locations_limit"
 def header(
   config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource
 ) -> dict[str, Mapping[str, object]]:
-  """What this run's compiled steps are made from, in values that JSON holds.
+  """Returns what this run's compiled steps are made from, in values that JSON holds.
 
   Args:
     config: the run's keys, those of the batch already chosen.
@@ -142,7 +142,7 @@ def library_versions() -> dict[str, str | None]:
 
 
 def _version(package: str) -> str | None:
-  """The installed version; None if there is none."""
+  """Returns the installed version; None if there is none."""
   try:
     return importlib.metadata.version(package)
   except importlib.metadata.PackageNotFoundError:
@@ -164,7 +164,7 @@ def _devices(plan: BatchPlan, trainer: Trainer) -> dict[str, object]:
 
 
 def _cpu() -> str:
-  """The processor's instructions, which a program compiled on it may use."""
+  """Returns the processor's instructions, which a program compiled on it may use."""
   try:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
   except OSError:
@@ -181,5 +181,5 @@ def _setting(name: str) -> object:
 
 
 def _flags(text: str) -> str:
-  """A variable's flags in order, without those that change no program."""
+  """Returns a variable's flags in order, without those that change no program."""
   return " ".join(sorted(f for f in text.split() if not f.startswith(_FLAGS_WITHOUT_EFFECT)))

@@ -37,7 +37,7 @@ class StepFlops(NamedTuple):
     return self.per_microbatch + self.rest
 
   def divided(self, ways: int) -> "StepFlops":
-    """What each of so many devices does."""
+    """Returns what each of so many devices does."""
     by_work = {work: flops / ways for work, flops in self.by_tick_work.items()}
     return StepFlops(self.per_microbatch / ways, self.rest / ways, by_work)
 
@@ -47,7 +47,7 @@ _Places = Mapping[tuple[bool, str], float]
 
 
 def model_flops_per_token(model: Model, length: int) -> float:
-  """FLOPs that training on one token needs, forward and backward, nothing computed twice.
+  """Returns FLOPs that training on one token needs, forward and backward, nothing computed twice.
 
   6 for every parameter that takes part in a matrix product, 4 where it is frozen and has no gradient
   of its own, and in each layer 12 · width of all heads · tokens seen on average (Chowdhery et al.
@@ -73,7 +73,7 @@ def model_flops_per_token(model: Model, length: int) -> float:
 
 
 def step_flops(traced: core.ClosedJaxpr) -> StepFlops:
-  """What the traced step does on all devices together, whatever the compiler makes of it.
+  """Returns what the traced step does on all devices together, whatever the compiler makes of it.
 
   The loop whose number of iterations is data is the loop over microbatches. Of a conditional the branch with
   the most counts.
@@ -148,7 +148,7 @@ def _product(equation: Any) -> float:
 
 
 def _splash(equation: Any) -> float:
-  """A flash attention kernel on one device.
+  """Returns the FLOPs of a flash attention kernel on one device.
 
   Queries (…, N, T, H) are its first operand that is not of integers, and the very first is a grid
   of blocks to visit: a square one is causal, of which half counts; a window makes it narrower, and

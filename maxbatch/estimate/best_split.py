@@ -64,7 +64,7 @@ def best_split(
   policies: Sequence[RematPolicy] = REMAT_POLICIES,
   capacity_bytes: int | None = None,
 ) -> BatchSplit:
-  """The fastest split that fits, on the simplest mesh that is about as fast as any.
+  """Returns the fastest split that fits, on the simplest mesh that is about as fast as any.
 
   Args:
     devices_per_slice: or of all devices, where there is one slice.
@@ -139,7 +139,7 @@ def splits(
 def divisible_batches(
   work: StepWork, devices_per_slice: int, batch: int, num_slices: int = 1
 ) -> list[int]:
-  """The batch, or the nearest ones, that some mesh of these devices divides, ascending."""
+  """Returns the batch, or the nearest ones, that some mesh of these devices divides, ascending."""
   near = {
     size
     for mesh in meshes(work, devices_per_slice, num_slices)

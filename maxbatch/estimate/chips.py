@@ -142,5 +142,5 @@ UNKNOWN_CHIP = Chip(
 
 
 def chip_for(device_kind: str) -> Chip | None:
-  """The chip that jax calls `device_kind`; None if it is not listed."""
+  """Returns the chip that jax calls `device_kind`; None if it is not listed."""
   return next((chip for chip in CHIPS.values() if chip.device_kind == device_kind), None)

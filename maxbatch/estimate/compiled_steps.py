@@ -118,7 +118,7 @@ def _keyed(steps: Sequence[CompiledStep]) -> dict[_Key, CompiledStep]:
 
 @functools.cache
 def compiled_steps() -> tuple[CompiledStep, ...]:
-  """The package's table."""
+  """Returns the package's table."""
   return tuple(CompiledStep(**each) for each in json.loads(FILE.read_text(encoding="utf-8")))
 
 
@@ -129,7 +129,7 @@ def _by_key() -> Mapping[_Key, CompiledStep]:
 
 @functools.cache
 def _remembered(folder: str) -> Mapping[_Key, CompiledStep]:
-  """The user's own, compiled by this very code; a file that cannot be read is as none."""
+  """Returns the user's own, compiled by this very code; a file that cannot be read is as none."""
   found = []
   for file in sorted(pathlib.Path(folder).glob(f"*-{_code()}.json")):
     with contextlib.suppress(OSError, ValueError, TypeError):
@@ -157,7 +157,7 @@ def remember(report: str, work: StepWork) -> None:
 
 @functools.cache
 def _code() -> str:
-  """A hash of the code that makes a step: another step takes another time."""
+  """Returns a hash of the code that makes a step: another step takes another time."""
   package = pathlib.Path(__file__).parent.parent
   files = (file for part in _CODE for file in sorted((package / part).rglob("*.py")))
   found = hashlib.sha256(b"".join(file.read_bytes() for file in files))
@@ -165,7 +165,7 @@ def _code() -> str:
 
 
 def named(report: str) -> tuple[str, int]:
-  """The model and the tokens of a row that a compile report is about.
+  """Returns the model and the tokens of a row that a compile report is about.
 
   Raises:
     UserError: it is none of a TPU slice without a pipeline.
@@ -194,7 +194,7 @@ def read_report(text: str, work: StepWork) -> list[CompiledStep]:
 
 
 def _explored(table: str, step: CompiledStep) -> Iterator[CompiledStep]:
-  """The rows of a table of explore, of which `step` is one."""
+  """Yields the rows of a table of explore, of which `step` is one."""
   for row in _EXPLORED.finditer(table):
     remat = _remat(row["remat"]) if row["remat"] else step.remat
     if remat is None or (row["size"], remat) == (step.per_device, step.remat):
@@ -249,7 +249,7 @@ _STATE = ("parameters", "optimizer state", "gradient accumulators")
 
 
 def _remat(name: str) -> RematPolicy | None:
-  """The policy, if it is one that estimates know."""
+  """Returns the policy, if it is one that estimates know."""
   return next((policy for policy in _POLICIES if policy == name), None)
 
 

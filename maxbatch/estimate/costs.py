@@ -43,7 +43,7 @@ _NEUTRAL = (
 
 
 def kind_of(program: HloModule, one: Instruction) -> Kind:
-  """The kind of an instruction, by all that it calls."""
+  """Returns the kind of an instruction, by all that it calls."""
   inside = list(_inside(program, one))
   opcodes = {each.opcode for each in inside if each.opcode not in _NEUTRAL}
   if opcodes & set(_PRODUCTS):
@@ -63,7 +63,7 @@ def kind_of(program: HloModule, one: Instruction) -> Kind:
 
 
 def _inside(program: HloModule, one: Instruction) -> Iterator[Instruction]:
-  """The instruction, and all in the computations it calls."""
+  """Yields the instruction, and all in the computations it calls."""
   yield one
   if one.opcode in ("fusion", "async-start", "call-start", "custom-call", "call"):
     for body in program.called_by(one):
@@ -95,7 +95,7 @@ class Collective:
     return self.slices if self.slices > 1 else self.groups.size
 
   def crosses(self, devices_per_slice: int | None) -> bool:
-    """Whether data travels between slices."""
+    """Returns whether data travels between slices."""
     inside = devices_per_slice is None or not self.groups.crosses(devices_per_slice)
     return self.slices > 1 or not inside
 
@@ -153,7 +153,7 @@ class _Place:
 
 
 def program_costs(program: HloModule, naming: Naming = OURS) -> Sequence[OperationCost]:
-  """The operations of a compiled step; those in the loop over microbatches count once.
+  """Returns the operations of a compiled step; those in the loop over microbatches count once.
 
   That loop is the one whose bound is data. A second such loop inside it, and a loop that cannot be
   read, count as one trip.
@@ -215,7 +215,7 @@ def _inside_branch(program: HloModule, place: _Place, one: Instruction) -> _Plac
 def _operation(
   program: HloModule, place: _Place, one: Instruction, started: set[str]
 ) -> Iterator[OperationCost]:
-  """The cost of one instruction; a collective that is split into start and done counts once.
+  """Yields the cost of one instruction; a collective that is split into start and done counts once.
 
   Args:
     started: channels of the collectives already started in this computation.
@@ -255,7 +255,7 @@ def _operation(
 def _collective(
   program: HloModule, within: Computation, one: Instruction
 ) -> tuple[Computation, Instruction] | None:
-  """The collective that `one` is or wraps, with the computation that contains it."""
+  """Returns the collective that `one` is or wraps, with the computation that contains it."""
   if one.opcode.removesuffix("-start") in COLLECTIVES or one.opcode == "send":
     return within, one
   if one.opcode not in _WRAPPERS:
@@ -265,7 +265,7 @@ def _collective(
 
 
 def _collective_cost(program: HloModule, within: Computation, one: Instruction) -> Collective:
-  """Bytes and groups of a collective.
+  """Returns bytes and groups of a collective.
 
   The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and a dynamic-slice.
   """
@@ -284,7 +284,7 @@ def _collective_cost(program: HloModule, within: Computation, one: Instruction) 
 
 
 def _send_cost(program: HloModule, within: Computation, one: Instruction) -> Collective:
-  """The cost of a send: to another device, or to the host for communication between slices.
+  """Returns the cost of a send: to another device, or to the host for communication between slices.
 
   A target such as {1,2}x{0:15} lists slices, then devices of each; {1:4} are four.
   """
@@ -299,7 +299,7 @@ def _send_cost(program: HloModule, within: Computation, one: Instruction) -> Col
 
 
 def _cycles(program: HloModule, within: Computation, one: Instruction) -> int | None:
-  """The compiler's estimate of `one`, or of all matrix products in it."""
+  """Returns the compiler's estimate of `one`, or of all matrix products in it."""
   if one.cycles is not None:
     return one.cycles
   if one.opcode not in _WRAPPERS:

@@ -44,7 +44,7 @@ class Products:
 
 
 def products(program: HloModule, within: Computation, one: Instruction) -> Products:
-  """Matrix products of one execution of `one`, including the computations it calls."""
+  """Returns the matrix products of one execution of `one`, including the computations it calls."""
   if one.opcode == "dot":
     return _plain(_dot_flops(within, one))
   if one.opcode == "convolution":
@@ -74,7 +74,7 @@ def _dot_flops(within: Computation, one: Instruction) -> int:
 
 
 def _convolution_flops(within: Computation, one: Instruction) -> int:
-  """FLOPs of the multiplications with data, not with padding.
+  """Returns FLOPs of the multiplications with data, not with padding.
 
   The TPU compiler writes every dot as a convolution. Batch dimensions become spatial dimensions,
   with a window over padding and dilation, so that few of its positions meet any data.

@@ -121,13 +121,13 @@ class Computation:
     return iter(self.instructions.values())
 
   def operand(self, instruction: Instruction, number: int) -> Instruction | None:
-    """The instruction that defines an operand; None if there is no such operand."""
+    """Returns the instruction that defines an operand; None if there is no such operand."""
     if number >= len(instruction.operands):
       return None
     return self.instructions.get(instruction.operands[number])
 
   def parameters(self) -> list[Instruction]:
-    """The parameters in order of their numbers."""
+    """Returns the parameters in order of their numbers."""
     found = [one for one in self if one.opcode == "parameter"]
     return sorted(found, key=lambda one: int(one.arguments))
 
@@ -142,11 +142,11 @@ class HloModule:
   """Devices that run it together: replicas times partitions."""
 
   def called_by(self, instruction: Instruction) -> list[Computation]:
-    """The computations an instruction calls."""
+    """Returns the computations an instruction calls."""
     return [self.computations[name] for name in instruction.computations]
 
   def groups(self, instruction: Instruction) -> ReplicaGroups:
-    """The replica groups of a collective."""
+    """Returns the replica groups of a collective."""
     return parse_groups(instruction.attributes, self.num_devices)
 
 
@@ -225,7 +225,7 @@ def _elements(operand: str, types: dict[str, str]) -> Iterator[Instruction]:
 
 
 def _types_in_tuple(text: str) -> list[str]:
-  """The types in a tuple type, (f32[8,128]{1,0}, (s32[], s32[])); none for another type."""
+  """Returns the types in a tuple type, (f32[8,128]{1,0}, (s32[], s32[])); none for another type."""
   if not text.startswith("("):
     return []
   depth, starts, ends = 0, [1], []
@@ -264,7 +264,7 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def _closing(text: str, start: int) -> int:
-  """The index after the parenthesis that closes the one at `start`."""
+  """Returns the index after the parenthesis that closes the one at `start`."""
   depth = 0
   for bracket in _BRACKET.finditer(text, start):
     depth += 1 if bracket[0] == "(" else -1
@@ -274,7 +274,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def _shapes(text: str) -> tuple[ArrayShape, ...]:
-  """The arrays in a type such as f32[8,128]{1,0:T(8,128)S(1)} or a tuple of them."""
+  """Returns the arrays in a type such as f32[8,128]{1,0:T(8,128)S(1)} or a tuple of them."""
   shapes = []
   for dtype, dims, layout in _ARRAY.findall(text):
     space = _SPACE.search(layout)

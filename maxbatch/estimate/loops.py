@@ -20,7 +20,7 @@ class Frame:
   outer: "Frame | None" = None
 
   def inner(self, computation: Computation, caller: Instruction) -> "Frame":
-    """The frame of a computation that `caller`, an instruction of this frame, calls."""
+    """Returns the frame of a computation that `caller`, an instruction of this frame, calls."""
     return Frame(computation, caller, self)
 
 
@@ -30,7 +30,7 @@ but this file does not understand the condition or the counter."""
 
 
 def trip_count(program: HloModule, frame: Frame, loop: Instruction) -> TripCount:
-  """The trip count of `loop`, an instruction of `frame`.
+  """Returns the trip count of `loop`, an instruction of `frame`.
 
   Some platforms record it. Elsewhere the condition compares a counter with a constant, which may
   be passed into the loop from outside; the counter goes up or down.
@@ -44,7 +44,7 @@ def trip_count(program: HloModule, frame: Frame, loop: Instruction) -> TripCount
 
 
 def _trips_while_true(program: HloModule, frame: Frame, test: Instruction) -> TripCount:
-  """The number of iterations for which the comparison `test` holds."""
+  """Returns the number of iterations for which the comparison `test` holds."""
   if test.opcode == "fusion":
     called = frame.inner(program.called_by(test)[0], test)
     return _trips_while_true(
@@ -86,7 +86,7 @@ def _trips(
 
 
 def _loop_carry_of(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] | None:
-  """The get-tuple-element that reads `one` from a loop's carry, with its frame."""
+  """Returns the get-tuple-element that reads `one` from a loop's carry, with its frame."""
   while one.opcode in _SAME_VALUE and one.operands:
     one = frame.computation.instructions[one.operands[0]]
   if one.opcode == "parameter" and frame.caller and frame.outer:
@@ -146,7 +146,7 @@ def _value(program: HloModule, frame: Frame, one: Instruction) -> int | None:
 
 
 def _initial_value(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] | None:
-  """The initial value, from outside the loop, of the carry element that `one` reads."""
+  """Returns the initial value, from outside the loop, of the carry element that `one` reads."""
   source = frame.computation.operand(one, 0)
   if one.opcode != "get-tuple-element" or source is None or source.opcode != "parameter":
     return None
@@ -160,7 +160,7 @@ def _initial_value(frame: Frame, one: Instruction) -> tuple[Frame, Instruction] 
 
 
 def _is_loop_invariant(program: HloModule, frame: Frame, one: Instruction) -> bool:
-  """Whether the loop's body passes on the carry element that `one` reads unchanged."""
+  """Returns whether the loop's body passes on the carry element that `one` reads unchanged."""
   if frame.caller is None or frame.caller.opcode != "while" or one.index is None:
     return False
   body = program.computations[frame.caller.called["body"][0]]

@@ -31,12 +31,12 @@ class ReplicaGroups:
     return max((len(group) for group in self.groups), default=1)
 
   def crosses(self, devices_per_slice: int) -> bool:
-    """Whether any group spans two slices; devices are numbered slice by slice."""
+    """Returns whether any group spans two slices; devices are numbered slice by slice."""
     return any(len({one // devices_per_slice for one in group}) > 1 for group in self.groups)
 
 
 def parse_groups(attributes: str, num_devices: int) -> ReplicaGroups:
-  """The groups in a collective's attributes; absent or empty groups mean all devices."""
+  """Returns the groups in a collective's attributes; absent or empty groups mean all devices."""
   if found := _PAIRS.search(attributes):
     return ReplicaGroups(_lists(found[1]))
   if found := _MESH.search(attributes):
@@ -90,7 +90,7 @@ def _mesh_groups(mesh: str, order: str, used: str) -> tuple[tuple[int, ...], ...
 
 
 def _device_order(text: str, count: int) -> Sequence[int]:
-  """The mesh's devices in row-major order: 0, 1, 2, … unless device_ids are given."""
+  """Returns the mesh's devices in row-major order: 0, 1, 2, … unless device_ids are given."""
   found = _IOTA.search(text)
   if found is None:
     return range(count)

@@ -63,7 +63,7 @@ class StepRates:
 
 @functools.cache
 def step_rates() -> StepRates:
-  """The table."""
+  """Returns the table."""
   return StepRates(**json.loads(RATES.read_text(encoding="utf-8")))
 
 
@@ -85,7 +85,7 @@ class StepBytes:
 def step_bytes(
   work: StepWork, mesh: Topology, per_device: Fraction, remat: RematPolicy, rates: StepRates
 ) -> StepBytes:
-  """Memory of one device.
+  """Returns memory of one device.
 
   Args:
     per_device: samples of a microbatch on one device.
@@ -106,7 +106,7 @@ def state_bytes(work: StepWork, mesh: Topology) -> int:
 def memory_work(
   work: StepWork, mesh: Topology, per_device: Fraction, remat: RematPolicy
 ) -> dict[str, float]:
-  """Bytes of what may lie in memory at the peak, by kind, one copy of each."""
+  """Returns bytes of what may lie in memory at the peak, by kind, one copy of each."""
   ways, c = mesh.shape["tensor"], work.model
   M, size = float(per_device * ways * work.length), work.compute_bytes
   D, L = c.base_emb_dim, c.base_num_decoder_layers
@@ -278,7 +278,7 @@ class LinkSeconds:
 def link_seconds(
   work: StepWork, chip: Chip, mesh: Topology, per_device: Fraction, remat: RematPolicy
 ) -> LinkSeconds:
-  """The collectives of a microbatch on the links."""
+  """Returns the time of a microbatch's collectives on the links."""
   fsdp, ways = mesh.shape["fsdp"], mesh.shape["tensor"]
   is_divided = weight_shards(work, mesh)[0] > 1
   # Slices that divide weights gather them over their hosts' network.
@@ -305,7 +305,7 @@ def _collectives(
   rates: StepRates,
   microbatch: Mapping[Part, RooflineSeconds],
 ) -> RooflineSeconds:
-  """What computing waits for; what runs beside the products waits where it takes longer."""
+  """Returns what computing waits for; what runs beside the products waits where it takes longer."""
   links = link_seconds(work, chip, mesh, per_device, remat)
   weights = links.gathers + links.reductions
   share = _waits(rates, chip, mesh)
@@ -315,7 +315,7 @@ def _collectives(
 
 
 def is_wide(mesh: Topology) -> bool:
-  """Whether weights are divided over so many devices that gradients are summed whole."""
+  """Returns whether weights are divided over so many devices that gradients are summed whole."""
   return mesh.shape["fsdp"] > _WIDE
 
 

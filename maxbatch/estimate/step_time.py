@@ -125,11 +125,11 @@ class StepEstimate:
     return self.rest_parts.total
 
   def step_seconds(self, num_microbatches: int) -> float:
-    """Seconds of a step with `num_microbatches` microbatches."""
+    """Returns seconds of a step with `num_microbatches` microbatches."""
     return self.rest_seconds + num_microbatches * self.microbatch_seconds
 
   def by_scope(self, num_microbatches: int) -> dict[str, float]:
-    """Seconds of a step with `num_microbatches` microbatches by scope, longest first."""
+    """Returns seconds of a step with `num_microbatches` microbatches by scope, longest first."""
     scopes = self.microbatch_scopes.keys() | self.rest_scopes.keys()
     seconds = {
       scope: self.rest_scopes.get(scope, 0.0)
@@ -152,7 +152,7 @@ def estimate(
   expected_rest_flops: float = 0.0,
   devices_per_slice: int | None = None,
 ) -> StepEstimate:
-  """The time of a compiled step on `chip`.
+  """Returns the time of a compiled step on `chip`.
 
   Args:
     expected_microbatch_flops: matrix-product FLOPs of one microbatch on one device; of causal
@@ -193,7 +193,7 @@ def estimate(
 def seconds_of(
   costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None = None
 ) -> float:
-  """The time of some of a program's operations, each `count` times."""
+  """Returns the time of some of a program's operations, each `count` times."""
   return _elapsed(costs, chip, devices_per_slice)[0].total
 
 
@@ -206,12 +206,12 @@ def _bytes(costs: Iterable[OperationCost]) -> int:
 
 
 def _is_operation(cost: OperationCost) -> bool:
-  """Whether it occupies the device's compute units, not only its links or copy engines."""
+  """Returns whether it occupies the device's compute units, not only its links or copy engines."""
   return not cost.overlapped and (cost.collective is None or cost.flops > 0)
 
 
 def _operation(cost: OperationCost, seconds: float) -> Operation:
-  """The entry for an operation whose every execution takes `seconds`."""
+  """Returns the entry for an operation whose every execution takes `seconds`."""
   return Operation(
     name=cost.name,
     scope=cost.scope,
@@ -224,7 +224,7 @@ def _operation(cost: OperationCost, seconds: float) -> Operation:
 
 
 def _busy_seconds(cost: OperationCost, chip: Chip) -> float:
-  """Seconds of one execution of an operation."""
+  """Returns seconds of one execution of an operation."""
   if cost.cycles is not None:
     return cost.cycles / chip.clock
   return max(_product_seconds(cost, chip), cost.bytes / chip.hbm_bandwidth)
@@ -254,7 +254,7 @@ def link_seconds(one: Collective, chip: Chip, devices_per_slice: int | None) -> 
 def elapsed_by_operation(
   costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None = None
 ) -> Iterator[tuple[OperationCost, RooflineSeconds]]:
-  """(operation, time that it adds), of all executions; overlap is only within a loop body.
+  """Yields (operation, time that it adds), of all executions; overlap is only within a loop body.
 
   A synchronous collective that is fused with a product comes twice: for the product and the links.
   """
@@ -268,7 +268,7 @@ def elapsed_by_operation(
 def _elapsed(
   costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None
 ) -> tuple[RooflineSeconds, dict[str, float]]:
-  """Time by limiting resource, and by scope."""
+  """Returns the time by limiting resource, and by scope."""
   total = RooflineSeconds()
   scopes: dict[str, float] = collections.defaultdict(float)
   for cost, parts in elapsed_by_operation(costs, chip, devices_per_slice):

@@ -141,7 +141,7 @@ def work_digest(work: StepWork) -> str:
 
 
 def step_work(config: Config) -> StepWork:
-  """The work that a configuration describes."""
+  """Returns the work that a configuration describes."""
   precision, optimizer = config.precision, config.optimizer
   dtype = precision.precision if precision.dtype == "auto" else precision.dtype
   first = _BYTES[optimizer.mu_dtype]
@@ -166,7 +166,7 @@ def weight_shards(work: StepWork, mesh: Topology) -> tuple[int, int]:
 
 
 def residual_bytes(work: StepWork, ways: int, remat: RematPolicy) -> float:
-  """Bytes that are kept for each token in each layer until the backward pass.
+  """Returns bytes that are kept for each token in each layer until the backward pass.
 
   Args:
     ways: devices that share a layer.
@@ -221,7 +221,7 @@ class PartWork:
 def microbatch_work(
   work: StepWork, chip: Chip, mesh: Topology, per_device: Fraction, remat: RematPolicy
 ) -> dict[Part, PartWork]:
-  """What each part of the model asks of one device in one microbatch.
+  """Returns what each part of the model asks of one device in one microbatch.
 
   Args:
     chip: the device, for the width of its matrix unit.
@@ -298,7 +298,7 @@ def _passes(work: StepWork, part: str, remat: RematPolicy) -> list[int]:
 
 
 def _head(work: StepWork, chip: Chip, M: float, ways: int) -> PartWork:
-  """The output matrix and the loss, with its gradients, in tiles of tokens."""
+  """Returns the work of the output matrix and of the loss with its gradients, in tiles of tokens."""
   D, V = work.model.base_emb_dim, work.model.vocab_size
   return PartWork(
     products=3 * 2 * M * _padded(D, chip) * _padded(V, chip) / ways,
@@ -327,7 +327,7 @@ def _padded(width: int, chip: Chip) -> int:
 
 
 def _kernels(work: StepWork, chip: Chip, M: float, ways: int, *, again: bool) -> float:
-  """FLOPs of the attention kernels of all layers as the matrix unit does them."""
+  """Returns FLOPs of the attention kernels of all layers as the matrix unit does them."""
   c, length = work.model, -(-work.length // 128) * 128
   block = next(size for size in _KERNEL_BLOCKS if length % size == 0)
   rows = length // block

@@ -42,7 +42,7 @@ COLLECTIVES = (
 
 
 def traffic(program: HloModule, within: Computation, one: Instruction) -> int:
-  """Bytes read and written in one execution of `one`."""
+  """Returns bytes read and written in one execution of `one`."""
   if one.opcode in FREE or one.opcode.endswith("-done"):
     return 0
   if one.opcode in _MOVES:
@@ -62,7 +62,7 @@ def traffic(program: HloModule, within: Computation, one: Instruction) -> int:
 
 
 def _read(program: HloModule, user: Instruction, number: int, operand: Instruction) -> int:
-  """Bytes that `user` reads of its operand `number`."""
+  """Returns bytes that `user` reads of its operand `number`."""
   if user.opcode in _SLICES and number == 0:
     return sum(shape.bytes for shape in user.shapes if operand.shapes[0].space == 0)
   if user.opcode in _UPDATES and number == 0:
@@ -75,7 +75,7 @@ def _in_main_memory(shapes: tuple[ArrayShape, ...]) -> int:
 
 
 def _written(within: Computation, one: Instruction, places: tuple[ArrayShape, ...]) -> int:
-  """Bytes that `one` writes to its results at `places`."""
+  """Returns bytes that `one` writes to its results at `places`."""
   if one.opcode not in _UPDATES:
     return _in_main_memory(places)
   update = within.operand(one, 2 if one.opcode == "scatter" else 1)
@@ -83,7 +83,7 @@ def _written(within: Computation, one: Instruction, places: tuple[ArrayShape, ..
 
 
 def _fusion(program: HloModule, within: Computation, one: Instruction) -> int:
-  """Bytes of a fusion's inputs and outputs; intermediate values do not reach HBM."""
+  """Returns bytes of a fusion's inputs and outputs; intermediate values do not reach HBM."""
   body = program.called_by(one)[0]
   total = 0
   for parameter, name in zip(body.parameters(), one.operands, strict=True):
@@ -96,7 +96,7 @@ def _fusion(program: HloModule, within: Computation, one: Instruction) -> int:
 
 
 def _bytes_read(program: HloModule, body: Computation, value: Instruction) -> int:
-  """Bytes of `value`, in HBM, that its users in a fusion read."""
+  """Returns bytes of `value`, in HBM, that its users in a fusion read."""
   total = 0
   users = (
     (user, number)
@@ -132,7 +132,7 @@ def _results(body: Computation) -> list[Instruction]:
 def _bytes_written(
   program: HloModule, body: Computation, result: Instruction, place: ArrayShape
 ) -> int:
-  """Bytes written at `place` by the instruction in a fusion that computes `result`."""
+  """Returns bytes written at `place` by the instruction in a fusion that computes `result`."""
   while result.opcode == "bitcast":
     result = body.instructions[result.operands[0]]
   if result.opcode == "fusion":

@@ -142,7 +142,7 @@ def _batch(base: BranchBase, factor: Fraction) -> int:
 
 
 def _blocks(request: BranchRequest, batches: Sequence[int], block: int, block_tokens: int) -> int:
-  """The number of blocks of each branch."""
+  """Returns the number of blocks of each branch."""
   fewest = math.ceil(FEWEST_BLOCKS / request.smoothing)
   if request.branch_tokens == -1:
     return max(_DEFAULT_BLOCKS, fewest)

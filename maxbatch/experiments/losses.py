@@ -60,7 +60,7 @@ class Judged:
 
 
 def block_means(losses: Sequence[float], steps_per_block: int) -> tuple[float, ...]:
-  """The mean of every `steps_per_block` losses."""
+  """Returns the mean of every `steps_per_block` losses."""
   starts = range(0, len(losses), steps_per_block)
   return tuple(statistics.fmean(losses[start : start + steps_per_block]) for start in starts)
 
@@ -81,12 +81,12 @@ def judge(measured: Sequence[Measured], window: int, tolerance: float) -> list[J
 
 
 def critical(judged: Sequence[Judged]) -> int:
-  """The index in `judged` of the largest branch that is within ε."""
+  """Returns the index in `judged` of the largest branch that is within ε."""
   return max(place for place, one in enumerate(judged) if one.within)
 
 
 def half_width(values: Sequence[float]) -> float:
-  """Half the 95% confidence interval of the mean of autocorrelated values.
+  """Returns half the 95% confidence interval of the mean of autocorrelated values.
 
   Neighbouring blocks are not independent: n of them with correlation r between neighbours count as
   n·(1 − r)/(1 + r).
@@ -122,7 +122,7 @@ def _compare(branch: Measured, best: Judged | None, window: int, tolerance: floa
 
 
 def _student_t(degrees_of_freedom: int) -> float:
-  """The 97.5% quantile of Student's t, accurate to 1% from 3 degrees of freedom on.
+  """Returns the 97.5% quantile of Student's t, accurate to 1% from 3 degrees of freedom on.
 
   The expansion in 1/degrees around the normal quantile (Abramowitz & Stegun 26.7.5).
   """

@@ -30,7 +30,7 @@ def title(report: CriticalBatchReport) -> str:
 
 
 def critical_batch_charts(report: CriticalBatchReport) -> list[Chart]:
-  """Every branch's loss over its tokens, and below it the judged losses over the batch."""
+  """Returns every branch's loss over its tokens, and below it the judged losses over the batch."""
   curves = Panel("training loss (nats per token)", list(_curves(report)))
   batches = [_place(one) for one in report.judged]
   losses = Panel("judged loss (nats per token)", list(_losses(report)))
@@ -41,7 +41,7 @@ def critical_batch_charts(report: CriticalBatchReport) -> list[Chart]:
 
 
 def _curves(report: CriticalBatchReport) -> Iterator[Line]:
-  """Every branch's mean over the window before each point, and its loss by blocks, pale."""
+  """Yields every branch's mean over the window before each point, and its loss by blocks, pale."""
   branching, shown = report.branching, list[float]()
   for place, one in enumerate(report.judged):
     if one.measured.diverged:
@@ -59,7 +59,7 @@ def _curves(report: CriticalBatchReport) -> Iterator[Line]:
 
 
 def _losses(report: CriticalBatchReport) -> Iterator[Band | Line]:
-  """The judged loss of every branch, over the logarithm of its batch."""
+  """Yields the judged loss of every branch, over the logarithm of its batch."""
   trained = [one for one in report.judged if not one.measured.diverged]
   low, high = _heights(trained, report.tolerance)
   first, last = _place(report.judged[0]), _place(report.judged[-1])
@@ -81,7 +81,7 @@ def _heights(trained: Sequence[Judged], tolerance: float) -> tuple[float, float]
 
 
 def _limits(trained: Sequence[Judged], tolerance: float) -> Line:
-  """What each branch may have at most: the best smaller one and the tolerance."""
+  """Returns what each branch may have at most: the best smaller one and the tolerance."""
   places, heights = list[float](), list[float]()
   for one in trained:
     if one.best_smaller is not None:
@@ -95,7 +95,7 @@ def _limit(one: Judged, tolerance: float) -> float:
 
 
 def _spot(one: Judged, place: int) -> Iterator[Line]:
-  """A branch's judged loss with the interval of its difference."""
+  """Yields a branch's judged loss with the interval of its difference."""
   branch = one.measured.branch
   if one.measured.diverged:
     yield Line(f"{branch.name}: diverged", [[]], [], color=place, style="dots")
@@ -115,7 +115,7 @@ def _half_width(one: Judged) -> float:
 
 
 def _smoothed(one: Judged, branching: Branching) -> tuple[list[float], list[float]]:
-  """The mean of the window that ends at each block."""
+  """Returns the mean of the window that ends at each block."""
   blocks, window = one.measured.blocks, branching.window_blocks
   means = [statistics.fmean(blocks[end - window : end]) for end in range(window, len(blocks) + 1)]
   return _points(means, window, branching)

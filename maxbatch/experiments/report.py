@@ -66,7 +66,7 @@ class CriticalBatchReport:
     return branch_tradeoff(self.judged, self.origin.samples)
 
   def as_dict(self) -> dict[str, Any]:
-    """The whole result for JSON; null where not measured or not finite."""
+    """Returns the whole result for JSON; null where not measured or not finite."""
     return {
       "checkpoint": dataclasses.asdict(self.origin),
       "coupling": self.coupling,
@@ -81,7 +81,7 @@ class CriticalBatchReport:
     }
 
   def sentences(self) -> list[str]:
-    """The conclusion, then its caveats."""
+    """Returns the conclusion, then its caveats."""
     return [_conclusion(self), *_contradiction(self), *_doubts(self)]
 
   def __str__(self) -> str:
@@ -92,7 +92,7 @@ class CriticalBatchReport:
 
 
 def plan_table(branching: Branching, learning_rates: Sequence[float]) -> str:
-  """The branches before they are trained."""
+  """Returns the branches before they are trained."""
   planned = zip(branching.branches, learning_rates, strict=True)
   rows = [_plan_cells(Measured(branch, rate, (), None, 0.0)) for branch, rate in planned]
   return "\n".join(Table(_HEADINGS, rows).lines())

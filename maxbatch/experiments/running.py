@@ -67,7 +67,7 @@ class Experiment:
   """Of all branches."""
 
   def rate_of(self, branch: Branch) -> float:
-    """The learning rate of a branch."""
+    """Returns the learning rate of a branch."""
     return self.learning_rate * float(branch.factor) ** COUPLINGS[self.coupling]
 
   def folder_of(self, branch: Branch) -> pathlib.Path:
@@ -110,14 +110,14 @@ def at_checkpoint(config: Config, checkpoint: Checkpoint, layout: Topology) -> A
 def _planned(
   config: Config, run_config: RunConfig, checkpoint: Checkpoint, layout: Topology
 ) -> BatchPlan:
-  """The plan from the checkpoint on, with what a steered run had decided until then."""
+  """Returns the plan from the checkpoint on, with what a steered run had decided until then."""
   plan = plan_batches(config.batch, run_config, layout)
   steered = follows_noise_scale(config.batch) and not config.noise.gns_dry_run
   return resumed_plan(plan, checkpoint.plan, checkpoint.position, steered=steered)
 
 
 def branch_config(experiment: Experiment, branch: Branch) -> Config:
-  """The run that a branch is."""
+  """Returns the run that a branch is."""
   config, end = experiment.config, experiment.checkpoint.position.step + branch.steps
   return dataclasses.replace(
     config,
@@ -215,7 +215,7 @@ def _constant_batch(batch: BatchConfig, branch: Branch, per_device: Fraction) ->
 
 
 def _measured(experiment: Experiment, branch: Branch) -> Measured | None:
-  """What the branch's files say, if it is at its end."""
+  """Returns what the branch's files say, if it is at its end."""
   folder = experiment.folder_of(branch)
   first = experiment.checkpoint.position.step
   # The branch may have gone further once.
@@ -247,7 +247,7 @@ def _check_same(config: Config, folder: pathlib.Path) -> None:
 
 
 def _what_decides(config: Config) -> dict[str, Any]:
-  """What a branch's losses follow from, besides its checkpoint, by configuration key."""
+  """Returns what a branch's losses follow from, besides its checkpoint, by configuration key."""
   # As they are written, for lists and exact numbers are compared with what a file gives back.
   values = to_flat_dict(config.data) | to_flat_dict(config.optimizer)
   used = {name: value for name, value in values.items() if name not in _UNRELATED}

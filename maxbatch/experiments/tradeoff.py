@@ -43,7 +43,7 @@ class Tradeoff:
 
 
 def fit_tradeoff(samples: Numbers, steps: Numbers) -> Tradeoff:
-  """The curve by least squares of the relative errors of S.
+  """Returns the curve by least squares of the relative errors of S.
 
   The intervals hold every value for which the curve's sum of squares is at most 1 + t²/(N − 2) times
   the least one: they cover the runs' scatter and what the curve does not describe, but not what all

@@ -77,7 +77,7 @@ class Embedded:
 
 
 def library(charts: Sequence[Chart]) -> str:
-  """What these charts need of bokeh's script, for the head of a page."""
+  """Returns what these charts need of bokeh's script, for the head of a page."""
   if not charts:
     return ""
   has_switch = any(len(chart.axes) > 1 for chart in charts)
@@ -86,7 +86,7 @@ def library(charts: Sequence[Chart]) -> str:
 
 
 def embed(charts: Mapping[str, Chart]) -> tuple[str, dict[str, Embedded]]:
-  """The script that draws all charts of a page, and their places, by their names."""
+  """Returns the script that draws all charts of a page, and their places, by their names."""
   drawn = {name: _Drawn(chart) for name, chart in charts.items()}
   models: dict[str, Model] = {
     f"{name}/{place}": model
@@ -121,7 +121,7 @@ class _Drawn:
     ]
 
   def models(self) -> list[Model]:
-    """The figures, and what switches their axis."""
+    """Returns the figures, and what switches their axis."""
     if len(self.chart.axes) == 1:
       return list(self._figures)
     models = _bokeh().models
@@ -274,7 +274,7 @@ def _legend_columns(labels: Sequence[str]) -> int:
 
 
 def _narrowest_pixels(chart: Chart) -> float:
-  """How wide the shortest bar is."""
+  """Returns how wide the shortest bar is."""
   bars = [mark for panel in chart.panels for mark in panel.marks if isinstance(mark, Bars)]
   lengths = [length for each in bars for length in each.lengths]
   begins = [begin for each in bars for begin in each.begins or [0.0] * len(each.lengths)]
@@ -295,7 +295,7 @@ def _column(place: int) -> str:
 
 
 def _along(x: Sequence[Sequence[float]]) -> dict[str, Any]:
-  """The columns of the axes of x."""
+  """Returns the columns of the axes of x."""
   return {_column(place): _numbers(each) for place, each in enumerate(x)}
 
 

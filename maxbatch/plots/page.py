@@ -21,7 +21,7 @@ _TEMPLATES = pathlib.Path(__file__).parent / "templates"
 def rendered(
   template: str, charts: Mapping[str, Chart], folder: pathlib.Path = _TEMPLATES, **shown: Any
 ) -> str:
-  """The HTML of a page.
+  """Returns the HTML of a page.
 
   Args:
     folder: where the template is.
@@ -55,7 +55,7 @@ def _environment(folder: pathlib.Path) -> jinja2.Environment:
 
 
 def picture(title: str, charts: Sequence[Chart]) -> bytes:
-  """A page of charts under each other, as the content of a file."""
+  """Returns a page of charts under each other, as the content of a file."""
   named = {str(number): chart for number, chart in enumerate(charts)}
   return encoded(rendered("picture.html", named, title=title))
 

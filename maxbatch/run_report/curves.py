@@ -75,7 +75,7 @@ class _Drawing:
   def _lines(
     self, names: dict[str, str], first: int = 0, style: Style = "line", *, faint: bool = False
   ) -> list[Mark]:
-    """A line for each key of each run; of several runs by color, of one run by key."""
+    """Returns a line for each key of each run; of several runs by color, of one run by key."""
     found: list[Mark] = []
     several = len(self._runs) > 1
     for (key, label), (place, run) in itertools.product(names.items(), enumerate(self._runs)):
@@ -95,7 +95,7 @@ class _Drawing:
     return found
 
   def _through(self, run: RunHistory, curve: Curve, look: Line) -> Line:
-    """The line that looks so, through a curve's points."""
+    """Returns the line that looks so, through a curve's points."""
     places = thinned(curve.values, self._most)
     x, y = self._x(run, curve.rows[places]), curve.values[places].tolist()
     return dataclasses.replace(look, x=x, y=y)
@@ -104,7 +104,7 @@ class _Drawing:
     return [run.metrics.positions[name][rows].tolist() for name in self._positions]
 
   def _noise(self) -> list[Mark]:
-    """The noise scale with its interval, and the batch beside it."""
+    """Returns the noise scale with its interval, and the batch beside it."""
     marks: list[Mark] = []
     for place, run in enumerate(self._runs):
       curves, several = run.metrics.curves, len(self._runs) > 1
@@ -135,7 +135,7 @@ class _Drawing:
 
 
 def _is_group(name: str) -> bool:
-  """Whether this is the noise scale of some parameters."""
+  """Returns whether this is the noise scale of some parameters."""
   return name.startswith("gns/") and not name.endswith(_HIDDEN) and name not in _OF_THE_WHOLE
 
 
@@ -150,7 +150,7 @@ _KEPT_OF_EACH = 4
 
 
 def thinned(y: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
-  """The places of the points to draw, in order: all, or at most `most`.
+  """Returns the places of the points to draw, in order: all, or at most `most`.
 
   The curve is divided into stretches of equally many points, of which the first, the last, the
   lowest and the highest stay: so do the ends and extremes of the whole.

@@ -28,7 +28,7 @@ Row = tuple[str, ...]
 
 
 def glance(run: RunHistory) -> list[tuple[str, str]]:
-  """The few figures that say how it goes, each with its name."""
+  """Returns the few figures that say how it goes, each with its name."""
   last, first, derived = run.metrics.last, run.metrics.first, run.derived
   found: list[tuple[str, str]] = []
   if "step" in last:
@@ -55,7 +55,7 @@ def glance(run: RunHistory) -> list[tuple[str, str]]:
 
 
 def recent(run: RunHistory, key: str) -> float | None:
-  """The median of the latest steps."""
+  """Returns the median of the latest steps."""
   curve = run.metrics.curves.get(key)
   return statistics.median(curve.values[-_RECENT:].tolist()) if curve is not None else None
 
@@ -81,7 +81,7 @@ def seconds_by_use(run: RunHistory) -> dict[str, float]:
 
 
 def starts(run: RunHistory) -> Table:
-  """Every start: when and where it began, what changed, and how it ended."""
+  """Returns every start: when and where it began, what changed, and how it ended."""
   events, rows = run.of_kind(START), list[Row]()
   for number in range(max(len(events), len(run.starts))):
     event: Event = events[number] if number < len(events) else {}
@@ -107,7 +107,7 @@ def _at(event: Event) -> str:
 
 
 def _end(run: RunHistory, start: Event) -> Event:
-  """The end of that start; empty if there is none before the next one."""
+  """Returns the end of that start; empty if there is none before the next one."""
   place = next(n for n, event in enumerate(run.events) if event is start)
   for event in run.events[place + 1 :]:
     if event["event"] == START:
@@ -131,14 +131,14 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def shown(value: object) -> str:
-  """A key's value as one writes it."""
+  """Returns a key's value as one writes it."""
   if isinstance(value, bool):
     return str(value).lower()
   return '""' if value == "" else str(value)
 
 
 def checkpoints(run: RunHistory) -> Table:
-  """What lies in the folder, and what is known of it."""
+  """Returns what lies in the folder, and what is known of it."""
   folder = RunFolder(run.folder).checkpoints
   verified = {event.get("step") for event in run.of_kind(VERIFIED)}
   saved = {event.get("step"): event for event in run.of_kind(SAVED)}
@@ -171,13 +171,13 @@ def _size(folder: Path) -> str:
 
 
 def notices(run: RunHistory) -> Table:
-  """What went wrong or deserved attention, and what was done about it."""
+  """Returns what went wrong or deserved attention, and what was done about it."""
   rows = [(moment(one["time"]), str(one.get("text", ""))) for one in run.of_kind(NOTICE)]
   return Table(("when", "what"), rows)
 
 
 def texts(run: RunHistory) -> Iterator[tuple[str, str]]:
-  """What the model wrote, with when: titles and texts."""
+  """Yields what the model wrote, with when: titles and texts."""
   paths, events = RunFolder(run.folder), run.of_kind(TEXT)
   if events:
     yield from ((f"after step {_at(one)}", str(one.get("text", ""))) for one in events)
@@ -199,7 +199,7 @@ def _read(path: Path) -> str:
 
 
 def memory(run: RunHistory) -> Table:
-  """The highest memory that was seen at evaluations."""
+  """Returns the highest memory that was seen at evaluations."""
   rows: list[Row] = []
   for key, name in (
     ("device_peak_bytes", "a device"),
@@ -221,7 +221,7 @@ def best_of(runs: Sequence[RunHistory]) -> int:
 
 
 def differing(runs: Sequence[RunHistory]) -> Table:
-  """The keys that differ between the runs."""
+  """Returns the keys that differ between the runs."""
   keys = [
     key for key in dict.fromkeys(key for run in runs for key in run.config) if key != "run_name"
   ]
@@ -234,7 +234,7 @@ def differing(runs: Sequence[RunHistory]) -> Table:
 
 
 def sweep(runs: Sequence[RunHistory], states: Sequence[str]) -> Table:
-  """A row for each run, with the keys that differ and how it went."""
+  """Returns a row for each run, with the keys that differ and how it went."""
   keys = [row[0] for row in differing(runs).rows if row[0] != "base_output_directory"]
   head = (
     "run",
@@ -269,7 +269,7 @@ def sweep(runs: Sequence[RunHistory], states: Sequence[str]) -> Table:
 
 
 def moment(seconds: object) -> str:
-  """A time of day, in the zone of who reads it."""
+  """Returns a time of day, in the zone of who reads it."""
   if not isinstance(seconds, int | float):
     return "?"
   try:
@@ -284,5 +284,5 @@ def _number(value: object) -> float:
 
 
 def command(words: object) -> str:
-  """A command line as one types it; empty where none is known."""
+  """Returns a command line as one types it; empty where none is known."""
   return shlex.join(map(str, words)) if isinstance(words, list) else ""

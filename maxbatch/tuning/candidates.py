@@ -74,7 +74,7 @@ class Candidate:
     return self.per_device * self.max_target_length
 
   def applied_to(self, config: Config) -> Config:
-    """The configuration with this choice made."""
+    """Returns the configuration with this choice made."""
     config = dataclasses.replace(config, batch=with_size(config.batch, self.size))
     model, keys = config.model, config.compile
     if self.remat_policy:
@@ -93,17 +93,17 @@ AnyCandidate = TypeVar("AnyCandidate", bound=Candidate)
 
 
 def is_open(batch: BatchConfig) -> bool:
-  """Whether the microbatch is to be chosen: micro_batch_size is auto or explore."""
+  """Returns whether the microbatch is to be chosen: micro_batch_size is auto or explore."""
   return batch.micro_batch_size == "auto" or isinstance(batch.micro_batch_size, Explore)
 
 
 def batch_follows(batch: BatchConfig) -> bool:
-  """Whether the batch is open as well and follows from the microbatch that is chosen."""
+  """Returns whether the batch is open as well and follows from the microbatch that is chosen."""
   return given_sizes(batch).batch is None
 
 
 def with_default_batch(config: Config, topology: Topology) -> Config:
-  """The configuration with the batch that auto divides, where no key gives one."""
+  """Returns the configuration with the batch that auto divides, where no key gives one."""
   given = given_sizes(config.batch)
   if config.batch.micro_batch_size != "auto" or given != GivenSizes(None, None, None):
     return config
@@ -120,12 +120,12 @@ def default_batch_note(batch: int, topology: Topology) -> str:
 
 
 def with_size(batch: BatchConfig, per_device: Fraction) -> BatchConfig:
-  """The configuration with the choice made."""
+  """Returns the configuration with the choice made."""
   return dataclasses.replace(batch, micro_batch_size=per_device)
 
 
 def candidates(batch: BatchConfig, run: RunConfig, topology: Topology) -> tuple[Candidate, ...]:
-  """All sizes that the plan allows, ascending.
+  """Returns all sizes that the plan allows, ascending.
 
   Args:
     batch: the sizes; micro_batch_size is auto or explore.
@@ -142,7 +142,7 @@ def candidates(batch: BatchConfig, run: RunConfig, topology: Topology) -> tuple[
 
 
 def sizes_of(config: Config, topology: Topology) -> tuple[Candidate, ...]:
-  """The sizes that a run can have: all candidates, or those that its pipeline can divide.
+  """Returns the sizes that a run can have: all candidates, or those that its pipeline can divide.
 
   Raises:
     UserError: as `candidates`; or the pipeline can divide none.
@@ -165,12 +165,12 @@ def sizes_of(config: Config, topology: Topology) -> tuple[Candidate, ...]:
 
 
 def with_policy(model: ModelConfig, policy: str) -> ModelConfig:
-  """The model with a remat_policy."""
+  """Returns the model with a remat_policy."""
   return dataclasses.replace(model, remat_policy=policy)  # pyright: ignore[reportArgumentType]
 
 
 def asked(batch: BatchConfig) -> str:
-  """The key and its value, as it is written."""
+  """Returns the key and its value, as it is written."""
   value = batch.micro_batch_size
   if value == Explore():
     return "micro_batch_size=explore"
@@ -186,7 +186,7 @@ def offered(batch: BatchConfig, sizes: Sequence[Candidate]) -> str:
 
 
 def _listed(sizes: Sequence[Candidate]) -> str:
-  """The sizes, the middle left out where they are many."""
+  """Returns the sizes, the middle left out where they are many."""
   shown = [text(one.size) for one in sizes]
   return ", ".join(shown if len(shown) < 12 else [*shown[:5], "…", *shown[-5:]])
 
@@ -228,7 +228,7 @@ def _powers_of_two(batch: BatchConfig, topology: Topology) -> list[Fraction]:
 def _with_a_plan(
   batch: BatchConfig, run: RunConfig, topology: Topology, sizes: Sequence[Fraction]
 ) -> list[Candidate]:
-  """Those of the sizes with which every phase, load and budget of the plan works.
+  """Returns those of the sizes with which every phase, load and budget of the plan works.
 
   Raises:
     UserError: none of them; says what is wrong with the smallest.

@@ -70,7 +70,7 @@ class Exploration:
     return math.floor(MOST_CONFIDENCE * min(share, 1.0))
 
   def __str__(self) -> str:
-    """The ranked table, with what its numbers mean."""
+    """Returns the ranked table, with what its numbers mean."""
     head = ("", "micro_batch_size", "microbatches", "peak memory", "step", "samples/s", "tokens/s")
     head += ("utilisation", "suggested global batches")
     rows = [_fitting_row(rank, one) for rank, one in enumerate(self.ranked, 1)]
@@ -85,7 +85,7 @@ class Exploration:
     return "\n".join([*Table(head, rows).lines(indent=""), *self._notes()])
 
   def as_dict(self) -> dict[str, Any]:
-    """The table as plain values: numbers are numbers, fractions text."""
+    """Returns the table as plain values: numbers are numbers, fractions text."""
     return {
       "recommended": self.best.size if self.best else None,
       "confidence": self.confidence,
@@ -158,7 +158,7 @@ def _order(candidates: Sequence[Candidate]) -> list[Candidate]:
 def _larger_than(
   tried: Tried, candidates: Sequence[Candidate], found: Exploration
 ) -> list[Skipped]:
-  """The candidates that cannot fit because `tried` does not."""
+  """Returns the candidates that cannot fit because `tried` does not."""
   known = [one.candidate for one in (*found.tried, *found.skipped)]
   return [
     Skipped(one, tried)
@@ -170,7 +170,7 @@ def _larger_than(
 
 
 def _line(found: Exploration, base: Tried | None) -> str:
-  """The recommendation so far."""
+  """Returns the recommendation so far."""
   progress = f"exploration progress: {found.share_explored:.0%}"
   if found.best is None or base is None:
     last = found.tried[-1]
@@ -187,7 +187,7 @@ def _line(found: Exploration, base: Tried | None) -> str:
 
 
 def _chance_of_order(fastest: Sequence[Tried]) -> float:
-  """The chance that the first is truly faster than the second."""
+  """Returns the chance that the first is truly faster than the second."""
   if len(fastest) < 2:
     return 1.0
   first, second = fastest
@@ -249,7 +249,7 @@ def _policies(config: Config, device: Device) -> list[str]:
 
 
 def without_variants(config: Config) -> Config:
-  """The configuration with what is to be explored beside the size as it is by default."""
+  """Returns the configuration with what is to be explored beside the size as it is by default."""
   model, keys = config.model, config.compile
   if model.remat_policy == "explore":
     model = dataclasses.replace(model, remat_policy="none")

@@ -53,7 +53,7 @@ def choose(
   forget: bool = False,
   say: Say = print,
 ) -> Config:
-  """The configuration with micro_batch_size a number, and one line that says why.
+  """Returns the configuration with micro_batch_size a number, and one line that says why.
 
   Without any size given the batch is the run's default, as it would be without auto.
 
@@ -174,7 +174,7 @@ def what_it_depends_on(
   sizes: Sequence[Candidate],
   lowered: Callable[[Config, Target], str] | None = None,
 ) -> dict[str, Any]:
-  """Everything by which another size could be the right one, as plain values.
+  """Returns everything by which another size could be the right one, as plain values.
 
   Keys of model, optimizer, pipeline and data, and the code, are in the step that is lowered for the
   first size: about a second, beside the compilations that a remembered choice saves.
@@ -210,7 +210,7 @@ def what_it_depends_on(
 
 
 def _lowered(config: Config, place: Target) -> str:
-  """The hash of the run's step."""
+  """Returns the hash of the run's step."""
   # Which weights, not how many; it is in the program where there is dropout.
   model = dataclasses.replace(config.model, init_weights_seed=0)
   config = dataclasses.replace(config, model=model)
@@ -227,7 +227,7 @@ def _not_here(config: Config) -> str:
 
 
 def _line(config: Config, place: Target, size: Candidate, why: str) -> str:
-  """The choice and why; where the batch was open, the batch and where it comes from."""
+  """Returns the choice and why; where the batch was open, the batch and where it comes from."""
   batch = ""
   if with_default_batch(config, place.layout) != config:
     batch = f"; {default_batch_note(size.batch, place.layout)}"

@@ -97,7 +97,7 @@ def choose_num_pipeline_microbatches(
 
 
 def with_num_pipeline_microbatches(config: Config, num_pipeline_microbatches: int) -> Config:
-  """The configuration with num_pipeline_microbatches chosen."""
+  """Returns the configuration with num_pipeline_microbatches chosen."""
   keys = dataclasses.replace(config.pipeline, num_pipeline_microbatches=num_pipeline_microbatches)
   return dataclasses.replace(config, pipeline=keys)
 

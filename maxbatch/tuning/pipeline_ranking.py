@@ -41,12 +41,12 @@ class Line:
   per_sample: float
 
   def at(self, samples: float) -> float:
-    """The value for a microbatch of so many samples."""
+    """Returns the value for a microbatch of so many samples."""
     return self.fixed + self.per_sample * samples
 
 
 def fitted(points: Sequence[Point]) -> Line:
-  """The line that misses the points least, each by a share of itself; through two, exactly.
+  """Returns the line that misses the points least, each by a share of itself; through two, exactly.
 
   Through one point the line is level: no sample costs anything, as far as is known.
 
@@ -63,7 +63,7 @@ def fitted(points: Sequence[Point]) -> Line:
 
 
 def fitted_cost(points: Sequence[Point]) -> Line:
-  """The same for a time, level if larger microbatches seem to take less.
+  """Returns the same for a time, level if larger microbatches seem to take less.
 
   A negative fixed part stays: between the points, where predictions lie, the line is above 0.
   """
@@ -198,7 +198,7 @@ class Ranking:
     }
 
   def __str__(self) -> str:
-    """The table, and what its predictions rest on."""
+    """Returns the table, and what its predictions rest on."""
     head = ("", KEY, "samples each", "full ticks", "bubble", "step", "memory", "")
     table = Table(head, [self._row(*one) for one in enumerate(self.entries, 1)], left=(7,))
     return "\n".join([*table.lines(indent=""), *self._sentences()])
@@ -234,7 +234,7 @@ class Ranking:
     return f"{one.how}{fits}" + (", taken" if one.num_pipeline_microbatches == self.chosen else "")
 
   def _sentences(self) -> list[str]:
-    """What the predictions are made from, if there are any."""
+    """Returns what the predictions are made from, if there are any."""
     if not any(one.fits for one in self.entries):
       return ["None fits, by the compiler's account; taken is the one that needs the least memory."]
     line = self.tick

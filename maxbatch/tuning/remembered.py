@@ -93,7 +93,7 @@ class RememberedChoice:
     return choice
 
   def recall(self) -> tuple[dict[str, Any] | None, str | None]:
-    """The choice, or why what is there is of no use; (None, None) where nothing is."""
+    """Returns the choice, or why what is there is of no use; (None, None) where nothing is."""
     if self.file.is_fifo():
       return None, f"{self.file} cannot be read: it is a pipe"
     try:
@@ -139,7 +139,7 @@ class RememberedChoice:
     return None, None
 
   def _problem(self, content: Any) -> str | None:
-    """What is wrong with the file's content."""
+    """Returns what is wrong with the file's content."""
     if not isinstance(content, dict):
       return "is not a remembered choice"
     missing = [part for part in _PARTS if part not in content]
@@ -154,5 +154,5 @@ class RememberedChoice:
 
 
 def _canonical(depends_on: Mapping[str, Any]) -> str:
-  """The same text for the same things, whatever their order."""
+  """Returns the same text for the same things, whatever their order."""
   return json.dumps(depends_on, sort_keys=True, default=str)
