@@ -64,7 +64,7 @@ class Redistribution:
     return tuple(map(tuple, slots))
 
   def users(self, block: int) -> tuple[int, ...]:
-    """The processes with devices that use a block, ascending."""
+    """Returns the processes with devices that use a block, ascending."""
     pairs = zip(self.processes, self.blocks, strict=True)
     return tuple(sorted({process for process, used in pairs if used == block}))
 
@@ -91,7 +91,7 @@ def redistribution(
 
 
 def _users(processes: Sequence[int], blocks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-  """The processes that use each block, ascending."""
+  """Returns the processes that use each block, ascending."""
   found: list[set[int]] = [set() for _ in range(max(blocks) + 1)]
   for process, block in zip(processes, blocks, strict=True):
     found[block].add(process)
@@ -134,7 +134,7 @@ def _rounds(
   receiving: Mapping[tuple[int, int], Sequence[int]],
   readers: Sequence[Sequence[int]],
 ) -> Rounds:
-  """The devices of a reader take turns as senders, one block each in a round."""
+  """Lets the devices of a reader take turns as senders, one block each in a round."""
   devices: dict[int, list[int]] = {}
   for device, process in enumerate(processes):
     devices.setdefault(process, []).append(device)
@@ -162,7 +162,7 @@ def _copies(groups: Sequence[Sequence[int]]) -> Rounds:
 
 
 def consecutive_processes(num_devices: int, num_processes: int) -> tuple[int, ...]:
-  """The process of every device where each has equally many, one after the other."""
+  """Returns the process of every device where each has equally many, one after the other."""
   local = num_devices // num_processes
   return tuple(itertools.chain.from_iterable([p] * local for p in range(num_processes)))
 
@@ -185,7 +185,7 @@ class HostLoad:
 
 
 def loading_hosts(plan: BatchPlan, num_hosts: int) -> tuple[int, ...]:
-  """The hosts that load for all; none: every host loads what its own devices take.
+  """Returns the hosts that load for all; none: every host loads what its own devices take.
 
   With expansion_factor_real_data f > 1 they are num_hosts / f hosts, rounded up: the first ones, or
   those that the key loading_hosts names.
@@ -237,7 +237,7 @@ def host_loads(plan: BatchPlan, num_hosts: int) -> list[HostLoad]:
 
 
 def with_load_factor(plan: BatchPlan, factor: Fraction) -> BatchPlan:
-  """The plan with another expansion_factor_real_data, more than 0."""
+  """Returns the plan with another expansion_factor_real_data, more than 0."""
   loaded = math.ceil(plan.global_batch_to_train * factor)
   return dataclasses.replace(plan, expansion_factor_real_data=factor, global_batch_to_load=loaded)
 

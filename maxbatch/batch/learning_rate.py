@@ -19,7 +19,7 @@ from maxbatch.errors import UserError
 
 
 def constant(progress: float, config: OptimizerConfig) -> float:
-  """The peak, without decay."""
+  """Returns the peak, without decay."""
   del progress, config
   return 1.0
 
@@ -106,7 +106,7 @@ def _coupling(config: OptimizerConfig, plan: BatchPlan) -> str:
 
 
 def learning_rate(config: OptimizerConfig, plan: BatchPlan, unit: Unit) -> LearningRate:
-  """The run's learning rate.
+  """Returns the run's learning rate.
 
   Raises:
     UserError: the schedule is unknown, or the warm-up is longer than the schedule.

@@ -8,7 +8,7 @@ from maxbatch.core.solve import nearest_divisors
 
 
 def limits(plan: BatchPlan) -> list[str]:
-  """One sentence for each limit of the plan."""
+  """Returns one sentence for each limit of the plan."""
   return [_batches(plan), _devices(plan), _shapes(plan), _end(plan)]
 
 

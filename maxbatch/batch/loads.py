@@ -28,7 +28,7 @@ class _PartOfSampleError(UserError):
 
 
 def load_factor(plan: BatchPlan, *, streamed: bool) -> Fraction:
-  """Samples loaded at once, as a multiple of the samples of one dispatch."""
+  """Returns samples loaded at once, as a multiple of the samples of one dispatch."""
   taken = plan.micro_batch_to_train if streamed else plan.global_batch_to_train
   return Fraction(plan.global_batch_to_load, taken)
 

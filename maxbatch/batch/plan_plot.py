@@ -18,7 +18,7 @@ def plan_chart(plan: BatchPlan, rate: LearningRate) -> Chart:
 
 
 def _batches(plan: BatchPlan) -> list[tuple[float, float]]:
-  """The corners of the staircase."""
+  """Returns the corners of the staircase."""
   return [
     (samples, phase.batch)
     for phase in plan.phases

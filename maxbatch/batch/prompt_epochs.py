@@ -48,7 +48,7 @@ class PromptEpochs:
     return (0, index) if self.num_prompts == -1 else divmod(index, self.prompts_taken)
 
   def epochs(self, prompts: int) -> Fraction:
-    """How many epochs so many prompts of the stream are; 0 where an epoch has no end."""
+    """Returns how many epochs so many prompts of the stream are; 0 where an epoch has no end."""
     return Fraction(0) if self.num_prompts == -1 else Fraction(prompts, self.prompts_taken)
 
   def dropped(self, prompts: int) -> int:

@@ -28,7 +28,7 @@ _ID_MASK = 2**31 - 1
 
 
 def ids_of(samples: np.ndarray) -> np.ndarray:
-  """The ids int32 of samples int64."""
+  """Returns the ids int32 of samples int64."""
   return (samples & _ID_MASK).astype(np.int32)
 
 
@@ -50,7 +50,7 @@ class RowPlan:
 
 
 def columns_of_blocks(blocks: Sequence[int], size: int) -> np.ndarray:
-  """The columns int64[R] of these blocks of `size` columns, in the order of the blocks."""
+  """Returns the columns int64[R] of these blocks of `size` columns, in the order of the blocks."""
   return (np.array(blocks, np.int64)[:, None] * size + np.arange(size)[None]).reshape(-1)
 
 
@@ -88,7 +88,7 @@ class JoinedRanges(Sequence[int]):
     return self.ranges[number][range(len(self))[index] - self._ends[number]]
 
   def number_of(self, index: int) -> int:
-    """Which of the ranges holds the number at `index`.
+    """Returns which of the ranges holds the number at `index`.
 
     Raises:
       IndexError: there is no such number.
@@ -137,14 +137,14 @@ def dispatches(plan: BatchPlan, start: Position, *, streamed: bool) -> list[Segm
 
 
 def _dispatched(phase: Phase, *, streamed: bool) -> tuple[range, int]:
-  """The first samples of a phase's dispatches, and the microbatches of each."""
+  """Returns the first samples of a phase's dispatches, and the microbatches of each."""
   per_dispatch = 1 if streamed else phase.num_microbatches
   size = phase.micro_batch * per_dispatch
   return range(phase.first.samples, phase.end.samples, size), per_dispatch
 
 
 def steps_in_order(num_rows: int, batch: int) -> list[StepRows]:
-  """Steps of one microbatch of `batch` rows each that cover `num_rows` rows."""
+  """Returns steps of one microbatch of `batch` rows each that cover `num_rows` rows."""
   return [StepRows(first, 1) for first in range(0, num_rows, batch)]
 
 
@@ -166,7 +166,7 @@ class StepTable:
     return len(self.first_samples)
 
   def plan(self, step: int) -> RowPlan:
-    """The layout of step `step` of the table."""
+    """Returns the layout of step `step` of the table."""
     _, num_microbatches = self._runs[self.first_samples.number_of(step)]
     return RowPlan(num_microbatches, self.micro_batch)
 
@@ -190,7 +190,7 @@ class StepTable:
     return samples[(samples >= begin) & (samples < end)]
 
   def load_bounds(self, factor: Fraction) -> JoinedRanges:
-    """The first sample of each load, then the end of the last: loads + 1 numbers.
+    """Returns the first sample of each load, then the end of the last: loads + 1 numbers.
 
     A load is `factor` times the batch of the step it begins in; the last one is shortened to the
     end of the run.

@@ -41,7 +41,7 @@ class Change:
 
 
 def with_change(changes: Sequence[Change], change: Change) -> tuple[Change, ...]:
-  """The changes with one more; those at or after its position are dropped.
+  """Returns the changes with one more; those at or after its position are dropped.
 
   A restored run repeats the decisions that it had made after its checkpoint.
   """
@@ -49,7 +49,7 @@ def with_change(changes: Sequence[Change], change: Change) -> tuple[Change, ...]
 
 
 def changes_until(changes: Sequence[Change], samples: int) -> tuple[Change, ...]:
-  """The changes up to `samples` consumed samples, for a run that is restored there."""
+  """Returns the changes up to `samples` consumed samples, for a run that is restored there."""
   return tuple(change for change in changes if change.samples <= samples)
 
 
@@ -75,7 +75,7 @@ def _entry(change: Change) -> str:
 
 
 def read_changes(file: pathlib.Path) -> tuple[Change, ...]:
-  """The changes in a file that a run or a person wrote.
+  """Returns the changes in a file that a run or a person wrote.
 
   Raises:
     UserError: the file cannot be read or is no schedule; the message names the entry and the rule.
@@ -94,7 +94,7 @@ def read_changes(file: pathlib.Path) -> tuple[Change, ...]:
 
 
 def _rows(file: pathlib.Path) -> list[object]:
-  """The unchecked entries under the key batch_schedule."""
+  """Returns the unchecked entries under the key batch_schedule."""
   content = _content(file)
   if not isinstance(content, dict) or list(content) != [_KEY]:
     raise _refusal(file, f"the file must have one key, {_KEY}")
@@ -125,7 +125,7 @@ def _content(file: pathlib.Path) -> object:
 
 
 def _change(file: pathlib.Path, number: int, row: object) -> Change:
-  """One entry, checked on its own."""
+  """Returns one entry, checked on its own."""
   where = f"entry {number}, {_shown(row)},"
   if not isinstance(row, list) or len(row) not in (2, 3):
     raise _refusal(file, f"{where} must be [samples, batch] or [samples, batch, reason]")

@@ -26,7 +26,7 @@ def expected_loss(parameters: float, tokens: float) -> float:
 
 
 def half_life_tokens(decay: float, batch_tokens: float) -> float:
-  """Tokens after which a gradient counts half in the second moment."""
+  """Returns tokens after which a gradient counts half in the second moment."""
   return batch_tokens * math.log(0.5) / math.log(decay)
 
 
@@ -390,15 +390,15 @@ RULES: Mapping[str, Rule] = {
 
 
 def batch_rules() -> list[BatchRule]:
-  """Those that say a batch size."""
+  """Returns those that say a batch size."""
   return [rule for rule in RULES.values() if isinstance(rule, BatchRule)]
 
 
 def rate_rules() -> list[RateRule]:
-  """Those that say a learning rate."""
+  """Returns those that say a learning rate."""
   return [rule for rule in RULES.values() if isinstance(rule, RateRule)]
 
 
 def scaling_rules(key: str) -> list[ScalingRule]:
-  """Those that say how a key follows the batch."""
+  """Returns those that say how a key follows the batch."""
   return [rule for rule in RULES.values() if isinstance(rule, ScalingRule) and rule.key == key]

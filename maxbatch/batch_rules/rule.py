@@ -55,7 +55,7 @@ class Fitted:
   high: float
 
   def of(self, training: Training) -> float:
-    """The quantity of this training."""
+    """Returns the quantity of this training."""
     return {
       "parameters": training.parameters,
       "tokens": training.tokens,
@@ -64,7 +64,7 @@ class Fitted:
     }[self.quantity]
 
   def beyond(self, training: Training) -> float:
-    """The factor by which the training is outside of the range; 1 inside."""
+    """Returns the factor by which the training is outside of the range; 1 inside."""
     value = self.of(training)
     return max(self.low / value, value / self.high, 1.0)
 
@@ -86,7 +86,7 @@ class Rule:
   fitted: tuple[Fitted, ...] = dataclasses.field(default=(), kw_only=True)
 
   def beyond(self, training: Training) -> float:
-    """The largest factor by which the training is outside of what was fitted; 1 inside."""
+    """Returns the largest factor by which the training is outside of what was fitted; 1 inside."""
     return max((each.beyond(training) for each in self.fitted), default=1.0)
 
 
@@ -103,7 +103,7 @@ class BatchRule(Rule):
   """Outside of these it says nothing."""
 
   def speaks_of(self, training: Training) -> bool:
-    """Whether the rule says anything about this training."""
+    """Returns whether the rule says anything about this training."""
     return all(each.beyond(training) == 1 for each in self.only)
 
 
@@ -159,7 +159,7 @@ def steps_factor(data_overhead: float) -> float:
 
 
 def critical_tokens(rule: BatchRule, training: Training) -> float | None:
-  """The critical batch in tokens that a rule implies; None for one of another meaning."""
+  """Returns the critical batch in tokens that a rule implies; None for one of another meaning."""
   if rule.means == "critical":
     return rule.batch_tokens(training)
   if rule.means == "overhead":
@@ -168,6 +168,6 @@ def critical_tokens(rule: BatchRule, training: Training) -> float | None:
 
 
 def at_overhead(rule: BatchRule, training: Training, data_overhead: float) -> float | None:
-  """The batch in tokens at which a rule expects (1 + data_overhead) times the data."""
+  """Returns the batch in tokens at which a rule expects (1 + data_overhead) times the data."""
   critical = critical_tokens(rule, training)
   return None if critical is None else data_overhead * critical

@@ -50,7 +50,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def _sent_bytes(length: int) -> int:
-  """A power of two: jax compiles a program for each length that it sends."""
+  """Returns a power of two: jax compiles a program for each length that it sends."""
   return 1 << max(8, (length - 1).bit_length())
 
 
@@ -87,7 +87,7 @@ def check_none_failed(found: Sequence[tuple[str, str]]) -> None:
 
 
 def shared_error(message: str) -> UserError:
-  """An error that all processes raise, of which process 0 prints it."""
+  """Returns an error that all processes raise, of which process 0 prints it."""
   return UserError(message) if jax.process_index() == 0 else SaidByAnotherError(message)
 
 
@@ -143,7 +143,7 @@ def _wait_for_all() -> None:
 
 
 def _differences(first: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-  """What differs from process 0's values, a line per name."""
+  """Returns what differs from process 0's values, a line per name."""
   absent = "(absent)"
   pairs = {name: (first.get(name, absent), found.get(name, absent)) for name in {**first, **found}}
   return [

@@ -139,7 +139,7 @@ NO_FLAGS = CompilerFlags()
 
 
 def compiler_flags(asked: str, device: Any) -> CompilerFlags:
-  """What compiler_flags says, for a device and its compiler.
+  """Returns what compiler_flags says, for a device and its compiler.
 
   Raises:
     UserError: it names a set that there is not for the device, or a flag or value that its compiler
@@ -168,7 +168,7 @@ def sets_for(device: Any) -> Mapping[str, FlagSet]:
 
 
 def explored(device: Any) -> Sequence[str]:
-  """What compiler_flags=explore tries on a device."""
+  """Returns what compiler_flags=explore tries on a device."""
   return (NONE, *sets_for(device))
 
 

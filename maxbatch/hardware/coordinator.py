@@ -113,7 +113,7 @@ class Coordinator:
       self._client.key_value_set(_PREFIX + key, value)
 
   def wait_for(self, key: str, seconds: float) -> str | None:
-    """The value of a key, for which it waits; None if it has none by then."""
+    """Returns the value of a key, for which it waits; None if it has none by then."""
     try:
       return self._client.blocking_key_value_get(_PREFIX + key, int(seconds * 1000))
     except _ERRORS:

@@ -101,7 +101,7 @@ def find_devices(config: Config) -> Target:
 
 
 def start_devices(config: Config) -> Sequence[Device]:
-  """The same, without a mesh; jax joins the other processes and starts its devices.
+  """Returns the same, without a mesh; jax joins the other processes and starts its devices.
 
   Raises:
     UserError: as above, but for the axes.
@@ -119,7 +119,7 @@ def start_devices(config: Config) -> Sequence[Device]:
 
 
 def topology_devices(name: str, num_slices: int = 1) -> Sequence[Device]:
-  """The devices of `num_slices` TPU slices of this name, for compiling only.
+  """Returns the devices of `num_slices` TPU slices of this name, for compiling only.
 
   Raises:
     UserError: there is no such slice, or the TPU compiler is not installed.
@@ -143,7 +143,7 @@ def topology_devices(name: str, num_slices: int = 1) -> Sequence[Device]:
 
 
 def describe_devices(devices: Sequence[Device]) -> str:
-  """How many of which kind: `8 × NVIDIA H200` or `8 × CPU, simulated`."""
+  """Returns how many of which kind: `8 × NVIDIA H200` or `8 × CPU, simulated`."""
   if devices[0].platform != "cpu":
     return f"{len(devices):,} × {devices[0].device_kind}"
   return f"{len(devices):,} × CPU, simulated" if len(devices) > 1 else "the CPU"
@@ -193,7 +193,7 @@ def devices_per_process(num_simulated_devices: int, num_processes: int) -> int:
 
 
 def _started_devices() -> Sequence[Device]:
-  """The devices of the platform that jax prefers.
+  """Returns the devices of the platform that jax prefers.
 
   Raises:
     UserError: it starts none.
@@ -210,7 +210,7 @@ def _started_devices() -> Sequence[Device]:
 
 
 def platforms() -> str:
-  """The value of jax_platforms; empty: jax looks for itself."""
+  """Returns the value of jax_platforms; empty: jax looks for itself."""
   return jax.config.values["jax_platforms"] or ""
 
 

@@ -84,7 +84,7 @@ def leave_with_others(exit_code: int, *, at_once: bool = False) -> NoReturn:
 
 
 def _reason(error: BaseException, *, alone: bool) -> tuple[str, int]:
-  """What others say of it, and with which code all exit."""
+  """Returns what others say of it, and with which code all exit."""
   if isinstance(error, Interrupted):
     return f"was ended by signal {error.exit_code - 128}", error.exit_code
   if isinstance(error, TrainingDivergedError):

@@ -23,13 +23,13 @@ def machine_bytes(process: pathlib.Path = _PROCESS) -> int:
 
 
 def host_peak_bytes() -> int:
-  """The most physical memory that this process has had so far."""
+  """Returns the most physical memory that this process has had so far."""
   peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
   return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def _limits(process: pathlib.Path) -> Iterator[int]:
-  """The limits in bytes of the process's groups and of all that they lie in."""
+  """Yields the limits in bytes of the process's groups and of all that they lie in."""
   for mounted, inside, name in _groups(process):
     for folder in (mounted / inside, *(mounted / inside).parents):
       try:

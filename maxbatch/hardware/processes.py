@@ -69,7 +69,7 @@ class StatedProcesses:
 
 
 def stated_processes(keys: DistributedConfig, environment: Mapping[str, str]) -> StatedProcesses:
-  """What is said of this process and the others.
+  """Returns what is said of this process and the others.
 
   Raises:
     UserError: a variable is no number or no address, or there is no such process.
@@ -270,12 +270,12 @@ def _config_of_processes(arguments: Sequence[str]) -> Config:
 
 
 def _is_alone(config: Config) -> bool:
-  """Whether this process joins no other, whatever variables say."""
+  """Returns whether this process joins no other, whatever variables say."""
   return config.distributed.skip_jax_distributed_system or bool(config.compile.compile_topology)
 
 
 def _may_be_a_pod(config: Config) -> bool:
-  """Whether this may be one host of a TPU pod, which no variable need say.
+  """Returns whether this may be one host of a TPU pod, which no variable need say.
 
   Not in other containers of Kubernetes, where jax would ask the cluster's interface.
   """
@@ -326,7 +326,7 @@ def _initialize(
 
 
 def _late(stated: StatedProcesses, limit: int, missing: Sequence[int]) -> str:
-  """Why processes may not have joined in time; `missing` is known in process 0 alone."""
+  """Returns why processes may not have joined in time; `missing` is known in process 0 alone."""
   count = f"the {stated.num_processes}" if stated.num_processes else "all"
   late = f"{count} processes have not come within jax_distributed_initialization_timeout={limit}"
   late += " seconds"

@@ -141,7 +141,7 @@ class Rendezvous:
       self._complete.set()
 
   def _reason(self, hello: _Hello) -> str:
-    """Why none may start now that this process has come; or nothing."""
+    """Returns why none may start now that this process has come; or nothing."""
     last = self._num_processes - 1
     if hello.failure:
       return f"process {hello.process} on {hello.host}: {hello.failure}"
@@ -161,7 +161,7 @@ class Rendezvous:
 
 
 def connected(address: str) -> socket.socket:
-  """A connection to HOST:PORT, for which it waits."""
+  """Returns a connection to HOST:PORT, for which it waits."""
   host, _, port = address.rpartition(":")
   while True:
     try:
@@ -191,7 +191,7 @@ def _line(said: dict[str, object]) -> bytes:
 
 
 def _said(line: bytes, types: Mapping[str, type]) -> dict[str, Any]:
-  """What a line of the protocol says: values of these types under these names.
+  """Returns what a line of the protocol says: values of these types under these names.
 
   Raises:
     ValueError: it says something else; whoever sent it is no process of the run.

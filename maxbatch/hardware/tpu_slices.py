@@ -82,14 +82,14 @@ class Slice:
   chips_per_host_bounds: Shape
 
   def times(self, count: int) -> "Slice":
-    """The devices and hosts of `count` such slices together."""
+    """Returns the devices and hosts of `count` such slices together."""
     return dataclasses.replace(
       self, num_devices=self.num_devices * count, num_hosts=self.num_hosts * count
     )
 
 
 def slice_named(name: str) -> Slice:
-  """The slice that a name such as v5e-256 or v5p-128 means.
+  """Returns the slice that a name such as v5e-256 or v5p-128 means.
 
   Raises:
     UserError: there is no such generation or no standard slice of this size; offers the nearest
@@ -113,7 +113,12 @@ def slice_named(name: str) -> Slice:
 
 
 def _slice(family: Family, chips: int) -> Slice:
-  shape = _flat_shape(chips) if family.dimensions == 2 else _cubic_shape(chips)
+  if family.dimensions == 2:
+    # The squarest rectangle with edges that are powers of two, the shorter first.
+    short = 2 ** ((chips.bit_length() - 1) // 2)
+    shape = (short, chips // short, 1)
+  else:
+    shape = _cubic_shape(chips)
   # 2x2 chips, except that 2-D slices of up to 8 have a single host.
   is_one_host = family.dimensions == 2 and chips <= 8
   host = shape if is_one_host else (min(shape[0], 2), min(shape[1], 2), 1)
@@ -126,14 +131,8 @@ def _slice(family: Family, chips: int) -> Slice:
   )
 
 
-def _flat_shape(chips: int) -> Shape:
-  """The squarest rectangle with edges that are powers of two, the shorter first."""
-  short = 2 ** ((chips.bit_length() - 1) // 2)
-  return (short, chips // short, 1)
-
-
 def _cubic_shape(chips: int) -> Shape:
-  """The box nearest a cube, edges ascending; of whole cubes from 64 chips on."""
+  """Returns the box nearest a cube, edges ascending; of whole cubes from 64 chips on."""
   if chips == 4:
     return (2, 2, 1)  # one host, which the compiler and the clouds write this way round
   edge = _CUBE if chips >= _CUBE**3 else 1

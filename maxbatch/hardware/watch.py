@@ -27,7 +27,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def stacks() -> str:
-  """The stack of every thread of Python, the innermost call last."""
+  """Returns the stack of every thread of Python, the innermost call last."""
   names = {thread.ident: thread.name for thread in threading.enumerate()}
   return "\n".join(
     f"Thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -36,7 +36,7 @@ def stacks() -> str:
 
 
 def main_place() -> str:
-  """The innermost line of this package that the main thread is in."""
+  """Returns the innermost line of this package that the main thread is in."""
   frame = sys._current_frames()[threading.main_thread().ident or 0]
   for call in reversed(traceback.extract_stack(frame)):
     path = Path(call.filename)
@@ -108,7 +108,7 @@ class Watch:
       self._announce(End(self._store.process, self._host, reason, exit_code, with_stacks))
 
   def cause_of(self, error: BaseException) -> End | None:
-    """What has happened to another process, if that is why this one has met `error`.
+    """Returns what has happened to another process, if that is why this one has met `error`.
 
     Takes as long as it takes to notice that a process is silent.
     """
@@ -211,16 +211,15 @@ class Watch:
     while not (self._ended.is_set() or self._closed.is_set()):
       number, began = number + 1, time.monotonic()
       self._store.put(f"beat/{self._store.process}", f"{number} {time.time():.0f} {self._host}")
-      self._hear(self._store.within("beat") if self._store.process == 0 else self._of_first())
+      if self._store.process == 0:
+        self._hear(self._store.within("beat"))
+      elif beat := self._store.wait_for("beat/0", self._pause):
+        self._hear({"0": beat})
       # Process 0 soon hears of all for the first time, and of their clocks.
       pause = self._pause if all(self._beats.values()) else _TICK_SECONDS
       if first := self._store.wait_for("end", pause):
         self._set_end(End(**json.loads(first)))
       time.sleep(max(0.0, min(_TICK_SECONDS, began + pause - time.monotonic())))
-
-  def _of_first(self) -> dict[str, str]:
-    beat = self._store.wait_for("beat/0", self._pause)
-    return {"0": beat} if beat else {}
 
   def _hear(self, beats: dict[str, str]) -> None:
     for name, beat in beats.items():

@@ -93,7 +93,7 @@ def attention_contexts(
   segment_ids_BT: jax.Array | None,
   positions_BT: jax.Array | None,
 ) -> LayerContexts:
-  """The reach and rotations of rows of `length` tokens, for the layers of either kind."""
+  """Returns the reach and rotations of rows of `length` tokens, for the layers of either kind."""
   positions = jnp.arange(length)[None] if positions_BT is None else positions_BT
 
   def first_seen(window: int) -> jax.Array:
@@ -181,7 +181,9 @@ class Attention(nnx.Module):
     self.out.saved_as = "out_proj"
     self.query_norm = _norm(config, N, "heads")
     self.key_norm = _norm(config, K, "kv_heads")
-    self.query_factor = _query_factor(config)
+    # Makes of logits divided by √head_dim those divided by the root of another number.
+    scalar = config.query_pre_attn_scalar
+    self.query_factor = math.sqrt(config.head_dim / scalar) if scalar else 1.0
     self.config = config
 
   @jax.named_scope("attention")
@@ -238,9 +240,3 @@ def _norm(config: ModelConfig, num_heads: int, axis: str) -> Norm | None:
   if config.qk_norm_across_heads:
     return Norm(config, (num_heads, config.head_dim), (axis, "head_dim"))
   return Norm(config, (config.head_dim,), ("head_dim",))
-
-
-def _query_factor(config: ModelConfig) -> float:
-  """What makes of logits divided by √head_dim those divided by the root of another number."""
-  scalar = config.query_pre_attn_scalar
-  return math.sqrt(config.head_dim / scalar) if scalar else 1.0

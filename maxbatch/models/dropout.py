@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def fold(keys_B: jax.Array | None, number: jax.Array | int) -> jax.Array | None:
-  """The rows' keys for one layer, or one place in a layer; None stays None (no dropout)."""
+  """Returns the rows' keys for one layer, or one place in a layer; None stays None (no dropout)."""
   if keys_B is None:
     return None
   return jax.vmap(lambda key: jax.random.fold_in(key, number))(keys_B)

@@ -83,7 +83,7 @@ def flash_obstacle(
 def _cudnn_obstacle(
   config: ModelConfig, max_target_length: int, capability: str, compute: Format
 ) -> str | None:
-  """The limits of cuDNN's kernel, as jax checks them while it compiles, only earlier."""
+  """Returns the limits of cuDNN's kernel, as jax checks them while it compiles, only earlier."""
   chip = tuple(int(part) for part in capability.split("."))
   if chip < _AMPERE:
     return f"cuDNN's kernel needs compute capability 8.0, but the GPU has {capability}"
@@ -220,7 +220,7 @@ def _splash_kernel(
 
 
 def _pad(x: jax.Array, length: int) -> jax.Array:
-  """Zeros after the tokens of (B, T, …), up to `length`."""
+  """Returns zeros after the tokens of (B, T, …), up to `length`."""
   return jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
 
 

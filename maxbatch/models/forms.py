@@ -15,13 +15,13 @@ from jax.typing import DTypeLike
 
 
 def is_for_tpu() -> bool:
-  """Whether what is traced here is for TPUs; not without a mesh."""
+  """Returns whether what is traced here is for TPUs; not without a mesh."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   return device is not None and device.platform == "tpu"
 
 
 def projected(x: jax.Array, kernel: jax.Array, num_inputs: int) -> jax.Array:
-  """The last `num_inputs` dims of x contracted with the first of a kernel.
+  """Returns the last `num_inputs` dims of x contracted with the first of a kernel.
 
   On CPU as one product of matrices, rows flattened: XLA then forms the weight gradient as a plain
   matrix product too, which is 1.5 times as fast as contracting (B, T). On TPU heads stay dims of
@@ -94,7 +94,7 @@ _rotated_whole.defvjp(_rotated_forward, _rotated_backward)
 
 
 def gradients_apart(arrays: Any) -> Any:
-  """The arrays; on TPU their gradients are computed before the products that read them.
+  """Returns the arrays; on TPU their gradients are computed before the products that read them.
 
   Otherwise the compiler fuses the elementwise operations that give them into each of these products,
   which computes them again for every block of its columns: 7% of a microbatch of two layers of

@@ -21,7 +21,7 @@ class Parameter(nnx.Param):
   """A parameter that knows the logical axes of its dimensions."""
 
   def ready(self, policy: Policy) -> jax.Array:
-    """The value in the format of the computation, gathered from where it is stored."""
+    """Returns the value in the format of the computation, gathered from where it is stored."""
     return gathered(policy.cast(self[...]), self.axes)
 
   @property
@@ -138,7 +138,7 @@ class Norm(nnx.Module):
 def _over_rows(
   parameter: Parameter, policy: Policy, probe_BS: jax.Array | None, ndim: int
 ) -> jax.Array:
-  """A parameter of the last dims of an array (B, T, …), ready to be combined with it."""
+  """Returns a parameter of the last dims of an array (B, T, …), ready to be combined with it."""
   value = parameter.ready(policy)
   if probe_BS is None:
     return value.reshape((1,) * (ndim - value.ndim) + value.shape)

@@ -25,7 +25,7 @@ def scale(config: ModelConfig) -> float:
 
 
 def without_adapters(config: ModelConfig) -> ModelConfig:
-  """The model that they are added to."""
+  """Returns the model that they are added to."""
   return dataclasses.replace(config, lora_rank=0, lora_alpha=-1, lora_targets=())
 
 

@@ -45,12 +45,12 @@ class Probe(nnx.Variable):
 
 
 def probe(*names: str) -> Probe:
-  """A probe of the module's parameters `names`, nothing measured yet."""
+  """Returns a probe of the module's parameters `names`, nothing measured yet."""
   return Probe(jnp.zeros(()), of=names, frozen=())
 
 
 def probe_of(probe: Probe, trained: Sequence[str], frozen: Sequence[str]) -> Probe:
-  """The probe, of those of its parameters that train."""
+  """Returns the probe, of those of its parameters that train."""
   return Probe(probe[...], of=tuple(trained), frozen=tuple(frozen))
 
 
@@ -77,7 +77,7 @@ def probe_values(probe: Probe | None, name: str = "") -> jax.Array | None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def for_each_row(parameter: jax.Array, probe_BS: jax.Array, axes: LogicalAxes) -> jax.Array:
-  """A copy of a small parameter for every row: (…) → (B, …)."""
+  """Returns a copy of a small parameter for every row: (…) → (B, …)."""
   copies = jnp.broadcast_to(parameter, (probe_BS.shape[0], *parameter.shape))
   used = tuple(None if axis == "embed" else axis for axis in axes)
   return constrain(copies, ("batch", *used))
@@ -157,7 +157,7 @@ product.defvjp(
 
 
 def is_ghost(length: int, inputs: int, outputs: int) -> bool:
-  """Whether T·T·(K + L) operations for the norm are fewer than the K·L that squaring takes.
+  """Returns whether T·T·(K + L) operations for the norm are fewer than the K·L that squaring takes.
 
   Then T² is far below K·L too. By memory alone, 2·T² < K·L, the ghost norm would be taken for
   layers of large models at a third more time for the whole backward pass.
@@ -223,12 +223,12 @@ class ExponentProbe(Probe):
 
 
 def exponent_probe(layers: tuple[int, ...]) -> ExponentProbe:
-  """The probe of a module, with a leading dim where it stands for stacked layers."""
+  """Returns the probe of a module, with a leading dim where it stands for stacked layers."""
   return ExponentProbe(jnp.zeros(layers), of=(), frozen=())
 
 
 def histogram(x: jax.Array) -> jax.Array:
-  """How many values have which exponent: (…) → float32[N]."""
+  """Returns how many values have which exponent: (…) → float32[N]."""
   bits = jax.lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
   exponents = ((bits >> 23) & (NUM_BINS - 1)).astype(jnp.int32)
   return jnp.zeros(NUM_BINS, jnp.float32).at[exponents.ravel()].add(1.0)

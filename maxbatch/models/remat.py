@@ -60,12 +60,12 @@ Policy = Callable[..., Any]
 
 
 def named(x: jax.Array, name: str) -> jax.Array:
-  """The same, as a tensor that a policy can keep."""
+  """Returns the same, as a tensor that a policy can keep."""
   return checkpoint_name(x, name)
 
 
 def kept(config: ModelConfig) -> Kept | None:
-  """What a configuration keeps; None: everything."""
+  """Returns what a configuration keeps; None: everything."""
   if config.remat_policy == "none":
     return None
   if config.remat_policy != "custom":
@@ -78,7 +78,7 @@ def kept(config: ModelConfig) -> Kept | None:
 
 
 def remat_policy(config: ModelConfig) -> Policy | None:
-  """What jax.checkpoint may keep; None: everything.
+  """Returns what jax.checkpoint may keep; None: everything.
 
   Where devices divide the parameters even `none` keeps no gathered copies: those of all layers
   together would be the whole model on every device. In a pipeline, which may keep all this for many
@@ -107,7 +107,7 @@ def _all_but_moved(primitive: Any, *_: Any, **parameters: Any) -> bool:
 
 
 def _asked(config: ModelConfig) -> dict[str, str]:
-  """The keys of the tensors, in the order of NAMED."""
+  """Returns the keys of the tensors, in the order of NAMED."""
   return {
     "decoder_layer_input": config.decoder_layer_input,
     "query_proj": config.query_proj,
@@ -129,7 +129,10 @@ def validate_remat(config: ModelConfig) -> None:
   Raises:
     UserError: one has none.
   """
-  asked = {name: place for name, place in _asked(config).items() if place != _by_default(name)}
+  default = {"decoder_layer_input": "device"}
+  asked = {
+    name: place for name, place in _asked(config).items() if place != default.get(name, "remat")
+  }
   if asked and config.remat_policy not in ("custom", "explore"):
     words = " ".join(f"{name}={place}" for name, place in asked.items())
     raise UserError(
@@ -149,10 +152,6 @@ def validate_remat(config: ModelConfig) -> None:
       "decoder_layer_input=remat: what a layer is given cannot be computed again by the layer; use "
       "device or offload"
     )
-
-
-def _by_default(name: str) -> str:
-  return "device" if name == "decoder_layer_input" else "remat"
 
 
 def offload_obstacle(config: ModelConfig, platform: str, *, is_pipeline: bool) -> str | None:

@@ -37,7 +37,7 @@ def frozen_paths(
 
 
 def _no_match(pattern: str, names: Collection[str]) -> str:
-  """The nearest of the parameters and of the modules that hold them."""
+  """Returns the nearest of the parameters and of the modules that hold them."""
   parents = {
     name.rsplit("/", depth)[0] for name in names for depth in range(1, name.count("/") + 1)
   }

@@ -111,7 +111,7 @@ class Transformer(nnx.Module):
     return self.normalize(self.apply_layers(self.embed(rows, keys_B), rows, keys_B, 0))
 
   def embed(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
-    """What the first layer is given: (B, T, D)."""
+    """Returns what the first layer is given: (B, T, D)."""
     # Layers fold their own index, from 0, into the rows' keys; the embedding takes the next one.
     embedding_keys_B = fold(keys_B, self.config.base_num_decoder_layers)
     return dropout(self._embed(rows), self.config.dropout_rate, embedding_keys_B)
@@ -119,7 +119,7 @@ class Transformer(nnx.Module):
   def apply_layers(
     self, x_BTD: jax.Array, rows: Rows, keys_B: jax.Array | None, first: jax.Array | int
   ) -> jax.Array:
-    """The layers bound here, of which the first is layer `first` of the model."""
+    """Applies the layers bound here, of which the first is layer `first` of the model."""
     at = attention_contexts(self.config, rows.inputs.shape[1], rows.segment_ids, rows.positions)
     return _apply_layers(self.layers, self.config, x_BTD, at, keys_B, first)
 
@@ -152,14 +152,15 @@ class Transformer(nnx.Module):
     return decode
 
   def normalize(self, x_BTD: jax.Array) -> jax.Array:
-    """What the output matrix is applied to."""
+    """Returns what the output matrix is applied to."""
     return self.final_norm(x_BTD)
 
   @jax.named_scope("embedding")
   def _embed(self, rows: Rows) -> jax.Array:
-    """Tokens, and learned positions, as vectors (B, T, D)."""
+    """Returns tokens, and learned positions, as vectors (B, T, D)."""
     table_VD = self.policy.cast(self.embedding[...])
-    x_BTD = over_rows(_look_up, table_VD, self.embedding.axes, rows.inputs)
+    axes = self.embedding.axes
+    x_BTD = over_rows(lambda table_VD, ids_BT: table_VD[ids_BT], table_VD, axes, rows.inputs)
     probe_BS = probe_values(self.embedding_probe)
     if probe_BS is not None:
       x_BTD = looked_up(x_BTD, rows.inputs, probe_BS)
@@ -189,16 +190,12 @@ class Transformer(nnx.Module):
     return self.policy.cast(self.embedding[...].T if self.head is None else self.head[...])
 
   def output_probe(self) -> jax.Array | None:
-    """The probe of that matrix (models/probes.py); None where nothing is measured."""
+    """Returns the probe of that matrix (models/probes.py); None where nothing is measured."""
     return probe_values(self.head_probe)
 
 
-def _look_up(table_VD: jax.Array, ids_BT: jax.Array) -> jax.Array:
-  return table_VD[ids_BT]
-
-
 def _stacked_blocks(rngs: nnx.Rngs, config: ModelConfig, block: type[Block]) -> Block:
-  """All layers as one block whose parameters have a leading dim L."""
+  """Returns all layers as one block whose parameters have a leading dim L."""
 
   @nnx.split_rngs(splits=config.base_num_decoder_layers)
   @nnx.vmap(axis_size=config.base_num_decoder_layers)

@@ -36,7 +36,7 @@ def advice(
 
 
 def _value(scale: Interval, tokens_per_sample: float, steps: int) -> str:
-  """Samples and tokens, rounded to what the interval supports."""
+  """Returns samples and tokens, rounded to what the interval supports."""
   value, low, high = shown(scale)
   tokens = Interval(*(part * tokens_per_sample for part in (scale.value, scale.low, scale.high)))
   value_tokens, _, high_tokens = shown(tokens)
@@ -97,7 +97,7 @@ def percent(shares: Sequence[float]) -> str:
 
 
 def unknown(estimate: Estimate, batch: int) -> str:
-  """Why there is no noise scale yet, and what would help."""
+  """Returns why there is no noise scale yet, and what would help."""
   if estimate.status == "unavailable":
     return _unavailable(estimate, batch)
   steps, calibration = estimate.steps, estimate.calibration
@@ -150,7 +150,7 @@ def shown(interval: Interval) -> tuple[str, str, str]:
 
 
 def _leading(value: float) -> float:
-  """The power of ten of the value's first digit."""
+  """Returns the power of ten of the value's first digit."""
   return 10.0 ** math.floor(math.log10(max(abs(value), 1e-9)))
 
 

@@ -109,7 +109,7 @@ class Controller:
     return self._grown(position, batch, estimate)
 
   def as_dict(self) -> dict[str, Any]:
-    """The state as plain JSON, without the limits."""
+    """Returns the state as plain JSON, without the limits."""
     return {
       "agreeing": self._agreeing,
       "counted_at_step": self._counted_at_step,
@@ -119,7 +119,7 @@ class Controller:
 
   @classmethod
   def from_dict(cls, limits: ControllerLimits, content: Mapping[str, Any]) -> "Controller":
-    """The controller whose state `as_dict` gave."""
+    """Returns the controller whose state `as_dict` gave."""
     controller = cls(limits)
     controller._agreeing = content["agreeing"]
     controller._counted_at_step = content["counted_at_step"]
@@ -128,7 +128,7 @@ class Controller:
     return controller
 
   def _objection(self, position: Position, batch: int, estimate: Estimate) -> str | None:
-    """The reason not to grow the batch now; None if there is none."""
+    """Returns the reason not to grow the batch now; None if there is none."""
     limits = self.limits
     if position.samples < limits.warmup_samples:
       return f"warm-up until {limits.warmup_samples:,} samples"
@@ -143,7 +143,7 @@ class Controller:
     return 2 * (position.step - self._counted_at_step) >= estimate.window_steps
 
   def _waiting(self, position: Position, batch: int) -> str | None:
-    """What to wait for before the batch may grow; None if nothing."""
+    """Returns what to wait for before the batch may grow; None if nothing."""
     limits = self.limits
     if self._agreeing < limits.windows_before_growth:
       return (
@@ -158,7 +158,7 @@ class Controller:
     return None
 
   def _grown(self, position: Position, batch: int, estimate: Estimate) -> Decision:
-    """The largest batch that the limits and the noise scale's lower bound allow."""
+    """Returns the largest batch that the limits and the noise scale's lower bound allow."""
     assert estimate.scale is not None
     limits, low = self.limits, math.floor(estimate.scale.low)
     ceiling = min(math.floor(limits.growth_limit * batch), limits.max_batch, low)
@@ -178,7 +178,7 @@ class Controller:
 
 
 def _doubt(estimate: Estimate, batch: int, limits: ControllerLimits) -> str | None:
-  """Why the noise scale may not be above twice the batch; None if it is."""
+  """Returns why the noise scale may not be above twice the batch; None if it is."""
   scale = estimate.scale
   if scale is None:
     return f"no noise scale: {estimate.status}"
@@ -192,7 +192,7 @@ def _doubt(estimate: Estimate, batch: int, limits: ControllerLimits) -> str | No
 
 
 def _spike(losses: list[float], deviations: float) -> str | None:
-  """The reason not to grow because the median loss has jumped; None if it has not."""
+  """Returns the reason not to grow because the median loss has jumped; None if it has not."""
   if len(losses) < _FEWEST_LOSSES:
     return f"{len(losses)} of the {_FEWEST_LOSSES} losses that detecting a spike needs"
   if not all(map(math.isfinite, losses)):
@@ -254,11 +254,11 @@ class Steering:
     self._controller.observe(loss)
 
   def is_due(self, position: Position) -> bool:
-    """Whether to decide before the step at `position`."""
+    """Returns whether to decide before the step at `position`."""
     return position.step % self._period == 0
 
   def decide(self, position: Position, estimate: Estimate) -> Decision:
-    """The decision for the steps from `position` on."""
+    """Returns the decision for the steps from `position` on."""
     decision = self._controller.decide(position, self._batch, estimate)
     if decision.grew:
       change = Change(position.samples, decision.batch, decision.reason)
@@ -280,7 +280,7 @@ class Steering:
       ) from None
 
   def as_dict(self) -> dict[str, Any]:
-    """The state as plain JSON, for a checkpoint."""
+    """Returns the state as plain JSON, for a checkpoint."""
     changes = [[change.samples, change.batch, change.reason] for change in self._changes]
     return {"controller": self._controller.as_dict(), "changes": changes, "is_dry": self.is_dry}
 

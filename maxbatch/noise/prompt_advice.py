@@ -29,7 +29,7 @@ class _Sizes(NamedTuple):
   num_generations: int
 
   def keys_unlike(self, other: "_Sizes") -> str:
-    """Those that differ from the other's, as they are written."""
+    """Returns those that differ from the other's, as they are written."""
     both = zip(self._fields, self, other, strict=True)
     return " ".join(f"{key}={value}" for key, value, theirs in both if value != theirs)
 
@@ -85,7 +85,7 @@ def _effects(scale: Interval, sampling: float, now: _Sizes) -> str:
 
 
 def _effect(scale: Interval, sampling: float, now: _Sizes, other: _Sizes) -> tuple[str, str, str]:
-  """The keys of other sizes, and the change of steps and of completions with them."""
+  """Returns the keys of other sizes, and the change of steps and of completions with them."""
   parts = (scale.value, scale.low, scale.high)
   steps = [_steps(part, sampling, now, other) for part in parts]
   completions = [ratio * other.completions / now.completions for ratio in steps]
@@ -93,7 +93,7 @@ def _effect(scale: Interval, sampling: float, now: _Sizes, other: _Sizes) -> tup
 
 
 def _steps(scale: float, sampling: float, now: _Sizes, other: _Sizes) -> float:
-  """Steps with other sizes, relative to those with the present ones."""
+  """Returns steps with other sizes, relative to those with the present ones."""
   noise = 1 - sampling + within_at(sampling, now.num_generations, other.num_generations)
   return cost(other.batch_size, scale * noise).steps / cost(now.batch_size, scale).steps
 
@@ -104,7 +104,7 @@ def _change(ratios: Sequence[float]) -> str:
 
 
 def _which(sampling: Interval, now: _Sizes) -> str:
-  """What to raise, if the whole interval agrees."""
+  """Returns what to raise, if the whole interval agrees."""
   P, G = now
   bound = 1 - 1 / (2 * G)
   prompts, generations = f"batch_size, to {2 * P}", f"num_generations, to {2 * G}"

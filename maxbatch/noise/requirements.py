@@ -7,7 +7,7 @@ from maxbatch.errors import UserError
 
 
 def measures_noise(config: NoiseConfig) -> bool:
-  """Whether steps measure what the noise scale is estimated from."""
+  """Returns whether steps measure what the noise scale is estimated from."""
   return config.gns != "off" or config.gns_from_microbatches
 
 

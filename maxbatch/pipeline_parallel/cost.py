@@ -40,7 +40,7 @@ class TickTimes:
 
 
 def tick_times(table: Timetable, costs: PassCosts = BACKWARD_TWICE_FORWARD) -> list[TickTimes]:
-  """The times of all ticks, the first of which begins at 0."""
+  """Returns the times of all ticks, the first of which begins at 0."""
   times, now = [], 0
   for row in table.ticks:
     backward = now + (costs.forward if any(cell.forward for cell in row) else 0)
@@ -51,7 +51,7 @@ def tick_times(table: Timetable, costs: PassCosts = BACKWARD_TWICE_FORWARD) -> l
 
 
 def bubble(table: Timetable, costs: PassCosts = BACKWARD_TWICE_FORWARD) -> Fraction:
-  """The idle share of the time of all stages, counted cell by cell."""
+  """Returns the idle share of the time of all stages, counted cell by cell."""
   times = tick_times(table, costs)
   total = (times[-1].end if times else 0) * table.shape.stages
   busy = sum(
@@ -63,7 +63,7 @@ def bubble(table: Timetable, costs: PassCosts = BACKWARD_TWICE_FORWARD) -> Fract
 
 
 def predicted_bubble(shape: TimetableShape) -> Fraction:
-  """The bubble by formula: h(p−1) / (v·m + h(p−1)).
+  """Returns the bubble by formula: h(p−1) / (v·m + h(p−1)).
 
   Without delayed forwarding (h = 1) and repeats (v = 1) this is (p−1) / (m + p−1) of GPipe (Huang et
   al. 2019); dividing the bubble by v is from Narayanan et al. 2021. It holds for the four schedules
@@ -78,7 +78,7 @@ def imbalance(loads: Sequence[int | Fraction]) -> Fraction:
 
 
 def percent(share: Fraction) -> str:
-  """A share as text: 3/35 is 8.6%."""
+  """Returns a share as text: 3/35 is 8.6%."""
   return f"{float(share):.1%}"
 
 
@@ -91,12 +91,12 @@ _SCOPE = "tick_"
 
 
 def scope_name(operation: str) -> str:
-  """The jax.named_scope of an operation, by which reports find it in the program."""
+  """Returns the jax.named_scope of an operation, by which reports find it in the program."""
   return _SCOPE + operation
 
 
 def operation_in_path(path: str) -> str:
-  """The innermost operation in a path of scope names; EVERY_TICK if there is none."""
+  """Returns the innermost operation in a path of scope names; EVERY_TICK if there is none."""
   names = [word for word in re.findall(rf"\b{_SCOPE}(\w+)", path) if word in OPERATIONS]
   return names[-1] if names else EVERY_TICK
 

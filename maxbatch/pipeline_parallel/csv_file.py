@@ -22,7 +22,7 @@ COLUMNS = (
 
 
 def to_csv(table: Timetable) -> str:
-  """The timetable as CSV, with every column."""
+  """Returns the timetable as CSV, with every column."""
   text = io.StringIO()
   writer = csv.writer(text, lineterminator="\n")
   writer.writerow(COLUMNS)
@@ -109,7 +109,7 @@ def _header(names: list[str], name: str) -> list[str]:
 
 
 def _lines(reader: Iterator[list[str]], name: str) -> Iterator[tuple[int, list[str]]]:
-  """The rows that are not empty, with their line numbers."""
+  """Yields the rows that are not empty, with their line numbers."""
   try:
     for line, row in enumerate(reader, 2):
       if any(cell.strip() for cell in row):
@@ -146,7 +146,7 @@ def _cell(values: dict[str, int | None], columns: list[str], where: str) -> Cell
 
 
 def _entry(values: dict[str, int | None], names: list[str], where: str) -> list[int]:
-  """The values of these columns; an empty list if all their cells are empty."""
+  """Returns the values of these columns; an empty list if all their cells are empty."""
   given = [name for name in names if values[name] is not None]
   empty = [name for name in names if values[name] is None]
   if given and empty:

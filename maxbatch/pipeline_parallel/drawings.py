@@ -15,7 +15,7 @@ _IDLE = "·"
 
 
 def text_diagram(table: Timetable) -> str:
-  """The diagram, at most 100 columns wide, divided into blocks of consecutive ticks.
+  """Returns the diagram, at most 100 columns wide, divided into blocks of consecutive ticks.
 
   An entry is the number of a microbatch; with several repeats, `repeat.microbatch`.
   """
@@ -42,7 +42,7 @@ def text_diagram(table: Timetable) -> str:
 
 
 def _block(cells: list[list[tuple[str, str]]], start: int, label_width: int, width: int) -> str:
-  """The lines of one block of consecutive ticks."""
+  """Returns the lines of one block of consecutive ticks."""
   ticks = range(start, start + len(cells))
   lines = ["tick".ljust(label_width) + "".join(str(tick).rjust(width) for tick in ticks)]
   for stage in range(len(cells[0])):
@@ -115,7 +115,7 @@ def timetable_chart(table: Timetable, title: str) -> Chart:
 
 
 def _bars(table: Timetable, repeat: int) -> Iterator[Bars]:
-  """The forwards and the backwards of a repeat."""
+  """Yields the forwards and the backwards of a repeat."""
   clock, repeats = tick_times(table), table.shape.repeats
   passes = {
     "forward": (

@@ -12,7 +12,7 @@ from maxbatch.core.plan import BatchPlan
 from maxbatch.core.solve import divisors, nearest_divisors, nearest_multiples, samples_per_group
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
-from maxbatch.pipeline_parallel.schedule import Schedule, schedule_named
+from maxbatch.pipeline_parallel.schedule import WITH_REPEATS, Schedule, schedule_named
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable import TimetableShape
 
@@ -50,7 +50,7 @@ class _MisfitError(Exception):
 
 
 def pipeline_of(config: Config, layout: Topology, plan: BatchPlan) -> Pipeline:
-  """The pipeline that the configuration describes on these devices.
+  """Returns the pipeline that the configuration describes on these devices.
 
   Raises:
     UserError: layers or samples do not divide as the schedule asks, with what does.
@@ -188,8 +188,8 @@ def _layers(config: Config, schedule: Schedule, layout: Topology) -> tuple[int, 
 
 
 def _with_repeats(config: PipelineConfig) -> Keys:
-  names = {"gpipe": "circular", "1f1b": "interleaved_1f1b"}
-  return {"pipeline_schedule": names.get(config.pipeline_schedule, config.pipeline_schedule)}
+  name = config.pipeline_schedule
+  return {"pipeline_schedule": WITH_REPEATS.get(name, name)}
 
 
 def _layers_message(config: Config, schedule: Schedule, layout: Topology, product: str) -> str:
@@ -205,7 +205,7 @@ def _layers_message(config: Config, schedule: Schedule, layout: Topology, produc
 
 
 def _given_layers(config: PipelineConfig) -> dict[str, int]:
-  """The keys that divide the layers, where they are set."""
+  """Returns the keys that divide the layers, where they are set."""
   keys = {
     "num_pipeline_repeats": config.num_pipeline_repeats,
     "num_layers_per_pipeline_stage": config.num_layers_per_pipeline_stage,
@@ -214,7 +214,7 @@ def _given_layers(config: PipelineConfig) -> dict[str, int]:
 
 
 def _layer_offers(config: Config, layout: Topology, known: int) -> Iterator[Keys]:
-  """One key changed so that the layers divide."""
+  """Yields one key changed so that the layers divide."""
   total, stages = config.model.base_num_decoder_layers, layout.shape["stage"]
   for key, value in _given_layers(config.pipeline).items():
     if total % stages == 0:

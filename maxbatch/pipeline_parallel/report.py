@@ -109,7 +109,7 @@ class PipelineReport:
     yield _line("imbalance", _imbalance(self.config.model, pipeline))
 
   def _ramp(self) -> str:
-    """The bubble of the batch schedule's smallest and largest step."""
+    """Returns the bubble of the batch schedule's smallest and largest step."""
     counts = sorted({phase.num_microbatches for phase in self.plan.phases})
     shares = [percent(predicted_bubble(self.pipeline.shape_of(count))) for count in counts]
     return (
@@ -127,7 +127,7 @@ class PipelineReport:
     )
 
   def _residuals(self, each: int) -> Iterator[str]:
-    """Bytes of the residuals, and of all that a stage keeps with and without them."""
+    """Yields bytes of the residuals, and of all that a stage keeps with and without them."""
     slots, alone = max(self.outcome.input_slots), input_bytes(self.config, self.pipeline)
     yield _line(
       "residuals",
@@ -165,7 +165,7 @@ class PipelineReport:
 
 
 def comparison(config: Config, plan: BatchPlan) -> str:
-  """A table of all schedules for these sizes.
+  """Returns a table of all schedules for these sizes.
 
   The configured schedule has the configured repeats and layers per stage, the others the defaults.
 
@@ -187,7 +187,7 @@ def comparison(config: Config, plan: BatchPlan) -> str:
 
 
 def input_bytes(config: Config, pipeline: Pipeline) -> int:
-  """Bytes of the input of one stage for one microbatch, on one device: (rows, T, D)."""
+  """Returns bytes of the input of one stage for one microbatch, on one device: (rows, T, D)."""
   sizes = (pipeline.rows, config.batch.max_target_length, config.model.base_emb_dim)
   rows, length, width = sizes
   return rows * length * width * compute_format(config.precision).bytes

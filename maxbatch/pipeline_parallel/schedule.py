@@ -58,7 +58,7 @@ def assign_slots(table: Timetable) -> Timetable:
 
 
 def _lowest_free_slots(intervals: Iterable[Interval]) -> dict[Task, int]:
-  """A slot for every interval."""
+  """Returns a slot for every interval."""
   slots: dict[Task, int] = {}
   busy: list[tuple[int, int]] = []
   free: list[int] = []
@@ -116,7 +116,7 @@ class Schedule:
 
 
 def schedule_named(name: str) -> Schedule:
-  """The schedule of `pipeline_schedule=name`.
+  """Returns the schedule of `pipeline_schedule=name`.
 
   Raises:
     UserError: no schedule has that name.
@@ -125,7 +125,7 @@ def schedule_named(name: str) -> Schedule:
 
 
 def timetable(name: str, shape: TimetableShape) -> Timetable:
-  """The timetable of a schedule, with slots for inputs and gradients.
+  """Returns the timetable of a schedule, with slots for inputs and gradients.
 
   Raises:
     UserError: no schedule has that name, or it does not support this shape.
@@ -152,7 +152,7 @@ def timetable(name: str, shape: TimetableShape) -> Timetable:
 
 
 def forward_only_timetable(shape: TimetableShape) -> Timetable:
-  """The timetable of an evaluation: every forward of every microbatch, no backwards.
+  """Returns the timetable of an evaluation: every forward of every microbatch, no backwards.
 
   Forwards run depth first, so that a stage uses each input in the tick in which it arrives: in slot 0.
   If the number of microbatches is no multiple of h·p, the stages are idle where the last group of
@@ -176,7 +176,7 @@ def _check(name: str, schedule: Schedule, shape: TimetableShape) -> None:
   if v > 1 and not schedule.allows_repeats:
     raise UserError(
       f"pipeline_schedule={name} has no repeats, but num_pipeline_repeats={v}; for example "
-      f"pipeline_schedule={_WITH_REPEATS[name]} or num_pipeline_repeats=1"
+      f"pipeline_schedule={WITH_REPEATS[name]} or num_pipeline_repeats=1"
     )
   least, group = schedule.min_microbatches(shape), schedule.microbatch_multiple(shape)
   if v > 1 and (m < least or m % group):
@@ -189,7 +189,7 @@ def _check(name: str, schedule: Schedule, shape: TimetableShape) -> None:
 
 
 def _breadth_first(k: int, shape: TimetableShape) -> tuple[int, int]:
-  """All microbatches go through one repeat, then all through the next."""
+  """Lets all microbatches go through one repeat, then all through the next."""
   return divmod(k, shape.microbatches)
 
 
@@ -208,7 +208,7 @@ def _after_all_forwards(shape: TimetableShape) -> int:
 
 
 def _after_first_forward(shape: TimetableShape) -> int:
-  """The tick of the last stage's first forward of the last repeat."""
+  """Returns the tick of the last stage's first forward of the last repeat."""
   p, v, h = shape.stages, shape.repeats, shape.forwarding_delay
   return (v - 1) * h * p + shape.warmup_ticks
 
@@ -253,4 +253,5 @@ SCHEDULES = MappingProxyType(
     ),
   }
 )
-_WITH_REPEATS = {"gpipe": "circular", "1f1b": "interleaved_1f1b"}
+WITH_REPEATS = {"gpipe": "circular", "1f1b": "interleaved_1f1b"}
+"""By schedules without repeats, the same with them."""

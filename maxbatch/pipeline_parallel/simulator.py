@@ -173,7 +173,7 @@ class _Simulator:
   def _check_task(
     self, what: str, tick: int, stage: int, entry: Forward | Backward, done: dict[Task, int]
   ) -> Task:
-    """The task of an entry; a fault if it does not exist or was done before."""
+    """Returns the task of an entry; a fault if it does not exist or was done before."""
     task = (ModelChunk(entry.repeat, stage), entry.microbatch)
     given = f"{what} of {_name(task)} at tick {tick}"
     sizes = {"repeat": self.shape.repeats, "microbatch": self.shape.microbatches}

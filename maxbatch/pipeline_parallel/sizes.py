@@ -72,14 +72,14 @@ class Pipeline:
     )
 
   def with_num_pipeline_microbatches(self, num_pipeline_microbatches: int) -> "Pipeline":
-    """The same with another choice of num_pipeline_microbatches."""
+    """Returns the same with another choice of num_pipeline_microbatches."""
     rows = self.num_pipeline_microbatches * self.rows // num_pipeline_microbatches
     return dataclasses.replace(
       self, num_pipeline_microbatches=num_pipeline_microbatches, rows=rows, is_open=False
     )
 
   def for_phase(self, plan: BatchPlan, phase: Phase) -> "Pipeline":
-    """The same for the microbatch of one stage of the batch schedule."""
+    """Returns the same for the microbatch of one stage of the batch schedule."""
     rows = samples_per_group(phase.micro_batch, plan.topology, self.num_pipeline_microbatches)
     return dataclasses.replace(self, rows=rows)
 
@@ -96,7 +96,7 @@ class Pipeline:
     )
 
   def as_dict(self) -> dict[str, object]:
-    """The sizes under their keys, for programs."""
+    """Returns the sizes under their keys, for programs."""
     return {
       "pipeline_schedule": self.schedule,
       "stages": self.stages,

@@ -50,19 +50,19 @@ class TimetableShape:
     return self.forwarding_delay * (self.stages - 1)
 
   def model_chunks(self) -> Iterator[ModelChunk]:
-    """All model chunks, in the order in which a microbatch goes through them."""
+    """Yields all model chunks, in the order in which a microbatch goes through them."""
     for repeat in range(self.repeats):
       for stage in range(self.stages):
         yield ModelChunk(repeat, stage)
 
   def previous_chunk(self, chunk: ModelChunk) -> ModelChunk | None:
-    """The chunk that computes this chunk's input; None where that is the embedding."""
+    """Returns the chunk that computes this chunk's input; None where that is the embedding."""
     if chunk.stage > 0:
       return ModelChunk(chunk.repeat, chunk.stage - 1)
     return ModelChunk(chunk.repeat - 1, self.stages - 1) if chunk.repeat > 0 else None
 
   def next_chunk(self, chunk: ModelChunk) -> ModelChunk | None:
-    """The chunk that uses this chunk's output; None where that is the loss."""
+    """Returns the chunk that uses this chunk's output; None where that is the loss."""
     if chunk.stage < self.stages - 1:
       return ModelChunk(chunk.repeat, chunk.stage + 1)
     return ModelChunk(chunk.repeat + 1, 0) if chunk.repeat < self.repeats - 1 else None
@@ -103,14 +103,14 @@ class Timetable:
   ticks: tuple[tuple[Cell, ...], ...]
 
   def forwards(self) -> Iterator[tuple[int, ModelChunk, Forward]]:
-    """Every forward with its tick and model chunk, tick by tick."""
+    """Yields every forward with its tick and model chunk, tick by tick."""
     for tick, row in enumerate(self.ticks):
       for stage, cell in enumerate(row):
         if cell.forward is not None:
           yield tick, ModelChunk(cell.forward.repeat, stage), cell.forward
 
   def backwards(self) -> Iterator[tuple[int, ModelChunk, Backward]]:
-    """Every backward with its tick and model chunk, tick by tick."""
+    """Yields every backward with its tick and model chunk, tick by tick."""
     for tick, row in enumerate(self.ticks):
       for stage, cell in enumerate(row):
         if cell.backward is not None:

@@ -72,7 +72,7 @@ class TimetableArrays(NamedTuple):
 
 
 def buffer_capacity(pipeline: Pipeline) -> BufferLimits:
-  """The slots of a stage's buffers that the largest step of the run needs."""
+  """Returns the slots of a stage's buffers that the largest step of the run needs."""
   return schedule_named(pipeline.schedule).limits(pipeline.shape_of(pipeline.max_num_microbatches))
 
 
@@ -93,7 +93,7 @@ def step_arrays(pipeline: Pipeline, num_microbatches: int) -> TimetableArrays:
 
 
 def forward_only_arrays(pipeline: Pipeline, microbatches: int) -> TimetableArrays:
-  """The timetable of an evaluation of so many microbatches, at least 1."""
+  """Returns the timetable of an evaluation of so many microbatches, at least 1."""
   shape = dataclasses.replace(pipeline.shape, microbatches=microbatches)
   table = forward_only_timetable(shape)
   return timetable_arrays(table, BufferLimits(1, 1), len(table.ticks))
@@ -131,12 +131,8 @@ def _set_pass(
   arrays: PassArrays, tick: int, chunk: ModelChunk, microbatch: int, slot: int | None
 ) -> None:
   at = tick, chunk.stage
-  arrays.is_active[at] = True
-  arrays.repeat[at], arrays.microbatch[at], arrays.slot[at] = (
-    chunk.repeat,
-    microbatch,
-    slot,
-  )
+  arrays.is_active[at], arrays.repeat[at] = True, chunk.repeat
+  arrays.microbatch[at], arrays.slot[at] = microbatch, slot
 
 
 def _set_forwards(table: Timetable, arrays: StageArrays) -> None:

@@ -72,5 +72,5 @@ FORMATS: Mapping[str, Format] = {
 
 
 def compute_format(config: PrecisionConfig) -> Format:
-  """The format of weights in use and activations."""
+  """Returns the format of weights in use and activations."""
   return FORMATS[config.precision if config.dtype == "auto" else config.dtype]

@@ -61,11 +61,11 @@ class LossScaling:
 
   @staticmethod
   def note(state: LossScale) -> dict[str, float]:
-    """The scale as plain JSON, for a checkpoint."""
+    """Returns the scale as plain JSON, for a checkpoint."""
     return {name: each.item() for name, each in jax.device_get(state)._asdict().items()}
 
   def after(self, state: LossScale, is_finite: jax.Array) -> LossScale:
-    """The scale after a step whose loss and gradients were finite, or not."""
+    """Returns the scale after a step whose loss and gradients were finite, or not."""
     skipped = jnp.where(is_finite, 0, 1)
     good = jnp.where(is_finite, state.good_steps + 1, 0)
     scale = state.scale
@@ -80,7 +80,7 @@ class LossScaling:
 
 
 def scaling_of(config: PrecisionConfig) -> LossScaling | None:
-  """The loss scaling that the keys describe; None for none.
+  """Returns the loss scaling that the keys describe; None for none.
 
   Raises:
     UserError: a scale that is not positive, bounds that exclude it, or factors that do not grow and

@@ -44,7 +44,7 @@ class Policy:
     return rounded(x, self.compute) if self.compute.is_emulated else x
 
   def summand(self, gradient: jax.Array) -> jax.Array:
-    """What a microbatch's gradient adds to the sum."""
+    """Returns what a microbatch's gradient adds to the sum."""
     if self.gradients != FLOAT32:
       gradient = gradient.astype(self.gradients.carrier)
       if self.gradients.is_emulated:
@@ -74,7 +74,7 @@ _ROUNDED = {"stochastic": "stochastically", "nearest": "to the nearest"}
 
 
 def policy_of(config: PrecisionConfig) -> Policy:
-  """The policy that the keys describe.
+  """Returns the policy that the keys describe.
 
   Raises:
     UserError: keys that contradict each other.

@@ -59,13 +59,13 @@ class Exponents:
     return int(there[-1]) + 1 - _BIAS if there.size else None
 
   def underflow(self, to: Format, shift: int = 0) -> float:
-    """The share of the numbers, times 2^shift, that a format sets to zero."""
+    """Returns the share of the numbers, times 2^shift, that a format sets to zero."""
     first = to.smallest_exponent - to.mantissa_bits - 1 - shift
     below = self.counts[1 : max(first + _BIAS, 1)].sum()
     return float(below / self.numbers) if self.numbers else 0.0
 
   def overflow(self, to: Format, shift: int = 0) -> float:
-    """The share of the numbers, times 2^shift, that a format makes infinite."""
+    """Returns the share of the numbers, times 2^shift, that a format makes infinite."""
     first = to.largest_exponent + 1 - shift
     above = self.counts[min(first + _BIAS, len(self.counts) - 1) : -1].sum()
     return float(above / self.numbers) if self.numbers else 0.0
@@ -78,7 +78,7 @@ def best_shift(found: Sequence[Exponents], to: Format) -> int:
 
 
 def report_text(found: Sequence[Exponents], step: int, tokens: int) -> str:
-  """The report: ranges by layer, then what each format would lose, and where."""
+  """Returns the report: ranges by layer, then what each format would lose, and where."""
   return "\n".join(
     [
       f"Precision report after step {step}: exponents of a microbatch of {tokens:,} tokens, computed in "
@@ -92,7 +92,7 @@ def report_text(found: Sequence[Exponents], step: int, tokens: int) -> str:
 
 
 def report_values(found: Sequence[Exponents], step: int, tokens: int) -> dict[str, Any]:
-  """The same as JSON holds it, with the counts of every tensor."""
+  """Returns the same as JSON holds it, with the counts of every tensor."""
   return {
     "step": step,
     "tokens": tokens,
@@ -119,7 +119,7 @@ def report_values(found: Sequence[Exponents], step: int, tokens: int) -> dict[st
 
 
 def _ranges(found: Sequence[Exponents]) -> Iterator[str]:
-  """A line for every kind and layer: of its tensors together."""
+  """Yields a line for every kind and layer: of its tensors together."""
   yield f"  {'':<34}{'99% above':>10}{'largest':>9}{'zeros':>8}   lost by " + ", ".join(
     to.name for to in REPORTED
   )

@@ -30,7 +30,7 @@ FlatParams = dict[tuple[str, ...], jax.Array]
 
 
 def is_layered(model: Model, path: tuple[str, ...]) -> bool:
-  """Whether a parameter belongs to the layers, which are stacked along its first dim."""
+  """Returns whether a parameter belongs to the layers, which are stacked along its first dim."""
   return model.axes()[path][:1] == ("layers",)
 
 
@@ -42,12 +42,12 @@ def split_layers(model: Model, tree: Parameters) -> tuple[FlatParams, FlatParams
 
 
 def trained(model: Model, flat: FlatParams) -> FlatParams:
-  """Those of some parameters that train."""
+  """Returns those of some parameters that train."""
   return {path: leaf for path, leaf in flat.items() if path not in model.frozen}
 
 
 def merge_layers(layers: FlatParams, rest: FlatParams) -> Parameters:
-  """The inverse of `split_layers`."""
+  """Returns the inverse of `split_layers`."""
   return unflatten_dict(layers | rest)
 
 
@@ -61,7 +61,7 @@ class ModelParts:
   metrics: Metrics = NO_METRICS
 
   def embed(self, layers: FlatParams, rest: FlatParams, rows: Rows) -> jax.Array:
-    """The input of the first layer: (R, T, D)."""
+    """Returns the input of the first layer: (R, T, D)."""
     return self._bind(layers, rest).embed(rows, self._dropout_keys(rows))
 
   def apply_layers(
@@ -114,7 +114,7 @@ class ModelParts:
 
 
 def bind_layered(model: Model, parameters: Parameters) -> LayeredModel:
-  """The model with these parameters, to be called part by part.
+  """Returns the model with these parameters, to be called part by part.
 
   Raises:
     UserError: the model cannot be called in parts.
@@ -135,12 +135,12 @@ def stage_order(pipeline: Pipeline) -> np.ndarray:
 
 
 def to_stage_order(model: Model, pipeline: Pipeline | None, tree: Any) -> Any:
-  """Parameters, or trees like them, from the model's order to the stage order."""
+  """Returns parameters, or trees like them, from the model's order to the stage order."""
   return _reorder(model, pipeline, tree, inverse=False)
 
 
 def to_layer_order(model: Model, pipeline: Pipeline | None, tree: Any) -> Any:
-  """Parameters, or trees like them, from the stage order to the model's order."""
+  """Returns parameters, or trees like them, from the stage order to the model's order."""
   return _reorder(model, pipeline, tree, inverse=True)
 
 

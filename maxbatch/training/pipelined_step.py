@@ -125,7 +125,7 @@ def stage_residual_bytes(
   rows: Rows,
   dropout_key: jax.Array,
 ) -> int:
-  """Bytes of one microbatch's residuals on one device, without its input.
+  """Returns bytes of one microbatch's residuals on one device, without its input.
 
   The arguments are those of `pipelined_gradients`, or their shapes. The model is only traced, so
   the devices of the mesh need not exist.
@@ -215,7 +215,7 @@ def _make_stash(
   rest: FlatParams,
   microbatch: Callable[[jax.Array], Rows],
 ) -> Stash:
-  """The stash for the shapes that the layers of one repeat get."""
+  """Returns the stash for the shapes that the layers of one repeat get."""
 
   def stage_input() -> StageInput:
     rows, first = microbatch(jnp.int32(0)), jnp.int32(0)
@@ -231,7 +231,7 @@ def split_repeats(layers: FlatParams, repeats: int) -> FlatParams:
 
 
 def split_microbatches(rows: Rows, num_pipeline_microbatches: int) -> Callable[[jax.Array], Rows]:
-  """A function from the number of a pipeline microbatch to its rows.
+  """Returns a function from the number of a pipeline microbatch to its rows.
 
   The first `num_pipeline_microbatches` numbers are those of the first accumulation step. Each takes
   rows from every group of devices along fsdp, so that no row moves between devices.

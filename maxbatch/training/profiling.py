@@ -37,7 +37,7 @@ class Profiler:
       jax.profiler.stop_trace()
 
   def is_due(self, step: int) -> bool:
-    """Whether a trace begins or ends after this step, which then has to be waited for."""
+    """Returns whether a trace begins or ends after this step, which then has to be waited for."""
     return self._steps is not None and step in (self._steps.first, self._steps.last)
 
   def turn(self, step: int, state: TrainState, *, ending: bool = False) -> None:

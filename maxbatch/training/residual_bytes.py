@@ -20,7 +20,7 @@ from maxbatch.training.pipelined_step import stage_residual_bytes
 
 
 def residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
-  """Bytes of the residuals of one microbatch on one device, without its input.
+  """Returns bytes of the residuals of one microbatch on one device, without its input.
 
   Raises:
     UserError: the model cannot be divided over stages, attention=flash has no kernel for the
@@ -63,7 +63,7 @@ def _residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
 
 
 def _rows(config: Config, plan: BatchPlan) -> Rows:
-  """Shapes of the rows of one accumulation step."""
+  """Returns shapes of the rows of one accumulation step."""
   count = plan.micro_batch_to_train
   ids = jax.ShapeDtypeStruct((1, count, plan.max_target_length), np.int32)
   weights = jax.ShapeDtypeStruct(ids.shape, np.float32)

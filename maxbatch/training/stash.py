@@ -97,7 +97,7 @@ def stage_residuals(
 
 
 def _vjp_leaves(parts: ModelParts, rest: FlatParams, stage_input: StageInput) -> list[Any]:
-  """Shapes of all leaves of the vjp."""
+  """Returns shapes of all leaves of the vjp."""
   _, vjp_fn = jax.eval_shape(lambda *some: layers_vjp(parts, *some), rest, stage_input)
   return jax.tree.leaves(vjp_fn)
 
@@ -105,7 +105,7 @@ def _vjp_leaves(parts: ModelParts, rest: FlatParams, stage_input: StageInput) ->
 def _name_changed_dims(
   name: str, axes: list[LogicalAxes], before: Sequence[Any], after: Sequence[Any]
 ) -> list[LogicalAxes]:
-  """The axes, with `name` for dims that grow and None for dims that shrink.
+  """Returns the axes, with `name` for dims that grow and None for dims that shrink.
 
   If the model has different residuals at the other size, the axes stay as they are: not divided.
   """
@@ -160,7 +160,7 @@ class InputStash:
   residuals: tuple[Residual, ...] = ()
 
   def forward(self, stage_input: StageInput) -> tuple[jax.Array, Arrays]:
-    """The output, without residuals."""
+    """Returns the output, without residuals."""
     rows, first = stage_input.rows, stage_input.first_layer
     return self.parts.apply_layers(
       stage_input.layers, self.rest, stage_input.x_RTD, rows, first
@@ -194,7 +194,7 @@ class ResidualStash:
   residuals: tuple[Residual, ...]
 
   def forward(self, stage_input: StageInput) -> tuple[jax.Array, Arrays]:
-    """The output, and the residuals that depend on the input."""
+    """Returns the output, and the residuals that depend on the input."""
     y_RTD, *leaves = self.forward_fn(*jax.tree.leaves(stage_input))
     by_index = dict(zip(self.residual_indices, leaves, strict=True))
     return y_RTD, tuple(by_index[index] for index in range(len(self.residuals)))
@@ -242,7 +242,7 @@ def _make_residual_stash(
 
 
 def _depends_on(jaxpr: core.Jaxpr, output: int, argument: int) -> bool:
-  """Whether an output depends on an argument and is not the argument itself."""
+  """Returns whether an output depends on an argument and is not the argument itself."""
   if jaxpr.outvars[output] is jaxpr.invars[argument]:
     return False
   _, used = dce_jaxpr(jaxpr, [at == output for at in range(len(jaxpr.outvars))])
@@ -250,7 +250,7 @@ def _depends_on(jaxpr: core.Jaxpr, output: int, argument: int) -> bool:
 
 
 def _unique_indices(leaves: Sequence[Any], is_saved: Sequence[bool]) -> tuple[int | None, ...]:
-  """An index for every saved leaf, equal for identical leaves; None for the others."""
+  """Returns an index for every saved leaf, equal for identical leaves; None for the others."""
   numbers: dict[int, int] = {}
   return tuple(
     numbers.setdefault(id(leaf), len(numbers)) if saved else None

@@ -18,7 +18,7 @@ from maxbatch.hardware.sharding import MESH_AXES, replicated
 
 
 def has_flags(mesh: Mesh) -> bool:
-  """Whether the devices belong to several processes."""
+  """Returns whether the devices belong to several processes."""
   return len({device.process_index for device in mesh.devices.flat}) > 1
 
 
@@ -28,7 +28,7 @@ def flagged(mesh: Mesh, control: Any, heard: bool = False) -> Any:
 
 
 def abstract_flagged(mesh: Mesh, control: Any) -> Any:
-  """The shapes of `flagged`, for devices that may not be here."""
+  """Returns the shapes of `flagged`, for devices that may not be here."""
   flags = jax.ShapeDtypeStruct((mesh.size,), jnp.int32)
   return (control, flags) if has_flags(mesh) else control
 

@@ -275,7 +275,7 @@ class PipelineStage:
   def _embedding_backward(
     self, entry: PassArrays, d_x_RTD: jax.Array, d_rest: FlatParams
   ) -> FlatParams:
-    """The backward of the embedding, added on the first stage in the first repeat."""
+    """Returns the backward of the embedding, added on the first stage in the first repeat."""
     rows = self.microbatch(entry.microbatch)
 
     def embed(used: FlatParams) -> jax.Array:
@@ -296,14 +296,14 @@ class PipelineStage:
     return self.parts.embed(self.layers, self.rest, self.microbatch(microbatch))
 
   def _stage_input(self, entry: PassArrays, x_RTD: jax.Array) -> StageInput:
-    """The input of this stage's layers in this forward or backward."""
+    """Returns the input of this stage's layers in this forward or backward."""
     layers = self._layers_of_repeat(entry.repeat)
     each = next(iter(layers.values())).shape[0]
     first = (entry.repeat * self.pipeline.stages + self.index) * each
     return StageInput(layers, x_RTD, self.microbatch(entry.microbatch), first)
 
   def _layers_of_repeat(self, repeat: jax.Array) -> FlatParams:
-    """The parameters of one repeat; without repeats, nothing is copied."""
+    """Returns the parameters of one repeat; without repeats, nothing is copied."""
     return {
       path: leaf[0] if leaf.shape[0] == 1 else leaf[repeat] for path, leaf in self.layers.items()
     }
@@ -379,7 +379,7 @@ def _used_params(function: Callable[[FlatParams], Any], rest: FlatParams) -> Fla
 
 
 def _blank(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-  """An array whose values are never used, or only after they are written."""
+  """Returns an array whose values are never used, or only after they are written."""
   return jnp.zeros(shape, dtype)
 
 
@@ -388,7 +388,7 @@ def _blank_like(x_RTD: jax.Array) -> jax.Array:
 
 
 def _mask(condition: jax.Array, value: jax.Array) -> jax.Array:
-  """The value, or zeros on an idle stage, even where it computed NaN."""
+  """Returns the value, or zeros on an idle stage, even where it computed NaN."""
   return jnp.where(condition, value, jnp.zeros_like(value))
 
 
