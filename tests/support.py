@@ -5,6 +5,7 @@ import functools
 import os
 import re
 import signal
+import sys
 from typing import Any
 
 import jax
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from maxbatch.batch.from_config import plan_batches
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, ModelConfig, fields
 from maxbatch.config.value import convert
 from maxbatch.config.yaml_file import read_argument
+from maxbatch.core.plan import BatchPlan
 from maxbatch.core.topology import Topology
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import make_mesh
@@ -168,3 +171,17 @@ def collectives(text: str) -> dict[str, list[str]]:
 def memory(lowered: jax.stages.Lowered) -> Any:
   """The compiled program's memory, by the compiler's account."""
   return lowered.compile().memory_analysis()
+
+
+def counted_plans(monkeypatch: pytest.MonkeyPatch) -> list[BatchPlan]:
+  """The plans of batches that are made from now on, wherever in the package."""
+  plans: list[BatchPlan] = []
+
+  def counted(*arguments: Any, **keys: Any) -> BatchPlan:
+    plans.append(plan_batches(*arguments, **keys))
+    return plans[-1]
+
+  for name, module in list(sys.modules.items()):
+    if name.startswith("maxbatch.") and vars(module).get("plan_batches") is plan_batches:
+      monkeypatch.setattr(module, "plan_batches", counted)
+  return plans

@@ -28,7 +28,7 @@ TIMES = ("step_seconds", "data_wait_seconds", "tokens_per_second")
 DRIVER = """
 import os, signal, sys, time
 from maxbatch import train
-from maxbatch.compile import steps
+from maxbatch.compile import step_file
 from maxbatch.modes import run
 where = sys.argv[1]
 def long_one(*_):
@@ -39,7 +39,7 @@ def long_one(*_):
     if where != "eval_rows":
       raise
     time.sleep(600)  # an exception that is lost on its way
-place = {"compiled_step": steps}.get(where, run)
+place = {"compiled_step": step_file}.get(where, run)
 assert hasattr(place, where)
 setattr(place, where, long_one)
 train.leave_together(train.main(sys.argv[2:]))

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from begun_states import begun_state, random_parameters
+from support import counted_plans
 from test_train_rl import KEYS, run, same
 
 from maxbatch import plan, train_rl
@@ -102,6 +103,14 @@ def test_everything_is_checked_and_nothing_compiled(tmp_path):
 def test_what_would_stop_a_run_is_said_before(tmp_path, keys, said):
   with pytest.raises(UserError, match=re.escape(said)):
     checked(f"base_output_directory={tmp_path}", *keys)
+
+
+def test_a_start_plans_its_batches_once(tmp_path, monkeypatch):
+  plans = counted_plans(monkeypatch)
+  checked(f"base_output_directory={tmp_path}", "micro_batch_size=8")
+  assert len(plans) == 1
+  GRPO.resolve(of("micro_batch_size=8"), find_devices(of()), Purpose.RUN)
+  assert len(plans) == 2
 
 
 @pytest.mark.usefixtures("begun")
