@@ -13,26 +13,98 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+  from maxbatch.core.accumulate import Accumulated, Squares, accumulate, divisor, objective
+  from maxbatch.core.check_split import Finding, SplitReport, check_split
+  from maxbatch.core.confidence import Interval
   from maxbatch.core.make_plan import plan
+  from maxbatch.core.microbatch_size import SizeChoice, choose_micro_batch_size
+  from maxbatch.core.noise_scale import Estimate, NoiseScale
   from maxbatch.core.phases import Phase, Position
   from maxbatch.core.plan import BatchPlan, PlannedStep
+  from maxbatch.core.rows import microbatches, sample_keys
   from maxbatch.core.schedule import RampupBatchManager, ScheduleInputs
+  from maxbatch.core.terms import Loss, Max, Ratio, Stats, Sum, Terms
   from maxbatch.core.topology import Topology
+  from maxbatch.core.train_step import (
+    StepOptimizer,
+    StepResult,
+    StepState,
+    init_state,
+    mean_gradient,
+    step_optimizer,
+    train_step,
+  )
   from maxbatch.errors import UserError
 
 __all__ = [
+  "Accumulated",
   "BatchPlan",
+  "Estimate",
+  "Finding",
+  "Interval",
+  "Loss",
+  "Max",
+  "NoiseScale",
   "Phase",
   "PlannedStep",
   "Position",
   "RampupBatchManager",
+  "Ratio",
   "ScheduleInputs",
+  "SizeChoice",
+  "SplitReport",
+  "Squares",
+  "Stats",
+  "StepOptimizer",
+  "StepResult",
+  "StepState",
+  "Sum",
+  "Terms",
   "Topology",
   "UserError",
+  "accumulate",
+  "check_split",
+  "choose_micro_batch_size",
+  "divisor",
+  "init_state",
+  "mean_gradient",
+  "microbatches",
+  "objective",
   "plan",
+  "sample_keys",
+  "step_optimizer",
+  "train_step",
 ]
 # What the package exports and where it is, once more for Python as for type checkers above.
 _EXPORTS = {
+  "Accumulated": "maxbatch.core.accumulate",
+  "Squares": "maxbatch.core.accumulate",
+  "accumulate": "maxbatch.core.accumulate",
+  "divisor": "maxbatch.core.accumulate",
+  "objective": "maxbatch.core.accumulate",
+  "Finding": "maxbatch.core.check_split",
+  "SplitReport": "maxbatch.core.check_split",
+  "check_split": "maxbatch.core.check_split",
+  "Interval": "maxbatch.core.confidence",
+  "SizeChoice": "maxbatch.core.microbatch_size",
+  "choose_micro_batch_size": "maxbatch.core.microbatch_size",
+  "Estimate": "maxbatch.core.noise_scale",
+  "NoiseScale": "maxbatch.core.noise_scale",
+  "microbatches": "maxbatch.core.rows",
+  "sample_keys": "maxbatch.core.rows",
+  "Loss": "maxbatch.core.terms",
+  "Max": "maxbatch.core.terms",
+  "Ratio": "maxbatch.core.terms",
+  "Stats": "maxbatch.core.terms",
+  "Sum": "maxbatch.core.terms",
+  "Terms": "maxbatch.core.terms",
+  "StepOptimizer": "maxbatch.core.train_step",
+  "StepResult": "maxbatch.core.train_step",
+  "StepState": "maxbatch.core.train_step",
+  "init_state": "maxbatch.core.train_step",
+  "mean_gradient": "maxbatch.core.train_step",
+  "step_optimizer": "maxbatch.core.train_step",
+  "train_step": "maxbatch.core.train_step",
   "plan": "maxbatch.core.make_plan",
   "BatchPlan": "maxbatch.core.plan",
   "PlannedStep": "maxbatch.core.plan",
