@@ -92,6 +92,13 @@ def test_the_example_in_the_docstring():
   assert not doctest.testmod(make_plan).failed
 
 
+def test_the_example_in_the_docs():
+  page = ROOT.parent / "docs" / "batch_size.md"
+  done = doctest.testfile(str(page), module_relative=False, encoding="utf-8")
+  assert done.attempted > 4
+  assert not done.failed
+
+
 def test_arguments_are_keys_of_the_configuration():
   names = set(inspect.signature(mb.plan).parameters) - {"mesh", "num_devices"}
   assert names <= set(fields())
