@@ -41,46 +41,7 @@ from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.plots.chart import Chart, Line, Panel
 from maxbatch.plots.page import check_picture_file, picture
 
-
-def charts(advice: Advice) -> list[Chart]:
-  """Returns the frontier, where a place is known, and the batch by the rules."""
-  return [*([_frontier(advice)] if advice.curves else []), _rules(advice)]
-
-
-def _frontier(advice: Advice) -> Chart:
-  lines = []
-  for number, curve in enumerate(advice.curves):
-    tokens, days = [one.tokens for one in curve.points], [one.days for one in curve.points]
-    lines.append(Line(str(curve.place), [tokens], days, color=number, dash=number, style="both"))
-  knees = [curve.knee for curve in advice.curves]
-  at = [[one.tokens for one in knees]]
-  lines.append(Line("knees", at, [one.days for one in knees], color=len(lines), style="dots"))
-  if advice.here:
-    own = advice.here
-    lines.append(Line("advised", [[own.tokens]], [own.days], color=len(lines), style="dots"))
-  panel = Panel("days to the same loss", lines, low=0)
-  return Chart("days over tokens, to the same loss", ["tokens"], [panel])
-
-
-def _rules(advice: Advice) -> Chart:
-  """Every rule's batch over the data overhead: those that can be carried are lines through 0."""
-  overheads = [0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0]
-  lines = []
-  for one in advice.size.said:
-    if one.at_overhead is not None:
-      scale = one.at_overhead / advice.size.data_overhead
-      values = [scale * overhead for overhead in overheads]
-      number = len(lines)
-      lines.append(Line(one.rule.title, [overheads], values, color=number, dash=number))
-  taken = f"taken, {short(advice.size.tokens)}"
-  point = [[advice.size.data_overhead]]
-  lines.append(Line(taken, point, [advice.size.tokens], color=len(lines), style="dots"))
-  panel = Panel("batch by rule, tokens of a step", lines, log=True)
-  name = "batch over data overhead, by rule"
-  return Chart(name, ["data overhead"], [panel], log_x=True, ticks=overheads)
-
-
-HEAD = "# Advice of maxbatch: "
+_HEAD = "# Advice of maxbatch: "
 _HERE_ONLY = ("config", "compile_topology", "compile_topology_num_slices")
 """Keys of the question that say where, not what: a run finds its devices itself."""
 _WHY = {
@@ -90,44 +51,6 @@ _WHY = {
   "batch_schedule": "The ramp: [from sample, samples of a step].",
   "learning_rate": "The optimizer at this batch.",
 }
-
-
-def configuration(
-  advised: Mapping[str, object],
-  asked: Mapping[str, object],
-  base: str,
-  command: Sequence[str],
-) -> str:
-  """Returns the file: what was asked for by hand, then what is advised, each group with its reason.
-
-  Args:
-    asked: keys that were set by hand, with their values.
-    base: the configuration that they change, a name or a file.
-    command: all that was asked, for the first line.
-  """
-  lines = [HEAD + " ".join(" ".join(command).split()), f"base_config: {_base(base)}"]
-  own = [key for key in asked if key not in _HERE_ONLY and key not in advised]
-  lines += ["# As asked."] if own else []
-  lines += [f"{key}: {_value(asked[key])}" for key in own]
-  for key, value in advised.items():
-    if key in _WHY:
-      lines.append(f"# {_WHY[key]}")
-    lines.append(f"{key}: {_value(value)}")
-  return "\n".join(lines) + "\n"
-
-
-def _base(name: str) -> str:
-  """A shipped file by its name, any other by its whole path: the advice may lie elsewhere."""
-  path = Path(name).expanduser()
-  return _value(str(path.absolute()) if path.is_file() else name)
-
-
-def _value(value: object) -> str:
-  """In one line; text is quoted where it could be read as something else."""
-  dumped = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
-  return dumped.removesuffix("\n").removesuffix("\n...")
-
-
 _OPTIONS = ("json", "explain", "explore", "plot", "write")
 _MESH = ("remat_policy", "ici_data_parallelism", "ici_fsdp_parallelism", "ici_tensor_parallelism")
 _MESH += ("dcn_data_parallelism",)
@@ -351,6 +274,80 @@ def _next_steps(advice: Advice, file: str, named: Collection[str], *, explain: b
   if not explain:
     lines.append("--explain says where every rule is from, and what speaks against it.")
   return "\n".join(lines)
+
+
+def charts(advice: Advice) -> list[Chart]:
+  """Returns the frontier, where a place is known, and the batch by the rules."""
+  return [*([_frontier(advice)] if advice.curves else []), _rules(advice)]
+
+
+def _frontier(advice: Advice) -> Chart:
+  lines = []
+  for number, curve in enumerate(advice.curves):
+    tokens, days = [one.tokens for one in curve.points], [one.days for one in curve.points]
+    lines.append(Line(str(curve.place), [tokens], days, color=number, dash=number, style="both"))
+  knees = [curve.knee for curve in advice.curves]
+  at = [[one.tokens for one in knees]]
+  lines.append(Line("knees", at, [one.days for one in knees], color=len(lines), style="dots"))
+  if advice.here:
+    own = advice.here
+    lines.append(Line("advised", [[own.tokens]], [own.days], color=len(lines), style="dots"))
+  panel = Panel("days to the same loss", lines, low=0)
+  return Chart("days over tokens, to the same loss", ["tokens"], [panel])
+
+
+def _rules(advice: Advice) -> Chart:
+  """Every rule's batch over the data overhead: those that can be carried are lines through 0."""
+  overheads = [0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0]
+  lines = []
+  for one in advice.size.said:
+    if one.at_overhead is not None:
+      scale = one.at_overhead / advice.size.data_overhead
+      values = [scale * overhead for overhead in overheads]
+      number = len(lines)
+      lines.append(Line(one.rule.title, [overheads], values, color=number, dash=number))
+  taken = f"taken, {short(advice.size.tokens)}"
+  point = [[advice.size.data_overhead]]
+  lines.append(Line(taken, point, [advice.size.tokens], color=len(lines), style="dots"))
+  panel = Panel("batch by rule, tokens of a step", lines, log=True)
+  name = "batch over data overhead, by rule"
+  return Chart(name, ["data overhead"], [panel], log_x=True, ticks=overheads)
+
+
+def configuration(
+  advised: Mapping[str, object],
+  asked: Mapping[str, object],
+  base: str,
+  command: Sequence[str],
+) -> str:
+  """Returns the file: what was asked for by hand, then what is advised, each group with its reason.
+
+  Args:
+    asked: keys that were set by hand, with their values.
+    base: the configuration that they change, a name or a file.
+    command: all that was asked, for the first line.
+  """
+  lines = [_HEAD + " ".join(" ".join(command).split()), f"base_config: {_base(base)}"]
+  own = [key for key in asked if key not in _HERE_ONLY and key not in advised]
+  lines += ["# As asked."] if own else []
+  lines += [f"{key}: {_value(asked[key])}" for key in own]
+  for key, value in advised.items():
+    if key in _WHY:
+      lines.append(f"# {_WHY[key]}")
+    lines.append(f"{key}: {_value(value)}")
+  return "\n".join(lines) + "\n"
+
+
+def _base(name: str) -> str:
+  """A shipped file by its name, any other by its whole path: the advice may lie elsewhere."""
+  path = Path(name).expanduser()
+  return _value(str(path.absolute()) if path.is_file() else name)
+
+
+def _value(value: object) -> str:
+  """In one line; text is quoted where it could be read as something else."""
+  dumped = yaml.safe_dump(value, default_flow_style=True, width=math.inf, allow_unicode=True)
+  return dumped.removesuffix("\n").removesuffix("\n...")
 
 
 if __name__ == "__main__":

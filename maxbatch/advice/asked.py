@@ -15,6 +15,15 @@ from maxbatch.estimate.step_work import StepWork, step_work
 from maxbatch.hardware.tpu_slices import FAMILIES, slice_named
 
 _ALIASES = {"v5litepod": "v5e"}
+_CHOSEN = {
+  "micro_batch_size": "micro_batch_size",
+  "per_device_batch_size": "per_device_batch_size",
+  "gradient_accumulation_steps": "gradient_accumulation_steps",
+  "batch_schedule": "the ramp",
+  "batch_schedule_type": "the ramp",
+  "enable_rampup_batch_size": "the ramp",
+}
+"""Keys whose values are what is asked for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,17 +173,6 @@ def ask(
     loss=wishes.final_loss or expected_loss(parameters, tokens),
   )
   return Asked(config, work, training, wishes, place, mesh, given)
-
-
-_CHOSEN = {
-  "micro_batch_size": "micro_batch_size",
-  "per_device_batch_size": "per_device_batch_size",
-  "gradient_accumulation_steps": "gradient_accumulation_steps",
-  "batch_schedule": "the ramp",
-  "batch_schedule_type": "the ramp",
-  "enable_rampup_batch_size": "the ramp",
-}
-"""Keys whose values are what is asked for."""
 
 
 def check_scope(config: Config, named: Iterable[str]) -> None:

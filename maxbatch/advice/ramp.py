@@ -19,6 +19,8 @@ _HALVINGS = 3
 """A ramp begins with at least an eighth of its last batch: below, phases are shorter than a warm-up."""
 _SHORTEST = 0.002
 """Of the run: a phase that is shorter is left out."""
+_TOLERANCE = 0.1
+"""Rules agree no better than this: so far a batch may move to divide by a larger power of 2."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,10 +76,6 @@ def overhead(
     * ((end / tokens) ** rest - (phase.at_tokens / tokens) ** rest)
     for phase, end in zip(phases, ends, strict=True)
   )
-
-
-_TOLERANCE = 0.1
-"""Rules agree no better than this: so far a batch may move to divide by a larger power of 2."""
 
 
 def round_batch(exact: float) -> int:

@@ -22,6 +22,17 @@ _MEANINGS = {
   "optimal": "least loss",
   "tolerance": "within 0.01 nats",
 }
+_READ = {
+  "text or code": "read in the paper or its code",
+  "summary": "read in a summary by others",
+  "memory": "from memory, not checked",
+}
+_QUANTITIES = {
+  "parameters": "parameters",
+  "tokens": "tokens",
+  "flops": "FLOPs",
+  "tokens_per_parameter": "tokens a parameter",
+}
 
 
 def report(advice: Advice, planned: Planned) -> str:
@@ -326,19 +337,6 @@ def _experiment(advice: Advice) -> Iterator[str]:
       "That is the largest branch; the others likewise, their rates by the root of the batch. Compare "
       "the mean loss of their last quarter (docs/critical_batch.md)."
     )
-
-
-_READ = {
-  "text or code": "read in the paper or its code",
-  "summary": "read in a summary by others",
-  "memory": "from memory, not checked",
-}
-_QUANTITIES = {
-  "parameters": "parameters",
-  "tokens": "tokens",
-  "flops": "FLOPs",
-  "tokens_per_parameter": "tokens a parameter",
-}
 
 
 def explained(training: Training) -> str:

@@ -47,6 +47,8 @@ _SHAPE = re.compile(r"one microbatch of (?P<size>\S+) samples? per device")
 _LINKS = re.compile(
   r"each microbatch +\d+ × (\S+) +\S+ GB in groups of \d+, (beside the work|work waits), (\S+) s on"
 )
+_Key = tuple[str, str, Topology, Fraction, str]
+_STATE = ("parameters", "optimizer state", "gradient accumulators")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +107,6 @@ def compiled_step(
     return None
   key = (work_digest(work), chip.generation, mesh, per_device, remat)
   return _remembered(str(remembered_steps())).get(key) or _by_key().get(key)
-
-
-_Key = tuple[str, str, Topology, Fraction, str]
 
 
 def _keyed(steps: Sequence[CompiledStep]) -> dict[_Key, CompiledStep]:
@@ -243,9 +242,6 @@ def _step(text: str, work: StepWork) -> CompiledStep:
     state_bytes=round(GIB * sum(_gib(name, text) for name in _STATE)),
     peak_bytes=round(GIB * _gib("peak", text)),
   )
-
-
-_STATE = ("parameters", "optimizer state", "gradient accumulators")
 
 
 def _remat(name: str) -> RematPolicy | None:

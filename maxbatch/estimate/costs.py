@@ -40,6 +40,9 @@ _NEUTRAL = (
   "fusion",
   "call",
 )
+_NO_OPS = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "Sharding")
+"""Custom calls that are compiler annotations and do no work."""
+_WRAPPERS = ("fusion", "async-start", "call-start")
 
 
 def kind_of(program: HloModule, one: Instruction) -> Kind:
@@ -69,11 +72,6 @@ def _inside(program: HloModule, one: Instruction) -> Iterator[Instruction]:
     for body in program.called_by(one):
       for each in body:
         yield from _inside(program, each)
-
-
-_NO_OPS = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "Sharding")
-"""Custom calls that are compiler annotations and do no work."""
-_WRAPPERS = ("fusion", "async-start", "call-start")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,6 +35,9 @@ from maxbatch.estimate.step_work import (
 )
 
 RATES = pathlib.Path(__file__).with_name("step_rates.json")
+_WIDE = 16
+"""Devices over which the compiler still divides reductions into small messages beside the products; over
+more it sums whole gradients, and the products wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,11 +136,6 @@ def memory_work(
     "tile": logits * 4 / tiles,
     "kept": kept,
   }
-
-
-_WIDE = 16
-"""Devices over which the compiler still divides reductions into small messages beside the products; over
-more it sums whole gradients, and the products wait."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,9 @@ _TOTAL, _LOW, _HIGH = "gns/total", "gns/total_low", "gns/total_high"
 _OF_THE_WHOLE = (_TOTAL, _LOW, _HIGH, "gns/total_tokens", "gns/negative_share", "gns/slope")
 _HIDDEN = ("/signal", "/noise")
 """A step's raw moments, whose quotient over a window is shown."""
+MOST_POINTS = 1200
+"""About as many as a screen has dots across."""
+_KEPT_OF_EACH = 4
 
 
 def training_chart(runs: Sequence[RunHistory]) -> Chart | None:
@@ -142,11 +145,6 @@ def _is_group(name: str) -> bool:
 def _evaluation(name: str) -> str:
   part = name.removeprefix("eval/loss").strip("/")
   return f"validation, {part}" if part else "validation"
-
-
-MOST_POINTS = 1200
-"""About as many as a screen has dots across."""
-_KEPT_OF_EACH = 4
 
 
 def thinned(y: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:

@@ -31,6 +31,11 @@ from maxbatch.tuning.search import ProbeResult, most_probes, search
 
 Point = tuple[float, float]
 """(samples, value)."""
+KEY = "num_pipeline_microbatches"
+_CLOSE = 0.05
+"""Predictions, of a TPU program's ticks too, have been off by up to this share and a little more."""
+Probe = Callable[[int], ProbeResult]
+"""Compiles for a number of pipeline microbatches, and times it if it fits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +74,6 @@ def fitted_cost(points: Sequence[Point]) -> Line:
   """
   line = fitted(points)
   return line if line.per_sample >= 0 else fitted([(0.0, value) for _, value in points])
-
-
-KEY = "num_pipeline_microbatches"
-_CLOSE = 0.05
-"""Predictions, of a TPU program's ticks too, have been off by up to this share and a little more."""
-Probe = Callable[[int], ProbeResult]
-"""Compiles for a number of pipeline microbatches, and times it if it fits."""
 
 
 @dataclasses.dataclass(frozen=True)
