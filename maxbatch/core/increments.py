@@ -61,7 +61,7 @@ def check_increments(
 def _working_starts(
   start: Fraction, increment: Fraction, target: Fraction, unit: Fraction
 ) -> list[tuple[Fraction, Fraction]]:
-  """The starts on both sides of `start` from which whole increments lead to the target.
+  """Returns the starts on both sides of `start` from which whole increments lead to the target.
 
   Each comes with its increment: the given one, or another where that leads there from no start.
   """

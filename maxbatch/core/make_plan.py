@@ -214,7 +214,7 @@ def derive(keys: BatchKeys, topology: Topology, build: Build | None = None) -> B
 
 
 def _eval_batch(per_device: Fraction, micro_batch: int, topology: Topology) -> int:
-  """Samples of one evaluation batch: by eval_per_device_batch_size, or training's microbatch."""
+  """Returns the samples of an evaluation batch: by eval_per_device_batch_size, or training's microbatch."""
   if per_device == 0:
     return micro_batch
   return whole_micro_batch(GivenSize("eval_per_device_batch_size", per_device), topology)

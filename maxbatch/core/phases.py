@@ -88,12 +88,12 @@ class Phase:
     return self.after(self.num_steps)
 
   def after(self, steps: int) -> Position:
-    """The position after `steps` steps of the phase."""
+    """Returns the position after `steps` steps of the phase."""
     return Position(self.first.step + steps, self.first.samples + steps * self.batch)
 
 
 def phases_of(schedule: BatchSchedule, budget: Budget, start: Position) -> tuple[Phase, ...]:
-  """The phases with at least one step between `start` and the end of the budget, in order.
+  """Returns the phases with at least one step between `start` and the end of the budget, in order.
 
   A run at or past its end gets one phase without steps.
 
@@ -128,7 +128,7 @@ def _steps_until(
   unit: Literal["steps", "samples"],
   position: Position,
 ) -> int | None:
-  """Steps from `position` to the first that begins at or after `until`; None if there is no end."""
+  """Returns the steps before the first that begins at or after `until`; None if there is no end."""
   if until is None:
     return None
   left = until - (position.step if unit == "steps" else position.samples)
@@ -138,7 +138,7 @@ def _steps_until(
 def _steps_within_budget(
   budget: Budget, point: SchedulePoint, position: Position
 ) -> tuple[int, Fraction]:
-  """Whole steps left in the budget, and the samples left after them."""
+  """Returns the whole steps left in the budget, and the samples left after them."""
   if budget.key == "steps":
     return max(0, int(budget.amount) - position.step), Fraction(0)
   left = max(Fraction(0), budget.amount - position.samples)
@@ -147,7 +147,7 @@ def _steps_within_budget(
 
 
 def _partial_step(budget: Budget, phase: Phase, rest: Fraction) -> list[Phase]:
-  """The partial last step, of the samples left in a budget of samples or tokens; [] if none are.
+  """Returns the partial last step, of the samples left in a budget of samples or tokens, if any.
 
   So the run consumes exactly its budget, also with a ramp-up, whose steps rarely add up to a round
   number. The step must be whole microbatches, which need no other compilation.
@@ -175,12 +175,12 @@ def _no_whole_microbatch(budget: Budget, phase: Phase, rest: Fraction) -> str:
 
 
 def phase_at_sample(phases: Sequence[Phase], samples: int) -> Phase:
-  """The phase that consumes sample `samples` (0-based); outside the run, the nearest one."""
+  """Returns the phase that consumes sample `samples` (0-based); outside the run, the nearest one."""
   after = bisect.bisect_right(phases, samples, key=lambda phase: phase.first.samples)
   return phases[max(0, after - 1)]
 
 
 def phase_at_step(phases: Sequence[Phase], step: int) -> Phase:
-  """The phase of step `step` (0-based); outside the run, the nearest one."""
+  """Returns the phase of step `step` (0-based); outside the run, the nearest one."""
   after = bisect.bisect_right(phases, step, key=lambda phase: phase.first.step)
   return phases[max(0, after - 1)]

@@ -17,7 +17,7 @@ is resumed, also on other devices, continues the same schedule.
     batch_schedule=file                             as another run recorded it
 
 B is the run's batch, global_batch_to_train: the last phase of a ramp, but the first of gns and
-file. Every phase must be a multiple of the data-parallel groups. A phase keeps the run's microbatch
+file, which batch/from_config.py makes. Every phase must be a multiple of the data-parallel groups. A phase keeps the run's microbatch
 where that divides its batch, and changes only the number of gradient accumulation steps, so a ramp
 compiles nothing new; else it takes the largest smaller microbatch that does.
 
@@ -127,20 +127,20 @@ class RampupBatchManager:
     return self.global_rampup_samples / self.num_increments
 
   def phase_at(self, samples: int) -> int:
-    """The phase (from 0) of the step that begins when `samples` are consumed."""
+    """Returns the phase (from 0) of the step that begins when `samples` are consumed."""
     return min(self.num_increments, math.floor(samples / self.samples_per_increment))
 
   def batch_of(self, phase: int) -> Fraction:
-    """Samples per step in a phase."""
+    """Returns the samples per step in a phase."""
     size = self.per_device_batch_size_start + phase * self.per_device_batch_size_increment
     return size * self.samples_per_size
 
   def batch_at(self, samples: int) -> Fraction:
-    """Samples of the step that begins when `samples` are consumed."""
+    """Returns the samples of the step that begins when `samples` are consumed."""
     return self.batch_of(self.phase_at(samples))
 
   def phase_starts(self) -> PhaseStarts:
-    """Every phase: the samples at which it begins, and its batch."""
+    """Returns where each phase begins, in samples, and its batch."""
     return [
       (phase * self.samples_per_increment, self.batch_of(phase))
       for phase in range(self.num_increments + 1)
@@ -148,12 +148,12 @@ class RampupBatchManager:
 
 
 def constant(inputs: ScheduleInputs) -> PhaseStarts:
-  """The run's batch throughout."""
+  """Keeps the run's batch throughout."""
   return [(Fraction(0), Fraction(inputs.sizes.batch))]
 
 
 def rampup(inputs: ScheduleInputs) -> PhaseStarts:
-  """MaxText's ramp-up: per_device_batch_size_start, …_increment and global_rampup_samples."""
+  """Ramps up as MaxText does: per_device_batch_size_start, …_increment and global_rampup_samples."""
   given, sizes = inputs.keys, inputs.sizes
   per_size = inputs.topology.num_devices * sizes.gradient_accumulation_steps
   start = Fraction(given.per_device_batch_size_start)
@@ -167,7 +167,7 @@ def rampup(inputs: ScheduleInputs) -> PhaseStarts:
 
 
 def linear(inputs: ScheduleInputs) -> PhaseStarts:
-  """From batch_size_start to the run's batch in equal increments, over batch_schedule_length."""
+  """Ramps up from batch_size_start to the run's batch in equal increments, over batch_schedule_length."""
   length, start, target = _length(inputs), _start(inputs), Fraction(inputs.sizes.batch)
   given = inputs.keys.batch_size_increment
   increment = start if given == -1 else Fraction(given)
@@ -178,7 +178,7 @@ def linear(inputs: ScheduleInputs) -> PhaseStarts:
 
 
 def doubling(inputs: ScheduleInputs) -> PhaseStarts:
-  """From batch_size_start to the run's batch by doubling; all phases but the last equally long."""
+  """Doubles from batch_size_start to the run's batch; all phases but the last are equally long."""
   whole, start, target = _length(inputs), _start(inputs), inputs.sizes.batch
   doublings = (target / start).numerator.bit_length() - 1
   if start * 2**doublings != target or doublings == 0:
@@ -200,7 +200,7 @@ def doubling(inputs: ScheduleInputs) -> PhaseStarts:
 
 
 def listed(inputs: ScheduleInputs) -> PhaseStarts:
-  """batch_schedule: [[at, batch], …], as listed."""
+  """Takes the phases as listed: batch_schedule=[[at, batch], …]."""
   pairs = inputs.keys.batch_schedule
   example = "for example batch_schedule=[[0, 32], [10000, 64]]"
   if not pairs or isinstance(pairs, str) or any(len(pair) != 2 for pair in pairs):
@@ -277,7 +277,7 @@ def schedule_name(keys: BatchKeys) -> str:
 
 
 def _point(inputs: ScheduleInputs, number: int, at: Fraction, batch: Fraction) -> SchedulePoint:
-  """One phase with its microbatch: the run's, or the largest smaller one that divides the batch."""
+  """Returns a phase with its microbatch: the run's, or the largest smaller one that divides the batch."""
   groups = inputs.topology.num_batch_groups
   rows = batch / groups
   if rows.denominator != 1 or rows <= 0:
@@ -297,7 +297,7 @@ def _point(inputs: ScheduleInputs, number: int, at: Fraction, batch: Fraction) -
 
 
 def _start(inputs: ScheduleInputs) -> Fraction:
-  """batch_size_start, which must be given.
+  """Returns batch_size_start, which must be given.
 
   A default such as the microbatch would depend on the devices and their memory, and a run that is
   resumed on other devices would continue another ramp.
