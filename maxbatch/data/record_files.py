@@ -27,6 +27,16 @@ class Columns:
   weights: str = ""
   """What says which tokens count; empty: all do."""
 
+  def of(self, sources: Sources, form: str) -> Sources:
+    """The sources as files of that format, of which these columns are read."""
+    return dataclasses.replace(
+      sources,
+      format=form,
+      column=self.names[0],
+      is_tokenized=not self.tokenize,
+      weights_column=self.weights,
+    )
+
 
 def resolve_records(key: str, path: str, columns: Columns, form: str, form_key: str) -> Sources:
   """The files of records that `path`, the value of the configuration key `key`, stands for.
@@ -52,13 +62,7 @@ def resolve_records(key: str, path: str, columns: Columns, form: str, form_key: 
   if form == AUTO:
     form = _format(found, form_key)
   _check_all_are_there(key, found.files)
-  return dataclasses.replace(
-    found,
-    format=form,
-    column=columns.names[0],
-    is_tokenized=not columns.tokenize,
-    weights_column=columns.weights,
-  )
+  return columns.of(found, form)
 
 
 def _wanted(form: str) -> Wanted:
