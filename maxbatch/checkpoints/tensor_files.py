@@ -276,7 +276,8 @@ def _write_file(path: Path, specs: Sequence[TensorSpec], values: Iterator[np.nda
       while left:
         part = next(values)
         assert part.dtype == spec.dtype, spec
-        left -= file.write(_bytes(part))
+        # numpy hands out no buffer of bfloat16.
+        left -= file.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
         assert left >= 0, spec
     file.flush()
     os.fsync(file.fileno())
@@ -293,11 +294,6 @@ def _header(specs: Sequence[TensorSpec]) -> bytes:
   text = json.dumps(header, separators=(",", ":")).encode()
   text += b" " * (-len(text) % _ALIGNMENT)
   return len(text).to_bytes(8, "little") + text
-
-
-def _bytes(piece: np.ndarray) -> memoryview:
-  # numpy hands out no buffer of bfloat16.
-  return np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data
 
 
 def total_bytes(specs: Iterable[TensorSpec]) -> int:

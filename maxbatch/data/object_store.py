@@ -98,7 +98,9 @@ class OpenStore:
       # Which is said of a bucket alone: what it holds may not be for everyone to see.
       bucket = path.partition("/")[0]
       self._tried(f"{self.store.name}://{bucket}", lambda: self.system.info(bucket))
-    return [self._object(info) for info in found.values() if _is_object(info)]
+    # Folders are no objects, or empty ones.
+    files = [info for info in found.values() if info["type"] == "file"]
+    return [self._object(info) for info in files if not info["name"].endswith("/")]
 
   def read(self, ranges: Sequence[Range]) -> list[bytes]:
     """The contents of all ranges, asked for at once. Raises UserError: the store does not answer,
@@ -182,11 +184,6 @@ class OpenStore:
 
 def _path(url: str) -> str:
   return url.partition(_SEPARATOR)[2]
-
-
-def _is_object(info: Mapping[str, Any]) -> bool:
-  """Whether it is an object with a name of its own: folders are no objects, or empty ones."""
-  return info["type"] == "file" and not info["name"].endswith("/")
 
 
 def _said(error: Exception) -> str:

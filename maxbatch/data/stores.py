@@ -74,11 +74,6 @@ def _gcs_is_final(error: Exception) -> bool:
   return str(error).startswith("Forbidden")
 
 
-def _gcs_md5(info: Mapping[str, Any]) -> str:
-  """Objects that were composed of others have none."""
-  return base64.b64decode(info.get("md5Hash", "")).hex()
-
-
 GCS = ObjectStore(
   name="gs",
   open=_gcs_open,
@@ -86,7 +81,8 @@ GCS = ObjectStore(
   is_final=_gcs_is_final,
   endpoint=lambda system: system.base,
   version=lambda info: str(info.get("etag", "")),
-  md5=_gcs_md5,
+  # Objects that were composed of others have none.
+  md5=lambda info: base64.b64decode(info.get("md5Hash", "")).hex(),
   has_md5=lambda system, path: True,
   credentials="GOOGLE_APPLICATION_CREDENTIALS, or `gcloud auth application-default login` (a "
   "public bucket needs none with FSSPEC_GS_TOKEN=anon)",

@@ -3,6 +3,7 @@
 B rows, P places of the prompts, V vocabulary.
 """
 
+import functools
 import zlib
 from collections.abc import Sequence
 
@@ -52,15 +53,11 @@ def prompts_of(ids: Sequence[Sequence[int]], seed: int, numbers: Sequence[int]) 
   for row_P, prompt in zip(tokens_BP, ids, strict=True):
     row_P[len(row_P) - len(prompt) :] = prompt
   hashes = [zlib.crc32(np.array(prompt, "<i4").tobytes()) for prompt in ids]
-  folded = jax.vmap(lambda *parts: _folded(jax.random.key(seed), *parts))
+  folded = jax.vmap(
+    lambda *parts: functools.reduce(jax.random.fold_in, parts, jax.random.key(seed))
+  )
   keys_B = folded(jnp.array(hashes, jnp.uint32), jnp.array(numbers, jnp.uint32))
   return Prompts(tokens_BP, np.array([len(prompt) for prompt in ids], np.int32), keys_B)
-
-
-def _folded(key: jax.Array, *parts: jax.Array) -> jax.Array:
-  for part in parts:
-    key = jax.random.fold_in(key, part)
-  return key
 
 
 def vocabulary_of(tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int] = ()) -> Vocabulary:
