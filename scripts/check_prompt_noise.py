@@ -34,9 +34,8 @@ from maxbatch.rl.microbatches import MicrobatchMaker
 from maxbatch.rl.prompt_noise import in_halves
 from maxbatch.rl.prompt_set import prompt_set
 from maxbatch.rl.prompts import Prompt, PromptStream
-from maxbatch.rl.rewards import RewardPool
+from maxbatch.rl.rewards import RewardPool, SharedRewards
 from maxbatch.rl.sampled import completion_sampler
-from maxbatch.rl.shared_rewards import SharedRewards
 from maxbatch.rl.trainer import policy_loss
 from maxbatch.training.build import build_trainer
 

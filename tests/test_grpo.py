@@ -19,9 +19,9 @@ from maxbatch.config.load import load_config
 from maxbatch.models.registry import Model
 from maxbatch.rl.advantages import group_advantages, live_groups
 from maxbatch.rl.completions import Completions, Rollout, make_completions
+from maxbatch.rl.evaluation import pass_at_k
 from maxbatch.rl.grpo import GrpoSums, Objective, grpo_sums, metric_values, objective
 from maxbatch.rl.log_probs import LogProbs, token_log_probs
-from maxbatch.rl.pass_at_k import pass_at_k
 from maxbatch.sampling.choice import packed
 
 B, G, P, N, T = 16, 4, 5, 7, 12

@@ -11,7 +11,7 @@ from support import configured
 from maxbatch.batch.prompt_epochs import PromptEpochs
 from maxbatch.errors import UserError
 from maxbatch.rl.checkers import exact, gsm8k
-from maxbatch.rl.prompt_files import read_prompts
+from maxbatch.rl.prompt_set import read_prompts
 from maxbatch.rl.prompts import Prompt, Prompts, PromptStream, epoch_size
 from maxbatch.rl.tasks import TASKS, task_named
 

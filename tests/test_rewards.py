@@ -20,8 +20,7 @@ from maxbatch.errors import SaidByAnotherError, UserError
 from maxbatch.hardware.coordinator import Exchange
 from maxbatch.rl.checkers import exact, final_number, gsm8k
 from maxbatch.rl.reward_calls import Call, make_call
-from maxbatch.rl.rewards import Failure, Group, RewardPool, Scores, check_rewards
-from maxbatch.rl.shared_rewards import SharedRewards
+from maxbatch.rl.rewards import Failure, Group, RewardPool, Scores, SharedRewards, check_rewards
 
 MODULE = """
 import os

@@ -36,11 +36,9 @@ from maxbatch.modes.initialization import (
 )
 from maxbatch.modes.method import Method, Purpose, ResolvedRun
 from maxbatch.modes.noise import calibration_programs, make_noise
-from maxbatch.modes.precision import precision_report
 from maxbatch.modes.prepare import Prepared, check_replaces_nothing, prepare
 from maxbatch.modes.pretraining import PRETRAINING
-from maxbatch.modes.profile import write_profile
-from maxbatch.modes.run_log import RunLog, open_run_log
+from maxbatch.modes.run_log import RunLog, open_run_log, precision_report, write_profile
 from maxbatch.modes.start import started
 from maxbatch.modes.summary import (
   SampleTexts,

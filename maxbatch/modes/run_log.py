@@ -1,22 +1,93 @@
-"""What a run writes of itself beside its metrics: its events, and the page for people."""
+"""What a run writes of itself beside its metrics: events, the page for people, reports that keys ask for."""
 
 import contextlib
+import dataclasses
 import importlib.metadata
+import json
 import os
 import platform
 import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import jax
 
+from maxbatch.compile.profile import StepProfile, step_profile
 from maxbatch.compile.step_identity import library_versions
+from maxbatch.config.schema import Config
 from maxbatch.core.plan import Position
+from maxbatch.data.rows import Rows
 from maxbatch.errors import TrainingDivergedError
+from maxbatch.hardware.agreement import write_shared_file
 from maxbatch.hardware.devices import Device, describe_devices
+from maxbatch.models.registry import Parameters
+from maxbatch.precision.report import report_text, report_values
+from maxbatch.run_folder.atomic import write_run_file
 from maxbatch.run_folder.events import END, NOTICE, START, VERIFIED, EventLog, NoEventLog
+from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_report.background import BackgroundReport
+from maxbatch.training.exponents import exponents
+from maxbatch.training.loop import Job
+from maxbatch.training.profiling import Traced
+from maxbatch.training.step import Step
+
+
+@dataclasses.dataclass
+class PrecisionReport:
+  """The report, which grows by a part each time it is written."""
+
+  job: Job
+  folder: RunFolder
+  rows: Rows
+  texts: list[str] = dataclasses.field(default_factory=list)
+  values: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+  def write(self, parameters: Parameters, step: int) -> None:
+    """Adds what these parameters make of the microbatch; all processes must call it."""
+    trainer = self.job.trainer
+    found = exponents(trainer, trainer.by_layer(parameters), self.rows)
+    tokens = self.rows.inputs.size
+    self.texts.append(report_text(found, step, tokens))
+    self.values.append(report_values(found, step, tokens))
+    write_shared_file(self.folder.precision_report_text, "\n\n\n".join(self.texts) + "\n")
+    write_shared_file(self.folder.precision_report_json, json.dumps(self.values) + "\n")
+    self.job.outputs.progress.say(f"Written: {self.folder.precision_report_text}")
+
+
+def precision_report(
+  config: Config, job: Job, folder: RunFolder, position: Position
+) -> PrecisionReport | None:
+  """The report of a run, of the first microbatch from `position` on; None unless it is asked for."""
+  if not config.precision.precision_report:
+    return None
+  with job.train_rows(job.plan, position) as loader:
+    rows = next(loader)
+  return PrecisionReport(job, folder, jax.tree.map(lambda x: x[0], rows))
+
+
+def write_profile(folder: RunFolder, traced: Traced, step: Step) -> None:
+  """Writes profile.json, and says where the time went.
+
+  Raises:
+    UserError: it cannot be written.
+  """
+  text = cast(jax.stages.Compiled, step).as_text() or ""
+  found = step_profile(folder.profile, text, traced.last - traced.first)
+  print(f"\nTraced steps {traced.first + 1} to {traced.last}, in {folder.profile}", flush=True)
+  if found is None:
+    print("  the trace has no operation of the step", flush=True)
+    return
+  write_run_file(folder.profile_json, json.dumps(found.as_dict(), indent=2) + "\n")
+  print("\n".join(_lines(found)), flush=True)
+
+
+def _lines(found: StepProfile) -> list[str]:
+  scopes = found.by_scope()
+  total = sum(scopes.values())
+  return [f"  {name:<26}{each:10.4g} s {each / total:6.1%}" for name, each in scopes.items()]
+
 
 _LIBRARIES = ("jax", "jaxlib", "numpy", "grain", "orbax-checkpoint")
 

@@ -29,16 +29,15 @@ from maxbatch.modes.pretraining import check_plan, saved_record
 from maxbatch.rl.candidates import RLCandidate, rl_sizes_of
 from maxbatch.rl.completions import Completions
 from maxbatch.rl.demonstrations import warm_start, warms_up
-from maxbatch.rl.earlier import EarlierPolicies, log_prob_program
 from maxbatch.rl.evaluation import Evaluation, Example
 from maxbatch.rl.microbatches import MicrobatchMaker
-from maxbatch.rl.policies import Move, Policies, mover
+from maxbatch.rl.policies import EarlierPolicies, Move, Policies, log_prob_program, mover
 from maxbatch.rl.policy_loss import PolicyLoss
 from maxbatch.rl.prompt_noise import PromptNoiseMeter, in_halves
 from maxbatch.rl.prompt_set import PromptSet, prompt_set
 from maxbatch.rl.prompts import Prompts, PromptStream, epoch_size
 from maxbatch.rl.requirements import check_prompt_noise, check_rl, check_rollout_devices
-from maxbatch.rl.rewards import RewardPool, check_rewards
+from maxbatch.rl.rewards import RewardPool, SharedRewards, check_rewards
 from maxbatch.rl.rollout import RolloutLoader
 from maxbatch.rl.rollout_program import (
   PolicyBytes,
@@ -47,10 +46,8 @@ from maxbatch.rl.rollout_program import (
   traced_rollout,
 )
 from maxbatch.rl.sampled import completion_sampler
-from maxbatch.rl.shared_rewards import SharedRewards
-from maxbatch.rl.steps import StepRecords
+from maxbatch.rl.steps import StepRecords, TrainingClock
 from maxbatch.rl.trainer import policy_loss
-from maxbatch.rl.training_clock import TrainingClock
 from maxbatch.rl.tuning import RLProber, choose_rl
 from maxbatch.run_folder.metrics import Record
 from maxbatch.run_folder.paths import RunFolder, remembered_choices

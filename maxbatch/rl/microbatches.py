@@ -13,9 +13,8 @@ from maxbatch.models.registry import Parameters
 from maxbatch.rl.advantages import group_advantages, live_groups
 from maxbatch.rl.completions import Completions, make_completions
 from maxbatch.rl.prompts import Prompt, PromptStream
-from maxbatch.rl.rewards import Group
+from maxbatch.rl.rewards import Group, GroupRewards, SharedRewards
 from maxbatch.rl.sampled import CompletionSampler, Sampled
-from maxbatch.rl.shared_rewards import GroupRewards, SharedRewards
 
 
 class Counts(NamedTuple):
