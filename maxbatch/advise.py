@@ -210,7 +210,7 @@ def _answer(config: Config, keys: Sequence[str], own: AdviseArguments) -> tuple[
 
 
 def _whole(argument: str) -> str:
-  """total_tokens=140e9 as the whole number that it means."""
+  """Returns total_tokens=140e9 as the whole number that it means."""
   found = _WITH_EXPONENT.fullmatch(argument)
   return f"{found[1]}={float(found[2]):.0f}" if found else argument
 

@@ -191,7 +191,7 @@ def measure(request: Request) -> CriticalBatchReport | None:
 
 
 def _factors(given: str) -> tuple[Fraction, ...]:
-  """At least two different positive numbers."""
+  """Returns at least two different positive numbers."""
   example = "for example factors=1,2,4,8"
   factors: list[Fraction] = []
   words = [word.strip() for word in given.strip("[]").split(",")]
@@ -268,7 +268,7 @@ def _changed(request: Request) -> set[str]:
 
 
 def _folder(config: Config, checkpoint: Checkpoint) -> pathlib.Path:
-  """Beside the run's folder; every checkpoint has its own."""
+  """Returns a folder beside the run's; every checkpoint has its own."""
   own = RunFolder.of(config.run).path
   return own.with_name(f"{own.name}-critical_batch") / f"step-{checkpoint.position.step}"
 
@@ -295,7 +295,7 @@ def _origin(experiment: Experiment) -> Origin:
 
 
 def _introduce(request: Request, experiment: Experiment) -> None:
-  """What is compared with what."""
+  """Prints what is compared with what."""
   origin, branching = _origin(experiment), experiment.branching
   options, rule = request.options, experiment.coupling
   share, tokens = text(options.smoothing), f"{branching.window_tokens:,} tokens"

@@ -103,7 +103,7 @@ def make_report(config: Config, plan: BatchPlan, pipeline: Pipeline, file: str) 
 
 
 def _refuse_files(own: PipelineArguments) -> None:
-  """No file is read or written where there is no timetable."""
+  """Refuses to read or write a file where there is no timetable."""
   given = {"--csv": own.csv, "--check": own.check, "--plot": own.plot, "--trace": own.trace}
   for option, file in given.items():
     if file:

@@ -256,7 +256,7 @@ class Planned:
     return sum(phase.num_steps * seconds for phase, seconds in timed)
 
   def tokens_per_second(self) -> float:
-    """Over the whole run."""
+    """Returns the speed over the whole run."""
     return self.plan.total_tokens / self.seconds
 
 

@@ -59,7 +59,7 @@ class Measured:
   """At the length of the run that is asked about."""
 
   def at_overhead(self, data_overhead: float) -> Bracket:
-    """The batch that it says; of branches within their tolerance that is one whatever the overhead."""
+    """Returns the batch that it says; of branches within their tolerance whatever the overhead."""
     return self.carried.times(1 if self.kind == "branches" else data_overhead)
 
   def as_dict(self) -> dict[str, object]:
@@ -105,7 +105,7 @@ def measured_by(folder: str, tokens: float) -> list[Measured]:
 
 
 def growth_to(tokens: float, at_tokens: float) -> float:
-  """The critical batch of a run of `tokens` over that of the moment `at_tokens` of a run."""
+  """Returns the critical batch of a run of `tokens` over that of its moment `at_tokens`."""
   exponent = GROWTH.exponent
   return (1 - exponent) * (tokens / at_tokens) ** exponent
 

@@ -11,7 +11,7 @@ _IDLE = 0.9
 
 
 def limits(advice: Advice, planned: Planned) -> Iterator[str]:
-  """Sentences, the most important first."""
+  """Yields sentences, the most important first."""
   asked = advice.asked
   if advice.here and planned.step_seconds:
     yield from _deadline(advice, planned)

@@ -33,7 +33,7 @@ class RampPhase:
 
 
 def ramp(samples: int, unit: int, tokens: float, share: float) -> list[RampPhase]:
-  """Doubling phases that end at `samples`, each a multiple of `unit`; one where none is worth it.
+  """Returns doubling phases that end at `samples`, or one where none is worth it.
 
   Args:
     samples: of a step, at the end.
@@ -93,7 +93,7 @@ def round_batch(exact: float) -> int:
 
 
 def dividing(samples: int, mesh: Topology) -> int:
-  """`samples`, or the nearest batch of which every data-parallel group gets whole samples."""
+  """Returns `samples`, or the nearest batch with whole samples for every data-parallel group."""
   return min(nearest_batches(samples, mesh), key=lambda size: abs(size - samples))
 
 

@@ -74,7 +74,7 @@ class Goal:
   critical_tokens: float
 
   def tokens_with(self, batch_tokens: float) -> float:
-    """To the same loss with another batch."""
+    """Returns the tokens to the same loss with another batch."""
     overhead = data_overhead_of(batch_tokens, self.critical_tokens)
     return self.least_tokens * data_factor(overhead)
 
@@ -149,7 +149,7 @@ class Curve:
 
 
 def curve(asked: Asked, goal: Goal, place: Place, samples: int) -> Curve | None:
-  """Time against data on a place, for batches around `samples`; None if the model does not fit."""
+  """Returns time against data for batches around `samples`; None if the model does not fit."""
   try:
     sizes = {nearest(asked, place, factor * samples) for factor in _LADDER}
   except UserError:
@@ -176,7 +176,7 @@ def curve(asked: Asked, goal: Goal, place: Place, samples: int) -> Curve | None:
 
 
 def curves(asked: Asked, goal: Goal, samples: int) -> list[Curve]:
-  """On half the chips, on these, and on twice as many, where they exist and the model fits."""
+  """Returns a curve on half the chips, these, and twice as many, where the model fits."""
   assert asked.place is not None
   places = [asked.place.half(), asked.place, asked.place.double()]
   found = [curve(asked, goal, place, samples) for place in places if place]

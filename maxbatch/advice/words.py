@@ -9,7 +9,7 @@ _UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
 def short(value: float) -> str:
-  """Two or three digits and a unit: 3.1M, 140B, 52.3k, 512."""
+  """Returns two or three digits and a unit: 3.1M, 140B, 52.3k, 512."""
   for size, unit in _UNITS:
     # What rounds up to the next unit is written in it.
     if value >= 0.9995 * size:
@@ -18,18 +18,18 @@ def short(value: float) -> str:
 
 
 def percent(share: float) -> str:
-  """Of a share: 57%, 0.4%."""
+  """Returns a share in percent: 57%, 0.4%."""
   value = 100 * share
   return f"{value:.2g}%" if value < 10 else f"{value:.0f}%"
 
 
 def times(factor: float) -> str:
-  """1.4×, 12×."""
+  """Returns a factor: 1.4×, 12×."""
   return f"{factor:.2g}×" if factor < 9.95 else f"{factor:,.0f}×"
 
 
 def span(days: float) -> str:
-  """Of a run: 2.3 days, 5.1 hours, 40 seconds."""
+  """Returns how long a run takes: 2.3 days, 5.1 hours, 40 seconds."""
   for size, unit in ((1.0, "days"), (1 / 24, "hours"), (1 / 1440, "minutes")):
     if days >= size:
       return f"{days / size:,.3g} {unit}"
@@ -37,7 +37,7 @@ def span(days: float) -> str:
 
 
 def money(value: float) -> str:
-  """Whole units of the price's currency, two digits after the point below a hundred."""
+  """Returns whole units of the price's currency, two digits after the point below a hundred."""
   return f"{value:,.0f}" if value >= 100 else f"{value:,.2f}"
 
 

@@ -96,7 +96,7 @@ def report_or_refusal(
 def write_reports(
   reports: Sequence[CompileReport], folder: pathlib.Path
 ) -> tuple[pathlib.Path, pathlib.Path]:
-  """compile_report.txt and .json in `folder`; returns their paths.
+  """Writes compile_report.txt and .json in `folder`; returns their paths.
 
   Raises:
     UserError: they cannot be written.

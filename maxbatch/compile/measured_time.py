@@ -108,7 +108,7 @@ class _Bench:
 
 
 def synthetic(trainer: Trainer, shapes: Rows) -> Any:
-  """What the step is fed: rows of arbitrary tokens, all of which count, and ones; made where they lie."""
+  """Makes what the step is fed, where it lies: rows of arbitrary tokens that all count, and ones."""
   values: dict[str, Callable[[Any], jax.Array]] = {
     "inputs": lambda x: (_numbered(x, 2) * 7 + _numbered(x, 1)) % _TOKENS,
     "targets": lambda x: (_numbered(x, 2) * 11 + _numbered(x, 1)) % _TOKENS,

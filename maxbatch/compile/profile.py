@@ -90,7 +90,7 @@ def _descending(seconds: Mapping[str, float]) -> list[tuple[str, float]]:
 
 
 def _events(folder: Path, module: str) -> Iterator[tuple[str, float, object]]:
-  """Name, seconds and device of every operation that was executed in a program of this name."""
+  """Yields name, seconds and device of every operation executed in a program of this name."""
   files = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
   if not files:
     return

@@ -141,7 +141,7 @@ def compiled(
 def _compiled_elsewhere(
   lowered: jax.stages.Lowered, flags: CompilerFlags
 ) -> tuple[jax.stages.Compiled, str]:
-  """Compiled for devices that are not here, its text as the compiler itself writes it to a folder.
+  """Compiles for devices that are not here, with the text that the compiler writes to a folder.
 
   Asked for by as_text() instead, libtpu's text of some programs (gathers that a v6e leaves to its
   SparseCore) cannot be read back by jaxlib.

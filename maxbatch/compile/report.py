@@ -309,7 +309,7 @@ class CompileReport:
     ]
 
   def _moved(self) -> str:
-    """Collectives, inside and outside of the loop over microbatches."""
+    """Returns collectives, inside and outside of the loop over microbatches."""
     found = map(self._exchange, self.work.collectives)
     return (
       section("Collectives of a device", found) if self.work.collectives else "Collectives: none"

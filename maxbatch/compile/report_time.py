@@ -117,7 +117,7 @@ def in_microbatches(
 def in_filling(
   pipeline: Pipeline | None, costs: Sequence[OperationCost]
 ) -> Sequence[OperationCost]:
-  """What a timetable does while its stages fill and empty: the ticks beyond those of its microbatches."""
+  """Returns the work of the ticks in which stages fill and empty, beyond those of microbatches."""
   if pipeline is None:
     return ()
   of_a_microbatch = _of_a_microbatch(pipeline)
@@ -129,7 +129,7 @@ def in_filling(
 def beside_layers(
   pipeline: Pipeline | None, costs: Sequence[OperationCost]
 ) -> Sequence[OperationCost]:
-  """What the loop does in a microbatch besides the layers' forwards and backwards: embedding and loss."""
+  """Returns the loop's work besides the layers' forwards and backwards: embedding and loss."""
   if pipeline is None:
     return ()
   own = [cost for cost in costs if operation_in_path(cost.condition) in ONCE_PER_MICROBATCH]
@@ -146,7 +146,7 @@ def _of_a_microbatch(pipeline: Pipeline) -> Mapping[str, int]:
 
 
 def _as_often(costs: Sequence[OperationCost], ticks: Mapping[str, int]) -> list[OperationCost]:
-  """With as many executions as there are such ticks; what is outside of the loop stays."""
+  """Counts executions as often as there are such ticks; what is outside of the loop stays."""
   return [
     dataclasses.replace(cost, count=cost.count * ticks[operation_in_path(cost.condition)])
     if cost.in_microbatch_loop

@@ -140,7 +140,7 @@ def made_from(path: str) -> dict[str, Any]:
 
 
 def differences(file: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
-  """Why a file's programs are not this run's, a line each; both headers as JSON gives them back.
+  """Returns why a file's programs are not this run's, a line each; headers as JSON gives them back.
 
   A file may hold programs that a run no longer needs, as one resumed in a later phase does.
   """
@@ -273,7 +273,7 @@ def save_steps(
 def step_compiler(
   config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource
 ) -> Callable[[int], Step]:
-  """From a microbatch to its compiled step: out of the file compiled_step, or by compiling.
+  """Returns what gives a microbatch's compiled step: the file compiled_step, or the compiler.
 
   Raises:
     UserError: the file is damaged or was made for another run, or a step needs more memory than

@@ -94,7 +94,7 @@ def header(
 def lowered_hash(
   config: Config, plan: BatchPlan, trainer: Trainer, source: RowSource, micro_batch: int
 ) -> str:
-  """SHA-256 of the lowered step for one microbatch, and of its arguments' and results' structure.
+  """Hashes the lowered step for one microbatch, and the structure of its arguments and results.
 
   The same in every process and folder: the text has no source locations, and the kernels that it
   embeds are lowered without theirs.
@@ -120,7 +120,7 @@ def _without_locations() -> Iterator[None]:
 
 
 def compiler_environment(device: Any) -> dict[str, object]:
-  """Versions, settings and flags by which a compiler makes another program of the same text.
+  """Returns versions, settings and flags that change what a compiler makes of the same text.
 
   Args:
     device: a jax device, which knows its compiler.

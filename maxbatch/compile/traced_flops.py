@@ -114,7 +114,7 @@ def _moved(places: _Places, *, in_loop: bool = False, work: str = EVERY_TICK) ->
 
 
 def _added(parts: Iterable[_Places]) -> _Places:
-  """Place by place."""
+  """Adds place by place."""
   total: dict[tuple[bool, str], float] = collections.defaultdict(float)
   for part in parts:
     for place, flops in part.items():
@@ -140,7 +140,7 @@ def _jaxprs(value: Any) -> Iterator[core.Jaxpr]:
 
 
 def _product(equation: Any) -> float:
-  """2 · size of the result · contracted size."""
+  """Returns 2 · size of the result · contracted size."""
   (contracted, _), _ = equation.params["dimension_numbers"]
   left = equation.invars[0].aval.shape
   result = math.prod(equation.outvars[0].aval.shape)

@@ -113,7 +113,7 @@ def _place(devices_per_slice: int, num_slices: int) -> str:
 
 
 def is_safe(step: StepRoofline, capacity_bytes: int | None) -> bool:
-  """Whether it fits although the estimate of its activations may be too low by its usual error."""
+  """Returns whether it fits although the activations' estimate may be too low by its usual error."""
   likely = step.bytes.state + (1 + step_rates().spread["bytes"]) * step.bytes.activations
   return likely <= (step.capacity_bytes if capacity_bytes is None else capacity_bytes)
 
@@ -126,7 +126,7 @@ def splits(
   num_slices: int = 1,
   policies: Sequence[RematPolicy] = REMAT_POLICIES,
 ) -> list[BatchSplit]:
-  """Every split of a batch, whether it fits or not, the fastest first; the arguments of `best_split`."""
+  """Returns every split of a batch, fitting or not, the fastest first; arguments as `best_split`."""
   found = [
     BatchSplit(mesh, batch, size, count, remat, step_roofline(work, chip, mesh, size, count, remat))
     for mesh in meshes(work, devices_per_slice, num_slices)

@@ -102,7 +102,7 @@ class CompiledStep:
 def compiled_step(
   work: StepWork, chip: Chip, mesh: Topology, per_device: Fraction, remat: RematPolicy
 ) -> CompiledStep | None:
-  """The compiled step of this work, divided like this, if there is one; the user's own come first."""
+  """Returns the compiled step of this work, so divided, if there is one; the user's own first."""
   if mesh.num_slices > 1:
     return None
   key = (work_digest(work), chip.generation, mesh, per_device, remat)

@@ -36,7 +36,7 @@ OURS = Naming({scope: scope for scope in SCOPES})
 def scope_of(
   naming: Naming, program: HloModule, one: Instruction, called: Sequence[Computation], around: str
 ) -> str:
-  """The innermost scope of an instruction, else the most frequent in the called code, else `around`."""
+  """Returns an instruction's innermost scope, else the called code's most frequent, else `around`."""
   own = naming.of(one)
   if own != OTHER:
     return own

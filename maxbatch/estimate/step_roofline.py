@@ -101,7 +101,7 @@ def step_bytes(
 
 
 def state_bytes(work: StepWork, mesh: Topology) -> int:
-  """Parameters, optimizer state and accumulators in float32 of one device."""
+  """Returns bytes of parameters, optimizer state and float32 accumulators on one device."""
   each = work.weight_bytes + work.optimizer_bytes + 4
   return round(work.parameters * each / math.prod(weight_shards(work, mesh)))
 
@@ -246,7 +246,7 @@ def shared_parts(known: CompiledStep, estimated: Mapping[str, float]) -> dict[st
 
 
 def part_seconds(one: PartWork, chip: Chip, rates: StepRates) -> RooflineSeconds:
-  """One part of a microbatch: products, kernels, elementwise work and traffic, one after another."""
+  """Returns the time of a part: products, kernels, elementwise work and traffic in turn."""
   products = one.products / chip.peak_flops / rates.product[chip.generation]
   reading = one.weights / chip.hbm_bandwidth
   cycles = sum(rates.cycles.get(kind, 0.0) * count for kind, count in one.registers.items())

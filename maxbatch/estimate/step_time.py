@@ -309,7 +309,7 @@ def _shares(timed: Sequence[tuple[OperationCost, float]]) -> Iterator[tuple[Oper
 
 
 def _waiting(cost: OperationCost, chip: Chip) -> RooflineSeconds:
-  """Time of all executions: memory-bound if bytes take longer than products and half the time."""
+  """Returns the time of all executions: memory-bound if bytes take most of it."""
   seconds = _busy_seconds(cost, chip)
   moving = cost.bytes / chip.hbm_bandwidth
   if moving > max(seconds / 2, _product_seconds(cost, chip)):
@@ -320,7 +320,7 @@ def _waiting(cost: OperationCost, chip: Chip) -> RooflineSeconds:
 def _exchanges(
   costs: Sequence[OperationCost], chip: Chip, devices_per_slice: int | None
 ) -> list[Exchange]:
-  """Equal collectives added up; those in the loop over microbatches first, then longest first."""
+  """Adds up equal collectives; those in the loop over microbatches first, then longest first."""
   alike: dict[tuple[str, bool, bool, int, bool], list[tuple[OperationCost, Collective]]]
   alike = collections.defaultdict(list)
   for cost in costs:

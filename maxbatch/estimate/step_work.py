@@ -102,7 +102,7 @@ class StepWork:
     return 6.0 * matrices + 12.0 * heads * seen
 
   def keeps_gradients(self, tokens: float) -> bool:
-    """Whether the gradient of `tokens`' logits is kept and multiplied once, after the last tile."""
+    """Returns whether the gradient of the logits is kept and multiplied once, after the last tile."""
     return tokens * self.compute_bytes <= 4 * self.model.base_emb_dim
 
   def tiles(self, tokens: float, ways: int) -> int:
@@ -130,7 +130,7 @@ def tokens_seen(window: int, length: int) -> float:
 
 @functools.lru_cache(maxsize=256)
 def work_digest(work: StepWork) -> str:
-  """What a step's work is known again by: a hash of all keys that change what is computed."""
+  """Returns a hash of all keys that change what is computed, to know a step's work again."""
   model = dataclasses.asdict(work.model)
   keys = {key: model[key] for key in (*SHAPE, *PLAIN, "num_vocab_tiling", "scan_layers")}
   is_slow = work.model.attention == "dot_product"

@@ -19,7 +19,7 @@ _LEAST_MARGIN = 1e-3
 
 
 def title(report: CriticalBatchReport) -> str:
-  """`Critical batch of mine after step 200: between 64 and 128 samples`."""
+  """Returns `Critical batch of mine after step 200: between 64 and 128 samples`."""
   run_name, step = Path(report.origin.folder).parent.parent.name, report.origin.step
   low, high = report.at_least, report.below
   if high is None:

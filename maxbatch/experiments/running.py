@@ -71,7 +71,7 @@ class Experiment:
     return self.learning_rate * float(branch.factor) ** COUPLINGS[self.coupling]
 
   def folder_of(self, branch: Branch) -> pathlib.Path:
-    """Where a branch is trained."""
+    """Returns where a branch is trained."""
     return self.folder / branch.name
 
 
@@ -85,7 +85,7 @@ class AtCheckpoint:
 
 
 def at_checkpoint(config: Config, checkpoint: Checkpoint, layout: Topology) -> AtCheckpoint:
-  """Batch and learning rate of the step that comes after the checkpoint.
+  """Returns batch and learning rate of the step that comes after the checkpoint.
 
   Raises:
     UserError: the configuration has no plan on these devices, or the rate is 0.
@@ -193,7 +193,7 @@ def _budget(run_config: RunConfig, steps: int) -> RunConfig:
 
 
 def _constant_batch(batch: BatchConfig, branch: Branch, per_device: Fraction) -> BatchConfig:
-  """One batch throughout, whatever the run did before and after."""
+  """Keeps one batch throughout, whatever the run did before and after."""
   return dataclasses.replace(
     batch,
     batch_size=branch.batch,

@@ -110,7 +110,7 @@ def smooth_crossing(
 
 
 def branch_tradeoff(judged: Sequence[Judged], begins: int) -> Tradeoff | None:
-  """The curve of samples against steps; None if the branches do not bound Bcrit from both sides.
+  """Fits samples against steps; None if the branches do not bound Bcrit from both sides.
 
   Args:
     begins: samples that the run had consumed at the checkpoint.

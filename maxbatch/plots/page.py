@@ -61,7 +61,7 @@ def picture(title: str, charts: Sequence[Chart]) -> bytes:
 
 
 def encoded(text: str) -> bytes:
-  """A page as the bytes of a file; of text that is none, such as half a surrogate pair, a ? stays."""
+  """Returns a page as bytes; of text that is none, such as half a surrogate pair, a ? stays."""
   return text.encode("utf-8", errors="replace")
 
 

@@ -25,7 +25,7 @@ _KEPT_OF_EACH = 4
 
 
 def training_chart(runs: Sequence[RunHistory]) -> Chart | None:
-  """Everything that was recorded through training; several runs over each other, by samples first.
+  """Draws all that was recorded through training; several runs over each other, by samples first.
 
   None where nothing was recorded.
   """

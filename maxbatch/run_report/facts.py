@@ -61,7 +61,7 @@ def recent(run: RunHistory, key: str) -> float | None:
 
 
 def seconds_by_use(run: RunHistory) -> dict[str, float]:
-  """Where the time of all starts went, as far as it was measured."""
+  """Returns where the time of all starts went, as far as it was measured."""
   curves = run.metrics.curves
   total, waited = (
     float(curves[key].values.sum()) if key in curves else 0.0
@@ -212,7 +212,7 @@ def memory(run: RunHistory) -> Table:
 
 
 def best_of(runs: Sequence[RunHistory]) -> int:
-  """The run with the lowest latest validation loss, or training loss where none has any; -1: none."""
+  """Returns the run with the lowest latest validation loss, or else training loss; -1: none."""
   for key in ("eval/loss", "loss"):
     losses = [run.metrics.last.get(key, math.inf) for run in runs]
     if min(losses) < math.inf:

@@ -84,7 +84,7 @@ class Candidate:
     return dataclasses.replace(config, model=model, compile=keys)
 
   def suggested_batches(self) -> tuple[int, ...]:
-    """Global batches that this size divides: the plan's own, and those next to it."""
+    """Returns global batches that this size divides: the plan's own, and those next to it."""
     near = (self.batch - self.micro_batch, self.batch, self.batch + self.micro_batch)
     return tuple(batch for batch in near if batch > 0)
 
@@ -112,7 +112,7 @@ def with_default_batch(config: Config, topology: Topology) -> Config:
 
 
 def default_batch_note(batch: int, topology: Topology) -> str:
-  """Where a batch comes from that no key gave."""
+  """Returns where a batch comes from that no key gave."""
   each = counted(DEFAULT_PER_DEVICE_BATCH_SIZE, "sample")
   return (
     f"batch_size is the default: {batch:,}, {each} for each of {topology.num_devices:,} devices"
@@ -180,7 +180,7 @@ def asked(batch: BatchConfig) -> str:
 
 
 def offered(batch: BatchConfig, sizes: Sequence[Candidate]) -> str:
-  """What is chosen from, in a sentence: `micro_batch_size=auto chooses from 1, 2, 4 samples …`."""
+  """Returns what is chosen from: `micro_batch_size=auto chooses from 1, 2, 4 samples …`."""
   line = f"{asked(batch)} chooses from {_listed(sizes)} {sizes[0].unit_of_microbatch}"
   return f"{line}, and batch_size follows" if batch_follows(batch) else line
 
@@ -192,7 +192,7 @@ def _listed(sizes: Sequence[Candidate]) -> str:
 
 
 def _check_open(batch: BatchConfig, given: GivenSizes) -> None:
-  """The size must not follow from other keys."""
+  """Checks that the size does not follow from other keys."""
   if given.per_device:
     raise UserError(
       f"{given.per_device} already gives the size that {asked(batch)} is to choose; keep one of "
@@ -206,7 +206,7 @@ def _check_open(batch: BatchConfig, given: GivenSizes) -> None:
 
 
 def _divisors(given: GivenSizes, topology: Topology) -> list[Fraction]:
-  """Per-device sizes that divide the batch.
+  """Returns per-device sizes that divide the batch.
 
   Raises:
     UserError: the batch does not divide into the groups of devices.
@@ -216,7 +216,7 @@ def _divisors(given: GivenSizes, topology: Topology) -> list[Fraction]:
 
 
 def _powers_of_two(batch: BatchConfig, topology: Topology) -> list[Fraction]:
-  """Per-device sizes of 1, 2, 4, … samples per group, at most _MOST_TOKENS, at least two."""
+  """Returns per-device sizes of 1, 2, 4, … samples per group, at most _MOST_TOKENS, at least two."""
   sizes = [per_device_size(1, topology), per_device_size(2, topology)]
   top = batch.micro_batch_size.max if isinstance(batch.micro_batch_size, Explore) else -1
   most = Fraction(_MOST_TOKENS, batch.max_target_length) if top == -1 else top

@@ -146,7 +146,7 @@ def explore(
 
 
 def _order(candidates: Sequence[Candidate]) -> list[Candidate]:
-  """Up from a good first guess, then down from it; the variants one after the other."""
+  """Orders up from a good first guess, then down from it; one variant after the other."""
   ordered: list[Candidate] = []
   for variant in dict.fromkeys(one.variant for one in candidates):
     sizes = [one for one in candidates if one.variant == variant]

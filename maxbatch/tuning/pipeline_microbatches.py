@@ -47,7 +47,7 @@ def choose_num_pipeline_microbatches(
   say: Say = print,
   plan: BatchPlan | None = None,
 ) -> Config:
-  """The configuration with num_pipeline_microbatches chosen, if it was open and there is a choice.
+  """Returns the configuration with num_pipeline_microbatches chosen, if it was open.
 
   Args:
     config: a micro_batch_size that was to be chosen has been chosen.
@@ -73,12 +73,7 @@ def choose_num_pipeline_microbatches(
     pipeline.for_phase(plan, phase), phase.num_microbatches, streamed=streams(config)
   )
   # All that the size of a microbatch depends on, and the steps that are ranked for.
-  depends_on = what_it_depends_on(config, place, ()) | {
-    "choices": list(steps.pipeline.choices),
-    "samples": steps.pipeline.rows,
-    "microbatches": steps.num_microbatches,
-    "max_microbatches": steps.pipeline.max_num_microbatches,
-  }
+  depends_on = what_it_depends_on(config, place, ()) | steps.as_dict()
 
   def make() -> Made:
     ranking = rank(steps, agreed(probe))
@@ -103,7 +98,7 @@ def with_num_pipeline_microbatches(config: Config, num_pipeline_microbatches: in
 
 
 def largest_phase(plan: BatchPlan) -> Phase:
-  """The phase whose steps a run is ranked for: as a rule most of its time is spent in such."""
+  """Returns the phase that a run is ranked for: as a rule most of its time is spent in it."""
   return max(plan.phases, key=lambda phase: phase.batch)
 
 

@@ -84,6 +84,15 @@ class RankedStep:
   num_microbatches: int
   streamed: bool
 
+  def as_dict(self) -> dict[str, Any]:
+    """Returns what a choice for such steps depends on."""
+    return {
+      "choices": list(self.pipeline.choices),
+      "samples": self.pipeline.rows,
+      "microbatches": self.num_microbatches,
+      "max_microbatches": self.pipeline.max_num_microbatches,
+    }
+
   def full_ticks(self, num_pipeline_microbatches: int) -> int:
     """Returns the forwards, and as many backwards, that the stages wait for in a step."""
     timetables = self.num_microbatches if self.streamed else 1
@@ -202,7 +211,7 @@ class Ranking:
     return "\n".join([*table.lines(indent=""), *self._sentences()])
 
   def why(self) -> str:
-    """The choice in a few words: against the fewest microbatches, which leave the most idle."""
+    """Returns the choice in words, against the fewest microbatches, which leave the most idle."""
     one, fewest = self._entry(self.chosen), self._entry(self.steps.pipeline.choices[0])
     if not one.fits:
       return "none fits, this one needs the least memory"
