@@ -15,8 +15,7 @@ from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.config.schema import Config
 from maxbatch.errors import UserError
 from maxbatch.models import registry
-from maxbatch.models.dropout import fold
-from maxbatch.models.layers import parameter
+from maxbatch.models.layers import fold, parameter
 from maxbatch.models.registry import Parameters
 from maxbatch.modes.validate import validate
 from maxbatch.training.optimizer import make_optimizer

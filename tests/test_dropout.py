@@ -14,7 +14,7 @@ from tiny_model import GPT2_LIKE, loud_parameters, random_rows, tiny_model
 from maxbatch.core.rows import sample_keys
 from maxbatch.data.rows import Rows
 from maxbatch.models import transformer
-from maxbatch.models.dropout import dropout, fold
+from maxbatch.models.layers import dropout, fold
 from maxbatch.models.registry import Model
 from maxbatch.training.loss import loss_sum
 

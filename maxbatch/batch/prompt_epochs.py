@@ -26,7 +26,6 @@ class PromptEpochs:
   num_prompts: int
   """Of an epoch; −1: there is no end."""
   batch_size: int
-  """Prompts of a step."""
   leftovers: Leftovers
 
   @property

@@ -1,5 +1,4 @@
-"""The published rules, each with its formula, units, range, source and caveat. To add one: an entry in
-RULES."""
+"""The published rules, each with its formula, units, range, source and caveat; RULES has them all."""
 
 import math
 from collections.abc import Mapping
@@ -34,12 +33,9 @@ _ZHANG = "arXiv 2410.21676; code hlzhang109/critical-batch-size"
 _ZHANG_FITTED = (Fitted("parameters", 85e6, 1.2e9),)
 _ZHANG_ROW, _MILLION = 512, 1e6
 
-_POWER_LINES = "arXiv 2505.13738"
-_POWER_LINES_FITTED = (
-  Fitted("parameters", 111e6, 3.3e9),
-  Fitted("tokens_per_parameter", 20, 1280),
-)
-_POWER_LINES_ROW = 2048
+_BERGSMA = "arXiv 2505.13738"
+_BERGSMA_FITTED = (Fitted("parameters", 111e6, 3.3e9), Fitted("tokens_per_parameter", 20, 1280))
+_BERGSMA_ROW = 2048
 _MEMORY = "coefficients from memory, exponents from a summary; µP, linear decay to 0"
 
 _STEP_LAW = "arXiv 2503.04715; code step-law/steplaw"
@@ -85,12 +81,12 @@ _BATCHES = (
     "Bergsma 2025, critical",
     "Bcrit = 0.0471 · Dmin^0.462",
     "D tokens; sequences of 2048 tokens",
-    _POWER_LINES,
+    _BERGSMA,
     "memory",
     f"{_MEMORY}; Dmin is taken to be the run's tokens",
     means="critical",
-    batch_tokens=lambda training: 0.0471 * training.tokens**0.462 * _POWER_LINES_ROW,
-    fitted=_POWER_LINES_FITTED,
+    batch_tokens=lambda training: 0.0471 * training.tokens**0.462 * _BERGSMA_ROW,
+    fitted=_BERGSMA_FITTED,
   ),
   BatchRule(
     "kaplan",
@@ -174,12 +170,12 @@ _BATCHES = (
     "Bergsma 2025, optimal",
     "Bopt = 0.0306 · D^0.383",
     "D tokens; sequences of 2048 tokens",
-    _POWER_LINES,
+    _BERGSMA,
     "memory",
     f"{_MEMORY}; at 610M parameters and 20 tokens each the best of their grid was 252, this says 223",
     means="optimal",
-    batch_tokens=lambda training: 0.0306 * training.tokens**0.383 * _POWER_LINES_ROW,
-    fitted=_POWER_LINES_FITTED,
+    batch_tokens=lambda training: 0.0306 * training.tokens**0.383 * _BERGSMA_ROW,
+    fitted=_BERGSMA_FITTED,
   ),
   BatchRule(
     "deepseek",
@@ -348,13 +344,13 @@ WEIGHT_DECAY = WeightDecayRule(
   "Bergsma 2025",
   "λ = B / (η · D · τ), τ = 1.084 · (D/N)^−0.527",
   "B and D tokens, η the peak rate of AdamW, τ a share of the run",
-  _POWER_LINES,
+  _BERGSMA,
   "memory",
   f"{_MEMORY}: under µP η is that of the matrices",
   weight_decay=lambda training, batch_tokens, rate: (
     batch_tokens / (rate * training.tokens * 1.084 * training.tokens_per_parameter**-0.527)
   ),
-  fitted=_POWER_LINES_FITTED,
+  fitted=_BERGSMA_FITTED,
 )
 
 GROWTH = GrowthRule(

@@ -29,7 +29,6 @@ class Training:
   parameters: float
   """All of them, embeddings too."""
   tokens: float
-  """That the run trains on."""
   flops_per_token: float
   """Forward and backward, without embeddings, with attention."""
   loss: float
@@ -76,7 +75,6 @@ class Rule:
   name: str
   """By which --explain finds it."""
   title: str
-  """Authors and year, for tables."""
   formula: str
   units: str
   """Of what goes in and what comes out."""

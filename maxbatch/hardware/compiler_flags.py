@@ -121,7 +121,6 @@ class CompilerFlags(NamedTuple):
   """What a step is compiled with."""
 
   asked: str = NONE
-  """The value of the key."""
   flags: Flags = ()
 
   @property

@@ -149,9 +149,7 @@ _tried_to_join = threading.Event()
 """Whether jax may hold connections to other processes."""
 
 _PATIENCE_SECONDS = 5.0
-"""For process 0 to answer."""
 _NAMED = 8
-"""So many missing processes a message names."""
 
 
 def join(config: Config) -> int:

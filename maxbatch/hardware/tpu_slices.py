@@ -25,9 +25,7 @@ class Family:
   """The naming and the sizes of one generation's slices."""
 
   compiler_name: str
-  """The TPU compiler's name of the generation."""
   dimensions: int
-  """Dimensions of the slice's shape: 2 or 3."""
   named_units_per_chip: int
   """2 where a name counts TensorCores, 1 where it counts chips."""
   devices_per_chip: int

@@ -23,8 +23,7 @@ from maxbatch.models.attention import (
   next_token_contexts,
 )
 from maxbatch.models.cache import Cache, Decode, KeysValues, LayerCache, empty_cache
-from maxbatch.models.dropout import dropout, fold
-from maxbatch.models.layers import FeedForward, Norm, parameter
+from maxbatch.models.layers import FeedForward, Norm, dropout, fold, parameter
 from maxbatch.models.probes import Probe, for_each_row, given_out, looked_up, probe, probe_values
 from maxbatch.models.remat import named, remat_policy, validate_remat
 from maxbatch.precision.policy import PLAIN, Policy

@@ -44,11 +44,9 @@ class ControllerLimits:
   unit: int = 1
   """The microbatch, in samples: every batch is a multiple of it."""
   dwell_samples: int = 0
-  """Minimum number of samples between two changes."""
   windows_before_growth: int = 3
   """Consecutive decision points that must agree; their windows share at most half of their steps."""
   growth_limit: Fraction = Fraction(2)
-  """Maximum factor of one change."""
   max_relative_half_width: float = 0.5
   """Maximum of half the interval's width over the noise scale."""
   warmup_samples: int = 0

@@ -60,7 +60,6 @@ def _text(entry: Forward | Backward | None, with_repeat: bool) -> str:
 
 
 _MICROSECONDS = PassCosts(1000, 2000)
-"""Nothing is measured."""
 
 
 def chrome_trace(table: Timetable, title: str) -> str:

@@ -69,7 +69,6 @@ class Policy:
 
 
 PLAIN = Policy()
-"""float32 throughout."""
 _ROUNDED = {"stochastic": "stochastically", "nearest": "to the nearest"}
 
 

@@ -35,11 +35,9 @@ class StageInput(NamedTuple):
   """The input of a model chunk (a stage's layers of one repeat), or its shapes."""
 
   layers: FlatParams
-  """The parameters of the layers, (layers, …)."""
   x_RTD: jax.Array
   """The input of the first of these layers."""
   rows: Rows
-  """The microbatch."""
   first_layer: jax.Array
   """int32: the index in the model of the first of these layers."""
 
