@@ -17,9 +17,10 @@ is resumed, also on other devices, continues the same schedule.
     batch_schedule=file                             as another run recorded it
 
 B is the run's batch, global_batch_to_train: the last phase of a ramp, but the first of gns and
-file, which batch/from_config.py makes. Every phase must be a multiple of the data-parallel groups. A phase keeps the run's microbatch
-where that divides its batch, and changes only the number of gradient accumulation steps, so a ramp
-compiles nothing new; else it takes the largest smaller microbatch that does.
+file, which batch/from_config.py makes. Every phase must be a multiple of the data-parallel groups. A
+phase keeps the run's microbatch where that divides its batch, and changes only the number of gradient
+accumulation steps, so a ramp compiles nothing new; else it takes the largest smaller microbatch that
+does.
 
 Example: batch_size=512, batch_schedule_type=linear, batch_size_start=128, batch_size_increment=128
 and batch_schedule_length=30000 give n = (512 − 128) / 128 = 3 increments of 30000 / 3 = 10000
