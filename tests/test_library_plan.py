@@ -237,6 +237,11 @@ REFUSALS: Mapping[str, tuple[dict[str, Any], str]] = {
     {"batch_size": True},
     "batch_size=True is no number; for example batch_size=4, batch_size=0.25 or batch_size='1/3'",
   ),
+  "a number that nobody means": (
+    {"total_samples": "1e999999999"},
+    "total_samples='1e999999999' is no number; for example total_samples=4, total_samples=0.25 or "
+    "total_samples='1/3'",
+  ),
   "two budgets": (
     {"steps": 3, "total_samples": 9},
     "steps=3, total_samples=9, total_tokens=-1: exactly one must be set, the others -1; for example "

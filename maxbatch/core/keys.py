@@ -3,6 +3,7 @@
 They have the names of the configuration's keys; here they are plain numbers, -1 where not given.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from maxbatch.errors import UserError
 
 Number = int | float | str | Fraction
 Unit = Literal["steps", "samples", "tokens"]
+_LONGEST = 100
+"""Characters of a number."""
 Pairs = tuple[tuple[Fraction | int, ...], ...]
 """(at, samples per step) of every phase of a schedule."""
 
@@ -128,14 +131,16 @@ def exact(key: str, value: Number) -> Fraction:
   """Returns the number that is written: 0.1 and "0.1" are 1/10, and "1/3" is a third.
 
   Raises:
-    UserError: it is no number, and is not a bool either.
+    UserError: it is no number, or longer than anybody means.
   """
-  try:
-    if not isinstance(value, bool):
-      return Fraction(str(value))
-  except (ValueError, ZeroDivisionError):
-    pass
-  raise UserError(f"{key}={value!r} is no number; for example {key}=4, {key}=0.25 or {key}='1/3'")
+  words = str(value)
+  exponent = words.lower().partition("e")[2].lstrip("+-")
+  # Exact numbers of more digits than anybody means would fill the memory.
+  if not isinstance(value, bool) and len(words) <= _LONGEST and len(exponent) <= 3:
+    with contextlib.suppress(ValueError, ZeroDivisionError):
+      return Fraction(words)
+  shown = repr(words[:_LONGEST] if isinstance(value, str) else value)[: _LONGEST + 2]
+  raise UserError(f"{key}={shown} is no number; for example {key}=4, {key}=0.25 or {key}='1/3'")
 
 
 def whole(key: str, value: Number) -> int:
