@@ -141,6 +141,16 @@ def test_a_run_imports_nothing_that_draws_and_no_service():
   assert not {name.partition(".")[0] for name in found} & {"bokeh", "jinja2", "wandb", "mlflow"}
 
 
+def test_a_run_on_text_reaches_no_reinforcement_learning():
+  found, waiting = set[str](), ["maxbatch.train"]
+  while waiting:
+    found.add(module := waiting.pop())
+    waiting += {name for name in imports(TREES[module]) if name in TREES} - found
+  assert "maxbatch.training.loop" in found
+  of_rl = re.compile(r"maxbatch\.(rl\b|\w+\.rl_).*|.*rollout.*")
+  assert not [module for module in found if of_rl.fullmatch(module)]
+
+
 def test_the_init_files_import_nothing_of_the_package():
   # They are read before any module of their folder, jax or not. The root's, the public API, names
   # what it imports when it is asked for: parts of the core, and for type checkers alone.
