@@ -19,6 +19,7 @@ from maxbatch.run_folder.paths import RunFolder
 
 _NAMED, _LINES, _LETTERS = 3, 12, 80
 """So many processes, differences and letters of a value a message shows."""
+_PATIENCE_SECONDS = 5.0
 
 
 def broadcast_one_to_all(value: Any) -> Any:
@@ -168,9 +169,6 @@ def _combined(found: Sequence[tuple[str, str]]) -> str:
   if len(failing) > _NAMED:
     lines.append(f"and {len(failing) - _NAMED} other processes")
   return "\n".join(lines)
-
-
-_PATIENCE_SECONDS = 5.0
 
 
 def write_shared_file(path: Path, content: str | bytes) -> None:

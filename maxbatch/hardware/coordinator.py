@@ -21,6 +21,13 @@ from jax._src import distributed as jax_distributed
 from maxbatch.hardware.rendezvous import Rendezvous, connected
 
 _PIECE_BYTES = 1 << 16
+_PREFIX = "maxbatch/"
+_ERRORS = (jax.errors.JaxRuntimeError, ValueError, RuntimeError)
+"""jaxlib has several types for what the service answers."""
+_GLANCE_SECONDS = 1.0
+"""Between looks whether the answer is still wanted. A process that is gone is found by its silence
+(watch.py), and the run ends then."""
+_PAUSE_SECONDS = 0.05
 
 
 def open_relay(address: str, lost: Callable[[], None]) -> str:
@@ -55,11 +62,6 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
       target.sendall(piece)
   except OSError:
     return
-
-
-_PREFIX = "maxbatch/"
-_ERRORS = (jax.errors.JaxRuntimeError, ValueError, RuntimeError)
-"""jaxlib has several types for what the service answers."""
 
 
 @contextlib.contextmanager
@@ -136,11 +138,6 @@ class Coordinator:
     """Waits until all processes have come here."""
     self._client.wait_at_barrier(_PREFIX + name, int(seconds * 1000))
 
-
-_GLANCE_SECONDS = 1.0
-"""Between looks whether the answer is still wanted. A process that is gone is found by its silence
-(watch.py), and the run ends then."""
-_PAUSE_SECONDS = 0.05
 
 _exchanges = itertools.count()
 

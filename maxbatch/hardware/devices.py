@@ -51,6 +51,9 @@ with 8 for each of 8 devices a step took a quarter longer on 2 cores.
 _XLA_COUNT = "xla_force_host_platform_device_count"
 """How jax's own documents simulate devices; who says it there need not say it again."""
 
+_READ_FLAGS = "from jaxlib.xla_client import CompileOptions; CompileOptions()"
+_FAULT = re.compile(r"(Unknown flags? in XLA_FLAGS|Couldn't interpret value).*")
+
 
 class Device(Protocol):
   """What we ask of a jax device."""
@@ -241,10 +244,6 @@ def _simulate(count: int, own: int) -> None:
 def _set_num_cpu_devices(count: int) -> None:
   os.environ.setdefault("NPROC", str(max(_THREADS_EACH * count, os.cpu_count() or 1)))
   jax.config.update("jax_num_cpu_devices", count)
-
-
-_READ_FLAGS = "from jaxlib.xla_client import CompileOptions; CompileOptions()"
-_FAULT = re.compile(r"(Unknown flags? in XLA_FLAGS|Couldn't interpret value).*")
 
 
 def check_environment() -> None:

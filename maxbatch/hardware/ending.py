@@ -25,6 +25,8 @@ from maxbatch.hardware.watch import Watch, stacks
 _watches: list[Watch] = []
 """The one of this process, once it has joined others: jax, too, joins them once and for all."""
 
+_CHECKS_PER_LIMIT = 8
+
 
 def watch_others(limit_seconds: float) -> None:
   """Begins to watch the other processes, which have joined; one that is silent so long is lost."""
@@ -95,9 +97,6 @@ def _reason(error: BaseException, *, alone: bool) -> tuple[str, int]:
     return f"failed: {error}", EXIT_PROCESS_FAILED if alone else EXIT_USER_ERROR
   text = str(error).partition("\n")[0]
   return f"failed: {type(error).__name__}: {text}", EXIT_PROCESS_FAILED
-
-
-_CHECKS_PER_LIMIT = 8
 
 
 class Watchdog:

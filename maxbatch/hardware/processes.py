@@ -51,6 +51,13 @@ _PORT_VARIABLE = "JAX_COORDINATOR_PORT"
 _PORT = 1234
 """Where an address has none, as in MaxText."""
 
+_JAX_LATER_SECONDS = 60
+"""From our limits to jax's own, at which it ends the process with a stack trace."""
+_JOINING = "joins the other processes"
+"""The name of a thread, which goes on after our limit."""
+_PATIENCE_SECONDS = 5.0
+_NAMED = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class StatedProcesses:
@@ -139,17 +146,8 @@ def _integer(environment: Mapping[str, str], name: str) -> int | None:
   return int(value)
 
 
-_JAX_LATER_SECONDS = 60
-"""From our limits to jax's own, at which it ends the process with a stack trace."""
-
-_JOINING = "joins the other processes"
-"""The name of a thread, which goes on after our limit."""
-
 _tried_to_join = threading.Event()
 """Whether jax may hold connections to other processes."""
-
-_PATIENCE_SECONDS = 5.0
-_NAMED = 8
 
 
 def join(config: Config) -> int:

@@ -25,6 +25,19 @@ from maxbatch.hardware.coordinator import Coordinator
 
 _PACKAGE = Path(__file__).parents[1]
 
+_GRACE_SECONDS = 3.0
+"""For the main thread to come out of what it does, then for its way out, before it is ended."""
+_TICK_SECONDS = 0.25
+_LONGEST_PAUSE_SECONDS = 5.0
+_BEATS_PER_LIMIT = 8
+_AT_THE_END_SECONDS = 7 * 24 * 3600.0
+"""Processes wait for each other at the end; one that never comes is found by its silence."""
+_PLACES_SHOWN = 8
+_CLOCKS_SECONDS = 60.0
+"""By which clocks may differ; signs of life themselves are that old at times."""
+_BROKEN_CONNECTION = re.compile("UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED")
+"""What jax's errors begin with when another process is gone: effects of a cause that is to come."""
+
 
 def stacks() -> str:
   """Returns the stack of every thread of Python, the innermost call last."""
@@ -43,22 +56,6 @@ def main_place() -> str:
     if path.is_relative_to(_PACKAGE):
       return f"{path.relative_to(_PACKAGE.parent)}:{call.lineno} in {call.name}"
   return "outside of maxbatch"
-
-
-_GRACE_SECONDS = 3.0
-"""For the main thread to come out of what it does, then for its way out, before it is ended."""
-_TICK_SECONDS = 0.25
-_LONGEST_PAUSE_SECONDS = 5.0
-_BEATS_PER_LIMIT = 8
-_AT_THE_END_SECONDS = 7 * 24 * 3600.0
-"""Processes wait for each other at the end; one that never comes is found by its silence."""
-
-_PLACES_SHOWN = 8
-_CLOCKS_SECONDS = 60.0
-"""By which clocks may differ; signs of life themselves are that old at times."""
-
-_BROKEN_CONNECTION = re.compile("UNKNOWN|INTERNAL|UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED")
-"""What jax's errors begin with when another process is gone: effects of a cause that is to come."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,6 +18,8 @@ from maxbatch.hardware.sharding import constrain
 from maxbatch.models.dot_product import capped
 from maxbatch.precision.policy import Policy
 
+_AXES = ("batch", "kv_heads", "length", "head_dim")
+
 
 class KeysValues(NamedTuple):
   """What tokens to come see of those before."""
@@ -35,8 +37,6 @@ Decode = Callable[[jax.Array, Cache, jax.Array, jax.Array], tuple[jax.Array, Cac
 The tokens see what is in the cache from int32 `begins_B` on, which is position 0 of each row, and are
 put in it at int32 `place`, the same for all.
 """
-
-_AXES = ("batch", "kv_heads", "length", "head_dim")
 
 
 def empty_cache(

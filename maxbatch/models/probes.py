@@ -35,6 +35,12 @@ from maxbatch.hardware.sharding import (
 from maxbatch.models.forms import projected, weight_gradient
 from maxbatch.precision.policy import Policy
 
+NUM_BINS = 256
+"""By a float32's exponent as it is stored: bin 127 + e counts magnitudes in [2^e, 2^(e+1)), the first
+one zeros, the last one what is not finite."""
+EXPONENT_KINDS = 2
+"""Of values in a module's probe: what it gives, and the gradients of that."""
+
 
 class Probe(nnx.Variable):
   """A probe; a scalar, in stacked layers one per layer, while nothing is measured.
@@ -209,13 +215,6 @@ def _is_divided(axis: str | None, size: int, shards: int) -> bool:
 def _first_shard(squares_B: jax.Array, shards: int) -> jax.Array:
   """(B,) → (B, S): what all devices along tensor hold counts once."""
   return jnp.pad(squares_B[:, None], ((0, 0), (0, shards - 1)))
-
-
-NUM_BINS = 256
-"""By a float32's exponent as it is stored: bin 127 + e counts magnitudes in [2^e, 2^(e+1)), the first
-one zeros, the last one what is not finite."""
-EXPONENT_KINDS = 2
-"""Of values in a module's probe: what it gives, and the gradients of that."""
 
 
 class ExponentProbe(Probe):

@@ -31,6 +31,8 @@ NAMED = (
 )
 """The tensors of a layer, each a configuration key too, for remat_policy=custom."""
 
+_MOVES = ("sharding_constraint", "convert_element_type", "reshape", "name")
+
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
@@ -54,7 +56,6 @@ POLICIES: Mapping[str, Kept] = {
 }
 """Those of which a name says all: neither none, which keeps everything, nor custom."""
 
-_MOVES = ("sharding_constraint", "convert_element_type", "reshape", "name")
 
 Policy = Callable[..., Any]
 

@@ -14,6 +14,13 @@ from fractions import Fraction
 from maxbatch.pipeline_parallel.schedule import schedule_named
 from maxbatch.pipeline_parallel.timetable import Timetable, TimetableShape
 
+EVERY_TICK = ""
+"""What runs in every tick, in no operation's scope: the exchange and the buffers."""
+OPERATIONS = ("forward", "embedding", "loss", "backward", "embedding_backward")
+ONCE_PER_MICROBATCH = ("embedding", "loss", "embedding_backward")
+"""Operations that run once per microbatch, however long the warm-up is."""
+_SCOPE = "tick_"
+
 
 @dataclasses.dataclass(frozen=True)
 class PassCosts:
@@ -80,14 +87,6 @@ def imbalance(loads: Sequence[int | Fraction]) -> Fraction:
 def percent(share: Fraction) -> str:
   """Returns a share as text: 3/35 is 8.6%."""
   return f"{float(share):.1%}"
-
-
-EVERY_TICK = ""
-"""What runs in every tick, in no operation's scope: the exchange and the buffers."""
-OPERATIONS = ("forward", "embedding", "loss", "backward", "embedding_backward")
-ONCE_PER_MICROBATCH = ("embedding", "loss", "embedding_backward")
-"""Operations that run once per microbatch, however long the warm-up is."""
-_SCOPE = "tick_"
 
 
 def scope_name(operation: str) -> str:

@@ -13,6 +13,11 @@ _BLOCKS = 4
 """The most blocks of ticks that are shown: of more, the first two and the last two."""
 _IDLE = "·"
 
+_MICROSECONDS = PassCosts(1000, 2000)
+_COLORS = {"forward": 4, "backward": 5}
+_PALER = 0.6
+"""Later repeats are, by at most so much."""
+
 
 def text_diagram(table: Timetable) -> str:
   """Returns the diagram, at most 100 columns wide, divided into blocks of consecutive ticks.
@@ -59,9 +64,6 @@ def _text(entry: Forward | Backward | None, with_repeat: bool) -> str:
   return f"{entry.repeat}.{entry.microbatch}" if with_repeat else str(entry.microbatch)
 
 
-_MICROSECONDS = PassCosts(1000, 2000)
-
-
 def chrome_trace(table: Timetable, title: str) -> str:
   """The trace in Google's "Trace Event Format", as JSON: one process and a thread per stage."""
   times = tick_times(table, _MICROSECONDS)
@@ -97,11 +99,6 @@ def _event(
     "dur": length,
     "args": {"tick": tick, "repeat": chunk.repeat, "microbatch": entry.microbatch},
   }
-
-
-_COLORS = {"forward": 4, "backward": 5}
-_PALER = 0.6
-"""Later repeats are, by at most so much."""
 
 
 def timetable_chart(table: Timetable, title: str) -> Chart:

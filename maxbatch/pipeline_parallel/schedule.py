@@ -25,6 +25,9 @@ Task = tuple[int, int]
 Interval = tuple[int, int, Task]
 """First tick, last tick, and the task that the slot is for."""
 
+WITH_REPEATS = {"gpipe": "circular", "1f1b": "interleaved_1f1b"}
+"""By schedules without repeats, the same with them."""
+
 
 def assign_slots(table: Timetable) -> Timetable:
   """The same timetable, which must have no fault, with slots for inputs and gradients, as few as possible.
@@ -253,5 +256,3 @@ SCHEDULES = MappingProxyType(
     ),
   }
 )
-WITH_REPEATS = {"gpipe": "circular", "1f1b": "interleaved_1f1b"}
-"""By schedules without repeats, the same with them."""
