@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from maxbatch import critical_batch, pipeline, plan, train
+from maxbatch import critical_batch, pipeline, train
 from maxbatch.checkpoints.formats import FORMATS
 from maxbatch.command_line import arguments
 from maxbatch.config.load import load_config
@@ -26,6 +26,8 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.counted_devices import count_devices
 from maxbatch.models.registry import MODELS
 from maxbatch.pipeline_parallel.layout import pipeline_of
+from maxbatch.plan import COMMAND as PLAN
+from maxbatch.plan import make_report
 from maxbatch.training.metrics import METRICS
 from maxbatch.training.optimizer import OPTIMIZERS
 
@@ -99,7 +101,7 @@ def value_of(config: Config, key: str) -> object:
 def planned(config: Config) -> None:
   """Everything that the commands plan and pipeline derive and print."""
   devices = count_devices(config)
-  report = plan.make_report(config, devices)
+  report = make_report(config, devices)
   if config.pipeline.pipeline_schedule != "none":
     stages = pipeline_of(config, devices.layout, report.plan)
     str(pipeline.make_report(config, report.plan, stages, ""))
@@ -203,7 +205,7 @@ def test_a_hostile_value_is_taken_or_refused_in_a_sentence_whose_offers_work(nam
   assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("command", [plan.COMMAND, pipeline.COMMAND, critical_batch.COMMAND])
+@pytest.mark.parametrize("command", [PLAN, pipeline.COMMAND, critical_batch.COMMAND])
 def test_a_hostile_value_of_a_command_s_own_key_is_taken_or_refused_in_a_sentence(command):
   for one in arguments.declared(command):
     if not isinstance(one.kind, arguments.Key):

@@ -7,12 +7,13 @@ import signal
 
 import pytest
 
-from maxbatch import pipeline, plan
+from maxbatch import pipeline
 from maxbatch.compile import step_file
 from maxbatch.config.load import load_config
 from maxbatch.core.plan import Position
 from maxbatch.errors import UserError
 from maxbatch.experiments.origin import Checkpoint, record_origin
+from maxbatch.plan import main as plan
 
 PIPELINE = ["config=base", "pipeline_schedule=1f1b", "ici_pipeline_parallelism=2"]
 
@@ -51,7 +52,7 @@ def test_a_model(no_file):
 
 def test_a_batch_schedule(no_file, capsys):
   keys = ["config=base", "batch_schedule=file", f"batch_schedule_file={no_file}"]
-  assert plan.main(keys) == 2
+  assert plan(keys) == 2
   assert f"error: {no_file}: " in capsys.readouterr().err
 
 

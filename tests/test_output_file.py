@@ -5,11 +5,12 @@ import os
 import pytest
 from support import TINY
 
-from maxbatch import pipeline, plan, train
+from maxbatch import pipeline, train
+from maxbatch.plan import main as plan
 
 PIPELINE = ["config=base", "pipeline_schedule=1f1b", "ici_pipeline_parallelism=2"]
 OPTIONS = [
-  (plan.main, "--plot", "a.html"),
+  (plan, "--plot", "a.html"),
   (pipeline.main, "--plot", "b.html"),
   (pipeline.main, "--csv", "a"),
   (pipeline.main, "--trace", "a"),

@@ -7,12 +7,13 @@ import yaml
 from first_devices import use_first_devices
 from support import SMALLEST
 
-from maxbatch import plan, train
+from maxbatch import train
 from maxbatch.config.load import load_config, to_flat_dict
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import fields, replaced
 from maxbatch.errors import UserError
 from maxbatch.models.registry import MODELS, build_model
+from maxbatch.plan import main as plan
 from maxbatch.rl.rewards import Group, RewardPool
 from maxbatch.run_folder.metrics import read_metrics
 
@@ -271,7 +272,7 @@ def test_a_plug_in_whose_module_says_nothing_of_keys_is_not_imported(folder):
 
 @pytest.mark.usefixtures("folder")
 def test_help_shows_them_where_the_plug_in_is_named(capsys):
-  assert plan.main([MODEL, "metrics=[own_plugins:sure, own_plugins:sure_too]", "--help"]) == 0
+  assert plan([MODEL, "metrics=[own_plugins:sure, own_plugins:sure_too]", "--help"]) == 0
   text = capsys.readouterr().out
   assert (
     "\n\nKeys of decoder_block=own_plugins:Scaled\n"
@@ -281,16 +282,16 @@ def test_help_shows_them_where_the_plug_in_is_named(capsys):
     "      Shares of it.\n"
   ) in text
   assert text.count("sure_from=0.5") == 1
-  assert plan.main([MODEL.replace("Scaled", "Scald"), "embedding_gain=1", "--help"]) == 0
+  assert plan([MODEL.replace("Scaled", "Scald"), "embedding_gain=1", "--help"]) == 0
   assert "The keys of plug-ins cannot be shown: " in capsys.readouterr().out
-  assert plan.main(["--help"]) == 0
+  assert plan(["--help"]) == 0
   assert "embedding_gain" not in capsys.readouterr().out
 
 
 def test_a_command_s_own_key_is_not_mistaken_for_one(folder, capsys):
   (folder / "own_near.py").write_text(MODULE.replace("sign_kind", "num_host"))
-  assert plan.main(["config=base", "opt_type=own_near:sign", "num_host=plain"]) == 0
-  assert plan.main(["config=base", "num_host=plain"]) == 2
+  assert plan(["config=base", "opt_type=own_near:sign", "num_host=plain"]) == 0
+  assert plan(["config=base", "num_host=plain"]) == 2
   assert "Did you mean num_hosts?" in capsys.readouterr().err
 
 

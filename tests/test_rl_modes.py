@@ -14,7 +14,7 @@ from begun_states import begun_state, random_parameters
 from support import counted_plans
 from test_train_rl import KEYS, run, same
 
-from maxbatch import plan, train_rl
+from maxbatch import train_rl
 from maxbatch.batch.from_config import topology
 from maxbatch.batch.rl_plan import in_samples, plan_rl
 from maxbatch.compile import measured_time
@@ -28,6 +28,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.devices import Target, find_devices
 from maxbatch.modes.method import Purpose
 from maxbatch.modes.validate import validate
+from maxbatch.plan import main as plan_command
 from maxbatch.rl import rollout_program as rollout_reports
 from maxbatch.rl import tuning
 from maxbatch.rl.method import GRPO
@@ -264,7 +265,7 @@ def test_what_is_timed_is_not_skipped():
 
 
 def planned(capsys: Any, *keys: str) -> str:
-  assert plan.main([*KEYS, *keys]) == 0
+  assert plan_command([*KEYS, *keys]) == 0
   return capsys.readouterr().out
 
 
@@ -279,7 +280,7 @@ def test_plan_answers_as_for_text(capsys):
   assert " 16 devices     = training 12 + rollout 4\n" in out
   out = planned(capsys, "compile_topology=v5e-16", "micro_batch_size=16", "--json")
   assert json.loads(out)["rl"]["training_devices"] == 16
-  assert plan.main([*KEYS, "num_hosts=2"]) == 2
+  assert plan_command([*KEYS, "num_hosts=2"]) == 2
   assert "num_hosts=2 says who loads samples" in capsys.readouterr().err
 
 

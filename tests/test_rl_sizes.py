@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxbatch import input_analyzer, pipeline, train
-from maxbatch import plan as plan_command
 from maxbatch.batch.prompt_epochs import PromptEpochs, prompt_epochs
 from maxbatch.batch.rl_plan import RLPlan, plan_rl
 from maxbatch.batch.supervised import training_devices
@@ -21,6 +20,7 @@ from maxbatch.config.load import load_config
 from maxbatch.config.schema import Config, fields
 from maxbatch.core.topology import Topology
 from maxbatch.errors import UserError
+from maxbatch.plan import main as plan_command
 
 RL = f"config={Path(__file__).resolve().parent.parent}/configs/post_train/rl.yml"
 BASE = load_config(["config=base"])
@@ -312,18 +312,18 @@ Batch plan
 def test_the_plan_command_answers_for_reinforcement_learning(capsys):
   keys = [RL, "num_devices=8", "rollout_devices=2", "batch_size=18"]
   keys += ["micro_batch_size=48", "num_iterations=2", "num_prompts=500", "rollout_staleness=1"]
-  assert plan_command.main(keys) == 0
+  assert plan_command(keys) == 0
   printed = capsys.readouterr().out
   assert PRINTED in printed
   assert "Loading" not in printed
-  assert plan_command.main([*keys, "--json"]) == 0
+  assert plan_command([*keys, "--json"]) == 0
   facts = json.loads(capsys.readouterr().out)
   assert facts["rl"]["completions_per_step"] == facts["sizes"]["global_batch_to_train"] == 144
   assert facts["rl"]["rollout_devices"] == 2
 
 
 def test_the_plan_command_derives_no_devices_from_completions(capsys):
-  assert plan_command.main([RL, "num_devices=-1"]) == 2
+  assert plan_command([RL, "num_devices=-1"]) == 2
   assert "for example num_devices=8" in capsys.readouterr().err
 
 

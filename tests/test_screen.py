@@ -6,15 +6,16 @@ import pytest
 from support import SMALLEST
 from test_progress import Terminal, on_terminal
 
-from maxbatch import plan, train, train_rl
+from maxbatch import train, train_rl
 from maxbatch.command_line.screen import for_screen
+from maxbatch.plan import main as plan
 
 COLUMNS = 80
 ESCAPE = re.compile(r"\x1b\[\d*m")
 SMALL = [f"{key}={value}" for key, value in SMALLEST.items()]
 COMMANDS = {
-  "plan": (plan.main, ["config=base"]),
-  "plan of rollouts": (plan.main, ["config=configs/post_train/rl.yml"]),
+  "plan": (plan, ["config=base"]),
+  "plan of rollouts": (plan, ["config=configs/post_train/rl.yml"]),
   "validate": (train.main, ["config=base", "validate_only=true"]),
   "validate rollouts": (
     train_rl.main,
@@ -43,7 +44,7 @@ def lines_of(text: str) -> list[str]:
 def test_what_a_person_sees_fits_the_screen(name, tmp_path, monkeypatch):
   terminal = on_screen(monkeypatch)
   main, arguments = COMMANDS[name]
-  if main is not plan.main:
+  if main is not plan:
     arguments = [*arguments, f"base_output_directory={tmp_path}"]
   assert main(arguments) == 0
   text = terminal.getvalue()
