@@ -55,7 +55,7 @@ class PromptEpochs:
     return math.floor(self.epochs(prompts)) * self.dropped_per_epoch
 
   def batches_of_two_epochs(self, prompts: int) -> int:
-    """Of the batches of so many prompts, those that take prompts of two epochs."""
+    """Counts, of the batches of so many prompts, those that take prompts of two epochs."""
     if self.num_prompts == -1:
       return 0
     ends = range(self.prompts_taken, prompts, self.prompts_taken)

@@ -115,7 +115,7 @@ class RLPlan:
     return batch * self.batch_size
 
   def begins_batch(self, step: int) -> bool:
-    """Whether `step` is the first on its batch."""
+    """Returns whether `step` is the first on its batch."""
     return step % self.num_iterations == 0
 
   @property
@@ -134,7 +134,7 @@ class RLPlan:
     return batch * self.num_iterations
 
   def dispatch_of(self, number: int) -> tuple[int, int]:
-    """Of a step's dispatch, numbered through all steps: the step, and the microbatch in it."""
+    """Returns of a dispatch, numbered through all steps, the step, and the microbatch in it."""
     return divmod(number, self.num_microbatches)
 
   def first_microbatch(self, batch: int) -> int:
@@ -215,7 +215,7 @@ class RLPlan:
     ]
 
   def _notes(self) -> list[str]:
-    """What becomes of the ends of epochs, and what may wait."""
+    """Says what becomes of the ends of epochs, and what may wait."""
     return [
       self._epochs(),
       f"rollout_staleness={self.staleness}: at most "

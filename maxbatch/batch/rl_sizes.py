@@ -68,7 +68,7 @@ class RLTopology:
     return self.unit // self.num_generations
 
   def __str__(self) -> str:
-    """What the unit is made of, for a message."""
+    """Says what the unit is made of."""
     rollout = f" and the {counted(self.rollout_devices, 'rollout device')}"
     return (
       f"{counted(self.unit, 'completion')} (whole groups of num_generations={self.num_generations}, and "
@@ -177,7 +177,7 @@ def _completions(batch: GivenSize) -> str:
 
 
 def _is_whole(micro: GivenSize, topology: RLTopology) -> bool:
-  """Whether a microbatch holds whole groups, and as many completions for each device."""
+  """Returns whether a microbatch holds whole groups, and as many completions for each device."""
   return micro.size > 0 and micro.size % topology.unit == 0
 
 

@@ -71,7 +71,7 @@ def _compile(prepared: Prepared) -> None:
 
 
 def input_function(config: Config, plan: BatchPlan, num_hosts: int) -> InputReport | None:
-  """What is known of the run's data; None, and a line, where they are not here to compile for."""
+  """Returns what is known of the run's data; None, and a line, where they are not here to compile for."""
   try:
     return input_report(config.data, plan, num_hosts)
   except UserError as error:

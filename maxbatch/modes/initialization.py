@@ -57,7 +57,7 @@ class Initialization:
     return self.source.position if self.source is not None and self.full else Position(0, 0)
 
   def check(self, config: Config, trainer: Trainer) -> list[str]:
-    """What is said about it, in lines; reads no array.
+    """Checks that it fits the run, without reading an array; returns what is said about it, in lines.
 
     Raises:
       UserError: it is not of this run's model, or optimizer.
@@ -96,7 +96,7 @@ class Initialization:
     return trainer.from_saved(saved | {"params": loaded}, noted)
 
   def notes(self, trainer: Trainer, state: TrainState) -> dict[str, Any]:
-    """What each checkpoint notes of it."""
+    """Returns what each checkpoint notes of it."""
     if self.source is None or trainer.keeps_frozen:
       return {}
     return {FROZEN: frozen_note(self.source, trainer.by_layer(state.frozen))}
@@ -128,7 +128,7 @@ def _check_optimizer(source: CheckpointSource, trainer: Trainer) -> None:
 
 
 def find_initialization(config: CheckpointConfig, folder: RunFolder) -> Initialization:
-  """What the keys say; of a folder that they name the record is read. All processes must call it.
+  """Finds what the keys name, and reads the record of its folder. All processes must call it.
 
   A run that a conversion has made begins with what lies in its own folder.
 

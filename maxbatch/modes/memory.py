@@ -33,7 +33,7 @@ def check_memory(
   devices: Sequence[Device],
   beside: Mapping[str, int] = MappingProxyType({}),
 ) -> str:
-  """What every device holds between steps.
+  """Checks that the run fits, and says what every device holds between steps.
 
   Args:
     config: the run.

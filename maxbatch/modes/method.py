@@ -64,11 +64,11 @@ class Training(Protocol):
     ...
 
   def extra_bytes(self, trainer: Trainer) -> Mapping[str, int]:
-    """Bytes that each device which trains holds beside the state and its rows, by name."""
+    """Returns the bytes that each device which trains holds beside the state and its rows, by name."""
     ...
 
   def dataset(self) -> Dataset:
-    """What is trained on.
+    """Reads what is trained on.
 
     Raises:
       UserError: it cannot be read, or not for as long as the run is.
@@ -76,15 +76,15 @@ class Training(Protocol):
     ...
 
   def examine(self, trainer: Trainer, passed: Passed) -> Dataset:
-    """As `dataset`, with every check of it that needs no compilation."""
+    """Reads the same, with every check of it that needs no compilation."""
     ...
 
   def meter(self, model: Model) -> Meter:
-    """What measures the noise scale."""
+    """Returns what measures the noise scale."""
     ...
 
   def setup(self, job: Job, restored: Restored | None) -> contextlib.AbstractContextManager[Job]:
-    """The job with the loader and the hooks of this way to train, which end with the context.
+    """Yields the job with the loader and the hooks of this way to train, which end with the context.
 
     Args:
       job: with what all have.
@@ -137,7 +137,7 @@ class Method(Protocol):
   def resolve(
     self, config: Config, target: Target, purpose: Purpose, *, forget: bool = False
   ) -> ResolvedRun:
-    """The run with all chosen that was to be chosen on these devices.
+    """Returns the run with all chosen that was to be chosen on these devices.
 
     Args:
       config: the run.
@@ -153,7 +153,7 @@ class Method(Protocol):
   def explored(
     self, config: Config, target: Target
   ) -> tuple[Config, Prober, Callable[[Config, Topology], Sequence[Candidate]]]:
-    """What micro_batch_size=explore tries: the run, what tries a size of it, and its sizes.
+    """Returns what micro_batch_size=explore tries: the run, what tries a size of it, and its sizes.
 
     Raises:
       UserError: the run has no sizes to explore.

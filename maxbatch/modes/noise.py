@@ -22,7 +22,7 @@ from maxbatch.training.programs import StepPrograms
 def make_noise(
   config: Config, plan: BatchPlan, make_meter: Callable[[], Meter], folder: pathlib.Path
 ) -> Noise | None:
-  """What measures, and steers if it is to; None for a run without either.
+  """Returns what measures, and steers if it is to; None for a run without either.
 
   Args:
     config: the run.

@@ -67,11 +67,11 @@ class PlanReport:
     return "\n\n".join(parts)
 
   def _limits(self) -> list[str]:
-    """Of samples; those of completions, which come in whole groups, are in the plan of these."""
+    """Returns the limits of samples; those of completions, in whole groups, are in the plan of these."""
     return [] if self.rl else limits(self.plan)
 
   def _given_lines(self) -> Iterator[str]:
-    """What was given, what is still to be chosen, and what the numbers below assume instead."""
+    """Says what was given, what is still to be chosen, and what the numbers below assume instead."""
     yield f"Given  {', '.join(self.given) or 'nothing; 1 microbatch of 4 samples per device'}"
     if self.choice:
       whole, each = self.plan.micro_batch_to_train, self.plan.per_device

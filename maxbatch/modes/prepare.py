@@ -201,7 +201,7 @@ def _without_arrays(make: Callable[[], Trainer]) -> tuple[Trainer, TrainState]:
 
 
 def _initialization(resolved: ResolvedRun) -> Initialization:
-  """What the run begins with, where it has no checkpoint of its own.
+  """Returns what the run begins with, where it has no checkpoint of its own.
 
   Raises:
     UserError: it is to take place here, and there is nothing of the kind.

@@ -1,4 +1,4 @@
-"""Training on text: from what its keys leave open to a run in which everything is chosen and planned."""
+"""Training on text: from what its keys leave open to a run with everything chosen and planned."""
 
 import contextlib
 import dataclasses

@@ -299,7 +299,7 @@ def _train_job(
 
 
 def _notes(prepared: Prepared, start: _Start, state: TrainState) -> dict[str, Any]:
-  """What all checkpoints note."""
+  """Returns what all checkpoints note."""
   if start.restored:
     return {name: note for name, note in start.restored.notes.items() if name == FROZEN}
   return prepared.initialization.notes(start.trainer, state)
@@ -320,7 +320,7 @@ def _metrics_log(resolved: ResolvedRun, position: Position, run_log: RunLog) -> 
 
 
 def _data_counts(config: Config, dataset: Dataset) -> Record:
-  """How many records were skipped, where any may be."""
+  """Counts the records that were skipped, where any may be."""
   if config.data.max_bad_records == 0:
     return {}
   return {"data/skipped_records": dataset.num_skipped_records}

@@ -25,7 +25,7 @@ from maxbatch.training.step import Trainer
 def description(
   resolved: ResolvedRun, trainer: Trainer, data: str, beginning: Sequence[str] = ()
 ) -> str:
-  """What the run is made of, and what it begins with, in a few lines."""
+  """Describes what the run is made of, and what it begins with, in a few lines."""
   return "\n".join(_described(resolved, trainer, data, beginning))
 
 
@@ -69,7 +69,7 @@ class SampleTexts:
 
 
 def sum_up(resolved: ResolvedRun, plan: BatchPlan, position: Position, written: str) -> None:
-  """How far, how well and where; `written` is what the model wrote last."""
+  """Says how far, how well and where; `written` is what the model wrote last."""
   config, folder = resolved.config, resolved.folder
   complete = position.step == plan.steps
   if complete:
@@ -96,7 +96,7 @@ def sum_up(resolved: ResolvedRun, plan: BatchPlan, position: Position, written: 
 def print_next(
   resolved: ResolvedRun, plan: BatchPlan, position: Position, *, has_report: bool
 ) -> None:
-  """How to look at the run, and how to go on with it."""
+  """Says how to look at the run, and how to go on with it."""
   lines = ["Next:"]
   if has_report:
     lines.append(f"  report:  {resolved.folder.report}")

@@ -148,7 +148,7 @@ def _disk_space(config: Config, plan: BatchPlan, state: Mapping[str, Any], folde
 def _resumable(
   config: Config, plan: BatchPlan, state: Mapping[str, Any], dataset: Dataset, folder: Path
 ) -> tuple[str, list[str]]:
-  """Whether the run's newest checkpoint is this run's, by its record; its arrays are not read.
+  """Checks by its record that the newest checkpoint is this run's; its arrays are not read.
 
   Returns where the run resumes, and a line for every key that has changed since.
 

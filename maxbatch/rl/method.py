@@ -124,7 +124,7 @@ class PolicyTraining:
     return self.dataset()
 
   def _lengths(self, trainer: Trainer) -> str:
-    """How long the first prompts are; raises UserError if one is too long."""
+    """Measures the first prompts; raises UserError if one is too long."""
     sampler = completion_sampler(self.config, trainer.model, self.place.mesh(trainer))
     train = self.prompts.train
     count = min(_LOOKED_AT, train.count) if train.count != -1 else _LOOKED_AT
@@ -328,7 +328,7 @@ def _with_smallest_size(config: Config, layout: Topology) -> tuple[Config, Seque
 
 
 def _warm_initialization(config: Config, training: Topology) -> Initialization | None:
-  """Of a run that is to be trained on demonstrations first; None: of one that is not."""
+  """Returns what a warm start gives the run; None: there is none, or it has been."""
   if not warms_up(config):
     return None
   warm = warm_start(config, training)

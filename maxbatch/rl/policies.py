@@ -76,7 +76,7 @@ class Policies:
     return joined(self._trained[step], self._frozen)
 
   def trained(self, step: int) -> Parameters:
-    """Of those the ones that train."""
+    """Returns those of them that train."""
     return self._trained[step]
 
   def to_sample(self, step: int) -> Parameters:

@@ -48,7 +48,7 @@ def make_call(function: RewardFunction, call: Call) -> Reply:
 
 
 def _described(error: Exception) -> str:
-  """What it raised, and where."""
+  """Says what it raised, and where."""
   frame = traceback.extract_tb(error.__traceback__)[-1]
   text = " ".join(str(error).split())[:300]
   return f"{type(error).__name__}: {text} ({os.path.basename(frame.filename)}:{frame.lineno})"

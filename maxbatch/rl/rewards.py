@@ -191,7 +191,7 @@ class RewardPool:
     return [one for one in busy if one.connection in ready or one.deadline <= now]
 
   def _outcome(self, worker: _Worker) -> Reply:
-    """What a worker says, after which it is free; in place of one that hangs or has ended comes another.
+    """Receives what a worker says, after which it is free; in place of one that hangs or has ended comes another.
 
     Raises:
       UserError: it did not even start.

@@ -113,7 +113,7 @@ class RolloutLoader:
     return self._complete(batch, put(fed, rows_shardings(fed, self._mesh)))
 
   def waited_seconds(self) -> float:
-    """How long `next` has sampled, and waited for rewards, since this was last asked.
+    """Returns how long `next` has sampled, and waited for rewards, since this was last asked.
 
     Not for the policy, which is there when the step before has ended.
     """

@@ -200,7 +200,7 @@ class PolicyBytes(NamedTuple):
     return self.trained + self.frozen
 
   def copies(self, count: int) -> int:
-    """Of so many policies, which share what is frozen."""
+    """Returns the bytes of so many policies, which share what is frozen."""
     return count * self.trained + (self.frozen if count else 0)
 
 
@@ -242,7 +242,7 @@ class RolloutReport:
     return self.snapshots_in_training + (self.in_flight if self.is_apart else self.kept)
 
   def peak(self, state: int, rows: int) -> int:
-    """What a device that samples needs.
+    """Returns what a device that samples needs.
 
     Args:
       state: what a device that trains holds between steps.
@@ -251,7 +251,7 @@ class RolloutReport:
     return self.snapshots + self.temporaries + (0 if self.is_apart else state + rows)
 
   def largest(self, step: ProgramMemory, state: int) -> int:
-    """What a device needs, be it of training or of the rollout.
+    """Returns what a device needs, be it of training or of the rollout.
 
     Args:
       step: of training.

@@ -66,7 +66,7 @@ _PASS_AT = "eval/pass_at_"
 
 
 def sum_up_rl(folder: RunFolder) -> None:
-  """What the policy wrote before and afterwards, and how often it was right."""
+  """Prints what the policy wrote before and afterwards, and how often it was right."""
   if jax.process_index():
     return
   for path, word in ((folder.examples_before, "before"), (folder.examples_after, "after")):

@@ -124,7 +124,7 @@ def run_vocabulary(config: Config) -> Vocabulary:
 
 
 def rollout_sampler(config: Config, model: Model, mesh: jax.sharding.Mesh) -> Sampler:
-  """What samples in a run of reinforcement learning, by the policy `model` over a mesh."""
+  """Returns what samples in a run of reinforcement learning, by the policy `model` over a mesh."""
   length, choice = config.batch.max_target_length, choice_of(config.run)
   new_tokens = length - config.rl.max_prefill_predict_length
   return Sampler(model, choice, new_tokens, length, mesh, choice.leaves_out)

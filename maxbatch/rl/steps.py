@@ -46,7 +46,7 @@ class TrainingClock:
     return self._ended
 
   def seconds(self) -> float:
-    """Of the training that was dispatched since this was last asked, which is waited for."""
+    """Returns the seconds of the training dispatched since this was last asked; waits for it."""
     times, self._times = self._times, []
     return sum(each.result() for each in times)
 

@@ -17,7 +17,7 @@ from maxbatch.training.step import Trainer
 
 
 def policy_loss(config: Config, plan: RLPlan) -> PolicyLoss:
-  """What a step minimizes."""
+  """Returns what a step minimizes."""
   allowed_V = np.asarray(run_vocabulary(config).allowed_V)
   return PolicyLoss(
     objective(config.rl, plan.max_completion_length),
@@ -32,7 +32,7 @@ def policy_loss(config: Config, plan: RLPlan) -> PolicyLoss:
 def build_policy_trainer(
   config: Config, plan: RLPlan, devices: Sequence[Device], *, keep: bool = True
 ) -> Trainer:
-  """As `build_trainer`, of a configuration that counts completions (`in_samples`)."""
+  """Builds the trainer, as `build_trainer` does, of a configuration that counts completions (`in_samples`)."""
   return build_trainer(
     config,
     plan.batch_plan,
@@ -44,5 +44,5 @@ def build_policy_trainer(
 
 
 def _has_proximal(config: RLConfig) -> bool:
-  """Whether the loss compares with the policy of before the first of several steps on a batch."""
+  """Returns whether the loss compares with the policy of before the first of several steps on a batch."""
   return config.num_iterations > 1 and config.importance_sampling_cap > 0

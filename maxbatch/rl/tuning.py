@@ -21,7 +21,7 @@ from maxbatch.tuning.search import ProbeSize
 def choose_rl(
   config: Config, place: Target, probe: ProbeSize, folder: pathlib.Path, *, forget: bool = False
 ) -> Config:
-  """As `choose` (tuning/microbatch_size.py), of a configuration that counts prompts."""
+  """Chooses the size, as `choose` does (tuning/microbatch_size.py), of a configuration that counts prompts."""
   if not chooses(config):
     return config
   sizes = rl_sizes_of(config, place.layout)
@@ -54,7 +54,7 @@ class RLProber(Prober):
 def rl_report_or_refusal(
   config: Config, devices: Sequence[Device], place: RolloutPlace
 ) -> CompileReport:
-  """As `report_or_refusal` (compile/compile_step.py), of a step with its rollout.
+  """Compiles and reports, as `report_or_refusal` does (compile/compile_step.py), a step with its rollout.
 
   Args:
     config: the run, its sizes counted in completions (`in_samples`).
