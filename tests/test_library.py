@@ -83,8 +83,13 @@ def test_lines_about_the_batch_are_few():
   assert len(lines) <= 12
 
 
-def test_the_losses_of_the_page_do_not_depend_on_the_split():
-  names = run("jax", 1, LOOP.partition("\n\n\ndef arguments")[0])
+def test_check_split_prints_what_the_page_shows(capsys):
+  [careless] = SECTIONS["What does check_split say?"]
+  names = run("jax", 1, LOOP.partition("\n\n\ndef arguments")[0], careless)
+  [shown] = re.findall(r"^```text\n(.*?)^```", PAGE, re.M | re.S)
+  printed = capsys.readouterr().out
+  text, parameters = re.compile(r" [\d.e%-]+(?=[, \n])"), re.compile(r"gradient of: .*")
+  assert parameters.sub("", text.sub(" #", printed)) == parameters.sub("", text.sub(" #", shown))
   found = mb.check_split(names["loss"], names["params"], names["batch_from"](0, 8))
   assert found.ok, str(found)
 
