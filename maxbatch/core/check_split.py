@@ -15,7 +15,7 @@ import numpy as np
 
 from maxbatch.core.accumulate import Accumulated
 from maxbatch.core.rows import sample_keys
-from maxbatch.core.split_causes import CAUSES, PADDED, REPLICAS, Cause, cause_of
+from maxbatch.core.split_causes import CAUSES, PADDED, REPLICAS, SINGLES, Cause, cause_of
 from maxbatch.core.split_probe import (
   Arrangement,
   Probe,
@@ -145,7 +145,7 @@ class _Check:
     self._skipped = () if len(devices) > 1 else (f"{REPLICAS}, as there is one device",)
     if len(devices) > 1:
       splits[REPLICAS] = probe.on(devices[:2])
-    self._tolerances: Tolerances = tolerances(probe, whole, splits["single rows"])
+    self._tolerances: Tolerances = tolerances(probe, whole, splits[SINGLES])
     self._splits: dict[str, Results] = {name: results(sums) for name, sums in splits.items()}
 
   def report(self) -> SplitReport:
@@ -209,18 +209,25 @@ class _Check:
 
 
 def _splits(probe: Probe) -> dict[str, Accumulated]:
-  every_N = np.arange(probe.num_rows)
+  """Returns the sums of every split, by two programs: of N rows, and of up to N times N / 2."""
+  num_rows = probe.num_rows
+  every_N = np.arange(num_rows)
   halves = every_N.reshape(2, -1)
   first, second = halves[1].reshape(2, -1)
   zeros = np.full_like(first, -1)
-  padded = np.stack([halves[0], np.concatenate([zeros, first]), np.concatenate([second, zeros])])
-  # The third microbatch is read only where it counts, so both are one program.
-  unread = np.concatenate([halves, padded[2:]])
+  padded = [halves[0], np.concatenate([zeros, first]), np.concatenate([second, zeros])]
+  singles = np.full((num_rows, num_rows // 2), -1)
+  singles[:, 0] = every_N
+
+  def microbatches(*rows: np.ndarray) -> Arrangement:
+    # What stands behind is not read.
+    return Arrangement(np.concatenate([np.stack(rows), singles[len(rows) :]]), len(rows))
+
   splits = {
     "rows in another order": Arrangement(every_N[None, ::-1]),
-    "2 microbatches": Arrangement(unread, 2),
-    PADDED: Arrangement(padded, 3),
-    "single rows": Arrangement(every_N[:, None], probe.num_rows),
+    "2 microbatches": microbatches(*halves),
+    PADDED: microbatches(*padded),
+    SINGLES: microbatches(*singles),
   }
   return {name: probe.sums(split) for name, split in splits.items()}
 

@@ -109,7 +109,7 @@ CAUSES: dict[Cause, Explanation] = {
 
 _LOOSE = 16
 """Rules count as broken beyond so many times the share that is rounding."""
-PADDED, REPLICAS = "3 microbatches with padding", "2 replicas"
+PADDED, SINGLES, REPLICAS = "3 microbatches with padding", "single rows", "2 replicas"
 
 
 class _Parts:
@@ -142,7 +142,7 @@ class _Parts:
 
   def half(self, rows: np.ndarray) -> "_Part":
     """A microbatch of half as many rows, by the program of two microbatches."""
-    return self.of(self._probe.sums(Arrangement(np.stack([rows] * 3), 1)))
+    return self.of(self._probe.sums(Arrangement(np.stack([rows] * self._probe.num_rows), 1)))
 
   def same(self, one: np.ndarray, other: np.ndarray, *scales: np.ndarray) -> bool:
     size = max(norm(x) for x in (one, other, *scales))
@@ -188,7 +188,7 @@ def cause_of(
     return cause
   if cause := _scaling(parts):
     return cause
-  if PADDED in under and len(under) <= 2:
+  if set(under) <= {PADDED, SINGLES}:
     return "padding"
   if list(under) == [REPLICAS]:
     return "replicas"
