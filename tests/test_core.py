@@ -80,7 +80,7 @@ def keys_of(ids: np.ndarray) -> jax.Array:
 
 
 @functools.cache
-def whole() -> tuple[Any, Any]:
+def whole() -> tuple[Any, Any, Any]:
   """Objective and gradient of all rows in one piece, by plain jax."""
   rows = batch()
 
@@ -171,7 +171,8 @@ def test_squares_are_those_of_the_microbatches_and_replicas(axes):
   gradient = jax.jit(jax.grad(square, has_aux=True))
   of_replicas = []
   for replica in range(replicas):
-    parts = [jax.tree.map(lambda x, m=m: np.split(x[m], replicas)[replica], rows) for m in range(k)]
+    own = jax.tree.map(lambda x, at=replica: np.split(x, replicas, axis=1)[at], rows)
+    parts = [jax.tree.map(lambda x, m=m: x[m], own) for m in range(k)]
     of_replicas.append([jax.device_get(gradient(parameters(), part)) for part in parts])
   each = [one for replica in of_replicas for one in replica]
   assert found.squares is not None
