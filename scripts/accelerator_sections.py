@@ -149,9 +149,9 @@ def after_a_step(config: Config, target: Target) -> list[np.ndarray]:
   dataset = build_dataset(config.data, config.batch.max_target_length)
   micro_batch = plan.micro_batch_to_train
   step = build.compiled_step(config, plan, trainer, dataset.train, micro_batch)
-  control = trainer.control(plan.phases[0].num_microbatches)
+  microbatches = trainer.microbatches(plan.phases[0].num_microbatches)
   with build.train_rows(config, trainer, dataset)(plan, Position(0, 0)) as loader:
-    state, _ = step(trainer.init(0), next(loader), control, np.float32(1e4))
+    state, _ = step(trainer.init(0), next(loader), microbatches, np.float32(1e4))
   return [
     np.asarray(leaf) for leaf in jax.tree.leaves(jax.device_get(trainer.by_layer(state.params)))
   ]

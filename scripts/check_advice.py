@@ -148,7 +148,7 @@ class Bench:
     step = build.compiled_step(
       self.config, self.plan, self.trainer, self.dataset.train, micro_batch
     )
-    control = self.trainer.control(self.plan.phases[0].num_microbatches)
+    microbatches = self.trainer.microbatches(self.plan.phases[0].num_microbatches)
     began, state = time.perf_counter(), self.trainer.init(seed)
     batch, samples, due = self.plan.batch_at(0), 0, 0.0
     run: Run = {"samples_per_step": batch, "rate": rate, "samples": [], "losses": []}
@@ -156,7 +156,7 @@ class Bench:
     open_at = build.train_rows(self.config, self.trainer, self.dataset)
     with open_at(self.plan, Position(0, 0)) as loader:
       while samples < limit and crossing(run["samples"], run["losses"], target) is None:
-        state, metrics = step(state, next(loader), control, np.float32(rate))
+        state, metrics = step(state, next(loader), microbatches, np.float32(rate))
         samples += batch
         self._note(run, metrics)
         if samples < due:

@@ -29,6 +29,7 @@ from maxbatch.conversion.beside import model_folder
 from maxbatch.conversion.reading import load_parameters
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
+from maxbatch.models.outputs import hidden_of
 from maxbatch.models.registry import build_model
 
 TEXT = """\
@@ -80,7 +81,7 @@ def our_logits(folder: pathlib.Path, tokens_BT: np.ndarray) -> np.ndarray:
   @jax.jit
   def logits(parameters: dict) -> jax.Array:
     bound = model.bind(parameters)
-    logits_BTV = bound(rows, None) @ bound.output_matrix()
+    logits_BTV = hidden_of(bound(rows, None)) @ bound.output_matrix()
     cap = config.final_logits_soft_cap
     return cap * jnp.tanh(logits_BTV / cap) if cap else logits_BTV
 

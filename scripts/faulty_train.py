@@ -87,18 +87,18 @@ def save_with(fault: Any, number: int) -> None:
 
 def step_with(fault: Callable[[], None], number: int) -> None:
   """From step `number` on this process's devices wait for an input that `fault` keeps from them."""
-  flagged, steps = loop.flagged, itertools.count(1)
+  stop_flags, steps = loop.stop_flags, itertools.count(1)
 
-  def faulty(mesh: Mesh, control: Any, heard: bool = False) -> Any:
-    control, flags = flagged(mesh, control, heard)
-    if next(steps) >= number:
+  def faulty(mesh: Mesh, heard: bool = False) -> Any:
+    flags = stop_flags(mesh, heard)
+    if flags is not None and next(steps) >= number:
       shape = jax.ShapeDtypeStruct((1,), np.int32)
       wait = jax.jit(lambda flag: jax.pure_callback(lambda _: fault(), shape, flag))
       parts = [wait(shard.data) for shard in flags.addressable_shards]
       flags = jax.make_array_from_single_device_arrays(flags.shape, flags.sharding, parts)
-    return control, flags
+    return flags
 
-  mock.patch.object(loop, "flagged", faulty).start()
+  mock.patch.object(loop, "stop_flags", faulty).start()
 
 
 def ask_late() -> None:

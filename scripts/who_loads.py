@@ -93,7 +93,7 @@ def train(config: Config) -> dict[str, object]:
   dataset = build_dataset(config.data, config.batch.max_target_length)
   micro_batch = plan.micro_batch_to_train
   step = build.compiled_step(config, plan, trainer, dataset.train, micro_batch)
-  state, control = trainer.init(0), trainer.control(plan.gradient_accumulation_steps)
+  state, microbatches = trainer.init(0), trainer.microbatches(plan.gradient_accumulation_steps)
   source = CountedRows(dataset.train)
   counted = dataclasses.replace(dataset, train=source)
   handing, stepping = [], []
@@ -104,7 +104,7 @@ def train(config: Config) -> dict[str, object]:
       began = time.perf_counter()
       rows = jax.block_until_ready(next(loader))
       handed = time.perf_counter()
-      state, _ = jax.block_until_ready(step(state, rows, control, np.float32(0)))
+      state, _ = jax.block_until_ready(step(state, rows, microbatches, np.float32(0)))
       handing.append(handed - began)
       stepping.append(time.perf_counter() - handed)
   loading = loading_hosts(plan, len(devices)) or tuple(range(len(devices)))
@@ -126,7 +126,10 @@ def check_cost(config: Config, rounds: int) -> dict[str, float]:
   step = build.compiled_step(config, plan, trainer, dataset.train, plan.micro_batch_to_train)
   with build.train_rows(config, trainer, dataset)(plan, Position(0, 0)) as loader:
     rows = jax.block_until_ready(next(loader))
-  check, control = jax.jit(first_wrong_row), trainer.control(plan.gradient_accumulation_steps)
+  check, microbatches = (
+    jax.jit(first_wrong_row),
+    trainer.microbatches(plan.gradient_accumulation_steps),
+  )
   state = jax.block_until_ready(trainer.init(0))
   jax.block_until_ready(check(rows))
   checking, stepping = [], []
@@ -135,7 +138,7 @@ def check_cost(config: Config, rounds: int) -> dict[str, float]:
     jax.block_until_ready([check(rows) for _ in range(100)])
     checking.append((time.process_time() - began) / 100)
     began = time.process_time()
-    state, _ = jax.block_until_ready(step(state, rows, control, np.float32(0)))
+    state, _ = jax.block_until_ready(step(state, rows, microbatches, np.float32(0)))
     stepping.append(time.process_time() - began)
   return {"check": statistics.median(checking), "step": statistics.median(stepping)}
 

@@ -165,9 +165,9 @@ def _traced_once(trace: Callable[..., jax.stages.Traced]) -> Callable[..., jax.s
   kept = functools.lru_cache(64)(trace)
 
   @functools.wraps(trace)
-  def traced(trainer: Trainer, rows: Rows, *, streamed: bool) -> jax.stages.Traced:
+  def traced(trainer: Trainer, rows: Rows) -> jax.stages.Traced:
     shapes = all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(rows))
-    return (kept if shapes else trace)(trainer, rows, streamed=streamed)
+    return (kept if shapes else trace)(trainer, rows)
 
   traced.cache_clear = kept.cache_clear  # pyright: ignore[reportAttributeAccessIssue]
   return traced

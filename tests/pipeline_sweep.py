@@ -279,12 +279,11 @@ class Run:
     fed = in_microbatches(self.rows, self.passes, self.passes if streamed else self.capacity)
     pieces = [jax.tree.map(lambda x, k=k: x[k : k + 1], fed) for k in range(self.passes)]
     pieces = pieces if streamed else [fed]
-    compiled = traced_step(self.config, trainer, pieces[0]).lower().compile(QUICKLY)
+    compiled = traced_step(trainer, pieces[0]).lower().compile(QUICKLY)
     state, metrics = self.placed(trainer), None
-    for number, piece in enumerate(pieces, 1):
-      printed = np.bool_(number == len(pieces)) if streamed else trainer.control(self.passes)
+    for piece in pieces:
       rows = jax.device_put(piece, rows_shardings(piece, trainer.mesh))
-      state, metrics = compiled(state, rows, printed, np.float32(0.1))
+      state, metrics = compiled(state, rows, trainer.microbatches(self.passes), np.float32(0.1))
     assert metrics is not None
     return jax.device_get(metrics)
 

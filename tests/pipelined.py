@@ -20,10 +20,12 @@ from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.pipeline_parallel.timetable import TimetableShape
 from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays, timetable_arrays
 from maxbatch.precision.policy import policy_of
+from maxbatch.training import partial_sums
 from maxbatch.training.loss import loss_sum
+from maxbatch.training.objective import LOSS
 from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.pipelined_step import pipelined_gradients
-from maxbatch.training.state import Sums, abstract_state
+from maxbatch.training.pipelined_step import pipelined_accumulate
+from maxbatch.training.state import StateParts, Sums, abstract_state
 from maxbatch.training.step import rows_shardings
 
 LAYERS, ROWS, PASSES, CUTS = 12, 32, 2, 4
@@ -126,14 +128,16 @@ def traceable(case: Case):
   model = case.model
   rows = fed_rows(case, CUTS * PASSES)
   optimizer = make_optimizer(config().optimizer, model.axes(), 1)
-  params = abstract_state(model, optimizer, devices).params
+  params = abstract_state(StateParts(model, optimizer), devices).params
 
   def gradients(params: Parameters, rows: Rows, ticks: TimetableArrays) -> tuple[Parameters, Sums]:
     zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
-      return pipelined_gradients(
-        model, case.pipeline, devices, params, zeros, rows, ticks, case.capacity, KEY
-      )
+      parts = model, case.pipeline, devices
+      accumulate = pipelined_accumulate(*parts, dropout_key=KEY, capacity=case.capacity)
+      found = accumulate(params, rows, ticks, zeros=zeros)
+      loss = found.terms[LOSS]
+      return found.gradients, Sums(*partial_sums.joined((loss.numerator, loss.denominator)), {})
 
   name = "gpipe" if case.repeats == 1 else "circular"
   return gradients, (params, rows, case.ticks(name, CUTS * PASSES))

@@ -26,10 +26,11 @@ from maxbatch.models.registry import Model, build_model
 from maxbatch.precision.formats import BFLOAT16
 from maxbatch.precision.policy import Policy
 from maxbatch.training import partial_sums
-from maxbatch.training.accumulate import summed_gradients
+from maxbatch.training.accumulate import model_accumulate
 from maxbatch.training.loss import loss_sum
+from maxbatch.training.objective import LOSS, TEXT
 from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.state import abstract_state, shardings
+from maxbatch.training.state import StateParts, Sums, abstract_state, shardings
 from maxbatch.training.step import rows_shardings
 
 T = 16
@@ -60,15 +61,15 @@ def summing(model: Model, axes: tuple[int, int, int]):
   """The training code's sums over microbatches as one function, and its parameters' shapes, on a mesh."""
   devices = mesh(*axes)
   optimizer = make_optimizer(config().optimizer, model.axes(), 1)
-  abstract = abstract_state(model, optimizer, devices).params
+  abstract = abstract_state(StateParts(model, optimizer), devices).params
 
   def sums(params, rows, num_microbatches):
     zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
-      grads, sums = summed_gradients(
-        model, devices, params, zeros, rows, num_microbatches, DROPOUT_KEY
-      )
-      return grads, partial_sums.joined(sums)
+      keys = TEXT.keys(model, DROPOUT_KEY, rows)
+      found = model_accumulate(model, devices)(params, rows, num_microbatches, keys, zeros=zeros)
+      loss = found.terms[LOSS]
+      return found.gradients, Sums(*partial_sums.joined((loss.numerator, loss.denominator)), {})
 
   return jax.jit(sums), abstract
 

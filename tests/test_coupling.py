@@ -214,8 +214,8 @@ def gradients(axes: tuple[int, int, int]) -> Parameters:
   rows = jax.device_put(rows, rows_shardings(rows, trainer.mesh))
   start = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
   before = begun_state(trainer, start)
-  step = step_function(trainer, rows, streamed=False)
-  after, _ = step(before, rows, trainer.control(1), np.float32(1.0))
+  step = step_function(trainer, rows)
+  after, _ = step(before, rows, trainer.microbatches(1), np.float32(1.0))
   return jax.tree.map(lambda new, old: new - old, jax.device_get(after.params), start)
 
 

@@ -22,6 +22,7 @@ from maxbatch.data.rows import Rows
 from maxbatch.hugging_face import registry
 from maxbatch.hugging_face.family import Family
 from maxbatch.hugging_face.registry import read_folder
+from maxbatch.models.outputs import hidden_of
 from maxbatch.models.registry import Model, Parameters, build_model
 from maxbatch.training.loss import loss_sum
 
@@ -161,7 +162,7 @@ def computed(pair: Pair, parameters: Parameters) -> tuple[np.ndarray, float, Par
   @jax.jit
   def run(parameters: Parameters) -> Any:
     bound = pair.model.bind(parameters)
-    logits_BTV = bound(rows, None) @ bound.output_matrix()
+    logits_BTV = hidden_of(bound(rows, None)) @ bound.output_matrix()
     return logits_BTV, jax.value_and_grad(
       lambda parameters: loss_sum(pair.model, parameters, rows, None)
     )(parameters)

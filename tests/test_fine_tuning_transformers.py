@@ -18,6 +18,7 @@ from maxbatch.config.schema import Config
 from maxbatch.conversion.source import find_source, open_source
 from maxbatch.convert import main as convert
 from maxbatch.data.rows import Rows
+from maxbatch.models.outputs import hidden_of
 from maxbatch.models.registry import build_model
 from maxbatch.modes.run import run
 from maxbatch.train import main as train
@@ -39,7 +40,7 @@ def our_logits(config: Config, parameters: Any, tokens_BT: np.ndarray) -> np.nda
   @jax.jit
   def logits(parameters, rows):
     bound = model.bind(parameters)
-    return bound(rows, None) @ bound.output_matrix()
+    return hidden_of(bound(rows, None)) @ bound.output_matrix()
 
   return np.asarray(logits(jax.device_get(parameters), rows))
 
@@ -121,7 +122,7 @@ def test_a_fine_tune_has_the_losses_of_a_loop_in_torch(tmp_path):
   state = parts.begin(0, source.read(model, parts.abstract.parameters))
   batches = [uneven_rows(16, T, seed) for seed in range(steps)]
   batches = [rows._replace(inputs=rows.inputs % 68, targets=rows.targets % 68) for rows in batches]
-  function, ours = step_function(parts, in_microbatches(batches[0], 2, 2), streamed=False), []
+  function, ours = step_function(parts, in_microbatches(batches[0], 2, 2)), []
   for rows in batches:
     fed = in_microbatches(rows, 2, 2)
     placed = jax.device_put(fed, rows_shardings(fed, parts.mesh))

@@ -16,6 +16,7 @@ from support import mesh, relative_errors
 from tiny_model import VOCABULARY, loud_parameters, tiny_model
 
 from maxbatch.config.load import load_config
+from maxbatch.models.outputs import hidden_of
 from maxbatch.models.registry import Model
 from maxbatch.rl.advantages import group_advantages, live_groups
 from maxbatch.rl.completions import Completions, Rollout, make_completions
@@ -329,7 +330,7 @@ def test_log_probs_are_those_of_what_may_be_sampled():
   @jax.jit
   def compute(params: Any) -> tuple[Any, list[LogProbs]]:
     bound = model.bind(params)
-    logits_BTV = bound(completions.rows, None) @ bound.output_matrix()
+    logits_BTV = hidden_of(bound(completions.rows, None)) @ bound.output_matrix()
     return logits_BTV, [
       token_log_probs(model, params, completions.rows, ALLOWED_V, 0.7, kept)
       for kept in (None, bits_BTW)

@@ -145,7 +145,7 @@ def program(split: str, *more: str) -> tuple[Trainer, Any]:
   fed = in_microbatches(uneven_rows(ROWS, 16), K, K)
   streamed = streams(config)
   fed = jax.tree.map(lambda x: x[:1], fed) if streamed else fed
-  return trainer, step_function(trainer, fed, streamed=streamed)
+  return trainer, step_function(trainer, fed)
 
 
 def steps(
@@ -161,10 +161,10 @@ def steps(
       for at in range(K):
         one = jax.tree.map(lambda x, at=at: x[at : at + 1], fed)
         one = jax.device_put(one, rows_shardings(one, trainer.mesh))
-        now, metrics = function(now, one, np.bool_(at == K - 1), rate)
+        now, metrics = function(now, one, None, rate)
     else:
       fed = jax.device_put(fed, rows_shardings(fed, trainer.mesh))
-      now, metrics = function(now, fed, trainer.control(K), rate)
+      now, metrics = function(now, fed, trainer.microbatches(K), rate)
     found.append(jax.device_get(metrics))
   return now, found
 
@@ -218,7 +218,8 @@ def test_the_scale_is_divided_out_of_all_that_a_step_reports():
     state = state._replace(loss_scale=state.loss_scale._replace(scale=given))
     state, (found,) = steps("fsdp and tensor", *FLOAT16, batches=GOOD[:1], state=state)
     assert found.noise is not None
-    assert found.noise.of_microbatches > 0
+    assert found.noise.squares is not None
+    assert found.noise.squares.of_microbatches > 0
     states.append(jax.device_get(state.params))
     reports.append(found._replace(scaling=None))
   begun = jax.device_get(program("fsdp and tensor", *FLOAT16)[0].init(0).params)

@@ -25,6 +25,7 @@ from tiny_model import (
 from maxbatch.config.load import load_config
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
+from maxbatch.models.outputs import outputs_of
 from maxbatch.models.registry import Model, Parameters, build_model
 from maxbatch.precision.formats import FORMATS
 from maxbatch.precision.rounding import rounded
@@ -166,7 +167,7 @@ def test_a_pipeline_knows_the_layers_by_their_number():
     for start, end in ((0, 1), (1, 4)):
       part = jax.tree.map(lambda leaf, start=start, end=end: leaf[start:end], parameters["layers"])
       bound = bind_layered(model, parameters | {"layers": part})
-      x_BTD = bound.apply_layers(x_BTD, rows, None, first + start)
+      x_BTD, _, _ = outputs_of(bound.apply_layers(x_BTD, rows, None, first + start))
     return bind_layered(model, parameters).normalize(x_BTD)
 
   np.testing.assert_allclose(

@@ -12,14 +12,15 @@ import pytest
 from begun_states import begun_state
 from support import GPT2, config, in_microbatches, mesh, uneven_rows
 
+from maxbatch.core.accumulate import Squares
 from maxbatch.core.noise_moments import Moments
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters, build_model, by_path
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.noise_groups import TYPES, moments_by_group, type_of
 from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.state import Measures, NoiseSums
-from maxbatch.training.step import StepMetrics, Trainer, rows_shardings, step_function
+from maxbatch.training.state import Measures
+from maxbatch.training.step import NoiseSums, StepMetrics, Trainer, rows_shardings, step_function
 
 T, ROWS, LAYERS = 16, 32, 2
 UNEVEN = uneven_rows(ROWS, T)
@@ -42,7 +43,7 @@ def step(axes: tuple[int, int, int], k: int, **keys: object) -> tuple[Trainer, S
   trainer = Trainer(model, optimizer, mesh(*axes), KEY, measures=measures)
   rows = in_microbatches(UNEVEN, k, k)
   rows = jax.device_put(rows, rows_shardings(rows, trainer.mesh))
-  program = step_function(trainer, rows, streamed=False)
+  program = step_function(trainer, rows)
   state = begun_state(trainer, initial(model))
   return trainer, jax.device_get(program(state, rows, np.int32(k), np.float32(0.0))[1])
 
@@ -158,7 +159,8 @@ def test_norms_alone_have_groups_of_their_own():
 
 def test_one_microbatch_has_nothing_to_compare():
   one = np.float32(1.0)
-  reported = StepMetrics(one, one, one, {}, NoiseSums(one, one, {}, one, one), {})  # pyright: ignore
+  sums = NoiseSums(one, one, {}, Squares(one, one, one, one))  # pyright: ignore
+  reported = StepMetrics(one, one, one, {}, sums, {})  # pyright: ignore
   ours = moments_by_group((), reported, every_layer=False)
   assert ours == {"from_microbatches": None}
 

@@ -11,14 +11,12 @@ import optax
 import pytest
 
 from maxbatch.config.load import load_config
+from maxbatch.core.train_step import DivideState, StepOptimizer, divide
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes
 from maxbatch.models.registry import Parameters
 from maxbatch.training.optimizer import (
   OPTIMIZERS,
-  AverageState,
-  average_by_weight,
-  init_in_float32,
   make_optimizer,
 )
 
@@ -69,42 +67,37 @@ PARAMS = tree(0)
 
 
 @functools.cache
-def optimizer(dispatches: int = 1, **keys: Any) -> optax.MultiSteps:
+def optimizer(dispatches: int = 1, **keys: Any) -> StepOptimizer:
   return make_optimizer(dataclasses.replace(_CONFIG, **keys), AXES, dispatches)
 
 
-def init(rule: optax.MultiSteps, params: Any = PARAMS) -> optax.MultiStepsState:
-  return jax.jit(lambda params: init_in_float32(rule, params))(params)
+def init(rule: StepOptimizer, params: Any = PARAMS) -> optax.MultiStepsState:
+  return jax.jit(rule.init)(params)
 
 
 @functools.cache
-def dispatch(rule: optax.MultiSteps) -> jax.stages.Wrapped:
+def dispatch(rule: StepOptimizer) -> jax.stages.Wrapped:
   """One dispatch of the training step, compiled once per rule."""
 
-  def update(
-    gradients: Any, state: Any, params: Any, weight: jax.Array, last: jax.Array
-  ) -> tuple[Any, Any]:
-    updates, state = rule.update(
-      gradients, state, params, weight=weight, learning_rate=jnp.float32(RATE), last=last
-    )
+  def update(gradients: Any, state: Any, params: Any, weight: jax.Array) -> tuple[Any, Any]:
+    updates, state = rule.update(gradients, state, params, weight, learning_rate=jnp.float32(RATE))
     return optax.apply_updates(params, updates), state
 
   return jax.jit(update)
 
 
 def one_step(
-  rule: optax.MultiSteps, sums: list[tuple[Any, float]], params: Any, state: Any
+  rule: StepOptimizer, sums: list[tuple[Any, float]], params: Any, state: Any
 ) -> tuple[Any, Any]:
   """One step of gradient sums, each with its own weight, as the training step hands them over."""
   total = 0.0
-  for index, (gradients, weight) in enumerate(sums):
+  for gradients, weight in sums:
     total += weight
-    last = np.bool_(index == len(sums) - 1)
-    params, state = dispatch(rule)(gradients, state, params, np.float32(total), last)
+    params, state = dispatch(rule)(gradients, state, params, np.float32(total))
   return params, state
 
 
-def steps(rule: optax.MultiSteps, gradients: list[Any], params: Any = PARAMS) -> Any:
+def steps(rule: StepOptimizer, gradients: list[Any], params: Any = PARAMS) -> Any:
   """The parameters after one step of each gradient, of weight 1."""
   state = init(rule, params)
   for gradient in gradients:
@@ -113,8 +106,8 @@ def steps(rule: optax.MultiSteps, gradients: list[Any], params: Any = PARAMS) ->
 
 
 def grad_norm(state: optax.MultiStepsState) -> float:
-  leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, AverageState))
-  return next(float(leaf.grad_norm) for leaf in leaves if isinstance(leaf, AverageState))
+  leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, DivideState))
+  return next(float(leaf.grad_norm) for leaf in leaves if isinstance(leaf, DivideState))
 
 
 def scaled(values: Parameters, factor: float) -> Parameters:
@@ -142,9 +135,9 @@ def by_hand(rule: optax.GradientTransformation, gradients: list[Any]) -> Any:
 
 
 def test_sums_are_divided_by_their_weight():
-  rule = average_by_weight()
+  rule = divide()
   result: tuple[Any, Any] = rule.update(
-    {"w": jnp.array([6.0, 8.0])}, rule.init(PARAMS), weight=jnp.float32(2.0)
+    {"w": jnp.array([6.0, 8.0])}, rule.init(PARAMS), divisor=jnp.float32(2.0)
   )
   np.testing.assert_array_equal(result[0]["w"], [3.0, 4.0])
   assert float(result[1].grad_norm) == 5.0
@@ -176,7 +169,7 @@ def test_dispatches_of_uneven_sums_equal_one_whole_sum(name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_nothing_moves_before_the_last_dispatch(name):
   rule = optimizer(4, opt_type=name)
-  params, state = dispatch(rule)(tree(1), init(rule), PARAMS, np.float32(1.0), np.bool_(False))
+  params, state = dispatch(rule)(tree(1), init(rule), PARAMS, np.float32(1.0))
   assert_close(params, PARAMS, 0.0)
   assert_close(state.acc_grads, tree(1), 1e-6)
 
@@ -293,7 +286,7 @@ def test_muons_update_of_a_stack_is_the_updates_of_its_matrices(stack, axes):
     for seed in range(3)
   )
 
-  def trained(rule: optax.MultiSteps, *index: int) -> np.ndarray:
+  def trained(rule: StepOptimizer, *index: int) -> np.ndarray:
     each = [{"kernel": gradient[index]} for gradient in gradients]
     return steps(rule, each, {"kernel": params[index]})["kernel"]
 

@@ -59,11 +59,11 @@ def step(micro: int, num_devices: int, *keys: str) -> tuple[Trainer, TrainState,
     jax.tree.map(lambda x: np.asarray(x)[None, at : at + micro], completions)  # noqa: B023
     for at in range(0, B, micro)
   ]
-  function = step_function(trainer, cut[0], streamed=True)
+  function = step_function(trainer, cut[0])
   metrics = None
-  for number, each in enumerate(cut, 1):
+  for each in cut:
     fed = jax.device_put(each, rows_shardings(each, trainer.mesh))
-    state, metrics = function(state, fed, np.bool_(number == len(cut)), np.float32(1))
+    state, metrics = function(state, fed, None, np.float32(1))
   assert metrics is not None
   return trainer, state, metrics
 
@@ -120,17 +120,17 @@ def test_a_step_in_another_format_or_with_a_loss_scale_is_near(keys, off):
 
 def test_sums_and_largest_gap_begin_anew_with_each_step():
   _, state, _ = step(B, 1)
-  assert not any(float(leaf) for leaf in jax.tree.leaves(state.sums))
+  assert {float(leaf) for leaf in jax.tree.leaves(state.sums)} == {0.0, -np.inf}
 
 
 def test_the_step_is_compiled_for_what_it_is_fed():
   rows = completions_of().rows
-  fed = LOSS.fed(rows)
+  fed = LOSS.batch_shapes(rows)
   given = jax.tree.map(lambda x: (x.shape, x.dtype), cut_completions())
   assert jax.tree.map(lambda x: (x.shape, x.dtype), fed) == given
   goal = dataclasses.replace(GOAL, beta=0.0)
   plain = dataclasses.replace(LOSS, objective=goal, has_proximal=False, kept_words=0)
-  fewer = plain.fed(rows)
+  fewer = plain.batch_shapes(rows)
   assert isinstance(fewer, Completions)
   assert fewer.proximal_BT is None
   assert fewer.reference_BT is None

@@ -23,6 +23,7 @@ from tiny_model import tiny_model
 from maxbatch.batch.from_config import plan_batches, topology
 from maxbatch.batch.rl_sizes import RLTopology, halving_micro_batch_sizes
 from maxbatch.config.load import load_config
+from maxbatch.core.accumulate import Squares
 from maxbatch.core.confidence import Interval
 from maxbatch.core.noise_moments import Moments
 from maxbatch.core.noise_scale import Estimate
@@ -35,8 +36,7 @@ from maxbatch.rl.grpo import grpo_sums
 from maxbatch.rl.log_probs import token_log_probs
 from maxbatch.rl.prompt_noise import PromptNoiseMeter, in_halves
 from maxbatch.training.build import build_trainer
-from maxbatch.training.state import NoiseSums
-from maxbatch.training.step import StepMetrics, rows_shardings, step_function
+from maxbatch.training.step import NoiseSums, StepMetrics, rows_shardings, step_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,11 +179,10 @@ def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups():
   for first in range(0, B, micro):
     whole = jax.tree.map(lambda x: x[None], split(completions, first, micro))
     fed = halved(jax.device_put(whole, rows_shardings(whole, trainer.mesh)))
-    expected = loss.fed(jax.tree.map(lambda x: x[None], split(completions, 0, micro).rows))
+    expected = loss.batch_shapes(jax.tree.map(lambda x: x[None], split(completions, 0, micro).rows))
     assert jax.tree.map(jnp.shape, fed) == jax.tree.map(jnp.shape, expected)
-    function = function or step_function(trainer, fed, streamed=True)
-    last = np.bool_(first + micro == B)
-    state, metrics = function(state, fed, last, np.float32(1))
+    function = function or step_function(trainer, fed)
+    state, metrics = function(state, fed, None, np.float32(1))
   assert metrics is not None
 
   @jax.jit
@@ -209,9 +208,10 @@ def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups():
     of_weights += float(found[0][1] + found[1][1]) ** 2
   noise = metrics.noise
   assert noise is not None
-  assert float(noise.of_halves) == pytest.approx(of_halves, rel=1e-5)
-  assert float(noise.of_microbatches) == pytest.approx(of_parts, rel=1e-5)
-  assert float(noise.microbatch_tokens_squared) == pytest.approx(of_weights, rel=1e-6)
+  assert noise.squares is not None
+  assert float(noise.squares.of_microbatches) == pytest.approx(of_halves, rel=1e-5)
+  assert float(noise.squares.of_replicas) == pytest.approx(of_parts, rel=1e-5)
+  assert float(noise.squares.replica_divisors) == pytest.approx(of_weights, rel=1e-6)
   assert float(noise.rows) == B
   _, same, plain = step(micro, 1)
   assert float(metrics.loss) == pytest.approx(float(plain.loss), rel=1e-6)
@@ -248,7 +248,8 @@ def test_steps_on_what_was_trained_on_already_are_not_measured():
   random, record = np.random.default_rng(0), {}
   for number in range(20):
     halves, parts, whole = np.array([20.0, 30, 40]) + random.random(3)
-    sums = NoiseSums(np.float32(16), one, {}, np.float32(2), np.float32(parts), np.float32(halves))  # pyright: ignore
+    squares = Squares(np.float32(halves), one, np.float32(parts), np.float32(2))  # pyright: ignore
+    sums = NoiseSums(np.float32(16), one, {}, squares)  # pyright: ignore
     found = StepMetrics(one, np.float32(whole**0.5 / 2), np.float32(2), {}, sums)  # pyright: ignore
     record = meter.observe(number, found)
     assert ("gns/total/noise" in record) == (number % 2 == 0)

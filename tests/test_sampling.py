@@ -13,6 +13,7 @@ from tiny_model import GPT2_LIKE, VOCABULARY, loud_parameters, tiny_model
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import sharding
 from maxbatch.models.attention import AttentionContext
+from maxbatch.models.outputs import hidden_of
 from maxbatch.models.registry import Model, Parameters, by_path
 from maxbatch.models.transformer import Block, Transformer
 from maxbatch.sampling import sampler as sampler_module
@@ -198,7 +199,7 @@ class LooksBack(Block):
 
   def __call__(self, x_BTD: jax.Array, at: AttentionContext, keys_B: jax.Array | None) -> jax.Array:
     before_BTD = jnp.pad(x_BTD, ((0, 0), (1, 0), (0, 0)))[:, :-1]
-    return super().__call__(x_BTD, at, keys_B) + before_BTD
+    return hidden_of(super().__call__(x_BTD, at, keys_B)) + before_BTD
 
 
 class Own(Transformer):

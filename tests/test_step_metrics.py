@@ -14,6 +14,7 @@ from pipeline_sweep import MODEL, Run, batch, configuration, prepared, without_p
 from support import config, in_microbatches, mesh, uneven_rows
 
 from maxbatch.errors import UserError
+from maxbatch.models.outputs import hidden_of
 from maxbatch.models.registry import Parameters, build_model
 from maxbatch.training import metrics
 from maxbatch.training.loss import loss_sum
@@ -39,12 +40,14 @@ def _one_more_metric(monkeypatch):
   monkeypatch.setattr(metrics, "METRICS", {**METRICS, "even_loss": EVEN})
 
 
-def trainer(axes: tuple[int, int, int], dispatches: int = 1, **keys: object) -> Trainer:
+def trainer(axes: tuple[int, int, int], dispatches: int = 0, **keys: object) -> Trainer:
+  """Of fused steps, or of streamed ones in so many dispatches."""
   settings = config(opt_type="sgd", gradient_clipping_threshold=0, num_vocab_tiling=2, **keys)
   model = build_model(settings.model, T, settings.noise.gns)
-  optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches)
+  optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches or 1)
   measures = Measures(chosen_metrics(metrics.METRICS))
-  return Trainer(model, optimizer, mesh(*axes), KEY, measures=measures)
+  parts = model, optimizer, mesh(*axes), KEY
+  return Trainer(*parts, streamed=dispatches > 0, measures=measures)
 
 
 @functools.cache
@@ -55,16 +58,16 @@ def parameters() -> Parameters:
 
 def step(axes: tuple[int, int, int], k: int, *, streamed: bool = False, **keys: object):
   """What one step of k microbatches reports."""
-  parts = trainer(axes, k if streamed else 1, **keys)
+  parts = trainer(axes, k if streamed else 0, **keys)
   fed = in_microbatches(uneven_rows(ROWS, T), k, k)
   fed = jax.device_put(fed, rows_shardings(fed, parts.mesh))
   state = begun_state(parts, parameters())
   if not streamed:
-    return step_function(parts, fed, streamed=False)(state, fed, np.int32(k), RATE)[1].metrics
+    return step_function(parts, fed)(state, fed, np.int32(k), RATE)[1].metrics
   found, pieces = {}, [jax.tree.map(lambda x, at=at: x[at : at + 1], fed) for at in range(k)]
-  function = step_function(parts, pieces[0], streamed=True)
-  for number, piece in enumerate(pieces, 1):
-    state, reported = function(state, piece, np.bool_(number == k), RATE)
+  function = step_function(parts, pieces[0])
+  for piece in pieces:
+    state, reported = function(state, piece, None, RATE)
     found = reported.metrics
   return found
 
@@ -78,7 +81,7 @@ def plain(*, evaluation: bool = False) -> dict[str, float]:
   @jax.jit
   def logits(params):
     bound = parts.model.bind(params)
-    return bound(rows, None) @ bound.output_matrix()
+    return hidden_of(bound(rows, None)) @ bound.output_matrix()
 
   logits_BTV = np.asarray(logits(params), np.float64)
   log_z_BT = np.log(np.exp(logits_BTV).sum(-1))

@@ -110,7 +110,7 @@ def traced(of, plan, devices) -> StepFlops:
   trainer = build_trainer(of, plan, devices)
   source = build_dataset(of.data, of.batch.max_target_length).train
   rows = step_rows(of, plan, source, plan.micro_batch_to_train)
-  return step_flops(traced_step(of, trainer, rows).jaxpr)
+  return step_flops(traced_step(trainer, rows).jaxpr)
 
 
 # Plain attention forms T × T logits and mixes the values, and goes back with five such products.

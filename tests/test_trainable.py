@@ -26,8 +26,8 @@ from maxbatch.training.build import lost_updates, parameter_counts
 from maxbatch.training.loss import loss_parts, loss_sum
 from maxbatch.training.model_parts import to_layer_order, to_stage_order
 from maxbatch.training.optimizer import make_optimizer
-from maxbatch.training.pipelined_step import pipelined_gradients
-from maxbatch.training.state import abstract_state, to_save
+from maxbatch.training.pipelined_step import pipelined_accumulate
+from maxbatch.training.state import StateParts, abstract_state, to_save
 from maxbatch.training.step import Trainer, rows_shardings, step_function
 
 T, ROWS, CAPACITY, RATE, STEPS = 16, 32, 4, 1e-2, 3
@@ -39,11 +39,12 @@ DROPOUT: dict[str, Any] = {"dropout_rate": 0.1}
 MIXED: dict[str, Any] = {"lora_rank": 2, "trainable": '["*/bias", "head"]', "mlp_bias": "true"}
 
 
-def trainer(axes: tuple[int, int, int] = (1, 1, 1), dispatches: int = 1, **keys: Any) -> Trainer:
+def trainer(axes: tuple[int, int, int] = (1, 1, 1), dispatches: int = 0, **keys: Any) -> Trainer:
+  """Of fused steps, or of streamed ones in so many dispatches."""
   settings = config(**keys)
   model = build_model(settings.model, T, settings.noise.gns, settings.optimizer.trainable)
-  optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches)
-  return Trainer(model, optimizer, mesh(*axes), KEY)
+  optimizer = make_optimizer(settings.optimizer, model.axes(), dispatches or 1)
+  return Trainer(model, optimizer, mesh(*axes), KEY, streamed=dispatches > 0)
 
 
 def model_of(length: int = T, **keys: Any) -> Model:
@@ -105,9 +106,7 @@ def test_no_gradient_of_a_frozen_matrix_is_formed():
 
   def products(**keys: Any) -> set[str]:
     parts = trainer(num_vocab_tiling=4, **keys)
-    text = step_function(parts, rows, streamed=False).lower(
-      parts.abstract, rows, np.int32(1), np.float32(0)
-    )
+    text = step_function(parts, rows).lower(parts.abstract, rows, np.int32(1), np.float32(0))
     return set(re.findall(r"dot_general.*-> tensor<([\dx]+)xf32>", text.as_text()))
 
   head, gate = "32x264", "32x64"
@@ -125,7 +124,7 @@ def test_the_patterns_of_all_parameters_make_the_same_program():
   for keys in (dict[str, Any](), every):
     parts = trainer((2, 2, 1), **keys)
     assert parts.abstract.frozen == {}
-    function = step_function(parts, rows, streamed=False)
+    function = step_function(parts, rows)
     texts.add(function.lower(parts.abstract, rows, np.int32(1), np.float32(0)).as_text())
   assert len(texts) == 1
 
@@ -202,7 +201,7 @@ def by_hand(**keys: Any) -> tuple[Any, list[float]]:
 def test_trained_in_any_split_equals_a_loop_of_optax(keys, axes, k, streams):
   keys = {"opt_type": "sgd"} | keys
   (params, frozen), losses = by_hand(**keys)
-  parts = trainer(axes, k if streams else 1, **keys)
+  parts = trainer(axes, k if streams else 0, **keys)
   state = begun_state(parts, random_parameters(parts.model))
   begun = jax.device_get(state.params)
   function, found, metrics = None, [], None
@@ -211,11 +210,10 @@ def test_trained_in_any_split_equals_a_loop_of_optax(keys, axes, k, streams):
     pieces = (
       [jax.tree.map(lambda x, at=at: x[at : at + 1], fed) for at in range(k)] if streams else [fed]
     )
-    for at, piece in enumerate(pieces):
+    for piece in pieces:
       placed = jax.device_put(piece, rows_shardings(piece, parts.mesh))
-      function = function or step_function(parts, piece, streamed=streams)
-      control = np.bool_(at == k - 1) if streams else np.int32(k)
-      state, metrics = function(state, placed, control, np.float32(RATE))
+      function = function or step_function(parts, piece)
+      state, metrics = function(state, placed, parts.microbatches(k), np.float32(RATE))
     assert metrics is not None
     found.append(float(metrics.loss))
   np.testing.assert_allclose(found, losses, rtol=1e-6)
@@ -298,13 +296,17 @@ def test_a_pipeline_forms_gradients_of_what_trains_alone():
   whole = begun(model)
   fed = in_microbatches(uneven_rows(8, 9), 1, 1)
   optimizer = make_optimizer(config().optimizer, model.axes(), 1)
-  places = jax.tree.map(lambda x: x.sharding, abstract_state(model, optimizer, devices).parameters)
+  places = jax.tree.map(
+    lambda x: x.sharding, abstract_state(StateParts(model, optimizer), devices).parameters
+  )
 
   @jax.jit
   def gradients(params, rows, ticks):
     zeros = optax.tree.zeros_like(model.split(params)[0])
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
-      return pipelined_gradients(model, pipeline, devices, params, zeros, rows, ticks, limits, KEY)
+      params, frozen = model.split(params)
+      accumulate = pipelined_accumulate(model, pipeline, devices, frozen, KEY, capacity=limits)
+      return accumulate(params, rows, ticks, zeros=zeros)
 
   staged = jax.device_put(to_stage_order(model, pipeline, whole), places)
   found, sums = gradients(staged, jax.device_put(fed, rows_shardings(fed, devices)), ticks)

@@ -18,7 +18,7 @@ from maxbatch.data.rows import Rows
 from maxbatch.hardware.agreement import broadcast_one_to_all
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Step, Trainer, rows_shardings
-from maxbatch.training.stop_flags import flagged
+from maxbatch.training.stop_flags import stop_flags
 
 SECONDS = 4.0
 """How long the repeats of one program take together, roughly, unless asked otherwise."""
@@ -93,10 +93,11 @@ class _Bench:
     """Returns seconds of a step."""
     jax.block_until_ready((self._state, self._rows))
     began = self._clock()
-    dispatches = [np.bool_(False)] * (num_microbatches - 1) + [np.bool_(True)]
-    for control in dispatches if self._streamed else [self._trainer.control(num_microbatches)]:
-      flags = flagged(self._trainer.mesh, control)
-      self._state, _ = self._step(self._state, self._rows, flags, self._rate)
+    flags = stop_flags(self._trainer.mesh)
+    inputs = self._trainer.microbatches(num_microbatches), self._rate
+    for _ in range(num_microbatches if self._streamed else 1):
+      arguments = self._state, self._rows, *inputs, *(() if flags is None else (flags,))
+      self._state, _ = self._step(*arguments)
     jax.block_until_ready(self._state)
     return self._clock() - began
 
@@ -120,7 +121,7 @@ def synthetic(trainer: Trainer, shapes: Rows) -> Any:
     "positions": lambda x: _numbered(x, 2),
   }
 
-  fed = trainer.loss.fed(shapes)
+  fed = trainer.loss.batch_shapes(shapes)
 
   def made(x: Any) -> Any:
     if not isinstance(x, Rows):

@@ -105,7 +105,7 @@ def compile_program(
   """
   began = time.perf_counter()
   rows = step_rows(config, plan, source, micro_batch)
-  traced = traced_step(config, trainer, rows)
+  traced = traced_step(trainer, rows)
   step, text = compiled(traced, config.compile, trainer.compiler_flags)
   return CompiledProgram(
     step=step,

@@ -101,7 +101,7 @@ def lowered_hash(
   """
   rows = step_rows(config, plan, source, micro_batch)
   with _without_locations():
-    lowered = traced_step(config, trainer, rows).lower()
+    lowered = traced_step(trainer, rows).lower()
   digest = hashlib.sha256(lowered.as_text().encode())
   digest.update(f"{lowered.in_tree}{lowered.out_tree}".encode())
   return digest.hexdigest()

@@ -9,6 +9,7 @@ another number runs the same program.
 """
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -40,9 +41,9 @@ class Squares(NamedTuple):
   divisors: jax.Array
   """Σ (divisor of one microbatch on one replica)², a scalar."""
   of_replicas: jax.Array
-  """Σ ‖gradient of one replica's microbatches together‖²."""
+  """Σ ‖gradient of one replica's microbatches of a dispatch together‖²."""
   replica_divisors: jax.Array
-  """Σ (divisor of one replica's microbatches)², a scalar."""
+  """Σ (divisor of one replica's microbatches of a dispatch)², a scalar."""
 
 
 class Accumulated(NamedTuple):
@@ -235,7 +236,7 @@ class _Gradient:
       _scaled(term.numerator.sum(), term.coefficient if weights is None else weights[name])
       for name, term in terms.items()
     ]
-    return sum(numerators[1:], numerators[0]), (dict(terms), dict(stats))
+    return sum(numerators[1:], numerators[0]), (OrderedDict(terms), dict(stats))
 
 
 def _scaled(x: jax.Array, weight: jax.Array | float) -> jax.Array:

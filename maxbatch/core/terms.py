@@ -63,7 +63,8 @@ class Max:
 
 Stat = Ratio | Sum | Max
 Terms = Mapping[str, Ratio]
-"""By name; the objective is Σ coefficient · numerator / denominator."""
+"""By name; the objective is Σ coefficient · numerator / denominator. The gradient's sum is kept as what the
+first term's denominator divides."""
 Stats = Mapping[str, Stat]
 
 

@@ -6,12 +6,12 @@ wrong where microbatches have different numbers of tokens.)
 """
 
 import dataclasses
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from maxbatch.core.accumulate import Accumulate, Squares, divisor, objective
@@ -93,23 +93,43 @@ class StepOptimizer:
     """Returns whether the next dispatch is the last of its step: the one place that decides it."""
     return jnp.asarray(state.mini_step == self.every_k(state.gradient_step) - 1)
 
+  def update(
+    self,
+    gradients: Any,
+    state: optax.MultiStepsState,
+    params: Any,
+    divisor: jax.Array,
+    **extra: Any,
+  ) -> tuple[Any, optax.MultiStepsState]:
+    """Returns the updates, zeros before the last dispatch of a step, and the state after it.
+
+    Args:
+      gradients: summed over a dispatch, not divided.
+      state: the state before.
+      params: the parameters.
+      divisor: of the step's summed gradients, as far as it is known.
+      extra: what the rules take, a learning rate, say.
+    """
+    is_last = self.ends_step(state)
+    return self.multi_steps.update(
+      gradients, state, params, divisor=divisor, is_last=is_last, **extra
+    )
+
 
 def step_optimizer(
-  rule: optax.GradientTransformation,
-  *,
+  *rules: optax.GradientTransformation,
   clip_norm: float = 0.0,
   dispatches: int | optax.Schedule = 1,
 ) -> StepOptimizer:
   """Returns the optimizer of `train_step`.
 
   Args:
-    rule: any optax transformation, which sees the step's mean gradient.
+    rules: any optax transformations, one after another; the first sees the step's mean gradient.
     clip_norm: global norm to which that is clipped; 0: it is not.
     dispatches: of a step; 1 where it is fused. A number, or a function of the updates so far.
   """
-  inner = optax.chain(
-    divide(), optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity(), rule
-  )
+  clip = optax.clip_by_global_norm(clip_norm) if clip_norm else optax.identity()
+  inner = optax.chain(divide(), clip, *rules)
   # MultiSteps runs the rule at every dispatch and discards all results but the last: skip them.
   inner = optax.conditionally_transform(
     inner, lambda step, *, is_last, **extra: is_last, forward_extra_args=True
@@ -172,13 +192,8 @@ def train_step(
     sums, measured = reduce(Sums(found.terms, found.stats, found.squares), gradients)
     sums = sums if state.sums is None else joined(state.sums, sums)
     with jax.named_scope("optimizer"):
-      updates, opt_state = optimizer.multi_steps.update(
-        found.gradients,
-        opt_state,
-        state.params,
-        divisor=divisor(sums.terms),
-        is_last=is_last,
-        **extra,
+      updates, opt_state = optimizer.update(
+        found.gradients, opt_state, state.params, divisor(sums.terms), **extra
       )
       params = apply_updates(state.params, updates)
     carried = None if state.sums is None else _emptied(sums, is_last)
@@ -237,9 +252,12 @@ def init_state(
     keys = jax.eval_shape(
       lambda: jax.random.split(jax.random.key(0), jax.tree.leaves(rows)[0].shape[0])
     )
-    terms, stats = jax.eval_shape(loss, params, rows, keys)
-    one = jax.ShapeDtypeStruct((), np.float32)
-    sums = zeros_of(Sums(jax.tree.map(lambda _: one, dict(terms)), dict(stats)))
+
+    def of_rows(params: Any, rows: Any, keys_B: jax.Array) -> Sums:
+      terms, stats = loss(params, rows, keys_B)
+      return sum_entries(Sums(OrderedDict(terms), dict(stats)), None)[0]
+
+    sums = zeros_of(jax.eval_shape(of_rows, params, rows, keys))
   return StepState(params, optimizer.init(params), sums)
 
 

@@ -26,6 +26,7 @@ from maxbatch.models import transformer
 from maxbatch.models.cache import Cache, Decode
 from maxbatch.models.layers import Norm, Parameter
 from maxbatch.models.lora import add_adapters
+from maxbatch.models.outputs import Outputs
 from maxbatch.models.probes import Probe, exponent_probe, probe_of
 from maxbatch.models.trainable import ADAPTER, Path, frozen_paths
 from maxbatch.precision.policy import PLAIN, Policy
@@ -40,8 +41,11 @@ exponents of what its modules give (models/probes.py)."""
 class LanguageModel(Protocol):
   """What a model offers."""
 
-  def __call__(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
-    """Hidden states (B, T, D); keys_B, one random key per row, are there only in training."""
+  def __call__(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array | Outputs:
+    """Returns hidden states (B, T, D), and terms and statistics if it has any.
+
+    keys_B, one random key per row, are there only in training.
+    """
     ...
 
   def output_matrix(self) -> jax.Array:
@@ -68,7 +72,7 @@ class LayeredModel(LanguageModel, Protocol):
 
   def apply_layers(
     self, x_BTD: jax.Array, rows: Rows, keys_B: jax.Array | None, first: jax.Array | int
-  ) -> jax.Array:
+  ) -> jax.Array | Outputs:
     """The layers bound, as many as there are, the first of which is layer `first` of the model."""
     ...
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
+from maxbatch.core.terms import Stats, Terms
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import constrain, over_rows
@@ -24,6 +25,7 @@ from maxbatch.models.attention import (
 )
 from maxbatch.models.cache import Cache, Decode, KeysValues, LayerCache, empty_cache
 from maxbatch.models.layers import FeedForward, Norm, dropout, fold, parameter
+from maxbatch.models.outputs import Outputs, hidden_of, outputs_of, over_layers, with_sums
 from maxbatch.models.probes import Probe, for_each_row, given_out, looked_up, probe, probe_values
 from maxbatch.models.remat import named, remat_policy, validate_remat
 from maxbatch.precision.policy import PLAIN, Policy
@@ -48,16 +50,18 @@ class Block(nnx.Module):
     self.post_mlp_norm = _norm(config, config.use_post_ffw_norm)
     self.dropout_rate = config.dropout_rate
 
-  def __call__(self, x_BTD: jax.Array, at: AttentionContext, keys_B: jax.Array | None) -> jax.Array:
-    """(B, T, D) → (B, T, D)."""
+  def __call__(
+    self, x_BTD: jax.Array, at: AttentionContext, keys_B: jax.Array | None
+  ) -> jax.Array | Outputs:
+    """Returns the stream after the layer (B, T, D), and what its feed-forward adds to the step."""
     x_BTD = named(x_BTD, "decoder_layer_input")
     y_BTD = self.attention(_normalized(self.attention_norm, x_BTD), at)
     y_BTD = _normalized(self.post_attention_norm, y_BTD)
     x_BTD = self.policy.cast(x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 0)))
-    y_BTD = self.mlp(_normalized(self.mlp_norm, x_BTD))
+    y_BTD, terms, stats = outputs_of(self.mlp(_normalized(self.mlp_norm, x_BTD)))
     y_BTD = _normalized(self.post_mlp_norm, y_BTD)
     x_BTD = self.policy.cast(x_BTD + dropout(y_BTD, self.dropout_rate, fold(keys_B, 1)))
-    return constrain(x_BTD, ("batch", "length", "activation_embed"))
+    return with_sums(constrain(x_BTD, ("batch", "length", "activation_embed")), terms, stats)
 
 
 def _norm(config: ModelConfig, is_used: bool) -> Norm | None:
@@ -105,9 +109,12 @@ class Transformer(nnx.Module):
     self.head_probe = None if tied else probe("head")
     self.config = config
 
-  def __call__(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
-    """Hidden states (B, T, D) after the final norm, in the format of the computation."""
-    return self.normalize(self.apply_layers(self.embed(rows, keys_B), rows, keys_B, 0))
+  def __call__(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array | Outputs:
+    """Returns hidden states (B, T, D) after the final norm, in the format of the computation, and the
+    terms and statistics of the layers."""
+    outputs = self.apply_layers(self.embed(rows, keys_B), rows, keys_B, 0)
+    x_BTD, terms, stats = outputs_of(outputs)
+    return with_sums(self.normalize(x_BTD), terms, stats)
 
   def embed(self, rows: Rows, keys_B: jax.Array | None) -> jax.Array:
     """Returns what the first layer is given: (B, T, D)."""
@@ -117,7 +124,7 @@ class Transformer(nnx.Module):
 
   def apply_layers(
     self, x_BTD: jax.Array, rows: Rows, keys_B: jax.Array | None, first: jax.Array | int
-  ) -> jax.Array:
+  ) -> jax.Array | Outputs:
     """Applies the layers bound here, of which the first is layer `first` of the model."""
     at = attention_contexts(self.config, rows.inputs.shape[1], rows.segment_ids, rows.positions)
     return _apply_layers(self.layers, self.config, x_BTD, at, keys_B, first)
@@ -211,13 +218,17 @@ def _apply_layers(
   at: LayerContexts,
   keys_B: jax.Array | None,
   first: jax.Array | int,
-) -> jax.Array:
+) -> jax.Array | Outputs:
   """Stacked layers in turn: one compiled body in a scan, or each layer compiled on its own."""
   graph, parameters = nnx.split(stacked)
 
-  def layer(x_BTD: jax.Array, item: tuple[nnx.State, jax.Array | int]) -> tuple[jax.Array, None]:
+  def layer(
+    x_BTD: jax.Array, item: tuple[nnx.State, jax.Array | int]
+  ) -> tuple[jax.Array, tuple[Terms, Stats]]:
     parameters, index = item
-    return nnx.merge(graph, parameters)(x_BTD, at.of(index), fold(keys_B, index)), None
+    block = nnx.merge(graph, parameters)
+    x_BTD, terms, stats = outputs_of(block(x_BTD, at.of(index), fold(keys_B, index)))
+    return x_BTD, (terms, stats)
 
   policy = remat_policy(config)
   if policy is not None:
@@ -226,10 +237,13 @@ def _apply_layers(
     )
   L = jax.tree.leaves(parameters)[0].shape[0]
   if config.scan_layers:
-    return jax.lax.scan(layer, x_BTD, (parameters, first + jnp.arange(L)))[0]
+    x_BTD, stacked_sums = jax.lax.scan(layer, x_BTD, (parameters, first + jnp.arange(L)))
+    return with_sums(x_BTD, *over_layers(stacked_sums))
+  sums = []
   for index, one in enumerate(_unstack(parameters, L)):
-    x_BTD, _ = layer(x_BTD, (one, first + index))
-  return x_BTD
+    x_BTD, of_layer = layer(x_BTD, (one, first + index))
+    sums.append(of_layer)
+  return with_sums(x_BTD, *over_layers(jax.tree.map(lambda *x: jnp.stack(x), *sums)))
 
 
 def _cached_layers(stacked: Block, config: ModelConfig) -> Callable[..., tuple[jax.Array, Cache]]:
@@ -244,7 +258,7 @@ def _cached_layers(stacked: Block, config: ModelConfig) -> Callable[..., tuple[j
   def apply(
     x_BTD: jax.Array, parameters: nnx.State, at: AttentionContext, own: LayerCache
   ) -> tuple[jax.Array, KeysValues]:
-    x_BTD = nnx.merge(graph, parameters)(x_BTD, at._replace(cache=own), None)
+    x_BTD = hidden_of(nnx.merge(graph, parameters)(x_BTD, at._replace(cache=own), None))
     return x_BTD, own.kept
 
   def apply_all(

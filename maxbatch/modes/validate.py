@@ -94,7 +94,7 @@ def _traced(resolved: ResolvedRun, source: RowSource) -> str:
 
   def trace(micro_batch: int) -> None:
     rows = step_rows(config, plan, source, micro_batch)
-    traced_step(config, build(resolved, keep=False), rows)
+    traced_step(build(resolved, keep=False), rows)
 
   for micro_batch in plan.micro_batches:
     jax.eval_shape(functools.partial(trace, micro_batch))

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxbatch.core.terms import Stats, Terms
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import constrain, over_rows
+from maxbatch.models.outputs import outputs_of
 from maxbatch.models.registry import Model, Parameters
 from maxbatch.sampling.choice import unpacked
 from maxbatch.training.loss import cut_tokens, num_tiles, scan_tiles
@@ -29,6 +31,14 @@ class LogProbs(NamedTuple):
   """Of the distribution it is of, in nats; without a gradient."""
 
 
+class RowLogProbs(NamedTuple):
+  """Log-probabilities of rows, and what the model itself hands out (models/outputs.py)."""
+
+  log_probs: LogProbs
+  terms: Terms
+  stats: Stats
+
+
 def token_log_probs(
   model: Model,
   parameters: Parameters,
@@ -37,7 +47,19 @@ def token_log_probs(
   temperature: float = 1.0,
   kept_BTW: jax.Array | None = None,
 ) -> LogProbs:
-  """Log-probabilities by the distribution that the sampler draws from.
+  """Returns log-probabilities by the distribution that the sampler draws from, as `row_log_probs`."""
+  return row_log_probs(model, parameters, rows, allowed_V, temperature, kept_BTW).log_probs
+
+
+def row_log_probs(
+  model: Model,
+  parameters: Parameters,
+  rows: Rows,
+  allowed_V: np.ndarray,
+  temperature: float = 1.0,
+  kept_BTW: jax.Array | None = None,
+) -> RowLogProbs:
+  """Returns log-probabilities by the distribution that the sampler draws from.
 
   There is no dropout: what is sampled has none.
 
@@ -51,7 +73,7 @@ def token_log_probs(
       probability; None: all that are allowed.
   """
   bound, config = model.bind(parameters), model.config
-  hidden_BTD = bound(rows, None)
+  hidden_BTD, terms, stats = outputs_of(bound(rows, None))
   tiles = num_tiles(config, *hidden_BTD.shape[:2])
   options = functools.partial(
     _of_tile, allowed_V=allowed_V, cap=config.final_logits_soft_cap, temperature=temperature
@@ -72,7 +94,8 @@ def token_log_probs(
   with jax.named_scope("head"):
     matrix_DV = bound.output_matrix()
     given = hidden_BTD, rows.targets, rows.weights, *(() if kept_BTW is None else (kept_BTW,))
-    return over_rows(of_rows, matrix_DV, ("embed", "vocab"), *given)
+    log_probs = over_rows(of_rows, matrix_DV, ("embed", "vocab"), *given)
+    return RowLogProbs(log_probs, terms, stats)
 
 
 def _of_tile(

@@ -1,11 +1,15 @@
 """GRPO as the loss of a training step: what the step is fed are completions instead of rows."""
 
 import dataclasses
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
+from maxbatch.core.terms import Max, Ratio, Stat, Stats, Terms, zeros_of
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.models.registry import Model, Parameters
@@ -20,10 +24,10 @@ from maxbatch.rl.grpo import (
   nothing_learned,
   quotients,
 )
-from maxbatch.rl.log_probs import token_log_probs
-from maxbatch.training.loss import LossSums
+from maxbatch.rl.log_probs import row_log_probs
+from maxbatch.training import partial_sums
 from maxbatch.training.metrics import Metrics
-from maxbatch.training.objective import MicrobatchLoss
+from maxbatch.training.objective import LOSS, model_sums, ratios
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +43,10 @@ class PolicyLoss:
   kept_words: int = 0
   """Words of a target's bits where it was chosen from some of the allowed tokens; 0: from all."""
   halves: bool = False
-  """See `Loss.halves`; each has half of the completions of every prompt."""
+  """Whether a microbatch is fed as two halves, which have half of the completions of every prompt."""
 
-  def fed(self, rows: Rows) -> Completions:
-    """See `Loss.fed`."""
+  def batch_shapes(self, rows: Rows) -> Completions:
+    """Returns the shapes of the completions that a step is fed."""
     if self.halves:
       rows = jax.tree.map(_in_two, rows)
     per_token, per_row = rows.weights, rows.sample_ids
@@ -59,12 +63,16 @@ class PolicyLoss:
       arrays["kept_BTW"] = jax.ShapeDtypeStruct(shape, np.uint32)
     return Completions(own, **arrays)
 
-  def rows(self, microbatch: Completions) -> Rows:
-    """See `Loss.rows`."""
-    return microbatch.rows
+  def rows(self, batch: Completions) -> Rows:
+    """Returns the rows of the completions."""
+    return batch.rows
+
+  def keys(self, model: Model, dropout_key: jax.Array, batch: Completions) -> None:
+    """Returns no keys: there is no dropout."""
+    del model, dropout_key, batch
 
   def metrics(self, chosen: Metrics) -> Metrics:
-    """See `Loss.metrics`.
+    """Returns the loss's own metrics, which are always reported, and those of updates.
 
     Raises:
       UserError: one is of the cross entropy, which there is none of.
@@ -82,35 +90,54 @@ class PolicyLoss:
     model: Model,
     parameters: Parameters,
     microbatch: Completions,
-    dropout_key: jax.Array,
+    keys_B: jax.Array | None,
     probes: Parameters,
     metrics: Metrics,
     scale: jax.Array | None = None,
-  ) -> MicrobatchLoss:
-    """See `Loss`."""
-    del dropout_key, probes, metrics
+  ) -> tuple[Terms, Stats]:
+    """Returns the sums over some completions.
+
+    The model is not run on a microbatch without a gradient: where no reward of a group differs, and
+    there is neither a KL divergence nor a term of the model's own.
+    """
+    del keys_B, probes, metrics
+    # Traced once, for its shapes and for the branch.
+    run = jax.jit(functools.partial(self._run, model, parameters, microbatch, scale), inline=True)
+    terms, _ = jax.eval_shape(run)
+    if self.objective.beta or set(terms) != {LOSS}:
+      return run()
+    has_gradient = (microbatch.advantages_B != 0).any()
+    terms, stats = jax.lax.cond(has_gradient, run, lambda: self._skipped(microbatch, run))
+    return terms, stats
+
+  def _run(
+    self, model: Model, parameters: Parameters, microbatch: Completions, scale: jax.Array | None
+  ) -> tuple[Terms, Stats]:
+    """Returns the sums by the model's log-probabilities."""
     allowed_V = np.frombuffer(self.allowed, bool)
     options = allowed_V, self.temperature, microbatch.kept_BTW
-    found = token_log_probs(model, parameters, microbatch.rows, *options)
+    log_probs, terms, stats = row_log_probs(model, parameters, microbatch.rows, *options)
     if scale is not None:
       # Where all is float32 yet: what flows back from here into the model is scaled.
-      found = found._replace(targets_BT=scaled_gradient(found.targets_BT, scale))
-    return _found(grpo_sums(found, microbatch, self.objective))
+      scaled = scaled_gradient(log_probs.targets_BT, scale)
+      log_probs = log_probs._replace(targets_BT=scaled)
+    own_terms, own_stats = model_sums(terms, stats, scale)
+    terms, stats = _in_parts(grpo_sums(log_probs, microbatch, self.objective))
+    return OrderedDict(terms | own_terms), stats | own_stats
 
-  def has_gradient(self, fed: Completions) -> jax.Array | None:
-    """See `SkippingLoss`: without a KL divergence none where no reward of a group differs."""
-    return None if self.objective.beta else (fed.advantages_B != 0).any(1)
+  def _skipped(
+    self, microbatch: Completions, run: Callable[[], tuple[Terms, Stats]]
+  ) -> tuple[Terms, Stats]:
+    """Returns the sums of a microbatch whose advantages are all 0, with zeros of the model's own."""
+    terms, stats = _in_parts(nothing_learned(microbatch.rows, self.objective))
+    return OrderedDict(terms), zeros_of(jax.eval_shape(run)[1]) | stats
 
-  def without_gradient(self, microbatch: Completions) -> MicrobatchLoss:
-    """See `SkippingLoss`."""
-    return _found(nothing_learned(microbatch.rows, self.objective))
 
-
-def _found(sums: GrpoSums) -> MicrobatchLoss:
-  of_tokens = jax.tree.map(lambda x: x[None], quotients(sums))
-  return MicrobatchLoss(
-    LossSums(sums.loss[None], of_tokens), sums.weight[None], {LARGEST_GAP: sums.largest_gap}
-  )
+def _in_parts(sums: GrpoSums) -> tuple[dict[str, Ratio], dict[str, Stat]]:
+  of_tokens = jax.tree.map(partial_sums.of_one, quotients(sums))
+  loss, weight = partial_sums.of_one(sums.loss), partial_sums.of_one(sums.weight)
+  largest: dict[str, Stat] = {LARGEST_GAP: Max(sums.largest_gap)}
+  return {LOSS: Ratio(loss, weight)}, largest | ratios(of_tokens, weight)
 
 
 def _in_two(x: Any) -> jax.ShapeDtypeStruct:

@@ -103,14 +103,15 @@ class PromptNoiseMeter:
   def _moments(self, metrics: StepMetrics) -> PromptMoments | None:
     """None where the step has no tokens, or its parts cannot be compared."""
     noise, weight_squared = metrics.noise, float(metrics.weight) ** 2
-    if noise is None or noise.of_halves is None or weight_squared == 0:
+    if noise is None or noise.squares is None or weight_squared == 0:
       return None
     return prompt_moments(
       prompts=round(float(noise.rows)) // self._generations,
       generations=self._generations,
-      share=float(noise.microbatch_tokens_squared) / weight_squared,
-      halves=float(noise.of_halves) / weight_squared,
-      small=float(noise.of_microbatches) / weight_squared,
+      # A dispatch is fed one microbatch in two halves, so a replica's part of it is whole groups.
+      share=float(noise.squares.replica_divisors) / weight_squared,
+      halves=float(noise.squares.of_microbatches) / weight_squared,
+      small=float(noise.squares.of_replicas) / weight_squared,
       big=float(metrics.grad_norm) ** 2,
     )
 

@@ -25,6 +25,7 @@ from maxbatch.data.rows import Rows
 from maxbatch.hardware.sharding import LOGICAL_AXIS_RULES, constrain, put, replicated
 from maxbatch.models.cache import Cache
 from maxbatch.models.dot_product import capped
+from maxbatch.models.outputs import hidden_of
 from maxbatch.models.registry import LanguageModel, Model, Parameters, offers_cache
 from maxbatch.sampling.choice import Choice, Vocabulary, choose, num_words, packed
 
@@ -305,7 +306,7 @@ def _hidden_of_whole(
   first_B1 = jnp.maximum(texts.begins_B, place + 1 - W)[:, None]
   places_BW = jnp.minimum(first_B1 + jnp.arange(W)[None], S - 1)
   rows = _rows(jnp.take_along_axis(state.tokens_BS, places_BW, 1))
-  hidden_BWD = bound(rows, None)
+  hidden_BWD = hidden_of(bound(rows, None))
   return jnp.take_along_axis(hidden_BWD, (place - first_B1)[..., None], 1)[:, 0]
 
 

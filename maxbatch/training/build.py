@@ -39,7 +39,7 @@ from maxbatch.training.objective import TEXT, Loss
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.state import Measures
 from maxbatch.training.step import EvalStep, Step, Trainer, eval_function, step_function
-from maxbatch.training.stop_flags import abstract_flagged
+from maxbatch.training.stop_flags import abstract_stop_flags
 
 _KEPT = 8
 """Trainers, and programs of each kind, that this process keeps: one that trains several times, as
@@ -92,7 +92,8 @@ def build_trainer(
     plan.topology,
     tuple(devices),
     pipeline,
-    Measures(metrics, config.noise.gns_from_microbatches, loss.halves),
+    Measures(metrics, config.noise.gns_from_microbatches),
+    streams(config),
     loss,
     num_saved_policies,
     scaling_of(config.precision),
@@ -111,6 +112,7 @@ def _trainer(
   devices: tuple[Device, ...],
   pipeline: Pipeline | None,
   measures: Measures,
+  streamed: bool,
   loss: Loss,
   num_saved_policies: int,
   loss_scaling: LossScaling | None,
@@ -122,6 +124,7 @@ def _trainer(
     mesh=make_mesh(layout, devices),
     # Another key than the weights', from the same seed.
     dropout_key=jax.random.fold_in(jax.random.key(model.config.init_weights_seed), 1),
+    streamed=streamed,
     pipeline=pipeline,
     measures=measures,
     loss=loss,
@@ -258,19 +261,19 @@ def step_rows(config: Config, plan: BatchPlan, source: RowSource, micro_batch: i
   return _shapes(source, (1 if streams(config) else plan.microbatch_capacity, micro_batch))
 
 
-def traced_step(config: Config, trainer: Trainer, rows: Rows) -> jax.stages.Traced:
+def traced_step(trainer: Trainer, rows: Rows) -> jax.stages.Traced:
   """The training step, traced for these rows, with every sharding fixed."""
-  return _traced_step(trainer, rows, streamed=streams(config))
+  return _traced_step(trainer, rows)
 
 
-def _traced_step(trainer: Trainer, rows: Rows, *, streamed: bool) -> jax.stages.Traced:
-  fed = trainer.loss.fed(rows)
-  function = step_function(trainer, fed, streamed=streamed)
-  control = np.bool_(True) if streamed else trainer.control(1)
-  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), control)
-  shapes = abstract_flagged(trainer.mesh, shapes)
-  rate = jax.ShapeDtypeStruct((), np.float32)
-  return function.trace(trainer.abstract, fed, shapes, rate)
+def _traced_step(trainer: Trainer, rows: Rows) -> jax.stages.Traced:
+  batch = trainer.loss.batch_shapes(rows)
+  microbatches = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), trainer.microbatches(1)
+  )
+  flags = abstract_stop_flags(trainer.mesh)
+  inputs = trainer.abstract, batch, microbatches, jax.ShapeDtypeStruct((), np.float32)
+  return step_function(trainer, batch).trace(*inputs, *(() if flags is None else (flags,)))
 
 
 def compiled_step(
@@ -279,12 +282,12 @@ def compiled_step(
   """The training step, compiled for exactly the arrays that phases of `micro_batch` feed it."""
   # What is saved must come from the compiler itself.
   compiled = _compiled_step.__wrapped__ if config.compile.save_compiled_step else _compiled_step
-  return compiled(trainer, step_rows(config, plan, source, micro_batch), streams(config))
+  return compiled(trainer, step_rows(config, plan, source, micro_batch))
 
 
 @functools.lru_cache(_KEPT)
-def _compiled_step(trainer: Trainer, rows: Rows, streamed: bool) -> Step:
-  lowered = _traced_step(trainer, rows, streamed=streamed).lower()
+def _compiled_step(trainer: Trainer, rows: Rows) -> Step:
+  lowered = _traced_step(trainer, rows).lower()
   return lowered.compile(trainer.compiler_flags.options)
 
 

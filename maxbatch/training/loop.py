@@ -33,7 +33,7 @@ from maxbatch.training.programs import StepPrograms
 from maxbatch.training.row_check import check_rows
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import EvalStep, StepMetrics, Trainer
-from maxbatch.training.stop_flags import flagged, has_flags
+from maxbatch.training.stop_flags import has_flags, stop_flags
 
 RECORD = "record"
 """In a checkpoint's notes: the record of its step, which metrics.jsonl may lack after kill -9."""
@@ -224,20 +224,19 @@ def _dispatch(
     programs = job.noise.programs_at(position.step, programs)
     state = job.noise.ready(position.step, state)
   step, mesh = programs(phase.micro_batch), job.trainer.mesh
-  if not job.streamed:
-    control = flagged(mesh, job.trainer.control(phase.num_microbatches), stop.requested)
-    state, metrics = step(state, next(loader), control, learning_rate)
+
+  def dispatch(state: TrainState, heard: bool) -> tuple[TrainState, StepMetrics]:
+    flags = stop_flags(mesh, heard)
+    inputs = next(loader), job.trainer.microbatches(phase.num_microbatches), learning_rate
+    state, metrics = step(state, *inputs, *(() if flags is None else (flags,)))
     job.hooks.dispatched(metrics)
     return state, metrics
+
   wrong = []
-  for _ in range(phase.num_microbatches - 1):
-    control = flagged(mesh, np.bool_(False))
-    state, metrics = step(state, next(loader), control, learning_rate)
-    job.hooks.dispatched(metrics)
+  for _ in range(phase.num_microbatches - 1 if job.streamed else 0):
+    state, metrics = dispatch(state, heard=False)
     wrong.append(metrics.wrong_row)
-  control = flagged(mesh, np.bool_(True), stop.requested)
-  state, metrics = step(state, next(loader), control, learning_rate)
-  job.hooks.dispatched(metrics)
+  state, metrics = dispatch(state, heard=stop.requested)
   return state, metrics._replace(wrong_row=(*wrong, metrics.wrong_row))
 
 

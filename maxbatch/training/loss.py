@@ -7,6 +7,7 @@ backward pass nor computed twice. Sums, not means, so that microbatches and devi
 exactly the loss of the whole batch; the one division by the step's weight comes later.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,10 +18,12 @@ from jax.typing import DTypeLike
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.core.rows import sample_keys
+from maxbatch.core.terms import Stats, Terms
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import constrain, local_shape, over_rows
 from maxbatch.models.forms import gradients_apart
+from maxbatch.models.outputs import outputs_of
 from maxbatch.models.probes import row_squares
 from maxbatch.models.registry import MeasuredModel, Model, Parameters
 from maxbatch.precision.policy import PLAIN, Policy
@@ -81,22 +84,58 @@ def loss_parts(
   dropout_key: jax.Array | None,
   probes: Parameters | None = None,
   metrics: Metrics = NO_METRICS,
-  scale: jax.Array | None = None,
 ) -> LossSums:
   """As `loss_sum`, with metrics, not yet summed over the devices along fsdp: float32[F].
 
-  `probes`, if the model has any, are zeros to differentiate the sum by (models/probes.py). With a
-  `scale` all gradients are so many times as large, and the sum is as it is without.
+  `probes`, if the model has any, are zeros to differentiate the sum by (models/probes.py).
   """
-  config = model.config
-  keys_B = None
-  if dropout_key is not None and config.dropout_rate > 0:
-    keys_B = sample_keys(dropout_key, rows.sample_ids)
+  keys_B = row_keys(model, dropout_key, rows)
+  is_training = dropout_key is not None
+  return row_sums(model, parameters, rows, keys_B, probes, metrics, is_training=is_training).sums
+
+
+def row_keys(model: Model, dropout_key: jax.Array | None, rows: Rows) -> jax.Array | None:
+  """Returns a random key for each row, (B,) or (k, B); None where the model draws nothing."""
+  if dropout_key is None or model.config.dropout_rate == 0:
+    return None
+  keys = functools.partial(sample_keys, dropout_key)
+  return (jax.vmap(keys) if rows.sample_ids.ndim == 2 else keys)(rows.sample_ids)
+
+
+class RowSums(NamedTuple):
+  """What some rows contribute to the loss, and what the model itself hands out."""
+
+  sums: LossSums
+  terms: Terms
+  stats: Stats
+
+
+def row_sums(
+  model: Model,
+  parameters: Parameters,
+  rows: Rows,
+  keys_B: jax.Array | None,
+  probes: Parameters | None = None,
+  metrics: Metrics = NO_METRICS,
+  scale: jax.Array | None = None,
+  *,
+  is_training: bool,
+) -> RowSums:
+  """Returns the loss and the metrics of rows, float32[F], and the model's own terms and statistics.
+
+  Args:
+    model: the model.
+    parameters: its parameters.
+    rows: a microbatch.
+    keys_B: of `row_keys`.
+    probes: zeros to differentiate the sum by, if the model has any (models/probes.py).
+    metrics: those whose sums are formed.
+    scale: float32 scalar by which the loss's gradients, not the sums, are multiplied.
+    is_training: whether z-loss is added.
+  """
   bound = model.bind(parameters, probes)
-  hidden_BTD = bound(rows, keys_B)
-  options = loss_options(
-    model, *hidden_BTD.shape[:2], is_training=dropout_key is not None, metrics=metrics
-  )
+  hidden_BTD, terms, stats = outputs_of(bound(rows, keys_B))
+  options = loss_options(model, *hidden_BTD.shape[:2], is_training=is_training, metrics=metrics)
   matrix_DV = bound.output_matrix()
   if not model.frozen:
     # So the matrix's gradient is divided over fsdp before the layers' backward pass, through which
@@ -104,7 +143,8 @@ def loss_parts(
     hidden_BTD, matrix_DV = gradients_apart((hidden_BTD, matrix_DV))
   probe_BS = bound.output_probe() if isinstance(bound, MeasuredModel) else None
   arrays = hidden_BTD, matrix_DV, rows.targets, rows.weights
-  return cross_entropy_parts(*arrays, options, probe_BS, scale)
+  sums = cross_entropy_parts(*arrays, options, probe_BS, scale)
+  return RowSums(sums, terms, stats)
 
 
 def loss_options(

@@ -8,17 +8,18 @@ schedule, which follow the position in the run, go on.
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from maxbatch.core.accumulate import Accumulate, Accumulated
 from maxbatch.errors import TrainingDivergedError
 from maxbatch.models.registry import Parameters
 from maxbatch.precision.loss_scale import LossScale, LossScaling
 from maxbatch.run_folder.metrics import Record
-from maxbatch.training.state import Sums
+from maxbatch.training.objective import PROBES
 
 
 class ScalingMetrics(NamedTuple):
@@ -95,16 +96,26 @@ class Applied(NamedTuple):
   opt_state: optax.MultiStepsState
 
 
-def unscaled(gradients: Parameters, sums: Sums, state: LossScale | None) -> tuple[Parameters, Sums]:
-  """Gradients, and the squares of gradients that the noise scale needs, without the scale."""
+def unscaled(accumulate: Accumulate, state: LossScale | None) -> Accumulate:
+  """Returns the accumulation of a scaled loss, with gradients and their squares without the scale."""
   if state is None:
-    return gradients, sums
-  scale, noise = state.scale, sums.noise
-  if noise is not None:
-    squares = noise.of_rows, noise.of_microbatches, noise.of_halves
-    rows, microbatches, halves = jax.tree.map(lambda x: x / scale**2, squares)
-    noise = noise._replace(of_rows=rows, of_microbatches=microbatches, of_halves=halves)
-  return jax.tree.map(lambda g: g / scale, gradients), sums._replace(noise=noise)
+    return accumulate
+  scale = state.scale
+
+  def run(*arguments: Any, **options: Any) -> Accumulated:
+    sums = accumulate(*arguments, **options)
+    stats, squares = dict(sums.stats), sums.squares
+    if PROBES in stats:
+      stats[PROBES] = jax.tree.map(lambda x: x / scale**2, stats[PROBES])
+    if squares is not None:
+      squares = squares._replace(
+        of_microbatches=squares.of_microbatches / scale**2,
+        of_replicas=squares.of_replicas / scale**2,
+      )
+    gradients = jax.tree.map(lambda g: g / scale, sums.gradients)
+    return sums._replace(gradients=gradients, stats=stats, squares=squares)
+
+  return run
 
 
 def unless_skipped(

@@ -19,6 +19,7 @@ from jax.core import Tracer
 from maxbatch.core.rows import sample_keys
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
+from maxbatch.models.outputs import outputs_of
 from maxbatch.models.registry import LayeredModel, Model, Parameters, build_model
 from maxbatch.pipeline_parallel.sizes import Pipeline
 from maxbatch.training.loss import LossSums, cross_entropy_parts, loss_options
@@ -68,7 +69,17 @@ class ModelParts:
     self, layers: FlatParams, rest: FlatParams, x_RTD: jax.Array, rows: Rows, first_layer: jax.Array
   ) -> jax.Array:
     """Applies the layers, the first of which is layer `first_layer` of the model."""
-    return self._bind(layers, rest).apply_layers(x_RTD, rows, self._dropout_keys(rows), first_layer)
+    keys_R = self._dropout_keys(rows)
+    bound = self._bind(layers, rest)
+    y_RTD, terms, stats = outputs_of(bound.apply_layers(x_RTD, rows, keys_R, first_layer))
+    if terms or stats:
+      names = ", ".join([*terms, *stats])
+      raise UserError(
+        f"decoder_block={self.model.config.decoder_block} hands out {names}, which a pipeline's stages do "
+        "not add up; for example pipeline_schedule=none, with ici_fsdp_parallelism instead of "
+        "ici_pipeline_parallelism"
+      )
+    return y_RTD
 
   def loss(
     self,

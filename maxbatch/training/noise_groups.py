@@ -52,9 +52,9 @@ def moments_by_group(
   found: dict[str, Moments | None] = {}
   for name, (of_rows, of_step) in _summed(probed, measured, every_layer).items():
     found[name] = moments(rows, share, of_rows / weight_squared, of_step / weight_squared)
-  if float(noise.of_microbatches) > 0:
-    share = float(noise.microbatch_tokens_squared) / weight_squared
-    small = float(noise.of_microbatches) / weight_squared
+  if noise.squares is not None and float(noise.squares.of_microbatches) > 0:
+    share = float(noise.squares.divisors) / weight_squared
+    small = float(noise.squares.of_microbatches) / weight_squared
     found[FROM_MICROBATCHES] = moments(rows, share, small, float(measured.grad_norm) ** 2)
   return found
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 
 from maxbatch.batch.resume import check_can_continue
 from maxbatch.core.noise_scale import Estimate
@@ -16,7 +15,7 @@ from maxbatch.models.registry import Model
 from maxbatch.noise.controller import Steering
 from maxbatch.run_folder.metrics import Record
 from maxbatch.training.programs import StepPrograms
-from maxbatch.training.state import TrainState, zero_noise
+from maxbatch.training.state import TrainState, measured_by
 from maxbatch.training.step import StepMetrics
 
 
@@ -70,13 +69,7 @@ class Noise:
 
   def ready(self, step: int, state: TrainState) -> TrainState:
     """The state as that program takes it: between steps its sums are zeros, in their own shapes."""
-    if self.calibration is None:
-      return state
-    zeros = zero_noise(self.meter.model_at(step))
-    if jax.tree.structure(zeros) == jax.tree.structure(state.sums.noise):
-      return state
-    # Copies: a step overwrites its state, and some of these zeros are one array.
-    return state._replace(sums=state.sums._replace(noise=jax.tree.map(jnp.array, zeros)))
+    return state if self.calibration is None else measured_by(state, self.meter.model_at(step))
 
   def observe(self, step: int, metrics: StepMetrics) -> Record:
     """What the update after `step` others adds to its record; `metrics` are on the host."""

@@ -1,48 +1,52 @@
-"""What a step minimizes: a loss as sums over a microbatch, whatever that consists of.
+"""What a step minimizes: the loss of a model as terms and statistics over a microbatch.
 
-B rows of a microbatch, F devices along fsdp.
+A step is fed rows of text, or whatever else a loss is of. Everything that is summed over a step's
+rows passes through the core's seam (core/terms.py) from here: cross entropy, metrics, what the model
+itself hands out, and what the noise scale is estimated from.
+
+k microbatches, B rows of a microbatch, F devices along fsdp, S along tensor.
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
+from maxbatch.core.terms import Max, Ratio, Stat, Stats, Sum, Terms
 from maxbatch.data.rows import Rows
 from maxbatch.models.registry import Model, Parameters
-from maxbatch.training.loss import LossSums, loss_parts
-from maxbatch.training.metrics import Metrics
+from maxbatch.precision.loss_scale import scaled_gradient
+from maxbatch.training import partial_sums
+from maxbatch.training.loss import row_keys, row_sums
+from maxbatch.training.metrics import Metrics, Quotient
 
-
-class MicrobatchLoss(NamedTuple):
-  """What a microbatch adds to the sums of its step."""
-
-  sums: LossSums
-  """Entries along the first dim are to be added up."""
-  weight_B: jax.Array
-  """float32: what the step's sum of losses is divided by, in as many parts as one likes."""
-  largest: dict[str, jax.Array] | None = None
-  """float32 scalars of which a step reports the largest, by the names of `Metrics.largest`."""
+LOSS = "loss"
+"""The term whose denominator is a step's weight: in text, its tokens."""
+ROWS, ROW_TOKENS_SQUARED, PROBES = "gns/rows", "gns/row_tokens_squared", "gns/probes"
+"""Statistics that the noise scale is estimated from: rows that count, Σ (their tokens)², and for each probe
+Σ ‖gradient of a row's summed loss‖²."""
 
 
 class Loss(Protocol):
   """The loss of a microbatch; hashable, since a step is compiled for it."""
 
-  @property
-  def halves(self) -> bool:
-    """Whether a streamed microbatch is fed as two halves, for what the noise scale is estimated from."""
+  def batch_shapes(self, rows: Rows) -> Any:
+    """Returns the shapes of what a step is fed, given those of its rows."""
     ...
 
-  def fed(self, rows: Rows) -> Any:
-    """The shapes of what the step is fed, of those of its rows."""
+  def rows(self, batch: Any) -> Rows:
+    """Returns the rows of what a step is fed."""
     ...
 
-  def rows(self, microbatch: Any) -> Rows:
-    """The rows of what the step is fed."""
+  def keys(self, model: Model, dropout_key: jax.Array, batch: Any) -> jax.Array | None:
+    """Returns a random key for each row (k, B); None: nothing is drawn."""
     ...
 
   def metrics(self, chosen: Metrics) -> Metrics:
-    """What a step reports, of the metrics that the run lists."""
+    """Returns what a step reports, of the metrics that the run lists."""
     ...
 
   def __call__(
@@ -50,29 +54,23 @@ class Loss(Protocol):
     model: Model,
     parameters: Parameters,
     microbatch: Any,
-    dropout_key: jax.Array,
+    keys_B: jax.Array | None,
     probes: Parameters,
     metrics: Metrics,
     scale: jax.Array | None = None,
-  ) -> MicrobatchLoss:
-    """The sums of a microbatch; `sums.loss` is differentiated by parameters and probes.
+  ) -> tuple[Terms, Stats]:
+    """Returns the terms, `LOSS` first, and statistics of a microbatch, floats in parts (…, F, S).
 
-    With a `scale`, a float32 scalar, its gradients are so many times as large, and the sums as they
-    are without (precision/loss_scale.py).
+    Args:
+      model: the model.
+      parameters: all of its parameters.
+      microbatch: what the step is fed of it.
+      keys_B: those of `keys`.
+      probes: zeros to differentiate by (models/probes.py).
+      metrics: those of `metrics`.
+      scale: float32 scalar by which gradients, not the sums, are multiplied
+        (precision/loss_scale.py); None: by nothing.
     """
-    ...
-
-
-@runtime_checkable
-class SkippingLoss(Protocol):
-  """A loss that knows of microbatches on which the model need not be run."""
-
-  def has_gradient(self, fed: Any) -> jax.Array | None:
-    """Of microbatches (k, …), whether each has any but 0: bool[k]; None: the model is run on all."""
-    ...
-
-  def without_gradient(self, microbatch: Any) -> MicrobatchLoss:
-    """The sums of a microbatch that has none, on which the model is not run."""
     ...
 
 
@@ -80,18 +78,20 @@ class SkippingLoss(Protocol):
 class TextLoss:
   """Cross entropy, weighted by token: what is fed are rows alone."""
 
-  halves = False
-
-  def fed(self, rows: Rows) -> Rows:
-    """See `Loss.fed`."""
+  def batch_shapes(self, rows: Rows) -> Rows:
+    """Returns the rows' shapes."""
     return rows
 
-  def rows(self, microbatch: Rows) -> Rows:
-    """See `Loss.rows`."""
-    return microbatch
+  def rows(self, batch: Rows) -> Rows:
+    """Returns the batch."""
+    return batch
+
+  def keys(self, model: Model, dropout_key: jax.Array, batch: Rows) -> jax.Array | None:
+    """Returns the dropout keys of the rows' samples; None for a model without dropout."""
+    return row_keys(model, dropout_key, batch)
 
   def metrics(self, chosen: Metrics) -> Metrics:
-    """See `Loss.metrics`."""
+    """Returns all of them."""
     return chosen
 
   def __call__(
@@ -99,14 +99,71 @@ class TextLoss:
     model: Model,
     parameters: Parameters,
     microbatch: Rows,
-    dropout_key: jax.Array,
+    keys_B: jax.Array | None,
     probes: Parameters,
     metrics: Metrics,
     scale: jax.Array | None = None,
-  ) -> MicrobatchLoss:
-    """See `Loss`."""
-    sums = loss_parts(model, parameters, microbatch, dropout_key, probes, metrics, scale)
-    return MicrobatchLoss(sums, microbatch.weights.sum(1))
+  ) -> tuple[Terms, Stats]:
+    """Returns the sums over the tokens of some rows."""
+    sums, terms, stats = row_sums(
+      model, parameters, microbatch, keys_B, probes, metrics, scale, is_training=True
+    )
+    loss, of_tokens = jax.tree.map(lambda x_F: partial_sums.of_rows(x_F[:, None]), sums)
+    weight = partial_sums.of_rows(microbatch.weights.sum(1, keepdims=True))
+    own_terms, own_stats = model_sums(terms, stats, scale)
+    return (
+      OrderedDict({LOSS: Ratio(loss, weight)} | own_terms),
+      ratios(of_tokens, weight) | own_stats,
+    )
 
 
 TEXT = TextLoss()
+
+
+def ratios(sums: Mapping[str, Quotient], weight: jax.Array) -> dict[str, Stat]:
+  """Returns the sums of metrics as statistics; those without a divisor are means over `weight`."""
+  return {
+    name: Ratio(each.value, weight if each.per is None else each.per) for name, each in sums.items()
+  }
+
+
+def model_sums(
+  terms: Terms, stats: Stats, scale: jax.Array | None
+) -> tuple[dict[str, Ratio], dict[str, Stat]]:
+  """Returns what a model hands out in parts, the gradients of its terms multiplied by `scale`."""
+
+  def in_parts(x: jax.Array) -> jax.Array:
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+      return x
+    return partial_sums.of_one(x.astype(jnp.float32))
+
+  def part_of(term: Ratio) -> Ratio:
+    numerator = in_parts(term.numerator.sum())
+    if scale is not None:
+      numerator = scaled_gradient(numerator, scale)
+    return Ratio(numerator, in_parts(term.denominator.sum()), term.coefficient)
+
+  return (
+    {name: part_of(term) for name, term in terms.items()},
+    {
+      name: stat if isinstance(stat, Max) else jax.tree.map(in_parts, stat)
+      for name, stat in stats.items()
+    },
+  )
+
+
+def noise_stats(rows: Rows) -> dict[str, Stat]:
+  """Returns what the noise scale needs to know of a microbatch's rows, in parts."""
+  tokens_B1 = rows.weights.sum(1, keepdims=True)
+  return {
+    ROWS: Sum(partial_sums.of_rows((tokens_B1 > 0).astype(jnp.float32))),
+    ROW_TOKENS_SQUARED: Sum(partial_sums.of_rows(jnp.square(tokens_B1))),
+  }
+
+
+def zero_stats(metrics: Metrics) -> dict[str, Stat]:
+  """Returns the statistics of no rows."""
+  zero = jnp.zeros((), jnp.float32)
+  stats: dict[str, Stat] = {name: Max(zero - jnp.inf) for name in metrics.largest}
+  names = [name for name, _ in metrics.of_tokens] + list(metrics.of_loss)
+  return stats | {name: Ratio(zero, zero) for name in names}

@@ -1,8 +1,4 @@
-"""The optimizer: optax.MultiSteps around averaging, clipping and a registered update rule.
-
-Gradients arrive as sums over tokens. MultiSteps adds them up in float32 over the dispatches of a
-step; at the last one they are divided once by the step's total weight. (MultiSteps' own mean is a
-mean of means: wrong when microbatches hold different numbers of tokens.)
+"""The optimizer: a registered update rule inside the core's optax.MultiSteps (core/train_step.py).
 
 Update rules are built with learning rate 1 and scaled afterwards by the rate of the step, which is
 a function of the position in the run and comes in as an argument. Add a rule by writing a function
@@ -12,7 +8,7 @@ and registering it in OPTIMIZERS.
 import itertools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +16,9 @@ import optax
 
 from maxbatch.config.registry import registered
 from maxbatch.config.schema import OptimizerConfig
+from maxbatch.core.train_step import StepOptimizer, step_optimizer
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import LogicalAxes
-from maxbatch.models.registry import Parameters
 
 Axes = Mapping[tuple[str, ...], LogicalAxes]
 
@@ -31,32 +27,6 @@ _BATCH_AXES = ("layers", "expert")
 """Leading logical axes of a stack of kernels."""
 _MUON_RMS = 0.2
 """Root mean square of Muon's update that lets it share AdamW's learning rates (Liu et al. 2025)."""
-
-
-class AverageState(NamedTuple):
-  """What the last average looked like."""
-
-  grad_norm: jax.Array
-  """float32: global norm of the averaged gradient, before clipping."""
-
-
-def average_by_weight() -> optax.GradientTransformationExtraArgs:
-  """Divides summed gradients by the extra argument `weight`, the step's number of tokens."""
-
-  def init(params: Any) -> AverageState:
-    del params
-    return AverageState(jnp.zeros((), jnp.float32))
-
-  def update(
-    updates: Any, state: Any, params: Any = None, **extra: Any
-  ) -> tuple[Any, AverageState]:
-    del state, params
-    weight = extra["weight"]
-    # A step of padding only has weight 0 and gradient 0; the average is then 0, not NaN.
-    updates = jax.tree.map(lambda g: g / jnp.maximum(weight, 1.0), updates)
-    return updates, AverageState(optax.tree.norm(updates))
-
-  return optax.GradientTransformationExtraArgs(init, update)
 
 
 def scale_by_given_rate() -> optax.GradientTransformationExtraArgs:
@@ -177,9 +147,8 @@ def _map_by_path(function: Callable[[tuple[str, ...]], Any], params: Any) -> Any
 
 def make_optimizer(
   config: OptimizerConfig, axes: Axes, dispatches: int | optax.Schedule
-) -> optax.MultiSteps:
-  """The optimizer of a run, whose updates take the extra arguments of `average_by_weight`,
-  `scale_by_given_rate` and `last`: whether this dispatch ends the step.
+) -> StepOptimizer:
+  """The optimizer of a run, whose updates take the extra argument of `scale_by_given_rate`.
 
   Args:
     config: which rule, and its constants.
@@ -191,18 +160,12 @@ def make_optimizer(
     UserError: for an unknown opt_type.
   """
   rule = registered("opt_type", config.opt_type, OPTIMIZERS, config.plugins)
-  clip = config.gradient_clipping_threshold
-  inner = optax.chain(
-    average_by_weight(),
-    optax.clip_by_global_norm(clip) if clip else optax.identity(),
+  return step_optimizer(
     _on_float32(rule(config, axes)),
     scale_by_given_rate(),
+    clip_norm=config.gradient_clipping_threshold,
+    dispatches=dispatches,
   )
-  # MultiSteps runs the rule at every dispatch and discards all results but the last: skip them.
-  inner = optax.conditionally_transform(
-    inner, lambda step, *, last, **extra: last, forward_extra_args=True
-  )
-  return optax.MultiSteps(inner, every_k_schedule=dispatches, use_grad_mean=False)
 
 
 def _on_float32(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -213,8 +176,3 @@ def _on_float32(rule: optax.GradientTransformation) -> optax.GradientTransformat
     return rule.update(updates, state, optax.tree.cast(params, jnp.float32), **extra)
 
   return optax.GradientTransformationExtraArgs(rule.init, update)
-
-
-def init_in_float32(optimizer: optax.MultiSteps, params: Parameters) -> optax.MultiStepsState:
-  """The optimizer's first state, with float32 moments and accumulators whatever the weights are."""
-  return optimizer.init(optax.tree.cast(params, jnp.float32))

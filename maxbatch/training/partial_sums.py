@@ -15,9 +15,11 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
+from maxbatch.core.terms import Max
 from maxbatch.hardware.sharding import LOGICAL_AXIS_RULES, LogicalAxes, auto_axis_sizes, constrain
 
 Tree = TypeVar("Tree")
+Other = TypeVar("Other")
 
 _AXES = ("fsdp", "tensor")
 
@@ -72,6 +74,23 @@ def in_one(tree: Tree, of_all: Callable[[jax.Array], jax.Array]) -> Tree:
 def joined(tree: Tree) -> Tree:
   """The sums over all parts, in one message: leaves (…, F, S) → (…)."""
   return in_one(tree, lambda x: constrain(x, (None, "fsdp_part", "tensor_part")).sum((-1, -2)))
+
+
+def joined_sums(sums: Tree, others: Other) -> tuple[Tree, Other]:
+  """Returns what `joined` makes of the float sums in `sums` and of all in `others`, in one message.
+
+  A `Max`, integers and scalars are never in parts.
+  """
+  leaves, structure = jax.tree.flatten(sums, is_leaf=lambda x: isinstance(x, Max))
+  is_whole = [
+    isinstance(x, Max) or x.ndim == 0 or not jnp.issubdtype(x.dtype, jnp.floating) for x in leaves
+  ]
+  parts = [x for x, whole in zip(leaves, is_whole, strict=True) if not whole]
+  parts, others = joined((parts, others))
+  rest = iter(parts)
+  return jax.tree.unflatten(
+    structure, [x if whole else next(rest) for x, whole in zip(leaves, is_whole, strict=True)]
+  ), others
 
 
 def _divider(axis: str | None) -> str | None:

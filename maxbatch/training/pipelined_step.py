@@ -9,6 +9,7 @@ program.
 """
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,13 +18,21 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
+from maxbatch.core.accumulate import Accumulate, Accumulated
+from maxbatch.core.terms import Ratio
 from maxbatch.data.rows import Rows
-from maxbatch.models.registry import Model, Parameters
+from maxbatch.models.registry import Model, Parameters, joined
 from maxbatch.pipeline_parallel.schedule import BufferLimits
 from maxbatch.pipeline_parallel.sizes import EvalMicrobatches, Pipeline, eval_microbatches
-from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays, forward_only_arrays
+from maxbatch.pipeline_parallel.timetable_arrays import (
+  TimetableArrays,
+  buffer_capacity,
+  forward_only_arrays,
+)
+from maxbatch.training import partial_sums
 from maxbatch.training.metrics import NO_METRICS, Metrics
 from maxbatch.training.model_parts import FlatParams, ModelParts, merge_layers, split_layers
+from maxbatch.training.objective import LOSS, ratios
 from maxbatch.training.stash import InputStash, StageInput, Stash, make_stash
 from maxbatch.training.state import Sums
 from maxbatch.training.tick import PipelineStage
@@ -35,57 +44,68 @@ _OVER_DATA, _PARAMETER_SPECS = PartitionSpec(None, "data"), (_OVER_STAGE, _REPLI
 _MANUAL_AXES = {"data", "stage"}
 
 
-def pipelined_gradients(
+def pipelined_accumulate(
   model: Model,
   pipeline: Pipeline,
   mesh: Mesh,
-  params: Parameters,
-  zeros: Parameters,
-  rows: Rows,
-  ticks: TimetableArrays,
-  capacity: BufferLimits,
-  dropout_key: jax.Array,
+  frozen: Parameters | None = None,
+  dropout_key: jax.Array | None = None,
   metrics: Metrics = NO_METRICS,
   scale: jax.Array | None = None,
-) -> tuple[Parameters, Sums]:
-  """Returns gradients and loss, summed over all tokens of the timetable's microbatches.
+  capacity: BufferLimits | None = None,
+) -> Accumulate:
+  """Returns the function that sums a model's loss and gradients over a step's microbatches.
+
+  Its rows are accumulation steps (k, B, T), B divided over the data and fsdp axes. Each is divided
+  into num_pipeline_microbatches; they are numbered one accumulation step after another. In place of a
+  number of microbatches it takes their timetable. Layers are in the order of the stages.
 
   Args:
     model: the model.
     pipeline: how layers and batch are divided.
     mesh: the devices.
-    params: the parameters, the layers in the order of the stages.
-    zeros: float32 zeros of the shapes of those that train, in which gradients are summed.
-    rows: accumulation steps (k, B, T), B divided over the data and fsdp axes. Each is divided into
-      num_pipeline_microbatches; they are numbered one accumulation step after another.
-    ticks: the timetable.
-    capacity: slots of a stage's buffers.
+    frozen: the parameters that do not train.
     dropout_key: the run's dropout key.
     metrics: those whose sums are formed.
     scale: float32 scalar by which the gradients, not the loss, are multiplied; None: by nothing.
-
-  Returns:
-    Gradients in float32 of the parameters that train, laid out like them, and the sums of loss,
-    weight and metrics.
+    capacity: slots of a stage's buffers; None: as many as the pipeline's schedule needs.
   """
   parts = ModelParts(model, dropout_key, metrics)
+  capacity = capacity or buffer_capacity(pipeline)
   local = functools.partial(_local_gradients, parts, pipeline, capacity)
-  d_layers, d_rest, sums = jax.shard_map(
-    local,
-    mesh=mesh,
-    in_specs=(_OVER_STAGE, _TIMETABLE_SPECS, _OVER_DATA, *(_PARAMETER_SPECS,) * 2, _REPLICATED),
-    out_specs=(*_PARAMETER_SPECS, _REPLICATED),
-    axis_names=_MANUAL_AXES,
-    check_vma=False,
-  )(
-    jnp.arange(pipeline.stages),
-    ticks,
-    rows,
-    split_layers(model, params),
-    split_layers(model, zeros),
-    scale,
-  )
-  return merge_layers(d_layers, d_rest), sums
+
+  def run(
+    params: Parameters,
+    rows: Rows,
+    num_microbatches: TimetableArrays,
+    keys: jax.Array | None = None,
+    *,
+    zeros: Any = None,
+    denominators: Any = None,
+  ) -> Accumulated:
+    del keys, denominators  # Keys are made of the rows' samples, and there is one denominator.
+    if zeros is None:
+      zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
+    d_layers, d_rest, sums = jax.shard_map(
+      local,
+      mesh=mesh,
+      in_specs=(_OVER_STAGE, _TIMETABLE_SPECS, _OVER_DATA, *(_PARAMETER_SPECS,) * 2, _REPLICATED),
+      out_specs=(*_PARAMETER_SPECS, _REPLICATED),
+      axis_names=_MANUAL_AXES,
+      check_vma=False,
+    )(
+      jnp.arange(pipeline.stages),
+      jax.tree.map(jnp.asarray, num_microbatches),
+      rows,
+      split_layers(model, joined(params, frozen or {})),
+      split_layers(model, zeros),
+      scale,
+    )
+    loss, weight, of_tokens = jax.tree.map(partial_sums.of_one, sums)
+    terms = OrderedDict({LOSS: Ratio(loss, weight)})
+    return Accumulated(merge_layers(d_layers, d_rest), terms, ratios(of_tokens, weight))
+
+  return run
 
 
 def pipelined_sums(
@@ -127,7 +147,7 @@ def stage_residual_bytes(
 ) -> int:
   """Returns bytes of one microbatch's residuals on one device, without its input.
 
-  The arguments are those of `pipelined_gradients`, or their shapes. The model is only traced, so
+  `params` are all parameters, `rows` accumulation steps (k, B, T), or their shapes. The model is only traced, so
   the devices of the mesh need not exist.
   """
   found = 0

@@ -1,7 +1,7 @@
 """What a run trains: parameters, optimizer state, and the sums of the step under way."""
 
 import dataclasses
-import functools
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -10,57 +10,33 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from maxbatch.core.accumulate import Squares
+from maxbatch.core.terms import Ratio, Sum
+from maxbatch.core.train_step import StepOptimizer
+from maxbatch.core.train_step import Sums as StepSums
 from maxbatch.hardware.sharding import replicated, sharding
 from maxbatch.models.registry import Model, Parameters, joined
 from maxbatch.precision.loss_scale import LossScale, LossScaling
 from maxbatch.training.loss import LossSums
 from maxbatch.training.metrics import NO_METRICS, Metrics, TokenSums, zero_token_sums
-from maxbatch.training.optimizer import init_in_float32
+from maxbatch.training.objective import LOSS, PROBES, ROW_TOKENS_SQUARED, ROWS, zero_stats
 from maxbatch.training.optimizer_sharding import place_optimizer_state
 
 _HOST = "pinned_host"
 """jax's name for the memory of a device's host that the device can read."""
 
 
-class NoiseSums(NamedTuple):
-  """What the noise scale is estimated from, summed over a step's microbatches so far."""
-
-  rows: jax.Array
-  """float32: rows with at least one token that counts."""
-  row_tokens_squared: jax.Array
-  """float32: Σ (tokens of a row that count)² over the rows."""
-  of_rows: Parameters
-  """float32[L or none]: for each probe, Σ ‖gradient of a row's summed loss‖² over the rows."""
-  microbatch_tokens_squared: jax.Array
-  """float32: Σ (what of the loss's divisor is one microbatch's on one data replica: its tokens)²; 0 if
-  that is not measured."""
-  of_microbatches: jax.Array
-  """float32: Σ ‖gradient of one microbatch on one data replica‖²; 0 if that is not measured."""
-  of_halves: jax.Array | None = None
-  """float32: the same of the two halves of such a microbatch; None where they are not fed apart."""
-
-
 class Sums(NamedTuple):
-  """Sums over the tokens seen so far in a step, as float32 scalars."""
+  """A pipeline's sums over the tokens seen so far in a step, as float32 scalars."""
 
   loss: jax.Array
   weight: jax.Array
   metrics: TokenSums
-  noise: NoiseSums | None = None
-  """None where nothing is measured."""
-  largest: dict[str, jax.Array] | None = None
-  """Of what is not added up (Metrics.largest), never in parts; None where there is nothing."""
 
-  def add(self, found: LossSums, weight: jax.Array) -> "Sums":
-    """With the sums of more tokens, whose weight is `weight`."""
-    metrics = jax.tree.map(jnp.add, self.metrics, found.metrics)
-    return self._replace(loss=self.loss + found.loss, weight=self.weight + weight, metrics=metrics)
-
-
-def joined_sums(total: Sums, new: Sums) -> Sums:
-  """The sums over what both are over."""
-  added = jax.tree.map(jnp.add, total._replace(largest=None), new._replace(largest=None))
-  return added._replace(largest=jax.tree.map(jnp.maximum, total.largest, new.largest))
+  def add(self, sums: LossSums, weight: jax.Array) -> "Sums":
+    """Returns the sums with those of more tokens, whose weight is `weight`."""
+    metrics = jax.tree.map(jnp.add, self.metrics, sums.metrics)
+    return Sums(self.loss + sums.loss, self.weight + weight, metrics)
 
 
 class TrainState(NamedTuple):
@@ -69,7 +45,8 @@ class TrainState(NamedTuple):
   params: Parameters
   """Those that train."""
   opt_state: optax.MultiStepsState
-  sums: Sums
+  sums: StepSums | None
+  """Of the dispatches of a streamed step so far; None where steps are fused."""
   frozen: Parameters
   """Those that stay as they are (Model.frozen), of which there is nothing else."""
   loss_scale: LossScale | None = None
@@ -88,8 +65,6 @@ class Measures:
   metrics: Metrics = NO_METRICS
   microbatch_squares: bool = False
   """Whether the gradient of each microbatch is squared, for the noise scale."""
-  halves: bool = False
-  """Whether a microbatch is fed as two halves, of which the gradients are squared too."""
 
   def noise(self, model: Model) -> bool:
     """Whether a step sums up what the noise scale is estimated from."""
@@ -99,46 +74,56 @@ class Measures:
 NOTHING = Measures()
 
 
-def zero_sums(model: Model, measures: Measures, parts: tuple[int, ...] = ()) -> Sums:
-  """The sums before the first microbatch; `parts` are trailing dims of every leaf."""
-  zero = jnp.zeros(parts, jnp.float32)
-  noise = zero_noise(model, parts) if measures.noise(model) else None
-  if noise and measures.halves:
-    noise = noise._replace(of_halves=zero)
-  largest = {name: jnp.zeros((), jnp.float32) for name in measures.metrics.largest}
-  return Sums(zero, zero, zero_token_sums(measures.metrics, parts), noise, largest or None)
+def zero_sums(metrics: Metrics) -> Sums:
+  """Returns a pipeline's sums before the first microbatch."""
+  zero = jnp.zeros((), jnp.float32)
+  return Sums(zero, zero, zero_token_sums(metrics))
 
 
-def zero_noise(model: Model, parts: tuple[int, ...] = ()) -> NoiseSums:
-  """As `zero_sums`, of what the noise scale is estimated from."""
-  zero = jnp.zeros(parts, jnp.float32)
-  of_rows = jax.tree.map(lambda x: jnp.zeros((*x.shape[:-2], *parts)), model.probes(1, 1))
-  return NoiseSums(zero, zero, of_rows, zero, zero)
+def zero_step_sums(model: Model, measures: Measures) -> StepSums:
+  """Returns the sums of a streamed step before its first dispatch."""
+  zero = jnp.zeros((), jnp.float32)
+  stats = zero_stats(measures.metrics)
+  if measures.noise(model):
+    stats |= {ROWS: Sum(zero), ROW_TOKENS_SQUARED: Sum(zero), PROBES: zero_probe_squares(model)}
+  squares = Squares(zero, zero, zero, zero) if measures.microbatch_squares else None
+  return StepSums(OrderedDict({LOSS: Ratio(zero, zero)}), stats, squares)
 
 
-def _begun(
-  model: Model,
-  optimizer: optax.MultiSteps,
-  measures: Measures,
-  scaling: LossScaling | None,
-  parameters: Parameters,
-) -> TrainState:
-  """The state before the first step with these parameters."""
-  params, frozen = model.split(parameters)
-  sums = zero_sums(model, measures)
-  scale = scaling.begin() if scaling else None
-  return TrainState(params, init_in_float32(optimizer, params), sums, frozen, scale)
+def zero_probe_squares(model: Model) -> Sum:
+  """Returns zeros, float32[L or none], for every probe of a model."""
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[:-2]), model.probes(1, 1))
+  return Sum(zeros)  # pyright: ignore[reportArgumentType]
 
 
-def abstract_state(
-  model: Model,
-  optimizer: optax.MultiSteps,
-  mesh: Mesh,
-  measures: Measures = NOTHING,
-  scaling: LossScaling | None = None,
-  *,
-  optimizer_on_host: bool = False,
-) -> TrainState:
+def measured_by(state: TrainState, model: Model) -> TrainState:
+  """Returns the state between steps as the steps of a model with other probes take it."""
+  if state.sums is None or PROBES not in state.sums.stats:
+    return state
+  # A copy: a step overwrites its state, and some of these zeros are one array.
+  zeros = jax.tree.map(jnp.array, zero_probe_squares(model))
+  return state._replace(sums=state.sums._replace(stats={**state.sums.stats, PROBES: zeros}))
+
+
+@dataclasses.dataclass(frozen=True)
+class StateParts:
+  """What a state is made of."""
+
+  model: Model
+  optimizer: StepOptimizer
+  measures: Measures = NOTHING
+  scaling: LossScaling | None = None
+  streamed: bool = False
+
+  def begin(self, parameters: Parameters) -> TrainState:
+    """Returns the state before the first step with these parameters."""
+    params, frozen = self.model.split(parameters)
+    sums = zero_step_sums(self.model, self.measures) if self.streamed else None
+    scale = self.scaling.begin() if self.scaling else None
+    return TrainState(params, self.optimizer.init(params), sums, frozen, scale)
+
+
+def abstract_state(parts: StateParts, mesh: Mesh, *, optimizer_on_host: bool = False) -> TrainState:
   """Shape, dtype and sharding of every leaf: what a compiler or a restore needs to know.
 
   Optimizer state is divided as its parameters are (training/optimizer_sharding.py); counters and
@@ -148,9 +133,8 @@ def abstract_state(
   Raises:
     UserError: optimizer state that is large and cannot be divided.
   """
-  begun = functools.partial(_begun, model, optimizer, measures, scaling)
-  shapes = jax.eval_shape(lambda key: begun(model.init(key)), jax.random.key(0))
-  axes = model.axes()
+  shapes = jax.eval_shape(lambda key: parts.begin(parts.model.init(key)), jax.random.key(0))
+  axes = parts.model.axes()
 
   def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     names = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
@@ -188,34 +172,23 @@ def shardings(abstract: Any) -> Any:
   return jax.tree.map(lambda leaf: leaf.sharding, abstract)
 
 
-def state_initializer(
-  model: Model,
-  optimizer: optax.MultiSteps,
-  abstract: TrainState,
-  measures: Measures = NOTHING,
-  scaling: LossScaling | None = None,
-) -> Callable[[jax.Array], TrainState]:
-  """From a random key to a fresh state, created in its place: no device ever holds more than its
-  share."""
-  begun = functools.partial(_begun, model, optimizer, measures, scaling)
-  return jax.jit(lambda key: begun(model.init(key)), out_shardings=shardings(abstract))
+def state_initializer(parts: StateParts, abstract: TrainState) -> Callable[[jax.Array], TrainState]:
+  """Returns a function from a random key to a fresh state, created in its place: no device ever holds
+  more than its share."""
+  return jax.jit(lambda key: parts.begin(parts.model.init(key)), out_shardings=shardings(abstract))
 
 
 def state_beginner(
-  model: Model,
-  optimizer: optax.MultiSteps,
-  abstract: TrainState,
-  measures: Measures = NOTHING,
-  scaling: LossScaling | None = None,
+  parts: StateParts, abstract: TrainState
 ) -> Callable[[jax.Array, Parameters], TrainState]:
-  """From a random key and loaded parameters, which are used up, to a state that begins with them.
+  """Returns a function from a random key and loaded parameters, which are used up, to a state that
+  begins with them.
 
   Parameters that were not loaded, such as new adapters, are fresh.
   """
 
   def begin(key: jax.Array, loaded: Parameters) -> TrainState:
-    whole = joined(model.init(key), loaded)
-    return _begun(model, optimizer, measures, scaling, whole)
+    return parts.begin(joined(parts.model.init(key), loaded))
 
   return jax.jit(begin, out_shardings=shardings(abstract), donate_argnums=1)
 

@@ -1,8 +1,8 @@
 """One optimizer update as a compiled function of pytrees, fed in one of two ways.
 
 fused: all microbatches in one dispatch; streamed: one dispatch per microbatch, summed by
-optax.MultiSteps across dispatches. Both are built from the same two pieces, summed gradients and
-their update, and agree to rounding.
+optax.MultiSteps across dispatches. Both are the core's train_step (core/train_step.py) around the
+same sums, and agree to rounding.
 """
 
 import dataclasses
@@ -16,21 +16,27 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+from maxbatch.core.accumulate import Accumulate, Squares
+from maxbatch.core.terms import Sum
+from maxbatch.core.train_step import (
+  StepOptimizer,
+  StepResult,
+  StepState,
+  Sums,
+  mean_gradient,
+  train_step,
+)
 from maxbatch.data.rows import Rows
 from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags
 from maxbatch.hardware.sharding import replicated, sharding
 from maxbatch.models.registry import Model, Parameters, Probed, by_path
 from maxbatch.pipeline_parallel.sizes import Pipeline
-from maxbatch.pipeline_parallel.timetable_arrays import (
-  TimetableArrays,
-  buffer_capacity,
-  step_arrays,
-)
+from maxbatch.pipeline_parallel.timetable_arrays import TimetableArrays, step_arrays
 from maxbatch.precision.loss_scale import LossScaling
 from maxbatch.precision.policy import PLAIN
 from maxbatch.precision.rounding import stochastically_updated
 from maxbatch.training import partial_sums
-from maxbatch.training.accumulate import summed_gradients
+from maxbatch.training.accumulate import model_accumulate
 from maxbatch.training.loss import loss_parts
 from maxbatch.training.loss_scaling import (
   Applied,
@@ -39,42 +45,52 @@ from maxbatch.training.loss_scaling import (
   unless_skipped,
   unscaled,
 )
-from maxbatch.training.metrics import TokenSums, Update, token_values, update_values
+from maxbatch.training.metrics import TokenSums, Update, update_values
 from maxbatch.training.model_parts import to_layer_order, to_stage_order
-from maxbatch.training.objective import TEXT, Loss
-from maxbatch.training.optimizer import AverageState
-from maxbatch.training.pipelined_step import pipelined_gradients, pipelined_sums
+from maxbatch.training.objective import LOSS, PROBES, ROW_TOKENS_SQUARED, ROWS, TEXT, Loss
+from maxbatch.training.pipelined_step import pipelined_accumulate, pipelined_sums
 from maxbatch.training.row_check import first_wrong_row
 from maxbatch.training.state import (
   NOTHING,
   Measures,
-  NoiseSums,
-  Sums,
+  StateParts,
   TrainState,
   abstract_state,
   from_saved,
-  joined_sums,
   moved,
   shardings,
   state_beginner,
   state_initializer,
   to_save,
-  zero_sums,
 )
-from maxbatch.training.stop_flags import flagged_shardings, unflagged
+from maxbatch.training.stop_flags import has_flags, stop_flags_sharding
+
+
+class NoiseSums(NamedTuple):
+  """What the noise scale is estimated from, summed over a step's microbatches so far."""
+
+  rows: jax.Array
+  """float32: rows with at least one token that counts."""
+  row_tokens_squared: jax.Array
+  """float32: Σ (tokens of a row that count)² over the rows."""
+  of_rows: Parameters
+  """float32[L or none]: for each probe, Σ ‖gradient of a row's summed loss‖² over the rows."""
+  squares: Squares | None = None
+  """Of microbatches and replicas; None where they are not measured."""
 
 
 class StepMetrics(NamedTuple):
   """What a step reports, as scalars on the devices."""
 
   loss: jax.Array
-  """float32: mean over the step's tokens of the loss, in nats."""
+  """float32: mean over the step's tokens of the loss, in nats, without what the model adds to it."""
   grad_norm: jax.Array
   """float32: global norm of the mean gradient, before clipping."""
   weight: jax.Array
   """float32: tokens that counted."""
   metrics: dict[str, jax.Array]
-  """float32: the metrics that the run lists, by name (training/metrics.py)."""
+  """float32: the metrics that the run lists (training/metrics.py), and the model's terms and statistics,
+  by name."""
   noise: NoiseSums | None = None
   """What the noise scale is estimated from; None where it is not measured."""
   of_step: Parameters | None = None
@@ -97,11 +113,12 @@ class EvalMetrics(NamedTuple):
   """int32: `first_wrong_row`."""
 
 
+Microbatches = np.int32 | TimetableArrays | None
+"""What a fused step trains on: `Trainer.microbatches`; None for a streamed one, which has its own."""
 Step = Callable[..., tuple[TrainState, StepMetrics]]
-"""(state, rows, control, learning_rate) → (state, metrics); the given state is donated.
+"""(state, rows, microbatches, learning_rate, stop_flags) → (state, metrics); the given state is donated.
 
-`control` is, fused, `Trainer.control` of the number of microbatches; streamed, whether this
-microbatch is the last of its step; of several processes, `flagged`.
+`stop_flags` are those of training/stop_flags.py.
 """
 POLICIES = "policies"
 """In what is saved: parameters of earlier steps that train, the oldest first."""
@@ -113,9 +130,11 @@ class Trainer:
   """The pieces a step is made of; what is compiled for one of them is of no use to another."""
 
   model: Model
-  optimizer: optax.MultiSteps
+  optimizer: StepOptimizer
   mesh: Mesh
   dropout_key: jax.Array
+  streamed: bool = False
+  """Whether a step is one dispatch for each microbatch instead of one for all."""
   pipeline: Pipeline | None = None
   measures: Measures = NOTHING
   keeps_frozen: bool = True
@@ -131,25 +150,27 @@ class Trainer:
   optimizer_on_host: bool = False
   """Whether the optimizer's state is in the memory of the devices' hosts between updates."""
 
+  @property
+  def _state_parts(self) -> StateParts:
+    parts = self.model, self.optimizer, self.measures, self.loss_scaling
+    return StateParts(*parts, streamed=self.streamed)
+
   @functools.cached_property
   def abstract(self) -> TrainState:
     """The state's shapes, dtypes and shardings."""
-    parts = self.model, self.optimizer, self.mesh, self.measures, self.loss_scaling
-    return abstract_state(*parts, optimizer_on_host=self.optimizer_on_host)
+    return abstract_state(self._state_parts, self.mesh, optimizer_on_host=self.optimizer_on_host)
 
   @functools.cached_property
   def _create(self) -> Callable[[jax.Array], TrainState]:
-    parts = self.model, self.optimizer, self.abstract, self.measures
-    return state_initializer(*parts, self.loss_scaling)
+    return state_initializer(self._state_parts, self.abstract)
 
   def init(self, seed: int) -> TrainState:
-    """A fresh state, divided over the devices."""
+    """Returns a fresh state, divided over the devices."""
     return self._by_stage(self._create(jax.random.key(seed)))
 
   def begin(self, seed: int, loaded: Parameters) -> TrainState:
-    """As `init`, with loaded parameters, layers in the model's order, where there are any."""
-    parts = self.model, self.optimizer, self.abstract, self.measures
-    begin = state_beginner(*parts, self.loss_scaling)
+    """Returns `init`'s state with loaded parameters, layers in the model's order, where there are any."""
+    begin = state_beginner(self._state_parts, self.abstract)
     return self._by_stage(begin(jax.random.key(seed), loaded))
 
   @property
@@ -165,13 +186,11 @@ class Trainer:
     policies = [self.abstract.params] * self.num_saved_policies
     return to_save(self.abstract, keeps_frozen=self.keeps_frozen) | _named(policies)
 
-  def control(self, num_microbatches: int) -> np.int32 | TimetableArrays:
-    """The argument of a fused step that trains on the first `num_microbatches` of its rows."""
-    return (
-      np.int32(num_microbatches)
-      if self.pipeline is None
-      else step_arrays(self.pipeline, num_microbatches)
-    )
+  def microbatches(self, count: int) -> Microbatches:
+    """Returns what makes a step train on the first `count` microbatches of its rows."""
+    if self.streamed:
+      return None
+    return np.int32(count) if self.pipeline is None else step_arrays(self.pipeline, count)
 
   def to_save(self, state: TrainState, policies: Sequence[Parameters] = ()) -> dict[str, Any]:
     """What a checkpoint holds of a state, its layers in the model's order, and of earlier policies."""
@@ -208,112 +227,110 @@ def _named(policies: Sequence[Parameters]) -> dict[str, Any]:
   return {POLICIES: list(policies)} if policies else {}
 
 
-def fused_step(
-  trainer: Trainer, state: TrainState, rows: Any, control: Any, learning_rate: jax.Array
+def update(
+  trainer: Trainer, state: TrainState, rows: Any, microbatches: Any, learning_rate: jax.Array
 ) -> tuple[TrainState, StepMetrics]:
-  """A whole step.
+  """Returns the state and the metrics after a dispatch, which ends a step if it is the last of it.
 
   Args:
     trainer: model, optimizer and mesh.
     state: the state before.
-    rows: microbatches (k, B, T), of which the first are trained on.
-    control: `Trainer.control` of their number.
+    rows: microbatches (k, B, T), of which the first are trained on; streamed: one, in one or more parts.
+    microbatches: of `Trainer.microbatches`.
     learning_rate: float32 scalar.
   """
-  # Between steps MultiSteps' accumulators are zeros: the sums are formed in them, and MultiSteps
-  # is given constant zeros, so that the compiler drops its own addition.
-  zeros = state.opt_state.acc_grads
-  gradients, sums = _summed(trainer, state, zeros, rows, control)
-  opt_state = state.opt_state._replace(
-    mini_step=jnp.zeros((), jnp.int32),
-    acc_grads=jax.tree.map(jnp.zeros_like, zeros),
+  accumulate, count = _accumulate(trainer, state), microbatches
+  if trainer.streamed:
+    parts = trainer.loss.rows(rows).inputs.shape[0]
+    count = parts if trainer.pipeline is None else step_arrays(trainer.pipeline, parts)
+  step = train_step(
+    accumulate,
+    trainer.optimizer,
+    streamed=trainer.streamed,
+    reduce=functools.partial(_reduce, trainer.model),
+    apply_updates=functools.partial(_applied, trainer, state.opt_state.gradient_step),
   )
-  state = state._replace(opt_state=opt_state, sums=zero_sums(trainer.model, trainer.measures))
-  return _update(trainer, state, gradients, sums, last=jnp.array(True), rate=learning_rate)
-
-
-def streamed_step(
-  trainer: Trainer, state: TrainState, rows: Any, last: jax.Array, learning_rate: jax.Array
-) -> tuple[TrainState, StepMetrics]:
-  """One microbatch of a step: rows (1, B, T), or its halves (2, B, T). The update happens when `last`
-  is true."""
-  zeros = jax.tree.map(jnp.zeros_like, state.opt_state.acc_grads)
-  parts = trainer.loss.rows(rows).inputs.shape[0]
-  gradients, sums = _summed(trainer, state, zeros, rows, trainer.control(parts))
-  return _update(trainer, state, gradients, sums, last=last, rate=learning_rate)
-
-
-def _summed(
-  trainer: Trainer, state: TrainState, zeros: Parameters, rows: Any, control: Any
-) -> tuple[Parameters, Sums]:
-  """Gradients of the microbatches of one dispatch, and their other sums in parts."""
-  model, mesh, pipeline, key = trainer.model, trainer.mesh, trainer.pipeline, trainer.dropout_key
-  scale = None if state.loss_scale is None else state.loss_scale.scale
-  if pipeline is None:
-    num_microbatches = jnp.asarray(control)
-    arguments = state.params, zeros, rows, num_microbatches, key, trainer.measures, state.frozen
-    return summed_gradients(model, mesh, *arguments, trainer.loss, scale)
-  ticks, capacity = jax.tree.map(jnp.asarray, control), buffer_capacity(pipeline)
-  arguments = state.parameters, zeros, rows, ticks, capacity, key, trainer.measures.metrics
-  gradients, sums = pipelined_gradients(model, pipeline, mesh, *arguments, scale)
-  return gradients, jax.tree.map(partial_sums.of_one, sums)
-
-
-@jax.named_scope("optimizer")
-def _update(
-  trainer: Trainer,
-  state: TrainState,
-  gradients: Parameters,
-  sums: Sums,
-  *,
-  last: jax.Array,
-  rate: jax.Array,
-) -> tuple[TrainState, StepMetrics]:
-  """Hands one sum of gradients to MultiSteps, which updates the parameters when `last`."""
-  gradients, sums = unscaled(gradients, sums, state.loss_scale)
-  summed = jax.tree.map(jnp.add, state.opt_state.acc_grads, gradients)
-  in_parts = sums._replace(largest=None), _squares(trainer.model, summed)
-  new, of_step = partial_sums.joined(in_parts)
-  sums = joined_sums(state.sums, new._replace(largest=sums.largest))
-  updates, opt_state = trainer.optimizer.update(
-    gradients, state.opt_state, state.params, weight=sums.weight, learning_rate=rate, last=last
-  )
-  updates, params = cast(Parameters, updates), _applied(trainer, state, updates)
-  loss, grad_norm = sums.loss / jnp.maximum(sums.weight, 1.0), _average_state(opt_state).grad_norm
-  scale, scaling = state.loss_scale, None
+  keys = trainer.loss.keys(trainer.model, trainer.dropout_key, rows)
+  before = StepState(state.params, state.opt_state, state.sums)
+  after, result = step(before, rows, count, keys, learning_rate=learning_rate)
+  loss, scale, scaling = result.sums.terms[LOSS].value(), state.loss_scale, None
+  updates = result.updates
   if scale is not None and trainer.loss_scaling is not None:
-    is_finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
-    before = Applied(state.params, updates, state.opt_state)
-    params, updates, opt_state = unless_skipped(
-      before, Applied(params, updates, opt_state), is_finite, last
-    )
-    scale, scaling = next_scale(trainer.loss_scaling, scale, is_finite, last)
-  mean = jax.tree.map(lambda g: g / jnp.maximum(sums.weight, 1.0), summed)
-  update = Update(params, updates, mean, loss, grad_norm, sums.weight, rate)
-  metrics = StepMetrics(
-    loss=loss,
-    grad_norm=grad_norm,
-    weight=sums.weight,
-    metrics=token_values(sums.metrics, sums.weight)
-    | (sums.largest or {})
-    | update_values(trainer.measures.metrics, update),
-    noise=sums.noise,
-    of_step=of_step if sums.noise else None,
-    scaling=scaling,
+    is_finite = jnp.isfinite(loss) & jnp.isfinite(result.grad_norm)
+    kept = Applied(before.params, updates, before.opt_state)
+    made = Applied(after.params, updates, after.opt_state)
+    params, updates, opt_state = unless_skipped(kept, made, is_finite, result.is_last)
+    after = after._replace(params=params, opt_state=opt_state)
+    scale, scaling = next_scale(trainer.loss_scaling, scale, is_finite, result.is_last)
+  metrics = _metrics(trainer, result, after.params, cast(Parameters, updates), learning_rate)
+  state = TrainState(after.params, after.opt_state, after.sums, state.frozen, scale)
+  return state, metrics._replace(scaling=scaling)
+
+
+def _accumulate(trainer: Trainer, state: TrainState) -> Accumulate:
+  """Returns what sums gradients, the loss and statistics of one dispatch, without the loss's scale."""
+  scale = None if state.loss_scale is None else state.loss_scale.scale
+  if trainer.pipeline is None:
+    parts = trainer.model, trainer.mesh, state.frozen, trainer.measures, trainer.loss, scale
+    return unscaled(model_accumulate(*parts), state.loss_scale)
+  pipelined = pipelined_accumulate(
+    trainer.model,
+    trainer.pipeline,
+    trainer.mesh,
+    state.frozen,
+    trainer.dropout_key,
+    trainer.measures.metrics,
+    scale,
   )
-  carried = jax.tree.map(lambda x: jnp.where(last, 0.0, x), sums)
-  return TrainState(params, opt_state, carried, state.frozen, scale), metrics
+  return unscaled(pipelined, state.loss_scale)
 
 
-def _applied(trainer: Trainer, state: TrainState, updates: Any) -> Parameters:
-  """The parameters after the updates, rounded to the format that they are kept in."""
-  policy = trainer.model.policy
-  if policy.weight_rounding != "stochastic":
-    return cast(Parameters, optax.apply_updates(state.params, updates))
+def _reduce(model: Model, sums: Sums, gradients: Parameters) -> tuple[Sums, Parameters]:
+  """Returns sums that were in parts, and for every probe the square of what it measures, so far."""
+  return partial_sums.joined_sums(sums, _squares(model, gradients))
+
+
+def _applied(
+  trainer: Trainer, step: jax.typing.ArrayLike, params: Parameters, updates: Parameters
+) -> Parameters:
+  """Returns the parameters after the updates, rounded to the format that they are kept in."""
+  if trainer.model.policy.weight_rounding != "stochastic":
+    return cast(Parameters, optax.apply_updates(params, updates))
   # A key that no sample has, and of it one for each update.
   key = jax.random.fold_in(trainer.dropout_key, np.uint32(2**32 - 1))
-  key = jax.random.fold_in(key, state.opt_state.gradient_step)
-  return stochastically_updated(state.params, updates, key)
+  return stochastically_updated(params, updates, jax.random.fold_in(key, step))
+
+
+def _metrics(
+  trainer: Trainer,
+  result: StepResult,
+  params: Parameters,
+  updates: Parameters,
+  learning_rate: jax.Array,
+) -> StepMetrics:
+  """Returns what a dispatch reports, of the step so far."""
+  sums = result.sums
+  loss, weight, stats = sums.terms[LOSS].value(), sums.terms[LOSS].denominator, dict(sums.stats)
+  noise = None
+  if ROWS in stats:
+    rows, tokens, of_rows = stats.pop(ROWS), stats.pop(ROW_TOKENS_SQUARED), stats.pop(PROBES)
+    assert isinstance(rows, Sum)
+    assert isinstance(tokens, Sum)
+    assert isinstance(of_rows, Sum)
+    noise = NoiseSums(rows.total, tokens.total, cast(Parameters, of_rows.total), sums.squares)
+  mean = mean_gradient(result)
+  update = Update(params, updates, mean, loss, result.grad_norm, weight, learning_rate)
+  own = {name: term.value() for name, term in sums.terms.items() if name != LOSS}
+  return StepMetrics(
+    loss=loss,
+    grad_norm=result.grad_norm,
+    weight=weight,
+    metrics=own
+    | {name: stat.value() for name, stat in stats.items()}
+    | update_values(trainer.measures.metrics, update),
+    noise=noise,
+    of_step=result.measured if noise else None,
+  )
 
 
 def _squares(model: Model, gradients: Parameters) -> Parameters:
@@ -330,47 +347,36 @@ def _squares(model: Model, gradients: Parameters) -> Parameters:
   return jax.tree.unflatten(structure, [of(probed) for probed in model.probed()])
 
 
-def _average_state(opt_state: optax.MultiStepsState) -> AverageState:
-  states = jax.tree.leaves(opt_state, is_leaf=lambda leaf: isinstance(leaf, AverageState))
-  return next(leaf for leaf in states if isinstance(leaf, AverageState))
-
-
-def step_function(trainer: Trainer, rows: Any, *, streamed: bool) -> jax.stages.Wrapped:
-  """The step as a jitted function with its buffers donated and every sharding fixed.
+def step_function(trainer: Trainer, rows: Any) -> jax.stages.Wrapped:
+  """Returns the step as a jitted function with its buffers donated and every sharding fixed.
 
   Args:
     trainer: model, optimizer and mesh.
-    rows: shapes of what the step is fed (arrays or ShapeDtypeStructs): `Loss.fed` of rows.
-    streamed: one microbatch per dispatch instead of all.
+    rows: shapes of what the step is fed (arrays or ShapeDtypeStructs): `Loss.batch_shapes` of rows.
   """
-  body = streamed_step if streamed else fused_step
 
   def step(
-    state: TrainState, rows: Any, control: Any, rate: jax.Array
+    state: TrainState,
+    rows: Any,
+    microbatches: Any,
+    learning_rate: jax.Array,
+    stop_flags: jax.Array | None = None,
   ) -> tuple[TrainState, StepMetrics]:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
-      control, stop = unflagged(trainer.mesh, control)
       wrong = first_wrong_row(trainer.loss.rows(rows))
       if isinstance(rows, Rows):
         rows = rows._replace(checksums=None)
       state = moved(state, trainer.abstract, to_host=False)
-      state, metrics = body(trainer, state, rows, control, rate)
+      state, metrics = update(trainer, state, rows, microbatches, learning_rate)
       state = moved(state, trainer.abstract, to_host=True)
+      stop = None if stop_flags is None else stop_flags.max()
       return state, metrics._replace(stop=stop, wrong_row=wrong)
 
-  places = shardings(trainer.abstract)
-  whole = replicated(trainer.mesh)
-  return jax.jit(
-    step,
-    in_shardings=(
-      places,
-      rows_shardings(rows, trainer.mesh),
-      flagged_shardings(trainer.mesh),
-      whole,
-    ),
-    out_shardings=(places, whole),
-    donate_argnums=0,
-  )
+  places, whole = shardings(trainer.abstract), replicated(trainer.mesh)
+  inputs = places, rows_shardings(rows, trainer.mesh), whole, whole
+  if has_flags(trainer.mesh):
+    inputs += (stop_flags_sharding(trainer.mesh),)
+  return jax.jit(step, in_shardings=inputs, out_shardings=(places, whole), donate_argnums=0)
 
 
 def rows_shardings(rows: Any, mesh: Mesh) -> Any:
@@ -385,17 +391,19 @@ def eval_function(trainer: Trainer, rows: Rows) -> jax.stages.Wrapped:
 
   metrics = trainer.measures.metrics
 
-  def summed(params: Parameters, rows: Rows) -> Sums:
+  def summed(params: Parameters, rows: Rows) -> EvalMetrics:
     if trainer.pipeline is not None:
-      return pipelined_sums(trainer.model, trainer.pipeline, trainer.mesh, params, rows, metrics)
-    parts = loss_parts(trainer.model, params, rows, None, metrics=metrics)
-    loss, of_tokens = jax.tree.map(jnp.sum, parts)
-    return Sums(loss, rows.weights.sum(), of_tokens)
+      parts = trainer.model, trainer.pipeline, trainer.mesh
+      return EvalMetrics(*pipelined_sums(*parts, params, rows, metrics), None)
+    sums = loss_parts(trainer.model, params, rows, None, metrics=metrics)
+    return EvalMetrics(
+      sums.loss.sum(), rows.weights.sum(), jax.tree.map(jnp.sum, sums.metrics), None
+    )
 
   def evaluate(params: Parameters, rows: Rows) -> EvalMetrics:
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
-      sums, wrong = summed(params, rows._replace(checksums=None)), first_wrong_row(rows)
-      return EvalMetrics(sums.loss, sums.weight, sums.metrics, wrong)
+      wrong = first_wrong_row(rows)
+      return summed(params, rows._replace(checksums=None))._replace(wrong_row=wrong)
 
   places = shardings(trainer.abstract.parameters)
   return jax.jit(

@@ -32,7 +32,7 @@ from maxbatch.pipeline_parallel.timetable_arrays import (
 from maxbatch.training.loss import LossSums
 from maxbatch.training.model_parts import FlatParams, ModelParts, trained
 from maxbatch.training.stash import Arrays, StageInput, Stash
-from maxbatch.training.state import Measures, Sums, zero_sums
+from maxbatch.training.state import Sums, zero_sums
 
 
 class Buffers(NamedTuple):
@@ -117,7 +117,7 @@ class PipelineStage:
       received=outgoing if self.pipeline.forwarding_delay > 1 else (),
       d_layers=self._constrain_like_params(zero_layers),
       d_rest=self._constrain_like_params(zero_rest),
-      sums=zero_sums(self.parts.model, Measures(self.parts.metrics)),
+      sums=zero_sums(self.parts.metrics),
     )
     return lax.fori_loop(0, self.ticks.num_ticks, self._tick, state)
 
