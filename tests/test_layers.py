@@ -18,7 +18,7 @@ from maxbatch.config import schema
 PACKAGE = pathlib.Path(maxbatch.__file__).parent
 TREES = {
   ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): ast.parse(path.read_text())
-  for path in PACKAGE.rglob("*.py")
+  for path in sorted(PACKAGE.rglob("*.py"))
 }
 
 # Lowest first: a folder imports from itself and from what stands before it.
@@ -118,7 +118,7 @@ def test_the_root_holds_the_public_api_the_commands_and_the_errors_alone():
   assert {p.stem for p in PACKAGE.glob("*.py")} == {"__init__", "errors", *COMMANDS}
 
 
-@pytest.mark.parametrize("module", TREES.keys() - {"maxbatch.__init__"})
+@pytest.mark.parametrize("module", sorted(TREES.keys() - {"maxbatch.__init__"}))
 def test_the_package_is_imported_only_at_the_top_of_a_file(module):
   inside = [node for top in TREES[module].body for node in ast.walk(top) if node is not top]
   assert not [n for node in inside for n in imports_of_one(node) if n.startswith("maxbatch")]

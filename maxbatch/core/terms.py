@@ -42,9 +42,10 @@ class Ratio:
 class Sum:
   """Σ value over all rows of a step, of floats or integers, entry by entry."""
 
-  total: jax.Array
+  total: Any
+  """An array, or a pytree of them."""
 
-  def value(self) -> jax.Array:
+  def value(self) -> Any:
     """Returns the sum."""
     return self.total
 

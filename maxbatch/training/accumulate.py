@@ -16,7 +16,7 @@ from maxbatch.hardware.sharding import constrain
 from maxbatch.models.registry import Model, Parameters, by_path, joined
 from maxbatch.training import partial_sums
 from maxbatch.training.objective import PROBES, TEXT, Loss, noise_stats
-from maxbatch.training.state import NOTHING, Measures
+from maxbatch.training.state import NOTHING, Measures, zero_probe_squares
 
 _PARAMS, _PROBES = "params", "probes"
 """What is differentiated by: a probe's gradient is Σ over microbatches of squared norms by row."""
@@ -54,7 +54,7 @@ def model_accumulate(
     loss_fn,
     mesh,
     layout=functools.partial(_constrained, model),
-    summand=model.policy.summand,
+    summand=functools.partial(_summands, model),
     squared_norm=functools.partial(_squared, model) if measures.microbatch_squares else None,
   )
 
@@ -68,7 +68,8 @@ def model_accumulate(
     denominators: Any = None,
   ) -> Accumulated:
     local_rows = loss.rows(rows).inputs.shape[1] // mesh.shape["data"]
-    probes = model.probes(local_rows, mesh.shape["tensor"])
+    fsdp, tensor = mesh.shape["fsdp"], mesh.shape["tensor"]
+    probes = model.probes(local_rows, tensor)
     if zeros is None:
       zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
     found = accumulate_parts(
@@ -76,27 +77,30 @@ def model_accumulate(
       rows,
       num_microbatches,
       keys,
-      zeros={_PARAMS: zeros, _PROBES: probes},
+      zeros={_PARAMS: zeros, _PROBES: zero_probe_squares(model, (fsdp, tensor))},
       denominators=denominators,
     )
     stats = dict(found.stats)
     if measures.noise(model):
-      stats[PROBES] = Sum(jax.tree.map(partial_sums.of_rows, found.gradients[_PROBES]))  # pyright: ignore[reportArgumentType]
+      stats[PROBES] = Sum(found.gradients[_PROBES])
     return found._replace(gradients=found.gradients[_PARAMS], stats=stats)
 
   return run
 
 
 def _constrained(model: Model, gradients: dict[str, Parameters]) -> dict[str, Parameters]:
-  """Returns the gradients, those of parameters laid out like them, those of probes by rows."""
+  """Returns the gradients, those of parameters laid out like them."""
   axes = model.axes()
+  return gradients | {
+    _PARAMS: by_path(lambda path, g: constrain(g, axes[path]), gradients[_PARAMS])
+  }
 
-  def by_rows(x: jax.Array) -> jax.Array:
-    return constrain(x, (*(None,) * (x.ndim - 2), "batch", "tensor_part"))
 
+def _summands(model: Model, gradients: dict[str, Parameters]) -> dict[str, Parameters]:
+  """Returns what a microbatch adds: rounded gradients, and its rows' squares in parts."""
   return {
-    _PARAMS: by_path(lambda path, g: constrain(g, axes[path]), gradients[_PARAMS]),
-    _PROBES: jax.tree.map(by_rows, gradients[_PROBES]),
+    _PARAMS: jax.tree.map(model.policy.summand, gradients[_PARAMS]),
+    _PROBES: jax.tree.map(partial_sums.of_rows, gradients[_PROBES]),
   }
 
 

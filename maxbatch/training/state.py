@@ -85,15 +85,18 @@ def zero_step_sums(model: Model, measures: Measures) -> StepSums:
   zero = jnp.zeros((), jnp.float32)
   stats = zero_stats(measures.metrics)
   if measures.noise(model):
-    stats |= {ROWS: Sum(zero), ROW_TOKENS_SQUARED: Sum(zero), PROBES: zero_probe_squares(model)}
+    stats |= {
+      ROWS: Sum(zero),
+      ROW_TOKENS_SQUARED: Sum(zero),
+      PROBES: Sum(zero_probe_squares(model)),
+    }
   squares = Squares(zero, zero, zero, zero) if measures.microbatch_squares else None
   return StepSums(OrderedDict({LOSS: Ratio(zero, zero)}), stats, squares)
 
 
-def zero_probe_squares(model: Model) -> Sum:
-  """Returns zeros, float32[L or none], for every probe of a model."""
-  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[:-2]), model.probes(1, 1))
-  return Sum(zeros)  # pyright: ignore[reportArgumentType]
+def zero_probe_squares(model: Model, parts: tuple[int, ...] = ()) -> Parameters:
+  """Returns zeros, float32[L or none, *parts], for every probe of a model."""
+  return jax.tree.map(lambda x: jnp.zeros((*x.shape[:-2], *parts)), model.probes(1, 1))
 
 
 def measured_by(state: TrainState, model: Model) -> TrainState:
@@ -101,7 +104,7 @@ def measured_by(state: TrainState, model: Model) -> TrainState:
   if state.sums is None or PROBES not in state.sums.stats:
     return state
   # A copy: a step overwrites its state, and some of these zeros are one array.
-  zeros = jax.tree.map(jnp.array, zero_probe_squares(model))
+  zeros = Sum(jax.tree.map(jnp.array, zero_probe_squares(model)))
   return state._replace(sums=state.sums._replace(stats={**state.sums.stats, PROBES: zeros}))
 
 
