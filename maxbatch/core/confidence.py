@@ -50,13 +50,13 @@ class Ratios:
   """ratio, low and high are NaN unless the mean denominator is known to be positive."""
 
   def interval(self, group: int) -> Interval | None:
-    """The ratio of one group with its interval; None if it is unknown."""
+    """Returns the ratio of one group with its interval; None if it is unknown."""
     value, low, high = (float(part[group]) for part in (self.ratio, self.low, self.high))
     return None if math.isnan(value) else Interval(value, low, high)
 
 
 def ratios_of_means(numerator_GN: np.ndarray, denominator_GN: np.ndarray) -> Ratios:
-  """mean(numerator) / mean(denominator) of every group with Fieller's interval."""
+  """Returns mean(numerator) / mean(denominator) of every group with Fieller's interval."""
   present_GN = np.isfinite(numerator_GN) & np.isfinite(denominator_GN)
   steps = present_GN.sum(-1)
   numerator, numerator_rest_GN = _centered(numerator_GN, present_GN, steps)
@@ -81,7 +81,7 @@ def ratios_of_means(numerator_GN: np.ndarray, denominator_GN: np.ndarray) -> Rat
 def _centered(
   values_GN: np.ndarray, present_GN: np.ndarray, steps: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Mean of each group, and the deviations of its steps; a step that was not measured has 0."""
+  """Returns the mean of each group, and the deviations of its steps; a step that was not measured has 0."""
   with np.errstate(invalid="ignore"):
     mean = np.where(present_GN, values_GN, 0.0).sum(-1) / steps
   return mean, np.where(present_GN, values_GN - mean[:, None], 0.0)
@@ -90,7 +90,7 @@ def _centered(
 def _fieller(
   ratio: np.ndarray, var_numerator: np.ndarray, var_denominator: np.ndarray, covariance: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-  """The roots r of (ratio − r)² = var_numerator − 2r·covariance + r²·var_denominator."""
+  """Returns the roots r of (ratio − r)² = var_numerator − 2r·covariance + r²·var_denominator."""
   middle, narrowing = ratio - covariance, 1 - var_denominator
   # Only rounding can make it negative: the ratio itself lies between the roots.
   spread = np.sqrt(np.maximum(middle**2 - narrowing * (ratio**2 - var_numerator), 0))
@@ -100,7 +100,7 @@ def _fieller(
 def product_of_means(
   factors: Sequence[np.ndarray], divisors: Sequence[np.ndarray]
 ) -> Interval | None:
-  """The product of the factors' means over that of the divisors', with a jackknife interval.
+  """Returns the product of the factors' means over that of the divisors', with a jackknife interval.
 
   Args:
     factors: arrays (N,) without NaN.
@@ -123,7 +123,7 @@ def product_of_means(
 
 
 def _is_known_positive(values_N: np.ndarray) -> bool:
-  """Whether the interval of the mean lies above 0."""
+  """Returns whether the interval of the mean lies above 0."""
   steps = values_N.size
   if steps < FEWEST_STEPS:
     return False
@@ -132,7 +132,7 @@ def _is_known_positive(values_N: np.ndarray) -> bool:
 
 
 def inflated_t(degrees: np.ndarray) -> np.ndarray:
-  """INFLATION × the 97.5% quantile of Student's t; accurate to 0.1% from 6 degrees of freedom.
+  """Returns INFLATION × the 97.5% quantile of Student's t; accurate to 0.1% from 6 degrees of freedom.
 
   Abramowitz & Stegun, 26.7.5: an expansion around the normal quantile.
   """

@@ -43,7 +43,7 @@ class Moments:
 
 
 def moments(rows: int, share: float, small: float, big: float) -> Moments | None:
-  """The estimates from the parts of a step: its rows, or its microbatches on each replica.
+  """Returns the estimates from the parts of a step: its rows, or its microbatches on each replica.
 
   Args:
     rows: of the step that have at least one token in the loss.
@@ -65,7 +65,7 @@ class Window:
   """The last `length` steps. Legend of shapes: K signal and noise, G groups, N steps."""
 
   def __init__(self, length: int):
-    """An empty window of `length` steps.
+    """Makes an empty window of `length` steps.
 
     Raises:
       ValueError: `length` is less than 1.
@@ -94,7 +94,7 @@ class Window:
     self.added += 1
 
   def values(self, *groups: str) -> np.ndarray:
-    """Signal and noise of these groups, (K, G, N), the steps in no particular order.
+    """Returns signal and noise of these groups, (K, G, N), the steps in no particular order.
 
     NaN where a step did not measure a group.
     """
@@ -105,12 +105,12 @@ class Window:
     return found
 
   def newest(self, *groups: str) -> np.ndarray:
-    """As `values`, of the steps that were added, the newest first."""
+    """Returns `values` of the steps that were added, the newest first."""
     back_N = np.arange(min(self.added, self.length))
     return self.values(*groups)[:, :, (self.added - 1 - back_N) % self.length]
 
   def as_dict(self) -> dict[str, Any]:
-    """The state as plain JSON; `from_dict` restores it exactly."""
+    """Returns the state as plain JSON; `from_dict` restores it exactly."""
     groups = {
       name: {
         kind: [None if np.isnan(value) else float(value) for value in self._values_KGN[at, row]]
@@ -122,7 +122,7 @@ class Window:
 
   @classmethod
   def from_dict(cls, content: Mapping[str, Any]) -> "Window":
-    """The window whose state `as_dict` gave."""
+    """Returns the window whose state `as_dict` gave."""
     window = cls(content["length"])
     window.added = content["added"]
     window._make_rows(content["groups"])

@@ -64,7 +64,7 @@ class NoiseGroups:
   """The moments of the last `window_steps` steps, by group of parameters."""
 
   def __init__(self, window_steps: int):
-    """An empty window.
+    """Makes an empty window.
 
     Raises:
       ValueError: window_steps is less than 1.
@@ -82,11 +82,11 @@ class NoiseGroups:
     self._window.add(step_moments)
 
   def estimate(self, group: str) -> Estimate:
-    """The noise scale of `group`."""
+    """Returns the noise scale of `group`."""
     return self.estimates(group)[group]
 
   def estimates(self, *groups: str) -> dict[str, Estimate]:
-    """The noise scales of these groups; of every group if none is named."""
+    """Returns the noise scales of these groups; of every group if none is named."""
     names = groups or self.groups
     signal_GN, noise_GN = self._window.values(*names)
     ratios = ratios_of_means(noise_GN, signal_GN)
@@ -96,7 +96,7 @@ class NoiseGroups:
     }
 
   def share(self, part: str, whole: str) -> Interval | None:
-    """The noise of one group over that of another, with its interval; None if it is not known."""
+    """Returns the noise of one group over that of another, with its interval; None: unknown."""
     _, (noise_N, whole_N) = self._window.values(part, whole)
     return ratios_of_means(noise_N[None], whole_N[None]).interval(0)
 
@@ -117,12 +117,12 @@ class NoiseGroups:
     )
 
   def as_dict(self) -> dict[str, Any]:
-    """The state as plain JSON; `from_dict` restores it exactly."""
+    """Returns the state as plain JSON; `from_dict` restores it exactly."""
     return {"window": self._window.as_dict()}
 
   @classmethod
   def from_dict(cls, content: Mapping[str, Any]) -> Self:
-    """The window whose state `as_dict` gave."""
+    """Returns the window whose state `as_dict` gave."""
     groups = cls(content["window"]["length"])
     groups._window = Window.from_dict(content["window"])
     return groups
@@ -136,7 +136,7 @@ class NoiseScale:
   """
 
   def __init__(self, window_steps: int = 100):
-    """An empty window of steps.
+    """Makes an empty window of steps.
 
     Raises:
       ValueError: window_steps is less than 1.

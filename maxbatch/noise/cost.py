@@ -12,7 +12,7 @@ class RelativeCost:
 
 
 def cost(batch: float, noise_scale: float) -> RelativeCost:
-  """Data and steps at `batch`, each relative to its minimum over all batch sizes.
+  """Returns data and steps at `batch`, each relative to its minimum over all batch sizes.
 
   (steps − 1)·(data − 1) = 1: McCandlish et al. 2018, equation 2.11. A heuristic.
 
@@ -25,7 +25,7 @@ def cost(batch: float, noise_scale: float) -> RelativeCost:
 
 
 def cost_of_change(batch: float, factor: float, noise_scale: float) -> RelativeCost:
-  """Data and steps at a batch `factor` times as large, relative to those at `batch`."""
+  """Returns data and steps at a batch `factor` times as large, relative to those at `batch`."""
   # A batch `factor` times as large has the cost of this one at a noise scale that much smaller.
   before, after = cost(batch, noise_scale), cost(batch, noise_scale / factor)
   return RelativeCost(after.data / before.data, after.steps / before.steps)

@@ -24,7 +24,7 @@ class NoiseTracker(NoiseGroups):
   """The moments of the last `window_steps` steps and of the last calibration steps."""
 
   def __init__(self, window_steps: int):
-    """An empty tracker.
+    """Makes an empty tracker.
 
     Raises:
       ValueError: window_steps is less than 1.
@@ -40,7 +40,7 @@ class NoiseTracker(NoiseGroups):
       self._calibration.add(both)
 
   def calibration(self) -> Calibration:
-    """The factor from the normalization layers' noise scale to the whole model's.
+    """Returns the factor from the normalization layers' noise scale to the whole model's.
 
     Over all calibration steps of the window, or the newest half, quarter, … of them: the gradients
     of a run's first steps may be a hundred times as large as later ones, and while they are among
@@ -59,7 +59,7 @@ class NoiseTracker(NoiseGroups):
     )
 
   def predicted_total(self) -> Estimate:
-    """The noise scale of the whole model, predicted from that of its normalization layers."""
+    """Returns the noise scale of the whole model, predicted from its normalization layers'."""
     norm, calibration = self.estimate(NORM), self.calibration()
     scale = None
     if norm.scale is not None and norm.scale.value > 0 and calibration.slope is not None:
@@ -76,12 +76,12 @@ class NoiseTracker(NoiseGroups):
     )
 
   def as_dict(self) -> dict[str, Any]:
-    """The state as plain JSON; `from_dict` restores it exactly."""
+    """Returns the state as plain JSON; `from_dict` restores it exactly."""
     return super().as_dict() | {"calibration": self._calibration.as_dict()}
 
   @classmethod
   def from_dict(cls, content: Mapping[str, Any]) -> "NoiseTracker":
-    """The tracker whose state `as_dict` gave."""
+    """Returns the tracker whose state `as_dict` gave."""
     tracker = super().from_dict(content)
     tracker._calibration = Window.from_dict(content["calibration"])
     return tracker
@@ -93,7 +93,7 @@ def _worst(*statuses: Status) -> Status:
 
 
 def _product(one: Interval, other: Interval) -> Interval:
-  """The product of two positive values; their relative errors are added in quadrature."""
+  """Returns the product of two positive values; their relative errors are added in quadrature."""
   down = math.hypot(1 - one.low / one.value, 1 - other.low / other.value)
   up = math.hypot(one.high / one.value - 1, other.high / other.value - 1)
   value = one.value * other.value

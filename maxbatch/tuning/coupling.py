@@ -39,7 +39,7 @@ _SPREAD = 0.5
 def resolve_accumulation(
   config: Config, topology: Topology, plan: BatchPlan | None = None
 ) -> Config:
-  """The configuration, held to one microbatch per step if the model cannot be split into several.
+  """Returns the configuration, held to one microbatch per step if the model cannot be split into several.
 
   A model that is not SHIPPED is looked at where keys split its step, or the microbatch is to be
   chosen. A choice is then made at once, `micro_batch_size=none`, with a warning on stderr. `plan` is
@@ -97,7 +97,7 @@ def coupling(config: ModelConfig, length: int, *, packing: bool = True) -> Cause
 
 
 def tiny(config: ModelConfig) -> ModelConfig:
-  """The same kind of model, a few thousand parameters large."""
+  """Returns the same kind of model, a few thousand parameters large."""
   kv_heads = min(config.base_num_kv_heads, 2)
   heads = kv_heads * max(1, config.base_num_query_heads // config.base_num_kv_heads)
   return dataclasses.replace(
@@ -117,7 +117,7 @@ def tiny(config: ModelConfig) -> ModelConfig:
 
 
 def _parameters(model: Model) -> Parameters:
-  """Random ones for all, so that no bias is zero and no scale one."""
+  """Returns random ones for all, so that no bias is zero and no scale one."""
   random = np.random.default_rng(0)
   return jax.tree.map(
     lambda leaf: random.normal(0.0, _SPREAD, leaf.shape).astype(leaf.dtype), model.shapes()
@@ -125,7 +125,7 @@ def _parameters(model: Model) -> Parameters:
 
 
 def _rows(length: int, packing: bool) -> Rows:
-  """Different rows (B, T), each of two documents when packed."""
+  """Returns different rows (B, T), each of two documents when packed."""
   tokens = np.random.default_rng(1).integers(0, _VOCABULARY, (_ROWS, length + 1)).astype(np.int32)
   weights = np.ones((_ROWS, length), np.float32)
   weights[1, length // 2 :] = 0.0
@@ -144,7 +144,7 @@ def _rows(length: int, packing: bool) -> Rows:
 
 
 def _splits(config: Config, plan: BatchPlan | None, topology: Topology) -> list[tuple[str, str]]:
-  """Everything that splits a step: which keys do so, and keys that do not.
+  """Returns everything that splits a step: which keys do so, and keys that do not.
 
   Args:
     config: the run.
