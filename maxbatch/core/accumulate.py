@@ -203,8 +203,7 @@ def _sums(
     squares = Squares(of_each, (divisors_k**2).sum(), of_replica, divisor**2)
   if axis is None:
     return Accumulated(gradients, terms, stats, squares)
-  terms, stats, squares = over_replicas((terms, stats, squares), axis)
-  return Accumulated(jax.lax.psum(gradients, axis), terms, stats, squares)
+  return over_replicas(Accumulated(gradients, terms, stats, squares), axis)
 
 
 class _Gradient:

@@ -7,7 +7,6 @@ were divided into microbatches, replicas or dispatches.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -124,22 +123,14 @@ def joined(total: Tree, new: Tree) -> Tree:
 
 
 def over_replicas(stats: Tree, axes: str | tuple[str, ...]) -> Tree:
-  """Returns terms or statistics of all replicas, inside a shard_map over the mesh axes `axes`.
+  """Returns terms, statistics or gradients of all replicas, inside a shard_map over the mesh `axes`.
 
-  All that is summed in float32 travels in one message.
+  All that is summed is one operand list of one reduction, in whatever way each array is divided.
   """
   leaves, structure = jax.tree.flatten(stats, is_leaf=_is_max)
-  floats = [x for x in leaves if not _is_max(x) and x.dtype == jnp.float32]
-  sizes = [x.size for x in floats]
-  flat = jnp.concatenate([x.reshape(-1) for x in floats]) if floats else jnp.zeros(0)
-  pieces = iter(jnp.split(jax.lax.psum(flat, axes), list(itertools.accumulate(sizes[:-1]))))
-
-  def whole(x: Any) -> Any:
-    if isinstance(x, Max):
-      return Max(jax.lax.pmax(x.largest, axes))
-    return next(pieces).reshape(x.shape) if x.dtype == jnp.float32 else jax.lax.psum(x, axes)
-
-  return jax.tree.unflatten(structure, [whole(x) for x in leaves])
+  summed = iter(jax.lax.psum([x for x in leaves if not _is_max(x)], axes))
+  whole = [Max(jax.lax.pmax(x.largest, axes)) if _is_max(x) else next(summed) for x in leaves]
+  return jax.tree.unflatten(structure, whole)
 
 
 def _is_max(x: Any) -> bool:
