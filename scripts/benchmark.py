@@ -51,7 +51,8 @@ from maxbatch.hardware.devices import find_devices
 from maxbatch.run_folder.metrics import MetricsLog, read_metrics
 from maxbatch.run_folder.progress import Progress
 from maxbatch.training import build
-from maxbatch.training.loop import Evaluation, Job, Outputs, train
+from maxbatch.training.job import Evaluation, Job, Outputs
+from maxbatch.training.loop import train
 from maxbatch.training.loss import loss_sum
 from maxbatch.training.profiling import Profiler
 from maxbatch.training.programs import StepPrograms
@@ -170,7 +171,6 @@ def loop_runner(bench: Bench) -> Callable[[int], float]:
           checkpoint=config.checkpoint,
           learning_rate=learning_rate(config.optimizer, short, "steps"),
           programs=programs,
-          streamed=False,
           trainer=trainer,
           train_rows=build.train_rows(config, trainer, dataset),
           row_hosts=build.row_hosts(trainer, bench.plan),

@@ -182,6 +182,8 @@ def test_nothing_measured_is_no_group():
     ("embedding_probe", "embedding"),
     ("position_probe", "embedding"),
     ("head_probe", "head"),
+    ("layers/experts/probe", "experts"),
+    ("router_probe", "router"),
   ],
 )
 def test_types_by_the_path_of_the_probe(path, expected):

@@ -79,8 +79,8 @@ class Transformer(nnx.Module):
   checkpoints do not depend on it.
   """
 
-  block: type[Block] = Block
-  """What a layer is; a subclass names its own."""
+  block: Callable[[nnx.Rngs, ModelConfig], Block] = Block
+  """What makes a layer; a subclass names its own."""
   offers_cache = True
   """Whether tokens see others through `Attention` alone, whose keys and values can be kept while a
   text is written. A subclass whose tokens do, too, says so itself."""
@@ -200,7 +200,9 @@ class Transformer(nnx.Module):
     return probe_values(self.head_probe)
 
 
-def _stacked_blocks(rngs: nnx.Rngs, config: ModelConfig, block: type[Block]) -> Block:
+def _stacked_blocks(
+  rngs: nnx.Rngs, config: ModelConfig, block: Callable[[nnx.Rngs, ModelConfig], Block]
+) -> Block:
   """Returns all layers as one block whose parameters have a leading dim L."""
 
   @nnx.split_rngs(splits=config.base_num_decoder_layers)

@@ -29,7 +29,7 @@ from maxbatch.errors import UserError
 from maxbatch.hardware.agreement import broadcast_one_to_all, sync_errors
 from maxbatch.models.registry import joined
 from maxbatch.run_folder.paths import RunFolder
-from maxbatch.training.loop import LOSS_SCALE
+from maxbatch.training.job import LOSS_SCALE
 from maxbatch.training.state import TrainState
 from maxbatch.training.step import Trainer
 

@@ -19,7 +19,7 @@ from maxbatch.hardware.devices import Target
 from maxbatch.models.registry import Model
 from maxbatch.modes.initialization import Initialization
 from maxbatch.run_folder.paths import RunFolder
-from maxbatch.training.loop import Job
+from maxbatch.training.job import Job
 from maxbatch.training.noise_run import Meter
 from maxbatch.training.objective import Loss
 from maxbatch.training.step import Trainer

@@ -32,7 +32,7 @@ from maxbatch.modes.method import Passed, Purpose, ResolvedRun
 from maxbatch.modes.noise import calibrates
 from maxbatch.noise.requirements import check_noise
 from maxbatch.run_folder.paths import RunFolder, remembered_choices
-from maxbatch.training.loop import Job
+from maxbatch.training.job import Job
 from maxbatch.training.noise_meter import NoiseMeter
 from maxbatch.training.objective import TEXT
 from maxbatch.training.step import Trainer

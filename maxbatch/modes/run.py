@@ -59,7 +59,8 @@ from maxbatch.training.build import (
   streams,
   train_rows,
 )
-from maxbatch.training.loop import RECORD, Evaluation, Job, Outputs, first_record, show_text, train
+from maxbatch.training.job import RECORD, Evaluation, Job, Outputs
+from maxbatch.training.loop import first_record, show_text, train
 from maxbatch.training.noise_run import Noise
 from maxbatch.training.profiling import Profiler
 from maxbatch.training.programs import StepPrograms
@@ -253,7 +254,6 @@ def _train(
       learning_rate=learning_rate(config.optimizer, plan, config.run.schedule_unit),
       trainer=trainer,
       programs=programs,
-      streamed=streams(config),
       train_rows=train_rows(config, trainer, dataset),
       row_hosts=row_hosts(trainer, plan),
       evaluation=Evaluation(eval_step, eval_rows(config, plan, trainer, dataset), sample_text),

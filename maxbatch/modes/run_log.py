@@ -29,7 +29,7 @@ from maxbatch.run_folder.events import END, NOTICE, START, VERIFIED, EventLog, N
 from maxbatch.run_folder.paths import RunFolder
 from maxbatch.run_report.background import BackgroundReport
 from maxbatch.training.exponents import exponents
-from maxbatch.training.loop import Job
+from maxbatch.training.job import Job
 from maxbatch.training.profiling import Traced
 from maxbatch.training.step import Step
 

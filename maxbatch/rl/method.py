@@ -51,7 +51,7 @@ from maxbatch.rl.trainer import policy_loss
 from maxbatch.rl.tuning import RLProber, choose_rl
 from maxbatch.run_folder.metrics import Record
 from maxbatch.run_folder.paths import RunFolder, remembered_choices
-from maxbatch.training.loop import Hooks, Job
+from maxbatch.training.job import Hooks, Job
 from maxbatch.training.step import POLICIES, StepMetrics, Trainer
 from maxbatch.tuning.candidates import is_open, offered
 from maxbatch.tuning.coupling import resolve_accumulation

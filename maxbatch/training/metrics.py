@@ -10,10 +10,11 @@ B rows, C tokens of a tile.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from maxbatch.config.declare import PlugIns
@@ -161,3 +162,13 @@ def token_values(sums: TokenSums, weight: jax.typing.ArrayLike) -> dict[str, jax
 def update_values(metrics: Metrics, update: Update) -> dict[str, jax.Array]:
   """The metrics of an update."""
   return {name: metric.value(update) for name, metric in metrics.of_update}
+
+
+def by_name(values: Mapping[str, Any]) -> dict[str, float]:
+  """Returns metrics on the host as numbers, of arrays each entry by its index: `name/0`."""
+  numbers: dict[str, float] = {}
+  for name, value in values.items():
+    entries = np.ravel(value).tolist()
+    many = len(entries) > 1
+    numbers |= {f"{name}/{at}" if many else name: float(x) for at, x in enumerate(entries)}
+  return numbers

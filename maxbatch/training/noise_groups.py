@@ -23,12 +23,16 @@ TYPES = (NORM, "attention", "mlp", "embedding", "head")
 
 
 def type_of(path: Sequence[str]) -> str:
-  """The type of the layer whose probe has this path."""
+  """Returns the type of the layer whose probe has this path; of one that is none of TYPES its own name."""
   words = "/".join(path)
   for name, marks in {NORM: (NORM,), "attention": ("attention",), "mlp": ("mlp",)}.items():
     if any(mark in words for mark in marks):
       return name
-  return "head" if "head" in words else "embedding"
+  if "head" in words:
+    return "head"
+  if "embedding" in words or "position" in words:
+    return "embedding"
+  return path[-2] if len(path) > 1 else path[-1].removesuffix("_probe")
 
 
 def moments_by_group(
