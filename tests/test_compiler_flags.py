@@ -113,7 +113,7 @@ def test_every_way_to_a_step_compiles_with_them(not_compiled: None):
 
 def test_the_report_names_them(monkeypatch: pytest.MonkeyPatch):
   settings = config(batch_size=8, compiler_flags=FAST_MATH)
-  monkeypatch.setattr("maxbatch.compile.compile_step._measured", lambda *_: None)
+  monkeypatch.setattr("maxbatch.compile.compile_step.measure_step", lambda *_, **__: None)
   report = report_or_refusal(settings, jax.devices(), place().layout)
   words = "--xla_cpu_enable_fast_math=true --xla_llvm_disable_expensive_passes=true"
   assert f"\n  compiler flags: {words}\n" in str(report)

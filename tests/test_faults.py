@@ -132,7 +132,7 @@ def test_an_error_in_one_process_ends_all_with_its_words(tmp_path, arguments, fa
   ("fault", "number", "place"),
   [
     # What hangs is a thread, which a device waits for.
-    ("step hangs", 9, r"training/loop.py:\d+ in (_dispatch|_fetch)"),
+    ("step hangs", 9, r"training/loop.py:\d+ in (_?dispatch|_fetch)"),
     ("save hangs", 12, r"training/loop.py:\d+ in _save"),
   ],
 )

@@ -64,9 +64,14 @@ class Pretend:
     return self.now
 
   def step(self, state: Any, rows: Any, count: Any, rate: Any) -> Any:
-    self.num_microbatches.append(count.item())
-    ended = bool(count) if self.parts.streamed else True
-    passes = 1 if self.parts.streamed else int(count)
+    ended, passes = True, 1
+    if self.parts.streamed:
+      optimizer, at = self.parts.trainer.optimizer, state.opt_state
+      ended = bool(optimizer.ends_step(at))
+      state = state._replace(opt_state=at._replace(mini_step=at.mini_step + 1))
+    else:
+      passes = int(count)
+      self.num_microbatches.append(passes)
     took = self.per_pass * passes + (self.rest if ended else 0.0)
     self.now += took * (1 + self.scatter * self.random.normal())
     return state, {}

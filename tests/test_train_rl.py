@@ -266,7 +266,7 @@ def test_microbatches_of_which_no_reward_differs_are_skipped_exactly(whole, tmp_
   """Hazard: the model runs on groups that teach it nothing."""
   parameters, expected = whole("plain")
   # Another program would round otherwise: it asks the same, and always runs the model.
-  asked = lambda self, fed: (fed.advantages_B > -1e30).any(1)  # noqa: E731
+  asked = lambda self, completions: (completions.advantages_B > -1e30).any()  # noqa: E731
   monkeypatch.setattr(PolicyLoss, "has_gradient", asked)
   monkeypatch.setattr(PolicyLoss, "__eq__", lambda self, other: self is other)  # Compiled anew.
   assert same(run(tmp_path, "run_name=run", *WAYS["plain"]), parameters)

@@ -25,6 +25,7 @@ from maxbatch.precision.policy import policy_of
 from maxbatch.training.build import lost_updates, parameter_counts
 from maxbatch.training.loss import loss_parts, loss_sum
 from maxbatch.training.model_parts import to_layer_order, to_stage_order
+from maxbatch.training.objective import LOSS
 from maxbatch.training.optimizer import make_optimizer
 from maxbatch.training.pipelined_step import pipelined_accumulate
 from maxbatch.training.state import StateParts, abstract_state, to_save
@@ -309,11 +310,12 @@ def test_a_pipeline_forms_gradients_of_what_trains_alone():
       return accumulate(params, rows, ticks, zeros=zeros)
 
   staged = jax.device_put(to_stage_order(model, pipeline, whole), places)
-  found, sums = gradients(staged, jax.device_put(fed, rows_shardings(fed, devices)), ticks)
-  found = jax.device_get(to_layer_order(model, pipeline, found))
+  result = gradients(staged, jax.device_put(fed, rows_shardings(fed, devices)), ticks)
+  found = jax.device_get(to_layer_order(model, pipeline, result.gradients))
   params, frozen = model.split(whole)
   loss, expected = jax.jit(
     jax.value_and_grad(lambda p: loss_sum(model, joined(p, frozen), uneven_rows(8, 9), KEY))
   )(params)
-  assert float(sums.loss) == pytest.approx(float(loss), rel=1e-5)
+  summed = float(result.terms[LOSS].numerator.sum())
+  assert summed == pytest.approx(float(loss), rel=1e-5)
   assert max(relative_errors(found, expected).values()) < 1e-5

@@ -276,11 +276,15 @@ def _write_file(path: Path, specs: Sequence[TensorSpec], values: Iterator[np.nda
       while left:
         part = next(values)
         assert part.dtype == spec.dtype, spec
-        # numpy hands out no buffer of bfloat16.
-        left -= file.write(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+        left -= file.write(_bytes(part))
         assert left >= 0, spec
     file.flush()
     os.fsync(file.fileno())
+
+
+def _bytes(part: np.ndarray) -> memoryview:
+  # numpy hands out no buffer of bfloat16.
+  return np.ascontiguousarray(part).reshape(-1).view(np.uint8).data
 
 
 def _header(specs: Sequence[TensorSpec]) -> bytes:

@@ -101,9 +101,10 @@ def objective(terms: Terms) -> jax.Array:
 
 
 def accumulate(
-  loss: Loss,
+  loss: Callable[..., tuple[Terms, Stats]],
   mesh: Mesh | None = None,
   *,
+  constants: Any = None,
   replicas: str = "data",
   layout: Callable[[Any], Any] = lambda gradients: gradients,
   summand: Callable[[Any], Any] = lambda gradients: gradients,
@@ -117,6 +118,8 @@ def accumulate(
   Args:
     loss: terms and statistics of some rows.
     mesh: the devices; None: as many as the arrays are on, without replicas.
+    constants: arrays that the loss reads besides, as frozen parameters; it is given them as a fourth
+      argument. None: there are none. (A shard_map cannot look up arrays of the mesh around it.)
     replicas: the mesh axis along which rows are divided and parameters are not.
     layout: constrains the sharding of gradients, which are carried through the loop.
     summand: from a microbatch's gradients to what they add to the sums, a pytree like `zeros`.
@@ -134,7 +137,8 @@ def accumulate(
   ) -> Accumulated:
     if zeros is None:
       zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-    arguments = params, rows, jnp.asarray(num_microbatches), keys, zeros, denominators
+    counted = jnp.asarray(num_microbatches)
+    arguments = constants, params, rows, counted, keys, zeros, denominators
     local = functools.partial(_sums, loss, layout, summand, squared_norm)
     if mesh is None or mesh.shape.get(replicas, 1) == 1:
       return local(None, *arguments)
@@ -142,7 +146,7 @@ def accumulate(
     return jax.shard_map(
       functools.partial(local, replicas),
       mesh=mesh,
-      in_specs=(whole, divided, whole, divided, whole, whole),
+      in_specs=(whole, whole, divided, whole, divided, whole, whole),
       out_specs=whole,
       axis_names={replicas},
       check_vma=False,
@@ -152,11 +156,12 @@ def accumulate(
 
 
 def _sums(
-  loss: Loss,
+  loss: Callable[..., tuple[Terms, Stats]],
   layout: Callable[[Any], Any],
   summand: Callable[[Any], Any],
   squared_norm: Callable[[Any], jax.Array] | None,
   axis: str | None,
+  constants: Any,
   params: Any,
   rows: Any,
   num_microbatches: jax.Array,
@@ -169,12 +174,13 @@ def _sums(
   def microbatch(index: jax.Array) -> tuple[Any, jax.Array | None]:
     return jax.tree.map(lambda x: x[index], (rows, keys))
 
-  gradient = _Gradient(loss)
+  loss_fn: Loss = loss if constants is None else lambda *of_rows: loss(*of_rows, constants)
+  gradient = _Gradient(loss_fn)
   shapes = gradient.shapes(params, *jax.eval_shape(microbatch, jnp.int32(0)))
   weights = None
   if gradient.num_divisors > 1:
     if denominators is None:
-      denominators = _denominators(loss, axis, params, microbatch, num_microbatches, shapes[0])
+      denominators = _denominators(loss_fn, axis, params, microbatch, num_microbatches, shapes[0])
     weights = _weights(shapes[0], denominators)
 
   def add(index: jax.Array, carry: Any) -> Any:

@@ -106,9 +106,12 @@ class PolicyLoss:
     terms, _ = jax.eval_shape(run)
     if self.objective.beta or set(terms) != {LOSS}:
       return run()
-    has_gradient = (microbatch.advantages_B != 0).any()
-    terms, stats = jax.lax.cond(has_gradient, run, lambda: self._skipped(microbatch, run))
-    return terms, stats
+    skipped = functools.partial(self._skipped, microbatch, run)
+    return jax.lax.cond(self.has_gradient(microbatch), run, skipped)
+
+  def has_gradient(self, microbatch: Completions) -> jax.Array:
+    """Returns whether any completion's reward differs from those of its group."""
+    return (microbatch.advantages_B != 0).any()
 
   def _run(
     self, model: Model, parameters: Parameters, microbatch: Completions, scale: jax.Array | None

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from maxbatch.core.accumulate import Accumulate, Accumulated, accumulate
-from maxbatch.core.terms import Sum
+from maxbatch.core.terms import Stats, Sum, Terms
 from maxbatch.hardware.sharding import constrain
 from maxbatch.models.registry import Model, Parameters, by_path, joined
 from maxbatch.training import partial_sums
@@ -43,8 +43,14 @@ def model_accumulate(
   Its sums are in parts (…, F, S), for partial_sums.joined_sums.
   """
 
-  def loss_fn(params: dict[str, Parameters], microbatch: Any, keys_B: jax.Array | None) -> Any:
-    whole, probes = joined(params[_PARAMS], frozen or {}), params[_PROBES]
+  def loss_fn(
+    params: dict[str, Parameters],
+    microbatch: Any,
+    keys_B: jax.Array | None,
+    constants: tuple[Parameters, jax.Array | None],
+  ) -> tuple[Terms, Stats]:
+    frozen, scale = constants
+    whole, probes = joined(params[_PARAMS], frozen), params[_PROBES]
     terms, stats = loss(model, whole, microbatch, keys_B, probes, measures.metrics, scale)
     if measures.noise(model):
       stats = {**stats, **noise_stats(loss.rows(microbatch))}
@@ -53,6 +59,7 @@ def model_accumulate(
   accumulate_parts = accumulate(
     loss_fn,
     mesh,
+    constants=(frozen or {}, scale),
     layout=functools.partial(_constrained, model),
     summand=functools.partial(_summands, model),
     squared_norm=functools.partial(_squared, model) if measures.microbatch_squares else None,
