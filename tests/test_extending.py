@@ -85,6 +85,24 @@ def test_a_section_works_as_it_is_written(section, folder, capfd):
     assert last["my_tokens_of_expert/0"] + last["my_tokens_of_expert/1"] > 0
 
 
+@pytest.mark.parametrize(
+  "split",
+  [
+    "accumulation=streamed",
+    "ici_pipeline_parallelism=2 pipeline_schedule=1f1b",
+  ],
+)
+def test_terms_that_a_split_cannot_add_up_are_refused(split, folder, capfd, monkeypatch):
+  (section,) = [title for title in SECTIONS if "a loss of the model's own" in title]
+  write_files(folder, section)
+  use_first_devices(monkeypatch, 2 if "pipeline" in split else 1)
+  small = [f"{key}={value}" for key, value in (SMALL | {"base_num_decoder_layers": 2}).items()]
+  paths = [f"base_output_directory={folder}", "dataset_path=text.txt", "dataset_cache_directory=."]
+  given = ["decoder_block=my_experts:Mixture", *split.split()]
+  assert train.main(["config=base", *small, *paths, *given]) == 2
+  assert "my_balance" in capfd.readouterr().err
+
+
 def test_the_table_names_every_section_s_registry():
   rows = TABLE_ROW.findall(PAGE.read_text())
   without = "keys of its own", "a loss of the model's own"

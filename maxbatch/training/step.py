@@ -27,6 +27,7 @@ from maxbatch.core.train_step import (
   train_step,
 )
 from maxbatch.data.rows import Rows
+from maxbatch.errors import UserError
 from maxbatch.hardware.compiler_flags import NO_FLAGS, CompilerFlags
 from maxbatch.hardware.sharding import replicated, sharding
 from maxbatch.models.registry import Model, Parameters, Probed, by_path
@@ -247,7 +248,7 @@ def update(
     accumulate,
     trainer.optimizer,
     streamed=trainer.streamed,
-    reduce=functools.partial(_reduce, trainer.model),
+    reduce=functools.partial(_reduce, trainer),
     apply_updates=functools.partial(_applied, trainer, state.opt_state.gradient_step),
   )
   keys = trainer.loss.keys(trainer.model, trainer.dropout_key, rows)
@@ -285,9 +286,21 @@ def _accumulate(trainer: Trainer, state: TrainState) -> Accumulate:
   return unscaled(pipelined, state.loss_scale)
 
 
-def _reduce(model: Model, sums: Sums, gradients: Parameters) -> tuple[Sums, Parameters]:
-  """Returns sums that were in parts, and for every probe the square of what it measures, so far."""
-  return partial_sums.joined_sums(sums, _squares(model, gradients))
+def _reduce(trainer: Trainer, sums: Sums, gradients: Parameters) -> tuple[Sums, Parameters]:
+  """Returns sums that were in parts, and for every probe the square of what it measures, so far.
+
+  Raises:
+    UserError: the model hands out what dispatches cannot add up.
+  """
+  if trainer.abstract.sums is not None:
+    known = {*trainer.abstract.sums.terms, *trainer.abstract.sums.stats}
+    if own := sorted({*sums.terms, *sums.stats} - known):
+      raise UserError(
+        f"accumulation=streamed: decoder_block={trainer.model.config.decoder_block} hands out "
+        f"{', '.join(own)}, which are divided by the whole step's denominators, and a dispatch sees one "
+        "microbatch; for example accumulation=fused"
+      )
+  return partial_sums.joined_sums(sums, _squares(trainer.model, gradients))
 
 
 def _applied(
