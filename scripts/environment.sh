@@ -1,7 +1,7 @@
 # Sourced by the other scripts: makes .venv in the repository root, with the pinned packages.
 # A finished installation leaves a stamp, so that the next call starts at once and an interrupted
 # one is repaired. MAXBATCH_NEWEST=1 makes .venv-newest instead, with the newest packages that
-# pyproject.toml allows; to take newer ones, delete it.
+# pyproject.toml allows; to take newer ones, delete it. MAXBATCH_PYTHON names the Python to make it with.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=.venv
@@ -16,7 +16,7 @@ install_log="$venv/maxbatch-install.log"
 # Prints the first Python that runs and is new enough: a name on the PATH can be a shim that fails.
 find_python() {
   local name
-  for name in python3.14 python3.13 python3.12 python3.11 python3 python; do
+  for name in ${MAXBATCH_PYTHON:-} python3.14 python3.13 python3.12 python3.11 python3 python; do
     if "$name" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
       >/dev/null 2>&1; then
       echo "$name"

@@ -52,7 +52,7 @@ def test_every_block_of_the_page_is_run(page):
 
 PATH = re.compile(r"(?<![\w/])(?:maxbatch|scripts|tests)/[\w/.]*\w(?:/|\.\w+)")
 MODULE = re.compile(r"python -m\s+(maxbatch\.[a-z_]+)")
-TEXTS = [ROOT / "README.md", *sorted(FOLDER.glob("*.md"))]
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(FOLDER.glob("*.md"))]
 ELSEWHERE = {"docs/peers.md"}
 """Its paths are inside other repositories."""
 

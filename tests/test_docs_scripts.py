@@ -19,7 +19,7 @@ COMMAND = re.compile(r"(?<![\w/])scripts/(\w+\.(?:py|sh))((?: [^`\n#]*)?)")
 SHOWN = sorted(
   {
     (page.name, script, words.strip())
-    for page in [ROOT / "README.md", *PAGES]
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
     for script, words in COMMAND.findall(re.sub(r"\\\n\s*", "", page.read_text()))
   }
 )

@@ -105,8 +105,8 @@ def test_what_is_imported_of_the_package_is_there():
   assert not {m for m in used if m.split(".")[0] == "maxbatch"} - TREES.keys() - packages
 
 
-def test_the_readme_shows_the_folders_in_this_order():
-  text = (PACKAGE.parent / "README.md").read_text()
+def test_contributing_shows_the_folders_in_this_order():
+  text = (PACKAGE.parent / "CONTRIBUTING.md").read_text()
   assert re.findall(r"^\| `maxbatch/(\w+)(?:\.py|/)` \|", text, re.M) == FOLDERS
 
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import itertools
+import re
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maxbatch.batch import learning_rate as learning_rate_module
 from maxbatch.batch.from_config import plan_batches
 from maxbatch.batch.learning_rate import SCHEDULES, LearningRate, learning_rate
 from maxbatch.config.load import load_config
@@ -70,6 +73,19 @@ def test_schedules_equal_those_of_optax(name):
   expected = [float(jnp.asarray(warmup(step + 1))) for step in range(WARMUP)]
   expected += [float(jnp.asarray(REFERENCES[name](step))) for step in range(AFTER + 20)]
   assert rates(ours, STEPS + 20) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_first_change_that_contributing_shows(monkeypatch):
+  page = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+  added, reference = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+  names = dict(vars(learning_rate_module))
+  exec(added, names)
+  monkeypatch.setitem(SCHEDULES, "quadratic", names["quadratic"])
+  with pytest.raises(AssertionError):
+    test_every_schedule_is_compared()
+  monkeypatch.setitem(REFERENCES, "quadratic", eval(f"{{{reference}}}", globals())["quadratic"])
+  test_every_schedule_is_compared()
+  test_schedules_equal_those_of_optax("quadratic")
 
 
 def test_the_first_update_already_moves():

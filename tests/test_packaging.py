@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 from maxbatch.compile.report_time import TESTED_VERSIONS
@@ -19,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 STAND_IN = """#!/bin/bash
 echo "$*" >> "$CALLS"
+echo "${0##*/} $*" >> "${CALLS%/*}/names"
 case "$*" in
   "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
   *"pip install"*) [[ ! -e "$CALLS.offline" ]] || { echo "ERROR: no such host"; exit 1; } ;;
@@ -150,6 +152,14 @@ def test_half_made_environment_is_made_anew(checkout: Path):
   assert calls[0] == "-m venv --clear .venv"
 
 
+def test_a_python_that_is_named_makes_the_environment(checkout: Path):
+  (checkout.parent / "bin" / "mine").write_text(STAND_IN)
+  (checkout.parent / "bin" / "mine").chmod(0o755)
+  process, _ = call(checkout, "train.sh", MAXBATCH_PYTHON="mine")
+  assert process.returncode == 0, process.stderr
+  assert "mine --version" in (checkout.parent / "names").read_text()
+
+
 def test_without_a_new_enough_python_the_message_names_the_version(checkout: Path):
   tools = checkout.parent / "tools"
   tools.mkdir()
@@ -183,6 +193,13 @@ def test_installed_package_finds_base(tmp_path: Path):
   )
   assert output.stderr == ""
   assert output.stdout.strip() == str(tmp_path / "site" / "maxbatch" / "configs" / "base.yml")
+
+
+def test_every_python_that_is_named_is_tested():
+  project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+  named = [one.rpartition(" ")[2] for one in project["classifiers"] if ":: 3." in one]
+  jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
+  assert jobs["quick"]["strategy"]["matrix"]["python"] == named
 
 
 def test_every_installed_package_is_pinned():
