@@ -65,6 +65,8 @@ COMMANDS = [
   "convert",
   "report",
   "runs",
+  "keys",
+  "__main__",
 ]
 WITHOUT_JAX = [
   "errors",
@@ -79,6 +81,8 @@ WITHOUT_JAX = [
   "advice",
   "plan",
   "advise",
+  "keys",
+  "__main__",
 ]
 
 

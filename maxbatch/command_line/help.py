@@ -25,7 +25,7 @@ def help_text(command: Command, arguments: Sequence[str] = ()) -> str:
     if entry.heading != heading:
       heading = entry.heading
       lines += ["", heading.capitalize()]
-    lines += _key_lines(entry)
+    lines += key_lines(entry)
   return "\n".join([*lines, *_of_plugins(arguments)])
 
 
@@ -38,7 +38,7 @@ def _of_plugins(arguments: Sequence[str]) -> Iterator[str]:
   for keys, plugin in {plugin.keys: plugin for plugin in reversed(plugins)}.items():
     yield from ("", f"Keys of {plugin.given}")
     for entry in documented(keys, plugin.given):
-      yield from _key_lines(entry)
+      yield from key_lines(entry)
 
 
 def _usage(command: Command) -> Iterator[str]:
@@ -83,7 +83,8 @@ def _opening() -> Iterator[str]:
   yield from textwrap.wrap(f"Models for model_name: {', '.join(model_names())}.", _WIDTH)
 
 
-def _key_lines(entry: Documented) -> Iterator[str]:
+def key_lines(entry: Documented) -> Iterator[str]:
+  """Yields the lines that explain a key: name and default, type, and below them its help."""
   indent = " " * 6
   head = f"  {entry.key}={entry.default}  ({describe(entry.type)})"
   yield from textwrap.wrap(head, _WIDTH, subsequent_indent=indent, break_on_hyphens=False)
