@@ -14,7 +14,7 @@ import yaml
 from maxbatch.advice.advice import Advice, Planned, advise, as_dict, layout, timed
 from maxbatch.advice.asked import Place, Wishes, ask, check_scope, place_named
 from maxbatch.advice.batch_size import measured_by
-from maxbatch.advice.compiled import compile_sizes, told
+from maxbatch.advice.compiled import compile_sizes, compiled_summary
 from maxbatch.advice.post_training import advise_post_training
 from maxbatch.advice.post_training import report as post_training_report
 from maxbatch.advice.report import explained, report
@@ -157,7 +157,7 @@ def _advise(arguments: Arguments[AdviseArguments]) -> None:
     compiled = compile_sizes(file, advice)
     exact = {**advice.keys, "micro_batch_size": compiled.micro_batch_size}
     write_output("--write", file, _written(exact, config, keys, arguments))
-    print(f"\n{told(compiled, advice)}")
+    print(f"\n{compiled_summary(compiled, advice)}")
   print(f"\n{_next_steps(advice, file, named, explain=own.explain)}")
 
 
@@ -211,8 +211,8 @@ def _answer(config: Config, keys: Sequence[str], own: AdviseArguments) -> tuple[
 
 def _whole(argument: str) -> str:
   """Returns total_tokens=140e9 as the whole number that it means."""
-  found = _WITH_EXPONENT.fullmatch(argument)
-  return f"{found[1]}={float(found[2]):.0f}" if found else argument
+  result = _WITH_EXPONENT.fullmatch(argument)
+  return f"{result[1]}={float(result[2]):.0f}" if result else argument
 
 
 def _mesh(config: Config, place: Place | None, num_devices: int) -> Topology:

@@ -69,21 +69,21 @@ def run_folders(given: Sequence[str]) -> list[Path]:
   """
   if not given:
     raise UserError(f"no run is named; {_EXAMPLE}")
-  found: dict[Path, None] = {}
+  results: dict[Path, None] = {}
   for one in given:
     path = Path(one).expanduser()
     if path.is_dir():
       if not is_run(path):
         raise UserError(f"{one}: that is no run's folder; {_EXAMPLE}")
-      found[path] = None
+      results[path] = None
       continue
     matching = [Path(name) for name in sorted(glob.glob(str(path)))]
     runs = [folder for folder in matching if folder.is_dir() and is_run(folder)]
     if not runs:
       what = "none of these is a run's folder" if matching else "there is no such folder"
       raise UserError(f"{one}: {what}; {_EXAMPLE}")
-    found |= dict.fromkeys(runs)
-  return list(found)
+    results |= dict.fromkeys(runs)
+  return list(results)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def _list(arguments: Arguments[RunsArguments]) -> None:
       f"{places}: there is no run; name the base_output_directory of some, for example runs"
     )
   print(colored(_line(_HEAD), "bold"))
-  stopped = [found for folder in folders if (found := _show(folder, given)) is not None]
+  stopped = [result for folder in folders if (result := _show(folder, given)) is not None]
   for name, status in stopped:
     print(f"\n{name} {colored(status.state, _COLORS[status.state])}: {printable(status.sentence)}")
     print(f"  {printable(status.go_on)}")

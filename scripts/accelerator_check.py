@@ -77,7 +77,7 @@ def canonical(name: str) -> str:
 
 def unpack(wheels: pathlib.Path, folder: pathlib.Path) -> None:
   """Installs those of the wheels whose packages are not here, into a folder that is then searched."""
-  there = {canonical(found.metadata["Name"]) for found in importlib.metadata.distributions()}
+  there = {canonical(result.metadata["Name"]) for result in importlib.metadata.distributions()}
   needed = [
     str(wheel)
     for wheel in sorted(wheels.glob("*.whl"))
@@ -124,9 +124,9 @@ def measured(name: str, given: Mapping[str, str], keys: Sequence[str]) -> dict[s
   if done.returncode:
     last = log.read_text().strip().splitlines()[-1:]
     return {"error": f"exit code {done.returncode}: {' '.join(last)} ({log})", "seconds": seconds}
-  found = {"rows": json.loads(done.stdout.splitlines()[-1]), "seconds": seconds}
-  kept.write_text(json.dumps(found, indent=2) + "\n")
-  return found
+  results = {"rows": json.loads(done.stdout.splitlines()[-1]), "seconds": seconds}
+  kept.write_text(json.dumps(results, indent=2) + "\n")
+  return results
 
 
 def environment(name: str, out: pathlib.Path) -> dict[str, str]:
@@ -138,13 +138,13 @@ def environment(name: str, out: pathlib.Path) -> dict[str, str]:
   return {**os.environ, **changed}
 
 
-def lines(name: str, found: Mapping[str, Any]) -> Iterator[str]:
+def lines(name: str, results: Mapping[str, Any]) -> Iterator[str]:
   """A section as lines of the table."""
-  if "error" in found:
-    yield f"| **{name}** | {found['error']} | **failed** |"
+  if "error" in results:
+    yield f"| **{name}** | {results['error']} | **failed** |"
     return
   words = {True: "kept", False: "**broken**", None: ""}
-  for row in found["rows"]:
+  for row in results["rows"]:
     yield f"| {row['name']} | {row['figure']} | {words[row['kept']]} |"
 
 
@@ -168,11 +168,11 @@ def main(arguments: Sequence[str]) -> int:
   print("\n".join(head), flush=True)
   table, well = head, True
   for name in names:
-    found = measured(name, given, keys)
-    rows = list(lines(name, found))
+    result = measured(name, given, keys)
+    rows = list(lines(name, result))
     print("\n".join(rows), flush=True)
     table += rows
-    well &= "error" not in found and all(row["kept"] is not False for row in found["rows"])
+    well &= "error" not in result and all(row["kept"] is not False for row in result["rows"])
   (out / "accelerator_check.md").write_text("\n".join(table) + "\n")
   print(f"\nWritten: {out}/accelerator_check.md")
   return 0 if well else 1

@@ -111,8 +111,8 @@ class Setting:
 
 def device(setting: Setting) -> list[Row]:
   """What there is."""
-  found = find_devices(setting.config())
-  first, count = found.devices[0], len(found.devices)
+  result = find_devices(setting.config())
+  first, count = result.devices[0], len(result.devices)
   peak = peak_flops(first.device_kind)
   limit = memory_stats().get("bytes_limit")
   return [
@@ -190,21 +190,21 @@ def splits(setting: Setting) -> list[Row]:
 def splits_of(num_heads: int, count: int, batch: int) -> dict[str, tuple[str, ...]]:
   """Ways to divide a step of `batch` samples, by name: their keys."""
   whole = "gradient_accumulation_steps=1"
-  found = {
+  results = {
     f"{k} microbatches on one device": (f"gradient_accumulation_steps={k}",) for k in (4, batch)
   }
   if count == 1:
-    return found
-  found |= {f"data {count}": (whole,), f"fsdp {count}": (whole, f"ici_fsdp_parallelism={count}")}
+    return results
+  results |= {f"data {count}": (whole,), f"fsdp {count}": (whole, f"ici_fsdp_parallelism={count}")}
   if (tensor := math.gcd(num_heads, count)) > 1:
     tensors = f"ici_tensor_parallelism={tensor}"
-    found |= {
+    results |= {
       f"data {count // tensor}, tensor {tensor}": (tensors, "gradient_accumulation_steps=2")
     }
   if count % 2 == 0:
     stages = ("pipeline_schedule=1f1b", "ici_pipeline_parallelism=2", "num_pipeline_microbatches=2")
-    found |= {f"data {count // 2}, 2 pipeline stages": (*stages, whole)}
-  return found
+    results |= {f"data {count // 2}, 2 pipeline stages": (*stages, whole)}
+  return results
 
 
 def resume(setting: Setting) -> list[Row]:
@@ -332,8 +332,8 @@ def choose(setting: Setting) -> list[Row]:
   target = find_devices(config)
   prober = Prober(config, target.devices, target.layout)
   with contextlib.redirect_stdout(io.StringIO()):
-    _, found = explore_sizes(config, target, prober)
-  recommended = found.ranked[0].candidate
+    _, result = explore_sizes(config, target, prober)
+  recommended = result.ranked[0].candidate
   sizes = candidates(config.batch, config.run, target.layout)
   auto = choose_largest(sizes, prober, memory_suggestions(config)).chosen.candidate
   speeds = check_explore.speeds(config, prober, SECONDS[setting.size])
@@ -381,16 +381,16 @@ def loop(setting: Setting) -> list[Row]:
       benchmark.plain_runner(bench, precision),
     )
     through = benchmark.loop_runner(bench)
-    found: dict[str, list[float]] = {"loop / bare step": [], "bare step / plain JAX": []}
+    results: dict[str, list[float]] = {"loop / bare step": [], "bare step / plain JAX": []}
     for number in range(ROUNDS[setting.size] + 1):
       own, other = benchmark.seconds_per_step(bare, 4), benchmark.seconds_per_step(plain, 4)
       whole = through(5)
       own = (own + benchmark.seconds_per_step(bare, 4)) / 2
       if number:  # the first round warms up
-        found["loop / bare step"].append(whole / own)
-        found["bare step / plain JAX"].append(own / other)
+        results["loop / bare step"].append(whole / own)
+        results["bare step / plain JAX"].append(own / other)
     rows += [
-      Row(f"{name}, {precision}, in time", benchmark.spread(each)) for name, each in found.items()
+      Row(f"{name}, {precision}, in time", benchmark.spread(each)) for name, each in results.items()
     ]
   return rows
 
@@ -402,8 +402,8 @@ def noise(setting: Setting) -> list[Row]:
   def bench(mode: str) -> benchmark.Bench:
     return benchmark.Bench.configured(setting.config(size, "precision=bfloat16", f"gns={mode}"))
 
-  found = benchmark.noise_ratios(bench, ROUNDS[setting.size])
-  return [Row(f"step with gns={name}", benchmark.spread(each)) for name, each in found.items()]
+  result = benchmark.noise_ratios(bench, ROUNDS[setting.size])
+  return [Row(f"step with gns={name}", benchmark.spread(each)) for name, each in result.items()]
 
 
 SECTIONS: Mapping[str, Callable[[Setting], list[Row]]] = {

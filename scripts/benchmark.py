@@ -257,7 +257,7 @@ def inside(devices: int, rounds: int, scan: bool) -> dict[str, list[float]]:
   )
   sixteen = bare_runner(small, 16)
   gradient, update = parts_runners(small)
-  found: dict[str, list[float]] = {"step / plain": [], "loop / step": [], "16 / parts": []}
+  results: dict[str, list[float]] = {"step / plain": [], "loop / step": [], "16 / parts": []}
   for number in range(rounds + 1):
     step_time = seconds_per_step(bare, 4)
     plain_time = seconds_per_step(plain, 4)
@@ -266,10 +266,10 @@ def inside(devices: int, rounds: int, scan: bool) -> dict[str, list[float]]:
     sixteen_time = seconds_per_step(sixteen, 1)
     parts_time = 16 * seconds_per_step(gradient, 8) + seconds_per_step(update, 4)
     if number:  # the first round warms up
-      found["step / plain"].append((step_time + step_again) / 2 / plain_time)
-      found["loop / step"].append(loop_time / ((step_time + step_again) / 2))
-      found["16 / parts"].append(sixteen_time / parts_time)
-  return found
+      results["step / plain"].append((step_time + step_again) / 2 / plain_time)
+      results["loop / step"].append(loop_time / ((step_time + step_again) / 2))
+      results["16 / parts"].append(sixteen_time / parts_time)
+  return results
 
 
 def noise(devices: int, rounds: int, scan: bool) -> dict[str, list[float]]:
@@ -284,15 +284,15 @@ def noise_ratios(bench_of: Callable[[str], Bench], rounds: int) -> dict[str, lis
   benches = {mode: bench_of(mode) for mode in ("off", "norm", "all")}
   runners = {mode: bare_runner(bench, 1) for mode, bench in benches.items()}
   held = {mode: held_bytes(bench) for mode, bench in benches.items()}
-  found: dict[str, list[float]] = {}
+  results: dict[str, list[float]] = {}
   for number in range(rounds + 1):
     times = {mode: seconds_per_step(run, 4) for mode, run in runners.items()}
     times["off"] = (times["off"] + seconds_per_step(runners["off"], 4)) / 2
     for mode in ("norm", "all"):
       if number:  # the first round warms up
-        found.setdefault(f"{mode} / off", []).append(times[mode] / times["off"])
-      found[f"{mode} / off, memory"] = [held[mode] / held["off"]]
-  return found
+        results.setdefault(f"{mode} / off", []).append(times[mode] / times["off"])
+      results[f"{mode} / off, memory"] = [held[mode] / held["off"]]
+  return results
 
 
 def held_bytes(bench: Bench) -> int:
@@ -397,10 +397,10 @@ def table(kind: str, options: argparse.Namespace) -> None:
     command = [sys.executable, __file__, f"--{kind}", str(devices), "--rounds", str(options.rounds)]
     command += ["--scan"] if options.scan else []
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads(done.stdout.splitlines()[-1])
     if number == 0:
-      print(f"| devices | {' | '.join(found)} |\n{'|---' * (1 + len(found))}|")
-    print(f"| {devices} | " + " | ".join(spread(found[key]) for key in found) + " |", flush=True)
+      print(f"| devices | {' | '.join(result)} |\n{'|---' * (1 + len(result))}|")
+    print(f"| {devices} | " + " | ".join(spread(result[key]) for key in result) + " |", flush=True)
   print()
 
 

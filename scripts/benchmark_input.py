@@ -82,8 +82,8 @@ WRITERS = {"parquet": make_example_data.write_parquet, "arrayrecord": write_arra
 
 def write_files(options: argparse.Namespace) -> None:
   """The same documents in every format, as text and as the ids of its tokens."""
-  found = make_example_data.definitions(ALL_MODULES)
-  texts = [each.code for each in found if not each.is_method]
+  result = make_example_data.definitions(ALL_MODULES)
+  texts = [each.code for each in result if not each.is_method]
   inner = tokenizers.Tokenizer.from_file(str(Path(options.tokenizer) / "tokenizer.json"))
   # MaxText packs no piece that is longer than a row.
   ids = [
@@ -124,10 +124,10 @@ def own_rows(seconds: float, length: int, rows: int, keys: Sequence[str]) -> Mea
   data = load_config(["config=base", *keys]).data
   dataset = build_dataset(data, length)
   dataset.train.rows(np.zeros(1, np.int64))
-  found = {"start": time.perf_counter() - began, "processor": _processor_seconds() - processor}
-  found["epoch"] = len(dataset.train)
+  results = {"start": time.perf_counter() - began, "processor": _processor_seconds() - processor}
+  results["epoch"] = len(dataset.train)
   if not seconds:
-    return found
+    return results
   mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
   steps = [StepRows(number * rows, 1) for number in range(MOST_STEPS)]
   with train_loader(
@@ -140,8 +140,8 @@ def own_rows(seconds: float, length: int, rows: int, keys: Sequence[str]) -> Mea
     worker_count=data.grain_worker_count,
   ) as loader:
     batches = (batch.inputs for batch in loader)
-    found["rows_per_second"] = _rate(batches, rows, seconds)
-  return found
+    results["rows_per_second"] = _rate(batches, rows, seconds)
+  return results
 
 
 def _processor_seconds() -> float:
@@ -270,11 +270,11 @@ def tokens_table(options: argparse.Namespace) -> None:
   table = datasets.Dataset.from_parquet(files)
   assert isinstance(table, datasets.Dataset)
   megabytes = sum(len(text.encode()) for text in table["text"]) / 1e6
-  found: dict[str, list[float]] = {"own_tokens": [], "their_tokens": []}
-  for _, name in itertools.product(range(options.rounds), found):
+  results: dict[str, list[float]] = {"own_tokens": [], "their_tokens": []}
+  for _, name in itertools.product(range(options.rounds), results):
     spent = measured(name, files, options.tokenizer, env=ONE_CORE)["processor"]
-    found[name].append(megabytes / spent)
-  ours, theirs = found.values()
+    results[name].append(megabytes / spent)
+  ours, theirs = results.values()
   print("\n| ours, MB/s of a core | datasets.map | ratio |\n|---|---|---|")
   print(f"| {spread(ours)} | {' | '.join(_beside(ours, theirs))} |")
 

@@ -29,8 +29,8 @@ def opened(browser: Browser, file: Path) -> tuple[float, float, float]:
   page.goto(file.resolve().as_uri())
   page.wait_for_function(DRAWN, polling=10)
   drawn = page.evaluate(_NOW)
-  found = {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}
-  times = page.evaluate(_FIRST_PAINT), drawn, 1000 * found["TaskDuration"]
+  results = {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}
+  times = page.evaluate(_FIRST_PAINT), drawn, 1000 * results["TaskDuration"]
   context.close()
   return times
 

@@ -106,8 +106,8 @@ def compare(delay: float, prompts: int, n: int, rounds: int, keys: list[str]) ->
   same = True
   for _ in range(rounds):
     one, expected = measure(OneByOne, keys)
-    both, found = measure(RolloutLoader, keys)
-    same &= all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
+    both, result = measure(RolloutLoader, keys)
+    same &= all(np.array_equal(a, b) for a, b in zip(expected, result, strict=True))
     R, T, busy = one.rollout + one.rewards, one.train, one.rollout + one.train
     ideal = max(R, T) + min(R, T) / n
     shared = max(busy, one.rewards + busy / n)

@@ -99,7 +99,7 @@ def theirs(config: Config, folder: Path, prompts: list[list[int]]) -> Write:
 
   def write(tokens: int) -> np.ndarray:
     with torch.inference_mode():
-      found: Any = model.generate(
+      result: Any = model.generate(
         ids,
         attention_mask=mask,
         do_sample=False,
@@ -108,7 +108,7 @@ def theirs(config: Config, folder: Path, prompts: list[list[int]]) -> Write:
         eos_token_id=None,
         pad_token_id=0,
       )
-    return found[:, longest:].numpy()
+    return result[:, longest:].numpy()
 
   return write
 

@@ -139,8 +139,8 @@ class Bench:
     """On the validation rows, in nats per token."""
     assert self.dataset.validation is not None
     evaluate = build.compiled_eval(self.plan, self.trainer, self.dataset.validation)
-    found = jax.device_get([evaluate(params, rows) for rows in self.validation])
-    return float(sum(one.loss for one in found) / sum(one.weight for one in found))
+    result = jax.device_get([evaluate(params, rows) for rows in self.validation])
+    return float(sum(one.loss for one in result) / sum(one.weight for one in result))
 
   def train(self, rate: float, target: float, limit: float) -> Run:
     """Trains until the smoothed loss is `target`, or it has taken `limit` samples."""
@@ -175,10 +175,10 @@ class Bench:
     if metrics.noise is None:
       return
     probed = self.trainer.model.probed()
-    found = moments_by_group(probed, jax.device_get(metrics), every_layer=True)[TOTAL]
-    assert found is not None
-    run.setdefault("signal", []).append(found.signal)
-    run.setdefault("noise", []).append(found.noise)
+    result = moments_by_group(probed, jax.device_get(metrics), every_layer=True)[TOTAL]
+    assert result is not None
+    run.setdefault("signal", []).append(result.signal)
+    run.setdefault("noise", []).append(result.noise)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,13 +197,13 @@ class Study:
     if file.exists():
       return json.loads(file.read_text())
     bench = self.lab.bench(batch, f"data_shuffle_seed={seed}", *keys)
-    found = bench.train(rate_of(place), self.target, limit)
+    result = bench.train(rate_of(place), self.target, limit)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_run_file(file, json.dumps(found))
-    took = samples_to(found, self.target)
+    write_run_file(file, json.dumps(result))
+    took = samples_to(result, self.target)
     words = f"{took:,.0f} samples" if took else f"stopped at {limit:,.0f} samples"
-    print(f"{name}: {words}, {found['seconds']:.0f} s", flush=True)
-    return found
+    print(f"{name}: {words}, {result['seconds']:.0f} s", flush=True)
+    return result
 
   def tuned(self) -> dict[int, int]:
     """The place of each batch's best rate."""
@@ -229,14 +229,14 @@ class Study:
 
     def score(place: int) -> tuple[float, float]:
       """Samples to the target; of a rate that is far from the best, the loss it came to."""
-      found = []
+      results = []
       for seed in range(TUNING_SEEDS):
         run = self.run(batch, place, seed, most[0])
         took = samples_to(run, self.target)
         if took is None:
           return 1.0, min(run["losses"], default=math.inf)
-        found.append(took)
-      mean = statistics.geometric_mean(found)
+        results.append(took)
+      mean = statistics.geometric_mean(results)
       most[0] = min(most[0], HOPELESS * mean)
       return 0.0, mean
 
@@ -345,8 +345,8 @@ class Stretch:
       begin, end = (samples_to(run, level.loss) for level in (high, low))
       if run["rate"] == last.rates[run["samples_per_step"]] and begin and end:
         pairs.append((end - begin, (end - begin) / run["samples_per_step"]))
-    found = [Noise.between(run, high.loss, low.loss) for run in noise]
-    return cls(high.loss, low.loss, fit_tradeoff(*zip(*pairs, strict=True)), found)
+    results = [Noise.between(run, high.loss, low.loss) for run in noise]
+    return cls(high.loss, low.loss, fit_tradeoff(*zip(*pairs, strict=True)), results)
 
 
 def of_stretches(stretches: Sequence[Stretch]) -> list[str]:
@@ -375,9 +375,9 @@ def of_batches(level: Level) -> list[str]:
     "| data overhead, measured | the curve's (95%) | by the noise scale (95%) |",
     "|---|---|---|---|---|---|---|---|---|",
   ]
-  for batch, found in level.samples.items():
+  for batch, result in level.samples.items():
     mean = level.mean_samples(batch)
-    seeds = ", ".join(f"{one:,.0f}" for one in found)
+    seeds = ", ".join(f"{one:,.0f}" for one in result)
     lines.append(
       f"| {batch} | {level.rates[batch]:.2g} | {mean / batch:,.0f} | {seeds} "
       f"| {steps_with(curve, batch):,.0f} | {samples_with(curve, batch):,.0f} "
@@ -422,10 +422,10 @@ def of_branches(folder: pathlib.Path) -> list[str]:
   samples, curve = report["checkpoint"]["samples"], report["tradeoff"]
   if curve is None:
     return [f"The branches from {samples:,} samples do not tell Bcrit."]
-  found = Interval(**curve["critical_batch"])
+  result = Interval(**curve["critical_batch"])
   least, below = report["critical_batch_at_least"], report["critical_batch_below"]
   return [
-    f"Branches from {samples:,} samples: Bcrit {counts(found)}, {curve['misfit']:.0%} off the curve; "
+    f"Branches from {samples:,} samples: Bcrit {counts(result)}, {curve['misfit']:.0%} off the curve; "
     f"within {report['tolerance']:g} nats of every smaller one: {least}, and no more {below}."
   ]
 
@@ -434,27 +434,27 @@ def factor(curve: Tradeoff, predicted: Interval | None) -> str:
   """By how much Bcrit is larger than a noise scale, with both intervals' ends."""
   if predicted is None or not predicted.low > 0:
     return "–"
-  found = curve.critical_batch
-  ends = found.low / predicted.high, found.high / predicted.low
-  return f"{found.value / predicted.value:.2f} ({ends[0]:.2f}–{ends[1]:.2f})"
+  result = curve.critical_batch
+  ends = result.low / predicted.high, result.high / predicted.low
+  return f"{result.value / predicted.value:.2f} ({ends[0]:.2f}–{ends[1]:.2f})"
 
 
-def one(found: Interval | None) -> str:
+def one(result: Interval | None) -> str:
   """The value alone."""
-  return "–" if found is None else f"{found.value:,.1f}"
+  return "–" if result is None else f"{result.value:,.1f}"
 
 
-def counts(found: Interval | None) -> str:
+def counts(result: Interval | None) -> str:
   """A value with its interval, in samples or steps."""
-  if found is None:
+  if result is None:
     return "–"
-  digits = 0 if found.value >= 100 else 1
-  return f"{found.value:,.{digits}f} ({found.low:,.{digits}f}–{found.high:,.{digits}f})"
+  digits = 0 if result.value >= 100 else 1
+  return f"{result.value:,.{digits}f} ({result.low:,.{digits}f}–{result.high:,.{digits}f})"
 
 
-def percents(found: Interval) -> str:
+def percents(result: Interval) -> str:
   """A share with its interval."""
-  return f"{found.value:.0%} ({found.low:.0%}–{found.high:.0%})"
+  return f"{result.value:.0%} ({result.low:.0%}–{result.high:.0%})"
 
 
 def drawing(levels: Sequence[Level], noise: Run) -> list[Chart]:
@@ -489,10 +489,10 @@ def _overheads(level: Level, sizes: np.ndarray) -> Chart:
   for number, (name, critical) in enumerate(
     (("the curve", level.curve.critical_batch), ("by the noise scale", level.predicted))
   ):
-    found = [overhead(size, critical) for size in sizes]
+    results = [overhead(size, critical) for size in sizes]
     look = {"color": number, "group": name}
-    marks.append(Line(name, x, [1 + one.value for one in found], dash=number, **look))
-    ends = [1 + one.low for one in found], [1 + one.high for one in found]
+    marks.append(Line(name, x, [1 + one.value for one in results], dash=number, **look))
+    ends = [1 + one.low for one in results], [1 + one.high for one in results]
     marks.append(Band("", x, *ends, **look))
   panel = Panel(f"samples to loss {level.loss:.2f}, over Emin", marks, log=True)
   return Chart("overhead", ["batch (samples per step)"], [panel], log_x=True, ticks=BATCHES)
@@ -502,12 +502,12 @@ def _scales(levels: Sequence[Level], run: Run) -> Chart:
   """The noise scale along the run, and Bcrit where each loss was reached."""
   whole = len(run["signal"]) // NOISE_WINDOW * NOISE_WINDOW
   windows = [np.array(run[kind][:whole]).reshape(-1, NOISE_WINDOW) for kind in ("noise", "signal")]
-  found = ratios_of_means(*windows)
-  x = [((np.arange(len(found.ratio)) + 0.5) * NOISE_WINDOW * run["samples_per_step"]).tolist()]
+  result = ratios_of_means(*windows)
+  x = [((np.arange(len(result.ratio)) + 0.5) * NOISE_WINDOW * run["samples_per_step"]).tolist()]
   name, black = f"noise scale, {NOISE_WINDOW} steps each", len(levels)
   marks: list[Line | Band] = [
-    Line(name, x, found.ratio.tolist(), color=black, group=name),
-    Band("", x, found.low.tolist(), found.high.tolist(), color=black, group=name),
+    Line(name, x, result.ratio.tolist(), color=black, group=name),
+    Band("", x, result.low.tolist(), result.high.tolist(), color=black, group=name),
   ]
   for number, level in enumerate(levels):
     place = samples_to(run, level.loss) or math.nan
@@ -521,11 +521,11 @@ def _scales(levels: Sequence[Level], run: Run) -> Chart:
   return Chart("noise scale", [f"samples, at batch {MIDDLE}"], [panel])
 
 
-def _spot(label: str, place: float, found: Interval, **look: Any) -> list[Line]:
+def _spot(label: str, place: float, result: Interval, **look: Any) -> list[Line]:
   """A value with its interval."""
   return [
-    Line(label, [[place]], [found.value], style="dots", group=label, **look),
-    Line("", [[place] * 2], [found.low, found.high], group=label, **look),
+    Line(label, [[place]], [result.value], style="dots", group=label, **look),
+    Line("", [[place] * 2], [result.low, result.high], group=label, **look),
   ]
 
 
@@ -550,8 +550,8 @@ def main(arguments: Sequence[str]) -> int:
   (out / "advice_check.md").write_text(text + "\n")
   title = "Data and steps to a fixed loss"
   (out / "advice_check.html").write_bytes(picture(title, drawing(levels, noise[0])))
-  found = json.dumps([dataclasses.asdict(each) for each in (*levels, *stretches)], indent=2)
-  (out / "advice_check.json").write_text(found + "\n")
+  result = json.dumps([dataclasses.asdict(each) for each in (*levels, *stretches)], indent=2)
+  (out / "advice_check.json").write_text(result + "\n")
   print(f"\n{text}\n\nWritten: {out}/advice_check.md, .html, .json")
   return 0
 

@@ -30,8 +30,8 @@ def main(arguments: list[str]) -> None:
   config = load_config([*keys, *arguments])
   target = find_devices(config)
   prober = Prober(config, target.devices, target.layout)
-  _, found = explore_sizes(config, target, prober)
-  recommended = found.ranked[0].candidate
+  _, result = explore_sizes(config, target, prober)
+  recommended = result.ranked[0].candidate
   medians = speeds(config, prober, seconds)
   best = max(medians, key=medians.__getitem__)
   print(f"\nEvery size for {seconds:g} s, {ROUNDS} rounds in turn:")
@@ -45,11 +45,11 @@ def main(arguments: list[str]) -> None:
 
 def speeds(config: Config, prober: Prober, seconds: float) -> dict[Candidate, float]:
   """Samples per second of every size that the prober found to fit, each measured for `seconds`."""
-  found: dict[Candidate, list[float]] = {size: [] for size in prober.reports}
+  results: dict[Candidate, list[float]] = {size: [] for size in prober.reports}
   for _ in range(ROUNDS):
-    for size, each in found.items():
+    for size, each in results.items():
       each.append(_speed(config, size, prober, seconds / ROUNDS))
-  return {size: statistics.median(each) for size, each in found.items()}
+  return {size: statistics.median(each) for size, each in results.items()}
 
 
 def _speed(config: Config, size: Candidate, prober: Prober, seconds: float) -> float:

@@ -105,14 +105,14 @@ class Bench:
     for place in range(plan.num_microbatches):
       made = make.reward(make.sample(self._params, batch, place))
       fed = self._halved(jax.tree.map(lambda x: np.asarray(x)[None], made.completions))
-      found = [
+      results = [
         self._gradient(self._params, jax.tree.map(lambda x, at=at: x[at], fed)) for at in (0, 1)
       ]
-      halves = [np.asarray(gradient) for gradient, _ in found]
+      halves = [np.asarray(gradient) for gradient, _ in results]
       whole = halves[0] + halves[1]
       of_halves += sum(float(half @ half) for half in halves)
       of_parts += float(whole @ whole)
-      weights.append(sum(float(weight) for _, weight in found))
+      weights.append(sum(float(weight) for _, weight in results))
       parts.append(whole / weights[-1])
     total = sum(weights)
     mean = np.average(parts, axis=0, weights=weights)
@@ -170,11 +170,11 @@ def measured(bench: Bench, sets: int) -> tuple[np.ndarray, np.ndarray]:
   for number in range(sets):
     completion = bench.rollout(number, 0), bench.rollout(number, 1)
     both.append(repeated(*completion))
-    found = [
+    results = [
       (each.whole.signal, each.whole.noise - each.within, each.within)
       for each in (completion[0].estimate, completion[1].estimate)
     ]
-    estimates.append(np.mean(found, 0))
+    estimates.append(np.mean(results, 0))
   by_repetition = truths(both, plan.num_microbatches, plan.prompts_per_microbatch)
   values_NF = np.array(estimates)
   errors = values_NF.std(0, ddof=1) / np.sqrt(sets)

@@ -135,10 +135,10 @@ def optax_microbatching(of_sums: bool) -> Callable[[bool, Mesh | None], Any]:
 
     @jax.jit
     def gradient(params: Params, rows: Rows, k: jax.Array) -> Params:
-      found = optax.microbatching.microbatch(one, 1, B, accumulator, num_real_microbatches=k)(
+      result = optax.microbatching.microbatch(one, 1, B, accumulator, num_real_microbatches=k)(
         params, rows
       )
-      return jax.tree.map(lambda g: g / found[1], found[0]) if of_sums else found
+      return jax.tree.map(lambda g: g / result[1], result[0]) if of_sums else result
 
     return gradient
 
@@ -167,8 +167,8 @@ MULTI_STEPS = {k: optax.MultiSteps(optax.sgd(1.0), k) for k in COUNTS}
 
 def multi_steps(dropout: bool, mesh: Mesh | None) -> Any:
   def gradient(params: Params, rows: Rows, state: Any, k: int) -> Any:
-    found = jax.grad(mean_loss)(params, rows, dropout)
-    updates, state = MULTI_STEPS[k].update(found, state, params)
+    result = jax.grad(mean_loss)(params, rows, dropout)
+    updates, state = MULTI_STEPS[k].update(result, state, params)
     return jax.tree.map(jnp.negative, updates), state
 
   return jax.jit(gradient, static_argnums=3)
@@ -187,11 +187,11 @@ def run(method: Method, program: Any, params: Params, prepared: tuple[Any, ...],
   """Returns the mean gradient of a batch."""
   if not method.dispatches:
     return program(params, *prepared)
-  state, found = MULTI_STEPS[k].init(params), params
+  state, result = MULTI_STEPS[k].init(params), params
   for at in range(k):
     micro = jax.tree.map(lambda x, at=at: x[at], prepared[0])
-    found, state = program(params, micro, state, k)
-  return found
+    result, state = program(params, micro, state, k)
+  return result
 
 
 def whole(by_sample: bool, dropout: bool, params: Params, rows: Rows) -> Params:
@@ -204,9 +204,11 @@ def whole(by_sample: bool, dropout: bool, params: Params, rows: Rows) -> Params:
 
 def error(method: Method, params: Params, dropout: bool) -> float:
   rows = batch(MOST * B)
-  found = run(method, method.program(dropout, None), params, method.prepare(rows, MOST, None), MOST)
+  result = run(
+    method, method.program(dropout, None), params, method.prepare(rows, MOST, None), MOST
+  )
   reference = whole(method.by_sample, dropout, params, rows)
-  difference = jax.tree.map(jnp.subtract, found, reference)
+  difference = jax.tree.map(jnp.subtract, result, reference)
   return float(optax.tree.norm(difference) / optax.tree.norm(reference))
 
 

@@ -93,10 +93,10 @@ def peer(command: str, microbatches: int, layers: int) -> Measured:
   per_device = microbatches * ROWS / STAGES
   text = output(command.format(per_device=per_device, microbatches=microbatches, layers=layers))
   steps = [float(seconds) for number, seconds in STEP.findall(text) if int(number) >= WARM_UP]
-  found = TEMPORARY.search(text)
-  if not (found and steps):
+  result = TEMPORARY.search(text)
+  if not (result and steps):
     raise SystemExit(f"the peer printed no steps or no bytes:\n{text[-2000:]}")
-  return Measured(int(found[1]), _compiling(text), statistics.median(steps))
+  return Measured(int(result[1]), _compiling(text), statistics.median(steps))
 
 
 def output(command: Sequence[str] | str) -> str:
@@ -127,13 +127,13 @@ def main() -> None:
   parser.add_argument("--rounds", type=int, default=2)
   parser.add_argument("--peer", help="the peer's shell command")
   options = parser.parse_args()
-  found: dict[tuple[str, int], list[Measured]] = {}
+  results: dict[tuple[str, int], list[Measured]] = {}
   for _ in range(options.rounds):
     for count in options.microbatches:
       for name, measured in _programs(options.peer, count):
-        found.setdefault((name, count), []).append(measured)
+        results.setdefault((name, count), []).append(measured)
         print(f"{name}, {count} microbatches: {measured}", file=sys.stderr, flush=True)
-  print("\n\n".join(_tables(found, options.microbatches)))
+  print("\n\n".join(_tables(results, options.microbatches)))
 
 
 def _programs(command: str | None, microbatches: int) -> Iterator[tuple[str, Measured]]:
@@ -143,8 +143,8 @@ def _programs(command: str | None, microbatches: int) -> Iterator[tuple[str, Mea
     yield name, peer(command or "", microbatches, layers)
 
 
-def _tables(found: dict[tuple[str, int], list[Measured]], counts: Sequence[int]) -> Iterator[str]:
-  names = list(dict.fromkeys(name for name, _ in found))
+def _tables(results: dict[tuple[str, int], list[Measured]], counts: Sequence[int]) -> Iterator[str]:
+  names = list(dict.fromkeys(name for name, _ in results))
   columns = {
     "temporary memory, MiB": lambda measured, count: f"{measured.temporary / 2**20:.1f}",
     "tokens per second": lambda measured, count: f"{count * ROWS * LENGTH / measured.step:,.0f}",
@@ -154,7 +154,7 @@ def _tables(found: dict[tuple[str, int], list[Measured]], counts: Sequence[int])
     lines = [f"| {title} | {' | '.join(f'm = {count}' for count in counts)} |"]
     lines.append("|---" * (1 + len(counts)) + "|")
     for name in names:
-      cells = [text(_median(found[name, count]), count) for count in counts]
+      cells = [text(_median(results[name, count]), count) for count in counts]
       lines.append(f"| {name} | {' | '.join(cells)} |")
     yield "\n".join(lines)
 

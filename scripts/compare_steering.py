@@ -56,9 +56,9 @@ class Experiment:
   def records(self, arm: Arm, rate: float, seed: int) -> list[Record]:
     """The records of a run, made if it is not there yet."""
     name = f"{arm.name.replace(' ', '_')}-lr{rate:g}-seed{seed}"
-    found = read_metrics(self.out / name)
-    if found and found[-1]["tokens"] >= self.tokens:
-      return found
+    result = read_metrics(self.out / name)
+    if result and result[-1]["tokens"] >= self.tokens:
+      return result
     place = (f"dataset_path={self.text}", f"base_output_directory={self.out}", f"run_name={name}")
     seeds = (f"init_weights_seed={seed}", f"data_shuffle_seed={seed}", f"learning_rate={rate}")
     length = (f"total_tokens={self.tokens}", f"eval_interval={self.tokens // 40}")
@@ -170,9 +170,9 @@ def main(arguments: Sequence[str]) -> None:
   (out / "steering.json").write_text(json.dumps(figures, indent=2) + "\n")
   title = "A batch that follows the noise scale, at equal tokens"
   (out / "steering.html").write_bytes(picture(title, drawing(runs)))
-  for name, found in figures.items():
+  for name, result in figures.items():
     print(f"{name}")
-    for key, value in found.items():
+    for key, value in result.items():
       print(f"    {key:<18} {value}")
   print(f"Written: {out / 'steering.html'}, {out / 'steering.json'}")
 

@@ -39,14 +39,16 @@ def program_text(path: pathlib.Path) -> tuple[str, int | None]:
     UserError: there is no such text.
   """
   if path.is_dir():
-    found = sorted(path.glob("*after_codegen.txt"), key=lambda file: file.stat().st_size)
-    found = found or sorted(path.glob("*after_optimizations.txt"), key=lambda f: f.stat().st_size)
-    if not found:
+    results = sorted(path.glob("*after_codegen.txt"), key=lambda file: file.stat().st_size)
+    results = results or sorted(
+      path.glob("*after_optimizations.txt"), key=lambda f: f.stat().st_size
+    )
+    if not results:
       raise UserError(
         f"{path}: no *after_codegen.txt or *after_optimizations.txt in it; compile with "
         f"--xla_dump_to={path} --xla_dump_hlo_as_text=true"
       )
-    path = found[-1]
+    path = results[-1]
   try:
     text = path.read_text()
   except (OSError, UnicodeDecodeError) as error:
@@ -89,7 +91,7 @@ def from_keys(keys: list[str]) -> tuple[Breakdown, Chip]:
       "compile_topology=v5e-16"
     )
   layout = run.plan.topology
-  found = breakdown(
+  result = breakdown(
     " ".join(keys),
     report.operations,
     report.chip,
@@ -97,7 +99,7 @@ def from_keys(keys: list[str]) -> tuple[Breakdown, Chip]:
     devices_per_slice=layout.devices_per_slice if layout.num_slices > 1 else None,
     peak_bytes=report.peak,
   )
-  return found, report.chip
+  return result, report.chip
 
 
 def arguments(given: list[str]) -> argparse.Namespace:

@@ -117,18 +117,20 @@ def smoothed(values: Sequence[float], window: int = 5) -> list[tuple[float, floa
   return [(COMPLETIONS * (step + window), float(mean)) for step, mean in enumerate(means)]
 
 
-def table(found: dict[str, list[dict[str, Any]]], steps: int) -> None:
+def table(results: dict[str, list[dict[str, Any]]], steps: int) -> None:
   """Prints both sides."""
   print(f"\n{'':24}{''.join(f'{side:>22}' for side in SIDES)}")
   length = max(steps // 4, 1)
   for quarter in range(4):
     part = slice(quarter * length, (quarter + 1) * length)
-    means = {side: [statistics.mean(run["rewards"][part]) for run in found[side]] for side in SIDES}
+    means = {
+      side: [statistics.mean(run["rewards"][part]) for run in results[side]] for side in SIDES
+    }
     shown = (f"{statistics.mean(m):.3f} ({min(m):.3f}–{max(m):.3f})" for m in means.values())
     label = f"reward, to {COMPLETIONS * (quarter + 1) * length:,} completions"
     print(f"{label:24}{''.join(f'{each:>22}' for each in shown)}")
   speeds = {
-    side: [COMPLETIONS / statistics.median(run["seconds"][WARM_UP:]) for run in found[side]]
+    side: [COMPLETIONS / statistics.median(run["seconds"][WARM_UP:]) for run in results[side]]
     for side in SIDES
   }
   shown = (f"{statistics.median(s):.0f} ({min(s):.0f}–{max(s):.0f})" for s in speeds.values())
@@ -151,16 +153,16 @@ def main() -> None:
   out.mkdir(parents=True, exist_ok=True)
   os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.cores])
   warm_start(out, task)
-  found: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
+  results: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
   for seed in arguments.seeds:
-    found["maxbatch"].append(ours(out, task, steps, seed))
+    results["maxbatch"].append(ours(out, task, steps, seed))
     of_trl = theirs(arguments.python, out, task, steps, seed, arguments.cores)
-    found["TRL"].append(of_trl)
+    results["TRL"].append(of_trl)
     print(f"seed {seed}: both done, TRL {of_trl['version']}", flush=True)
-  table(found, steps)
+  table(results, steps)
   lines = []
   for color, side in enumerate(SIDES):
-    for dash, (seed, run) in enumerate(zip(arguments.seeds, found[side], strict=True)):
+    for dash, (seed, run) in enumerate(zip(arguments.seeds, results[side], strict=True)):
       x, y = zip(*smoothed(run["rewards"]), strict=True)
       lines.append(Line(f"{side}, seed {seed}", [x], y, color=color, dash=dash))
   panel = Panel(f"reward, mean of 5 steps (rl_task={task})", lines, low=0, high=1)

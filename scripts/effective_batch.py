@@ -43,15 +43,15 @@ def effective_batch(
   Returns:
     None where no microbatch fits, be it of one sample.
   """
-  found = [
+  results = [
     one
     for mesh in meshes(work, devices_per_slice, num_slices)
     for one in _powers_of_two(work, chip, mesh)
   ]
-  if not found:
+  if not results:
     return None
-  best = simplest(found)
-  beside = [one for one in found if one.mesh == best.mesh]
+  best = simplest(results)
+  beside = [one for one in results if one.mesh == best.mesh]
   alike = [
     one for one in beside if one.step.tokens_per_second >= _AS_FAST * best.step.tokens_per_second
   ]
@@ -67,10 +67,10 @@ def _powers_of_two(work: StepWork, chip: Chip, mesh: Topology) -> Iterator[Batch
   for remat in REMAT_POLICIES:
     for power in range(_MOST_POWER):
       rows = 2**power
-      found = _split(work, chip, mesh, rows, _MANY, remat)
-      if not is_safe(found.step, None):
+      result = _split(work, chip, mesh, rows, _MANY, remat)
+      if not is_safe(result.step, None):
         break
-      yield found
+      yield result
 
 
 def _split(

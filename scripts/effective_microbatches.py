@@ -56,11 +56,11 @@ def effective(model: str, place: str) -> EffectiveBatch | None:
 
 def row(model: str, place: str) -> str:
   """A line of the tables."""
-  work, found = work_of(model), effective(model, place)
+  work, result = work_of(model), effective(model, place)
   start = f"| {model} | {work.length:,} | {place} |"
-  if found is None:
+  if result is None:
     return f"{start} no microbatch fits | | | | | |"
-  best, small = found.fastest, found.smallest
+  best, small = result.fastest, result.smallest
   mark = " ✓" if best.step.how == "compiled" else ""
   tokens = small.batch * work.length
   return (
@@ -97,11 +97,11 @@ def write() -> None:
 
 def compile_row(model: str, place: str) -> None:
   """Compiles the microbatch of a row, with one microbatch a step, and notes what it took."""
-  found = effective(model, place)
-  if found is None:
+  result = effective(model, place)
+  if result is None:
     raise SystemExit(f"{model} on {place}: no microbatch fits")
   keys = {
-    **found.fastest.keys,
+    **result.fastest.keys,
     "batch_size": "-1",
     "model_name": model,
     "precision": "bfloat16",

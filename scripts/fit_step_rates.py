@@ -120,12 +120,12 @@ def read(paths: Sequence[str]) -> None:
   table anew from what `compile` has made."""
   keys = tuple(path for path in paths if re.fullmatch(r"\w+=\w+", path))
   files = [pathlib.Path(path) for path in paths if path not in keys]
-  found = {step.name: step for step in compiled_steps()} if paths else {}
+  result = {step.name: step for step in compiled_steps()} if paths else {}
   for file in files or sorted(OUT.glob("*/compile_report.txt")):
     text = file.read_text()
     steps = read_report(text, work_of(*named(text), keys))
-    found |= {one.name: one for one in (dataclasses.replace(step, keys=keys) for step in steps)}
-  rows = [json.dumps(dataclasses.asdict(found[name])) for name in sorted(found)]
+    result |= {one.name: one for one in (dataclasses.replace(step, keys=keys) for step in steps)}
+  rows = [json.dumps(dataclasses.asdict(result[name])) for name in sorted(result)]
   FILE.write_text("[\n" + ",\n".join(f"  {row}" for row in rows) + "\n]\n")
 
 
@@ -158,8 +158,8 @@ class Equations:
     """The unknowns, none below its least value or negative, to a few digits."""
     matrix = np.array([[terms.get(name, 0.0) for name in self.names] for terms, _ in self.rows])
     known = np.array([(least or {}).get(name, 0.0) for name in self.names])
-    found = known + nnls(matrix, np.array([r for _, r in self.rows]) - matrix @ known)[0]
-    return {name: float(f"{x:.{DIGITS}g}") for name, x in zip(self.names, found, strict=True)}
+    result = known + nnls(matrix, np.array([r for _, r in self.rows]) - matrix @ known)[0]
+    return {name: float(f"{x:.{DIGITS}g}") for name, x in zip(self.names, result, strict=True)}
 
 
 def of_gathers(step: CompiledStep, work: StepWork) -> dict[str, float]:
@@ -254,10 +254,10 @@ def memory(steps: Sequence[CompiledStep]) -> dict[str, float]:
 
 def fitted(steps: Sequence[CompiledStep]) -> StepRates:
   """The rates of these steps."""
-  found = seconds(steps) | waiting(steps) | update(steps)
+  result = seconds(steps) | waiting(steps) | update(steps)
 
   def named(prefix: str) -> dict[str, float]:
-    return {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
+    return {k.removeprefix(prefix): v for k, v in result.items() if k.startswith(prefix)}
 
   inverse = {name: float(f"{1 / x:.{DIGITS}g}") for name, x in named("product ").items() if x}
   # Generations of which no step was compiled are taken for the one with the most alike cores.
@@ -277,19 +277,19 @@ def fitted(steps: Sequence[CompiledStep]) -> StepRates:
 def predicted(steps: Sequence[CompiledStep]) -> list[tuple[float, float] | None]:
   """The ratios of every step with the rates of all other models; None where these have no step on its
   generation, or too few to tell."""
-  found: list[tuple[float, float] | None] = []
+  results: list[tuple[float, float] | None] = []
   for step in steps:
     others = [one for one in steps if one.model_name != step.model_name]
     alike = sum(one.generation == step.generation for one in others)
-    found.append(ratios(step, fitted(others)) if alike >= ENOUGH else None)
-  return found
+    results.append(ratios(step, fitted(others)) if alike >= ENOUGH else None)
+  return results
 
 
 def ratios(step: CompiledStep, rates: StepRates) -> tuple[float, float]:
   """Estimated over compiled: seconds of a microbatch, bytes at the peak."""
   place = CHIPS[step.generation], step.mesh, Fraction(step.per_device)
-  found = step_roofline(work_of_step(step), *place, 1, step.remat, rates)
-  return found.microbatch_seconds / step.microbatch_seconds, found.peak_bytes / step.peak_bytes
+  result = step_roofline(work_of_step(step), *place, 1, step.remat, rates)
+  return result.microbatch_seconds / step.microbatch_seconds, result.peak_bytes / step.peak_bytes
 
 
 def table() -> Iterator[str]:

@@ -153,9 +153,9 @@ def main() -> None:
 
 def write(folder: Path, modules: int, vocab_size: int) -> str:
   """Writes the folder. Returns what is in it; raises OSError if it cannot be written."""
-  found = list(definitions(modules))
-  code = [each.code for each in found if not each.is_method]  # Those are in their classes.
-  described = [each for each in found if each.docstring]
+  results = list(definitions(modules))
+  code = [each.code for each in results if not each.is_method]  # Those are in their classes.
+  described = [each for each in results if each.docstring]
   prose = [f"{each.name}\n\n{each.docstring}" for each in described]
   write_parquet(folder / "code", code)
   write_parquet(folder / "prose", prose)

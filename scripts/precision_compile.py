@@ -33,9 +33,9 @@ def row(name: str, keys: list[str]) -> str:
     return f"| {name} | {' '.join(str(error).split())[:200]} | | | |"
   except jax.errors.JaxRuntimeError as error:
     return f"| {name} | the compiler refuses: {' '.join(str(error).split())[:160]} | | | |"
-  found: Any = json.loads((OUT / name / "compile_report.json").read_text())
-  found = found[-1] if isinstance(found, list) else found
-  memory, time = found["memory_bytes_per_device"], found["time"]
+  result: Any = json.loads((OUT / name / "compile_report.json").read_text())
+  result = result[-1] if isinstance(result, list) else result
+  memory, time = result["memory_bytes_per_device"], result["time"]
   note = " (emulated: float32 and rounding)" if FORMATS[name].is_emulated else ""
   return (
     f"| {name}{note} | {memory['peak'] / GIB:.2f} GiB | {memory['activations_and_temporaries'] / GIB:.2f} "

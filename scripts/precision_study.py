@@ -83,16 +83,16 @@ class Study:
       UserError: it was stopped.
     """
     folder = self.folder(arm, seed)
-    found = read_metrics(folder)
-    if found and found[-1]["step"] == self.steps and "eval/loss" in found[-1]:
-      return found
+    result = read_metrics(folder)
+    if result and result[-1]["step"] == self.steps and "eval/loss" in result[-1]:
+      return result
     place = (f"base_output_directory={self.out}", f"run_name={folder.name}", f"steps={self.steps}")
     seeds = (f"init_weights_seed={seed}", f"data_shuffle_seed={seed}")
     run(load_config(["config=base", *JOB.split(), *arm.keys.split(), *place, *seeds, *self.keys]))
-    found = read_metrics(folder)
-    if found[-1]["step"] < self.steps:
+    result = read_metrics(folder)
+    if result[-1]["step"] < self.steps:
       raise UserError(f"{folder} was stopped: remove it, and the same command goes on")
-    return found
+    return result
 
 
 def final(records: Sequence[Record]) -> float:
@@ -108,12 +108,12 @@ def losses(runs: dict[str, list[list[Record]]]) -> list[str]:
     "|---|---|---|---|---|---|",
   ]
   for name, of_seeds in runs.items():
-    found = np.array([final(records) for records in of_seeds])
-    off, last = found - exact, of_seeds[0][-1]
+    result = np.array([final(records) for records in of_seeds])
+    off, last = result - exact, of_seeds[0][-1]
     skipped = ", ".join(str(records[-1].get("skipped_steps", "–")) for records in of_seeds)
     scale = f"{last['loss_scale']:g}" if "loss_scale" in last else "–"
     lines.append(
-      f"| {name} | {found.mean():.4f} | {np.ptp(found):.4f} | {off.mean():+.4f} "
+      f"| {name} | {result.mean():.4f} | {np.ptp(result):.4f} | {off.mean():+.4f} "
       f"({np.abs(off).max():.4f}) | {skipped} | {scale} |"
     )
   return lines
@@ -122,8 +122,8 @@ def losses(runs: dict[str, list[list[Record]]]) -> list[str]:
 def tensors(study: Study) -> list[Exponents]:
   """The exponents that float32 had at the end, with the first seed."""
   path = study.folder(ARMS[0], 0) / "precision_report.json"
-  found: list[dict[str, Any]] = json.loads(path.read_text())[-1]["tensors"]
-  return [_counted(each) for each in found]
+  results: list[dict[str, Any]] = json.loads(path.read_text())[-1]["tensors"]
+  return [_counted(each) for each in results]
 
 
 def _counted(each: dict[str, Any]) -> Exponents:
@@ -134,18 +134,20 @@ def _counted(each: dict[str, Any]) -> Exponents:
   return Exponents(each["kind"], each["name"], each["layer"], counts)
 
 
-def lost(found: Sequence[Exponents], dynamic: float) -> list[str]:
+def lost(results: Sequence[Exponents], dynamic: float) -> list[str]:
   """The table of gradients that are set to zero, by layer."""
   shifts = {"a mean of 1M": -20, "a mean": -10, "none": 0, "dynamic": round(np.log2(dynamic))}
   columns = [(to, words) for to in (FLOAT16, CBFLOAT16) for words in shifts]
   header = " | ".join(f"{to.name}, {words}" for to, words in columns)
   lines = [f"| set to zero | {header} |", "|---" * (len(columns) + 1) + "|"]
   for kind in (ACTIVATIONS_GRADIENTS, GRADIENTS):
-    places = dict.fromkeys((each.layer, each.name if each.layer is None else "") for each in found)
+    places = dict.fromkeys(
+      (each.layer, each.name if each.layer is None else "") for each in results
+    )
     for layer, name in places:
       of_place = [
         each.counts
-        for each in found
+        for each in results
         if each.kind == kind and each.layer == layer and (not name or each.name == name)
       ]
       if of_place:
@@ -155,7 +157,7 @@ def lost(found: Sequence[Exponents], dynamic: float) -> list[str]:
   return lines
 
 
-def drawing(runs: dict[str, list[list[Record]]], found: Sequence[Exponents]) -> list[Chart]:
+def drawing(runs: dict[str, list[list[Record]]], results: Sequence[Exponents]) -> list[Chart]:
   """Training loss over steps, what it is off float32's, and the exponents beside the formats' ranges."""
   exact = _curves(runs["float32"])
   curves = {name: _curves(of_seeds) for name, of_seeds in runs.items()}
@@ -165,7 +167,7 @@ def drawing(runs: dict[str, list[list[Record]]], found: Sequence[Exponents]) -> 
     Panel("training loss (nats per token)", _lines(losses)),
     Panel("less float32's", _lines(off)),
   ]
-  exponents = [_shares(kind, color, found) for color, kind in enumerate(KINDS)]
+  exponents = [_shares(kind, color, results) for color, kind in enumerate(KINDS)]
   ranges = [line for place, to in enumerate((FLOAT16, CBFLOAT16)) for line in _range(to, place)]
   shares = Panel("share of numbers", [*exponents, *ranges], log=True, low=1e-8, high=1)
   axis = "exponent of two, at the end of training in float32"
@@ -179,9 +181,9 @@ def _lines(curves: dict[str, np.ndarray]) -> list[Line]:
   ]
 
 
-def _shares(kind: str, number: int, found: Sequence[Exponents]) -> Line:
+def _shares(kind: str, number: int, results: Sequence[Exponents]) -> Line:
   """How many numbers of a kind have each exponent of those that are shown."""
-  counts = np.sum([each.counts for each in found if each.kind == kind], 0)[1:-1]
+  counts = np.sum([each.counts for each in results if each.kind == kind], 0)[1:-1]
   shares = np.where(counts, counts, np.nan) / counts.sum()
   shown = range(LOWEST, HIGHEST + 1)
   return Line(kind, [shown], [shares[126 + at] for at in shown], color=number, dash=number)
@@ -229,12 +231,12 @@ def main() -> int:
   except UserError as error:
     print(error, file=sys.stderr)
     return 2
-  found = tensors(study)
+  result = tensors(study)
   dynamic = float(runs["float16, loss scale dynamic"][0][-1]["loss_scale"])
-  text = "\n".join([*losses(runs), "", *lost(found, dynamic)])
+  text = "\n".join([*losses(runs), "", *lost(result, dynamic)])
   (study.out / "precision.md").write_text(text + "\n")
   (study.out / "precision.html").write_bytes(
-    picture("One job in several formats", drawing(runs, found))
+    picture("One job in several formats", drawing(runs, result))
   )
   summary = {name: [final(records) for records in of_seeds] for name, of_seeds in runs.items()}
   (study.out / "precision.json").write_text(json.dumps(summary, indent=2) + "\n")

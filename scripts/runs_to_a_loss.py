@@ -24,11 +24,11 @@ def samples_with(curve: Tradeoff, samples_per_step: float) -> float:
 
 def overhead_with(curve: Tradeoff, samples_per_step: float) -> Interval:
   """Returns E / Emin − 1 for a batch: the share of data that it takes beyond the least."""
-  found = curve.critical_batch
+  result = curve.critical_batch
   return Interval(
-    samples_per_step / found.value,
-    samples_per_step / found.high,
-    samples_per_step / found.low if found.low else math.inf,
+    samples_per_step / result.value,
+    samples_per_step / result.high,
+    samples_per_step / result.low if result.low else math.inf,
   )
 
 
@@ -72,8 +72,8 @@ def mean_noise_scale(
   """
   signal_N, noise_N = np.array(signal, float), np.array(noise, float)
   squared_N = _smoothed(signal_N + noise_N / samples_per_step, window)
-  found = ratios_of_means((noise_N / squared_N)[None], (signal_N / squared_N)[None])
-  return found.interval(0)
+  result = ratios_of_means((noise_N / squared_N)[None], (signal_N / squared_N)[None])
+  return result.interval(0)
 
 
 def _smoothed(values_N: np.ndarray, window: int) -> np.ndarray:

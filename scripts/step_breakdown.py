@@ -54,9 +54,9 @@ class PeerNaming(Naming):
 
   def of(self, one: Instruction) -> str:
     """The part that an instruction's own names say, without what it calls; or "other"."""
-    found, frame = super().of(one), _STACK_FRAME.search(one.attributes)
-    if found != OTHER or frame is None:
-      return found
+    result, frame = super().of(one), _STACK_FRAME.search(one.attributes)
+    if result != OTHER or frame is None:
+      return result
     parts = (
       part
       for name in self.frames.get(int(frame[1]), ())
@@ -224,7 +224,7 @@ def breakdown(
     peak_bytes: of a device's memory, if known.
   """
   backward = _backward_loops(costs)
-  found: dict[Part, list[Timed]] = collections.defaultdict(list)
+  results: dict[Part, list[Timed]] = collections.defaultdict(list)
   waiting = 0.0
   for inside in (True, False):
     times = num_microbatches if inside else 1
@@ -235,7 +235,7 @@ def breakdown(
       work: Work = "collectives" if on_links else cost.kind
       part = Part(cost.scope, _direction(cost, backward), work)
       if parts.total or (cost.flops and not on_links):
-        found[part].append(Timed(times * parts.total, cost))
+        results[part].append(Timed(times * parts.total, cost))
   every = Share(num_microbatches=num_microbatches)
   linked = sum(
     every.times(cost) * link_seconds(cost.collective, chip, devices_per_slice)
@@ -244,7 +244,7 @@ def breakdown(
   )
   shares = {
     part: Share(sorted(timed, key=lambda one: -one.seconds), num_microbatches)
-    for part, timed in found.items()
+    for part, timed in results.items()
   }
   moved = sum(every.times(cost) * cost.bytes for cost in costs)
   return Breakdown(name, shares, max(0.0, linked - waiting), moved, peak_bytes)
@@ -283,8 +283,8 @@ def differences(theirs: Breakdown, ours: Breakdown) -> Iterator[tuple[float, Par
   """(seconds that ours takes more, part, their share, our share), what costs us most first."""
   parts = theirs.parts.keys() | ours.parts.keys()
   pairs = [(part, theirs.parts.get(part, Share()), ours.parts.get(part, Share())) for part in parts]
-  found = [(mine.seconds - other.seconds, part, other, mine) for part, other, mine in pairs]
-  yield from sorted(found, key=lambda entry: (-entry[0], entry[1]))
+  results = [(mine.seconds - other.seconds, part, other, mine) for part, other, mine in pairs]
+  yield from sorted(results, key=lambda entry: (-entry[0], entry[1]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,10 +340,10 @@ class Comparison:
         yield _row(label, f"{theirs:.4f}", f"{ours:.4f}", f"{ours - theirs:+.4f}")
 
   def _reasons(self) -> Iterator[str]:
-    found = list(differences(self.theirs, self.ours))
+    results = list(differences(self.theirs, self.ours))
     least = _LEAST_SHARE * self.ours.seconds
-    longer = [entry for entry in found if entry[0] > least][:_NUM_LONGER]
-    shorter = [entry for entry in reversed(found) if entry[0] < -least][:_NUM_SHORTER]
+    longer = [entry for entry in results if entry[0] > least][:_NUM_LONGER]
+    shorter = [entry for entry in reversed(results) if entry[0] < -least][:_NUM_SHORTER]
     for title, entries in (("Where ours takes longer", longer), ("Where theirs does", shorter)):
       yield f"{title}:" if entries else f"{title}: nowhere"
       for difference, part, theirs, ours in entries:

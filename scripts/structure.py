@@ -38,13 +38,13 @@ class Package:
   def reached(self, *modules: str) -> set[str]:
     """Returns what importing the first of these modules that exists imports, itself included."""
     first = next((name for m in modules if (name := f"{self.root}.{m}") in self.texts), None)
-    found, waiting = set[str](), [first] if first else []
+    result, waiting = set[str](), [first] if first else []
     while waiting:
       name = waiting.pop()
-      if name not in found:
-        found.add(name)
+      if name not in result:
+        result.add(name)
         waiting += [each for each in self._imports(name) if each in self.texts]
-    return found
+    return result
 
   def _imports(self, module: str) -> Iterator[str]:
     for node in ast.walk(ast.parse(self.texts[module])):

@@ -99,8 +99,8 @@ def main() -> None:
   )
   trainer.train()
   rewards = [record["reward"] for record in trainer.state.log_history if "reward" in record]
-  found = {"rewards": rewards, "seconds": clock.seconds, "version": trl.__version__}
-  result.write_text(json.dumps(found))
+  results = {"rewards": rewards, "seconds": clock.seconds, "version": trl.__version__}
+  result.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -93,20 +93,20 @@ def write_folder(
 
 def read_tensors(folder: pathlib.Path) -> dict[str, np.ndarray]:
   """All tensors of a folder."""
-  found: dict[str, np.ndarray] = {}
+  results: dict[str, np.ndarray] = {}
   for file in sorted(folder.glob("*.safetensors")):
     with safe_open(file, framework="numpy") as opened:
       assert opened.metadata() == {"format": "pt"}
-      found |= opened.get_tensors()
-  return found
+      results |= opened.get_tensors()
+  return results
 
 
-def assert_same_bits(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+def assert_same_bits(results: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
   """Same names, shapes, dtypes and bits."""
-  assert found.keys() == expected.keys()
+  assert results.keys() == expected.keys()
   for name, tensor in expected.items():
-    assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-    assert found[name].tobytes() == tensor.tobytes(), name
+    assert (results[name].dtype, results[name].shape) == (tensor.dtype, tensor.shape), name
+    assert results[name].tobytes() == tensor.tobytes(), name
 
 
 BFLOAT16 = ml_dtypes.bfloat16

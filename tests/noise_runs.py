@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 import pytest
-from begun_states import begun_state
 from first_devices import use_first_devices
+from initial_states import initial_state
 
 from maxbatch.config.load import load_config
 from maxbatch.config.schema import ModelConfig
@@ -86,7 +86,7 @@ def training(root: pathlib.Path) -> Iterator[Run]:
 
 
 def _begun(trainer: Trainer, seed: int) -> TrainState:
-  return begun_state(trainer, _parameters(trainer.model.config, seed))
+  return initial_state(trainer, _parameters(trainer.model.config, seed))
 
 
 @functools.cache

@@ -37,8 +37,8 @@ class Gradients:
   def steps(self, rng: np.random.Generator, steps: int, batch: int) -> list[Moments]:
     """The moments of so many steps."""
     small, big = self.norms(rng, (steps,), batch)
-    found = map(functools.partial(equal_parts, batch), small.tolist(), big.tolist())
-    return [step for step in found if step is not None]
+    result = map(functools.partial(equal_parts, batch), small.tolist(), big.tolist())
+    return [step for step in result if step is not None]
 
 
 def equal_parts(parts: int, small: float, big: float, rows_per_part: int = 1) -> Moments | None:

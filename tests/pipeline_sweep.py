@@ -188,7 +188,7 @@ def planned(config: Config) -> tuple[BatchPlan, Pipeline]:
 
 def reached(keys: Keys) -> tuple[int, str]:
   """How many of three parts accept it, and why the next does not."""
-  config, done, found = configuration(keys), 0, None
+  config, done, result = configuration(keys), 0, None
   parts = (
     lambda _: topology(config.mesh, config.mesh.num_simulated_devices),
     lambda layout: plan_batches(config.batch, config.run, layout),
@@ -196,7 +196,7 @@ def reached(keys: Keys) -> tuple[int, str]:
   )
   try:
     for part in parts:
-      found = part(found)
+      result = part(result)
       done += 1
   except UserError as error:
     return done, str(error)
@@ -216,10 +216,10 @@ _TOGETHER = (" ", ", ", " with ")
 
 def offered(message: str) -> list[Keys]:
   """The alternatives that a message offers, each one key or more."""
-  found = _OFFERS.search(message)
-  if found is None:
+  result = _OFFERS.search(message)
+  if result is None:
     return []
-  text, alternatives, end = message[found.end() :], [], None
+  text, alternatives, end = message[result.end() :], [], None
   for match in _KEY.finditer(text):
     if text[: match.start()].endswith(_PART_OF):
       continue

@@ -135,9 +135,9 @@ def traceable(case: Case):
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
       parts = model, case.pipeline, devices
       accumulate = pipelined_accumulate(*parts, dropout_key=KEY, capacity=case.capacity)
-      found = accumulate(params, rows, ticks, zeros=zeros)
-      loss = found.terms[LOSS]
-      return found.gradients, Sums(*partial_sums.joined((loss.numerator, loss.denominator)), {})
+      result = accumulate(params, rows, ticks, zeros=zeros)
+      loss = result.terms[LOSS]
+      return result.gradients, Sums(*partial_sums.joined((loss.numerator, loss.denominator)), {})
 
   name = "gpipe" if case.repeats == 1 else "circular"
   return gradients, (params, rows, case.ticks(name, CUTS * PASSES))
@@ -153,8 +153,8 @@ def pipelined(case: Case, schedule: str, microbatches: int) -> tuple[Parameters,
   compiled, places = program(case)
   params = jax.device_put(in_order_of_stages(case, parameters(case.gpt2, case.length)), places)
   ticks = case.ticks(schedule, microbatches)
-  found = jax.device_get(compiled(params, fed_rows(case, microbatches), ticks))
-  return in_order_of_stages(case, found[0], back=True), found[1]
+  result = jax.device_get(compiled(params, fed_rows(case, microbatches), ticks))
+  return in_order_of_stages(case, result[0], back=True), result[1]
 
 
 @functools.cache

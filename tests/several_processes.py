@@ -86,5 +86,5 @@ def train(count: int, arguments: Sequence[str], **more: Any) -> list[Ended]:
 
 def records(run_folder: pathlib.Path) -> list[dict[str, float]]:
   """metrics.jsonl without what clocks say."""
-  found = read_metrics(run_folder)
-  return [{key: value for key, value in one.items() if key not in TIMES} for one in found]
+  result = read_metrics(run_folder)
+  return [{key: value for key, value in one.items() if key not in TIMES} for one in result]

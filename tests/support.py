@@ -156,7 +156,7 @@ COLLECTIVE = re.compile(
 
 def collectives(text: str) -> dict[str, list[str]]:
   """Collective operations of a compiled program, by whether they run in a loop or once."""
-  found: dict[str, list[str]] = {"loop": [], "once": []}
+  results: dict[str, list[str]] = {"loop": [], "once": []}
   bodies = set(re.findall(r"(?:body|condition)=%?([\w.\-]+)", text))
   where = "once"
   for line in text.splitlines():
@@ -164,8 +164,8 @@ def collectives(text: str) -> dict[str, list[str]]:
     if head:
       where = "loop" if head[1] in bodies else "once"
     if match := COLLECTIVE.search(line):
-      found[where].append(match[1])
-  return found
+      results[where].append(match[1])
+  return results
 
 
 def memory(lowered: jax.stages.Lowered) -> Any:

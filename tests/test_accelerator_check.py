@@ -39,8 +39,8 @@ def test_a_gradient_is_the_same_on_a_mesh_and_in_microbatches(monkeypatch):
 
 
 def test_devices_are_divided_in_every_way_that_they_allow():
-  found = sections.splits_of(num_heads=12, count=8, batch=16)
-  assert list(found) == [
+  result = sections.splits_of(num_heads=12, count=8, batch=16)
+  assert list(result) == [
     "4 microbatches on one device",
     "16 microbatches on one device",
     "data 8",

@@ -67,9 +67,9 @@ def summing(model: Model, axes: tuple[int, int, int]):
     zeros = optax.tree.zeros_like(params, dtype=jnp.float32)
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
       keys = TEXT.keys(model, DROPOUT_KEY, rows)
-      found = model_accumulate(model, devices)(params, rows, num_microbatches, keys, zeros=zeros)
-      loss = found.terms[LOSS]
-      return found.gradients, Sums(*partial_sums.joined((loss.numerator, loss.denominator)), {})
+      result = model_accumulate(model, devices)(params, rows, num_microbatches, keys, zeros=zeros)
+      loss = result.terms[LOSS]
+      return result.gradients, Sums(*partial_sums.joined((loss.numerator, loss.denominator)), {})
 
   return jax.jit(sums), abstract
 
@@ -205,10 +205,10 @@ def test_accumulation_512_stays_exact(model):
   rows = uneven_rows(512, T)
   grads, sums = run_sums(model, rows, 512, (1, 1, 1), 512)
   parts = [jax.tree.map(lambda x, at=at: x[at : at + ROWS], rows) for at in range(0, 512, ROWS)]
-  found = [run_sums(model, part, 1, (1, 1, 1), 1) for part in parts]
-  in_float64 = [jax.tree.map(np.float64, one) for one, _ in found]
+  results = [run_sums(model, part, 1, (1, 1, 1), 1) for part in parts]
+  in_float64 = [jax.tree.map(np.float64, one) for one, _ in results]
   assert error(grads, jax.tree.map(lambda *leaves: sum(leaves), *in_float64)) < 1e-5
-  assert sums.loss == pytest.approx(sum(float(one.loss) for _, one in found), rel=1e-5)
+  assert sums.loss == pytest.approx(sum(float(one.loss) for _, one in results), rel=1e-5)
 
 
 def test_bfloat16_parameters_accumulate_in_float32():
@@ -239,17 +239,17 @@ def test_sums_do_not_depend_on_what_lies_beyond_the_trips(model):
 
 def test_replicas_talk_once_per_step(model):
   lowered = lowered_sums(model, uneven_rows(ROWS, T), 8, (8, 1, 1), CAPACITY)
-  found = collectives(program_text(lowered))
-  assert found["loop"] == []
-  assert set(found["once"]) == {"all-reduce"}
+  result = collectives(program_text(lowered))
+  assert result["loop"] == []
+  assert set(result["once"]) == {"all-reduce"}
 
 
 def test_rows_are_never_moved_between_devices(model):
   for axes in [(8, 1, 1), (2, 2, 2), (1, 8, 1)]:
     lowered = lowered_sums(model, uneven_rows(ROWS, T), 8, axes, CAPACITY)
     text = program_text(lowered)
-    found = collectives(text)
-    assert "all-to-all" not in found["loop"] + found["once"]
+    result = collectives(text)
+    assert "all-to-all" not in result["loop"] + result["once"]
     assert not re.search(r"= s32\[[^=]*(all-gather|collective-permute)", text)
 
 

@@ -70,28 +70,28 @@ def test_the_answer_is_read_in_80_columns(capsys):
 
 
 def test_what_is_advised_is_planned_as_it_stands(capsys):
-  found = answer(capsys, *LLAMA)
-  assert found["batch"]["data_overhead"] == pytest.approx(768 * 4096 / 15.03e6, rel=1e-3)
+  result = answer(capsys, *LLAMA)
+  assert result["batch"]["data_overhead"] == pytest.approx(768 * 4096 / 15.03e6, rel=1e-3)
   # Against the same keys through the plan command.
   assert plan_command(["config=advice.yml", "compile_topology=v5e-256", "--json"]) == 0
   planned = json.loads(capsys.readouterr().out)
   phases = [(one["first_sample"], one["global_batch_to_train"]) for one in planned["phases"]]
-  told = [(one["first_sample"], one["samples_per_step"]) for one in found["phases"]]
+  told = [(one["first_sample"], one["samples_per_step"]) for one in result["phases"]]
   assert phases == told
   assert told[-1][1] == 768
   assert 2 <= len(told) <= 4
-  assert planned["sizes"]["steps"] == found["run"]["steps"]
+  assert planned["sizes"]["steps"] == result["run"]["steps"]
   assert abs(planned["sizes"]["total_tokens"] / 140e9 - 1) < 1e-4
   assert all(one["same_shape_as_the_run"] for one in planned["phases"])
   config = load_config(["config=advice.yml"])
-  assert config.optimizer.learning_rate == found["settings"]["learning_rate"]
+  assert config.optimizer.learning_rate == result["settings"]["learning_rate"]
   assert config.compile.compile_topology == ""
 
 
 def test_the_cost_is_the_chips_times_the_time(capsys):
-  found = answer(capsys, *LLAMA, "price_per_chip_hour=2")
-  run = found["run"]
-  for one in found["frontier"]:
+  result = answer(capsys, *LLAMA, "price_per_chip_hour=2")
+  run = result["run"]
+  for one in result["frontier"]:
     assert one["chip_hours"] == pytest.approx(24 * one["chips"] * one["days"])
     assert one["cost"] == pytest.approx(2 * one["chip_hours"])
   assert run["chip_hours"] == pytest.approx(256 * 24 * run["days"])
@@ -100,11 +100,11 @@ def test_the_cost_is_the_chips_times_the_time(capsys):
 
 
 def test_the_frontier_trades_time_for_data_on_three_slices(capsys):
-  found = answer(capsys, *LLAMA)
-  places = {one["slices"] for one in found["frontier"]}
+  result = answer(capsys, *LLAMA)
+  places = {one["slices"] for one in result["frontier"]}
   assert places == {"v5e-128", "v5e-256", "2 × v5e-256"}
   for place in places:
-    points = [one for one in found["frontier"] if one["slices"] == place]
+    points = [one for one in result["frontier"] if one["slices"] == place]
     assert sum(one["is_knee"] for one in points) == 1
     data, days = ([one[key] for one in points] for key in ("total_tokens", "days"))
     assert data == sorted(data)
@@ -113,16 +113,16 @@ def test_the_frontier_trades_time_for_data_on_three_slices(capsys):
     least = min(one["days"] * one["total_tokens"] for one in points)
     assert knee["days"] * knee["total_tokens"] == least
   # Every point reaches one loss: (1 + x) times the same data of small batches.
-  small = {round(one["total_tokens"] / (1 + one["data_overhead"])) for one in found["frontier"]}
+  small = {round(one["total_tokens"] / (1 + one["data_overhead"])) for one in result["frontier"]}
   assert max(small) - min(small) <= 1
 
 
 def test_a_larger_overhead_is_a_larger_batch_in_fewer_steps(capsys):
   batches, steps = zip(
     *(
-      (found["batch"]["tokens"], found["run"]["steps"])
+      (result["batch"]["tokens"], result["run"]["steps"])
       for overhead in ("0.1", "0.4")
-      for found in [answer(capsys, *LLAMA, f"data_overhead={overhead}", "ramp=false")]
+      for result in [answer(capsys, *LLAMA, f"data_overhead={overhead}", "ramp=false")]
     ),
     strict=True,
   )
@@ -139,18 +139,18 @@ def test_a_deadline_that_is_missed_is_offered_what_meets_it(capsys):
 
 
 def test_without_a_slice_there_is_a_batch_and_no_time(capsys):
-  found = answer(capsys, "config=base", "total_tokens=5e9", "num_devices=64")
-  assert found["run"]["days"] is None
-  assert found["frontier"] == []
-  assert found["batch"]["samples"] % 64 == 0
+  result = answer(capsys, "config=base", "total_tokens=5e9", "num_devices=64")
+  assert result["run"]["days"] is None
+  assert result["frontier"] == []
+  assert result["batch"]["samples"] % 64 == 0
 
 
 def test_a_rate_found_elsewhere_is_carried_over_with_its_half_life(capsys):
   keys = [*LLAMA, "ramp=false", "learning_rate=3e-4", "adam_b2=0.98", "rate_found_at=786432"]
-  found = answer(capsys, *keys)["settings"]
-  assert found["learning_rate"] == pytest.approx(6e-4)
-  assert found["advised"]["adam_b2"] == pytest.approx(0.98**4, abs=1e-6)
-  rules = {one["name"]: one["carried"] for one in found["said"]}
+  result = answer(capsys, *keys)["settings"]
+  assert result["learning_rate"] == pytest.approx(6e-4)
+  assert result["advised"]["adam_b2"] == pytest.approx(0.98**4, abs=1e-6)
+  rules = {one["name"]: one["carried"] for one in result["said"]}
   assert rules["malladi-rate"] == pytest.approx(6e-4)
   assert rules["marek-rate"] < rules["surge-rate"] < rules["malladi-rate"]
   # Beyond a quarter of the critical batch the root would be too much.
@@ -169,19 +169,20 @@ def test_a_rate_that_no_rule_speaks_of_is_called_a_guess(capsys):
 
 
 def test_a_rate_of_ones_own_stays(capsys):
-  found = answer(capsys, *LLAMA, "learning_rate=1e-4", "adam_weight_decay=0.3")["settings"]
-  assert found["learning_rate"] == 1e-4
-  assert "adam_weight_decay" not in found["advised"]
+  result = answer(capsys, *LLAMA, "learning_rate=1e-4", "adam_weight_decay=0.3")["settings"]
+  assert result["learning_rate"] == 1e-4
+  assert "adam_weight_decay" not in result["advised"]
 
 
 def test_the_weight_decay_keeps_the_timescale_at_every_phase(capsys):
-  found = answer(capsys, *LLAMA)["settings"]
-  assert found["advised"]["learning_rate_batch_coupling"] == "sqrt"
-  for one in found["phases"]:
-    share = one["batch_tokens"] / found["phases"][-1]["batch_tokens"]
-    assert one["learning_rate"] == pytest.approx(found["learning_rate"] * share**0.5)
+  result = answer(capsys, *LLAMA)["settings"]
+  assert result["advised"]["learning_rate_batch_coupling"] == "sqrt"
+  for one in result["phases"]:
+    share = one["batch_tokens"] / result["phases"][-1]["batch_tokens"]
+    assert one["learning_rate"] == pytest.approx(result["learning_rate"] * share**0.5)
   spans = [
-    one["batch_tokens"] / one["learning_rate"] / one["adam_weight_decay"] for one in found["phases"]
+    one["batch_tokens"] / one["learning_rate"] / one["adam_weight_decay"]
+    for one in result["phases"]
   ]
   assert max(spans) / min(spans) < 1.05
 
@@ -227,11 +228,11 @@ def test_a_measured_noise_scale_is_one_value_among_the_rules(capsys, folder):
 
 def test_branches_keep_the_batch_inside_of_what_they_found(capsys, folder):
   write_run(folder, branches=True, noise=50_000.0)
-  found = answer(capsys, *LLAMA, "from_run=runs/small")
+  result = answer(capsys, *LLAMA, "from_run=runs/small")
   low, high = (size * 4096 * 0.53 * 140**0.47 for size in (64, 128))
-  assert found["batch"]["wanted_tokens"] == pytest.approx(high)
-  assert found["batch"]["interval_tokens"] == pytest.approx([low, high])
-  assert {one["kind"] for one in found["measured"]} == {"noise scale", "branches"}
+  assert result["batch"]["wanted_tokens"] == pytest.approx(high)
+  assert result["batch"]["interval_tokens"] == pytest.approx([low, high])
+  assert {one["kind"] for one in result["measured"]} == {"noise scale", "branches"}
 
 
 def test_what_is_known_of_a_steps_time_is_said(capsys, folder):
@@ -243,10 +244,10 @@ def test_what_is_known_of_a_steps_time_is_said(capsys, folder):
 
 def test_the_curve_of_branches_says_what_twice_the_data_is(capsys, folder):
   write_run(folder, branches=True, curve={"value": 300.0, "low": 250.0, "high": 400.0})
-  found = answer(capsys, *LLAMA, "from_run=runs/small")
+  result = answer(capsys, *LLAMA, "from_run=runs/small")
   low, high = (0.2 * size * 4096 * 0.53 * 140**0.47 for size in (250, 400))
-  assert found["batch"]["wanted_tokens"] == pytest.approx(high)
-  assert found["batch"]["interval_tokens"] == pytest.approx([low, high])
+  assert result["batch"]["wanted_tokens"] == pytest.approx(high)
+  assert result["batch"]["interval_tokens"] == pytest.approx([low, high])
   assert "inside of 0.2 of it" in " ".join(ask(capsys, *LLAMA, "from_run=runs/small").split())
 
 
@@ -290,10 +291,10 @@ def test_the_advice_builds_on_a_file_of_ones_own(capsys, folder):
 
 
 def test_a_batch_of_ones_own_stays_and_what_divides_better_is_priced(capsys):
-  found = answer(capsys, *LLAMA, "batch_size=1000")
-  assert found["batch"]["samples"] == 992
-  priced = {one["keys"]["batch_size"]: one["days"] for one in found["neighbours"]}
-  assert priced["1024"] < found["run"]["days"]
+  result = answer(capsys, *LLAMA, "batch_size=1000")
+  assert result["batch"]["samples"] == 992
+  priced = {one["keys"]["batch_size"]: one["days"] for one in result["neighbours"]}
+  assert priced["1024"] < result["run"]["days"]
   assert "768" in priced
   text = ask(capsys, *LLAMA, "tokens_per_step=4194304", "ici_fsdp_parallelism=64")
   assert text.startswith("1,024 samples of 4,096 tokens a step")
@@ -330,11 +331,11 @@ def test_a_rule_of_ones_own_is_one_file_and_one_line(capsys, folder, monkeypatch
   monkeypatch.syspath_prepend(folder)
   mine = importlib.import_module("my_rule").RULE
   monkeypatch.setattr(published, "RULES", {**published.RULES, mine.name: mine})
-  found = answer(capsys, *LLAMA)
-  rules = {one["rule"]: one["tokens_per_step_at_overhead"] for one in found["rules"]}
+  result = answer(capsys, *LLAMA)
+  rules = {one["rule"]: one["tokens_per_step_at_overhead"] for one in result["rules"]}
   assert rules["mine"] == pytest.approx(0.2 * 0.1 * 140e9**0.7)
   carried = sorted(value for value in rules.values() if value is not None)
-  assert found["batch"]["wanted_tokens"] == pytest.approx((carried[2] * carried[3]) ** 0.5)
+  assert result["batch"]["wanted_tokens"] == pytest.approx((carried[2] * carried[3]) ** 0.5)
 
 
 @settings(max_examples=20)
@@ -343,12 +344,12 @@ def test_the_overhead_of_a_ramp_is_the_integral(starts, unit):
   tokens, critical = 1000.0, 300.0
   places = sorted({0, *starts})
   phases = [ramps.RampPhase(25.0 * at, unit * (n + 1)) for n, at in enumerate(places) if at < 40]
-  found = ramps.overhead(phases, 1, tokens, critical)
+  result = ramps.overhead(phases, 1, tokens, critical)
   # Midpoint sums of B / Bcrit(t), with Bcrit(t) = Bcrit / (1 − p) · (t/D)^p.
   p, at = 0.47, (np.arange(100_000) + 0.5) / 100_000
   places = np.searchsorted([one.at_tokens for one in phases], at * tokens, side="right") - 1
   batches = np.array([one.samples for one in phases])[places]
-  assert found == pytest.approx(np.mean(batches * (1 - p) / critical / at**p), rel=0.01)
+  assert result == pytest.approx(np.mean(batches * (1 - p) / critical / at**p), rel=0.01)
 
 
 def test_a_constant_batch_has_the_overhead_of_the_rules():
@@ -371,8 +372,8 @@ def test_a_ramp_doubles_where_twice_the_batch_keeps_to_the_overhead():
 
 @given(st.floats(1, 1e6))
 def test_a_round_batch_is_near(exact):
-  found = round_batch(exact)
-  assert abs(found - exact) <= max(0.1 * exact, 0.5)
+  result = round_batch(exact)
+  assert abs(result - exact) <= max(0.1 * exact, 0.5)
 
 
 @settings(max_examples=50)
@@ -421,14 +422,14 @@ def test_what_is_advised_trains(capsys, folder):
   small = {**SMALLEST, "dataset_path": "text.txt", "eval_interval": -1, "generate_length": 0}
   small |= {"write_report": "false", "dataset_cache_directory": "cache", "total_tokens": 20_000}
   keys = [f"{key}={value}" for key, value in small.items()]
-  found = answer(capsys, "config=base", *keys, "compile_topology=v5e-8", "data_overhead=10")
-  assert len(found["phases"]) > 1
+  result = answer(capsys, "config=base", *keys, "compile_topology=v5e-8", "data_overhead=10")
+  assert len(result["phases"]) > 1
   assert train.main(["config=advice.yml", "enable_checkpointing=false"]) == 0
   records = read_metrics(folder / "runs" / "first_run")
-  assert records[-1]["tokens"] == found["run"]["tokens"]
-  assert records[-1]["step"] == found["run"]["steps"]
+  assert records[-1]["tokens"] == result["run"]["tokens"]
+  assert records[-1]["step"] == result["run"]["steps"]
   sizes = [record["global_batch_to_train"] for record in records if record["step"]]
-  told = [one["samples_per_step"] for one in found["phases"] for _ in range(one["steps"])]
+  told = [one["samples_per_step"] for one in result["phases"] for _ in range(one["steps"])]
   assert sizes == told
 
 
@@ -459,15 +460,15 @@ def test_measured_noise_decides_between_prompts_and_completions(capsys, configs)
   for sampling, fewest in ((0.05, (64, 2)), (0.999, (8, 16))):
     record = {"gns/total": 50.0, "gns/total_completions": 400.0, "gns/sampling": sampling}
     (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    found = answer(capsys, *RL, "from_run=runs/small")
-    steps = {(one["prompts"], one["generations"]): one["steps"] for one in found["shapes"]}
+    result = answer(capsys, *RL, "from_run=runs/small")
+    steps = {(one["prompts"], one["generations"]): one["steps"] for one in result["shapes"]}
     # (S/Smin) = 1 + noise / P, with the sampling part as 1 / (G − 1).
     expected = {(p, g): 1 + 50 * (1 - sampling + sampling * 7 / (g - 1)) / p for p, g in steps}
     least = min(expected.values())
     assert steps == pytest.approx({shape: each / least for shape, each in expected.items()})
     best = min(steps, key=lambda shape: steps[shape])
     assert (best == fewest) == (sampling < 0.5)
-    assert found["keys"] == {"batch_size": best[0], "num_generations": best[1]}
+    assert result["keys"] == {"batch_size": best[0], "num_generations": best[1]}
 
 
 def test_mistakes_about_completions_are_refused(capsys, configs):

@@ -42,8 +42,8 @@ def value(name: str, one: Training) -> float:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_the_worked_examples(name):
-  found = [value(name, one) / 1e6 for one in EXAMPLES]
-  assert found == pytest.approx(TABLE[name], rel=0.02, abs=0.006)
+  results = [value(name, one) / 1e6 for one in EXAMPLES]
+  assert results == pytest.approx(TABLE[name], rel=0.02, abs=0.006)
 
 
 def test_a_fifth_of_the_critical_batch_is_near_the_batch_at_a_fifth_more_data():
@@ -75,8 +75,8 @@ def test_power_lines_at_610_million_parameters():
 
 def test_the_rates_of_the_worked_examples():
   step_law, deepseek_rate = published.rate_rules()
-  found = [rule.learning_rate(one) for rule in (step_law, deepseek_rate) for one in EXAMPLES]
-  assert found == pytest.approx([2.3e-3, 4.5e-4, 1.8e-4, 1.6e-3, 5.9e-4, 3.3e-4], rel=0.03)
+  results = [rule.learning_rate(one) for rule in (step_law, deepseek_rate) for one in EXAMPLES]
+  assert results == pytest.approx([2.3e-3, 4.5e-4, 1.8e-4, 1.6e-3, 5.9e-4, 3.3e-4], rel=0.03)
 
 
 def test_the_plateau_is_a_batch_of_4096_rows():
@@ -191,8 +191,8 @@ def test_outside_of_what_was_fitted_the_factor_is_said():
 
 
 def test_the_loss_is_that_of_chinchilla():
-  found = [expected_loss(one.parameters, one.tokens) for one in EXAMPLES]
-  assert found == pytest.approx([3.37, 2.18, 1.94], abs=0.005)
+  results = [expected_loss(one.parameters, one.tokens) for one in EXAMPLES]
+  assert results == pytest.approx([3.37, 2.18, 1.94], abs=0.005)
   assert math.isclose(expected_loss(1e30, 1e30), 1.69, rel_tol=1e-6)
 
 

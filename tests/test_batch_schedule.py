@@ -219,11 +219,11 @@ def test_the_last_batch_of_a_list_is_the_batch():
 @pytest.mark.parametrize("name", ["list", "linear", "doubling"])
 def test_schedules_do_not_depend_on_devices_or_microbatches(name):
   # A microbatch may be chosen by memory; samples per update must not follow it.
-  found = {
+  results = {
     plan_of(devices(count), batch_size=64, micro_batch_size=micro, **TYPES[name][0]).schedule.points
     for count, micro in [(8, 2), (4, 2), (8, 1), (2, 4)]
   }
-  assert len({tuple((point.at, point.batch) for point in points) for points in found}) == 1
+  assert len({tuple((point.at, point.batch) for point in points) for points in results}) == 1
 
 
 @pytest.mark.parametrize("scale", [1, 128])

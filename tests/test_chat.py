@@ -74,17 +74,17 @@ def chat_of(folder: Path, template: str = CHATML, **changes: object) -> Chat:
 
 def said(chat: Chat, messages: object) -> tuple[str, str]:
   """The whole text, and that of the tokens that count."""
-  found = chat(messages)
-  assert isinstance(found, Conversation), found
-  whole = chat._inner.decode(found.ids.tolist(), skip_special_tokens=False)
-  counted = chat._inner.decode(found.ids[found.counted == 1].tolist(), skip_special_tokens=False)
+  result = chat(messages)
+  assert isinstance(result, Conversation), result
+  whole = chat._inner.decode(result.ids.tolist(), skip_special_tokens=False)
+  counted = chat._inner.decode(result.ids[result.counted == 1].tolist(), skip_special_tokens=False)
   return whole, counted
 
 
 def refusal(chat: Chat, messages: object) -> str:
-  found = chat(messages)
-  assert isinstance(found, Bad)
-  return found.reason
+  result = chat(messages)
+  assert isinstance(result, Bad)
+  return result.reason
 
 
 def test_only_what_the_assistant_says_counts(tmp_path):
@@ -127,9 +127,9 @@ def test_an_answer_of_weight_0_does_not_count(tmp_path):
 
 def test_special_tokens_of_the_template_are_single_ids(tmp_path):
   chat = chat_of(tmp_path)
-  found = chat(TALK)
-  assert isinstance(found, Conversation)
-  assert (found.ids == chat._inner.token_to_id("<|im_start|>")).sum() == len(TALK)
+  result = chat(TALK)
+  assert isinstance(result, Conversation)
+  assert (result.ids == chat._inner.token_to_id("<|im_start|>")).sum() == len(TALK)
 
 
 def test_messages_may_be_json_and_have_null_fields(tmp_path):

@@ -217,23 +217,23 @@ def checked(loss: Callable[..., Any], seed: int = 0, size: int = 8, width: int =
 
 @pytest.mark.parametrize("loss", BROKEN, ids=lambda loss: loss.__name__)
 def test_what_is_wrong_is_named_with_its_cause(loss):
-  found = checked(loss)
-  assert not found.ok
-  assert {one.cause for one in found.findings} == {BROKEN[loss]}, str(found)
-  [term] = [one for one in found.findings if one.what.startswith("term")]
+  result = checked(loss)
+  assert not result.ok
+  assert {one.cause for one in result.findings} == {BROKEN[loss]}, str(result)
+  [term] = [one for one in result.findings if one.what.startswith("term")]
   assert term.gradient_errors["single rows"] > 1e-3
-  assert str(CAUSES[BROKEN[loss]]) in str(found)
+  assert str(CAUSES[BROKEN[loss]]) in str(result)
   with pytest.raises(ValueError, match=f"^{term.what} depends on the split"):
-    found.raise_if_any()
+    result.raise_if_any()
 
 
 @pytest.mark.parametrize(("seed", "size", "width"), [(0, 8, 8), (2, 20, 32)])
 @pytest.mark.parametrize("loss", CORRECT, ids=lambda loss: loss.__name__)
 def test_what_is_right_is_not_named(loss, seed, size, width):
-  found = checked(loss, seed, size, width)
-  assert found.ok, str(found)
-  assert found.tolerance < 1e-5
-  assert "2 replicas" in found.tried
+  result = checked(loss, seed, size, width)
+  assert result.ok, str(result)
+  assert result.tolerance < 1e-5
+  assert "2 replicas" in result.tried
 
 
 # Smaller mistakes, of a linear model: N numbers.
@@ -322,8 +322,8 @@ def axes() -> tuple[str, ...]:
   ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_smaller_mistakes(loss, cause, what):
-  found = check_split(loss, WEIGHTS, numbers())
-  assert [(one.what, one.cause) for one in found.findings] == [(what, cause)], str(found)
+  result = check_split(loss, WEIGHTS, numbers())
+  assert [(one.what, one.cause) for one in result.findings] == [(what, cause)], str(result)
 
 
 def test_a_finding_reads_well():
@@ -346,9 +346,9 @@ def test_a_shorter_format_and_a_gradient_of_nothing_but_rounding_are_no_mistake(
 
   w = np.random.default_rng(0).normal(size=(3, 40)).astype(np.float32)
   for rows in (numbers(8), numbers(32)):
-    found = check_split(loss, {"w": w, "b": np.ones((), np.float32)}, rows)
-    assert found.ok, str(found)
-  assert found.tolerance > 0.01
+    result = check_split(loss, {"w": w, "b": np.ones((), np.float32)}, rows)
+    assert result.ok, str(result)
+  assert result.tolerance > 0.01
 
 
 def test_too_few_rows_and_a_gradient_that_is_not_finite_are_refused():

@@ -336,7 +336,7 @@ def test_the_damaged_leaf_is_named(folder):
 
 @pytest.mark.parametrize("fault", ["truncated", "missing"])
 def test_a_file_cut_or_gone_is_found(two_steps, tmp_path, fault):
-  found = set()
+  results = set()
   for number, name in enumerate(path.relative_to(two_steps) for path in files_of(two_steps, 2)):
     folder = copy(two_steps, tmp_path / str(number))
     content = (folder / name).read_bytes()
@@ -349,9 +349,9 @@ def test_a_file_cut_or_gone_is_found(two_steps, tmp_path, fault):
     assert_same(restored.state, make_state(restored.position.step))
     if restored.position.step == 1:
       assert "step 2 is damaged" in lines[0]
-      found.add(str(name.relative_to("2").parent))
+      results.add(str(name.relative_to("2").parent))
   # The others are notes of Orbax to itself, on which neither arrays nor record depend.
-  assert found >= {"record", "state", "state/d"}
+  assert results >= {"record", "state", "state/d"}
 
 
 def damage(folder: pathlib.Path, step: int) -> None:

@@ -36,10 +36,10 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
 
 def test_the_fastest_is_chosen(seconds):
   seconds |= {8: 1.0, 16: 1.5, 32: 4.0}
-  found = choose_micro_batch_size(make_step, [8, 16, 32])
-  assert found.size == 16
-  assert [one.samples_per_second for one in found.tried] == [8, 16 / 1.5, 8]
-  assert str(found).splitlines()[2].endswith("1,500.00         10.7 <")
+  result = choose_micro_batch_size(make_step, [8, 16, 32])
+  assert result.size == 16
+  assert [one.samples_per_second for one in result.tried] == [8, 16 / 1.5, 8]
+  assert str(result).splitlines()[2].endswith("1,500.00         10.7 <")
   whole = choose_micro_batch_size(make_step, [8, 16, 32], samples=lambda size: 64)
   assert whole.size == 8
 
@@ -51,9 +51,9 @@ def test_what_does_not_fit_is_not_run(seconds):
   assert needed is not None
   assert needed > 4096 * 16 * 4
   del seconds[4096]
-  found = choose_micro_batch_size(make_step, [8, 4096], memory_bytes=needed - 1)
-  assert (found.size, found.tried[1].seconds, found.tried[1].peak_bytes) == (8, None, needed)
-  assert "does not fit" in str(found)
+  result = choose_micro_batch_size(make_step, [8, 4096], memory_bytes=needed - 1)
+  assert (result.size, result.tried[1].seconds, result.tried[1].peak_bytes) == (8, None, needed)
+  assert "does not fit" in str(result)
   with pytest.raises(UserError, match=r"none of sizes=\[4096\] fits into memory_bytes=1000: 0\.\d"):
     choose_micro_batch_size(make_step, [4096], memory_bytes=1000)
 
@@ -69,10 +69,10 @@ def test_donated_arguments_are_made_anew(form):
     lowered = function.lower(*arguments)
     return {"jitted": function, "lowered": lowered, "compiled": lowered.compile()}[form], arguments
 
-  found = choose_micro_batch_size(donating, [4, 8], repeats=2)
+  result = choose_micro_batch_size(donating, [4, 8], repeats=2)
   assert made == [4, 4, 4, 8, 8, 8]
-  assert found.size in (4, 8)
-  assert all(one.seconds for one in found.tried)
+  assert result.size in (4, 8)
+  assert all(one.seconds for one in result.tried)
 
 
 def test_another_error_is_not_taken_for_missing_memory():

@@ -52,8 +52,8 @@ def place(**keys: object) -> Target:
 def test_the_compiler_takes_every_published_set(generation: str):
   device = topology_devices(SLICES[generation])[0]
   for name, published in FLAG_SETS[generation].items():
-    found = compiler_flags(name, device)
-    assert len(found.flags) == len(published.flags.split())
+    result = compiler_flags(name, device)
+    assert len(result.flags) == len(published.flags.split())
     assert published.source
   more = compiler_flags("published --xla_tpu_scoped_vmem_limit_kib=1024", device)
   assert dict(more.flags)["xla_tpu_scoped_vmem_limit_kib"] == "1024"

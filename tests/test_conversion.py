@@ -146,11 +146,11 @@ def test_a_run_is_made_of_the_model_that_training_begins_with(folder, capsys):
 def test_parameters_arrive_in_their_places(folder, sizes):
   model = model_of(folder)
   wanted = abstract(model, **sizes)
-  found, tensors = load_parameters(folder, model, wanted), llama_tensors()
+  result, tensors = load_parameters(folder, model, wanted), llama_tensors()
   assert jax.tree.map(lambda leaf: leaf.sharding, wanted) == jax.tree.map(
-    lambda leaf: leaf.sharding, found
+    lambda leaf: leaf.sharding, result
   )
-  layers = found["layers"]
+  layers = result["layers"]
   for layer in range(L):
     name = f"model.layers.{layer}."
     for path, key, shape in [
@@ -164,8 +164,8 @@ def test_parameters_arrive_in_their_places(folder, sizes):
         ours = ours[part]
       expected = tensors[f"{name}{key}.weight"].T.reshape(shape)
       np.testing.assert_array_equal(ours[layer], expected)
-  np.testing.assert_array_equal(found["head"], tensors["lm_head.weight"].T)
-  np.testing.assert_array_equal(found["embedding"], tensors["model.embed_tokens.weight"])
+  np.testing.assert_array_equal(result["head"], tensors["lm_head.weight"].T)
+  np.testing.assert_array_equal(result["embedding"], tensors["model.embed_tokens.weight"])
 
 
 KINDS = {
@@ -247,8 +247,8 @@ def test_fused_projections_are_divided_and_joined_again(tmp_path):
   out = give(take(folder, "max_target_length=16"))
   assert_same_bits(read_tensors(out), {f"transformer.{n}": x for n, x in tensors.items()})
   model = model_of(folder)
-  found = load_parameters(folder, model, abstract(model, fsdp=2, tensor=2))
-  value = found["layers"]["attention"]["value"]["kernel"][1]
+  result = load_parameters(folder, model, abstract(model, fsdp=2, tensor=2))
+  value = result["layers"]["attention"]["value"]["kernel"][1]
   fused = tensors["h.1.attn.c_attn.weight"]
   np.testing.assert_array_equal(np.asarray(value).reshape(D, D), fused[:, 2 * D :])
 
@@ -270,9 +270,9 @@ def test_a_padded_vocabulary_has_rows_of_zeros_and_is_cut_on_request(folder, cap
   run = take(folder, "vocab_size=48")
   assert "vocab_size=48: the folder's 40 rows, and 8 of zeros after them" in capsys.readouterr().out
   model = model_of(folder, "vocab_size=48")
-  found = load_parameters(folder, model, abstract(model, tensor=4))
-  assert not np.asarray(found["head"])[:, V:].any()
-  assert not np.asarray(found["embedding"])[V:].any()
+  result = load_parameters(folder, model, abstract(model, tensor=4))
+  assert not np.asarray(result["head"])[:, V:].any()
+  assert not np.asarray(result["embedding"])[V:].any()
   whole = read_tensors(give(run))
   assert whole["lm_head.weight"].shape == (48, D)
   assert json.loads((run.parent / "ours" / "config.json").read_text())["vocab_size"] == 48

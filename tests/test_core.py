@@ -146,9 +146,9 @@ def test_replicas_talk_once():
     in_microbatches(batch(), 3, 8), NamedSharding(devices, PartitionSpec(None, "data"))
   )
   lowered = jax.jit(accumulate(one_term, devices)).lower(parameters(), rows, np.int32(3))
-  found = collectives(program_text(lowered))
-  assert found["loop"] == []
-  assert set(found["once"]) == {"all-reduce"}
+  result = collectives(program_text(lowered))
+  assert result["loop"] == []
+  assert set(result["once"]) == {"all-reduce"}
 
 
 @pytest.mark.parametrize("axes", [{}, {"data": 2}])
@@ -162,7 +162,7 @@ def test_squares_are_those_of_the_microbatches_and_replicas(axes):
   k, replicas = 4, axes.get("data", 1)
   devices = mesh(**axes) if axes else None
   rows = in_microbatches(batch(), k, 8)
-  found = jax.jit(accumulate(one_term, devices, squared_norm=norm))(parameters(), rows, k)
+  result = jax.jit(accumulate(one_term, devices, squared_norm=norm))(parameters(), rows, k)
 
   def square(params: Any, part: Any) -> Any:
     terms, _ = one_term(params, part, None)
@@ -175,13 +175,15 @@ def test_squares_are_those_of_the_microbatches_and_replicas(axes):
     parts = [jax.tree.map(lambda x, m=m: x[m], own) for m in range(k)]
     of_replicas.append([jax.device_get(gradient(parameters(), part)) for part in parts])
   each = [one for replica in of_replicas for one in replica]
-  assert found.squares is not None
-  assert found.squares.of_microbatches == pytest.approx(
+  assert result.squares is not None
+  assert result.squares.of_microbatches == pytest.approx(
     sum(float(norm(g)) for g, _ in each), rel=1e-5
   )
-  assert found.squares.divisors == sum(float(d) ** 2 for _, d in each)
+  assert result.squares.divisors == sum(float(d) ** 2 for _, d in each)
   together = [jax.tree.map(lambda *g: sum(g), *(g for g, _ in one)) for one in of_replicas]
-  assert found.squares.of_replicas == pytest.approx(sum(float(norm(g)) for g in together), rel=1e-5)
+  assert result.squares.of_replicas == pytest.approx(
+    sum(float(norm(g)) for g in together), rel=1e-5
+  )
 
 
 def test_streamed_steps_equal_fused_ones():

@@ -23,11 +23,11 @@ def batch(size: int) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
 def test_keys_belong_to_samples_in_any_shape(shape):
   ids = np.random.default_rng(0).integers(0, 99, shape)
-  found = sample_keys(jax.random.key(3), ids)
-  assert found.shape == shape
+  result = sample_keys(jax.random.key(3), ids)
+  assert result.shape == shape
   for index in np.ndindex(shape):
     one = jax.random.fold_in(jax.random.key(3), int(ids[index]))
-    assert (jax.random.key_data(found[index]) == jax.random.key_data(one)).all()
+    assert (jax.random.key_data(result[index]) == jax.random.key_data(one)).all()
 
 
 @pytest.mark.parametrize(("size", "micro", "capacity"), [(12, 4, None), (13, 4, 6), (3, 8, 2)])

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from begun_states import begun_state
 from flax import nnx
+from initial_states import initial_state
 from support import GPT2, TINY, config, in_microbatches, mesh, relative_errors, uneven_rows
 
 from maxbatch.batch.from_config import plan_batches, topology
@@ -69,7 +69,7 @@ FSDP = {"ici_data_parallelism": 1, "ici_fsdp_parallelism": -1}
 """All devices see a batch as one."""
 
 
-def settle(**keys) -> Config:
+def resolve(**keys) -> Config:
   """What becomes of a run on 8 devices."""
   run = config(**keys)
   return coupling.resolve_accumulation(run, topology(run.mesh, 8))
@@ -169,7 +169,7 @@ def test_every_option_is_probed_as_it_is_configured():
 )
 def test_passes_asked_for_by_number_are_refused(batch_norm, keys, printed):
   with pytest.raises(UserError) as refusal:
-    settle(decoder_block="batch_norm", **FSDP, **keys)
+    resolve(decoder_block="batch_norm", **FSDP, **keys)
   assert str(refusal.value).endswith(f"so its step cannot be split, but {printed}")
   assert str(refusal.value).startswith("decoder_block=batch_norm couples the samples of a batch")
 
@@ -186,14 +186,14 @@ def test_passes_asked_for_by_number_are_refused(batch_norm, keys, printed):
 )
 def test_the_ways_out_work_and_one_pass_is_not_probed(batch_norm, monkeypatch, keys):
   monkeypatch.setattr(coupling, "coupling", lambda *_, **__: pytest.fail("probed"))
-  run = settle(decoder_block="batch_norm", **FSDP, **keys)
+  run = resolve(decoder_block="batch_norm", **FSDP, **keys)
   assert run == config(decoder_block="batch_norm", **FSDP, **keys)
   assert passes(run) == 1
 
 
 @pytest.mark.parametrize("asked", ["auto", "explore", "{explore: {min: 1, max: 4}}"])
 def test_a_choice_becomes_none_with_a_warning(batch_norm, capfd, asked):
-  run = settle(decoder_block="batch_norm", micro_batch_size=asked, batch_size=64, **FSDP)
+  run = resolve(decoder_block="batch_norm", micro_batch_size=asked, batch_size=64, **FSDP)
   assert run == config(decoder_block="batch_norm", micro_batch_size="none", batch_size=64, **FSDP)
   assert passes(run) == 1
   out, err = capfd.readouterr()
@@ -213,7 +213,7 @@ def gradients(axes: tuple[int, int, int]) -> Parameters:
   rows = in_microbatches(uneven_rows(32, 16), 1, 1)
   rows = jax.device_put(rows, rows_shardings(rows, trainer.mesh))
   start = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
-  before = begun_state(trainer, start)
+  before = initial_state(trainer, start)
   step = step_function(trainer, rows)
   after, _ = step(before, rows, trainer.microbatches(1), np.float32(1.0))
   return jax.tree.map(lambda new, old: new - old, jax.device_get(after.params), start)
@@ -236,20 +236,20 @@ def test_replicas_would_train_something_else_and_are_refused(batch_norm, axes, k
   assert max(relative_errors(gradients(axes), whole).values()) > 0.01
   assert max(relative_errors(gradients((1, axes[0] * axes[1], 1)), whole).values()) < 1e-5
 
-  def settle(**keys: object) -> Config:
+  def resolve(**keys: object) -> Config:
     run = config(decoder_block="batch_norm", **keys)
     return coupling.resolve_accumulation(run, topology(run.mesh, axes[0] * axes[1]))
 
   with pytest.raises(UserError, match="ici_data_parallelism=-1 makes 2 replicas") as refusal:
-    settle(**keys)
+    resolve(**keys)
   assert str(refusal.value).endswith(f"; for example {offered}")
   keys |= dict(key.split("=") for key in offered.split())
-  assert settle(**keys) == config(decoder_block="batch_norm", **keys)
+  assert resolve(**keys) == config(decoder_block="batch_norm", **keys)
 
 
 def test_a_choice_does_not_help_replicas(batch_norm):
   with pytest.raises(UserError, match="makes 8 replicas"):
-    settle(decoder_block="batch_norm", micro_batch_size="auto", batch_size=64)
+    resolve(decoder_block="batch_norm", micro_batch_size="auto", batch_size=64)
 
 
 def test_validate_only_refuses_what_the_run_refuses(batch_norm):
@@ -272,7 +272,7 @@ def test_slices_and_a_pipeline_split_a_step_too(batch_norm):
 
 def test_an_uncoupled_model_keeps_its_passes_and_its_choice(capfd):
   for keys in ({"gradient_accumulation_steps": 4}, {"micro_batch_size": "auto", "batch_size": 64}):
-    assert settle(**keys) == config(**keys)
+    assert resolve(**keys) == config(**keys)
   assert capfd.readouterr() == ("", "")
 
 
@@ -283,7 +283,7 @@ def test_a_model_that_cannot_be_made_small_is_told_and_left_alone(monkeypatch, c
 
   register(monkeypatch, "wide", validate=validate)
   keys = {"decoder_block": "wide", "gradient_accumulation_steps": 4}
-  assert settle(**keys) == config(**keys)
+  assert resolve(**keys) == config(**keys)
   printed = "warning: decoder_block=wide was not tried at a small size: base_emb_dim must be at"
   assert capfd.readouterr().err.startswith(printed)
 

@@ -83,8 +83,8 @@ def place(folder: pathlib.Path, step: int = START, name: str = "mine") -> pathli
 
 
 def records(folder: pathlib.Path) -> list[dict[str, float]]:
-  found = read_metrics(folder)
-  return [{key: value for key, value in one.items() if key not in TIMES} for one in found]
+  result = read_metrics(folder)
+  return [{key: value for key, value in one.items() if key not in TIMES} for one in result]
 
 
 def measure(folder: pathlib.Path, *arguments: str, name: str = "mine") -> dict[str, Any]:
@@ -141,22 +141,24 @@ def test_batches_rates_steps_and_tokens_are_what_the_table_says(cosine, measured
 def test_factor_one_goes_on_exactly_as_the_run_did(constant, monkeypatch):
   """Same state, same samples, same dropout: bit by bit what came after the checkpoint."""
   monkeypatch.setattr(running, "run", diverge_at_2)
-  found = measure(constant)
+  result = measure(constant)
   expected = [one for one in records(constant / "mine") if one["step"] > START]
   for mine, its in zip(records(place(constant) / "x1"), expected, strict=True):
     assert {key: mine[key] for key in its} == its
-  assert found["checkpoint"]["learning_rate"] == 3e-3
+  assert result["checkpoint"]["learning_rate"] == 3e-3
 
 
 def test_every_branch_sees_the_same_samples(constant):
   """With a rate that moves nothing, the loss of a step is the mean of the small steps it covers."""
-  found = measure(constant, "learning_rate=1e-30", name="still")
+  result = measure(constant, "learning_rate=1e-30", name="still")
   small = [one["loss"] for one in records(place(constant, name="still") / "x1")]
   large = [one["loss"] for one in records(place(constant, name="still") / "x2")]
   groups = zip(small[::2], small[1::2], strict=True)
   assert large == pytest.approx([statistics.fmean(group) for group in groups], rel=1e-5)
-  assert found["critical_batch_at_least"] == 16
-  assert found["conclusion"][0].startswith("The critical batch is at least 16 samples (256 tokens)")
+  assert result["critical_batch_at_least"] == 16
+  assert result["conclusion"][0].startswith(
+    "The critical batch is at least 16 samples (256 tokens)"
+  )
 
 
 def test_once_more_trains_nothing(cosine, measured, monkeypatch, capsys):
@@ -211,12 +213,12 @@ def diverge_at_2(config: Config, **keys: Any) -> Any:
 
 def test_a_branch_that_diverges_is_a_result_and_stays_one(cosine, monkeypatch, capsys):
   monkeypatch.setattr(running, "run", diverge_at_2)
-  found = measure(cosine, name="diverging")
-  assert [one["diverged"] for one in found["branches"]] == [False, True]
-  assert found["branches"][1]["loss"] is None
+  result = measure(cosine, name="diverging")
+  assert [one["diverged"] for one in result["branches"]] == [False, True]
+  assert result["branches"][1]["loss"] is None
   assert "Branch x2 diverged: step 6: loss=nan" in capsys.readouterr().out
   monkeypatch.setattr(running, "run", None)
-  assert measure(cosine, name="diverging") == found
+  assert measure(cosine, name="diverging") == result
 
 
 def test_nothing_can_be_compared_with_a_smallest_branch_that_diverges(cosine, monkeypatch, capsys):
@@ -581,9 +583,9 @@ def checkpoint_at(step: int, samples: int) -> Checkpoint:
 )
 def test_the_batch_in_force_at_the_checkpoint(keys, at, batch, micro_batch):
   config = load_config(["config=base", "lr_schedule_type=constant", "warmup_steps=0", *keys])
-  found = at_checkpoint(config, checkpoint_at(*at), topology(config.mesh, 8))
-  assert (found.phase.batch, found.phase.micro_batch) == (batch, micro_batch)
-  assert found.learning_rate == config.optimizer.learning_rate
+  result = at_checkpoint(config, checkpoint_at(*at), topology(config.mesh, 8))
+  assert (result.phase.batch, result.phase.micro_batch) == (batch, micro_batch)
+  assert result.learning_rate == config.optimizer.learning_rate
 
 
 def test_a_run_that_the_noise_scale_steers_has_the_batch_it_had_decided_on():
@@ -598,10 +600,10 @@ def test_a_run_that_the_noise_scale_steers_has_the_batch_it_had_decided_on():
   config = load_config(["config=base", *keys])
   decided = {"batch_schedule": [["0", 32], ["640", 64]]}
   checkpoint = dataclasses.replace(checkpoint_at(25, 960), plan=decided)
-  found = at_checkpoint(config, checkpoint, topology(config.mesh, 8))
-  assert (found.phase.batch, found.phase.micro_batch) == (64, 16)
-  assert found.learning_rate == config.optimizer.learning_rate * 2**0.5
-  assert found.plan.as_dict()["batch_schedule"] == decided["batch_schedule"]
+  result = at_checkpoint(config, checkpoint, topology(config.mesh, 8))
+  assert (result.phase.batch, result.phase.micro_batch) == (64, 16)
+  assert result.learning_rate == config.optimizer.learning_rate * 2**0.5
+  assert result.plan.as_dict()["batch_schedule"] == decided["batch_schedule"]
   dry = load_config(["config=base", *keys, "gns_dry_run=true"])
   assert at_checkpoint(dry, checkpoint, topology(dry.mesh, 8)).phase.batch == 32
 
@@ -614,8 +616,8 @@ def test_the_rate_at_the_checkpoint_is_that_of_the_whole_run_s_schedule():
     "learning_rate_final_fraction=0",
   ]
   config = load_config(["config=base", *keys, "learning_rate=1.0"])
-  found = at_checkpoint(config, checkpoint_at(25, 800), topology(config.mesh, 8))
-  assert found.learning_rate == pytest.approx(0.75)
+  result = at_checkpoint(config, checkpoint_at(25, 800), topology(config.mesh, 8))
+  assert result.learning_rate == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize(
@@ -637,15 +639,15 @@ def test_a_branch_s_batch_and_rate_are_the_same_throughout_whatever_the_run_s_we
   wish = BranchRequest((Fraction(1), Fraction(2)), -1, Fraction(1, 4))
   branching = plan_branches(BranchBase(now.phase, layout, 128), wish)
   experiment = Experiment(config, checkpoint, branching, 0.5, "linear", pathlib.Path("here"))
-  found = branch_config(experiment, branching.branches[1])
-  plan = plan_batches(found.batch, found.run, layout).starting_at(checkpoint.position)
-  rate = learning_rate(found.optimizer, plan, found.run.schedule_unit)
+  result = branch_config(experiment, branching.branches[1])
+  plan = plan_batches(result.batch, result.run, layout).starting_at(checkpoint.position)
+  rate = learning_rate(result.optimizer, plan, result.run.schedule_unit)
   assert [(phase.batch, phase.num_steps) for phase in plan.phases] == [(32, 40)]
   assert {rate(Position(step, 16 + 32 * (step - 1))) for step in range(1, 41)} == {1.0}
   assert plan.end() == Position(41, 16 + 40 * 32)
-  assert (found.run.eval_interval, found.run.generate_length) == (-1, 0)
-  assert not measures_noise(found.noise)
-  check_noise(found, plan)
+  assert (result.run.eval_interval, result.run.generate_length) == (-1, 0)
+  assert not measures_noise(result.noise)
+  check_noise(result, plan)
 
 
 def test_another_batch_than_the_checkpoint_was_written_under_is_said(cosine, capsys, monkeypatch):

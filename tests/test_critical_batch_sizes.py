@@ -20,20 +20,20 @@ def branches(
 
 
 def test_every_branch_makes_whole_steps_of_the_same_samples():
-  found = branches(1, 2, 8, tokens=16 * 256 * 16)
-  rows = [(b.name, b.batch, b.tokens_per_step, b.steps, b.steps_per_block) for b in found.branches]
+  result = branches(1, 2, 8, tokens=16 * 256 * 16)
+  rows = [(b.name, b.batch, b.tokens_per_step, b.steps, b.steps_per_block) for b in result.branches]
   assert rows == [("x1", 32, 512, 128, 8), ("x2", 64, 1024, 64, 4), ("x8", 256, 4096, 16, 1)]
-  assert all(b.tokens_per_step * b.steps == found.tokens for b in found.branches)
-  assert (found.tokens, found.block_tokens, found.num_blocks) == (65_536, 4096, 16)
-  assert (found.window_blocks, found.window_tokens) == (4, 16_384)
+  assert all(b.tokens_per_step * b.steps == result.tokens for b in result.branches)
+  assert (result.tokens, result.block_tokens, result.num_blocks) == (65_536, 4096, 16)
+  assert (result.window_blocks, result.window_tokens) == (4, 16_384)
 
 
 def test_batches_that_do_not_divide_each_other_meet_at_their_common_multiple():
-  found = branches(1, "3/2", "5/2")
-  assert [b.batch for b in found.branches] == [32, 48, 80]
-  assert found.block_tokens == 480 * 16
-  assert [b.steps_per_block for b in found.branches] == [15, 10, 6]
-  assert [b.name for b in found.branches] == ["x1", "x1.5", "x2.5"]
+  result = branches(1, "3/2", "5/2")
+  assert [b.batch for b in result.branches] == [32, 48, 80]
+  assert result.block_tokens == 480 * 16
+  assert [b.steps_per_block for b in result.branches] == [15, 10, 6]
+  assert [b.name for b in result.branches] == ["x1", "x1.5", "x2.5"]
 
 
 def test_without_a_length_there_are_forty_blocks_or_what_the_window_needs():
@@ -65,9 +65,9 @@ def test_factors_that_no_branch_can_have_are_refused_at_once(factors, said):
 def test_the_microbatch_stays_or_becomes_the_largest_that_divides_all(
   factors, micro_batch, expected
 ):
-  found = branches(*factors, micro_batch=micro_batch)
-  assert found.micro_batch == expected
-  assert found.per_device_batch_size == Fraction(expected, 8)
+  result = branches(*factors, micro_batch=micro_batch)
+  assert result.micro_batch == expected
+  assert result.per_device_batch_size == Fraction(expected, 8)
 
 
 def test_the_window_is_whole_blocks_and_no_more_than_its_share():

@@ -42,8 +42,8 @@ def report(
 
 
 def verdict(losses: dict[int, float]) -> int:
-  found = report(losses)
-  return int(found.critical.measured.branch.factor)
+  result = report(losses)
+  return int(result.critical.measured.branch.factor)
 
 
 @pytest.mark.parametrize(
@@ -121,30 +121,30 @@ def test_the_interval_grows_where_neighbours_resemble_each_other():
 
 
 def test_all_within():
-  found = report({1: 3.0, 2: 2.999, 4: 3.001})
-  assert found.sentences() == [
+  result = report({1: 3.0, 2: 2.999, 4: 3.001})
+  assert result.sentences() == [
     "The critical batch is at least 128 samples (2,048 tokens): the largest tried, it ends within "
     "0.01 of x2, the best smaller one."
   ]
-  assert (found.at_least, found.below) == (128, None)
+  assert (result.at_least, result.below) == (128, None)
 
 
 def test_between_two():
-  found = report({1: 3.0, 2: 3.001, 4: 3.05})
-  assert found.sentences() == [
+  result = report({1: 3.0, 2: 3.001, 4: 3.05})
+  assert result.sentences() == [
     "The critical batch is between 64 samples (1,024 tokens) and 128 samples (2,048 tokens), which "
     "ends 0.05 nats per token above x1."
   ]
-  assert (found.at_least, found.below) == (64, 128)
+  assert (result.at_least, result.below) == (64, 128)
 
 
 def test_below_the_smallest_but_one():
-  found = report({1: 3.0, 2: math.inf})
-  assert found.sentences() == [
+  result = report({1: 3.0, 2: math.inf})
+  assert result.sentences() == [
     "The critical batch is below 64 samples (1,024 tokens), which diverges. Whether 32 is below "
     "it, only smaller factors can show."
   ]
-  assert (found.at_least, found.below) == (None, 64)
+  assert (result.at_least, result.below) == (None, 64)
 
 
 def test_losses_that_do_not_rise_steadily_are_pointed_at():
@@ -163,8 +163,8 @@ def test_noise_larger_than_the_tolerance_is_said():
 
 
 def test_a_difference_next_to_the_tolerance_is_not_certain():
-  found = report({1: 3.0, 2: 3.0095, 4: 3.0098, 8: 3.2})
-  assert found.sentences()[1].startswith(
+  result = report({1: 3.0, 2: 3.0095, 4: 3.0098, 8: 3.2})
+  assert result.sentences()[1].startswith(
     "Not certain: the noise leaves open on which side of tolerance=0.01 it is (x4 +0.0098 ± 0.0"
   )
 
@@ -189,8 +189,8 @@ def test_the_table():
 
 
 def test_json_has_no_infinity():
-  found = report({1: 3.0, 2: math.inf}).as_dict()
-  read = json.loads(json.dumps(found, allow_nan=False))
+  result = report({1: 3.0, 2: math.inf}).as_dict()
+  read = json.loads(json.dumps(result, allow_nan=False))
   assert read["branches"][1]["loss"] is None
   assert read["branches"][1]["diverged"] is True
   assert (read["critical_batch_at_least"], read["critical_batch_below"]) == (None, 64)
@@ -201,8 +201,8 @@ def drawn(losses: dict[int, float]) -> tuple[dict[str, Line], dict[str, Line], B
   """The lines that are named in each picture, and the area that is marked."""
   above, below = ([*chart.panels[0].marks] for chart in critical_batch_charts(report(losses)))
   curves, spots = ({m.label: m for m in marks if isinstance(m, Line)} for marks in (above, below))
-  [found] = [mark for mark in below if isinstance(mark, Band)]
-  return curves, spots, found
+  [result] = [mark for mark in below if isinstance(mark, Band)]
+  return curves, spots, result
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def drawn(losses: dict[int, float]) -> tuple[dict[str, Line], dict[str, Line], B
 )
 def test_the_plot_draws_every_branch(losses, expected):
   assert title(report(losses)) == f"Critical batch of mine after step 200: {expected}"
-  curves, spots, found = drawn(losses)
+  curves, spots, result = drawn(losses)
   for factor, loss in losses.items():
     name = f"x{factor} ({32 * factor})"
     assert (name in curves) == (f"x{factor}" in spots) == math.isfinite(loss)
@@ -223,7 +223,7 @@ def test_the_plot_draws_every_branch(losses, expected):
     if math.isfinite(loss):
       assert len(curves[name].y) == BLOCKS - WINDOW + 1
       assert spots[f"x{factor}"].y == [pytest.approx(loss)]
-      assert found.low[0] < loss < found.high[0]
+      assert result.low[0] < loss < result.high[0]
   assert curves["judged from here"].x[0][0] == (BLOCKS - WINDOW) * 4096
   assert "best smaller branch + tolerance" in spots
 
@@ -266,11 +266,11 @@ def descending(factor: int, critical: float) -> Measured:
 def test_branches_tell_the_batch_that_takes_twice_the_data():
   flat = report({1: 3.0, 2: 3.0, 4: 3.0, 8: 3.0})
   judged = judge([descending(factor, 100) for factor in (1, 2, 4, 8)], WINDOW, 0.01)
-  found = dataclasses.replace(flat, judged=tuple(judged))
-  assert found.tradeoff is not None
-  assert found.tradeoff.critical_batch.value == pytest.approx(100, rel=0.1)
-  assert f"a batch of {found.tradeoff.critical_batch.value:.0f} samples (95% " in str(found)
-  assert found.as_dict()["tradeoff"]["critical_batch"]["low"] < 100
+  result = dataclasses.replace(flat, judged=tuple(judged))
+  assert result.tradeoff is not None
+  assert result.tradeoff.critical_batch.value == pytest.approx(100, rel=0.1)
+  assert f"a batch of {result.tradeoff.critical_batch.value:.0f} samples (95% " in str(result)
+  assert result.as_dict()["tradeoff"]["critical_batch"]["low"] < 100
   # Losses that do not fall, and too few branches, tell nothing.
   assert flat.tradeoff is None
   assert flat.as_dict()["tradeoff"] is None

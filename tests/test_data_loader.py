@@ -172,9 +172,9 @@ def test_a_process_reads_only_its_own_rows(factor):
     reader.close()
   for step, expected in enumerate(expected_steps(RAMP)):
     for columns, arrays in parts.items():
-      found = arrays[step]["inputs"]
-      assert found.shape == (3, 4, 2)
-      np.testing.assert_array_equal(found[: len(expected), :, 0], expected[:, list(columns)] + 1)
+      result = arrays[step]["inputs"]
+      assert result.shape == (3, 4, 2)
+      np.testing.assert_array_equal(result[: len(expected), :, 0], expected[:, list(columns)] + 1)
 
 
 def test_no_two_steps_share_memory():
@@ -328,11 +328,11 @@ def test_validation_is_in_order_and_its_last_batch_is_filled_up(workers):
     Numbered(20), eval_batch=8, eval_samples=-1, sharding=sharding("data"), worker_count=workers
   )
   with batches:
-    found = list(batches)
-  assert [rows.inputs.shape for rows in found] == [(8, 2)] * 3
-  inputs = np.concatenate([np.asarray(rows.inputs)[:, 0] for rows in found])
+    results = list(batches)
+  assert [rows.inputs.shape for rows in results] == [(8, 2)] * 3
+  inputs = np.concatenate([np.asarray(rows.inputs)[:, 0] for rows in results])
   assert inputs.tolist() == [*range(1, 21), 0, 0, 0, 0]
-  weights = np.concatenate([np.asarray(rows.weights)[:, 0] for rows in found])
+  weights = np.concatenate([np.asarray(rows.weights)[:, 0] for rows in results])
   assert weights.tolist() == [1.0] * 20 + [0.0] * 4
 
 
@@ -340,9 +340,9 @@ def test_validation_is_in_order_and_its_last_batch_is_filled_up(workers):
 def test_the_validation_set_is_the_same_however_it_is_split(batch):
   place = sharding("data")
   with eval_loader(Numbered(40), eval_batch=batch, eval_samples=20, sharding=place) as batches:
-    found = list(batches)
-  inputs = np.concatenate([np.asarray(rows.inputs)[:, 0] for rows in found])
-  weights = np.concatenate([np.asarray(rows.weights)[:, 0] for rows in found])
+    results = list(batches)
+  inputs = np.concatenate([np.asarray(rows.inputs)[:, 0] for rows in results])
+  weights = np.concatenate([np.asarray(rows.weights)[:, 0] for rows in results])
   assert inputs[weights > 0].tolist() == list(range(1, 21))
 
 
@@ -354,8 +354,8 @@ def test_packed_text_reaches_the_devices_with_all_its_fields(tmp_path):
   assert rows.positions is not None
   wanted = source.rows(SampleStream(len(source), 7)(np.arange(2 * MICRO)))
   for name, array in wanted.items():
-    found = np.asarray(rows._asdict()[name])
-    np.testing.assert_array_equal(found[:2].reshape(array.shape), array)
+    result = np.asarray(rows._asdict()[name])
+    np.testing.assert_array_equal(result[:2].reshape(array.shape), array)
 
 
 def test_the_wait_for_rows_counts_opening_and_reading_and_not_what_is_dispatched():

@@ -231,9 +231,9 @@ def test_a_folder_that_mixes_formats(tmp_path):
       f"={path} mixes formats: 2 jsonl (b.jsonl), 1 parquet (a.parquet); give a glob" in message
     )
   assert cache_of(build(tmp_path, f"{folder}/*.jsonl")).num_documents == 6
-  found = build(tmp_path, folder, grain_file_type="parquet")
-  assert cache_of(found).num_documents == 3
-  assert "skipped: 2 .jsonl" in found.description
+  result = build(tmp_path, folder, grain_file_type="parquet")
+  assert cache_of(result).num_documents == 3
+  assert "skipped: 2 .jsonl" in result.description
 
 
 def test_a_missing_numbered_file(tmp_path):

@@ -64,8 +64,8 @@ def test_a_folder_is_read_recursively_and_says_what_it_passes_over(tmp_path):
     },
   )
   sources = resolve("dataset_path", str(tmp_path / "in"))
-  found = [file.name for file in sources.files]
-  assert found == ["LICENSE", "b.txt", "empty.txt", "sub/a.md", "sub/c.txt.gz"]
+  results = [file.name for file in sources.files]
+  assert results == ["LICENSE", "b.txt", "empty.txt", "sub/a.md", "sub/c.txt.gz"]
   assert dict(sources.skipped) == {".png": 1, "hidden": 1}
   dataset = build(tmp_path / "in", tmp_path / "cache")
   assert "files skipped: 1 .png, 1 empty, 1 hidden" in dataset.description

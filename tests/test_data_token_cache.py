@@ -272,10 +272,10 @@ def test_a_file_that_grows_while_it_is_read_is_refused(corpus, tmp_path, monkeyp
   inner = text_format.checked_range
 
   def grow(key, document):
-    found = inner(key, document)
+    result = inner(key, document)
     with open(document.file.path, "a") as stream:
       stream.write("more")
-    return found
+    return result
 
   monkeypatch.setattr(text_format, "checked_range", grow)
   with pytest.raises(UserError, match=r"a\.txt changed from 5 to 9 bytes while it was read"):

@@ -109,8 +109,8 @@ def test_the_weights_of_ids_are_those_of_the_targets(tmp_path, name):
 def test_one_weight_for_a_document_of_text(tmp_path):
   (tmp_path / "a.jsonl").write_text('{"text": "ab", "mask": 1}\n{"text": "cd", "mask": 0}\n')
   bytes_of = {ord("b"): 1, ord("d"): 0, ord("a"): 1, ord("c"): 0}
-  found = targets(build(tmp_path, tmp_path / "a.jsonl"))
-  assert {byte: found[byte] for byte in bytes_of} == bytes_of
+  result = targets(build(tmp_path, tmp_path / "a.jsonl"))
+  assert {byte: result[byte] for byte in bytes_of} == bytes_of
 
 
 @pytest.mark.parametrize(

@@ -64,12 +64,12 @@ def test_the_index_is_the_questions():
 
 def commands(text: str) -> list[tuple[str, str]]:
   """Every command of a page that could be typed as it stands: its module, its arguments."""
-  found = []
+  results = []
   for line in re.sub(r"\\\n\s*", " ", text).splitlines():
     if (match := START.match(line)) and "…" not in line:
       words = re.split(r"\s#|\s[|>]\s", match[3])[0]
-      found.append((match[1] or match[2], words))
-  return found
+      results.append((match[1] or match[2], words))
+  return results
 
 
 SHOWN = [

@@ -43,12 +43,12 @@ def rows_of(dataset: Dataset) -> list[dict[str, np.ndarray]]:
 
 def documents_of(row: dict[str, np.ndarray]) -> list[bytes]:
   """The pieces in a row, as text with < and > for their begin and end."""
-  found = []
+  results = []
   for segment in range(1, row["segment_ids"].max() + 1):
     here = row["segment_ids"] == segment
     tokens = [*row["inputs"][here], row["targets"][here][-1]]
-    found.append(bytes(b"<>"[t - BOS] if t >= BOS else int(t) for t in tokens))
-  return found
+    results.append(bytes(b"<>"[t - BOS] if t >= BOS else int(t) for t in tokens))
+  return results
 
 
 def test_best_fit_keeps_documents_whole_and_says_what_is_padded(texts):

@@ -120,12 +120,12 @@ def test_the_innermost_scope_counts():
 
 def test_collectives():
   costs = costs_of()
-  found = {
+  results = {
     name: (cost.collective.kind, cost.collective.bytes, cost.collective.group_size, cost.overlapped)
     for name, cost in costs.items()
     if cost.collective
   }
-  assert found == {
+  assert results == {
     "async-collective-start": ("all-gather", 4 * 32 * 256 * 2, 4, True),
     "all-reduce.1": ("all-reduce", 4 * 16 * 128 * 2, 4, False),
     "all-reduce-scatter.1": ("reduce-scatter", 128 * 256 * 4, 4, False),
@@ -350,26 +350,26 @@ def test_causal_attention_is_half(name: str, count: int):
   """Of 1024 tokens in 4 blocks, 10 of 16 blocks are visited."""
   pairs = 1024 * 1024
   product = 2 * 4 * 12 * 64
-  found = splash(name, "1,4,4")
-  assert found == Products(count * product * pairs // 2, count * product * pairs * 10 // 16, 64)
+  result = splash(name, "1,4,4")
+  assert result == Products(count * product * pairs // 2, count * product * pairs * 10 // 16, 64)
 
 
 def test_a_fused_backward_kernel_gives_the_gradient_of_queries_in_parts():
-  found = flops_of(
+  result = flops_of(
     "%g = s8[1,2,2]{2,1,0} parameter(0)",
     "%q = bf16[4,12,1024,64]{3,2,1,0} parameter(1)",
     "%splash_mha_dkv_no_residuals.1 = (f32[512,64]{1,0}, bf16[4,2,12,1024,64]{4,3,2,1,0}, "
     "bf16[4,12,1024,64]{3,2,1,0}, bf16[4,12,1024,64]{3,2,1,0}) custom-call(%g, %g, %q, %q, %q), "
     'custom_call_target="tpu_custom_call"',
   )
-  assert found.flops == 5 * 2 * 4 * 12 * 64 * 1024 * 1024 // 2
+  assert result.flops == 5 * 2 * 4 * 12 * 64 * 1024 * 1024 // 2
 
 
 def test_attention_in_a_window_visits_a_narrower_grid():
   product = 2 * 4 * 12 * 64
   for grid in ("1,8,2", "1,2,8"):
-    found = splash("splash_mha_fwd_residuals", grid)
-    assert found == Products(2 * product * 1024 * 256, 2 * product * 1024 * 256, 64)
+    result = splash("splash_mha_fwd_residuals", grid)
+    assert result == Products(2 * product * 1024 * 256, 2 * product * 1024 * 256, 64)
 
 
 def test_a_kernel_with_a_stated_cost():
@@ -604,5 +604,5 @@ def test_what_this_machine_compiles():
   product = 2 * (64 // 8) * 32 * 32
   assert sum(c.flops * c.count for c in costs if c.in_microbatch_loop) == 3 * 3 * product
   assert sum(c.flops * c.count for c in costs) == 3 * 3 * product
-  found = [(c.in_microbatch_loop, c.collective.group_size) for c in costs if c.collective]
-  assert found == [(False, 8)]
+  results = [(c.in_microbatch_loop, c.collective.group_size) for c in costs if c.collective]
+  assert results == [(False, 8)]

@@ -89,10 +89,10 @@ def test_narrow_heads_are_charged_the_whole_matrix_unit():
 
 
 def test_a_step_is_the_rest_and_as_many_passes_as_it_has():
-  found = estimated(cost(cycles=2000), cost(cycles=500, inside=False, loop="main"))
-  assert (found.microbatch_seconds, found.rest_seconds) == pytest.approx((2.0, 0.5))
-  assert found.step_seconds(1) == pytest.approx(2.5)
-  assert found.step_seconds(7) == pytest.approx(14.5)
+  result = estimated(cost(cycles=2000), cost(cycles=500, inside=False, loop="main"))
+  assert (result.microbatch_seconds, result.rest_seconds) == pytest.approx((2.0, 0.5))
+  assert result.step_seconds(1) == pytest.approx(2.5)
+  assert result.step_seconds(7) == pytest.approx(14.5)
 
 
 @pytest.mark.parametrize(
@@ -105,17 +105,17 @@ def test_a_step_is_the_rest_and_as_many_passes_as_it_has():
   ],
 )
 def test_collectives_on_the_links(kind: str, seconds: float):
-  found = estimated(cost(kind=kind, size=16))
-  assert found.microbatch_parts.interconnect == pytest.approx(seconds)
-  assert found.collectives[0].seconds == pytest.approx(seconds)
+  result = estimated(cost(kind=kind, size=16))
+  assert result.microbatch_parts.interconnect == pytest.approx(seconds)
+  assert result.collectives[0].seconds == pytest.approx(seconds)
 
 
 def test_collectives_between_slices():
   gather = cost(kind="all-gather", size=16)
   assert estimate([gather], CHIP, 0, devices_per_slice=4).microbatch_seconds == pytest.approx(3.0)
-  found = estimate([gather], CHIP, 0, devices_per_slice=2)
-  assert found.microbatch_seconds == pytest.approx(12.0)
-  assert found.collectives[0].crosses_slices
+  result = estimate([gather], CHIP, 0, devices_per_slice=2)
+  assert result.microbatch_seconds == pytest.approx(12.0)
+  assert result.collectives[0].crosses_slices
 
 
 def test_one_device_alone_exchanges_nothing():
@@ -123,8 +123,8 @@ def test_one_device_alone_exchanges_nothing():
 
 
 def test_synchronous_collectives_stop_the_operations():
-  found = estimated(cost(cycles=5000), cost(kind="all-gather", size=16))
-  assert found.microbatch_seconds == pytest.approx(8.0)
+  result = estimated(cost(cycles=5000), cost(kind="all-gather", size=16))
+  assert result.microbatch_seconds == pytest.approx(8.0)
 
 
 def test_asynchronous_collectives_run_beside_the_operations():
@@ -147,9 +147,9 @@ def test_copies_run_beside_until_memory_is_full():
   """5 s of copies, 1 s of other bytes: behind 2 s of work 4 s are left."""
   copy = cost(bytes=50, overlapped=True, scope="other")
   work = cost(bytes=10, cycles=2000)
-  found = estimated(work, copy)
-  assert found.microbatch_seconds == pytest.approx(6.0)
-  assert found.microbatch_parts.memory == pytest.approx(4.0)
+  result = estimated(work, copy)
+  assert result.microbatch_seconds == pytest.approx(6.0)
+  assert result.microbatch_parts.memory == pytest.approx(4.0)
   assert estimated(cost(bytes=10, cycles=9000), copy).microbatch_seconds == pytest.approx(9.0)
 
 
@@ -175,72 +175,72 @@ def test_what_limits(costs: list[OperationCost], limit: str):
 
 def test_coverage_is_of_what_was_expected():
   costs = [cost(30, cycles=1), cost(20, count=2), cost(20, inside=False)]
-  found = estimate(costs, CHIP, expected_microbatch_flops=80, expected_rest_flops=20)
-  assert found.coverage == pytest.approx(0.9)
-  assert found.compiler_share == pytest.approx(30 / 90)
-  assert (found.microbatch_flops, found.rest_flops) == (70, 20)
+  result = estimate(costs, CHIP, expected_microbatch_flops=80, expected_rest_flops=20)
+  assert result.coverage == pytest.approx(0.9)
+  assert result.compiler_share == pytest.approx(30 / 90)
+  assert (result.microbatch_flops, result.rest_flops) == (70, 20)
 
 
 def test_coverage_without_expectations():
-  found = estimate([cost(cycles=5)], CHIP, 0.0)
-  assert math.isnan(found.coverage)
-  assert math.isnan(found.compiler_share)
+  result = estimate([cost(cycles=5)], CHIP, 0.0)
+  assert math.isnan(result.coverage)
+  assert math.isnan(result.compiler_share)
 
 
 def test_scopes_add_up():
-  found = estimated(
+  result = estimated(
     cost(cycles=2000, scope="mlp", count=2),
     cost(cycles=1000, scope="attention"),
     cost(kind="all-gather", size=16, scope="attention"),
     cost(cycles=500, scope="optimizer", inside=False),
     cost(cycles=9000, scope="norm", inside=False),
   )
-  assert found.by_scope(2) == {"norm": 9.0, "mlp": 8.0, "attention": 8.0, "optimizer": 0.5}
-  assert sum(found.by_scope(3).values()) == pytest.approx(found.step_seconds(3))
-  assert next(iter(found.by_scope(1))) == "norm"
-  assert next(iter(found.by_scope(9))) != "norm"
+  assert result.by_scope(2) == {"norm": 9.0, "mlp": 8.0, "attention": 8.0, "optimizer": 0.5}
+  assert sum(result.by_scope(3).values()) == pytest.approx(result.step_seconds(3))
+  assert next(iter(result.by_scope(1))) == "norm"
+  assert next(iter(result.by_scope(9))) != "norm"
 
 
 def test_the_largest_and_those_without_an_estimate():
-  found = estimated(
+  result = estimated(
     cost(cycles=100, name="short"),
     cost(cycles=400, name="long", count=10),
     cost(200, name="kernel"),
     cost(kind="all-gather", size=16, name="gather"),
     cost(kind="all-gather", size=16, name="hidden", overlapped=True),
   )
-  assert [(one.name, one.how) for one in found.largest] == [
+  assert [(one.name, one.how) for one in result.largest] == [
     ("long", "compiler"),
     ("gather", "roofline"),
     ("kernel", "roofline"),
     ("short", "compiler"),
   ]
-  assert found.largest[0].seconds == pytest.approx(4.0)
-  assert [(one.name, one.seconds) for one in found.unestimated] == [("kernel", 2.0)]
+  assert result.largest[0].seconds == pytest.approx(4.0)
+  assert [(one.name, one.seconds) for one in result.unestimated] == [("kernel", 2.0)]
 
 
 def test_alike_collectives_are_listed_together():
-  found = estimated(
+  result = estimated(
     cost(kind="all-reduce", size=1, inside=False),
     cost(kind="all-gather", size=16, count=3),
     cost(kind="all-gather", size=4),
     cost(kind="all-gather", size=4, overlapped=True),
   ).collectives
-  assert [(x.kind, x.in_microbatch_loop, x.overlapped, x.count, x.bytes) for x in found] == [
+  assert [(x.kind, x.in_microbatch_loop, x.overlapped, x.count, x.bytes) for x in result] == [
     ("all-gather", True, False, 4, 52),
     ("all-gather", True, True, 1, 4),
     ("all-reduce", False, False, 1, 1),
   ]
-  assert found[0].seconds == pytest.approx(52 * 3 / 4 / 4)
+  assert result[0].seconds == pytest.approx(52 * 3 / 4 / 4)
 
 
 def test_a_whole_program():
   """The fixture: 3 layers in the loop over microbatches, an optimizer after it."""
   expected = 3 * (4_194_304 + 262_144)
-  found = estimate(program_costs(parse(TPU_STEP)), CHIP, expected)
-  assert found.coverage == pytest.approx(1.0)
-  assert found.compiler_share == pytest.approx(4_194_304 / (4_194_304 + 262_144))
-  assert found.rest_seconds == pytest.approx(4.5)
-  assert found.by_scope(1)["optimizer"] == pytest.approx(4.5)
-  assert found.unestimated[0].name == "splash_mha_fwd_residuals.1"
-  assert {one.kind for one in found.collectives} == {"all-gather", "all-reduce", "reduce-scatter"}
+  result = estimate(program_costs(parse(TPU_STEP)), CHIP, expected)
+  assert result.coverage == pytest.approx(1.0)
+  assert result.compiler_share == pytest.approx(4_194_304 / (4_194_304 + 262_144))
+  assert result.rest_seconds == pytest.approx(4.5)
+  assert result.by_scope(1)["optimizer"] == pytest.approx(4.5)
+  assert result.unestimated[0].name == "splash_mha_fwd_residuals.1"
+  assert {one.kind for one in result.collectives} == {"all-gather", "all-reduce", "reduce-scatter"}

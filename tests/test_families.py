@@ -129,7 +129,7 @@ def random_model(config: Any) -> Any:
 def taken(pair: Pair, tensors: dict[str, np.ndarray]) -> Parameters:
   """Our parameters, of tensors by their names, through the family's table; all of them are used."""
   shapes = flat(pair.model.shapes())
-  layers, found = pair.config.model.base_num_decoder_layers, {}
+  layers, result = pair.config.model.base_num_decoder_layers, {}
   given = {pair.family.table_name(name): tensor for name, tensor in tensors.items()}
   for tensor in pair.family.table(shapes):
     ours = [shapes[path].shape[tensor.is_layered :] for path in tensor.parameters]
@@ -140,10 +140,10 @@ def taken(pair: Pair, tensors: dict[str, np.ndarray]) -> Parameters:
     for theirs, split in zip(each, parts, strict=True):
       np.testing.assert_array_equal(tensor.theirs(split), theirs)
     for path, stacked in zip(tensor.parameters, zip(*parts, strict=True), strict=True):
-      found[path] = np.stack(stacked) if tensor.is_layered else stacked[0]
+      result[path] = np.stack(stacked) if tensor.is_layered else stacked[0]
   tied = {"lm_head.weight"} if pair.config.model.logits_via_embedding else set()
   assert set(given) - {None} <= tied
-  return unflatten_dict(found, sep=".")
+  return unflatten_dict(result, sep=".")
 
 
 def flat(tree: Parameters) -> dict[str, Any]:
@@ -177,9 +177,9 @@ def test_a_family_computes_what_transformers_computes(pair):
   given = {name: tensor.numpy() for name, tensor in pair.theirs.state_dict().items()}
   logits_BTV, loss, gradients = computed(pair, taken(pair, given))
   ids = torch.asarray(tokens(), dtype=torch.long)
-  found = pair.theirs(ids[:, :-1]).logits
-  np.testing.assert_allclose(logits_BTV, found.detach().numpy(), rtol=0, atol=1e-4)
-  expected = torch.nn.functional.cross_entropy(found.flatten(0, 1), ids[:, 1:].flatten())
+  result = pair.theirs(ids[:, :-1]).logits
+  np.testing.assert_allclose(logits_BTV, result.detach().numpy(), rtol=0, atol=1e-4)
+  expected = torch.nn.functional.cross_entropy(result.flatten(0, 1), ids[:, 1:].flatten())
   expected.backward()
   assert loss == pytest.approx(expected.item(), abs=1e-5)
   slopes = {name: weight.grad.numpy() for name, weight in pair.theirs.named_parameters()}

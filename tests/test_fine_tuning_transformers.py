@@ -87,9 +87,9 @@ def test_adapters_of_a_model_that_is_somebodys(tmp_path, model_type, targets):
   base = transformers.AutoModelForCausalLM.from_pretrained(theirs)
   before = their_logits(base, tokens_BT)
   adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-  found = their_logits(adapted, tokens_BT)
-  np.testing.assert_allclose(found, expected[..., :68], atol=1e-4)
-  assert np.abs(found - before).max() > 0.01
+  result = their_logits(adapted, tokens_BT)
+  np.testing.assert_allclose(result, expected[..., :68], atol=1e-4)
+  assert np.abs(result - before).max() > 0.01
 
 
 def test_what_a_peft_adapter_cannot_hold_is_refused(tmp_path, capsys):

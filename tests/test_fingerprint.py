@@ -119,8 +119,8 @@ def test_swapped_rows_and_elements_show():
   swapped[[0, 8]] = swapped[[8, 0]]
   one_swap = array.copy()
   one_swap[0, 0], one_swap[1, 0] = array[1, 0], array[0, 0]
-  found = [fingerprints({"a": jnp.asarray(a)})["a"] for a in (array, swapped, one_swap)]
-  assert len(set(found)) == 3
+  results = [fingerprints({"a": jnp.asarray(a)})["a"] for a in (array, swapped, one_swap)]
+  assert len(set(results)) == 3
 
 
 def test_negative_zero_and_nan_payloads_are_told_apart():

@@ -119,8 +119,8 @@ def test_an_obstacle_names_what_is_wrong_and_what_works(
   keys: dict[str, object], length: int, platform: str, capability: str, message: str
 ):
   compute = FORMATS[str(keys.get("dtype", "float32"))]
-  found = flash.flash_obstacle(model(**keys), length, platform, capability, compute)
-  assert found == message
+  result = flash.flash_obstacle(model(**keys), length, platform, capability, compute)
+  assert result == message
 
 
 def test_auto_multiplies_matrices_on_cpu():

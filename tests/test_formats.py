@@ -20,10 +20,10 @@ def values(of: Format) -> np.ndarray:
   mantissas = codes & (2**of.mantissa_bits - 1)
   bias = 2 ** (of.exponent_bits - 1) - 1
   normal = np.ldexp(1 + mantissas / 2**of.mantissa_bits, exponents - bias)
-  found = np.where(exponents, normal, np.ldexp(mantissas / 2**of.mantissa_bits, 1 - bias))
+  result = np.where(exponents, normal, np.ldexp(mantissas / 2**of.mantissa_bits, 1 - bias))
   last = exponents == 2**of.exponent_bits - 1
-  found = np.where(last, np.where(mantissas, np.nan, np.inf), found)
-  return np.where(codes >> 15, -found, found).astype(np.float32)
+  result = np.where(last, np.where(mantissas, np.nan, np.inf), result)
+  return np.where(codes >> 15, -result, result).astype(np.float32)
 
 
 def by_integers(x: np.ndarray, to: Format) -> np.ndarray:
@@ -54,10 +54,10 @@ def hard_numbers(to: Format) -> np.ndarray:
   anything = random.integers(0, 2**32, 500_000, dtype=np.uint32).view(np.float32)
   usual = np.ldexp(random.normal(size=200_000), random.integers(-45, 40, 200_000))
   limits = np.array([np.inf, -np.inf], np.float32)
-  found = np.concatenate([near, -near, anything, usual.astype(np.float32), limits])
-  found = found[~np.isnan(found)]
+  result = np.concatenate([near, -near, anything, usual.astype(np.float32), limits])
+  result = result[~np.isnan(result)]
   # A float32 that is subnormal itself counts as zero on many devices.
-  return found[np.abs(found) >= np.finfo(np.float32).tiny]
+  return result[np.abs(result) >= np.finfo(np.float32).tiny]
 
 
 @pytest.mark.parametrize("to", [CBFLOAT16, FLOAT16], ids=["cbfloat16", "float16"])
@@ -65,8 +65,8 @@ def test_rounding_is_that_of_integers(to):
   x = hard_numbers(to)
   assert x.size > 1_000_000
   expected = values(to)[by_integers(x, to)]
-  found = np.asarray(jax.jit(functools.partial(rounded, to=to))(x))
-  np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+  result = np.asarray(jax.jit(functools.partial(rounded, to=to))(x))
+  np.testing.assert_array_equal(result.view(np.uint32), expected.view(np.uint32))
 
 
 def test_the_integers_round_as_numpy_does():
@@ -77,9 +77,9 @@ def test_the_integers_round_as_numpy_does():
 
 def test_what_the_format_holds_stays_as_it_is():
   held = values(CBFLOAT16)
-  found = np.asarray(rounded(jnp.asarray(held), CBFLOAT16))
-  same = found.view(np.uint32) == held.view(np.uint32)
-  assert np.all(same | (np.isnan(found) & np.isnan(held)))
+  result = np.asarray(rounded(jnp.asarray(held), CBFLOAT16))
+  same = result.view(np.uint32) == held.view(np.uint32)
+  assert np.all(same | (np.isnan(result) & np.isnan(held)))
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
@@ -122,8 +122,8 @@ def test_late_small_updates_vanish_in_bfloat16_unless_rounding_is_stochastic(rou
     updates = {"w": jnp.full(256, 1e-3)}
     return stochastically_updated(weights, updates, jax.random.fold_in(jax.random.key(0), index))
 
-  found = np.asarray(jax.lax.fori_loop(0, 1000, update, weights)["w"], np.float64)
-  assert found.mean() == pytest.approx(ends, rel=0.01)
+  result = np.asarray(jax.lax.fori_loop(0, 1000, update, weights)["w"], np.float64)
+  assert result.mean() == pytest.approx(ends, rel=0.01)
 
 
 def test_stochastic_rounding_takes_a_neighbour_and_keeps_what_needs_no_rounding():

@@ -24,11 +24,11 @@ B, T, N, H = 2, 3, 4, 6
 def test_the_form_follows_the_devices_of_the_mesh_around():
   pytest.importorskip("libtpu")
   elsewhere = make_mesh(Topology.of(data=4), topology_devices("v5e-4"))
-  found = [forms.is_for_tpu()]
+  results = [forms.is_for_tpu()]
   for devices in (mesh(data=4), elsewhere):
     with jax.sharding.use_abstract_mesh(devices.abstract_mesh):
-      found.append(forms.is_for_tpu())
-  assert found == [False, False, True]
+      results.append(forms.is_for_tpu())
+  assert results == [False, False, True]
 
 
 @pytest.fixture
@@ -45,8 +45,8 @@ def for_tpu(monkeypatch: pytest.MonkeyPatch):
   return both
 
 
-def assert_close(found: Any, expected: Any, tolerance: float) -> None:
-  leaves = zip(jax.tree.leaves_with_path(found), jax.tree.leaves(expected), strict=True)
+def assert_close(result: Any, expected: Any, tolerance: float) -> None:
+  leaves = zip(jax.tree.leaves_with_path(result), jax.tree.leaves(expected), strict=True)
   for (path, a), b in leaves:
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max(), err_msg=str(path))

@@ -89,9 +89,9 @@ def summed(
   gradients, sums = np.zeros((V, V)), None
   for first in range(0, completions.advantages_B.shape[0], micro):
     part = jax.tree.map(lambda x: x[first : first + micro], completions)  # noqa: B023
-    gradient, found = _summed(WEIGHTS_VV, part, goal)
+    gradient, result = _summed(WEIGHTS_VV, part, goal)
     gradients = gradients + np.asarray(gradient, np.float64)
-    sums = found if sums is None else sums.add(found)
+    sums = result if sums is None else sums.add(result)
   assert sums is not None
   return gradients / float(sums.weight), sums
 
@@ -288,8 +288,8 @@ def test_a_group_of_equal_rewards_has_exactly_no_gradient(scale):
   """0.1 three times has a mean that is not 0.1."""
   rewards = np.array([0.1, 0.1, 0.1, 0.0, 0.1, 0.0])
   assert rewards[:3].mean() != 0.1
-  found = group_advantages(rewards, 3, scale=scale)
-  assert list(found[:3]) == [0, 0, 0]
+  result = group_advantages(rewards, 3, scale=scale)
+  assert list(result[:3]) == [0, 0, 0]
   assert live_groups(rewards, 3).tolist() == [False, True]
   completions = completions_of(reference_BT=False)._replace(advantages_B=np.zeros(B, np.float32))
   assert not summed(completions, PLAIN)[0].any()
@@ -299,10 +299,10 @@ def test_metrics_are_means_over_the_step():
   completions = completions_of()
   values = metric_values(summed(completions, PLAIN, 4)[1])
   counts = np.asarray(completions.rows.weights) > 0
-  found = bigram(WEIGHTS_VV, completions)
-  gap_BT = np.abs(np.asarray(found.targets_BT) - completions.behaviour_BT)
+  result = bigram(WEIGHTS_VV, completions)
+  gap_BT = np.abs(np.asarray(result.targets_BT) - completions.behaviour_BT)
   assert values["rl/entropy"] == pytest.approx(
-    np.asarray(found.entropy_BT)[counts].mean(), rel=1e-5
+    np.asarray(result.entropy_BT)[counts].mean(), rel=1e-5
   )
   assert values["rl/log_prob_gap"] == pytest.approx(gap_BT[counts].mean(), rel=1e-5)
   assert values["rl/largest_log_prob_gap"] == pytest.approx(gap_BT[counts].max(), rel=1e-5)
@@ -339,14 +339,14 @@ def test_log_probs_are_those_of_what_may_be_sampled():
   logits_BTV, (of_all, of_some) = compute(params)
   scaled_BTV = 2 * np.tanh(np.asarray(logits_BTV, np.float64) / 2) / 0.7
   counts_BT = np.asarray(completions.rows.weights) > 0
-  for found, left_BTV in ((of_all, ALLOWED_V[None, None]), (of_some, kept_BTV & ALLOWED_V)):
+  for result, left_BTV in ((of_all, ALLOWED_V[None, None]), (of_some, kept_BTV & ALLOWED_V)):
     weight_BTV = np.where(left_BTV, np.exp(scaled_BTV), 0)
     share_BTV = weight_BTV / weight_BTV.sum(-1, keepdims=True)
     log_BTV = np.log(np.where(share_BTV > 0, share_BTV, 1))
     expected_BT = np.take_along_axis(log_BTV, targets_BT1, -1)[..., 0] * counts_BT
-    np.testing.assert_allclose(found.targets_BT, expected_BT, atol=2e-5)
+    np.testing.assert_allclose(result.targets_BT, expected_BT, atol=2e-5)
     entropy_BT = -(share_BTV * log_BTV).sum(-1) * counts_BT
-    np.testing.assert_allclose(found.entropy_BT, entropy_BT, atol=2e-5)
+    np.testing.assert_allclose(result.entropy_BT, entropy_BT, atol=2e-5)
 
 
 def test_a_model_s_gradient_depends_neither_on_split_nor_mesh_nor_tiles():

@@ -155,13 +155,13 @@ def check_message(message: str) -> None:
 def offers(message: str) -> list[list[str]]:
   """The alternatives that a message offers, each one or more arguments."""
   said = re.split(r"works: |nearest: |for example |on the other side: ", message)[1:]
-  found = []
+  results = []
   for part in said:
     for alternative in re.split(r" or (?=[a-z_0-9]+=)|, (?=[a-z_0-9]+=)", part):
       given = OFFER.findall(alternative)
       known = [f"{key}={value.rstrip('.')}" for key, value in given if key in fields()]
-      found += [known] if known else []
-  return found
+      results += [known] if known else []
+  return results
 
 
 def kind_of(message: str) -> str:
@@ -194,15 +194,15 @@ def faults(name: str, argument: str, taken: set[object]) -> Iterator[str]:
 def test_a_hostile_value_is_taken_or_refused_in_a_sentence_whose_offers_work(name):
   sections = {section for section, _ in fields().values()} if name == "base" else {"batch"}
   sections |= {"pipeline"} if name == "pipeline" else set()
-  found: list[str] = []
+  results: list[str] = []
   for key, (section, _) in fields().items():
     # Models are files: model_name is read before the other keys.
     if section in sections and key != "model_name":
       taken: set[object] = set()
       for value in [*NUMBERS, *TEXTS, *LISTS]:
         with at_once(f"{name}: {key}={value[:50]}"):
-          found += faults(name, f"{key}={value}", taken)
-  assert not found, "\n".join(found)
+          results += faults(name, f"{key}={value}", taken)
+  assert not results, "\n".join(results)
 
 
 @pytest.mark.parametrize("command", [PLAN, pipeline.COMMAND, critical_batch.COMMAND])

@@ -94,7 +94,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 def built(place: Path, *names: str, **environment: str) -> dict[str, str]:
   """What a process of its own makes of each name: the library reads its variables when imported."""
-  found = subprocess.run(
+  result = subprocess.run(
     [sys.executable, "-c", PROGRAM, *names],
     capture_output=True,
     text=True,
@@ -104,7 +104,7 @@ def built(place: Path, *names: str, **environment: str) -> dict[str, str]:
     | {"HF_HOME": str(place / "hf"), "PYTHONPATH": os.pathsep.join(sys.path)}
     | environment,
   )
-  return dict(line.split(": ", 1) for line in found.stdout.splitlines())
+  return dict(line.split(": ", 1) for line in result.stdout.splitlines())
 
 
 def test_a_name_is_looked_up_once_and_then_found_offline(tmp_path):

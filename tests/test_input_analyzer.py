@@ -80,10 +80,10 @@ def test_the_smallest_setting_and_then_the_fewest_hosts_that_keep_up(
   speeds, setting, hosts, keeps_up
 ):
   measured = [read(speed, *given) for given, speed in reversed(speeds.items())]
-  found = recommend(measured, [ONE, HALF, ALL], BOUNDS)
-  assert (found.setting.worker_count, found.setting.num_threads) == setting
-  assert (found.loading.num_hosts, found.keeps_up) == (hosts, keeps_up)
-  assert found.ratio == found.samples_per_second / (32 / hosts)
+  result = recommend(measured, [ONE, HALF, ALL], BOUNDS)
+  assert (result.setting.worker_count, result.setting.num_threads) == setting
+  assert (result.loading.num_hosts, result.keeps_up) == (hosts, keeps_up)
+  assert result.ratio == result.samples_per_second / (32 / hosts)
 
 
 def test_loads_for_which_hosts_have_no_memory_are_not_recommended():
@@ -104,14 +104,14 @@ def test_loads_for_which_hosts_have_no_memory_are_not_recommended():
   ],
 )
 def test_as_many_loads_are_ahead_as_the_slowest_took_steps(setting, slowest, buffer):
-  found = recommend([read(1e6, *setting, slowest=slowest)], [ALL], BOUNDS)
-  assert found.setting.buffer_size == buffer
+  result = recommend([read(1e6, *setting, slowest=slowest)], [ALL], BOUNDS)
+  assert result.setting.buffer_size == buffer
 
 
 def test_a_larger_load_takes_as_much_longer_as_reading_is_fast():
   # 240 samples more than were measured take 5 s at 48 a second; a load lasts 4 steps of 2 s.
-  found = recommend([read(48.0, slowest=3.0)], [ONE], BOUNDS)
-  assert found.setting.buffer_size == 2
+  result = recommend([read(48.0, slowest=3.0)], [ONE], BOUNDS)
+  assert result.setting.buffer_size == 2
   assert recommend([read(48.0, slowest=3.1)], [ONE], BOUNDS).setting.buffer_size == 3
 
 
@@ -139,12 +139,12 @@ def test_a_task_has_a_core_for_each_that_reads_and_one_more():
 def test_what_the_configuration_has_is_measured_first_and_nothing_beyond_the_cores():
   given = setting_of(configured("grain_worker_count=3", "grain_per_worker_buffer_size=5").data)
   assert given == Setting(3, 1, 5)
-  found = settings_to_measure(given, 6)
-  assert found[:2] == [given, Setting()]
-  assert {one.worker_count for one in found} == {0, 1, 2, 3, 4}
-  assert {one.num_threads for one in found} == {1, 2, 4}
-  keys = [f"{name}={value}" for one in found for name, value in one.keys().items()]
-  assert setting_of(configured(*keys).data) == found[-1]
+  result = settings_to_measure(given, 6)
+  assert result[:2] == [given, Setting()]
+  assert {one.worker_count for one in result} == {0, 1, 2, 3, 4}
+  assert {one.num_threads for one in result} == {1, 2, 4}
+  keys = [f"{name}={value}" for one in result for name, value in one.keys().items()]
+  assert setting_of(configured(*keys).data) == result[-1]
 
 
 # --- what is measured -----------------------------------------------------------------------------
@@ -157,15 +157,15 @@ def ticking() -> Any:
 
 def test_the_speed_of_a_reader_is_that_of_the_loads_after_those_read_ahead():
   order = ReadOrder(NumberedRows(), 7)
-  found = measure(order, Setting(buffer_size=2), 5, 10.0, ticking())
-  assert found == Measured(Setting(buffer_size=2), 5, 5.0, 1.0, 1.0)
+  result = measure(order, Setting(buffer_size=2), 5, 10.0, ticking())
+  assert result == Measured(Setting(buffer_size=2), 5, 5.0, 1.0, 1.0)
 
 
 def test_each_stage_has_the_time_between_two_looks_at_the_clock():
-  found = stages(ReadOrder(NumberedRows(), 7), 4, 12.0, ticking())
+  result = stages(ReadOrder(NumberedRows(), 7), 4, 12.0, ticking())
   # Rows that come from no token cache are read and packed at once.
-  assert [stage.name for stage in found] == ["order", "pack", "check"]
-  assert [stage.seconds for stage in found] == [0.25, 0.25, 0.25]
+  assert [stage.name for stage in result] == ["order", "pack", "check"]
+  assert [stage.seconds for stage in result] == [0.25, 0.25, 0.25]
 
 
 def texts(folder: pathlib.Path, *names: str) -> list[str]:
@@ -186,8 +186,8 @@ def test_the_stages_of_a_mixture_read_all_of_its_caches(tmp_path):
   paths = texts(tmp_path, "texts", "code")
   mixture = f"dataset_mixture=[[{paths[0]}, 1], [{paths[1]}, 1]]"
   data = configured(*keys_of(tmp_path, "dataset_path=stdlib", mixture)).data
-  found = stages(ReadOrder(build_dataset(data, 16).train, 7), 4, 1.0, ticking())
-  assert [stage.name for stage in found] == ["order", "read", "pack", "check"]
+  result = stages(ReadOrder(build_dataset(data, 16).train, 7), 4, 1.0, ticking())
+  assert [stage.name for stage in result] == ["order", "read", "pack", "check"]
 
 
 def test_of_data_that_take_too_long_to_tokenize_a_part_is_measured(tmp_path):
@@ -260,17 +260,17 @@ def run(folder: pathlib.Path, *more: str) -> list[str]:
 def test_what_it_recommends_is_a_configuration_that_loads_so(tmp_path, capsys, without_workers):
   given = run(tmp_path, f"run_metrics={metrics(tmp_path / 'run')}", "num_hosts=4")
   assert main([*given, "--json", "--plot", str(tmp_path / "input.html")]) == 0
-  found = json.loads(capsys.readouterr().out)
-  assert found["keeps_up"]
-  assert found["need"]["samples_per_second"] == 4.0
-  assert found["slurm"] == {"nodes": 4, "tasks_per_node": 1, "cpus_per_task": 2}
-  assert found["loading_hosts"] == 1
-  keys = [f"{name}={value}" for name, value in found["recommended"].items()]
+  result = json.loads(capsys.readouterr().out)
+  assert result["keeps_up"]
+  assert result["need"]["samples_per_second"] == 4.0
+  assert result["slurm"] == {"nodes": 4, "tasks_per_node": 1, "cpus_per_task": 2}
+  assert result["loading_hosts"] == 1
+  keys = [f"{name}={value}" for name, value in result["recommended"].items()]
   assert keys[0] == "grain_worker_count=0"
   config = load_config(["config=base", *keys_of(tmp_path), *keys])
   plan = plan_batches(config.batch, config.run, topology(config.mesh, 8))
   assert len(loading_hosts(plan, 4)) == 1
-  assert found["input_function"]["sources"][0]["num_files"] == 1
+  assert result["input_function"]["sources"][0]["num_files"] == 1
   page = (tmp_path / "input.html").read_text()
   assert "What a sample costs on its way" in page
   assert "samples per second" in page

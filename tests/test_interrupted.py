@@ -69,8 +69,8 @@ def contents(folder: pathlib.Path) -> dict[str, bytes]:
 
 
 def records(folder: pathlib.Path) -> list[dict[str, float]]:
-  found = read_metrics(folder / "first_run")
-  return [{key: value for key, value in one.items() if key not in TIMES} for one in found]
+  result = read_metrics(folder / "first_run")
+  return [{key: value for key, value in one.items() if key not in TIMES} for one in result]
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_a_signal_saves_before_it_evaluates(tmp_path):
   assert killed.exit_code == -signal.SIGKILL, killed.errors
   assert saved.is_dir()
   assert main(arguments(tmp_path, 5)) == 0
-  for found, expected in zip(records(tmp_path), records(whole), strict=True):
-    assert found == pytest.approx(expected, rel=1e-4)  # The killed one was optimised otherwise.
+  for result, expected in zip(records(tmp_path), records(whole), strict=True):
+    assert result == pytest.approx(expected, rel=1e-4)  # The killed one was optimised otherwise.
 
 
 def test_an_evaluation_that_is_not_finite_loses_no_save(tmp_path, monkeypatch, capsys):

@@ -135,24 +135,24 @@ def imports_of_one(node: ast.AST) -> set[str]:
 
 
 def test_a_run_imports_nothing_that_draws_and_no_service():
-  found, waiting = set[str](), ["maxbatch.train", "maxbatch.train_rl"]
+  result, waiting = set[str](), ["maxbatch.train", "maxbatch.train_rl"]
   while waiting:
     module = waiting.pop()
-    found.add(module)
+    result.add(module)
     tops = TREES[module].body if module in TREES else []
-    waiting += set().union(*map(imports_of_one, tops)) - found
-  assert "maxbatch.run_report.background" in found
-  assert not {name.partition(".")[0] for name in found} & {"bokeh", "jinja2", "wandb", "mlflow"}
+    waiting += set().union(*map(imports_of_one, tops)) - result
+  assert "maxbatch.run_report.background" in result
+  assert not {name.partition(".")[0] for name in result} & {"bokeh", "jinja2", "wandb", "mlflow"}
 
 
 def test_a_run_on_text_reaches_no_reinforcement_learning():
-  found, waiting = set[str](), ["maxbatch.train"]
+  result, waiting = set[str](), ["maxbatch.train"]
   while waiting:
-    found.add(module := waiting.pop())
-    waiting += {name for name in imports(TREES[module]) if name in TREES} - found
-  assert "maxbatch.training.loop" in found
+    result.add(module := waiting.pop())
+    waiting += {name for name in imports(TREES[module]) if name in TREES} - result
+  assert "maxbatch.training.loop" in result
   of_rl = re.compile(r"maxbatch\.(rl\b|\w+\.rl_).*|.*rollout.*")
-  assert not [module for module in found if of_rl.fullmatch(module)]
+  assert not [module for module in result if of_rl.fullmatch(module)]
 
 
 def test_the_init_files_import_nothing_of_the_package():
@@ -208,8 +208,8 @@ def reads_by_computed_name(tree: ast.AST) -> list[str]:
 
 
 def test_keys_of_the_configuration_are_read_by_their_names():
-  found = {module for module, tree in TREES.items() if reads_by_computed_name(tree)}
-  assert found == {"maxbatch.config.schema"}
+  results = {module for module, tree in TREES.items() if reads_by_computed_name(tree)}
+  assert results == {"maxbatch.config.schema"}
 
 
 @pytest.mark.parametrize(

@@ -167,8 +167,8 @@ def test_the_highest_rate_of_a_phase(name, warmup, coupling):
   run = dataclasses.replace(_CONFIG.run, steps=STEPS)
   plan = plan_batches(batch, run, Topology.of(data=8))
   keys = {"learning_rate_batch_coupling": coupling, "lr_schedule_type": name}
-  found = schedule(plan=plan, warmup_steps=warmup, **keys)
+  result = schedule(plan=plan, warmup_steps=warmup, **keys)
   assert len(plan.phases) == 3
   for phase in plan.phases:
-    every = [found(phase.after(step)) for step in range(phase.num_steps)]
-    assert found.highest(phase) == max(every)
+    every = [result(phase.after(step)) for step in range(phase.num_steps)]
+    assert result.highest(phase) == max(every)

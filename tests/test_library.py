@@ -90,8 +90,8 @@ def test_check_split_prints_what_the_page_shows(capsys):
   printed = capsys.readouterr().out
   text, parameters = re.compile(r" [\d.e%-]+(?=[, \n])"), re.compile(r"gradient of: .*")
   assert parameters.sub("", text.sub(" #", printed)) == parameters.sub("", text.sub(" #", shown))
-  found = mb.check_split(names["loss"], names["params"], names["batch_from"](0, 8))
-  assert found.ok, str(found)
+  result = mb.check_split(names["loss"], names["params"], names["batch_from"](0, 8))
+  assert result.ok, str(result)
 
 
 def test_the_reference_has_every_name():

@@ -112,9 +112,9 @@ def test_processes_that_load_for_others_have_the_rows_of_a_single_one(count, tmp
         continue
       assert wrong == {NONE_WRONG}, one
       for name, whole in expected_step(one, table, step).items():
-        found = [held for said in of_processes for held in said["held"][name].items()]
+        results = [held for said in of_processes for held in said["held"][name].items()]
         columns = np.zeros(one["micro_batch"], int)
-        for first, rows in found:
+        for first, rows in results:
           part = slice(int(first), int(first) + len(rows[0]))
           columns[part] += 1
           np.testing.assert_array_equal(np.array(rows, whole.dtype), whole[:, part], name)
@@ -140,9 +140,9 @@ def test_all_processes_stop_at_the_step_of_a_wrong_row(tmp_path, capsys, monkeyp
   )
   assert [one.exit_code for one in ended] == [5, 5], ended
   assert all(said in one.errors for one in ended), ended
-  found, single = (
+  result, single = (
     several_processes.records(run / "first_run") for run in (folder, tmp_path / "one")
   )
-  assert [one["step"] for one in found] == [0, 1, 2]
-  for one, other in zip(found[1:], single[1:], strict=True):
+  assert [one["step"] for one in result] == [0, 1, 2]
+  for one, other in zip(result[1:], single[1:], strict=True):
     assert one["loss"] == pytest.approx(other["loss"], rel=1e-6)

@@ -96,8 +96,8 @@ def plain(x: Inputs, z_weight: float = 0.0, soft_cap: float = 0.0) -> Result:
   )
 
 
-def assert_close(found: Result, expected: Result, rtol: float) -> None:
-  for name, a, b in zip(Result._fields, found, expected, strict=True):
+def assert_close(result: Result, expected: Result, rtol: float) -> None:
+  for name, a, b in zip(Result._fields, result, expected, strict=True):
     allowed = rtol * np.abs(b).max()
     np.testing.assert_allclose(a.astype(np.float64), b, rtol=0, atol=allowed, err_msg=name)
 
@@ -129,8 +129,8 @@ def test_z_loss_matters():
 @pytest.mark.parametrize("tiles", [1, T])
 def test_tokens_of_weight_zero_give_nothing(tiles):
   x = inputs()._replace(weights_BT=jnp.zeros((B, T)))
-  found = tiled(x, tiles, 0.01)
-  assert all(not part.any() for part in found)
+  result = tiled(x, tiles, 0.01)
+  assert all(not part.any() for part in result)
   assert not tiled(inputs(), tiles, 0.01).d_hidden_BTD[-1].any()
 
 
@@ -138,12 +138,12 @@ def test_tokens_of_weight_zero_give_nothing(tiles):
 @pytest.mark.parametrize("tiles", [1, 2])
 def test_bfloat16_states_cost_no_more_than_their_own_rounding(tiles, is_kept):
   x = inputs(dtype="bfloat16")
-  found = tiled(x, tiles, 0.01, is_kept=is_kept)
-  assert found.loss.dtype == np.float32
-  assert found.d_hidden_BTD.dtype == found.d_matrix_DV.dtype == jnp.bfloat16
+  result = tiled(x, tiles, 0.01, is_kept=is_kept)
+  assert result.loss.dtype == np.float32
+  assert result.d_hidden_BTD.dtype == result.d_matrix_DV.dtype == jnp.bfloat16
   expected = plain(x, 0.01)
-  np.testing.assert_allclose(found.loss, expected.loss, rtol=1e-5)
-  assert_close(found, expected, 0.01)
+  np.testing.assert_allclose(result.loss, expected.loss, rtol=1e-5)
+  assert_close(result, expected, 0.01)
 
 
 @pytest.mark.parametrize("of_hidden", [False, True])
@@ -157,18 +157,18 @@ def test_kept_gradients_of_frozen_arrays_are_not_formed(of_hidden):
     return cross_entropy_parts(hidden_BTD, matrix_DV, *rows, options).loss.sum()
 
   expected = tiled(x, 3, is_kept=True)
-  found = jax.grad(loss)(x.hidden_BTD if of_hidden else x.matrix_DV)
+  result = jax.grad(loss)(x.hidden_BTD if of_hidden else x.matrix_DV)
   wanted = expected.d_hidden_BTD if of_hidden else expected.d_matrix_DV
-  np.testing.assert_allclose(3 * found, wanted, rtol=1e-5, atol=1e-6)
+  np.testing.assert_allclose(3 * result, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_huge_logits_stay_finite(dtype):
   x = inputs(scale=1e4, dtype=dtype)
-  found = tiled(x, 2)
+  result = tiled(x, 2)
   assert float(jnp.abs(x.hidden_BTD @ x.matrix_DV).max()) > 1e4
-  assert all(np.isfinite(part).all() for part in found)
-  np.testing.assert_allclose(found.loss, plain(x).loss, rtol=1e-5)
+  assert all(np.isfinite(part).all() for part in result)
+  np.testing.assert_allclose(result.loss, plain(x).loss, rtol=1e-5)
 
 
 # --- through the model ----------------------------------------------------------------------------
@@ -340,6 +340,6 @@ def test_the_measured_gradient_is_the_same_where_gradients_of_logits_are_kept():
 
     return list(map(np.asarray, jax.grad(loss, (0, 1, 2))(*x[:2], jnp.zeros((B, 1)))))
 
-  for found, expected in zip(of(is_kept=True), of(is_kept=False), strict=True):
+  for result, expected in zip(of(is_kept=True), of(is_kept=False), strict=True):
     assert expected.any()
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(result, expected, rtol=2e-5, atol=1e-6)

@@ -24,11 +24,11 @@ ROWS, K = 32, 4
 
 
 def test_a_dynamic_scale_shrinks_when_a_step_is_skipped_and_grows_after_a_window_of_good_ones():
-  state, found = SCALING.begin(), []
+  state, result = SCALING.begin(), []
   for is_finite in map(bool, map(int, "0111111101100000000")):
     state = SCALING.after(state, jnp.bool_(is_finite))
-    found.append((float(state.scale), int(state.skipped_steps), int(state.skipped_in_a_row)))
-  scales, skipped, in_a_row = zip(*found, strict=True)
+    result.append((float(state.scale), int(state.skipped_steps), int(state.skipped_in_a_row)))
+  scales, skipped, in_a_row = zip(*result, strict=True)
   shrinking = [64, 32, 16, 8, 4, 2, 2, 2]
   assert scales == (32, 32, 32, 128, 128, 128, 256, 256, 128, 128, 128, *shrinking)
   assert skipped == (*[1] * 8, *[2] * 3, *range(3, 11))
@@ -153,7 +153,7 @@ def steps(
 ) -> tuple[TrainState, list[StepMetrics]]:
   """The state after steps on these rows, and what each reported."""
   trainer, function = program(split, *more)
-  found: list[StepMetrics] = []
+  results: list[StepMetrics] = []
   now = state or trainer.init(0)
   for rows in batches:
     fed, metrics, rate = in_microbatches(rows, K, K), None, np.float32(1e-2)
@@ -165,8 +165,8 @@ def steps(
     else:
       fed = jax.device_put(fed, rows_shardings(fed, trainer.mesh))
       now, metrics = function(now, fed, trainer.microbatches(K), rate)
-    found.append(jax.device_get(metrics))
-  return now, found
+    results.append(jax.device_get(metrics))
+  return now, results
 
 
 def overflowing(rows: Rows) -> Rows:
@@ -216,12 +216,12 @@ def test_the_scale_is_divided_out_of_all_that_a_step_reports():
     assert state.loss_scale is not None
     given = jax.device_put(np.float32(scale), state.loss_scale.scale.sharding)
     state = state._replace(loss_scale=state.loss_scale._replace(scale=given))
-    state, (found,) = steps("fsdp and tensor", *FLOAT16, batches=GOOD[:1], state=state)
-    assert found.noise is not None
-    assert found.noise.squares is not None
-    assert found.noise.squares.of_microbatches > 0
+    state, (result,) = steps("fsdp and tensor", *FLOAT16, batches=GOOD[:1], state=state)
+    assert result.noise is not None
+    assert result.noise.squares is not None
+    assert result.noise.squares.of_microbatches > 0
     states.append(jax.device_get(state.params))
-    reports.append(found._replace(scaling=None))
+    reports.append(result._replace(scaling=None))
   begun = jax.device_get(program("fsdp and tensor", *FLOAT16)[0].init(0).params)
   moved = [jax.tree.map(np.subtract, after, begun) for after in states]
   assert max(relative_errors(*moved).values()) < 0.01

@@ -62,11 +62,11 @@ def slow(rows: MixedRows, count: int, seed: int = 3) -> list[tuple[int, int]]:
   """The first samples one after the other: each source's own stream, as far as it has come."""
   sources, _ = rows.mixture(np.arange(count))
   streams = [SampleStream(len(each), source_seed(seed, i)) for i, each in enumerate(rows.sources)]
-  given, found = [0] * len(streams), []
+  given, result = [0] * len(streams), []
   for source in sources.tolist():
-    found.append((source, int(streams[source](np.array([given[source]]))[0])))
+    result.append((source, int(streams[source](np.array([given[source]]))[0])))
     given[source] += 1
-  return found
+  return result
 
 
 THREE = [(0, (7, 3, 0)), (41, (1, 1, 1)), (100, (0, 1, 5))]
@@ -92,23 +92,23 @@ def test_each_phase_is_exact_by_itself():
 
 def test_each_source_is_read_in_epochs_of_its_own_each_in_another_order():
   rows = mixed([10, 4], [(0, (1, 1))])
-  found = read(rows, np.arange(80))
+  result = read(rows, np.arange(80))
   for source, length in ((0, 10), (1, 4)):
-    epochs = np.array([row for s, row in found if s == source]).reshape(-1, length)
+    epochs = np.array([row for s, row in result if s == source]).reshape(-1, length)
     assert (np.sort(epochs) == np.arange(length)).all()
     assert len({tuple(epoch) for epoch in epochs}) > 1
 
 
 def test_sources_of_equal_length_have_orders_of_their_own():
-  found = read(mixed([50, 50], [(0, (1, 1))]), np.arange(100))
-  first, second = ([row for s, row in found if s == source] for source in (0, 1))
+  result = read(mixed([50, 50], [(0, (1, 1))]), np.arange(100))
+  first, second = ([row for s, row in result if s == source] for source in (0, 1))
   assert first != second
 
 
 def test_one_source_alone_is_a_plain_dataset():
   samples = np.arange(100)
-  found = read(mixed([37], [(0, (5,))]), samples)
-  assert [row for _, row in found] == SampleStream(37, 3)(samples).tolist()
+  result = read(mixed([37], [(0, (5,))]), samples)
+  assert [row for _, row in result] == SampleStream(37, 3)(samples).tolist()
 
 
 def test_the_stream_is_pinned():
@@ -122,8 +122,8 @@ def test_the_stream_is_pinned():
 def test_any_sample_can_be_read_first(samples):
   rows = mixed([11, 5, 20], THREE)
   together = read(rows, np.array(samples, np.int64))
-  for sample, found in reversed(list(zip(samples, together, strict=True))):
-    assert read(mixed([11, 5, 20], THREE), np.array([sample])) == [found]
+  for sample, result in reversed(list(zip(samples, together, strict=True))):
+    assert read(mixed([11, 5, 20], THREE), np.array([sample])) == [result]
 
 
 def test_what_is_read_does_not_depend_on_what_was_sent_to_a_worker():
@@ -137,8 +137,8 @@ def test_what_is_read_does_not_depend_on_what_was_sent_to_a_worker():
 def test_rows_of_several_sources_keep_their_places():
   joined = JoinedRows((Numbered(0, 3), Numbered(1, 2)))
   assert len(joined) == 5
-  found = joined.rows(np.array([4, 0, 3, 3, 2]))["inputs"].tolist()
-  assert found == [[1, 1], [0, 0], [1, 0], [1, 0], [0, 2]]
+  result = joined.rows(np.array([4, 0, 3, 3, 2]))["inputs"].tolist()
+  assert result == [[1, 1], [0, 0], [1, 0], [1, 0], [0, 2]]
   assert joined.rows(np.array([], np.int64))["inputs"].shape == (0, 2)
 
 
@@ -166,16 +166,16 @@ def refused(*arguments: str) -> str:
 
 
 def phases(*arguments: str) -> list[tuple[int, tuple[int, ...]]]:
-  found = mixed_paths(keys(*arguments))
-  assert found is not None
-  return [(phase.first_sample, phase.weights) for phase in found.mixture.phases]
+  result = mixed_paths(keys(*arguments))
+  assert result is not None
+  return [(phase.first_sample, phase.weights) for phase in result.mixture.phases]
 
 
 def test_maxtexts_globs_with_weights():
-  found = mixed_paths(keys("dataset_type=grain", "grain_train_files=w/*.jsonl,0.7;c/*.jsonl, 0.3"))
-  assert found is not None
-  assert (found.paths, found.mixture.names) == (("w/*.jsonl", "c/*.jsonl"), ("w", "c"))
-  assert found.mixture.phases[0].weights == (7, 3)
+  result = mixed_paths(keys("dataset_type=grain", "grain_train_files=w/*.jsonl,0.7;c/*.jsonl, 0.3"))
+  assert result is not None
+  assert (result.paths, result.mixture.names) == (("w/*.jsonl", "c/*.jsonl"), ("w", "c"))
+  assert result.mixture.phases[0].weights == (7, 3)
   # Files of text may be called so.
   assert mixed_paths(keys("dataset_path=a,1;b,2")) is None
 
@@ -213,10 +213,10 @@ def test_maxtexts_file(tmp_path):
   path.write_text(
     '{"web": {"path": "w/*.txt", "weight": 0.7}, "code": {"path": "c", "weight": 3e-1}}'
   )
-  found = mixed_paths(keys(f"grain_train_mixture_config_path={path}"))
-  assert found is not None
-  assert (found.paths, found.mixture.names) == (("w/*.txt", "c"), ("web", "code"))
-  assert found.mixture.phases[0].shares == (Fraction(7, 10), Fraction(3, 10))
+  result = mixed_paths(keys(f"grain_train_mixture_config_path={path}"))
+  assert result is not None
+  assert (result.paths, result.mixture.names) == (("w/*.txt", "c"), ("web", "code"))
+  assert result.mixture.phases[0].shares == (Fraction(7, 10), Fraction(3, 10))
 
 
 @pytest.mark.parametrize(
@@ -424,9 +424,9 @@ def test_the_same_mixture_however_it_is_written_is_the_same_dataset(texts):
   (texts / "m.json").write_text(
     json.dumps({"x": {"path": "low", "weight": 3}, "y": {"path": "high", "weight": 1}})
   )
-  found = build("grain_train_mixture_config_path=m.json")
-  assert found.fingerprint == build(MIXTURE).fingerprint
-  assert [part.name for part in found.validation_by_source] == ["x", "y"]
+  result = build("grain_train_mixture_config_path=m.json")
+  assert result.fingerprint == build(MIXTURE).fingerprint
+  assert [part.name for part in result.validation_by_source] == ["x", "y"]
 
 
 def test_a_source_that_cannot_be_used_is_named(texts):

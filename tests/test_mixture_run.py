@@ -26,8 +26,8 @@ def start(folder: Path, *arguments: str) -> int:
 
 
 def records(folder: Path) -> list[dict[str, float]]:
-  found = read_metrics(folder / "runs" / "first_run")
-  return [{key: value for key, value in one.items() if key not in TIMES} for one in found]
+  result = read_metrics(folder / "runs" / "first_run")
+  return [{key: value for key, value in one.items() if key not in TIMES} for one in result]
 
 
 def test_sources_are_reported_and_evaluated_by_name(folder, capsys):

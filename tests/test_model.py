@@ -286,9 +286,9 @@ def test_parameters_follow_from_the_key():
 def test_computing_in_bfloat16_is_near_float32(family):
   exact, short = tiny_model(*family), tiny_model(*family, "dtype=bfloat16")
   parameters, rows = loud_parameters(exact), random_rows(3)
-  expected, found = hidden(exact, parameters, rows), hidden(short, parameters, rows)
-  assert found.dtype == jnp.bfloat16
-  assert 1e-4 < distance(found, expected) < 0.03
+  expected, result = hidden(exact, parameters, rows), hidden(short, parameters, rows)
+  assert result.dtype == jnp.bfloat16
+  assert 1e-4 < distance(result, expected) < 0.03
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "float16", "cbfloat16"])
@@ -312,9 +312,9 @@ def emulated_by(name, x):
   return rounded(x, of) if of.is_emulated else x.astype(of.carrier).astype(jnp.float32)
 
 
-def distance(found, expected) -> float:
+def distance(result, expected) -> float:
   """Norm of the difference over the norm, of all leaves together."""
-  pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+  pairs = zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True)
   pairs = [(np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs]
   off, size = sum(((a - b) ** 2).sum() for a, b in pairs), sum((b**2).sum() for _, b in pairs)
   return float((off / size) ** 0.5)
@@ -325,9 +325,9 @@ def test_parameters_are_kept_in_weight_dtype():
   assert {leaf.dtype for leaf in jax.tree.leaves(short.shapes())} == {jnp.dtype(jnp.bfloat16)}
   rows, kept = random_rows(3), loud_parameters(short)
   widened = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), kept)
-  found = hidden(short, kept, rows)
-  assert found.dtype == jnp.float32
-  np.testing.assert_allclose(found, hidden(exact, widened, rows), rtol=0, atol=1e-5)
+  result = hidden(short, kept, rows)
+  assert result.dtype == jnp.float32
+  np.testing.assert_allclose(result, hidden(exact, widened, rows), rtol=0, atol=1e-5)
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -63,9 +63,9 @@ def losses(folder: pathlib.Path) -> list[tuple[float, float]]:
 
 def trained(folder: pathlib.Path, *options: str, **keys: object) -> list[tuple[float, float]]:
   assert main(command(folder, *options, **keys)) == 0
-  found = losses(folder)
-  assert len(found) == 3
-  return found
+  result = losses(folder)
+  assert len(result) == 3
+  return result
 
 
 # --- compile_only ---------------------------------------------------------------------------------
@@ -162,9 +162,9 @@ def test_explore_ranks_every_size_and_reports_the_best(tmp_path, capsys):
     "compile_report.txt",
     "exploration.json",
   ]
-  found = json.loads((folder / "exploration.json").read_text())
-  assert found["recommended"] == "2"
-  ranked = [one["micro_batch_size"] for one in found["fitting"]]
+  result = json.loads((folder / "exploration.json").read_text())
+  assert result["recommended"] == "2"
+  ranked = [one["micro_batch_size"] for one in result["fitting"]]
   assert ranked[0] == "2"
   assert sorted(ranked) == ["1", "2", "4"]
   (report,) = json.loads((folder / "compile_report.json").read_text())
@@ -313,14 +313,14 @@ def _batch_norm(monkeypatch):
 @pytest.mark.usefixtures("_batch_norm")
 def test_coupled_samples_are_trained_in_one_pass_with_a_warning(tmp_path, capsys, clock):
   keys = {"decoder_block": "batch_norm"} | FSDP
-  found = trained(tmp_path / "auto", micro_batch_size="auto", **keys)
+  result = trained(tmp_path / "auto", micro_batch_size="auto", **keys)
   printed = capsys.readouterr().err
   assert printed.startswith("warning: decoder_block=batch_norm couples the samples of a batch")
   assert "micro_batch_size=none instead of micro_batch_size=auto" in printed
   assert clock == []
   records = [record for record in read_metrics(tmp_path / "auto" / "run") if "loss" in record]
   assert {record["gradient_accumulation_steps"] for record in records} == {1}
-  assert trained(tmp_path / "none", micro_batch_size="none", **keys) == found
+  assert trained(tmp_path / "none", micro_batch_size="none", **keys) == result
 
 
 @pytest.mark.usefixtures("_batch_norm")

@@ -63,12 +63,12 @@ def test_parts_measure_the_same_as_examples(rows):
   parts_NPD = g_NBD.reshape(steps, batch // rows, rows, 20).mean(2)
   small_N = (parts_NPD**2).sum(-1).mean(-1)
   big_N = (g_NBD.mean(1) ** 2).sum(-1)
-  found = [
+  results = [
     equal_parts(batch // rows, small, big, rows)
     for small, big in zip(small_N.tolist(), big_N.tolist(), strict=True)
   ]
-  signal = sum(step.signal for step in found if step)
-  noise = sum(step.noise for step in found if step)
+  signal = sum(step.signal for step in results if step)
+  noise = sum(step.noise for step in results if step)
   assert noise / steps == pytest.approx(1.0, rel=0.04)
   assert noise / signal == pytest.approx(20, rel=0.06)
 
@@ -101,12 +101,12 @@ def test_rows_of_different_lengths_leave_no_bias(batch, steps):
   squares_N = (gradients_ND**2).sum(1)
   share_S = (tokens_SB**2).sum(1) / weight_S**2
   small_S, big_S = squares_N[drawn].sum(1) / weight_S**2, (mean_SD**2).sum(1)
-  found = [
+  results = [
     moments(batch, *step)
     for step in zip(share_S.tolist(), small_S.tolist(), big_S.tolist(), strict=True)
   ]
-  assert np.mean([step.signal for step in found if step]) == pytest.approx(signal, rel=0.02)
-  assert np.mean([step.noise for step in found if step]) == pytest.approx(noise, rel=0.03)
+  assert np.mean([step.signal for step in results if step]) == pytest.approx(signal, rel=0.02)
+  assert np.mean([step.noise for step in results if step]) == pytest.approx(noise, rel=0.03)
 
 
 def test_at_the_noise_scale_both_costs_are_twice_the_least():

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 import pytest
-from begun_states import begun_state
+from initial_states import initial_state
 from support import GPT2, config, in_microbatches, mesh, uneven_rows
 
 from maxbatch.core.accumulate import Squares
@@ -44,7 +44,7 @@ def step(axes: tuple[int, int, int], k: int, **keys: object) -> tuple[Trainer, S
   rows = in_microbatches(UNEVEN, k, k)
   rows = jax.device_put(rows, rows_shardings(rows, trainer.mesh))
   program = step_function(trainer, rows)
-  state = begun_state(trainer, initial(model))
+  state = initial_state(trainer, initial(model))
   return trainer, jax.device_get(program(state, rows, np.int32(k), np.float32(0.0))[1])
 
 
@@ -63,10 +63,10 @@ def gradients(**keys: object) -> Gradients:
     one = jax.tree.map(lambda x: x[None], row)
     return jax.grad(lambda p: loss_sum(model, p, one, KEY))(parameters)
 
-  found: dict[Path, np.ndarray] = {}
+  results: dict[Path, np.ndarray] = {}
   of_rows = of_each(initial(model), UNEVEN)
-  by_path(lambda path, x: found.update({path: np.asarray(x, np.float64)}), of_rows)
-  return found
+  by_path(lambda path, x: results.update({path: np.asarray(x, np.float64)}), of_rows)
+  return results
 
 
 def moments_of(parts_PG: np.ndarray, tokens_P: np.ndarray) -> Moments:
@@ -78,17 +78,17 @@ def moments_of(parts_PG: np.ndarray, tokens_P: np.ndarray) -> Moments:
   return Moments(signal, COUNTED.sum() * of_gradients)
 
 
-def direct(found: Gradients, chosen: Sequence[tuple[Path, int | None]]) -> Moments:
+def direct(result: Gradients, chosen: Sequence[tuple[Path, int | None]]) -> Moments:
   """The moments of the chosen parameters, each whole or one layer of it, from rows' gradients."""
-  taken = [found[path] if at is None else found[path][:, at] for path, at in chosen]
+  taken = [result[path] if at is None else result[path][:, at] for path, at in chosen]
   rows_PG = np.concatenate([x.reshape(ROWS, -1) for x in taken], axis=1)
   return moments_of(rows_PG, TOKENS)
 
 
-def of_microbatches(found: Gradients, parts: int) -> Moments:
+def of_microbatches(result: Gradients, parts: int) -> Moments:
   """The moments of all parameters, from the gradients of so many microbatches of all replicas."""
   parts_PG = np.concatenate(
-    [x.reshape(parts, ROWS // parts, -1).sum(1) for x in found.values()], axis=1
+    [x.reshape(parts, ROWS // parts, -1).sum(1) for x in result.values()], axis=1
   )
   return moments_of(parts_PG, TOKENS.reshape(parts, -1).sum(1))
 
@@ -130,10 +130,10 @@ def assert_near(ours: dict[str, Moments | None], theirs: dict[str, Moments]) -> 
 def test_every_group_is_that_of_the_rows_own_gradients():
   trainer, reported = step((2, 1, 1), 2, gns="all", gns_from_microbatches="true", **LLAMA)
   ours = moments_by_group(trainer.model.probed(), reported, every_layer=True)
-  found = gradients(**LLAMA)
-  theirs = expected(found, tied=False)
+  result = gradients(**LLAMA)
+  theirs = expected(result, tied=False)
   assert set(TYPES) < set(theirs)
-  assert_near(ours, theirs | {"from_microbatches": of_microbatches(found, 4)})
+  assert_near(ours, theirs | {"from_microbatches": of_microbatches(result, 4)})
 
 
 def test_a_tied_table_is_in_no_group():
@@ -147,14 +147,14 @@ def test_a_tied_table_is_in_no_group():
 def test_norms_alone_have_groups_of_their_own():
   trainer, reported = step((1, 1, 1), 4, gns="norm", gns_from_microbatches="true", **LLAMA)
   ours = moments_by_group(trainer.model.probed(), reported, every_layer=False)
-  found = gradients(**LLAMA)
-  norms = [path for path in found if any("norm" in word for word in path)]
+  result = gradients(**LLAMA)
+  norms = [path for path in result if any("norm" in word for word in path)]
   stacked = [path for path in norms if path[0] == "layers"]
   assert len(norms) == len(stacked) + 1  # the final norm belongs to no layer
-  theirs = {"norm": direct(found, [(path, None) for path in norms])}
+  theirs = {"norm": direct(result, [(path, None) for path in norms])}
   for layer in range(LAYERS):
-    theirs[f"norm_of_layer/{layer}"] = direct(found, [(path, layer) for path in stacked])
-  assert_near(ours, theirs | {"from_microbatches": of_microbatches(found, 4)})
+    theirs[f"norm_of_layer/{layer}"] = direct(result, [(path, layer) for path in stacked])
+  assert_near(ours, theirs | {"from_microbatches": of_microbatches(result, 4)})
 
 
 def test_one_microbatch_has_nothing_to_compare():

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 import pytest
-from begun_states import begun_state
+from initial_states import initial_state
 from noise_runs import CALIBRATE_EVERY, CALIBRATED, Done, Run, T, training
 
 from maxbatch.config.load import load_config
@@ -66,9 +66,9 @@ def test_measuring_changes_nothing_about_training(measured, mode):
 
 def raw(record: Record) -> set[str]:
   """The groups whose moments of that step alone the record has."""
-  found = {key.removeprefix("gns/").removesuffix("/signal") for key in record if "/signal" in key}
-  assert all(f"gns/{name}/noise" in record for name in found)
-  return found
+  results = {key.removeprefix("gns/").removesuffix("/signal") for key in record if "/signal" in key}
+  assert all(f"gns/{name}/noise" in record for name in results)
+  return results
 
 
 @pytest.mark.parametrize("mode", ["all", "norm", "streamed"])
@@ -114,11 +114,11 @@ def test_streamed_steps_measure_what_fused_ones_do(measured):
 def test_passes_of_one_sample_a_replica_measure_what_samples_do(measured):
   for passes, every in zip(measured("passes").records, measured("all").records, strict=True):
     for kind in ("signal", "noise") if passes["step"] else ():
-      found, expected = (
+      result, expected = (
         record[f"gns/{group}/{kind}"]
         for record, group in ((passes, "from_microbatches"), (every, "total"))
       )
-      assert found == pytest.approx(expected, rel=1e-3, abs=1e-4 * every["gns/total/noise"])
+      assert result == pytest.approx(expected, rel=1e-3, abs=1e-4 * every["gns/total/noise"])
   last = measured("passes").records[-1]
   assert last["gns/total"] == last["gns/from_microbatches"]
   assert last["gns/total"] == pytest.approx(measured("all").records[-1]["gns/total"], rel=1e-2)
@@ -169,10 +169,10 @@ def brute_force(params: Parameters, folder: pathlib.Path, samples: int) -> dict[
   groups: dict[str, list[np.ndarray]] = {"total": [], "norm": []}
   for part in np.split(chosen, samples // 200):
     rows = Rows(**source.rows(part), sample_ids=np.zeros(len(part), np.int32))  # pyright: ignore
-    found: dict[tuple[str, ...], np.ndarray] = {}
-    by_path(lambda path, x, to=found: to.update({path: np.asarray(x)}), of_each(params, rows))
+    results: dict[tuple[str, ...], np.ndarray] = {}
+    by_path(lambda path, x, to=results: to.update({path: np.asarray(x)}), of_each(params, rows))
     for name, parts in groups.items():
-      taken = [x for path, x in found.items() if name == "total" or "norm" in "/".join(path)]
+      taken = [x for path, x in results.items() if name == "total" or "norm" in "/".join(path)]
       parts.append(np.concatenate([x.reshape(len(part), -1) for x in taken], axis=1))
   return {name: _scale(np.concatenate(parts)) for name, parts in groups.items()}
 
@@ -186,7 +186,7 @@ def _scale(gradients_BG: np.ndarray) -> float:
 
 def test_a_frozen_model_has_the_scale_that_its_samples_gradients_have(train, measured, monkeypatch):
   trained = jax.device_get(measured("off").params)
-  monkeypatch.setattr(Trainer, "init", lambda trainer, seed: begun_state(trainer, trained))
+  monkeypatch.setattr(Trainer, "init", lambda trainer, seed: initial_state(trainer, trained))
   keys = PLAIN | {"batch_size": 16, "gns_window_steps": 64, "enable_checkpointing": "false"}
   done = train("frozen", total_samples=64 * 16, learning_rate=0, **keys)
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(done.params), trained)

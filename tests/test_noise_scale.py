@@ -64,10 +64,10 @@ def test_microbatches_and_replicas_measure_it(num_microbatches, replicas):
 
 
 def test_squares_of_rows_measure_it_where_there_is_one_microbatch():
-  found, from_microbatches = results(1, 1)
+  result, from_microbatches = results(1, 1)
   assert from_microbatches.estimate().status == "unavailable"
   noise = NoiseScale(STEPS)
-  for one in found:
+  for one in result:
     stats = one.sums.stats
     squares = stats["squares"].total, stats["divisors"].total
     noise.add(one.sums, rows=ROWS, grad_norm=one.grad_norm, row_squares=squares)
@@ -78,7 +78,7 @@ def test_squares_of_rows_measure_it_where_there_is_one_microbatch():
 
 
 def test_it_is_a_sentence():
-  found, noise = results(8, 1)
+  result, noise = results(8, 1)
   estimate = noise.estimate()
   assert estimate.scale is not None
   value, low, high = (
@@ -89,7 +89,7 @@ def test_it_is_a_sentence():
   )
   assert str(results(1, 1)[1]) == "noise scale: not measured, as no step had two parts to compare"
   short = NoiseScale()
-  short.add(found[0], rows=ROWS)
+  short.add(result[0], rows=ROWS)
   assert str(short) == "noise scale: not known after 1 step, the mean gradient may still be 0"
 
 
@@ -100,8 +100,8 @@ def test_its_state_is_json():
 
 
 def test_what_is_missing_is_named():
-  found, noise = results(8, 1)
+  result, noise = results(8, 1)
   with pytest.raises(ValueError, match="give grad_norm"):
-    noise.add(found[0].sums, rows=ROWS)
+    noise.add(result[0].sums, rows=ROWS)
   with pytest.raises(ValueError, match="give accumulate a squared_norm"):
-    noise.add(found[0].sums._replace(squares=None), rows=ROWS, grad_norm=1.0)
+    noise.add(result[0].sums._replace(squares=None), rows=ROWS, grad_norm=1.0)

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from begun_states import begun_state
+from initial_states import initial_state
 from support import collectives, config, in_microbatches, mesh, uneven_rows
 
 from maxbatch.models.registry import Parameters, build_model
@@ -69,7 +69,7 @@ def compiled(axes: tuple[int, int, int], k: int, *measured: Any):
 def metrics(axes: tuple[int, int, int], k: int, *measured: Any) -> StepMetrics:
   """What one step reports."""
   program, rows = compiled(axes, k, *measured)
-  state = begun_state(prepared(axes, *measured), parameters())
+  state = initial_state(prepared(axes, *measured), parameters())
   return jax.device_get(program(state, rows, np.int32(k), np.float32(0.0))[1])
 
 
@@ -114,16 +114,16 @@ def test_gradients_of_microbatches(axes, replicas):
 
 
 def test_nothing_is_reported_unless_asked():
-  found = metrics((2, 1, 1), 2, "off")
-  assert (found.metrics, found.noise, found.of_step) == ({}, None, None)
+  result = metrics((2, 1, 1), 2, "off")
+  assert (result.metrics, result.noise, result.of_step) == ({}, None, None)
 
 
 def messages(axes: tuple[int, int, int], gns: str) -> dict[str, Counter[str]]:
   """Messages between devices by kind, inside and outside the loop over microbatches."""
   text = compiled(axes, dict(SPLITS)[axes], gns)[0].as_text()
   assert text
-  found = collectives(text)
-  return {where: Counter(names) for where, names in found.items()}
+  result = collectives(text)
+  return {where: Counter(names) for where, names in result.items()}
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ def coverage(truth: Gradients, batch: int, steps: int, trials: int = 1000) -> tu
   small_TN, big_TN = truth.norms(np.random.default_rng(3), (trials, steps), batch)
   signal_TN = (batch * big_TN - small_TN) / (batch - 1)
   noise_TN = (small_TN - big_TN) / (1 - 1 / batch)
-  found = ratios_of_means(noise_TN, signal_TN)
-  claimed = np.isfinite(found.ratio)
-  held = (found.low < truth.noise_scale) & (truth.noise_scale < found.high)
+  result = ratios_of_means(noise_TN, signal_TN)
+  claimed = np.isfinite(result.ratio)
+  held = (result.low < truth.noise_scale) & (truth.noise_scale < result.high)
   return float(held[claimed].mean()), float(claimed.mean())
 
 
@@ -92,12 +92,12 @@ def test_the_width_is_that_of_fieller():
   """Both ends satisfy the equation that defines them."""
   rng = np.random.default_rng(0)
   above, below = 7 + rng.normal(size=20), 2 + rng.normal(size=20)
-  found = ratios_of_means(above[None], below[None])
+  result = ratios_of_means(above[None], below[None])
   t = inflated_t(np.array(19))
-  for end in (found.low[0], found.high[0]):
+  for end in (result.low[0], result.high[0]):
     rest = above - end * below
     assert abs(rest.mean()) == pytest.approx(t * rest.std(ddof=1) / math.sqrt(20))
-  assert found.low[0] < found.ratio[0] < found.high[0]
+  assert result.low[0] < result.ratio[0] < result.high[0]
 
 
 @pytest.mark.parametrize(
@@ -169,12 +169,12 @@ def mixed(steps: int, every: int, batch: int = 32, window_steps: int = 64) -> No
   for step in range(steps):
     small_norm, big_norm = norm.norms(rng, (), batch)
     small_rest, big_rest = rest.norms(rng, (), batch)
-    found = {"norm": equal_parts(batch, float(small_norm), float(big_norm))}
+    results = {"norm": equal_parts(batch, float(small_norm), float(big_norm))}
     if step % every == 0:
-      found["total"] = equal_parts(
+      results["total"] = equal_parts(
         batch, float(small_norm + small_rest), float(big_norm + big_rest)
       )
-    tracker.add(found)
+    tracker.add(results)
   return tracker
 
 
@@ -191,11 +191,11 @@ def test_a_group_is_the_same_whether_asked_for_alone_or_with_others():
 
 
 def test_calibration_recovers_the_slope():
-  found = mixed(2000, every=2, window_steps=1000).calibration()
-  assert (found.status, found.steps) == ("ok", 1000)
-  assert found.slope is not None
-  assert found.slope.value == pytest.approx(1.4, rel=0.05)
-  assert found.slope.low < 1.4 < found.slope.high
+  result = mixed(2000, every=2, window_steps=1000).calibration()
+  assert (result.status, result.steps) == ("ok", 1000)
+  assert result.slope is not None
+  assert result.slope.value == pytest.approx(1.4, rel=0.05)
+  assert result.slope.low < 1.4 < result.slope.high
 
 
 def test_calibration_leaves_out_first_steps_with_much_larger_gradients():
@@ -205,10 +205,10 @@ def test_calibration_leaves_out_first_steps_with_much_larger_gradients():
     norm = Moments(signal=size * spread, noise=size * 50 * random.uniform(0.9, 1.1))
     total = Moments(signal=size * spread * 300, noise=size * 50 * 300 * 1.2)
     tracker.add({"norm": norm, "total": total})
-  found = tracker.calibration()
-  assert (found.status, found.steps) == ("ok", 20)
-  assert found.slope is not None
-  assert found.slope.low < 1.2 < found.slope.high
+  result = tracker.calibration()
+  assert (result.status, result.steps) == ("ok", 20)
+  assert result.slope is not None
+  assert result.slope.low < 1.2 < result.slope.high
 
 
 def test_calibration_steps_outlive_the_window():

@@ -306,13 +306,13 @@ def test_muon_leaves_everything_else_to_adamw():
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_the_moments_lie_under_the_paths_of_their_parameters(name):
   rule = optimizer(opt_type=name)
-  found: set[tuple[str, ...]] = set()
+  results: set[tuple[str, ...]] = set()
   for path, leaf in jax.tree_util.tree_leaves_with_path(init(rule)):
     names = tuple(entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey))
     if leaf.size > 3:
       assert leaf.shape == SHAPES[names][0]
-      found.add(names)
-  assert found == SHAPES.keys()
+      results.add(names)
+  assert results == SHAPES.keys()
 
 
 def test_updates_under_a_512th_of_a_bfloat16_weight_are_rounded_away():

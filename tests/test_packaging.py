@@ -235,9 +235,9 @@ def test_the_versions_that_estimates_name_are_the_pinned_ones():
 
 def with_extras(extras: dict[str, list[str]], name: str) -> list[str]:
   """What an extra requires, and the extras of our own that it names."""
-  found = [Requirement(line) for line in extras[name]]
-  inner = [extra for one in found if one.name == "maxbatch" for extra in sorted(one.extras)]
-  named = [str(one) for one in found if one.name != "maxbatch"]
+  results = [Requirement(line) for line in extras[name]]
+  inner = [extra for one in results if one.name == "maxbatch" for extra in sorted(one.extras)]
+  named = [str(one) for one in results if one.name != "maxbatch"]
   return [*named, *(line for extra in inner for line in with_extras(extras, extra))]
 
 

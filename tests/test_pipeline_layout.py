@@ -249,10 +249,10 @@ def test_every_choice_is_found():
       attempt(*keys, f"num_pipeline_microbatches={num_pipeline_microbatches}")[0]
       for num_pipeline_microbatches in range(1, 25)
     ]
-    found = [one.num_pipeline_microbatches for one in tried if one]
-    if found:
-      assert pipeline(*keys).choices == tuple(found)
-      assert pipeline(*keys).num_pipeline_microbatches == found[0]
+    results = [one.num_pipeline_microbatches for one in tried if one]
+    if results:
+      assert pipeline(*keys).choices == tuple(results)
+      assert pipeline(*keys).num_pipeline_microbatches == results[0]
     else:
       assert "no number is both" in message(*keys)
 

@@ -59,9 +59,9 @@ def temporary_bytes(
 ) -> tuple[int, int]:
   """Of one device, and of its slots as predicted."""
   program, slots = compiled(schedule, repeats, passes, stash)
-  found = program.memory_analysis()
-  assert found is not None
-  return found.temp_size_in_bytes, slots
+  result = program.memory_analysis()
+  assert result is not None
+  return result.temp_size_in_bytes, slots
 
 
 def test_one_forward_one_backward_holds_no_more_for_more_microbatches():

@@ -75,19 +75,19 @@ class Machine:
     )
 
 
-def settled(of: Config, folder: pathlib.Path, **options: Any) -> tuple[Config, str, Machine]:
+def resolved(of: Config, folder: pathlib.Path, **options: Any) -> tuple[Config, str, Machine]:
   """What is chosen, what is said, and the machine that was asked."""
   machine, lines = options.pop("machine", None) or Machine(), []
-  found = choose_num_pipeline_microbatches(
+  result = choose_num_pipeline_microbatches(
     of, place(of), machine, folder, say=lines.append, **options
   )
-  return found, "\n".join(lines), machine
+  return result, "\n".join(lines), machine
 
 
 def test_the_choice_is_made_said_and_remembered(tmp_path):
   of = settings()
-  found, said, machine = settled(of, tmp_path)
-  assert found == with_num_pipeline_microbatches(of, 4) == settings(num_pipeline_microbatches=4)
+  result, said, machine = resolved(of, tmp_path)
+  assert result == with_num_pipeline_microbatches(of, 4) == settings(num_pipeline_microbatches=4)
   assert machine.asked[:2] == [32, 4]
   (file,) = tmp_path.iterdir()
   assert file.name.startswith("num_pipeline_microbatches-")
@@ -102,8 +102,8 @@ def test_the_choice_is_made_said_and_remembered(tmp_path):
 
 
 def test_a_second_start_asks_nothing(tmp_path):
-  first, _, _ = settled(settings(), tmp_path)
-  second, said, machine = settled(settings(), tmp_path, machine=Machine(32))
+  first, _, _ = resolved(settings(), tmp_path)
+  second, said, machine = resolved(settings(), tmp_path, machine=Machine(32))
   assert (second, machine.asked) == (first, [])
   (file,) = tmp_path.iterdir()
   assert said == (
@@ -111,10 +111,10 @@ def test_a_second_start_asks_nothing(tmp_path):
     f"{file}; --forget measures anew)"
   )
   # And --forget does.
-  third, _, machine = settled(settings(), tmp_path, machine=Machine(32), forget=True)
+  third, _, machine = resolved(settings(), tmp_path, machine=Machine(32), forget=True)
   assert machine.asked
   assert third.pipeline.num_pipeline_microbatches == 32
-  assert settled(settings(), tmp_path)[0] == third
+  assert resolved(settings(), tmp_path)[0] == third
 
 
 @pytest.mark.parametrize(
@@ -130,28 +130,28 @@ def test_a_second_start_asks_nothing(tmp_path):
   ids=str,
 )
 def test_what_it_depends_on_measures_anew(tmp_path, change):
-  settled(settings(), tmp_path)
-  assert settled(settings(**change), tmp_path)[2].asked
+  resolved(settings(), tmp_path)
+  assert resolved(settings(**change), tmp_path)[2].asked
 
 
 def test_a_larger_step_that_is_now_reached_measures_anew(tmp_path):
   ramp = RAMP | {"micro_batch_size": 8, "batch_schedule": "[[0, 32], [3200, 64]]"}
   for number in (10, 500):
-    assert settled(settings(**ramp, steps=number), tmp_path)[2].asked
-    assert not settled(settings(**ramp, steps=number + 1), tmp_path)[2].asked
+    assert resolved(settings(**ramp, steps=number), tmp_path)[2].asked
+    assert not resolved(settings(**ramp, steps=number + 1), tmp_path)[2].asked
 
 
 def test_a_damaged_memory_is_said_and_replaced(tmp_path):
-  settled(settings(), tmp_path)
+  resolved(settings(), tmp_path)
   (file,) = tmp_path.iterdir()
   content = json.loads(file.read_text())
   file.write_text(json.dumps(content | {"choice": {"num_pipeline_microbatches": 5}}))
-  found, said, machine = settled(settings(), tmp_path)
+  result, said, machine = resolved(settings(), tmp_path)
   assert said.startswith(
     f"num_pipeline_microbatches -1: {file} has a damaged choice; measured anew\n"
   )
   assert machine.asked
-  assert found.pipeline.num_pipeline_microbatches == 4
+  assert result.pipeline.num_pipeline_microbatches == 4
 
 
 @pytest.mark.parametrize(
@@ -165,14 +165,14 @@ def test_a_damaged_memory_is_said_and_replaced(tmp_path):
 )
 def test_nothing_is_done_where_there_is_nothing_to_choose(tmp_path, keys):
   of = settings(**keys)
-  found, said, machine = settled(of, tmp_path)
-  assert (found, said, machine.asked) == (of, "", [])
+  result, said, machine = resolved(of, tmp_path)
+  assert (result, said, machine.asked) == (of, "", [])
   assert list(tmp_path.iterdir()) == []
 
 
 def test_what_cannot_be_cut_is_refused(tmp_path):
   with pytest.raises(UserError, match="num_pipeline_microbatches=6 must be a multiple"):
-    settled(settings(num_pipeline_microbatches=6), tmp_path)
+    resolved(settings(num_pipeline_microbatches=6), tmp_path)
 
 
 def test_all_numbers_are_process_0s(tmp_path, monkeypatch):
@@ -181,8 +181,8 @@ def test_all_numbers_are_process_0s(tmp_path, monkeypatch):
     return value | faster
 
   monkeypatch.setattr(search, "broadcast_one_to_all", broadcast_one_to_all)
-  found, _, _ = settled(settings(), tmp_path, machine=Machine(4))
-  assert found.pipeline.num_pipeline_microbatches == 32
+  result, _, _ = resolved(settings(), tmp_path, machine=Machine(4))
+  assert result.pipeline.num_pipeline_microbatches == 32
 
 
 def test_what_the_compiler_refuses_is_known_not_to_fit(monkeypatch):
@@ -191,8 +191,8 @@ def test_what_the_compiler_refuses_is_known_not_to_fit(monkeypatch):
 
   monkeypatch.setattr(pipeline_microbatches, "report_or_refusal", refuse)
   of = settings(device_memory_gb=3)
-  found = PipelineMicrobatchProber(of, jax.devices()[:4], place(of).layout)(4)
-  assert found == ProbeResult(3 * GIB + 1, 3 * GIB, False)
+  result = PipelineMicrobatchProber(of, jax.devices()[:4], place(of).layout)(4)
+  assert result == ProbeResult(3 * GIB + 1, 3 * GIB, False)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_a_schedule_is_ranked_for_its_largest_step_that_is_reached(
   monkeypatch.setattr(pipeline_microbatches, "report_or_refusal", refuse)
   of = settings(**RAMP, batch_schedule=schedule, steps=10)
   prober = PipelineMicrobatchProber(of, place(of).devices, place(of).layout)
-  _, said, _ = settled(of, tmp_path, machine=prober)
+  _, said, _ = resolved(of, tmp_path, machine=prober)
   assert set(compiled) == {micro_batch}
   # One number must cut all passes, those of 24 samples too.
   heading, _, *rows = said.splitlines()[:6]
@@ -367,12 +367,12 @@ def test_a_compiled_step_brings_its_number(tmp_path, monkeypatch):
     "made_from",
     lambda path: {"configuration": {"num_pipeline_microbatches": 8}},
   )
-  found, said, machine = settled(of, tmp_path)
-  assert (found, said, machine.asked) == (with_num_pipeline_microbatches(of, 8), "", [])
+  result, said, machine = resolved(of, tmp_path)
+  assert (result, said, machine.asked) == (with_num_pipeline_microbatches(of, 8), "", [])
   # One for another run is refused when it is loaded, by what differs.
   monkeypatch.setattr(
     pipeline_microbatches,
     "made_from",
     lambda path: {"configuration": {"num_pipeline_microbatches": 3}},
   )
-  assert settled(of, tmp_path)[0] == of
+  assert resolved(of, tmp_path)[0] == of

@@ -90,8 +90,8 @@ def best(machine: Machine) -> int:
   return min(machine.of.pipeline.choices, key=machine.seconds)
 
 
-def predicted(found: Ranking) -> dict[int, float | None]:
-  return {one.num_pipeline_microbatches: one.step_seconds for one in found.entries}
+def predicted(result: Ranking) -> dict[int, float | None]:
+  return {one.num_pipeline_microbatches: one.step_seconds for one in result.entries}
 
 
 # --- the times ------------------------------------------------------------------------------------
@@ -106,8 +106,8 @@ def test_the_fastest_is_taken_and_the_others_are_predicted(passes, streamed, fix
   machine = Machine(
     of, fixed, 1.0, beside=lambda num_pipeline_microbatches: 1.0 + 0.01 * num_pipeline_microbatches
   )
-  found = rank(of, machine)
-  assert found.chosen == best(machine)
+  result = rank(of, machine)
+  assert result.chosen == best(machine)
   assert machine.compiled[:2] == [32, 4]
   # Nothing is compiled twice; what is taken is, and what comes close to it.
   close = {
@@ -119,8 +119,8 @@ def test_the_fastest_is_taken_and_the_others_are_predicted(passes, streamed, fix
     num_pipeline_microbatches: pytest.approx(machine.seconds(num_pipeline_microbatches))
     for num_pipeline_microbatches in of.pipeline.choices
   }
-  assert predicted(found) == truth
-  assert [one.num_pipeline_microbatches for one in found.entries] == sorted(
+  assert predicted(result) == truth
+  assert [one.num_pipeline_microbatches for one in result.entries] == sorted(
     of.pipeline.choices, key=machine.seconds
   )
 
@@ -157,9 +157,9 @@ def test_what_was_predicted_too_fast_is_found_out():
     1.0,
     scatter=lambda num_pipeline_microbatches: 3.0 if num_pipeline_microbatches == 8 else 1.0,
   )
-  found = rank(of, machine)
+  result = rank(of, machine)
   assert 8 in machine.compiled
-  assert found.chosen == best(machine) == 16
+  assert result.chosen == best(machine) == 16
   assert len(machine.compiled) <= most_probes(4)
 
 
@@ -187,9 +187,9 @@ def test_two_choices_are_both_compiled():
   of = RankedStep(pipeline(per_device_batch_size=2), 1, False)
   assert of.pipeline.choices == (4, 8)
   machine = Machine(of, 1.0, 1.0)
-  found = rank(of, machine)
+  result = rank(of, machine)
   assert machine.compiled == [8, 4]
-  assert "full tick, a forward" not in str(found)
+  assert "full tick, a forward" not in str(result)
 
 
 # --- noise ----------------------------------------------------------------------------------------
@@ -198,10 +198,12 @@ def test_two_choices_are_both_compiled():
 def test_a_negative_fixed_part_is_said():
   of = steps()
   # A sample costs more in a larger microbatch.
-  found = rank(of, Machine(of, -0.4, 1.0))
-  assert found.chosen == 32
-  assert all(seconds is not None and seconds > 1 for seconds in predicted(found).values())
-  assert "\nA negative fixed part: a sample costs more in a larger microbatch, or the" in str(found)
+  result = rank(of, Machine(of, -0.4, 1.0))
+  assert result.chosen == 32
+  assert all(seconds is not None and seconds > 1 for seconds in predicted(result).values())
+  assert "\nA negative fixed part: a sample costs more in a larger microbatch, or the" in str(
+    result
+  )
 
 
 def test_larger_ones_that_seem_cheaper_are_taken_to_last_the_same():
@@ -212,21 +214,21 @@ def test_larger_ones_that_seem_cheaper_are_taken_to_last_the_same():
     0.0,
     scatter=lambda num_pipeline_microbatches: 2.0 if num_pipeline_microbatches == 32 else 1.0,
   )
-  found = rank(of, machine)
-  assert found.tick is not None
-  assert found.tick.per_sample == 0
-  assert 1.0 < found.tick.fixed < 2.0
-  assert found.chosen == 4
-  assert "Larger microbatches seemed to take less time, which is the clock's scatter" in str(found)
+  result = rank(of, machine)
+  assert result.tick is not None
+  assert result.tick.per_sample == 0
+  assert 1.0 < result.tick.fixed < 2.0
+  assert result.chosen == 4
+  assert "Larger microbatches seemed to take less time, which is the clock's scatter" in str(result)
 
 
 def test_a_rest_as_long_as_the_step_leaves_some_time_to_the_ticks():
   of = steps()
   known = {n: compiled(GIB, GIB, True, 1.0, other=2.0) for n in (4, 32)}
-  found = Ranking(of, known)
-  assert found.tick is not None
-  assert found.tick.at(4) > 0
-  assert all(seconds is not None and seconds > 0 for seconds in predicted(found).values())
+  result = Ranking(of, known)
+  assert result.tick is not None
+  assert result.tick.at(4) > 0
+  assert all(seconds is not None and seconds > 0 for seconds in predicted(result).values())
 
 
 def test_lines():
@@ -247,16 +249,16 @@ def test_lines():
 def test_what_is_predicted_not_to_fit_is_neither_compiled_nor_taken():
   of = steps()
   machine = Machine(of, 100.0, 1.0, capacity=7.0)  # 8 samples need 14, 4 need 8, 2 need 5.
-  found = rank(of, machine)
+  result = rank(of, machine)
   assert machine.compiled == [32, 4, 16]
-  assert found.chosen == 16
-  assert [(one.num_pipeline_microbatches, one.fits) for one in found.entries] == [
+  assert result.chosen == 16
+  assert [(one.num_pipeline_microbatches, one.fits) for one in result.entries] == [
     (16, True), (32, True), (8, False), (4, False),
   ]  # fmt: skip
-  eight = next(one for one in found.entries if one.num_pipeline_microbatches == 8)
+  eight = next(one for one in result.entries if one.num_pipeline_microbatches == 8)
   assert eight.how == "predicted"
   assert eight.peak_bytes == pytest.approx(8 * GIB)
-  assert "predicted, does not fit in 7 GiB" in str(found)
+  assert "predicted, does not fit in 7 GiB" in str(result)
 
 
 def test_where_memory_grows_faster_than_predicted_the_next_one_is_tried():
@@ -286,11 +288,11 @@ def test_nothing_larger_fits_than_what_was_refused():
 def test_where_nothing_fits_the_one_that_needs_least_is_taken_and_that_is_said():
   of = steps()
   machine = Machine(of, 1.0, 1.0, capacity=1.0)
-  found = rank(of, machine)
+  result = rank(of, machine)
   assert machine.compiled == [32, 4]
-  assert found.chosen == 32
-  assert found.why() == "none fits, this one needs the least memory"
-  assert str(found).endswith(
+  assert result.chosen == 32
+  assert result.why() == "none fits, this one needs the least memory"
+  assert str(result).endswith(
     "None fits, by the compiler's account; taken is the one that needs the least memory."
   )
 
@@ -303,9 +305,9 @@ def test_without_any_time_the_fewest_that_fit_are_taken():
       Machine(of, 1.0, 1.0, capacity=9.0)(num_pipeline_microbatches), seconds_per_microbatch=None
     )
 
-  found = rank(of, probe)
-  assert found.chosen == 8
-  assert found.why() == "the fewest that fit; no times are known"
+  result = rank(of, probe)
+  assert result.chosen == 8
+  assert result.why() == "the fewest that fit; no times are known"
 
 
 # --- what is said ---------------------------------------------------------------------------------
@@ -322,11 +324,11 @@ A full tick, a forward and a backward of a stage, takes 2000 ms + 1000 ms a samp
 
 
 def test_the_table():
-  found = rank(steps(), Machine(steps(), 2.0, 1.0))
+  result = rank(steps(), Machine(steps(), 2.0, 1.0))
   same = [" ".join(line.split()) for line in PRINTED.splitlines()]
-  assert [" ".join(line.split()) for line in str(found).splitlines()] == same
-  assert found.why() == "the fastest: 67 s a step, measured; with 4: 71 s"
-  values = found.as_dict()
+  assert [" ".join(line.split()) for line in str(result).splitlines()] == same
+  assert result.why() == "the fastest: 67 s a step, measured; with 4: 71 s"
+  values = result.as_dict()
   assert values["chosen"] == 8
   assert values["tick"]["per_sample"] == pytest.approx(1.0)
   assert [one["num_pipeline_microbatches"] for one in values["choices"]] == [8, 4, 16, 32]

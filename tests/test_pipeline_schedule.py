@@ -371,8 +371,8 @@ def test_the_machine_agrees_with_the_rules_written_another_way(name, shape):
 
 def test_the_table_of_one_operation_per_tick_is_worse_in_lockstep():
   # Forwards and backwards in turn, as without lockstep: a tick costs both wherever stages differ.
-  in_turn = without_slots(timetable("gpipe", TimetableShape(2, 2)))
-  assert bubble(in_turn) == Fraction(1, 3)
+  gpipe = without_slots(timetable("gpipe", TimetableShape(2, 2)))
+  assert bubble(gpipe) == Fraction(1, 3)
   f, b = (lambda n: Cell(Forward(0, n))), (lambda n: Cell(None, Backward(0, n)))
   classic = Timetable(
     TimetableShape(2, 3),

@@ -65,20 +65,20 @@ def test_a_refusal_offers_what_works_and_what_works_has_a_timetable_without_faul
 def assert_same_step(keys: Keys, smallest: bool) -> None:
   """Loss and gradient norm with and without the pipeline."""
   one = prepared(configuration(keys), smallest=smallest)
-  found, expected = one.step(one.trainer), without_pipeline(one)
+  result, expected = one.step(one.trainer), without_pipeline(one)
   # bfloat16 has 8 bits, and rounds elsewhere in microbatches and parts: of 79 at random, the loss
   # was off by up to 1e-4 and the norm by up to 6e-3; float32 by less than 3e-7.
   exact = one.config.precision.dtype in ("auto", "float32")
-  assert found.weight == expected.weight > 0 < expected.grad_norm
-  assert found.loss == pytest.approx(expected.loss, rel=1e-5 if exact else 1e-3)
-  assert found.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5 if exact else 1e-2)
+  assert result.weight == expected.weight > 0 < expected.grad_norm
+  assert result.loss == pytest.approx(expected.loss, rel=1e-5 if exact else 1e-3)
+  assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5 if exact else 1e-2)
 
 
 def assert_same_evaluation(keys: Keys) -> None:
   one = prepared(configuration(keys))
   exact = one.config.precision.dtype in ("auto", "float32")
-  found = evaluated(one, one.trainer)
-  assert found == pytest.approx(evaluated_plainly(one), rel=1e-5 if exact else 1e-3)
+  result = evaluated(one, one.trainer)
+  assert result == pytest.approx(evaluated_plainly(one), rel=1e-5 if exact else 1e-3)
 
 
 THREE = {"num_pipeline_repeats": 3, "base_num_decoder_layers": 6, "ici_pipeline_parallelism": 2}

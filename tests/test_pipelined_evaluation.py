@@ -113,9 +113,9 @@ def test_sums_are_those_of_the_plain_evaluation(keys, counts, packed):
     rows = make_rows(count, packed)
     program = compiled(parts, rows)
     placed = jax.device_put(rows, program.input_shardings[0][1])
-    found = jax.device_get(program(params, placed))
-    assert found.loss == pytest.approx(expected(rows, packed), rel=1e-6)
-    assert found.weight == np.sum(rows.weights)
+    result = jax.device_get(program(params, placed))
+    assert result.loss == pytest.approx(expected(rows, packed), rel=1e-6)
+    assert result.weight == np.sum(rows.weights)
 
 
 # --- what a stage holds ---------------------------------------------------------------------------

@@ -55,11 +55,11 @@ KEEPING = [
 """Every remat_policy: the first has what the configuration says, none."""
 
 
-def error(found, expected) -> float:
+def error(result, expected) -> float:
   """‖difference‖ / ‖expected‖ of the whole gradient, computed in float64."""
   flat = [
     np.concatenate([np.ravel(leaf).astype(np.float64) for leaf in jax.tree.leaves(tree)])
-    for tree in (found, expected)
+    for tree in (result, expected)
   ]
   return float(np.linalg.norm(flat[0] - flat[1]) / np.linalg.norm(flat[1]))
 
@@ -106,11 +106,11 @@ def test_layers_that_differ_are_known_by_their_number_in_any_stage():
   params = jax.device_get(jax.jit(case.model.init)(jax.random.key(0)))
   rows = make_rows(case, ALL)
   given = jax.device_put(in_order_of_stages(case, params), places)
-  found, sums = compiled(given, fed_rows(case, ALL), case.ticks("interleaved_1f1b", ALL))
+  result, sums = compiled(given, fed_rows(case, ALL), case.ticks("interleaved_1f1b", ALL))
   loss = jax.jit(jax.value_and_grad(lambda p, rows: loss_sum(case.model, p, rows, KEY)))
   expected = jax.device_get(loss(params, rows))
   # Small sums that are normalized again carry their rounding further.
-  assert error(in_order_of_stages(case, jax.device_get(found), back=True), expected[1]) < 6e-6
+  assert error(in_order_of_stages(case, jax.device_get(result), back=True), expected[1]) < 6e-6
   assert sums.loss == pytest.approx(float(expected[0]), rel=1e-6)
 
 

@@ -159,8 +159,8 @@ def test_the_number_of_devices_can_be_derived(capsys):
   ],
 )
 def test_slices_by_name(capsys, name, expected):
-  found = slice_named(name)
-  assert (found.num_devices, found.num_hosts) == expected
+  result = slice_named(name)
+  assert (result.num_devices, result.num_hosts) == expected
   printed = facts(capsys, f"compile_topology={name}")
   assert (printed["sizes"]["num_devices"], printed["num_hosts"]) == expected
 
@@ -322,8 +322,8 @@ def test_without_expansion_a_host_reads_what_its_devices_take(hosts, local, tens
     for host in range(num_hosts)
   ]
   expected = [len(groups) * rows for groups in groups_of_host]
-  found = [one.samples for one in host_loads(plan, num_hosts) for _ in range(one.num_hosts)]
-  assert found == expected
+  results = [one.samples for one in host_loads(plan, num_hosts) for _ in range(one.num_hosts)]
+  assert results == expected
 
 
 @settings(max_examples=60)

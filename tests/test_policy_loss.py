@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from begun_states import begun_state, random_parameters
+from initial_states import initial_state, random_parameters
 from support import relative_errors
 from test_grpo import ALLOWED_V, B, T, completions_of
 
@@ -54,7 +54,7 @@ def step(micro: int, num_devices: int, *keys: str) -> tuple[Trainer, TrainState,
   layout = topology(config.mesh, num_devices)
   plan = plan_batches(config.batch, config.run, layout)
   trainer = build_trainer(config, plan, jax.devices()[:num_devices], loss=LOSS)
-  state, completions = begun_state(trainer, random_parameters(trainer.model)), cut_completions()
+  state, completions = initial_state(trainer, random_parameters(trainer.model)), cut_completions()
   cut = [
     jax.tree.map(lambda x: np.asarray(x)[None, at : at + micro], completions)  # noqa: B023
     for at in range(0, B, micro)
@@ -74,8 +74,8 @@ def test_a_step_on_completions_is_one_of_their_plain_sums():
 
   def loss(params):
     options = LOSS_ALLOWED, LOSS.temperature, completions.kept_BTW
-    found = token_log_probs(trainer.model, params, completions.rows, *options)
-    sums = grpo_sums(found, completions, GOAL)
+    result = token_log_probs(trainer.model, params, completions.rows, *options)
+    sums = grpo_sums(result, completions, GOAL)
     return sums.loss, sums
 
   gradients, sums = jax.jit(jax.grad(loss, has_aux=True))(params)

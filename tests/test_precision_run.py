@@ -80,8 +80,8 @@ def test_a_run_resumed_between_skipped_steps_is_the_same_run(whole, tmp_path):
   run(load_config(arguments(tmp_path, steps=1, **OVERFLOWING)))
   run(load_config(arguments(tmp_path, steps=6, **OVERFLOWING)))
   expected = [{k: v for k, v in r.items() if k != "eval/loss"} for r in records(whole)]
-  found = [{k: v for k, v in r.items() if k != "eval/loss"} for r in records(tmp_path)]
-  assert found == expected
+  results = [{k: v for k, v in r.items() if k != "eval/loss"} for r in records(tmp_path)]
+  assert results == expected
   assert records(tmp_path)[-1] == records(whole)[-1]
 
 
@@ -119,22 +119,22 @@ def test_what_the_report_says_is_lost_is_what_rounding_loses(to, shift):
   random = np.random.default_rng(0)
   x = np.ldexp(random.normal(size=20_000), random.integers(-50, 40, 20_000)).astype(np.float32)
   each = Exponents("weights", "w", None, np.asarray(histogram(jnp.asarray(x))))
-  found = np.asarray(rounded(jnp.asarray(np.ldexp(x, shift)), to))
+  result = np.asarray(rounded(jnp.asarray(np.ldexp(x, shift)), to))
   # By whole exponents: numbers within a factor of 2 of the limits may count either way.
-  assert each.underflow(to, shift) == pytest.approx(np.mean(found == 0), abs=0.01)
-  assert each.overflow(to, shift) == pytest.approx(np.mean(np.isinf(found)), abs=0.01)
+  assert each.underflow(to, shift) == pytest.approx(np.mean(result == 0), abs=0.01)
+  assert each.overflow(to, shift) == pytest.approx(np.mean(np.isinf(result)), abs=0.01)
 
 
 def test_the_report_names_the_layers_that_overflow_and_underflow():
   counts = np.zeros((3, 256))
   counts[0, 127] = counts[1, 127 + 20] = 100
   counts[2, 127 - 28], counts[2, 127] = 30, 70
-  found = [
+  results = [
     Exponents("activations", "layers/mlp/up", 0, counts[0]),
     Exponents("activations", "layers/mlp/up", 1, counts[1]),
     Exponents("activation gradients", "layers/mlp/up", 1, counts[2]),
   ]
-  text = report_text(found, 3, 1024)
+  text = report_text(results, 3, 1024)
   assert (
     "float16, without a loss scale: overflows in activations layers/mlp/up of layer 1 (100.0%); more "
     "than 1% underflow in activation gradients layers/mlp/up of layer 1 (30.0%)\n"

@@ -108,14 +108,14 @@ def test_what_fits_is_timed_and_what_does_not_is_not(accumulation):
     device_memory_gb=budget,
   )
   probe = Counted(of)
-  chosen, found = explore_sizes(of, PLACE, probe, say=lambda line: None)
+  chosen, result = explore_sizes(of, PLACE, probe, say=lambda line: None)
   assert {one.fits for one in probe.probes} == {True, False}
   for one in probe.probes:
     assert (one.seconds_per_microbatch is not None) == one.fits
     assert one.how == "measured" or not one.fits
-  assert found.best is not None
-  assert chosen.batch.micro_batch_size == found.best.candidate.per_device
-  assert found.best.samples_per_second > 0
+  assert result.best is not None
+  assert chosen.batch.micro_batch_size == result.best.candidate.per_device
+  assert result.best.samples_per_second > 0
 
 
 @pytest.mark.parametrize("message", ["RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.", "X"])
@@ -130,8 +130,8 @@ def test_who_runs_out_of_memory_while_timed_does_not_fit(monkeypatch, message):
     with pytest.raises(jax.errors.JaxRuntimeError):
       probe(candidate)
     return
-  found = probe(candidate)
-  assert (found.fits, found.peak_bytes) == (False, found.capacity_bytes + 1)
+  result = probe(candidate)
+  assert (result.fits, result.peak_bytes) == (False, result.capacity_bytes + 1)
   assert candidate not in probe.reports
   plan = plan_batches(settings(1).batch, settings(1).run, PLACE.layout)
   trainer = build_trainer(settings(1), plan, PLACE.devices)

@@ -59,11 +59,11 @@ def gradients_by_row(keys: tuple[str, ...], is_packed: bool) -> Parameters:
   rows = jax.tree.map(np.asarray, make_rows(is_packed))
   of_one = jax.jit(jax.grad(lambda parameters, row: loss_sum(model, parameters, row, KEY)))
   parameters = loud_parameters(model)
-  found = [
+  results = [
     jax.device_get(of_one(parameters, jax.tree.map(lambda x, at=at: x[at : at + 1], rows)))
     for at in range(ROWS)
   ]
-  return jax.tree.map(lambda *leaves: np.stack(leaves).astype(np.float64), *found)
+  return jax.tree.map(lambda *leaves: np.stack(leaves).astype(np.float64), *results)
 
 
 def expected(model: Model, gradients: Parameters) -> tuple[Parameters, list[np.ndarray]]:
@@ -79,10 +79,11 @@ def expected(model: Model, gradients: Parameters) -> tuple[Parameters, list[np.n
   return jax.tree.map(lambda x: x.sum(0), gradients), squares
 
 
-def whole_error(found: Parameters, expected: Parameters) -> float:
+def whole_error(result: Parameters, expected: Parameters) -> float:
   """Of the whole gradient: some leaves (the keys' biases) are zero but for rounding."""
   ours, theirs = (
-    np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (found, expected)
+    np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+    for tree in (result, expected)
   )
   return float(np.linalg.norm(ours - theirs) / np.linalg.norm(theirs))
 

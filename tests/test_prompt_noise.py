@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from begun_states import begun_state, random_parameters
+from initial_states import initial_state, random_parameters
 from support import relative_errors
 from test_grpo import B, G
 from test_policy_loss import LOSS, config_of, cut_completions, step
@@ -172,7 +172,7 @@ def test_a_step_squares_its_microbatches_and_the_halves_of_their_groups():
   plan = plan_batches(config.batch, config.run, layout)
   loss = dataclasses.replace(LOSS, halves=True)
   trainer = build_trainer(config, plan, jax.devices()[:num_devices], loss=loss)
-  state = begun_state(trainer, random_parameters(trainer.model))
+  state = initial_state(trainer, random_parameters(trainer.model))
   completions, metrics = cut_completions(), None
   params, allowed_V = jax.device_get(state.parameters), np.frombuffer(LOSS.allowed, bool)
   halved, function = in_halves(G, trainer.mesh), None

@@ -92,14 +92,14 @@ def test_an_unknown_task_offers_the_nearest():
 def test_gsm8k_s_layout_from_jsonl_and_parquet(jsonl: Path, tmp_path: Path):
   parquet = tmp_path / "train.parquet"
   pq.write_table(pa.Table.from_pylist(GSM8K), parquet, row_group_size=7)
-  found = [
+  results = [
     read_prompts(configured(*keys(path), "eval_fraction=0.1").data) for path in (jsonl, parquet)
   ]
-  for data in found:
+  for data in results:
     assert (data.train.count, data.validation.count, data.num_skipped) == (36, 4, 0)
     prompts = [data.train.at(n) for n in range(36)] + [data.validation.at(n) for n in range(4)]
     assert prompts == [Prompt(e["question"], {"answer": e["answer"]}) for e in GSM8K]
-  right = found[0].train.at(11)
+  right = results[0].train.at(11)
   assert gsm8k([right.text] * 2, ["12", "#### 13"], answer=[right.columns["answer"]] * 2) == [1, 0]
 
 

@@ -62,8 +62,8 @@ def train(text: pathlib.Path, folder: pathlib.Path, **keys: object):
 
 
 def records(folder: pathlib.Path) -> list[dict[str, float]]:
-  found = read_metrics(folder / "first_run")
-  return [{key: value for key, value in one.items() if key not in TIMES} for one in found]
+  result = read_metrics(folder / "first_run")
+  return [{key: value for key, value in one.items() if key not in TIMES} for one in result]
 
 
 def batches(folder: pathlib.Path) -> list[float]:
@@ -122,9 +122,9 @@ def test_the_batch_is_kept_on_fewer_replicas(text, tmp_path, monkeypatch):
     stop_at(patch, 3)
     train(text, tmp_path / "moved", **keys)
   train(text, tmp_path / "moved", **keys, ici_tensor_parallelism=2, per_device_batch_size=0.5)
-  expected, found = records(tmp_path / "whole"), records(tmp_path / "moved")
-  assert found[-1]["gradient_accumulation_steps"] == 8
-  for a, b in zip(found, expected, strict=True):
+  expected, result = records(tmp_path / "whole"), records(tmp_path / "moved")
+  assert result[-1]["gradient_accumulation_steps"] == 8
+  for a, b in zip(result, expected, strict=True):
     assert a["samples"] == b["samples"]
     assert a.get("loss", 0) == pytest.approx(b.get("loss", 0), rel=1e-5)
 
@@ -207,9 +207,9 @@ def test_a_schedule_edited_at_a_restart_takes_effect_from_the_sample(
   train(text, tmp_path, batch_size_start=16, batch_schedule_length=64)
   out = capsys.readouterr().out
   assert f"The batch schedule is another one from sample {position.samples} on" in out
-  found = [record["samples"] for record in records(tmp_path)]
-  assert found[: position.step + 1][-1] == position.samples
-  assert found[-1] == 160
+  results = [record["samples"] for record in records(tmp_path)]
+  assert results[: position.step + 1][-1] == position.samples
+  assert results[-1] == 160
 
 
 def test_a_ramp_moves_neither_rates_nor_evaluations(text, tmp_path):

@@ -96,7 +96,7 @@ def sent(plan: Redistribution, rows: dict[int, np.ndarray], num_columns: int) ->
     [block_of(process, block) for block in blocks]
     for process, blocks in zip(plan.processes, plan.slots, strict=True)
   ]
-  found = {}
+  results = {}
   for device, held in enumerate(slots):
     received = [
       slots[sender][number]
@@ -106,18 +106,18 @@ def sent(plan: Redistribution, rows: dict[int, np.ndarray], num_columns: int) ->
     ]
     parts = [part for part in [held[0], *received] if part is not None]
     if parts:
-      (found[device],) = parts
+      (results[device],) = parts
   for pairs in plan.copies:
-    held = dict(found)
+    held = dict(results)
     for sender, receiver in pairs:
       assert receiver not in held
-      found[receiver] = held[sender]
-  whole = np.full((len(found[0]), num_columns), -1)
+      results[receiver] = held[sender]
+  whole = np.full((len(results[0]), num_columns), -1)
   for device, block in enumerate(plan.blocks):
     columns = slice(block * size, (block + 1) * size)
     if (whole[:, columns] >= 0).any():  # Devices that share rows have the same.
-      np.testing.assert_array_equal(whole[:, columns], found[device])
-    whole[:, columns] = found[device]
+      np.testing.assert_array_equal(whole[:, columns], results[device])
+    whole[:, columns] = results[device]
   return whole
 
 
@@ -186,8 +186,8 @@ def _ints(below: int, count: int) -> st.SearchStrategy[list[int]]:
 
 @settings(max_examples=300)
 @given(devices())
-def test_every_device_gets_its_block_once_and_no_round_has_two_for_one(found):
-  processes, blocks, loading = found
+def test_every_device_gets_its_block_once_and_no_round_has_two_for_one(result):
+  processes, blocks, loading = result
   plan = redistribution(processes, blocks, loading)
   if loading:
     assert all(len(readers) == 1 for readers in plan.readers)
@@ -216,8 +216,8 @@ def test_every_device_gets_its_block_once_and_no_round_has_two_for_one(found):
 
 @settings(max_examples=100)
 @given(devices())
-def test_a_loading_process_reads_what_it_uses_and_the_rest_is_divided_evenly(found):
-  processes, blocks, loading = found
+def test_a_loading_process_reads_what_it_uses_and_the_rest_is_divided_evenly(result):
+  processes, blocks, loading = result
   plan = redistribution(processes, blocks, loading)
   users = {b: {p for p, c in zip(processes, blocks, strict=True) if c == b} for b in blocks}
   if not loading:

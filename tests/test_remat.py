@@ -50,10 +50,10 @@ def loss(keys: tuple[str, ...], parameters: Parameters) -> jax.Array:
 def test_what_is_kept(keys: tuple[str, ...], capsys: pytest.CaptureFixture[str]):
   shapes = tiny_model().shapes()
   print_saved_residuals(functools.partial(loss, (*keys, "scan_layers=false")), shapes)
-  found = re.findall(r"^\S+ named '(\w+)'", capsys.readouterr().out, re.M)
+  result = re.findall(r"^\S+ named '(\w+)'", capsys.readouterr().out, re.M)
   layers = tiny_config().base_num_decoder_layers
   # The first layer's input is the embedding's output, whatever its name.
-  counts = {name: found.count(name) for name in set(found)}
+  counts = {name: result.count(name) for name in set(result)}
   assert set(counts) == KEPT[keys]
   assert all(count == layers for name, count in counts.items() if name != "decoder_layer_input")
 
@@ -68,8 +68,8 @@ def test_no_policy_changes_a_gradient():
     return [jax.grad(functools.partial(loss, keys))(parameters) for keys in [(), *chosen]]
 
   plain, *others = gradients(parameters)
-  for keys, found in zip(chosen, others, strict=True):
-    errors = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), found, plain)
+  for keys, result in zip(chosen, others, strict=True):
+    errors = jax.tree.map(lambda a, b: float(jnp.abs(a - b).max()), result, plain)
     assert max(jax.tree.leaves(errors)) <= 1e-5, keys
 
 
@@ -119,8 +119,8 @@ def test_keys_without_effect_are_refused(keys: tuple[str, ...], words: str):
 def test_explore_tries_what_the_device_can_do():
   settings = config(remat_policy="explore", micro_batch_size="explore", batch_size=8)
   sizes = candidates(settings.batch, settings.run, topology(settings.mesh, 8))
-  found = with_variants(sizes, settings, jax.devices()[0])
-  tried = list(dict.fromkeys(one.remat_policy for one in found))
+  result = with_variants(sizes, settings, jax.devices()[0])
+  tried = list(dict.fromkeys(one.remat_policy for one in result))
   assert tried == ["none", *(name for name in POLICIES if "offloaded" not in name)]
   assert set(NAMED) >= {name for each in POLICIES.values() for name in each.on_device}
 

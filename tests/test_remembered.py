@@ -34,8 +34,8 @@ def remember(folder: pathlib.Path) -> pathlib.Path:
 def agreed(folder: pathlib.Path, *, forget: bool = False) -> tuple[dict[str, Any] | None, str]:
   """The choice, where 1/2 and 1 are allowed, and what is said."""
   said: list[str] = []
-  found = memory(folder).agreed(("1/2", "1"), forget=forget, say=said.append)
-  return found, "\n".join(said)
+  result = memory(folder).agreed(("1/2", "1"), forget=forget, say=said.append)
+  return result, "\n".join(said)
 
 
 def test_a_choice_is_recalled_with_its_probes_beside_it(tmp_path):

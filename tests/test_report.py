@@ -82,10 +82,10 @@ def test_it_needs_no_network(plain):
 
 
 def test_what_is_hostile_is_text(tmp_path, plain):
-  found = page_of(write_run(tmp_path / "<img src=x onerror=alert(3)>", text=HOSTILE))
-  assert collections.Counter(found.tags) == collections.Counter(plain.tags)
+  result = page_of(write_run(tmp_path / "<img src=x onerror=alert(3)>", text=HOSTILE))
+  assert collections.Counter(result.tags) == collections.Counter(plain.tags)
   shown = HOSTILE.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b").replace("\x00", "\\x00")
-  assert found.words.count(shown) >= 4
+  assert result.words.count(shown) >= 4
 
 
 @pytest.mark.parametrize(
@@ -167,8 +167,8 @@ def test_the_state_of_a_run(tmp_path):
   run = write_run(tmp_path / "mine")
   assert status_of(read_history(run)).state == "finished"
   other = write_run(tmp_path / "other", ended=False)
-  found = status_of(read_history(other))
-  assert (found.state, found.go_on) == ("running", "")
+  result = status_of(read_history(other))
+  assert (result.state, result.go_on) == ("running", "")
   later = status_of(read_history(other), now=4e9)
   assert later.state == "silent"
   assert later.go_on.startswith("python -m maxbatch.train config=base")
@@ -274,6 +274,6 @@ def test_a_run_that_fails_says_so_itself(tmp_path):
     ("notice", "warning: x"),
     ("end", "the loss is nan"),
   ]
-  found = status_of(run)
-  assert (found.state, found.sentence) == ("diverged", "the loss is nan")
-  assert found.go_on
+  result = status_of(run)
+  assert (result.state, result.sentence) == ("diverged", "the loss is nan")
+  assert result.go_on

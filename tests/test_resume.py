@@ -319,8 +319,8 @@ def test_a_run_on_fewer_devices_keeps_its_batch(text, folder, capsys):
 
 def total_samples(printed: str) -> list[int]:
   """Of every plan in an output."""
-  found = re.findall(r"^ *total_samples +([\d,]+) samples = ", printed, re.M)
-  return [int(total.replace(",", "")) for total in found]
+  result = re.findall(r"^ *total_samples +([\d,]+) samples = ", printed, re.M)
+  return [int(total.replace(",", "")) for total in result]
 
 
 def test_the_plan_of_a_resumed_run_counts_from_where_it_is(text, folder, capsys):

@@ -64,13 +64,13 @@ def test_rewards_are_summed_and_a_failure_is_counted_and_scores_zero(module):
   with RewardPool(rl) as pool:
     whole = pool.score(groups("x", "y"))
     prompts = ("x", "raise", "die", "z")
-    found = pool.score(groups(*prompts))
+    result = pool.score(groups(*prompts))
     late = pool.score(groups("hang", "y"))
     pids = [worker.process.pid for worker in pool._workers]
   np.testing.assert_array_equal(whole.rewards_N, [2, 4, 3, 5])
   assert whole.failures == ()
-  np.testing.assert_array_equal(found.rewards_N, [2, 4, 0, 0, 0, 0, 5, 7])
-  assert [str(each) for each in found.failures] == [
+  np.testing.assert_array_equal(result.rewards_N, [2, 4, 0, 0, 0, 0, 5, 7])
+  assert [str(each) for each in result.failures] == [
     "reward function own_rewards:mine, prompt raise: ValueError: I do not like this one "
     "(own_rewards.py:13)",
     "reward function own_rewards:mine, prompt die: its process ended with exit code 7",
@@ -184,8 +184,8 @@ def test_processes_share_groups_and_all_have_all_rewards(as_processes):
     return [shared(batch, first) for batch, first in zip(batches, (0, 5, 10), strict=True)]
 
   all_found, store = as_processes(rewarded)
-  for found in all_found:
-    for first, each in zip((0, 5, 10), found, strict=True):
+  for result in all_found:
+    for first, each in zip((0, 5, 10), result, strict=True):
       numbers = np.arange(first, first + 5)[:, None] + np.arange(2)[None]
       np.testing.assert_array_equal(each.rewards_N, numbers.reshape(-1))
       assert each.num_failures == 5
@@ -194,11 +194,11 @@ def test_processes_share_groups_and_all_have_all_rewards(as_processes):
 
 
 def test_a_reward_that_fails_in_one_process_fails_in_all(as_processes):
-  found, _ = as_processes(
+  result, _ = as_processes(
     lambda number: SharedRewards(Scored(configured("rl_task=format").rl))(groups("0", "raise"), 0)
   )
-  assert [type(each) for each in found] == [UserError, *[SaidByAnotherError] * 2]
-  assert str(found[0]) == f"process 1 on {socket.gethostname()}: no reward for raise"
+  assert [type(each) for each in result] == [UserError, *[SaidByAnotherError] * 2]
+  assert str(result[0]) == f"process 1 on {socket.gethostname()}: no reward for raise"
 
 
 def test_an_exchange_with_a_process_that_never_comes_can_be_given_up(as_processes):
@@ -210,8 +210,8 @@ def test_an_exchange_with_a_process_that_never_comes_can_be_given_up(as_processe
     timer.start()
     return exchange(number)
 
-  found, _ = as_processes(waits)
-  assert [type(each) for each in found] == [*[concurrent.futures.CancelledError] * 2, type(None)]
+  result, _ = as_processes(waits)
+  assert [type(each) for each in result] == [*[concurrent.futures.CancelledError] * 2, type(None)]
 
 
 # --- one call ------------------------------------------------------------------------------------
@@ -232,10 +232,10 @@ def test_what_is_returned_is_checked(function, problem):
 
 
 def test_numbers_of_any_kind_are_rewards():
-  found = make_call(
+  result = make_call(
     lambda prompts, completions: np.array([True, False]), Call(0, "p", ["a", "b"], {})
   )
-  assert found.rewards == [1.0, 0.0]
+  assert result.rewards == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(

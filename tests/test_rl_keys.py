@@ -80,5 +80,5 @@ def test_keys_without_effect_are_refused_by_name(others):
 def test_every_key_is_refused_or_has_an_effect():
   refused = {each.partition("=")[0] for keys in REFUSED.values() for each in keys.split()}
   model = {key for key, (section, _) in schema.fields().items() if section == "model"}
-  found = refused | model | set(f"{ELSEWHERE} {NOISE} {EFFECTIVE}".split())
-  assert found == set(schema.fields())
+  result = refused | model | set(f"{ELSEWHERE} {NOISE} {EFFECTIVE}".split())
+  assert result == set(schema.fields())

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from begun_states import begun_state, random_parameters
+from initial_states import initial_state, random_parameters
 from support import counted_plans
 from test_train_rl import KEYS, run, same
 
@@ -128,12 +128,12 @@ def test_step_and_sampler_are_compiled_as_a_run_has_them(tmp_path, monkeypatch, 
   keys = [f"rollout_devices={devices}", f"base_output_directory={tmp_path}", "micro_batch_size=8"]
   assert train_rl.main([*KEYS, *keys, "compile_only=true"]) == 0
   out = capsys.readouterr().out
-  [found] = json.loads((tmp_path / "first_run" / "compile_report.json").read_text())
+  [result] = json.loads((tmp_path / "first_run" / "compile_report.json").read_text())
   assert out.count(": fits") == 2
   assert "more is needed by " in out
-  rollout = found["rollout"]
+  rollout = result["rollout"]
   assert (rollout["completions"], rollout["rollout_devices"]) == (8, devices)
-  R, T, n = rollout["time"]["seconds_per_microbatch"], found["time"]["step_seconds"], 2
+  R, T, n = rollout["time"]["seconds_per_microbatch"], result["time"]["step_seconds"], 2
   both = max(n * R, T) + min(n * R, T) / n if devices else n * R + T
   assert rollout["step_seconds"] == pytest.approx(both)
   held = rollout["memory_bytes_per_device"]
@@ -153,7 +153,7 @@ def test_step_and_sampler_are_compiled_as_a_run_has_them(tmp_path, monkeypatch, 
 def begun(monkeypatch):
   """States begin without a program of their own for each way to divide them."""
   monkeypatch.setattr(
-    Trainer, "init", lambda trainer, seed: begun_state(trainer, random_parameters(trainer.model))
+    Trainer, "init", lambda trainer, seed: initial_state(trainer, random_parameters(trainer.model))
   )
 
 
@@ -166,8 +166,8 @@ def sampled(config: Config) -> np.ndarray:
   where = jax.tree.map(lambda leaf: leaf.sharding, place.policy(trainer))
   params = jax.device_put(random_parameters(trainer.model), where)
   sampler = completion_sampler(config, trainer.model, place.mesh(trainer))
-  found = sampler(params, [Prompt(f"f{number}=", {}) for number in range(2)], "rollout", 0, 0)
-  return found.rollout.completions_BN
+  result = sampler(params, [Prompt(f"f{number}=", {}) for number in range(2)], "rollout", 0, 0)
+  return result.rollout.completions_BN
 
 
 GIB = 2**30
@@ -193,10 +193,10 @@ def test_what_lies_beside_a_program_counts(keys, training, rollout):
   policy = 80 if config.rl.rollout_devices else 20
   program = RolloutProgram(None, None, SAMPLER, 12, ("", ""), (None, None), 1.0)  # pyright: ignore
   held = PolicyBytes(policy - 5, 5), PolicyBytes(15, 5)
-  found = rollout_report(program, sizes, *held, 75, RolloutTime(1.0, "measured"))
-  assert STEP.peak + found.beside_training == training
-  assert found.peak(20, 10) == rollout
-  assert found.largest(STEP, 20) == max(training, rollout)
+  result = rollout_report(program, sizes, *held, 75, RolloutTime(1.0, "measured"))
+  assert STEP.peak + result.beside_training == training
+  assert result.peak(20, 10) == rollout
+  assert result.largest(STEP, 20) == max(training, rollout)
 
 
 @pytest.fixture(scope="module")

@@ -38,8 +38,8 @@ CONTRACT = {
 def test_the_names_are_the_contract():
   folder = RunFolder(Path("runs/mine"))
   names = [name for name, kind in vars(RunFolder).items() if isinstance(kind, Inside)]
-  found = {name: getattr(folder, name) for name in names}
-  assert found == {name: Path("runs/mine") / file for name, file in CONTRACT.items()}
+  results = {name: getattr(folder, name) for name in names}
+  assert results == {name: Path("runs/mine") / file for name, file in CONTRACT.items()}
 
 
 def test_a_run_s_folder_follows_from_two_keys(monkeypatch):

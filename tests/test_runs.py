@@ -69,7 +69,7 @@ def test_of_a_long_run_only_the_end_is_read(tmp_path):
       file.write(
         json.dumps({"step": step, "samples": 0, "tokens": 0, "loss": 1.0, "x" * 20: 0}) + "\n"
       )
-  found = glance_at(run)
-  assert found.metrics.last["step"] == 4999
-  assert found.metrics.num_records < 3000
-  assert not found.missing
+  result = glance_at(run)
+  assert result.metrics.last["step"] == 4999
+  assert result.metrics.num_records < 3000
+  assert not result.missing

@@ -53,22 +53,22 @@ def test_a_text_is_the_same_whatever_is_asked_for_beside_it(run, lines, tmp_path
   both.write_text("the number\nabc\n")
   one.write_text('{"prompt": "abc"}\n')
   asked = f"checkpoint={run}", SHORT, "temperature=1"
-  found = lines(*asked, f"prompts_file={both}", "num_samples=2", "samples_at_once=3")
-  assert [(each["prompt"], each["sample"]) for each in found] == [
+  result = lines(*asked, f"prompts_file={both}", "num_samples=2", "samples_at_once=3")
+  assert [(each["prompt"], each["sample"]) for each in result] == [
     ("the number", 0),
     ("the number", 1),
     ("abc", 0),
     ("abc", 1),
   ]
-  assert found[2]["text"] != found[3]["text"]
-  assert [each["tokens"] for each in found] == [6] * 4
-  assert all(each["log_probability"] < 0 for each in found)
-  assert lines(*asked, f"prompts_file={one}") == found[2:3]
+  assert result[2]["text"] != result[3]["text"]
+  assert [each["tokens"] for each in result] == [6] * 4
+  assert all(each["log_probability"] < 0 for each in result)
+  assert lines(*asked, f"prompts_file={one}") == result[2:3]
   # Written to a file, and by one device instead of eight.
   alone = "ici_fsdp_parallelism=1", "ici_data_parallelism=8", "prompt=abc"
   assert lines(*asked, *alone, "--output", tmp_path / "texts.jsonl") == []
-  assert json.loads((tmp_path / "texts.jsonl").read_text()) == found[2]
-  assert lines(*asked, "prompt=abc", "seed=1") != found[2:3]
+  assert json.loads((tmp_path / "texts.jsonl").read_text()) == result[2]
+  assert lines(*asked, "prompt=abc", "seed=1") != result[2:3]
 
 
 def test_a_terminal_shows_the_text_as_it_comes(run, lines, capsys, monkeypatch):

@@ -90,8 +90,8 @@ def test_each_token_is_the_likeliest_after_those_before_it(keys):
     for number, token in enumerate(written(samples, row)):
       log_probs_V = log_probs_after(model, parameters, tokens)
       assert token == np.argmax(log_probs_V)
-      found = float(samples.log_probs_BN[row, number])
-      np.testing.assert_allclose(found, log_probs_V[token], atol=2e-5)
+      result = float(samples.log_probs_BN[row, number])
+      np.testing.assert_allclose(result, log_probs_V[token], atol=2e-5)
       tokens.append(token)
     assert len(tokens) == len(text) + 14
 
@@ -248,9 +248,9 @@ def test_a_model_that_offers_no_cache_writes_by_whole_passes():
 def test_what_is_cut_away(choice, kept):
   probabilities = jnp.array([[0.125, 0.25, 0.0875, 0.5, 0.0375, 0.0]])
   logits_BV = jnp.log(probabilities).at[0, 5].set(-jnp.inf)
-  found = cut(logits_BV, choice)
-  assert np.flatnonzero(np.isfinite(found[0])).tolist() == kept
-  np.testing.assert_array_equal(found[0, np.array(kept)], logits_BV[0, np.array(kept)])
+  result = cut(logits_BV, choice)
+  assert np.flatnonzero(np.isfinite(result[0])).tolist() == kept
+  np.testing.assert_array_equal(result[0, np.array(kept)], logits_BV[0, np.array(kept)])
 
 
 def test_tokens_are_drawn_as_often_as_they_are_likely():

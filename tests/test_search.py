@@ -15,7 +15,7 @@ from maxbatch.tuning.search import Choice, ProbeResult, choose_largest, most_pro
 
 GIB = 1 << 30
 DEVICES, LENGTH = 2, 1024
-WAYS_OUT = "remat_policy=full"
+SUGGESTED_FIXES = "remat_policy=full"
 
 
 def sizes(*per_device: int, batch: int = 0) -> list[Candidate]:
@@ -70,9 +70,9 @@ def test_bisection_finds_what_trying_every_size_finds(per_device, growth, capaci
   beyond = [size for size in sorted(per_device) if growth * size > capacity]
   if not fitting:
     with pytest.raises(UserError, match="fits"):
-      choose_largest(candidates, machine, WAYS_OUT)
+      choose_largest(candidates, machine, SUGGESTED_FIXES)
   else:
-    choice = choose_largest(candidates, machine, WAYS_OUT)
+    choice = choose_largest(candidates, machine, SUGGESTED_FIXES)
     assert chosen(choice) == (fitting[-1], fitting[-1], beyond[0] if beyond else None)
     assert [one.candidate.per_device for one in choice.tried] == machine.asked
   assert len(machine.asked) <= math.ceil(math.log2(len(candidates))) + 2
@@ -88,7 +88,7 @@ def test_a_smaller_size_is_taken_only_if_a_probe_shows_it_clearly_faster(count, 
   per_device = range(1, count + 1)
   seconds = {n: n / speeds[n - 1] for n in per_device}
   machine = Machine(float, capacity, seconds)
-  choice = choose_largest(sizes(*per_device), machine, WAYS_OUT)
+  choice = choose_largest(sizes(*per_device), machine, SUGGESTED_FIXES)
   largest = min(count, capacity)
   speed = {n: speeds[n - 1] for n in machine.asked if n <= capacity}
   best = max(speed, key=lambda n: speed[n])
@@ -106,17 +106,19 @@ def test_a_smaller_size_is_taken_only_if_a_probe_shows_it_clearly_faster(count, 
 
 
 def test_the_line_names_the_largest_and_what_the_next_one_needs():
-  choice = choose_largest(sizes(1, 2, 4, 8, 16, 32), Machine(lambda n: 1.2 + 1.25 * n), WAYS_OUT)
+  choice = choose_largest(
+    sizes(1, 2, 4, 8, 16, 32), Machine(lambda n: 1.2 + 1.25 * n), SUGGESTED_FIXES
+  )
   assert choice.why() == "largest that fits of 1…32: 11.2 of 16 GiB; next size 16 needs 21.2 GiB"
-  choice = choose_largest(sizes(1, 2), Machine(linear), WAYS_OUT)
+  choice = choose_largest(sizes(1, 2), Machine(linear), SUGGESTED_FIXES)
   assert choice.why() == "largest that fits of 1…2: 5 of 16 GiB"
-  choice = choose_largest(sizes(3), Machine(linear), WAYS_OUT)
+  choice = choose_largest(sizes(3), Machine(linear), SUGGESTED_FIXES)
   assert choice.why() == "largest that fits the only size allowed: 7 of 16 GiB"
 
 
 def test_a_clearly_faster_smaller_size_and_why():
   machine = Machine(linear, seconds={4: 4.0, 2: 1.8}, how="estimated")
-  choice = choose_largest(sizes(1, 2, 4, 8), machine, WAYS_OUT)
+  choice = choose_largest(sizes(1, 2, 4, 8), machine, SUGGESTED_FIXES)
   assert chosen(choice) == (2, 4, 8)
   assert choice.why() == (
     "11% more samples per second, estimated, than 4, the largest that fits of 1…8: 9 of 16 GiB; "
@@ -130,24 +132,24 @@ def test_a_clearly_faster_smaller_size_and_why():
 )
 def test_clearly_is_three_per_cent_and_more_than_the_clocks_scatter(gain, spread, expected):
   machine = Machine(linear, seconds={1: 1 / gain, 2: 2.0}, spread=spread)
-  assert chosen(choose_largest(sizes(1, 2), machine, WAYS_OUT))[0] == expected
+  assert chosen(choose_largest(sizes(1, 2), machine, SUGGESTED_FIXES))[0] == expected
 
 
 def test_speed_is_that_of_a_whole_step_at_the_batch():
   # The update takes as long as a pass: many small passes share it, one large pass does too.
   machine = Machine(linear, seconds={1: 0.9, 2: 2.0}, seconds_rest=10.0)
-  assert chosen(choose_largest(sizes(1, 2, batch=8), machine, WAYS_OUT))[0] == 2
+  assert chosen(choose_largest(sizes(1, 2, batch=8), machine, SUGGESTED_FIXES))[0] == 2
   machine = Machine(linear, seconds={1: 0.9, 2: 2.0}, seconds_rest=0.0)
-  assert chosen(choose_largest(sizes(1, 2, batch=8), machine, WAYS_OUT))[0] == 1
+  assert chosen(choose_largest(sizes(1, 2, batch=8), machine, SUGGESTED_FIXES))[0] == 1
   # With the batch open a larger size is a larger batch, which pays for its update.
   candidates = [Candidate(Fraction(n), 1, n * DEVICES, n * DEVICES, LENGTH) for n in (1, 2)]
   machine = Machine(linear, seconds={1: 0.9, 2: 2.0}, seconds_rest=1.0)
-  assert chosen(choose_largest(candidates, machine, WAYS_OUT))[0] == 2
+  assert chosen(choose_largest(candidates, machine, SUGGESTED_FIXES))[0] == 2
 
 
 def test_the_way_down_ends_with_the_probes():
   machine = Machine(linear, capacity=99, seconds={n: n**1.5 for n in range(1, 9)})
-  choice = choose_largest(sizes(*range(1, 9)), machine, WAYS_OUT)
+  choice = choose_largest(sizes(*range(1, 9)), machine, SUGGESTED_FIXES)
   assert machine.asked == [4, 6, 7, 8, 3]
   assert chosen(choice) == (3, 8, None)
 
@@ -156,14 +158,14 @@ def test_what_does_not_fit_is_never_taken_however_fast_it_is_said_to_be():
   def hasty(candidate: Candidate) -> ProbeResult:
     return dataclasses.replace(Machine(linear)(candidate), seconds_per_microbatch=1.0)
 
-  assert chosen(choose_largest(sizes(1, 2, 4, 8), hasty, WAYS_OUT)) == (4, 4, 8)
+  assert chosen(choose_largest(sizes(1, 2, 4, 8), hasty, SUGGESTED_FIXES)) == (4, 4, 8)
 
 
 def test_without_times_the_largest_is_taken():
   def untimed(candidate: Candidate) -> ProbeResult:
     return dataclasses.replace(Machine(linear)(candidate), seconds_per_microbatch=None)
 
-  assert chosen(choose_largest(sizes(1, 2, 4, 8), untimed, WAYS_OUT)) == (4, 4, 8)
+  assert chosen(choose_largest(sizes(1, 2, 4, 8), untimed, SUGGESTED_FIXES)) == (4, 4, 8)
 
 
 def test_nothing_fits():
@@ -181,7 +183,7 @@ def test_nothing_fits():
 
 def explored(candidates: list[Candidate], machine: Machine) -> tuple[list[str], Exploration]:
   lines: list[str] = []
-  return lines, explore(candidates, machine, WAYS_OUT, lines.append)
+  return lines, explore(candidates, machine, SUGGESTED_FIXES, lines.append)
 
 
 def test_lines_as_it_goes():
@@ -288,7 +290,7 @@ def test_policies_are_explored_jointly():
     for one in sizes(2, 4, 8, 16, batch=32)
   ]
   lines: list[str] = []
-  result = explore(candidates, probe, WAYS_OUT, lines.append)
+  result = explore(candidates, probe, SUGGESTED_FIXES, lines.append)
   assert result.best is not None
   assert (result.best.size, result.best.candidate.remat_policy) == ("2", "none")
   assert lines[-1].endswith(", remat_policy: none")

@@ -37,10 +37,10 @@ def test_a_gradient_is_the_sum_over_the_rows_of_all_devices(dtype, width):
       return back(d_BL)[0], *sum_over_rows(outer, AXES, matrix_EL.shape, x_BE, d_BL)
 
   whole = jax.sharding.NamedSharding(mesh(fsdp=4), jax.sharding.PartitionSpec())
-  found = jax.jit(gradients, out_shardings=whole)(matrix_EL, x_BE, d_BL)
+  result = jax.jit(gradients, out_shardings=whole)(matrix_EL, x_BE, d_BL)
   expected_EL, of_each_B = outer(x_BE, d_BL)
   # Small whole numbers: exact in any order.
-  for each, expected in zip(found, (expected_EL, expected_EL, of_each_B), strict=True):
+  for each, expected in zip(result, (expected_EL, expected_EL, of_each_B), strict=True):
     assert each.dtype == dtype
     np.testing.assert_array_equal(each, expected)
 

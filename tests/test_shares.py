@@ -96,7 +96,7 @@ def test_weights_that_cannot_be_kept_exactly_are_refused(weights):
 
 @given(st.lists(st.fractions(0, 10), min_size=1, max_size=6).filter(any))
 def test_whole_weights_are_the_smallest_in_the_same_proportions(weights):
-  found = whole_weights(weights)
-  for (a, x), (b, y) in itertools.combinations(zip(weights, found, strict=True), 2):
+  result = whole_weights(weights)
+  for (a, x), (b, y) in itertools.combinations(zip(weights, result, strict=True), 2):
     assert a * y == b * x
-  assert math.gcd(*found) == 1
+  assert math.gcd(*result) == 1

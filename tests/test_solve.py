@@ -188,13 +188,13 @@ def brute_force(topology: Topology, keys: dict[str, Any]) -> set[tuple[int, Frac
   groups = topology.num_batch_groups
   share = Fraction(groups, topology.num_devices)
   batch, tokens = keys.get("batch_size"), keys.get("tokens_per_step")
-  found = set()
+  results = set()
   for rows, passes in PAIRS:
     size = groups * rows * passes
     if batch in (None, size) and tokens in (None, size * LENGTH):
-      found.add((size, rows * share, passes))
+      results.add((size, rows * share, passes))
   wanted = (keys.get("per_device_batch_size"), keys.get("gradient_accumulation_steps"))
-  return {one for one in found if wanted[0] in (None, one[1]) and wanted[1] in (None, one[2])}
+  return {one for one in results if wanted[0] in (None, one[1]) and wanted[1] in (None, one[2])}
 
 
 @settings(max_examples=1500)
@@ -210,14 +210,14 @@ def test_the_solution_is_the_one_that_agrees_with_every_key(data, tensor, keys):
     known["gradient_accumulation_steps"] = 1
   if "per_device_batch_size" not in keys and not has_batch:
     known["per_device_batch_size"] = Fraction(4)
-  found = brute_force(topology, known)
-  assert len(found) <= 1
+  result = brute_force(topology, known)
+  assert len(result) <= 1
   try:
     plan = plan_of(topology, **keys)
   except UserError:
-    assert not found
+    assert not result
   else:
-    assert found == {sizes(plan)}
+    assert result == {sizes(plan)}
 
 
 @settings(max_examples=1000)

@@ -7,7 +7,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from begun_states import begun_state, random_parameters
+from initial_states import initial_state, random_parameters
 from support import config, in_microbatches, memory, mesh, relative_errors, uneven_rows
 
 from maxbatch.batch.from_config import plan_batches, topology
@@ -34,7 +34,7 @@ def trainer(axes=(1, 1, 1), dispatches: int = 0, **keys: object) -> Trainer:
 
 def fresh(parts: Trainer) -> TrainState:
   """A state to begin with: steps delete what they are given."""
-  return begun_state(parts, random_parameters(parts.model))
+  return initial_state(parts, random_parameters(parts.model))
 
 
 @functools.cache

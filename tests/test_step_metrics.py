@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from begun_states import begun_state, random_parameters
+from initial_states import initial_state, random_parameters
 from noise_runs import training
 from pipeline_sweep import MODEL, Run, batch, configuration, prepared, without_pipeline
 from support import config, in_microbatches, mesh, uneven_rows
@@ -61,15 +61,15 @@ def step(axes: tuple[int, int, int], k: int, *, streamed: bool = False, **keys: 
   parts = trainer(axes, k if streamed else 0, **keys)
   fed = in_microbatches(uneven_rows(ROWS, T), k, k)
   fed = jax.device_put(fed, rows_shardings(fed, parts.mesh))
-  state = begun_state(parts, parameters())
+  state = initial_state(parts, parameters())
   if not streamed:
     return step_function(parts, fed)(state, fed, np.int32(k), RATE)[1].metrics
-  found, pieces = {}, [jax.tree.map(lambda x, at=at: x[at : at + 1], fed) for at in range(k)]
+  result, pieces = {}, [jax.tree.map(lambda x, at=at: x[at : at + 1], fed) for at in range(k)]
   function = step_function(parts, pieces[0])
   for piece in pieces:
     state, reported = function(state, piece, None, RATE)
-    found = reported.metrics
-  return found
+    result = reported.metrics
+  return result
 
 
 @functools.cache
@@ -105,10 +105,10 @@ def norm(tree: Parameters) -> float:
   return float(np.sqrt(sum((leaf**2).sum() for leaf in jax.tree.leaves(tree))))
 
 
-def assert_equal(found, expected) -> None:
-  assert set(found) == set(expected)
+def assert_equal(result, expected) -> None:
+  assert set(result) == set(expected)
   for name, value in expected.items():
-    np.testing.assert_allclose(found[name], value, rtol=1e-6, err_msg=name)
+    np.testing.assert_allclose(result[name], value, rtol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_measuring_the_noise_scale_leaves_them_as_they_are():
 @pytest.mark.parametrize("axes", [(1, 1, 1), (2, 2, 2)])
 def test_evaluation_has_the_means_over_tokens(axes):
   parts, rows = trainer(axes), uneven_rows(ROWS, T)
-  sums = eval_function(parts, rows)(begun_state(parts, parameters()).params, rows)
+  sums = eval_function(parts, rows)(initial_state(parts, parameters()).params, rows)
   assert_equal(metrics.token_values(sums.metrics, sums.weight), plain(evaluation=True))
 
 
@@ -166,11 +166,11 @@ def test_a_pipeline_reports_the_same(schedule):
 
 def test_evaluation_in_a_pipeline_is_the_same():
   run = pipelined("1f1b")
-  rows, found = batch(run.config, run.plan.eval_batch), []
+  rows, result = batch(run.config, run.plan.eval_batch), []
   for parts in (run.trainer, dataclasses.replace(run.trainer, pipeline=None, mesh=mesh())):
     sums = eval_function(parts, rows)(run.placed(parts).params, rows)
-    found.append(metrics.token_values(sums.metrics, sums.weight))
-  assert_equal(*found)
+    result.append(metrics.token_values(sums.metrics, sums.weight))
+  assert_equal(*result)
 
 
 def test_tokens_without_weight_may_be_anything():

@@ -46,17 +46,17 @@ def llama(
 
 
 def test_parts_and_limits_both_add_up_to_the_step():
-  found = llama(count=3)
-  assert sum(found.parts.values()) == pytest.approx(found.step_seconds)
-  assert found.limits.total == pytest.approx(found.step_seconds)
-  assert found.step_seconds == pytest.approx(found.rest_seconds + 3 * found.microbatch_seconds)
+  result = llama(count=3)
+  assert sum(result.parts.values()) == pytest.approx(result.step_seconds)
+  assert result.limits.total == pytest.approx(result.step_seconds)
+  assert result.step_seconds == pytest.approx(result.rest_seconds + 3 * result.microbatch_seconds)
 
 
 def test_utilisation_is_the_models_flops_over_the_peak():
-  found = llama()
+  result = llama()
   # 6 FLOPs for each of 6.6e9 parameters in products, 12 × 4096 × 1024 tokens seen in 32 layers.
   flops = 4 * 2048 * (6 * 6.607e9 + 32 * 12 * 4096 * 1024)
-  assert found.utilisation == pytest.approx(flops / found.step_seconds / 197e12, rel=1e-3)
+  assert result.utilisation == pytest.approx(flops / result.step_seconds / 197e12, rel=1e-3)
 
 
 def test_computing_again_takes_time_and_saves_memory():
@@ -69,8 +69,8 @@ def test_computing_again_takes_time_and_saves_memory():
 def test_few_tokens_on_many_devices_wait_for_the_links():
   assert llama(per_device=16).limited_by == "compute"
   short = dataclasses.replace(LLAMA, length=128)
-  found = step_roofline(short, V5E, mesh(fsdp=256), Fraction(1), 1, "full")
-  assert found.limited_by == "interconnect"
+  result = step_roofline(short, V5E, mesh(fsdp=256), Fraction(1), 1, "full")
+  assert result.limited_by == "interconnect"
 
 
 def test_slices_exchange_gradients_over_their_network():
@@ -88,27 +88,27 @@ def test_a_width_that_the_devices_do_not_divide_is_held_whole():
 
 
 def test_the_best_split_is_the_fastest_that_fits():
-  found = best_split(LLAMA, V5E, 256, 1024)
+  result = best_split(LLAMA, V5E, 256, 1024)
   every = splits(LLAMA, V5E, 256, 1024)
-  assert found.step.fits
+  assert result.step.fits
   # Faster ones on the same mesh take too much memory; those on others are about as fast.
-  faster = every[: every.index(found)]
-  same_mesh = [one for one in faster if one.mesh == found.mesh]
+  faster = every[: every.index(result)]
+  same_mesh = [one for one in faster if one.mesh == result.mesh]
   assert all(one.step.peak_bytes > 0.75 * one.step.capacity_bytes for one in same_mesh)
   roomy = [one for one in faster if one.step.peak_bytes < 0.75 * one.step.capacity_bytes]
-  enough = found.step.step_seconds / (1 + step_rates().spread["seconds"])
+  enough = result.step.step_seconds / (1 + step_rates().spread["seconds"])
   assert all(one.step.step_seconds >= enough for one in roomy)
-  assert found.num_microbatches * found.per_device * 256 == 1024
+  assert result.num_microbatches * result.per_device * 256 == 1024
 
 
 def test_the_smallest_efficient_batch_is_nearly_as_fast():
-  found = effective_batch(work_of("gpt2-small"), V5E, 16)
-  assert found is not None
-  fastest, smallest = found.fastest.step, found.smallest.step
+  result = effective_batch(work_of("gpt2-small"), V5E, 16)
+  assert result is not None
+  fastest, smallest = result.fastest.step, result.smallest.step
   assert 0.95 * fastest.tokens_per_second <= smallest.tokens_per_second
-  assert found.smallest.batch < found.fastest.batch
-  fewer = splits(work_of("gpt2-small"), V5E, 16, found.smallest.batch // 2)
-  on_its_mesh = [one for one in fewer if one.mesh == found.fastest.mesh]
+  assert result.smallest.batch < result.fastest.batch
+  fewer = splits(work_of("gpt2-small"), V5E, 16, result.smallest.batch // 2)
+  on_its_mesh = [one for one in fewer if one.mesh == result.fastest.mesh]
   assert all(one.step.tokens_per_second < 0.95 * fastest.tokens_per_second for one in on_its_mesh)
   assert effective_batch(LLAMA, V5E, 1) is None
 
@@ -128,11 +128,11 @@ def test_a_step_that_was_compiled_is_given_as_it_was():
   step = next(one for one in compiled_steps() if one.parts and not one.keys)
   place = CHIPS[step.generation], step.mesh, Fraction(step.per_device)
   work = work_of(step.model_name, f"max_target_length={step.length}", "precision=bfloat16")
-  found = step_roofline(work, *place, 3, step.remat)
-  assert found.how == "compiled"
-  assert found.microbatch_seconds == pytest.approx(step.microbatch_seconds)
-  assert found.peak_bytes == step.peak_bytes
-  assert sum(found.parts.values()) == pytest.approx(found.step_seconds)
+  result = step_roofline(work, *place, 3, step.remat)
+  assert result.how == "compiled"
+  assert result.microbatch_seconds == pytest.approx(step.microbatch_seconds)
+  assert result.peak_bytes == step.peak_bytes
+  assert sum(result.parts.values()) == pytest.approx(result.step_seconds)
   deeper = dataclasses.replace(work.model, base_num_decoder_layers=33)
   other = step_roofline(dataclasses.replace(work, model=deeper), *place, 3, step.remat)
   assert other.how == "estimated"
@@ -143,9 +143,9 @@ def test_estimates_are_near_what_was_compiled():
     keys = f"max_target_length={step.length}", "precision=bfloat16", *step.keys
     work = work_of(step.model_name, *keys)
     place = CHIPS[step.generation], step.mesh, Fraction(step.per_device)
-    found = step_roofline(work, *place, 1, step.remat, rates=step_rates())
-    assert found.microbatch_seconds == pytest.approx(step.microbatch_seconds, rel=0.1), step.name
-    assert found.peak_bytes == pytest.approx(step.peak_bytes, rel=0.15), step.name
+    result = step_roofline(work, *place, 1, step.remat, rates=step_rates())
+    assert result.microbatch_seconds == pytest.approx(step.microbatch_seconds, rel=0.1), step.name
+    assert result.peak_bytes == pytest.approx(step.peak_bytes, rel=0.15), step.name
     assert step_roofline(work, *place, 1, step.remat).how == "compiled", step.name
 
 
@@ -205,8 +205,8 @@ def test_what_a_user_compiled_comes_before_estimates_and_the_table():
   before = llama()
   remember("a pipeline's report", LLAMA)
   remember(REPORT.replace("3.472 s a", "3.000 s a"), LLAMA)
-  found = llama()
-  assert (found.how, found.microbatch_seconds) == ("compiled", pytest.approx(3.0))
+  result = llama()
+  assert (result.how, result.microbatch_seconds) == ("compiled", pytest.approx(3.0))
   assert before.microbatch_seconds != 3.0
   other = dataclasses.replace(LLAMA.model, num_vocab_tiling=8)
   tiled = dataclasses.replace(LLAMA, model=other)

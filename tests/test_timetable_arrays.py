@@ -65,10 +65,10 @@ class Replay:
     assert (
       self.ticks.all_stages.forward[tick] or not self.ticks.stages.forward.is_active[tick, stage]
     )
-    found = self.work(self.ticks.stages.forward, tick, stage)
-    if found is None:
+    result = self.work(self.ticks.stages.forward, tick, stage)
+    if result is None:
       return "garbage"
-    chunk, microbatch, slot = found
+    chunk, microbatch, slot = result
     if self.shape.previous_chunk(chunk) is None:
       assert self.ticks.all_stages.embedding[tick]
       self.inputs[stage][slot] = ("embedded", microbatch)
@@ -82,11 +82,11 @@ class Replay:
         self.gradients[stage][slot] = ("loss", number, made[-1])
 
   def backward(self, tick: int, stage: int) -> Any:
-    found = self.work(self.ticks.stages.backward, tick, stage)
-    if found is None:
+    result = self.work(self.ticks.stages.backward, tick, stage)
+    if result is None:
       return "garbage"
     assert self.ticks.all_stages.backward[tick]
-    chunk, microbatch, slot = found
+    chunk, microbatch, slot = result
     given = self.gradients[stage][self.ticks.stages.gradient_slot[tick, stage]]
     self.seen.append(((chunk, microbatch), (self.inputs[stage][slot], given)))
     assert (

@@ -116,7 +116,7 @@ def test_a_layout_uses_every_device_or_the_offered_example_does(ici, dcn, per_sl
     assert layout.devices_per_slice == per_slice
     assert layout.num_slices == slices
     assert layout.num_devices == per_slice * slices
-    found = (*layout.ici.values(), *layout.dcn.values())
-    assert all(sizes[key] in (-1, size) for key, size in zip(_KEYS, found, strict=True))
+    result = (*layout.ici.values(), *layout.dcn.values())
+    assert all(sizes[key] in (-1, size) for key, size in zip(_KEYS, result, strict=True))
     return
   pytest.fail("the offered examples did not work")

@@ -39,29 +39,29 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_slices(name):
-  found = slice_named(name)
+  result = slice_named(name)
   assert PUBLISHED[name] == (
-    found.num_devices,
-    found.num_hosts,
-    found.topology_name,
-    found.chip_config_name,
-    found.chips_per_host_bounds,
+    result.num_devices,
+    result.num_hosts,
+    result.topology_name,
+    result.chip_config_name,
+    result.chips_per_host_bounds,
   )
 
 
 def test_every_shape_holds_its_chips_in_whole_hosts():
   for generation, family in FAMILIES.items():
     for size, chips in zip(family.sizes, family.chips, strict=True):
-      found = slice_named(f"{generation}-{size}")
-      edges = [int(edge) for edge in found.topology_name.partition(":")[2].split("x")]
+      result = slice_named(f"{generation}-{size}")
+      edges = [int(edge) for edge in result.topology_name.partition(":")[2].split("x")]
       assert len(edges) == family.dimensions
       assert max(edges) <= 256
       product = 1
-      for edge, host_edge in zip(edges, found.chips_per_host_bounds, strict=False):
+      for edge, host_edge in zip(edges, result.chips_per_host_bounds, strict=False):
         assert edge % host_edge == 0
         product *= edge
-      assert product == chips == found.num_devices // family.devices_per_chip
-      assert found.num_devices % found.num_hosts == 0
+      assert product == chips == result.num_devices // family.devices_per_chip
+      assert result.num_devices % result.num_hosts == 0
 
 
 def test_several_slices_keep_the_topology_of_one():

@@ -127,12 +127,12 @@ def test_an_estimate_of_a_text_that_is_not_understood_is_refused(tmp_path, capsy
 
   monkeypatch.setattr(compile_step, "compile_program", written_otherwise)
   printed = refused(capsys, tmp_path, compile_topology="v5e-4", **TINY)
-  found = re.search(
+  result = re.search(
     r": ([\d.]+)% of its matrix products.* one iteration of the loops (.*?);", printed
   )
-  assert found, printed
-  assert 20 < float(found[1]) < 60
-  assert "jit(step)/shard_map/while/body/transpose(jvp())/while" in found[2].split(", ")
+  assert result, printed
+  assert 20 < float(result[1]) < 60
+  assert "jit(step)/shard_map/while/body/transpose(jvp())/while" in result[2].split(", ")
   installed = [importlib.metadata.version(package) for package in ("jax", "libtpu")]
   for words in (
     "error: the time of the compiled step cannot be estimated: ",
@@ -216,14 +216,14 @@ def test_far_too_large_names_what_is_needed(tmp_path, capsys):
     compile_topology="v5e-1",
     per_device_batch_size=4,
   )
-  found = re.match(
+  result = re.match(
     r"error: per_device_batch_size=4: the step needs ([\d.]+) GiB a device, which has 15\.750 GiB; "
     r"micro_batch_size=auto finds the largest that fits; what helps: remat_policy=full",
     printed,
   )
-  assert found, printed
+  assert result, printed
   # 13 billion parameters: weights, two moments and sums of gradients in float32.
-  assert float(found[1]) > 13 * 16 * 0.9 / 1.074
+  assert float(result[1]) > 13 * 16 * 0.9 / 1.074
 
 
 def test_unknown_slices_list_the_known(tmp_path, capsys):

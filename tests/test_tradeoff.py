@@ -29,26 +29,26 @@ def runs(
 
 
 def test_runs_on_the_curve_give_it_back():
-  found = fit_tradeoff(*runs(150, 40))
-  assert found.critical_batch.value == pytest.approx(40, rel=2e-3)
-  assert found.min_steps.value == pytest.approx(150, rel=2e-3)
-  assert found.min_samples.value == pytest.approx(6000, rel=2e-3)
-  assert found.misfit < 2e-3
+  result = fit_tradeoff(*runs(150, 40))
+  assert result.critical_batch.value == pytest.approx(40, rel=2e-3)
+  assert result.min_steps.value == pytest.approx(150, rel=2e-3)
+  assert result.min_samples.value == pytest.approx(6000, rel=2e-3)
+  assert result.misfit < 2e-3
   # (S/Smin − 1)(E/Emin − 1) = 1, at any batch.
-  steps, samples = steps_with(found, 77), samples_with(found, 77)
+  steps, samples = steps_with(result, 77), samples_with(result, 77)
   assert samples == pytest.approx(77 * steps)
-  rest = (steps / found.min_steps.value - 1) * (samples / found.min_samples.value - 1)
+  rest = (steps / result.min_steps.value - 1) * (samples / result.min_samples.value - 1)
   assert rest == pytest.approx(1)
-  assert overhead_with(found, 80).value == pytest.approx(2, rel=2e-3)
+  assert overhead_with(result, 80).value == pytest.approx(2, rel=2e-3)
 
 
 def test_95_of_100_intervals_hold_the_truth():
   held = np.zeros(3)
   for seed in range(200):
-    found = fit_tradeoff(*runs(150, 40, scatter=0.1, seed=seed))
-    each = (found.critical_batch, 40), (found.min_steps, 150), (found.min_samples, 6000)
+    result = fit_tradeoff(*runs(150, 40, scatter=0.1, seed=seed))
+    each = (result.critical_batch, 40), (result.min_steps, 150), (result.min_samples, 6000)
     held += [one.low < truth < one.high for one, truth in each]
-    assert found.critical_batch.high < 40 * 2
+    assert result.critical_batch.high < 40 * 2
   assert (held / 200 > 0.92).all()
 
 
@@ -107,8 +107,8 @@ def trained(samples_per_step: float, num_perfect_steps: float) -> np.ndarray:
 @pytest.mark.parametrize("samples_per_step", [8, 128])
 def test_the_mean_noise_scale_of_any_run_is_the_critical_batch_of_all(samples_per_step):
   steps = np.array([len(trained(size, 300)) for size in SIZES])
-  found = fit_tradeoff(SIZES * steps, steps)
-  assert found.critical_batch.value == pytest.approx(27.5, rel=0.02)
+  result = fit_tradeoff(SIZES * steps, steps)
+  assert result.critical_batch.value == pytest.approx(27.5, rel=0.02)
   scales = trained(samples_per_step, 300)
   # Gradients shrink, and their squares are measured with noise.
   signal = np.geomspace(100, 1, len(scales))

@@ -154,8 +154,8 @@ def test_a_run_that_is_stopped_and_goes_on_ends_with_the_same_bits(
   for stop in stops:
     run(tmp_path, "run_name=run", *keys(way, prompts))
     assert (tmp_path / "run" / "checkpoints" / str(stop)).is_dir()
-  found = run(tmp_path, "run_name=run", *keys(way, prompts))
-  assert same(found, parameters)
+  result = run(tmp_path, "run_name=run", *keys(way, prompts))
+  assert same(result, parameters)
   assert figures(tmp_path) == expected
 
 
@@ -173,10 +173,10 @@ def test_two_processes_train_as_one_and_a_killed_one_costs_nothing(whole, prompt
   assert "stopped: process 0 on " in ended[1].errors
   assert completed_steps(tmp_path / "run" / "checkpoints")[-1] in (1, 2)
   # Eight devices' gradients are added in another order, and Adam divides by their size.
-  for found, right in zip(run(tmp_path, *own), parameters, strict=True):
-    np.testing.assert_allclose(found, right, rtol=0, atol=1e-5)
-  for found, right in zip(figures(tmp_path), expected, strict=True):
-    assert found == pytest.approx(right, rel=1e-6, abs=1e-6)
+  for result, right in zip(run(tmp_path, *own), parameters, strict=True):
+    np.testing.assert_allclose(result, right, rtol=0, atol=1e-5)
+  for result, right in zip(figures(tmp_path), expected, strict=True):
+    assert result == pytest.approx(right, rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize("way", ["all", "apart"])
@@ -254,12 +254,12 @@ def test_neither_padding_nor_a_beginning_is_ever_sampled():
 def test_what_is_sampled_does_not_depend_on_micro_batch_size(whole, tmp_path):
   _, (_, expected, *_) = whole("plain")
   run(tmp_path, "run_name=run", *WAYS["plain"], "micro_batch_size=16", "steps=1")
-  _, found = figures(tmp_path)
-  assert found["gradient_accumulation_steps"] == 1
+  _, result = figures(tmp_path)
+  assert result["gradient_accumulation_steps"] == 1
   for name in ("rl/reward", "rl/reward_std", "rl/live_groups", "rl/completion_length"):
-    assert found[name] == pytest.approx(expected[name], rel=1e-12), name
+    assert result[name] == pytest.approx(expected[name], rel=1e-12), name
   for name in ("loss", "grad_norm", "rl/entropy"):
-    assert found[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
+    assert result[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
 
 
 def test_microbatches_of_which_no_reward_differs_are_skipped_exactly(whole, tmp_path, monkeypatch):
@@ -271,10 +271,10 @@ def test_microbatches_of_which_no_reward_differs_are_skipped_exactly(whole, tmp_
   monkeypatch.setattr(PolicyLoss, "__eq__", lambda self, other: self is other)  # Compiled anew.
   assert same(run(tmp_path, "run_name=run", *WAYS["plain"]), parameters)
   assert [record["rl/skipped_microbatches"] for record in expected[1:]] == [0, 0, 1]
-  for found, skipping in zip(figures(tmp_path), expected, strict=True):
+  for result, skipping in zip(figures(tmp_path), expected, strict=True):
     # What the model says of the completions is a mean over those on which it was run.
     names = skipping.keys() - set(MODEL_METRICS)
-    assert {name: found[name] for name in names} == {name: skipping[name] for name in names}
+    assert {name: result[name] for name in names} == {name: skipping[name] for name in names}
 
 
 def test_tokens_chosen_from_some_have_the_same_probabilities_in_training(tmp_path):
@@ -414,5 +414,5 @@ def test_a_prompt_that_is_too_long_is_named(prompts, tmp_path, capsys):
     f"grain_train_files: {file}, line 11: the prompt far too long has 13 tokens, and "
     "max_prefill_predict_length=8; for example max_prefill_predict_length=13"
   ) in capsys.readouterr().err
-  found = prompt_set(load_config([*keys, "max_bad_records=1"]))
-  assert (found.train.count, len(found.validation), found.num_skipped) == (9, 1, 1)
+  result = prompt_set(load_config([*keys, "max_bad_records=1"]))
+  assert (result.train.count, len(result.validation), result.num_skipped) == (9, 1, 1)

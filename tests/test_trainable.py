@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import optax
 import pytest
-from begun_states import begun_state, random_parameters
 from flax.traverse_util import flatten_dict
+from initial_states import initial_state, random_parameters
 from support import config, in_microbatches, mesh, relative_errors, uneven_rows
 
 from maxbatch.compile.program import state_bytes
@@ -70,8 +70,8 @@ def begun(model: Model) -> Any:
 
 def paths(tree: Any) -> set[tuple[str, ...]]:
   """Of the parameters that are in some tree, wherever."""
-  found = jax.tree_util.tree_leaves_with_path(tree)
-  named = ([e.key for e in path if isinstance(e, jax.tree_util.DictKey)] for path, _ in found)
+  result = jax.tree_util.tree_leaves_with_path(tree)
+  named = ([e.key for e in path if isinstance(e, jax.tree_util.DictKey)] for path, _ in result)
   return {tuple(each) for each in named if each}
 
 
@@ -165,7 +165,7 @@ def test_counts_and_work_know_what_trains():
 def by_hand(**keys: Any) -> tuple[Any, list[float]]:
   """The parameters after STEPS of a loop of optax, and each step's loss, on one device."""
   parts = trainer(**keys)
-  begun = begun_state(parts, random_parameters(parts.model))
+  begun = initial_state(parts, random_parameters(parts.model))
   settings, frozen = config(**keys).optimizer, begun.frozen
   rule = optax.chain(
     optax.clip_by_global_norm(settings.gradient_clipping_threshold),
@@ -203,9 +203,9 @@ def test_trained_in_any_split_equals_a_loop_of_optax(keys, axes, k, streams):
   keys = {"opt_type": "sgd"} | keys
   (params, frozen), losses = by_hand(**keys)
   parts = trainer(axes, k if streams else 0, **keys)
-  state = begun_state(parts, random_parameters(parts.model))
+  state = initial_state(parts, random_parameters(parts.model))
   begun = jax.device_get(state.params)
-  function, found, metrics = None, [], None
+  function, result, metrics = None, [], None
   for seed in range(STEPS):
     fed = in_microbatches(uneven_rows(ROWS, T, seed), k, k if streams else CAPACITY)
     pieces = (
@@ -216,8 +216,8 @@ def test_trained_in_any_split_equals_a_loop_of_optax(keys, axes, k, streams):
       function = function or step_function(parts, piece)
       state, metrics = function(state, placed, parts.microbatches(k), np.float32(RATE))
     assert metrics is not None
-    found.append(float(metrics.loss))
-  np.testing.assert_allclose(found, losses, rtol=1e-6)
+    result.append(float(metrics.loss))
+  np.testing.assert_allclose(result, losses, rtol=1e-6)
   moved = jax.tree.map(np.subtract, params, begun)
   for a, b, change in zip(*map(jax.tree.leaves, (state.params, params, moved)), strict=True):
     np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 + 1e-5 * np.abs(change).max())
@@ -269,7 +269,7 @@ def test_the_noise_scale_measures_what_trains_alone(keys):
   gradients = flatten_dict(of_each(params, rows))
   probed = model.probed()
   assert {path for each in probed for path in each.parameters} == set(gradients)
-  for each, found in zip(probed, jax.tree.leaves(squares), strict=True):
+  for each, result in zip(probed, jax.tree.leaves(squares), strict=True):
     expected = sum(
       np.square(np.asarray(gradients[path], np.float64).reshape(6, each.num_layers or 1, -1)).sum(
         -1
@@ -277,7 +277,7 @@ def test_the_noise_scale_measures_what_trains_alone(keys):
       for path in each.parameters
     )
     np.testing.assert_allclose(
-      np.asarray(found).reshape(each.num_layers or 1, 6).T, expected, rtol=2e-4, atol=1e-7
+      np.asarray(result).reshape(each.num_layers or 1, 6).T, expected, rtol=2e-4, atol=1e-7
     )
 
 

@@ -88,11 +88,11 @@ def test_every_device_has_the_rows_that_it_would_have_read(
   steps = steps_of([1] * 5 if streamed else GROWING)
   place = placed_for(sharding, processes, loading)
   load_factor = max(Fraction(factor), Fraction(1, 2))
-  found = by_all(place, processes, steps, capacity, load_factor, workers)
+  result = by_all(place, processes, steps, capacity, load_factor, workers)
   with train_loader(
     NumberedRows(), SEED, steps, micro_batch=MICRO, capacity=capacity, sharding=sharding
   ) as loader:
-    for expected, rows in zip(loader, found, strict=True):
+    for expected, rows in zip(loader, result, strict=True):
       assert expected._fields == rows._fields
       for name, array in rows._asdict().items():
         wanted = getattr(expected, name)
@@ -142,8 +142,8 @@ def test_the_program_holds_one_collective_permute_a_round_and_no_other_message(
   next(by_all(place, processes, steps_of([3]), 8, Fraction(1), 0))
   assert len(programs) == bool(rounds)
   for text in programs:
-    found = collectives(text)
-    assert found == {"loop": [], "once": ["collective-permute"] * rounds}
+    result = collectives(text)
+    assert result == {"loop": [], "once": ["collective-permute"] * rounds}
     assert not re.search(r" (all-reduce|all-gather|all-to-all|reduce-scatter)", text)
 
 

@@ -112,7 +112,7 @@ def wrong_rows(counts: list[int], capacity: int = 4) -> list[int]:
     NumberedRows(), 7, steps, micro_batch=MICRO, capacity=capacity, sharding=place
   )
   with loader:
-    return [int(found) for found in map(jax.jit(first_wrong_row), loader)]
+    return [int(result) for result in map(jax.jit(first_wrong_row), loader)]
 
 
 def test_right_rows_are_right():

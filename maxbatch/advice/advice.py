@@ -96,7 +96,7 @@ def advise(asked: Asked, measured: Sequence[Measured]) -> Advice:
   # What is trained on with this batch is what was asked for.
   constant = data_factor(data_overhead_of(batch_tokens, size.critical_tokens))
   goal = Goal(asked.tokens / constant, size.critical_tokens)
-  found = curves(asked, goal, sizes.samples) if asked.place else []
+  result = curves(asked, goal, sizes.samples) if asked.place else []
   here = point(asked, goal, asked.place, sizes.samples) if asked.place else None
   unit = sizes.micro_batch or asked.mesh.num_batch_groups
   running = Running(sizes.samples, unit, advised.learning_rate)
@@ -108,7 +108,7 @@ def advise(asked: Asked, measured: Sequence[Measured]) -> Advice:
     keys=_keys(asked, sizes, advised),
     goal=goal,
     ramp_overhead=ramped,
-    curves=found,
+    curves=result,
     here=here,
     neighbours=_neighbours(asked, goal, sizes),
     experiment=next_experiment(asked, size, measured, running, here),
@@ -181,11 +181,11 @@ def _faster(asked: Asked, size: BatchSize, samples: int) -> int:
   if not whole or max(whole / samples, samples / whole) > _NEAR:
     return samples
   goal = Goal(asked.tokens, size.critical_tokens)
-  found = {}
+  results = {}
   for each in (samples, whole):
     with contextlib.suppress(UserError):
-      found[each] = point(asked, goal, asked.place, each).seconds
-  return min(found, key=lambda each: found[each], default=samples)
+      results[each] = point(asked, goal, asked.place, each).seconds
+  return min(results, key=lambda each: results[each], default=samples)
 
 
 def _neighbours(asked: Asked, goal: Goal, sizes: Sizes) -> list[Point]:
@@ -197,12 +197,12 @@ def _neighbours(asked: Asked, goal: Goal, sizes: Sizes) -> list[Point]:
   unit = devices if devices <= sizes.samples else sizes.micro_batch
   apart = max(1, round(sizes.samples / unit / 4)) * unit
   below, above = (sizes.samples - 1) // apart * apart, (sizes.samples // apart + 1) * apart
-  found = list[Point]()
+  results = list[Point]()
   for each in (below or sizes.samples // 2, above):
     # A smaller one may divide no more, a larger one leave no memory.
     with contextlib.suppress(UserError):
-      found += [point(asked, goal, asked.place, each)] if each else []
-  return found
+      results += [point(asked, goal, asked.place, each)] if each else []
+  return results
 
 
 def _keys(asked: Asked, sizes: Sizes, advised: Settings) -> dict[str, object]:

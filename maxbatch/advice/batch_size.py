@@ -94,14 +94,14 @@ def measured_by(folder: str, tokens: float) -> list[Measured]:
       f"from_run={shown(folder)}: there is no run, which has a metrics.jsonl; for example "
       "from_run=runs/first_run"
     )
-  found = [*_noise_scale(run, tokens), *_branches(run, tokens)]
-  if not found:
+  results = [*_noise_scale(run, tokens), *_branches(run, tokens)]
+  if not results:
     raise UserError(
       f"from_run={shown(folder)}: the run has measured no noise scale and no critical batch; measure "
       "with gns=norm in a run, or with python -m maxbatch.critical_batch "
       f"checkpoint={shown(folder)}"
     )
-  return found
+  return results
 
 
 def growth_to(tokens: float, at_tokens: float) -> float:
@@ -123,10 +123,10 @@ def _noise_scale(run: RunFolder, tokens: float) -> list[Measured]:
   # Its ends are in samples.
   samples = float(last.get("gns/total", 0)) or value
   ends = [float(last.get(f"gns/total_{end}", samples)) / samples * value for end in ("low", "high")]
-  found = Bracket(max(ends[0], 0.0), value, ends[1])
+  result = Bracket(max(ends[0], 0.0), value, ends[1])
   at = float(last["tokens"])
-  carried = found.times(_OVER_NOISE_SCALE * growth_to(tokens, at))
-  return [Measured("noise scale", str(run.path), at, found, carried)]
+  carried = result.times(_OVER_NOISE_SCALE * growth_to(tokens, at))
+  return [Measured("noise scale", str(run.path), at, result, carried)]
 
 
 def _branches(run: RunFolder, tokens: float) -> list[Measured]:
@@ -148,14 +148,14 @@ def _branches(run: RunFolder, tokens: float) -> list[Measured]:
     ) from error
   if ends:
     size, tokens_of_it = next(iter(branches.items()))
-    found = ends.times(tokens_of_it / size)
-    carried = found.times(growth_to(tokens, at))
-    return [Measured("branches' curve", str(files[-1]), at, found, carried)]
+    result = ends.times(tokens_of_it / size)
+    carried = result.times(growth_to(tokens, at))
+    return [Measured("branches' curve", str(files[-1]), at, result, carried)]
   low = branches.get(least, min(branches.values()) / 2)
   high = branches.get(below, math.inf)
   middle = low if math.isinf(high) else (low * high) ** 0.5
-  found = Bracket(low, middle, high)
-  return [Measured("branches", str(files[-1]), at, found, found.times(growth_to(tokens, at)))]
+  result = Bracket(low, middle, high)
+  return [Measured("branches", str(files[-1]), at, result, result.times(growth_to(tokens, at)))]
 
 
 def _step(path: pathlib.Path) -> int:

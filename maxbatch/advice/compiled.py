@@ -67,7 +67,7 @@ def _read(path: Path) -> Compiled:
   )
 
 
-def told(compiled: Compiled, advice: Advice) -> str:
+def compiled_summary(compiled: Compiled, advice: Advice) -> str:
   """Returns what compiling changes."""
   here = advice.here
   assert here

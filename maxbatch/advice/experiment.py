@@ -79,10 +79,10 @@ def next_experiment(
   """Returns the one with the most narrowing for its tokens; the latest where none is worth it."""
   known = [(one.at_tokens, one.where) for one in measured if one.kind == "noise scale"]
   places = [*known, *((share * asked.tokens, "") for share in _SHARES)]
-  found = [_branches(asked, size, *at, run, here) for at in places]
-  worth = [one for one in found if one.is_worth_it]
+  results = [_branches(asked, size, *at, run, here) for at in places]
+  worth = [one for one in results if one.is_worth_it]
   if not worth:
-    return min(found, key=lambda one: one.spread_after)
+    return min(results, key=lambda one: one.spread_after)
   return max(worth, key=lambda one: math.log(one.spread_now / one.spread_after) / one.tokens)
 
 

@@ -304,10 +304,10 @@ def _frontier(advice: Advice) -> Iterator[str]:
 
 
 def _limits(advice: Advice, planned: Planned) -> Iterator[str]:
-  found = list(limits(advice, planned))
-  if found:
+  results = list(limits(advice, planned))
+  if results:
     yield "What limits"
-    for sentence in found:
+    for sentence in results:
       yield from wrapped(sentence)
 
 

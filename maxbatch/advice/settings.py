@@ -170,11 +170,11 @@ def _scaling(here: float, critical_tokens: float) -> ScalingRule:
 def _carried(asked: Asked, at: float, here: float, critical_tokens: float) -> list[RateSaid]:
   """Returns a rate found at another batch, by every rule that carries one."""
   rate, share = asked.config.optimizer.learning_rate, at / critical_tokens
-  found = []
+  results = []
   for rule in scaling_rules("learning_rate"):
     carried, beyond = rule.scaled(rate, here / at, share), rule.beyond(asked.training)
-    found.append(RateSaid(rule.name, rule.title, rate, at, carried, beyond))
-  return found
+    results.append(RateSaid(rule.name, rule.title, rate, at, carried, beyond))
+  return results
 
 
 def _rounded(value: float, digits: int = 2) -> float:

@@ -154,24 +154,24 @@ def curve(asked: Asked, goal: Goal, place: Place, samples: int) -> Curve | None:
     sizes = {nearest(asked, place, factor * samples) for factor in _LADDER}
   except UserError:
     return None
-  found: list[Point] = []
+  results: list[Point] = []
   worse = 0
   for size in sorted(sizes):
     try:
       one = point(asked, goal, place, size)
     except UserError:
       continue
-    if not found or one.seconds < found[-1].seconds:
-      found.append(one)
+    if not results or one.seconds < results[-1].seconds:
+      results.append(one)
       worse = 0
     else:
       worse += 1
     if worse == _ENOUGH:
       break
-  if not found:
+  if not results:
     return None
-  least = min(found, key=lambda one: one.seconds * one.tokens)
-  marked = [dataclasses.replace(one, is_knee=one is least) for one in found]
+  least = min(results, key=lambda one: one.seconds * one.tokens)
+  marked = [dataclasses.replace(one, is_knee=one is least) for one in results]
   return Curve(place, marked)
 
 
@@ -179,5 +179,5 @@ def curves(asked: Asked, goal: Goal, samples: int) -> list[Curve]:
   """Returns a curve on half the chips, these, and twice as many, where the model fits."""
   assert asked.place is not None
   places = [asked.place.half(), asked.place, asked.place.double()]
-  found = [curve(asked, goal, place, samples) for place in places if place]
-  return [one for one in found if one]
+  results = [curve(asked, goal, place, samples) for place in places if place]
+  return [one for one in results if one]

@@ -45,11 +45,11 @@ class Redistribution:
   @functools.cached_property
   def blocks_read(self) -> Mapping[int, tuple[int, ...]]:
     """The blocks that each process reads, ascending; processes that read none are left out."""
-    found: dict[int, list[int]] = {}
+    results: dict[int, list[int]] = {}
     for block, readers in enumerate(self.readers):
       for process in readers:
-        found.setdefault(process, []).append(block)
-    return {process: tuple(blocks) for process, blocks in found.items()}
+        results.setdefault(process, []).append(block)
+    return {process: tuple(blocks) for process, blocks in results.items()}
 
   @functools.cached_property
   def slots(self) -> tuple[tuple[int | None, ...], ...]:
@@ -92,10 +92,10 @@ def redistribution(
 
 def _users(processes: Sequence[int], blocks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
   """Returns the processes that use each block, ascending."""
-  found: list[set[int]] = [set() for _ in range(max(blocks) + 1)]
+  results: list[set[int]] = [set() for _ in range(max(blocks) + 1)]
   for process, block in zip(processes, blocks, strict=True):
-    found[block].add(process)
-  return tuple(tuple(sorted(each)) for each in found)
+    results[block].add(process)
+  return tuple(tuple(sorted(each)) for each in results)
 
 
 def _readers(users: Sequence[Sequence[int]], loading: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -122,11 +122,11 @@ def _receiving(
   processes: Sequence[int], blocks: Sequence[int], readers: Sequence[Sequence[int]]
 ) -> Mapping[tuple[int, int], Sequence[int]]:
   """The devices that do not get their block from their own process, by process and block."""
-  found: dict[tuple[int, int], list[int]] = {}
+  results: dict[tuple[int, int], list[int]] = {}
   for device, (process, block) in enumerate(zip(processes, blocks, strict=True)):
     if process not in readers[block]:
-      found.setdefault((process, block), []).append(device)
-  return found
+      results.setdefault((process, block), []).append(device)
+  return results
 
 
 def _rounds(
@@ -225,9 +225,9 @@ def host_loads(plan: BatchPlan, num_hosts: int) -> list[HostLoad]:
   Raises:
     UserError: the devices do not divide evenly over the hosts, or loading_hosts does not fit them.
   """
-  found = planned_redistribution(plan, num_hosts)
-  of_block = plan.global_batch_to_train // len(found.readers)
-  samples = [len(found.blocks_read.get(host, ())) * of_block for host in range(num_hosts)]
+  result = planned_redistribution(plan, num_hosts)
+  of_block = plan.global_batch_to_train // len(result.readers)
+  samples = [len(result.blocks_read.get(host, ())) * of_block for host in range(num_hosts)]
   loads, host = [], 0
   for size, hosts in itertools.groupby(samples):
     count = sum(1 for _ in hosts)

@@ -76,9 +76,9 @@ def find_checkpoint(given: str, key: str = "checkpoint", others: str = "") -> pa
   steps = RunFolder(path).checkpoints
   if path == RunFolder(path.parent).checkpoints:
     steps = path
-  found = completed_steps(steps)
-  if found:
-    return steps / str(found[-1])
+  result = completed_steps(steps)
+  if result:
+    return steps / str(result[-1])
   if not given or not path.exists():
     what = "there is no such folder" if given else "it has no value"
   else:

@@ -104,10 +104,10 @@ def together(read: Callable[[], _Read]) -> _Read:
     results.append(read())
   except DamagedError as error:
     damage = str(error)
-  found = gather([socket.gethostname(), damage])
-  for process, (host, reason) in enumerate(found):
+  result = gather([socket.gethostname(), damage])
+  for process, (host, reason) in enumerate(result):
     if reason:
-      raise DamagedError(f"process {process} on {host}: {reason}" if len(found) > 1 else reason)
+      raise DamagedError(f"process {process} on {host}: {reason}" if len(result) > 1 else reason)
   return results[0]
 
 

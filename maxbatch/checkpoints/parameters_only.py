@@ -77,13 +77,13 @@ class StoredCheckpoint:
 
   def __getitem__(self, name: str) -> StoredArray:
     try:
-      found = self.arrays[name]
+      result = self.arrays[name]
     except (OSError, ValueError, LookupError, UserError) as error:
       raise self._damaged(cause(error)) from error
     leaf = self.record["leaves"][name]
-    if (list(found.shape), found.dtype.name) != (leaf["shape"], leaf["dtype"]):
-      raise self._damaged(f"{name} is {found.dtype.name}{list(found.shape)}")
-    return found
+    if (list(result.shape), result.dtype.name) != (leaf["shape"], leaf["dtype"]):
+      raise self._damaged(f"{name} is {result.dtype.name}{list(result.shape)}")
+    return result
 
   def blocks(self, name: str) -> Iterator[np.ndarray]:
     """All of an array in parts along its first dim, compared with its fingerprint at the end.

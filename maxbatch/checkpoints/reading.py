@@ -158,12 +158,12 @@ def read_leaves(key: str, folder: pathlib.Path, record: dict[str, Any], wanted: 
   """
   dtypes = {name: jnp.dtype(record["leaves"][name]["dtype"]) for name in wanted}
   alike = {name: leaf for name, leaf in wanted.items() if leaf.dtype == dtypes[name]}
-  found = _verified(key, folder, record, alike) if alike else {}
+  result = _verified(key, folder, record, alike) if alike else {}
   for name, leaf in wanted.items():
     if name not in alike:
       stored = jax.ShapeDtypeStruct(leaf.shape, dtypes[name], sharding=leaf.sharding)
-      found |= cast(_verified(key, folder, record, {name: stored}), {name: leaf})
-  return {name: found[name] for name in wanted}
+      result |= cast(_verified(key, folder, record, {name: stored}), {name: leaf})
+  return {name: result[name] for name in wanted}
 
 
 def cast(arrays: Leaves, wanted: Wanted) -> Leaves:

@@ -198,8 +198,8 @@ def changed_leaves(record: dict[str, Any], arrays: object) -> list[str]:
       f"the fingerprints of checkpoint step {record['step']} are of version {version}, and this "
       f"version of maxbatch knows {VERSIONS}; take the version that wrote it, or a newer one"
     )
-  found = fingerprints(arrays, version)
-  return [name for name, sum_ in found.items() if sum_ != leaves[name]["fingerprint"]]
+  result = fingerprints(arrays, version)
+  return [name for name, sum_ in result.items() if sum_ != leaves[name]["fingerprint"]]
 
 
 def listed(lines: Sequence[str]) -> str:

@@ -108,13 +108,13 @@ def _drop_oldest(folder: Path, largest_bytes: int = _LARGEST_BYTES) -> None:
 
   jax's own limit needs another package, and stops writing once an entry lost its companion file.
   """
-  found = []
+  results = []
   for entry in folder.glob(_ENTRIES):
     with contextlib.suppress(OSError):  # Another run may have removed it.
       status = entry.stat()
-      found.append((max(status.st_atime, status.st_mtime), status.st_size, entry))
-  total = sum(size for _, size, _ in found)
-  for _, size, entry in sorted(found):
+      results.append((max(status.st_atime, status.st_mtime), status.st_size, entry))
+  total = sum(size for _, size, _ in results)
+  for _, size, entry in sorted(results):
     if total <= largest_bytes:
       return
     with contextlib.suppress(OSError):

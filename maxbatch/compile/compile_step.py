@@ -61,10 +61,10 @@ def compile_reports(
   Raises:
     UserError: the compiler finds no way to run a step in a device's memory.
   """
-  found = list[CompileReport]()
+  results = list[CompileReport]()
   for each in plan.micro_batches:
     try:
-      found.append(try_report(config, plan, trainer, devices, each, sampler))
+      results.append(try_report(config, plan, trainer, devices, each, sampler))
     except DoesNotFitError as error:
       capacity, samples = (
         capacity_bytes(devices, config.compile.device_memory_gb),
@@ -73,7 +73,7 @@ def compile_reports(
       raise _too_large(
         config, plan, each, error.needed_bytes, capacity, with_sampler=samples
       ) from error
-  return found
+  return results
 
 
 def report_or_refusal(

@@ -132,7 +132,7 @@ def synthetic(trainer: Trainer, shapes: Rows) -> Any:
     "positions": lambda x: _numbered(x, 2),
   }
 
-  fed = trainer.loss.batch_shapes(shapes)
+  batch = trainer.loss.batch_shapes(shapes)
 
   def made(x: Any) -> Any:
     if not isinstance(x, Rows):
@@ -143,9 +143,9 @@ def synthetic(trainer: Trainer, shapes: Rows) -> Any:
     return Rows(**fields)  # pyright: ignore[reportArgumentType]
 
   def make() -> Any:
-    return jax.tree.map(made, fed, is_leaf=lambda x: isinstance(x, Rows))
+    return jax.tree.map(made, batch, is_leaf=lambda x: isinstance(x, Rows))
 
-  return jax.jit(make, out_shardings=rows_shardings(fed, trainer.mesh))()
+  return jax.jit(make, out_shardings=rows_shardings(batch, trainer.mesh))()
 
 
 def _numbered(x: Any, dim: int) -> jax.Array:

@@ -45,10 +45,10 @@ class StepProfile:
 
   def by_scope(self) -> dict[str, float]:
     """Returns seconds of a step by part of the model, the longest first."""
-    found = collections.defaultdict[str, float](float)
+    results = collections.defaultdict[str, float](float)
     for one in self.operations:
-      found[one.scope] += one.seconds
-    return dict(_descending(found))
+      results[one.scope] += one.seconds
+    return dict(_descending(results))
 
   def as_dict(self) -> dict[str, Any]:
     """Returns plain values."""

@@ -198,10 +198,10 @@ def refuse_if_too_large(error: Exception) -> None:
 
 def _needed_bytes(message: str) -> int:
   """Returns what the compiler says a device would need; 0 if it does not say."""
-  found = _TOO_LARGE.search(message)
-  if found is None:
+  result = _TOO_LARGE.search(message)
+  if result is None:
     return 0
-  number, unit = found["needed"] or found["used"], found["unit"] or found["used_unit"]
+  number, unit = result["needed"] or result["used"], result["unit"] or result["used_unit"]
   return int(float(number) * _UNITS[unit])
 
 

@@ -154,7 +154,7 @@ class CompileReport:
   def as_dict(self) -> dict[str, Any]:
     """Returns plain values; what is not known is left out."""
     memory, work, plan = self.program.memory, self.work, self.plan
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
       "title": self.title,
       "micro_batch_to_train": self.micro_batch,
       "per_device_batch_size": text(plan.per_device(self.micro_batch)),
@@ -181,7 +181,7 @@ class CompileReport:
       "compiler_flags": self.compiler_flags,
     }
     if self.time is not None and self.step_seconds is not None:
-      found["time"] = {
+      results["time"] = {
         "how": self.time.how,
         "step_seconds": self.step_seconds,
         "seconds_per_microbatch": self.time.seconds_per_microbatch,
@@ -193,11 +193,11 @@ class CompileReport:
     if self.sampling is not None:
       seconds = self.sampled_step_seconds
       known = {"step_seconds": seconds} if seconds else {}
-      found["rollout"] = self.sampling.as_dict(self.state.total, self.rows_bytes) | known
+      results["rollout"] = self.sampling.as_dict(self.state.total, self.rows_bytes) | known
     if self.input_function is not None:
-      found["input_function"] = self.input_function.as_dict()
+      results["input_function"] = self.input_function.as_dict()
     if self.time is not None and self.time.how == "estimate":
-      found["estimate"] = {
+      results["estimate"] = {
         "limited_by": work.limited_by,
         "coverage": work.coverage,
         "compiler_share": work.compiler_share,
@@ -205,7 +205,7 @@ class CompileReport:
         "largest": [dataclasses.asdict(each) for each in work.largest],
         "bounded_by_roofline": [dataclasses.asdict(each) for each in work.unestimated],
       }
-    return found
+    return results
 
   def __str__(self) -> str:
     compiled = f"  compiled in {self.program.compile_seconds:.1f} s"
@@ -310,9 +310,9 @@ class CompileReport:
 
   def _moved(self) -> str:
     """Returns collectives, inside and outside of the loop over microbatches."""
-    found = map(self._exchange, self.work.collectives)
+    result = map(self._exchange, self.work.collectives)
     return (
-      section("Collectives of a device", found) if self.work.collectives else "Collectives: none"
+      section("Collectives of a device", result) if self.work.collectives else "Collectives: none"
     )
 
   def _exchange(self, one: Exchange) -> str:

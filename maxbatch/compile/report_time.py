@@ -76,8 +76,8 @@ def _counted(costs: Sequence[OperationCost]) -> str:
   scopes: dict[str, int] = collections.defaultdict(int)
   for cost in costs:
     scopes[cost.scope] += cost.flops * cost.count
-  found = sorted(((flops, scope) for scope, flops in scopes.items() if flops), reverse=True)
-  return ", ".join(f"{scope} {flops / _TERA:.4g}" for flops, scope in found) or "nothing"
+  results = sorted(((flops, scope) for scope, flops in scopes.items() if flops), reverse=True)
+  return ", ".join(f"{scope} {flops / _TERA:.4g}" for flops, scope in results) or "nothing"
 
 
 def _not_counted(costs: Sequence[OperationCost]) -> str:

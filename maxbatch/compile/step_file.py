@@ -144,15 +144,15 @@ def differences(file: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
 
   A file may hold programs that a run no longer needs, as one resumed in a later phase does.
   """
-  found = _differing(file[ENVIRONMENT], run[ENVIRONMENT])
+  result = _differing(file[ENVIRONMENT], run[ENVIRONMENT])
   lowered = file[LOWERED]
   if all(lowered.get(size) == digest for size, digest in run[LOWERED].items()):
-    return found
+    return result
   named = [
     line for part in (SIZES, CONFIGURATION, LIBRARIES) for line in _differing(file[part], run[part])
   ]
-  found += named
-  return found or ["the code: the same keys and versions make another program"]
+  result += named
+  return result or ["the code: the same keys and versions make another program"]
 
 
 def _differing(file: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:

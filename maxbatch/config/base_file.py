@@ -31,10 +31,10 @@ class Documented:
 
 def documented_keys() -> list[Documented]:
   """Returns every key that maxbatch declares, in the order of base.yml."""
-  found: list[Documented] = []
+  results: list[Documented] = []
   for section in sections().values():
-    found += documented(section, section.heading)
-  return found
+    results += documented(section, section.heading)
+  return results
 
 
 def documented(cls: type, heading: str) -> Iterator[Documented]:

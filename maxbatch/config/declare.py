@@ -106,7 +106,7 @@ def helps(cls: type) -> Mapping[str, str]:
 
   Without the source, as in an interactive session, there is none.
   """
-  found: dict[str, str] = {}
+  results: dict[str, str] = {}
   for base in reversed(cls.__mro__):
     if dataclasses.is_dataclass(base):
       try:
@@ -117,5 +117,5 @@ def helps(cls: type) -> Mapping[str, str]:
       for field, below in zip(body.body, body.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
           words = ast.literal_eval(below.value)
-          found[ast.unparse(field.target)] = " ".join(words.split())
-  return found
+          results[ast.unparse(field.target)] = " ".join(words.split())
+  return results

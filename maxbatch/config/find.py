@@ -83,8 +83,8 @@ def closest(name: str, known: Iterable[str]) -> str | None:
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
   """Returns ` Did you mean X?` for the known name closest to `name`, or nothing."""
-  found = closest(name, known)
-  return "" if found is None else f" Did you mean {found}?"
+  result = closest(name, known)
+  return "" if result is None else f" Did you mean {result}?"
 
 
 def _names(folder: Path) -> list[str]:
@@ -112,5 +112,5 @@ def _file_hint(path: Path) -> str:
   if not os.path.isdir(path.parent):
     return did_you_mean(path.stem, packaged_names())
   beside = {other.stem: other for end in ("yml", "yaml") for other in path.parent.glob(f"*.{end}")}
-  found = closest(path.stem, beside)
-  return f" Did you mean {beside[found]}?" if found else did_you_mean(path.stem, packaged_names())
+  result = closest(path.stem, beside)
+  return f" Did you mean {beside[result]}?" if result else did_you_mean(path.stem, packaged_names())

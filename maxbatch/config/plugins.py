@@ -59,12 +59,12 @@ def named_plugins(layers: Sequence[Mapping[str, Entry]], *, imports: bool) -> tu
   Raises:
     UserError: one cannot be imported, its Keys declare no keys, or a key of theirs is declared twice.
   """
-  found: list[PlugIn] = []
+  results: list[PlugIn] = []
   for key in naming_keys():
     entries = [layer[key] for layer in layers if key in layer]
-    found += _of_entry(entries[-1], imports=imports) if entries else ()
-  _check_distinct(found)
-  return tuple(found)
+    results += _of_entry(entries[-1], imports=imports) if entries else ()
+  _check_distinct(results)
+  return tuple(results)
 
 
 def replaced_plugin(key: str, layers: Sequence[Mapping[str, Entry]]) -> tuple[PlugIn, Entry] | None:

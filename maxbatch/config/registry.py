@@ -42,14 +42,14 @@ def registered(key: str, name: str, known: Mapping[str, T], plugins: PlugIns | N
 
 def _of_the_user(key: str, name: str, known: Mapping[str, object], plugins: PlugIns | None) -> Any:
   """Returns what `module:attribute` means; it takes the place of a registered thing."""
-  found, is_called = imported(key, name), all(map(callable, known.values()))
-  if is_called and not callable(found):
+  result, is_called = imported(key, name), all(map(callable, known.values()))
+  if is_called and not callable(result):
     raise UserError(
-      f"{key}={name} is {type(found).__name__}, and must be a function or a class, as "
+      f"{key}={name} is {type(result).__name__}, and must be a function or a class, as "
       f"{key}={next(iter(known))} names"
     )
-  if not hasattr(found, "Keys"):
-    return found
+  if not hasattr(result, "Keys"):
+    return result
   if plugins is None:
     raise UserError(f"{key}={name} declares Keys; what {key} names can have no keys of its own")
   if name not in dict(plugins):
@@ -57,13 +57,13 @@ def _of_the_user(key: str, name: str, known: Mapping[str, object], plugins: Plug
       f"{key}={name} has Keys that were not there when the configuration was read; let its module say "
       "so, as in Keys = Base.Keys"
     )
-  return _with_keys(found, dict(plugins)[name], is_called)
+  return _with_keys(result, dict(plugins)[name], is_called)
 
 
 @functools.lru_cache(64)
-def _with_keys(found: Any, keys: object, is_called: bool) -> Any:
+def _with_keys(result: Any, keys: object, is_called: bool) -> Any:
   """Returns what is made with keys: the same for the same keys, as caches compare."""
-  return functools.partial(found, keys=keys) if is_called else found(keys=keys)
+  return functools.partial(result, keys=keys) if is_called else result(keys=keys)
 
 
 def imported(key: str, name: str) -> Any:

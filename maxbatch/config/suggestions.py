@@ -30,9 +30,9 @@ def suggested_fixes(
 
   for more in beside:
     tried = [changes({**more, **offer}) for offer in offers if changes(offer)]
-    found = [assigned(keys) for keys in tried if is_valid(replaced(config, keys))]
-    if found:
-      return list(dict.fromkeys(found))[:_MOST]
+    results = [assigned(keys) for keys in tried if is_valid(replaced(config, keys))]
+    if results:
+      return list(dict.fromkeys(results))[:_MOST]
   return []
 
 

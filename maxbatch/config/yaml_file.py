@@ -195,7 +195,7 @@ def plain_words(error: yaml.YAMLError, line: str = "") -> str:
     return "not valid YAML: this line is indented; start every key in the first column."
   if "mapping values are not allowed" in text and line.count(": ") == 1:
     return "not valid YAML: the line above is not `key: value`; it needs a colon and a space."
-  for found, meaning in _MEANINGS.items():
-    if found in text:
+  for result, meaning in _MEANINGS.items():
+    if result in text:
       return f"not valid YAML: {meaning}"
   return "not valid YAML: expected lines of `key: value`, such as `steps: 400`."

@@ -50,10 +50,10 @@ class Place:
     rows = _range(inside[:in_dims], shape[:in_dims])
     columns = _range(inside[in_dims:], shape[in_dims:], before)
     held = _held(inside[:in_dims], shape[:in_dims]) + _held(inside[in_dims:], shape[in_dims:])
-    found = _read_matrix(theirs, self.tensor, rows, columns).reshape([_len(each) for each in held])
-    found = found[tuple(_within(*each) for each in zip(inside, held, strict=True))]
-    missing = [(0, _len(each) - size) for each, size in zip(index, found.shape, strict=True)]
-    return np.pad(found, missing) if any(after for _, after in missing) else found
+    result = _read_matrix(theirs, self.tensor, rows, columns).reshape([_len(each) for each in held])
+    result = result[tuple(_within(*each) for each in zip(inside, held, strict=True))]
+    missing = [(0, _len(each) - size) for each, size in zip(index, result.shape, strict=True)]
+    return np.pad(result, missing) if any(after for _, after in missing) else result
 
 
 def _range(index: Index, shape: Shape, before: int = 0) -> slice:
@@ -162,11 +162,11 @@ class FolderReader:
       theirs = self._tensors[self._names[place.tensor.name]]
       return place.read(theirs, index).astype(dtype, copy=False)
     layers, inside = index[0], index[1:]
-    found = np.empty([each.stop - each.start for each in index], dtype)
+    result = np.empty([each.stop - each.start for each in index], dtype)
     for layer in range(layers.start, layers.stop):
       theirs = self._tensors[self._names[place.tensor.name.format(layer)]]
-      found[layer - layers.start] = place.read(theirs, inside)
-    return found
+      result[layer - layers.start] = place.read(theirs, inside)
+    return result
 
   def _check(self) -> None:
     """Raises UserError for tensors that are missing, left over, or of another shape."""
@@ -186,16 +186,16 @@ class FolderReader:
         "has them"
       )
     for name, (shape, place) in expected.items():
-      found = self._tensors[self._names[name]]
-      self.dtypes.add(found.dtype)
-      if not jnp.issubdtype(found.dtype, jnp.floating):
+      result = self._tensors[self._names[name]]
+      self.dtypes.add(result.dtype)
+      if not jnp.issubdtype(result.dtype, jnp.floating):
         raise UserError(
-          f"{self._folder}: the tensor {self._names[name]} is {found.dtype.name}, and parameters are "
+          f"{self._folder}: the tensor {self._names[name]} is {result.dtype.name}, and parameters are "
           "floating-point numbers; take the folder with the weights as trained, not quantized"
         )
-      if found.shape != shape:
+      if result.shape != shape:
         raise UserError(
-          f"{self._folder}: the tensor {self._names[name]} is {list(found.shape)}, and this run's "
+          f"{self._folder}: the tensor {self._names[name]} is {list(result.shape)}, and this run's "
           f"parameters make it {list(shape)} ({', '.join(place.tensor.parameters)}); the keys of the "
           "model must be as the folder's config.json has them"
         )
@@ -216,7 +216,7 @@ def _as_stored(
   folder: Path,
 ) -> dict[tuple[str, ...], Shape]:
   """The shapes of one layer, with the folder's vocabulary, which may be smaller than ours."""
-  found: dict[tuple[str, ...], Shape] = {}
+  results: dict[tuple[str, ...], Shape] = {}
   for path, shape in shapes.items():
     sizes = []
     for axis, size in zip(axes[path], shape, strict=True):
@@ -227,20 +227,20 @@ def _as_stored(
         )
       if axis != "layers":
         sizes.append(vocab_size if axis == "vocab" else size)
-    found[path] = tuple(sizes)
-  return found
+    results[path] = tuple(sizes)
+  return results
 
 
 def _places(
   family: Family, shapes: Mapping[tuple[str, ...], Shape]
 ) -> dict[tuple[str, ...], Place]:
   paths = {".".join(path): path for path in shapes}
-  found: dict[tuple[str, ...], Place] = {}
+  results: dict[tuple[str, ...], Place] = {}
   for tensor in family.table(paths):
     inside = tuple(shapes[paths[name]] for name in tensor.parameters)
     for number, name in enumerate(tensor.parameters):
-      found[paths[name]] = Place(tensor, number, inside)
-  return found
+      results[paths[name]] = Place(tensor, number, inside)
+  return results
 
 
 def _names(tensors: TensorFolder, family: Family) -> dict[str, str]:

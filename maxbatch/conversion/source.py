@@ -76,12 +76,12 @@ class CheckpointSource:
     names = {PARAMETERS + _name(path): path for path in flat}
     here = {name: flat[path] for name, path in names.items() if name in self.record["leaves"]}
     arrays = reading.read_leaves(self.key, self.folder, self.record, here)
-    found: dict[ParameterPath, Any] = {names[name]: array for name, array in arrays.items()}
+    results: dict[ParameterPath, Any] = {names[name]: array for name, array in arrays.items()}
     missing = {path: leaf for path, leaf in flat.items() if _name(path) in note["leaves"]}
     if missing:
       run = self.folder.parent.parent
-      found |= dict(_flat(read_frozen(note, model, unflatten_dict(missing), run)))
-    return unflatten_dict(found)
+      results |= dict(_flat(read_frozen(note, model, unflatten_dict(missing), run)))
+    return unflatten_dict(results)
 
   @property
   def _elsewhere(self) -> Mapping[str, Any]:
@@ -190,8 +190,8 @@ def read_frozen(
     )
     for path, leaf in flat.items()
   }
-  found = {_name(path): array for path, array in _flat(source.read(model, unflatten_dict(saved)))}
-  prints = fingerprints(found, note["fingerprint_version"])
+  results = {_name(path): array for path, array in _flat(source.read(model, unflatten_dict(saved)))}
+  prints = fingerprints(results, note["fingerprint_version"])
   for name, leaf in note["leaves"].items():
     if name in prints and prints[name] != leaf["fingerprint"]:
       raise UserError(
@@ -200,7 +200,7 @@ def read_frozen(
       )
   names = {_name(path): leaf for path, leaf in flat.items()}
   return unflatten_dict(
-    {tuple(name.split("/")): array for name, array in reading.cast(found, names).items()}
+    {tuple(name.split("/")): array for name, array in reading.cast(results, names).items()}
   )
 
 

@@ -135,9 +135,9 @@ def _check_model(checkpoint: WholeCheckpoint, config: Config) -> None:
   ours = model_keys(config)
   saved = {key: value for key, value in checkpoint.record["identity"].items() if key in ours}
   # An option of the model that the version which wrote it did not have was off.
-  found = differing({**ours, **PLAIN, **saved}, ours)
-  if found is not None:
-    key, value = found
+  result = differing({**ours, **PLAIN, **saved}, ours)
+  if result is not None:
+    key, value = result
     raise UserError(
       f"{key}={ours[key]} is not what checkpoint={checkpoint.folder} was written with, {value}; "
       f"give the configuration of its run: config={checkpoint.folder.parent.parent / 'config.yml'}"

@@ -92,9 +92,9 @@ class SplitReport:
       raise ValueError(str(self))
 
   def __str__(self) -> str:
-    found = [str(finding) for finding in self.findings] or ["nothing depends on the split"]
+    result = [str(finding) for finding in self.findings] or ["nothing depends on the split"]
     tried = f"tried: {', '.join(self.tried)}; {self.tolerance:.1g} and less is rounding"
-    return "\n".join([*found, tried, *(f"not tried: {split}" for split in self.skipped)])
+    return "\n".join([*result, tried, *(f"not tried: {split}" for split in self.skipped)])
 
 
 def check_split(
@@ -151,20 +151,20 @@ class _Check:
   def report(self) -> SplitReport:
     """Returns the findings of terms, each for itself, and of statistics."""
     gradient, _ = self._gradient_errors()
-    found = [*self._term_findings()] if len(self._terms) == 1 else []
+    result = [*self._term_findings()] if len(self._terms) == 1 else []
     if len(self._terms) > 1 and (gradient or any(map(self._errors, map(_term, self._terms)))):
       for name in self._terms:
-        found += _Check(self._probe.only(name), self._devices)._term_findings()
+        result += _Check(self._probe.only(name), self._devices)._term_findings()
     for what in self._whole.values:
       if what.startswith("statistic") and (errors := self._errors(what)):
         name = what.split('"')[1]
-        found.append(Finding(what, self._cause(name, list(errors), is_stat=True), errors))
-    found += [
+        result.append(Finding(what, self._cause(name, list(errors), is_stat=True), errors))
+    result += [
       Finding(f"denominator of {_term(name)}", "parameters", {}) for name in self._parametric
     ]
-    if gradient and not found:
-      found.append(Finding("the objective", "unknown", {}, gradient))
-    return SplitReport(tuple(found), tuple(self._splits), self._skipped, self._tolerances.share)
+    if gradient and not result:
+      result.append(Finding("the objective", "unknown", {}, gradient))
+    return SplitReport(tuple(result), tuple(self._splits), self._skipped, self._tolerances.share)
 
   def _term_findings(self) -> list[Finding]:
     """Returns what there is to say of a single term."""
@@ -190,7 +190,7 @@ class _Check:
 
   def _gradient_errors(self) -> tuple[dict[str, float], tuple[str, ...]]:
     """Likewise of the gradient, with the paths of the parameters."""
-    reference, found = self._whole.gradients, {}
+    reference, result = self._whole.gradients, {}
     excess_L = np.zeros(len(reference))
     for name, one in self._splits.items():
       errors_L = np.array(
@@ -201,11 +201,11 @@ class _Check:
       )
       if (beyond_L > 1).any():
         size = np.linalg.norm([norm(g) for g in reference])
-        found[name] = _share(float(np.linalg.norm(errors_L)), float(size))
+        result[name] = _share(float(np.linalg.norm(errors_L)), float(size))
         excess_L = np.maximum(excess_L, beyond_L)
     leaves = jax.tree_util.tree_leaves_with_path(self._probe.params)
     worst = [at for at in np.argsort(-excess_L) if excess_L[at] > 1]
-    return found, tuple(jax.tree_util.keystr(leaves[at][0]) for at in worst)
+    return result, tuple(jax.tree_util.keystr(leaves[at][0]) for at in worst)
 
 
 def _splits(probe: Probe) -> dict[str, Accumulated]:

@@ -115,11 +115,11 @@ def _compiled(
 
 def program_bytes(compiled: Any) -> int | None:
   """Returns the memory of one device that a compiled program needs; None: it is not known."""
-  found = compiled.memory_analysis()
-  if found is None:
+  result = compiled.memory_analysis()
+  if result is None:
     return None
-  kept = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-  return int(kept + found.temp_size_in_bytes + found.generated_code_size_in_bytes)
+  kept = result.argument_size_in_bytes + result.output_size_in_bytes - result.alias_size_in_bytes
+  return int(kept + result.temp_size_in_bytes + result.generated_code_size_in_bytes)
 
 
 def _seconds(

@@ -88,9 +88,9 @@ class Window:
     self._make_rows(step)
     place = self.added % self.length
     self._values_KGN[:, :, place] = np.nan
-    for name, found in step.items():
-      if found is not None:
-        self._values_KGN[:, self._rows[name], place] = found.signal, found.noise
+    for name, result in step.items():
+      if result is not None:
+        self._values_KGN[:, self._rows[name], place] = result.signal, result.noise
     self.added += 1
 
   def values(self, *groups: str) -> np.ndarray:
@@ -98,11 +98,11 @@ class Window:
 
     NaN where a step did not measure a group.
     """
-    found = np.full((2, len(groups), self.length), np.nan)
+    result = np.full((2, len(groups), self.length), np.nan)
     for at, name in enumerate(groups):
       if name in self._rows:
-        found[:, at] = self._values_KGN[:, self._rows[name]]
-    return found
+        result[:, at] = self._values_KGN[:, self._rows[name]]
+    return result
 
   def newest(self, *groups: str) -> np.ndarray:
     """Returns `values` of the steps that were added, the newest first."""

@@ -221,17 +221,17 @@ def _template(tokenizer: HuggingFaceTokenizer) -> str:
   try:
     if own.is_file():
       return own.read_text(encoding="utf-8")
-    found = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
+    result = json.loads(settings.read_text()).get("chat_template") if settings.is_file() else None
   except (OSError, ValueError, AttributeError) as error:
     raise UserError(f"{tokenizer.file}: its chat template cannot be read ({error})") from error
-  if isinstance(found, list):  # Several by name.
-    found = {each.get("name"): each.get("template") for each in found}.get("default")
-  if not isinstance(found, str):
+  if isinstance(result, list):  # Several by name.
+    result = {each.get("name"): each.get("template") for each in result}.get("default")
+  if not isinstance(result, str):
     raise UserError(
       f"use_chat_template=true: {tokenizer.file} has no chat template, neither {own.name} nor "
       f"chat_template in {settings.name}; take the tokenizer of a chat model, or write {own}"
     )
-  return found
+  return result
 
 
 def _messages(value: object) -> list[dict[str, Any]] | Bad:

@@ -171,11 +171,11 @@ def _loaded(data: DataConfig, key: str, split: str, files: str, columns: Columns
   paths = [Path(entry["filename"]) for entry in loaded.cache_files]
   if not paths:
     raise UserError(f"{given} {key}={split}: the dataset has no files in the library's cache")
-  found = tuple(
+  results = tuple(
     SourceFile(path.name, str(path.absolute()), status.st_size, status.st_mtime_ns)
     for path, status in ((path, path.stat()) for path in paths)
   )
-  return columns.of(Sources(key, data.hf_path, "folder", found), "arrow")
+  return columns.of(Sources(key, data.hf_path, "folder", results), "arrow")
 
 
 def _refuse(what: str, path: str, **given: str) -> None:

@@ -138,11 +138,11 @@ class InputReport:
   missing: tuple[str, ...]
 
   def as_dict(self) -> dict[str, Any]:
-    found = dataclasses.asdict(self)
-    found["sources"] = [
+    result = dataclasses.asdict(self)
+    result["sources"] = [
       dataclasses.asdict(one) | {"cold_seconds": one.cold_seconds} for one in self.sources
     ]
-    return found
+    return result
 
   @property
   def headline(self) -> str:

@@ -93,13 +93,13 @@ class OpenStore:
     UserError: the store does not answer, or refuses to."""
     path = _path(url)
     ask = self.system.glob if glob.has_magic(path) else self.system.find
-    found = self._tried(url, lambda: ask(path, detail=True))
-    if not found:
+    result = self._tried(url, lambda: ask(path, detail=True))
+    if not result:
       # Which is said of a bucket alone: what it holds may not be for everyone to see.
       bucket = path.partition("/")[0]
       self._tried(f"{self.store.name}://{bucket}", lambda: self.system.info(bucket))
     # Folders are no objects, or empty ones.
-    files = [info for info in found.values() if info["type"] == "file"]
+    files = [info for info in result.values() if info["type"] == "file"]
     return [self._object(info) for info in files if not info["name"].endswith("/")]
 
   def read(self, ranges: Sequence[Range]) -> list[bytes]:

@@ -183,12 +183,12 @@ def _redistribution(
   mesh, axes = sharding.mesh, sharding.mesh.axis_names
 
   def unpacked(records: jax.Array) -> dict[str, jax.Array]:
-    found, first = {}, 0
+    result, first = {}, 0
     for name, dtype, trail in fields:
       end = first + math.prod(trail)
       column = records[..., first:end].reshape(*records.shape[:-1], *trail)
-      found[name], first = column.view(np.dtype(dtype)), end
-    return found
+      result[name], first = column.view(np.dtype(dtype)), end
+    return result
 
   def local(slots: jax.Array) -> dict[str, jax.Array]:
     # A device keeps a block or receives one, never both; where nothing is received are zeros.

@@ -58,11 +58,11 @@ def resolve_records(key: str, path: str, columns: Columns, form: str, form_key: 
       f"Known: {AUTO}, {', '.join(FORMATS)}."
     )
   _refuse_mixture(key, path)
-  found = listed(key, path, _wanted(form))
+  result = listed(key, path, _wanted(form))
   if form == AUTO:
-    form = _format(found, form_key)
-  _check_all_are_there(key, found.files)
-  return columns.of(found, form)
+    form = _format(result, form_key)
+  _check_all_are_there(key, result.files)
+  return columns.of(result, form)
 
 
 def _wanted(form: str) -> Wanted:
@@ -95,14 +95,14 @@ def _refuse_mixture(key: str, path: str) -> None:
     )
 
 
-def _format(found: Sources, form_key: str) -> str:
+def _format(result: Sources, form_key: str) -> str:
   examples: dict[str, list[str]] = collections.defaultdict(list)
-  for file in found.files:
+  for file in result.files:
     examples[format_of(file.name)].append(file.name)
   unknown = examples.pop("", [])
   if unknown:
     raise UserError(
-      f"{found.key}={found.path}: the name of {unknown[0]} does not say its format; give it, for "
+      f"{result.key}={result.path}: the name of {unknown[0]} does not say its format; give it, for "
       f"example {form_key}=parquet (or {', '.join(name for name in FORMATS if name != 'parquet')})"
     )
   if len(examples) > 1:
@@ -110,7 +110,7 @@ def _format(found: Sources, form_key: str) -> str:
       f"{len(names)} {form} ({names[0]})" for form, names in sorted(examples.items())
     )
     raise UserError(
-      f"{found.key}={found.path} mixes formats: {seen}; give a glob that names one of them, or "
+      f"{result.key}={result.path} mixes formats: {seen}; give a glob that names one of them, or "
       f"{form_key}={min(examples)}"
     )
   return next(iter(examples))

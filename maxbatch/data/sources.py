@@ -198,24 +198,24 @@ def _found_in_folder(
 
 def _objects(key: str, url: str, wanted: Wanted) -> Sources:
   scheme, _, path = url.partition("://")
-  found = {each.path: each for each in OpenStore.of(key, url).listed(url)}
+  results = {each.path: each for each in OpenStore.of(key, url).listed(url)}
   is_glob = glob.has_magic(path)
-  if not found:
+  if not results:
     reason = "the glob matches no object" if is_glob else "no such object, and none below it"
     raise UserError(f"{key}={url}: {reason}; use a URL that exists or {wanted.example}")
-  root = common_folder(list(found)) if is_glob else path.rstrip("/")
-  kind: Kind = "glob" if is_glob else "file" if root in found else "folder"
+  root = common_folder(list(results)) if is_glob else path.rstrip("/")
+  kind: Kind = "glob" if is_glob else "file" if root in results else "folder"
   if kind == "file":
     root = os.path.dirname(root)
   kept: list[SourceFile] = []
   skipped: collections.Counter[str] = collections.Counter()
-  for place, name in names_within(root, list(found)):
+  for place, name in names_within(root, list(results)):
     last = os.path.basename(name)
     reason = _reason_to_skip(last, wanted) if kind == "folder" else ""
     if reason:
       skipped[reason] += 1
     else:
-      each = found[place]
+      each = results[place]
       kept.append(
         SourceFile(name, f"{scheme}://{place}", each.size_bytes, 0, each.version, each.md5)
       )
@@ -289,14 +289,14 @@ def _stdlib(key: str) -> Sources:
   root = Path(sysconfig.get_path("stdlib"))
   skip = STDLIB_SKIPPED_FOLDERS | {"__pycache__"}
   walk = _walk(key, root, lambda name: name not in skip)
-  found = [_source_file(key, file, root) for file in walk if file.suffix in (".py", ".txt")]
-  found = [file for file in found if file.size_bytes]
-  if len(found) < 2:
+  results = [_source_file(key, file, root) for file in walk if file.suffix in (".py", ".txt")]
+  results = [file for file in results if file.size_bytes]
+  if len(results) < 2:
     raise UserError(
       f"{key}={STDLIB}: this Python has no source text in {root}; give {key} a text file or folder"
     )
   kept, total = [], 0
-  for file in sorted(found, key=lambda file: (rank(file.name, "stdlib"), file.name)):
+  for file in sorted(results, key=lambda file: (rank(file.name, "stdlib"), file.name)):
     if total < STDLIB_BYTES:
       kept.append(file)
       total += file.size_bytes

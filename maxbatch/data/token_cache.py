@@ -180,16 +180,16 @@ def open_or_build(
   jobs = shard_jobs(documents, folder, part, recipe)
   size = sum(os.path.getsize(job.path) for job in jobs if job.path.is_file())
   check = size <= FULL_CHECK_BYTES
-  found = {job.path: open_shard(job.path, check=check) for job in jobs}
-  if missing := [job for job in jobs if found[job.path] is None]:
+  results = {job.path: open_shard(job.path, check=check) for job in jobs}
+  if missing := [job for job in jobs if results[job.path] is None]:
     for job in missing:
       if job.path.exists():
         remove_damaged(job, recipe, check=check)
     with tokenizing_progress(part, sum(job.size_bytes for job in missing)) as report:
       make_shards_in_processes(missing, recipe, report)
       make_shards(missing, recipe, report)
-    found |= {job.path: open_shard(job.path, check=False) for job in missing}
-  shards = tuple(shard for shard in found.values() if shard is not None)
+    results |= {job.path: open_shard(job.path, check=False) for job in missing}
+  shards = tuple(shard for shard in results.values() if shard is not None)
   cache = TokenCache(shards, _fingerprint(shards))
   if cache.num_bad > recipe.max_bad_records:
     raise too_many(cache.num_bad, recipe.max_bad_records, cache.first_bad)

@@ -74,8 +74,8 @@ def best_split(
   Raises:
     UserError: the batch divides over no mesh, or no split fits.
   """
-  found = splits(work, chip, devices_per_slice, batch, num_slices, policies)
-  if not found:
+  result = splits(work, chip, devices_per_slice, batch, num_slices, policies)
+  if not result:
     near = " or ".join(
       str(size) for size in divisible_batches(work, devices_per_slice, batch, num_slices)
     )
@@ -83,9 +83,9 @@ def best_split(
       f"batch_size={batch} does not divide over {_place(devices_per_slice, num_slices)}; nearest: "
       f"batch_size={near}"
     )
-  fitting = [one for one in found if is_safe(one.step, capacity_bytes)]
+  fitting = [one for one in result if is_safe(one.step, capacity_bytes)]
   if not fitting:
-    least = min(found, key=lambda one: one.step.peak_bytes).step
+    least = min(result, key=lambda one: one.step.peak_bytes).step
     raise UserError(
       f"batch_size={batch} on {_place(devices_per_slice, num_slices)}: no split fits; the smallest needs "
       f"about {gib_of(least.peak_bytes, least.capacity_bytes)}; take more devices"
@@ -93,12 +93,12 @@ def best_split(
   return simplest(fitting)
 
 
-def simplest(found: Sequence[BatchSplit]) -> BatchSplit:
+def simplest(results: Sequence[BatchSplit]) -> BatchSplit:
   """The fastest on the simplest mesh that is about as fast as any: what differs by less than estimates
   usually err is no reason to share layers, or for replicas."""
-  most = max(one.step.tokens_per_second for one in found)
+  most = max(one.step.tokens_per_second for one in results)
   enough = most / (1 + step_rates().spread["seconds"])
-  alike = [one for one in found if one.step.tokens_per_second >= enough]
+  alike = [one for one in results if one.step.tokens_per_second >= enough]
 
   def complexity(one: BatchSplit) -> tuple[int, int, float]:
     sizes = one.mesh.shape
@@ -127,13 +127,13 @@ def splits(
   policies: Sequence[RematPolicy] = REMAT_POLICIES,
 ) -> list[BatchSplit]:
   """Returns every split of a batch, fitting or not, the fastest first; arguments as `best_split`."""
-  found = [
+  results = [
     BatchSplit(mesh, batch, size, count, remat, step_roofline(work, chip, mesh, size, count, remat))
     for mesh in meshes(work, devices_per_slice, num_slices)
     for size, count in splits_of(batch, mesh)
     for remat in policies
   ]
-  return sorted(found, key=lambda one: one.step.step_seconds)
+  return sorted(results, key=lambda one: one.step.step_seconds)
 
 
 def divisible_batches(

@@ -129,11 +129,11 @@ def _by_key() -> Mapping[_Key, CompiledStep]:
 @functools.cache
 def _remembered(folder: str) -> Mapping[_Key, CompiledStep]:
   """Returns the user's own, compiled by this very code; a file that cannot be read is as none."""
-  found = []
+  results = []
   for file in sorted(pathlib.Path(folder).glob(f"*-{_code()}.json")):
     with contextlib.suppress(OSError, ValueError, TypeError):
-      found += [CompiledStep(**each) for each in json.loads(file.read_text(encoding="utf-8"))]
-  return _keyed(found)
+      results += [CompiledStep(**each) for each in json.loads(file.read_text(encoding="utf-8"))]
+  return _keyed(results)
 
 
 def remember(report: str, work: StepWork) -> None:
@@ -159,8 +159,8 @@ def _code() -> str:
   """Returns a hash of the code that makes a step: another step takes another time."""
   package = pathlib.Path(__file__).parent.parent
   files = (file for part in _CODE for file in sorted((package / part).rglob("*.py")))
-  found = hashlib.sha256(b"".join(file.read_bytes() for file in files))
-  return found.hexdigest()[:8]
+  result = hashlib.sha256(b"".join(file.read_bytes() for file in files))
+  return result.hexdigest()[:8]
 
 
 def named(report: str) -> tuple[str, int]:
@@ -185,7 +185,7 @@ def read_report(text: str, work: StepWork) -> list[CompiledStep]:
   Raises:
     UserError: it has none with a time on a TPU slice without a pipeline.
   """
-  starts = [found.start() for found in _TITLE.finditer(text)]
+  starts = [result.start() for result in _TITLE.finditer(text)]
   steps = [_step(text[a:b], work) for a, b in itertools.pairwise([*starts, len(text)])]
   if not steps:
     raise UserError(_NO_REPORT)
@@ -218,8 +218,8 @@ def _step(text: str, work: StepWork) -> CompiledStep:
     raise UserError(f"this compile report has no time on a TPU: {text[:100]}")
   links = _LINKS.findall(text)
   where = text.partition("Where a step's time goes (estimate)\n")[2].partition("\n\n")[0]
-  found = re.findall(r"^ +(\w+) +(\S+) s +[\d.]+%", where, re.M)
-  parts = {name: float(seconds) for name, seconds in found}
+  result = re.findall(r"^ +(\w+) +(\S+) s +[\d.]+%", where, re.M)
+  parts = {name: float(seconds) for name, seconds in result}
   # The report's parts are of the whole step; what is outside of the loop is the optimizer's and other's.
   rest = float(time["rest"])
   num_microbatches = _number(r"of which a step has (\S+)", text)
@@ -254,7 +254,7 @@ def _gib(name: str, text: str) -> float:
 
 
 def _number(pattern: str, text: str) -> float:
-  found = re.search(pattern, text)
-  if found is None:
+  result = re.search(pattern, text)
+  if result is None:
     raise UserError(f"this compile report has nothing like {pattern.strip()!r}: {text[:100]}")
-  return float(found[1].replace(",", ""))
+  return float(result[1].replace(",", ""))

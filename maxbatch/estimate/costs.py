@@ -219,18 +219,18 @@ def _operation(
     started: channels of the collectives already started in this computation.
   """
   within = place.frame.computation
-  found = _collective(program, within, one)
+  result = _collective(program, within, one)
   # Of the custom calls inside a fusion.
   bodies = program.called_by(one) if one.opcode == "fusion" else []
   targets = {inner.target for body in bodies for inner in body}
   if "AsyncCollectiveDone" in targets:
     return
-  number = re.search(r"channel_id=(\d+)", found[1].attributes) if found else None
-  channel = number[1] if number else found[1].name if found else ""
-  if found and "AsyncCollectiveStart" in targets:
+  number = re.search(r"channel_id=(\d+)", result[1].attributes) if result else None
+  channel = number[1] if number else result[1].name if result else ""
+  if result and "AsyncCollectiveStart" in targets:
     started.add(channel)
   elif channel in started:
-    found = None
+    result = None
   yield OperationCost(
     name=one.name,
     opcode=one.opcode,
@@ -242,7 +242,7 @@ def _operation(
     products=products(program, within, one),
     bytes=traffic(program, within, one),
     cycles=_cycles(program, within, one),
-    collective=_collective_cost(program, *found) if found else None,
+    collective=_collective_cost(program, *result) if result else None,
     condition=place.condition,
     unread_loops=place.unread_loops,
     kind=kind_of(program, one),

@@ -64,12 +64,12 @@ def _plain(flops: int) -> Products:
 
 def _dot_flops(within: Computation, one: Instruction) -> int:
   left = within.operand(one, 0)
-  found = _CONTRACTED.search(one.attributes)
+  result = _CONTRACTED.search(one.attributes)
   if left is None:
     return 0
   dims = left.shapes[0].dims
   # A library call without contracting dimensions contracts the last one.
-  axes = [int(axis) for axis in re.findall(r"\d+", found[1])] if found else [len(dims) - 1]
+  axes = [int(axis) for axis in re.findall(r"\d+", result[1])] if result else [len(dims) - 1]
   return 2 * one.shapes[0].elements * math.prod(dims[axis] for axis in axes)
 
 
@@ -101,8 +101,8 @@ def _convolution_flops(within: Computation, one: Instruction) -> int:
 
 def _window(one: Instruction) -> Mapping[str, list[tuple[int, ...]]]:
   """The window's fields (stride=1x2, pad=0_0x11_11, …), with one entry per spatial dimension."""
-  found = _WINDOW.search(one.attributes)
-  fields = (field.split("=") for field in found[1].split()) if found else ()
+  result = _WINDOW.search(one.attributes)
+  fields = (field.split("=") for field in result[1].split()) if result else ()
   return {
     name: [tuple(map(int, size.split("_"))) for size in sizes.split("x")] for name, sizes in fields
   }

@@ -52,8 +52,8 @@ class ArrayShape:
   def bytes(self) -> int:
     """Size without the padding of a tiled layout; 0 for HLO tokens and opaque values."""
     # f8e4m3 and similar types begin with their width.
-    found = _BITS.match(self.dtype)
-    bits = int(found[1]) if found else 8 * (self.dtype == "pred")
+    result = _BITS.match(self.dtype)
+    bits = int(result[1]) if result else 8 * (self.dtype == "pred")
     return -(-self.elements * bits // 8)
 
 
@@ -93,20 +93,20 @@ class Instruction:
   @property
   def cost_estimate(self) -> Mapping[str, int]:
     """A custom call's cost_estimate: flops, transcendentals, bytes_accessed; empty if absent."""
-    found = _COST.search(self.attributes)
-    return {key: int(n) for key, n in _NUMBER.findall(found[1])} if found else {}
+    result = _COST.search(self.attributes)
+    return {key: int(n) for key, n in _NUMBER.findall(result[1])} if result else {}
 
   @property
   def known_trip_count(self) -> int | None:
     """A while loop's trip count, if the compiler recorded it."""
-    found = _TRIPS.search(self.attributes)
-    return int(found[1]) if found else None
+    result = _TRIPS.search(self.attributes)
+    return int(result[1]) if result else None
 
   @property
   def index(self) -> int | None:
     """The element that a get-tuple-element takes."""
-    found = re.search(r"\bindex=(\d+)", self.attributes)
-    return int(found[1]) if found else None
+    result = re.search(r"\bindex=(\d+)", self.attributes)
+    return int(result[1]) if result else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +128,8 @@ class Computation:
 
   def parameters(self) -> list[Instruction]:
     """Returns the parameters in order of their numbers."""
-    found = [one for one in self if one.opcode == "parameter"]
-    return sorted(found, key=lambda one: int(one.arguments))
+    results = [one for one in self if one.opcode == "parameter"]
+    return sorted(results, key=lambda one: int(one.arguments))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,14 +190,14 @@ def _computation(name: str, lines: list[str]) -> Computation:
   types: dict[str, str] = {}
   root = ""
   for line in lines:
-    found = _ASSIGNED.match(line)
-    assert found is not None
-    one = _instruction(found[2], line[found.end() :])
+    result = _ASSIGNED.match(line)
+    assert result is not None
+    one = _instruction(result[2], line[result.end() :])
     for operand in one.operands:
       for each in _elements(operand, types):
         instructions[each.name] = each
-    instructions[one.name], types[one.name] = one, line[found.end() :]
-    root = one.name if found[1] else root
+    instructions[one.name], types[one.name] = one, line[result.end() :]
+    root = one.name if result[1] else root
   return Computation(name, instructions, root or next(reversed(instructions), ""))
 
 

@@ -37,17 +37,17 @@ class ReplicaGroups:
 
 def parse_groups(attributes: str, num_devices: int) -> ReplicaGroups:
   """Returns the groups in a collective's attributes; absent or empty groups mean all devices."""
-  if found := _PAIRS.search(attributes):
-    return ReplicaGroups(_lists(found[1]))
-  if found := _MESH.search(attributes):
-    return ReplicaGroups(_mesh_groups(*found.groups()))
-  if found := _IOTA.search(attributes):
-    permutation = _TRANSPOSE.search(attributes, found.start())
+  if result := _PAIRS.search(attributes):
+    return ReplicaGroups(_lists(result[1]))
+  if result := _MESH.search(attributes):
+    return ReplicaGroups(_mesh_groups(*result.groups()))
+  if result := _IOTA.search(attributes):
+    permutation = _TRANSPOSE.search(attributes, result.start())
     return ReplicaGroups(
-      _iota_groups(found[1], found[2] or "", permutation[1] if permutation else "")
+      _iota_groups(result[1], result[2] or "", permutation[1] if permutation else "")
     )
-  found = _LISTS.search(attributes)
-  groups = _lists(found[1]) if found else ()
+  result = _LISTS.search(attributes)
+  groups = _lists(result[1]) if result else ()
   return ReplicaGroups(groups or (tuple(range(num_devices)),))
 
 
@@ -91,12 +91,12 @@ def _mesh_groups(mesh: str, order: str, used: str) -> tuple[tuple[int, ...], ...
 
 def _device_order(text: str, count: int) -> Sequence[int]:
   """Returns the mesh's devices in row-major order: 0, 1, 2, … unless device_ids are given."""
-  found = _IOTA.search(text)
-  if found is None:
+  result = _IOTA.search(text)
+  if result is None:
     return range(count)
-  permutation = _TRANSPOSE.search(text, found.start())
+  permutation = _TRANSPOSE.search(text, result.start())
   return _transposed(
-    _numbers(found[2] or found[1]), _numbers(permutation[1]) if permutation else ()
+    _numbers(result[2] or result[1]), _numbers(permutation[1]) if permutation else ()
   )
 
 

@@ -328,7 +328,7 @@ def _exchanges(
       crossing = one.crosses(devices_per_slice)
       key = one.kind, cost.in_microbatch_loop, cost.overlapped, one.group_size, crossing
       alike[key].append((cost, one))
-  found = [
+  results = [
     Exchange(
       *key,
       count=sum(cost.count for cost, _ in members),
@@ -337,4 +337,4 @@ def _exchanges(
     )
     for key, members in alike.items()
   ]
-  return sorted(found, key=lambda one: (not one.in_microbatch_loop, -one.seconds))
+  return sorted(results, key=lambda one: (not one.in_microbatch_loop, -one.seconds))

@@ -136,8 +136,8 @@ def work_digest(work: StepWork) -> str:
   is_slow = work.model.attention == "dot_product"
   others = (work.length, work.compute_bytes, work.weight_bytes, work.optimizer_bytes, is_slow)
   plugins = map(repr, work.model.plugins)
-  found = json.dumps([keys, others, work.model.lora_rank, *plugins], sort_keys=True)
-  return hashlib.sha256(found.encode()).hexdigest()[:16]
+  result = json.dumps([keys, others, work.model.lora_rank, *plugins], sort_keys=True)
+  return hashlib.sha256(result.encode()).hexdigest()[:16]
 
 
 def step_work(config: Config) -> StepWork:

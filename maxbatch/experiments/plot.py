@@ -23,10 +23,10 @@ def title(report: CriticalBatchReport) -> str:
   run_name, step = Path(report.origin.folder).parent.parent.name, report.origin.step
   low, high = report.at_least, report.below
   if high is None:
-    found = f"at least {low:,} samples"
+    result = f"at least {low:,} samples"
   else:
-    found = f"below {high:,} samples" if low is None else f"between {low:,} and {high:,} samples"
-  return f"Critical batch of {run_name} after step {step:,}: {found}"
+    result = f"below {high:,} samples" if low is None else f"between {low:,} and {high:,} samples"
+  return f"Critical batch of {run_name} after step {step:,}: {result}"
 
 
 def critical_batch_charts(report: CriticalBatchReport) -> list[Chart]:
@@ -63,8 +63,8 @@ def _losses(report: CriticalBatchReport) -> Iterator[Band | Line]:
   trained = [one for one in report.judged if not one.measured.diverged]
   low, high = _heights(trained, report.tolerance)
   first, last = _place(report.judged[0]), _place(report.judged[-1])
-  found = [report.at_least or first / _EDGE, report.below or last * _EDGE]
-  yield Band("the critical batch", [found], [low] * 2, [high] * 2, color=_FOUND)
+  results = [report.at_least or first / _EDGE, report.below or last * _EDGE]
+  yield Band("the critical batch", [results], [low] * 2, [high] * 2, color=_FOUND)
   yield _limits(trained, report.tolerance)
   means = [one.loss for one in trained]
   yield Line("", [[_place(one) for one in trained]], means, color=_LIMIT, faint=True)
@@ -74,10 +74,10 @@ def _losses(report: CriticalBatchReport) -> Iterator[Band | Line]:
 
 def _heights(trained: Sequence[Judged], tolerance: float) -> tuple[float, float]:
   """Between which all is that is drawn."""
-  found = [one.loss + sign * _half_width(one) for one in trained for sign in (-1, 1)]
-  found += [_limit(one, tolerance) for one in trained if one.best_smaller is not None]
-  margin = 0.05 * (max(found) - min(found)) + _LEAST_MARGIN
-  return min(found) - margin, max(found) + margin
+  results = [one.loss + sign * _half_width(one) for one in trained for sign in (-1, 1)]
+  results += [_limit(one, tolerance) for one in trained if one.best_smaller is not None]
+  margin = 0.05 * (max(results) - min(results)) + _LEAST_MARGIN
+  return min(results) - margin, max(results) + margin
 
 
 def _limits(trained: Sequence[Judged], tolerance: float) -> Line:

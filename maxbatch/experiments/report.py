@@ -158,9 +158,9 @@ def _excess(one: Judged) -> str:
 
 def _twice(curve: Tradeoff) -> str:
   """Returns the batch that takes twice the data, which the noise scale estimates."""
-  found = curve.critical_batch
+  result = curve.critical_batch
   return (
-    f"To one loss, a batch of {found.value:,.0f} samples (95% {found.low:,.0f}–{found.high:,.0f}) takes "
+    f"To one loss, a batch of {result.value:,.0f} samples (95% {result.low:,.0f}–{result.high:,.0f}) takes "
     f"twice the data of small ones from here, by the curve of McCandlish et al. (2018), off which the "
     f"branches lie by {curve.misfit:.0%}: that is what the noise scale estimates."
   )

@@ -77,19 +77,19 @@ def fit_tradeoff(samples: Numbers, steps: Numbers) -> Tradeoff:
     low, high = (log_C - off_C)[allowed_C].min(), (log_C + off_C)[allowed_C].max()
     return Interval(math.exp(log_C[best]), math.exp(low), math.exp(high))
 
-  found = interval(log_critical_C, np.zeros_like(off_C))
+  result = interval(log_critical_C, np.zeros_like(off_C))
   least_steps, least_samples = (
     interval(log_min_steps_C, off_C),
     interval(log_min_steps_C + log_critical_C, off_C),
   )
   # At the ends of the candidates one of the two terms of the curve is nothing beside the other.
   if allowed_C[0]:
-    found = dataclasses.replace(found, low=0.0)
+    result = dataclasses.replace(result, low=0.0)
     least_samples = dataclasses.replace(least_samples, low=0.0)
   if allowed_C[-1]:
-    found = dataclasses.replace(found, high=math.inf)
+    result = dataclasses.replace(result, high=math.inf)
     least_steps = dataclasses.replace(least_steps, low=0.0)
-  return Tradeoff(least_steps, least_samples, found, math.sqrt(least / degrees))
+  return Tradeoff(least_steps, least_samples, result, math.sqrt(least / degrees))
 
 
 def smooth_crossing(
@@ -117,16 +117,16 @@ def branch_tradeoff(judged: Sequence[Judged], begins: int) -> Tradeoff | None:
   """
   trained = [one for one in judged if not one.measured.diverged]
   target = max(one.loss for one in trained)
-  found = []
+  results = []
   for measured in (one.measured for one in trained):
     steps_per_block = measured.branch.steps_per_block
     block_samples = steps_per_block * measured.branch.batch
     places = block_samples * (np.arange(len(measured.blocks)) + 0.5)
     took = smooth_crossing(places, measured.blocks, target, begins)
     if took:
-      found.append((took, took / block_samples * steps_per_block))
-  if len(found) < _FEWEST:
+      results.append((took, took / block_samples * steps_per_block))
+  if len(results) < _FEWEST:
     return None
-  curve = fit_tradeoff(*zip(*found, strict=True))
+  curve = fit_tradeoff(*zip(*results, strict=True))
   critical = curve.critical_batch
   return curve if critical.low > 0 and critical.high < float("inf") else None

@@ -73,18 +73,18 @@ def sync_errors() -> Iterator[None]:
     yield
   except UserError as error:
     failure = str(error)
-  found = gather([socket.gethostname(), failure])
-  check_none_failed(found)
+  result = gather([socket.gethostname(), failure])
+  check_none_failed(result)
 
 
-def check_none_failed(found: Sequence[tuple[str, str]]) -> None:
-  """Checks that nothing has failed in any process, of each of which `found` has host and failure, or "".
+def check_none_failed(results: Sequence[tuple[str, str]]) -> None:
+  """Checks that nothing has failed in any process, of each of which `results` has host and failure, or "".
 
   Raises:
     UserError: something has; process 0 says it, and whose it is.
   """
-  if any(failure for _, failure in found):
-    raise shared_error(_combined(found))
+  if any(failure for _, failure in results):
+    raise shared_error(_combined(results))
 
 
 def shared_error(message: str) -> UserError:
@@ -143,10 +143,12 @@ def _wait_for_all() -> None:
   multihost_utils.sync_global_devices("maxbatch: one process at a time")
 
 
-def _differences(first: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+def _differences(first: Mapping[str, Any], results: Mapping[str, Any]) -> list[str]:
   """Returns what differs from process 0's values, a line per name."""
   absent = "(absent)"
-  pairs = {name: (first.get(name, absent), found.get(name, absent)) for name in {**first, **found}}
+  pairs = {
+    name: (first.get(name, absent), results.get(name, absent)) for name in {**first, **results}
+  }
   return [
     f"{name}={_shown(now)} instead of {_shown(before)}"
     for name, (before, now) in pairs.items()
@@ -159,12 +161,12 @@ def _shown(value: object) -> str:
   return text if len(text) <= _LETTERS else f"{text[:_LETTERS]}…"
 
 
-def _combined(found: Sequence[tuple[str, str]]) -> str:
+def _combined(results: Sequence[tuple[str, str]]) -> str:
   """The failures of all processes, each given as its host and what failed there, or nothing."""
-  different = {failure for _, failure in found}
+  different = {failure for _, failure in results}
   if len(different) == 1:
     return different.pop()
-  failing = [(number, *one) for number, one in enumerate(found) if one[1]]
+  failing = [(number, *one) for number, one in enumerate(results) if one[1]]
   lines = [f"process {number} on {host}: {failure}" for number, host, failure in failing[:_NAMED]]
   if len(failing) > _NAMED:
     lines.append(f"and {len(failing) - _NAMED} other processes")

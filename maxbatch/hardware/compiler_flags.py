@@ -155,9 +155,9 @@ def compiler_flags(asked: str, device: Any) -> CompilerFlags:
       flags |= dict(word.split("=") for word in known[name].flags.split())
     else:
       raise UserError(_unknown_set(asked, name, device))
-  found = CompilerFlags(" ".join(asked.split()), tuple(sorted(flags.items())))
-  _check(found, device)
-  return found
+  result = CompilerFlags(" ".join(asked.split()), tuple(sorted(flags.items())))
+  _check(result, device)
+  return result
 
 
 def sets_for(device: Any) -> Mapping[str, FlagSet]:
@@ -188,12 +188,12 @@ def _unknown_set(asked: str, name: str, device: Any) -> str:
   )
 
 
-def _check(found: CompilerFlags, device: Any) -> None:
+def _check(result: CompilerFlags, device: Any) -> None:
   """Lets the compiler itself say whether it knows the flags, on a program of one addition."""
-  problem = _problem(found, _checking(device))
+  problem = _problem(result, _checking(device))
   if problem:
     raise UserError(
-      f"compiler_flags={found.asked}: the compiler for {device.device_kind} refuses: {problem}; leave "
+      f"compiler_flags={result.asked}: the compiler for {device.device_kind} refuses: {problem}; leave "
       "that flag out, or use compiler_flags=none"
     )
 
@@ -205,11 +205,11 @@ def _checking(device: Any) -> Any:
 
 
 @functools.lru_cache(16)
-def _problem(found: CompilerFlags, device: Any) -> str:
+def _problem(result: CompilerFlags, device: Any) -> str:
   number = jax.ShapeDtypeStruct((), np.float32, sharding=SingleDeviceSharding(device))
   try:
     with bypassed():
-      jax.jit(lambda x: x + x).lower(number).compile(compiler_options=found.options)
+      jax.jit(lambda x: x + x).lower(number).compile(compiler_options=result.options)
   except (jax.errors.JaxRuntimeError, ValueError) as error:
     return str(error).strip().splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
   return ""

@@ -168,11 +168,11 @@ class Exchange:
       store.put(f"{folder}/{store.process}", text)
       return json.loads(self._awaited(store, f"{folder}/all"))
     others = [self._awaited(store, f"{folder}/{each}") for each in range(1, store.num_processes)]
-    found = [json.loads(each) for each in (text, *others)]
-    store.put(f"{folder}/all", json.dumps(found))
+    results = [json.loads(each) for each in (text, *others)]
+    store.put(f"{folder}/all", json.dumps(results))
     # Whoever has come here has what was exchanged before.
     store.remove(f"{self._name}/{number - 1}")
-    return found
+    return results
 
   def give_up(self) -> None:
     """Ends a call under way in another thread, and all later ones."""
@@ -180,8 +180,8 @@ class Exchange:
 
   def _awaited(self, store: Coordinator, key: str) -> str:
     while not self._given_up.is_set():
-      found = store.wait_for(key, _GLANCE_SECONDS)
-      if found is not None:
-        return found
+      result = store.wait_for(key, _GLANCE_SECONDS)
+      if result is not None:
+        return result
       self._given_up.wait(_PAUSE_SECONDS)  # It answers at once where process 0 is gone.
     raise concurrent.futures.CancelledError

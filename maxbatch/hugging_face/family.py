@@ -58,12 +58,12 @@ class Tensor:
   def ours(self, theirs: Array, shapes: Sequence[Shape]) -> list[Array]:
     """Our parameters of `shapes`, of their tensor, whose shape is `self.shape(shapes)`."""
     joined = theirs.T if self.transposed else theirs
-    found, start = [], 0
+    result, start = [], 0
     for shape in shapes:
       end = start + math.prod(shape[self.in_dims :])
-      found.append(joined[..., start:end].reshape(shape))
+      result.append(joined[..., start:end].reshape(shape))
       start = end
-    return found
+    return result
 
   def _flat(self, shape: Shape) -> Shape:
     outputs = math.prod(shape[self.in_dims :])
@@ -176,9 +176,9 @@ class Family:
     context = model["max_position_embeddings"]
     model = {**model, "max_position_embeddings": max_target_length if context < 0 else context}
     values = self._written(model)
-    found = differing({**PLAIN, **self.options(values, f"a model of type {self.name}")}, model)
-    if found is not None:
-      key, value = found
+    result = differing({**PLAIN, **self.options(values, f"a model of type {self.name}")}, model)
+    if result is not None:
+      key, value = result
       raise UserError(
         f"{key}={model[key]} cannot be said in the config.json of a model of type {self.name}, "
         f"which computes as {key}={value} does"

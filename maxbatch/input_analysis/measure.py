@@ -81,10 +81,10 @@ def settings_to_measure(given: Setting, num_cores: int) -> list[Setting]:
   What matters most comes first: time may not suffice for all.
   """
   counts = [2**power for power in range(int(math.log2(max(num_cores, 1))) + 1)]
-  found = [given, Setting(), *(Setting(count) for count in counts)]
-  found += [Setting(0, count, max(2, count)) for count in counts]
-  found += [Setting(buffer_size=size) for size in (1, 4)]
-  return list(dict.fromkeys(found))
+  results = [given, Setting(), *(Setting(count) for count in counts)]
+  results += [Setting(0, count, max(2, count)) for count in counts]
+  results += [Setting(buffer_size=size) for size in (1, 4)]
+  return list(dict.fromkeys(results))
 
 
 _FEWEST = 3

@@ -109,10 +109,10 @@ def recommend(
   """
   for one in sorted(measured, key=lambda one: one.setting):
     for loading in options:
-      found = _recommendation(one, loading, bounds)
-      size = host_bytes(found.setting, loading, bounds.row_bytes)
-      if found.keeps_up and size <= bounds.load_bytes:
-        return found
+      result = _recommendation(one, loading, bounds)
+      size = host_bytes(result.setting, loading, bounds.row_bytes)
+      if result.keeps_up and size <= bounds.load_bytes:
+        return result
   fastest = max(measured, key=lambda one: one.samples_per_second)
   return _recommendation(fastest, options[-1], bounds)
 

@@ -53,17 +53,17 @@ class InputAnalysis:
     return max(self.num_cores, self.found.loading.num_hosts)
 
   def as_dict(self) -> dict[str, Any]:
-    found = self.found
+    result = self.found
     return {
-      "keeps_up": found.keeps_up,
+      "keeps_up": result.keeps_up,
       "recommended": self.keys,
       "slurm": dataclasses.asdict(self.slurm),
       "shards": self.num_shards,
-      "times_faster_than_the_step": found.ratio,
+      "times_faster_than_the_step": result.ratio,
       "margin": self.bounds.margin,
       "need": dataclasses.asdict(self.need) | {"samples_per_second": self.need.samples_per_second},
-      "loading_hosts": found.loading.num_hosts,
-      "needed_samples_per_second_of_a_loading_host": found.needed_per_second,
+      "loading_hosts": result.loading.num_hosts,
+      "needed_samples_per_second_of_a_loading_host": result.needed_per_second,
       "open_seconds": self.open_seconds,
       "stages": [dataclasses.asdict(stage) for stage in self.stages],
       "measured": [dataclasses.asdict(one) for one in self.measured],
@@ -89,12 +89,12 @@ class InputAnalysis:
     return "\n\n".join(parts)
 
   def _verdict(self) -> str:
-    found, margin = self.found, self.bounds.margin
-    if found.keeps_up:
-      return f"the data keep up with the step, {found.ratio:,.3g} times as fast"
+    result, margin = self.found, self.bounds.margin
+    if result.keeps_up:
+      return f"the data keep up with the step, {result.ratio:,.3g} times as fast"
     return (
       f"the data DO NOT KEEP UP with a margin of {margin:g}: at most "
-      f"{_speed(found.samples_per_second)} of {_speed(margin * found.needed_per_second)} samples/s of a "
+      f"{_speed(result.samples_per_second)} of {_speed(margin * result.needed_per_second)} samples/s of a "
       "loading host"
     )
 
@@ -143,10 +143,10 @@ class InputAnalysis:
       )
 
   def _keeps_up(self, one: Measured) -> str:
-    found = recommend([one], self.options, self.bounds)
-    if not found.keeps_up:
+    result = recommend([one], self.options, self.bounds)
+    if not result.keeps_up:
       return "no"
-    loading = found.loading.num_hosts
+    loading = result.loading.num_hosts
     return f"with {loading:,} of {self.num_hosts:,} loading" if self.num_hosts > 1 else "yes"
 
   def _loading(self) -> Iterator[tuple[str, ...]]:

@@ -30,13 +30,13 @@ def chosen_writers(names: Sequence[str], plugins: PlugIns = ()) -> dict[str, Wri
   """The writers of these names, beside metrics.jsonl. Raises UserError: one is not known, or
   metrics.jsonl is left out."""
   known = {JSONL: TensorBoardWriter, **WRITERS}
-  found = {name: registered("metrics_writers", name, known, plugins) for name in names}
-  if found.pop(JSONL, None) is None:
+  results = {name: registered("metrics_writers", name, known, plugins) for name in names}
+  if results.pop(JSONL, None) is None:
     raise UserError(
       f"{_listed(names)}: {JSONL} must be among them, since a resume, the summary and the report read "
       f"metrics.jsonl; for example {_listed([JSONL, *names])}"
     )
-  return found
+  return results
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -68,12 +68,12 @@ class MlflowWriter:
     number = experiment.experiment_id if experiment else self._client.create_experiment(_EXPERIMENT)
     identity = run_identity(opening.folder)
     if opening.last is not None:
-      found = self._client.search_runs(
+      result = self._client.search_runs(
         [number], f"tags.`{_IDENTITY}` = '{identity}'", max_results=1
       )
-      if found:
-        self._client.update_run(found[0].info.run_id, status="RUNNING")
-        return found[0].info.run_id
+      if result:
+        self._client.update_run(result[0].info.run_id, status="RUNNING")
+        return result[0].info.run_id
     made = self._client.create_run(number, tags={_IDENTITY: identity}, run_name=opening.folder.name)
     return made.info.run_id
 

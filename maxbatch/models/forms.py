@@ -93,22 +93,22 @@ _rotated_whole = jax.custom_vjp(_turned, nondiff_argnums=(3,))
 _rotated_whole.defvjp(_rotated_forward, _rotated_backward)
 
 
-def gradients_apart(arrays: Any) -> Any:
+def barrier_gradients(arrays: Any) -> Any:
   """Returns the arrays; on TPU their gradients are computed before the products that read them.
 
   Otherwise the compiler fuses the elementwise operations that give them into each of these products,
   which computes them again for every block of its columns: 7% of a microbatch of two layers of
   Llama-2-7B on one v5e. Barriers around forward values and norms, too, cost more than they save.
   """
-  return _with_gradients_apart(arrays) if is_for_tpu() else arrays
+  return _with_barrier(arrays) if is_for_tpu() else arrays
 
 
 @jax.custom_vjp
-def _with_gradients_apart(arrays: Any) -> Any:
+def _with_barrier(arrays: Any) -> Any:
   return arrays
 
 
-_with_gradients_apart.defvjp(
+_with_barrier.defvjp(
   lambda arrays: (arrays, None),
   lambda _, gradients: (jax.lax.optimization_barrier(gradients),),
 )

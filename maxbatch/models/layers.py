@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxbatch.config.schema import ModelConfig
 from maxbatch.hardware.sharding import LogicalAxes, constrain, gathered
-from maxbatch.models.forms import gradients_apart, projected
+from maxbatch.models.forms import barrier_gradients, projected
 from maxbatch.models.probes import Probe, for_each_row, given_out, probe, probe_values, product
 from maxbatch.models.remat import named
 from maxbatch.precision.policy import PLAIN, Policy
@@ -167,9 +167,9 @@ class FeedForward(nnx.Module):
   def __call__(self, x_BTD: jax.Array) -> jax.Array:
     """(B, T, D) → (B, T, D)."""
     if self.gate is None:
-      h_BTF = _gelu(gradients_apart(self.up(x_BTD)))
+      h_BTF = _gelu(barrier_gradients(self.up(x_BTD)))
     else:
-      up_BTF, gate_BTF = gradients_apart((self.up(x_BTD), self.gate(x_BTD)))
+      up_BTF, gate_BTF = barrier_gradients((self.up(x_BTD), self.gate(x_BTD)))
       h_BTF = (jax.nn.silu if self.is_silu else _gelu)(gate_BTF) * up_BTF
     return self.down(constrain(self.policy.cast(h_BTF), ("batch", "length", "mlp")))
 

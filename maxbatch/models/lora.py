@@ -78,12 +78,12 @@ def _no_projection(target: str, known: Sequence[str], config: ModelConfig) -> st
 def merged(parameters: dict[str, Any], config: ModelConfig) -> dict[str, Any]:
   """Returns the parameters of the same model without adapters: W + scale · A·B in W's dtype."""
   flat = cast(dict[Path, Any], flatten_dict(parameters))
-  found = {path: leaf for path, leaf in flat.items() if path[-1] not in ADAPTER}
+  results = {path: leaf for path, leaf in flat.items() if path[-1] not in ADAPTER}
   for path in [path for path in flat if path[-1] == ADAPTER[0]]:
     module = path[:-1]
     kernel, a, b = (flat[(*module, name)] for name in ("kernel", *ADAPTER))
-    found[(*module, "kernel")] = _added(kernel, a, b, scale(config))
-  return unflatten_dict(found)
+    results[(*module, "kernel")] = _added(kernel, a, b, scale(config))
+  return unflatten_dict(results)
 
 
 def _added(kernel: jax.Array, a: jax.Array, b: jax.Array, factor: float) -> jax.Array:

@@ -85,16 +85,16 @@ def remat_policy(config: ModelConfig) -> Policy | None:
   together would be the whole model on every device. In a pipeline, which may keep all this for many
   microbatches, it keeps no casts either.
   """
-  found = kept(config)
-  if found is None:
+  result = kept(config)
+  if result is None:
     sizes = jax.sharding.get_abstract_mesh().shape
     divided = any(sizes.get(axis, 1) > 1 for axis in ("fsdp", "stage"))
     return _all_but_moved if divided else None
-  if not found.on_host:
-    return jax.checkpoint_policies.save_only_these_names(*found.on_device)
+  if not result.on_host:
+    return jax.checkpoint_policies.save_only_these_names(*result.on_device)
   return jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=found.on_device,
-    names_which_can_be_offloaded=found.on_host,
+    names_which_can_be_saved=result.on_device,
+    names_which_can_be_offloaded=result.on_host,
     offload_src="device",
     offload_dst="pinned_host",
   )
@@ -160,12 +160,12 @@ def offload_obstacle(config: ModelConfig, platform: str, *, is_pipeline: bool) -
 
   A pipeline keeps a stage's activations itself.
   """
-  found = kept(config) if config.remat_policy != "explore" else None
-  if found is None or not found.on_host:
+  result = kept(config) if config.remat_policy != "explore" else None
+  if result is None or not result.on_host:
     return None
   which = f"remat_policy={config.remat_policy}"
   if config.remat_policy == "custom":
-    which = f"{found.on_host[0]}=offload"
+    which = f"{result.on_host[0]}=offload"
   if platform == "cpu":
     return (
       f"{which}: the devices are CPUs, whose memory is the host's already; there is nothing to move "

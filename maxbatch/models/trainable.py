@@ -29,10 +29,10 @@ def frozen_paths(
     return frozenset()
   trained = {path for path in paths if path[-1] in ADAPTER}
   for pattern in patterns:
-    found = [path for name, path in names.items() if fnmatch.fnmatchcase(name, pattern)]
-    if not found:
+    results = [path for name, path in names.items() if fnmatch.fnmatchcase(name, pattern)]
+    if not results:
       raise UserError(_no_match(pattern, names))
-    trained |= set(found)
+    trained |= set(results)
   return frozenset(paths) - trained
 
 

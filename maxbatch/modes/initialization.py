@@ -147,9 +147,9 @@ def find_initialization(config: CheckpointConfig, folder: RunFolder) -> Initiali
         f"{_PARAMETERS}={config.load_parameters_path} and {_FULL}={config.load_full_state_path}: a "
         f'run begins with one of them; for example {_PARAMETERS}=""'
       )
-    found = str(find_source(key, given))
+    result = str(find_source(key, given))
   # Process 0's: the newest checkpoint of a run that goes on may not be the same for all.
-  chosen = Path(broadcast_one_to_all(found))
+  chosen = Path(broadcast_one_to_all(result))
   with sync_errors():
     source = open_source(key, chosen)
     if key == _FULL and not _has_state(source):

@@ -47,10 +47,10 @@ class PrecisionReport:
   def write(self, parameters: Parameters, step: int) -> None:
     """Adds what these parameters make of the microbatch; all processes must call it."""
     trainer = self.job.trainer
-    found = exponents(trainer, trainer.by_layer(parameters), self.rows)
+    result = exponents(trainer, trainer.by_layer(parameters), self.rows)
     tokens = self.rows.inputs.size
-    self.texts.append(report_text(found, step, tokens))
-    self.values.append(report_values(found, step, tokens))
+    self.texts.append(report_text(result, step, tokens))
+    self.values.append(report_values(result, step, tokens))
     write_shared_file(self.folder.precision_report_text, "\n\n\n".join(self.texts) + "\n")
     write_shared_file(self.folder.precision_report_json, json.dumps(self.values) + "\n")
     self.job.outputs.progress.say(f"Written: {self.folder.precision_report_text}")
@@ -74,17 +74,17 @@ def write_profile(folder: RunFolder, traced: Traced, step: Step) -> None:
     UserError: it cannot be written.
   """
   text = cast(jax.stages.Compiled, step).as_text() or ""
-  found = step_profile(folder.profile, text, traced.last - traced.first)
+  result = step_profile(folder.profile, text, traced.last - traced.first)
   print(f"\nTraced steps {traced.first + 1} to {traced.last}, in {folder.profile}", flush=True)
-  if found is None:
+  if result is None:
     print("  the trace has no operation of the step", flush=True)
     return
-  write_run_file(folder.profile_json, json.dumps(found.as_dict(), indent=2) + "\n")
-  print("\n".join(_lines(found)), flush=True)
+  write_run_file(folder.profile_json, json.dumps(result.as_dict(), indent=2) + "\n")
+  print("\n".join(_lines(result)), flush=True)
 
 
-def _lines(found: StepProfile) -> list[str]:
-  scopes = found.by_scope()
+def _lines(result: StepProfile) -> list[str]:
+  scopes = result.by_scope()
   total = sum(scopes.values())
   return [f"  {name:<26}{each:10.4g} s {each / total:6.1%}" for name, each in scopes.items()]
 

@@ -61,10 +61,10 @@ def prompt_advice(
   unit = f"prompts of {generations} completions"
   if scale.low <= 0:
     return f"noise scale below {high} {unit} (95% over {estimate.steps} steps), {share}"
-  found = f"noise scale ≈ {value} {unit} (95% {low}–{high} over {estimate.steps} steps), {share}"
+  result = f"noise scale ≈ {value} {unit} (95% {low}–{high} over {estimate.steps} steps), {share}"
   where = f"batch_size={prompts} is {place(scale, prompts)}"
   which = "" if prompts > scale.high else f"; {_which(sampling, now)}"
-  return f"{found}; {where}: {_effects(scale, sampling.value, now)}{which} — {_CAVEAT}"
+  return f"{result}; {where}: {_effects(scale, sampling.value, now)}{which} — {_CAVEAT}"
 
 
 def _each(interval: Interval, change: Callable[[float], float]) -> Interval:

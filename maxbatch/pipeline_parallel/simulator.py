@@ -203,8 +203,10 @@ class _Simulator:
 
   def _before_forward(self, task: Task, tick: int) -> str:
     given = f"backward of {_name(task)} at tick {tick}"
-    found = self.forwards.get(task)
-    return f"{given} before its forward at tick {found[0]}" if found else f"{given} has no forward"
+    result = self.forwards.get(task)
+    return (
+      f"{given} before its forward at tick {result[0]}" if result else f"{given} has no forward"
+    )
 
   def _too_early(self, what: str, thing: str, task: Task, tick: int, source: ModelChunk) -> str:
     given, producer = f"{what} of {_name(task)} at tick {tick}", (source, task[1])

@@ -96,15 +96,15 @@ def embed(charts: Mapping[str, Chart]) -> tuple[str, dict[str, Embedded]]:
   if not models:
     return "", {}
   script, divs = _bokeh().embed.components(models)
-  found = {}
+  results = {}
   for name, one in drawn.items():
     of_panels = [
       EmbeddedPanel(panel.title, divs[f"{name}/{place}"])
       for place, panel in enumerate(one.chart.panels)
     ]
     switch = divs.get(f"{name}/{len(of_panels)}", "")
-    found[name] = Embedded(one.chart.name, switch, of_panels)
-  return script, found
+    results[name] = Embedded(one.chart.name, switch, of_panels)
+  return script, results
 
 
 class _Drawn:

@@ -53,10 +53,10 @@ class LossScaling:
 
     A scale that is fixed, or beyond bounds that have changed since, is what the keys say.
     """
-    found = dict(noted or {})
-    scale = found.get("scale", self.initial) if self.is_dynamic else self.initial
+    results = dict(noted or {})
+    scale = results.get("scale", self.initial) if self.is_dynamic else self.initial
     scale = min(max(scale, self.minimum), self.maximum) if self.is_dynamic else scale
-    counts = (jnp.int32(found.get(name, 0)) for name in LossScale._fields[1:])
+    counts = (jnp.int32(results.get(name, 0)) for name in LossScale._fields[1:])
     return LossScale(jnp.float32(scale), *counts)
 
   @staticmethod

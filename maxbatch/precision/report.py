@@ -71,32 +71,32 @@ class Exponents:
     return float(above / self.numbers) if self.numbers else 0.0
 
 
-def best_shift(found: Sequence[Exponents], to: Format) -> int:
+def best_shift(results: Sequence[Exponents], to: Format) -> int:
   """The power of two of the largest loss scale at which no gradient overflows, with a bit to spare."""
-  largest = [each.largest for each in found if each.kind in _SCALED and each.largest is not None]
+  largest = [each.largest for each in results if each.kind in _SCALED and each.largest is not None]
   return to.largest_exponent - 1 - max(largest) if largest else 0
 
 
-def report_text(found: Sequence[Exponents], step: int, tokens: int) -> str:
+def report_text(results: Sequence[Exponents], step: int, tokens: int) -> str:
   """Returns the report: ranges by layer, then what each format would lose, and where."""
   return "\n".join(
     [
       f"Precision report after step {step}: exponents of a microbatch of {tokens:,} tokens, computed in "
       "float32",
       "",
-      *_ranges(found),
+      *_ranges(results),
       "",
-      *(line for to in REPORTED for line in _verdict(found, to, tokens)),
+      *(line for to in REPORTED for line in _verdict(results, to, tokens)),
     ]
   )
 
 
-def report_values(found: Sequence[Exponents], step: int, tokens: int) -> dict[str, Any]:
+def report_values(results: Sequence[Exponents], step: int, tokens: int) -> dict[str, Any]:
   """Returns the same as JSON holds it, with the counts of every tensor."""
   return {
     "step": step,
     "tokens": tokens,
-    "loss_scale": {to.name: 2.0 ** best_shift(found, to) for to in REPORTED},
+    "loss_scale": {to.name: 2.0 ** best_shift(results, to) for to in REPORTED},
     "tensors": [
       {
         "kind": each.kind,
@@ -113,18 +113,18 @@ def report_values(found: Sequence[Exponents], step: int, tokens: int) -> dict[st
           for to in REPORTED
         },
       }
-      for each in found
+      for each in results
     ],
   }
 
 
-def _ranges(found: Sequence[Exponents]) -> Iterator[str]:
+def _ranges(results: Sequence[Exponents]) -> Iterator[str]:
   """Yields a line for every kind and layer: of its tensors together."""
   yield f"  {'':<34}{'99% above':>10}{'largest':>9}{'zeros':>8}   lost by " + ", ".join(
     to.name for to in REPORTED
   )
   for kind in KINDS:
-    of_kind = [each for each in found if each.kind == kind]
+    of_kind = [each for each in results if each.kind == kind]
     for name in dict.fromkeys(map(_place, of_kind)):
       one = Exponents(kind, name, None, np.sum([e.counts for e in of_kind if _place(e) == name], 0))
       if one.smallest is None or one.largest is None:
@@ -139,22 +139,22 @@ def _place(each: Exponents) -> str:
   return each.name if each.layer is None else f"layer {each.layer}"
 
 
-def _verdict(found: Sequence[Exponents], to: Format, tokens: int) -> Iterator[str]:
+def _verdict(results: Sequence[Exponents], to: Format, tokens: int) -> Iterator[str]:
   """What a format loses: without a loss scale, with the largest that does not overflow, and where the
   loss is a mean over tokens, as many trainers have it, and not a sum."""
-  shift, mean = best_shift(found, to), -round(math.log2(tokens))
+  shift, mean = best_shift(results, to), -round(math.log2(tokens))
   shifts = {
     0: "without a loss scale",
     mean: f"loss_scale={2.0**mean:g}, as of a loss that is a mean",
   }
-  if shift and _losers(found, to, 0):
+  if shift and _losers(results, to, 0):
     shifts[shift] = f"loss_scale={2.0**shift:g}"
   for scaled, words in shifts.items():
-    lost = _losers(found, to, scaled)
+    lost = _losers(results, to, scaled)
     yield f"{to.name}, {words}: " + ("; ".join(lost) if lost else "holds all")
 
 
-def _losers(found: Sequence[Exponents], to: Format, scaled: int) -> list[str]:
+def _losers(results: Sequence[Exponents], to: Format, scaled: int) -> list[str]:
   """In words, which tensors overflow, and which lose more than a hundredth to zero."""
   lines = []
   for verb, share, allowed in (
@@ -163,7 +163,7 @@ def _losers(found: Sequence[Exponents], to: Format, scaled: int) -> list[str]:
   ):
     shares = [
       (share(each, to, scaled if each.kind in _SCALED else 0), each)
-      for each in found
+      for each in results
       if each.numbers
     ]
     worst = sorted((pair for pair in shares if pair[0] > allowed), key=lambda pair: -pair[0])
@@ -171,7 +171,7 @@ def _losers(found: Sequence[Exponents], to: Format, scaled: int) -> list[str]:
       named = ", ".join(f"{each.kind} {each} ({part:.1%})" for part, each in worst[:_SHOWN])
       more = f" and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
       lines.append(f"{verb} {named}{more}")
-  not_finite = [str(each) for each in found if each.counts[-1]]
+  not_finite = [str(each) for each in results if each.counts[-1]]
   if not_finite:
     lines.append(f"not finite even in float32: {', '.join(not_finite[:_SHOWN])}")
   return lines

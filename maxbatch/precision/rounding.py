@@ -43,8 +43,8 @@ def stochastically_rounded(x: jax.Array, key: jax.Array) -> jax.Array:
   draws = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
   # Of the magnitude's bits the lower half is what is rounded; a carry is the larger neighbour.
   carried = (jax.lax.bitcast_convert_type(x, jnp.uint32) + draws) >> 16
-  found = jax.lax.bitcast_convert_type(carried.astype(jnp.uint16), jnp.bfloat16)
-  return jnp.where(jnp.isfinite(x), found, x.astype(jnp.bfloat16))
+  result = jax.lax.bitcast_convert_type(carried.astype(jnp.uint16), jnp.bfloat16)
+  return jnp.where(jnp.isfinite(x), result, x.astype(jnp.bfloat16))
 
 
 def stochastically_updated(parameters: Any, updates: Any, key: jax.Array) -> Any:

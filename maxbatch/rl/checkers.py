@@ -36,7 +36,7 @@ def gsm8k(
   """
   del prompts, columns
   return [
-    float((found := final_number(completion)) is not None and found == final_number(right))
+    float((result := final_number(completion)) is not None and result == final_number(right))
     for completion, right in zip(completions, answer, strict=True)
   ]
 

@@ -85,12 +85,12 @@ class Evaluation:
       sampled = self.sampler(params, filled, "evaluation", 0, first)
       size = self.sampler.num_generations
       own = sampled._replace(texts=sampled.texts[: len(some) * size])
-      found = scored(self.rewards, some, own, first).rewards_N.reshape(-1, size)
+      result = scored(self.rewards, some, own, first).rewards_N.reshape(-1, size)
       self.feed_watchdog()
-      rewards.append(found)
+      rewards.append(result)
       ended.append(sampled.ended_B[: len(some) * size])
       examples += [
-        Example(prompt.text, own.texts[number * size], float(found[number, 0]))
+        Example(prompt.text, own.texts[number * size], float(result[number, 0]))
         for number, prompt in enumerate(some)
       ]
     if not rewards:

@@ -87,16 +87,16 @@ class GrpoSums(NamedTuple):
     return summed._replace(largest_gap=jnp.maximum(self.largest_gap, other.largest_gap))
 
 
-def grpo_sums(found: LogProbs, completions: Completions, objective: Objective) -> GrpoSums:
+def grpo_sums(result: LogProbs, completions: Completions, objective: Objective) -> GrpoSums:
   """The loss and the metrics of some completions, summed; differentiate `loss`.
 
   Args:
-    found: log-probabilities and entropies of the targets by the policy that is trained.
+    result: log-probabilities and entropies of the targets by the policy that is trained.
     completions: the completions.
     objective: the loss.
   """
   counts_BT = completions.rows.weights > 0
-  now_BT = jnp.where(counts_BT, found.targets_BT, 0.0)
+  now_BT = jnp.where(counts_BT, result.targets_BT, 0.0)
   behaviour_BT = jnp.where(counts_BT, completions.behaviour_BT, 0.0)
   ratio_BT, importance_BT = _ratios(now_BT, behaviour_BT, completions, counts_BT, objective)
   advantage_B1 = completions.advantages_B[:, None]
@@ -118,7 +118,7 @@ def grpo_sums(found: LogProbs, completions: Completions, objective: Objective) -
     tokens=tokens_B.sum(),
     completions=num_completions,
     run_tokens=tokens_B.sum(),
-    entropy=summed(found.entropy_BT),
+    entropy=summed(result.entropy_BT),
     kl=summed(kl_BT),
     clipped_low=summed((ratio_BT < low) & (advantage_B1 < 0)),
     clipped_high=summed((ratio_BT > high) & (advantage_B1 > 0)),

@@ -87,9 +87,9 @@ def row_log_probs(
     def add_tile(carry: None, tile: tuple[jax.Array, ...]) -> tuple[None, LogProbs]:
       return carry, of_tile(wide_DV.astype(matrix_DV.dtype), *tile)
 
-    _, found = scan_tiles(add_tile, None, cut_tokens(tiles, *rows), tiles)
+    _, result = scan_tiles(add_tile, None, cut_tokens(tiles, *rows), tiles)
     B, T = rows[0].shape[:2]
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T], found)
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1)[:, :T], result)
 
   with jax.named_scope("head"):
     matrix_DV = bound.output_matrix()

@@ -132,8 +132,8 @@ class EarlierPolicies:
     return completions
 
   def _of(self, params: Parameters, completions: Completions) -> jax.Array:
-    found = self.log_probs(params, completions.rows, completions.kept_BTW)
-    return jax.device_put(found, completions.behaviour_BT.sharding)
+    result = self.log_probs(params, completions.rows, completions.kept_BTW)
+    return jax.device_put(result, completions.behaviour_BT.sharding)
 
 
 def log_prob_program(
@@ -146,7 +146,7 @@ def log_prob_program(
     with jax.sharding.use_abstract_mesh(trainer.mesh.abstract_mesh):
       own, kept_BTW = jax.tree.map(lambda x: x[0], (rows, kept_1BTW))
       options = allowed_V, loss.temperature, kept_BTW
-      found = token_log_probs(trainer.model, params, own, *options)
-      return found.targets_BT[None]
+      result = token_log_probs(trainer.model, params, own, *options)
+      return result.targets_BT[None]
 
   return jax.jit(program)

@@ -35,8 +35,8 @@ def in_halves(num_generations: int, mesh: Mesh) -> Callable[[Completions], Compl
 
   @jax.jit
   def halved(completions: Completions) -> Completions:
-    found = jax.tree.map(split, completions)
-    return jax.lax.with_sharding_constraint(found, rows_shardings(found, mesh))
+    result = jax.tree.map(split, completions)
+    return jax.lax.with_sharding_constraint(result, rows_shardings(result, mesh))
 
   return halved
 
@@ -69,12 +69,16 @@ class PromptNoiseMeter:
 
   def observe(self, step: int, metrics: StepMetrics) -> Record:
     """See `Meter`."""
-    found = None if step % self._iterations else self._moments(metrics)
-    if found is None:
+    result = None if step % self._iterations else self._moments(metrics)
+    if result is None:
       return self._figures()
-    whole = found.whole
-    self._tracker.add({TOTAL: whole, SAMPLING: Moments(whole.signal, found.within)})
-    raw = {"total/signal": whole.signal, "total/noise": whole.noise, "sampling/noise": found.within}
+    whole = result.whole
+    self._tracker.add({TOTAL: whole, SAMPLING: Moments(whole.signal, result.within)})
+    raw = {
+      "total/signal": whole.signal,
+      "total/noise": whole.noise,
+      "sampling/noise": result.within,
+    }
     return {f"gns/{name}": value for name, value in raw.items()} | self._figures()
 
   def total(self) -> Estimate:

@@ -67,19 +67,19 @@ def read_prompts(data: DataConfig, problem: Callable[[str], str] = _all_fit) -> 
       "dataset_type=grain grain_train_files=prompts.jsonl train_data_columns=[question,answer], or "
       "rl_task=format, which needs none"
     )
-  found: list[Prompt] = []
-  problems = list(_read(given.train, columns, problem, found))
+  results: list[Prompt] = []
+  problems = list(_read(given.train, columns, problem, results))
   validation: list[Prompt] = []
   if given.validation:
     problems += _read(given.validation, of_eval, problem, validation)
   elif data.eval_fraction:
-    held_out = max(round(len(found) * data.eval_fraction), 1)
-    found, validation = found[:-held_out], found[-held_out:]
+    held_out = max(round(len(results) * data.eval_fraction), 1)
+    results, validation = results[:-held_out], results[-held_out:]
   if len(problems) > data.max_bad_records:
     raise too_many(len(problems), data.max_bad_records, problems[0])
-  if not found:
+  if not results:
     raise UserError(f"{given.train.key}={given.train.path}: there is no prompt to train on")
-  return PromptData(_numbered(found), _numbered(validation), len(problems))
+  return PromptData(_numbered(results), _numbered(validation), len(problems))
 
 
 def _numbered(prompts: list[Prompt]) -> Prompts:
@@ -197,17 +197,17 @@ def too_long(config: Config) -> Callable[[str], str]:
 
 
 def _of_files(config: Config) -> PromptSet:
-  found, wanted = read_prompts(config.data, too_long(config)), config.run.eval_samples
-  train = [found.train.at(number) for number in range(found.train.count)]
-  count = found.validation.count if wanted == -1 else min(wanted, found.validation.count)
-  held_out = [found.validation.at(number) for number in range(count)]
+  result, wanted = read_prompts(config.data, too_long(config)), config.run.eval_samples
+  train = [result.train.at(number) for number in range(result.train.count)]
+  count = result.validation.count if wanted == -1 else min(wanted, result.validation.count)
+  held_out = [result.validation.at(number) for number in range(count)]
   return PromptSet(
-    train=found.train,
+    train=result.train,
     validation=held_out,
     fingerprint=_hashed(train),
     validation_fingerprint=_hashed(held_out),
     description=f"{len(train):,} prompts; {len(held_out):,} others to evaluate on",
-    num_skipped=found.num_skipped,
+    num_skipped=result.num_skipped,
   )
 
 

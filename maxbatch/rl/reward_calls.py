@@ -35,8 +35,8 @@ def make_call(function: RewardFunction, call: Call) -> Reply:
   count = len(call.completions)
   columns = {name: [value] * count for name, value in call.columns.items()}
   try:
-    found = function([call.prompt] * count, list(call.completions), **columns)
-    rewards = [float(each) for each in found]
+    result = function([call.prompt] * count, list(call.completions), **columns)
+    rewards = [float(each) for each in result]
   except Exception as error:
     return Reply([], _described(error))
   if len(rewards) != count:

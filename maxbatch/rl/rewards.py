@@ -318,15 +318,15 @@ class SharedRewards:
     else:
       rewards = scores.rewards_N.tolist()
       failures = len({failure.prompt for failure in scores.failures})
-    found = self._exchange([socket.gethostname(), problem, rewards, failures])
-    check_none_failed([(host, problem) for host, problem, _, _ in found])
-    of_process = [iter(each) for _, _, each, _ in found]
+    result = self._exchange([socket.gethostname(), problem, rewards, failures])
+    check_none_failed([(host, problem) for host, problem, _, _ in result])
+    of_process = [iter(each) for _, _, each, _ in result]
     in_order = [
       next(of_process[owner])
       for group, owner in zip(groups, owners, strict=True)
       for _ in group.completions
     ]
-    return GroupRewards(np.array(in_order, np.float64), sum(each for *_, each in found))
+    return GroupRewards(np.array(in_order, np.float64), sum(each for *_, each in result))
 
   def give_up(self) -> None:
     """Ends a call under way in another thread, and all later ones."""

@@ -271,7 +271,7 @@ class RolloutReport:
 
   def as_dict(self, state: int, rows: int) -> dict[str, Any]:
     """Plain values; what is not known is left out."""
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
       "completions": self.plan.micro_batch,
       "rollout_devices": self.plan.topology.rollout_devices,
       "memory_bytes_per_device": {
@@ -283,9 +283,9 @@ class RolloutReport:
       "compile_seconds": self.compile_seconds,
     }
     if self.time is not None:
-      found["time"] = {"how": self.time.how, "seconds_per_microbatch": self.time.seconds}
-      found["time"] |= {} if self.time.prefill is None else {"prefill_seconds": self.time.prefill}
-    return found
+      results["time"] = {"how": self.time.how, "seconds_per_microbatch": self.time.seconds}
+      results["time"] |= {} if self.time.prefill is None else {"prefill_seconds": self.time.prefill}
+    return results
 
   def memory_lines(self, state: int, rows: int, training: int, capacity: int) -> str:
     """The table of a device's memory in rollout.

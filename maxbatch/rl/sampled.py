@@ -72,20 +72,20 @@ class CompletionSampler:
     key = jax.random.fold_in(jax.random.key(self.seed), _TAGS[part])
     completions = numbers // self.num_generations + first, numbers % self.num_generations
     given = Prompts(tokens_BP, lengths_B, _keys(key, np.uint32(batch), *completions))
-    found = jax.device_get(sample(self.sampler, params, given, self.vocabulary))
-    if not np.isfinite(found.log_probs_BN).all():
+    result = jax.device_get(sample(self.sampler, params, given, self.vocabulary))
+    if not np.isfinite(result.log_probs_BN).all():
       raise TrainingDivergedError(
         f"batch {batch}: the policy that samples gives no finite log-probabilities; a lower "
         "learning_rate may help"
       )
-    kept = zip(found.tokens_BN, found.lengths_B, found.ended_B, strict=True)
+    kept = zip(result.tokens_BN, result.lengths_B, result.ended_B, strict=True)
     texts = [
       text_after(self.tokenizer, each, row_N[: length - ended])
       for each, (row_N, length, ended) in zip(ids, kept, strict=True)
     ]
-    completions = found.tokens_BN, found.lengths_B, found.log_probs_BN, found.kept_BNW
+    completions = result.tokens_BN, result.lengths_B, result.log_probs_BN, result.kept_BNW
     rollout = Rollout(tokens_BP, lengths_B, *completions)
-    return Sampled(rollout, texts, found.ended_B)
+    return Sampled(rollout, texts, result.ended_B)
 
   def longest(self, prompts: Sequence[Prompt]) -> int:
     """Tokens of the longest of these prompts.

@@ -124,8 +124,8 @@ def glance_at(folder: Path) -> RunHistory:
 
 def runs_below(folder: Path) -> list[Path]:
   """The folders of runs in a folder, itself included, by their names; branches of runs too."""
-  found = [folder, *(path for depth in _DEPTHS for path in folder.glob(depth))]
-  return sorted(path for path in found if path.is_dir() and is_run(path))
+  results = [folder, *(path for depth in _DEPTHS for path in folder.glob(depth))]
+  return sorted(path for path in results if path.is_dir() and is_run(path))
 
 
 class _Columns:
@@ -206,13 +206,13 @@ def _records(path: Path, most_bytes: int | None) -> Iterator[tuple[int, Record |
 
 def _events(paths: RunFolder, missing: list[str]) -> list[Event]:
   try:
-    found = list(readable_events(paths.path))
+    results = list(readable_events(paths.path))
   except OSError as error:
     missing.append(f"{paths.events.name} cannot be read: {error.strerror}")
     return []
-  events = [event for event in found if event is not None]
-  if len(events) < len(found):
-    missing.append(f"{paths.events.name}: {len(found) - len(events):,} lines cannot be read")
+  events = [event for event in results if event is not None]
+  if len(events) < len(results):
+    missing.append(f"{paths.events.name}: {len(results) - len(events):,} lines cannot be read")
   if not events:
     missing.append(
       f"{paths.events.name} has no event: how the run was started, what took how long, and what went "

@@ -79,7 +79,7 @@ class _Drawing:
     self, names: dict[str, str], first: int = 0, style: Style = "line", *, faint: bool = False
   ) -> list[Mark]:
     """Returns a line for each key of each run; of several runs by color, of one run by key."""
-    found: list[Mark] = []
+    results: list[Mark] = []
     several = len(self._runs) > 1
     for (key, label), (place, run) in itertools.product(names.items(), enumerate(self._runs)):
       curve = run.metrics.curves.get(key)
@@ -94,8 +94,8 @@ class _Drawing:
         faint=faint,
         group=f"run-{place}" if several else "",
       )
-      found.append(self._through(run, curve, look))
-    return found
+      results.append(self._through(run, curve, look))
+    return results
 
   def _through(self, run: RunHistory, curve: Curve, look: Line) -> Line:
     """Returns the line that looks so, through a curve's points."""
@@ -163,6 +163,6 @@ def thinned(y: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
   length = -(-count // stretches)
   padded = np.pad(y, (0, stretches * length - count), mode="edge").reshape(stretches, length)
   begins = np.arange(stretches) * length
-  found = (0, length - 1, padded.argmin(axis=1), padded.argmax(axis=1))
-  places = np.concatenate([begins + place for place in found])
+  result = (0, length - 1, padded.argmin(axis=1), padded.argmax(axis=1))
+  places = np.concatenate([begins + place for place in result])
   return np.unique(np.minimum(places, count - 1))

@@ -30,28 +30,28 @@ Row = tuple[str, ...]
 def glance(run: RunHistory) -> list[tuple[str, str]]:
   """Returns the few figures that say how it goes, each with its name."""
   last, first, derived = run.metrics.last, run.metrics.first, run.derived
-  found: list[tuple[str, str]] = []
+  results: list[tuple[str, str]] = []
   if "step" in last:
     steps = derived.get("steps")
     of = f" of {steps:,}" if isinstance(steps, int) else ""
-    found.append(("step", f"{last['step']:,}{of}"))
-  found += [(name, f"{last[name]:,}") for name in ("samples", "tokens") if name in last]
+    results.append(("step", f"{last['step']:,}{of}"))
+  results += [(name, f"{last[name]:,}") for name in ("samples", "tokens") if name in last]
   if "loss" in last:
-    found.append(("training loss", f"{last['loss']:.4g}"))
+    results.append(("training loss", f"{last['loss']:.4g}"))
   for key, name in (
     ("eval/loss", "validation loss"),
     ("eval/pass_at_1", "pass@1"),
     ("rl/reward", "reward"),
   ):
     if key in last:
-      found.append((name, f"{first[key]:.4g} → {last[key]:.4g}"))
+      results.append((name, f"{first[key]:.4g} → {last[key]:.4g}"))
   if "global_batch_to_train" in last:
-    found.append(("batch", f"{last['global_batch_to_train']:,} samples"))
+    results.append(("batch", f"{last['global_batch_to_train']:,} samples"))
   if "learning_rate" in last:
-    found.append(("learning rate", f"{last['learning_rate']:.3g}"))
+    results.append(("learning rate", f"{last['learning_rate']:.3g}"))
   if speed := recent(run, "tokens_per_second"):
-    found.append(("tokens per second", f"{speed:,.0f}"))
-  return found
+    results.append(("tokens per second", f"{speed:,.0f}"))
+  return results
 
 
 def recent(run: RunHistory, key: str) -> float | None:
@@ -76,8 +76,8 @@ def seconds_by_use(run: RunHistory) -> dict[str, float]:
       "sample texts": TEXT,
     }.items()
   }
-  found = {"steps": max(total - waited, 0.0), "waiting for data": waited} | spent
-  return {name: seconds for name, seconds in found.items() if seconds > 0}
+  result = {"steps": max(total - waited, 0.0), "waiting for data": waited} | spent
+  return {name: seconds for name, seconds in result.items() if seconds > 0}
 
 
 def starts(run: RunHistory) -> Table:
@@ -205,9 +205,9 @@ def memory(run: RunHistory) -> Table:
     ("device_peak_bytes", "a device"),
     ("host_peak_bytes", "this process, on its host"),
   ):
-    found = [_number(one.get(key)) for one in run.of_kind(EVALUATED) if one.get(key)]
-    if found:
-      rows.append((name, f"{gib(max(found), '.3f')} GiB"))
+    results = [_number(one.get(key)) for one in run.of_kind(EVALUATED) if one.get(key)]
+    if results:
+      rows.append((name, f"{gib(max(results), '.3f')} GiB"))
   return Table(("memory of", "highest"), rows)
 
 

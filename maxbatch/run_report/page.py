@@ -216,8 +216,8 @@ def _titled(tables: Mapping[str, Table]) -> list[dict[str, Any]]:
 
 
 def _part(report: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-  found = report.get(name)
-  return found if isinstance(found, Mapping) else {}
+  result = report.get(name)
+  return result if isinstance(result, Mapping) else {}
 
 
 def _is_number(value: object) -> bool:
@@ -236,10 +236,10 @@ def _shares(scopes: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def _longest(report: Mapping[str, Any]) -> list[tuple[dict[str, Any], tuple[str, ...]]]:
   """Returns the longest operations of an estimate or a profile, each with its cells."""
-  found = report.get("largest")
+  result = report.get("largest")
   return [
     (one, (*(str(one.get(key)) for key in ("scope", "name", "count")), f"{one['seconds']:.4g} s"))
-    for one in (found if isinstance(found, list) else [])[:_NUM_LARGEST]
+    for one in (result if isinstance(result, list) else [])[:_NUM_LARGEST]
     if isinstance(one, dict) and _is_number(one.get("seconds"))
   ]
 

@@ -121,11 +121,11 @@ def read_prompts(file: str) -> list[Prompt]:
 
 def _prompt_of(line: str, where: str) -> Prompt:
   try:
-    found = json.loads(line)
+    result = json.loads(line)
   except (ValueError, RecursionError) as error:
     raise UserError(f"{where}: no JSON ({error}); lines are such as {_LINE}") from None
-  found = found if isinstance(found, dict) else {}
-  prompt, messages = found.get("prompt"), found.get("messages")
+  result = result if isinstance(result, dict) else {}
+  prompt, messages = result.get("prompt"), result.get("messages")
   if isinstance(prompt, str):
     return prompt
   if isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages):
@@ -145,14 +145,14 @@ def config_of_folder(folder: Path, arguments: Sequence[str]) -> Config:
 
   Raises UserError: it has no tokenizer that can be read, or a key is wrong.
   """
-  found = next((name for name in _TOKENIZERS if (folder / name).is_file()), None)
+  result = next((name for name in _TOKENIZERS if (folder / name).is_file()), None)
   given = {argument.partition("=")[0] for argument in arguments}
-  if found is None and "tokenizer_type" not in given:
+  if result is None and "tokenizer_type" not in given:
     raise UserError(
       f"{folder} has neither {' nor '.join(_TOKENIZERS)}; give the tokenizer, for example "
       "tokenizer_type=huggingface tokenizer_path=my_tokenizer"
     )
-  own = [f"tokenizer_type={_TOKENIZERS[found]}", f"tokenizer_path={folder}"] if found else []
+  own = [f"tokenizer_type={_TOKENIZERS[result]}", f"tokenizer_path={folder}"] if result else []
   # Whether a text begins with a token of its own the tokenizer says itself, once it is read.
   keys = ["config=base", f"model_name={folder}", *own, "add_bos=false", "add_eos=false"]
   config = load_config([*keys, *arguments])
@@ -176,10 +176,10 @@ def ends_of_folder(folder: Path) -> list[int]:
   answers. Raises UserError: it cannot be read."""
   path = folder / _GENERATION
   try:
-    found = json.loads(path.read_text(encoding="utf-8"))["eos_token_id"]
+    result = json.loads(path.read_text(encoding="utf-8"))["eos_token_id"]
   except (FileNotFoundError, KeyError):
     return []
   except (OSError, ValueError, TypeError) as error:
     raise UserError(f"{path} cannot be read ({error}); correct it, or remove it") from error
-  ids = found if isinstance(found, list) else [found]
+  ids = result if isinstance(result, list) else [result]
   return [id_ for id_ in ids if isinstance(id_, int)]

@@ -79,7 +79,7 @@ def model_accumulate(
     probes = model.probes(local_rows, tensor)
     if zeros is None:
       zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), params)
-    found = accumulate_parts(
+    result = accumulate_parts(
       {_PARAMS: params, _PROBES: probes},
       rows,
       num_microbatches,
@@ -87,10 +87,10 @@ def model_accumulate(
       zeros={_PARAMS: zeros, _PROBES: zero_probe_squares(model, (fsdp, tensor))},
       denominators=denominators,
     )
-    stats = dict(found.stats)
+    stats = dict(result.stats)
     if measures.noise(model):
-      stats[PROBES] = Sum(found.gradients[_PROBES])
-    return found._replace(gradients=found.gradients[_PARAMS], stats=stats)
+      stats[PROBES] = Sum(result.gradients[_PROBES])
+    return result._replace(gradients=result.gradients[_PARAMS], stats=stats)
 
   return run
 

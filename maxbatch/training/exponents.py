@@ -61,8 +61,8 @@ def _listed(
     for kind, index in ((ACTIVATIONS, 0), (ACTIVATIONS_GRADIENTS, 1)):
       yield from _by_layer(kind, path[:-1], np.moveaxis(both, -2, 0)[index])
   for kind, tree in ((WEIGHTS, weights), (GRADIENTS, gradients)):
-    for path, found in _flat(tree).items():
-      yield from _by_layer(kind, path, found)
+    for path, result in _flat(tree).items():
+      yield from _by_layer(kind, path, result)
 
 
 def _flat(tree: Parameters) -> dict[tuple[str, ...], np.ndarray]:

@@ -228,7 +228,7 @@ def _note_evaluated(job: Job, record: Record, params: Parameters | None) -> None
 def _timed_evaluation(job: Job, step: int, params: Parameters) -> Record:
   """As `evaluate`; notes how long it took, and the memory that the run has needed until then."""
   began = time.perf_counter()
-  found = evaluate(job, params)
+  result = evaluate(job, params)
   peaks = [device.memory_stats() for device in job.trainer.mesh.local_devices]
   known = [peak["peak_bytes_in_use"] for peak in peaks if peak and "peak_bytes_in_use" in peak]
   on_devices = {"device_peak_bytes": max(known)} if known else {}
@@ -236,7 +236,7 @@ def _timed_evaluation(job: Job, step: int, params: Parameters) -> Record:
   job.outputs.events.note(
     EVALUATED, step=step, seconds=seconds, host_peak_bytes=on_host, **on_devices
   )
-  return found
+  return result
 
 
 def _show_evaluated(job: Job, position: Position, params: Parameters, *, is_last: bool) -> None:
@@ -285,9 +285,9 @@ def _evaluated(job: Job, rows: EvalRows, params: Parameters) -> Record:
     # way (hardware/devices.py), and the other may be reading a checkpoint back.
     sums, wrong = [], []
     for batch in batches:
-      found = jax.device_get(job.evaluation.step(params, batch))
-      sums.append(found._replace(wrong_row=None))
-      wrong.append(found.wrong_row)
+      result = jax.device_get(job.evaluation.step(params, batch))
+      sums.append(result._replace(wrong_row=None))
+      wrong.append(result.wrong_row)
       job.outputs.feed_watchdog()
   of_source = f" of {rows.name}" if rows.name else ""
   _check_eval_rows(job, f"validation{of_source}", wrong)

@@ -22,7 +22,7 @@ from maxbatch.core.terms import Stats, Terms
 from maxbatch.data.rows import Rows
 from maxbatch.errors import UserError
 from maxbatch.hardware.sharding import constrain, local_shape, over_rows
-from maxbatch.models.forms import gradients_apart
+from maxbatch.models.forms import barrier_gradients
 from maxbatch.models.outputs import outputs_of
 from maxbatch.models.probes import row_squares
 from maxbatch.models.registry import MeasuredModel, Model, Parameters
@@ -140,7 +140,7 @@ def row_sums(
   if not model.frozen:
     # So the matrix's gradient is divided over fsdp before the layers' backward pass, through which
     # the compiler would otherwise hold the whole of it in float32: 0.5 of 5 GB for Llama-2-7B.
-    hidden_BTD, matrix_DV = gradients_apart((hidden_BTD, matrix_DV))
+    hidden_BTD, matrix_DV = barrier_gradients((hidden_BTD, matrix_DV))
   probe_BS = bound.output_probe() if isinstance(bound, MeasuredModel) else None
   arrays = hidden_BTD, matrix_DV, rows.targets, rows.weights
   sums = cross_entropy_parts(*arrays, options, probe_BS, scale)

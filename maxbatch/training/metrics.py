@@ -109,10 +109,10 @@ def chosen_metrics(names: Iterable[str], plugins: PlugIns = ()) -> Metrics:
   Raises:
     UserError: a name is not registered; offers the nearest.
   """
-  found = {name: registered("metrics", name, METRICS, plugins) for name in names}
+  results = {name: registered("metrics", name, METRICS, plugins) for name in names}
   return Metrics(
-    tuple((name, each) for name, each in found.items() if isinstance(each, TokenMetric)),
-    tuple((name, each) for name, each in found.items() if isinstance(each, UpdateMetric)),
+    tuple((name, each) for name, each in results.items() if isinstance(each, TokenMetric)),
+    tuple((name, each) for name, each in results.items() if isinstance(each, UpdateMetric)),
   )
 
 

@@ -53,14 +53,14 @@ def moments_by_group(
     return {}
   rows, weight_squared = int(noise.rows), max(float(measured.weight), 1.0) ** 2
   share = float(noise.row_tokens_squared) / weight_squared
-  found: dict[str, Moments | None] = {}
+  results: dict[str, Moments | None] = {}
   for name, (of_rows, of_step) in _summed(probed, measured, every_layer).items():
-    found[name] = moments(rows, share, of_rows / weight_squared, of_step / weight_squared)
+    results[name] = moments(rows, share, of_rows / weight_squared, of_step / weight_squared)
   if noise.squares is not None and float(noise.squares.of_microbatches) > 0:
     share = float(noise.squares.divisors) / weight_squared
     small = float(noise.squares.of_microbatches) / weight_squared
-    found[FROM_MICROBATCHES] = moments(rows, share, small, float(measured.grad_norm) ** 2)
-  return found
+    results[FROM_MICROBATCHES] = moments(rows, share, small, float(measured.grad_norm) ** 2)
+  return results
 
 
 def _summed(

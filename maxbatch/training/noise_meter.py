@@ -55,17 +55,17 @@ class NoiseMeter:
     self._tokens_per_sample = float(metrics.weight) / max(float(metrics.noise.rows), 1.0)
     record: Record = {}
     for name in _RAW:
-      found = measured.get(name)
-      if found is not None:
-        record |= {f"gns/{name}/signal": found.signal, f"gns/{name}/noise": found.noise}
+      result = measured.get(name)
+      if result is not None:
+        record |= {f"gns/{name}/signal": result.signal, f"gns/{name}/noise": result.noise}
     return record | self._figures()
 
   def total(self) -> Estimate:
     """The noise scale of the whole model, measured or predicted; else of whole microbatches."""
-    found = self._tracker.predicted_total() if self._predicts else self._tracker.estimate(TOTAL)
+    result = self._tracker.predicted_total() if self._predicts else self._tracker.estimate(TOTAL)
     if self._gns == "off":
       return self._tracker.estimate(FROM_MICROBATCHES)
-    return found
+    return result
 
   def line(self, batch: int) -> str:
     """What is known, and what it means for steps of `batch` samples."""

@@ -150,16 +150,16 @@ def stage_residual_bytes(
   `params` are all parameters, `rows` accumulation steps (k, B, T), or their shapes. The model is only traced, so
   the devices of the mesh need not exist.
   """
-  found = 0
+  result = 0
 
   def trace(rows: Rows, params: tuple[FlatParams, FlatParams]) -> None:
-    nonlocal found
+    nonlocal result
     layers, microbatch = (
       split_repeats(params[0], pipeline.repeats),
       split_microbatches(rows, pipeline.num_pipeline_microbatches),
     )
     stash = _make_stash(ModelParts(model, dropout_key), pipeline, layers, params[1], microbatch)
-    found = sum(residual.local_bytes for residual in stash.residuals)
+    result = sum(residual.local_bytes for residual in stash.residuals)
 
   sharded_trace = jax.shard_map(
     trace,
@@ -171,7 +171,7 @@ def stage_residual_bytes(
   )
   with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     jax.eval_shape(sharded_trace, rows, split_layers(model, params))
-  return found
+  return result
 
 
 def _local_gradients(

@@ -31,15 +31,15 @@ def residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:
       "remat_policy=explore tries several policies, but the size of pipeline_stash=residuals needs "
       "one of them; for example remat_policy=none"
     )
-  found = 0
+  result = 0
 
   # Inside eval_shape, since outside even a random key is created on a device.
   def trace() -> None:
-    nonlocal found
-    found = _residual_bytes(config, plan, dataclasses.replace(pipeline, stash="residuals"))
+    nonlocal result
+    result = _residual_bytes(config, plan, dataclasses.replace(pipeline, stash="residuals"))
 
   jax.eval_shape(trace)
-  return found
+  return result
 
 
 def _residual_bytes(config: Config, plan: BatchPlan, pipeline: Pipeline) -> int:

@@ -30,9 +30,9 @@ def first_wrong_row(rows: Rows) -> jax.Array | None:
   if rows.checksums is None:
     return None
   arrays = {name: array for name in TOKEN_FIELDS if (array := rows._asdict()[name]) is not None}
-  found = row_checksums(arrays, rows.sample_ids)
-  places = jnp.arange(found.size, dtype=jnp.int32).reshape(found.shape)
-  return jnp.min(jnp.where(found == rows.checksums, NONE_WRONG, places))
+  result = row_checksums(arrays, rows.sample_ids)
+  places = jnp.arange(result.size, dtype=jnp.int32).reshape(result.shape)
+  return jnp.min(jnp.where(result == rows.checksums, NONE_WRONG, places))
 
 
 def check_rows(

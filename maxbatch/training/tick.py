@@ -207,15 +207,15 @@ class PipelineStage:
 
     def loss(used: FlatParams, y_RCD: jax.Array) -> tuple[jax.Array, LossSums]:
       rest = self.rest | used
-      found = self.parts.loss(self.layers, rest, y_RCD, targets_RC, weights_RC, self.scale)
-      return found.loss, found
+      result = self.parts.loss(self.layers, rest, y_RCD, targets_RC, weights_RC, self.scale)
+      return result.loss, result
 
     if self.capacity is None:
       return d_rest, sums.add(loss({}, y_RCD)[1], weights_RC.sum()), None
     used = _used_params(lambda rest: loss(rest, y_RCD)[0], self._trained_rest)
-    (_, found), (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1), has_aux=True)(used, y_RCD)
+    (_, result), (new, d_y_RCD) = jax.value_and_grad(loss, (0, 1), has_aux=True)(used, y_RCD)
     d_y_RTD = lax.all_gather(d_y_RCD, "stage", axis=1, tiled=True)[:, : y_RTD.shape[1]]
-    return self._add_gradients(d_rest, new), sums.add(found, weights_RC.sum()), d_y_RTD
+    return self._add_gradients(d_rest, new), sums.add(result, weights_RC.sum()), d_y_RTD
 
   def _token_share(
     self, microbatch: jax.Array, y_RTD: jax.Array

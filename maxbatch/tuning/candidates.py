@@ -150,7 +150,7 @@ def sizes_of(config: Config, topology: Topology) -> tuple[Candidate, ...]:
   sizes = candidates(config.batch, config.run, topology)
   if config.pipeline.pipeline_schedule == "none":
     return sizes
-  found, problem = [], None
+  result, problem = [], None
   for one in sizes:
     sized = one.applied_to(config)
     try:
@@ -158,10 +158,10 @@ def sizes_of(config: Config, topology: Topology) -> tuple[Candidate, ...]:
     except UserError as error:
       problem = problem or error
     else:
-      found.append(one)
-  if problem and not found:
+      result.append(one)
+  if problem and not result:
     raise UserError(f"{asked(config.batch)}: no size works; the smallest: {problem}")
-  return tuple(found)
+  return tuple(result)
 
 
 def with_policy(model: ModelConfig, policy: str) -> ModelConfig:
@@ -233,14 +233,14 @@ def _with_a_plan(
   Raises:
     UserError: none of them; says what is wrong with the smallest.
   """
-  found, problem = [], None
+  result, problem = [], None
   for size in sizes:
     try:
       plan = plan_batches(with_size(batch, size), run, topology)
     except UserError as error:
       problem = problem or error
       continue
-    found.append(
+    result.append(
       Candidate(
         per_device=size,
         gradient_accumulation_steps=plan.gradient_accumulation_steps,
@@ -249,8 +249,8 @@ def _with_a_plan(
         max_target_length=plan.max_target_length,
       )
     )
-  if found or problem is None:
-    return found
+  if result or problem is None:
+    return result
   raise UserError(
     f"{asked(batch)}: no size makes a plan; the smallest, micro_batch_size={text(sizes[0])}: "
     f"{problem}"

@@ -92,8 +92,8 @@ def coupling(config: ModelConfig, length: int, *, packing: bool = True) -> Cause
     return {"loss": Ratio(total, rows.weights.sum())}, {}
 
   rows = _rows(min(length, _LENGTH), packing)
-  found = check_split(loss, _parameters(model), rows, devices=jax.local_devices()[:1]).findings
-  return found[0].cause if found else None
+  result = check_split(loss, _parameters(model), rows, devices=jax.local_devices()[:1]).findings
+  return result[0].cause if result else None
 
 
 def tiny(config: ModelConfig) -> ModelConfig:
@@ -151,21 +151,21 @@ def _splits(config: Config, plan: BatchPlan | None, topology: Topology) -> list[
     plan: its batches; None while its microbatch is to be chosen.
     topology: its devices.
   """
-  found = []
+  results = []
   most = max(config.batch.gradient_accumulation_steps, _most_microbatches(plan) if plan else 1)
   if most > 1:
     given, instead = _asks_for_microbatches(config.batch)
-    found.append((f"{given} takes {counted(most, 'microbatch', 'microbatches')}", instead))
+    results.append((f"{given} takes {counted(most, 'microbatch', 'microbatches')}", instead))
   schedule, replicas = config.pipeline.pipeline_schedule, topology.shape["data"]
   if schedule != "none":
     given = f"pipeline_schedule={schedule} divides a microbatch between stages"
-    found.append((given, "pipeline_schedule=none num_pipeline_microbatches=-1"))
+    results.append((given, "pipeline_schedule=none num_pipeline_microbatches=-1"))
   if replicas > 1:
-    found.append((f"{_data_keys(config, topology)} makes {replicas} replicas", ""))
+    results.append((f"{_data_keys(config, topology)} makes {replicas} replicas", ""))
   if schedule != "none" or replicas > 1:
-    reason, instead = found[-1]
-    found[-1] = reason, f"{instead} {_over_fsdp(topology)}".strip()
-  return found
+    reason, instead = results[-1]
+    results[-1] = reason, f"{instead} {_over_fsdp(topology)}".strip()
+  return results
 
 
 def _data_keys(config: Config, topology: Topology) -> str:

@@ -127,22 +127,22 @@ def explore(
   Raises:
     UserError: nothing fits.
   """
-  found, base = Exploration(len(candidates)), None
+  result, base = Exploration(len(candidates)), None
   for candidate in _order(candidates):
-    if candidate in [one.candidate for one in found.skipped]:
+    if candidate in [one.candidate for one in result.skipped]:
       continue
     tried = Tried(candidate, probe(candidate))
-    skipped = [] if tried.probe.fits else _larger_than(tried, candidates, found)
-    found = dataclasses.replace(
-      found, tried=(*found.tried, tried), skipped=(*found.skipped, *skipped)
+    skipped = [] if tried.probe.fits else _larger_than(tried, candidates, result)
+    result = dataclasses.replace(
+      result, tried=(*result.tried, tried), skipped=(*result.skipped, *skipped)
     )
-    base = base or found.best
-    say(_line(found, base))
-  if found.best is None:
+    base = base or result.best
+    say(_line(result, base))
+  if result.best is None:
     raise UserError(
-      nothing_fits(min(found.tried, key=lambda one: one.probe.peak_bytes), suggested_fixes)
+      nothing_fits(min(result.tried, key=lambda one: one.probe.peak_bytes), suggested_fixes)
     )
-  return found
+  return result
 
 
 def _order(candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -156,10 +156,10 @@ def _order(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def _larger_than(
-  tried: Tried, candidates: Sequence[Candidate], found: Exploration
+  tried: Tried, candidates: Sequence[Candidate], result: Exploration
 ) -> list[Skipped]:
   """Returns the candidates that cannot fit because `tried` does not."""
-  known = [one.candidate for one in (*found.tried, *found.skipped)]
+  known = [one.candidate for one in (*result.tried, *result.skipped)]
   return [
     Skipped(one, tried)
     for one in candidates
@@ -169,17 +169,17 @@ def _larger_than(
   ]
 
 
-def _line(found: Exploration, base: Tried | None) -> str:
+def _line(result: Exploration, base: Tried | None) -> str:
   """Returns the recommendation so far."""
-  progress = f"exploration progress: {found.share_explored:.0%}"
-  if found.best is None or base is None:
-    last = found.tried[-1]
+  progress = f"exploration progress: {result.share_explored:.0%}"
+  if result.best is None or base is None:
+    last = result.tried[-1]
     return f"INFO: micro_batch_size: {last.size} does not fit ({last.probe.memory}), {progress}"
-  gain = found.best.samples_per_second / (base.samples_per_second or math.inf)
-  best = found.best.candidate
+  gain = result.best.samples_per_second / (base.samples_per_second or math.inf)
+  best = result.best.candidate
   return (
-    f"INFO: Current recommended micro_batch_size: {found.best.size}, {found.best.probe.how} "
-    f"performance: {gain:.2f}x base, {progress}, confidence: {found.confidence} (of "
+    f"INFO: Current recommended micro_batch_size: {result.best.size}, {result.best.probe.how} "
+    f"performance: {gain:.2f}x base, {progress}, confidence: {result.confidence} (of "
     f"{MOST_CONFIDENCE})"
     + (f", remat_policy: {best.remat_policy}" if best.remat_policy else "")
     + (f", compiler_flags: {best.compiler_flags}" if best.compiler_flags else "")

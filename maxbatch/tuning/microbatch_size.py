@@ -163,9 +163,9 @@ def explore_sizes(
   sizes = find(config, place.layout)
   sizes = with_variants(sizes, config, place.devices[0])
   say = in_process_0(say)
-  found = explore(sizes, agreed(probe), memory_suggestions(config), say)
-  say(f"\n{found}")
-  return found.ranked[0].candidate.applied_to(config), found
+  result = explore(sizes, agreed(probe), memory_suggestions(config), say)
+  say(f"\n{result}")
+  return result.ranked[0].candidate.applied_to(config), result
 
 
 def what_it_depends_on(

@@ -169,8 +169,8 @@ class Ranking:
 
   def _timed(self) -> dict[int, float]:
     """Returns the seconds of a step where they are known, by choice, ascending."""
-    found = {n: self._step_seconds(n) for n in sorted(self.known)}
-    return {n: seconds for n, seconds in found.items() if seconds}
+    results = {n: self._step_seconds(n) for n in sorted(self.known)}
+    return {n: seconds for n, seconds in results.items() if seconds}
 
   def _step_seconds(self, n: int) -> float | None:
     return self.known[n].step_seconds(self.steps.num_microbatches)
@@ -180,9 +180,9 @@ class Ranking:
     if one is not None:
       seconds = self._step_seconds(n)
       return RankedChoice(n, seconds, one.peak_bytes, one.fits, one.how if seconds else "compiled")
-    sizes = {self.steps.samples(other): found for other, found in self.known.items()}
-    memory = fitted([(x, float(found.peak_bytes)) for x, found in sizes.items()]).at(samples)
-    too_large = [x for x, found in sizes.items() if not found.fits]
+    sizes = {self.steps.samples(other): result for other, result in self.known.items()}
+    memory = fitted([(x, float(result.peak_bytes)) for x, result in sizes.items()]).at(samples)
+    too_large = [x for x, result in sizes.items() if not result.fits]
     fits = memory <= self.capacity_bytes and all(samples < more for more in too_large)
     return RankedChoice(n, self._predicted_seconds(n), memory, fits, "predicted")
 
@@ -285,12 +285,12 @@ def rank(steps: RankedStep, probe: Probe) -> Ranking:
   return Ranking(steps, search(next_choice, probe, most_probes(len(choices))))
 
 
-def _next(found: Ranking) -> int | None:
+def _next(result: Ranking) -> int | None:
   """Returns what is worth compiling: predicted to be the fastest, or so close that it may be."""
-  fitting = {one.num_pipeline_microbatches: one.step_seconds for one in found.entries if one.fits}
-  timed = [seconds for n, seconds in fitting.items() if n in found.known and seconds]
+  fitting = {one.num_pipeline_microbatches: one.step_seconds for one in result.entries if one.fits}
+  timed = [seconds for n, seconds in fitting.items() if n in result.known and seconds]
   # Without any time only the first counts.
   close = list(fitting) if timed else list(fitting)[:1]
   limit = min(timed, default=math.inf) * (1 + _CLOSE)
-  worth = (n for n in close if n not in found.known and (fitting[n] or 0.0) <= limit)
+  worth = (n for n in close if n not in result.known and (fitting[n] or 0.0) <= limit)
   return next(worth, None)

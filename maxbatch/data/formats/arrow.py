@@ -92,8 +92,8 @@ def _read_arrow(
       inside = range(max(start - first, 0), min(stop - first, batch.num_rows))
       if inside:
         part = batch.slice(inside.start, len(inside))
-        found = zip(values(part.column(column)), weights_of(part, weights), strict=True)
-        for place, (value, weight) in enumerate(found, start=first + inside.start):
+        result = zip(values(part.column(column)), weights_of(part, weights), strict=True)
+        for place, (value, weight) in enumerate(result, start=first + inside.start):
           yield Record(place, value, weight)
       first += batch.num_rows
 

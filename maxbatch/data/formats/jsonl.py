@@ -52,8 +52,8 @@ def _read(
         yield Record(place, Bad(f"longer than {MAX_RECORD_BYTES:,} bytes"))
       elif not line.isspace():
         record = _object(line, column)
-        found = _value(record, weights) if weights else None
-        yield Record(place, _value(record, column), found)
+        result = _value(record, weights) if weights else None
+        yield Record(place, _value(record, column), result)
 
 
 def _skip(stream: IO[bytes], num_bytes: int, *, is_seekable: bool) -> None:

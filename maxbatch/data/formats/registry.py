@@ -24,5 +24,5 @@ def format_of(name: str) -> str:
   lower = name.lower().rpartition("/")[2]
   if lower in _ABOUT_THE_DATA:
     return ""
-  found = (name for name, each in FORMATS.items() if re.search(each.suffix, lower))
-  return next(found, "")
+  result = (name for name, each in FORMATS.items() if re.search(each.suffix, lower))
+  return next(result, "")

@@ -109,8 +109,8 @@ def _read_array_record(
         if len(content) > MAX_RECORD_BYTES:
           yield Record(place, Bad(f"longer than {MAX_RECORD_BYTES:,} bytes"))
         else:
-          found = feature(content, weights) if weights else None
-          yield Record(place, feature(content, column), found)
+          result = feature(content, weights) if weights else None
+          yield Record(place, feature(content, column), result)
 
 
 @contextlib.contextmanager
@@ -161,8 +161,8 @@ def _read_tfrecord(
         raise damaged(key, file, "TFRecord", f"record {place} is cut off")
       if _CHECKSUM.unpack(checksum) != (_masked(content),):
         raise damaged(key, file, "TFRecord", f"record {place} does not match its checksum")
-      found = feature(content, weights) if weights else None
-      yield Record(place, feature(content, column), found)
+      result = feature(content, weights) if weights else None
+      yield Record(place, feature(content, column), result)
 
 
 def _lengths(key: str, file: SourceFile, stream: IO[bytes]) -> Iterator[int]:

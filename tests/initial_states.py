@@ -11,7 +11,7 @@ from maxbatch.training.state import TrainState, shardings
 from maxbatch.training.step import Trainer
 
 
-def begun_state(trainer: Trainer, parameters: Any) -> TrainState:
+def initial_state(trainer: Trainer, parameters: Any) -> TrainState:
   """These parameters, in their places; all the rest is zeros, as SGD and Adam begin."""
   zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), trainer.abstract)
   params, frozen = trainer.model.split(parameters)

@@ -32,8 +32,8 @@ def _trainers_of_adapters_are_shared():
   kept: dict[Trainer, Trainer] = {}
 
   def shared(trainer: Trainer, *others: Any) -> Trainer:
-    found = saving_frozen(trainer, *others)
-    return trainer if found is trainer else kept.setdefault(trainer, found)
+    result = saving_frozen(trainer, *others)
+    return trainer if result is trainer else kept.setdefault(trainer, result)
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr("maxbatch.modes.prepare.saving_frozen", shared)
@@ -166,8 +166,8 @@ def test_interrupted_and_resumed_is_bit_identical(text, bases, tmp_path, monkeyp
   record = newest_record(bases / "tuned" / "checkpoints")
   assert record is not None
   expected = {name: leaf["fingerprint"] for name, leaf in record["leaves"].items()}
-  found = {f"params/{name}": each for name, each in fingerprints(state.params).items()}
-  assert found == {name: each for name, each in expected.items() if name.startswith("params/")}
+  results = {f"params/{name}": each for name, each in fingerprints(state.params).items()}
+  assert results == {name: each for name, each in expected.items() if name.startswith("params/")}
   assert fingerprints(state.frozen) == {
     name: leaf["fingerprint"] for name, leaf in record["notes"]["frozen"]["leaves"].items()
   }
