@@ -173,7 +173,8 @@ def _step(
 
 
 def _faster(asked: Asked, size: BatchSize, samples: int) -> int:
-  """A batch of whole samples on every device instead, where it is near and sooner at the same loss."""
+  """Returns a batch of whole samples on every device instead, if one near is sooner at the same
+  loss."""
   assert asked.place
   # The multiple of the place's devices next to what the rules say; 0 below half of them.
   devices = asked.place.slices * asked.place.devices_per_slice
@@ -229,7 +230,7 @@ def _keys(asked: Asked, sizes: Sizes, advised: Settings) -> dict[str, object]:
 
 
 def _in_samples(asked: Asked, samples: int) -> dict[str, object]:
-  """Intervals in steps as samples, since steps of a ramp differ in size."""
+  """Returns intervals in steps as samples, since steps of a ramp differ in size."""
   config = asked.config
   own = {
     "eval_interval": config.run.eval_interval,
@@ -251,7 +252,7 @@ class Planned:
 
   @property
   def seconds(self) -> float:
-    """Of all steps."""
+    """Seconds of all steps."""
     timed = zip(self.plan.phases, self.step_seconds, strict=False)
     return sum(phase.num_steps * seconds for phase, seconds in timed)
 

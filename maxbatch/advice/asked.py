@@ -36,7 +36,7 @@ class Place:
 
   @property
   def name(self) -> str:
-    """As compile_topology has it."""
+    """The name that compile_topology takes."""
     return f"{self.generation}-{self.chips_per_slice * self._family.named_units_per_chip}"
 
   def __str__(self) -> str:
@@ -49,12 +49,12 @@ class Place:
 
   @property
   def chips(self) -> int:
-    """Of all slices: what is paid for."""
+    """Chips of all slices: what is paid for."""
     return self.chips_per_slice * self.slices
 
   @property
   def devices_per_slice(self) -> int:
-    """As jax counts them."""
+    """Devices of a slice, as jax counts them."""
     return self.chips_per_slice * self._family.devices_per_chip
 
   @property
@@ -140,7 +140,7 @@ class Asked:
 
   @property
   def tokens(self) -> float:
-    """That the run may train on."""
+    """Tokens that the run may train on."""
     return self.training.tokens
 
   @property

@@ -89,7 +89,8 @@ def next_experiment(
 def _branches(
   asked: Asked, size: BatchSize, at: float, folder: str, run: Running, here: Point | None
 ) -> Experiment:
-  """Branches around the batch that is worth using at `at` tokens, as far as the devices divide it."""
+  """Plans branches around the batch that is worth using at `at` tokens, as far as the devices
+  divide it."""
   worth = size.tokens / growth_to(asked.tokens, at) / asked.length
   batches = sorted({max(1, round(factor * worth / run.unit)) * run.unit for factor in _FACTORS})
   if len(batches) < 2:
@@ -112,14 +113,15 @@ def _branches(
 
 
 def _branch_tokens(asked: Asked, batches: Sequence[int]) -> int:
-  """Of each: steps of the largest."""
+  """Returns the tokens of each branch: steps of the largest."""
   return _BRANCH_STEPS * batches[-1] * asked.length
 
 
 def _commands(
   asked: Asked, folder: str, at: float, batches: Sequence[int], run: Running
 ) -> tuple[str, ...]:
-  """One process can branch by itself; on more hosts each branch is a run from the same checkpoint."""
+  """Returns the commands: one process can branch by itself; on more hosts each branch is a run from
+  the same checkpoint."""
   if asked.place is None or asked.place.chips <= _ONE_HOST_CHIPS:
     return (f"python -m maxbatch.critical_batch checkpoint={folder} factors=1/2,3/4,1,3/2,2",)
   unit = run.unit * asked.length
@@ -134,7 +136,8 @@ def _commands(
 
 
 def _carried_spread(training: Training, at: float) -> float:
-  """How far the rules disagree about the growth of the critical batch from `at` to the end."""
+  """Returns how far the rules disagree about the growth of the critical batch from `at` to the
+  end."""
   size = training.parameters
   later_fall = expected_loss(size, at) - expected_loss(size, training.tokens)
   then = dataclasses.replace(training, tokens=at, loss=training.loss + later_fall)

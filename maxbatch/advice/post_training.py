@@ -75,7 +75,7 @@ class PostTrainingAdvice:
 
   @property
   def keys(self) -> dict[str, object]:
-    """What to set."""
+    """The keys to set."""
     return {"batch_size": self.taken.prompts, "num_generations": self.taken.generations}
 
   def as_dict(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _measured(folder: str) -> PromptNoise | None:
 
 
 def _compared(shapes: Sequence[Shape], noise: PromptNoise | None) -> list[Shape]:
-  """Steps to the same reward by McCandlish's rule, with the noise that each shape has."""
+  """Compares steps to the same reward by McCandlish's rule, with the noise that each shape has."""
   if noise is None:
     return list(shapes)
   steps = [_steps(one, noise) for one in shapes]
@@ -155,7 +155,8 @@ def _steps(shape: Shape, noise: PromptNoise) -> float:
 
 
 def _usual(shapes: Sequence[Shape], config: Config) -> Shape:
-  """The configuration's own where it is among what is found to be equal, else nearest to the middle."""
+  """Returns the configuration's own shape where it is among those found equal, else the one nearest
+  to the middle."""
   low, high = EQUAL_GENERATIONS
   own = [one for one in shapes if one.generations == config.rl.num_generations]
   if own and low <= own[0].generations <= high:
@@ -178,8 +179,9 @@ def _seconds(config: Config, completions: int, place: Place) -> StepSeconds:
 
 
 def _rollout(config: Config, work: StepWork, completions: int, place: Place) -> float:
-  """Sampling all completions at once: every token reads the weights and each completion's keys and values once,
-  divided over all devices. Latency, prompts and uneven lengths come on top."""
+  """Estimates the seconds of sampling all completions at once: every token reads the weights and
+  each completion's keys and values once, divided over all devices. Latency, prompts and uneven
+  lengths come on top."""
   model, chip = config.model, place.chip
   completion = config.batch.max_target_length - config.rl.max_prefill_predict_length
   places = place.slices * place.devices_per_slice
@@ -192,7 +194,7 @@ def _rollout(config: Config, work: StepWork, completions: int, place: Place) -> 
 
 
 def report(advice: PostTrainingAdvice) -> str:
-  """As it is printed."""
+  """Returns the text that is printed."""
   return "\n\n".join("\n".join(lines) for lines in map(list, _sections(advice)) if lines)
 
 

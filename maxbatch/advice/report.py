@@ -76,7 +76,8 @@ def _answer(advice: Advice, planned: Planned) -> Iterator[str]:
 
 
 def _trust(split: BatchSplit) -> str:
-  """Where the time of a step is from; see docs/effective_microbatches.md for how far off it is."""
+  """Says where the time of a step is from; see docs/effective_microbatches.md for how far off it
+  is."""
   if split.step.how == "compiled":
     return "as it was compiled"
   return f"estimated without compiling, ±{percent(step_rates().spread['seconds'])}"

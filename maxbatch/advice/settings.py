@@ -129,7 +129,8 @@ def _rate(
 
 
 def _second_moment(asked: Asked, here: float) -> float:
-  """adam_b2 at a batch: the run's own, with its half-life in tokens where its batch is known."""
+  """Returns adam_b2 at a batch: the run's own, with its half-life in tokens where its batch is
+  known."""
   own, found_at = asked.config.optimizer.adam_b2, float(asked.wishes.rate_found_at)
   if not found_at:
     return own
@@ -139,7 +140,7 @@ def _second_moment(asked: Asked, here: float) -> float:
 def _at(
   asked: Asked, tokens: float, here: float, rate: float, b2: float, coupling: str
 ) -> PhaseSettings:
-  """At the batch of a phase."""
+  """Returns the settings at the batch of a phase."""
   of_phase = rate * (tokens / here) ** COUPLINGS[coupling]
   decay = asked.config.optimizer.adam_weight_decay
   if not _keeps_decay(asked):
@@ -148,7 +149,7 @@ def _at(
 
 
 def _keeps_decay(asked: Asked) -> bool:
-  """Whether the weight decay is not advised: it was set by hand, or no rule speaks of it."""
+  """Returns whether the weight decay is left alone: it was set by hand, or no rule speaks of it."""
   optimizer = asked.config.optimizer
   has_rate = optimizer.learning_rate > 0 or "learning_rate" not in asked.given
   return "adam_weight_decay" in asked.given or optimizer.opt_type != _RULED or not has_rate
@@ -163,7 +164,8 @@ def _coupling(asked: Asked) -> str:
 
 
 def _scaling(here: float, critical_tokens: float) -> ScalingRule:
-  """The rule that carries a rate: the square root well below the critical batch, else one that turns."""
+  """Returns the rule that carries a rate: the square root well below the critical batch, else one
+  that bends."""
   return SQUARE_ROOT if here <= _ROOT_UNTIL * critical_tokens else SURGE
 
 
@@ -178,5 +180,5 @@ def _carried(asked: Asked, at: float, here: float, critical_tokens: float) -> li
 
 
 def _rounded(value: float, digits: int = 2) -> float:
-  """Two digits, which is more than is known."""
+  """Rounds to two digits, which is more than is known."""
   return float(f"{value:.{digits}g}")

@@ -35,7 +35,7 @@ class Point:
 
   @property
   def days(self) -> float:
-    """Of training, without starts and evaluations."""
+    """Days of training, without starts and evaluations."""
     return self.seconds / DAY
 
   @property

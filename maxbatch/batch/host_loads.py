@@ -53,7 +53,7 @@ class Redistribution:
 
   @functools.cached_property
   def slots(self) -> tuple[tuple[int | None, ...], ...]:
-    """For each device the blocks that its process puts there: its own, then that of each round."""
+    """The blocks that each device's process puts there: its own, then that of each round."""
     slots: list[list[int | None]] = [
       [block if process in self.readers[block] else None] + [None] * len(self.rounds)
       for process, block in zip(self.processes, self.blocks, strict=True)
@@ -99,7 +99,8 @@ def _users(processes: Sequence[int], blocks: Sequence[int]) -> tuple[tuple[int, 
 
 
 def _readers(users: Sequence[Sequence[int]], loading: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-  """One reader for every block: near it if possible, else the one that reads least so far."""
+  """Returns one reader for every block: near it if possible, else the one that reads least so
+  far."""
   counts = dict.fromkeys(sorted(loading), 0)
   readers: list[int | None] = []
   for using in users:
@@ -121,7 +122,8 @@ def _readers(users: Sequence[Sequence[int]], loading: Sequence[int]) -> tuple[tu
 def _receiving(
   processes: Sequence[int], blocks: Sequence[int], readers: Sequence[Sequence[int]]
 ) -> Mapping[tuple[int, int], Sequence[int]]:
-  """The devices that do not get their block from their own process, by process and block."""
+  """Returns the devices that do not get their block from their own process, by process and
+  block."""
   results: dict[tuple[int, int], list[int]] = {}
   for device, (process, block) in enumerate(zip(processes, blocks, strict=True)):
     if process not in readers[block]:
@@ -151,7 +153,8 @@ def _rounds(
 
 
 def _copies(groups: Sequence[Sequence[int]]) -> Rounds:
-  """From the first device of each group to the others: twice as many have it after each round."""
+  """Returns the rounds from the first device of each group to the others: each round doubles how
+  many have it."""
   rounds: list[list[tuple[int, int]]] = []
   for group in groups:
     for number in range((len(group) - 1).bit_length()):
@@ -218,7 +221,8 @@ def loading_hosts(plan: BatchPlan, num_hosts: int) -> tuple[int, ...]:
 
 
 def host_loads(plan: BatchPlan, num_hosts: int) -> list[HostLoad]:
-  """Samples of a step of the run's batch that each host loads; hosts with equal loads are grouped.
+  """Returns the samples of a step of the run's batch that each host loads; hosts with equal loads
+  are grouped.
 
   Hosts have equally many devices, one host after the other in the order of the mesh.
 
@@ -243,7 +247,7 @@ def with_load_factor(plan: BatchPlan, factor: Fraction) -> BatchPlan:
 
 
 def planned_redistribution(plan: BatchPlan, num_hosts: int) -> Redistribution:
-  """Who reads what on hosts that have equally many devices, in the order of the mesh.
+  """Plans who reads what on hosts that have equally many devices, in the order of the mesh.
 
   Raises:
     UserError: the devices do not divide evenly over the hosts, or loading_hosts does not fit them.

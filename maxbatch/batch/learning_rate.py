@@ -25,19 +25,21 @@ def constant(progress: float, config: OptimizerConfig) -> float:
 
 
 def linear(progress: float, config: OptimizerConfig) -> float:
-  """Linear decay from the peak to learning_rate_final_fraction of it."""
+  """Decays linearly from the peak to learning_rate_final_fraction of it."""
   final = config.learning_rate_final_fraction
   return 1.0 + (final - 1.0) * progress
 
 
 def cosine(progress: float, config: OptimizerConfig) -> float:
-  """Cosine decay to learning_rate_final_fraction of the peak (Loshchilov & Hutter 2017)."""
+  """Decays along a cosine to learning_rate_final_fraction of the peak (Loshchilov & Hutter
+  2017)."""
   final = config.learning_rate_final_fraction
   return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def wsd(progress: float, config: OptimizerConfig) -> float:
-  """Warm-up, stable, decay (Hu et al. 2024): linear over the last wsd_decay_steps_fraction."""
+  """Warms up, stays, and decays (Hu et al. 2024): linearly over the last
+  wsd_decay_steps_fraction."""
   start = 1.0 - config.wsd_decay_steps_fraction
   if progress <= start:
     return 1.0
@@ -72,7 +74,7 @@ class LearningRate:
   warmup: float
 
   def __call__(self, position: Position) -> float:
-    """The rate of the step that begins at `position`."""
+    """Returns the rate of the step that begins at `position`."""
     at = self.plan.measure(position, self.unit)
     exponent = COUPLINGS[_coupling(self.config, self.plan)]
     share = self.plan.share_of_batch(position)
@@ -86,7 +88,8 @@ class LearningRate:
     return peak * self.schedule(progress, self.config)
 
   def highest(self, phase: Phase) -> float:
-    """The highest rate of a phase: at the warm-up's end, if that is in it, else at one of its ends.
+    """Returns the highest rate of a phase: at the warm-up's end, if that is in it, else at one of
+    its ends.
 
     So it is for schedules that never rise again, as those registered here.
     """
@@ -99,7 +102,8 @@ class LearningRate:
 
 
 def _coupling(config: OptimizerConfig, plan: BatchPlan) -> str:
-  """auto is sqrt where the batch grows from batch_size, for which the rate was chosen; else none."""
+  """Resolves auto: sqrt where the batch grows from batch_size, for which the rate was chosen; else
+  none."""
   if config.learning_rate_batch_coupling != "auto":
     return config.learning_rate_batch_coupling
   return "sqrt" if plan.begins_with_batch_size else "none"

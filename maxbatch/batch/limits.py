@@ -22,7 +22,7 @@ def _batches(plan: BatchPlan) -> str:
 
 
 def _devices(plan: BatchPlan) -> str:
-  """On how many devices the same batch divides into the same per-device batches."""
+  """Says on how many devices the same batch divides into the same per-device batches."""
   groups, devices = plan.topology.num_batch_groups, plan.topology.num_devices
   batch, sharing = plan.global_batch_to_train, devices // groups
   rows = plan.micro_batch_to_train // groups

@@ -8,7 +8,7 @@ _POINTS = 400
 
 
 def plan_chart(plan: BatchPlan, rate: LearningRate) -> Chart:
-  """Batch above, learning rate below, on one axis of samples."""
+  """Returns a chart of the batch above and the learning rate below, on one axis of samples."""
   batches, rates = (list(zip(*each, strict=True)) for each in (_batches(plan), _rates(plan, rate)))
   panels = [
     Panel("batch (samples per step)", [Line("batch", batches[:1], batches[1])], low=0),
@@ -27,7 +27,8 @@ def _batches(plan: BatchPlan) -> list[tuple[float, float]]:
 
 
 def _rates(plan: BatchPlan, rate: LearningRate) -> list[tuple[float, float]]:
-  """The rate at steps spread evenly over the run, the first and last of every phase included."""
+  """Returns the rate at steps spread evenly over the run, the first and last of every phase
+  included."""
   last = max(plan.steps - 1, 0)
   steps = {last * n // _POINTS for n in range(_POINTS + 1)}
   for phase in plan.phases:

@@ -55,7 +55,8 @@ def keep_batch(
 
 
 def _near(per_device: Fraction, batch: int, topology: Topology) -> Fraction:
-  """The size of a device's microbatch, or the largest smaller one that divides the batch."""
+  """Returns the size of a device's microbatch, or the largest smaller one that divides the
+  batch."""
   devices, groups = topology.num_devices, topology.num_batch_groups
   rows = max(1, math.floor(per_device * devices / groups))
   return Fraction(fitting_micro_batch(rows * groups, batch, topology), devices)

@@ -107,11 +107,11 @@ class RLPlan:
     return self.num_snapshots * self.num_microbatches
 
   def batch_of_step(self, step: int) -> int:
-    """The batch of completions that `step` (0-based) of the optimizer trains on."""
+    """Returns the batch of completions that `step` (0-based) of the optimizer trains on."""
     return step // self.num_iterations
 
   def first_prompt(self, batch: int) -> int:
-    """The place in the stream of the first prompt of a batch."""
+    """Returns the place in the stream of the first prompt of a batch."""
     return batch * self.batch_size
 
   def begins_batch(self, step: int) -> bool:
@@ -124,13 +124,14 @@ class RLPlan:
     return len(self.saved_policies(0))
 
   def saved_policies(self, step: int) -> list[int]:
-    """The steps before which those stood that a checkpoint before `step` has, see rollout_order.py."""
+    """Returns the steps before which those policies stood that a checkpoint before `step` has, see
+    rollout_order.py."""
     batch, again = self.batch_of_step(step), self.num_iterations > 1
     batches = saved_policies(batch, self.staleness, and_own=again)
     return [0] * self.has_reference + [self.first_step(each) for each in batches]
 
   def first_step(self, batch: int) -> int:
-    """The first step on a batch, from 0."""
+    """Returns the first step on a batch, from 0."""
     return batch * self.num_iterations
 
   def dispatch_of(self, number: int) -> tuple[int, int]:
@@ -138,31 +139,34 @@ class RLPlan:
     return divmod(number, self.num_microbatches)
 
   def first_microbatch(self, batch: int) -> int:
-    """The number of a batch's first microbatch, counted through all batches."""
+    """Returns the number of a batch's first microbatch, counted through all batches."""
     return batch * self.num_microbatches
 
   def place_of_microbatch(self, number: int) -> tuple[int, int]:
-    """The batch of a microbatch that is numbered through all of them, and its number in it."""
+    """Returns the batch of a microbatch that is numbered through all of them, and its number in
+    it."""
     return divmod(number, self.num_microbatches)
 
   def first_completion(self, batch: int, microbatch: int) -> int:
-    """The place in the stream of the first completion of a batch's microbatch."""
+    """Returns the place in the stream of the first completion of a batch's microbatch."""
     return batch * self.completions_per_step + microbatch * self.micro_batch
 
   def policy_of_batch(self, batch: int) -> int:
-    """The step before which the policy stood that samples a batch: by its lag, never before 0."""
+    """Returns the step before which the policy stood that samples a batch: by its lag, never before
+    0."""
     return max(0, batch - self.staleness) * self.num_iterations
 
   def lag(self, batch: int) -> int:
-    """Batches by which the policy that samples a batch is behind the one that trains on it."""
+    """Returns by how many batches the policy that samples a batch is behind the one that trains on
+    it."""
     return min(batch, self.staleness)
 
   def dropped_prompts(self, batches: int) -> int:
-    """Prompts dropped at the ends of epochs in the first so many batches."""
+    """Returns how many prompts are dropped at the ends of epochs in the first so many batches."""
     return self.epochs.dropped(self.first_prompt(batches))
 
   def as_dict(self) -> dict[str, object]:
-    """The derived sizes, for config.yml, checkpoints and --json."""
+    """Returns the derived sizes, for config.yml, checkpoints and --json."""
     return {
       "batch_size": self.batch_size,
       "num_generations": self.num_generations,
@@ -190,7 +194,7 @@ class RLPlan:
     return "\n".join(["Reinforcement learning", *lines, *(f"  {line}" for line in self._notes())])
 
   def _rows(self) -> list[tuple[str, int, str, str]]:
-    """(name, size, unit, formula) of every size; a formula uses only sizes above it."""
+    """Returns (name, size, unit, formula) of every size; a formula uses only sizes above it."""
     step, micro, count = self.completions_per_step, self.micro_batch, self.num_batches
     unit, iterations = "completions", self.num_iterations
     training, rollout = self.topology.training.num_devices, self.topology.rollout_devices
@@ -248,7 +252,7 @@ _SHOWN = 6
 
 
 def _listed(sizes: list[int]) -> str:
-  """`8, 16 or 32`; of many the first and the last."""
+  """Lists sizes as `8, 16 or 32`; of many the first and the last."""
   words = [f"{size:,}" for size in sizes]
   if len(words) > _SHOWN:
     words = [*words[: _SHOWN - 2], "…", words[-1]]
@@ -256,7 +260,8 @@ def _listed(sizes: list[int]) -> str:
 
 
 def in_samples(config: Config, plan: RLPlan) -> Config:
-  """The configuration whose batch counts samples, as training reads it: a sample is a completion."""
+  """Returns the configuration whose batch counts samples, as training reads it: a sample is a
+  completion."""
   batch = _sized(config.batch, plan.completions_per_step, plan.num_microbatches)
   return dataclasses.replace(config, batch=batch)
 

@@ -86,14 +86,15 @@ class GivenCompletions:
   num_microbatches: GivenSize | None
 
   def batch_unit(self, topology: RLTopology) -> int:
-    """Completions of which a step must be a multiple for the other sizes to stay as they are given."""
+    """Returns the number of completions of which a step must be a multiple for the other sizes to
+    stay as they are given."""
     count = int(self.num_microbatches.size) if self.num_microbatches else 1
     micro = self.micro_batch
     return count * (int(micro.size) if micro and _is_whole(micro, topology) else topology.unit)
 
 
 def solve_rl(given: GivenCompletions, topology: RLTopology) -> Sizes:
-  """The microbatch and the number of microbatches, in completions.
+  """Solves for the microbatch and the number of microbatches, in completions.
 
   Raises:
     UserError: the sizes contradict each other, or a microbatch would not hold whole groups for all
@@ -172,7 +173,7 @@ def _if_set(key: str, value: Fraction | int, scale: Fraction | int = 1) -> list[
 
 
 def _completions(batch: GivenSize) -> str:
-  """`128 completions of batch_size=16`."""
+  """Describes a batch, as `128 completions of batch_size=16`."""
   return f"{text(batch.size)} completions of {batch.assigned()}"
 
 
@@ -182,7 +183,8 @@ def _is_whole(micro: GivenSize, topology: RLTopology) -> bool:
 
 
 def _batches(given: GivenCompletions, topology: RLTopology) -> list[str]:
-  """The nearest steps, with the microbatch that they need where the given one works with none."""
+  """Suggests the nearest steps, with the microbatch that they need where the given one works with
+  none."""
   unit, micro = given.batch_unit(topology), given.micro_batch
   if micro is None:
     return [given.batch.assigned(size) for size in nearest_multiples(unit, given.batch.size)]
@@ -225,7 +227,7 @@ def _check_product(
 
 
 def _from_micro_batch(batch: GivenSize, micro: GivenSize, topology: RLTopology) -> Sizes:
-  """Microbatches = completions of the step / completions of a microbatch."""
+  """Divides: microbatches = completions of the step / completions of a microbatch."""
   unit, is_whole = topology.unit, _is_whole(micro, topology)
   if is_whole and batch.size % micro.size == 0:
     return Sizes(int(micro.size), int(batch.size / micro.size))
@@ -241,7 +243,8 @@ def _from_micro_batch(batch: GivenSize, micro: GivenSize, topology: RLTopology) 
 
 
 def _from_number(batch: GivenSize, number: GivenSize | None, topology: RLTopology) -> Sizes:
-  """Completions of a microbatch = completions of the step / microbatches, which are 1 unless given."""
+  """Divides: completions of a microbatch = completions of the step / microbatches, which are 1
+  unless given."""
   count, units = int(number.size) if number else 1, int(batch.size / topology.unit)
   if number is None or units % count == 0:
     return Sizes(int(batch.size) // count, count)
@@ -255,18 +258,19 @@ def _from_number(batch: GivenSize, number: GivenSize | None, topology: RLTopolog
 
 
 def warm_start_batch(training: Topology) -> int:
-  """Demonstrations of a step before reinforcement learning: 64, or the next number that divides."""
+  """Returns the demonstrations of a step before reinforcement learning: 64, or the next number that
+  divides."""
   groups = training.num_batch_groups
   return -(-_WARM_START_BATCH // groups) * groups
 
 
 def micro_batch_sizes(completions: int, topology: RLTopology) -> list[int]:
-  """Every microbatch that a step of so many completions can have, ascending."""
+  """Returns every microbatch that a step of so many completions can have, ascending."""
   return [count * topology.unit for count in divisors(completions // topology.unit)]
 
 
 def halving_micro_batch_sizes(completions: int, topology: RLTopology) -> list[int]:
-  """Those microbatches from which the noise of the gradient can be estimated, ascending.
+  """Returns those microbatches from which the noise of the gradient can be estimated, ascending.
 
   Each replica of the model has whole groups of them, whose halves divide over its devices, and a step
   has several to compare.

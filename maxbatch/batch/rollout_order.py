@@ -17,7 +17,8 @@ def sampled_before(microbatch: int, num_microbatches: int, staleness: int) -> in
 
 
 def last_with_a_policy(microbatch: int, num_microbatches: int, staleness: int) -> int:
-  """The last microbatch that can be sampled before this one is trained on: its policy is there.
+  """Returns the last microbatch that can be sampled before this one is trained on: its policy is
+  there.
 
   Args: as `sampled_before`.
   """

@@ -45,7 +45,8 @@ class RowPlan:
     return self.num_microbatches * self.micro_batch
 
   def rows_at(self, columns: np.ndarray) -> np.ndarray:
-    """Offsets int64[k, len(columns)] from the step's first sample of the rows in these columns."""
+    """Returns the offsets int64[k, len(columns)] from the step's first sample of the rows in these
+    columns."""
     return np.arange(self.num_microbatches)[:, None] * self.micro_batch + columns[None, :]
 
 
@@ -55,7 +56,8 @@ def columns_of_blocks(blocks: Sequence[int], size: int) -> np.ndarray:
 
 
 def row_of_step(dispatch: int, place: int, micro_batch: int) -> tuple[int, int]:
-  """The row of a step, and its column, that is at `place` of the rows of one of its dispatches."""
+  """Returns the row of a step, and its column, that is at `place` of the rows of one of its
+  dispatches."""
   return dispatch * micro_batch + place, place % micro_batch
 
 
@@ -100,7 +102,7 @@ class Steps(Sequence[StepRows]):
   """Steps in runs of equal ones: a run of a hundred million steps is one range."""
 
   def __init__(self, runs: Iterable[tuple[range, int]]):
-    """`runs` are the steps' first samples, and the number of microbatches of each step."""
+    """Takes the first samples of runs of steps, and the number of microbatches of each step."""
     self.runs = [(firsts, num_microbatches) for firsts, num_microbatches in runs if firsts]
     self._first_samples = JoinedRanges(firsts for firsts, _ in self.runs)
 
@@ -127,8 +129,8 @@ class Segment:
 
 
 def dispatches(plan: BatchPlan, start: Position, *, streamed: bool) -> list[Segment]:
-  """The dispatches from `start` to the end of the run: one per step, or one per microbatch if
-  `streamed`."""
+  """Returns the dispatches from `start` to the end of the run: one per step, or one per microbatch
+  if `streamed`."""
   phases = itertools.groupby(plan.starting_at(start).phases, lambda phase: phase.micro_batch)
   return [
     Segment(micro_batch, Steps(_dispatched(phase, streamed=streamed) for phase in group))
@@ -171,11 +173,13 @@ class StepTable:
     return RowPlan(num_microbatches, self.micro_batch)
 
   def samples(self, step: int, columns: np.ndarray) -> np.ndarray:
-    """The samples int64[k·len(columns)], ascending, in these columns of the step's microbatches."""
+    """Returns the samples int64[k·len(columns)], ascending, in these columns of the step's
+    microbatches."""
     return self.first_samples[step] + self.plan(step).rows_at(columns).reshape(-1)
 
   def sample_ids(self, step: int, capacity: int) -> np.ndarray:
-    """The ids int32[capacity, micro_batch] of the step's samples; −1 beyond its microbatches."""
+    """Returns the ids int32[capacity, micro_batch] of the step's samples; −1 beyond its
+    microbatches."""
     plan, first = self.plan(step), self.first_samples[step]
     ids = np.full((capacity, self.micro_batch), -1, np.int32)
     samples = np.arange(first, first + plan.num_rows)
@@ -183,7 +187,8 @@ class StepTable:
     return ids
 
   def samples_between(self, begin: int, end: int, columns: np.ndarray) -> np.ndarray:
-    """As `samples`, for all steps, from sample `begin` up to but not including `end`."""
+    """Returns, as `samples` does, those of all steps from sample `begin` up to but not including
+    `end`."""
     first = bisect.bisect_right(self.first_samples, begin) - 1
     last = bisect.bisect_left(self.first_samples, end)
     samples = np.concatenate([self.samples(step, columns) for step in range(first, last)])

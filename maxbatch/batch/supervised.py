@@ -29,7 +29,7 @@ def check_supervised(config: RLConfig) -> None:
 
 
 def training_devices(config: RLConfig, num_devices: int, num_slices: int = 1) -> int:
-  """The devices that train, of all.
+  """Returns how many of all devices train.
 
   Raises:
     UserError: those that only sample leave none, or slices of different sizes.

@@ -142,17 +142,17 @@ class GrowthRule(Rule):
 
 
 def data_overhead_of(batch_tokens: float, critical_tokens: float) -> float:
-  """B / Bcrit."""
+  """Returns B / Bcrit."""
   return batch_tokens / critical_tokens
 
 
 def data_factor(data_overhead: float) -> float:
-  """E / Emin at B = data_overhead · Bcrit."""
+  """Returns E / Emin at B = data_overhead · Bcrit."""
   return 1 + data_overhead
 
 
 def steps_factor(data_overhead: float) -> float:
-  """S / Smin at B = data_overhead · Bcrit."""
+  """Returns S / Smin at B = data_overhead · Bcrit."""
   return 1 + 1 / data_overhead
 
 

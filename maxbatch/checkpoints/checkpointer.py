@@ -78,9 +78,9 @@ class Checkpointer:
     settings: Mapping[str, object] | None = None,
     verified: Callable[[int], None] = lambda step: None,
   ):
-    """`identity` says what must not change between runs (model, dataset, seed, ...), and `settings`
-    what may, as JSON values; `report` receives a text whenever something deserves a person's
-    attention, and `verified` the step of a save that was read back as it was saved.
+    """Takes as `identity` what must not change between runs (model, dataset, seed, ...), and as
+    `settings` what may, as JSON values; `report` receives a text whenever something deserves a
+    person's attention, and `verified` the step of a save that was read back as it was saved.
 
     Raises UserError for an unknown checkpoint_format.
     """
@@ -109,7 +109,8 @@ class Checkpointer:
       self.close()
 
   def steps(self) -> list[int]:
-    """The steps whose saves were completed, oldest first; read from the disk, not yet verified."""
+    """Lists the steps whose saves were completed, oldest first; read from the disk, not yet
+    verified."""
     return resumable_steps(self._directory)
 
   def save(
@@ -161,7 +162,7 @@ class Checkpointer:
       self.wait()
 
   def restore(self, abstract_state: object) -> Restored | None:
-    """The newest checkpoint that verifies, or None if none was ever completed.
+    """Restores the newest checkpoint that verifies, or returns None if none was ever completed.
 
     `abstract_state` is a pytree of ShapeDtypeStructs; arrays arrive on the shardings they name (the
     first device where they name none), whatever mesh they were saved from. Raises UserError: the
@@ -225,7 +226,8 @@ class Checkpointer:
 
   @property
   def _reader(self) -> ocp.CheckpointManager:
-    """What reads: in each of several processes by itself, so that one that cannot keeps nobody."""
+    """The manager that reads: in each of several processes by itself, so that one that cannot keeps
+    nobody waiting."""
     return self._manager if jax.process_count() == 1 else self._lone_reader
 
   @functools.cached_property
@@ -300,15 +302,15 @@ class Checkpointer:
     self._report(f"warning: {self._failure}; training continues, {last}")
 
   def _agreed_steps(self) -> list[int]:
-    """`steps` as process 0 sees them."""
+    """Returns `steps` as process 0 sees them."""
     return broadcast_one_to_all(self.steps())
 
   def _unfinished(self) -> list[pathlib.Path]:
     return sorted(self._directory.glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
 
   def _prepare_to_write(self) -> None:
-    """Before the first save, and after a failed one: removes what interrupted saves left,
-    which nothing can read, and renames damaged steps so that their numbers are free."""
+    """Removes what interrupted saves left, which nothing can read, and renames damaged steps so
+    that their numbers are free: before the first save, and after a failed one."""
     if self._ready_to_write:
       return
     self._close_manager()

@@ -16,7 +16,7 @@ from maxbatch.run_folder.paths import RunFolder
 
 
 def completed_steps(directory: pathlib.Path) -> list[int]:
-  """The steps whose saves were completed, oldest first; not yet verified."""
+  """Lists the steps whose saves were completed, oldest first; not yet verified."""
   if not directory.is_dir():
     return []
   names = (path.name for path in directory.iterdir() if path.is_dir())
@@ -24,20 +24,21 @@ def completed_steps(directory: pathlib.Path) -> list[int]:
 
 
 def parameters_to_begin_with(directory: pathlib.Path) -> pathlib.Path | None:
-  """The folder of step 0, if a conversion left parameters alone there; no run ever removes it."""
+  """Returns the folder of step 0, if a conversion left parameters alone there; no run ever removes
+  it."""
   folder = directory / "0"
   record = record_of(folder) if folder.is_dir() else None
   return folder if record is not None and is_parameters_only(record) else None
 
 
 def resumable_steps(directory: pathlib.Path) -> list[int]:
-  """As `completed_steps`, of those that a run saved while it trained."""
+  """Lists the completed steps that a run saved while it trained."""
   steps = completed_steps(directory)
   return steps[1:] if parameters_to_begin_with(directory) else steps
 
 
 def newest_record(directory: pathlib.Path) -> dict[str, Any] | None:
-  """The record of the newest resumable step that has an intact one; None if there is none.
+  """Returns the record of the newest resumable step that has an intact one; None if there is none.
 
   A restore may still fall back to an older step, if the arrays of this one are damaged.
   """
@@ -46,7 +47,7 @@ def newest_record(directory: pathlib.Path) -> dict[str, Any] | None:
 
 
 def record_of(folder: pathlib.Path) -> dict[str, Any] | None:
-  """A step's record; None if it cannot be read, or is not what was written."""
+  """Reads a step's record; None if it cannot be read, or is not what was written."""
   silence_orbax()
   try:
     with ocp.Checkpointer(ocp.JsonCheckpointHandler(), multiprocessing_options=alone()) as reader:
@@ -63,7 +64,7 @@ _NO_PROCESSES = ("coordinator_address=", "num_processes=-1", "process_id=-1")
 
 
 def find_checkpoint(given: str, key: str = "checkpoint", others: str = "") -> pathlib.Path:
-  """The folder of the checkpoint that `key=given` names: a step, or a run's newest step.
+  """Finds the folder of the checkpoint that `key=given` names: a step, or a run's newest step.
 
   Args:
     others: what else the key may name, for messages: `; or …`.
@@ -93,7 +94,7 @@ def find_checkpoint(given: str, key: str = "checkpoint", others: str = "") -> pa
 
 
 def config_of(step_folder: pathlib.Path, arguments: Sequence[str]) -> Config:
-  """The configuration of the run that wrote a checkpoint, in the folder where that is now.
+  """Loads the configuration of the run that wrote a checkpoint, in the folder where that is now.
 
   Args:
     arguments: keys on top of it, or config= and another file in its place.
@@ -125,6 +126,6 @@ def _step_folder(given: str, key: str, path: pathlib.Path) -> pathlib.Path:
 
 
 def other_step(folder: pathlib.Path, key: str) -> str:
-  """What to take instead of a step's folder that is damaged."""
+  """Suggests what to take instead of a step's folder that is damaged."""
   others = [step for step in completed_steps(folder.parent) if step != int(folder.name)]
   return f"{key}={folder.parent / str(others[-1])}" if others else "one of another run"

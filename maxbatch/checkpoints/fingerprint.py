@@ -30,8 +30,8 @@ _AT_ONCE = 2**20
 
 
 def named_leaves(tree: object) -> dict[str, jax.Array]:
-  """The leaves of `tree` by their path, such as `params/layers/kernel`, in the tree's own order.
-  Raises ValueError: two leaves would have the same name."""
+  """Returns the leaves of `tree` by their path, such as `params/layers/kernel`, in the tree's own
+  order. Raises ValueError: two leaves would have the same name."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
   if len(named) != len(leaves):
@@ -40,7 +40,8 @@ def named_leaves(tree: object) -> dict[str, jax.Array]:
 
 
 def fingerprints(tree: object, version: int = VERSION) -> dict[str, int]:
-  """The fingerprint of every leaf of `tree`, by name, each in [0, 2³²), by one of VERSIONS.
+  """Computes the fingerprint of every leaf of `tree`, by name, each in [0, 2³²), by one of
+  VERSIONS.
 
   Leaves are numbers or booleans of at most 8 bytes, of any shape and sharding (not PRNG keys).
   They stay where they are; one dispatch computes all the sums and one transfer brings them here.
@@ -54,7 +55,8 @@ def fingerprints(tree: object, version: int = VERSION) -> dict[str, int]:
 
 
 def _replicated_like(leaves: dict[str, jax.Array]) -> Sharding | None:
-  """A sharding that gives every process the whole result; None where one device holds it all."""
+  """Returns a sharding that gives every process the whole result; None where one device holds it
+  all."""
   for leaf in leaves.values():
     if isinstance(leaf, jax.Array) and isinstance(leaf.sharding, NamedSharding):
       return NamedSharding(leaf.sharding.mesh, PartitionSpec())
@@ -71,7 +73,7 @@ def _compiled(out_sharding: Sharding | None, version: int):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _fingerprint(leaf: jax.Array, version: int) -> jax.Array:
-  """The fingerprint of one array, a uint32 scalar.
+  """Computes the fingerprint of one array, a uint32 scalar.
 
   A function of its own for jax: traced once for all leaves of one shape, of which a state has many.
   """
@@ -80,7 +82,7 @@ def _fingerprint(leaf: jax.Array, version: int) -> jax.Array:
 
 
 def _bits(leaf: jax.Array) -> jax.Array:
-  """The elements as uint32; an 8-byte element becomes two, along a new last dim."""
+  """Returns the elements as uint32; an 8-byte element becomes two, along a new last dim."""
   if leaf.dtype == jnp.bool_:
     return leaf.astype(jnp.uint32)
   unsigned = _UNSIGNED[leaf.dtype.itemsize]
@@ -88,7 +90,7 @@ def _bits(leaf: jax.Array) -> jax.Array:
 
 
 def _odd_weights(shape: tuple[int, ...]) -> jax.Array:
-  """An odd uint32 for every element, drawn from its flat index.
+  """Returns an odd uint32 for every element, drawn from its flat index.
 
   Scattered, because under weights linear in the index two swapped rows of bfloat16-like values
   (low bits zero) can cancel.
@@ -102,7 +104,7 @@ def _odd_weights(shape: tuple[int, ...]) -> jax.Array:
 
 
 def part_of_fingerprint(part: np.ndarray, first: int) -> int:
-  """What consecutive elements of an array add to its fingerprint, by the newest version.
+  """Computes what consecutive elements of an array add to its fingerprint, by the newest version.
 
   The fingerprint is the sum over all parts mod 2³²; no array needs to be in memory whole.
 
@@ -124,7 +126,8 @@ def part_of_fingerprint(part: np.ndarray, first: int) -> int:
 def verified(
   blocks: Iterable[np.ndarray], fingerprint: int, differs: UserError
 ) -> Iterator[np.ndarray]:
-  """The blocks of an array one after the other; raises `differs` at the end if they are not it."""
+  """Yields the blocks of an array one after the other; raises `differs` at the end if the
+  fingerprint does."""
   total, first = 0, 0
   for block in blocks:
     total += part_of_fingerprint(block, first)

@@ -75,7 +75,7 @@ class SafetensorsRestore(ocp.args.CheckpointArgs):
 
 
 def placed(arrays: StoredArrays, name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-  """An array, of which each device's part is read for it."""
+  """Returns an array, each device's part of which is read for it."""
   if not leaf.size:
     return jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
   array = arrays[name]
@@ -95,7 +95,7 @@ def placed(arrays: StoredArrays, name: str, leaf: jax.ShapeDtypeStruct) -> jax.A
 
 
 def whole_slices(index: Index | None, shape: tuple[int, ...]) -> Index:
-  """An index of jax, in which None stands for an end, or for all of it, with numbers."""
+  """Replaces None in an index of jax, which stands for an end or for all, by numbers."""
   index = index or (slice(None),) * len(shape)
   return tuple(slice(*each.indices(size)[:2]) for each, size in zip(index, shape, strict=True))
 
@@ -176,5 +176,5 @@ FORMATS: dict[str, Format] = {
 
 
 def format_named(name: str) -> Format:
-  """The format that `checkpoint_format` names. Raises UserError for an unknown name."""
+  """Returns the format that `checkpoint_format` names. Raises UserError for an unknown name."""
   return registered("checkpoint_format", name, FORMATS)

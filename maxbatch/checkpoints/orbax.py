@@ -40,7 +40,8 @@ def _of_orbax(path: str) -> bool:
 
 
 def _is_about_leftovers(record: logging.LogRecord) -> bool:
-  """Tasks that failed or were dropped after the first failure: `never retrieved`, `destroyed`.
+  """Returns whether a log record is of a task that failed or was dropped after the first failure:
+  `never retrieved`, `destroyed`.
 
   A write that met a full disk names the error alone; nothing but Orbax uses asyncio here.
   """
@@ -51,7 +52,8 @@ def _is_about_leftovers(record: logging.LogRecord) -> bool:
 
 
 def _is_leftover(unraisable: "sys.UnraisableHookArgs") -> bool:
-  """A TensorStore callback for a closed loop, or a coroutine of Orbax that nobody awaits."""
+  """Returns whether it is a TensorStore callback for a closed loop, or a coroutine of Orbax that
+  nobody awaits."""
   if unraisable.object is None:
     return str(unraisable.exc_value) == "Event loop is closed"
   code = getattr(unraisable.object, "cr_code", None)
@@ -81,7 +83,7 @@ class Barrier:
 
 
 def alone() -> ocp.options.MultiprocessingOptions:
-  """For what this process does by itself, however many there are."""
+  """Returns the options for what this process does by itself, however many there are."""
   if jax.process_count() == 1:
     return ocp.options.MultiprocessingOptions()
   own = jax.process_index()
@@ -97,8 +99,8 @@ def lone_reader(directory: pathlib.Path) -> ocp.CheckpointManager:
 
 
 def together(read: Callable[[], _Read]) -> _Read:
-  """What `read` returns, in which nothing waits for other processes. Raises DamagedError: in all
-  processes, if one has met damage."""
+  """Returns what `read` returns, in which nothing waits for other processes. Raises DamagedError:
+  in all processes, if one has met damage."""
   results, damage = [], ""
   try:
     results.append(read())
@@ -112,7 +114,8 @@ def together(read: Callable[[], _Read]) -> _Read:
 
 
 def refusal(folder: pathlib.Path) -> str | None:
-  """Which file of a folder the file system does not hand out, and why; None if it does all."""
+  """Returns which file of a folder the file system does not hand out, and why; None if it does
+  all."""
   path = folder
   try:
     for parent, _, names in os.walk(folder, onerror=_raise):
@@ -136,13 +139,13 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def cause(error: BaseException) -> str:
-  """What went wrong, in one line: the start says where, the end why."""
+  """Says what went wrong, in one line: the start says where, the end why."""
   text = repr(error) if isinstance(error, LookupError) or not str(error) else str(error)
   line = text.splitlines()[0].split(" [tensorstore_spec")[0]
   return line if len(line) <= 220 else f"{line[:70]} ... {line[-140:]}"
 
 
 def free_bytes(directory: pathlib.Path) -> str:
-  """What is free where a folder is or would be."""
+  """Says how much space is free where a folder is or would be."""
   there = next(path for path in (directory, *directory.parents) if path.exists())
   return f"{shutil.disk_usage(there).free:,}"

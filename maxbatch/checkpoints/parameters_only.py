@@ -86,8 +86,8 @@ class StoredCheckpoint:
     return result
 
   def blocks(self, name: str) -> Iterator[np.ndarray]:
-    """All of an array in parts along its first dim, compared with its fingerprint at the end.
-    Raises UserError: it is damaged."""
+    """Yields all of an array in parts along its first dim, compared with its fingerprint at the
+    end. Raises UserError: it is damaged."""
     total, first = 0, 0
     stored = self[name]
     try:
@@ -105,8 +105,8 @@ class StoredCheckpoint:
 
 
 def open_checkpoint(folder: Path) -> StoredCheckpoint:
-  """A step's folder, to be read array by array. Raises UserError: there is no checkpoint that can
-  be read so."""
+  """Opens a step's folder, to be read array by array. Raises UserError: there is no checkpoint that
+  can be read so."""
   record = record_of(folder)
   if record is None:
     raise UserError(f"checkpoint={folder}: there is no checkpoint whose record can be read")

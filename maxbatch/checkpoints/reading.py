@@ -47,9 +47,9 @@ _UNREADABLE = (
 
 
 def patiently(directory: pathlib.Path, step: int, read: Callable[[], _Read]) -> _Read:
-  """What `read` returns of a step, which is damaged only if that fails twice while all of its files
-  can be read. Raises DamagedError: it is; UserError: the file system refuses to read the files,
-  again and again."""
+  """Returns what `read` returns of a step, which is damaged only if that fails twice while all of
+  its files can be read. Raises DamagedError: it is; UserError: the file system refuses to read the
+  files, again and again."""
   pauses, readable = iter(_PAUSES_SECONDS), False
   while True:
     try:
@@ -71,8 +71,8 @@ def patiently(directory: pathlib.Path, step: int, read: Callable[[], _Read]) -> 
 
 
 def read_record(reader: ocp.CheckpointManager, step: int) -> dict[str, Any]:
-  """The record of a step, as it was written. Raises DamagedError: it cannot be read, was changed,
-  or is another step's."""
+  """Reads the record of a step, as it was written. Raises DamagedError: it cannot be read, was
+  changed, or is another step's."""
   record = _read(reader, step, "record", ocp.args.JsonRestore())
   if not is_intact(record):
     raise DamagedError("its record differs from its checksum")
@@ -84,7 +84,7 @@ def read_record(reader: ocp.CheckpointManager, step: int) -> dict[str, Any]:
 def read_arrays(
   reader: ocp.CheckpointManager, step: int, written_as: str, wanted: dict[str, Any]
 ) -> dict[str, jax.Array]:
-  """The arrays of a step; whether they are those that were saved is not looked at.
+  """Reads the arrays of a step, without checking that they are those that were saved.
 
   Args:
     wanted: ShapeDtypeStructs by leaf name; without a sharding: the first device.
@@ -124,7 +124,8 @@ def _read(
 
 
 def _on_devices(leaf: Any) -> jax.ShapeDtypeStruct:
-  """`leaf` with a sharding on real devices; a mistake in it must not look like a damaged file."""
+  """Returns `leaf` with a sharding on real devices; a mistake in it must not look like a damaged
+  file."""
   if isinstance(leaf.sharding, NamedSharding) and isinstance(leaf.sharding.mesh, AbstractMesh):
     raise TypeError(f"The sharding {leaf.sharding} of a restored leaf names no devices.")
   sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -138,8 +139,8 @@ Wanted = Mapping[str, jax.ShapeDtypeStruct]
 
 
 def read_step_record(key: str, folder: pathlib.Path) -> dict[str, Any]:
-  """The record of the step's folder that `key` names. Raises UserError: it cannot be read, or is
-  not what was written."""
+  """Reads the record of the step's folder that `key` names. Raises UserError: it cannot be read, or
+  is not what was written."""
   record = record_of(folder)
   if record is None:
     raise UserError(damaged(key, folder, "its record cannot be read, or is not what was written"))
@@ -147,7 +148,7 @@ def read_step_record(key: str, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def read_leaves(key: str, folder: pathlib.Path, record: dict[str, Any], wanted: Wanted) -> Leaves:
-  """Some arrays of a step, compared with their fingerprints.
+  """Reads some arrays of a step, and compares them with their fingerprints.
 
   All processes must call it, each with the parts of its own devices.
 
@@ -167,7 +168,7 @@ def read_leaves(key: str, folder: pathlib.Path, record: dict[str, Any], wanted: 
 
 
 def cast(arrays: Leaves, wanted: Wanted) -> Leaves:
-  """Arrays in the wanted dtypes, where they lie."""
+  """Casts arrays to the wanted dtypes, on the devices that hold them."""
   return {
     name: array if array.dtype == wanted[name].dtype else _cast(array, wanted[name].dtype)
     for name, array in arrays.items()
@@ -180,7 +181,7 @@ def _cast(array: jax.Array, dtype: Any) -> jax.Array:
 
 
 def damaged(key: str, folder: pathlib.Path, reason: str) -> str:
-  """A checkpoint that is not what was saved, and what to take instead."""
+  """Says that a checkpoint is not what was saved, and what to take instead."""
   return (
     f"{key}={folder} is damaged ({reason}); take another, for example {other_step(folder, key)}"
   )

@@ -42,7 +42,7 @@ _EVALUATED_ON = ("eval_dataset_path", "grain_eval_files", "hf_eval_files")
 
 
 def identity(config: Config, dataset: Dataset) -> dict[str, object]:
-  """What a resume may not change: keys, what is in the files, and the order of samples."""
+  """Returns what a resume may not change: keys, what is in the files, and the order of samples."""
   values = to_flat_dict(config)
   train = {key: values[key] for key in _TRAINED_ON}
   validation = train | {key: values[key] for key in _EVALUATED_ON}
@@ -60,12 +60,12 @@ def identity(config: Config, dataset: Dataset) -> dict[str, object]:
 
 
 def fixed_keys(config: Config) -> dict[str, object]:
-  """The keys that a resume may not change, as values that JSON holds."""
+  """Returns the keys that a resume may not change, as values that JSON holds."""
   return _of_class(config, FIXED)
 
 
 def settings(config: Config) -> dict[str, object]:
-  """The keys that it may, likewise."""
+  """Returns the keys that a resume may change, as values that JSON holds."""
   return _of_class(config, CHANGEABLE)
 
 
@@ -75,7 +75,8 @@ def _of_class(config: Config, resume: Resume) -> dict[str, object]:
 
 
 def _contents(fingerprint: str, paths: Mapping[str, object], files: Mapping[str, int]) -> object:
-  """A part of a dataset: equal if its fingerprint is; the rest says what has changed otherwise."""
+  """Describes a part of a dataset: equal if its fingerprint is; the rest says what has changed
+  otherwise."""
   return {"fingerprint": fingerprint, "paths": dict(paths), "files": dict(files)}
 
 
@@ -105,7 +106,7 @@ def make_record(
   notes: Mapping[str, object],
   checkpoint_format: str,
 ) -> dict[str, Any]:
-  """The record of `state`, sealed. Waits until the state is computed. Raises TypeError: `plan`,
+  """Makes the record of `state`, sealed, once the state is computed. Raises TypeError: `plan`,
   `identity`, `settings` or `notes` holds something that is not JSON."""
   described = describe_leaves(named_leaves(state), fingerprints(state))
   fields = {"identity": dict(identity), "plan": dict(plan), "notes": dict(notes)}
@@ -120,7 +121,7 @@ def describe_leaves(leaves: Mapping[str, Any], prints: Mapping[str, int]) -> dic
 def sealed(
   position: Position, leaves: Mapping[str, Any], checkpoint_format: str, more: Mapping[str, Any]
 ) -> dict[str, Any]:
-  """A record with its checksum.
+  """Returns a record with its checksum.
 
   Args:
     leaves: from `describe_leaves`.
@@ -142,7 +143,7 @@ def format_name(record: dict[str, Any]) -> str:
 
 
 def is_intact(record: object) -> bool:
-  """Whether what was read is a record as it was written, by its checksum."""
+  """Returns whether what was read is a record as it was written, by its checksum."""
   if not isinstance(record, dict):
     return False
   fields = {key: value for key, value in record.items() if key != "checksum"}
@@ -153,7 +154,7 @@ def is_intact(record: object) -> bool:
 
 
 def identity_differences(record: dict[str, Any], identity: Mapping[str, object]) -> list[str]:
-  """What differs between the run that wrote the record and this one, a line per key."""
+  """Lists what differs between the run that wrote the record and this one, a line per key."""
   saved, current = record["identity"], json.loads(json.dumps(dict(identity)))
   if "settings" not in record:
     # Written by an earlier version, which compared fewer keys.
@@ -169,7 +170,8 @@ def identity_differences(record: dict[str, Any], identity: Mapping[str, object])
 
 
 def changed_settings(record: Mapping[str, Any], settings: Mapping[str, object]) -> dict[str, str]:
-  """The keys that this run gives other values than the one that wrote the record: key: old → new.
+  """Returns the keys that this run gives other values than the one that wrote the record: key: old
+  → new.
 
   Keys that only one of the two versions of the program has are not compared.
   """
@@ -182,16 +184,16 @@ def changed_settings(record: Mapping[str, Any], settings: Mapping[str, object]) 
 
 
 def state_differences(record: dict[str, Any], leaves: Mapping[str, Any]) -> list[str]:
-  """Which of `leaves` (by name, with shape and dtype) the checkpoint has otherwise or not at all,
-  and which it has besides; a line per leaf."""
+  """Lists which of `leaves` (by name, with shape and dtype) the checkpoint has otherwise or not at
+  all, and which it has besides; a line per leaf."""
   current = {name: _spelled(_shape(leaf)) for name, leaf in leaves.items()}
   saved = {name: _spelled(leaf) for name, leaf in record["leaves"].items()}
   return _differences(saved, current)
 
 
 def changed_leaves(record: dict[str, Any], arrays: object) -> list[str]:
-  """The names of the arrays that are not what was saved, by their fingerprints. Raises UserError: a
-  newer version of the program made them."""
+  """Lists the names of the arrays that are not what was saved, by their fingerprints. Raises
+  UserError: a newer version of the program made them."""
   leaves, version = record["leaves"], record.get("fingerprint_version", 1)
   if version not in VERSIONS:
     raise UserError(
@@ -203,7 +205,7 @@ def changed_leaves(record: dict[str, Any], arrays: object) -> list[str]:
 
 
 def listed(lines: Sequence[str]) -> str:
-  """The lines indented for a message, the first few of many."""
+  """Indents the lines for a message, the first few of many."""
   more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
   return "\n".join(f"  {line}" for line in [*lines[:_SHOWN], *more])
 
@@ -225,7 +227,7 @@ def _shown(value: object) -> str:
 
 
 def _differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
-  """One line per key whose value differs, keys that only one side has included."""
+  """Yields one line per key whose value differs, keys that only one side has included."""
   pairs = {
     key: (saved.get(key, _ABSENT), current.get(key, _ABSENT))
     for key in sorted(saved.keys() | current.keys())

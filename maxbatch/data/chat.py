@@ -117,7 +117,7 @@ class Chat:
     return Conversation(ids, counted)
 
   def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The tokens up to where an assistant's answer begins."""
+    """Returns the tokens of a conversation up to where an assistant's answer begins."""
     return self._ids(self._render(messages, add_generation_prompt=True))
 
   def end_of_answer(self) -> int | None:
@@ -132,7 +132,8 @@ class Chat:
     return self._inner.encode(plain, add_special_tokens=False).ids
 
   def _rendered(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[_Span]]:
-    """The text of the conversation, and what of it assistants say that is to be trained on."""
+    """Renders the conversation; returns its text and the spans by assistants that are trained
+    on."""
     text = self._render(messages)
     if not self.completion_only:
       return text.replace(_BEGIN, "").replace(_END, ""), []
@@ -166,8 +167,8 @@ class Chat:
 
 
 def build_chat(data: DataConfig, tokenizer: Tokenizer) -> Chat | None:
-  """How conversations become tokens, if the keys ask for it. Raises UserError: keys that need each
-  other, or the tokenizer has no chat template that works."""
+  """Returns how conversations become tokens, if the keys ask for it. Raises UserError: keys that
+  need each other, or the tokenizer has no chat template that works."""
   if not data.use_chat_template:
     if data.sft_train_on_completion_only:
       raise UserError(
@@ -215,7 +216,8 @@ def build_chat(data: DataConfig, tokenizer: Tokenizer) -> Chat | None:
 
 
 def _template(tokenizer: HuggingFaceTokenizer) -> str:
-  """The template beside the vocabulary: a file of its own, or part of the tokenizer's settings."""
+  """Returns the template beside the vocabulary: a file of its own, or part of the tokenizer's
+  settings."""
   own = tokenizer.file.path.with_name("chat_template.jinja")
   settings = own.with_name("tokenizer_config.json")
   try:
@@ -264,7 +266,7 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def _marked(text: str) -> tuple[str, list[_Span]]:
-  """The text without marks, and what stood between them."""
+  """Returns the text without marks, and the spans that stood between them."""
   parts = re.split(f"([{_BEGIN}{_END}])", text)
   plain, spans, begin = "", [], 0
   for part in parts:
@@ -278,15 +280,15 @@ def _marked(text: str) -> tuple[str, list[_Span]]:
 
 
 def _call(tag: re.Match[str]) -> str:
-  """{% generation %} or {% endgeneration %} as a tag that Jinja knows."""
+  """Returns {% generation %} or {% endgeneration %} as a tag that Jinja knows."""
   return f"{{%{tag[1]} {'endcall' if tag[2] else 'call marked_generation()'} {tag[3]}%}}"
 
 
 def _to_json(value: object, indent: int | None = None) -> str:
-  """As templates expect it: not escaped for HTML."""
+  """Returns JSON as templates expect it: not escaped for HTML."""
   return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def _raise(message: str) -> None:
-  """What templates call where they refuse a conversation."""
+  """Refuses a conversation; templates call it."""
   raise ValueError(message)

@@ -30,7 +30,7 @@ def build_corpus(
   given_for_validation: Sources | None,
   eval_key: str,
 ) -> Dataset:
-  """The documents of `sources` in rows of `max_target_length` tokens.
+  """Builds the documents of `sources` into rows of `max_target_length` tokens.
 
   Args:
     given_for_validation: None: a part of `sources`.
@@ -78,7 +78,8 @@ def build_corpus(
 
 @contextlib.contextmanager
 def _copied(parts: Split, recipe: Recipe, eval_recipe: Recipe, folder: Path) -> Iterator[Split]:
-  """The documents, those in an object store with a place for copies, which is removed at the end."""
+  """Yields the documents, those in an object store with a place for copies, which is removed at the
+  end."""
   if not (is_url(recipe.sources.path) or is_url(eval_recipe.sources.path)):
     yield parts
     return
@@ -97,8 +98,8 @@ def recipe_of(data: DataConfig, tokenizer: Tokenizer, sources: Sources) -> Recip
 
 
 def with_validation(sources: Sources, eval_sources: Sources) -> Split:
-  """All of `eval_sources` for validation, and for training the rest of what is for training. Raises
-  UserError: there is no rest."""
+  """Returns all of `eval_sources` for validation, and for training what is left of the training
+  files. Raises UserError: nothing is left."""
   held_out = {os.path.realpath(file.path) for file in eval_sources.files}
   train, _, test = split(sources, 0)
   kept = [each for each in train if os.path.realpath(each.file.path) not in held_out]

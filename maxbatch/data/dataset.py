@@ -14,12 +14,12 @@ class RowSource(Protocol):
   """Rows addressed by number. Pickled to worker processes, so it holds no tokens itself."""
 
   def __len__(self) -> int:
-    """Number of rows."""
+    """Returns the number of rows."""
     ...
 
   def rows(self, indices: np.ndarray) -> Arrays:
-    """The rows int[R] as new arrays: inputs, targets int32[R, T], weights float32[R, T], and
-    segment_ids, positions int32[R, T] when the rows are packed.
+    """Returns the rows int[R] as new arrays: inputs, targets int32[R, T], weights float32[R, T],
+    and segment_ids, positions int32[R, T] when the rows are packed.
 
     Of no indices it opens no file: a process that others read for asks for no more.
     """

@@ -17,7 +17,7 @@ from maxbatch.errors import UserError
 
 
 def segments(begins_RT: np.ndarray, filled_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Segment numbers and positions, int32[R, T] each, of rows of packed documents.
+  """Returns segment numbers and positions, int32[R, T] each, of rows of packed documents.
 
   Segments count 1, 2, 3 … by document within the row, 0 is padding; positions restart at 0 with
   each document. A row that begins inside a document counts that rest as its first segment.
@@ -66,7 +66,7 @@ class TokenWindows:
     return max(0, -(-(self.cache.num_tokens - 1) // self.length))
 
   def rows(self, indices: np.ndarray) -> Arrays:
-    """The windows int[R] as new arrays, see `RowSource.rows`.
+    """Returns the windows int[R] as new arrays, see `RowSource.rows`.
 
     The weight is 0 where the target is padding and, when packing, where it begins the next
     document, which nothing in this one predicts; and where the data say so.
@@ -106,7 +106,7 @@ class PackedRows:
     return self.index.packed.num_rows
 
   def rows(self, indices: np.ndarray) -> Arrays:
-    """The rows int[R] as new arrays, see `RowSource.rows`; the weight is 0 on padding, and
+    """Returns the rows int[R] as new arrays, see `RowSource.rows`; the weight is 0 on padding, and
     where the data say so."""
     pieces = self.index.pieces(np.asarray(indices, np.int64))
     shape_RT = (len(indices), self.index.layout.length)
@@ -129,8 +129,8 @@ class PackedRows:
 
 
 def layout_of(data: DataConfig, length: int) -> Layout | None:
-  """How documents are packed into rows of `length` tokens; None: concatenated and then divided.
-  Raises UserError: use_truncation=true where no document is longer than its row."""
+  """Returns how documents are packed into rows of `length` tokens; None: concatenated and then
+  divided. Raises UserError: use_truncation=true where no document is longer than its row."""
   if not data.packing:
     return Layout(length, "alone", data.use_truncation)
   if data.grain_packing_type != "concat_then_split":
@@ -145,7 +145,7 @@ def layout_of(data: DataConfig, length: int) -> Layout | None:
 
 
 def rows_name(data: DataConfig, length: int) -> str:
-  """What a fingerprint says of the rows, besides that of their tokens; nothing for the default."""
+  """Returns what a fingerprint says of the rows besides their tokens; empty for the default."""
   layout = layout_of(data, length)
   name = f"-{layout.name}" if layout else ""
   return name if data.segmented or not data.packing else f"{name}-unsegmented"

@@ -13,8 +13,8 @@ from maxbatch.errors import UserError
 
 
 def find_text(data: DataConfig) -> Given:
-  """The files of `dataset_path` and `eval_dataset_path`. Raises UserError: one is missing, or is to
-  hold weights or token ids."""
+  """Finds the files of `dataset_path` and `eval_dataset_path`. Raises UserError: one is missing, or
+  is to hold weights or token ids."""
   if data.weights_column:
     raise UserError(
       f"weights_column={data.weights_column}: files of text have no columns; set weights_column='', or "
@@ -37,20 +37,20 @@ def find_text(data: DataConfig) -> Given:
 
 
 def train_columns(data: DataConfig) -> Columns:
-  """What of a record is the document to train on."""
+  """Returns the columns of a training record that make up its document."""
   names, tokenize = data.train_data_columns, data.tokenize_train_data
   return Columns("train_data_columns", names, tokenize, data.weights_column)
 
 
 def eval_columns(data: DataConfig) -> Columns:
-  """What of a record is the document for validation."""
+  """Returns the columns of a validation record that make up its document."""
   names, tokenize = data.eval_data_columns, data.tokenize_eval_data
   return Columns("eval_data_columns", names, tokenize, data.weights_column)
 
 
 def find_grain(data: DataConfig) -> Given:
-  """The files of `grain_train_files` and `grain_eval_files`. Raises UserError: one is missing, or
-  is of another format."""
+  """Finds the files of `grain_train_files` and `grain_eval_files`. Raises UserError: one is
+  missing, or is of another format."""
   form = data.grain_file_type, "grain_file_type"
   columns, eval_key, validation = train_columns(data), "grain_eval_files", None
   train = resolve_records("grain_train_files", data.grain_train_files, columns, *form)
@@ -65,8 +65,8 @@ _EVAL_WORDS = ("valid", "validation", "val", "eval", "dev", "test")
 
 
 def find_hf(data: DataConfig) -> Given | None:
-  """The files of `hf_path`; None for a name, which the datasets library has to look up. Raises
-  UserError: an input is missing, or of another format."""
+  """Finds the files of `hf_path`; None for a name, which the datasets library has to look up.
+  Raises UserError: an input is missing, or of another format."""
   if not data.hf_path:
     raise UserError(
       "dataset_type=hf needs hf_path: a dataset's folder, a name such as allenai/c4, or "
@@ -84,7 +84,7 @@ def find_hf(data: DataConfig) -> Given | None:
 
 
 def _of_files(data: DataConfig) -> Given:
-  """Files of a format that hf_path names."""
+  """Returns the files of a format that hf_path names."""
   _refuse("a format", data.hf_path, hf_name=data.hf_name, hf_eval_split=data.hf_eval_split)
   form, folder = _BUILDERS[data.hf_path], data.hf_data_dir
   train_files = data.hf_train_files or folder
@@ -97,7 +97,8 @@ def _of_files(data: DataConfig) -> Given:
 
 
 def _of_folder(data: DataConfig, folder: str) -> Given:
-  """A folder as save_to_disk writes it, with or without splits, or of files of records."""
+  """Returns the files of a folder as save_to_disk writes it, with or without splits, or of a folder
+  of records."""
   _refuse("a folder", data.hf_path, hf_name=data.hf_name)
   if _is_file(os.path.join(folder, "dataset_dict.json")):
     _refuse("a folder of splits", data.hf_path, hf_train_files=data.hf_train_files)
@@ -141,7 +142,8 @@ def _split(name: str, key: str, folder: str, columns: Columns) -> Sources:
 
 
 def of_name(data: DataConfig) -> Given:
-  """A dataset that the datasets library finds by name, downloads and keeps as Arrow files."""
+  """Returns a dataset that the datasets library finds by name, downloads and keeps as Arrow
+  files."""
   train = _loaded(data, "train_split", data.train_split, data.hf_train_files, train_columns(data))
   if not (data.hf_eval_split or data.hf_eval_files):
     return Given(train, None, "hf_eval_split")

@@ -146,7 +146,7 @@ class InputReport:
 
   @property
   def headline(self) -> str:
-    """What there is, in a line."""
+    """The data in one line."""
     if not self.sources:
       return f"dataset_type={self.dataset_type}: its files, if any, are not known beforehand"
     cold = sum(one.cold_bytes for one in self.sources)
@@ -194,7 +194,7 @@ def input_report(
 
 
 def given_files(data: DataConfig) -> Iterator[tuple[str, DataConfig, Given]]:
-  """Every source of the data: its name, its keys and its files."""
+  """Yields every source of the data: its name, its keys and its files."""
   find = FILES.get(data.dataset_type)
   if find is None:
     return
@@ -214,7 +214,8 @@ def given_files(data: DataConfig) -> Iterator[tuple[str, DataConfig, Given]]:
 def shards_of(
   data: DataConfig, tokenizer: Tokenizer, given: Given
 ) -> tuple[list[ShardJob], list[ShardJob]]:
-  """The shards of the token cache for training, and those for validation; see `shard_jobs`."""
+  """Returns the shards of the token cache for training, and those for validation; see
+  `shard_jobs`."""
   folder = token_caches(data.dataset_cache_directory)
   sources, validation = given.train, given.validation
   parts = with_validation(sources, validation) if validation else split(sources, data.eval_fraction)
@@ -270,7 +271,7 @@ def _rows(data: DataConfig, length: int) -> str:
 
 
 def _missing(sources: Sequence[SourceReport], loads: Sequence[HostLoad]) -> Iterator[str]:
-  """What would hold up a run, or leave hosts without work, and what helps."""
+  """Yields what would hold up a run or leave hosts without work, and what helps."""
   loading = sum(load.num_hosts for load in loads if load.samples)
   # A factor above 1 lets another number of hosts load than the example names.
   no_factor = "" if all(load.samples for load in loads) else "expansion_factor_real_data=-1 "

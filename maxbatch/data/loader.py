@@ -40,7 +40,7 @@ def train_loader(
   loading: Sequence[int] = (),
   ahead: ReadAhead = AS_USUAL,
 ) -> "Loader":
-  """The training steps in order, each as `Rows` of global arrays [C, B, T].
+  """Returns a loader of the training steps in order, each as `Rows` of global arrays [C, B, T].
 
   Args:
     steps: the steps to come, without gaps; the first may begin at any sample.
@@ -69,7 +69,8 @@ def eval_loader(
   loading: Sequence[int] = (),
   ahead: ReadAhead = AS_USUAL,
 ) -> "Loader":
-  """The first `eval_samples` rows (-1: all) of `source` in its own order, as `Rows` [B, T].
+  """Returns a loader of the first `eval_samples` rows (-1: all) of `source` in its own order, as
+  `Rows` [B, T].
 
   The last batch is filled up with rows of weight 0. `sharding` is of [B, T] and may divide B.
   """
@@ -108,7 +109,7 @@ class Loader(Iterator[Rows]):
     self._fill()
 
   def __next__(self) -> Rows:
-    """The next step. Raises UserError if reading failed, again on every later call."""
+    """Returns the next step. Raises UserError if reading failed, again on every later call."""
     return self.next_staged()()
 
   def next_staged(self) -> Staged:
@@ -166,14 +167,14 @@ class ChainedLoader(Iterator[Rows]):
     self._clock, self._waited = clock, 0.0
 
   def __next__(self) -> Rows:
-    """The next step; see `Loader`."""
+    """Returns the next step; see `Loader`."""
     began = self._clock()
     staged = self._next_staged()
     self._waited += self._clock() - began
     return staged()
 
   def waited_seconds(self) -> float:
-    """How long `next` has waited for rows to be read since this was last asked.
+    """Returns how long `next` has waited for rows to be read since this was last asked.
 
     That is for files, workers and the reading thread, at the beginning also to open them. What the
     devices do afterwards, or the host while it dispatches, is not in it.

@@ -36,7 +36,7 @@ class MixedPaths(NamedTuple):
 
   @contextlib.contextmanager
   def naming(self, source: str) -> Iterator[None]:
-    """A context whose errors name the source, since its path is the value of no key."""
+    """Names the source in errors, since its path is the value of no key; a context."""
     try:
       yield
     except UserError as error:
@@ -44,8 +44,8 @@ class MixedPaths(NamedTuple):
 
 
 def mixed_paths(data: DataConfig) -> MixedPaths | None:
-  """The mixture that the keys describe, if they do. Raises UserError: keys that exclude each other,
-  a file that cannot be read, or weights that are none."""
+  """Returns the mixture that the keys describe, if they do. Raises UserError: keys that exclude
+  each other, a file that cannot be read, or invalid weights."""
   if data.grain_train_mixture_config_path:
     key = f"grain_train_mixture_config_path={data.grain_train_mixture_config_path}"
     named = _from_file(key, data.grain_train_mixture_config_path)
@@ -88,7 +88,7 @@ def _place(path: str) -> str:
 
 
 def path_of(data: DataConfig) -> tuple[str, str]:
-  """The key that says what is trained on, and its value."""
+  """Returns the key that says what is trained on, and its value."""
   if data.dataset_type == "grain":
     return "grain_train_files", data.grain_train_files
   if data.dataset_type == "hf":
@@ -97,7 +97,7 @@ def path_of(data: DataConfig) -> tuple[str, str]:
 
 
 def has_one_validation(data: DataConfig) -> bool:
-  """Whether one validation set is given for all sources."""
+  """Returns whether one validation set is given for all sources."""
   if data.dataset_type == "grain":
     return bool(data.grain_eval_files)
   if data.dataset_type == "hf":
@@ -106,7 +106,7 @@ def has_one_validation(data: DataConfig) -> bool:
 
 
 def _weighted(files: str, each: str) -> tuple[str, Fraction]:
-  """One of MaxText's `path,0.3;path,0.7`."""
+  """Reads one item of MaxText's `path,0.3;path,0.7`."""
   path, _, text = each.rpartition(",")
   try:
     weight = exact_number(text.strip())
@@ -141,7 +141,7 @@ def _from_file(key: str, path: str) -> Mapping[str, tuple[str, Fraction]]:
 
 
 def _number(text: str) -> Fraction:
-  """Exact: 0.7 is 7/10, and not the binary number next to it."""
+  """Reads an exact number: 0.7 is 7/10, and not the binary number next to it."""
   try:
     return exact_number(text)
   except ValueError as error:
@@ -149,7 +149,7 @@ def _number(text: str) -> Fraction:
 
 
 def _without_repetition(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
-  """The object of the pairs. Raises ValueError for a name that JSON would forget."""
+  """Returns the JSON object of the pairs. Raises ValueError for a name that is repeated."""
   names = [name for name, _ in pairs]
   if twice := [name for name in names if names.count(name) > 1]:
     raise ValueError(f"{twice[0]} is there twice")
@@ -198,7 +198,8 @@ def _phases(
 
 
 def _whole(where: str, names: Sequence[str], weights: Sequence[Fraction]) -> tuple[int, ...]:
-  """The weights as whole numbers. Raises UserError where shares are too small to be kept exactly."""
+  """Returns the weights as whole numbers. Raises UserError where shares are too small to be kept
+  exactly."""
   if not any(weights):
     raise UserError(f"{where}: all weights are 0; at least one source needs a weight above 0")
   whole = whole_weights(weights)
@@ -217,7 +218,7 @@ def _whole(where: str, names: Sequence[str], weights: Sequence[Fraction]) -> tup
 
 
 def source_names(paths: Sequence[str]) -> tuple[str, ...]:
-  """Short names for the paths: as many of their last parts as tell them apart."""
+  """Returns short names for the paths: as many of their last parts as tell them apart."""
   parts = [_parts(path) for path in paths]
   for depth in range(1, max(map(len, parts)) + 1):
     names = tuple("_".join(each[-depth:]) for each in parts)
@@ -227,7 +228,7 @@ def source_names(paths: Sequence[str]) -> tuple[str, ...]:
 
 
 def _parts(path: str) -> list[str]:
-  """The parts of a path that are names, without wildcards and endings."""
+  """Returns the parts of a path that are names, without wildcards and extensions."""
   parts = [part for part in re.split(r"[/\\]+", path) if part and not glob.has_magic(part)]
   if not parts:
     parts = [path]
@@ -239,7 +240,7 @@ def _parts(path: str) -> list[str]:
 def build(
   data: DataConfig, mixed: MixedPaths, build_one: Callable[[DataConfig], Dataset]
 ) -> Dataset:
-  """The mixture of the datasets that `build_one` makes of each source's path.
+  """Builds the mixture of the datasets that `build_one` makes of each source's path.
 
   Validation is by source, unless a key names one set for all. Raises UserError: a source cannot be
   used; names it.
@@ -264,7 +265,7 @@ def build(
 
 
 def alone(data: DataConfig, path: str) -> DataConfig:
-  """The keys of one source, which is no mixture itself."""
+  """Returns the keys for one source alone, without the mixture."""
   key, _ = path_of(data)
   none = {"dataset_mixture": (), "mixture_schedule": (), "grain_train_mixture_config_path": ""}
   return dataclasses.replace(data, **none, **{key: path})

@@ -37,7 +37,7 @@ class SampleStream:
     self._rows = grain.MapDataset.range(num_rows).seed(seed).shuffle().repeat(None)
 
   def __call__(self, sample_ids: np.ndarray) -> np.ndarray:
-    """The dataset rows int64[R] of the samples int64[R], counted from 0 over all epochs."""
+    """Returns the dataset rows int64[R] of the samples int64[R], counted from 0 over all epochs."""
     return np.array([self._rows[int(sample)] for sample in sample_ids], np.int64)
 
 
@@ -68,12 +68,12 @@ class MixturePhase:
     return ExactShares([self.weights[source] for source in self.drawn])
 
   def __call__(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sources and indices, see `ExactShares`, of samples counted from the phase's first."""
+    """Returns sources and indices, see `ExactShares`, of samples counted from the phase's first."""
     place, index = self._order(samples)
     return self.drawn[place], index
 
   def counts(self, samples: int) -> np.ndarray:
-    """How many of the phase's first `samples` each source gives, int64[sources]."""
+    """Returns how many of the phase's first `samples` each source gives, int64[sources]."""
     counts = np.zeros(len(self.weights), np.int64)
     counts[self.drawn] = self._order.counts(samples)
     return counts
@@ -89,14 +89,15 @@ class Mixture:
 
   @functools.cached_property
   def _given_before(self) -> list[np.ndarray]:
-    """What each source has given when each phase begins."""
+    """Samples that each source has given when each phase begins."""
     given = [np.zeros(len(self.names), np.int64)]
     for phase, after in zip(self.phases, self.phases[1:], strict=False):
       given.append(given[-1] + phase.counts(after.first_sample - phase.first_sample))
     return given
 
   def __call__(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The source int64[R] of each of the samples int64[R], and which of the source's it is."""
+    """Returns the source int64[R] of each of the samples int64[R], and its index within that
+    source."""
     sources, indices = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
     numbers = np.searchsorted([phase.first_sample for phase in self.phases], samples, "right") - 1
     for number in np.unique(numbers):
@@ -106,7 +107,7 @@ class Mixture:
     return sources, indices
 
   def counts(self, samples: int) -> list[int]:
-    """How many of the first `samples` samples of the run each source gives."""
+    """Returns how many of the first `samples` samples of the run each source gives."""
     number = sum(phase.first_sample <= samples for phase in self.phases) - 1
     phase = self.phases[number]
     return (self._given_before[number] + phase.counts(samples - phase.first_sample)).tolist()
@@ -146,7 +147,7 @@ class MixedRows(JoinedRows):
   mixture: Mixture
 
   def epochs(self, samples: int) -> dict[str, Fraction]:
-    """How often the first `samples` samples take all rows of each source."""
+    """Returns how many epochs of each source the first `samples` samples take."""
     counts = self.mixture.counts(samples)
     return {
       name: Fraction(count, len(rows))
@@ -154,7 +155,8 @@ class MixedRows(JoinedRows):
     }
 
   def report(self, samples: int) -> str:
-    """How many of the first `samples` samples each source has given, and how often all its rows."""
+    """Says how many of the first `samples` samples each source has given, and how many epochs that
+    is."""
     counts, epochs = self.mixture.counts(samples), self.epochs(samples).items()
     parts = [
       f"{name} {count:,} ({count / max(samples, 1):.2%}, {float(number):.2f} epochs)"
@@ -174,7 +176,7 @@ class MixtureStream:
     ]
 
   def __call__(self, sample_ids: np.ndarray) -> np.ndarray:
-    """The rows int64[R] of the mixture that the samples int64[R] are."""
+    """Returns the rows int64[R] of the mixture that the samples int64[R] are."""
     sources, indices = self._rows.mixture(sample_ids)
     numbers = np.empty(len(sample_ids), np.int64)
     for source, stream in enumerate(self._streams):
@@ -184,20 +186,20 @@ class MixtureStream:
 
 
 def source_seed(seed: int, source: int) -> int:
-  """The seed of a source's order: the run's own for the first, so that one source alone is a plain
-  dataset, and others that sources of equal length do not share."""
+  """Returns the seed of a source's order: the run's own for the first, so that one source alone is
+  a plain dataset, and for others seeds that sources of equal length do not share."""
   return int(np.random.SeedSequence((seed, source)).generate_state(1)[0]) if source else seed
 
 
 def sample_stream(source: RowSource, seed: int) -> Callable[[np.ndarray], np.ndarray]:
-  """The stream of a source: from samples int64[R] to its rows int64[R]."""
+  """Returns the stream of a source: from samples int64[R] to its rows int64[R]."""
   if isinstance(source, MixedRows):
     return MixtureStream(source, seed)
   return SampleStream(len(source), seed)
 
 
 def described(mixture: Mixture, num_rows: Sequence[int]) -> list[str]:
-  """The shares of each phase, a line each; `num_rows` are those of the sources."""
+  """Describes the shares of each phase, a line each; `num_rows` are those of the sources."""
   lines = []
   for phase in mixture.phases:
     parts = [

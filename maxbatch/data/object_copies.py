@@ -36,7 +36,7 @@ def is_object(file: SourceFile) -> bool:
 
 
 def with_copies(documents: Sequence[Document], folder: Path) -> tuple[Document, ...]:
-  """The documents, those of objects with a place in `folder` for their copies."""
+  """Returns the documents, those of objects with a place in `folder` for their copies."""
   return tuple(
     dataclasses.replace(each, file=_with_copy(each.file, folder)) if is_object(each.file) else each
     for each in documents
@@ -87,7 +87,7 @@ def _is_there(file: SourceFile) -> bool:
 
 
 def _groups(files: Sequence[SourceFile]) -> Iterator[list[SourceFile]]:
-  """Large objects one by one, small ones together: each costs the time of an answer."""
+  """Yields large objects one by one, small ones together: each request costs a round trip."""
   group: list[SourceFile] = []
   for file in files:
     if file.size_bytes > _RANGE_BYTES:
@@ -130,7 +130,7 @@ def _copy_once(store: OpenStore, files: Sequence[SourceFile]) -> None:
 
 
 def _batches(files: Sequence[SourceFile]) -> Iterator[list[Range]]:
-  """All bytes of the files in ranges, in order, as many at a time as memory has a place for."""
+  """Yields all bytes of the files in ranges, in order, as many at a time as fit in memory."""
   batch: list[Range] = []
   for file in files:
     for start in range(0, file.size_bytes, _RANGE_BYTES):

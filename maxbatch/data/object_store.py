@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 
 
 def is_url(path: str) -> bool:
-  """Whether a path of the configuration names something elsewhere than on this machine."""
+  """Returns whether a path of the configuration lies on another machine."""
   return _SEPARATOR in path
 
 
@@ -74,8 +74,9 @@ class OpenStore:
 
   @classmethod
   def of(cls, key: str, url: str) -> Self:
-    """The store that `url`, the value of the configuration key `key`, names. Raises UserError:
-    there is none of that kind, the URL names no bucket, or its package is not installed."""
+    """Opens the store that `url`, the value of the configuration key `key`, names. Raises
+    UserError: there is none of that kind, the URL names no bucket, or its package is not
+    installed."""
     scheme = url.partition(_SEPARATOR)[0]
     if scheme not in STORES:
       known = ", ".join(f"{name}://" for name in STORES)
@@ -89,8 +90,8 @@ class OpenStore:
     return cls(key, STORES[scheme], STORES[scheme].open(f"{key}={url}"))
 
   def listed(self, url: str) -> list[StoredObject]:
-    """The object of that name, or those below it, or those that a glob matches; may be none. Raises
-    UserError: the store does not answer, or refuses to."""
+    """Lists the object of that name, those below it, or those that a glob matches; may be none.
+    Raises UserError: the store does not answer, or refuses to."""
     path = _path(url)
     ask = self.system.glob if glob.has_magic(path) else self.system.find
     result = self._tried(url, lambda: ask(path, detail=True))
@@ -103,8 +104,8 @@ class OpenStore:
     return [self._object(info) for info in files if not info["name"].endswith("/")]
 
   def read(self, ranges: Sequence[Range]) -> list[bytes]:
-    """The contents of all ranges, asked for at once. Raises UserError: the store does not answer,
-    refuses to, or sends something else."""
+    """Reads all ranges, requested at once. Raises UserError: the store does not answer, refuses to,
+    or sends something else."""
     contents: dict[int, bytes] = {}
 
     def read_missing() -> None:
@@ -132,11 +133,11 @@ class OpenStore:
     return [contents[number] for number in range(len(ranges))]
 
   def current(self, url: str) -> StoredObject:
-    """What the store says of an object now. Raises UserError, see `listed`."""
+    """Returns what the store says of an object now. Raises UserError, see `listed`."""
     return self._object(self._tried(url, lambda: self.system.info(_path(url), refresh=True)))
 
   def has_md5(self, url: str) -> bool:
-    """Whether what is listed as an object's MD5 is one. Raises UserError, see `listed`."""
+    """Returns whether what is listed as an object's MD5 is one. Raises UserError, see `listed`."""
     return self._tried(url, lambda: self.store.has_md5(self.system, _path(url)))
 
   def _object(self, info: Mapping[str, Any]) -> StoredObject:
@@ -144,7 +145,7 @@ class OpenStore:
     return StoredObject(info["name"], int(info["size"]), version, md5)
 
   def _tried(self, url: str, request: Callable[[], _T]) -> _T:
-    """The answer to a request, sent again while that may help."""
+    """Sends a request, again while that may help, and returns the answer."""
     number, wait = 1, FIRST_WAIT_SECONDS
     while True:
       try:
@@ -192,7 +193,7 @@ def _said(error: Exception) -> str:
 
 
 def names_within(root: str, paths: Sequence[str]) -> Iterator[tuple[str, str]]:
-  """Every path with its part below `root`; those in hidden folders are left out."""
+  """Yields every path with its part below `root`; those in hidden folders are left out."""
   for path in paths:
     name = str(PurePosixPath(path).relative_to(root))
     folders = name.split("/")[:-1]

@@ -7,7 +7,7 @@ from maxbatch.errors import UserError
 
 
 def library(name: str, what: str, extra: str = "data") -> Any:
-  """The module `name` of an optional package.
+  """Imports the module `name` of an optional package.
 
   Args:
     name: as in an import statement.

@@ -62,19 +62,20 @@ class Pieces:
 
 
 def places(offsets: np.ndarray, length: int, *, truncate: bool) -> np.ndarray:
-  """The places int64[D] that the documents between the offsets int64[D+1] need in rows of `length`."""
+  """Returns the places int64[D] that the documents between the offsets int64[D+1] need in rows of
+  `length`."""
   needed = np.maximum(np.diff(offsets) - 1, 0)
   return np.minimum(needed, length) if truncate else needed
 
 
 def group_documents(num_documents: int, num_places: int, length: int) -> int:
-  """How many documents are packed as a group, for rests of `num_places` places together."""
+  """Returns how many documents are packed as a group, for rests of `num_places` places together."""
   for_rows = -(-_GROUP_ROWS * length * num_documents // max(num_places, 1))
   return min(max(_GROUP_DOCUMENTS, for_rows), max(num_documents, 1))
 
 
 def pack(offsets: np.ndarray, length: int, fit: Fit, group: int, *, truncate: bool) -> Pieces:
-  """The rows of the documents between the offsets int64[D+1].
+  """Packs the documents between the offsets int64[D+1] into rows.
 
   Args:
     offsets: the first token of each document, and the end of the last.
@@ -99,7 +100,7 @@ def pack(offsets: np.ndarray, length: int, fit: Fit, group: int, *, truncate: bo
 def _divided(
   begins: np.ndarray, whole: np.ndarray, rest: np.ndarray, length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """First token and places of every piece in the order of the documents, and its number."""
+  """Returns first token and places of every piece in the order of the documents, and its number."""
   pieces = whole + (rest > 0)
   number = np.arange(pieces.sum())
   document = np.repeat(np.arange(len(pieces)), pieces)
@@ -109,7 +110,8 @@ def _divided(
 
 
 def _fit(sizes: np.ndarray, length: int, fit: Fit, group: int) -> np.ndarray:
-  """A row for each of the sizes int[D] below `length`, numbered by group and then by opening."""
+  """Returns a row for each of the sizes int[D] below `length`, numbered by group and then by
+  opening."""
   num_groups = -(-len(sizes) // group)
   sizes_GN = np.zeros((num_groups, group), np.int32)
   sizes_GN.reshape(-1)[: len(sizes)] = sizes
@@ -194,7 +196,7 @@ class PackIndex:
     )
 
   def pieces(self, rows: np.ndarray) -> Pieces:
-    """The pieces of the rows int64[R], row by row."""
+    """Returns the pieces of the rows int64[R], row by row."""
     starts, lengths, ends = self._arrays
     last = ends[rows]
     first = np.where(rows > 0, ends[rows - 1], 0)
@@ -219,8 +221,8 @@ class PackIndex:
 
 
 def open_or_build(folder: Path, part: str, cache: TokenCache, layout: Layout) -> PackIndex:
-  """The index of the documents of `cache`: opened in `folder`, or built there. Raises UserError:
-  the folder cannot be written."""
+  """Returns the index of the documents of `cache`: opened in `folder`, or built there. Raises
+  UserError: the folder cannot be written."""
   prints = [(each.fingerprint, each.documents_fingerprint) for each in cache.shards]
   content = json.dumps([prints, layout.length, layout.name])
   path = folder / f"{part}-{_new_hash(content.encode()).hexdigest()}.rows"
@@ -306,7 +308,7 @@ def _write_at(file: BinaryIO, position: int, content: np.ndarray) -> None:
 
 
 def _counted(cache: TokenCache, layout: Layout) -> tuple[Packed, tuple[int, int]]:
-  """What can be said before packing; and how many rests there are, with how many places."""
+  """Returns what is known before packing, and the number of rests with the places they need."""
   sums = np.zeros(7, np.int64)
   for each in offsets(cache, _CHUNK_DOCUMENTS):
     needed, kept = (places(each, layout.length, truncate=cut) for cut in (False, layout.truncate))
@@ -318,7 +320,7 @@ def _counted(cache: TokenCache, layout: Layout) -> tuple[Packed, tuple[int, int]
 
 
 def offsets(cache: TokenCache, documents: int) -> Iterator[np.ndarray]:
-  """The first token of every document, so many documents at a time, with the end of the last."""
+  """Yields the first token of every document, `documents` at a time, with the end of the last."""
   waiting, first = np.empty(0, np.int64), 0
   for shard in cache.shards:
     waiting = np.concatenate([waiting, shard.document_starts + first])

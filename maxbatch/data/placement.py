@@ -49,7 +49,7 @@ class RowPlacement:
 
   @functools.cached_property
   def plan(self) -> Redistribution:
-    """Who reads what, and who sends what to whom."""
+    """Which process reads each block, and which processes it sends it to."""
     shape = (1,) * self.row_dim + (self.num_rows,)
     indices = self._of_rank(len(shape)).devices_indices_map(shape)
     devices = self._mesh.devices.reshape(-1)
@@ -63,18 +63,19 @@ class RowPlacement:
     return self.sharding.mesh
 
   def columns(self, process: int) -> np.ndarray:
-    """int64[R]: which of the rows a process reads, ascending."""
+    """Returns which of the rows a process reads, int64[R] ascending."""
     return columns_of_blocks(self.plan.blocks_read.get(process, ()), self._block_size)
 
   def microbatches(self, used: int, capacity: int) -> int:
-    """The microbatches that a process reads into: as many as are used, or all if none is sent.
+    """Returns how many microbatches a process reads into: as many as are used, or all if none is
+    sent.
 
     A power of two, so that few programs are compiled when the batch grows.
     """
     return min(capacity, 1 << (used - 1).bit_length()) if self.plan.rounds else capacity
 
   def hosts(self, column: int) -> str:
-    """Who reads the rows of this column, and who uses them, for messages."""
+    """Returns who reads the rows of this column, and who uses them, for messages."""
     block = column // self._block_size
     readers, users = (
       f"{'host' if len(hosts) == 1 else 'hosts'} {', '.join(map(str, hosts))}"
@@ -109,12 +110,12 @@ class RowPlacement:
     return self.num_rows // len(self.plan.readers)
 
   def _block(self, block: int, process: int, rows: np.ndarray) -> np.ndarray:
-    """A block [K, b, …] of the rows [K, R, …] that a process has read."""
+    """Returns a block [K, b, …] of the rows [K, R, …] that a process has read."""
     first = bisect.bisect_left(self.plan.blocks_read[process], block) * self._block_size
     return rows[:, first : first + self._block_size]
 
   def _joined(self, read: Mapping[int, np.ndarray]) -> jax.Array:
-    """One global array of the rows [C, R, …] that each process has read."""
+    """Joins the rows [C, R, …] that each process has read into one global array."""
 
     def part(block: int) -> np.ndarray:
       process = next(each for each in self.plan.readers[block] if each in read)
@@ -124,7 +125,8 @@ class RowPlacement:
     return self._global((capacity, self.num_rows, *trail), part)
 
   def _global(self, shape: tuple[int, ...], part: Callable[[int], np.ndarray]) -> jax.Array:
-    """The array [C, B, …] of blocks [C, b, …], or [B, …] without the dimension of microbatches."""
+    """Returns the array [C, B, …] of blocks [C, b, …], or [B, …] without the dimension of
+    microbatches."""
     dim = self.row_dim
 
     def local(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -136,7 +138,7 @@ class RowPlacement:
     return jax.make_array_from_callback(shape, self._of_rank(len(shape)), local)
 
   def _slots(self, records: Mapping[int, np.ndarray]) -> jax.Array:
-    """What each device keeps and sends: int32[D, slots, K, b, W] of records [K, R, W]."""
+    """Returns what each device keeps and sends: int32[D, slots, K, b, W] of records [K, R, W]."""
     mesh, plan = self._mesh, self.plan
     K, _, W = next(iter(records.values())).shape
     shape = (mesh.size, len(plan.rounds) + 1, K, self._block_size, W)
@@ -159,7 +161,7 @@ class RowPlacement:
 
 
 def _packed(names: Sequence[str], arrays: Arrays) -> np.ndarray:
-  """All numbers of each row as one record: int32[K, R, W]."""
+  """Packs all numbers of each row into one record: int32[K, R, W]."""
 
   def numbers(array: np.ndarray) -> np.ndarray:
     return array.view(np.int32).reshape(*array.shape[:2], math.prod(array.shape[2:]))
@@ -176,7 +178,8 @@ def _redistribution(
   capacity: int,
   fields: tuple[tuple[str, str, tuple[int, ...]], ...],
 ) -> jax.stages.Wrapped:
-  """The program from what each device keeps and sends, int32[D, slots, K, b, W], to arrays by name.
+  """Returns the program from what each device keeps and sends, int32[D, slots, K, b, W], to arrays
+  by name.
 
   It holds collective permutes alone, one a round.
   """

@@ -42,7 +42,7 @@ AS_USUAL = ReadAhead()
 
 
 def read_ahead(data: DataConfig) -> ReadAhead:
-  """What the keys say."""
+  """Returns how far ahead rows are read, by the keys."""
   return ReadAhead(
     data.grain_num_threads, data.grain_prefetch_buffer_size, data.grain_per_worker_buffer_size
   )
@@ -62,7 +62,7 @@ class ReadOrder:
     return sample_stream(self.source, self.seed)
 
   def __call__(self, samples: np.ndarray) -> Arrays:
-    """The rows of the samples int64[R], with their `checksums` uint32[R]."""
+    """Reads the rows of the samples int64[R], with their `checksums` uint32[R]."""
     if self.seed is None:
       arrays = self._in_order(samples)
     else:
@@ -94,7 +94,8 @@ class ReadPlan:
     return len(self.bounds) - 1
 
   def __getitem__(self, index: int) -> np.ndarray:
-    """The samples int64[R] of load number `index` that belong to this process, ascending."""
+    """Returns the samples int64[R] of load number `index` that belong to this process,
+    ascending."""
     begin, end = self.bounds[index], self.bounds[index + 1]
     return self.steps.samples_between(begin, end, self.columns)
 
@@ -152,7 +153,7 @@ class StepReader:
       _free_shared_memory()
 
   def _take(self, wanted: int) -> list[Arrays]:
-    """The next `wanted` rows, as views of the loads they lie in."""
+    """Takes the next `wanted` rows, as views of the loads that hold them."""
     pieces: list[Arrays] = []
     while wanted:
       if not self._pending:
@@ -182,7 +183,8 @@ class StepReader:
     return load
 
   def _stack(self, pieces: Sequence[np.ndarray], microbatches: int) -> np.ndarray:
-    """One array [C, R, …] of the pieces' rows; without copying where they already are one."""
+    """Stacks the pieces' rows into one array [C, R, …], without copying where they already are
+    one."""
     length = self._microbatches(microbatches, self._capacity)
     shape = (length, len(self._plan.columns), *pieces[0].shape[1:])
     # Rows from a worker lie in shared memory, of which containers have little: a copy frees it.

@@ -28,7 +28,7 @@ class Columns:
   """What says which tokens count; empty: all do."""
 
   def of(self, sources: Sources, form: str) -> Sources:
-    """The sources as files of that format, of which these columns are read."""
+    """Returns the sources as files of that format, of which these columns are read."""
     return dataclasses.replace(
       sources,
       format=form,
@@ -39,7 +39,7 @@ class Columns:
 
 
 def resolve_records(key: str, path: str, columns: Columns, form: str, form_key: str) -> Sources:
-  """The files of records that `path`, the value of the configuration key `key`, stands for.
+  """Finds the files of records that `path`, the value of the configuration key `key`, stands for.
 
   Args:
     form: the format's name, or "auto": as the names of the files say.

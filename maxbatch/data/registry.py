@@ -65,8 +65,8 @@ DATASETS: dict[str, Callable[[DataConfig, Tokenizer, int], Dataset]] = {
 
 
 def build_tokenizer(data: DataConfig) -> Tokenizer:
-  """The tokenizer that `tokenizer_type` names. Raises UserError for an unknown name, a vocabulary
-  that cannot be used, or special ids that are no ids of the vocabulary."""
+  """Builds the tokenizer that `tokenizer_type` names. Raises UserError for an unknown name, a
+  vocabulary that cannot be used, or special ids that are no ids of the vocabulary."""
   tokenizer = registered("tokenizer_type", data.tokenizer_type, TOKENIZERS, data.plugins)(data)
   special = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
   if not all(0 <= each < tokenizer.vocab_size for each in special):
@@ -79,8 +79,8 @@ def build_tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def build_dataset(data: DataConfig, max_target_length: int) -> Dataset:
-  """The dataset that `dataset_type` names, in rows of `max_target_length` tokens. Raises UserError:
-  for an unknown name, or input that cannot be used; names it."""
+  """Builds the dataset that `dataset_type` names, in rows of `max_target_length` tokens. Raises
+  UserError, naming it, for an unknown name or input that cannot be used."""
   build = registered("dataset_type", data.dataset_type, DATASETS, data.plugins)
   tokenizer = build_tokenizer(data)
 

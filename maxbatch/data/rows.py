@@ -46,7 +46,7 @@ TOKEN_FIELDS = ("inputs", "targets", "weights", "segment_ids", "positions")
 
 
 def scattered(numbers: Numbers) -> Numbers:
-  """Other numbers for all of 0 … 2³²−1, one to one: the finalizer of MurmurHash3."""
+  """Permutes 0 … 2³²−1: the finalizer of MurmurHash3."""
   numbers = (numbers ^ (numbers >> 16)) * np.uint32(0x85EBCA6B)
   numbers = (numbers ^ (numbers >> 13)) * np.uint32(0xC2B2AE35)
   return numbers ^ (numbers >> 16)
@@ -54,13 +54,13 @@ def scattered(numbers: Numbers) -> Numbers:
 
 @functools.lru_cache(8)
 def _weights_FT(length: int) -> np.ndarray:
-  """The weights of a row's numbers, by the place of their array in TOKEN_FIELDS."""
+  """Returns the weights of a row's numbers, by the index of their array in TOKEN_FIELDS."""
   places_TF = np.arange(length * len(TOKEN_FIELDS), dtype=np.uint32).reshape(length, -1)
   return scattered(np.ascontiguousarray(places_TF.T)) | np.uint32(1)
 
 
 def row_checksums(arrays: Mapping[str, Numbers], sample_ids: Numbers) -> Numbers:
-  """The checksums uint32[..., R] of rows.
+  """Returns the checksums uint32[..., R] of rows.
 
   Args:
     arrays: those of TOKEN_FIELDS that the rows have, [..., R, T] of 32 bits each.

@@ -36,7 +36,7 @@ LARGEST_TOTAL = 2**40
 
 
 def whole_weights(weights: Sequence[Fraction]) -> tuple[int, ...]:
-  """The smallest whole numbers in the same proportions."""
+  """Returns the smallest whole numbers in the same proportions."""
   denominator = math.lcm(*(weight.denominator for weight in weights))
   whole = [int(weight * denominator) for weight in weights]
   divisor = math.gcd(*whole)
@@ -47,7 +47,7 @@ class ExactShares:
   """The sequence of sources of a mixture with fixed weights."""
 
   def __init__(self, weights: Sequence[int]):
-    """`weights` are whole and positive; see `SMALLEST_SHARE` and `LARGEST_TOTAL`."""
+    """Takes `weights` that are whole and positive; see `SMALLEST_SHARE` and `LARGEST_TOTAL`."""
     total = sum(weights)
     if not weights or min(weights) < 1 or total > LARGEST_TOTAL:
       raise ValueError(f"weights {weights} are not from 1 to {LARGEST_TOTAL} together")
@@ -60,7 +60,8 @@ class ExactShares:
     self._length = total * periods if total <= _BLOCK else max(_BLOCK, rarest)
 
   def __call__(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The source int64[R] of each of the samples int64[R], and which of the source's it is."""
+    """Returns the source int64[R] of each of the samples int64[R], and its index within that
+    source."""
     sources, indices = np.empty(len(samples), np.int64), np.empty(len(samples), np.int64)
     numbers = samples // self._length
     for number in np.unique(numbers):
@@ -71,7 +72,7 @@ class ExactShares:
     return sources, indices
 
   def counts(self, samples: int) -> list[int]:
-    """How many of the first `samples` samples each source has given."""
+    """Returns how many of the first `samples` samples each source has given."""
     number, rest = divmod(samples, self._length)
     order, _ = _block(self._weights, self._length, number)
     within = np.bincount(order[:rest], minlength=len(self._weights))
@@ -81,7 +82,8 @@ class ExactShares:
 
 @functools.lru_cache(maxsize=8)
 def _block(weights: tuple[int, ...], length: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-  """The source uint16[L] of every sample of block `number`, and which of the source's int64[L]."""
+  """Returns the source uint16[L] of every sample of block `number`, and its index int64[L] within
+  it."""
   begin = number * length
   done, end = _done(weights, begin), _done(weights, begin + length)
   release, deadline, source = _jobs(weights, begin, length, done, end)
@@ -108,7 +110,8 @@ def _block(weights: tuple[int, ...], length: int, number: int) -> tuple[np.ndarr
 def _jobs(
   weights: tuple[int, ...], begin: int, length: int, done: Sequence[int], end: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-  """Release and deadline, in samples since `begin`, and source of the block's jobs, int64[L] each."""
+  """Returns release and deadline, in samples since `begin`, and source of the block's jobs,
+  int64[L] each."""
   total, parts = sum(weights), []
   for source, weight in enumerate(weights):
     current, fraction = divmod(begin * weight, total)
@@ -121,7 +124,7 @@ def _jobs(
 
 
 def _done(weights: tuple[int, ...], samples: int) -> list[int]:
-  """How many of the first `samples` each source has given, where a block begins."""
+  """Returns how many of the first `samples` each source has given, where a block begins."""
   total = sum(weights)
   done, fractions = map(
     list, zip(*(divmod(samples * each, total) for each in weights), strict=True)

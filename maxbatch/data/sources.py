@@ -97,7 +97,8 @@ class Document:
 
 
 def part_of(document: Document, size: int) -> tuple[int, int]:
-  """First and end of the document in its file of `size` bytes, or records; never an empty part."""
+  """Returns first and end of the document in its file of `size` bytes, or records; never an empty
+  part."""
 
   if size == 0:
     return 0, 0
@@ -124,7 +125,7 @@ class Wanted:
 
 
 def resolve(key: str, path: str) -> Sources:
-  """The text files that `path`, the value of the configuration key `key`, stands for. Raises
+  """Finds the text files that `path`, the value of the configuration key `key`, stands for. Raises
   UserError: nothing is there, nothing in it is text, or it cannot be read."""
   if path == STDLIB:
     return _stdlib(key)
@@ -132,8 +133,8 @@ def resolve(key: str, path: str) -> Sources:
 
 
 def listed(key: str, path: str, wanted: Wanted) -> Sources:
-  """The files that `path` stands for: a file, those of a folder that are wanted, or of a glob.
-  Raises UserError: nothing is there, nothing in it is wanted, or it cannot be read."""
+  """Finds the files that `path` stands for: a file, those of a folder that are wanted, or of a
+  glob. Raises UserError: nothing is there, nothing in it is wanted, or it cannot be read."""
   expanded = os.path.expanduser(path)
   if not path:
     raise UserError(f"{key} is empty: give a file, a folder, a glob such as {wanted.example}")
@@ -151,7 +152,7 @@ def listed(key: str, path: str, wanted: Wanted) -> Sources:
 
 
 def rank(name: str, purpose: str) -> float:
-  """A number in [0, 1) drawn from the name; each purpose has its own draw."""
+  """Returns a number in [0, 1) drawn from the name; each purpose has its own draw."""
   digest = hashlib.blake2b(f"{purpose}\0{name}".encode(errors="surrogateescape"), digest_size=6)
   return int.from_bytes(digest.digest(), "big") / 2**48
 
@@ -225,7 +226,7 @@ def _objects(key: str, url: str, wanted: Wanted) -> Sources:
 
 
 def _offer(key: str, path: str, others: Sequence[Path]) -> str:
-  """What to write instead of a folder in which nothing is read."""
+  """Suggests what to write instead of a folder in which nothing is read."""
   for file in others:
     if file.is_dir():
       return f"for example {key}={file}"
@@ -246,7 +247,7 @@ def _begins_as_text(file: Path) -> bool:
 
 
 def _reason_to_skip(name: str, wanted: Wanted, *, is_folder: bool = False) -> str:
-  """Why a file or a linked folder met in a folder is not read; empty when it is."""
+  """Returns why a file or a linked folder met in a folder is not read; empty when it is."""
   if is_folder:
     return "symbolic link to a folder (name its files with a glob)"
   return "hidden" if name.startswith(".") else wanted.reason_to_skip(name)
@@ -262,8 +263,8 @@ def _no_text(name: str) -> str:
 
 
 def _walk(key: str, root: Path, enter) -> Iterator[Path]:
-  """All files below `root`, in the subfolders whose name `enter` accepts, and symbolic links to
-  such subfolders, which are not entered: they may lead anywhere, and in circles."""
+  """Yields all files below `root`, in the subfolders whose name `enter` accepts, and symbolic links
+  to such subfolders, which are not entered: they may lead anywhere, and in circles."""
 
   def refuse(error: OSError):
     raise UserError(f"{key}: cannot read the folder {error.filename}: {error.strerror}") from error
@@ -285,7 +286,8 @@ def _glob(key: str, path: str, pattern: str) -> Sources:
 
 
 def _stdlib(key: str) -> Sources:
-  """Python's own library, without tests and caches: the same few megabytes of it each time."""
+  """Returns Python's own library, without tests and caches: the same few megabytes of it each
+  time."""
   root = Path(sysconfig.get_path("stdlib"))
   skip = STDLIB_SKIPPED_FOLDERS | {"__pycache__"}
   walk = _walk(key, root, lambda name: name not in skip)

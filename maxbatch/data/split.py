@@ -69,12 +69,13 @@ def split(sources: Sources, eval_fraction: float) -> Split:
 
 
 def described(documents: Sequence[Document]) -> str:
-  """The first few names, with the part of a file that is meant if it is not all of it."""
+  """Lists the first few names, with the part of a file that is meant if it is not all of it."""
   return first_of(list(map(_name, documents)), _SHOWN)
 
 
 def sizes_by_name(documents: Sequence[Document]) -> dict[str, int]:
-  """Bytes of each document's file, by its name; of very many files, all in one entry."""
+  """Returns the bytes of each document's file, by its name; of very many files, all in one
+  entry."""
   if len(documents) > _MOST_LISTED:
     return {f"{len(documents):,} files": sum(each.file.size_bytes for each in documents)}
   return {_name(document): document.file.size_bytes for document in documents}
@@ -89,10 +90,9 @@ def _name(document: Document) -> str:
 
 
 def _by_share(files: tuple[SourceFile, ...], eval_fraction: float, largest_whole: float) -> Split:
-  """Files of up to `largest_whole` bytes are on one side, by their names alone, so that another
+  """Puts each file of up to `largest_whole` bytes on one side, by its name alone, so that adding a
   file moves none of the others. A larger one, more than what is held out of all, is divided by
-  position: its last `eval_fraction` is validation.
-  """
+  position: its last `eval_fraction` is validation."""
   if eval_fraction == 0:
     return Split(tuple(map(Document, files)), ())
   whole = [file for file in files if file.size_bytes <= largest_whole and len(files) > 1]
@@ -113,7 +113,7 @@ def _by_share(files: tuple[SourceFile, ...], eval_fraction: float, largest_whole
 
 
 def _roles(files: tuple[SourceFile, ...]) -> dict[str, _Role]:
-  """What the names of files say they are for, by name; files without such a name are not in it."""
+  """Returns the roles that file names imply, by name; files without such a name are not in it."""
   words = {file.name: _words(file.name) for file in files}
   roles = {}
   for name, (folders, stem) in words.items():

@@ -148,13 +148,15 @@ def _s3_is_final(error: Exception) -> bool:
 
 
 def _s3_md5(info: Mapping[str, Any]) -> str:
-  """An ETag that is no MD5 has a hyphen: the object was written in parts."""
+  """Returns the MD5 of an object; an ETag with a hyphen is none: the object was written in
+  parts."""
   tag = str(info.get("ETag", "")).strip('"').lower()
   return tag if re.fullmatch("[0-9a-f]{32}", tag) else ""
 
 
 def _s3_has_md5(system: Any, path: str) -> bool:
-  """With keys of one's own or of KMS, the ETag is of what is stored, not of what is read."""
+  """Returns whether the ETag is an MD5: with one's own keys or KMS it is of what is stored, not of
+  what is read."""
   bucket, _, key = path.partition("/")
   head = system.call_s3("head_object", Bucket=bucket, Key=key)
   return head.get("ServerSideEncryption", "AES256") == "AES256" and (

@@ -36,7 +36,7 @@ class SyntheticRows:
     return self.num_rows
 
   def rows(self, indices: np.ndarray) -> Arrays:
-    """The rows int[R], see `RowSource.rows`; all weights are 1, each row is one segment."""
+    """Returns the rows int[R], see `RowSource.rows`; all weights are 1, each row is one segment."""
     tokens_RS = np.empty((len(indices), self.length + 1), np.int32)
     for row, index in enumerate(indices):
       tokens_RS[row] = self._tokens(int(index))
@@ -58,7 +58,8 @@ class SyntheticRows:
 
 
 def build(data: DataConfig, tokenizer: Tokenizer, max_target_length: int) -> Dataset:
-  """Random tokens in rows of `max_target_length`; no path is read, which is said if one is given."""
+  """Builds random tokens in rows of `max_target_length`; no path is read, and one that is given is
+  reported."""
   paths = {
     "dataset_path": data.dataset_path,
     "eval_dataset_path": data.eval_dataset_path,

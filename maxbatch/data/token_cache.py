@@ -58,7 +58,7 @@ class TokenCache:
 
   @property
   def num_tokens(self) -> int:
-    """Of all documents, with those that begin and end them."""
+    """Tokens of all documents, with those that begin and end them."""
     return int(self._firsts[-1])
 
   @property
@@ -85,7 +85,7 @@ class TokenCache:
     return next((shard.first_bad for shard in self.shards if shard.num_bad), "")
 
   def read(self, start: int, stop: int) -> np.ndarray:
-    """The ids [stop - start] from token `start` on, fewer at the end; see `copy_tokens`."""
+    """Reads the ids [stop - start] from token `start` on, fewer at the end; see `copy_tokens`."""
     length = min(stop, self.num_tokens) - start
     tokens = np.empty(length, self.shards[0].dtype)
     self.copy_tokens(np.array([start]), np.array([length]), tokens, np.array([0]))
@@ -109,12 +109,13 @@ class TokenCache:
   def copy_weights(
     self, starts_P: np.ndarray, lengths_P: np.ndarray, out: np.ndarray, places_P: np.ndarray
   ) -> None:
-    """Likewise which tokens count as targets, 1 or 0; leaves `out` as it is where all do."""
+    """Copies which tokens count as targets, 1 or 0, likewise; leaves `out` as it is where all
+    do."""
     if self._has_weights:
       self._copy(operator.attrgetter("weights"), starts_P, lengths_P, out, places_P)
 
   def counts_any(self) -> bool:
-    """Whether some token counts as a target."""
+    """Returns whether some token counts as a target."""
     return any(shard.weights.any() for shard in self.shards) if self._has_weights else True
 
   def _copy(
@@ -137,7 +138,8 @@ class TokenCache:
   def document_starts(
     self, starts_R: np.ndarray, stops_R: np.ndarray
   ) -> tuple[np.ndarray, np.ndarray]:
-    """The documents that begin in each of the ranges [start, stop) of tokens, one after the other.
+    """Returns the documents that begin in each of the ranges [start, stop) of tokens, one after the
+    other.
 
     Returns:
       The range int64[D] that each document begins in, and how far from its start int64[D].
@@ -163,7 +165,7 @@ class TokenCache:
     return np.repeat(which, counts), np.concatenate(places)
 
   def _located(self, tokens_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The shard that each token is in, and which of its tokens it is, int64[P] each."""
+    """Returns the shard of each token, and its index within the shard, int64[P] each."""
     numbers_P = np.searchsorted(self._firsts, tokens_P, "right") - 1
     return numbers_P, tokens_P - self._firsts[numbers_P]
 
@@ -174,8 +176,8 @@ class TokenCache:
 def open_or_build(
   documents: Sequence[Document], folder: Path, part: str, recipe: Recipe
 ) -> TokenCache:
-  """The cache of `documents`: opened in `folder`, or built there, or completed. Raises UserError:
-  an input or the folder cannot be used; names it."""
+  """Returns the cache of `documents`: opened in `folder`, built there, or completed. Raises
+  UserError: an input or the folder cannot be used; names it."""
   recipe = dataclasses.replace(recipe, sources=dataclasses.replace(recipe.sources, files=()))
   jobs = shard_jobs(documents, folder, part, recipe)
   size = sum(os.path.getsize(job.path) for job in jobs if job.path.is_file())
@@ -199,7 +201,7 @@ def open_or_build(
 def shard_jobs(
   documents: Sequence[Document], folder: Path, part: str, recipe: Recipe
 ) -> list[ShardJob]:
-  """The shards that `open_or_build` opens or makes; none of them is looked at."""
+  """Returns the shards that `open_or_build` opens or makes, without looking at any."""
   return [
     ShardJob(folder / f"{part}-{cache_key(each, recipe)}.tokens", each)
     for each in _grouped(documents, recipe.sources)
@@ -207,12 +209,13 @@ def shard_jobs(
 
 
 def can_be_divided(sources: Sources) -> Callable[[SourceFile], bool]:
-  """Whether a part of a file can be read without all that stands before it."""
+  """Returns a function that tells whether part of a file can be read without all that stands before
+  it."""
   return text.can_be_divided if sources.format == "text" else FORMATS[sources.format].can_be_divided
 
 
 def _grouped(documents: Sequence[Document], sources: Sources) -> Iterator[tuple[Document, ...]]:
-  """The documents of each shard: small files together, large ones in pieces if they can be.
+  """Yields the documents of each shard: small files together, large ones in pieces if they can be.
 
   A function of the documents alone, so that every machine with the same files has the same shards.
   """
@@ -239,7 +242,7 @@ def _grouped(documents: Sequence[Document], sources: Sources) -> Iterator[tuple[
 
 
 def cache_key(documents: Sequence[Document], recipe: Recipe) -> str:
-  """A hash of everything that determines the documents' tokens; no file is read for it."""
+  """Returns a hash of everything that determines the documents' tokens; no file is read for it."""
   parts = [(*_file(each), each.begin, each.end, each.piece, each.num_pieces) for each in documents]
   tokenizer, sources = recipe.tokenizer, recipe.sources
   kind = type(tokenizer)
@@ -257,7 +260,8 @@ def _file(document: Document) -> tuple[str, str, int, int | str]:
 
 
 def _fingerprint(shards: Sequence[TokenShard]) -> str:
-  """Of all tokens one after the other; of very many, of the shards' fingerprints."""
+  """Returns the fingerprint of all tokens one after the other; of very many, of the shards'
+  fingerprints."""
   if len(shards) == 1 and not shards[0].weights_fingerprint:
     return shards[0].fingerprint
   digest = new_hash()

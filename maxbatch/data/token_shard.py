@@ -99,7 +99,7 @@ class ShardJob:
 
 
 def open_shard(path: Path, *, check: bool = True, warn: bool = True) -> TokenShard | None:
-  """The shard at `path` if it exists and is intact.
+  """Opens the shard at `path` if it exists and is intact.
 
   Args:
     check: its contents too, and not their lengths alone.
@@ -183,7 +183,7 @@ def _make_unless_there(job: ShardJob, recipe: Recipe, report: Callable[[int], No
 
 
 def _shards_of_objects(jobs: Sequence[ShardJob]) -> Mapping[str, Sequence[Path]]:
-  """Which shards need an object of which they hold a part, by the object's copy."""
+  """Returns which shards hold part of an object, by the object's copy."""
   shards: dict[str, list[Path]] = collections.defaultdict(list)
   for job in jobs:
     for document in job.documents:

@@ -92,7 +92,7 @@ def tokenize(
 
 
 def source_bytes(document: Document) -> int:
-  """About how many bytes of its file a document takes."""
+  """Estimates how many bytes of its file a document takes."""
   return round(document.file.size_bytes * (document.end - document.begin) / document.num_pieces)
 
 
@@ -125,7 +125,7 @@ class _Output:
     self.written.num_tokens += tokens.size
 
   def weigh(self, counted: np.ndarray) -> None:
-    """Which of the tokens that have been added count, uint8."""
+    """Notes which of the tokens that have been added count, uint8."""
     if self._weights_file is not None:
       self._weights_file.write(counted.data)
       self._weights_digest.update(counted.data)
@@ -154,7 +154,7 @@ class _Output:
 
 
 def too_many(count: int, limit: int, first: str) -> UserError:
-  """The error that says that more records are bad than may be skipped."""
+  """Returns the error for more bad records than may be skipped."""
   return UserError(
     f"{count} bad records, and max_bad_records={limit}; correct them, or raise it to skip more. "
     f"The first: {first}"
@@ -247,7 +247,8 @@ def _content(record: Record, recipe: Recipe) -> bytes | np.ndarray | Conversatio
 
 
 def _weights(record: Record, content: object) -> np.ndarray | Bad:
-  """Which tokens of the document count: 0 or 1 for each of its ids, or one for all of it."""
+  """Returns which tokens of the document count: 0 or 1 for each of its ids, or one for all of
+  it."""
   value = record.weights
   if isinstance(value, Bad):
     return value
@@ -280,7 +281,7 @@ def _add_document(out: _Output, content: bytes | np.ndarray) -> None:
 
 
 def _range(sources: Sources, document: Document) -> tuple[int, int]:
-  """First and end of the records to read, in the units of the format."""
+  """Returns first and end of the records to read, in the units of the format."""
   if (document.begin, document.end, document.num_pieces) == (0, 1, 1):
     return 0, sys.maxsize  # Without asking how many there are, which may take long.
   form, key, file = FORMATS[sources.format], sources.key, document.file

@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
     ...
 
   def encode(self, text: bytes) -> np.ndarray:
-    """The ids, integers [n], of a piece of a document, without begin or end.
+    """Returns the ids, integers [n], of a piece of a document, without begin or end.
 
     Args:
       text: UTF-8, whole lines where lines are shorter than a megabyte. Where eval_fraction
@@ -50,7 +50,7 @@ class Tokenizer(Protocol):
     ...
 
   def decode(self, ids: Ids) -> str:
-    """The text of `ids`; special ids stand for none."""
+    """Returns the text of `ids`; special ids stand for none."""
     ...
 
 
@@ -65,21 +65,21 @@ class ByteTokenizer:
   version: str = "bytes-1"
 
   def encode(self, text: bytes) -> np.ndarray:
-    """The bytes of `text` as uint16."""
+    """Returns the bytes of `text` as uint16."""
     return np.frombuffer(text, dtype=np.uint8).astype(np.uint16)
 
   def decode(self, ids: Ids) -> str:
-    """See `Tokenizer.decode`; broken UTF-8 becomes U+FFFD."""
+    """Returns the text of `ids`; broken UTF-8 becomes U+FFFD. See `Tokenizer.decode`."""
     array = np.asarray(ids).reshape(-1)
     return array[(array >= 0) & (array < 256)].astype(np.uint8).tobytes().decode(errors="replace")
 
 
 def token_dtype(tokenizer: Tokenizer) -> np.dtype:
-  """The smallest of uint16 and uint32, little-endian, that holds every id."""
+  """Returns the smallest of uint16 and uint32, little-endian, that holds every id."""
   return np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
 
 
 def ordinary_ids(tokenizer: Tokenizer) -> np.ndarray:
-  """The ids that stand for text, ascending: all but the special ones."""
+  """Returns the ids that stand for text, ascending: all but the special ones."""
   special = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
   return np.setdiff1d(np.arange(tokenizer.vocab_size, dtype=token_dtype(tokenizer)), special)

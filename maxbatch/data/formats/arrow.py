@@ -48,12 +48,12 @@ def check_columns(key: str, file: SourceFile, schema: Any, column: str, weights:
 
 
 def weights_of(batch: Any, column: str) -> Iterable[object]:
-  """What the column of weights holds, for every row; empty: None."""
+  """Yields what the column of weights holds for every row; None where there is no such column."""
   return values(batch.column(column)) if column else itertools.repeat(None, batch.num_rows)
 
 
 def values(column: Any) -> Iterator[object]:
-  """Text, bytes, arrays of ids or lists of messages; None where it is null."""
+  """Yields text, bytes, arrays of ids or lists of messages; None where the value is null."""
   types = library("pyarrow.types", "a column")
   kind = column.type
   if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
@@ -75,7 +75,8 @@ _MAGIC = b"ARROW1"
 
 
 def _arrow_size(key: str, file: SourceFile) -> int:
-  """In rows, by the headers of all batches: their contents are mapped and not read."""
+  """Returns the number of rows, by the headers of all batches: their contents are mapped and not
+  read."""
   with _opened_arrow(key, file, is_mapped=True) as (_, batches):
     return sum(batch.num_rows for batch in batches)
 
@@ -102,7 +103,8 @@ def _read_arrow(
 def _opened_arrow(
   key: str, file: SourceFile, *, is_mapped: bool = False
 ) -> Iterator[tuple[Any, Iterator[Any]]]:
-  """The schema and the batches; if they are mapped, all that was read stays in memory."""
+  """Opens a file; yields its schema and its batches. If they are mapped, all that was read stays in
+  memory."""
   pyarrow, ipc = library("pyarrow", file.path), library("pyarrow.ipc", file.path)
   open_file = pyarrow.memory_map if is_mapped else pyarrow.OSFile
   with (
@@ -175,7 +177,7 @@ def _read_parquet(
 
 
 def _next_row_group(key: str, file: SourceFile, place: int) -> int:
-  """Where the next row group begins: to read its last row, all of a group is read."""
+  """Returns where the next row group begins: to read the last row of one, all of it is read."""
   with _opened_parquet(key, file) as opened:
     return next(first for first in _first_rows(opened) if first >= place)
 
@@ -187,7 +189,7 @@ def _first_rows(opened: Any) -> list[int]:
 
 
 def _rows_at_once(opened: Any, column: str, groups: Sequence[int]) -> int:
-  """As many as are not too large, by the mean of the row group with the largest."""
+  """Returns how many rows to read at once, by the mean of the row group with the largest."""
   means = []
   for group in groups:
     metadata = opened.metadata.row_group(group)

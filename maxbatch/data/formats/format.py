@@ -61,7 +61,7 @@ class RecordFormat:
 
 
 def damaged(key: str, file: SourceFile, kind: str, reason: object) -> UserError:
-  """The error that says that a file as a whole cannot be read as what it should be."""
+  """Returns the error for a file that as a whole cannot be read as what it should be."""
   text = " ".join(str(reason).split())[:300] or type(reason).__name__
   return UserError(
     f"{key}: {file.path} is not a whole {kind} file ({text}); copy or write it again, or give {key} "
@@ -73,7 +73,7 @@ def damaged(key: str, file: SourceFile, kind: str, reason: object) -> UserError:
 def naming_errors(
   key: str, file: SourceFile, kind: str, *damage: type[Exception]
 ) -> Iterator[None]:
-  """A context in which what is wrong with a file, or with its gzip, is a UserError that names it.
+  """Turns what is wrong with a file, or with its gzip, into a UserError that names it; a context.
 
   `damage` are the errors that say that it is no whole `kind`.
   """
@@ -90,7 +90,7 @@ def naming_errors(
 
 
 def text_of(record: Record) -> bytes | Bad:
-  """The document's text in UTF-8, or why it is none."""
+  """Returns the document's text in UTF-8, or why there is none."""
   value = record.value
   if isinstance(value, Bad):
     return value
@@ -112,7 +112,7 @@ def text_of(record: Record) -> bytes | Bad:
 
 
 def ids_of(record: Record, vocab_size: int) -> np.ndarray | Bad:
-  """The document's token ids as they are, or why they are none."""
+  """Returns the document's token ids as they are, or why there are none."""
   value = record.value
   if isinstance(value, Bad):
     return value

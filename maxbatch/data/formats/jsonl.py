@@ -20,7 +20,7 @@ def _is_plain(file: SourceFile) -> bool:
 
 
 def _size(key: str, file: SourceFile) -> int:
-  """In bytes, uncompressed."""
+  """Returns the file's size in bytes, uncompressed."""
   if _is_plain(file):
     return file.size_bytes
   size = 0
@@ -64,7 +64,7 @@ def _skip(stream: IO[bytes], num_bytes: int, *, is_seekable: bool) -> None:
 
 
 def _rest_of_line(stream: IO[bytes]) -> int:
-  """Bytes that were skipped, to the end of the line."""
+  """Skips to the end of the line; returns the number of bytes skipped."""
   skipped = 0
   while line := stream.readline(_CHUNK_BYTES):
     skipped += len(line)
@@ -97,7 +97,8 @@ def _value(record: dict[str, Any] | Bad, column: str) -> Any:
 
 
 def _named(key: str, file: SourceFile, place: int) -> str:
-  """By the number of the line from 1, as editors count, which is found by reading up to there."""
+  """Names a record by the number of its line from 1, as editors count, found by reading up to
+  it."""
   line, position = 1, 0
   with _opened(key, file) as stream:
     while position < place and (chunk := stream.read(min(_CHUNK_BYTES, place - position))):
@@ -108,7 +109,7 @@ def _named(key: str, file: SourceFile, place: int) -> str:
 
 @contextlib.contextmanager
 def _opened(key: str, file: SourceFile) -> Iterator[IO[bytes]]:
-  """The uncompressed bytes. What is wrong with the file while it is read is a UserError."""
+  """Opens the uncompressed bytes. What is wrong with the file while it is read is a UserError."""
   with naming_errors(key, file, "zstd"), _stream(file) as stream:
     yield stream
 

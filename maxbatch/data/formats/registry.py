@@ -20,7 +20,7 @@ _ABOUT_THE_DATA = {"dataset_info.json", "dataset_dict.json", "state.json", "data
 
 
 def format_of(name: str) -> str:
-  """The format that a file's name says; empty if it says none."""
+  """Returns the format that a file's name implies; empty if none."""
   lower = name.lower().rpartition("/")[2]
   if lower in _ABOUT_THE_DATA:
     return ""

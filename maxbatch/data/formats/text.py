@@ -18,14 +18,14 @@ class NotTextError(UserError):
 
 
 def can_be_divided(file: SourceFile) -> bool:
-  """Whether a part can be read without all that stands before it."""
+  """Returns whether a part can be read without all that stands before it."""
   return not file.name.endswith(".gz")
 
 
 def checked_range(key: str, document: Document) -> tuple[int, int]:
-  """First byte and end of the document's piece in its uncompressed file, all of which is text.
-  Raises NotTextError: with the offset of the first byte that is not UTF-8, or is NUL; UserError:
-  the file cannot be read."""
+  """Returns the first byte and the end of the document's piece in its uncompressed file, all of
+  which is text. Raises NotTextError: with the offset of the first byte that is not UTF-8, or is
+  NUL; UserError: the file cannot be read."""
   file = document.file
   if document.num_pieces == 1:
     return part_of(document, _checked(key, file, 0, None))
@@ -58,8 +58,8 @@ def _checked(key: str, file: SourceFile, start: int, stop: int | None) -> int:
 
 
 def text_chunks(key: str, document: Document, start: int, stop: int) -> Iterator[bytes]:
-  """The bytes [start, stop) of the document's file, chunk by chunk. Raises UserError: it has fewer
-  of them than when they were checked, or more where it is read whole."""
+  """Yields the bytes [start, stop) of the document's file, chunk by chunk. Raises UserError: it has
+  fewer of them than when they were checked, or more where it is read whole."""
   position = start
   # One byte more tells whether a file has grown whose end was the end of what is read.
   is_whole = document.num_pieces == 1 and document.end == 1
@@ -75,7 +75,8 @@ def text_chunks(key: str, document: Document, start: int, stop: int) -> Iterator
 
 
 def whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-  """The same bytes in pieces that end where lines end, or where characters do in a long line."""
+  """Yields the same bytes in pieces that end where lines end, or where characters do in a long
+  line."""
   pending = b""
   for chunk in chunks:
     end = _last_line_end(pending)
@@ -87,7 +88,8 @@ def whole_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _last_line_end(chunk: bytes) -> int:
-  """Where the last line that ends here does; without one, where the last character begins."""
+  """Returns where the chunk's last complete line ends; without one, where its last character
+  begins."""
   end = chunk.rfind(b"\n") + 1
   if end:
     return end
@@ -98,7 +100,7 @@ def _last_line_end(chunk: bytes) -> int:
 
 
 def _next_line(key: str, file: SourceFile, offset: int, stop: int) -> int:
-  """Where the line after `offset` begins; if it is far away, the next character."""
+  """Returns where the line after `offset` begins; if it is far away, the next character."""
   chunk = next(_chunks(key, file, offset, stop), b"")
   line_end = chunk.find(b"\n") + 1
   if line_end:
@@ -108,7 +110,8 @@ def _next_line(key: str, file: SourceFile, offset: int, stop: int) -> int:
 
 
 def _chunks(key: str, file: SourceFile, start: int, stop: int | None) -> Iterator[bytes]:
-  """The file's bytes [start, stop), decompressed when its name ends in .gz; None: to the end."""
+  """Yields the file's bytes [start, stop), decompressed when its name ends in .gz; None: to the
+  end."""
   try:
     with (
       gzip.open(file.local_path)

@@ -53,7 +53,8 @@ message_type { name: "Example"
 
 
 def feature(record: bytes, column: str) -> Any:
-  """The bytes, the ids, or what is wrong, of one feature of a serialized tf.train.Example."""
+  """Returns the bytes, the ids, or what is wrong, of one feature of a serialized
+  tf.train.Example."""
   message = library("google.protobuf.message", _WHAT)
   try:
     features = example_class().FromString(record).features.feature
@@ -74,7 +75,7 @@ def feature(record: bytes, column: str) -> Any:
 
 @functools.cache
 def example_class() -> Any:
-  """The class of the message, as tensorflow/core/example/example.proto declares it."""
+  """Returns the class of the message, as tensorflow/core/example/example.proto declares it."""
   descriptors = library("google.protobuf.descriptor_pb2", _WHAT)
   file = descriptors.FileDescriptorProto()
   library("google.protobuf.text_format", _WHAT).Parse(_PROTO, file)
@@ -90,7 +91,7 @@ _MOST_AT_ONCE = 1024
 
 
 def _array_record_size(key: str, file: SourceFile) -> int:
-  """In records."""
+  """Returns the number of records."""
   with _opened_array_record(key, file) as reader:
     return reader.num_records()
 
@@ -139,7 +140,7 @@ _MASK_DELTA = 0xA282EAD8
 
 
 def _tfrecord_size(key: str, file: SourceFile) -> int:
-  """In records, by going from length to length."""
+  """Returns the number of records, by going from length to length."""
   with _opened_tfrecord(key, file) as stream:
     return sum(1 for _ in _lengths(key, file, stream))
 
@@ -166,7 +167,7 @@ def _read_tfrecord(
 
 
 def _lengths(key: str, file: SourceFile, stream: IO[bytes]) -> Iterator[int]:
-  """The length of each record, at whose first byte the stream then is."""
+  """Yields the length of each record, at whose first byte the stream then is."""
   position, place = 0, 0
   while header := stream.read(_LENGTH.size):
     length, checksum = _LENGTH.unpack(header) if len(header) == _LENGTH.size else (0, -1)
@@ -183,7 +184,7 @@ def _lengths(key: str, file: SourceFile, stream: IO[bytes]) -> Iterator[int]:
 
 
 def _masked(content: bytes) -> int:
-  """The masked CRC-32C that follows a length, and a record."""
+  """Returns the masked CRC-32C that follows a length, and a record."""
   crc = _crc32c()(content)
   return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
 

@@ -41,7 +41,7 @@ class HuggingFaceTokenizer(FileTokenizer):
 
 
 def build(data: DataConfig) -> HuggingFaceTokenizer:
-  """The tokenizer of tokenizer_path, a tokenizer.json or the folder that holds it.
+  """Builds the tokenizer of tokenizer_path, a tokenizer.json or the folder that holds it.
 
   The special tokens are those of tokenizer_config.json beside it, if it is there. Raises UserError:
   there is none, it is damaged, or a special token is missing.
@@ -63,7 +63,7 @@ def declared_tokens(file: VocabularyFile) -> dict[str, str]:
 
 
 def special_tokens(path: Path, given: str = "") -> dict[str, str]:
-  """The special tokens by role that a tokenizer_config.json names; none without it. Raises
+  """Reads the special tokens by role from a tokenizer_config.json; none without one. Raises
   UserError: it cannot be read."""
   try:
     said = json.loads(path.read_text())

@@ -32,8 +32,8 @@ class SentencePieceTokenizer(FileTokenizer):
 
 
 def build(data: DataConfig) -> SentencePieceTokenizer:
-  """The tokenizer of tokenizer_path, a SentencePiece model or the folder that holds it. Raises
-  UserError: there is none, it is damaged, or a special token is missing."""
+  """Builds the tokenizer of tokenizer_path, a SentencePiece model or the folder that holds it.
+  Raises UserError: there is none, it is damaged, or a special token is missing."""
   file = read_vocabulary(data, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
   inner = SentencePieceTokenizer.load(file)
   size = inner.get_piece_size()

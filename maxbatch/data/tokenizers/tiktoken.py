@@ -63,8 +63,8 @@ class TiktokenTokenizer(FileTokenizer):
 
 
 def build(data: DataConfig) -> TiktokenTokenizer:
-  """The tokenizer of tokenizer_path, a tiktoken file or the folder that holds it. Raises UserError:
-  there is none, it is damaged, or a special token is missing."""
+  """Builds the tokenizer of tokenizer_path, a tiktoken file or the folder that holds it. Raises
+  UserError: there is none, it is damaged, or a special token is missing."""
   file = read_vocabulary(data, "tokenizer.model", "tokenizer.tiktoken", "original/tokenizer.model")
   ids = TiktokenTokenizer.load(file)._special_tokens
   own = {"bos": ids[_NAMED[0]], "eos": ids[_NAMED[1]], "pad": ids[_NAMED[4]]}
@@ -75,7 +75,8 @@ def build(data: DataConfig) -> TiktokenTokenizer:
 
 
 def _ranks(content: bytes) -> dict[bytes, int]:
-  """The tokens with their ranks. Raises ValueError if a line is not one, or a rank is missing."""
+  """Reads the tokens with their ranks. Raises ValueError if a line is not one, or a rank is
+  missing."""
   ranks: dict[bytes, int] = {}
   for number, line in enumerate(content.splitlines(), start=1):
     token, _, rank = line.partition(b" ")

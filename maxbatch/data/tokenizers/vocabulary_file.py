@@ -26,14 +26,14 @@ BESIDE = ("tokenizer_config.json", "chat_template.jinja")
 
 
 def is_hub_name(path: str) -> bool:
-  """Whether a path that is not there may be the name of a model on the hub."""
+  """Returns whether a path that does not exist may be the name of a model on the hub."""
   return bool(_NAME.fullmatch(path)) and not _FILE.search(path)
 
 
 def hub_folder(
   given: str, name: str, files: Sequence[str], *, shown: str = "tokenizer*", token: str = ""
 ) -> Path:
-  """The folder of this machine that holds those of the files that the model `name` has.
+  """Returns the local folder that holds those of the files that the model `name` has.
 
   They are downloaded unless they are in the library's cache (HF_HOME). With HF_HUB_OFFLINE=1, and
   where the hub does not answer, the cache is all there is.
@@ -96,7 +96,7 @@ class VocabularyFile:
     return hashlib.blake2b(self.content, digest_size=12).hexdigest()
 
   def damaged(self, reason: object) -> UserError:
-    """The error that says that this is no such vocabulary."""
+    """Returns the error for a file that is no such vocabulary."""
     other = _type_of(self.content)
     offer = (
       f"it looks as tokenizer_type={other} has it"
@@ -108,8 +108,8 @@ class VocabularyFile:
 
 
 def read_vocabulary(data: DataConfig, *names: str) -> VocabularyFile:
-  """The file that `tokenizer_path` means; in a folder, or of a model on the Hugging Face hub, the
-  first of `names` that is there. Raises UserError: there is none, or it cannot be read."""
+  """Reads the file that `tokenizer_path` means; in a folder, or of a model on the Hugging Face hub,
+  the first of `names` that is there. Raises UserError: there is none, or it cannot be read."""
   given = f"tokenizer_type={data.tokenizer_type} tokenizer_path={data.tokenizer_path}"
   if not data.tokenizer_path:
     raise UserError(
@@ -139,7 +139,7 @@ def read_vocabulary(data: DataConfig, *names: str) -> VocabularyFile:
 
 
 def _type_of(content: bytes) -> str:
-  """The tokenizer_type whose files begin as this one does; empty if none does."""
+  """Returns the tokenizer_type whose files begin as this one does; empty if none does."""
   if content.lstrip()[:1] == b"{":
     return "huggingface"
   if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", content):
@@ -171,15 +171,15 @@ class FileTokenizer(abc.ABC):
   @staticmethod
   @abc.abstractmethod
   def load(file: VocabularyFile) -> Any:
-    """The library's own tokenizer. Raises UserError if the file is damaged."""
+    """Loads the library's own tokenizer. Raises UserError if the file is damaged."""
 
   @abc.abstractmethod
   def ids_of(self, text: str) -> list[int]:
-    """The ids of a text, without special ones."""
+    """Returns the ids of a text, without special ones."""
 
   @abc.abstractmethod
   def text_of(self, ids: list[int]) -> str:
-    """The text of ids of the vocabulary; special ids stand for none."""
+    """Returns the text of ids of the vocabulary; special ids stand for none."""
 
   @functools.cached_property
   def inner(self) -> Any:
@@ -198,7 +198,8 @@ class FileTokenizer(abc.ABC):
     return np.array(ids, np.uint16 if self.vocab_size <= 2**16 else np.uint32)
 
   def decode(self, ids: Ids) -> str:
-    """See `Tokenizer.decode`; broken UTF-8 becomes U+FFFD, ids of no token stand for no text."""
+    """Returns the text of `ids`; broken UTF-8 becomes U+FFFD, ids of no token stand for no text.
+    See `Tokenizer.decode`."""
     numbers = np.asarray(ids).reshape(-1).tolist()
     return self.text_of([id_ for id_ in numbers if 0 <= id_ < self.vocab_size])
 
@@ -210,7 +211,7 @@ def special_ids(
   find: Callable[[str], int | None],
   known: list[str],
 ) -> SpecialIds:
-  """The special ids: those that the configuration names, else the tokenizer's own.
+  """Returns the special ids: those that the configuration names, else the tokenizer's own.
 
   A tokenizer without a pad token fills up rows with the one that ends a document: what is filled up
   has no weight, whatever its id.
@@ -248,8 +249,8 @@ def special_ids(
 
 
 def bounded_pieces(text: str) -> Iterator[str]:
-  """The text in pieces that a regular expression can take, with no run of more than 25,000
-  characters that are all spaces or all none."""
+  """Yields the text in pieces that a regular expression can take, with no run of more than 25,000
+  characters that are all spaces or all non-spaces."""
   for start in range(0, len(text), _MAX_CHARACTERS):
     part = text[start : start + _MAX_CHARACTERS]
     begin = 0
